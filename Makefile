@@ -1,0 +1,47 @@
+# Everything here needs Python 3.11 or later (with its venv module) and make, nothing else: the first target that
+# runs makes a virtual environment in .venv. `make PYTHON=/path/to/python test` makes it from another Python.
+
+VENV := .venv
+BIN := $(VENV)/bin
+INSTALLED := $(VENV)/.installed
+BENCHMARKS := $(sort $(filter-out benchmarks/_%,$(wildcard benchmarks/*.py)))
+
+# The first of these that runs, is recent enough and can make a virtual environment.
+PYTHON ?= $(firstword $(foreach name,python3.11 python3,$(shell $(name) -c \
+	'import ensurepip, sys, venv; print("$(name)" if sys.version_info >= (3, 11) else "")' 2>/dev/null)))
+
+# One thread for each process: the processes are the parallelism, and figures do not depend on the number of cores.
+export OMP_NUM_THREADS := 1
+
+.PHONY: help demo test lint bench clean
+
+help:
+	@echo "make demo    train a small GPT on two processes and compare it with one device"
+	@echo "make test    lint, then all tests"
+	@echo "make lint    ruff and mypy"
+	@echo "make bench   all benchmarks"
+	@echo "make clean   remove the virtual environment and the tools' caches"
+
+demo: $(INSTALLED)
+	$(BIN)/python examples/demo.py
+
+test: lint
+	$(BIN)/python -m pytest
+
+lint: $(INSTALLED)
+	$(BIN)/python -m ruff check .
+	$(BIN)/python -m mypy
+
+bench: $(INSTALLED)
+	@set -e; for script in $(BENCHMARKS); do echo "== $$script"; $(BIN)/python $$script; done
+
+clean:
+	rm -rf $(VENV) .mypy_cache .pytest_cache .ruff_cache .hypothesis
+
+# torch comes first and by itself, at the pinned version: resolving the other packages must not choose another build.
+$(INSTALLED): pyproject.toml constraints.txt
+	@test -n "$(PYTHON)" || { echo "make: no Python >= 3.11 with its venv module found" >&2; exit 1; }
+	$(BIN)/python -m pip --version >/dev/null 2>&1 || $(PYTHON) -m venv --clear $(VENV)
+	$(BIN)/python -m pip install $(shell grep '^torch==' constraints.txt)
+	$(BIN)/python -m pip install -c constraints.txt -e ".[test,dev]"
+	@touch $@

@@ -1,0 +1,130 @@
+"""Region tags: which part of the model a piece of work belongs to.
+
+Tags ride on `torch.fx.traceback.annotate`, which writes them into the metadata of every graph node traced inside the
+context, forward and backward alike. Outside of a capture the context does nothing.
+"""
+
+from __future__ import annotations
+
+import fnmatch
+import inspect
+from collections import Counter
+from collections.abc import Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from typing import Any
+
+import torch.fx.traceback as fx_traceback
+from torch import nn
+
+from lightning_piper.errors import CaptureError
+
+META_KEY = "piper"
+SOURCE_KEY = "piper_source"
+RESERVED = ("PASS",)
+
+# Trace-order numbers of the capture that runs, None outside of one.
+_counters: Counter[str] | None = None
+
+
+@contextmanager
+def numbering() -> Iterator[None]:
+    """Activate annotations and start numbering from zero; entered once for each traced run of the step."""
+    global _counters
+    before, _counters = _counters, Counter()
+    try:
+        yield
+    finally:
+        _counters = before
+
+
+def annotate(tag: str, index: int | None = None) -> AbstractContextManager[None]:
+    """Tag the work done inside this context.
+
+    Args:
+        tag: the tag's name, for instance ``"PP"`` for pipeline stages.
+        index: the tag's value. Without one, entries are numbered 0, 1, ... per tag in the order in which they are traced.
+
+    Contexts nest: work inside carries the tags of all open contexts; the innermost wins for one and the same tag.
+
+    Raises:
+        CaptureError: the tag is not a non-empty string or is reserved, or the index is not a non-negative integer.
+    """
+    if not isinstance(tag, str) or not tag or tag in RESERVED:
+        raise CaptureError(f"annotate: tag {tag!r} is not usable; give a non-empty string other than {', '.join(RESERVED)}")
+    if index is not None and (isinstance(index, bool) or not isinstance(index, int) or index < 0):
+        raise CaptureError(f"annotate({tag!r}): index {index!r} is not usable; give an integer >= 0, or none at all")
+    if _counters is None:
+        return nullcontext()
+    caller = inspect.currentframe().f_back  # type: ignore[union-attr]
+    return _tagged(tag, index, f"{caller.f_code.co_filename}:{caller.f_lineno}" if caller else "")
+
+
+@contextmanager
+def _tagged(tag: str, index: int | None, source: str) -> Iterator[None]:
+    assert _counters is not None
+    if index is None:
+        index = _counters[tag]
+        _counters[tag] += 1
+    outer: dict[str, int] = fx_traceback.current_meta.get("custom", {}).get(META_KEY, {})
+    with fx_traceback.annotate({META_KEY: {**outer, tag: index}, SOURCE_KEY: source}):
+        yield
+
+
+class _EnterRegion:
+    """Forward pre-hook: opens the region; its exit hook closes it."""
+
+    def __init__(self, tag: str, index: int) -> None:
+        self.tag, self.index = tag, index
+        self.open: list[AbstractContextManager[None]] = []
+
+    def __call__(self, module: nn.Module, args: Any) -> None:
+        context = annotate(self.tag, self.index)
+        context.__enter__()
+        self.open.append(context)
+
+
+class _ExitRegion:
+    def __init__(self, enter: _EnterRegion) -> None:
+        self.enter = enter
+
+    def __call__(self, module: nn.Module, args: Any, output: Any) -> None:
+        self.enter.open.pop().__exit__(None, None, None)
+
+
+def annotate_modules(model: nn.Module, tag: str, groups: Sequence[Sequence[str]]) -> None:
+    """Tag modules by name, for models whose code cannot be edited.
+
+    Args:
+        model: the model; its submodules are looked up by their qualified names.
+        tag: the tag's name.
+        groups: `groups[i]` lists glob patterns (as `fnmatch` knows them: `layers.[0-1]`, `layers.*`); every module whose
+            qualified name matches one of them runs under `tag=i`.
+
+    Raises:
+        CaptureError: a pattern matches no module, or a module is matched by two groups.
+    """
+    annotate(tag)  # validates the tag
+    names = dict(model.named_modules())
+    chosen: dict[str, int] = {}
+    for index, patterns in enumerate(groups):
+        if isinstance(patterns, str):
+            raise CaptureError(f"annotate_modules({tag!r}): groups[{index}] is the string {patterns!r}; give a list of patterns")
+        for pattern in patterns:
+            found = [name for name in names if name and fnmatch.fnmatchcase(name, pattern)]
+            if not found:
+                some = ", ".join([name for name in names if name][:8])
+                raise CaptureError(
+                    f"annotate_modules({tag!r}): groups[{index}] pattern {pattern!r} matches no module of "
+                    f"{type(model).__name__}; its modules are {some}{', ...' if len(names) > 9 else ''}"
+                )
+            for name in found:
+                if chosen.setdefault(name, index) != index:
+                    raise CaptureError(
+                        f"annotate_modules({tag!r}): module {name!r} is matched by groups {chosen[name]} and {index}; "
+                        "a module belongs to one group"
+                    )
+    for name, index in chosen.items():
+        enter = _EnterRegion(tag, index)
+        # First in, last out: the region also covers the module's other hooks.
+        names[name].register_forward_pre_hook(enter, prepend=True)
+        names[name].register_forward_hook(_ExitRegion(enter), always_call=True)

@@ -1,0 +1,6 @@
+"""`training_step` -> joint forward and backward graph -> passes of regions."""
+
+from lightning_piper.capture.batch import BatchLayout, flatten
+from lightning_piper.capture.step import CapturedStep, capture
+
+__all__ = ["BatchLayout", "CapturedStep", "capture", "flatten"]

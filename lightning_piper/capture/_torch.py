@@ -1,0 +1,94 @@
+"""The one file that uses torch's private names. Tried on torch 2.13; each entry says what is relied on.
+
+- `aot_export_joint_with_descriptors`: traces a module's forward and backward into one functional graph whose placeholders
+  and outputs carry descriptors (`node.meta["desc"]`); the `*AOTInput` / `*AOTOutput` classes are those descriptors.
+- `FakeTensorMode`, `DataDependentOutputException`, `DynamicOutputShapeException`: tensors without data, and what they
+  raise when Python asks for a value or a shape that depends on one.
+- `torch.compiler._is_exporting_flag`: makes `torch.compiler.is_exporting()` true, for code (Hugging Face's masks) that then
+  avoids asking for tensor values.
+- `node.meta["partitioner_tag"]`: `is_backward` on nodes traced by autograd; `node.meta["seq_nr"]`: the same number on a
+  forward operation and on the nodes of its backward.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import warnings
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+import torch.fx.traceback as fx_traceback
+from torch import nn
+from torch._functorch._aot_autograd.descriptors import (
+    BufferAOTInput,
+    GradAOTOutput,
+    InputMutationAOTOutput,
+    ParamAOTInput,
+    PlainAOTInput,
+    PlainAOTOutput,
+    TangentAOTInput,
+)
+from torch._functorch.aot_autograd import aot_export_joint_with_descriptors
+from torch._subclasses.fake_tensor import (
+    DataDependentOutputException,
+    DynamicOutputShapeException,
+    FakeTensorMode,
+)
+
+__all__ = [
+    "NEWEST_TRIED",
+    "BufferAOTInput",
+    "DataDependentOutputException",
+    "DynamicOutputShapeException",
+    "FakeTensorMode",
+    "GradAOTOutput",
+    "InputMutationAOTOutput",
+    "ParamAOTInput",
+    "PlainAOTInput",
+    "PlainAOTOutput",
+    "TangentAOTInput",
+    "is_backward",
+    "joint_graph",
+    "sequence_number",
+    "warn_if_newer_torch",
+]
+
+NEWEST_TRIED = (2, 13)
+
+
+def warn_if_newer_torch() -> None:
+    version = tuple(int(part) for part in torch.__version__.split("+")[0].split(".")[:2])
+    if version > NEWEST_TRIED:
+        warnings.warn(
+            f"torch {torch.__version__} is newer than {NEWEST_TRIED[0]}.{NEWEST_TRIED[1]}, the newest that lightning_piper "
+            "was tried with; capturing a training step relies on parts of torch that may have changed",
+            stacklevel=3,
+        )
+
+
+def joint_graph(mode: FakeTensorMode, module: nn.Module, args: tuple[torch.Tensor, ...]) -> torch.fx.Graph:
+    """The functional graph of `module(*args)` and of its backward, with fake tensors of `mode` throughout."""
+    with contextlib.ExitStack() as stack:
+        stack.enter_context(_exporting())
+        stack.enter_context(fx_traceback.preserve_node_meta())
+        stack.enter_context(mode)
+        return aot_export_joint_with_descriptors(stack, module, args).graph_module.graph
+
+
+@contextlib.contextmanager
+def _exporting() -> Iterator[None]:
+    before = torch.compiler._is_exporting_flag
+    torch.compiler._is_exporting_flag = True
+    try:
+        yield
+    finally:
+        torch.compiler._is_exporting_flag = before
+
+
+def is_backward(node: torch.fx.Node) -> bool:
+    return node.meta.get("partitioner_tag") == "is_backward"
+
+
+def sequence_number(node: torch.fx.Node) -> Any:
+    return node.meta.get("seq_nr")

@@ -1,0 +1,172 @@
+"""Which region each node of a joint graph belongs to.
+
+Forward nodes come in trace order. A region is a maximal run of nodes with equal tags, so regions depend on each other only
+forwards and their backward passes only in reverse. Three kinds of nodes have no place of their own:
+
+- *views*: cheap views (or casts) of a parameter or buffer. Each user makes its own; sending them would send the weight.
+- *constants*: untagged work on batch leaves and constant buffers alone (masks, positions, slices of the batch). Each
+  region that uses it computes it again.
+- *glue*: other untagged work that reads no parameter (a metric after the last stage, a loss outside of the context). It
+  belongs to the region that made the latest of its inputs.
+"""
+
+from __future__ import annotations
+
+import operator
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch.fx import Node
+
+from lightning_piper.annotate import META_KEY, SOURCE_KEY
+from lightning_piper.capture import _torch
+from lightning_piper.ir.regions import Region
+
+aten = torch.ops.aten
+VIEWS = {
+    aten.t.default, aten.transpose.int, aten.permute.default, aten.view.default, aten._unsafe_view.default, aten.expand.default,
+    aten.unsqueeze.default, aten.squeeze.dim, aten.squeeze.dims, aten.squeeze.default, aten.select.int, aten.slice.Tensor,
+    aten.alias.default, aten.detach.default, aten.split.Tensor, aten.split_with_sizes.default, aten.unbind.int,
+    aten._to_copy.default, operator.getitem,
+}  # fmt: skip
+
+
+@dataclass(frozen=True)
+class Assignment:
+    """Attributes:
+    regions: the regions in trace order.
+    of: region index of every forward and backward node that has a place of its own.
+    shared: views and constants; whoever uses one computes it again.
+    """
+
+    regions: tuple[Region, ...]
+    of: Mapping[Node, int]
+    shared: frozenset[Node]
+
+
+def tags_of(node: Node) -> dict[str, int]:
+    return dict(node.meta.get("custom", {}).get(META_KEY, {}))
+
+
+def is_random(node: Node) -> bool:
+    return isinstance(node.target, torch._ops.OpOverload) and torch.Tag.nondeterministic_seeded in node.target.tags
+
+
+def source_line(node: Node) -> str:
+    """Where the innermost annotation around a node was opened."""
+    return str(node.meta.get("custom", {}).get(SOURCE_KEY, "outside of any annotation"))
+
+
+def assign(graph: torch.fx.Graph, state: frozenset[Node]) -> Assignment:
+    """Place every node of a joint graph. `state` holds the placeholders of buffers that the step changes."""
+    calls = [n for n in graph.nodes if n.op != "placeholder" and n.op != "output"]
+    forward = [n for n in calls if not _torch.is_backward(n)]
+    shared, weights = _shared(forward, state)
+    of: dict[Node, int] = {}
+    regions = _segments([n for n in forward if n not in shared], shared, weights, of)
+    _assign_backward([n for n in calls if _torch.is_backward(n)], regions, of)
+    return Assignment(tuple(regions), of, frozenset(shared))
+
+
+def _shared(forward: list[Node], state: frozenset[Node]) -> tuple[set[Node], set[Node]]:
+    """(views and constants, everything that is a parameter or a view of one)."""
+    shared: set[Node] = set()
+    weights: set[Node] = set()
+    for node in forward:
+        inputs = node.all_input_nodes
+        for x in inputs:
+            if x.op == "placeholder" and isinstance(x.meta.get("desc"), _torch.ParamAOTInput):
+                weights.add(x)
+        if any(x in state or (x.op != "placeholder" and x not in shared) for x in inputs) or is_random(node):
+            continue
+        if inputs and all(x in weights for x in inputs):
+            if node.target in VIEWS:
+                shared.add(node)
+                weights.add(node)
+        elif not any(x in weights for x in inputs) and not tags_of(node):
+            shared.add(node)
+    return shared, weights
+
+
+def _segments(forward: list[Node], shared: set[Node], weights: set[Node], of: dict[Node, int]) -> list[Region]:
+    regions: list[Region] = []
+    current: dict[str, int] | None = None
+    pending: list[Node] = []  # untagged work before the first region
+    for node in forward:
+        tags = tags_of(node)
+        inputs = [x for x in node.all_input_nodes if x in of]
+        if node.target is operator.getitem and inputs:
+            of[node] = of[inputs[0]]
+            continue
+        glue = not tags and not any(x in weights for x in node.all_input_nodes)
+        if glue and inputs:
+            of[node] = max(of[x] for x in inputs)
+            continue
+        if glue:
+            pending.append(node)
+            continue
+        if tags != current:
+            current = tags
+            regions.append(Region(len(regions), tags, source_line(node)))
+        of[node] = len(regions) - 1
+    if not regions:  # nothing but glue: the whole step is one untagged region
+        regions.append(Region(0, {}, source_line(forward[0]) if forward else "training_step"))
+    for node in pending:
+        users = [of[u] for u in node.users if u in of]
+        of[node] = min(users, default=0)
+    return regions
+
+
+def _assign_backward(backward: list[Node], regions: list[Region], of: dict[Node, int]) -> None:
+    """A backward node belongs to the region of the forward operation it differentiates.
+
+    The additions that merge gradients of a value used twice carry no tags; they go where the latest of their inputs is
+    made. No node is placed later in the backward order than its inputs allow, so the passes never wait on each other.
+    """
+    by_sequence: dict[Any, int] = {}
+    for node, home in of.items():
+        by_sequence.setdefault(_torch.sequence_number(node), home)  # operations without gradient repeat the number before
+    tags = [dict(r.tags) for r in regions]
+    last = len(regions) - 1
+    floating: list[Node] = []
+    for node in backward:
+        inputs = [x for x in node.all_input_nodes if x in of and _torch.is_backward(x)]
+        bound = min((of[x] for x in inputs), default=last)
+        region: int | None
+        if META_KEY in node.meta.get("custom", {}):
+            own = tags_of(node)
+            region = by_sequence.get(_torch.sequence_number(node))
+            if region is None or tags[region] != own:
+                region = next((r for r in range(bound, -1, -1) if tags[r] == own), bound)
+        elif node.target is aten.add.Tensor and inputs:
+            region = bound
+        else:
+            region = by_sequence.get(_torch.sequence_number(node), bound if inputs else None)
+        if region is None:
+            floating.append(node)
+        elif node.target is operator.getitem:
+            of[node] = bound
+        else:
+            of[node] = min(region, bound)
+    for node in reversed(floating):
+        of[node] = max((of[u] for u in node.users if u in of), default=last)
+
+
+def gradient_terms(node: Any, of: Mapping[Node, int]) -> list[Node]:
+    """A parameter's gradient as terms of different regions, in the order of summation.
+
+    A parameter used in several regions gets its gradient as a chain of additions; taking the chain apart lets each region
+    keep its own share.
+    """
+    if (
+        node.target is aten.add.Tensor
+        and META_KEY not in node.meta.get("custom", {})
+        and not node.kwargs
+        and len(node.users) == 1
+        and all(isinstance(x, Node) and x in of for x in node.args)
+        and len({of[x] for x in node.args}) == 2
+    ):
+        return [*gradient_terms(node.args[0], of), *gradient_terms(node.args[1], of)]
+    return [node]

@@ -1,0 +1,136 @@
+"""`capture`: a module and one batch -> a step that can be had at any batch size."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import nn
+
+from lightning_piper.capture import _torch
+from lightning_piper.capture.batch import BatchLayout, flatten
+from lightning_piper.capture.chunks import cut
+from lightning_piper.capture.trace import trace
+from lightning_piper.errors import CaptureError
+from lightning_piper.ir.regions import Interface, Output, ParamInfo, PassKey, StepCode
+from lightning_piper.ir.values import TensorSpec
+
+
+def capture(
+    module: nn.Module,
+    batch: Any,
+    device: torch.device | str = "cpu",
+    context: Callable[[], contextlib.AbstractContextManager[Any]] = contextlib.nullcontext,
+) -> CapturedStep:
+    """Capture `module.training_step` for batches laid out like `batch`.
+
+    Args:
+        module: a LightningModule (anything with `training_step`); it is neither run with data nor changed.
+        batch: nested dicts, lists, tuples or dataclasses of tensors with a common first dimension.
+        device: device type on which the captured code will run.
+        context: entered around the step while it is traced, e.g. an autocast context.
+
+    Raises:
+        CaptureError: the step cannot be captured; names the user's line.
+    """
+    _torch.warn_if_newer_torch()
+    step = getattr(type(module), "training_step", None)
+    if step is None:
+        raise CaptureError(f"{type(module).__name__} has no training_step; give a LightningModule that defines one")
+    _, layout = flatten(batch)
+    return CapturedStep(module, layout, torch.device(device), context)
+
+
+class CapturedStep:
+    """A training step as code by batch size; see `ir.regions.Step`.
+
+    Attributes:
+        module, context: what is captured, and what is entered around it.
+        layout: of the batch it was captured with.
+        size: its number of samples.
+        params, buffers: by canonical name, the first under which the module lists them.
+        canonical: every name -> canonical name.
+    """
+
+    def __init__(self, module: nn.Module, layout: BatchLayout, device: torch.device,
+                 context: Callable[[], contextlib.AbstractContextManager[Any]]) -> None:  # fmt: skip
+        self.layout, self.size = layout, layout.size
+        self.module, self.context, self._device = module, context, device
+        self.params, self.buffers, self.canonical = _named_tensors(module)
+        self._codes: dict[int, StepCode] = {}
+
+    def at(self, size: int) -> StepCode:
+        """The step's code for `size` samples.
+
+        Raises:
+            CaptureError: also when the step has another structure at this size than at the first one.
+        """
+        if size not in self._codes:
+            specs = tuple(_resized(spec, size) for spec in self.layout.specs)
+            traced = trace(self.module, self.layout, specs, self._device, self.context)
+            keys = tuple(log.name for log in traced.logs if log.constant is None)
+            regions, interfaces, code = cut(traced.graph, self.canonical, keys)
+            found = StepCode(size, regions, interfaces, code, traced.logs, specs)
+            if self._codes:
+                _same_structure(next(iter(self._codes.values())), found)
+            self._codes[size] = found
+        return self._codes[size]
+
+
+def _resized(spec: TensorSpec, size: int) -> TensorSpec:
+    """The contiguous spec of a batch leaf cut to `size` samples; leaves without dimensions stay whole."""
+    shape = (size, *spec.shape[1:]) if spec.shape else ()
+    return TensorSpec.of(torch.empty(shape, dtype=spec.dtype, device="meta"))
+
+
+def _named_tensors(module: nn.Module) -> tuple[dict[str, ParamInfo], dict[str, TensorSpec], dict[str, str]]:
+    first: dict[int, str] = {}
+    canonical: dict[str, str] = {}
+    tensors: dict[str, torch.Tensor] = {}
+    for name, tensor in [
+        *module.named_parameters(remove_duplicate=False),
+        *module.named_buffers(remove_duplicate=False),
+    ]:
+        canonical[name] = first.setdefault(id(tensor), name)
+        tensors.setdefault(canonical[name], tensor)
+    aliases: dict[str, list[str]] = {}
+    for name, main in canonical.items():
+        if name != main:
+            aliases.setdefault(main, []).append(name)
+    params = {
+        name: ParamInfo(name, TensorSpec.of(x), x.requires_grad, tuple(aliases.get(name, ())))
+        for name, x in tensors.items() if isinstance(x, nn.Parameter)
+    }  # fmt: skip
+    buffers = {name: TensorSpec.of(x) for name, x in tensors.items() if not isinstance(x, nn.Parameter)}
+    return params, buffers, canonical
+
+
+def _same_structure(a: StepCode, b: StepCode) -> None:
+    def shape_of(code: StepCode) -> tuple[Any, ...]:
+        tags = tuple(tuple(sorted(r.tags.items())) for r in code.regions)
+        return tags, tuple(log.name for log in code.logs), {key: _public(i) for key, i in code.interfaces.items()}
+
+    if shape_of(a) == shape_of(b):
+        return
+    differing = [f"{b.regions[r].label} {p}" for r, p in sorted(set(a.interfaces) | set(b.interfaces))
+                 if r < len(b.regions) and _at(a, (r, p)) != _at(b, (r, p))]  # fmt: skip
+    raise CaptureError(
+        f"the step has another structure for {b.size} samples than for {a.size} (regions {', '.join(differing) or 'differ'}): its "
+        "Python code depends on the batch size. Make it independent, or choose microbatches of one size"
+    )
+
+
+def _at(code: StepCode, key: PassKey) -> Any:
+    return _public(code.interfaces[key]) if key in code.interfaces else None
+
+
+def _public(interface: Interface) -> Any:
+    """An interface without what is private to a region at a size: the graph's names of values."""
+
+    def kind(output: Output) -> tuple[str, tuple[str, ...]]:
+        return (output.kind, () if output.kind in ("activation", "cotangent") else output.names)
+
+    return (interface.inputs, tuple(map(kind, interface.outputs)), interface.params, interface.buffers, interface.state,
+            interface.batch, interface.seeds_gradient)  # fmt: skip

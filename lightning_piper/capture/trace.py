@@ -1,0 +1,253 @@
+"""`training_step` -> one joint forward and backward graph at one batch size."""
+
+from __future__ import annotations
+
+import contextlib
+import inspect
+import numbers
+import traceback
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+
+from lightning_piper import annotate
+from lightning_piper.capture import _torch
+from lightning_piper.capture.batch import BatchLayout
+from lightning_piper.errors import CaptureError
+from lightning_piper.ir.regions import Logged
+from lightning_piper.ir.values import TensorSpec
+
+REDUCTIONS = {"mean": "mean", "sum": "sum", "max": "max", "min": "min", torch.mean: "mean", torch.sum: "sum", torch.max: "max",
+              torch.min: "min", max: "max", min: "min", sum: "sum"}  # fmt: skip
+# How the values that one metric has in several microbatches, of given shares of the batch, become one.
+REDUCE: Mapping[str, Callable[[list[torch.Tensor], list[float]], torch.Tensor]] = {
+    "mean": lambda values, weights: torch.stack([v * w for v, w in zip(values, weights, strict=True)]).sum(),
+    "sum": lambda values, weights: torch.stack(values).sum(),
+    "max": lambda values, weights: torch.stack(values).max(),
+    "min": lambda values, weights: torch.stack(values).min(),
+}
+_LIBRARIES = tuple(str(Path(m.__file__).parent) + "/" for m in (torch, contextlib) if m.__file__) + (
+    str(Path(__file__).parent.parent) + "/",
+)
+
+
+@dataclass(frozen=True)
+class Traced:
+    """Attributes:
+    graph: the joint functional graph; placeholders and outputs carry descriptors.
+    logs: the `self.log` calls, in order. Those with a tensor are the graph's plain outputs 1, 2, ...; output 0 is the loss.
+    """
+
+    graph: torch.fx.Graph
+    logs: tuple[Logged, ...]
+
+
+def trace(module: nn.Module, layout: BatchLayout, specs: tuple[TensorSpec, ...], device: torch.device,
+          context: Callable[[], contextlib.AbstractContextManager[Any]]) -> Traced:  # fmt: skip
+    """Trace `module.training_step` on a batch whose tensors have `specs`.
+
+    `context` is entered around the step (autocast, for instance). Parameters may lie on the meta device: only shapes count.
+
+    Raises:
+        CaptureError: the step cannot be captured.
+    """
+    mode = _torch.FakeTensorMode()
+    with mode:
+        inputs = tuple(torch.empty_strided(s.shape, s.stride, dtype=s.dtype, device=device) for s in specs)
+    step = Step(module, layout, context)
+    with _without_data(module, mode, device), as_captured(module, step):
+        try:
+            graph = _torch.joint_graph(mode, step, inputs)
+        except CaptureError:
+            raise
+        except (_torch.DataDependentOutputException, _torch.DynamicOutputShapeException) as error:
+            raise CaptureError(
+                f"{_user_line(error)}: the step asks for a value (or a shape) that is only known when it runs "
+                f"({error.func}); a captured step has no values. Keep the computation in tensors (torch.where, masks, "
+                "index_add), or move it to a hook outside of training_step"
+            ) from error
+        except Exception as error:
+            raise CaptureError(
+                f"{_user_line(error)}: training_step cannot be captured as one graph: {type(error).__name__}: {error}"
+            ) from error
+    return Traced(graph, tuple(step.logs))
+
+
+class Step(nn.Module):
+    """`training_step` as a function from tensors to (loss, logged tensors)."""
+
+    def __init__(self, module: nn.Module, layout: BatchLayout, context: Callable[[], contextlib.AbstractContextManager[Any]]):
+        super().__init__()
+        self.module, self._layout, self._context = module, layout, context
+        self.logs: list[Logged] = []
+        self._logged: list[torch.Tensor] = []
+
+    def forward(self, *leaves: torch.Tensor) -> tuple[torch.Tensor, ...]:
+        self.logs, self._logged = [], []  # the tracer runs the step more than once
+        step: Callable[..., Any] = self.module.training_step  # type: ignore[assignment]
+        extra = [_Unreadable("batch_idx"), 0][: len(inspect.signature(step).parameters) - 1]
+        before = _attributes(self.module)
+        with annotate.numbering(), self._context():
+            result = step(self._layout.rebuild(list(leaves)), *extra)
+        _check_unchanged(self.module, before)
+        return (_loss_of(result), *self._logged)
+
+    def log(self, name: str, value: Any, call: Mapping[str, Any]) -> None:
+        kwargs = dict(call)
+        reduce = REDUCTIONS.get(kwargs.pop("reduce_fx", "mean"))
+        if reduce is None:
+            raise CaptureError(
+                f"{_user_line()}: self.log({name!r}): reduce_fx={call['reduce_fx']!r} cannot be merged over microbatches; "
+                "accepted are 'mean', 'sum', 'max' and 'min'"
+            )
+        if any(entry.name == name for entry in self.logs):
+            raise CaptureError(f"{_user_line()}: self.log({name!r}) is called twice in one step; give each call its own name")
+        if isinstance(value, torch.Tensor):
+            if value.numel() != 1:
+                raise CaptureError(
+                    f"{_user_line()}: self.log({name!r}): the value has shape {tuple(value.shape)}; log a single number"
+                )
+            self._logged.append(value.detach().reshape(()).clone())
+            self.logs.append(Logged(name, reduce, kwargs))
+        elif isinstance(value, numbers.Number):
+            self.logs.append(Logged(name, reduce, kwargs, constant=float(value)))  # type: ignore[arg-type]
+        else:
+            raise CaptureError(
+                f"{_user_line()}: self.log({name!r}): a {type(value).__name__} cannot be logged inside a captured step; log a "
+                "tensor or a number, and update metric objects in a hook such as on_train_batch_end"
+            )
+
+
+class _Unreadable:
+    """Stands for an argument that a captured step cannot depend on; any use is an error."""
+
+    def __init__(self, name: str) -> None:
+        self._name = name
+
+    def _refuse(self, *args: Any, **kwargs: Any) -> Any:
+        raise CaptureError(
+            f"{_user_line()}: training_step reads {self._name}, which changes from step to step; the captured step would keep "
+            "the first value. Put what depends on it into the batch, a buffer or a hook"
+        )
+
+    __index__ = __int__ = __float__ = __bool__ = __eq__ = __ne__ = __lt__ = __le__ = __gt__ = __ge__ = _refuse
+    __add__ = __radd__ = __sub__ = __rsub__ = __mul__ = __rmul__ = __mod__ = __rmod__ = __floordiv__ = __truediv__ = _refuse
+    __str__ = __format__ = __hash__ = __neg__ = __pow__ = __rpow__ = _refuse
+
+
+def _loss_of(result: Any) -> torch.Tensor:
+    if isinstance(result, Mapping):
+        if set(result) != {"loss"}:
+            raise CaptureError(
+                f"training_step returns a dict with keys {sorted(map(str, result))}; return the loss alone or under 'loss' and "
+                "pass other values on with self.log"
+            )
+        result = result["loss"]
+    if not isinstance(result, torch.Tensor):
+        raise CaptureError(f"training_step returns {type(result).__name__}; return the loss, a scalar tensor (skipping a step is "
+                           "not possible in a captured step)")  # fmt: skip
+    if result.numel() != 1:
+        raise CaptureError(f"training_step returns a loss of shape {tuple(result.shape)}; return a scalar")
+    if not result.requires_grad:
+        raise CaptureError("training_step returns a loss that depends on no parameter with requires_grad=True")
+    return result.reshape(())
+
+
+@contextlib.contextmanager
+def as_captured(module: nn.Module, step: Step) -> Iterator[None]:
+    """Give the module, for the time of the capture, a class whose logging records and whose counters cannot be read."""
+    cls = type(module)
+    original = getattr(cls, "log", None)
+    signature = inspect.signature(original) if original is not None else None
+
+    def log(self: nn.Module, *args: Any, **kwargs: Any) -> None:
+        assert signature is not None
+        call = dict(signature.bind(self, *args, **kwargs).arguments)
+        call.pop("self")
+        step.log(call.pop("name"), call.pop("value"), call)
+
+    def log_dict(self: nn.Module, dictionary: Mapping[str, Any], *args: Any, **kwargs: Any) -> None:
+        for name, value in dictionary.items():
+            log(self, name, value, *args, **kwargs)
+
+    def unreadable(name: str) -> property:
+        return property(lambda self: _Unreadable(f"self.{name}"))
+
+    members: dict[str, Any] = {"global_step": unreadable("global_step"), "current_epoch": unreadable("current_epoch")}
+    if original is not None:
+        members |= {"log": log, "log_dict": log_dict}
+    module.__class__ = type(cls.__name__, (cls,), members | {"__module__": cls.__module__})
+    try:
+        yield
+    finally:
+        module.__class__ = cls
+
+
+@contextlib.contextmanager
+def _without_data(module: nn.Module, mode: Any, device: torch.device) -> Iterator[None]:
+    """Replace parameters and buffers by fake ones on `device`, so that nothing of the user's is read or changed."""
+    fakes: dict[int, torch.Tensor] = {}
+
+    def fake(tensor: torch.Tensor) -> torch.Tensor:
+        if id(tensor) not in fakes:
+            with mode:
+                data = torch.empty_strided(tensor.shape, tensor.stride(), dtype=tensor.dtype, device=device)
+            is_param = isinstance(tensor, nn.Parameter)
+            fakes[id(tensor)] = nn.Parameter(data, requires_grad=tensor.requires_grad) if is_param else data
+        return fakes[id(tensor)]
+
+    kept = [
+        (store, name, x)
+        for m in module.modules()
+        for store in (m._parameters, m._buffers)
+        for name, x in store.items()
+        if x is not None
+    ]
+    try:
+        for store, name, tensor in kept:
+            store[name] = fake(tensor)  # type: ignore[assignment]
+        yield
+    finally:
+        for store, name, tensor in kept:
+            store[name] = tensor  # type: ignore[assignment]
+
+
+def _attributes(module: nn.Module) -> list[tuple[str, nn.Module, str, Any, Any]]:
+    """Python state of the module: (where, owner, attribute, object, comparable form)."""
+    found: list[tuple[str, nn.Module, str, Any, Any]] = []
+    for path, part in module.named_modules():
+        for name, value in vars(part).items():
+            if name in ("_parameters", "_buffers", "_modules", "training") or name.startswith(("_forward", "_backward")):
+                continue
+            if isinstance(value, list | dict | set):
+                found.append((path, part, name, value, len(value)))
+            elif value is None or isinstance(value, bool | int | float | str | torch.Tensor):
+                found.append((path, part, name, value, id(value) if isinstance(value, torch.Tensor) else value))
+    return found
+
+
+def _check_unchanged(module: nn.Module, before: list[tuple[str, nn.Module, str, Any, Any]]) -> None:
+    known = {(id(part), name): (path, value, form) for path, part, name, value, form in before}
+    for path, part, name, value, form in _attributes(module):
+        where = f"self.{path}.{name}" if path else f"self.{name}"
+        _, old, old_form = known.get((id(part), name), (path, None, None))
+        if form != old_form:
+            if isinstance(value, torch.Tensor):  # do not leave a tensor without data behind
+                setattr(part, name, old)
+            raise CaptureError(
+                f"training_step changes {where}; a captured step runs in Python only once, so the change would not be repeated. "
+                "Keep such state in a registered buffer (register_buffer), log it, or update it in a hook"
+            )
+
+
+def _user_line(error: BaseException | None = None) -> str:
+    """`file:line (code)` of the innermost frame that is the user's."""
+    frames = traceback.extract_tb(error.__traceback__) if error is not None else traceback.extract_stack()
+    for frame in reversed(frames):
+        if not frame.filename.startswith((*_LIBRARIES, "<")) and "/site-packages/lightning" not in frame.filename:
+            return f"{frame.filename}:{frame.lineno} ({frame.line})"
+    return "in training_step"

@@ -1,0 +1,113 @@
+"""`compile`: a module, a batch and a program -> the training DAG and one plan per device, without any process."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import nn
+
+from lightning_piper.capture import CapturedStep, capture
+from lightning_piper.directives import Directive, apply_program, finish, parse
+from lightning_piper.ir.build import build_dag
+from lightning_piper.ir.dag import TrainingDAG
+from lightning_piper.ir.nodes import Chunk, Node
+from lightning_piper.ir.text import line_of
+from lightning_piper.plan import Plan, check_plans, compile_plans
+from lightning_piper.verify.static import check
+
+
+@dataclass(frozen=True)
+class Compiled:
+    """A program applied to a captured step, for one batch size.
+
+    Attributes:
+        step: the captured step.
+        program: the directives.
+        dag: the finished training DAG; `print(dag)` shows it.
+        plans: the instructions of each logical device.
+    """
+
+    step: CapturedStep
+    program: tuple[Directive, ...]
+    dag: TrainingDAG
+    plans: Mapping[int, Plan]
+
+    def at(self, size: int, verify: bool = True) -> Compiled:
+        """The same program for a batch of `size` samples, such as a smaller last one."""
+        return self if size == self.dag.size else compile_step(self.step, self.program, size, verify)
+
+    def params_on(self, device: int) -> frozenset[str]:
+        """Canonical names of the parameters that a device uses, and so holds."""
+        return frozenset(name for chunk in self._chunks(device) for name in self.dag.interface(chunk).params)
+
+    def buffers_on(self, device: int) -> frozenset[str]:
+        """Canonical names of the buffers that a device uses, and so holds."""
+        return frozenset(n for c in self._chunks(device) for n in self.dag.interface(c).buffers + self.dag.interface(c).state)
+
+    def explain(self, node: int) -> str:
+        """Why a node is there: its line, the directives behind it, what it waits for and what waits for it."""
+        if node not in self.dag.nodes:
+            raise KeyError(f"the training DAG has no node {node}; print(compiled.dag) lists them")
+        found: Node = self.dag.nodes[node]
+        lines = [line_of(self.dag, found)]
+        for what, index in (("made", found.origin), ("placed", found.placed_by)):
+            source = "the capture" if index is None else f"directive {index}: {self.program[index].to_json()}"
+            lines.append(f"  {what} by {source}")
+        if isinstance(found, Chunk):
+            lines.append(f"  region {found.region} begins at {self.dag.regions[found.region].source}")
+        for title, others in (
+            ("waits for", self.dag.graph.predecessors(node)),
+            ("before", self.dag.graph.successors(node)),
+        ):
+            lines += [f"  {title} {line_of(self.dag, self.dag.nodes[other])}" for other in sorted(others)]
+        return "\n".join(lines)
+
+    def _chunks(self, device: int) -> list[Chunk]:
+        return [chunk for chunk in self.dag.of_type(Chunk) if device in chunk.devices]
+
+
+def compile(
+    module: nn.Module,
+    batch: Any,
+    directives: Any,
+    *,
+    verify: bool = True,
+    device: torch.device | str = "cpu",
+    context: Callable[[], contextlib.AbstractContextManager[Any]] = contextlib.nullcontext,
+) -> Compiled:
+    """Capture the module's training step and apply a program to it.
+
+    Args:
+        module: a LightningModule; neither run nor changed.
+        batch: the global batch of one step, as the DataLoader would give it to one device.
+        directives: a list of directives or JSON objects, or the path of a JSON file.
+        verify: run the static check after the capture, after each directive and on the plans.
+        device: device type that the step is captured for.
+        context: entered around the step while it is captured, e.g. autocast.
+
+    Raises:
+        CaptureError: the step cannot be captured.
+        DirectiveError: a directive is malformed or does not fit.
+        VerificationError: a rewrite broke the step.
+    """
+    program = tuple(parse(directives))
+    return compile_step(capture(module, batch, device, context), program, verify=verify)
+
+
+def compile_step(step: CapturedStep, program: tuple[Directive, ...], size: int | None = None, verify: bool = True) -> Compiled:
+    """`compile` for a step that is captured already, for `size` samples (default: as captured)."""
+    dag = build_dag(step, size)
+    if verify:
+        check(dag)
+    apply_program(dag, program, (lambda dag, index, directive: check(dag)) if verify else None)
+    finish(dag)
+    if verify:
+        check(dag)
+    plans = compile_plans(dag)
+    if verify:
+        check_plans(plans)
+    return Compiled(step, program, dag, plans)

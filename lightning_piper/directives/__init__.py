@@ -1,0 +1,22 @@
+"""Directives: each file is one rewrite of the training DAG with its fields and its checks."""
+
+from lightning_piper.directives.base import Directive, known, register
+from lightning_piper.directives.finish import finish
+from lightning_piper.directives.order import Order
+from lightning_piper.directives.place import Place
+from lightning_piper.directives.program import Program, apply_program, parse, to_json
+from lightning_piper.directives.split import Split
+
+__all__ = [
+    "Directive",
+    "Order",
+    "Place",
+    "Program",
+    "Split",
+    "apply_program",
+    "finish",
+    "known",
+    "parse",
+    "register",
+    "to_json",
+]

@@ -1,0 +1,132 @@
+"""What a directive is: a frozen dataclass with one rewrite of the training DAG, and its JSON spelling."""
+
+from __future__ import annotations
+
+import dataclasses
+from abc import abstractmethod
+from collections.abc import Mapping
+from importlib.metadata import entry_points
+from typing import Any, ClassVar, Literal, NoReturn, TypeVar
+
+from lightning_piper.errors import DirectiveError
+from lightning_piper.ir.dag import TrainingDAG
+from lightning_piper.ir.filters import Filter, Index, describe, problem_with
+from lightning_piper.ir.nodes import Chunk
+
+Contract = Literal["bitwise", "reassociated"]
+ENTRY_POINTS = "lightning_piper.directives"
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Directive:
+    """One rewrite of the training DAG. Subclass it, name its `op` and `contract`, give `apply`, and `register` it.
+
+    Attributes:
+        op: the name in JSON.
+        contract: `bitwise` if the rewritten DAG computes the very same bits, `reassociated` if sums may be taken in another
+            order (or the batch in other pieces).
+    """
+
+    op: ClassVar[str]
+    contract: ClassVar[Contract]
+
+    @abstractmethod
+    def apply(self, dag: TrainingDAG) -> None:
+        """Rewrite `dag` in place.
+
+        Raises:
+            DirectiveError: by `self.refuse`, when the directive does not fit this DAG.
+        """
+
+    def check_fields(self) -> None:
+        """Refuse values that no DAG could accept."""
+
+    def refuse(self, field: str, found: str, accepted: str) -> NoReturn:
+        """Raise the error of this directive; whoever applies the program adds the index."""
+        raise DirectiveError(f"({self.op}): field {field!r}: {found}; {accepted}")
+
+    def to_json(self) -> dict[str, Any]:
+        """The JSON spelling; fields that have their default are left out."""
+        out: dict[str, Any] = {"op": self.op}
+        for field in dataclasses.fields(self):
+            value = getattr(self, field.name)
+            if field.default is dataclasses.MISSING or value != field.default:
+                out[field.name] = _plain(value)
+        return out
+
+    # For the rewrites of subclasses
+
+    def check_filter(self, field: str, condition: Any) -> None:
+        if problem := problem_with(condition):
+            self.refuse(field, problem, 'for instance {"PP": 0, "PASS": "F"}')
+
+    def check_device_list(self, field: str, devices: Any) -> None:
+        good = isinstance(devices, list | tuple) and devices and all(type(d) is int and d >= 0 for d in devices)
+        if not good or len(set(devices)) != len(devices):
+            self.refuse(field, f"{devices!r} is not a list of devices", "give distinct device indices >= 0, such as [0]")
+
+    def select(self, dag: TrainingDAG, field: str, condition: Filter, index: Index | None = None) -> list[Chunk]:
+        """Chunks that the filter matches; none at all is an error, except where a smaller batch lacks the microbatch."""
+        chunks = (index or Index(dag)).select(condition)
+        if not chunks and not _names_absent(dag, condition):
+            self.refuse(field, f"{describe(condition)} matches nothing", f"the step has {_tags_in(dag)}")
+        return chunks
+
+
+def _names_absent(dag: TrainingDAG, condition: Filter) -> bool:
+    for tag, absent in dag.absent.items():
+        wanted = condition.get(tag)
+        if any(w in absent for w in (wanted if isinstance(wanted, list | tuple) else [wanted])):
+            return True
+    return False
+
+
+def _tags_in(dag: TrainingDAG) -> str:
+    found: dict[str, set[Any]] = {}
+    for chunk in dag.of_type(Chunk):
+        for tag, value in chunk.tags.items():
+            found.setdefault(tag, set()).add(value)
+    shown = []
+    for tag, values in sorted(found.items()):
+        ordered = sorted(values, key=str) if tag == "PASS" else sorted(values)
+        names = ", ".join(map(str, ordered[:8])) + (f", ... {ordered[-1]}" if len(ordered) > 8 else "")
+        shown.append(f"{tag} in {{{names}}}")
+    return "; ".join(shown)
+
+
+def _plain(value: Any) -> Any:
+    if isinstance(value, Mapping):
+        return {k: _plain(v) for k, v in value.items()}
+    if isinstance(value, list | tuple):
+        return [_plain(v) for v in value]
+    return value
+
+
+D = TypeVar("D", bound=type[Directive])
+_registry: dict[str, type[Directive]] = {}
+
+
+def register(cls: D) -> D:
+    """Class decorator: make a directive known by its `op`, so that JSON can name it.
+
+    Raises:
+        DirectiveError: the op is missing or taken by another class.
+    """
+    op = getattr(cls, "op", None)
+    if not isinstance(op, str) or not op:
+        raise DirectiveError(f"{cls.__name__} has no op; give it a class attribute op = 'name'")
+    if getattr(cls, "contract", None) not in ("bitwise", "reassociated"):
+        raise DirectiveError(f"{cls.__name__} has no contract; give it contract = 'bitwise' or 'reassociated'")
+    taken = _registry.get(op)
+    if taken is not None and taken.__qualname__ != cls.__qualname__:
+        raise DirectiveError(f"op {op!r} is taken by {taken.__module__}.{taken.__qualname__}; choose another name")
+    _registry[op] = cls
+    return cls
+
+
+def known() -> dict[str, type[Directive]]:
+    """All directives by op, those of installed packages (entry points of group `lightning_piper.directives`) included."""
+    for point in entry_points(group=ENTRY_POINTS):
+        if point.name not in _registry:
+            register(point.load())
+    return _registry

@@ -1,0 +1,32 @@
+"""The end of a program: every region has a place."""
+
+from __future__ import annotations
+
+from lightning_piper.directives.place import Place
+from lightning_piper.errors import DirectiveError
+from lightning_piper.ir.dag import TrainingDAG
+from lightning_piper.ir.nodes import Chunk
+
+
+def finish(dag: TrainingDAG) -> None:
+    """Complete a DAG after its last directive: a program that places nothing runs on device 0.
+
+    Raises:
+        DirectiveError: some regions are placed and others are not; names them.
+    """
+    unplaced = [chunk for chunk in dag.of_type(Chunk) if not chunk.devices]
+    if len(unplaced) == len(list(dag.of_type(Chunk))):
+        Place(filter={}, devices=[0]).apply(dag)
+        return
+    if unplaced:
+        regions = {chunk.region: dag.regions[chunk.region] for chunk in unplaced}
+        shown = "; ".join(f"{region.label} (begins at {region.source})" for region in list(regions.values())[:5])
+        raise DirectiveError(
+            f"the program places some regions but leaves {len(regions)} without a device: {shown}. Add a place whose filter "
+            'selects them, or annotate that code as a part of a placed region ({"TAG": "-"} selects what does not carry a tag)'
+        )
+    devices = dag.devices()
+    if devices != tuple(range(len(devices))):
+        raise DirectiveError(
+            f"the program places regions on devices {list(devices)}; use devices 0 to {len(devices) - 1}, without gaps"
+        )

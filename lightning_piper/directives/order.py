@@ -1,0 +1,125 @@
+"""`order`: which part of the step comes before which."""
+
+from __future__ import annotations
+
+import dataclasses
+import itertools
+from collections.abc import Mapping, Sequence
+from typing import Any, ClassVar
+
+import networkx as nx
+
+from lightning_piper.directives.base import Contract, Directive, register
+from lightning_piper.ir.dag import TrainingDAG
+from lightning_piper.ir.filters import Filter, Index
+from lightning_piper.ir.nodes import Barrier, Chunk, Node
+
+
+@register
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Order(Directive):
+    """Run each group of chunks before the next; members of one group may interleave.
+
+        F[MB=0] @0   F[MB=1] @0   B[MB=0] @0      --order [F MB=1], [B MB=0]-->      F[MB=0]   F[MB=1] ==> B[MB=0]
+
+    Attributes:
+        filters: the groups in order. A group is a filter or a list of filters. A filter that names several chunks puts all of
+            them into its group.
+
+    Order is kept between chunks of one device. Between devices it may only repeat what the data demands anyway. The bits do
+    not change: sums of gradients keep their own order.
+    """
+
+    op: ClassVar[str] = "order"
+    contract: ClassVar[Contract] = "bitwise"
+
+    filters: Sequence[Filter | Sequence[Filter]]
+
+    def check_fields(self) -> None:
+        if not isinstance(self.filters, list | tuple) or len(self.filters) < 2:
+            self.refuse("filters", f"{self.filters!r}", "give a list of at least two groups")
+        for i, group in enumerate(self.filters):
+            members: Any = [group] if isinstance(group, Mapping) else group
+            if not isinstance(members, list | tuple) or not members:
+                self.refuse(f"filters[{i}]", f"{group!r} is not a group", "give a filter or a non-empty list of filters")
+            for condition in members:
+                self.check_filter(f"filters[{i}]", condition)
+
+    def apply(self, dag: TrainingDAG) -> None:
+        index = Index(dag)
+        groups: list[dict[int, Chunk]] = []
+        seen: dict[int, int] = {}
+        for i, group in enumerate(self.filters):
+            members = [group] if isinstance(group, Mapping) else group
+            chunks = {c.id: c for condition in members for c in self.select(dag, f"filters[{i}]", condition, index)}
+            for chunk in chunks.values():
+                if chunk.id in seen:
+                    self.refuse(
+                        f"filters[{i}]",
+                        f"{chunk.label} is already in group {seen[chunk.id]}",
+                        "name each chunk in one group",
+                    )
+                seen[chunk.id] = i
+            if chunks:
+                groups.append(chunks)
+        for before, after in itertools.pairwise(groups):
+            self._sequence(dag, list(before.values()), list(after.values()))
+        self._refuse_cycle(dag)
+
+    def _sequence(self, dag: TrainingDAG, before: list[Chunk], after: list[Chunk]) -> None:
+        """Temporal edges between all of `before` and all of `after`, device by device; m + n of them, not m * n."""
+        by_device: dict[tuple[int, ...], tuple[list[Chunk], list[Chunk]]] = {}
+        for side, chunks in enumerate((before, after)):
+            for chunk in chunks:
+                by_device.setdefault(chunk.devices, ([], []))[side].append(chunk)
+        for devices, (first, second) in by_device.items():
+            if len(first) > 1 and len(second) > 1:
+                gate: Node = dag.add(Barrier(devices=devices, placed_by=first[0].placed_by))
+                pairs = [(a, gate) for a in first] + [(gate, b) for b in second]
+            else:
+                pairs = [(a, b) for a in first for b in second]
+            for a, b in pairs:
+                dag.order(a, b, dag.origin)
+        if len(by_device) > 1:
+            self._across(dag, before, after)
+
+    def _across(self, dag: TrainingDAG, before: list[Chunk], after: list[Chunk]) -> None:
+        """Between devices nothing but data makes one wait for another: demand that it does."""
+        bit = {chunk.id: 1 << i for i, chunk in enumerate(before)}
+        reached: dict[int, int] = {}
+        try:
+            for node in nx.topological_sort(dag.graph):
+                mask = bit.get(node, 0)
+                for earlier in dag.graph.predecessors(node):
+                    mask |= reached[earlier]
+                reached[node] = mask
+        except nx.NetworkXUnfeasible:
+            self._refuse_cycle(dag)
+        for chunk in after:
+            for other in before:
+                if other.devices != chunk.devices and other.devices and chunk.devices and not reached[chunk.id] & bit[other.id]:
+                    self.refuse(
+                        "filters",
+                        f"{other.label} on device {other.devices[0]} is to run before {chunk.label} on device {chunk.devices[0]}, "
+                        "but no data flows from one to the other",
+                        "order chunks of one device, or chunks that data already orders",
+                    )
+
+    def _refuse_cycle(self, dag: TrainingDAG) -> None:
+        if nx.is_directed_acyclic_graph(dag.graph):
+            return
+        cycle = nx.find_cycle(dag.graph)
+        steps = []
+        for a, b in cycle:
+            edge = dag.graph.edges[a, b]
+            why = "data" if edge["data"] else f"order, directive {edge['order']}"
+            steps.append(f"{_name(dag.nodes[a])} -> ({why}) ")
+        self.refuse(
+            "filters",
+            f"contradicts what must come first: {''.join(steps)}{_name(dag.nodes[cycle[0][0]])}",
+            "remove or turn round one of the orders in this cycle",
+        )
+
+
+def _name(node: Node) -> str:
+    return f"{node.label}@{','.join(map(str, node.devices)) or '?'}"

@@ -1,0 +1,93 @@
+"""Programs: lists of directives, from JSON or Python, and their application one by one."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+from collections.abc import Callable, Iterable, Sequence
+from os import PathLike
+from pathlib import Path
+from typing import Any
+
+from lightning_piper.directives.base import Directive, known
+from lightning_piper.errors import DirectiveError
+from lightning_piper.ir.dag import TrainingDAG
+
+Program = Sequence[Directive]
+
+
+def parse(source: Any) -> list[Directive]:
+    """A program from a list that mixes directives and JSON objects, from the path of a JSON file, or from a JSON text's list.
+
+    Raises:
+        DirectiveError: names the entry's index and field, what was found and what would be accepted.
+    """
+    if isinstance(source, str | PathLike):
+        source = _read(Path(source))
+    if isinstance(source, Directive) or not isinstance(source, Iterable) or isinstance(source, dict):
+        raise DirectiveError(f"a program is a list of directives or the path of a JSON file; found {type(source).__name__}")
+    program = []
+    for index, entry in enumerate(source):
+        try:
+            directive = entry if isinstance(entry, Directive) else _from_json(entry)
+            directive.check_fields()
+        except DirectiveError as error:
+            raise DirectiveError(f"directive {index} {error}") from None
+        program.append(directive)
+    return program
+
+
+def _read(path: Path) -> Any:
+    try:
+        content = json.loads(path.read_text(encoding="utf-8"))
+    except FileNotFoundError:
+        raise DirectiveError(f"directives file {str(path)!r} does not exist") from None
+    except (OSError, ValueError) as error:
+        raise DirectiveError(f"directives file {str(path)!r} cannot be read as JSON: {error}") from None
+    if not isinstance(content, list):
+        raise DirectiveError(f"directives file {str(path)!r} holds a {type(content).__name__}; it must hold a list of objects")
+    return content
+
+
+def _from_json(entry: Any) -> Directive:
+    if not isinstance(entry, dict) or "op" not in entry:
+        raise DirectiveError(f'is {entry!r}; give a directive or an object such as {{"op": "place", ...}}')
+    op = entry["op"]
+    cls = known().get(op) if isinstance(op, str) else None
+    if cls is None:
+        raise DirectiveError(f"(op {op!r}): field 'op': unknown; accepted are {', '.join(sorted(known()))}")
+    fields = {field.name: field for field in dataclasses.fields(cls)}
+    given = {k: v for k, v in entry.items() if k != "op"}
+    for name in given:
+        if name not in fields:
+            raise DirectiveError(f"({op}): field {name!r}: unknown; accepted are {', '.join(fields)}")
+    for name, field in fields.items():
+        if name not in given and field.default is dataclasses.MISSING and field.default_factory is dataclasses.MISSING:
+            raise DirectiveError(f"({op}): field {name!r}: missing; {op} needs {', '.join(fields)}")
+    return cls(**given)
+
+
+def to_json(program: Program) -> list[dict[str, Any]]:
+    """The JSON spelling of a program; `parse` turns it back into an equal one."""
+    return [directive.to_json() for directive in program]
+
+
+def apply_program(
+    dag: TrainingDAG, program: Program, after: Callable[[TrainingDAG, int, Directive], None] | None = None
+) -> TrainingDAG:
+    """Apply a program to `dag` in place, directive by directive, and return it. `after` is called after each one.
+
+    Raises:
+        DirectiveError: a directive does not fit; names its index.
+    """
+    for index, directive in enumerate(program):
+        dag.origin = index
+        try:
+            directive.apply(dag)
+        except DirectiveError as error:
+            raise DirectiveError(f"directive {index} {error}") from None
+        finally:
+            dag.origin = None
+        if after is not None:
+            after(dag, index, directive)
+    return dag

@@ -1,0 +1,223 @@
+"""`split`: microbatches. The batch is really partitioned and the selected part of the step repeated for each piece."""
+
+from __future__ import annotations
+
+import dataclasses
+import itertools
+from typing import Any, ClassVar
+
+from lightning_piper.directives.base import Contract, Directive, register
+from lightning_piper.directives.transfers import connect, disconnect
+from lightning_piper.ir.build import chain_state, make_chunk
+from lightning_piper.ir.dag import TrainingDAG
+from lightning_piper.ir.filters import Filter
+from lightning_piper.ir.nodes import Accumulate, Chunk, Concat, Cut, Metrics, Node, Ref
+from lightning_piper.ir.values import Slice, TensorSpec
+
+
+@register
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Split(Directive):
+    """Repeat the chunks that `filter` selects for `num_microbatches` pieces of the batch.
+
+        F 0:4 -> B 0:4 -> accumulate      --split {} by MB into 2-->      F[MB=0] 0:2 -> B[MB=0] 0:2 -> accumulate
+                                                                          F[MB=1] 2:4 -> B[MB=1] 2:4 ---^
+
+    Attributes:
+        filter: selects chunks; always with both passes of a region. A part of the model may be split alone: values that enter
+            it are cut along the batch, values that leave it are joined.
+        dim_name: the new tag; piece i carries `dim_name=i`.
+        num_microbatches: number of pieces. Pieces of n samples divided unevenly differ by one sample, the larger first, and
+            each weighs n_i/N in the loss.
+
+    Gradients become sums over the pieces: equal up to re-association, provided that the loss is a mean over samples.
+    """
+
+    op: ClassVar[str] = "split"
+    contract: ClassVar[Contract] = "reassociated"
+
+    filter: Filter
+    dim_name: str
+    num_microbatches: int
+
+    def check_fields(self) -> None:
+        self.check_filter("filter", self.filter)
+        if not isinstance(self.dim_name, str) or not self.dim_name or self.dim_name == "PASS":
+            self.refuse("dim_name", f"{self.dim_name!r} is not usable", "give a new tag such as 'MB'")
+        if type(self.num_microbatches) is not int or self.num_microbatches < 1:
+            self.refuse("num_microbatches", f"{self.num_microbatches!r}", "give an integer >= 1")
+
+    def apply(self, dag: TrainingDAG) -> None:
+        chunks = self.select(dag, "filter", self.filter)
+        self._check(dag, chunks)
+        pieces = {part: self._pieces(dag, part) for part in {chunk.slice for chunk in chunks}}
+        touched = disconnect(dag, chunks)
+        rewrite = _Rewrite(dag, chunks, pieces, self)
+        touched += rewrite.run()
+        chain_state(dag)
+        connect(dag, [node for node in touched if node.id in dag.nodes] + list(_state_readers(dag)))
+
+    def _pieces(self, dag: TrainingDAG, part: Slice) -> list[Slice]:
+        count = self.num_microbatches
+        if len(part) < count:
+            if not dag.partial:
+                self.refuse("num_microbatches", f"{count} microbatches of {len(part)} samples", f"give at most {len(part)}")
+            dag.absent.setdefault(self.dim_name, set()).update(range(len(part), count))
+            count = len(part)
+        small, larger = divmod(len(part), count)
+        sizes = [small + 1] * larger + [small] * (count - larger)
+        starts = [part.start + sum(sizes[:i]) for i in range(count + 1)]
+        return [Slice(a, b) for a, b in itertools.pairwise(starts)]
+
+    def _check(self, dag: TrainingDAG, chunks: list[Chunk]) -> None:
+        selected = {chunk.id for chunk in chunks}
+        for chunk in chunks:
+            if self.dim_name in chunk.tags:
+                self.refuse(
+                    "dim_name",
+                    f"{chunk.label} already has {self.dim_name}={chunk.tags[self.dim_name]}",
+                    "give a new tag",
+                )
+            for other in [*dag.users(chunk), *(dag.nodes[ref[0]] for ref in chunk.reads)]:
+                if isinstance(other, Chunk) and other.region == chunk.region and other.id not in selected:
+                    self.refuse(
+                        "filter",
+                        f"selects {chunk.label} but not {other.label}",
+                        "both passes of a region are split together",
+                    )
+            for edge in [*dag.graph.in_edges(chunk.id), *dag.graph.out_edges(chunk.id)]:
+                if (by := dag.graph.edges[edge]["order"]) is not None:
+                    self.refuse(
+                        "filter",
+                        f"{chunk.label} is already ordered by directive {by}",
+                        "split before the order that names it",
+                    )
+
+
+def _state_readers(dag: TrainingDAG) -> list[Node]:
+    return [chunk for chunk in dag.of_type(Chunk) if any(ref is not None for ref in chunk.state)]
+
+
+class _Rewrite:
+    """The state of one application."""
+
+    def __init__(self, dag: TrainingDAG, chunks: list[Chunk], pieces: dict[Slice, list[Slice]], directive: Split) -> None:
+        self.dag, self.chunks, self.pieces, self.directive = dag, chunks, pieces, directive
+        self.copies: dict[int, list[Chunk]] = {}
+        self.cuts: dict[tuple[Ref, int, tuple[int, ...]], Ref] = {}
+        self.joined: dict[tuple[Ref, tuple[int, ...]], Ref] = {}
+
+    def run(self) -> list[Node]:
+        """Repeat the chunks, let the others read the copies, drop the originals. Returns the nodes with new inputs."""
+        touched: list[Node] = []
+        for chunk in self.chunks:  # in order of creation, so that what a chunk reads is already repeated
+            self.copies[chunk.id] = [self._copy(chunk, i, part) for i, part in enumerate(self.pieces[chunk.slice])]
+            touched += self.copies[chunk.id]
+        outside = {user.id: user for chunk in self.chunks for user in self.dag.users(chunk) if user.id not in self.copies}
+        for user in outside.values():
+            self._read_copies(user)
+            touched.append(user)
+        self.dag.remove(self.chunks)
+        touched += [self.dag.nodes[ref[0]] for ref in (*self.cuts.values(), *self.joined.values())]
+        return touched
+
+    def _copy(self, chunk: Chunk, i: int, part: Slice) -> Chunk:
+        inputs = tuple(self._input(ref, i, chunk, part) for ref in chunk.inputs)
+        tags = {**chunk.tags, self.directive.dim_name: i}
+        copy = make_chunk(
+            self.dag,
+            chunk.key,
+            part,
+            inputs,
+            tags,
+            devices=chunk.devices,
+            stream=chunk.stream,
+            placed_by=chunk.placed_by,
+        )
+        return self.dag.add(copy)
+
+    def _input(self, ref: Ref, i: int, chunk: Chunk, part: Slice) -> Ref:
+        if ref[0] in self.copies:
+            return (self.copies[ref[0]][i].id, ref[1])
+        key = (ref, i, chunk.devices)
+        if key not in self.cuts:
+            dim = self._batch_dim(ref, chunk.slice, part)
+            if dim is None:
+                return ref
+            rows = self.dag.value(ref).tensors[0].shape[dim] // len(chunk.slice)  # per sample
+            start, stop = (rows * (edge - chunk.slice.start) for edge in (part.start, part.stop))
+            piece = dataclasses.replace(self.dag.value(ref), tensors=self._specs(ref, len(part)))
+            node = Cut(inputs=(ref,), outputs=(piece,), tags=chunk.tags, devices=chunk.devices, placed_by=chunk.placed_by,
+                       dim=dim, start=start, stop=stop)  # fmt: skip
+            self.cuts[key] = (self.dag.add(node).id, 0)
+        return self.cuts[key]
+
+    def _read_copies(self, user: Node) -> None:
+        new: list[Ref] = []
+        metrics: list[int] = []
+        slices: list[Slice] = []
+        for place, ref in enumerate(user.inputs):
+            if ref[0] not in self.copies:
+                refs = [ref]
+            elif isinstance(user, Accumulate | Metrics):
+                refs = [(copy.id, ref[1]) for copy in self.copies[ref[0]]]
+            elif isinstance(user, Chunk):
+                refs = [self._join(ref, user)]
+            else:  # the final value of buffers; `chain_state` connects it
+                refs = [(self.copies[ref[0]][-1].id, ref[1])]
+            if isinstance(user, Metrics):
+                metrics += [user.metrics[place]] * len(refs)
+                slices += [user.slices[place]] if refs == [ref] else [copy.slice for copy in self.copies[ref[0]]]
+            new += refs
+        if isinstance(user, Metrics):
+            user.metrics, user.slices = tuple(metrics), tuple(slices)
+        if isinstance(user, Chunk):
+            self.dag.rewire(user, inputs=tuple(new), state=(None,) * len(user.state))
+        else:
+            self.dag.rewire(user, inputs=tuple(new))
+
+    def _join(self, ref: Ref, user: Chunk) -> Ref:
+        key = (ref, user.devices)
+        if key not in self.joined:
+            source = self.dag.nodes[ref[0]]
+            assert isinstance(source, Chunk)
+            copies = self.copies[ref[0]]
+            dim = self._batch_dim(ref, source.slice, copies[0].slice)
+            value = self.dag.value(ref)
+            shared: dict[str, Any] = {"inputs": tuple((copy.id, ref[1]) for copy in copies), "outputs": (value,), "tags": user.tags,
+                      "devices": user.devices, "placed_by": user.placed_by}  # fmt: skip
+            node: Node
+            if dim is not None:
+                node = Concat(dim=dim, **shared)
+            elif value.kind == "cotangent":  # of a value that is the same for all samples
+                node = Accumulate(**shared)
+            else:
+                self.directive.refuse(
+                    "filter",
+                    f"{source.label} hands {value.label} to {user.label}, and it has no batch dimension to join along",
+                    "select both of them",
+                )
+            self.joined[key] = (self.dag.add(node).id, 0)
+        return self.joined[key]
+
+    def _batch_dim(self, ref: Ref, whole: Slice, part: Slice) -> int | None:
+        """The dimension of a value that follows the number of samples; None if none does."""
+        if len(whole) == len(part):
+            part = Slice(part.start, part.stop - 1) if len(part) > 1 else Slice(part.start, part.stop + 1)
+        a, b = (self._specs(ref, size)[0].shape for size in (len(whole), len(part)))
+        dims = [d for d, (x, y) in enumerate(zip(a, b, strict=True)) if x != y]
+        if len(dims) > 1 or (dims and a[dims[0]] * len(part) != b[dims[0]] * len(whole)):
+            self.directive.refuse(
+                "filter",
+                f"{self.dag.value(ref).label} has shape {a} for {len(whole)} samples and {b} for {len(part)}",
+                "a value at the border of the selected part needs one dimension that is a multiple of the samples",
+            )
+        return dims[0] if dims else None
+
+    def _specs(self, ref: Ref, size: int) -> tuple[TensorSpec, ...]:
+        """Specs of a value as its chunk would make it from `size` samples."""
+        node = self.dag.nodes[ref[0]]
+        while not isinstance(node, Chunk):
+            ref = node.inputs[0]
+            node = self.dag.nodes[ref[0]]
+        return self.dag.step.at(size).code[node.key].outputs[ref[1]]

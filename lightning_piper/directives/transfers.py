@@ -1,0 +1,110 @@
+"""Point-to-point transfers and the report: communication that follows from where nodes are placed."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Iterable
+from typing import Any
+
+from lightning_piper.ir.dag import TrainingDAG
+from lightning_piper.ir.nodes import Accumulate, AllReduce, Chunk, Metrics, Node, Recv, Ref, Report, Send, Update
+from lightning_piper.ir.values import Partial, Replicate
+
+SEND_STREAM, RECV_STREAM = "send", "recv"
+
+
+def place_dependents(dag: TrainingDAG, chunks: Iterable[Chunk]) -> list[Node]:
+    """Place what follows from the places of `chunks`: sums of gradients, updates and metrics. Returns what was placed."""
+    placed: list[Node] = []
+    for chunk in chunks:
+        for user in dag.users(chunk):
+            if isinstance(user, Accumulate | Metrics | Update) and not user.devices:
+                user.devices, user.placed_by = chunk.devices, chunk.placed_by
+                placed.append(user)
+    for total in list(placed):
+        if isinstance(total, Accumulate):
+            for update in dag.users(total):
+                if isinstance(update, Update) and not update.devices:
+                    placed += _place_update(dag, update)
+    return placed
+
+
+def _place_update(dag: TrainingDAG, update: Update) -> list[Node]:
+    """An update runs wherever its parameters are used: one node a device, each with all summands in the same order."""
+    sources = [dag.nodes[ref[0]] for ref in update.inputs]
+    if not all(source.devices for source in sources):
+        return []
+    homes = sorted({source.devices for source in sources})
+    copies = [update] + [dag.add(dataclasses.replace(update, id=-1, origin=None)) for _ in homes[1:]]
+    for copy, home in zip(copies, homes, strict=True):
+        copy.devices = home
+        copy.placed_by = max((s.placed_by for s in sources if s.placed_by is not None), default=None)
+    return list(copies)
+
+
+def connect(dag: TrainingDAG, nodes: Iterable[Node]) -> None:
+    """Insert a send and a receive wherever a placed node of `nodes` reads a value that lies on another device.
+
+    One transfer serves all readers of a value on a device.
+    """
+    arrived: dict[tuple[Ref, int], Ref] = {}
+    for node in nodes:
+        if len(node.devices) != 1 or isinstance(node, Recv | Report):
+            continue
+        for ref in dict.fromkeys(node.reads):
+            source = dag.nodes[ref[0]]
+            if len(source.devices) == 1 and source.devices != node.devices:
+                key = (ref, node.devices[0])
+                if key not in arrived:
+                    arrived[key] = _existing(dag, *key) or _transfer(dag, *key, node)
+                dag.substitute(node, ref, arrived[key])
+
+
+def _existing(dag: TrainingDAG, ref: Ref, device: int) -> Ref | None:
+    for send in dag.readers(ref):
+        if isinstance(send, Send) and send.peer == device:
+            return (dag.users(send)[0].id, 0)
+    return None
+
+
+def _transfer(dag: TrainingDAG, ref: Ref, device: int, reader: Node) -> Ref:
+    source, value = dag.nodes[ref[0]], dag.value(ref)
+    by = max((i for i in (source.placed_by, reader.placed_by) if i is not None), default=None)
+    shared: dict[str, Any] = {"outputs": (value,), "tags": source.tags, "placed_by": by, "origin": by}
+    send = dag.add(Send(inputs=(ref,), devices=source.devices, peer=device, stream=SEND_STREAM, **shared))
+    recv = dag.add(Recv(inputs=((send.id, 0),), devices=(device,), peer=source.devices[0], stream=RECV_STREAM, **shared))
+    return (recv.id, 0)
+
+
+def disconnect(dag: TrainingDAG, chunks: Iterable[Chunk]) -> list[Node]:
+    """Remove the transfers of values that `chunks` make; their readers read the values themselves again. Returns the readers."""
+    readers: list[Node] = []
+    for chunk in chunks:
+        for send in [user for user in dag.users(chunk) if isinstance(user, Send)]:
+            for recv in dag.users(send):
+                for reader in dag.users(recv):
+                    dag.substitute(reader, (recv.id, 0), send.inputs[0])
+                    readers.append(reader)
+                dag.remove([recv])
+            dag.remove([send])
+    return readers
+
+
+def connect_report(dag: TrainingDAG) -> None:
+    """Bring loss and logged values to every device: over several devices by one sum of vectors that are zero elsewhere."""
+    report = next(dag.of_type(Report))
+    devices = dag.devices()
+    metrics = list(dag.of_type(Metrics))
+    parts = tuple((m.id, 0) for m in metrics)
+    report.devices = devices
+    if len(devices) < 2:
+        return
+    for m in metrics:
+        m.outputs = (dataclasses.replace(m.outputs[0], placement=Partial()),)
+    total = next(dag.of_type(AllReduce), None)
+    if total is None:
+        value = dataclasses.replace(metrics[0].outputs[0], placement=Replicate())
+        total = dag.add(AllReduce(inputs=parts, outputs=(value,), stream="metrics"))
+        dag.rewire(report, inputs=((total.id, 0),))
+    total.devices, total.placed_by = devices, dag.origin
+    report.placed_by = dag.origin

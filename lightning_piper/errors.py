@@ -1,0 +1,21 @@
+"""The errors a user can meet. Every message says what was wrong, where, and what would be right."""
+
+
+class PiperError(Exception):
+    """Base of every error this package raises on purpose."""
+
+
+class CaptureError(PiperError):
+    """The training step cannot be captured as one graph; names the user's source line."""
+
+
+class DirectiveError(PiperError):
+    """A directive is malformed or cannot be applied; names the directive's index and field."""
+
+
+class VerificationError(PiperError):
+    """A training DAG or plan does not compute what one device computes."""
+
+
+class ExecutionError(PiperError):
+    """An instruction of a plan failed while it ran; names the device, the node and its directive."""

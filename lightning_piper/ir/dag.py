@@ -1,0 +1,133 @@
+"""The training DAG: all computation and communication of one training step, on all devices."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Iterable, Iterator
+from typing import TypeVar
+
+import networkx as nx
+
+from lightning_piper.ir.nodes import Chunk, Node, Ref
+from lightning_piper.ir.regions import Code, Interface, Region, Step, StepCode
+from lightning_piper.ir.values import Value
+
+N = TypeVar("N", bound=Node)
+
+
+class TrainingDAG:
+    """Nodes and the edges between them.
+
+    Attributes:
+        step: the captured step, source of the code of every chunk.
+        size: samples in the global batch of one step (N).
+        nodes: by id.
+        graph: `networkx` graph of ids. Edge attributes: `data` (it carries a value), `order` (index of the directive that
+            ordered it, None where none did).
+        origin: index of the directive that is being applied; nodes added meanwhile carry it.
+        partial: the batch is smaller than the one the program was written for; a split may then give fewer pieces.
+        absent: tag -> indices that a partial batch does not have; filters may name them in vain.
+    """
+
+    def __init__(self, step: Step, size: int, partial: bool = False) -> None:
+        self.step, self.size, self.partial = step, size, partial
+        self.nodes: dict[int, Node] = {}
+        self.graph: nx.DiGraph[int] = nx.DiGraph()
+        self.origin: int | None = None
+        self.absent: dict[str, set[int]] = {}
+        self._next = 0
+
+    # Reading
+
+    @property
+    def code(self) -> StepCode:
+        """The step's code for the whole batch; regions and interfaces are the same at every size."""
+        return self.step.at(self.size)
+
+    @property
+    def regions(self) -> tuple[Region, ...]:
+        return self.code.regions
+
+    def interface(self, chunk: Chunk) -> Interface:
+        return self.code.interfaces[chunk.key]
+
+    def code_of(self, chunk: Chunk) -> Code:
+        return self.step.at(len(chunk.slice)).code[chunk.key]
+
+    def value(self, ref: Ref) -> Value:
+        return self.nodes[ref[0]].outputs[ref[1]]
+
+    def of_type(self, kind: type[N]) -> Iterator[N]:
+        return (node for node in self.nodes.values() if isinstance(node, kind))
+
+    def users(self, node: Node) -> list[Node]:
+        """Nodes that read a value of `node`, by id."""
+        return [self.nodes[i] for i in sorted(self.graph.successors(node.id)) if self.graph.edges[node.id, i]["data"]]
+
+    def readers(self, ref: Ref) -> list[Node]:
+        return [user for user in self.users(self.nodes[ref[0]]) if ref in user.reads]
+
+    def devices(self) -> tuple[int, ...]:
+        return tuple(sorted({d for node in self.nodes.values() for d in node.devices}))
+
+    # Rewriting
+
+    def add(self, node: N) -> N:
+        node.id, node.origin = self._next, self.origin if node.origin is None else node.origin
+        self._next += 1
+        self.nodes[node.id] = node
+        self.graph.add_node(node.id)
+        self._connect(node)
+        return node
+
+    def remove(self, nodes: Iterable[Node]) -> None:
+        for node in nodes:
+            del self.nodes[node.id]
+            self.graph.remove_node(node.id)
+
+    def rewire(self, node: Node, **reads: tuple[Ref | None, ...]) -> None:
+        """Change what a node reads (`inputs`, `state`); temporal edges stay."""
+        for source in {ref[0] for ref in node.reads}:
+            edge = self.graph.edges[source, node.id]
+            if edge["order"] is None:
+                self.graph.remove_edge(source, node.id)
+            else:
+                edge["data"] = False
+        for name, value in reads.items():
+            setattr(node, name, value)
+        self._connect(node)
+
+    def substitute(self, node: Node, old: Ref, new: Ref) -> None:
+        """Let `node` read `new` wherever it read `old`."""
+        reads: dict[str, tuple[Ref | None, ...]] = {"inputs": tuple(new if ref == old else ref for ref in node.inputs)}
+        if isinstance(node, Chunk) and old in node.state:
+            reads["state"] = tuple(new if ref == old else ref for ref in node.state)
+        self.rewire(node, **reads)
+
+    def order(self, before: Node, after: Node, origin: int | None) -> None:
+        """Let `after` start only when `before` is done."""
+        if not self.graph.has_edge(before.id, after.id):
+            self.graph.add_edge(before.id, after.id, data=False, order=origin)
+        elif self.graph.edges[before.id, after.id]["order"] is None:
+            self.graph.edges[before.id, after.id]["order"] = origin
+
+    def _connect(self, node: Node) -> None:
+        for source, _ in node.reads:
+            if self.graph.has_edge(source, node.id):
+                self.graph.edges[source, node.id]["data"] = True
+            else:
+                self.graph.add_edge(source, node.id, data=True, order=None)
+
+    def copy(self) -> TrainingDAG:
+        """A DAG whose rewriting does not touch this one."""
+        copy = TrainingDAG(self.step, self.size, self.partial)
+        copy.nodes = {i: dataclasses.replace(node) for i, node in self.nodes.items()}
+        copy.graph = self.graph.copy()
+        copy.absent = {tag: set(indices) for tag, indices in self.absent.items()}
+        copy._next = self._next
+        return copy
+
+    def __str__(self) -> str:
+        from lightning_piper.ir.text import text_of
+
+        return text_of(self)

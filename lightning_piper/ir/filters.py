@@ -1,0 +1,74 @@
+"""Filters select nodes by their tags.
+
+`{"PP": 1}` an index, `{"PP": [0, 1]}` any of them, `{"PP": "*"}` any index, `{"PP": "-"}` the tag is absent, `{}` everything.
+`PASS` is `F` or `B`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from lightning_piper.ir.dag import TrainingDAG
+from lightning_piper.ir.nodes import Chunk
+
+Filter = Mapping[str, Any]
+PASSES = ("F", "B")
+
+
+def problem_with(condition: Any) -> str | None:
+    """Why something is not a filter, or None."""
+    if not isinstance(condition, Mapping):
+        return f'{condition!r} is not a filter; give an object such as {{"PP": 0}}'
+    for tag, wanted in condition.items():
+        if not isinstance(tag, str) or not tag:
+            return f"{tag!r} is not a tag; tags are non-empty strings"
+        options = wanted if isinstance(wanted, list | tuple) else [wanted]
+        if not options:
+            return f"tag {tag!r} has an empty list; name at least one index"
+        for option in options:
+            if tag == "PASS":
+                if option not in (*PASSES, "*"):
+                    return f"PASS {option!r} is unknown; accepted are {', '.join(PASSES)} and '*'"
+            elif option in ("*", "-") and isinstance(wanted, str):
+                continue
+            elif isinstance(option, bool) or not isinstance(option, int) or option < 0:
+                return f"tag {tag!r} has {option!r}; accepted are an index >= 0, a list of them, '*' (any index), '-' (absent)"
+    return None
+
+
+def matches(condition: Filter, tags: Mapping[str, int | str]) -> bool:
+    for tag, wanted in condition.items():
+        if wanted == "-":
+            if tag in tags:
+                return False
+        elif tag not in tags:
+            return False
+        elif wanted != "*":
+            options = wanted if isinstance(wanted, list | tuple) else (wanted,)
+            if tags[tag] not in options and "*" not in options:
+                return False
+    return True
+
+
+class Index:
+    """Chunks of a DAG by tag, so that a filter looks only at those its rarest condition names."""
+
+    def __init__(self, dag: TrainingDAG) -> None:
+        self.all = list(dag.of_type(Chunk))
+        self._by: dict[tuple[str, int | str], list[Chunk]] = {}
+        for chunk in self.all:
+            for item in chunk.tags.items():
+                self._by.setdefault(item, []).append(chunk)
+
+    def select(self, condition: Filter) -> list[Chunk]:
+        """Chunks that match, in order of creation."""
+        pools: list[Sequence[Chunk]] = [self.all]
+        for tag, wanted in condition.items():
+            if isinstance(wanted, int) or (tag == "PASS" and wanted in PASSES):
+                pools.append(self._by.get((tag, wanted), []))
+        return [chunk for chunk in min(pools, key=len) if matches(condition, chunk.tags)]
+
+
+def describe(condition: Filter) -> str:
+    return "{" + ", ".join(f"{k}: {v}" for k, v in condition.items()) + "}"

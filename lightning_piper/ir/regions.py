@@ -1,0 +1,150 @@
+"""What a capture hands to the rest of the system: regions, the interface of their passes, and callable code.
+
+A *region* is a maximal run of work with the same tags, in trace order. Each region has a forward pass `F` and, where
+gradients flow through it, a backward pass `B`. The interface of a pass does not depend on the batch size; its code does,
+because a captured graph has fixed shapes.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Protocol
+
+import torch
+
+from lightning_piper.ir.values import TensorSpec
+
+PassKey = tuple[int, str]  # (region index, "F" or "B")
+
+
+@dataclass(frozen=True)
+class Region:
+    """Attributes:
+    index: position in trace order.
+    tags: the annotations that were open, e.g. `{"PP": 1}`; empty outside of any annotation.
+    source: the user's source line at which the region starts, for messages.
+    """
+
+    index: int
+    tags: Mapping[str, int]
+    source: str
+
+    @property
+    def label(self) -> str:
+        return ",".join(f"{k}={v}" for k, v in self.tags.items()) or "untagged"
+
+
+@dataclass(frozen=True)
+class Output:
+    """One output of a pass: a bundle of tensors that travels together.
+
+    Attributes:
+        kind: `activation`, `saved` (from F to the same region's B), `cotangent` (gradient of an activation), `grad`
+            (gradients of parameters), `buffer` (new values of buffers), `loss` or `log`.
+        names: what the bundle holds: parameter or buffer names, the log key, or the graph's name of the value. Empty for
+            `saved`, whose content is a private matter of the region.
+    """
+
+    kind: str
+    names: tuple[str, ...]
+
+
+@dataclass(frozen=True)
+class Interface:
+    """How one pass of a region meets the rest of the step, the same for every batch size.
+
+    Attributes:
+        inputs: (region, pass, output index) of each incoming bundle.
+        outputs: the outgoing bundles.
+        params: parameters read, by canonical name.
+        buffers: buffers read that no pass changes.
+        state: buffers read that this region's forward changes; their current value comes from the previous forward.
+        batch: indices of the batch leaves read.
+        seeds_gradient: the pass takes the gradient of the loss as its last argument.
+        random: the pass draws random numbers and runs under a seed of its own.
+
+    The code's arguments are, in this order: all tensors of all inputs, params, buffers, state, batch, loss gradient.
+    """
+
+    inputs: tuple[tuple[int, str, int], ...]
+    outputs: tuple[Output, ...]
+    params: tuple[str, ...] = ()
+    buffers: tuple[str, ...] = ()
+    state: tuple[str, ...] = ()
+    batch: tuple[int, ...] = ()
+    seeds_gradient: bool = False
+    random: bool = False
+
+
+@dataclass(frozen=True)
+class Code:
+    """One pass at one batch size.
+
+    Attributes:
+        run: takes a list of tensors, empties it, returns the flat tuple of outputs; frees what it no longer needs on the way.
+        outputs: specs of the tensors of each output bundle, in the order of `Interface.outputs`.
+        graph: the functional graph, for printing.
+    """
+
+    run: Callable[[list[torch.Tensor]], tuple[torch.Tensor, ...]]
+    outputs: tuple[tuple[TensorSpec, ...], ...]
+    graph: torch.fx.Graph
+
+
+@dataclass(frozen=True)
+class Logged:
+    """One `self.log` call of the step.
+
+    Attributes:
+        name: the metric's key.
+        reduce: how values of microbatches are merged: `mean`, `sum`, `max` or `min`.
+        kwargs: the other arguments of the call, replayed as they were.
+        constant: the value, when it was a Python number and not a tensor.
+    """
+
+    name: str
+    reduce: str
+    kwargs: Mapping[str, object]
+    constant: float | None = None
+
+
+@dataclass(frozen=True)
+class StepCode:
+    """All passes of the step at one batch size."""
+
+    size: int
+    regions: tuple[Region, ...]
+    interfaces: Mapping[PassKey, Interface]
+    code: Mapping[PassKey, Code]
+    logs: tuple[Logged, ...]
+    batch_specs: tuple[TensorSpec, ...]
+
+
+@dataclass(frozen=True)
+class ParamInfo:
+    """One parameter under its canonical name. `aliases` are further names of the same tensor (tied parameters)."""
+
+    name: str
+    spec: TensorSpec
+    requires_grad: bool
+    aliases: tuple[str, ...] = ()
+
+
+class Step(Protocol):
+    """A captured step: what the rest of the system needs to know of the user's module."""
+
+    @property
+    def size(self) -> int:
+        """Samples in the batch it was captured with."""
+        ...
+
+    @property
+    def params(self) -> Mapping[str, ParamInfo]: ...
+
+    @property
+    def buffers(self) -> Mapping[str, TensorSpec]: ...
+
+    def at(self, size: int) -> StepCode:
+        """The step's code for a batch of `size` samples; traced at the first call, then cached."""
+        ...

@@ -1,0 +1,23 @@
+"""Seeds of chunks that draw random numbers: a function of the step, the region and the samples, never of the placement."""
+
+from __future__ import annotations
+
+from lightning_piper.ir.nodes import Chunk
+
+_MASK = (1 << 64) - 1
+
+
+def _mix(x: int) -> int:
+    """One round of splitmix64 (Steele, Lea, Flood 2014): neighbouring inputs give unrelated outputs."""
+    x = (x + 0x9E3779B97F4A7C15) & _MASK
+    x = ((x ^ (x >> 30)) * 0xBF58476D1CE4E5B9) & _MASK
+    x = ((x ^ (x >> 27)) * 0x94D049BB133111EB) & _MASK
+    return x ^ (x >> 31)
+
+
+def chunk_seed(step_seed: int, chunk: Chunk) -> int:
+    """The 63-bit seed under which `chunk` runs in the step seeded with `step_seed`."""
+    seed = _mix(step_seed)
+    for part in (chunk.region, ord(chunk.kind[0]), chunk.slice.start):
+        seed = _mix(seed ^ part)
+    return seed >> 1

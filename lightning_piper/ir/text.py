@@ -1,0 +1,50 @@
+"""The readable text form of a training DAG: one line a node, in an order that respects all edges."""
+
+from __future__ import annotations
+
+import networkx as nx
+
+from lightning_piper.ir.dag import TrainingDAG
+from lightning_piper.ir.nodes import AllReduce, Chunk, Concat, Cut, Node, Recv, Send
+
+
+def text_of(dag: TrainingDAG) -> str:
+    """For example `%4 B[PP=1,MB=0] 0:2 @1 (%1.0) -> cotangent:mm_3 float32[2,8] #2 after %3`: id, pass and tags, samples,
+    devices, inputs, outputs, directive that made it, temporal predecessors."""
+    order = nx.lexicographical_topological_sort(dag.graph)
+    return "\n".join([f"training step of {dag.size} samples", *(line_of(dag, dag.nodes[i]) for i in order)])
+
+
+def line_of(dag: TrainingDAG, node: Node) -> str:
+    """The line of one node."""
+    words = [f"%{node.id}", node.label]
+    if isinstance(node, Chunk):
+        words.append(str(node.slice))
+    elif isinstance(node, Send):
+        words.append(f"to {node.peer}")
+    elif isinstance(node, Recv):
+        words.append(f"from {node.peer}")
+    elif isinstance(node, Cut):
+        words.append(f"[{node.start}:{node.stop}] dim {node.dim}")
+    elif isinstance(node, Concat):
+        words.append(f"dim {node.dim}")
+    if not isinstance(node, Chunk | AllReduce) and node.tags:
+        words.append("[" + ",".join(f"{k}={v}" for k, v in node.tags.items() if k != "PASS") + "]")
+    words.append("@" + (",".join(map(str, node.devices)) or "?"))
+    if node.stream != "compute":
+        words.append(f"stream={node.stream}")
+    if node.reads:
+        words.append("(" + ", ".join(f"%{i}.{k}" for i, k in node.reads) + ")")
+    if node.outputs:
+        shown = []
+        for value in node.outputs:
+            kind = "" if value.placement.__class__.__name__ == "Replicate" else f" {value.placement}"
+            spec = f" {value.tensors[0]}" if len(value.tensors) == 1 else f" x{len(value.tensors)}"
+            shown.append(value.label + spec + kind)
+        words.append("-> " + ", ".join(shown))
+    if node.origin is not None:
+        words.append(f"#{node.origin}")
+    after = [f"%{i}" for i in sorted(dag.graph.predecessors(node.id)) if dag.graph.edges[i, node.id]["order"] is not None]
+    if after:
+        words.append("after " + ", ".join(after))
+    return " ".join(words)

@@ -1,0 +1,107 @@
+"""Values: what flows along data edges, and what each device holds of it."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass, field
+
+import torch
+
+
+@dataclass(frozen=True)
+class TensorSpec:
+    """Shape, dtype and strides (in elements) of one tensor. Strides are kept across devices, for they choose kernels."""
+
+    shape: tuple[int, ...]
+    dtype: torch.dtype
+    stride: tuple[int, ...]
+
+    @classmethod
+    def of(cls, tensor: torch.Tensor) -> TensorSpec:
+        return cls(tuple(tensor.shape), tensor.dtype, tuple(tensor.stride()))
+
+    @property
+    def numel(self) -> int:
+        return math.prod(self.shape)
+
+    @property
+    def nbytes(self) -> int:
+        return self.numel * self.dtype.itemsize
+
+    @property
+    def layout(self) -> tuple[int, ...]:
+        """Dimensions from the slowest to the fastest in memory: `x.permute(layout)` is contiguous for a dense tensor."""
+        return tuple(sorted(range(len(self.shape)), key=lambda d: (-self.stride[d], d)))
+
+    def __str__(self) -> str:
+        return f"{str(self.dtype).removeprefix('torch.')}[{','.join(map(str, self.shape))}]"
+
+
+# What each member of a node's device group holds of a value; torch.distributed.tensor's own words.
+@dataclass(frozen=True)
+class Replicate:
+    """Every member holds the whole value."""
+
+    def __str__(self) -> str:
+        return "R"
+
+
+@dataclass(frozen=True)
+class Shard:
+    """Member i holds the i-th part along `dim`."""
+
+    dim: int
+
+    def __str__(self) -> str:
+        return f"S({self.dim})"
+
+
+@dataclass(frozen=True)
+class Partial:
+    """The value is the sum of what the members hold."""
+
+    def __str__(self) -> str:
+        return "P(sum)"
+
+
+Placement = Replicate | Shard | Partial
+
+
+@dataclass(frozen=True, order=True)
+class Slice:
+    """Samples [start, stop) of the global batch of one step."""
+
+    start: int
+    stop: int
+
+    def __len__(self) -> int:
+        return self.stop - self.start
+
+    def __str__(self) -> str:
+        return f"{self.start}:{self.stop}"
+
+
+@dataclass(frozen=True)
+class Value:
+    """One output of a node: a bundle of tensors.
+
+    Attributes:
+        kind: as in `regions.Output`; transfers keep the kind of what they carry.
+        names: as in `regions.Output`.
+        tensors: their specs.
+        placement: what each member of the node's group holds.
+    """
+
+    kind: str
+    names: tuple[str, ...]
+    tensors: tuple[TensorSpec, ...]
+    placement: Placement = field(default_factory=Replicate)
+
+    @property
+    def nbytes(self) -> int:
+        return sum(t.nbytes for t in self.tensors)
+
+    @property
+    def label(self) -> str:
+        shown = ",".join(self.names[:2]) + (f",+{len(self.names) - 2}" if len(self.names) > 2 else "")
+        return f"{self.kind}:{shown}" if shown else self.kind

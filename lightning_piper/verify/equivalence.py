@@ -1,0 +1,229 @@
+"""Equivalence by execution: after each directive, does the DAG still compute what it did, and what one device does?"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, Literal
+
+import torch
+from torch import nn
+
+from lightning_piper.capture import CapturedStep, capture, flatten
+from lightning_piper.capture.eager import Outcome, run_eagerly
+from lightning_piper.directives import Directive, Split, apply_program, finish, parse
+from lightning_piper.errors import VerificationError
+from lightning_piper.ir.build import build_dag
+from lightning_piper.ir.dag import TrainingDAG
+from lightning_piper.ir.nodes import Chunk
+from lightning_piper.ir.values import Slice
+from lightning_piper.verify.interpreter import interpret
+from lightning_piper.verify.static import check
+
+Verdict = Literal["bitwise equal", "equal within rounding", "differs"]
+
+
+@dataclass(frozen=True)
+class Comparison:
+    """How two outcomes of a step agree.
+
+    Attributes:
+        verdict: in words.
+        distance: the largest difference, relative to the largest value of the tensor in question.
+        first: the first gradient, metric or buffer that is not bitwise equal (for `differs`: that is out of bounds).
+        allowed: the distance that rounding alone explains for it.
+    """
+
+    verdict: Verdict
+    distance: float = 0.0
+    first: str | None = None
+    allowed: float = 0.0
+
+    def __str__(self) -> str:
+        if self.verdict == "equal within rounding":
+            return f"equal within {self.distance:.1e}"
+        if self.verdict == "differs":
+            return f"differs by {self.distance:.1e} ({self.first}; rounding explains {self.allowed:.1e})"
+        return self.verdict
+
+
+@dataclass(frozen=True)
+class Row:
+    """One directive (or the capture itself, `index` None) of a report.
+
+    Attributes:
+        before: compared with the DAG before the directive.
+        single: compared with one device that accumulates eagerly over the same microbatches.
+    """
+
+    index: int | None
+    name: str
+    contract: str
+    before: Comparison
+    single: Comparison
+
+    @property
+    def ok(self) -> bool:
+        """The directive kept its contract, and the result is that of one device on the same microbatches."""
+        kept = self.before.verdict == "bitwise equal" or self.contract != "bitwise"
+        return kept and self.single.verdict != "differs"
+
+
+@dataclass(frozen=True)
+class Report:
+    """What `verify` found, one row for the capture and for each directive; `print` it."""
+
+    rows: tuple[Row, ...]
+
+    @property
+    def ok(self) -> bool:
+        return all(row.ok for row in self.rows)
+
+    def __str__(self) -> str:
+        head = ("directive", "contract", "vs the graph before", "vs one device, same microbatches")
+        table = [head, *((_title(r), r.contract, str(r.before), str(r.single)) for r in self.rows)]
+        widths = [max(len(line[i]) for line in table) for i in range(4)]
+        lines = ["  ".join(cell.ljust(w) for cell, w in zip(line, widths, strict=True)).rstrip() for line in table]
+        return "\n".join([*lines, "verified" if self.ok else "NOT EQUIVALENT"])
+
+    def require(self) -> None:
+        """Raise a VerificationError unless all is well."""
+        if not self.ok:
+            raise VerificationError(f"the program does not compute what one device computes:\n{self}")
+
+
+def _title(row: Row) -> str:
+    return row.name if row.index is None else f"{row.index} {row.name}"
+
+
+def verify(module: nn.Module, batch: Any, directives: Any, *, seed: int = 0) -> Report:
+    """Check a program by execution, in this process, directive by directive.
+
+    Args:
+        module: a LightningModule with real parameters; not changed.
+        batch: the global batch of one step, with data.
+        directives: a list of directives or JSON objects, or the path of a JSON file.
+        seed: of random numbers (dropout).
+
+    Loss, logged values, all gradients and changed buffers are compared with those of the graph before the directive, and with
+    eager execution of `training_step` on one device that accumulates over the same microbatches. A step that draws random
+    numbers draws them per region, which eager execution cannot repeat: it is compared with the captured step on one device.
+
+    Raises:
+        CaptureError, DirectiveError: as `compile` does.
+        VerificationError: the static check fails.
+    """
+    program = parse(directives)
+    step = capture(module, batch, device=_device(module))
+    return verify_step(step, module, batch, program, seed=seed)
+
+
+def verify_step(step: CapturedStep, module: nn.Module, batch: Any, program: Sequence[Directive], *, seed: int = 0) -> Report:
+    """`verify` for a step that is captured already and a parsed program."""
+    leaves, _ = flatten(batch)
+    tensors = {step.canonical[n]: x.detach() for n, x in [*module.named_parameters(), *module.named_buffers()]}
+    runner = _Runner(step, tensors, leaves, seed)
+    dag = build_dag(step)
+    check(dag)
+    last = interpret(dag, tensors, leaves, seed)
+    rows = [Row(None, "capture", "bitwise", Comparison("bitwise equal"), runner.against_single(dag, last))]
+
+    def row(index: int | None, name: str, contract: str) -> None:
+        nonlocal last
+        check(dag)
+        now = interpret(dag, tensors, leaves, seed)
+        before = compare(last, now, runner.rounding(_slices(dag)))
+        rows.append(Row(index, name, contract, before, runner.against_single(dag, now)))
+        last = now
+
+    apply_program(dag, program, lambda _, index, directive: row(index, directive.op, directive.contract))
+    finish(dag)
+    return Report(tuple(rows))
+
+
+class _Runner:
+    """Reference executions, each run once."""
+
+    def __init__(self, step: CapturedStep, tensors: Mapping[str, torch.Tensor], leaves: Sequence[torch.Tensor], seed: int) -> None:
+        self.step, self.tensors, self.leaves, self.seed = step, tensors, leaves, seed
+        self.random = any(interface.random for interface in step.at(step.size).interfaces.values())
+        self._single: dict[tuple[Slice, ...], Outcome] = {}
+        self._rounding: dict[tuple[Slice, ...], dict[str, float]] = {}
+
+    def against_single(self, dag: TrainingDAG, outcome: Outcome) -> Comparison:
+        slices = _slices(dag)
+        if slices not in self._single:
+            self._single[slices] = self._run_single(self.tensors, slices)
+        return compare(self._single[slices], outcome, self.rounding(slices))
+
+    def _run_single(self, tensors: Mapping[str, torch.Tensor], slices: tuple[Slice, ...]) -> Outcome:
+        if not self.random:
+            return run_eagerly(self.step, tensors, self.leaves, slices)
+        dag = build_dag(self.step)
+        if len(slices) > 1:
+            apply_program(dag, [Split(filter={}, dim_name="MB", num_microbatches=len(slices))])
+        return interpret(dag, tensors, self.leaves, self.seed)
+
+    def rounding(self, slices: tuple[Slice, ...]) -> dict[str, float]:
+        """How far each result moves when every parameter moves by one ulp: what rounding can do to it."""
+        if slices not in self._rounding:
+            generator = torch.Generator().manual_seed(0)
+            moved = {n: _one_ulp(x, generator) if n in self.step.params else x for n, x in self.tensors.items()}
+            runs = [self._run_single(tensors, slices) for tensors in (self.tensors, moved)]
+            self._rounding[slices] = {name: _distance(a, b) for name, a, b in _pairs(*runs)}
+        return self._rounding[slices]
+
+
+def compare(expected: Outcome, found: Outcome, rounding: Mapping[str, float]) -> Comparison:
+    """Compare two outcomes; `rounding` holds the measured movement of each result under perturbations of one ulp.
+
+    A result may be off by 8 times its own movement, and by at least 8 eps of its dtype.
+    """
+    missing = sorted(set(expected.grads) ^ set(found.grads)) or sorted(set(expected.buffers) ^ set(found.buffers))
+    if missing:
+        return Comparison("differs", float("inf"), f"only one has {missing[0]}", 0.0)
+    worst = Comparison("bitwise equal")
+    for name, a, b in _pairs(expected, found):
+        if torch.equal(a, b):
+            continue
+        distance, allowed = _distance(a, b), 8 * max(rounding.get(name, 0.0), _eps(name, a, expected))
+        if not distance <= allowed:
+            return Comparison("differs", distance, name, allowed)
+        if worst.first is None or distance > worst.distance:
+            worst = Comparison("equal within rounding", distance, worst.first or name, allowed)
+    return worst
+
+
+def _eps(name: str, x: torch.Tensor, outcome: Outcome) -> float:
+    """Rounding unit of a result; metrics are float64 sums of values that have the model's precision."""
+    dtypes = [g.dtype for g in outcome.grads.values()] if name in outcome.metrics else [x.dtype]
+    return max((torch.finfo(d).eps for d in dtypes if d.is_floating_point), default=0.0)
+
+
+def _pairs(a: Outcome, b: Outcome) -> list[tuple[str, torch.Tensor, torch.Tensor]]:
+    return [(n, x[n], y[n]) for x, y in ((a.metrics, b.metrics), (a.grads, b.grads), (a.buffers, b.buffers)) for n in x if n in y]
+
+
+def _distance(a: torch.Tensor, b: torch.Tensor) -> float:
+    if a.numel() == 0:
+        return 0.0
+    a, b = a.double(), b.double()
+    scale = float(a.abs().max())
+    difference = float((a - b).abs().max())
+    return difference / scale if scale else (0.0 if difference == 0 else float("inf"))
+
+
+def _one_ulp(x: torch.Tensor, generator: torch.Generator) -> torch.Tensor:
+    up = torch.rand(x.shape, generator=generator).to(x.device) < 0.5
+    infinity = torch.full_like(x, float("inf"))
+    return torch.where(up, torch.nextafter(x, infinity), torch.nextafter(x, -infinity))
+
+
+def _slices(dag: TrainingDAG) -> tuple[Slice, ...]:
+    """The microbatches of the whole step; one slice if parts of it are split differently."""
+    found = {tuple(sorted(c.slice for c in dag.of_type(Chunk) if c.key == key)) for key in dag.code.interfaces}
+    return found.pop() if len(found) == 1 else (Slice(0, dag.size),)
+
+
+def _device(module: nn.Module) -> torch.device:
+    return next((p.device for p in module.parameters()), torch.device("cpu"))

@@ -1,0 +1,172 @@
+"""The reference interpreter: runs any training DAG in one process, with all devices simulated.
+
+It takes the nodes in topological order, one by one, and does with plain tensor arithmetic what their definitions say. It
+knows no plan, no stream and no schedule; the executor must give the same bits.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+
+import networkx as nx
+import torch
+
+from lightning_piper.capture.eager import Outcome
+from lightning_piper.errors import VerificationError
+from lightning_piper.ir.build import metric_names, reductions
+from lightning_piper.ir.dag import TrainingDAG
+from lightning_piper.ir.nodes import (
+    Accumulate,
+    AllReduce,
+    Barrier,
+    Chunk,
+    Concat,
+    Cut,
+    Metrics,
+    Node,
+    Recv,
+    Ref,
+    Report,
+    Send,
+    Update,
+)
+from lightning_piper.ir.seeds import chunk_seed
+from lightning_piper.ir.values import TensorSpec
+
+Bundle = list[torch.Tensor]
+
+
+def interpret(dag: TrainingDAG, tensors: Mapping[str, torch.Tensor], leaves: Sequence[torch.Tensor], seed: int = 0) -> Outcome:
+    """Run one training step.
+
+    Args:
+        dag: any training DAG, finished or not; nodes without a device run as well.
+        tensors: parameters and buffers by canonical name; not changed.
+        leaves: the tensors of the global batch.
+        seed: of the step's random numbers.
+
+    Raises:
+        VerificationError: the DAG has a cycle, or devices disagree about a gradient.
+    """
+    if not nx.is_directed_acyclic_graph(dag.graph):
+        raise VerificationError("the training DAG has a cycle")
+    run = _Run(dag, tensors, leaves, seed)
+    with torch.no_grad():
+        for node_id in nx.lexicographical_topological_sort(dag.graph):
+            run.step(dag.nodes[node_id])
+    return Outcome(run.metrics, run.grads, run.buffers)
+
+
+class _Run:
+    def __init__(self, dag: TrainingDAG, tensors: Mapping[str, torch.Tensor], leaves: Sequence[torch.Tensor], seed: int) -> None:
+        self.dag, self.tensors, self.leaves, self.seed = dag, tensors, leaves, seed
+        self.values: dict[Ref, Bundle] = {}
+        self.readers: dict[Ref, int] = {}
+        for node in dag.nodes.values():
+            for ref in node.reads:
+                self.readers[ref] = self.readers.get(ref, 0) + 1
+        self.metrics: dict[str, torch.Tensor] = {}
+        self.grads: dict[str, torch.Tensor] = {}
+        self.buffers: dict[str, torch.Tensor] = {}
+
+    def step(self, node: Node) -> None:
+        made = self._execute(node)
+        for i, bundle in enumerate(made):
+            if (node.id, i) in self.readers:
+                self.values[node.id, i] = bundle
+        for ref in node.reads:
+            self.readers[ref] -= 1
+            if not self.readers[ref]:
+                del self.values[ref]
+
+    def _execute(self, node: Node) -> list[Bundle]:
+        inputs = [self.values[ref] for ref in node.inputs]
+        match node:
+            case Chunk():
+                return self._chunk(node, inputs)
+            case Send() | Recv():
+                return inputs
+            case Cut():
+                return [
+                    [
+                        _as(x.narrow(node.dim, node.start, node.stop - node.start), s)
+                        for x, s in zip(inputs[0], node.outputs[0].tensors, strict=True)
+                    ]
+                ]
+            case Concat():
+                joined = [torch.cat(parts, node.dim) for parts in zip(*inputs, strict=True)]
+                return [[_as(x, s) for x, s in zip(joined, node.outputs[0].tensors, strict=True)]]
+            case Accumulate() | AllReduce():
+                return [_fold(inputs)]
+            case Metrics():
+                return [[self._merge(node, inputs)]]
+            case Update():
+                self._update(node, _fold(inputs))
+            case Report():
+                self.metrics = dict(zip(metric_names(self.dag.code), _fold(inputs)[0].unbind(), strict=True))
+            case Barrier():
+                pass
+            case _:
+                raise VerificationError(f"{node.label} is a node type that the reference interpreter does not know")
+        return []
+
+    def _chunk(self, chunk: Chunk, inputs: list[Bundle]) -> list[Bundle]:
+        interface = self.dag.interface(chunk)
+        args = [x for bundle in inputs for x in bundle]
+        args += [self.tensors[name] for name in interface.params + interface.buffers]
+        for name, ref in zip(interface.state, chunk.state, strict=True):
+            args.append(self.tensors[name] if ref is None else self.values[ref][self.dag.value(ref).names.index(name)])
+        part = chunk.slice
+        args += [x[part.start : part.stop] if x.ndim else x for x in (self.leaves[i] for i in interface.batch)]
+        if interface.seeds_gradient:
+            args.append(torch.tensor(len(part) / self.dag.size, dtype=self._loss_dtype(), device=args[0].device))
+        code = self.dag.code_of(chunk)
+        if interface.random:
+            with torch.random.fork_rng():
+                torch.manual_seed(chunk_seed(self.seed, chunk))
+                flat = iter(code.run(args))
+        else:
+            flat = iter(code.run(args))
+        return [[next(flat) for _ in specs] for specs in code.outputs]
+
+    def _loss_dtype(self) -> torch.dtype:
+        return next(v.tensors[0].dtype for c in self.dag.of_type(Chunk) for v in c.outputs if v.kind == "loss")
+
+    def _merge(self, node: Metrics, inputs: list[Bundle]) -> torch.Tensor:
+        names = reductions(self.dag.code)
+        vector = torch.zeros(len(names), dtype=torch.float64)
+        for metric in dict.fromkeys(node.metrics):
+            values = [b[0].double().cpu() for b, m in zip(inputs, node.metrics, strict=True) if m == metric]
+            shares = [len(s) / self.dag.size for s, m in zip(node.slices, node.metrics, strict=True) if m == metric]
+            match names[metric]:
+                case "mean":
+                    merged = _fold([[v * w] for v, w in zip(values, shares, strict=True)])[0]
+                case "sum":
+                    merged = _fold([[v] for v in values])[0]
+                case "max":
+                    merged = torch.stack(values).max()
+                case _:
+                    merged = torch.stack(values).min()
+            vector[metric] = merged
+        return vector
+
+    def _update(self, node: Update, bundle: Bundle) -> None:
+        value = self.dag.value(node.inputs[0])
+        into = self.buffers if value.kind == "buffer" else self.grads
+        for name, tensor in zip(value.names, bundle, strict=True):
+            if name in into and not torch.equal(into[name], tensor):
+                raise VerificationError(f"devices disagree about the gradient of {name}: device {node.devices} has another one")
+            into[name] = tensor
+
+
+def _fold(bundles: list[Bundle]) -> Bundle:
+    """The sum, from the first to the last."""
+    total = bundles[0]
+    for bundle in bundles[1:]:
+        total = [a + b for a, b in zip(total, bundle, strict=True)]
+    return total
+
+
+def _as(x: torch.Tensor, spec: TensorSpec) -> torch.Tensor:
+    """The same numbers with the strides of `spec`: strides choose kernels, and so bits."""
+    return x if x.stride() == spec.stride else torch.empty_strided(spec.shape, spec.stride, dtype=x.dtype, device=x.device).copy_(x)
