@@ -4,8 +4,8 @@
   and outputs carry descriptors (`node.meta["desc"]`); the `*AOTInput` / `*AOTOutput` classes are those descriptors.
 - `FakeTensorMode`, `DataDependentOutputException`, `DynamicOutputShapeException`: tensors without data, and what they
   raise when Python asks for a value or a shape that depends on one.
-- `torch.compiler._is_exporting_flag`: makes `torch.compiler.is_exporting()` true, for code (Hugging Face's masks) that then
-  avoids asking for tensor values.
+- `torch.compiler._is_compiling_flag`, `_is_exporting_flag`: make `torch.compiler.is_compiling()` and `is_exporting()` true, as
+  torch.export does, for code (Hugging Face's masks) that then avoids asking for tensor values.
 - `node.meta["partitioner_tag"]`: `is_backward` on nodes traced by autograd; `node.meta["seq_nr"]`: the same number on a
   forward operation and on the nodes of its backward.
 """
@@ -78,12 +78,12 @@ def joint_graph(mode: FakeTensorMode, module: nn.Module, args: tuple[torch.Tenso
 
 @contextlib.contextmanager
 def _exporting() -> Iterator[None]:
-    before = torch.compiler._is_exporting_flag
-    torch.compiler._is_exporting_flag = True
+    before = torch.compiler._is_compiling_flag, torch.compiler._is_exporting_flag
+    torch.compiler._is_compiling_flag = torch.compiler._is_exporting_flag = True
     try:
         yield
     finally:
-        torch.compiler._is_exporting_flag = before
+        torch.compiler._is_compiling_flag, torch.compiler._is_exporting_flag = before
 
 
 def is_backward(node: torch.fx.Node) -> bool:

@@ -14,7 +14,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from lightning_piper import annotate
+from lightning_piper.annotate import numbering
 from lightning_piper.capture import _torch
 from lightning_piper.capture.batch import BatchLayout
 from lightning_piper.errors import CaptureError
@@ -91,7 +91,7 @@ class Step(nn.Module):
         step: Callable[..., Any] = self.module.training_step  # type: ignore[assignment]
         extra = [_Unreadable("batch_idx"), 0][: len(inspect.signature(step).parameters) - 1]
         before = _attributes(self.module)
-        with annotate.numbering(), self._context():
+        with numbering(), self._context():
             result = step(self._layout.rebuild(list(leaves)), *extra)
         _check_unchanged(self.module, before)
         return (_loss_of(result), *self._logged)

@@ -15,9 +15,14 @@ def _mix(x: int) -> int:
     return x ^ (x >> 31)
 
 
-def chunk_seed(step_seed: int, chunk: Chunk) -> int:
-    """The 63-bit seed under which `chunk` runs in the step seeded with `step_seed`."""
+def seed_of(step_seed: int, region: int, kind: str, start: int) -> int:
+    """The 63-bit seed of a pass of a region, for the samples from `start` on, in the step seeded with `step_seed`."""
     seed = _mix(step_seed)
-    for part in (chunk.region, ord(chunk.kind[0]), chunk.slice.start):
+    for part in (region, ord(kind[0]), start):
         seed = _mix(seed ^ part)
     return seed >> 1
+
+
+def chunk_seed(step_seed: int, chunk: Chunk) -> int:
+    """The seed under which `chunk` runs."""
+    return seed_of(step_seed, chunk.region, chunk.kind, chunk.slice.start)

@@ -17,9 +17,12 @@ from lightning_piper.ir.build import build_dag
 from lightning_piper.ir.dag import TrainingDAG
 from lightning_piper.ir.nodes import Chunk
 from lightning_piper.ir.values import Slice
+from lightning_piper.verify.coupling import Coupling, find_couplings
 from lightning_piper.verify.interpreter import interpret
 from lightning_piper.verify.static import check
 
+PERTURBATIONS = 3  # of every parameter by one ulp, to measure what rounding does to a result
+ALLOWANCE = 8  # a result may be off by this many times its largest movement
 Verdict = Literal["bitwise equal", "equal within rounding", "differs"]
 
 
@@ -71,9 +74,15 @@ class Row:
 
 @dataclass(frozen=True)
 class Report:
-    """What `verify` found, one row for the capture and for each directive; `print` it."""
+    """What `verify` found; `print` it.
+
+    Attributes:
+        rows: one for the capture and one for each directive.
+        couplings: where the step looks across the samples of a batch, if microbatches give another result than the whole.
+    """
 
     rows: tuple[Row, ...]
+    couplings: tuple[Coupling, ...] = ()
 
     @property
     def ok(self) -> bool:
@@ -84,7 +93,8 @@ class Report:
         table = [head, *((_title(r), r.contract, str(r.before), str(r.single)) for r in self.rows)]
         widths = [max(len(line[i]) for line in table) for i in range(4)]
         lines = ["  ".join(cell.ljust(w) for cell, w in zip(line, widths, strict=True)).rstrip() for line in table]
-        return "\n".join([*lines, "verified" if self.ok else "NOT EQUIVALENT"])
+        notes = [f"note: {coupling}" for coupling in self.couplings]
+        return "\n".join([*lines, *notes, "verified" if self.ok else "NOT EQUIVALENT"])
 
     def require(self) -> None:
         """Raise a VerificationError unless all is well."""
@@ -108,6 +118,7 @@ def verify(module: nn.Module, batch: Any, directives: Any, *, seed: int = 0) -> 
     Loss, logged values, all gradients and changed buffers are compared with those of the graph before the directive, and with
     eager execution of `training_step` on one device that accumulates over the same microbatches. A step that draws random
     numbers draws them per region, which eager execution cannot repeat: it is compared with the captured step on one device.
+    Where microbatches give another result than the whole batch, the report names the operations that couple the samples.
 
     Raises:
         CaptureError, DirectiveError: as `compile` does.
@@ -138,7 +149,8 @@ def verify_step(step: CapturedStep, module: nn.Module, batch: Any, program: Sequ
 
     apply_program(dag, program, lambda _, index, directive: row(index, directive.op, directive.contract))
     finish(dag)
-    return Report(tuple(rows))
+    moved = any(row.contract == "reassociated" and row.before.verdict == "differs" for row in rows)
+    return Report(tuple(rows), tuple(find_couplings(step, tensors, leaves, _slices(dag))) if moved else ())
 
 
 class _Runner:
@@ -168,16 +180,20 @@ class _Runner:
         """How far each result moves when every parameter moves by one ulp: what rounding can do to it."""
         if slices not in self._rounding:
             generator = torch.Generator().manual_seed(0)
-            moved = {n: _one_ulp(x, generator) if n in self.step.params else x for n, x in self.tensors.items()}
-            runs = [self._run_single(tensors, slices) for tensors in (self.tensors, moved)]
-            self._rounding[slices] = {name: _distance(a, b) for name, a, b in _pairs(*runs)}
+            still = self._run_single(self.tensors, slices)
+            largest: dict[str, float] = {}
+            for _ in range(PERTURBATIONS):
+                moved = {n: _one_ulp(x, generator) if n in self.step.params else x for n, x in self.tensors.items()}
+                for name, a, b in _pairs(still, self._run_single(moved, slices)):
+                    largest[name] = max(largest.get(name, 0.0), _distance(a, b))
+            self._rounding[slices] = largest
         return self._rounding[slices]
 
 
 def compare(expected: Outcome, found: Outcome, rounding: Mapping[str, float]) -> Comparison:
     """Compare two outcomes; `rounding` holds the measured movement of each result under perturbations of one ulp.
 
-    A result may be off by 8 times its own movement, and by at least 8 eps of its dtype.
+    A result may be off by `ALLOWANCE` times its own movement, and by at least that many eps of its dtype.
     """
     missing = sorted(set(expected.grads) ^ set(found.grads)) or sorted(set(expected.buffers) ^ set(found.buffers))
     if missing:
@@ -186,7 +202,7 @@ def compare(expected: Outcome, found: Outcome, rounding: Mapping[str, float]) ->
     for name, a, b in _pairs(expected, found):
         if torch.equal(a, b):
             continue
-        distance, allowed = _distance(a, b), 8 * max(rounding.get(name, 0.0), _eps(name, a, expected))
+        distance, allowed = _distance(a, b), ALLOWANCE * max(rounding.get(name, 0.0), _eps(name, a, expected))
         if not distance <= allowed:
             return Comparison("differs", distance, name, allowed)
         if worst.first is None or distance > worst.distance:
