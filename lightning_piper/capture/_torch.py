@@ -6,6 +6,7 @@
   raise when Python asks for a value or a shape that depends on one.
 - `torch.compiler._is_compiling_flag`, `_is_exporting_flag`: make `torch.compiler.is_compiling()` and `is_exporting()` true, as
   torch.export does, for code (Hugging Face's masks) that then avoids asking for tensor values.
+- the text of the error with which `FakeTensorMode` refuses a tensor that has data.
 - `node.meta["partitioner_tag"]`: `is_backward` on nodes traced by autograd; `node.meta["seq_nr"]`: the same number on a
   forward operation and on the nodes of its backward.
 """
@@ -49,6 +50,7 @@ __all__ = [
     "PlainAOTOutput",
     "TangentAOTInput",
     "is_backward",
+    "is_foreign_tensor",
     "joint_graph",
     "sequence_number",
     "warn_if_newer_torch",
@@ -92,3 +94,8 @@ def is_backward(node: torch.fx.Node) -> bool:
 
 def sequence_number(node: torch.fx.Node) -> Any:
     return node.meta.get("seq_nr")
+
+
+def is_foreign_tensor(error: Exception) -> bool:
+    """Does the error say that a tensor with data met fake ones?"""
+    return isinstance(error, AssertionError) and "Please convert all Tensors to FakeTensors first" in str(error)

@@ -59,7 +59,10 @@ class BatchLayout:
 
 
 def flatten(batch: Any) -> tuple[list[torch.Tensor], BatchLayout]:
-    """Tensors of a batch in a fixed order, and the rest of it. Knows dicts, lists, (named) tuples and dataclasses."""
+    """Tensors of a batch in a fixed order, and the rest of it. Knows dicts, lists, (named) tuples and dataclasses.
+
+    The tensors are made contiguous, for a captured graph has fixed strides.
+    """
     leaves: list[torch.Tensor] = []
     paths: list[str] = []
     skeleton = _skeleton(batch, "", leaves, paths)
@@ -72,7 +75,7 @@ def _is_dataclass(item: Any) -> bool:
 
 def _skeleton(item: Any, path: str, leaves: list[torch.Tensor], paths: list[str]) -> Any:
     if isinstance(item, torch.Tensor):
-        leaves.append(item)
+        leaves.append(item.contiguous())
         paths.append(path)
         return _Leaf(len(leaves) - 1)
     if isinstance(item, Mapping):

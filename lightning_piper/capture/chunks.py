@@ -12,7 +12,8 @@ from torch.fx import Node
 from lightning_piper.capture import _torch
 from lightning_piper.capture.code import compile_boxed
 from lightning_piper.capture.regions import Assignment, assign, gradient_terms, is_random
-from lightning_piper.ir.regions import Code, Interface, Output, PassKey, Region
+from lightning_piper.errors import CaptureError
+from lightning_piper.ir.regions import LOSS, Code, Interface, Output, PassKey, Region
 from lightning_piper.ir.values import TensorSpec
 
 aten = torch.ops.aten
@@ -72,6 +73,7 @@ def cut(
         for x, d in described
         if isinstance(d, _torch.InputMutationAOTOutput) and isinstance(d.mutated_input, _torch.BufferAOTInput)
     }
+    _refuse_changed_parameters(described, canonical)
     state = frozenset(n for n, name in names.buffers.items() if name in changed)
     placed = assign(graph, state)
     passes = {(r.index, p): _Pass((r.index, p)) for r in placed.regions for p in "FB"}
@@ -82,11 +84,20 @@ def cut(
     _results(described, names, changed, placed, passes, log_keys)
     _connect(placed, names, passes, state)
     passes = {key: p for key, p in passes.items() if p.nodes or p.outputs}
-    made = {(node, key[0]): (*key, i) for key, p in passes.items() for i, (_, nodes) in enumerate(p.outputs) for node in nodes}
     interfaces, code = {}, {}
     for key, p in passes.items():
-        interfaces[key], code[key] = _extract(p, passes, placed, names, state, made)
+        interfaces[key], code[key] = _extract(p, passes, placed, names, state, graph.owning_module)
     return placed.regions, interfaces, code
+
+
+def _refuse_changed_parameters(described: list[tuple[Node | None, Any]], canonical: Mapping[str, str]) -> None:
+    for _, desc in described:
+        if isinstance(desc, _torch.InputMutationAOTOutput) and isinstance(desc.mutated_input, _torch.ParamAOTInput):
+            name = canonical[desc.mutated_input.target.removeprefix("module.")]
+            raise CaptureError(
+                f"training_step changes the parameter {name} in place; in a captured step only the optimizer changes parameters. "
+                "Do it in a hook such as on_train_batch_start, or keep the value in a buffer"
+            )
 
 
 def _results(
@@ -104,7 +115,7 @@ def _results(
         if node is None:
             continue
         if isinstance(desc, _torch.PlainAOTOutput):
-            kind = Output("loss", ("loss",)) if desc.idx == 0 else Output("log", (log_keys[desc.idx - 1],))
+            kind = Output("loss", (LOSS,)) if desc.idx == 0 else Output("log", (log_keys[desc.idx - 1],))
             passes[_home(node, placed), "F"].outputs.append((kind, [node]))
         elif isinstance(desc, _torch.GradAOTOutput):
             param = next(name for x, name in names.params.items() if x.meta["desc"] == desc.grad_of)
@@ -192,7 +203,7 @@ def _saved_by(node: Node, region: int, passes: Mapping[PassKey, _Pass], placed: 
 
 def _extract(
     p: _Pass, passes: Mapping[PassKey, _Pass], placed: Assignment, names: _Names, state: frozenset[Node],
-    made: Mapping[tuple[Node, int], OutputRef],
+    constants: torch.nn.Module | None,
 ) -> tuple[Interface, Code]:  # fmt: skip
     region, kind = p.key
     graph = torch.fx.Graph()
@@ -211,13 +222,15 @@ def _extract(
         else:
             continue
         bundles.setdefault(ref, passes[ref[0], ref[1]].outputs[ref[2]][1])
+    # In a fixed order, not in that of use: a batch of one sample may take other operations, which read in another order.
+    bundles = dict(sorted(bundles.items()))
     for nodes in bundles.values():
         for node in nodes:
             placeholder(node)
-    params = {n: names.params[n] for n in p.reads if n in names.params}
-    constant = {n: names.buffers[n] for n in p.reads if n in names.buffers and n not in state}
-    current = {n: names.buffers[n] for n in p.reads if n in state and n not in env}
-    batch = {n: names.batch[n] for n in p.reads if n in names.batch}
+    params = {n: name for n, name in names.params.items() if n in p.reads}
+    constant = {n: name for n, name in names.buffers.items() if n in p.reads and n not in state}
+    current = {n: name for n, name in names.buffers.items() if n in p.reads and n in state and n not in env}
+    batch = {n: i for n, i in names.batch.items() if n in p.reads}
     for group in (params, constant, current, batch):
         for node in group:
             placeholder(node)
@@ -250,7 +263,7 @@ def _extract(
         buffers=tuple(constant.values()), state=tuple(current.values()), batch=tuple(batch.values()), seeds_gradient=seeds,
         random=any(is_random(n) for n in p.nodes),
     )  # fmt: skip
-    return interface, Code(compile_boxed(graph), tuple(specs), graph)
+    return interface, Code(compile_boxed(graph, constants), tuple(specs), graph)
 
 
 def _find_output(node: Node, source: _Pass) -> OutputRef:

@@ -18,7 +18,12 @@ class _Boxed(CodeGen):
         return f"def {self._func_name}(self, args):{unpack}\n    args.clear()"
 
 
-def compile_boxed(graph: torch.fx.Graph) -> Callable[[list[torch.Tensor]], tuple[torch.Tensor, ...]]:
-    """The graph as a function of a list of tensors; the list is empty afterwards."""
+def compile_boxed(
+    graph: torch.fx.Graph, constants: torch.nn.Module | None = None
+) -> Callable[[list[torch.Tensor]], tuple[torch.Tensor, ...]]:
+    """The graph as a function of a list of tensors; the list is empty afterwards.
+
+    `constants` holds the tensors that the step makes from Python numbers (`torch.tensor(...)`), by the graph's names.
+    """
     graph.set_codegen(_Boxed())
-    return torch.fx.GraphModule(torch.nn.Module(), graph).forward
+    return torch.fx.GraphModule(constants or torch.nn.Module(), graph).forward

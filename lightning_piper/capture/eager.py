@@ -6,10 +6,10 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 import torch
-from torch.func import functional_call
 
 from lightning_piper.capture.step import CapturedStep
-from lightning_piper.capture.trace import REDUCE, Step, as_captured
+from lightning_piper.capture.trace import REDUCE, Step, as_captured, swapped
+from lightning_piper.ir.regions import LOSS
 from lightning_piper.ir.values import Slice
 
 
@@ -18,7 +18,7 @@ class Outcome:
     """What a training step computes.
 
     Attributes:
-        metrics: the loss under `loss`, and every logged tensor under its name, merged over slices, as float64 scalars.
+        metrics: the loss under `ir.regions.LOSS`, and every logged tensor under its name, merged over slices, as float64 scalars.
         grads: by canonical parameter name; parameters that get no gradient are missing.
         buffers: buffers that the step changed, after it.
     """
@@ -45,24 +45,22 @@ def run_eagerly(
     total = sum(len(part) for part in slices)
     params = {n: x.detach().clone().requires_grad_(step.params[n].requires_grad) for n, x in tensors.items() if n in step.params}
     buffers = {n: x.detach().clone() for n, x in tensors.items() if n in step.buffers}
-    names = {**step.canonical}
     wrapper = Step(step.module, step.layout, step.context)
     merged: dict[str, list[torch.Tensor]] = {}
-    reductions: dict[str, str] = {"loss": "mean"}
+    reductions: dict[str, str] = {LOSS: "mean"}
     # The wrapper becomes the module's parent only for this call, so its training mode stays as the user set it.
-    with as_captured(step.module, wrapper):
+    state = {**params, **buffers}
+    mine = {id(x): state[step.canonical[n]] for n, x in [*step.module.named_parameters(), *step.module.named_buffers()]}
+    with torch.enable_grad(), swapped(step.module, lambda x: mine[id(x)]), as_captured(step.module, wrapper):
         for part in slices:
-            cut = [x[part.start : part.stop] if x.ndim else x for x in leaves]
-            state = {f"module.{name}": {**params, **buffers}[main] for name, main in names.items()}
-            loss, *logged = functional_call(wrapper, state, tuple(cut), tie_weights=False)
+            cut = [(x[part.start : part.stop] if x.ndim else x).clone() for x in leaves]  # the step may change its batch
+            loss, *logged = wrapper(*cut)
             (loss * (len(part) / total)).backward()
-            for name, main in names.items():  # modules change buffers in place in the dict that they were given
-                if main in buffers:
-                    buffers[main] = state[f"module.{name}"].detach()
             tensors_logged = [log for log in wrapper.logs if log.constant is None]
             reductions |= {log.name: log.reduce for log in tensors_logged}
-            for name, value in zip(["loss", *(log.name for log in tensors_logged)], [loss, *logged], strict=True):
+            for name, value in zip([LOSS, *(log.name for log in tensors_logged)], [loss, *logged], strict=True):
                 merged.setdefault(name, []).append(value.detach().double())
+        buffers = {step.canonical[n]: x.detach() for n, x in step.module.named_buffers()}  # also those that were replaced
     weights = [len(part) / total for part in slices]
     metrics = {name: REDUCE[reductions[name]](values, weights) for name, values in merged.items()}
     grads = {name: x.grad for name, x in params.items() if x.grad is not None}

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import copy
 from collections.abc import Callable
 from typing import Any
 
@@ -60,6 +61,12 @@ class CapturedStep:
         self.module, self.context, self._device = module, context, device
         self.params, self.buffers, self.canonical = _named_tensors(module)
         self._codes: dict[int, StepCode] = {}
+
+    def resized(self, size: int) -> CapturedStep:
+        """The same step for global batches of `size` samples; it shares the code that was traced so far."""
+        other = copy.copy(self)
+        other.size = size
+        return other
 
     def at(self, size: int) -> StepCode:
         """The step's code for `size` samples.

@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import contextlib
+import copy
 import inspect
 import numbers
 import traceback
+from collections import deque
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -30,6 +32,7 @@ REDUCE: Mapping[str, Callable[[list[torch.Tensor], list[float]], torch.Tensor]] 
     "max": lambda values, weights: torch.stack(values).max(),
     "min": lambda values, weights: torch.stack(values).min(),
 }
+_COMPARED = (type(None), bool, int, float, str, torch.Tensor)
 _LIBRARIES = tuple(str(Path(m.__file__).parent) + "/" for m in (torch, contextlib) if m.__file__) + (
     str(Path(__file__).parent.parent) + "/",
 )
@@ -59,7 +62,7 @@ def trace(module: nn.Module, layout: BatchLayout, specs: tuple[TensorSpec, ...],
     with mode:
         inputs = tuple(torch.empty_strided(s.shape, s.stride, dtype=s.dtype, device=device) for s in specs)
     step = Step(module, layout, context)
-    with _without_data(module, mode, device), as_captured(module, step):
+    with torch.enable_grad(), _restored(module), _without_data(module, mode, device), as_captured(module, step):
         try:
             graph = _torch.joint_graph(mode, step, inputs)
         except CaptureError:
@@ -71,6 +74,11 @@ def trace(module: nn.Module, layout: BatchLayout, specs: tuple[TensorSpec, ...],
                 "index_add), or move it to a hook outside of training_step"
             ) from error
         except Exception as error:
+            if _torch.is_foreign_tensor(error):
+                raise CaptureError(
+                    f"{_user_line(error)}: the step uses a tensor that is neither in the batch nor a parameter or buffer of "
+                    "the module; make it a buffer (self.register_buffer), or create it inside of the step"
+                ) from error
             raise CaptureError(
                 f"{_user_line(error)}: training_step cannot be captured as one graph: {type(error).__name__}: {error}"
             ) from error
@@ -98,6 +106,8 @@ class Step(nn.Module):
 
     def log(self, name: str, value: Any, call: Mapping[str, Any]) -> None:
         kwargs = dict(call)
+        if isinstance(value, _Unreadable):
+            value._refuse()
         reduce = REDUCTIONS.get(kwargs.pop("reduce_fx", "mean"))
         if reduce is None:
             raise CaptureError(
@@ -136,6 +146,8 @@ class _Unreadable:
 
     __index__ = __int__ = __float__ = __bool__ = __eq__ = __ne__ = __lt__ = __le__ = __gt__ = __ge__ = _refuse
     __add__ = __radd__ = __sub__ = __rsub__ = __mul__ = __rmul__ = __mod__ = __rmod__ = __floordiv__ = __truediv__ = _refuse
+    __rfloordiv__ = __rtruediv__ = __divmod__ = __rdivmod__ = __and__ = __rand__ = __or__ = __ror__ = __xor__ = __rxor__ = _refuse
+    __lshift__ = __rlshift__ = __rshift__ = __rrshift__ = __invert__ = __abs__ = __round__ = __trunc__ = __pos__ = _refuse
     __str__ = __format__ = __hash__ = __neg__ = __pow__ = __rpow__ = _refuse
 
 
@@ -187,19 +199,23 @@ def as_captured(module: nn.Module, step: Step) -> Iterator[None]:
         module.__class__ = cls
 
 
-@contextlib.contextmanager
-def _without_data(module: nn.Module, mode: Any, device: torch.device) -> Iterator[None]:
+def _without_data(module: nn.Module, mode: Any, device: torch.device) -> contextlib.AbstractContextManager[None]:
     """Replace parameters and buffers by fake ones on `device`, so that nothing of the user's is read or changed."""
-    fakes: dict[int, torch.Tensor] = {}
 
     def fake(tensor: torch.Tensor) -> torch.Tensor:
-        if id(tensor) not in fakes:
-            with mode:
-                data = torch.empty_strided(tensor.shape, tensor.stride(), dtype=tensor.dtype, device=device)
-            is_param = isinstance(tensor, nn.Parameter)
-            fakes[id(tensor)] = nn.Parameter(data, requires_grad=tensor.requires_grad) if is_param else data
-        return fakes[id(tensor)]
+        with mode:
+            data = torch.empty_strided(tensor.shape, tensor.stride(), dtype=tensor.dtype, device=device)
+        return nn.Parameter(data, requires_grad=tensor.requires_grad) if isinstance(tensor, nn.Parameter) else data
 
+    return swapped(module, fake)
+
+
+@contextlib.contextmanager
+def swapped(module: nn.Module, other: Callable[[torch.Tensor], torch.Tensor]) -> Iterator[None]:
+    """Let `other(tensor)` stand for every parameter and buffer meanwhile. One that has several names gets one replacement.
+
+    `torch.func.functional_call` goes by names and does not restore a module that is registered under two of them.
+    """
     kept = [
         (store, name, x)
         for m in module.modules()
@@ -207,9 +223,11 @@ def _without_data(module: nn.Module, mode: Any, device: torch.device) -> Iterato
         for name, x in store.items()
         if x is not None
     ]
+    replacements = {id(x): x for _, _, x in kept}
+    replacements = {key: other(x) for key, x in replacements.items()}
     try:
         for store, name, tensor in kept:
-            store[name] = fake(tensor)  # type: ignore[assignment]
+            store[name] = replacements[id(tensor)]  # type: ignore[assignment]
         yield
     finally:
         for store, name, tensor in kept:
@@ -220,34 +238,63 @@ def _attributes(module: nn.Module) -> list[tuple[str, nn.Module, str, Any, Any]]
     """Python state of the module: (where, owner, attribute, object, comparable form)."""
     found: list[tuple[str, nn.Module, str, Any, Any]] = []
     for path, part in module.named_modules():
-        for name, value in vars(part).items():
+        for name, value in {**vars(part), **part._parameters, **part._buffers}.items():
             if name in ("_parameters", "_buffers", "_modules", "training") or name.startswith(("_forward", "_backward")):
                 continue
-            if isinstance(value, list | dict | set):
-                found.append((path, part, name, value, len(value)))
-            elif value is None or isinstance(value, bool | int | float | str | torch.Tensor):
+            if isinstance(value, list | set | deque):
+                found.append((path, part, name, value, [_entry(x) for x in value]))
+            elif isinstance(value, dict):
+                found.append((path, part, name, value, [(k, _entry(v)) for k, v in value.items()]))
+            elif isinstance(value, _COMPARED):
                 found.append((path, part, name, value, id(value) if isinstance(value, torch.Tensor) else value))
     return found
 
 
+def _entry(value: Any) -> Any:
+    """Comparable form of what is in a container; torch's RNNs refill lists of their weights, so a tensor counts as any other."""
+    if isinstance(value, torch.Tensor):
+        return torch.Tensor
+    return value if isinstance(value, _COMPARED) else type(value)
+
+
 def _check_unchanged(module: nn.Module, before: list[tuple[str, nn.Module, str, Any, Any]]) -> None:
-    known = {(id(part), name): (path, value, form) for path, part, name, value, form in before}
-    for path, part, name, value, form in _attributes(module):
+    known = {(id(part), name): form for _, part, name, _, form in before}
+    for path, part, name, _, form in _attributes(module):
+        old = known.get((id(part), name))
+        if form is old or form == old:  # `is`: a nan is not equal to itself
+            continue
         where = f"self.{path}.{name}" if path else f"self.{name}"
-        _, old, old_form = known.get((id(part), name), (path, None, None))
-        if form != old_form:
-            if isinstance(value, torch.Tensor):  # do not leave a tensor without data behind
-                setattr(part, name, old)
+        if name in part._parameters or name in part._buffers:
             raise CaptureError(
-                f"training_step changes {where}; a captured step runs in Python only once, so the change would not be repeated. "
-                "Keep such state in a registered buffer (register_buffer), log it, or update it in a hook"
+                f"training_step replaces {where} by another tensor; a captured step keeps its parameters and buffers. Write into "
+                f"the buffer instead: {where}.copy_(...)"
             )
+        raise CaptureError(
+            f"training_step changes {where}; a captured step runs in Python only once, so the change would not be repeated. "
+            "Keep such state in a registered buffer (register_buffer), log it, or update it in a hook"
+        )
+
+
+@contextlib.contextmanager
+def _restored(module: nn.Module) -> Iterator[None]:
+    """Undo what the step does to the module's Python attributes, so that no tensor without data stays in them."""
+    attributes = [(vars(part), dict(vars(part))) for part in module.modules()]
+    containers = [x for _, kept in attributes for x in kept.values() if type(x) in (list, deque, dict, set)]
+    contents = [(value, copy.copy(value)) for value in containers]
+    try:
+        yield
+    finally:
+        for current, kept in attributes:
+            current.clear()
+            current.update(kept)
+        for value, content in contents:
+            value.clear()
+            (value.extend if isinstance(value, list | deque) else value.update)(content)
 
 
 def _user_line(error: BaseException | None = None) -> str:
-    """`file:line (code)` of the innermost frame that is the user's."""
+    """`file:line (code)` of the innermost frame that is the user's; of an installed package's where there is no other."""
     frames = traceback.extract_tb(error.__traceback__) if error is not None else traceback.extract_stack()
-    for frame in reversed(frames):
-        if not frame.filename.startswith((*_LIBRARIES, "<")) and "/site-packages/lightning" not in frame.filename:
-            return f"{frame.filename}:{frame.lineno} ({frame.line})"
-    return "in training_step"
+    found = [f for f in frames if not f.filename.startswith((*_LIBRARIES, "<")) and "/site-packages/lightning" not in f.filename]
+    own = [frame for frame in found if "/site-packages/" not in frame.filename] or found
+    return f"{own[-1].filename}:{own[-1].lineno} ({own[-1].line})" if own else "in training_step"

@@ -7,7 +7,7 @@ from collections.abc import Iterable
 from typing import Any
 
 from lightning_piper.ir.dag import TrainingDAG
-from lightning_piper.ir.nodes import Accumulate, AllReduce, Chunk, Metrics, Node, Recv, Ref, Report, Send, Update
+from lightning_piper.ir.nodes import Accumulate, AllReduce, Chunk, Concat, Cut, Metrics, Node, Recv, Ref, Report, Send, Update
 from lightning_piper.ir.values import Partial, Replicate
 
 SEND_STREAM, RECV_STREAM = "send", "recv"
@@ -17,6 +17,11 @@ def place_dependents(dag: TrainingDAG, chunks: Iterable[Chunk]) -> list[Node]:
     """Place what follows from the places of `chunks`: sums of gradients, updates and metrics. Returns what was placed."""
     placed: list[Node] = []
     for chunk in chunks:
+        for source in [dag.nodes[ref[0]] for ref in chunk.inputs]:
+            # What a split put between this chunk and others; several chunks may read it: it goes with the first.
+            if isinstance(source, Cut | Concat | Accumulate) and not source.devices:
+                source.devices, source.placed_by = chunk.devices, chunk.placed_by
+                placed.append(source)
         for user in dag.users(chunk):
             if isinstance(user, Accumulate | Metrics | Update) and not user.devices:
                 user.devices, user.placed_by = chunk.devices, chunk.placed_by

@@ -6,7 +6,7 @@ import torch
 
 from lightning_piper.ir.dag import TrainingDAG
 from lightning_piper.ir.nodes import Accumulate, Chunk, Metrics, Ref, Report, Update
-from lightning_piper.ir.regions import PassKey, Step, StepCode
+from lightning_piper.ir.regions import LOSS, PassKey, Step, StepCode
 from lightning_piper.ir.values import Slice, TensorSpec, Value
 
 
@@ -118,7 +118,7 @@ def _report(dag: TrainingDAG, chunks: dict[PassKey, Chunk]) -> None:
 
 def metric_names(code: StepCode) -> tuple[str, ...]:
     """Places in the metrics vector: the loss, then the logged tensors."""
-    return ("loss", *(log.name for log in code.logs if log.constant is None))
+    return (LOSS, *(log.name for log in code.logs if log.constant is None))
 
 
 def reductions(code: StepCode) -> tuple[str, ...]:

@@ -15,6 +15,9 @@ import torch
 
 from lightning_piper.ir.values import TensorSpec
 
+# The name of the loss that the step returns, among the metrics; users may well log something called "loss" themselves.
+LOSS = "returned loss"
+
 PassKey = tuple[int, str]  # (region index, "F" or "B")
 
 

@@ -67,7 +67,8 @@ def find_couplings(
             at = step.at(len(part))
             cut = [_part(x, spec.shape, part, step.size) for x, spec in zip(inputs, _input_specs(at, key), strict=True)]
             batch = [leaves[i][part.start : part.stop] if leaves[i].ndim else leaves[i] for i in at.interfaces[key].batch]
-            recorder = _Recorder(torch.fx.GraphModule(torch.nn.Module(), _plain(at.code[key].graph)))
+            graph = at.code[key].graph
+            recorder = _Recorder(torch.fx.GraphModule(graph.owning_module or torch.nn.Module(), _plain(graph)))
             with torch.no_grad(), torch.random.fork_rng():
                 torch.manual_seed(seed_of(0, *key, 0))
                 recorder.run(*cut, *fixed, *batch)

@@ -265,7 +265,7 @@ class _Checker:
         for name in sorted(trained):
             if () in updated.get(name, set()):
                 continue  # not yet placed, for one of its regions is not
-            for home in sorted(homes.get(name, set()) - updated.get(name, set())):
+            for home in sorted(homes.get(name, set()) - updated.get(name, set()) - {()}):
                 yield f"{name} is used on device {','.join(map(str, home)) or '?'}, but no update reaches it there"
         yield from self._reported()
 

@@ -1,0 +1,92 @@
+"""The three ways in which a rewritten DAG is held against the one before it and against one device."""
+
+from __future__ import annotations
+
+import functools
+from typing import Literal
+
+import torch
+
+from lightning_piper.capture.eager import Outcome, run_eagerly
+from lightning_piper.directives import Split, apply_program
+from lightning_piper.ir.build import build_dag, metric_names
+from lightning_piper.ir.dag import TrainingDAG
+from lightning_piper.ir.nodes import Chunk
+from lightning_piper.ir.values import Slice
+from lightning_piper.plan import check_plans, compile_plans
+from lightning_piper.runtime import Executor, LocalTransport, run_local
+from lightning_piper.testing.models import Case, Spec, case
+from lightning_piper.verify.interpreter import interpret
+
+Mode = Literal["bitwise", "float64", "exact"]
+EPS = torch.finfo(torch.float64).eps
+
+
+def mode_of(case: Case, bitwise: bool) -> Mode:
+    """How strictly a rewrite of this case is compared: `exact` models leave no room for rounding whatever the contract."""
+    return "bitwise" if bitwise else "exact" if case.spec.exact else "float64"
+
+
+def assert_same(expected: Outcome, found: Outcome, mode: Mode, terms: int = 1) -> None:
+    """Demand that two outcomes agree: loss, logged values, every gradient, every changed buffer.
+
+    Args:
+        expected, found: outcomes of the same step.
+        mode: `bitwise` and `exact` demand equal bits (up to the sign of zero). `float64` allows what summing in another order
+            can do: sums of n terms move by at most (n - 1) eps times the sum of magnitudes; the magnitudes are bounded here by
+            the largest value of the tensor times `terms`.
+        terms: upper bound of the number of summed terms.
+
+    Raises:
+        AssertionError: names the first value that differs.
+    """
+    for kind, a, b in (("metric", expected.metrics, found.metrics), ("gradient", expected.grads, found.grads),
+                       ("buffer", expected.buffers, found.buffers)):  # fmt: skip
+        assert a.keys() == b.keys(), f"{kind}s of {sorted(set(a) ^ set(b))} are in only one of the outcomes"
+        for name in a:
+            x, y = a[name].double(), b[name].double()
+            if mode != "float64":
+                assert torch.equal(x, y), f"{kind} {name} differs by {(x - y).abs().max():.3e}"
+            else:
+                allowed = terms * terms * EPS * max(float(x.abs().max()), 1.0)
+                moved = float((x - y).abs().max())
+                assert moved <= allowed, f"{kind} {name} differs by {moved:.3e}; rounding explains {allowed:.3e}"
+
+
+def slices_of(dag: TrainingDAG) -> tuple[Slice, ...] | None:
+    """The microbatches of the step if all regions have the same ones, else None."""
+    found = {tuple(sorted(c.slice for c in dag.of_type(Chunk) if c.key == key)) for key in dag.code.interfaces}
+    return found.pop() if len(found) == 1 else None
+
+
+@functools.lru_cache(maxsize=4096)
+def single_device(spec: Spec, size: int, slices: tuple[Slice, ...]) -> Outcome:
+    """One device accumulating over `slices`: eagerly, or (random numbers) as the captured step on one device."""
+    one = case(spec, size)
+    if not spec.random:
+        return run_eagerly(one.step, one.tensors, one.leaves, slices)
+    dag = build_dag(one.step)
+    if len(slices) > 1:
+        apply_program(dag, [Split(filter={}, dim_name="MB", num_microbatches=len(slices))])
+    return interpret(dag, one.tensors, one.leaves)
+
+
+def run_interpreter(case: Case, dag: TrainingDAG) -> Outcome:
+    return interpret(dag, case.tensors, case.leaves)
+
+
+def run_plans(case: Case, dag: TrainingDAG) -> Outcome:
+    """Compile the DAG to plans, check them, and execute them with all devices in this process."""
+    plans = compile_plans(dag)
+    check_plans(plans)
+    buffers = {name: case.tensors[name].clone() for name in case.step.buffers}
+    device = torch.device("cpu")
+    transport = LocalTransport(plans)
+    executors = [Executor(plans[d], case.step, case.tensors, buffers, transport, device) for d in sorted(plans)]
+    results = run_local(executors, case.leaves, seed=0, scale=1.0)
+    for result in results[1:]:
+        assert torch.equal(result.metrics, results[0].metrics), "devices report different metrics"
+    grads = {name: grad for result in results for name, grad in result.grads.items()}
+    changed = {name for interface in dag.code.interfaces.values() for name in interface.state}
+    metrics = dict(zip(metric_names(dag.code), results[0].metrics.unbind(), strict=True))
+    return Outcome(metrics, grads, {name: buffers[name] for name in changed})

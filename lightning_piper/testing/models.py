@@ -1,0 +1,253 @@
+"""Annotated models to try directives on: small, of every kind that matters to a rewrite, and described by plain data.
+
+A `Spec` is hashable, so that a capture is made once for each and shared by all examples that draw it.
+"""
+
+from __future__ import annotations
+
+import functools
+from dataclasses import dataclass
+from typing import Any
+
+import lightning as L
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from lightning_piper.annotate import annotate
+from lightning_piper.capture import CapturedStep, capture
+
+WIDTH, STEPS = 4, 3  # features and positions: samples have shape [STEPS, WIDTH]
+
+# What a block does, and why it is there.
+BLOCKS = {
+    "linear": "a weight, a bias and a ReLU",
+    "residual": "the input is used twice",
+    "branch": "two branches that rejoin in a product",
+    "tied": "one weight shared by all tied blocks, wherever they run",
+    "frozen": "a weight that takes no gradient",
+    "skip": "reads the model's input again, across the regions between",
+    "auxiliary": "adds a term of its own to the loss and logs it",
+    "nested": "a part of the block carries a second tag, EP",
+    "bare": "no parameters at all",
+    "attention": "softmax over positions",
+    "norm": "layer normalisation",
+    "batchnorm": "statistics over the batch, and buffers that the step changes",
+    "conv": "a convolution over positions",
+    "dropout": "random numbers",
+}
+# Blocks whose sums are exact in float64 on integer data: re-association does not change a bit.
+EXACT_BLOCKS = ("linear", "residual", "branch", "tied", "frozen", "skip", "auxiliary", "nested", "bare")
+RANDOM_BLOCKS = ("dropout",)
+COUPLING_BLOCKS = ("batchnorm",)
+
+
+@dataclass(frozen=True)
+class Spec:
+    """A model and its annotations.
+
+    Attributes:
+        blocks: kinds of blocks, from `BLOCKS`, in order.
+        stages: the index of the tag `PP` of each block; may come back to an earlier one. The loss belongs to the last block's.
+        exact: integer weights and data, and a loss whose float64 value and gradients are exact for up to 8 samples.
+    """
+
+    blocks: tuple[str, ...]
+    stages: tuple[int, ...]
+    exact: bool = False
+
+    def __post_init__(self) -> None:
+        if len(self.blocks) != len(self.stages) or not self.blocks:
+            raise ValueError(
+                f"{len(self.blocks)} blocks with {len(self.stages)} stages; give one stage for each block, at least one"
+            )
+        for block in self.blocks:
+            if block not in (EXACT_BLOCKS if self.exact else BLOCKS):
+                known = EXACT_BLOCKS if self.exact else tuple(BLOCKS)
+                raise ValueError(
+                    f"block {block!r} is not known{' in exact models' if self.exact else ''}; accepted: {', '.join(known)}"
+                )
+
+    @property
+    def random(self) -> bool:
+        return any(block in RANDOM_BLOCKS for block in self.blocks)
+
+    @property
+    def coupled(self) -> bool:
+        """Does the loss of microbatches differ from that of the batch?"""
+        return any(block in COUPLING_BLOCKS for block in self.blocks)
+
+
+class Model(L.LightningModule):
+    """The module of a spec, in float64. A batch is `{"x": [N, STEPS, WIDTH], "y": the same}`."""
+
+    def __init__(self, spec: Spec, seed: int = 0) -> None:
+        super().__init__()
+        self.spec = spec
+        self.shared = nn.Linear(WIDTH, WIDTH)
+        self.blocks = nn.ModuleList([_block(kind, self.shared) for kind in spec.blocks])
+        self.double()
+        generator = torch.Generator().manual_seed(seed)
+        for parameter in self.parameters():
+            if spec.exact:
+                drawn = torch.randint(-1, 2, parameter.shape, generator=generator).double()
+            else:
+                drawn = torch.randn(parameter.shape, generator=generator, dtype=torch.float64) / 2
+            parameter.data.copy_(drawn)
+
+    def training_step(self, batch: dict[str, Tensor], batch_idx: int) -> Tensor:
+        x, terms = batch["x"], []
+        for i, (block, stage) in enumerate(zip(self.blocks, self.spec.stages, strict=True)):
+            with annotate("PP", stage):
+                if self.spec.blocks[i] == "skip":
+                    x = block(x + batch["x"])
+                elif self.spec.blocks[i] == "nested":
+                    with annotate("EP", 0):
+                        inner = block(x)
+                    x = x + inner
+                else:
+                    x = block(x)
+                if self.spec.blocks[i] == "auxiliary":
+                    terms.append(x.sum((1, 2)).mean())
+                    self.log(f"auxiliary_{i}", terms[-1])
+                if i == len(self.blocks) - 1:
+                    # Linear in the output: no square that would grow beyond exact integers.
+                    loss = (x * batch["y"]).sum((1, 2)).mean()
+                    loss = loss if self.spec.exact else loss + (x - batch["y"]).pow(2).sum((1, 2)).mean()
+                    loss = sum(terms, loss)
+                    self.log("loss", loss)
+                    self.log("largest", x.detach().max(), reduce_fx="max")
+        return loss
+
+    def configure_optimizers(self) -> torch.optim.Optimizer:
+        return torch.optim.AdamW(self.parameters(), lr=1e-2)
+
+
+def _block(kind: str, shared: nn.Linear) -> nn.Module:
+    match kind:
+        case "tied":
+            return _Tied(shared)
+        case "bare":
+            return nn.ReLU()
+        case "branch":
+            return _Branch()
+        case "residual":
+            return _Residual(nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.ReLU(), nn.Linear(WIDTH, WIDTH, bias=False)))
+        case "attention":
+            return _Residual(_Attention())
+        case "norm":
+            return nn.Sequential(nn.LayerNorm(WIDTH), nn.Linear(WIDTH, WIDTH))
+        case "batchnorm":
+            return nn.Sequential(nn.Linear(WIDTH, WIDTH), _OverFeatures(nn.BatchNorm1d(WIDTH)))
+        case "conv":
+            return _OverFeatures(nn.Conv1d(WIDTH, WIDTH, 3, padding=1))
+        case "dropout":
+            return nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.Dropout(0.25))
+    layer = nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.ReLU())
+    return layer.requires_grad_(kind != "frozen")
+
+
+class _Tied(nn.Module):
+    def __init__(self, shared: nn.Linear) -> None:
+        super().__init__()
+        self.inner = shared
+
+    def forward(self, x: Tensor) -> Tensor:
+        return torch.relu(self.inner(x))
+
+
+class _Branch(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.left, self.right = nn.Linear(WIDTH, WIDTH), nn.Linear(WIDTH, WIDTH)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return torch.relu(self.left(x)) * self.right(x).sign() + x
+
+
+class _Residual(nn.Module):
+    def __init__(self, inner: nn.Module) -> None:
+        super().__init__()
+        self.inner = inner
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x + self.inner(x)
+
+
+class _Attention(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.qkv = nn.Linear(WIDTH, 3 * WIDTH)
+
+    def forward(self, x: Tensor) -> Tensor:
+        q, k, v = self.qkv(x).chunk(3, -1)
+        return F.scaled_dot_product_attention(q, k, v, is_causal=True)
+
+
+class _OverFeatures(nn.Module):
+    """Runs a module that wants features in dimension 1."""
+
+    def __init__(self, inner: nn.Module) -> None:
+        super().__init__()
+        self.inner = inner
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.inner(x.transpose(1, 2)).transpose(1, 2)
+
+
+def make_batch(spec: Spec, size: int, seed: int = 0) -> dict[str, Tensor]:
+    """A batch of `size` samples.
+
+    In exact models targets are multiples of 840, the least common multiple of 1 to 8: a mean over up to 8 samples is exact.
+    """
+    generator = torch.Generator().manual_seed(seed)
+    shape = (size, STEPS, WIDTH)
+    if spec.exact:
+        x, y = (torch.randint(-2, 3, shape, generator=generator).double() * 840 for _ in range(2))
+        return {"x": x, "y": y}
+    return {name: torch.randn(shape, generator=generator, dtype=torch.float64) for name in ("x", "y")}
+
+
+@dataclass(frozen=True, repr=False)
+class Case:
+    """A model with a batch, captured.
+
+    Attributes:
+        step: the captured step; captures are shared, so do not change the module.
+        tensors: parameters and buffers by canonical name.
+    """
+
+    spec: Spec
+    module: Model
+    batch: dict[str, Tensor]
+    step: CapturedStep
+    tensors: dict[str, Tensor]
+
+    def __repr__(self) -> str:
+        return f"Case({self.spec}, size={self.size})"
+
+    def _repr_pretty_(self, printer: Any, cycle: bool) -> None:  # how hypothesis shows an example
+        printer.text(repr(self))
+
+    @property
+    def size(self) -> int:
+        return self.step.size
+
+    @property
+    def leaves(self) -> list[Tensor]:
+        return list(self.batch.values())
+
+
+@functools.lru_cache(maxsize=256)
+def _captured(spec: Spec) -> tuple[Model, CapturedStep]:
+    module = Model(spec)
+    return module, capture(module, make_batch(spec, 8))
+
+
+@functools.lru_cache(maxsize=1024)
+def case(spec: Spec, size: int) -> Case:
+    """The case of a spec and a batch size; the model is captured once for all sizes."""
+    module, step = _captured(spec)
+    named: list[tuple[str, Any]] = [*module.named_parameters(), *module.named_buffers()]
+    tensors = {step.canonical[name]: x.detach() for name, x in named}
+    return Case(spec, module, make_batch(spec, size), step.resized(size), tensors)

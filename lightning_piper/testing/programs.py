@@ -1,0 +1,222 @@
+"""Hypothesis strategies for models, batch sizes and directive programs, valid and broken."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import networkx as nx
+from hypothesis import strategies as st
+
+from lightning_piper.directives import Directive, Order, Place, Split, apply_program, to_json
+from lightning_piper.ir.build import build_dag
+from lightning_piper.ir.dag import TrainingDAG
+from lightning_piper.ir.nodes import Chunk
+from lightning_piper.testing.models import BLOCKS, EXACT_BLOCKS, Case, Spec, case
+
+Draw = Callable[[st.SearchStrategy[Any]], Any]
+JSON = dict[str, Any]
+
+
+@st.composite
+def specs(draw: Draw, exact: bool | None = None, blocks: Sequence[str] | None = None, max_blocks: int = 4) -> Spec:
+    """Models of 1 to `max_blocks` blocks with 1 to 3 pipeline stages, some of which come back to an earlier stage.
+
+    Args:
+        exact: only exact models, only others, or (None) both.
+        blocks: kinds to draw from; default all that fit.
+        max_blocks: upper bound of the number of blocks.
+    """
+    is_exact = draw(st.booleans()) if exact is None else exact
+    kinds = tuple(blocks) if blocks is not None else EXACT_BLOCKS if is_exact else tuple(BLOCKS)
+    chosen = draw(st.lists(st.sampled_from(kinds), min_size=1, max_size=max_blocks))
+    # A model needs something to train.
+    if all(kind in ("bare", "frozen") for kind in chosen):
+        chosen[draw(st.integers(0, len(chosen) - 1))] = "linear"
+    stages, stage = [], 0
+    for i in range(len(chosen)):
+        if i and stage < 2 and draw(st.booleans()):
+            stage += 1
+        stages.append(stage)
+    if len(set(stages)) > 1 and draw(st.integers(0, 4)) == 0:
+        stages[-1] = 0  # V-shaped: the end of the model is back where it began
+    stages = [sorted(set(stages)).index(s) for s in stages]
+    return Spec(tuple(chosen), tuple(stages), is_exact)
+
+
+def sizes(exact: bool) -> st.SearchStrategy[int]:
+    """Samples in a batch; powers of two where the shares n_i/N have to be exact."""
+    return st.sampled_from([1, 2, 4, 8] if exact else [1, 2, 3, 5, 8])
+
+
+@st.composite
+def cases(draw: Draw, exact: bool | None = None, blocks: Sequence[str] | None = None, pool: Sequence[Spec] | None = None) -> Case:
+    """Captured models with batches. With a `pool`, specs come from it, so that captures are shared between examples."""
+    spec = draw(specs(exact, blocks)) if pool is None else draw(st.sampled_from([s for s in pool if exact in (None, s.exact)]))
+    return case(spec, draw(sizes(spec.exact)))
+
+
+@st.composite
+def programs(draw: Draw, case: Case) -> list[Directive]:
+    """Valid programs for a case: placements of any shape, splits (nested, partial, before or after placing) and orders.
+
+    Whatever is drawn is valid by construction: orders are read off a random linear extension of the DAG they apply to.
+    """
+    stages = sorted(set(case.spec.stages))
+    head: list[Directive] = draw(_splits(case))
+    if draw(st.integers(0, 5)):
+        placing: list[Directive] = draw(_places(stages))
+        head = placing + head if draw(st.booleans()) else head + placing
+    if draw(st.booleans()):
+        head += draw(_orders(apply_program(build_dag(case.step), head)))
+    return head
+
+
+@st.composite
+def _places(draw: Draw, stages: list[int]) -> list[Directive]:
+    devices = draw(st.lists(st.integers(0, 2), min_size=len(stages), max_size=len(stages)))
+    used = sorted(set(devices))
+    homes = {stage: used.index(device) for stage, device in zip(stages, devices, strict=True)}
+    streams = st.sampled_from(["compute", "compute", "side"])
+    places = [Place(filter={"PP": stage}, devices=[home], stream=draw(streams)) for stage, home in homes.items()]
+    if len(used) == 1 and draw(st.booleans()):
+        return [Place(filter={}, devices=[0])]
+    if draw(st.booleans()):  # the passes of a stage apart, in any order
+        places = [Place(filter={**p.filter, "PASS": kind}, devices=p.devices) for p in places for kind in "BF"]
+    return list(draw(st.permutations(places)))
+
+
+@st.composite
+def _splits(draw: Draw, case: Case) -> list[Directive]:
+    count = draw(st.integers(1, min(4, case.size)))
+    kind = draw(st.sampled_from(["none", "whole", "whole", "whole", "nested", "part"]))
+    if kind == "none":
+        return []
+    if kind == "part" and not case.spec.coupled:
+        stage = draw(st.sampled_from(sorted(set(case.spec.stages))))
+        return [Split(filter={"PP": stage}, dim_name="MB", num_microbatches=count)] if _can_split_alone(case, stage) else []
+    program: list[Directive] = [Split(filter={}, dim_name="MB", num_microbatches=count)]
+    smallest = case.size // count
+    if kind == "nested" and smallest > 1:
+        program.append(Split(filter={}, dim_name="UB", num_microbatches=draw(st.integers(1, min(2, smallest)))))
+    return program
+
+
+def _can_split_alone(case: Case, stage: int) -> bool:
+    """Terms of the loss that come from another stage are single numbers: they have no batch dimension to join along."""
+    others = [b for b, s in zip(case.spec.blocks, case.spec.stages, strict=True) if b == "auxiliary" and s == stage]
+    return not others or set(case.spec.stages) == {stage} or case.spec.stages[-1] == stage
+
+
+@st.composite
+def _orders(draw: Draw, dag: TrainingDAG) -> list[Directive]:
+    """Orders along one random linear extension of the DAG, for some of the devices."""
+    coarse: nx.DiGraph[Any] = nx.DiGraph()
+    of: dict[int, Any] = {}
+    for chunk in dag.of_type(Chunk):
+        of[chunk.id] = (chunk.devices, *((t, v) for t, v in chunk.tags.items() if t != "EP"))
+        coarse.add_node(of[chunk.id])
+    for a, b in nx.transitive_closure_dag(dag.graph).edges:
+        if a in of and b in of and of[a] != of[b]:
+            coarse.add_edge(of[a], of[b])
+    if not nx.is_directed_acyclic_graph(coarse):  # a stage that the model comes back to
+        return []
+    rank = {key: i for i, key in enumerate(draw(st.permutations(sorted(coarse.nodes, key=repr))))}
+    sequence = list(nx.lexicographical_topological_sort(coarse, key=rank.__getitem__))
+    program: list[Directive] = []
+    for devices in sorted({key[0] for key in sequence}):
+        mine = [dict(key[1:]) for key in sequence if key[0] == devices]
+        kept = [condition for condition in mine if draw(st.integers(0, 4))]
+        groups: list[Any] = []
+        for condition in kept:
+            if groups and not draw(st.integers(0, 3)):
+                groups[-1] = [*groups[-1], condition] if isinstance(groups[-1], list) else [groups[-1], condition]
+            else:
+                groups.append(condition)
+        if len(groups) > 1:
+            program.append(Order(filters=groups))
+    return program
+
+
+@dataclass(frozen=True)
+class Broken:
+    """A program that must be refused, and what is wrong with it."""
+
+    fault: str
+    program: Any
+
+
+FAULTS = (
+    "unknown op", "missing op", "unknown field", "missing field", "no match", "bad filter", "bad pass", "duplicate place",
+    "region without place", "device gap", "bad device", "several devices", "passes apart", "too many microbatches", "no microbatches",
+    "split twice", "split after order", "contradicting order", "order in a circle", "chunk in two groups", "one group", "not a list",
+)  # fmt: skip
+
+
+@st.composite
+def broken_programs(draw: Draw, case: Case) -> Broken:
+    """Programs with one fault of `FAULTS`, anywhere in an otherwise valid program."""
+    program = to_json([Place(filter={}, devices=[0]), Split(filter={}, dim_name="MB", num_microbatches=1)])
+    if case.size > 1:
+        program[1]["num_microbatches"] = draw(st.integers(2, min(4, case.size)))
+    fault = draw(st.sampled_from(FAULTS))
+    return Broken(fault, _break(fault, program, case, draw))
+
+
+def _break(fault: str, program: list[JSON], case: Case, draw: Draw) -> Any:
+    place, split = program
+    stage = draw(st.sampled_from(sorted(set(case.spec.stages))))
+    forward, backward = {"MB": 0, "PASS": "F"}, {"MB": 0, "PASS": "B"}
+    victim = draw(st.sampled_from(program))
+    match fault:
+        case "unknown op":
+            victim["op"] = draw(st.text(max_size=8).filter(lambda op: op not in ("place", "split", "order")))
+        case "missing op":
+            del victim["op"]
+        case "unknown field":
+            victim[draw(st.sampled_from(["filters_", "Devices", "num", "PP", ""]))] = 1
+        case "missing field":
+            del victim[draw(st.sampled_from([k for k in victim if k != "op"]))]
+        case "no match":
+            victim["filter"] = draw(st.sampled_from([{"PP": 17}, {"TP": 0}, {"PP": "-"}, {"MB": 99}]))
+        case "bad filter":
+            victim["filter"] = draw(
+                st.sampled_from([None, 3, [], "PP", {"PP": -1}, {"PP": []}, {"PP": 1.5}, {"PP": None}, {"": 0}])
+            )
+        case "bad pass":
+            victim["filter"] = {"PASS": draw(st.sampled_from(["f", "X", 0, "BWD"]))}
+        case "duplicate place":
+            return [*program, {"op": "place", "filter": {"PP": stage}, "devices": [0]}]
+        case "region without place":
+            return [{**place, "filter": {"PASS": "F"}}, split]
+        case "device gap":
+            place["devices"] = [draw(st.integers(1, 5))]
+        case "bad device":
+            place["devices"] = draw(st.sampled_from([[], [-1], ["0"], [0, 0], 0, None, [True], [0.0], {}]))
+        case "several devices":
+            place["devices"] = [0, 1]
+        case "passes apart":
+            return [{**place, "filter": {"PASS": "F"}}, {**place, "filter": {"PASS": "B"}, "devices": [1]}, split]
+        case "too many microbatches":
+            split["num_microbatches"] = case.size + draw(st.integers(1, 3))
+        case "no microbatches":
+            split["num_microbatches"] = draw(st.sampled_from([0, -1, 1.5, "2", None, True]))
+        case "split twice":
+            return [place, split, {**split, "num_microbatches": 1}]
+        case "split after order":
+            return [place, split, {"op": "order", "filters": [forward, backward]},
+                    {"op": "split", "filter": {}, "dim_name": "UB", "num_microbatches": 1}]  # fmt: skip
+        case "contradicting order":
+            return [place, split, {"op": "order", "filters": [backward, forward]}]
+        case "order in a circle":
+            last = {"MB": split["num_microbatches"] - 1, "PASS": "F"}
+            one = [forward, last] if last != forward else [forward, backward]
+            return [place, split, {"op": "order", "filters": one}, {"op": "order", "filters": one[::-1]}]
+        case "chunk in two groups":
+            return [place, split, {"op": "order", "filters": [forward, {"PASS": "F"}]}]
+        case "one group":
+            return [place, split, {"op": "order", "filters": draw(st.sampled_from([[], [forward], forward, None, [[]]]))}]
+        case "not a list":
+            return draw(st.sampled_from([None, 3, place, {"directives": program}]))
+    return program

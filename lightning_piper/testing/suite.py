@@ -1,0 +1,139 @@
+"""`directive_suite`: the whole verification of a directive, in one line of pytest."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import pytest
+from hypothesis import given, note
+from hypothesis import strategies as st
+
+from lightning_piper.directives import Directive, apply_program, finish, parse, to_json
+from lightning_piper.errors import DirectiveError
+from lightning_piper.ir.build import build_dag
+from lightning_piper.ir.dag import TrainingDAG
+from lightning_piper.ir.nodes import Chunk
+from lightning_piper.testing.equivalence import assert_same, mode_of, run_interpreter, run_plans, single_device, slices_of
+from lightning_piper.testing.models import Case, Spec
+from lightning_piper.testing.programs import cases, programs
+from lightning_piper.verify.static import check
+
+# Enough of everything: each kind of block somewhere, stages that return, exact models and others.
+POOL = (
+    Spec(("linear", "residual"), (0, 1), exact=True),
+    Spec(("tied", "branch", "tied"), (0, 1, 2), exact=True),
+    Spec(("nested", "skip", "auxiliary"), (0, 1, 1), exact=True),
+    Spec(("linear", "frozen", "bare", "linear"), (0, 1, 2, 0), exact=True),
+    Spec(("attention", "norm"), (0, 1)),
+    Spec(("conv", "batchnorm", "linear"), (0, 0, 1)),
+    Spec(("dropout", "residual", "dropout"), (0, 1, 2)),
+    Spec(("auxiliary", "tied", "skip", "tied"), (0, 1, 1, 2)),
+)
+
+
+def check_program(case: Case, program: Sequence[Directive]) -> TrainingDAG:
+    """Apply a program and check everything after each directive; returns the finished DAG.
+
+    Static check; execution against the DAG before (by the directive's contract), against one device, and of the compiled plans
+    against the interpreter.
+    """
+    dag = build_dag(case.step)
+    check(dag)
+    last = run_interpreter(case, dag)
+    slices = slices_of(dag)
+
+    def after(dag: TrainingDAG, index: int, directive: Directive) -> None:
+        nonlocal last, slices
+        check(dag)
+        now, parts = run_interpreter(case, dag), slices_of(dag)
+        comparable = parts == slices or not (case.spec.coupled or case.spec.random)
+        if comparable:
+            assert_same(last, now, mode_of(case, directive.contract == "bitwise"), _terms(dag))
+        last, slices = now, parts
+
+    apply_program(dag, program, after)
+    finish(dag)
+    check(dag)
+    outcome = run_interpreter(case, dag)
+    assert_same(last, outcome, "bitwise")
+    parts = slices_of(dag)
+    if parts is not None:
+        tied = any("tied" in block for block in case.spec.blocks)  # sums of a tied parameter are taken region by region
+        mode = mode_of(case, bitwise=not tied)
+        assert_same(single_device(case.spec, case.size, parts), outcome, mode, _terms(dag))
+    assert_same(outcome, run_plans(case, dag), "bitwise")
+    return dag
+
+
+def _terms(dag: TrainingDAG) -> int:
+    """Terms of the longest sum: samples, positions and features of a weight's gradient, from every chunk that adds to it."""
+    return 8 * dag.size + len(list(dag.of_type(Chunk)))
+
+
+def directive_suite(
+    directive: type[Directive], strategy: Callable[[Case, TrainingDAG], st.SearchStrategy[Directive]], pool: Sequence[Spec] = POOL
+) -> type:
+    """A test class that holds a directive to its contract. In a test file: `TestMine = directive_suite(Mine, draw_mine)`.
+
+    Args:
+        directive: the registered directive class.
+        strategy: from a case and the DAG that the directive will be applied to, a hypothesis strategy of instances that are
+            valid there.
+        pool: models to try it on.
+
+    The class checks: the static check, the contract (bitwise, float64, exact arithmetic) and the compiled plans for the
+    directive alone and inside of random programs of the other directives; that a DAG is rewritten the same way twice; the
+    round trip through JSON; and that malformed JSON is refused.
+    """
+
+    class Suite:
+        @given(st.data(), cases(pool=pool))
+        def test_alone(self, data: st.DataObject, case: Case) -> None:
+            """Static check, contract and plans of the directive on its own."""
+            one = data.draw(strategy(case, build_dag(case.step)))
+            check_program(case, [one])
+
+        @given(st.data(), cases(pool=pool))
+        def test_composed(self, data: st.DataObject, case: Case) -> None:
+            """The same after a random program of the other directives."""
+            program = data.draw(programs(case))
+            dag = apply_program(build_dag(case.step), program)
+            program = [*program, data.draw(strategy(case, dag))]
+            note(f"program: {to_json(program)}")
+            check_program(case, program)
+
+        @given(st.data(), cases(pool=pool))
+        def test_deterministic(self, data: st.DataObject, case: Case) -> None:
+            """The same rewrite of the same DAG gives the same DAG."""
+            one = data.draw(strategy(case, build_dag(case.step)))
+            first, second = (str(apply_program(build_dag(case.step), [one])) for _ in range(2))
+            assert first == second
+
+        @given(st.data(), cases(pool=pool))
+        def test_json(self, data: st.DataObject, case: Case) -> None:
+            """JSON and Python mean the same."""
+            one = data.draw(strategy(case, build_dag(case.step)))
+            assert parse(to_json([one])) == parse([one])
+            assert isinstance(one, directive)
+
+        @given(st.data(), cases(pool=pool))
+        def test_refuses_malformed(self, data: st.DataObject, case: Case) -> None:
+            """Unknown, missing and senseless fields are DirectiveErrors that name the directive."""
+            entry = data.draw(strategy(case, build_dag(case.step))).to_json()
+            fields = {f.name: f for f in dataclasses.fields(directive)}
+            bad: list[dict[str, Any]] = [{**entry, "no_such_field": 1}]
+            bad += [{k: v for k, v in entry.items() if k != name} for name, f in fields.items()
+                    if f.default is dataclasses.MISSING and f.default_factory is dataclasses.MISSING]  # fmt: skip
+            bad += [{**entry, name: _Senseless()} for name in fields]
+            chosen = data.draw(st.sampled_from(bad))
+            with pytest.raises(DirectiveError, match=rf"directive 0 \({directive.op}\)"):
+                apply_program(build_dag(case.step), parse([chosen]))
+
+    Suite.__name__ = Suite.__qualname__ = f"{directive.__name__}Suite"
+    return Suite
+
+
+class _Senseless:
+    """A value that no field of any directive accepts."""
