@@ -65,7 +65,8 @@ def torch_1f1b(c: Config, rank: int, world: int) -> Step:
     def step(i: int) -> torch.Tensor | None:
         tokens, targets = batch(c, i, SEQUENCES)
         losses: list[torch.Tensor] | None = [] if last else None
-        schedule.step(*([tokens] if rank == 0 else []), target=targets if last else None, losses=losses, return_outputs=False)
+        inputs = [tokens] if rank == 0 else []
+        schedule.step(*inputs, target=targets if last else None, losses=losses, return_outputs=False)
         optimizer.step()
         optimizer.zero_grad()
         return torch.stack(losses).detach().double().mean() if losses else None

@@ -82,8 +82,10 @@ def cut(
             passes[placed.of[node], "B" if _torch.is_backward(node) else "F"].nodes.append(node)
 
     _results(described, names, changed, placed, passes, log_keys)
+    forward = {key for key, p in passes.items() if key[1] == "F" and p.nodes}
+    _drop_unused(passes)
     _connect(placed, names, passes, state)
-    passes = {key: p for key, p in passes.items() if p.nodes or p.outputs}
+    passes = {key: p for key, p in passes.items() if p.nodes or p.outputs or key in forward}
     interfaces, code = {}, {}
     for key, p in passes.items():
         interfaces[key], code[key] = _extract(p, passes, placed, names, state, graph.owning_module)
@@ -156,6 +158,20 @@ def _sum(terms: list[Node], into: _Pass, placed: Assignment) -> Node:
         into.nodes.append(added)
         total = added
     return total
+
+
+def _drop_unused(passes: Mapping[PassKey, _Pass]) -> None:
+    """Drop nodes that lead to no result, so that nothing is sent for them: the additions of gradients that `_results` took
+    apart (the gradient of a tied weight would cross with every microbatch), and work of the user's that nothing uses."""
+    used: set[Node] = set()
+    stack = [node for p in passes.values() for _, nodes in p.outputs for node in nodes]
+    while stack:
+        node = stack.pop()
+        if node not in used:
+            used.add(node)
+            stack += node.all_input_nodes
+    for p in passes.values():
+        p.nodes = [node for node in p.nodes if node in used]
 
 
 def _connect(placed: Assignment, names: _Names, passes: Mapping[PassKey, _Pass], state: frozenset[Node]) -> None:
@@ -246,6 +262,10 @@ def _extract(
                 env[node] = env[node.all_input_nodes[0]]
             else:
                 env[node] = graph.node_copy(node, env.__getitem__)
+                if node.target is aten.view.default:
+                    # Some kernels give other strides than their fake ones (batch norm's backward in float64), with which the
+                    # view that was right while tracing is refused; a reshape copies then, as eager autograd does.
+                    env[node].target = aten.reshape.default
         return env[node]
 
     for node in p.nodes:

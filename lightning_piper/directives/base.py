@@ -66,9 +66,12 @@ class Directive:
             self.refuse(field, f"{devices!r} is not a list of devices", "give distinct device indices >= 0, such as [0]")
 
     def select(self, dag: TrainingDAG, field: str, condition: Filter, index: Index | None = None) -> list[Chunk]:
-        """Chunks that the filter matches; none at all is an error, except where a smaller batch lacks the microbatch."""
-        chunks = (index or Index(dag)).select(condition)
-        if not chunks and not _names_absent(dag, condition):
+        """Chunks that the filter matches. None at all is an error, except where a smaller batch lacks the microbatch, or where
+        the part is there but has no such pass: a frozen first stage has no backward."""
+        index = index or Index(dag)
+        chunks = index.select(condition)
+        anyhow = {tag: wanted for tag, wanted in condition.items() if tag != "PASS"}
+        if not chunks and not _names_absent(dag, condition) and not ("PASS" in condition and index.select(anyhow)):
             self.refuse(field, f"{describe(condition)} matches nothing", f"the step has {_tags_in(dag)}")
         return chunks
 

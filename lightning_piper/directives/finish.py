@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-from lightning_piper.directives.place import Place
+from lightning_piper.directives.transfers import place_around
 from lightning_piper.errors import DirectiveError
 from lightning_piper.ir.dag import TrainingDAG
-from lightning_piper.ir.nodes import Chunk
+from lightning_piper.ir.nodes import Barrier, Chunk
 
 
 def finish(dag: TrainingDAG) -> None:
@@ -16,7 +16,9 @@ def finish(dag: TrainingDAG) -> None:
     """
     unplaced = [chunk for chunk in dag.of_type(Chunk) if not chunk.devices]
     if len(unplaced) == len(list(dag.of_type(Chunk))):
-        Place(filter={}, devices=[0]).apply(dag)
+        for node in (*unplaced, *dag.of_type(Barrier)):
+            node.devices = (0,)
+        place_around(dag, unplaced)
         return
     if unplaced:
         regions = {chunk.region: dag.regions[chunk.region] for chunk in unplaced}

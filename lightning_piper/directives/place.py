@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from typing import ClassVar
 
 from lightning_piper.directives.base import Contract, Directive, register
-from lightning_piper.directives.transfers import connect, connect_report, place_dependents
+from lightning_piper.directives.transfers import place_around
 from lightning_piper.ir.dag import TrainingDAG
 from lightning_piper.ir.filters import Filter
 from lightning_piper.ir.nodes import Chunk
@@ -56,19 +56,19 @@ class Place(Directive):
                     f"{chunk.label} is already on device {chunk.devices[0]} (directive {chunk.placed_by})",
                     "place each chunk once",
                 )
+            if (by := dag.ordered_by(chunk)) is not None:
+                self.refuse("filter", f"{chunk.label} is already ordered by directive {by}", "place before the order that names it")
             chunk.devices, chunk.stream, chunk.placed_by = tuple(self.devices), self.stream, dag.origin
         self._together(dag, chunks)
-        touched = [*chunks, *place_dependents(dag, chunks)]
-        connect(dag, touched + [user for node in touched for user in dag.users(node)])
-        connect_report(dag)
+        place_around(dag, chunks)
 
     def _together(self, dag: TrainingDAG, chunks: list[Chunk]) -> None:
-        """A region's passes over one slice share a device, for they share its parameters."""
-        for chunk in chunks:
-            for other in [*dag.users(chunk), *(dag.nodes[ref[0]] for ref in chunk.reads)]:
-                if isinstance(other, Chunk) and other.region == chunk.region and other.devices not in ((), chunk.devices):
-                    self.refuse(
-                        "devices",
-                        f"{chunk.label} would be on device {chunk.devices[0]}, {other.label} is on {other.devices[0]}",
-                        "a region keeps its parameters on one device: give all of its passes and slices the same",
-                    )
+        """All passes and slices of a region share a device, for they share its parameters."""
+        regions = {chunk.region: chunk for chunk in chunks}
+        for other in dag.of_type(Chunk):
+            if other.region in regions and other.devices not in ((), tuple(self.devices)):
+                self.refuse(
+                    "devices",
+                    f"{regions[other.region].label} would be on device {self.devices[0]}, {other.label} is on {other.devices[0]}",
+                    "a region keeps its parameters on one device: give all of its passes and slices the same",
+                )

@@ -85,13 +85,12 @@ class Split(Directive):
                         f"selects {chunk.label} but not {other.label}",
                         "both passes of a region are split together",
                     )
-            for edge in [*dag.graph.in_edges(chunk.id), *dag.graph.out_edges(chunk.id)]:
-                if (by := dag.graph.edges[edge]["order"]) is not None:
-                    self.refuse(
-                        "filter",
-                        f"{chunk.label} is already ordered by directive {by}",
-                        "split before the order that names it",
-                    )
+            if (by := dag.ordered_by(chunk)) is not None:
+                self.refuse(
+                    "filter",
+                    f"{chunk.label} is already ordered by directive {by}",
+                    "split before the order that names it",
+                )
 
 
 def _state_readers(dag: TrainingDAG) -> list[Node]:

@@ -13,6 +13,13 @@ from lightning_piper.ir.values import Partial, Replicate
 SEND_STREAM, RECV_STREAM = "send", "recv"
 
 
+def place_around(dag: TrainingDAG, chunks: list[Chunk]) -> None:
+    """After `chunks` got their devices: place what follows from it and connect what is now apart."""
+    touched = [*chunks, *place_dependents(dag, chunks)]
+    connect(dag, touched + [user for node in touched for user in dag.users(node)])
+    connect_report(dag)
+
+
 def place_dependents(dag: TrainingDAG, chunks: Iterable[Chunk]) -> list[Node]:
     """Place what follows from the places of `chunks`: sums of gradients, updates and metrics. Returns what was placed."""
     placed: list[Node] = []

@@ -67,6 +67,11 @@ class TrainingDAG:
     def readers(self, ref: Ref) -> list[Node]:
         return [user for user in self.users(self.nodes[ref[0]]) if ref in user.reads]
 
+    def ordered_by(self, node: Node) -> int | None:
+        """Index of a directive that ordered the node, None if none did."""
+        edges = [*self.graph.in_edges(node.id), *self.graph.out_edges(node.id)]
+        return next((by for edge in edges if (by := self.graph.edges[edge]["order"]) is not None), None)
+
     def devices(self) -> tuple[int, ...]:
         return tuple(sorted({d for node in self.nodes.values() for d in node.devices}))
 

@@ -149,8 +149,9 @@ class Broken:
 
 FAULTS = (
     "unknown op", "missing op", "unknown field", "missing field", "no match", "bad filter", "bad pass", "duplicate place",
-    "region without place", "device gap", "bad device", "several devices", "passes apart", "too many microbatches", "no microbatches",
-    "split twice", "split after order", "contradicting order", "order in a circle", "chunk in two groups", "one group", "not a list",
+    "region without place", "device gap", "bad device", "several devices", "passes apart", "too many microbatches",
+    "no microbatches", "split twice", "split after order", "contradicting order", "order in a circle", "chunk in two groups",
+    "one group", "not a list",
 )  # fmt: skip
 
 

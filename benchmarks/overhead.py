@@ -1,0 +1,118 @@
+"""What the executor itself costs: tiny stages in one process, against a plain loop over the same graphs.
+
+The loop calls each chunk's code with arguments that lie ready, in the plan's order, and adds gradients as the plan does. What a
+step takes beyond it, divided by the number of the plan's instructions, is the executor's own cost per instruction.
+
+    python benchmarks/overhead.py [--rounds 300]
+"""
+
+from __future__ import annotations
+
+import argparse
+import statistics
+import time
+from collections.abc import Callable
+
+import lightning as L
+import torch
+from torch import Tensor, nn
+
+import lightning_piper as piper
+from lightning_piper.ir.nodes import Chunk
+from lightning_piper.runtime import Executor, LocalTransport, run_local
+
+STAGES, MICROBATCHES, WIDTH = 4, 8, 8
+
+
+class Tiny(L.LightningModule):
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList([nn.Linear(WIDTH, WIDTH) for _ in range(STAGES)])
+
+    def training_step(self, batch: Tensor, batch_idx: int) -> Tensor:
+        x = batch
+        for i, layer in enumerate(self.layers):
+            with piper.annotate("PP", i):
+                x = torch.tanh(layer(x))
+                if i == STAGES - 1:
+                    return x.square().mean()
+        raise ValueError("no stages")
+
+
+def plain_loop(compiled: piper.Compiled, params: dict[str, Tensor], batch: Tensor) -> Callable[[], None]:
+    """The chunks of the step with their arguments prepared, and the additions of gradients, with nothing around them."""
+    dag = compiled.dag
+    values: dict[tuple[int, int], list[Tensor]] = {}
+    calls: list[tuple[Callable[[list[Tensor]], tuple[Tensor, ...]], list[Tensor]]] = []
+    total: dict[tuple[int, int], list[Tensor]] = {}
+    adds: list[tuple[list[Tensor], list[Tensor]]] = []
+
+    def made_by_chunk(ref: tuple[int, int]) -> tuple[int, int]:
+        while ref not in values:  # through the transfers
+            ref = dag.nodes[ref[0]].inputs[0]
+        return ref
+
+    with torch.no_grad():
+        order = sorted(dag.of_type(Chunk), key=lambda c: (c.kind == "B", c.slice, c.region if c.kind == "F" else -c.region))
+        for chunk in order:
+            interface, code = dag.interface(chunk), dag.code_of(chunk)
+            args = [x for ref in chunk.inputs for x in values[made_by_chunk(ref)]] + [params[name].detach() for name in interface.params]
+            args += [batch[chunk.slice.start : chunk.slice.stop] for _ in interface.batch]
+            if interface.seeds_gradient:
+                args.append(torch.tensor(len(chunk.slice) / dag.size))
+            calls.append((code.run, args))
+            flat = iter(code.run(list(args)))
+            for i, specs in enumerate(code.outputs):
+                values[chunk.id, i] = [next(flat) for _ in specs]
+                if interface.outputs[i].kind == "grad":
+                    bundle = values[chunk.id, i]
+                    if (chunk.region, i) in total:
+                        adds.append((total[chunk.region, i], bundle))
+                    else:
+                        total[chunk.region, i] = [x.clone() for x in bundle]
+
+    def loop() -> None:
+        with torch.no_grad():
+            for run, args in calls:
+                run(list(args))
+            for into, bundle in adds:
+                for a, b in zip(into, bundle, strict=True):
+                    a.add_(b)
+
+    return loop
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--rounds", type=int, default=300)
+    rounds = parser.parse_args().rounds
+    torch.set_num_threads(1)
+    module, batch = Tiny(), torch.randn(2 * MICROBATCHES, WIDTH)
+    split = piper.Split(filter={}, dim_name="MB", num_microbatches=MICROBATCHES)
+    for program in ([split], piper.schedules.one_f_one_b(STAGES, MICROBATCHES)):
+        compiled = piper.compile(module, batch, program)
+        params = dict(module.named_parameters())
+        transport = LocalTransport(compiled.plans)
+        cpu = torch.device("cpu")
+        executors = [Executor(compiled.plans[d], compiled.step, params, {}, transport, cpu) for d in sorted(compiled.plans)]
+        loop = plain_loop(compiled, params, batch)
+        ours: list[float] = []
+        plain: list[float] = []
+        for i in range(rounds + 20):
+            start = time.perf_counter()
+            run_local(executors, [batch], seed=i)
+            middle = time.perf_counter()
+            loop()
+            if i >= 20:
+                ours.append(middle - start)
+                plain.append(time.perf_counter() - middle)
+        count = sum(len(plan.instructions) for plan in compiled.plans.values())
+        step, base = statistics.median(ours) * 1e6, statistics.median(plain) * 1e6
+        print(
+            f"{len(compiled.plans)} device(s) in one process: step {step:.0f} us, plain loop {base:.0f} us, {count} instructions: "
+            f"{(step - base) / count:.2f} us an instruction"
+        )
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,154 @@
+"""Checks on finished plans, independent of how they were made. Linear in the number of instructions."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from itertools import zip_longest
+
+from lightning_piper.errors import VerificationError
+from lightning_piper.plan.deadlock import run_symbolically
+from lightning_piper.plan.instructions import Add, Await, Channel, Instruction, Post, Record, Reduce, Report, Retire, Send, Wait
+from lightning_piper.plan.plan import Plan
+
+_PENDING, _READY = "pending", "ready"
+
+
+def check_plans(plans: Mapping[int, Plan]) -> None:
+    """Check the plans of all devices of one step.
+
+    Every slot is written before it is read, never read after its last read, and empty at the end; every read on another
+    stream is ordered by an event; every channel's messages are sent and received in one order, with the same shapes; every
+    group reduces in one order; every send is retired; every device reports once; and no device waits forever.
+
+    Raises:
+        VerificationError: names the device, the instruction and what is wrong.
+    """
+    for plan in plans.values():
+        _check_slots(plan)
+        _check_streams(plan)
+        _check_sends(plan)
+    _check_channels(plans)
+    _check_groups(plans)
+    run_symbolically(plans)
+
+
+def _refuse(device: int, index: int, instruction: Instruction, problem: str) -> None:
+    raise VerificationError(f"plan of device {device}, instruction {index} ({instruction.where}): {problem}")
+
+
+def _check_slots(plan: Plan) -> None:
+    state: dict[int, str] = {}
+    owner: dict[int, int] = {}  # pending slot -> node that completes it
+    dropped: dict[int, Instruction] = {}
+    for i, instruction in enumerate(plan.instructions):
+        for read in instruction.reads:
+            if state.get(read.slot) != _READY:
+                how = "before it is written" if read.slot not in dropped else f"after {dropped[read.slot].where} emptied it"
+                _refuse(plan.device, i, instruction, f"slot s{read.slot} is read {how}")
+            if read.last:
+                del state[read.slot]
+                dropped[read.slot] = instruction
+        for slot in instruction.writes:
+            if slot is None:
+                continue
+            expected = None
+            if isinstance(instruction, Wait):
+                expected = _PENDING
+            elif isinstance(instruction, Add) and instruction.in_place:
+                expected = _READY
+            if state.get(slot) != expected or slot in dropped:
+                found = "empty" if slot in dropped else state.get(slot, "not written")
+                _refuse(plan.device, i, instruction, f"slot s{slot} is {found}")
+            if isinstance(instruction, Wait) and owner[slot] != instruction.node:
+                _refuse(plan.device, i, instruction, f"slot s{slot} was posted by %{owner[slot]}")
+            if isinstance(instruction, Post | Reduce):
+                state[slot], owner[slot] = _PENDING, instruction.node
+            else:
+                state[slot] = _READY
+    if state:
+        shown = ", ".join(f"s{slot}" for slot in sorted(state)[:5])
+        raise VerificationError(f"plan of device {plan.device}: at the end, slots are not empty: {shown}")
+
+
+def _check_streams(plan: Plan) -> None:
+    """Every slot's maker is behind an event that the reader's stream has waited for."""
+    made: dict[int, tuple[str, int]] = {}  # slot -> stream and index of its last writer
+    recorded: dict[int, tuple[str, int]] = {}  # event -> stream and index
+    seen: dict[tuple[str, str], int] = {}  # (reading stream, making stream) -> index
+    for i, instruction in enumerate(plan.instructions):
+        stream = instruction.stream
+        if isinstance(instruction, Record):
+            recorded[instruction.event] = (stream, i)
+        elif isinstance(instruction, Await):
+            if instruction.event not in recorded:
+                _refuse(plan.device, i, instruction, f"event e{instruction.event} is awaited before it is recorded")
+            source, index = recorded[instruction.event]
+            seen[stream, source] = max(index, seen.get((stream, source), -1))
+        written = [slot for slot in instruction.writes if slot is not None]
+        for slot in [read.slot for read in instruction.reads] + [slot for slot in written if slot in made]:
+            source, index = made[slot]
+            if source != stream and seen.get((stream, source), -1) < index:
+                _refuse(plan.device, i, instruction, f"slot s{slot} was made on stream {source} and no event orders the two")
+        for slot in written:
+            made[slot] = (stream, i)
+
+
+def _check_sends(plan: Plan) -> None:
+    sent: dict[int, Instruction] = {}
+    reports = 0
+    for i, instruction in enumerate(plan.instructions):
+        if isinstance(instruction, Send):
+            sent[instruction.node] = instruction
+        elif isinstance(instruction, Retire) and sent.pop(instruction.node, None) is None:
+            _refuse(plan.device, i, instruction, "it is retired before it is sent, or twice")
+        reports += isinstance(instruction, Report)
+    if sent:
+        shown = next(iter(sent.values())).where
+        raise VerificationError(f"plan of device {plan.device}: {len(sent)} sends are never retired, the first is {shown}")
+    if reports != 1:
+        raise VerificationError(f"plan of device {plan.device}: it reports {reports} times instead of once")
+
+
+def _check_channels(plans: Mapping[int, Plan]) -> None:
+    sends: dict[Channel, list[Send]] = {}
+    posts: dict[Channel, list[Post]] = {}
+    for plan in plans.values():
+        for i, instruction in enumerate(plan.instructions):
+            if isinstance(instruction, Send | Post):
+                end = 0 if isinstance(instruction, Send) else 1
+                if instruction.channel[end] != plan.device or instruction.channel[1 - end] not in plans:
+                    _refuse(plan.device, i, instruction, f"it has no business on channel {_name(instruction.channel)}")
+                if isinstance(instruction, Send):
+                    sends.setdefault(instruction.channel, []).append(instruction)
+                else:
+                    posts.setdefault(instruction.channel, []).append(instruction)
+    for channel in sorted(set(sends) | set(posts)):
+        for i, (send, post) in enumerate(zip_longest(sends.get(channel, ()), posts.get(channel, ()))):
+            where = f"channel {_name(channel)}, message {i}"
+            if send is None or post is None:
+                one, other = (post.where, "sent") if send is None else (send.where, "received")
+                raise VerificationError(f"{where}: {one} meets nothing that is {other}")
+            if send.node != post.message:
+                raise VerificationError(f"{where}: {post.where} expects %{post.message} but meets {send.where}")
+            if send.tensors != post.tensors:
+                raise VerificationError(f"{where}: {send.where} and {post.where} disagree on what travels")
+
+
+def _check_groups(plans: Mapping[int, Plan]) -> None:
+    orders: dict[tuple[int, ...], dict[int, list[int]]] = {}
+    for plan in plans.values():
+        for i, instruction in enumerate(plan.instructions):
+            if isinstance(instruction, Reduce):
+                if plan.device not in instruction.group:
+                    _refuse(plan.device, i, instruction, f"it is not a member of group {instruction.group}")
+                orders.setdefault(instruction.group, {}).setdefault(plan.device, []).append(instruction.node)
+    for group, by_device in sorted(orders.items()):
+        first = by_device.get(group[0], [])
+        for device in group:
+            found = by_device.get(device, [])
+            if found != first:
+                raise VerificationError(f"group {group}: device {device} reduces {found}, device {group[0]} reduces {first}")
+
+
+def _name(channel: Channel) -> str:
+    return f"{channel[0]}>{channel[1]}"

@@ -1,0 +1,123 @@
+"""What is known of one device while its plan is made, and how a value comes to be in a slot there."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from lightning_piper.errors import VerificationError
+from lightning_piper.ir import nodes
+from lightning_piper.ir.dag import TrainingDAG
+from lightning_piper.ir.nodes import Node, Ref
+from lightning_piper.plan import instructions as ins
+from lightning_piper.plan.acks import Acks
+from lightning_piper.plan.instructions import Instruction, Read
+
+
+def about(node: Node) -> dict[str, Any]:
+    """The fields of every instruction that belongs to `node`."""
+    return {"node": node.id, "label": node.label, "stream": node.stream, "origin": node.origin, "placed_by": node.placed_by}
+
+
+class DevicePlan:
+    """The instructions of one device, as they come.
+
+    Attributes:
+        instructions: without posts, events and lifetimes, which later passes add.
+        posts: by id of the receiving node, the post it needs.
+        slots: how many there are.
+    """
+
+    def __init__(self, dag: TrainingDAG, device: int, acks: Acks) -> None:
+        self.dag, self.device, self.acks = dag, device, acks
+        self.instructions: list[Instruction] = []
+        self.posts: dict[int, ins.Post] = {}
+        self.slots = 0
+        self._slot: dict[Ref, int] = {}
+        self._source: dict[int, str] = {}  # slot -> `Deliver.source`
+        self._sent: dict[int, tuple[ins.Send, str]] = {}  # with the stream on which the value was made
+        self._stream: dict[int, str] = {}
+        self._reducing: dict[int, int] = {}  # all-reduce -> its slot, which is pending
+
+    def emit(self, instruction: Instruction) -> None:
+        self.instructions.append(instruction)
+
+    def new_slot(self, ref: Ref | None, source: str, stream: str) -> int:
+        """A slot for a value that is made here."""
+        slot = self.slots
+        self.slots += 1
+        self._source[slot], self._stream[slot] = source, stream
+        if ref is not None:
+            self._slot[ref] = slot
+        return slot
+
+    def bind(self, ref: Ref, slot: int) -> None:
+        """The value is what the slot holds."""
+        self._slot[ref] = slot
+
+    def has(self, ref: Ref) -> bool:
+        return self.device in self.dag.nodes[ref[0]].devices
+
+    def source(self, slot: int) -> str:
+        return self._source[slot]
+
+    def read(self, ref: Ref, reader: Node) -> Read:
+        """The slot of a value. Waits, cuts and concatenations happen here, directly before the first reader."""
+        if ref not in self._slot:
+            maker = self.dag.nodes[ref[0]]
+            if not self.has(ref):
+                raise VerificationError(
+                    f"%{reader.id} {reader.label} on device {self.device} reads %{ref[0]}.{ref[1]} {maker.label}, which is on "
+                    f"device {','.join(map(str, maker.devices)) or 'none'} only"
+                )
+            if isinstance(maker, nodes.Recv):
+                self._receive(maker)
+            elif isinstance(maker, nodes.AllReduce):
+                self._slot[ref] = self._reducing.pop(maker.id)
+                self.emit(ins.Wait(**about(maker), writes=(self._slot[ref],)))
+            elif isinstance(maker, nodes.Cut):
+                whole = self.read(maker.inputs[0], maker)
+                slot = self.new_slot(ref, self._source[whole.slot], maker.stream)
+                self.emit(ins.Cut(**about(maker), reads=(whole,), writes=(slot,), dim=maker.dim, start=maker.start,
+                                  stop=maker.stop, tensors=maker.outputs[0].tensors))  # fmt: skip
+            elif isinstance(maker, nodes.Concat):
+                parts = tuple(self.read(part, maker) for part in maker.inputs)
+                slot = self.new_slot(ref, "chunk", maker.stream)
+                self.emit(ins.Concat(**about(maker), reads=parts, writes=(slot,), dim=maker.dim,
+                                     tensors=maker.outputs[0].tensors))  # fmt: skip
+            else:
+                raise VerificationError(f"%{reader.id} {reader.label} reads %{ref[0]} {maker.label}, which makes no value")
+        return Read(self._slot[ref])
+
+    def send(self, node: nodes.Send) -> None:
+        source = self.read(node.inputs[0], node)
+        channel = (self.device, node.peer)
+        tensors = self.dag.value(node.inputs[0]).tensors
+        send = ins.Send(**about(node), reads=(source,), channel=channel, tensors=tensors)
+        self.emit(send)
+        self._sent[node.id] = (send, self._stream[source.slot])
+        self.acks.send(channel, node.id)
+
+    def reduce(self, node: nodes.AllReduce) -> None:
+        own = tuple(self.read(ref, node) for ref in node.inputs if self.has(ref))
+        slot = self._reducing[node.id] = self.new_slot(None, "sum", node.stream)
+        self.emit(ins.Reduce(**about(node), reads=own, writes=(slot,), group=node.devices, tensors=node.outputs[0].tensors))
+
+    def _receive(self, node: nodes.Recv) -> None:
+        message = node.inputs[0][0]
+        channel = (node.peer, self.device)
+        slot = self.new_slot((node.id, 0), "peer", node.stream)
+        self.posts[node.id] = ins.Post(**about(node), writes=(slot,), channel=channel, message=message,
+                                       tensors=node.outputs[0].tensors)  # fmt: skip
+        self.emit(ins.Wait(**about(node), writes=(slot,)))
+        self._retire(self.acks.receive(channel, message))
+
+    def finish(self) -> None:
+        """Wait for the sends that nothing has acknowledged."""
+        self._retire(self.acks.unknown(self.device))
+
+    def _retire(self, messages: list[int]) -> None:
+        # On the stream that made the value, for its allocator is the one that takes the memory back.
+        for message in messages:
+            send, stream = self._sent.pop(message)
+            self.emit(ins.Retire(node=send.node, label=send.label, stream=stream, origin=send.origin,
+                                 placed_by=send.placed_by, channel=send.channel))  # fmt: skip

@@ -1,0 +1,45 @@
+"""Sums, one term at a time.
+
+A sum is the left fold of its terms, in the order in which the node names them, whenever and wherever these are made: floating
+point sums depend on it. A term is added as soon as it is there and all before it have been added, so that at most the terms
+that came too early are held.
+"""
+
+from __future__ import annotations
+
+from lightning_piper.ir.nodes import Node
+from lightning_piper.plan import instructions as ins
+from lightning_piper.plan.device import DevicePlan, about
+from lightning_piper.plan.instructions import Read
+
+
+class Fold:
+    """The sum of a node's inputs on one device. `total` is its slot so far."""
+
+    def __init__(self, plan: DevicePlan, node: Node) -> None:
+        self._plan, self._node = plan, node
+        self._there: set[int] = set()
+        self._added = 0
+        self.total = -1
+
+    def offer(self, index: int) -> None:
+        """The term is there. A term that is already there may be offered again."""
+        self._there.add(index)
+        while self._added < len(self._node.inputs) and self._added in self._there:
+            self._add(self._plan.read(self._node.inputs[self._added], self._node))
+            self._added += 1
+
+    def complete(self) -> int:
+        """Add whatever is missing and return the slot of the sum."""
+        for index in range(self._added, len(self._node.inputs)):
+            self.offer(index)
+        return self.total
+
+    def _add(self, term: Read) -> None:
+        if self._added == 0:
+            self.total = term.slot
+        elif self._added == 1:
+            first, self.total = self.total, self._plan.new_slot(None, "sum", self._node.stream)
+            self._plan.emit(ins.Add(**about(self._node), reads=(Read(first), term), writes=(self.total,)))
+        else:
+            self._plan.emit(ins.Add(**about(self._node), reads=(term,), writes=(self.total,), in_place=True))

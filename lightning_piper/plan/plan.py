@@ -1,0 +1,42 @@
+"""`Plan`: what one device does in one training step."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from lightning_piper.plan.instructions import Channel, Instruction
+
+
+@dataclass(frozen=True)
+class Plan:
+    """Attributes:
+    device: the logical device.
+    devices: all logical devices of the step.
+    size: samples in the global batch of one step.
+    slots: number of value slots.
+    events: number of events between streams.
+    channels: the directed channels it sends or receives on, sorted.
+    groups: the device groups it reduces over, sorted.
+    instructions: in the order in which they are issued.
+    """
+
+    device: int
+    devices: tuple[int, ...]
+    size: int
+    slots: int
+    events: int
+    channels: tuple[Channel, ...]
+    groups: tuple[tuple[int, ...], ...]
+    instructions: tuple[Instruction, ...]
+
+    @property
+    def streams(self) -> tuple[str, ...]:
+        """Logical streams, sorted."""
+        return tuple(sorted({i.stream for i in self.instructions}))
+
+    def __str__(self) -> str:
+        """One line an instruction: operation, node, what it reads (`!` for the last time) and writes."""
+        head = f"device {self.device} of {','.join(map(str, self.devices))}, {self.size} samples, {self.slots} slots"
+        if self.channels:
+            head += ", channels " + " ".join(f"{a}>{b}" for a, b in self.channels)
+        return "\n".join([head, *map(str, self.instructions)])

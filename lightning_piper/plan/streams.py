@@ -1,0 +1,63 @@
+"""Events where a value crosses logical streams, and only there.
+
+Work on one stream runs in the order in which it was issued. A reader on another stream needs an event recorded after the
+value was made and waited for before it is read; one event serves all values that were made before it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+from lightning_piper.plan.instructions import Await, Instruction, Record, Wait
+
+
+def add_events(instructions: Sequence[Instruction]) -> tuple[list[Instruction], int]:
+    """The instructions with `Record` and `Await` among them, and the number of events."""
+    made: dict[int, int] = {}  # slot -> index of the instruction that wrote it last
+    waited: dict[tuple[str, str], int] = {}  # (reading stream, making stream) -> last index it has waited for
+    records: dict[int, int] = {}  # index -> event
+    awaits: dict[int, list[tuple[int, list[int]]]] = {}  # index -> (index waited for, slots)
+    for i, instruction in enumerate(instructions):
+        crossing: dict[str, list[int]] = {}
+        for slot in _touched(instruction):
+            source = instructions[made[slot]]
+            if source.stream != instruction.stream:
+                crossing.setdefault(source.stream, []).append(slot)
+        for stream, slots in crossing.items():
+            index = max(made[slot] for slot in slots)
+            if waited.get((instruction.stream, stream), -1) >= index:
+                index = waited[instruction.stream, stream]  # nothing to wait for, but the slots are shared from here on
+            else:
+                waited[instruction.stream, stream] = index
+                records.setdefault(index, len(records))
+            awaits.setdefault(i, []).append((index, slots))
+        for written in instruction.writes:
+            if written is not None:
+                made[written] = i
+    return _insert(instructions, records, awaits), len(records)
+
+
+def _touched(instruction: Instruction) -> list[int]:
+    """Slots whose content the instruction needs: what it reads, and what it writes in place or completes."""
+    slots = [read.slot for read in instruction.reads]
+    if isinstance(instruction, Wait) or getattr(instruction, "in_place", False):
+        slots += [slot for slot in instruction.writes if slot is not None]
+    return slots
+
+
+def _insert(
+    instructions: Sequence[Instruction], records: dict[int, int], awaits: dict[int, list[tuple[int, list[int]]]]
+) -> list[Instruction]:
+    result: list[Instruction] = []
+    for i, instruction in enumerate(instructions):
+        for index, slots in awaits.get(i, ()):
+            result.append(Await(**_about(instruction), event=records[index], shared=tuple(slots)))
+        result.append(instruction)
+        if i in records:
+            result.append(Record(**_about(instruction), event=records[i]))
+    return result
+
+
+def _about(instruction: Instruction) -> dict[str, Any]:
+    return {name: getattr(instruction, name) for name in ("node", "label", "stream", "origin", "placed_by")}

@@ -1,0 +1,171 @@
+"""A chunk with everything it needs but its inputs: the shortest way from slots to slots through its code."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+
+import torch
+
+from lightning_piper.errors import ExecutionError
+from lightning_piper.ir.nodes import Chunk
+from lightning_piper.ir.regions import Step
+from lightning_piper.ir.seeds import chunk_seed
+from lightning_piper.ir.values import Slice
+from lightning_piper.plan.instructions import Run
+from lightning_piper.plan.plan import Plan
+from lightning_piper.runtime.transport import Bound, Slots
+
+Part = tuple[int, int | None]  # (slot, tensor of its bundle, or None for all of them)
+
+
+class ChunkBinder:
+    """Binds the chunks of one plan. What chunks read besides values lies in further slots, behind those of the plan:
+    parameters and buffers once and for all, the batch's slices and the loss gradients for each step.
+
+    Attributes:
+        seed: of the current step.
+    """
+
+    def __init__(self, plan: Plan, step: Step, params: Mapping[str, torch.Tensor], buffers: Mapping[str, torch.Tensor],
+                 slots: Slots, device: torch.device) -> None:  # fmt: skip
+        self._plan, self._step, self._slots, self._device = plan, step, slots, device
+        self._params, self._buffers = params, buffers
+        self._whole = step.at(plan.size)
+        self._leaves: dict[tuple[int, Slice | None], int] = {}  # (leaf, samples or None for all) -> slot
+        self._gradients: dict[int, int] = {}  # samples -> slot of the loss gradient
+        self._scale: float | None = None
+        self.seed = 0
+
+    def bind(self, run: Run) -> Bound:
+        code = self._step.at(len(run.slice)).code[run.key]
+        parts = self._arguments(run)
+        writes, start = [], 0
+        for slot, specs in zip(run.writes, code.outputs, strict=True):
+            if slot is not None:
+                writes.append((slot, start, start + len(specs)))
+            start += len(specs)
+        dropped = [read.slot for read in run.reads if read.last]
+        call = _bind_code(code.run, self._slots, parts, dropped, writes)
+        return self._seeded(call, run) if self._whole.interfaces[run.key].random else call
+
+    def _arguments(self, run: Run) -> list[Part]:
+        """Where the code's arguments are, in the order of `Interface`."""
+        interface = self._whole.interfaces[run.key]
+        parts: list[Part] = [(read.slot, None) for read in run.reads[: run.inputs]]
+        constant = [self._find(run, "parameter", name, self._params) for name in interface.params]
+        constant += [self._find(run, "buffer", name, self._buffers) for name in interface.buffers]
+        for name, place in zip(interface.state, run.state, strict=True):
+            if place is None:
+                constant.append(self._find(run, "buffer", name, self._buffers))
+                continue
+            parts += self._bound(constant)
+            constant = []
+            parts.append((run.reads[place[0]].slot, place[1]))
+        parts += self._bound(constant)
+        for leaf in interface.batch:
+            samples = run.slice if self._whole.batch_specs[leaf].shape else None
+            if (leaf, samples) not in self._leaves:
+                self._leaves[leaf, samples] = self._new_slot()
+            parts.append((self._leaves[leaf, samples], None))
+        if interface.seeds_gradient:
+            if len(run.slice) not in self._gradients:
+                self._gradients[len(run.slice)] = self._new_slot()
+            parts.append((self._gradients[len(run.slice)], None))
+        return parts
+
+    def _find(self, run: Run, kind: str, name: str, tensors: Mapping[str, torch.Tensor]) -> torch.Tensor:
+        if name not in tensors:
+            raise ExecutionError(f"device {self._plan.device}: {run.where} reads {kind} {name!r}, which this device was not given")
+        return tensors[name].detach()
+
+    def _bound(self, tensors: list[torch.Tensor]) -> list[Part]:
+        if not tensors:
+            return []
+        return [(self._new_slot(tuple(tensors)), None)]
+
+    def _new_slot(self, content: tuple[torch.Tensor, ...] | None = None) -> int:
+        self._slots.append(content)
+        return len(self._slots) - 1
+
+    def _seeded(self, call: Bound, run: Run) -> Bound:
+        """Under the chunk's own seed; the generator is afterwards as if nothing had been drawn."""
+        chunk = Chunk(region=run.key[0], kind=run.key[1], slice=run.slice)
+        if self._device.type == "cuda":
+            generator = torch.cuda.default_generators[self._device.index or 0]
+        else:
+            generator = torch.default_generator
+
+        def seeded() -> None:
+            state = generator.get_state()
+            generator.manual_seed(chunk_seed(self.seed, chunk))
+            try:
+                call()
+            finally:
+                generator.set_state(state)
+
+        return seeded
+
+    def begin(self, leaves: list[torch.Tensor], seed: int, scale: float) -> None:
+        """Bring in what a step depends on."""
+        self.seed = seed
+        slots = self._slots
+        for (leaf, samples), slot in self._leaves.items():
+            x = leaves[leaf]
+            if samples is not None:
+                x = x.narrow(0, samples.start, len(samples))
+            slots[slot] = (x.contiguous(),)  # as the code was captured
+        if scale != self._scale:
+            # New tensors, not new values: a chunk may have handed the old ones on as they were.
+            self._scale = scale
+            for length, slot in self._gradients.items():
+                weight = length / self._plan.size * scale
+                slots[slot] = (torch.full((), weight, dtype=self._loss_dtype(), device=self._device),)
+
+    def given(self) -> Iterator[torch.Tensor]:
+        """Every tensor that chunks read and no chunk made."""
+        for bundle in self._slots[self._plan.slots :]:
+            yield from bundle
+
+    def end(self) -> None:
+        for slot in self._leaves.values():
+            self._slots[slot] = None
+
+    def _loss_dtype(self) -> torch.dtype:
+        for key, interface in self._whole.interfaces.items():
+            for output, specs in zip(interface.outputs, self._whole.code[key].outputs, strict=True):
+                if output.kind == "loss":
+                    return specs[0].dtype
+        raise ExecutionError("the step has no loss")
+
+
+def _bind_code(run, slots: Slots, parts: list[Part], dropped: list[int], writes: list[tuple[int, int, int]]) -> Bound:  # type: ignore[no-untyped-def]
+    if all(tensor is None for _, tensor in parts):
+        order = [slot for slot, _ in parts]
+
+        def call() -> None:
+            args: list[torch.Tensor] = []
+            for slot in order:
+                args += slots[slot]
+            # From here on only the arguments keep the inputs alive, and the code lets go of these on its way.
+            for slot in dropped:
+                slots[slot] = None
+            made = run(args)
+            for slot, start, stop in writes:
+                slots[slot] = made[start:stop]
+
+        return call
+
+    def call_with_state() -> None:
+        args: list[torch.Tensor] = []
+        for slot, tensor in parts:
+            if tensor is None:
+                args += slots[slot]
+            else:
+                args.append(slots[slot][tensor])
+        for slot in dropped:
+            slots[slot] = None
+        made = run(args)
+        for slot, start, stop in writes:
+            slots[slot] = made[start:stop]
+
+    return call_with_state

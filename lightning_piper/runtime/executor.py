@@ -1,0 +1,187 @@
+"""`Executor`: a plan bound to tensors, code and a transport. The step loop calls one bound instruction after another."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+import torch
+
+from lightning_piper.errors import ExecutionError
+from lightning_piper.ir.regions import Step
+from lightning_piper.plan import instructions as ins
+from lightning_piper.plan.instructions import Instruction
+from lightning_piper.plan.plan import Plan
+from lightning_piper.runtime.bundles import bind_add, bind_concat, bind_cut
+from lightning_piper.runtime.chunks import ChunkBinder
+from lightning_piper.runtime.metrics import bind_merge, bind_report
+from lightning_piper.runtime.outbox import Outbox
+from lightning_piper.runtime.streams import streams_of
+from lightning_piper.runtime.transport import BLOCKED, Bound, Slots, Transport
+
+
+@dataclass(frozen=True)
+class StepResult:
+    """What one device has after a step.
+
+    Attributes:
+        grads: parameter name -> gradient of the weighted loss times `scale`, of the parameters updated on this device. The
+            tensors share memory with nothing else.
+        metrics: float64 vector of the step's loss and logged tensors, unscaled, in the order of `ir.build.metric_names`.
+    """
+
+    grads: dict[str, torch.Tensor]
+    metrics: torch.Tensor
+
+
+class Executor:
+    """Runs one device's plan, step after step.
+
+    Args:
+        plan: of this device.
+        step: the captured step, source of the chunks' code.
+        params, buffers: by canonical name, on `device`; at least those that the plan's chunks read. Bound once: values may
+            change in place, tensors may not be replaced.
+        transport: connects this device with the others.
+        device: where the tensors are.
+
+    Raises:
+        ExecutionError: a parameter or buffer is missing.
+    """
+
+    def __init__(
+        self, plan: Plan, step: Step, params: Mapping[str, torch.Tensor], buffers: Mapping[str, torch.Tensor],
+        transport: Transport, device: torch.device,
+    ) -> None:  # fmt: skip
+        if device.type == "cuda" and device.index is None:
+            device = torch.device("cuda", torch.cuda.current_device())
+        self.plan = plan
+        self._specs = step.at(plan.size).batch_specs
+        self._device = device
+        self._slots: Slots = [None] * plan.slots
+        self._chunks = ChunkBinder(plan, step, params, buffers, self._slots, device)
+        self._outbox = Outbox(buffers, self._chunks.given)
+        self._endpoint = transport.endpoint(plan, device)
+        self._streams = streams_of(plan, device, own_compute=self._endpoint.hands_over)
+        self._code: list[Bound] = []
+        self._source: list[int] = []  # bound instruction -> instruction of the plan
+        stream = None
+        for i, instruction in enumerate(plan.instructions):
+            bound = self._bind(instruction)
+            if bound is None:
+                continue
+            switch = self._streams.switch(instruction.stream) if instruction.stream != stream else None
+            stream = instruction.stream
+            for code in (switch, bound):
+                if code is not None:
+                    self._code.append(code)
+                    self._source.append(i)
+        self.position = len(self._code)  # index of the next bound instruction
+        self._running = False
+
+    def _bind(self, instruction: Instruction) -> Bound | None:
+        slots, endpoint = self._slots, self._endpoint
+        match instruction:
+            case ins.Run():
+                return self._chunks.bind(instruction)
+            case ins.Send():
+                return endpoint.send(instruction, slots)
+            case ins.Retire():
+                return endpoint.retire(instruction)
+            case ins.Post():
+                return endpoint.post(instruction, slots)
+            case ins.Wait():
+                return endpoint.wait(instruction, slots)
+            case ins.Reduce():
+                return endpoint.reduce(instruction, slots)
+            case ins.Add():
+                return bind_add(instruction, slots)
+            case ins.Cut():
+                return bind_cut(instruction, slots)
+            case ins.Concat():
+                return bind_concat(instruction, slots)
+            case ins.Merge():
+                return bind_merge(instruction, slots, self._device)
+            case ins.Deliver():
+                return self._outbox.bind_deliver(instruction, slots, endpoint.hands_over)
+            case ins.Report():
+                return bind_report(instruction, slots, self._outbox)
+            case ins.Record():
+                return self._streams.record(instruction)
+            case ins.Await():
+                return self._streams.wait(instruction, slots)
+            case _:
+                raise ExecutionError(f"device {self.plan.device}: unknown instruction {instruction.where}")
+
+    def step(self, leaves: Sequence[torch.Tensor], seed: int, scale: float = 1.0) -> StepResult:
+        """Run one training step; the module's buffers have their new values afterwards.
+
+        Args:
+            leaves: the tensors of the global batch (`StepCode.batch_specs`), on this executor's device.
+            seed: of the step's random numbers, the same on all devices.
+            scale: factor on the gradient of the loss.
+
+        Raises:
+            ExecutionError: names the device, the node and its directives; its cause is the original error.
+        """
+        self.begin(leaves, seed, scale)
+        if not self.advance():
+            raise ExecutionError(f"{self.waiting_for}: drive all devices of a LocalTransport together, with run_local")
+        return self.end()
+
+    def begin(self, leaves: Sequence[torch.Tensor], seed: int, scale: float = 1.0) -> None:
+        """Start a step, to be driven by `advance`. Clears what a step that failed has left."""
+        if self._running:
+            self._slots[: self.plan.slots] = [None] * self.plan.slots
+            self._endpoint.reset()
+        self._check(leaves)
+        self._running, self.position = True, 0
+        leaves = [x.to(self._device) for x in leaves]
+        self._outbox.open()
+        self._chunks.begin(leaves, seed, scale)
+        self._streams.begin()
+
+    def _check(self, leaves: Sequence[torch.Tensor]) -> None:
+        if len(leaves) != len(self._specs):
+            raise ExecutionError(f"the batch has {len(leaves)} tensors, the step was captured with {len(self._specs)}")
+        for i, (x, spec) in enumerate(zip(leaves, self._specs, strict=True)):
+            if tuple(x.shape) != spec.shape or x.dtype != spec.dtype:
+                found = f"{str(x.dtype).removeprefix('torch.')}{list(x.shape)}"
+                raise ExecutionError(f"tensor {i} of the batch is {found}, the step was captured with {spec}")
+
+    def advance(self) -> bool:
+        """Run on: to the end (True), or to an instruction that must wait for a device of this process (False)."""
+        code, position, end = self._code, self.position, len(self._code)
+        if position == end:
+            return True
+        self._streams.enter(self.plan.instructions[self._source[position]].stream)
+        try:
+            with torch.no_grad():
+                while position < end:
+                    if code[position]() is BLOCKED:
+                        break
+                    position += 1
+        except Exception as error:
+            where = self.plan.instructions[self._source[position]].where
+            raise ExecutionError(f"device {self.plan.device}: {where} failed: {error}") from error
+        finally:
+            self._streams.leave()
+        self.position = position
+        return position == end
+
+    def end(self) -> StepResult:
+        """Finish a step whose plan has run to its end."""
+        grads, metrics = self._outbox.empty()
+        with torch.no_grad():
+            self._streams.end([*grads.values(), metrics])
+            self._outbox.commit()
+        self._chunks.end()
+        self._running = False
+        return StepResult(grads, metrics)
+
+    @property
+    def waiting_for(self) -> str:
+        """The instruction that stands next."""
+        if self.position == len(self._code):
+            return f"device {self.plan.device} is done"
+        return f"device {self.plan.device} waits in {self.plan.instructions[self._source[self.position]].where}"

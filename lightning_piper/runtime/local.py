@@ -1,0 +1,160 @@
+"""All devices in one process: plans advance in turn, and a receive that is not there yet lets another plan go on."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+
+import torch
+
+from lightning_piper.errors import ExecutionError
+from lightning_piper.plan.instructions import Channel, Post, Reduce, Retire, Send, Wait
+from lightning_piper.plan.plan import Plan
+from lightning_piper.runtime.bundles import read_sum
+from lightning_piper.runtime.executor import Executor, StepResult
+from lightning_piper.runtime.streams import Arrival, arrival
+from lightning_piper.runtime.transport import BLOCKED, Bound, Bundle, Slots
+
+
+@dataclass
+class _Meeting:
+    """One reduction: what each member brought, and how many have taken the sum."""
+
+    parts: dict[int, tuple[Bundle, Arrival]] = field(default_factory=dict)
+    taken: int = 0
+
+
+class LocalTransport:
+    """Connects the plans of all devices of one step, in one process. One for each set of plans.
+
+    A message is the sender's own tensor: no plan changes a value in place that another device could hold.
+    """
+
+    def __init__(self, plans: Mapping[int, Plan]) -> None:
+        # The k-th message sent on a channel meets the k-th receive posted there, as it does between processes.
+        self.messages: dict[Channel, list[tuple[Bundle, Arrival] | None]] = {}
+        self.meetings: dict[int, _Meeting] = {}
+        for plan in plans.values():
+            for instruction in plan.instructions:
+                if isinstance(instruction, Send):
+                    self.messages.setdefault(instruction.channel, []).append(None)
+                elif isinstance(instruction, Reduce):
+                    self.meetings.setdefault(instruction.node, _Meeting())
+
+    def endpoint(self, plan: Plan, device: torch.device) -> LocalEndpoint:
+        return LocalEndpoint(self, plan, device)
+
+
+class LocalEndpoint:
+    """See `transport.Endpoint`."""
+
+    hands_over = True
+
+    def __init__(self, transport: LocalTransport, plan: Plan, device: torch.device) -> None:
+        self._transport, self._plan, self._device = transport, plan, device
+        self._sent: dict[Channel, int] = {}
+        self._posted: dict[Channel, int] = {}
+        self._post: dict[int, tuple[Channel, int]] = {}  # node -> its message
+        self._group: dict[int, tuple[int, ...]] = {}  # node -> members of its reduction
+
+    def reset(self) -> None:
+        for channel, messages in self._transport.messages.items():
+            if self._plan.device in channel:
+                messages[:] = [None] * len(messages)
+        for node in self._group:
+            self._transport.meetings[node] = _Meeting()
+
+    def send(self, instruction: Send, slots: Slots) -> Bound:
+        messages = self._transport.messages[instruction.channel]
+        number = self._sent.get(instruction.channel, 0)
+        self._sent[instruction.channel] = number + 1
+        source, last = instruction.reads[0].slot, instruction.reads[0].last
+        mark = arrival(self._device)
+
+        def send() -> None:
+            mark.record()
+            messages[number] = (slots[source], mark)
+            if last:
+                slots[source] = None
+
+        return send
+
+    def retire(self, instruction: Retire) -> None:
+        return None
+
+    def post(self, instruction: Post, slots: Slots) -> None:
+        number = self._posted.get(instruction.channel, 0)
+        self._posted[instruction.channel] = number + 1
+        self._post[instruction.node] = (instruction.channel, number)
+
+    def reduce(self, instruction: Reduce, slots: Slots) -> Bound:
+        transport, node, member = self._transport, instruction.node, self._plan.device
+        total = read_sum(instruction, slots, self._device)
+        self._group[node] = instruction.group
+        mark = arrival(self._device)
+
+        def reduce() -> None:
+            part = total()
+            mark.record()
+            transport.meetings[node].parts[member] = (part, mark)
+
+        return reduce
+
+    def wait(self, instruction: Wait, slots: Slots) -> Bound:
+        if instruction.node in self._group:
+            return self._wait_reduced(instruction, slots)
+        channel, number = self._post[instruction.node]
+        messages, slot, device = self._transport.messages[channel], instruction.into, self._device
+
+        def wait() -> object:
+            message = messages[number] if number < len(messages) else None
+            if message is None:
+                return BLOCKED
+            messages[number] = None
+            slots[slot] = message[1].take(message[0], device)
+            return None
+
+        return wait
+
+    def _wait_reduced(self, instruction: Wait, slots: Slots) -> Bound:
+        transport, node, slot, device = self._transport, instruction.node, instruction.into, self._device
+        group = self._group[node]
+
+        def wait() -> object:
+            meeting = transport.meetings[node]
+            if len(meeting.parts) < len(group):
+                return BLOCKED
+            parts = [mark.take(part, device) for part, mark in (meeting.parts[member] for member in group)]
+            total = [x.clone() for x in parts[0]]
+            for part in parts[1:]:
+                for x, y in zip(total, part, strict=True):
+                    x.add_(y)
+            slots[slot] = tuple(total)
+            meeting.taken += 1
+            if meeting.taken == len(group):
+                transport.meetings[node] = _Meeting()
+            return None
+
+        return wait
+
+
+def run_local(executors: Sequence[Executor], leaves: Sequence[torch.Tensor], seed: int, scale: float = 1.0) -> list[StepResult]:
+    """One step of all devices, whose executors share one `LocalTransport`.
+
+    Args:
+        executors: one for each logical device.
+        leaves, seed, scale: as in `Executor.step`.
+
+    Raises:
+        ExecutionError: an instruction failed, or all devices wait for each other.
+    """
+    for executor in executors:
+        executor.begin(leaves, seed, scale)
+    running = list(executors)
+    while running:
+        before = [executor.position for executor in running]
+        waiting = [executor for executor in running if not executor.advance()]
+        if len(waiting) == len(running) and before == [executor.position for executor in running]:
+            raise ExecutionError("the devices wait for each other: " + "; ".join(e.waiting_for for e in waiting))
+        running = waiting
+    return [executor.end() for executor in executors]

@@ -1,0 +1,96 @@
+"""What a step hands out: gradients, new values of buffers, metrics."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Mapping
+
+import torch
+
+from lightning_piper.plan.instructions import Deliver
+from lightning_piper.runtime.transport import Bound, Slots
+
+
+class Outbox:
+    """Filled during a step and emptied at its end.
+
+    Gradients are the caller's to change in place (clipping, scaling), so they must share memory with nothing else: a gradient
+    that a chunk made may be the gradient of another parameter too, an expanded scalar, or a part of the batch.
+
+    Args:
+        buffers: the module's, by name.
+        given: the parameters, buffers, batch and loss gradients that chunks read.
+
+    Attributes:
+        grads: parameter name -> gradient.
+        metrics: the reported vector.
+    """
+
+    def __init__(self, buffers: Mapping[str, torch.Tensor], given: Callable[[], Iterable[torch.Tensor]]) -> None:
+        self._module_buffers, self._given = buffers, given
+        self.grads: dict[str, torch.Tensor] = {}
+        self.metrics: torch.Tensor | None = None
+        self._changed: dict[str, torch.Tensor] = {}
+        self._foreign: set[int] | None = None  # where memory begins that is not ours to give away, once it is asked for
+
+    def open(self) -> None:
+        """Start a step."""
+        self.grads, self.metrics, self._changed, self._foreign = {}, None, {}, None
+
+    def bind_deliver(self, instruction: Deliver, slots: Slots, hands_over: bool) -> Bound:
+        """`hands_over`: received tensors may be the sender's own."""
+        (read,), names = instruction.reads, instruction.names
+        source, last = read.slot, read.last
+        copy = instruction.source == "peer" and hands_over
+        owned = instruction.source == "sum" or (instruction.source == "peer" and not copy)
+
+        def deliver() -> None:
+            bundle = slots[source]
+            if last:
+                slots[source] = None
+            if copy:
+                bundle = [x.clone() for x in bundle]
+            elif not owned:
+                bundle = [self._own(x) for x in bundle]
+            self.grads.update(zip(names, bundle, strict=True))
+
+        def change() -> None:
+            self._changed.update(zip(names, slots[source], strict=True))
+            if last:
+                slots[source] = None
+
+        return change if instruction.kind == "buffer" else deliver
+
+    def _own(self, x: torch.Tensor) -> torch.Tensor:
+        if self._foreign is None:
+            self._foreign = memory_of_all(self._given())
+        if memory_of(x) in self._foreign or 0 in x.stride():
+            x = x.clone(memory_format=torch.contiguous_format)
+        self._foreign.add(memory_of(x))
+        return x
+
+    def empty(self) -> tuple[dict[str, torch.Tensor], torch.Tensor]:
+        """Gradients and metrics; from now on they are the caller's alone."""
+        grads, metrics = self.grads, self.metrics
+        assert metrics is not None
+        self.grads, self.metrics = {}, None
+        return grads, metrics
+
+    def commit(self) -> None:
+        """Give the module's buffers their new values."""
+        if not self._changed:
+            return
+        targets = {name: self._module_buffers[name] for name in self._changed}
+        memory = {memory_of(x) for x in targets.values()}
+        # A new value may be another buffer's old one: copy all such before any is overwritten.
+        values = {name: x.clone() if memory_of(x) in memory else x for name, x in self._changed.items()}
+        for name, target in targets.items():
+            target.copy_(values[name])
+        self._changed = {}
+
+
+def memory_of(x: torch.Tensor) -> int:
+    return x.untyped_storage().data_ptr()
+
+
+def memory_of_all(tensors: Iterable[torch.Tensor]) -> set[int]:
+    return {memory_of(x) for x in tensors}

@@ -1,0 +1,174 @@
+"""One process for each device: `torch.distributed`, gloo on CPU and NCCL on CUDA."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from datetime import timedelta
+
+import torch
+import torch.distributed as dist
+
+from lightning_piper.errors import ExecutionError
+from lightning_piper.plan.instructions import Channel, Post, Reduce, Retire, Send, Wait
+from lightning_piper.plan.plan import Plan
+from lightning_piper.runtime.bundles import read_sum
+from lightning_piper.runtime.transport import Bound, Slots
+from lightning_piper.runtime.wire import packer, unpacker
+
+Group = tuple[int, ...]
+
+
+class ProcessTransport:
+    """The communicators of one process: one for each directed channel, so that no order of sends can block another channel,
+    and one for each group that reduces.
+
+    Args:
+        plans: of all devices, the same in every process.
+        ranks: the global rank of each logical device.
+        device: of this process; decides between gloo (cpu) and NCCL (cuda).
+        timeout: after which an operation that nobody answers fails; torch's default if None.
+
+    Making one is collective: every process of the default group takes part, also those without a device of these plans.
+    """
+
+    def __init__(
+        self,
+        plans: Mapping[int, Plan],
+        ranks: Sequence[int] | Mapping[int, int],
+        device: torch.device,
+        timeout: timedelta | None = None,
+    ) -> None:
+        self._ranks = dict(ranks) if isinstance(ranks, Mapping) else dict(enumerate(ranks))
+        if len(set(self._ranks.values())) < len(self._ranks):
+            raise ExecutionError(f"two devices have the same rank: {self._ranks}")
+        self._device, self._timeout = device, timeout
+        self._groups: dict[Group, dist.ProcessGroup] = {}  # channels are pairs, and groups of two are kept apart below
+        self._channels: dict[Channel, dist.ProcessGroup] = {}
+        self.connect(plans)
+
+    def connect(self, plans: Mapping[int, Plan]) -> None:
+        """Add what these plans need and earlier ones did not. Collective, like the constructor.
+
+        The order is the same in all processes. Each communicator carries one message at once: NCCL connects when it is
+        first used, and in the middle of a step that could wait for a device that is waiting for this one.
+        """
+        for channel in sorted({c for plan in plans.values() for c in plan.channels} - set(self._channels)):
+            group = self._channels[channel] = self._new_group(channel)
+            if dist.get_rank() in (self._ranks[channel[0]], self._ranks[channel[1]]):
+                probe = torch.zeros(1, device=self._device)
+                sending = dist.get_rank() == self._ranks[channel[0]]
+                peer = dist.get_group_rank(group, self._ranks[channel[1 if sending else 0]])
+                (group.send if sending else group.recv)([probe], peer, 0).wait()
+        for members in sorted({g for plan in plans.values() for g in plan.groups} - set(self._groups)):
+            group = self._groups[members] = self._new_group(members)
+            if dist.get_rank() in [self._ranks[d] for d in members]:
+                dist.all_reduce(torch.zeros(1, device=self._device), group=group)
+
+    def _new_group(self, members: Sequence[int]) -> dist.ProcessGroup:
+        backend = "nccl" if self._device.type == "cuda" else "gloo"
+        return dist.new_group(sorted(self._ranks[d] for d in members), timeout=self._timeout, backend=backend)
+
+    def close(self) -> None:
+        """Give the communicators back. Collective."""
+        for group in [*self._channels.values(), *self._groups.values()]:
+            if dist.get_rank(group) >= 0:
+                dist.destroy_process_group(group)
+        self._channels, self._groups = {}, {}
+
+    def endpoint(self, plan: Plan, device: torch.device) -> ProcessEndpoint:
+        missing: list[Group] = [c for c in plan.channels if c not in self._channels]
+        missing += [g for g in plan.groups if g not in self._groups]
+        if missing:
+            raise ExecutionError(f"device {plan.device}: {missing[0]} is not connected; call connect with all plans, on every rank")
+        return ProcessEndpoint(self, device)
+
+    def group(self, members: Group) -> dist.ProcessGroup:
+        return self._groups[members]
+
+    def channel(self, channel: Channel, end: int) -> tuple[dist.ProcessGroup, int]:
+        """The channel's communicator and the rank in it of its sender (`end` 0) or receiver (`end` 1)."""
+        group = self._channels[channel]
+        return group, dist.get_group_rank(group, self._ranks[channel[end]])
+
+
+class ProcessEndpoint:
+    """See `transport.Endpoint`. A pending slot holds the works and the tensors they fill."""
+
+    hands_over = False
+
+    def __init__(self, transport: ProcessTransport, device: torch.device) -> None:
+        self._transport, self._device = transport, device
+        self._sent: dict[int, list[tuple[dist.Work, torch.Tensor, torch.Tensor]]] = {}  # send -> works and the tensors they read
+
+    def reset(self) -> None:
+        for sent in self._sent.values():
+            sent.clear()
+
+    def send(self, instruction: Send, slots: Slots) -> Bound:
+        group, peer = self._transport.channel(instruction.channel, 1)
+        (read,) = instruction.reads
+        source, last = read.slot, read.last
+        packers = [packer(spec, self._device) for spec in instruction.tensors]
+        filled = [spec.numel > 0 for spec in instruction.tensors]
+        sent = self._sent[instruction.node] = []
+        post = group.send
+
+        def send() -> None:
+            bundle = slots[source]
+            if last:
+                slots[source] = None
+            for x, pack, full in zip(bundle, packers, filled, strict=True):
+                if full:
+                    message = pack(x)
+                    # The value itself is kept too: on CUDA a packed copy is read on another stream.
+                    sent.append((post([message], peer, 0), message, x))
+
+        return send
+
+    def retire(self, instruction: Retire) -> Bound:
+        sent = self._sent[instruction.node]
+
+        def retire() -> None:
+            for work, *_ in sent:
+                work.wait()
+            sent.clear()
+
+        return retire
+
+    def post(self, instruction: Post, slots: Slots) -> Bound:
+        group, peer = self._transport.channel(instruction.channel, 0)
+        into = instruction.into
+        rooms = [(unpacker(spec, self._device), spec.numel > 0) for spec in instruction.tensors]
+        receive = group.recv
+
+        def post() -> None:
+            works, values = [], []
+            for room, full in rooms:
+                message, value = room()
+                if full:
+                    works.append(receive([message], peer, 0))
+                values.append(value)
+            slots[into] = (works, tuple(values))
+
+        return post
+
+    def reduce(self, instruction: Reduce, slots: Slots) -> Bound:
+        group, into = self._transport.group(instruction.group), instruction.into
+        total = read_sum(instruction, slots, self._device)
+
+        def reduce() -> None:
+            values = total()
+            slots[into] = ([dist.all_reduce(x, group=group, async_op=True) for x in values], values)
+
+        return reduce
+
+    def wait(self, instruction: Wait, slots: Slots) -> Bound:
+        into = instruction.into
+
+        def wait() -> None:
+            works, values = slots[into]
+            for work in works:
+                work.wait()
+            slots[into] = values
+
+        return wait

@@ -1,0 +1,133 @@
+"""Logical streams: CUDA streams and events, or nothing at all on a CPU, where instructions run in the order of the plan."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from functools import partial
+
+import torch
+
+from lightning_piper.plan.instructions import Await, Record
+from lightning_piper.plan.plan import Plan
+from lightning_piper.runtime.transport import Bound, Bundle, Slots
+
+
+class Streams:
+    """The streams of one executor. This one has none."""
+
+    def begin(self) -> None:
+        """The step starts after what the caller has issued."""
+
+    def end(self, results: Iterable[torch.Tensor]) -> None:
+        """What the caller issues next starts after the step; `results` are the caller's from now on."""
+
+    def enter(self, stream: str) -> None:
+        """Go on issuing to this stream."""
+
+    def leave(self) -> None:
+        """Back to the caller's stream."""
+
+    def switch(self, stream: str) -> Bound | None:
+        """`enter`, bound."""
+        return None
+
+    def record(self, instruction: Record) -> Bound | None:
+        return None
+
+    def wait(self, instruction: Await, slots: Slots) -> Bound | None:
+        return None
+
+
+class CudaStreams(Streams):
+    """Memory: the caching allocator gives a freed block to the stream it came from at once. So a tensor that another stream
+    reads is recorded there (`record_stream`), and results are recorded on the caller's stream.
+
+    Args:
+        own_compute: `compute` gets a stream of its own; else it is the caller's, which saves that bookkeeping.
+    """
+
+    def __init__(self, plan: Plan, device: torch.device, own_compute: bool) -> None:
+        self._device = device
+        self._caller = torch.cuda.current_stream(device)
+        self._streams = {name: torch.cuda.Stream(device) for name in plan.streams if own_compute or name != "compute"}
+        self._streams.setdefault("compute", self._caller)
+        self._events = [torch.cuda.Event() for _ in range(plan.events)]
+
+    def begin(self) -> None:
+        caller = torch.cuda.current_stream(self._device)
+        for stream in self._streams.values():
+            if stream != caller:
+                stream.wait_stream(caller)
+
+    def end(self, results: Iterable[torch.Tensor]) -> None:
+        caller = torch.cuda.current_stream(self._device)
+        for stream in self._streams.values():
+            if stream != caller:
+                caller.wait_stream(stream)
+        if self._streams["compute"] != caller:
+            for x in results:
+                x.record_stream(caller)
+
+    def enter(self, stream: str) -> None:
+        self._caller = torch.cuda.current_stream(self._device)
+        torch.cuda.set_stream(self._streams[stream])
+
+    def leave(self) -> None:
+        torch.cuda.set_stream(self._caller)
+
+    def switch(self, stream: str) -> Bound:
+        return partial(torch.cuda.set_stream, self._streams[stream])
+
+    def record(self, instruction: Record) -> Bound:
+        return partial(self._events[instruction.event].record, self._streams[instruction.stream])
+
+    def wait(self, instruction: Await, slots: Slots) -> Bound:
+        stream, event, shared = self._streams[instruction.stream], self._events[instruction.event], instruction.shared
+
+        def wait() -> None:
+            stream.wait_event(event)
+            for slot in shared:
+                for x in slots[slot]:
+                    x.record_stream(stream)
+
+        return wait
+
+
+class Arrival:
+    """The moment from which a bundle may be read by another device of this process. On a CPU: at once."""
+
+    def record(self) -> None:
+        """Everything issued so far belongs to the bundle."""
+
+    def take(self, bundle: Bundle, device: torch.device) -> Bundle:
+        """The bundle on `device`, readable on its current stream."""
+        return bundle
+
+
+class _CudaArrival(Arrival):
+    def __init__(self) -> None:
+        self._event = torch.cuda.Event()
+
+    def record(self) -> None:
+        self._event.record()
+
+    def take(self, bundle: Bundle, device: torch.device) -> Bundle:
+        stream = torch.cuda.current_stream(device)
+        stream.wait_event(self._event)
+        taken = []
+        for x in bundle:
+            if x.device == device:
+                x.record_stream(stream)
+            else:
+                x.record_stream(torch.cuda.current_stream(x.device))  # the stream that torch copies on
+                x = x.to(device, non_blocking=True)
+            taken.append(x)
+        return tuple(taken)
+
+
+def arrival(device: torch.device) -> Arrival:
+    return _CudaArrival() if device.type == "cuda" else Arrival()
+
+
+def streams_of(plan: Plan, device: torch.device, own_compute: bool) -> Streams:
+    return CudaStreams(plan, device, own_compute) if device.type == "cuda" else Streams()

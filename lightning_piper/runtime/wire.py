@@ -1,0 +1,53 @@
+"""Tensors on the wire: contiguous, and with the sender's strides at the receiver.
+
+Strides choose kernels, and kernels choose bits: a value must not change its strides because it crossed devices. So the dims
+travel in the order in which they lie in memory, and are put back where they belong on arrival.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import torch
+
+from lightning_piper.ir.values import TensorSpec
+
+# What NCCL transfers under its own name; everything else travels as bytes. gloo takes all of them.
+_NCCL = {torch.float16, torch.bfloat16, torch.float32, torch.float64, torch.int8, torch.uint8, torch.int32, torch.int64,
+         torch.bool}  # fmt: skip
+
+
+def _as_bytes(spec: TensorSpec, device: torch.device) -> bool:
+    return device.type == "cuda" and spec.dtype not in _NCCL
+
+
+def packer(spec: TensorSpec, device: torch.device) -> Callable[[torch.Tensor], torch.Tensor]:
+    """A function from a tensor of this spec to the message."""
+    layout = spec.layout
+    if _as_bytes(spec, device):
+        return lambda x: x.permute(layout).contiguous().view(-1).view(torch.uint8)
+    if layout == tuple(range(len(layout))):
+        return torch.Tensor.contiguous
+    return lambda x: x.permute(layout).contiguous()
+
+
+def unpacker(spec: TensorSpec, device: torch.device) -> Callable[[], tuple[torch.Tensor, torch.Tensor]]:
+    """A function that gives room for a message of this spec, and the tensor that it becomes."""
+    layout = spec.layout
+    shape = tuple(spec.shape[d] for d in layout)
+    inverse = tuple(sorted(range(len(layout)), key=layout.__getitem__))
+    dtype, natural, as_bytes = spec.dtype, layout == tuple(range(len(layout))), _as_bytes(spec, device)
+
+    def room() -> tuple[torch.Tensor, torch.Tensor]:
+        value = torch.empty(shape, dtype=dtype, device=device)
+        message = value.view(-1).view(torch.uint8) if as_bytes else value
+        return message, value if natural else value.permute(inverse)
+
+    return room
+
+
+def restride(x: torch.Tensor, spec: TensorSpec) -> torch.Tensor:
+    """The same numbers with the strides of `spec`."""
+    if x.stride() == spec.stride:
+        return x
+    return torch.empty_strided(spec.shape, spec.stride, dtype=x.dtype, device=x.device).copy_(x)

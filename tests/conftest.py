@@ -1,0 +1,16 @@
+"""What all tests share."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import pytest
+import torch
+
+
+@pytest.fixture(autouse=True)
+def one_seed() -> Iterator[None]:
+    """Every test draws the same random numbers, alone or with others, and leaves the generator as it found it."""
+    with torch.random.fork_rng():
+        torch.manual_seed(1)
+        yield

@@ -1,0 +1,107 @@
+"""Real processes give bit for bit what the reference interpreter gives."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from lightning_piper.errors import ExecutionError
+from lightning_piper.plan import compile_plans
+from lightning_piper.runtime import Executor, ProcessTransport
+from tests.distributed.processes import LIMIT, launch
+from tests.distributed.training import CPU, Job, Trained, train, train_by_reference
+from tests.models import captured
+from tests.plan.programs import pipeline
+
+TWO = [
+    *(Job(name) for name in ("mlp", "gpt", "tied", "conv", "frozen", "losses", "logs", "glue", "experts", "reentered",
+                             "untagged", "exact", "autocast", "dropout")),
+    *(Job(name, microbatches=1) for name in ("gpt", "tied", "conv")),
+    *(Job(name, microbatches=4, shape="1F1B") for name in ("mlp", "conv", "dropout")),
+    *(Job(name, shape="one stage split") for name in ("mlp", "gpt")),
+    # Gradients are summed on one of a region's two devices, and only there: good for one step.
+    *(Job(name, shape="homes", steps=1) for name in ("mlp", "gpt")),
+    Job("mlp", shape="crossing"),
+]  # fmt: skip
+THREE = [Job("gpt", devices=3, microbatches=4, shape="1F1B"), Job("tied", devices=3), Job("residual", devices=3)]
+WRONG = [Job("mlp", microbatches=4, fault="exchange"), Job("mlp", microbatches=4, fault="drop term")]
+
+
+@pytest.fixture(scope="module")
+def trained(tmp_path_factory: pytest.TempPathFactory) -> dict[Job, list[Trained]]:
+    """What every rank has after training each job."""
+    results: dict[Job, list[Trained]] = {}
+    for size, jobs in ((2, TWO + WRONG), (3, THREE)):
+        by_rank = launch(size, train, tmp_path_factory.mktemp(f"processes{size}"), jobs)
+        for result in by_rank:
+            assert isinstance(result, list), result
+        results.update({job: [result[i] for result in by_rank] for i, job in enumerate(jobs)})
+    return results
+
+
+def differences(expected: Trained, ranks: list[Trained]) -> list[str]:
+    found = []
+    for rank, result in enumerate(ranks):
+        for number, (a, b) in enumerate(zip(expected.metrics, result.metrics, strict=bool(result.metrics))):
+            found += [f"rank {rank}: metrics of step {number}"] if not torch.equal(a, b) else []
+        found += [f"rank {rank}: {name}" for name, x in result.tensors.items() if not torch.equal(x, expected.tensors[name])]
+    return found
+
+
+@pytest.mark.parametrize("job", TWO + THREE, ids=str)
+def test_training_is_bitwise_the_reference(job: Job, trained: dict[Job, list[Trained]]) -> None:
+    expected = train_by_reference(job)
+    assert differences(expected, trained[job]) == []
+    # Together the ranks have all there is.
+    assert {name for result in trained[job] for name in result.tensors} == set(expected.tensors)
+
+
+@pytest.mark.parametrize("job", WRONG, ids=str)
+def test_a_wrong_plan_is_not(job: Job, trained: dict[Job, list[Trained]]) -> None:
+    assert differences(train_by_reference(job), trained[job]) != []
+
+
+def fail_on_one(rank: int) -> Any:
+    """Rank 1 fails in its first backward; rank 0 waits for what it would have sent."""
+    model, plans = captured("mlp"), compile_plans(pipeline("mlp", 2, 2))
+    transport = ProcessTransport(plans, [0, 1], CPU, timeout=LIMIT)
+    executor = Executor(plans[rank], model.step, model.tensors, model.tensors, transport, CPU)
+    if rank == 1:
+        failing = next(i for i, x in enumerate(executor._source) if "B[PP=1,MB=0]" in plans[1].instructions[x].label)
+
+        def fail() -> None:
+            raise ValueError("seeded")
+
+        executor._code[failing] = fail
+    return executor.step(model.leaves, seed=0)
+
+
+def test_a_rank_that_fails_does_not_leave_the_others_waiting(tmp_path: Path) -> None:
+    first, second = launch(2, fail_on_one, tmp_path)
+    assert isinstance(second, ExecutionError)
+    assert "device 1: run %" in str(second) and "made by directive 2, placed by directive 1 failed: seeded" in str(second)
+    assert isinstance(first, ExecutionError)
+    assert "device 0: wait %" in str(first)
+
+
+def use_unconnected(rank: int) -> Any:
+    plans = compile_plans(pipeline("mlp", 2, 2))
+    transport = ProcessTransport(compile_plans(pipeline("mlp", 1, 1)), [0, 1], CPU, timeout=LIMIT)
+    return Executor(plans[rank], captured("mlp").step, captured("mlp").tensors, {}, transport, CPU)
+
+
+def test_plans_that_were_not_connected_are_refused(tmp_path: Path) -> None:
+    for result in launch(2, use_unconnected, tmp_path):
+        assert isinstance(result, ExecutionError) and "(0, 1) is not connected; call connect" in str(result)
+
+
+def map_two_devices_to_one_rank(rank: int) -> Any:
+    return ProcessTransport(compile_plans(pipeline("mlp", 2, 2)), [0, 0], CPU, timeout=LIMIT)
+
+
+def test_two_devices_of_one_rank_are_refused(tmp_path: Path) -> None:
+    for result in launch(2, map_two_devices_to_one_rank, tmp_path):
+        assert isinstance(result, ExecutionError) and "two devices have the same rank" in str(result)

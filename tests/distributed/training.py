@@ -1,0 +1,125 @@
+"""Training in real processes, and the same by the reference interpreter."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from lightning_piper.ir.build import metric_names
+from lightning_piper.ir.dag import TrainingDAG
+from lightning_piper.plan import Plan, compile_plans
+from lightning_piper.plan.instructions import Add, Post
+from lightning_piper.runtime import Executor, ProcessTransport
+from lightning_piper.verify.interpreter import interpret
+from tests.distributed.processes import LIMIT
+from tests.models import captured
+from tests.plan.programs import dag_of, edited, order, pipeline, place, split
+
+CPU = torch.device("cpu")
+
+
+@dataclass(frozen=True)
+class Job:
+    """One model under one program, for some steps. `fault`: what is wrong with the plan of device 1."""
+
+    name: str
+    devices: int = 2
+    microbatches: int = 3
+    shape: str = "pipeline"
+    fault: str = ""
+    steps: int = 5
+
+    def dag(self) -> TrainingDAG:
+        step = captured(self.name).step
+        if self.shape == "pipeline":
+            return pipeline(self.name, self.devices, self.microbatches, ordered=False)
+        if self.shape == "1F1B":
+            return pipeline(self.name, self.devices, self.microbatches)
+        if self.shape == "one stage split":
+            return dag_of(step, place(step, self.devices) + split(2, PP=1))
+        if self.shape == "crossing":
+            return dag_of(step, place(step, 2) + split(3) + order(0, "F0 F1 F2") + order(1, "F2 F0 F1"))
+        assert self.shape == "homes"
+        homes = [{"op": "place", "filter": {"MB": mb}, "devices": [d]} for d, mb in enumerate(([0, 2], [1, 3]))]
+        return dag_of(step, split(4) + homes)
+
+    def plans(self) -> dict[int, Plan]:
+        plans = compile_plans(self.dag())
+        if self.fault:
+            plans[1] = edited(plans[1], {"exchange": exchange, "drop term": drop_term}[self.fault])
+        return plans
+
+
+def exchange(instructions: list[Any]) -> None:
+    """Two receives meet each other's message."""
+    first, second = [i for i, x in enumerate(instructions) if isinstance(x, Post)][1:3]
+    instructions.insert(first, instructions.pop(second))
+
+
+def drop_term(instructions: list[Any]) -> None:
+    instructions.remove(next(x for x in instructions if isinstance(x, Add) and x.in_place))
+
+
+@dataclass(frozen=True)
+class Trained:
+    """Metrics of every step, and parameters and buffers at the end."""
+
+    metrics: list[Tensor]
+    tensors: dict[str, Tensor]
+
+
+def train(rank: int, jobs: list[Job]) -> list[Trained]:
+    """One process's side of all jobs, one after another over one transport."""
+    results = []
+    transport: ProcessTransport | None = None
+    for job in jobs:
+        plans = job.plans()
+        if transport is None:
+            transport = ProcessTransport(plans, range(dist.get_world_size()), CPU, timeout=LIMIT)
+        else:
+            transport.connect(plans)
+        if rank not in plans:
+            results.append(Trained([], {}))
+            continue
+        model = captured(job.name)
+        tensors = {name: x.clone() for name, x in model.tensors.items()}
+        executor = Executor(plans[rank], model.step, tensors, tensors, transport, CPU)
+        metrics, optimizer, own = [], None, {}
+        for number in range(job.steps):
+            result = executor.step(model.leaves, seed=number)
+            if optimizer is None and result.grads:
+                own = {name: tensors[name].requires_grad_() for name in result.grads}
+                optimizer = torch.optim.AdamW(own.values(), lr=0.01)
+            for name, grad in result.grads.items():
+                own[name].grad = grad
+            if optimizer is not None:
+                optimizer.step()
+            metrics.append(result.metrics)
+        # A buffer is this device's if it holds the region that changes it; all others are as they were.
+        changed = {n: x.detach() for n, x in tensors.items() if n in own or not torch.equal(x, model.tensors[n])}
+        results.append(Trained(metrics, changed))
+    assert transport is not None
+    transport.close()
+    return results
+
+
+def train_by_reference(job: Job) -> Trained:
+    model, dag = captured(job.name), job.dag()
+    tensors = {name: x.clone() for name, x in model.tensors.items()}
+    metrics, optimizer, own = [], None, {}
+    for number in range(job.steps):
+        outcome = interpret(dag, {name: x.detach() for name, x in tensors.items()}, model.leaves, number)
+        if optimizer is None:
+            own = {name: tensors[name].requires_grad_() for name in outcome.grads}
+            optimizer = torch.optim.AdamW(own.values(), lr=0.01)
+        for name, grad in outcome.grads.items():
+            own[name].grad = grad
+        optimizer.step()
+        for name, value in outcome.buffers.items():
+            tensors[name].copy_(value)
+        metrics.append(torch.stack([outcome.metrics[name] for name in metric_names(dag.code)]))
+    return Trained(metrics, {n: x.detach() for n, x in tensors.items() if n in own or not torch.equal(x, model.tensors[n])})

@@ -1,0 +1,77 @@
+"""Programs and compiled plans that the tests of plan/ and runtime/ share."""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+from lightning_piper.directives import apply_program, finish, parse
+from lightning_piper.ir.build import build_dag
+from lightning_piper.ir.dag import TrainingDAG
+from lightning_piper.ir.regions import Step
+from lightning_piper.plan import Plan, compile_plans
+from lightning_piper.plan.instructions import Instruction
+from tests.models import captured
+
+Program = list[dict[str, Any]]
+
+
+def place(step: Step, devices: int) -> Program:
+    """Stage i on device i, modulo `devices`; what has no stage on device 0."""
+    stages = sorted({region.tags.get("PP", -1) for region in step.at(step.size).regions})
+    return [{"op": "place", "filter": {"PP": s if s >= 0 else "-"}, "devices": [max(s, 0) % devices]} for s in stages]
+
+
+def split(microbatches: int, **condition: Any) -> Program:
+    return [{"op": "split", "filter": condition, "dim_name": "MB", "num_microbatches": microbatches}]
+
+
+def order(stage: int, chunks: str) -> Program:
+    """For example `order(0, "F0 F1 B0 B1")`."""
+    filters = [{"PP": stage, "PASS": chunk[0], "MB": int(chunk[1:])} for chunk in chunks.split()]
+    return [{"op": "order", "filters": filters}]
+
+
+def one_f_one_b(stages: int, microbatches: int) -> Program:
+    """The order of each stage: some forwards to fill the pipeline, then forward and backward in turn."""
+    program: Program = []
+    for stage in range(stages):
+        ahead = min(stages - 1 - stage, microbatches)
+        chunks = [f"F{i}" for i in range(ahead)]
+        for i in range(microbatches):
+            chunks += [f"F{i + ahead}"] if i + ahead < microbatches else []
+            chunks.append(f"B{i}")
+        program += order(stage, " ".join(chunks))
+    return program
+
+
+def dag_of(step: Step, program: Sequence[Mapping[str, Any]], size: int | None = None) -> TrainingDAG:
+    dag = build_dag(step, size)
+    apply_program(dag, tuple(parse(list(program))), None)
+    finish(dag)
+    return dag
+
+
+@functools.cache
+def pipeline(name: str, devices: int, microbatches: int, ordered: bool = True) -> TrainingDAG:
+    """A model of `tests.models` as a pipeline under 1F1B."""
+    step = captured(name).step
+    program = place(step, devices) + (split(microbatches) if microbatches > 1 else [])
+    return dag_of(step, program + (one_f_one_b(devices, microbatches) if ordered and microbatches > 1 else []))
+
+
+def plans_of(name: str, devices: int, microbatches: int, ordered: bool = True) -> dict[int, Plan]:
+    return compile_plans(pipeline(name, devices, microbatches, ordered))
+
+
+def edited(plan: Plan, edit: Callable[[list[Instruction]], None]) -> Plan:
+    """The plan with its instructions changed."""
+    instructions = list(plan.instructions)
+    edit(instructions)
+    return dataclasses.replace(plan, instructions=tuple(instructions))
+
+
+def text(plan: Plan) -> list[str]:
+    return str(plan).splitlines()

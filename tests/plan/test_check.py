@@ -1,0 +1,172 @@
+"""`check_plans` accepts what the compiler makes and refuses every seeded fault."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable
+
+import pytest
+
+from lightning_piper.errors import VerificationError
+from lightning_piper.plan import Plan, check_plans, compile_plans
+from lightning_piper.plan.deadlock import run_symbolically
+from lightning_piper.plan.instructions import (
+    Add,
+    Await,
+    Deliver,
+    Instruction,
+    Post,
+    Read,
+    Record,
+    Reduce,
+    Report,
+    Retire,
+    Run,
+    Send,
+    Wait,
+)
+from tests.models import CASES, captured
+from tests.plan.programs import dag_of, edited, place, plans_of, split
+
+Edit = Callable[[list[Instruction]], None]
+
+
+@pytest.mark.parametrize("name", CASES)
+@pytest.mark.parametrize("devices", [1, 2, 3])
+@pytest.mark.parametrize("microbatches", [1, 3])
+def test_compiled_plans_pass(name: str, devices: int, microbatches: int) -> None:
+    check_plans(plans_of(name, devices, microbatches, ordered=False))
+
+
+def test_plans_of_a_partly_split_step_pass() -> None:
+    step = captured("gpt").step
+    check_plans(compile_plans(dag_of(step, place(step, 3) + split(2, PP=1))))
+
+
+def where(instructions: list[Instruction], kind: type[Instruction], number: int = 0) -> int:
+    return [i for i, x in enumerate(instructions) if isinstance(x, kind)][number]
+
+
+def drop(kind: type[Instruction], number: int = 0) -> Edit:
+    def edit(instructions: list[Instruction]) -> None:
+        del instructions[where(instructions, kind, number)]
+
+    return edit
+
+
+def overtake(kind: type[Instruction], a: int, b: int) -> Edit:
+    """Put the b-th directly before the a-th."""
+
+    def edit(instructions: list[Instruction]) -> None:
+        moved = instructions.pop(where(instructions, kind, b))
+        instructions.insert(where(instructions, kind, a), moved)
+
+    return edit
+
+
+def mark(kind: type[Instruction], last: bool, number: int = 0) -> Edit:
+    """Empty a slot one reader too early, or not at all."""
+
+    def edit(instructions: list[Instruction]) -> None:
+        i = where(instructions, kind, number)
+        reads = tuple(Read(read.slot, last) for read in instructions[i].reads)
+        instructions[i] = dataclasses.replace(instructions[i], reads=reads)
+
+    return edit
+
+
+def exchange_messages(instructions: list[Instruction]) -> None:
+    """Feed two receives each other's message."""
+    a, b = where(instructions, Post, 1), where(instructions, Post, 2)
+    first, second = instructions[a], instructions[b]
+    assert isinstance(first, Post) and isinstance(second, Post)
+    instructions[a] = dataclasses.replace(first, message=second.message)
+    instructions[b] = dataclasses.replace(second, message=first.message)
+
+
+def send_other_shape(instructions: list[Instruction]) -> None:
+    i = where(instructions, Send)
+    send = instructions[i]
+    assert isinstance(send, Send)
+    instructions[i] = dataclasses.replace(send, tensors=send.tensors * 2)
+
+
+def reduce_twice(instructions: list[Instruction]) -> None:
+    i = where(instructions, Reduce)
+    reduce = instructions[i]
+    assert isinstance(reduce, Reduce)
+    again = dataclasses.replace(reduce, node=999, reads=(), writes=(999,))
+    wait = Wait(node=999, label="allreduce", writes=(999,), stream="metrics")
+    report = where(instructions, Report)
+    instructions[report] = dataclasses.replace(instructions[report], reads=(*instructions[report].reads, Read(999, True)))
+    instructions.insert(report, wait)
+    instructions.insert(i + 1, again)
+    instructions.insert(report + 2, Await(node=999, label="", event=998, shared=(999,)))
+    instructions.insert(report + 2, Record(node=999, label="", stream="metrics", event=998))
+
+
+# (device, what is done to its plan, what is said about it)
+FAULTS: dict[str, tuple[int, Edit, str]] = {
+    "swapped posts": (1, overtake(Post, 1, 2), r"channel 0>1, message 1: post %\d+ recv.* expects %\d+ but meets send"),
+    "receives fed each other's message": (1, exchange_messages, "channel 0>1, message 1: .* expects"),
+    "dropped send": (0, drop(Send, 1), "at the end, slots are not empty"),
+    "retired before it is sent": (0, lambda x: x.insert(0, x.pop(where(x, Retire))), "is retired before it is sent"),
+    "dropped post": (1, drop(Post, 1), r"slot s\d+ is not written"),
+    "dropped wait": (1, drop(Wait, 1), r"slot s\d+ is read before it is written"),
+    "dropped retire": (0, drop(Retire, 2), "1 sends are never retired"),
+    "dropped reduce": (0, drop(Reduce), r"slot s\d+ is not written"),
+    "dropped report": (0, drop(Report), "at the end, slots are not empty"),
+    "dropped forward": (0, drop(Run, 0), r"slot s\d+ is read before it is written"),
+    "dropped backward": (1, drop(Run, 3), r"slot s\d+ is read before it is written"),
+    "dropped last backward": (0, drop(Run, 5), r"slot s\d+ is read before it is written"),
+    "dropped first sum": (0, drop(Add, 0), r"slot s\d+ is not written"),
+    "dropped later sum": (0, drop(Add, 1), "at the end, slots are not empty"),
+    "dropped delivery": (0, drop(Deliver), "at the end, slots are not empty"),
+    "early drop": (0, lambda x: x.insert(where(x, Run, 2), dataclasses.replace(x[where(x, Send)], node=998)), "is read after"),
+    "late drop": (1, mark(Run, False, 1), "at the end, slots are not empty"),
+    "delivered twice": (1, lambda x: x.append(x[where(x, Deliver)]), r"is read after deliver %\d+ update.* emptied it"),
+    "chunk run twice": (0, lambda x: x.insert(0, x[where(x, Run)]), r"slot s\d+ is (ready|empty)"),
+    "other shape": (0, send_other_shape, "disagree on what travels"),
+    "reduced twice": (0, reduce_twice, r"group \(0, 1\): device 1 reduces \[\d+\], device 0 reduces \[\d+, 999\]"),
+    "dropped event": (0, drop(Record, 0), r"event e0 is awaited before it is recorded"),
+    "dropped wait for an event": (0, drop(Await, 0), r"was made on stream compute and no event orders the two"),
+}
+
+
+@pytest.mark.parametrize("fault", FAULTS)
+def test_a_fault_is_found(fault: str) -> None:
+    device, edit, message = FAULTS[fault]
+    plans: dict[int, Plan] = plans_of("mlp", 2, 3)
+    check_plans(plans)
+    plans[device] = edited(plans[device], edit)
+    with pytest.raises(VerificationError, match=message):
+        check_plans(plans)
+
+
+def wait_first(instructions: list[Instruction]) -> None:
+    """Stage 0 waits for a gradient before it has sent the activation."""
+    post = instructions.pop(where(instructions, Post))
+    wait = instructions.pop(where(instructions, Wait))
+    instructions[:0] = [post, wait]
+
+
+def test_a_deadlock_is_found() -> None:
+    plans = plans_of("mlp", 2, 3)
+    run_symbolically(plans)
+    plans[0] = edited(plans[0], wait_first)
+    with pytest.raises(VerificationError, match=r"deadlock: device 0 waits in wait %\d+ recv.*; device 1 waits in wait %\d+"):
+        run_symbolically(plans)
+
+
+def test_a_member_that_does_not_reduce_is_waited_for_in_vain() -> None:
+    plans = plans_of("mlp", 2, 3)
+    plans[1] = edited(plans[1], drop(Reduce))
+    with pytest.raises(VerificationError, match=r"deadlock: device 0 waits in wait %\d+ allreduce"):
+        run_symbolically(plans)
+
+
+def test_a_plan_that_is_missing_is_found() -> None:
+    plans = plans_of("mlp", 2, 3)
+    del plans[1]
+    with pytest.raises(VerificationError, match="no business on channel"):
+        check_plans(plans)
