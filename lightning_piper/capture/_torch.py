@@ -7,6 +7,7 @@
 - `torch.compiler._is_compiling_flag`, `_is_exporting_flag`: make `torch.compiler.is_compiling()` and `is_exporting()` true, as
   torch.export does, for code (Hugging Face's masks) that then avoids asking for tensor values.
 - the text of the error with which `FakeTensorMode` refuses a tensor that has data.
+- `OpOverload._schema`: names, order and defaults of an operation's arguments.
 - `node.meta["partitioner_tag"]`: `is_backward` on nodes traced by autograd; `node.meta["seq_nr"]`: the same number on a
   forward operation and on the nodes of its backward.
 """
@@ -51,6 +52,7 @@ __all__ = [
     "TangentAOTInput",
     "is_backward",
     "is_foreign_tensor",
+    "is_random",
     "joint_graph",
     "sequence_number",
     "warn_if_newer_torch",
@@ -99,3 +101,14 @@ def sequence_number(node: torch.fx.Node) -> Any:
 def is_foreign_tensor(error: Exception) -> bool:
     """Does the error say that a tensor with data met fake ones?"""
     return isinstance(error, AssertionError) and "Please convert all Tensors to FakeTensors first" in str(error)
+
+
+def is_random(node: torch.fx.Node) -> bool:
+    """Does the operation draw random numbers? Attention is marked as if it did, but draws none without dropout."""
+    if not isinstance(node.target, torch._ops.OpOverload) or torch.Tag.nondeterministic_seeded not in node.target.tags:
+        return False
+    for place, argument in enumerate(node.target._schema.arguments):
+        if argument.name == "dropout_p":
+            given = node.args[place] if place < len(node.args) else node.kwargs.get("dropout_p", argument.default_value)
+            return bool(given != 0)
+    return True

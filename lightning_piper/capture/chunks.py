@@ -11,7 +11,7 @@ from torch.fx import Node
 
 from lightning_piper.capture import _torch
 from lightning_piper.capture.code import compile_boxed
-from lightning_piper.capture.regions import Assignment, assign, gradient_terms, is_random
+from lightning_piper.capture.regions import Assignment, assign, gradient_terms
 from lightning_piper.errors import CaptureError
 from lightning_piper.ir.regions import LOSS, Code, Interface, Output, PassKey, Region
 from lightning_piper.ir.values import TensorSpec
@@ -281,7 +281,7 @@ def _extract(
     interface = Interface(
         inputs=tuple(bundles), outputs=tuple(out for out, _ in p.outputs), params=tuple(params.values()),
         buffers=tuple(constant.values()), state=tuple(current.values()), batch=tuple(batch.values()), seeds_gradient=seeds,
-        random=any(is_random(n) for n in p.nodes),
+        random=any(_torch.is_random(n) for n in p.nodes),
     )  # fmt: skip
     return interface, Code(compile_boxed(graph, constants), tuple(specs), graph)
 

@@ -50,10 +50,6 @@ def tags_of(node: Node) -> dict[str, int]:
     return dict(node.meta.get("custom", {}).get(META_KEY, {}))
 
 
-def is_random(node: Node) -> bool:
-    return isinstance(node.target, torch._ops.OpOverload) and torch.Tag.nondeterministic_seeded in node.target.tags
-
-
 def source_line(node: Node) -> str:
     """Where the innermost annotation around a node was opened."""
     return str(node.meta.get("custom", {}).get(SOURCE_KEY, "outside of any annotation"))
@@ -79,7 +75,7 @@ def _shared(forward: list[Node], state: frozenset[Node]) -> tuple[set[Node], set
         for x in inputs:
             if x.op == "placeholder" and isinstance(x.meta.get("desc"), _torch.ParamAOTInput):
                 weights.add(x)
-        if any(x in state or (x.op != "placeholder" and x not in shared) for x in inputs) or is_random(node):
+        if any(x in state or (x.op != "placeholder" and x not in shared) for x in inputs) or _torch.is_random(node):
             continue
         if inputs and all(x in weights for x in inputs):
             if node.target in VIEWS:

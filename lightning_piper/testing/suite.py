@@ -7,7 +7,7 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 import pytest
-from hypothesis import given, note
+from hypothesis import HealthCheck, given, note, settings
 from hypothesis import strategies as st
 
 from lightning_piper.directives import Directive, apply_program, finish, parse, to_json
@@ -88,13 +88,18 @@ def directive_suite(
     round trip through JSON; and that malformed JSON is refused.
     """
 
+    # The first example of a model captures it; the number of examples stays that of the profile in force.
+    unhurried = settings(deadline=None, suppress_health_check=[HealthCheck.too_slow, HealthCheck.differing_executors])
+
     class Suite:
+        @unhurried
         @given(st.data(), cases(pool=pool))
         def test_alone(self, data: st.DataObject, case: Case) -> None:
             """Static check, contract and plans of the directive on its own."""
             one = data.draw(strategy(case, build_dag(case.step)))
             check_program(case, [one])
 
+        @unhurried
         @given(st.data(), cases(pool=pool))
         def test_composed(self, data: st.DataObject, case: Case) -> None:
             """The same after a random program of the other directives."""
@@ -104,6 +109,7 @@ def directive_suite(
             note(f"program: {to_json(program)}")
             check_program(case, program)
 
+        @unhurried
         @given(st.data(), cases(pool=pool))
         def test_deterministic(self, data: st.DataObject, case: Case) -> None:
             """The same rewrite of the same DAG gives the same DAG."""
@@ -111,6 +117,7 @@ def directive_suite(
             first, second = (str(apply_program(build_dag(case.step), [one])) for _ in range(2))
             assert first == second
 
+        @unhurried
         @given(st.data(), cases(pool=pool))
         def test_json(self, data: st.DataObject, case: Case) -> None:
             """JSON and Python mean the same."""
@@ -118,6 +125,7 @@ def directive_suite(
             assert parse(to_json([one])) == parse([one])
             assert isinstance(one, directive)
 
+        @unhurried
         @given(st.data(), cases(pool=pool))
         def test_refuses_malformed(self, data: st.DataObject, case: Case) -> None:
             """Unknown, missing and senseless fields are DirectiveErrors that name the directive."""

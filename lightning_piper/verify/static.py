@@ -248,8 +248,8 @@ class _Checker:
         slices: dict[PassKey, Contributions] = {key: {} for key in dag.code.interfaces}
         homes: dict[str, set[tuple[int, ...]]] = {}
         for chunk in dag.of_type(Chunk):
-            total = slices[chunk.key]
-            total[chunk.slice] = total.get(chunk.slice, Fraction(0)) + self._share(chunk.slice)
+            # A pass may run twice on the same samples (recomputation); what enters a sum twice is found where it is summed.
+            slices[chunk.key][chunk.slice] = self._share(chunk.slice)
             for name in dag.interface(chunk).params + dag.interface(chunk).state:
                 homes.setdefault(name, set()).add(chunk.devices)
         for (region, kind), total in slices.items():

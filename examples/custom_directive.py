@@ -1,0 +1,93 @@
+"""A directive of one's own: `recompute` runs a region's forward again just before its backward instead of keeping activations.
+
+Nothing in the package knows of it. It is a rewrite of the training DAG, registered under a name that JSON can use, held to its
+contract by `directive_suite` (see tests/examples), and run by the same executor as every other program.
+
+    python examples/custom_directive.py
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import Any, ClassVar
+
+import lightning as L
+import torch
+from torch.utils.data import DataLoader, TensorDataset
+
+import lightning_piper as piper
+from lightning_piper.ir import Chunk, TrainingDAG
+
+
+@piper.register
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Recompute(piper.Directive):
+    """Let the backward of the regions that `filter` selects read the activations of a second forward.
+
+        F -> saved -> B      --recompute-->      F     F' -> saved -> B        (F' waits for the gradient that B waits for)
+
+    The second forward reads the same inputs, buffers and random seed, so it makes the same bits. Use it after place and split.
+
+    Attributes:
+        filter: selects chunks; the backward passes among them are served.
+    """
+
+    op: ClassVar[str] = "recompute"
+    contract: ClassVar[Any] = "bitwise"
+
+    filter: Any
+
+    def check_fields(self) -> None:
+        self.check_filter("filter", self.filter)
+
+    def apply(self, dag: TrainingDAG) -> None:
+        for backward in self.select(dag, "filter", self.filter):
+            if backward.kind == "B":
+                self._recompute(dag, backward)
+
+    def _recompute(self, dag: TrainingDAG, backward: Chunk) -> None:
+        for ref in backward.inputs:
+            forward = dag.nodes[ref[0]]
+            if not isinstance(forward, Chunk) or dag.value(ref).kind != "saved":
+                continue
+            # Without the tag PASS, orders that name forwards do not mean the second one.
+            tags = {tag: index for tag, index in forward.tags.items() if tag != "PASS"}
+            again = dag.add(dataclasses.replace(forward, id=-1, origin=None, tags={**tags, "RECOMPUTED": 0}))
+            dag.substitute(backward, ref, (again.id, ref[1]))
+            for source in {other[0] for other in backward.inputs} - {again.id}:
+                if dag.nodes[source].devices == again.devices:
+                    dag.order(dag.nodes[source], again, dag.origin)
+
+
+class Regressor(L.LightningModule):
+    def __init__(self, stages: int = 2, width: int = 64) -> None:
+        super().__init__()
+        self.stages = torch.nn.ModuleList(
+            torch.nn.Sequential(torch.nn.Linear(width, 4 * width), torch.nn.GELU(), torch.nn.Linear(4 * width, width))
+            for _ in range(stages)
+        )
+
+    def training_step(self, batch: list[torch.Tensor], batch_idx: int) -> torch.Tensor:
+        x, y = batch
+        for i, stage in enumerate(self.stages):
+            with piper.annotate("PP", i):
+                x = x + stage(x)
+        return torch.nn.functional.mse_loss(x, y)
+
+    def configure_optimizers(self) -> torch.optim.Optimizer:
+        return torch.optim.AdamW(self.parameters(), lr=1e-3)
+
+
+def main() -> None:
+    torch.manual_seed(0)
+    module, data = Regressor(), TensorDataset(torch.randn(256, 64), torch.randn(256, 64))
+    program = [*piper.schedules.one_f_one_b(stages=2, microbatches=4), Recompute(filter={"PP": 0})]
+    loader = DataLoader(data, batch_size=32)
+    print(piper.verify(module, next(iter(loader)), program))
+    strategy = piper.PiperStrategy(directives=program, transport="local")
+    trainer = L.Trainer(accelerator="cpu", devices=1, max_epochs=1, strategy=strategy, logger=False, enable_checkpointing=False)
+    trainer.fit(module, loader)
+
+
+if __name__ == "__main__":
+    main()
