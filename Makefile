@@ -13,11 +13,12 @@ PYTHON ?= $(firstword $(foreach name,python3.11 python3,$(shell $(name) -c \
 # One thread for each process: the processes are the parallelism, and figures do not depend on the number of cores.
 export OMP_NUM_THREADS := 1
 
-.PHONY: help demo test lint bench clean
+.PHONY: help demo test property-tests lint bench clean
 
 help:
 	@echo "make demo    train a small GPT on two processes and compare it with one device"
 	@echo "make test    lint, then all tests"
+	@echo "make property-tests   thousands of random programs"
 	@echo "make lint    ruff and mypy"
 	@echo "make bench   all benchmarks"
 	@echo "make clean   remove the virtual environment and the tools' caches"
@@ -27,6 +28,9 @@ demo: $(INSTALLED)
 
 test: lint
 	$(BIN)/python -m pytest
+
+property-tests: $(INSTALLED)
+	HYPOTHESIS_PROFILE=deep $(BIN)/python -m pytest property_tests --timeout 3600
 
 lint: $(INSTALLED)
 	$(BIN)/python -m ruff check .

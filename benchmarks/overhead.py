@@ -56,7 +56,8 @@ def plain_loop(compiled: piper.Compiled, params: dict[str, Tensor], batch: Tenso
         order = sorted(dag.of_type(Chunk), key=lambda c: (c.kind == "B", c.slice, c.region if c.kind == "F" else -c.region))
         for chunk in order:
             interface, code = dag.interface(chunk), dag.code_of(chunk)
-            args = [x for ref in chunk.inputs for x in values[made_by_chunk(ref)]] + [params[name].detach() for name in interface.params]
+            args = [x for ref in chunk.inputs for x in values[made_by_chunk(ref)]]
+            args += [params[name].detach() for name in interface.params]
             args += [batch[chunk.slice.start : chunk.slice.stop] for _ in interface.batch]
             if interface.seeds_gradient:
                 args.append(torch.tensor(len(chunk.slice) / dag.size))

@@ -105,7 +105,8 @@ def compare_time(c: Config, steps: int) -> None:
         print(f"{'':20} median ms a step   min ms")
         for name, values in seconds.items():
             print(f"{name:20} {median[name] * 1e3:16.1f} {min(values) * 1e3:8.1f}")
-        print(f"ratio of medians {ours_ / peer:.3f}, median of paired ratios {statistics.median(pairs):.3f}, {steps} pairs of steps")
+        paired = statistics.median(pairs)
+        print(f"ratio of medians {ours_ / peer:.3f}, median of paired ratios {paired:.3f}, {steps} pairs of steps")
         print(f"largest relative difference of the losses over {steps + 3} AdamW steps: {worst:.1e}")
     dist.barrier()
     dist.destroy_process_group()

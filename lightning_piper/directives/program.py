@@ -80,6 +80,7 @@ def apply_program(
     Raises:
         DirectiveError: a directive does not fit; names its index.
     """
+    dag.ops = tuple(directive.op for directive in program)
     for index, directive in enumerate(program):
         dag.origin = index
         try:

@@ -25,6 +25,7 @@ class TrainingDAG:
         graph: `networkx` graph of ids. Edge attributes: `data` (it carries a value), `order` (index of the directive that
             ordered it, None where none did).
         origin: index of the directive that is being applied; nodes added meanwhile carry it.
+        ops: names of the directives of the program, by index, for messages.
         partial: the batch is smaller than the one the program was written for; a split may then give fewer pieces.
         absent: tag -> indices that a partial batch does not have; filters may name them in vain.
     """
@@ -34,6 +35,7 @@ class TrainingDAG:
         self.nodes: dict[int, Node] = {}
         self.graph: nx.DiGraph[int] = nx.DiGraph()
         self.origin: int | None = None
+        self.ops: tuple[str, ...] = ()
         self.absent: dict[str, set[int]] = {}
         self._next = 0
 
@@ -129,7 +131,7 @@ class TrainingDAG:
         copy.nodes = {i: dataclasses.replace(node) for i, node in self.nodes.items()}
         copy.graph = self.graph.copy()
         copy.absent = {tag: set(indices) for tag, indices in self.absent.items()}
-        copy._next = self._next
+        copy._next, copy.ops = self._next, self.ops
         return copy
 
     def __str__(self) -> str:

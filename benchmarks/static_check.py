@@ -1,0 +1,68 @@
+"""The cost of the static check (and of compiling plans) as the training DAG grows: it should double with it.
+
+    python benchmarks/static_check.py [--microbatches 420]
+"""
+
+from __future__ import annotations
+
+import argparse
+import time
+from collections.abc import Callable
+
+import lightning as L
+import torch
+from torch import Tensor, nn
+
+import lightning_piper as piper
+from lightning_piper.capture import capture
+from lightning_piper.directives import apply_program, finish
+from lightning_piper.ir.build import build_dag
+from lightning_piper.plan import check_plans, compile_plans
+from lightning_piper.verify import check
+
+STAGES, WIDTH = 8, 4
+
+
+class Chain(L.LightningModule):
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList([nn.Linear(WIDTH, WIDTH) for _ in range(STAGES)])
+
+    def training_step(self, batch: Tensor, batch_idx: int) -> Tensor:
+        x = batch
+        for i, layer in enumerate(self.layers):
+            with piper.annotate("PP", i):
+                x = torch.tanh(layer(x))
+        return x.square().mean()
+
+
+def seconds(call: Callable[[], object]) -> float:
+    start = time.perf_counter()
+    call()
+    return time.perf_counter() - start
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--microbatches", type=int, default=420)
+    first = parser.parse_args().microbatches
+    module, before = Chain(), 0.0
+    print("microbatches   nodes   edges   program s   static check s   plans s   plan check s   check, times the row before")
+    for microbatches in (first, 2 * first, 4 * first):
+        step = capture(module, torch.randn(microbatches, WIDTH))
+        dag = build_dag(step)
+        program = piper.schedules.one_f_one_b(STAGES, microbatches)
+        rewriting = seconds(lambda dag=dag, program=program: finish(apply_program(dag, program)))
+        checking = min(seconds(lambda dag=dag: check(dag)) for _ in range(3))
+        start = time.perf_counter()
+        plans = compile_plans(dag)
+        planning = time.perf_counter() - start
+        plan_check = seconds(lambda plans=plans: check_plans(plans))
+        growth = f"{checking / before:.2f}" if before else ""
+        print(f"{microbatches:12} {len(dag.nodes):7} {dag.graph.number_of_edges():7} {rewriting:11.2f} {checking:16.2f} "
+              f"{planning:9.2f} {plan_check:14.2f}   {growth}", flush=True)  # fmt: skip
+        before = checking
+
+
+if __name__ == "__main__":
+    main()
