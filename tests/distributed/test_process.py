@@ -22,8 +22,6 @@ TWO = [
     *(Job(name, microbatches=1) for name in ("gpt", "tied", "conv")),
     *(Job(name, microbatches=4, shape="1F1B") for name in ("mlp", "conv", "dropout")),
     *(Job(name, shape="one stage split") for name in ("mlp", "gpt")),
-    # Gradients are summed on one of a region's two devices, and only there: good for one step.
-    *(Job(name, shape="homes", steps=1) for name in ("mlp", "gpt")),
     Job("mlp", shape="crossing"),
 ]  # fmt: skip
 THREE = [Job("gpt", devices=3, microbatches=4, shape="1F1B"), Job("tied", devices=3), Job("residual", devices=3)]

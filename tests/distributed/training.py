@@ -41,11 +41,8 @@ class Job:
             return pipeline(self.name, self.devices, self.microbatches)
         if self.shape == "one stage split":
             return dag_of(step, place(step, self.devices) + split(2, PP=1))
-        if self.shape == "crossing":
-            return dag_of(step, place(step, 2) + split(3) + order(0, "F0 F1 F2") + order(1, "F2 F0 F1"))
-        assert self.shape == "homes"
-        homes = [{"op": "place", "filter": {"MB": mb}, "devices": [d]} for d, mb in enumerate(([0, 2], [1, 3]))]
-        return dag_of(step, split(4) + homes)
+        assert self.shape == "crossing"
+        return dag_of(step, place(step, 2) + split(3) + order(0, "F0 F1 F2") + order(1, "F2 F0 F1"))
 
     def plans(self) -> dict[int, Plan]:
         plans = compile_plans(self.dag())

@@ -44,17 +44,3 @@ def test_the_first_two_terms_make_new_tensors_and_the_sum_is_changed_in_place_fr
     first, *rest = [i for i in plan.instructions if isinstance(i, Add)]
     assert not first.in_place and first.into not in {read.slot for read in first.reads}
     assert all(add.in_place and add.into == first.into for add in rest)
-
-
-def test_terms_from_another_device_keep_their_place_in_the_sum() -> None:
-    step = captured("mlp").step
-    homes = [{"op": "place", "filter": {"MB": mb}, "devices": [d]} for d, mb in enumerate(([0, 2], [1, 3]))]
-    dag = dag_of(step, split(4) + homes)
-    plans = compile_plans(dag)
-    check_plans(plans)
-    total = next(n for n in dag.of_type(Accumulate) if n.tags["PP"] == 1)
-    made = {i.into: i.node for i in plans[0].instructions if len(i.writes) == 1 and i.writes[0] is not None}
-    made |= {slot: i.node for i in plans[0].instructions if isinstance(i, Run) for slot in i.writes if slot is not None}
-    adds = [i for i in plans[0].instructions if isinstance(i, Add) and i.node == total.id]
-    terms = [made[read.slot] for add in adds for read in add.reads]
-    assert terms == [source for source, _ in total.inputs]

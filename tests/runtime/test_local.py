@@ -27,12 +27,6 @@ def test_every_model_as_a_pipeline(name: str, devices: int, microbatches: int) -
     assert differences(reference(model, dag), rig(model, dag).outcome()) == []
 
 
-def homes(model: Captured) -> TrainingDAG:
-    """Microbatches live on different devices, so gradients are summed over both."""
-    program = [{"op": "place", "filter": {"MB": mb}, "devices": [d]} for d, mb in enumerate(([0, 2], [1, 3]))]
-    return dag_of(model.step, split(4) + program)
-
-
 SHAPES: dict[str, Callable[[Captured], TrainingDAG]] = {
     "1F1B": lambda m: pipeline("gpt", 3, 4),
     "only one stage split": lambda m: dag_of(m.step, place(m.step, 3) + split(2, PP=1)),
@@ -40,7 +34,6 @@ SHAPES: dict[str, Callable[[Captured], TrainingDAG]] = {
     "received in another order than sent": lambda m: dag_of(
         m.step, place(m.step, 3) + split(3) + order(0, "F0 F1 F2") + order(1, "F2 F0 F1") + order(2, "F1 F2 F0")
     ),
-    "summed over devices": homes,
 }
 
 
