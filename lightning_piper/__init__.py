@@ -1,0 +1,29 @@
+"""lightning_piper: parallel training strategies as checked programs, for PyTorch Lightning."""
+
+from lightning_piper import schedules
+from lightning_piper.annotate import annotate, annotate_modules
+from lightning_piper.compiler import Compiled, compile
+from lightning_piper.directives import Directive, Order, Place, Split, register
+from lightning_piper.errors import CaptureError, DirectiveError, ExecutionError, PiperError, VerificationError
+from lightning_piper.strategy import PiperStrategy
+from lightning_piper.verify import verify
+
+__all__ = [
+    "CaptureError",
+    "Compiled",
+    "Directive",
+    "DirectiveError",
+    "ExecutionError",
+    "Order",
+    "PiperError",
+    "PiperStrategy",
+    "Place",
+    "Split",
+    "VerificationError",
+    "annotate",
+    "annotate_modules",
+    "compile",
+    "register",
+    "schedules",
+    "verify",
+]

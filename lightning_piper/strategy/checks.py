@@ -1,0 +1,105 @@
+"""What a Trainer or a module asks for that this strategy does not do, refused before any training."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import lightning.pytorch as pl
+import torch
+from lightning.pytorch.callbacks import ModelCheckpoint, OnExceptionCheckpoint, StochasticWeightAveraging, WeightAveraging
+from lightning.pytorch.callbacks.batch_size_finder import BatchSizeFinder
+from lightning.pytorch.utilities.signature_utils import is_param_in_hook_signature
+
+from lightning_piper.errors import PiperError
+
+
+def check_fit(trainer: pl.Trainer, module: pl.LightningModule, processes: int, sync_batchnorm: bool) -> None:
+    """Refuse a fit that would go wrong.
+
+    Args:
+        trainer, module: of the fit.
+        processes: over which the module will be distributed.
+        sync_batchnorm: of the Trainer.
+
+    Raises:
+        PiperError: says what, why, and the way out.
+    """
+    problem = next(_problems(trainer, module, sync_batchnorm), None)
+    if problem is None and processes > 1:
+        problem = next(_problems_of_processes(trainer, module), None)
+    if problem is not None:
+        raise PiperError(f"PiperStrategy: {problem}")
+
+
+def _problems(trainer: pl.Trainer, module: pl.LightningModule, sync_batchnorm: bool) -> Iterator[str]:
+    if not module.automatic_optimization:
+        yield (
+            "manual optimisation (automatic_optimization=False) is not supported: a captured training step is one forward and "
+            "one backward pass; return the loss and leave backward and optimizer steps to the Trainer"
+        )
+    if is_param_in_hook_signature(module.training_step, "dataloader_iter", explicit=True):
+        yield "training_step(dataloader_iter) draws its own batches, so there is none to capture; take (batch, batch_idx)"
+    if sync_batchnorm:
+        yield "sync_batchnorm=True has no effect on pipeline stages, which all see the whole batch's microbatches; leave it out"
+    if any(p.is_meta for p in [*module.parameters(), *module.buffers()]):
+        yield "the module has parameters or buffers without data (on the meta device); initialise them before fit"
+    for callback in trainer.callbacks:  # type: ignore[attr-defined]
+        if isinstance(callback, WeightAveraging | StochasticWeightAveraging):
+            yield (
+                f"the callback {type(callback).__name__} copies the module, and a copy is not updated with the stages' "
+                "parameters; leave it out"
+            )
+
+
+def _problems_of_processes(trainer: pl.Trainer, module: pl.LightningModule) -> Iterator[str]:
+    if trainer.enable_validation:
+        yield (
+            "validation of a model whose stages are on several processes is not supported; fit with "
+            "Trainer(limit_val_batches=0), and validate a checkpoint (or the module after fit, which is whole again) with a "
+            "plain Trainer(devices=1)"
+        )
+    for callback in trainer.callbacks:  # type: ignore[attr-defined]
+        name = type(callback).__name__
+        if isinstance(callback, OnExceptionCheckpoint) or (isinstance(callback, ModelCheckpoint) and callback.save_on_exception):
+            yield (
+                f"{name} saves when a process has failed, but a checkpoint needs all processes, so the others would wait in "
+                "vain; save every few steps instead: ModelCheckpoint(every_n_train_steps=...)"
+            )
+        if isinstance(callback, BatchSizeFinder):
+            yield f"{name} tries batch sizes until memory is short, and the other processes would wait in vain; choose batch_size"
+
+
+def check_optimizers(optimizers: list[torch.optim.Optimizer], processes: int) -> None:
+    """Refuse optimizers that cannot be divided.
+
+    Raises:
+        PiperError: says why.
+    """
+    if len(optimizers) != 1:
+        raise PiperError(
+            f"PiperStrategy: configure_optimizers gives {len(optimizers)} optimizers; give one, with a parameter group for each "
+            "part of the module that is to be treated differently"
+        )
+    if processes > 1 and isinstance(optimizers[0], torch.optim.LBFGS):
+        raise PiperError(
+            "PiperStrategy: LBFGS takes inner products over all parameters, which are on several processes; use an optimizer "
+            "that treats each parameter on its own (SGD, AdamW, ...)"
+        )
+
+
+def check_stays_captured(module: torch.nn.Module, before: tuple[bool, ...]) -> None:
+    """Refuse a module that was switched since the capture.
+
+    Raises:
+        PiperError: the modes of submodules or which parameters are trained have changed.
+    """
+    if switches(module) != before:
+        raise PiperError(
+            "PiperStrategy: train() or eval() of a submodule, or requires_grad of a parameter, changed since the step was "
+            "captured, and the captured step would not follow; make the change before fit, and call fit again after it"
+        )
+
+
+def switches(module: torch.nn.Module) -> tuple[bool, ...]:
+    """What decides, besides tensors, what a captured step does."""
+    return (*(m.training for m in module.modules()), *(p.requires_grad for p in module.parameters()))

@@ -1,0 +1,143 @@
+"""`Fit`: what one call of `Trainer.fit` needs from the first capture to the last step."""
+
+from __future__ import annotations
+
+import warnings
+from typing import Any
+
+import lightning.pytorch as pl
+import torch
+from lightning.pytorch.plugins.precision import Precision
+from lightning.pytorch.utilities.seed import isolate_rng
+from torch import nn
+from torch.optim import Optimizer
+from torchmetrics import Metric
+
+from lightning_piper.capture import flatten
+from lightning_piper.errors import PiperError
+from lightning_piper.strategy.agreement import BatchCheck, agree_on_loader, share_random_state
+from lightning_piper.strategy.bridge import Bridge
+from lightning_piper.strategy.checks import check_optimizers, check_stays_captured, switches
+from lightning_piper.strategy.data import Peek
+from lightning_piper.strategy.engine import Engine, Settings
+from lightning_piper.strategy.optimizer import ShardedOptimizer
+from lightning_piper.strategy.ownership import Ownership
+from lightning_piper.strategy.precision import GlobalNormClipping
+from lightning_piper.strategy.verification import Verify, verify_by_execution
+from lightning_piper.strategy.world import World
+
+
+class Fit:
+    """Made in `setup`: captures and verifies the step, distributes the module, connects the processes. Collective throughout.
+
+    Args:
+        module: whole, in its precision, with the values to start from (the lead's count).
+        peek: gives a batch to capture with.
+        settings: of the compilation.
+        verify: how the program is verified.
+        seed: of the steps' random numbers, where a checkpoint brings one; else it is drawn.
+
+    Attributes:
+        seed: the one that is used.
+    """
+
+    def __init__(
+        self, module: pl.LightningModule, peek: Peek, settings: Settings, verify: Verify, seed: int | None, world: World
+    ) -> None:
+        self._module, self._peek, self._world = module, peek, world
+        share_random_state(world)
+        with isolate_rng():
+            drawn = int(torch.randint(2**62, ()))
+        self.seed: int = drawn if seed is None else seed
+        batch = peek.batch()
+        layout = world.on_lead(lambda: flatten(batch)[1])
+        assert layout is not None
+        self.engine = Engine(module, layout, settings, world)
+        _check_devices(self.engine.devices, settings.local, world)
+        verify_by_execution(verify, self.engine.first, module, batch, world)
+        self._switches = switches(module)
+        self._suspended = _suspend(module, world)
+        self.ownership = Ownership(module, self.engine.first, world)
+        self.ownership.distribute()
+        owned = self.ownership.owned_params
+        self.engine.bind(owned, self.ownership.owned_buffers)
+        self._bridge = Bridge(owned, world.device)
+        self._check = BatchCheck(world)
+        self._epoch = -1
+        self.optimizer: ShardedOptimizer | None = None
+        self._clipping: GlobalNormClipping | None = None
+
+    def attach(self, optimizers: list[Optimizer], plugin: Precision) -> None:
+        """Cut the optimizer down to this process's parameters, and let clipping see all of them.
+
+        Raises:
+            PiperError: there are several optimizers, or one that cannot be divided.
+        """
+        check_optimizers(optimizers, self._world.size)
+        self.optimizer = ShardedOptimizer(optimizers[0], self.ownership, self._world)
+        if self._world.size > 1:
+            self._clipping = GlobalNormClipping(plugin, self.ownership, self._world)
+
+    def loader(self, loader: object) -> object:
+        """The training data as they are to be iterated over."""
+        return self._peek.with_first(agree_on_loader(loader, self._world))
+
+    def step(self, batch: Any, number: int, epoch: int) -> torch.Tensor:
+        """Run the plan on a batch: logs what the step logs, and returns its loss.
+
+        Args:
+            batch: on this process's device.
+            number: of the batch, counted over the whole training, epochs and resumed fits included.
+            epoch: current one.
+        """
+        if epoch != self._epoch:
+            check_stays_captured(self._module, self._switches)
+            self._epoch = epoch
+        leaves, layout = flatten(batch)
+        self._check.post(layout, leaves)
+        prepared = self.engine.prepared(layout)
+        result = self.engine.step(prepared, leaves, self.seed + number)
+        prepared.replay(self._module, result.metrics)
+        return self._bridge.loss(result.metrics[0].to(prepared.replay.dtype, copy=True), result.grads)
+
+    def close(self, failed: bool) -> None:
+        """End the fit; unless it failed, every process has the whole module again. Collective, unless it failed."""
+        if self._clipping is not None:
+            self._clipping.remove()
+        for owner, name, value in self._suspended:
+            setattr(owner, name, value)
+        if not failed:
+            self._check.finish()
+            self.ownership.restore()
+            self.engine.close()
+
+
+def _suspend(module: pl.LightningModule, world: World) -> list[tuple[nn.Module, str, Any]]:
+    """Switch off, for the time of the fit, what assumes that every process has the whole module or data of its own.
+
+    Summaries and graph logging would run the module on its `example_input_array`; metrics would add up what all processes
+    have seen, which are the same batches. Returns what to set again afterwards.
+    """
+    if world.size == 1:
+        return []
+    # Lightning recommends it to everybody who logs while torch.distributed runs; here it would change nothing.
+    warnings.filterwarnings("ignore", message=r"It is recommended to use `self\.log\(.*sync_dist=True")
+    found: list[tuple[nn.Module, str, Any]] = [(module, "example_input_array", module.example_input_array)]
+    module.example_input_array = None
+    for part in module.modules():
+        if isinstance(part, Metric):
+            found.append((part, "distributed_available_fn", part.distributed_available_fn))
+            part.distributed_available_fn = _never
+    return found
+
+
+def _never() -> bool:
+    return False
+
+
+def _check_devices(devices: int, local: bool, world: World) -> None:
+    if not local and devices != world.size:
+        raise PiperError(
+            f"the directives place the step on {devices} logical device(s), the Trainer runs {world.size} process(es); give "
+            f"Trainer(devices={devices}), or all devices in one process with PiperStrategy(transport='local') and devices=1"
+        )

@@ -1,0 +1,56 @@
+"""Replays the step's `self.log` calls with the values of the batch that was just trained on."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import lightning.pytorch as pl
+import torch
+
+from lightning_piper.compiler import Compiled
+from lightning_piper.ir.build import metric_names
+from lightning_piper.ir.dag import TrainingDAG
+from lightning_piper.ir.regions import LOSS
+
+# The values that a plan reports are the same in every process; reducing them again would only cost time.
+_NOT_REPLAYED = ("sync_dist", "sync_dist_group", "enable_graph")
+
+
+class Replay:
+    """The logging of one compiled program: every process logs the same values under the same keys, in the order of the step.
+
+    Attributes:
+        dtype: of the loss.
+    """
+
+    def __init__(self, compiled: Compiled) -> None:
+        names = metric_names(compiled.dag.code)
+        dtypes = _dtypes(compiled.dag)
+        self.dtype = dtypes[LOSS]
+        self._calls: list[tuple[str, int | float, torch.dtype | None, dict[str, Any]]] = []
+        for log in compiled.dag.code.logs:
+            kwargs: dict[str, Any] = {k: v for k, v in log.kwargs.items() if k not in _NOT_REPLAYED}
+            kwargs.setdefault("batch_size", compiled.dag.size)
+            kwargs["reduce_fx"] = log.reduce
+            if log.constant is None:
+                # Lightning keeps metrics in float32 at least.
+                dtype = torch.promote_types(dtypes[log.name], torch.float32)
+                self._calls.append((log.name, names.index(log.name, 1), dtype, kwargs))
+            else:
+                self._calls.append((log.name, log.constant, None, kwargs))
+
+    def __call__(self, module: pl.LightningModule, metrics: torch.Tensor) -> None:
+        for name, value, dtype, kwargs in self._calls:
+            module.log(name, value if dtype is None else metrics[int(value)].to(dtype), **kwargs)
+
+
+def _dtypes(dag: TrainingDAG) -> dict[str, torch.dtype]:
+    """What the step computes the loss and its logged tensors in."""
+    found = {}
+    for key, interface in dag.code.interfaces.items():
+        for output, specs in zip(interface.outputs, dag.code.code[key].outputs, strict=True):
+            if output.kind == "loss":
+                found[LOSS] = specs[0].dtype
+            elif output.kind == "log":
+                found.setdefault(output.names[0], specs[0].dtype)
+    return found

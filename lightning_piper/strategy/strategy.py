@@ -1,0 +1,329 @@
+"""`PiperStrategy`: Lightning's Trainer runs a checked plan instead of the training step."""
+
+from __future__ import annotations
+
+import sys
+import warnings
+from collections.abc import Mapping
+from datetime import timedelta
+from pathlib import Path
+from typing import Any, Literal, TypeVar
+
+import lightning.pytorch as pl
+import torch
+import torch.distributed as dist
+from lightning.fabric.plugins import CheckpointIO, ClusterEnvironment
+from lightning.fabric.plugins.collectives.torch_collective import default_pg_timeout
+from lightning.fabric.utilities.distributed import _init_dist_connection
+from lightning.fabric.utilities.optimizer import _optimizers_to_device
+from lightning.fabric.utilities.rank_zero import rank_zero_only as fabric_rank_zero_only
+from lightning.pytorch.accelerators import Accelerator
+from lightning.pytorch.core.optimizer import LightningOptimizer
+from lightning.pytorch.plugins.precision import Precision
+from lightning.pytorch.strategies.launchers.subprocess_script import _SubprocessScriptLauncher
+from lightning.pytorch.strategies.parallel import ParallelStrategy
+from lightning.pytorch.trainer.states import TrainerFn
+from lightning.pytorch.utilities.rank_zero import rank_zero_only
+from torch.optim import Optimizer
+
+from lightning_piper.errors import PiperError
+from lightning_piper.strategy.checkpoint import KEY, save_in_one_go, seed_of
+from lightning_piper.strategy.checks import check_fit
+from lightning_piper.strategy.data import Peek
+from lightning_piper.strategy.engine import Settings
+from lightning_piper.strategy.failure import FailureWatch
+from lightning_piper.strategy.fit import Fit
+from lightning_piper.strategy.precision import check_precision
+from lightning_piper.strategy.program import from_module, given_or_from_environment
+from lightning_piper.strategy.verification import ACCEPTED, Verify
+from lightning_piper.strategy.world import World
+
+T = TypeVar("T")
+
+
+class PiperStrategy(ParallelStrategy):
+    """Trains a LightningModule under a program of directives, checked against what one device computes.
+
+        Trainer(accelerator="cpu", devices=2, strategy=PiperStrategy(directives=schedules.one_f_one_b(2, 8))).fit(module, loader)
+
+    Works with `lightning`, not with `pytorch_lightning`, whose classes are others of the same names.
+
+    Args:
+        directives: a list of directives or JSON objects, the path of a JSON file, or what a schedule builder returns. Left out:
+            the file that the environment variable PIPER_DIRECTIVES names, or the module's `piper_directives`.
+        verify: `static` checks every rewrite and plan without running it; `first_batch` also runs the finished program on one
+            batch and compares with one device; `each` does so after every directive and prints the report; `off` checks nothing.
+        transport: `process` has a process for each logical device; `local` runs all of them in this one, with `devices=1`.
+        example_batch: a batch as the DataLoader would give it, to capture the step with. Left out, one is taken from the training
+            data, which lose nothing by it.
+        timeout: after which communication that nobody answers fails.
+        start_method: only `popen`, one new Python process for each device.
+        process_group_backend: of the default process group; `gloo` on CPU and `nccl` on CUDA if left out.
+        accelerator, parallel_devices, cluster_environment, checkpoint_io, precision_plugin: as for Lightning's own strategies.
+
+    Raises:
+        DirectiveError: a directive is malformed.
+        PiperError: another argument has a value that it cannot have.
+    """
+
+    strategy_name = "piper"
+
+    def __init__(
+        self,
+        directives: Any | None = None,
+        *,
+        verify: Verify = "static",
+        transport: Literal["process", "local"] = "process",
+        example_batch: Any | None = None,
+        timeout: timedelta = default_pg_timeout,
+        start_method: Literal["popen"] = "popen",
+        process_group_backend: str | None = None,
+        accelerator: Accelerator | None = None,
+        parallel_devices: list[torch.device] | None = None,
+        cluster_environment: ClusterEnvironment | None = None,
+        checkpoint_io: CheckpointIO | None = None,
+        precision_plugin: Precision | None = None,
+    ) -> None:
+        super().__init__(accelerator, parallel_devices, cluster_environment, checkpoint_io, precision_plugin)
+        _one_of("verify", verify, ACCEPTED)
+        _one_of("transport", transport, ("process", "local"))
+        if start_method != "popen":
+            raise PiperError(
+                f"PiperStrategy(start_method={start_method!r}): a spawned or forked worker cannot hand a module back whose parts "
+                "are on several processes; use 'popen' (the script runs once for each device), torchrun, or transport='local'"
+            )
+        if not isinstance(timeout, timedelta) or timeout <= timedelta(0):
+            raise PiperError(f"PiperStrategy(timeout={timeout!r}): give a positive datetime.timedelta")
+        self._program = given_or_from_environment(directives)
+        self._verify, self._example, self._timeout = verify, example_batch, timeout
+        self._local = transport == "local"
+        self._backend = process_group_backend
+        self._fit: Fit | None = None
+        self._resumed_seed: int | None = None
+        self._failed = False
+        self._watch: FailureWatch | None = None
+        self.num_nodes = 1
+
+    def __repr__(self) -> str:
+        given = "no directives of its own" if self._program is None else f"{len(self._program)} directives"
+        transport = "local" if self._local else "process"
+        return f"<PiperStrategy for lightning.pytorch.Trainer (not for pytorch_lightning's): {given}, transport={transport!r}>"
+
+    # Processes
+
+    @property
+    def is_distributed(self) -> bool:
+        """False, for all processes are stages of one replica: they read the same data in the order that the user chose.
+
+        Lightning would give a distributed strategy a sampler of its own, which shuffles also where the user does not.
+        """
+        return False
+
+    @property
+    def distributed_sampler_kwargs(self) -> dict[str, Any]:
+        return {"num_replicas": 1, "rank": 0}
+
+    @property
+    def root_device(self) -> torch.device:
+        assert self.parallel_devices is not None
+        return self.parallel_devices[self.local_rank]
+
+    @property
+    def num_processes(self) -> int:
+        return len(self.parallel_devices) if self.parallel_devices is not None else 0
+
+    @property
+    def world(self) -> World:
+        return World(self.global_rank, 1 if self._local else self.world_size, self.root_device, self._timeout)
+
+    def set_world_ranks(self) -> None:
+        """Called by the Trainer as soon as it knows the devices."""
+        if self.cluster_environment is not None:
+            self.cluster_environment.set_global_rank(self.node_rank * self.num_processes + self.local_rank)
+            self.cluster_environment.set_world_size(self.num_nodes * self.num_processes)
+        for only in (rank_zero_only, fabric_rank_zero_only):
+            only.rank = self.global_rank  # type: ignore[attr-defined]
+
+    def _configure_launcher(self) -> None:
+        if self._local:
+            if self.num_processes * self.num_nodes != 1:
+                raise PiperError(
+                    f"PiperStrategy(transport='local') runs all logical devices in one process; found Trainer(devices="
+                    f"{self.num_processes}, num_nodes={self.num_nodes}), give devices=1"
+                )
+            return
+        assert self.cluster_environment is not None
+        if not self.cluster_environment.creates_processes_externally:
+            if hasattr(sys, "ps1"):
+                raise PiperError(
+                    "PiperStrategy(transport='process') runs the script once for each device, which a notebook or an interactive "
+                    "session cannot; use transport='local' with devices=1 here, or run a script"
+                )
+            self._launcher = _SubprocessScriptLauncher(self.cluster_environment, self.num_processes, self.num_nodes)
+
+    def setup_environment(self) -> None:
+        super().setup_environment()
+        assert self.cluster_environment is not None
+        if self._local:
+            if self.cluster_environment.world_size() != 1:
+                started = self.cluster_environment.world_size()
+                raise PiperError(f"PiperStrategy(transport='local') runs in one process, but {started} were started")
+            return
+        self.cluster_environment.validate_settings(num_devices=self.num_processes, num_nodes=self.num_nodes)
+        self.set_world_ranks()
+        backend = self._backend or ("nccl" if self.root_device.type == "cuda" else "gloo")
+        _init_dist_connection(self.cluster_environment, backend, timeout=self._timeout)
+        if self.world_size > 1:
+            self._watch = FailureWatch(self.world, self.cluster_environment.main_address)
+
+    # Fit
+
+    def setup(self, trainer: pl.Trainer) -> None:
+        module = self.lightning_module
+        assert module is not None and self.accelerator is not None
+        self._failed, self._fit = False, None
+        if trainer.state.fn != TrainerFn.FITTING:
+            self._setup_evaluation(trainer)
+            return
+        self.accelerator.setup(trainer)
+        world = self.world
+        check_fit(trainer, module, world.size, sync_batchnorm=self._layer_sync is not None)
+        check_precision(self.precision_plugin)
+        self.model = self.precision_plugin.convert_module(module)
+        program = self._program if self._program is not None else from_module(module)
+        settings = Settings(program, self._verify != "off", self.precision_plugin.train_step_context, self._local, self._timeout)
+        peek = Peek(trainer, world, self._transfer, self._example)
+        self._fit = Fit(module, peek, settings, self._verify, self._resumed_seed, world)
+        self.setup_optimizers(trainer)
+        self._fit.attach(self.optimizers, self.precision_plugin)
+        self.setup_precision_plugin()
+        _optimizers_to_device(self.optimizers, self.root_device)
+
+    def _setup_evaluation(self, trainer: pl.Trainer) -> None:
+        """In one process the module is whole, and evaluation is as with any strategy."""
+        if not self._local:
+            assert trainer.state.fn is not None
+            raise PiperError(
+                f"PiperStrategy: trainer.{trainer.state.fn.value} of a model whose stages are on several processes is not "
+                "supported; use a plain Trainer(devices=1) with a checkpoint, or with the module after fit, which is whole again"
+            )
+        super().setup(trainer)
+
+    def setup_optimizers(self, trainer: pl.Trainer) -> None:
+        self._reset_optimizers_and_schedulers()
+        super().setup_optimizers(trainer)
+
+    def model_to_device(self) -> None:
+        assert self.model is not None
+        self.model.to(self.root_device)
+
+    def _transfer(self, batch: Any) -> Any:
+        """A batch as the training step gets it."""
+        assert self.lightning_module is not None
+        batch = self.precision_plugin.convert_input(batch)
+        batch = self.lightning_module._on_before_batch_transfer(batch, dataloader_idx=0)
+        return self.batch_to_device(batch, self.root_device, dataloader_idx=0)
+
+    def process_dataloader(self, dataloader: object) -> object:
+        return dataloader if self._fit is None else self._fit.loader(dataloader)
+
+    def training_step(self, batch: Any, *args: Any, **kwargs: Any) -> torch.Tensor:
+        assert self._fit is not None and self.lightning_module is not None
+        trainer = self.lightning_module.trainer
+        return self._fit.step(batch, trainer.fit_loop.epoch_loop.total_batch_idx, trainer.current_epoch)
+
+    def on_exception(self, exception: BaseException) -> None:
+        self._failed = True
+        if self._watch is not None:
+            self._watch.report(exception)
+
+    def teardown(self) -> None:
+        if self._fit is not None:
+            self._fit.close(self._failed)
+        if self._watch is not None:
+            self._watch.stop()
+            self._watch = None
+        self._resumed_seed = None
+        assert self.accelerator is not None and self.cluster_environment is not None
+        module = self.lightning_module
+        if module is not None and any(x.is_meta for x in [*module.parameters(), *module.buffers()]):
+            # After a failure the module is still in parts, and what has no data cannot be moved.
+            self.cluster_environment.teardown()
+            self.precision_plugin.teardown()
+            self.accelerator.teardown()
+            self.checkpoint_io.teardown()
+        else:
+            super().teardown()
+
+    # Collectives. The processes are one replica: what is reduced over replicas is the same everywhere.
+
+    def reduce(self, tensor: torch.Tensor | Any, group: Any | None = None, reduce_op: Any = "mean") -> torch.Tensor | Any:
+        return tensor
+
+    def reduce_boolean_decision(self, decision: bool, all: bool = True) -> bool:
+        return self.world.decide(decision, all)
+
+    def all_gather(self, tensor: torch.Tensor, group: Any | None = None, sync_grads: bool = False) -> torch.Tensor:
+        return tensor if self._local else super().all_gather(tensor, group, sync_grads)
+
+    def barrier(self, name: str | None = None) -> None:
+        if self._local or not dist.is_initialized():
+            return
+        if dist.get_backend() == "nccl":
+            dist.barrier(device_ids=[self.root_device.index])
+        else:
+            dist.barrier()
+
+    def broadcast(self, obj: T, src: int = 0) -> T:
+        if self._local or not dist.is_initialized():
+            return obj
+        box = [obj]
+        dist.broadcast_object_list(box, src)
+        return box[0]
+
+    # Checkpoints
+
+    def lightning_module_state_dict(self) -> dict[str, Any]:
+        """The module's state dict: whole on the lead, with tensors without data for foreign parts on the others. Collective."""
+        if self._fit is None:
+            return super().lightning_module_state_dict()
+        with self._fit.ownership.whole_on_lead():
+            return super().lightning_module_state_dict()
+
+    def optimizer_state(self, optimizer: Optimizer) -> dict[str, Any]:
+        """The optimizer's state as one device would have it: whole on the lead, in part on the others. Collective."""
+        if isinstance(optimizer, LightningOptimizer):
+            optimizer = optimizer._optimizer
+        if self._fit is None or self._fit.optimizer is None or self._fit.optimizer.optimizer is not optimizer:
+            return super().optimizer_state(optimizer)
+        return self._fit.optimizer.full_state()
+
+    def load_optimizer_state_dict(self, checkpoint: Mapping[str, Any]) -> None:
+        assert self._fit is not None and self._fit.optimizer is not None
+        states = checkpoint["optimizer_states"]
+        if len(states) != 1:
+            raise PiperError(f"the checkpoint holds the states of {len(states)} optimizers; PiperStrategy trains with one")
+        self._fit.optimizer.load_full_state(states[0])
+        _optimizers_to_device(self.optimizers, self.root_device)
+
+    def load_model_state_dict(self, checkpoint: Mapping[str, Any], strict: bool = True) -> None:
+        with warnings.catch_warnings():
+            # A load in the middle of a fit finds tensors without data for foreign parts; torch warns of each.
+            warnings.filterwarnings("ignore", message=".*copying from a non-meta parameter.*")
+            super().load_model_state_dict(checkpoint, strict)
+
+    def load_checkpoint(self, checkpoint_path: str | Path, weights_only: bool | None = None) -> dict[str, Any]:
+        content = super().load_checkpoint(checkpoint_path, weights_only)
+        self._resumed_seed = seed_of(content)
+        return content
+
+    def save_checkpoint(self, checkpoint: dict[str, Any], filepath: str | Path, storage_options: Any | None = None) -> None:
+        if self._fit is not None:
+            checkpoint[KEY] = {"seed": self._fit.seed}
+        if self.is_global_zero:
+            save_in_one_go(self.checkpoint_io, checkpoint, filepath, storage_options)
+
+
+def _one_of(name: str, value: object, accepted: tuple[str, ...]) -> None:
+    if value not in accepted:
+        raise PiperError(f"PiperStrategy({name}={value!r}): accepted are {', '.join(map(repr, accepted))}")

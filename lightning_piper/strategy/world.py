@@ -1,0 +1,132 @@
+"""The processes of a run, as the strategy sees them: who leads, and how objects and tensors get from one to another.
+
+With one process (`transport="local"`) every operation is the identity, so its callers need not ask.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from datetime import timedelta
+from typing import Any, TypeVar
+
+import torch
+import torch.distributed as dist
+
+from lightning_piper.errors import PiperError
+
+T = TypeVar("T")
+LEAD = 0
+
+# One group for host tensors, for as long as the default group lives: fits and strategies of a process share it.
+_host: tuple[dist.ProcessGroup, dist.ProcessGroup] | None = None
+
+
+class World:
+    """Attributes:
+    rank, size: of this process and of the run.
+    device: on which this process keeps its tensors.
+    """
+
+    def __init__(self, rank: int, size: int, device: torch.device, timeout: timedelta | None = None) -> None:
+        self.rank, self.size, self.device = rank, size, device
+        self._timeout = timeout
+
+    @property
+    def leads(self) -> bool:
+        return self.rank == LEAD
+
+    @property
+    def host_group(self) -> dist.ProcessGroup:
+        """A group over all processes for tensors in host memory. The first use is collective."""
+        global _host
+        default = dist.group.WORLD
+        assert default is not None
+        if _host is None or _host[0] is not default:
+            _host = (default, dist.new_group(backend="gloo", timeout=self._timeout))
+        return _host[1]
+
+    def broadcast(self, value: T) -> T:
+        """The lead's value, on every process."""
+        if self.size == 1:
+            return value
+        box = [value]
+        dist.broadcast_object_list(box, src=LEAD, group=self.host_group)
+        return box[0]
+
+    def gather(self, value: T) -> list[T]:
+        """Every process's value, on every process, by rank."""
+        if self.size == 1:
+            return [value]
+        values: list[Any] = [None] * self.size
+        dist.all_gather_object(values, value, group=self.host_group)
+        return values
+
+    def on_lead(self, work: Callable[[], T], share: bool = True) -> T | None:
+        """What `work` gives on the lead, on every process (`share=False`: on the lead; the others get None).
+
+        If it fails there, all fail together.
+        """
+        if self.size == 1:
+            return work()
+        result: Any = None
+        failure: Exception | None = None
+        if self.leads:
+            try:
+                result = work()
+            except Exception as error:
+                failure = error
+        kind = None if failure is None else type(failure) if isinstance(failure, PiperError) else PiperError
+        shared, kind, text = self.broadcast((result if share else None, kind, str(failure)))
+        if failure is not None:
+            raise failure
+        if kind is not None:
+            raise kind(f"rank {LEAD}: {text}")
+        return result if self.leads else shared
+
+    def move(self, tensor: torch.Tensor | None, source: int, target: int, into: torch.Tensor | None = None) -> None:
+        """Send `tensor` of process `source` into the tensor `into` of process `target`; the others do nothing.
+
+        Bytes travel, so every dtype does, whatever the backend.
+        """
+        if source == target:
+            return
+        if self.rank == source:
+            assert tensor is not None
+            dist.send(_bytes(tensor.detach().to(self.device)), target)
+        elif self.rank == target:
+            assert into is not None
+            room = torch.empty(into.shape, dtype=into.dtype, device=self.device)
+            if room.numel():
+                dist.recv(_bytes(room), source)
+            with torch.no_grad():
+                into.copy_(room)
+
+    def move_object(self, value: Any, source: int, target: int) -> Any:
+        """`value` of process `source`, returned on process `target`; None on the others."""
+        if source == target:
+            return value if self.rank == target else None
+        box = [value]
+        if self.rank == source:
+            dist.send_object_list(box, target, group=self.host_group)
+        elif self.rank == target:
+            dist.recv_object_list(box, source, group=self.host_group)
+            return box[0]
+        return None
+
+    def sum(self, value: torch.Tensor) -> torch.Tensor:
+        """The sum over all processes, in place."""
+        if self.size > 1:
+            dist.all_reduce(value)
+        return value
+
+    def decide(self, decision: bool, all: bool) -> bool:
+        """Is it true on all (else: on any) processes?"""
+        if self.size == 1:
+            return decision
+        flag = torch.tensor(int(decision))
+        dist.all_reduce(flag, op=dist.ReduceOp.MIN if all else dist.ReduceOp.MAX, group=self.host_group)
+        return bool(flag)
+
+
+def _bytes(tensor: torch.Tensor) -> torch.Tensor:
+    return tensor.contiguous().reshape(-1).view(torch.uint8)

@@ -1,0 +1,13 @@
+"""Lightning warns of much that these tests do on purpose; its own warnings are not shown."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    for item in items:
+        if Path(__file__).parent in item.path.parents:
+            item.add_marker(pytest.mark.filterwarnings(r"ignore:::lightning\.(fabric|pytorch)\."))

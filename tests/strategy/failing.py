@@ -1,0 +1,56 @@
+"""A training on two processes in which something goes wrong on one of them; run as a script."""
+
+from __future__ import annotations
+
+import os
+import signal
+import sys
+import time
+from datetime import timedelta
+from typing import Any
+
+import lightning as L
+import torch
+
+import lightning_piper as piper
+from tests.strategy.fitting import PROGRAM, Batches, trainer
+from tests.strategy.models import MLP, vectors
+
+
+class Trouble(L.Callback):
+    def __init__(self, kind: str) -> None:
+        self.kind = kind
+
+    def on_train_batch_start(self, trainer: L.Trainer, module: Any, batch: Any, batch_idx: int) -> None:
+        if batch_idx != 2:
+            return
+        if self.kind == f"raise on {trainer.global_rank}" or self.kind == f"live on {trainer.global_rank}":
+            raise ValueError("something of the user's")
+        if self.kind == f"die on {trainer.global_rank}":
+            os.kill(os.getpid(), signal.SIGKILL)
+        if self.kind == f"hang on {trainer.global_rank}":
+            time.sleep(1000)
+
+
+def data(kind: str) -> Any:
+    batches = list(vectors())
+    if kind == "other shapes" and os.environ.get("LOCAL_RANK") == "1":
+        batches[2] = [x[:7] for x in batches[2]]
+    return Batches(batches)
+
+
+def main(kind: str) -> None:
+    strategy = piper.PiperStrategy(list(PROGRAM), timeout=timedelta(seconds=5 if "hang" in kind else 120))
+    fit, _ = trainer(strategy, [Trouble(kind)], devices=2)
+    try:
+        fit.fit(MLP(), data(kind))
+    except Exception as error:
+        print(f"rank {fit.global_rank} says: {type(error).__name__}: {error}", *getattr(error, "__notes__", []), flush=True)
+        if kind == f"live on {fit.global_rank}":
+            time.sleep(1000)
+        raise
+
+
+if __name__ == "__main__":
+    torch.set_num_threads(1)
+    main(sys.argv[1])

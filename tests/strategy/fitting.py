@@ -1,0 +1,105 @@
+"""Fits for tests: a quiet Trainer, what it logged at each step, and the same training done by hand with the interpreter."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Sequence
+from typing import Any
+
+import lightning as L
+import torch
+from torch import Tensor
+
+import lightning_piper as piper
+from lightning_piper.capture import flatten
+from lightning_piper.ir.nodes import Accumulate
+from lightning_piper.ir.regions import LOSS
+from lightning_piper.verify import interpret
+
+QUIET = {"logger": False, "enable_progress_bar": False, "enable_model_summary": False, "enable_checkpointing": False}
+PROGRAM = tuple(piper.schedules.one_f_one_b(stages=2, microbatches=4))
+
+
+class Batches:
+    """Given batches, one after another. (Lightning takes a list for several loaders.)"""
+
+    def __init__(self, items: Iterable[Any]) -> None:
+        self.items = list(items)
+
+    def __iter__(self) -> Iterator[Any]:
+        return iter(self.items)
+
+
+class Record(L.Callback):
+    """Loss and logged values of every step, and of every epoch."""
+
+    def __init__(self) -> None:
+        self.losses: list[Tensor] = []
+        self.logged: list[dict[str, Tensor]] = []
+        self.epochs: list[dict[str, Tensor]] = []
+
+    def on_train_batch_end(self, trainer: L.Trainer, module: Any, outputs: Any, *args: Any) -> None:
+        self.losses.append(outputs["loss"].clone())
+        self.logged.append({k: v.clone() for k, v in trainer.callback_metrics.items()})
+
+    def on_train_epoch_end(self, trainer: L.Trainer, module: Any) -> None:
+        self.epochs.append({k: v.clone() for k, v in trainer.callback_metrics.items()})
+
+
+def trainer(strategy: Any = "auto", callbacks: Sequence[L.Callback] = (), **options: Any) -> tuple[L.Trainer, Record]:
+    record = Record()
+    options = {**QUIET, "accelerator": "cpu", "devices": 1, "max_steps": 5, **options}
+    return L.Trainer(strategy=strategy, callbacks=[record, *callbacks], **options), record
+
+
+def local(program: Any = PROGRAM, **options: Any) -> piper.PiperStrategy:
+    return piper.PiperStrategy(list(program), transport="local", **options)
+
+
+def values(module: torch.nn.Module) -> dict[str, Tensor]:
+    return {name: x.detach().clone() for name, x in module.state_dict().items()}
+
+
+def same(a: dict[str, Tensor], b: dict[str, Tensor]) -> bool:
+    """Bitwise."""
+    return a.keys() == b.keys() and all(torch.equal(a[n], b[n]) for n in a)
+
+
+def distance(a: dict[str, Tensor], b: dict[str, Tensor]) -> float:
+    """The largest difference, relative to the largest value of the tensor in question."""
+    assert a.keys() == b.keys()
+    pairs = [(a[n].double(), b[n].double()) for n in a]
+    return max(float((x - y).abs().max() / x.abs().max().clamp_min(1e-12)) for x, y in pairs)
+
+
+def by_hand(
+    module: L.LightningModule, batches: Sequence[Any], seed: int, program: Any = PROGRAM, drop: bool = False
+) -> list[Tensor]:
+    """Train `module` with the reference interpreter, one optimizer step a batch; returns the losses.
+
+    `drop` leaves the last microbatch out of one gradient.
+    """
+    optimizers = module.configure_optimizers()
+    optimizer = optimizers["optimizer"] if isinstance(optimizers, dict) else optimizers
+    schedulers = [optimizers["lr_scheduler"]["scheduler"]] if isinstance(optimizers, dict) else []
+    compiled = piper.compile(module, batches[0], list(program))
+    names = {compiled.step.canonical[n]: x for n, x in [*module.named_parameters(), *module.named_buffers()]}
+    losses = []
+    for i, batch in enumerate(batches):
+        leaves, layout = flatten(batch)
+        dag = compiled.at(layout.size).dag
+        if drop:
+            node = next(iter(dag.of_type(Accumulate)))
+            if len(node.inputs) > 1:
+                dag.rewire(node, inputs=node.inputs[:-1])
+        outcome = interpret(dag, {n: x.detach() for n, x in names.items()}, leaves, seed + i)
+        optimizer.zero_grad()
+        for name, grad in outcome.grads.items():
+            names[name].grad = grad.clone()
+        with torch.no_grad():
+            for name, value in outcome.buffers.items():
+                names[name].copy_(value)
+        optimizer.step()
+        for scheduler in schedulers:
+            scheduler.step()
+        losses.append(outcome.metrics[LOSS].float())
+    return losses

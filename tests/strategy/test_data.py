@@ -1,0 +1,123 @@
+"""Taking a look at the first batch takes nothing away from the training."""
+
+from __future__ import annotations
+
+import random
+
+import pytest
+import torch
+from torch.utils.data import BatchSampler, DataLoader, IterableDataset, RandomSampler, TensorDataset
+
+import lightning_piper as piper
+from tests.strategy.fitting import Batches, local, trainer
+from tests.strategy.models import MLP, vectors
+
+
+class Seeing(MLP):
+    """Keeps what it is trained on."""
+
+    def __init__(self):
+        super().__init__()
+        self.seen = []
+
+    def on_train_batch_start(self, batch, batch_idx):
+        self.seen.append(batch[0].clone())
+
+    def configure_optimizers(self):
+        return torch.optim.SGD(self.parameters(), lr=0.1)
+
+
+class Stream(IterableDataset):
+    """Reads on where it stopped: a second iteration does not begin anew."""
+
+    def __init__(self, samples):
+        self.samples = samples
+
+    def __iter__(self):
+        return self
+
+    def __next__(self):
+        if not self.samples:
+            raise StopIteration
+        return self.samples.pop(0)
+
+
+def samples():
+    return list(vectors().dataset)
+
+
+def batches():
+    return list(vectors())
+
+
+SOURCES = {
+    "loader": vectors,
+    "iterable dataset": lambda: DataLoader(Stream(samples()), batch_size=8),
+    "generator": lambda: (batch for batch in batches()),
+    "iterable": lambda: Batches(batches()),
+    "own batches": lambda: DataLoader(vectors().dataset, batch_sampler=BatchSampler(range(40), 8, drop_last=False)),
+    "no collation": lambda: DataLoader(batches(), batch_size=None),
+}
+
+
+@pytest.mark.parametrize("source", SOURCES)
+@pytest.mark.parametrize("given", [True, False])
+def test_no_batch_is_lost(source, given):
+    module = Seeing()
+    fit, _ = trainer(local(example_batch=batches()[0] if given else None), max_steps=-1, max_epochs=1)
+    fit.fit(module, SOURCES[source]())
+    expected = [x for x, _ in batches()]
+    assert len(module.seen) == len(expected)
+    assert all(torch.equal(a, b) for a, b in zip(module.seen, expected, strict=True))
+
+
+def test_several_loaders():
+    class Two(Seeing):
+        def training_step(self, batch, batch_idx):
+            return super().training_step([batch["a"][0], batch["b"][1]], batch_idx)
+
+        def on_train_batch_start(self, batch, batch_idx):
+            self.seen.append(batch["a"][0])
+
+    module = Two()
+    fit, record = trainer(local(), max_steps=-1, max_epochs=1)
+    fit.fit(module, {"a": vectors(), "b": vectors(seed=1)})
+    assert len(record.losses) == 5
+
+
+@pytest.mark.parametrize("own", [True, False])
+def test_random_numbers_go_on_as_without_the_look(own):
+    """The global generators, and those that samplers have of their own."""
+    data = TensorDataset(torch.arange(40.0).repeat(8, 1).T.contiguous(), torch.randn(40, 4))
+    seen = []
+    for strategy in ("auto", local()):
+        torch.manual_seed(5)
+        random.seed(5)
+        generator = torch.Generator().manual_seed(7) if own else None
+        sampler = BatchSampler(RandomSampler(data, generator=generator), 8, drop_last=False)
+        module = Seeing()
+        torch.manual_seed(5)
+        fit, _ = trainer(strategy, max_steps=-1, max_epochs=2)
+        fit.fit(module, DataLoader(data, batch_sampler=sampler))
+        seen.append(torch.stack(module.seen))
+    assert torch.equal(*seen)
+    assert not torch.equal(seen[0][:5], seen[0][5:])
+
+
+def test_step_sees_the_batch_after_the_transfer_hooks():
+    class Hooked(MLP):
+        def on_before_batch_transfer(self, batch, dataloader_idx):
+            return {"x": batch[0], "y": batch[1]}
+
+        def on_after_batch_transfer(self, batch, dataloader_idx):
+            return batch["x"] + 1, batch["y"]
+
+    fit, record = trainer(local(), max_steps=2)
+    fit.fit(Hooked(), vectors())
+    assert len(record.losses) == 2
+
+
+def test_data_without_a_batch_are_refused():
+    fit, _ = trainer(local(), max_steps=1)
+    with pytest.raises(piper.PiperError, match="the training data are empty"):
+        fit.fit(MLP(), Batches([]))

@@ -1,0 +1,284 @@
+"""Fits with all logical devices in this process, against the interpreter and against one device."""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+
+import lightning as L
+import pytest
+import torch
+
+import lightning_piper as piper
+from tests.strategy.fitting import PROGRAM, Batches, by_hand, distance, local, same, trainer, values
+from tests.strategy.models import MLP, ZOO, make, texts, vectors
+
+
+@pytest.mark.parametrize("name", ZOO)
+def test_five_steps_are_bitwise_those_of_the_interpreter(name):
+    module, loader = make(name)
+    fit, record = trainer(local())
+    fit.fit(module, loader)
+    other, _ = make(name)
+    losses = by_hand(other, list(loader), fit.strategy._fit.seed)
+    assert torch.equal(torch.stack(record.losses), torch.stack(losses))
+    assert same(values(module), values(other))
+
+    wrong, _ = make(name)
+    by_hand(wrong, list(loader), fit.strategy._fit.seed, drop=True)
+    assert not same(values(module), values(wrong))
+
+
+def test_another_seed_gives_other_dropout_masks():
+    module, loader = make("dropout")
+    fit, _ = trainer(local())
+    fit.fit(module, loader)
+    other, _ = make("dropout")
+    by_hand(other, list(loader), fit.strategy._fit.seed + 1000)
+    assert not same(values(module), values(other))
+
+
+@pytest.mark.parametrize("name", ["mlp", "tied"])
+def test_agrees_with_plain_lightning(name):
+    results = []
+    for strategy in ("auto", local(), local(piper.schedules.gpipe(stages=2, microbatches=2))):
+        L.seed_everything(3, verbose=False)
+        module, loader = make(name, samples=44)
+        fit, record = trainer(strategy, max_steps=-1, max_epochs=2)
+        fit.fit(module, loader)
+        results.append((values(module), record))
+    (plain, expected), *others = results
+    for found, record in others:
+        assert distance(plain, found) < 1e-5
+        assert [d.keys() for d in record.logged] == [d.keys() for d in expected.logged]
+        for a, b in zip([*expected.logged, *expected.epochs], [*record.logged, *record.epochs], strict=True):
+            assert distance(a, b) < 1e-5
+    other, loader = make(name, samples=44, seed=1)
+    fit, _ = trainer(local(), max_steps=-1, max_epochs=2)
+    fit.fit(other, loader)
+    assert distance(plain, values(other)) > 1e-3
+
+
+def test_shuffles_as_plain_lightning_does():
+    losses = []
+    for strategy in ("auto", local()):
+        L.seed_everything(3, verbose=False)
+        module, _ = make("mlp")
+        fit, record = trainer(strategy, max_steps=-1, max_epochs=2)
+        fit.fit(module, vectors(shuffle=True))
+        losses.append(torch.stack(record.losses))
+    torch.testing.assert_close(*losses, rtol=1e-5, atol=0)
+    ordered, loader = make("mlp")
+    fit, record = trainer(local(), max_steps=-1, max_epochs=2)
+    fit.fit(ordered, loader)
+    assert not torch.allclose(losses[0], torch.stack(record.losses), rtol=1e-3)
+
+
+@pytest.mark.parametrize("sizes", [[8, 5], [8, 2], [8, 12], [4, 8, 3, 8]])
+def test_batches_of_other_sizes(sizes):
+    """Smaller ones, also than there are microbatches, and larger ones than the step was captured with."""
+    g = torch.Generator().manual_seed(5)
+    batches = [(torch.randn(n, 8, generator=g), torch.randn(n, 4, generator=g)) for n in sizes]
+    results = []
+    for strategy in ("auto", local()):
+        module, _ = make("mlp")
+        fit, record = trainer(strategy, max_steps=-1, max_epochs=1)
+        fit.fit(module, Batches(batches))
+        results.append((values(module), record))
+    (plain, expected), (found, record) = results
+    assert len(record.losses) == len(sizes)
+    assert distance(plain, found) < 1e-5
+    assert distance(expected.epochs[0], record.epochs[0]) < 1e-5
+
+
+def test_batches_of_other_shapes_are_captured_anew():
+    batches = Batches(next(iter(texts(length=n))) for n in (6, 4, 6, 9))
+    results = []
+    for strategy in ("auto", local()):
+        module, _ = make("tied")
+        fit, _ = trainer(strategy, max_steps=-1, max_epochs=1)
+        fit.fit(module, batches)
+        results.append(values(module))
+    assert distance(*results) < 1e-5
+    module, _ = make("tied")
+    fit, _ = trainer(local(), max_steps=-1, max_epochs=1)
+    fit.fit(module, Batches(batches.items[:3]))
+    assert distance(results[0], values(module)) > 1e-3
+
+
+@pytest.mark.parametrize("options", [
+    {"accumulate_grad_batches": 2},
+    {"accumulate_grad_batches": 3, "gradient_clip_val": 0.05},
+    {"gradient_clip_val": 0.01, "gradient_clip_algorithm": "value"},
+    {"gradient_clip_val": 0.05},
+])  # fmt: skip
+def test_options_of_the_optimisation(options):
+    results = []
+    for strategy, more in (("auto", options), (local(), options), (local(), {})):
+        module, loader = make("tied")
+        module.lr = 0.1
+        module.configure_optimizers = lambda m=module: torch.optim.SGD(m.parameters(), lr=0.1, momentum=0.9)
+        fit, _ = trainer(strategy, max_steps=-1, max_epochs=2, **more)
+        fit.fit(module, loader)
+        results.append(values(module))
+    assert distance(results[0], results[1]) < 1e-5
+    assert distance(results[0], results[2]) > 1e-3
+
+
+def test_fits_of_one_module_continue_each_other():
+    module, loader = make("mlp")
+    for _ in range(2):
+        fit, _ = trainer(local(), max_steps=-1, max_epochs=1)
+        fit.fit(module, loader)
+    plain, _ = make("mlp")
+    for _ in range(2):
+        fit, _ = trainer(max_steps=-1, max_epochs=1)
+        fit.fit(plain, loader)
+    assert distance(values(plain), values(module)) < 1e-5
+
+
+def test_one_trainer_fits_twice():
+    strategy = local()
+    fit, record = trainer(strategy, max_steps=-1, max_epochs=1)
+    for seed in (0, 1):
+        module, loader = make("mlp", seed=seed)
+        fit.fit_loop.epoch_progress.reset()
+        fit.fit(module, loader)
+    assert len(record.losses) == 10
+
+
+@pytest.mark.parametrize("precision, bound", [("64-true", 1e-12), ("bf16-true", 0.05), ("bf16-mixed", 0.02)])
+def test_precisions(precision, bound):
+    results = []
+    for strategy in ("auto", local(verify="first_batch")):
+        module, loader = make("tied")
+        fit, record = trainer(strategy, precision=precision)
+        fit.fit(module, loader)
+        results.append((values(module), torch.stack(record.losses)))
+    (plain, expected), (found, losses) = results
+    assert {x.dtype for x in plain.values()} == {x.dtype for x in found.values()}
+    assert losses.dtype == expected.dtype
+    assert distance(plain, found) < bound
+    if precision == "bf16-mixed":
+        module, loader = make("tied")
+        fit, record = trainer(local())
+        fit.fit(module, loader)
+        assert not torch.equal(torch.stack(record.losses), losses)  # autocast was really on
+
+
+def test_early_stopping_and_plateau_see_the_logged_values():
+    class Plateau(MLP):
+        def configure_optimizers(self):
+            optimizer = torch.optim.SGD(self.parameters(), lr=1.0)
+            scheduler = torch.optim.lr_scheduler.ReduceLROnPlateau(optimizer, patience=0, threshold=1e9)
+            return {"optimizer": optimizer, "lr_scheduler": {"scheduler": scheduler, "monitor": "train_loss"}}
+
+    stop = L.pytorch.callbacks.EarlyStopping("train_loss_epoch", patience=1, min_delta=1e9)
+    fit, record = trainer(local(), [stop], max_steps=-1, max_epochs=10)
+    module = Plateau()
+    fit.fit(module, vectors())
+    assert len(record.epochs) == 2
+    assert fit.optimizers[0].param_groups[0]["lr"] < 1.0
+
+
+def test_evaluation_in_one_process_is_lightnings_own():
+    class Validated(MLP):
+        def validation_step(self, batch, batch_idx):
+            x, y = batch
+            self.log("val_loss", torch.nn.functional.mse_loss(self.second(self.first(x)), y))
+
+    module = Validated()
+    fit, _ = trainer(local(), max_steps=-1, max_epochs=1)
+    fit.fit(module, vectors(), vectors())
+    (found,) = fit.validate(module, vectors(), verbose=False)
+    plain, _ = trainer()
+    (expected,) = plain.validate(module, vectors(), verbose=False)
+    assert found == pytest.approx(expected)
+
+
+def test_hooks_around_backward_run_in_lightnings_order():
+    seen = []
+
+    class Hooked(MLP):
+        def on_before_zero_grad(self, optimizer):
+            seen.append("zero_grad")
+
+        def backward(self, loss):
+            seen.append("backward")
+            loss.backward()
+
+        def on_after_backward(self):
+            seen.append(("gradient", self.first[0].weight.grad is not None, self.unused.weight.grad is None))
+
+        def configure_gradient_clipping(self, optimizer, gradient_clip_val=None, gradient_clip_algorithm=None):
+            seen.append("clipping")
+
+    fit, _ = trainer(local(), max_steps=1)
+    fit.fit(Hooked(), vectors())
+    assert seen == ["zero_grad", "backward", ("gradient", True, True), "clipping"]
+
+
+def test_program_from_json_file_and_registry(tmp_path, monkeypatch):
+    import json
+
+    path = tmp_path / "program.json"
+    path.write_text(json.dumps([d.to_json() for d in PROGRAM]))
+    results = []
+    for program in (str(path), path, list(PROGRAM), [d.to_json() for d in PROGRAM]):
+        module, loader = make("mlp")
+        fit, _ = trainer(piper.PiperStrategy(program, transport="local"))
+        fit.fit(module, loader)
+        results.append(values(module))
+    assert all(same(results[0], other) for other in results[1:])
+
+    single = [piper.Place(filter={}, devices=[0])]
+    for how in ("environment", "attribute", "method"):
+        module, loader = make("mlp")
+        if how == "environment":
+            path.write_text(json.dumps([d.to_json() for d in single]))
+            monkeypatch.setenv("PIPER_DIRECTIVES", str(path))
+        else:
+            monkeypatch.delenv("PIPER_DIRECTIVES", raising=False)
+            module.piper_directives = single if how == "attribute" else lambda: single
+        fit, _ = trainer("piper")
+        assert isinstance(fit.strategy, piper.PiperStrategy)
+
+
+def test_a_wrong_program_is_found_by_running_it():
+    """A directive that the static check believes, since it changes the code of a chunk and not the graph."""
+
+    class Halved(piper.Directive):
+        op = "halved"
+        contract = "bitwise"
+
+        def apply(self, dag):
+            code = dag.step.at(2).code
+            key = (1, "B")
+            run = code[key].run
+            code[key] = dataclasses.replace(code[key], run=lambda args: tuple(x / 2 for x in run(args)))
+
+    for verify, fails in (("static", False), ("first_batch", True), ("each", True)):
+        module, loader = make("mlp")
+        fit, record = trainer(local([*PROGRAM, Halved()], verify=verify), max_steps=1)
+        with pytest.raises(piper.VerificationError, match="differs") if fails else contextlib.nullcontext():
+            fit.fit(module, loader)
+        assert len(record.losses) == (not fails)
+
+
+def test_many_shapes_are_warned_of_once():
+    batches = Batches((torch.randn(n, 8), torch.randn(n, 4)) for n in range(4, 24))
+    fit, record = trainer(local(), max_steps=-1, max_epochs=1)
+    with pytest.warns(UserWarning, match="more than 16 layouts") as seen:
+        fit.fit(make("mlp")[0], batches)
+    assert len(record.losses) == 20
+    assert sum("more than 16 layouts" in str(w.message) for w in seen) == 1
+
+
+@pytest.mark.parametrize("verify", ["off", "first_batch", "each"])
+def test_verify(verify, caplog):
+    module, loader = make("conv")
+    before = values(module)
+    fit, _ = trainer(local(verify=verify), max_steps=1)
+    fit.fit(module, loader)
+    assert not same(before, values(module))
+    assert ("vs one device" in caplog.text) == (verify == "each")

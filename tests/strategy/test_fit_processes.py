@@ -1,0 +1,145 @@
+"""Fits on two real processes: bit for bit what one process computes with all devices, and what the interpreter computes."""
+
+from __future__ import annotations
+
+import sys
+
+import pytest
+import torch
+
+from tests.strategy.fitting import by_hand, distance, same, trainer, values
+from tests.strategy.fitting import local as one_process
+from tests.strategy.models import make, vectors
+from tests.strategy.scenarios import SCENARIOS, equal, launch, run
+
+MODELS = ["mlp", "dropout", "tied", "conv"]
+SEEN = ("values", "losses", "logged", "epochs")
+
+
+@pytest.fixture(scope="module")
+def ranks(tmp_path_factory):
+    return launch(list(SCENARIOS), tmp_path_factory.mktemp("processes"))
+
+
+@pytest.fixture(scope="module")
+def local(tmp_path_factory):
+    names = [name for name in SCENARIOS if name not in ("refused", "unseeded_shuffle")]
+    with torch.random.fork_rng():
+        return run(names, tmp_path_factory.mktemp("local"), local=True)
+
+
+@pytest.mark.parametrize("name", [*MODELS, "clipped_by_value", "sizes", "stream", "checkpoints", "equipped"])
+def test_processes_give_what_one_process_gives(name, ranks, local):
+    for rank in ranks:
+        for what in SEEN:
+            assert equal(local[name][what], rank[name][what]), what
+    if name in MODELS:
+        assert not equal(local[name]["values"], local["clipped"]["values"])
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_processes_give_what_the_interpreter_gives(name, ranks):
+    module, loader = make(name)
+    losses = by_hand(module, list(loader), ranks[0][name]["seed"])
+    for rank in ranks:
+        assert equal(losses, rank[name]["losses"])
+        assert same(values(module), rank[name]["values"])
+    wrong, _ = make(name)
+    by_hand(wrong, list(loader), ranks[0][name]["seed"], drop=True)
+    assert not same(values(wrong), ranks[0][name]["values"])
+
+
+def test_processes_agree_on_every_logged_value(ranks):
+    first, second = ranks
+    for name in SCENARIOS:
+        for what in SEEN:
+            if what in first[name]:
+                assert equal(first[name][what], second[name][what])
+    assert set(first["mlp"]["logged"][0]) == {"hidden", "largest", "constant", "train_loss", "train_loss_step"}
+
+
+def test_metric_objects_count_every_batch_once(ranks):
+    for rank in ranks:
+        assert rank["equipped"]["totals"] == [40.0, 80.0]
+        assert rank["equipped"]["best"] == rank["equipped"]["epochs"][-1]["train_loss_epoch"].item()
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="counts what /proc shows")
+def test_a_fit_leaves_no_communicators_behind(ranks):
+    for rank in ranks:
+        _, second, third = rank["leaks"]["counts"]
+        assert second == third
+
+
+def test_clipping_measures_all_stages(ranks, local):
+    """The norms of two processes are added in another order; a tied parameter counts once."""
+    assert distance(local["clipped"]["values"], ranks[0]["clipped"]["values"]) < 1e-6
+    module, loader = make("tied")
+    fit, _ = trainer(gradient_clip_val=0.05, accumulate_grad_batches=2, max_steps=4)
+    fit.fit(module, loader)
+    assert distance(values(module), ranks[0]["clipped"]["values"]) < 1e-5
+    module, loader = make("tied")
+    fit, _ = trainer(accumulate_grad_batches=2, max_steps=4)
+    fit.fit(module, loader)
+    assert distance(values(module), ranks[0]["clipped"]["values"]) > 1e-3
+
+
+def test_each_process_holds_its_stage(ranks):
+    first, second = ranks
+    assert first["mlp"]["held"] == ["first.0.weight", "first.0.bias", "unused.weight", "unused.bias"]
+    assert second["mlp"]["held"] == ["second.0.weight", "second.0.bias", "second.2.weight", "second.2.bias"]
+    assert first["mlp"]["optimized"] == [4, 0] and second["mlp"]["optimized"] == [0, 4]
+    assert "embedding.weight" in first["tied"]["held"] and "embedding.weight" in second["tied"]["held"]
+    assert "norm.running_mean" in first["conv"]["held"] and "norm.running_mean" not in second["conv"]["held"]
+
+
+def test_processes_that_start_apart_train_as_the_lead(ranks):
+    torch.manual_seed(100)
+    module, _ = make("mlp")
+    fit, record = trainer(one_process(), max_steps=-1, max_epochs=2)
+    fit.fit(module, vectors(shuffle=True))
+    for rank in ranks:
+        assert equal(record.losses, rank["unseeded_shuffle"]["losses"])
+        assert same(values(module), rank["unseeded_shuffle"]["values"])
+    other, _ = make("mlp", seed=1)
+    assert not same(values(other), values(module))
+
+
+def test_checkpoints_of_processes(ranks, local, tmp_path_factory):
+    for rank in ranks:
+        assert same(local["checkpoints"]["resumed"], rank["checkpoints"]["resumed"])
+    assert not same(local["checkpoints"]["resumed"], local["checkpoints"]["values"])
+
+
+@pytest.mark.parametrize("file", ["step=5.ckpt", "after.ckpt"])
+def test_checkpoint_files_are_those_of_one_process(file, ranks, local, tmp_path_factory):
+    base = tmp_path_factory.getbasetemp()
+    contents = [torch.load(base / f"{place}0" / "checkpoints" / file, weights_only=True) for place in ("processes", "local")]
+    for key in ("state_dict", "optimizer_states", "lr_schedulers"):
+        assert equal(contents[0][key], contents[1][key]), key
+    module, _ = make("tied", seed=1)
+    module.load_state_dict(contents[0]["state_dict"])
+    assert same(values(module), ranks[0]["checkpoints"]["values"])
+
+
+@pytest.mark.parametrize("what, words", [
+    ("validation", "limit_val_batches=0"),
+    ("predict", "trainer.predict of a model whose stages"),
+    ("devices", "1 logical device(s), the Trainer runs 2 process(es)"),
+    ("on exception", "every_n_train_steps"),
+    ("lbfgs", "LBFGS"),
+    ("sampler", "DistributedSampler splits the data over 2 replicas"),
+    ("length", "have [5, 4] batches"),
+    ("values", "drew different batches (other values) in training batch 0"),
+    ("other shapes", "modules differ in names or shapes"),
+    ("other module", "training_step cannot be captured"),
+    ("nothing", "no error"),
+])  # fmt: skip
+def test_processes_refuse_together(what, words, ranks):
+    for rank in ranks:
+        assert words in rank["refused"][what]
+
+
+def test_torchrun(tmp_path, local):
+    for rank in launch(["mlp"], tmp_path, torchrun=True):
+        assert equal(local["mlp"]["values"], rank["mlp"]["values"])

@@ -1,0 +1,151 @@
+"""What does not work is refused before any training, with the way out."""
+
+from __future__ import annotations
+
+from datetime import timedelta
+
+import lightning as L
+import pytest
+import torch
+from lightning.pytorch.callbacks import EMAWeightAveraging, StochasticWeightAveraging
+from lightning.pytorch.plugins import MixedPrecision
+
+import lightning_piper as piper
+from tests.strategy.fitting import PROGRAM, local, trainer, values
+from tests.strategy.models import MLP, make, vectors
+
+
+@pytest.mark.parametrize("options, message", [
+    ({"verify": "sometimes"}, "verify='sometimes'.*'static', 'first_batch', 'each', 'off'"),
+    ({"transport": "pigeon"}, "transport='pigeon'.*'process', 'local'"),
+    ({"timeout": 30}, "timeout=30.*timedelta"),
+    ({"timeout": timedelta(0)}, "positive"),
+    ({"start_method": "spawn"}, "start_method='spawn'.*torchrun"),
+    ({"start_method": "fork"}, "transport='local'"),
+])  # fmt: skip
+def test_arguments(options, message):
+    with pytest.raises(piper.PiperError, match=message):
+        piper.PiperStrategy(list(PROGRAM), **options)
+
+
+@pytest.mark.parametrize("program, message", [
+    ([{"op": "plaice", "filter": {}}], "directive 0.*plaice"),
+    ([{"op": "place", "filter": {}, "device": [0]}], "directive 0.*'device'"),
+    ("no such file.json", "does not exist"),
+    ({"op": "place"}, "a list"),
+])  # fmt: skip
+def test_malformed_directives_fail_at_construction(program, message):
+    with pytest.raises(piper.DirectiveError, match=message):
+        piper.PiperStrategy(program)
+
+
+def test_no_directives_at_all(monkeypatch):
+    monkeypatch.delenv("PIPER_DIRECTIVES", raising=False)
+    fit, _ = trainer(piper.PiperStrategy(transport="local"))
+    with pytest.raises(piper.DirectiveError, match=r"piper_directives.*PIPER_DIRECTIVES"):
+        fit.fit(MLP(), vectors())
+
+
+def test_local_transport_takes_one_device():
+    with pytest.raises(piper.PiperError, match=r"devices=2.*give devices=1"):
+        trainer(local(), devices=2)
+
+
+def test_interactive_sessions(monkeypatch):
+    monkeypatch.setattr("sys.ps1", ">>> ", raising=False)
+    with pytest.raises(piper.PiperError, match="transport='local'"):
+        trainer(piper.PiperStrategy(list(PROGRAM)), devices=2)
+
+
+class Manual(MLP):
+    def __init__(self):
+        super().__init__()
+        self.automatic_optimization = False
+
+
+class Two(MLP):
+    def configure_optimizers(self):
+        return [torch.optim.SGD(self.first.parameters()), torch.optim.SGD(self.second.parameters())]
+
+
+class Iterating(MLP):
+    def training_step(self, dataloader_iter):
+        return super().training_step(next(dataloader_iter)[0], 0)
+
+
+class Meta(MLP):
+    def __init__(self):
+        super().__init__()
+        self.to("meta")
+
+
+@pytest.mark.parametrize("module, options, message", [
+    (Manual, {}, "manual optimisation"),
+    (Two, {}, "Lightning|optimizers"),
+    (Iterating, {}, "dataloader_iter"),
+    (Meta, {}, "without data"),
+    (MLP, {"sync_batchnorm": True}, "sync_batchnorm"),
+    (MLP, {"callbacks": [StochasticWeightAveraging(1e-2)]}, "StochasticWeightAveraging"),
+    (MLP, {"callbacks": [EMAWeightAveraging()]}, "EMAWeightAveraging"),
+    (MLP, {"precision": "16-true"}, "'16-true'.*'bf16-mixed'"),
+    (MLP, {"plugins": [MixedPrecision("16-mixed", "cpu")]}, "'16-mixed'.*float16"),
+])  # fmt: skip
+def test_fits(module, options, message):
+    fit, record = trainer(local(), options.pop("callbacks", ()), **options)
+    with pytest.raises((piper.PiperError, RuntimeError), match=message):
+        fit.fit(module(), vectors())
+    assert not record.losses
+
+
+def test_an_error_leaves_the_module_as_it_was():
+    module, loader = make("mlp")
+    before = values(module)
+    fit, _ = trainer(local([*PROGRAM, piper.Order(filters=[{"PP": 7}, {"PP": 0}])]))
+    with pytest.raises(piper.DirectiveError, match="directive 5"):
+        fit.fit(module, loader)
+    after = values(module)
+    assert all(torch.equal(before[n], after[n]) for n in before)
+    fit, record = trainer(local())
+    fit.fit(module, loader)
+    assert len(record.losses) == 5
+
+
+@pytest.mark.parametrize("change", ["mode", "frozen"])
+def test_a_module_that_is_switched_after_the_capture(change):
+    class Switching(MLP):
+        def on_train_epoch_start(self):
+            if self.current_epoch == 1:
+                self.first.eval() if change == "mode" else self.first.requires_grad_(False)
+
+    fit, record = trainer(local(), max_steps=-1, max_epochs=3)
+    with pytest.raises(piper.PiperError, match="changed since the step was"):
+        fit.fit(Switching(), vectors())
+    assert len(record.losses) == 5
+
+
+def test_the_other_lightning_is_named():
+    other = pytest.importorskip("pytorch_lightning")
+    with pytest.raises(ValueError, match="not for pytorch_lightning"):
+        other.Trainer(strategy=local(), accelerator="cpu", devices=1)
+
+    class Other(other.LightningModule):
+        pass
+
+    fit, _ = trainer(local())
+    with pytest.raises(TypeError, match="must be a `LightningModule`"):
+        fit.fit(Other(), vectors())
+
+
+def test_lbfgs_runs_where_it_sees_all_parameters():
+    class Whole(MLP):
+        def configure_optimizers(self):
+            return torch.optim.LBFGS([p for p in self.parameters() if p.requires_grad], lr=0.1, max_iter=3)
+
+    results = []
+    for strategy in ("auto", local()):
+        torch.manual_seed(0)
+        module = Whole()
+        L.Trainer(accelerator="cpu", devices=1, max_steps=2, logger=False, enable_checkpointing=False,
+                  enable_progress_bar=False, enable_model_summary=False, strategy=strategy).fit(module, vectors())  # fmt: skip
+        results.append(torch.nn.utils.parameters_to_vector(module.parameters()))
+    torch.testing.assert_close(*results, rtol=1e-4, atol=1e-5)
