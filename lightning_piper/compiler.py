@@ -106,7 +106,7 @@ def compile_step(step: CapturedStep, program: tuple[Directive, ...], size: int |
     apply_program(dag, program, (lambda dag, index, directive: check(dag)) if verify else None)
     finish(dag)
     if verify:
-        check(dag)
+        check(dag, final=True)
     plans = compile_plans(dag)
     if verify:
         check_plans(plans)

@@ -5,14 +5,17 @@ from lightning_piper.directives.finish import finish
 from lightning_piper.directives.order import Order
 from lightning_piper.directives.place import Place
 from lightning_piper.directives.program import Program, apply_program, parse, to_json
-from lightning_piper.directives.split import Split
+from lightning_piper.directives.replicate import Replicate
+from lightning_piper.directives.split import Split, accumulating
 
 __all__ = [
     "Directive",
     "Order",
     "Place",
     "Program",
+    "Replicate",
     "Split",
+    "accumulating",
     "apply_program",
     "finish",
     "known",

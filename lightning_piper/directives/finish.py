@@ -27,6 +27,12 @@ def finish(dag: TrainingDAG) -> None:
             f"the program places some regions but leaves {len(regions)} without a device: {shown}. Add a place whose filter "
             'selects them, or annotate that code as a part of a placed region ({"TAG": "-"} selects what does not carry a tag)'
         )
+    for chunk in dag.of_type(Chunk):
+        if len(chunk.devices) != dag.replicas:
+            raise DirectiveError(
+                f"{chunk.label} is on {len(chunk.devices)} devices, {list(chunk.devices)} (directive {chunk.placed_by}), and the "
+                f"program has {dag.replicas} replica(s): add a replicate that divides the batch over them, or place it on one device"
+            )
     devices = dag.devices()
     if devices != tuple(range(len(devices))):
         raise DirectiveError(

@@ -22,7 +22,7 @@ class Place(Directive):
 
     Attributes:
         filter: selects chunks by tags.
-        devices: indices of logical devices.
+        devices: one logical device, or a group of them over which a `replicate` divides the work.
         stream: logical stream that the chunks run on.
 
     The bits do not change: a transfer is the identity.
@@ -38,12 +38,6 @@ class Place(Directive):
     def check_fields(self) -> None:
         self.check_filter("filter", self.filter)
         self.check_device_list("devices", self.devices)
-        if len(self.devices) > 1:
-            self.refuse(
-                "devices",
-                f"{list(self.devices)} are several devices",
-                "a chunk runs on one device: name one, such as [0]",
-            )
         if not isinstance(self.stream, str) or not self.stream:
             self.refuse("stream", f"{self.stream!r} is not a stream", "give a non-empty name such as 'compute'")
 
@@ -53,7 +47,7 @@ class Place(Directive):
             if chunk.devices:
                 self.refuse(
                     "filter",
-                    f"{chunk.label} is already on device {chunk.devices[0]} (directive {chunk.placed_by})",
+                    f"{chunk.label} is already on device {_shown(chunk.devices)} (directive {chunk.placed_by})",
                     "place each chunk once",
                 )
             if (by := dag.ordered_by(chunk)) is not None:
@@ -63,12 +57,22 @@ class Place(Directive):
         place_around(dag, chunks)
 
     def _together(self, dag: TrainingDAG, chunks: list[Chunk]) -> None:
-        """All passes and slices of a region share a device, for they share its parameters."""
+        """All passes and slices of a region share a device (or group), for they share its parameters."""
         regions = {chunk.region: chunk for chunk in chunks}
         for other in dag.of_type(Chunk):
+            if other.devices and len(other.devices) != len(self.devices):
+                self.refuse(
+                    "devices",
+                    f"{_shown(self.devices)} are {len(self.devices)} devices, {other.label} is on {len(other.devices)}",
+                    "place all regions on groups of one size",
+                )
             if other.region in regions and other.devices not in ((), tuple(self.devices)):
                 self.refuse(
                     "devices",
-                    f"{regions[other.region].label} would be on device {self.devices[0]}, {other.label} is on {other.devices[0]}",
+                    f"{regions[other.region].label} would be on device {_shown(self.devices)}, {other.label} is on {_shown(other.devices)}",
                     "a region keeps its parameters on one device: give all of its passes and slices the same",
                 )
+
+
+def _shown(devices: Sequence[int]) -> str:
+    return ",".join(map(str, devices))

@@ -4,15 +4,17 @@ from __future__ import annotations
 
 import dataclasses
 import itertools
+from collections.abc import Sequence
 from typing import Any, ClassVar
 
 from lightning_piper.directives.base import Contract, Directive, register
 from lightning_piper.directives.transfers import connect, disconnect
-from lightning_piper.ir.build import chain_state, make_chunk
+from lightning_piper.ir.build import build_dag, chain_state, make_chunk
 from lightning_piper.ir.dag import TrainingDAG
 from lightning_piper.ir.filters import Filter
 from lightning_piper.ir.nodes import Accumulate, Chunk, Concat, Cut, Metrics, Node, Ref
-from lightning_piper.ir.values import Slice, TensorSpec
+from lightning_piper.ir.regions import Step
+from lightning_piper.ir.values import Slice
 
 
 @register
@@ -50,10 +52,11 @@ class Split(Directive):
     def apply(self, dag: TrainingDAG) -> None:
         chunks = self.select(dag, "filter", self.filter)
         self._check(dag, chunks)
-        pieces = {part: self._pieces(dag, part) for part in {chunk.slice for chunk in chunks}}
+        self._repeat(dag, chunks, {part: self._pieces(dag, part) for part in {chunk.slice for chunk in chunks}})
+
+    def _repeat(self, dag: TrainingDAG, chunks: list[Chunk], pieces: dict[Slice, list[Slice]]) -> None:
         touched = disconnect(dag, chunks)
-        rewrite = _Rewrite(dag, chunks, pieces, self)
-        touched += rewrite.run()
+        touched += _Rewrite(dag, chunks, pieces, self).run()
         chain_state(dag)
         connect(dag, [node for node in touched if node.id in dag.nodes] + list(_state_readers(dag)))
 
@@ -145,7 +148,7 @@ class _Rewrite:
                 return ref
             rows = self.dag.value(ref).tensors[0].shape[dim] // len(chunk.slice)  # per sample
             start, stop = (rows * (edge - chunk.slice.start) for edge in (part.start, part.stop))
-            piece = dataclasses.replace(self.dag.value(ref), tensors=self._specs(ref, len(part)))
+            piece = dataclasses.replace(self.dag.value(ref), tensors=self.dag.specs_of(ref, len(part)))
             node = Cut(inputs=(ref,), outputs=(piece,), tags=chunk.tags, devices=chunk.devices, placed_by=chunk.placed_by,
                        dim=dim, start=start, stop=stop)  # fmt: skip
             self.cuts[key] = (self.dag.add(node).id, 0)
@@ -203,7 +206,7 @@ class _Rewrite:
         """The dimension of a value that follows the number of samples; None if none does."""
         if len(whole) == len(part):
             part = Slice(part.start, part.stop - 1) if len(part) > 1 else Slice(part.start, part.stop + 1)
-        a, b = (self._specs(ref, size)[0].shape for size in (len(whole), len(part)))
+        a, b = (self.dag.specs_of(ref, size)[0].shape for size in (len(whole), len(part)))
         dims = [d for d, (x, y) in enumerate(zip(a, b, strict=True)) if x != y]
         if len(dims) > 1 or (dims and a[dims[0]] * len(part) != b[dims[0]] * len(whole)):
             self.directive.refuse(
@@ -213,10 +216,11 @@ class _Rewrite:
             )
         return dims[0] if dims else None
 
-    def _specs(self, ref: Ref, size: int) -> tuple[TensorSpec, ...]:
-        """Specs of a value as its chunk would make it from `size` samples."""
-        node = self.dag.nodes[ref[0]]
-        while not isinstance(node, Chunk):
-            ref = node.inputs[0]
-            node = self.dag.nodes[ref[0]]
-        return self.dag.step.at(size).code[node.key].outputs[ref[1]]
+
+def accumulating(step: Step, slices: Sequence[Slice]) -> TrainingDAG:
+    """The DAG of one device that accumulates over `slices`, which partition the batch of `step`."""
+    dag = build_dag(step)
+    whole = Slice(0, dag.size)
+    if list(slices) != [whole]:
+        Split(filter={}, dim_name="MB", num_microbatches=len(slices))._repeat(dag, list(dag.of_type(Chunk)), {whole: list(slices)})
+    return dag

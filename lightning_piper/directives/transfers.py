@@ -57,34 +57,34 @@ def _place_update(dag: TrainingDAG, update: Update) -> list[Node]:
 def connect(dag: TrainingDAG, nodes: Iterable[Node]) -> None:
     """Insert a send and a receive wherever a placed node of `nodes` reads a value that lies on another device.
 
-    One transfer serves all readers of a value on a device.
+    One transfer serves all readers of a value on a device. Between replicated nodes each replica sends to itself.
     """
-    arrived: dict[tuple[Ref, int], Ref] = {}
+    arrived: dict[tuple[Ref, tuple[int, ...]], Ref] = {}
     for node in nodes:
-        if len(node.devices) != 1 or isinstance(node, Recv | Report):
+        if not node.devices or isinstance(node, Recv | Report | AllReduce):
             continue
         for ref in dict.fromkeys(node.reads):
             source = dag.nodes[ref[0]]
-            if len(source.devices) == 1 and source.devices != node.devices:
-                key = (ref, node.devices[0])
+            if source.devices and source.devices != node.devices:
+                key = (ref, node.devices)
                 if key not in arrived:
                     arrived[key] = _existing(dag, *key) or _transfer(dag, *key, node)
                 dag.substitute(node, ref, arrived[key])
 
 
-def _existing(dag: TrainingDAG, ref: Ref, device: int) -> Ref | None:
+def _existing(dag: TrainingDAG, ref: Ref, devices: tuple[int, ...]) -> Ref | None:
     for send in dag.readers(ref):
-        if isinstance(send, Send) and send.peer == device:
+        if isinstance(send, Send) and send.peers == devices:
             return (dag.users(send)[0].id, 0)
     return None
 
 
-def _transfer(dag: TrainingDAG, ref: Ref, device: int, reader: Node) -> Ref:
+def _transfer(dag: TrainingDAG, ref: Ref, devices: tuple[int, ...], reader: Node) -> Ref:
     source, value = dag.nodes[ref[0]], dag.value(ref)
     by = max((i for i in (source.placed_by, reader.placed_by) if i is not None), default=None)
     shared: dict[str, Any] = {"outputs": (value,), "tags": source.tags, "placed_by": by, "origin": by}
-    send = dag.add(Send(inputs=(ref,), devices=source.devices, peer=device, stream=SEND_STREAM, **shared))
-    recv = dag.add(Recv(inputs=((send.id, 0),), devices=(device,), peer=source.devices[0], stream=RECV_STREAM, **shared))
+    send = dag.add(Send(inputs=(ref,), devices=source.devices, peers=devices, stream=SEND_STREAM, **shared))
+    recv = dag.add(Recv(inputs=((send.id, 0),), devices=devices, peers=source.devices, stream=RECV_STREAM, **shared))
     return (recv.id, 0)
 
 
@@ -113,7 +113,7 @@ def connect_report(dag: TrainingDAG) -> None:
         return
     for m in metrics:
         m.outputs = (dataclasses.replace(m.outputs[0], placement=Partial()),)
-    total = next(dag.of_type(AllReduce), None)
+    total = next((node for node in dag.of_type(AllReduce) if dag.value(node.inputs[0]).kind == "metrics"), None)
     if total is None:
         value = dataclasses.replace(metrics[0].outputs[0], placement=Replicate())
         total = dag.add(AllReduce(inputs=parts, outputs=(value,), stream="metrics"))

@@ -7,7 +7,7 @@ import torch
 from lightning_piper.ir.dag import TrainingDAG
 from lightning_piper.ir.nodes import Accumulate, Chunk, Metrics, Ref, Report, Update
 from lightning_piper.ir.regions import LOSS, PassKey, Step, StepCode
-from lightning_piper.ir.values import Slice, TensorSpec, Value
+from lightning_piper.ir.values import Partial, Replicate, Slice, TensorSpec, Value
 
 
 def build_dag(step: Step, size: int | None = None) -> TrainingDAG:
@@ -37,7 +37,11 @@ def make_chunk(
     """A chunk for `part` of the batch, with outputs as its code has them at that size."""
     interface = dag.code.interfaces[key]
     specs = dag.step.at(len(part)).code[key].outputs
-    outputs = tuple(Value(out.kind, out.names, tensors) for out, tensors in zip(interface.outputs, specs, strict=True))
+    shared = Partial() if dag.replicas > 1 else Replicate()  # each replica has the gradients of its own samples
+    outputs = tuple(
+        Value(out.kind, out.names, tensors, shared if out.kind == "grad" else Replicate())
+        for out, tensors in zip(interface.outputs, specs, strict=True)
+    )
     state = (None,) * len(interface.state)
     return Chunk(region=key[0], kind=key[1], slice=part, inputs=inputs, outputs=outputs, tags=tags, state=state, **more)  # type: ignore[arg-type]
 
@@ -103,8 +107,8 @@ def _final_buffers(dag: TrainingDAG, last: set[Ref]) -> None:
 
 
 def _report(dag: TrainingDAG, chunks: dict[PassKey, Chunk]) -> None:
-    names = metric_names(dag.code)
-    vector = Value("metrics", names, (TensorSpec((len(names),), torch.float64, (1,)),))
+    vector = metrics_value(dag)
+    names = vector.names
     parts: list[Ref] = []
     for chunk in chunks.values():
         scalars = [(i, v) for i, v in enumerate(chunk.outputs) if v.kind in ("loss", "log")]
@@ -114,6 +118,12 @@ def _report(dag: TrainingDAG, chunks: dict[PassKey, Chunk]) -> None:
                            metrics=metrics, slices=(chunk.slice,) * len(scalars))  # fmt: skip
             parts.append((dag.add(node).id, 0))
     dag.add(Report(inputs=tuple(parts)))
+
+
+def metrics_value(dag: TrainingDAG) -> Value:
+    """The vector of metrics: a place for each metric, and that for each replica in turn. All other places are 0."""
+    names = metric_names(dag.code)
+    return Value("metrics", names, (TensorSpec((dag.replicas * len(names),), torch.float64, (1,)),))
 
 
 def metric_names(code: StepCode) -> tuple[str, ...]:

@@ -10,7 +10,7 @@ import networkx as nx
 
 from lightning_piper.ir.nodes import Chunk, Node, Ref
 from lightning_piper.ir.regions import Code, Interface, Region, Step, StepCode
-from lightning_piper.ir.values import Value
+from lightning_piper.ir.values import Slice, TensorSpec, Value
 
 N = TypeVar("N", bound=Node)
 
@@ -21,6 +21,7 @@ class TrainingDAG:
     Attributes:
         step: the captured step, source of the code of every chunk.
         size: samples in the global batch of one step (N).
+        replicas: data-parallel replicas (R). Replica r has samples [r N/R, (r+1) N/R) and is the r-th device of every node.
         nodes: by id.
         graph: `networkx` graph of ids. Edge attributes: `data` (it carries a value), `order` (index of the directive that
             ordered it, None where none did).
@@ -34,6 +35,7 @@ class TrainingDAG:
         self.step, self.size, self.partial = step, size, partial
         self.nodes: dict[int, Node] = {}
         self.graph: nx.DiGraph[int] = nx.DiGraph()
+        self.replicas = 1
         self.origin: int | None = None
         self.ops: tuple[str, ...] = ()
         self.absent: dict[str, set[int]] = {}
@@ -50,6 +52,11 @@ class TrainingDAG:
     def regions(self) -> tuple[Region, ...]:
         return self.code.regions
 
+    @property
+    def share(self) -> int:
+        """Samples of one replica."""
+        return self.size // self.replicas
+
     def interface(self, chunk: Chunk) -> Interface:
         return self.code.interfaces[chunk.key]
 
@@ -58,6 +65,14 @@ class TrainingDAG:
 
     def value(self, ref: Ref) -> Value:
         return self.nodes[ref[0]].outputs[ref[1]]
+
+    def specs_of(self, ref: Ref, samples: int) -> tuple[TensorSpec, ...]:
+        """Specs of a value as the chunk that it comes from would make it from `samples` samples."""
+        node = self.nodes[ref[0]]
+        while not isinstance(node, Chunk):
+            ref = node.inputs[0]
+            node = self.nodes[ref[0]]
+        return self.step.at(samples).code[node.key].outputs[ref[1]]
 
     def of_type(self, kind: type[N]) -> Iterator[N]:
         return (node for node in self.nodes.values() if isinstance(node, kind))
@@ -76,6 +91,14 @@ class TrainingDAG:
 
     def devices(self) -> tuple[int, ...]:
         return tuple(sorted({d for node in self.nodes.values() for d in node.devices}))
+
+    def microbatches(self) -> tuple[Slice, ...] | None:
+        """The slices of the global batch that the step works on, in order; None if regions are split differently."""
+        found = {tuple(sorted(c.slice for c in self.of_type(Chunk) if c.key == key)) for key in self.code.interfaces}
+        if len(found) > 1:
+            return None
+        starts = [r * self.share for r in range(self.replicas)]
+        return tuple(Slice(first + part.start, first + part.stop) for first in starts for part in sorted(set(next(iter(found)))))
 
     # Rewriting
 
@@ -131,7 +154,7 @@ class TrainingDAG:
         copy.nodes = {i: dataclasses.replace(node) for i, node in self.nodes.items()}
         copy.graph = self.graph.copy()
         copy.absent = {tag: set(indices) for tag, indices in self.absent.items()}
-        copy._next, copy.ops = self._next, self.ops
+        copy._next, copy.ops, copy.replicas = self._next, self.ops, self.replicas
         return copy
 
     def __str__(self) -> str:

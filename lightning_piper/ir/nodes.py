@@ -53,7 +53,7 @@ class Chunk(Node):
     Attributes:
         region: index of the region.
         kind: the pass, `F` or `B`; filters see it as the tag `PASS`.
-        slice: the samples it works on.
+        slice: the samples it works on, counted in the share of its replica: replica r works on the same ones of its own share.
         state: where the current value of each buffer in `Interface.state` comes from; None is the module's own buffer, as
             it was before the step.
     """
@@ -79,21 +79,27 @@ class Chunk(Node):
 
 @dataclass(kw_only=True)
 class Send(Node):
-    """Hands a value to the channel from its device to `peer`."""
+    """Hands a value to the channel from each of its devices to the peer at the same position."""
 
-    peer: int
+    peers: tuple[int, ...]
 
 
 @dataclass(kw_only=True)
 class Recv(Node):
-    """Takes a value out of the channel from `peer` to its device. Its only input is the matching send's output."""
+    """Takes a value out of the channel from the peer at the same position. Its only input is the matching send's output."""
 
-    peer: int
+    peers: tuple[int, ...]
 
 
 @dataclass(kw_only=True)
 class AllReduce(Node):
-    """Sums what the members of its group hold: inputs are `Partial`, the output is `Replicate`."""
+    """Sums what the members of its group hold: inputs are `Partial`, the output is `Replicate`.
+
+    Attributes:
+        bucket_size: bytes of tensors of one dtype that are summed in one message; None sends each tensor by itself.
+    """
+
+    bucket_size: int | None = None
 
 
 @dataclass(kw_only=True)

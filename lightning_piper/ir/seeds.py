@@ -23,6 +23,6 @@ def seed_of(step_seed: int, region: int, kind: str, start: int) -> int:
     return seed >> 1
 
 
-def chunk_seed(step_seed: int, chunk: Chunk) -> int:
-    """The seed under which `chunk` runs."""
-    return seed_of(step_seed, chunk.region, chunk.kind, chunk.slice.start)
+def chunk_seed(step_seed: int, chunk: Chunk, first: int = 0) -> int:
+    """The seed under which `chunk` runs in the replica whose share begins with sample `first`."""
+    return seed_of(step_seed, chunk.region, chunk.kind, first + chunk.slice.start)

@@ -21,9 +21,9 @@ def line_of(dag: TrainingDAG, node: Node) -> str:
     if isinstance(node, Chunk):
         words.append(str(node.slice))
     elif isinstance(node, Send):
-        words.append(f"to {node.peer}")
+        words.append("to " + ",".join(map(str, node.peers)))
     elif isinstance(node, Recv):
-        words.append(f"from {node.peer}")
+        words.append("from " + ",".join(map(str, node.peers)))
     elif isinstance(node, Cut):
         words.append(f"[{node.start}:{node.stop}] dim {node.dim}")
     elif isinstance(node, Concat):

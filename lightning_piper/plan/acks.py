@@ -18,19 +18,20 @@ from lightning_piper.plan.instructions import Channel
 class Acks:
     """Follows sends and waits in an order that respects causality.
 
-    `clock[a][b]` is how many of b's receives device a knows of. Messages are named by the id of their send.
+    `clock[a][b]` is how many of b's receives device a knows of. Messages are named by their channel and the id of
+    their send: replicas send the same on channels of their own.
     """
 
     def __init__(self, devices: Sequence[int]) -> None:
         self._index = {device: i for i, device in enumerate(devices)}
         self._devices = list(devices)
         self._clock = [[0] * len(devices) for _ in devices]
-        self._known_by: dict[int, list[int]] = {}  # message -> the sender's clock
-        self._received: dict[int, int] = {}  # message -> the receiver's own time at which it had it
+        self._known_by: dict[tuple[Channel, int], list[int]] = {}  # message -> the sender's clock
+        self._received: dict[tuple[Channel, int], int] = {}  # message -> the receiver's own time at which it had it
         self._pending: dict[Channel, deque[int]] = {}
 
     def send(self, channel: Channel, message: int) -> None:
-        self._known_by[message] = self._clock[self._index[channel[0]]].copy()
+        self._known_by[channel, message] = self._clock[self._index[channel[0]]].copy()
         self._pending.setdefault(channel, deque()).append(message)
 
     def receive(self, channel: Channel, message: int) -> list[int]:
@@ -39,13 +40,14 @@ class Acks:
         me = self._index[device]
         clock = self._clock[me]
         clock[me] += 1
-        self._received[message] = clock[me]
+        self._received[channel, message] = clock[me]
         arrived: list[int] = []
-        for i, time in enumerate(self._known_by.pop(message)):
+        for i, time in enumerate(self._known_by.pop((channel, message))):
             if time > clock[i]:
                 clock[i] = time
-                queue = self._pending.get((device, self._devices[i]), ())
-                while queue and self._received.get(queue[0], time + 1) <= time:
+                sent = (device, self._devices[i])
+                queue = self._pending.get(sent, ())
+                while queue and self._received.get((sent, queue[0]), time + 1) <= time:
                     arrived.append(queue.popleft())
         return arrived
 

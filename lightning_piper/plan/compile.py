@@ -30,6 +30,6 @@ def compile_plans(dag: TrainingDAG) -> dict[int, Plan]:
         posts = lowered.posts.values()
         channels = {i.channel for i in instructions if isinstance(i, Send)} | {post.channel for post in posts}
         groups = {i.group for i in instructions if isinstance(i, Reduce)}
-        plans[device] = Plan(device, dag.devices(), dag.size, lowered.slots, events, tuple(sorted(channels)),
-                             tuple(sorted(groups)), tuple(instructions))  # fmt: skip
+        plans[device] = Plan(device, dag.devices(), dag.size, lowered.replica, dag.replicas, lowered.slots, events,
+                             tuple(sorted(channels)), tuple(sorted(groups)), tuple(instructions))  # fmt: skip
     return plans

@@ -24,11 +24,13 @@ class DevicePlan:
     Attributes:
         instructions: without posts, events and lifetimes, which later passes add.
         posts: by id of the receiving node, the post it needs.
+        replica: which share of the batch is this device's.
         slots: how many there are.
     """
 
     def __init__(self, dag: TrainingDAG, device: int, acks: Acks) -> None:
         self.dag, self.device, self.acks = dag, device, acks
+        self.replica = next(c.devices.index(device) for c in dag.of_type(nodes.Chunk) if device in c.devices)
         self.instructions: list[Instruction] = []
         self.posts: dict[int, ins.Post] = {}
         self.slots = 0
@@ -90,7 +92,7 @@ class DevicePlan:
 
     def send(self, node: nodes.Send) -> None:
         source = self.read(node.inputs[0], node)
-        channel = (self.device, node.peer)
+        channel = (self.device, node.peers[node.devices.index(self.device)])
         tensors = self.dag.value(node.inputs[0]).tensors
         send = ins.Send(**about(node), reads=(source,), channel=channel, tensors=tensors)
         self.emit(send)
@@ -100,11 +102,12 @@ class DevicePlan:
     def reduce(self, node: nodes.AllReduce) -> None:
         own = tuple(self.read(ref, node) for ref in node.inputs if self.has(ref))
         slot = self._reducing[node.id] = self.new_slot(None, "sum", node.stream)
-        self.emit(ins.Reduce(**about(node), reads=own, writes=(slot,), group=node.devices, tensors=node.outputs[0].tensors))
+        self.emit(ins.Reduce(**about(node), reads=own, writes=(slot,), group=node.devices, tensors=node.outputs[0].tensors,
+                             bucket_size=node.bucket_size))  # fmt: skip
 
     def _receive(self, node: nodes.Recv) -> None:
         message = node.inputs[0][0]
-        channel = (node.peer, self.device)
+        channel = (node.peers[node.devices.index(self.device)], self.device)
         slot = self.new_slot((node.id, 0), "peer", node.stream)
         self.posts[node.id] = ins.Post(**about(node), writes=(slot,), channel=channel, message=message,
                                        tensors=node.outputs[0].tensors)  # fmt: skip

@@ -145,11 +145,16 @@ class Wait(Instruction):
 
 @dataclass(frozen=True, kw_only=True)
 class Reduce(Instruction):
-    """Add up the bundles read (zeros if there are none) and start to sum them over `group`; does not wait."""
+    """Add up the bundles read (zeros if there are none) and start to sum them over `group`; does not wait.
+
+    Attributes:
+        bucket_size: bytes of tensors of one dtype that are summed in one message; None sends each tensor by itself.
+    """
 
     op: ClassVar[str] = "reduce"
     group: tuple[int, ...]
     tensors: tuple[TensorSpec, ...]
+    bucket_size: int | None = None
 
     def details(self) -> list[str]:
         return [*super().details(), "over", ",".join(map(str, self.group))]
@@ -202,13 +207,16 @@ class Merge(Instruction):
     Attributes:
         metrics: for each bundle read, its place in the vector.
         weights: for each bundle read, the share of the batch it is made of.
-        reductions: for each place of the vector, `mean`, `sum`, `max` or `min`.
+        reductions: for each metric, `mean`, `sum`, `max` or `min`.
+        replica, replicas: the vector has a place for each metric for each replica in turn; all but this one's are 0.
     """
 
     op: ClassVar[str] = "merge"
     metrics: tuple[int, ...]
     weights: tuple[float, ...]
     reductions: tuple[str, ...]
+    replica: int = 0
+    replicas: int = 1
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -233,9 +241,11 @@ class Deliver(Instruction):
 
 @dataclass(frozen=True, kw_only=True)
 class Report(Instruction):
-    """Hand out the sum of the metric vectors read."""
+    """Hand out the sum of the metric vectors read, merged over the replicas by `reductions`."""
 
     op: ClassVar[str] = "report"
+    reductions: tuple[str, ...] = ()
+    replicas: int = 1
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -116,7 +116,7 @@ class Lowering:
         slot = plan.new_slot((node.id, 0), "sum", node.stream)
         weights = tuple(len(part) / self._dag.size for part in node.slices)
         plan.emit(ins.Merge(**about(node), reads=reads, writes=(slot,), metrics=node.metrics, weights=weights,
-                            reductions=self._reductions))  # fmt: skip
+                            reductions=self._reductions, replica=plan.replica, replicas=self._dag.replicas))  # fmt: skip
 
     def _all_reduce(self, plan: DevicePlan, node: Node) -> None:
         assert isinstance(node, nodes.AllReduce)
@@ -126,4 +126,4 @@ class Lowering:
         own = tuple(plan.read(ref, node) for ref in node.inputs if plan.has(ref))
         if not own:
             raise VerificationError(f"%{node.id} {node.label} has nothing to report on device {plan.device}")
-        plan.emit(ins.Report(**about(node), reads=own))
+        plan.emit(ins.Report(**about(node), reads=own, reductions=self._reductions, replicas=self._dag.replicas))

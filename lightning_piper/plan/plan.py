@@ -13,6 +13,7 @@ class Plan:
     device: the logical device.
     devices: all logical devices of the step.
     size: samples in the global batch of one step.
+    replica, replicas: which share of the batch is this device's, and how many there are.
     slots: number of value slots.
     events: number of events between streams.
     channels: the directed channels it sends or receives on, sorted.
@@ -23,11 +24,18 @@ class Plan:
     device: int
     devices: tuple[int, ...]
     size: int
+    replica: int
+    replicas: int
     slots: int
     events: int
     channels: tuple[Channel, ...]
     groups: tuple[tuple[int, ...], ...]
     instructions: tuple[Instruction, ...]
+
+    @property
+    def share(self) -> int:
+        """Samples of the batch that this device works on."""
+        return self.size // self.replicas
 
     @property
     def streams(self) -> tuple[str, ...]:

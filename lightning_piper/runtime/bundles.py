@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
 import torch
 
+from lightning_piper.ir.values import TensorSpec
 from lightning_piper.plan.instructions import Add, Concat, Cut, Reduce
 from lightning_piper.runtime.transport import Bound, Bundle, Slots
 from lightning_piper.runtime.wire import restride
@@ -89,3 +90,17 @@ def read_sum(instruction: Reduce, slots: Slots, device: torch.device) -> Callabl
         return result
 
     return total
+
+
+def buckets_of(tensors: Sequence[TensorSpec], size: int) -> list[list[int]]:
+    """Indices of tensors that travel together: of one dtype, in order, until a bucket has `size` bytes."""
+    buckets: list[list[int]] = []
+    open_: dict[torch.dtype, tuple[list[int], int]] = {}
+    for i, spec in enumerate(tensors):
+        bucket, filled = open_.get(spec.dtype, ([], size))
+        if filled >= size:
+            bucket, filled = [], 0
+            buckets.append(bucket)
+        bucket.append(i)
+        open_[spec.dtype] = (bucket, filled + spec.nbytes)
+    return buckets

@@ -89,7 +89,7 @@ class ChunkBinder:
 
     def _seeded(self, call: Bound, run: Run) -> Bound:
         """Under the chunk's own seed; the generator is afterwards as if nothing had been drawn."""
-        chunk = Chunk(region=run.key[0], kind=run.key[1], slice=run.slice)
+        chunk, first = Chunk(region=run.key[0], kind=run.key[1], slice=run.slice), self._plan.replica * self._plan.share
         if self._device.type == "cuda":
             generator = torch.cuda.default_generators[self._device.index or 0]
         else:
@@ -97,7 +97,7 @@ class ChunkBinder:
 
         def seeded() -> None:
             state = generator.get_state()
-            generator.manual_seed(chunk_seed(self.seed, chunk))
+            generator.manual_seed(chunk_seed(self.seed, chunk, first))
             try:
                 call()
             finally:

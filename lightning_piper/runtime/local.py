@@ -143,13 +143,17 @@ def run_local(executors: Sequence[Executor], leaves: Sequence[torch.Tensor], see
 
     Args:
         executors: one for each logical device.
-        leaves, seed, scale: as in `Executor.step`.
+        leaves: of the global batch.
+        seed, scale: as in `Executor.step`.
 
     Raises:
         ExecutionError: an instruction failed, or all devices wait for each other.
     """
     for executor in executors:
-        executor.begin(leaves, seed, scale)
+        plan = executor.plan
+        first = plan.replica * plan.share
+        share = leaves if plan.replicas == 1 else [x.narrow(0, first, plan.share) if x.ndim else x for x in leaves]
+        executor.begin(share, seed, scale)
     running = list(executors)
     while running:
         before = [executor.position for executor in running]

@@ -12,6 +12,7 @@ from lightning_piper.runtime.transport import Bound, Slots
 def bind_merge(instruction: Merge, slots: Slots, device: torch.device) -> Bound:
     """Scalars -> vector. Means and sums are left folds over the bundles in the order read; places without a scalar are 0."""
     reads, into, size = instruction.reads, instruction.into, len(instruction.reductions)
+    replica, replicas = instruction.replica, instruction.replicas
     rows: dict[int, list[int]] = {}  # metric -> indices of its scalars
     for i, metric in enumerate(instruction.metrics):
         rows.setdefault(metric, []).append(i)
@@ -41,13 +42,18 @@ def bind_merge(instruction: Merge, slots: Slots, device: torch.device) -> Bound:
             first = first + row
         for metric, where, extreme in extremes:
             first[metric] = extreme(flat[where])
+        if replicas > 1:
+            padded = torch.zeros(replicas * size, dtype=torch.float64, device=device)
+            padded[replica * size : (replica + 1) * size] = first
+            first = padded
         slots[into] = (first,)
 
     return merge
 
 
 def bind_report(instruction: Report, slots: Slots, outbox: Outbox) -> Bound:
-    reads = instruction.reads
+    reads, replicas = instruction.reads, instruction.replicas
+    extremes = [(m, getattr(torch, f"a{how}")) for m, how in enumerate(instruction.reductions) if how in ("max", "min")]
 
     def report() -> None:
         total = slots[reads[0].slot][0]
@@ -56,6 +62,13 @@ def bind_report(instruction: Report, slots: Slots, outbox: Outbox) -> Bound:
         for read in reads:
             if read.last:
                 slots[read.slot] = None
+        if replicas > 1:
+            rows = total.view(replicas, -1)
+            total = rows[0]
+            for row in rows[1:]:  # means have their weights applied
+                total = total + row
+            for metric, extreme in extremes:
+                total[metric] = extreme(rows[:, metric])
         outbox.metrics = total
 
     return report

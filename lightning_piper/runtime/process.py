@@ -11,7 +11,7 @@ import torch.distributed as dist
 from lightning_piper.errors import ExecutionError
 from lightning_piper.plan.instructions import Channel, Post, Reduce, Retire, Send, Wait
 from lightning_piper.plan.plan import Plan
-from lightning_piper.runtime.bundles import read_sum
+from lightning_piper.runtime.bundles import buckets_of, read_sum
 from lightning_piper.runtime.transport import Bound, Slots
 from lightning_piper.runtime.wire import packer, unpacker
 
@@ -155,12 +155,26 @@ class ProcessEndpoint:
     def reduce(self, instruction: Reduce, slots: Slots) -> Bound:
         group, into = self._transport.group(instruction.group), instruction.into
         total = read_sum(instruction, slots, self._device)
+        if instruction.bucket_size is None:
 
-        def reduce() -> None:
-            values = total()
-            slots[into] = ([dist.all_reduce(x, group=group, async_op=True) for x in values], values)
+            def reduce() -> None:
+                values = total()
+                slots[into] = ([dist.all_reduce(x, group=group, async_op=True) for x in values], values)
 
-        return reduce
+            return reduce
+        buckets = buckets_of(instruction.tensors, instruction.bucket_size)
+
+        def reduce_buckets() -> None:
+            values, works, sums = total(), [], dict[int, torch.Tensor]()
+            for bucket in buckets:
+                # A copy, for what a chunk made may be an alias of anything; its parts are the sums.
+                flat = torch.cat([values[i].reshape(-1) for i in bucket])
+                for i, part in zip(bucket, flat.split([values[i].numel() for i in bucket]), strict=True):
+                    sums[i] = part.view(values[i].shape)
+                works.append(dist.all_reduce(flat, group=group, async_op=True))
+            slots[into] = (works, tuple(sums[i] for i in range(len(values))))
+
+        return reduce_buckets
 
     def wait(self, instruction: Wait, slots: Slots) -> Bound:
         into = instruction.into

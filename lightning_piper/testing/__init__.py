@@ -5,7 +5,7 @@
 Needs the extra `test` (pytest, hypothesis).
 """
 
-from lightning_piper.testing.equivalence import assert_same, run_interpreter, run_plans, single_device, slices_of
+from lightning_piper.testing.equivalence import assert_same, run_interpreter, run_plans, single_device
 from lightning_piper.testing.models import BLOCKS, EXACT_BLOCKS, Case, Model, Spec, case, make_batch
 from lightning_piper.testing.programs import FAULTS, Broken, broken_programs, cases, programs, sizes, specs
 from lightning_piper.testing.suite import POOL, check_program, directive_suite
@@ -31,6 +31,5 @@ __all__ = [
     "run_plans",
     "single_device",
     "sizes",
-    "slices_of",
     "specs",
 ]

@@ -8,10 +8,9 @@ from typing import Literal
 import torch
 
 from lightning_piper.capture.eager import Outcome, run_eagerly
-from lightning_piper.directives import Split, apply_program
-from lightning_piper.ir.build import build_dag, metric_names
+from lightning_piper.directives import accumulating
+from lightning_piper.ir.build import metric_names
 from lightning_piper.ir.dag import TrainingDAG
-from lightning_piper.ir.nodes import Chunk
 from lightning_piper.ir.values import Slice
 from lightning_piper.plan import check_plans, compile_plans
 from lightning_piper.runtime import Executor, LocalTransport, run_local
@@ -53,22 +52,13 @@ def assert_same(expected: Outcome, found: Outcome, mode: Mode, terms: int = 1) -
                 assert moved <= allowed, f"{kind} {name} differs by {moved:.3e}; rounding explains {allowed:.3e}"
 
 
-def slices_of(dag: TrainingDAG) -> tuple[Slice, ...] | None:
-    """The microbatches of the step if all regions have the same ones, else None."""
-    found = {tuple(sorted(c.slice for c in dag.of_type(Chunk) if c.key == key)) for key in dag.code.interfaces}
-    return found.pop() if len(found) == 1 else None
-
-
 @functools.lru_cache(maxsize=4096)
 def single_device(spec: Spec, size: int, slices: tuple[Slice, ...]) -> Outcome:
     """One device accumulating over `slices`: eagerly, or (random numbers) as the captured step on one device."""
     one = case(spec, size)
     if not spec.random:
         return run_eagerly(one.step, one.tensors, one.leaves, slices)
-    dag = build_dag(one.step)
-    if len(slices) > 1:
-        apply_program(dag, [Split(filter={}, dim_name="MB", num_microbatches=len(slices))])
-    return interpret(dag, one.tensors, one.leaves)
+    return interpret(accumulating(one.step, slices), one.tensors, one.leaves)
 
 
 def run_interpreter(case: Case, dag: TrainingDAG) -> Outcome:

@@ -15,7 +15,7 @@ from lightning_piper.errors import DirectiveError
 from lightning_piper.ir.build import build_dag
 from lightning_piper.ir.dag import TrainingDAG
 from lightning_piper.ir.nodes import Chunk
-from lightning_piper.testing.equivalence import assert_same, mode_of, run_interpreter, run_plans, single_device, slices_of
+from lightning_piper.testing.equivalence import assert_same, mode_of, run_interpreter, run_plans, single_device
 from lightning_piper.testing.models import Case, Spec
 from lightning_piper.testing.programs import cases, programs
 from lightning_piper.verify.static import check
@@ -42,12 +42,12 @@ def check_program(case: Case, program: Sequence[Directive]) -> TrainingDAG:
     dag = build_dag(case.step)
     check(dag)
     last = run_interpreter(case, dag)
-    slices = slices_of(dag)
+    slices = dag.microbatches()
 
     def after(dag: TrainingDAG, index: int, directive: Directive) -> None:
         nonlocal last, slices
         check(dag)
-        now, parts = run_interpreter(case, dag), slices_of(dag)
+        now, parts = run_interpreter(case, dag), dag.microbatches()
         comparable = parts == slices or not (case.spec.coupled or case.spec.random)
         if comparable:
             assert_same(last, now, mode_of(case, directive.contract == "bitwise"), _terms(dag))
@@ -58,10 +58,10 @@ def check_program(case: Case, program: Sequence[Directive]) -> TrainingDAG:
     check(dag)
     outcome = run_interpreter(case, dag)
     assert_same(last, outcome, "bitwise")
-    parts = slices_of(dag)
+    parts = dag.microbatches()
     if parts is not None:
-        tied = any("tied" in block for block in case.spec.blocks)  # sums of a tied parameter are taken region by region
-        mode = mode_of(case, bitwise=not tied)
+        tied = any("tied" in block for block in case.spec.blocks)  # sums are taken region by region, and replica by replica
+        mode = mode_of(case, bitwise=not tied and dag.replicas == 1)
         assert_same(single_device(case.spec, case.size, parts), outcome, mode, _terms(dag))
     assert_same(outcome, run_plans(case, dag), "bitwise")
     return dag

@@ -11,11 +11,10 @@ from torch import nn
 
 from lightning_piper.capture import CapturedStep, capture, flatten
 from lightning_piper.capture.eager import Outcome, run_eagerly
-from lightning_piper.directives import Directive, Split, apply_program, finish, parse
+from lightning_piper.directives import Directive, accumulating, apply_program, finish, parse
 from lightning_piper.errors import VerificationError
 from lightning_piper.ir.build import build_dag
 from lightning_piper.ir.dag import TrainingDAG
-from lightning_piper.ir.nodes import Chunk
 from lightning_piper.ir.values import Slice
 from lightning_piper.verify.coupling import Coupling, find_couplings
 from lightning_piper.verify.interpreter import interpret
@@ -173,10 +172,7 @@ class _Runner:
     def _run_single(self, tensors: Mapping[str, torch.Tensor], slices: tuple[Slice, ...]) -> Outcome:
         if not self.random:
             return run_eagerly(self.step, tensors, self.leaves, slices)
-        dag = build_dag(self.step)
-        if len(slices) > 1:
-            apply_program(dag, [Split(filter={}, dim_name="MB", num_microbatches=len(slices))])
-        return interpret(dag, tensors, self.leaves, self.seed)
+        return interpret(accumulating(self.step, slices), tensors, self.leaves, self.seed)
 
     def rounding(self, slices: tuple[Slice, ...]) -> dict[str, float]:
         """What rounding can do to each result, measured: how far it moves when every parameter moves by one ulp, and how far
@@ -256,8 +252,7 @@ def _one_ulp(x: torch.Tensor, generator: torch.Generator) -> torch.Tensor:
 
 def _slices(dag: TrainingDAG) -> tuple[Slice, ...]:
     """The microbatches of the whole step; one slice if parts of it are split differently."""
-    found = {tuple(sorted(c.slice for c in dag.of_type(Chunk) if c.key == key)) for key in dag.code.interfaces}
-    return found.pop() if len(found) == 1 else (Slice(0, dag.size),)
+    return dag.microbatches() or (Slice(0, dag.size),)
 
 
 def _device(module: nn.Module) -> torch.device:

@@ -31,7 +31,7 @@ from lightning_piper.ir.nodes import (
     Update,
 )
 from lightning_piper.ir.seeds import chunk_seed
-from lightning_piper.ir.values import TensorSpec
+from lightning_piper.ir.values import Partial, TensorSpec
 
 Bundle = list[torch.Tensor]
 
@@ -58,9 +58,11 @@ def interpret(dag: TrainingDAG, tensors: Mapping[str, torch.Tensor], leaves: Seq
 
 
 class _Run:
+    """Values are kept by (ref, replica): what the devices of one replica hold of a value is the same."""
+
     def __init__(self, dag: TrainingDAG, tensors: Mapping[str, torch.Tensor], leaves: Sequence[torch.Tensor], seed: int) -> None:
         self.dag, self.tensors, self.leaves, self.seed = dag, tensors, leaves, seed
-        self.values: dict[Ref, Bundle] = {}
+        self.values: dict[tuple[Ref, int], Bundle] = {}
         self.readers: dict[Ref, int] = {}
         for node in dag.nodes.values():
             for ref in node.reads:
@@ -70,60 +72,65 @@ class _Run:
         self.buffers: dict[str, torch.Tensor] = {}
 
     def step(self, node: Node) -> None:
-        made = self._execute(node)
-        for i, bundle in enumerate(made):
-            if (node.id, i) in self.readers:
-                self.values[node.id, i] = bundle
+        replicas = range(self.dag.replicas)
+        if isinstance(node, AllReduce):
+            total = self._sum_over_replicas(node)
+            made = [[total] for _ in replicas]
+        elif isinstance(node, Update):
+            self._update(node)
+            made = [[] for _ in replicas]
+        elif isinstance(node, Report):
+            self._report(node)
+            made = [[] for _ in replicas]
+        else:
+            made = [self._execute(node, r, [self.values[ref, r] for ref in node.inputs]) for r in replicas]
+        for r in replicas:
+            for i, bundle in enumerate(made[r]):
+                if (node.id, i) in self.readers:
+                    self.values[(node.id, i), r] = bundle
         for ref in node.reads:
             self.readers[ref] -= 1
             if not self.readers[ref]:
-                del self.values[ref]
+                for r in replicas:
+                    del self.values[ref, r]
 
-    def _execute(self, node: Node) -> list[Bundle]:
-        inputs = [self.values[ref] for ref in node.inputs]
+    def _execute(self, node: Node, replica: int, inputs: list[Bundle]) -> list[Bundle]:
         match node:
             case Chunk():
-                return self._chunk(node, inputs)
+                return self._chunk(node, replica, inputs)
             case Send() | Recv():
                 return inputs
             case Cut():
-                return [
-                    [
-                        _as(x.narrow(node.dim, node.start, node.stop - node.start), s)
-                        for x, s in zip(inputs[0], node.outputs[0].tensors, strict=True)
-                    ]
-                ]
+                rows = node.stop - node.start
+                specs = node.outputs[0].tensors
+                return [[_as(x.narrow(node.dim, node.start, rows), s) for x, s in zip(inputs[0], specs, strict=True)]]
             case Concat():
                 joined = [torch.cat(parts, node.dim) for parts in zip(*inputs, strict=True)]
                 return [[_as(x, s) for x, s in zip(joined, node.outputs[0].tensors, strict=True)]]
-            case Accumulate() | AllReduce():
+            case Accumulate():
                 return [_fold(inputs)]
             case Metrics():
-                return [[self._merge(node, inputs)]]
-            case Update():
-                self._update(node, _fold(inputs))
-            case Report():
-                self.metrics = dict(zip(metric_names(self.dag.code), _fold(inputs)[0].unbind(), strict=True))
+                return [[self._merge(node, replica, inputs)]]
             case Barrier():
-                pass
-            case _:
-                raise VerificationError(f"{node.label} is a node type that the reference interpreter does not know")
-        return []
+                return []
+        raise VerificationError(f"{node.label} is a node type that the reference interpreter does not know")
 
-    def _chunk(self, chunk: Chunk, inputs: list[Bundle]) -> list[Bundle]:
+    def _chunk(self, chunk: Chunk, replica: int, inputs: list[Bundle]) -> list[Bundle]:
         interface = self.dag.interface(chunk)
         args = [x for bundle in inputs for x in bundle]
         args += [self.tensors[name] for name in interface.params + interface.buffers]
         for name, ref in zip(interface.state, chunk.state, strict=True):
-            args.append(self.tensors[name] if ref is None else self.values[ref][self.dag.value(ref).names.index(name)])
-        part = chunk.slice
-        args += [x[part.start : part.stop] if x.ndim else x for x in (self.leaves[i] for i in interface.batch)]
+            old = self.tensors[name] if ref is None else self.values[ref, replica][self.dag.value(ref).names.index(name)]
+            args.append(old)
+        first, part = replica * self.dag.share, chunk.slice
+        samples = slice(first + part.start, first + part.stop)
+        args += [x[samples] if x.ndim else x for x in (self.leaves[i] for i in interface.batch)]
         if interface.seeds_gradient:
             args.append(torch.tensor(len(part) / self.dag.size, dtype=self._loss_dtype(), device=args[0].device))
         code = self.dag.code_of(chunk)
         if interface.random:
             with torch.random.fork_rng():
-                torch.manual_seed(chunk_seed(self.seed, chunk))
+                torch.manual_seed(chunk_seed(self.seed, chunk, first))
                 flat = iter(code.run(args))
         else:
             flat = iter(code.run(args))
@@ -132,31 +139,51 @@ class _Run:
     def _loss_dtype(self) -> torch.dtype:
         return next(v.tensors[0].dtype for c in self.dag.of_type(Chunk) for v in c.outputs if v.kind == "loss")
 
-    def _merge(self, node: Metrics, inputs: list[Bundle]) -> torch.Tensor:
+    def _merge(self, node: Metrics, replica: int, inputs: list[Bundle]) -> torch.Tensor:
         names = reductions(self.dag.code)
-        vector = torch.zeros(len(names), dtype=torch.float64)
+        vector = torch.zeros(self.dag.replicas * len(names), dtype=torch.float64)
         for metric in dict.fromkeys(node.metrics):
             values = [b[0].double().cpu() for b, m in zip(inputs, node.metrics, strict=True) if m == metric]
             shares = [len(s) / self.dag.size for s, m in zip(node.slices, node.metrics, strict=True) if m == metric]
-            match names[metric]:
-                case "mean":
-                    merged = _fold([[v * w] for v, w in zip(values, shares, strict=True)])[0]
-                case "sum":
-                    merged = _fold([[v] for v in values])[0]
-                case "max":
-                    merged = torch.stack(values).max()
-                case _:
-                    merged = torch.stack(values).min()
-            vector[metric] = merged
+            if names[metric] == "mean":
+                values = [v * w for v, w in zip(values, shares, strict=True)]
+            vector[replica * len(names) + metric] = _reduced(names[metric], values)
         return vector
 
-    def _update(self, node: Update, bundle: Bundle) -> None:
+    def _sum_over_replicas(self, node: AllReduce) -> Bundle:
+        """The metrics of all regions and replicas, or the gradients of one region from all replicas."""
+        return _fold([self.values[ref, r] for r in range(self.dag.replicas) for ref in node.inputs])
+
+    def _report(self, node: Report) -> None:
+        vector = _fold([self.values[ref, 0] for ref in node.inputs])[0]
+        rows = vector.view(self.dag.replicas, -1)
+        how = ("sum" if reduction == "mean" else reduction for reduction in reductions(self.dag.code))
+        merged = [_reduced(reduction, list(column)) for reduction, column in zip(how, rows.unbind(1), strict=True)]
+        self.metrics = dict(zip(metric_names(self.dag.code), merged, strict=True))
+
+    def _update(self, node: Update) -> None:
         value = self.dag.value(node.inputs[0])
+        replicas = range(self.dag.replicas)
+        summands: list[list[Bundle]] = []  # of each input, by replica
+        for ref in node.inputs:
+            held = [self.values[ref, r] for r in replicas]
+            # Not yet summed over the replicas: so it is in a program that is not finished.
+            waiting = isinstance(self.dag.value(ref).placement, Partial)
+            summands.append([_fold(held)] * len(held) if waiting else held)
+        found = [_fold([held[r] for held in summands]) for r in replicas]
         into = self.buffers if value.kind == "buffer" else self.grads
-        for name, tensor in zip(value.names, bundle, strict=True):
-            if name in into and not torch.equal(into[name], tensor):
-                raise VerificationError(f"devices disagree about the gradient of {name}: device {node.devices} has another one")
-            into[name] = tensor
+        for bundle in found:
+            for name, tensor in zip(value.names, bundle, strict=True):
+                if name in into and not torch.equal(into[name], tensor):
+                    raise VerificationError(f"devices {node.devices} disagree about the {value.kind} of {name}")
+                into[name] = tensor
+
+
+def _reduced(reduction: str, values: list[torch.Tensor]) -> torch.Tensor:
+    """One number from several; means come with their weights applied."""
+    if reduction in ("mean", "sum"):
+        return _fold([[v] for v in values])[0]
+    return torch.stack(values).max() if reduction == "max" else torch.stack(values).min()
 
 
 def _fold(bundles: list[Bundle]) -> Bundle:

@@ -1,0 +1,151 @@
+"""`replicate`: data parallelism. Replicas of a part of the step divide the batch, and their gradients are summed."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Sequence
+from typing import Any, ClassVar
+
+import networkx as nx
+
+from lightning_piper.directives.base import Contract, Directive, register
+from lightning_piper.ir.build import metrics_value
+from lightning_piper.ir.dag import TrainingDAG
+from lightning_piper.ir.filters import Filter
+from lightning_piper.ir.nodes import Accumulate, AllReduce, Chunk, Concat, Cut, Metrics, Node, Send
+from lightning_piper.ir.values import Partial, Slice
+from lightning_piper.ir.values import Replicate as Whole
+
+MEBI = 2**20
+
+
+@register
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Replicate(Directive):
+    """Run the chunks that `filter` selects on a group of devices, each with its share of the batch.
+
+        B 0:8 @0,1 -> accumulate -> update    --replicate {} over [0, 1]-->    B 0:4 @0,1 -> accumulate -> all-reduce -> update
+
+    Attributes:
+        filter: selects chunks; they are placed on the groups already.
+        devices: one group, `[0, 1]`, or a list of groups, `[[0, 2], [1, 3]]`, as the stages are placed on them. The position
+            in its group is the index of a device's replica: replica r of R has the r-th of R equal parts of the batch.
+        reduce_stream: logical stream of the sums of gradients.
+        bucket_size: MB (2**20 bytes) of gradients that are summed in one message.
+
+    All regions of a step are replicated alike, by one directive or by several. Gradients become sums over the replicas: equal
+    up to re-association, provided that the loss is a mean over samples.
+    """
+
+    op: ClassVar[str] = "replicate"
+    contract: ClassVar[Contract] = "reassociated"
+
+    filter: Filter
+    devices: Sequence[int] | Sequence[Sequence[int]]
+    reduce_stream: str = "reduce"
+    bucket_size: float = 25.0
+
+    def check_fields(self) -> None:
+        self.check_filter("filter", self.filter)
+        nested = isinstance(self.devices, list | tuple) and self.devices and isinstance(self.devices[0], list | tuple)
+        for group in self.devices if nested else [self.devices]:
+            self.check_device_list("devices", group)
+        sizes = {len(group) for group in self._groups()}
+        if len(sizes) > 1 or min(sizes) < 2:
+            self.refuse("devices", f"groups of {sorted(sizes)} devices", "give groups of one size, of at least two devices")
+        replica: dict[int, int] = {}
+        for group in self._groups():
+            for index, device in enumerate(group):
+                if replica.setdefault(device, index) != index:
+                    self.refuse("devices", f"device {device} is replica {replica[device]} and {index}", "give it one position")
+        if not isinstance(self.reduce_stream, str) or not self.reduce_stream:
+            self.refuse("reduce_stream", f"{self.reduce_stream!r} is not a stream", "give a non-empty name such as 'reduce'")
+        if isinstance(self.bucket_size, bool) or not isinstance(self.bucket_size, int | float) or not self.bucket_size > 0:
+            self.refuse("bucket_size", f"{self.bucket_size!r}", "give a number of MB above 0")
+
+    def apply(self, dag: TrainingDAG) -> None:
+        chunks = self.select(dag, "filter", self.filter)
+        groups = self._groups()
+        for chunk in chunks:
+            if chunk.devices not in groups:
+                where = f"on {list(chunk.devices)}" if chunk.devices else "on no device yet"
+                self.refuse("devices", f"{chunk.label} is {where}", f"place it first, on one of {[list(g) for g in groups]}")
+        self._divide(dag, len(groups[0]))
+        sums = {user.id: user for chunk in chunks for user in dag.users(chunk) if isinstance(user, Accumulate)}
+        for total in sums.values():
+            if dag.value((total.id, 0)).kind == "grad":
+                self._reduce(dag, total)
+
+    def _groups(self) -> list[tuple[int, ...]]:
+        groups: Any = self.devices if isinstance(self.devices[0], list | tuple) else [self.devices]
+        return [tuple(group) for group in groups]
+
+    def _reduce(self, dag: TrainingDAG, total: Accumulate) -> None:
+        """Sum a region's gradients over the replicas before anybody reads them."""
+        ref = (total.id, 0)
+        readers = dag.readers(ref)
+        if any(isinstance(reader, AllReduce) for reader in readers):
+            self.refuse("filter", f"the gradients of {total.tags} are already summed over replicas", "replicate each region once")
+        value = dataclasses.replace(total.outputs[0], placement=Whole())
+        node = AllReduce(inputs=(ref,), outputs=(value,), tags=total.tags, devices=total.devices, stream=self.reduce_stream,
+                         placed_by=dag.origin, bucket_size=int(self.bucket_size * MEBI))  # fmt: skip
+        reduced = (dag.add(node).id, 0)
+        for reader in readers:
+            dag.substitute(reader, ref, reduced)
+            if isinstance(reader, Send):  # to another home of a tied parameter
+                for moved in (reader, *dag.users(reader)):
+                    moved.outputs = (value,)
+
+    def _divide(self, dag: TrainingDAG, replicas: int) -> None:
+        """Give every replica its share; all regions at once, since each slice goes through all of them."""
+        if dag.replicas == replicas:
+            return
+        if dag.replicas != 1:
+            self.refuse("devices", f"{replicas} replicas, another directive has {dag.replicas}", "replicate all regions alike")
+        for chunk in dag.of_type(Chunk):
+            if dag.interface(chunk).state:
+                self.refuse(
+                    "filter",
+                    f"{chunk.label} changes {', '.join(dag.interface(chunk).state[:3])}, which every replica would change otherwise",
+                    "use a layer without running statistics, such as GroupNorm or LayerNorm",
+                )
+            if chunk.slice.start % replicas or chunk.slice.stop % replicas:
+                self.refuse(
+                    "devices",
+                    f"{chunk.label} works on samples {chunk.slice}, which {replicas} replicas cannot divide evenly",
+                    f"let batch and microbatches have a multiple of {replicas} samples",
+                )
+        dag.replicas = replicas
+        for node_id in list(nx.topological_sort(dag.graph)):
+            _shrink(dag, dag.nodes[node_id], replicas)
+
+
+def _shrink(dag: TrainingDAG, node: Node, replicas: int) -> None:
+    """What a node works on and makes, for one replica's share. Nodes come in an order in which inputs are shrunk before."""
+    if isinstance(node, Chunk):
+        node.slice = _part(node.slice, replicas)
+        node.outputs = tuple(
+            dataclasses.replace(value, tensors=tensors, placement=Partial() if value.kind == "grad" else value.placement)
+            for value, tensors in zip(node.outputs, dag.code_of(node).outputs, strict=True)
+        )
+    elif isinstance(node, Metrics):
+        node.slices = tuple(_part(part, replicas) for part in node.slices)
+        node.outputs = (dataclasses.replace(metrics_value(dag), placement=Partial()),)
+    elif isinstance(node, AllReduce):  # of the metrics: those of gradients come later
+        node.outputs = (metrics_value(dag),)
+    elif isinstance(node, Cut | Concat):
+        if isinstance(node, Cut):
+            node.start, node.stop = node.start // replicas, node.stop // replicas
+            rows = node.stop - node.start
+        else:
+            rows = sum(dag.value(ref).tensors[0].shape[node.dim] for ref in node.inputs)
+        per_sample = dag.specs_of(node.inputs[0], dag.share)[0].shape[node.dim] // dag.share
+        node.outputs = (dataclasses.replace(node.outputs[0], tensors=dag.specs_of(node.inputs[0], rows // per_sample)),)
+    elif node.outputs:  # transfers and sums hand on what they read
+        placement = dag.value(node.inputs[0]).placement
+        tensors = dag.value(node.inputs[0]).tensors
+        node.outputs = tuple(dataclasses.replace(v, tensors=tensors, placement=placement) for v in node.outputs)
+
+
+def _part(part: Slice, replicas: int) -> Slice:
+    return Slice(part.start // replicas, part.stop // replicas)
