@@ -31,7 +31,7 @@ def finish(dag: TrainingDAG) -> None:
         if len(chunk.devices) != dag.replicas:
             raise DirectiveError(
                 f"{chunk.label} is on {len(chunk.devices)} devices, {list(chunk.devices)} (directive {chunk.placed_by}), and the "
-                f"program has {dag.replicas} replica(s): add a replicate that divides the batch over them, or place it on one device"
+                f"program has {dag.replicas} replica(s): add a replicate that divides the batch over them, or place it on one"
             )
     devices = dag.devices()
     if devices != tuple(range(len(devices))):

@@ -67,10 +67,11 @@ class Place(Directive):
                     "place all regions on groups of one size",
                 )
             if other.region in regions and other.devices not in ((), tuple(self.devices)):
+                mine = regions[other.region].label
                 self.refuse(
                     "devices",
-                    f"{regions[other.region].label} would be on device {_shown(self.devices)}, {other.label} is on {_shown(other.devices)}",
-                    "a region keeps its parameters on one device: give all of its passes and slices the same",
+                    f"{mine} would be on device {_shown(self.devices)}, {other.label} is on {_shown(other.devices)}",
+                    "a region keeps its parameters in one place: give all of its passes and slices the same",
                 )
 
 

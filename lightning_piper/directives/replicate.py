@@ -104,9 +104,10 @@ class Replicate(Directive):
             self.refuse("devices", f"{replicas} replicas, another directive has {dag.replicas}", "replicate all regions alike")
         for chunk in dag.of_type(Chunk):
             if dag.interface(chunk).state:
+                changed = ", ".join(dag.interface(chunk).state[:3])
                 self.refuse(
                     "filter",
-                    f"{chunk.label} changes {', '.join(dag.interface(chunk).state[:3])}, which every replica would change otherwise",
+                    f"{chunk.label} changes {changed}, and every replica would in another way",
                     "use a layer without running statistics, such as GroupNorm or LayerNorm",
                 )
             if chunk.slice.start % replicas or chunk.slice.stop % replicas:

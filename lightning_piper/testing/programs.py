@@ -9,7 +9,7 @@ from typing import Any
 import networkx as nx
 from hypothesis import strategies as st
 
-from lightning_piper.directives import Directive, Order, Place, Split, apply_program, to_json
+from lightning_piper.directives import Directive, Order, Place, Replicate, Split, apply_program, to_json
 from lightning_piper.ir.build import build_dag
 from lightning_piper.ir.dag import TrainingDAG
 from lightning_piper.ir.nodes import Chunk
@@ -64,32 +64,50 @@ def programs(draw: Draw, case: Case) -> list[Directive]:
     Whatever is drawn is valid by construction: orders are read off a random linear extension of the DAG they apply to.
     """
     stages = sorted(set(case.spec.stages))
-    head: list[Directive] = draw(_splits(case))
-    if draw(st.integers(0, 5)):
-        placing: list[Directive] = draw(_places(stages))
-        head = placing + head if draw(st.booleans()) else head + placing
+    replicas = draw(st.sampled_from([1, 1, 2, 4])) if case.size % 4 == 0 and not case.spec.coupled else 1
+    head: list[Directive] = draw(_splits(case, replicas))
+    if replicas > 1 or draw(st.integers(0, 5)):
+        placing: list[Directive] = draw(_places(stages, replicas))
+        head = placing + head if replicas == 1 and draw(st.booleans()) else head + placing
+    if replicas > 1:
+        head += draw(_replicas(head))
     if draw(st.booleans()):
         head += draw(_orders(apply_program(build_dag(case.step), head)))
     return head
 
 
 @st.composite
-def _places(draw: Draw, stages: list[int]) -> list[Directive]:
+def _places(draw: Draw, stages: list[int], replicas: int = 1) -> list[Directive]:
     devices = draw(st.lists(st.integers(0, 2), min_size=len(stages), max_size=len(stages)))
     used = sorted(set(devices))
     homes = {stage: used.index(device) for stage, device in zip(stages, devices, strict=True)}
+    groups = [[home + r * len(used) for r in range(replicas)] for home in range(len(used))]
     streams = st.sampled_from(["compute", "compute", "side"])
-    places = [Place(filter={"PP": stage}, devices=[home], stream=draw(streams)) for stage, home in homes.items()]
+    places = [Place(filter={"PP": stage}, devices=groups[home], stream=draw(streams)) for stage, home in homes.items()]
     if len(used) == 1 and draw(st.booleans()):
-        return [Place(filter={}, devices=[0])]
+        return [Place(filter={}, devices=groups[0])]
     if draw(st.booleans()):  # the passes of a stage apart, in any order
         places = [Place(filter={**p.filter, "PASS": kind}, devices=p.devices) for p in places for kind in "BF"]
     return list(draw(st.permutations(places)))
 
 
 @st.composite
-def _splits(draw: Draw, case: Case) -> list[Directive]:
-    count = draw(st.integers(1, min(4, case.size)))
+def _replicas(draw: Draw, head: list[Directive]) -> list[Directive]:
+    """Replicate all that is placed, by one directive or by one for each place; with messages of one tensor, or of all."""
+    bucket = st.sampled_from([1e-6, 25.0])
+    places = [p for p in head if isinstance(p, Place)]
+    groups = [list(group) for group in dict.fromkeys(tuple(p.devices) for p in places)]
+    if draw(st.booleans()):
+        return [Replicate(filter={}, devices=groups, bucket_size=draw(bucket))]
+    backward = [p for p in places if p.filter.get("PASS", "B") == "B"]
+    return [Replicate(filter=p.filter, devices=p.devices, bucket_size=draw(bucket)) for p in backward]
+
+
+@st.composite
+def _splits(draw: Draw, case: Case, replicas: int = 1) -> list[Directive]:
+    # Microbatches that replicas can divide: powers of two, of a batch that is one.
+    count = draw(st.sampled_from([1, 2, 4])) if replicas > 1 else draw(st.integers(1, min(4, case.size)))
+    count = min(count, case.size // replicas)
     kind = draw(st.sampled_from(["none", "whole", "whole", "whole", "nested", "part"]))
     if kind == "none":
         return []
@@ -97,7 +115,7 @@ def _splits(draw: Draw, case: Case) -> list[Directive]:
         stage = draw(st.sampled_from(sorted(set(case.spec.stages))))
         return [Split(filter={"PP": stage}, dim_name="MB", num_microbatches=count)] if _can_split_alone(case, stage) else []
     program: list[Directive] = [Split(filter={}, dim_name="MB", num_microbatches=count)]
-    smallest = case.size // count
+    smallest = case.size // count // replicas
     if kind == "nested" and smallest > 1:
         program.append(Split(filter={}, dim_name="UB", num_microbatches=draw(st.integers(1, min(2, smallest)))))
     return program
