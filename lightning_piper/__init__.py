@@ -3,7 +3,7 @@
 from lightning_piper import schedules
 from lightning_piper.annotate import annotate, annotate_modules
 from lightning_piper.compiler import Compiled, compile
-from lightning_piper.directives import Directive, Order, Place, Split, register
+from lightning_piper.directives import Directive, Order, Place, Replicate, Split, register
 from lightning_piper.errors import CaptureError, DirectiveError, ExecutionError, PiperError, VerificationError
 from lightning_piper.strategy import PiperStrategy
 from lightning_piper.verify import verify
@@ -18,6 +18,7 @@ __all__ = [
     "PiperError",
     "PiperStrategy",
     "Place",
+    "Replicate",
     "Split",
     "VerificationError",
     "annotate",
