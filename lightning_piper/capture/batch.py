@@ -49,6 +49,14 @@ class BatchLayout:
             raise CaptureError("the batch is empty (first dimension 0)")
         return size
 
+    def times(self, replicas: int) -> BatchLayout:
+        """The layout of the batches of `replicas` replicas together, when each has one like this."""
+        shapes = [(x.shape[0] * replicas, *x.shape[1:]) if x.shape else () for x in self.specs]
+        specs = [
+            TensorSpec.of(torch.empty(shape, dtype=x.dtype, device="meta")) for shape, x in zip(shapes, self.specs, strict=True)
+        ]
+        return dataclasses.replace(self, specs=tuple(specs))
+
     def rebuild(self, leaves: list[torch.Tensor]) -> Any:
         return _rebuild(self.skeleton, leaves)
 

@@ -4,7 +4,7 @@ from lightning_piper.directives.base import Directive, known, register
 from lightning_piper.directives.finish import finish
 from lightning_piper.directives.order import Order
 from lightning_piper.directives.place import Place
-from lightning_piper.directives.program import Program, apply_program, parse, to_json
+from lightning_piper.directives.program import Program, apply_program, parse, replicas_of, to_json
 from lightning_piper.directives.replicate import Replicate
 from lightning_piper.directives.split import Split, accumulating
 
@@ -21,5 +21,6 @@ __all__ = [
     "known",
     "parse",
     "register",
+    "replicas_of",
     "to_json",
 ]

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 from abc import abstractmethod
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from importlib.metadata import entry_points
 from typing import Any, ClassVar, Literal, NoReturn, TypeVar
 
@@ -40,6 +40,13 @@ class Directive:
 
     def check_fields(self) -> None:
         """Refuse values that no DAG could accept."""
+
+    def replica_groups(self) -> Sequence[Sequence[int]]:
+        """Groups of devices that this directive lets share a batch, if it does; the position in a group is the replica's index.
+
+        Samplers need it before there is a batch to apply the program to.
+        """
+        return ()
 
     def refuse(self, field: str, found: str, accepted: str) -> NoReturn:
         """Raise the error of this directive; whoever applies the program adds the index."""

@@ -72,15 +72,34 @@ def to_json(program: Program) -> list[dict[str, Any]]:
     return [directive.to_json() for directive in program]
 
 
+def replicas_of(program: Program) -> dict[int, int]:
+    """The index of each replicated device's replica, as far as the directives themselves say it; empty without replicas.
+
+    Raises:
+        DirectiveError: two directives give a device different indices.
+    """
+    found: dict[int, int] = {}
+    for index, directive in enumerate(program):
+        for group in directive.replica_groups():
+            for replica, device in enumerate(group):
+                if found.setdefault(device, replica) != replica:
+                    raise DirectiveError(
+                        f"directive {index} ({directive.op}): field 'devices': device {device} is replica {replica} here and "
+                        f"{found[device]} in an earlier directive; give it the same position in all of its groups"
+                    )
+    return found
+
+
 def apply_program(
     dag: TrainingDAG, program: Program, after: Callable[[TrainingDAG, int, Directive], None] | None = None
 ) -> TrainingDAG:
     """Apply a program to `dag` in place, directive by directive, and return it. `after` is called after each one.
 
     Raises:
-        DirectiveError: a directive does not fit; names its index.
+        DirectiveError: a directive does not fit, or contradicts another one; names its index.
     """
     dag.ops = tuple(directive.op for directive in program)
+    replicas_of(program)
     for index, directive in enumerate(program):
         dag.origin = index
         try:

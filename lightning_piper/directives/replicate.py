@@ -50,11 +50,11 @@ class Replicate(Directive):
         nested = isinstance(self.devices, list | tuple) and self.devices and isinstance(self.devices[0], list | tuple)
         for group in self.devices if nested else [self.devices]:
             self.check_device_list("devices", group)
-        sizes = {len(group) for group in self._groups()}
+        sizes = {len(group) for group in self.replica_groups()}
         if len(sizes) > 1 or min(sizes) < 2:
             self.refuse("devices", f"groups of {sorted(sizes)} devices", "give groups of one size, of at least two devices")
         replica: dict[int, int] = {}
-        for group in self._groups():
+        for group in self.replica_groups():
             for index, device in enumerate(group):
                 if replica.setdefault(device, index) != index:
                     self.refuse("devices", f"device {device} is replica {replica[device]} and {index}", "give it one position")
@@ -65,7 +65,7 @@ class Replicate(Directive):
 
     def apply(self, dag: TrainingDAG) -> None:
         chunks = self.select(dag, "filter", self.filter)
-        groups = self._groups()
+        groups = self.replica_groups()
         for chunk in chunks:
             if chunk.devices not in groups:
                 where = f"on {list(chunk.devices)}" if chunk.devices else "on no device yet"
@@ -76,7 +76,7 @@ class Replicate(Directive):
             if dag.value((total.id, 0)).kind == "grad":
                 self._reduce(dag, total)
 
-    def _groups(self) -> list[tuple[int, ...]]:
+    def replica_groups(self) -> list[tuple[int, ...]]:
         groups: Any = self.devices if isinstance(self.devices[0], list | tuple) else [self.devices]
         return [tuple(group) for group in groups]
 

@@ -1,5 +1,7 @@
 """All stages of a pipeline train on the same batch: what makes them agree, and what notices when they do not.
 
+With replicas, each has a pipeline of its own, and batches of its own, of the same sizes.
+
 Every process draws its own batches. They agree because the processes' random numbers do: before the first batch is drawn, all
 take over the lead's generators, and workers are seeded by replica, not by process. What cannot be made equal (a dataset that
 reads a clock, a shuffle that depends on the rank) is noticed: a checksum of each batch goes round, in the background, while
@@ -18,6 +20,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from lightning.fabric.utilities.seed import _collect_rng_states, _set_rng_states, pl_worker_init_function
+from lightning.pytorch.utilities.rank_zero import rank_zero_warn
 from torch.utils.data import DataLoader, DistributedSampler
 
 from lightning_piper.capture import BatchLayout
@@ -38,31 +41,45 @@ def share_random_state(world: World) -> None:
 
 
 def agree_on_loader(loader: object, world: World) -> object:
-    """Make a training DataLoader give the same batches in all processes. Collective.
+    """Make a training DataLoader give the same batches in all processes of a replica. Collective.
 
     Raises:
-        PiperError: it is split over the processes, or has another length in some.
+        PiperError: it is split in another way than over the replicas, or has another length in some processes.
     """
     if world.size == 1:
         return loader
     share_random_state(world)
     sizes = world.gather(_length(loader))
     if len(set(sizes)) > 1:
-        raise PiperError(f"the processes' training data have {sizes} batches, by rank; all stages of a pipeline read the same ones")
+        why = "all stages of a pipeline read the same ones" if world.count == 1 else "every replica needs as many as the others"
+        raise PiperError(f"the processes' training data have {sizes} batches, by rank; {why}")
     if not isinstance(loader, DataLoader):
         return loader
     for sampler in (loader.sampler, getattr(loader.batch_sampler, "sampler", None)):
-        if isinstance(sampler, DistributedSampler) and sampler.num_replicas != 1:
-            raise PiperError(
-                f"the DataLoader's DistributedSampler splits the data over {sampler.num_replicas} replicas, but the processes are "
-                "stages of one pipeline, which all read the same batches; use a plain sampler (shuffle=True)"
-            )
+        if isinstance(sampler, DistributedSampler):
+            _check_sampler(sampler, world)
+            sampler.seed = world.broadcast(sampler.seed)
     generators = generators_of(loader)
     for generator, state in zip(generators, world.broadcast([g.get_state() for g in generators]), strict=True):
         generator.set_state(state)
     if loader.worker_init_fn is None and int(os.environ.get("PL_SEED_WORKERS", 0)):
-        loader.worker_init_fn = partial(pl_worker_init_function, rank=0)  # of the replica; there is one
+        loader.worker_init_fn = partial(pl_worker_init_function, rank=world.replica)
     return loader
+
+
+def _check_sampler(sampler: DistributedSampler[Any], world: World) -> None:
+    if sampler.num_replicas == world.count and sampler.rank == world.replica:
+        return
+    if world.count == 1:
+        raise PiperError(
+            f"the DataLoader's DistributedSampler splits the data over {sampler.num_replicas} replicas, but the processes are "
+            "stages of one pipeline, which all read the same batches; use a plain sampler (shuffle=True)"
+        )
+    raise PiperError(
+        f"the DataLoader's DistributedSampler gives process {world.rank} part {sampler.rank} of {sampler.num_replicas}, but it "
+        f"belongs to replica {world.replica} of {world.count}; use DistributedSampler(dataset, num_replicas={world.count}, "
+        f"rank={world.replica}) here, or a plain sampler, which the Trainer replaces by one that divides the data"
+    )
 
 
 def generators_of(loader: DataLoader[Any]) -> list[torch.Generator]:
@@ -79,7 +96,7 @@ def _length(loader: Any) -> int | None:
 
 
 class BatchCheck:
-    """Compares the batches of all processes."""
+    """Compares the batches of all processes: values within each replica, shapes everywhere."""
 
     def __init__(self, world: World) -> None:
         self._world = world
@@ -87,6 +104,7 @@ class BatchCheck:
         self._layout: tuple[Any, ...] | None = None
         self._layout_sum = 0
         self._running: tuple[dist.Work, torch.Tensor] | None = None
+        self._warned = False
 
     def post(self, layout: BatchLayout, leaves: Sequence[torch.Tensor]) -> None:
         """Begin to compare this step's batch, and finish with the last one's.
@@ -103,7 +121,9 @@ class BatchCheck:
             self._layout, self._layout_sum = key, zlib.crc32(repr(key).encode())
         data = _checksum(leaves, self._steps)
         self._steps += 1
-        message = torch.tensor([self._layout_sum, -self._layout_sum, data, -data])
+        sums = [torch.iinfo(torch.int64).min] * 2 * self._world.count  # of each replica; the largest counts, and the smallest
+        sums[2 * self._world.replica], sums[2 * self._world.replica + 1] = data, -data
+        message = torch.tensor([self._layout_sum, -self._layout_sum, *sums])
         work = dist.all_reduce(message, op=dist.ReduceOp.MAX, group=self._world.host_group, async_op=True)
         assert work is not None
         self._running = (work, message)
@@ -120,13 +140,29 @@ class BatchCheck:
             return
         (work, message), self._running = self._running, None
         work.wait()
-        layout, layout_low, data, data_low = message.tolist()
-        if layout != -layout_low or data != -data_low:
-            what = "shapes" if layout != -layout_low else "values"
+        layout, layout_low, *sums = message.tolist()
+        data, data_low = sums[::2], sums[1::2]
+        apart = [r for r, (high, low) in enumerate(zip(data, data_low, strict=True)) if high != -low]
+        if layout != -layout_low and self._world.count > 1:
             raise PiperError(
-                f"the processes drew different batches (other {what}) in training batch {self._steps - 1} of this fit, but all "
+                f"the processes drew batches of different shapes in training batch {self._steps - 1} of this fit, but every "
+                "replica needs as many samples as the others, in tensors of the same shapes. Use a sampler that divides the data evenly "
+                "(Lightning's own does), and pad all batches to the same lengths"
+            )
+        if layout != -layout_low or apart:
+            what = "shapes" if layout != -layout_low else "values"
+            who = "the processes" if self._world.count == 1 else f"the processes of replica {apart[0]}"
+            raise PiperError(
+                f"{who} drew different batches (other {what}) in training batch {self._steps - 1} of this fit, but all "
                 "stages of a pipeline train on the same one. Seed whatever draws the data (seed_everything(seed, workers=True)), "
                 "and let it not depend on the rank or on time"
+            )
+        if len(data) > 1 and len(set(data)) == 1 and data[0] and not self._warned:
+            self._warned = True
+            rank_zero_warn(
+                f"all {len(data)} replicas drew the same samples in training batch {self._steps - 1} of this fit, so they learn no "
+                "more than one would. Give each replica its own: leave Trainer(use_distributed_sampler=True), or let an iterable "
+                "dataset read another part in each replica"
             )
 
 

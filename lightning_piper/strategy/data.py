@@ -7,6 +7,9 @@ Ownership and optimizers need the captured step, so a batch's layout is needed b
    started, no sampler advances, and random numbers continue as if nothing had happened.
 3. Everything else (an IterableDataset, a generator, a list of batches): every process draws the first batch and puts it back,
    so that the training begins with it.
+
+Where the program is to be run before the training, and has replicas, it takes a batch for each: 2. goes on in the dataset, and
+begins again at its end; otherwise all replicas get the same one.
 """
 
 from __future__ import annotations
@@ -58,43 +61,50 @@ class Peek:
         world: whose lead draws.
         transfer: from a batch as it is drawn to one as the step gets it.
         example: `example_batch`, None to draw one.
+        count: batches to take.
     """
 
-    def __init__(self, trainer: pl.Trainer, world: World, transfer: Callable[[Any], Any], example: Any | None) -> None:
-        self._source = trainer.fit_loop._data_source
+    def __init__(
+        self, trainer: pl.Trainer, world: World, transfer: Callable[[Any], Any], example: Any | None, count: int = 1
+    ) -> None:
+        self._source, self._count = trainer.fit_loop._data_source, count
         self._world, self._transfer, self._example = world, transfer, example
         self._put_back: list[PutBack] = []
 
-    def batch(self) -> Any | None:
-        """A batch as the step gets it, for the lead; the others may get None.
+    def batches(self) -> list[Any] | None:
+        """Batches as the step gets them, for the lead; the others may get None.
 
         Raises:
             PiperError: no batch can be drawn.
         """
         if self._example is not None:
             with isolate_rng():
-                return self._transfer(self._example)  # every process has it
+                return [self._transfer(self._example)] * self._count  # every process has it
         loaders = self._source.dataloader()
-        batch = self._draw(loaders.iterables if isinstance(loaders, CombinedLoader) else loaders)
+        batches = self._draw(loaders.iterables if isinstance(loaders, CombinedLoader) else loaders)
         with isolate_rng():
-            return self._world.on_lead(lambda: self._transfer(batch), share=False)
+            return self._world.on_lead(lambda: [self._transfer(batch) for batch in batches], share=False)
 
-    def _draw(self, loaders: Any) -> Any:
+    def _draw(self, loaders: Any) -> list[Any]:
         """Lists, tuples and dicts of loaders give batches of the same form."""
+        numbers = range(self._count)
         if isinstance(loaders, list | tuple):
-            return type(loaders)([self._draw(loader) for loader in loaders])
+            parts = [self._draw(loader) for loader in loaders]
+            return [type(loaders)([part[i] for part in parts]) for i in numbers]
         if isinstance(loaders, dict):
-            return {name: self._draw(loader) for name, loader in loaders.items()}
+            named = {name: self._draw(loader) for name, loader in loaders.items()}
+            return [{name: part[i] for name, part in named.items()} for i in numbers]
         if isinstance(loaders, DataLoader) and not isinstance(loaders.dataset, IterableDataset):
             with isolate_rng():
-                return self._world.on_lead(lambda: _collate(loaders), share=False)
+                drawn = self._world.on_lead(lambda: [_collate(loaders, i) for i in numbers], share=False)
+            return drawn or [None] * self._count
         iterator = iter(loaders)
         try:
             first = next(iterator)
         except StopIteration:
             raise PiperError(EMPTY) from None
         self._put_back.append(PutBack(loaders, iterator, first))
-        return first
+        return [first] * self._count
 
     def with_first(self, loader: object) -> object:
         """The loader with its first batch in place again."""
@@ -105,11 +115,13 @@ class Peek:
         return loader
 
 
-def _collate(loader: DataLoader[Any]) -> Any:
-    """A batch's worth of samples, collated as the loader does it."""
+def _collate(loader: DataLoader[Any], number: int) -> Any:
+    """A batch's worth of samples, collated as the loader does it; another one for each number, where the order is open."""
     dataset, sampler = loader.dataset, loader.sampler
     if loader.batch_size is not None and isinstance(sampler, RandomSampler | SequentialSampler | DistributedSampler):
-        indices: Any = range(min(loader.batch_size, len(dataset)))  # type: ignore[arg-type]
+        total = len(dataset)  # type: ignore[arg-type]
+        size = min(loader.batch_size, total)
+        indices: Any = [i % total for i in range(number * size, (number + 1) * size)]
     else:
         indices = _first(loader.batch_sampler if loader.batch_sampler is not None else sampler, loader)
     if loader.batch_sampler is None:

@@ -29,6 +29,7 @@ MANY_LAYOUTS = 16
 class Settings:
     """Attributes:
     program: the directives.
+    replicas: of which each process draws the batches of one; 1 also where one process draws those of all.
     static: run the static check on everything that is compiled.
     context: entered around the step while it is captured.
     local: all devices in this process.
@@ -36,6 +37,7 @@ class Settings:
     """
 
     program: Sequence[Directive]
+    replicas: int
     static: bool
     context: Context
     local: bool
@@ -55,12 +57,13 @@ class Engine:
     """Runs training steps on batches of any layout.
 
     The first layout is compiled at once, for ownership follows from it. Others are compiled when they first occur: another
-    number of samples from the same capture, anything else from a capture of its own. All processes see the same batches, so
-    they compile together.
+    number of samples from the same capture, anything else from a capture of its own. All processes see batches of the same
+    layout, so they compile together. Layouts are of what one process draws; with replicas, the step's batch is larger.
     """
 
     def __init__(self, module: pl.LightningModule, layout: BatchLayout, settings: Settings, world: World) -> None:
         self._module, self._settings, self._world = module, settings, world
+        self._layout = layout
         self.first = self._capture(layout)
         self._captured: dict[tuple[Any, ...], Compiled] = {_family(layout): self.first}
         self._prepared: dict[tuple[Any, ...], Prepared] = {}
@@ -79,7 +82,7 @@ class Engine:
         if not self._settings.local:
             ranks = range(self._world.size)
             self._transport = ProcessTransport(self.first.plans, ranks, self._world.device, self._settings.timeout)
-        self._prepared[self.first.step.layout.key] = self._prepare(self.first)
+        self._prepared[self._layout.key] = self._prepare(self.first)
 
     def prepared(self, layout: BatchLayout) -> Prepared:
         """What runs a batch of this layout; compiled when it is the first of its kind. Then, collective."""
@@ -115,11 +118,12 @@ class Engine:
         if family not in self._captured:
             self._captured[family] = self._capture(layout)
         captured = self._captured[family]
-        return self._together(lambda: captured.at(layout.size, verify=self._settings.static))
+        return self._together(lambda: captured.at(layout.size * self._settings.replicas, verify=self._settings.static))
 
     def _capture(self, layout: BatchLayout) -> Compiled:
-        example = layout.rebuild([torch.empty(s.shape, dtype=s.dtype, device="meta") for s in layout.specs])
         settings = self._settings
+        specs = layout.times(settings.replicas).specs
+        example = layout.rebuild([torch.empty(s.shape, dtype=s.dtype, device="meta") for s in specs])
         return self._together(
             lambda: compile(
                 self._module,

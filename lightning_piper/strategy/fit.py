@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import warnings
+from functools import partial
 from typing import Any
 
 import lightning.pytorch as pl
@@ -12,6 +13,7 @@ from lightning.pytorch.utilities.seed import isolate_rng
 from torch import nn
 from torch.optim import Optimizer
 from torchmetrics import Metric
+from torchmetrics.utilities.distributed import gather_all_tensors
 
 from lightning_piper.capture import flatten
 from lightning_piper.errors import PiperError
@@ -49,12 +51,13 @@ class Fit:
         with isolate_rng():
             drawn = int(torch.randint(2**62, ()))
         self.seed: int = drawn if seed is None else seed
-        batch = peek.batch()
-        layout = world.on_lead(lambda: flatten(batch)[1])
+        batches = peek.batches()
+        layout = world.on_lead(lambda: flatten(batches[0])[1] if batches else None)
         assert layout is not None
         self.engine = Engine(module, layout, settings, world)
-        _check_devices(self.engine.devices, settings.local, world)
-        verify_by_execution(verify, self.engine.first, module, batch, world)
+        if not settings.local:
+            _check_devices(self.engine, world)
+        verify_by_execution(verify, self.engine.first, module, batches, world)
         self._switches = switches(module)
         self._suspended = _suspend(module, world)
         self.ownership = Ownership(module, self.engine.first, world)
@@ -116,7 +119,7 @@ def _suspend(module: pl.LightningModule, world: World) -> list[tuple[nn.Module, 
     """Switch off, for the time of the fit, what assumes that every process has the whole module or data of its own.
 
     Summaries and graph logging would run the module on its `example_input_array`; metrics would add up what all processes
-    have seen, which are the same batches. Returns what to set again afterwards.
+    have seen, where those of one replica see the same batches. Returns what to set again afterwards.
     """
     if world.size == 1:
         return []
@@ -125,9 +128,12 @@ def _suspend(module: pl.LightningModule, world: World) -> list[tuple[nn.Module, 
     found: list[tuple[nn.Module, str, Any]] = [(module, "example_input_array", module.example_input_array)]
     module.example_input_array = None
     for part in module.modules():
-        if isinstance(part, Metric):
+        if isinstance(part, Metric) and world.count == 1:
             found.append((part, "distributed_available_fn", part.distributed_available_fn))
             part.distributed_available_fn = _never
+        elif isinstance(part, Metric) and part.dist_sync_fn is None:
+            found.append((part, "dist_sync_fn", None))
+            part.dist_sync_fn = partial(_gather_replicas, world.speakers)
     return found
 
 
@@ -135,9 +141,20 @@ def _never() -> bool:
     return False
 
 
-def _check_devices(devices: int, local: bool, world: World) -> None:
-    if not local and devices != world.size:
+def _gather_replicas(speakers: tuple[int, ...], value: torch.Tensor, group: Any | None = None) -> list[torch.Tensor]:
+    """A metric's state in each replica."""
+    found = gather_all_tensors(value, group)
+    return [found[rank] for rank in speakers]
+
+
+def _check_devices(engine: Engine, world: World) -> None:
+    if engine.devices != world.size:
         raise PiperError(
-            f"the directives place the step on {devices} logical device(s), the Trainer runs {world.size} process(es); give "
-            f"Trainer(devices={devices}), or all devices in one process with PiperStrategy(transport='local') and devices=1"
+            f"the directives place the step on {engine.devices} logical device(s), the Trainer runs {world.size} process(es); give "
+            f"Trainer(devices={engine.devices}), or all devices in one process with PiperStrategy(transport='local') and devices=1"
+        )
+    if tuple(engine.first.plans[device].replica for device in range(world.size)) != world.replicas:
+        raise PiperError(
+            "a directive makes replicas that its replica_groups() does not name, so the processes' data cannot be told apart; give "
+            "the directive's class this method"
         )

@@ -26,6 +26,7 @@ from lightning.pytorch.trainer.states import TrainerFn
 from lightning.pytorch.utilities.rank_zero import rank_zero_only
 from torch.optim import Optimizer
 
+from lightning_piper.directives import replicas_of
 from lightning_piper.errors import PiperError
 from lightning_piper.strategy.checkpoint import KEY, save_in_one_go, seed_of
 from lightning_piper.strategy.checks import check_fit
@@ -99,6 +100,7 @@ class PiperStrategy(ParallelStrategy):
         self._local = transport == "local"
         self._backend = process_group_backend
         self._fit: Fit | None = None
+        self._replicas: tuple[int, ...] = ()  # of each process in this fit, where processes draw the data of several
         self._resumed_seed: int | None = None
         self._failed = False
         self._watch: FailureWatch | None = None
@@ -113,15 +115,15 @@ class PiperStrategy(ParallelStrategy):
 
     @property
     def is_distributed(self) -> bool:
-        """False, for all processes are stages of one replica: they read the same data in the order that the user chose.
+        """Do processes read different data? Lightning gives them a sampler then, which shuffles also where the user does not.
 
-        Lightning would give a distributed strategy a sampler of its own, which shuffles also where the user does not.
+        Without replicas all processes are stages of one pipeline: they read the same data in the order that the user chose.
         """
-        return False
+        return max(self._replicas, default=0) > 0
 
     @property
     def distributed_sampler_kwargs(self) -> dict[str, Any]:
-        return {"num_replicas": 1, "rank": 0}
+        return {"num_replicas": self.world.count, "rank": self.world.replica}
 
     @property
     def root_device(self) -> torch.device:
@@ -134,7 +136,7 @@ class PiperStrategy(ParallelStrategy):
 
     @property
     def world(self) -> World:
-        return World(self.global_rank, 1 if self._local else self.world_size, self.root_device, self._timeout)
+        return World(self.global_rank, 1 if self._local else self.world_size, self.root_device, self._timeout, self._replicas)
 
     def set_world_ranks(self) -> None:
         """Called by the Trainer as soon as it knows the devices."""
@@ -181,7 +183,7 @@ class PiperStrategy(ParallelStrategy):
     def setup(self, trainer: pl.Trainer) -> None:
         module = self.lightning_module
         assert module is not None and self.accelerator is not None
-        self._failed, self._fit = False, None
+        self._failed, self._fit, self._replicas = False, None, ()
         if trainer.state.fn != TrainerFn.FITTING:
             self._setup_evaluation(trainer)
             return
@@ -191,8 +193,12 @@ class PiperStrategy(ParallelStrategy):
         check_precision(self.precision_plugin)
         self.model = self.precision_plugin.convert_module(module)
         program = self._program if self._program is not None else from_module(module)
-        settings = Settings(program, self._verify != "off", self.precision_plugin.train_step_context, self._local, self._timeout)
-        peek = Peek(trainer, world, self._transfer, self._example)
+        found = {} if self._local else replicas_of(program)
+        self._replicas = tuple(found.get(rank, 0) for rank in range(world.size))
+        world, count = self.world, max(found.values(), default=0) + 1
+        context = self.precision_plugin.train_step_context
+        settings = Settings(program, count, self._verify != "off", context, self._local, self._timeout)
+        peek = Peek(trainer, world, self._transfer, self._example, count if self._verify in ("first_batch", "each") else 1)
         self._fit = Fit(module, peek, settings, self._verify, self._resumed_seed, world)
         self.setup_optimizers(trainer)
         self._fit.attach(self.optimizers, self.precision_plugin)
@@ -255,10 +261,10 @@ class PiperStrategy(ParallelStrategy):
         else:
             super().teardown()
 
-    # Collectives. The processes are one replica: what is reduced over replicas is the same everywhere.
+    # Collectives. What is reduced is reduced over replicas: the processes of one have the same.
 
     def reduce(self, tensor: torch.Tensor | Any, group: Any | None = None, reduce_op: Any = "mean") -> torch.Tensor | Any:
-        return tensor
+        return self.world.over_replicas(tensor, reduce_op) if isinstance(tensor, torch.Tensor) else tensor
 
     def reduce_boolean_decision(self, decision: bool, all: bool = True) -> bool:
         return self.world.decide(decision, all)

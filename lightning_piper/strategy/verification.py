@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any, Literal, get_args
 
+import torch
 from lightning.pytorch.utilities.rank_zero import rank_zero_info
 from lightning.pytorch.utilities.seed import isolate_rng
 from torch import nn
 
+from lightning_piper.capture import flatten
 from lightning_piper.compiler import Compiled
 from lightning_piper.errors import VerificationError
 from lightning_piper.strategy.world import World
@@ -17,8 +20,11 @@ Verify = Literal["static", "first_batch", "each", "off"]
 ACCEPTED = get_args(Verify)
 
 
-def verify_by_execution(how: Verify, compiled: Compiled, module: nn.Module, batch: Any, world: World) -> None:
+def verify_by_execution(how: Verify, compiled: Compiled, module: nn.Module, batches: Sequence[Any] | None, world: World) -> None:
     """Run the program on a batch, on the lead, where the whole module still is; all processes fail together.
+
+    Args:
+        batches: one for each replica that draws its own, on the lead.
 
     Raises:
         VerificationError: the finished program (`first_batch`) or a directive (`each`) does not compute what one device does.
@@ -27,9 +33,10 @@ def verify_by_execution(how: Verify, compiled: Compiled, module: nn.Module, batc
         return
 
     def run() -> None:
+        assert batches is not None
         module.to(world.device)
         with isolate_rng():
-            report = verify_step(compiled.step, module, batch, compiled.program)
+            report = verify_step(compiled.step, module, _joined(batches), compiled.program)
         if how == "each":
             rank_zero_info(str(report))
             report.require()
@@ -37,3 +44,14 @@ def verify_by_execution(how: Verify, compiled: Compiled, module: nn.Module, batc
             raise VerificationError(f"the program does not compute what one device computes on the first batch:\n{report}")
 
     world.on_lead(run)
+
+
+def _joined(batches: Sequence[Any]) -> Any:
+    """The global batch of these replicas' batches; of the first one alone where they do not fit together."""
+    if len(batches) == 1:
+        return batches[0]
+    found = [flatten(batch) for batch in batches]
+    layout = found[0][1]
+    if any(other.key != layout.key for _, other in found):
+        found = found[:1] * len(found)
+    return layout.rebuild([torch.cat(xs) if xs[0].ndim else xs[0] for xs in zip(*(leaves for leaves, _ in found), strict=True)])

@@ -5,7 +5,7 @@ With one process (`transport="local"`) every operation is the identity, so its c
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from datetime import timedelta
 from typing import Any, TypeVar
 
@@ -16,6 +16,8 @@ from lightning_piper.errors import PiperError
 
 T = TypeVar("T")
 LEAD = 0
+_MEANS = (None, "mean", "avg", dist.ReduceOp.AVG)
+_SUMS = {"sum": dist.ReduceOp.SUM, "max": dist.ReduceOp.MAX, "min": dist.ReduceOp.MIN}
 
 # One group for host tensors, for as long as the default group lives: fits and strategies of a process share it.
 _host: tuple[dist.ProcessGroup, dist.ProcessGroup] | None = None
@@ -25,15 +27,34 @@ class World:
     """Attributes:
     rank, size: of this process and of the run.
     device: on which this process keeps its tensors.
+    replicas: of every process, by rank: which data-parallel replica it is a part of. Each replica draws batches of its own.
     """
 
-    def __init__(self, rank: int, size: int, device: torch.device, timeout: timedelta | None = None) -> None:
+    def __init__(
+        self, rank: int, size: int, device: torch.device, timeout: timedelta | None = None, replicas: Sequence[int] = ()
+    ) -> None:
         self.rank, self.size, self.device = rank, size, device
         self._timeout = timeout
+        self.replicas = tuple(replicas) or (0,) * size
 
     @property
     def leads(self) -> bool:
         return self.rank == LEAD
+
+    @property
+    def replica(self) -> int:
+        """The replica that this process is a part of."""
+        return self.replicas[self.rank]
+
+    @property
+    def count(self) -> int:
+        """Replicas that draw batches."""
+        return max(self.replicas) + 1
+
+    @property
+    def speakers(self) -> tuple[int, ...]:
+        """The first rank of each replica, which stands for all of its ranks where each replica is to count once."""
+        return tuple(self.replicas.index(r) for r in range(self.count))
 
     @property
     def host_group(self) -> dist.ProcessGroup:
@@ -118,6 +139,19 @@ class World:
         if self.size > 1:
             dist.all_reduce(value)
         return value
+
+    def over_replicas(self, value: torch.Tensor, how: Any) -> torch.Tensor:
+        """Mean, sum, max or min over the replicas, each of which counts once. Collective."""
+        if self.count == 1:
+            return value
+        op = dist.ReduceOp.SUM if how in _MEANS else _SUMS.get(how, how)
+        if op not in _SUMS.values():
+            raise PiperError(f"values cannot be reduced over replicas by {how!r}; accepted are 'mean', 'sum', 'max' and 'min'")
+        total = value.detach().clone().to(self.device)
+        if op == dist.ReduceOp.SUM and self.rank not in self.speakers:
+            total.zero_()
+        dist.all_reduce(total, op=op)
+        return (total / self.count if how in _MEANS else total).to(value.device)
 
     def decide(self, decision: bool, all: bool) -> bool:
         """Is it true on all (else: on any) processes?"""
