@@ -146,8 +146,8 @@ class BatchCheck:
         if layout != -layout_low and self._world.count > 1:
             raise PiperError(
                 f"the processes drew batches of different shapes in training batch {self._steps - 1} of this fit, but every "
-                "replica needs as many samples as the others, in tensors of the same shapes. Use a sampler that divides the data evenly "
-                "(Lightning's own does), and pad all batches to the same lengths"
+                "replica needs as many samples as the others, in tensors of the same shapes. Use a sampler that divides the data "
+                "evenly (Lightning's own does), and pad all batches to the same lengths"
             )
         if layout != -layout_low or apart:
             what = "shapes" if layout != -layout_low else "values"

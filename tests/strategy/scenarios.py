@@ -287,14 +287,16 @@ def run(names: list[str], folder: Path, local: bool) -> dict[str, Outcome]:
     return found
 
 
-def launch(names: list[str], folder: Path, torchrun: bool = False, limit: int = 240) -> list[dict[str, Outcome]]:
-    """Run scenarios on two processes; returns what each process saw."""
-    command = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2"] if torchrun else []
-    command = [sys.executable, *command, str(Path(__file__)), str(folder), *names]
+def launch(
+    names: list[str], folder: Path, torchrun: bool = False, limit: int = 240, script: str = __file__, processes: int = 2
+) -> list[dict[str, Outcome]]:
+    """Run scenarios of a script on some processes; returns what each process saw."""
+    command = ["-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={processes}"] if torchrun else []
+    command = [sys.executable, *command, script, str(folder), *names]
     done = start(command, limit)
     if done.returncode:
         raise RuntimeError(f"{' '.join(command)} ended with {done.returncode}:\n{done.stdout[-8000:]}")
-    return [torch.load(folder / f"rank{rank}.pt", weights_only=False) for rank in range(2)]
+    return [torch.load(folder / f"rank{rank}.pt", weights_only=False) for rank in range(processes)]
 
 
 def start(command: list[str], limit: int) -> subprocess.CompletedProcess[str]:

@@ -1,0 +1,236 @@
+"""Replicas under Lightning's Trainer: equal to one device on the concatenated batches, bit for bit the same over processes."""
+
+from __future__ import annotations
+
+import lightning as L
+import pytest
+import torch
+from lightning.pytorch.callbacks import ModelCheckpoint
+
+from lightning_piper.directives import Replicate
+from tests.strategy import replicated
+from tests.strategy.fitting import Batches, distance, local, same, trainer, values
+from tests.strategy.models import make, texts, vectors
+from tests.strategy.replicated import PROGRAMS, SCENARIOS, dp2, joined, pp2_dp2, with_sgd
+from tests.strategy.scenarios import equal, launch
+
+BOTH = pytest.mark.parametrize("processes", [2, 4])
+BITWISE = ["mlp", "dropout", "tied", "accumulated", "long", "last_smaller"]
+OPTIONS = {
+    "mlp": {"max_steps": 7, "max_epochs": -1},
+    "accumulated": {"accumulate_grad_batches": 2, "max_steps": 2},
+    "clipped": {"gradient_clip_val": 0.05},
+    "long": {"max_steps": 20},
+    "last_smaller": {"max_steps": 6},
+}
+MODEL = {"accumulated": "mlp", "long": "mlp", "last_smaller": "mlp", "clipped": "tied", "ddp": "mlp"}
+
+
+def one_device(folder):
+    """A checkpoint of a plain training, which the processes go on from."""
+    module, loader = make("tied")
+    save = ModelCheckpoint(folder, filename="{step}", every_n_train_steps=1, save_top_k=-1)
+    fit, _ = trainer(callbacks=[save], max_steps=5, enable_checkpointing=True)
+    fit.fit(module, loader)
+
+
+@pytest.fixture(scope="module")
+def ranks(tmp_path_factory):
+    """What the processes of each number saw, when first asked for."""
+    found = {}
+
+    def get(processes):
+        if processes not in found:
+            folder = tmp_path_factory.mktemp(f"replicas{processes}")
+            with torch.random.fork_rng(), pytest.MonkeyPatch.context() as patch:
+                one_device(folder / "one")
+                patch.setenv("PROCESSES", str(processes))
+                found[processes] = launch(list(SCENARIOS), folder, script=replicated.__file__, processes=processes)
+        return found[processes]
+
+    return get
+
+
+def by_replica(ranks, name):
+    """One process's outcome for each replica: the processes of one are next to each other in no program here."""
+    return [ranks[0][name], ranks[len(ranks) // 2][name]]
+
+
+def global_batches(ranks, name):
+    return [joined(parts) for parts in zip(*(r["batches"] for r in by_replica(ranks, name)), strict=True)]
+
+
+def in_one_process(name, batches, program):
+    module, _ = make(MODEL.get(name, name))
+    fit, record = trainer(local(program), **{"max_steps": 5, **OPTIONS.get(name, {})})
+    torch.manual_seed(9)
+    fit.fit(module, Batches(batches))
+    return module, record
+
+
+@BOTH
+@pytest.mark.parametrize("name", BITWISE)
+def test_processes_give_what_one_process_gives(name, processes, ranks):
+    found = ranks(processes)
+    batches = global_batches(found, name)
+    module, record = in_one_process(name, batches, PROGRAMS[processes]())
+    for rank in found:
+        assert equal(record.losses, rank[name]["losses"])
+        assert same(values(module), rank[name]["values"])
+        for a, b in zip(rank[name]["logged"], record.logged, strict=True):
+            steps = b.keys() - {"train_loss", "train_loss_epoch"}  # of epochs, which end elsewhere here
+            assert all(torch.equal(a[k], b[k]) for k in steps) and "train_loss_step" in steps
+    assert all(equal(found[0][name]["logged"], rank[name]["logged"]) for rank in found)
+    # Negative control: the replicas' samples the other way round are other sums, and other dropout masks.
+    module, _ = in_one_process(name, [joined([b, b]) for b in found[0][name]["batches"]], PROGRAMS[processes]())
+    assert not same(values(module), found[0][name]["values"])
+
+
+@BOTH
+def test_a_missing_sum_shows(processes, ranks):
+    found = ranks(processes)
+    module, record = in_one_process("mlp", global_batches(found, "without_sum"), PROGRAMS[processes]())
+    assert equal(record.losses[0], found[0]["without_sum"]["losses"][0])
+    assert not equal(record.losses[1:], found[0]["without_sum"]["losses"][1:])
+    assert distance(values(module), found[0]["without_sum"]["values"]) > 1e-3
+
+
+@BOTH
+def test_every_replica_has_its_own_samples(processes, ranks):
+    found = ranks(processes)
+    stages = processes // 2
+    for first in range(stages):
+        assert equal(found[0]["mlp"]["batches"], found[first]["mlp"]["batches"])
+        assert equal(found[stages]["mlp"]["batches"], found[stages + first]["mlp"]["batches"])
+    data = vectors(samples=44).dataset.tensors[0]
+    seen = torch.cat([b[0] for r in by_replica(found, "mlp") for b in r["batches"][:6]])  # an epoch
+    assert torch.equal(seen.unique(dim=0), data.unique(dim=0)) and len(seen) == len(data)
+
+
+@BOTH
+def test_equals_lightnings_ddp(processes, ranks):
+    """20 steps of two processes; their losses are of their own samples."""
+    ours, theirs = ranks(processes), ranks(2)
+    for a, b in zip(by_replica(ours, "long"), theirs, strict=True):
+        assert equal(a["batches"], b["ddp"]["batches"])
+    losses = torch.stack([torch.stack(r["ddp"]["losses"]) for r in theirs]).mean(0)
+    torch.testing.assert_close(torch.stack(ours[0]["long"]["losses"]), losses, rtol=1e-5, atol=1e-6)
+    assert distance(theirs[0]["ddp"]["values"], ours[0]["long"]["values"]) < 1e-5
+    assert not torch.allclose(losses, torch.stack(theirs[0]["ddp"]["losses"]), rtol=1e-3)
+
+
+@BOTH
+def test_clipping_counts_every_parameter_once(processes, ranks):
+    found = ranks(processes)
+    batches = global_batches(found, "clipped")
+    # With every replica's gradients counted, the norm would be sqrt(2) times as large.
+    for bound, good in ((0.05, True), (0.05 / 2**0.5, False)):
+        module, _ = make("tied")
+        with_sgd(module)
+        fit, _ = trainer(gradient_clip_val=bound)
+        fit.fit(module, Batches(batches))
+        assert (distance(values(module), found[0]["clipped"]["values"]) < 1e-5) == good
+
+
+@BOTH
+def test_last_batch_is_smaller(processes, ranks):
+    sizes = [len(batch[0]) for batch in ranks(processes)[0]["last_smaller"]["batches"]]
+    assert sizes == [4, 4, 2, 4, 4, 2]
+
+
+@BOTH
+def test_hooks_count_every_replica_once(processes, ranks):
+    found = ranks(processes)
+    parts = torch.stack([torch.stack([b[0].sum() for b in r["batches"]]) for r in by_replica(found, "counting")])
+    for rank in found:
+        logged = rank["counting"]["logged"]
+        for how, wanted in (("mean", parts.mean(0)), ("sum", parts.sum(0)), ("max", parts.amax(0))):
+            torch.testing.assert_close(torch.stack([x[how] for x in logged]), wanted)
+        assert rank["counting"]["totals"] == pytest.approx([float(parts.sum())], rel=1e-5)
+
+
+@BOTH
+def test_checkpoints(processes, ranks, tmp_path, tmp_path_factory):
+    """From replicas to replicas, bitwise; to one device, and from one device."""
+    found = ranks(processes)
+    (folder,) = tmp_path_factory.getbasetemp().glob(f"replicas{processes}0")
+    whole = found[0]["checkpoints"]["values"]
+    for rank in found:
+        assert same(whole, rank["checkpoints"]["values"])
+        assert same(whole, rank["checkpoints"]["resumed"])
+    path = folder / "checkpoints" / "step=5.ckpt"
+    content = torch.load(path, weights_only=True)
+    assert len(content["optimizer_states"][0]["state"]) == len(list(make("tied")[0].parameters()))
+    for strategy in ("auto", local(pp2_dp2())):
+        module, _ = make("tied", seed=1)
+        fit, record = trainer(strategy, max_steps=10)
+        fit.fit(module, Batches(global_batches(found, "checkpoints")[5:]), ckpt_path=path)
+        assert len(record.losses) == 5
+        assert distance(whole, values(module)) < 1e-5
+
+    module, _ = make("tied", seed=1)
+    fit, _ = trainer(max_steps=10)
+    fit.fit(module, texts(), ckpt_path=folder / "one" / "step=5.ckpt")
+    assert distance(values(module), found[0]["checkpoints"]["from_one"]) < 1e-5
+    assert distance(whole, found[0]["checkpoints"]["from_one"]) > 1e-3
+
+
+REFUSED = [
+    (2, "sampler", "gives process 0 part 1 of 2, but it belongs to replica 0 of 2"),
+    (4, "sampler", "gives process 0 part 1 of 2, but it belongs to replica 0 of 2"),
+    (2, "length", "have [2, 1] batches, by rank; every replica needs as many"),
+    (4, "length", "have [2, 2, 1, 1] batches, by rank; every replica needs as many"),
+    (2, "size", "works on samples 0:3, which 2 replicas cannot divide evenly"),
+    (2, "devices", "4 logical device(s), the Trainer runs 2 process(es)"),
+    (4, "devices", "2 logical device(s), the Trainer runs 4 process(es)"),
+    (2, "own", "no error, []"),
+    (4, "own", "no error, []"),
+    (4, "apart", "the processes of replica 1 drew different batches (other values) in training batch 2"),
+]
+
+
+@pytest.mark.parametrize("processes, what, words", REFUSED)
+def test_refusals(processes, what, words, ranks):
+    first, *others = ranks(processes)
+    assert words in first["refused"][what]
+    kind = first["refused"][what].partition(":")[0]
+    assert all(rank["refused"][what].startswith(kind) for rank in others)
+
+
+@BOTH
+def test_the_same_data_everywhere_are_noticed(processes, ranks):
+    assert "all 2 replicas drew the same samples in training batch 0" in ranks(processes)[0]["refused"]["same"]
+
+
+def test_torchrun(ranks, tmp_path, monkeypatch):
+    monkeypatch.setenv("PROCESSES", "4")
+    for rank in launch(["mlp"], tmp_path, torchrun=True, script=replicated.__file__, processes=4):
+        assert equal(ranks(4)[0]["mlp"]["values"], rank["mlp"]["values"])
+
+
+@pytest.mark.parametrize("program", [dp2(), dp2(4), pp2_dp2()], ids=["dp2", "dp2 of four microbatches", "pp2 x dp2"])
+@pytest.mark.parametrize("name", ["mlp", "tied"])
+def test_one_process_agrees_with_plain_lightning(name, program, monkeypatch):
+    for precision, bound in (("32-true", 1e-5), ("64-true", 1e-12)):
+        results = []
+        for strategy in ("auto", local(program, verify="first_batch")):
+            module, loader = make(name)
+            fit, record = trainer(strategy, precision=precision)
+            fit.fit(module, loader)
+            results.append((values(module), record.logged))
+        (plain, logged), (found, ours) = results
+        assert distance(plain, found) < bound
+        assert all(distance(a, b) < bound for a, b in zip(logged, ours, strict=True))
+    monkeypatch.setattr(Replicate, "_reduce", lambda *_: None)
+    module, loader = make(name)
+    fit, _ = trainer(local(program, verify="off"))
+    fit.fit(module, loader)
+    assert distance(plain, values(module)) > 1e-4
+
+
+def test_one_process_refuses_what_replicas_cannot_divide():
+    module, _ = make("mlp")
+    fit, _ = trainer(local(dp2()))
+    with pytest.raises(Exception, match=r"directive 2 \(replicate\).*2 replicas cannot divide evenly"):
+        fit.fit(module, vectors(batch_size=6))
+    assert isinstance(fit, L.Trainer)
