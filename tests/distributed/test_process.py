@@ -25,14 +25,25 @@ TWO = [
     Job("mlp", shape="crossing"),
 ]  # fmt: skip
 THREE = [Job("gpt", devices=3, microbatches=4, shape="1F1B"), Job("tied", devices=3), Job("residual", devices=3)]
-WRONG = [Job("mlp", microbatches=4, fault="exchange"), Job("mlp", microbatches=4, fault="drop term")]
+REPLICAS = [
+    Job("mlp", microbatches=2, shape="PP2xDP2", devices=4),
+    Job("dropout", microbatches=2, shape="PP2xDP2", devices=4),
+    Job("gpt", microbatches=2, shape="PP2xDP2 unordered", devices=4),
+    Job("tied", microbatches=2, shape="PP2xDP2 unordered", devices=4),
+    *(Job(name, microbatches=2, shape="DP2") for name in ("mlp", "tied", "frozen", "losses", "logs", "dropout", "autocast")),
+]
+WRONG = [
+    Job("mlp", microbatches=2, shape="PP2xDP2", devices=4, fault="own sum"),
+    Job("mlp", microbatches=4, fault="exchange"),
+    Job("mlp", microbatches=4, fault="drop term"),
+]
 
 
 @pytest.fixture(scope="module")
 def trained(tmp_path_factory: pytest.TempPathFactory) -> dict[Job, list[Trained]]:
     """What every rank has after training each job."""
     results: dict[Job, list[Trained]] = {}
-    for size, jobs in ((2, TWO + WRONG), (3, THREE)):
+    for size, jobs in ((2, TWO + WRONG[1:]), (3, THREE), (4, REPLICAS + WRONG[:1])):
         by_rank = launch(size, train, tmp_path_factory.mktemp(f"processes{size}"), jobs)
         for result in by_rank:
             assert isinstance(result, list), result
@@ -49,7 +60,7 @@ def differences(expected: Trained, ranks: list[Trained]) -> list[str]:
     return found
 
 
-@pytest.mark.parametrize("job", TWO + THREE, ids=str)
+@pytest.mark.parametrize("job", TWO + THREE + REPLICAS, ids=str)
 def test_training_is_bitwise_the_reference(job: Job, trained: dict[Job, list[Trained]]) -> None:
     expected = train_by_reference(job)
     assert differences(expected, trained[job]) == []

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from dataclasses import dataclass
 from typing import Any
 
@@ -11,15 +12,17 @@ from torch import Tensor
 
 from lightning_piper.ir.build import metric_names
 from lightning_piper.ir.dag import TrainingDAG
+from lightning_piper.ir.regions import Step
 from lightning_piper.plan import Plan, compile_plans
-from lightning_piper.plan.instructions import Add, Post
+from lightning_piper.plan.instructions import Add, Post, Reduce
 from lightning_piper.runtime import Executor, ProcessTransport
 from lightning_piper.verify.interpreter import interpret
 from tests.distributed.processes import LIMIT
 from tests.models import captured
-from tests.plan.programs import dag_of, edited, order, pipeline, place, split
+from tests.plan.programs import Program, dag_of, edited, one_f_one_b, order, pipeline, place, split
 
 CPU = torch.device("cpu")
+REPLICATED = ("DP2", "PP2xDP2", "PP2xDP2 unordered")
 
 
 @dataclass(frozen=True)
@@ -35,6 +38,8 @@ class Job:
 
     def dag(self) -> TrainingDAG:
         step = captured(self.name).step
+        if self.shape in REPLICATED:
+            return dag_of(step, self._replicated(step))
         if self.shape == "pipeline":
             return pipeline(self.name, self.devices, self.microbatches, ordered=False)
         if self.shape == "1F1B":
@@ -44,10 +49,22 @@ class Job:
         assert self.shape == "crossing"
         return dag_of(step, place(step, 2) + split(3) + order(0, "F0 F1 F2") + order(1, "F2 F0 F1"))
 
+    def _replicated(self, step: Step) -> Program:
+        """Two replicas: of the whole step, or of a pipeline whose stage i is on devices i and i + 2."""
+        stages = 1 if self.shape == "DP2" else 2
+        program: Program = []
+        for place_ in place(step, stages):
+            (home,) = place_["devices"]
+            program.append({**place_, "devices": [home, home + stages]})
+        groups = [[home, home + stages] for home in range(stages)]
+        program += split(self.microbatches)
+        program += one_f_one_b(2, self.microbatches) if self.shape == "PP2xDP2" else []
+        return [*program, {"op": "replicate", "filter": {}, "devices": groups, "bucket_size": 0.0001}]
+
     def plans(self) -> dict[int, Plan]:
         plans = compile_plans(self.dag())
         if self.fault:
-            plans[1] = edited(plans[1], {"exchange": exchange, "drop term": drop_term}[self.fault])
+            plans[1] = edited(plans[1], FAULTS[self.fault])
         return plans
 
 
@@ -59,6 +76,16 @@ def exchange(instructions: list[Any]) -> None:
 
 def drop_term(instructions: list[Any]) -> None:
     instructions.remove(next(x for x in instructions if isinstance(x, Add) and x.in_place))
+
+
+def own_sum(instructions: list[Any]) -> None:
+    """A replica adds one of its terms to the sum over replicas twice."""
+    where = next(i for i, x in enumerate(instructions) if isinstance(x, Reduce) and x.bucket_size is not None)
+    found = instructions[where]
+    instructions[where] = dataclasses.replace(found, reads=found.reads * 2)
+
+
+FAULTS = {"exchange": exchange, "drop term": drop_term, "own sum": own_sum}
 
 
 @dataclass(frozen=True)
@@ -86,8 +113,10 @@ def train(rank: int, jobs: list[Job]) -> list[Trained]:
         tensors = {name: x.clone() for name, x in model.tensors.items()}
         executor = Executor(plans[rank], model.step, tensors, tensors, transport, CPU)
         metrics, optimizer, own = [], None, {}
+        share = slice(plans[rank].replica * plans[rank].share, (plans[rank].replica + 1) * plans[rank].share)
+        leaves = [x[share] if x.ndim else x for x in model.leaves]
         for number in range(job.steps):
-            result = executor.step(model.leaves, seed=number)
+            result = executor.step(leaves, seed=number)
             if optimizer is None and result.grads:
                 own = {name: tensors[name].requires_grad_() for name in result.grads}
                 optimizer = torch.optim.AdamW(own.values(), lr=0.01)

@@ -1,0 +1,240 @@
+"""`replicate`: the rewritten program, what is refused, and what the static check finds in a program that is replicated wrongly."""
+
+from __future__ import annotations
+
+import dataclasses
+import re
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+
+import lightning_piper as piper
+from lightning_piper.capture.eager import Outcome
+from lightning_piper.directives import finish, parse, replicas_of
+from lightning_piper.errors import DirectiveError, VerificationError
+from lightning_piper.ir.dag import TrainingDAG
+from lightning_piper.ir.nodes import Accumulate, AllReduce, Chunk, Update
+from lightning_piper.ir.values import Partial
+from lightning_piper.plan import compile_plans
+from lightning_piper.verify.interpreter import interpret
+from lightning_piper.verify.static import check
+from tests.models import captured, fresh
+from tests.plan.programs import dag_of, split
+
+# Two replicas of two samples each, in microbatches of one. Chunks make partial sums; the optimizer gets whole ones.
+DP2 = """
+training step of 4 samples
+%11 F[PP=0,MB=0] 0:1 @0,1 -> activation:tanh float32[1,6], saved float32[1,6] #1
+%12 F[PP=0,MB=1] 1:2 @0,1 -> activation:tanh float32[1,6], saved float32[1,6] #1
+%13 F[PP=1,MB=0] 0:1 @0,1 (%11.0) -> loss:returned loss float32[], log:train_loss float32[], saved x2 #1
+%14 F[PP=1,MB=1] 1:2 @0,1 (%12.0) -> loss:returned loss float32[], log:train_loss float32[], saved x2 #1
+%8 metrics [PP=1] @0,1 (%13.0, %14.0, %13.1, %14.1) -> metrics:returned loss,train_loss float64[4] P(sum)
+%10 allreduce @0,1 stream=metrics (%8.0) -> metrics:returned loss,train_loss float64[4] #0
+%9 report @0,1 (%10.0)
+%15 B[PP=1,MB=0] 0:1 @0,1 (%13.2) -> grad:second.weight,second.bias x2 P(sum), cotangent:mm float32[1,6] #1
+%16 B[PP=1,MB=1] 1:2 @0,1 (%14.2) -> grad:second.weight,second.bias x2 P(sum), cotangent:mm float32[1,6] #1
+%4 accumulate [PP=1] @0,1 (%15.0, %16.0) -> grad:second.weight,second.bias x2 P(sum)
+%17 B[PP=0,MB=0] 0:1 @0,1 (%11.1, %15.1) -> grad:first.weight,first.bias x2 P(sum) #1
+%18 B[PP=0,MB=1] 1:2 @0,1 (%12.1, %16.1) -> grad:first.weight,first.bias x2 P(sum) #1
+%5 accumulate [PP=0] @0,1 (%17.0, %18.0) -> grad:first.weight,first.bias x2 P(sum)
+%19 allreduce @0,1 stream=reduce (%4.0) -> grad:second.weight,second.bias x2 #2
+%6 update [PP=1] @0,1 (%19.0)
+%20 allreduce @0,1 stream=reduce (%5.0) -> grad:first.weight,first.bias x2 #2
+%7 update [PP=0] @0,1 (%20.0)
+"""
+
+
+def placed(devices: Any = (0, 1), **condition: Any) -> dict[str, Any]:
+    return {"op": "place", "filter": condition, "devices": list(devices)}
+
+
+def replicate(devices: Any = (0, 1), filter: Any = None, **fields: Any) -> dict[str, Any]:
+    return {"op": "replicate", "filter": filter or {}, "devices": list(devices), **fields}
+
+
+STAGES = [placed((0, 2), PP=0), placed((1, 3), PP=1)]
+GROUPS = [[0, 2], [1, 3]]
+
+
+def run(name: str, dag: TrainingDAG) -> Outcome:
+    model = captured(name)
+    return interpret(dag, model.tensors, model.leaves)
+
+
+def largest(a: Outcome, b: Outcome) -> float:
+    return max(float((a.grads[n].double() - b.grads[n].double()).abs().max()) for n in a.grads)
+
+
+def test_the_rewritten_program() -> None:
+    dag = dag_of(captured("mlp").step, [placed(), *split(2), replicate()])
+    assert str(dag).splitlines() == DP2.strip().splitlines()
+    check(dag, final=True)
+    assert [compile_plans(dag)[d].replica for d in (0, 1)] == [0, 1]
+
+
+@pytest.mark.parametrize("name", ["mlp", "gpt", "tied", "losses", "logs", "used_twice", "exact"])
+@pytest.mark.parametrize("program", [
+    [placed(), replicate()],
+    [placed(), *split(2), replicate()],
+    [placed(), replicate(), *split(2)],
+], ids=["whole", "microbatches", "microbatches afterwards"])  # fmt: skip
+def test_equals_one_device(name: str, program: list[Any]) -> None:
+    step = captured(name).step
+    alone, dag = run(name, dag_of(step, [])), dag_of(step, program)
+    check(dag, final=True)
+    found = run(name, dag)
+    assert largest(alone, found) < 1e-6
+    for metric, value in alone.metrics.items():
+        torch.testing.assert_close(found.metrics[metric], value, rtol=1e-6, atol=1e-6)
+    if name == "exact":
+        assert all(torch.equal(alone.grads[n], found.grads[n]) for n in alone.grads)
+    for total in dag.of_type(Accumulate):  # negative control: one microbatch fewer
+        if len(total.inputs) > 1:
+            dag.rewire(total, inputs=total.inputs[1:])
+            assert largest(alone, run(name, dag)) > 1e-4
+            break
+
+
+def test_pipelines_of_replicas() -> None:
+    dag = dag_of(captured("tied").step, [*STAGES, placed((0, 2), PP=2), *split(2), replicate(GROUPS)])  # tied on one group
+    check(dag, final=True)
+    assert largest(run("tied", dag_of(captured("tied").step, [])), run("tied", dag)) < 1e-6
+    assert [compile_plans(dag)[d].replica for d in range(4)] == [0, 0, 1, 1]
+    assert {node.devices for node in dag.of_type(AllReduce)} == {(0, 2), (1, 3), (0, 1, 2, 3)}
+
+
+def test_one_directive_or_one_for_each_stage() -> None:
+    step = captured("mlp").step
+    several = [replicate(GROUPS[s], {"PP": s}, bucket_size=1 + s, reduce_stream=f"reduce{s}") for s in (0, 1)]
+    dag = dag_of(step, [*STAGES, *split(2), *several])
+    check(dag, final=True)
+    found = {n.stream: n.bucket_size for n in dag.of_type(AllReduce)}
+    assert found == {"metrics": None, "reduce0": 2**20, "reduce1": 2**21}
+    together = dag_of(step, [*STAGES, *split(2), replicate(GROUPS)])
+    assert largest(run("mlp", dag), run("mlp", together)) == 0
+
+
+def test_replicas_of_a_program() -> None:
+    assert replicas_of(parse([*STAGES, replicate(GROUPS)])) == {0: 0, 2: 1, 1: 0, 3: 1}
+    assert replicas_of(parse([placed(), replicate([1, 0])])) == {1: 0, 0: 1}
+    assert replicas_of(parse(STAGES)) == {}
+
+
+REFUSED: list[tuple[list[Any], str]] = [
+    ([replicate()], "directive 0 (replicate): field 'devices': F[PP=0] is on no device yet; place it first, on one of [[0, 1]]"),
+    ([placed(), replicate([0, 2])], "F[PP=0] is on [0, 1]; place it first, on one of [[0, 2]]"),
+    ([placed(), replicate([0])], "field 'devices': groups of [1] devices; give groups of one size, of at least two devices"),
+    ([placed(), replicate([[0, 1], [2, 3, 4]])], "groups of [2, 3] devices"),
+    ([placed(), replicate([[0, 1], [1, 0]])], "device 1 is replica 1 and 0; give it one position"),
+    ([placed(), replicate([])], "[] is not a list of devices"),
+    ([placed(), replicate([[0, 1], 2])], "2 is not a list of devices"),
+    ([placed(), replicate([0, 0])], "[0, 0] is not a list of devices; give distinct device indices"),
+    ([placed(), replicate([0, -1])], "[0, -1] is not a list of devices"),
+    ([placed(), {**replicate(), "devices": 2}], "2 is not a list of devices"),
+    ([placed(), replicate(reduce_stream="")], "field 'reduce_stream': '' is not a stream"),
+    ([placed(), replicate(bucket_size=0)], "field 'bucket_size': 0; give a number of MB above 0"),
+    ([placed(), replicate(bucket_size=True)], "field 'bucket_size': True"),
+    ([placed(), replicate(bucket_size="25")], "field 'bucket_size': '25'"),
+    ([placed(), {**replicate(), "filter": 3}], "directive 1 (replicate): field 'filter'"),
+    ([placed(), replicate(filter={"PP": 9})], "{PP: 9} matches nothing; the step has PASS in {B, F}; PP in {0, 1}"),
+    ([placed(), replicate(), replicate()], "are already summed over replicas; replicate each region once"),
+    ([placed((0, 1, 2)), replicate([0, 1, 2])], "F[PP=0] works on samples 0:4, which 3 replicas cannot divide evenly"),
+    ([placed(), *split(4), replicate()], "F[PP=0,MB=0] works on samples 0:1, which 2 replicas cannot divide evenly"),
+    (
+        [placed((0, 1), PP=0), placed((1, 0), PP=1), replicate((0, 1), {"PP": 0}), replicate((1, 0), {"PP": 1})],
+        "directive 3 (replicate): field 'devices': device 1 is replica 0 here and 1 in an earlier directive",
+    ),
+    ([placed()], "F[PP=0] is on 2 devices, [0, 1] (directive 0), and the program has 1 replica(s): add a replicate"),
+    ([placed((0, 1), PP=0), placed((2,), PP=1)], "place all regions on groups of one size"),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("program, message", REFUSED)
+def test_refuses(program: list[Any], message: str) -> None:
+    with pytest.raises(DirectiveError, match=re.escape(message)):
+        dag_of(captured("mlp").step, program)
+
+
+def test_refuses_buffers_that_change() -> None:
+    with pytest.raises(DirectiveError, match=r"changes .*running_mean.* and every replica would in another way; .*GroupNorm"):
+        dag_of(captured("conv").step, [placed(), replicate()])
+
+
+def test_a_region_without_replicate_is_found() -> None:
+    program = [placed((0, 1), PP=0), placed((2, 3), PP=1), replicate((0, 1), {"PP": 0})]
+    with pytest.raises(VerificationError, match=r"second.weight.* reaches the optimizer as Partial\(sum\) over devices \[2, 3\]"):
+        piper.compile(*fresh("mlp"), program)
+
+
+# What a rewrite that goes wrong would leave behind, and what the static check says of it.
+
+Fault = Callable[[TrainingDAG], None]
+
+
+def sums(dag: TrainingDAG) -> list[AllReduce]:
+    return [node for node in dag.of_type(AllReduce) if dag.value((node.id, 0)).kind == "grad"]
+
+
+def missing(dag: TrainingDAG) -> None:
+    node = sums(dag)[0]
+    for reader in dag.users(node):
+        dag.substitute(reader, (node.id, 0), node.inputs[0])
+    dag.remove([node])
+
+
+def twice(dag: TrainingDAG) -> None:
+    node = sums(dag)[0]
+    (reader,) = dag.users(node)
+    again = dag.add(dataclasses.replace(node, id=-1, inputs=((node.id, 0),)))
+    dag.substitute(reader, (node.id, 0), (again.id, 0))
+
+
+def wrong_group(dag: TrainingDAG) -> None:
+    node = next(n for n in sums(dag) if n.devices == (0, 2))
+    node.devices = (0, 1, 2, 3)
+
+
+def half_a_group(dag: TrainingDAG) -> None:
+    node = next(n for n in sums(dag) if n.devices == (0, 2))
+    node.devices = (0,)
+
+
+def still_partial(dag: TrainingDAG) -> None:
+    node = sums(dag)[0]
+    node.outputs = (dataclasses.replace(node.outputs[0], placement=Partial()),)
+
+
+def whole_gradients(dag: TrainingDAG) -> None:
+    """As if each replica had the whole batch."""
+    chunk = next(c for c in dag.of_type(Chunk) if c.kind == "B")
+    dag.replicas = 1
+    assert chunk.slice.stop <= dag.size
+
+
+FAULTS: list[tuple[Fault, str]] = [
+    (missing, r"reaches the optimizer as Partial\(sum\) over devices \[\d, \d\]: every replica would step with its own gradient"),
+    (twice, r"sums grad .* over devices that all hold the whole of it"),
+    (wrong_group, r"allreduce .* on device 0,1,2,3 .*sums grad .*, which lies on devices \[0, 2\]"),
+    (half_a_group, r"a transfer is missing|which lies on devices \[0, 2\]"),
+    (still_partial, r"hands out P\(sum\) after its sum"),
+    (whole_gradients, "samples 2:4 are missing"),
+]
+
+
+@pytest.mark.parametrize("fault, message", FAULTS, ids=[fault.__name__ for fault, _ in FAULTS])
+def test_static_check_finds(fault: Fault, message: str) -> None:
+    dag = dag_of(captured("mlp").step, [*STAGES, *split(2), replicate(GROUPS)])
+    check(dag, final=True)
+    fault(dag)
+    with pytest.raises(VerificationError, match=message):
+        check(dag, final=True)
+
+
+def test_an_unfinished_program_may_wait_for_its_replicate() -> None:
+    dag = dag_of(captured("mlp").step, [*STAGES, *split(2), replicate(GROUPS)])
+    missing(dag)
+    check(dag)
+    finish(dag)
+    assert any(isinstance(dag.value(u.inputs[0]).placement, Partial) for u in dag.of_type(Update))
