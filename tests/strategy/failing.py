@@ -15,6 +15,7 @@ import torch
 import lightning_piper as piper
 from tests.strategy.fitting import PROGRAM, Batches, trainer
 from tests.strategy.models import MLP, vectors
+from tests.strategy.replicated import dp2
 
 
 class Trouble(L.Callback):
@@ -34,13 +35,14 @@ class Trouble(L.Callback):
 
 def data(kind: str) -> Any:
     batches = list(vectors())
-    if kind == "other shapes" and os.environ.get("LOCAL_RANK") == "1":
-        batches[2] = [x[:7] for x in batches[2]]
+    if kind.startswith("other shapes") and os.environ.get("LOCAL_RANK") == "1":
+        batches[2] = [x[:6] for x in batches[2]]
     return Batches(batches)
 
 
 def main(kind: str) -> None:
-    strategy = piper.PiperStrategy(list(PROGRAM), timeout=timedelta(seconds=5 if "hang" in kind else 120))
+    program = dp2() if kind == "other shapes of replicas" else list(PROGRAM)
+    strategy = piper.PiperStrategy(program, timeout=timedelta(seconds=5 if "hang" in kind else 120))
     fit, _ = trainer(strategy, [Trouble(kind)], devices=2)
     try:
         fit.fit(MLP(), data(kind))

@@ -53,3 +53,14 @@ def test_batches_of_other_shapes():
     assert "rank 1 says: PiperError: the processes drew different batches (other shapes) in training batch 2" in done.stdout
     assert "The first process to fail was rank 1: PiperError: the processes drew different batches" in done.stdout
     assert "rank 0 says: " in done.stdout
+
+
+def test_batches_of_other_shapes_in_one_replica():
+    done = run("other shapes of replicas")
+    assert done.returncode != 0
+    assert (
+        "rank 1 says: PiperError: the processes drew batches of different shapes in training batch 2 of this fit, but"
+        in done.stdout
+    )
+    assert "The first process to fail was rank 1: PiperError: the processes drew batches of different shapes" in done.stdout
+    assert "rank 0 says: " in done.stdout
