@@ -39,6 +39,7 @@ def _refuse(device: int, index: int, instruction: Instruction, problem: str) -> 
 def _check_slots(plan: Plan) -> None:
     state: dict[int, str] = {}
     owner: dict[int, int] = {}  # pending slot -> node that completes it
+    sums: dict[int, int] = {}  # slot -> node that adds it up
     dropped: dict[int, Instruction] = {}
     for i, instruction in enumerate(plan.instructions):
         for read in instruction.reads:
@@ -59,6 +60,10 @@ def _check_slots(plan: Plan) -> None:
             if state.get(slot) != expected or slot in dropped:
                 found = "empty" if slot in dropped else state.get(slot, "not written")
                 _refuse(plan.device, i, instruction, f"slot s{slot} is {found}")
+            if isinstance(instruction, Add) and not instruction.in_place:
+                sums[slot] = instruction.node
+            elif isinstance(instruction, Add) and sums.get(slot) != instruction.node:
+                _refuse(plan.device, i, instruction, f"slot s{slot} is not its own sum, to which alone it may add in place")
             if isinstance(instruction, Wait) and owner[slot] != instruction.node:
                 _refuse(plan.device, i, instruction, f"slot s{slot} was posted by %{owner[slot]}")
             if isinstance(instruction, Post | Reduce):

@@ -30,7 +30,8 @@ from lightning_piper.ir.nodes import (
     Update,
 )
 from lightning_piper.ir.regions import PassKey
-from lightning_piper.ir.values import Slice
+from lightning_piper.ir.seeds import chunk_seed
+from lightning_piper.ir.values import Slice, TensorSpec
 
 # What a value is: output `index` of a pass, and the samples that went into it with their weights. The weight of a forward
 # value is 1 per slice; a gradient of the mean loss over N samples carries n_i/N for a slice of n_i samples.
@@ -90,7 +91,7 @@ class _Checker:
             source = self.dag.nodes[ref[0]]
             if not source.devices or isinstance(node, Recv):
                 continue
-            if isinstance(node, AllReduce | Report):
+            if isinstance(node, AllReduce):
                 good = set(source.devices) <= set(node.devices)
             else:
                 good = set(node.devices) <= set(source.devices)
@@ -100,18 +101,21 @@ class _Checker:
                     f"{','.join(map(str, source.devices))}; a transfer is missing"
                 )
 
-    def _whole(self, weight: Callable[[Slice], Fraction], parts: Contributions) -> str | None:
-        """Why the parts are not each sample exactly once with its weight; None if they are."""
-        edge = 0
+    def _whole(self, weight: Callable[[Slice], Fraction], parts: Contributions, whole: Slice | None = None) -> str | None:
+        """Why the parts are not each sample of `whole` (the batch) exactly once with its weight; None if they are."""
+        whole = whole or Slice(0, self.dag.size)
+        edge = whole.start
         for part in sorted(parts):
             if part.start > edge:
                 return f"samples {edge}:{part.start} are missing"
             if part.start < edge:
                 return f"samples {part.start}:{min(edge, part.stop)} count more than once"
-            if parts[part] != weight(part):
+            if (times := parts[part] / weight(part)) > 1 and times.denominator == 1:
+                return f"samples {part} count {times} times"
+            if times != 1:
                 return f"samples {part} enter with weight {parts[part]} instead of {weight(part)}"
             edge = part.stop
-        return None if edge == self.dag.size else f"samples {edge}:{self.dag.size} are missing"
+        return None if edge == whole.stop else f"samples {edge}:{whole.stop} are missing"
 
     def _share(self, part: Slice) -> Fraction:
         return Fraction(len(part), self.dag.size)
@@ -133,12 +137,17 @@ class _Checker:
         for ref, wanted in zip(node.inputs, interface.inputs, strict=True):
             if self.origins.get(ref) != wanted:
                 yield f"{_at(node)} reads {self._named(ref)} where its region reads {self._pass(wanted)}"
-            elif list(self.parts[ref]) != [node.slice] and not self._is_same_for_all(wanted):
+            elif list(self.parts[ref]) != [node.slice] and not self._enters_whole(ref, wanted, node.slice):
                 yield f"{_at(node)} works on samples {node.slice} but reads {self._named(ref)} of samples {_join(self.parts[ref])}"
+        for value, specs in zip(node.outputs, self.dag.code_of(node).outputs, strict=True):
+            if value.tensors != specs:
+                yield f"{_at(node)} names {value.label} {_specs(value.tensors)}; of {node.slice} its code makes {_specs(specs)}"
         yield from self._state(node)
 
-    def _is_same_for_all(self, origin: Origin) -> bool:
-        """A value whose shape does not follow the batch may enter a part of the batch whole."""
+    def _enters_whole(self, ref: Ref, origin: Origin, part: Slice) -> bool:
+        """A forward value whose shape does not follow the batch may be made from more samples than the part that reads it."""
+        if origin[1] != "F" or not any(whole.start <= part.start and part.stop <= whole.stop for whole in self.parts[ref]):
+            return False
         specs = self.dag.code.code[origin[0], origin[1]].outputs[origin[2]]
         other = self.dag.step.at(max(1, self.dag.size // 2)).code[origin[0], origin[1]].outputs[origin[2]]
         return [s.shape for s in specs] == [s.shape for s in other] and self.dag.size > 1
@@ -183,6 +192,7 @@ class _Checker:
         if rest or node.start % rows or node.stop % rows:
             yield f"{_at(node)} cuts {self._named(ref)} inside of a sample"
             return
+        yield from self._shapes(node, [(x.shape, node.stop - node.start) for x in self.dag.value(ref).tensors])
         part = Slice(whole.start + node.start // rows, whole.start + node.stop // rows)
         self.parts[node.id, 0] = {part: weight if weight == 1 else self._share(part)}
 
@@ -193,9 +203,18 @@ class _Checker:
             yield f"{_at(node)} joins different values: {', '.join(self._named(ref) for ref in node.inputs)}"
         if any(a.stop != b.start for a, b in itertools.pairwise(parts)):
             yield f"{_at(node)} joins samples {', '.join(map(str, parts))}, which do not follow each other"
-        whole = Slice(parts[0].start, parts[-1].stop)
+        pieces = zip(*(self.dag.value(ref).tensors for ref in node.inputs), strict=False)
+        yield from self._shapes(node, [(xs[0].shape, sum(x.shape[node.dim] for x in xs)) for xs in pieces])
+        whole = Slice(min(part.start for part in parts), max(part.stop for part in parts))
         forward = next(iter(self.parts[node.inputs[0]].values())) == 1
         self.parts[node.id, 0] = {whole: Fraction(1) if forward else self._share(whole)}
+
+    def _shapes(self, node: Cut | Concat, made: list[tuple[tuple[int, ...], int]]) -> Iterable[str]:
+        """What is cut or joined along `dim` has the shape that the node says: inputs' shapes, and the new size along `dim`."""
+        for (shape, rows), spec in zip(made, node.outputs[0].tensors, strict=False):
+            found = (*shape[: node.dim], rows, *shape[node.dim + 1 :])
+            if found != spec.shape:
+                yield f"{_at(node)} makes a tensor of shape {list(found)} along dimension {node.dim} and names it {spec}"
 
     def _accumulate(self, node: Accumulate) -> Iterable[str]:
         self._forward(node)
@@ -205,19 +224,29 @@ class _Checker:
                 yield f"{_at(node)} adds {self._named(ref)} to {self._named(node.inputs[0])}"
             for part, weight in self.parts.get(ref, {}).items():
                 total[part] = total.get(part, Fraction(0)) + weight
-        if problem := self._whole(self._share, total):
-            yield f"gradient of {_names(self.dag.value(node.inputs[0]).names)} ({_at(node)}): {problem}"
-        self.parts[node.id, 0] = {Slice(0, self.dag.size): Fraction(1)}
+        # Gradients of parameters are of the whole batch; the gradient of a value that a split part read whole, of its samples.
+        value = self.dag.value(node.inputs[0])
+        whole = Slice(0, self.dag.size)
+        if value.kind == "cotangent" and total:
+            whole = Slice(min(total).start, max(total).stop)
+        if problem := self._whole(self._share, total, whole):
+            yield f"gradient of {_names(value.names)} ({_at(node)}): {problem}"
+        self.parts[node.id, 0] = {whole: self._share(whole)}
 
     # Ends
 
     def _update(self, node: Update) -> Iterable[str]:
         value = self.dag.value(node.inputs[0])
         if value.kind == "buffer":
+            if len(node.inputs) != 1:
+                yield f"buffers {_names(value.names)}: {_at(node)} has {len(node.inputs)} values; it needs the last one alone"
             last = max(self.parts[node.inputs[0]]).stop
             if last != self.dag.size:
                 yield f"buffers {_names(value.names)}: {_at(node)} keeps the value after sample {last}, not after {self.dag.size}"
             return
+        for ref in node.inputs:
+            if problem := self._whole(self._share, self.parts.get(ref, {})):
+                yield f"gradient of {_names(value.names)} ({_at(node)}): of {self._named(ref)}, {problem}"
         wanted = sorted(
             (*key, i) for key, interface in self.dag.code.interfaces.items()
             for i, out in enumerate(interface.outputs) if out.kind == "grad" and out.names == value.names
@@ -268,6 +297,16 @@ class _Checker:
             for home in sorted(homes.get(name, set()) - updated.get(name, set()) - {()}):
                 yield f"{name} is used on device {','.join(map(str, home)) or '?'}, but no update reaches it there"
         yield from self._reported()
+        yield from self._seeds()
+
+    def _seeds(self) -> Iterable[str]:
+        """Random numbers are drawn anew for every region and slice: no two share a seed."""
+        drawn: dict[int, Chunk] = {}
+        for chunk in self.dag.of_type(Chunk):
+            if self.dag.interface(chunk).random:
+                first = drawn.setdefault(chunk_seed(0, chunk), chunk)
+                if (first.key, first.slice.start) != (chunk.key, chunk.slice.start):
+                    yield f"{_at(chunk)} draws the random numbers that {_at(first)} draws"
 
     def _reported(self) -> Iterable[str]:
         reports = list(self.dag.of_type(Report))
@@ -309,6 +348,10 @@ def _at(node: Node) -> str:
 
 def _names(names: tuple[str, ...]) -> str:
     return ", ".join(names[:3]) + (f" and {len(names) - 3} more" if len(names) > 3 else "")
+
+
+def _specs(specs: tuple[TensorSpec, ...]) -> str:
+    return ", ".join(map(str, specs))
 
 
 def _join(parts: Contributions) -> str:
