@@ -252,6 +252,61 @@ class Reentered(L.LightningModule):
             return F.mse_loss(self.a(h)[:, :2], y)
 
 
+class Extractor(MLP):
+    """The first stage only extracts features: it has no backward pass."""
+
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        x, y = batch
+        with annotate("PP"), torch.no_grad():
+            h = torch.tanh(self.first(x))
+        with annotate("PP"):
+            return F.mse_loss(self.second(h), y)
+
+
+class Flat(L.LightningModule):
+    """Between the stages, samples and positions share a dimension. Batch: tokens [n, 6]."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.embed, self.inner, self.head = nn.Embedding(11, 4), nn.Linear(4, 4), nn.Linear(4, 11)
+
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        with annotate("PP"):
+            x = self.embed(batch).flatten(0, 1)
+        with annotate("PP"):
+            x = torch.tanh(self.inner(x))
+        with annotate("PP"):
+            return F.cross_entropy(self.head(x), batch.flatten())
+
+
+class PositionsFirst(Flat):
+    """As `Flat`, with all samples' first positions first: a piece of the shared dimension is no microbatch."""
+
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        with annotate("PP"):
+            x = self.embed(batch).transpose(0, 1).flatten(0, 1)
+        with annotate("PP"):
+            x = torch.tanh(self.inner(x) + self.embed(batch).mean(1).repeat(6, 1))
+        with annotate("PP"):
+            return F.cross_entropy(self.head(x), batch.t().flatten())
+
+
+class Similar(L.LightningModule):
+    """Compares every sample with every other between the stages: a value with two batch dimensions."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.a, self.b = nn.Linear(4, 4), nn.Parameter(torch.ones(()))
+
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        x, _ = batch
+        with annotate("PP"):
+            h = self.a(x)
+            similar = h @ h.t()
+        with annotate("PP"):
+            return (torch.tanh(similar) * self.b).diagonal().mean()
+
+
 class Dropout(MLP):
     """Random masks in both stages."""
 
@@ -433,6 +488,10 @@ CASES: dict[str, Case] = {
     "constants": Case(Constants),
     "recurrent": Case(Recurrent, lambda n: torch.randint(0, 11, (n, 5))),
     "counting": Case(Counting),
+    "extractor": Case(Extractor),
+    "flat": Case(Flat, lambda n: torch.randint(0, 11, (n, 6))),
+    "positions_first": Case(PositionsFirst, lambda n: torch.randint(0, 11, (n, 6)), reassociates=True),
+    "similar": Case(Similar),
     "untagged": Case(Untagged),
     "exact": Case(Exact, lambda n: torch.randint(-3, 4, (n, 4)).double()),
     "dict": Case(ByKey, keyed(dict)),
