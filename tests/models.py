@@ -142,6 +142,24 @@ class UsedTwice(L.LightningModule):
             return F.mse_loss(self.b(h), y)
 
 
+class UsedThrice(L.LightningModule):
+    """Three stages share a weight, under two names: the order of its three terms is that of autograd."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.a, self.b, self.c = nn.Linear(4, 4), nn.Linear(4, 4), nn.Linear(4, 2)
+        self.b.weight = self.a.weight
+
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        x, y = batch
+        with annotate("PP", 0):
+            h = self.a(x)
+        with annotate("PP", 1):
+            h = torch.tanh(self.b(h)) * 7
+        with annotate("PP", 2):
+            return F.mse_loss(self.c(self.a(h) + h), y)
+
+
 class Residual(L.LightningModule):
     """Values skip a stage: the input's features reach the last stage, past a stage without parameters."""
 
@@ -351,6 +369,7 @@ class Constants(MLP):
         x, y = batch
         weight = torch.tensor([0.5, 2.0])
         x[x < 0] = -1.0
+        x *= 0.5
         with annotate("PP"):
             h = torch.tanh(self.first(x)) * torch.tensor(0.3)
         with annotate("PP"):
@@ -478,6 +497,7 @@ CASES: dict[str, Case] = {
     "conv": Case(ConvNet, images, size=8),
     "frozen": Case(Frozen),
     "used_twice": Case(UsedTwice, reassociates=True),
+    "used_thrice": Case(UsedThrice, reassociates=True),
     "residual": Case(Residual),
     "losses": Case(Losses),
     "logs": Case(Logs),

@@ -7,6 +7,7 @@ from collections import deque
 from collections.abc import Callable
 from typing import Any
 
+import lightning as L
 import pytest
 import torch
 import torchmetrics
@@ -144,6 +145,24 @@ def epoch_logged(self: Any, x: Tensor, h: Tensor, loss: Tensor, batch_idx: int) 
 def test_a_counter_is_read(end: Callable[..., Any], name: str) -> None:
     said = message(end)
     assert said.startswith(marked(end)) and f"training_step reads {name}" in said
+
+
+@pytest.mark.parametrize("name", ["global_step", "current_epoch", "is_last_batch"])
+def test_a_counter_of_the_trainer_is_read(name: str) -> None:
+    """The Trainer is there when a strategy captures; what does not change may be read."""
+
+    class Attached(MLP):
+        def training_step(self, batch: Any, batch_idx: int) -> Any:
+            loss = super().training_step(batch, batch_idx) / self.trainer.max_epochs
+            return loss * (1 + getattr(self.trainer, counter))
+
+    module, counter = Attached(), "max_epochs"
+    module.trainer = L.Trainer(accelerator="cpu", max_epochs=2, logger=False, enable_checkpointing=False, barebones=True)
+    build_dag(capture(module, regression(4)))
+    counter = name
+    with pytest.raises(CaptureError, match=rf"training_step reads self.trainer.{name}, which changes from step to step"):
+        build_dag(capture(module, regression(4)))
+    assert isinstance(module.trainer, L.Trainer)
 
 
 def test_an_unused_batch_index_is_fine() -> None:

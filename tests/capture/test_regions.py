@@ -192,10 +192,13 @@ def test_values_that_cross_are_dense_and_keep_their_memory_order() -> None:
             with annotate("PP", 1):
                 return F.mse_loss(self.second(wide + turned.t()), y)
 
-    step = capture(Strides(), regression(4))
-    specs = [specs[0] for out, specs in zip(step.at(4).interfaces[0, "F"].outputs, step.at(4).code[0, "F"].outputs, strict=True)
-             if out.kind == "activation"]  # fmt: skip
-    assert [(spec.shape, spec.stride) for spec in specs] == [((4, 6), (6, 1)), ((6, 4), (1, 6))]
+    module, batch = Strides(), regression(4)
+    code = capture(module, batch).at(4)
+    made = code.code[0, "F"].run([module.first.weight.detach(), module.first.bias.detach(), batch[0]])
+    crossing = [specs[0] for out, specs in zip(code.interfaces[0, "F"].outputs, code.code[0, "F"].outputs, strict=True)
+                if out.kind == "activation"]  # fmt: skip
+    assert [(spec.shape, spec.stride) for spec in crossing] == [((4, 6), (6, 1)), ((6, 4), (1, 6))]
+    assert [(x.shape, x.stride()) for x in made[:2]] == [((4, 6), (6, 1)), ((6, 4), (1, 6))]
 
 
 def test_one_sample_has_the_interface_of_many() -> None:

@@ -117,6 +117,17 @@ def test_every_single_stage_can_be_split_and_placed_in_any_order(name: str) -> N
         assert distance(run(name, one), whole) < (2e-2 if name == "autocast" else 1e-5)
 
 
+@pytest.mark.parametrize("name", ["gpt", "losses", "flat"])
+def test_a_part_of_a_microbatch_can_be_split(name: str) -> None:
+    """The pieces of the second microbatch are cut from it, not from the batch."""
+    whole = run(name, build(name, split(2)))
+    for program in ([split(2), split(2, "UB", PP=1)], [split(2), split(2, "UB", PP=1, MB=1)]):
+        dag = build(name, *program)
+        check(dag)
+        assert [(cut.start, cut.stop) for cut in dag.of_type(Cut)][:2] in ([(0, 1), (1, 2)], [(0, 6), (6, 12)])
+        assert distance(run(name, dag), whole) < 1e-5
+
+
 def test_a_value_that_is_the_same_for_all_samples_enters_whole() -> None:
     """The penalty is a number of the whole batch; the stage that adds it is split."""
     dag = build("losses", split(2, PP=1))

@@ -11,9 +11,14 @@ from dataclasses import dataclass
 from typing import Any
 
 import pytest
+import torch
+import torch.nn.functional as F
 
-from lightning_piper.directives import finish
+from lightning_piper.annotate import annotate
+from lightning_piper.capture import capture
+from lightning_piper.directives import apply_program, finish
 from lightning_piper.errors import VerificationError
+from lightning_piper.ir.build import build_dag
 from lightning_piper.ir.dag import TrainingDAG
 from lightning_piper.ir.nodes import (
     Accumulate,
@@ -33,7 +38,7 @@ from lightning_piper.schedules import gpipe, one_f_one_b
 from lightning_piper.verify.equivalence import compare
 from lightning_piper.verify.static import check
 from tests.dags import build, chunk, order, place, run, split
-from tests.models import CASES
+from tests.models import CASES, MLP, regression
 
 PIPELINE = one_f_one_b(2, 2)
 BASES: dict[str, tuple[str, list[Any]]] = {
@@ -430,3 +435,21 @@ def test_a_smaller_batch_passes() -> None:
     for size in (1, 2, 3):
         check(build("mlp", *gpipe(2, 3), size=size))
     check(build("conv", *gpipe(2, 3), size=5))
+
+
+def test_a_parameter_that_another_device_only_reads_is_refused() -> None:
+    """A weight of stage 0 is used without a gradient in stage 1, which no update reaches: its copy there would go stale."""
+
+    class Watches(MLP):
+        def training_step(self, batch: Any, batch_idx: int) -> Any:
+            x, y = batch
+            with annotate("PP"):
+                h = torch.tanh(self.first(x))
+            with annotate("PP"):
+                self.log("norm", self.first.weight.detach().norm())
+                return F.mse_loss(self.second(h), y)
+
+    step = capture(Watches(), regression(4))
+    with pytest.raises(VerificationError, match=r"first.weight is used on device 1, but no update reaches it there"):
+        check(apply_program(build_dag(step), gpipe(2, 2)))
+    check(apply_program(build_dag(step), gpipe(2, 2, devices=[0, 0])))
