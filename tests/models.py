@@ -519,6 +519,10 @@ CASES: dict[str, Case] = {
     "named_tuple": Case(ByKey, keyed(Point)),
     "dataclass": Case(ByKey, keyed(Record)),
     "autocast": Case(MLP, context=lambda: torch.autocast("cpu", torch.bfloat16)),
+    # Eager autocast keeps the cast of a weight and adds the gradients of its uses in bfloat16; a captured step casts at each use.
+    "autocast_twice": Case(
+        UsedTwice, context=lambda: torch.autocast("cpu", torch.bfloat16, cache_enabled=False), reassociates=True
+    ),
     "bfloat16": Case(lambda: MLP().bfloat16(), lambda n: tuple(x.bfloat16() for x in regression(n))),
     "dropout": Case(Dropout, random=True),
     "one_dropout": Case(OneDropout, random=True),

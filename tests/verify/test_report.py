@@ -176,13 +176,6 @@ def test_what_the_static_check_cannot_see_is_seen_by_execution(monkeypatch: pyte
     assert report.rows[-1].single.distance > 1e-2 > 1e-4 > report.rows[-1].single.allowed
 
 
-def test_a_part_whose_samples_are_interleaved_cannot_be_split_alone() -> None:
-    """Positions come first in the shared dimension, so that a piece of it is no microbatch: only the numbers show it."""
-    report = report_on("positions_first", [split(2, PP=1)])
-    assert not report.ok and report.rows[-1].single.first == LOSS
-    assert report_on("positions_first", [split(2)]).ok and report_on("flat", [split(2, PP=1)]).ok
-
-
 # Comparison
 
 

@@ -48,7 +48,6 @@ BASES: dict[str, tuple[str, list[Any]]] = {
     "conv": ("conv", gpipe(2, 3)),
     "logs": ("logs", gpipe(2, 2)),
     "part": ("gpt", [split(2, PP=1), *place(0, 1, 2)]),
-    "rows": ("flat", [split(2, PP=1), *place(0, 0, 0)]),
     "one device": ("mlp", [split(2)]),
 }
 
@@ -285,11 +284,6 @@ def cut_moved(dag: TrainingDAG) -> None:
     cut.start, cut.stop = cut.start + 1, cut.stop + 1
 
 
-def cut_inside_of_a_sample(dag: TrainingDAG) -> None:
-    cut = node(dag, Cut)
-    cut.start, cut.stop = cut.start + 3, cut.stop + 3
-
-
 def cuts_exchanged(dag: TrainingDAG) -> None:
     first, second, *_ = dag.of_type(Cut)
     first.start, first.stop, second.start, second.stop = second.start, second.stop, first.start, first.stop
@@ -381,7 +375,6 @@ EDITS = [
     Edit("mlp", circle, r"nodes wait for each other in a circle: .*F\[PP=0,MB=0\] %\d+ on device 0", runs=False),
     Edit("mlp", wait_removed, r"F\[PP=1,MB=0\] .* reads %\d+.0, but nothing makes it wait for it", runs=False),
     Edit("part", cut_moved, r"F\[PP=1,MB=0\] .* works on samples 0:2 but reads activation add of F\[PP=0\] of samples 1:3"),
-    Edit("rows", cut_inside_of_a_sample, r"cut %\d+ .* cuts activation .* of F\[PP=0\] inside of a sample"),
     Edit("part", cuts_exchanged, r"F\[PP=1,MB=0\] .* works on samples 0:2 but reads activation add of F\[PP=0\] of samples 2:4"),
     Edit("part", pieces_joined_in_reverse, r"concat %\d+ .* joins samples 2:4, 0:2, which do not follow each other"),
     Edit("part", piece_joined_twice, r"concat %\d+ .* joins samples 0:2, 0:2, which do not follow each other"),
