@@ -13,30 +13,15 @@ import statistics
 import time
 from collections.abc import Callable
 
-import lightning as L
 import torch
-from torch import Tensor, nn
+from _chain import Chain
+from torch import Tensor
 
 import lightning_piper as piper
 from lightning_piper.ir.nodes import Chunk
 from lightning_piper.runtime import Executor, LocalTransport, run_local
 
 STAGES, MICROBATCHES, WIDTH = 4, 8, 8
-
-
-class Tiny(L.LightningModule):
-    def __init__(self) -> None:
-        super().__init__()
-        self.layers = nn.ModuleList([nn.Linear(WIDTH, WIDTH) for _ in range(STAGES)])
-
-    def training_step(self, batch: Tensor, batch_idx: int) -> Tensor:
-        x = batch
-        for i, layer in enumerate(self.layers):
-            with piper.annotate("PP", i):
-                x = torch.tanh(layer(x))
-                if i == STAGES - 1:
-                    return x.square().mean()
-        raise ValueError("no stages")
 
 
 def plain_loop(compiled: piper.Compiled, params: dict[str, Tensor], batch: Tensor) -> Callable[[], None]:
@@ -88,7 +73,7 @@ def main() -> None:
     parser.add_argument("--rounds", type=int, default=300)
     rounds = parser.parse_args().rounds
     torch.set_num_threads(1)
-    module, batch = Tiny(), torch.randn(2 * MICROBATCHES, WIDTH)
+    module, batch = Chain(STAGES, WIDTH), torch.randn(2 * MICROBATCHES, WIDTH)
     split = piper.Split(filter={}, dim_name="MB", num_microbatches=MICROBATCHES)
     for program in ([split], piper.schedules.one_f_one_b(STAGES, MICROBATCHES)):
         compiled = piper.compile(module, batch, program)

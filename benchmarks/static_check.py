@@ -9,9 +9,8 @@ import argparse
 import time
 from collections.abc import Callable
 
-import lightning as L
 import torch
-from torch import Tensor, nn
+from _chain import Chain
 
 import lightning_piper as piper
 from lightning_piper.capture import capture
@@ -21,19 +20,6 @@ from lightning_piper.plan import check_plans, compile_plans
 from lightning_piper.verify import check
 
 STAGES, WIDTH = 8, 4
-
-
-class Chain(L.LightningModule):
-    def __init__(self) -> None:
-        super().__init__()
-        self.layers = nn.ModuleList([nn.Linear(WIDTH, WIDTH) for _ in range(STAGES)])
-
-    def training_step(self, batch: Tensor, batch_idx: int) -> Tensor:
-        x = batch
-        for i, layer in enumerate(self.layers):
-            with piper.annotate("PP", i):
-                x = torch.tanh(layer(x))
-        return x.square().mean()
 
 
 def seconds(call: Callable[[], object]) -> float:
@@ -46,7 +32,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--microbatches", type=int, default=420)
     first = parser.parse_args().microbatches
-    module, before = Chain(), 0.0
+    module, before = Chain(STAGES, WIDTH), 0.0
     print("microbatches   nodes   edges   program s   static check s   plans s   plan check s   check, times the row before")
     for microbatches in (first, 2 * first, 4 * first):
         step = capture(module, torch.randn(microbatches, WIDTH))

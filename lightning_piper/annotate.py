@@ -73,12 +73,12 @@ def _tagged(tag: str, index: int | None, source: str) -> Iterator[None]:
 class _EnterRegion:
     """Forward pre-hook: opens the region; its exit hook closes it."""
 
-    def __init__(self, tag: str, index: int) -> None:
-        self.tag, self.index = tag, index
+    def __init__(self, tag: str, index: int, name: str) -> None:
+        self.tag, self.index, self.name = tag, index, name
         self.open: list[AbstractContextManager[None]] = []
 
     def __call__(self, module: nn.Module, args: Any) -> None:
-        context = annotate(self.tag, self.index)
+        context = nullcontext() if _counters is None else _tagged(self.tag, self.index, f"module {self.name}")
         context.__enter__()
         self.open.append(context)
 
@@ -124,7 +124,7 @@ def annotate_modules(model: nn.Module, tag: str, groups: Sequence[Sequence[str]]
                         "a module belongs to one group"
                     )
     for name, index in chosen.items():
-        enter = _EnterRegion(tag, index)
+        enter = _EnterRegion(tag, index, name)
         # First in, last out: the region also covers the module's other hooks.
         names[name].register_forward_pre_hook(enter, prepend=True)
         names[name].register_forward_hook(_ExitRegion(enter), always_call=True)

@@ -12,7 +12,7 @@ from hypothesis import HealthCheck, settings
 
 slow = [HealthCheck.too_slow, HealthCheck.data_too_large, HealthCheck.large_base_example]
 settings.register_profile("ci", max_examples=25, derandomize=True, deadline=None, suppress_health_check=slow)
-settings.register_profile("deep", max_examples=400, deadline=None, suppress_health_check=slow)
+settings.register_profile("deep", max_examples=2000, deadline=None, suppress_health_check=slow)
 settings.load_profile(os.environ.get("HYPOTHESIS_PROFILE", "ci"))
 torch.set_num_threads(1)
 

@@ -142,6 +142,24 @@ class UsedTwice(L.LightningModule):
             return F.mse_loss(self.b(h), y)
 
 
+class UsedThrice(L.LightningModule):
+    """Three stages share a weight, under two names: the order of its three terms is that of autograd."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.a, self.b, self.c = nn.Linear(4, 4), nn.Linear(4, 4), nn.Linear(4, 2)
+        self.b.weight = self.a.weight
+
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        x, y = batch
+        with annotate("PP", 0):
+            h = self.a(x)
+        with annotate("PP", 1):
+            h = torch.tanh(self.b(h)) * 7
+        with annotate("PP", 2):
+            return F.mse_loss(self.c(self.a(h) + h), y)
+
+
 class Residual(L.LightningModule):
     """Values skip a stage: the input's features reach the last stage, past a stage without parameters."""
 
@@ -252,6 +270,61 @@ class Reentered(L.LightningModule):
             return F.mse_loss(self.a(h)[:, :2], y)
 
 
+class Extractor(MLP):
+    """The first stage only extracts features: it has no backward pass."""
+
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        x, y = batch
+        with annotate("PP"), torch.no_grad():
+            h = torch.tanh(self.first(x))
+        with annotate("PP"):
+            return F.mse_loss(self.second(h), y)
+
+
+class Flat(L.LightningModule):
+    """Between the stages, samples and positions share a dimension. Batch: tokens [n, 6]."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.embed, self.inner, self.head = nn.Embedding(11, 4), nn.Linear(4, 4), nn.Linear(4, 11)
+
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        with annotate("PP"):
+            x = self.embed(batch).flatten(0, 1)
+        with annotate("PP"):
+            x = torch.tanh(self.inner(x))
+        with annotate("PP"):
+            return F.cross_entropy(self.head(x), batch.flatten())
+
+
+class PositionsFirst(Flat):
+    """As `Flat`, with all samples' first positions first: a piece of the shared dimension is no microbatch."""
+
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        with annotate("PP"):
+            x = self.embed(batch).transpose(0, 1).flatten(0, 1)
+        with annotate("PP"):
+            x = torch.tanh(self.inner(x) + self.embed(batch).mean(1).repeat(6, 1))
+        with annotate("PP"):
+            return F.cross_entropy(self.head(x), batch.t().flatten())
+
+
+class Similar(L.LightningModule):
+    """Compares every sample with every other between the stages: a value with two batch dimensions."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.a, self.b = nn.Linear(4, 4), nn.Parameter(torch.ones(()))
+
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        x, _ = batch
+        with annotate("PP"):
+            h = self.a(x)
+            similar = h @ h.t()
+        with annotate("PP"):
+            return (torch.tanh(similar) * self.b).diagonal().mean()
+
+
 class Dropout(MLP):
     """Random masks in both stages."""
 
@@ -296,6 +369,7 @@ class Constants(MLP):
         x, y = batch
         weight = torch.tensor([0.5, 2.0])
         x[x < 0] = -1.0
+        x *= 0.5
         with annotate("PP"):
             h = torch.tanh(self.first(x)) * torch.tensor(0.3)
         with annotate("PP"):
@@ -423,6 +497,7 @@ CASES: dict[str, Case] = {
     "conv": Case(ConvNet, images, size=8),
     "frozen": Case(Frozen),
     "used_twice": Case(UsedTwice, reassociates=True),
+    "used_thrice": Case(UsedThrice, reassociates=True),
     "residual": Case(Residual),
     "losses": Case(Losses),
     "logs": Case(Logs),
@@ -433,6 +508,10 @@ CASES: dict[str, Case] = {
     "constants": Case(Constants),
     "recurrent": Case(Recurrent, lambda n: torch.randint(0, 11, (n, 5))),
     "counting": Case(Counting),
+    "extractor": Case(Extractor),
+    "flat": Case(Flat, lambda n: torch.randint(0, 11, (n, 6))),
+    "positions_first": Case(PositionsFirst, lambda n: torch.randint(0, 11, (n, 6)), reassociates=True),
+    "similar": Case(Similar),
     "untagged": Case(Untagged),
     "exact": Case(Exact, lambda n: torch.randint(-3, 4, (n, 4)).double()),
     "dict": Case(ByKey, keyed(dict)),
@@ -440,6 +519,10 @@ CASES: dict[str, Case] = {
     "named_tuple": Case(ByKey, keyed(Point)),
     "dataclass": Case(ByKey, keyed(Record)),
     "autocast": Case(MLP, context=lambda: torch.autocast("cpu", torch.bfloat16)),
+    # Eager autocast keeps the cast of a weight and adds the gradients of its uses in bfloat16; a captured step casts at each use.
+    "autocast_twice": Case(
+        UsedTwice, context=lambda: torch.autocast("cpu", torch.bfloat16, cache_enabled=False), reassociates=True
+    ),
     "bfloat16": Case(lambda: MLP().bfloat16(), lambda n: tuple(x.bfloat16() for x in regression(n))),
     "dropout": Case(Dropout, random=True),
     "one_dropout": Case(OneDropout, random=True),

@@ -151,6 +151,17 @@ class _Unreadable:
     __str__ = __format__ = __hash__ = __neg__ = __pow__ = __rpow__ = _refuse
 
 
+class _Trainer:
+    """The module's Trainer, without what changes from step to step."""
+
+    def __init__(self, trainer: Any) -> None:
+        self._trainer = trainer
+
+    def __getattr__(self, name: str) -> Any:
+        changes = name in ("global_step", "current_epoch", "is_last_batch")
+        return _Unreadable(f"self.trainer.{name}") if changes else getattr(self._trainer, name)
+
+
 def _loss_of(result: Any) -> torch.Tensor:
     if isinstance(result, Mapping):
         if set(result) != {"loss"}:
@@ -192,6 +203,8 @@ def as_captured(module: nn.Module, step: Step) -> Iterator[None]:
     members: dict[str, Any] = {"global_step": unreadable("global_step"), "current_epoch": unreadable("current_epoch")}
     if original is not None:
         members |= {"log": log, "log_dict": log_dict}
+    if isinstance(attached := getattr(cls, "trainer", None), property) and attached.fget is not None:
+        members["trainer"] = property(lambda self: _Trainer(attached.fget(self)), attached.fset)  # type: ignore[misc]
     module.__class__ = type(cls.__name__, (cls,), members | {"__module__": cls.__module__})
     try:
         yield

@@ -146,8 +146,7 @@ class _Rewrite:
             dim = self._batch_dim(ref, chunk.slice, part)
             if dim is None:
                 return ref
-            rows = self.dag.value(ref).tensors[0].shape[dim] // len(chunk.slice)  # per sample
-            start, stop = (rows * (edge - chunk.slice.start) for edge in (part.start, part.stop))
+            start, stop = (edge - chunk.slice.start for edge in (part.start, part.stop))
             piece = dataclasses.replace(self.dag.value(ref), tensors=self.dag.specs_of(ref, len(part)))
             node = Cut(inputs=(ref,), outputs=(piece,), tags=chunk.tags, devices=chunk.devices, placed_by=chunk.placed_by,
                        dim=dim, start=start, stop=stop)  # fmt: skip
@@ -208,11 +207,12 @@ class _Rewrite:
             part = Slice(part.start, part.stop - 1) if len(part) > 1 else Slice(part.start, part.stop + 1)
         a, b = (self.dag.specs_of(ref, size)[0].shape for size in (len(whole), len(part)))
         dims = [d for d, (x, y) in enumerate(zip(a, b, strict=True)) if x != y]
-        if len(dims) > 1 or (dims and a[dims[0]] * len(part) != b[dims[0]] * len(whole)):
+        if len(dims) > 1 or (dims and (a[dims[0]], b[dims[0]]) != (len(whole), len(part))):
             self.directive.refuse(
                 "filter",
-                f"{self.dag.value(ref).label} has shape {a} for {len(whole)} samples and {b} for {len(part)}",
-                "a value at the border of the selected part needs one dimension that is a multiple of the samples",
+                f"{self.dag.value(ref).label} has shape {list(a)} for {len(whole)} samples and {list(b)} for {len(part)}",
+                "a value at the border of the selected part needs one dimension that counts the samples and nothing else "
+                "(rows of several samples may lie in any order)",
             )
         return dims[0] if dims else None
 

@@ -60,8 +60,10 @@ def check_program(case: Case, program: Sequence[Directive]) -> TrainingDAG:
     assert_same(last, outcome, "bitwise")
     parts = dag.microbatches()
     if parts is not None:
-        tied = any("tied" in block for block in case.spec.blocks)  # sums are taken region by region, and replica by replica
-        mode = mode_of(case, bitwise=not tied and dag.replicas == 1)
+        # Sums are taken region by region, and replica by replica. Batch norm of a transposed float64 input gives other strides than
+        # torch's shape rules say, and with them the captured step chooses other kernels than the eager one.
+        exempt = {"tied", "batchnorm"} & set(case.spec.blocks)
+        mode = mode_of(case, bitwise=not exempt and dag.replicas == 1)
         assert_same(single_device(case.spec, case.size, parts), outcome, mode, _terms(dag))
     assert_same(outcome, run_plans(case, dag), "bitwise")
     return dag

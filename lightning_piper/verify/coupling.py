@@ -81,7 +81,7 @@ def find_couplings(
                 assert len(specs) == 1
                 values[region.index, i] = full.results[place]
         kinds = [out.kind for out, specs in zip(interface.outputs, code.code[key].outputs, strict=True) for _ in specs]
-        coupled = _first_difference(full, parts, slices, step.size, kinds)
+        coupled = None if interface.random else _first_difference(full, parts, slices, step.size, kinds)
         if coupled is not None:
             found.append(Coupling(region.label, region.source, *coupled))
     return found
@@ -147,7 +147,7 @@ def _first_difference(
             first = first or node
             if node in results:
                 worst = max(worst, distance)
-    if first is None:
+    if first is None or not worst:  # samples that are mixed inside, such as rows in another order, and apart again
         return None
     while first.target is operator.getitem or _is_view(first):
         first = first.all_input_nodes[0]
@@ -166,7 +166,9 @@ def _ancestors(nodes: list[Node]) -> set[Node]:
 
 
 def _distance(a: torch.Tensor, b: torch.Tensor) -> float:
-    distance = float((a - b).abs().max()) / (float(a.abs().max()) or 1.0)
+    difference = float(torch.where(a == b, 0.0, a - b).abs().max())  # masks hold -inf on both sides
+    finite = a[a.isfinite()]
+    distance = difference / ((float(finite.abs().max()) if finite.numel() else 0.0) or 1.0)
     return distance if distance == distance else float("inf")  # NaN: no sample of a slice counts
 
 

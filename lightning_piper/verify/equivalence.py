@@ -11,7 +11,7 @@ from torch import nn
 
 from lightning_piper.capture import CapturedStep, capture, flatten
 from lightning_piper.capture.eager import Outcome, run_eagerly
-from lightning_piper.directives import Directive, accumulating, apply_program, finish, parse
+from lightning_piper.directives import Directive, Split, accumulating, apply_program, finish, parse
 from lightning_piper.errors import VerificationError
 from lightning_piper.ir.build import build_dag
 from lightning_piper.ir.dag import TrainingDAG
@@ -135,20 +135,21 @@ def verify_step(step: CapturedStep, module: nn.Module, batch: Any, program: Sequ
     runner = _Runner(step, tensors, leaves, seed)
     dag = build_dag(step)
     check(dag)
-    last, parts = interpret(dag, tensors, leaves, seed), _slices(dag)
+    last, old = interpret(dag, tensors, leaves, seed), runner.rounding(_slices(dag))
     rows = [Row(None, "capture", "bitwise", Comparison("bitwise equal"), runner.against_single(dag, last))]
 
-    def row(index: int | None, name: str, contract: str) -> None:
-        nonlocal last, parts
+    def row(dag: TrainingDAG, index: int, directive: Directive) -> None:
+        nonlocal last, old
         check(dag)
-        now = interpret(dag, tensors, leaves, seed)
-        old, parts = runner.rounding(parts), _slices(dag)
-        new = runner.rounding(parts)
+        if isinstance(directive, Split):
+            runner.splits.append(directive)
+        runner.parted = dag.microbatches() is None
+        now, new = interpret(dag, tensors, leaves, seed), runner.rounding(_slices(dag))
         before = compare(last, now, {name: max(moved, new.get(name, 0.0)) for name, moved in old.items()})
-        rows.append(Row(index, name, contract, before, runner.against_single(dag, now)))
-        last = now
+        rows.append(Row(index, directive.op, directive.contract, before, runner.against_single(dag, now)))
+        last, old = now, new
 
-    apply_program(dag, program, lambda _, index, directive: row(index, directive.op, directive.contract))
+    apply_program(dag, program, row)
     finish(dag)
     moved = any(row.contract == "reassociated" and row.before.verdict == "differs" for row in rows)
     return Report(tuple(rows), tuple(find_couplings(step, tensors, leaves, _slices(dag))) if moved else ())
@@ -160,24 +161,31 @@ class _Runner:
     def __init__(self, step: CapturedStep, tensors: Mapping[str, torch.Tensor], leaves: Sequence[torch.Tensor], seed: int) -> None:
         self.step, self.tensors, self.leaves, self.seed = step, tensors, leaves, seed
         self.random = any(interface.random for interface in step.at(step.size).interfaces.values())
-        self._single: dict[tuple[Slice, ...], Outcome] = {}
-        self._rounding: dict[tuple[Slice, ...], dict[str, float]] = {}
+        # Applied so far, and whether regions have other slices than each other: random numbers are drawn by slice.
+        self.splits: list[Split] = []
+        self.parted = False
+        self._single: dict[Any, Outcome] = {}
+        self._rounding: dict[Any, dict[str, float]] = {}
 
     def against_single(self, dag: TrainingDAG, outcome: Outcome) -> Comparison:
         slices = _slices(dag)
-        if slices not in self._single:
-            self._single[slices] = self._run_single(self.tensors, slices)
-        return compare(self._single[slices], outcome, self.rounding(slices))
+        key = (slices, len(self.splits))
+        if key not in self._single:
+            self._single[key] = self._run_single(self.tensors, slices)
+        return compare(self._single[key], outcome, self.rounding(slices))
 
     def _run_single(self, tensors: Mapping[str, torch.Tensor], slices: tuple[Slice, ...]) -> Outcome:
         if not self.random:
             return run_eagerly(self.step, tensors, self.leaves, slices)
+        if self.parted:
+            return interpret(apply_program(build_dag(self.step), self.splits), tensors, self.leaves, self.seed)
         return interpret(accumulating(self.step, slices), tensors, self.leaves, self.seed)
 
     def rounding(self, slices: tuple[Slice, ...]) -> dict[str, float]:
         """What rounding can do to each result, measured: how far it moves when every parameter moves by one ulp, and how far
         the reference itself is from the same step in float64."""
-        if slices not in self._rounding:
+        key = (slices, len(self.splits))
+        if key not in self._rounding:
             generator = torch.Generator().manual_seed(0)
             still = self._run_single(self.tensors, slices)
             others = []
@@ -190,8 +198,8 @@ class _Runner:
             for other in others:
                 for name, a, b in _pairs(still, other):
                     largest[name] = max(largest.get(name, 0.0), _distance(a, b))
-            self._rounding[slices] = largest
-        return self._rounding[slices]
+            self._rounding[key] = largest
+        return self._rounding[key]
 
     def _run_in_float64(self, slices: tuple[Slice, ...]) -> Outcome | None:
         """None where the step cannot be had in float64: captured code has its dtypes, and so have some models."""
@@ -210,8 +218,8 @@ def compare(expected: Outcome, found: Outcome, rounding: Mapping[str, float]) ->
 
     A result may be off by `ALLOWANCE` times its own movement, and by at least that many eps of its dtype.
     """
-    missing = sorted(set(expected.grads) ^ set(found.grads)) or sorted(set(expected.buffers) ^ set(found.buffers))
-    if missing:
+    kinds = ((expected.metrics, found.metrics), (expected.grads, found.grads), (expected.buffers, found.buffers))
+    if missing := [name for a, b in kinds for name in sorted(set(a) ^ set(b))]:
         return Comparison("differs", float("inf"), f"only one has {missing[0]}", 0.0)
     worst = Comparison("bitwise equal")
     for name, a, b in _pairs(expected, found):

@@ -218,9 +218,9 @@ def equipped(setting: Setting) -> Outcome:
 
 @scenario
 def leaks(setting: Setting) -> Outcome:
-    """Sockets and threads of this process after each of three fits."""
+    """Sockets and threads of this process after each of five fits."""
     counts = []
-    for _ in range(3):
+    for _ in range(5):
         module, loader = make("mlp")
         fit, _ = setting.trainer()
         fit.fit(module, loader)

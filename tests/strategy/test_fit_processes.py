@@ -67,8 +67,11 @@ def test_metric_objects_count_every_batch_once(ranks):
 @pytest.mark.skipif(sys.platform != "linux", reason="counts what /proc shows")
 def test_a_fit_leaves_no_communicators_behind(ranks):
     for rank in ranks:
-        _, second, third = rank["leaks"]["counts"]
-        assert second == third
+        # A thread may take its time to end, so one count may be high; what leaks is missing in no later one.
+        _, second, *later = rank["leaks"]["counts"]
+        assert len(later) == 3
+        for before, after in zip(second, zip(*later, strict=True), strict=True):
+            assert min(after) <= before
 
 
 def test_clipping_measures_all_stages(ranks, local):

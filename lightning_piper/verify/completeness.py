@@ -1,0 +1,79 @@
+"""Is everything there? What no single node can tell: every pass for every sample, every gradient at every home, every metric."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+
+from lightning_piper.ir.nodes import AllReduce, Chunk, Metrics, Report, Update
+from lightning_piper.ir.regions import PassKey
+from lightning_piper.ir.seeds import chunk_seed
+from lightning_piper.ir.values import Partial
+from lightning_piper.verify.facts import Contributions, Facts, names_of
+
+
+def incomplete(facts: Facts, final: bool) -> Iterable[str]:
+    """Every pass runs for every sample, every gradient reaches an update on each of its devices, every metric the report."""
+    dag = facts.dag
+    slices: dict[PassKey, Contributions] = {key: {} for key in dag.code.interfaces}
+    homes: dict[str, set[tuple[int, ...]]] = {}
+    for chunk in dag.of_type(Chunk):
+        # A pass may run twice on the same samples (recomputation); what enters a sum twice is found where it is summed.
+        slices[chunk.key][chunk.slice] = facts.share(chunk.slice)
+        for name in dag.interface(chunk).params + dag.interface(chunk).state:
+            homes.setdefault(name, set()).add(chunk.devices)
+    for (region, kind), total in slices.items():
+        if problem := facts.uncovered(facts.share, total):
+            yield f"{kind}[{dag.regions[region].label}]: {problem}"
+    updated: dict[str, set[tuple[int, ...]]] = {}
+    for update in dag.of_type(Update):
+        for name in dag.value(update.inputs[0]).names:
+            updated.setdefault(name, set()).add(update.devices)
+    trained = {n for i in dag.code.interfaces.values() for out in i.outputs if out.kind in ("grad", "buffer") for n in out.names}
+    for name in sorted(trained):
+        if () in updated.get(name, set()):
+            continue  # not yet placed, for one of its regions is not
+        for home in sorted(homes.get(name, set()) - updated.get(name, set()) - {()}):
+            where = ",".join(map(str, home))
+            yield f"{name} is used on device {where}, but no update reaches it there: its copy there would go stale"
+    if final:
+        yield from _partial(facts)
+    yield from _reported(facts)
+    yield from _seeds(facts)
+
+
+def _partial(facts: Facts) -> Iterable[str]:
+    """No optimizer meets a gradient that its replicas have not summed."""
+    for update in facts.dag.of_type(Update):
+        value = facts.dag.value(update.inputs[0])
+        if any(isinstance(facts.dag.value(ref).placement, Partial) for ref in update.inputs):
+            yield (
+                f"gradient of {names_of(value.names)} reaches the optimizer as Partial(sum) over devices {list(update.devices)}: "
+                f"every replica would step with its own gradient. Add a replicate whose filter selects region {dict(update.tags)}"
+            )
+
+
+def _seeds(facts: Facts) -> Iterable[str]:
+    """Random numbers are drawn anew for every region and slice: no two share a seed."""
+    drawn: dict[int, Chunk] = {}
+    for chunk in facts.dag.of_type(Chunk):
+        if facts.dag.interface(chunk).random:
+            first = drawn.setdefault(chunk_seed(0, chunk), chunk)
+            if (first.key, first.slice.start) != (chunk.key, chunk.slice.start):
+                yield f"{facts.at(chunk)} draws the random numbers that {facts.at(first)} draws"
+
+
+def _reported(facts: Facts) -> Iterable[str]:
+    reports = list(facts.dag.of_type(Report))
+    if len(reports) != 1:
+        yield f"there are {len(reports)} reports of the loss; there must be one"
+        return
+    refs = reports[0].inputs
+    sums = [facts.dag.nodes[ref[0]] for ref in refs]
+    if any(isinstance(s, AllReduce) for s in sums):
+        refs = tuple(ref for s in sums for ref in s.inputs)
+    made = {(m.id, 0) for m in facts.dag.of_type(Metrics)}
+    found = {metric for m in facts.dag.of_type(Metrics) for metric in m.metrics}
+    if sorted(refs) != sorted(made) or len(refs) != len(set(refs)):
+        yield f"{facts.at(reports[0])} does not take every region's metrics exactly once"
+    if made and len(found) != len(next(facts.dag.of_type(Metrics)).outputs[0].names):
+        yield f"{facts.at(reports[0])}: some metrics are made by no region"

@@ -1,0 +1,65 @@
+"""The fixed cases that seeded bugs are shown on: every kind of node and instruction is in one of them, and uneven microbatches."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from lightning_piper.capture import capture
+from lightning_piper.directives import Directive, Order, Place, Split
+from lightning_piper.schedules import one_f_one_b
+from lightning_piper.testing import POOL, Case, Model, Spec, case, make_batch
+
+
+@dataclass(frozen=True)
+class Scenario:
+    """A model, a batch size and a program."""
+
+    name: str
+    spec: Spec
+    size: int
+    program: Sequence[Directive]
+
+    def case(self, recapture: bool = False) -> Case:
+        """With `recapture` the step is captured anew, under whatever is patched now."""
+        if not recapture:
+            return case(self.spec, self.size)
+        module, batch = Model(self.spec), make_batch(self.spec, self.size)
+        step = capture(module, batch)
+        named: list[tuple[str, Any]] = [*module.named_parameters(), *module.named_buffers()]
+        return Case(self.spec, module, batch, step, {step.canonical[name]: x.detach() for name, x in named})
+
+
+def _split(parts: int, **condition: Any) -> Split:
+    return Split(filter=condition, dim_name="MB", num_microbatches=parts)
+
+
+def _places(*devices: int) -> list[Directive]:
+    return [Place(filter={"PP": stage}, devices=[device]) for stage, device in enumerate(devices)]
+
+
+_GROUPS = Order(filters=[[{"MB": 0, "PASS": "F"}, {"MB": 1, "PASS": "F"}], [{"MB": 0, "PASS": "B"}, {"MB": 1, "PASS": "B"}],
+                         {"MB": 2, "PASS": "F"}, {"MB": 2, "PASS": "B"}])  # fmt: skip
+
+_ALL = (
+    Scenario("pipeline", POOL[4], 5, one_f_one_b(2, 3)),
+    Scenario("tied over three", POOL[7], 5, one_f_one_b(3, 3)),
+    Scenario("one stage split", POOL[4], 5, [_split(3, PP=1), *_places(0, 1)]),
+    Scenario("batch norm", POOL[5], 5, [*_places(0, 1), _split(3)]),
+    Scenario("dropout", POOL[6], 5, [*_places(0, 1, 2), _split(2)]),
+    Scenario("tied over two", POOL[7], 5, [*_places(0, 1, 0), _split(3)]),
+    Scenario("auxiliary on one", POOL[7], 5, [_split(3)]),
+    Scenario("convolution", Spec(("conv", "linear"), (0, 1)), 5, [*_places(0, 1), _split(3)]),
+    # Its order names groups of several chunks.
+    Scenario("one device", POOL[3], 8, [_split(3), _GROUPS]),
+    Scenario("used twice", Spec(("tied", "frozen", "tied"), (0, 0, 0)), 2, []),
+)
+SCENARIOS = {scenario.name: scenario for scenario in _ALL}
+
+
+@functools.cache
+def batches(spec: Spec, size: int, count: int) -> tuple[tuple[Any, ...], ...]:
+    """The leaves of further batches, one for each step of a training."""
+    return tuple(tuple(make_batch(spec, size, seed=10 + i).values()) for i in range(count))

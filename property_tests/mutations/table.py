@@ -1,0 +1,78 @@
+"""What a seeded bug is, and the table of all of them.
+
+A mutation is a small named patch of behaviour: a function of the package is replaced by one that does something wrong. The
+patched function tells the `Seeded` it was given each time it really does wrong, so that a mutation that never bites is noticed.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from typing import Any, Literal
+from unittest import mock
+
+Where = Literal["rewrite", "plan", "executor", "strategy-like"]
+Function = Callable[..., Any]
+
+
+class Seeded:
+    """Counts how often a mutation did something wrong."""
+
+    def __init__(self) -> None:
+        self.hits = 0
+
+    def hit(self) -> None:
+        self.hits += 1
+
+
+Wrap = Callable[[Function, Seeded], Any]  # the original function, and whom to tell -> the wrong one
+
+
+@dataclass(frozen=True)
+class Mutation:
+    """Attributes:
+    name: for the table.
+    what: the bug in a sentence.
+    where: `rewrite` (capture, DAG, directives), `plan`, `executor`, or `strategy-like`: what whoever drives executors may do wrong.
+    patch: seeds the bug while the context is open.
+    scenario: the one to show it on; None: the first one in which it bites.
+    recapture: it changes how the step is captured, so captures cannot be shared.
+    processes: only real processes have the code that it changes.
+    """
+
+    name: str
+    what: str
+    where: Where
+    patch: Callable[[], contextlib.AbstractContextManager[Seeded]]
+    scenario: str | None = None
+    recapture: bool = False
+    processes: bool = False
+
+
+TABLE: dict[str, Mutation] = {}
+
+
+def mutation(name: str, what: str, where: Where, *targets: tuple[Any, str], scenario: str | None = None, recapture: bool = False,
+             processes: bool = False) -> Callable[[Wrap], Wrap]:  # fmt: skip
+    """Decorator: enter into the table the bug of replacing each target, (module or class, name), by what the function makes."""
+
+    def enter(wrap: Wrap) -> Wrap:
+        @contextlib.contextmanager
+        def patch() -> Iterator[Seeded]:
+            seeded = Seeded()
+            with contextlib.ExitStack() as stack:
+                for owner, attribute in targets:
+                    original = getattr(owner, attribute)
+                    wrong = wrap(original, seeded)
+                    if not isinstance(original, type):
+                        functools.update_wrapper(wrong, original)
+                    stack.enter_context(mock.patch.object(owner, attribute, wrong))
+                yield seeded
+
+        assert name not in TABLE, f"two mutations are called {name!r}"
+        TABLE[name] = Mutation(name, what, where, patch, scenario, recapture, processes)
+        return wrap
+
+    return enter

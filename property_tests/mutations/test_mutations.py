@@ -1,0 +1,54 @@
+"""Every seeded bug is caught, most of them without running anything; and nothing is caught where there is no bug."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from property_tests.mutations import processes
+from property_tests.mutations.drivers import IN_PROCESSES
+from property_tests.mutations.harness import LAYERS, TABLE, Caught, control, first_layer, on_processes
+from property_tests.mutations.layers import random_programs
+from property_tests.mutations.scenarios import SCENARIOS
+from tests.distributed.processes import launch
+
+
+@pytest.fixture(scope="module")
+def ran(tmp_path_factory: pytest.TempPathFactory) -> dict[str | None, list[Any]]:
+    """What two processes have after a step under each mutation that only they show, and (None) without any."""
+    names = [None, *IN_PROCESSES]
+    by_rank = launch(2, processes.run, tmp_path_factory.mktemp("mutations"), names)
+    for results in by_rank:
+        assert isinstance(results, list), results
+    return {name: [results[i] for results in by_rank] for i, name in enumerate(names)}
+
+
+@pytest.mark.parametrize("name", SCENARIOS)
+def test_control(name: str) -> None:
+    control(SCENARIOS[name])
+
+
+def test_control_by_property() -> None:
+    random_programs()
+
+
+def test_control_in_processes(ran: dict[str | None, list[Any]]) -> None:
+    processes.compare(ran[None])
+
+
+@pytest.mark.parametrize("name", TABLE)
+def test_mutation_is_caught(name: str, found: dict[str, Caught], request: pytest.FixtureRequest) -> None:
+    mutation = TABLE[name]
+    caught = first_layer(mutation)
+    if caught is None and mutation.processes:
+        caught = on_processes(mutation, request.getfixturevalue("ran")[name])
+    assert caught is not None, f"nothing notices {name!r}: {mutation.what}"
+    found[name] = caught
+
+
+def test_the_static_layer_catches_most(found: dict[str, Caught]) -> None:
+    if found.keys() != TABLE.keys():
+        pytest.skip("needs all mutations of this run")
+    assert len(TABLE) >= 44
+    assert sum(caught.layer == LAYERS[0] for caught in found.values()) >= 32

@@ -1,0 +1,307 @@
+"""What cannot be captured: every refusal names the user's line or key and says what to do instead."""
+
+from __future__ import annotations
+
+import inspect
+from collections import deque
+from collections.abc import Callable
+from typing import Any
+
+import lightning as L
+import pytest
+import torch
+import torchmetrics
+from torch import Tensor, nn
+
+from lightning_piper.capture import capture
+from lightning_piper.errors import CaptureError
+from lightning_piper.ir.build import build_dag
+from tests.models import MLP, regression
+
+
+class Probe(MLP):
+    """An MLP whose step ends with a function of (self, x, h, loss, batch_idx); what that returns, if anything, is the result."""
+
+    def __init__(self, end: Callable[..., Any]) -> None:
+        super().__init__()
+        self.end = end
+        self.seen: list[Any] = []
+        self.best, self.unknown = 1.0, float("nan")
+        self.recent: deque[Any] = deque()
+        self.table: dict[str, Any] = {"a": 1}
+        self.plain = torch.ones(())
+        self.register_buffer("scale", torch.ones(()))
+        self.metric = torchmetrics.MeanMetric()
+        self.sizes = nn.Module()
+        self.sizes.counts = 0
+
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        x, _ = batch
+        h = torch.tanh(self.first(x))
+        loss = self.second(h).square().mean()
+        result = self.end(self, x, h, loss, batch_idx)
+        return loss if result is None else result
+
+
+def message(end: Callable[..., Any]) -> str:
+    with pytest.raises(CaptureError) as caught:
+        build_dag(capture(Probe(end), regression(4)))
+    return str(caught.value)
+
+
+def marked(end: Callable[..., Any]) -> str:
+    """`file:line` of the line of `end` that carries the mark."""
+    lines, first = inspect.getsourcelines(end)
+    return f"{__file__}:{first + next(i for i, line in enumerate(lines) if '# here' in line)} ("
+
+
+def test_the_probe_itself_can_be_captured() -> None:
+    build_dag(capture(Probe(lambda *_: None), regression(4)))
+
+
+# Values that are only known when the step runs
+
+
+def item(self: Any, x: Tensor, h: Tensor, loss: Tensor, batch_idx: int) -> Any:
+    scale = 2.0
+    return loss * loss.item() * scale  # here
+
+
+def number(self: Any, x: Tensor, h: Tensor, loss: Tensor, batch_idx: int) -> Any:
+    return loss * float(h.mean().detach())  # here
+
+
+def branch(self: Any, x: Tensor, h: Tensor, loss: Tensor, batch_idx: int) -> Any:
+    if loss > 1:  # here
+        return 2 * loss
+
+
+def nonzero(self: Any, x: Tensor, h: Tensor, loss: Tensor, batch_idx: int) -> Any:
+    rows = x[:, 0].nonzero()  # here
+    return loss + rows.sum()
+
+
+def boolean_mask(self: Any, x: Tensor, h: Tensor, loss: Tensor, batch_idx: int) -> Any:
+    return h[h > 0].mean()  # here
+
+
+def inside_of_a_library(self: Any, x: Tensor, h: Tensor, loss: Tensor, batch_idx: int) -> Any:
+    self.metric.update(loss)  # here
+
+
+@pytest.mark.parametrize("end", [item, number, branch, nonzero, boolean_mask, inside_of_a_library])
+def test_a_value_is_asked_for(end: Callable[..., Any]) -> None:
+    said = message(end)
+    assert said.startswith(marked(end))
+    assert "only known when it runs" in said and "torch.where" in said and "a hook outside of training_step" in said
+
+
+# What changes from step to step
+
+
+def index_in_arithmetic(self: Any, x: Tensor, h: Tensor, loss: Tensor, batch_idx: int) -> Any:
+    return loss * batch_idx  # here
+
+
+def index_in_a_condition(self: Any, x: Tensor, h: Tensor, loss: Tensor, batch_idx: int) -> Any:
+    if batch_idx % 2 == 0:  # here
+        return 2 * loss
+
+
+def index_as_bits(self: Any, x: Tensor, h: Tensor, loss: Tensor, batch_idx: int) -> Any:
+    return loss * (batch_idx & 1)  # here
+
+
+def index_as_divisor(self: Any, x: Tensor, h: Tensor, loss: Tensor, batch_idx: int) -> Any:
+    return loss * (100 // batch_idx)  # here
+
+
+def index_in_a_text(self: Any, x: Tensor, h: Tensor, loss: Tensor, batch_idx: int) -> Any:
+    self.log(f"loss_{batch_idx}", loss)  # here
+
+
+def index_logged(self: Any, x: Tensor, h: Tensor, loss: Tensor, batch_idx: int) -> Any:
+    self.log("index", batch_idx)  # here
+
+
+@pytest.mark.parametrize(
+    "end", [index_in_arithmetic, index_in_a_condition, index_as_bits, index_as_divisor, index_in_a_text, index_logged]
+)
+def test_the_batch_index_is_read(end: Callable[..., Any]) -> None:
+    said = message(end)
+    assert said.startswith(marked(end))
+    assert "training_step reads batch_idx, which changes from step to step" in said and "into the batch, a buffer or a hook" in said
+
+
+def step_read(self: Any, x: Tensor, h: Tensor, loss: Tensor, batch_idx: int) -> Any:
+    return loss / (self.global_step + 1)  # here
+
+
+def epoch_logged(self: Any, x: Tensor, h: Tensor, loss: Tensor, batch_idx: int) -> Any:
+    self.log("epoch", self.current_epoch)  # here
+
+
+@pytest.mark.parametrize(("end", "name"), [(step_read, "self.global_step"), (epoch_logged, "self.current_epoch")])
+def test_a_counter_is_read(end: Callable[..., Any], name: str) -> None:
+    said = message(end)
+    assert said.startswith(marked(end)) and f"training_step reads {name}" in said
+
+
+@pytest.mark.parametrize("name", ["global_step", "current_epoch", "is_last_batch"])
+def test_a_counter_of_the_trainer_is_read(name: str) -> None:
+    """The Trainer is there when a strategy captures; what does not change may be read."""
+
+    class Attached(MLP):
+        def training_step(self, batch: Any, batch_idx: int) -> Any:
+            loss = super().training_step(batch, batch_idx) / self.trainer.max_epochs
+            return loss * (1 + getattr(self.trainer, counter))
+
+    module, counter = Attached(), "max_epochs"
+    module.trainer = L.Trainer(accelerator="cpu", max_epochs=2, logger=False, enable_checkpointing=False, barebones=True)
+    build_dag(capture(module, regression(4)))
+    counter = name
+    with pytest.raises(CaptureError, match=rf"training_step reads self.trainer.{name}, which changes from step to step"):
+        build_dag(capture(module, regression(4)))
+    assert isinstance(module.trainer, L.Trainer)
+
+
+def test_an_unused_batch_index_is_fine() -> None:
+    build_dag(capture(Probe(lambda self, x, h, loss, batch_idx: (batch_idx, loss)[1]), regression(4)))
+
+
+# Python state
+
+
+@pytest.mark.parametrize(
+    ("change", "names"),
+    [
+        (lambda self, loss: self.seen.append(loss.detach()), "self.seen"),
+        (lambda self, loss: self.recent.append(1), "self.recent"),
+        (lambda self, loss: self.table.update(a=2), "self.table"),
+        (lambda self, loss: self.table.update(b=loss), "self.table"),
+        (lambda self, loss: setattr(self, "best", self.best * 0.9), "self.best"),
+        (lambda self, loss: setattr(self.sizes, "counts", self.sizes.counts + 1), "self.sizes.counts"),
+        (lambda self, loss: setattr(self, "last_loss", loss), "self.last_loss"),
+        (lambda self, loss: setattr(self, "plain", loss.detach()), "self.plain"),
+    ],
+)  # fmt: skip
+def test_python_state_is_changed(change: Callable[..., Any], names: str) -> None:
+    said = message(lambda self, x, h, loss, batch_idx: change(self, loss) and None)
+    assert said.startswith(f"training_step changes {names}; ") and "register_buffer" in said
+
+
+def test_a_buffer_is_replaced() -> None:
+    said = message(lambda self, x, h, loss, batch_idx: setattr(self, "scale", loss.detach()))
+    assert said.startswith("training_step replaces self.scale by another tensor") and "self.scale.copy_(...)" in said
+
+
+def test_a_parameter_is_changed() -> None:
+    def clip(self: Any, x: Tensor, h: Tensor, loss: Tensor, batch_idx: int) -> None:
+        with torch.no_grad():
+            self.first.weight.clamp_(-1, 1)
+
+    said = message(clip)
+    assert said.startswith("training_step changes the parameter first.weight in place") and "only the optimizer" in said
+
+
+def test_a_tensor_that_is_no_buffer_is_used() -> None:
+    def use(self: Any, x: Tensor, h: Tensor, loss: Tensor, batch_idx: int) -> Tensor:
+        return loss * self.plain  # here
+
+    said = message(use)
+    assert said.startswith(marked(use)) and "neither in the batch nor a parameter or buffer" in said and "register_buffer" in said
+
+
+# The result
+
+
+@pytest.mark.parametrize(
+    ("result", "says"),
+    [
+        (lambda loss, h: h, r"a loss of shape \(4, 6\); return a scalar"),
+        (lambda loss, h: loss.detach(), "a loss that depends on no parameter with requires_grad=True"),
+        (lambda loss, h: {"loss": loss, "h": h}, r"a dict with keys \['h', 'loss'\]; return the loss alone or under 'loss'"),
+        (lambda loss, h: {"value": loss}, r"a dict with keys \['value'\]"),
+        (lambda loss, h: {"loss": None}, "training_step returns NoneType; return the loss, a scalar tensor"),
+        (lambda loss, h: 1.5, "training_step returns float; return the loss"),
+    ],
+)
+def test_the_result_is_no_loss(result: Callable[..., Any], says: str) -> None:
+    with pytest.raises(CaptureError, match=says):
+        build_dag(capture(Probe(lambda self, x, h, loss, batch_idx: result(loss, h)), regression(4)))
+
+
+def test_none_is_no_loss() -> None:
+    class Nothing(MLP):
+        def training_step(self, batch: Any, batch_idx: int) -> Any:
+            return None
+
+    with pytest.raises(CaptureError, match=r"returns NoneType; return the loss, a scalar tensor \(skipping a step is not possible"):
+        build_dag(capture(Nothing(), regression(4)))
+
+
+# Logging
+
+
+def log_a_metric(self: Any, x: Tensor, h: Tensor, loss: Tensor, batch_idx: int) -> Any:
+    self.log("key", self.metric)  # here
+
+
+def log_a_matrix(self: Any, x: Tensor, h: Tensor, loss: Tensor, batch_idx: int) -> Any:
+    self.log("key", h)  # here
+
+
+def log_twice(self: Any, x: Tensor, h: Tensor, loss: Tensor, batch_idx: int) -> Any:
+    self.log("key", loss)
+    self.log_dict({"other": loss, "key": 2 * loss})  # here
+
+
+def log_a_median(self: Any, x: Tensor, h: Tensor, loss: Tensor, batch_idx: int) -> Any:
+    self.log("key", loss, reduce_fx=torch.median)  # here
+
+
+@pytest.mark.parametrize(
+    ("end", "says"),
+    [
+        (log_a_metric, "a MeanMetric cannot be logged inside a captured step; log a tensor or a number"),
+        (log_a_matrix, "the value has shape (4, 6); log a single number"),
+        (log_twice, "is called twice in one step; give each call its own name"),
+        (log_a_median, "cannot be merged over microbatches; accepted are 'mean', 'sum', 'max' and 'min'"),
+    ],
+)
+def test_a_log_call_is_refused(end: Callable[..., Any], says: str) -> None:
+    said = message(end)
+    assert said.startswith(marked(end)) and "self.log('key')" in said and says in said
+
+
+# Errors of the user's own
+
+
+def test_a_mistake_in_the_step_keeps_its_message_and_line() -> None:
+    def divide(self: Any, x: Tensor, h: Tensor, loss: Tensor, batch_idx: int) -> Any:
+        return loss * (1 / 0)  # here
+
+    said = message(divide)
+    assert said.startswith(marked(divide)) and "ZeroDivisionError: division by zero" in said
+
+
+def test_a_module_without_a_step() -> None:
+    with pytest.raises(CaptureError, match="Linear has no training_step; give a LightningModule"):
+        capture(nn.Linear(2, 2), regression(4))
+
+
+# Structure
+
+
+def test_regions_that_depend_on_the_batch_size() -> None:
+    class Moody(MLP):
+        def training_step(self, batch: Any, batch_idx: int) -> Any:
+            loss = super().training_step(batch, batch_idx)
+            if batch[0].shape[0] > 2:
+                self.log("large", loss)
+            return loss
+
+    step = capture(Moody(), regression(4))
+    step.at(4), step.at(3)
+    with pytest.raises(CaptureError, match=r"another structure for 2 samples than for 4 .*depends on the batch size"):
+        step.at(2)

@@ -1,0 +1,62 @@
+"""Short ways to make training DAGs of the tests' models and to look at them."""
+
+from __future__ import annotations
+
+from collections import Counter
+from typing import Any
+
+from lightning_piper.capture.eager import Outcome
+from lightning_piper.directives import apply_program, parse
+from lightning_piper.ir.build import build_dag
+from lightning_piper.ir.dag import TrainingDAG
+from lightning_piper.ir.nodes import Chunk
+from lightning_piper.verify.interpreter import interpret
+from tests.models import captured
+
+
+def build(name: str, *program: Any, size: int | None = None) -> TrainingDAG:
+    """The DAG of a model's step after a program (directives or JSON objects), for `size` samples."""
+    return apply_program(build_dag(captured(name).step, size), parse(program))
+
+
+def run(name: str, dag: TrainingDAG, seed: int = 0) -> Outcome:
+    """What the DAG computes on the model's batch."""
+    c = captured(name)
+    return interpret(dag, c.tensors, [x[: dag.size] if x.ndim else x for x in c.leaves], seed)
+
+
+def chunk(dag: TrainingDAG, label: str) -> Chunk:
+    """The chunk with this label, for example `F[PP=0,MB=1]`."""
+    (found,) = (c for c in dag.of_type(Chunk) if c.label == label)
+    return found
+
+
+def shape(dag: TrainingDAG) -> Counter[tuple[Any, ...]]:
+    """The nodes without their ids: what runs where, and how often."""
+    return Counter(
+        (type(n).__name__, *([n.label] * isinstance(n, Chunk)), n.devices, n.stream, len(n.inputs), *(v.label for v in n.outputs))
+        for n in dag.nodes.values()
+    )
+
+
+def place(*stages: int, tag: str = "PP") -> list[dict[str, Any]]:
+    """Stage i on device `stages[i]`."""
+    return [{"op": "place", "filter": {tag: i}, "devices": [device]} for i, device in enumerate(stages)]
+
+
+def split(count: int, dim_name: str = "MB", **condition: Any) -> dict[str, Any]:
+    return {"op": "split", "filter": condition, "dim_name": dim_name, "num_microbatches": count}
+
+
+def order(*groups: Any) -> dict[str, Any]:
+    return {"op": "order", "filters": list(groups)}
+
+
+def f(stage: int, mb: int | None = None, **more: Any) -> dict[str, Any]:
+    """The filter of a stage's forward pass for a microbatch."""
+    return {"PP": stage, **({} if mb is None else {"MB": mb}), "PASS": "F", **more}
+
+
+def b(stage: int, mb: int | None = None, **more: Any) -> dict[str, Any]:
+    """The filter of a stage's backward pass for a microbatch."""
+    return {**f(stage, mb), "PASS": "B", **more}

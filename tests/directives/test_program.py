@@ -1,0 +1,138 @@
+"""Programs: JSON both ways, files, and what is refused before any graph is there."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from lightning_piper.directives import Directive, Order, Place, Split, parse, to_json
+from lightning_piper.errors import DirectiveError
+from lightning_piper.schedules import gpipe, one_f_one_b
+
+PROGRAM: list[Directive] = [
+    Place(filter={"PP": 0}, devices=[0]),
+    Place(filter={"PP": [1, 2], "EP": "-"}, devices=[1], stream="other"),
+    Split(filter={"PASS": "*"}, dim_name="MB", num_microbatches=3),
+    Order(filters=[{"PP": 0, "MB": 0}, [{"PP": 0, "MB": 1}, {"PP": 0, "MB": 2, "PASS": "F"}], {"MB": 2, "PASS": "B"}]),
+]
+JSON = [
+    {"op": "place", "filter": {"PP": 0}, "devices": [0]},
+    {"op": "place", "filter": {"PP": [1, 2], "EP": "-"}, "devices": [1], "stream": "other"},
+    {"op": "split", "filter": {"PASS": "*"}, "dim_name": "MB", "num_microbatches": 3},
+    {
+        "op": "order",
+        "filters": [
+            {"PP": 0, "MB": 0},
+            [{"PP": 0, "MB": 1}, {"PP": 0, "MB": 2, "PASS": "F"}],
+            {"MB": 2, "PASS": "B"},
+        ],
+    },
+]
+
+
+def test_both_spellings_mean_the_same() -> None:
+    assert to_json(PROGRAM) == JSON
+    assert parse(JSON) == PROGRAM
+    assert parse(JSON)[1:] != PROGRAM[:-1], "directives with other fields are not equal"
+
+
+@pytest.mark.parametrize("program", [PROGRAM, gpipe(3, 4), one_f_one_b(2, 5, devices=[1, 0], tag="X", dim_name="UB")])
+def test_a_round_trip_through_json(program: list[Directive]) -> None:
+    assert parse(json.loads(json.dumps(to_json(program)))) == program
+
+
+def test_spellings_may_be_mixed_and_tuples_given() -> None:
+    assert parse([PROGRAM[0], JSON[1], *PROGRAM[2:]]) == PROGRAM
+    assert parse(tuple(JSON)) == parse(entry for entry in JSON) == PROGRAM
+    assert to_json([Place(filter={"PP": (0, 1)}, devices=(0,))]) == [{"op": "place", "filter": {"PP": [0, 1]}, "devices": [0]}]
+
+
+@pytest.mark.parametrize("kind", [str, Path])
+def test_a_program_from_a_file(tmp_path: Path, kind: type) -> None:
+    path = tmp_path / "program.json"
+    path.write_text(json.dumps(JSON))
+    assert parse(kind(path)) == PROGRAM
+
+
+@pytest.mark.parametrize(
+    ("content", "says"),
+    [
+        (None, r"directives file '.*program.json' does not exist"),
+        ("[{", r"directives file '.*program.json' cannot be read as JSON: Expecting property name"),
+        ('{"op": "place"}', r"directives file '.*program.json' holds a dict; it must hold a list of objects"),
+        ("[]]", "cannot be read as JSON"),
+        ('[{"op": "place", "filter": {}}]', r"directive 0 \(place\): field 'devices': missing"),
+    ],
+)
+def test_a_file_that_holds_no_program(tmp_path: Path, content: str | None, says: str) -> None:
+    path = tmp_path / "program.json"
+    if content is not None:
+        path.write_text(content)
+    with pytest.raises(DirectiveError, match=says):
+        parse(path)
+
+
+def test_a_directory_is_no_file(tmp_path: Path) -> None:
+    with pytest.raises(DirectiveError, match=r"cannot be read as JSON: .*directory"):
+        parse(tmp_path)
+
+
+@pytest.mark.parametrize("source", [PROGRAM[0], JSON[0], 3, None])
+def test_what_is_no_program(source: Any) -> None:
+    with pytest.raises(DirectiveError, match="a program is a list of directives or the path of a JSON file; found"):
+        parse(source)
+
+
+PLACE, SPLIT, ORDER = JSON[0], JSON[2], JSON[3]
+
+
+@pytest.mark.parametrize(
+    ("entry", "says"),
+    [
+        ("place", r"directive 1 is 'place'; give a directive or an object such as"),
+        ({"filter": {}}, r"directive 1 is {'filter': {}}"),
+        ({"op": "plce"}, r"directive 1 \(op 'plce'\): field 'op': unknown; accepted are .*order, place, .*split"),
+        ({"op": None}, r"\(op None\): field 'op': unknown"),
+        ({"op": ["place"]}, r"\(op \['place'\]\): field 'op': unknown"),
+        ({**PLACE, "device": [0]}, r"directive 1 \(place\): field 'device': unknown; accepted are filter, devices, stream"),
+        ({"op": "split", "filter": {}, "dim_name": "MB"}, r"\(split\): field 'num_microbatches': missing; split needs filter, "),
+        ({"op": "order"}, r"\(order\): field 'filters': missing; order needs filters"),
+        ({**PLACE, "filter": "PP"}, r"\(place\): field 'filter': 'PP' is not a filter"),
+        ({**PLACE, "filter": {"PP": -1}}, r"field 'filter': tag 'PP' has -1"),
+        ({**PLACE, "devices": 0}, r"field 'devices': 0 is not a list of devices; give distinct device indices >= 0, such as \[0\]"),
+        ({**PLACE, "devices": []}, r"field 'devices': \[\] is not a list of devices"),
+        ({**PLACE, "devices": [-1]}, r"field 'devices': \[-1\] is not a list of devices"),
+        ({**PLACE, "devices": ["cuda:0"]}, r"field 'devices': \['cuda:0'\] is not a list of devices"),
+        ({**PLACE, "devices": [True]}, r"field 'devices': \[True\] is not a list of devices"),
+        ({**PLACE, "devices": [0, 0]}, r"field 'devices': \[0, 0\] is not a list of devices; give distinct"),
+        ({**PLACE, "stream": ""}, r"field 'stream': '' is not a stream; give a non-empty name such as 'compute'"),
+        ({**PLACE, "stream": 1}, r"field 'stream': 1 is not a stream"),
+        ({**SPLIT, "dim_name": ""}, r"\(split\): field 'dim_name': '' is not usable; give a new tag such as 'MB'"),
+        ({**SPLIT, "dim_name": "PASS"}, r"field 'dim_name': 'PASS' is not usable"),
+        ({**SPLIT, "num_microbatches": 0}, r"field 'num_microbatches': 0; give an integer >= 1"),
+        ({**SPLIT, "num_microbatches": 2.0}, r"field 'num_microbatches': 2.0; give an integer >= 1"),
+        ({**SPLIT, "num_microbatches": True}, r"field 'num_microbatches': True"),
+        ({**ORDER, "filters": [{"PP": 0}]}, r"\(order\): field 'filters': \[{'PP': 0}\]; give a list of at least two groups"),
+        ({**ORDER, "filters": {"PP": 0}}, r"field 'filters': {'PP': 0}; give a list of at least two groups"),
+        ({**ORDER, "filters": [{"PP": 0}, []]}, r"field 'filters\[1\]': \[\] is not a group; give a filter or a non-empty list"),
+        ({**ORDER, "filters": [{"PP": 0}, 3]}, r"field 'filters\[1\]': 3 is not a group"),
+        ({**ORDER, "filters": [{"PP": 0}, [{"PASS": "G"}]]}, r"field 'filters\[1\]': PASS 'G' is unknown"),
+    ],
+)
+def test_a_malformed_entry_is_named_by_index_and_field(entry: Any, says: str) -> None:
+    with pytest.raises(DirectiveError, match=says):
+        parse([PLACE, entry, SPLIT])
+
+
+def test_a_malformed_dataclass_is_refused_like_its_json() -> None:
+    with pytest.raises(DirectiveError, match=r"directive 0 \(place\): field 'devices': 0 is not a list of devices"):
+        parse([Place(filter={}, devices=0)])  # type: ignore[arg-type]
+
+
+def test_directives_are_frozen() -> None:
+    with pytest.raises(dataclasses.FrozenInstanceError):
+        PROGRAM[0].filter = {}  # type: ignore[attr-defined]

@@ -1,0 +1,103 @@
+"""A user's own directive: registered once, usable from Python and JSON, held to its contract like the others."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Iterator
+from typing import ClassVar
+
+import pytest
+
+from lightning_piper.directives import Directive, apply_program, base, known, parse, register, to_json
+from lightning_piper.directives.base import Contract
+from lightning_piper.errors import DirectiveError
+from lightning_piper.ir.build import build_dag
+from lightning_piper.ir.dag import TrainingDAG
+from lightning_piper.ir.filters import Filter
+from lightning_piper.ir.nodes import Chunk
+from lightning_piper.verify import verify_step
+from tests.models import captured
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Rename(Directive):
+    """Gives the chunks of a filter another stream, or (a bug, to be caught) the wrong samples."""
+
+    op: ClassVar[str] = "rename_stream"
+    contract: ClassVar[Contract] = "bitwise"
+
+    filter: Filter
+    stream: str = "side"
+
+    def check_fields(self) -> None:
+        self.check_filter("filter", self.filter)
+
+    def apply(self, dag: TrainingDAG) -> None:
+        for chunk in self.select(dag, "filter", self.filter):
+            chunk.stream = self.stream
+
+
+@pytest.fixture(autouse=True)
+def clean_registry(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    monkeypatch.setattr(base, "_registry", dict(known()))
+    yield
+
+
+def test_a_registered_directive_is_read_applied_and_verified() -> None:
+    assert register(Rename) is Rename and known()["rename_stream"] is Rename
+    program = parse([{"op": "rename_stream", "filter": {"PP": 1}}])
+    assert program == [Rename(filter={"PP": 1})]
+    assert to_json(program) == [{"op": "rename_stream", "filter": {"PP": 1}}]
+    dag = apply_program(build_dag(captured("mlp").step), program)
+    assert {chunk.label: chunk.stream for chunk in dag.of_type(Chunk)} == {
+        "F[PP=0]": "compute", "F[PP=1]": "side", "B[PP=1]": "side", "B[PP=0]": "compute"
+    }  # fmt: skip
+    report = verify_step(captured("mlp").step, captured("mlp").module, captured("mlp").batch, program)
+    assert report.ok and [(row.name, row.contract) for row in report.rows] == [("capture", "bitwise"), ("rename_stream", "bitwise")]
+
+
+def test_an_unregistered_directive_works_from_python_only() -> None:
+    assert parse([Rename(filter={})]) == [Rename(filter={})]
+    with pytest.raises(DirectiveError, match=r"'rename_stream'.*unknown"):
+        parse([{"op": "rename_stream", "filter": {}}])
+
+
+def test_its_errors_carry_its_name_and_index() -> None:
+    with pytest.raises(DirectiveError, match=r"directive 0 \(rename_stream\): field 'filter': {PP: 9} matches nothing; "):
+        apply_program(build_dag(captured("mlp").step), [Rename(filter={"PP": 9})])
+
+
+def test_an_op_belongs_to_one_class() -> None:
+    class Place(Rename):
+        op = "place"
+
+    with pytest.raises(DirectiveError, match=r"op 'place' is taken by lightning_piper.directives.place.Place; choose another name"):
+        register(Place)
+    register(Rename)
+    register(Rename)  # the same class again, as a reloaded module does it
+
+
+def test_a_directive_needs_an_op_and_a_contract() -> None:
+    class Nameless(Rename):
+        op = ""
+
+    class Careless(Rename):
+        op, contract = "careless", "whatever"  # type: ignore[assignment]
+
+    with pytest.raises(DirectiveError, match="Nameless has no op; give it a class attribute op = 'name'"):
+        register(Nameless)
+    with pytest.raises(DirectiveError, match="Careless has no contract; give it contract = 'bitwise' or 'reassociated'"):
+        register(Careless)
+
+
+def test_an_entry_point_makes_a_directive_known(monkeypatch: pytest.MonkeyPatch) -> None:
+    class Point:
+        name = "rename_stream"
+
+        def load(self) -> type[Directive]:
+            return Rename
+
+    asked: list[str] = []
+    monkeypatch.setattr(base, "entry_points", lambda group: (asked.append(group), [Point()])[1])
+    assert parse([{"op": "rename_stream", "filter": {}}]) == [Rename(filter={})]
+    assert set(asked) == {"lightning_piper.directives"}

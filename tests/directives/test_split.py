@@ -1,0 +1,234 @@
+"""`split`: real partitions of the batch, of the whole step and of parts of it."""
+
+from __future__ import annotations
+
+import re
+from typing import Any
+
+import pytest
+import torch
+
+from lightning_piper.directives import apply_program, finish, parse
+from lightning_piper.errors import DirectiveError
+from lightning_piper.ir.build import build_dag
+from lightning_piper.ir.nodes import Accumulate, Chunk, Concat, Cut, Metrics, Send
+from lightning_piper.ir.regions import LOSS
+from lightning_piper.verify.interpreter import interpret
+from lightning_piper.verify.static import check
+from tests.dags import b, build, chunk, f, order, place, run, shape, split
+from tests.models import captured
+from tests.reference import differences, distance, plain
+
+
+def slices(dag: Any, region: int = 0) -> list[str]:
+    return [str(c.slice) for c in sorted(dag.of_type(Chunk), key=lambda c: c.slice) if c.key == (region, "F")]
+
+
+@pytest.mark.parametrize(
+    ("size", "count", "expected"),
+    [
+        (4, 1, ["0:4"]),
+        (4, 2, ["0:2", "2:4"]),
+        (5, 2, ["0:3", "3:5"]),
+        (8, 3, ["0:3", "3:6", "6:8"]),
+        (5, 5, ["0:1", "1:2", "2:3", "3:4", "4:5"]),
+    ],
+)
+def test_pieces_differ_by_one_sample_at_most(size: int, count: int, expected: list[str]) -> None:
+    name = "mlp"
+    dag = build(name, split(count), size=size)
+    assert slices(dag) == slices(dag, 1) == expected
+    assert [c.tags["MB"] for c in dag.of_type(Chunk) if c.key == (0, "F")] == list(range(count))
+    check(dag)
+
+
+def test_five_samples_in_two_microbatches() -> None:
+    """Uneven pieces weigh n/N, so that their sum is the whole batch's."""
+    c = captured("mlp", size=5)
+    found = interpret(apply_program(build_dag(c.step), parse([split(2)])), c.tensors, c.leaves)
+    assert differences(found, plain(c, [3, 2])) == []
+    assert distance(found, plain(c, [5])) < 1e-6 < 1e-2 < distance(found, plain(c, [3, 2], [0.5, 0.5]))
+
+
+def test_in_exact_arithmetic_any_split_keeps_every_bit() -> None:
+    whole = run("exact", build("exact"))
+    for program in ([split(2)], [split(4)], [split(2), split(2, "UB")], [split(2), split(2, "UB", MB=1)], [split(4, PP=0)]):
+        dag = build("exact", *program)
+        check(dag)
+        assert differences(run("exact", dag), whole) == []
+    wrong = build("exact", split(2))
+    metrics = next(wrong.of_type(Metrics))
+    metrics.slices = (metrics.slices[0], metrics.slices[0])
+    total = next(wrong.of_type(Accumulate))
+    wrong.rewire(total, inputs=(total.inputs[0], total.inputs[0]))
+    assert differences(run("exact", wrong), whole) != [], "the control: another sum has other bits"
+
+
+def test_nested_splits() -> None:
+    dag = build("mlp", split(2), split(2, "UB"), *place(0, 1))
+    finish(dag)
+    check(dag)
+    assert slices(dag) == ["0:1", "1:2", "2:3", "3:4"]
+    assert chunk(dag, "F[PP=1,MB=1,UB=0]").slice.start == 2
+    assert differences(run("mlp", dag), run("mlp", build("mlp", split(4)))) == []
+
+
+def test_a_microbatch_may_be_split_further() -> None:
+    dag = build("mlp", split(2), split(2, "UB", MB=0))
+    check(dag)
+    assert slices(dag) == ["0:1", "1:2", "2:4"]
+    assert differences(run("mlp", dag), plain(captured("mlp"), [1, 1, 2])) == []
+
+
+def test_gradients_are_added_from_the_first_slice_to_the_last() -> None:
+    dag = build("mlp", split(3), split(1, "UB", MB=0))
+    for total in dag.of_type(Accumulate):
+        starts = [dag.nodes[ref[0]].slice.start for ref in total.inputs]  # type: ignore[attr-defined]
+        assert starts == sorted(starts) and len(starts) == 3
+
+
+# Parts of the model
+
+
+def test_a_part_is_cut_and_joined_at_its_border() -> None:
+    dag = build("gpt", split(2, PP=1))
+    check(dag)
+    cuts, joins = list(dag.of_type(Cut)), list(dag.of_type(Concat))
+    assert [(c.start, c.stop, c.dim) for c in cuts] == [(0, 2, 0), (2, 4, 0)] * 2
+    assert [j.outputs[0].kind for j in joins] == ["activation", "cotangent"]
+    assert [len(c.inputs) for c in dag.of_type(Accumulate)] == [1, 2, 1]
+    found, whole = run("gpt", dag), run("gpt", build("gpt"))
+    assert distance(found, whole) < 1e-5 and "layers.0.up.weight" in differences(found, whole)
+
+
+@pytest.mark.parametrize("name", ["gpt", "tied", "experts", "losses", "autocast", "used_twice", "constants"])
+def test_every_single_stage_can_be_split_and_placed_in_any_order(name: str) -> None:
+    whole = run(name, build(name))
+    stages = 1 + max(region.tags["PP"] for region in captured(name).step.at(4).regions)
+    for stage in range(stages):
+        if (name, stage) == ("losses", 0):
+            continue  # hands out a number of the batch, see below
+        first, second = [*place(*range(stages))], [split(2, PP=stage)]
+        one, two = build(name, *first, *second), build(name, *second, *first)
+        for dag in (one, two):
+            finish(dag)
+            check(dag)
+        assert differences(run(name, one), run(name, two)) == []
+        assert distance(run(name, one), whole) < (2e-2 if name == "autocast" else 1e-5)
+
+
+@pytest.mark.parametrize("name", ["gpt", "losses"])
+def test_a_part_of_a_microbatch_can_be_split(name: str) -> None:
+    """The pieces of the second microbatch are cut from it, not from the batch."""
+    whole = run(name, build(name, split(2)))
+    for program in ([split(2), split(2, "UB", PP=1)], [split(2), split(2, "UB", PP=1, MB=1)]):
+        dag = build(name, *program)
+        check(dag)
+        assert [(cut.start, cut.stop) for cut in dag.of_type(Cut)][:2] == [(0, 1), (1, 2)]
+        assert distance(run(name, dag), whole) < 1e-5
+
+
+def test_a_value_that_is_the_same_for_all_samples_enters_whole() -> None:
+    """The penalty is a number of the whole batch; the stage that adds it is split."""
+    dag = build("losses", split(2, PP=1))
+    check(dag)
+    assert len(list(dag.of_type(Cut))) == 2
+    reader = chunk(dag, "F[PP=1,MB=1]")
+    assert [type(dag.nodes[ref[0]]).__name__ for ref in reader.inputs] == ["Cut", "Chunk"]
+    assert distance(run("losses", dag), run("losses", build("losses"))) < 1e-6
+    assert any(isinstance(node, Accumulate) and node.outputs[0].kind == "cotangent" for node in dag.nodes.values())
+
+
+def test_tokens_in_one_dimension_with_the_samples() -> None:
+    """Which rows belong to which sample cannot be known, and shapes do not show a wrong guess: such a border is refused."""
+    for name in ("flat", "positions_first"):
+        with pytest.raises(DirectiveError, match=r"\(split\): field 'filter': .* one dimension that counts the samples"):
+            build(name, split(2, PP=1))
+        check(build(name, split(2)))  # without a border inside
+
+
+def test_transfers_follow_a_split() -> None:
+    before, after = build("mlp", *place(0, 1)), build("mlp", *place(0, 1), split(4))
+    assert (len(list(before.of_type(Send))), len(list(after.of_type(Send)))) == (2, 8)
+    assert all(send.outputs[0].tensors[0].shape[0] == 1 for send in after.of_type(Send))
+
+
+# Smaller batches
+
+
+@pytest.mark.parametrize(("size", "expected"), [(3, ["0:1", "1:2", "2:3"]), (1, ["0:1"]), (4, ["0:1", "1:2", "2:3", "3:4"])])
+def test_a_smaller_batch_has_fewer_microbatches(size: int, expected: list[str]) -> None:
+    groups = [f(0, mb) for mb in range(4)] + [b(0, mb) for mb in range(4)]
+    dag = build("mlp", *place(0, 1), split(4), order(*groups), order([f(1, 2), f(1, 3)], [b(1, 2), b(1, 3)]), size=size)
+    finish(dag)
+    check(dag)
+    assert slices(dag) == expected
+    assert dag.absent.get("MB", set()) == set(range(len(expected), 4))
+    expected_outcome = plain(captured("mlp"), [1] * size)
+    if size == captured("mlp").case.size:
+        assert differences(run("mlp", dag), expected_outcome) == []
+    assert torch.equal(run("mlp", dag).metrics[LOSS], run("mlp", build("mlp", split(size), size=size)).metrics[LOSS])
+
+
+def test_a_smaller_batch_still_refuses_a_misspelt_microbatch() -> None:
+    with pytest.raises(DirectiveError, match=r"directive 3 \(order\): field 'filters\[1\]': {PP: 0, MB: 4, PASS: F} matches"):
+        build("mlp", *place(0, 1), split(4), order(f(0, 0), f(0, 4)), size=2)
+    build("mlp", *place(0, 1), split(4), order(f(0, 0), f(0, 3)), size=2)  # the control
+
+
+def test_a_smaller_batch_under_nested_splits() -> None:
+    dag = build("mlp", split(2), split(2, "UB"), order(f(0, 0, UB=0), f(0, 0, UB=1), f(0, 1, UB=0), f(0, 1, UB=1)), size=3)
+    assert slices(dag) == ["0:1", "1:2", "2:3"] and dag.absent == {"UB": {1}}
+    check(dag)
+
+
+# Refused
+
+
+@pytest.mark.parametrize(
+    ("name", "program", "says"),
+    [
+        ("mlp", [split(5)], "directive 0 (split): field 'num_microbatches': 5 microbatches of 4 samples; give at most 4"),
+        ("mlp", [split(2), split(3, "UB")], "(split): field 'num_microbatches': 3 microbatches of 2 samples; give at most 2"),
+        ("mlp", [split(2), split(2)], "directive 1 (split): field 'dim_name': F[PP=0,MB=0] already has MB=0; give a new tag"),
+        ("mlp", [split(2, PP=0), split(2)], "directive 1 (split): field 'dim_name': F[PP=0,MB=0] already has MB=0; give a new tag"),
+        ("mlp", [split(2, "PP")], "directive 0 (split): field 'dim_name': F[PP=0] already has PP=0; give a new tag"),
+        ("mlp", [split(2, TP=0)], "directive 0 (split): field 'filter': {TP: 0} matches nothing; the step has PASS in {B, F}"),
+        (
+            "mlp",
+            [split(2, PASS="F")],
+            "directive 0 (split): field 'filter': selects F[PP=0] but not B[PP=0]; both passes of a region are split together",
+        ),
+        (
+            "mlp",
+            [split(2, PASS="B", PP=1)],
+            "directive 0 (split): field 'filter': selects B[PP=1] but not F[PP=1]; both passes of a region are split together",
+        ),
+        (
+            "mlp",
+            [order(f(0), b(0)), split(2)],
+            "directive 1 (split): field 'filter': F[PP=0] is already ordered by directive 0; split before the order that names it",
+        ),
+        (
+            "losses",
+            [split(2, PP=0)],
+            "directive 0 (split): field 'filter': F[PP=0] hands activation:mul to F[PP=1], and it has no batch dimension to join "
+            "along; select both of them",
+        ),
+    ],
+)
+def test_refused(name: str, program: list[Any], says: str) -> None:
+    with pytest.raises(DirectiveError, match=re.escape(says)):
+        build(name, *program)
+
+
+def test_a_refused_split_names_a_border_value_with_two_batch_dimensions() -> None:
+    with pytest.raises(DirectiveError, match=r"activation:mm.* has shape .* for 4 samples and .*needs one dimension"):
+        build("similar", split(2, PP=1))
+
+
+def test_one_piece_is_a_tag_and_nothing_else() -> None:
+    one = build("mlp", split(1))
+    assert [c.label for c in one.of_type(Chunk)] == ["F[PP=0,MB=0]", "F[PP=1,MB=0]", "B[PP=1,MB=0]", "B[PP=0,MB=0]"]
+    assert differences(run("mlp", one), run("mlp", build("mlp"))) == []
+    assert sum(shape(one).values()) == sum(shape(build("mlp")).values())

@@ -1,0 +1,111 @@
+"""The training DAG as a data structure: edges follow what nodes read, and a copy is independent."""
+
+from __future__ import annotations
+
+import networkx as nx
+
+from lightning_piper.directives import apply_program
+from lightning_piper.ir.build import build_dag
+from lightning_piper.ir.dag import TrainingDAG
+from lightning_piper.ir.nodes import Chunk, Metrics, Recv, Report, Send, Update
+from lightning_piper.schedules import one_f_one_b
+from tests.models import captured
+
+
+def pipeline() -> TrainingDAG:
+    return apply_program(build_dag(captured("mlp").step), one_f_one_b(2, 2))
+
+
+def chunk(dag: TrainingDAG, region: int, kind: str, start: int = 0) -> Chunk:
+    return next(c for c in dag.of_type(Chunk) if c.key == (region, kind) and c.slice.start == start)
+
+
+def test_data_edges_are_what_nodes_read() -> None:
+    dag = pipeline()
+    read = {(ref[0], node.id) for node in dag.nodes.values() for ref in node.reads}
+    assert read == {(a, b) for a, b, data in dag.graph.edges(data="data") if data}
+    assert len(read) > 20 and nx.is_directed_acyclic_graph(dag.graph)
+
+
+def test_users_readers_and_values() -> None:
+    dag = pipeline()
+    first = chunk(dag, 0, "F")
+    assert [type(user).__name__ for user in dag.users(first)] == ["Chunk", "Send"]
+    assert [user.id for user in dag.readers((first.id, 1))] == [chunk(dag, 0, "B").id]
+    assert dag.value((first.id, 0)).kind == "activation"
+    assert dag.devices() == (0, 1) and len(list(dag.of_type(Send))) == len(list(dag.of_type(Recv))) == 4
+
+
+def test_rewiring_moves_the_edges_and_keeps_the_order() -> None:
+    dag = pipeline()
+    reader, other = chunk(dag, 1, "F", 2), chunk(dag, 1, "F", 0)
+    old = dag.nodes[reader.inputs[0][0]]
+    dag.order(old, reader, 7)
+    dag.rewire(reader, inputs=other.inputs)
+    assert reader.inputs == other.inputs
+    assert dag.graph.edges[other.inputs[0][0], reader.id]["data"]
+    assert dag.graph.edges[old.id, reader.id] == {"data": False, "order": 7}
+    dag.rewire(other, inputs=())
+    assert not dag.graph.has_edge(reader.inputs[0][0], other.id)
+
+
+def test_substitute_replaces_one_value_everywhere() -> None:
+    dag = pipeline()
+    metrics = next(dag.of_type(Metrics))
+    old, new = metrics.inputs[0], metrics.inputs[1]
+    dag.substitute(metrics, old, new)
+    assert old not in metrics.inputs and metrics.inputs[:2] == (new, new)
+
+
+def test_an_order_does_not_hide_data() -> None:
+    dag = build_dag(captured("mlp").step)
+    first, second = chunk(dag, 0, "F"), chunk(dag, 1, "F")
+    dag.order(first, second, 3)
+    assert dag.graph.edges[first.id, second.id] == {"data": True, "order": 3}
+    dag.order(first, second, 4)  # the first directive that ordered them is remembered
+    assert dag.graph.edges[first.id, second.id]["order"] == 3
+
+
+def test_a_copy_is_independent() -> None:
+    dag = build_dag(captured("mlp").step)
+    text = str(dag)
+    copy = dag.copy()
+    assert str(copy) == text
+    apply_program(copy, one_f_one_b(2, 2))
+    assert str(dag) == text and str(copy) != text
+    assert {node.id for node in dag.nodes.values()}.isdisjoint(range(len(dag.nodes), 1000))
+    back = copy.copy()
+    text = str(copy)
+    copy.absent["MB"] = {3}
+    copy.order(chunk(copy, 0, "F"), chunk(copy, 0, "F", 2), 9)
+    copy.remove([next(copy.of_type(Report))])
+    chunk(copy, 0, "F").devices = (5,)
+    assert str(back) == text and back.absent == {}
+
+
+def test_a_copy_goes_on_numbering() -> None:
+    dag = build_dag(captured("mlp").step)
+    copy = dag.copy()
+    copy.origin = 4
+    added = copy.add(Update(inputs=((4, 0),)))
+    assert added.id == len(dag.nodes) and added.origin == 4 and added.id not in dag.nodes
+
+
+def test_the_size_of_a_dag() -> None:
+    step = captured("mlp").step
+    assert (build_dag(step).size, build_dag(step).partial) == (4, False)
+    assert (build_dag(step, 3).size, build_dag(step, 3).partial) == (3, True)
+    assert build_dag(step, 3).code is step.at(3)
+
+
+def test_forward_comes_before_backward_and_backward_in_reverse() -> None:
+    dag = build_dag(captured("gpt").step)
+    assert [c.label for c in dag.of_type(Chunk)] == ["F[PP=0]", "F[PP=1]", "F[PP=2]", "B[PP=2]", "B[PP=1]", "B[PP=0]"]
+
+
+def test_one_update_for_each_bundle_of_parameters() -> None:
+    dag = build_dag(captured("tied").step)
+    updates = [update for update in dag.of_type(Update) if "embed.weight" in dag.value(update.inputs[0]).names]
+    assert len(updates) == 1 and len(updates[0].inputs) == 2
+    names = [name for update in dag.of_type(Update) for name in dag.value(update.inputs[0]).names]
+    assert sorted(names) == sorted(name for name, _ in captured("tied").module.named_parameters())

@@ -1,0 +1,201 @@
+"""`compile`: a module, a batch and a program to a DAG and plans, without any process."""
+
+from __future__ import annotations
+
+import json
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+import lightning_piper as piper
+from lightning_piper.compiler import Compiled, compile, compile_step
+from lightning_piper.directives import Place, parse
+from lightning_piper.errors import CaptureError, DirectiveError, PiperError, VerificationError
+from lightning_piper.ir.nodes import Chunk
+from lightning_piper.schedules import gpipe, one_f_one_b
+from tests.dags import build, place, split
+from tests.models import CASES, captured
+
+compiler = sys.modules[compile.__module__]
+
+
+def of(name: str, program: Any, **options: Any) -> Compiled:
+    return compile_step(captured(name).step, tuple(parse(program)), **options)
+
+
+def test_a_module_a_batch_and_a_program() -> None:
+    c = captured("mlp")
+    compiled = piper.compile(c.module, c.batch, one_f_one_b(2, 2))
+    assert str(compiled.dag) == str(build("mlp", *one_f_one_b(2, 2)))
+    assert compiled.program == tuple(one_f_one_b(2, 2))
+    assert sorted(compiled.plans) == [0, 1]
+    for device, plan in compiled.plans.items():
+        assert (plan.device, plan.devices, plan.size) == (device, (0, 1), 4)
+        assert str(plan).splitlines()[0].startswith(f"device {device} of 0,1, 4 samples")
+    assert all(p.grad is None for p in c.module.parameters())
+
+
+def test_directives_may_be_json_or_a_file(tmp_path: Path) -> None:
+    c = captured("mlp")
+    program = [*place(1, 0), split(2)]
+    path = tmp_path / "program.json"
+    path.write_text(json.dumps(program))
+    expected = str(of("mlp", program).dag)
+    assert str(compile(c.module, c.batch, path).dag) == str(compile(c.module, c.batch, program).dag) == expected
+
+
+def test_options_reach_the_capture() -> None:
+    c = captured("autocast")
+    plain, cast = (compile(c.module, c.batch, [], context=context) for context in (CASES["mlp"].context, c.case.context))
+    assert ["bfloat16" in str(x.dag) for x in (plain, cast)] == [False, True]
+
+
+def test_a_program_without_a_place_gives_one_plan() -> None:
+    assert sorted(of("untagged", []).plans) == sorted(of("gpt", [split(4)]).plans) == [0]
+
+
+@pytest.mark.parametrize("name", list(CASES))
+def test_every_model_compiles(name: str) -> None:
+    c = captured(name)
+    regions = c.step.at(c.case.size).regions
+    stages = 1 + max((region.tags["PP"] for region in regions if region.tags), default=-1)
+    compiled = of(name, gpipe(stages, 2) if stages else [split(2)])
+    assert sorted(compiled.plans) == list(range(max(stages, 1)))
+    run = [line.split()[1] for plan in compiled.plans.values() for line in str(plan).splitlines() if line.startswith("run ")]
+    assert sorted(run) == sorted(f"%{chunk.id}" for chunk in compiled.dag.of_type(Chunk)), "every chunk runs once, on one device"
+
+
+# Other batch sizes
+
+
+def test_the_same_program_at_another_size() -> None:
+    compiled = of("mlp", gpipe(2, 4))
+    smaller = compiled.at(3)
+    assert (smaller.dag.size, smaller.dag.partial, smaller.dag.absent) == (3, True, {"MB": {3}})
+    assert smaller.program == compiled.program and smaller.plans[0].size == 3
+    assert compiled.at(4) is compiled
+    assert len(list(smaller.dag.of_type(Chunk))) == 12 < len(list(compiled.dag.of_type(Chunk))) == 16
+
+
+# What a device holds
+
+
+def test_parameters_and_buffers_lie_where_they_are_used() -> None:
+    conv = of("conv", gpipe(2, 2))
+    assert {name.split(".")[0] for name in conv.params_on(0)} == {"one"} and {n.split(".")[0] for n in conv.params_on(1)} == {"two"}
+    assert conv.buffers_on(0) == {"one.1.running_mean", "one.1.running_var", "one.1.num_batches_tracked"}
+    assert conv.params_on(0) | conv.params_on(1) == set(conv.step.params)
+    tied = of("tied", gpipe(3, 2))
+    assert [("embed.weight" in tied.params_on(device)) for device in range(3)] == [True, False, True]
+    assert of("glue", gpipe(2, 2)).buffers_on(1) == {"scale"} and of("glue", gpipe(2, 2)).buffers_on(0) == frozenset()
+    frozen = of("frozen", gpipe(2, 2))
+    assert "mixing" in frozen.params_on(0) and not any("unused" in name for d in (0, 1) for name in frozen.params_on(d))
+    assert conv.params_on(7) == frozenset()
+
+
+# Why a node is there
+
+
+def explanation(compiled: Compiled, text: str) -> list[str]:
+    """The explanation of the node whose line in the DAG contains a text."""
+    (node,) = (node for node, line in lines(compiled).items() if text in line)
+    return compiled.explain(node).splitlines()
+
+
+def lines(compiled: Compiled) -> dict[int, str]:
+    return {int(line.split()[0][1:]): line for line in str(compiled.dag).splitlines()[1:]}
+
+
+def test_a_node_is_explained() -> None:
+    compiled = of("mlp", gpipe(2, 2))
+    line, source = lines(compiled), captured("mlp").step.at(4).regions[1].source
+    assert line[19].startswith("%19 B[PP=1,MB=0] 0:2 @1 (%17.2) -> ") and line[19].endswith(" #2 after %18")
+    assert explanation(compiled, " B[PP=1,MB=0]") == [
+        line[19],
+        "  made by directive 2: {'op': 'split', 'filter': {}, 'dim_name': 'MB', 'num_microbatches': 2}",
+        "  placed by directive 1: {'op': 'place', 'filter': {'PP': 1}, 'devices': [1]}",
+        f"  region 1 begins at {source}",
+        f"  waits for {line[17]}",
+        f"  waits for {line[18]}",
+        f"  before {line[4]}",
+        f"  before {line[20]}",
+        f"  before {line[27]}",
+    ]
+    assert "  made by the capture" in explanation(compiled, " report ")
+    assert "  made by directive 1: {'op': 'place', 'filter': {'PP': 1}, 'devices': [1]}" in explanation(compiled, " allreduce ")
+
+
+def test_a_node_that_is_not_there() -> None:
+    with pytest.raises(KeyError, match=r"has no node 999; print\(compiled.dag\) lists them"):
+        of("mlp", []).explain(999)
+
+
+# Errors
+
+
+@pytest.mark.parametrize(
+    ("program", "says"),
+    [
+        ([{"op": "plac"}], r"directive 0 \(op 'plac'\): field 'op': unknown"),
+        ([*place(0), split(9)], r"directive 1 \(split\): .* at most 4"),
+        (place(0), "leaves 1 without a device: PP=1"),
+        (place(0, 3), "without gaps"),
+    ],
+)
+def test_directive_errors(program: Any, says: str) -> None:
+    c = captured("mlp")
+    with pytest.raises(DirectiveError, match=says):
+        compile(c.module, c.batch, program)
+
+
+def test_a_wrong_program_is_found_before_the_capture() -> None:
+    with pytest.raises(DirectiveError):
+        compile(torch.nn.Linear(1, 1), None, [{"op": "plac"}])
+    with pytest.raises(CaptureError):
+        compile(torch.nn.Linear(1, 1), None, [])
+
+
+def test_all_errors_are_piper_errors() -> None:
+    assert all(issubclass(error, PiperError) for error in (CaptureError, DirectiveError, VerificationError))
+    assert not issubclass(DirectiveError, CaptureError)
+
+
+def broken(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Let `place` lose a transfer, as a bug would."""
+    from lightning_piper.ir.nodes import Recv
+
+    right = Place.apply
+
+    def wrong(self: Place, dag: Any) -> None:
+        right(self, dag)
+        for recv in list(dag.of_type(Recv)):
+            send = dag.nodes[recv.inputs[0][0]]
+            for reader in dag.users(recv):
+                dag.substitute(reader, (recv.id, 0), send.inputs[0])
+            dag.remove([recv, send])
+
+    monkeypatch.setattr(Place, "apply", wrong)
+
+
+def test_a_broken_rewrite_is_found_after_its_directive(monkeypatch: pytest.MonkeyPatch) -> None:
+    broken(monkeypatch)
+    checked: list[int] = []
+    right = compiler.check
+    monkeypatch.setattr(compiler, "check", lambda dag: (checked.append(1), right(dag)))
+    with pytest.raises(VerificationError, match="a send and a receive between them are missing"):
+        of("mlp", gpipe(2, 2))
+    assert len(checked) == 3, "after the capture, after the first place, after the second"
+
+
+def test_every_stage_is_checked(monkeypatch: pytest.MonkeyPatch) -> None:
+    calls: list[str] = []
+    for name in ("check", "check_plans"):
+        monkeypatch.setattr(compiler, name, lambda _, name=name: calls.append(name))
+    of("mlp", gpipe(2, 2))
+    assert calls == ["check"] * (1 + 5 + 1) + ["check_plans"]
+    calls.clear()
+    of("mlp", gpipe(2, 2), verify=False)
+    assert calls == []

@@ -1,0 +1,79 @@
+"""Steps that look across the samples of a batch: the report names the operation."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import lightning as L
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import nn
+
+from lightning_piper.annotate import annotate
+from lightning_piper.ir.values import Slice
+from lightning_piper.verify import verify
+from lightning_piper.verify.coupling import find_couplings
+from tests.dags import place, split
+from tests.models import DETERMINISTIC, captured, regression
+
+# The last one has the rows of its samples in another order, which looks the same from outside.
+COUPLED = {"conv", "similar", "positions_first"}
+
+
+class Model(L.LightningModule):
+    """Two stages; `between` is what happens to the hidden values, `end` the loss."""
+
+    def __init__(self, between: Any = torch.tanh, end: Any = F.mse_loss) -> None:
+        super().__init__()
+        self.a, self.b, self.between, self.end = nn.Linear(4, 6), nn.Linear(6, 2), between, end
+
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        x, y = batch
+        with annotate("PP"):
+            h = self.between(self.a(x))
+        with annotate("PP"):
+            return self.end(self.b(h), y)
+
+
+def contrastive(out: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
+    return F.cross_entropy(out @ y.t(), torch.arange(out.shape[0]))
+
+
+def masked(out: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
+    keep = (y > 0).float()
+    return ((out - y).square() * keep).sum() / keep.sum()
+
+
+@pytest.mark.parametrize(
+    ("model", "region", "operation"),
+    [
+        (Model(between=lambda h: h - h.mean(0)), "PP=0", "aten.sub.Tensor"),
+        (Model(between=nn.BatchNorm1d(6)), "PP=0", "aten._native_batch_norm_legit_functional"),
+        (Model(end=contrastive), "PP=1", "aten.mm"),
+        (Model(end=masked), "PP=1", "aten.sum"),
+    ],
+)
+def test_the_operation_that_couples_the_samples_is_named(model: Model, region: str, operation: str) -> None:
+    with torch.random.fork_rng():
+        torch.manual_seed(0)
+        batch = regression(4)
+    report = verify(model, batch, [*place(0, 1), split(2)])
+    assert report.ok, "it is not wrong: one device that accumulates gets the same"
+    assert report.rows[-1].before.verdict == "differs"
+    found = report.couplings[0]
+    assert (found.region, found.operation) == (region, operation) and found.distance > 1e-3
+    assert f"note: {found}" in str(report) and "looks across the samples of a batch" in str(found)
+
+
+def test_a_mean_over_samples_couples_nothing() -> None:
+    report = verify(Model(), regression(4), [*place(0, 1), split(2)])
+    assert report.couplings == () and "note" not in str(report)
+
+
+@pytest.mark.parametrize("name", DETERMINISTIC)
+def test_which_models_couple_their_samples(name: str) -> None:
+    c = captured(name)
+    half = c.case.size // 2
+    found = find_couplings(c.step, c.tensors, c.leaves, [Slice(0, half), Slice(half, c.case.size)])
+    assert bool(found) == (name in COUPLED), found

@@ -1,0 +1,285 @@
+"""`verify`: each directive held against the graph before it and against one device, and the report in words."""
+
+from __future__ import annotations
+
+import dataclasses
+import re
+import sys
+from typing import Any, ClassVar
+
+import pytest
+import torch
+
+from lightning_piper.capture.eager import Outcome
+from lightning_piper.directives import Directive, parse
+from lightning_piper.directives.base import Contract
+from lightning_piper.errors import DirectiveError, VerificationError
+from lightning_piper.ir.dag import TrainingDAG
+from lightning_piper.ir.nodes import Accumulate
+from lightning_piper.ir.regions import LOSS
+from lightning_piper.schedules import gpipe, one_f_one_b
+from lightning_piper.verify import Report, verify, verify_step
+from lightning_piper.verify.equivalence import Comparison, Row, compare
+from tests.dags import b, f, order, place, split
+from tests.models import CASES, captured
+
+equivalence = sys.modules[verify_step.__module__]  # by attribute, `lightning_piper.verify` is the function
+
+
+def report_on(name: str, program: Any, seed: int = 0) -> Report:
+    c = captured(name)
+    return verify_step(c.step, c.module, c.batch, parse(program), seed=seed)
+
+
+def stages(name: str) -> int:
+    """Number of stages; 0 where nothing is tagged."""
+    regions = captured(name).step.at(captured(name).case.size).regions
+    return 1 + max((region.tags["PP"] for region in regions if region.tags), default=-1)
+
+
+PROGRAMS = {
+    "gpipe": lambda count: gpipe(count, 2) if count else [split(2), order({"MB": 0}, {"MB": 1})],
+    "1f1b": lambda count: one_f_one_b(count, 3) if count else [split(3), order({"MB": 2}, {"MB": 0})],
+}
+
+
+@pytest.mark.parametrize(
+    ("name", "program"), [(name, program) for name in CASES for program in PROGRAMS if (name, program) != ("reentered", "1f1b")]
+)
+def test_every_model_under_every_schedule(name: str, program: str) -> None:
+    report = report_on(name, PROGRAMS[program](stages(name)))
+    assert report.ok, str(report)
+    report.require()
+    assert [row.index for row in report.rows] == [None, *range(len(report.rows) - 1)]
+    for row in report.rows:
+        assert row.contract == ("reassociated" if row.name == "split" else "bitwise")
+        if row.name != "split":
+            assert row.before == Comparison("bitwise equal")
+        if not CASES[name].reassociates:
+            assert row.single == Comparison("bitwise equal")
+        assert row.single.verdict != "differs"
+
+
+def test_a_u_shaped_pipeline_does_not_fit_1f1b() -> None:
+    """Stage 0 comes again after stage 1, so stage 1 cannot run backward before stage 0 has run its second part."""
+    with pytest.raises(DirectiveError, match=r"directive \d \(order\): field 'filters': contradicts what must come first"):
+        report_on("reentered", one_f_one_b(2, 3))
+
+
+def test_the_report_in_words() -> None:
+    """In exact arithmetic nothing moves, so that every word is known."""
+    assert str(report_on("exact", one_f_one_b(2, 2))) == (
+        "directive  contract      vs the graph before  vs one device, same microbatches\n"
+        "capture    bitwise       bitwise equal        bitwise equal\n"
+        "0 place    bitwise       bitwise equal        bitwise equal\n"
+        "1 place    bitwise       bitwise equal        bitwise equal\n"
+        "2 split    reassociated  bitwise equal        bitwise equal\n"
+        "3 order    bitwise       bitwise equal        bitwise equal\n"
+        "4 order    bitwise       bitwise equal        bitwise equal\n"
+        "verified"
+    )
+
+
+def test_rounding_in_words() -> None:
+    text = re.sub(r"\d\.\de-\d\d", "x.xe-xx", str(report_on("used_twice", [split(2)])))
+    assert text == (
+        "directive  contract      vs the graph before   vs one device, same microbatches\n"
+        "capture    bitwise       bitwise equal         bitwise equal\n"
+        "0 split    reassociated  equal within x.xe-xx  equal within x.xe-xx\n"
+        "verified"
+    )
+
+
+def test_a_report_of_a_failure() -> None:
+    same, wrong = Comparison("bitwise equal"), Comparison("differs", 0.25, "first.weight", 1e-6)
+    report = Report((Row(None, "capture", "bitwise", same, same), Row(0, "order", "bitwise", wrong, wrong)))
+    assert not report.ok
+    with pytest.raises(VerificationError) as caught:
+        report.require()
+    first, *table, verdict = str(caught.value).splitlines()
+    assert first == "the program does not compute what one device computes:" and verdict == "NOT EQUIVALENT"
+    assert [re.split("  +", line) for line in table] == [
+        ["directive", "contract", "vs the graph before", "vs one device, same microbatches"],
+        ["capture", "bitwise", "bitwise equal", "bitwise equal"],
+        ["0 order", "bitwise", *["differs by 2.5e-01 (first.weight; rounding explains 1.0e-06)"] * 2],
+    ]
+
+
+@pytest.mark.parametrize(
+    ("contract", "before", "single", "ok"),
+    [
+        ("bitwise", "bitwise equal", "bitwise equal", True),
+        ("bitwise", "bitwise equal", "equal within rounding", True),
+        ("bitwise", "equal within rounding", "bitwise equal", False),
+        ("bitwise", "bitwise equal", "differs", False),
+        ("reassociated", "equal within rounding", "equal within rounding", True),
+        ("reassociated", "differs", "bitwise equal", True),  # the loss is no mean over samples
+        ("reassociated", "equal within rounding", "differs", False),
+    ],
+)
+def test_when_a_row_is_right(contract: str, before: Any, single: Any, ok: bool) -> None:
+    assert Row(0, "x", contract, Comparison(before), Comparison(single)).ok is ok
+
+
+# Directives that break their promise
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Reversed(Directive):
+    """Adds gradients from the last slice to the first."""
+
+    op: ClassVar[str] = "reversed"
+    contract: ClassVar[Contract] = "bitwise"
+
+    def apply(self, dag: TrainingDAG) -> None:
+        for total in list(dag.of_type(Accumulate)):
+            dag.rewire(total, inputs=total.inputs[::-1])
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Honest(Reversed):
+    contract: ClassVar[Contract] = "reassociated"
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Dropping(Directive):
+    """Drops a contribution to the first gradient."""
+
+    op: ClassVar[str] = "dropping"
+    contract: ClassVar[Contract] = "reassociated"
+
+    def apply(self, dag: TrainingDAG) -> None:
+        total = next(dag.of_type(Accumulate))
+        dag.rewire(total, inputs=total.inputs[1:])
+
+
+def test_a_directive_that_only_reassociates_must_say_so() -> None:
+    program = [split(3), Reversed()]
+    report = report_on("mlp", program)
+    assert not report.ok and report.rows[-1].before.verdict == "equal within rounding"
+    assert str(report).endswith("NOT EQUIVALENT")
+    assert report_on("mlp", [split(3), Honest()]).ok
+    assert report_on("exact", [split(2), Reversed()]).ok, "in exact arithmetic it keeps its promise"
+
+
+def test_a_directive_that_drops_a_gradient_is_stopped_by_the_static_check() -> None:
+    with pytest.raises(VerificationError, match=r"gradient of second.weight, second.bias .*: samples 0:2 are missing"):
+        report_on("mlp", [split(2), Dropping()])
+
+
+def test_what_the_static_check_cannot_see_is_seen_by_execution(monkeypatch: pytest.MonkeyPatch) -> None:
+    """With the static check out of the way, the same directive is found by its numbers, and the first gradient is named."""
+    monkeypatch.setattr(equivalence, "check", lambda dag: None)
+    report = report_on("mlp", [split(2), Dropping()])
+    assert not report.ok and [row.ok for row in report.rows] == [True, True, False]
+    assert report.rows[-1].single.verdict == "differs" and report.rows[-1].single.first == "second.weight"
+    assert report.rows[-1].single.distance > 1e-2 > 1e-4 > report.rows[-1].single.allowed
+
+
+# Comparison
+
+
+def outcome(**changes: Any) -> Outcome:
+    x = torch.tensor([1.0, -2.0, 4.0])
+    values: dict[str, Any] = {"loss": torch.tensor(3.0, dtype=torch.float64), "a": x, "b": 2 * x, "mean": x, **changes}
+    return Outcome({LOSS: values["loss"]}, {"a": values["a"], "b": values["b"]}, {"mean": values["mean"]})
+
+
+A = torch.tensor([1.0, -2.0, 4.0])
+EPS = torch.finfo(torch.float32).eps
+
+
+def test_equal_outcomes_are_bitwise_equal() -> None:
+    assert compare(outcome(), outcome(), {}) == Comparison("bitwise equal")
+
+
+@pytest.mark.parametrize("name", ["a", "b", "mean", "loss"])
+@pytest.mark.parametrize("movement", [0.0, 1e-5])
+def test_a_difference_is_flagged_beyond_what_rounding_explains(name: str, movement: float) -> None:
+    """Allowed is 8 times the measured movement, at least 8 eps; a hundredfold of it is flagged, half of it is not."""
+    allowed = 8 * max(movement, EPS)
+    rounding = {LOSS: movement, "a": movement, "b": movement, "mean": movement}
+    clean = {"a": A, "b": 2 * A, "mean": A, "loss": torch.tensor(3.0, dtype=torch.float64)}[name]
+    shift = torch.zeros_like(clean)
+    shift.view(-1)[-1] = float(clean.abs().max())
+    for factor, verdict in ((0.5, "equal within rounding"), (100, "differs"), (2, "differs")):
+        found = compare(outcome(), outcome(**{name: clean + shift * allowed * factor}), rounding)
+        assert (found.verdict, found.first) == (verdict, LOSS if name == "loss" else name)
+        assert found.distance == pytest.approx(allowed * factor, rel=0.2) and found.allowed == pytest.approx(allowed)
+
+
+def test_differences_are_relative_to_the_largest_entry() -> None:
+    small = A.clone()
+    small[0] += 100 * EPS  # of 4
+    assert compare(outcome(), outcome(a=small), {}).verdict == "differs"
+    huge = torch.tensor([1.0, -2.0, 400.0])
+    moved = huge + torch.tensor([100 * EPS, 0.0, 0.0])
+    assert compare(outcome(a=huge), outcome(a=moved), {}).verdict == "equal within rounding"
+
+
+def test_the_first_difference_is_named_and_the_largest_reported() -> None:
+    first, second = A * (1 + 2 * EPS), 2 * A * (1 + 4 * EPS)
+    found = compare(outcome(), outcome(a=first, b=second), {})
+    assert found.verdict == "equal within rounding" and found.first == "a"
+    assert found.distance == pytest.approx(4 * EPS, rel=0.2)
+    assert compare(outcome(), outcome(a=first, b=3 * A), {}).first == "b"
+
+
+def test_nan_and_nothing_for_something_differ() -> None:
+    nan = outcome(a=torch.tensor([1.0, float("nan"), 4.0]))
+    assert compare(outcome(), nan, {}).verdict == "differs"
+    zeros = outcome(a=torch.zeros(3))
+    assert compare(zeros, outcome(a=torch.tensor([0.0, 1e-30, 0.0])), {}).verdict == "differs"
+    assert compare(zeros, outcome(a=torch.zeros(3)), {}).verdict == "bitwise equal"
+
+
+def test_a_result_that_only_one_has_differs() -> None:
+    less = outcome()
+    del less.grads["b"]  # type: ignore[attr-defined]
+    found = compare(outcome(), less, {})
+    assert (found.verdict, found.first) == ("differs", "only one has b")
+    less = outcome()
+    del less.buffers["mean"]  # type: ignore[attr-defined]
+    assert compare(less, outcome(), {}).first == "only one has mean"
+    less = outcome()
+    del less.metrics[LOSS]  # type: ignore[attr-defined]
+    assert compare(outcome(), less, {}).first == f"only one has {LOSS}"
+
+
+# `verify` from a module
+
+
+def test_verify_takes_what_the_user_has() -> None:
+    c = captured("mlp")
+    program = [*place(0, 1), split(2), order(f(0, 0), f(0, 1), b(0))]
+    report = verify(c.module, c.batch, program)
+    assert report.ok and [row.name for row in report.rows] == ["capture", "place", "place", "split", "order"]
+
+
+def test_verify_refuses_what_compile_refuses() -> None:
+    c = captured("mlp")
+    with pytest.raises(DirectiveError, match="directive 0"):
+        verify(c.module, c.batch, [{"op": "plac"}])
+    with pytest.raises(DirectiveError, match="leaves 1 without a device"):
+        verify(c.module, c.batch, place(0))
+
+
+def test_random_steps_are_compared_with_the_captured_step() -> None:
+    programs = [gpipe(2, 2), [split(2), split(2, "UB", MB=0)], [split(3), split(2, "UB", MB=0)], [split(2, PP=1), *place(0, 1)]]
+    for program in programs:
+        report = report_on("dropout", program, seed=1)
+        assert report.ok and report.couplings == ()
+        assert {row.single.verdict for row in report.rows} == {"bitwise equal"}
+
+
+def test_random_steps_are_not_excused(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The control: a lost contribution is seen under dropout, too."""
+    monkeypatch.setattr(equivalence, "check", lambda dag: None)
+    assert not report_on("dropout", [split(2), Dropping()]).ok
+
+
+def test_the_models_have_what_they_are_there_for() -> None:
+    """The control of the matrix above."""
+    steps = [captured(name).step.at(captured(name).case.size) for name in CASES]
+    kinds = {out.kind for step in steps for interface in step.interfaces.values() for out in interface.outputs}
+    assert kinds == {"activation", "saved", "cotangent", "grad", "buffer", "loss", "log"}
