@@ -193,7 +193,7 @@ def test_a_broken_rewrite_is_found_after_its_directive(monkeypatch: pytest.Monke
 def test_every_stage_is_checked(monkeypatch: pytest.MonkeyPatch) -> None:
     calls: list[str] = []
     for name in ("check", "check_plans"):
-        monkeypatch.setattr(compiler, name, lambda _, name=name: calls.append(name))
+        monkeypatch.setattr(compiler, name, lambda _, final=False, name=name: calls.append(name))
     of("mlp", gpipe(2, 2))
     assert calls == ["check"] * (1 + 5 + 1) + ["check_plans"]
     calls.clear()
