@@ -15,6 +15,7 @@ from lightning_piper.errors import DirectiveError
 from lightning_piper.ir.build import build_dag
 from lightning_piper.ir.dag import TrainingDAG
 from lightning_piper.ir.nodes import Chunk
+from lightning_piper.ir.values import Slice
 from lightning_piper.testing.equivalence import assert_same, mode_of, run_interpreter, run_plans, single_device
 from lightning_piper.testing.models import Case, Spec
 from lightning_piper.testing.programs import cases, programs
@@ -42,12 +43,12 @@ def check_program(case: Case, program: Sequence[Directive]) -> TrainingDAG:
     dag = build_dag(case.step)
     check(dag)
     last = run_interpreter(case, dag)
-    slices = dag.microbatches()
+    slices = _work(dag)
 
     def after(dag: TrainingDAG, index: int, directive: Directive) -> None:
         nonlocal last, slices
         check(dag)
-        now, parts = run_interpreter(case, dag), dag.microbatches()
+        now, parts = run_interpreter(case, dag), _work(dag)
         comparable = parts == slices or not (case.spec.coupled or case.spec.random)
         if comparable:
             assert_same(last, now, mode_of(case, directive.contract == "bitwise"), _terms(dag))
@@ -55,7 +56,7 @@ def check_program(case: Case, program: Sequence[Directive]) -> TrainingDAG:
 
     apply_program(dag, program, after)
     finish(dag)
-    check(dag)
+    check(dag, final=True)
     outcome = run_interpreter(case, dag)
     assert_same(last, outcome, "bitwise")
     parts = dag.microbatches()
@@ -67,6 +68,11 @@ def check_program(case: Case, program: Sequence[Directive]) -> TrainingDAG:
         assert_same(single_device(case.spec, case.size, parts), outcome, mode, _terms(dag))
     assert_same(outcome, run_plans(case, dag), "bitwise")
     return dag
+
+
+def _work(dag: TrainingDAG) -> tuple[int, set[tuple[object, Slice]]]:
+    """Which samples each pass works on at a time: what batch statistics and random numbers depend on."""
+    return dag.replicas, {(chunk.key, chunk.slice) for chunk in dag.of_type(Chunk)}
 
 
 def _terms(dag: TrainingDAG) -> int:
