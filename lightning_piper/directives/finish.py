@@ -5,14 +5,15 @@ from __future__ import annotations
 from lightning_piper.directives.transfers import place_around
 from lightning_piper.errors import DirectiveError
 from lightning_piper.ir.dag import TrainingDAG
-from lightning_piper.ir.nodes import Barrier, Chunk
+from lightning_piper.ir.nodes import Barrier, Chunk, Update
+from lightning_piper.ir.values import Partial
 
 
 def finish(dag: TrainingDAG) -> None:
     """Complete a DAG after its last directive: a program that places nothing runs on device 0.
 
     Raises:
-        DirectiveError: some regions are placed and others are not; names them.
+        DirectiveError: some regions are placed (or replicated) and others are not; names them.
     """
     unplaced = [chunk for chunk in dag.of_type(Chunk) if not chunk.devices]
     if len(unplaced) == len(list(dag.of_type(Chunk))):
@@ -32,6 +33,14 @@ def finish(dag: TrainingDAG) -> None:
             raise DirectiveError(
                 f"{chunk.label} is on {len(chunk.devices)} devices, {list(chunk.devices)} (directive {chunk.placed_by}), and the "
                 f"program has {dag.replicas} replica(s): add a replicate that divides the batch over them, or place it on one"
+            )
+    for update in dag.of_type(Update):
+        # Also without any check: each replica would train on its own gradients, and nothing would show it.
+        if any(isinstance(dag.value(ref).placement, Partial) for ref in update.inputs):
+            name = dag.value(update.inputs[0]).names[0]
+            raise DirectiveError(
+                f"gradient of {name} reaches the optimizer as Partial(sum) over devices {list(update.devices)}: every replica "
+                f"would step with its own gradient. Add a replicate whose filter selects region {dict(update.tags)}"
             )
     devices = dag.devices()
     if devices != tuple(range(len(devices))):

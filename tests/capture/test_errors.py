@@ -16,6 +16,7 @@ from torch import Tensor, nn
 from lightning_piper.capture import capture
 from lightning_piper.errors import CaptureError
 from lightning_piper.ir.build import build_dag
+from lightning_piper.ir.nodes import Chunk
 from tests.models import MLP, regression
 
 
@@ -56,7 +57,7 @@ def marked(end: Callable[..., Any]) -> str:
 
 
 def test_the_probe_itself_can_be_captured() -> None:
-    build_dag(capture(Probe(lambda *_: None), regression(4)))
+    assert list(build_dag(capture(Probe(lambda *_: None), regression(4))).of_type(Chunk))
 
 
 # Values that are only known when the step runs
@@ -166,7 +167,8 @@ def test_a_counter_of_the_trainer_is_read(name: str) -> None:
 
 
 def test_an_unused_batch_index_is_fine() -> None:
-    build_dag(capture(Probe(lambda self, x, h, loss, batch_idx: (batch_idx, loss)[1]), regression(4)))
+    step = capture(Probe(lambda self, x, h, loss, batch_idx: (batch_idx, loss)[1]), regression(4))
+    assert list(build_dag(step).of_type(Chunk))
 
 
 # Python state

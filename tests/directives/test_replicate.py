@@ -162,10 +162,12 @@ def test_refuses_buffers_that_change() -> None:
         dag_of(captured("conv").step, [placed(), replicate()])
 
 
-def test_a_region_without_replicate_is_found() -> None:
+@pytest.mark.parametrize("verify", [True, False])
+def test_a_region_without_replicate_is_refused(verify: bool) -> None:
+    """Also unchecked: replicas that drift apart show in no loss."""
     program = [placed((0, 1), PP=0), placed((2, 3), PP=1), replicate((0, 1), {"PP": 0})]
-    with pytest.raises(VerificationError, match=r"second.weight.* reaches the optimizer as Partial\(sum\) over devices \[2, 3\]"):
-        piper.compile(*fresh("mlp"), program)
+    with pytest.raises(DirectiveError, match=r"second.weight.* reaches the optimizer as Partial\(sum\) over devices \[2, 3\]"):
+        piper.compile(*fresh("mlp"), program, verify=verify)
 
 
 # What a rewrite that goes wrong would leave behind, and what the static check says of it.
@@ -236,5 +238,6 @@ def test_an_unfinished_program_may_wait_for_its_replicate() -> None:
     dag = dag_of(captured("mlp").step, [*STAGES, *split(2), replicate(GROUPS)])
     missing(dag)
     check(dag)
-    finish(dag)
     assert any(isinstance(dag.value(u.inputs[0]).placement, Partial) for u in dag.of_type(Update))
+    with pytest.raises(DirectiveError, match="Add a replicate"):
+        finish(dag)
