@@ -1,6 +1,6 @@
 """The cost of the static check (and of compiling plans) as the training DAG grows: it should double with it.
 
-    python benchmarks/static_check.py [--microbatches 455]
+python benchmarks/static_check.py [--microbatches 455]
 """
 
 from __future__ import annotations

@@ -16,7 +16,7 @@ from lightning_piper.ir.build import build_dag
 from lightning_piper.ir.dag import TrainingDAG
 from lightning_piper.ir.nodes import Chunk, Node
 from lightning_piper.ir.text import line_of
-from lightning_piper.plan import Plan, check_plans, compile_plans
+from lightning_piper.plan import Plan, check_plans, compile_plans, drop_redundant, global_order
 from lightning_piper.verify.static import check
 
 
@@ -105,6 +105,7 @@ def compile_step(step: CapturedStep, program: tuple[Directive, ...], size: int |
         check(dag)
     apply_program(dag, program, (lambda dag, index, directive: check(dag)) if verify else None)
     finish(dag)
+    drop_redundant(dag, global_order(dag))
     if verify:
         check(dag, final=True)
     plans = compile_plans(dag)

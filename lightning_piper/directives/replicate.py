@@ -1,4 +1,4 @@
-"""`replicate`: data parallelism. Replicas of a part of the step divide the batch, and their gradients are summed."""
+"""`replicate`: data parallelism and ZeRO. Replicas of a part of the step divide the batch, and their gradients are summed."""
 
 from __future__ import annotations
 
@@ -7,16 +7,19 @@ from collections.abc import Sequence
 from typing import Any, ClassVar
 
 import networkx as nx
+import torch
 
 from lightning_piper.directives.base import Contract, Directive, register
+from lightning_piper.directives.sharding import Conflict, Level, gather_parameters, reduce_gradients
+from lightning_piper.directives.transfers import connect
 from lightning_piper.ir.build import metrics_value
 from lightning_piper.ir.dag import TrainingDAG
 from lightning_piper.ir.filters import Filter
-from lightning_piper.ir.nodes import Accumulate, AllReduce, Chunk, Concat, Cut, Metrics, Node, Send
+from lightning_piper.ir.nodes import AllReduce, Chunk, Concat, Cut, Metrics, Node
 from lightning_piper.ir.values import Partial, Slice
-from lightning_piper.ir.values import Replicate as Whole
 
 MEBI = 2**20
+REDUCE_DTYPES = ("float16", "bfloat16", "float32", "float64")
 
 
 @register
@@ -31,10 +34,17 @@ class Replicate(Directive):
         devices: one group, `[0, 1]`, or a list of groups, `[[0, 2], [1, 3]]`, as the stages are placed on them. The position
             in its group is the index of a device's replica: replica r of R has the r-th of R equal parts of the batch.
         reduce_stream: logical stream of the sums of gradients.
-        bucket_size: MB (2**20 bytes) of gradients that are summed in one message.
+        gather_stream: logical stream of the gathers of sharded parameters.
+        bucket_size: MB (2**20 bytes) of parameters, or gradients, that travel in one message.
+        shard_optimizer: each replica updates a shard of the parameters, and has the optimizer's state of that shard alone; the
+            parameters are gathered once a step (ZeRO-1).
+        shard_grads: also, gradients are summed after each microbatch, and each replica keeps its shard of the sums (ZeRO-2).
+        shard_params: also, parameters are gathered for each use, and freed after it (ZeRO-3). Each level implies those before.
+        reduce_dtype: dtype in which gradients are summed over microbatches and replicas, such as "float32" for gradients in
+            bfloat16; left out, their own.
 
-    All regions of a step are replicated alike, by one directive or by several. Gradients become sums over the replicas: equal
-    up to re-association, provided that the loss is a mean over samples.
+    The shares are the same for all regions of a step, replicated by one directive or by several; what is sharded may differ.
+    Gradients become sums over the replicas: equal up to re-association, provided that the loss is a mean over samples.
     """
 
     op: ClassVar[str] = "replicate"
@@ -43,7 +53,12 @@ class Replicate(Directive):
     filter: Filter
     devices: Sequence[int] | Sequence[Sequence[int]]
     reduce_stream: str = "reduce"
+    gather_stream: str = "gather"
     bucket_size: float = 25.0
+    shard_optimizer: bool = False
+    shard_grads: bool = False
+    shard_params: bool = False
+    reduce_dtype: str | None = None
 
     def check_fields(self) -> None:
         self.check_filter("filter", self.filter)
@@ -58,10 +73,17 @@ class Replicate(Directive):
             for index, device in enumerate(group):
                 if replica.setdefault(device, index) != index:
                     self.refuse("devices", f"device {device} is replica {replica[device]} and {index}", "give it one position")
-        if not isinstance(self.reduce_stream, str) or not self.reduce_stream:
-            self.refuse("reduce_stream", f"{self.reduce_stream!r} is not a stream", "give a non-empty name such as 'reduce'")
+        for field in ("reduce_stream", "gather_stream"):
+            stream = getattr(self, field)
+            if not isinstance(stream, str) or not stream:
+                self.refuse(field, f"{stream!r} is not a stream", "give a non-empty name such as 'reduce'")
         if isinstance(self.bucket_size, bool) or not isinstance(self.bucket_size, int | float) or not self.bucket_size > 0:
             self.refuse("bucket_size", f"{self.bucket_size!r}", "give a number of MB above 0")
+        for field in ("shard_optimizer", "shard_grads", "shard_params"):
+            if not isinstance(getattr(self, field), bool):
+                self.refuse(field, f"{getattr(self, field)!r}", "give true or false")
+        if self.reduce_dtype is not None and self.reduce_dtype not in REDUCE_DTYPES:
+            self.refuse("reduce_dtype", f"{self.reduce_dtype!r}", f"give one of {', '.join(REDUCE_DTYPES)}")
 
     def apply(self, dag: TrainingDAG) -> None:
         chunks = self.select(dag, "filter", self.filter)
@@ -71,30 +93,30 @@ class Replicate(Directive):
                 where = f"on {list(chunk.devices)}" if chunk.devices else "on no device yet"
                 self.refuse("devices", f"{chunk.label} is {where}", f"place it first, on one of {[list(g) for g in groups]}")
         self._divide(dag, len(groups[0]))
-        sums = {user.id: user for chunk in chunks for user in dag.users(chunk) if isinstance(user, Accumulate)}
-        for total in sums.values():
-            if dag.value((total.id, 0)).kind == "grad":
-                self._reduce(dag, total)
+        regions = {chunk.region for chunk in chunks}
+        level = self._level()
+        try:
+            touched = reduce_gradients(dag, regions, level)
+            if level.optimizer:
+                gather_parameters(dag, regions, level)
+        except Conflict as conflict:
+            self.refuse("filter", str(conflict), "replicate each region once, and regions that share parameters alike")
+        connect(dag, touched)
 
     def replica_groups(self) -> list[tuple[int, ...]]:
         groups: Any = self.devices if isinstance(self.devices[0], list | tuple) else [self.devices]
         return [tuple(group) for group in groups]
 
-    def _reduce(self, dag: TrainingDAG, total: Accumulate) -> None:
-        """Sum a region's gradients over the replicas before anybody reads them."""
-        ref = (total.id, 0)
-        readers = dag.readers(ref)
-        if any(isinstance(reader, AllReduce) for reader in readers):
-            self.refuse("filter", f"the gradients of {total.tags} are already summed over replicas", "replicate each region once")
-        value = dataclasses.replace(total.outputs[0], placement=Whole())
-        node = AllReduce(inputs=(ref,), outputs=(value,), tags=total.tags, devices=total.devices, stream=self.reduce_stream,
-                         placed_by=dag.origin, bucket_size=int(self.bucket_size * MEBI))  # fmt: skip
-        reduced = (dag.add(node).id, 0)
-        for reader in readers:
-            dag.substitute(reader, ref, reduced)
-            if isinstance(reader, Send):  # to another home of a tied parameter
-                for moved in (reader, *dag.users(reader)):
-                    moved.outputs = (value,)
+    def _level(self) -> Level:
+        return Level(
+            optimizer=self.shard_optimizer or self.shard_grads or self.shard_params,
+            gradients=self.shard_grads or self.shard_params,
+            parameters=self.shard_params,
+            reduce_stream=self.reduce_stream,
+            gather_stream=self.gather_stream,
+            bucket_bytes=int(self.bucket_size * MEBI),
+            dtype=None if self.reduce_dtype is None else getattr(torch, self.reduce_dtype),
+        )
 
     def _divide(self, dag: TrainingDAG, replicas: int) -> None:
         """Give every replica its share; all regions at once, since each slice goes through all of them."""

@@ -12,7 +12,7 @@ from lightning_piper.directives.transfers import connect, disconnect
 from lightning_piper.ir.build import build_dag, chain_state, make_chunk
 from lightning_piper.ir.dag import TrainingDAG
 from lightning_piper.ir.filters import Filter
-from lightning_piper.ir.nodes import Accumulate, Chunk, Concat, Cut, Metrics, Node, Ref
+from lightning_piper.ir.nodes import Accumulate, Chunk, Concat, Cut, Metrics, Node, Pack, Parameters, ReduceScatter, Ref
 from lightning_piper.ir.regions import Step
 from lightning_piper.ir.values import Slice
 
@@ -105,27 +105,63 @@ class _Rewrite:
 
     def __init__(self, dag: TrainingDAG, chunks: list[Chunk], pieces: dict[Slice, list[Slice]], directive: Split) -> None:
         self.dag, self.chunks, self.pieces, self.directive = dag, chunks, pieces, directive
-        self.copies: dict[int, list[Chunk]] = {}
+        self.copies: dict[int, list[Any]] = {}
         self.cuts: dict[tuple[Ref, int, tuple[int, ...]], Ref] = {}
         self.joined: dict[tuple[Ref, tuple[int, ...]], Ref] = {}
 
     def run(self) -> list[Node]:
         """Repeat the chunks, let the others read the copies, drop the originals. Returns the nodes with new inputs."""
         touched: list[Node] = []
+        repeated: list[Node] = []
         for chunk in self.chunks:  # in order of creation, so that what a chunk reads is already repeated
-            self.copies[chunk.id] = [self._copy(chunk, i, part) for i, part in enumerate(self.pieces[chunk.slice])]
-            touched += self.copies[chunk.id]
-        outside = {user.id: user for chunk in self.chunks for user in self.dag.users(chunk) if user.id not in self.copies}
+            repeated += self._repeat_gathers(chunk)
+            self.copies[chunk.id] = copies = [self._copy(chunk, i, part) for i, part in enumerate(self.pieces[chunk.slice])]
+            touched += copies
+            repeated += [chunk, *self._repeat_reductions(chunk)]
+        outside = {user.id: user for node in repeated for user in self.dag.users(node) if user.id not in self.copies}
         for user in outside.values():
             self._read_copies(user)
             touched.append(user)
-        self.dag.remove(self.chunks)
+        self.dag.remove(repeated)
         touched += [self.dag.nodes[ref[0]] for ref in (*self.cuts.values(), *self.joined.values())]
         return touched
+
+    def _repeat_gathers(self, chunk: Chunk) -> list[Node]:
+        """Parameters that are gathered for this chunk are gathered for each copy. Returns what was repeated."""
+        gathers = [self.dag.nodes[i] for i in dict.fromkeys(ref[0] for ref in chunk.params if ref is not None)]
+        repeated = [g for g in gathers if not self._kept(g) and g.id not in self.copies]
+        for gather in repeated:
+            self.copies[gather.id] = [
+                self.dag.add(dataclasses.replace(gather, id=-1, tags={**gather.tags, self.directive.dim_name: i}))
+                for i in range(len(self.pieces[chunk.slice]))
+            ]
+        return repeated
+
+    def _kept(self, gather: Node) -> bool:
+        source = self.dag.nodes[gather.inputs[0][0]]
+        return isinstance(source, Parameters) and source.kept
+
+    def _repeat_reductions(self, chunk: Chunk) -> list[Node]:
+        """What packs, and sums over replicas, the gradients of this chunk alone. Returns what was repeated."""
+        repeated: list[Node] = []
+        makers: list[Node] = [chunk]
+        while makers:
+            maker = makers.pop()
+            for user in self.dag.users(maker):
+                if isinstance(user, Pack) or (isinstance(user, ReduceScatter) and isinstance(maker, Pack)):
+                    sources = self.copies[maker.id]
+                    self.copies[user.id] = [
+                        self.dag.add(dataclasses.replace(user, id=-1, inputs=((source.id, user.inputs[0][1]),)))
+                        for source in sources
+                    ]
+                    repeated.append(user)
+                    makers.append(user)
+        return repeated
 
     def _copy(self, chunk: Chunk, i: int, part: Slice) -> Chunk:
         inputs = tuple(self._input(ref, i, chunk, part) for ref in chunk.inputs)
         tags = {**chunk.tags, self.directive.dim_name: i}
+        params = tuple((self.copies[ref[0]][i].id, 0) if ref and ref[0] in self.copies else ref for ref in chunk.params)
         copy = make_chunk(
             self.dag,
             chunk.key,
@@ -135,6 +171,7 @@ class _Rewrite:
             devices=chunk.devices,
             stream=chunk.stream,
             placed_by=chunk.placed_by,
+            params=params,
         )
         return self.dag.add(copy)
 

@@ -7,7 +7,7 @@ from collections.abc import Iterable
 from typing import Any
 
 from lightning_piper.ir.dag import TrainingDAG
-from lightning_piper.ir.nodes import Accumulate, AllReduce, Chunk, Concat, Cut, Metrics, Node, Recv, Ref, Report, Send, Update
+from lightning_piper.ir.nodes import Accumulate, AllReduce, Chunk, Concat, Cut, Metrics, Node, Pack, Recv, Ref, Report, Send, Update
 from lightning_piper.ir.values import Partial, Replicate
 
 SEND_STREAM, RECV_STREAM = "send", "recv"
@@ -29,10 +29,13 @@ def place_dependents(dag: TrainingDAG, chunks: Iterable[Chunk]) -> list[Node]:
             if isinstance(source, Cut | Concat | Accumulate) and not source.devices:
                 source.devices, source.placed_by = chunk.devices, chunk.placed_by
                 placed.append(source)
-        for user in dag.users(chunk):
-            if isinstance(user, Accumulate | Metrics | Update) and not user.devices:
-                user.devices, user.placed_by = chunk.devices, chunk.placed_by
-                placed.append(user)
+        makers: list[Node] = [chunk]
+        while makers:
+            for user in dag.users(makers.pop()):
+                if isinstance(user, Accumulate | Metrics | Pack | Update) and not user.devices:
+                    user.devices, user.placed_by = chunk.devices, chunk.placed_by
+                    placed.append(user)
+                    makers += [user] if isinstance(user, Pack) else []
     for total in list(placed):
         if isinstance(total, Accumulate):
             for update in dag.users(total):
@@ -88,11 +91,11 @@ def _transfer(dag: TrainingDAG, ref: Ref, devices: tuple[int, ...], reader: Node
     return (recv.id, 0)
 
 
-def disconnect(dag: TrainingDAG, chunks: Iterable[Chunk]) -> list[Node]:
-    """Remove the transfers of values that `chunks` make; their readers read the values themselves again. Returns the readers."""
+def disconnect(dag: TrainingDAG, makers: Iterable[Node]) -> list[Node]:
+    """Remove the transfers of values that `makers` make; their readers read the values themselves again. Returns the readers."""
     readers: list[Node] = []
-    for chunk in chunks:
-        for send in [user for user in dag.users(chunk) if isinstance(user, Send)]:
+    for maker in makers:
+        for send in [user for user in dag.users(maker) if isinstance(user, Send)]:
             for recv in dag.users(send):
                 for reader in dag.users(recv):
                     dag.substitute(reader, (recv.id, 0), send.inputs[0])

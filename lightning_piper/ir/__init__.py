@@ -1,8 +1,10 @@
 """The training DAG and what it is made of: what a directive rewrites."""
 
+from lightning_piper.ir.buckets import Bucket
 from lightning_piper.ir.dag import TrainingDAG
 from lightning_piper.ir.nodes import (
     Accumulate,
+    AllGather,
     AllReduce,
     Barrier,
     Chunk,
@@ -10,7 +12,10 @@ from lightning_piper.ir.nodes import (
     Cut,
     Metrics,
     Node,
+    Pack,
+    Parameters,
     Recv,
+    ReduceScatter,
     Ref,
     Report,
     Send,
@@ -21,17 +26,22 @@ from lightning_piper.ir.values import Partial, Placement, Replicate, Shard, Slic
 
 __all__ = [
     "Accumulate",
+    "AllGather",
     "AllReduce",
     "Barrier",
+    "Bucket",
     "Chunk",
     "Concat",
     "Cut",
     "Interface",
     "Metrics",
     "Node",
+    "Pack",
+    "Parameters",
     "Partial",
     "Placement",
     "Recv",
+    "ReduceScatter",
     "Ref",
     "Region",
     "Replicate",

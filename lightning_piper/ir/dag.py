@@ -116,7 +116,7 @@ class TrainingDAG:
             self.graph.remove_node(node.id)
 
     def rewire(self, node: Node, **reads: tuple[Ref | None, ...]) -> None:
-        """Change what a node reads (`inputs`, `state`); temporal edges stay."""
+        """Change what a node reads (`inputs`, `state`, `params`); temporal edges stay."""
         for source in {ref[0] for ref in node.reads}:
             edge = self.graph.edges[source, node.id]
             if edge["order"] is None:
@@ -130,8 +130,9 @@ class TrainingDAG:
     def substitute(self, node: Node, old: Ref, new: Ref) -> None:
         """Let `node` read `new` wherever it read `old`."""
         reads: dict[str, tuple[Ref | None, ...]] = {"inputs": tuple(new if ref == old else ref for ref in node.inputs)}
-        if isinstance(node, Chunk) and old in node.state:
+        if isinstance(node, Chunk):
             reads["state"] = tuple(new if ref == old else ref for ref in node.state)
+            reads["params"] = tuple(new if ref == old else ref for ref in node.params)
         self.rewire(node, **reads)
 
     def order(self, before: Node, after: Node, origin: int | None) -> None:

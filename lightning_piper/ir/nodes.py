@@ -56,12 +56,14 @@ class Chunk(Node):
         slice: the samples it works on, counted in the share of its replica: replica r works on the same ones of its own share.
         state: where the current value of each buffer in `Interface.state` comes from; None is the module's own buffer, as
             it was before the step.
+        params: the bucket that brings each parameter in `Interface.params`; None is the device's own copy of it. Empty: all are.
     """
 
     region: int
     kind: str
     slice: Slice
     state: tuple[Ref | None, ...] = ()
+    params: tuple[Ref | None, ...] = ()
 
     @property
     def key(self) -> PassKey:
@@ -69,7 +71,7 @@ class Chunk(Node):
 
     @property
     def reads(self) -> tuple[Ref, ...]:
-        return self.inputs + tuple(ref for ref in self.state if ref is not None)
+        return self.inputs + tuple(ref for ref in self.state + self.params if ref is not None)
 
     @property
     def label(self) -> str:
@@ -93,13 +95,33 @@ class Recv(Node):
 
 @dataclass(kw_only=True)
 class AllReduce(Node):
-    """Sums what the members of its group hold: inputs are `Partial`, the output is `Replicate`.
+    """Sums what the members of its group hold: inputs are `Partial`, the output is `Replicate`."""
+
+
+@dataclass(kw_only=True)
+class ReduceScatter(Node):
+    """Sums a bucket over its group and leaves each member with its shard: the input is `Partial`, the output is `Shard`."""
+
+
+@dataclass(kw_only=True)
+class Parameters(Node):
+    """The shards of a bucket of parameters, as the optimizer left them. Reads nothing, makes a `Shard`.
 
     Attributes:
-        bucket_size: bytes of tensors of one dtype that are summed in one message; None sends each tensor by itself.
+        kept: every member has room for the whole bucket between steps, though only its own shard in it is up to date then.
     """
 
-    bucket_size: int | None = None
+    kept: bool
+
+
+@dataclass(kw_only=True)
+class AllGather(Node):
+    """Brings a bucket's shards together on every member of its group: the input is `Shard`, the output is `Replicate`."""
+
+
+@dataclass(kw_only=True)
+class Pack(Node):
+    """Some tensors of a bundle, laid into the flat tensor of a bucket."""
 
 
 @dataclass(kw_only=True)

@@ -34,7 +34,8 @@ def line_of(dag: TrainingDAG, node: Node) -> str:
     if node.stream != "compute":
         words.append(f"stream={node.stream}")
     if node.reads:
-        words.append("(" + ", ".join(f"%{i}.{k}" for i, k in node.reads) + ")")
+        further = dict.fromkeys(node.reads[len(node.inputs) :])  # a bucket brings several parameters
+        words.append("(" + ", ".join(f"%{i}.{k}" for i, k in (*node.inputs, *further)) + ")")
     if node.outputs:
         shown = []
         for value in node.outputs:

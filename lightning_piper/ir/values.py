@@ -4,8 +4,12 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass, field
+from typing import TYPE_CHECKING
 
 import torch
+
+if TYPE_CHECKING:
+    from lightning_piper.ir.buckets import Bucket
 
 
 @dataclass(frozen=True)
@@ -48,7 +52,7 @@ class Replicate:
 
 @dataclass(frozen=True)
 class Shard:
-    """Member i holds the i-th part along `dim`."""
+    """Member i holds the i-th of equal parts along `dim`."""
 
     dim: int
 
@@ -88,14 +92,16 @@ class Value:
     Attributes:
         kind: as in `regions.Output`; transfers keep the kind of what they carry.
         names: as in `regions.Output`.
-        tensors: their specs.
+        tensors: specs of what each member holds.
         placement: what each member of the node's group holds.
+        bucket: the named parameters (or their gradients) lie in one flat tensor, in this way; None: each is a tensor.
     """
 
     kind: str
     names: tuple[str, ...]
     tensors: tuple[TensorSpec, ...]
     placement: Placement = field(default_factory=Replicate)
+    bucket: Bucket | None = None
 
     @property
     def nbytes(self) -> int:

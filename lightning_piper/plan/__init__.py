@@ -7,6 +7,8 @@ print(plans[0])                     # one line an instruction
 
 from lightning_piper.plan.check import check_plans
 from lightning_piper.plan.compile import compile_plans
+from lightning_piper.plan.gathers import drop_redundant
+from lightning_piper.plan.order import global_order
 from lightning_piper.plan.plan import Plan
 
-__all__ = ["Plan", "check_plans", "compile_plans"]
+__all__ = ["Plan", "check_plans", "compile_plans", "drop_redundant", "global_order"]

@@ -7,7 +7,20 @@ from itertools import zip_longest
 
 from lightning_piper.errors import VerificationError
 from lightning_piper.plan.deadlock import run_symbolically
-from lightning_piper.plan.instructions import Add, Await, Channel, Instruction, Post, Record, Reduce, Report, Retire, Send, Wait
+from lightning_piper.plan.instructions import (
+    Add,
+    Await,
+    Channel,
+    Collective,
+    Group,
+    Instruction,
+    Post,
+    Record,
+    Report,
+    Retire,
+    Send,
+    Wait,
+)
 from lightning_piper.plan.plan import Plan
 
 _PENDING, _READY = "pending", "ready"
@@ -18,7 +31,7 @@ def check_plans(plans: Mapping[int, Plan]) -> None:
 
     Every slot is written before it is read, never read after its last read, and empty at the end; every read on another
     stream is ordered by an event; every channel's messages are sent and received in one order, with the same shapes; every
-    group reduces in one order; every send is retired; every device reports once; and no device waits forever.
+    group communicates in one order; every send is retired; every device reports once; and no device waits forever.
 
     Raises:
         VerificationError: names the device, the instruction and what is wrong.
@@ -66,7 +79,7 @@ def _check_slots(plan: Plan) -> None:
                 _refuse(plan.device, i, instruction, f"slot s{slot} is not its own sum, to which alone it may add in place")
             if isinstance(instruction, Wait) and owner[slot] != instruction.node:
                 _refuse(plan.device, i, instruction, f"slot s{slot} was posted by %{owner[slot]}")
-            if isinstance(instruction, Post | Reduce):
+            if isinstance(instruction, Post | Collective):
                 state[slot], owner[slot] = _PENDING, instruction.node
             else:
                 state[slot] = _READY
@@ -140,19 +153,22 @@ def _check_channels(plans: Mapping[int, Plan]) -> None:
 
 
 def _check_groups(plans: Mapping[int, Plan]) -> None:
-    orders: dict[tuple[int, ...], dict[int, list[int]]] = {}
+    orders: dict[Group, dict[int, list[int]]] = {}
     for plan in plans.values():
         for i, instruction in enumerate(plan.instructions):
-            if isinstance(instruction, Reduce):
-                if plan.device not in instruction.group:
-                    _refuse(plan.device, i, instruction, f"it is not a member of group {instruction.group}")
+            if isinstance(instruction, Collective):
+                if plan.device not in instruction.members:
+                    _refuse(plan.device, i, instruction, f"it is not a member of group {instruction.members}")
                 orders.setdefault(instruction.group, {}).setdefault(plan.device, []).append(instruction.node)
     for group, by_device in sorted(orders.items()):
-        first = by_device.get(group[0], [])
-        for device in group:
+        members, stream = group
+        first = by_device.get(members[0], [])
+        for device in members:
             found = by_device.get(device, [])
             if found != first:
-                raise VerificationError(f"group {group}: device {device} reduces {found}, device {group[0]} reduces {first}")
+                raise VerificationError(
+                    f"group {members}, stream {stream}: device {device} runs {found}, device {members[0]} runs {first}"
+                )
 
 
 def _name(channel: Channel) -> str:

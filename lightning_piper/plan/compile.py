@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from lightning_piper.ir.dag import TrainingDAG
-from lightning_piper.plan.instructions import Reduce, Send
+from lightning_piper.plan.instructions import Collective, Send
 from lightning_piper.plan.lifetimes import mark_last_reads
 from lightning_piper.plan.lower import Lowering
 from lightning_piper.plan.order import global_order
@@ -29,7 +29,7 @@ def compile_plans(dag: TrainingDAG) -> dict[int, Plan]:
         instructions, events = add_events(instructions)
         posts = lowered.posts.values()
         channels = {i.channel for i in instructions if isinstance(i, Send)} | {post.channel for post in posts}
-        groups = {i.group for i in instructions if isinstance(i, Reduce)}
+        groups = {i.group for i in instructions if isinstance(i, Collective)}
         plans[device] = Plan(device, dag.devices(), dag.size, lowered.replica, dag.replicas, lowered.slots, events,
-                             tuple(sorted(channels)), tuple(sorted(groups)), tuple(instructions))  # fmt: skip
+                             tuple(sorted(channels)), tuple(sorted(groups)), lowered.shards, tuple(instructions))  # fmt: skip
     return plans

@@ -6,7 +6,7 @@ from collections import deque
 from collections.abc import Mapping
 
 from lightning_piper.errors import VerificationError
-from lightning_piper.plan.instructions import Channel, Instruction, Post, Reduce, Retire, Send, Wait
+from lightning_piper.plan.instructions import Channel, Collective, Instruction, Post, Retire, Send, Wait
 from lightning_piper.plan.plan import Plan
 
 _Need = tuple[object, ...]
@@ -15,7 +15,7 @@ _Need = tuple[object, ...]
 class _World:
     """What has been issued so far on all devices.
 
-    A wait needs the message to have been sent; retiring a send needs the receive to have been posted; a reduction needs all
+    A wait needs the message to have been sent; retiring a send needs the receive to have been posted; a collective needs all
     members. Nothing else blocks.
     """
 
@@ -44,10 +44,10 @@ class _World:
             number = self._posted[instruction.channel] = self._posted.get(instruction.channel, 0) + 1
             self._number[key] = ("sent", instruction.channel, number)
             happened = ("posted", instruction.channel, number)
-        elif isinstance(instruction, Reduce):
+        elif isinstance(instruction, Collective):
             self._number[key] = ("reduced", instruction.node)
             count = self._members[instruction.node] = self._members.get(instruction.node, 0) + 1
-            if count == len(instruction.group):
+            if count == len(instruction.members):
                 happened = ("reduced", instruction.node)
         if happened is not None:
             self.done.add(happened)

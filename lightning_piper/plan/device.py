@@ -6,6 +6,7 @@ from typing import Any
 
 from lightning_piper.errors import VerificationError
 from lightning_piper.ir import nodes
+from lightning_piper.ir.buckets import Bucket
 from lightning_piper.ir.dag import TrainingDAG
 from lightning_piper.ir.nodes import Node, Ref
 from lightning_piper.plan import instructions as ins
@@ -18,6 +19,14 @@ def about(node: Node) -> dict[str, Any]:
     return {"node": node.id, "label": node.label, "stream": node.stream, "origin": node.origin, "placed_by": node.placed_by}
 
 
+def bucket_of(node: Node) -> Bucket:
+    """The bucket of what a node makes."""
+    bucket = node.outputs[0].bucket
+    if bucket is None:
+        raise VerificationError(f"%{node.id} {node.label} makes {node.outputs[0].label}, which lies in no bucket")
+    return bucket
+
+
 class DevicePlan:
     """The instructions of one device, as they come.
 
@@ -26,6 +35,7 @@ class DevicePlan:
         posts: by id of the receiving node, the post it needs.
         replica: which share of the batch is this device's.
         slots: how many there are.
+        shards: the buckets of parameters that it has one shard of, and whether it keeps the whole of each.
     """
 
     def __init__(self, dag: TrainingDAG, device: int, acks: Acks) -> None:
@@ -38,7 +48,8 @@ class DevicePlan:
         self._source: dict[int, str] = {}  # slot -> `Deliver.source`
         self._sent: dict[int, tuple[ins.Send, str]] = {}  # with the stream on which the value was made
         self._stream: dict[int, str] = {}
-        self._reducing: dict[int, int] = {}  # all-reduce -> its slot, which is pending
+        self.shards = {bucket_of(p): p.kept for p in dag.of_type(nodes.Parameters) if device in p.devices}
+        self._pending: dict[int, int] = {}  # collective -> its slot
 
     def emit(self, instruction: Instruction) -> None:
         self.instructions.append(instruction)
@@ -73,9 +84,14 @@ class DevicePlan:
                 )
             if isinstance(maker, nodes.Recv):
                 self._receive(maker)
-            elif isinstance(maker, nodes.AllReduce):
-                self._slot[ref] = self._reducing.pop(maker.id)
+            elif maker.id in self._pending:
+                self._slot[ref] = self._pending.pop(maker.id)
                 self.emit(ins.Wait(**about(maker), writes=(self._slot[ref],)))
+            elif isinstance(maker, nodes.Pack):
+                source, bucket = self.read(maker.inputs[0], maker), bucket_of(maker)
+                slot = self.new_slot(ref, "sum", maker.stream)
+                self.emit(ins.Pack(**about(maker), reads=(source,), writes=(slot,), bucket=bucket,
+                                   take=self.taken(maker)))  # fmt: skip
             elif isinstance(maker, nodes.Cut):
                 whole = self.read(maker.inputs[0], maker)
                 slot = self.new_slot(ref, self._source[whole.slot], maker.stream)
@@ -99,11 +115,27 @@ class DevicePlan:
         self._sent[node.id] = (send, self._stream[source.slot])
         self.acks.send(channel, node.id)
 
-    def reduce(self, node: nodes.AllReduce) -> None:
-        own = tuple(self.read(ref, node) for ref in node.inputs if self.has(ref))
-        slot = self._reducing[node.id] = self.new_slot(None, "sum", node.stream)
-        self.emit(ins.Reduce(**about(node), reads=own, writes=(slot,), group=node.devices, tensors=node.outputs[0].tensors,
-                             bucket_size=node.bucket_size))  # fmt: skip
+    def collective(self, node: nodes.AllReduce | nodes.ReduceScatter | nodes.AllGather) -> None:
+        """Start it; whoever reads its value waits for it."""
+        if isinstance(node, nodes.AllGather):
+            reads: tuple[Read, ...] = ()  # the shard is no value of the step
+        else:
+            reads = tuple(self.read(ref, node) for ref in node.inputs if self.has(ref))
+        slot = self._pending[node.id] = self.new_slot(None, "sum", node.stream)
+        fields: dict[str, Any] = {**about(node), "reads": reads, "writes": (slot,), "members": node.devices}
+        value = node.outputs[0]
+        if isinstance(node, nodes.AllReduce):
+            self.emit(ins.Reduce(**fields, tensors=value.tensors, bucket=value.bucket))
+        elif isinstance(node, nodes.ReduceScatter):
+            self.emit(ins.ReduceScatter(**fields, bucket=bucket_of(node)))
+        else:
+            self.emit(ins.AllGather(**fields, bucket=bucket_of(node), kept=self.shards[bucket_of(node)]))
+
+    def taken(self, node: nodes.Pack) -> tuple[int, ...]:
+        """Which tensors of the bundle it reads a pack takes."""
+        names = self.dag.value(node.inputs[0]).names
+        where = dict(zip(names, range(len(names)), strict=True))
+        return tuple(where[name] for name in bucket_of(node).names)
 
     def _receive(self, node: nodes.Recv) -> None:
         message = node.inputs[0][0]

@@ -7,31 +7,46 @@ that came too early are held.
 
 from __future__ import annotations
 
-from lightning_piper.ir.nodes import Node
+from typing import Any
+
+from lightning_piper.ir.nodes import Accumulate, Node, Pack
 from lightning_piper.plan import instructions as ins
-from lightning_piper.plan.device import DevicePlan, about
+from lightning_piper.plan.device import DevicePlan, about, bucket_of
 from lightning_piper.plan.instructions import Read
 
 
 class Fold:
-    """The sum of a node's inputs on one device. `total` is its slot so far."""
+    """The sum of a node's inputs on one device. `total` is its slot so far.
+
+    Packed terms are not packed one by one: what they pack is added to the flat sum.
+
+    Attributes:
+        terms: the values that are added up.
+    """
 
     def __init__(self, plan: DevicePlan, node: Node) -> None:
         self._plan, self._node = plan, node
         self._there: set[int] = set()
         self._added = 0
         self.total = -1
+        self.terms = node.inputs
+        self._flat: dict[str, Any] = {}
+        makers = [plan.dag.nodes[ref[0]] for ref in node.inputs]
+        packs = [maker for maker in makers if isinstance(maker, Pack)]
+        if isinstance(node, Accumulate) and len(packs) == len(makers) > 1:
+            self.terms = tuple(pack.inputs[0] for pack in packs)
+            self._flat = {"bucket": bucket_of(packs[0]), "take": plan.taken(packs[0])}
 
     def offer(self, index: int) -> None:
         """The term is there. A term that is already there may be offered again."""
         self._there.add(index)
-        while self._added < len(self._node.inputs) and self._added in self._there:
-            self._add(self._plan.read(self._node.inputs[self._added], self._node))
+        while self._added < len(self.terms) and self._added in self._there:
+            self._add(self._plan.read(self.terms[self._added], self._node))
             self._added += 1
 
     def complete(self) -> int:
         """Add whatever is missing and return the slot of the sum."""
-        for index in range(self._added, len(self._node.inputs)):
+        for index in range(self._added, len(self.terms)):
             self.offer(index)
         return self.total
 
@@ -40,6 +55,6 @@ class Fold:
             self.total = term.slot
         elif self._added == 1:
             first, self.total = self.total, self._plan.new_slot(None, "sum", self._node.stream)
-            self._plan.emit(ins.Add(**about(self._node), reads=(Read(first), term), writes=(self.total,)))
+            self._plan.emit(ins.Add(**about(self._node), reads=(Read(first), term), writes=(self.total,), **self._flat))
         else:
-            self._plan.emit(ins.Add(**about(self._node), reads=(term,), writes=(self.total,), in_place=True))
+            self._plan.emit(ins.Add(**about(self._node), reads=(term,), writes=(self.total,), in_place=True, **self._flat))

@@ -9,10 +9,13 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import ClassVar
 
+from lightning_piper.ir.buckets import Bucket
 from lightning_piper.ir.regions import PassKey
 from lightning_piper.ir.values import Slice, TensorSpec
 
 Channel = tuple[int, int]  # (sending device, receiving device)
+Group = tuple[tuple[int, ...], str]  # devices that communicate together, on a logical stream: one communicator
+Place = tuple[int, int]  # (index of a bundle in `reads`, tensor in the bundle)
 
 
 @dataclass(frozen=True, slots=True)
@@ -82,16 +85,19 @@ class Run(Instruction):
     Attributes:
         key: region and pass.
         slice: the samples.
-        inputs: how many of `reads` are the chunk's inputs; further ones hold buffers that an earlier chunk changed.
+        inputs: how many of `reads` are the chunk's inputs; further ones hold buffers that an earlier chunk changed, and
+            parameters that were gathered.
         state: for each buffer in `Interface.state` the place of its value (index in `reads`, tensor in the bundle), or
             None for the module's own buffer.
+        params: the same for each parameter in `Interface.params`; None for the device's own copy. Empty: all are.
     """
 
     op: ClassVar[str] = "run"
     key: PassKey
     slice: Slice
     inputs: int
-    state: tuple[tuple[int, int] | None, ...] = ()
+    state: tuple[Place | None, ...] = ()
+    params: tuple[Place | None, ...] = ()
 
     def details(self) -> list[str]:
         return [self.label, str(self.slice), *super().details()]
@@ -138,26 +144,67 @@ class Post(Instruction):
 
 @dataclass(frozen=True, kw_only=True)
 class Wait(Instruction):
-    """Wait for what a `Post` or `Reduce` of the same node started; the slot is readable afterwards."""
+    """Wait for what a `Post` or a `Collective` of the same node started; the slot is readable afterwards."""
 
     op: ClassVar[str] = "wait"
 
 
 @dataclass(frozen=True, kw_only=True)
-class Reduce(Instruction):
-    """Add up the bundles read (zeros if there are none) and start to sum them over `group`; does not wait.
+class Collective(Instruction):
+    """Start an operation of all `members`; does not wait. The slot is pending until `Wait`."""
+
+    members: tuple[int, ...]
+
+    @property
+    def group(self) -> Group:
+        return (self.members, self.stream)
+
+    def details(self) -> list[str]:
+        return [*super().details(), "over", ",".join(map(str, self.members))]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Reduce(Collective):
+    """Add up the bundles read (zeros if there are none) and sum them over the members.
 
     Attributes:
-        bucket_size: bytes of tensors of one dtype that are summed in one message; None sends each tensor by itself.
+        tensors: what is summed.
+        bucket: one flat tensor is summed, in place: its maker made it for that.
     """
 
     op: ClassVar[str] = "reduce"
-    group: tuple[int, ...]
     tensors: tuple[TensorSpec, ...]
-    bucket_size: int | None = None
+    bucket: Bucket | None = None
 
-    def details(self) -> list[str]:
-        return [*super().details(), "over", ",".join(map(str, self.group))]
+
+@dataclass(frozen=True, kw_only=True)
+class ReduceScatter(Collective):
+    """Sum a flat tensor over the members; each gets its shard of the sum."""
+
+    op: ClassVar[str] = "reduce_scatter"
+    bucket: Bucket
+
+
+@dataclass(frozen=True, kw_only=True)
+class AllGather(Collective):
+    """Bring the members' shards of a bucket of parameters together; the slot gets the parameters.
+
+    Attributes:
+        kept: into the flat tensor that this device keeps between steps, and that has its own shard in place.
+    """
+
+    op: ClassVar[str] = "all_gather"
+    bucket: Bucket
+    kept: bool
+
+
+@dataclass(frozen=True, kw_only=True)
+class Pack(Instruction):
+    """Lay tensors of a bundle into a new flat tensor. `take` are their indices in the bundle, in the order of the bucket."""
+
+    op: ClassVar[str] = "pack"
+    bucket: Bucket
+    take: tuple[int, ...]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -189,10 +236,17 @@ class Concat(Instruction):
 @dataclass(frozen=True, kw_only=True)
 class Add(Instruction):
     """One step of a sum. The first two terms are added into new tensors, for the first may be an alias of anything; from
-    then on the sum (`in_place`, the only slot written more than once) belongs to nobody else and is added to in place."""
+    then on the sum (`in_place`, the only slot written more than once) belongs to nobody else and is added to in place.
+
+    Attributes:
+        in_place: the one bundle read is added to what the slot holds.
+        bucket, take: the sum is a flat tensor, the terms are bundles as `Pack` reads them.
+    """
 
     op: ClassVar[str] = "add"
     in_place: bool = False
+    bucket: Bucket | None = None
+    take: tuple[int, ...] = ()
 
     def details(self) -> list[str]:
         if self.in_place:
@@ -228,12 +282,16 @@ class Deliver(Instruction):
         names: of the parameters or buffers, one for each tensor.
         source: `sum` if the tensors are sums made here, which nothing else refers to; `chunk` if a chunk made them, so they
             may be aliases of each other or of what it read; `peer` if they were received.
+        bucket: what is read is a flat tensor, or a shard of one.
+        shard: index of the shard; None if it is whole.
     """
 
     op: ClassVar[str] = "deliver"
     kind: str
     names: tuple[str, ...]
     source: str
+    bucket: Bucket | None = None
+    shard: int | None = None
 
     def details(self) -> list[str]:
         return [*super().details(), "as", f"{self.kind}:" + ",".join(self.names)]

@@ -9,6 +9,7 @@ from lightning_piper.ir import nodes
 from lightning_piper.ir.build import reductions
 from lightning_piper.ir.dag import TrainingDAG
 from lightning_piper.ir.nodes import Node, Ref
+from lightning_piper.ir.values import Shard
 from lightning_piper.plan import instructions as ins
 from lightning_piper.plan.acks import Acks
 from lightning_piper.plan.device import DevicePlan, about
@@ -33,10 +34,10 @@ class Lowering:
         self._received: dict[int, list[Ref]] = {device: [] for device in self.plans}  # terms from other devices, since then
         self._emit: dict[type[Node], Callable[[DevicePlan, Node], None]] = {
             nodes.Chunk: self._chunk, nodes.Send: self._send, nodes.Recv: self._recv, nodes.Accumulate: self._accumulate,
-            nodes.Update: self._update, nodes.Metrics: self._metrics, nodes.AllReduce: self._all_reduce,
-            nodes.Report: self._report,
-            # The first two come to be when they are first read, the last has had its effect on the order.
-            **dict.fromkeys((nodes.Cut, nodes.Concat, nodes.Barrier), lambda plan, node: None),
+            nodes.Update: self._update, nodes.Metrics: self._metrics, nodes.Report: self._report,
+            **dict.fromkeys((nodes.AllReduce, nodes.ReduceScatter, nodes.AllGather), self._collective),
+            # These come to be when they are first read, the last two have had their effect.
+            **dict.fromkeys((nodes.Cut, nodes.Concat, nodes.Pack, nodes.Parameters, nodes.Barrier), lambda plan, node: None),
         }  # fmt: skip
 
     def run(self, order: list[Node]) -> None:
@@ -59,7 +60,7 @@ class Lowering:
                 self._read.update((device, ref) for ref in node.reads)
                 if isinstance(node, nodes.Accumulate):
                     fold = self._folds[device, node.id] = Fold(self.plans[device], node)
-                    for i, ref in enumerate(node.inputs):
+                    for i, ref in enumerate(fold.terms):
                         self._terms.setdefault((device, ref), []).append((fold, i))
 
     def _offer(self, plan: DevicePlan) -> None:
@@ -82,10 +83,16 @@ class Lowering:
                 place[ref] = len(reads)
                 reads.append(plan.read(ref, node))
             state.append((place[ref], self._dag.value(ref).names.index(name)))
+        params: list[tuple[int, int] | None] = []
+        for name, ref in zip(self._dag.interface(node).params, node.params, strict=False):
+            if ref is not None and ref not in place:
+                place[ref] = len(reads)
+                reads.append(plan.read(ref, node))
+            params.append(None if ref is None else (place[ref], self._dag.value(ref).names.index(name)))
         refs = [(node.id, i) for i in range(len(node.outputs))]
         writes = tuple(plan.new_slot(ref, "chunk", node.stream) if (plan.device, ref) in self._read else None for ref in refs)
         plan.emit(ins.Run(**about(node), reads=tuple(reads), writes=writes, key=node.key, slice=node.slice,
-                          inputs=len(node.inputs), state=tuple(state)))  # fmt: skip
+                          inputs=len(node.inputs), state=tuple(state), params=tuple(params)))  # fmt: skip
         # What was received before this chunk has had its time to arrive.
         self._made[plan.device] = refs + self._received[plan.device]
         self._received[plan.device] = []
@@ -107,8 +114,9 @@ class Lowering:
     def _update(self, plan: DevicePlan, node: Node) -> None:
         value = self._dag.value(node.inputs[0])
         total = Fold(plan, node).complete()
+        shard = plan.replica if isinstance(value.placement, Shard) else None
         plan.emit(ins.Deliver(**about(node), reads=(Read(total),), kind=value.kind, names=value.names,
-                              source=plan.source(total)))  # fmt: skip
+                              source=plan.source(total), bucket=value.bucket, shard=shard))  # fmt: skip
 
     def _metrics(self, plan: DevicePlan, node: Node) -> None:
         assert isinstance(node, nodes.Metrics)
@@ -118,9 +126,11 @@ class Lowering:
         plan.emit(ins.Merge(**about(node), reads=reads, writes=(slot,), metrics=node.metrics, weights=weights,
                             reductions=self._reductions, replica=plan.replica, replicas=self._dag.replicas))  # fmt: skip
 
-    def _all_reduce(self, plan: DevicePlan, node: Node) -> None:
-        assert isinstance(node, nodes.AllReduce)
-        plan.reduce(node)
+    def _collective(self, plan: DevicePlan, node: Node) -> None:
+        assert isinstance(node, nodes.AllReduce | nodes.ReduceScatter | nodes.AllGather)
+        plan.collective(node)
+        if (plan.device, (node.id, 0)) in self._terms:
+            self._received[plan.device].append((node.id, 0))
 
     def _report(self, plan: DevicePlan, node: Node) -> None:
         own = tuple(plan.read(ref, node) for ref in node.inputs if plan.has(ref))

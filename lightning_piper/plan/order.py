@@ -13,7 +13,8 @@ import networkx as nx
 
 from lightning_piper.errors import VerificationError
 from lightning_piper.ir.dag import TrainingDAG
-from lightning_piper.ir.nodes import Chunk, Metrics, Node, Recv, Report, Send, Update
+from lightning_piper.ir.nodes import AllGather, Chunk, Metrics, Node, Parameters, Recv, Report, Send, Update
+from lightning_piper.plan.gathers import with_gathers
 
 Priority = tuple[int, int, int, int]
 
@@ -39,15 +40,23 @@ def _receives(dag: TrainingDAG, node: Node) -> bool:
 
 
 def global_order(dag: TrainingDAG) -> list[Node]:
-    """A topological order of the DAG by `priority` (Kahn 1962, with a heap), n log n in its nodes.
+    """A topological order of the DAG by `priority` (Kahn 1962, with a heap), n log n in its nodes. Gathers of parameters, which
+    wait for nothing, come where `with_gathers` puts them.
 
     Raises:
         VerificationError: the edges have a cycle, which is printed.
     """
     missing = {node_id: degree for node_id, degree in dag.graph.in_degree() if degree}
-    heap = [priority(dag, node) for node in dag.nodes.values() if node.id not in missing]
+    order: list[Node] = list(dag.of_type(Parameters))
+    gathers = list(dag.of_type(AllGather))
+    for source in (*order, *gathers):
+        for successor in dag.graph.successors(source.id):
+            missing[successor] -= 1
+            if not missing[successor]:
+                del missing[successor]
+    apart = {node.id for node in (*order, *gathers)}
+    heap = [priority(dag, node) for node in dag.nodes.values() if node.id not in missing and node.id not in apart]
     heapq.heapify(heap)
-    order: list[Node] = []
     while heap:
         node = dag.nodes[heapq.heappop(heap)[-1]]
         order.append(node)
@@ -55,8 +64,8 @@ def global_order(dag: TrainingDAG) -> list[Node]:
             missing[successor] -= 1
             if not missing[successor]:
                 heapq.heappush(heap, priority(dag, dag.nodes[successor]))
-    if len(order) < len(dag.nodes):
+    if len(order) + len(gathers) < len(dag.nodes):
         cycle = [a for a, _ in nx.find_cycle(dag.graph.subgraph([i for i, degree in missing.items() if degree]))]
         shown = " -> ".join(f"%{i} {dag.nodes[i].label}" for i in [*cycle, cycle[0]])
         raise VerificationError(f"the training DAG has a cycle: {shown}")
-    return order
+    return with_gathers(dag, order)

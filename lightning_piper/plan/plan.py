@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 
-from lightning_piper.plan.instructions import Channel, Instruction
+from lightning_piper.ir.buckets import Bucket
+from lightning_piper.plan.instructions import Channel, Group, Instruction
 
 
 @dataclass(frozen=True)
@@ -17,7 +19,8 @@ class Plan:
     slots: number of value slots.
     events: number of events between streams.
     channels: the directed channels it sends or receives on, sorted.
-    groups: the device groups it reduces over, sorted.
+    groups: the device groups it communicates in, each on one stream, sorted.
+    shards: the buckets of parameters of which it has one shard, and whether it keeps room for the whole of each.
     instructions: in the order in which they are issued.
     """
 
@@ -29,7 +32,8 @@ class Plan:
     slots: int
     events: int
     channels: tuple[Channel, ...]
-    groups: tuple[tuple[int, ...], ...]
+    groups: tuple[Group, ...]
+    shards: Mapping[Bucket, bool]
     instructions: tuple[Instruction, ...]
 
     @property

@@ -16,16 +16,19 @@ All devices in one process:
     results = run_local(executors, leaves, seed=0, scale=1.0)        # list[StepResult], one an executor
 
 `params` and `buffers` map canonical names to tensors; only those that the plan's chunks use are looked up. They are bound once:
-changing them in place (an optimizer, `load_state_dict`) is seen, replacing them needs a new executor. `leaves` are the
+changing them in place (an optimizer, `load_state_dict`) is seen, replacing them needs a new executor. Where a plan has shards of
+parameters, `Executor(..., shards=shards_of(plan, params, device))` holds them. `leaves` are the
 tensors of the global batch, in the order of `StepCode.batch_specs`, on the executor's device.
 
 `StepResult.grads`: parameter name -> gradient, for the parameters updated on this device; nothing else refers to these
-tensors. `StepResult.metrics`: float64 vector, places as in `ir.build.metric_names`. The module's buffers have their new
+tensors. Of parameters in shards it has this device's piece, in one dimension; `joined(plans, results)` puts the pieces together.
+`StepResult.metrics`: float64 vector, places as in `ir.build.metric_names`. The module's buffers have their new
 values when `step` returns. A failing instruction raises `ExecutionError`.
 """
 
 from lightning_piper.runtime.executor import Executor, StepResult
 from lightning_piper.runtime.local import LocalTransport, run_local
 from lightning_piper.runtime.process import ProcessTransport
+from lightning_piper.runtime.shards import joined, shards_of
 
-__all__ = ["Executor", "LocalTransport", "ProcessTransport", "StepResult", "run_local"]
+__all__ = ["Executor", "LocalTransport", "ProcessTransport", "StepResult", "joined", "run_local", "shards_of"]

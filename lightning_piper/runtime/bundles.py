@@ -2,17 +2,19 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 
 import torch
 
-from lightning_piper.ir.values import TensorSpec
-from lightning_piper.plan.instructions import Add, Concat, Cut, Reduce
+from lightning_piper.ir.buckets import Bucket
+from lightning_piper.plan.instructions import Add, Concat, Cut, Instruction, Pack, Reduce
 from lightning_piper.runtime.transport import Bound, Bundle, Slots
 from lightning_piper.runtime.wire import restride
 
 
-def bind_add(instruction: Add, slots: Slots) -> Bound:
+def bind_add(instruction: Add, slots: Slots, device: torch.device) -> Bound:
+    if instruction.bucket is not None:
+        return _bind_add_flat(instruction, instruction.bucket, slots, device)
     if instruction.in_place:
         return _bind_add_in_place(instruction, slots)
     (left, right), into = instruction.reads, instruction.into
@@ -46,6 +48,48 @@ def _bind_add_in_place(instruction: Add, slots: Slots) -> Bound:
     return add
 
 
+def _bind_add_flat(instruction: Add, bucket: Bucket, slots: Slots, device: torch.device) -> Bound:
+    """Terms are bundles, the sum is one flat tensor."""
+    reads, into, take = instruction.reads, instruction.into, instruction.take
+    alike = all(spec.dtype == bucket.dtype for spec in bucket.tensors)
+
+    def read(k: int) -> list[torch.Tensor]:
+        bundle = slots[reads[k].slot]
+        if reads[k].last:
+            slots[reads[k].slot] = None
+        return [bundle[i] for i in take]
+
+    def begin() -> None:
+        flat = bucket.empty(device)
+        for view, x, y in zip(bucket.views(flat), read(0), read(1), strict=True):
+            if alike:
+                torch.add(x, y, out=view)
+            else:  # in the dtype of the sum, not in that of the terms
+                view.copy_(x).add_(y)
+        slots[into] = (flat,)
+
+    def add() -> None:
+        for view, x in zip(bucket.views(slots[into][0]), read(0), strict=True):
+            view.add_(x)
+
+    return add if instruction.in_place else begin
+
+
+def bind_pack(instruction: Pack, slots: Slots, device: torch.device) -> Bound:
+    (source,), into, bucket, take = instruction.reads, instruction.into, instruction.bucket, instruction.take
+
+    def pack() -> None:
+        bundle = slots[source.slot]
+        if source.last:
+            slots[source.slot] = None
+        flat = bucket.empty(device)
+        for view, i in zip(bucket.views(flat), take, strict=True):
+            view.copy_(bundle[i])
+        slots[into] = (flat,)
+
+    return pack
+
+
 def bind_cut(instruction: Cut, slots: Slots) -> Bound:
     (source,), into, specs = instruction.reads, instruction.into, instruction.tensors
     dim, start, length = instruction.dim, instruction.start, instruction.stop - instruction.start
@@ -76,6 +120,8 @@ def bind_concat(instruction: Concat, slots: Slots) -> Bound:
 def read_sum(instruction: Reduce, slots: Slots, device: torch.device) -> Callable[[], Bundle]:
     """A function that gives this device's part of a reduction, in tensors of its own."""
     reads, specs = instruction.reads, instruction.tensors
+    if instruction.bucket is not None and all(read.last for read in reads):
+        return take(instruction, slots)  # made for this, and read by nobody else
 
     def total() -> Bundle:
         if not reads:
@@ -92,15 +138,15 @@ def read_sum(instruction: Reduce, slots: Slots, device: torch.device) -> Callabl
     return total
 
 
-def buckets_of(tensors: Sequence[TensorSpec], size: int) -> list[list[int]]:
-    """Indices of tensors that travel together: of one dtype, in order, until a bucket has `size` bytes."""
-    buckets: list[list[int]] = []
-    open_: dict[torch.dtype, tuple[list[int], int]] = {}
-    for i, spec in enumerate(tensors):
-        bucket, filled = open_.get(spec.dtype, ([], size))
-        if filled >= size:
-            bucket, filled = [], 0
-            buckets.append(bucket)
-        bucket.append(i)
-        open_[spec.dtype] = (bucket, filled + spec.nbytes)
-    return buckets
+def take(instruction: Instruction, slots: Slots) -> Callable[[], Bundle]:
+    """A function that gives the only bundle that the instruction reads, and empties its slot if that is its last read."""
+    (read,) = instruction.reads
+    slot, last = read.slot, read.last
+
+    def taken() -> Bundle:
+        bundle: Bundle = slots[slot]
+        if last:
+            slots[slot] = None
+        return bundle
+
+    return taken

@@ -52,15 +52,18 @@ class ChunkBinder:
         """Where the code's arguments are, in the order of `Interface`."""
         interface = self._whole.interfaces[run.key]
         parts: list[Part] = [(read.slot, None) for read in run.reads[: run.inputs]]
-        constant = [self._find(run, "parameter", name, self._params) for name in interface.params]
-        constant += [self._find(run, "buffer", name, self._buffers) for name in interface.buffers]
-        for name, place in zip(interface.state, run.state, strict=True):
-            if place is None:
-                constant.append(self._find(run, "buffer", name, self._buffers))
-                continue
-            parts += self._bound(constant)
-            constant = []
-            parts.append((run.reads[place[0]].slot, place[1]))
+        own = (None,) * len(interface.buffers)
+        params = zip(interface.params, run.params or (None,) * len(interface.params), strict=True)
+        buffers = zip(interface.buffers + interface.state, own + run.state, strict=True)
+        constant: list[torch.Tensor] = []
+        for kind, tensors, places in (("parameter", self._params, params), ("buffer", self._buffers, buffers)):
+            for name, place in places:
+                if place is None:
+                    constant.append(self._find(run, kind, name, tensors))
+                    continue
+                parts += self._bound(constant)
+                constant = []
+                parts.append((run.reads[place[0]].slot, place[1]))
         parts += self._bound(constant)
         for leaf in interface.batch:
             samples = run.slice if self._whole.batch_specs[leaf].shape else None

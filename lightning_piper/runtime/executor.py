@@ -8,11 +8,12 @@ from dataclasses import dataclass
 import torch
 
 from lightning_piper.errors import ExecutionError
+from lightning_piper.ir.buckets import Bucket
 from lightning_piper.ir.regions import Step
 from lightning_piper.plan import instructions as ins
 from lightning_piper.plan.instructions import Instruction
 from lightning_piper.plan.plan import Plan
-from lightning_piper.runtime.bundles import bind_add, bind_concat, bind_cut
+from lightning_piper.runtime.bundles import bind_add, bind_concat, bind_cut, bind_pack
 from lightning_piper.runtime.chunks import ChunkBinder
 from lightning_piper.runtime.metrics import bind_merge, bind_report
 from lightning_piper.runtime.outbox import Outbox
@@ -25,8 +26,9 @@ class StepResult:
     """What one device has after a step.
 
     Attributes:
-        grads: parameter name -> gradient of the weighted loss times `scale`, of the parameters updated on this device. The
-            tensors share memory with nothing else.
+        grads: parameter name -> gradient of the weighted loss times `scale`, of the parameters updated on this device. Of a
+            parameter of which the device has a shard, the gradient of its piece, in one dimension (`Bucket.pieces`). The tensors
+            overlap with nothing else.
         metrics: float64 vector of the step's loss and logged tensors, unscaled, in the order of `ir.build.metric_names`.
     """
 
@@ -44,6 +46,8 @@ class Executor:
             change in place, tensors may not be replaced.
         transport: connects this device with the others.
         device: where the tensors are.
+        shards: for each bucket in `Plan.shards` the flat tensor that this device keeps of it between steps: the whole bucket, with
+            this device's shard up to date, or that shard alone. Bound once, like `params`.
 
     Raises:
         ExecutionError: a parameter or buffer is missing.
@@ -51,7 +55,7 @@ class Executor:
 
     def __init__(
         self, plan: Plan, step: Step, params: Mapping[str, torch.Tensor], buffers: Mapping[str, torch.Tensor],
-        transport: Transport, device: torch.device,
+        transport: Transport, device: torch.device, shards: Mapping[Bucket, torch.Tensor] | None = None,
     ) -> None:  # fmt: skip
         if device.type == "cuda" and device.index is None:
             device = torch.device("cuda", torch.cuda.current_device())
@@ -62,6 +66,7 @@ class Executor:
         self._chunks = ChunkBinder(plan, step, params, buffers, self._slots, device)
         self._outbox = Outbox(buffers, self._chunks.given)
         self._endpoint = transport.endpoint(plan, device)
+        self._shards = _checked(plan, shards or {})
         self._streams = streams_of(plan, device, own_compute=self._endpoint.hands_over)
         self._code: list[Bound] = []
         self._source: list[int] = []  # bound instruction -> instruction of the plan
@@ -94,8 +99,14 @@ class Executor:
                 return endpoint.wait(instruction, slots)
             case ins.Reduce():
                 return endpoint.reduce(instruction, slots)
+            case ins.ReduceScatter():
+                return endpoint.reduce_scatter(instruction, slots)
+            case ins.AllGather():
+                return endpoint.all_gather(instruction, slots, self._shards[instruction.bucket])
+            case ins.Pack():
+                return bind_pack(instruction, slots, self._device)
             case ins.Add():
-                return bind_add(instruction, slots)
+                return bind_add(instruction, slots, self._device)
             case ins.Cut():
                 return bind_cut(instruction, slots)
             case ins.Concat():
@@ -185,3 +196,16 @@ class Executor:
         if self.position == len(self._code):
             return f"device {self.plan.device} is done"
         return f"device {self.plan.device} waits in {self.plan.instructions[self._source[self.position]].where}"
+
+
+def _checked(plan: Plan, shards: Mapping[Bucket, torch.Tensor]) -> Mapping[Bucket, torch.Tensor]:
+    for bucket, kept in plan.shards.items():
+        wanted = bucket.numel if kept else bucket.shard
+        found = shards.get(bucket)
+        if found is None or found.shape != (wanted,) or found.dtype != bucket.dtype:
+            names = ", ".join(bucket.names[:3])
+            given = "nothing" if found is None else f"{found.dtype}{list(found.shape)}"
+            raise ExecutionError(
+                f"device {plan.device}: the bucket of {names} needs a flat tensor {bucket.dtype}[{wanted}], it was given {given}"
+            )
+    return shards

@@ -2,23 +2,25 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 
 import torch
 
 from lightning_piper.errors import ExecutionError
-from lightning_piper.plan.instructions import Channel, Post, Reduce, Retire, Send, Wait
+from lightning_piper.plan.instructions import AllGather, Channel, Collective, Post, Reduce, ReduceScatter, Retire, Send, Wait
 from lightning_piper.plan.plan import Plan
-from lightning_piper.runtime.bundles import read_sum
+from lightning_piper.runtime.bundles import read_sum, take
 from lightning_piper.runtime.executor import Executor, StepResult
 from lightning_piper.runtime.streams import Arrival, arrival
 from lightning_piper.runtime.transport import BLOCKED, Bound, Bundle, Slots
 
+_Together = Callable[[list[Bundle]], Bundle]
+
 
 @dataclass
 class _Meeting:
-    """One reduction: what each member brought, and how many have taken the sum."""
+    """One collective: what each member brought, and how many have taken what it makes."""
 
     parts: dict[int, tuple[Bundle, Arrival]] = field(default_factory=dict)
     taken: int = 0
@@ -38,7 +40,7 @@ class LocalTransport:
             for instruction in plan.instructions:
                 if isinstance(instruction, Send):
                     self.messages.setdefault(instruction.channel, []).append(None)
-                elif isinstance(instruction, Reduce):
+                elif isinstance(instruction, Collective):
                     self.meetings.setdefault(instruction.node, _Meeting())
 
     def endpoint(self, plan: Plan, device: torch.device) -> LocalEndpoint:
@@ -55,13 +57,13 @@ class LocalEndpoint:
         self._sent: dict[Channel, int] = {}
         self._posted: dict[Channel, int] = {}
         self._post: dict[int, tuple[Channel, int]] = {}  # node -> its message
-        self._group: dict[int, tuple[int, ...]] = {}  # node -> members of its reduction
+        self._meet: dict[int, tuple[tuple[int, ...], _Together]] = {}  # collective -> its members, and what it makes of their parts
 
     def reset(self) -> None:
         for channel, messages in self._transport.messages.items():
             if self._plan.device in channel:
                 messages[:] = [None] * len(messages)
-        for node in self._group:
+        for node in self._meet:
             self._transport.meetings[node] = _Meeting()
 
     def send(self, instruction: Send, slots: Slots) -> Bound:
@@ -88,21 +90,41 @@ class LocalEndpoint:
         self._post[instruction.node] = (instruction.channel, number)
 
     def reduce(self, instruction: Reduce, slots: Slots) -> Bound:
+        return self._bring(instruction, read_sum(instruction, slots, self._device), _summed)
+
+    def reduce_scatter(self, instruction: ReduceScatter, slots: Slots) -> Bound:
+        own, count = instruction.members.index(self._plan.device), len(instruction.members)
+        return self._bring(instruction, take(instruction, slots), lambda parts: _summed([(p[0].chunk(count)[own],) for p in parts]))
+
+    def all_gather(self, instruction: AllGather, slots: Slots, own: torch.Tensor) -> Bound:
+        bucket, position = instruction.bucket, instruction.members.index(self._plan.device)
+        shard = own.chunk(bucket.members)[position] if instruction.kept else own
+
+        def whole(parts: list[Bundle]) -> Bundle:
+            if not instruction.kept:
+                return bucket.views(torch.cat([part for (part,) in parts]))
+            for place, (part,) in zip(own.chunk(bucket.members), parts, strict=True):
+                if place.data_ptr() != part.data_ptr():  # its own, and what devices share that keep it together
+                    place.copy_(part)
+            return bucket.views(own)
+
+        return self._bring(instruction, lambda: (shard,), whole)
+
+    def _bring(self, instruction: Collective, part: Callable[[], Bundle], together: _Together) -> Bound:
         transport, node, member = self._transport, instruction.node, self._plan.device
-        total = read_sum(instruction, slots, self._device)
-        self._group[node] = instruction.group
+        self._meet[node] = (instruction.members, together)
         mark = arrival(self._device)
 
-        def reduce() -> None:
-            part = total()
+        def bring() -> None:
+            brought = part()
             mark.record()
-            transport.meetings[node].parts[member] = (part, mark)
+            transport.meetings[node].parts[member] = (brought, mark)
 
-        return reduce
+        return bring
 
     def wait(self, instruction: Wait, slots: Slots) -> Bound:
-        if instruction.node in self._group:
-            return self._wait_reduced(instruction, slots)
+        if instruction.node in self._meet:
+            return self._wait_for_all(instruction, slots)
         channel, number = self._post[instruction.node]
         messages, slot, device = self._transport.messages[channel], instruction.into, self._device
 
@@ -116,26 +138,30 @@ class LocalEndpoint:
 
         return wait
 
-    def _wait_reduced(self, instruction: Wait, slots: Slots) -> Bound:
+    def _wait_for_all(self, instruction: Wait, slots: Slots) -> Bound:
         transport, node, slot, device = self._transport, instruction.node, instruction.into, self._device
-        group = self._group[node]
+        members, together = self._meet[node]
 
         def wait() -> object:
             meeting = transport.meetings[node]
-            if len(meeting.parts) < len(group):
+            if len(meeting.parts) < len(members):
                 return BLOCKED
-            parts = [mark.take(part, device) for part, mark in (meeting.parts[member] for member in group)]
-            total = [x.clone() for x in parts[0]]
-            for part in parts[1:]:
-                for x, y in zip(total, part, strict=True):
-                    x.add_(y)
-            slots[slot] = tuple(total)
+            slots[slot] = together([mark.take(part, device) for part, mark in (meeting.parts[member] for member in members)])
             meeting.taken += 1
-            if meeting.taken == len(group):
+            if meeting.taken == len(members):
                 transport.meetings[node] = _Meeting()
             return None
 
         return wait
+
+
+def _summed(parts: list[Bundle]) -> Bundle:
+    """The sum in tensors of its own, from the first member to the last."""
+    total = [x.clone() for x in parts[0]]
+    for part in parts[1:]:
+        for x, y in zip(total, part, strict=True):
+            x.add_(y)
+    return tuple(total)
 
 
 def run_local(executors: Sequence[Executor], leaves: Sequence[torch.Tensor], seed: int, scale: float = 1.0) -> list[StepResult]:

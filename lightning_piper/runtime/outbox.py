@@ -6,8 +6,10 @@ from collections.abc import Callable, Iterable, Mapping
 
 import torch
 
+from lightning_piper.ir.buckets import Bucket
 from lightning_piper.plan.instructions import Deliver
-from lightning_piper.runtime.transport import Bound, Slots
+from lightning_piper.runtime.bundles import take
+from lightning_piper.runtime.transport import Bound, Bundle, Slots
 
 
 class Outbox:
@@ -41,6 +43,8 @@ class Outbox:
         (read,), names = instruction.reads, instruction.names
         source, last = read.slot, read.last
         copy = instruction.source == "peer" and hands_over
+        if instruction.bucket is not None:
+            return self._deliver_flat(instruction, instruction.bucket, take(instruction, slots), copy)
         owned = instruction.source == "sum" or (instruction.source == "peer" and not copy)
 
         def deliver() -> None:
@@ -59,6 +63,25 @@ class Outbox:
                 slots[source] = None
 
         return change if instruction.kind == "buffer" else deliver
+
+    def _deliver_flat(self, instruction: Deliver, bucket: Bucket, taken: Callable[[], Bundle], copy: bool) -> Bound:
+        """Hand out parts of a flat tensor, or of a shard of one, in the dtypes of the parameters."""
+        dtypes = {name: spec.dtype for name, spec in zip(bucket.names, bucket.tensors, strict=True)}
+        shard = instruction.shard
+        pieces = [] if shard is None else [(name, at, at + stop - start) for name, start, stop, at in bucket.pieces(shard)]
+
+        def deliver() -> None:
+            (flat,) = taken()
+            if copy:
+                flat = flat.clone()
+            if shard is None:
+                found = zip(bucket.names, bucket.views(flat), strict=True)
+            else:
+                found = ((name, flat[start:stop]) for name, start, stop in pieces)  # type: ignore[assignment]
+            for name, x in found:
+                self.grads[name] = x.to(dtypes[name])
+
+        return deliver
 
     def _own(self, x: torch.Tensor) -> torch.Tensor:
         if self._foreign is None:

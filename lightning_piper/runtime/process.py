@@ -9,18 +9,17 @@ import torch
 import torch.distributed as dist
 
 from lightning_piper.errors import ExecutionError
-from lightning_piper.plan.instructions import Channel, Post, Reduce, Retire, Send, Wait
+from lightning_piper.plan.instructions import AllGather, Channel, Group, Post, Reduce, ReduceScatter, Retire, Send, Wait
 from lightning_piper.plan.plan import Plan
-from lightning_piper.runtime.bundles import buckets_of, read_sum
+from lightning_piper.runtime.bundles import read_sum
+from lightning_piper.runtime.collectives import Finish, Members, bind_all_gather, bind_reduce_scatter
 from lightning_piper.runtime.transport import Bound, Slots
 from lightning_piper.runtime.wire import packer, unpacker
-
-Group = tuple[int, ...]
 
 
 class ProcessTransport:
     """The communicators of one process: one for each directed channel, so that no order of sends can block another channel,
-    and one for each group that reduces.
+    and one for each group that communicates on a stream of its own.
 
     Args:
         plans: of all devices, the same in every process.
@@ -59,9 +58,9 @@ class ProcessTransport:
                 sending = dist.get_rank() == self._ranks[channel[0]]
                 peer = dist.get_group_rank(group, self._ranks[channel[1 if sending else 0]])
                 (group.send if sending else group.recv)([probe], peer, 0).wait()
-        for members in sorted({g for plan in plans.values() for g in plan.groups} - set(self._groups)):
-            group = self._groups[members] = self._new_group(members)
-            if dist.get_rank() in [self._ranks[d] for d in members]:
+        for key in sorted({g for plan in plans.values() for g in plan.groups} - set(self._groups)):
+            group = self._groups[key] = self._new_group(key[0])
+            if dist.get_rank() in [self._ranks[d] for d in key[0]]:
                 dist.all_reduce(torch.zeros(1, device=self._device), group=group)
 
     def _new_group(self, members: Sequence[int]) -> dist.ProcessGroup:
@@ -76,14 +75,18 @@ class ProcessTransport:
         self._channels, self._groups = {}, {}
 
     def endpoint(self, plan: Plan, device: torch.device) -> ProcessEndpoint:
-        missing: list[Group] = [c for c in plan.channels if c not in self._channels]
+        missing: list[object] = [c for c in plan.channels if c not in self._channels]
         missing += [g for g in plan.groups if g not in self._groups]
         if missing:
             raise ExecutionError(f"device {plan.device}: {missing[0]} is not connected; call connect with all plans, on every rank")
         return ProcessEndpoint(self, device)
 
-    def group(self, members: Group) -> dist.ProcessGroup:
-        return self._groups[members]
+    def group(self, key: Group) -> dist.ProcessGroup:
+        return self._groups[key]
+
+    def members(self, key: Group) -> Members:
+        group = self._groups[key]
+        return Members(group, [dist.get_group_rank(group, self._ranks[device]) for device in key[0]])
 
     def channel(self, channel: Channel, end: int) -> tuple[dist.ProcessGroup, int]:
         """The channel's communicator and the rank in it of its sender (`end` 0) or receiver (`end` 1)."""
@@ -99,6 +102,7 @@ class ProcessEndpoint:
     def __init__(self, transport: ProcessTransport, device: torch.device) -> None:
         self._transport, self._device = transport, device
         self._sent: dict[int, list[tuple[dist.Work, torch.Tensor, torch.Tensor]]] = {}  # send -> works and the tensors they read
+        self._finish: dict[int, Finish] = {}  # collective -> what makes its value when its works are done
 
     def reset(self) -> None:
         for sent in self._sent.values():
@@ -155,29 +159,24 @@ class ProcessEndpoint:
     def reduce(self, instruction: Reduce, slots: Slots) -> Bound:
         group, into = self._transport.group(instruction.group), instruction.into
         total = read_sum(instruction, slots, self._device)
-        if instruction.bucket_size is None:
 
-            def reduce() -> None:
-                values = total()
-                slots[into] = ([dist.all_reduce(x, group=group, async_op=True) for x in values], values)
+        def reduce() -> None:
+            values = total()
+            slots[into] = ([dist.all_reduce(x, group=group, async_op=True) for x in values], values)
 
-            return reduce
-        buckets = buckets_of(instruction.tensors, instruction.bucket_size)
+        return reduce
 
-        def reduce_buckets() -> None:
-            values, works, sums = total(), [], dict[int, torch.Tensor]()
-            for bucket in buckets:
-                # A copy, for what a chunk made may be an alias of anything; its parts are the sums.
-                flat = torch.cat([values[i].reshape(-1) for i in bucket])
-                for i, part in zip(bucket, flat.split([values[i].numel() for i in bucket]), strict=True):
-                    sums[i] = part.view(values[i].shape)
-                works.append(dist.all_reduce(flat, group=group, async_op=True))
-            slots[into] = (works, tuple(sums[i] for i in range(len(values))))
+    def reduce_scatter(self, instruction: ReduceScatter, slots: Slots) -> Bound:
+        start, self._finish[instruction.node] = bind_reduce_scatter(instruction, slots, self._transport.members(instruction.group))
+        return start
 
-        return reduce_buckets
+    def all_gather(self, instruction: AllGather, slots: Slots, own: torch.Tensor) -> Bound:
+        members = self._transport.members(instruction.group)
+        start, self._finish[instruction.node] = bind_all_gather(instruction, slots, members, own)
+        return start
 
     def wait(self, instruction: Wait, slots: Slots) -> Bound:
-        into = instruction.into
+        into, finish = instruction.into, self._finish.get(instruction.node)
 
         def wait() -> None:
             works, values = slots[into]
@@ -185,4 +184,10 @@ class ProcessEndpoint:
                 work.wait()
             slots[into] = values
 
-        return wait
+        def wait_and_finish() -> None:
+            works, values = slots[into]
+            for work in works:
+                work.wait()
+            slots[into] = finish(values)  # type: ignore[misc]
+
+        return wait if finish is None else wait_and_finish

@@ -7,7 +7,7 @@ from typing import Any, Protocol
 
 import torch
 
-from lightning_piper.plan.instructions import Post, Reduce, Retire, Send, Wait
+from lightning_piper.plan.instructions import AllGather, Post, Reduce, ReduceScatter, Retire, Send, Wait
 from lightning_piper.plan.plan import Plan
 
 
@@ -34,6 +34,12 @@ class Endpoint(Protocol):
     def post(self, instruction: Post, slots: Slots) -> Bound | None: ...
 
     def reduce(self, instruction: Reduce, slots: Slots) -> Bound | None: ...
+
+    def reduce_scatter(self, instruction: ReduceScatter, slots: Slots) -> Bound | None: ...
+
+    def all_gather(self, instruction: AllGather, slots: Slots, own: torch.Tensor) -> Bound | None:
+        """`own`: what the device keeps of the bucket, the whole flat tensor or its shard."""
+        ...
 
     def wait(self, instruction: Wait, slots: Slots) -> Bound | None: ...
 

@@ -13,7 +13,7 @@ from lightning_piper.ir.build import metric_names
 from lightning_piper.ir.dag import TrainingDAG
 from lightning_piper.ir.values import Slice
 from lightning_piper.plan import check_plans, compile_plans
-from lightning_piper.runtime import Executor, LocalTransport, run_local
+from lightning_piper.runtime import Executor, LocalTransport, joined, run_local, shards_of
 from lightning_piper.testing.models import Case, Spec, case
 from lightning_piper.verify.interpreter import interpret
 
@@ -72,11 +72,15 @@ def run_plans(case: Case, dag: TrainingDAG) -> Outcome:
     buffers = {name: case.tensors[name].clone() for name in case.step.buffers}
     device = torch.device("cpu")
     transport = LocalTransport(plans)
-    executors = [Executor(plans[d], case.step, case.tensors, buffers, transport, device) for d in sorted(plans)]
+    ordered = [plans[d] for d in sorted(plans)]
+    executors = [
+        Executor(plan, case.step, case.tensors, buffers, transport, device, shards_of(plan, case.tensors, device))
+        for plan in ordered
+    ]
     results = run_local(executors, case.leaves, seed=0, scale=1.0)
     for result in results[1:]:
         assert torch.equal(result.metrics, results[0].metrics), "devices report different metrics"
-    grads = {name: grad for result in results for name, grad in result.grads.items()}
+    grads = joined(ordered, results)
     changed = {name for interface in dag.code.interfaces.values() for name in interface.state}
     metrics = dict(zip(metric_names(dag.code), results[0].metrics.unbind(), strict=True))
     return Outcome(metrics, grads, {name: buffers[name] for name in changed})

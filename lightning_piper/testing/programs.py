@@ -91,16 +91,21 @@ def _places(draw: Draw, stages: list[int], replicas: int = 1) -> list[Directive]
     return list(draw(st.permutations(places)))
 
 
+LEVELS: list[dict[str, Any]] = [{}, {"shard_optimizer": True}, {"shard_grads": True}, {"shard_params": True}]
+
+
 @st.composite
 def _replicas(draw: Draw, head: list[Directive]) -> list[Directive]:
-    """Replicate all that is placed, by one directive or by one for each place; with messages of one tensor, or of all."""
-    bucket = st.sampled_from([1e-6, 25.0])
+    """Replicate all that is placed, by one directive or by one for each place; with messages of one tensor, or of all; with
+    any part of the state sharded, the same in all directives, for they may share parameters."""
+    bucket = st.sampled_from([1e-6, 0.0003, 25.0])
+    level = draw(st.sampled_from(LEVELS))
     places = [p for p in head if isinstance(p, Place)]
     groups = [list(group) for group in dict.fromkeys(tuple(p.devices) for p in places)]
     if draw(st.booleans()):
-        return [Replicate(filter={}, devices=groups, bucket_size=draw(bucket))]
+        return [Replicate(filter={}, devices=groups, bucket_size=draw(bucket), **level)]
     backward = [p for p in places if p.filter.get("PASS", "B") == "B"]
-    return [Replicate(filter=p.filter, devices=p.devices, bucket_size=draw(bucket)) for p in backward]
+    return [Replicate(filter=p.filter, devices=p.devices, bucket_size=draw(bucket), **level) for p in backward]
 
 
 @st.composite

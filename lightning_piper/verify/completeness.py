@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 
 from lightning_piper.ir.nodes import AllReduce, Chunk, Metrics, Report, Update
 from lightning_piper.ir.regions import PassKey
 from lightning_piper.ir.seeds import chunk_seed
-from lightning_piper.ir.values import Partial
+from lightning_piper.ir.values import Partial, Shard
 from lightning_piper.verify.facts import Contributions, Facts, names_of
 
 
@@ -24,19 +24,23 @@ def incomplete(facts: Facts, final: bool) -> Iterable[str]:
     for (region, kind), total in slices.items():
         if problem := facts.uncovered(facts.share, total):
             yield f"{kind}[{dag.regions[region].label}]: {problem}"
-    updated: dict[str, set[tuple[int, ...]]] = {}
+    updated: dict[str, dict[tuple[int, ...], Update]] = {}
     for update in dag.of_type(Update):
         for name in dag.value(update.inputs[0]).names:
-            updated.setdefault(name, set()).add(update.devices)
+            if update.devices in updated.setdefault(name, {}):
+                first = facts.at(updated[name][update.devices])
+                yield f"{name} is updated twice on the same devices, by {first} and {facts.at(update)}"
+            updated[name][update.devices] = update
     trained = {n for i in dag.code.interfaces.values() for out in i.outputs if out.kind in ("grad", "buffer") for n in out.names}
     for name in sorted(trained):
-        if () in updated.get(name, set()):
+        if () in updated.get(name, {}):
             continue  # not yet placed, for one of its regions is not
-        for home in sorted(homes.get(name, set()) - updated.get(name, set()) - {()}):
+        for home in sorted(homes.get(name, set()) - set(updated.get(name, {})) - {()}):
             where = ",".join(map(str, home))
             yield f"{name} is used on device {where}, but no update reaches it there: its copy there would go stale"
     if final:
         yield from _partial(facts)
+        yield from _sharded(facts, updated)
     yield from _reported(facts)
     yield from _seeds(facts)
 
@@ -50,6 +54,32 @@ def _partial(facts: Facts) -> Iterable[str]:
                 f"gradient of {names_of(value.names)} reaches the optimizer as Partial(sum) over devices {list(update.devices)}: "
                 f"every replica would step with its own gradient. Add a replicate whose filter selects region {dict(update.tags)}"
             )
+
+
+def _sharded(facts: Facts, updated: Mapping[str, Mapping[tuple[int, ...], Update]]) -> Iterable[str]:
+    """What the optimizer has in shards is gathered for every use, in the same shards; what it has whole is not sharded."""
+    dag = facts.dag
+    for update in dag.of_type(Update):
+        placements = {str(dag.value(ref).placement) for ref in update.inputs}
+        if len(placements) > 1:
+            shown = names_of(dag.value(update.inputs[0]).names)
+            yield f"gradient of {shown} ({facts.at(update)}): adds {' and '.join(sorted(placements))}"
+    for chunk in dag.of_type(Chunk):
+        names = dag.interface(chunk).params
+        for name, ref in zip(names, chunk.params or (None,) * len(names), strict=True):
+            here = updated.get(name, {}).get(chunk.devices)
+            if here is None:
+                continue  # not trained
+            gradient = dag.value(here.inputs[0])
+            sharded = isinstance(gradient.placement, Shard)
+            if ref is None and sharded:
+                yield f"{facts.at(chunk)} reads its own copy of {name}, of which the optimizer updates a shard alone: gather it"
+            elif ref is not None and not sharded:
+                yield f"{facts.at(chunk)} gathers {name} from shards, but the optimizer updates the whole of it"
+            elif ref is not None:
+                bucket, mine = gradient.bucket, dag.value(ref).bucket
+                if bucket is None or mine is None or (bucket.names, bucket.members) != (mine.names, mine.members):
+                    yield f"{facts.at(chunk)} gathers {name} from other shards than the optimizer updates"
 
 
 def _seeds(facts: Facts) -> Iterable[str]:

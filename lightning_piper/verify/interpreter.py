@@ -13,10 +13,12 @@ import torch
 
 from lightning_piper.capture.eager import Outcome
 from lightning_piper.errors import VerificationError
+from lightning_piper.ir.buckets import Bucket, packed
 from lightning_piper.ir.build import metric_names, reductions
 from lightning_piper.ir.dag import TrainingDAG
 from lightning_piper.ir.nodes import (
     Accumulate,
+    AllGather,
     AllReduce,
     Barrier,
     Chunk,
@@ -24,14 +26,17 @@ from lightning_piper.ir.nodes import (
     Cut,
     Metrics,
     Node,
+    Pack,
+    Parameters,
     Recv,
+    ReduceScatter,
     Ref,
     Report,
     Send,
     Update,
 )
 from lightning_piper.ir.seeds import chunk_seed
-from lightning_piper.ir.values import Partial, TensorSpec
+from lightning_piper.ir.values import Partial, Shard, TensorSpec
 
 Bundle = list[torch.Tensor]
 
@@ -73,9 +78,12 @@ class _Run:
 
     def step(self, node: Node) -> None:
         replicas = range(self.dag.replicas)
-        if isinstance(node, AllReduce):
+        if isinstance(node, AllReduce | ReduceScatter):
             total = self._sum_over_replicas(node)
-            made = [[total] for _ in replicas]
+            made = [[total] if isinstance(node, AllReduce) else [[total[0].chunk(len(replicas))[r]]] for r in replicas]
+        elif isinstance(node, AllGather):
+            whole = torch.cat([self.values[node.inputs[0], r][0] for r in replicas])
+            made = [[[whole]] for _ in replicas]
         elif isinstance(node, Update):
             self._update(node)
             made = [[] for _ in replicas]
@@ -113,12 +121,19 @@ class _Run:
                 return [[self._merge(node, replica, inputs)]]
             case Barrier():
                 return []
+            case Pack():
+                bucket, by_name = _bucket_of(node), dict(zip(self.dag.value(node.inputs[0]).names, inputs[0], strict=True))
+                return [[packed(bucket, by_name, inputs[0][0].device)]]
+            case Parameters():
+                bucket = _bucket_of(node)
+                return [[packed(bucket, self.tensors, self.tensors[bucket.names[0]].device).chunk(bucket.members)[replica]]]
         raise VerificationError(f"{node.label} is a node type that the reference interpreter does not know")
 
     def _chunk(self, chunk: Chunk, replica: int, inputs: list[Bundle]) -> list[Bundle]:
         interface = self.dag.interface(chunk)
         args = [x for bundle in inputs for x in bundle]
-        args += [self.tensors[name] for name in interface.params + interface.buffers]
+        args += self._params(chunk, replica)
+        args += [self.tensors[name] for name in interface.buffers]
         for name, ref in zip(interface.state, chunk.state, strict=True):
             old = self.tensors[name] if ref is None else self.values[ref, replica][self.dag.value(ref).names.index(name)]
             args.append(old)
@@ -136,6 +151,18 @@ class _Run:
             flat = iter(code.run(args))
         return [[next(flat) for _ in specs] for specs in code.outputs]
 
+    def _params(self, chunk: Chunk, replica: int) -> Bundle:
+        names = self.dag.interface(chunk).params
+        found = []
+        for name, ref in zip(names, chunk.params or (None,) * len(names), strict=True):
+            if ref is None:
+                found.append(self.tensors[name])
+            else:
+                bucket = self.dag.value(ref).bucket
+                assert bucket is not None
+                found.append(bucket.views(self.values[ref, replica][0])[bucket.names.index(name)])
+        return found
+
     def _loss_dtype(self) -> torch.dtype:
         return next(v.tensors[0].dtype for c in self.dag.of_type(Chunk) for v in c.outputs if v.kind == "loss")
 
@@ -150,7 +177,7 @@ class _Run:
             vector[replica * len(names) + metric] = _reduced(names[metric], values)
         return vector
 
-    def _sum_over_replicas(self, node: AllReduce) -> Bundle:
+    def _sum_over_replicas(self, node: AllReduce | ReduceScatter) -> Bundle:
         """The metrics of all regions and replicas, or the gradients of one region from all replicas."""
         return _fold([self.values[ref, r] for r in range(self.dag.replicas) for ref in node.inputs])
 
@@ -167,10 +194,16 @@ class _Run:
         summands: list[list[Bundle]] = []  # of each input, by replica
         for ref in node.inputs:
             held = [self.values[ref, r] for r in replicas]
-            # Not yet summed over the replicas: so it is in a program that is not finished.
-            waiting = isinstance(self.dag.value(ref).placement, Partial)
-            summands.append([_fold(held)] * len(held) if waiting else held)
+            placement = self.dag.value(ref).placement
+            if isinstance(placement, Partial):  # not yet summed over the replicas: so it is in a program that is not finished
+                held = [_fold(held)] * len(held)
+            elif isinstance(placement, Shard):
+                held = [[torch.cat(shards) for shards in zip(*held, strict=True)]] * len(held)
+            summands.append(held)
         found = [_fold([held[r] for held in summands]) for r in replicas]
+        if value.bucket is not None:  # the optimizer takes gradients in the parameters' own dtype
+            specs = value.bucket.tensors
+            found = [[x.to(s.dtype) for x, s in zip(value.bucket.views(flat[0]), specs, strict=True)] for flat in found]
         into = self.buffers if value.kind == "buffer" else self.grads
         for bundle in found:
             for name, tensor in zip(value.names, bundle, strict=True):
@@ -192,6 +225,12 @@ def _fold(bundles: list[Bundle]) -> Bundle:
     for bundle in bundles[1:]:
         total = [a + b for a, b in zip(total, bundle, strict=True)]
     return total
+
+
+def _bucket_of(node: Node) -> Bucket:
+    bucket = node.outputs[0].bucket
+    assert bucket is not None
+    return bucket
 
 
 def _as(x: torch.Tensor, spec: TensorSpec) -> torch.Tensor:

@@ -17,18 +17,22 @@ from lightning_piper.errors import VerificationError
 from lightning_piper.ir.dag import TrainingDAG
 from lightning_piper.ir.nodes import (
     Accumulate,
+    AllGather,
     AllReduce,
     Chunk,
     Concat,
     Cut,
     Metrics,
     Node,
+    Pack,
+    Parameters,
     Recv,
+    ReduceScatter,
     Ref,
     Send,
     Update,
 )
-from lightning_piper.ir.values import Partial, Replicate, Slice
+from lightning_piper.ir.values import Partial, Replicate, Shard, Slice
 from lightning_piper.verify.completeness import incomplete
 from lightning_piper.verify.facts import Contributions, Facts, Origin, names_of, slices_of, specs_of
 
@@ -122,6 +126,7 @@ class _Checker(Facts):
                 says, makes = specs_of(value.tensors), specs_of(specs)
                 yield f"{self.at(node)} names {value.label} {says}; of {node.slice} its code makes {makes}"
         yield from self._state(node)
+        yield from self._params(node)
 
     def _enters_whole(self, ref: Ref, origin: Origin, part: Slice) -> bool:
         """A forward value whose shape does not follow the batch may be made from more samples than the part that reads it."""
@@ -143,6 +148,21 @@ class _Checker(Facts):
             elif name not in self.dag.value(ref).names or max(self.parts[ref]).stop != node.slice.start:
                 where = f"the slice that ends at {node.slice.start}"
                 yield f"{self.at(node)} reads buffer {name} from {self.named(ref)}, not from {where}"
+
+    def _params(self, node: Chunk) -> Iterable[str]:
+        """Parameters come whole, from a gather of the bucket that they lie in."""
+        names = self.dag.interface(node).params
+        if len(node.params) not in (0, len(names)):
+            yield f"{self.at(node)} has {len(node.params)} sources of parameters; its region reads {len(names)}"
+            return
+        for name, ref in zip(names, node.params, strict=False):
+            if ref is None:
+                continue
+            value = self.dag.value(ref)
+            if value.kind != "param" or value.bucket is None or name not in value.names:
+                yield f"{self.at(node)} reads parameter {name} from {self.named(ref)}, which does not hold it"
+            elif not isinstance(value.placement, Replicate):
+                yield f"{self.at(node)} reads parameter {name} from a shard: gather it first"
 
     # Nodes that move, cut, join and sum
 
@@ -206,26 +226,94 @@ class _Checker(Facts):
                 yield f"{self.at(node)} adds {self.named(ref)} to {self.named(node.inputs[0])}"
             for part, weight in self.parts.get(ref, {}).items():
                 total[part] = total.get(part, Fraction(0)) + weight
-        # Gradients of parameters are of the whole batch; the gradient of a value that a split part read whole, of its samples.
+        # Gradients of parameters are of the whole batch, or of a part that is summed over replicas by itself; the gradient of a
+        # value that a split part read whole is of its samples.
         value = self.dag.value(node.inputs[0])
         whole = Slice(0, self.dag.share)
         if value.kind == "cotangent" and total:
             whole = Slice(min(total).start, max(total).stop)
-        if problem := self.uncovered(self.share, total, whole):
+        problem = self.uncovered(self.share, total, whole)
+        partial = value.kind == "grad" and all(isinstance(user, ReduceScatter) for user in self.dag.users(node))
+        if problem and not (partial and problem.endswith("missing")):
             yield f"gradient of {names_of(value.names)} ({self.at(node)}): {problem}"
-        self.parts[node.id, 0] = {whole: self.share(whole)}
+        self.parts[node.id, 0] = total if problem and partial else {whole: self.share(whole)}
+        for ref in node.inputs:
+            other = self.dag.value(ref)
+            if (other.bucket, other.placement) != (value.bucket, value.placement):
+                yield f"{self.at(node)} adds {self.named(ref)} as {other.placement} to {value.placement}, or of another bucket"
+        if (node.outputs[0].bucket, node.outputs[0].placement, node.outputs[0].tensors) != (
+            value.bucket,
+            value.placement,
+            value.tensors,
+        ):
+            yield f"{self.at(node)} hands out its sum as something else than its terms"
+
+    def _pack(self, node: Pack) -> Iterable[str]:
+        """Lays the gradients of a bucket's parameters, which the bundle has, one after another."""
+        self._forward(node)
+        value, made = self.dag.value(node.inputs[0]), node.outputs[0]
+        bucket = made.bucket
+        if bucket is None or made.names != bucket.names or made.tensors != (bucket.whole,):
+            yield f"{self.at(node)} makes no flat tensor of a bucket"
+        elif value.bucket is not None or value.kind != made.kind or not set(bucket.names) <= set(value.names):
+            yield f"{self.at(node)} packs {names_of(bucket.names)}, which {self.named(node.inputs[0])} does not hold"
+        if made.placement != value.placement:
+            yield f"{self.at(node)} hands on {value.placement} as {made.placement}"
+
+    def _reduce_scatter(self, node: ReduceScatter) -> Iterable[str]:
+        """Sums a bucket over the replicas, once, and leaves each with its shard."""
+        yield from self._all_reduce_inputs(node)
+        self._forward(node)
+        value, made = self.dag.value(node.inputs[0]), node.outputs[0]
+        bucket = value.bucket
+        if bucket is None or made.bucket != bucket or made.tensors != (bucket.part,) or made.placement != Shard(0):
+            yield f"{self.at(node)} makes no shard of the bucket that it sums"
+        elif bucket.members != len(node.devices):
+            yield f"{self.at(node)} has {len(node.devices)} members, the bucket {bucket.members} shards"
+
+    def _parameters(self, node: Parameters) -> Iterable[str]:
+        value = node.outputs[0]
+        bucket = value.bucket
+        if bucket is None or value.kind != "param" or value.placement != Shard(0) or value.tensors != (bucket.part,):
+            yield f"{self.at(node)} makes no shard of a bucket of parameters"
+        elif node.devices and bucket.members != len(node.devices):
+            yield f"{self.at(node)} is on {len(node.devices)} devices, the bucket has {bucket.members} shards"
+        elif any(name not in self.dag.step.params for name in bucket.names):
+            yield f"{self.at(node)} holds {names_of(bucket.names)}, of which not all are parameters of the module"
+
+    def _all_gather(self, node: AllGather) -> Iterable[str]:
+        value, made = self.dag.value(node.inputs[0]), node.outputs[0]
+        if value.placement != Shard(0) or made.placement != Replicate():
+            yield f"{self.at(node)} gathers {value.label} as {made.placement} from {value.placement}: it makes R from S(0)"
+        bucket = value.bucket
+        if bucket is None or (made.kind, made.names, made.bucket, made.tensors) != (
+            value.kind,
+            value.names,
+            bucket,
+            (bucket.whole,),
+        ):
+            yield f"{self.at(node)} hands on {value.label} as something else than it is"
+        elif bucket.members != len(node.devices) or node.devices != self.dag.nodes[node.inputs[0][0]].devices:
+            yield f"{self.at(node)} gathers {bucket.members} shards from {len(node.devices)} members"
 
     def _all_reduce(self, node: AllReduce) -> Iterable[str]:
         """Sums over replicas (metrics: over all devices), once."""
+        yield from self._all_reduce_inputs(node)
+        value, made = self.dag.value(node.inputs[0]), node.outputs[0]
+        if not isinstance(made.placement, Replicate):
+            yield f"{self.at(node)} hands out {made.placement} after its sum"
+        if (made.kind, made.names, made.bucket, made.tensors) != (value.kind, value.names, value.bucket, value.tensors):
+            yield f"{self.at(node)} hands on {self.named(node.inputs[0])} as something else than it is"
+        self._forward(node)
+
+    def _all_reduce_inputs(self, node: AllReduce | ReduceScatter) -> Iterable[str]:
         for ref in node.inputs:
             value, source = self.dag.value(ref), self.dag.nodes[ref[0]]
             if not isinstance(value.placement, Partial):
-                yield f"{self.at(node)} sums {self.named(ref)} over devices that all hold the whole of it"
+                held = "a shard of it" if isinstance(value.placement, Shard) else "the whole of it"
+                yield f"{self.at(node)} sums {self.named(ref)} over devices that all hold {held}"
             if value.kind != "metrics" and (len(node.inputs) != 1 or source.devices != node.devices):
                 yield f"{self.at(node)} sums {self.named(ref)}, which lies on devices {list(source.devices)}"
-        if not isinstance(node.outputs[0].placement, Replicate):
-            yield f"{self.at(node)} hands out {node.outputs[0].placement} after its sum"
-        self._forward(node)
 
     # Ends
 
@@ -244,12 +332,16 @@ class _Checker(Facts):
                 yield f"gradient of {names_of(value.names)} ({self.at(node)}): of {self.named(ref)}, {problem}"
         wanted = sorted(
             (*key, i) for key, interface in self.dag.code.interfaces.items()
-            for i, out in enumerate(interface.outputs) if out.kind == "grad" and out.names == value.names
+            for i, out in enumerate(interface.outputs) if out.kind == "grad" and set(value.names) & set(out.names)
         )  # fmt: skip
         found = sorted(self.origins[ref] for ref in node.inputs if ref in self.origins)
         if found != wanted:
             takes, should = (", ".join(map(self.pass_of, origins)) for origins in (found, wanted))
             yield f"gradient of {names_of(value.names)} ({self.at(node)}): sums {takes} where one device sums {should}"
+        for ref in node.inputs:
+            other = self.dag.value(ref)
+            if (other.names, other.bucket) != (value.names, value.bucket):
+                yield f"gradient of {names_of(value.names)} ({self.at(node)}): adds {self.named(ref)} in another bucket"
 
     def _metrics(self, node: Metrics) -> Iterable[str]:
         names = node.outputs[0].names
@@ -268,4 +360,6 @@ class _Checker(Facts):
 _CHECKS: dict[type[Node], Callable[..., Iterable[str]]] = {
     Chunk: _Checker._chunk, Send: _Checker._identity, Recv: _Checker._identity, Cut: _Checker._cut, Concat: _Checker._concat,
     Accumulate: _Checker._accumulate, AllReduce: _Checker._all_reduce, Update: _Checker._update, Metrics: _Checker._metrics,
+    Pack: _Checker._pack, ReduceScatter: _Checker._reduce_scatter, Parameters: _Checker._parameters,
+    AllGather: _Checker._all_gather,
 }  # fmt: skip

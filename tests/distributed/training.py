@@ -10,12 +10,13 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from lightning_piper.ir.buckets import Bucket
 from lightning_piper.ir.build import metric_names
 from lightning_piper.ir.dag import TrainingDAG
 from lightning_piper.ir.regions import Step
-from lightning_piper.plan import Plan, compile_plans
+from lightning_piper.plan import Plan, compile_plans, drop_redundant, global_order
 from lightning_piper.plan.instructions import Add, Post, Reduce
-from lightning_piper.runtime import Executor, ProcessTransport
+from lightning_piper.runtime import Executor, ProcessTransport, shards_of
 from lightning_piper.verify.interpreter import interpret
 from tests.distributed.processes import LIMIT
 from tests.models import captured
@@ -27,7 +28,8 @@ REPLICATED = ("DP2", "PP2xDP2", "PP2xDP2 unordered")
 
 @dataclass(frozen=True)
 class Job:
-    """One model under one program, for some steps. `fault`: what is wrong with the plan of device 1."""
+    """One model under one program, for some steps. `fault`: what is wrong with the plan of device 1. `sharded`: what replicas
+    share: `optimizer`, `grads` or `params`."""
 
     name: str
     devices: int = 2
@@ -35,11 +37,14 @@ class Job:
     shape: str = "pipeline"
     fault: str = ""
     steps: int = 5
+    sharded: str = ""
 
     def dag(self) -> TrainingDAG:
         step = captured(self.name).step
         if self.shape in REPLICATED:
-            return dag_of(step, self._replicated(step))
+            dag = dag_of(step, self._replicated(step))
+            drop_redundant(dag, global_order(dag))
+            return dag
         if self.shape == "pipeline":
             return pipeline(self.name, self.devices, self.microbatches, ordered=False)
         if self.shape == "1F1B":
@@ -59,7 +64,8 @@ class Job:
         groups = [[home, home + stages] for home in range(stages)]
         program += split(self.microbatches)
         program += one_f_one_b(2, self.microbatches) if self.shape == "PP2xDP2" else []
-        return [*program, {"op": "replicate", "filter": {}, "devices": groups, "bucket_size": 0.0001}]
+        sharded = {f"shard_{self.sharded}": True} if self.sharded else {}
+        return [*program, {"op": "replicate", "filter": {}, "devices": groups, "bucket_size": 0.0001, **sharded}]
 
     def plans(self) -> dict[int, Plan]:
         plans = compile_plans(self.dag())
@@ -80,7 +86,7 @@ def drop_term(instructions: list[Any]) -> None:
 
 def own_sum(instructions: list[Any]) -> None:
     """A replica adds one of its terms to the sum over replicas twice."""
-    where = next(i for i, x in enumerate(instructions) if isinstance(x, Reduce) and x.bucket_size is not None)
+    where = next(i for i, x in enumerate(instructions) if isinstance(x, Reduce) and x.bucket is not None)
     found = instructions[where]
     instructions[where] = dataclasses.replace(found, reads=found.reads * 2)
 
@@ -111,26 +117,45 @@ def train(rank: int, jobs: list[Job]) -> list[Trained]:
             continue
         model = captured(job.name)
         tensors = {name: x.clone() for name, x in model.tensors.items()}
-        executor = Executor(plans[rank], model.step, tensors, tensors, transport, CPU)
+        shards = shards_of(plans[rank], tensors, CPU)
+        executor = Executor(plans[rank], model.step, tensors, tensors, transport, CPU, shards)
+        pieces = pieces_of(plans[rank], shards)
         metrics, optimizer, own = [], None, {}
         share = slice(plans[rank].replica * plans[rank].share, (plans[rank].replica + 1) * plans[rank].share)
         leaves = [x[share] if x.ndim else x for x in model.leaves]
         for number in range(job.steps):
             result = executor.step(leaves, seed=number)
             if optimizer is None and result.grads:
-                own = {name: tensors[name].requires_grad_() for name in result.grads}
+                own = {name: pieces.get(name, tensors[name]).requires_grad_() for name in result.grads}
                 optimizer = torch.optim.AdamW(own.values(), lr=0.01)
             for name, grad in result.grads.items():
                 own[name].grad = grad
             if optimizer is not None:
                 optimizer.step()
             metrics.append(result.metrics)
+        for bucket, flat in shards.items():  # other pieces of a parameter are as they were, and not compared
+            for name, start, stop, at in bucket.pieces(plans[rank].replica):
+                at += plans[rank].replica * bucket.shard if len(flat) > bucket.shard else 0
+                spec = bucket.tensors[bucket.names.index(name)]
+                own[name] = torch.full(spec.shape, float("nan"))
+                own[name].permute(spec.layout).view(-1)[start:stop] = flat[at : at + stop - start].detach()
+                tensors[name] = own[name]
         # A buffer is this device's if it holds the region that changes it; all others are as they were.
         changed = {n: x.detach() for n, x in tensors.items() if n in own or not torch.equal(x, model.tensors[n])}
         results.append(Trained(metrics, changed))
     assert transport is not None
     transport.close()
     return results
+
+
+def pieces_of(plan: Plan, shards: dict[Bucket, Tensor]) -> dict[str, Tensor]:
+    """What the optimizer of a device has of each parameter that is in shards: a view."""
+    found = {}
+    for bucket, flat in shards.items():
+        shard = flat.chunk(bucket.members)[plan.replica] if plan.shards[bucket] else flat
+        for name, start, stop, at in bucket.pieces(plan.replica):
+            found[name] = shard[at : at + stop - start]
+    return found
 
 
 def train_by_reference(job: Job) -> Trained:

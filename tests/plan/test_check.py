@@ -127,7 +127,7 @@ FAULTS: dict[str, tuple[int, Edit, str]] = {
     "delivered twice": (1, lambda x: x.append(x[where(x, Deliver)]), r"is read after deliver %\d+ update.* emptied it"),
     "chunk run twice": (0, lambda x: x.insert(0, x[where(x, Run)]), r"slot s\d+ is (ready|empty)"),
     "other shape": (0, send_other_shape, "disagree on what travels"),
-    "reduced twice": (0, reduce_twice, r"group \(0, 1\): device 1 reduces \[\d+\], device 0 reduces \[\d+, 999\]"),
+    "reduced twice": (0, reduce_twice, r"group \(0, 1\), stream metrics: device 1 runs \[\d+\], device 0 runs \[\d+, 999\]"),
     "dropped event": (0, drop(Record, 0), r"event e0 is awaited before it is recorded"),
     "dropped wait for an event": (0, drop(Await, 0), r"was made on stream compute and no event orders the two"),
 }

@@ -1,0 +1,232 @@
+"""Gradients and parameters in buckets: where they are summed over replicas, sharded, and gathered.
+
+What ZeRO (Rajbhandari et al., 2020) does to a step, in terms of the training DAG:
+
+    nothing sharded     pack each -> accumulate -> all-reduce -> update
+    optimizer           pack each -> accumulate -> reduce-scatter -> update of the shard;  one gather of the parameters a step
+    gradients           pack each -> reduce-scatter each -> accumulate shards -> update of the shard;  one gather a step
+    parameters          the same, and a gather for every chunk that reads them
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+
+import torch
+
+from lightning_piper.directives.transfers import disconnect
+from lightning_piper.ir.buckets import Bucket, buckets_of
+from lightning_piper.ir.dag import TrainingDAG
+from lightning_piper.ir.nodes import Accumulate, AllGather, AllReduce, Chunk, Node, Pack, Parameters, ReduceScatter, Ref, Update
+from lightning_piper.ir.values import Partial, Replicate, Shard, Value
+
+Group = tuple[int, ...]
+
+
+@dataclass(frozen=True)
+class Level:
+    """What is sharded, and how it is communicated.
+
+    Attributes:
+        optimizer, gradients, parameters: each implies those before it.
+        reduce_stream, gather_stream: logical streams.
+        bucket_bytes: size of a bucket.
+        dtype: in which gradients are summed; None for their own.
+    """
+
+    optimizer: bool
+    gradients: bool
+    parameters: bool
+    reduce_stream: str
+    gather_stream: str
+    bucket_bytes: int
+    dtype: torch.dtype | None
+
+
+class Conflict(Exception):
+    """Two directives treat one parameter differently. The message says what is wrong."""
+
+
+def reduce_gradients(dag: TrainingDAG, regions: set[int], level: Level) -> list[Node]:
+    """Sum the gradients of `regions` over the replicas. Returns the nodes that may read values of other devices now.
+
+    Raises:
+        Conflict: they are summed already.
+    """
+    touched = _bucket(dag, regions, level)
+    totals = [total for total in dag.of_type(Accumulate) if _region_of(dag, total) in regions]
+    touched += disconnect(dag, totals)
+    for total in totals:
+        value = dag.value((total.id, 0))
+        readers = dag.readers((total.id, 0))
+        if not isinstance(value.placement, Partial) or any(isinstance(r, AllReduce | ReduceScatter) for r in readers):
+            raise Conflict(f"the gradients of {dict(total.tags)} are already summed over replicas")
+        if level.gradients:
+            shards = tuple((_scatter(dag, total, ref, level).id, 0) for ref in total.inputs)
+            dag.rewire(total, inputs=shards)
+            total.outputs = (dag.value(shards[0]),)
+            continue
+        reduced = _scatter(dag, total, (total.id, 0), level) if level.optimizer else _all_reduce(dag, total, level)
+        for reader in readers:
+            dag.substitute(reader, (total.id, 0), (reduced.id, 0))
+    for update in dag.of_type(Update):
+        found = {type(placement) for ref in update.inputs if not isinstance(placement := dag.value(ref).placement, Partial)}
+        if len(found) > 1:
+            names = ", ".join(dag.value(update.inputs[0]).names[:3])
+            raise Conflict(f"the gradient of {names}, used in several regions, would be sharded in one and whole in another")
+    return touched
+
+
+def gather_parameters(dag: TrainingDAG, regions: set[int], level: Level) -> None:
+    """Let every chunk read the parameters of `regions`, which are sharded now, from a gather.
+
+    Raises:
+        Conflict: another directive keeps one of them whole where this one does not, or the reverse.
+    """
+    homes: dict[Group, set[int]] = {}
+    for chunk in dag.of_type(Chunk):
+        if chunk.region in regions:
+            homes.setdefault(chunk.devices, set()).add(chunk.region)
+    for home, here in homes.items():
+        _gather_at(dag, home, here, level)
+
+
+def _gather_at(dag: TrainingDAG, home: Group, regions: set[int], level: Level) -> None:
+    placed = {n: node for node in dag.of_type(Parameters) if node.devices == home for n in node.outputs[0].names}
+    sources: dict[str, Parameters] = {}
+    for bucket in _parameter_buckets(dag, home, regions, level):
+        known = {placed.get(name) for name in bucket.names}
+        found = known.pop()
+        if known or (found is not None and found.kept is level.parameters):
+            other = "whole" if level.parameters else "in shards only"
+            raise Conflict(f"parameters {', '.join(bucket.names[:3])} are kept {other} between their uses by another directive")
+        if found is None:
+            value = Value("param", bucket.names, (bucket.part,), Shard(0), bucket)
+            found = dag.add(Parameters(outputs=(value,), devices=home, placed_by=dag.origin, kept=not level.parameters))
+        sources |= dict.fromkeys(bucket.names, found)
+    shared: dict[int, AllGather] = {}
+    for chunk in [c for c in dag.of_type(Chunk) if c.devices == home]:
+        names = dag.interface(chunk).params
+        own: dict[int, AllGather] = {} if level.parameters else shared
+        refs = list(chunk.params or (None,) * len(names))
+        for i, name in enumerate(names):
+            if name in sources and refs[i] is None:
+                source = sources[name]
+                if source.id not in own:
+                    own[source.id] = _all_gather(dag, source, chunk, level)
+                refs[i] = (own[source.id].id, 0)
+        if any(ref is not None for ref in refs):
+            dag.rewire(chunk, params=tuple(refs))
+
+
+def _parameter_buckets(dag: TrainingDAG, home: Group, regions: set[int], level: Level) -> list[Bucket]:
+    """The buckets of the gradients of `regions`; where parameters are sharded, also those of what is read but not trained."""
+    found: dict[Bucket, None] = {}
+    for total in dag.of_type(Accumulate):
+        bucket = total.outputs[0].bucket
+        if bucket is not None and _region_of(dag, total) in regions:
+            found[bucket.in_dtype(bucket.tensors[0].dtype)] = None
+    if level.parameters:
+        placed = {n for node in dag.of_type(Parameters) if node.devices == home for n in node.outputs[0].names}
+        trained = _trained(dag) | placed
+        readers = _readers(dag)
+        groups: dict[tuple[int, ...], list[str]] = {}
+        for name in dag.step.params:
+            if name not in trained and readers.get(name, frozenset()) & regions:
+                groups.setdefault(tuple(sorted(readers[name])), []).append(name)
+        for names in groups.values():
+            found |= dict.fromkeys(_buckets(dag, names, level.bucket_bytes, None))
+    return list(found)
+
+
+def _bucket(dag: TrainingDAG, regions: set[int], level: Level) -> list[Node]:
+    """Let gradients of `regions` be summed bucket by bucket. Other regions that a parameter is used in follow.
+
+    Returns the updates, which are now one for each bucket.
+    """
+    totals: dict[tuple[str, ...], list[Accumulate]] = {}
+    for total in dag.of_type(Accumulate):
+        if total.outputs[0].kind == "grad" and total.outputs[0].bucket is None:
+            totals.setdefault(total.outputs[0].names, []).append(total)
+    made: list[Node] = []
+    for names, sums in totals.items():
+        if not any(_region_of(dag, total) in regions for total in sums):
+            continue
+        disconnect(dag, sums)
+        updates = dict.fromkeys(user.id for total in sums for user in dag.users(total))
+        buckets = _buckets(dag, names, level.bucket_bytes, level.dtype)
+        parts = {total.id: [_packed(dag, total, bucket) for bucket in buckets] for total in sums}
+        for update in [dag.nodes[i] for i in updates]:
+            for k in range(len(buckets)):
+                inputs = tuple((parts[source][k].id, 0) for source, _ in update.inputs)
+                made.append(dag.add(dataclasses.replace(update, id=-1, origin=None, inputs=inputs)))
+            dag.remove([update])
+        dag.remove(sums)
+    return made
+
+
+def _packed(dag: TrainingDAG, total: Accumulate, bucket: Bucket) -> Accumulate:
+    """The part of a sum of gradients that lies in one bucket."""
+    value = Value("grad", bucket.names, (bucket.whole,), Partial(), bucket)
+    about = {"tags": total.tags, "devices": total.devices, "placed_by": total.placed_by, "outputs": (value,)}
+    packs = tuple((dag.add(Pack(inputs=(ref,), stream=total.stream, **about)).id, 0) for ref in total.inputs)  # type: ignore[arg-type]
+    return dag.add(Accumulate(inputs=packs, stream=total.stream, **about))  # type: ignore[arg-type]
+
+
+def _buckets(dag: TrainingDAG, names: Iterable[str], size: int, dtype: torch.dtype | None) -> list[Bucket]:
+    """Parameters in one bucket are read by the same regions, so that a gather brings nothing that its reader does not read."""
+    readers = _readers(dag)
+    together: dict[frozenset[int], list[str]] = {}
+    for name in names:
+        together.setdefault(readers.get(name, frozenset()), []).append(name)
+    params = dag.step.params
+    return [b for group in together.values() for b in buckets_of([params[n] for n in group], size, dag.replicas, dtype)]
+
+
+def _readers(dag: TrainingDAG) -> Mapping[str, frozenset[int]]:
+    """The regions that read each parameter."""
+    found: dict[str, set[int]] = {}
+    for (region, _), interface in dag.code.interfaces.items():
+        for name in interface.params:
+            found.setdefault(name, set()).add(region)
+    return {name: frozenset(regions) for name, regions in found.items()}
+
+
+def _trained(dag: TrainingDAG) -> set[str]:
+    outputs = (out for interface in dag.code.interfaces.values() for out in interface.outputs)
+    return {name for out in outputs if out.kind == "grad" for name in out.names}
+
+
+def _region_of(dag: TrainingDAG, total: Accumulate) -> int | None:
+    """The region whose gradients a sum adds up; None for other sums."""
+    if total.outputs[0].kind != "grad":
+        return None
+    node: Node = total
+    while not isinstance(node, Chunk):
+        node = dag.nodes[node.inputs[0][0]]
+    return node.region
+
+
+def _scatter(dag: TrainingDAG, total: Accumulate, ref: Ref, level: Level) -> ReduceScatter:
+    bucket = dag.value(ref).bucket
+    assert bucket is not None
+    value = Value("grad", bucket.names, (bucket.part,), Shard(0), bucket)
+    return dag.add(ReduceScatter(inputs=(ref,), outputs=(value,), tags=total.tags, devices=total.devices,
+                                 stream=level.reduce_stream, placed_by=dag.origin))  # fmt: skip
+
+
+def _all_reduce(dag: TrainingDAG, total: Accumulate, level: Level) -> AllReduce:
+    value = dataclasses.replace(total.outputs[0], placement=Replicate())
+    return dag.add(AllReduce(inputs=((total.id, 0),), outputs=(value,), tags=total.tags, devices=total.devices,
+                             stream=level.reduce_stream, placed_by=dag.origin))  # fmt: skip
+
+
+def _all_gather(dag: TrainingDAG, source: Parameters, chunk: Chunk, level: Level) -> AllGather:
+    value, bucket = source.outputs[0], source.outputs[0].bucket
+    assert bucket is not None
+    whole = dataclasses.replace(value, tensors=(bucket.whole,), placement=Replicate())
+    tags = {tag: index for tag, index in chunk.tags.items() if tag != "PASS"} if level.parameters else {}
+    return dag.add(AllGather(inputs=((source.id, 0),), outputs=(whole,), tags=tags, devices=source.devices,
+                             stream=level.gather_stream, placed_by=dag.origin))  # fmt: skip

@@ -1,0 +1,152 @@
+"""Buckets: parameters, or their gradients, that lie one after another in one flat tensor.
+
+What is communicated together lies together: a bucket is one message. Sharded over R members, each has one R-th of the flat tensor,
+wherever that cuts through the parameters (Rajbhandari et al., ZeRO: Memory Optimizations Toward Training Trillion Parameter
+Models, 2020).
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from functools import cached_property
+from typing import TYPE_CHECKING
+
+import torch
+
+from lightning_piper.ir.values import TensorSpec
+
+if TYPE_CHECKING:
+    from lightning_piper.ir.regions import ParamInfo
+
+# Elements to which each tensor and shard is aligned. At least the 64 bytes to which torch aligns the tensors that it makes, for
+# alignment chooses kernels, and so bits; and the same in every dtype, so that shards of gradients and of parameters match.
+ALIGNMENT = 64
+
+
+@dataclass(frozen=True)
+class Bucket:
+    """Attributes:
+    names: of the parameters, in the order in which they lie.
+    tensors: their specs. Each is laid out in the order of its own memory, so that its view has its own strides.
+    members: number of equal shards; the flat tensor is padded until they are.
+    dtype: of the flat tensor; gradients may be summed in another dtype than theirs.
+    """
+
+    names: tuple[str, ...]
+    tensors: tuple[TensorSpec, ...]
+    members: int
+    dtype: torch.dtype
+
+    def __hash__(self) -> int:
+        return self._hash
+
+    @cached_property
+    def _hash(self) -> int:
+        return hash((self.names, self.members, self.dtype))
+
+    @cached_property
+    def offsets(self) -> tuple[int, ...]:
+        """Where each tensor begins, in elements."""
+        sizes = (-(-spec.numel // ALIGNMENT) * ALIGNMENT for spec in self.tensors)
+        return tuple(itertools.accumulate(sizes, initial=0))[:-1]
+
+    @cached_property
+    def gaps(self) -> tuple[tuple[int, int], ...]:
+        """Ranges of elements that belong to no tensor."""
+        ends = [start + spec.numel for start, spec in zip(self.offsets, self.tensors, strict=True)]
+        edges = zip(ends, [*self.offsets[1:], self.numel], strict=True)
+        return tuple((end, start) for end, start in edges if end < start)
+
+    @cached_property
+    def shard(self) -> int:
+        """Elements of one member's part."""
+        used = self.offsets[-1] + self.tensors[-1].numel
+        return -(-used // (self.members * ALIGNMENT)) * ALIGNMENT
+
+    @property
+    def numel(self) -> int:
+        return self.shard * self.members
+
+    @property
+    def whole(self) -> TensorSpec:
+        """The flat tensor."""
+        return TensorSpec((self.numel,), self.dtype, (1,))
+
+    @property
+    def part(self) -> TensorSpec:
+        """One member's shard of it."""
+        return TensorSpec((self.shard,), self.dtype, (1,))
+
+    def pieces(self, member: int) -> Iterator[tuple[str, int, int, int]]:
+        """What a member's shard holds: name, and elements `start:stop` of that parameter (in the order of its memory), which
+        lie in the shard from `offset` on."""
+        first, last = member * self.shard, (member + 1) * self.shard
+        for name, spec, begin in zip(self.names, self.tensors, self.offsets, strict=True):
+            start, stop = max(first, begin), min(last, begin + spec.numel)
+            if start < stop:
+                yield name, start - begin, stop - begin, start - first
+
+    def empty(self, device: torch.device | str) -> torch.Tensor:
+        """A flat tensor without content, but for zeros in the gaps."""
+        flat = torch.empty(self.numel, dtype=self.dtype, device=device)
+        for start, stop in self.gaps:
+            flat[start:stop].zero_()
+        return flat
+
+    def views(self, flat: torch.Tensor) -> tuple[torch.Tensor, ...]:
+        """The tensors in `flat`, with the strides of their specs."""
+        return tuple(
+            view_as(flat[start : start + spec.numel], spec) for spec, start in zip(self.tensors, self.offsets, strict=True)
+        )
+
+    def in_dtype(self, dtype: torch.dtype) -> Bucket:
+        """The same parameters, at the same places of a flat tensor of another dtype."""
+        return replace(self, dtype=dtype)
+
+
+def view_as(flat: torch.Tensor, spec: TensorSpec) -> torch.Tensor:
+    """One dimension -> the spec's shape, whose elements lie in the order of the spec's memory."""
+    layout = spec.layout
+    if layout == tuple(range(len(layout))):
+        return flat.view(spec.shape)
+    inverse = sorted(range(len(layout)), key=layout.__getitem__)
+    return flat.view([spec.shape[d] for d in layout]).permute(inverse)
+
+
+def flattened(tensor: torch.Tensor, spec: TensorSpec) -> torch.Tensor:
+    """The reverse of `view_as`; a copy where the tensor lies otherwise."""
+    return tensor.permute(spec.layout).reshape(-1)
+
+
+def packed(bucket: Bucket, tensors: Mapping[str, torch.Tensor], device: torch.device | str) -> torch.Tensor:
+    """The named tensors in a new flat tensor of a bucket."""
+    flat = bucket.empty(device)
+    for name, view in zip(bucket.names, bucket.views(flat), strict=True):
+        view.copy_(tensors[name])
+    return flat
+
+
+def buckets_of(params: Sequence[ParamInfo], size: int, members: int, dtype: torch.dtype | None = None) -> list[Bucket]:
+    """Parameters in buckets: of one dtype, in order, each closed as soon as it has `size` bytes.
+
+    Args:
+        params: that are to lie in buckets.
+        size: bytes.
+        members: shards of each bucket.
+        dtype: of the flat tensors; None for the parameters' own.
+    """
+    found: list[list[ParamInfo]] = []
+    open_: dict[torch.dtype, tuple[list[ParamInfo], int]] = {}
+    for info in params:
+        bucket, filled = open_.get(info.spec.dtype, ([], size))
+        if filled >= size:
+            bucket, filled = [], 0
+            found.append(bucket)
+        bucket.append(info)
+        open_[info.spec.dtype] = (bucket, filled + info.spec.nbytes)
+    return [
+        Bucket(tuple(p.name for p in bucket), tuple(p.spec for p in bucket), members, dtype or bucket[0].spec.dtype)
+        for bucket in found
+    ]

@@ -1,0 +1,34 @@
+"""Shards of parameters and gradients <-> whole ones."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+
+import torch
+
+from lightning_piper.ir.buckets import Bucket, packed, view_as
+from lightning_piper.plan.plan import Plan
+from lightning_piper.runtime.executor import StepResult
+
+
+def shards_of(plan: Plan, params: Mapping[str, torch.Tensor], device: torch.device) -> dict[Bucket, torch.Tensor]:
+    """What an executor keeps of the buckets of which its device has a shard, made of whole parameters (which it copies)."""
+    flats = {bucket: packed(bucket, params, device) for bucket in plan.shards}
+    return {b: flat if plan.shards[b] else flat.chunk(b.members)[plan.replica].clone() for b, flat in flats.items()}
+
+
+def joined(plans: Sequence[Plan], results: Sequence[StepResult]) -> dict[str, torch.Tensor]:
+    """The whole gradients of all devices of a step; `results` are those of `plans`, in the same order."""
+    grads: dict[str, torch.Tensor] = {}
+    for plan, result in zip(plans, results, strict=True):
+        found = dict(result.grads)
+        for bucket in plan.shards:
+            specs = dict(zip(bucket.names, bucket.tensors, strict=True))
+            for name, start, stop, _ in bucket.pieces(plan.replica):
+                if name in found:
+                    piece = found.pop(name)
+                    whole = grads.setdefault(name, view_as(piece.new_empty(specs[name].numel), specs[name]))
+                    whole.permute(specs[name].layout).view(-1)[start:stop] = piece
+        for name, grad in found.items():
+            grads.setdefault(name, grad)
+    return grads
