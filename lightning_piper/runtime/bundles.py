@@ -120,7 +120,7 @@ def bind_concat(instruction: Concat, slots: Slots) -> Bound:
 def read_sum(instruction: Reduce, slots: Slots, device: torch.device) -> Callable[[], Bundle]:
     """A function that gives this device's part of a reduction, in tensors of its own."""
     reads, specs = instruction.reads, instruction.tensors
-    if instruction.bucket is not None and all(read.last for read in reads):
+    if instruction.bucket is not None and len(reads) == 1 and reads[0].last:
         return take(instruction, slots)  # made for this, and read by nobody else
 
     def total() -> Bundle:

@@ -135,6 +135,8 @@ def train(rank: int, jobs: list[Job]) -> list[Trained]:
             metrics.append(result.metrics)
         for bucket, flat in shards.items():  # other pieces of a parameter are as they were, and not compared
             for name, start, stop, at in bucket.pieces(plans[rank].replica):
+                if name not in own:
+                    continue  # frozen
                 at += plans[rank].replica * bucket.shard if len(flat) > bucket.shard else 0
                 spec = bucket.tensors[bucket.names.index(name)]
                 own[name] = torch.full(spec.shape, float("nan"))
