@@ -72,6 +72,7 @@ class Job:
         change: is done to the module before.
         resume, save: file to go on from; whether to write one every five steps.
         scaled: precision 16-mixed, with one gradient that overflows, on rank 1 alone.
+        reload: half of the initial values are loaded after the third step.
         alone: each rank decides by itself whether gradients have overflowed.
     """
 
@@ -84,6 +85,7 @@ class Job:
     save: bool = False
     scaled: bool = False
     alone: bool = False
+    reload: bool = False
 
 
 def with_sgd(module: Any) -> None:
@@ -157,6 +159,17 @@ class Overflow(L.Callback):
         self.scales.append(trainer.precision_plugin.scaler.get_scale())  # type: ignore[union-attr]
 
 
+class Reload(L.Callback):
+    """As the learning-rate finder does it."""
+
+    def __init__(self, initial: dict[str, Tensor]) -> None:
+        self.initial = initial
+
+    def on_train_batch_end(self, trainer: L.Trainer, module: L.LightningModule, outputs: Any, batch: Any, batch_idx: int) -> None:
+        if batch_idx == 2:
+            trainer.strategy.load_model_state_dict({"state_dict": {name: x / 2 for name, x in self.initial.items()}})
+
+
 class Alone:
     """In place of `LossScaling`: the scale alone, no agreement."""
 
@@ -221,6 +234,8 @@ def _fit(job: Job, folder: Path, transport: str | None, share: Callable[[Any], A
         callbacks.append(
             ModelCheckpoint(folder, filename=f"{job.name}, {transport}, {{step}}", every_n_train_steps=5, save_top_k=-1)
         )
+    if job.reload:
+        callbacks.append(Reload(values(module)))
     strategy: Any = "auto"
     if transport is not None:
         strategy = piper.PiperStrategy(PROGRAMS[job.program](), transport=transport, timeout=timedelta(seconds=60))  # type: ignore[arg-type]

@@ -25,6 +25,7 @@ OTHERS = [
     Job("by value", "dp2 zero3", options={**CLIPPED, "gradient_clip_algorithm": "value"}, change=sharded.with_sgd),
     Job("adagrad", "dp2 zero2", change=sharded.with_adagrad),
     Job("fused", "dp2 zero3", change=sharded.with_fused),
+    Job("reload", "pp2 dp2 zero3, zero1", reload=True),
     Job("other sizes", "dp2 zero3", model="sizes", options={"max_steps": -1, "max_epochs": 1}),
 ]
 # The last batch is smaller: gradients of two sizes are accumulated.
