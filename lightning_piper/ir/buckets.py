@@ -120,6 +120,7 @@ def flattened(tensor: torch.Tensor, spec: TensorSpec) -> torch.Tensor:
     return tensor.permute(spec.layout).reshape(-1)
 
 
+@torch.no_grad()
 def packed(bucket: Bucket, tensors: Mapping[str, torch.Tensor], device: torch.device | str) -> torch.Tensor:
     """The named tensors in a new flat tensor of a bucket."""
     flat = bucket.empty(device)
