@@ -51,10 +51,8 @@ def ours(level: Mapping[str, Any], pipeline: bool = False) -> Callable[[Config, 
         microbatches = 8 // 2
         if pipeline:
             groups = [[0, 1], [2, 3]]
-            program = [piper.Place(filter={"PP": i}, devices=group) for i, group in enumerate(groups)]
-            rest = [d for d in piper.schedules.one_f_one_b(stages=2, microbatches=microbatches) if not isinstance(d, piper.Place)]
-            split = [d for d in rest if isinstance(d, piper.Split)]
-            program += [*split, piper.Replicate(filter={}, devices=groups, **level), *(d for d in rest if d not in split)]
+            program = piper.schedules.one_f_one_b(stages=2, microbatches=microbatches, devices=groups)
+            program += [piper.Replicate(filter={}, devices=groups, **level)]
         else:
             program = [piper.Place(filter={}, devices=[0, 1]), piper.Split(filter={}, dim_name="MB", num_microbatches=microbatches)]
             # Each microbatch runs through all layers, forward and backward, before the next one: as a loop over microbatches does.

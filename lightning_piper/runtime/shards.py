@@ -19,7 +19,7 @@ def shards_of(plan: Plan, params: Mapping[str, torch.Tensor], device: torch.devi
 
 def pieces_of(plan: Plan, shards: Mapping[Bucket, torch.Tensor]) -> dict[str, torch.Tensor]:
     """What a device's optimizer changes of each parameter that lies in shards: views, of one dimension, of its own shards."""
-    found = {}
+    found: dict[str, torch.Tensor] = {}
     for bucket, flat in shards.items():
         shard = flat.chunk(bucket.members)[plan.replica] if plan.shards[bucket] else flat
         found |= {name: shard[at : at + stop - start] for name, start, stop, at in bucket.pieces(plan.replica)}
