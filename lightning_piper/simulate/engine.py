@@ -83,7 +83,7 @@ class _Exchange:
     Attributes:
         lane: the channel or group; one exchange at a time.
         parties: how many must join.
-        joined: (device, stream, instruction) of those that have.
+        joined: (device, instruction) of those that have.
         ready: when the last of them joined.
         since: when the last of them that brings data had computed it.
         waiting: devices that cannot go on before all have joined.
