@@ -6,9 +6,20 @@ result.devices[0].bubble           # the figures of a device
 result.timeline                    # who did what, from when to when
 """
 
-from lightning_piper.simulate.durations import Durations, Number, read_durations
+from lightning_piper.simulate.durations import DEFAULT, Durations, Number, read_durations
 from lightning_piper.simulate.engine import Span
 from lightning_piper.simulate.figures import DeviceFigures, Simulation, simulate
 from lightning_piper.simulate.network import Link, Network
 
-__all__ = ["DeviceFigures", "Durations", "Link", "Network", "Number", "Simulation", "Span", "read_durations", "simulate"]
+__all__ = [
+    "DEFAULT",
+    "DeviceFigures",
+    "Durations",
+    "Link",
+    "Network",
+    "Number",
+    "Simulation",
+    "Span",
+    "read_durations",
+    "simulate",
+]
