@@ -5,6 +5,8 @@ from __future__ import annotations
 import importlib
 import json
 import os
+import re
+import shlex
 import subprocess
 import sys
 import tomllib
@@ -184,6 +186,22 @@ def test_an_error_in_the_users_own_module_is_not_hidden(project: Path) -> None:
 def test_a_batch_may_be_a_value(project: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["check", "stages:module", "--batch", "stages:ready", "--directives", "program.json"]) == 0
     assert capsys.readouterr().out.endswith("ok\n")
+
+
+@pytest.mark.parametrize("page", ["cli.md", "simulate.md"])
+def test_the_documentation_shows_real_output(
+    page: str, project: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Each `$ lightning-piper ...` prints what stands below it."""
+    for name, content in re.findall(r"`(\w+\.\w+)`:\n\n```\w+\n(.*?)```", (ROOT / "docs/cli.md").read_text(), re.DOTALL):
+        (project / name).write_text(content)
+    monkeypatch.setenv("COLUMNS", "132")
+    shown = re.findall(r"^```\n\$ lightning-piper (.*?)\n(.*?)^```", (ROOT / "docs" / page).read_text(), re.DOTALL | re.MULTILINE)
+    assert len(shown) == {"cli.md": 4, "simulate.md": 1}[page]
+    for command, wanted in shown:
+        status = main(shlex.split(command))
+        found = capsys.readouterr()
+        assert (found.err if status else found.out) == wanted
 
 
 def in_a_process(*argv: str) -> subprocess.CompletedProcess[str]:
