@@ -54,7 +54,7 @@ class Trace:
     times: device -> start and end of every instruction of its plan.
     exchanges: (device, node) -> start and end of the communication that the device joined there.
     held: (device, stream, interval) in which the stream waited for communication only.
-    end: when the last stream and the last exchange are done.
+    end: when the last stream is done.
     """
 
     spans: list[Span] = field(default_factory=list)
@@ -85,7 +85,7 @@ class _Exchange:
         parties: how many must join.
         joined: (device, instruction) of those that have.
         ready: when the last of them joined.
-        since: when the last of them that brings data had computed it.
+        since: from then on, nothing but communication had to happen for the last of them to join.
         waiting: devices that cannot go on before all have joined.
     """
 
@@ -194,8 +194,7 @@ class _World:
         self._started[device, instruction.node] = exchange
         exchange.joined.append((device, instruction))
         exchange.ready = max(exchange.ready, clock.time)
-        if not isinstance(instruction, Post):
-            exchange.since = max(exchange.since, clock.since)
+        exchange.since = max(exchange.since, clock.since)
         if not exchange.complete:
             return []
         start = max(exchange.ready, self._free.get(exchange.lane, 0))
@@ -203,7 +202,6 @@ class _World:
         for member, joined in exchange.joined:
             self.trace.exchanges[member, joined.node] = (start, exchange.end)
             self._span(member, joined, "recv" if isinstance(joined, Post) else joined.op, start, exchange.end)
-        self.trace.end = max(self.trace.end, exchange.end)
         return exchange.waiting
 
     def _duration(self, exchange: _Exchange) -> Number:

@@ -24,7 +24,7 @@ _Moment = tuple[Number, int, int]  # time; instruction; 0 for its start, 1 for i
 
 @dataclass(slots=True)
 class _Held:
-    """A value that is there. `holders`: the slot, and sends that are not retired. `until`: when the last holder so far let go."""
+    """A value that is there. `holders`: the slot, and sends that are not retired. `until`: when its last user so far is done."""
 
     nbytes: int
     part: Slice | None  # the microbatch, of what a forward pass saved for its backward pass
@@ -41,9 +41,10 @@ def curves(dag: TrainingDAG, plan: Plan, trace: Trace) -> tuple[Curve, Curve]:
     sent: dict[int, _Held] = {}  # send -> what it keeps
     changes: list[_Change] = []
 
-    def release(value: _Held, moment: _Moment) -> None:
-        value.holders -= 1
+    def use(value: _Held, moment: _Moment, last: bool) -> None:
+        # The last reader need not be the one that is done last: another may run longer on another stream.
         value.until = max(value.until, moment)
+        value.holders -= last
         if not value.holders:
             changes.append((value.until, -1, value))
 
@@ -61,10 +62,9 @@ def curves(dag: TrainingDAG, plan: Plan, trace: Trace) -> tuple[Curve, Curve]:
                 value.holders += 1
             if isinstance(instruction, Send):
                 sent[instruction.node] = value
-            if read.last:
-                release(value, (end, i, 1))
+            use(value, (end, i, 1), read.last)
         if isinstance(instruction, Retire):
-            release(sent[instruction.node], (end, i, 1))
+            use(sent[instruction.node], (end, i, 1), last=True)
     changes.sort(key=lambda change: change[0])
     return _bytes_over_time(changes), _in_flight_over_time(changes)
 

@@ -36,6 +36,30 @@ class Chain(L.LightningModule):
         return x.square().mean()
 
 
+class Branches(L.LightningModule):
+    """Stage 0 feeds stages 1 and 2; stage 3 reads the batch alone; stage 4 reads 1, 2 and 3. Batch: [n, 4]."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList([nn.Linear(WIDTH, WIDTH) for _ in range(5)])
+
+    def training_step(self, batch: Tensor, batch_idx: int) -> Tensor:
+        def stage(i: int, x: Tensor) -> Tensor:
+            with annotate("PP", i):
+                return torch.tanh(self.layers[i](x))
+
+        h = stage(0, batch)
+        a, b, c = stage(1, h), stage(2, h), stage(3, batch)
+        with annotate("PP", 4):
+            return self.layers[4](a * b * c).square().mean()
+
+
+def branches(*places: tuple[int, str]) -> Compiled:
+    """`Branches` with each stage on a device and a stream, for a batch of one sample."""
+    program = [{"op": "place", "filter": {"PP": i}, "devices": [d], "stream": s} for i, (d, s) in enumerate(places)]
+    return compile_step(capture(Branches(), torch.randn(1, WIDTH)), tuple(parse(program)))
+
+
 @functools.cache
 def chain(stages: int, size: int) -> CapturedStep:
     return capture(Chain(stages), torch.randn(size, WIDTH))

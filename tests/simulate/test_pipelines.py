@@ -102,6 +102,14 @@ def test_a_measured_transfer_takes_its_own_time() -> None:
     assert boxes(result, 1, "recv") == [("recv", 1, 6), ("recv", 6, 7)]
 
 
+def test_collectives_go_round_a_ring() -> None:
+    """Four members, 80 bytes: three steps of 1 + 20 / 10 each, twice for an all-reduce."""
+    network = Network(groups={(0, 1, 2, 3): Link(latency=1, bandwidth=10)})
+    assert network.collective("reduce", (0, 1, 2, 3), 80) == 18
+    assert network.collective("all_gather", (0, 1, 2, 3), 80) == network.collective("reduce_scatter", (0, 1, 2, 3), 80) == 9
+    assert network.collective("reduce", (0, 1), 80) == 0
+
+
 def test_sums_over_replicas_overlap_with_the_backward_pass() -> None:
     """The later stage's gradients travel while the first stage computes; the first stage's are waited for."""
     program = compiled("mlp", [{"op": "place", "filter": {}, "devices": [0, 1]}, *split(2),
