@@ -1,6 +1,6 @@
 """The cost of a simulation as the plans grow: it should double with them.
 
-    python benchmarks/simulate.py [--microbatches 256]
+python benchmarks/simulate.py [--microbatches 256]
 """
 
 from __future__ import annotations

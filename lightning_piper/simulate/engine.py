@@ -24,12 +24,13 @@ from typing import Any, NamedTuple
 from lightning_piper.errors import SimulationError, VerificationError
 from lightning_piper.ir.dag import TrainingDAG
 from lightning_piper.ir.nodes import Chunk
-from lightning_piper.plan.instructions import Await, Channel, Instruction, Post, Record, Retire, Run, Send, Wait
+from lightning_piper.plan.instructions import Await, Channel, Collective, Instruction, Post, Record, Retire, Run, Send, Wait
 from lightning_piper.plan.plan import Plan
 from lightning_piper.simulate.durations import Number, Work
 from lightning_piper.simulate.network import RINGS, Network
 
 Interval = tuple[Number, Number]
+Lane = tuple[str, object]  # a channel or a group
 
 
 class Span(NamedTuple):
@@ -89,7 +90,7 @@ class _Exchange:
         waiting: devices that cannot go on before all have joined.
     """
 
-    lane: tuple[str, tuple[int, ...]]
+    lane: Lane
     parties: int
     joined: list[tuple[int, Instruction]] = field(default_factory=list)
     ready: Number = 0
@@ -114,7 +115,7 @@ class _World:
         self._ends: dict[tuple[Channel, int], int] = {}  # (channel, 0 for its sender or 1) -> messages so far
         self._collectives: dict[int, _Exchange] = {}
         self._started: dict[tuple[int, int], _Exchange] = {}  # (device, node)
-        self._free: dict[tuple[str, tuple[int, ...]], Number] = {}  # lane -> end of its last exchange
+        self._free: dict[Lane, Number] = {}  # lane -> end of its last exchange
 
     def blocked(self, device: int, instruction: Instruction) -> _Exchange | None:
         """The exchange without whose other parties the instruction cannot be issued, if any."""
@@ -147,7 +148,7 @@ class _World:
                         f"plan of device {device}: {instruction.where}: event e{instruction.event} is awaited before it is recorded"
                     )
                 self._hold(device, instruction.stream, clock, *self._events[device, instruction.event])
-            case _ if hasattr(instruction, "group"):
+            case Collective():
                 freed = self._join(device, instruction, clock, self._collective(instruction))
             case _:
                 self._occupy(device, instruction, clock)
@@ -184,11 +185,11 @@ class _World:
             messages.append(_Exchange(("channel", channel), 2))
         return messages[number]
 
-    def _collective(self, instruction: Any) -> _Exchange:
+    def _collective(self, instruction: Collective) -> _Exchange:
         if instruction.op not in RINGS:
             known = ", ".join(RINGS)
             raise SimulationError(f"{instruction.where}: the simulator knows no collective {instruction.op!r}; it has {known}")
-        return self._collectives.setdefault(instruction.node, _Exchange(("group", instruction.group), len(instruction.group)))
+        return self._collectives.setdefault(instruction.node, _Exchange(("group", instruction.group), len(instruction.members)))
 
     def _join(self, device: int, instruction: Instruction, clock: _Clock, exchange: _Exchange) -> list[int]:
         self._started[device, instruction.node] = exchange
@@ -209,10 +210,9 @@ class _World:
         measured = self._work.measured(instruction.node)
         if measured is not None:
             return measured
-        nbytes = sum(spec.nbytes for spec in instruction.tensors)
-        if isinstance(instruction, Send):
-            return self._network.transfer(instruction.channel, nbytes)
-        return self._network.collective(instruction.op, instruction.group, nbytes)
+        if isinstance(instruction, Collective):
+            return self._network.collective(instruction.op, instruction.members, instruction.nbytes)
+        return self._network.transfer(instruction.channel, sum(spec.nbytes for spec in instruction.tensors))
 
 
 def run_in_virtual_time(dag: TrainingDAG, plans: Mapping[int, Plan], work: Work, network: Network) -> Trace:

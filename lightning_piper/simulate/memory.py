@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from lightning_piper.ir.dag import TrainingDAG
 from lightning_piper.ir.nodes import Chunk
 from lightning_piper.ir.values import Slice
-from lightning_piper.plan.instructions import Add, Deliver, Instruction, Post, Retire, Send
+from lightning_piper.plan.instructions import Add, AllGather, Deliver, Instruction, Post, Retire, Send
 from lightning_piper.plan.plan import Plan
 from lightning_piper.simulate.durations import Number
 from lightning_piper.simulate.engine import Trace
@@ -74,6 +74,10 @@ def _nbytes(dag: TrainingDAG, instruction: Instruction, k: int, held: dict[int, 
     tensors = getattr(instruction, "tensors", None)
     if tensors is not None and len(instruction.writes) == 1:
         return sum(spec.nbytes for spec in tensors)
+    if isinstance(instruction, AllGather) and instruction.kept:
+        return 0  # the room is there between steps, as that of parameters is
+    if isinstance(instruction, Add) and instruction.bucket is not None:
+        return instruction.bucket.whole.nbytes
     if isinstance(instruction, Add):
         return held[instruction.reads[0].slot].nbytes
     return dag.value((instruction.node, k)).nbytes

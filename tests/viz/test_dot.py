@@ -13,7 +13,9 @@ from tests.simulate.programs import pipeline
 
 def test_nodes_and_edges_of_one_device() -> None:
     text = dot_graph(pipeline("gpipe", 2, 1).dag, 0)
-    assert text == """\
+    assert (
+        text
+        == """\
 digraph "device 0" {
   rankdir=LR;
   node [shape=box, style=filled, fontname="sans-serif"];
@@ -33,10 +35,11 @@ digraph "device 0" {
   n5 -> n7;
 }
 """
+    )
 
 
 def test_an_edge_that_only_orders_is_dashed_and_names_its_directive() -> None:
-    assert "[style=dashed, label=\"directive 3\"]" in dot_graph(pipeline("gpipe", 2, 2).dag, 0)
+    assert '[style=dashed, label="directive 3"]' in dot_graph(pipeline("gpipe", 2, 2).dag, 0)
 
 
 def test_a_users_tags_are_quoted() -> None:
