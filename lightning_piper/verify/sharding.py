@@ -172,8 +172,8 @@ def shards(facts: Facts, updated: Updates) -> Iterable[str]:
     for chunk in dag.of_type(Chunk):
         names, here = dag.interface(chunk).params, kept.get(chunk.devices, {})
         for name, ref in zip(names, chunk.params or (None,) * len(names), strict=True):
-            update = updated.get(name, {}).get(chunk.devices)
-            gradient = None if update is None else dag.value(update.inputs[0])
+            updates = updated.get(name, {})
+            gradient = dag.value(updates[chunk.devices].inputs[0]) if chunk.devices in updates else None
             if ref is None:
                 if name in here or (gradient is not None and isinstance(gradient.placement, Shard)):
                     yield f"{facts.at(chunk)} reads its own copy of {name}, of which this device has a shard alone: gather it"
