@@ -68,6 +68,7 @@ class Job:
     """A training.
 
     Attributes:
+        samples: of the data, in batches of 8.
         options: of the Trainer.
         change: is done to the module before.
         resume, save: file to go on from; whether to write one every five steps.
@@ -79,6 +80,7 @@ class Job:
     name: str
     program: str
     model: str = "varied"
+    samples: int = 40
     options: dict[str, Any] = field(default_factory=dict)
     change: Callable[[Any], None] | None = None
     resume: str = ""
@@ -225,7 +227,7 @@ def fit(job: Job, folder: Path, transport: str | None, share: Callable[[Any], An
 
 
 def _fit(job: Job, folder: Path, transport: str | None, share: Callable[[Any], Any], counts: list[int]) -> dict[str, Any]:
-    module, loader = make(job.model, seed=1 if job.resume else 0)
+    module, loader = make(job.model, seed=1 if job.resume else 0, samples=job.samples)
     if job.change is not None:
         job.change(module)
     holdings, overflow = Holdings(counts), Overflow()
