@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable
 
 from lightning_piper.ir.nodes import AllReduce, Chunk, Metrics, Report, Update
-from lightning_piper.ir.regions import PassKey
+from lightning_piper.ir.regions import HALVES, PassKey
 from lightning_piper.ir.seeds import chunk_seed
 from lightning_piper.ir.values import Partial
 from lightning_piper.verify import sharding
@@ -15,16 +15,11 @@ from lightning_piper.verify.facts import Contributions, Facts
 def incomplete(facts: Facts, final: bool) -> Iterable[str]:
     """Every pass runs for every sample, every gradient reaches an update on each of its devices, every metric the report."""
     dag = facts.dag
-    slices: dict[PassKey, Contributions] = {key: {} for key in dag.code.interfaces}
     homes: dict[str, set[tuple[int, ...]]] = {}
     for chunk in dag.of_type(Chunk):
-        # A pass may run twice on the same samples (recomputation); what enters a sum twice is found where it is summed.
-        slices[chunk.key][chunk.slice] = facts.share(chunk.slice)
         for name in dag.interface(chunk).params + dag.interface(chunk).state:
             homes.setdefault(name, set()).add(chunk.devices)
-    for (region, kind), total in slices.items():
-        if problem := facts.uncovered(facts.share, total):
-            yield f"{kind}[{dag.regions[region].label}]: {problem}"
+    yield from _passes(facts)
     updated: dict[str, dict[tuple[int, ...], Update]] = {}
     for update in dag.of_type(Update):
         for name in dag.value(update.inputs[0]).names:
@@ -45,6 +40,27 @@ def incomplete(facts: Facts, final: bool) -> Iterable[str]:
         yield from sharding.places(facts)
     yield from _reported(facts)
     yield from _seeds(facts)
+
+
+def _passes(facts: Facts) -> Iterable[str]:
+    """The backward of some samples may run whole, and of others in halves."""
+    code = facts.dag.code
+    slices: dict[PassKey, Contributions] = {}
+    for region, kind in code.interfaces:
+        slices |= {(region, part): {} for part in (code.halves_of(region) if kind == "B" else (kind,))}
+    halved: set[int] = set()
+    for chunk in facts.dag.of_type(Chunk):
+        for part in code.halves_of(chunk.region) if chunk.kind == "B" else (chunk.kind,):
+            # A pass may run twice on the same samples (recomputation); what enters a sum twice is found where it is summed.
+            slices[chunk.region, part][chunk.slice] = facts.share(chunk.slice)
+        if chunk.kind in HALVES:
+            halved.add(chunk.region)
+    found: dict[str, None] = {}
+    for (region, kind), total in slices.items():
+        if problem := facts.uncovered(facts.share, total):
+            shown = "B" if kind in HALVES and region not in halved else kind
+            found[f"{shown}[{facts.dag.regions[region].label}]: {problem}"] = None
+    yield from found
 
 
 def _seeds(facts: Facts) -> Iterable[str]:

@@ -63,7 +63,7 @@ class Facts:
 
     def pass_of(self, origin: Origin) -> str:
         region, kind, index = origin
-        output = self.dag.code.interfaces[region, kind].outputs[index]
+        output = self.dag.code.interface_of((region, kind)).outputs[index]
         names = f" {names_of(output.names)}" if output.names else ""
         return f"{output.kind}{names} of {kind}[{self.dag.regions[region].label}]"
 

@@ -111,7 +111,7 @@ class _Checker(Facts):
         interface = self.dag.interface(node)
         weight = Fraction(1) if node.kind == "F" else self.share(node.slice)
         for i in range(len(node.outputs)):
-            self.origins[node.id, i] = (*node.key, i)
+            self.origins[node.id, i] = self.dag.code.whole(*node.key, i)
             self.parts[node.id, i] = {node.slice: weight}
         if len(node.inputs) != len(interface.inputs) or len(node.outputs) != len(interface.outputs):
             yield (
