@@ -71,7 +71,7 @@ def programs(draw: Draw, case: Case) -> list[Directive]:
         placing: list[Directive] = draw(_places(stages, replicas))
         head = placing + head if replicas == 1 and draw(st.booleans()) else head + placing
     if replicas > 1:
-        head += draw(_replicas(head))
+        head += draw(_replicas(case, head))
     if draw(st.integers(0, 3)):
         head += draw(_orders(apply_program(build_dag(case.step), head)))
     return head
@@ -96,17 +96,20 @@ LEVELS: list[dict[str, Any]] = [{}, {"shard_optimizer": True}, {"shard_grads": T
 
 
 @st.composite
-def _replicas(draw: Draw, head: list[Directive]) -> list[Directive]:
+def _replicas(draw: Draw, case: Case, head: list[Directive]) -> list[Directive]:
     """Replicate all that is placed, by one directive or by one for each place; with messages of one tensor, or of all; with
-    any part of the state sharded, the same in all directives, for they may share parameters."""
-    bucket = st.sampled_from([1e-6, 0.0003, 25.0])
-    level = draw(st.sampled_from(LEVELS))
+    any part of the state sharded. Where places share no parameters, each has a level of its own."""
+    sizes, levels = st.sampled_from([1e-6, 0.0003, 25.0]), st.sampled_from(LEVELS)
+    dtypes = st.sampled_from([{}, {}, {"reduce_dtype": "float64"}])  # that of all models
     places = [p for p in head if isinstance(p, Place)]
     groups = [list(group) for group in dict.fromkeys(tuple(p.devices) for p in places)]
+    level = draw(levels) | draw(dtypes)
     if draw(st.booleans()):
-        return [Replicate(filter={}, devices=groups, bucket_size=draw(bucket), **level)]
+        return [Replicate(filter={}, devices=groups, bucket_size=draw(sizes), **level)]
     backward = [p for p in places if p.filter.get("PASS", "B") == "B"]
-    return [Replicate(filter=p.filter, devices=p.devices, bucket_size=draw(bucket), **level) for p in backward]
+    alone = case.spec.blocks.count("tied") < 2
+    return [Replicate(filter=p.filter, devices=p.devices, bucket_size=draw(sizes), **(draw(levels) if alone else level))
+            for p in draw(st.permutations(backward))]  # fmt: skip
 
 
 @st.composite

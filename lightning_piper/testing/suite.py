@@ -16,6 +16,7 @@ from lightning_piper.ir.build import build_dag
 from lightning_piper.ir.dag import TrainingDAG
 from lightning_piper.ir.nodes import Chunk
 from lightning_piper.ir.values import Slice
+from lightning_piper.plan import drop_redundant, global_order
 from lightning_piper.testing.equivalence import assert_same, mode_of, run_interpreter, run_plans, single_device
 from lightning_piper.testing.models import Case, Spec
 from lightning_piper.testing.programs import cases, programs
@@ -35,10 +36,10 @@ POOL = (
 
 
 def check_program(case: Case, program: Sequence[Directive]) -> TrainingDAG:
-    """Apply a program and check everything after each directive; returns the finished DAG.
+    """Apply a program and check everything after each directive; returns the finished DAG, without redundant communication.
 
     Static check; execution against the DAG before (by the directive's contract), against one device, and of the compiled plans
-    against the interpreter.
+    against the interpreter. The finished DAG is executed as it is, and once more when redundant communication is dropped from it.
     """
     dag = build_dag(case.step)
     check(dag)
@@ -59,6 +60,11 @@ def check_program(case: Case, program: Sequence[Directive]) -> TrainingDAG:
     check(dag, final=True)
     outcome = run_interpreter(case, dag)
     assert_same(last, outcome, "bitwise")
+    assert_same(outcome, run_plans(case, dag), "bitwise")
+    drop_redundant(dag, global_order(dag))
+    check(dag, final=True)
+    last, outcome = outcome, run_interpreter(case, dag)
+    assert_same(last, outcome, mode_of(case, bitwise=dag.replicas == 1), _terms(dag))
     parts = dag.microbatches()
     if parts is not None:
         # Sums are taken region by region, and replica by replica. Batch norm of a transposed float64 input gives other strides than

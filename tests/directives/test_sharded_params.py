@@ -1,0 +1,115 @@
+"""Sharded parameters of every kind: dtypes, strides and sizes, the dtype of their gradients' sums, and training on their shards."""
+
+from __future__ import annotations
+
+import functools
+from typing import Any
+
+import lightning as L
+import pytest
+import torch
+from torch import nn
+
+from lightning_piper.annotate import annotate
+from lightning_piper.capture import capture
+from lightning_piper.ir.nodes import Parameters
+from lightning_piper.testing.equivalence import run_plans
+from tests.models import Captured, captured
+from tests.plan.programs import dag_of, split
+from tests.sharded import LEVELS, NAMES, distance, finished, program, replicate, run, trained_alone, trained_in_shards
+
+by_level = pytest.mark.parametrize("level", LEVELS, ids=NAMES)
+
+
+class Odd(L.LightningModule):
+    """Transposed, sparse, tiny and scalar parameters in three dtypes. Integers throughout, a mean over a power of two: sums are
+    exact in every dtype, also in bfloat16."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.turned = nn.Parameter(torch.randint(-2, 3, (5, 3)).double().t())
+        self.row = nn.Parameter(torch.tensor([[1.0], [-2.0], [1.0], [0.0], [2.0]], dtype=torch.float64).t())
+        self.sparse = nn.Parameter(torch.randint(-1, 2, (5, 8)).float()[:, ::2])
+        self.scalar = nn.Parameter(torch.tensor(2.0))
+        self.low = nn.Parameter(torch.randint(-2, 3, (4,)).bfloat16())
+        self.fixed = nn.Parameter(torch.eye(4).bfloat16(), requires_grad=False)
+
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        with annotate("PP"):
+            h = batch @ self.turned + self.row
+        with annotate("PP"):
+            h = h.float() @ self.sparse * self.scalar
+        with annotate("PP"):
+            return (h.bfloat16() @ self.fixed + self.low * batch[:, :1].bfloat16()).sum(1).mean()
+
+
+@functools.cache
+def odd() -> Captured:
+    with torch.random.fork_rng():
+        torch.manual_seed(3)
+        module, batch = Odd(), torch.randint(-1, 3, (8, 3)).double()
+    tensors = {n: x.detach() for n, x in module.named_parameters()}
+    return Captured(None, module, batch, capture(module, batch), tensors, [batch])  # type: ignore[arg-type]
+
+
+@by_level
+@pytest.mark.parametrize("shape", ["DP2", "split before", "split after", "PP2xDP2 unordered"])
+def test_dtypes_strides_and_sizes(shape: str, level: dict[str, Any]) -> None:
+    model = odd()
+    assert not model.tensors["turned"].is_contiguous() and model.tensors["row"].stride() == (1, 1)
+    alone = run(model, dag_of(model.step, []))
+    dag = finished(model, program(model.step, shape, level))
+    found = run(model, dag)
+    assert distance(alone, found) == 0 and len(alone.grads) == 5
+    executed = run_plans(model, dag)  # type: ignore[arg-type]
+    for name, grad in alone.grads.items():
+        assert grad.abs().max() > 0 and grad.dtype == executed.grads[name].dtype == found.grads[name].dtype
+        assert torch.equal(grad, executed.grads[name]), name
+    for node in dag.of_type(Parameters):  # a bucket is of one dtype
+        bucket = node.outputs[0].bucket
+        assert bucket is not None and {spec.dtype for spec in bucket.tensors} == {bucket.dtype}
+
+
+class Cancelling(L.LightningModule):
+    """The gradients of four samples are 64, 0.25, 0.25 and -64: 0.5 in float32, not in bfloat16."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.ones(3, dtype=torch.bfloat16))
+
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        with annotate("PP"):
+            return (batch * self.weight[:1]).sum(1).mean()
+
+
+@pytest.mark.parametrize("level", [{}, *LEVELS], ids=["none", *NAMES])
+def test_reduce_dtype(level: dict[str, Any]) -> None:
+    module, batch = Cancelling(), torch.tensor([[256.0], [1.0], [1.0], [-256.0]], dtype=torch.bfloat16)
+    step = capture(module, batch)
+    model = Captured(None, module, batch, step, {"weight": module.weight.detach()}, [batch])  # type: ignore[arg-type]
+    sums = {}
+    for dtype in (None, "bfloat16", "float32", "float64"):
+        more = {} if dtype is None else {"reduce_dtype": dtype}
+        dag = finished(model, [{"op": "place", "filter": {}, "devices": [0, 1]}, *split(2), replicate([0, 1], **level, **more)])
+        grad = run(model, dag).grads["weight"]
+        assert grad.dtype == torch.bfloat16, "the optimizer takes gradients in the parameters' dtype"
+        assert torch.equal(grad, run_plans(model, dag).grads["weight"])  # type: ignore[arg-type]
+        sums[dtype] = float(grad[0])
+    assert sums["float32"] == sums["float64"] == 0.5
+    assert sums[None] == sums["bfloat16"] != 0.5
+
+
+@by_level
+@pytest.mark.parametrize("name, shape", [
+    ("mlp", "PP2xDP2"), ("mlp", "split after"), ("tied", "split before"), ("tied", "PP2xDP2 unordered"), ("frozen", "DP2"),
+    ("odd", "split before"), ("odd", "PP2xDP2 unordered"),
+])  # fmt: skip
+def test_training_in_shards_is_training_of_the_whole(name: str, shape: str, level: dict[str, Any]) -> None:
+    """Adam on shards, step after step: what is gathered is what the optimizer has left, and Adam is elementwise."""
+    model = odd() if name == "odd" else captured(name)
+    dag = finished(model, program(model.step, shape, level, bucket_size=0.0002))
+    expected, found = trained_alone(model, dag), trained_in_shards(model, dag)
+    assert expected.keys() == found.keys()
+    for name_, x in expected.items():
+        assert torch.equal(x, found[name_]), name_
+        assert not torch.equal(x, model.tensors[name_]) or not model.step.params[name_].requires_grad
