@@ -1,9 +1,11 @@
 """Data parallelism and ZeRO on two processes, and with a pipeline on four, against torch's own: same model, microbatches, threads.
 
 Time: all systems of a group live in the same processes and take turns step by step, so that whatever else the machine does hits
-all. Memory: a run of its own for each system; live tensor bytes by torch's profiler, from before the model is built.
+all. Memory: a run of its own for each system; live tensor bytes by torch's profiler, from before the model is built. On two
+processes with sequences so short that activations do not count, and beside it what there should be (`expected`); on four with the
+same sequences as for time.
 
-    python benchmarks/zero.py [--steps 12] [--group two|four] [--memory-only]
+    python benchmarks/zero.py [--steps 12] [--group two|four] [--only time|memory]
 
 | ours | peer | what both do |
 |---|---|---|
@@ -18,6 +20,7 @@ from __future__ import annotations
 
 import argparse
 import contextlib
+import itertools
 import json
 import statistics
 import tempfile
@@ -35,7 +38,7 @@ from torch.distributed.fsdp import fully_shard
 from torch.distributed.optim import ZeroRedundancyOptimizer
 from torch.distributed.pipelining import PipelineStage, Schedule1F1B
 from torch.nn.parallel import DistributedDataParallel
-from torch.profiler import ProfilerActivity, profile
+from torch.profiler import ProfilerActivity, profile, record_function
 
 import lightning_piper as piper
 from lightning_piper.runtime import Executor, ProcessTransport, pieces_of, shards_of
@@ -170,7 +173,9 @@ FOUR = {
     "torch 1F1B, FSDP2 freed": (torch_pp(False), ""), "torch 1F1B, FSDP2 kept": (torch_pp(True), ""),
 }  # fmt: skip
 GROUPS: dict[str, tuple[int, dict[str, Any]]] = {"two": (2, TWO), "four": (4, FOUR)}
+SHARDED = ("DP", "ZeRO-1", "ZeRO-2", "ZeRO-3")
 WARM_UP = 2
+MB = 2**20
 
 
 def compare_time(c: Config, group: str, steps: int) -> None:
@@ -206,49 +211,70 @@ def measure_memory(c: Config, group: str, name: str) -> None:
     with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as profiler:
         rank, world = join()
         step = GROUPS[group][1][name][0](c, rank, world)
-        for i in range(3):
+        for i in range(2):
             step(i)
+        with record_function("the measured step"):
+            step(2)
     with tempfile.TemporaryDirectory() as folder:
         path = Path(folder) / "trace.json"
         profiler.export_chrome_trace(str(path))
         events = json.loads(path.read_text())["traceEvents"]
-    found = sorted((e for e in events if e.get("name") == "[memory]"), key=lambda e: float(e["ts"]))
-    third = [e for e in events if e.get("name") == "Optimizer.step#AdamW.step"]
-    after = sorted(float(e["ts"]) for e in third)[-2] if len(third) > 1 else 0.0
+    begin = min(float(e["ts"]) for e in events if e.get("name") == "the measured step")
     live = peak = 0
-    for event in found:
+    for event in sorted((e for e in events if e.get("name") == "[memory]"), key=lambda e: float(e["ts"])):
         live += int(event["args"]["Bytes"])
-        if float(event["ts"]) > after:  # of a step, not of setting up
+        if float(event["ts"]) >= begin:
             peak = max(peak, live)
-    peaks: list[Any] = [0.0] * world
-    dist.all_gather_object(peaks, (peak / 2**20, live / 2**20))
+    peaks: list[Any] = [None] * world
+    dist.all_gather_object(peaks, peak / MB)
     if rank == 0:
-        shown = ", ".join(f"{p:.1f} ({rest:.1f})" for p, rest in peaks)
-        print(f"{name:26} peak live tensor MB of a step by rank (after it): {shown}", flush=True)
+        shown = ", ".join(f"{p:.1f}" for p in peaks)
+        wanted = f"   expected {expected(c, name):.1f}" if group == "two" and name in SHARDED else ""
+        print(f"{name:26} peak live tensor MB of a step, by rank: {shown}{wanted}", flush=True)
     dist.barrier()
     dist.destroy_process_group()
+
+
+def expected(c: Config, name: str) -> float:
+    """MB of parameters, gradients, AdamW's two moments, and what is in flight, on each of two replicas.
+
+    In flight: gradients of a layer, packed for the sum over replicas, while those of the layer after it are being summed (a bucket
+    and room for the other's half of it); without sharded gradients, two new gradients of a layer that become one sum. With
+    sharded parameters also the layer in use and the next one.
+    """
+    layers = [sum(p.numel() * 4 for p in part.parameters()) / MB for stage in stages(c) for part in stage]  # type: ignore[attr-defined]
+    layers[-2:] = [sum(layers[-2:])]  # the last norm and the head are one region
+    pairs = list(itertools.pairwise(layers))
+    used = [3 * a + 1.5 * b + before for before, (a, b) in zip(layers, pairs[1:], strict=False)]
+    whole, in_flight = {
+        "DP": (4, 2 * max(layers)),
+        "ZeRO-1": (3, 2 * max(layers)),
+        "ZeRO-2": (2.5, max(2 * a + 1.5 * b for a, b in pairs)),
+        "ZeRO-3": (2, max(used)),
+    }[name]
+    total = sum(layers)
+    return whole * total + in_flight
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--steps", type=int, default=12)
     parser.add_argument("--group", choices=list(GROUPS), action="append")
-    parser.add_argument("--memory-only", action="store_true")
+    parser.add_argument("--only", choices=["time", "memory"])
     parser.add_argument("--memory", default="", help=argparse.SUPPRESS)
     args = parser.parse_args()
     groups = args.group or list(GROUPS)
-    c = Config()
     if is_rank():
         if args.memory:
-            measure_memory(c, groups[0], args.memory)
+            measure_memory(Config(seq=4) if groups[0] == "two" else Config(), groups[0], args.memory)
         else:
-            compare_time(c, groups[0], args.steps)
+            compare_time(Config(), groups[0], args.steps)
         return
     for group in groups:
         ranks, systems = GROUPS[group]
-        if not args.memory_only:
+        if args.only != "memory":
             launch(ranks, "--steps", str(args.steps), "--group", group)
-        for name in systems:
+        for name in systems if args.only != "time" else ():
             launch(ranks, "--group", group, "--memory", name)
 
 
