@@ -70,3 +70,20 @@ def bi(stage: int, mb: int | None = None, **more: Any) -> dict[str, Any]:
 def bw(stage: int, mb: int | None = None, **more: Any) -> dict[str, Any]:
     """The filter of the gradients of weights of a stage."""
     return {**f(stage, mb), "PASS": "BW", **more}
+
+
+def zero_bubble(stages: int, microbatches: int) -> list[dict[str, Any]]:
+    """For each stage the order of ZB-H1 (Qi et al., 2023), written as a builder would: every stage has every pass."""
+    program = []
+    for stage in range(stages):
+        warmup = min(stages - stage, microbatches)
+        groups = [f(stage, mb) for mb in range(warmup)]
+        for mb in range(microbatches):
+            groups.append(bi(stage, mb))
+            if warmup + mb < microbatches:
+                groups.append(f(stage, warmup + mb))
+            if mb >= stage:
+                groups.append(bw(stage, mb - stage))
+        groups += [bw(stage, mb) for mb in range(max(0, microbatches - stage), microbatches)]
+        program.append(order(*groups))
+    return program

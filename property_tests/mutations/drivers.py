@@ -9,7 +9,7 @@ import torch
 
 from lightning_piper.plan import instructions as ins
 from lightning_piper.runtime import executor, process
-from property_tests.mutations.table import TABLE, Function, Mutation, Seeded, Wrap, mutation
+from property_tests.mutations.table import Function, Seeded, Wrap, mutation
 
 BEGIN, INIT, END = ((executor.Executor, name) for name in ("begin", "__init__", "end"))
 
@@ -140,6 +140,3 @@ def _processes_do_not_sum_the_loss(original: Function, seeded: Seeded) -> Functi
         return Done()
 
     return all_reduce
-
-
-IN_PROCESSES: dict[str, Mutation] = {name: entry for name, entry in TABLE.items() if entry.processes}

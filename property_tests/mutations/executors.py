@@ -169,9 +169,9 @@ def _value_freed_too_early(original: Function, seeded: Seeded) -> Function:
 @mutation("added into what was sent", "a sum is made in its first term, which another device still reads", "executor",
           (executor, "bind_add"), scenario="tied over two")  # fmt: skip
 def _added_into_what_was_sent(original: Function, seeded: Seeded) -> Function:
-    def bind_add(instruction: ins.Add, slots: list[Any]) -> Function:
-        if instruction.in_place:
-            return original(instruction, slots)
+    def bind_add(instruction: ins.Add, slots: list[Any], device: torch.device) -> Function:
+        if instruction.in_place or instruction.bucket is not None:
+            return original(instruction, slots, device)
         (left, right), into = instruction.reads, instruction.into
 
         def add() -> None:
@@ -217,7 +217,7 @@ mutation("report of one region", "only the first region's metrics are reported",
 def _message_of_the_step_before(original: Function, seeded: Seeded) -> Function:
     def wait(self: Any, instruction: ins.Wait, slots: list[Any]) -> Function:
         bound = original(self, instruction, slots)
-        if instruction.node in self._group:
+        if instruction.node in self._meet:
             return bound
         channel, number = self._post[instruction.node]
         messages = self._transport.messages[channel]
@@ -235,9 +235,9 @@ def _message_of_the_step_before(original: Function, seeded: Seeded) -> Function:
 
 
 @mutation("metrics not summed over devices", "each device reports its own part of the loss", "executor",
-          (local.LocalEndpoint, "_wait_reduced"))  # fmt: skip
+          (local.LocalEndpoint, "_wait_for_all"))  # fmt: skip
 def _metrics_not_summed_over_devices(original: Function, seeded: Seeded) -> Function:
-    def wait_reduced(self: Any, instruction: ins.Wait, slots: list[Any]) -> Function:
+    def wait_for_all(self: Any, instruction: ins.Wait, slots: list[Any]) -> Function:
         bound, node, me = original(self, instruction, slots), instruction.node, self._plan.device
 
         def wait() -> object:
@@ -250,7 +250,7 @@ def _metrics_not_summed_over_devices(original: Function, seeded: Seeded) -> Func
 
         return wait
 
-    return wait_reduced
+    return wait_for_all
 
 
 # What a step hands out

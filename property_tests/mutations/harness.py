@@ -6,11 +6,11 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from lightning_piper.errors import PiperError
-from property_tests.mutations import backward, borders, drivers, executors, layers, places, plans, processes, rewrites
+from property_tests.mutations import backward, borders, drivers, executors, layers, places, plans, processes, rewrites, shards, zero
 from property_tests.mutations.scenarios import SCENARIOS, Scenario
 from property_tests.mutations.table import TABLE, Mutation
 
-FILES = (rewrites, borders, backward, places, plans, executors, drivers)  # what fills the table
+FILES = (rewrites, borders, backward, places, zero, plans, executors, shards, drivers)  # what fills the table
 LAYERS = ("static", "interpreter", "plans", "property", "distributed")
 
 
@@ -72,10 +72,11 @@ def _by_property() -> Caught | None:
 def on_processes(mutation: Mutation, ranks: Sequence[processes.Ran | Exception]) -> Caught | None:
     """Did real processes notice? `ranks` is what they have."""
     assert any(isinstance(ran, Exception) or ran.hits for ran in ranks), f"{mutation.name} did nothing wrong in any process"
+    scenario = processes.scenario_of(mutation)
     try:
-        processes.compare(ranks)
+        processes.compare(scenario, ranks)
     except Exception as error:
-        return Caught("distributed", str(error), processes.SCENARIO.name)
+        return Caught("distributed", str(error), scenario.name)
     return None
 
 

@@ -12,14 +12,15 @@ from hypothesis import strategies as st
 
 from lightning_piper.capture.eager import Outcome, run_eagerly
 from lightning_piper.directives import Directive, Order, Place, apply_program, finish
+from lightning_piper.ir.buckets import Bucket, packed
 from lightning_piper.ir.build import build_dag, metric_names
 from lightning_piper.ir.dag import TrainingDAG
 from lightning_piper.ir.filters import matches
 from lightning_piper.ir.nodes import Chunk
 from lightning_piper.ir.values import Slice
-from lightning_piper.plan import Plan, check_plans, compile_plans
-from lightning_piper.plan.instructions import Run
-from lightning_piper.runtime import Executor, LocalTransport, run_local
+from lightning_piper.plan import Plan, check_plans, compile_plans, drop_redundant, global_order
+from lightning_piper.plan.instructions import AllGather, Run
+from lightning_piper.runtime import Executor, LocalTransport, pieces_of, run_local, shards_of
 from lightning_piper.testing import POOL, Case, assert_same, cases, check_program, programs, run_plans, single_device
 from lightning_piper.verify import check, interpret
 from property_tests.mutations.scenarios import Scenario, batches
@@ -35,8 +36,8 @@ class Built:
     """What the static layer lets pass.
 
     Attributes:
-        stages: the DAG as captured and after each directive.
-        dag, plans: finished.
+        stages: the DAG as captured, after each directive, and finished.
+        dag, plans: without redundant communication.
     """
 
     scenario: Scenario
@@ -59,7 +60,9 @@ def static(scenario: Scenario, recapture: bool = False) -> Built:
 
     apply_program(dag, scenario.program, after)
     finish(dag)
-    check(dag)
+    stages.append((None, dag.copy()))
+    drop_redundant(dag, global_order(dag))
+    check(dag, final=True)
     plans = compile_plans(dag)
     check_plans(plans)
     return Built(scenario, case, tuple(stages), dag, plans)
@@ -75,16 +78,16 @@ def interpreter(built: Built) -> None:
             if not spec.random:
                 assert_same(_eager(built, (Slice(0, case.size),)), now, "float64", 64)
         elif parts == slices or not (spec.coupled or spec.random):
-            assert directive is not None
-            exact = directive.contract == "bitwise" or spec.exact
+            exact = directive is None or directive.contract == "bitwise" or spec.exact
             assert_same(last, now, "bitwise" if exact else "float64", _terms(dag))
         last, slices = now, parts
     assert last is not None
     outcome = interpret(built.dag, case.tensors, case.leaves)
-    assert_same(last, outcome, "bitwise")
+    replicated = built.dag.replicas > 1 and not spec.exact  # sums are taken replica by replica
+    assert_same(last, outcome, "float64" if replicated else "bitwise", _terms(built.dag))
     if slices is not None:
         tied = "tied" in spec.blocks and not spec.exact  # sums of a tied parameter are taken region by region
-        assert_same(_eager(built, slices), outcome, "float64" if tied else "bitwise", _terms(built.dag))
+        assert_same(_eager(built, slices), outcome, "float64" if tied or replicated else "bitwise", _terms(built.dag))
 
 
 def _eager(built: Built, slices: tuple[Slice, ...]) -> Outcome:
@@ -102,6 +105,8 @@ def _terms(dag: TrainingDAG) -> int:
 def plans(built: Built) -> None:
     """The plans keep the directives' promises, give what the interpreter gives, and go on doing so while parameters change."""
     _kept(built)
+    for plan in built.plans.values():
+        _frugal(plan)
     before = torch.get_rng_state()
     found = run_plans(built.case, built.dag)
     assert torch.equal(before, torch.get_rng_state()), "the step has drawn from the caller's random numbers"
@@ -128,37 +133,77 @@ def _kept(built: Built) -> None:
                     assert not late, f"{a.label} runs after {b.label}, against the order"
 
 
+def _frugal(plan: Plan) -> None:
+    """What is gathered for its uses alone is there for the chunk that runs, or the next one that reads parameters; no longer."""
+    gathers = {x.into: i for i, x in enumerate(plan.instructions) if isinstance(x, AllGather) and not x.kept}
+    used = [(i, {r.slot for r in x.reads} & gathers.keys()) for i, x in enumerate(plan.instructions) if isinstance(x, Run)]
+    last = {slot: max(i for i, slots in used if slot in slots) for slot in gathers}
+    for k, (i, slots) in enumerate(used):
+        there = {slot for slot, issued in gathers.items() if issued < i <= last[slot]}
+        before = next((mine for _, mine in reversed(used[:k]) if mine), set())
+        after = next((mine for _, mine in used[k + 1 :] if mine), set())
+        assert there <= slots | after | (before & after), (
+            f"device {plan.device}, {plan.instructions[i].where}: unused buckets lie there"
+        )
+
+
 def _train(built: Built) -> None:
-    """Some steps with a simple optimizer on each device, against the same with the interpreter."""
-    dag, case = built.dag, built.case
-    params = {device: {name: x.clone() for name, x in case.tensors.items()} for device in built.plans}
+    """Some steps with a simple optimizer on each device, against the same with the interpreter.
+
+    What a device should not need is not a number: whole copies of what is sharded, and the others' shards of what it keeps.
+    """
+    dag, case, plans = built.dag, built.case, [plan for _, plan in sorted(built.plans.items())]
+    shards = [poisoned(plan, shards_of(plan, case.tensors, CPU)) for plan in plans]
+    pieces = [pieces_of(plan, flats) for plan, flats in zip(plans, shards, strict=True)]
+    params = [whole_params(plan, case.tensors) for plan in plans]
     buffers = {name: case.tensors[name].clone() for name in case.step.buffers}
     transport = LocalTransport(built.plans)
-    executors = [Executor(plan, case.step, params[d], buffers, transport, CPU) for d, plan in sorted(built.plans.items())]
+    executors = [Executor(plan, case.step, own, buffers, transport, CPU, flats)
+                 for plan, own, flats in zip(plans, params, shards, strict=True)]  # fmt: skip
     expected = {name: x.clone() for name, x in case.tensors.items()}
     names = metric_names(dag.code)
     for number, leaves in enumerate(batches(built.scenario.spec, case.size, STEPS)):
         outcome = interpret(dag, expected, leaves, seed=number)
         results = run_local(executors, leaves, seed=number, scale=SCALE)
-        for device, result in zip(sorted(built.plans), results, strict=True):
+        for plan, result, own, parts in zip(plans, results, params, pieces, strict=True):
             for name, value in zip(names, result.metrics.unbind(), strict=True):
-                assert torch.equal(value, outcome.metrics[name]), f"step {number}, device {device}: {name} differs"
+                assert torch.equal(value, outcome.metrics[name]), f"step {number}, device {plan.device}: {name} differs"
             # In place, as clipping and unscaling do: a gradient that shares memory is changed twice.
             for grad in result.grads.values():
                 grad.div_(SCALE)
             for name, grad in result.grads.items():
-                params[device][name].sub_(grad, alpha=RATE)
+                parts.get(name, own[name]).sub_(grad, alpha=RATE)
         for name, grad in outcome.grads.items():
             expected[name].sub_(grad, alpha=RATE)
         for name, value in outcome.buffers.items():
             expected[name].copy_(value)
-        for chunk in dag.of_type(Chunk):
-            for name in dag.interface(chunk).params:
-                for device in chunk.devices:
-                    same = torch.equal(params[device][name], expected[name])
-                    assert same, f"step {number}, device {device}: {name} differs after the update"
+        for plan, own, flats in zip(plans, params, shards, strict=True):
+            read = {n for c in dag.of_type(Chunk) if plan.device in c.devices for n in dag.interface(c).params}
+            for name in read - {name for bucket in plan.shards for name in bucket.names}:
+                same = torch.equal(own[name], expected[name])
+                assert same, f"step {number}, device {plan.device}: {name} differs after the update"
+            for bucket, flat in flats.items():
+                mine = flat.chunk(bucket.members)[plan.replica] if plan.shards[bucket] else flat
+                right = packed(bucket, expected, CPU).chunk(bucket.members)[plan.replica]
+                same = torch.equal(mine, right)
+                assert same, f"step {number}, device {plan.device}: its shard of {bucket.names} differs after the update"
         for name, buffer in buffers.items():
             assert torch.equal(buffer, expected[name]), f"step {number}: buffer {name} differs"
+
+
+def whole_params(plan: Plan, tensors: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+    """A device's own copies; of what is sharded there are none."""
+    sharded = {name for bucket in plan.shards for name in bucket.names}
+    return {name: torch.full_like(x, float("nan")) if name in sharded else x.clone() for name, x in tensors.items()}
+
+
+def poisoned(plan: Plan, shards: dict[Bucket, torch.Tensor]) -> dict[Bucket, torch.Tensor]:
+    """The same shards, without those of others in a bucket that a device keeps."""
+    for bucket, flat in shards.items():
+        for member, part in enumerate(flat.chunk(bucket.members)):
+            if plan.shards[bucket] and member != plan.replica:
+                part.fill_(float("nan"))
+    return shards
 
 
 @settings(max_examples=15, derandomize=True, database=None, deadline=None, phases=[Phase.generate], report_multiple_bugs=False,

@@ -159,7 +159,7 @@ def _last_reads_exchanged(run: ins.Run) -> dict[str, Any]:
 
 _plan_bug("wrong channel", "a message goes out on the channel that leads back",
           _every(ins.Send, lambda x: {"channel": x.channel[::-1]}))  # fmt: skip
-_plan_bug("reduced alone", "a device sums the metrics over itself", _every(ins.Reduce, lambda x: {"group": x.group[:1]}))
+_plan_bug("reduced alone", "a device sums the metrics over itself", _every(ins.Reduce, lambda x: {"members": x.members[:1]}))
 _plan_bug("messages mistaken", "two receives expect each other's message", _exchange(ins.Post, "message"))
 _plan_bug("batches of two microbatches exchanged", "a forward takes its samples from another microbatch",
           _exchange(ins.Run, "slice"))  # fmt: skip

@@ -10,16 +10,18 @@ from dataclasses import dataclass
 import torch
 import torch.distributed as dist
 
+from lightning_piper.ir.buckets import flattened
 from lightning_piper.ir.build import metric_names
-from lightning_piper.runtime import Executor, ProcessTransport
+from lightning_piper.runtime import Executor, ProcessTransport, shards_of
 from lightning_piper.verify import interpret
-from property_tests.mutations import layers
-from property_tests.mutations.drivers import IN_PROCESSES
-from property_tests.mutations.scenarios import SCENARIOS, batches
-from property_tests.mutations.table import Seeded
+from property_tests.mutations import drivers, layers, shards
+from property_tests.mutations.scenarios import SCENARIOS, Scenario, batches
+from property_tests.mutations.table import TABLE, Mutation, Seeded
 from tests.distributed.processes import LIMIT
 
-SCENARIO = SCENARIOS["convolution"]  # its stages hand on a tensor that lies transposed in memory
+FILES = (drivers, shards)  # what fills the table with mutations that only processes show
+IN_PROCESSES = {name: entry for name, entry in TABLE.items() if entry.processes}
+DEFAULT = "convolution"  # its stages hand on a tensor that lies transposed in memory
 DELAY = 0.05  # of one process, so that what does not wait is too early
 
 
@@ -32,20 +34,33 @@ class Ran:
     hits: int
 
 
-def run(rank: int, names: Sequence[str | None]) -> list[Ran | Exception]:
-    """A step of this process under each mutation; None is none."""
-    built = layers.static(SCENARIO)
-    leaves = batches(SCENARIO.spec, SCENARIO.size, 1)[0]
+def scenario_of(mutation: Mutation) -> Scenario:
+    return SCENARIOS[mutation.scenario or DEFAULT]
+
+
+def controls() -> list[str]:
+    """The scenarios of these mutations."""
+    return sorted({scenario_of(entry).name for entry in IN_PROCESSES.values()})
+
+
+def run(rank: int, names: Sequence[str]) -> list[Ran | Exception]:
+    """A step of this process under each mutation; under the name of a scenario, without any."""
     results: list[Ran | Exception] = []
     for name in names:
-        with contextlib.nullcontext(Seeded()) if name is None else IN_PROCESSES[name].patch() as seeded:
+        scenario = SCENARIOS[name] if name in SCENARIOS else scenario_of(IN_PROCESSES[name])
+        built = layers.static(scenario)
+        plan, leaves = built.plans[rank], batches(scenario.spec, scenario.size, 1)[0]
+        with contextlib.nullcontext(Seeded()) if name in SCENARIOS else IN_PROCESSES[name].patch() as seeded:
             transport = ProcessTransport(built.plans, range(dist.get_world_size()), layers.CPU, timeout=LIMIT)
             buffers = {n: built.case.tensors[n].clone() for n in built.case.step.buffers}
-            executor = Executor(built.plans[rank], built.case.step, built.case.tensors, buffers, transport, layers.CPU)
+            shards = layers.poisoned(plan, shards_of(plan, built.case.tensors, layers.CPU))
+            params = layers.whole_params(plan, built.case.tensors)
+            executor = Executor(plan, built.case.step, params, buffers, transport, layers.CPU, shards)
+            share = [x.narrow(0, plan.replica * plan.share, plan.share) if x.ndim else x for x in leaves]
             if rank == 0:
                 time.sleep(DELAY)
             try:
-                result = executor.step(leaves, seed=0)
+                result = executor.step(share, seed=0)
                 results.append(Ran(result.metrics, result.grads, seeded.hits))
             except Exception as error:
                 results.append(error)
@@ -54,15 +69,21 @@ def run(rank: int, names: Sequence[str | None]) -> list[Ran | Exception]:
     return results
 
 
-def compare(ranks: Sequence[Ran | Exception]) -> None:
+def compare(scenario: Scenario, ranks: Sequence[Ran | Exception]) -> None:
     """Hold what the processes have against the interpreter."""
-    built = layers.static(SCENARIO)
-    leaves = batches(SCENARIO.spec, SCENARIO.size, 1)[0]
-    outcome = interpret(built.dag, built.case.tensors, leaves)
+    built = layers.static(scenario)
+    outcome = interpret(built.dag, built.case.tensors, batches(scenario.spec, scenario.size, 1)[0])
     expected = torch.stack([outcome.metrics[name] for name in metric_names(built.dag.code)])
     for rank, ran in enumerate(ranks):
         if isinstance(ran, Exception):
             raise ran
+        plan = built.plans[rank]
+        pieces = {name: (bucket.tensors[bucket.names.index(name)], slice(start, stop))
+                  for bucket in plan.shards for name, start, stop, _ in bucket.pieces(plan.replica)}  # fmt: skip
         for name, grad in ran.grads.items():
-            assert torch.equal(grad, outcome.grads[name]), f"rank {rank}: gradient {name} differs"
+            right = outcome.grads[name]
+            if name in pieces:
+                spec, part = pieces[name]
+                right = flattened(right, spec)[part]
+            assert torch.equal(grad, right), f"rank {rank}: gradient {name} differs"
         assert torch.equal(ran.metrics, expected), f"rank {rank}: metrics differ"

@@ -158,7 +158,8 @@ mutation("microbatch used twice", "the second microbatch is the first one again"
     _second_piece(lambda found: found[0]))  # fmt: skip
 
 
-@mutation("pieces of pieces begin at 0", "a second split cuts all microbatches where it cuts the first", "rewrite", PIECES)
+@mutation("pieces of pieces begin at 0", "a second split cuts all microbatches where it cuts the first", "rewrite", PIECES,
+          scenario="split twice")  # fmt: skip
 def _pieces_of_pieces_begin_at_0(original: Function, seeded: Seeded) -> Function:
     def pieces(self: Any, dag: TrainingDAG, part: Slice) -> list[Slice]:
         seeded.hits += part.start > 0

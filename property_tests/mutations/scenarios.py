@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from lightning_piper.capture import capture
-from lightning_piper.directives import Directive, Order, Place, Split
+from lightning_piper.directives import Directive, Order, Place, Replicate, Split
 from lightning_piper.schedules import one_f_one_b
 from lightning_piper.testing import POOL, Case, Model, Spec, case, make_batch
 
@@ -38,6 +38,17 @@ def _split(parts: int, **condition: Any) -> Split:
 
 def _places(*devices: int) -> list[Directive]:
     return [Place(filter={"PP": stage}, devices=[device]) for stage, device in enumerate(devices)]
+
+
+def _groups(*groups: list[int]) -> list[Directive]:
+    """A group for each stage, or one for all."""
+    if len(groups) == 1:
+        return [Place(filter={}, devices=groups[0])]
+    return [Place(filter={"PP": stage}, devices=group) for stage, group in enumerate(groups)]
+
+
+def _replicate(*groups: list[int], **fields: Any) -> Replicate:
+    return Replicate(filter={}, devices=list(groups), **{"bucket_size": 0.0003, **fields})
 
 
 _GROUPS = Order(filters=[[{"MB": 0, "PASS": "F"}, {"MB": 1, "PASS": "F"}], [{"MB": 0, "PASS": "B"}, {"MB": 1, "PASS": "B"}],
@@ -76,7 +87,21 @@ _ALL = (
         ],
     ),
     Scenario("used twice", Spec(("tied", "frozen", "tied"), (0, 0, 0)), 2, []),
-)
+    Scenario("split twice", POOL[4], 8, [_split(2), Split(filter={}, dim_name="UB", num_microbatches=2)]),
+    # Two replicas each, buckets of several tensors that end inside of shards, but for the last two: one for each tensor.
+    Scenario("replicas", POOL[4], 8, [*_groups([0, 2], [1, 3]), _split(2), _replicate([0, 2], [1, 3])]),
+    Scenario("replicas with dropout", POOL[6], 8, [*_groups([0, 1]), _split(2), _replicate([0, 1])]),
+    Scenario("sharded optimizer", POOL[4], 8, [*_groups([0, 2], [1, 3]), _split(2),
+                                              _replicate([0, 2], [1, 3], shard_optimizer=True)]),
+    Scenario("sharded gradients", POOL[4], 8, [*_groups([0, 2], [1, 3]), _replicate([0, 2], [1, 3], shard_grads=True), _split(4)]),
+    Scenario("sharded parameters", Spec(("residual", "frozen", "linear"), (0, 1, 2)), 8,
+             [*one_f_one_b(3, 4, devices=[[0, 3], [1, 4], [2, 5]]), _replicate([0, 3], [1, 4], [2, 5], shard_params=True)]),
+    Scenario("sharded, tied", POOL[7], 8, [*_groups([0, 1], [2, 3], [0, 1]), _split(2),
+                                          _replicate([0, 1], [2, 3], shard_params=True)]),
+    Scenario("sharded on two", POOL[0], 8, [*_groups([0, 1]), _split(2), _replicate([0, 1], shard_params=True)]),
+    Scenario("sharded chain", Spec(("linear", "residual", "residual", "linear"), (0, 1, 2, 3)), 8,
+             [*_groups([0, 1]), _split(2), _replicate([0, 1], shard_params=True, bucket_size=1e-6)]),
+)  # fmt: skip
 SCENARIOS = {scenario.name: scenario for scenario in _ALL}
 
 

@@ -7,7 +7,6 @@ from typing import Any
 import pytest
 
 from property_tests.mutations import processes
-from property_tests.mutations.drivers import IN_PROCESSES
 from property_tests.mutations.harness import LAYERS, TABLE, Caught, control, first_layer, on_processes
 from property_tests.mutations.layers import random_programs
 from property_tests.mutations.scenarios import SCENARIOS
@@ -15,9 +14,9 @@ from tests.distributed.processes import launch
 
 
 @pytest.fixture(scope="module")
-def ran(tmp_path_factory: pytest.TempPathFactory) -> dict[str | None, list[Any]]:
-    """What two processes have after a step under each mutation that only they show, and (None) without any."""
-    names = [None, *IN_PROCESSES]
+def ran(tmp_path_factory: pytest.TempPathFactory) -> dict[str, list[Any]]:
+    """What two processes have after a step under each mutation that only they show, and (a scenario's name) without any."""
+    names = [*processes.controls(), *processes.IN_PROCESSES]
     by_rank = launch(2, processes.run, tmp_path_factory.mktemp("mutations"), names)
     for results in by_rank:
         assert isinstance(results, list), results
@@ -33,8 +32,9 @@ def test_control_by_property() -> None:
     random_programs()
 
 
-def test_control_in_processes(ran: dict[str | None, list[Any]]) -> None:
-    processes.compare(ran[None])
+@pytest.mark.parametrize("name", processes.controls())
+def test_control_in_processes(name: str, ran: dict[str, list[Any]]) -> None:
+    processes.compare(SCENARIOS[name], ran[name])
 
 
 @pytest.mark.parametrize("name", TABLE)
@@ -50,5 +50,5 @@ def test_mutation_is_caught(name: str, found: dict[str, Caught], request: pytest
 def test_the_static_layer_catches_most(found: dict[str, Caught]) -> None:
     if found.keys() != TABLE.keys():
         pytest.skip("needs all mutations of this run")
-    assert len(TABLE) >= 56
-    assert sum(caught.layer == LAYERS[0] for caught in found.values()) >= 41
+    assert len(TABLE) >= 200
+    assert sum(caught.layer == LAYERS[0] for caught in found.values()) >= 114

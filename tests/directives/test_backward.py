@@ -17,26 +17,9 @@ from lightning_piper.plan import check_plans, compile_plans
 from lightning_piper.plan.instructions import Run
 from lightning_piper.testing import POOL, case, check_program
 from lightning_piper.verify.static import check
-from tests.dags import b, bi, build, bw, chunk, f, order, place, run, split
+from tests.dags import b, bi, build, bw, chunk, f, order, place, run, split, zero_bubble
 from tests.models import CASES
 from tests.reference import differences
-
-
-def zero_bubble(stages: int, microbatches: int) -> list[dict[str, Any]]:
-    """For each stage the order of ZB-H1 (Qi et al., 2023), written as a builder would: every stage has every pass."""
-    program = []
-    for stage in range(stages):
-        warmup = min(stages - stage, microbatches)
-        groups = [f(stage, mb) for mb in range(warmup)]
-        for mb in range(microbatches):
-            groups.append(bi(stage, mb))
-            if warmup + mb < microbatches:
-                groups.append(f(stage, warmup + mb))
-            if mb >= stage:
-                groups.append(bw(stage, mb - stage))
-        groups += [bw(stage, mb) for mb in range(max(0, microbatches - stage), microbatches)]
-        program.append(order(*groups))
-    return program
 
 
 def backward(dag: TrainingDAG, stage: int) -> list[str]:
