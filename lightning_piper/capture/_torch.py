@@ -8,6 +8,7 @@
   torch.export does, for code (Hugging Face's masks) that then avoids asking for tensor values.
 - the text of the error with which `FakeTensorMode` refuses a tensor that has data.
 - `OpOverload._schema`: names, order and defaults of an operation's arguments.
+- `Tensor._backward_hooks`, `Tensor._post_accumulate_grad_hooks`: what `register_hook` and its kin have registered.
 - `node.meta["partitioner_tag"]`: `is_backward` on nodes traced by autograd; `node.meta["seq_nr"]`: the same number on a
   forward operation and on the nodes of its backward.
 """
@@ -50,6 +51,7 @@ __all__ = [
     "PlainAOTInput",
     "PlainAOTOutput",
     "TangentAOTInput",
+    "has_gradient_hooks",
     "is_backward",
     "is_foreign_tensor",
     "is_random",
@@ -101,6 +103,11 @@ def sequence_number(node: torch.fx.Node) -> Any:
 def is_foreign_tensor(error: Exception) -> bool:
     """Does the error say that a tensor with data met fake ones?"""
     return isinstance(error, AssertionError) and "Please convert all Tensors to FakeTensors first" in str(error)
+
+
+def has_gradient_hooks(tensor: torch.Tensor) -> bool:
+    """Is a function registered that sees, or changes, the tensor's gradient?"""
+    return bool(tensor._backward_hooks) or bool(getattr(tensor, "_post_accumulate_grad_hooks", None))
 
 
 def is_random(node: torch.fx.Node) -> bool:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from lightning_piper.ir.dag import TrainingDAG
+from lightning_piper.plan.deferred import deferred
 from lightning_piper.plan.instructions import Collective, Send
 from lightning_piper.plan.lifetimes import mark_last_reads
 from lightning_piper.plan.lower import Lowering
@@ -22,6 +23,7 @@ def compile_plans(dag: TrainingDAG) -> dict[int, Plan]:
     lowering = Lowering(dag)
     lowering.run(order)
     rank = {node.id: i for i, node in enumerate(order)}
+    late = deferred(dag)
     plans: dict[int, Plan] = {}
     for device, lowered in lowering.plans.items():
         instructions = place_posts(lowered.instructions, lowered.posts, rank)
@@ -31,5 +33,5 @@ def compile_plans(dag: TrainingDAG) -> dict[int, Plan]:
         channels = {i.channel for i in instructions if isinstance(i, Send)} | {post.channel for post in posts}
         groups = {i.group for i in instructions if isinstance(i, Collective)}
         plans[device] = Plan(device, dag.devices(), dag.size, lowered.replica, dag.replicas, lowered.slots, events,
-                             tuple(sorted(channels)), tuple(sorted(groups)), lowered.shards, tuple(instructions))  # fmt: skip
+                             tuple(sorted(channels)), tuple(sorted(groups)), lowered.shards, tuple(instructions), late)  # fmt: skip
     return plans

@@ -26,9 +26,10 @@ tensors. Of parameters in shards it has this device's piece, in one dimension; `
 values when `step` returns. A failing instruction raises `ExecutionError`.
 """
 
+from lightning_piper.runtime.carry import Carry
 from lightning_piper.runtime.executor import Executor, StepResult
 from lightning_piper.runtime.local import LocalTransport, run_local
 from lightning_piper.runtime.process import ProcessTransport
 from lightning_piper.runtime.shards import joined, shards_of
 
-__all__ = ["Executor", "LocalTransport", "ProcessTransport", "StepResult", "joined", "run_local", "shards_of"]
+__all__ = ["Carry", "Executor", "LocalTransport", "ProcessTransport", "StepResult", "joined", "run_local", "shards_of"]

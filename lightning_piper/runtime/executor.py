@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
@@ -14,6 +15,7 @@ from lightning_piper.plan import instructions as ins
 from lightning_piper.plan.instructions import Instruction
 from lightning_piper.plan.plan import Plan
 from lightning_piper.runtime.bundles import bind_add, bind_concat, bind_cut, bind_pack
+from lightning_piper.runtime.carry import Carry, bind_keep, bind_merge_kept, is_late, keys_of, slots_made_late
 from lightning_piper.runtime.chunks import ChunkBinder
 from lightning_piper.runtime.metrics import bind_merge, bind_report
 from lightning_piper.runtime.outbox import Outbox
@@ -48,6 +50,11 @@ class Executor:
         device: where the tensors are.
         shards: for each bucket in `Plan.shards` the flat tensor that this device keeps of it between steps: the whole bucket, with
             this device's shard up to date, or that shard alone. Bound once, like `params`.
+        carry: where a step that is not the last one of an accumulation keeps gradients that are to be summed over replicas.
+            Executors of one device, for batches of other sizes, share it.
+
+    Attributes:
+        carries: there are such gradients.
 
     Raises:
         ExecutionError: a parameter or buffer is missing.
@@ -56,6 +63,7 @@ class Executor:
     def __init__(
         self, plan: Plan, step: Step, params: Mapping[str, torch.Tensor], buffers: Mapping[str, torch.Tensor],
         transport: Transport, device: torch.device, shards: Mapping[Bucket, torch.Tensor] | None = None,
+        carry: Carry | None = None,
     ) -> None:  # fmt: skip
         if device.type == "cuda" and device.index is None:
             device = torch.device("cuda", torch.cuda.current_device())
@@ -68,21 +76,43 @@ class Executor:
         self._endpoint = transport.endpoint(plan, device)
         self._shards = _checked(plan, shards or {})
         self._streams = streams_of(plan, device, own_compute=self._endpoint.hands_over)
-        self._code: list[Bound] = []
-        self._source: list[int] = []  # bound instruction -> instruction of the plan
-        stream = None
-        for i, instruction in enumerate(plan.instructions):
-            bound = self._bind(instruction)
-            if bound is None:
+        self._carry: Carry = {} if carry is None else carry
+        self._carry_keys = keys_of(plan)
+        self.carries = bool(self._carry_keys)
+        bound = [self._bind(instruction) for instruction in plan.instructions]
+        self._variants = {True: self._assembled(bound, last=True)}
+        self._variants[False] = self._assembled(bound, last=False) if plan.deferred else self._variants[True]
+        self._code, self._source = self._variants[True]
+        self.position = len(self._code)  # index of the next bound instruction
+        self._running = False
+
+    def _assembled(self, bound: Sequence[Bound | None], last: bool) -> tuple[list[Bound], list[int]]:
+        """The code of a step that is, or is not, the last one of an accumulation, and the index in the plan of each piece of it."""
+        code: list[Bound] = []
+        source: list[int] = []
+        stream, late = None, set() if last else slots_made_late(self.plan)
+        for i, (instruction, ready) in enumerate(zip(self.plan.instructions, bound, strict=True)):
+            parts: list[Bound | None] = [ready]
+            key = self._carry_keys.get(instruction.node) if isinstance(instruction, ins.Reduce | ins.ReduceScatter) else None
+            if key is not None:
+                assert isinstance(instruction, ins.Collective)
+                bind = bind_merge_kept if last else bind_keep
+                parts = [bind(instruction, key, self._slots, self._carry), *(parts if last else ())]
+            elif not last and is_late(self.plan, instruction):
+                continue
+            elif not last and isinstance(instruction, ins.Await):
+                there = tuple(slot for slot in instruction.shared if slot not in late)
+                parts = [self._streams.wait(dataclasses.replace(instruction, shared=there), self._slots)]
+            parts = [part for part in parts if part is not None]
+            if not parts:
                 continue
             switch = self._streams.switch(instruction.stream) if instruction.stream != stream else None
             stream = instruction.stream
-            for code in (switch, bound):
-                if code is not None:
-                    self._code.append(code)
-                    self._source.append(i)
-        self.position = len(self._code)  # index of the next bound instruction
-        self._running = False
+            for part in (switch, *parts):
+                if part is not None:
+                    code.append(part)
+                    source.append(i)
+        return code, source
 
     def _bind(self, instruction: Instruction) -> Bound | None:
         slots, endpoint = self._slots, self._endpoint
@@ -124,28 +154,32 @@ class Executor:
             case _:
                 raise ExecutionError(f"device {self.plan.device}: unknown instruction {instruction.where}")
 
-    def step(self, leaves: Sequence[torch.Tensor], seed: int, scale: float = 1.0) -> StepResult:
+    def step(self, leaves: Sequence[torch.Tensor], seed: int, scale: float = 1.0, last: bool = True) -> StepResult:
         """Run one training step; the module's buffers have their new values afterwards.
 
         Args:
             leaves: the tensors of this replica's share of the global batch (`StepCode.batch_specs`), on this executor's device.
             seed: of the step's random numbers, the same on all devices.
             scale: factor on the gradient of the loss.
+            last: of the batches over which gradients are accumulated. In the others, gradients that are summed over replicas are
+                kept back, unless they are sharded; the last one brings the sum over all batches.
 
         Raises:
             ExecutionError: names the device, the node and its directives; its cause is the original error.
         """
-        self.begin(leaves, seed, scale)
+        self.begin(leaves, seed, scale, last)
         if not self.advance():
             raise ExecutionError(f"{self.waiting_for}: drive all devices of a LocalTransport together, with run_local")
         return self.end()
 
-    def begin(self, leaves: Sequence[torch.Tensor], seed: int, scale: float = 1.0) -> None:
+    def begin(self, leaves: Sequence[torch.Tensor], seed: int, scale: float = 1.0, last: bool = True) -> None:
         """Start a step, to be driven by `advance`. Clears what a step that failed has left."""
         if self._running:
             self._slots[: self.plan.slots] = [None] * self.plan.slots
             self._endpoint.reset()
+            self._carry.clear()
         self._check(leaves)
+        self._code, self._source = self._variants[last]
         self._running, self.position = True, 0
         leaves = [x.to(self._device) for x in leaves]
         self._outbox.open()
@@ -159,6 +193,13 @@ class Executor:
             if tuple(x.shape) != spec.shape or x.dtype != spec.dtype:
                 found = f"{str(x.dtype).removeprefix('torch.')}{list(x.shape)}"
                 raise ExecutionError(f"tensor {i} of the batch is {found}, the step was captured with {spec}")
+        lost = self._carry.keys() - self._carry_keys.values()
+        if lost:
+            names = sorted(name for bucket, *_ in lost for name in bucket.names)
+            raise ExecutionError(
+                f"device {self.plan.device}: gradients of {', '.join(names[:3])} were kept from a batch of another size, for which "
+                "they are summed over other devices than for this one; accumulate over batches of one size"
+            )
 
     def advance(self) -> bool:
         """Run on: to the end (True), or to an instruction that must wait for a device of this process (False)."""

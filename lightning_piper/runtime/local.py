@@ -164,13 +164,15 @@ def _summed(parts: list[Bundle]) -> Bundle:
     return tuple(total)
 
 
-def run_local(executors: Sequence[Executor], leaves: Sequence[torch.Tensor], seed: int, scale: float = 1.0) -> list[StepResult]:
+def run_local(
+    executors: Sequence[Executor], leaves: Sequence[torch.Tensor], seed: int, scale: float = 1.0, last: bool = True
+) -> list[StepResult]:
     """One step of all devices, whose executors share one `LocalTransport`.
 
     Args:
         executors: one for each logical device.
         leaves: of the global batch.
-        seed, scale: as in `Executor.step`.
+        seed, scale, last: as in `Executor.step`.
 
     Raises:
         ExecutionError: an instruction failed, or all devices wait for each other.
@@ -179,7 +181,7 @@ def run_local(executors: Sequence[Executor], leaves: Sequence[torch.Tensor], see
         plan = executor.plan
         first = plan.replica * plan.share
         share = leaves if plan.replicas == 1 else [x.narrow(0, first, plan.share) if x.ndim else x for x in leaves]
-        executor.begin(share, seed, scale)
+        executor.begin(share, seed, scale, last)
     running = list(executors)
     while running:
         before = [executor.position for executor in running]

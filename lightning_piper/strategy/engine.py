@@ -17,7 +17,8 @@ from lightning_piper.capture import BatchLayout
 from lightning_piper.compiler import Compiled, compile
 from lightning_piper.directives import Directive
 from lightning_piper.errors import PiperError
-from lightning_piper.runtime import Executor, LocalTransport, ProcessTransport, StepResult, run_local
+from lightning_piper.ir.buckets import Bucket
+from lightning_piper.runtime import Carry, Executor, LocalTransport, ProcessTransport, StepResult, joined, run_local
 from lightning_piper.strategy.replay import Replay
 from lightning_piper.strategy.world import World
 
@@ -52,6 +53,11 @@ class Prepared:
     executors: list[Executor]
     replay: Replay
 
+    @property
+    def carries(self) -> bool:
+        """Does a step that is not the last one of an accumulation keep gradients back?"""
+        return any(executor.carries for executor in self.executors)
+
 
 class Engine:
     """Runs training steps on batches of any layout.
@@ -69,6 +75,8 @@ class Engine:
         self._prepared: dict[tuple[Any, ...], Prepared] = {}
         self._params: Mapping[str, torch.Tensor] = {}
         self._buffers: Mapping[str, torch.Tensor] = {}
+        self._shards: Mapping[int, Mapping[Bucket, torch.Tensor]] = {}
+        self._carried: dict[int, Carry] = {}
         self._transport: ProcessTransport | None = None
 
     @property
@@ -76,9 +84,19 @@ class Engine:
         """Logical devices of the program."""
         return len(self.first.plans)
 
-    def bind(self, params: Mapping[str, torch.Tensor], buffers: Mapping[str, torch.Tensor]) -> None:
-        """Connect the processes and bind the tensors that the plans work on: those of this process. Collective."""
-        self._params, self._buffers = params, buffers
+    def bind(
+        self,
+        params: Mapping[str, torch.Tensor],
+        buffers: Mapping[str, torch.Tensor],
+        shards: Mapping[int, Mapping[Bucket, torch.Tensor]],
+    ) -> None:
+        """Connect the processes and bind the tensors that the plans work on: those of this process. Collective.
+
+        Args:
+            params, buffers: by canonical name.
+            shards: device -> what it keeps of the buckets of which it has a shard.
+        """
+        self._params, self._buffers, self._shards = params, buffers, shards
         if not self._settings.local:
             ranks = range(self._world.size)
             self._transport = ProcessTransport(self.first.plans, ranks, self._world.device, self._settings.timeout)
@@ -91,19 +109,19 @@ class Engine:
             found = self._prepared[layout.key] = self._prepare(self._compiled(layout))
         return found
 
-    def step(self, prepared: Prepared, leaves: Sequence[torch.Tensor], seed: int) -> StepResult:
-        """One training step; gradients of the parameters that this process holds."""
+    def step(
+        self, prepared: Prepared, leaves: Sequence[torch.Tensor], seed: int, scale: float = 1.0, last: bool = True
+    ) -> StepResult:
+        """One training step; gradients of what this process holds. `scale`, `last`: as in `Executor.step`."""
         if self._settings.local:
-            first, *others = run_local(prepared.executors, leaves, seed)
-            for other in others:
-                for name, grad in other.grads.items():
-                    first.grads.setdefault(name, grad)
-            return first
-        return prepared.executors[0].step(leaves, seed)
+            results = run_local(prepared.executors, leaves, seed, scale, last)
+            return StepResult(joined([executor.plan for executor in prepared.executors], results), results[0].metrics)
+        return prepared.executors[0].step(leaves, seed, scale, last)
 
     def close(self) -> None:
         """Give the communicators back. Collective."""
         self._prepared.clear()
+        self._carried.clear()
         if self._transport is not None:
             self._transport.close()
             self._transport = None
@@ -136,6 +154,7 @@ class Engine:
         )
 
     def _prepare(self, compiled: Compiled) -> Prepared:
+        self._check_shards(compiled)
         if self._settings.local:
             local = LocalTransport(compiled.plans)
             executors = [self._executor(compiled, device, local) for device in sorted(compiled.plans)]
@@ -147,7 +166,10 @@ class Engine:
         return Prepared(compiled, executors, Replay(compiled))
 
     def _executor(self, compiled: Compiled, device: int, transport: LocalTransport | ProcessTransport) -> Executor:
-        return Executor(compiled.plans[device], compiled.step, self._params, self._buffers, transport, self._world.device)
+        shards, carry = self._shards.get(device, {}), self._carried.setdefault(device, {})
+        return Executor(
+            compiled.plans[device], compiled.step, self._params, self._buffers, transport, self._world.device, shards, carry
+        )
 
     def _together(self, work: Callable[[], Compiled]) -> Compiled:
         """Compile on all processes, and check that all compiled the same for the same module. If one fails, all do. Collective."""
@@ -171,10 +193,22 @@ class Engine:
             )
         return compiled
 
+    def _check_shards(self, compiled: Compiled) -> None:
+        """All programs of a fit share the flat tensors of its buckets."""
+        for device, plan in compiled.plans.items():
+            if plan.shards != self.first.plans[device].shards:
+                others = sorted({n for bucket in plan.shards.keys() ^ self.first.plans[device].shards for n in bucket.names})
+                raise PiperError(
+                    f"for batches of {compiled.dag.size} samples in this layout, device {device} has other shards of "
+                    f"{', '.join(others[:3])} than for the first batch, for the step uses parameters in other regions. Give "
+                    "batches of one layout, or drop shard_optimizer, shard_grads and shard_params"
+                )
+
     def _check_held(self, compiled: Compiled) -> None:
         """This process holds what its plan works on."""
         device = self._world.rank
         needed = compiled.params_on(device) | compiled.buffers_on(device)
+        needed -= {name for bucket in compiled.plans[device].shards for name in bucket.names}
         missing = sorted(needed - set(self._params) - set(self._buffers))
         if missing:
             raise PiperError(

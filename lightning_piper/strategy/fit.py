@@ -24,7 +24,7 @@ from lightning_piper.strategy.data import Peek
 from lightning_piper.strategy.engine import Engine, Settings
 from lightning_piper.strategy.optimizer import ShardedOptimizer
 from lightning_piper.strategy.ownership import Ownership
-from lightning_piper.strategy.precision import GlobalNormClipping
+from lightning_piper.strategy.precision import GlobalNormClipping, LossScaling
 from lightning_piper.strategy.verification import Verify, verify_by_execution
 from lightning_piper.strategy.world import World
 
@@ -41,6 +41,7 @@ class Fit:
 
     Attributes:
         seed: the one that is used.
+        running: the module is distributed; it is not after `close`.
     """
 
     def __init__(
@@ -63,21 +64,24 @@ class Fit:
         self.ownership = Ownership(module, self.engine.first, world)
         self.ownership.distribute()
         owned = self.ownership.owned_params
-        self.engine.bind(owned, self.ownership.owned_buffers)
+        self.engine.bind(owned, self.ownership.owned_buffers, self.ownership.shards)
         self._bridge = Bridge(owned, world.device)
         self._check = BatchCheck(world)
         self._epoch = -1
+        self.running = True
         self.optimizer: ShardedOptimizer | None = None
         self._clipping: GlobalNormClipping | None = None
+        self._scaling: LossScaling | None = None
 
     def attach(self, optimizers: list[Optimizer], plugin: Precision) -> None:
-        """Cut the optimizer down to this process's parameters, and let clipping see all of them.
+        """Cut the optimizer down to what this process holds, let clipping see all gradients, and all processes skip the same steps.
 
         Raises:
             PiperError: there are several optimizers, or one that cannot be divided.
         """
         check_optimizers(optimizers, self._world.size)
-        self.optimizer = ShardedOptimizer(optimizers[0], self.ownership, self._world)
+        self.optimizer = ShardedOptimizer(optimizers[0], self.ownership, self.engine.first, self._world)
+        self._scaling = LossScaling(plugin, optimizers[0], self._world)
         if self._world.size > 1:
             self._clipping = GlobalNormClipping(plugin, self.ownership, self._world)
 
@@ -85,13 +89,14 @@ class Fit:
         """The training data as they are to be iterated over."""
         return self._peek.with_first(agree_on_loader(loader, self._world))
 
-    def step(self, batch: Any, number: int, epoch: int) -> torch.Tensor:
+    def step(self, batch: Any, number: int, epoch: int, last: bool = True) -> torch.Tensor:
         """Run the plan on a batch: logs what the step logs, and returns its loss.
 
         Args:
             batch: on this process's device.
             number: of the batch, counted over the whole training, epochs and resumed fits included.
             epoch: current one.
+            last: of the batches of a gradient accumulation.
         """
         if epoch != self._epoch:
             check_stays_captured(self._module, self._switches)
@@ -99,14 +104,19 @@ class Fit:
         leaves, layout = flatten(batch)
         self._check.post(layout, leaves)
         prepared = self.engine.prepared(layout)
-        result = self.engine.step(prepared, leaves, self.seed + number)
+        scale = 1.0 if self._scaling is None else self._scaling.scale
+        result = self.engine.step(prepared, leaves, self.seed + number, scale, last)
         prepared.replay(self._module, result.metrics)
-        return self._bridge.loss(result.metrics[0].to(prepared.replay.dtype, copy=True), result.grads)
+        value = result.metrics[0].to(prepared.replay.dtype, copy=True)
+        return self._bridge.loss(value, result.grads, scale, kept=prepared.carries and not last)
 
     def close(self, failed: bool) -> None:
         """End the fit; unless it failed, every process has the whole module again. Collective, unless it failed."""
+        self.running = False
         if self._clipping is not None:
             self._clipping.remove()
+        if self._scaling is not None:
+            self._scaling.remove()
         for owner, name, value in self._suspended:
             setattr(owner, name, value)
         if not failed:

@@ -1,4 +1,4 @@
-"""An optimizer cut down to the parameters of one process, and its state as one device would have it.
+"""An optimizer cut down to what one process holds, and its state as one device would have it.
 
 The canonical form of an optimizer's state numbers the parameters through all groups, in the order in which
 `configure_optimizers` gave them: what a plain optimizer writes into a checkpoint, and reads from it.
@@ -6,13 +6,19 @@ The canonical form of an optimizer's state numbers the parameters through all gr
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from typing import Any
 
 import torch
+from torch import Tensor
 from torch.optim import Optimizer
 
+from lightning_piper.compiler import Compiled
 from lightning_piper.errors import PiperError
+from lightning_piper.ir.buckets import flattened, view_as
+from lightning_piper.ir.nodes import Chunk, Parameters
+from lightning_piper.strategy.elementwise import NotElementwise, StateKeys, remade, state_keys
+from lightning_piper.strategy.layout import Piece
 from lightning_piper.strategy.ownership import Ownership
 from lightning_piper.strategy.world import LEAD, World
 
@@ -20,44 +26,146 @@ State = dict[str, Any]
 
 
 class ShardedOptimizer:
-    """Cuts an optimizer when it is made: `group["params"]` loses, in place, the parameters of other processes. All groups
-    stay, also empty ones, for schedulers hold them.
+    """Cuts an optimizer when it is made: `group["params"]` loses, in place, the parameters of other processes, and has this
+    process's pieces of those that are sharded. All groups stay, also empty ones, for schedulers hold them.
 
     Args:
         optimizer: over the parameters of the whole module.
         ownership: of the module; parameters that the optimizer has besides stay with every process and are the lead's to save.
+        compiled: says which directive shards what.
+
+    Raises:
+        PiperError: a parameter is sharded, and the optimizer does not treat each element on its own.
     """
 
-    def __init__(self, optimizer: Optimizer, ownership: Ownership, world: World) -> None:
+    def __init__(self, optimizer: Optimizer, ownership: Ownership, compiled: Compiled, world: World) -> None:
         self.optimizer, self._ownership, self._world = optimizer, ownership, world
         names = {id(x): name for name, x in ownership.params.items()}
         self._names: list[list[str | None]] = [[names.get(id(p)) for p in g["params"]] for g in optimizer.param_groups]
         self._labels: list[list[str] | None] = [
             list(g["param_names"]) if "param_names" in g else None for g in optimizer.param_groups
         ]
-        self._kept = [[name is None or ownership.owns(name) for name in group] for group in self._names]
-        for group, kept in zip(optimizer.param_groups, self._kept, strict=True):
-            for p, keep in zip(group["params"], kept, strict=True):
-                if not keep:
+        self._keys = self._checked(compiled)
+        owned = ownership.owned_params
+        self._kept = [[name is None or name in owned for name in group] for group in self._names]
+        for group, labels, kept in zip(optimizer.param_groups, self._names, self._kept, strict=True):
+            for p, name in zip(group["params"], labels, strict=True):
+                if name is not None and owned.get(name) is not p:
                     optimizer.state.pop(p, None)
-            for key in ("params", "param_names"):
-                if key in group:
-                    group[key][:] = [x for x, keep in zip(group[key], kept, strict=True) if keep]
+            group["params"][:] = [p if n is None else owned[n] for p, n in zip(group["params"], labels, strict=True)
+                                  if n is None or n in owned]  # fmt: skip
+            if "param_names" in group:
+                group["param_names"][:] = [x for x, keep in zip(group["param_names"], kept, strict=True) if keep]
+        self._make_state()
+
+    def _checked(self, compiled: Compiled) -> StateKeys:
+        """What the state of parameters in pieces consists of. All processes find the same."""
+        keys = StateKeys()
+        tried: set[str] = set()
+        for group, names in zip(self.optimizer.param_groups, self._names, strict=True):
+            sharded = next((n for n in names if n is not None and self._ownership.layout.is_sharded(n)), None)
+            options = {k: v for k, v in group.items() if k not in ("params", "param_names")}
+            if sharded is None or repr(options) in tried:
+                continue
+            tried.add(repr(options))
+            try:
+                keys |= state_keys(self.optimizer, options, self._world.device)
+            except NotElementwise as error:
+                raise PiperError(_refusal(type(self.optimizer).__name__, str(error), sharded, compiled)) from error.__cause__
+        return keys
+
+    def _make_state(self) -> None:
+        """What an optimizer makes when it is constructed, for the pieces, which are here only now."""
+        layout = self._ownership.layout
+        pieces = [
+            [p for p, n in zip(group["params"], _held(names, kept), strict=True) if n is not None and layout.is_sharded(n)]
+            for group, names, kept in zip(self.optimizer.param_groups, self._names, self._kept, strict=True)
+        ]
+        new = [p for group in pieces for p in group if p not in self.optimizer.state]
+        if not new:
+            return
+        groups = [
+            {**{k: v for k, v in group.items() if k != "param_names"}, "params": own}
+            for group, own in zip(self.optimizer.param_groups, pieces, strict=True)
+            if own
+        ]
+        made = remade(self.optimizer, groups)
+        for p in new:
+            if p in made.state:
+                self.optimizer.state[p] = made.state[p]
+
+    def pieces(self) -> list[Piece]:
+        """The state tensors with a number for each element, as far as this process speaks for them: over all processes, each
+        element once."""
+        found = []
+        for name, p, state in self._spoken():
+            spec = self._ownership.layout.specs[name]
+            start, stop = self._ownership.layout.speakers(name)[self._world.rank]
+            whole = self._ownership.layout.holds_whole(name, self._world.rank)
+            for key, value in state.items():
+                if spec.shape and self._keys.is_cut(key, value, p.shape):
+                    flat = flattened(value, spec) if whole else value
+                    found.append(Piece(name, spec.shape, value.dtype, start, stop, flat, key))
+        return found
+
+    def once(self) -> dict[tuple[str, str], Any]:
+        """The rest of the state, such as counts of steps: (parameter, key) -> value, each on one process. Also all state of
+        parameters without dimensions, in which the two look alike."""
+        found = {}
+        for name, p, state in self._spoken():
+            shape = self._ownership.layout.specs[name].shape
+            for key, value in state.items():
+                cut = self._keys.is_cut(key, value, p.shape)
+                if self._ownership.layout.speakers(name)[self._world.rank][0] == 0 and not (shape and cut):
+                    found[name, key] = value.reshape(shape) if cut else value
+        return found
+
+    def _spoken(self) -> Iterator[tuple[str, Tensor, State]]:
+        """Name, tensor and state of the parameters for which this process speaks."""
+        for group, names, kept in zip(self.optimizer.param_groups, self._names, self._kept, strict=True):
+            for p, name in zip(group["params"], _held(names, kept), strict=True):
+                if name is not None and self._ownership.speaks_for(name) and p in self.optimizer.state:
+                    yield name, p, self.optimizer.state[p]
 
     def full_state(self) -> State:
-        """The state in canonical form. Whole on the lead; other processes have their own part. Collective."""
+        """The state in canonical form. Whole on the lead; other processes have what they hold whole. Collective."""
         local = self.optimizer.state_dict()
-        state: dict[int, Any] = {}
+        own: dict[int, State] = {}
         number, position = 0, 0
         for names, kept in zip(self._names, self._kept, strict=True):
             for name, keep in zip(names, kept, strict=True):
                 if keep and self._speaks_for(name) and position in local["state"]:
-                    state[number] = local["state"][position]
+                    own[number] = local["state"][position]
                 number, position = number + 1, position + keep
+        found = {number: {self._world.rank: state} for number, state in own.items()}
         for source in range(1, self._world.size):
-            own = _on_host(state) if self._world.rank == source else None
-            state.update(self._world.move_object(own, source, LEAD) or {})
-        return {"state": dict(sorted(state.items())), "param_groups": self._full_groups(local["param_groups"])}
+            sent = _on_host(own) if self._world.rank == source else None
+            for number, state in (self._world.move_object(sent, source, LEAD) or {}).items():
+                found.setdefault(number, {})[source] = state
+        flat_names = [name for names in self._names for name in names]
+        state = {n: full for n in sorted(found) if (full := self._joined(flat_names[n], found[n])) is not None}
+        return {"state": state, "param_groups": self._full_groups(local["param_groups"])}
+
+    def _joined(self, name: str | None, parts: Mapping[int, State]) -> State | None:
+        """One parameter's state from those of its pieces; None where only the lead has them all."""
+        if name is None or not self._ownership.layout.is_sharded(name):
+            return next(iter(parts.values()))
+        ranges, spec = self._ownership.layout.speakers(name), self._ownership.layout.specs[name]
+        if not self._world.leads:
+            return None
+        if parts.keys() != ranges.keys():
+            raise PiperError(f"ranks {sorted(ranges)} hold {name!r}, but only {sorted(parts)} have optimizer state of it")
+        full: State = {}
+        first_rank = next(iter(ranges))
+        for key, first in parts[first_rank].items():
+            if self._keys.is_cut(key, first, (ranges[first_rank][1] - ranges[first_rank][0],)):
+                flat = torch.empty(spec.numel, dtype=first.dtype)
+                for rank, (start, stop) in ranges.items():
+                    flat[start:stop] = parts[rank][key]
+                full[key] = view_as(flat, spec)
+            else:
+                full[key] = first
+        return full
 
     def _speaks_for(self, name: str | None) -> bool:
         return self._world.leads if name is None else self._ownership.speaks_for(name)
@@ -88,12 +196,12 @@ class ShardedOptimizer:
         state: dict[int, Any] = {}
         groups: list[State] = []
         position = 0
-        for group, kept in zip(full["param_groups"], self._kept, strict=True):
+        for group, names, kept in zip(full["param_groups"], self._names, self._kept, strict=True):
             start = position
-            for number, keep in zip(group["params"], kept, strict=True):
+            for number, name, keep in zip(group["params"], names, kept, strict=True):
                 if keep:
                     if number in full["state"]:
-                        state[position] = full["state"][number]
+                        state[position] = self._cut(name, full["state"][number])
                     position += 1
             own = {**group, "params": list(range(start, position))}
             if "param_names" in group:
@@ -101,10 +209,38 @@ class ShardedOptimizer:
             groups.append(own)
         self.optimizer.load_state_dict({"state": state, "param_groups": groups})
 
+    def _cut(self, name: str | None, full: State) -> State:
+        """This process's part of a parameter's state."""
+        layout = self._ownership.layout
+        if name is None or layout.holds_whole(name, self._world.rank):
+            return full
+        held, spec = layout.held(name, self._world.rank), layout.specs[name]
+        assert held is not None
+        return {
+            key: flattened(value, spec)[slice(*held)].clone() if self._keys.is_cut(key, value, spec.shape) else value
+            for key, value in full.items()
+        }
+
+
+def _held(names: list[str | None], kept: list[bool]) -> list[str | None]:
+    return [name for name, keep in zip(names, kept, strict=True) if keep]
+
+
+def _refusal(optimizer: str, why: str, name: str, compiled: Compiled) -> str:
+    """What to say of an optimizer that needs whole parameters."""
+    index = next((node.placed_by for node in compiled.dag.of_type(Parameters) if name in node.outputs[0].names), None)
+    chunk = next(c for c in compiled.dag.of_type(Chunk) if name in compiled.dag.interface(c).params)
+    directive = "a directive" if index is None else f"directive {index} ({compiled.program[index].op})"
+    return (
+        f"PiperStrategy: {optimizer} does not treat each element of a parameter on its own: {why}. But {directive} leaves every "
+        f"process with a piece of {name!r} (region {chunk.label[1:]}). Drop shard_optimizer, shard_grads and shard_params there, "
+        "or use an optimizer that works element by element (SGD, AdamW, ...)"
+    )
+
 
 def _on_host(value: Any) -> Any:
     """A copy to be sent, without a device that the receiver may not have."""
-    if isinstance(value, torch.Tensor):
+    if isinstance(value, Tensor):
         return value.detach().cpu()
     if isinstance(value, dict):
         return {k: _on_host(v) for k, v in value.items()}

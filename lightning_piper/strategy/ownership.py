@@ -1,7 +1,11 @@
-"""Who holds which parameters and buffers, and how the whole module is put together again.
+"""The module's tensors over the processes of a run, and how the whole module is put together again.
 
-A process keeps the tensors that its device's chunks use. All others become tensors of the same shape on the `meta` device, so
-that summaries, `configure_optimizers` and later captures see the whole module.
+A process keeps the tensors that its device's chunks use, and of what is sharded its pieces: parameters of one dimension that are
+views of the flat tensors which the executor gathers from. In the module, all that is not here whole becomes a tensor of the same
+shape on the `meta` device, so that summaries, `configure_optimizers` and later captures see the whole module.
+
+One process with all devices has everything once: parameters in buckets are views of one flat tensor, of which every device has
+its shard.
 """
 
 from __future__ import annotations
@@ -12,62 +16,138 @@ from collections.abc import Iterator, Mapping, Sequence
 import torch
 from torch import nn
 
+from lightning_piper.capture import has_gradient_hooks
 from lightning_piper.compiler import Compiled
+from lightning_piper.errors import PiperError
+from lightning_piper.ir.buckets import Bucket, flattened, packed, view_as
+from lightning_piper.strategy.layout import Layout, Piece, buckets_of_parameters
 from lightning_piper.strategy.world import LEAD, World
 
 Place = tuple[nn.Module, str]  # a submodule and the attribute under which it has the tensor
 
 
 class Ownership:
-    """The tensors of one module over the processes of a run.
+    """The tensors of one module.
 
     Attributes:
-        homes: canonical name -> ranks that hold it, ascending. The first one speaks for it: in checkpoints and in norms.
-        whole: every process holds everything again.
+        layout: who holds what.
+        shards: logical device of this process -> the flat tensor that it keeps of each bucket of which it has a shard.
+        whole: every process holds everything (again).
     """
 
     def __init__(self, module: nn.Module, compiled: Compiled, world: World) -> None:
-        self._module, self._world = module, world
+        self._module, self._world, self._compiled = module, world, compiled
         self._places = _places(module, compiled.step.canonical)
-        self.homes = _homes(compiled, world.size)
+        self.layout = Layout(compiled, world.size)
+        self.shards: dict[int, dict[Bucket, torch.Tensor]] = {}
         self.whole = world.size == 1
+        self._pieces: dict[str, nn.Parameter] = {}
 
     @property
     def params(self) -> dict[str, nn.Parameter]:
-        """Parameters by canonical name, in the module's order; those of other processes are on the meta device."""
-        return {n: x for n in self.homes if isinstance(x := self._get(n), nn.Parameter)}
-
-    def owns(self, name: str) -> bool:
-        return self._world.rank in self.homes[name]
+        """The module's parameters by canonical name, in its order; what is not here whole is on the meta device."""
+        return {n: x for n in self.layout.homes if isinstance(x := self._get(n), nn.Parameter)}
 
     def speaks_for(self, name: str) -> bool:
-        """Is this the one process whose copy counts?"""
-        return self._world.rank == self.homes[name][0]
+        """Do the elements that this process holds count here, and nowhere else?"""
+        return self._world.rank in self.layout.speakers(name)
 
     @property
     def owned_params(self) -> dict[str, nn.Parameter]:
-        return {n: x for n in self.homes if self.owns(n) and isinstance(x := self._get(n), nn.Parameter)}
+        """What this process trains: whole parameters, and pieces of others."""
+        found = {n: x for n, x in self.params.items() if self.layout.holds_whole(n, self._world.rank)}
+        return {n: x for n in self.layout.homes if (x := self._pieces.get(n, found.get(n))) is not None}
 
     @property
     def owned_buffers(self) -> dict[str, torch.Tensor]:
-        return {n: x for n in self.homes if self.owns(n) and not isinstance(x := self._get(n), nn.Parameter)}
+        rank = self._world.rank
+        found = {n: self._get(n) for n in self.layout.homes if self.layout.holds_whole(n, rank)}
+        return {n: x for n, x in found.items() if not isinstance(x, nn.Parameter)}
+
+    def pieces(self) -> list[Piece]:
+        """The elements of parameters and buffers for which this process speaks: over all processes, each element once."""
+        found = []
+        for name, spec in self.layout.specs.items():
+            if self.speaks_for(name):
+                start, stop = self.layout.speakers(name)[self._world.rank]
+                found.append(Piece(name, spec.shape, spec.dtype, start, stop, self._part(name, start, stop)))
+        return found
 
     def distribute(self) -> None:
-        """Give every tensor the lead's value wherever it has a home, move it to its device, and drop the foreign ones."""
-        for name, homes in self.homes.items():
+        """Give every tensor the lead's value wherever it has a home, move it to its device, and drop what has none here.
+
+        Raises:
+            PiperError: a gradient hook is registered on a parameter that is sharded.
+        """
+        if self._world.size == 1:
+            self._lay_together()
+            return
+        self._make_pieces()
+        for name, homes in self.layout.homes.items():
             tensor = self._get(name)
             for home in homes:
-                self._world.move(tensor, LEAD, home, into=tensor)
-            if self.owns(name):
+                for rank, (start, stop) in home.ranges.items():
+                    if home.bucket is None:
+                        self._world.move(tensor, LEAD, rank, into=tensor)
+                        continue
+                    part = flattened(tensor.detach(), self.layout.specs[name])[start:stop] if self._world.leads else None
+                    self._move(part, LEAD, rank, into=self._pieces.get(name))
+            if self.layout.holds_whole(name, self._world.rank):
                 tensor.data = tensor.data.to(self._world.device)
             else:
-                self._set(name, _like(tensor, torch.device("meta")))
+                self._set(
+                    name, _like(tensor, torch.empty_strided(tensor.shape, tensor.stride(), dtype=tensor.dtype, device="meta"))
+                )
+
+    def _lay_together(self) -> None:
+        flats: dict[Bucket, torch.Tensor] = {}
+        laid: set[str] = set()
+        for bucket, _ in buckets_of_parameters(self._compiled):
+            if bucket in flats:
+                continue
+            flats[bucket] = packed(bucket, {n: self._get(n).detach() for n in bucket.names}, self._world.device)
+            for name, view in zip(bucket.names, bucket.views(flats[bucket]), strict=True):
+                if name in laid:
+                    raise PiperError(f"parameter {name!r} lies in two buckets; give the directives that shard it one bucket_size")
+                laid.add(name)
+                self._get(name).data = view
+        for name in self.layout.homes:
+            if name not in laid:
+                tensor = self._get(name)
+                tensor.data = tensor.data.to(self._world.device)
+        for device, plan in self._compiled.plans.items():
+            self.shards[device] = {
+                bucket: flats[bucket] if kept else flats[bucket].chunk(bucket.members)[plan.replica]
+                for bucket, kept in plan.shards.items()
+            }
+
+    def _make_pieces(self) -> None:
+        """Make room for this process's shards; the pieces in them are parameters like those that they are cut from."""
+        for name in self.layout.homes:
+            if self.layout.is_sharded(name) and has_gradient_hooks(self._get(name)):
+                raise PiperError(
+                    f"PiperStrategy: parameter {name!r} has a gradient hook (register_hook), which would see a piece of the "
+                    "gradient only, for a replicate directive shards the parameter; drop shard_* for its region, or the hook"
+                )
+        plan = self._compiled.plans[self._world.rank]
+        own = self.shards[self._world.rank] = {}
+        for bucket, kept in plan.shards.items():
+            flat = bucket.empty(self._world.device)
+            own[bucket] = flat if kept else flat.chunk(bucket.members)[plan.replica].clone()
+            shard = flat.chunk(bucket.members)[plan.replica] if kept else own[bucket]
+            for name, start, stop, at in bucket.pieces(plan.replica):
+                self._pieces[name] = _like(self._get(name), shard[at : at + stop - start])  # type: ignore[assignment]
 
     def restore(self) -> None:
         """Give every process the whole module again. Collective."""
         if not self.whole:
             self._receive(range(self._world.size))
             self.whole = True
+        elif self._world.size == 1:
+            for bucket in dict.fromkeys(bucket for shards in self.shards.values() for bucket in shards):
+                for name in bucket.names:
+                    tensor = self._get(name)
+                    tensor.data = tensor.data.clone()  # no longer a part of a larger one
 
     @contextlib.contextmanager
     def whole_on_lead(self) -> Iterator[None]:
@@ -82,22 +162,50 @@ class Ownership:
             for name, tensor in dropped.items():
                 self._set(name, tensor)
 
+    def load(self, values: Mapping[str, torch.Tensor]) -> None:
+        """Give this process's pieces the values of whole parameters, by any of their names."""
+        canonical = self._compiled.step.canonical
+        with torch.no_grad():
+            for name, value in values.items():
+                piece = self._pieces.get(canonical.get(name, name))
+                if piece is not None:
+                    name = canonical.get(name, name)
+                    held = self.layout.held(name, self._world.rank)
+                    assert held is not None
+                    piece.copy_(flattened(value, self.layout.specs[name])[slice(*held)])
+
     def _receive(self, targets: Sequence[int]) -> dict[str, torch.Tensor]:
         """Bring every tensor to the targets, into host memory, for a device may have room for its own part only.
 
         Returns what this process had in place of those that it received.
         """
         before = {}
-        for name, homes in self.homes.items():
+        for name, spec in self.layout.specs.items():
             for target in targets:
-                if target in homes:
+                if self.layout.holds_whole(name, target):
                     continue
-                tensor = self._get(name)
-                if self._world.rank == target:
-                    before[name], tensor = tensor, _like(tensor, torch.device("cpu"))
-                    self._set(name, tensor)
-                self._world.move(tensor, homes[0], target, into=tensor)
+                receives = self._world.rank == target
+                flat = torch.empty(spec.numel, dtype=spec.dtype) if receives else None
+                for source, (start, stop) in self.layout.speakers(name).items():
+                    part = self._part(name, start, stop) if self._world.rank == source else None
+                    self._move(part, source, target, into=None if flat is None else flat[start:stop])
+                if flat is not None:
+                    before[name] = self._get(name)
+                    self._set(name, _like(before[name], view_as(flat, spec)))
         return before
+
+    def _part(self, name: str, start: int, stop: int) -> torch.Tensor:
+        """Elements of which this process holds the values."""
+        piece = self._pieces.get(name)
+        return flattened(self._get(name).detach(), self.layout.specs[name])[start:stop] if piece is None else piece.detach()
+
+    def _move(self, part: torch.Tensor | None, source: int, target: int, into: torch.Tensor | None) -> None:
+        if source == target == self._world.rank:
+            assert part is not None and into is not None
+            with torch.no_grad():
+                into.copy_(part)
+        else:
+            self._world.move(part, source, target, into=into)
 
     def _get(self, name: str) -> torch.Tensor:
         part, attribute = self._places[name][0]
@@ -119,21 +227,8 @@ def _places(module: nn.Module, canonical: Mapping[str, str]) -> dict[str, list[P
     return places
 
 
-def _homes(compiled: Compiled, size: int) -> dict[str, tuple[int, ...]]:
-    """What no device uses: parameters stay with the lead, which saves them; buffers, which hooks may use, stay everywhere."""
-    used: dict[str, list[int]] = {}
-    for device in sorted(compiled.plans):
-        for name in compiled.params_on(device) | compiled.buffers_on(device):
-            used.setdefault(name, []).append(device)
-    if size == 1:
-        return dict.fromkeys([*compiled.step.params, *compiled.step.buffers], (LEAD,))
-    everywhere = tuple(range(size))
-    homes = {name: tuple(used.get(name, [LEAD])) for name in compiled.step.params}
-    return homes | {name: tuple(used.get(name, everywhere)) for name in compiled.step.buffers}
-
-
-def _like(tensor: torch.Tensor, device: torch.device) -> torch.Tensor:
-    data = torch.empty_strided(tensor.shape, tensor.stride(), dtype=tensor.dtype, device=device)
+def _like(tensor: torch.Tensor, data: torch.Tensor) -> torch.Tensor:
+    """`data` as a parameter or buffer like `tensor`."""
     if not isinstance(tensor, nn.Parameter):
         return data
     param = nn.Parameter(data, requires_grad=tensor.requires_grad)

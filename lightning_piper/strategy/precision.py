@@ -1,4 +1,5 @@
-"""Precisions that a captured step can be trained in, and gradient clipping over all processes."""
+"""Precisions that a captured step can be trained in, and what all processes must agree on: the norm that gradients are clipped by,
+and whether a step is skipped because gradients overflowed."""
 
 from __future__ import annotations
 
@@ -6,13 +7,14 @@ from typing import Any
 
 import torch
 from lightning.pytorch.plugins.precision import DoublePrecision, HalfPrecision, MixedPrecision, Precision
+from torch.distributed.fsdp.sharded_grad_scaler import ShardedGradScaler
 from torch.optim import Optimizer
 
 from lightning_piper.errors import PiperError
 from lightning_piper.strategy.ownership import Ownership
 from lightning_piper.strategy.world import World
 
-ACCEPTED = "'32-true', '64-true', 'bf16-true' and 'bf16-mixed'"
+ACCEPTED = "'32-true', '64-true', 'bf16-true', 'bf16-mixed' and '16-mixed'"
 
 
 def check_precision(plugin: Precision) -> None:
@@ -22,17 +24,60 @@ def check_precision(plugin: Precision) -> None:
         PiperError: names the precision.
     """
     good = type(plugin) in (Precision, DoublePrecision) or (
-        isinstance(plugin, HalfPrecision | MixedPrecision) and plugin.precision in ("bf16-true", "bf16-mixed")
+        isinstance(plugin, HalfPrecision | MixedPrecision) and plugin.precision in ("bf16-true", "bf16-mixed", "16-mixed")
     )
     if not good:
-        reason = " (float16 needs a loss scale that all stages agree on)" if str(plugin.precision).startswith("16") else ""
+        reason = " (gradients in float16 need a loss scale, which it has not)" if str(plugin.precision).startswith("16") else ""
         raise PiperError(f"precision {plugin.precision!r} is not supported{reason}; accepted are {ACCEPTED}")
+
+
+class LossScaling:
+    """The loss scale of `16-mixed`, and one decision of all processes whether gradients overflowed: for the time of a fit, a scaler
+    that asks all of them takes the place of the plugin's own, with its settings and state.
+
+    Raises:
+        PiperError: the optimizer is fused, and would look for overflows in this process's gradients only.
+    """
+
+    def __init__(self, plugin: Any, optimizer: Optimizer, world: World) -> None:
+        self._plugin = plugin
+        self._own: torch.amp.GradScaler | None = getattr(plugin, "scaler", None)
+        if self._own is None or world.size == 1:
+            return
+        if any(group.get("fused") for group in optimizer.param_groups):
+            raise PiperError(
+                f"PiperStrategy: {type(optimizer).__name__}(fused=True) with precision '16-mixed' looks for overflows in the "
+                "gradients of one process only, and the others would not skip the step; leave out fused=True, or use 'bf16-mixed'"
+            )
+        own = self._own
+        self._plugin.scaler = ShardedGradScaler(
+            world.device.type,
+            init_scale=own.get_scale(),
+            growth_factor=own.get_growth_factor(),
+            backoff_factor=own.get_backoff_factor(),
+            growth_interval=own.get_growth_interval(),
+            enabled=own.is_enabled(),
+            process_group=torch.distributed.group.WORLD,
+        )
+
+    @property
+    def scale(self) -> float:
+        """What the loss of the current step will be multiplied with."""
+        return 1.0 if self._own is None else float(self._plugin.scaler.get_scale())
+
+    def remove(self) -> None:
+        """Give the plugin its scaler back, as training has left it."""
+        if self._own is not None and self._plugin.scaler is not self._own:
+            if self._own.is_enabled():
+                self._own.load_state_dict(self._plugin.scaler.state_dict())
+            self._plugin.scaler = self._own
 
 
 class GlobalNormClipping:
     """Makes `clip_grad_by_norm` of a precision plugin measure the gradients of all processes.
 
-    On the plugin itself, for users' `configure_gradient_clipping` reaches it there too. A tied parameter counts once.
+    On the plugin itself, for users' `configure_gradient_clipping` reaches it there too. Each element counts once: of tied
+    parameters, of replicas, and of shards.
     """
 
     def __init__(self, plugin: Precision, ownership: Ownership, world: World) -> None:

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
 import sys
 import warnings
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from datetime import timedelta
 from pathlib import Path
 from typing import Any, Literal, TypeVar
@@ -102,7 +103,7 @@ class PiperStrategy(ParallelStrategy):
         self._fit: Fit | None = None
         self._replicas: tuple[int, ...] = ()  # of each process in this fit, where processes draw the data of several
         self._resumed_seed: int | None = None
-        self._failed = False
+        self._failed = self._accumulating = False
         self._watch: FailureWatch | None = None
         self.num_nodes = 1
 
@@ -236,7 +237,17 @@ class PiperStrategy(ParallelStrategy):
     def training_step(self, batch: Any, *args: Any, **kwargs: Any) -> torch.Tensor:
         assert self._fit is not None and self.lightning_module is not None
         trainer = self.lightning_module.trainer
-        return self._fit.step(batch, trainer.fit_loop.epoch_loop.total_batch_idx, trainer.current_epoch)
+        number = trainer.fit_loop.epoch_loop.total_batch_idx
+        return self._fit.step(batch, number, trainer.current_epoch, last=not self._accumulating)
+
+    @contextlib.contextmanager
+    def block_backward_sync(self) -> Iterator[None]:
+        """The Trainer enters it for the batches of a gradient accumulation that are not the last one."""
+        self._accumulating = True
+        try:
+            yield
+        finally:
+            self._accumulating = False
 
     def on_exception(self, exception: BaseException) -> None:
         self._failed = True
@@ -317,6 +328,8 @@ class PiperStrategy(ParallelStrategy):
             # A load in the middle of a fit finds tensors without data for foreign parts; torch warns of each.
             warnings.filterwarnings("ignore", message=".*copying from a non-meta parameter.*")
             super().load_model_state_dict(checkpoint, strict)
+        if self._fit is not None and self._fit.running:
+            self._fit.ownership.load(checkpoint["state_dict"])
 
     def load_checkpoint(self, checkpoint_path: str | Path, weights_only: bool | None = None) -> dict[str, Any]:
         content = super().load_checkpoint(checkpoint_path, weights_only)

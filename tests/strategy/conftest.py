@@ -6,6 +6,10 @@ from pathlib import Path
 
 import pytest
 
+from tests.strategy.sharded_jobs import folder, sharded_ranks
+
+__all__ = ["folder", "sharded_ranks"]
+
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     for item in items:

@@ -78,6 +78,32 @@ class Tied(Model):
             return self.done(F.cross_entropy(logits.flatten(0, 1), batch["targets"].flatten()))
 
 
+class Varied(Tied):
+    """Also: a frozen parameter, one without dimensions, one that is not contiguous, and two groups by a mark on the parameters."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.mix = nn.Parameter(torch.randn(8, 8).t())
+        self.temperature = nn.Parameter(torch.tensor(1.5))
+        self.offset = nn.Parameter(torch.randn(8), requires_grad=False)
+        self.wide = nn.Sequential(nn.Linear(8, 400), nn.GELU(), nn.Linear(400, 8))
+        for p in self.parameters():
+            p.decays = p.ndim > 1  # type: ignore[attr-defined]
+
+    def training_step(self, batch: dict[str, Tensor], batch_idx: int) -> Tensor:
+        with piper.annotate("PP", 0):
+            x = F.gelu(self.inner(self.embedding(batch["tokens"]))) @ self.mix + self.offset
+        with piper.annotate("PP", 1):
+            x = x + self.wide(self.norm(x)) + self.offset
+            logits = self.head(x) * self.temperature
+            return self.done(F.cross_entropy(logits.flatten(0, 1), batch["targets"].flatten()))
+
+    def configure_optimizers(self) -> Any:
+        marked = [[p for p in self.parameters() if p.decays is decays and p.requires_grad] for decays in (True, False)]  # type: ignore[attr-defined]
+        return torch.optim.AdamW([{"params": marked[0]}, {"params": marked[1], "weight_decay": 0.0, "lr": self.lr / 2}],
+                                 lr=self.lr, weight_decay=0.1)  # fmt: skip
+
+
 @dataclass
 class Images:
     pixels: Tensor
@@ -144,6 +170,8 @@ ZOO: dict[str, tuple[Any, Any]] = {
     "mlp": (MLP, vectors),
     "dropout": (lambda: MLP(dropout=0.3), vectors),
     "tied": (Tied, texts),
+    "varied": (Varied, texts),
+    "sizes": (Varied, lambda: texts(samples=28)),
     "conv": (ConvNet, images),
 }
 

@@ -22,7 +22,7 @@ from torchmetrics import SumMetric
 
 import lightning_piper as piper
 from lightning_piper import compiler
-from lightning_piper.directives import Directive, Replicate
+from lightning_piper.directives import Directive, Replicate, replicate
 from tests.strategy.fitting import Batches, Record, trainer, values
 from tests.strategy.models import MLP, make, texts, vectors
 
@@ -108,13 +108,13 @@ def accumulated() -> Outcome:
 
 def without_sum() -> Outcome:
     """Each replica trains on its own gradients, and nothing refuses it."""
-    kept, finish = Replicate._reduce, compiler.finish
-    Replicate._reduce = lambda *_: None  # type: ignore[method-assign]
+    kept, finish = replicate.reduce_gradients, compiler.finish
+    replicate.reduce_gradients = lambda *_: []
     compiler.finish = lambda dag: None
     try:
         return five_steps("mlp", verify="off", max_steps=7)
     finally:
-        Replicate._reduce, compiler.finish = kept, finish  # type: ignore[method-assign]
+        replicate.reduce_gradients, compiler.finish = kept, finish
 
 
 def long() -> Outcome:

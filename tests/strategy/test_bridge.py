@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import contextlib
+
 import pytest
 import torch
 
-from lightning_piper.errors import ExecutionError
+from lightning_piper.errors import ExecutionError, PiperError
 from lightning_piper.strategy.bridge import Bridge
 
 CPU = torch.device("cpu")
@@ -55,3 +57,29 @@ def test_refuses_a_second_backward():
     loss.backward(retain_graph=True)
     with pytest.raises(ExecutionError, match="backward ran twice"):
         loss.backward()
+
+
+def test_divides_by_the_scale_that_the_gradients_have():
+    params = parameters()
+    loss = Bridge(params, CPU).loss(torch.tensor(1.0), {"a": torch.full((3,), 1024.0)}, scale=1024.0)
+    (loss * 512).backward()
+    assert params["a"].grad.tolist() == [512.0] * 3
+
+
+@pytest.mark.parametrize("factors, good", [((0.5, 0.5, 0.5), True), ((0.5, 0.25, 0.5), False), ((0.5, 0.5, 1.0), False)])
+def test_batches_that_are_kept_must_have_one_factor(factors, good):
+    params = parameters()
+    bridge = Bridge(params, CPU)
+    for i, factor in enumerate(factors[:-1]):
+        (bridge.loss(torch.tensor(float(i)), {}, kept=True) * factor).backward()
+    last = bridge.loss(torch.tensor(1.0), {"a": torch.ones(3)}) * factors[-1]
+    with contextlib.nullcontext() if good else pytest.raises(PiperError, match="different factors"):
+        last.backward()
+        assert params["a"].grad.tolist() == [0.5] * 3
+
+
+def test_batches_that_are_kept_must_have_one_scale():
+    bridge = Bridge(parameters(), CPU)
+    (bridge.loss(torch.tensor(1.0), {}, scale=2.0, kept=True) * 2).backward()
+    with pytest.raises(PiperError, match="different factors"):
+        (bridge.loss(torch.tensor(1.0), {}, scale=4.0) * 4).backward()

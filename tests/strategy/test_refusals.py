@@ -8,7 +8,6 @@ import lightning as L
 import pytest
 import torch
 from lightning.pytorch.callbacks import EMAWeightAveraging, StochasticWeightAveraging
-from lightning.pytorch.plugins import MixedPrecision
 
 import lightning_piper as piper
 from tests.strategy.fitting import PROGRAM, local, trainer, values
@@ -88,7 +87,6 @@ class Meta(MLP):
     (MLP, {"callbacks": [StochasticWeightAveraging(1e-2)]}, "StochasticWeightAveraging"),
     (MLP, {"callbacks": [EMAWeightAveraging()]}, "EMAWeightAveraging"),
     (MLP, {"precision": "16-true"}, "'16-true'.*'bf16-mixed'"),
-    (MLP, {"plugins": [MixedPrecision("16-mixed", "cpu")]}, "'16-mixed'.*float16"),
 ])  # fmt: skip
 def test_fits(module, options, message):
     fit, record = trainer(local(), options.pop("callbacks", ()), **options)

@@ -8,7 +8,7 @@ import torch
 from lightning.pytorch.callbacks import ModelCheckpoint
 
 from lightning_piper import compiler
-from lightning_piper.directives import Replicate
+from lightning_piper.directives import replicate
 from tests.strategy import replicated
 from tests.strategy.fitting import Batches, distance, local, same, trainer, values
 from tests.strategy.models import make, texts, vectors
@@ -222,7 +222,7 @@ def test_one_process_agrees_with_plain_lightning(name, program, monkeypatch):
         (plain, logged), (found, ours) = results
         assert distance(plain, found) < bound
         assert all(distance(a, b) < bound for a, b in zip(logged, ours, strict=True))
-    monkeypatch.setattr(Replicate, "_reduce", lambda *_: None)
+    monkeypatch.setattr(replicate, "reduce_gradients", lambda *_: [])
     monkeypatch.setattr(compiler, "finish", lambda dag: None)  # which would refuse it
     module, loader = make(name)
     fit, _ = trainer(local(program, verify="off"))

@@ -1,0 +1,58 @@
+"""What waits for the last batch when gradients are accumulated over several: their sums over replicas."""
+
+from __future__ import annotations
+
+from lightning_piper.ir.dag import TrainingDAG
+from lightning_piper.ir.nodes import Accumulate, AllReduce, Node, ReduceScatter, Update
+
+
+def deferred(dag: TrainingDAG) -> frozenset[int]:
+    """The nodes that only the last batch of an accumulation needs: sums of gradients over replicas, and everything that reads
+    them. In the batches before, what would be summed is kept.
+
+    Not where gradients are sharded: keeping whole ones would need the memory that this saves. And where one parameter's gradients
+    from several regions are added up, either all of them wait or none.
+    """
+    totals = [*dag.of_type(AllReduce), *dag.of_type(ReduceScatter)]
+    waiting = {node.id: _followers(dag, node) for node in totals if _may_wait(dag, node)}
+    sums: dict[int, set[int]] = {}  # update -> the sums that it reads and that may wait
+    for source, followers in waiting.items():
+        for node in followers:
+            if isinstance(node, Update):
+                sums.setdefault(node.id, set()).add(source)
+    changed = True
+    while changed:
+        changed = False
+        for update, sources in sums.items():
+            if not all(_comes_from(dag, ref[0], waiting) for ref in dag.nodes[update].inputs):
+                for source in sources & waiting.keys():
+                    del waiting[source]
+                    changed = True
+    return frozenset(n for source, followers in waiting.items() for n in (source, *(node.id for node in followers)))
+
+
+def _may_wait(dag: TrainingDAG, node: Node) -> bool:
+    """Is it a sum of whole gradients, each made once in the step?"""
+    value = node.outputs[0]
+    return value.kind == "grad" and value.bucket is not None and not any(isinstance(user, Accumulate) for user in dag.users(node))
+
+
+def _followers(dag: TrainingDAG, node: Node) -> list[Node]:
+    """All nodes that read what the node makes, directly or not."""
+    found: dict[int, Node] = {}
+    todo = [node]
+    while todo:
+        for user in dag.users(todo.pop()):
+            if user.id not in found:
+                found[user.id] = user
+                todo.append(user)
+    return list(found.values())
+
+
+def _comes_from(dag: TrainingDAG, node: int, sources: dict[int, list[Node]]) -> bool:
+    """Is what a node makes, or hands on, one of the sums that wait?"""
+    while not isinstance(dag.nodes[node], AllReduce | ReduceScatter):
+        if len(dag.nodes[node].inputs) != 1:
+            return False
+        node = dag.nodes[node].inputs[0][0]
+    return node in sources

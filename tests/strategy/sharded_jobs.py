@@ -1,0 +1,74 @@
+"""The trainings of `sharded`, each run once for all tests: two launches of processes, one after another in each."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from tests.distributed.processes import launch
+from tests.strategy import sharded
+from tests.strategy.sharded import PROCESSES, PROGRAMS, Job, fit, train
+
+CLIPPED = {"gradient_clip_val": 0.05}
+TEN = {"max_steps": 10, "max_epochs": -1}
+ACCUMULATED = {"accumulate_grad_batches": 2, "max_steps": -1, "max_epochs": 1, **CLIPPED}
+# Measured: 2.8e-6 for five steps in float32, of the largest element of a tensor.
+ROUNDING = 1e-5
+
+PLAIN = [Job(program, program) for program in PROGRAMS if "float32" not in program]
+NORMS = [Job(f"{program}, clipped", program, options=CLIPPED, change=sharded.with_sgd)
+         for program in ("dp2 zero1", "dp2 zero3", "pp2 dp2 zero2", "pp2 dp2 zero3, zero1")]  # fmt: skip
+OTHERS = [
+    Job("by value", "dp2 zero3", options={**CLIPPED, "gradient_clip_algorithm": "value"}, change=sharded.with_sgd),
+    Job("adagrad", "dp2 zero2", change=sharded.with_adagrad),
+    Job("fused", "dp2 zero3", change=sharded.with_fused),
+    Job("other sizes", "dp2 zero3", model="sizes", options={"max_steps": -1, "max_epochs": 1}),
+]
+# The last batch is smaller: gradients of two sizes are accumulated.
+SUMS = [Job(f"{program}, accumulated", program, model="sizes", options=ACCUMULATED, change=sharded.with_sgd)
+        for program in ("dp2 zero0", "dp2 zero1", "dp2 zero3", "pp2 dp2 zero3, zero1")]  # fmt: skip
+SCALED = [Job(f"{program}, scaled", program, scaled=True, save=True) for program in ("dp2 zero2", "pp2 dp2 zero3, zero1")]
+ALONE = Job("alone", "dp2 zero2", scaled=True, alone=True)
+BRAINS = [Job(f"{program}, bf16", program, options={"precision": "bf16-true"})
+          for program in ("dp2 zero2", "dp2 zero0 in float32", "dp2 zero2 in float32")]  # fmt: skip
+ON_ONE = Job("one", "dp2 zero0", options=TEN, save=True)
+SAVED = [Job("saved", "dp2 zero3", options=TEN, save=True), Job("saved by four", "pp2 dp2 zero3, zero1", options=TEN, save=True)]
+RESUMED = [
+    Job("zero3 from one", "dp2 zero3", options=TEN, resume="one, None, step=5.ckpt"),
+    Job("zero0 from zero3", "dp2 zero0", options=TEN, resume="saved, process, step=5.ckpt"),
+    Job("zero1 from zero3", "dp2 zero1", options=TEN, resume="saved, process, step=5.ckpt"),
+    Job("pp2 from one", "pp2 dp2 zero3, zero1", options=TEN, resume="one, None, step=5.ckpt"),
+]
+REFUSED = {
+    "lamb": (Job("lamb", "dp2 zero1", change=sharded.with_lamb), "Lamb does not treat each element of a parameter on its own"),
+    "adafactor": (Job("adafactor", "dp2 zero3", change=sharded.with_adafactor), "directive 2 (replicate) leaves every process"),
+    "lbfgs": (Job("lbfgs", "dp2 zero2", change=sharded.with_lbfgs), "LBFGS"),
+    "hook": (Job("hook", "dp2 zero2", change=sharded.with_hook), "'inner.weight' has a gradient hook"),
+    "fused and scaled": (Job("fused and scaled", "dp2 zero0", change=sharded.with_fused, scaled=True), "leave out fused=True"),
+    "lamb whole": (Job("lamb whole", "dp2 zero0", change=sharded.with_lamb), ""),
+}
+JOBS = [*PLAIN, *NORMS, *OTHERS, *SUMS, *SCALED, ALONE, *BRAINS, *SAVED, *RESUMED, *(job for job, _ in REFUSED.values())]
+
+
+@pytest.fixture(scope="session")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Where all trainings write and read checkpoints."""
+    return tmp_path_factory.mktemp("sharded")
+
+
+@pytest.fixture(scope="session")
+def sharded_ranks(folder: Path) -> dict[str, list[dict[str, Any]]]:
+    """What every rank saw of each job, by its name."""
+    with torch.random.fork_rng():
+        fit(ON_ONE, folder, None)
+    found = {}
+    for size in (2, 4):
+        jobs = [job for job in JOBS if PROCESSES[job.program] == size]
+        by_rank = launch(size, train, folder / str(size), jobs, folder)
+        for result in by_rank:
+            assert isinstance(result, list), result
+        found |= {job.name: [result[i] for result in by_rank] for i, job in enumerate(jobs)}
+    return found
