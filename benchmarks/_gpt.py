@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 from dataclasses import dataclass
 
 import lightning as L
@@ -74,17 +75,19 @@ def batch(c: Config, step: int, sequences: int) -> tuple[Tensor, Tensor]:
 
 
 class Module(L.LightningModule):
-    """The stages as an annotated LightningModule."""
+    """The stages as an annotated LightningModule. `layers`: each layer is a region of its own (tag `L`)."""
 
-    def __init__(self, c: Config) -> None:
+    def __init__(self, c: Config, layers: bool = False) -> None:
         super().__init__()
-        self.stages = stages(c)
+        self.stages, self.layers = stages(c), layers
 
     def training_step(self, batch: tuple[Tensor, Tensor], batch_idx: int) -> Tensor:
         x, targets = batch
         for i, stage in enumerate(self.stages):
             with piper.annotate("PP", i):
-                x = stage(x)
-                if i == len(self.stages) - 1:
-                    return loss_of(x, targets)
+                for part in stage:  # type: ignore[attr-defined]
+                    with piper.annotate("L") if self.layers else contextlib.nullcontext():
+                        x = part(x)
+                        if part is self.stages[-1][-1]:  # type: ignore[index]
+                            return loss_of(x, targets)
         raise ValueError("a model has at least one stage")

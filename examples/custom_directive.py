@@ -41,22 +41,25 @@ class Recompute(piper.Directive):
         self.check_filter("filter", self.filter)
 
     def apply(self, dag: TrainingDAG) -> None:
+        second: dict[int, Chunk] = {}  # of each forward
         for backward in self.select(dag, "filter", self.filter):
-            if backward.kind == "B":
-                self._recompute(dag, backward)
+            if backward.kind != "F":  # B, or its halves BI and BW
+                self._recompute(dag, backward, second)
 
-    def _recompute(self, dag: TrainingDAG, backward: Chunk) -> None:
+    def _recompute(self, dag: TrainingDAG, backward: Chunk, second: dict[int, Chunk]) -> None:
         for ref in backward.inputs:
             forward = dag.nodes[ref[0]]
-            if not isinstance(forward, Chunk) or dag.value(ref).kind != "saved":
+            if not isinstance(forward, Chunk) or forward.kind != "F" or dag.value(ref).kind != "saved":
                 continue
-            # Without the tag PASS, orders that name forwards do not mean the second one.
-            tags = {tag: index for tag, index in forward.tags.items() if tag != "PASS"}
-            again = dag.add(dataclasses.replace(forward, id=-1, origin=None, tags={**tags, "RECOMPUTED": 0}))
-            dag.substitute(backward, ref, (again.id, ref[1]))
-            for source in {other[0] for other in backward.inputs} - {again.id}:
-                if dag.nodes[source].devices == again.devices:
-                    dag.order(dag.nodes[source], again, dag.origin)
+            if forward.id not in second:
+                # Without the tag PASS, orders that name forwards do not mean the second one.
+                tags = {tag: index for tag, index in forward.tags.items() if tag != "PASS"}
+                again = dag.add(dataclasses.replace(forward, id=-1, origin=None, tags={**tags, "RECOMPUTED": 0}))
+                second[forward.id] = again
+                for source in {other[0] for other in backward.inputs} - {forward.id}:
+                    if dag.nodes[source].devices == again.devices:
+                        dag.order(dag.nodes[source], again, dag.origin)
+            dag.substitute(backward, ref, (second[forward.id].id, ref[1]))
 
 
 class Regressor(L.LightningModule):

@@ -19,3 +19,7 @@ class VerificationError(PiperError):
 
 class ExecutionError(PiperError):
     """An instruction of a plan failed while it ran; names the device, the node and its directive."""
+
+
+class SimulationError(PiperError):
+    """Durations or a network that a simulation cannot use; names the entry and what would be accepted."""

@@ -60,3 +60,13 @@ def f(stage: int, mb: int | None = None, **more: Any) -> dict[str, Any]:
 def b(stage: int, mb: int | None = None, **more: Any) -> dict[str, Any]:
     """The filter of a stage's backward pass for a microbatch."""
     return {**f(stage, mb), "PASS": "B", **more}
+
+
+def bi(stage: int, mb: int | None = None, **more: Any) -> dict[str, Any]:
+    """The filter of the gradients of inputs of a stage."""
+    return {**f(stage, mb), "PASS": "BI", **more}
+
+
+def bw(stage: int, mb: int | None = None, **more: Any) -> dict[str, Any]:
+    """The filter of the gradients of weights of a stage."""
+    return {**f(stage, mb), "PASS": "BW", **more}

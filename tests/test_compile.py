@@ -112,7 +112,7 @@ def lines(compiled: Compiled) -> dict[int, str]:
 def test_a_node_is_explained() -> None:
     compiled = of("mlp", gpipe(2, 2))
     line, source = lines(compiled), captured("mlp").step.at(4).regions[1].source
-    assert line[19].startswith("%19 B[PP=1,MB=0] 0:2 @1 (%17.2) -> ") and line[19].endswith(" #2 after %18")
+    assert line[19].startswith("%19 B[PP=1,MB=0] 0:2 @1 (%17.2, %17.3, %17.4) -> ") and line[19].endswith(" #2 after %18")
     assert explanation(compiled, " B[PP=1,MB=0]") == [
         line[19],
         "  made by directive 2: {'op': 'split', 'filter': {}, 'dim_name': 'MB', 'num_microbatches': 2}",

@@ -3,69 +3,34 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass, field
 from typing import Any
 
 import torch
 from torch.fx import Node
 
 from lightning_piper.capture import _torch
-from lightning_piper.capture.code import compile_boxed
+from lightning_piper.capture.backward import halve, save, wire
+from lightning_piper.capture.extract import extract
+from lightning_piper.capture.passes import Names, OutputRef, Pass, reads_of
 from lightning_piper.capture.regions import Assignment, assign, gradient_terms
 from lightning_piper.errors import CaptureError
 from lightning_piper.ir.regions import LOSS, Code, Interface, Output, PassKey, Region
-from lightning_piper.ir.values import TensorSpec
 
 aten = torch.ops.aten
-OutputRef = tuple[int, str, int]  # (region, pass, output index)
-
-
-@dataclass
-class _Pass:
-    """One pass while it is put together. `inputs` maps a bundle to the nodes it brings."""
-
-    key: PassKey
-    nodes: list[Node] = field(default_factory=list)
-    outputs: list[tuple[Output, list[Node]]] = field(default_factory=list)
-    reads: dict[Node, None] = field(default_factory=dict)  # placeholders and values from elsewhere, in order of use
-
-
-@dataclass(frozen=True)
-class _Names:
-    """What the placeholders of the joint graph are."""
-
-    params: Mapping[Node, str]
-    buffers: Mapping[Node, str]
-    batch: Mapping[Node, int]
-    tangent: Node | None
-
-    @classmethod
-    def of(cls, graph: torch.fx.Graph, canonical: Mapping[str, str]) -> _Names:
-        params, buffers, batch, tangent = {}, {}, {}, None
-        for node in graph.nodes:
-            desc = node.meta.get("desc") if node.op == "placeholder" else None
-            if isinstance(desc, _torch.ParamAOTInput):
-                params[node] = canonical[desc.target.removeprefix("module.")]
-            elif isinstance(desc, _torch.BufferAOTInput):
-                buffers[node] = canonical[desc.target.removeprefix("module.")]
-            elif isinstance(desc, _torch.PlainAOTInput):
-                batch[node] = desc.idx
-            elif isinstance(desc, _torch.TangentAOTInput):
-                tangent = node
-        return cls(params, buffers, batch, tangent)
+Extracted = dict[PassKey, tuple[Interface, Code]]
 
 
 def cut(
     graph: torch.fx.Graph, canonical: Mapping[str, str], log_keys: tuple[str, ...]
-) -> tuple[tuple[Region, ...], dict[PassKey, Interface], dict[PassKey, Code]]:
-    """Cut a joint graph into passes.
+) -> tuple[tuple[Region, ...], Extracted, Extracted]:
+    """Cut a joint graph into passes: regions, their passes F and B, and the halves BI and BW of B.
 
     Args:
         graph: as `trace` gives it.
         canonical: every name of a parameter or buffer -> the one name it goes by.
         log_keys: names of the logged tensors, in the order of the graph's plain outputs after the loss.
     """
-    names = _Names.of(graph, canonical)
+    names = Names.of(graph, canonical)
     results = graph.output_node()
     described = list(zip(results.args[0], results.meta["desc"], strict=True))  # type: ignore[arg-type]
     changed = {
@@ -76,7 +41,7 @@ def cut(
     _refuse_changed_parameters(described, canonical)
     state = frozenset(n for n, name in names.buffers.items() if name in changed)
     placed = assign(graph, state)
-    passes = {(r.index, p): _Pass((r.index, p)) for r in placed.regions for p in "FB"}
+    passes = {(r.index, p): Pass((r.index, p)) for r in placed.regions for p in "FB"}
     for node in graph.nodes:
         if node in placed.of and node not in placed.shared:
             passes[placed.of[node], "B" if _torch.is_backward(node) else "F"].nodes.append(node)
@@ -84,12 +49,16 @@ def cut(
     _results(described, names, changed, placed, passes, log_keys)
     forward = {key for key, p in passes.items() if key[1] == "F" and p.nodes}
     _drop_unused(passes)
-    _connect(placed, names, passes, state)
+    halves = _connect(placed, passes, state)
     passes = {key: p for key, p in passes.items() if p.nodes or p.outputs or key in forward}
-    interfaces, code = {}, {}
-    for key, p in passes.items():
-        interfaces[key], code[key] = _extract(p, passes, placed, names, state, graph.owning_module)
-    return placed.regions, interfaces, code
+    found = {key: extract(p, names, state, graph.owning_module) for key, p in passes.items()}
+    split: Extracted = {}
+    for region, by_kind in halves.items():
+        if len(by_kind) == 1:  # it is B itself
+            split |= {half.key: found[region, "B"] for half in by_kind.values()}
+        else:
+            split |= {half.key: extract(half, names, state, graph.owning_module) for half in by_kind.values()}
+    return placed.regions, found, split
 
 
 def _refuse_changed_parameters(described: list[tuple[Node | None, Any]], canonical: Mapping[str, str]) -> None:
@@ -104,10 +73,10 @@ def _refuse_changed_parameters(described: list[tuple[Node | None, Any]], canonic
 
 def _results(
     described: list[tuple[Node | None, Any]],
-    names: _Names,
+    names: Names,
     changed: Mapping[str, Node],
     placed: Assignment,
-    passes: Mapping[PassKey, _Pass],
+    passes: Mapping[PassKey, Pass],
     log_keys: tuple[str, ...],
 ) -> None:
     """Give every result of the step to the pass that makes it: loss, logged values, new buffers, parameter gradients."""
@@ -146,7 +115,7 @@ def _home(node: Node, placed: Assignment) -> int:
     return placed.of.get(node, len(placed.regions) - 1)
 
 
-def _sum(terms: list[Node], into: _Pass, placed: Assignment) -> Node:
+def _sum(terms: list[Node], into: Pass, placed: Assignment) -> Node:
     """Terms of one parameter in one region (used under two names) -> one node."""
     total = terms[0]
     for term in terms[1:]:
@@ -160,7 +129,7 @@ def _sum(terms: list[Node], into: _Pass, placed: Assignment) -> Node:
     return total
 
 
-def _drop_unused(passes: Mapping[PassKey, _Pass]) -> None:
+def _drop_unused(passes: Mapping[PassKey, Pass]) -> None:
     """Drop nodes that lead to no result, so that nothing is sent for them: the additions of gradients that `_results` took
     apart (the gradient of a tied weight would cross with every microbatch), and work of the user's that nothing uses."""
     used: set[Node] = set()
@@ -174,144 +143,44 @@ def _drop_unused(passes: Mapping[PassKey, _Pass]) -> None:
         p.nodes = [node for node in p.nodes if node in used]
 
 
-def _connect(placed: Assignment, names: _Names, passes: Mapping[PassKey, _Pass], state: frozenset[Node]) -> None:
-    """Find what each pass reads from elsewhere and make the passes that have it hand it out."""
-    crossing: dict[tuple[Node, PassKey], set[PassKey]] = {}
-    for p in passes.values():
-        own = set(p.nodes)
-        seen: set[Node] = set()
-        stack = [x for n in reversed(p.nodes) for x in reversed(n.all_input_nodes)]
-        stack = [x for _, nodes in reversed(p.outputs) for x in reversed(nodes)] + stack
-        while stack:
-            node = stack.pop()
-            if node in own or node in seen:
-                continue
-            seen.add(node)
-            if node in placed.shared:
-                stack.extend(reversed(node.all_input_nodes))
-            else:
-                p.reads[node] = None
+def _connect(placed: Assignment, passes: Mapping[PassKey, Pass], state: frozenset[Node]) -> dict[int, dict[str, Pass]]:
+    """Find what each pass reads from elsewhere and make the passes that have it hand it out. Returns the halves of the backward
+    passes, by region and name."""
+    crossing: dict[tuple[Node, PassKey], list[PassKey]] = {}
     # Backward passes take what their own forward made or was given; forward passes take from the forward that made it.
-    saved: dict[int, list[Node]] = {}
+    kept: dict[int, dict[Node, None]] = {}
     for (region, kind), p in passes.items():
+        p.reads = reads_of(p.nodes, p.outputs, placed.shared)
         for node in p.reads:
             if kind == "B" and _saved_by(node, region, passes, placed, state):
-                saved.setdefault(region, []).append(node)
+                kept.setdefault(region, {})[node] = None
             elif node in placed.of:
                 source = (placed.of[node], "B" if _torch.is_backward(node) else "F")
-                crossing.setdefault((node, source), set()).add((region, kind))
+                crossing.setdefault((node, source), []).append((region, kind))
     order = {node: i for i, node in enumerate(placed.of)}
+    taken: dict[PassKey, list[OutputRef]] = {}
     for node, source in sorted(crossing, key=lambda item: order[item[0]]):
         kind = "cotangent" if source[1] == "B" else "activation"
+        for reader in crossing[node, source]:
+            taken.setdefault(reader, []).append((*source, len(passes[source].outputs)))
         passes[source].outputs.append((Output(kind, (node.name,)), [node]))
-    for region, nodes in saved.items():
-        passes[region, "F"].outputs.append((Output("saved", ()), nodes))
+    backward = {region: p for (region, kind), p in passes.items() if kind == "B" and p.outputs}
+    halves: dict[int, dict[str, Pass]] = {}
+    for region, p in backward.items():
+        halves[region] = halve(p, placed.shared, kept.get(region, {}))
+        save(passes[region, "F"], halves[region], kept.get(region, {}))
+    for region, p in backward.items():
+        wire(p, halves[region], passes, taken.get(p.key, ()))
+    for key, p in passes.items():
+        if key[1] == "F":
+            p.take(taken.get(key, ()), passes)
+    return halves
 
 
-def _saved_by(node: Node, region: int, passes: Mapping[PassKey, _Pass], placed: Assignment, state: frozenset[Node]) -> bool:
+def _saved_by(node: Node, region: int, passes: Mapping[PassKey, Pass], placed: Assignment, state: frozenset[Node]) -> bool:
     """Does the region's own forward keep this value for its backward?"""
     if _torch.is_backward(node):
         return False
     if node in placed.of:
         return placed.of[node] == region or node in passes[region, "F"].reads
     return node in state  # the value before this step's change
-
-
-def _extract(
-    p: _Pass, passes: Mapping[PassKey, _Pass], placed: Assignment, names: _Names, state: frozenset[Node],
-    constants: torch.nn.Module | None,
-) -> tuple[Interface, Code]:  # fmt: skip
-    region, kind = p.key
-    graph = torch.fx.Graph()
-    env: dict[Node, Node] = {}
-
-    def placeholder(node: Node) -> None:
-        env[node] = graph.placeholder(node.name)
-
-    # A bundle comes whole, also when only a part of it is read.
-    bundles: dict[OutputRef, list[Node]] = {}
-    for node in p.reads:
-        if kind == "B" and _saved_by(node, region, passes, placed, state):
-            ref = next((region, "F", i) for i, (out, _) in enumerate(passes[region, "F"].outputs) if out.kind == "saved")
-        elif node in placed.of:
-            ref = _find_output(node, passes[placed.of[node], "B" if _torch.is_backward(node) else "F"])
-        else:
-            continue
-        bundles.setdefault(ref, passes[ref[0], ref[1]].outputs[ref[2]][1])
-    # In a fixed order, not in that of use: a batch of one sample may take other operations, which read in another order.
-    bundles = dict(sorted(bundles.items()))
-    for nodes in bundles.values():
-        for node in nodes:
-            placeholder(node)
-    params = {n: name for n, name in names.params.items() if n in p.reads}
-    constant = {n: name for n, name in names.buffers.items() if n in p.reads and n not in state}
-    current = {n: name for n, name in names.buffers.items() if n in p.reads and n in state and n not in env}
-    batch = {n: i for n, i in names.batch.items() if n in p.reads}
-    for group in (params, constant, current, batch):
-        for node in group:
-            placeholder(node)
-    seeds = names.tangent is not None and names.tangent in p.reads
-    if seeds:
-        placeholder(names.tangent)  # type: ignore[arg-type]
-
-    def emit(node: Node) -> Node:
-        if node not in env:
-            for x in node.all_input_nodes:
-                emit(x)
-            if node.target is aten.detach.default:
-                env[node] = env[node.all_input_nodes[0]]
-            else:
-                env[node] = graph.node_copy(node, env.__getitem__)
-                if node.target is aten.view.default:
-                    # Some kernels give other strides than their fake ones (batch norm's backward in float64), with which the
-                    # view that was right while tracing is refused; a reshape copies then, as eager autograd does.
-                    env[node].target = aten.reshape.default
-        return env[node]
-
-    for node in p.nodes:
-        emit(node)
-    flat: list[Node] = []
-    specs: list[tuple[TensorSpec, ...]] = []
-    for out, nodes in p.outputs:
-        flat += [_crossing(graph, emit(n), n) if out.kind in ("activation", "cotangent") else emit(n) for n in nodes]
-        specs.append(tuple(_spec(n, dense=out.kind in ("activation", "cotangent")) for n in nodes))
-    graph.output(tuple(flat))
-    graph.eliminate_dead_code(lambda n: n.op in ("placeholder", "output"))
-    graph.lint()
-    interface = Interface(
-        inputs=tuple(bundles), outputs=tuple(out for out, _ in p.outputs), params=tuple(params.values()),
-        buffers=tuple(constant.values()), state=tuple(current.values()), batch=tuple(batch.values()), seeds_gradient=seeds,
-        random=any(_torch.is_random(n) for n in p.nodes),
-    )  # fmt: skip
-    return interface, Code(compile_boxed(graph, constants), tuple(specs), graph)
-
-
-def _find_output(node: Node, source: _Pass) -> OutputRef:
-    for i, (out, nodes) in enumerate(source.outputs):
-        if out.kind in ("activation", "cotangent") and nodes[0] is node:
-            return (*source.key, i)
-    raise AssertionError(f"{node} is read across regions, but its pass {source.key} does not hand it out")
-
-
-def _is_dense(tensor: torch.Tensor) -> bool:
-    expected = 1
-    for size, stride in sorted(zip(tensor.shape, tensor.stride(), strict=True), key=lambda d: (d[1], d[0])):
-        if size > 1:
-            if stride != expected:
-                return False
-            expected *= size
-    return True
-
-
-def _crossing(graph: torch.fx.Graph, copied: Node, node: Node) -> Node:
-    """Values that leave a region are dense, so that a transfer can keep their strides: expanded ones are written out."""
-    if _is_dense(node.meta["val"]):
-        return copied
-    return graph.call_function(aten.clone.default, (copied,), {"memory_format": torch.contiguous_format})
-
-
-def _spec(node: Node, dense: bool) -> TensorSpec:
-    value = node.meta["val"]
-    if dense and not _is_dense(value):
-        value = value.contiguous()
-    return TensorSpec.of(value)

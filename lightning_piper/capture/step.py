@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import copy
+import dataclasses
 from collections.abc import Callable
 from typing import Any
 
@@ -78,10 +79,15 @@ class CapturedStep:
             specs = tuple(_resized(spec, size) for spec in self.layout.specs)
             traced = trace(self.module, self.layout, specs, self._device, self.context)
             keys = tuple(log.name for log in traced.logs if log.constant is None)
-            regions, interfaces, code = cut(traced.graph, self.canonical, keys)
-            found = StepCode(size, regions, interfaces, code, traced.logs, specs)
+            regions, passes, halves = cut(traced.graph, self.canonical, keys)
+            interfaces, code = {key: p[0] for key, p in passes.items()}, {key: p[1] for key, p in passes.items()}
+            found = StepCode(size, regions, interfaces, code, traced.logs, specs, halves)
             if self._codes:
-                _same_structure(next(iter(self._codes.values())), found)
+                first = next(iter(self._codes.values()))
+                _same_structure(first, found)
+                # Without those that read other parameters, say: nobody may ask for them.
+                alike = {key: p for key, p in halves.items() if _public(p[0]) == _public(first.halves[key][0])}
+                found = dataclasses.replace(found, halves=alike)
             self._codes[size] = found
         return self._codes[size]
 

@@ -10,8 +10,9 @@ from typing import Any, ClassVar, Literal, NoReturn, TypeVar
 
 from lightning_piper.errors import DirectiveError
 from lightning_piper.ir.dag import TrainingDAG
-from lightning_piper.ir.filters import Filter, Index, describe, problem_with
+from lightning_piper.ir.filters import Filter, Index, describe, matches, names_halves, problem_with
 from lightning_piper.ir.nodes import Chunk
+from lightning_piper.ir.regions import HALVES
 
 Contract = Literal["bitwise", "reassociated"]
 ENTRY_POINTS = "lightning_piper.directives"
@@ -74,12 +75,23 @@ class Directive:
 
     def select(self, dag: TrainingDAG, field: str, condition: Filter, index: Index | None = None) -> list[Chunk]:
         """Chunks that the filter matches. None at all is an error, except where a smaller batch lacks the microbatch, or where
-        the part is there but has no such pass: a frozen first stage has no backward."""
+        the part is there but has no such pass: a frozen first stage has no backward, and a first stage no BI."""
         index = index or Index(dag)
         chunks = index.select(condition)
+        if chunks or _names_absent(dag, condition):
+            return chunks
         anyhow = {tag: wanted for tag, wanted in condition.items() if tag != "PASS"}
-        if not chunks and not _names_absent(dag, condition) and not ("PASS" in condition and index.select(anyhow)):
-            self.refuse(field, f"{describe(condition)} matches nothing", f"the step has {_tags_in(dag)}")
+        there = index.select(anyhow) if "PASS" in condition else []
+        nothing = f"{describe(condition)} matches nothing"
+        if not there:
+            self.refuse(field, nothing, f"the step has {_tags_in(dag)}")
+        halves = names_halves(condition)
+        for chunk in there:
+            if halves and chunk.kind == "B":
+                self.refuse(field, f"{nothing}: {chunk.label} is whole", "name B; only an order that names BI or BW splits it")
+            if chunk.kind in HALVES and not halves and matches(condition, {**chunk.tags, "PASS": "B"}):
+                by = f"{nothing}: directive {chunk.origin} has split B into halves, such as {chunk.label}"
+                self.refuse(field, by, "name BI and BW in its place")
         return chunks
 
 

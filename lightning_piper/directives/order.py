@@ -9,9 +9,10 @@ from typing import Any, ClassVar
 
 import networkx as nx
 
+from lightning_piper.directives.backward import halve
 from lightning_piper.directives.base import Contract, Directive, register
 from lightning_piper.ir.dag import TrainingDAG
-from lightning_piper.ir.filters import Filter, Index
+from lightning_piper.ir.filters import Filter, Index, describe, names_halves
 from lightning_piper.ir.nodes import Barrier, Chunk, Node
 
 
@@ -25,6 +26,10 @@ class Order(Directive):
     Attributes:
         filters: the groups in order. A group is a filter or a list of filters. A filter that names several chunks puts all of
             them into its group.
+
+    A filter whose PASS is `BI` or `BW` asks for backward passes in halves: those that it selects are split first. BI hands on the
+    gradients that other regions wait for, BW makes those of the weights. A half that a region does not have is passed over: a
+    first stage hands on no gradient, so all of its backward is BW. A half that no order names runs by the default order.
 
     Order is kept between chunks of one device. Between devices it may only repeat what the data demands anyway. The bits do
     not change: sums of gradients keep their own order.
@@ -46,11 +51,12 @@ class Order(Directive):
                 self.check_filter(f"filters[{i}]", condition)
 
     def apply(self, dag: TrainingDAG) -> None:
+        self._halve(dag)
         index = Index(dag)
         groups: list[dict[int, Chunk]] = []
         seen: dict[int, int] = {}
         for i, group in enumerate(self.filters):
-            members = [group] if isinstance(group, Mapping) else group
+            members = _members(group)
             chunks = {c.id: c for condition in members for c in self.select(dag, f"filters[{i}]", condition, index)}
             for chunk in chunks.values():
                 if chunk.id in seen:
@@ -60,11 +66,31 @@ class Order(Directive):
                         "name each chunk in one group",
                     )
                 seen[chunk.id] = i
+                if dag.origin is not None:
+                    dag.named.setdefault(chunk.id, dag.origin)
             if chunks:
                 groups.append(chunks)
         for before, after in itertools.pairwise(groups):
             self._sequence(dag, list(before.values()), list(after.values()))
         self._refuse_cycle(dag)
+
+    def _halve(self, dag: TrainingDAG) -> None:
+        """Split the backward chunks that filters select by their halves."""
+        asking = [(i, c) for i, group in enumerate(self.filters) for c in _members(group) if names_halves(c)]
+        if not asking:
+            return
+        index = Index(dag)
+        chosen: dict[int, Chunk] = {}
+        for i, condition in asking:
+            for chunk in index.select({**condition, "PASS": "B"}):
+                if (by := dag.named.get(chunk.id)) is not None:
+                    self.refuse(
+                        f"filters[{i}]",
+                        f"{describe(condition)} splits {chunk.label}, which directive {by} orders as a whole",
+                        "name BI and BW in all orders, or B in all of them",
+                    )
+                chosen[chunk.id] = chunk
+        halve(dag, list(chosen.values()))
 
     def _sequence(self, dag: TrainingDAG, before: list[Chunk], after: list[Chunk]) -> None:
         """Temporal edges between all of `before` and all of `after`, device by device; m + n of them, not m * n."""
@@ -119,6 +145,10 @@ class Order(Directive):
             f"contradicts what must come first: {''.join(steps)}{_name(dag.nodes[cycle[0][0]])}",
             "remove or turn round one of the orders in this cycle",
         )
+
+
+def _members(group: Filter | Sequence[Filter]) -> Sequence[Filter]:
+    return [group] if isinstance(group, Mapping) else group
 
 
 def _name(node: Node) -> str:

@@ -63,6 +63,10 @@ def reduce_gradients(dag: TrainingDAG, regions: set[int], level: Level) -> list[
         readers = dag.readers((total.id, 0))
         if not isinstance(value.placement, Partial) or any(isinstance(r, AllReduce | ReduceScatter) for r in readers):
             raise Conflict(f"the gradients of {dict(total.tags)} are already summed over replicas")
+        assert value.bucket is not None
+        if value.bucket.dtype != (wanted := level.dtype or value.bucket.tensors[0].dtype):
+            shown = f"the gradient of {', '.join(value.names[:3])}, used in several regions"
+            raise Conflict(f"{shown}, is summed in {value.bucket.dtype} by another directive and would be in {wanted} by this one")
         if level.gradients:
             shards = tuple((_scatter(dag, total, ref, level).id, 0) for ref in total.inputs)
             dag.rewire(total, inputs=shards)
@@ -97,9 +101,9 @@ def _gather_at(dag: TrainingDAG, home: Group, regions: set[int], level: Level) -
     placed = {n: node for node in dag.of_type(Parameters) if node.devices == home for n in node.outputs[0].names}
     sources: dict[str, Parameters] = {}
     for bucket in _parameter_buckets(dag, home, regions, level):
-        known = {placed.get(name) for name in bucket.names}
-        found = known.pop()
-        if known or (found is not None and found.kept is level.parameters):
+        # A bucket has the parameters that the same regions read, so that it is placed as a whole or not at all.
+        found = placed.get(bucket.names[0])
+        if found is not None and found.kept is level.parameters:
             other = "whole" if level.parameters else "in shards only"
             raise Conflict(f"parameters {', '.join(bucket.names[:3])} are kept {other} between their uses by another directive")
         if found is None:

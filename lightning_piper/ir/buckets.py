@@ -107,12 +107,14 @@ class Bucket:
 
 
 def view_as(flat: torch.Tensor, spec: TensorSpec) -> torch.Tensor:
-    """One dimension -> the spec's shape, whose elements lie in the order of the spec's memory."""
+    """One dimension -> the spec's shape and strides. Of a tensor with holes in its memory, the strides without the holes."""
     layout = spec.layout
-    if layout == tuple(range(len(layout))):
-        return flat.view(spec.shape)
     inverse = sorted(range(len(layout)), key=layout.__getitem__)
-    return flat.view([spec.shape[d] for d in layout]).permute(inverse)
+    view = flat.view([spec.shape[d] for d in layout]).permute(inverse)
+    # The stride of a dimension with one element says nothing about memory, but may choose a kernel.
+    if any(n > 1 and a != b for n, a, b in zip(spec.shape, view.stride(), spec.stride, strict=True)):
+        return view
+    return view if view.stride() == spec.stride else flat.as_strided(spec.shape, spec.stride)
 
 
 def flattened(tensor: torch.Tensor, spec: TensorSpec) -> torch.Tensor:
@@ -120,6 +122,7 @@ def flattened(tensor: torch.Tensor, spec: TensorSpec) -> torch.Tensor:
     return tensor.permute(spec.layout).reshape(-1)
 
 
+@torch.no_grad()
 def packed(bucket: Bucket, tensors: Mapping[str, torch.Tensor], device: torch.device | str) -> torch.Tensor:
     """The named tensors in a new flat tensor of a bucket."""
     flat = bucket.empty(device)

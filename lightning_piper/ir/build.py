@@ -35,8 +35,8 @@ def make_chunk(
     dag: TrainingDAG, key: PassKey, part: Slice, inputs: tuple[Ref, ...], tags: dict[str, int | str], **more: object
 ) -> Chunk:
     """A chunk for `part` of the batch, with outputs as its code has them at that size."""
-    interface = dag.code.interfaces[key]
-    specs = dag.step.at(len(part)).code[key].outputs
+    interface = dag.code.interface_of(key)
+    specs = dag.step.at(len(part)).code_of(key).outputs
     shared = Partial() if dag.replicas > 1 else Replicate()  # each replica has the gradients of its own samples
     outputs = tuple(
         Value(out.kind, out.names, tensors, shared if out.kind == "grad" else Replicate())

@@ -9,7 +9,7 @@ from typing import TypeVar
 import networkx as nx
 
 from lightning_piper.ir.nodes import Chunk, Node, Ref
-from lightning_piper.ir.regions import Code, Interface, Region, Step, StepCode
+from lightning_piper.ir.regions import HALVES, Code, Interface, PassKey, Region, Step, StepCode
 from lightning_piper.ir.values import Slice, TensorSpec, Value
 
 N = TypeVar("N", bound=Node)
@@ -29,6 +29,7 @@ class TrainingDAG:
         ops: names of the directives of the program, by index, for messages.
         partial: the batch is smaller than the one the program was written for; a split may then give fewer pieces.
         absent: tag -> indices that a partial batch does not have; filters may name them in vain.
+        named: chunk -> index of the first directive that named it in an order.
     """
 
     def __init__(self, step: Step, size: int, partial: bool = False) -> None:
@@ -39,6 +40,7 @@ class TrainingDAG:
         self.origin: int | None = None
         self.ops: tuple[str, ...] = ()
         self.absent: dict[str, set[int]] = {}
+        self.named: dict[int, int] = {}
         self._next = 0
 
     # Reading
@@ -58,10 +60,10 @@ class TrainingDAG:
         return self.size // self.replicas
 
     def interface(self, chunk: Chunk) -> Interface:
-        return self.code.interfaces[chunk.key]
+        return self.code.interface_of(chunk.key)
 
     def code_of(self, chunk: Chunk) -> Code:
-        return self.step.at(len(chunk.slice)).code[chunk.key]
+        return self.step.at(len(chunk.slice)).code_of(chunk.key)
 
     def value(self, ref: Ref) -> Value:
         return self.nodes[ref[0]].outputs[ref[1]]
@@ -72,7 +74,7 @@ class TrainingDAG:
         while not isinstance(node, Chunk):
             ref = node.inputs[0]
             node = self.nodes[ref[0]]
-        return self.step.at(samples).code[node.key].outputs[ref[1]]
+        return self.step.at(samples).code_of(node.key).outputs[ref[1]]
 
     def of_type(self, kind: type[N]) -> Iterator[N]:
         return (node for node in self.nodes.values() if isinstance(node, kind))
@@ -86,6 +88,8 @@ class TrainingDAG:
 
     def ordered_by(self, node: Node) -> int | None:
         """Index of a directive that ordered the node, None if none did."""
+        if node.id in self.named:
+            return self.named[node.id]
         edges = [*self.graph.in_edges(node.id), *self.graph.out_edges(node.id)]
         return next((by for edge in edges if (by := self.graph.edges[edge]["order"]) is not None), None)
 
@@ -94,7 +98,13 @@ class TrainingDAG:
 
     def microbatches(self) -> tuple[Slice, ...] | None:
         """The slices of the global batch that the step works on, in order; None if regions are split differently."""
-        found = {tuple(sorted(c.slice for c in self.of_type(Chunk) if c.key == key)) for key in self.code.interfaces}
+        slices: dict[PassKey, list[Slice]] = {key: [] for key in self.code.interfaces}
+        for chunk in self.of_type(Chunk):
+            if chunk.kind not in HALVES:
+                slices[chunk.key].append(chunk.slice)
+            elif chunk.kind == self.code.halves_of(chunk.region)[0]:  # each B counts once
+                slices[chunk.region, "B"].append(chunk.slice)
+        found = {tuple(sorted(parts)) for parts in slices.values()}
         if len(found) > 1:
             return None
         starts = [r * self.share for r in range(self.replicas)]
@@ -155,6 +165,7 @@ class TrainingDAG:
         copy.nodes = {i: dataclasses.replace(node) for i, node in self.nodes.items()}
         copy.graph = self.graph.copy()
         copy.absent = {tag: set(indices) for tag, indices in self.absent.items()}
+        copy.named = dict(self.named)
         copy._next, copy.ops, copy.replicas = self._next, self.ops, self.replicas
         return copy
 

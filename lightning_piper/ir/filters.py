@@ -1,7 +1,7 @@
 """Filters select nodes by their tags.
 
 `{"PP": 1}` an index, `{"PP": [0, 1]}` any of them, `{"PP": "*"}` any index, `{"PP": "-"}` the tag is absent, `{}` everything.
-`PASS` is `F` or `B`.
+`PASS` is `F`, `B`, `BI` or `BW`.
 """
 
 from __future__ import annotations
@@ -11,9 +11,10 @@ from typing import Any
 
 from lightning_piper.ir.dag import TrainingDAG
 from lightning_piper.ir.nodes import Chunk
+from lightning_piper.ir.regions import HALVES
 
 Filter = Mapping[str, Any]
-PASSES = ("F", "B")
+PASSES = ("F", "B", *HALVES)
 
 
 def problem_with(condition: Any) -> str | None:
@@ -49,6 +50,13 @@ def matches(condition: Filter, tags: Mapping[str, int | str]) -> bool:
             if tags[tag] not in options and "*" not in options:
                 return False
     return True
+
+
+def names_halves(condition: Filter) -> bool:
+    """Does a filter speak of BI or BW, and not of B as well?"""
+    wanted = condition.get("PASS")
+    options = wanted if isinstance(wanted, list | tuple) else (wanted,)
+    return any(half in options for half in HALVES) and "B" not in options
 
 
 class Index:

@@ -1,24 +1,28 @@
 """What a capture hands to the rest of the system: regions, the interface of their passes, and callable code.
 
 A *region* is a maximal run of work with the same tags, in trace order. Each region has a forward pass `F` and, where
-gradients flow through it, a backward pass `B`. The interface of a pass does not depend on the batch size; its code does,
-because a captured graph has fixed shapes.
+gradients flow through it, a backward pass `B`, which can be had in two halves: `BI` makes the gradients of inputs, for which
+other regions wait, and `BW` the gradients of weights, for which only the optimizer waits. The interface of a pass does not
+depend on the batch size; its code does, because a captured graph has fixed shapes.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Protocol
 
 import torch
 
+from lightning_piper.errors import CaptureError
 from lightning_piper.ir.values import TensorSpec
 
 # The name of the loss that the step returns, among the metrics; users may well log something called "loss" themselves.
 LOSS = "returned loss"
 
-PassKey = tuple[int, str]  # (region index, "F" or "B")
+HALVES = ("BI", "BW")  # of the pass B
+
+PassKey = tuple[int, str]  # (region index, "F", "B" or one of HALVES)
 
 
 @dataclass(frozen=True)
@@ -43,10 +47,10 @@ class Output:
     """One output of a pass: a bundle of tensors that travels together.
 
     Attributes:
-        kind: `activation`, `saved` (from F to the same region's B), `cotangent` (gradient of an activation), `grad`
-            (gradients of parameters), `buffer` (new values of buffers), `loss` or `log`.
-        names: what the bundle holds: parameter or buffer names, the log key, or the graph's name of the value. Empty for
-            `saved`, whose content is a private matter of the region.
+        kind: `activation`, `saved` (from F, or from BI, to the backward of the same region), `cotangent` (gradient of an
+            activation), `grad` (gradients of parameters), `buffer` (new values of buffers), `loss` or `log`.
+        names: what the bundle holds: parameter or buffer names, the log key, or the graph's name of the value. For `saved`,
+            whose content is a private matter of the region, the halves of its backward that read it.
     """
 
     kind: str
@@ -114,7 +118,17 @@ class Logged:
 
 @dataclass(frozen=True)
 class StepCode:
-    """All passes of the step at one batch size."""
+    """All passes of the step at one batch size.
+
+    Attributes:
+        size: number of samples.
+        regions: in trace order.
+        interfaces, code: of the passes F and B.
+        logs: the `self.log` calls.
+        batch_specs: specs of the leaves of the batch.
+        halves: of the passes BI and BW. A region without weights to train has only BI, one that hands on no gradient only BW;
+            this one is then all of B. What comes from other regions enters by the first half.
+    """
 
     size: int
     regions: tuple[Region, ...]
@@ -122,6 +136,37 @@ class StepCode:
     code: Mapping[PassKey, Code]
     logs: tuple[Logged, ...]
     batch_specs: tuple[TensorSpec, ...]
+    halves: Mapping[PassKey, tuple[Interface, Code]] = field(default_factory=dict)
+
+    def halves_of(self, region: int) -> tuple[str, ...]:
+        """What the backward pass of a region consists of: `BI`, `BW` or both; nothing where it has none."""
+        backward = self.interfaces.get((region, "B"))
+        made = {out.kind for out in backward.outputs} if backward else set()
+        return tuple(half for half, kind in zip(HALVES, ("cotangent", "grad"), strict=True) if kind in made)
+
+    def interface_of(self, key: PassKey) -> Interface:
+        """The interface of any pass, also of a half."""
+        return self._half(key)[0] if key[1] in HALVES else self.interfaces[key]
+
+    def code_of(self, key: PassKey) -> Code:
+        """The code of any pass, also of a half."""
+        return self._half(key)[1] if key[1] in HALVES else self.code[key]
+
+    def _half(self, key: PassKey) -> tuple[Interface, Code]:
+        if key not in self.halves:
+            raise CaptureError(
+                f"{key[1]} of region {self.regions[key[0]].label} has another structure for {self.size} samples than for the size "
+                "captured first; name its B in orders, or choose microbatches of one size"
+            )
+        return self.halves[key]
+
+    def whole(self, region: int, kind: str, index: int) -> tuple[int, str, int]:
+        """The output of B that an output of BI or BW is. All others are themselves."""
+        if kind in HALVES:
+            out = self.interface_of((region, kind)).outputs[index]
+            if out.kind != "saved":
+                return (region, "B", self.interfaces[region, "B"].outputs.index(out))
+        return (region, kind, index)
 
 
 @dataclass(frozen=True)

@@ -16,7 +16,10 @@ def _mix(x: int) -> int:
 
 
 def seed_of(step_seed: int, region: int, kind: str, start: int) -> int:
-    """The 63-bit seed of a pass of a region, for the samples from `start` on, in the step seeded with `step_seed`."""
+    """The 63-bit seed of a pass of a region, for the samples from `start` on, in the step seeded with `step_seed`.
+
+    BI draws what B would have drawn; BW draws nothing.
+    """
     seed = _mix(step_seed)
     for part in (region, ord(kind[0]), start):
         seed = _mix(seed ^ part)

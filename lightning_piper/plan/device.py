@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import deque
 from typing import Any
 
 from lightning_piper.errors import VerificationError
@@ -12,6 +13,8 @@ from lightning_piper.ir.nodes import Node, Ref
 from lightning_piper.plan import instructions as ins
 from lightning_piper.plan.acks import Acks
 from lightning_piper.plan.instructions import Instruction, Read
+
+IN_FLIGHT = 2  # sums of whole buckets that a device does not wait for: one is communicated while the next one is made
 
 
 def about(node: Node) -> dict[str, Any]:
@@ -50,6 +53,7 @@ class DevicePlan:
         self._stream: dict[int, str] = {}
         self.shards = {bucket_of(p): p.kept for p in dag.of_type(nodes.Parameters) if device in p.devices}
         self._pending: dict[int, int] = {}  # collective -> its slot
+        self._scattering: deque[nodes.ReduceScatter] = deque()  # in flight
 
     def emit(self, instruction: Instruction) -> None:
         self.instructions.append(instruction)
@@ -128,8 +132,17 @@ class DevicePlan:
             self.emit(ins.Reduce(**fields, tensors=value.tensors, bucket=value.bucket))
         elif isinstance(node, nodes.ReduceScatter):
             self.emit(ins.ReduceScatter(**fields, bucket=bucket_of(node)))
+            self._bound_in_flight(node)
         else:
             self.emit(ins.AllGather(**fields, bucket=bucket_of(node), kept=self.shards[bucket_of(node)]))
+
+    def _bound_in_flight(self, node: nodes.ReduceScatter) -> None:
+        """A sum over replicas holds its whole bucket until somebody waits for it: wait for all but the last ones."""
+        self._scattering.append(node)
+        if len(self._scattering) > IN_FLIGHT:
+            oldest = self._scattering.popleft()
+            if oldest.id in self._pending:
+                self.read((oldest.id, 0), oldest)
 
     def taken(self, node: nodes.Pack) -> tuple[int, ...]:
         """Which tensors of the bundle it reads a pack takes."""

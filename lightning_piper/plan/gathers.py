@@ -44,14 +44,17 @@ def drop_redundant(dag: TrainingDAG, order: Sequence[Node]) -> None:
     Neither needs more memory than the communication would have needed meanwhile.
     """
     held: dict[Group, dict[Bucket, Ref]] = {}
-    last: dict[Group, Chunk] = {}
+    runs: dict[Group, list[list[Chunk]]] = {}  # of consecutive chunks that are the same pass of the same region
     for chunk in [node for node in order if isinstance(node, Chunk)]:
         if any(ref is not None for ref in chunk.params):
             _reuse(dag, chunk, held)
-        before = last.get(chunk.devices)
-        if before is not None and before.key == chunk.key:
-            _join(dag, before, chunk)
-        last[chunk.devices] = chunk
+        there = runs.setdefault(chunk.devices, [[]])
+        if there[-1] and there[-1][-1].key == chunk.key:
+            there[-1].append(chunk)
+        else:
+            there.append([chunk])
+    for run in [run for there in runs.values() for run in there if len(run) > 1]:
+        _join(dag, run)
 
 
 def _reuse(dag: TrainingDAG, chunk: Chunk, held: dict[Group, dict[Bucket, Ref]]) -> None:
@@ -69,47 +72,48 @@ def _reuse(dag: TrainingDAG, chunk: Chunk, held: dict[Group, dict[Bucket, Ref]])
     held[chunk.devices] = now
 
 
-def _join(dag: TrainingDAG, before: Chunk, chunk: Chunk) -> None:
-    """Let gradients of two chunks be added up before they are summed over the replicas, bucket by bucket."""
-    ahead = {scatter.outputs[0].bucket: scatter for scatter in _scatters(dag, before)}
-    for scatter in _scatters(dag, chunk):
-        first = ahead.get(scatter.outputs[0].bucket)
-        users = dag.users(scatter)
-        if first is None or first is scatter or len(users) != 1 or users != dag.users(first):
-            continue
-        (total,) = users
-        where = total.inputs.index((scatter.id, 0))
-        if total.inputs[where - 1] != (first.id, 0):
-            continue  # between them another one is added: sums keep their order
-        source = dag.nodes[first.inputs[0][0]]
-        packed = scatter.inputs[0]
-        if isinstance(source, Accumulate):
-            dag.rewire(source, inputs=(*source.inputs, packed))
-            both = source
-        else:
-            both = dag.add(
-                Accumulate(
-                    inputs=(first.inputs[0], packed),
-                    outputs=source.outputs,
-                    tags=scatter.tags,
-                    devices=source.devices,
-                    stream=source.stream,
-                    origin=scatter.origin,
-                    placed_by=scatter.placed_by,
-                )
-            )
-        dag.rewire(scatter, inputs=((both.id, 0),))
-        dag.rewire(total, inputs=tuple(ref for ref in total.inputs if ref != (first.id, 0)))
-        dag.remove([first])
+def _join(dag: TrainingDAG, run: list[Chunk]) -> None:
+    """Let gradients of some chunks be added up before they are summed over the replicas, bucket by bucket."""
+    scatters = [scatter for chunk in run for scatter in _scatters(dag, chunk)]
+    totals = {user.id: user for scatter in scatters for user in dag.users(scatter) if isinstance(user, Accumulate)}
+    ours = {(scatter.id, 0): i for i, scatter in enumerate(scatters)}
+    for total in totals.values():
+        inputs: list[Ref] = []
+        before: list[ReduceScatter] = []  # summed together, as far as the sum has come
+        for ref in total.inputs:
+            # A sum keeps the order of its terms: only those are taken together that follow each other in it, and in the run.
+            if ref not in ours or (before and ours[ref] < ours[before[-1].id, 0]):
+                inputs += _together(dag, before)
+                before = []
+            if ref in ours:
+                before.append(scatters[ours[ref]])
+            else:
+                inputs.append(ref)
+        inputs += _together(dag, before)
+        if len(inputs) < len(total.inputs):
+            joined = set(total.inputs) - set(inputs)
+            dag.rewire(total, inputs=tuple(inputs))
+            dag.remove(dag.nodes[node] for node, _ in sorted(joined))
+
+
+def _together(dag: TrainingDAG, scatters: list[ReduceScatter]) -> list[Ref]:
+    """Let the last of some sums over replicas be that of what all of them sum. Returns its value."""
+    if not scatters:
+        return []
+    last = scatters[-1]
+    if len(scatters) > 1:
+        terms = tuple(scatter.inputs[0] for scatter in scatters)
+        source = dag.nodes[terms[0][0]]
+        both = dag.add(
+            Accumulate(inputs=terms, outputs=source.outputs, tags=last.tags, devices=source.devices, stream=source.stream,
+                       origin=last.origin, placed_by=last.placed_by)
+        )  # fmt: skip
+        dag.rewire(last, inputs=((both.id, 0),))
+    return [(last.id, 0)]
 
 
 def _scatters(dag: TrainingDAG, chunk: Chunk) -> list[ReduceScatter]:
-    """The sums over replicas of what a chunk alone, or a run of chunks up to it, has made."""
-    found = []
-    for pack in dag.users(chunk):
-        if isinstance(pack, Pack):
-            for user in dag.users(pack):
-                follower = user if isinstance(user, ReduceScatter) else next(iter(dag.users(user)), None)
-                if isinstance(follower, ReduceScatter):
-                    found.append(follower)
-    return found
+    """The sums over replicas of what this chunk alone has made, and one sum over chunks takes."""
+    packs = (pack for pack in dag.users(chunk) if isinstance(pack, Pack))
+    found = [user for pack in packs for user in dag.users(pack) if isinstance(user, ReduceScatter)]
+    return [scatter for scatter in found if len(dag.users(scatter)) == 1]

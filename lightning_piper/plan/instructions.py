@@ -159,6 +159,11 @@ class Collective(Instruction):
     def group(self) -> Group:
         return (self.members, self.stream)
 
+    @property
+    def nbytes(self) -> int:
+        """Bytes of the whole that is summed or gathered."""
+        raise AssertionError(f"{self.op} does not say its size")
+
     def details(self) -> list[str]:
         return [*super().details(), "over", ",".join(map(str, self.members))]
 
@@ -176,6 +181,10 @@ class Reduce(Collective):
     tensors: tuple[TensorSpec, ...]
     bucket: Bucket | None = None
 
+    @property
+    def nbytes(self) -> int:
+        return sum(spec.nbytes for spec in self.tensors)
+
 
 @dataclass(frozen=True, kw_only=True)
 class ReduceScatter(Collective):
@@ -183,6 +192,10 @@ class ReduceScatter(Collective):
 
     op: ClassVar[str] = "reduce_scatter"
     bucket: Bucket
+
+    @property
+    def nbytes(self) -> int:
+        return self.bucket.whole.nbytes
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -196,6 +209,10 @@ class AllGather(Collective):
     op: ClassVar[str] = "all_gather"
     bucket: Bucket
     kept: bool
+
+    @property
+    def nbytes(self) -> int:
+        return self.bucket.whole.nbytes
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -17,19 +17,22 @@ from lightning_piper.ir.nodes import AllGather, Chunk, Metrics, Node, Parameters
 from lightning_piper.plan.gathers import with_gathers
 
 Priority = tuple[int, int, int, int]
+_RANK = {"F": 0, "B": 1, "BI": 1, "BW": 2}
 
 
 def priority(dag: TrainingDAG, node: Node) -> Priority:
     """Of nodes that could come next, the smallest does.
 
-    Communication as soon as it can be issued, then bookkeeping, then chunks: forward before backward, by slice, by id.
+    Communication as soon as it can be issued, then bookkeeping, then chunks: forward before backward, by slice, by id. Nothing
+    but an optimizer waits for gradients of weights (BW), so they run when no other chunk can: unless an order says otherwise,
+    at the end, while devices that come later in the backward direction are still busy.
     Updates come last, for nothing in the step needs them and a tied parameter's may have to wait for another device; so do
     metrics that have to.
     """
     if isinstance(node, Send | Recv):
         return (0, 0, 0, node.id)
     if isinstance(node, Chunk):
-        return (2, 0 if node.kind == "F" else 1, node.slice.start, node.id)
+        return (2, _RANK[node.kind], node.slice.start, node.id)
     if isinstance(node, Update) or (isinstance(node, Metrics) and _receives(dag, node)):
         return (3, 0, 0, node.id)
     return (4 if isinstance(node, Report) else 1, 0, 0, node.id)

@@ -30,6 +30,16 @@ from lightning_piper.runtime.carry import Carry
 from lightning_piper.runtime.executor import Executor, StepResult
 from lightning_piper.runtime.local import LocalTransport, run_local
 from lightning_piper.runtime.process import ProcessTransport
-from lightning_piper.runtime.shards import joined, shards_of
+from lightning_piper.runtime.shards import joined, pieces_of, shards_of
 
-__all__ = ["Carry", "Executor", "LocalTransport", "ProcessTransport", "StepResult", "joined", "run_local", "shards_of"]
+__all__ = [
+    "Carry",
+    "Executor",
+    "LocalTransport",
+    "ProcessTransport",
+    "StepResult",
+    "joined",
+    "pieces_of",
+    "run_local",
+    "shards_of",
+]

@@ -37,7 +37,7 @@ class ChunkBinder:
         self.seed = 0
 
     def bind(self, run: Run) -> Bound:
-        code = self._step.at(len(run.slice)).code[run.key]
+        code = self._step.at(len(run.slice)).code_of(run.key)
         parts = self._arguments(run)
         writes, start = [], 0
         for slot, specs in zip(run.writes, code.outputs, strict=True):
@@ -46,11 +46,11 @@ class ChunkBinder:
             start += len(specs)
         dropped = [read.slot for read in run.reads if read.last]
         call = _bind_code(code.run, self._slots, parts, dropped, writes)
-        return self._seeded(call, run) if self._whole.interfaces[run.key].random else call
+        return self._seeded(call, run) if self._whole.interface_of(run.key).random else call
 
     def _arguments(self, run: Run) -> list[Part]:
         """Where the code's arguments are, in the order of `Interface`."""
-        interface = self._whole.interfaces[run.key]
+        interface = self._whole.interface_of(run.key)
         parts: list[Part] = [(read.slot, None) for read in run.reads[: run.inputs]]
         own = (None,) * len(interface.buffers)
         params = zip(interface.params, run.params or (None,) * len(interface.params), strict=True)

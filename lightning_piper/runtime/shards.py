@@ -17,6 +17,15 @@ def shards_of(plan: Plan, params: Mapping[str, torch.Tensor], device: torch.devi
     return {b: flat if plan.shards[b] else flat.chunk(b.members)[plan.replica].clone() for b, flat in flats.items()}
 
 
+def pieces_of(plan: Plan, shards: Mapping[Bucket, torch.Tensor]) -> dict[str, torch.Tensor]:
+    """What a device's optimizer changes of each parameter that lies in shards: views, of one dimension, of its own shards."""
+    found: dict[str, torch.Tensor] = {}
+    for bucket, flat in shards.items():
+        shard = flat.chunk(bucket.members)[plan.replica] if plan.shards[bucket] else flat
+        found |= {name: shard[at : at + stop - start] for name, start, stop, at in bucket.pieces(plan.replica)}
+    return found
+
+
 def joined(plans: Sequence[Plan], results: Sequence[StepResult]) -> dict[str, torch.Tensor]:
     """The whole gradients of all devices of a step; `results` are those of `plans`, in the same order."""
     grads: dict[str, torch.Tensor] = {}

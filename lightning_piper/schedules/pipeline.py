@@ -1,4 +1,4 @@
-"""Pipelines with one stage a device."""
+"""Pipelines with one stage a device, or a group of devices over which `replicate` divides the batch."""
 
 from __future__ import annotations
 
@@ -8,19 +8,20 @@ from lightning_piper.directives import Directive, Order, Place, Split
 from lightning_piper.errors import DirectiveError
 from lightning_piper.ir.filters import Filter
 
+Homes = Sequence[int | Sequence[int]]  # of each stage: a device, or a group of devices
 
-def gpipe(
-    stages: int, microbatches: int, devices: Sequence[int] | None = None, tag: str = "PP", dim_name: str = "MB"
-) -> list[Directive]:
+
+def gpipe(stages: int, microbatches: int, devices: Homes | None = None, tag: str = "PP", dim_name: str = "MB") -> list[Directive]:
     """All forwards, then all backwards.
 
     Args:
         stages: number of indices of `tag`.
         microbatches: pieces of the batch, tagged `dim_name`.
-        devices: the device of each stage; stage i runs on device i when left out.
+        devices: the device of each stage, or a group of devices for each, which a `replicate` then divides the batch over; stage i
+            runs on device i when left out.
 
     Raises:
-        DirectiveError: a count below one, or not one device a stage.
+        DirectiveError: a count below one, or not one device (or group) a stage.
 
     Source: Huang et al., GPipe: Efficient Training of Giant Neural Networks using Pipeline Parallelism, 2019.
     """
@@ -32,7 +33,7 @@ def gpipe(
 
 
 def one_f_one_b(
-    stages: int, microbatches: int, devices: Sequence[int] | None = None, tag: str = "PP", dim_name: str = "MB"
+    stages: int, microbatches: int, devices: Homes | None = None, tag: str = "PP", dim_name: str = "MB"
 ) -> list[Directive]:
     """After a warm-up of `stages - stage` forwards, each stage alternates one backward and one forward.
 
@@ -61,12 +62,13 @@ def _filter(tag: str, stage: int, dim_name: str, kind: str, mb: int) -> Filter:
     return {tag: stage, dim_name: mb, "PASS": kind}
 
 
-def _stages(name: str, stages: int, microbatches: int, devices: Sequence[int] | None, tag: str, dim_name: str) -> list[Directive]:
+def _stages(name: str, stages: int, microbatches: int, devices: Homes | None, tag: str, dim_name: str) -> list[Directive]:
     for what, value in (("stages", stages), ("microbatches", microbatches)):
         if type(value) is not int or value < 1:
             raise DirectiveError(f"{name}: {what}={value!r}; give an integer >= 1")
-    homes = list(range(stages)) if devices is None else list(devices)
+    given: Homes = range(stages) if devices is None else devices
+    homes: list[Sequence[int]] = [[home] if isinstance(home, int) else home for home in given]
     if len(homes) != stages:
-        raise DirectiveError(f"{name}: {len(homes)} devices for {stages} stages; give one device for each stage")
-    program: list[Directive] = [Place(filter={tag: stage}, devices=[home]) for stage, home in enumerate(homes)]
+        raise DirectiveError(f"{name}: {len(homes)} devices for {stages} stages; give one device, or one group, for each stage")
+    program: list[Directive] = [Place(filter={tag: stage}, devices=home) for stage, home in enumerate(homes)]
     return [*program, Split(filter={}, dim_name=dim_name, num_microbatches=microbatches)]

@@ -194,10 +194,10 @@ class Engine:
         return compiled
 
     def _check_shards(self, compiled: Compiled) -> None:
-        """All programs of a fit share the flat tensors of its buckets."""
+        """All programs of a fit work on the flat tensors of the first one's buckets."""
         for device, plan in compiled.plans.items():
-            if plan.shards != self.first.plans[device].shards:
-                others = sorted({n for bucket in plan.shards.keys() ^ self.first.plans[device].shards for n in bucket.names})
+            others = sorted({n for b, _ in plan.shards.items() - self.first.plans[device].shards.items() for n in b.names})
+            if others:
                 raise PiperError(
                     f"for batches of {compiled.dag.size} samples in this layout, device {device} has other shards of "
                     f"{', '.join(others[:3])} than for the first batch, for the step uses parameters in other regions. Give "

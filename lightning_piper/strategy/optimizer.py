@@ -230,10 +230,11 @@ def _refusal(optimizer: str, why: str, name: str, compiled: Compiled) -> str:
     """What to say of an optimizer that needs whole parameters."""
     index = next((node.placed_by for node in compiled.dag.of_type(Parameters) if name in node.outputs[0].names), None)
     chunk = next(c for c in compiled.dag.of_type(Chunk) if name in compiled.dag.interface(c).params)
+    region = compiled.dag.regions[chunk.region]
     directive = "a directive" if index is None else f"directive {index} ({compiled.program[index].op})"
     return (
         f"PiperStrategy: {optimizer} does not treat each element of a parameter on its own: {why}. But {directive} leaves every "
-        f"process with a piece of {name!r} (region {chunk.label[1:]}). Drop shard_optimizer, shard_grads and shard_params there, "
+        f"process with a piece of {name!r} (region {region.label}). Drop shard_optimizer, shard_grads and shard_params there, "
         "or use an optimizer that works element by element (SGD, AdamW, ...)"
     )
 

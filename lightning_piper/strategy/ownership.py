@@ -20,6 +20,7 @@ from lightning_piper.capture import has_gradient_hooks
 from lightning_piper.compiler import Compiled
 from lightning_piper.errors import PiperError
 from lightning_piper.ir.buckets import Bucket, flattened, packed, view_as
+from lightning_piper.runtime import pieces_of
 from lightning_piper.strategy.layout import Layout, Piece, buckets_of_parameters
 from lightning_piper.strategy.world import LEAD, World
 
@@ -134,9 +135,8 @@ class Ownership:
         for bucket, kept in plan.shards.items():
             flat = bucket.empty(self._world.device)
             own[bucket] = flat if kept else flat.chunk(bucket.members)[plan.replica].clone()
-            shard = flat.chunk(bucket.members)[plan.replica] if kept else own[bucket]
-            for name, start, stop, at in bucket.pieces(plan.replica):
-                self._pieces[name] = _like(self._get(name), shard[at : at + stop - start])  # type: ignore[assignment]
+        for name, view in pieces_of(plan, own).items():
+            self._pieces[name] = _like(self._get(name), view)  # type: ignore[assignment]
 
     def restore(self) -> None:
         """Give every process the whole module again. Collective."""

@@ -113,7 +113,8 @@ class World:
             return
         if self.rank == source:
             assert tensor is not None
-            dist.send(_bytes(tensor.detach().to(self.device)), target)
+            if tensor.numel():
+                dist.send(_bytes(tensor.detach().to(self.device)), target)
         elif self.rank == target:
             assert into is not None
             room = torch.empty(into.shape, dtype=into.dtype, device=self.device)

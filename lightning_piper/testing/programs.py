@@ -10,6 +10,7 @@ import networkx as nx
 from hypothesis import strategies as st
 
 from lightning_piper.directives import Directive, Order, Place, Replicate, Split, apply_program, to_json
+from lightning_piper.directives.backward import halve
 from lightning_piper.ir.build import build_dag
 from lightning_piper.ir.dag import TrainingDAG
 from lightning_piper.ir.nodes import Chunk
@@ -71,7 +72,7 @@ def programs(draw: Draw, case: Case) -> list[Directive]:
         head = placing + head if replicas == 1 and draw(st.booleans()) else head + placing
     if replicas > 1:
         head += draw(_replicas(head))
-    if draw(st.booleans()):
+    if draw(st.integers(0, 3)):
         head += draw(_orders(apply_program(build_dag(case.step), head)))
     return head
 
@@ -134,12 +135,12 @@ def _can_split_alone(case: Case, stage: int) -> bool:
 
 @st.composite
 def _orders(draw: Draw, dag: TrainingDAG) -> list[Directive]:
-    """Orders along one random linear extension of the DAG, for some of the devices."""
+    """Orders along one random linear extension of the DAG, for some of the devices, with none, some or all of the backward
+    passes in halves."""
+    dag = draw(_halved(dag))
     coarse: nx.DiGraph[Any] = nx.DiGraph()
-    of: dict[int, Any] = {}
-    for chunk in dag.of_type(Chunk):
-        of[chunk.id] = (chunk.devices, *((t, v) for t, v in chunk.tags.items() if t != "EP"))
-        coarse.add_node(of[chunk.id])
+    of = {chunk.id: _key(chunk) for chunk in dag.of_type(Chunk)}
+    coarse.add_nodes_from(of.values())
     for a, b in nx.transitive_closure_dag(dag.graph).edges:
         if a in of and b in of and of[a] != of[b]:
             coarse.add_edge(of[a], of[b])
@@ -153,13 +154,34 @@ def _orders(draw: Draw, dag: TrainingDAG) -> list[Directive]:
         kept = [condition for condition in mine if draw(st.integers(0, 4))]
         groups: list[Any] = []
         for condition in kept:
-            if groups and not draw(st.integers(0, 3)):
+            inputs = {**condition, "PASS": "BI"}
+            if condition["PASS"] == "BW" and inputs not in mine and draw(st.booleans()):
+                groups.append(inputs)  # whoever writes schedules names BI of every stage
+            if condition["PASS"] == "BW" and groups[-1:] == [inputs] and inputs in mine and draw(st.booleans()):
+                groups[-1] = {**condition, "PASS": ["BI", "BW"]}
+            elif groups and not draw(st.integers(0, 3)):
                 groups[-1] = [*groups[-1], condition] if isinstance(groups[-1], list) else [groups[-1], condition]
             else:
                 groups.append(condition)
         if len(groups) > 1:
             program.append(Order(filters=groups))
     return program
+
+
+@st.composite
+def _halved(draw: Draw, dag: TrainingDAG) -> TrainingDAG:
+    """A copy of a DAG with some of the backward passes in halves: what the orders that name these make of it."""
+    backward = [chunk for chunk in dag.of_type(Chunk) if chunk.kind == "B"]
+    keys = sorted({_key(chunk) for chunk in backward}, key=repr)
+    chosen = draw(st.one_of(st.just([]), st.just(keys), st.lists(st.sampled_from(keys), min_size=1, unique=True)))
+    copy = dag.copy()
+    halve(copy, [chunk for chunk in copy.of_type(Chunk) if chunk.kind == "B" and _key(chunk) in chosen])
+    return copy
+
+
+def _key(chunk: Chunk) -> tuple[Any, ...]:
+    """What a filter can tell chunks apart by, where EP is not named."""
+    return (chunk.devices, *((tag, value) for tag, value in chunk.tags.items() if tag != "EP"))
 
 
 @dataclass(frozen=True)
@@ -174,7 +196,7 @@ FAULTS = (
     "unknown op", "missing op", "unknown field", "missing field", "no match", "bad filter", "bad pass", "duplicate place",
     "region without place", "device gap", "bad device", "several devices", "passes apart", "too many microbatches",
     "no microbatches", "split twice", "split after order", "contradicting order", "order in a circle", "chunk in two groups",
-    "one group", "not a list",
+    "one group", "half after whole", "whole after half", "whole and half", "not a list",
 )  # fmt: skip
 
 
@@ -241,6 +263,15 @@ def _break(fault: str, program: list[JSON], case: Case, draw: Draw) -> Any:
             return [place, split, {"op": "order", "filters": [forward, {"PASS": "F"}]}]
         case "one group":
             return [place, split, {"op": "order", "filters": draw(st.sampled_from([[], [forward], forward, None, [[]]]))}]
+        case "half after whole":
+            return [place, split, {"op": "order", "filters": [forward, backward]},
+                    {"op": "order", "filters": [forward, {**backward, "PASS": draw(st.sampled_from(["BI", "BW"]))}]}]  # fmt: skip
+        case "whole after half":
+            halves = [forward, {**backward, "PASS": "BI"}, {**backward, "PASS": "BW"}]
+            return [place, split, {"op": "order", "filters": halves}, {"op": "order", "filters": [forward, backward]}]
+        case "whole and half":
+            half = {**backward, "PASS": draw(st.sampled_from(["BI", "BW"]))}
+            return [place, split, {"op": "order", "filters": draw(st.permutations([forward, backward, half]))}]
         case "not a list":
             return draw(st.sampled_from([None, 3, place, {"directives": program}]))
     return program

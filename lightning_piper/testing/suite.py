@@ -70,9 +70,9 @@ def check_program(case: Case, program: Sequence[Directive]) -> TrainingDAG:
     return dag
 
 
-def _work(dag: TrainingDAG) -> tuple[int, set[tuple[object, Slice]]]:
+def _work(dag: TrainingDAG) -> tuple[int, set[tuple[int, str, Slice]]]:
     """Which samples each pass works on at a time: what batch statistics and random numbers depend on."""
-    return dag.replicas, {(chunk.key, chunk.slice) for chunk in dag.of_type(Chunk)}
+    return dag.replicas, {(chunk.region, chunk.kind[0], chunk.slice) for chunk in dag.of_type(Chunk)}
 
 
 def _terms(dag: TrainingDAG) -> int:

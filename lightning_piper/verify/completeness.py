@@ -2,28 +2,24 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable
 
 from lightning_piper.ir.nodes import AllReduce, Chunk, Metrics, Report, Update
-from lightning_piper.ir.regions import PassKey
+from lightning_piper.ir.regions import HALVES, PassKey
 from lightning_piper.ir.seeds import chunk_seed
-from lightning_piper.ir.values import Partial, Shard
-from lightning_piper.verify.facts import Contributions, Facts, names_of
+from lightning_piper.ir.values import Partial
+from lightning_piper.verify import sharding
+from lightning_piper.verify.facts import Contributions, Facts
 
 
 def incomplete(facts: Facts, final: bool) -> Iterable[str]:
     """Every pass runs for every sample, every gradient reaches an update on each of its devices, every metric the report."""
     dag = facts.dag
-    slices: dict[PassKey, Contributions] = {key: {} for key in dag.code.interfaces}
     homes: dict[str, set[tuple[int, ...]]] = {}
     for chunk in dag.of_type(Chunk):
-        # A pass may run twice on the same samples (recomputation); what enters a sum twice is found where it is summed.
-        slices[chunk.key][chunk.slice] = facts.share(chunk.slice)
         for name in dag.interface(chunk).params + dag.interface(chunk).state:
             homes.setdefault(name, set()).add(chunk.devices)
-    for (region, kind), total in slices.items():
-        if problem := facts.uncovered(facts.share, total):
-            yield f"{kind}[{dag.regions[region].label}]: {problem}"
+    yield from _passes(facts)
     updated: dict[str, dict[tuple[int, ...], Update]] = {}
     for update in dag.of_type(Update):
         for name in dag.value(update.inputs[0]).names:
@@ -39,47 +35,32 @@ def incomplete(facts: Facts, final: bool) -> Iterable[str]:
             where = ",".join(map(str, home))
             yield f"{name} is used on device {where}, but no update reaches it there: its copy there would go stale"
     if final:
-        yield from _partial(facts)
-        yield from _sharded(facts, updated)
+        yield from sharding.unsummed(facts)
+        yield from sharding.shards(facts, updated)
+        yield from sharding.places(facts)
     yield from _reported(facts)
     yield from _seeds(facts)
 
 
-def _partial(facts: Facts) -> Iterable[str]:
-    """No optimizer meets a gradient that its replicas have not summed."""
-    for update in facts.dag.of_type(Update):
-        value = facts.dag.value(update.inputs[0])
-        if any(isinstance(facts.dag.value(ref).placement, Partial) for ref in update.inputs):
-            yield (
-                f"gradient of {names_of(value.names)} reaches the optimizer as Partial(sum) over devices {list(update.devices)}: "
-                f"every replica would step with its own gradient. Add a replicate whose filter selects region {dict(update.tags)}"
-            )
-
-
-def _sharded(facts: Facts, updated: Mapping[str, Mapping[tuple[int, ...], Update]]) -> Iterable[str]:
-    """What the optimizer has in shards is gathered for every use, in the same shards; what it has whole is not sharded."""
-    dag = facts.dag
-    for update in dag.of_type(Update):
-        placements = {str(dag.value(ref).placement) for ref in update.inputs}
-        if len(placements) > 1:
-            shown = names_of(dag.value(update.inputs[0]).names)
-            yield f"gradient of {shown} ({facts.at(update)}): adds {' and '.join(sorted(placements))}"
-    for chunk in dag.of_type(Chunk):
-        names = dag.interface(chunk).params
-        for name, ref in zip(names, chunk.params or (None,) * len(names), strict=True):
-            here = updated.get(name, {}).get(chunk.devices)
-            if here is None:
-                continue  # not trained
-            gradient = dag.value(here.inputs[0])
-            sharded = isinstance(gradient.placement, Shard)
-            if ref is None and sharded:
-                yield f"{facts.at(chunk)} reads its own copy of {name}, of which the optimizer updates a shard alone: gather it"
-            elif ref is not None and not sharded:
-                yield f"{facts.at(chunk)} gathers {name} from shards, but the optimizer updates the whole of it"
-            elif ref is not None:
-                bucket, mine = gradient.bucket, dag.value(ref).bucket
-                if bucket is None or mine is None or (bucket.names, bucket.members) != (mine.names, mine.members):
-                    yield f"{facts.at(chunk)} gathers {name} from other shards than the optimizer updates"
+def _passes(facts: Facts) -> Iterable[str]:
+    """The backward of some samples may run whole, and of others in halves."""
+    code = facts.dag.code
+    slices: dict[PassKey, Contributions] = {}
+    for region, kind in code.interfaces:
+        slices |= {(region, part): {} for part in (code.halves_of(region) if kind == "B" else (kind,))}
+    halved: set[int] = set()
+    for chunk in facts.dag.of_type(Chunk):
+        for part in code.halves_of(chunk.region) if chunk.kind == "B" else (chunk.kind,):
+            # A pass may run twice on the same samples (recomputation); what enters a sum twice is found where it is summed.
+            slices[chunk.region, part][chunk.slice] = facts.share(chunk.slice)
+        if chunk.kind in HALVES:
+            halved.add(chunk.region)
+    found: dict[str, None] = {}
+    for (region, kind), total in slices.items():
+        if problem := facts.uncovered(facts.share, total):
+            shown = "B" if kind in HALVES and region not in halved else kind
+            found[f"{shown}[{facts.dag.regions[region].label}]: {problem}"] = None
+    yield from found
 
 
 def _seeds(facts: Facts) -> Iterable[str]:
@@ -97,7 +78,15 @@ def _reported(facts: Facts) -> Iterable[str]:
     if len(reports) != 1:
         yield f"there are {len(reports)} reports of the loss; there must be one"
         return
-    refs = reports[0].inputs
+    refs, devices = reports[0].inputs, facts.dag.devices()
+    if reports[0].devices != devices:
+        yield f"{facts.at(reports[0])} does not reach all devices, {list(devices)}"
+    for metrics in facts.dag.of_type(Metrics):
+        if isinstance(metrics.outputs[0].placement, Partial) != (len(devices) > 1):
+            yield f"{facts.at(metrics)} makes {metrics.outputs[0].placement}, and there are {len(devices)} devices"
+    for ref in refs:
+        if isinstance(facts.dag.value(ref).placement, Partial):
+            yield f"{facts.at(reports[0])} takes {facts.named(ref)} as one device has it: sum it over the devices"
     sums = [facts.dag.nodes[ref[0]] for ref in refs]
     if any(isinstance(s, AllReduce) for s in sums):
         refs = tuple(ref for s in sums for ref in s.inputs)

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from fractions import Fraction
 
+from lightning_piper.ir.buckets import Bucket
 from lightning_piper.ir.dag import TrainingDAG
 from lightning_piper.ir.nodes import Node, Ref
 from lightning_piper.ir.values import Slice, TensorSpec
@@ -19,12 +20,20 @@ class Facts:
     """Attributes:
     origins: which output of which pass a value is.
     parts: the samples that went into it.
+    buckets: why a bucket does not fit the step, None if it does.
     """
 
     def __init__(self, dag: TrainingDAG) -> None:
         self.dag = dag
         self.origins: dict[Ref, Origin] = {}
         self.parts: dict[Ref, Contributions] = {}
+        self.buckets: dict[Bucket, str | None] = {}
+
+    def forward(self, node: Node) -> None:
+        """What a node makes is what it reads first."""
+        ref = node.inputs[0]
+        if ref in self.origins:
+            self.origins[node.id, 0], self.parts[node.id, 0] = self.origins[ref], self.parts[ref]
 
     def uncovered(self, weight: Callable[[Slice], Fraction], parts: Contributions, whole: Slice | None = None) -> str | None:
         """Why the parts are not each sample of `whole` (the batch) exactly once with its weight; None if they are."""
@@ -54,7 +63,7 @@ class Facts:
 
     def pass_of(self, origin: Origin) -> str:
         region, kind, index = origin
-        output = self.dag.code.interfaces[region, kind].outputs[index]
+        output = self.dag.code.interface_of((region, kind)).outputs[index]
         names = f" {names_of(output.names)}" if output.names else ""
         return f"{output.kind}{names} of {kind}[{self.dag.regions[region].label}]"
 

@@ -9,11 +9,13 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Callable, Iterable
+from dataclasses import replace
 from fractions import Fraction
 
 import networkx as nx
 
 from lightning_piper.errors import VerificationError
+from lightning_piper.ir.build import metrics_value
 from lightning_piper.ir.dag import TrainingDAG
 from lightning_piper.ir.nodes import (
     Accumulate,
@@ -32,7 +34,8 @@ from lightning_piper.ir.nodes import (
     Send,
     Update,
 )
-from lightning_piper.ir.values import Partial, Replicate, Shard, Slice
+from lightning_piper.ir.values import Partial, Replicate, Slice
+from lightning_piper.verify import sharding
 from lightning_piper.verify.completeness import incomplete
 from lightning_piper.verify.facts import Contributions, Facts, Origin, names_of, slices_of, specs_of
 
@@ -64,6 +67,7 @@ class _Checker(Facts):
         for node_id in nx.topological_sort(self.dag.graph):
             node = self.dag.nodes[node_id]
             found += self._devices(node)
+            found += sharding.flat_values(self, node)
             found += _CHECKS.get(type(node), _Checker._nothing)(self, node)
         found += incomplete(self, final)
         return found
@@ -107,7 +111,7 @@ class _Checker(Facts):
         interface = self.dag.interface(node)
         weight = Fraction(1) if node.kind == "F" else self.share(node.slice)
         for i in range(len(node.outputs)):
-            self.origins[node.id, i] = (*node.key, i)
+            self.origins[node.id, i] = self.dag.code.whole(*node.key, i)
             self.parts[node.id, i] = {node.slice: weight}
         if len(node.inputs) != len(interface.inputs) or len(node.outputs) != len(interface.outputs):
             yield (
@@ -121,12 +125,16 @@ class _Checker(Facts):
             elif list(self.parts[ref]) != [node.slice] and not self._enters_whole(ref, wanted, node.slice):
                 found = slices_of(self.parts[ref])
                 yield f"{self.at(node)} works on samples {node.slice} but reads {self.named(ref)} of samples {found}"
-        for value, specs in zip(node.outputs, self.dag.code_of(node).outputs, strict=True):
+        for value, specs, made in zip(node.outputs, self.dag.code_of(node).outputs, interface.outputs, strict=True):
             if value.tensors != specs:
                 says, makes = specs_of(value.tensors), specs_of(specs)
                 yield f"{self.at(node)} names {value.label} {says}; of {node.slice} its code makes {makes}"
+            # Each replica has the gradients of its own samples.
+            held = Partial() if made.kind == "grad" and self.dag.replicas > 1 else Replicate()
+            if (value.kind, value.names, value.placement, value.bucket) != (made.kind, made.names, held, None):
+                yield f"{self.at(node)} names {value.label} {value.placement} what is {made.kind}:{names_of(made.names)} {held}"
         yield from self._state(node)
-        yield from self._params(node)
+        yield from sharding.read_params(self, node)
 
     def _enters_whole(self, ref: Ref, origin: Origin, part: Slice) -> bool:
         """A forward value whose shape does not follow the batch may be made from more samples than the part that reads it."""
@@ -149,26 +157,11 @@ class _Checker(Facts):
                 where = f"the slice that ends at {node.slice.start}"
                 yield f"{self.at(node)} reads buffer {name} from {self.named(ref)}, not from {where}"
 
-    def _params(self, node: Chunk) -> Iterable[str]:
-        """Parameters come whole, from a gather of the bucket that they lie in."""
-        names = self.dag.interface(node).params
-        if len(node.params) not in (0, len(names)):
-            yield f"{self.at(node)} has {len(node.params)} sources of parameters; its region reads {len(names)}"
-            return
-        for name, ref in zip(names, node.params, strict=False):
-            if ref is None:
-                continue
-            value = self.dag.value(ref)
-            if value.kind != "param" or value.bucket is None or name not in value.names:
-                yield f"{self.at(node)} reads parameter {name} from {self.named(ref)}, which does not hold it"
-            elif not isinstance(value.placement, Replicate):
-                yield f"{self.at(node)} reads parameter {name} from a shard: gather it first"
-
     # Nodes that move, cut, join and sum
 
     def _identity(self, node: Send | Recv) -> Iterable[str]:
         source = self.dag.nodes[node.inputs[0][0]]
-        self._forward(node)
+        self.forward(node)
         if node.outputs[0] != self.dag.value(node.inputs[0]):
             yield f"{self.at(node)} hands on {self.named(node.inputs[0])} as something else than it is"
         if isinstance(node, Send):
@@ -178,13 +171,8 @@ class _Checker(Facts):
         elif not isinstance(source, Send) or source.peers != node.devices or node.peers != source.devices:
             yield f"{self.at(node)} receives from {self.at(source)}, which does not send to it"
 
-    def _forward(self, node: Node) -> None:
-        ref = node.inputs[0]
-        if ref in self.origins:
-            self.origins[node.id, 0], self.parts[node.id, 0] = self.origins[ref], self.parts[ref]
-
     def _cut(self, node: Cut) -> Iterable[str]:
-        self._forward(node)
+        self.forward(node)
         ref = node.inputs[0]
         if len(self.parts.get(ref, {})) != 1:
             yield f"{self.at(node)} cuts {self.named(ref)}, which is not one slice"
@@ -199,7 +187,7 @@ class _Checker(Facts):
         self.parts[node.id, 0] = {part: weight if weight == 1 else self.share(part)}
 
     def _concat(self, node: Concat) -> Iterable[str]:
-        self._forward(node)
+        self.forward(node)
         parts = [next(iter(self.parts.get(ref, {Slice(0, 0): Fraction(0)}))) for ref in node.inputs]
         if len({self.origins.get(ref) for ref in node.inputs}) != 1:
             yield f"{self.at(node)} joins different values: {', '.join(self.named(ref) for ref in node.inputs)}"
@@ -219,7 +207,7 @@ class _Checker(Facts):
                 yield f"{self.at(node)} makes a tensor of shape {list(found)} along dimension {node.dim} and names it {spec}"
 
     def _accumulate(self, node: Accumulate) -> Iterable[str]:
-        self._forward(node)
+        self.forward(node)
         total: Contributions = {}
         for ref in node.inputs:
             if self.origins.get(ref) != self.origins.get(node.inputs[0]):
@@ -232,88 +220,18 @@ class _Checker(Facts):
         whole = Slice(0, self.dag.share)
         if value.kind == "cotangent" and total:
             whole = Slice(min(total).start, max(total).stop)
-        problem = self.uncovered(self.share, total, whole)
+        # Parts of a sum that are summed over replicas by themselves are checked where they are added up.
         partial = value.kind == "grad" and all(isinstance(user, ReduceScatter) for user in self.dag.users(node))
-        if problem and not (partial and problem.endswith("missing")):
+        problem = self.uncovered(self.share, total, whole)
+        if problem and not partial:
             yield f"gradient of {names_of(value.names)} ({self.at(node)}): {problem}"
         self.parts[node.id, 0] = total if problem and partial else {whole: self.share(whole)}
         for ref in node.inputs:
             other = self.dag.value(ref)
             if (other.bucket, other.placement) != (value.bucket, value.placement):
                 yield f"{self.at(node)} adds {self.named(ref)} as {other.placement} to {value.placement}, or of another bucket"
-        if (node.outputs[0].bucket, node.outputs[0].placement, node.outputs[0].tensors) != (
-            value.bucket,
-            value.placement,
-            value.tensors,
-        ):
+        if node.outputs[0] != value:
             yield f"{self.at(node)} hands out its sum as something else than its terms"
-
-    def _pack(self, node: Pack) -> Iterable[str]:
-        """Lays the gradients of a bucket's parameters, which the bundle has, one after another."""
-        self._forward(node)
-        value, made = self.dag.value(node.inputs[0]), node.outputs[0]
-        bucket = made.bucket
-        if bucket is None or made.names != bucket.names or made.tensors != (bucket.whole,):
-            yield f"{self.at(node)} makes no flat tensor of a bucket"
-        elif value.bucket is not None or value.kind != made.kind or not set(bucket.names) <= set(value.names):
-            yield f"{self.at(node)} packs {names_of(bucket.names)}, which {self.named(node.inputs[0])} does not hold"
-        if made.placement != value.placement:
-            yield f"{self.at(node)} hands on {value.placement} as {made.placement}"
-
-    def _reduce_scatter(self, node: ReduceScatter) -> Iterable[str]:
-        """Sums a bucket over the replicas, once, and leaves each with its shard."""
-        yield from self._all_reduce_inputs(node)
-        self._forward(node)
-        value, made = self.dag.value(node.inputs[0]), node.outputs[0]
-        bucket = value.bucket
-        if bucket is None or made.bucket != bucket or made.tensors != (bucket.part,) or made.placement != Shard(0):
-            yield f"{self.at(node)} makes no shard of the bucket that it sums"
-        elif bucket.members != len(node.devices):
-            yield f"{self.at(node)} has {len(node.devices)} members, the bucket {bucket.members} shards"
-
-    def _parameters(self, node: Parameters) -> Iterable[str]:
-        value = node.outputs[0]
-        bucket = value.bucket
-        if bucket is None or value.kind != "param" or value.placement != Shard(0) or value.tensors != (bucket.part,):
-            yield f"{self.at(node)} makes no shard of a bucket of parameters"
-        elif node.devices and bucket.members != len(node.devices):
-            yield f"{self.at(node)} is on {len(node.devices)} devices, the bucket has {bucket.members} shards"
-        elif any(name not in self.dag.step.params for name in bucket.names):
-            yield f"{self.at(node)} holds {names_of(bucket.names)}, of which not all are parameters of the module"
-
-    def _all_gather(self, node: AllGather) -> Iterable[str]:
-        value, made = self.dag.value(node.inputs[0]), node.outputs[0]
-        if value.placement != Shard(0) or made.placement != Replicate():
-            yield f"{self.at(node)} gathers {value.label} as {made.placement} from {value.placement}: it makes R from S(0)"
-        bucket = value.bucket
-        if bucket is None or (made.kind, made.names, made.bucket, made.tensors) != (
-            value.kind,
-            value.names,
-            bucket,
-            (bucket.whole,),
-        ):
-            yield f"{self.at(node)} hands on {value.label} as something else than it is"
-        elif bucket.members != len(node.devices) or node.devices != self.dag.nodes[node.inputs[0][0]].devices:
-            yield f"{self.at(node)} gathers {bucket.members} shards from {len(node.devices)} members"
-
-    def _all_reduce(self, node: AllReduce) -> Iterable[str]:
-        """Sums over replicas (metrics: over all devices), once."""
-        yield from self._all_reduce_inputs(node)
-        value, made = self.dag.value(node.inputs[0]), node.outputs[0]
-        if not isinstance(made.placement, Replicate):
-            yield f"{self.at(node)} hands out {made.placement} after its sum"
-        if (made.kind, made.names, made.bucket, made.tensors) != (value.kind, value.names, value.bucket, value.tensors):
-            yield f"{self.at(node)} hands on {self.named(node.inputs[0])} as something else than it is"
-        self._forward(node)
-
-    def _all_reduce_inputs(self, node: AllReduce | ReduceScatter) -> Iterable[str]:
-        for ref in node.inputs:
-            value, source = self.dag.value(ref), self.dag.nodes[ref[0]]
-            if not isinstance(value.placement, Partial):
-                held = "a shard of it" if isinstance(value.placement, Shard) else "the whole of it"
-                yield f"{self.at(node)} sums {self.named(ref)} over devices that all hold {held}"
-            if value.kind != "metrics" and (len(node.inputs) != 1 or source.devices != node.devices):
-                yield f"{self.at(node)} sums {self.named(ref)}, which lies on devices {list(source.devices)}"
 
     # Ends
 
@@ -346,6 +264,8 @@ class _Checker(Facts):
     def _metrics(self, node: Metrics) -> Iterable[str]:
         names = node.outputs[0].names
         parts: dict[int, Contributions] = {}
+        if replace(node.outputs[0], placement=Replicate()) != metrics_value(self.dag):
+            yield f"{self.at(node)} names {node.outputs[0].label} what has other places"
         for ref, metric, part in zip(node.inputs, node.metrics, node.slices, strict=True):
             value = self.dag.value(ref)
             if value.names != (names[metric],) or list(self.parts.get(ref, {})) != [part]:
@@ -359,7 +279,6 @@ class _Checker(Facts):
 
 _CHECKS: dict[type[Node], Callable[..., Iterable[str]]] = {
     Chunk: _Checker._chunk, Send: _Checker._identity, Recv: _Checker._identity, Cut: _Checker._cut, Concat: _Checker._concat,
-    Accumulate: _Checker._accumulate, AllReduce: _Checker._all_reduce, Update: _Checker._update, Metrics: _Checker._metrics,
-    Pack: _Checker._pack, ReduceScatter: _Checker._reduce_scatter, Parameters: _Checker._parameters,
-    AllGather: _Checker._all_gather,
+    Accumulate: _Checker._accumulate, Update: _Checker._update, Metrics: _Checker._metrics, AllReduce: sharding.all_reduce,
+    Pack: sharding.pack, ReduceScatter: sharding.reduce_scatter, Parameters: sharding.parameters, AllGather: sharding.all_gather,
 }  # fmt: skip

@@ -6,11 +6,11 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from lightning_piper.errors import PiperError
-from property_tests.mutations import borders, drivers, executors, layers, places, plans, processes, rewrites
+from property_tests.mutations import backward, borders, drivers, executors, layers, places, plans, processes, rewrites
 from property_tests.mutations.scenarios import SCENARIOS, Scenario
 from property_tests.mutations.table import TABLE, Mutation
 
-FILES = (rewrites, borders, places, plans, executors, drivers)  # what fills the table
+FILES = (rewrites, borders, backward, places, plans, executors, drivers)  # what fills the table
 LAYERS = ("static", "interpreter", "plans", "property", "distributed")
 
 

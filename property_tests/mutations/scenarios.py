@@ -43,6 +43,13 @@ def _places(*devices: int) -> list[Directive]:
 _GROUPS = Order(filters=[[{"MB": 0, "PASS": "F"}, {"MB": 1, "PASS": "F"}], [{"MB": 0, "PASS": "B"}, {"MB": 1, "PASS": "B"}],
                          {"MB": 2, "PASS": "F"}, {"MB": 2, "PASS": "B"}])  # fmt: skip
 
+
+def _order(stage: int, chunks: str) -> Order:
+    """For example `_order(1, "BI0 B1 BW0")`."""
+    passes = [(chunk.rstrip("0123456789"), chunk.lstrip("FBIW")) for chunk in chunks.split()]
+    return Order(filters=[{"PP": stage, "MB": int(mb), "PASS": kind} for kind, mb in passes])
+
+
 _ALL = (
     Scenario("pipeline", POOL[4], 5, one_f_one_b(2, 3)),
     Scenario("tied over three", POOL[7], 5, one_f_one_b(3, 3)),
@@ -54,6 +61,20 @@ _ALL = (
     Scenario("convolution", Spec(("conv", "linear"), (0, 1)), 5, [*_places(0, 1), _split(3)]),
     # Its order names groups of several chunks.
     Scenario("one device", POOL[3], 8, [_split(3), _GROUPS]),
+    Scenario("split twice", POOL[4], 5, [_split(2), Split(filter={}, dim_name="UB", num_microbatches=2)]),
+    # Microbatches of uneven sizes, some of whose backwards are in halves; the first stage has only BW.
+    Scenario(
+        "halves",
+        POOL[7],
+        5,
+        [
+            *_places(0, 1, 2),
+            _split(3),
+            _order(2, "BI0 F1 B1 BW0 BI2 BW2"),
+            _order(1, "BI0 BI1 BW0 B2 BW1"),
+            _order(0, "F2 BI0 BW0 B1 BI2 BW2"),
+        ],
+    ),
     Scenario("used twice", Spec(("tied", "frozen", "tied"), (0, 0, 0)), 2, []),
 )
 SCENARIOS = {scenario.name: scenario for scenario in _ALL}

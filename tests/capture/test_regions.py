@@ -30,10 +30,13 @@ def made(code: StepCode, kind: str) -> dict[tuple[int, str], list[tuple[str, ...
 
 
 def sources(code: StepCode, region: int, kind: str) -> list[tuple[str, str]]:
-    """What a pass reads: (label of the pass that makes it, kind of value)."""
-    return [
-        (f"{p}[{code.regions[r].label}]", code.interfaces[r, p].outputs[i].kind) for r, p, i in code.interfaces[region, kind].inputs
-    ]
+    """What a pass reads: (label of the pass that makes it, kind of value; of saved ones also who reads them)."""
+    found = []
+    for r, p, i in code.interface_of((region, kind)).inputs:
+        out = code.interface_of((r, p)).outputs[i]
+        names = ":" + ",".join(out.names) if out.kind == "saved" else ""
+        found.append((f"{p}[{code.regions[r].label}]", out.kind + names))
+    return found
 
 
 @pytest.mark.parametrize(
@@ -61,8 +64,8 @@ def test_a_chain_of_two_stages() -> None:
     code = code_of("mlp")
     assert sources(code, 0, "F") == []
     assert sources(code, 1, "F") == [("F[PP=0]", "activation")]
-    assert sources(code, 1, "B") == [("F[PP=1]", "saved")]
-    assert sources(code, 0, "B") == [("F[PP=0]", "saved"), ("B[PP=1]", "cotangent")]
+    assert sources(code, 1, "B") == [("F[PP=1]", "saved:BI"), ("F[PP=1]", "saved:BW"), ("F[PP=1]", "saved:BI,BW")]
+    assert sources(code, 0, "B") == [("F[PP=0]", "saved:BW"), ("B[PP=1]", "cotangent")]
     assert made(code, "grad") == {(0, "B"): [("first.weight", "first.bias")], (1, "B"): [("second.weight", "second.bias")]}
     assert made(code, "loss") == {(1, "F"): [("returned loss",)]} and made(code, "log") == {(1, "F"): [("train_loss",)]}
     assert [key for key, interface in code.interfaces.items() if interface.seeds_gradient] == [(1, "B")]
@@ -75,8 +78,8 @@ def test_a_residual_skips_a_stage_in_both_directions() -> None:
     assert sources(code, 2, "F") == [("F[PP=0]", "activation"), ("F[PP=1]", "activation")]
     assert sources(code, 1, "F") == [("F[PP=0]", "activation")]
     # The gradients of both uses are added where the second one is made, in stage 1.
-    assert sources(code, 1, "B") == [("F[PP=1]", "saved"), ("B[PP=2]", "cotangent"), ("B[PP=2]", "cotangent")]
-    assert sources(code, 0, "B") == [("B[PP=1]", "cotangent")]
+    assert sources(code, 1, "B") == [("F[PP=1]", "saved:BI"), ("B[PP=2]", "cotangent"), ("B[PP=2]", "cotangent")]
+    assert sources(code, 0, "B") == [("F[PP=0]", "saved:BW"), ("B[PP=1]", "cotangent")]
     assert code.interfaces[1, "F"].params == () and "grad" not in [out.kind for out in code.interfaces[1, "B"].outputs]
 
 

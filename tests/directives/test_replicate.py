@@ -27,15 +27,17 @@ from tests.plan.programs import dag_of, split
 # Two replicas of two samples each, in microbatches of one. Chunks make partial sums; the optimizer gets whole ones.
 DP2 = """
 training step of 4 samples
-%11 F[PP=0,MB=0] 0:1 @0,1 -> activation:tanh float32[1,6], saved float32[1,6] #1
-%12 F[PP=0,MB=1] 1:2 @0,1 -> activation:tanh float32[1,6], saved float32[1,6] #1
-%13 F[PP=1,MB=0] 0:1 @0,1 (%11.0) -> loss:returned loss float32[], log:train_loss float32[], saved x2 #1
-%14 F[PP=1,MB=1] 1:2 @0,1 (%12.0) -> loss:returned loss float32[], log:train_loss float32[], saved x2 #1
+%11 F[PP=0,MB=0] 0:1 @0,1 -> activation:tanh float32[1,6], saved:BW float32[1,6] #1
+%12 F[PP=0,MB=1] 1:2 @0,1 -> activation:tanh float32[1,6], saved:BW float32[1,6] #1
+%13 F[PP=1,MB=0] 0:1 @0,1 (%11.0) -> loss:returned loss float32[], log:train_loss float32[], \
+saved:BI float32[1,2], saved:BW float32[1,6], saved:BI,BW x0 #1
+%14 F[PP=1,MB=1] 1:2 @0,1 (%12.0) -> loss:returned loss float32[], log:train_loss float32[], \
+saved:BI float32[1,2], saved:BW float32[1,6], saved:BI,BW x0 #1
 %8 metrics [PP=1] @0,1 (%13.0, %14.0, %13.1, %14.1) -> metrics:returned loss,train_loss float64[4] P(sum)
 %10 allreduce @0,1 stream=metrics (%8.0) -> metrics:returned loss,train_loss float64[4] #0
 %9 report @0,1 (%10.0)
-%15 B[PP=1,MB=0] 0:1 @0,1 (%13.2) -> grad:second.weight,second.bias x2 P(sum), cotangent:mm float32[1,6] #1
-%16 B[PP=1,MB=1] 1:2 @0,1 (%14.2) -> grad:second.weight,second.bias x2 P(sum), cotangent:mm float32[1,6] #1
+%15 B[PP=1,MB=0] 0:1 @0,1 (%13.2, %13.3, %13.4) -> grad:second.weight,second.bias x2 P(sum), cotangent:mm float32[1,6] #1
+%16 B[PP=1,MB=1] 1:2 @0,1 (%14.2, %14.3, %14.4) -> grad:second.weight,second.bias x2 P(sum), cotangent:mm float32[1,6] #1
 %17 B[PP=0,MB=0] 0:1 @0,1 (%11.1, %15.1) -> grad:first.weight,first.bias x2 P(sum) #1
 %18 B[PP=0,MB=1] 1:2 @0,1 (%12.1, %16.1) -> grad:first.weight,first.bias x2 P(sum) #1
 %19 pack [PP=1] @0,1 (%15.0) -> grad:second.weight,second.bias float32[128] P(sum) #2

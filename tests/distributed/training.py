@@ -10,13 +10,12 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from lightning_piper.ir.buckets import Bucket
 from lightning_piper.ir.build import metric_names
 from lightning_piper.ir.dag import TrainingDAG
 from lightning_piper.ir.regions import Step
 from lightning_piper.plan import Plan, compile_plans, drop_redundant, global_order
 from lightning_piper.plan.instructions import Add, Post, Reduce
-from lightning_piper.runtime import Executor, ProcessTransport, shards_of
+from lightning_piper.runtime import Executor, ProcessTransport, pieces_of, shards_of
 from lightning_piper.verify.interpreter import interpret
 from tests.distributed.processes import LIMIT
 from tests.models import captured
@@ -148,16 +147,6 @@ def train(rank: int, jobs: list[Job]) -> list[Trained]:
     assert transport is not None
     transport.close()
     return results
-
-
-def pieces_of(plan: Plan, shards: dict[Bucket, Tensor]) -> dict[str, Tensor]:
-    """What the optimizer of a device has of each parameter that is in shards: a view."""
-    found = {}
-    for bucket, flat in shards.items():
-        shard = flat.chunk(bucket.members)[plan.replica] if plan.shards[bucket] else flat
-        for name, start, stop, at in bucket.pieces(plan.replica):
-            found[name] = shard[at : at + stop - start]
-    return found
 
 
 def train_by_reference(job: Job) -> Trained:

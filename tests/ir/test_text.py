@@ -8,9 +8,10 @@ from tests.models import captured
 
 CAPTURED = """\
 training step of 4 samples
-%0 F[PP=0] 0:4 @? -> activation:tanh float32[4,6], saved float32[4,6]
-%1 F[PP=1] 0:4 @? (%0.0) -> loss:returned loss float32[], log:train_loss float32[], saved x2
-%2 B[PP=1] 0:4 @? (%1.2) -> grad:second.weight,second.bias x2, cotangent:mm float32[4,6]
+%0 F[PP=0] 0:4 @? -> activation:tanh float32[4,6], saved:BW float32[4,6]
+%1 F[PP=1] 0:4 @? (%0.0) -> loss:returned loss float32[], log:train_loss float32[], \
+saved:BI float32[4,2], saved:BW float32[4,6], saved:BI,BW x0
+%2 B[PP=1] 0:4 @? (%1.2, %1.3, %1.4) -> grad:second.weight,second.bias x2, cotangent:mm float32[4,6]
 %3 B[PP=0] 0:4 @? (%0.1, %2.1) -> grad:first.weight,first.bias x2
 %4 accumulate [PP=1] @? (%2.0) -> grad:second.weight,second.bias x2
 %5 accumulate [PP=0] @? (%3.0) -> grad:first.weight,first.bias x2
@@ -21,9 +22,10 @@ training step of 4 samples
 
 FIRST_PLACED = """\
 training step of 4 samples
-%0 F[PP=0] 0:4 @0 -> activation:tanh float32[4,6], saved float32[4,6]
-%1 F[PP=1] 0:4 @? (%0.0) -> loss:returned loss float32[], log:train_loss float32[], saved x2
-%2 B[PP=1] 0:4 @? (%1.2) -> grad:second.weight,second.bias x2, cotangent:mm float32[4,6]
+%0 F[PP=0] 0:4 @0 -> activation:tanh float32[4,6], saved:BW float32[4,6]
+%1 F[PP=1] 0:4 @? (%0.0) -> loss:returned loss float32[], log:train_loss float32[], \
+saved:BI float32[4,2], saved:BW float32[4,6], saved:BI,BW x0
+%2 B[PP=1] 0:4 @? (%1.2, %1.3, %1.4) -> grad:second.weight,second.bias x2, cotangent:mm float32[4,6]
 %3 B[PP=0] 0:4 @0 (%0.1, %2.1) -> grad:first.weight,first.bias x2
 %4 accumulate [PP=1] @? (%2.0) -> grad:second.weight,second.bias x2
 %5 accumulate [PP=0] @0 (%3.0) -> grad:first.weight,first.bias x2
@@ -34,11 +36,12 @@ training step of 4 samples
 
 BOTH_PLACED = """\
 training step of 4 samples
-%0 F[PP=0] 0:4 @0 -> activation:tanh float32[4,6], saved float32[4,6]
+%0 F[PP=0] 0:4 @0 -> activation:tanh float32[4,6], saved:BW float32[4,6]
 %10 send to 1 [PP=0] @0 stream=send (%0.0) -> activation:tanh float32[4,6] #1
 %11 recv from 0 [PP=0] @1 stream=recv (%10.0) -> activation:tanh float32[4,6] #1
-%1 F[PP=1] 0:4 @1 stream=fast (%11.0) -> loss:returned loss float32[], log:train_loss float32[], saved x2
-%2 B[PP=1] 0:4 @1 stream=fast (%1.2) -> grad:second.weight,second.bias x2, cotangent:mm float32[4,6]
+%1 F[PP=1] 0:4 @1 stream=fast (%11.0) -> loss:returned loss float32[], log:train_loss float32[], \
+saved:BI float32[4,2], saved:BW float32[4,6], saved:BI,BW x0
+%2 B[PP=1] 0:4 @1 stream=fast (%1.2, %1.3, %1.4) -> grad:second.weight,second.bias x2, cotangent:mm float32[4,6]
 %4 accumulate [PP=1] @1 (%2.0) -> grad:second.weight,second.bias x2
 %6 update [PP=1] @1 (%4.0)
 %8 metrics [PP=1] @1 (%1.0, %1.1) -> metrics:returned loss,train_loss float64[2] P(sum)
@@ -52,19 +55,21 @@ training step of 4 samples
 
 SPLIT = """\
 training step of 4 samples
-%15 F[PP=0,MB=0] 0:2 @0 -> activation:tanh float32[2,6], saved float32[2,6] #2
-%16 F[PP=0,MB=1] 2:4 @0 -> activation:tanh float32[2,6], saved float32[2,6] #2
+%15 F[PP=0,MB=0] 0:2 @0 -> activation:tanh float32[2,6], saved:BW float32[2,6] #2
+%16 F[PP=0,MB=1] 2:4 @0 -> activation:tanh float32[2,6], saved:BW float32[2,6] #2
 %23 send to 1 [PP=0,MB=0] @0 stream=send (%15.0) -> activation:tanh float32[2,6] #1
 %24 recv from 0 [PP=0,MB=0] @1 stream=recv (%23.0) -> activation:tanh float32[2,6] #1
-%17 F[PP=1,MB=0] 0:2 @1 stream=fast (%24.0) -> loss:returned loss float32[], log:train_loss float32[], saved x2 #2
-%19 B[PP=1,MB=0] 0:2 @1 stream=fast (%17.2) -> grad:second.weight,second.bias x2, cotangent:mm float32[2,6] #2
+%17 F[PP=1,MB=0] 0:2 @1 stream=fast (%24.0) -> loss:returned loss float32[], log:train_loss float32[], \
+saved:BI float32[2,2], saved:BW float32[2,6], saved:BI,BW x0 #2
+%19 B[PP=1,MB=0] 0:2 @1 stream=fast (%17.2, %17.3, %17.4) -> grad:second.weight,second.bias x2, cotangent:mm float32[2,6] #2
 %25 send to 1 [PP=0,MB=1] @0 stream=send (%16.0) -> activation:tanh float32[2,6] #1
 %26 recv from 0 [PP=0,MB=1] @1 stream=recv (%25.0) -> activation:tanh float32[2,6] #1
-%18 F[PP=1,MB=1] 2:4 @1 stream=fast (%26.0) -> loss:returned loss float32[], log:train_loss float32[], saved x2 #2
+%18 F[PP=1,MB=1] 2:4 @1 stream=fast (%26.0) -> loss:returned loss float32[], log:train_loss float32[], \
+saved:BI float32[2,2], saved:BW float32[2,6], saved:BI,BW x0 #2
 %8 metrics [PP=1] @1 (%17.0, %18.0, %17.1, %18.1) -> metrics:returned loss,train_loss float64[2] P(sum)
 %14 allreduce @0,1 stream=metrics (%8.0) -> metrics:returned loss,train_loss float64[2] #1
 %9 report @0,1 (%14.0)
-%20 B[PP=1,MB=1] 2:4 @1 stream=fast (%18.2) -> grad:second.weight,second.bias x2, cotangent:mm float32[2,6] #2
+%20 B[PP=1,MB=1] 2:4 @1 stream=fast (%18.2, %18.3, %18.4) -> grad:second.weight,second.bias x2, cotangent:mm float32[2,6] #2
 %4 accumulate [PP=1] @1 (%19.0, %20.0) -> grad:second.weight,second.bias x2
 %6 update [PP=1] @1 (%4.0)
 %27 send to 0 [PP=1,MB=0] @1 stream=send (%19.1) -> cotangent:mm float32[2,6] #1

@@ -39,49 +39,49 @@ report %9 (s4!)
 
 # Sends go out before sums are taken, and receives are posted one chunk before they are needed.
 LAST_STAGE = """
-device 1 of 0,1, 4 samples, 15 slots, channels 0>1 1>0
+device 1 of 0,1, 4 samples, 19 slots, channels 0>1 1>0
 post %24 -> s0 from 0 stream=recv
 wait %24 -> s0 stream=recv
 record %24 e0 stream=recv
 await %17 e0 for s0
-run %17 F[PP=1,MB=0] 0:2 (s0!) -> s1, s2, s3
-post %26 -> s6 from 0 stream=recv
-run %19 B[PP=1,MB=0] 0:2 (s3!) -> s4, s5
+run %17 F[PP=1,MB=0] 0:2 (s0!) -> s1, s2, s3, s4, s5
+post %26 -> s8 from 0 stream=recv
+run %19 B[PP=1,MB=0] 0:2 (s3!, s4!, s5!) -> s6, s7
 record %19 e1
-await %27 e1 for s5 stream=send
-send %27 (s5!) to 0 stream=send
-wait %26 -> s6 stream=recv
+await %27 e1 for s7 stream=send
+send %27 (s7!) to 0 stream=send
+wait %26 -> s8 stream=recv
 record %26 e2 stream=recv
-await %18 e2 for s6
-run %18 F[PP=1,MB=1] 2:4 (s6!) -> s7, s8, s9
-merge %8 (s1!, s7!, s2!, s8!) -> s10
+await %18 e2 for s8
+run %18 F[PP=1,MB=1] 2:4 (s8!) -> s9, s10, s11, s12, s13
+merge %8 (s1!, s9!, s2!, s10!) -> s14
 record %8 e3
-await %14 e3 for s10 stream=metrics
-reduce %14 (s10!) -> s11 over 0,1 stream=metrics
-run %20 B[PP=1,MB=1] 2:4 (s9!) -> s12, s13
+await %14 e3 for s14 stream=metrics
+reduce %14 (s14!) -> s15 over 0,1 stream=metrics
+run %20 B[PP=1,MB=1] 2:4 (s11!, s12!, s13!) -> s16, s17
 record %20 e4
-await %29 e4 for s13 stream=send
-send %29 (s13!) to 0 stream=send
-add %4 s14 = s4! + s12!
-deliver %6 (s14!) as grad:second.weight,second.bias
-wait %14 -> s11 stream=metrics
+await %29 e4 for s17 stream=send
+send %29 (s17!) to 0 stream=send
+add %4 s18 = s6! + s16!
+deliver %6 (s18!) as grad:second.weight,second.bias
+wait %14 -> s15 stream=metrics
 record %14 e5 stream=metrics
-await %9 e5 for s11
-report %9 (s11!)
+await %9 e5 for s15
+report %9 (s15!)
 retire %27
 retire %29
 """
 
 ONE_DEVICE = """
-device 0 of 0, 4 samples, 9 slots
+device 0 of 0, 4 samples, 11 slots
 run %0 F[PP=0] 0:4 -> s0, s1
-run %1 F[PP=1] 0:4 (s0!) -> s2, s3, s4
-merge %8 (s2!, s3!) -> s5
-run %2 B[PP=1] 0:4 (s4!) -> s6, s7
-run %3 B[PP=0] 0:4 (s1!, s7!) -> s8
-deliver %6 (s6!) as grad:second.weight,second.bias
-deliver %7 (s8!) as grad:first.weight,first.bias
-report %9 (s5!)
+run %1 F[PP=1] 0:4 (s0!) -> s2, s3, s4, s5, s6
+merge %8 (s2!, s3!) -> s7
+run %2 B[PP=1] 0:4 (s4!, s5!, s6!) -> s8, s9
+run %3 B[PP=0] 0:4 (s1!, s9!) -> s10
+deliver %6 (s8!) as grad:second.weight,second.bias
+deliver %7 (s10!) as grad:first.weight,first.bias
+report %9 (s7!)
 """
 
 

@@ -7,6 +7,7 @@ import dataclasses
 import pytest
 
 from lightning_piper.errors import VerificationError
+from lightning_piper.ir.nodes import Chunk
 from lightning_piper.plan import compile_plans
 from lightning_piper.plan.instructions import Cut, Run
 from lightning_piper.plan.lifetimes import mark_last_reads
@@ -44,6 +45,29 @@ def test_a_whole_value_is_kept_until_its_last_part_is_cut() -> None:
     for cut in cuts:
         following = plan.instructions[plan.instructions.index(cut) + 1]
         assert isinstance(following, Run) and cut.into in [read.slot for read in following.reads]
+
+
+def test_what_one_half_of_a_backward_alone_needs_is_freed_by_it() -> None:
+    """F saves three bundles: the second stage's is read by BI, by BW, and by both. BW comes at the very end."""
+    step = captured("gpt").step
+    halves = [{"op": "order", "filters": [{"PP": 1, "MB": mb, "PASS": kind} for kind in ("BI", "BW") for mb in (0, 1)]}]
+    dag = dag_of(step, place(step, 3) + split(2) + halves)
+    plan = compile_plans(dag)[1]
+    slots = {(x.node, i): slot for x in plan.instructions if isinstance(x, Run) for i, slot in enumerate(x.writes)}
+    emptied = {read.slot: x for x in plan.instructions for read in x.reads if read.last}
+    freed = {}
+    for ref, slot in slots.items():
+        if slot is not None and dag.value(ref).kind == "saved":
+            made, by = dag.nodes[ref[0]], emptied[slot]
+            freed[made.label, dag.value(ref).label] = (by.label, by.node)
+    for mb in (0, 1):
+        inputs, weights = (next((c.label, c.id) for c in dag.of_type(Chunk) if c.label == f"{kind}[PP=1,MB={mb}]")
+                           for kind in ("BI", "BW"))  # fmt: skip
+        assert freed[f"F[PP=1,MB={mb}]", "saved:BI"] == inputs
+        for made, name in ((f"F[PP=1,MB={mb}]", "saved:BW"), (f"F[PP=1,MB={mb}]", "saved:BI,BW"), (inputs[0], "saved:BW")):
+            assert freed[made, name] == weights
+    forward = next(c for c in dag.of_type(Chunk) if c.label == "F[PP=1,MB=0]")
+    assert all(value.nbytes > 0 for value in forward.outputs if value.label in ("saved:BI", "saved:BW"))
 
 
 def test_a_value_that_nobody_reads_is_refused() -> None:

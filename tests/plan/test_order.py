@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 
 from lightning_piper.errors import VerificationError
@@ -26,6 +28,17 @@ def test_without_an_order_all_forwards_come_first_slice_by_slice() -> None:
     plan = plans_of("mlp", 1, 2, ordered=False)[0]
     assert labels(plan) == ["F[PP=0,MB=0]", "F[PP=1,MB=0]", "F[PP=0,MB=1]", "F[PP=1,MB=1]",
                             "B[PP=1,MB=0]", "B[PP=0,MB=0]", "B[PP=1,MB=1]", "B[PP=0,MB=1]"]  # fmt: skip
+
+
+def test_gradients_of_weights_come_when_no_other_chunk_can() -> None:
+    """Only the halves of stage 1 are split; both have one device, so that nothing but the priority decides."""
+    halves: list[dict[str, Any]] = [{"op": "order", "filters": [{"PP": 1, "PASS": "F"}, {"PP": 1, "PASS": "BI"}]}]
+    plan = compile_plans(dag_of(captured("mlp").step, split(2) + halves))[0]
+    assert labels(plan)[4:] == ["BI[PP=1,MB=0]", "B[PP=0,MB=0]", "BI[PP=1,MB=1]", "B[PP=0,MB=1]", "BW[PP=1,MB=0]", "BW[PP=1,MB=1]"]
+    first = [{"op": "order", "filters": [{"PP": 1, "MB": 0, "PASS": "BW"}, {"PP": 1, "MB": 1, "PASS": "F"}]}]
+    plan = compile_plans(dag_of(captured("mlp").step, split(2) + first))[0]
+    assert labels(plan) == ["F[PP=0,MB=0]", "F[PP=1,MB=0]", "F[PP=0,MB=1]", "BI[PP=1,MB=0]", "B[PP=0,MB=0]", "BW[PP=1,MB=0]",
+                            "F[PP=1,MB=1]", "B[PP=1,MB=1]", "B[PP=0,MB=1]"]  # fmt: skip
 
 
 def test_an_order_is_kept() -> None:

@@ -95,6 +95,7 @@ def test_devices_and_tags_are_the_users(builder: Any) -> None:
     assert program[0].filter == {"STAGE": 0} and program[2].dim_name == "UB"
     assert passes(program, "STAGE", "UB") == passes(builder(2, 3))
     assert [directive.devices for directive in builder(3, 1, devices=[0, 1, 0])[:3]] == [[0], [1], [0]]
+    assert [directive.devices for directive in builder(2, 1, devices=[[0, 2], [1, 3]])[:2]] == [[0, 2], [1, 3]]
 
 
 @pytest.mark.parametrize("builder", [gpipe, one_f_one_b])
@@ -105,7 +106,10 @@ def test_devices_and_tags_are_the_users(builder: Any) -> None:
         ({"stages": 2, "microbatches": 0}, r"microbatches=0; give an integer >= 1"),
         ({"stages": 2.0, "microbatches": 1}, r"stages=2.0; give an integer >= 1"),
         ({"stages": True, "microbatches": 1}, r"stages=True; give"),
-        ({"stages": 2, "microbatches": 1, "devices": [0]}, r"1 devices for 2 stages; give one device for each stage"),
+        (
+            {"stages": 2, "microbatches": 1, "devices": [0]},
+            r"1 devices for 2 stages; give one device, or one group, for each stage",
+        ),
     ],
 )
 def test_wrong_arguments_name_the_builder(builder: Any, arguments: dict[str, Any], says: str) -> None:

@@ -171,7 +171,6 @@ ZOO: dict[str, tuple[Any, Any]] = {
     "dropout": (lambda: MLP(dropout=0.3), vectors),
     "tied": (Tied, texts),
     "varied": (Varied, texts),
-    "sizes": (Varied, lambda: texts(samples=28)),
     "conv": (ConvNet, images),
 }
 

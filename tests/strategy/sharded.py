@@ -68,22 +68,26 @@ class Job:
     """A training.
 
     Attributes:
+        samples: of the data, in batches of 8.
         options: of the Trainer.
         change: is done to the module before.
         resume, save: file to go on from; whether to write one every five steps.
         scaled: precision 16-mixed, with one gradient that overflows, on rank 1 alone.
+        reload: half of the initial values are loaded after the third step.
         alone: each rank decides by itself whether gradients have overflowed.
     """
 
     name: str
     program: str
     model: str = "varied"
+    samples: int = 40
     options: dict[str, Any] = field(default_factory=dict)
     change: Callable[[Any], None] | None = None
     resume: str = ""
     save: bool = False
     scaled: bool = False
     alone: bool = False
+    reload: bool = False
 
 
 def with_sgd(module: Any) -> None:
@@ -157,6 +161,17 @@ class Overflow(L.Callback):
         self.scales.append(trainer.precision_plugin.scaler.get_scale())  # type: ignore[union-attr]
 
 
+class Reload(L.Callback):
+    """As the learning-rate finder does it."""
+
+    def __init__(self, initial: dict[str, Tensor]) -> None:
+        self.initial = initial
+
+    def on_train_batch_end(self, trainer: L.Trainer, module: L.LightningModule, outputs: Any, batch: Any, batch_idx: int) -> None:
+        if batch_idx == 2:
+            trainer.strategy.load_model_state_dict({"state_dict": {name: x / 2 for name, x in self.initial.items()}})
+
+
 class Alone:
     """In place of `LossScaling`: the scale alone, no agreement."""
 
@@ -212,7 +227,7 @@ def fit(job: Job, folder: Path, transport: str | None, share: Callable[[Any], An
 
 
 def _fit(job: Job, folder: Path, transport: str | None, share: Callable[[Any], Any], counts: list[int]) -> dict[str, Any]:
-    module, loader = make(job.model, seed=1 if job.resume else 0)
+    module, loader = make(job.model, seed=1 if job.resume else 0, samples=job.samples)
     if job.change is not None:
         job.change(module)
     holdings, overflow = Holdings(counts), Overflow()
@@ -221,6 +236,8 @@ def _fit(job: Job, folder: Path, transport: str | None, share: Callable[[Any], A
         callbacks.append(
             ModelCheckpoint(folder, filename=f"{job.name}, {transport}, {{step}}", every_n_train_steps=5, save_top_k=-1)
         )
+    if job.reload:
+        callbacks.append(Reload(values(module)))
     strategy: Any = "auto"
     if transport is not None:
         strategy = piper.PiperStrategy(PROGRAMS[job.program](), transport=transport, timeout=timedelta(seconds=60))  # type: ignore[arg-type]

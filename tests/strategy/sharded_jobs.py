@@ -25,10 +25,11 @@ OTHERS = [
     Job("by value", "dp2 zero3", options={**CLIPPED, "gradient_clip_algorithm": "value"}, change=sharded.with_sgd),
     Job("adagrad", "dp2 zero2", change=sharded.with_adagrad),
     Job("fused", "dp2 zero3", change=sharded.with_fused),
-    Job("other sizes", "dp2 zero3", model="sizes", options={"max_steps": -1, "max_epochs": 1}),
+    Job("reload", "pp2 dp2 zero3, zero1", reload=True),
+    Job("other sizes", "dp2 zero3", samples=28, options={"max_steps": -1, "max_epochs": 1}),
 ]
 # The last batch is smaller: gradients of two sizes are accumulated.
-SUMS = [Job(f"{program}, accumulated", program, model="sizes", options=ACCUMULATED, change=sharded.with_sgd)
+SUMS = [Job(f"{program}, accumulated", program, samples=28, options=ACCUMULATED, change=sharded.with_sgd)
         for program in ("dp2 zero0", "dp2 zero1", "dp2 zero3", "pp2 dp2 zero3, zero1")]  # fmt: skip
 SCALED = [Job(f"{program}, scaled", program, scaled=True, save=True) for program in ("dp2 zero2", "pp2 dp2 zero3, zero1")]
 ALONE = Job("alone", "dp2 zero2", scaled=True, alone=True)

@@ -10,7 +10,7 @@ import torch
 from lightning.pytorch.callbacks import EMAWeightAveraging, StochasticWeightAveraging
 
 import lightning_piper as piper
-from tests.strategy.fitting import PROGRAM, local, trainer, values
+from tests.strategy.fitting import PROGRAM, Batches, local, trainer, values
 from tests.strategy.models import MLP, make, vectors
 
 
@@ -106,6 +106,36 @@ def test_an_error_leaves_the_module_as_it_was():
     fit, record = trainer(local())
     fit.fit(module, loader)
     assert len(record.losses) == 5
+
+
+class Moody(L.LightningModule):
+    """Uses one parameter in both regions, or one layer not at all, where the batch says so."""
+
+    def __init__(self):
+        super().__init__()
+        self.first, self.second = torch.nn.Linear(4, 4), torch.nn.Linear(4, 4)
+
+    def training_step(self, batch, batch_idx):
+        with piper.annotate("PP", 0):
+            x = self.first(batch["x"])
+        with piper.annotate("PP", 1):
+            x = x if batch["mode"] == "never" else self.second(x)
+            return (x @ self.first.weight if batch["mode"] == "twice" else x).square().mean()
+
+    def configure_optimizers(self):
+        return torch.optim.SGD(self.parameters(), lr=0.1)
+
+
+def test_batches_that_need_other_shards():
+    program = [
+        piper.Place(filter={}, devices=[0, 1]),
+        piper.Replicate(filter={}, devices=[0, 1], shard_params=True),
+    ]
+    batches = Batches({"x": torch.randn(4, 4), "mode": mode} for mode in ("once", "never", "twice"))
+    fit, record = trainer(local(program))
+    with pytest.raises(piper.PiperError, match=r"device 0 has other shards of first\.bias, first\.weight than for the first"):
+        fit.fit(Moody(), batches)
+    assert len(record.losses) == 2
 
 
 @pytest.mark.parametrize("change", ["mode", "frozen"])

@@ -1,0 +1,256 @@
+"""Data parallelism and ZeRO on two processes, and with a pipeline on four, against torch's own: same model, microbatches, threads.
+
+Time: all systems of a group live in the same processes and take turns step by step, so that whatever else the machine does hits
+all. Memory: a run of its own for each system; live tensor bytes by torch's profiler, from before the model is built.
+
+    python benchmarks/zero.py [--steps 12] [--group two|four] [--memory-only]
+
+| ours | peer | what both do |
+|---|---|---|
+| DP | DDP | gradients summed once a step, in buckets of 25 MB |
+| ZeRO-1 | ZeroRedundancyOptimizer | the optimizer's state is sharded |
+| ZeRO-2 | FSDP2, parameters kept gathered over the step | gradients are sharded too |
+| ZeRO-3 | FSDP2, parameters freed after each use | parameters are sharded too |
+| 1F1B x ZeRO-3 | Schedule1F1B over such FSDP2 stages | on four processes |
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import json
+import statistics
+import tempfile
+import time
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from _gpt import Config, Module, batch, loss_of, stages
+from _launch import is_rank, join, launch
+from torch import nn
+from torch.distributed.fsdp import fully_shard
+from torch.distributed.optim import ZeroRedundancyOptimizer
+from torch.distributed.pipelining import PipelineStage, Schedule1F1B
+from torch.nn.parallel import DistributedDataParallel
+from torch.profiler import ProfilerActivity, profile
+
+import lightning_piper as piper
+from lightning_piper.runtime import Executor, ProcessTransport, pieces_of, shards_of
+
+SEQUENCES = 16
+Step = Callable[[int], torch.Tensor | None]  # step number -> loss of this rank's data, where it has it
+CPU = torch.device("cpu")
+
+
+def ours(level: Mapping[str, Any], pipeline: bool = False) -> Callable[[Config, int, int], Step]:
+    def build(c: Config, rank: int, world: int) -> Step:
+        module = Module(c, layers=True)
+        microbatches = 8 // 2
+        if pipeline:
+            groups = [[0, 1], [2, 3]]
+            program = piper.schedules.one_f_one_b(stages=2, microbatches=microbatches, devices=groups)
+            program += [piper.Replicate(filter={}, devices=groups, **level)]
+        else:
+            program = [piper.Place(filter={}, devices=[0, 1]), piper.Split(filter={}, dim_name="MB", num_microbatches=microbatches)]
+            # Each microbatch runs through all layers, forward and backward, before the next one: as a loop over microbatches does.
+            program += [piper.Order(filters=[{"MB": mb, "PASS": p} for mb in range(microbatches) for p in "FB"])]
+            program.insert(2, piper.Replicate(filter={}, devices=[0, 1], **level))
+        compiled = piper.compile(module, batch(c, 0, SEQUENCES), program)
+        plan = compiled.plans[rank]
+        params = dict(module.named_parameters())
+        shards = shards_of(plan, params, CPU)
+        owned = {n: params[n] for n in compiled.params_on(rank) if not any(n in bucket.names for bucket in shards)}
+        compiled.step.at(plan.share)  # traced while the module is whole
+        for name, param in params.items():
+            if name not in owned:
+                param.data = torch.empty(0)
+        pieces = {name: nn.Parameter(x) for name, x in pieces_of(plan, shards).items()}
+        transport = ProcessTransport(compiled.plans, ranks=range(world), device=CPU)
+        executor = Executor(plan, compiled.step, owned, {}, transport, CPU, shards)
+        trained = {**owned, **pieces}
+        optimizer = torch.optim.AdamW(trained.values(), lr=1e-3)
+
+        def step(i: int) -> torch.Tensor:
+            leaves = batch(c, i, SEQUENCES)
+            share = slice(plan.replica * plan.share, (plan.replica + 1) * plan.share)
+            result = executor.step([x[share] for x in leaves], seed=i)
+            for name in list(result.grads):
+                trained[name].grad = result.grads.pop(name)
+            optimizer.step()
+            optimizer.zero_grad()
+            return result.metrics[0]
+
+        return step
+
+    return build
+
+
+def _layers(model: nn.Module, mesh: Any, keep: bool) -> nn.Module:
+    for stage in model:  # type: ignore[attr-defined]
+        for part in stage:
+            fully_shard(part, mesh=mesh, reshard_after_forward=not keep)
+    return fully_shard(model, mesh=mesh, reshard_after_forward=not keep)
+
+
+def torch_dp(kind: str) -> Callable[[Config, int, int], Step]:
+    def build(c: Config, rank: int, world: int) -> Step:
+        model: Any = nn.Sequential(*stages(c))
+        last: Callable[[bool], Any] = lambda now: contextlib.nullcontext()  # noqa: E731
+        if kind in ("ddp", "zero1"):
+            model = DistributedDataParallel(model)
+            last = lambda now: contextlib.nullcontext() if now else model.no_sync()  # noqa: E731
+        else:
+            _layers(model, dist.init_device_mesh("cpu", (world,)), kind == "fsdp kept")
+            # Sharded gradients are reduced after each microbatch; that is what they are for, and what ours does.
+        if kind == "zero1":
+            optimizer: Any = ZeroRedundancyOptimizer(model.parameters(), torch.optim.AdamW, lr=1e-3)
+        else:
+            optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
+        rows, count = SEQUENCES // world, 8 // world
+
+        def step(i: int) -> torch.Tensor:
+            tokens, targets = (x[rank * rows : (rank + 1) * rows].chunk(count) for x in batch(c, i, SEQUENCES))
+            total = torch.zeros(())
+            for mb in range(count):
+                with last(mb == count - 1):
+                    loss = loss_of(model(tokens[mb]), targets[mb]) / count
+                    loss.backward()
+                total += loss.detach()
+            optimizer.step()
+            optimizer.zero_grad()
+            dist.all_reduce(total)
+            return total / world
+
+        return step
+
+    return build
+
+
+def torch_pp(keep: bool) -> Callable[[Config, int, int], Step]:
+    def build(c: Config, rank: int, world: int) -> Step:
+        mesh = dist.init_device_mesh("cpu", (2, 2), mesh_dim_names=("pp", "dp"))
+        p, d = mesh["pp"].get_local_rank(), mesh["dp"].get_local_rank()
+        module = stages(c)[p]
+        for part in module:  # type: ignore[attr-defined]
+            fully_shard(part, mesh=mesh["dp"], reshard_after_forward=not keep)
+        fully_shard(module, mesh=mesh["dp"], reshard_after_forward=not keep)
+        schedule = Schedule1F1B(PipelineStage(module, p, 2, CPU, group=mesh["pp"].get_group()), 4, loss_fn=loss_of)
+        optimizer = torch.optim.AdamW(module.parameters(), lr=1e-3)
+        rows = SEQUENCES // 2
+
+        def step(i: int) -> torch.Tensor | None:
+            tokens, targets = (x[d * rows : (d + 1) * rows] for x in batch(c, i, SEQUENCES))
+            losses: list[torch.Tensor] | None = [] if p else None
+            schedule.step(*([] if p else [tokens]), target=targets if p else None, losses=losses, return_outputs=False)
+            optimizer.step()
+            optimizer.zero_grad()
+            if losses is None:
+                return None
+            total = torch.stack(losses).detach().double().mean()
+            dist.all_reduce(total, group=mesh["dp"].get_group())
+            return total / 2
+
+        return step
+
+    return build
+
+
+ZERO = [{}, {"shard_optimizer": True}, {"shard_grads": True}, {"shard_params": True}]
+TWO = {
+    "DP": (ours(ZERO[0]), "torch DDP"), "torch DDP": (torch_dp("ddp"), ""),
+    "ZeRO-1": (ours(ZERO[1]), "ZeroRedundancyOptimizer"), "ZeroRedundancyOptimizer": (torch_dp("zero1"), ""),
+    "ZeRO-2": (ours(ZERO[2]), "FSDP2 kept"), "FSDP2 kept": (torch_dp("fsdp kept"), ""),
+    "ZeRO-3": (ours(ZERO[3]), "FSDP2 freed"), "FSDP2 freed": (torch_dp("fsdp freed"), ""),
+}  # fmt: skip
+FOUR = {
+    "1F1B x DP": (ours(ZERO[0], True), ""), "1F1B x ZeRO-3": (ours(ZERO[3], True), "torch 1F1B, FSDP2 freed"),
+    "torch 1F1B, FSDP2 freed": (torch_pp(False), ""), "torch 1F1B, FSDP2 kept": (torch_pp(True), ""),
+}  # fmt: skip
+GROUPS: dict[str, tuple[int, dict[str, Any]]] = {"two": (2, TWO), "four": (4, FOUR)}
+WARM_UP = 2
+
+
+def compare_time(c: Config, group: str, steps: int) -> None:
+    rank, world = join()
+    systems = {name: build(c, rank, world) for name, (build, _) in GROUPS[group][1].items()}
+    seconds: dict[str, list[float]] = {name: [] for name in systems}
+    losses: dict[str, list[float]] = {name: [] for name in systems}
+    names = list(systems)
+    for i in range(steps + WARM_UP):
+        for name in names[i % len(names) :] + names[: i % len(names)]:
+            dist.barrier()
+            start = time.perf_counter()
+            loss = systems[name](i)
+            took = torch.tensor(time.perf_counter() - start, dtype=torch.float64)
+            dist.all_reduce(took, dist.ReduceOp.MAX)
+            if i >= WARM_UP:
+                seconds[name].append(took.item())
+            losses[name].append(float("nan") if loss is None else loss.item())
+    if rank == world - 1:
+        median = {name: statistics.median(values) for name, values in seconds.items()}
+        print(f"{'':26} median ms   min ms   to its peer: medians, pairs   largest relative difference of losses to {names[0]}")
+        for name, (_, peer) in GROUPS[group][1].items():
+            ratio = f"{median[name] / median[peer]:14.3f}" if peer else " " * 14
+            pairs = f"{statistics.median(a / b for a, b in zip(seconds[name], seconds[peer], strict=True)):8.3f}" if peer else ""
+            worst = max(abs(a - b) / abs(b) for a, b in zip(losses[name], losses[names[0]], strict=True))
+            print(f"{name:26} {median[name] * 1e3:9.1f} {min(seconds[name]) * 1e3:8.1f} {ratio} {pairs:8}          {worst:.1e}")
+        print(f"{steps} steps of each, in turns; losses over {steps + WARM_UP} AdamW steps", flush=True)
+    dist.barrier()
+    dist.destroy_process_group()
+
+
+def measure_memory(c: Config, group: str, name: str) -> None:
+    with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as profiler:
+        rank, world = join()
+        step = GROUPS[group][1][name][0](c, rank, world)
+        for i in range(3):
+            step(i)
+    with tempfile.TemporaryDirectory() as folder:
+        path = Path(folder) / "trace.json"
+        profiler.export_chrome_trace(str(path))
+        events = json.loads(path.read_text())["traceEvents"]
+    found = sorted((e for e in events if e.get("name") == "[memory]"), key=lambda e: float(e["ts"]))
+    third = [e for e in events if e.get("name") == "Optimizer.step#AdamW.step"]
+    after = sorted(float(e["ts"]) for e in third)[-2] if len(third) > 1 else 0.0
+    live = peak = 0
+    for event in found:
+        live += int(event["args"]["Bytes"])
+        if float(event["ts"]) > after:  # of a step, not of setting up
+            peak = max(peak, live)
+    peaks: list[Any] = [0.0] * world
+    dist.all_gather_object(peaks, (peak / 2**20, live / 2**20))
+    if rank == 0:
+        shown = ", ".join(f"{p:.1f} ({rest:.1f})" for p, rest in peaks)
+        print(f"{name:26} peak live tensor MB of a step by rank (after it): {shown}", flush=True)
+    dist.barrier()
+    dist.destroy_process_group()
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--steps", type=int, default=12)
+    parser.add_argument("--group", choices=list(GROUPS), action="append")
+    parser.add_argument("--memory-only", action="store_true")
+    parser.add_argument("--memory", default="", help=argparse.SUPPRESS)
+    args = parser.parse_args()
+    groups = args.group or list(GROUPS)
+    c = Config()
+    if is_rank():
+        if args.memory:
+            measure_memory(c, groups[0], args.memory)
+        else:
+            compare_time(c, groups[0], args.steps)
+        return
+    for group in groups:
+        ranks, systems = GROUPS[group]
+        if not args.memory_only:
+            launch(ranks, "--steps", str(args.steps), "--group", group)
+        for name in systems:
+            launch(ranks, "--group", group, "--memory", name)
+
+
+if __name__ == "__main__":
+    main()

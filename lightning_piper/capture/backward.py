@@ -1,0 +1,90 @@
+"""The backward pass of a region in two halves: `BI`, gradients of inputs, and `BW`, gradients of weights.
+
+The cut is made at the cotangents, which are what other regions wait for: BI runs what they need, BW all the rest. What both
+need is computed in BI and handed over. Nothing but views is computed twice, so that B, and BI followed by BW, run the very
+same operations.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import operator
+from collections.abc import Collection, Mapping
+
+import torch
+from torch.fx import Node
+
+from lightning_piper.capture import _torch
+from lightning_piper.capture.passes import OutputRef, Pass, reads_of
+from lightning_piper.capture.regions import VIEWS
+from lightning_piper.ir.regions import Output, PassKey
+
+# A value and its view share their memory: of the two, the value is handed over, and the view is made again.
+_FREE = VIEWS - {torch.ops.aten._to_copy.default}
+
+
+def halve(whole: Pass, shared: Collection[Node], kept: Collection[Node]) -> dict[str, Pass]:
+    """The halves of a backward pass by their names; one alone where no cotangent leaves the region, or no weight is trained.
+
+    Args:
+        whole: the pass B with its outputs and reads.
+        shared: nodes that every pass computes for itself.
+        kept: what the region's forward saves for `whole`.
+    """
+    region = whole.key[0]
+    cotangents = [bundle for bundle in whole.outputs if bundle[0].kind == "cotangent"]
+    grads = [bundle for bundle in whole.outputs if bundle[0].kind == "grad"]
+    if not cotangents or not grads:
+        kind = "BI" if cotangents else "BW"
+        return {kind: dataclasses.replace(whole, key=(region, kind))}
+    first = _needed(whole, [node for _, nodes in cotangents for node in nodes])
+    inputs = Pass((region, "BI"), [n for n in whole.nodes if n in first], cotangents)
+    weights = Pass((region, "BW"), [n for n in whole.nodes if n not in first], grads)
+    inputs.reads = reads_of(inputs.nodes, inputs.outputs, shared)
+    weights.reads = reads_of(weights.nodes, weights.outputs, {*shared, *(n for n in first if _is_free(n))})
+    # What comes from other regions enters by BI as well: which passes a pass reads from must not depend on the batch size, and
+    # a batch of one sample may take other operations.
+    handed = [n for n in weights.reads if n.op != "placeholder" and n not in kept]
+    inputs.outputs = [*cotangents, (Output("saved", ("BW",)), handed)]
+    return {"BI": inputs, "BW": weights}
+
+
+def _needed(whole: Pass, results: list[Node]) -> set[Node]:
+    """The nodes of the pass that `results` need, and those that draw random numbers: BI draws all of them, as B does."""
+    own = set(whole.nodes)
+    needed: set[Node] = set()
+    stack = results + [n for n in whole.nodes if _torch.is_random(n)]
+    while stack:
+        node = stack.pop()
+        if node in own and node not in needed:
+            needed.add(node)
+            stack += node.all_input_nodes
+    # An operation with several results is run where it is needed first, and only tensors can be handed over.
+    needed |= {n for n in whole.nodes if n.target is operator.getitem and n.args[0] in needed and not _is_free(n)}
+    return needed
+
+
+def _is_free(node: Node) -> bool:
+    source = node.args[0] if node.args else None
+    return node.target in _FREE and (node.target is not operator.getitem or (isinstance(source, Node) and _is_free(source)))
+
+
+def save(forward: Pass, halves: Mapping[str, Pass], kept: Collection[Node]) -> None:
+    """Let a forward pass hand out what its backward reads, in one bundle for each set of halves that read it: a value is then
+    freed as soon as the halves that need it are done. All of these bundles are there at every batch size, if need be empty."""
+    readers = [("BI",), ("BW",), ("BI", "BW")] if len(halves) == 2 else [tuple(halves)]
+    for names in readers:
+        nodes = [n for n in kept if tuple(kind for kind, half in halves.items() if n in half.reads) == names]
+        forward.outputs.append((Output("saved", names), nodes))
+
+
+def wire(whole: Pass, halves: Mapping[str, Pass], passes: Mapping[PassKey, Pass], taken: Collection[OutputRef]) -> None:
+    """Set the inputs of a backward pass and of its halves. `taken` are the bundles that it takes from other regions."""
+    region = whole.key[0]
+    saved = passes[region, "F"].bundles("saved")
+    whole.take([*(ref for ref, _, _ in saved), *taken], passes)
+    known = {**passes, **{half.key: half for half in halves.values()}}
+    outside: Collection[OutputRef] = taken
+    for kind, half in halves.items():
+        half.take([*(ref for ref, out, _ in saved if kind in out.names), *outside], known)
+        outside = [ref for ref, _, _ in half.bundles("saved")]

@@ -1,0 +1,25 @@
+"""Plans in virtual time: how long a step takes, where devices idle, what memory it needs. Nothing is run.
+
+result = simulate(compiled.dag, compiled.plans, {"F": 1, "B": 2}, Network(Link(latency=0.1)))
+print(result)                      # a table of figures
+result.devices[0].bubble           # the figures of a device
+result.timeline                    # who did what, from when to when
+"""
+
+from lightning_piper.simulate.durations import DEFAULT, Durations, Number, read_durations
+from lightning_piper.simulate.engine import Span
+from lightning_piper.simulate.figures import DeviceFigures, Simulation, simulate
+from lightning_piper.simulate.network import Link, Network
+
+__all__ = [
+    "DEFAULT",
+    "DeviceFigures",
+    "Durations",
+    "Link",
+    "Network",
+    "Number",
+    "Simulation",
+    "Span",
+    "read_durations",
+    "simulate",
+]

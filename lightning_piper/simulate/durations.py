@@ -1,0 +1,176 @@
+"""How long the work of a plan takes: a function of the chunk, or a table that can be written as JSON."""
+
+from __future__ import annotations
+
+import json
+import math
+import re
+from collections.abc import Callable, Mapping
+from fractions import Fraction
+from os import PathLike
+from pathlib import Path
+
+from lightning_piper.errors import SimulationError
+from lightning_piper.ir.dag import TrainingDAG
+from lightning_piper.ir.nodes import Chunk, Recv
+from lightning_piper.plan.instructions import Instruction
+
+Number = int | float | Fraction
+Durations = Mapping[str, Number] | Callable[[Chunk], Number]
+
+# A backward pass computes two products for each one of the forward pass: for its input (BI) and for its weights (BW).
+DEFAULT: Mapping[str, Number] = {"F": 1, "B": 2, "BI": 1, "BW": 1}
+
+_CHUNK = re.compile(r"(?P<kind>[A-Z]+)(\[(?P<tags>[^\]]*)\])?")
+_NODE = re.compile(r"%(?P<node>\d+)")
+_OP = re.compile(r"[a-z_]+")
+_Tags = tuple[tuple[str, int], ...]  # sorted
+_Entry = tuple[int, str, Number]  # number of tags, key, duration
+
+
+class Work:
+    """Durations of one DAG's work, looked up once for every chunk.
+
+    Args:
+        dag: the finished DAG.
+        durations: called with each chunk; or a table, whose keys are
+            `"F"`: every chunk of this pass, where nothing more specific is given;
+            `"F[PP=0]"`, `"F[PP=0,MB=3]"`: chunks of this pass with these tags, the most tags win;
+            `"%12"`: node 12, as plans print it. At a send, the transfer takes that long;
+            `"add"`, `"merge"`, ...: every instruction of this operation. Those that are not named take no time.
+
+    Raises:
+        SimulationError: an entry cannot be understood, is no duration, or names nothing in this DAG; a chunk has no duration,
+            or two equally specific ones.
+    """
+
+    def __init__(self, dag: TrainingDAG, durations: Durations) -> None:
+        self._ops: dict[str, Number] = {}
+        self._nodes: dict[int, Number] = {}
+        if isinstance(durations, Mapping):
+            rules = self._read(dag, durations)
+            for chunk in dag.of_type(Chunk):
+                matching = rules.matching(chunk)
+                if chunk.id not in self._nodes:
+                    self._nodes[chunk.id] = _most_specific(chunk, matching)
+            rules.check_used()
+        else:
+            for chunk in dag.of_type(Chunk):
+                self._nodes[chunk.id] = checked(f"the duration of {_name(chunk)}", durations(chunk))
+
+    def _read(self, dag: TrainingDAG, table: Mapping[str, Number]) -> _Rules:
+        rules = _Rules()
+        for key, value in table.items():
+            duration = checked(f"durations: {key!r}", value)
+            if match := _NODE.fullmatch(key):
+                node = int(match["node"])
+                if node not in dag.nodes:
+                    raise SimulationError(f"durations: {key!r} names no node of this training DAG; print(compiled.dag) lists them")
+                found = dag.nodes[node]
+                if isinstance(found, Recv):
+                    raise SimulationError(f"durations: {key!r} is a recv; name its send, '%{found.inputs[0][0]}'")
+                self._nodes[node] = duration
+            elif match := _CHUNK.fullmatch(key):
+                rules.add(key, match["kind"], _tags(key, match["tags"]), duration)
+            elif _OP.fullmatch(key):
+                self._ops[key] = duration
+            else:
+                raise SimulationError(
+                    f"durations: {key!r} cannot be understood; accepted are a pass such as 'F', with tags such as "
+                    "'F[PP=0,MB=3]', a node such as '%12', and an operation such as 'add'"
+                )
+        return rules
+
+    def of(self, instruction: Instruction) -> Number:
+        """How long the instruction occupies its stream."""
+        return self._nodes.get(instruction.node, self._ops.get(instruction.op, 0))
+
+    def measured(self, node: int) -> Number | None:
+        """How long the communication of a node takes, if the table says so."""
+        return self._nodes.get(node)
+
+
+class _Rules:
+    """Entries of a table that hold for chunks. A lookup tries each combination of tags that occurs in the table."""
+
+    def __init__(self) -> None:
+        self._by: dict[str, dict[tuple[str, ...], dict[tuple[object, ...], tuple[str, Number]]]] = {}
+        self._unused: set[str] = set()
+
+    def add(self, key: str, kind: str, tags: _Tags, duration: Number) -> None:
+        names, values = tuple(tag for tag, _ in tags), tuple(value for _, value in tags)
+        same = self._by.setdefault(kind, {}).setdefault(names, {})
+        if values in same:
+            raise SimulationError(f"durations: {same[values][0]!r} and {key!r} are the same entry; give it once")
+        same[values] = (key, duration)
+        if tags:
+            self._unused.add(key)
+
+    def matching(self, chunk: Chunk) -> list[_Entry]:
+        """Number of tags, key and duration of all entries that hold for a chunk, the most specific last."""
+        found: list[_Entry] = []
+        for names, entries in self._by.get(chunk.kind, {}).items():
+            entry = entries.get(tuple(chunk.tags.get(name) for name in names))
+            if entry is not None:
+                found.append((len(names), *entry))
+                self._unused.discard(entry[0])
+        return sorted(found, key=lambda entry: entry[0])
+
+    def check_used(self) -> None:
+        # A pass alone may be absent: one table serves schedules that split the backward pass and others.
+        if self._unused:
+            raise SimulationError(f"durations: {min(self._unused)!r} matches nothing; print(compiled.dag) shows the chunks' tags")
+
+
+def _most_specific(chunk: Chunk, found: list[_Entry]) -> Number:
+    if not found:
+        raise SimulationError(f"durations: nothing is given for {_name(chunk)}; give {chunk.kind!r}, {chunk.label!r} or the like")
+    if len(found) > 1 and found[-1][0] == found[-2][0]:
+        one, other = found[-2][1], found[-1][1]
+        raise SimulationError(f"durations: {one!r} and {other!r} are equally specific for {_name(chunk)}; give one with more tags")
+    return found[-1][2]
+
+
+def _tags(key: str, text: str | None) -> _Tags:
+    found: dict[str, int] = {}
+    for part in (text or "").split(",") if text else []:
+        tag, _, value = part.strip().rpartition("=")
+        if not tag or not value.isdecimal():
+            raise SimulationError(f"durations: {key!r}: {part!r} is not a tag with an index; give for example 'F[PP=0,MB=3]'")
+        found[tag] = int(value)
+    return tuple(sorted(found.items()))
+
+
+def _name(chunk: Chunk) -> str:
+    return f"%{chunk.id} {chunk.label}"
+
+
+def checked(what: str, value: object, positive: bool = False) -> Number:
+    """The value, if it is a finite number >= 0 (or > 0).
+
+    Raises:
+        SimulationError: it is something else.
+    """
+    good = isinstance(value, int | float | Fraction) and not isinstance(value, bool) and math.isfinite(value)
+    if not good or value < 0 or (positive and not value):  # type: ignore[operator]
+        raise SimulationError(f"{what} is {value!r}; give a finite number {'> 0' if positive else '>= 0'}")
+    return value  # type: ignore[return-value]
+
+
+def read_durations(path: str | PathLike[str]) -> dict[str, Number]:
+    """A table of durations from a JSON file that holds one object.
+
+    Raises:
+        SimulationError: there is no such file, or it holds something else.
+    """
+    try:
+        content = json.loads(Path(path).read_text(encoding="utf-8"))
+    except FileNotFoundError:
+        raise SimulationError(f"durations file {str(path)!r} does not exist") from None
+    except (OSError, ValueError) as error:
+        raise SimulationError(f"durations file {str(path)!r} cannot be read as JSON: {error}") from None
+    if not isinstance(content, dict):
+        raise SimulationError(
+            f'durations file {str(path)!r} holds a {type(content).__name__}; it must hold an object such as {{"F": 1, "B": 2}}'
+        )
+    return content

@@ -1,0 +1,243 @@
+"""Plans executed in virtual time.
+
+Each logical stream of a device has a clock. Instructions are issued in the plan's order; each begins when its stream is free
+and lets the clock go on. Issuing takes no time, as on CUDA, where the host runs ahead of its streams.
+
+    chunks, sums and the like    occupy their stream for their duration
+    send, post, collectives      join an exchange and go on; an exchange begins when all parties have joined it and the one
+                                 before it on its channel or in its group is over
+    wait, retire                 hold the stream until the exchange of the same node is over
+    record, await                an awaiting stream is held until the recorded moment
+
+Which time of waiting is due to communication alone? A clock also carries `since`: the last moment at which something else than
+communication had to happen for the stream to be where it is. A stream that is held until t, with `since` s, waited from s to t
+for communication only: what it waited for had been computed by then.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any, NamedTuple
+
+from lightning_piper.errors import SimulationError, VerificationError
+from lightning_piper.ir.dag import TrainingDAG
+from lightning_piper.ir.nodes import Chunk
+from lightning_piper.plan.instructions import Await, Channel, Collective, Instruction, Post, Record, Retire, Run, Send, Wait
+from lightning_piper.plan.plan import Plan
+from lightning_piper.simulate.durations import Number, Work
+from lightning_piper.simulate.network import RINGS, Network
+
+Interval = tuple[Number, Number]
+Lane = tuple[str, object]  # a channel or a group
+
+
+class Span(NamedTuple):
+    """What a stream did from `start` to `end`. `kind` is the pass of a chunk (`F`, `B`, ...), else the operation: `send`, `recv`,
+    `reduce`, `add` and so on. `origin` is the index of the directive behind it. Work that takes no time has a span if it is a
+    chunk or communication."""
+
+    device: int
+    stream: str
+    start: Number
+    end: Number
+    node: int
+    label: str
+    kind: str
+    origin: int | None
+
+
+@dataclass
+class Trace:
+    """Attributes:
+    spans: in order of issue.
+    times: device -> start and end of every instruction of its plan.
+    exchanges: (device, node) -> start and end of the communication that the device joined there.
+    held: (device, stream, interval) in which the stream waited for communication only.
+    end: when the last stream is done.
+    """
+
+    spans: list[Span] = field(default_factory=list)
+    times: dict[int, list[Interval]] = field(default_factory=dict)
+    exchanges: dict[tuple[int, int], Interval] = field(default_factory=dict)
+    held: list[tuple[int, str, Interval]] = field(default_factory=list)
+    end: Number = 0
+
+
+@dataclass(slots=True)
+class _Clock:
+    time: Number = 0
+    since: Number = 0
+
+    def hold(self, until: Number, since: Number) -> Interval | None:
+        """Go on no earlier than `until`; returns when that was waiting for communication only."""
+        before, self.time = self.time, max(self.time, until)
+        self.since = max(self.since, since)
+        return (max(before, self.since), until) if until > max(before, self.since) else None
+
+
+@dataclass(slots=True)
+class _Exchange:
+    """One message, or one collective.
+
+    Attributes:
+        lane: the channel or group; one exchange at a time.
+        parties: how many must join.
+        joined: (device, instruction) of those that have.
+        ready: when the last of them joined.
+        since: from then on, nothing but communication had to happen for the last of them to join.
+        waiting: devices that cannot go on before all have joined.
+    """
+
+    lane: Lane
+    parties: int
+    joined: list[tuple[int, Instruction]] = field(default_factory=list)
+    ready: Number = 0
+    since: Number = 0
+    end: Number = 0
+    waiting: list[int] = field(default_factory=list)
+
+    @property
+    def complete(self) -> bool:
+        return len(self.joined) == self.parties
+
+
+class _World:
+    """Clocks, events and exchanges of all devices."""
+
+    def __init__(self, dag: TrainingDAG, plans: Mapping[int, Plan], work: Work, network: Network) -> None:
+        self._dag, self._work, self._network = dag, work, network
+        self.trace = Trace(times={device: [] for device in plans})
+        self._clocks: dict[tuple[int, str], _Clock] = {}
+        self._events: dict[tuple[int, int], Interval] = {}  # (device, event) -> time and since
+        self._messages: dict[Channel, list[_Exchange]] = {}
+        self._ends: dict[tuple[Channel, int], int] = {}  # (channel, 0 for its sender or 1) -> messages so far
+        self._collectives: dict[int, _Exchange] = {}
+        self._started: dict[tuple[int, int], _Exchange] = {}  # (device, node)
+        self._free: dict[Lane, Number] = {}  # lane -> end of its last exchange
+
+    def blocked(self, device: int, instruction: Instruction) -> _Exchange | None:
+        """The exchange without whose other parties the instruction cannot be issued, if any."""
+        if not isinstance(instruction, Wait | Retire):
+            return None
+        exchange = self._started.get((device, instruction.node))
+        if exchange is None:
+            raise VerificationError(f"plan of device {device}: {instruction.where}: nothing before it started what it waits for")
+        return None if exchange.complete else exchange
+
+    def issue(self, device: int, instruction: Instruction) -> list[int]:
+        """Issue an instruction; returns the devices that can now go on."""
+        clock = self._clocks.setdefault((device, instruction.stream), _Clock())
+        start, freed = clock.time, list[int]()
+        match instruction:
+            case Wait():
+                exchange = self._started[device, instruction.node]
+                self._hold(device, instruction.stream, clock, exchange.end, exchange.since)
+            case Retire():
+                # Nothing here needs what was sent, so this is no time of waiting for communication.
+                end = self._started[device, instruction.node].end
+                clock.hold(end, end)
+            case Send() | Post():
+                freed = self._join(device, instruction, clock, self._message(instruction))
+            case Record():
+                self._events[device, instruction.event] = (clock.time, clock.since)
+            case Await():
+                if (device, instruction.event) not in self._events:
+                    raise VerificationError(
+                        f"plan of device {device}: {instruction.where}: event e{instruction.event} is awaited before it is recorded"
+                    )
+                self._hold(device, instruction.stream, clock, *self._events[device, instruction.event])
+            case Collective():
+                freed = self._join(device, instruction, clock, self._collective(instruction))
+            case _:
+                self._occupy(device, instruction, clock)
+        self.trace.times[device].append((start, clock.time))
+        self.trace.end = max(self.trace.end, clock.time)
+        return freed
+
+    def _hold(self, device: int, stream: str, clock: _Clock, until: Number, since: Number) -> None:
+        interval = clock.hold(until, since)
+        if interval is not None:
+            self.trace.held.append((device, stream, interval))
+
+    def _occupy(self, device: int, instruction: Instruction, clock: _Clock) -> None:
+        start, duration = clock.time, self._work.of(instruction)
+        if duration:
+            clock.time = clock.since = start + duration
+        if duration or isinstance(instruction, Run):
+            node = self._dag.nodes[instruction.node]
+            kind = node.kind if isinstance(node, Chunk) else instruction.op
+            self._span(device, instruction, kind, start, clock.time)
+
+    def _span(self, device: int, instruction: Instruction, kind: str, start: Number, end: Number) -> None:
+        about = (instruction.node, instruction.label, kind, instruction.origin)
+        self.trace.spans.append(Span(device, instruction.stream, start, end, *about))
+
+    def _message(self, instruction: Send | Post) -> _Exchange:
+        """The k-th send of a channel meets the k-th post."""
+        channel = instruction.channel
+        end = (channel, 0 if isinstance(instruction, Send) else 1)
+        number = self._ends.get(end, 0)
+        self._ends[end] = number + 1
+        messages = self._messages.setdefault(channel, [])
+        if number == len(messages):
+            messages.append(_Exchange(("channel", channel), 2))
+        return messages[number]
+
+    def _collective(self, instruction: Collective) -> _Exchange:
+        if instruction.op not in RINGS:
+            known = ", ".join(RINGS)
+            raise SimulationError(f"{instruction.where}: the simulator knows no collective {instruction.op!r}; it has {known}")
+        return self._collectives.setdefault(instruction.node, _Exchange(("group", instruction.group), len(instruction.members)))
+
+    def _join(self, device: int, instruction: Instruction, clock: _Clock, exchange: _Exchange) -> list[int]:
+        self._started[device, instruction.node] = exchange
+        exchange.joined.append((device, instruction))
+        exchange.ready = max(exchange.ready, clock.time)
+        exchange.since = max(exchange.since, clock.since)
+        if not exchange.complete:
+            return []
+        start = max(exchange.ready, self._free.get(exchange.lane, 0))
+        exchange.end = self._free[exchange.lane] = start + self._duration(exchange)
+        for member, joined in exchange.joined:
+            self.trace.exchanges[member, joined.node] = (start, exchange.end)
+            self._span(member, joined, "recv" if isinstance(joined, Post) else joined.op, start, exchange.end)
+        return exchange.waiting
+
+    def _duration(self, exchange: _Exchange) -> Number:
+        instruction: Any = next(joined for _, joined in exchange.joined if not isinstance(joined, Post))
+        measured = self._work.measured(instruction.node)
+        if measured is not None:
+            return measured
+        if isinstance(instruction, Collective):
+            return self._network.collective(instruction.op, instruction.members, instruction.nbytes)
+        return self._network.transfer(instruction.channel, sum(spec.nbytes for spec in instruction.tensors))
+
+
+def run_in_virtual_time(dag: TrainingDAG, plans: Mapping[int, Plan], work: Work, network: Network) -> Trace:
+    """Execute the plans of all devices. Linear in the number of instructions; the same plans always give the same trace.
+
+    Raises:
+        VerificationError: devices wait for each other; names what each of them waits for.
+        SimulationError: a collective that the simulator does not know.
+    """
+    world = _World(dag, plans, work, network)
+    position = dict.fromkeys(plans, 0)
+    ready = deque(plans)
+    while ready:
+        device = ready.popleft()
+        instructions = plans[device].instructions
+        while position[device] < len(instructions):
+            instruction = instructions[position[device]]
+            exchange = world.blocked(device, instruction)
+            if exchange is not None:
+                exchange.waiting.append(device)
+                break
+            position[device] += 1
+            ready.extend(world.issue(device, instruction))
+    stuck = [device for device in plans if position[device] < len(plans[device].instructions)]
+    if stuck:
+        shown = "; ".join(f"device {d} waits in {plans[d].instructions[position[d]].where}" for d in stuck)
+        raise VerificationError(f"the plans deadlock: {shown}")
+    return world.trace

@@ -1,0 +1,60 @@
+"""How long communication takes: a latency and a bandwidth for each channel and each group."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from fractions import Fraction
+
+from lightning_piper.plan.instructions import Channel
+from lightning_piper.simulate.durations import Number, checked
+
+# Collectives, by the operation of the instruction that starts one: how often a ring of n members goes round, each time in
+# n - 1 steps, in which every member sends 1/n of the bytes to the next (Patarasuk and Yuan 2009). An all-reduce is a
+# reduce-scatter and an all-gather. This table is all that the simulator knows of a collective: an instruction with a `group`
+# and the `tensors` of the whole, started on a stream and completed by the `Wait` of the same node.
+RINGS: dict[str, int] = {"reduce": 2, "reduce_scatter": 1, "all_gather": 1}
+
+
+@dataclass(frozen=True)
+class Link:
+    """Attributes:
+    latency: time until the first byte arrives, in the unit of the durations.
+    bandwidth: bytes per unit of time; None is unlimited.
+    """
+
+    latency: Number = 0
+    bandwidth: Number | None = None
+
+    def __post_init__(self) -> None:
+        checked("latency", self.latency)
+        if self.bandwidth is not None:
+            checked("bandwidth", self.bandwidth, positive=True)
+
+    def time(self, nbytes: int, parts: int = 1) -> Number:
+        """Of one message of `nbytes / parts` bytes."""
+        if self.bandwidth is None:
+            return self.latency
+        return self.latency + Fraction(nbytes, parts) / self.bandwidth
+
+
+@dataclass(frozen=True)
+class Network:
+    """Attributes:
+    link: of every channel and group that is not named.
+    channels: by (sending device, receiving device).
+    groups: between neighbours in the ring, by the group's devices.
+    """
+
+    link: Link = Link()
+    channels: Mapping[Channel, Link] = field(default_factory=dict)
+    groups: Mapping[tuple[int, ...], Link] = field(default_factory=dict)
+
+    def transfer(self, channel: Channel, nbytes: int) -> Number:
+        """From the moment when both sides are ready."""
+        return self.channels.get(channel, self.link).time(nbytes)
+
+    def collective(self, op: str, group: tuple[int, ...], nbytes: int) -> Number:
+        """From the moment when all members are ready; `nbytes` are those of the whole, on one member."""
+        n = len(group)
+        return RINGS[op] * (n - 1) * self.groups.get(group, self.link).time(nbytes, n)

@@ -1,0 +1,39 @@
+"""What the charts have in common: rows, and the text in a box."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Sequence
+
+from lightning_piper.simulate import Simulation, Span
+
+Row = tuple[int, str]  # (device, stream)
+
+_INDEX = re.compile(r"=([^,\]]*)(?=[,\]])")
+
+
+def rows_of(simulation: Simulation) -> dict[Row, list[Span]]:
+    """Spans that take time, by device and stream: streams of compute first."""
+    rows: dict[Row, list[Span]] = {}
+    for span in simulation.timeline:
+        if span.end > span.start:
+            rows.setdefault((span.device, span.stream), []).append(span)
+    return dict(sorted(rows.items(), key=lambda row: (row[0][0], not any(is_chunk(s) for s in row[1]), row[0][1])))
+
+
+def is_chunk(span: Span) -> bool:
+    """Passes are in capitals, operations are not."""
+    return span.kind.isupper()
+
+
+def indices(span: Span) -> list[str]:
+    """Of a chunk's tags, in their order: `F[PP=0,MB=3]` has 0 and 3."""
+    return _INDEX.findall(span.label)
+
+
+def distinct_names(spans: Sequence[Span]) -> list[str]:
+    """Pass and indices of each chunk, without the indices that all of them share: `F3`, or `F0.3` among several stages."""
+    found = [indices(span) for span in spans]
+    depth = max((len(x) for x in found), default=0)
+    shared = {k for k in range(depth) if len({tuple(x[k : k + 1]) for x in found}) == 1 and len(found) > 1}
+    return [span.kind + ".".join(x[k] for k in range(len(x)) if k not in shared) for span, x in zip(spans, found, strict=True)]

@@ -1,0 +1,58 @@
+"""What one device does, in the language of Graphviz: `dot -Tsvg`, or any viewer of DOT files."""
+
+from __future__ import annotations
+
+import networkx as nx
+
+from lightning_piper.errors import PiperError
+from lightning_piper.ir.dag import TrainingDAG
+from lightning_piper.ir.nodes import Chunk, Node, Recv, Send
+from lightning_piper.viz.colours import BOOKKEEPING, COMMUNICATION, colour
+
+
+def dot_graph(dag: TrainingDAG, device: int) -> str:
+    """The nodes of a device and the edges between them. Solid edges carry data, dashed ones only order and name the directive
+    that does.
+
+    Raises:
+        PiperError: the DAG has no such device.
+    """
+    if device not in dag.devices():
+        raise PiperError(f"the training DAG has no device {device}; it has {', '.join(map(str, dag.devices()))}")
+    lines = [f'digraph "device {device}" {{', "  rankdir=LR;", '  node [shape=box, style=filled, fontname="sans-serif"];']
+    order = [i for i in nx.lexicographical_topological_sort(dag.graph) if device in dag.nodes[i].devices]
+    for i in order:
+        node = dag.nodes[i]
+        lines.append(f'  n{i} [label="{_quoted(_label(node, device))}", fillcolor="{_fill(node)}"];')
+    present = set(order)
+    for i in order:
+        for source in sorted(present & set(dag.graph.predecessors(i))):
+            edge = dag.graph.edges[source, i]
+            by = "" if edge["order"] is None else f'label="directive {edge["order"]}"'
+            style = ", ".join(x for x in ("" if edge["data"] else "style=dashed", by) if x)
+            lines.append(f"  n{source} -> n{i}{f' [{style}]' if style else ''};")
+    return "\n".join([*lines, "}"]) + "\n"
+
+
+def _label(node: Node, device: int) -> str:
+    lines = [f"%{node.id} {node.label}"]
+    if isinstance(node, Chunk):
+        lines.append(f"samples {node.slice}")
+    elif isinstance(node, Send | Recv):
+        peer = node.peers[node.devices.index(device)]
+        lines.append(f"{'to' if isinstance(node, Send) else 'from'} device {peer}")
+    if node.stream != "compute":
+        lines.append(f"stream {node.stream}")
+    if node.origin is not None:
+        lines.append(f"directive {node.origin}")
+    return "\n".join(lines)
+
+
+def _fill(node: Node) -> str:
+    if isinstance(node, Chunk):
+        return colour(node.kind)
+    return COMMUNICATION if node.stream != "compute" else BOOKKEEPING
+
+
+def _quoted(text: str) -> str:
+    return text.replace("\\", "\\\\").replace('"', '\\"').replace("\n", "\\n")

@@ -1,0 +1,129 @@
+"""A simulated step as an SVG chart: rows are the streams of the devices, time runs to the right."""
+
+from __future__ import annotations
+
+import math
+import re
+from collections.abc import Iterable, Sequence
+from xml.sax.saxutils import escape
+
+from lightning_piper.simulate import Simulation, Span
+from lightning_piper.viz.boxes import Row, indices, is_chunk, rows_of
+from lightning_piper.viz.colours import colour, rank
+
+_ROW, _GAP, _DEVICE_GAP, _TOP, _BOTTOM, _RIGHT = 24, 4, 10, 40, 34, 20  # pixels
+_LETTER = 6.2  # width of a letter in pixels, of the font below
+_BOX = 26  # width of the shortest chunk, if the chart does not get too wide by it
+_WIDTHS = (800, 12_000)
+_FORBIDDEN = re.compile(r"[^\t\n\r\x20-\uD7FF\uE000-\uFFFD\U00010000-\U0010FFFF]")  # characters that XML does not know
+_STYLE = (
+    "text{font:11px sans-serif;fill:#222}.r text{text-anchor:middle}.r rect{stroke:#666;stroke-width:.5}"
+    ".a line{stroke:#ddd}.a text{text-anchor:middle}"
+)
+
+
+def svg_chart(simulation: Simulation) -> str:
+    """The text of an SVG file. Boxes show stage and microbatch (the indices of the chunk's tags) where there is room, and say
+    more when the pointer is on them. Colours are those of the pass or the kind of communication."""
+    rows = rows_of(simulation)
+    titles = [f"device {device}  {stream}" for device, stream in rows]
+    left = 16 + math.ceil(_LETTER * max((len(title) for title in titles), default=0))
+    width = _width(simulation, rows)
+    step = float(simulation.step_time)
+    scale = width / step if step else 0.0
+    tops = _tops(rows)
+    bottom = (tops[-1] if tops else _TOP) + _ROW + _GAP
+    parts = [
+        f'<svg xmlns="http://www.w3.org/2000/svg" width="{left + width + _RIGHT}" height="{bottom + _BOTTOM}">',
+        f"<style>{_STYLE}</style>",
+        '<rect width="100%" height="100%" fill="#fff"/>',
+        *_legend(simulation, rows, left),
+        *_axis(step, scale, left, bottom),
+    ]
+    for spans, title, y in zip(rows.values(), titles, tops, strict=True):
+        parts.append(f'<text x="8" y="{y + 16}">{_clean(title)}</text><g class="r">')
+        lanes = _lanes(spans)
+        height = _ROW / (max(lanes) + 1)
+        parts += [_box(span, left, y + lane * height, height, scale) for span, lane in zip(spans, lanes, strict=True)]
+        parts.append("</g>")
+    parts.append("</svg>\n")
+    return "\n".join(parts)
+
+
+def _tops(rows: Iterable[Row]) -> list[int]:
+    """The upper edge of each row; devices stand apart."""
+    tops: list[int] = []
+    before = None
+    for device, _ in rows:
+        tops.append(tops[-1] + _ROW + (_GAP if device == before else _DEVICE_GAP) if tops else _TOP)
+        before = device
+    return tops
+
+
+def _width(simulation: Simulation, rows: dict[Row, list[Span]]) -> int:
+    shortest = min((span.end - span.start for spans in rows.values() for span in spans if is_chunk(span)), default=0)
+    if not shortest:
+        return _WIDTHS[0]
+    return min(max(math.ceil(_BOX * float(simulation.step_time / shortest)), _WIDTHS[0]), _WIDTHS[1])
+
+
+def _box(span: Span, left: float, y: float, height: float, scale: float) -> str:
+    x, width = left + float(span.start) * scale, float(span.end - span.start) * scale
+    by = "" if span.origin is None else f", directive {span.origin}"
+    about = f"{span.kind} {span.label}" if not is_chunk(span) and span.label != span.kind else span.label
+    times = f"{float(span.start):.6g} to {float(span.end):.6g} ({float(span.end - span.start):.6g})"
+    title = f"{about} on device {span.device}, stream {span.stream}: {times}, node %{span.node}{by}"
+    box = (
+        f'<g><title>{_clean(title)}</title><rect x="{x:.2f}" y="{y:.2f}" width="{width:.2f}" height="{height:.2f}" '
+        f'fill="{colour(span.kind)}"/>'
+    )
+    text = ".".join(indices(span)) if is_chunk(span) else ""
+    if text and len(text) * _LETTER < width and height == _ROW:
+        box += f'<text x="{x + width / 2:.2f}" y="{y + 16:.2f}">{_clean(text)}</text>'
+    return box + "</g>"
+
+
+def _lanes(spans: Sequence[Span]) -> list[int]:
+    """Messages of several channels may overlap on one stream: each goes to the first lane that is free."""
+    free: list[object] = []
+    lanes = []
+    for span in spans:  # by start
+        lane = next((k for k, end in enumerate(free) if end <= span.start), len(free))  # type: ignore[operator]
+        free[lane : lane + 1] = [span.end]
+        lanes.append(lane)
+    return lanes
+
+
+def _legend(simulation: Simulation, rows: dict[Row, list[Span]], left: int) -> list[str]:
+    kinds = sorted({span.kind for spans in rows.values() for span in spans}, key=rank)
+    parts, x = [], float(left)
+    for kind in kinds:
+        parts.append(f'<rect x="{x:.1f}" y="10" width="14" height="14" fill="{colour(kind)}" stroke="#666" stroke-width=".5"/>')
+        parts.append(f'<text x="{x + 19:.1f}" y="21">{_clean(kind)}</text>')
+        x += 36 + _LETTER * len(kind)
+    shares = f"bubble {float(simulation.bubble_fraction):.1%}, exposed communication {float(simulation.exposed_fraction):.1%}"
+    parts.append(f'<text x="{x:.1f}" y="21">step time {float(simulation.step_time):.6g}, {shares}</text>')
+    return parts
+
+
+def _axis(step: float, scale: float, left: int, bottom: int) -> list[str]:
+    parts = ['<g class="a">']
+    for tick in _ticks(step, step * scale / 80):
+        x = left + tick * scale
+        parts.append(f'<line x1="{x:.2f}" y1="{_TOP}" x2="{x:.2f}" y2="{bottom + 4}"/>')
+        parts.append(f'<text x="{x:.2f}" y="{bottom + 18}">{tick:.6g}</text>')
+    return [*parts, "</g>"]
+
+
+def _ticks(step: float, most: float) -> list[float]:
+    """Multiples of 1, 2 or 5 times a power of ten, at most about `most` of them."""
+    if not step:
+        return [0.0]
+    least = step / max(most, 1)
+    power = 10.0 ** math.floor(math.log10(least))
+    unit = next(k * power for k in (1, 2, 5, 10) if k * power >= least * 0.999)
+    return [k * unit for k in range(int(step / unit * 1.000001) + 1)]
+
+
+def _clean(text: str) -> str:
+    return escape(_FORBIDDEN.sub("?", text))

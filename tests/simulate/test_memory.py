@@ -1,0 +1,82 @@
+"""Bytes of a step's values over virtual time."""
+
+from __future__ import annotations
+
+import pytest
+
+from lightning_piper.ir.nodes import Update
+from lightning_piper.plan.instructions import Instruction, Retire
+from lightning_piper.simulate import Link, Network, simulate
+from tests.models import CASES
+from tests.plan.programs import edited, place, split
+from tests.simulate.programs import ROW, WIDTH, captured, compiled, pipeline
+
+GRADS = 4 * (WIDTH * WIDTH + WIDTH)  # bytes of a layer's gradients
+LOSS, METRICS = 4, 8
+
+
+def test_one_device_computed_by_hand() -> None:
+    program = pipeline("gpipe", 1, 1)
+    figures = simulate(program.dag, program.plans).devices[0]
+    assert figures.memory == (
+        (0, 0),
+        (0, LOSS + 2 * ROW),  # F begins: the loss, and two tensors for the backward pass
+        (1, LOSS + 2 * ROW + METRICS), (1, 2 * ROW + METRICS),  # the loss moves into the vector of metrics
+        (1, 2 * ROW + METRICS + GRADS),  # B begins
+        (3, METRICS + GRADS),  # B ends
+        (3, GRADS),  # the metrics are reported; gradients stay to the end
+    )  # fmt: skip
+    assert figures.peak_bytes == 2 * ROW + METRICS + GRADS
+    assert figures.in_flight == ((0, 0), (0, 1), (3, 0)) and figures.peak_in_flight == 1
+
+
+def test_what_is_sent_is_there_until_it_is_retired() -> None:
+    """The first of two stages, one microbatch: F 0 to 1, its message until 4, F and B of the other stage until 7, its message
+    until 10, B until 12."""
+    program = pipeline("gpipe", 2, 1)
+    figures = simulate(program.dag, program.plans, {"F": 1, "B": 2}, Network(Link(latency=3))).devices[0]
+    assert figures.memory == (
+        (0, 0),
+        (0, 2 * ROW),  # F begins: the activation, and what is saved
+        (0, 2 * ROW + METRICS),  # the sum of the metrics is under way
+        (4, ROW + METRICS),  # the activation has arrived
+        (7, 2 * ROW + METRICS),  # its gradient is under way
+        (10, 2 * ROW + METRICS + GRADS),  # B begins
+        (12, METRICS + GRADS),
+        (12, GRADS),
+    )
+
+
+def test_a_later_retirement_holds_more() -> None:
+    """The control of the test above: with the retirement at the end of the plan, the activation stays to the end."""
+    program = pipeline("gpipe", 2, 1)
+
+    def retire_last(instructions: list[Instruction]) -> None:
+        (retire,) = [i for i in instructions if isinstance(i, Retire)]
+        instructions.remove(retire)
+        instructions.append(retire)
+
+    plans = {**program.plans, 0: edited(program.plans[0], retire_last)}
+    figures = simulate(program.dag, plans, {"F": 1, "B": 2}, Network(Link(latency=3))).devices[0]
+    assert figures.peak_bytes == 3 * ROW + METRICS + GRADS and (12, ROW + GRADS) in figures.memory
+
+
+def test_one_f_one_b_needs_less_than_gpipe() -> None:
+    peaks = {}
+    for schedule in ("gpipe", "one_f_one_b"):
+        program = pipeline(schedule, 4, 8)
+        peaks[schedule] = [f.peak_bytes for f in simulate(program.dag, program.plans).devices.values()]
+    assert all(a < b for a, b in zip(peaks["one_f_one_b"], peaks["gpipe"], strict=True))
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_what_remains_is_what_was_handed_out(name: str) -> None:
+    program = compiled(name, [*place(captured(name).step, 2), *split(3)])
+    result = simulate(program.dag, program.plans, network=Network(Link(0.5, 100.0)))
+    for device, figures in result.devices.items():
+        updates = [n for n in program.dag.of_type(Update) if device in n.devices]
+        assert figures.memory[-1][1] == sum(program.dag.value(u.inputs[0]).nbytes for u in updates)
+        assert figures.in_flight[-1][1] == 0
+        assert all(n >= 0 for _, n in (*figures.memory, *figures.in_flight))
+        for curve in (figures.memory, figures.in_flight):
+            assert [t for t, _ in curve] == sorted(t for t, _ in curve)

@@ -1,0 +1,164 @@
+"""What a simulation refuses, and durations as tables."""
+
+from __future__ import annotations
+
+import dataclasses
+import re
+from fractions import Fraction
+from pathlib import Path
+from typing import Any, ClassVar
+
+import pytest
+
+from lightning_piper.errors import SimulationError, VerificationError
+from lightning_piper.ir.nodes import Chunk, Recv
+from lightning_piper.plan.instructions import Await, Instruction, Post, Record, Reduce, Run, Wait
+from lightning_piper.simulate import Link, Network, read_durations, simulate
+from lightning_piper.simulate.durations import Work
+from tests.plan.programs import edited, split
+from tests.simulate.programs import compiled, pipeline
+
+REPLICATED = [{"op": "place", "filter": {}, "devices": [0, 1]}, {"op": "replicate", "filter": {}, "devices": [0, 1]}]
+
+
+def durations_of(table: Any) -> dict[str, Any]:
+    """What a table gives the chunks of two stages and two microbatches."""
+    program = pipeline("gpipe", 2, 2)
+    work = Work(program.dag, table)
+    runs = [i for plan in program.plans.values() for i in plan.instructions if isinstance(i, Run)]
+    return {i.label: work.of(i) for i in runs}
+
+
+def test_the_most_specific_entry_counts() -> None:
+    table = {"F": 1, "F[PP=1]": 2, "F[MB=1,PP=1]": 3, "B": Fraction(1, 2), "BW": 9}
+    assert durations_of(table) == {
+        "F[PP=0,MB=0]": 1, "F[PP=0,MB=1]": 1, "F[PP=1,MB=0]": 2, "F[PP=1,MB=1]": 3,
+        **{f"B[PP={s},MB={m}]": Fraction(1, 2) for s in (0, 1) for m in (0, 1)},
+    }  # fmt: skip
+
+
+def test_a_node_counts_before_its_tags() -> None:
+    program = pipeline("gpipe", 2, 2)
+    chunk = next(c for c in program.dag.of_type(Chunk) if c.label == "F[PP=1,MB=1]")
+    assert durations_of({"F": 1, "B": 2, "F[PP=1,MB=1]": 3, f"%{chunk.id}": 4})["F[PP=1,MB=1]"] == 4
+
+
+def test_a_function_gets_the_chunk() -> None:
+    def twice_for_the_last(chunk: Chunk) -> int:
+        return 1 + (chunk.tags["PP"] == 1)
+
+    assert set(durations_of(twice_for_the_last).values()) == {1, 2}
+
+
+BAD = {
+    "missing": ({"F": 1}, r"nothing is given for %\d+ B\[PP=1,MB=0\]; give 'B', 'B\[PP=1,MB=0\]' or the like"),
+    "ambiguous": ({"B": 2, "F[PP=0]": 1, "F[MB=0]": 2}, r"'F\[PP=0\]' and 'F\[MB=0\]' are equally specific for %\d+ F\[PP=0,"),
+    "twice": ({"F[PP=0,MB=0]": 1, "F[MB=0,PP=0]": 1}, r"'F\[PP=0,MB=0\]' and 'F\[MB=0,PP=0\]' are the same entry"),
+    "unused": ({"F": 1, "B": 2, "F[PP=7]": 1}, r"'F\[PP=7\]' matches nothing"),
+    "no tag": ({"F[PP]": 1}, r"'F\[PP\]': 'PP' is not a tag with an index; give for example"),
+    "unreadable": ({"F PP=1": 1}, r"'F PP=1' cannot be understood; accepted are a pass"),
+    "unknown node": ({"F": 1, "B": 2, "%999": 1}, r"'%999' names no node"),
+    "negative": ({"F": -1, "B": 2}, r"'F' is -1; give a finite number >= 0"),
+    "not finite": ({"F": float("nan"), "B": 2}, r"'F' is nan; give a finite number"),
+    "no number": ({"F": "1", "B": 2}, r"'F' is '1'; give a finite number"),
+    "a truth value": ({"F": True, "B": 2}, r"'F' is True; give a finite number"),
+    "by function": (lambda chunk: None, r"the duration of %\d+ F\[PP=0,MB=0\] is None; give a finite number"),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", BAD)
+def test_durations_that_cannot_be_used(name: str) -> None:
+    table, message = BAD[name]
+    with pytest.raises(SimulationError, match=message):
+        durations_of(table)
+
+
+def test_a_transfer_is_named_by_its_send() -> None:
+    program = pipeline("gpipe", 2, 2)
+    recv = next(program.dag.of_type(Recv))
+    with pytest.raises(SimulationError, match=f"'%{recv.id}' is a recv; name its send, '%{recv.inputs[0][0]}'"):
+        simulate(program.dag, program.plans, {"F": 1, "B": 2, f"%{recv.id}": 1})
+
+
+@pytest.mark.parametrize(
+    ("fields", "message"),
+    [({"latency": -1}, "latency is -1; give a finite number >= 0"), ({"bandwidth": 0}, "bandwidth is 0; give a finite number > 0")],
+)
+def test_links_that_cannot_be(fields: Any, message: str) -> None:
+    with pytest.raises(SimulationError, match=re.escape(message)):
+        Link(**fields)
+
+
+def test_durations_from_a_file(tmp_path: Path) -> None:
+    path = tmp_path / "durations.json"
+    path.write_text('{"F": 1.5, "B": 3}')
+    assert read_durations(path) == {"F": 1.5, "B": 3}
+    path.write_text("[1]")
+    with pytest.raises(SimulationError, match="holds a list; it must hold an object such as"):
+        read_durations(path)
+    path.write_text("{")
+    with pytest.raises(SimulationError, match="cannot be read as JSON"):
+        read_durations(path)
+    with pytest.raises(SimulationError, match="does not exist"):
+        read_durations(tmp_path / "none.json")
+
+
+def wait_first(instructions: list[Instruction]) -> None:
+    """Wait for the first message before anything is sent."""
+    post = next(i for i in instructions if isinstance(i, Post))
+    wait = next(i for i in instructions if isinstance(i, Wait) and i.node == post.node)
+    for instruction in (wait, post):
+        instructions.remove(instruction)
+        instructions.insert(0, instruction)
+
+
+def test_a_deadlock_names_who_waits_for_what() -> None:
+    program = pipeline("gpipe", 2, 2)
+    plans = {**program.plans, 0: edited(program.plans[0], wait_first)}
+    with pytest.raises(VerificationError, match=r"^the plans deadlock: device 0 waits in wait %\d+ recv.*; device 1 waits in"):
+        simulate(program.dag, plans)
+
+
+def without(kind: type[Instruction]) -> Any:
+    return lambda instructions: instructions.remove(next(i for i in instructions if isinstance(i, kind)))
+
+
+def test_plans_that_wait_for_nothing() -> None:
+    program = pipeline("gpipe", 2, 2)
+    for kind, message in ((Post, "nothing before it started what it waits for"), (Record, "is awaited before it is recorded")):
+        plans = {**program.plans, 1: edited(program.plans[1], without(kind))}
+        with pytest.raises(VerificationError, match=rf"^plan of device 1: .*{message}"):
+            simulate(program.dag, plans)
+    assert any(isinstance(i, Await) for i in program.plans[1].instructions)
+
+
+def with_reductions(kind: type[Reduce]) -> Any:
+    """The figures of a replicated step whose reductions are another collective."""
+    program = compiled("mlp", [*REPLICATED, *split(2)])
+
+    def exchange(instructions: list[Instruction]) -> None:
+        for i, instruction in enumerate(instructions):
+            if isinstance(instruction, Reduce):
+                instructions[i] = kind(**{f.name: getattr(instruction, f.name) for f in dataclasses.fields(instruction)})
+
+    plans = {device: edited(plan, exchange) for device, plan in program.plans.items()}
+    return simulate(program.dag, plans, network=Network(Link(latency=1)))
+
+
+class AllGather(Reduce):
+    """Another collective: started on a stream, over a group, completed by the wait of its node."""
+
+    op: ClassVar[str] = "all_gather"
+
+
+class Unheard(Reduce):
+    op: ClassVar[str] = "unheard"
+
+
+def test_collectives_come_from_one_table() -> None:
+    """An all-gather goes round the ring once, an all-reduce twice."""
+    assert with_reductions(Reduce).step_time == 14
+    gathered = with_reductions(AllGather)
+    assert gathered.step_time == 13 and {s.kind for s in gathered.timeline if s.stream == "reduce"} == {"all_gather"}
+    with pytest.raises(SimulationError, match=r"unheard %\d+ .*: the simulator knows no collective 'unheard'; it has reduce"):
+        with_reductions(Unheard)

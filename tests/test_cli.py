@@ -1,0 +1,224 @@
+"""The command line: what it prints, where it looks for things, and how it ends."""
+
+from __future__ import annotations
+
+import importlib
+import json
+import os
+import re
+import shlex
+import subprocess
+import sys
+import tomllib
+import xml.etree.ElementTree as ET
+from collections.abc import Iterator
+from pathlib import Path
+from textwrap import dedent
+from typing import Any
+
+import pytest
+import torch
+
+import lightning_piper as piper
+from lightning_piper.cli import main
+from lightning_piper.directives.program import to_json
+from lightning_piper.simulate import Link, Network, read_durations, simulate
+from tests.simulate.programs import Chain
+
+ROOT = Path(__file__).parent.parent
+
+SOURCE = """
+    import torch
+    from tests.simulate.programs import Chain
+
+    def module():
+        return Chain(2)
+
+    def batch():
+        return torch.zeros(4, 4)
+
+    def program():
+        import lightning_piper as piper
+        return piper.schedules.gpipe(2, 2)
+
+    class Needy(Chain):
+        pass
+
+    ready = torch.zeros(4, 4)
+"""
+
+
+@pytest.fixture
+def project(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
+    """A folder with `stages.py`, `package/inner.py` and JSON files, which is the current one."""
+    (tmp_path / "package").mkdir()
+    for file in ("stages.py", "package/inner.py"):
+        (tmp_path / file).write_text(dedent(SOURCE))
+    (tmp_path / "program.json").write_text(json.dumps(to_json(piper.schedules.one_f_one_b(2, 4))))
+    (tmp_path / "broken.json").write_text(json.dumps([{"op": "place", "filter": {"PP": 7}, "devices": [0]}]))
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(sys, "path", sys.path.copy())
+    yield tmp_path
+    for name, module in list(sys.modules.items()):
+        if (getattr(module, "__file__", None) or "").startswith(str(tmp_path)) or name == "package":
+            del sys.modules[name]
+
+
+def arguments(command: str, *more: str, module: str = "stages:module", directives: str = "program.json") -> list[str]:
+    return [command, module, "--batch", "stages:batch", "--directives", directives, *more]
+
+
+def output(capsys: pytest.CaptureFixture[str], *args: Any, **named: Any) -> str:
+    assert main(arguments(*args, **named)) == 0
+    found = capsys.readouterr()
+    assert not found.err
+    return found.out
+
+
+def compiled() -> piper.Compiled:
+    return piper.compile(Chain(2), torch.zeros(4, 4), piper.schedules.one_f_one_b(2, 4))
+
+
+def test_check_prints_the_directives(project: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    lines = output(capsys, "check").splitlines()
+    assert lines[0] == '0 {"op": "place", "filter": {"PP": 0}, "devices": [0]}'
+    assert lines[2] == '2 {"op": "split", "filter": {}, "dim_name": "MB", "num_microbatches": 4}'
+    assert len(lines) == 6 and lines[-1] == "ok"
+
+
+@pytest.mark.parametrize("module", ["stages:module", "package.inner:module", "stages.py:module", "package/inner.py:module"])
+def test_modules_are_found_by_name_and_by_file(project: Path, capsys: pytest.CaptureFixture[str], module: str) -> None:
+    assert output(capsys, "check", module=module).endswith("ok\n")
+
+
+def test_directives_may_come_from_a_function(project: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert '"num_microbatches": 2' in output(capsys, "check", directives="stages.py:program")
+
+
+def test_plans(project: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    plans = compiled().plans
+    assert output(capsys, "plan") == f"{plans[0]}\n\n{plans[1]}\n"
+    assert output(capsys, "plan", "--device", "1") == f"{plans[1]}\n"
+
+
+def test_a_chart_in_the_terminal(project: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("COLUMNS", "42")
+    assert output(capsys, "viz") == (
+        "device  one column is 0.5, the step takes 15\n"
+        "0       F0F1....B0--F2B1--F3B2--..B3--\n"
+        "1       ..F0B0--F1B1--F2B2--F3B3--....\n"
+    )
+
+
+def test_a_chart_as_a_file(project: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    (project / "durations.json").write_text('{"F": 3, "B": 4}')
+    assert output(capsys, "viz", "-o", "step.svg", "--durations", "durations.json") == ""
+    root = ET.parse(project / "step.svg").getroot()
+    assert any("F[PP=0,MB=1] on device 0, stream compute: 3 to 6 (3)" in (t.text or "") for t in root.iter())
+
+
+def test_the_dag_of_a_device(project: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    text = output(capsys, "viz", "--dag", "1")
+    assert text.startswith('digraph "device 1" {\n') and "F[PP=1,MB=3]" in text
+    assert output(capsys, "viz", "--dag", "1", "--output", "one.dot") == ""
+    assert (project / "one.dot").read_text() == text
+
+
+def test_figures(project: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    (project / "durations.json").write_text('{"F": 1, "B": 2, "F[PP=1]": 1.5}')
+    wanted = simulate(compiled().dag, compiled().plans, read_durations("durations.json"), Network(Link(0.25, 64)))
+    more = ("--durations", "durations.json", "--latency", "0.25", "--bandwidth", "64")
+    assert output(capsys, "simulate", *more) == f"{wanted}\n"
+    assert json.loads(output(capsys, "simulate", "--json", *more)) == json.loads(json.dumps(wanted.to_json()))
+    assert output(capsys, "simulate") == f"{simulate(compiled().dag, compiled().plans)}\n"
+
+
+def failure(capsys: pytest.CaptureFixture[str], *args: Any, **named: Any) -> str:
+    assert main(arguments(*args, **named)) == 1
+    found = capsys.readouterr()
+    assert not found.out
+    return found.err
+
+
+@pytest.mark.parametrize("command", ["check", "plan", "viz", "simulate"])
+def test_a_broken_program_fails_with_the_text_of_the_api(project: Path, capsys: pytest.CaptureFixture[str], command: str) -> None:
+    with pytest.raises(piper.DirectiveError) as error:
+        piper.compile(Chain(2), torch.zeros(4, 4), "broken.json")
+    assert failure(capsys, command, directives="broken.json") == f"{error.value}\n"
+    assert str(error.value).startswith("directive 0 (place): field 'filter': {PP: 7} matches nothing")
+
+
+def test_files_that_are_not_there_fail(project: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert failure(capsys, "check", directives="none.json") == "directives file 'none.json' does not exist\n"
+    assert failure(capsys, "simulate", "--durations", "none.json") == "durations file 'none.json' does not exist\n"
+    assert failure(capsys, "simulate", "--latency", "-1") == "latency is -1.0; give a finite number >= 0\n"
+
+
+USAGE = {
+    "no command": ([], "the following arguments are required: command"),
+    "no target": (arguments("check", module="stages"), "'stages' names nothing to import; give package.module:name or"),
+    "no module": (arguments("check", module="nowhere:module"), "there is no module 'nowhere' in the current directory"),
+    "no file": (arguments("check", module="nowhere.py:module"), "there is no file 'nowhere.py'"),
+    "no name": (arguments("check", module="stages:nothing"), "stages has no 'nothing'"),
+    "no LightningModule": (arguments("check", module="stages:batch"), "stages:batch gives Tensor; name a LightningModule class or"),
+    "arguments": (arguments("check", module="stages:Needy"), "stages:Needy cannot be called without arguments: missing a required"),
+    "no device": (arguments("plan", "--device", "5"), "there is no device 5; the program uses 0, 1"),
+    "no device to draw": (arguments("viz", "--dag", "5"), "there is no device 5; the program uses 0, 1"),
+    "no number": (arguments("simulate", "--latency", "soon"), "argument --latency: invalid number value: 'soon'"),
+    "no folder": (arguments("viz", "-o", "nowhere/step.svg"), "'nowhere/step.svg' cannot be written: No such file"),
+}
+
+
+@pytest.mark.parametrize("name", USAGE)
+def test_a_wrong_command_line(project: Path, capsys: pytest.CaptureFixture[str], name: str) -> None:
+    argv, message = USAGE[name]
+    with pytest.raises(SystemExit) as ended:
+        main(argv)
+    assert ended.value.code == 2 and message in capsys.readouterr().err
+
+
+def test_an_error_in_the_users_own_module_is_not_hidden(project: Path) -> None:
+    (project / "failing.py").write_text("import surely_not_installed\n")
+    with pytest.raises(ModuleNotFoundError, match="surely_not_installed"):
+        main(arguments("check", module="failing:module"))
+
+
+def test_a_batch_may_be_a_value(project: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["check", "stages:module", "--batch", "stages:ready", "--directives", "program.json"]) == 0
+    assert capsys.readouterr().out.endswith("ok\n")
+
+
+@pytest.mark.parametrize("page", ["cli.md", "simulate.md"])
+def test_the_documentation_shows_real_output(
+    page: str, project: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Each `$ lightning-piper ...` prints what stands below it."""
+    for name, content in re.findall(r"`(\w+\.\w+)`:\n\n```\w+\n(.*?)```", (ROOT / "docs/cli.md").read_text(), re.DOTALL):
+        (project / name).write_text(content)
+    monkeypatch.setenv("COLUMNS", "132")
+    shown = re.findall(r"^```\n\$ lightning-piper (.*?)\n(.*?)^```", (ROOT / "docs" / page).read_text(), re.DOTALL | re.MULTILINE)
+    assert len(shown) == {"cli.md": 4, "simulate.md": 1}[page]
+    for command, wanted in shown:
+        status = main(shlex.split(command))
+        found = capsys.readouterr()
+        assert (found.err if status else found.out) == wanted
+
+
+def in_a_process(*argv: str) -> subprocess.CompletedProcess[str]:
+    environment = {**os.environ, "PYTHONPATH": str(ROOT)}
+    command = [sys.executable, "-m", "lightning_piper.cli", *argv]
+    return subprocess.run(command, capture_output=True, text=True, env=environment, timeout=200)
+
+
+def test_a_process_ends_with_the_status(project: Path) -> None:
+    good = in_a_process(*arguments("check"))
+    assert (good.returncode, good.stdout.splitlines()[-1]) == (0, "ok")
+    bad = in_a_process(*arguments("check", directives="broken.json"))
+    assert bad.returncode == 1 and not bad.stdout
+    assert "Traceback" not in bad.stderr and bad.stderr.splitlines()[-1].startswith("directive 0 (place): field 'filter'")
+
+
+def test_the_installed_command_is_this_one() -> None:
+    scripts = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["scripts"]
+    module, name = scripts["lightning-piper"].split(":")
+    assert getattr(importlib.import_module(module), name) is main

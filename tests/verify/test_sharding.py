@@ -1,0 +1,391 @@
+"""The static check of buckets and shards: what a rewrite that goes wrong would leave behind, and what the check says of it.
+
+Every fault that can still be executed is executed as well: what is refused does compute something else.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import pytest
+import torch
+
+from lightning_piper.errors import VerificationError
+from lightning_piper.ir.dag import TrainingDAG
+from lightning_piper.ir.nodes import (
+    Accumulate,
+    AllGather,
+    AllReduce,
+    Chunk,
+    Metrics,
+    Node,
+    Pack,
+    Parameters,
+    ReduceScatter,
+    Report,
+    Send,
+    Update,
+)
+from lightning_piper.ir.values import Partial, Replicate, Shard
+from lightning_piper.plan import drop_redundant, global_order
+from lightning_piper.verify.equivalence import compare
+from lightning_piper.verify.static import check
+from tests.dags import chunk, run, split
+from tests.models import captured
+from tests.plan.programs import dag_of
+
+LEVELS: dict[int, dict[str, Any]] = {0: {}, 1: {"shard_optimizer": True}, 2: {"shard_grads": True}, 3: {"shard_params": True}}
+GROUPS = [[0, 2], [1, 3]]
+
+
+def sharded(level: int, model: str = "mlp", **fields: Any) -> TrainingDAG:
+    """Two stages on two replicas each, two microbatches."""
+    stages = [{"op": "place", "filter": {"PP": i}, "devices": group} for i, group in enumerate(GROUPS)]
+    replicate = {"op": "replicate", "filter": {}, "devices": GROUPS, **LEVELS[level], **fields}
+    return dag_of(captured(model).step, [*stages, split(2), replicate])
+
+
+def grads(dag: TrainingDAG, kind: type[Node], parameter: str = "first.weight") -> list[Any]:
+    """Nodes of a type that make, or read, the gradient of a parameter."""
+    return [n for n in dag.of_type(kind) if (values := [*n.outputs, *map(dag.value, n.reads)]) and values[0].kind == "grad"
+            and parameter in values[0].names]  # fmt: skip
+
+
+def bypass(dag: TrainingDAG, node: Node) -> None:
+    """What reads the node reads what the node reads."""
+    for reader in dag.users(node):
+        dag.substitute(reader, (node.id, 0), node.inputs[0])
+    dag.remove([node])
+
+
+def change(node: Node, **fields: Any) -> None:
+    node.outputs = (dataclasses.replace(node.outputs[0], **fields),)
+
+
+def unsummed(dag: TrainingDAG) -> None:
+    (scatter,) = grads(dag, ReduceScatter)
+    bypass(dag, scatter)
+
+
+def unsummed_though_it_says_so(dag: TrainingDAG) -> None:
+    """Each replica keeps its shard of its own gradient."""
+    for scatter in grads(dag, ReduceScatter):
+        total = dag.nodes[scatter.inputs[0][0]]
+        total.outputs = scatter.outputs
+        bypass(dag, scatter)
+
+
+def one_microbatch_unsummed(dag: TrainingDAG) -> None:
+    bypass(dag, grads(dag, ReduceScatter)[0])
+
+
+def summed_twice(dag: TrainingDAG) -> None:
+    (scatter,) = grads(dag, ReduceScatter)
+    again = dag.add(AllReduce(inputs=scatter.inputs, outputs=(dataclasses.replace(dag.value(scatter.inputs[0]),
+                              placement=Replicate()),), devices=scatter.devices, stream="reduce"))  # fmt: skip
+    dag.rewire(scatter, inputs=((again.id, 0),))
+
+
+def shard_summed_again(dag: TrainingDAG) -> None:
+    (scatter,) = grads(dag, ReduceScatter)
+    readers = dag.users(scatter)
+    again = dag.add(dataclasses.replace(scatter, id=-1, inputs=((scatter.id, 0),)))
+    for reader in readers:
+        dag.substitute(reader, (scatter.id, 0), (again.id, 0))
+
+
+def gather_missing(dag: TrainingDAG) -> None:
+    reader = chunk(dag, "B[PP=1,MB=1]")
+    dag.rewire(reader, params=(None,) * len(reader.params))
+
+
+def gathers_missing(dag: TrainingDAG) -> None:
+    """The parameters are updated in shards, and nobody gathers them."""
+    for reader in dag.of_type(Chunk):
+        dag.rewire(reader, params=())
+    dag.remove([*dag.of_type(AllGather), *dag.of_type(Parameters)])
+
+
+def frozen_parameter_not_gathered(dag: TrainingDAG) -> None:
+    reader = chunk(dag, "F[PP=0,MB=0]")
+    names = dag.interface(reader).params
+    dag.rewire(reader, params=tuple(None if n == "mixing" else ref for n, ref in zip(names, reader.params, strict=True)))
+
+
+def shard_read(dag: TrainingDAG) -> None:
+    reader = chunk(dag, "F[PP=0,MB=0]")
+    dag.rewire(reader, params=tuple(ref and dag.nodes[ref[0]].inputs[0] for ref in reader.params))
+
+
+def gather_of_the_other_stage(dag: TrainingDAG) -> None:
+    reader, other = chunk(dag, "F[PP=0,MB=0]"), chunk(dag, "F[PP=1,MB=0]")
+    dag.rewire(reader, params=other.params)
+
+
+def other_bucket(dag: TrainingDAG) -> None:
+    """Weight and bias exchange their buckets."""
+    reader = chunk(dag, "F[PP=0,MB=0]")
+    assert len(set(reader.params)) == 2
+    dag.rewire(reader, params=reader.params[::-1])
+
+
+def gradient_as_parameter(dag: TrainingDAG) -> None:
+    """The gather brings the gradient that the last microbatch left, in place of the parameter."""
+    gather, scatter = dag.nodes[chunk(dag, "F[PP=0,MB=1]").params[0][0]], grads(dag, ReduceScatter)[0]  # type: ignore[index]
+    dag.rewire(gather, inputs=((scatter.id, 0),))
+
+
+def other_order_in_the_bucket(dag: TrainingDAG) -> None:
+    """Parameters lie in another order than their gradients: a shard's update meets other elements."""
+    for node in [*dag.of_type(Parameters), *dag.of_type(AllGather)]:
+        bucket = node.outputs[0].bucket
+        assert bucket is not None
+        turned = dataclasses.replace(bucket, names=bucket.names[::-1], tensors=bucket.tensors[::-1])
+        change(node, bucket=turned, names=turned.names)
+
+
+def other_memory_in_the_bucket(dag: TrainingDAG) -> None:
+    """The names agree, the elements of the weight lie in another order."""
+    for node in [*dag.of_type(Parameters), *dag.of_type(AllGather)]:
+        bucket = node.outputs[0].bucket
+        assert bucket is not None
+        specs = tuple(dataclasses.replace(s, stride=s.stride[::-1]) for s in bucket.tensors)
+        change(node, bucket=dataclasses.replace(bucket, tensors=specs))
+
+
+def other_dtype(dag: TrainingDAG) -> None:
+    for node in [*dag.of_type(Parameters), *dag.of_type(AllGather)]:
+        bucket = node.outputs[0].bucket
+        assert bucket is not None
+        low = bucket.in_dtype(torch.bfloat16)
+        change(node, bucket=low, tensors=(low.part if isinstance(node, Parameters) else low.whole,))
+
+
+def too_many_shards(dag: TrainingDAG) -> None:
+    for node in list(dag.nodes.values()):
+        for value in node.outputs:
+            if value.bucket is not None:
+                more = dataclasses.replace(value.bucket, members=4)
+                change(node, bucket=more, tensors=(more.part if isinstance(value.placement, Shard) else more.whole,))
+
+
+def shards_twice(dag: TrainingDAG) -> None:
+    """Two chunks gather from different copies of the shards, of which the optimizer updates one."""
+    reader = chunk(dag, "F[PP=0,MB=0]")
+    gather = dag.nodes[reader.params[0][0]]  # type: ignore[index]
+    copy = dag.add(dataclasses.replace(dag.nodes[gather.inputs[0][0]], id=-1))
+    own = dag.add(dataclasses.replace(gather, id=-1, inputs=((copy.id, 0),)))
+    dag.rewire(reader, params=((own.id, 0),) * len(reader.params))
+
+
+def optimizer_has_the_whole(dag: TrainingDAG) -> None:
+    """Gradients are all-reduced, parameters gathered: whose update counts?"""
+    for scatter in list(dag.of_type(ReduceScatter)):
+        whole = dataclasses.replace(dag.value(scatter.inputs[0]), placement=Replicate())
+        total = dag.add(AllReduce(inputs=scatter.inputs, outputs=(whole,), devices=scatter.devices, stream="reduce"))
+        for reader in dag.users(scatter):
+            dag.substitute(reader, (scatter.id, 0), (total.id, 0))
+        dag.remove([scatter])
+
+
+def microbatch_dropped(dag: TrainingDAG) -> None:
+    (total,) = grads(dag, Accumulate)
+    dag.rewire(total, inputs=total.inputs[1:])
+
+
+def microbatch_twice(dag: TrainingDAG) -> None:
+    (total,) = grads(dag, Accumulate)
+    dag.rewire(total, inputs=(*total.inputs, total.inputs[0]))
+
+
+def microbatch_for_another(dag: TrainingDAG) -> None:
+    first, second = grads(dag, Pack)
+    dag.rewire(second, inputs=first.inputs)
+
+
+def joined_and_alone(dag: TrainingDAG) -> None:
+    """A microbatch is summed over replicas with the next one, and once more by itself."""
+    drop_redundant(dag, global_order(dag))
+    scatter = grads(dag, ReduceScatter)[-1]
+    both = dag.nodes[scatter.inputs[0][0]]
+    assert isinstance(both, Accumulate) and len(both.inputs) == 2
+    total = next(n for n in dag.users(scatter) if isinstance(n, Accumulate))
+    alone = dag.add(dataclasses.replace(scatter, id=-1, inputs=both.inputs[:1]))
+    dag.rewire(total, inputs=(*total.inputs, (alone.id, 0)))
+
+
+def joined_without_the_first(dag: TrainingDAG) -> None:
+    drop_redundant(dag, global_order(dag))
+    both = dag.nodes[grads(dag, ReduceScatter)[-1].inputs[0][0]]
+    assert isinstance(both, Accumulate) and len(both.inputs) == 2
+    dag.rewire(both, inputs=both.inputs[1:])
+
+
+def packed_elsewhere(dag: TrainingDAG) -> None:
+    """The gradients of the other stage are packed as these."""
+    first, other = grads(dag, Pack)[0], grads(dag, Pack, "second.weight")[0]
+    dag.rewire(first, inputs=other.inputs)
+
+
+def updated_twice(dag: TrainingDAG) -> None:
+    dag.add(dataclasses.replace(grads(dag, Update)[0], id=-1))
+
+
+def shard_and_partial(dag: TrainingDAG) -> None:
+    total = next(n for n in grads(dag, Accumulate) if isinstance(n.outputs[0].placement, Shard))
+    dag.rewire(total, inputs=(dag.nodes[total.inputs[0][0]].inputs[0], *total.inputs[1:]))
+
+
+def shard_and_whole(dag: TrainingDAG) -> None:
+    """A tied parameter, summed in shards in one region and whole in the other."""
+    update = next(u for u in grads(dag, Update, "a.weight") if len(u.inputs) == 2)
+    other = dataclasses.replace(dag.value(update.inputs[0]), placement=Replicate())
+    source = dag.nodes[update.inputs[0][0]]
+    whole = dag.add(AllReduce(inputs=source.inputs, outputs=(other,), devices=source.devices))
+    change(whole, tensors=dag.value(source.inputs[0]).tensors)
+    dag.rewire(update, inputs=((whole.id, 0), update.inputs[1]))
+
+
+def names_turned(dag: TrainingDAG) -> None:
+    """Every shard of a weight is taken for one of the bias."""
+    for node in dag.nodes.values():
+        for value in node.outputs:
+            if value.kind == "grad" and value.bucket is not None:
+                change(node, names=value.names[::-1])
+
+
+def shard_without_bucket(dag: TrainingDAG) -> None:
+    change(grads(dag, ReduceScatter)[0], bucket=None)
+
+
+def gradients_said_to_be_whole(dag: TrainingDAG) -> None:
+    for reduction in grads(dag, AllReduce) + grads(dag, AllReduce, "second.weight"):
+        bypass(dag, reduction)
+    for node in dag.nodes.values():
+        node.outputs = tuple(dataclasses.replace(v, placement=Replicate()) if v.kind == "grad" else v for v in node.outputs)
+
+
+def metrics_unsummed(dag: TrainingDAG) -> None:
+    reduction = next(n for n in dag.of_type(AllReduce) if dag.value(n.inputs[0]).kind == "metrics")
+    dag.rewire(next(dag.of_type(Report)), inputs=reduction.inputs)
+    dag.remove([reduction])
+
+
+def metrics_said_to_be_whole(dag: TrainingDAG) -> None:
+    metrics_unsummed(dag)
+    for node in dag.of_type(Metrics):
+        change(node, placement=Replicate())
+
+
+def replicas_turned(dag: TrainingDAG) -> None:
+    """All of a stage's sums and shards take its devices in another order than its chunks."""
+    for node in dag.nodes.values():
+        if node.devices == (0, 2) and not isinstance(node, Chunk | Send):
+            node.devices = (2, 0)
+    for reader in dag.of_type(Chunk):
+        if reader.devices == (2, 0):
+            reader.devices = (0, 2)
+
+
+@dataclass(frozen=True)
+class Fault:
+    """`runs`: what is left can be executed, and gives other numbers. Faults of shards show in the step after at the earliest."""
+
+    apply: Callable[[TrainingDAG], None]
+    level: int
+    says: str
+    runs: bool = False
+    model: str = "mlp"
+    bucket_size: float = 25.0
+
+
+OF_FIRST = r"gradient of first.weight, first.bias"
+FAULTS = [
+    Fault(unsummed, 1, OF_FIRST + r" reaches the optimizer as Partial\(sum\) over devices \[0, 2\]"),
+    Fault(unsummed_though_it_says_so, 1, r"accumulate .* hands out its sum as something else than its terms", runs=True),
+    Fault(one_microbatch_unsummed, 2, r"adds grad first.weight, first.bias of B\[PP=0\] as S\(0\) to P\(sum\)"),
+    Fault(summed_twice, 1, r"reducescatter .* sums grad .* over devices that all hold the whole of it", runs=True),
+    Fault(shard_summed_again, 1, r"reducescatter .* sums grad .* over devices that all hold a shard of it"),
+    Fault(gather_missing, 3, r"B\[PP=1,MB=1\] .* reads its own copy of second.weight, of which this device has a shard alone"),
+    Fault(gathers_missing, 1, r"F\[PP=0,MB=0\] .* reads its own copy of first.weight, of which this device has a shard alone"),
+    Fault(frozen_parameter_not_gathered, 3, r"F\[PP=0,MB=0\] .* its own copy of mixing, of which this device has a shard alone",
+          model="frozen"),
+    Fault(shard_read, 3, r"F\[PP=0,MB=0\] .* reads parameter first.weight from a shard: gather it first"),
+    Fault(gather_of_the_other_stage, 3, r"reads parameter first.weight from param:second.weight.*, which does not hold it"),
+    Fault(other_bucket, 3, r"reads parameter first.weight from param:first.bias .*, which does not hold it", bucket_size=1e-6),
+    Fault(gradient_as_parameter, 3, r"allgather .* hands on grad:first.weight,first.bias as something else than it is"),
+    Fault(other_order_in_the_bucket, 3, r"gathers first.weight from other shards than the optimizer updates"),
+    Fault(other_memory_in_the_bucket, 3, r"in a bucket that holds first.weight as .*, not as the module does"),
+    Fault(other_dtype, 3, r"keeps parameters in torch.bfloat16, which is not the dtype of all of them"),
+    Fault(too_many_shards, 3, r"in a bucket of 4 shards, and there are 2 replicas"),
+    Fault(shards_twice, 3, r"first.weight has shards twice on the same devices, in parameters .* and parameters .*"),
+    Fault(optimizer_has_the_whole, 1, r"gathers first.weight from shards, but the optimizer updates the whole of it"),
+    Fault(microbatch_dropped, 1, OF_FIRST + r" \(update .*\): of .*, samples 0:1 are missing", runs=True),
+    Fault(microbatch_dropped, 2, OF_FIRST + r" \(accumulate .*\): samples 0:1 are missing", runs=True),
+    Fault(microbatch_twice, 1, OF_FIRST + r" \(update .*\): of .*, samples 0:1 count 2 times", runs=True),
+    Fault(microbatch_twice, 2, OF_FIRST + r" \(accumulate .*\): samples 0:1 count 2 times", runs=True),
+    Fault(microbatch_for_another, 2, OF_FIRST + r".*: samples 0:1 count 2 times", runs=True),
+    Fault(joined_and_alone, 2, OF_FIRST + r" \(accumulate .*\): samples 0:1 count more than once", runs=True),
+    Fault(joined_without_the_first, 2, OF_FIRST + r" \(accumulate .*\): samples 0:1 are missing", runs=True),
+    Fault(packed_elsewhere, 2, r"pack .* packs first.weight, first.bias, which grad second.weight.* does not hold"),
+    Fault(updated_twice, 3, r"first.weight is updated twice on the same devices, by update .* and update"),
+    Fault(shard_and_partial, 2, r"as S\(0\) to P\(sum\), or of another bucket"),
+    Fault(shard_and_whole, 3, r"gradient of a.weight \(update .*\): adds R and S\(0\)", model="used_twice"),
+    Fault(names_turned, 2, r"what is no flat tensor of the bucket of first.weight, first.bias"),
+    Fault(shard_without_bucket, 2, r"reducescatter .* makes grad:first.weight,first.bias in shards, but lays it in no bucket"),
+    Fault(gradients_said_to_be_whole, 0, r"names grad:first.weight,first.bias R what is grad:first.weight, first.bias P\(sum\)"),
+    Fault(metrics_unsummed, 3, r"report .* reads metrics:returned loss,train_loss of metrics"),
+    Fault(replicas_turned, 3, r"has device [02] as replica [01], which elsewhere is replica [01]"),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("fault", FAULTS, ids=lambda fault: f"{fault.apply.__name__}-{fault.level}")
+def test_a_fault_is_refused(fault: Fault) -> None:
+    dag = sharded(fault.level, fault.model, bucket_size=fault.bucket_size)
+    check(dag, final=True)
+    clean = run(fault.model, dag)
+    fault.apply(dag)
+    with pytest.raises(VerificationError, match=fault.says):
+        check(dag, final=True)
+    if fault.runs:
+        assert compare(clean, run(fault.model, dag), {}).verdict == "differs"
+
+
+@pytest.mark.parametrize("fault, says", [
+    (metrics_unsummed, r"report .* takes metrics.* as one device has it: sum it over the devices"),
+    (metrics_said_to_be_whole, r"metrics .* makes R, and there are 2 devices"),
+])  # fmt: skip
+def test_metrics_of_replicas_alone_are_refused(fault: Callable[[TrainingDAG], None], says: str) -> None:
+    """One stage: every device has the value that the report reads, though only its own replica's part of it."""
+    place = {"op": "place", "filter": {}, "devices": [0, 1]}
+    dag = dag_of(captured("mlp").step, [place, {"op": "replicate", "filter": {}, "devices": [0, 1]}])
+    check(dag, final=True)
+    clean = run("mlp", dag)
+    fault(dag)
+    with pytest.raises(VerificationError, match=says):
+        check(dag, final=True)
+    assert compare(clean, run("mlp", dag), {}).verdict == "differs"
+
+
+@pytest.mark.parametrize("level", [2, 3])
+@pytest.mark.parametrize("kept", [[0, 1], [1, 2], [2, 3], [0, 1, 2], [1, 2, 3]])
+def test_any_part_of_a_sum_may_be_summed_over_replicas_at_once(level: int, kept: list[int]) -> None:
+    """Also one that does not begin with the first microbatch, as 1F1B has it."""
+    group = [0, 1]
+    dag = dag_of(captured("mlp", 8).step, [{"op": "place", "filter": {}, "devices": group}, split(4),
+                                           {"op": "replicate", "filter": {}, "devices": group, **LEVELS[level]}])  # fmt: skip
+    (total,) = (n for n in grads(dag, Accumulate) if isinstance(n.outputs[0].placement, Shard))
+    parts = [dag.nodes[total.inputs[i][0]] for i in kept]
+    sums = dag.nodes[parts[0].inputs[0][0]]
+    both = dag.add(Accumulate(inputs=tuple(part.inputs[0] for part in parts), outputs=sums.outputs, devices=(0, 1)))
+    dag.rewire(parts[0], inputs=((both.id, 0),))
+    left = tuple(ref for i, ref in enumerate(total.inputs) if i not in kept[1:])
+    dag.rewire(total, inputs=left)
+    check(dag, final=True)
+    assert isinstance(both.outputs[0].placement, Partial)
+    dag.rewire(total, inputs=left[:-1])
+    with pytest.raises(VerificationError, match=r"samples \d:\d are missing"):
+        check(dag, final=True)
