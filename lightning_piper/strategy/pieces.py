@@ -65,10 +65,9 @@ class Piece:
 
     @property
     def spec(self) -> dict[str, Any]:
-        """What the whole tensor is, in JSON. Dimensions of one element have no place in the layout: they may lie anywhere."""
+        """What the whole tensor is, in JSON."""
         layout = range(len(self.shape)) if self.layout is None else self.layout
-        dtype = str(self.tensor.dtype).removeprefix("torch.")
-        return {"shape": list(self.shape), "layout": [d for d in layout if self.shape[d] != 1], "dtype": dtype}
+        return {"shape": list(self.shape), "layout": list(layout), "dtype": str(self.tensor.dtype).removeprefix("torch.")}
 
 
 class SavePieces(SavePlanner):

@@ -140,9 +140,25 @@ class Opened:
     manifest: dict[str, Any]
     common: dict[str, Any]
 
-    @property
-    def keys(self) -> Iterable[str]:
-        return self.manifest["tensors"].keys()
+    def dtype_of(self, key: str) -> torch.dtype:
+        """In which a tensor was saved."""
+        dtype = getattr(torch, self._tensor(key)["dtype"])
+        assert isinstance(dtype, torch.dtype)
+        return dtype
+
+    def spec_of(self, key: str) -> TensorSpec:
+        """What a tensor was when it was saved."""
+        shape = tuple(self._tensor(key)["shape"])
+        return TensorSpec(shape, self.dtype_of(key), _strides(shape, self._tensor(key)["layout"]))
+
+    def _tensor(self, key: str) -> dict[str, Any]:
+        found: dict[str, Any] | None = self.manifest["tensors"].get(key)
+        if found is None:
+            raise PiperError(
+                f"the checkpoint {self.path} does not have {key}; load it into the module that it was saved from, with the same "
+                "optimizer"
+            )
+        return found
 
 
 def load(path: str | Path, wanted: Sequence[Piece], world: World, weights_only: bool = True) -> dict[str, Any]:
@@ -212,8 +228,7 @@ def fill(opened: Opened, wanted: Sequence[Piece], world: World) -> None:
     read, relaid = [], []
     whole: dict[str, Piece] = {}
     for piece in wanted:
-        stored = opened.manifest["tensors"][piece.key]
-        if piece.spec["layout"] == stored["layout"]:
+        if _order(piece.spec) == _order(opened.manifest["tensors"][piece.key]):
             read.append(piece)
             continue
         if piece.key not in whole:  # elements lie in another order in the file: only the whole tensor can be brought in order
@@ -223,7 +238,7 @@ def fill(opened: Opened, wanted: Sequence[Piece], world: World) -> None:
     options: dict[str, Any] = {"storage_reader": Reader(opened.folder), "planner": LoadPieces([*read, *whole.values()])}
     _checkpointed(world, doing, lambda **how: dcp.load({}, **options, **how))
     for piece in relaid:
-        tensor = view_as(whole[piece.key].tensor, _spec(opened, piece.key))
+        tensor = view_as(whole[piece.key].tensor, opened.spec_of(piece.key))
         target = TensorSpec(piece.shape, tensor.dtype, _strides(piece.shape, piece.layout))
         piece.tensor.detach().copy_(flattened(tensor, target)[piece.start : piece.stop])
 
@@ -231,24 +246,17 @@ def fill(opened: Opened, wanted: Sequence[Piece], world: World) -> None:
 def _check_wanted(opened: Opened, wanted: Sequence[Piece]) -> None:
     for piece in wanted:
         _check_piece(piece)
-        stored = opened.manifest["tensors"].get(piece.key)
-        if stored is None:
+        shape = list(opened.spec_of(piece.key).shape)
+        if shape != list(piece.shape):
             raise PiperError(
-                f"the checkpoint {opened.path} does not have {piece.key}; load it into the module that it was saved from, with the "
-                "same optimizer"
-            )
-        if stored["shape"] != list(piece.shape):
-            raise PiperError(
-                f"{piece.key} has shape {stored['shape']} in the checkpoint {opened.path}, {list(piece.shape)} here; load it into "
+                f"{piece.key} has shape {shape} in the checkpoint {opened.path}, {list(piece.shape)} here; load it into "
                 "a module of the same sizes"
             )
 
 
-def _spec(opened: Opened, key: str) -> TensorSpec:
-    stored = opened.manifest["tensors"][key]
-    shape = tuple(stored["shape"])
-    ones = [d for d, size in enumerate(shape) if size == 1]
-    return TensorSpec(shape, getattr(torch, stored["dtype"]), _strides(shape, [*ones, *stored["layout"]]))
+def _order(spec: dict[str, Any]) -> list[int]:
+    """The dimensions as they lie, without those of one element, which make no difference."""
+    return [d for d in spec["layout"] if spec["shape"][d] != 1]
 
 
 def _strides(shape: Sequence[int], layout: Sequence[int] | None) -> tuple[int, ...]:
@@ -261,7 +269,7 @@ def _strides(shape: Sequence[int], layout: Sequence[int] | None) -> tuple[int, .
 
 def read_whole(opened: Opened, keys: Iterable[str]) -> dict[str, torch.Tensor]:
     """Whole tensors, with the strides that they had when they were saved, in this process alone."""
-    specs = {key: _spec(opened, key) for key in keys}
+    specs = {key: opened.spec_of(key) for key in keys}
     flat = {key: torch.empty(spec.numel, dtype=spec.dtype) for key, spec in specs.items()}
     pieces = [Piece(key, spec.shape, 0, spec.numel, flat[key], spec.layout) for key, spec in specs.items()]
     fill(opened, pieces, World(0, 1, torch.device("cpu")))
