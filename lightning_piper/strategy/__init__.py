@@ -5,9 +5,10 @@ Importing this makes the strategy known to Lightning as `Trainer(strategy="piper
 
 from lightning.pytorch.strategies import StrategyRegistry
 
+from lightning_piper.strategy.sharded_state import consolidate
 from lightning_piper.strategy.strategy import PiperStrategy
 
-__all__ = ["PiperStrategy"]
+__all__ = ["PiperStrategy", "consolidate"]
 
 if PiperStrategy.strategy_name not in StrategyRegistry:
     StrategyRegistry.register(

@@ -1,13 +1,16 @@
-"""Checkpoint files: plain Lightning ones, replaced in one go."""
+"""Checkpoints under Lightning's names: a plain Lightning checkpoint is a file, a sharded one a directory."""
 
 from __future__ import annotations
 
-import os
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
 from lightning.fabric.plugins import CheckpointIO, TorchCheckpointIO
+
+from lightning_piper.errors import PiperError
+from lightning_piper.strategy.checkpoint_files import located, prepare, publish, remove, together
+from lightning_piper.strategy.world import World
 
 KEY = "lightning_piper"  # what a plain Trainer does not need: the seed of the steps' random numbers
 
@@ -17,16 +20,62 @@ def save_in_one_go(io: CheckpointIO, content: dict[str, Any], path: str | Path, 
 
     Remote files and other plugins than Lightning's own are written in their own way.
     """
-    if type(io) is not TorchCheckpointIO or "://" in str(path):
+    if not _is_ours(io, path):
         io.save_checkpoint(content, path, storage_options=storage_options)
         return
     path = Path(path)
-    temporary = path.with_name(f".{path.name}.tmp")
+    temporary = prepare(path)
     try:
         io.save_checkpoint(content, temporary, storage_options=storage_options)
-        os.replace(temporary, path)
+        publish(temporary, path)
     finally:
         temporary.unlink(missing_ok=True)
+
+
+def remove_in_one_go(io: CheckpointIO, path: str | Path) -> None:
+    """Remove a file or directory."""
+    if not _is_ours(io, path) and not Path(path).is_dir():
+        io.remove_checkpoint(path)
+    else:
+        remove(Path(path))
+
+
+def found_at(path: str | Path, io: CheckpointIO, world: World) -> tuple[str, bool]:
+    """Where a checkpoint is, and whether it is sharded. Collective.
+
+    Raises:
+        PiperError: there is none; or the processes disagree.
+    """
+
+    def look() -> tuple[str, bool]:
+        if "://" in str(path):
+            return str(path), False
+        place = located(Path(path)) if _is_ours(io, path) else Path(path)
+        return str(place), place.is_dir()
+
+    found = together(world, f"loading {path}", look)
+    if len(set(found)) > 1:
+        raise PiperError(f"the processes find different checkpoints under {path}, by rank: {found}; give them all the same one")
+    return found[0]
+
+
+def check_target(path: str | Path, storage_options: Any | None, io: CheckpointIO) -> None:
+    """Can a sharded checkpoint be written there?
+
+    Raises:
+        PiperError: not in this way.
+    """
+    if "://" in str(path):
+        raise PiperError(f"a sharded checkpoint cannot be written to {path}; give a directory that all processes share")
+    if storage_options is not None or type(io) is not TorchCheckpointIO:
+        raise PiperError(
+            "PiperStrategy(checkpoint='sharded') writes by torch.distributed.checkpoint: storage_options and checkpoint plugins "
+            f"({type(io).__name__}) do not apply; leave them out, or use checkpoint='consolidated'"
+        )
+
+
+def _is_ours(io: CheckpointIO, path: str | Path) -> bool:
+    return type(io) is TorchCheckpointIO and "://" not in str(path)
 
 
 def seed_of(content: Mapping[str, Any]) -> int | None:

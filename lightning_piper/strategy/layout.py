@@ -101,6 +101,10 @@ class Layout:
         """Does any process hold a piece instead of the whole?"""
         return any(home.bucket is not None for home in self.homes[name])
 
+    def speaking(self, name: str, rank: int) -> Range | None:
+        """The elements that a process has of the home that speaks for a tensor: those of `speakers`, or a replica of them."""
+        return self.homes[name][0].ranges.get(rank)
+
     def speakers(self, name: str) -> Mapping[int, Range]:
         """Rank -> the elements for which it speaks; each element once."""
         return self.homes[name][0].speakers

@@ -6,7 +6,7 @@ The canonical form of an optimizer's state numbers the parameters through all gr
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -94,18 +94,21 @@ class ShardedOptimizer:
             if p in made.state:
                 self.optimizer.state[p] = made.state[p]
 
-    def pieces(self) -> list[Piece]:
+    def pieces(self, replicas: bool = False) -> list[Piece]:
         """The state tensors with a number for each element, as far as this process speaks for them: over all processes, each
-        element once."""
+        element once.
+
+        Args:
+            replicas: also those of which it has a replica.
+        """
         found = []
-        for name, p, state in self._spoken():
-            spec = self._ownership.layout.specs[name]
-            start, stop = self._ownership.layout.speakers(name)[self._world.rank]
+        for name, p, state in self._spoken(replicas):
+            spec, held = self._ownership.layout.specs[name], self._ownership.layout.speaking(name, self._world.rank)
             whole = self._ownership.layout.holds_whole(name, self._world.rank)
+            assert held is not None
             for key, value in state.items():
                 if spec.shape and self._keys.is_cut(key, value, p.shape):
-                    flat = flattened(value, spec) if whole else value
-                    found.append(Piece(name, spec.shape, value.dtype, start, stop, flat, key))
+                    found.append(Piece(name, spec.shape, value.dtype, *held, flattened(value, spec) if whole else value, key))
         return found
 
     def once(self) -> dict[tuple[str, str], Any]:
@@ -120,12 +123,40 @@ class ShardedOptimizer:
                     found[name, key] = value.reshape(shape) if cut else value
         return found
 
-    def _spoken(self) -> Iterator[tuple[str, Tensor, State]]:
-        """Name, tensor and state of the parameters for which this process speaks."""
+    def _spoken(self, replicas: bool = False) -> Iterator[tuple[str, Tensor, State]]:
+        """Name, tensor and state of the parameters for which this process speaks, or of which it has a replica."""
+        for _, name, p in self.held():
+            if name is None or p not in self.optimizer.state:
+                continue
+            if self._ownership.speaks_for(name) or (replicas and self._ownership.layout.speaking(name, self._world.rank)):
+                yield name, p, self.optimizer.state[p]
+
+    def held(self) -> Iterator[tuple[int, str | None, Tensor]]:
+        """What this process has: number in the canonical form, canonical name (None for what is not the module's), and the whole
+        parameter or its piece."""
+        number = 0
         for group, names, kept in zip(self.optimizer.param_groups, self._names, self._kept, strict=True):
-            for p, name in zip(group["params"], _held(names, kept), strict=True):
-                if name is not None and self._ownership.speaks_for(name) and p in self.optimizer.state:
-                    yield name, p, self.optimizer.state[p]
+            params = iter(group["params"])
+            for name, keep in zip(names, kept, strict=True):
+                if keep:
+                    yield number, name, next(params)
+                number += 1
+
+    def outline(self, refer: Callable[[str, str], Any]) -> State:
+        """The state in canonical form, with `refer(parameter, key)` in the place of everything that is in `pieces`. Collective."""
+        own = [(p.name, p.key) for p in self.pieces()]
+        others = {n: self.optimizer.state[p] for n, name, p in self.held() if name is None and p in self.optimizer.state}
+        numbers = {name: number for number, name in enumerate(name for names in self._names for name in names)}
+        state: dict[int, State] = {}
+        for cut, once, not_the_modules in self._world.gather((own, _on_host(self.once()), _on_host(others))):
+            for name, key in cut:
+                state.setdefault(numbers[name], {})[key] = refer(name, key)
+            for (name, key), value in once.items():
+                state.setdefault(numbers[name], {})[key] = value
+            for number, values in not_the_modules.items():
+                state.setdefault(number, values)  # that of the lead, which comes first
+        groups = self._full_groups(self.optimizer.state_dict()["param_groups"])
+        return {"state": dict(sorted(state.items())), "param_groups": groups}
 
     def full_state(self) -> State:
         """The state in canonical form. Whole on the lead; other processes have what they hold whole. Collective."""
@@ -186,30 +217,49 @@ class ShardedOptimizer:
         Raises:
             PiperError: the state is of an optimizer with other groups.
         """
-        found = [len(group["params"]) for group in full["param_groups"]]
+        self.check_groups(full["param_groups"])
+        own = {number: self.cut(name, full["state"][number]) for number, name, _ in self.held() if number in full["state"]}
+        self.load_parts(full["param_groups"], own)
+
+    def check_groups(self, full: Sequence[State]) -> None:
+        """Are these groups, in canonical form, those of this optimizer?
+
+        Raises:
+            PiperError: they are not.
+        """
+        found = [len(group["params"]) for group in full]
         wanted = [len(names) for names in self._names]
         if found != wanted:
             raise PiperError(
                 f"the checkpoint's optimizer has parameter groups of {found} parameters, configure_optimizers gives {wanted}; "
                 "resume with the same module and the same groups"
             )
-        state: dict[int, Any] = {}
+
+    def load_parts(self, full: Sequence[State], parts: Mapping[int, State]) -> None:
+        """Load what this process has.
+
+        Args:
+            full: the groups in canonical form.
+            parts: number in the canonical form -> state of the whole parameter or of its piece.
+        """
+        state: dict[int, State] = {}
         groups: list[State] = []
-        position = 0
-        for group, names, kept in zip(full["param_groups"], self._names, self._kept, strict=True):
+        number = position = 0
+        for group, kept in zip(full, self._kept, strict=True):
             start = position
-            for number, name, keep in zip(group["params"], names, kept, strict=True):
+            for keep in kept:
                 if keep:
-                    if number in full["state"]:
-                        state[position] = self._cut(name, full["state"][number])
+                    if number in parts:
+                        state[position] = parts[number]
                     position += 1
+                number += 1
             own = {**group, "params": list(range(start, position))}
             if "param_names" in group:
                 own["param_names"] = [x for x, keep in zip(group["param_names"], kept, strict=True) if keep]
             groups.append(own)
         self.optimizer.load_state_dict({"state": state, "param_groups": groups})
 
-    def _cut(self, name: str | None, full: State) -> State:
+    def cut(self, name: str | None, full: State) -> State:
         """This process's part of a parameter's state."""
         layout = self._ownership.layout
         if name is None or layout.holds_whole(name, self._world.rank):

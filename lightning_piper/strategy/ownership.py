@@ -65,13 +65,17 @@ class Ownership:
         found = {n: self._get(n) for n in self.layout.homes if self.layout.holds_whole(n, rank)}
         return {n: x for n, x in found.items() if not isinstance(x, nn.Parameter)}
 
-    def pieces(self) -> list[Piece]:
-        """The elements of parameters and buffers for which this process speaks: over all processes, each element once."""
+    def pieces(self, replicas: bool = False) -> list[Piece]:
+        """The elements of parameters and buffers for which this process speaks: over all processes, each element once.
+
+        Args:
+            replicas: also those of parameters of which it has a replica.
+        """
         found = []
         for name, spec in self.layout.specs.items():
-            if self.speaks_for(name):
-                start, stop = self.layout.speakers(name)[self._world.rank]
-                found.append(Piece(name, spec.shape, spec.dtype, start, stop, self._part(name, start, stop)))
+            held = self.layout.speaking(name, self._world.rank)
+            if held is not None and (self.speaks_for(name) or (replicas and name in self._compiled.step.params)):
+                found.append(Piece(name, spec.shape, spec.dtype, *held, self._part(name, *held)))
         return found
 
     def distribute(self) -> None:

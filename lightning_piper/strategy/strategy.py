@@ -29,7 +29,7 @@ from torch.optim import Optimizer
 
 from lightning_piper.directives import replicas_of
 from lightning_piper.errors import PiperError
-from lightning_piper.strategy.checkpoint import KEY, save_in_one_go, seed_of
+from lightning_piper.strategy.checkpoint import KEY, check_target, found_at, remove_in_one_go, save_in_one_go, seed_of
 from lightning_piper.strategy.checks import check_fit
 from lightning_piper.strategy.data import Peek
 from lightning_piper.strategy.engine import Settings
@@ -37,6 +37,8 @@ from lightning_piper.strategy.failure import FailureWatch
 from lightning_piper.strategy.fit import Fit
 from lightning_piper.strategy.precision import check_precision
 from lightning_piper.strategy.program import from_module, given_or_from_environment
+from lightning_piper.strategy.sharded_checkpoint import save
+from lightning_piper.strategy.sharded_state import Loading, module_state, optimizer_state, pieces_of, referenced
 from lightning_piper.strategy.verification import ACCEPTED, Verify
 from lightning_piper.strategy.world import World
 
@@ -61,6 +63,8 @@ class PiperStrategy(ParallelStrategy):
         timeout: after which communication that nobody answers fails.
         start_method: only `popen`, one new Python process for each device.
         process_group_backend: of the default process group; `gloo` on CPU and `nccl` on CUDA if left out.
+        checkpoint: what a fit saves. `consolidated`: a plain Lightning checkpoint, gathered in one process and written by it.
+            `sharded`: a directory, in which every process writes what it holds. Both load, whatever this says.
         accelerator, parallel_devices, cluster_environment, checkpoint_io, precision_plugin: as for Lightning's own strategies.
 
     Raises:
@@ -80,6 +84,7 @@ class PiperStrategy(ParallelStrategy):
         timeout: timedelta = default_pg_timeout,
         start_method: Literal["popen"] = "popen",
         process_group_backend: str | None = None,
+        checkpoint: Literal["consolidated", "sharded"] = "consolidated",
         accelerator: Accelerator | None = None,
         parallel_devices: list[torch.device] | None = None,
         cluster_environment: ClusterEnvironment | None = None,
@@ -89,6 +94,7 @@ class PiperStrategy(ParallelStrategy):
         super().__init__(accelerator, parallel_devices, cluster_environment, checkpoint_io, precision_plugin)
         _one_of("verify", verify, ACCEPTED)
         _one_of("transport", transport, ("process", "local"))
+        _one_of("checkpoint", checkpoint, ("consolidated", "sharded"))
         if start_method != "popen":
             raise PiperError(
                 f"PiperStrategy(start_method={start_method!r}): a spawned or forked worker cannot hand a module back whose parts "
@@ -100,6 +106,8 @@ class PiperStrategy(ParallelStrategy):
         self._verify, self._example, self._timeout = verify, example_batch, timeout
         self._local = transport == "local"
         self._backend = process_group_backend
+        self._sharded = checkpoint == "sharded"
+        self._loading: Loading | None = None
         self._fit: Fit | None = None
         self._replicas: tuple[int, ...] = ()  # of each process in this fit, where processes draw the data of several
         self._resumed_seed: int | None = None
@@ -201,6 +209,8 @@ class PiperStrategy(ParallelStrategy):
         settings = Settings(program, count, self._verify != "off", context, self._local, self._timeout)
         peek = Peek(trainer, world, self._transfer, self._example, count if self._verify in ("first_batch", "each") else 1)
         self._fit = Fit(module, peek, settings, self._verify, self._resumed_seed, world)
+        if self._loading is not None:
+            self._loading.distributed(self._fit)
         self.setup_optimizers(trainer)
         self._fit.attach(self.optimizers, self.precision_plugin)
         self.setup_precision_plugin()
@@ -260,7 +270,7 @@ class PiperStrategy(ParallelStrategy):
         if self._watch is not None:
             self._watch.stop()
             self._watch = None
-        self._resumed_seed = None
+        self._resumed_seed = self._loading = None
         assert self.accelerator is not None and self.cluster_environment is not None
         module = self.lightning_module
         if module is not None and any(x.is_meta for x in [*module.parameters(), *module.buffers()]):
@@ -301,29 +311,41 @@ class PiperStrategy(ParallelStrategy):
     # Checkpoints
 
     def lightning_module_state_dict(self) -> dict[str, Any]:
-        """The module's state dict: whole on the lead, with tensors without data for foreign parts on the others. Collective."""
+        """The module's state dict: whole on the lead, with tensors without data for foreign parts on the others; with references
+        to tensors, where checkpoints are sharded. Collective."""
         if self._fit is None:
             return super().lightning_module_state_dict()
+        if self._sharded:
+            assert self.lightning_module is not None
+            return module_state(self._fit, self.lightning_module)
         with self._fit.ownership.whole_on_lead():
             return super().lightning_module_state_dict()
 
     def optimizer_state(self, optimizer: Optimizer) -> dict[str, Any]:
-        """The optimizer's state as one device would have it: whole on the lead, in part on the others. Collective."""
+        """The optimizer's state as one device would have it: whole on the lead, in part on the others; with references to tensors,
+        where checkpoints are sharded. Collective."""
         if isinstance(optimizer, LightningOptimizer):
             optimizer = optimizer._optimizer
         if self._fit is None or self._fit.optimizer is None or self._fit.optimizer.optimizer is not optimizer:
             return super().optimizer_state(optimizer)
-        return self._fit.optimizer.full_state()
+        return optimizer_state(self._fit) if self._sharded else self._fit.optimizer.full_state()
 
     def load_optimizer_state_dict(self, checkpoint: Mapping[str, Any]) -> None:
         assert self._fit is not None and self._fit.optimizer is not None
         states = checkpoint["optimizer_states"]
         if len(states) != 1:
             raise PiperError(f"the checkpoint holds the states of {len(states)} optimizers; PiperStrategy trains with one")
-        self._fit.optimizer.load_full_state(states[0])
+        if self._loading is not None and referenced(states[0]):
+            self._loading.optimizer(states[0], self._fit)
+        else:
+            self._fit.optimizer.load_full_state(states[0])
         _optimizers_to_device(self.optimizers, self.root_device)
 
     def load_model_state_dict(self, checkpoint: Mapping[str, Any], strict: bool = True) -> None:
+        if self._loading is not None and referenced(checkpoint["state_dict"]):
+            assert self.lightning_module is not None
+            self._loading.module(self.lightning_module, checkpoint["state_dict"], strict, self._fit)
+            return
         with warnings.catch_warnings():
             # A load in the middle of a fit finds tensors without data for foreign parts; torch warns of each.
             warnings.filterwarnings("ignore", message=".*copying from a non-meta parameter.*")
@@ -332,15 +354,28 @@ class PiperStrategy(ParallelStrategy):
             self._fit.ownership.load(checkpoint["state_dict"])
 
     def load_checkpoint(self, checkpoint_path: str | Path, weights_only: bool | None = None) -> dict[str, Any]:
-        content = super().load_checkpoint(checkpoint_path, weights_only)
+        world = self.world
+        place, sharded = found_at(checkpoint_path, self.checkpoint_io, world)
+        self._loading = Loading(place, world, weights_only is not False) if sharded else None
+        content = super().load_checkpoint(place, weights_only) if self._loading is None else self._loading.content
         self._resumed_seed = seed_of(content)
         return content
 
     def save_checkpoint(self, checkpoint: dict[str, Any], filepath: str | Path, storage_options: Any | None = None) -> None:
         if self._fit is not None:
             checkpoint[KEY] = {"seed": self._fit.seed}
+            if self._sharded:
+                assert self.lightning_module is not None
+                check_target(filepath, storage_options, self.checkpoint_io)
+                pieces = pieces_of(self._fit, self.lightning_module, referenced(checkpoint))
+                save(filepath, pieces, checkpoint, self.world)
+                return
         if self.is_global_zero:
             save_in_one_go(self.checkpoint_io, checkpoint, filepath, storage_options)
+
+    def remove_checkpoint(self, filepath: str | Path) -> None:
+        if self.is_global_zero:
+            remove_in_one_go(self.checkpoint_io, filepath)
 
 
 def _one_of(name: str, value: object, accepted: tuple[str, ...]) -> None:

@@ -1,0 +1,214 @@
+"""Checkpoints on disk: complete or absent, and known to be what was written.
+
+A checkpoint is written under a temporary name beside its own and renamed when it is complete. A directory cannot be renamed onto
+one that has content, so an earlier checkpoint of the same name is first renamed to a second known name, where it is found
+should the process end before the new one is in place.
+
+The files of a directory are listed in its manifest, the last file to be written, with their sizes and checksums.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import zlib
+from collections.abc import Callable, Iterable, Mapping
+from pathlib import Path
+from typing import Any, TypeVar
+
+from lightning_piper.errors import PiperError
+from lightning_piper.strategy.world import World
+
+T = TypeVar("T")
+MANIFEST = "manifest.json"
+KIND = "lightning_piper sharded checkpoint"
+VERSION = 1
+BLOCK = 1 << 20  # bytes read at once for a checksum
+
+
+def together(world: World, doing: str, work: Callable[[], T]) -> list[T]:
+    """What `work` gives on every process, by rank. If it fails on one, all raise the same error. Collective.
+
+    Args:
+        doing: what failed, in the error's words: "saving a.ckpt".
+
+    Raises:
+        PiperError: that of the first process that failed; other exceptions are named in it.
+    """
+    value: Any = None
+    failure: str | None = None
+    cause: Exception | None = None
+    try:
+        value = work()
+    except PiperError as error:
+        failure, cause = str(error), error
+    except Exception as error:
+        failure, cause = f"{doing} failed on rank {world.rank}: {type(error).__name__}: {error}", error
+    outcomes = world.gather((value, failure))
+    first = next((text for _, text in outcomes if text is not None), None)
+    if first is not None:
+        raise PiperError(first) from cause
+    return [value for value, _ in outcomes]
+
+
+# Names
+
+
+def temporary_of(path: Path) -> Path:
+    """Where a checkpoint is written, and where one that is removed waits for its end: never loaded, free to be deleted."""
+    return path.with_name(f".{path.name}.tmp")
+
+
+def earlier_of(path: Path) -> Path:
+    """Where the earlier checkpoint of this name is while a new one takes its place."""
+    return path.with_name(f".{path.name}.old")
+
+
+def located(path: Path) -> Path:
+    """Where the checkpoint of this name is: there, or, after an interrupted save, beside it.
+
+    Raises:
+        PiperError: nowhere.
+    """
+    for place in (path, earlier_of(path)):
+        if os.path.lexists(place):
+            return place
+    raise PiperError(f"there is no checkpoint {path}")
+
+
+def prepare(path: Path) -> Path:
+    """Clean up after interrupted saves of this checkpoint; returns the temporary name, which is free then."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    earlier, temporary = earlier_of(path), temporary_of(path)
+    if os.path.lexists(earlier):
+        if os.path.lexists(path):
+            _delete(earlier)
+        else:
+            os.rename(earlier, path)
+    _delete(temporary)
+    return temporary
+
+
+def publish(temporary: Path, path: Path) -> None:
+    """Give what is complete under the temporary name its own name; a checkpoint that has it already is gone afterwards."""
+    if os.path.lexists(path) and (path.is_dir() or temporary.is_dir()):
+        os.rename(path, earlier_of(path))
+    os.replace(temporary, path)
+    sync(path.parent)
+    _delete(earlier_of(path))
+
+
+def remove(path: Path) -> None:
+    """Remove a checkpoint, and what an interrupted save left of an earlier one of this name."""
+    _delete(earlier_of(path))
+    if os.path.lexists(path):
+        _delete(temporary_of(path))
+        os.rename(path, temporary_of(path))  # what is removed in part must not look like a checkpoint
+    _delete(temporary_of(path))
+
+
+def _delete(path: Path) -> None:
+    if path.is_dir() and not path.is_symlink():
+        shutil.rmtree(path)
+    else:
+        path.unlink(missing_ok=True)
+
+
+def sync(path: Path) -> None:
+    """Bring a file, or the names in a directory, to permanent storage."""
+    handle = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(handle)
+    finally:
+        os.close(handle)
+
+
+# Manifest
+
+Fingerprint = list[int]  # size in bytes, CRC-32
+
+
+def fingerprint(path: Path) -> Fingerprint:
+    size = crc = 0
+    with path.open("rb", buffering=0) as file:
+        while block := file.read(BLOCK):
+            size, crc = size + len(block), zlib.crc32(block, crc)
+    return [size, crc]
+
+
+def write_manifest(folder: Path, content: Mapping[str, Any], files: Mapping[str, Fingerprint]) -> None:
+    """Declare a directory complete.
+
+    Args:
+        folder: that all files of the checkpoint are in.
+        content: what the manifest says besides, in JSON.
+        files: name -> fingerprint.
+
+    Raises:
+        PiperError: a file is not there, or has another size.
+    """
+    for name, (size, _) in files.items():
+        path = folder / name
+        if not path.is_file() or path.stat().st_size != size:
+            raise PiperError(
+                f"{path} is not there as another process wrote it; a sharded checkpoint needs a directory that all processes "
+                "share, on one machine or in a network file system"
+            )
+    body = {"kind": KIND, "version": VERSION, **content, "files": dict(files)}
+    with (folder / MANIFEST).open("w") as file:
+        json.dump({"crc32": _crc(body), "manifest": body}, file)
+        file.flush()
+        os.fsync(file.fileno())
+    sync(folder)
+
+
+def read_manifest(folder: Path) -> dict[str, Any]:
+    """What `write_manifest` wrote.
+
+    Raises:
+        PiperError: there is none, or it is damaged.
+    """
+    if not folder.is_dir():
+        raise PiperError(f"{folder} is a file, not the directory of a sharded checkpoint")
+    path = folder / MANIFEST
+    if not path.is_file():
+        raise PiperError(
+            f"{folder} has no {MANIFEST}: it is a save that did not come to its end, or not a sharded checkpoint of "
+            "lightning_piper; use another checkpoint"
+        )
+    try:
+        found = json.loads(path.read_bytes())
+        body: dict[str, Any] = found["manifest"]
+        intact = found["crc32"] == _crc(body) and body["kind"] == KIND
+    except (ValueError, KeyError, TypeError):
+        intact = False
+    if not intact:
+        raise PiperError(f"{path} is damaged, or is not of a sharded checkpoint of lightning_piper; use another checkpoint")
+    if body["version"] != VERSION:
+        raise PiperError(f"{path} is of version {body['version']} of the format, this lightning_piper reads version {VERSION}")
+    return body
+
+
+def verify(folder: Path, files: Mapping[str, Fingerprint], names: Iterable[str]) -> None:
+    """Are these files what was written?
+
+    Raises:
+        PiperError: one is not.
+    """
+    for name in names:
+        path, (size, crc) = folder / name, files[name]
+        if not path.is_file():
+            raise PiperError(f"{path} is missing; the checkpoint cannot be loaded without it, use another one")
+        found, found_crc = fingerprint(path)
+        if found != size:
+            raise PiperError(f"{path} has {found} bytes, {size} were saved; the checkpoint is damaged, use another one")
+        if found_crc != crc:
+            raise PiperError(
+                f"{path} does not have the content that was saved (CRC-32 {found_crc:08x}, not {crc:08x}): it is damaged or of "
+                "another checkpoint; use another one"
+            )
+
+
+def _crc(body: Mapping[str, Any]) -> int:
+    return zlib.crc32(json.dumps(body, sort_keys=True).encode())

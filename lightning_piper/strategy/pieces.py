@@ -1,0 +1,249 @@
+"""Pieces of tensors in the files of `torch.distributed.checkpoint`.
+
+In the files each key is one tensor of one dimension, whatever its shape, in chunks. Who holds which range of it is of no
+consequence: chunks are made from what all processes hold together, and a process reads the chunks that its own ranges meet.
+"""
+
+from __future__ import annotations
+
+import io
+import itertools
+import math
+import pickle
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, is_dataclass, replace
+from enum import Enum
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch.distributed.checkpoint import (
+    ChunkStorageMetadata,
+    FileSystemReader,
+    FileSystemWriter,
+    LoadPlan,
+    LoadPlanner,
+    Metadata,
+    ReadItem,
+    SavePlan,
+    SavePlanner,
+    TensorStorageMetadata,
+    WriteItem,
+    filesystem,
+    metadata,
+)
+from torch.distributed.checkpoint.default_planner import create_default_global_save_plan
+from torch.distributed.checkpoint.metadata import MetadataIndex, StorageMeta, TensorProperties
+from torch.distributed.checkpoint.planner import TensorWriteData, WriteItemType
+from torch.distributed.checkpoint.planner_helpers import create_read_items_for_chunk_list
+
+from lightning_piper.errors import PiperError
+
+# Elements of a chunk at most. A chunk is read whole: who needs a range reads this much too much at either end. A chunk costs
+# about a kilobyte in the file besides.
+CHUNK = 1 << 22
+
+
+@dataclass(frozen=True)
+class Piece:
+    """A range of a tensor.
+
+    Attributes:
+        key: of the tensor, the same in all processes.
+        shape: of the whole tensor.
+        start, stop: the elements `start:stop`, in the order in which they lie in memory.
+        tensor: their values, of one dimension, on any device.
+        layout: dimensions of the whole tensor from the slowest to the fastest in memory; None: as they are counted.
+    """
+
+    key: str
+    shape: tuple[int, ...]
+    start: int
+    stop: int
+    tensor: torch.Tensor
+    layout: tuple[int, ...] | None = None
+
+    @property
+    def spec(self) -> dict[str, Any]:
+        """What the whole tensor is, in JSON."""
+        layout = range(len(self.shape)) if self.layout is None else self.layout
+        return {"shape": list(self.shape), "layout": list(layout), "dtype": str(self.tensor.dtype).removeprefix("torch.")}
+
+
+class SavePieces(SavePlanner):
+    """Plans who writes what: each element once, by a process that holds it; replicas share the work.
+
+    Attributes:
+        specs: key -> what the tensor is; on the process that coordinates, once the plan is made.
+    """
+
+    def __init__(self, pieces: Sequence[Piece]) -> None:
+        self._pieces: dict[str, list[Piece]] = {}
+        for piece in pieces:
+            self._pieces.setdefault(piece.key, []).append(piece)
+        self.specs: dict[str, dict[str, Any]] = {}
+
+    def set_up_planner(self, state_dict: Any, storage_meta: StorageMeta | None = None, is_coordinator: bool = False) -> None:
+        pass
+
+    def create_local_plan(self) -> SavePlan:
+        items = [
+            _write_item(p.key, p.start, p.stop, math.prod(p.shape), p.tensor.dtype) for ps in self._pieces.values() for p in ps
+        ]
+        return SavePlan(items, planner_data={key: pieces[0].spec for key, pieces in self._pieces.items()})
+
+    def create_global_plan(self, all_plans: list[SavePlan]) -> tuple[list[SavePlan], Metadata]:
+        for rank, plan in enumerate(all_plans):
+            for key, spec in plan.planner_data.items():
+                if self.specs.setdefault(key, spec) != spec:
+                    raise PiperError(f"{key} is {spec} on rank {rank}, and {self.specs[key]} on a rank before it")
+        plans = [replace(plan, items=items, planner_data=None) for plan, items in zip(all_plans, _divided(all_plans), strict=True)]
+        return create_default_global_save_plan(plans)
+
+    def finish_plan(self, new_plan: SavePlan) -> SavePlan:
+        return new_plan
+
+    def resolve_data(self, write_item: WriteItem) -> torch.Tensor | io.BytesIO:
+        start, stop = _range(write_item)
+        for piece in self._pieces[write_item.index.fqn]:
+            if piece.start <= start and stop <= piece.stop:
+                return piece.tensor.detach()[start - piece.start : stop - piece.start]
+        raise AssertionError(f"{write_item.index} is not held here")
+
+
+def _write_item(key: str, start: int, stop: int, numel: int, dtype: torch.dtype) -> WriteItem:
+    chunk = ChunkStorageMetadata(torch.Size([start]), torch.Size([stop - start]))
+    data = TensorWriteData(chunk, TensorProperties(dtype), torch.Size([numel]))
+    return WriteItem(MetadataIndex(key, [start]), WriteItemType.SHARD, tensor_data=data)
+
+
+def _range(item: WriteItem) -> tuple[int, int]:
+    assert item.tensor_data is not None
+    start = item.tensor_data.chunk.offsets[0]
+    return start, start + item.tensor_data.chunk.sizes[0]
+
+
+def _divided(plans: Sequence[SavePlan]) -> list[list[WriteItem]]:
+    """Who writes which chunk, given what everybody holds.
+
+    Raises:
+        PiperError: nobody holds some elements.
+    """
+    held: dict[str, list[tuple[int, int, int]]] = {}
+    examples: dict[str, WriteItem] = {}
+    for rank, plan in enumerate(plans):
+        for item in plan.items:
+            held.setdefault(item.index.fqn, []).append((*_range(item), rank))
+            examples[item.index.fqn] = item
+    chunks = [(key, *chunk) for key, ranges in sorted(held.items()) for chunk in _chunks(key, ranges, examples[key])]
+    chunks.sort(key=lambda chunk: len(chunk[3]) > 1)  # first those where there is no choice
+    result: list[list[WriteItem]] = [[] for _ in plans]
+    written = [0] * len(plans)
+    for key, start, stop, ranks in chunks:
+        data = examples[key].tensor_data
+        assert data is not None
+        rank = min(ranks, key=written.__getitem__)
+        written[rank] += (stop - start) * data.properties.dtype.itemsize
+        result[rank].append(_write_item(key, start, stop, data.size[0], data.properties.dtype))
+    return result
+
+
+def _chunks(key: str, ranges: list[tuple[int, int, int]], example: WriteItem) -> Iterator[tuple[int, int, tuple[int, ...]]]:
+    """Start, stop and holders of the chunks of one tensor: cut where somebody's range begins or ends, and every `CHUNK`."""
+    assert example.tensor_data is not None
+    numel = example.tensor_data.size[0]
+    if not numel:
+        yield 0, 0, tuple(sorted({rank for _, _, rank in ranges}))
+        return
+    cuts = sorted({0, numel, *range(0, numel, CHUNK), *(x for start, stop, _ in ranges for x in (start, stop))})
+    waiting = sorted(ranges, reverse=True)
+    holding: list[tuple[int, int, int]] = []
+    for start, stop in itertools.pairwise(cuts):
+        while waiting and waiting[-1][0] <= start:
+            holding.append(waiting.pop())
+        holding = [x for x in holding if x[1] > start]
+        if not holding:
+            raise PiperError(f"no process holds elements {start}:{stop} of {key}, which has {numel}")
+        yield start, stop, tuple(sorted({rank for _, _, rank in holding}))
+
+
+class LoadPieces(LoadPlanner):
+    """Plans what this process reads: the chunks that meet its pieces."""
+
+    def __init__(self, pieces: Sequence[Piece]) -> None:
+        self._pieces: dict[str, list[Piece]] = {}
+        for piece in pieces:
+            if piece.start < piece.stop:
+                self._pieces.setdefault(piece.key, []).append(piece)
+        self._metadata: Metadata | None = None
+
+    def set_up_planner(self, state_dict: Any, metadata: Metadata | None = None, is_coordinator: bool = False) -> None:
+        self._metadata = metadata
+
+    def create_local_plan(self) -> LoadPlan:
+        assert self._metadata is not None
+        items: list[ReadItem] = []
+        for key, pieces in self._pieces.items():
+            stored = self._metadata.state_dict_metadata[key]
+            assert isinstance(stored, TensorStorageMetadata)
+            ranges = [ChunkStorageMetadata(torch.Size([p.start]), torch.Size([p.stop - p.start])) for p in pieces]
+            items += create_read_items_for_chunk_list(key, stored, ranges)
+        return LoadPlan(items)
+
+    def create_global_plan(self, global_plan: list[LoadPlan]) -> list[LoadPlan]:
+        return global_plan
+
+    def finish_plan(self, central_plan: LoadPlan) -> LoadPlan:
+        return central_plan
+
+    def resolve_tensor(self, read_item: ReadItem) -> torch.Tensor:
+        index = read_item.dest_index
+        assert index.index is not None
+        piece, offset = self._pieces[index.fqn][index.index], read_item.dest_offsets[0]
+        return piece.tensor.detach()[offset : offset + read_item.lengths[0]]
+
+    def commit_tensor(self, read_item: ReadItem, tensor: torch.Tensor) -> None:
+        pass  # it is a view of the piece
+
+    def load_bytes(self, read_item: ReadItem, value: io.BytesIO) -> None:
+        raise AssertionError("only tensors are saved")
+
+
+class Writer(FileSystemWriter):
+    """One file for each process. Says nothing of where it was written, since that is a temporary name."""
+
+    def storage_meta(self) -> StorageMeta | None:
+        return None
+
+
+class Reader(FileSystemReader):
+    """Reads the metadata without running code that a file brings."""
+
+    def __init__(self, path: Path) -> None:
+        super().__init__(path)
+        self._file = path / ".metadata"
+
+    def read_metadata(self, *args: Any, **kwargs: Any) -> Metadata:
+        with self._file.open("rb") as file:
+            found = _Unpickler(file).load()
+        assert isinstance(found, Metadata)
+        return found
+
+
+class _Unpickler(pickle.Unpickler):
+    """Metadata are made of classes of `torch.distributed.checkpoint` that only hold data, of shapes, dtypes and a layout."""
+
+    def find_class(self, module: str, name: str) -> Any:
+        if module == "torch.serialization":
+            return _layout  # in place of torch's own function, the only one of that module that metadata call
+        if module in (metadata.__name__, filesystem.__name__, "torch") and "." not in name:
+            found = super().find_class(module, name)
+            if found is torch.Size or isinstance(found, torch.dtype):
+                return found
+            if isinstance(found, type) and (is_dataclass(found) or issubclass(found, Enum)):
+                return found
+        raise PiperError(f"the checkpoint's .metadata name {module}.{name}, which has no place there; they are not loaded")
+
+
+def _layout(name: str) -> torch.layout:
+    return torch.strided
