@@ -33,5 +33,6 @@ def compile_plans(dag: TrainingDAG) -> dict[int, Plan]:
         channels = {i.channel for i in instructions if isinstance(i, Send)} | {post.channel for post in posts}
         groups = {i.group for i in instructions if isinstance(i, Collective)}
         plans[device] = Plan(device, dag.devices(), dag.size, lowered.replica, dag.replicas, lowered.slots, events,
-                             tuple(sorted(channels)), tuple(sorted(groups)), lowered.shards, tuple(instructions), late)  # fmt: skip
+                             tuple(sorted(channels)), tuple(sorted(groups)), lowered.shards, tuple(instructions),
+                             deferred=late)  # fmt: skip
     return plans

@@ -22,11 +22,11 @@ def _edited(edit: Edit) -> Wrap:
     """The finished plan of each device, with its instructions edited."""
 
     def wrap(original: Function, seeded: Seeded) -> Function:
-        def plan(device: int, *fields: Any) -> Any:
+        def plan(device: int, *fields: Any, **more: Any) -> Any:
             instructions = list(fields[-1])
             changed = edit(device, list(instructions))
             seeded.hits += changed != instructions
-            return original(device, *fields[:-1], tuple(changed))
+            return original(device, *fields[:-1], tuple(changed), **more)
 
         return plan
 
