@@ -40,12 +40,12 @@ def _may_wait(dag: TrainingDAG, node: Node) -> bool:
 def _followers(dag: TrainingDAG, node: Node) -> list[Node]:
     """All nodes that read what the node makes, directly or not."""
     found: dict[int, Node] = {}
-    todo = [node]
-    while todo:
-        for user in dag.users(todo.pop()):
+    stack = [node]
+    while stack:
+        for user in dag.users(stack.pop()):
             if user.id not in found:
                 found[user.id] = user
-                todo.append(user)
+                stack.append(user)
     return list(found.values())
 
 
