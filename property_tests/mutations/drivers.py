@@ -18,10 +18,10 @@ def _begun(change: Callable[[Any, Sequence[torch.Tensor], int, float], tuple[Any
     """A step is begun with other things than it should."""
 
     def wrap(original: Function, seeded: Seeded) -> Function:
-        def begin(self: Any, leaves: Sequence[torch.Tensor], seed: int, scale: float = 1.0, last: bool = True) -> None:
+        def begin(self: Any, leaves: Sequence[torch.Tensor], seed: int, scale: float = 1.0, *more: Any) -> None:
             wrong = change(self, leaves, seed, scale)
             seeded.hits += wrong[0] is not leaves or wrong[1:] != (seed, scale)
-            original(self, *wrong, last)
+            original(self, *wrong, *more)
 
         return begin
 

@@ -23,10 +23,10 @@ def _edited(edit: Edit) -> Wrap:
 
     def wrap(original: Function, seeded: Seeded) -> Function:
         def plan(device: int, *fields: Any, **more: Any) -> Any:
-            instructions = list(fields[-1])
-            changed = edit(device, list(instructions))
-            seeded.hits += changed != instructions
-            return original(device, *fields[:-1], tuple(changed), **more)
+            right = original(device, *fields, **more)
+            changed = tuple(edit(device, list(right.instructions)))
+            seeded.hits += changed != right.instructions
+            return replace(right, instructions=changed)
 
         return plan
 
