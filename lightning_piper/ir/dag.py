@@ -30,6 +30,7 @@ class TrainingDAG:
         partial: the batch is smaller than the one the program was written for; a split may then give fewer pieces.
         absent: tag -> indices that a partial batch does not have; filters may name them in vain.
         named: chunk -> index of the first directive that named it in an order.
+        overlaps: groups of an order whose members may interleave: for each filter of the group, its chunks.
     """
 
     def __init__(self, step: Step, size: int, partial: bool = False) -> None:
@@ -41,6 +42,7 @@ class TrainingDAG:
         self.ops: tuple[str, ...] = ()
         self.absent: dict[str, set[int]] = {}
         self.named: dict[int, int] = {}
+        self.overlaps: list[tuple[tuple[int, ...], ...]] = []
         self._next = 0
 
     # Reading
@@ -165,7 +167,7 @@ class TrainingDAG:
         copy.nodes = {i: dataclasses.replace(node) for i, node in self.nodes.items()}
         copy.graph = self.graph.copy()
         copy.absent = {tag: set(indices) for tag, indices in self.absent.items()}
-        copy.named = dict(self.named)
+        copy.named, copy.overlaps = dict(self.named), list(self.overlaps)
         copy._next, copy.ops, copy.replicas = self._next, self.ops, self.replicas
         return copy
 
