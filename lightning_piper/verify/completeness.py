@@ -26,6 +26,7 @@ def incomplete(facts: Facts, final: bool) -> Iterable[str]:
                 first = facts.at(updated[name][update.devices])
                 yield f"{name} is updated twice on the same devices, by {first} and {facts.at(update)}"
             updated[name][update.devices] = update
+    yield from _alike(facts, updated)
     trained = {n for i in dag.code.interfaces.values() for out in i.outputs if out.kind in ("grad", "buffer") for n in out.names}
     for name in sorted(trained):
         if () in updated.get(name, {}):
@@ -38,6 +39,18 @@ def incomplete(facts: Facts, final: bool) -> Iterable[str]:
         yield from _sharded(facts, updated)
     yield from _reported(facts)
     yield from _seeds(facts)
+
+
+def _alike(facts: Facts, updated: Mapping[str, Mapping[tuple[int, ...], Update]]) -> Iterable[str]:
+    """All copies of a parameter are updated with the same summands in the same order: else they drift apart, bit by bit."""
+    seen: set[int] = set()
+    for copies in updated.values():
+        first, *others = copies.values()
+        for other in others:
+            if other.id not in seen and [facts.dag.source(r) for r in first.inputs] != [facts.dag.source(r) for r in other.inputs]:
+                names = names_of(facts.dag.value(other.inputs[0]).names)
+                yield f"gradient of {names}: {facts.at(first)} and {facts.at(other)} add up different values, or in another order"
+            seen.add(other.id)
 
 
 def _passes(facts: Facts) -> Iterable[str]:
