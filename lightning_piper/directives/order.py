@@ -25,7 +25,8 @@ class Order(Directive):
 
     Attributes:
         filters: the groups in order. A group is a filter or a list of filters. A filter that names several chunks puts all of
-            them into its group.
+            them into its group. The filters of a group take turns, chunk by chunk, so that each computes while the others
+            communicate; chunks of one filter run in their default order.
 
     A filter whose PASS is `BI` or `BW` asks for backward passes in halves: those that it selects are split first. BI hands on the
     gradients that other regions wait for, BW makes those of the weights. A half that a region does not have is passed over: a
@@ -56,8 +57,8 @@ class Order(Directive):
         groups: list[dict[int, Chunk]] = []
         seen: dict[int, int] = {}
         for i, group in enumerate(self.filters):
-            members = _members(group)
-            chunks = {c.id: c for condition in members for c in self.select(dag, f"filters[{i}]", condition, index)}
+            lanes = [self.select(dag, f"filters[{i}]", condition, index) for condition in _members(group)]
+            chunks = {chunk.id: chunk for lane in lanes for chunk in lane}
             for chunk in chunks.values():
                 if chunk.id in seen:
                     self.refuse(
@@ -70,6 +71,8 @@ class Order(Directive):
                     dag.named.setdefault(chunk.id, dag.origin)
             if chunks:
                 groups.append(chunks)
+            if sum(map(bool, lanes)) > 1:
+                dag.overlaps.append(tuple(tuple(chunk.id for chunk in lane) for lane in lanes if lane))
         for before, after in itertools.pairwise(groups):
             self._sequence(dag, list(before.values()), list(after.values()))
         self._refuse_cycle(dag)

@@ -25,7 +25,10 @@ class Place(Directive):
         devices: one logical device, or a group of them over which a `replicate` divides the work.
         stream: logical stream that the chunks run on.
 
-    The bits do not change: a transfer is the identity.
+    After a split, its microbatches may run on different devices, the homes of their region. Each home has the region's parameters
+    and sums the gradients of its own microbatches; the homes' sums are added up in the order of microbatches, the same everywhere.
+
+    The bits do not change, for a transfer is the identity; but the gradients of a region with several homes are re-associated.
     """
 
     op: ClassVar[str] = "place"
@@ -57,8 +60,8 @@ class Place(Directive):
         place_around(dag, chunks)
 
     def _together(self, dag: TrainingDAG, chunks: list[Chunk]) -> None:
-        """All passes and slices of a region share a device (or group), for they share its parameters."""
-        regions = {chunk.region: chunk for chunk in chunks}
+        """All passes of a region for one slice share a device (or group), for the backward pass reads what the forward saved."""
+        placed = {(chunk.region, chunk.slice): chunk for chunk in chunks}
         for other in dag.of_type(Chunk):
             if other.devices and len(other.devices) != len(self.devices):
                 self.refuse(
@@ -66,12 +69,12 @@ class Place(Directive):
                     f"{_shown(self.devices)} are {len(self.devices)} devices, {other.label} is on {len(other.devices)}",
                     "place all regions on groups of one size",
                 )
-            if other.region in regions and other.devices not in ((), tuple(self.devices)):
-                mine = regions[other.region].label
+            mine = placed.get((other.region, other.slice))
+            if mine is not None and other.devices not in ((), tuple(self.devices)):
                 self.refuse(
                     "devices",
-                    f"{mine} would be on device {_shown(self.devices)}, {other.label} is on {_shown(other.devices)}",
-                    "a region keeps its parameters in one place: give all of its passes and slices the same",
+                    f"{mine.label} would be on device {_shown(self.devices)}, {other.label} is on {_shown(other.devices)}",
+                    "the backward pass reads what the forward pass saved: give all passes of a microbatch the same",
                 )
 
 

@@ -92,8 +92,14 @@ class Replicate(Directive):
             if chunk.devices not in groups:
                 where = f"on {list(chunk.devices)}" if chunk.devices else "on no device yet"
                 self.refuse("devices", f"{chunk.label} is {where}", f"place it first, on one of {[list(g) for g in groups]}")
-        self._divide(dag, len(groups[0]))
         regions = {chunk.region for chunk in chunks}
+        for chunk in dag.of_type(Chunk):
+            if chunk.region in regions and chunk.devices not in groups:
+                where = f"on {list(chunk.devices)}" if chunk.devices else "on no device yet"
+                self.refuse(
+                    "devices", f"{chunk.label}, of the same region, is {where}", "replicate a region at all of its homes at once"
+                )
+        self._divide(dag, len(groups[0]))
         level = self._level()
         try:
             touched = reduce_gradients(dag, regions, level)

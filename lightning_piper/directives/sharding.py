@@ -89,18 +89,26 @@ def gather_parameters(dag: TrainingDAG, regions: set[int], level: Level) -> None
     Raises:
         Conflict: another directive keeps one of them whole where this one does not, or the reverse.
     """
+    readers = _readers(dag)
+    sharded = _sharded(dag, regions)
+    # Also where such a parameter is read and gets no gradient; where it gets one, the directive of that region says how.
+    trained = _trained(dag)
+    reading = regions | {r for bucket in sharded for r in readers[bucket.names[0]] if r not in trained[bucket.names[0]]}
     homes: dict[Group, set[int]] = {}
     for chunk in dag.of_type(Chunk):
-        if chunk.region in regions:
+        if chunk.region in reading:
             homes.setdefault(chunk.devices, set()).add(chunk.region)
     for home, here in homes.items():
-        _gather_at(dag, home, here, level)
+        buckets = [bucket for bucket in sharded if readers[bucket.names[0]] & here]
+        if level.parameters:
+            buckets += _untrained_buckets(dag, home, here & regions, level)
+        _gather_at(dag, home, buckets, level)
 
 
-def _gather_at(dag: TrainingDAG, home: Group, regions: set[int], level: Level) -> None:
+def _gather_at(dag: TrainingDAG, home: Group, buckets: Iterable[Bucket], level: Level) -> None:
     placed = {n: node for node in dag.of_type(Parameters) if node.devices == home for n in node.outputs[0].names}
     sources: dict[str, Parameters] = {}
-    for bucket in _parameter_buckets(dag, home, regions, level):
+    for bucket in buckets:
         # A bucket has the parameters that the same regions read, so that it is placed as a whole or not at all.
         found = placed.get(bucket.names[0])
         if found is not None and found.kept is level.parameters:
@@ -125,23 +133,28 @@ def _gather_at(dag: TrainingDAG, home: Group, regions: set[int], level: Level) -
             dag.rewire(chunk, params=tuple(refs))
 
 
-def _parameter_buckets(dag: TrainingDAG, home: Group, regions: set[int], level: Level) -> list[Bucket]:
-    """The buckets of the gradients of `regions`; where parameters are sharded, also those of what is read but not trained."""
+def _sharded(dag: TrainingDAG, regions: set[int]) -> list[Bucket]:
+    """The buckets of the gradients of `regions`, in the parameters' own dtype. Parameters of one have the same readers."""
     found: dict[Bucket, None] = {}
     for total in dag.of_type(Accumulate):
         bucket = total.outputs[0].bucket
         if bucket is not None and _region_of(dag, total) in regions:
             found[bucket.in_dtype(bucket.tensors[0].dtype)] = None
-    if level.parameters:
-        placed = {n for node in dag.of_type(Parameters) if node.devices == home for n in node.outputs[0].names}
-        trained = _trained(dag) | placed
-        readers = _readers(dag)
-        groups: dict[tuple[int, ...], list[str]] = {}
-        for name in dag.step.params:
-            if name not in trained and readers.get(name, frozenset()) & regions:
-                groups.setdefault(tuple(sorted(readers[name])), []).append(name)
-        for names in groups.values():
-            found |= dict.fromkeys(_buckets(dag, names, level.bucket_bytes, None))
+    return list(found)
+
+
+def _untrained_buckets(dag: TrainingDAG, home: Group, regions: set[int], level: Level) -> list[Bucket]:
+    """Buckets of what `regions` read but nobody trains."""
+    placed = {n for node in dag.of_type(Parameters) if node.devices == home for n in node.outputs[0].names}
+    trained = _trained(dag).keys() | placed
+    readers = _readers(dag)
+    groups: dict[tuple[int, ...], list[str]] = {}
+    for name in dag.step.params:
+        if name not in trained and readers.get(name, frozenset()) & regions:
+            groups.setdefault(tuple(sorted(readers[name])), []).append(name)
+    found: dict[Bucket, None] = {}
+    for names in groups.values():
+        found |= dict.fromkeys(_buckets(dag, names, level.bucket_bytes, None))
     return list(found)
 
 
@@ -198,9 +211,13 @@ def _readers(dag: TrainingDAG) -> Mapping[str, frozenset[int]]:
     return {name: frozenset(regions) for name, regions in found.items()}
 
 
-def _trained(dag: TrainingDAG) -> set[str]:
-    outputs = (out for interface in dag.code.interfaces.values() for out in interface.outputs)
-    return {name for out in outputs if out.kind == "grad" for name in out.names}
+def _trained(dag: TrainingDAG) -> dict[str, set[int]]:
+    """The regions that each trained parameter gets gradients from."""
+    found: dict[str, set[int]] = {}
+    for (region, _), interface in dag.code.interfaces.items():
+        for name in (name for out in interface.outputs if out.kind == "grad" for name in out.names):
+            found.setdefault(name, set()).add(region)
+    return found
 
 
 def _region_of(dag: TrainingDAG, total: Accumulate) -> int | None:

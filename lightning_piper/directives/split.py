@@ -12,7 +12,7 @@ from lightning_piper.directives.transfers import connect, disconnect
 from lightning_piper.ir.build import build_dag, chain_state, make_chunk
 from lightning_piper.ir.dag import TrainingDAG
 from lightning_piper.ir.filters import Filter
-from lightning_piper.ir.nodes import Accumulate, Chunk, Concat, Cut, Metrics, Node, Pack, Parameters, ReduceScatter, Ref
+from lightning_piper.ir.nodes import Accumulate, Chunk, Concat, Cut, Metrics, Node, Pack, Parameters, ReduceScatter, Ref, Update
 from lightning_piper.ir.regions import Step
 from lightning_piper.ir.values import Slice
 
@@ -58,7 +58,7 @@ class Split(Directive):
         touched = disconnect(dag, chunks)
         touched += _Rewrite(dag, chunks, pieces, self).run()
         chain_state(dag)
-        connect(dag, [node for node in touched if node.id in dag.nodes] + list(_state_readers(dag)))
+        connect(dag, [node for node in touched if node.id in dag.nodes] + _buffer_readers(dag))
 
     def _pieces(self, dag: TrainingDAG, part: Slice) -> list[Slice]:
         count = self.num_microbatches
@@ -96,8 +96,9 @@ class Split(Directive):
                 )
 
 
-def _state_readers(dag: TrainingDAG) -> list[Node]:
-    return [chunk for chunk in dag.of_type(Chunk) if any(ref is not None for ref in chunk.state)]
+def _buffer_readers(dag: TrainingDAG) -> list[Node]:
+    """What `chain_state` connects, wherever the values come from."""
+    return [node for node in dag.nodes.values() if isinstance(node, Update) or (isinstance(node, Chunk) and any(node.state))]
 
 
 class _Rewrite:

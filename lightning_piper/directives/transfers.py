@@ -6,6 +6,7 @@ import dataclasses
 from collections.abc import Iterable
 from typing import Any
 
+from lightning_piper.directives.homes import settle
 from lightning_piper.ir.dag import TrainingDAG
 from lightning_piper.ir.nodes import Accumulate, AllReduce, Chunk, Concat, Cut, Metrics, Node, Pack, Recv, Ref, Report, Send, Update
 from lightning_piper.ir.values import Partial, Replicate
@@ -15,13 +16,13 @@ SEND_STREAM, RECV_STREAM = "send", "recv"
 
 def place_around(dag: TrainingDAG, chunks: list[Chunk]) -> None:
     """After `chunks` got their devices: place what follows from it and connect what is now apart."""
-    touched = [*chunks, *place_dependents(dag, chunks)]
+    touched = [*chunks, *place_dependents(dag, chunks), *settle(dag, chunks)]
     connect(dag, touched + [user for node in touched for user in dag.users(node)])
     connect_report(dag)
 
 
 def place_dependents(dag: TrainingDAG, chunks: Iterable[Chunk]) -> list[Node]:
-    """Place what follows from the places of `chunks`: sums of gradients, updates and metrics. Returns what was placed."""
+    """Place what follows from the places of `chunks`: sums, metrics, and what a split put in between. Returns what was placed."""
     placed: list[Node] = []
     for chunk in chunks:
         for source in [dag.nodes[ref[0]] for ref in chunk.inputs]:
@@ -36,25 +37,7 @@ def place_dependents(dag: TrainingDAG, chunks: Iterable[Chunk]) -> list[Node]:
                     user.devices, user.placed_by = chunk.devices, chunk.placed_by
                     placed.append(user)
                     makers += [user] if isinstance(user, Pack) else []
-    for total in list(placed):
-        if isinstance(total, Accumulate):
-            for update in dag.users(total):
-                if isinstance(update, Update) and not update.devices:
-                    placed += _place_update(dag, update)
     return placed
-
-
-def _place_update(dag: TrainingDAG, update: Update) -> list[Node]:
-    """An update runs wherever its parameters are used: one node a device, each with all summands in the same order."""
-    sources = [dag.nodes[ref[0]] for ref in update.inputs]
-    if not all(source.devices for source in sources):
-        return []
-    homes = sorted({source.devices for source in sources})
-    copies = [update] + [dag.add(dataclasses.replace(update, id=-1, origin=None)) for _ in homes[1:]]
-    for copy, home in zip(copies, homes, strict=True):
-        copy.devices = home
-        copy.placed_by = max((s.placed_by for s in sources if s.placed_by is not None), default=None)
-    return list(copies)
 
 
 def connect(dag: TrainingDAG, nodes: Iterable[Node]) -> None:

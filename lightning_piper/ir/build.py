@@ -95,15 +95,17 @@ def chain_state(dag: TrainingDAG) -> None:
 
 
 def _final_buffers(dag: TrainingDAG, last: set[Ref]) -> None:
-    updates = {dag.value(u.inputs[0]).names: u for u in dag.of_type(Update) if dag.value(u.inputs[0]).kind == "buffer"}
+    updates: dict[tuple[str, ...], list[Update]] = {}
+    for update in dag.of_type(Update):
+        if dag.value(update.inputs[0]).kind == "buffer":
+            updates.setdefault(dag.value(update.inputs[0]).names, []).append(update)
     for ref in sorted(last):
-        update = updates.get(dag.value(ref).names)
-        if update is None:
+        for update in updates.get(dag.value(ref).names, ()):
+            dag.rewire(update, inputs=(ref,))
+        if dag.value(ref).names not in updates:
             source = dag.nodes[ref[0]]
             assert isinstance(source, Chunk)
             dag.add(Update(inputs=(ref,), tags=_own_tags(source)))
-        else:
-            dag.rewire(update, inputs=(ref,))
 
 
 def _report(dag: TrainingDAG, chunks: dict[PassKey, Chunk]) -> None:

@@ -8,7 +8,7 @@ from typing import TypeVar
 
 import networkx as nx
 
-from lightning_piper.ir.nodes import Chunk, Node, Ref
+from lightning_piper.ir.nodes import Chunk, Node, Recv, Ref, Send
 from lightning_piper.ir.regions import HALVES, Code, Interface, PassKey, Region, Step, StepCode
 from lightning_piper.ir.values import Slice, TensorSpec, Value
 
@@ -30,6 +30,9 @@ class TrainingDAG:
         partial: the batch is smaller than the one the program was written for; a split may then give fewer pieces.
         absent: tag -> indices that a partial batch does not have; filters may name them in vain.
         named: chunk -> index of the first directive that named it in an order.
+        reassociated: indices of directives that take sums in another order here, though their contract is to change no bit
+            elsewhere.
+        overlaps: groups of an order whose members may interleave: for each filter of the group, its chunks.
     """
 
     def __init__(self, step: Step, size: int, partial: bool = False) -> None:
@@ -41,6 +44,8 @@ class TrainingDAG:
         self.ops: tuple[str, ...] = ()
         self.absent: dict[str, set[int]] = {}
         self.named: dict[int, int] = {}
+        self.reassociated: set[int] = set()
+        self.overlaps: list[tuple[tuple[int, ...], ...]] = []
         self._next = 0
 
     # Reading
@@ -82,6 +87,12 @@ class TrainingDAG:
     def users(self, node: Node) -> list[Node]:
         """Nodes that read a value of `node`, by id."""
         return [self.nodes[i] for i in sorted(self.graph.successors(node.id)) if self.graph.edges[node.id, i]["data"]]
+
+    def source(self, ref: Ref) -> Ref:
+        """Where a value was made: transfers followed back."""
+        while isinstance(self.nodes[ref[0]], Send | Recv):
+            ref = self.nodes[ref[0]].inputs[0]
+        return ref
 
     def readers(self, ref: Ref) -> list[Node]:
         return [user for user in self.users(self.nodes[ref[0]]) if ref in user.reads]
@@ -165,7 +176,7 @@ class TrainingDAG:
         copy.nodes = {i: dataclasses.replace(node) for i, node in self.nodes.items()}
         copy.graph = self.graph.copy()
         copy.absent = {tag: set(indices) for tag, indices in self.absent.items()}
-        copy.named = dict(self.named)
+        copy.named, copy.overlaps, copy.reassociated = dict(self.named), list(self.overlaps), set(self.reassociated)
         copy._next, copy.ops, copy.replicas = self._next, self.ops, self.replicas
         return copy
 

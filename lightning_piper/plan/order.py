@@ -13,24 +13,38 @@ import networkx as nx
 
 from lightning_piper.errors import VerificationError
 from lightning_piper.ir.dag import TrainingDAG
-from lightning_piper.ir.nodes import AllGather, Chunk, Metrics, Node, Parameters, Recv, Report, Send, Update
+from lightning_piper.ir.nodes import (
+    AllGather,
+    AllReduce,
+    Chunk,
+    Metrics,
+    Node,
+    Parameters,
+    Recv,
+    ReduceScatter,
+    Report,
+    Send,
+    Update,
+)
 from lightning_piper.plan.gathers import with_gathers
+from lightning_piper.plan.overlap import Turns, heights
 
 Priority = tuple[int, int, int, int]
 _RANK = {"F": 0, "B": 1, "BI": 1, "BW": 2}
 
 
-def priority(dag: TrainingDAG, node: Node) -> Priority:
+def priority(dag: TrainingDAG, node: Node, height: int) -> Priority:
     """Of nodes that could come next, the smallest does.
 
-    Communication as soon as it can be issued, then bookkeeping, then chunks: forward before backward, by slice, by id. Nothing
+    Communication as soon as it can be issued, what most chunks wait for first (`height`, see `overlap.heights`); sums over
+    replicas, for which no chunk waits, and bookkeeping after it; then chunks: forward before backward, by slice, by id. Nothing
     but an optimizer waits for gradients of weights (BW), so they run when no other chunk can: unless an order says otherwise,
     at the end, while devices that come later in the backward direction are still busy.
     Updates come last, for nothing in the step needs them and a tied parameter's may have to wait for another device; so do
     metrics that have to.
     """
-    if isinstance(node, Send | Recv):
-        return (0, 0, 0, node.id)
+    if isinstance(node, Send | Recv) or (height and isinstance(node, AllReduce | ReduceScatter)):
+        return (0, -height, 0, node.id)
     if isinstance(node, Chunk):
         return (2, _RANK[node.kind], node.slice.start, node.id)
     if isinstance(node, Update) or (isinstance(node, Metrics) and _receives(dag, node)):
@@ -42,9 +56,46 @@ def _receives(dag: TrainingDAG, node: Node) -> bool:
     return any(isinstance(dag.nodes[source], Recv) for source, _ in node.inputs)
 
 
+class _Ready:
+    """Nodes that could come next, by priority. Chunks of an overlap group whose turn has not come stand back as long as there is
+    anything else."""
+
+    def __init__(self, dag: TrainingDAG) -> None:
+        self._dag, self._height = dag, heights(dag)
+        self._turns = Turns(dag, self._height)
+        self._heap: list[Priority] = []
+        self._back: list[Priority] = []
+        self._standing: set[int] = set()
+
+    def add(self, node_id: int) -> None:
+        entry = priority(self._dag, self._dag.nodes[node_id], self._height.get(node_id, 0))
+        if self._turns.waits(node_id):
+            self._standing.add(node_id)
+            heapq.heappush(self._back, entry)
+        else:
+            heapq.heappush(self._heap, entry)
+
+    def pop(self) -> Node | None:
+        while not self._heap and self._standing:
+            node_id = heapq.heappop(self._back)[-1]
+            if node_id in self._standing:
+                self._step_forward(node_id)
+        if not self._heap:
+            return None
+        node_id = heapq.heappop(self._heap)[-1]
+        following = self._turns.done(node_id)
+        if following in self._standing:
+            self._step_forward(following)
+        return self._dag.nodes[node_id]
+
+    def _step_forward(self, node_id: int) -> None:
+        self._standing.discard(node_id)
+        heapq.heappush(self._heap, priority(self._dag, self._dag.nodes[node_id], self._height.get(node_id, 0)))
+
+
 def global_order(dag: TrainingDAG) -> list[Node]:
-    """A topological order of the DAG by `priority` (Kahn 1962, with a heap), n log n in its nodes. Gathers of parameters, which
-    wait for nothing, come where `with_gathers` puts them.
+    """A topological order of the DAG by `priority` (Kahn 1962, with a heap), n log n in its nodes. Chunks of overlap groups take
+    turns, see `overlap`. Gathers of parameters, which wait for nothing, come where `with_gathers` puts them.
 
     Raises:
         VerificationError: the edges have a cycle, which is printed.
@@ -58,15 +109,16 @@ def global_order(dag: TrainingDAG) -> list[Node]:
             if not missing[successor]:
                 del missing[successor]
     apart = {node.id for node in (*order, *gathers)}
-    heap = [priority(dag, node) for node in dag.nodes.values() if node.id not in missing and node.id not in apart]
-    heapq.heapify(heap)
-    while heap:
-        node = dag.nodes[heapq.heappop(heap)[-1]]
+    ready = _Ready(dag)
+    for node_id in dag.nodes:
+        if node_id not in missing and node_id not in apart:
+            ready.add(node_id)
+    while (node := ready.pop()) is not None:
         order.append(node)
         for successor in dag.graph.successors(node.id):
             missing[successor] -= 1
             if not missing[successor]:
-                heapq.heappush(heap, priority(dag, dag.nodes[successor]))
+                ready.add(successor)
     if len(order) + len(gathers) < len(dag.nodes):
         cycle = [a for a, _ in nx.find_cycle(dag.graph.subgraph([i for i, degree in missing.items() if degree]))]
         shown = " -> ".join(f"%{i} {dag.nodes[i].label}" for i in [*cycle, cycle[0]])

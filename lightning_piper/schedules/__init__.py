@@ -1,5 +1,9 @@
 """Schedule builders: ordinary functions that return lists of directives."""
 
-from lightning_piper.schedules.pipeline import gpipe, one_f_one_b
+from lightning_piper.schedules.csv_files import from_csv, to_csv
+from lightning_piper.schedules.dualpipe import dualpipe, dualpipev
+from lightning_piper.schedules.interleaved import interleaved_one_f_one_b
+from lightning_piper.schedules.pipeline import gpipe, one_f_one_b, zero_bubble
+from lightning_piper.schedules.zbv import zbv
 
-__all__ = ["gpipe", "one_f_one_b"]
+__all__ = ["dualpipe", "dualpipev", "from_csv", "gpipe", "interleaved_one_f_one_b", "one_f_one_b", "to_csv", "zbv", "zero_bubble"]

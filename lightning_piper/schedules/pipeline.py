@@ -2,13 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
-
-from lightning_piper.directives import Directive, Order, Place, Split
-from lightning_piper.errors import DirectiveError
-from lightning_piper.ir.filters import Filter
-
-Homes = Sequence[int | Sequence[int]]  # of each stage: a device, or a group of devices
+from lightning_piper.directives import Directive
+from lightning_piper.schedules.actions import Action, Homes, Row, check_counts, one_by_one, program_of
 
 
 def gpipe(stages: int, microbatches: int, devices: Homes | None = None, tag: str = "PP", dim_name: str = "MB") -> list[Directive]:
@@ -25,11 +20,9 @@ def gpipe(stages: int, microbatches: int, devices: Homes | None = None, tag: str
 
     Source: Huang et al., GPipe: Efficient Training of Giant Neural Networks using Pipeline Parallelism, 2019.
     """
-    program = _stages("gpipe", stages, microbatches, devices, tag, dim_name)
-    for stage in range(stages):
-        passes = [("F", mb) for mb in range(microbatches)] + [("B", mb) for mb in range(microbatches)]
-        program.append(Order(filters=[_filter(tag, stage, dim_name, *item) for item in passes]))
-    return program
+    check_counts("gpipe", stages=stages, microbatches=microbatches)
+    rows = [one_by_one(*(Action(stage, kind, mb) for kind in "FB" for mb in range(microbatches))) for stage in range(stages)]
+    return program_of(rows, microbatches, devices, tag, dim_name, "gpipe")
 
 
 def one_f_one_b(
@@ -42,33 +35,42 @@ def one_f_one_b(
     Source: Narayanan et al., PipeDream: Generalized Pipeline Parallelism for DNN Training, 2019 (the variant with a flush at
     the end of each step, as in Megatron-LM).
     """
-    program = _stages("one_f_one_b", stages, microbatches, devices, tag, dim_name)
-    for stage in range(stages):
-        order = [_filter(tag, stage, dim_name, *item) for item in _one_f_one_b_passes(stages - stage, microbatches)]
-        program.append(Order(filters=order))
-    return program
+    check_counts("one_f_one_b", stages=stages, microbatches=microbatches)
+    rows = [_one_f_one_b(stage, min(stages - stage, microbatches), microbatches) for stage in range(stages)]
+    return program_of(rows, microbatches, devices, tag, dim_name, "one_f_one_b")
 
 
-def _one_f_one_b_passes(warmup: int, microbatches: int) -> Iterator[tuple[str, int]]:
-    warmup = min(warmup, microbatches)
-    yield from (("F", mb) for mb in range(warmup))
+def _one_f_one_b(stage: int, warmup: int, microbatches: int) -> Row:
+    row = [Action(stage, "F", mb) for mb in range(warmup)]
     for mb in range(microbatches):
-        yield "B", mb
+        row.append(Action(stage, "B", mb))
         if warmup + mb < microbatches:
-            yield "F", warmup + mb
+            row.append(Action(stage, "F", warmup + mb))
+    return one_by_one(*row)
 
 
-def _filter(tag: str, stage: int, dim_name: str, kind: str, mb: int) -> Filter:
-    return {tag: stage, dim_name: mb, "PASS": kind}
+def zero_bubble(
+    stages: int, microbatches: int, devices: Homes | None = None, tag: str = "PP", dim_name: str = "MB"
+) -> list[Directive]:
+    """ZB-H1, also ZB1P: 1F1B with backward passes in halves. Stage r runs BW r microbatches behind BI, and so has work when it
+    would else wait for gradients at the end.
+
+    Every stage holds the activations of at most `stages` microbatches. Arguments and errors as for `gpipe`.
+
+    Source: Qi et al., Zero Bubble Pipeline Parallelism, 2023.
+    """
+    check_counts("zero_bubble", stages=stages, microbatches=microbatches)
+    rows = [_zero_bubble(stage, min(stages - 1 - stage, microbatches), microbatches) for stage in range(stages)]
+    return program_of(rows, microbatches, devices, tag, dim_name, "zero_bubble")
 
 
-def _stages(name: str, stages: int, microbatches: int, devices: Homes | None, tag: str, dim_name: str) -> list[Directive]:
-    for what, value in (("stages", stages), ("microbatches", microbatches)):
-        if type(value) is not int or value < 1:
-            raise DirectiveError(f"{name}: {what}={value!r}; give an integer >= 1")
-    given: Homes = range(stages) if devices is None else devices
-    homes: list[Sequence[int]] = [[home] if isinstance(home, int) else home for home in given]
-    if len(homes) != stages:
-        raise DirectiveError(f"{name}: {len(homes)} devices for {stages} stages; give one device, or one group, for each stage")
-    program: list[Directive] = [Place(filter={tag: stage}, devices=home) for stage, home in enumerate(homes)]
-    return [*program, Split(filter={}, dim_name=dim_name, num_microbatches=microbatches)]
+def _zero_bubble(stage: int, warmup: int, microbatches: int) -> Row:
+    row = [Action(stage, "F", mb) for mb in range(warmup)]
+    for mb in range(microbatches):
+        if warmup + mb < microbatches:
+            row.append(Action(stage, "F", warmup + mb))
+        row.append(Action(stage, "BI", mb))
+        if mb >= stage:
+            row.append(Action(stage, "BW", mb - stage))
+    row += [Action(stage, "BW", mb) for mb in range(max(0, microbatches - stage), microbatches)]
+    return one_by_one(*row)

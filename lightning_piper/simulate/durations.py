@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import math
 import re
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from fractions import Fraction
 from os import PathLike
 from pathlib import Path
@@ -21,6 +21,7 @@ Durations = Mapping[str, Number] | Callable[[Chunk], Number]
 # A backward pass computes two products for each one of the forward pass: for its input (BI) and for its weights (BW).
 DEFAULT: Mapping[str, Number] = {"F": 1, "B": 2, "BI": 1, "BW": 1}
 
+PAIR = "F&B"
 _CHUNK = re.compile(r"(?P<kind>[A-Z]+)(\[(?P<tags>[^\]]*)\])?")
 _NODE = re.compile(r"%(?P<node>\d+)")
 _OP = re.compile(r"[a-z_]+")
@@ -36,27 +37,40 @@ class Work:
         durations: called with each chunk; or a table, whose keys are
             `"F"`: every chunk of this pass, where nothing more specific is given;
             `"F[PP=0]"`, `"F[PP=0,MB=3]"`: chunks of this pass with these tags, the most tags win;
+            `"F&B"`: an F and a B, one chunk each, that are one overlap group of an order: both begin together, and are done
+            together after this time;
             `"%12"`: node 12, as plans print it. At a send, the transfer takes that long;
             `"add"`, `"merge"`, ...: every instruction of this operation. Those that are not named take no time.
+        issued: chunks in the order in which the plans run them.
 
     Raises:
         SimulationError: an entry cannot be understood, is no duration, or names nothing in this DAG; a chunk has no duration,
             or two equally specific ones.
     """
 
-    def __init__(self, dag: TrainingDAG, durations: Durations) -> None:
+    def __init__(self, dag: TrainingDAG, durations: Durations, issued: Iterable[int] = ()) -> None:
         self._ops: dict[str, Number] = {}
         self._nodes: dict[int, Number] = {}
         if isinstance(durations, Mapping):
             rules = self._read(dag, durations)
+            measured = set(self._nodes)
             for chunk in dag.of_type(Chunk):
                 matching = rules.matching(chunk)
                 if chunk.id not in self._nodes:
                     self._nodes[chunk.id] = _most_specific(chunk, matching)
             rules.check_used()
+            if PAIR in durations:
+                self._overlap([pair for pair in _pairs(dag) if not measured & set(pair)], durations[PAIR], issued)
         else:
             for chunk in dag.of_type(Chunk):
                 self._nodes[chunk.id] = checked(f"the duration of {_name(chunk)}", durations(chunk))
+
+    def _overlap(self, pairs: Iterable[tuple[int, int]], duration: Number, issued: Iterable[int]) -> None:
+        """The first chunk of a pair takes the time of both, so that neither hands on anything before they are done."""
+        rank = {node: i for i, node in reversed(list(enumerate(issued)))}
+        for pair in pairs:
+            first, second = sorted(pair, key=lambda node: rank.get(node, node))
+            self._nodes[first], self._nodes[second] = duration, 0
 
     def _read(self, dag: TrainingDAG, table: Mapping[str, Number]) -> _Rules:
         rules = _Rules()
@@ -74,6 +88,8 @@ class Work:
                 rules.add(key, match["kind"], _tags(key, match["tags"]), duration)
             elif _OP.fullmatch(key):
                 self._ops[key] = duration
+            elif key == PAIR:
+                continue
             else:
                 raise SimulationError(
                     f"durations: {key!r} cannot be understood; accepted are a pass such as 'F', with tags such as "
@@ -88,6 +104,15 @@ class Work:
     def measured(self, node: int) -> Number | None:
         """How long the communication of a node takes, if the table says so."""
         return self._nodes.get(node)
+
+
+def _pairs(dag: TrainingDAG) -> Iterator[tuple[int, int]]:
+    """Forward and backward chunks that overlap, one each."""
+    for lanes in dag.overlaps:
+        if [len(lane) for lane in lanes] == [1, 1]:
+            a, b = (dag.nodes[lane[0]] for lane in lanes)
+            if isinstance(a, Chunk) and isinstance(b, Chunk) and {a.kind, b.kind} == {"F", "B"} and a.devices == b.devices:
+                yield a.id, b.id
 
 
 class _Rules:

@@ -115,7 +115,8 @@ def simulate(
         SimulationError: durations that cannot be used.
         VerificationError: the plans deadlock.
     """
-    trace = run_in_virtual_time(dag, plans, Work(dag, durations), network or Network())
+    issued = [i.node for plan in plans.values() for i in plan.instructions if isinstance(i, Run)]
+    trace = run_in_virtual_time(dag, plans, Work(dag, durations, issued), network or Network())
     worked: dict[int, dict[str, list[Interval]]] = {device: {s: [] for s in plan.streams} for device, plan in plans.items()}
     for span in trace.spans:
         worked[span.device][span.stream].append((span.start, span.end))

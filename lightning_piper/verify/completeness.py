@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 
 from lightning_piper.ir.nodes import AllReduce, Chunk, Metrics, Report, Update
 from lightning_piper.ir.regions import HALVES, PassKey
 from lightning_piper.ir.seeds import chunk_seed
 from lightning_piper.ir.values import Partial
 from lightning_piper.verify import sharding
-from lightning_piper.verify.facts import Contributions, Facts
+from lightning_piper.verify.facts import Contributions, Facts, names_of
 
 
 def incomplete(facts: Facts, final: bool) -> Iterable[str]:
@@ -27,6 +27,7 @@ def incomplete(facts: Facts, final: bool) -> Iterable[str]:
                 first = facts.at(updated[name][update.devices])
                 yield f"{name} is updated twice on the same devices, by {first} and {facts.at(update)}"
             updated[name][update.devices] = update
+    yield from _alike(facts, updated)
     trained = {n for i in dag.code.interfaces.values() for out in i.outputs if out.kind in ("grad", "buffer") for n in out.names}
     for name in sorted(trained):
         if () in updated.get(name, {}):
@@ -40,6 +41,18 @@ def incomplete(facts: Facts, final: bool) -> Iterable[str]:
         yield from sharding.places(facts)
     yield from _reported(facts)
     yield from _seeds(facts)
+
+
+def _alike(facts: Facts, updated: Mapping[str, Mapping[tuple[int, ...], Update]]) -> Iterable[str]:
+    """All copies of a parameter are updated with the same summands in the same order: else they drift apart, bit by bit."""
+    seen: set[int] = set()
+    for copies in updated.values():
+        first, *others = copies.values()
+        for other in others:
+            if other.id not in seen and [facts.dag.source(r) for r in first.inputs] != [facts.dag.source(r) for r in other.inputs]:
+                names = names_of(facts.dag.value(other.inputs[0]).names)
+                yield f"gradient of {names}: {facts.at(first)} and {facts.at(other)} add up different values, or in another order"
+            seen.add(other.id)
 
 
 def _passes(facts: Facts) -> Iterable[str]:

@@ -146,7 +146,8 @@ def verify_step(step: CapturedStep, module: nn.Module, batch: Any, program: Sequ
         runner.parted = dag.microbatches() is None
         now, new = interpret(dag, tensors, leaves, seed), runner.rounding(_slices(dag))
         before = compare(last, now, {name: max(moved, new.get(name, 0.0)) for name, moved in old.items()})
-        rows.append(Row(index, directive.op, directive.contract, before, runner.against_single(dag, now)))
+        contract = "reassociated" if index in dag.reassociated else directive.contract
+        rows.append(Row(index, directive.op, contract, before, runner.against_single(dag, now)))
         last, old = now, new
 
     apply_program(dag, program, row)

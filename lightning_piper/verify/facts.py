@@ -35,12 +35,15 @@ class Facts:
         if ref in self.origins:
             self.origins[node.id, 0], self.parts[node.id, 0] = self.origins[ref], self.parts[ref]
 
-    def uncovered(self, weight: Callable[[Slice], Fraction], parts: Contributions, whole: Slice | None = None) -> str | None:
-        """Why the parts are not each sample of `whole` (the batch) exactly once with its weight; None if they are."""
+    def uncovered(
+        self, weight: Callable[[Slice], Fraction], parts: Contributions, whole: Slice | None = None, some: bool = False
+    ) -> str | None:
+        """Why the parts are not each sample of `whole` (the batch) exactly once with its weight; None if they are. `some`: it may
+        be some of the samples only."""
         whole = whole or Slice(0, self.dag.share)
         edge = whole.start
         for part in sorted(parts):
-            if part.start > edge:
+            if part.start > edge and not some:
                 return f"samples {edge}:{part.start} are missing: add what the chunk of these samples makes"
             if part.start < edge:
                 return f"samples {part.start}:{min(edge, part.stop)} count more than once: take each sample once"
@@ -49,7 +52,7 @@ class Facts:
             if times != 1:
                 return f"samples {part} enter with weight {parts[part]} instead of their share of the batch, {weight(part)}"
             edge = part.stop
-        return None if edge == whole.stop else f"samples {edge}:{whole.stop} are missing"
+        return None if edge == whole.stop or some else f"samples {edge}:{whole.stop} are missing"
 
     def share(self, part: Slice) -> Fraction:
         return Fraction(len(part), self.dag.size)

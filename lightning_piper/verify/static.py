@@ -220,12 +220,11 @@ class _Checker(Facts):
         whole = Slice(0, self.dag.share)
         if value.kind == "cotangent" and total:
             whole = Slice(min(total).start, max(total).stop)
-        # Parts of a sum that are summed over replicas by themselves are checked where they are added up.
-        partial = value.kind == "grad" and all(isinstance(user, ReduceScatter) for user in self.dag.users(node))
-        problem = self.uncovered(self.share, total, whole)
-        if problem and not partial:
+        # Another home of the region, or another sum over replicas, may add the rest: whether all is there shows at the update.
+        if problem := self.uncovered(self.share, total, whole, some=value.kind == "grad"):
             yield f"gradient of {names_of(value.names)} ({self.at(node)}): {problem}"
-        self.parts[node.id, 0] = total if problem and partial else {whole: self.share(whole)}
+        complete = self.uncovered(self.share, total, whole) is None
+        self.parts[node.id, 0] = {whole: self.share(whole)} if complete else total
         for ref in node.inputs:
             other = self.dag.value(ref)
             if (other.bucket, other.placement) != (value.bucket, value.placement):
@@ -245,14 +244,19 @@ class _Checker(Facts):
                 what = f"the value after sample {last}, not after {self.dag.share}"
                 yield f"buffers {names_of(value.names)}: {self.at(node)} keeps {what}"
             return
+        together: dict[Origin, Contributions] = {}
         for ref in node.inputs:
-            if problem := self.uncovered(self.share, self.parts.get(ref, {})):
-                yield f"gradient of {names_of(value.names)} ({self.at(node)}): of {self.named(ref)}, {problem}"
+            of_region = together.setdefault(self.origins[ref], {}) if ref in self.origins else {}
+            for part, weight in self.parts.get(ref, {}).items():
+                of_region[part] = of_region.get(part, Fraction(0)) + weight
+        for origin, parts in together.items():
+            if problem := self.uncovered(self.share, parts):
+                yield f"gradient of {names_of(value.names)} ({self.at(node)}): of {self.pass_of(origin)}, {problem}"
         wanted = sorted(
             (*key, i) for key, interface in self.dag.code.interfaces.items()
             for i, out in enumerate(interface.outputs) if out.kind == "grad" and set(value.names) & set(out.names)
         )  # fmt: skip
-        found = sorted(self.origins[ref] for ref in node.inputs if ref in self.origins)
+        found = sorted(together)
         if found != wanted:
             takes, should = (", ".join(map(self.pass_of, origins)) for origins in (found, wanted))
             yield f"gradient of {names_of(value.names)} ({self.at(node)}): sums {takes} where one device sums {should}"

@@ -106,22 +106,14 @@ def test_the_stream_of_a_chunk() -> None:
         ),
         (
             [{"op": "place", "filter": f(0), "devices": [0]}, {"op": "place", "filter": b(0), "devices": [1]}],
-            "directive 1 (place): field 'devices': B[PP=0] would be on device 1, F[PP=0] is on 0; a region keeps its parameters in "
-            "one place: give all of its passes and slices the same",
+            "directive 1 (place): field 'devices': B[PP=0] would be on device 1, F[PP=0] is on 0; the backward pass reads what the "
+            "forward pass saved: give all passes of a microbatch the same",
         ),
     ],
 )
 def test_refused(program: list[Any], says: str) -> None:
     with pytest.raises(DirectiveError, match=re.escape(says)):
         build("mlp", *program)
-
-
-@pytest.mark.parametrize("name", ["mlp", "conv"])
-def test_slices_of_a_region_share_a_device(name: str) -> None:
-    program = [split(2), *place(0, 1, tag="MB")]
-    says = r"directive 2 \(place\): field 'devices': .*MB=1\] would be on device 1, .*MB=0\] is on 0"
-    with pytest.raises(DirectiveError, match=says):
-        build(name, *program)
 
 
 def test_a_place_comes_before_an_order() -> None:

@@ -108,7 +108,7 @@ def test_devices_and_tags_are_the_users(builder: Any) -> None:
         ({"stages": True, "microbatches": 1}, r"stages=True; give"),
         (
             {"stages": 2, "microbatches": 1, "devices": [0]},
-            r"1 devices for 2 stages; give one device, or one group, for each stage",
+            r"1 devices for 2 ranks; give one device, or one group, for each rank",
         ),
     ],
 )

@@ -128,7 +128,7 @@ def first_half_gone(dag: TrainingDAG) -> None:
 
 EDITS: list[tuple[Callable[[TrainingDAG], None], str, bool]] = [
     (weights_dropped, r"BW\[PP=1\]: samples 2:3 are missing", True),
-    (weights_left_out_of_the_sum, r"gradient of layers.0.* \(accumulate .*\): samples 2:3 are missing", True),
+    (weights_left_out_of_the_sum, r"gradient of layers.0.* \(update .*\): of grad .*, samples 2:3 are missing", True),
     (weights_counted_twice, r"gradient of layers.0.*: samples 2:3 count 2 times", True),
     (weights_computed_and_counted_twice, r"gradient of layers.0.*: samples 0:2 count 2 times", True),
     (counted_whole_and_as_a_half, r"gradient of layers.0.*: samples 2:3 count 2 times", True),

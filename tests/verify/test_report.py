@@ -163,7 +163,7 @@ def test_a_directive_that_only_reassociates_must_say_so() -> None:
 
 
 def test_a_directive_that_drops_a_gradient_is_stopped_by_the_static_check() -> None:
-    with pytest.raises(VerificationError, match=r"gradient of second.weight, second.bias .*: samples 0:2 are missing"):
+    with pytest.raises(VerificationError, match=r"gradient of second.weight, second.bias .*, samples 0:2 are missing"):
         report_on("mlp", [split(2), Dropping()])
 
 

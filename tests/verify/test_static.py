@@ -16,7 +16,7 @@ import torch.nn.functional as F
 
 from lightning_piper.annotate import annotate
 from lightning_piper.capture import capture
-from lightning_piper.directives import apply_program, finish
+from lightning_piper.directives import apply_program, finish, parse
 from lightning_piper.errors import VerificationError
 from lightning_piper.ir.build import build_dag
 from lightning_piper.ir.dag import TrainingDAG
@@ -321,7 +321,7 @@ EDITS = [
     Edit("experts", inputs_exchanged,
          r"F\[PP=1,EP=1,MB=0\] .* reads activation .* of F\[PP=1,EP=0\] where its region reads activation addmm of F\[PP=0\]"),
     Edit("mlp", contribution_dropped,
-         r"gradient of first.weight, first.bias \(accumulate .* on device 0\): samples 2:4 are missing"),
+         r"gradient of first.weight, first.bias \(update .* on device 0\): of grad .* of B\[PP=0\], samples 2:4 are missing"),
     Edit("mlp", contribution_doubled,
          r"gradient of second.weight, second.bias .*: samples 0:2 count 2 times"),
     Edit("experts", contribution_of_another_region,
@@ -430,8 +430,8 @@ def test_a_smaller_batch_passes() -> None:
     check(build("conv", *gpipe(2, 3), size=5))
 
 
-def test_a_parameter_that_another_device_only_reads_is_refused() -> None:
-    """A weight of stage 0 is used without a gradient in stage 1, which no update reaches: its copy there would go stale."""
+def test_a_parameter_that_another_device_only_reads_is_updated_there() -> None:
+    """A weight of stage 0 is used without a gradient in stage 1: its copy there would go stale without an update."""
 
     class Watches(MLP):
         def training_step(self, batch: Any, batch_idx: int) -> Any:
@@ -443,6 +443,13 @@ def test_a_parameter_that_another_device_only_reads_is_refused() -> None:
                 return F.mse_loss(self.second(h), y)
 
     step = capture(Watches(), regression(4))
-    with pytest.raises(VerificationError, match=r"first.weight is used on device 1, but no update reaches it there"):
-        check(apply_program(build_dag(step), gpipe(2, 2)))
-    check(apply_program(build_dag(step), gpipe(2, 2, devices=[0, 0])))
+    for places in (place(0, 1), place(0, 1)[::-1]):
+        dag = apply_program(build_dag(step), parse([*places, split(2)]))
+        check(dag)
+        assert [u.devices for u in updates(dag, "first.weight")] == [(0,), (1,)]
+        assert [u.devices for u in updates(dag, "second.weight")] == [(1,)]
+        dag.remove(u for u in updates(dag, "first.weight") if u.devices == (1,))
+        with pytest.raises(VerificationError, match=r"first.weight is used on device 1, but no update reaches it there"):
+            check(dag)
+    one = apply_program(build_dag(step), gpipe(2, 2, devices=[0, 0]))
+    assert [u.devices for u in updates(one, "first.weight")] == [(0,)]

@@ -1,0 +1,118 @@
+"""Where gradients are summed and parameters updated, as it follows from where regions run.
+
+A region may run on several devices, its *homes*: each for its own microbatches. Its gradients are summed at each home, and the
+updates add up the homes' sums, as they add up those of the regions that share a parameter. Every device that uses a parameter (or a
+buffer that the step changes) updates its own copy: with the same summands in the same order, and so to the same bits.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Iterable
+
+from lightning_piper.ir.buckets import Bucket
+from lightning_piper.ir.dag import TrainingDAG
+from lightning_piper.ir.nodes import Accumulate, Chunk, Recv, Ref, Update
+
+Group = tuple[int, ...]
+
+
+def settle(dag: TrainingDAG, chunks: Iterable[Chunk]) -> list[Update]:
+    """After `chunks` got their devices: one sum of gradients for each home, one update for each device. Returns the updates,
+    which may read values of other devices now."""
+    regions = {chunk.region for chunk in chunks}
+    homes: dict[int, set[Group]] = {}
+    for chunk in dag.of_type(Chunk):
+        if chunk.devices:
+            homes.setdefault(chunk.region, set()).add(chunk.devices)
+    readers: dict[str, set[int]] = {}
+    for (region, _), interface in dag.code.interfaces.items():
+        for name in interface.params + interface.state:
+            readers.setdefault(name, set()).add(region)
+    families: dict[tuple[tuple[str, ...], Bucket | None], list[Update]] = {}
+    for update in dag.of_type(Update):
+        value = dag.value(update.inputs[0])
+        if any(readers.get(name, set()) & regions for name in value.names):
+            families.setdefault((value.names, value.bucket), []).append(update)
+    touched: list[Update] = []
+    for (names, _), family in families.items():
+        _sum_at_homes(dag, family)
+        users = {home for name in names for region in readers[name] for home in homes.get(region, ())}
+        touched += _update_everywhere(dag, family, users)
+    return touched
+
+
+def _sum_at_homes(dag: TrainingDAG, family: list[Update]) -> None:
+    """Let each sum have the gradients of one home; those that have no place yet stay with the first."""
+    before = [dag.source(ref) for ref in family[0].inputs]
+    after: list[Ref] = []
+    regions: dict[int, list[Accumulate]] = {}
+    for ref in before:
+        total = dag.nodes[ref[0]]
+        if isinstance(total, Accumulate):
+            regions.setdefault(_chunk_of(dag, ref).region, []).append(total)
+    for ref in before:
+        total = dag.nodes[ref[0]]
+        if not isinstance(total, Accumulate):  # summed over replicas, or the last value of buffers
+            after.append(ref)
+        elif total is (totals := regions[_chunk_of(dag, ref).region])[0]:
+            after += [(found.id, 0) for found in _by_home(dag, totals)]
+    if after != before:
+        for update in family:
+            _read_instead(dag, update, tuple(after))
+
+
+def _by_home(dag: TrainingDAG, totals: list[Accumulate]) -> list[Accumulate]:
+    """The sums of one region, one for each of its homes, in the order of their first samples."""
+    terms = sorted((ref for total in totals for ref in total.inputs), key=lambda ref: _chunk_of(dag, ref).slice)
+    homes = list(dict.fromkeys(home for ref in terms if (home := dag.nodes[ref[0]].devices)))
+    if len(homes) <= len(totals) == 1:
+        return totals
+    if dag.origin is not None:
+        dag.reassociated.add(dag.origin)
+    known = {total.devices: total for total in totals}
+    found = []
+    for home in homes:
+        mine = tuple(ref for ref in terms if (dag.nodes[ref[0]].devices or homes[0]) == home)
+        if home not in known:
+            by = max((n for ref in mine if (n := dag.nodes[ref[0]].placed_by) is not None), default=None)
+            known[home] = dag.add(dataclasses.replace(totals[0], id=-1, origin=None, inputs=mine, devices=home, placed_by=by))
+        else:
+            dag.rewire(known[home], inputs=mine)
+        found.append(known[home])
+    return found
+
+
+def _chunk_of(dag: TrainingDAG, ref: Ref) -> Chunk:
+    """The (first) chunk that a gradient comes from."""
+    node = dag.nodes[ref[0]]
+    while not isinstance(node, Chunk):
+        node = dag.nodes[node.inputs[0][0]]
+    return node
+
+
+def _read_instead(dag: TrainingDAG, update: Update, inputs: tuple[Ref, ...]) -> None:
+    """Let an update read values where they are made, and drop the transfers that nobody needs any more."""
+    received = [dag.nodes[ref[0]] for ref in update.inputs if isinstance(dag.nodes[ref[0]], Recv)]
+    dag.rewire(update, inputs=inputs)
+    for recv in received:
+        if recv.id in dag.nodes and not dag.users(recv):
+            dag.remove([recv, dag.nodes[recv.inputs[0][0]]])
+
+
+def _update_everywhere(dag: TrainingDAG, family: list[Update], users: set[Group]) -> list[Update]:
+    """Updates on all devices that use the parameters or make their gradients, as soon as all that they add up has a place."""
+    inputs = tuple(dag.source(ref) for ref in family[0].inputs)
+    sources = [dag.nodes[ref[0]] for ref in inputs]
+    if not all(source.devices for source in sources):
+        return []
+    by = max((source.placed_by for source in sources if source.placed_by is not None), default=None)
+    spare = [update for update in family if not update.devices]
+    for home in sorted((users | {source.devices for source in sources}) - {update.devices for update in family}):
+        if spare:
+            update = spare.pop()
+        else:
+            update = dag.add(dataclasses.replace(family[0], id=-1, origin=None, inputs=inputs))
+            family.append(update)
+        update.devices, update.placed_by = home, by
+    return family

@@ -1,0 +1,85 @@
+"""Overlap groups: in which order chunks run that an `order` lets interleave.
+
+The members of a group are lanes, one for each of its filters. On each device, lanes take turns, chunk by chunk: while a chunk of
+one lane runs, what the other lane sends and receives is on its way. In each round the chunk with the most dependents downstream
+goes first, since most waits for it.
+
+    lanes     F0 F2 (microbatch 0), F0 F2 (microbatch 1); region 1, between the two, is on another device
+    order     F0[0]  F0[1]  F2[0]  F2[1]
+
+A turn is a wish, not a demand: where a chunk whose turn it is waits for one that comes after it, that one goes first.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Mapping
+
+from lightning_piper.ir.dag import TrainingDAG
+from lightning_piper.ir.nodes import Chunk
+
+
+def heights(dag: TrainingDAG) -> dict[int, int]:
+    """For each node, how many chunks the longest path behind it has: what waits for it, and for how long. Linear in the edges.
+
+    Nodes of a cycle, and all before it, have none.
+    """
+    found: dict[int, int] = {}
+    missing = dict(dag.graph.out_degree())
+    ready = [node for node, degree in missing.items() if not degree]
+    while ready:
+        node = ready.pop()
+        found.setdefault(node, 0)
+        above = found[node] + isinstance(dag.nodes[node], Chunk)
+        for earlier in dag.graph.predecessors(node):
+            found[earlier] = max(found.get(earlier, 0), above)
+            missing[earlier] -= 1
+            if not missing[earlier]:
+                ready.append(earlier)
+    return found
+
+
+class Turns:
+    """Whose turn it is in each overlap group, on each device (or group of devices)."""
+
+    def __init__(self, dag: TrainingDAG, height: Mapping[int, int]) -> None:
+        self._queue: dict[int, deque[int]] = {}  # chunk -> the chunks of its group on its device, in their order
+        self._done: set[int] = set()
+        for lanes in dag.overlaps:
+            by_device: dict[tuple[int, ...], list[list[Chunk]]] = {}
+            for lane in lanes:
+                here: dict[tuple[int, ...], list[Chunk]] = {}
+                for chunk in (dag.nodes[i] for i in lane if i in dag.nodes):
+                    assert isinstance(chunk, Chunk)
+                    here.setdefault(chunk.devices, []).append(chunk)
+                for devices, chunks in here.items():
+                    by_device.setdefault(devices, []).append(chunks)
+            for found in by_device.values():
+                if len(found) > 1:
+                    queue = deque(_interleaved(found, height))
+                    self._queue |= dict.fromkeys(queue, queue)
+
+    def waits(self, node: int) -> bool:
+        """Is it another chunk's turn?"""
+        queue = self._queue.get(node)
+        return queue is not None and queue[0] != node
+
+    def done(self, node: int) -> int | None:
+        """The chunk has been issued. Returns the one whose turn it is now."""
+        queue = self._queue.get(node)
+        if queue is None:
+            return None
+        self._done.add(node)
+        while queue and queue[0] in self._done:
+            queue.popleft()
+        return queue[0] if queue else None
+
+
+def _interleaved(lanes: list[list[Chunk]], height: Mapping[int, int]) -> list[int]:
+    """The chunks of all lanes, round by round."""
+
+    def first(chunk: Chunk) -> tuple[int, int, int, int]:
+        return (-height.get(chunk.id, 0), chunk.kind != "F", chunk.slice.start, chunk.id)
+
+    rounds = [(number, *first(chunk)) for lane in lanes for number, chunk in enumerate(sorted(lane, key=first))]
+    return [item[-1] for item in sorted(rounds)]

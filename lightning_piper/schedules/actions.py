@@ -1,0 +1,90 @@
+"""A schedule as what each rank does one after the other, and the directives that make it so."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import NamedTuple
+
+from lightning_piper.directives import Directive, Order, Place, Split
+from lightning_piper.errors import DirectiveError
+from lightning_piper.ir.filters import Filter
+
+Homes = Sequence[int | Sequence[int]]  # of each rank: a device, or a group of devices over which a `replicate` divides the batch
+
+
+class Action(NamedTuple):
+    """One pass (`F`, `B`, `BI` or `BW`) of one stage for one microbatch."""
+
+    stage: int
+    kind: str
+    microbatch: int
+
+
+Row = list[tuple[Action, ...]]  # what a rank does; several actions in one entry overlap
+
+
+def program_of(
+    rows: Sequence[Row], microbatches: int, devices: Homes | None, tag: str, dim_name: str, name: str
+) -> list[Directive]:
+    """Place each stage on the ranks that run it, split, and order each rank.
+
+    A stage that several ranks run is placed after the split, each of its microbatches where it runs.
+
+    Args:
+        rows: by rank.
+        microbatches: pieces of the batch, tagged `dim_name`.
+        devices: of each rank; rank i has device i when left out.
+        tag: of the stages.
+        dim_name: of the microbatches.
+        name: of the builder, for messages.
+
+    Raises:
+        DirectiveError: not one device (or group) a rank.
+    """
+    given: Homes = range(len(rows)) if devices is None else devices
+    homes: list[Sequence[int]] = [[home] if isinstance(home, int) else home for home in given]
+    if len(homes) != len(rows):
+        raise DirectiveError(f"{name}: {len(homes)} devices for {len(rows)} ranks; give one device, or one group, for each rank")
+    where: dict[int, dict[int, set[int]]] = {}  # stage -> rank -> microbatches
+    for rank, row in enumerate(rows):
+        for action in (action for group in row for action in group):
+            where.setdefault(action.stage, {}).setdefault(rank, set()).add(action.microbatch)
+    alone = [Place(filter={tag: s}, devices=homes[r]) for s, ranks in sorted(where.items()) if len(ranks) == 1 for r in ranks]
+    shared = [Place(filter={tag: s, dim_name: sorted(parts)}, devices=homes[r])
+              for s, ranks in sorted(where.items()) if len(ranks) > 1 for r, parts in sorted(ranks.items())]  # fmt: skip
+    orders = [Order(filters=[_group(group, tag, dim_name) for group in row]) for row in rows if len(row) > 1]
+    return [*alone, Split(filter={}, dim_name=dim_name, num_microbatches=microbatches), *shared, *orders]
+
+
+def _group(group: Sequence[Action], tag: str, dim_name: str) -> Filter | list[Filter]:
+    filters: list[Filter] = [{tag: a.stage, dim_name: a.microbatch, "PASS": a.kind} for a in group]
+    return filters if len(filters) > 1 else filters[0]
+
+
+def one_by_one(*actions: Action) -> Row:
+    """A row without overlap."""
+    return [(action,) for action in actions]
+
+
+def check_counts(name: str, **counts: int) -> None:
+    """Refuse what is no count.
+
+    Raises:
+        DirectiveError: names the builder and the argument.
+    """
+    for what, value in counts.items():
+        if type(value) is not int or value < 1:
+            raise DirectiveError(f"{name}: {what}={value!r}; give an integer >= 1")
+
+
+def ranks_of(name: str, stages: int, stages_per_device: int) -> int:
+    """Number of ranks that have `stages_per_device` stages each.
+
+    Raises:
+        DirectiveError: the stages cannot be divided so.
+    """
+    if stages % stages_per_device:
+        raise DirectiveError(
+            f"{name}: {stages} stages, {stages_per_device} on each rank; give a multiple of {stages_per_device} stages"
+        )
+    return stages // stages_per_device

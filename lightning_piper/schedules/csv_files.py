@@ -1,0 +1,162 @@
+"""Schedules in the CSV formats of torch.distributed.pipelining: a row for each rank, an action in each cell.
+
+    0F0,0F1,,1F0,1I0,1W0,(0F2;1B1)OVERLAP_F_B
+
+A cell is stage, pass, microbatch; `I` and `W` are the halves BI and BW of the backward pass; an empty cell is an idle slot. The
+format with communication has actions such as `0SEND_F1` and `1UNSHARD` as well. These are dropped: what has to be sent, gathered
+and reduced follows from the program.
+"""
+
+from __future__ import annotations
+
+import csv
+import io
+import re
+from collections.abc import Sequence
+from os import PathLike
+from pathlib import Path
+
+from lightning_piper.directives import Directive, Order, Place
+from lightning_piper.errors import DirectiveError
+from lightning_piper.ir.filters import matches
+from lightning_piper.schedules.actions import Action, Homes, Row, program_of
+
+_KINDS = {"F": "F", "B": "B", "I": "BI", "W": "BW"}
+_LETTERS = {kind: letter for letter, kind in _KINDS.items()}
+_COMPUTE = re.compile(r"(\d+)([FBIW])(\d+)")
+_OVERLAP = re.compile(r"\((?P<actions>[^()]*)\)OVERLAP_F_B")
+_DERIVED = re.compile(r"\d+((SEND|RECV)_[FB]\d+|(UNSHARD|RESHARD|REDUCE_GRAD)\d*)")
+
+
+def from_csv(
+    path_or_text: str | PathLike[str], devices: Homes | None = None, tag: str = "PP", dim_name: str = "MB"
+) -> list[Directive]:
+    """The program of a schedule that is written as CSV, with or without communication.
+
+    Args:
+        path_or_text: a file, or its content: a string with a comma or a line break is content.
+        devices: of each rank (row), as for `gpipe`.
+        tag, dim_name: of stages and microbatches.
+
+    Raises:
+        DirectiveError: the file cannot be read; a cell cannot be understood; passes are missing, given twice, or on different
+            ranks for one stage and microbatch.
+
+    Source: torch.distributed.pipelining, `_PipelineScheduleRuntime._load_csv` (torch 2.13).
+    """
+    rows = _read(_content(path_or_text))
+    microbatches = _check(rows)
+    return program_of(rows, microbatches, devices, tag, dim_name, "from_csv")
+
+
+def _content(source: str | PathLike[str]) -> str:
+    if isinstance(source, str) and ("," in source or "\n" in source):
+        return source
+    try:
+        return Path(source).read_text(encoding="utf-8")
+    except OSError as error:
+        raise DirectiveError(f"from_csv: file {str(source)!r} cannot be read: {error}") from None
+
+
+def _read(text: str) -> list[Row]:
+    rows: list[Row] = []
+    for number, cells in enumerate(csv.reader(io.StringIO(text))):
+        row: Row = []
+        for column, cell in enumerate(map(str.strip, cells)):
+            overlap = _OVERLAP.fullmatch(cell)
+            if overlap is None and (not cell or _DERIVED.fullmatch(cell)):
+                continue
+            parts = [_COMPUTE.fullmatch(part.strip()) for part in (overlap["actions"].split(";") if overlap else [cell])]
+            if not all(parts):
+                raise DirectiveError(
+                    f"from_csv: row {number}, cell {column}: {cell!r} is not an action; give a stage, F, B, I or W, and a "
+                    "microbatch, such as '0F3', or '(0F3;1B0)OVERLAP_F_B'"
+                )
+            row.append(tuple(Action(int(part[1]), _KINDS[part[2]], int(part[3])) for part in parts if part))
+        rows.append(row)
+    while rows and not rows[-1]:
+        rows.pop()
+    return rows
+
+
+def _check(rows: Sequence[Row]) -> int:
+    """Every stage runs its passes for every microbatch, once and on one rank. Returns the number of microbatches."""
+    found: dict[tuple[int, int], list[tuple[str, int]]] = {}
+    for rank, row in enumerate(rows):
+        if not row:
+            raise DirectiveError(f"from_csv: row {rank} has no pass; give each rank a part of the work, or no row")
+        for action in (action for group in row for action in group):
+            found.setdefault((action.stage, action.microbatch), []).append((action.kind, rank))
+    stages, microbatches = (1 + max((key[i] for key in found), default=-1) for i in (0, 1))
+    if not found:
+        raise DirectiveError("from_csv: there is no pass; give a row of actions such as '0F0,0B0' for each rank")
+    for key in [(stage, mb) for stage in range(stages) for mb in range(microbatches)]:
+        kinds = sorted(kind for kind, _ in found.get(key, []))
+        if kinds not in (["B", "F"], ["BI", "BW", "F"]) or len({rank for _, rank in found[key]}) > 1:
+            shown = (
+                ", ".join(f"{_cell(Action(key[0], kind, key[1]))} in row {rank}" for kind, rank in found.get(key, [])) or "nothing"
+            )
+            raise DirectiveError(
+                f"from_csv: stage {key[0]}, microbatch {key[1]} has {shown}; give F and B, or F, I and W, once each, in one row"
+            )
+    return microbatches
+
+
+def to_csv(program: Sequence[Directive], path: str | PathLike[str] | None = None, tag: str = "PP", dim_name: str = "MB") -> str:
+    """The orders of a program as CSV with a row for each rank, without communication. `from_csv` reads it again.
+
+    Args:
+        program: such as a builder returns.
+        path: of a file to write, if any.
+        tag, dim_name: of stages and microbatches.
+
+    Raises:
+        DirectiveError: an order's filter is more than one pass of one stage for one microbatch, or has no place; or two orders are
+            of one rank.
+    """
+    places = [directive for directive in program if isinstance(directive, Place)]
+    rows: dict[tuple[int, ...], list[str]] = {}
+    for index, order in enumerate(program):
+        if not isinstance(order, Order):
+            continue
+        cells, homes = [], set()
+        for group in order.filters:
+            actions = [_action(index, item, tag, dim_name) for item in (group if isinstance(group, list | tuple) else [group])]
+            homes |= {_home(index, action, places, tag, dim_name) for action in actions}
+            shown = ";".join(map(_cell, actions))
+            cells.append(f"({shown})OVERLAP_F_B" if len(actions) > 1 else shown)
+        home = homes.pop()
+        if homes or home in rows:
+            raise DirectiveError(
+                f"to_csv: directive {index} (order): field 'filters': orders {'several ranks' if homes else 'a rank again'}; give "
+                "one order for each rank"
+            )
+        rows[home] = cells
+    stream = io.StringIO(newline="")
+    csv.writer(stream).writerows(rows[home] for home in sorted(rows))
+    if path is not None:
+        Path(path).write_text(stream.getvalue(), encoding="utf-8", newline="")
+    return stream.getvalue()
+
+
+def _action(index: int, condition: object, tag: str, dim_name: str) -> Action:
+    given = dict(condition) if isinstance(condition, dict) else {}
+    stage, kind, microbatch = (given.get(name) for name in (tag, "PASS", dim_name))
+    if len(given) != 3 or type(stage) is not int or type(microbatch) is not int or kind not in _LETTERS:
+        raise DirectiveError(
+            f"to_csv: directive {index} (order): field 'filters': {condition!r} is no cell; give one stage, one microbatch and one "
+            f"pass, such as {{{tag!r}: 0, {dim_name!r}: 0, 'PASS': 'F'}}"
+        )
+    return Action(stage, str(kind), microbatch)
+
+
+def _home(index: int, action: Action, places: Sequence[Place], tag: str, dim_name: str) -> tuple[int, ...]:
+    tags: dict[str, int | str] = {tag: action.stage, dim_name: action.microbatch, "PASS": action.kind}
+    for place in places:
+        if matches(place.filter, tags):
+            return tuple(place.devices)
+    raise DirectiveError(f"to_csv: directive {index} (order): field 'filters': {_cell(action)} has no place; place it first")
+
+
+def _cell(action: Action) -> str:
+    return f"{action.stage}{_LETTERS[action.kind]}{action.microbatch}"

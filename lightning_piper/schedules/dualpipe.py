@@ -1,0 +1,118 @@
+"""DualPipe and DualPipeV: forward passes of one direction overlap with backward passes of the other."""
+
+from __future__ import annotations
+
+from collections import Counter, deque
+
+from lightning_piper.directives import Directive
+from lightning_piper.errors import DirectiveError
+from lightning_piper.schedules.actions import Action, Homes, Row, check_counts, program_of, ranks_of
+
+
+def dualpipev(
+    stages: int, microbatches: int, devices: Homes | None = None, tag: str = "PP", dim_name: str = "MB"
+) -> list[Directive]:
+    """DualPipe cut in half: rank r of R has the stages r and 2R - 1 - r, and each microbatch goes down the ranks and up again.
+
+    Args:
+        stages: number of indices of `tag`, even.
+        microbatches: pieces of the batch, tagged `dim_name`; at least as many as stages.
+        devices: of each rank, as for `gpipe`.
+
+    Raises:
+        DirectiveError: a count below one, an odd number of stages, fewer microbatches than stages, or not one device (or group) a
+            rank.
+
+    Source: Qi et al. (Sea AI Lab), DualPipe could be better without the Dual, 2025.
+    """
+    check_counts("dualpipev", stages=stages, microbatches=microbatches)
+    ranks = ranks_of("dualpipev", stages, 2)
+    if microbatches < stages:
+        raise DirectiveError(f"dualpipev: {microbatches} microbatches for {stages} stages; give at least {stages}")
+    rows = [_crossing(ranks, rank, (rank, stages - 1 - rank), (0, 0), microbatches) for rank in range(ranks)]
+    return program_of(rows, microbatches, devices, tag, dim_name, "dualpipev")
+
+
+def dualpipe(
+    stages: int, microbatches: int, devices: Homes | None = None, tag: str = "PP", dim_name: str = "MB"
+) -> list[Directive]:
+    """The first half of the microbatches runs from rank 0 to the last rank, the other half from the last rank to rank 0.
+
+    Stage i is on the ranks i and `stages - 1 - i`, each with its half of the microbatches, and its gradients are summed over both.
+
+    Args:
+        stages: number of indices of `tag`, and of ranks; even.
+        microbatches: pieces of the batch, tagged `dim_name`; an even number, at least twice that of stages.
+        devices: of each rank, as for `gpipe`.
+
+    Raises:
+        DirectiveError: a count below one, an odd number of stages or microbatches, too few microbatches, or not one device (or
+            group) a rank.
+
+    Source: DeepSeek-AI, DeepSeek-V3 Technical Report, 2024.
+    """
+    check_counts("dualpipe", stages=stages, microbatches=microbatches)
+    pairs = ranks_of("dualpipe", stages, 2)
+    if microbatches % 2 or microbatches < 2 * stages:
+        raise DirectiveError(
+            f"dualpipe: {microbatches} microbatches for {stages} stages; give an even number of at least {2 * stages}, "
+            "half of them for each direction"
+        )
+    half = microbatches // 2
+    rows = []
+    for rank in range(stages):
+        # Ranks of the second half see the mirror image: the other direction enters on their side.
+        near, far = (rank, stages - 1 - rank) if rank < pairs else (stages - 1 - rank, rank)
+        first = (0, half) if rank < pairs else (half, 0)
+        rows.append(_crossing(pairs, near, (near, far), first, half))
+    return program_of(rows, microbatches, devices, tag, dim_name, "dualpipe")
+
+
+def _crossing(ranks: int, rank: int, stages: tuple[int, int], first: tuple[int, int], microbatches: int) -> Row:
+    """What a rank does for two streams of microbatches: 0 comes from the near end and has its stage here early, 1 comes from the
+    far end and has its stage here late.
+
+    Args:
+        ranks, rank: along the way from the near end to the turning point.
+        stages: of either stream here.
+        first: microbatch of either stream.
+        microbatches: in each stream.
+    """
+    done: Counter[tuple[int, str]] = Counter()
+    pending: deque[tuple[int, int]] = deque()  # stream and number of passes BW that are left for later
+    row: Row = []
+
+    def next_(stream: int, kind: str) -> Action:
+        if kind == "BW":
+            stream, number = pending.popleft()
+        else:
+            number = done[stream, kind[0]]
+            done[stream, kind[0]] += 1
+            if kind == "BI":
+                pending.append((stream, number))
+        return Action(stages[stream], kind, first[stream] + number)
+
+    def run(*passes: tuple[int, str]) -> None:
+        row.extend((next_(*item),) for item in passes)
+
+    def overlap(forward: int, backward: int) -> None:
+        row.append((next_(forward, "F"), next_(backward, "B")))
+
+    beyond = ranks - rank - 1  # ranks between here and the turning point
+    run(*[(0, "F")] * (2 * beyond))
+    run(*[(0, "F"), (1, "F")] * (rank + 1))
+    run(*[(1, "BI"), (0, "BW"), (1, "F")] * beyond)
+    for i in range(microbatches - 2 * ranks + rank + 1):
+        if i == 0 and beyond == 0:
+            run((0, "F"), (1, "B"))  # at the turning point this backward waits for that forward
+        else:
+            overlap(0, 1)
+        overlap(1, 0)
+    for _ in range(beyond):
+        run((1, "B"))
+        overlap(1, 0)
+    # Half of the passes that are left run in halves: what waits is done while gradients travel.
+    run(*((1 - i % 2, "B" if i <= rank else "BI") for i in range(2 * (rank + 1))))
+    run(*[(0, "BW"), (0, "BI")] * beyond)
+    run(*[(0, "BW")] * (rank + 1))
+    return row

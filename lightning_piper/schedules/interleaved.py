@@ -1,0 +1,58 @@
+"""1F1B with several stages on each device."""
+
+from __future__ import annotations
+
+from lightning_piper.directives import Directive
+from lightning_piper.errors import DirectiveError
+from lightning_piper.schedules.actions import Action, Homes, check_counts, one_by_one, program_of, ranks_of
+
+
+def interleaved_one_f_one_b(
+    stages: int,
+    microbatches: int,
+    stages_per_device: int = 2,
+    devices: Homes | None = None,
+    tag: str = "PP",
+    dim_name: str = "MB",
+) -> list[Directive]:
+    """Rank r of R has the stages r, r + R, r + 2R, ...; a microbatch goes round all ranks once for each of them.
+
+    Microbatches go in rounds of R (of M / max(1, M // R), if R does not divide their number M): a rank runs the first of its stages
+    for all microbatches of a round, then the next stage, and so on.
+
+    Args:
+        stages: number of indices of `tag`.
+        microbatches: pieces of the batch, tagged `dim_name`.
+        stages_per_device: stages on each rank.
+        devices: of each rank, as for `gpipe`.
+
+    Raises:
+        DirectiveError: a count below one; stages that are no multiple of `stages_per_device`; microbatches that rounds do not
+            divide; not one device (or group) a rank.
+
+    Source: Narayanan et al., Efficient Large-Scale Language Model Training on GPU Clusters Using Megatron-LM, 2021.
+    """
+    name = "interleaved_one_f_one_b"
+    check_counts(name, stages=stages, microbatches=microbatches, stages_per_device=stages_per_device)
+    ranks = ranks_of(name, stages, stages_per_device)
+    rounds = max(1, microbatches // ranks)
+    if microbatches % rounds:
+        raise DirectiveError(
+            f"{name}: {microbatches} microbatches on {ranks} ranks go in {rounds} rounds of one size; give a multiple of {rounds}, "
+            f"such as {microbatches - microbatches % rounds}"
+        )
+    size = microbatches // rounds
+    rows = []
+    for rank in range(ranks):
+        local = range(rank, stages, ranks)
+        forward = _rounds(local, "F", rounds, size)
+        backward = _rounds(local[::-1], "B", rounds, size)
+        warmup = min((stages_per_device - 1) * size + 2 * (ranks - 1 - rank), len(forward))
+        steady = [action for pair in zip(forward[warmup:], backward, strict=False) for action in pair]
+        rows.append(one_by_one(*forward[:warmup], *steady, *backward[len(forward) - warmup :]))
+    return program_of(rows, microbatches, devices, tag, dim_name, name)
+
+
+def _rounds(stages: range, kind: str, rounds: int, size: int) -> list[Action]:
+    """Round by round, stage by stage, microbatch by microbatch."""
+    return [Action(stage, kind, r * size + mb) for r in range(rounds) for stage in stages for mb in range(size)]

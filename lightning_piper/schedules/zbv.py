@@ -1,0 +1,61 @@
+"""ZB-V: two stages a rank, placed along a V, and backward passes in halves."""
+
+from __future__ import annotations
+
+from collections import Counter
+
+from lightning_piper.directives import Directive
+from lightning_piper.schedules.actions import Action, Homes, Row, check_counts, one_by_one, program_of, ranks_of
+
+
+def zbv(stages: int, microbatches: int, devices: Homes | None = None, tag: str = "PP", dim_name: str = "MB") -> list[Directive]:
+    """Rank r of R has the stages r and 2R - 1 - r, so that the last stage is on the rank of the first one.
+
+    Args:
+        stages: number of indices of `tag`, even.
+        microbatches: pieces of the batch, tagged `dim_name`; with fewer than 2R - 1 of them there are gaps.
+        devices: of each rank, as for `gpipe`.
+
+    Raises:
+        DirectiveError: a count below one, an odd number of stages, or not one device (or group) a rank.
+
+    Source: Qi et al., Pipeline Parallelism with Controllable Memory, 2024 (the V-shaped schedule with the memory of 1F1B).
+    """
+    check_counts("zbv", stages=stages, microbatches=microbatches)
+    ranks = ranks_of("zbv", stages, 2)
+    rows = [_row(ranks, rank, microbatches) for rank in range(ranks)]
+    return program_of(rows, microbatches, devices, tag, dim_name, "zbv")
+
+
+def _row(ranks: int, rank: int, microbatches: int) -> Row:
+    # The shape needs 2R - 1 microbatches. With fewer, those that are not there are left out of it.
+    total = max(2 * ranks - 1, microbatches)
+    down, up = rank, 2 * ranks - 1 - rank
+    done: Counter[tuple[int, str]] = Counter()
+    row: list[Action] = []
+
+    def run(stage: int, *kinds: str) -> None:
+        for kind in kinds:
+            row.append(Action(stage, kind, done[stage, kind]))
+            done[stage, kind] += 1
+
+    for _ in range(2 * (ranks - rank) - 1):
+        run(down, "F")
+    for _ in range(rank):
+        run(up, "F")
+        run(down, "F")
+    for _ in range(ranks - rank):
+        run(up, "F", "BI", "BW")
+    while done[up, "F"] < total:
+        if done[down, "F"] < total:
+            run(down, "F")
+        run(down, "BI", "BW")
+        run(up, "F", "BI", "BW")
+    for _ in range(rank):
+        run(down, "BI")
+        run(up, "BI")
+    for _ in range(ranks - rank):
+        run(down, "BI", "BW")
+    for stage in (up, down):
+        run(stage, *["BW"] * (total - done[stage, "BW"]))
+    return one_by_one(*(action for action in row if action.microbatch < microbatches))
