@@ -24,6 +24,13 @@ TWO = [
     *(Job(name, shape="one stage split") for name in ("mlp", "gpt")),
     Job("mlp", shape="crossing"),
 ]  # fmt: skip
+SCHEDULES = [
+    *(Job(f"chain{devices}", devices, 4 * devices, "zero_bubble", steps=3) for devices in (2, 4)),
+    *(Job(f"chain{devices}", devices, 4 * devices, "dualpipe", steps=3) for devices in (2, 4)),
+    *(Job(f"chain{2 * devices}", devices, 2 * devices, shape, steps=3)
+      for devices in (2, 4) for shape in ("interleaved_one_f_one_b", "zbv", "dualpipev")),
+    *(Job("chain2", 4, 4, "dualpipe", steps=3, sharded=sharded) for sharded in ("", "optimizer", "grads", "params")),
+]  # fmt: skip
 THREE = [Job("gpt", devices=3, microbatches=4, shape="1F1B"), Job("tied", devices=3), Job("residual", devices=3)]
 REPLICAS = [
     Job("mlp", microbatches=2, shape="PP2xDP2", devices=4),
@@ -53,7 +60,8 @@ WRONG = [
 def trained(tmp_path_factory: pytest.TempPathFactory) -> dict[Job, list[Trained]]:
     """What every rank has after training each job."""
     results: dict[Job, list[Trained]] = {}
-    for size, jobs in ((2, TWO + WRONG[1:]), (3, THREE), (4, REPLICAS + WRONG[:1])):
+    small, large = ([job for job in SCHEDULES if job.devices == size] for size in (2, 4))
+    for size, jobs in ((2, TWO + small + WRONG[1:]), (3, THREE), (4, REPLICAS + large + WRONG[:1])):
         by_rank = launch(size, train, tmp_path_factory.mktemp(f"processes{size}"), jobs)
         for result in by_rank:
             assert isinstance(result, list), result
@@ -72,7 +80,7 @@ def differences(expected: Trained, ranks: list[Trained]) -> list[str]:
     return found
 
 
-@pytest.mark.parametrize("job", TWO + THREE + REPLICAS, ids=str)
+@pytest.mark.parametrize("job", TWO + THREE + REPLICAS + SCHEDULES, ids=str)
 def test_training_is_bitwise_the_reference(job: Job, trained: dict[Job, list[Trained]]) -> None:
     expected = train_by_reference(job)
     assert differences(expected, trained[job]) == []

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 from dataclasses import dataclass
 from typing import Any
 
@@ -10,6 +11,9 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from lightning_piper import schedules
+from lightning_piper.capture import capture
+from lightning_piper.directives import to_json
 from lightning_piper.ir.build import metric_names
 from lightning_piper.ir.dag import TrainingDAG
 from lightning_piper.ir.regions import Step
@@ -18,8 +22,9 @@ from lightning_piper.plan.instructions import Add, Post, Reduce
 from lightning_piper.runtime import Executor, ProcessTransport, pieces_of, shards_of
 from lightning_piper.verify.interpreter import interpret
 from tests.distributed.processes import LIMIT
-from tests.models import captured
+from tests.models import Captured, Case, captured
 from tests.plan.programs import Program, dag_of, edited, one_f_one_b, order, pipeline, place, split
+from tests.simulate.programs import WIDTH, Chain
 
 CPU = torch.device("cpu")
 REPLICATED = ("DP2", "PP2xDP2", "PP2xDP2 unordered")
@@ -28,7 +33,8 @@ REPLICATED = ("DP2", "PP2xDP2", "PP2xDP2 unordered")
 @dataclass(frozen=True)
 class Job:
     """One model under one program, for some steps. `fault`: what is wrong with the plan of device 1. `sharded`: what replicas
-    share: `optimizer`, `grads` or `params`."""
+    share: `optimizer`, `grads` or `params`. A shape may be the name of a schedule; the model is then a chain of stages, such as
+    `chain8`, and with more devices than ranks each rank is a group of two."""
 
     name: str
     devices: int = 2
@@ -39,9 +45,9 @@ class Job:
     sharded: str = ""
 
     def dag(self) -> TrainingDAG:
-        step = captured(self.name).step
-        if self.shape in REPLICATED:
-            dag = dag_of(step, self._replicated(step))
+        step = model(self.name).step
+        if self.shape in REPLICATED or self.name.startswith("chain"):
+            dag = dag_of(step, self._scheduled() if self.name.startswith("chain") else self._replicated(step))
             drop_redundant(dag, global_order(dag))
             return dag
         if self.shape == "pipeline":
@@ -53,6 +59,20 @@ class Job:
         assert self.shape == "crossing"
         return dag_of(step, place(step, 2) + split(3) + order(0, "F0 F1 F2") + order(1, "F2 F0 F1"))
 
+    def _scheduled(self) -> Program:
+        """A schedule of `lightning_piper.schedules`; replicated where it has half as many ranks as there are devices."""
+        builder, stages = getattr(schedules, self.shape), int(self.name.removeprefix("chain"))
+        program = to_json(builder(stages, self.microbatches))
+        ranks = 1 + max(entry["devices"][0] for entry in program if entry["op"] == "place")
+        if ranks == self.devices:
+            return program
+        groups = [[rank, rank + ranks] for rank in range(ranks)]
+        return [*to_json(builder(stages, self.microbatches, devices=groups)), self._replicate(groups)]
+
+    def _replicate(self, groups: list[list[int]]) -> dict[str, Any]:
+        sharded = {f"shard_{self.sharded}": True} if self.sharded else {}
+        return {"op": "replicate", "filter": {}, "devices": groups, "bucket_size": 0.0001, **sharded}
+
     def _replicated(self, step: Step) -> Program:
         """Two replicas: of the whole step, or of a pipeline whose stage i is on devices i and i + 2."""
         stages = 1 if self.shape == "DP2" else 2
@@ -63,8 +83,7 @@ class Job:
         groups = [[home, home + stages] for home in range(stages)]
         program += split(self.microbatches)
         program += one_f_one_b(2, self.microbatches) if self.shape == "PP2xDP2" else []
-        sharded = {f"shard_{self.sharded}": True} if self.sharded else {}
-        return [*program, {"op": "replicate", "filter": {}, "devices": groups, "bucket_size": 0.0001, **sharded}]
+        return [*program, self._replicate(groups)]
 
     def plans(self) -> dict[int, Plan]:
         plans = compile_plans(self.dag())
@@ -93,6 +112,18 @@ def own_sum(instructions: list[Any]) -> None:
 FAULTS = {"exchange": exchange, "drop term": drop_term, "own sum": own_sum}
 
 
+@functools.cache
+def model(name: str) -> Captured:
+    """A model of `tests.models`, or a chain of as many stages as its name says, with a batch of 16 samples."""
+    if not name.startswith("chain"):
+        return captured(name)
+    with torch.random.fork_rng():
+        torch.manual_seed(0)
+        module, batch = Chain(int(name.removeprefix("chain"))), torch.randn(16, WIDTH)
+    tensors = {n: x.detach() for n, x in module.named_parameters()}
+    return Captured(Case(lambda: module), module, batch, capture(module, batch), tensors, [batch])
+
+
 @dataclass(frozen=True)
 class Trained:
     """Metrics of every step, and parameters and buffers at the end."""
@@ -114,14 +145,14 @@ def train(rank: int, jobs: list[Job]) -> list[Trained]:
         if rank not in plans:
             results.append(Trained([], {}))
             continue
-        model = captured(job.name)
-        tensors = {name: x.clone() for name, x in model.tensors.items()}
+        one = model(job.name)
+        tensors = {name: x.clone() for name, x in one.tensors.items()}
         shards = shards_of(plans[rank], tensors, CPU)
-        executor = Executor(plans[rank], model.step, tensors, tensors, transport, CPU, shards)
+        executor = Executor(plans[rank], one.step, tensors, tensors, transport, CPU, shards)
         pieces = pieces_of(plans[rank], shards)
         metrics, optimizer, own = [], None, {}
         share = slice(plans[rank].replica * plans[rank].share, (plans[rank].replica + 1) * plans[rank].share)
-        leaves = [x[share] if x.ndim else x for x in model.leaves]
+        leaves = [x[share] if x.ndim else x for x in one.leaves]
         for number in range(job.steps):
             result = executor.step(leaves, seed=number)
             if optimizer is None and result.grads:
@@ -142,7 +173,7 @@ def train(rank: int, jobs: list[Job]) -> list[Trained]:
                 own[name].permute(spec.layout).view(-1)[start:stop] = flat[at : at + stop - start].detach()
                 tensors[name] = own[name]
         # A buffer is this device's if it holds the region that changes it; all others are as they were.
-        changed = {n: x.detach() for n, x in tensors.items() if n in own or not torch.equal(x, model.tensors[n])}
+        changed = {n: x.detach() for n, x in tensors.items() if n in own or not torch.equal(x, one.tensors[n])}
         results.append(Trained(metrics, changed))
     assert transport is not None
     transport.close()
@@ -150,11 +181,11 @@ def train(rank: int, jobs: list[Job]) -> list[Trained]:
 
 
 def train_by_reference(job: Job) -> Trained:
-    model, dag = captured(job.name), job.dag()
-    tensors = {name: x.clone() for name, x in model.tensors.items()}
+    one, dag = model(job.name), job.dag()
+    tensors = {name: x.clone() for name, x in one.tensors.items()}
     metrics, optimizer, own = [], None, {}
     for number in range(job.steps):
-        outcome = interpret(dag, {name: x.detach() for name, x in tensors.items()}, model.leaves, number)
+        outcome = interpret(dag, {name: x.detach() for name, x in tensors.items()}, one.leaves, number)
         if optimizer is None:
             own = {name: tensors[name].requires_grad_() for name in outcome.grads}
             optimizer = torch.optim.AdamW(own.values(), lr=0.01)
@@ -164,4 +195,4 @@ def train_by_reference(job: Job) -> Trained:
         for name, value in outcome.buffers.items():
             tensors[name].copy_(value)
         metrics.append(torch.stack([outcome.metrics[name] for name in metric_names(dag.code)]))
-    return Trained(metrics, {n: x.detach() for n, x in tensors.items() if n in own or not torch.equal(x, model.tensors[n])})
+    return Trained(metrics, {n: x.detach() for n, x in tensors.items() if n in own or not torch.equal(x, one.tensors[n])})
