@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -36,6 +36,10 @@ class StepResult:
     metrics: torch.Tensor
 
 
+# Takes the bound instructions of a step and the index in the plan of each; gives what is called in their place.
+Observer = Callable[[Sequence[Bound], Sequence[int]], list[Bound]]
+
+
 class Executor:
     """Runs one device's plan, step after step.
 
@@ -48,6 +52,9 @@ class Executor:
         device: where the tensors are.
         shards: for each bucket in `Plan.shards` the flat tensor that this device keeps of it between steps: the whole bucket, with
             this device's shard up to date, or that shard alone. Bound once, like `params`.
+
+    Attributes:
+        observer: asked at the beginning of each step, unless it is None.
 
     Raises:
         ExecutionError: a parameter or buffer is missing.
@@ -81,6 +88,8 @@ class Executor:
                 if code is not None:
                     self._code.append(code)
                     self._source.append(i)
+        self.observer: Observer | None = None
+        self._plain = self._code
         self.position = len(self._code)  # index of the next bound instruction
         self._running = False
 
@@ -146,6 +155,7 @@ class Executor:
             self._slots[: self.plan.slots] = [None] * self.plan.slots
             self._endpoint.reset()
         self._check(leaves)
+        self._code = self._plain if self.observer is None else self.observer(self._plain, self._source)
         self._running, self.position = True, 0
         leaves = [x.to(self._device) for x in leaves]
         self._outbox.open()

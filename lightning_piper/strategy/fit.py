@@ -17,6 +17,7 @@ from torchmetrics.utilities.distributed import gather_all_tensors
 
 from lightning_piper.capture import flatten
 from lightning_piper.errors import PiperError
+from lightning_piper.profile import Recording
 from lightning_piper.strategy.agreement import BatchCheck, agree_on_loader, share_random_state
 from lightning_piper.strategy.bridge import Bridge
 from lightning_piper.strategy.checks import check_optimizers, check_stays_captured, switches
@@ -41,6 +42,8 @@ class Fit:
 
     Attributes:
         seed: the one that is used.
+        report: of the verification by execution, on the lead.
+        recording: what records the steps, if anything does.
     """
 
     def __init__(
@@ -57,7 +60,8 @@ class Fit:
         self.engine = Engine(module, layout, settings, world)
         if not settings.local:
             _check_devices(self.engine, world)
-        verify_by_execution(verify, self.engine.first, module, batches, world)
+        self.report = verify_by_execution(verify, self.engine.first, module, batches, world)
+        self.recording: Recording | None = None
         self._switches = switches(module)
         self._suspended = _suspend(module, world)
         self.ownership = Ownership(module, self.engine.first, world)
@@ -99,7 +103,11 @@ class Fit:
         leaves, layout = flatten(batch)
         self._check.post(layout, leaves)
         prepared = self.engine.prepared(layout)
+        if self.recording is not None:
+            self.recording.before(prepared)
         result = self.engine.step(prepared, leaves, self.seed + number)
+        if self.recording is not None:
+            self.recording.after(prepared, number)
         prepared.replay(self._module, result.metrics)
         return self._bridge.loss(result.metrics[0].to(prepared.replay.dtype, copy=True), result.grads)
 
@@ -110,6 +118,8 @@ class Fit:
         for owner, name, value in self._suspended:
             setattr(owner, name, value)
         if not failed:
+            if self.recording is not None:
+                self.recording.close()
             self._check.finish()
             self.ownership.restore()
             self.engine.close()
