@@ -5,6 +5,7 @@ All times are in seconds, all sizes in bytes. A plan file (`plan_2.json` and so 
     version, kind="plan", directives [JSON objects], verification (text or null), samples
     rows    [[device, stream], ...]
     nodes   {id: {label, kind, tags, devices, stream, bytes, origin, placed_by, text}}
+    colours {kind of a box or node: "#rrggbb"}
     edges   [[from, to, carries data?, index of the directive that ordered it or null], ...]
     step    the planned step: the plan in virtual time, each instruction with the duration that was recorded
 
@@ -12,7 +13,8 @@ A step file: version, kind="step", plan (name of its plan file), number (of the 
 samples_per_second (null where unknown), bytes_moved {operation: bytes}, fixed {device: {parameters, optimizer}}, step. In both,
 `step` is what `Simulation.to_json` gives, but for the timeline, which is `boxes`
 
-    [row, start, end, node, kind]   kind: a pass, an operation, or `wait` (for communication only) and `idle` (for other work)
+    [row, start, end, node, kind]   kind: a pass, an operation, or `wait` (for communication only) and `idle` (for other work),
+                                    of streams that chunks run on
 """
 
 from __future__ import annotations
@@ -27,15 +29,18 @@ from typing import Any
 from lightning_piper.compiler import Compiled
 from lightning_piper.errors import PiperError
 from lightning_piper.ir.dag import TrainingDAG
-from lightning_piper.ir.nodes import Chunk, Node
+from lightning_piper.ir.nodes import AllGather, AllReduce, Chunk, Node, Recv, ReduceScatter, Send
 from lightning_piper.ir.text import line_of
-from lightning_piper.plan.instructions import Collective, Send
+from lightning_piper.plan import instructions as ins
 from lightning_piper.plan.plan import Plan
 from lightning_piper.simulate.engine import Trace
 from lightning_piper.simulate.figures import Simulation
+from lightning_piper.viz.colours import BOOKKEEPING, colour, rank
 
 VERSION = 1
 FOLDER = "piper"
+
+WAITING, IDLE = "#e58a8a", "#f4f1ec"  # colours of time in which nothing is computed
 
 Row = tuple[int, str]
 
@@ -57,10 +62,21 @@ def plan_json(compiled: Compiled, step: Mapping[str, Any], verification: str | N
         "directives": [directive.to_json() for directive in compiled.program],
         "verification": verification,
         "rows": [list(row) for row in rows_of(compiled.plans)],
+        "colours": _colours(dag),
         "nodes": {str(i): _node(dag, node) for i, node in dag.nodes.items()},
         "edges": sorted(edges, key=lambda edge: edge[:2]),
         "step": step,
     }
+
+
+def _colours(dag: TrainingDAG) -> dict[str, str]:
+    nodes = {node.kind if isinstance(node, Chunk) else node.label: node for node in dag.nodes.values()}
+    found = {}
+    for kind, node in sorted(nodes.items(), key=lambda item: rank(item[0])):
+        plain = not isinstance(node, Chunk | Send | Recv | AllReduce | ReduceScatter | AllGather)
+        found[kind] = BOOKKEEPING if plain else colour(kind)
+    operations = ("reduce", "reduce_scatter", "all_gather", "add", "pack", "cut", "concat", "merge", "deliver", "report")
+    return {**found, **{op: colour(op) for op in operations}, "wait": WAITING, "idle": IDLE}
 
 
 def _node(dag: TrainingDAG, node: Node) -> dict[str, Any]:
@@ -84,7 +100,10 @@ def step_of(plans: Mapping[int, Plan], figures: Simulation, trace: Trace) -> dic
     boxes: list[list[Any]] = []
     for span in figures.timeline:
         boxes.append([rows[span.device, span.stream], _time(span.start), _time(span.end), span.node, span.kind])
+    computing = {(d, i.stream) for d, plan in plans.items() for i in plan.instructions if isinstance(i, ins.Run)}
     for held in trace.held:
+        if (held.device, held.stream) not in computing:
+            continue
         for start, end, kind in ((held.start, held.since, "idle"), (held.since, held.end, "wait")):
             if end > start:
                 boxes.append([rows[held.device, held.stream], _time(start), _time(end), held.node, kind])
@@ -102,9 +121,9 @@ def bytes_moved(plans: Mapping[int, Plan]) -> dict[str, int]:
     total: Counter[str] = Counter()
     for device, plan in plans.items():
         for instruction in plan.instructions:
-            if isinstance(instruction, Send):
+            if isinstance(instruction, ins.Send):
                 total["send"] += sum(spec.nbytes for spec in instruction.tensors)
-            elif isinstance(instruction, Collective) and device == min(instruction.members):
+            elif isinstance(instruction, ins.Collective) and device == min(instruction.members):
                 total[instruction.op] += instruction.nbytes
     return dict(sorted(total.items()))
 

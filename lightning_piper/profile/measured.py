@@ -30,6 +30,7 @@ from lightning_piper.profile.recorder import Times
 from lightning_piper.simulate.engine import Held, Interval, Lane, Span, Trace
 
 SECOND = 1e-9  # in nanoseconds, the unit of recorded times
+AT_ONCE = 50e-6  # seconds; a wait for what is there already returns sooner
 
 
 @dataclass
@@ -185,12 +186,12 @@ class Measured:
             ready = max(start for _, _, start in exchange.joined)
             duration = max(min(exchange.done.values(), default=ready) - ready, 0.0)
             receivers = [held.get((d, i.node)) for d, i, _ in exchange.joined if not isinstance(i, Send)]
-            in_vain = any(wait is not None and wait.start < ready < wait.end for wait in receivers)
-            found.append((lane, first.node, duration, in_vain))
-            if in_vain:
+            known = any(wait is not None and wait.end - max(wait.start, ready) > AT_ONCE for wait in receivers)
+            found.append((lane, first.node, duration, known))
+            if known:
                 waited.setdefault(lane, []).append(duration)
         by_node: dict[int, list[float]] = {}
-        for of, node, duration, known in found:
+        for of, node, duration, sure in found:
             usual = median(waited.get(of, [0.0]))
-            by_node.setdefault(node, []).append(duration if known else min(duration, usual))
+            by_node.setdefault(node, []).append(duration if sure else min(duration, usual))
         return {node: fmean(durations) for node, durations in by_node.items()}
