@@ -35,10 +35,10 @@ AT_ONCE = 50e-6  # seconds; a wait for what is there already returns sooner
 
 @dataclass
 class _Exchange:
-    """A message or a collective: its parties and when each of them joined and had it."""
+    """A message or a collective: its parties, when each of them began and ended to join, and when it had it."""
 
     parties: int
-    joined: list[tuple[int, Instruction, float]] = field(default_factory=list)
+    joined: list[tuple[int, Instruction, float, float]] = field(default_factory=list)
     since: float = 0.0
     done: dict[int, float] = field(default_factory=dict)  # device -> end of its wait
 
@@ -110,7 +110,7 @@ class Measured:
             case Retire():
                 self._hold(device, instruction, start, end, end, instruction.node)
             case Send() | Post() | Collective():
-                self._join(device, instruction, start, since)
+                self._join(device, instruction, start, end, since)
                 self._hold(device, instruction, start, since, end, instruction.node)
             case Record():
                 self._events[device, instruction.event] = (since, instruction.node)
@@ -133,14 +133,14 @@ class Measured:
         if end > start:
             self.trace.held.append(Held(device, stream, start, since, end, node, self._dag.nodes[node].origin))
 
-    def _join(self, device: int, instruction: Send | Post | Collective, start: float, since: float) -> None:
+    def _join(self, device: int, instruction: Send | Post | Collective, start: float, stop: float, since: float) -> None:
         if isinstance(instruction, Collective):
             exchange = self._collectives.setdefault(instruction.node, _Exchange(len(instruction.members)))
         else:
             end = (instruction.channel, isinstance(instruction, Send))
             number = self._ends[end] = self._ends.get(end, -1) + 1
             exchange = self._messages.setdefault((instruction.channel, number), _Exchange(2))
-        exchange.joined.append((device, instruction, start))
+        exchange.joined.append((device, instruction, start, stop))
         exchange.since = max(exchange.since, since)
         self.started[device, instruction.node] = exchange
 
@@ -148,7 +148,7 @@ class Measured:
         """Exchanges are over when they are known to be."""
         for exchange in {id(e): e for e in self.started.values()}.values():
             last = max(exchange.done.values(), default=0.0)
-            for device, instruction, start in exchange.joined:
+            for device, instruction, start, _ in exchange.joined:
                 end = max(exchange.done.get(device, last), start)
                 self.trace.exchanges[device, instruction.node] = (start, end)
                 self._span(device, instruction, "recv" if isinstance(instruction, Post) else instruction.op, start, end)
@@ -161,14 +161,19 @@ class Measured:
         """The table that `simulate` takes: chunks and transfers by node, other work by operation; in seconds.
 
         A transfer for which nobody had to wait may have been done at any time since: the usual duration on its channel or in its
-        group, of those that were waited for, is the most that it is given.
+        group, of those that were waited for, is the most that it is given. Where one thread does everything, what it takes to start
+        communication counts with the chunk before.
         """
         chunks: dict[int, list[float]] = {}
         others: dict[str, list[float]] = {}
         for device, plan in self._plans.items():
+            last: list[float] | None = None  # durations of the chunk that ran last
             for instruction, (start, end) in zip(plan.instructions, self.trace.times[device], strict=True):
                 if isinstance(instruction, Run):
-                    chunks.setdefault(instruction.node, []).append(float(end - start))
+                    last = chunks.setdefault(instruction.node, [])
+                    last.append(float(end - start))
+                elif self._serial and last and isinstance(instruction, Send | Post | Collective):
+                    last[-1] += float(end - start)
                 elif not isinstance(instruction, Send | Post | Wait | Retire | Collective | Record | Await):
                     others.setdefault(instruction.op, []).append(float(end - start))
         table = {f"%{node}": fmean(found) for node, found in chunks.items()}
@@ -180,12 +185,12 @@ class Measured:
         waited: dict[Lane, list[float]] = {}
         found: list[tuple[Lane, int, float, bool]] = []
         for exchange in {id(e): e for e in self.started.values()}.values():
-            first = next(i for _, i, _ in exchange.joined if not isinstance(i, Post))
+            first = next(i for _, i, *_ in exchange.joined if not isinstance(i, Post))
             assert isinstance(first, Send | Collective)
             lane: Lane = ("group", first.group) if isinstance(first, Collective) else ("channel", first.channel)
-            ready = max(start for _, _, start in exchange.joined)
+            ready = max(stop for *_, stop in exchange.joined)
             duration = max(min(exchange.done.values(), default=ready) - ready, 0.0)
-            receivers = [held.get((d, i.node)) for d, i, _ in exchange.joined if not isinstance(i, Send)]
+            receivers = [held.get((d, i.node)) for d, i, *_ in exchange.joined if not isinstance(i, Send)]
             known = any(wait is not None and wait.end - max(wait.start, ready) > AT_ONCE for wait in receivers)
             found.append((lane, first.node, duration, known))
             if known:

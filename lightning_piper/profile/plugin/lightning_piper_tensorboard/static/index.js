@@ -60,6 +60,7 @@ async function show(wanted) {
   state.shown = wanted;
   state.whole = Math.max(one.plan.step.step_time, one.record.step.step_time, other?.record.step.step_time || 0) * 1.01;
   state.view = {start: 0, end: state.whole};
+  tip(null, null);
   build(one, other);
   redraw();
 }

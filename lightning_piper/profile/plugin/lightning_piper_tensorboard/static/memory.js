@@ -45,7 +45,7 @@ export class Memory {
       const moments = [...new Set(Object.values(curves).flatMap((curve) => curve.map(([time]) => time)))].sort((a, b) => a - b);
       const levels = moments.map((time) => KINDS.map(([kind]) => valueAt(curves[kind] || [], time)));
       const most = Math.max(1, ...levels.map((row) => row.reduce((a, b) => a + b, 0)));
-      return {device, curves, moments, levels, most};
+      return {device, curves, moments, levels, most, end: record.step.step_time};
     });
     this.canvas.style.height = `${this.devices.length * STRIP}px`;
   }
@@ -77,8 +77,9 @@ export class Memory {
           y = bottom - strip.levels[i].slice(0, kind + 1).reduce((a, b) => a + b, 0) * tall;
           pen.lineTo(x, y);
         });
-        pen.lineTo(width, y);
-        pen.lineTo(width, bottom);
+        const end = Math.max(LEFT + (strip.end - view.start) * scale, LEFT);
+        pen.lineTo(end, y);
+        pen.lineTo(end, bottom);
         pen.fill();
       }
       pen.restore();
