@@ -43,7 +43,10 @@ class PiperTab(TBPlugin):
         return bool(self._runs)
 
     def get_plugin_apps(self) -> dict[str, Callable[..., Any]]:
-        apps: dict[str, Callable[..., Any]] = {"/runs": self._serve_runs, "/file": self._serve_file}
+        apps: dict[str, Callable[..., Any]] = {
+            "/runs": Request.application(self._serve_runs),
+            "/file": Request.application(self._serve_file),
+        }
         for path in STATIC.iterdir():
             if path.suffix in TYPES:
                 apps[f"/{path.name}"] = _static(path)
@@ -56,7 +59,6 @@ class PiperTab(TBPlugin):
             self._runs = found
         return found
 
-    @Request.application
     def _serve_runs(self, request: Request) -> Response:
         runs = []
         for name, files in self._scan().items():
@@ -64,7 +66,6 @@ class PiperTab(TBPlugin):
             runs.append({"name": name, "steps": [{"file": file, "number": number_of(file)} for file in steps]})
         return Respond(request, json.dumps({"runs": runs}), "application/json")
 
-    @Request.application
     def _serve_file(self, request: Request) -> Response:
         """A file of a run. Run and file are looked up among those that were found, never joined to a path."""
         run, name = request.args.get("run", ""), request.args.get("name", "")
