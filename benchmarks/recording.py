@@ -3,7 +3,7 @@
 Two stages of a GPT under 1F1B on two processes show the share of a step; a chain of tiny layers in one process shows the cost
 of an instruction, where nothing else hides it.
 
-    python benchmarks/recording.py [--rounds 60]
+    python benchmarks/recording.py [--rounds 100]
 """
 
 from __future__ import annotations
@@ -55,7 +55,7 @@ def report(what: str, plain: list[float], recorded: list[float], instructions: i
 
 def on_processes(rounds: int) -> None:
     rank, size = join()
-    config = Config()
+    config = Config(cut=(2, 2), d=128, seq=64, vocab=512)  # some tens of milliseconds a step
     module = Module(config)
     tokens = torch.randint(config.vocab, (2 * MICROBATCHES, config.seq), generator=torch.Generator().manual_seed(0))
     batch = (tokens, tokens.roll(-1, 1))
@@ -80,7 +80,7 @@ def in_one_process(rounds: int) -> None:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--rounds", type=int, default=60)
+    parser.add_argument("--rounds", type=int, default=100)
     rounds = parser.parse_args().rounds
     if is_rank():
         on_processes(rounds)

@@ -241,3 +241,32 @@ def test_log_directories_by_name() -> None:
     assert roots_of("", "a:/x,b:/y/z") == {"a": Path("/x"), "b": Path("/y/z")}
     assert roots_of("/logs", None) == {"": Path("/logs")}
     assert roots_of(None, None) == {}
+
+
+# The same recording of two processes, as numbers
+
+
+def test_recorded_times_fill_the_step(site: Site) -> None:
+    rows = plan(site.demo)["rows"]
+    for record in steps(site.demo):
+        step = record["step"]
+        for row, (device, stream) in enumerate(rows):
+            if stream != "compute":
+                continue
+            boxes = [box for box in step["boxes"] if box[0] == row]
+            outside = min(start for _, start, *_ in boxes) + step["step_time"] - max(end for _, _, end, *_ in boxes)
+            covered = sum(end - start for _, start, end, *_ in boxes)
+            assert covered + outside == pytest.approx(step["step_time"], rel=0.01)
+            by_kind = step["devices"][str(device)]
+            assert sum(end - start for _, start, end, _, kind in boxes if kind == "wait") == pytest.approx(
+                by_kind["exposed"], rel=0.01
+            )
+            assert by_kind["busy"] + by_kind["exposed"] + by_kind["bubble"] == pytest.approx(step["step_time"], rel=0.01)
+
+
+def test_the_simulator_predicts_the_recorded_step_time(site: Site) -> None:
+    for record in steps(site.demo):
+        assert record["planned_step_time"] == pytest.approx(record["step"]["step_time"], rel=0.1)
+        chunks = [record["durations"][f"%{box[3]}"] for box in record["step"]["boxes"] if box[4] in ("F", "B")]
+        # Not because everything runs one after the other, nor because nobody ever waits.
+        assert max(chunks) < record["planned_step_time"] < 0.75 * sum(chunks)
