@@ -1,5 +1,7 @@
 """Train a small GPT in two pipeline stages on two processes, then on one device, and compare the losses.
 
+Three steps on two processes are recorded, for the tab PIPER of TensorBoard.
+
 Lightning starts the second process by running this file again, so what only one process should do is guarded: the
 report is printed before `fit` starts the second process, the comparison runs where `trainer.is_global_zero`.
 """

@@ -197,7 +197,7 @@ def test_the_documentation_shows_real_output(
         (project / name).write_text(content)
     monkeypatch.setenv("COLUMNS", "132")
     shown = re.findall(r"^```\n\$ lightning-piper (.*?)\n(.*?)^```", (ROOT / "docs" / page).read_text(), re.DOTALL | re.MULTILINE)
-    assert len(shown) == {"cli.md": 4, "simulate.md": 1}[page]
+    assert len(shown) == {"cli.md": 5, "simulate.md": 1}[page]
     for command, wanted in shown:
         status = main(shlex.split(command))
         found = capsys.readouterr()
