@@ -66,6 +66,21 @@ def test_recording_changes_no_result() -> None:
         assert torch.equal(a.metrics, b.metrics)
 
 
+def test_an_error_in_a_recorded_step_names_its_instruction() -> None:
+    found = executors()
+    for executor in found:
+        Recorder(executor, CPU).attach()
+    chunk = next(i for i in found[0].plan.instructions if isinstance(i, Run) and i.key[1] == "B")
+    position = found[0]._source.index(found[0].plan.instructions.index(chunk))
+
+    def fail() -> None:
+        raise RuntimeError("on purpose")
+
+    found[0]._plain[position] = fail
+    with pytest.raises(piper.ExecutionError, match=rf"device 0: run %{chunk.node} B\[PP=0,MB=0\].*failed: on purpose"):
+        run_local(found, [torch.ones(4, 4)], seed=1)
+
+
 def test_a_recorder_that_is_off_is_not_asked() -> None:
     found = executors()
     asked: list[int] = []

@@ -143,6 +143,21 @@ def test_a_plain_log_directory_will_do(tmp_path: Path) -> None:
     assert len(logged(tmp_path).Scalars("piper/step_time")) == 1
 
 
+def test_batches_of_another_size_have_a_plan_of_their_own(tmp_path: Path) -> None:
+    module = Chain(2)
+    module.configure_optimizers = lambda: torch.optim.SGD(module.parameters(), 0.1)  # type: ignore[method-assign]
+    quiet: dict[str, Any] = {"enable_progress_bar": False, "enable_model_summary": False, "enable_checkpointing": False}
+    profile = piper.Schedule(wait=0, warmup=0, active=2, repeat=0)
+    strategy = piper.PiperStrategy(piper.schedules.gpipe(2, 2), transport="local", profile=profile)
+    trainer = L.Trainer(
+        accelerator="cpu", devices=1, max_epochs=1, logger=False, default_root_dir=tmp_path, strategy=strategy, **quiet
+    )
+    trainer.fit(module, DataLoader(torch.randn(10, 4), batch_size=4))
+    assert [(step["number"], step["plan"]) for step in steps(tmp_path)] == [(0, "plan.json"), (1, "plan.json"), (2, "plan_2.json")]
+    second = json.loads((tmp_path / "piper" / "plan_2.json").read_text())
+    assert (plan(tmp_path)["samples"], second["samples"]) == (4, 2)
+
+
 SHIFT = 3_000_000_000  # nanoseconds by which one rank's clock is ahead
 
 

