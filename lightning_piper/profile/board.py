@@ -8,9 +8,7 @@ from typing import Any
 
 import lightning.pytorch as pl
 from lightning.pytorch.loggers import TensorBoardLogger
-from torch.utils.tensorboard import SummaryWriter
 
-from lightning_piper.profile.picture import picture
 from lightning_piper.simulate import Simulation
 
 
@@ -37,6 +35,8 @@ class Board:
     """Writes through the trainer's loggers; where none of them is TensorBoard's, into `folder` as well."""
 
     def __init__(self, trainer: pl.Trainer, folder: Path) -> None:
+        from torch.utils.tensorboard import SummaryWriter  # takes a second, which only who records should wait
+
         self._loggers = trainer.loggers
         own = next((logger for logger in self._loggers if isinstance(logger, TensorBoardLogger)), None)
         self._writer: SummaryWriter | None = None
@@ -55,6 +55,8 @@ class Board:
 
     def schedule(self, planned: Simulation, measured: Simulation, at: int) -> None:
         """The planned and the measured schedule as images, at a global step."""
+        from lightning_piper.profile.picture import picture
+
         assert self._experiment is not None
         for name, simulation in (("planned", planned), ("measured", measured)):
             self._experiment.add_image(f"piper/schedule/{name}", picture(simulation, name), at, dataformats="HWC")
