@@ -1,5 +1,7 @@
 """Train a small GPT in two pipeline stages on two processes, then on one device, and compare the losses.
 
+Three steps on two processes are recorded, for the tab PIPER of TensorBoard.
+
 Lightning starts the second process by running this file again, so what only one process should do is guarded: the
 report is printed before `fit` starts the second process, the comparison runs where `trainer.is_global_zero`.
 """
@@ -14,6 +16,7 @@ import lightning as L
 import torch
 from gpt import CharDataset, CharGPT
 from lightning.pytorch.callbacks import Callback, TQDMProgressBar
+from lightning.pytorch.loggers import Logger, TensorBoardLogger
 from lightning.pytorch.utilities.rank_zero import rank_zero_only
 from torch.utils.data import DataLoader, Subset
 
@@ -25,6 +28,7 @@ BATCH_SIZE = 32
 CONTEXT = 128
 STAGES = 2
 MICROBATCHES = 8
+LOGS = "demo_logs"  # below the current directory
 TOLERANCE = 1e-5  # largest relative difference of the losses, over all steps
 
 
@@ -51,7 +55,12 @@ def make_loader() -> DataLoader:
     return DataLoader(Subset(dataset, order.tolist()), batch_size=BATCH_SIZE)
 
 
-def train(**trainer_options: object) -> tuple[L.Trainer, list[float]]:
+def make_logger(folder: str) -> Logger:
+    """TensorBoard's logger; the recording of the schedule goes where it writes."""
+    return TensorBoardLogger(folder, name=f"{STAGES}_stages")
+
+
+def train(logger: Logger | bool = False, **trainer_options: object) -> tuple[L.Trainer, list[float]]:
     """Trains a new model for STEPS steps; returns the trainer and the loss of each step."""
     curve = LossCurve()
     trainer = L.Trainer(
@@ -59,7 +68,7 @@ def train(**trainer_options: object) -> tuple[L.Trainer, list[float]]:
         max_steps=STEPS,
         callbacks=[curve, TQDMProgressBar(refresh_rate=10)],
         use_distributed_sampler=False,  # every process reads the same batches: they are stages, not replicas
-        logger=False,
+        logger=logger,
         enable_checkpointing=False,
         enable_model_summary=False,
         **trainer_options,
@@ -99,9 +108,11 @@ def main() -> int:
             return 1
         print(f"\n2. Train {STEPS} steps on two processes, one for each stage\n")
 
-    trainer, pipeline = train(devices=STAGES, strategy=piper.PiperStrategy(directives=program))
+    strategy = piper.PiperStrategy(directives=program, profile=piper.Schedule(wait=10, warmup=1, active=3))
+    trainer, pipeline = train(devices=STAGES, strategy=strategy, logger=make_logger(LOGS))
     if not trainer.is_global_zero:
         return 0
+    print(f"What steps 11 to 13 really did: tensorboard --logdir {LOGS}, tab PIPER")
 
     print(f"\n3. Train the same {STEPS} steps on one device, with plain Lightning\n")
     _, single = train(devices=1)

@@ -5,6 +5,7 @@ from lightning_piper.annotate import annotate, annotate_modules
 from lightning_piper.compiler import Compiled, compile
 from lightning_piper.directives import Directive, Order, Place, Replicate, Split, register
 from lightning_piper.errors import CaptureError, DirectiveError, ExecutionError, PiperError, VerificationError
+from lightning_piper.profile import PiperProfiler, Schedule
 from lightning_piper.strategy import PiperStrategy
 from lightning_piper.verify import verify
 
@@ -16,9 +17,11 @@ __all__ = [
     "ExecutionError",
     "Order",
     "PiperError",
+    "PiperProfiler",
     "PiperStrategy",
     "Place",
     "Replicate",
+    "Schedule",
     "Split",
     "VerificationError",
     "annotate",

@@ -1,4 +1,4 @@
-"""`lightning-piper check | plan | viz | simulate`: a program on a module, without processes and without training.
+"""`lightning-piper check | plan | viz | simulate | explain`: a program on a module, without processes and without training.
 
 Exit status: 0; 1 when a check fails, with the error's text on stderr; 2 when the command line is wrong.
 """
@@ -21,6 +21,7 @@ from torch import nn
 from lightning_piper.compiler import Compiled, compile
 from lightning_piper.directives import parse
 from lightning_piper.errors import PiperError
+from lightning_piper.profile.explain import when_it_ran
 from lightning_piper.simulate import DEFAULT, Link, Network, Number, Simulation, read_durations, simulate
 from lightning_piper.viz import dot_graph, svg_chart, text_chart
 
@@ -61,9 +62,13 @@ def _parser() -> argparse.ArgumentParser:
     )
     commands = parser.add_subparsers(required=True, metavar="command")
 
-    def command(name: str, run: Callable[[Compiled, argparse.Namespace], str], about: str) -> argparse.ArgumentParser:
+    def command(
+        name: str, run: Callable[[Compiled, argparse.Namespace], str], about: str, first: str | None = None
+    ) -> argparse.ArgumentParser:
         sub = commands.add_parser(name, help=about, description=about)
         sub.set_defaults(run=run)
+        if first is not None:
+            sub.add_argument(first, type=_node, metavar=first.upper(), help="as plans and recordings print it: %%12, or 12")
         sub.add_argument("module", help=f"a LightningModule class, or a function that makes one: {_TARGET}")
         sub.add_argument("--batch", required=True, help="function that makes the batch of one step, spelled alike")
         sub.add_argument("--directives", required=True, help="JSON file, or a function that makes the list, spelled alike")
@@ -77,11 +82,17 @@ def _parser() -> argparse.ArgumentParser:
     viz.add_argument("--dag", type=int, metavar="DEVICE", help="the training DAG of one device instead, for Graphviz")
     figures = command("simulate", _simulate, "print step time, bubbles, exposed communication and memory")
     figures.add_argument("--json", action="store_true", help="all figures and the timeline as JSON")
+    why = command("explain", _explain, "say why a node is there, what it waits for, and when it ran", "node")
+    why.add_argument("--log-dir", type=Path, help="of a training that was recorded with this program")
     for sub in (viz, figures):
         sub.add_argument("--durations", type=Path, help='JSON file such as {"F": 1, "B": 2, "F[PP=0]": 1.5}; docs/simulate.md')
         sub.add_argument("--latency", type=number, default=0, help="of each message, in the unit of the durations")
         sub.add_argument("--bandwidth", type=number, help="of each channel, in bytes per unit of time; unlimited when left out")
     return parser
+
+
+def _node(text: str) -> int:
+    return int(text.removeprefix("%"))
 
 
 def number(text: str) -> Number:
@@ -188,6 +199,16 @@ def _viz(compiled: Compiled, args: argparse.Namespace) -> str:
 def _simulate(compiled: Compiled, args: argparse.Namespace) -> str:
     simulation = _simulation(compiled, args)
     return json.dumps(simulation.to_json()) if args.json else str(simulation)
+
+
+def _explain(compiled: Compiled, args: argparse.Namespace) -> str:
+    try:
+        lines = [compiled.explain(args.node)]
+    except KeyError as error:
+        raise _UsageError(error.args[0].replace("print(compiled.dag) lists them", "`lightning-piper plan` shows them")) from None
+    if args.log_dir is not None:
+        lines += [f"  {line}" for line in when_it_ran(compiled, args.node, args.log_dir)]
+    return "\n".join(lines)
 
 
 def _simulation(compiled: Compiled, args: argparse.Namespace) -> Simulation:

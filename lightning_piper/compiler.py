@@ -14,10 +14,13 @@ from lightning_piper.capture import CapturedStep, capture
 from lightning_piper.directives import Directive, apply_program, finish, parse
 from lightning_piper.ir.build import build_dag
 from lightning_piper.ir.dag import TrainingDAG
-from lightning_piper.ir.nodes import Chunk, Node
+from lightning_piper.ir.filters import describe, matches
+from lightning_piper.ir.nodes import AllGather, AllReduce, Chunk, Node, Recv, ReduceScatter, Send
 from lightning_piper.ir.text import line_of
 from lightning_piper.plan import Plan, check_plans, compile_plans, drop_redundant, global_order
 from lightning_piper.verify.static import check
+
+COMMUNICATION = (Send, Recv, AllReduce, ReduceScatter, AllGather)
 
 
 @dataclass(frozen=True)
@@ -57,14 +60,48 @@ class Compiled:
         for what, index in (("made", found.origin), ("placed", found.placed_by)):
             source = "the capture" if index is None else f"directive {index}: {self.program[index].to_json()}"
             lines.append(f"  {what} by {source}")
+            if index is not None:
+                lines += self._matched(found, index)
         if isinstance(found, Chunk):
             lines.append(f"  region {found.region} begins at {self.dag.regions[found.region].source}")
+        lines += self._served(found)
         for title, others in (
             ("waits for", self.dag.graph.predecessors(node)),
             ("before", self.dag.graph.successors(node)),
         ):
             lines += [f"  {title} {line_of(self.dag, self.dag.nodes[other])}" for other in sorted(others)]
         return "\n".join(lines)
+
+    def _matched(self, node: Node, index: int) -> list[str]:
+        """The filter by which a directive came upon a node, and what it matched: the node, or one at the ends of its edge."""
+        condition = getattr(self.program[index], "filter", None)
+        if not condition:  # {} is everything
+            return []
+        source, readers = self._ends(node)
+        matched = next((other for other in [node, *readers, source] if matches(condition, other.tags)), None)
+        if matched is None:
+            return []
+        tags = describe({tag: value for tag, value in matched.tags.items() if tag in condition})
+        what = "" if matched is node else f" of %{matched.id} {matched.label}"
+        return [f"    its filter {describe(condition)} matches {tags}{what}"]
+
+    def _served(self, node: Node) -> list[str]:
+        """The edge of the graph that a message or a collective serves: who made the value, and who reads it."""
+        if not isinstance(node, COMMUNICATION) or not node.inputs:
+            return []
+        source, readers = self._ends(node)
+        value = self.dag.value(node.inputs[0])
+        to = ", ".join(f"%{user.id} {user.label}" for user in readers)
+        return [f"  brings {value.label} ({value.nbytes} bytes) of %{source.id} {source.label} to {to}"]
+
+    def _ends(self, node: Node) -> tuple[Node, list[Node]]:
+        """Who made what a node brings, and who reads it, through all transfers."""
+        source, readers = node, self.dag.users(node)
+        while isinstance(source, COMMUNICATION) and source.inputs:
+            source = self.dag.nodes[source.inputs[0][0]]
+        while any(isinstance(reader, COMMUNICATION) for reader in readers):
+            readers = [u for reader in readers for u in (self.dag.users(reader) if isinstance(reader, COMMUNICATION) else [reader])]
+        return source, readers
 
     def _chunks(self, device: int) -> list[Chunk]:
         return [chunk for chunk in self.dag.of_type(Chunk) if device in chunk.devices]

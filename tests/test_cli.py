@@ -197,7 +197,7 @@ def test_the_documentation_shows_real_output(
         (project / name).write_text(content)
     monkeypatch.setenv("COLUMNS", "132")
     shown = re.findall(r"^```\n\$ lightning-piper (.*?)\n(.*?)^```", (ROOT / "docs" / page).read_text(), re.DOTALL | re.MULTILINE)
-    assert len(shown) == {"cli.md": 4, "simulate.md": 1}[page]
+    assert len(shown) == {"cli.md": 5, "simulate.md": 1}[page]
     for command, wanted in shown:
         status = main(shlex.split(command))
         found = capsys.readouterr()
@@ -222,3 +222,15 @@ def test_the_installed_command_is_this_one() -> None:
     scripts = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["scripts"]
     module, name = scripts["lightning-piper"].split(":")
     assert getattr(importlib.import_module(module), name) is main
+
+
+def test_a_node_is_explained(project: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    wanted = compiled().explain(7)
+    for spelling in ("7", "%7"):
+        assert main(["explain", spelling, *arguments("")[1:]]) == 0
+        assert capsys.readouterr().out == f"{wanted}\n"
+    with pytest.raises(SystemExit):
+        main(["explain", "999", *arguments("")[1:]])
+    assert "has no node 999; `lightning-piper plan` shows them" in capsys.readouterr().err
+    assert main(["explain", "7", *arguments("", "--log-dir", str(project))[1:]]) == 1
+    assert f"there is no recording in '{project}'" in capsys.readouterr().err

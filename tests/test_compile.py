@@ -117,6 +117,7 @@ def test_a_node_is_explained() -> None:
         line[19],
         "  made by directive 2: {'op': 'split', 'filter': {}, 'dim_name': 'MB', 'num_microbatches': 2}",
         "  placed by directive 1: {'op': 'place', 'filter': {'PP': 1}, 'devices': [1]}",
+        "    its filter {PP: 1} matches {PP: 1}",
         f"  region 1 begins at {source}",
         f"  waits for {line[17]}",
         f"  waits for {line[18]}",
@@ -126,6 +127,16 @@ def test_a_node_is_explained() -> None:
     ]
     assert "  made by the capture" in explanation(compiled, " report ")
     assert "  made by directive 1: {'op': 'place', 'filter': {'PP': 1}, 'devices': [1]}" in explanation(compiled, " allreduce ")
+
+
+def test_a_message_is_explained_by_the_edge_that_it_serves() -> None:
+    compiled = of("mlp", gpipe(2, 2))
+    (node,) = (i for i, line in lines(compiled).items() if " send to 1 [PP=0,MB=0]" in line)
+    text = compiled.explain(node)
+    (made,) = (i for i, line in lines(compiled).items() if " F[PP=0,MB=0]" in line)
+    (read,) = (i for i, line in lines(compiled).items() if " F[PP=1,MB=0]" in line)
+    assert f" of %{made} F[PP=0,MB=0] to %{read} F[PP=1,MB=0]" in text and "  brings activation:" in text
+    assert f"    its filter {{PP: 1}} matches {{PP: 1}} of %{read} F[PP=1,MB=0]" in text
 
 
 def test_a_node_that_is_not_there() -> None:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -38,6 +38,10 @@ class StepResult:
     metrics: torch.Tensor
 
 
+# Takes the bound instructions of a step and the index in the plan of each; gives what is called in their place.
+Observer = Callable[[Sequence[Bound], Sequence[int]], list[Bound]]
+
+
 class Executor:
     """Runs one device's plan, step after step.
 
@@ -55,6 +59,7 @@ class Executor:
 
     Attributes:
         carries: there are such gradients.
+        observer: asked at the beginning of each step, unless it is None.
 
     Raises:
         ExecutionError: a parameter or buffer is missing.
@@ -83,6 +88,7 @@ class Executor:
         self._variants = {True: self._assembled(bound, last=True)}
         self._variants[False] = self._assembled(bound, last=False) if plan.deferred else self._variants[True]
         self._code, self._source = self._variants[True]
+        self.observer: Observer | None = None
         self.position = len(self._code)  # index of the next bound instruction
         self._running = False
 
@@ -180,6 +186,8 @@ class Executor:
             self._carry.clear()
         self._check(leaves)
         self._code, self._source = self._variants[last]
+        if self.observer is not None:
+            self._code = self.observer(self._code, self._source)
         self._running, self.position = True, 0
         leaves = [x.to(self._device) for x in leaves]
         self._outbox.open()

@@ -8,7 +8,7 @@ result.timeline                    # who did what, from when to when
 
 from lightning_piper.simulate.durations import DEFAULT, Durations, Number, read_durations
 from lightning_piper.simulate.engine import Span
-from lightning_piper.simulate.figures import DeviceFigures, Simulation, simulate
+from lightning_piper.simulate.figures import DeviceFigures, Shares, Simulation, figures, simulate
 from lightning_piper.simulate.network import Link, Network
 
 __all__ = [
@@ -18,8 +18,10 @@ __all__ = [
     "Link",
     "Network",
     "Number",
+    "Shares",
     "Simulation",
     "Span",
+    "figures",
     "read_durations",
     "simulate",
 ]

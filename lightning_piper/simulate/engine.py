@@ -48,20 +48,33 @@ class Span(NamedTuple):
     origin: int | None
 
 
+class Held(NamedTuple):
+    """A stream waited from `start` to `end` for what `node` brings; from `since` on, for communication only. `origin` is the
+    directive behind that node."""
+
+    device: int
+    stream: str
+    start: Number
+    since: Number
+    end: Number
+    node: int
+    origin: int | None
+
+
 @dataclass
 class Trace:
     """Attributes:
     spans: in order of issue.
     times: device -> start and end of every instruction of its plan.
     exchanges: (device, node) -> start and end of the communication that the device joined there.
-    held: (device, stream, interval) in which the stream waited for communication only.
+    held: when streams waited, and for what.
     end: when the last stream is done.
     """
 
     spans: list[Span] = field(default_factory=list)
     times: dict[int, list[Interval]] = field(default_factory=dict)
     exchanges: dict[tuple[int, int], Interval] = field(default_factory=dict)
-    held: list[tuple[int, str, Interval]] = field(default_factory=list)
+    held: list[Held] = field(default_factory=list)
     end: Number = 0
 
 
@@ -70,11 +83,10 @@ class _Clock:
     time: Number = 0
     since: Number = 0
 
-    def hold(self, until: Number, since: Number) -> Interval | None:
-        """Go on no earlier than `until`; returns when that was waiting for communication only."""
-        before, self.time = self.time, max(self.time, until)
+    def hold(self, until: Number, since: Number) -> None:
+        """Go on no earlier than `until`."""
+        self.time = max(self.time, until)
         self.since = max(self.since, since)
-        return (max(before, self.since), until) if until > max(before, self.since) else None
 
 
 @dataclass(slots=True)
@@ -110,7 +122,7 @@ class _World:
         self._dag, self._work, self._network = dag, work, network
         self.trace = Trace(times={device: [] for device in plans})
         self._clocks: dict[tuple[int, str], _Clock] = {}
-        self._events: dict[tuple[int, int], Interval] = {}  # (device, event) -> time and since
+        self._events: dict[tuple[int, int], tuple[Interval, int]] = {}  # (device, event) -> (time, since), node
         self._messages: dict[Channel, list[_Exchange]] = {}
         self._ends: dict[tuple[Channel, int], int] = {}  # (channel, 0 for its sender or 1) -> messages so far
         self._collectives: dict[int, _Exchange] = {}
@@ -133,21 +145,21 @@ class _World:
         match instruction:
             case Wait():
                 exchange = self._started[device, instruction.node]
-                self._hold(device, instruction.stream, clock, exchange.end, exchange.since)
+                self._hold(device, instruction, clock, (exchange.end, exchange.since), instruction.node)
             case Retire():
                 # Nothing here needs what was sent, so this is no time of waiting for communication.
                 end = self._started[device, instruction.node].end
-                clock.hold(end, end)
+                self._hold(device, instruction, clock, (end, end), instruction.node)
             case Send() | Post():
                 freed = self._join(device, instruction, clock, self._message(instruction))
             case Record():
-                self._events[device, instruction.event] = (clock.time, clock.since)
+                self._events[device, instruction.event] = ((clock.time, clock.since), instruction.node)
             case Await():
                 if (device, instruction.event) not in self._events:
                     raise VerificationError(
                         f"plan of device {device}: {instruction.where}: event e{instruction.event} is awaited before it is recorded"
                     )
-                self._hold(device, instruction.stream, clock, *self._events[device, instruction.event])
+                self._hold(device, instruction, clock, *self._events[device, instruction.event])
             case Collective():
                 freed = self._join(device, instruction, clock, self._collective(instruction))
             case _:
@@ -156,10 +168,13 @@ class _World:
         self.trace.end = max(self.trace.end, clock.time)
         return freed
 
-    def _hold(self, device: int, stream: str, clock: _Clock, until: Number, since: Number) -> None:
-        interval = clock.hold(until, since)
-        if interval is not None:
-            self.trace.held.append((device, stream, interval))
+    def _hold(self, device: int, instruction: Instruction, clock: _Clock, moment: Interval, node: int) -> None:
+        before = clock.time
+        clock.hold(*moment)
+        if clock.time > before:
+            since = min(max(before, clock.since), clock.time)
+            about = (device, instruction.stream, before, since, clock.time)
+            self.trace.held.append(Held(*about, node, self._dag.nodes[node].origin))
 
     def _occupy(self, device: int, instruction: Instruction, clock: _Clock) -> None:
         start, duration = clock.time, self._work.of(instruction)

@@ -1,19 +1,28 @@
-"""`simulate`: plans -> the figures of a step."""
+"""`simulate`: plans -> the figures of a step. `figures` computes them from any trace, of virtual time or of a real step."""
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from fractions import Fraction
-from typing import Any
+from typing import Any, NamedTuple
 
 from lightning_piper.ir.dag import TrainingDAG
 from lightning_piper.plan.instructions import Run
 from lightning_piper.plan.plan import Plan
 from lightning_piper.simulate.durations import DEFAULT, Durations, Number, Work
-from lightning_piper.simulate.engine import Interval, Span, Trace, run_in_virtual_time
+from lightning_piper.simulate.engine import Held, Interval, Span, Trace, run_in_virtual_time
 from lightning_piper.simulate.memory import Curve, curves
 from lightning_piper.simulate.network import Network
+
+
+class Shares(NamedTuple):
+    """Times of a device (or of several, added up)."""
+
+    busy: Number
+    exposed: Number
+    bubble: Number
 
 
 @dataclass(frozen=True)
@@ -31,6 +40,9 @@ class DeviceFigures:
         streams: stream -> (busy, idle). A stream of communication is busy while a transfer or collective runs.
         memory: (time, bytes of the step's values from then on).
         in_flight: (time, microbatches from then on).
+        memory_by_kind: `memory` for each of `memory.KINDS`.
+        directives: busy, exposed and bubble by directive; None stands for the capture, and for time in which the device waits for
+            nothing. Work counts for the directive that made its node, waiting for the one behind what is waited for.
     """
 
     busy: Number
@@ -42,6 +54,8 @@ class DeviceFigures:
     streams: Mapping[str, tuple[Number, Number]]
     memory: Curve
     in_flight: Curve
+    memory_by_kind: Mapping[str, Curve]
+    directives: Mapping[int | None, Shares]
 
 
 @dataclass(frozen=True)
@@ -68,6 +82,16 @@ class Simulation:
         """Share of the devices' time that is exposed communication."""
         return self._share(sum(figures.exposed for figures in self.devices.values()))
 
+    @property
+    def directives(self) -> dict[int | None, Shares]:
+        """`DeviceFigures.directives`, added up over the devices."""
+        total: dict[int | None, Shares] = {}
+        for figures in self.devices.values():
+            for directive, shares in figures.directives.items():
+                before = total.get(directive, Shares(0, 0, 0))
+                total[directive] = Shares(*(a + b for a, b in zip(before, shares, strict=True)))
+        return dict(sorted(total.items(), key=lambda item: -1 if item[0] is None else item[0]))
+
     def _share(self, time: Number) -> Number:
         whole = self.step_time * len(self.devices)
         if not whole:
@@ -81,11 +105,18 @@ class Simulation:
         for device, f in self.devices.items():
             figures = {name: plain(getattr(f, name)) for name in names}
             streams = {name: {"busy": plain(busy), "idle": plain(idle)} for name, (busy, idle) in f.streams.items()}
-            over_time = {"memory": [[plain(t), n] for t, n in f.memory], "in_flight": [[plain(t), n] for t, n in f.in_flight]}
-            devices[str(device)] = {**figures, "streams": streams, **over_time}
+            over_time: dict[str, Any] = {"memory": _points(f.memory), "in_flight": _points(f.in_flight)}
+            over_time["memory_by_kind"] = {kind: _points(curve) for kind, curve in f.memory_by_kind.items()}
+            devices[str(device)] = {**figures, "streams": streams, **over_time, "directives": _rows(f.directives)}
         spans = [{**span._asdict(), "start": plain(span.start), "end": plain(span.end)} for span in self.timeline]
         shares = {"bubble_fraction": plain(self.bubble_fraction), "exposed_fraction": plain(self.exposed_fraction)}
-        return {"step_time": plain(self.step_time), **shares, "devices": devices, "timeline": spans}
+        return {
+            "step_time": plain(self.step_time),
+            **shares,
+            "directives": _rows(self.directives),
+            "devices": devices,
+            "timeline": spans,
+        }
 
     def __str__(self) -> str:
         head = (f"step time {shown(self.step_time)}, bubble {float(self.bubble_fraction):.1%}, "
@@ -116,32 +147,80 @@ def simulate(
         VerificationError: the plans deadlock.
     """
     issued = [i.node for plan in plans.values() for i in plan.instructions if isinstance(i, Run)]
-    trace = run_in_virtual_time(dag, plans, Work(dag, durations, issued), network or Network())
-    worked: dict[int, dict[str, list[Interval]]] = {device: {s: [] for s in plan.streams} for device, plan in plans.items()}
+    return figures(dag, plans, run_in_virtual_time(dag, plans, Work(dag, durations, issued), network or Network()))
+
+
+def figures(dag: TrainingDAG, plans: Mapping[int, Plan], trace: Trace) -> Simulation:
+    """The figures of a step, simulated or recorded.
+
+    Args:
+        dag: the finished DAG.
+        plans: of all its devices.
+        trace: what they did, from time 0 on.
+    """
+    worked: dict[int, list[Span]] = {device: [] for device in plans}
     for span in trace.spans:
-        worked[span.device][span.stream].append((span.start, span.end))
-    held: dict[int, list[tuple[str, Interval]]] = {device: [] for device in plans}
-    for device, stream, interval in trace.held:
-        held[device].append((stream, interval))
+        worked[span.device].append(span)
+    held: dict[int, list[Held]] = {device: [] for device in plans}
+    for wait in trace.held:
+        held[wait.device].append(wait)
     devices = {d: _figures(dag, plan, trace, worked[d], held[d]) for d, plan in sorted(plans.items())}
     timeline = sorted(trace.spans, key=lambda span: (span.start, span.device, span.stream, span.end))
     return Simulation(trace.end, devices, tuple(timeline))
 
 
-def _figures(
-    dag: TrainingDAG, plan: Plan, trace: Trace, worked: Mapping[str, list[Interval]], held: Iterable[tuple[str, Interval]]
-) -> DeviceFigures:
+def _figures(dag: TrainingDAG, plan: Plan, trace: Trace, spans: list[Span], held: list[Held]) -> DeviceFigures:
     computing = {instruction.stream for instruction in plan.instructions if isinstance(instruction, Run)}
-    work = [interval for stream in computing for interval in worked[stream]]
-    waits = [interval for stream, interval in held if stream in computing]
-    busy = _length(work)
-    exposed = _length(work + waits) - busy
-    streams = {stream: _length(spans) for stream, spans in worked.items()}
-    memory, in_flight = curves(dag, plan, trace)
+    parts = [_Part(span.start, span.end, _WORK, span.origin) for span in spans if span.stream in computing]
+    for wait in held:
+        if wait.stream in computing:
+            parts.append(_Part(wait.start, wait.since, _WAIT, wait.origin))
+            parts.append(_Part(wait.since, wait.end, _EXPOSED, wait.origin))
+    directives = _shares(parts, trace.end)
+    busy, exposed, bubble = (sum(column) for column in zip(*directives.values(), strict=True))
+    by_stream: dict[str, list[Interval]] = {stream: [] for stream in plan.streams}
+    for span in spans:
+        by_stream[span.stream].append((span.start, span.end))
+    lengths = {stream: _length(intervals) for stream, intervals in by_stream.items()}
+    memory, by_kind, in_flight = curves(dag, plan, trace)
     return DeviceFigures(
-        busy, trace.end - busy, exposed, trace.end - busy - exposed, max(n for _, n in memory), max(n for _, n in in_flight),
-        {stream: (time, trace.end - time) for stream, time in streams.items()}, memory, in_flight,
+        busy, trace.end - busy, exposed, bubble, max(n for _, n in memory), max(n for _, n in in_flight),
+        {stream: (time, trace.end - time) for stream, time in lengths.items()}, memory, in_flight, by_kind, directives,
     )  # fmt: skip
+
+
+_WORK, _EXPOSED, _WAIT, _NOTHING = range(4)  # what a device does; where several hold, the first counts
+
+
+class _Part(NamedTuple):
+    start: Number
+    end: Number
+    what: int
+    directive: int | None
+
+
+def _shares(parts: Iterable[_Part], step: Number) -> dict[int | None, Shares]:
+    """Divide the step's time between what a device does. Every moment counts once."""
+    changes: dict[Number, list[tuple[int, _Part]]] = {0: [], step: []}
+    for part in parts:
+        if part.end > part.start:
+            changes.setdefault(part.start, []).append((1, part))
+            changes.setdefault(part.end, []).append((-1, part))
+    found: dict[int | None, list[Number]] = {None: [0, 0, 0]}
+    open_parts: tuple[Counter[int | None], ...] = (Counter(), Counter(), Counter())
+    before: Number = 0
+    for moment in sorted(changes):
+        if before < moment <= step:
+            what = next((w for w in (_WORK, _EXPOSED, _WAIT) if open_parts[w]), _NOTHING)
+            directive = None if what == _NOTHING else next(iter(open_parts[what]))
+            found.setdefault(directive, [0, 0, 0])[min(what, _WAIT)] += moment - before
+        before = moment
+        for sign, part in changes[moment]:
+            count = open_parts[part.what]
+            count[part.directive] += sign
+            if not count[part.directive]:
+                del count[part.directive]
+    return {directive: Shares(*times) for directive, times in found.items()}
 
 
 def _length(intervals: Iterable[Interval]) -> Number:
@@ -153,6 +232,14 @@ def _length(intervals: Iterable[Interval]) -> Number:
             total += end - max(start, covered)
             covered = end
     return total
+
+
+def _points(curve: Curve) -> list[list[int | float]]:
+    return [[plain(t), n] for t, n in curve]
+
+
+def _rows(directives: Mapping[int | None, Shares]) -> list[dict[str, Any]]:
+    return [{"directive": i, **{k: plain(v) for k, v in s._asdict().items()}} for i, s in directives.items()]
 
 
 def plain(value: Number) -> int | float:

@@ -3,6 +3,9 @@
 A value's bytes are those of its tensors' specs. It is there from the start of the instruction that makes it (a received one: of
 the transfer) to the end of the last that reads it; what was sent, until it is retired; gradients and buffers that are handed out,
 to the end of the step. Bundles are counted one by one, so memory that two of them share counts twice.
+
+Kinds of values: `activations` (what passes hand to each other and save for their backward), `gradients`, `gathered` (parameters
+brought together from shards), `other` (metrics, new values of buffers).
 """
 
 from __future__ import annotations
@@ -19,6 +22,8 @@ from lightning_piper.simulate.durations import Number
 from lightning_piper.simulate.engine import Trace
 
 Curve = tuple[tuple[Number, int], ...]  # (time, value from then on), of one moment possibly several in their order
+KINDS = ("activations", "gradients", "gathered", "other")
+_KIND_OF = {"activation": "activations", "saved": "activations", "cotangent": "activations", "grad": "gradients"}
 _Moment = tuple[Number, int, int]  # time; instruction; 0 for its start, 1 for its end
 
 
@@ -27,6 +32,7 @@ class _Held:
     """A value that is there. `holders`: the slot, and sends that are not retired. `until`: when its last user so far is done."""
 
     nbytes: int
+    kind: str
     part: Slice | None  # the microbatch, of what a forward pass saved for its backward pass
     holders: int = 1
     until: _Moment = (0, 0, 0)
@@ -35,8 +41,8 @@ class _Held:
 _Change = tuple[_Moment, int, _Held]  # 1 where the value comes to be, -1 where it goes
 
 
-def curves(dag: TrainingDAG, plan: Plan, trace: Trace) -> tuple[Curve, Curve]:
-    """Bytes of values, and microbatches whose activations are kept for their backward pass, over time."""
+def curves(dag: TrainingDAG, plan: Plan, trace: Trace) -> tuple[Curve, dict[str, Curve], Curve]:
+    """Bytes of values, the same by kind, and microbatches whose activations are kept for their backward pass, over time."""
     held: dict[int, _Held] = {}
     sent: dict[int, _Held] = {}  # send -> what it keeps
     changes: list[_Change] = []
@@ -54,7 +60,7 @@ def curves(dag: TrainingDAG, plan: Plan, trace: Trace) -> tuple[Curve, Curve]:
             start = trace.exchanges[plan.device, instruction.node][0]
         for k, slot in enumerate(instruction.writes):
             if slot is not None and slot not in held:  # a sum in place and a completed receive are there already
-                held[slot] = _Held(_nbytes(dag, instruction, k, held), _kept(dag, instruction, k))
+                held[slot] = _Held(_nbytes(dag, instruction, k, held), _kind(dag, instruction, k), _kept(dag, instruction, k))
                 changes.append(((start, i, 0), 1, held[slot]))
         for read in instruction.reads:
             value = held[read.slot]
@@ -66,7 +72,8 @@ def curves(dag: TrainingDAG, plan: Plan, trace: Trace) -> tuple[Curve, Curve]:
         if isinstance(instruction, Retire):
             use(sent[instruction.node], (end, i, 1), last=True)
     changes.sort(key=lambda change: change[0])
-    return _bytes_over_time(changes), _in_flight_over_time(changes)
+    by_kind = {kind: _bytes_over_time([c for c in changes if c[2].kind == kind]) for kind in KINDS}
+    return _bytes_over_time(changes), by_kind, _in_flight_over_time(changes)
 
 
 def _nbytes(dag: TrainingDAG, instruction: Instruction, k: int, held: dict[int, _Held]) -> int:
@@ -81,6 +88,15 @@ def _nbytes(dag: TrainingDAG, instruction: Instruction, k: int, held: dict[int, 
     if isinstance(instruction, Add):
         return held[instruction.reads[0].slot].nbytes
     return dag.value((instruction.node, k)).nbytes
+
+
+def _kind(dag: TrainingDAG, instruction: Instruction, k: int) -> str:
+    if isinstance(instruction, AllGather):
+        return "gathered"
+    node = dag.nodes[instruction.node]
+    # A sum that belongs to no value of its own is one of what its node reads.
+    value = node.outputs[k] if k < len(node.outputs) else dag.value(node.inputs[0])
+    return _KIND_OF.get(value.kind, "other")
 
 
 def _kept(dag: TrainingDAG, instruction: Instruction, k: int) -> Slice | None:

@@ -17,6 +17,7 @@ from torchmetrics.utilities.distributed import gather_all_tensors
 
 from lightning_piper.capture import flatten
 from lightning_piper.errors import PiperError
+from lightning_piper.profile import Recording
 from lightning_piper.strategy.agreement import BatchCheck, agree_on_loader, share_random_state
 from lightning_piper.strategy.bridge import Bridge
 from lightning_piper.strategy.checks import check_optimizers, check_stays_captured, switches
@@ -42,6 +43,8 @@ class Fit:
     Attributes:
         seed: the one that is used.
         running: the module is distributed; it is not after `close`.
+        report: of the verification by execution, on the lead.
+        recording: what records the steps, if anything does.
     """
 
     def __init__(
@@ -58,7 +61,8 @@ class Fit:
         self.engine = Engine(module, layout, settings, world)
         if not settings.local:
             _check_devices(self.engine, world)
-        verify_by_execution(verify, self.engine.first, module, batches, world)
+        self.report = verify_by_execution(verify, self.engine.first, module, batches, world)
+        self.recording: Recording | None = None
         self._switches = switches(module)
         self._suspended = _suspend(module, world)
         self.ownership = Ownership(module, self.engine.first, world)
@@ -105,7 +109,11 @@ class Fit:
         self._check.post(layout, leaves)
         prepared = self.engine.prepared(layout)
         scale = 1.0 if self._scaling is None else self._scaling.scale
+        if self.recording is not None:
+            self.recording.before(prepared)
         result = self.engine.step(prepared, leaves, self.seed + number, scale, last)
+        if self.recording is not None:
+            self.recording.after(prepared, number)
         prepared.replay(self._module, result.metrics)
         value = result.metrics[0].to(prepared.replay.dtype, copy=True)
         return self._bridge.loss(value, result.grads, scale, kept=prepared.carries and not last)
@@ -120,6 +128,8 @@ class Fit:
         for owner, name, value in self._suspended:
             setattr(owner, name, value)
         if not failed:
+            if self.recording is not None:
+                self.recording.close()
             self._check.finish()
             self.ownership.restore()
             self.engine.close()

@@ -29,6 +29,7 @@ from torch.optim import Optimizer
 
 from lightning_piper.directives import replicas_of
 from lightning_piper.errors import PiperError
+from lightning_piper.profile import PiperProfiler, Recording, Schedule, schedule_of, wanted
 from lightning_piper.strategy.checkpoint import KEY, check_target, found_at, remove_in_one_go, save_in_one_go, seed_of
 from lightning_piper.strategy.checks import check_fit
 from lightning_piper.strategy.data import Peek
@@ -60,6 +61,7 @@ class PiperStrategy(ParallelStrategy):
         transport: `process` has a process for each logical device; `local` runs all of them in this one, with `devices=1`.
         example_batch: a batch as the DataLoader would give it, to capture the step with. Left out, one is taken from the training
             data, which lose nothing by it.
+        profile: which steps to record (see `lightning_piper.profile`); True records a few of the first ones.
         timeout: after which communication that nobody answers fails.
         start_method: only `popen`, one new Python process for each device.
         process_group_backend: of the default process group; `gloo` on CPU and `nccl` on CUDA if left out.
@@ -81,6 +83,7 @@ class PiperStrategy(ParallelStrategy):
         verify: Verify = "static",
         transport: Literal["process", "local"] = "process",
         example_batch: Any | None = None,
+        profile: Schedule | bool | None = None,
         timeout: timedelta = default_pg_timeout,
         start_method: Literal["popen"] = "popen",
         process_group_backend: str | None = None,
@@ -104,6 +107,8 @@ class PiperStrategy(ParallelStrategy):
             raise PiperError(f"PiperStrategy(timeout={timeout!r}): give a positive datetime.timedelta")
         self._program = given_or_from_environment(directives)
         self._verify, self._example, self._timeout = verify, example_batch, timeout
+        schedule_of(profile)
+        self._profile = profile
         self._local = transport == "local"
         self._backend = process_group_backend
         self._sharded = checkpoint == "sharded"
@@ -213,8 +218,20 @@ class PiperStrategy(ParallelStrategy):
             self._loading.distributed(self._fit)
         self.setup_optimizers(trainer)
         self._fit.attach(self.optimizers, self.precision_plugin)
+        self._fit.recording = self._recording_of(trainer)
         self.setup_precision_plugin()
         _optimizers_to_device(self.optimizers, self.root_device)
+
+    def _recording_of(self, trainer: pl.Trainer) -> Recording | None:
+        profiler = getattr(trainer, "profiler", None)
+        schedule = wanted(self._profile, profiler)
+        if schedule is None:
+            return None
+        assert self._fit is not None
+        recording = Recording(schedule, trainer, self.world, self._fit.report)
+        if isinstance(profiler, PiperProfiler):
+            profiler.recording = recording
+        return recording
 
     def _setup_evaluation(self, trainer: pl.Trainer) -> None:
         """In one process the module is whole, and evaluation is as with any strategy."""

@@ -20,8 +20,11 @@ Verify = Literal["static", "first_batch", "each", "off"]
 ACCEPTED = get_args(Verify)
 
 
-def verify_by_execution(how: Verify, compiled: Compiled, module: nn.Module, batches: Sequence[Any] | None, world: World) -> None:
-    """Run the program on a batch, on the lead, where the whole module still is; all processes fail together.
+def verify_by_execution(
+    how: Verify, compiled: Compiled, module: nn.Module, batches: Sequence[Any] | None, world: World
+) -> str | None:
+    """Run the program on a batch, on the lead, where the whole module still is; all processes fail together. Returns
+    the report there, and None elsewhere or if nothing was run.
 
     Args:
         batches: one for each replica that draws its own, on the lead.
@@ -30,9 +33,9 @@ def verify_by_execution(how: Verify, compiled: Compiled, module: nn.Module, batc
         VerificationError: the finished program (`first_batch`) or a directive (`each`) does not compute what one device does.
     """
     if how not in ("first_batch", "each"):
-        return
+        return None
 
-    def run() -> None:
+    def run() -> str:
         assert batches is not None
         module.to(world.device)
         with isolate_rng():
@@ -42,8 +45,9 @@ def verify_by_execution(how: Verify, compiled: Compiled, module: nn.Module, batc
             report.require()
         elif report.rows[-1].single.verdict == "differs":
             raise VerificationError(f"the program does not compute what one device computes on the first batch:\n{report}")
+        return str(report)
 
-    world.on_lead(run)
+    return world.on_lead(run, share=False)
 
 
 def _joined(batches: Sequence[Any]) -> Any:

@@ -8,7 +8,7 @@ _COLOURS = {
     "F": "#9cc3e6", "B": "#f6b26b", "BI": "#ffd966", "BW": "#a9d18e", "send": COMMUNICATION, "recv": COMMUNICATION,
 }  # fmt: skip
 _OTHER_PASS, _COLLECTIVE = "#d5a6bd", "#b4a7d6"
-_BOOKKEEPING_OPS = ("add", "concat", "cut", "deliver", "merge", "report")
+_BOOKKEEPING_OPS = ("add", "concat", "cut", "deliver", "merge", "pack", "report")
 
 
 def colour(kind: str) -> str:

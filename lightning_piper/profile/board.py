@@ -1,0 +1,76 @@
+"""What TensorBoard shows of a recording without any plugin: scalars, two images, two texts."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import lightning.pytorch as pl
+from lightning.pytorch.loggers import TensorBoardLogger
+
+from lightning_piper.simulate import Simulation
+
+
+def scalars(step: Mapping[str, Any]) -> dict[str, float]:
+    """The figures of a step file by the names under which they are logged."""
+    figures = step["step"]
+    found = {
+        "piper/step_time": figures["step_time"],
+        "piper/bubble_fraction": figures["bubble_fraction"],
+        "piper/exposed_communication_fraction": figures["exposed_fraction"],
+    }
+    if step["batch_time"]:
+        found["piper/batch_time"] = step["batch_time"]
+        found["piper/samples_per_second"] = step["samples_per_second"]
+        if step["tokens_per_second"]:
+            found["piper/tokens_per_second"] = step["tokens_per_second"]
+    found |= {f"piper/bytes_moved/{kind}": n for kind, n in step["bytes_moved"].items()}
+    for device, f in figures["devices"].items():
+        found[f"piper/peak_memory/device_{device}"] = f["peak_bytes"] + sum(step["fixed"][device].values())
+    return found
+
+
+class Board:
+    """Writes through the trainer's loggers; where none of them is TensorBoard's, into `folder` as well."""
+
+    def __init__(self, trainer: pl.Trainer, folder: Path) -> None:
+        from torch.utils.tensorboard import SummaryWriter  # takes a second, which only who records should wait
+
+        self._loggers = trainer.loggers
+        own = next((logger for logger in self._loggers if isinstance(logger, TensorBoardLogger)), None)
+        self._writer: SummaryWriter | None = None
+        self._experiment = own.experiment if own is not None else None
+        if own is None:
+            self._writer = self._experiment = SummaryWriter(str(folder))
+
+    def step(self, step: Mapping[str, Any]) -> None:
+        """The figures of a recorded step."""
+        values = scalars(step)
+        for logger in self._loggers:
+            logger.log_metrics(values, step["global_step"])
+        if self._writer is not None:
+            for name, value in values.items():
+                self._writer.add_scalar(name, value, step["global_step"])
+
+    def schedule(self, planned: Simulation, measured: Simulation, at: int) -> None:
+        """The planned and the measured schedule as images, at a global step."""
+        from lightning_piper.profile.picture import picture
+
+        assert self._experiment is not None
+        for name, simulation in (("planned", planned), ("measured", measured)):
+            self._experiment.add_image(f"piper/schedule/{name}", picture(simulation, name), at, dataformats="HWC")
+
+    def texts(self, plan: Mapping[str, Any], at: int) -> None:
+        """The directives and what verification found."""
+        assert self._experiment is not None
+        listed = "\n".join(f"    {i} {directive}" for i, directive in enumerate(plan["directives"]))
+        self._experiment.add_text("piper/directives", listed, at)
+        report = plan["verification"] or "not verified by execution; see PiperStrategy(verify=...)"
+        self._experiment.add_text("piper/verification", "\n".join(f"    {line}" for line in report.splitlines()), at)
+
+    def close(self) -> None:
+        if self._writer is not None:
+            self._writer.close()
+        elif self._experiment is not None:
+            self._experiment.flush()

@@ -1,0 +1,47 @@
+"""When a node ran, from the files of a recording."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from lightning_piper.compiler import Compiled
+from lightning_piper.errors import PiperError
+from lightning_piper.ir.text import line_of
+from lightning_piper.profile.files import read_json, steps_in
+
+
+def when_it_ran(compiled: Compiled, node: int, folder: Path) -> list[str]:
+    """A line for each time that a node ran in the recorded steps.
+
+    Args:
+        compiled: the program that the node belongs to.
+        node: its id.
+        folder: a log directory with a recording of that program.
+
+    Raises:
+        PiperError: there is no recording there, or it is one of another program.
+    """
+    paths = steps_in(folder)
+    if not paths:
+        raise PiperError(
+            f"there is no recording in {str(folder)!r}; give the log directory of a run with PiperStrategy(profile=...)"
+        )
+    lines = []
+    for path in paths:
+        step = read_json(path)
+        plan = read_json(path.parent / step["plan"])
+        recorded = plan["nodes"].get(str(node))
+        if recorded is None or recorded["text"] != line_of(compiled.dag, compiled.dag.nodes[node]):
+            found = "no such node" if recorded is None else f"the node {recorded['text']!r}"
+            raise PiperError(f"{str(path)!r} was recorded with another program or batch size: it has {found}")
+        for what, source in (("planned", plan), ("ran", step)):
+            for row, start, end, number, kind in source["step"]["boxes"]:
+                device, stream = plan["rows"][row]
+                if number == node and kind not in ("wait", "idle"):
+                    where = f"on device {device}, stream {stream}"
+                    lines.append(f"{what} in step {step['number']} {where}: {_ms(start)} to {_ms(end)} ms ({_ms(end - start)})")
+    return lines
+
+
+def _ms(seconds: float) -> str:
+    return f"{seconds * 1e3:.3f}"

@@ -1,0 +1,167 @@
+"""The files of a recording: `piper/plan.json` and `piper/step_<number>.json` under the trainer's log directory.
+
+All times are in seconds, all sizes in bytes. A plan file (`plan_2.json` and so on for batches of other sizes):
+
+    version, kind="plan", directives [JSON objects], verification (text or null), samples
+    rows    [[device, stream], ...]
+    nodes   {id: {label, kind, tags, devices, stream, bytes, origin, placed_by, text}}
+    colours {kind of a box or node: "#rrggbb"}
+    edges   [[from, to, carries data?, index of the directive that ordered it or null], ...]
+    step    the planned step: the plan in virtual time, each instruction with the duration that was recorded
+
+A step file: version, kind="step", plan (name of its plan file), number (of the batch), global_step, batch_time and
+samples_per_second (null where unknown), bytes_moved {operation: bytes}, fixed {device: {parameters, optimizer}}, step. In both,
+`step` is what `Simulation.to_json` gives, but for the timeline, which is `boxes`
+
+    [row, start, end, node, kind]   kind: a pass, an operation, or `wait` (for communication only) and `idle` (for other work),
+                                    of streams that chunks run on
+"""
+
+from __future__ import annotations
+
+import json
+import os
+from collections import Counter
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from lightning_piper.compiler import Compiled
+from lightning_piper.errors import PiperError
+from lightning_piper.ir.dag import TrainingDAG
+from lightning_piper.ir.nodes import AllGather, AllReduce, Chunk, Node, Recv, ReduceScatter, Send
+from lightning_piper.ir.text import line_of
+from lightning_piper.plan import instructions as ins
+from lightning_piper.plan.plan import Plan
+from lightning_piper.simulate.engine import Trace
+from lightning_piper.simulate.figures import Simulation
+from lightning_piper.viz.colours import BOOKKEEPING, colour, rank
+
+VERSION = 1
+FOLDER = "piper"
+
+WAITING, IDLE = "#e58a8a", "#f4f1ec"  # colours of time in which nothing is computed
+
+Row = tuple[int, str]
+
+
+def plan_json(compiled: Compiled, step: Mapping[str, Any], verification: str | None) -> dict[str, Any]:
+    """The content of a plan file.
+
+    Args:
+        compiled: the program.
+        step: of the planned step, from `step_of`.
+        verification: the report of a verification by execution, if there was one.
+    """
+    dag = compiled.dag
+    edges = [[a, b, int(data["data"]), data["order"]] for a, b, data in dag.graph.edges(data=True)]
+    return {
+        "version": VERSION,
+        "kind": "plan",
+        "samples": dag.size,
+        "directives": [directive.to_json() for directive in compiled.program],
+        "verification": verification,
+        "rows": [list(row) for row in rows_of(compiled.plans)],
+        "colours": _colours(dag),
+        "nodes": {str(i): _node(dag, node) for i, node in dag.nodes.items()},
+        "edges": sorted(edges, key=lambda edge: edge[:2]),
+        "step": step,
+    }
+
+
+def _colours(dag: TrainingDAG) -> dict[str, str]:
+    nodes = {node.kind if isinstance(node, Chunk) else node.label: node for node in dag.nodes.values()}
+    found = {}
+    for kind, node in sorted(nodes.items(), key=lambda item: rank(item[0])):
+        plain = not isinstance(node, Chunk | Send | Recv | AllReduce | ReduceScatter | AllGather)
+        found[kind] = BOOKKEEPING if plain else colour(kind)
+    operations = ("reduce", "reduce_scatter", "all_gather", "add", "pack", "cut", "concat", "merge", "deliver", "report")
+    return {**found, **{op: colour(op) for op in operations}, "wait": WAITING, "idle": IDLE}
+
+
+def _node(dag: TrainingDAG, node: Node) -> dict[str, Any]:
+    kind = node.kind if isinstance(node, Chunk) else node.label
+    about = {"label": node.label, "kind": kind, "tags": dict(node.tags), "devices": list(node.devices), "stream": node.stream}
+    directives = {"origin": node.origin, "placed_by": node.placed_by}
+    return {**about, "bytes": sum(value.nbytes for value in node.outputs), **directives, "text": line_of(dag, node)}
+
+
+def rows_of(plans: Mapping[int, Plan]) -> list[Row]:
+    """Device and stream of each row of a timeline: the stream of the chunks comes first."""
+    found = []
+    for device, plan in sorted(plans.items()):
+        found += [(device, stream) for stream in sorted(plan.streams, key=lambda stream: (stream != "compute", stream))]
+    return found
+
+
+def step_of(plans: Mapping[int, Plan], figures: Simulation, trace: Trace) -> dict[str, Any]:
+    """Figures and boxes of a step, in JSON's types."""
+    rows = {row: i for i, row in enumerate(rows_of(plans))}
+    boxes: list[list[Any]] = []
+    for span in figures.timeline:
+        boxes.append([rows[span.device, span.stream], _time(span.start), _time(span.end), span.node, span.kind])
+    computing = {(d, i.stream) for d, plan in plans.items() for i in plan.instructions if isinstance(i, ins.Run)}
+    for held in trace.held:
+        if (held.device, held.stream) not in computing:
+            continue
+        for start, end, kind in ((held.start, held.since, "idle"), (held.since, held.end, "wait")):
+            if end > start:
+                boxes.append([rows[held.device, held.stream], _time(start), _time(end), held.node, kind])
+    step = figures.to_json()
+    del step["timeline"]
+    return {**step, "boxes": sorted(boxes, key=lambda box: (box[0], box[1], box[2]))}
+
+
+def _time(value: Any) -> float:
+    return round(float(value), 9)
+
+
+def bytes_moved(plans: Mapping[int, Plan]) -> dict[str, int]:
+    """Bytes that a step hands to communication, by operation: of messages once, of collectives the whole, once for each group."""
+    total: Counter[str] = Counter()
+    for device, plan in plans.items():
+        for instruction in plan.instructions:
+            if isinstance(instruction, ins.Send):
+                total["send"] += sum(spec.nbytes for spec in instruction.tensors)
+            elif isinstance(instruction, ins.Collective) and device == min(instruction.members):
+                total[instruction.op] += instruction.nbytes
+    return dict(sorted(total.items()))
+
+
+def write_text(path: Path, text: str) -> None:
+    """Write a file so that readers find the old one or the new one, never a part.
+
+    Raises:
+        OSError: it cannot be written.
+    """
+    path.parent.mkdir(parents=True, exist_ok=True)
+    temporary = path.with_name(f".{path.name}.{os.getpid()}")
+    temporary.write_text(text, encoding="utf-8")
+    os.replace(temporary, path)
+
+
+def write_json(path: Path, content: Mapping[str, Any]) -> None:
+    """`write_text` for JSON in its shortest spelling."""
+    write_text(path, json.dumps(content, separators=(",", ":")))
+
+
+def read_json(path: Path) -> dict[str, Any]:
+    """A plan or step file.
+
+    Raises:
+        PiperError: it is not there, is no such file, or was written by another version.
+    """
+    try:
+        content = json.loads(path.read_text(encoding="utf-8"))
+    except (OSError, ValueError) as error:
+        raise PiperError(f"{str(path)!r} cannot be read as a recording: {error}") from None
+    if not isinstance(content, dict) or content.get("version") != VERSION:
+        found = content.get("version") if isinstance(content, dict) else None
+        raise PiperError(f"{str(path)!r} is a recording of version {found}; this package reads version {VERSION}")
+    return content
+
+
+def steps_in(folder: Path) -> list[Path]:
+    """The step files of a log directory (or of its folder `piper`), by number."""
+    folder = folder if folder.name == FOLDER else folder / FOLDER
+    return sorted(folder.glob("step_*.json"), key=lambda path: (len(path.name), path.name))

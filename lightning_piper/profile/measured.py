@@ -1,0 +1,202 @@
+"""What devices recorded -> the same kind of trace that the simulator makes, so that the same functions compute its figures.
+
+On a CPU one thread issues and waits: whatever it does but compute holds the device up. A message takes from the moment when it
+was issued to the one when its receiver's wait returned: when it arrived in between, nobody knows.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from statistics import fmean, median
+
+from lightning_piper.ir.dag import TrainingDAG
+from lightning_piper.ir.nodes import Chunk
+from lightning_piper.plan.instructions import (
+    Await,
+    Channel,
+    Collective,
+    Instruction,
+    Post,
+    Record,
+    Retire,
+    Run,
+    Send,
+    Wait,
+)
+from lightning_piper.plan.plan import Plan
+from lightning_piper.profile.recorder import Times
+from lightning_piper.simulate.engine import Held, Interval, Lane, Span, Trace
+
+SECOND = 1e-9  # in nanoseconds, the unit of recorded times
+AT_ONCE = 50e-6  # seconds; a wait for what is there already returns sooner
+
+
+@dataclass
+class _Exchange:
+    """A message or a collective: its parties, when each of them began and ended to join, and when it had it."""
+
+    parties: int
+    joined: list[tuple[int, Instruction, float, float]] = field(default_factory=list)
+    since: float = 0.0
+    done: dict[int, float] = field(default_factory=dict)  # device -> end of its wait
+
+
+class Measured:
+    """Reads one step's times. Devices are followed in an order that respects causality, whatever their clocks say.
+
+    Args:
+        dag: the finished DAG.
+        plans: of all its devices.
+        times: by device, on one clock.
+        serial: instructions of a device run one after the other (CPU), not on streams of their own (CUDA).
+    """
+
+    def __init__(self, dag: TrainingDAG, plans: Mapping[int, Plan], times: Mapping[int, Times], serial: bool) -> None:
+        self._dag, self._plans, self._serial = dag, plans, serial
+        self.zero = min(s for t in times.values() for s in t.start if s)
+        self.trace = Trace(times={device: self._seconds(times[device]) for device in plans})
+        self._ran = {device: [bool(s) for s in times[device].start] for device in plans}
+        self._computing = {
+            device: next((i.stream for i in plan.instructions if isinstance(i, Run)), "compute") for device, plan in plans.items()
+        }
+        self._since: dict[tuple[int, str], float] = {}
+        self._events: dict[tuple[int, int], tuple[float, int]] = {}
+        self._messages: dict[tuple[Channel, int], _Exchange] = {}
+        self._ends: dict[tuple[Channel, bool], int] = {}
+        self._collectives: dict[int, _Exchange] = {}
+        self.started: dict[tuple[int, int], _Exchange] = {}
+        self._follow()
+
+    def _seconds(self, times: Times) -> list[Interval]:
+        found: list[Interval] = []
+        before = 0.0
+        for start, end in zip(times.start, times.end, strict=True):
+            pair = ((start - self.zero) * SECOND, (end - self.zero) * SECOND) if start else (before, before)
+            before = max(pair)
+            found.append((max(pair[0], 0.0), before))
+        return found
+
+    def _follow(self) -> None:
+        position = dict.fromkeys(self._plans, 0)
+        ready = deque(self._plans)
+        while ready:
+            device = ready.popleft()
+            instructions = self._plans[device].instructions
+            before = position[device]
+            while position[device] < len(instructions):
+                instruction = instructions[position[device]]
+                exchange = self.started.get((device, instruction.node)) if isinstance(instruction, Wait) else None
+                if exchange is not None and len(exchange.joined) < exchange.parties:
+                    break
+                if self._ran[device][position[device]] or isinstance(instruction, Post):
+                    start, end = self.trace.times[device][position[device]]
+                    self._read(device, instruction, float(start), float(end))
+                position[device] += 1
+            if position[device] > before:
+                ready.extend(d for d in self._plans if position[d] < len(self._plans[d].instructions) and d not in ready)
+        self._close()
+
+    def _read(self, device: int, instruction: Instruction, start: float, end: float) -> None:
+        clock = (device, "" if self._serial else instruction.stream)
+        since = self._since.get(clock, 0.0)
+        self.trace.end = max(self.trace.end, end)
+        match instruction:
+            case Wait():
+                exchange = self.started[device, instruction.node]
+                exchange.done[device] = end
+                self._hold(device, instruction, start, max(since, exchange.since), end, instruction.node)
+            case Retire():
+                self._hold(device, instruction, start, end, end, instruction.node)
+            case Send() | Post() | Collective():
+                self._join(device, instruction, start, end, since)
+                self._hold(device, instruction, start, since, end, instruction.node)
+            case Record():
+                self._events[device, instruction.event] = (since, instruction.node)
+            case Await() if not self._serial:
+                known, awaited = self._events[device, instruction.event]
+                self._hold(device, instruction, start, max(since, known), end, awaited)
+            case Await():
+                pass
+            case _:
+                node = self._dag.nodes[instruction.node]
+                kind = node.kind if isinstance(node, Chunk) else instruction.op
+                self._span(device, instruction, kind, start, end)
+                self._since[clock] = end
+
+    def _hold(self, device: int, instruction: Instruction, start: float, since: float, end: float, node: int) -> None:
+        clock = (device, "" if self._serial else instruction.stream)
+        since = min(max(since, start), end)
+        self._since[clock] = max(self._since.get(clock, 0.0), since if since > start else 0.0)
+        stream = self._computing[device] if self._serial else instruction.stream
+        if end > start:
+            self.trace.held.append(Held(device, stream, start, since, end, node, self._dag.nodes[node].origin))
+
+    def _join(self, device: int, instruction: Send | Post | Collective, start: float, stop: float, since: float) -> None:
+        if isinstance(instruction, Collective):
+            exchange = self._collectives.setdefault(instruction.node, _Exchange(len(instruction.members)))
+        else:
+            end = (instruction.channel, isinstance(instruction, Send))
+            number = self._ends[end] = self._ends.get(end, -1) + 1
+            exchange = self._messages.setdefault((instruction.channel, number), _Exchange(2))
+        exchange.joined.append((device, instruction, start, stop))
+        exchange.since = max(exchange.since, since)
+        self.started[device, instruction.node] = exchange
+
+    def _close(self) -> None:
+        """Exchanges are over when they are known to be."""
+        for exchange in {id(e): e for e in self.started.values()}.values():
+            last = max(exchange.done.values(), default=0.0)
+            for device, instruction, start, _ in exchange.joined:
+                end = max(exchange.done.get(device, last), start)
+                self.trace.exchanges[device, instruction.node] = (start, end)
+                self._span(device, instruction, "recv" if isinstance(instruction, Post) else instruction.op, start, end)
+
+    def _span(self, device: int, instruction: Instruction, kind: str, start: float, end: float) -> None:
+        about = (instruction.node, instruction.label, kind, instruction.origin)
+        self.trace.spans.append(Span(device, instruction.stream, start, end, *about))
+
+    def durations(self) -> dict[str, float]:
+        """The table that `simulate` takes: chunks and transfers by node, other work by operation; in seconds.
+
+        A transfer for which nobody had to wait may have been done at any time since: the usual duration on its channel or in its
+        group, of those that were waited for, is the most that it is given. Where one thread does everything, what it takes to start
+        communication counts with the chunk before.
+        """
+        chunks: dict[int, list[float]] = {}
+        others: dict[str, list[float]] = {}
+        for device, plan in self._plans.items():
+            last: list[float] | None = None  # durations of the chunk that ran last
+            for instruction, (start, end) in zip(plan.instructions, self.trace.times[device], strict=True):
+                if isinstance(instruction, Run):
+                    last = chunks.setdefault(instruction.node, [])
+                    last.append(float(end - start))
+                elif self._serial and last and isinstance(instruction, Send | Post | Collective):
+                    last[-1] += float(end - start)
+                elif not isinstance(instruction, Send | Post | Wait | Retire | Collective | Record | Await):
+                    others.setdefault(instruction.op, []).append(float(end - start))
+        table = {f"%{node}": fmean(found) for node, found in chunks.items()}
+        table |= {op: fmean(found) for op, found in others.items()}
+        return table | {f"%{node}": duration for node, duration in self._transfers().items()}
+
+    def _transfers(self) -> dict[int, float]:
+        held = {(wait.device, wait.node): wait for wait in self.trace.held}
+        waited: dict[Lane, list[float]] = {}
+        found: list[tuple[Lane, int, float, bool]] = []
+        for exchange in {id(e): e for e in self.started.values()}.values():
+            first = next(i for _, i, *_ in exchange.joined if not isinstance(i, Post))
+            assert isinstance(first, Send | Collective)
+            lane: Lane = ("group", first.group) if isinstance(first, Collective) else ("channel", first.channel)
+            ready = max(stop for *_, stop in exchange.joined)
+            duration = max(min(exchange.done.values(), default=ready) - ready, 0.0)
+            receivers = [held.get((d, i.node)) for d, i, *_ in exchange.joined if not isinstance(i, Send)]
+            known = any(wait is not None and wait.end - max(wait.start, ready) > AT_ONCE for wait in receivers)
+            found.append((lane, first.node, duration, known))
+            if known:
+                waited.setdefault(lane, []).append(duration)
+        by_node: dict[int, list[float]] = {}
+        for of, node, duration, sure in found:
+            usual = median(waited.get(of, [0.0]))
+            by_node.setdefault(node, []).append(duration if sure else min(duration, usual))
+        return {node: fmean(durations) for node, durations in by_node.items()}

@@ -1,0 +1,86 @@
+// Tables of figures, and the DAG around a node.
+
+import {bytes} from "./memory.js";
+import {seconds} from "./timeline.js";
+
+/** An element with attributes and children (elements or text). */
+export function make(tag, attributes = {}, ...children) {
+  const element = document.createElement(tag);
+  for (const [name, value] of Object.entries(attributes)) {
+    if (name.startsWith("on")) element.addEventListener(name.slice(2), value);
+    else if (name === "colour") element.style.background = value;
+    else element.setAttribute(name, value);
+  }
+  element.append(...children);
+  return element;
+}
+
+const percent = (share) => `${(100 * share).toFixed(1)}%`;
+
+/** Cells "value" or, with another record to compare with, "value (difference)". Less is better. */
+function cell(value, other, text) {
+  if (other === undefined) return make("td", {}, text(value));
+  const difference = other - value, tone = Math.abs(difference) < 1e-3 * Math.abs(value) ? "" : difference > 0 ? "worse" : "better";
+  return make("td", {}, `${text(value)} `, make("span", {class: tone}, `→ ${text(other)}`));
+}
+
+function table(heads, rows) {
+  const head = make("tr", {}, ...heads.map((text) => make("th", {}, text)));
+  return make("table", {}, make("thead", {}, head), make("tbody", {}, ...rows.map((cells) => make("tr", {}, ...cells))));
+}
+
+/** Bubble and exposed communication by device. */
+export function deviceTable(step, other) {
+  const rows = Object.entries(step.devices).map(([device, figures]) => {
+    const compared = other?.devices[device];
+    const times = ["busy", "exposed", "bubble"].map((key) => cell(figures[key], compared?.[key], seconds));
+    const shares = [cell(figures.bubble / step.step_time, compared && compared.bubble / other.step_time, percent),
+      cell(figures.exposed / step.step_time, compared && compared.exposed / other.step_time, percent)];
+    return [make("td", {}, `device ${device}`), ...times, ...shares, cell(figures.peak_bytes, compared?.peak_bytes, bytes),
+      cell(figures.peak_in_flight, compared?.peak_in_flight, String)];
+  });
+  const result = table(["", "busy", "exposed", "bubble", "bubble", "exposed", "peak of the step", "in flight"], rows);
+  result.id = "devices";
+  return result;
+}
+
+/** The same by directive, added up over the devices. */
+export function directiveTable(plan, step, other) {
+  const rows = step.directives.map((row) => {
+    const compared = other?.directives.find((candidate) => candidate.directive === row.directive);
+    const name = row.directive === null ? "capture, and waiting for nothing" : `${row.directive} ${JSON.stringify(plan.directives[row.directive])}`;
+    return [make("td", {title: name}, name), ...["busy", "exposed", "bubble"].map((key) => cell(row[key], compared?.[key], seconds))];
+  });
+  const result = table(["directive", "busy", "exposed", "bubble"], rows);
+  result.id = "directives";
+  return result;
+}
+
+/** One line on a step, as a heading has it. */
+export function summary(step) {
+  return `step time ${seconds(step.step_time)}, bubble ${percent(step.bubble_fraction)}, exposed communication ${percent(step.exposed_fraction)}`;
+}
+
+/** What is known of a node, one fact a line. */
+export function about(plan, id) {
+  const node = plan.nodes[id];
+  const tags = Object.entries(node.tags).map(([tag, index]) => `${tag}=${index}`).join(", ");
+  const made = node.origin === null ? "made by the capture" : `made by directive ${node.origin}: ${JSON.stringify(plan.directives[node.origin])}`;
+  const placed = node.placed_by === null ? [] : [`placed by directive ${node.placed_by}: ${JSON.stringify(plan.directives[node.placed_by])}`];
+  return [`%${id} ${node.label} on device ${node.devices.join(", ")}, stream ${node.stream}`, ...(tags ? [`tags ${tags}`] : []),
+    `makes ${bytes(node.bytes)}`, made, ...placed];
+}
+
+/** A node with what it waits for on its left and who waits for it on its right. `choose` is called with a neighbour's id. */
+export function neighbourhood(plan, id, colours, choose) {
+  const side = (title, edges, end) => make("div", {}, make("em", {}, edges.length ? title : `${title} nothing`), ...edges.map((edge) => {
+    const node = plan.nodes[edge[end]];
+    const why = [edge[2] ? "data" : "order only", ...(edge[3] === null ? [] : [`directive ${edge[3]}`])].join(", ");
+    const button = make("button", {colour: colours[node.kind] || "#eee", onclick: () => choose(edge[end])}, `%${edge[end]} ${node.label} `);
+    button.append(make("em", {}, `@${node.devices.join(",")} ${why}`));
+    return button;
+  }));
+  const middle = make("div", {}, make("article", {colour: colours[plan.nodes[id].kind] || "#eee"}, ...about(plan, id).flatMap((line) => [line, make("br")])));
+  return make("div", {class: "node", id: "node"}, side("waits for", plan.edges.filter((edge) => edge[1] === id), 0), middle,
+    side("before", plan.edges.filter((edge) => edge[0] === id), 1));
+}

@@ -1,0 +1,92 @@
+"""The tab's server: lists the recordings, serves their files and the page. Neither torch nor lightning is imported here."""
+
+from __future__ import annotations
+
+import json
+import threading
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+from tensorboard.backend.http_util import Respond
+from tensorboard.plugins.base_plugin import FrontendMetadata, TBPlugin
+from werkzeug import Request, Response
+
+from .scan import Files, number_of, roots_of, scan
+
+STATIC = Path(__file__).parent / "static"
+TYPES = {".js": "text/javascript", ".css": "text/css"}
+RESCAN = 5.0  # seconds between two looks at the disk while the tab has nothing to show
+
+
+class PiperTab(TBPlugin):
+    """See `tensorboard.plugins.base_plugin.TBPlugin`."""
+
+    plugin_name = "piper"
+
+    def __init__(self, context: Any) -> None:
+        flags = getattr(context, "flags", None)
+        self._roots = roots_of(context.logdir, getattr(flags, "logdir_spec", None))
+        self._runs: dict[str, Files] = {}
+        self._scanned = float("-inf")
+        self._lock = threading.Lock()
+
+    def frontend_metadata(self) -> FrontendMetadata:
+        return FrontendMetadata(es_module_path="/index.js", tab_name="Piper")
+
+    def is_active(self) -> bool:
+        """Is there a recording? TensorBoard asks often, so the disk is looked at beside."""
+        if not self._runs and time.monotonic() - self._scanned > RESCAN:
+            self._scanned = time.monotonic()
+            threading.Thread(target=self._scan, daemon=True).start()
+        return bool(self._runs)
+
+    def get_plugin_apps(self) -> dict[str, Callable[..., Any]]:
+        apps: dict[str, Callable[..., Any]] = {
+            "/runs": Request.application(self._serve_runs),
+            "/file": Request.application(self._serve_file),
+        }
+        for path in STATIC.iterdir():
+            if path.suffix in TYPES:
+                apps[f"/{path.name}"] = _static(path)
+        self.is_active()
+        return apps
+
+    def _scan(self) -> dict[str, Files]:
+        found = scan(self._roots)
+        with self._lock:
+            self._runs = found
+        return found
+
+    def _serve_runs(self, request: Request) -> Response:
+        runs = []
+        for name, files in self._scan().items():
+            steps = sorted((file for file in files if file.startswith("step_")), key=number_of)
+            runs.append({"name": name, "steps": [{"file": file, "number": number_of(file)} for file in steps]})
+        return Respond(request, json.dumps({"runs": runs}), "application/json")
+
+    def _serve_file(self, request: Request) -> Response:
+        """A file of a run. Run and file are looked up among those that were found, never joined to a path."""
+        run, name = request.args.get("run", ""), request.args.get("name", "")
+        with self._lock:
+            path = self._runs.get(run, {}).get(name)
+        if path is None:
+            return _missing(request, f"there is no recording {name!r} of a run {run!r} in the log directory")
+        try:
+            content = path.read_text(encoding="utf-8")
+        except OSError:
+            return _missing(request, f"{name!r} of run {run!r} has been deleted")
+        return Respond(request, content, "application/json")
+
+
+def _missing(request: Request, problem: str) -> Response:
+    return Respond(request, json.dumps({"error": problem}), "application/json", code=404)
+
+
+def _static(path: Path) -> Callable[..., Any]:
+    @Request.application
+    def serve(request: Request) -> Response:
+        return Respond(request, path.read_text(encoding="utf-8"), TYPES[path.suffix])
+
+    return serve

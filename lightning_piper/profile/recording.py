@@ -1,0 +1,212 @@
+"""`Recording`: from the schedule to the files, for one fit."""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Protocol
+
+import lightning.pytorch as pl
+import torch
+from torch.optim import Optimizer
+
+from lightning_piper.compiler import Compiled
+from lightning_piper.profile.board import Board
+from lightning_piper.profile.chrome import chrome_trace
+from lightning_piper.profile.clock import Processes, clock_offsets
+from lightning_piper.profile.files import FOLDER, bytes_moved, plan_json, step_of, write_json, write_text
+from lightning_piper.profile.kernels import Kernels
+from lightning_piper.profile.measured import SECOND, Measured
+from lightning_piper.profile.recorder import Recorder, Times, now
+from lightning_piper.profile.schedule import ACTIVE, OFF, Schedule
+from lightning_piper.runtime import Executor
+from lightning_piper.simulate import Network, Simulation, figures
+from lightning_piper.simulate.durations import Work
+from lightning_piper.simulate.engine import run_in_virtual_time
+
+
+class Prepared(Protocol):
+    """What a step runs on; see `strategy.engine.Prepared`."""
+
+    @property
+    def compiled(self) -> Compiled: ...
+
+    @property
+    def executors(self) -> Sequence[Executor]: ...
+
+
+@dataclass
+class _Step:
+    """One step that was recorded, on one process."""
+
+    compiled: Compiled
+    number: int
+    global_step: int
+    begun: int
+    times: dict[int, Callable[[], Times]]
+    batch_time: float | None = None
+
+
+class Recording:
+    """Records the steps of a fit as a schedule says, and writes them to the trainer's log directory.
+
+    All processes call it alike. The lead writes; nothing is sent or written while a cycle's active steps last.
+
+    Args:
+        schedule: which steps.
+        trainer: whose loggers and log directory are used. Collective.
+        world: the processes.
+        verification: the report of a verification by execution, on the lead.
+
+    Attributes:
+        folder: where the files are.
+        written: the step files, on the lead.
+        last: figures of the step recorded last, on the lead.
+    """
+
+    def __init__(self, schedule: Schedule, trainer: pl.Trainer, world: Processes, verification: str | None) -> None:
+        self._schedule, self._trainer, self._world, self._verification = schedule, trainer, world, verification
+        self.folder = Path(trainer.log_dir or trainer.default_root_dir) / FOLDER
+        self.written: list[Path] = []
+        self.last: Simulation | None = None
+        self._count = 0
+        self._begun = 0
+        self._recorders: dict[int, list[Recorder]] = {}
+        self._prepared: list[Prepared] = []  # keeps the ids above alive
+        self._steps: list[_Step] = []
+        self._plans: list[Compiled] = []
+        self._board: Board | None = None
+        self._kernels = Kernels() if schedule.kernels else None
+
+    def before(self, prepared: Prepared) -> None:
+        """A training step is about to run. Writes what a cycle recorded when it has ended. Collective then."""
+        if self._steps and self._steps[-1].batch_time is None:
+            self._steps[-1].batch_time = (now() - self._begun) * SECOND
+        phase = self._schedule.phase(self._count)
+        if phase != ACTIVE:
+            self._flush()
+        elif self._kernels is not None:
+            self._kernels.start()
+        if phase != OFF:
+            for recorder in self._of(prepared):
+                recorder.attach()
+        self._begun = now()
+
+    def after(self, prepared: Prepared, number: int) -> None:
+        """The step has run. `number` counts batches over the whole training."""
+        phase = self._schedule.phase(self._count)
+        self._count += 1
+        if phase == OFF:
+            return
+        times = {}
+        for executor, recorder in zip(prepared.executors, self._of(prepared), strict=True):
+            recorder.detach()
+            times[executor.plan.device] = recorder.take()
+        if phase == ACTIVE:
+            self._steps.append(_Step(prepared.compiled, number, self._trainer.global_step, self._begun, times))
+
+    def close(self) -> None:
+        """The training has ended: write what has been recorded. Collective."""
+        self._flush()
+        if self._board is not None:
+            self._board.close()
+
+    def _of(self, prepared: Prepared) -> list[Recorder]:
+        if id(prepared) not in self._recorders:
+            self._prepared.append(prepared)
+            labels = self._kernels is not None
+            self._recorders[id(prepared)] = [Recorder(e, self._world.device, labels) for e in prepared.executors]
+        return self._recorders[id(prepared)]
+
+    def _flush(self) -> None:
+        if not self._steps:
+            return
+        steps, self._steps = self._steps, []
+        offset = clock_offsets(self._world)[self._world.rank]
+        own = [{d: _shifted(times(), offset) for d, times in step.times.items()} for step in steps]
+        kernels = None if self._kernels is None else self._kernels.stop()
+        found = self._world.gather((own, _fixed(self._trainer, steps[-1].compiled, self._world), kernels))
+        if self._world.rank:
+            return
+        fixed = {str(d): sizes for _, part, _ in found for d, sizes in part.items()}
+        try:
+            for k, step in enumerate(steps):
+                self._write(step, {d: times for parts, _, _ in found for d, times in parts[k].items()}, fixed)
+            for rank, (_, _, text) in enumerate(found):
+                if text is not None:
+                    write_text(self.folder / f"kernels_{steps[0].number}_rank{rank}.json", text)
+        except OSError as error:  # a full disk is no reason to end the training
+            warnings.warn(f"the recording of steps could not be written to {self.folder}: {error}", RuntimeWarning, stacklevel=2)
+
+    def _write(self, step: _Step, times: Mapping[int, Times], fixed: Mapping[str, Mapping[str, int]]) -> None:
+        dag, plans = step.compiled.dag, step.compiled.plans
+        measured = Measured(dag, plans, times, serial=self._world.device.type != "cuda")
+        real = self.last = figures(dag, plans, measured.trace)
+        self._board = self._board or Board(self._trainer, self.folder.parent)
+        durations = measured.durations()
+        virtual = run_in_virtual_time(dag, plans, Work(dag, durations), Network())
+        planned = figures(dag, plans, virtual)
+        if all(step.compiled is not known for known in self._plans):
+            self._plans.append(step.compiled)
+            plan = plan_json(step.compiled, step_of(plans, planned, virtual), self._verification)
+            write_json(self.folder / self._name(step.compiled), plan)
+            self._board.texts(plan, step.global_step)
+        else:
+            plan = plan_json(step.compiled, {}, None)
+        rate = None if step.batch_time is None else dag.size / step.batch_time
+        tokens = _tokens_of(step.compiled)
+        content = {
+            "version": 1, "kind": "step", "plan": self._name(step.compiled), "number": step.number,
+            "global_step": step.global_step, "batch_time": step.batch_time, "samples_per_second": rate,
+            "tokens_per_second": None if rate is None or tokens is None else rate * tokens,
+            "bytes_moved": bytes_moved(plans), "fixed": fixed, "durations": durations,
+            "planned_step_time": float(planned.step_time), "step": step_of(plans, real, measured.trace),
+        }  # fmt: skip
+        path = self.folder / f"step_{step.number}.json"
+        write_json(path, content)
+        write_text(self.folder / f"trace_{step.number}.json", chrome_trace(plan, content))
+        self.written.append(path)
+        self._board.step(content)
+        self._board.schedule(planned, real, step.global_step)
+
+    def _name(self, compiled: Compiled) -> str:
+        index = next(i for i, known in enumerate(self._plans) if known is compiled)
+        return f"plan_{index + 1}.json" if index else "plan.json"
+
+
+def _shifted(times: Times, offset: int) -> Times:
+    return Times([t and t + offset for t in times.start], [t and t + offset for t in times.end])
+
+
+def _tokens_of(compiled: Compiled) -> int | None:
+    """Tokens of one sample, if the batch begins with sequences of whole numbers."""
+    spec = next(iter(compiled.step.layout.specs), None)
+    if spec is None or len(spec.shape) != 2 or spec.dtype not in (torch.int64, torch.int32):
+        return None
+    return spec.shape[1]
+
+
+def _fixed(trainer: pl.Trainer, compiled: Compiled, world: Processes) -> dict[int, dict[str, int]]:
+    """Bytes that stay from step to step, by device of this process: parameters and the optimizer's state."""
+    devices = [world.rank] if world.size > 1 else list(compiled.plans)
+    sizes = {name: x.spec.nbytes for name, x in compiled.step.params.items()}
+    names = {id(p): compiled.step.canonical[n] for n, p in trainer.lightning_module.named_parameters(remove_duplicate=False)}
+    state = _state_by_parameter(trainer.optimizers)
+    found = {}
+    for device in devices:
+        plan, used = compiled.plans[device], compiled.params_on(device)
+        buckets = {name for bucket in plan.shards for name in bucket.names}
+        shards = sum((b.numel if kept else b.shard) * b.dtype.itemsize for b, kept in plan.shards.items())
+        own = sum(n for key, n in state.items() if world.size > 1 or names.get(key) is None or names[key] in used)
+        found[device] = {"parameters": sum(sizes[name] for name in used - buckets) + shards, "optimizer": own}
+    return found
+
+
+def _state_by_parameter(optimizers: Sequence[Optimizer]) -> dict[int, int]:
+    found: dict[int, int] = {}
+    for optimizer in optimizers:
+        for p, state in optimizer.state.items():
+            found[id(p)] = sum(x.numel() * x.element_size() for x in state.values() if isinstance(x, torch.Tensor))
+    return found
