@@ -104,9 +104,9 @@ def _gather_at(dag: TrainingDAG, home: Group, buckets: Iterable[Bucket], level: 
     placed = {n: node for node in dag.of_type(Parameters) if node.devices == home for n in node.outputs[0].names}
     sources: dict[str, Parameters] = {}
     for bucket in buckets:
-        known = {placed.get(name) for name in bucket.names}
-        found = known.pop()
-        if known or (found is not None and found.kept is level.parameters):
+        found = placed.get(bucket.names[0])
+        same = all(placed.get(name) is found for name in bucket.names)
+        if not same or (found is not None and found.kept is level.parameters):
             other = "whole" if level.parameters else "in shards only"
             raise Conflict(f"parameters {', '.join(bucket.names[:3])} are kept {other} between their uses by another directive")
         if found is None:
