@@ -109,9 +109,9 @@ def _gather_at(dag: TrainingDAG, home: Group, buckets: Iterable[Bucket], level: 
     placed = {n: node for node in dag.of_type(Parameters) if node.devices == home for n in node.outputs[0].names}
     sources: dict[str, Parameters] = {}
     for bucket in buckets:
-        # A bucket has the parameters that the same regions read, so that it is placed as a whole or not at all.
         found = placed.get(bucket.names[0])
-        if found is not None and found.kept is level.parameters:
+        same = all(placed.get(name) is found for name in bucket.names)
+        if not same or (found is not None and found.kept is level.parameters):
             other = "whole" if level.parameters else "in shards only"
             raise Conflict(f"parameters {', '.join(bucket.names[:3])} are kept {other} between their uses by another directive")
         if found is None:

@@ -60,7 +60,8 @@ def cases(draw: Draw, exact: bool | None = None, blocks: Sequence[str] | None = 
 
 @st.composite
 def programs(draw: Draw, case: Case) -> list[Directive]:
-    """Valid programs for a case: placements of any shape, splits (nested, partial, before or after placing) and orders.
+    """Valid programs for a case: placements of any shape (also several homes of a region), splits (nested, partial, before or
+    after placing) and orders.
 
     Whatever is drawn is valid by construction: orders are read off a random linear extension of the DAG they apply to.
     """
@@ -68,8 +69,12 @@ def programs(draw: Draw, case: Case) -> list[Directive]:
     replicas = draw(st.sampled_from([1, 1, 2, 4])) if case.size % 4 == 0 and not case.spec.coupled else 1
     head: list[Directive] = draw(_splits(case, replicas))
     if replicas > 1 or draw(st.integers(0, 5)):
-        placing: list[Directive] = draw(_places(stages, replicas))
-        head = placing + head if replicas == 1 and draw(st.booleans()) else head + placing
+        whole = [d.num_microbatches for d in head if isinstance(d, Split) and not d.filter]
+        if whole and not draw(st.integers(0, 2)):
+            head += draw(_homes(stages, whole[0], replicas))
+        else:
+            placing: list[Directive] = draw(_places(stages, replicas))
+            head = placing + head if replicas == 1 and draw(st.booleans()) else head + placing
     if replicas > 1:
         head += draw(_replicas(case, head))
     if draw(st.integers(0, 3)):
@@ -92,6 +97,20 @@ def _places(draw: Draw, stages: list[int], replicas: int = 1) -> list[Directive]
     return list(draw(st.permutations(places)))
 
 
+@st.composite
+def _homes(draw: Draw, stages: list[int], microbatches: int, replicas: int) -> list[Directive]:
+    """Each stage somewhere else for each microbatch."""
+    keys = [(stage, mb) for stage in stages for mb in range(microbatches)]
+    devices = draw(st.lists(st.integers(0, 2), min_size=len(keys), max_size=len(keys)))
+    used = sorted(set(devices))
+    parts: dict[tuple[int, int], list[int]] = {}
+    for (stage, mb), device in zip(keys, devices, strict=True):
+        parts.setdefault((stage, used.index(device)), []).append(mb)
+    groups = [[home + r * len(used) for r in range(replicas)] for home in range(len(used))]
+    places = [Place(filter={"PP": stage, "MB": found}, devices=groups[home]) for (stage, home), found in parts.items()]
+    return list(draw(st.permutations(places)))
+
+
 LEVELS: list[dict[str, Any]] = [{}, {"shard_optimizer": True}, {"shard_grads": True}, {"shard_params": True}]
 
 
@@ -104,7 +123,7 @@ def _replicas(draw: Draw, case: Case, head: list[Directive]) -> list[Directive]:
     places = [p for p in head if isinstance(p, Place)]
     groups = [list(group) for group in dict.fromkeys(tuple(p.devices) for p in places)]
     level = draw(levels) | draw(dtypes)
-    if draw(st.booleans()):
+    if any("MB" in p.filter for p in places) or draw(st.booleans()):  # all homes of a region are replicated at once
         return [Replicate(filter={}, devices=groups, bucket_size=draw(sizes), **level)]
     backward = [p for p in places if p.filter.get("PASS", "B") == "B"]
     alone = case.spec.blocks.count("tied") < 2

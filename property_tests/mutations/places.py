@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from lightning_piper.directives import order, place, split, transfers
+from lightning_piper.directives import homes, order, place, split, transfers
 from lightning_piper.ir.dag import TrainingDAG
 from lightning_piper.ir.nodes import Chunk, Metrics, Node, Recv, Ref, Send, Update
 from property_tests.mutations.table import Function, Seeded, mutation
@@ -104,28 +104,65 @@ def _old_transfers_kept(original: Function, seeded: Seeded) -> Function:
 
 
 @mutation("tied update on one device", "a tied gradient reaches the optimizer of one device only", "rewrite",
-          (transfers, "_place_update"), scenario="tied over three")  # fmt: skip
+          (homes, "_update_everywhere"), scenario="tied over three")  # fmt: skip
 def _tied_update_on_one_device(original: Function, seeded: Seeded) -> Function:
-    def place_update(dag: TrainingDAG, update: Update) -> list[Node]:
-        placed: list[Node] = original(dag, update)
+    def update_everywhere(dag: TrainingDAG, family: list[Update], users: Any) -> list[Update]:
+        placed: list[Update] = original(dag, family, users)
         seeded.hits += len(placed) > 1
         dag.remove(placed[1:])
         return placed[:1]
 
-    return place_update
+    return update_everywhere
 
 
 @mutation("tied update with own share", "every device steps with its own part of a tied gradient", "rewrite",
-          (transfers, "_place_update"), scenario="tied over three")  # fmt: skip
+          (homes, "_update_everywhere"), scenario="tied over three")  # fmt: skip
 def _tied_update_with_own_share(original: Function, seeded: Seeded) -> Function:
-    def place_update(dag: TrainingDAG, update: Update) -> list[Node]:
-        placed: list[Node] = original(dag, update)
+    def update_everywhere(dag: TrainingDAG, family: list[Update], users: Any) -> list[Update]:
+        placed: list[Update] = original(dag, family, users)
         for copy in placed if len(placed) > 1 else []:
             dag.rewire(copy, inputs=tuple(ref for ref in copy.inputs if dag.nodes[ref[0]].devices == copy.devices))
             seeded.hit()
         return placed
 
-    return place_update
+    return update_everywhere
+
+
+@mutation("home left out", "the gradients of one of a region's homes are never added", "rewrite", (homes, "_by_home"),
+          scenario="two homes")  # fmt: skip
+def _home_left_out(original: Function, seeded: Seeded) -> Function:
+    def by_home(dag: TrainingDAG, totals: list[Any]) -> list[Any]:
+        found: list[Any] = original(dag, totals)
+        seeded.hits += len(found) > 1
+        return found[:1]
+
+    return by_home
+
+
+@mutation("home has all gradients", "each home adds up all microbatches, so that they count twice", "rewrite", (homes, "_by_home"),
+          scenario="two homes")  # fmt: skip
+def _home_has_all_gradients(original: Function, seeded: Seeded) -> Function:
+    def by_home(dag: TrainingDAG, totals: list[Any]) -> list[Any]:
+        found: list[Any] = original(dag, totals)
+        for total in found[1:]:
+            dag.rewire(total, inputs=(*found[0].inputs, *total.inputs))
+            seeded.hit()
+        return found
+
+    return by_home
+
+
+@mutation("homes in another order", "the homes of a region add up their sums in different orders, and drift apart", "rewrite",
+          (homes, "_update_everywhere"), scenario="two homes")  # fmt: skip
+def _homes_in_another_order(original: Function, seeded: Seeded) -> Function:
+    def update_everywhere(dag: TrainingDAG, family: list[Update], users: Any) -> list[Update]:
+        placed: list[Update] = original(dag, family, users)
+        for copy in placed[1:]:
+            seeded.hits += len(copy.inputs) > 1
+            dag.rewire(copy, inputs=copy.inputs[::-1])
+        return placed
+
+    return update_everywhere
 
 
 @mutation("metrics without a place", "the node that merges the loss has no device", "rewrite", (transfers, "place_dependents"))
@@ -139,18 +176,6 @@ def _metrics_without_a_place(original: Function, seeded: Seeded) -> Function:
         return [node for node in placed if node.devices]
 
     return place_dependents
-
-
-@mutation("region on two devices", "one slice of a region is placed away from its parameters' update", "rewrite",
-          (place, "place_around"), scenario="one stage split")  # fmt: skip
-def _region_on_two_devices(original: Function, seeded: Seeded) -> Function:
-    def place_around(dag: TrainingDAG, chunks: list[Chunk]) -> None:
-        if len(chunks) > 2 and chunks[-1].devices != (0,):
-            chunks[-1].devices = (0,)
-            seeded.hit()
-        original(dag, chunks)
-
-    return place_around
 
 
 @mutation("chunk on two devices", "a chunk is placed on two devices and nothing divides its work", "rewrite",

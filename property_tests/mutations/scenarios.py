@@ -86,6 +86,19 @@ _ALL = (
             _order(0, "F2 BI0 BW0 B1 BI2 BW2"),
         ],
     ),
+    Scenario(
+        "two homes",
+        POOL[7],
+        8,
+        [
+            _split(4),
+            *(
+                Place(filter={"PP": stage, "MB": parts}, devices=[(stage + k) % 2])
+                for stage in range(3)
+                for k, parts in enumerate(([0, 1], [2, 3]))
+            ),
+        ],
+    ),
     Scenario("used twice", Spec(("tied", "frozen", "tied"), (0, 0, 0)), 2, []),
     Scenario("split twice", POOL[4], 8, [_split(2), Split(filter={}, dim_name="UB", num_microbatches=2)]),
     # Two replicas each, buckets of several tensors that end inside of shards, but for the last two: one for each tensor.

@@ -76,7 +76,7 @@ def test_an_error_in_a_recorded_step_names_its_instruction() -> None:
     def fail() -> None:
         raise RuntimeError("on purpose")
 
-    found[0]._plain[position] = fail
+    found[0]._variants[True][0][position] = fail
     with pytest.raises(piper.ExecutionError, match=rf"device 0: run %{chunk.node} B\[PP=0,MB=0\].*failed: on purpose"):
         run_local(found, [torch.ones(4, 4)], seed=1)
 

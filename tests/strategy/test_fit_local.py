@@ -41,7 +41,7 @@ def test_another_seed_gives_other_dropout_masks():
 @pytest.mark.parametrize("name", ["mlp", "tied"])
 def test_agrees_with_plain_lightning(name):
     results = []
-    for strategy in ("auto", local(), local(piper.schedules.gpipe(stages=2, microbatches=2))):
+    for strategy in ("auto", local(), local(piper.schedules.gpipe(2, 2)), local(piper.schedules.dualpipe(2, 4))):
         L.seed_everything(3, verbose=False)
         module, loader = make(name, samples=44)
         fit, record = trainer(strategy, max_steps=-1, max_epochs=2)
