@@ -1,7 +1,7 @@
 """What recording costs: steps with and without a recorder, taken in turn, on two processes and on tiny stages in one.
 
 Two stages of a GPT under 1F1B on two processes show the share of a step; a chain of tiny layers in one process shows the cost
-of an instruction, where nothing else hides it.
+of an instruction, where nothing else hides it. Shown is the first quartile: the slower steps are other programs' doing.
 
     python benchmarks/recording.py [--rounds 100]
 """
@@ -46,7 +46,7 @@ def in_turn(step: Callable[[int], object], executors: list[Executor], rounds: in
 
 
 def report(what: str, plain: list[float], recorded: list[float], instructions: int) -> None:
-    base, step = statistics.median(plain), statistics.median(recorded)
+    base, step = (statistics.quantiles(times, n=4)[0] for times in (plain, recorded))
     print(
         f"{what}: step {base * 1e3:.3f} ms, recorded {step * 1e3:.3f} ms ({(step / base - 1):+.2%}), "
         f"{(step - base) / instructions * 1e6:+.2f} us for each of {instructions} instructions"

@@ -115,7 +115,8 @@ class Measured:
             case Record():
                 self._events[device, instruction.event] = (since, instruction.node)
             case Await() if not self._serial:
-                known, awaited = self._events[device, instruction.event]
+                # A step that leaves instructions out may also leave out the one that records the event.
+                known, awaited = self._events.get((device, instruction.event), (since, instruction.node))
                 self._hold(device, instruction, start, max(since, known), end, awaited)
             case Await():
                 pass
