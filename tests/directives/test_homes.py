@@ -22,9 +22,11 @@ from lightning_piper.plan import check_plans, compile_plans
 from lightning_piper.schedules import dualpipe, gpipe, zbv
 from lightning_piper.testing import Spec, case
 from lightning_piper.testing.equivalence import assert_same, run_interpreter, run_plans, single_device
+from lightning_piper.verify.equivalence import verify
 from lightning_piper.verify.interpreter import interpret
 from lightning_piper.verify.static import check
 from tests.dags import b, build, f, order, run, shape, split
+from tests.models import fresh
 from tests.reference import differences
 
 Home = tuple[int, ...]
@@ -125,6 +127,15 @@ def test_exact_models_are_bitwise_equal() -> None:
     assert_same(
         interpret(accumulating(one.step, dag.microbatches() or ()), one.tensors, one.leaves), run_interpreter(one, dag), "exact"
     )
+
+
+def test_a_report_says_which_place_re_associates() -> None:
+    module, batch = fresh("mlp")
+    report = verify(module, batch, CROSSING)
+    assert report.ok, str(report)
+    assert [row.contract for row in report.rows[2:]] == ["bitwise", "reassociated", "bitwise", "reassociated"]
+    plainly = verify(module, batch, [split(4), place(0, PP=0), place(1, PP=1)])
+    assert [row.contract for row in plainly.rows[2:]] == ["bitwise", "bitwise"]
 
 
 def test_running_statistics_cross_homes_and_come_to_all_of_them() -> None:
