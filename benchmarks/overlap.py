@@ -1,0 +1,184 @@
+"""A slow message in a two-process step: an overlap group hides it, the plain order does not, and the simulator knows both.
+
+Device 0 has the first and the last region, device 1 the one between them, as experts behind an all-to-all would be. The message
+that brings microbatch 0 back to device 0 takes a given time longer in the channel. Under the plain order device 0 waits for it;
+where both microbatches are one group, it runs the other one meanwhile: a delay shorter than that takes no time.
+
+What the simulator predicts is made of durations that were recorded without the delay.
+
+    python benchmarks/overlap.py [--delay 0.02] [--steps 15]
+"""
+
+from __future__ import annotations
+
+import argparse
+import statistics
+import threading
+from typing import Any
+
+import lightning as L
+import torch
+import torch.distributed as dist
+from _launch import is_rank, join, launch
+from torch import nn
+
+import lightning_piper as piper
+from lightning_piper.compiler import Compiled
+from lightning_piper.ir import Chunk, Send
+from lightning_piper.profile.measured import Measured
+from lightning_piper.profile.recorder import Recorder
+from lightning_piper.runtime import Executor, ProcessTransport
+from lightning_piper.runtime.process import ProcessEndpoint
+from lightning_piper.simulate import simulate
+
+CPU = torch.device("cpu")
+WIDTH, LAYERS, SAMPLES = 512, (12, 2, 12), 512
+
+
+class Around(L.LightningModule):
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.parts = nn.ModuleList(
+            nn.Sequential(*(nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.Tanh()) for _ in range(count))) for count in LAYERS
+        )
+
+    def training_step(self, batch: torch.Tensor, batch_idx: int) -> torch.Tensor:
+        x = batch
+        for i, part in enumerate(self.parts):
+            with piper.annotate("PP", i):
+                x = part(x)
+                if i == 2:
+                    return x.square().mean()
+        raise ValueError("there are three parts")
+
+
+def passes(kind: str, mb: int) -> dict[str, Any]:
+    """Of the regions on device 0."""
+    return {"PP": [0, 2], "MB": mb, "PASS": kind}
+
+
+HEAD = [
+    piper.Place(filter={"PP": [0, 2]}, devices=[0]),
+    piper.Place(filter={"PP": 1}, devices=[1]),
+    piper.Split(filter={}, dim_name="MB", num_microbatches=2),
+]
+ORDERS = {
+    "plain": [passes("F", 0), passes("F", 1), passes("B", 0), passes("B", 1)],
+    "overlap group": [[passes("F", 0), passes("F", 1)], [passes("B", 0), passes("B", 1)]],
+}
+
+
+class Late:
+    """A communicator whose messages leave late."""
+
+    def __init__(self, group: Any, transport: SlowTransport) -> None:
+        self._group, self._transport = group, transport
+
+    def send(self, tensors: list[torch.Tensor], peer: int, tag: int) -> Any:
+        if not self._transport.delay:
+            return self._group.send(tensors, peer, tag)
+        return _Leaving(self._transport.delay, lambda: self._group.send(tensors, peer, tag))
+
+
+class _Leaving:
+    def __init__(self, delay: float, post: Any) -> None:
+        self._post = post
+        self._timer = threading.Timer(delay, self._leave)
+        self._timer.start()
+
+    def _leave(self) -> None:
+        self._work = self._post()
+
+    def wait(self) -> None:
+        self._timer.join()
+        self._work.wait()
+
+
+class SlowTransport(ProcessTransport):
+    """Delays one message, by `delay` seconds. `slow` is the node that sends it."""
+
+    def __init__(self, plans: Any, slow: int) -> None:
+        super().__init__(plans, range(2), CPU)
+        self.slow, self.delay, self.sending = slow, 0.0, -1
+
+    def endpoint(self, plan: Any, device: torch.device) -> ProcessEndpoint:
+        super().endpoint(plan, device)
+        return _Endpoint(self, device)
+
+    def channel(self, channel: Any, end: int) -> Any:
+        group, peer = super().channel(channel, end)
+        return (Late(group, self) if self.sending == self.slow else group), peer
+
+
+class _Endpoint(ProcessEndpoint):
+    def send(self, instruction: Any, slots: Any) -> Any:
+        transport: Any = self._transport
+        transport.sending = instruction.node
+        try:
+            return super().send(instruction, slots)
+        finally:
+            transport.sending = -1
+
+
+def slow_message(compiled: Compiled) -> int:
+    """The send that brings microbatch 0 from the middle region back to device 0."""
+    for node in compiled.dag.of_type(Send):
+        maker = compiled.dag.nodes[node.inputs[0][0]]
+        if isinstance(maker, Chunk) and (maker.tags["PP"], maker.tags["MB"], maker.kind) == (1, 0, "F"):
+            return node.id
+    raise ValueError("no such message")
+
+
+def measure(order: str, delay: float, steps: int) -> None:
+    rank, _ = join()
+    module, batch = Around(), torch.randn(SAMPLES, WIDTH, generator=torch.Generator().manual_seed(1))
+    compiled = piper.compile(module, batch, [*HEAD, piper.Order(filters=ORDERS[order])])
+    transport = SlowTransport(compiled.plans, slow_message(compiled))
+    executor = Executor(compiled.plans[rank], compiled.step, dict(module.named_parameters()), {}, transport, CPU)
+    recorder = Recorder(executor, CPU)
+    recorder.attach()
+    recorded: dict[bool, list[Measured]] = {False: [], True: []}
+    for i in range(2 * (steps + 2)):
+        transport.delay = delay if i % 2 else 0.0
+        dist.barrier()
+        executor.step([batch], seed=i)
+        times: list[Any] = [None, None]
+        dist.all_gather_object(times, recorder.take()())
+        if i >= 4:
+            recorded[bool(i % 2)].append(Measured(compiled.dag, compiled.plans, dict(enumerate(times)), serial=True))
+    if rank == 0:
+        quick, slow = (statistics.median(m.trace.end for m in recorded[late]) for late in (False, True))
+        table = _durations([m.durations() for m in recorded[False]])
+        message = f"%{transport.slow}"
+        base, predicted = (
+            float(simulate(compiled.dag, compiled.plans, {**table, message: table.get(message, 0.0) + more}).step_time)
+            for more in (0.0, delay)
+        )
+        figures = [f"{x * 1e3:9.1f}" for x in (quick, slow, slow - quick, base, predicted)]
+        print(f"{order:14}", *figures, f"{predicted / slow - 1:+9.1%}", flush=True)
+    dist.barrier()
+    dist.destroy_process_group()
+
+
+def _durations(tables: list[Any]) -> dict[str, Any]:
+    return {key: statistics.median(table[key] for table in tables) for key in tables[0]}
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--delay", type=float, default=0.02, help="seconds")
+    parser.add_argument("--steps", type=int, default=15)
+    parser.add_argument("--order", default="", help=argparse.SUPPRESS)
+    args = parser.parse_args()
+    if is_rank():
+        measure(args.order, args.delay, args.steps)
+        return
+    print(f"{'ms a step':14}  recorded:                     predicted:")
+    print(f"{'':14}", *(f"{head:>9}" for head in ("as it is", "slowed", "more", "as it is", "slowed", "off")))
+    for order in ORDERS:
+        launch(2, "--order", order, "--delay", str(args.delay), "--steps", str(args.steps))
+
+
+if __name__ == "__main__":
+    main()
