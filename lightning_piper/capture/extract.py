@@ -8,13 +8,17 @@ from torch.fx import Node
 from lightning_piper.capture import _torch
 from lightning_piper.capture.code import compile_boxed
 from lightning_piper.capture.passes import Names, Pass
+from lightning_piper.capture.rows import arrives, leaves, resize, spec_of, way_of
+from lightning_piper.experts import COMBINE, COUNTS
 from lightning_piper.ir.regions import Code, Interface
 from lightning_piper.ir.values import TensorSpec
 
 aten = torch.ops.aten
 
 
-def extract(p: Pass, names: Names, state: frozenset[Node], constants: torch.nn.Module | None) -> tuple[Interface, Code]:
+def extract(
+    p: Pass, names: Names, state: frozenset[Node], constants: torch.nn.Module | None, experts: bool = False, rows: int | None = None
+) -> tuple[Interface, Code]:
     """The interface and code of a pass whose inputs are known.
 
     Args:
@@ -22,6 +26,8 @@ def extract(p: Pass, names: Names, state: frozenset[Node], constants: torch.nn.M
         names: what the placeholders are.
         state: placeholders of buffers that the step changes.
         constants: holds the tensors that the step makes from Python numbers.
+        experts: the region has experts, to which tokens are dispatched.
+        rows: where the number of rows is open, as many as there are at home; see `capture.rows`.
     """
     graph = torch.fx.Graph()
     env: dict[Node, Node] = {}
@@ -49,6 +55,8 @@ def extract(p: Pass, names: Names, state: frozenset[Node], constants: torch.nn.M
                 emit(x)
             if node.target is aten.detach.default:
                 env[node] = env[node.all_input_nodes[0]]
+            elif way_of(node) is not None:
+                env[node] = _arrived(graph, env, node)
             else:
                 env[node] = graph.node_copy(node, env.__getitem__)
                 if node.target is aten.view.default:
@@ -62,15 +70,23 @@ def extract(p: Pass, names: Names, state: frozenset[Node], constants: torch.nn.M
     flat: list[Node] = []
     specs: list[tuple[TensorSpec, ...]] = []
     for out, nodes in p.outputs:
-        flat += [_crossing(graph, emit(n), n) if out.kind in ("activation", "cotangent") else emit(n) for n in nodes]
-        specs.append(tuple(_spec(n, dense=out.kind in ("activation", "cotangent")) for n in nodes))
+        crosses = out.kind in ("activation", "cotangent")
+        flat += [_crossing(graph, emit(n), _source(n)) if crosses else emit(n) for n in nodes]
+        specs.append(tuple(spec_of(_dense(_source(n)) if crosses else n.meta["val"], rows) for n in nodes))
     graph.output(tuple(flat))
+    if rows is not None:
+        given = {
+            env[n]: n.meta["val"] for n in (*env,) if env[n].op == "placeholder" and isinstance(n.meta.get("val"), torch.Tensor)
+        }
+        resize(graph, given)
     graph.eliminate_dead_code(lambda n: n.op in ("placeholder", "output"))
     graph.lint()
     interface = Interface(
         inputs=tuple(p.inputs), outputs=tuple(out for out, _ in p.outputs), params=tuple(params.values()),
         buffers=tuple(constant.values()), state=tuple(current.values()), batch=tuple(batch.values()), seeds_gradient=seeds,
         random=any(_torch.is_random(n) for n in p.nodes),
+        arrives=tuple(arrives(n[0], p) if len(n) == 1 else "" for n in p.inputs.values()) if experts else (),
+        leaves=tuple(leaves(n) for _, n in p.outputs) if experts else (),
     )  # fmt: skip
     return interface, Code(compile_boxed(graph, constants), tuple(specs), graph)
 
@@ -92,8 +108,24 @@ def _crossing(graph: torch.fx.Graph, copied: Node, node: Node) -> Node:
     return graph.call_function(aten.clone.default, (copied,), {"memory_format": torch.contiguous_format})
 
 
-def _spec(node: Node, dense: bool) -> TensorSpec:
-    value = node.meta["val"]
-    if dense and not _is_dense(value):
-        value = value.contiguous()
-    return TensorSpec.of(value)
+def _arrived(graph: torch.fx.Graph, env: dict[Node, Node], node: Node) -> Node:
+    """What an exchange brought. It is made outside of the code: the code reads what arrived, or hands out what is to leave."""
+    source = node.all_input_nodes[0]
+    before, after = source.meta["val"], node.meta["val"]
+    if way_of(node) == COUNTS and before.shape != after.shape:
+        # What arrives are the counts of each device for the experts here.
+        return graph.call_function(aten.sum.dim_IntList, (env[source], [0]), {"dtype": before.dtype})
+    if before.shape == after.shape and not before.is_contiguous():
+        return graph.call_function(aten.clone.default, (env[source],), {"memory_format": torch.contiguous_format})
+    return env[source]
+
+
+def _source(node: Node) -> Node:
+    """What a pass itself makes of an output: rows that leave it, as they are before they travel."""
+    divided = way_of(node) == COMBINE and node.meta["val"].shape != node.all_input_nodes[0].meta["val"].shape
+    return node.all_input_nodes[0] if divided else node
+
+
+def _dense(node: Node) -> torch.Tensor:
+    value: torch.Tensor = node.meta["val"]
+    return value if _is_dense(value) else value.contiguous()

@@ -1,7 +1,8 @@
 """Which region each node of a joint graph belongs to.
 
 Forward nodes come in trace order. A region is a maximal run of nodes with equal tags, so regions depend on each other only
-forwards and their backward passes only in reverse. Three kinds of nodes have no place of their own:
+forwards and their backward passes only in reverse. In such a run, what works on dispatched tokens is a region of its own. Three
+kinds of nodes have no place of their own:
 
 - *views*: cheap views (or casts) of a parameter or buffer. Each user makes its own; sending them would send the weight.
 - *constants*: untagged work on batch leaves and constant buffers alone (masks, positions, slices of the batch). Each
@@ -12,6 +13,7 @@ forwards and their backward passes only in reverse. Three kinds of nodes have no
 
 from __future__ import annotations
 
+import itertools
 import operator
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -22,6 +24,7 @@ from torch.fx import Node
 
 from lightning_piper.annotate import META_KEY, SOURCE_KEY
 from lightning_piper.capture import _torch
+from lightning_piper.experts import COMBINE, ROUTE
 from lightning_piper.ir.regions import Region
 
 aten = torch.ops.aten
@@ -88,23 +91,25 @@ def _shared(forward: list[Node], state: frozenset[Node]) -> tuple[set[Node], set
 
 def _segments(forward: list[Node], shared: set[Node], weights: set[Node], of: dict[Node, int]) -> list[Region]:
     regions: list[Region] = []
-    current: dict[str, int] | None = None
+    current: tuple[dict[str, int], int] | None = None
     pending: list[Node] = []  # untagged work before the first region
+    away = _away(forward)
+    parts = _parts([n for n in forward if n in away or not _is_glue(n, away, weights)], away)
     for node in forward:
         tags = tags_of(node)
         inputs = [x for x in node.all_input_nodes if x in of]
         if node.target is operator.getitem and inputs:
             of[node] = of[inputs[0]]
             continue
-        glue = not tags and not any(x in weights for x in node.all_input_nodes)
+        glue = node not in parts
         if glue and inputs:
             of[node] = max(of[x] for x in inputs)
             continue
         if glue:
             pending.append(node)
             continue
-        if tags != current:
-            current = tags
+        if (tags, parts[node]) != current:
+            current = (tags, parts[node])
             regions.append(Region(len(regions), tags, source_line(node)))
         of[node] = len(regions) - 1
     if not regions:  # nothing but glue: the whole step is one untagged region
@@ -113,6 +118,37 @@ def _segments(forward: list[Node], shared: set[Node], weights: set[Node], of: di
         users = [of[u] for u in node.users if u in of]
         of[node] = min(users, default=0)
     return regions
+
+
+def _is_glue(node: Node, away: set[Node], weights: set[Node]) -> bool:
+    # What came back from experts is not theirs any more, so it does not go where it was made.
+    came_back = any(x in away for x in node.all_input_nodes)
+    return not tags_of(node) and not came_back and not any(x in weights for x in node.all_input_nodes)
+
+
+def _away(forward: list[Node]) -> set[Node]:
+    """The nodes that work on dispatched tokens, up to what brings them home."""
+    away: set[Node] = set()
+    for node in forward:
+        if node.target is ROUTE or any(x in away and not _brings_home(x) for x in node.all_input_nodes):
+            away.add(node)
+    return away
+
+
+def _brings_home(node: Node) -> bool:
+    return node.target is ROUTE and node.args[3] == COMBINE
+
+
+def _parts(nodes: list[Node], away: set[Node]) -> dict[Node, int]:
+    """For each node, whether it stands before (0), between (1) or after (2) what works on dispatched tokens among the nodes of
+    equal tags around it."""
+    parts: dict[Node, int] = {}
+    for _, run in itertools.groupby(nodes, tags_of):
+        together = list(run)
+        inside = [i for i, node in enumerate(together) if node in away]
+        first, last = (inside[0], inside[-1]) if inside else (len(together), len(together))
+        parts |= {node: (i >= first) + (i > last) for i, node in enumerate(together)}
+    return parts
 
 
 def _assign_backward(backward: list[Node], regions: list[Region], of: dict[Node, int]) -> None:

@@ -14,7 +14,7 @@ from torch import nn
 from lightning_piper.capture import _torch
 from lightning_piper.capture.batch import BatchLayout, flatten
 from lightning_piper.capture.chunks import cut
-from lightning_piper.capture.trace import trace
+from lightning_piper.capture.trace import Division, trace
 from lightning_piper.errors import CaptureError
 from lightning_piper.ir.regions import Interface, Output, ParamInfo, PassKey, StepCode
 from lightning_piper.ir.values import TensorSpec
@@ -61,7 +61,7 @@ class CapturedStep:
         self.layout, self.size = layout, layout.size
         self.module, self.context, self._device = module, context, device
         self.params, self.buffers, self.canonical = _named_tensors(module)
-        self._codes: dict[int, StepCode] = {}
+        self._codes: dict[tuple[int, tuple[int, ...]], StepCode] = {}
 
     def resized(self, size: int) -> CapturedStep:
         """The same step for global batches of `size` samples; it shares the code that was traced so far."""
@@ -69,27 +69,38 @@ class CapturedStep:
         other.size = size
         return other
 
-    def at(self, size: int) -> StepCode:
-        """The step's code for `size` samples.
+    def at(self, size: int, degrees: tuple[int, ...] = ()) -> StepCode:
+        """The step's code for `size` samples, and with experts divided; see `ir.regions.Step`.
 
         Raises:
             CaptureError: also when the step has another structure at this size than at the first one.
         """
-        if size not in self._codes:
+        if (size, degrees) not in self._codes:
             specs = tuple(_resized(spec, size) for spec in self.layout.specs)
-            traced = trace(self.module, self.layout, specs, self._device, self.context)
+            whole = self.at(size) if degrees else None
+            parts = {} if whole is None else self._parts(whole, degrees)
+            traced = trace(self.module, self.layout, specs, self._device, self.context, Division(degrees, parts))
             keys = tuple(log.name for log in traced.logs if log.constant is None)
-            regions, passes, halves = cut(traced.graph, self.canonical, keys)
+            regions, passes, halves, experts = cut(traced.graph, self.canonical, keys, None if whole is None else whole.experts)
             interfaces, code = {key: p[0] for key, p in passes.items()}, {key: p[1] for key, p in passes.items()}
-            found = StepCode(size, regions, interfaces, code, traced.logs, specs, halves)
+            found = StepCode(size, regions, interfaces, code, traced.logs, specs, halves, experts)
             if self._codes:
                 first = next(iter(self._codes.values()))
                 _same_structure(first, found)
                 # Without those that read other parameters, say: nobody may ask for them.
                 alike = {key: p for key, p in halves.items() if _public(p[0]) == _public(first.halves[key][0])}
                 found = dataclasses.replace(found, halves=alike)
-            self._codes[size] = found
-        return self._codes[size]
+            self._codes[size, degrees] = found
+        return self._codes[size, degrees]
+
+    def _parts(self, code: StepCode, degrees: tuple[int, ...]) -> dict[str, int]:
+        """Canonical name of each parameter that is divided -> into how many parts."""
+        found: dict[str, int] = {}
+        for experts in code.experts.values():
+            degree = max(degrees[site] for site in experts.sites)
+            if degree > 1:
+                found |= dict.fromkeys(experts.params, degree)
+        return {name: found[main] for name, main in self.canonical.items() if main in found}
 
 
 def _resized(spec: TensorSpec, size: int) -> TensorSpec:

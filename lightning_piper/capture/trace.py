@@ -9,7 +9,7 @@ import numbers
 import traceback
 from collections import deque
 from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -20,6 +20,7 @@ from lightning_piper.annotate import numbering
 from lightning_piper.capture import _torch
 from lightning_piper.capture.batch import BatchLayout
 from lightning_piper.errors import CaptureError
+from lightning_piper.experts import exchanging
 from lightning_piper.ir.regions import Logged
 from lightning_piper.ir.values import TensorSpec
 
@@ -49,11 +50,25 @@ class Traced:
     logs: tuple[Logged, ...]
 
 
+@dataclass(frozen=True)
+class Division:
+    """How experts are divided over devices.
+
+    Attributes:
+        degrees: for each call of `dispatch`, over how many.
+        parts: name of a parameter -> into how many equal parts along its first dimension; others are whole.
+    """
+
+    degrees: tuple[int, ...] = ()
+    parts: Mapping[str, int] = field(default_factory=dict)
+
+
 def trace(module: nn.Module, layout: BatchLayout, specs: tuple[TensorSpec, ...], device: torch.device,
-          context: Callable[[], contextlib.AbstractContextManager[Any]]) -> Traced:  # fmt: skip
+          context: Callable[[], contextlib.AbstractContextManager[Any]], division: Division) -> Traced:  # fmt: skip
     """Trace `module.training_step` on a batch whose tensors have `specs`.
 
     `context` is entered around the step (autocast, for instance). Parameters may lie on the meta device: only shapes count.
+    With a `division`, the step is traced as one of the devices runs it.
 
     Raises:
         CaptureError: the step cannot be captured.
@@ -61,8 +76,8 @@ def trace(module: nn.Module, layout: BatchLayout, specs: tuple[TensorSpec, ...],
     mode = _torch.FakeTensorMode()
     with mode:
         inputs = tuple(torch.empty_strided(s.shape, s.stride, dtype=s.dtype, device=device) for s in specs)
-    step = Step(module, layout, context)
-    with torch.enable_grad(), _restored(module), _without_data(module, mode, device), as_captured(module, step):
+    step = Step(module, layout, context, division.degrees)
+    with torch.enable_grad(), _restored(module), _without_data(module, mode, device, division.parts), as_captured(module, step):
         try:
             graph = _torch.joint_graph(mode, step, inputs)
         except CaptureError:
@@ -88,9 +103,10 @@ def trace(module: nn.Module, layout: BatchLayout, specs: tuple[TensorSpec, ...],
 class Step(nn.Module):
     """`training_step` as a function from tensors to (loss, logged tensors)."""
 
-    def __init__(self, module: nn.Module, layout: BatchLayout, context: Callable[[], contextlib.AbstractContextManager[Any]]):
+    def __init__(self, module: nn.Module, layout: BatchLayout, context: Callable[[], contextlib.AbstractContextManager[Any]],
+                 degrees: tuple[int, ...] = ()) -> None:  # fmt: skip
         super().__init__()
-        self.module, self._layout, self._context = module, layout, context
+        self.module, self._layout, self._context, self._degrees = module, layout, context, degrees
         self.logs: list[Logged] = []
         self._logged: list[torch.Tensor] = []
 
@@ -99,7 +115,7 @@ class Step(nn.Module):
         step: Callable[..., Any] = self.module.training_step  # type: ignore[assignment]
         extra = [_Unreadable("batch_idx"), 0][: len(inspect.signature(step).parameters) - 1]
         before = _attributes(self.module)
-        with numbering(), self._context():
+        with numbering(), exchanging(self._degrees), self._context():
             result = step(self._layout.rebuild(list(leaves)), *extra)
         _check_unchanged(self.module, before)
         return (_loss_of(result), *self._logged)
@@ -212,12 +228,19 @@ def as_captured(module: nn.Module, step: Step) -> Iterator[None]:
         module.__class__ = cls
 
 
-def _without_data(module: nn.Module, mode: Any, device: torch.device) -> contextlib.AbstractContextManager[None]:
-    """Replace parameters and buffers by fake ones on `device`, so that nothing of the user's is read or changed."""
+def _without_data(
+    module: nn.Module, mode: Any, device: torch.device, parts: Mapping[str, int]
+) -> contextlib.AbstractContextManager[None]:
+    """Replace parameters and buffers by fake ones on `device`, so that nothing of the user's is read or changed. Of those in
+    `parts`, by one of so many."""
+    divided = {id(x): parts[name] for name, x in module.named_parameters(remove_duplicate=False) if name in parts}
 
     def fake(tensor: torch.Tensor) -> torch.Tensor:
+        shape = list(tensor.shape)
+        if id(tensor) in divided:
+            shape[0] //= divided[id(tensor)]
         with mode:
-            data = torch.empty_strided(tensor.shape, tensor.stride(), dtype=tensor.dtype, device=device)
+            data = torch.empty_strided(shape, tensor.stride(), dtype=tensor.dtype, device=device)
         return nn.Parameter(data, requires_grad=tensor.requires_grad) if isinstance(tensor, nn.Parameter) else data
 
     return swapped(module, fake)

@@ -6,6 +6,7 @@ from lightning_piper.directives.order import Order
 from lightning_piper.directives.place import Place
 from lightning_piper.directives.program import Program, apply_program, parse, replicas_of, to_json
 from lightning_piper.directives.replicate import Replicate
+from lightning_piper.directives.shard import Shard
 from lightning_piper.directives.split import Split, accumulating
 
 __all__ = [
@@ -14,6 +15,7 @@ __all__ = [
     "Place",
     "Program",
     "Replicate",
+    "Shard",
     "Split",
     "accumulating",
     "apply_program",

@@ -6,17 +6,16 @@ import dataclasses
 from collections.abc import Sequence
 from typing import Any, ClassVar
 
-import networkx as nx
 import torch
 
 from lightning_piper.directives.base import Contract, Directive, register
+from lightning_piper.directives.owning import own_experts
 from lightning_piper.directives.sharding import Conflict, Level, gather_parameters, reduce_gradients
+from lightning_piper.directives.shares import divide
 from lightning_piper.directives.transfers import connect
-from lightning_piper.ir.build import metrics_value
 from lightning_piper.ir.dag import TrainingDAG
 from lightning_piper.ir.filters import Filter
-from lightning_piper.ir.nodes import AllReduce, Chunk, Concat, Cut, Metrics, Node
-from lightning_piper.ir.values import Partial, Slice
+from lightning_piper.ir.nodes import Chunk
 
 MEBI = 2**20
 REDUCE_DTYPES = ("float16", "bfloat16", "float32", "float64")
@@ -42,6 +41,8 @@ class Replicate(Directive):
         shard_params: also, parameters are gathered for each use, and freed after it (ZeRO-3). Each level implies those before.
         reduce_dtype: dtype in which gradients are summed over microbatches and replicas, such as "float32" for gradients in
             bfloat16; left out, their own.
+
+    Of experts that a `shard` divides, each is summed, and sharded, over the replicas that own it.
 
     The shares are the same for all regions of a step, replicated by one directive or by several; what is sharded may differ.
     Gradients become sums over the replicas: equal up to re-association, provided that the loss is a mean over samples.
@@ -99,12 +100,17 @@ class Replicate(Directive):
                 self.refuse(
                     "devices", f"{chunk.label}, of the same region, is {where}", "replicate a region at all of its homes at once"
                 )
-        self._divide(dag, len(groups[0]))
+        divide(dag, len(groups[0]), self)
         level = self._level()
         try:
+            again = [region for region in sorted(regions & dag.owners.keys()) if region in dag.levels]
+            if again:
+                raise Conflict(f"the experts of region {dag.regions[again[0]].label} are replicated by an earlier directive")
+            dag.levels |= dict.fromkeys(regions, level)
             touched = reduce_gradients(dag, regions, level)
             if level.optimizer:
                 gather_parameters(dag, regions, level)
+            touched += own_experts(dag, regions)
         except Conflict as conflict:
             self.refuse("filter", str(conflict), "replicate each region once, and regions that share parameters alike")
         connect(dag, touched)
@@ -123,58 +129,3 @@ class Replicate(Directive):
             bucket_bytes=int(self.bucket_size * MEBI),
             dtype=None if self.reduce_dtype is None else getattr(torch, self.reduce_dtype),
         )
-
-    def _divide(self, dag: TrainingDAG, replicas: int) -> None:
-        """Give every replica its share; all regions at once, since each slice goes through all of them."""
-        if dag.replicas == replicas:
-            return
-        if dag.replicas != 1:
-            self.refuse("devices", f"{replicas} replicas, another directive has {dag.replicas}", "replicate all regions alike")
-        for chunk in dag.of_type(Chunk):
-            if dag.interface(chunk).state:
-                changed = ", ".join(dag.interface(chunk).state[:3])
-                self.refuse(
-                    "filter",
-                    f"{chunk.label} changes {changed}, and every replica would in another way",
-                    "use a layer without running statistics, such as GroupNorm or LayerNorm",
-                )
-            if chunk.slice.start % replicas or chunk.slice.stop % replicas:
-                self.refuse(
-                    "devices",
-                    f"{chunk.label} works on samples {chunk.slice}, which {replicas} replicas cannot divide evenly",
-                    f"let batch and microbatches have a multiple of {replicas} samples",
-                )
-        dag.replicas = replicas
-        for node_id in list(nx.topological_sort(dag.graph)):
-            _shrink(dag, dag.nodes[node_id], replicas)
-
-
-def _shrink(dag: TrainingDAG, node: Node, replicas: int) -> None:
-    """What a node works on and makes, for one replica's share. Nodes come in an order in which inputs are shrunk before."""
-    if isinstance(node, Chunk):
-        node.slice = _part(node.slice, replicas)
-        node.outputs = tuple(
-            dataclasses.replace(value, tensors=tensors, placement=Partial() if value.kind == "grad" else value.placement)
-            for value, tensors in zip(node.outputs, dag.code_of(node).outputs, strict=True)
-        )
-    elif isinstance(node, Metrics):
-        node.slices = tuple(_part(part, replicas) for part in node.slices)
-        node.outputs = (dataclasses.replace(metrics_value(dag), placement=Partial()),)
-    elif isinstance(node, AllReduce):  # of the metrics: those of gradients come later
-        node.outputs = (metrics_value(dag),)
-    elif isinstance(node, Cut | Concat):
-        if isinstance(node, Cut):
-            node.start, node.stop = node.start // replicas, node.stop // replicas
-            rows = node.stop - node.start
-        else:
-            rows = sum(dag.value(ref).tensors[0].shape[node.dim] for ref in node.inputs)
-        per_sample = dag.specs_of(node.inputs[0], dag.share)[0].shape[node.dim] // dag.share
-        node.outputs = (dataclasses.replace(node.outputs[0], tensors=dag.specs_of(node.inputs[0], rows // per_sample)),)
-    elif node.outputs:  # transfers and sums hand on what they read
-        placement = dag.value(node.inputs[0]).placement
-        tensors = dag.value(node.inputs[0]).tensors
-        node.outputs = tuple(dataclasses.replace(v, tensors=tensors, placement=placement) for v in node.outputs)
-
-
-def _part(part: Slice, replicas: int) -> Slice:
-    return Slice(part.start // replicas, part.stop // replicas)

@@ -36,13 +36,13 @@ class Level:
         dtype: in which gradients are summed; None for their own.
     """
 
-    optimizer: bool
-    gradients: bool
-    parameters: bool
-    reduce_stream: str
-    gather_stream: str
-    bucket_bytes: int
-    dtype: torch.dtype | None
+    optimizer: bool = False
+    gradients: bool = False
+    parameters: bool = False
+    reduce_stream: str = "reduce"
+    gather_stream: str = "gather"
+    bucket_bytes: int = 25 * 2**20
+    dtype: torch.dtype | None = None
 
 
 class Conflict(Exception):
@@ -56,7 +56,7 @@ def reduce_gradients(dag: TrainingDAG, regions: set[int], level: Level) -> list[
         Conflict: they are summed already.
     """
     touched = _bucket(dag, regions, level)
-    totals = [total for total in dag.of_type(Accumulate) if _region_of(dag, total) in regions]
+    totals = [total for total in dag.of_type(Accumulate) if _region_of(dag, total) in regions and not total.outputs[0].owned]
     touched += disconnect(dag, totals)
     for total in totals:
         value = dag.value((total.id, 0))
@@ -68,11 +68,11 @@ def reduce_gradients(dag: TrainingDAG, regions: set[int], level: Level) -> list[
             shown = f"the gradient of {', '.join(value.names[:3])}, used in several regions"
             raise Conflict(f"{shown}, is summed in {value.bucket.dtype} by another directive and would be in {wanted} by this one")
         if level.gradients:
-            shards = tuple((_scatter(dag, total, ref, level).id, 0) for ref in total.inputs)
+            shards = tuple((scatter(dag, total, level, ref).id, 0) for ref in total.inputs)
             dag.rewire(total, inputs=shards)
             total.outputs = (dag.value(shards[0]),)
             continue
-        reduced = _scatter(dag, total, (total.id, 0), level) if level.optimizer else _all_reduce(dag, total, level)
+        reduced = scatter(dag, total, level) if level.optimizer else _all_reduce(dag, total, level)
         for reader in readers:
             dag.substitute(reader, (total.id, 0), (reduced.id, 0))
     for update in dag.of_type(Update):
@@ -89,7 +89,7 @@ def gather_parameters(dag: TrainingDAG, regions: set[int], level: Level) -> None
     Raises:
         Conflict: another directive keeps one of them whole where this one does not, or the reverse.
     """
-    readers = _readers(dag)
+    readers = readers_of(dag)
     sharded = _sharded(dag, regions)
     # Also where such a parameter is read and gets no gradient; where it gets one, the directive of that region says how.
     trained = _trained(dag)
@@ -102,10 +102,15 @@ def gather_parameters(dag: TrainingDAG, regions: set[int], level: Level) -> None
         buckets = [bucket for bucket in sharded if readers[bucket.names[0]] & here]
         if level.parameters:
             buckets += _untrained_buckets(dag, home, here & regions, level)
-        _gather_at(dag, home, buckets, level)
+        gather_at(dag, home, buckets, level)
 
 
-def _gather_at(dag: TrainingDAG, home: Group, buckets: Iterable[Bucket], level: Level) -> None:
+def gather_at(dag: TrainingDAG, home: Group, buckets: Iterable[Bucket], level: Level) -> None:
+    """Let chunks on the devices `home` read the parameters in `buckets` from a gather.
+
+    Raises:
+        Conflict: as in `gather_parameters`.
+    """
     placed = {n: node for node in dag.of_type(Parameters) if node.devices == home for n in node.outputs[0].names}
     sources: dict[str, Parameters] = {}
     for bucket in buckets:
@@ -115,7 +120,7 @@ def _gather_at(dag: TrainingDAG, home: Group, buckets: Iterable[Bucket], level: 
             other = "whole" if level.parameters else "in shards only"
             raise Conflict(f"parameters {', '.join(bucket.names[:3])} are kept {other} between their uses by another directive")
         if found is None:
-            value = Value("param", bucket.names, (bucket.part,), Shard(0), bucket)
+            value = Value("param", bucket.names, (bucket.part,), Shard(0), bucket, owned=bool(bucket.owners))
             found = dag.add(Parameters(outputs=(value,), devices=home, placed_by=dag.origin, kept=not level.parameters))
         sources |= dict.fromkeys(bucket.names, found)
     shared: dict[int, AllGather] = {}
@@ -138,7 +143,7 @@ def _sharded(dag: TrainingDAG, regions: set[int]) -> list[Bucket]:
     found: dict[Bucket, None] = {}
     for total in dag.of_type(Accumulate):
         bucket = total.outputs[0].bucket
-        if bucket is not None and _region_of(dag, total) in regions:
+        if bucket is not None and not bucket.owners and _region_of(dag, total) in regions:
             found[bucket.in_dtype(bucket.tensors[0].dtype)] = None
     return list(found)
 
@@ -146,8 +151,8 @@ def _sharded(dag: TrainingDAG, regions: set[int]) -> list[Bucket]:
 def _untrained_buckets(dag: TrainingDAG, home: Group, regions: set[int], level: Level) -> list[Bucket]:
     """Buckets of what `regions` read but nobody trains."""
     placed = {n for node in dag.of_type(Parameters) if node.devices == home for n in node.outputs[0].names}
-    trained = _trained(dag).keys() | placed
-    readers = _readers(dag)
+    trained = _trained(dag).keys() | placed | dag.parts.keys()
+    readers = readers_of(dag)
     groups: dict[tuple[int, ...], list[str]] = {}
     for name in dag.step.params:
         if name not in trained and readers.get(name, frozenset()) & regions:
@@ -165,7 +170,7 @@ def _bucket(dag: TrainingDAG, regions: set[int], level: Level) -> list[Node]:
     """
     totals: dict[tuple[str, ...], list[Accumulate]] = {}
     for total in dag.of_type(Accumulate):
-        if total.outputs[0].kind == "grad" and total.outputs[0].bucket is None:
+        if total.outputs[0].kind == "grad" and total.outputs[0].bucket is None and not total.outputs[0].owned:
             totals.setdefault(total.outputs[0].names, []).append(total)
     made: list[Node] = []
     for names, sums in totals.items():
@@ -193,22 +198,28 @@ def _packed(dag: TrainingDAG, total: Accumulate, bucket: Bucket) -> Accumulate:
 
 
 def _buckets(dag: TrainingDAG, names: Iterable[str], size: int, dtype: torch.dtype | None) -> list[Bucket]:
-    """Parameters in one bucket are read by the same regions, so that a gather brings nothing that its reader does not read."""
-    readers = _readers(dag)
-    together: dict[frozenset[int], list[str]] = {}
+    """Parameters in one bucket are read by the same regions, so that a gather brings nothing that its reader does not read; and
+    those of experts, which a `shard` may divide, lie by themselves."""
+    readers = readers_of(dag)
+    apart = _of_experts(dag)
+    together: dict[tuple[frozenset[int], bool], list[str]] = {}
     for name in names:
-        together.setdefault(readers.get(name, frozenset()), []).append(name)
+        together.setdefault((readers.get(name, frozenset()), name in apart), []).append(name)
     params = dag.step.params
     return [b for group in together.values() for b in buckets_of([params[n] for n in group], size, dag.replicas, dtype)]
 
 
-def _readers(dag: TrainingDAG) -> Mapping[str, frozenset[int]]:
+def readers_of(dag: TrainingDAG) -> Mapping[str, frozenset[int]]:
     """The regions that read each parameter."""
     found: dict[str, set[int]] = {}
     for (region, _), interface in dag.code.interfaces.items():
         for name in interface.params:
             found.setdefault(name, set()).add(region)
     return {name: frozenset(regions) for name, regions in found.items()}
+
+
+def _of_experts(dag: TrainingDAG) -> set[str]:
+    return {name for experts in dag.code.experts.values() for name in experts.params}
 
 
 def _trained(dag: TrainingDAG) -> dict[str, set[int]]:
@@ -230,10 +241,12 @@ def _region_of(dag: TrainingDAG, total: Accumulate) -> int | None:
     return node.region
 
 
-def _scatter(dag: TrainingDAG, total: Accumulate, ref: Ref, level: Level) -> ReduceScatter:
+def scatter(dag: TrainingDAG, total: Node, level: Level, ref: Ref | None = None) -> ReduceScatter:
+    """The sum, over replicas, of a flat tensor that `total` makes (or of `ref`, one of its terms), in shards."""
+    ref = ref or (total.id, 0)
     bucket = dag.value(ref).bucket
     assert bucket is not None
-    value = Value("grad", bucket.names, (bucket.part,), Shard(0), bucket)
+    value = Value("grad", bucket.names, (bucket.part,), Shard(0), bucket, owned=bool(bucket.owners))
     return dag.add(ReduceScatter(inputs=(ref,), outputs=(value,), tags=total.tags, devices=total.devices,
                                  stream=level.reduce_stream, placed_by=dag.origin))  # fmt: skip
 

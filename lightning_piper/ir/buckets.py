@@ -3,6 +3,9 @@
 What is communicated together lies together: a bucket is one message. Sharded over R members, each has one R-th of the flat tensor,
 wherever that cuts through the parameters (Rajbhandari et al., ZeRO: Memory Optimizations Toward Training Trillion Parameter
 Models, 2020).
+
+Parameters of experts may be divided among replicas first: each *owns* one of equal parts along the first dimension. Then a bucket
+holds such parts, and is sharded over the replicas that own the same one.
 """
 
 from __future__ import annotations
@@ -29,22 +32,24 @@ ALIGNMENT = 64
 class Bucket:
     """Attributes:
     names: of the parameters, in the order in which they lie.
-    tensors: their specs. Each is laid out in the order of its own memory, so that its view has its own strides.
+    tensors: their specs (of their parts). Each is laid out in the order of its own memory, so that its view has its own strides.
     members: number of equal shards; the flat tensor is padded until they are.
     dtype: of the flat tensor; gradients may be summed in another dtype than theirs.
+    owners: groups of replicas; the i-th of a group owns the i-th part of each parameter. Empty: parameters are whole.
     """
 
     names: tuple[str, ...]
     tensors: tuple[TensorSpec, ...]
     members: int
     dtype: torch.dtype
+    owners: tuple[tuple[int, ...], ...] = ()
 
     def __hash__(self) -> int:
         return self._hash
 
     @cached_property
     def _hash(self) -> int:
-        return hash((self.names, self.members, self.dtype))
+        return hash((self.names, self.members, self.dtype, self.owners))
 
     @cached_property
     def offsets(self) -> tuple[int, ...]:
@@ -79,14 +84,38 @@ class Bucket:
         """One member's shard of it."""
         return TensorSpec((self.shard,), self.dtype, (1,))
 
-    def pieces(self, member: int) -> Iterator[tuple[str, int, int, int]]:
-        """What a member's shard holds: name, and elements `start:stop` of that parameter (in the order of its memory), which
+    @property
+    def degree(self) -> int:
+        """Parts into which each parameter is divided."""
+        return len(self.owners[0]) if self.owners else 1
+
+    def part_of(self, replica: int) -> int:
+        """Which part of the parameters a replica owns."""
+        return next((group.index(replica) for group in self.owners if replica in group), 0)
+
+    def sharers(self, replica: int) -> tuple[int, ...]:
+        """The replicas over which the bucket is sharded that this one has a shard of, in the order of the shards."""
+        part = self.part_of(replica)
+        return tuple(group[part] for group in self.owners) or tuple(range(self.members))
+
+    def member(self, replica: int) -> int:
+        """Which shard a replica has."""
+        return self.sharers(replica).index(replica)
+
+    def own(self, whole: torch.Tensor, replica: int) -> torch.Tensor:
+        """What a replica owns of a parameter: a view of it."""
+        return whole.chunk(self.degree)[self.part_of(replica)] if self.owners else whole
+
+    def pieces(self, replica: int) -> Iterator[tuple[str, int, int, int]]:
+        """What a replica's shard holds: name, and elements `start:stop` of that parameter (in the order of its memory), which
         lie in the shard from `offset` on."""
-        first, last = member * self.shard, (member + 1) * self.shard
+        first = self.member(replica) * self.shard
+        last, part = first + self.shard, self.part_of(replica)
         for name, spec, begin in zip(self.names, self.tensors, self.offsets, strict=True):
             start, stop = max(first, begin), min(last, begin + spec.numel)
             if start < stop:
-                yield name, start - begin, stop - begin, start - first
+                before = part * spec.numel - begin
+                yield name, start + before, stop + before, start - first
 
     def empty(self, device: torch.device | str) -> torch.Tensor:
         """A flat tensor without content, but for zeros in the gaps."""
@@ -124,14 +153,25 @@ def flattened(tensor: torch.Tensor, spec: TensorSpec) -> torch.Tensor:
 
 @torch.no_grad()
 def packed(bucket: Bucket, tensors: Mapping[str, torch.Tensor], device: torch.device | str) -> torch.Tensor:
-    """The named tensors in a new flat tensor of a bucket."""
+    """The named tensors (parts, where the bucket holds parts) in a new flat tensor of a bucket."""
     flat = bucket.empty(device)
     for name, view in zip(bucket.names, bucket.views(flat), strict=True):
         view.copy_(tensors[name])
     return flat
 
 
-def buckets_of(params: Sequence[ParamInfo], size: int, members: int, dtype: torch.dtype | None = None) -> list[Bucket]:
+def packed_params(bucket: Bucket, params: Mapping[str, torch.Tensor], replica: int, device: torch.device | str) -> torch.Tensor:
+    """A bucket of whole parameters, as a replica has it: with the parts that it owns."""
+    return packed(bucket, {name: bucket.own(params[name], replica) for name in bucket.names}, device)
+
+
+def buckets_of(
+    params: Sequence[ParamInfo],
+    size: int,
+    members: int,
+    dtype: torch.dtype | None = None,
+    owners: tuple[tuple[int, ...], ...] = (),
+) -> list[Bucket]:
     """Parameters in buckets: of one dtype, in order, each closed as soon as it has `size` bytes.
 
     Args:
@@ -139,6 +179,7 @@ def buckets_of(params: Sequence[ParamInfo], size: int, members: int, dtype: torc
         size: bytes.
         members: shards of each bucket.
         dtype: of the flat tensors; None for the parameters' own.
+        owners: as in `Bucket`; `params` are then parts.
     """
     found: list[list[ParamInfo]] = []
     open_: dict[torch.dtype, tuple[list[ParamInfo], int]] = {}
@@ -150,6 +191,6 @@ def buckets_of(params: Sequence[ParamInfo], size: int, members: int, dtype: torc
         bucket.append(info)
         open_[info.spec.dtype] = (bucket, filled + info.spec.nbytes)
     return [
-        Bucket(tuple(p.name for p in bucket), tuple(p.spec for p in bucket), members, dtype or bucket[0].spec.dtype)
+        Bucket(tuple(p.name for p in bucket), tuple(p.spec for p in bucket), members, dtype or bucket[0].spec.dtype, owners)
         for bucket in found
     ]

@@ -36,11 +36,11 @@ def make_chunk(
 ) -> Chunk:
     """A chunk for `part` of the batch, with outputs as its code has them at that size."""
     interface = dag.code.interface_of(key)
-    specs = dag.step.at(len(part)).code_of(key).outputs
+    specs = dag.code_at(key, len(part)).outputs
     shared = Partial() if dag.replicas > 1 else Replicate()  # each replica has the gradients of its own samples
     outputs = tuple(
-        Value(out.kind, out.names, tensors, shared if out.kind == "grad" else Replicate())
-        for out, tensors in zip(interface.outputs, specs, strict=True)
+        Value(out.kind, out.names, tensors, shared if out.kind == "grad" else Replicate(), owned=dag.is_owned(key, i))
+        for i, (out, tensors) in enumerate(zip(interface.outputs, specs, strict=True))
     )
     state = (None,) * len(interface.state)
     return Chunk(region=key[0], kind=key[1], slice=part, inputs=inputs, outputs=outputs, tags=tags, state=state, **more)  # type: ignore[arg-type]

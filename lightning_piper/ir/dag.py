@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Iterable, Iterator
-from typing import TypeVar
+from collections.abc import Iterable, Iterator, Mapping
+from typing import Any, TypeVar
 
 import networkx as nx
 
@@ -33,6 +33,10 @@ class TrainingDAG:
         reassociated: indices of directives that take sums in another order here, though their contract is to change no bit
             elsewhere.
         overlaps: groups of an order whose members may interleave: for each filter of the group, its chunks.
+        owners: region -> groups of replicas that own its experts together (`Bucket.owners`), of regions whose experts are divided.
+        degrees: for each call of `dispatch` in the step, over how many devices its experts are divided; empty if none are.
+        parts: parameter -> into how many parts it is divided, of those that are.
+        levels: region -> what its replicate directive shards, and how it communicates (`directives.sharding.Level`).
     """
 
     def __init__(self, step: Step, size: int, partial: bool = False) -> None:
@@ -46,6 +50,10 @@ class TrainingDAG:
         self.named: dict[int, int] = {}
         self.reassociated: set[int] = set()
         self.overlaps: list[tuple[tuple[int, ...], ...]] = []
+        self.owners: dict[int, tuple[tuple[int, ...], ...]] = {}
+        self.degrees: tuple[int, ...] = ()
+        self.parts: dict[str, int] = {}
+        self.levels: dict[int, Any] = {}
         self._next = 0
 
     # Reading
@@ -67,8 +75,33 @@ class TrainingDAG:
     def interface(self, chunk: Chunk) -> Interface:
         return self.code.interface_of(chunk.key)
 
+    def divide(self, owners: Mapping[int, tuple[tuple[int, ...], ...]]) -> None:
+        """Divide the experts of some regions; their chunks have other code from now on."""
+        self.owners |= owners
+        degree = {site: len(groups[0]) for region, groups in self.owners.items() for site in self.code.experts[region].sites}
+        sites = [site for experts in self.code.experts.values() for site in experts.sites]
+        self.degrees = tuple(degree.get(site, 1) for site in range(max(sites) + 1))
+        self.parts = {n: len(groups[0]) for region, groups in self.owners.items() for n in self.code.experts[region].params}
+
+    def code_at(self, key: PassKey, samples: int) -> Code:
+        """The code of a pass for `samples` samples, as the DAG's devices run it."""
+        code = self.step.at(samples, self.degrees) if key[0] in self.owners else self.step.at(samples)
+        return code.code_of(key)
+
     def code_of(self, chunk: Chunk) -> Code:
-        return self.step.at(len(chunk.slice)).code_of(chunk.key)
+        return self.code_at(chunk.key, len(chunk.slice))
+
+    def is_owned(self, key: PassKey, index: int) -> bool:
+        """Does an output of a pass have rows of the experts that each device owns? See `Value.owned`."""
+        if key[0] not in self.owners:
+            return False
+        output = self.code.interface_of(key).outputs[index]
+        return output.kind != "grad" or output.names[0] in self.code.experts[key[0]].params
+
+    def spec_of(self, name: str) -> TensorSpec:
+        """The spec of a parameter as each device has it: of the part that it owns, where its experts are divided."""
+        spec = self.step.params[name].spec
+        return dataclasses.replace(spec, shape=(spec.shape[0] // self.parts.get(name, 1), *spec.shape[1:])) if spec.shape else spec
 
     def value(self, ref: Ref) -> Value:
         return self.nodes[ref[0]].outputs[ref[1]]
@@ -79,7 +112,7 @@ class TrainingDAG:
         while not isinstance(node, Chunk):
             ref = node.inputs[0]
             node = self.nodes[ref[0]]
-        return self.step.at(samples).code_of(node.key).outputs[ref[1]]
+        return self.code_at(node.key, samples).outputs[ref[1]]
 
     def of_type(self, kind: type[N]) -> Iterator[N]:
         return (node for node in self.nodes.values() if isinstance(node, kind))
@@ -178,6 +211,8 @@ class TrainingDAG:
         copy.absent = {tag: set(indices) for tag, indices in self.absent.items()}
         copy.named, copy.overlaps, copy.reassociated = dict(self.named), list(self.overlaps), set(self.reassociated)
         copy._next, copy.ops, copy.replicas = self._next, self.ops, self.replicas
+        copy.owners, copy.degrees, copy.parts = dict(self.owners), self.degrees, dict(self.parts)
+        copy.levels = dict(self.levels)
         return copy
 
     def __str__(self) -> str:

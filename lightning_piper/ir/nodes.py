@@ -120,6 +120,31 @@ class AllGather(Node):
 
 
 @dataclass(kw_only=True)
+class AllToAll(Node):
+    """Moves tokens between the devices that ask for experts and those that own them.
+
+        counts     reads counts [E], makes [devices, experts here]: what each device sends here
+        dispatch   rows to the owners of their experts: sorted by expert, and for each by the device that they come from
+        combine    rows back to where they came from, in the order in which they left
+
+    Reads the rows, and unless all experts have the same number of places, the counts at home and those that arrived.
+
+    Attributes:
+        way: `counts`, `dispatch` or `combine`.
+        region: that has the experts.
+        owners: groups of replicas that own all experts together, as in `Bucket.owners`.
+    """
+
+    way: str
+    region: int
+    owners: tuple[tuple[int, ...], ...]
+
+    @property
+    def label(self) -> str:
+        return f"alltoall.{self.way}"
+
+
+@dataclass(kw_only=True)
 class Pack(Node):
     """Some tensors of a bundle, laid into the flat tensor of a bucket."""
 

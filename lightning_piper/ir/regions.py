@@ -70,6 +70,8 @@ class Interface:
         batch: indices of the batch leaves read.
         seeds_gradient: the pass takes the gradient of the loss as its last argument.
         random: the pass draws random numbers and runs under a seed of its own.
+        arrives, leaves: of a region with experts, what each input and output is to an exchange of tokens: `counts`, `dispatch`
+            (rows that went to their experts), `combine` (rows on their way home), or nothing, "". Empty where there are none.
 
     The code's arguments are, in this order: all tensors of all inputs, params, buffers, state, batch, loss gradient.
     """
@@ -82,6 +84,25 @@ class Interface:
     batch: tuple[int, ...] = ()
     seeds_gradient: bool = False
     random: bool = False
+    arrives: tuple[str, ...] = ()
+    leaves: tuple[str, ...] = ()
+
+
+@dataclass(frozen=True)
+class Experts:
+    """The experts of a region.
+
+    Attributes:
+        sites: the calls of `dispatch`, by their numbers in the step.
+        count: E.
+        params: the region's parameters whose first dimension is E.
+        even: each expert has the same number of places (capacity); else counts say how many rows it has.
+    """
+
+    sites: tuple[int, ...]
+    count: int
+    params: tuple[str, ...]
+    even: bool
 
 
 @dataclass(frozen=True)
@@ -128,6 +149,7 @@ class StepCode:
         batch_specs: specs of the leaves of the batch.
         halves: of the passes BI and BW. A region without weights to train has only BI, one that hands on no gradient only BW;
             this one is then all of B. What comes from other regions enters by the first half.
+        experts: of the regions that have any.
     """
 
     size: int
@@ -137,6 +159,7 @@ class StepCode:
     logs: tuple[Logged, ...]
     batch_specs: tuple[TensorSpec, ...]
     halves: Mapping[PassKey, tuple[Interface, Code]] = field(default_factory=dict)
+    experts: Mapping[int, Experts] = field(default_factory=dict)
 
     def halves_of(self, region: int) -> tuple[str, ...]:
         """What the backward pass of a region consists of: `BI`, `BW` or both; nothing where it has none."""
@@ -193,6 +216,12 @@ class Step(Protocol):
     @property
     def buffers(self) -> Mapping[str, TensorSpec]: ...
 
-    def at(self, size: int) -> StepCode:
-        """The step's code for a batch of `size` samples; traced at the first call, then cached."""
+    def at(self, size: int, degrees: tuple[int, ...] = ()) -> StepCode:
+        """The step's code for a batch of `size` samples; traced at the first call, then cached.
+
+        Args:
+            size: samples.
+            degrees: for each call of `dispatch`, the number of devices over which its experts are divided; the code of its region
+                then takes one device's part of the experts' parameters, and any number of rows. Empty: none is divided.
+        """
         ...

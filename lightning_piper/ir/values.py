@@ -95,6 +95,8 @@ class Value:
         tensors: specs of what each member holds.
         placement: what each member of the node's group holds.
         bucket: the named parameters (or their gradients) lie in one flat tensor, in this way; None: each is a tensor.
+        owned: its rows belong to the experts that each member owns (tokens on their way, or gradients of experts): another number
+            of rows, of other tokens, on each.
     """
 
     kind: str
@@ -102,6 +104,7 @@ class Value:
     tensors: tuple[TensorSpec, ...]
     placement: Placement = field(default_factory=Replicate)
     bucket: Bucket | None = None
+    owned: bool = False
 
     @property
     def nbytes(self) -> int:

@@ -13,13 +13,14 @@ import torch
 
 from lightning_piper.capture.eager import Outcome
 from lightning_piper.errors import VerificationError
-from lightning_piper.ir.buckets import Bucket, packed
+from lightning_piper.ir.buckets import Bucket, packed, packed_params
 from lightning_piper.ir.build import metric_names, reductions
 from lightning_piper.ir.dag import TrainingDAG
 from lightning_piper.ir.nodes import (
     Accumulate,
     AllGather,
     AllReduce,
+    AllToAll,
     Barrier,
     Chunk,
     Concat,
@@ -37,6 +38,7 @@ from lightning_piper.ir.nodes import (
 )
 from lightning_piper.ir.seeds import chunk_seed
 from lightning_piper.ir.values import Partial, Shard, TensorSpec
+from lightning_piper.verify.exchange import exchange
 
 Bundle = list[torch.Tensor]
 
@@ -78,12 +80,17 @@ class _Run:
 
     def step(self, node: Node) -> None:
         replicas = range(self.dag.replicas)
-        if isinstance(node, AllReduce | ReduceScatter):
-            total = self._sum_over_replicas(node)
-            made = [[total] if isinstance(node, AllReduce) else [[total[0].chunk(len(replicas))[r]]] for r in replicas]
+        if isinstance(node, AllReduce):
+            made = [[self._sum_over(node, replicas)]] * len(replicas)
+        elif isinstance(node, ReduceScatter):
+            bucket = _bucket_of(node)
+            made = [[[self._sum_over(node, bucket.sharers(r))[0].chunk(bucket.members)[bucket.member(r)]]] for r in replicas]
         elif isinstance(node, AllGather):
-            whole = torch.cat([self.values[node.inputs[0], r][0] for r in replicas])
-            made = [[[whole]] for _ in replicas]
+            bucket = _bucket_of(node)
+            made = [[[torch.cat([self.values[node.inputs[0], s][0] for s in bucket.sharers(r)])]] for r in replicas]
+        elif isinstance(node, AllToAll):
+            held = [[self.values[ref, r][0] for ref in node.inputs] for r in replicas]
+            made = [[[x]] for x in exchange(node, self.dag.code.experts[node.region].even, held)]
         elif isinstance(node, Update):
             self._update(node)
             made = [[] for _ in replicas]
@@ -126,7 +133,8 @@ class _Run:
                 return [[packed(bucket, by_name, inputs[0][0].device)]]
             case Parameters():
                 bucket = _bucket_of(node)
-                return [[packed(bucket, self.tensors, self.tensors[bucket.names[0]].device).chunk(bucket.members)[replica]]]
+                flat = packed_params(bucket, self.tensors, replica, self.tensors[bucket.names[0]].device)
+                return [[flat.chunk(bucket.members)[bucket.member(replica)]]]
         raise VerificationError(f"{node.label} is a node type that the reference interpreter does not know")
 
     def _chunk(self, chunk: Chunk, replica: int, inputs: list[Bundle]) -> list[Bundle]:
@@ -156,7 +164,7 @@ class _Run:
         found = []
         for name, ref in zip(names, chunk.params or (None,) * len(names), strict=True):
             if ref is None:
-                found.append(self.tensors[name])
+                found.append(self.tensors[name])  # of divided experts, all of them: they come from a gather, or not at all
             else:
                 bucket = self.dag.value(ref).bucket
                 assert bucket is not None
@@ -177,9 +185,9 @@ class _Run:
             vector[replica * len(names) + metric] = _reduced(names[metric], values)
         return vector
 
-    def _sum_over_replicas(self, node: AllReduce | ReduceScatter) -> Bundle:
-        """The metrics of all regions and replicas, or the gradients of one region from all replicas."""
-        return _fold([self.values[ref, r] for r in range(self.dag.replicas) for ref in node.inputs])
+    def _sum_over(self, node: Node, replicas: Sequence[int]) -> Bundle:
+        """The metrics of all regions, or the gradients of one region, from some replicas."""
+        return _fold([self.values[ref, r] for r in replicas for ref in node.inputs])
 
     def _report(self, node: Report) -> None:
         vector = _fold([self.values[ref, 0] for ref in node.inputs])[0]
@@ -198,18 +206,26 @@ class _Run:
             if isinstance(placement, Partial):  # not yet summed over the replicas: so it is in a program that is not finished
                 held = [_fold(held)] * len(held)
             elif isinstance(placement, Shard):
-                held = [[torch.cat(shards) for shards in zip(*held, strict=True)]] * len(held)
+                assert value.bucket is not None
+                held = [[torch.cat([held[s][0] for s in value.bucket.sharers(r)])] for r in replicas]
             summands.append(held)
         found = [_fold([held[r] for held in summands]) for r in replicas]
         if value.bucket is not None:  # the optimizer takes gradients in the parameters' own dtype
             specs = value.bucket.tensors
             found = [[x.to(s.dtype) for x, s in zip(value.bucket.views(flat[0]), specs, strict=True)] for flat in found]
+            # Each group of owners has all parts together.
+            found = [_joined([found[r] for r in group]) for group in value.bucket.owners] or found
         into = self.buffers if value.kind == "buffer" else self.grads
         for bundle in found:
             for name, tensor in zip(value.names, bundle, strict=True):
                 if name in into and not torch.equal(into[name], tensor):
                     raise VerificationError(f"devices {node.devices} disagree about the {value.kind} of {name}")
                 into[name] = tensor
+
+
+def _joined(parts: list[Bundle]) -> Bundle:
+    """Whole tensors from their parts along the first dimension."""
+    return [torch.cat(xs) for xs in zip(*parts, strict=True)]
 
 
 def _reduced(reduction: str, values: list[torch.Tensor]) -> torch.Tensor:

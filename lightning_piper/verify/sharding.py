@@ -19,6 +19,7 @@ from lightning_piper.ir.nodes import (
     Update,
 )
 from lightning_piper.ir.values import Partial, Replicate, Shard, Value
+from lightning_piper.verify import experts
 from lightning_piper.verify.facts import Facts, names_of
 
 Updates = Mapping[str, Mapping[tuple[int, ...], Update]]  # name -> devices -> update
@@ -35,6 +36,8 @@ def flat_values(facts: Facts, node: Node) -> Iterable[str]:
             if isinstance(value.placement, Shard):
                 yield f"{facts.at(node)} makes {value.label} in shards, but lays it in no bucket"
             continue
+        if value.owned != bool(bucket.owners):
+            yield f"{facts.at(node)} names {value.label} {'parts' if value.owned else 'whole'}, and its bucket says otherwise"
         sharded = isinstance(value.placement, Shard)
         made = bucket.part if sharded else bucket.whole
         if value.names != bucket.names or value.tensors != (made,) or value.placement not in (Shard(0), Partial(), Replicate()):
@@ -47,12 +50,15 @@ def flat_values(facts: Facts, node: Node) -> Iterable[str]:
 
 def _misfit(dag: TrainingDAG, bucket: Bucket) -> str | None:
     """Why a bucket does not fit the step; None if it does."""
-    if bucket.members != dag.replicas:
-        return f"of {bucket.members} shards, and there are {dag.replicas} replicas"
+    sharers = len(bucket.owners) or dag.replicas
+    if bucket.members != sharers:
+        return f"of {bucket.members} shards, and there are {sharers} replicas that have the same parameters"
     for name, spec in zip(bucket.names, bucket.tensors, strict=True):
         if name not in dag.step.params:
             return f"that holds {name}, which is no parameter of the module"
-        if dag.step.params[name].spec != spec:
+        if bucket.owners != experts.owners_of(dag, name):
+            return f"that holds {name}, which other replicas own"
+        if dag.spec_of(name) != spec:
             return f"that holds {name} as {spec}, not as the module does"
     if len(set(bucket.names)) < len(bucket.names):
         return "that holds a parameter twice"
@@ -67,8 +73,11 @@ def pack(facts: Facts, node: Pack) -> Iterable[str]:
         yield f"{facts.at(node)} makes no flat tensor of a bucket"
     elif value.bucket is not None or value.kind != made.kind or not set(made.names) <= set(value.names):
         yield f"{facts.at(node)} packs {names_of(made.names)}, which {facts.named(node.inputs[0])} does not hold"
-    if made.placement != value.placement:
-        yield f"{facts.at(node)} hands on {value.placement} as {made.placement}"
+    # What no other replica owns is summed already, and its whole is its only shard.
+    alone = made.bucket is not None and bool(made.bucket.owners) and made.bucket.members == 1
+    held = Shard(0) if alone and isinstance(value.placement, Partial) else value.placement
+    if made.placement != held:
+        yield f"{facts.at(node)} hands on {held} as {made.placement}"
 
 
 def reduce_scatter(facts: Facts, node: ReduceScatter) -> Iterable[str]:
@@ -121,7 +130,7 @@ def all_gather(facts: Facts, node: AllGather) -> Iterable[str]:
 
 
 def _carries(value: Value) -> tuple[object, ...]:
-    return value.kind, value.names, value.bucket
+    return value.kind, value.names, value.bucket, value.owned
 
 
 def read_params(facts: Facts, node: Chunk) -> Iterable[str]:

@@ -21,6 +21,7 @@ from lightning_piper.ir.nodes import (
     Accumulate,
     AllGather,
     AllReduce,
+    AllToAll,
     Chunk,
     Concat,
     Cut,
@@ -35,7 +36,7 @@ from lightning_piper.ir.nodes import (
     Update,
 )
 from lightning_piper.ir.values import Partial, Replicate, Slice
-from lightning_piper.verify import sharding
+from lightning_piper.verify import experts, sharding
 from lightning_piper.verify.completeness import incomplete
 from lightning_piper.verify.facts import Contributions, Facts, Origin, names_of, slices_of, specs_of
 
@@ -61,7 +62,7 @@ def check(dag: TrainingDAG, final: bool = False) -> None:
 
 class _Checker(Facts):
     def problems(self, final: bool) -> Iterable[str]:
-        found = list(self._structure())
+        found = [*self._structure(), *experts.division(self)]
         if found:  # the rest needs a sound graph
             return found
         for node_id in nx.topological_sort(self.dag.graph):
@@ -131,10 +132,12 @@ class _Checker(Facts):
                 yield f"{self.at(node)} names {value.label} {says}; of {node.slice} its code makes {makes}"
             # Each replica has the gradients of its own samples.
             held = Partial() if made.kind == "grad" and self.dag.replicas > 1 else Replicate()
-            if (value.kind, value.names, value.placement, value.bucket) != (made.kind, made.names, held, None):
+            owned = self.dag.is_owned(node.key, interface.outputs.index(made))
+            if (value.kind, value.names, value.placement, value.bucket, value.owned) != (made.kind, made.names, held, None, owned):
                 yield f"{self.at(node)} names {value.label} {value.placement} what is {made.kind}:{names_of(made.names)} {held}"
         yield from self._state(node)
         yield from sharding.read_params(self, node)
+        yield from experts.exchanged(self, node)
 
     def _enters_whole(self, ref: Ref, origin: Origin, part: Slice) -> bool:
         """A forward value whose shape does not follow the batch may be made from more samples than the part that reads it."""
@@ -285,4 +288,5 @@ _CHECKS: dict[type[Node], Callable[..., Iterable[str]]] = {
     Chunk: _Checker._chunk, Send: _Checker._identity, Recv: _Checker._identity, Cut: _Checker._cut, Concat: _Checker._concat,
     Accumulate: _Checker._accumulate, Update: _Checker._update, Metrics: _Checker._metrics, AllReduce: sharding.all_reduce,
     Pack: sharding.pack, ReduceScatter: sharding.reduce_scatter, Parameters: sharding.parameters, AllGather: sharding.all_gather,
+    AllToAll: experts.all_to_all,
 }  # fmt: skip

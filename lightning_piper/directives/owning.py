@@ -1,0 +1,132 @@
+"""Parameters of experts that are divided over replicas: each replica has, sums and updates those of its own experts.
+
+Such parameters lie in buckets of their own (`Bucket.owners`). The gradient that an owner makes is of the tokens of all replicas of
+its group; it is summed over the replicas that own the same experts, each of which updates a shard of the bucket:
+
+    pack -> accumulate -> (reduce-scatter over those who own the same) -> update;   one gather of the parameters a step
+
+This follows from what `dag.owners` and `dag.levels` say, whichever directive came first.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Iterable, Sequence
+
+from lightning_piper.directives.sharding import Conflict, Group, Level, gather_at, readers_of, scatter
+from lightning_piper.ir.buckets import Bucket, buckets_of
+from lightning_piper.ir.dag import TrainingDAG
+from lightning_piper.ir.nodes import Accumulate, AllGather, Chunk, Node, Pack, Parameters, Ref, Update
+from lightning_piper.ir.values import Partial, Shard, Value
+
+
+def own_experts(dag: TrainingDAG, regions: Iterable[int]) -> list[Node]:
+    """Let the owners of the experts of `regions` have, sum and update them, as `dag.levels` says. Returns the updates, which may
+    read values of other devices.
+
+    Raises:
+        Conflict: regions that share parameters are treated differently.
+    """
+    readers = readers_of(dag)
+    families: dict[frozenset[int], list[str]] = {}
+    for region in sorted(set(regions) & dag.owners.keys()):
+        for name in dag.code.experts[region].params:
+            names = families.setdefault(readers[name], [])
+            if name not in names:
+                names.append(name)
+    updates: list[Node] = []
+    for family, names in families.items():
+        _undo(dag, set(names))
+        updates += _own(dag, sorted(family), names)
+    return updates
+
+
+def _own(dag: TrainingDAG, family: Sequence[int], names: Sequence[str]) -> list[Node]:
+    """`names` are the parameters that the regions of `family` share."""
+    owners = dag.owners[family[0]]
+    level = _level(dag, family, names, members=len(owners))
+    chunks = [chunk for chunk in dag.of_type(Chunk) if chunk.region in family]
+    trained = {name for chunk in chunks for value in chunk.outputs if value.kind == "grad" for name in value.names}
+    updates: list[Node] = []
+    buckets: list[Bucket] = []
+    for some in ([n for n in names if n in trained], [n for n in names if n not in trained]):
+        params = [dataclasses.replace(dag.step.params[name], spec=dag.spec_of(name)) for name in some]
+        buckets += buckets_of(params, level.bucket_bytes, len(owners), None, owners)
+    for bucket in buckets:
+        if bucket.names[0] in trained:
+            updates += _sum(dag, family, chunks, bucket if level.dtype is None else bucket.in_dtype(level.dtype), level)
+    for home in dict.fromkeys(chunk.devices for chunk in chunks):
+        gather_at(dag, home, buckets, level)
+    return updates
+
+
+def _level(dag: TrainingDAG, family: Sequence[int], names: Sequence[str], members: int) -> Level:
+    """What the replicate directive of these regions says. The optimizer's state is sharded over all who own the same experts."""
+    found = {dag.levels[region] for region in family if region in dag.levels}
+    if len(found) > 1:
+        raise Conflict(f"the experts' parameters {', '.join(names[:3])} are used in regions that are replicated differently")
+    level = next(iter(found), Level())
+    return dataclasses.replace(
+        level, optimizer=True, gradients=level.gradients and members > 1, parameters=level.parameters and members > 1
+    )
+
+
+def _sum(dag: TrainingDAG, family: Sequence[int], chunks: Sequence[Chunk], bucket: Bucket, level: Level) -> list[Node]:
+    """Sum the gradients of a bucket, for each region and home, and update the bucket at each home with all of these sums."""
+    totals: list[Ref] = []
+    for region in reversed(family):  # as the backward pass comes to them
+        terms: dict[Group, list[tuple[Chunk, int]]] = {}
+        for chunk in sorted((c for c in chunks if c.region == region), key=lambda c: c.slice):
+            for i, value in enumerate(chunk.outputs):
+                if value.kind == "grad" and bucket.names[0] in value.names:
+                    terms.setdefault(chunk.devices, []).append((chunk, i))
+        totals += [_total(dag, made, bucket, level) for made in terms.values()]
+    tags = dag.nodes[totals[0][0]].tags if len(family) == 1 else {}
+    return [
+        dag.add(Update(inputs=tuple(totals), tags=tags, devices=home, placed_by=dag.origin))
+        for home in dict.fromkeys(chunk.devices for chunk in chunks)
+    ]
+
+
+def _total(dag: TrainingDAG, terms: Sequence[tuple[Chunk, int]], bucket: Bucket, level: Level) -> Ref:
+    """The sum of what chunks on the same devices make, and of the others who own the same experts."""
+    alone = bucket.members == 1
+    value = Value("grad", bucket.names, (bucket.whole,), Shard(0) if alone else Partial(), bucket, owned=True)
+    first = terms[0][0]
+    tags = {tag: index for tag, index in first.tags.items() if tag in dag.regions[first.region].tags}
+    packs = []
+    for chunk, i in terms:
+        pack: Node = dag.add(
+            Pack(inputs=((chunk.id, i),), outputs=(value,), tags=tags, devices=chunk.devices, placed_by=chunk.placed_by)
+        )
+        if level.gradients:
+            pack = scatter(dag, pack, level)
+        packs.append((pack.id, 0))
+    made = dag.value(packs[0])
+    total: Node = dag.add(
+        Accumulate(inputs=tuple(packs), outputs=(made,), tags=tags, devices=first.devices, placed_by=first.placed_by)
+    )
+    if not alone and not level.gradients:
+        total = scatter(dag, total, level)
+    return (total.id, 0)
+
+
+def _undo(dag: TrainingDAG, names: set[str]) -> None:
+    """Remove everything between chunks and the optimizer for some parameters: sums of gradients, updates, gathers."""
+    stack: list[Node] = []
+    for chunk in list(dag.of_type(Chunk)):
+        held = dag.interface(chunk).params
+        if not names.isdisjoint(held) and chunk.params:
+            left = tuple(None if name in names else ref for name, ref in zip(held, chunk.params, strict=True))
+            dag.rewire(chunk, params=left if any(left) else ())
+        for i, value in enumerate(chunk.outputs):
+            if value.kind == "grad" and names.issuperset(value.names):
+                stack += dag.readers((chunk.id, i))
+    gathered = [n for n in dag.nodes.values() if isinstance(n, Parameters | AllGather) and names.issuperset(n.outputs[0].names)]
+    removed: dict[int, Node] = {node.id: node for node in gathered}
+    while stack:
+        node = stack.pop()
+        if node.id not in removed:
+            removed[node.id] = node
+            stack += dag.users(node)
+    dag.remove(removed.values())

@@ -1,0 +1,222 @@
+"""`shard`: expert parallelism. The experts of a region are divided over devices, and tokens travel to them and back."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Sequence
+from typing import Any, ClassVar
+
+from lightning_piper.directives.base import Contract, Directive, register
+from lightning_piper.directives.owning import own_experts
+from lightning_piper.directives.sharding import Conflict, readers_of
+from lightning_piper.directives.shares import divide
+from lightning_piper.directives.transfers import connect
+from lightning_piper.experts import COMBINE, COUNTS, DISPATCH
+from lightning_piper.ir.build import make_chunk
+from lightning_piper.ir.dag import TrainingDAG
+from lightning_piper.ir.filters import Filter
+from lightning_piper.ir.nodes import AllToAll, Chunk, Ref
+from lightning_piper.ir.regions import Experts
+from lightning_piper.ir.values import Slice, TensorSpec, Value
+
+Owners = tuple[tuple[int, ...], ...]
+
+
+@register
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Shard(Directive):
+    """Divide the experts of the regions that `filter` selects over the devices of a group.
+
+        F[EP=0] @0,1     --shard {EP: 0} over [0, 1]-->     all-to-all -> F[EP=0], half of the experts on each @0,1 -> all-to-all
+
+    Attributes:
+        filter: selects chunks; they are placed on the groups already, and split. Of what it selects, regions between
+            `piper.dispatch` and `piper.combine` are divided; what stands around them in the same annotation is not.
+        devices: one group, `[0, 1]`, or a list of groups, `[[0, 1], [2, 3]]`, each of which has all experts: device i of n the
+            i-th of n equal parts. A stage on `[0, 1, 2, 3]` may have its experts twice, on `[0, 1]` and on `[2, 3]`.
+        stream: logical stream of the exchanges of tokens.
+
+    Every device works on its own share of the batch, as under a `replicate` over the same devices. Parameters of a divided region
+    whose first dimension is the number of experts, their gradients and optimizer states are divided; gradients are summed over the
+    devices that own the same experts, which divide the optimizer's state further. All other parameters are summed as a
+    `replicate` of their region says. That directive may come before or after this one, and its levels (shard_grads, shard_params)
+    hold for the experts too, over the devices that own the same ones.
+
+    The gradient of an expert is a sum over the tokens of all devices: equal up to re-association.
+    """
+
+    op: ClassVar[str] = "shard"
+    contract: ClassVar[Contract] = "reassociated"
+
+    filter: Filter
+    devices: Sequence[int] | Sequence[Sequence[int]]
+    stream: str = "alltoall"
+
+    def check_fields(self) -> None:
+        self.check_filter("filter", self.filter)
+        for group in self._groups():
+            self.check_device_list("devices", group)
+        sizes = sorted({len(group) for group in self._groups()})
+        if len(sizes) > 1 or sizes[0] < 2:
+            self.refuse("devices", f"groups of {sizes} devices", "give groups of one size, of at least two devices")
+        members = [device for group in self._groups() for device in group]
+        if len(set(members)) < len(members):
+            twice = next(device for device in members if members.count(device) > 1)
+            self.refuse("devices", f"device {twice} is in two places", "give each device one part of the experts")
+        if not isinstance(self.stream, str) or not self.stream:
+            self.refuse("stream", f"{self.stream!r} is not a stream", "give a non-empty name such as 'alltoall'")
+
+    def apply(self, dag: TrainingDAG) -> None:
+        selected = {chunk.region for chunk in self.select(dag, "filter", self.filter)}
+        regions = sorted(selected & dag.code.experts.keys())
+        if not regions:
+            self.refuse(
+                "filter",
+                f"selects {', '.join(dag.regions[r].label for r in sorted(selected)[:3])}, where no token is dispatched",
+                "mark where tokens enter and leave the experts, with piper.dispatch and piper.combine",
+            )
+        chunks = {region: [c for c in dag.of_type(Chunk) if c.region == region] for region in regions}
+        owners = self._owners([chunk for found in chunks.values() for chunk in found])
+        for region in regions:
+            self._check_region(dag, region, len(owners[0]))
+        self._check_shared(dag, regions, owners)
+        divide(dag, sum(map(len, owners)), self)
+        dag.divide(dict.fromkeys(regions, owners))
+        for found in chunks.values():
+            self._exchange(dag, found, owners)
+        try:
+            connect(dag, own_experts(dag, regions))
+        except Conflict as conflict:
+            self.refuse("filter", str(conflict), "replicate regions that share parameters alike")
+
+    def _groups(self) -> list[tuple[int, ...]]:
+        groups: Any = self.devices
+        nested = isinstance(groups, list | tuple) and groups and isinstance(groups[0], list | tuple)
+        return [tuple(group) for group in groups] if nested else [groups if not isinstance(groups, list) else tuple(groups)]
+
+    def _owners(self, chunks: Sequence[Chunk]) -> Owners:
+        """The groups as places in the chunks' devices, the same ones at all homes."""
+        found: dict[Owners, Chunk] = {}
+        for chunk in chunks:
+            here = [group for group in self._groups() if set(group) & set(chunk.devices)]
+            if sorted(device for group in here for device in group) != sorted(chunk.devices):
+                where = f"on {list(chunk.devices)}" if chunk.devices else "on no device yet"
+                given = [list(group) for group in self._groups()]
+                self.refuse("devices", f"{chunk.label} is {where}", f"place it first; {given} must make up all of its devices")
+            found[tuple(sorted(tuple(chunk.devices.index(device) for device in group) for group in here))] = chunk
+        if len(found) > 1:
+            shown = " and ".join(f"{chunk.label} on {list(chunk.devices)}" for chunk in found.values())
+            self.refuse(
+                "devices", f"{shown} would have their experts at different places", "list the devices of all groups in one order"
+            )
+        return next(iter(found))
+
+    def _check_region(self, dag: TrainingDAG, region: int, degree: int) -> None:
+        experts, label = dag.code.experts[region], f"region {dag.regions[region].label} ({dag.regions[region].source})"
+        if region in dag.owners:
+            self.refuse("filter", f"the experts of {label} are divided already", "shard each region once")
+        if experts.count % degree:
+            self.refuse(
+                "devices",
+                f"{degree} devices cannot divide the {experts.count} experts of {label}",
+                "give a divisor of their number",
+            )
+        if not experts.params:
+            self.refuse(
+                "filter",
+                f"{label} has no parameter whose first dimension is its number of experts, {experts.count}",
+                "stack the experts' weights along a first dimension",
+            )
+        for (of, kind), interface in dag.code.interfaces.items():
+            if of != region:
+                continue
+            if interface.random:
+                self.refuse("filter", f"{label} draws random numbers, and other tokens would get them", "move dropout out of it")
+            if interface.batch or interface.seeds_gradient:
+                self.refuse("filter", f"{label} reads the batch, or makes the loss", "give it what it needs through piper.dispatch")
+            entering = zip(interface.inputs, interface.arrives, strict=True)
+            direct = [dag.code.interface_of(ref[:2]).outputs[ref[2]] for ref, way in entering if not way and ref[0] != region]
+            direct += [
+                out
+                for out, way in zip(interface.outputs, interface.leaves, strict=True)
+                if not way and out.kind not in ("saved", "grad")
+            ]
+            if direct:
+                names = ", ".join(f"{out.kind} {out.names[0]}" for out in direct[:3])
+                self.refuse(
+                    "filter",
+                    f"{kind} of {label} takes or hands out {names} past dispatch and combine; between them, tokens are elsewhere",
+                    "let everything that enters go through piper.dispatch, and everything that leaves through piper.combine",
+                )
+
+    def _check_shared(self, dag: TrainingDAG, regions: Sequence[int], owners: Owners) -> None:
+        """What is divided is divided for all who read it, and in equal runs of memory."""
+        readers = readers_of(dag)
+        for name in dict.fromkeys(name for region in regions for name in dag.code.experts[region].params):
+            for other in sorted(readers[name]):
+                mine = other in regions or dag.owners.get(other) == owners
+                if not mine or name not in dag.code.experts[other].params:
+                    self.refuse(
+                        "filter",
+                        f"{name} is used in {dag.regions[other].label} too, whose experts are not divided so",
+                        "select all regions that use it",
+                    )
+            spec = dag.step.params[name].spec
+            if spec.layout[0] != 0:
+                self.refuse(
+                    "filter", f"{name} has strides {list(spec.stride)}: its experts lie between each other", "make it contiguous"
+                )
+
+    def _exchange(self, dag: TrainingDAG, chunks: Sequence[Chunk], owners: Owners) -> None:
+        """Put exchanges around the chunks of one region, which have other code and other values from here on."""
+        experts = dag.code.experts[chunks[0].region]
+        routes: dict[Slice, tuple[Ref, ...]] = {}  # counts at home, and those that arrived
+        for chunk in sorted(chunks, key=lambda c: (c.kind != "F", c.id)):
+            interface, home = dag.interface(chunk), chunk.outputs
+            if chunk.slice not in routes and not experts.even:
+                counts = chunk.inputs[interface.arrives.index(COUNTS)]
+                arrived = self._all_to_all(dag, chunk, COUNTS, (counts,), _counts(dag.value(counts), experts, owners), owners)
+                routes[chunk.slice] = (counts, arrived)
+            route = routes.get(chunk.slice, ())
+            chunk.outputs = make_chunk(dag, chunk.key, chunk.slice, (), {}).outputs
+            inputs = []
+            for ref, way in zip(chunk.inputs, interface.arrives, strict=True):
+                if way == COUNTS:
+                    ref = route[1]
+                elif way == DISPATCH:
+                    value = _sent(dag.value(ref), experts, owners)
+                    ref = self._all_to_all(dag, chunk, DISPATCH, (ref, *route), value, owners)
+                inputs.append(ref)
+            dag.rewire(chunk, inputs=tuple(inputs))
+            for i, way in enumerate(interface.leaves):
+                if way == COMBINE:
+                    readers = dag.readers((chunk.id, i))
+                    back = self._all_to_all(dag, chunk, COMBINE, ((chunk.id, i), *route), home[i], owners)
+                    for reader in readers:
+                        dag.substitute(reader, (chunk.id, i), back)
+
+    def _all_to_all(self, dag: TrainingDAG, chunk: Chunk, way: str, inputs: tuple[Ref, ...], value: Value, owners: Owners) -> Ref:
+        tags = {tag: index for tag, index in chunk.tags.items() if tag != "PASS"}
+        node = AllToAll(inputs=inputs, outputs=(value,), tags=tags, devices=chunk.devices, stream=self.stream,
+                        placed_by=dag.origin, way=way, region=chunk.region, owners=owners)  # fmt: skip
+        return (dag.add(node).id, 0)
+
+
+def _counts(value: Value, experts: Experts, owners: Owners) -> Value:
+    """`[devices of the group, experts of each]`."""
+    degree = len(owners[0])
+    here = experts.count // degree
+    return dataclasses.replace(value, tensors=(TensorSpec((degree, here), value.tensors[0].dtype, (here, 1)),), owned=True)
+
+
+def _sent(value: Value, experts: Experts, owners: Owners) -> Value:
+    """Rows at their experts; where their number is open, as many as at home, which is the balanced case."""
+    (spec,), degree = value.tensors, len(owners[0])
+    shape = spec.shape
+    if experts.even:
+        shape = (shape[0] // degree, shape[1] * degree, *shape[2:])
+    stride, steps = [], 1
+    for size in reversed(shape):
+        stride.append(steps)
+        steps *= max(size, 1)
+    return dataclasses.replace(value, tensors=(TensorSpec(shape, spec.dtype, tuple(reversed(stride))),), owned=True)

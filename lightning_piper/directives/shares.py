@@ -1,0 +1,73 @@
+"""Shares of the batch: every replica of a step works on its own part."""
+
+from __future__ import annotations
+
+import dataclasses
+
+import networkx as nx
+
+from lightning_piper.directives.base import Directive
+from lightning_piper.ir.build import metrics_value
+from lightning_piper.ir.dag import TrainingDAG
+from lightning_piper.ir.nodes import AllReduce, Chunk, Concat, Cut, Metrics, Node
+from lightning_piper.ir.values import Partial, Slice
+
+
+def divide(dag: TrainingDAG, replicas: int, directive: Directive) -> None:
+    """Give every replica its share, for `directive`; all regions at once, since each slice goes through all of them.
+
+    Raises:
+        DirectiveError: the batch cannot be divided so.
+    """
+    if dag.replicas == replicas:
+        return
+    if dag.replicas != 1:
+        directive.refuse("devices", f"{replicas} replicas, another directive has {dag.replicas}", "divide all regions alike")
+    for chunk in dag.of_type(Chunk):
+        if dag.interface(chunk).state:
+            changed = ", ".join(dag.interface(chunk).state[:3])
+            directive.refuse(
+                "filter",
+                f"{chunk.label} changes {changed}, and every replica would in another way",
+                "use a layer without running statistics, such as GroupNorm or LayerNorm",
+            )
+        if chunk.slice.start % replicas or chunk.slice.stop % replicas:
+            directive.refuse(
+                "devices",
+                f"{chunk.label} works on samples {chunk.slice}, which {replicas} replicas cannot divide evenly",
+                f"let batch and microbatches have a multiple of {replicas} samples",
+            )
+    dag.replicas = replicas
+    for node_id in list(nx.topological_sort(dag.graph)):
+        _shrink(dag, dag.nodes[node_id], replicas)
+
+
+def _shrink(dag: TrainingDAG, node: Node, replicas: int) -> None:
+    """What a node works on and makes, for one replica's share. Nodes come in an order in which inputs are shrunk before."""
+    if isinstance(node, Chunk):
+        node.slice = _part(node.slice, replicas)
+        node.outputs = tuple(
+            dataclasses.replace(value, tensors=tensors, placement=Partial() if value.kind == "grad" else value.placement)
+            for value, tensors in zip(node.outputs, dag.code_of(node).outputs, strict=True)
+        )
+    elif isinstance(node, Metrics):
+        node.slices = tuple(_part(part, replicas) for part in node.slices)
+        node.outputs = (dataclasses.replace(metrics_value(dag), placement=Partial()),)
+    elif isinstance(node, AllReduce):  # of the metrics: those of gradients come later
+        node.outputs = (metrics_value(dag),)
+    elif isinstance(node, Cut | Concat):
+        if isinstance(node, Cut):
+            node.start, node.stop = node.start // replicas, node.stop // replicas
+            rows = node.stop - node.start
+        else:
+            rows = sum(dag.value(ref).tensors[0].shape[node.dim] for ref in node.inputs)
+        per_sample = dag.specs_of(node.inputs[0], dag.share)[0].shape[node.dim] // dag.share
+        node.outputs = (dataclasses.replace(node.outputs[0], tensors=dag.specs_of(node.inputs[0], rows // per_sample)),)
+    elif node.outputs:  # transfers and sums hand on what they read
+        placement = dag.value(node.inputs[0]).placement
+        tensors = dag.value(node.inputs[0]).tensors
+        node.outputs = tuple(dataclasses.replace(v, tensors=tensors, placement=placement) for v in node.outputs)
+
+
+def _part(part: Slice, replicas: int) -> Slice:
+    return Slice(part.start // replicas, part.stop // replicas)

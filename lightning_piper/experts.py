@@ -1,0 +1,150 @@
+"""Where tokens enter and leave the experts of a mixture-of-experts layer.
+
+    with piper.annotate("EP"):
+        rows, sizes = piper.dispatch(tokens, counts)      # tokens sorted by expert, counts[e] of them for expert e
+        rows = self.experts(rows, sizes)
+        out = piper.combine(rows)                         # in the order of `tokens` again
+
+On one device both are identities. A `shard` directive gives each of its devices a part of the experts, and lets tokens travel at
+these two places; then `rows` are the tokens of all devices for the experts that this one has, sorted by expert, and `sizes` says
+how many each of them gets. What stands between the two must therefore take its sizes from the tensors that it is given
+(`sizes.shape[0]`, `weight.shape[0]`), and must work on each row by itself.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any, overload
+
+import torch
+
+from lightning_piper.errors import CaptureError
+
+# Rows of a tensor of tokens whose number is known only when the step runs. A prime, and larger than any size that a model has,
+# so that a size in a captured graph is a multiple of it only where it was computed from the number of these rows.
+ROWS = 1_000_003
+
+# What travels at an exchange: the counts, rows to their experts, rows back home.
+COUNTS, DISPATCH, COMBINE = "counts", "dispatch", "combine"
+_BACK = {DISPATCH: COMBINE, COMBINE: DISPATCH}
+
+
+class _Sites:
+    """The calls of `dispatch` in one run of the step.
+
+    Attributes:
+        degrees: for each call, over how many devices its experts are divided; calls beyond its end are not divided.
+        calls: for each call, the shape of the tokens that it took, and whether their places are even (capacity).
+    """
+
+    def __init__(self, degrees: Sequence[int]) -> None:
+        self.degrees = degrees
+        self.calls: list[tuple[torch.Size, bool]] = []
+
+    def degree(self, site: int) -> int:
+        return self.degrees[site] if site < len(self.degrees) else 1
+
+
+_sites: _Sites | None = None  # of the capture that runs, None outside of one
+
+
+@contextmanager
+def exchanging(degrees: Sequence[int]) -> Iterator[None]:
+    """Make exchanges visible to the capture that runs, as over `degrees` devices each; entered for each traced run of a step."""
+    global _sites
+    before, _sites = _sites, _Sites(degrees)
+    try:
+        yield
+    finally:
+        _sites = before
+
+
+@overload
+def dispatch(tokens: torch.Tensor, counts: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]: ...
+@overload
+def dispatch(tokens: torch.Tensor, counts: None = None) -> torch.Tensor: ...
+def dispatch(tokens: torch.Tensor, counts: torch.Tensor | None = None) -> Any:
+    """Send tokens to their experts.
+
+    Args:
+        tokens: with `counts` (dropless), `[T, ...]`, sorted by expert; without (capacity), `[E, C, ...]`, C places for each
+            of E experts.
+        counts: `[E]`, integers that add up to T: the number of tokens for each expert.
+
+    Returns:
+        What the experts of this device get: `(rows, sizes)`, or with capacity `[experts here, places, ...]` alone. On one device
+        the arguments themselves.
+
+    Raises:
+        CaptureError: the shapes do not fit.
+    """
+    least = 2 if counts is None else 1
+    if tokens.ndim < least:
+        form = "[E, C, ...], the places of each expert" if counts is None else "[T, ...], one row for each token"
+        raise CaptureError(f"dispatch: tokens of shape {list(tokens.shape)}; give {form}")
+    if counts is not None and (counts.ndim != 1 or counts.is_floating_point() or counts.is_complex() or counts.dtype is torch.bool):
+        raise CaptureError(f"dispatch: counts are {counts.dtype}{list(counts.shape)}; give one integer for each expert, [E]")
+    if _sites is None:
+        return tokens if counts is None else (tokens, counts)
+    site = len(_sites.calls)
+    _sites.calls.append((tokens.shape, counts is None))
+    degree, experts = _sites.degree(site), tokens.shape[0] if counts is None else counts.shape[0]
+    if experts % degree:
+        raise CaptureError(f"dispatch: {experts} experts cannot be divided over {degree} devices evenly")
+    if counts is None:
+        return _route(tokens, None, [experts // degree, tokens.shape[1] * degree, *tokens.shape[2:]], DISPATCH, site)
+    rows = tokens.shape[0] if degree == 1 else ROWS
+    arrived = _route(tokens, counts, [rows, *tokens.shape[1:]], DISPATCH, site)
+    return arrived, _route(counts, None, [experts // degree], COUNTS, site)
+
+
+def combine(outputs: torch.Tensor) -> torch.Tensor:
+    """Bring what the experts made of the tokens of the last `dispatch` back, in the order in which it took them.
+
+    Args:
+        outputs: `[rows, ...]`, one for each row that `dispatch` gave; with capacity `[experts here, places, ...]`.
+
+    Returns:
+        `[T, ...]`, or `[E, C, ...]`.
+
+    Raises:
+        CaptureError: there was no `dispatch` before.
+    """
+    if _sites is None:
+        return outputs
+    if not _sites.calls:
+        raise CaptureError("combine: nothing was dispatched before; call piper.dispatch on the tokens of these outputs first")
+    site = len(_sites.calls) - 1
+    home, even = _sites.calls[site]
+    leading = 2 if even else 1
+    here = list(home) if _sites.degree(site) > 1 else list(outputs.shape)
+    return _route(outputs, None, [*here[:leading], *outputs.shape[leading:]], COMBINE, site)
+
+
+@torch.library.custom_op("lightning_piper::route", mutates_args=())
+def _route(x: torch.Tensor, counts: torch.Tensor | None, shape: Sequence[int], way: str, site: int) -> torch.Tensor:
+    """Stands in a captured graph for an exchange; `shape` is that of what arrives. Run by itself, an identity.
+
+    `counts` are those by which rows are sent to their experts.
+    """
+    return x.clone(memory_format=torch.contiguous_format)
+
+
+@_route.register_fake
+def _(x: torch.Tensor, counts: torch.Tensor | None, shape: Sequence[int], way: str, site: int) -> torch.Tensor:
+    return x.new_empty(shape)
+
+
+def _remember(ctx: Any, inputs: tuple[Any, ...], output: torch.Tensor) -> None:
+    x, _, _, way, site = inputs
+    ctx.shape, ctx.way, ctx.site = x.shape, way, site
+
+
+def _backward(ctx: Any, gradient: torch.Tensor) -> tuple[Any, ...]:
+    return _route(gradient, None, ctx.shape, _BACK[ctx.way], ctx.site), None, None, None, None
+
+
+_route.register_autograd(_backward, setup_context=_remember)
+
+ROUTE = torch.ops.lightning_piper.route.default

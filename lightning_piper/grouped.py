@@ -1,0 +1,108 @@
+"""`grouped_linear`: one matrix product for each expert, over its own rows."""
+
+from __future__ import annotations
+
+import itertools
+from typing import Any
+
+import torch
+
+from lightning_piper.errors import CaptureError
+
+# What torch's grouped kernel is better at than one product after another. On a CPU it is itself a loop, in fewer dtypes.
+_KERNEL = (torch.bfloat16,)
+_ALIGNMENT = 16  # bytes, of rows, which that kernel demands
+
+
+def grouped_linear(x: torch.Tensor, weight: torch.Tensor, counts: torch.Tensor) -> torch.Tensor:
+    """`x[rows of e] @ weight[e].T` for each expert e, in any floating-point dtype.
+
+    Args:
+        x: `[T, in]`, rows sorted by expert.
+        weight: `[E, out, in]`, as `torch.nn.Linear` keeps each of them.
+        counts: `[E]`, integers that add up to T: rows of each expert. Experts without rows get gradients of zero.
+
+    Returns:
+        `[T, out]`.
+
+    Raises:
+        CaptureError: the shapes or dtypes do not fit.
+    """
+    fits = x.ndim == 2 and weight.ndim == 3 and counts.ndim == 1
+    if not fits or x.shape[1] != weight.shape[2] or weight.shape[0] != counts.shape[0]:
+        raise CaptureError(
+            f"grouped_linear: x {list(x.shape)}, weight {list(weight.shape)} and counts {list(counts.shape)} do not fit; give "
+            "x [T, in], weight [E, out, in] and counts [E]"
+        )
+    if torch.is_autocast_enabled(x.device.type):  # as torch's own products: everything but float64
+        dtype = torch.get_autocast_dtype(x.device.type)
+        x, weight = (v if v.dtype is torch.float64 else v.to(dtype) for v in (x, weight))
+    if x.dtype != weight.dtype:
+        raise CaptureError(f"grouped_linear: x is {x.dtype}, weight is {weight.dtype}; give both in one dtype")
+    return _grouped_mm(x, weight.transpose(1, 2), counts)
+
+
+@torch.library.custom_op("lightning_piper::grouped_mm", mutates_args=())
+def _grouped_mm(x: torch.Tensor, weight: torch.Tensor, counts: torch.Tensor) -> torch.Tensor:
+    """`[T, k]`, `[E, k, n]` -> `[T, n]`."""
+    if _has_kernel(x, weight):
+        return torch.nn.functional.grouped_mm(x, weight, offs=_ends(counts))
+    out = x.new_empty(x.shape[0], weight.shape[2])
+    for e, (start, stop) in enumerate(_ranges(counts, x.shape[0])):
+        if stop > start:
+            torch.mm(x[start:stop], weight[e], out=out[start:stop])
+    return out
+
+
+@torch.library.custom_op("lightning_piper::grouped_outer", mutates_args=())
+def _grouped_outer(x: torch.Tensor, y: torch.Tensor, counts: torch.Tensor) -> torch.Tensor:
+    """`[T, k]`, `[T, n]` -> `[E, k, n]`: `x[rows of e].T @ y[rows of e]`."""
+    if _has_kernel(x, y):
+        return torch.nn.functional.grouped_mm(x.t(), y, offs=_ends(counts))
+    out = x.new_empty(counts.shape[0], x.shape[1], y.shape[1])
+    for e, (start, stop) in enumerate(_ranges(counts, x.shape[0])):
+        torch.mm(x[start:stop].t(), y[start:stop], out=out[e])  # zero where there are no rows
+    return out
+
+
+def _has_kernel(*operands: torch.Tensor) -> bool:
+    return all(
+        x.is_cuda and x.dtype in _KERNEL and (x.shape[-1] * x.element_size()) % _ALIGNMENT == 0 and x.numel() > 0 for x in operands
+    )
+
+
+def _ends(counts: torch.Tensor) -> torch.Tensor:
+    return counts.cumsum(0).to(torch.int32)
+
+
+def _ranges(counts: torch.Tensor, rows: int) -> list[tuple[int, int]]:
+    """The rows of each expert."""
+    sizes = counts.tolist()
+    if sum(sizes) != rows or min(sizes, default=0) < 0:
+        raise ValueError(f"grouped_linear: counts {sizes} add up to {sum(sizes)}, and there are {rows} rows")
+    ends = list(itertools.accumulate(sizes, initial=0))
+    return list(itertools.pairwise(ends))
+
+
+@_grouped_mm.register_fake
+def _(x: torch.Tensor, weight: torch.Tensor, counts: torch.Tensor) -> torch.Tensor:
+    return x.new_empty(x.shape[0], weight.shape[2])
+
+
+@_grouped_outer.register_fake
+def _(x: torch.Tensor, y: torch.Tensor, counts: torch.Tensor) -> torch.Tensor:
+    return x.new_empty(counts.shape[0], x.shape[1], y.shape[1])
+
+
+def _remember(ctx: Any, inputs: tuple[Any, ...], output: torch.Tensor) -> None:
+    ctx.save_for_backward(*inputs)
+
+
+def _backward(ctx: Any, gradient: torch.Tensor) -> tuple[Any, ...]:
+    x, weight, counts = ctx.saved_tensors
+    gradient = gradient.contiguous()
+    into = _grouped_mm(gradient, weight.transpose(1, 2), counts) if ctx.needs_input_grad[0] else None
+    return into, _grouped_outer(x, gradient, counts) if ctx.needs_input_grad[1] else None, None
+
+
+_grouped_mm.register_autograd(_backward, setup_context=_remember)
