@@ -89,6 +89,11 @@ class Bucket:
         """Parts into which each parameter is divided."""
         return len(self.owners[0]) if self.owners else 1
 
+    @property
+    def wholes(self) -> tuple[TensorSpec, ...]:
+        """Specs of the whole parameters."""
+        return tuple(replace(s, shape=(s.shape[0] * self.degree, *s.shape[1:])) if self.owners else s for s in self.tensors)
+
     def part_of(self, replica: int) -> int:
         """Which part of the parameters a replica owns."""
         return next((group.index(replica) for group in self.owners if replica in group), 0)

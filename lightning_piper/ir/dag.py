@@ -85,8 +85,11 @@ class TrainingDAG:
 
     def code_at(self, key: PassKey, samples: int) -> Code:
         """The code of a pass for `samples` samples, as the DAG's devices run it."""
-        code = self.step.at(samples, self.degrees) if key[0] in self.owners else self.step.at(samples)
-        return code.code_of(key)
+        return self.step.at(samples, self.degrees_of(key[0])).code_of(key)
+
+    def degrees_of(self, region: int) -> tuple[int, ...]:
+        """`degrees`, of a region whose experts are divided; else empty."""
+        return self.degrees if region in self.owners else ()
 
     def code_of(self, chunk: Chunk) -> Code:
         return self.code_at(chunk.key, len(chunk.slice))

@@ -31,7 +31,7 @@ def compile_plans(dag: TrainingDAG) -> dict[int, Plan]:
         instructions, events = add_events(instructions)
         posts = lowered.posts.values()
         channels = {i.channel for i in instructions if isinstance(i, Send)} | {post.channel for post in posts}
-        groups = {i.group for i in instructions if isinstance(i, Collective)}
+        groups = {i.group for i in instructions if isinstance(i, Collective) and len(i.members) > 1}
         plans[device] = Plan(device, dag.devices(), dag.size, lowered.replica, dag.replicas, lowered.slots, events,
                              tuple(sorted(channels)), tuple(sorted(groups)), lowered.shards, tuple(instructions),
                              deferred=late)  # fmt: skip

@@ -22,7 +22,7 @@ class _World:
     def __init__(self) -> None:
         self._sent: dict[Channel, int] = {}
         self._posted: dict[Channel, int] = {}
-        self._members: dict[int, int] = {}
+        self._members: dict[tuple[object, ...], int] = {}
         self._number: dict[tuple[int, int], _Need] = {}  # (device, node) -> what its wait or retirement needs
         self.done: set[_Need] = set()
 
@@ -45,10 +45,10 @@ class _World:
             self._number[key] = ("sent", instruction.channel, number)
             happened = ("posted", instruction.channel, number)
         elif isinstance(instruction, Collective):
-            self._number[key] = ("reduced", instruction.node)
-            count = self._members[instruction.node] = self._members.get(instruction.node, 0) + 1
+            meeting = self._number[key] = ("met", *instruction.meeting)
+            count = self._members[meeting] = self._members.get(meeting, 0) + 1
             if count == len(instruction.members):
-                happened = ("reduced", instruction.node)
+                happened = meeting
         if happened is not None:
             self.done.add(happened)
         return happened

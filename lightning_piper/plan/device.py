@@ -119,22 +119,34 @@ class DevicePlan:
         self._sent[node.id] = (send, self._stream[source.slot])
         self.acks.send(channel, node.id)
 
-    def collective(self, node: nodes.AllReduce | nodes.ReduceScatter | nodes.AllGather) -> None:
+    def collective(self, node: nodes.AllReduce | nodes.ReduceScatter | nodes.AllGather | nodes.AllToAll) -> None:
         """Start it; whoever reads its value waits for it."""
         if isinstance(node, nodes.AllGather):
             reads: tuple[Read, ...] = ()  # the shard is no value of the step
         else:
             reads = tuple(self.read(ref, node) for ref in node.inputs if self.has(ref))
         slot = self._pending[node.id] = self.new_slot(None, "sum", node.stream)
-        fields: dict[str, Any] = {**about(node), "reads": reads, "writes": (slot,), "members": node.devices}
+        fields: dict[str, Any] = {**about(node), "reads": reads, "writes": (slot,), "members": self.members(node)}
         value = node.outputs[0]
         if isinstance(node, nodes.AllReduce):
             self.emit(ins.Reduce(**fields, tensors=value.tensors, bucket=value.bucket))
         elif isinstance(node, nodes.ReduceScatter):
             self.emit(ins.ReduceScatter(**fields, bucket=bucket_of(node)))
             self._bound_in_flight(node)
+        elif isinstance(node, nodes.AllToAll):
+            self.emit(ins.AllToAll(**fields, way=node.way, tensor=value.tensors[0]))
         else:
             self.emit(ins.AllGather(**fields, bucket=bucket_of(node), kept=self.shards[bucket_of(node)]))
+
+    def members(self, node: Node) -> tuple[int, ...]:
+        """With which devices this one does what `node` says: all of the node's, or those that share a bucket or all experts."""
+        if isinstance(node, nodes.AllToAll):
+            places = next(group for group in node.owners if self.replica in group)
+        elif node.outputs[0].bucket is not None:
+            places = node.outputs[0].bucket.sharers(self.replica)
+        else:
+            return node.devices
+        return tuple(node.devices[place] for place in places)
 
     def _bound_in_flight(self, node: nodes.ReduceScatter) -> None:
         """A sum over replicas holds its whole bucket until somebody waits for it: wait for all but the last ones."""

@@ -90,6 +90,7 @@ class Run(Instruction):
         state: for each buffer in `Interface.state` the place of its value (index in `reads`, tensor in the bundle), or
             None for the module's own buffer.
         params: the same for each parameter in `Interface.params`; None for the device's own copy. Empty: all are.
+        degrees: over how many devices experts are divided, as in `ir.regions.Step.at`, if this region's are.
     """
 
     op: ClassVar[str] = "run"
@@ -98,6 +99,7 @@ class Run(Instruction):
     inputs: int
     state: tuple[Place | None, ...] = ()
     params: tuple[Place | None, ...] = ()
+    degrees: tuple[int, ...] = ()
 
     def details(self) -> list[str]:
         return [self.label, str(self.slice), *super().details()]
@@ -160,6 +162,11 @@ class Collective(Instruction):
         return (self.members, self.stream)
 
     @property
+    def meeting(self) -> tuple[int, tuple[int, ...]]:
+        """The same for all members, and for them alone: at one node, several groups may do the same side by side."""
+        return (self.node, self.members)
+
+    @property
     def nbytes(self) -> int:
         """Bytes of the whole that is summed or gathered."""
         raise AssertionError(f"{self.op} does not say its size")
@@ -213,6 +220,32 @@ class AllGather(Collective):
     @property
     def nbytes(self) -> int:
         return self.bucket.whole.nbytes
+
+
+@dataclass(frozen=True, kw_only=True)
+class AllToAll(Collective):
+    """Send rows to the owners of their experts, or back, or tell the owners how many will come; see `ir.nodes.AllToAll`.
+
+    Attributes:
+        way: `counts`, `dispatch` or `combine`.
+        tensor: what is expected to arrive; the number of rows is open unless all experts have equally many places.
+    """
+
+    op: ClassVar[str] = "all_to_all"
+    way: str
+    tensor: TensorSpec
+
+    @property
+    def even(self) -> bool:
+        """Does each member send, and get, equal parts? Then no counts are read."""
+        return len(self.reads) == 1
+
+    @property
+    def nbytes(self) -> int:
+        return self.tensor.nbytes
+
+    def details(self) -> list[str]:
+        return [self.way, *super().details()]
 
 
 @dataclass(frozen=True, kw_only=True)

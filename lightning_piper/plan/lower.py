@@ -35,7 +35,7 @@ class Lowering:
         self._emit: dict[type[Node], Callable[[DevicePlan, Node], None]] = {
             nodes.Chunk: self._chunk, nodes.Send: self._send, nodes.Recv: self._recv, nodes.Accumulate: self._accumulate,
             nodes.Update: self._update, nodes.Metrics: self._metrics, nodes.Report: self._report,
-            **dict.fromkeys((nodes.AllReduce, nodes.ReduceScatter, nodes.AllGather), self._collective),
+            **dict.fromkeys((nodes.AllReduce, nodes.ReduceScatter, nodes.AllGather, nodes.AllToAll), self._collective),
             # These come to be when they are first read, the last two have had their effect.
             **dict.fromkeys((nodes.Cut, nodes.Concat, nodes.Pack, nodes.Parameters, nodes.Barrier), lambda plan, node: None),
         }  # fmt: skip
@@ -92,7 +92,8 @@ class Lowering:
         refs = [(node.id, i) for i in range(len(node.outputs))]
         writes = tuple(plan.new_slot(ref, "chunk", node.stream) if (plan.device, ref) in self._read else None for ref in refs)
         plan.emit(ins.Run(**about(node), reads=tuple(reads), writes=writes, key=node.key, slice=node.slice,
-                          inputs=len(node.inputs), state=tuple(state), params=tuple(params)))  # fmt: skip
+                          inputs=len(node.inputs), state=tuple(state), params=tuple(params),
+                          degrees=self._dag.degrees_of(node.region)))  # fmt: skip
         # What was received before this chunk has had its time to arrive.
         self._made[plan.device] = refs + self._received[plan.device]
         self._received[plan.device] = []
@@ -127,7 +128,7 @@ class Lowering:
                             reductions=self._reductions, replica=plan.replica, replicas=self._dag.replicas))  # fmt: skip
 
     def _collective(self, plan: DevicePlan, node: Node) -> None:
-        assert isinstance(node, nodes.AllReduce | nodes.ReduceScatter | nodes.AllGather)
+        assert isinstance(node, nodes.AllReduce | nodes.ReduceScatter | nodes.AllGather | nodes.AllToAll)
         plan.collective(node)
         if (plan.device, (node.id, 0)) in self._terms:
             self._received[plan.device].append((node.id, 0))

@@ -16,6 +16,7 @@ from lightning_piper.ir.dag import TrainingDAG
 from lightning_piper.ir.nodes import (
     AllGather,
     AllReduce,
+    AllToAll,
     Chunk,
     Metrics,
     Node,
@@ -43,7 +44,7 @@ def priority(dag: TrainingDAG, node: Node, height: int) -> Priority:
     Updates come last, for nothing in the step needs them and a tied parameter's may have to wait for another device; so do
     metrics that have to.
     """
-    if isinstance(node, Send | Recv) or (height and isinstance(node, AllReduce | ReduceScatter)):
+    if isinstance(node, Send | Recv | AllToAll) or (height and isinstance(node, AllReduce | ReduceScatter)):
         return (0, -height, 0, node.id)
     if isinstance(node, Chunk):
         return (2, _RANK[node.kind], node.slice.start, node.id)

@@ -65,7 +65,7 @@ class Measured:
         self._events: dict[tuple[int, int], tuple[float, int]] = {}
         self._messages: dict[tuple[Channel, int], _Exchange] = {}
         self._ends: dict[tuple[Channel, bool], int] = {}
-        self._collectives: dict[int, _Exchange] = {}
+        self._collectives: dict[tuple[int, tuple[int, ...]], _Exchange] = {}
         self.started: dict[tuple[int, int], _Exchange] = {}
         self._follow()
 
@@ -136,7 +136,7 @@ class Measured:
 
     def _join(self, device: int, instruction: Send | Post | Collective, start: float, stop: float, since: float) -> None:
         if isinstance(instruction, Collective):
-            exchange = self._collectives.setdefault(instruction.node, _Exchange(len(instruction.members)))
+            exchange = self._collectives.setdefault(instruction.meeting, _Exchange(len(instruction.members)))
         else:
             end = (instruction.channel, isinstance(instruction, Send))
             number = self._ends[end] = self._ends.get(end, -1) + 1

@@ -37,7 +37,7 @@ class ChunkBinder:
         self.seed = 0
 
     def bind(self, run: Run) -> Bound:
-        code = self._step.at(len(run.slice)).code_of(run.key)
+        code = self._step.at(len(run.slice), run.degrees).code_of(run.key)
         parts = self._arguments(run)
         writes, start = [], 0
         for slot, specs in zip(run.writes, code.outputs, strict=True):

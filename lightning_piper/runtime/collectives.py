@@ -38,9 +38,9 @@ class Members:
         return [i for i in range(len(self.ranks)) if i != self.own]
 
     def exchange(self, sent: list[torch.Tensor], received: list[torch.Tensor]) -> list[Any]:
-        """Start to send `sent[i]` to member i and to receive its answer into `received[i]`, for all others."""
-        works: list[Any] = [self.group.recv([received[i]], self.ranks[i], 0) for i in self.others]
-        return works + [self.group.send([sent[i]], self.ranks[i], 0) for i in self.others]
+        """Start to send `sent[i]` to member i and to receive its answer into `received[i]`, for all others; nothing, if empty."""
+        works: list[Any] = [self.group.recv([received[i]], self.ranks[i], 0) for i in self.others if received[i].numel()]
+        return works + [self.group.send([sent[i]], self.ranks[i], 0) for i in self.others if sent[i].numel()]
 
 
 def bind_reduce_scatter(instruction: ReduceScatter, slots: Slots, members: Members) -> tuple[Bound, Finish]:
@@ -103,6 +103,16 @@ def bind_all_gather(instruction: AllGather, slots: Slots, members: Members, kept
         return views if views is not None else bucket.views(flat)
 
     return start, finish
+
+
+def bind_gather_alone(instruction: AllGather, slots: Slots, kept: torch.Tensor) -> Bound:
+    """A gather over this device alone, which has all there is."""
+    into, views = instruction.into, instruction.bucket.views(kept)
+
+    def start() -> None:
+        slots[into] = ([], views)
+
+    return start
 
 
 def _by_rank(parts: Any, ranks: list[int]) -> list[torch.Tensor]:

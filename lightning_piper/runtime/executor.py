@@ -139,6 +139,8 @@ class Executor:
                 return endpoint.reduce_scatter(instruction, slots)
             case ins.AllGather():
                 return endpoint.all_gather(instruction, slots, self._shards[instruction.bucket])
+            case ins.AllToAll():
+                return endpoint.all_to_all(instruction, slots)
             case ins.Pack():
                 return bind_pack(instruction, slots, self._device)
             case ins.Add():

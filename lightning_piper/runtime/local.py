@@ -8,9 +8,21 @@ from dataclasses import dataclass, field
 import torch
 
 from lightning_piper.errors import ExecutionError
-from lightning_piper.plan.instructions import AllGather, Channel, Collective, Post, Reduce, ReduceScatter, Retire, Send, Wait
+from lightning_piper.plan.instructions import (
+    AllGather,
+    AllToAll,
+    Channel,
+    Collective,
+    Post,
+    Reduce,
+    ReduceScatter,
+    Retire,
+    Send,
+    Wait,
+)
 from lightning_piper.plan.plan import Plan
 from lightning_piper.runtime.bundles import read_sum, take
+from lightning_piper.runtime.exchange import Exchange, Sizes
 from lightning_piper.runtime.executor import Executor, StepResult
 from lightning_piper.runtime.streams import Arrival, arrival
 from lightning_piper.runtime.transport import BLOCKED, Bound, Bundle, Slots
@@ -35,13 +47,13 @@ class LocalTransport:
     def __init__(self, plans: Mapping[int, Plan]) -> None:
         # The k-th message sent on a channel meets the k-th receive posted there, as it does between processes.
         self.messages: dict[Channel, list[tuple[Bundle, Arrival] | None]] = {}
-        self.meetings: dict[int, _Meeting] = {}
+        self.meetings: dict[tuple[int, tuple[int, ...]], _Meeting] = {}  # by node and members: several groups may meet at one node
         for plan in plans.values():
             for instruction in plan.instructions:
                 if isinstance(instruction, Send):
                     self.messages.setdefault(instruction.channel, []).append(None)
                 elif isinstance(instruction, Collective):
-                    self.meetings.setdefault(instruction.node, _Meeting())
+                    self.meetings.setdefault(instruction.meeting, _Meeting())
 
     def endpoint(self, plan: Plan, device: torch.device) -> LocalEndpoint:
         return LocalEndpoint(self, plan, device)
@@ -58,13 +70,14 @@ class LocalEndpoint:
         self._posted: dict[Channel, int] = {}
         self._post: dict[int, tuple[Channel, int]] = {}  # node -> its message
         self._meet: dict[int, tuple[tuple[int, ...], _Together]] = {}  # collective -> its members, and what it makes of their parts
+        self._sizes: dict[int, Sizes] = {}  # slot of counts that arrived -> what they say
 
     def reset(self) -> None:
         for channel, messages in self._transport.messages.items():
             if self._plan.device in channel:
                 messages[:] = [None] * len(messages)
-        for node in self._meet:
-            self._transport.meetings[node] = _Meeting()
+        for node, (members, _) in self._meet.items():
+            self._transport.meetings[node, members] = _Meeting()
 
     def send(self, instruction: Send, slots: Slots) -> Bound:
         messages = self._transport.messages[instruction.channel]
@@ -110,15 +123,25 @@ class LocalEndpoint:
 
         return self._bring(instruction, lambda: (shard,), whole)
 
+    def all_to_all(self, instruction: AllToAll, slots: Slots) -> Bound:
+        exchange, own = Exchange(instruction, self._sizes), instruction.members.index(self._plan.device)
+        brought: list[torch.Tensor] = []
+
+        def parts() -> Bundle:
+            brought[:] = [exchange.take(slots)]
+            return tuple(exchange.cut(brought[0]))
+
+        return self._bring(instruction, parts, lambda found: (exchange.join([part[own] for part in found], brought.pop()),))
+
     def _bring(self, instruction: Collective, part: Callable[[], Bundle], together: _Together) -> Bound:
-        transport, node, member = self._transport, instruction.node, self._plan.device
-        self._meet[node] = (instruction.members, together)
+        transport, place, member = self._transport, instruction.meeting, self._plan.device
+        self._meet[instruction.node] = (instruction.members, together)
         mark = arrival(self._device)
 
         def bring() -> None:
             brought = part()
             mark.record()
-            transport.meetings[node].parts[member] = (brought, mark)
+            transport.meetings[place].parts[member] = (brought, mark)
 
         return bring
 
@@ -141,15 +164,16 @@ class LocalEndpoint:
     def _wait_for_all(self, instruction: Wait, slots: Slots) -> Bound:
         transport, node, slot, device = self._transport, instruction.node, instruction.into, self._device
         members, together = self._meet[node]
+        place = (node, members)
 
         def wait() -> object:
-            meeting = transport.meetings[node]
+            meeting = transport.meetings[place]
             if len(meeting.parts) < len(members):
                 return BLOCKED
             slots[slot] = together([mark.take(part, device) for part, mark in (meeting.parts[member] for member in members)])
             meeting.taken += 1
             if meeting.taken == len(members):
-                transport.meetings[node] = _Meeting()
+                transport.meetings[place] = _Meeting()
             return None
 
         return wait

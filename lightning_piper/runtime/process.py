@@ -9,10 +9,11 @@ import torch
 import torch.distributed as dist
 
 from lightning_piper.errors import ExecutionError
-from lightning_piper.plan.instructions import AllGather, Channel, Group, Post, Reduce, ReduceScatter, Retire, Send, Wait
+from lightning_piper.plan.instructions import AllGather, AllToAll, Channel, Group, Post, Reduce, ReduceScatter, Retire, Send, Wait
 from lightning_piper.plan.plan import Plan
 from lightning_piper.runtime.bundles import read_sum
-from lightning_piper.runtime.collectives import Finish, Members, bind_all_gather, bind_reduce_scatter
+from lightning_piper.runtime.collectives import Finish, Members, bind_all_gather, bind_gather_alone, bind_reduce_scatter
+from lightning_piper.runtime.exchange import Sizes, bind_all_to_all
 from lightning_piper.runtime.transport import Bound, Slots
 from lightning_piper.runtime.wire import packer, unpacker
 
@@ -103,6 +104,7 @@ class ProcessEndpoint:
         self._transport, self._device = transport, device
         self._sent: dict[int, list[tuple[dist.Work, torch.Tensor, torch.Tensor]]] = {}  # send -> works and the tensors they read
         self._finish: dict[int, Finish] = {}  # collective -> what makes its value when its works are done
+        self._sizes: dict[int, Sizes] = {}  # slot of counts that arrived -> what they say
 
     def reset(self) -> None:
         for sent in self._sent.values():
@@ -171,8 +173,15 @@ class ProcessEndpoint:
         return start
 
     def all_gather(self, instruction: AllGather, slots: Slots, own: torch.Tensor) -> Bound:
+        if len(instruction.members) == 1:  # of parameters that nobody else has
+            return bind_gather_alone(instruction, slots, own)
         members = self._transport.members(instruction.group)
         start, self._finish[instruction.node] = bind_all_gather(instruction, slots, members, own)
+        return start
+
+    def all_to_all(self, instruction: AllToAll, slots: Slots) -> Bound:
+        members = self._transport.members(instruction.group)
+        start, self._finish[instruction.node] = bind_all_to_all(instruction, slots, members, self._sizes)
         return start
 
     def wait(self, instruction: Wait, slots: Slots) -> Bound:

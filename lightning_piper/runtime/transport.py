@@ -7,7 +7,7 @@ from typing import Any, Protocol
 
 import torch
 
-from lightning_piper.plan.instructions import AllGather, Post, Reduce, ReduceScatter, Retire, Send, Wait
+from lightning_piper.plan.instructions import AllGather, AllToAll, Post, Reduce, ReduceScatter, Retire, Send, Wait
 from lightning_piper.plan.plan import Plan
 
 
@@ -40,6 +40,8 @@ class Endpoint(Protocol):
     def all_gather(self, instruction: AllGather, slots: Slots, own: torch.Tensor) -> Bound | None:
         """`own`: what the device keeps of the bucket, the whole flat tensor or its shard."""
         ...
+
+    def all_to_all(self, instruction: AllToAll, slots: Slots) -> Bound | None: ...
 
     def wait(self, instruction: Wait, slots: Slots) -> Bound | None: ...
 

@@ -125,7 +125,7 @@ class _World:
         self._events: dict[tuple[int, int], tuple[Interval, int]] = {}  # (device, event) -> (time, since), node
         self._messages: dict[Channel, list[_Exchange]] = {}
         self._ends: dict[tuple[Channel, int], int] = {}  # (channel, 0 for its sender or 1) -> messages so far
-        self._collectives: dict[int, _Exchange] = {}
+        self._collectives: dict[tuple[int, tuple[int, ...]], _Exchange] = {}
         self._started: dict[tuple[int, int], _Exchange] = {}  # (device, node)
         self._free: dict[Lane, Number] = {}  # lane -> end of its last exchange
 
@@ -204,7 +204,7 @@ class _World:
         if instruction.op not in RINGS:
             known = ", ".join(RINGS)
             raise SimulationError(f"{instruction.where}: the simulator knows no collective {instruction.op!r}; it has {known}")
-        return self._collectives.setdefault(instruction.node, _Exchange(("group", instruction.group), len(instruction.members)))
+        return self._collectives.setdefault(instruction.meeting, _Exchange(("group", instruction.group), len(instruction.members)))
 
     def _join(self, device: int, instruction: Instruction, clock: _Clock, exchange: _Exchange) -> list[int]:
         self._started[device, instruction.node] = exchange

@@ -13,7 +13,7 @@ from lightning_piper.simulate.durations import Number, checked
 # n - 1 steps, in which every member sends 1/n of the bytes to the next (Patarasuk and Yuan 2009). An all-reduce is a
 # reduce-scatter and an all-gather. This table is all that the simulator knows of a collective: an instruction with a `group`
 # and the `tensors` of the whole, started on a stream and completed by the `Wait` of the same node.
-RINGS: dict[str, int] = {"reduce": 2, "reduce_scatter": 1, "all_gather": 1}
+RINGS: dict[str, int] = {"reduce": 2, "reduce_scatter": 1, "all_gather": 1, "all_to_all": 1}
 
 
 @dataclass(frozen=True)

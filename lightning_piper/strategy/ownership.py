@@ -138,7 +138,7 @@ class Ownership:
         own = self.shards[self._world.rank] = {}
         for bucket, kept in plan.shards.items():
             flat = bucket.empty(self._world.device)
-            own[bucket] = flat if kept else flat.chunk(bucket.members)[plan.replica].clone()
+            own[bucket] = flat if kept else flat.chunk(bucket.members)[bucket.member(plan.replica)].clone()
         for name, view in pieces_of(plan, own).items():
             self._pieces[name] = _like(self._get(name), view)  # type: ignore[assignment]
 
