@@ -111,6 +111,7 @@ class Fit:
         scale = 1.0 if self._scaling is None else self._scaling.scale
         if self.recording is not None:
             self.recording.before(prepared)
+        self.ownership.refresh()
         result = self.engine.step(prepared, leaves, self.seed + number, scale, last)
         if self.recording is not None:
             self.recording.after(prepared, number)

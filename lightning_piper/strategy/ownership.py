@@ -5,7 +5,8 @@ views of the flat tensors which the executor gathers from. In the module, all th
 shape on the `meta` device, so that summaries, `configure_optimizers` and later captures see the whole module.
 
 One process with all devices has everything once: parameters in buckets are views of one flat tensor, of which every device has
-its shard.
+its shard. Only of experts that are divided the devices have parts beside the module's whole parameters, since one tensor cannot lie
+in the parts of several; they follow it before each step.
 """
 
 from __future__ import annotations
@@ -43,6 +44,7 @@ class Ownership:
         self.shards: dict[int, dict[Bucket, torch.Tensor]] = {}
         self.whole = world.size == 1
         self._pieces: dict[str, nn.Parameter] = {}
+        self._parts: dict[tuple[Bucket, int], torch.Tensor] = {}  # what one process with all devices has of divided experts
 
     @property
     def params(self) -> dict[str, nn.Parameter]:
@@ -108,7 +110,7 @@ class Ownership:
         flats: dict[Bucket, torch.Tensor] = {}
         laid: set[str] = set()
         for bucket, _ in buckets_of_parameters(self._compiled):
-            if bucket in flats:
+            if bucket in flats or bucket.owners:
                 continue
             flats[bucket] = packed(bucket, {n: self._get(n).detach() for n in bucket.names}, self._world.device)
             for name, view in zip(bucket.names, bucket.views(flats[bucket]), strict=True):
@@ -121,10 +123,22 @@ class Ownership:
                 tensor = self._get(name)
                 tensor.data = tensor.data.to(self._world.device)
         for device, plan in self._compiled.plans.items():
-            self.shards[device] = {
-                bucket: flats[bucket] if kept else flats[bucket].chunk(bucket.members)[plan.replica]
-                for bucket, kept in plan.shards.items()
-            }
+            own = self.shards[device] = {}
+            for bucket, kept in plan.shards.items():
+                if bucket.owners:
+                    part = (bucket, bucket.part_of(plan.replica))
+                    flat = self._parts[part] = self._parts.get(part, bucket.empty(self._world.device))
+                else:
+                    flat = flats[bucket]
+                own[bucket] = flat if kept else flat.chunk(bucket.members)[bucket.member(plan.replica)]
+        self.refresh()
+
+    @torch.no_grad()
+    def refresh(self) -> None:
+        """Before a step: let what has parts of the module's parameters follow them."""
+        for (bucket, part), flat in self._parts.items():
+            for name, view in zip(bucket.names, bucket.views(flat), strict=True):
+                view.copy_(self._get(name).chunk(bucket.degree)[part])
 
     def _make_pieces(self) -> None:
         """Make room for this process's shards; the pieces in them are parameters like those that they are cut from."""
