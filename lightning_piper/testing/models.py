@@ -16,8 +16,9 @@ from torch import Tensor, nn
 
 from lightning_piper.annotate import annotate
 from lightning_piper.capture import CapturedStep, capture
+from lightning_piper.testing.experts import WIDTH, Routed
 
-WIDTH, STEPS = 4, 3  # features and positions: samples have shape [STEPS, WIDTH]
+STEPS = 3  # positions: samples have shape [STEPS, WIDTH]
 
 # What a block does, and why it is there.
 BLOCKS = {
@@ -35,9 +36,14 @@ BLOCKS = {
     "batchnorm": "statistics over the batch, and buffers that the step changes",
     "conv": "a convolution over positions",
     "dropout": "random numbers",
+    "experts": "a router and four experts, two for each token, which a shard divides",
+    "crowded": "all tokens to one of four experts; the others get none",
+    "places": "experts with one place for each sample; what finds none goes without",
 }
 # Blocks whose sums are exact in float64 on integer data: re-association does not change a bit.
-EXACT_BLOCKS = ("linear", "residual", "branch", "tied", "frozen", "skip", "auxiliary", "nested", "bare")
+EXACT_BLOCKS = ("linear", "residual", "branch", "tied", "frozen", "skip", "auxiliary", "nested", "bare",
+                "experts", "crowded", "places")  # fmt: skip
+EXPERT_BLOCKS = ("experts", "crowded", "places")
 RANDOM_BLOCKS = ("dropout",)
 COUPLING_BLOCKS = ("batchnorm",)
 
@@ -105,6 +111,8 @@ class Model(L.LightningModule):
                     with annotate("EP", 0):
                         inner = block(x)
                     x = x + inner
+                elif self.spec.blocks[i] in EXPERT_BLOCKS:
+                    x = block(x, self.spec.exact)
                 else:
                     x = block(x)
                 if self.spec.blocks[i] == "auxiliary":
@@ -141,6 +149,8 @@ def _block(kind: str, shared: nn.Linear) -> nn.Module:
             return nn.Sequential(nn.Linear(WIDTH, WIDTH), _OverFeatures(nn.BatchNorm1d(WIDTH)))
         case "conv":
             return _OverFeatures(nn.Conv1d(WIDTH, WIDTH, 3, padding=1))
+        case "experts" | "crowded" | "places":
+            return Routed(kind)
         case "dropout":
             return nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.Dropout(0.25))
     layer = nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.ReLU())

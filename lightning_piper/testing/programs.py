@@ -9,12 +9,12 @@ from typing import Any
 import networkx as nx
 from hypothesis import strategies as st
 
-from lightning_piper.directives import Directive, Order, Place, Replicate, Split, apply_program, to_json
+from lightning_piper.directives import Directive, Order, Place, Replicate, Shard, Split, apply_program, to_json
 from lightning_piper.directives.backward import halve
 from lightning_piper.ir.build import build_dag
 from lightning_piper.ir.dag import TrainingDAG
 from lightning_piper.ir.nodes import Chunk
-from lightning_piper.testing.models import BLOCKS, EXACT_BLOCKS, Case, Spec, case
+from lightning_piper.testing.models import BLOCKS, EXACT_BLOCKS, EXPERT_BLOCKS, Case, Spec, case
 
 Draw = Callable[[st.SearchStrategy[Any]], Any]
 JSON = dict[str, Any]
@@ -75,11 +75,24 @@ def programs(draw: Draw, case: Case) -> list[Directive]:
         else:
             placing: list[Directive] = draw(_places(stages, replicas))
             head = placing + head if replicas == 1 and draw(st.booleans()) else head + placing
+    ready = len(head)
     if replicas > 1:
         head += draw(_replicas(case, head))
+        if set(case.spec.blocks) & set(EXPERT_BLOCKS) and draw(st.integers(0, 4)):
+            head.insert(draw(st.integers(ready, len(head))), draw(_sharding(head[:ready], replicas)))
     if draw(st.integers(0, 3)):
         head += draw(_orders(apply_program(build_dag(case.step), head)))
     return head
+
+
+@st.composite
+def _sharding(draw: Draw, head: list[Directive], replicas: int) -> Shard:
+    """Divide all experts: the places of all stages in groups, the same everywhere."""
+    places = draw(st.permutations(range(replicas)))
+    degree = draw(st.sampled_from([n for n in (2, 4) if replicas % n == 0]))
+    groups = [places[i : i + degree] for i in range(0, replicas, degree)]
+    homes = dict.fromkeys(tuple(p.devices) for p in head if isinstance(p, Place))
+    return Shard(filter={"EP": "*"}, devices=[[home[place] for place in group] for home in homes for group in groups])
 
 
 @st.composite

@@ -32,6 +32,8 @@ POOL = (
     Spec(("conv", "batchnorm", "linear"), (0, 0, 1)),
     Spec(("dropout", "residual", "dropout"), (0, 1, 2)),
     Spec(("auxiliary", "tied", "skip", "tied"), (0, 1, 1, 2)),
+    Spec(("linear", "experts", "places"), (0, 0, 1), exact=True),
+    Spec(("experts", "crowded", "tied"), (0, 1, 1)),
 )
 
 

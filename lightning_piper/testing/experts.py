@@ -1,0 +1,69 @@
+"""Blocks of models to try directives on: a mixture of experts, with routing of every kind."""
+
+from __future__ import annotations
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from lightning_piper.annotate import annotate
+from lightning_piper.experts import combine, dispatch
+from lightning_piper.grouped import grouped_linear
+
+WIDTH = 4  # features
+EXPERTS = 4
+
+
+class Routed(nn.Module):
+    """Router, experts, weighted sum, and the input beside it.
+
+    Args:
+        kind: `experts`, two of four for each token; `crowded`, all tokens to expert 1; `places`, one place in each expert for
+            each sample, and what finds none goes without.
+    """
+
+    def __init__(self, kind: str) -> None:
+        super().__init__()
+        self.kind, self.top = kind, 2 if kind == "experts" else 1
+        self.router = nn.Linear(WIDTH, EXPERTS, bias=False)
+        self.up = nn.Parameter(torch.empty(EXPERTS, WIDTH, WIDTH))
+        self.down = nn.Parameter(torch.empty(EXPERTS, WIDTH, WIDTH))
+        self.scale = nn.Parameter(torch.empty(WIDTH - 1))  # of all experts; not EXPERTS long, so that it is not divided
+
+    def forward(self, x: Tensor, exact: bool) -> Tensor:
+        """`x`: `[samples, positions, WIDTH]`. With `exact`, numbers grow slowly: scores are of the signs alone."""
+        tokens = x.reshape(-1, WIDTH)
+        scores = self.router(tokens.sign() if exact else tokens)
+        # No two alike, whatever the scores: who is chosen must not depend on how a kernel breaks ties.
+        order = scores.detach() * 8 + torch.arange(EXPERTS, device=x.device)
+        if self.kind == "crowded":
+            order = F.one_hot(torch.ones_like(order[:, 0], dtype=torch.int64), EXPERTS).to(x.dtype)
+        chosen = order.topk(self.top).indices
+        weights = (scores if exact else scores.softmax(-1)).gather(1, chosen)
+        mixed = self._placed(x, chosen, weights) if self.kind == "places" else self._sorted(tokens, chosen, weights)
+        return x + mixed.view_as(x)
+
+    def _sorted(self, tokens: Tensor, chosen: Tensor, weights: Tensor) -> Tensor:
+        """Dropless: tokens sorted by expert."""
+        flat = chosen.reshape(-1)
+        order = flat.argsort(stable=True)
+        counts = F.one_hot(flat, EXPERTS).sum(0)
+        source = order // self.top
+        with annotate("EP"):
+            rows, sizes = dispatch(tokens[source], counts)
+            rows = torch.relu(grouped_linear(rows, self.up, sizes))
+            rows = torch.cat([rows[:, :1], rows[:, 1:] * self.scale], 1)
+            rows = combine(grouped_linear(rows, self.down, sizes))
+        return torch.zeros_like(tokens).index_add(0, source, rows * weights.reshape(-1)[order].unsqueeze(1))
+
+    def _placed(self, x: Tensor, chosen: Tensor, weights: Tensor) -> Tensor:
+        """Capacity: a box of places for each expert, one for each sample."""
+        samples, positions, _ = x.shape
+        wanted = F.one_hot(chosen.view(samples, positions), EXPERTS)
+        seats = (wanted * (wanted.cumsum(1) == 1)).to(x.dtype)  # [samples, positions, EXPERTS], the first who comes
+        boxes = torch.einsum("spe,spw->esw", seats, x)
+        with annotate("EP"):
+            boxes = torch.relu(torch.bmm(dispatch(boxes), self.up.transpose(1, 2)))
+            boxes = torch.cat([boxes[..., :1], boxes[..., 1:] * self.scale], -1)
+            boxes = combine(torch.bmm(boxes, self.down.transpose(1, 2)))
+        return torch.einsum("spe,esw->spw", seats * weights.view(samples, positions, 1), boxes)
