@@ -146,6 +146,11 @@ def register(cls: D) -> D:
     return cls
 
 
+def find(op: str) -> type[Directive] | None:
+    """The directive of an op; None if there is none. Installed packages are asked, which takes milliseconds, for new ones only."""
+    return _registry.get(op) or known().get(op)
+
+
 def known() -> dict[str, type[Directive]]:
     """All directives by op, those of installed packages (entry points of group `lightning_piper.directives`) included."""
     for point in entry_points(group=ENTRY_POINTS):

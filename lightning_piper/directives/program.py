@@ -9,7 +9,7 @@ from os import PathLike
 from pathlib import Path
 from typing import Any
 
-from lightning_piper.directives.base import Directive, known
+from lightning_piper.directives.base import Directive, find, known
 from lightning_piper.errors import DirectiveError
 from lightning_piper.ir.dag import TrainingDAG
 
@@ -53,7 +53,7 @@ def _from_json(entry: Any) -> Directive:
     if not isinstance(entry, dict) or "op" not in entry:
         raise DirectiveError(f'is {entry!r}; give a directive or an object such as {{"op": "place", ...}}')
     op = entry["op"]
-    cls = known().get(op) if isinstance(op, str) else None
+    cls = find(op) if isinstance(op, str) else None
     if cls is None:
         raise DirectiveError(f"(op {op!r}): field 'op': unknown; accepted are {', '.join(sorted(known()))}")
     fields = {field.name: field for field in dataclasses.fields(cls)}

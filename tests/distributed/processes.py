@@ -1,12 +1,23 @@
-"""Starts real processes, joined by gloo over the loopback interface."""
+"""Starts real processes, joined by gloo over the loopback interface.
+
+To run a job on several processes, write it as a function of a module, `work(rank, *args)`, and call `launch`, which returns every
+rank's result. The processes are forks of one server, in which torch, Lightning and this package are imported already, so that a
+launch takes a fraction of a second; each launch has processes, a default group, a folder and a time limit of its own, and nothing
+of a job that fails or is killed is left to the next one. What all ranks would compute alike, such as captured steps, belongs into
+`prepare`: it is done once, before the ranks are forked. Where ranks are to fail, `run_ranks` tells how each of them ended.
+"""
 
 from __future__ import annotations
 
 import multiprocessing
 import os
+import pickle
+import socket
 import sys
+import time
 import traceback
 from collections.abc import Callable
+from dataclasses import dataclass
 from datetime import timedelta
 from pathlib import Path
 from typing import Any
@@ -15,32 +26,101 @@ import torch
 import torch.distributed as dist
 
 LIMIT = timedelta(seconds=120)  # nothing here takes that long; a test that hangs ends
+IMPORTS = ["torch", "torch.distributed", "lightning", "lightning_piper", "tests.strategy.traced"]
 
 
-def launch(size: int, work: Callable[..., Any], folder: Path, *args: Any) -> list[Any]:
-    """Run `work(rank, *args)` in `size` processes of one default group; their results by rank.
+@dataclass(frozen=True)
+class Ended:
+    """How a rank ended.
 
-    A result that is an exception is returned like any other. `work` must be a function of a module.
+    Attributes:
+        exitcode: as of `multiprocessing`: negative for a signal, None if the rank was still running at the limit.
+        result: what its work returned or raised; None if it did not come that far.
+        said: what it wrote to stdout and stderr.
+    """
+
+    exitcode: int | None
+    result: Any
+    said: str
+
+
+def launch(size: int, work: Callable[..., Any], folder: Path, *args: Any, **options: Any) -> list[Any]:
+    """Run `work(rank, *args)` in `size` processes; their results by rank.
+
+    A result that is an exception is returned like any other. `options` are those of `run_ranks`.
+    """
+    ended = run_ranks(size, work, folder, *args, **options)
+    for rank, end in enumerate(ended):
+        assert end.exitcode == 0, f"rank {rank} of {size} {_words(end.exitcode)}; it said:\n{end.said[-8000:]}"
+    return [end.result for end in ended]
+
+
+def run_ranks(
+    size: int,
+    work: Callable[..., Any],
+    folder: Path,
+    *args: Any,
+    prepare: Callable[..., Any] | None = None,
+    joined: bool = True,
+    limit: timedelta = LIMIT,
+) -> list[Ended]:
+    """Run `work(rank, *args)` in `size` processes; how each of them ended, by rank.
+
+    The environment of a rank is that of torchrun: `LOCAL_RANK`, `WORLD_SIZE`, `MASTER_ADDR`, `MASTER_PORT`.
+
+    Args:
+        prepare: called as `prepare(*args)` in the process that the ranks are forked from. It must start no threads.
+        joined: whether the ranks are of one default group from the beginning, or `work` makes it.
+        limit: what still runs then is killed.
     """
     context = multiprocessing.get_context("forkserver")
-    context.set_forkserver_preload(["torch", "torch.distributed", "lightning", "lightning_piper"])
+    context.set_forkserver_preload(IMPORTS)
     folder.mkdir(parents=True, exist_ok=True)
-    processes = [context.Process(target=_main, args=(rank, size, str(folder), work, args)) for rank in range(size)]
-    for process in processes:
-        process.start()
-    for process in processes:
-        process.join(LIMIT.total_seconds())
-    late = [process for process in processes if process.is_alive()]
-    for process in late:
-        process.kill()
-    assert not late, f"{len(late)} of {size} processes hang"
-    return [torch.load(folder / f"{rank}.pt", weights_only=False) for rank in range(size)]
+    parent = context.Process(target=_fork, args=(size, work, str(folder), args, prepare, joined, limit.total_seconds()))
+    parent.start()
+    parent.join(2 * limit.total_seconds())  # the ranks end at the limit; so must `prepare`
+    parent.kill()
+    parent.join()
+    assert parent.exitcode == 0, f"{prepare} {_words(parent.exitcode)}; it said:\n{_read(folder / 'parent.txt')}"
+    exitcodes = pickle.loads((folder / "exitcodes").read_bytes())
+    return [Ended(code, _result(folder / f"{rank}.pt"), _read(folder / f"{rank}.txt")) for rank, code in enumerate(exitcodes)]
 
 
-def _main(rank: int, size: int, folder: str, work: Callable[..., Any], args: tuple[Any, ...]) -> None:
-    os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo0" if sys.platform == "darwin" else "lo")
+def _fork(
+    size: int,
+    work: Callable[..., Any],
+    folder: str,
+    args: tuple[Any, ...],
+    prepare: Callable[..., Any] | None,
+    joined: bool,
+    limit: float,
+) -> None:
+    """The process between the server and the ranks."""
+    _write_to(f"{folder}/parent.txt")
     torch.set_num_threads(1)
-    dist.init_process_group("gloo", init_method=f"file://{folder}/rendezvous", rank=rank, world_size=size, timeout=LIMIT)
+    os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo0" if sys.platform == "darwin" else "lo")
+    os.environ |= {"WORLD_SIZE": str(size), "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port())}
+    if prepare is not None:
+        prepare(*args)
+    context = multiprocessing.get_context("fork")
+    ranks = [context.Process(target=_main, args=(rank, size, folder, work, args, joined)) for rank in range(size)]
+    for rank in ranks:
+        rank.start()
+    end = time.monotonic() + limit
+    for rank in ranks:
+        rank.join(max(0, end - time.monotonic()))
+    exitcodes = [rank.exitcode for rank in ranks]
+    for rank in ranks:
+        rank.kill()
+        rank.join()
+    Path(folder, "exitcodes").write_bytes(pickle.dumps(exitcodes))
+
+
+def _main(rank: int, size: int, folder: str, work: Callable[..., Any], args: tuple[Any, ...], joined: bool) -> None:
+    _write_to(f"{folder}/{rank}.txt")
+    os.environ["LOCAL_RANK"] = str(rank)
+    if joined:
+        dist.init_process_group("gloo", rank=rank, world_size=size, timeout=LIMIT)
     result: Any
     try:
         result = work(rank, *args)
@@ -49,4 +129,30 @@ def _main(rank: int, size: int, folder: str, work: Callable[..., Any], args: tup
         result = error
         result.__cause__ = None  # may hold what cannot be pickled
     torch.save(result, f"{folder}/{rank}.pt")
-    dist.destroy_process_group()
+    if dist.is_initialized():
+        dist.destroy_process_group()
+
+
+def free_port() -> int:
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return int(probe.getsockname()[1])
+
+
+def _write_to(path: str) -> None:
+    """Send all that this process says to a file."""
+    with open(path, "wb", buffering=0) as file:
+        for stream in (1, 2):
+            os.dup2(file.fileno(), stream)
+
+
+def _read(path: Path) -> str:
+    return path.read_text(errors="replace") if path.exists() else ""
+
+
+def _result(path: Path) -> Any:
+    return torch.load(path, weights_only=False) if path.exists() else None
+
+
+def _words(exitcode: int | None) -> str:
+    return "hangs" if exitcode is None else f"ended with {exitcode}"

@@ -12,7 +12,7 @@ from lightning_piper.errors import ExecutionError
 from lightning_piper.plan import compile_plans
 from lightning_piper.runtime import Executor, ProcessTransport
 from tests.distributed.processes import LIMIT, launch
-from tests.distributed.training import CPU, Job, Trained, train, train_by_reference
+from tests.distributed.training import CPU, Job, Trained, compile_all, train, train_by_reference
 from tests.models import captured
 from tests.plan.programs import pipeline
 
@@ -59,14 +59,11 @@ WRONG = [
 @pytest.fixture(scope="module")
 def trained(tmp_path_factory: pytest.TempPathFactory) -> dict[Job, list[Trained]]:
     """What every rank has after training each job."""
-    results: dict[Job, list[Trained]] = {}
-    small, large = ([job for job in SCHEDULES if job.devices == size] for size in (2, 4))
-    for size, jobs in ((2, TWO + small + WRONG[1:]), (3, THREE), (4, REPLICAS + large + WRONG[:1])):
-        by_rank = launch(size, train, tmp_path_factory.mktemp(f"processes{size}"), jobs)
-        for result in by_rank:
-            assert isinstance(result, list), result
-        results.update({job: [result[i] for result in by_rank] for i, job in enumerate(jobs)})
-    return results
+    jobs = TWO + THREE + REPLICAS + SCHEDULES + WRONG  # some of which leave ranks without work
+    by_rank = launch(4, train, tmp_path_factory.mktemp("processes"), jobs, prepare=compile_all)
+    for result in by_rank:
+        assert isinstance(result, list), result
+    return {job: [result[i] for result in by_rank] for i, job in enumerate(jobs)}
 
 
 def differences(expected: Trained, ranks: list[Trained]) -> list[str]:

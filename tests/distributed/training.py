@@ -85,12 +85,6 @@ class Job:
         program += one_f_one_b(2, self.microbatches) if self.shape == "PP2xDP2" else []
         return [*program, self._replicate(groups)]
 
-    def plans(self) -> dict[int, Plan]:
-        plans = compile_plans(self.dag())
-        if self.fault:
-            plans[1] = edited(plans[1], FAULTS[self.fault])
-        return plans
-
 
 def exchange(instructions: list[Any]) -> None:
     """Two receives meet each other's message."""
@@ -124,6 +118,20 @@ def model(name: str) -> Captured:
     return Captured(Case(lambda: module), module, batch, capture(module, batch), tensors, [batch])
 
 
+@functools.cache
+def plans_of(job: Job) -> dict[int, Plan]:
+    plans = compile_plans(job.dag())
+    if job.fault:
+        plans[1] = edited(plans[1], FAULTS[job.fault])
+    return plans
+
+
+def compile_all(jobs: list[Job]) -> None:
+    """What every rank would capture and compile alike."""
+    for job in jobs:
+        plans_of(job)
+
+
 @dataclass(frozen=True)
 class Trained:
     """Metrics of every step, and parameters and buffers at the end."""
@@ -137,7 +145,7 @@ def train(rank: int, jobs: list[Job]) -> list[Trained]:
     results = []
     transport: ProcessTransport | None = None
     for job in jobs:
-        plans = job.plans()
+        plans = plans_of(job)
         if transport is None:
             transport = ProcessTransport(plans, range(dist.get_world_size()), CPU, timeout=LIMIT)
         else:

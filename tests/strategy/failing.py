@@ -1,4 +1,4 @@
-"""A training on two processes in which something goes wrong on one of them; run as a script."""
+"""A training on two processes in which something goes wrong on one of them; as a script, started by Lightning's launcher."""
 
 from __future__ import annotations
 
@@ -38,6 +38,10 @@ def data(kind: str) -> Any:
     if kind.startswith("other shapes") and os.environ.get("LOCAL_RANK") == "1":
         batches[2] = [x[:6] for x in batches[2]]
     return Batches(batches)
+
+
+def train(rank: int, kind: str) -> None:
+    main(kind)
 
 
 def main(kind: str) -> None:

@@ -4,13 +4,15 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Sequence
 from typing import Any
+from unittest import mock
 
 import lightning as L
 import torch
 from torch import Tensor
 
 import lightning_piper as piper
-from lightning_piper.capture import flatten
+from lightning_piper import compiler
+from lightning_piper.capture import CapturedStep, capture, flatten
 from lightning_piper.ir.nodes import Accumulate
 from lightning_piper.ir.regions import LOSS
 from lightning_piper.verify import interpret
@@ -53,6 +55,22 @@ def trainer(strategy: Any = "auto", callbacks: Sequence[L.Callback] = (), **opti
 
 def local(program: Any = PROGRAM, **options: Any) -> piper.PiperStrategy:
     return piper.PiperStrategy(list(program), transport="local", **options)
+
+
+CODES: dict[Any, Any] = {}
+
+
+def captured_once(module: Any, batch: Any, *args: Any) -> CapturedStep:
+    """Like `capture`, but code that was traced of a module is that of all modules like it, for whatever batches."""
+    step = capture(module, batch, *args)
+    trained = tuple(x.requires_grad for x in module.parameters())
+    key = (type(module), repr(module), trained, module.training, module.trainer.precision, repr(step.layout.specs))
+    step._codes = CODES.setdefault(key, {})
+    return step
+
+
+# Decorates trainings of which several are of one model: to trace it each time would take most of their time.
+sharing_captures = mock.patch.object(compiler, "capture", captured_once)
 
 
 def values(module: torch.nn.Module) -> dict[str, Tensor]:

@@ -1,12 +1,8 @@
-"""Trainings with replicas, on two processes (DP2) or four (PP2 x DP2). As a script it runs those that its arguments name, one after
-another in the same processes, and each process writes what it saw of each.
-"""
+"""Trainings with replicas, on two processes (DP2) or four (PP2 x DP2)."""
 
 from __future__ import annotations
 
 import os
-import sys
-import traceback
 import warnings
 from collections.abc import Callable
 from datetime import timedelta
@@ -23,7 +19,7 @@ from torchmetrics import SumMetric
 import lightning_piper as piper
 from lightning_piper import compiler
 from lightning_piper.directives import Directive, Replicate, replicate
-from tests.strategy.fitting import Batches, Record, trainer, values
+from tests.strategy.fitting import Batches, Record, sharing_captures, trainer, values
 from tests.strategy.models import MLP, make, texts, vectors
 
 Program = list[Directive]
@@ -46,7 +42,7 @@ def pp2_dp2(microbatches: int = 2) -> Program:
 
 
 PROGRAMS: dict[int, Callable[[], Program]] = {2: dp2, 4: pp2_dp2}
-PROCESSES = int(os.environ.get("PROCESSES", 2))
+PROCESSES = 2
 
 
 class Seen(L.Callback):
@@ -240,8 +236,11 @@ ALL = [mlp, dropout, tied, clipped, accumulated, without_sum, long, ddp, last_sm
 SCENARIOS = {work.__name__: work for work in ALL}
 
 
-def main(folder: Path, names: list[str]) -> dict[str, Outcome]:
-    global FOLDER
+@sharing_captures
+def train(rank: int, names: list[str], folder: Path, processes: int) -> dict[str, Outcome]:
+    """One process's side of trainings, one after another."""
+    global FOLDER, PROCESSES
+    PROCESSES = processes
     found = {}
     for name in names:
         FOLDER = folder / name
@@ -258,13 +257,3 @@ def joined(batches: list[Any]) -> Any:
     if isinstance(first, dict):
         return {k: joined([b[k] for b in batches]) for k in first}
     return [joined([b[i] for b in batches]) for i in range(len(first))]
-
-
-if __name__ == "__main__":
-    torch.set_num_threads(1)
-    try:
-        results = main(Path(sys.argv[1]), sys.argv[2:])
-    except BaseException:
-        traceback.print_exc()
-        raise
-    torch.save(results, Path(sys.argv[1]) / f"rank{os.environ['LOCAL_RANK']}.pt")

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 from collections.abc import Callable
 from dataclasses import dataclass
 from datetime import timedelta
@@ -14,7 +13,7 @@ from lightning.pytorch.callbacks import ModelCheckpoint
 
 import lightning_piper as piper
 from lightning_piper.directives import Directive, Replicate
-from tests.strategy.fitting import Batches, trainer, values
+from tests.strategy.fitting import Batches, sharing_captures, trainer, values
 from tests.strategy.models import make
 
 GROUPS = [[0, 2], [1, 3]]
@@ -70,14 +69,13 @@ def part(batch: Any, replicas: int, replica: int) -> Any:
     return [x.chunk(replicas)[replica] for x in batch]
 
 
+@sharing_captures
 def train(
     rank: int, how: str, model: str, path: Path, steps: int, resume: Path | None, kind: str = "sharded", **options: Any
 ) -> dict[str, Any]:
     """One process's side of a training that saves its end."""
     setting = HOW[how]
     size = max(1, setting.processes)
-    if setting.processes:
-        os.environ |= {"LOCAL_RANK": str(rank), "WORLD_SIZE": str(size), "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "0"}
     module, loader = make(model, seed=0 if resume is None else 1, samples=8 * BATCHES)
     strategy = piper.PiperStrategy(
         setting.program(),

@@ -1,7 +1,7 @@
 """Trainings that run on real processes and, for comparison, with all devices in one process.
 
-As a script, started by Lightning's launcher or by torchrun, it runs those that its arguments name, one after another in the
-same processes, and each process writes what it saw of each.
+`train` runs those that are named one after another in the same processes. As a script, started by Lightning's launcher or by
+torchrun, so does this file, and each process writes what it saw of each.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from torch.utils.data import DataLoader
 from torchmetrics import MeanMetric, SumMetric
 
 import lightning_piper as piper
-from tests.strategy.fitting import PROGRAM, Batches, Record, trainer, values
+from tests.strategy.fitting import PROGRAM, Batches, Record, sharing_captures, trainer, values
 from tests.strategy.models import MLP, Tied, make, vectors
 
 ROOT = Path(__file__).parents[2]
@@ -287,24 +287,32 @@ def run(names: list[str], folder: Path, local: bool) -> dict[str, Outcome]:
     return found
 
 
-def launch(
-    names: list[str], folder: Path, torchrun: bool = False, limit: int = 240, script: str = __file__, processes: int = 2
-) -> list[dict[str, Outcome]]:
-    """Run scenarios of a script on some processes; returns what each process saw."""
-    command = ["-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={processes}"] if torchrun else []
-    command = [sys.executable, *command, script, str(folder), *names]
-    done = start(command, limit)
+@sharing_captures
+def train(rank: int, names: list[str], folder: Path) -> dict[str, Outcome]:
+    """One process's side of scenarios."""
+    return run(names, folder, local=False)
+
+
+def launch_script(names: list[str], folder: Path, torchrun: bool) -> list[dict[str, Outcome]]:
+    """Run scenarios on two processes that Lightning or torchrun starts; returns what each process saw."""
+    command = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2"] if torchrun else []
+    command = [sys.executable, *command, __file__, str(folder), *names]
+    done = popen(command)
+    try:
+        said, _ = done.communicate(timeout=240)
+    finally:
+        done.kill()
     if done.returncode:
-        raise RuntimeError(f"{' '.join(command)} ended with {done.returncode}:\n{done.stdout[-8000:]}")
-    return [torch.load(folder / f"rank{rank}.pt", weights_only=False) for rank in range(processes)]
+        raise RuntimeError(f"{' '.join(command)} ended with {done.returncode}:\n{said[-8000:]}")
+    return [torch.load(folder / f"rank{rank}.pt", weights_only=False) for rank in range(2)]
 
 
-def start(command: list[str], limit: int) -> subprocess.CompletedProcess[str]:
-    env = {k: v for k, v in os.environ.items() if k not in ("LOCAL_RANK", "WORLD_SIZE", "MASTER_PORT", "PL_GLOBAL_SEED")}
-    env |= {"PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
-    return subprocess.run(
-        command, cwd=ROOT, env=env, text=True, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, timeout=limit, check=False
-    )
+def popen(command: list[str], **more: str) -> subprocess.Popen[str]:
+    """Start what starts processes; `more` is added to its environment."""
+    own = ("LOCAL_RANK", "NODE_RANK", "RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT", "PL_GLOBAL_SEED")
+    env = {k: v for k, v in os.environ.items() if k not in own}
+    env |= {"PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1", **more}
+    return subprocess.Popen(command, cwd=ROOT, env=env, text=True, stdout=subprocess.PIPE, stderr=subprocess.STDOUT)
 
 
 def equal(a: Any, b: Any) -> bool:

@@ -21,13 +21,11 @@ from lightning.pytorch.plugins import MixedPrecision
 from torch import Tensor
 
 import lightning_piper as piper
-from lightning_piper import compiler
-from lightning_piper.capture import CapturedStep, capture
 from lightning_piper.directives import Directive, Replicate
 from lightning_piper.runtime.process import ProcessEndpoint
 from lightning_piper.strategy import fit as fit_module
 from lightning_piper.strategy.layout import Piece
-from tests.strategy.fitting import Batches, trainer, values
+from tests.strategy.fitting import Batches, sharing_captures, trainer, values
 from tests.strategy.models import make
 from tests.strategy.optimizers import Lamb
 
@@ -209,17 +207,7 @@ def counting_sums() -> Iterator[list[int]]:
         yield counts
 
 
-CODES: dict[Any, Any] = {}
-
-
-def captured_once(module: Any, batch: Any, *args: Any) -> CapturedStep:
-    """Jobs on one model share the code that is captured of it, which would take most of their time."""
-    step = capture(module, batch, *args)
-    step._codes = CODES.setdefault((type(module), module.trainer.precision, repr(step.layout.specs)), {})
-    return step
-
-
-@mock.patch.object(compiler, "capture", captured_once)
+@sharing_captures
 def fit(job: Job, folder: Path, transport: str | None, share: Callable[[Any], Any] = lambda batch: batch) -> dict[str, Any]:
     """Train. `transport` None: on one device, without directives."""
     with counting_sums() as counts, mock.patch.object(fit_module, "LossScaling", Alone if job.alone else fit_module.LossScaling):
@@ -263,9 +251,7 @@ def _fit(job: Job, folder: Path, transport: str | None, share: Callable[[Any], A
 def train(rank: int, jobs: Iterable[Job], folder: Path) -> list[dict[str, Any]]:
     """One process's side of all jobs, one after another."""
     jobs = list(jobs)
-    size = PROCESSES[jobs[0].program]
-    os.environ |= {"LOCAL_RANK": str(rank), "WORLD_SIZE": str(size), "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "0"}
-    replica = rank * 2 // size
+    replica = rank * 2 // PROCESSES[jobs[0].program]
 
     def half(batch: dict[str, Tensor]) -> dict[str, Tensor]:
         return {name: x.chunk(2)[replica] for name, x in batch.items()}

@@ -2,65 +2,87 @@
 
 from __future__ import annotations
 
+import signal
 import sys
-import time
+from datetime import timedelta
 from pathlib import Path
 
 import pytest
 
-from tests.strategy.scenarios import start
+from lightning_piper.errors import PiperError
+from tests.distributed.processes import Ended, run_ranks
+from tests.strategy import failing
+from tests.strategy.scenarios import popen
 
 LIMIT = 60  # seconds; the timeout of communication is 120 seconds, except for a process that hangs
 
 
-def run(kind):
-    began = time.monotonic()
-    done = start([sys.executable, str(Path(__file__).with_name("failing.py")), kind], limit=LIMIT)
-    assert time.monotonic() - began < LIMIT
-    return done
+def run(kind: str, folder: Path) -> list[Ended]:
+    return run_ranks(2, failing.train, folder, kind, joined=False, limit=timedelta(seconds=LIMIT))
 
 
-@pytest.mark.parametrize("rank", [0, 1])
-def test_an_error_is_known_to_the_other_process(rank):
-    done = run(f"raise on {rank}")
-    assert done.returncode != 0
-    assert f"rank {rank} says: ValueError: something of the user's" in done.stdout
-    assert f"The first process to fail was rank {rank}: ValueError: something of the user's" in done.stdout
-    assert f"rank {1 - rank} says: ExecutionError: device {1 - rank}: " in done.stdout
+@pytest.fixture(scope="module")
+def launched():
+    """Trainings that Lightning's launcher starts, side by side: (return code, what they said)."""
+    kinds = ("raise on 0", "live on 0")
+    running = {kind: popen([sys.executable, failing.__file__, kind]) for kind in kinds}
+    try:
+        said = {kind: process.communicate(timeout=LIMIT)[0] for kind, process in running.items()}
+    finally:
+        for process in running.values():
+            process.kill()
+    return {kind: (process.returncode, said[kind]) for kind, process in running.items()}
 
 
-def test_a_process_that_dies_ends_the_other():
-    done = run("die on 1")
-    assert done.returncode != 0
-    assert "rank 0 says: ExecutionError: device 0: " in done.stdout
+def test_an_error_is_known_to_the_other_process(tmp_path):
+    first, second = run("raise on 1", tmp_path)
+    assert isinstance(second.result, ValueError) and isinstance(first.result, PiperError)
+    assert "rank 1 says: ValueError: something of the user's" in second.said
+    assert "The first process to fail was rank 1: ValueError: something of the user's" in first.said
+    assert "rank 0 says: ExecutionError: device 0: " in first.said
 
 
-def test_a_failed_process_that_lives_on_does_not_keep_the_other_waiting():
-    done = run("live on 0")
-    assert done.returncode != 0
-    assert "rank 1 ends, for it would wait in vain: the first process to fail was rank 0: ValueError" in done.stdout
+def test_an_error_of_the_process_that_launches_is_known_to_the_other(launched):
+    code, said = launched["raise on 0"]
+    assert code != 0
+    assert "rank 0 says: ValueError: something of the user's" in said
+    assert "The first process to fail was rank 0: ValueError: something of the user's" in said
+    assert "rank 1 says: ExecutionError: device 1: " in said
 
 
-def test_a_process_that_hangs_ends_the_other_at_the_timeout():
-    done = run("hang on 0")
-    assert done.returncode != 0
-    assert "rank 1 says: ExecutionError: device 1: " in done.stdout
+def test_a_process_that_dies_ends_the_other(tmp_path):
+    survivor, dead = run("die on 1", tmp_path)
+    assert dead.exitcode == -signal.SIGKILL
+    assert isinstance(survivor.result, PiperError)
+    assert "rank 0 says: ExecutionError: device 0: " in survivor.said
 
 
-def test_batches_of_other_shapes():
-    done = run("other shapes")
-    assert done.returncode != 0
-    assert "rank 1 says: PiperError: the processes drew different batches (other shapes) in training batch 2" in done.stdout
-    assert "The first process to fail was rank 1: PiperError: the processes drew different batches" in done.stdout
-    assert "rank 0 says: " in done.stdout
+def test_a_failed_process_that_lives_on_does_not_keep_the_other_waiting(launched):
+    code, said = launched["live on 0"]
+    assert code != 0
+    assert "rank 1 ends, for it would wait in vain: the first process to fail was rank 0: ValueError" in said
 
 
-def test_batches_of_other_shapes_in_one_replica():
-    done = run("other shapes of replicas")
-    assert done.returncode != 0
+def test_a_process_that_hangs_ends_the_other_at_the_timeout(tmp_path):
+    _, other = run("hang on 0", tmp_path)
+    assert isinstance(other.result, PiperError)
+    assert "rank 1 says: ExecutionError: device 1: " in other.said
+
+
+def test_batches_of_other_shapes(tmp_path):
+    first, second = run("other shapes", tmp_path)
+    assert isinstance(first.result, PiperError) and isinstance(second.result, PiperError)
+    assert "rank 1 says: PiperError: the processes drew different batches (other shapes) in training batch 2" in second.said
+    assert "The first process to fail was rank 1: PiperError: the processes drew different batches" in first.said
+    assert "rank 0 says: " in first.said
+
+
+def test_batches_of_other_shapes_in_one_replica(tmp_path):
+    first, second = run("other shapes of replicas", tmp_path)
+    assert isinstance(first.result, PiperError) and isinstance(second.result, PiperError)
     assert (
         "rank 1 says: PiperError: the processes drew batches of different shapes in training batch 2 of this fit, but"
-        in done.stdout
+        in second.said
     )
-    assert "The first process to fail was rank 1: PiperError: the processes drew batches of different shapes" in done.stdout
-    assert "rank 0 says: " in done.stdout
+    assert "The first process to fail was rank 1: PiperError: the processes drew batches of different shapes" in first.said
+    assert "rank 0 says: " in first.said

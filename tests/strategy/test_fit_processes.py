@@ -7,10 +7,11 @@ import sys
 import pytest
 import torch
 
+from tests.distributed.processes import launch
 from tests.strategy.fitting import by_hand, distance, same, trainer, values
 from tests.strategy.fitting import local as one_process
 from tests.strategy.models import make, vectors
-from tests.strategy.scenarios import SCENARIOS, equal, launch, run
+from tests.strategy.scenarios import SCENARIOS, equal, launch_script, run, train
 
 MODELS = ["mlp", "dropout", "tied", "conv"]
 SEEN = ("values", "losses", "logged", "epochs")
@@ -18,7 +19,11 @@ SEEN = ("values", "losses", "logged", "epochs")
 
 @pytest.fixture(scope="module")
 def ranks(tmp_path_factory):
-    return launch(list(SCENARIOS), tmp_path_factory.mktemp("processes"))
+    folder = tmp_path_factory.mktemp("processes")
+    found = launch(2, train, folder / "run", list(SCENARIOS), folder, joined=False)
+    for rank in found:
+        assert isinstance(rank, dict), rank
+    return found
 
 
 @pytest.fixture(scope="module")
@@ -143,6 +148,7 @@ def test_processes_refuse_together(what, words, ranks):
         assert words in rank["refused"][what]
 
 
-def test_torchrun(tmp_path, local):
-    for rank in launch(["mlp"], tmp_path, torchrun=True):
+@pytest.mark.parametrize("torchrun", [False, True], ids=["lightning", "torchrun"])
+def test_launchers(torchrun, tmp_path, local):
+    for rank in launch_script(["mlp"], tmp_path, torchrun):
         assert equal(local["mlp"]["values"], rank["mlp"]["values"])

@@ -2,62 +2,49 @@
 
 from __future__ import annotations
 
-import os
-import socket
-import subprocess
 import sys
 from pathlib import Path
 
 import pytest
 import torch
 
+from tests.distributed.processes import free_port, launch
 from tests.strategy import nodes
-from tests.strategy.scenarios import ROOT, equal
+from tests.strategy.scenarios import equal, popen
 
 LIMIT = 180
 
 
-def free_port() -> int:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return int(probe.getsockname()[1])
-
-
-def on_nodes(count: int, folder: Path, torchrun: bool) -> list[dict[str, torch.Tensor]]:
+def on_two_nodes(folder: Path, torchrun: bool) -> list[list[dict[str, torch.Tensor]]]:
     """What each of four processes ended with."""
-    folder.mkdir()
     port = str(free_port())
-    own = ("LOCAL_RANK", "NODE_RANK", "RANK", "WORLD_SIZE", "PL_GLOBAL_SEED", "MASTER_ADDR", "MASTER_PORT")
-    env = {k: v for k, v in os.environ.items() if k not in own}
-    env |= {"PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": "lo"}
     running = []
-    for node in range(count):
+    for node in range(2):
         if torchrun:
-            where = [f"--nnodes={count}", f"--nproc-per-node={4 // count}", f"--node-rank={node}", f"--master-port={port}"]
+            where = ["--nnodes=2", "--nproc-per-node=2", f"--node-rank={node}", f"--master-port={port}"]
             command, more = ["-m", "torch.distributed.run", "--master-addr=127.0.0.1", *where], {}
         else:
             command, more = [], {"NODE_RANK": str(node), "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port}
-        command = [sys.executable, *command, nodes.__file__, str(folder), str(count)]
-        running.append(
-            subprocess.Popen(command, cwd=ROOT, env=env | more, text=True, stdout=subprocess.PIPE, stderr=subprocess.STDOUT)
-        )
+        command = [sys.executable, *command, nodes.__file__, str(folder), "2"]
+        running.append(popen(command, GLOO_SOCKET_IFNAME="lo", **more))
     try:
         said = [process.communicate(timeout=LIMIT)[0] for process in running]
     finally:
         for process in running:
             process.kill()
-    assert [process.returncode for process in running] == [0] * count, "\n".join(text[-4000:] for text in said)
+    assert [process.returncode for process in running] == [0, 0], "\n".join(text[-4000:] for text in said)
     return [torch.load(folder / f"rank{rank}.pt", weights_only=True) for rank in range(4)]
 
 
 @pytest.fixture(scope="module")
-def one_node(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, torch.Tensor]]:
-    return on_nodes(1, tmp_path_factory.mktemp("nodes") / "one", torchrun=False)
+def one_node(tmp_path_factory: pytest.TempPathFactory) -> list[list[dict[str, torch.Tensor]]]:
+    return launch(4, nodes.train, tmp_path_factory.mktemp("one node"), 1, joined=False)
 
 
 @pytest.mark.parametrize("torchrun", [False, True], ids=["lightning", "torchrun"])
-def test_two_nodes_train_as_one(torchrun: bool, one_node: list[dict[str, torch.Tensor]], tmp_path: Path) -> None:
-    ranks = on_nodes(2, tmp_path / "two", torchrun)
-    assert all(equal(one_node[0], rank) for rank in (*one_node, *ranks))
-    losses = one_node[0]["losses"]
-    assert len(losses) == 5 and len(set(losses.tolist())) == 5
+def test_two_nodes_train_as_one(torchrun: bool, one_node: list[list[dict[str, torch.Tensor]]], tmp_path: Path) -> None:
+    for rank in (*one_node, *on_two_nodes(tmp_path, torchrun)):
+        assert isinstance(rank, list), rank
+        assert equal(one_node[0], rank)
+    sharded, whole = (training["losses"] for training in one_node[0])
+    assert len(sharded) == 7 and len(set(sharded.tolist())) == 7 and torch.allclose(sharded, whole, rtol=1e-5)

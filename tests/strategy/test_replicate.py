@@ -9,11 +9,11 @@ from lightning.pytorch.callbacks import ModelCheckpoint
 
 from lightning_piper import compiler
 from lightning_piper.directives import replicate
-from tests.strategy import replicated
+from tests.distributed.processes import launch
 from tests.strategy.fitting import Batches, distance, local, same, trainer, values
 from tests.strategy.models import make, texts, vectors
-from tests.strategy.replicated import PROGRAMS, SCENARIOS, dp2, joined, pp2_dp2, with_sgd
-from tests.strategy.scenarios import equal, launch
+from tests.strategy.replicated import PROGRAMS, SCENARIOS, dp2, joined, pp2_dp2, train, with_sgd
+from tests.strategy.scenarios import equal
 
 BOTH = pytest.mark.parametrize("processes", [2, 4])
 BITWISE = ["mlp", "dropout", "tied", "accumulated", "long", "last_smaller"]
@@ -43,10 +43,11 @@ def ranks(tmp_path_factory):
     def get(processes):
         if processes not in found:
             folder = tmp_path_factory.mktemp(f"replicas{processes}")
-            with torch.random.fork_rng(), pytest.MonkeyPatch.context() as patch:
+            with torch.random.fork_rng():
                 one_device(folder / "one")
-                patch.setenv("PROCESSES", str(processes))
-                found[processes] = launch(list(SCENARIOS), folder, script=replicated.__file__, processes=processes)
+            found[processes] = launch(processes, train, folder / "run", list(SCENARIOS), folder, processes, joined=False)
+            for rank in found[processes]:
+                assert isinstance(rank, dict), rank
         return found[processes]
 
     return get
@@ -201,12 +202,6 @@ def test_refusals(processes, what, words, ranks):
 @BOTH
 def test_the_same_data_everywhere_are_noticed(processes, ranks):
     assert "all 2 replicas drew the same samples in training batch 0" in ranks(processes)[0]["refused"]["same"]
-
-
-def test_torchrun(ranks, tmp_path, monkeypatch):
-    monkeypatch.setenv("PROCESSES", "4")
-    for rank in launch(["mlp"], tmp_path, torchrun=True, script=replicated.__file__, processes=4):
-        assert equal(ranks(4)[0]["mlp"]["values"], rank["mlp"]["values"])
 
 
 @pytest.mark.parametrize("program", [dp2(), dp2(4), pp2_dp2()], ids=["dp2", "dp2 of four microbatches", "pp2 x dp2"])
