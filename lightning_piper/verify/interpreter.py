@@ -204,7 +204,8 @@ class _Run:
             held = [self.values[ref, r] for r in replicas]
             placement = self.dag.value(ref).placement
             if isinstance(placement, Partial):  # not yet summed over the replicas: so it is in a program that is not finished
-                held = [_fold(held)] * len(held)
+                groups = [replicas if value.bucket is None else value.bucket.sharers(r) for r in replicas]
+                held = [_fold([held[s] for s in group]) for group in groups]
             elif isinstance(placement, Shard):
                 assert value.bucket is not None
                 held = [[torch.cat([held[s][0] for s in value.bucket.sharers(r)])] for r in replicas]

@@ -238,10 +238,11 @@ def _message_of_the_step_before(original: Function, seeded: Seeded) -> Function:
           (local.LocalEndpoint, "_wait_for_all"))  # fmt: skip
 def _metrics_not_summed_over_devices(original: Function, seeded: Seeded) -> Function:
     def wait_for_all(self: Any, instruction: ins.Wait, slots: list[Any]) -> Function:
-        bound, node, me = original(self, instruction, slots), instruction.node, self._plan.device
+        bound, me = original(self, instruction, slots), self._plan.device
+        place = (instruction.node, self._meet[instruction.node][0])
 
         def wait() -> object:
-            own = self._transport.meetings[node].parts[me][0]
+            own = self._transport.meetings[place].parts[me][0]
             result = bound()
             if slots[instruction.into] is not None:
                 slots[instruction.into] = own

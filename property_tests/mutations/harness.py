@@ -6,11 +6,24 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from lightning_piper.errors import PiperError
-from property_tests.mutations import backward, borders, drivers, executors, layers, places, plans, processes, rewrites, shards, zero
+from property_tests.mutations import (
+    backward,
+    borders,
+    drivers,
+    executors,
+    layers,
+    places,
+    plans,
+    processes,
+    rewrites,
+    routed,
+    shards,
+    zero,
+)
 from property_tests.mutations.scenarios import SCENARIOS, Scenario
 from property_tests.mutations.table import TABLE, Mutation
 
-FILES = (rewrites, borders, backward, places, zero, plans, executors, shards, drivers)  # what fills the table
+FILES = (rewrites, borders, backward, places, zero, plans, executors, shards, routed, drivers)  # what fills the table
 LAYERS = ("static", "interpreter", "plans", "property", "distributed")
 
 

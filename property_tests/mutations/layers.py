@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 
 from lightning_piper.capture.eager import Outcome, run_eagerly
 from lightning_piper.directives import Directive, Order, Place, apply_program, finish
-from lightning_piper.ir.buckets import Bucket, packed
+from lightning_piper.ir.buckets import Bucket, packed_params
 from lightning_piper.ir.build import build_dag, metric_names
 from lightning_piper.ir.dag import TrainingDAG
 from lightning_piper.ir.filters import matches
@@ -185,8 +185,9 @@ def _train(built: Built) -> None:
                 same = torch.equal(own[name], expected[name])
                 assert same, f"step {number}, device {plan.device}: {name} differs after the update"
             for bucket, flat in flats.items():
-                mine = flat.chunk(bucket.members)[plan.replica] if plan.shards[bucket] else flat
-                right = packed(bucket, expected, CPU).chunk(bucket.members)[plan.replica]
+                member = bucket.member(plan.replica)
+                mine = flat.chunk(bucket.members)[member] if plan.shards[bucket] else flat
+                right = packed_params(bucket, expected, plan.replica, CPU).chunk(bucket.members)[member]
                 same = torch.equal(mine, right)
                 assert same, f"step {number}, device {plan.device}: its shard of {bucket.names} differs after the update"
         for name, buffer in buffers.items():
@@ -203,7 +204,7 @@ def poisoned(plan: Plan, shards: dict[Bucket, torch.Tensor]) -> dict[Bucket, tor
     """The same shards, without those of others in a bucket that a device keeps."""
     for bucket, flat in shards.items():
         for member, part in enumerate(flat.chunk(bucket.members)):
-            if plan.shards[bucket] and member != plan.replica:
+            if plan.shards[bucket] and member != bucket.member(plan.replica):
                 part.fill_(float("nan"))
     return shards
 

@@ -78,7 +78,7 @@ def compare(scenario: Scenario, ranks: Sequence[Ran | Exception]) -> None:
         if isinstance(ran, Exception):
             raise ran
         plan = built.plans[rank]
-        pieces = {name: (bucket.tensors[bucket.names.index(name)], slice(start, stop))
+        pieces = {name: (bucket.wholes[bucket.names.index(name)], slice(start, stop))
                   for bucket in plan.shards for name, start, stop, _ in bucket.pieces(plan.replica)}  # fmt: skip
         for name, grad in ran.grads.items():
             right = outcome.grads[name]

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from lightning_piper.capture import capture
-from lightning_piper.directives import Directive, Order, Place, Replicate, Split
+from lightning_piper.directives import Directive, Order, Place, Replicate, Shard, Split
 from lightning_piper.schedules import one_f_one_b
 from lightning_piper.testing import POOL, Case, Model, Spec, case, make_batch
 
@@ -114,6 +114,13 @@ _ALL = (
     Scenario("sharded on two", POOL[0], 8, [*_groups([0, 1]), _split(2), _replicate([0, 1], shard_params=True)]),
     Scenario("sharded chain", Spec(("linear", "residual", "residual", "linear"), (0, 1, 2, 3)), 8,
              [*_groups([0, 1]), _split(2), _replicate([0, 1], shard_params=True, bucket_size=1e-6)]),
+    # Experts divided: in two stages, by one directive after the sum over replicas; over two groups; with places.
+    Scenario("experts", Spec(("experts", "experts"), (0, 1)), 8, [*one_f_one_b(2, 2, devices=[[0, 2], [1, 3]]),
+             _replicate([0, 2], [1, 3], shard_grads=True), Shard(filter={"EP": "*"}, devices=[[0, 2], [1, 3]])]),
+    Scenario("experts twice", Spec(("crowded", "experts"), (0, 0), exact=True), 8, [*_groups([0, 1, 2, 3]), _split(2),
+             _replicate([0, 1, 2, 3]), Shard(filter={"EP": "*"}, devices=[[0, 3], [1, 2]])]),
+    Scenario("places", Spec(("places", "linear"), (0, 0)), 8, [*_groups([0, 1]), _split(2), _replicate([0, 1]),
+             Shard(filter={"EP": "*"}, devices=[0, 1])]),
 )  # fmt: skip
 SCENARIOS = {scenario.name: scenario for scenario in _ALL}
 

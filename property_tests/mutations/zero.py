@@ -19,7 +19,7 @@ from property_tests.mutations.table import Function, Seeded, Wrap, mutation
 
 # The rewrite
 
-REDUCE, GATHER, DIVIDE = (replicate, "reduce_gradients"), (replicate, "gather_parameters"), (replicate.Replicate, "_divide")
+REDUCE, GATHER, DIVIDE = (replicate, "reduce_gradients"), (replicate, "gather_parameters"), (replicate, "divide")
 
 
 def _afterwards(change: Callable[[TrainingDAG], Iterable[object]]) -> Wrap:

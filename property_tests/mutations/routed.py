@@ -1,0 +1,294 @@
+"""Bugs of expert parallelism: in the rewrite, in the plans, and where tokens travel."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable, Iterable
+from typing import Any
+
+import torch
+
+from lightning_piper.capture import extract
+from lightning_piper.directives import owning, shard
+from lightning_piper.ir.buckets import Bucket
+from lightning_piper.ir.dag import TrainingDAG
+from lightning_piper.ir.nodes import Accumulate, AllToAll, Chunk, Pack, ReduceScatter, Update
+from lightning_piper.plan import instructions as ins
+from lightning_piper.plan.instructions import Instruction
+from lightning_piper.runtime import exchange, outbox
+from property_tests.mutations.plans import _drop, _plan_bug
+from property_tests.mutations.table import Function, Seeded, Wrap, mutation
+from property_tests.mutations.zero import _bypass
+
+SCENARIO, TWICE, EVEN = "experts", "experts twice", "places"
+TRAVEL = exchange.Exchange
+
+# The rewrite
+
+
+def _applied(change: Callable[[TrainingDAG], Iterable[object]]) -> Wrap:
+    """The DAG after a shard, changed."""
+
+    def wrap(original: Function, seeded: Seeded) -> Function:
+        def apply(self: Any, dag: TrainingDAG) -> None:
+            original(self, dag)
+            seeded.hits += len(list(change(dag)))
+
+        return apply
+
+    return wrap
+
+
+def _rewrite_bug(name: str, what: str, change: Callable[[TrainingDAG], Iterable[object]], scenario: str = SCENARIO) -> None:
+    mutation(name, what, "rewrite", (shard.Shard, "apply"), scenario=scenario)(_applied(change))
+
+
+def _moves(dag: TrainingDAG, way: str) -> list[AllToAll]:
+    return [node for node in dag.of_type(AllToAll) if node.way == way]
+
+
+def _with_counts_of(dag: TrainingDAG, other: Callable[[AllToAll, AllToAll], bool]) -> Iterable[object]:
+    """Let rows travel by the counts of another exchange."""
+    for node in [n for n in dag.of_type(AllToAll) if len(n.inputs) == 3]:
+        for counts in _moves(dag, "counts"):
+            if (counts.id, 0) != node.inputs[2] and other(node, counts):
+                dag.rewire(node, inputs=(node.inputs[0], counts.inputs[0], (counts.id, 0)))
+                yield node
+                break
+
+
+def _other_order(dag: TrainingDAG) -> Iterable[object]:
+    """Sent by one group, back in the order of another."""
+    for node in _moves(dag, "combine"):
+        node.owners = tuple(group[::-1] for group in node.owners)
+        yield node
+
+
+def _retyped(dag: TrainingDAG) -> Iterable[object]:
+    """A value at its experts is passed off as one at home."""
+    for node in _moves(dag, "dispatch"):
+        node.outputs = (dataclasses.replace(node.outputs[0], owned=False),)
+        yield node
+
+
+def _owned_twice(dag: TrainingDAG) -> Iterable[object]:
+    for region, groups in dag.owners.items():
+        dag.owners[region] = (groups[0],) * len(groups)
+        yield region
+
+
+def _sum_bypassed(dag: TrainingDAG) -> Iterable[object]:
+    return _bypass(dag, [n for n in dag.of_type(ReduceScatter) if n.outputs[0].owned])
+
+
+def _first_term_twice(dag: TrainingDAG) -> Iterable[object]:
+    for total in dag.of_type(Accumulate):
+        if total.outputs[0].owned and len(total.inputs) > 1:
+            dag.rewire(total, inputs=(total.inputs[0], *total.inputs[:-1]))
+            yield total
+
+
+def _last_term_lost(dag: TrainingDAG) -> Iterable[object]:
+    for total in dag.of_type(Accumulate):
+        if total.outputs[0].owned and len(total.inputs) > 1:
+            dag.rewire(total, inputs=total.inputs[:-1])
+            yield total
+
+
+def _update_lost(dag: TrainingDAG) -> Iterable[object]:
+    updates = [node for node in dag.of_type(Update) if dag.value(node.inputs[0]).owned]
+    dag.remove(updates)
+    return updates
+
+
+def _whole_copies(dag: TrainingDAG) -> Iterable[object]:
+    """Experts are read from the device's own copy of all of them."""
+    for chunk in dag.of_type(Chunk):
+        if chunk.region in dag.owners and any(chunk.params):
+            dag.rewire(chunk, params=())
+            yield chunk
+
+
+def _said_to_be_summed(dag: TrainingDAG) -> Iterable[object]:
+    for node in dag.of_type(Pack):
+        if node.outputs[0].owned:
+            node.outputs = (dataclasses.replace(node.outputs[0], placement=dag.value(node.inputs[0]).placement),)
+            yield node
+
+
+def _stays(way: str) -> Callable[[TrainingDAG], Iterable[object]]:
+    return lambda dag: _bypass(dag, _moves(dag, way))
+
+
+_rewrite_bug("rows stay at home", "experts get the rows of their own device alone", _stays("dispatch"))
+_rewrite_bug("rows stay at their experts", "what experts made is not brought home", _stays("combine"))
+_rewrite_bug("places stay at their experts", "full boxes are not brought home", _stays("combine"), EVEN)
+_rewrite_bug("counts stay at home", "experts are told the counts of their own device", _stays("counts"))
+_rewrite_bug("counts of another layer", "rows travel by the counts of another region",
+             lambda dag: _with_counts_of(dag, lambda node, counts: counts.region != node.region))  # fmt: skip
+_rewrite_bug("counts of another microbatch", "rows travel by the counts of other samples",
+             lambda dag: _with_counts_of(dag, lambda node, counts: counts.region == node.region))  # fmt: skip
+_rewrite_bug("back in another order", "rows come back as if other devices owned the experts", _other_order)
+_rewrite_bug("rows at experts called home", "dispatched rows are passed off as those of the device", _retyped)
+_rewrite_bug("experts owned twice", "two groups are the same, and some devices own nothing", _owned_twice, TWICE)
+_rewrite_bug("experts not summed", "who own the same experts keep their own sums", _sum_bypassed, TWICE)
+_rewrite_bug("experts of a microbatch twice", "a microbatch counts twice in the experts' gradient", _first_term_twice)
+_rewrite_bug("experts of a microbatch lost", "a microbatch does not count in the experts' gradient", _last_term_lost)
+_rewrite_bug("experts not updated", "no optimizer gets the experts' gradient", _update_lost)
+_rewrite_bug("experts from the whole copy", "a device reads all experts where it owns some", _whole_copies)
+_rewrite_bug("experts' sums unfinished", "an owner's sum is passed off as a part of one", _said_to_be_summed)
+
+
+@mutation("experts summed over all", "gradients of different experts are added up", "rewrite", (owning, "buckets_of"),
+          scenario=TWICE)  # fmt: skip
+def _experts_summed_over_all(original: Function, seeded: Seeded) -> Function:
+    def buckets_of(params: Any, size: int, members: int, dtype: Any, owners: Any) -> Any:
+        seeded.hit()
+        return original(params, size, members * len(owners[0]), dtype, ())
+
+    return buckets_of
+
+
+@mutation("parts of one device", "a captured region of experts counts the rows of one device only", "rewrite",
+          (extract, "_arrived"), scenario=SCENARIO, recapture=True)  # fmt: skip
+def _parts_of_one_device(original: Function, seeded: Seeded) -> Function:
+    def arrived(graph: Any, env: Any, node: Any) -> Any:
+        made = original(graph, env, node)
+        if made.target is torch.ops.aten.sum.dim_IntList:
+            seeded.hit()
+            made.target, made.args, made.kwargs = torch.ops.aten.select.int, (made.args[0], 0, 0), {}
+        return made
+
+    return arrived
+
+
+# Parts of parameters
+
+
+@mutation("parts exchanged", "an owner has the experts of another one", "executor", (Bucket, "part_of"), scenario=SCENARIO)
+def _parts_exchanged(original: Function, seeded: Seeded) -> Function:
+    def part_of(self: Bucket, replica: int) -> int:
+        part = int(original(self, replica))
+        seeded.hits += self.degree > 1
+        return self.degree - 1 - part
+
+    return part_of
+
+
+@mutation("summed with another's experts", "an owner sums with those who own other experts", "executor", (Bucket, "sharers"),
+          scenario=TWICE)  # fmt: skip
+def _summed_with_others(original: Function, seeded: Seeded) -> Function:
+    def sharers(self: Bucket, replica: int) -> tuple[int, ...]:
+        right = tuple(original(self, replica))
+        if not self.owners:
+            return right
+        seeded.hit()
+        return next(group for group in self.owners if replica in group)
+
+    return sharers
+
+
+@mutation("mean over owners", "experts' gradients are divided by the number of devices", "executor",
+          (outbox.Outbox, "_deliver_flat"), scenario=SCENARIO)  # fmt: skip
+def _mean_over_owners(original: Function, seeded: Seeded) -> Function:
+    def deliver_flat(self: Any, instruction: ins.Deliver, bucket: Bucket, taken: Function, copy: bool) -> Any:
+        def less() -> Any:
+            seeded.hits += bool(bucket.owners)
+            return tuple(x / bucket.degree for x in taken())
+
+        return original(self, instruction, bucket, less, copy)
+
+    return deliver_flat
+
+
+# On their way
+
+_CUT, _JOIN = (TRAVEL, "cut"), (TRAVEL, "join")
+
+
+def _on_the_way(target: tuple[Any, str], name: str, what: str, change: Callable[..., Any], scenario: str = SCENARIO) -> None:
+    """`change(exchange, what it made, its argument)` gives what is made instead."""
+
+    def wrap(original: Function, seeded: Seeded) -> Function:
+        def wrong(self: Any, *args: Any) -> Any:
+            right = original(self, *args)
+            found = change(self, right, *args)
+            seeded.hits += found is not right
+            return right if found is None else found
+
+        return wrong
+
+    mutation(name, what, "executor", target, scenario=scenario)(wrap)
+
+
+def _last_row(self: Any, parts: list[torch.Tensor], x: torch.Tensor) -> Any:
+    full = [i for i, part in enumerate(parts) if part.shape[0]]
+    if self._way == "counts" or self._even or not full:
+        return parts
+    found = [part.clone() for part in parts]
+    found[full[-1]][-1] = 0
+    return found
+
+
+def _by_arrival(self: Any, joined: torch.Tensor, parts: Any, x: torch.Tensor) -> Any:
+    return torch.cat(list(parts)) if self._way == "dispatch" and not self._even else joined
+
+
+def _boxes_in_reverse(self: Any, joined: torch.Tensor, parts: Any, x: torch.Tensor) -> Any:
+    return torch.cat(list(parts)[::-1]) if self._way == "combine" and self._even else joined
+
+
+_on_the_way(_CUT, "a token lost", "the last row on its way arrives as zeros", _last_row)
+_on_the_way(_JOIN, "rows in order of arrival", "an owner's rows are sorted by device, not by expert", _by_arrival)
+_on_the_way(_JOIN, "boxes back in reverse", "the owners' boxes are joined from the last to the first", _boxes_in_reverse, EVEN)
+
+
+@mutation("counts of the other device", "the counts of each device are taken for the other's", "executor", _JOIN,
+          scenario=SCENARIO)  # fmt: skip
+def _counts_of_the_other(original: Function, seeded: Seeded) -> Function:
+    def join(self: Any, parts: Any, x: torch.Tensor) -> Any:
+        turned = self._way == "counts" and not torch.equal(parts[0], parts[-1])
+        seeded.hits += turned
+        return original(self, list(parts)[::-1] if turned else parts, x)
+
+    return join
+
+
+@mutation("splits exchanged", "rows are cut by what arrives, and received by what leaves", "executor", (exchange, "Sizes"),
+          scenario=SCENARIO)  # fmt: skip
+def _splits_exchanged(original: Function, seeded: Seeded) -> Function:
+    def sizes(home: Any, arrived: Any) -> Any:
+        seeded.hits += home != arrived
+        return original(arrived, home)
+
+    return sizes
+
+
+@mutation("back without the order of dispatch", "rows come home by device, as they lie at their experts", "executor", _CUT,
+          scenario=SCENARIO)  # fmt: skip
+def _back_without_order(original: Function, seeded: Seeded) -> Function:
+    def cut(self: Any, x: torch.Tensor) -> Any:
+        if self._way != "combine" or self._even:
+            return original(self, x)
+        seeded.hit()
+        return list(x.split([sum(run) for run in self._sizes[self._counts].arrived]))
+
+    return cut
+
+
+# Plans
+
+
+def _other_way(device: int, instructions: list[Instruction]) -> list[Instruction]:
+    ways = {"dispatch": "combine", "combine": "dispatch"}
+    return [dataclasses.replace(x, way=ways.get(x.way, x.way)) if isinstance(x, ins.AllToAll) else x for x in instructions]
+
+
+def _other_members(device: int, instructions: list[Instruction]) -> list[Instruction]:
+    return [dataclasses.replace(x, members=x.members[::-1]) if isinstance(x, ins.AllToAll) else x for x in instructions]
+
+
+_plan_bug("all_to_all dropped", "the plan lacks its last exchange of tokens", _drop(ins.AllToAll), scenario=SCENARIO)
+_plan_bug("other way", "rows are sent home where they should be sent out, and the reverse", _other_way, scenario=SCENARIO)
+_plan_bug("owners in reverse", "the experts are taken to be owned by the devices in the opposite order", _other_members,
+          scenario=SCENARIO)  # fmt: skip
