@@ -30,6 +30,9 @@ class Routed(nn.Module):
         self.down = nn.Parameter(torch.empty(EXPERTS, WIDTH, WIDTH))
         self.scale = nn.Parameter(torch.empty(WIDTH - 1))  # of all experts; not EXPERTS long, so that it is not divided
 
+    def extra_repr(self) -> str:
+        return self.kind
+
     def forward(self, x: Tensor, exact: bool) -> Tensor:
         """`x`: `[samples, positions, WIDTH]`. With `exact`, numbers grow slowly: scores are of the signs alone."""
         tokens = x.reshape(-1, WIDTH)
