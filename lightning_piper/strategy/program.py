@@ -46,8 +46,8 @@ def for_fit(given: list[Directive] | None, module: nn.Module) -> list[Directive]
         found = found()
     if found is None:
         raise DirectiveError(
-            f"PiperStrategy has no directives. Give PiperStrategy(directives=[...]), or an attribute or method {ATTRIBUTE!r} of "
-            f"{name}, or in a JSON file that the environment variable {VARIABLE} names"
+            f"PiperStrategy has no directives. Give PiperStrategy(directives=[...]), or give {name} an attribute or method "
+            f"{ATTRIBUTE!r}, or name a JSON file by the environment variable {VARIABLE}"
         )
     return _parsed(found, f"{name}.{ATTRIBUTE}")
 

@@ -351,7 +351,7 @@ class PiperStrategy(ParallelStrategy):
         assert self._fit is not None and self._fit.optimizer is not None
         states = checkpoint["optimizer_states"]
         if len(states) != 1:
-            raise PiperError(f"the checkpoint holds the states of {len(states)} optimizers; PiperStrategy trains with one")
+            raise PiperError(f"the checkpoint holds the states of {len(states)} optimizers; resume one of a fit with a single one")
         if self._loading is not None and referenced(states[0]):
             self._loading.optimizer(states[0], self._fit)
         else:
