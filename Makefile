@@ -36,7 +36,7 @@ property-tests: $(INSTALLED)
 
 docs: $(DOCS_INSTALLED)
 	$(BIN)/python -m tests.tutorial
-	NO_MKDOCS_2_WARNING=1 $(BIN)/python -m mkdocs build --quiet --strict
+	NO_MKDOCS_2_WARNING=1 $(BIN)/python -m mkdocs build --strict  # --quiet would not count warnings
 
 lint: $(INSTALLED)
 	$(BIN)/python -m ruff check .

@@ -148,7 +148,7 @@ def batch(samples: int = 8) -> tuple[torch.Tensor, torch.Tensor]:
 
 
 @cache
-def _captured() -> Any:
+def captured_step() -> Any:
     return capture(net(), batch())
 
 
@@ -166,7 +166,7 @@ REPLICATE = {"op": "replicate", "filter": {}, "devices": [[0, 2], [1, 3]]}
 
 def program(what: str, *directives: Any) -> Case:
     """A mistake in directives that capture and compilation find."""
-    return Case(what, lambda: compile_step(_captured(), tuple(parse(list(directives)))))
+    return Case(what, lambda: compile_step(captured_step(), tuple(parse(list(directives)))))
 
 
 def step(what: str, line: str = "pass", *changes: tuple[str, str]) -> Case:

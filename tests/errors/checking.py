@@ -13,7 +13,7 @@ from lightning_piper.ir import Chunk, TrainingDAG
 from lightning_piper.ir.nodes import Accumulate, Recv, Update
 from lightning_piper.plan import Plan, check_plans
 from lightning_piper.plan.instructions import Instruction, Post, Retire, Run, Send, Wait
-from tests.errors.case import PLACES, SPLIT, Case, Cases, _captured, batch, net
+from tests.errors.case import PLACES, SPLIT, Case, Cases, batch, captured_step, net
 
 TITLE = "Checks of the graph and of the plans"
 INTRO = """The program of directives that come with the package never gets here: they are checked all the same. A directive of \
@@ -35,7 +35,7 @@ class Mine(piper.Directive):
 
 def rewrite(what: str, change: Callable[[TrainingDAG], None]) -> Case:
     program = [*PLACES, SPLIT, Mine(rewrite=change)]
-    return Case(what, lambda: compile_step(_captured(), tuple(parse(program))))
+    return Case(what, lambda: compile_step(captured_step(), tuple(parse(program))))
 
 
 def chunk(dag: TrainingDAG, label: str) -> Chunk:
@@ -85,7 +85,7 @@ def half_the_gradient(dag: TrainingDAG) -> None:
 
 def plans(what: str, change: Callable[[list[Instruction]], None], device: int = 0) -> Case:
     def run() -> None:
-        found = dict(compile_step(_captured(), tuple(parse([*PLACES, SPLIT]))).plans)
+        found = dict(compile_step(captured_step(), tuple(parse([*PLACES, SPLIT]))).plans)
         instructions = list(found[device].instructions)
         change(instructions)
         edited: Plan = dataclasses.replace(found[device], instructions=tuple(instructions))

@@ -14,7 +14,7 @@ from lightning_piper.compiler import compile_step
 from lightning_piper.directives import parse
 from lightning_piper.profile.explain import when_it_ran
 from lightning_piper.simulate import Link, Network, read_durations, simulate
-from tests.errors.case import PLACES, SPLIT, TRAIN, Case, Cases, CommandLine, Elsewhere, _captured, written
+from tests.errors.case import PLACES, SPLIT, TRAIN, Case, Cases, CommandLine, Elsewhere, captured_step, written
 
 CONFIGURATION = "tests/strategy/test_command_line.py"
 TITLE = "The command line, configurations, simulations, recordings"
@@ -52,7 +52,7 @@ def command(what: str, *more: str, name: str = "check", module: str = "train.py:
 
 
 def compiled() -> Any:
-    return compile_step(_captured(), tuple(parse([*PLACES, SPLIT])))
+    return compile_step(captured_step(), tuple(parse([*PLACES, SPLIT])))
 
 
 def simulated(what: str, durations: Callable[[], Any]) -> Case:
