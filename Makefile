@@ -4,6 +4,7 @@
 VENV := .venv
 BIN := $(VENV)/bin
 INSTALLED := $(VENV)/.installed
+DOCS_INSTALLED := $(VENV)/.docs-installed
 BENCHMARKS := $(sort $(filter-out benchmarks/_%,$(wildcard benchmarks/*.py)))
 
 # The first of these that runs, is recent enough and can make a virtual environment.
@@ -13,12 +14,13 @@ PYTHON ?= $(firstword $(foreach name,python3.11 python3,$(shell $(name) -c \
 # One thread for each process: the processes are the parallelism, and figures do not depend on the number of cores.
 export OMP_NUM_THREADS := 1
 
-.PHONY: help demo test property-tests lint bench clean
+.PHONY: help demo test property-tests docs lint bench clean
 
 help:
 	@echo "make demo    train a small GPT on two processes and compare it with one device"
 	@echo "make test    lint, then all tests"
 	@echo "make property-tests   thousands of random programs"
+	@echo "make docs    run the tutorial's commands, build the documentation into build/site"
 	@echo "make lint    ruff and mypy"
 	@echo "make bench   all benchmarks"
 	@echo "make clean   remove the virtual environment and the tools' caches"
@@ -32,6 +34,10 @@ test: lint
 property-tests: $(INSTALLED)
 	HYPOTHESIS_PROFILE=deep $(BIN)/python -m pytest property_tests --timeout 3600
 
+docs: $(DOCS_INSTALLED)
+	$(BIN)/python -m tests.tutorial
+	NO_MKDOCS_2_WARNING=1 $(BIN)/python -m mkdocs build --strict  # --quiet would not count warnings
+
 lint: $(INSTALLED)
 	$(BIN)/python -m ruff check .
 	$(BIN)/python -m mypy
@@ -40,7 +46,7 @@ bench: $(INSTALLED)
 	@set -e; for script in $(BENCHMARKS); do echo "== $$script"; $(BIN)/python $$script; done
 
 clean:
-	rm -rf $(VENV) .mypy_cache .pytest_cache .ruff_cache .hypothesis
+	rm -rf $(VENV) build/site .mypy_cache .pytest_cache .ruff_cache .hypothesis
 
 # torch comes first and by itself, at the pinned version: resolving the other packages must not choose another build.
 $(INSTALLED): pyproject.toml constraints.txt
@@ -48,4 +54,8 @@ $(INSTALLED): pyproject.toml constraints.txt
 	$(BIN)/python -m pip --version >/dev/null 2>&1 || $(PYTHON) -m venv --clear $(VENV)
 	$(BIN)/python -m pip install $(shell grep '^torch==' constraints.txt)
 	$(BIN)/python -m pip install -c constraints.txt -e ".[test,dev]"
+	@touch $@
+
+$(DOCS_INSTALLED): $(INSTALLED)
+	$(BIN)/python -m pip install -c constraints.txt -e ".[docs]"
 	@touch $@

@@ -130,7 +130,8 @@ def _found(target: str) -> Any:
     found = _from_file(Path(place)) if place.endswith(".py") else _from_package(place)
     for part in name.split("."):
         if not hasattr(found, part):
-            raise _UsageError(f"{place} has no {name!r}")
+            there = ", ".join([other for other in vars(found) if not other.startswith("_")][:8])
+            raise _UsageError(f"{place} has no {name!r}; it has {there or 'nothing'}")
         found = getattr(found, part)
     return found
 

@@ -196,7 +196,9 @@ def test_a_broken_rewrite_is_found_after_its_directive(monkeypatch: pytest.Monke
     checked: list[int] = []
     right = compiler.check
     monkeypatch.setattr(compiler, "check", lambda dag: (checked.append(1), right(dag)))
-    with pytest.raises(VerificationError, match="a send and a receive between them are missing"):
+    with pytest.raises(
+        VerificationError, match=r"after directive 1 \(place\), (.|\n)*a send and a receive between them are missing"
+    ):
         of("mlp", gpipe(2, 2))
     assert len(checked) == 3, "after the capture, after the first place, after the second"
 

@@ -46,7 +46,7 @@ class BatchLayout:
             )
         size = sizes.pop()
         if size == 0:
-            raise CaptureError("the batch is empty (first dimension 0)")
+            raise CaptureError("the batch is empty: its tensors have 0 samples in their first dimension; give at least one")
         return size
 
     def times(self, replicas: int) -> BatchLayout:

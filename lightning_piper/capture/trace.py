@@ -126,8 +126,9 @@ class Step(nn.Module):
             value._refuse()
         reduce = REDUCTIONS.get(kwargs.pop("reduce_fx", "mean"))
         if reduce is None:
+            function = getattr(call["reduce_fx"], "__name__", repr(call["reduce_fx"]))
             raise CaptureError(
-                f"{_user_line()}: self.log({name!r}): reduce_fx={call['reduce_fx']!r} cannot be merged over microbatches; "
+                f"{_user_line()}: self.log({name!r}): values reduced by reduce_fx={function} cannot be merged over microbatches; "
                 "accepted are 'mean', 'sum', 'max' and 'min'"
             )
         if any(entry.name == name for entry in self.logs):
@@ -190,9 +191,12 @@ def _loss_of(result: Any) -> torch.Tensor:
         raise CaptureError(f"training_step returns {type(result).__name__}; return the loss, a scalar tensor (skipping a step is "
                            "not possible in a captured step)")  # fmt: skip
     if result.numel() != 1:
-        raise CaptureError(f"training_step returns a loss of shape {tuple(result.shape)}; return a scalar")
+        raise CaptureError(f"training_step returns a loss of shape {tuple(result.shape)}; return a scalar, such as loss.mean()")
     if not result.requires_grad:
-        raise CaptureError("training_step returns a loss that depends on no parameter with requires_grad=True")
+        raise CaptureError(
+            "training_step returns a loss that depends on no parameter with requires_grad=True; return it without detach() or "
+            "no_grad(), and leave some parameters unfrozen"
+        )
     return result.reshape(())
 
 

@@ -22,8 +22,8 @@ def finish(dag: TrainingDAG) -> None:
         place_around(dag, unplaced)
         return
     if unplaced:
-        regions = {chunk.region: dag.regions[chunk.region] for chunk in unplaced}
-        shown = "; ".join(f"{region.label} (begins at {region.source})" for region in list(regions.values())[:5])
+        regions = {chunk.region: chunk for chunk in unplaced}
+        shown = "; ".join(_shown(dag, chunk) for chunk in list(regions.values())[:5])
         raise DirectiveError(
             f"the program places some regions but leaves {len(regions)} without a device: {shown}. Add a place whose filter "
             'selects them, or annotate that code as a part of a placed region ({"TAG": "-"} selects what does not carry a tag)'
@@ -47,3 +47,10 @@ def finish(dag: TrainingDAG) -> None:
         raise DirectiveError(
             f"the program places regions on devices {list(devices)}; use devices 0 to {len(devices) - 1}, without gaps"
         )
+
+
+def _shown(dag: TrainingDAG, chunk: Chunk) -> str:
+    """A region: where it begins, and by which parameters it can be found."""
+    region, params = dag.regions[chunk.region], dag.interface(chunk).params
+    uses = f", with {', '.join(params[:3])}{', ...' if len(params) > 3 else ''}" if params else ""
+    return f"{region.label} ({region.source}{uses})"

@@ -140,9 +140,7 @@ class Order(Directive):
         cycle = nx.find_cycle(dag.graph)
         steps = []
         for a, b in cycle:
-            edge = dag.graph.edges[a, b]
-            why = "data" if edge["data"] else f"order, directive {edge['order']}"
-            steps.append(f"{_name(dag.nodes[a])} -> ({why}) ")
+            steps.append(f"{_name(dag.nodes[a])} -> ({_why(dag, a, b)}) ")
         self.refuse(
             "filters",
             f"contradicts what must come first: {''.join(steps)}{_name(dag.nodes[cycle[0][0]])}",
@@ -152,6 +150,14 @@ class Order(Directive):
 
 def _members(group: Filter | Sequence[Filter]) -> Sequence[Filter]:
     return [group] if isinstance(group, Mapping) else group
+
+
+def _why(dag: TrainingDAG, before: int, after: int) -> str:
+    edge = dag.graph.edges[before, after]
+    if not edge["data"]:
+        return f"order, directive {edge['order']}"
+    values = [dag.value(ref) for ref in dag.nodes[after].reads if ref[0] == before]
+    return f"buffer {values[0].names[0]}" if {value.kind for value in values} == {"buffer"} else "data"
 
 
 def _name(node: Node) -> str:

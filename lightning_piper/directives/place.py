@@ -66,7 +66,7 @@ class Place(Directive):
             if other.devices and len(other.devices) != len(self.devices):
                 self.refuse(
                     "devices",
-                    f"{_shown(self.devices)} are {len(self.devices)} devices, {other.label} is on {len(other.devices)}",
+                    f"{list(self.devices)} is a group of {len(self.devices)}, {other.label} is on a group of {len(other.devices)}",
                     "place all regions on groups of one size",
                 )
             mine = placed.get((other.region, other.slice))

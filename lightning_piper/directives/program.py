@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from lightning_piper.directives.base import Directive, find, known
-from lightning_piper.errors import DirectiveError
+from lightning_piper.errors import DirectiveError, VerificationError
 from lightning_piper.ir.dag import TrainingDAG
 
 Program = Sequence[Directive]
@@ -97,6 +97,7 @@ def apply_program(
 
     Raises:
         DirectiveError: a directive does not fit, or contradicts another one; names its index.
+        VerificationError: `after` raises it; names the directive that was applied last.
     """
     dag.ops = tuple(directive.op for directive in program)
     replicas_of(program)
@@ -109,5 +110,8 @@ def apply_program(
         finally:
             dag.origin = None
         if after is not None:
-            after(dag, index, directive)
+            try:
+                after(dag, index, directive)
+            except VerificationError as error:  # all was well before: it is this directive's doing
+                raise VerificationError(f"after directive {index} ({directive.op}), {error}") from None
     return dag

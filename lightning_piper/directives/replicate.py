@@ -73,7 +73,9 @@ class Replicate(Directive):
         for group in self.replica_groups():
             for index, device in enumerate(group):
                 if replica.setdefault(device, index) != index:
-                    self.refuse("devices", f"device {device} is replica {replica[device]} and {index}", "give it one position")
+                    self.refuse(
+                        "devices", f"device {device} is replica {replica[device]} and {index}", "give it one position in all groups"
+                    )
         for field in ("reduce_stream", "gather_stream"):
             stream = getattr(self, field)
             if not isinstance(stream, str) or not stream:

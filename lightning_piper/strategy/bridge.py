@@ -81,7 +81,9 @@ class _Waiting:
 
     def take(self, factor: torch.Tensor) -> list[torch.Tensor | None]:
         if self._grads is None:
-            raise ExecutionError("backward ran twice on the loss of one training step; its gradients are handed out only once")
+            raise ExecutionError(
+                "backward ran twice on the loss of one training step; its gradients are handed out only once: call it once"
+            )
         grads, self._grads = self._grads, None
         self.factor = factor
         self._bridge.check(self)

@@ -74,7 +74,7 @@ def located(path: Path) -> Path:
     for place in (path, earlier_of(path)):
         if os.path.lexists(place):
             return place
-    raise PiperError(f"there is no checkpoint {path}")
+    raise PiperError(f"there is no checkpoint {path}; give the file or directory that a fit has saved")
 
 
 def prepare(path: Path) -> Path:

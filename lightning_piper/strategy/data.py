@@ -27,7 +27,7 @@ from lightning_piper.errors import PiperError
 from lightning_piper.strategy.agreement import generators_of
 from lightning_piper.strategy.world import World
 
-EMPTY = "the training data are empty: there is no batch to capture the step with"
+EMPTY = "the training data are empty: there is no batch to capture the step with; give a loader that has at least one"
 
 
 class PutBack:

@@ -1,10 +1,11 @@
-"""Where a strategy's directives come from."""
+"""Where a strategy's directives come from: its argument, else the environment, else the module."""
 
 from __future__ import annotations
 
 import os
 from typing import Any
 
+from lightning.pytorch.utilities.rank_zero import rank_zero_info
 from torch import nn
 
 from lightning_piper.directives import Directive, parse
@@ -23,21 +24,36 @@ def given_or_from_environment(directives: Any | None) -> list[Directive] | None:
     if directives is not None:
         return parse(directives)
     path = os.environ.get(VARIABLE)
-    return parse(path) if path else None
+    return _parsed(path, f"environment variable {VARIABLE}") if path else None
 
 
-def from_module(module: nn.Module) -> list[Directive]:
-    """The directives that a module brings along: its attribute, or its method without arguments.
+def for_fit(given: list[Directive] | None, module: nn.Module) -> list[Directive]:
+    """The directives of a fit: what `given_or_from_environment` found, else those that the module brings along.
+
+    A module's own are a default, so that a configuration can give others; that it does is said once.
 
     Raises:
         DirectiveError: there are none, or they are malformed.
     """
+    name = type(module).__name__
     found = getattr(module, ATTRIBUTE, None)
+    if given is not None:
+        if found is not None:
+            first = f"those of the strategy, or of {VARIABLE}, come first"
+            rank_zero_info(f"PiperStrategy: the {ATTRIBUTE} of {name} are not used; {first}")
+        return given
     if callable(found):
         found = found()
     if found is None:
         raise DirectiveError(
-            f"PiperStrategy has no directives. Give PiperStrategy(directives=[...]), or an attribute or method {ATTRIBUTE!r} of "
-            f"{type(module).__name__}, or in a JSON file that the environment variable {VARIABLE} names"
+            f"PiperStrategy has no directives. Give PiperStrategy(directives=[...]), or give {name} an attribute or method "
+            f"{ATTRIBUTE!r}, or name a JSON file by the environment variable {VARIABLE}"
         )
-    return parse(found)
+    return _parsed(found, f"{name}.{ATTRIBUTE}")
+
+
+def _parsed(source: Any, where: str) -> list[Directive]:
+    try:
+        return parse(source)
+    except DirectiveError as error:
+        raise DirectiveError(f"{where}: {error}") from None

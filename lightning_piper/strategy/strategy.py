@@ -37,7 +37,7 @@ from lightning_piper.strategy.engine import Settings
 from lightning_piper.strategy.failure import FailureWatch
 from lightning_piper.strategy.fit import Fit
 from lightning_piper.strategy.precision import check_precision
-from lightning_piper.strategy.program import from_module, given_or_from_environment
+from lightning_piper.strategy.program import for_fit, given_or_from_environment
 from lightning_piper.strategy.sharded_checkpoint import save
 from lightning_piper.strategy.sharded_state import Loading, module_state, optimizer_state, pieces_of, referenced
 from lightning_piper.strategy.verification import ACCEPTED, Verify
@@ -55,7 +55,7 @@ class PiperStrategy(ParallelStrategy):
 
     Args:
         directives: a list of directives or JSON objects, the path of a JSON file, or what a schedule builder returns. Left out:
-            the file that the environment variable PIPER_DIRECTIVES names, or the module's `piper_directives`.
+            the file that the environment variable PIPER_DIRECTIVES names, else the module's `piper_directives`.
         verify: `static` checks every rewrite and plan without running it; `first_batch` also runs the finished program on one
             batch and compares with one device; `each` does so after every directive and prints the report; `off` checks nothing.
         transport: `process` has a process for each logical device; `local` runs all of them in this one, with `devices=1`.
@@ -206,7 +206,7 @@ class PiperStrategy(ParallelStrategy):
         check_fit(trainer, module, world.size, sync_batchnorm=self._layer_sync is not None)
         check_precision(self.precision_plugin)
         self.model = self.precision_plugin.convert_module(module)
-        program = self._program if self._program is not None else from_module(module)
+        program = for_fit(self._program, module)
         found = {} if self._local else replicas_of(program)
         self._replicas = tuple(found.get(rank, 0) for rank in range(world.size))
         world, count = self.world, max(found.values(), default=0) + 1
@@ -351,7 +351,7 @@ class PiperStrategy(ParallelStrategy):
         assert self._fit is not None and self._fit.optimizer is not None
         states = checkpoint["optimizer_states"]
         if len(states) != 1:
-            raise PiperError(f"the checkpoint holds the states of {len(states)} optimizers; PiperStrategy trains with one")
+            raise PiperError(f"the checkpoint holds the states of {len(states)} optimizers; resume one of a fit with a single one")
         if self._loading is not None and referenced(states[0]):
             self._loading.optimizer(states[0], self._fit)
         else:

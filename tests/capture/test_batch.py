@@ -82,7 +82,7 @@ def test_a_tensor_without_dimensions_is_passed_whole() -> None:
         ({"ids": A, "positions": torch.zeros(1, 2)}, r"Found \['ids'\]: \[3, 2\], \['positions'\]: \[1, 2\]"),
         (torch.tensor(1.0), r"Found batch: \[\]"),
         ({"mode": 1}, "Found no tensor at all"),
-        ((A[:0], B[:0]), r"the batch is empty \(first dimension 0\)"),
+        ((A[:0], B[:0]), "the batch is empty: its tensors have 0 samples"),
         ({"x": A, "image": np.zeros(3)}, r"holds a ndarray at batch\['image'\]; .* convert it in the collate function"),
         ((A, {1, 2}), r"holds a set at batch\[1\]"),
         ((x for x in (A, B)), "holds a generator at batch; a captured step takes tensors"),

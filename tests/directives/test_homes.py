@@ -279,7 +279,10 @@ def test_zbv_of_a_tied_model() -> None:
             [split(2), place(0, PP=0, MB=0, PASS="F"), place(1, PP=0, PASS="B")],
             "B[PP=0,MB=0] would be on device 1, F[PP=0,MB=0] is on 0; the backward pass reads what the forward pass saved",
         ),
-        ([split(2), place(0, MB=0), place([0, 1], MB=1)], "0,1 are 2 devices, F[PP=0,MB=0] is on 1; place all regions on groups"),
+        (
+            [split(2), place(0, MB=0), place([0, 1], MB=1)],
+            "[0, 1] is a group of 2, F[PP=0,MB=0] is on a group of 1; place all regions",
+        ),
         ([split(2), place(0, MB=0), place(1, PP=0)], "F[PP=0,MB=0] is already on device 0 (directive 1); place each chunk once"),
         (
             [split(2), place([0, 1], MB=0), place([2, 3], MB=1), {"op": "replicate", "filter": {"MB": 0}, "devices": [0, 1]}],

@@ -145,7 +145,7 @@ def test_a_region_left_without_a_place_is_named_with_its_line() -> None:
     with pytest.raises(DirectiveError) as caught:
         finish(dag)
     said = str(caught.value)
-    assert f"leaves 1 without a device: PP=1 (begins at {source})" in said and "Add a place whose filter selects them" in said
+    assert f"leaves 1 without a device: PP=1 ({source}, with " in said and "Add a place whose filter selects them" in said
     assert source.startswith(__file__.replace("directives/test_place.py", "models.py:"))
 
 

@@ -1,0 +1,62 @@
+"""What the site has besides the pages in docs/: the README as its first page, and the examples as pages of code.
+
+Both are read when the site is built, so that nothing is written twice. Links that point out of docs/ are led to these pages.
+"""
+
+from __future__ import annotations
+
+import ast
+import re
+from pathlib import Path
+from typing import Any
+
+from mkdocs.exceptions import PluginError
+from mkdocs.structure.files import File, Files
+
+ROOT = Path(__file__).parents[2]
+LOADED = re.compile(r"""<(?:script|img|link(?![^>]*rel="?canonical))[^>]+(?:src|href)=["']?(?:https?:)?//[^>]+>""")
+
+
+def on_files(files: Files, config: Any) -> Files:
+    pages = {"index.md": _readme(), "examples/benchmarks.md": _benchmarks()}
+    pages |= {f"examples/{path.stem}.md": _code(path) for path in sorted((ROOT / "examples").glob("*.py"))}
+    for name, text in pages.items():
+        files.append(File.generated(config, name, content=text))
+    return files
+
+
+def on_page_markdown(markdown: str, page: Any, **_: Any) -> str:
+    """Pages link to examples and benchmarks where they lie in the repository; in the site these are pages."""
+    markdown = markdown.replace("](../benchmarks/)", "](examples/benchmarks.md)")
+    return re.sub(r"\]\(((?:\.\./)*)\.\./examples/(\w+)\.py\)", r"](\1examples/\2.md)", markdown)
+
+
+def on_post_page(output: str, page: Any, **_: Any) -> str:
+    if found := LOADED.search(output):
+        raise PluginError(f"{page.file.src_uri} loads something from the network: {found[0]}")
+    return output
+
+
+def _readme() -> str:
+    text = (ROOT / "README.md").read_text(encoding="utf-8")
+    text = re.sub(r"\]\(docs/", "](", text)
+    text = re.sub(r"\[docs/([\w.]+)\]", r"[\1]", text)
+    text = text.replace("](howto/)", "](howto/schedule.md)").replace("[docs/howto/]", "[How to]")
+    return text.replace("](examples/)", "](examples/custom_directive.md)").replace("](benchmarks/)", "](examples/benchmarks.md)")
+
+
+def _code(path: Path) -> str:
+    """A file of Python, after what its docstring says."""
+    source = path.read_text(encoding="utf-8")
+    doc = ast.get_docstring(ast.parse(source)) or path.stem
+    title = doc.splitlines()[0]
+    return f"# {path.name}\n\n{title}\n\n```python\n{source}```\n"
+
+
+def _benchmarks() -> str:
+    """What each benchmark measures, from its docstring."""
+    parts = ["# Benchmarks\n\n`make bench` runs all of them, each is a script of its own. What they measure:\n"]
+    for path in sorted((ROOT / "benchmarks").glob("[!_]*.py")):
+        doc = ast.get_docstring(ast.parse(path.read_text(encoding="utf-8"))) or ""
+        parts.append(f"## {path.stem}\n\n{doc}\n")
+    return "\n".join(parts)

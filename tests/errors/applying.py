@@ -1,0 +1,76 @@
+"""Directives on the graph of a step."""
+
+from __future__ import annotations
+
+from lightning_piper.capture import capture
+from lightning_piper.compiler import compile_step
+from lightning_piper.directives import parse
+from lightning_piper.schedules import dualpipe
+from tests.errors.case import GROUPS, PLACES, REPLICATE, SPLIT, Case, Cases, batch, net, program
+
+TITLE = "Directives on the graph"
+INTRO = "When a directive meets the graph of the step: as above, directly after the capture. The step has two stages and 8 samples."
+
+
+def on(what: str, changes: list[tuple[str, str]], *directives: object) -> Case:
+    """Of another module."""
+    return Case(what, lambda: compile_step(capture(net("pass", *changes), batch()), tuple(parse(list(directives)))))
+
+
+def ordered(*filters: object) -> dict[str, object]:
+    return {"op": "order", "filters": list(filters)}
+
+
+F0, B0, F1, B1 = ({"PP": i, "PASS": kind} for i in (0, 1) for kind in "FB")
+BATCH_NORM = [
+    ("torch.tanh(self.first(x))", "F.batch_norm(self.first(x), self.mean, self.var, training=True)"),
+    (
+        'self.register_buffer("scale", torch.ones(()))',
+        'self.register_buffer("mean", torch.zeros(6)); self.register_buffer("var", torch.ones(6))',
+    ),
+]
+TIED = [("self.second(h)", "F.linear(h @ self.first.weight, self.first.weight[:1])")]
+ROWS = [("self.first(x))", "self.first(x)).reshape(-1, 3)"), ("self.second(h)", "self.second(h.reshape(-1, 6))")]
+
+CASES: Cases = [
+    program("a filter matches nothing", {"op": "place", "filter": {"PP": 2}, "devices": [0]}),
+    program("a stage is placed twice", *PLACES, {"op": "place", "filter": {"PP": 1}, "devices": [0]}),
+    program("a stage is placed after the order that names it", ordered(F0, B0), *PLACES),
+    program("forward and backward of a stage on different devices", {"op": "place", "filter": F0, "devices": [0]},
+            {"op": "place", "filter": B0, "devices": [1]}),
+    program("stages on groups of different sizes", {"op": "place", "filter": {"PP": 0}, "devices": [0, 1]}, PLACES[1]),
+    program("a stage without a place", PLACES[0]),
+    program("devices with a gap", PLACES[0], {"op": "place", "filter": {"PP": 1}, "devices": [2]}),
+    program("more microbatches than samples", *PLACES, {**SPLIT, "num_microbatches": 16}),
+    program("one batch split twice by one tag", *PLACES, SPLIT, SPLIT),
+    program("one pass of a stage is split alone", *PLACES, {**SPLIT, "filter": F0}),
+    program("split after the order", *PLACES, ordered(F0, B0), SPLIT),
+    program("an order names one pass twice", *PLACES, ordered(F0, {"PP": 0})),
+    program("an order against the data", *PLACES, ordered(B0, F0)),
+    program("two orders against each other", *PLACES, SPLIT,
+            ordered({**B0, "MB": 0}, {**F0, "MB": 1}), ordered({**F1, "MB": 1}, {**B1, "MB": 0})),
+    program("an order between devices that data does not bring", *PLACES, SPLIT, ordered({**F1, "MB": 0}, {**F0, "MB": 1})),
+    program("`BI` after another order has named `B`", *PLACES, ordered(F1, B1), ordered(F1, {"PP": 1, "PASS": "BI"})),
+    program("`B` after another order has split it into halves", *PLACES,
+            ordered(F1, {"PP": 1, "PASS": "BI"}), ordered({"PP": 0, "PASS": "F"}, {"PP": 1, "PASS": "B"})),
+    program("`BI` in a place", {"op": "place", "filter": {"PASS": "BI"}, "devices": [0]}),
+    program("groups of devices, and no `replicate`", *GROUPS),
+    program("`replicate` before `place`", REPLICATE),
+    program("`replicate` of one stage only", *GROUPS, {**REPLICATE, "filter": {"PP": 0}}),
+    program("`replicate` names other groups than `place`", *GROUPS, {**REPLICATE, "devices": [[0, 1], [2, 3]]}),
+    program("a stage is replicated twice", *GROUPS, REPLICATE, REPLICATE),
+    program("replicas do not divide the batch", {"op": "place", "filter": {}, "devices": [0, 1, 2]},
+            {"op": "replicate", "filter": {}, "devices": [0, 1, 2]}),
+    program("replicas do not divide the microbatches", *GROUPS, {**SPLIT, "num_microbatches": 8}, REPLICATE),
+    on("`replicate` of a step that changes buffers", BATCH_NORM, *GROUPS, REPLICATE),
+    program("replicas with other indices in another directive", *GROUPS, {**REPLICATE, "filter": {"PP": 0}, "devices": [0, 2]},
+            {**REPLICATE, "filter": {"PP": 1}, "devices": [2, 0]}),
+    program("stages with different numbers of replicas", *GROUPS, {**REPLICATE, "filter": {"PP": 0}, "devices": [0, 2]},
+            {**REPLICATE, "filter": {"PP": 1}, "devices": [1, 3, 5]}),
+    on("a tied parameter is sharded in one stage and whole in the other",
+       TIED, *GROUPS,
+       {**REPLICATE, "filter": {"PP": 0}, "shard_optimizer": True}, {**REPLICATE, "filter": {"PP": 1}}),
+    on("a part is split whose border has no dimension of samples",
+       ROWS, {**SPLIT, "filter": {"PP": 0}}),
+    on("microbatches from both ends of a model with running statistics", BATCH_NORM, *dualpipe(2, 4)),
+]  # fmt: skip

@@ -1,0 +1,84 @@
+"""Building the program: files, fields, filters, schedules. No module is looked at."""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import Any
+
+import lightning_piper as piper
+from lightning_piper import schedules
+from lightning_piper.directives import parse
+from tests.errors.case import PLACES, SPLIT, Case, Cases, written
+
+TITLE = "Building the program"
+INTRO = "When the list is made: `PiperStrategy(directives=...)`, `piper.compile`, `piper.verify`, a schedule builder, a file."
+
+
+def file(what: str, content: str) -> Case:
+    return Case(what, lambda: parse(written("program.json", content)))
+
+
+def entry(what: str, *directives: Any) -> Case:
+    return Case(what, lambda: parse([*PLACES, *directives]))
+
+
+def place(what: str, condition: Any) -> Case:
+    return entry(what, {"op": "place", "filter": condition, "devices": [0]})
+
+
+def replicate(what: str, **fields: Any) -> Case:
+    return entry(what, {"op": "replicate", "filter": {}, "devices": [0, 1], **fields})
+
+
+def registered(**members: Any) -> None:
+    made = type("Mine", (piper.Directive,), {"apply": lambda self, dag: None, **members})
+    piper.register(dataclasses.dataclass(frozen=True, kw_only=True)(made))
+
+
+CASES: Cases = [
+    Case("the file does not exist", lambda: parse("program.json")),
+    file("the file is no JSON", '[\n  {"op": "place",\n   "filter": {}, "devices" [0]}\n]'),
+    file("the file holds an object instead of a list", '{"op": "place"}'),
+    Case("a directive is given instead of a list of them", lambda: parse(piper.Place(filter={}, devices=[0]))),
+    entry("an entry is no directive", "place"),
+    entry("an unknown `op`", {"op": "plaice", "filter": {}}),
+    entry("a field that the directive does not have", {"op": "place", "filter": {}, "device": [0]}),
+    entry("a field is missing", {"op": "split", "filter": {}}),
+    place("a filter that is no object", "PP"),
+    place("an index that is none", {"PP": -1}),
+    place("an empty list of indices", {"PP": []}),
+    place("a pass that does not exist", {"PASS": "forward"}),
+    place("a tag that is no text", {0: 1}),
+    entry("`devices` is a number", {"op": "place", "filter": {}, "devices": 0}),
+    entry("a device is named twice", {"op": "place", "filter": {}, "devices": [1, 1]}),
+    entry("a stream without a name", {"op": "place", "filter": {}, "devices": [0], "stream": ""}),
+    entry("no microbatches", {**SPLIT, "num_microbatches": 0}),
+    entry("`PASS` as the microbatches' tag", {**SPLIT, "dim_name": "PASS"}),
+    entry("an order of one group", {"op": "order", "filters": [{"PP": 0}]}),
+    entry("an empty group in an order", {"op": "order", "filters": [{"PP": 0}, []]}),
+    replicate("one replica", devices=[0]),
+    replicate("groups of different sizes", devices=[[0, 1], [2, 3, 4]]),
+    replicate("a device with two replica indices", devices=[[0, 1], [1, 2]]),
+    replicate("no bucket size", bucket_size=0),
+    replicate("an integer dtype for sums of gradients", reduce_dtype="int8"),
+    replicate("a shard switch that is neither true nor false", shard_params="yes"),
+    replicate("a communication stream without a name", reduce_stream=""),
+    Case("a builder gets no microbatches", lambda: schedules.gpipe(2, 0)),
+    Case("fewer devices than stages", lambda: schedules.one_f_one_b(2, 4, devices=[0])),
+    Case("`zbv` with an odd number of stages", lambda: schedules.zbv(3, 8)),
+    Case("`interleaved_one_f_one_b`: rounds of different sizes", lambda: schedules.interleaved_one_f_one_b(4, 5)),
+    Case("`dualpipe` with too few microbatches", lambda: schedules.dualpipe(4, 4)),
+    Case("`dualpipev` with too few microbatches", lambda: schedules.dualpipev(4, 2)),
+    Case("`from_csv` of a file that does not exist", lambda: schedules.from_csv("schedule.csv")),
+    Case("`from_csv`: a cell that is no action", lambda: schedules.from_csv("0F0,0X0\n")),
+    Case("`from_csv`: a backward pass is missing", lambda: schedules.from_csv("0F0,0B0,0F1\n")),
+    Case("`from_csv`: an empty row between others", lambda: schedules.from_csv("0F0,0B0\n\n1F0,1B0\n")),
+    Case("`from_csv`: nothing at all", lambda: schedules.from_csv("\n")),
+    Case("`to_csv` of an order by whole stages",
+         lambda: schedules.to_csv(parse([*PLACES, {"op": "order", "filters": [{"PP": 0, "PASS": "F"}, {"PP": 0, "PASS": "B"}]}]))),
+    Case("`to_csv` of a stage without a place", lambda: schedules.to_csv(schedules.gpipe(2, 2)[1:])),
+    Case("`to_csv` of two orders for one rank", lambda: schedules.to_csv(schedules.gpipe(1, 2) + schedules.gpipe(1, 2)[-1:])),
+    Case("a directive of one's own without an `op`", lambda: registered(contract="bitwise")),
+    Case("a directive of one's own without a contract", lambda: registered(op="mine")),
+    Case("a directive of one's own takes the name of another one", lambda: registered(op="place", contract="bitwise")),
+]  # fmt: skip

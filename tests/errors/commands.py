@@ -1,0 +1,106 @@
+"""The command line, durations, recordings."""
+
+from __future__ import annotations
+
+import contextlib
+import io
+import json
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+from lightning_piper.cli import main
+from lightning_piper.compiler import compile_step
+from lightning_piper.directives import parse
+from lightning_piper.profile.explain import when_it_ran
+from lightning_piper.simulate import Link, Network, read_durations, simulate
+from tests.errors.case import PLACES, SPLIT, TRAIN, Case, Cases, CommandLine, Elsewhere, captured_step, written
+
+CONFIGURATION = "tests/strategy/test_command_line.py"
+TITLE = "The command line, configurations, simulations, recordings"
+INTRO = """`lightning-piper` ends with status 2 and a `usage` line before what stands here, if the command line is wrong, and with \
+status 1 if a check fails."""
+
+FILES = (
+    TRAIN.replace("{line}", "pass")
+    + """
+
+def batch():
+    return torch.zeros(8, 8), torch.zeros(8, 1)
+
+
+def needs(width):
+    return Net()
+"""
+)
+
+
+def command(what: str, *more: str, name: str = "check", module: str = "train.py:Net", program: Any = None) -> Case:
+    def run() -> None:
+        written("train.py", FILES)
+        written("program.json", PLACES if program is None else program)
+        out = io.StringIO()
+        try:
+            with contextlib.redirect_stderr(out):
+                status = main([*name.split(), module, "--batch", "train.py:batch", "--directives", "program.json", *more])
+        except SystemExit as ended:
+            status = ended.code
+        if status:
+            raise CommandLine(out.getvalue().rstrip().splitlines()[-1])
+
+    return Case(what, run)
+
+
+def compiled() -> Any:
+    return compile_step(captured_step(), tuple(parse([*PLACES, SPLIT])))
+
+
+def simulated(what: str, durations: Callable[[], Any]) -> Case:
+    def run() -> None:
+        made = compiled()
+        simulate(made.dag, made.plans, durations())
+
+    return Case(what, run)
+
+
+def table(what: str, found: dict[str, Any]) -> Case:
+    return simulated(what, lambda: found)
+
+
+def recorded(content: Any) -> None:
+    Path("piper").mkdir()
+    written("piper/step_1.json", content)
+    when_it_ran(compiled(), 1, Path())
+
+
+CASES: Cases = [
+    command("a check that fails", program=[{"op": "place", "filter": {"PP": 7}, "devices": [0]}]),
+    command("a target without a name", module="train"),
+    command("a module that cannot be imported", module="trian:Net"),
+    command("a file that is not there", module="trian.py:Net"),
+    command("a name that the file does not have", module="train.py:Nett"),
+    command("a function that needs arguments", module="train.py:needs"),
+    command("something that is no module", module="train.py:batch"),
+    command("a device that the program does not use", "--device", "5", name="plan"),
+    command("a node that is not there", name="explain %999"),
+    command("`--latency` is no number", "--latency", "soon", name="simulate"),
+    command("an output that cannot be written", "-o", "nowhere/step.svg", name="viz"),
+    Case("a file of durations that does not exist", lambda: read_durations("durations.json")),
+    Case("a file of durations that holds no object", lambda: read_durations(written("durations.json", json.dumps([1])))),
+    table("a pass without a duration", {"F": 1}),
+    table("a duration below 0", {"F": -1, "B": 2}),
+    table("a duration that is a text", {"F": "1", "B": 2}),
+    table("a key that means nothing", {"F PP=1": 1}),
+    table("tags that no pass has", {"F": 1, "B": 2, "F[PP=7]": 1}),
+    table("a tag without an index", {"F[PP]": 1}),
+    table("two durations that are equally specific", {"B": 2, "F[PP=0]": 1, "F[MB=0]": 2}),
+    table("a node that is not there", {"F": 1, "B": 2, "%999": 1}),
+    Case("a bandwidth of 0", lambda: Network(Link(bandwidth=0))),
+    Case("`explain --log-dir` without a recording", lambda: when_it_ran(compiled(), 1, Path("lightning_logs"))),
+    Case("a recording that is no JSON", lambda: recorded("{")),
+    Case("a recording of another version", lambda: recorded({"version": 99})),
+    Elsewhere("`LightningCLI`: a wrong directive in a configuration", "directive 0 (place): field 'device': unknown; accepted are",
+              "ValueError", f"{CONFIGURATION}::test_a_wrong_program_is_an_error"),
+    Elsewhere("`LightningCLI`: an argument that the strategy does not have", "Option 'program' is not accepted", "error",
+              f"{CONFIGURATION}::test_a_wrong_argument_is_an_error"),
+]  # fmt: skip

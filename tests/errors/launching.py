@@ -1,0 +1,110 @@
+"""The strategy's arguments, the Trainer's, and the processes."""
+
+from __future__ import annotations
+
+import os
+import sys
+from datetime import timedelta
+from typing import Any
+
+import torch
+from lightning.pytorch.callbacks import BatchSizeFinder, Callback, EMAWeightAveraging, ModelCheckpoint
+from torch.optim import LBFGS
+
+import lightning_piper as piper
+from lightning_piper.profile import Schedule
+from lightning_piper.strategy.checks import check_fit, check_optimizers
+from tests.errors.case import PLACES, Case, Cases, Elsewhere, fit, net, written
+from tests.strategy.fitting import Batches, local, trainer
+
+TITLE = "The strategy, the Trainer, processes"
+INTRO = "When the strategy or the Trainer is made, and at the start of `fit`: on all processes alike, before the first step."
+
+PROCESSES = "tests/strategy/test_fit_processes.py::test_processes_refuse_together"
+SHARDS = "tests/strategy/test_sharded.py::test_refusals"
+
+
+def strategy(what: str, **options: Any) -> Case:
+    return Case(what, lambda: piper.PiperStrategy(PLACES, **options))
+
+
+def refused(what: str, line: str = "pass", *changes: tuple[str, str], **options: Any) -> Case:
+    return Case(what, lambda: fit(net(line, *changes), **options))
+
+
+def from_environment(path: str) -> None:
+    os.environ["PIPER_DIRECTIVES"] = path
+    piper.PiperStrategy()
+
+
+def from_module(found: Any) -> None:
+    os.environ.pop("PIPER_DIRECTIVES", None)
+    module = net()
+    module.piper_directives = found
+    fit(module, strategy=piper.PiperStrategy(transport="local"))
+
+
+def on_meta() -> None:
+    fit(net().to("meta"))
+
+
+def over_processes(callback: Callback) -> None:
+    """What is checked when there is more than one process."""
+    made, _ = trainer(local(), [callback], enable_checkpointing=True)
+    check_fit(made, net(), 2, sync_batchnorm=False)
+
+
+def interactive() -> None:
+    sys.ps1 = ">>> "
+    try:
+        trainer(piper.PiperStrategy(PLACES), devices=2)
+    finally:
+        del sys.ps1
+
+
+def other_devices() -> None:
+    """One process, of which Lightning makes a group that stays."""
+    try:
+        fit(strategy=piper.PiperStrategy(PLACES))
+    finally:
+        torch.distributed.destroy_process_group()
+
+
+MANUAL = ("super().__init__()", "super().__init__(); self.automatic_optimization = False")
+
+CASES: Cases = [
+    strategy("`verify` has a value that it cannot have", verify="sometimes"),
+    strategy("`transport` has a value that it cannot have", transport="pigeon"),
+    strategy("`checkpoint` has a value that it cannot have", checkpoint="parted"),
+    strategy("a `timeout` in seconds", timeout=30),
+    strategy("a `timeout` of nothing", timeout=timedelta(0)),
+    strategy("launching by `spawn` or `fork`", start_method="spawn"),
+    strategy("`profile` is a text", profile="yes"),
+    Case("a recording of no steps", lambda: Schedule(active=0)),
+    Case("no directives from anywhere", lambda: from_module(None)),
+    Case("`PIPER_DIRECTIVES` names a file that does not exist", lambda: from_environment("program.json")),
+    Case("`PIPER_DIRECTIVES` names a file that is no JSON", lambda: from_environment(written("program.json", "[{]"))),
+    Case("the module's `piper_directives` are wrong", lambda: from_module([{"op": "plaice"}])),
+    refused('`transport="local"` with several devices', devices=2),
+    refused("manual optimisation", "pass", MANUAL),
+    refused("the step draws its own batches", "pass", ("self, batch, batch_idx", "self, dataloader_iter"),
+            ("x, y = batch", "(x, y), _, _ = next(dataloader_iter)")),
+    refused("`sync_batchnorm=True`", sync_batchnorm=True),
+    Case("a module on the meta device", on_meta),
+    refused("weight averaging", callbacks=[EMAWeightAveraging()]),
+    refused("`precision=\"16-true\"`", precision="16-true"),
+    Case("training data without a batch", lambda: fit(data=Batches([]))),
+    Case("`transport=\"process\"` in a notebook", interactive),
+    Case("a program for another number of devices than the Trainer has", other_devices),
+    Case("`save_on_exception` over processes", lambda: over_processes(ModelCheckpoint("checkpoints", save_on_exception=True))),
+    Case("`BatchSizeFinder` over processes", lambda: over_processes(BatchSizeFinder())),
+    Case("an optimizer that looks at all parameters, over processes", lambda: check_optimizers([LBFGS(net().parameters())], 2)),
+    Elsewhere("a sampler that divides the data between stages", "DistributedSampler splits the data over 2 replicas", "PiperError",
+              PROCESSES),
+    Elsewhere("training data of different lengths", "have [5, 4] batches", "PiperError", PROCESSES),
+    Elsewhere("another module in one process", "modules differ in names or shapes", "PiperError", PROCESSES),
+    Elsewhere("an optimizer that looks at whole parameters, which are sharded",
+              "Lamb does not treat each element of a parameter on its own", "PiperError", SHARDS),
+    Elsewhere("a gradient hook on a parameter that is sharded", "'inner.weight' has a gradient hook", "PiperError", SHARDS),
+    Elsewhere("`16-mixed` with a fused optimizer, over processes", "leave out fused=True", "PiperError", SHARDS),
+]  # fmt: skip

@@ -1,0 +1,109 @@
+"""Checkpoints."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+
+import torch
+
+from lightning_piper.strategy import consolidate
+from tests.errors.case import Case, Cases, Elsewhere, batch, fit, net, written
+from tests.strategy.fitting import Batches, local, trainer
+
+TITLE = "Checkpoints"
+INTRO = "When a checkpoint is saved or loaded: on all processes alike."
+
+
+def saved(checkpoint: str = "sharded") -> Path:
+    """A checkpoint `a.ckpt` of one step."""
+    made, _ = trainer(local(checkpoint=checkpoint), max_steps=1)
+    made.fit(net(), Batches([batch()]))
+    made.save_checkpoint("a.ckpt")
+    return Path("a.ckpt")
+
+
+def damaged(what: str, damage: Callable[[Path], object]) -> Case:
+    def run() -> None:
+        damage(saved())
+        fit(ckpt_path="a.ckpt", max_steps=2)
+
+    return Case(what, run)
+
+
+def resumed(what: str, *changes: tuple[str, str], checkpoint: str = "sharded") -> Case:
+    def run() -> None:
+        saved(checkpoint)
+        fit(net("pass", *changes), ckpt_path="a.ckpt", max_steps=2)
+
+    return Case(what, run)
+
+
+def flip(path: Path) -> None:
+    content = bytearray(path.read_bytes())
+    content[len(content) // 2] ^= 1
+    path.write_bytes(content)
+
+
+def cut(path: Path) -> None:
+    path.write_bytes(path.read_bytes()[:-1])
+
+
+def another_version(folder: Path) -> None:
+    from lightning_piper.strategy import checkpoint_files
+
+    body = json.loads((folder / "manifest.json").read_text())["manifest"]
+    body["version"] += 1
+    content = {"crc32": checkpoint_files._crc(body), "manifest": body}
+    (folder / "manifest.json").write_text(json.dumps(content))
+
+
+def to_a_remote_place() -> None:
+    made, _ = trainer(local(checkpoint="sharded"), max_steps=1)
+    made.fit(net(), Batches([batch()]))
+    made.save_checkpoint("memory://a.ckpt")
+
+
+def with_options() -> None:
+    made, _ = trainer(local(checkpoint="sharded"), max_steps=1)
+    made.fit(net(), Batches([batch()]))
+    made.save_checkpoint("a.ckpt", storage_options={})
+
+
+def of_two_optimizers() -> None:
+    saved("consolidated")
+    content = torch.load("a.ckpt", weights_only=True)
+    content["optimizer_states"] *= 2
+    torch.save(content, "a.ckpt")
+    fit(ckpt_path="a.ckpt", max_steps=2)
+
+
+GROUPS = (
+    "torch.optim.SGD(self.parameters(), lr=0.1)",
+    "torch.optim.SGD([{'params': x.parameters()} for x in (self.first, self.second)], lr=0.1)",
+)
+MORE = (
+    'self.register_buffer("scale", torch.ones(()))',
+    'self.third = nn.Linear(2, 2); self.register_buffer("scale", torch.ones(()))',
+)
+WIDER = ("nn.Linear(8, 6), nn.Linear(6, 1)", "nn.Linear(8, 7), nn.Linear(7, 1)")
+
+CASES: Cases = [
+    Case("no checkpoint of this name", lambda: fit(ckpt_path="a.ckpt")),
+    damaged("a directory that is no checkpoint, or whose save was interrupted", lambda folder: (folder / "manifest.json").unlink()),
+    damaged("a damaged manifest", lambda folder: flip(folder / "manifest.json")),
+    damaged("a file of another size", lambda folder: cut(folder / "meta.pt")),
+    damaged("a file with other content", lambda folder: flip(folder / "meta.pt")),
+    damaged("a file is missing", lambda folder: (folder / "meta.pt").unlink()),
+    damaged("a checkpoint of a later version", another_version),
+    resumed("of another module", MORE),
+    resumed("of a module of other sizes", WIDER),
+    resumed("of an optimizer with other groups", GROUPS, checkpoint="consolidated"),
+    Case("of several optimizers", of_two_optimizers),
+    Case("a sharded checkpoint to a remote place", to_a_remote_place),
+    Case("a sharded checkpoint with `storage_options`", with_options),
+    Case("`consolidate` of a file", lambda: consolidate(written("a.ckpt", ""), "b.ckpt")),
+    Elsewhere("a class in the checkpoint that loading does not trust", "meta.pt holds objects of classes", "PiperError",
+              "tests/strategy/test_sharded_files.py::test_no_file_runs_code"),
+]  # fmt: skip

@@ -1,0 +1,70 @@
+"""docs/errors.md, made from the mistakes: `python -m tests.errors.page` writes it."""
+
+from __future__ import annotations
+
+import ast
+import logging
+from collections.abc import Iterator
+from functools import cache
+from types import ModuleType
+
+from tests.errors import applying, building, capturing, checking, commands, launching, loading, running
+from tests.errors.case import ROOT, TRAIN, Case, Cases, Elsewhere, said
+
+MOMENTS: list[ModuleType] = [building, capturing, applying, checking, launching, running, loading, commands]
+PAGE = ROOT / "docs" / "errors.md"
+HEAD = """# Errors
+
+What can go wrong, by the moment at which it does, and what you see. Every message is what the code really says: the tests make
+each of these mistakes, and this page is made from what came (`python -m tests.errors.page`).
+
+All errors that the package raises on purpose are subclasses of `piper.PiperError`. A message says what was wrong, where (the
+index of the directive, the field, the line of your code, the parameter, the rank), and what would be right. Where `…` stands,
+more is said.
+"""
+
+
+@cache
+def message(case: Case) -> tuple[str, str]:
+    return said(case)
+
+
+def cases() -> Iterator[tuple[ModuleType, Case | Elsewhere]]:
+    for moment in MOMENTS:
+        found: Cases = moment.CASES
+        for case in found:
+            yield moment, case
+
+
+def row(case: Case | Elsewhere) -> str:
+    error, text = (case.error, f"… {case.said} …") if isinstance(case, Elsewhere) else message(case)
+    shown = "<br>".join(_code(line) for line in text.splitlines())
+    return f"| {case.what} | {'' if error == 'CommandLine' else f'`{error}`: '}{shown} |"
+
+
+def _code(text: str) -> str:
+    """A line as code in a cell of a table."""
+    mark = "``" if "`" in text else "`"
+    pad = " " if "`" in (text[:1], text[-1:]) else ""
+    return f"{mark}{pad}{text.strip()}{pad}{mark}".replace("|", "\\|")
+
+
+def page() -> str:
+    parts = [HEAD]
+    for moment in MOMENTS:
+        rows = "\n".join(row(case) for case in moment.CASES)
+        intro = moment.INTRO.replace("{TRAIN}", TRAIN.replace("{line}", "...  # here").rstrip())
+        parts.append(f"## {moment.TITLE}\n\n{intro}\n\n| what was done | what you see |\n|---|---|\n{rows}\n")
+    return "\n".join(parts)
+
+
+def test_functions(path: str) -> set[str]:
+    """The tests of a file."""
+    return {node.name for node in ast.parse((ROOT / path).read_text()).body if isinstance(node, ast.FunctionDef)}
+
+
+test_functions.__test__ = False  # type: ignore[attr-defined]
+
+if __name__ == "__main__":
+    logging.disable(logging.INFO)
+    PAGE.write_text(page(), encoding="utf-8")

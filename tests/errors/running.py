@@ -1,0 +1,80 @@
+"""While the training runs."""
+
+from __future__ import annotations
+
+import torch
+
+from lightning_piper.strategy.bridge import Bridge
+from tests.errors.case import GROUPS, PLACES, REPLICATE, SPLIT, Case, Cases, Elsewhere, batch, fit, net
+from tests.strategy.fitting import Batches
+
+TITLE = "During a step"
+INTRO = """While the training runs. What fails in an instruction is an `ExecutionError` that names the device, the node and the \
+directive behind it; over processes, all end, and name the first one that failed."""
+
+
+def out_of_range() -> None:
+    """Tokens that the embedding does not have: values, which a capture does not see."""
+    module = net("pass", ("nn.Linear(8, 6)", "nn.Embedding(4, 6)"), ("self.first(x)", "self.first(x).mean(1)"))
+    x, y = torch.zeros(8, 3, dtype=torch.long), torch.zeros(8, 1)
+    fit(module, Batches([(x, y), (x + 9, y)]))
+
+
+def switched(line: str) -> None:
+    module = net(
+        "pass", ("def configure_optimizers", f"def on_train_epoch_start(self):\n        {line}\n\n    def configure_optimizers")
+    )
+    fit(module, max_steps=-1, max_epochs=2)
+
+
+def other_shards() -> None:
+    module = net("pass", ("F.mse_loss(self.second(h), y)",
+                          "F.mse_loss(self.second(h) + (self.first.weight.sum() if y.shape[1] == 2 else 0), y)"))  # fmt: skip
+    x, y = batch()
+    fit(module, Batches([(x, y), (x, y.repeat(1, 2))]), directives=[*GROUPS, {**REPLICATE, "shard_params": True}])
+
+
+def factors() -> None:
+    line = "def backward(self, loss):\n        (loss * (1 + self.trainer.fit_loop.epoch_loop.batch_idx)).backward()"
+    module = net("pass", ("def configure_optimizers", f"{line}\n\n    def configure_optimizers"))
+    fit(module, directives=[*GROUPS, SPLIT, REPLICATE], accumulate_grad_batches=2)
+
+
+def forgotten() -> None:
+    line = "def backward(self, loss):\n        loss.backward() if self.trainer.fit_loop.epoch_loop.batch_idx else None"
+    module = net("pass", ("def configure_optimizers", f"{line}\n\n    def configure_optimizers"))
+    fit(module, directives=[*GROUPS, SPLIT, REPLICATE], accumulate_grad_batches=2)
+
+
+def twice() -> None:
+    loss = Bridge({"a": torch.zeros(3, requires_grad=True)}, torch.device("cpu")).loss(torch.tensor(1.0), {"a": torch.ones(3)})
+    loss.backward(retain_graph=True)
+    loss.backward()
+
+
+FAILURES = "tests/strategy/test_failures.py"
+
+CASES: Cases = [
+    Case("an operation fails on the values of a batch (here: a token that the embedding does not have)", out_of_range),
+    Case("`train()` or `eval()` after the capture", lambda: switched("self.first.train(self.current_epoch == 0)")),
+    Case("a parameter is frozen after the capture", lambda: switched("self.first.requires_grad_(self.current_epoch == 0)")),
+    Case("a later batch has a layout in which stages use other parameters, which are sharded", other_shards),
+    Case("`backward` runs twice on one loss", twice),
+    Case("different factors on the losses of one gradient accumulation", factors),
+    Case("`backward` is left out for a batch of a gradient accumulation", forgotten),
+    Case("a later batch is too small for the replicas",
+         lambda: fit(data=Batches([batch(8), batch(3)]), directives=[*GROUPS, REPLICATE])),
+    Case("a later batch has no samples", lambda: fit(data=Batches([batch(8), batch(0)]), directives=PLACES)),
+    Elsewhere("stages draw different batches", "drew different batches (other values) in training batch 0", "PiperError",
+              "tests/strategy/test_fit_processes.py::test_processes_refuse_together"),
+    Elsewhere("a batch of other shapes in one process", "the processes drew different batches (other shapes) in training batch 2",
+              "PiperError", f"{FAILURES}::test_batches_of_other_shapes"),
+    Elsewhere("a batch of other shapes in one replica", "the processes drew batches of different shapes in training batch 2",
+              "PiperError", f"{FAILURES}::test_batches_of_other_shapes_in_one_replica"),
+    Elsewhere("an exception on one rank, as the others see it",
+              "The first process to fail was rank {rank}: ValueError: something of the user's", "ExecutionError",
+              f"{FAILURES}::test_an_error_is_known_to_the_other_process"),
+    Elsewhere("a process that failed and lives on",
+              "ends, for it would wait in vain: the first process to fail was rank 0: ValueError", "on stderr",
+              f"{FAILURES}::test_a_failed_process_that_lives_on_does_not_keep_the_other_waiting"),
+]  # fmt: skip

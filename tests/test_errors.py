@@ -1,0 +1,47 @@
+"""Every mistake that docs/errors.md lists is made, and gets the message that stands there."""
+
+from __future__ import annotations
+
+import re
+
+import pytest
+
+from tests.errors.case import ROOT, Case, Elsewhere, said
+from tests.errors.page import HEAD, MOMENTS, PAGE, cases, row, test_functions
+
+TEXT = PAGE.read_text(encoding="utf-8")
+MADE = [case for _, case in cases() if isinstance(case, Case)]
+ELSEWHERE = [case for _, case in cases() if isinstance(case, Elsewhere)]
+
+
+def name(case: Case | Elsewhere) -> str:
+    return re.sub(r"[^a-z0-9]+", "-", case.what.lower()).strip("-")[:70]
+
+
+@pytest.mark.parametrize("case", MADE, ids=name)
+def test_the_message_is_what_the_page_shows(case: Case) -> None:
+    assert row(case) in TEXT.splitlines(), "write the page again: python -m tests.errors.page"
+
+
+@pytest.mark.parametrize("case", ELSEWHERE, ids=name)
+def test_what_needs_processes_is_made_by_another_test(case: Elsewhere) -> None:
+    path, _, function = case.test.partition("::")
+    assert function in test_functions(path)
+    sources = [file.read_text() for file in (ROOT / path).parent.glob("*.py")]  # of the test, and what it runs in processes
+    assert any(case.said in source.replace("\\", "") for source in sources)
+    assert row(case) in TEXT.splitlines()
+
+
+def test_the_page_has_nothing_else() -> None:
+    rows = [line for line in TEXT.splitlines() if line.startswith("| ") and line != "| what was done | what you see |"]
+    assert sorted(rows) == sorted(row(case) for _, case in cases())
+    assert TEXT.startswith(HEAD) and [line[3:] for line in TEXT.splitlines() if line.startswith("## ")] == [
+        m.TITLE for m in MOMENTS
+    ]
+
+
+def test_a_mistake_that_is_none_is_noticed() -> None:
+    with pytest.raises(AssertionError, match="nothing at all: no error"):
+        said(Case("nothing at all", lambda: None))
+    with pytest.raises(ZeroDivisionError):
+        said(Case("not ours", lambda: 1 / 0))
