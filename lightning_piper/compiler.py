@@ -15,12 +15,12 @@ from lightning_piper.directives import Directive, apply_program, finish, parse
 from lightning_piper.ir.build import build_dag
 from lightning_piper.ir.dag import TrainingDAG
 from lightning_piper.ir.filters import describe, matches
-from lightning_piper.ir.nodes import AllGather, AllReduce, Chunk, Node, Recv, ReduceScatter, Send
+from lightning_piper.ir.nodes import AllGather, AllReduce, AllToAll, Chunk, Node, Recv, ReduceScatter, Send
 from lightning_piper.ir.text import line_of
 from lightning_piper.plan import Plan, check_plans, compile_plans, drop_redundant, global_order
 from lightning_piper.verify.static import check
 
-COMMUNICATION = (Send, Recv, AllReduce, ReduceScatter, AllGather)
+COMMUNICATION = (Send, Recv, AllReduce, ReduceScatter, AllGather, AllToAll)
 
 
 @dataclass(frozen=True)

@@ -29,7 +29,7 @@ from typing import Any
 from lightning_piper.compiler import Compiled
 from lightning_piper.errors import PiperError
 from lightning_piper.ir.dag import TrainingDAG
-from lightning_piper.ir.nodes import AllGather, AllReduce, Chunk, Node, Recv, ReduceScatter, Send
+from lightning_piper.ir.nodes import AllGather, AllReduce, AllToAll, Chunk, Node, Recv, ReduceScatter, Send
 from lightning_piper.ir.text import line_of
 from lightning_piper.plan import instructions as ins
 from lightning_piper.plan.plan import Plan
@@ -73,9 +73,9 @@ def _colours(dag: TrainingDAG) -> dict[str, str]:
     nodes = {node.kind if isinstance(node, Chunk) else node.label: node for node in dag.nodes.values()}
     found = {}
     for kind, node in sorted(nodes.items(), key=lambda item: rank(item[0])):
-        plain = not isinstance(node, Chunk | Send | Recv | AllReduce | ReduceScatter | AllGather)
+        plain = not isinstance(node, Chunk | Send | Recv | AllReduce | ReduceScatter | AllGather | AllToAll)
         found[kind] = BOOKKEEPING if plain else colour(kind)
-    operations = ("reduce", "reduce_scatter", "all_gather", "add", "pack", "cut", "concat", "merge", "deliver", "report")
+    operations = ("reduce", "reduce_scatter", "all_gather", "all_to_all", "add", "pack", "cut", "concat", "merge", "deliver", "report")
     return {**found, **{op: colour(op) for op in operations}, "wait": WAITING, "idle": IDLE}
 
 
