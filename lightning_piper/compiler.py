@@ -91,7 +91,7 @@ class Compiled:
             return []
         source, readers = self._ends(node)
         value = self.dag.value(node.inputs[0])
-        to = ", ".join(f"%{user.id} {user.label}" for user in readers)
+        to = ", ".join(dict.fromkeys(f"%{user.id} {user.label}" for user in readers))
         return [f"  brings {value.label} ({value.nbytes} bytes) of %{source.id} {source.label} to {to}"]
 
     def _ends(self, node: Node) -> tuple[Node, list[Node]]:

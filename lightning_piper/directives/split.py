@@ -51,6 +51,11 @@ class Split(Directive):
 
     def apply(self, dag: TrainingDAG) -> None:
         chunks = self.select(dag, "filter", self.filter)
+        if dag.owners:
+            divided = dag.regions[min(dag.owners)].label
+            self.refuse(
+                "filter", f"the experts of {divided} are divided already, and tokens travel to them", "split before the shard"
+            )
         self._check(dag, chunks)
         self._repeat(dag, chunks, {part: self._pieces(dag, part) for part in {chunk.slice for chunk in chunks}})
 

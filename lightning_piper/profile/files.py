@@ -75,7 +75,19 @@ def _colours(dag: TrainingDAG) -> dict[str, str]:
     for kind, node in sorted(nodes.items(), key=lambda item: rank(item[0])):
         plain = not isinstance(node, Chunk | Send | Recv | AllReduce | ReduceScatter | AllGather | AllToAll)
         found[kind] = BOOKKEEPING if plain else colour(kind)
-    operations = ("reduce", "reduce_scatter", "all_gather", "all_to_all", "add", "pack", "cut", "concat", "merge", "deliver", "report")
+    operations = (
+        "reduce",
+        "reduce_scatter",
+        "all_gather",
+        "all_to_all",
+        "add",
+        "pack",
+        "cut",
+        "concat",
+        "merge",
+        "deliver",
+        "report",
+    )
     return {**found, **{op: colour(op) for op in operations}, "wait": WAITING, "idle": IDLE}
 
 
