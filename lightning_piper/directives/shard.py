@@ -99,7 +99,7 @@ class Shard(Directive):
         found: dict[Owners, Chunk] = {}
         for chunk in chunks:
             here = [group for group in self._groups() if set(group) & set(chunk.devices)]
-            if sorted(device for group in here for device in group) != sorted(chunk.devices):
+            if not here or sorted(device for group in here for device in group) != sorted(chunk.devices):
                 where = f"on {list(chunk.devices)}" if chunk.devices else "on no device yet"
                 given = [list(group) for group in self._groups()]
                 self.refuse("devices", f"{chunk.label} is {where}", f"place it first; {given} must make up all of its devices")

@@ -1,0 +1,82 @@
+"""Experts of Hugging Face models, for a `shard` directive: the models' code stays as it is.
+
+    from lightning_piper.huggingface import use_piper_experts
+
+    model = Qwen3MoeForCausalLM(config)
+    use_piper_experts(model)
+
+`transformers` (5.0 or later) keeps a table of ways to compute experts, and a model looks its own up by name. Here is one more,
+`"piper"`: it sorts tokens by expert and goes through `piper.dispatch` and `piper.combine`, under the tag `EP`, which numbers the
+layers with experts in the order in which the step runs through them. On one device it computes what the model's own `"eager"`
+does.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from lightning_piper.annotate import annotate
+from lightning_piper.errors import CaptureError
+from lightning_piper.experts import combine, dispatch
+from lightning_piper.grouped import grouped_linear
+
+NAME = "piper"
+
+
+def use_piper_experts(model: Any) -> None:
+    """Let a model compute its experts so that a `shard` directive can divide them.
+
+    Args:
+        model: a `transformers` model, already built.
+
+    Raises:
+        CaptureError: the model has no experts that `transformers` lets others compute, or they have a norm behind them, or
+            `transformers` has divided them itself.
+    """
+    from transformers.integrations.moe import ALL_EXPERTS_FUNCTIONS
+
+    experts = {name: module for name, module in model.named_modules() if hasattr(module, "has_post_expert_norm")}
+    if not experts:
+        raise CaptureError(
+            f"use_piper_experts: {type(model).__name__} has no experts with a choice of implementation "
+            "(transformers' use_experts_implementation); put piper.dispatch and piper.combine into its code"
+        )
+    for name, module in experts.items():
+        if module.has_post_expert_norm:
+            raise CaptureError(f"use_piper_experts: {name} has a norm behind its experts, which is not supported")
+        if getattr(module, "_is_expert_parallel", False):
+            raise CaptureError(f"use_piper_experts: {name} is divided by transformers already; load the model without a plan")
+    ALL_EXPERTS_FUNCTIONS.register(NAME, _forward)
+    model.set_experts_implementation(NAME)
+
+
+def _forward(self: Any, hidden_states: Tensor, top_k_index: Tensor, top_k_weights: Tensor) -> Tensor:
+    """`self`: a module of stacked experts. `[T, width]`, and `[T, k]` each of experts and weights -> `[T, width]`."""
+    tokens, top = top_k_index.shape
+    chosen = top_k_index.flatten()
+    order = chosen.argsort(stable=True)
+    counts = torch.zeros(self.num_experts, dtype=torch.int64, device=chosen.device).scatter_add(0, chosen, torch.ones_like(chosen))
+    with annotate("EP"):
+        rows, sizes = dispatch(hidden_states[order // top], counts)
+        rows = combine(_apply(self, rows, sizes))
+    home = torch.empty_like(order).scatter(0, order, torch.arange(tokens * top, device=order.device))
+    weighted = rows[home].view(tokens, top, -1) * top_k_weights.unsqueeze(-1)
+    return weighted.sum(1).to(hidden_states.dtype)
+
+
+def _apply(experts: Any, rows: Tensor, sizes: Tensor) -> Tensor:
+    if experts.has_gate:
+        return _linear(experts, "down_proj", experts._apply_gate(_linear(experts, "gate_up_proj", rows, sizes)), sizes)
+    return _linear(experts, "down_proj", experts.act_fn(_linear(experts, "up_proj", rows, sizes)), sizes)
+
+
+def _linear(experts: Any, name: str, rows: Tensor, sizes: Tensor) -> Tensor:
+    weight = getattr(experts, name)
+    made = grouped_linear(rows, weight.transpose(1, 2) if experts.is_transposed else weight, sizes)
+    if experts.has_bias:
+        bias = getattr(experts, f"{name}_bias")
+        made = made + bias.repeat_interleave(sizes, dim=0, output_size=made.shape[0])
+    return made
