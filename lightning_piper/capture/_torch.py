@@ -56,6 +56,7 @@ __all__ = [
     "is_foreign_tensor",
     "is_random",
     "joint_graph",
+    "operands",
     "sequence_number",
     "warn_if_newer_torch",
 ]
@@ -108,6 +109,18 @@ def is_foreign_tensor(error: Exception) -> bool:
 def has_gradient_hooks(tensor: torch.Tensor) -> bool:
     """Is a function registered that sees, or changes, the tensor's gradient?"""
     return bool(tensor._backward_hooks) or bool(getattr(tensor, "_post_accumulate_grad_hooks", None))
+
+
+def operands(node: torch.fx.Node) -> list[Any]:
+    """The numbers with which an operation calculates; not those that are sizes, dimensions or indices."""
+    if not isinstance(node.target, torch._ops.OpOverload):
+        return []
+    found = []
+    for place, argument in enumerate(node.target._schema.arguments):
+        given = node.args[place] if place < len(node.args) else node.kwargs.get(argument.name)
+        if isinstance(given, int | float) and str(argument.type) in ("number", "Tensor"):
+            found.append(given)
+    return found
 
 
 def is_random(node: torch.fx.Node) -> bool:

@@ -14,7 +14,9 @@ import torch
 from torch.fx import Graph, Node
 from torch.fx.node import map_aggregate
 
+from lightning_piper.capture._torch import operands
 from lightning_piper.capture.passes import Pass, reads_of
+from lightning_piper.capture.regions import source_line
 from lightning_piper.errors import CaptureError
 from lightning_piper.experts import COMBINE, COUNTS, DISPATCH, ROUTE, ROWS
 from lightning_piper.ir.regions import Experts, PassKey
@@ -81,10 +83,11 @@ def refuse_coupling(p: Pass) -> None:
         CaptureError: names the operation.
     """
     for node in p.nodes:
+        _refuse_arithmetic(node)
         if way_of(node) is None and any(_open(x) for x in node.all_input_nodes) and not _open(node):
             raise CaptureError(
-                f"{node.target} between dispatch and combine makes one value from the rows of several tokens, which are on several "
-                "devices when the experts are divided; work on each row by itself there, and do the rest outside"
+                f"{source_line(node)}: {node.target} between dispatch and combine makes one value from the rows of several tokens, which "
+                "are on several devices when the experts are divided; work on each row by itself there, and do the rest outside"
             )
 
 
@@ -133,15 +136,18 @@ def _per(total: int, factor: int) -> int:
     return total // factor
 
 
+def _refuse_arithmetic(node: Node) -> None:
+    for number in operands(node):
+        if number and (number % ROWS == 0 or (abs(number) < 1 and round(1 / number) % ROWS == 0)):
+            raise CaptureError(
+                f"{source_line(node)}: {node.target} between dispatch and combine calculates with the number of its rows, which "
+                "differs between devices when the experts are divided; do that outside"
+            )
+
+
 def _mentions_rows(arguments: Any) -> bool:
     found: list[Any] = []
     map_aggregate(arguments, found.append)
-    for value in found:
-        if type(value) is float and value and (value % ROWS == 0 or (1 / value) % ROWS == 0):
-            raise CaptureError(
-                "what stands between dispatch and combine divides by the number of its rows, which differs between devices when "
-                "the experts are divided; take such means outside"
-            )
     return any(type(value) is int and value and value % ROWS == 0 for value in found)
 
 

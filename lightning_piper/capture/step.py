@@ -79,7 +79,15 @@ class CapturedStep:
             specs = tuple(_resized(spec, size) for spec in self.layout.specs)
             whole = self.at(size) if degrees else None
             parts = {} if whole is None else self._parts(whole, degrees)
-            traced = trace(self.module, self.layout, specs, self._device, self.context, Division(degrees, parts))
+            try:
+                traced = trace(self.module, self.layout, specs, self._device, self.context, Division(degrees, parts))
+            except CaptureError as error:
+                if whole is None:
+                    raise
+                raise CaptureError(
+                    f"{error}. So it is where each device has a part of the experts; take their number from the tensors between "
+                    "dispatch and combine (sizes.shape[0], weight.shape[0]), not from the module"
+                ) from error
             keys = tuple(log.name for log in traced.logs if log.constant is None)
             regions, passes, halves, experts = cut(traced.graph, self.canonical, keys, None if whole is None else whole.experts)
             interfaces, code = {key: p[0] for key, p in passes.items()}, {key: p[1] for key, p in passes.items()}

@@ -72,7 +72,7 @@ class Shard(Directive):
         if not regions:
             self.refuse(
                 "filter",
-                f"selects {', '.join(dag.regions[r].label for r in sorted(selected)[:3])}, where no token is dispatched",
+                f"selects {', '.join(sorted({dag.regions[r].label for r in selected})[:3])}, where no token is dispatched",
                 "mark where tokens enter and leave the experts, with piper.dispatch and piper.combine",
             )
         chunks = {region: [c for c in dag.of_type(Chunk) if c.region == region] for region in regions}

@@ -1,0 +1,102 @@
+"""Code of divided experts: for any number of rows, and only for what works on each row by itself."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+
+import lightning_piper as piper
+from lightning_piper.capture import capture
+from lightning_piper.errors import CaptureError
+from lightning_piper.experts import ROWS
+from tests.errors.dividing import GELU, batch, experts
+
+
+def captured(*changes: tuple[str, str]) -> Any:
+    """Of a module whose tokens take gradients too."""
+    return capture(experts(("(x[order], counts)", "((x * self.router.weight[:1])[order], counts)"), *changes), batch())
+
+
+SHAPED = (GELU, GELU + "; n = rows.shape[0]; rows = rows.view(n, 2, 3).transpose(1, 2).reshape(n * 6).view(n, 6)")
+MADE = (GELU, GELU + "; rows = rows + torch.ones(rows.shape[0], 1) * torch.zeros_like(rows).new_full((rows.shape[0], 6), 0.5)")
+
+
+@pytest.mark.parametrize("changes", [(), (SHAPED,), (MADE,)], ids=["plain", "views", "made"])
+def test_code_runs_for_any_number_of_rows(changes: tuple[tuple[str, str], ...]) -> None:
+    """Traced for 8 tokens, it gives for 0, 3 and 20 what the module's own operations give, forward and backward, bitwise."""
+    step = captured(*changes)
+    code = step.at(8, (2,))
+    (region,) = code.experts
+    forward, backward = code.code[region, "F"], code.code[region, "B"]
+    module = step.module
+    for sizes in ([0, 0], [3, 0], [7, 13]):
+        n = sum(sizes)
+        rows = torch.randn(n, 8, requires_grad=True)
+        up, down = (x.detach()[:2].clone().normal_().requires_grad_() for x in (module.up, module.down))
+        arrived = torch.tensor([sizes, [0, 0]])
+        out, *saved = forward.run(_ordered(code, region, rows=rows.detach(), counts=arrived, up=up.detach(), down=down.detach()))
+        hidden = torch.relu(piper.grouped_linear(rows, up, torch.tensor(sizes)))
+        if changes == (SHAPED,):
+            hidden = hidden.view(n, 2, 3).transpose(1, 2).reshape(n * 6).view(n, 6)
+        if changes == (MADE,):
+            hidden = hidden + 0.5
+        meant = piper.grouped_linear(hidden, down, torch.tensor(sizes))
+        assert torch.equal(out, meant)
+        cotangent = torch.randn(n, 8)
+        meant.backward(cotangent)
+        names = code.interfaces[region, "B"].params
+        params = {"up": up.detach(), "down": down.detach()}
+        made = backward.run([*saved, cotangent, *(params[name] for name in names)])
+        grads = dict(zip(("up", "down"), made, strict=False))
+        assert code.interfaces[region, "B"].outputs[0].names == ("up", "down")
+        assert torch.equal(grads["up"], up.grad) and torch.equal(grads["down"], down.grad)  # type: ignore[arg-type]
+        assert torch.equal(made[2], rows.grad)  # type: ignore[arg-type]
+
+
+def _ordered(code: Any, region: int, **given: torch.Tensor) -> list[torch.Tensor]:
+    interface = code.interfaces[region, "F"]
+    ways = {"counts": "counts", "dispatch": "rows"}
+    return [given[ways[way]] for way in interface.arrives] + [given[name] for name in interface.params]
+
+
+def test_specs_are_those_of_the_balanced_case() -> None:
+    code = captured().at(8, (2,))
+    (region,) = code.experts
+    for kind in "FB":
+        for specs in code.code[region, kind].outputs:
+            assert all(size < ROWS for spec in specs for size in (*spec.shape, *spec.stride))
+    assert code.code[region, "F"].outputs[0][0].shape == (8, 8)
+
+
+def test_a_region_is_what_stands_between_dispatch_and_combine() -> None:
+    """Also where the annotation holds more: sorting before it, weighting after it."""
+    step = captured(
+        ("self.down, sizes))", "self.down, sizes)) * 2"),
+    )
+    code = step.at(8)
+    assert [dict(region.tags) for region in code.regions] == [{"PP": 0}, *[{"PP": 0, "EP": 0}] * 3, {"PP": 0}]
+    assert list(code.experts) == [2]
+    assert code.interfaces[2, "F"].arrives.count("dispatch") == 1
+    assert code.interfaces[2, "F"].leaves[0] == "combine"
+    assert code.experts[2].params == ("up", "down")
+
+
+@pytest.mark.parametrize(
+    "line, said",
+    [
+        ("rows = rows - rows.mean(0)", "aten.mean.dim"),
+        ("rows = rows * rows.sum()", "aten.sum.default"),
+        ("rows = rows / rows.norm(dim=0)", "aten.linalg_vector_norm.default"),
+    ],
+)
+def test_what_couples_rows_is_refused(line: str, said: str) -> None:
+    with pytest.raises(CaptureError, match=f"moe.py:21: {said} between dispatch and combine"):
+        captured((GELU, f"{GELU}; {line}")).at(8, (2,))
+    captured((GELU, f"{GELU}; {line}")).at(8)  # on one device it is nobody's business
+
+
+def test_a_number_of_rows_in_arithmetic_is_refused() -> None:
+    with pytest.raises(CaptureError, match="calculates with the number of its rows"):
+        captured((GELU, f"{GELU}; rows = rows / rows.shape[0]")).at(8, (2,))
