@@ -12,6 +12,7 @@ from lightning_piper.ir.regions import Code, Interface
 from lightning_piper.ir.values import TensorSpec
 
 aten = torch.ops.aten
+CROSSING = ("activation", "cotangent", "result")  # kinds of values that travel
 
 
 def extract(p: Pass, names: Names, state: frozenset[Node], constants: torch.nn.Module | None) -> tuple[Interface, Code]:
@@ -62,8 +63,8 @@ def extract(p: Pass, names: Names, state: frozenset[Node], constants: torch.nn.M
     flat: list[Node] = []
     specs: list[tuple[TensorSpec, ...]] = []
     for out, nodes in p.outputs:
-        flat += [_crossing(graph, emit(n), n) if out.kind in ("activation", "cotangent") else emit(n) for n in nodes]
-        specs.append(tuple(_spec(n, dense=out.kind in ("activation", "cotangent")) for n in nodes))
+        flat += [_crossing(graph, emit(n), n) if out.kind in CROSSING else emit(n) for n in nodes]
+        specs.append(tuple(_spec(n, dense=out.kind in CROSSING) for n in nodes))
     graph.output(tuple(flat))
     graph.eliminate_dead_code(lambda n: n.op in ("placeholder", "output"))
     graph.lint()

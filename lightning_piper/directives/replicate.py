@@ -10,7 +10,7 @@ import networkx as nx
 import torch
 
 from lightning_piper.directives.base import Contract, Directive, register
-from lightning_piper.directives.sharding import Conflict, Level, gather_parameters, reduce_gradients
+from lightning_piper.directives.sharding import Conflict, Level, gather_as_in_training, gather_parameters, reduce_gradients
 from lightning_piper.directives.transfers import connect
 from lightning_piper.ir.build import metrics_value
 from lightning_piper.ir.dag import TrainingDAG
@@ -84,6 +84,16 @@ class Replicate(Directive):
                 self.refuse(field, f"{getattr(self, field)!r}", "give true or false")
         if self.reduce_dtype is not None and self.reduce_dtype not in REDUCE_DTYPES:
             self.refuse("reduce_dtype", f"{self.reduce_dtype!r}", f"give one of {', '.join(REDUCE_DTYPES)}")
+
+    def apply_forward(self, dag: TrainingDAG, training: TrainingDAG | None) -> None:
+        """The shares are those of training, and so are the shards, from which parameters are gathered. Without a training step
+        only `shard_params` shards them, for there is no optimizer."""
+        if training is None:
+            self.apply(dag)
+            return
+        whole = dataclasses.replace(self, shard_optimizer=False, shard_grads=False, shard_params=False)
+        whole.apply(dag)
+        gather_as_in_training(dag, training)
 
     def apply(self, dag: TrainingDAG) -> None:
         chunks = self.select(dag, "filter", self.filter)

@@ -105,6 +105,20 @@ def gather_parameters(dag: TrainingDAG, regions: set[int], level: Level) -> None
         _gather_at(dag, home, buckets, level)
 
 
+def gather_as_in_training(dag: TrainingDAG, training: TrainingDAG) -> None:
+    """Let the chunks of a forward-only step read parameters from the shards that `training` keeps of them."""
+    for shards in training.of_type(Parameters):
+        bucket = shards.outputs[0].bucket
+        assert bucket is not None
+        stream = next((gather.stream for gather in training.users(shards)), shards.stream)
+        level = Level(
+            optimizer=True, gradients=not shards.kept, parameters=not shards.kept, reduce_stream="", gather_stream=stream,
+            bucket_bytes=0, dtype=None,
+        )  # fmt: skip
+        if any(c.devices == shards.devices and set(dag.interface(c).params) & set(bucket.names) for c in dag.of_type(Chunk)):
+            _gather_at(dag, shards.devices, [bucket], level)
+
+
 def _gather_at(dag: TrainingDAG, home: Group, buckets: Iterable[Bucket], level: Level) -> None:
     placed = {n: node for node in dag.of_type(Parameters) if node.devices == home for n in node.outputs[0].names}
     sources: dict[str, Parameters] = {}

@@ -56,6 +56,11 @@ class TrainingDAG:
         return self.step.at(self.size)
 
     @property
+    def forward_only(self) -> bool:
+        """It has no backward pass, as of a `validation_step`."""
+        return self.code.forward_only
+
+    @property
     def regions(self) -> tuple[Region, ...]:
         return self.code.regions
 

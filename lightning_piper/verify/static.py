@@ -31,11 +31,12 @@ from lightning_piper.ir.nodes import (
     Recv,
     ReduceScatter,
     Ref,
+    Result,
     Send,
     Update,
 )
 from lightning_piper.ir.values import Partial, Replicate, Slice
-from lightning_piper.verify import sharding
+from lightning_piper.verify import results, sharding
 from lightning_piper.verify.completeness import incomplete
 from lightning_piper.verify.facts import Contributions, Facts, Origin, names_of, slices_of, specs_of
 
@@ -285,4 +286,5 @@ _CHECKS: dict[type[Node], Callable[..., Iterable[str]]] = {
     Chunk: _Checker._chunk, Send: _Checker._identity, Recv: _Checker._identity, Cut: _Checker._cut, Concat: _Checker._concat,
     Accumulate: _Checker._accumulate, Update: _Checker._update, Metrics: _Checker._metrics, AllReduce: sharding.all_reduce,
     Pack: sharding.pack, ReduceScatter: sharding.reduce_scatter, Parameters: sharding.parameters, AllGather: sharding.all_gather,
+    Result: results.result,
 }  # fmt: skip
