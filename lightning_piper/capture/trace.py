@@ -32,7 +32,7 @@ REDUCE: Mapping[str, Callable[[list[torch.Tensor], list[float]], torch.Tensor]] 
     "max": lambda values, weights: torch.stack(values).max(),
     "min": lambda values, weights: torch.stack(values).min(),
 }
-METRICS = "whose state is Python's, not the step's: update it in a hook (on_..._batch_end), and log it in on_..._epoch_end"
+METRICS = "update metric objects in a hook (on_..._batch_end), and log them in on_..._epoch_end"
 _COMPARED = (type(None), bool, int, float, str, torch.Tensor)
 _LIBRARIES = tuple(str(Path(m.__file__).parent) + "/" for m in (torch, contextlib) if m.__file__) + (
     str(Path(__file__).parent.parent) + "/",
@@ -74,7 +74,8 @@ def trace(step: Step, specs: tuple[TensorSpec, ...], device: torch.device) -> Tr
             ) from error
         except Exception as error:
             if _in_metric(error):
-                raise CaptureError(f"{_user_line(error)}: {step.name} updates a metric object, {METRICS}") from error
+                problem = f"{step.name} runs a metric object, which a captured step cannot; {METRICS}"
+                raise CaptureError(f"{_user_line(error)}: {problem}") from error
             if _torch.is_foreign_tensor(error):
                 raise CaptureError(
                     f"{_user_line(error)}: the step uses a tensor that is neither in the batch nor a parameter or buffer of "
@@ -149,7 +150,7 @@ class Step(nn.Module):
         else:
             raise CaptureError(
                 f"{_user_line()}: self.log({name!r}): a {type(value).__name__} cannot be logged inside a captured step; log a "
-                f"tensor or a number. A metric object {METRICS}"
+                f"tensor or a number, {METRICS}"
             )
 
 

@@ -64,8 +64,8 @@ class Reading(Steps):
 
 
 @pytest.mark.parametrize("module, step, words", [
-    (Metric, "validation_step", r"validation_step updates a metric object, .*: update it in a hook \(on_..._batch_end\)"),
-    (Metric, "test_step", r"self.log\('error'\): a MeanMetric cannot be logged .* log it in on_..._epoch_end"),
+    (Metric, "validation_step", r"validation_step runs a metric object, .* update metric objects in a hook \(on_..._batch_end\)"),
+    (Metric, "test_step", r"self.log\('error'\): a MeanMetric cannot be logged .* log them in on_..._epoch_end"),
     (Metric, "predict_step", "the result of predict_step holds a MeanMetric at result of predict_step; a captured step returns"),
     (Reading, "validation_step", "validation_step reads batch_idx, which changes from step to step"),
     (Reading, "test_step", "test_step reads self.current_epoch"),
