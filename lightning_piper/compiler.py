@@ -11,7 +11,7 @@ import torch
 from torch import nn
 
 from lightning_piper.capture import CapturedStep, capture
-from lightning_piper.directives import Directive, apply_program, finish, parse
+from lightning_piper.directives import Directive, apply_forward, apply_program, finish, parse
 from lightning_piper.ir.build import build_dag
 from lightning_piper.ir.dag import TrainingDAG
 from lightning_piper.ir.filters import describe, matches
@@ -32,16 +32,18 @@ class Compiled:
         program: the directives.
         dag: the finished training DAG; `print(dag)` shows it.
         plans: the instructions of each logical device.
+        training: of a forward-only step, the training step's finished DAG, if its program was applied to one.
     """
 
     step: CapturedStep
     program: tuple[Directive, ...]
     dag: TrainingDAG
     plans: Mapping[int, Plan]
+    training: TrainingDAG | None = None
 
     def at(self, size: int, verify: bool = True) -> Compiled:
         """The same program for a batch of `size` samples, such as a smaller last one."""
-        return self if size == self.dag.size else compile_step(self.step, self.program, size, verify)
+        return self if size == self.dag.size else compile_step(self.step, self.program, size, verify, self.training)
 
     def params_on(self, device: int) -> frozenset[str]:
         """Canonical names of the parameters that a device uses, and so holds."""
@@ -115,8 +117,9 @@ def compile(
     verify: bool = True,
     device: torch.device | str = "cpu",
     context: Callable[[], contextlib.AbstractContextManager[Any]] = contextlib.nullcontext,
+    step: str = "training_step",
 ) -> Compiled:
-    """Capture the module's training step and apply a program to it.
+    """Capture a step of the module and apply a program to it.
 
     Args:
         module: a LightningModule; neither run nor changed.
@@ -125,6 +128,7 @@ def compile(
         verify: run the static check after the capture, after each directive and on the plans.
         device: device type that the step is captured for.
         context: entered around the step while it is captured, e.g. autocast.
+        step: the method that is captured. Any other than `training_step` is forward-only: see `directives.forward`.
 
     Raises:
         CaptureError: the step cannot be captured.
@@ -132,15 +136,29 @@ def compile(
         VerificationError: a rewrite broke the step.
     """
     program = tuple(parse(directives))
-    return compile_step(capture(module, batch, device, context), program, verify=verify)
+    return compile_step(capture(module, batch, device, context, step), program, verify=verify)
 
 
-def compile_step(step: CapturedStep, program: tuple[Directive, ...], size: int | None = None, verify: bool = True) -> Compiled:
-    """`compile` for a step that is captured already, for `size` samples (default: as captured)."""
+def compile_step(
+    step: CapturedStep,
+    program: tuple[Directive, ...],
+    size: int | None = None,
+    verify: bool = True,
+    training: TrainingDAG | None = None,
+) -> Compiled:
+    """`compile` for a step that is captured already, for `size` samples (default: as captured).
+
+    Args:
+        training: for a forward-only step, the training step's finished DAG, if there is one.
+    """
     dag = build_dag(step, size)
     if verify:
         check(dag)
-    apply_program(dag, program, (lambda dag, index, directive: check(dag)) if verify else None)
+    after = (lambda dag, index, directive: check(dag)) if verify else None
+    if dag.forward_only:
+        apply_forward(dag, program, training, after)
+    else:
+        apply_program(dag, program, after)
     finish(dag)
     drop_redundant(dag, global_order(dag))
     if verify:
@@ -148,4 +166,4 @@ def compile_step(step: CapturedStep, program: tuple[Directive, ...], size: int |
     plans = compile_plans(dag)
     if verify:
         check_plans(plans)
-    return Compiled(step, program, dag, plans)
+    return Compiled(step, program, dag, plans, training)

@@ -1,7 +1,8 @@
 """The one file that uses torch's private names. Tried on torch 2.13; each entry says what is relied on.
 
-- `aot_export_joint_with_descriptors`: traces a module's forward and backward into one functional graph whose placeholders
-  and outputs carry descriptors (`node.meta["desc"]`); the `*AOTInput` / `*AOTOutput` classes are those descriptors.
+- `aot_export_joint_with_descriptors`: traces a module's forward and backward (under `torch.no_grad`, its forward alone) into one
+  functional graph whose placeholders and outputs carry descriptors (`node.meta["desc"]`); the `*AOTInput` / `*AOTOutput` classes
+  are those descriptors.
 - `FakeTensorMode`, `DataDependentOutputException`, `DynamicOutputShapeException`: tensors without data, and what they
   raise when Python asks for a value or a shape that depends on one.
 - `torch.compiler._is_compiling_flag`, `_is_exporting_flag`: make `torch.compiler.is_compiling()` and `is_exporting()` true, as
@@ -51,11 +52,11 @@ __all__ = [
     "PlainAOTInput",
     "PlainAOTOutput",
     "TangentAOTInput",
+    "functional_graph",
     "has_gradient_hooks",
     "is_backward",
     "is_foreign_tensor",
     "is_random",
-    "joint_graph",
     "operands",
     "sequence_number",
     "warn_if_newer_torch",
@@ -74,8 +75,9 @@ def warn_if_newer_torch() -> None:
         )
 
 
-def joint_graph(mode: FakeTensorMode, module: nn.Module, args: tuple[torch.Tensor, ...]) -> torch.fx.Graph:
-    """The functional graph of `module(*args)` and of its backward, with fake tensors of `mode` throughout."""
+def functional_graph(mode: FakeTensorMode, module: nn.Module, args: tuple[torch.Tensor, ...]) -> torch.fx.Graph:
+    """The functional graph of `module(*args)`, with fake tensors of `mode` throughout; and of its backward, unless gradients are
+    off (`torch.no_grad`)."""
     with contextlib.ExitStack() as stack:
         stack.enter_context(_exporting())
         stack.enter_context(fx_traceback.preserve_node_meta())

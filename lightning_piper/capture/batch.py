@@ -66,15 +66,29 @@ class BatchLayout:
         return (repr(self.skeleton), tuple((spec.shape, spec.dtype) for spec in self.specs))
 
 
-def flatten(batch: Any) -> tuple[list[torch.Tensor], BatchLayout]:
+def flatten(batch: Any, what: str = "batch") -> tuple[list[torch.Tensor], BatchLayout]:
     """Tensors of a batch in a fixed order, and the rest of it. Knows dicts, lists, (named) tuples and dataclasses.
 
-    The tensors are made contiguous, for a captured graph has fixed strides.
+    The tensors are made contiguous, for a captured graph has fixed strides. `what` is the word for it in errors.
     """
     leaves: list[torch.Tensor] = []
     paths: list[str] = []
-    skeleton = _skeleton(batch, "", leaves, paths)
+    try:
+        skeleton = _skeleton(batch, "", leaves, paths)
+    except _Unknown as unknown:
+        takes, way = ("takes", "in the collate function") if what == "batch" else ("returns", "there, or in a hook that gets it")
+        raise CaptureError(
+            f"the {what} holds a {unknown.kind} at {what}{unknown.path}; a captured step {takes} tensors, numbers and strings in "
+            f"dicts, lists, tuples and dataclasses: convert it {way}"
+        ) from None
     return leaves, BatchLayout(skeleton, tuple(TensorSpec.of(x) for x in leaves), tuple(paths))
+
+
+class _Unknown(Exception):
+    """Something that is neither a tensor, nor a container, nor a constant."""
+
+    def __init__(self, kind: str, path: str) -> None:
+        self.kind, self.path = kind, path
 
 
 def _is_dataclass(item: Any) -> bool:
@@ -99,10 +113,7 @@ def _skeleton(item: Any, path: str, leaves: list[torch.Tensor], paths: list[str]
         return _replace(item, {k: _skeleton(getattr(item, k), f"{path}.{k}", leaves, paths) for k in fields})
     if item is None or isinstance(item, bool | int | float | complex | str | bytes):
         return item
-    raise CaptureError(
-        f"the batch holds a {type(item).__name__} at batch{path}; a captured step takes tensors, numbers and strings in "
-        "dicts, lists, tuples and dataclasses: convert it in the collate function"
-    )
+    raise _Unknown(type(item).__name__, path)
 
 
 def _rebuild(item: Any, leaves: list[torch.Tensor]) -> Any:

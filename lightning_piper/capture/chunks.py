@@ -1,8 +1,8 @@
-"""Joint graph -> one functional graph for each pass of each region, and the interfaces between them."""
+"""Graph of a step -> one functional graph for each pass of each region, and the interfaces between them."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
@@ -15,21 +15,21 @@ from lightning_piper.capture.passes import Names, OutputRef, Pass, reads_of
 from lightning_piper.capture.regions import Assignment, assign, gradient_terms
 from lightning_piper.capture.rows import experts_of, refuse_coupling, rows_of
 from lightning_piper.errors import CaptureError
-from lightning_piper.ir.regions import LOSS, Code, Experts, Interface, Output, PassKey, Region
+from lightning_piper.ir.regions import Code, Experts, Interface, Output, PassKey, Region
 
 aten = torch.ops.aten
 Extracted = dict[PassKey, tuple[Interface, Code]]
 
 
 def cut(
-    graph: torch.fx.Graph, canonical: Mapping[str, str], log_keys: tuple[str, ...], experts: Mapping[int, Experts] | None = None
+    graph: torch.fx.Graph, canonical: Mapping[str, str], plain: Sequence[Output], experts: Mapping[int, Experts] | None = None
 ) -> tuple[tuple[Region, ...], Extracted, Extracted, Mapping[int, Experts]]:
     """Cut a joint graph into passes: regions, their passes F and B, the halves BI and BW of B, and the regions' experts.
 
     Args:
         graph: as `trace` gives it.
         canonical: every name of a parameter or buffer -> the one name it goes by.
-        log_keys: names of the logged tensors, in the order of the graph's plain outputs after the loss.
+        plain: what the graph's plain outputs are.
         experts: the regions' experts, where the graph has only a part of them; None if it has all.
     """
     names = Names.of(graph, canonical)
@@ -50,10 +50,11 @@ def cut(
 
     if experts is None:
         experts = experts_of(passes, names.params, placed.shared)
-    _results(described, names, changed, placed, passes, log_keys, experts)
+    _results(described, names, changed, placed, passes, plain, experts)
     forward = {key for key, p in passes.items() if key[1] == "F" and p.nodes}
     _drop_unused(passes)
     halves = _connect(placed, passes, state)
+    forward = forward or {(0, "F")}  # a step that computes nothing is a chunk that does nothing
     passes = {key: p for key, p in passes.items() if p.nodes or p.outputs or key in forward}
     rows = {region: rows_of(passes[region, "F"]) for region in experts}
     for region, open_rows in rows.items():
@@ -90,26 +91,31 @@ def _results(
     changed: Mapping[str, Node],
     placed: Assignment,
     passes: Mapping[PassKey, Pass],
-    log_keys: tuple[str, ...],
+    plain: Sequence[Output],
     experts: Mapping[int, Experts],
 ) -> None:
     """Give every result of the step to the pass that makes it: loss, logged values, new buffers, parameter gradients."""
     buffers: dict[int, dict[str, Node]] = {}
+    results: dict[int, dict[str, Node]] = {}
     grads: dict[int, dict[str, list[Node]]] = {}
     for node, desc in described:
         if node is None:
             continue
         if isinstance(desc, _torch.PlainAOTOutput):
-            kind = Output("loss", (LOSS,)) if desc.idx == 0 else Output("log", (log_keys[desc.idx - 1],))
-            passes[_home(node, placed), "F"].outputs.append((kind, [node]))
+            output = plain[desc.idx]
+            if output.kind == "result":
+                results.setdefault(_home(node, placed), {})[output.names[0]] = node
+            else:
+                passes[_home(node, placed), "F"].outputs.append((output, [node]))
         elif isinstance(desc, _torch.GradAOTOutput):
             param = next(name for x, name in names.params.items() if x.meta["desc"] == desc.grad_of)
             for term in gradient_terms(node, placed.of):
                 grads.setdefault(_home(term, placed), {}).setdefault(param, []).append(term)
     for name, node in changed.items():
         buffers.setdefault(_home(node, placed), {})[name] = node
-    for region, by_name in buffers.items():
-        passes[region, "F"].outputs.append((Output("buffer", tuple(by_name)), list(by_name.values())))
+    for kind, by_region in (("buffer", buffers), ("result", results)):
+        for region, by_name in by_region.items():
+            passes[region, "F"].outputs.append((Output(kind, tuple(by_name)), list(by_name.values())))
     users: dict[str, set[int]] = {}
     for region, by_param in grads.items():
         for param in by_param:

@@ -21,11 +21,13 @@ class Outcome:
         metrics: the loss under `ir.regions.LOSS`, and every logged tensor under its name, merged over slices, as float64 scalars.
         grads: by canonical parameter name; parameters that get no gradient are missing.
         buffers: buffers that the step changed, after it.
+        results: of a forward-only step, for each replica: name -> tensor of what it returns.
     """
 
     metrics: Mapping[str, torch.Tensor]
     grads: Mapping[str, torch.Tensor]
     buffers: Mapping[str, torch.Tensor]
+    results: Sequence[Mapping[str, torch.Tensor]] = ()
 
 
 def run_eagerly(

@@ -14,6 +14,7 @@ from lightning_piper.ir.regions import Code, Interface
 from lightning_piper.ir.values import TensorSpec
 
 aten = torch.ops.aten
+CROSSING = ("activation", "cotangent", "result")  # kinds of values that travel
 
 
 def extract(
@@ -70,7 +71,7 @@ def extract(
     flat: list[Node] = []
     specs: list[tuple[TensorSpec, ...]] = []
     for out, nodes in p.outputs:
-        crosses = out.kind in ("activation", "cotangent")
+        crosses = out.kind in CROSSING
         flat += [_crossing(graph, emit(n), _source(n)) if crosses else emit(n) for n in nodes]
         specs.append(tuple(spec_of(_dense(_source(n)) if crosses else n.meta["val"], rows) for n in nodes))
     graph.output(tuple(flat))

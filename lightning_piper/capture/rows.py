@@ -86,8 +86,8 @@ def refuse_coupling(p: Pass) -> None:
         _refuse_arithmetic(node)
         if way_of(node) is None and any(_open(x) for x in node.all_input_nodes) and not _open(node):
             raise CaptureError(
-                f"{source_line(node)}: {node.target} between dispatch and combine makes one value from the rows of several tokens, which "
-                "are on several devices when the experts are divided; work on each row by itself there, and do the rest outside"
+                f"{source_line(node)}: {node.target} between dispatch and combine makes one value from the rows of several tokens, "
+                "which are on several devices when experts are divided; work on each row by itself there, and do the rest outside"
             )
 
 

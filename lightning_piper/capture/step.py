@@ -14,7 +14,8 @@ from torch import nn
 from lightning_piper.capture import _torch
 from lightning_piper.capture.batch import BatchLayout, flatten
 from lightning_piper.capture.chunks import cut
-from lightning_piper.capture.trace import Division, trace
+from lightning_piper.capture.forward import ForwardStep
+from lightning_piper.capture.trace import Step, trace
 from lightning_piper.errors import CaptureError
 from lightning_piper.ir.regions import Interface, Output, ParamInfo, PassKey, StepCode
 from lightning_piper.ir.values import TensorSpec
@@ -25,36 +26,45 @@ def capture(
     batch: Any,
     device: torch.device | str = "cpu",
     context: Callable[[], contextlib.AbstractContextManager[Any]] = contextlib.nullcontext,
+    name: str = "training_step",
+    dataloader_idx: int = 0,
 ) -> CapturedStep:
-    """Capture `module.training_step` for batches laid out like `batch`.
+    """Capture a step of `module` for batches laid out like `batch`: `training_step` with its backward pass, any other one (such as
+    `validation_step`) without, in the modes (train or eval) that the submodules are in.
 
     Args:
         module: a LightningModule (anything with `training_step`); it is neither run with data nor changed.
         batch: nested dicts, lists, tuples or dataclasses of tensors with a common first dimension.
         device: device type on which the captured code will run.
         context: entered around the step while it is traced, e.g. an autocast context.
+        name: of the method.
+        dataloader_idx: that it is given, if it takes one.
 
     Raises:
         CaptureError: the step cannot be captured; names the user's line.
     """
     _torch.warn_if_newer_torch()
-    step = getattr(type(module), "training_step", None)
-    if step is None:
-        raise CaptureError(f"{type(module).__name__} has no training_step; give a LightningModule that defines one")
+    if getattr(type(module), name, None) is None:
+        raise CaptureError(f"{type(module).__name__} has no {name}; give a LightningModule that defines one")
     _, layout = flatten(batch)
-    return CapturedStep(module, layout, torch.device(device), context)
+    if name == Step.name:
+        return CapturedStep(module, layout, torch.device(device), context)
+    return CapturedForward(module, layout, torch.device(device), context, name, dataloader_idx)
 
 
 class CapturedStep:
     """A training step as code by batch size; see `ir.regions.Step`.
 
     Attributes:
+        name: of the method.
         module, context: what is captured, and what is entered around it.
         layout: of the batch it was captured with.
         size: its number of samples.
         params, buffers: by canonical name, the first under which the module lists them.
         canonical: every name -> canonical name.
     """
+
+    name = Step.name
 
     def __init__(self, module: nn.Module, layout: BatchLayout, device: torch.device,
                  context: Callable[[], contextlib.AbstractContextManager[Any]]) -> None:  # fmt: skip
@@ -69,6 +79,9 @@ class CapturedStep:
         other.size = size
         return other
 
+    def _step(self, degrees: tuple[int, ...]) -> Step:
+        return Step(self.module, self.layout, self.context, degrees)
+
     def at(self, size: int, degrees: tuple[int, ...] = ()) -> StepCode:
         """The step's code for `size` samples, and with experts divided; see `ir.regions.Step`.
 
@@ -79,8 +92,9 @@ class CapturedStep:
             specs = tuple(_resized(spec, size) for spec in self.layout.specs)
             whole = self.at(size) if degrees else None
             parts = {} if whole is None else self._parts(whole, degrees)
+            step = self._step(degrees)
             try:
-                traced = trace(self.module, self.layout, specs, self._device, self.context, Division(degrees, parts))
+                traced = trace(step, specs, self._device, parts)
             except CaptureError as error:
                 if whole is None:
                     raise
@@ -88,10 +102,11 @@ class CapturedStep:
                     f"{error}. So it is where each device has a part of the experts; take their number from the tensors between "
                     "dispatch and combine (sizes.shape[0], weight.shape[0]), not from the module"
                 ) from error
-            keys = tuple(log.name for log in traced.logs if log.constant is None)
-            regions, passes, halves, experts = cut(traced.graph, self.canonical, keys, None if whole is None else whole.experts)
+            regions, passes, halves, experts = cut(
+                traced.graph, self.canonical, traced.plain, None if whole is None else whole.experts
+            )
             interfaces, code = {key: p[0] for key, p in passes.items()}, {key: p[1] for key, p in passes.items()}
-            found = StepCode(size, regions, interfaces, code, traced.logs, specs, halves, experts)
+            found = StepCode(size, regions, interfaces, code, traced.logs, specs, halves, experts, step.rebuild)
             if self._codes:
                 first = next(iter(self._codes.values()))
                 _same_structure(first, found)
@@ -109,6 +124,24 @@ class CapturedStep:
             if degree > 1:
                 found |= dict.fromkeys(experts.params, degree)
         return {name: found[main] for name, main in self.canonical.items() if main in found}
+
+
+class CapturedForward(CapturedStep):
+    """A step without a backward pass, e.g. `validation_step`.
+
+    Attributes:
+        dataloader_idx: that it is given.
+    """
+
+    def __init__(
+        self, module: nn.Module, layout: BatchLayout, device: torch.device,
+        context: Callable[[], contextlib.AbstractContextManager[Any]], name: str, dataloader_idx: int,
+    ) -> None:  # fmt: skip
+        super().__init__(module, layout, device, context)
+        self.name, self.dataloader_idx = name, dataloader_idx
+
+    def _step(self, degrees: tuple[int, ...]) -> Step:
+        return ForwardStep(self.module, self.layout, self.context, degrees, self.name, self.dataloader_idx)
 
 
 def _resized(spec: TensorSpec, size: int) -> TensorSpec:

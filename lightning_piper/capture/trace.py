@@ -1,4 +1,4 @@
-"""`training_step` -> one joint forward and backward graph at one batch size."""
+"""A step -> one functional graph at one batch size: `training_step` with its backward, any other step forward only."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ import numbers
 import traceback
 from collections import deque
 from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -21,7 +21,7 @@ from lightning_piper.capture import _torch
 from lightning_piper.capture.batch import BatchLayout
 from lightning_piper.errors import CaptureError
 from lightning_piper.experts import exchanging
-from lightning_piper.ir.regions import Logged
+from lightning_piper.ir.regions import LOSS, Logged, Output
 from lightning_piper.ir.values import TensorSpec
 
 REDUCTIONS = {"mean": "mean", "sum": "sum", "max": "max", "min": "min", torch.mean: "mean", torch.sum: "sum", torch.max: "max",
@@ -33,6 +33,7 @@ REDUCE: Mapping[str, Callable[[list[torch.Tensor], list[float]], torch.Tensor]] 
     "max": lambda values, weights: torch.stack(values).max(),
     "min": lambda values, weights: torch.stack(values).min(),
 }
+METRICS = "update metric objects in a hook (on_..._batch_end), and log them in on_..._epoch_end"
 _COMPARED = (type(None), bool, int, float, str, torch.Tensor)
 _LIBRARIES = tuple(str(Path(m.__file__).parent) + "/" for m in (torch, contextlib) if m.__file__) + (
     str(Path(__file__).parent.parent) + "/",
@@ -42,66 +43,65 @@ _LIBRARIES = tuple(str(Path(m.__file__).parent) + "/" for m in (torch, contextli
 @dataclass(frozen=True)
 class Traced:
     """Attributes:
-    graph: the joint functional graph; placeholders and outputs carry descriptors.
-    logs: the `self.log` calls, in order. Those with a tensor are the graph's plain outputs 1, 2, ...; output 0 is the loss.
+    graph: the functional graph; placeholders and outputs carry descriptors.
+    plain: what the graph's plain outputs 0, 1, ... are.
+    logs: the `self.log` calls, in order.
     """
 
     graph: torch.fx.Graph
+    plain: tuple[Output, ...]
     logs: tuple[Logged, ...]
 
 
-@dataclass(frozen=True)
-class Division:
-    """How experts are divided over devices.
+def trace(step: Step, specs: tuple[TensorSpec, ...], device: torch.device, parts: Mapping[str, int]) -> Traced:
+    """Trace a step on a batch whose tensors have `specs`. Parameters may lie on the meta device: only shapes count.
 
-    Attributes:
-        degrees: for each call of `dispatch`, over how many.
-        parts: name of a parameter -> into how many equal parts along its first dimension; others are whole.
-    """
-
-    degrees: tuple[int, ...] = ()
-    parts: Mapping[str, int] = field(default_factory=dict)
-
-
-def trace(module: nn.Module, layout: BatchLayout, specs: tuple[TensorSpec, ...], device: torch.device,
-          context: Callable[[], contextlib.AbstractContextManager[Any]], division: Division) -> Traced:  # fmt: skip
-    """Trace `module.training_step` on a batch whose tensors have `specs`.
-
-    `context` is entered around the step (autocast, for instance). Parameters may lie on the meta device: only shapes count.
-    With a `division`, the step is traced as one of the devices runs it.
+    Of the parameters named in `parts`, a device has one of so many equal parts along the first dimension: the step is traced as it
+    runs there.
 
     Raises:
         CaptureError: the step cannot be captured.
     """
-    mode = _torch.FakeTensorMode()
+    mode, module = _torch.FakeTensorMode(), step.module
     with mode:
         inputs = tuple(torch.empty_strided(s.shape, s.stride, dtype=s.dtype, device=device) for s in specs)
-    step = Step(module, layout, context, division.degrees)
-    with torch.enable_grad(), _restored(module), _without_data(module, mode, device, division.parts), as_captured(module, step):
+    with step.gradients(), _restored(module), _without_data(module, mode, device, parts), as_captured(module, step):
         try:
-            graph = _torch.joint_graph(mode, step, inputs)
+            graph = _torch.functional_graph(mode, step, inputs)
         except CaptureError:
             raise
         except (_torch.DataDependentOutputException, _torch.DynamicOutputShapeException) as error:
             raise CaptureError(
                 f"{_user_line(error)}: the step asks for a value (or a shape) that is only known when it runs "
                 f"({error.func}); a captured step has no values. Keep the computation in tensors (torch.where, masks, "
-                "index_add), or move it to a hook outside of training_step"
+                f"index_add), or move it to a hook outside of {step.name}"
             ) from error
         except Exception as error:
+            if _in_metric(error):
+                problem = f"{step.name} runs a metric object, which a captured step cannot; {METRICS}"
+                raise CaptureError(f"{_user_line(error)}: {problem}") from error
             if _torch.is_foreign_tensor(error):
                 raise CaptureError(
                     f"{_user_line(error)}: the step uses a tensor that is neither in the batch nor a parameter or buffer of "
                     "the module; make it a buffer (self.register_buffer), or create it inside of the step"
                 ) from error
             raise CaptureError(
-                f"{_user_line(error)}: training_step cannot be captured as one graph: {type(error).__name__}: {error}"
+                f"{_user_line(error)}: {step.name} cannot be captured as one graph: {type(error).__name__}: {error}"
             ) from error
-    return Traced(graph, tuple(step.logs))
+    return Traced(graph, step.plain, tuple(step.logs))
 
 
 class Step(nn.Module):
-    """`training_step` as a function from tensors to (loss, logged tensors)."""
+    """`training_step` as a function from tensors to (loss, logged tensors).
+
+    Args:
+        module, layout: whose step, and of which batches.
+        context: entered around the step, e.g. autocast.
+        degrees: for each call of `dispatch`, over how many devices its experts are divided.
+    """
+
+    name = "training_step"
+    gradients: Callable[[], contextlib.AbstractContextManager[Any]] = torch.enable_grad
 
     def __init__(self, module: nn.Module, layout: BatchLayout, context: Callable[[], contextlib.AbstractContextManager[Any]],
                  degrees: tuple[int, ...] = ()) -> None:  # fmt: skip
@@ -111,14 +111,31 @@ class Step(nn.Module):
         self._logged: list[torch.Tensor] = []
 
     def forward(self, *leaves: torch.Tensor) -> tuple[torch.Tensor, ...]:
+        return (_loss_of(self._call(leaves)), *self._logged)
+
+    def _call(self, leaves: tuple[torch.Tensor, ...], dataloader_idx: int = 0) -> Any:
         self.logs, self._logged = [], []  # the tracer runs the step more than once
-        step: Callable[..., Any] = self.module.training_step  # type: ignore[assignment]
-        extra = [_Unreadable("batch_idx"), 0][: len(inspect.signature(step).parameters) - 1]
+        step: Callable[..., Any] = getattr(self.module, self.name)
+        extra = [_Unreadable("batch_idx", self.name), dataloader_idx][: len(inspect.signature(step).parameters) - 1]
         before = _attributes(self.module)
         with numbering(), exchanging(self._degrees), self._context():
             result = step(self._layout.rebuild(list(leaves)), *extra)
-        _check_unchanged(self.module, before)
-        return (_loss_of(result), *self._logged)
+        _check_unchanged(self.module, before, self.name)
+        return result
+
+    @property
+    def rebuild(self) -> Callable[[list[torch.Tensor]], Any] | None:
+        """See `StepCode.rebuild`."""
+        return None
+
+    @property
+    def plain(self) -> tuple[Output, ...]:
+        """What the outputs of the last call are."""
+        return (Output("loss", (LOSS,)), *self._plain_logs)
+
+    @property
+    def _plain_logs(self) -> Iterator[Output]:
+        return (Output("log", (log.name,)) for log in self.logs if log.constant is None)
 
     def log(self, name: str, value: Any, call: Mapping[str, Any]) -> None:
         kwargs = dict(call)
@@ -145,19 +162,19 @@ class Step(nn.Module):
         else:
             raise CaptureError(
                 f"{_user_line()}: self.log({name!r}): a {type(value).__name__} cannot be logged inside a captured step; log a "
-                "tensor or a number, and update metric objects in a hook such as on_train_batch_end"
+                f"tensor or a number, {METRICS}"
             )
 
 
 class _Unreadable:
     """Stands for an argument that a captured step cannot depend on; any use is an error."""
 
-    def __init__(self, name: str) -> None:
-        self._name = name
+    def __init__(self, name: str, step: str) -> None:
+        self._name, self._step = name, step
 
     def _refuse(self, *args: Any, **kwargs: Any) -> Any:
         raise CaptureError(
-            f"{_user_line()}: training_step reads {self._name}, which changes from step to step; the captured step would keep "
+            f"{_user_line()}: {self._step} reads {self._name}, which changes from step to step; the captured step would keep "
             "the first value. Put what depends on it into the batch, a buffer or a hook"
         )
 
@@ -171,12 +188,12 @@ class _Unreadable:
 class _Trainer:
     """The module's Trainer, without what changes from step to step."""
 
-    def __init__(self, trainer: Any) -> None:
-        self._trainer = trainer
+    def __init__(self, trainer: Any, step: str) -> None:
+        self._trainer, self._step = trainer, step
 
     def __getattr__(self, name: str) -> Any:
         changes = name in ("global_step", "current_epoch", "is_last_batch")
-        return _Unreadable(f"self.trainer.{name}") if changes else getattr(self._trainer, name)
+        return _Unreadable(f"self.trainer.{name}", self._step) if changes else getattr(self._trainer, name)
 
 
 def _loss_of(result: Any) -> torch.Tensor:
@@ -218,13 +235,13 @@ def as_captured(module: nn.Module, step: Step) -> Iterator[None]:
             log(self, name, value, *args, **kwargs)
 
     def unreadable(name: str) -> property:
-        return property(lambda self: _Unreadable(f"self.{name}"))
+        return property(lambda self: _Unreadable(f"self.{name}", step.name))
 
     members: dict[str, Any] = {"global_step": unreadable("global_step"), "current_epoch": unreadable("current_epoch")}
     if original is not None:
         members |= {"log": log, "log_dict": log_dict}
     if isinstance(attached := getattr(cls, "trainer", None), property) and attached.fget is not None:
-        members["trainer"] = property(lambda self: _Trainer(attached.fget(self)), attached.fset)  # type: ignore[misc]
+        members["trainer"] = property(lambda self: _Trainer(attached.fget(self), step.name), attached.fset)  # type: ignore[misc]
     module.__class__ = type(cls.__name__, (cls,), members | {"__module__": cls.__module__})
     try:
         yield
@@ -297,7 +314,7 @@ def _entry(value: Any) -> Any:
     return value if isinstance(value, _COMPARED) else type(value)
 
 
-def _check_unchanged(module: nn.Module, before: list[tuple[str, nn.Module, str, Any, Any]]) -> None:
+def _check_unchanged(module: nn.Module, before: list[tuple[str, nn.Module, str, Any, Any]], step: str) -> None:
     known = {(id(part), name): form for _, part, name, _, form in before}
     for path, part, name, _, form in _attributes(module):
         old = known.get((id(part), name))
@@ -306,11 +323,11 @@ def _check_unchanged(module: nn.Module, before: list[tuple[str, nn.Module, str, 
         where = f"self.{path}.{name}" if path else f"self.{name}"
         if name in part._parameters or name in part._buffers:
             raise CaptureError(
-                f"training_step replaces {where} by another tensor; a captured step keeps its parameters and buffers. Write into "
+                f"{step} replaces {where} by another tensor; a captured step keeps its parameters and buffers. Write into "
                 f"the buffer instead: {where}.copy_(...)"
             )
         raise CaptureError(
-            f"training_step changes {where}; a captured step runs in Python only once, so the change would not be repeated. "
+            f"{step} changes {where}; a captured step runs in Python only once, so the change would not be repeated. "
             "Keep such state in a registered buffer (register_buffer), log it, or update it in a hook"
         )
 
@@ -330,6 +347,11 @@ def _restored(module: nn.Module) -> Iterator[None]:
         for value, content in contents:
             value.clear()
             (value.extend if isinstance(value, list | deque) else value.update)(content)
+
+
+def _in_metric(error: BaseException) -> bool:
+    """Was it raised inside of torchmetrics?"""
+    return any("/torchmetrics/" in frame.filename for frame in traceback.extract_tb(error.__traceback__))
 
 
 def _user_line(error: BaseException | None = None) -> str:

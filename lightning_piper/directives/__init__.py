@@ -2,6 +2,7 @@
 
 from lightning_piper.directives.base import Directive, known, register
 from lightning_piper.directives.finish import finish
+from lightning_piper.directives.forward import apply_forward
 from lightning_piper.directives.order import Order
 from lightning_piper.directives.place import Place
 from lightning_piper.directives.program import Program, apply_program, parse, replicas_of, to_json
@@ -18,6 +19,7 @@ __all__ = [
     "Shard",
     "Split",
     "accumulating",
+    "apply_forward",
     "apply_program",
     "finish",
     "known",

@@ -39,6 +39,12 @@ class Directive:
             DirectiveError: by `self.refuse`, when the directive does not fit this DAG.
         """
 
+    def apply_forward(self, dag: TrainingDAG, training: TrainingDAG | None) -> None:
+        """Rewrite the DAG of a forward-only step, such as `validation_step`, when the directive was written for training: by
+        default in the same way. `training`: the finished DAG, if there was a training step to apply the program to.
+        """
+        self.apply(dag)
+
     def check_fields(self) -> None:
         """Refuse values that no DAG could accept."""
 
@@ -75,10 +81,11 @@ class Directive:
 
     def select(self, dag: TrainingDAG, field: str, condition: Filter, index: Index | None = None) -> list[Chunk]:
         """Chunks that the filter matches. None at all is an error, except where a smaller batch lacks the microbatch, or where
-        the part is there but has no such pass: a frozen first stage has no backward, and a first stage no BI."""
+        the part is there but has no such pass: a frozen first stage has no backward, and a first stage no BI. A forward-only step
+        may lack any part of the training step."""
         index = index or Index(dag)
         chunks = index.select(condition)
-        if chunks or _names_absent(dag, condition):
+        if chunks or dag.forward_only or _names_absent(dag, condition):
             return chunks
         anyhow = {tag: wanted for tag, wanted in condition.items() if tag != "PASS"}
         there = index.select(anyhow) if "PASS" in condition else []

@@ -51,6 +51,9 @@ class Order(Directive):
             for condition in members:
                 self.check_filter(f"filters[{i}]", condition)
 
+    def apply_forward(self, dag: TrainingDAG, training: TrainingDAG | None) -> None:
+        """Nothing: without microbatches and backward passes, the data's own order is the only one."""
+
     def apply(self, dag: TrainingDAG) -> None:
         self._halve(dag)
         index = Index(dag)

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import json
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from os import PathLike
 from pathlib import Path
 from typing import Any
@@ -90,6 +91,18 @@ def replicas_of(program: Program) -> dict[int, int]:
     return found
 
 
+@contextlib.contextmanager
+def at_index(dag: TrainingDAG, index: int) -> Iterator[None]:
+    """What is done to `dag` meanwhile is done by this directive."""
+    dag.origin = index
+    try:
+        yield
+    except DirectiveError as error:
+        raise DirectiveError(f"directive {index} {error}") from None
+    finally:
+        dag.origin = None
+
+
 def apply_program(
     dag: TrainingDAG, program: Program, after: Callable[[TrainingDAG, int, Directive], None] | None = None
 ) -> TrainingDAG:
@@ -102,13 +115,8 @@ def apply_program(
     dag.ops = tuple(directive.op for directive in program)
     replicas_of(program)
     for index, directive in enumerate(program):
-        dag.origin = index
-        try:
+        with at_index(dag, index):
             directive.apply(dag)
-        except DirectiveError as error:
-            raise DirectiveError(f"directive {index} {error}") from None
-        finally:
-            dag.origin = None
         if after is not None:
             try:
                 after(dag, index, directive)

@@ -10,7 +10,7 @@ import torch
 
 from lightning_piper.directives.base import Contract, Directive, register
 from lightning_piper.directives.owning import own_experts
-from lightning_piper.directives.sharding import Conflict, Level, gather_parameters, reduce_gradients
+from lightning_piper.directives.sharding import Conflict, Level, gather_as_in_training, gather_parameters, reduce_gradients
 from lightning_piper.directives.shares import divide
 from lightning_piper.directives.transfers import connect
 from lightning_piper.ir.dag import TrainingDAG
@@ -88,7 +88,32 @@ class Replicate(Directive):
         if self.reduce_dtype is not None and self.reduce_dtype not in REDUCE_DTYPES:
             self.refuse("reduce_dtype", f"{self.reduce_dtype!r}", f"give one of {', '.join(REDUCE_DTYPES)}")
 
+    def apply_forward(self, dag: TrainingDAG, training: TrainingDAG | None) -> None:
+        """The shares are those of training, and so are the shards, from which parameters are gathered. Without a training step
+        only `shard_params` shards them, for there is no optimizer."""
+        if training is None:
+            self.apply(dag)
+            return
+        self._share(dag)
+        gather_as_in_training(dag, training)
+
     def apply(self, dag: TrainingDAG) -> None:
+        regions, level = self._share(dag), self._level()
+        try:
+            again = [region for region in sorted(regions & dag.owners.keys()) if region in dag.levels]
+            if again:
+                raise Conflict(f"the experts of region {dag.regions[again[0]].label} are replicated by an earlier directive")
+            dag.levels |= dict.fromkeys(regions, level)
+            touched = reduce_gradients(dag, regions, level)
+            if level.optimizer:
+                gather_parameters(dag, regions, level)
+            touched += own_experts(dag, regions)
+        except Conflict as conflict:
+            self.refuse("filter", str(conflict), "replicate each region once, and regions that share parameters alike")
+        connect(dag, touched)
+
+    def _share(self, dag: TrainingDAG) -> set[int]:
+        """Give every replica its share. Returns the selected regions."""
         chunks = self.select(dag, "filter", self.filter)
         groups = self.replica_groups()
         for chunk in chunks:
@@ -103,19 +128,7 @@ class Replicate(Directive):
                     "devices", f"{chunk.label}, of the same region, is {where}", "replicate a region at all of its homes at once"
                 )
         divide(dag, len(groups[0]), self)
-        level = self._level()
-        try:
-            again = [region for region in sorted(regions & dag.owners.keys()) if region in dag.levels]
-            if again:
-                raise Conflict(f"the experts of region {dag.regions[again[0]].label} are replicated by an earlier directive")
-            dag.levels |= dict.fromkeys(regions, level)
-            touched = reduce_gradients(dag, regions, level)
-            if level.optimizer:
-                gather_parameters(dag, regions, level)
-            touched += own_experts(dag, regions)
-        except Conflict as conflict:
-            self.refuse("filter", str(conflict), "replicate each region once, and regions that share parameters alike")
-        connect(dag, touched)
+        return regions
 
     def replica_groups(self) -> list[tuple[int, ...]]:
         groups: Any = self.devices if isinstance(self.devices[0], list | tuple) else [self.devices]

@@ -8,7 +8,7 @@ from typing import Any, ClassVar
 
 from lightning_piper.directives.base import Contract, Directive, register
 from lightning_piper.directives.owning import own_experts
-from lightning_piper.directives.sharding import Conflict, readers_of
+from lightning_piper.directives.sharding import Conflict, gather_as_in_training, readers_of
 from lightning_piper.directives.shares import divide
 from lightning_piper.directives.transfers import connect
 from lightning_piper.experts import COMBINE, COUNTS, DISPATCH
@@ -66,8 +66,26 @@ class Shard(Directive):
         if not isinstance(self.stream, str) or not self.stream:
             self.refuse("stream", f"{self.stream!r} is not a stream", "give a non-empty name such as 'alltoall'")
 
-    def apply(self, dag: TrainingDAG) -> None:
+    def apply_forward(self, dag: TrainingDAG, training: TrainingDAG | None) -> None:
+        """Experts are divided as in training, and gathered from its shards."""
         selected = {chunk.region for chunk in self.select(dag, "filter", self.filter)}
+        if not selected & dag.code.experts.keys():
+            return
+        if training is None:
+            self.apply(dag)
+            return
+        self._divide(dag, selected)
+        gather_as_in_training(dag, training)
+
+    def apply(self, dag: TrainingDAG) -> None:
+        regions = self._divide(dag, {chunk.region for chunk in self.select(dag, "filter", self.filter)})
+        try:
+            connect(dag, own_experts(dag, regions))
+        except Conflict as conflict:
+            self.refuse("filter", str(conflict), "replicate regions that share parameters alike")
+
+    def _divide(self, dag: TrainingDAG, selected: set[int]) -> list[int]:
+        """Let tokens travel. Returns the regions whose experts are divided now."""
         regions = sorted(selected & dag.code.experts.keys())
         if not regions:
             self.refuse(
@@ -84,10 +102,7 @@ class Shard(Directive):
         dag.divide(dict.fromkeys(regions, owners))
         for found in chunks.values():
             self._exchange(dag, found, owners)
-        try:
-            connect(dag, own_experts(dag, regions))
-        except Conflict as conflict:
-            self.refuse("filter", str(conflict), "replicate regions that share parameters alike")
+        return regions
 
     def _groups(self) -> list[tuple[int, ...]]:
         groups: Any = self.devices

@@ -105,6 +105,19 @@ def gather_parameters(dag: TrainingDAG, regions: set[int], level: Level) -> None
         gather_at(dag, home, buckets, level)
 
 
+def gather_as_in_training(dag: TrainingDAG, training: TrainingDAG) -> None:
+    """Let the chunks of a forward-only step read parameters from the shards that `training` keeps of them."""
+    for shards in training.of_type(Parameters):
+        bucket = shards.outputs[0].bucket
+        assert bucket is not None
+        if bucket.owners != dag.owners_of(bucket.names[0]):
+            continue  # not yet divided
+        stream = next((gather.stream for gather in training.users(shards)), shards.stream)
+        level = Level(optimizer=True, gradients=not shards.kept, parameters=not shards.kept, gather_stream=stream)
+        if any(c.devices == shards.devices and set(dag.interface(c).params) & set(bucket.names) for c in dag.of_type(Chunk)):
+            gather_at(dag, shards.devices, [bucket], level)
+
+
 def gather_at(dag: TrainingDAG, home: Group, buckets: Iterable[Bucket], level: Level) -> None:
     """Let chunks on the devices `home` read the parameters in `buckets` from a gather.
 

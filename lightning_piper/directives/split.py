@@ -49,6 +49,11 @@ class Split(Directive):
         if type(self.num_microbatches) is not int or self.num_microbatches < 1:
             self.refuse("num_microbatches", f"{self.num_microbatches!r}", "give an integer >= 1")
 
+    def apply_forward(self, dag: TrainingDAG, training: TrainingDAG | None) -> None:
+        """The batch stays whole, and counts as the first piece: it runs where that runs."""
+        for chunk in self.select(dag, "filter", self.filter):
+            chunk.tags = {**chunk.tags, self.dim_name: 0}
+
     def apply(self, dag: TrainingDAG) -> None:
         chunks = self.select(dag, "filter", self.filter)
         if dag.owners:

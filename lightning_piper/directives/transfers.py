@@ -8,7 +8,22 @@ from typing import Any
 
 from lightning_piper.directives.homes import settle
 from lightning_piper.ir.dag import TrainingDAG
-from lightning_piper.ir.nodes import Accumulate, AllReduce, Chunk, Concat, Cut, Metrics, Node, Pack, Recv, Ref, Report, Send, Update
+from lightning_piper.ir.nodes import (
+    Accumulate,
+    AllReduce,
+    Chunk,
+    Concat,
+    Cut,
+    Metrics,
+    Node,
+    Pack,
+    Recv,
+    Ref,
+    Report,
+    Result,
+    Send,
+    Update,
+)
 from lightning_piper.ir.values import Partial, Replicate
 
 SEND_STREAM, RECV_STREAM = "send", "recv"
@@ -33,7 +48,7 @@ def place_dependents(dag: TrainingDAG, chunks: Iterable[Chunk]) -> list[Node]:
         makers: list[Node] = [chunk]
         while makers:
             for user in dag.users(makers.pop()):
-                if isinstance(user, Accumulate | Metrics | Pack | Update) and not user.devices:
+                if isinstance(user, Accumulate | Metrics | Pack | Update | Result) and not user.devices:
                     user.devices, user.placed_by = chunk.devices, chunk.placed_by
                     placed.append(user)
                     makers += [user] if isinstance(user, Pack) else []
@@ -95,7 +110,7 @@ def connect_report(dag: TrainingDAG) -> None:
     metrics = list(dag.of_type(Metrics))
     parts = tuple((m.id, 0) for m in metrics)
     report.devices = devices
-    if len(devices) < 2:
+    if len(devices) < 2 or not metrics:
         return
     for m in metrics:
         m.outputs = (dataclasses.replace(m.outputs[0], placement=Partial()),)

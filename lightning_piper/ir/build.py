@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 
 from lightning_piper.ir.dag import TrainingDAG
-from lightning_piper.ir.nodes import Accumulate, Chunk, Metrics, Ref, Report, Update
+from lightning_piper.ir.nodes import Accumulate, Chunk, Metrics, Ref, Report, Result, Update
 from lightning_piper.ir.regions import LOSS, PassKey, Step, StepCode
 from lightning_piper.ir.values import Partial, Replicate, Slice, TensorSpec, Value
 
@@ -28,6 +28,7 @@ def build_dag(step: Step, size: int | None = None) -> TrainingDAG:
     _gradients(dag, chunks)
     chain_state(dag)
     _report(dag, chunks)
+    _results(dag, chunks)
     return dag
 
 
@@ -115,11 +116,18 @@ def _report(dag: TrainingDAG, chunks: dict[PassKey, Chunk]) -> None:
     for chunk in chunks.values():
         scalars = [(i, v) for i, v in enumerate(chunk.outputs) if v.kind in ("loss", "log")]
         if scalars:
-            metrics = tuple(0 if v.kind == "loss" else names.index(v.names[0], 1) for _, v in scalars)
+            metrics = tuple(0 if v.kind == "loss" else names.index(v.names[0], first_log(dag.code)) for _, v in scalars)
             node = Metrics(inputs=tuple((chunk.id, i) for i, _ in scalars), outputs=(vector,), tags=_own_tags(chunk),
                            metrics=metrics, slices=(chunk.slice,) * len(scalars))  # fmt: skip
             parts.append((dag.add(node).id, 0))
     dag.add(Report(inputs=tuple(parts)))
+
+
+def _results(dag: TrainingDAG, chunks: dict[PassKey, Chunk]) -> None:
+    for chunk in chunks.values():
+        for i, value in enumerate(chunk.outputs):
+            if value.kind == "result":
+                dag.add(Result(inputs=((chunk.id, i),), tags=_own_tags(chunk)))
 
 
 def metrics_value(dag: TrainingDAG) -> Value:
@@ -129,10 +137,15 @@ def metrics_value(dag: TrainingDAG) -> Value:
 
 
 def metric_names(code: StepCode) -> tuple[str, ...]:
-    """Places in the metrics vector: the loss, then the logged tensors."""
-    return (LOSS, *(log.name for log in code.logs if log.constant is None))
+    """Places in the metrics vector: the loss, if the step is a training step, then the logged tensors."""
+    return (*[LOSS][: first_log(code)], *(log.name for log in code.logs if log.constant is None))
+
+
+def first_log(code: StepCode) -> int:
+    """The place of the first logged tensor; a user may well log something under the loss's name."""
+    return 0 if code.forward_only else 1
 
 
 def reductions(code: StepCode) -> tuple[str, ...]:
     """How each place of the metrics vector is merged over slices."""
-    return ("mean", *(log.reduce for log in code.logs if log.constant is None))
+    return (*["mean"][: first_log(code)], *(log.reduce for log in code.logs if log.constant is None))

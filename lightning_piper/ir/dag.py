@@ -64,6 +64,11 @@ class TrainingDAG:
         return self.step.at(self.size)
 
     @property
+    def forward_only(self) -> bool:
+        """It has no backward pass, as of a `validation_step`."""
+        return self.code.forward_only
+
+    @property
     def regions(self) -> tuple[Region, ...]:
         return self.code.regions
 
@@ -100,6 +105,10 @@ class TrainingDAG:
             return False
         output = self.code.interface_of(key).outputs[index]
         return output.kind != "grad" or output.names[0] in self.code.experts[key[0]].params
+
+    def owners_of(self, name: str) -> tuple[tuple[int, ...], ...]:
+        """The groups of replicas that own the parts of a parameter; empty where every replica has all of it."""
+        return next((groups for region, groups in self.owners.items() if name in self.code.experts[region].params), ())
 
     def spec_of(self, name: str) -> TensorSpec:
         """The spec of a parameter as each device has it: of the part that it owns, where its experts are divided."""

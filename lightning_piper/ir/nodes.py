@@ -177,11 +177,16 @@ class Update(Node):
 
 
 @dataclass(kw_only=True)
+class Result(Node):
+    """Some tensors of what a forward-only step returns, of the replica's share of the batch: ready on these devices."""
+
+
+@dataclass(kw_only=True)
 class Metrics(Node):
     """Merges the scalars of one region over slices into a float64 vector with a place for each metric of the step.
 
     Attributes:
-        metrics: for each input, which metric it is: 0 is the loss, 1.. are the logged tensors.
+        metrics: for each input, which metric it is, by its place in `ir.build.metric_names`.
         slices: for each input, the samples it is made of; its weight is their share of the batch, n_i/N.
     """
 

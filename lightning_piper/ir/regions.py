@@ -10,7 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
-from typing import Protocol
+from typing import Any, Protocol
 
 import torch
 
@@ -48,7 +48,8 @@ class Output:
 
     Attributes:
         kind: `activation`, `saved` (from F, or from BI, to the backward of the same region), `cotangent` (gradient of an
-            activation), `grad` (gradients of parameters), `buffer` (new values of buffers), `loss` or `log`.
+            activation), `grad` (gradients of parameters), `buffer` (new values of buffers), `loss`, `log`, or `result` (tensors
+            of what a forward-only step returns, by their numbers).
         names: what the bundle holds: parameter or buffer names, the log key, or the graph's name of the value. For `saved`,
             whose content is a private matter of the region, the halves of its backward that read it.
     """
@@ -150,6 +151,8 @@ class StepCode:
         halves: of the passes BI and BW. A region without weights to train has only BI, one that hands on no gradient only BW;
             this one is then all of B. What comes from other regions enters by the first half.
         experts: of the regions that have any.
+        rebuild: of a forward-only step: puts what it returns together from its tensors, the outputs of kind `result` named "0",
+            "1", ...; None for a training step.
     """
 
     size: int
@@ -160,6 +163,11 @@ class StepCode:
     batch_specs: tuple[TensorSpec, ...]
     halves: Mapping[PassKey, tuple[Interface, Code]] = field(default_factory=dict)
     experts: Mapping[int, Experts] = field(default_factory=dict)
+    rebuild: Callable[[list[torch.Tensor]], Any] | None = None
+
+    @property
+    def forward_only(self) -> bool:
+        return self.rebuild is not None
 
     def halves_of(self, region: int) -> tuple[str, ...]:
         """What the backward pass of a region consists of: `BI`, `BW` or both; nothing where it has none."""

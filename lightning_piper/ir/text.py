@@ -12,7 +12,8 @@ def text_of(dag: TrainingDAG) -> str:
     """For example `%4 B[PP=1,MB=0] 0:2 @1 (%1.0) -> cotangent:mm_3 float32[2,8] #2 after %3`: id, pass and tags, samples,
     devices, inputs, outputs, directive that made it, temporal predecessors."""
     order = nx.lexicographical_topological_sort(dag.graph)
-    return "\n".join([f"training step of {dag.size} samples", *(line_of(dag, dag.nodes[i]) for i in order)])
+    kind = "forward-only" if dag.code.forward_only else "training"
+    return "\n".join([f"{kind} step of {dag.size} samples", *(line_of(dag, dag.nodes[i]) for i in order)])
 
 
 def line_of(dag: TrainingDAG, node: Node) -> str:

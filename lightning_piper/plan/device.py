@@ -43,7 +43,9 @@ class DevicePlan:
 
     def __init__(self, dag: TrainingDAG, device: int, acks: Acks) -> None:
         self.dag, self.device, self.acks = dag, device, acks
-        self.replica = next(c.devices.index(device) for c in dag.of_type(nodes.Chunk) if device in c.devices)
+        # A device that runs nothing of a forward-only step receives what it returns, if it returns anything.
+        working = (node for kind in (nodes.Chunk, nodes.Result) for node in dag.of_type(kind))
+        self.replica = next((node.devices.index(device) for node in working if device in node.devices), 0)
         self.instructions: list[Instruction] = []
         self.posts: dict[int, ins.Post] = {}
         self.slots = 0

@@ -325,11 +325,11 @@ class Merge(Instruction):
 
 @dataclass(frozen=True, kw_only=True)
 class Deliver(Instruction):
-    """Hand out gradients to the optimizer, or new values of buffers to the module.
+    """Hand out gradients to the optimizer, new values of buffers to the module, or what a forward-only step returns.
 
     Attributes:
-        kind: `grad` or `buffer`.
-        names: of the parameters or buffers, one for each tensor.
+        kind: `grad`, `buffer` or `result`.
+        names: of the parameters, buffers or results, one for each tensor.
         source: `sum` if the tensors are sums made here, which nothing else refers to; `chunk` if a chunk made them, so they
             may be aliases of each other or of what it read; `peer` if they were received.
         bucket: what is read is a flat tensor, or a shard of one.

@@ -34,7 +34,7 @@ class Lowering:
         self._received: dict[int, list[Ref]] = {device: [] for device in self.plans}  # terms from other devices, since then
         self._emit: dict[type[Node], Callable[[DevicePlan, Node], None]] = {
             nodes.Chunk: self._chunk, nodes.Send: self._send, nodes.Recv: self._recv, nodes.Accumulate: self._accumulate,
-            nodes.Update: self._update, nodes.Metrics: self._metrics, nodes.Report: self._report,
+            nodes.Update: self._update, nodes.Result: self._result, nodes.Metrics: self._metrics, nodes.Report: self._report,
             **dict.fromkeys((nodes.AllReduce, nodes.ReduceScatter, nodes.AllGather, nodes.AllToAll), self._collective),
             # These come to be when they are first read, the last two have had their effect.
             **dict.fromkeys((nodes.Cut, nodes.Concat, nodes.Pack, nodes.Parameters, nodes.Barrier), lambda plan, node: None),
@@ -119,6 +119,10 @@ class Lowering:
         plan.emit(ins.Deliver(**about(node), reads=(Read(total),), kind=value.kind, names=value.names,
                               source=plan.source(total), bucket=value.bucket, shard=shard))  # fmt: skip
 
+    def _result(self, plan: DevicePlan, node: Node) -> None:
+        value, read = self._dag.value(node.inputs[0]), plan.read(node.inputs[0], node)
+        plan.emit(ins.Deliver(**about(node), reads=(read,), kind=value.kind, names=value.names, source=plan.source(read.slot)))
+
     def _metrics(self, plan: DevicePlan, node: Node) -> None:
         assert isinstance(node, nodes.Metrics)
         reads = tuple(plan.read(ref, node) for ref in node.inputs)
@@ -135,6 +139,6 @@ class Lowering:
 
     def _report(self, plan: DevicePlan, node: Node) -> None:
         own = tuple(plan.read(ref, node) for ref in node.inputs if plan.has(ref))
-        if not own:
+        if node.inputs and not own:
             raise VerificationError(f"%{node.id} {node.label} has nothing to report on device {plan.device}")
         plan.emit(ins.Report(**about(node), reads=own, reductions=self._reductions, replicas=self._dag.replicas))

@@ -24,6 +24,7 @@ from lightning_piper.ir.nodes import (
     Recv,
     ReduceScatter,
     Report,
+    Result,
     Send,
     Update,
 )
@@ -41,14 +42,14 @@ def priority(dag: TrainingDAG, node: Node, height: int) -> Priority:
     replicas, for which no chunk waits, and bookkeeping after it; then chunks: forward before backward, by slice, by id. Nothing
     but an optimizer waits for gradients of weights (BW), so they run when no other chunk can: unless an order says otherwise,
     at the end, while devices that come later in the backward direction are still busy.
-    Updates come last, for nothing in the step needs them and a tied parameter's may have to wait for another device; so do
-    metrics that have to.
+    Updates and results come last, for nothing in the step needs them and they may have to wait for another device; so do metrics
+    that have to.
     """
     if isinstance(node, Send | Recv | AllToAll) or (height and isinstance(node, AllReduce | ReduceScatter)):
         return (0, -height, 0, node.id)
     if isinstance(node, Chunk):
         return (2, _RANK[node.kind], node.slice.start, node.id)
-    if isinstance(node, Update) or (isinstance(node, Metrics) and _receives(dag, node)):
+    if isinstance(node, Update | Result) or (isinstance(node, Metrics) and _receives(dag, node)):
         return (3, 0, 0, node.id)
     return (4 if isinstance(node, Report) else 1, 0, 0, node.id)
 

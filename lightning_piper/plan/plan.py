@@ -15,7 +15,7 @@ class Plan:
     device: the logical device.
     devices: all logical devices of the step.
     size: samples in the global batch of one step.
-    replica, replicas: which share of the batch is this device's, and how many there are.
+    replica, replicas: which share of the batch is this device's (0 where it works on none), and how many there are.
     slots: number of value slots.
     events: number of events between streams.
     channels: the directed channels it sends or receives on, sorted.

@@ -32,10 +32,12 @@ class StepResult:
             parameter of which the device has a shard, the gradient of its piece, in one dimension (`Bucket.pieces`). The tensors
             overlap with nothing else.
         metrics: float64 vector of the step's loss and logged tensors, unscaled, in the order of `ir.build.metric_names`.
+        results: of a forward-only step: name -> tensor of what it returns (`StepCode.rebuild`), of this replica's samples.
     """
 
     grads: dict[str, torch.Tensor]
     metrics: torch.Tensor
+    results: dict[str, torch.Tensor] = dataclasses.field(default_factory=dict)
 
 
 # Takes the bound instructions of a step and the index in the plan of each; gives what is called in their place.
@@ -154,7 +156,7 @@ class Executor:
             case ins.Deliver():
                 return self._outbox.bind_deliver(instruction, slots, endpoint.hands_over)
             case ins.Report():
-                return bind_report(instruction, slots, self._outbox)
+                return bind_report(instruction, slots, self._outbox, self._device)
             case ins.Record():
                 return self._streams.record(instruction)
             case ins.Await():
@@ -233,13 +235,13 @@ class Executor:
 
     def end(self) -> StepResult:
         """Finish a step whose plan has run to its end."""
-        grads, metrics = self._outbox.empty()
+        grads, metrics, results = self._outbox.empty()
         with torch.no_grad():
-            self._streams.end([*grads.values(), metrics])
+            self._streams.end([*grads.values(), metrics, *results.values()])
             self._outbox.commit()
         self._chunks.end()
         self._running = False
-        return StepResult(grads, metrics)
+        return StepResult(grads, metrics, results)
 
     @property
     def waiting_for(self) -> str:

@@ -51,11 +51,14 @@ def bind_merge(instruction: Merge, slots: Slots, device: torch.device) -> Bound:
     return merge
 
 
-def bind_report(instruction: Report, slots: Slots, outbox: Outbox) -> Bound:
+def bind_report(instruction: Report, slots: Slots, outbox: Outbox, device: torch.device) -> Bound:
     reads, replicas = instruction.reads, instruction.replicas
     extremes = [(m, getattr(torch, f"a{how}")) for m, how in enumerate(instruction.reductions) if how in ("max", "min")]
 
     def report() -> None:
+        if not reads:  # nothing is logged
+            outbox.metrics = torch.zeros(0, dtype=torch.float64, device=device)
+            return
         total = slots[reads[0].slot][0]
         for read in reads[1:]:
             total = total + slots[read.slot][0]

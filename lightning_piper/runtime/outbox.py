@@ -24,19 +24,21 @@ class Outbox:
 
     Attributes:
         grads: parameter name -> gradient.
+        results: name -> tensor of what a forward-only step returns.
         metrics: the reported vector.
     """
 
     def __init__(self, buffers: Mapping[str, torch.Tensor], given: Callable[[], Iterable[torch.Tensor]]) -> None:
         self._module_buffers, self._given = buffers, given
         self.grads: dict[str, torch.Tensor] = {}
+        self.results: dict[str, torch.Tensor] = {}
         self.metrics: torch.Tensor | None = None
         self._changed: dict[str, torch.Tensor] = {}
         self._foreign: set[int] | None = None  # where memory begins that is not ours to give away, once it is asked for
 
     def open(self) -> None:
         """Start a step."""
-        self.grads, self.metrics, self._changed, self._foreign = {}, None, {}, None
+        self.grads, self.results, self.metrics, self._changed, self._foreign = {}, {}, None, {}, None
 
     def bind_deliver(self, instruction: Deliver, slots: Slots, hands_over: bool) -> Bound:
         """`hands_over`: received tensors may be the sender's own."""
@@ -45,6 +47,7 @@ class Outbox:
         copy = instruction.source == "peer" and hands_over
         if instruction.bucket is not None:
             return self._deliver_flat(instruction, instruction.bucket, take(instruction, slots), copy)
+        returned = instruction.kind == "result"
         owned = instruction.source == "sum" or (instruction.source == "peer" and not copy)
 
         def deliver() -> None:
@@ -55,7 +58,7 @@ class Outbox:
                 bundle = [x.clone() for x in bundle]
             elif not owned:
                 bundle = [self._own(x) for x in bundle]
-            self.grads.update(zip(names, bundle, strict=True))
+            (self.results if returned else self.grads).update(zip(names, bundle, strict=True))
 
         def change() -> None:
             self._changed.update(zip(names, slots[source], strict=True))
@@ -91,12 +94,12 @@ class Outbox:
         self._foreign.add(memory_of(x))
         return x
 
-    def empty(self) -> tuple[dict[str, torch.Tensor], torch.Tensor]:
-        """Gradients and metrics; from now on they are the caller's alone."""
-        grads, metrics = self.grads, self.metrics
+    def empty(self) -> tuple[dict[str, torch.Tensor], torch.Tensor, dict[str, torch.Tensor]]:
+        """Gradients, metrics and results; from now on they are the caller's alone."""
+        grads, metrics, results = self.grads, self.metrics, self.results
         assert metrics is not None
-        self.grads, self.metrics = {}, None
-        return grads, metrics
+        self.grads, self.metrics, self.results = {}, None, {}
+        return grads, metrics, results
 
     def commit(self) -> None:
         """Give the module's buffers their new values."""

@@ -40,8 +40,12 @@ def share_random_state(world: World) -> None:
         torch.cuda.set_rng_state(world.broadcast(torch.cuda.get_rng_state(world.device)), world.device)
 
 
-def agree_on_loader(loader: object, world: World) -> object:
-    """Make a training DataLoader give the same batches in all processes of a replica. Collective.
+def agree_on_loader(loader: object, world: World, apart: bool = False) -> object:
+    """Make a DataLoader give the same batches in all processes of a replica. Collective.
+
+    Args:
+        loader, world: of this process.
+        apart: replicas may have different numbers of batches.
 
     Raises:
         PiperError: it is split in another way than over the replicas, or has another length in some processes.
@@ -50,9 +54,10 @@ def agree_on_loader(loader: object, world: World) -> object:
         return loader
     share_random_state(world)
     sizes = world.gather(_length(loader))
-    if len(set(sizes)) > 1:
+    of_replicas = set(zip(world.replicas, sizes, strict=True))
+    if len(of_replicas) > world.count or (len(set(sizes)) > 1 and not apart):
         why = "all stages of a pipeline read the same ones" if world.count == 1 else "every replica needs as many as the others"
-        raise PiperError(f"the processes' training data have {sizes} batches, by rank; {why}")
+        raise PiperError(f"the processes' data have {sizes} batches, by rank; {why}")
     if not isinstance(loader, DataLoader):
         return loader
     for sampler in (loader.sampler, getattr(loader.batch_sampler, "sampler", None)):
@@ -93,6 +98,41 @@ def _length(loader: Any) -> int | None:
         return len(loader)
     except (TypeError, NotImplementedError):
         return None
+
+
+def agree_on_batch(world: World, key: object, leaves: Sequence[torch.Tensor], lacking: bool, step: int) -> tuple[bool, bool]:
+    """Compare the batches of an evaluation step before it is run: those of one replica are the same. Collective.
+
+    Args:
+        key: what the step's plan depends on, such as the layout of the batch.
+        leaves: its tensors.
+        lacking: this process has no plan for it yet.
+        step: number of the step, for which the values are compared.
+
+    Returns:
+        Whether any process lacks a plan, and whether the replicas' keys differ.
+
+    Raises:
+        PiperError: the processes of one replica have different batches.
+    """
+    if world.size == 1:
+        return lacking, False
+    own = (zlib.crc32(repr(key).encode()), _checksum(leaves, step))
+    sums = [torch.iinfo(torch.int64).min] * 4 * world.count  # of each replica, the largest and the smallest of two sums
+    sums[4 * world.replica : 4 * world.replica + 4] = [own[0], -own[0], own[1], -own[1]]
+    message = torch.tensor([int(lacking), *sums])
+    dist.all_reduce(message, op=dist.ReduceOp.MAX, group=world.host_group)
+    anybody, *found = message.tolist()
+    for replica in range(world.count):
+        high, low, data, data_low = found[4 * replica : 4 * replica + 4]
+        if high != -low or data != -data_low:
+            who = "the processes" if world.count == 1 else f"the processes of replica {replica}"
+            raise PiperError(
+                f"{who} drew different batches (other {'shapes' if high != -low else 'values'}) in evaluation step {step}, but all "
+                "stages of a pipeline run on the same one. Seed whatever draws the data (seed_everything(seed, workers=True)), and "
+                "let it not depend on the rank or on time"
+            )
+    return bool(anybody), len(set(found[::4])) > 1
 
 
 class BatchCheck:

@@ -53,11 +53,7 @@ def _problems(trainer: pl.Trainer, module: pl.LightningModule, sync_batchnorm: b
 
 def _problems_of_processes(trainer: pl.Trainer, module: pl.LightningModule) -> Iterator[str]:
     if trainer.enable_validation:
-        yield (
-            "validation of a model whose stages are on several processes is not supported; fit with "
-            "Trainer(limit_val_batches=0), and validate a checkpoint (or the module after fit, which is whole again) with a "
-            "plain Trainer(devices=1)"
-        )
+        yield from _problems_of_evaluation(module, "validation_step")
     for callback in trainer.callbacks:  # type: ignore[attr-defined]
         name = type(callback).__name__
         if isinstance(callback, OnExceptionCheckpoint) or (isinstance(callback, ModelCheckpoint) and callback.save_on_exception):
@@ -67,6 +63,25 @@ def _problems_of_processes(trainer: pl.Trainer, module: pl.LightningModule) -> I
             )
         if isinstance(callback, BatchSizeFinder):
             yield f"{name} tries batch sizes until memory is short, and the other processes would wait in vain; choose batch_size"
+
+
+def _problems_of_evaluation(module: pl.LightningModule, *names: str) -> Iterator[str]:
+    for name in names:
+        if is_param_in_hook_signature(getattr(module, name), "dataloader_iter", explicit=True):
+            yield f"{name}(dataloader_iter) draws its own batches, so there is none to capture; take (batch, batch_idx)"
+
+
+def check_evaluation(module: pl.LightningModule) -> None:
+    """Refuse an evaluation over processes, without a fit, that would go wrong.
+
+    Raises:
+        PiperError: says what, why, and the way out.
+    """
+    problem = next(_problems_of_evaluation(module, "validation_step", "test_step", "predict_step"), None)
+    if problem is None and any(x.is_meta for x in [*module.parameters(), *module.buffers()]):
+        problem = "the module has parameters or buffers without data (on the meta device); initialise them first"
+    if problem is not None:
+        raise PiperError(f"PiperStrategy: {problem}")
 
 
 def check_optimizers(optimizers: list[torch.optim.Optimizer], processes: int) -> None:

@@ -2,30 +2,26 @@
 
 from __future__ import annotations
 
-import warnings
-from functools import partial
 from typing import Any
 
 import lightning.pytorch as pl
 import torch
 from lightning.pytorch.plugins.precision import Precision
 from lightning.pytorch.utilities.seed import isolate_rng
-from torch import nn
 from torch.optim import Optimizer
-from torchmetrics import Metric
-from torchmetrics.utilities.distributed import gather_all_tensors
 
 from lightning_piper.capture import flatten
-from lightning_piper.errors import PiperError
 from lightning_piper.profile import Recording
 from lightning_piper.strategy.agreement import BatchCheck, agree_on_loader, share_random_state
 from lightning_piper.strategy.bridge import Bridge
 from lightning_piper.strategy.checks import check_optimizers, check_stays_captured, switches
 from lightning_piper.strategy.data import Peek
-from lightning_piper.strategy.engine import Engine, Settings
+from lightning_piper.strategy.engine import Engine
+from lightning_piper.strategy.machine import Settings
 from lightning_piper.strategy.optimizer import ShardedOptimizer
 from lightning_piper.strategy.ownership import Ownership
 from lightning_piper.strategy.precision import GlobalNormClipping, LossScaling
+from lightning_piper.strategy.suspension import check_devices, resume, suspend
 from lightning_piper.strategy.verification import Verify, verify_by_execution
 from lightning_piper.strategy.world import World
 
@@ -60,16 +56,15 @@ class Fit:
         assert layout is not None
         self.engine = Engine(module, layout, settings, world)
         if not settings.local:
-            _check_devices(self.engine, world)
+            check_devices(self.engine.first, world)
         self.report = verify_by_execution(verify, self.engine.first, module, batches, world)
         self.recording: Recording | None = None
         self._switches = switches(module)
-        self._suspended = _suspend(module, world)
+        self._suspended = suspend(module, world)
         self.ownership = Ownership(module, self.engine.first, world)
         self.ownership.distribute()
-        owned = self.ownership.owned_params
-        self.engine.bind(owned, self.ownership.owned_buffers, self.ownership.shards)
-        self._bridge = Bridge(owned, world.device)
+        self.engine.bind(self.ownership)
+        self._bridge = Bridge(self.ownership.owned_params, world.device)
         self._check = BatchCheck(world)
         self._epoch = -1
         self.running = True
@@ -116,6 +111,7 @@ class Fit:
         if self.recording is not None:
             self.recording.after(prepared, number)
         prepared.replay(self._module, result.metrics)
+        assert prepared.replay.dtype is not None
         value = result.metrics[0].to(prepared.replay.dtype, copy=True)
         return self._bridge.loss(value, result.grads, scale, kept=prepared.carries and not last)
 
@@ -126,56 +122,10 @@ class Fit:
             self._clipping.remove()
         if self._scaling is not None:
             self._scaling.remove()
-        for owner, name, value in self._suspended:
-            setattr(owner, name, value)
+        resume(self._suspended)
         if not failed:
             if self.recording is not None:
                 self.recording.close()
             self._check.finish()
             self.ownership.restore()
             self.engine.close()
-
-
-def _suspend(module: pl.LightningModule, world: World) -> list[tuple[nn.Module, str, Any]]:
-    """Switch off, for the time of the fit, what assumes that every process has the whole module or data of its own.
-
-    Summaries and graph logging would run the module on its `example_input_array`; metrics would add up what all processes
-    have seen, where those of one replica see the same batches. Returns what to set again afterwards.
-    """
-    if world.size == 1:
-        return []
-    # Lightning recommends it to everybody who logs while torch.distributed runs; here it would change nothing.
-    warnings.filterwarnings("ignore", message=r"It is recommended to use `self\.log\(.*sync_dist=True")
-    found: list[tuple[nn.Module, str, Any]] = [(module, "example_input_array", module.example_input_array)]
-    module.example_input_array = None
-    for part in module.modules():
-        if isinstance(part, Metric) and world.count == 1:
-            found.append((part, "distributed_available_fn", part.distributed_available_fn))
-            part.distributed_available_fn = _never
-        elif isinstance(part, Metric) and part.dist_sync_fn is None:
-            found.append((part, "dist_sync_fn", None))
-            part.dist_sync_fn = partial(_gather_replicas, world.speakers)
-    return found
-
-
-def _never() -> bool:
-    return False
-
-
-def _gather_replicas(speakers: tuple[int, ...], value: torch.Tensor, group: Any | None = None) -> list[torch.Tensor]:
-    """A metric's state in each replica."""
-    found = gather_all_tensors(value, group)
-    return [found[rank] for rank in speakers]
-
-
-def _check_devices(engine: Engine, world: World) -> None:
-    if engine.devices != world.size:
-        raise PiperError(
-            f"the directives place the step on {engine.devices} logical device(s), the Trainer runs {world.size} process(es); give "
-            f"Trainer(devices={engine.devices}), or all devices in one process with PiperStrategy(transport='local') and devices=1"
-        )
-    if tuple(engine.first.plans[device].replica for device in range(world.size)) != world.replicas:
-        raise PiperError(
-            "a directive makes replicas that its replica_groups() does not name, so the processes' data cannot be told apart; give "
-            "the directive's class this method"
-        )

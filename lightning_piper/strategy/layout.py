@@ -67,8 +67,11 @@ class Layout:
     specs: canonical name -> spec of the whole tensor.
     """
 
-    def __init__(self, compiled: Compiled, size: int) -> None:
-        """For `size` processes, of which rank i is logical device i; one process holds everything."""
+    def __init__(self, compiled: Compiled, size: int, spare_everywhere: bool = False) -> None:
+        """For `size` processes, of which rank i is logical device i; one process holds everything.
+
+        `spare_everywhere`: all processes hold the parameters that the step does not use, for another step may use them.
+        """
         self.specs: dict[str, TensorSpec] = {name: info.spec for name, info in compiled.step.params.items()}
         self.specs |= compiled.step.buffers
         self.homes: dict[str, tuple[Home, ...]] = {}
@@ -85,7 +88,7 @@ class Layout:
             homes = sharded.get(name, [])
             if name not in used and not homes:
                 # What no device uses: parameters stay with the lead, which saves them; buffers, which hooks may use, everywhere.
-                used[name] = [LEAD] if name in compiled.step.params else list(range(size))
+                used[name] = [LEAD] if name in compiled.step.params and not spare_everywhere else list(range(size))
             if name in used:
                 homes = [*homes, Home(dict.fromkeys(used[name], (0, spec.numel)))]
             self.homes[name] = tuple(sorted(homes, key=lambda home: min(home.ranges, default=size)))

@@ -37,10 +37,11 @@ class Ownership:
         whole: every process holds everything (again).
     """
 
-    def __init__(self, module: nn.Module, compiled: Compiled, world: World) -> None:
+    def __init__(self, module: nn.Module, compiled: Compiled, world: World, spare_everywhere: bool = False) -> None:
+        """`spare_everywhere`: as in `Layout`."""
         self._module, self._world, self._compiled = module, world, compiled
         self._places = _places(module, compiled.step.canonical)
-        self.layout = Layout(compiled, world.size)
+        self.layout = Layout(compiled, world.size, spare_everywhere)
         self.shards: dict[int, dict[Bucket, torch.Tensor]] = {}
         self.whole = world.size == 1
         self._pieces: dict[str, nn.Parameter] = {}

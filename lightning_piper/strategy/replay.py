@@ -1,4 +1,4 @@
-"""Replays the step's `self.log` calls with the values of the batch that was just trained on."""
+"""Replays the step's `self.log` calls with the values of the batch that it just ran on."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ import lightning.pytorch as pl
 import torch
 
 from lightning_piper.compiler import Compiled
-from lightning_piper.ir.build import metric_names
+from lightning_piper.ir.build import first_log, metric_names
 from lightning_piper.ir.dag import TrainingDAG
 from lightning_piper.ir.regions import LOSS
 
@@ -20,13 +20,15 @@ class Replay:
     """The logging of one compiled program: every process logs the same values under the same keys, in the order of the step.
 
     Attributes:
-        dtype: of the loss.
+        dtype: of the loss; None for a forward-only step.
+        tensors: the step logs tensors, not only numbers.
     """
 
     def __init__(self, compiled: Compiled) -> None:
         names = metric_names(compiled.dag.code)
         dtypes = _dtypes(compiled.dag)
-        self.dtype = dtypes[LOSS]
+        self.dtype = dtypes.get(LOSS)
+        self.tensors = len(names) > first_log(compiled.dag.code)
         self._calls: list[tuple[str, int | float, torch.dtype | None, dict[str, Any]]] = []
         for log in compiled.dag.code.logs:
             kwargs: dict[str, Any] = {k: v for k, v in log.kwargs.items() if k not in _NOT_REPLAYED}
@@ -35,7 +37,7 @@ class Replay:
             if log.constant is None:
                 # Lightning keeps metrics in float32 at least.
                 dtype = torch.promote_types(dtypes[log.name], torch.float32)
-                self._calls.append((log.name, names.index(log.name, 1), dtype, kwargs))
+                self._calls.append((log.name, names.index(log.name, first_log(compiled.dag.code)), dtype, kwargs))
             else:
                 self._calls.append((log.name, log.constant, None, kwargs))
 

@@ -169,6 +169,12 @@ class Loading:
             (module, keys), self._waiting = self._waiting, None
             self._fill_module(module, keys, fit)
 
+    def whole(self) -> None:
+        """The module is not distributed: every process reads all of it."""
+        if self._waiting is not None:
+            (module, keys), self._waiting = self._waiting, None
+            self._fill_module(module, keys, None)
+
     def _fill_module(self, module: nn.Module, keys: Mapping[str, str], fit: Fit | None) -> None:
         wanted: list[tuple[torch.Tensor, TensorSpec, Piece]] = []
 

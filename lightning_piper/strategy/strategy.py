@@ -22,7 +22,6 @@ from lightning.pytorch.accelerators import Accelerator
 from lightning.pytorch.core.optimizer import LightningOptimizer
 from lightning.pytorch.plugins.precision import Precision
 from lightning.pytorch.strategies.launchers.subprocess_script import _SubprocessScriptLauncher
-from lightning.pytorch.strategies.parallel import ParallelStrategy
 from lightning.pytorch.trainer.states import TrainerFn
 from lightning.pytorch.utilities.rank_zero import rank_zero_only
 from torch.optim import Optimizer
@@ -33,9 +32,11 @@ from lightning_piper.profile import PiperProfiler, Recording, Schedule, schedule
 from lightning_piper.strategy.checkpoint import KEY, check_target, found_at, remove_in_one_go, save_in_one_go, seed_of
 from lightning_piper.strategy.checks import check_fit
 from lightning_piper.strategy.data import Peek
-from lightning_piper.strategy.engine import Settings
+from lightning_piper.strategy.evaluating import EvaluatingStrategy
+from lightning_piper.strategy.evaluation import Evaluation
 from lightning_piper.strategy.failure import FailureWatch
 from lightning_piper.strategy.fit import Fit
+from lightning_piper.strategy.machine import Settings
 from lightning_piper.strategy.precision import check_precision
 from lightning_piper.strategy.program import for_fit, given_or_from_environment
 from lightning_piper.strategy.sharded_checkpoint import save
@@ -46,7 +47,7 @@ from lightning_piper.strategy.world import World
 T = TypeVar("T")
 
 
-class PiperStrategy(ParallelStrategy):
+class PiperStrategy(EvaluatingStrategy):
     """Trains a LightningModule under a program of directives, checked against what one device computes.
 
         Trainer(accelerator="cpu", devices=2, strategy=PiperStrategy(directives=schedules.one_f_one_b(2, 8))).fit(module, loader)
@@ -202,25 +203,31 @@ class PiperStrategy(ParallelStrategy):
             self._setup_evaluation(trainer)
             return
         self.accelerator.setup(trainer)
-        world = self.world
-        check_fit(trainer, module, world.size, sync_batchnorm=self._layer_sync is not None)
+        check_fit(trainer, module, self.world.size, sync_batchnorm=self._layer_sync is not None)
         check_precision(self.precision_plugin)
         self.model = self.precision_plugin.convert_module(module)
-        program = for_fit(self._program, module)
-        found = {} if self._local else replicas_of(program)
-        self._replicas = tuple(found.get(rank, 0) for rank in range(world.size))
-        world, count = self.world, max(found.values(), default=0) + 1
-        context = self.precision_plugin.train_step_context
-        settings = Settings(program, count, self._verify != "off", context, self._local, self._timeout)
-        peek = Peek(trainer, world, self._transfer, self._example, count if self._verify in ("first_batch", "each") else 1)
-        self._fit = Fit(module, peek, settings, self._verify, self._resumed_seed, world)
+        settings, world = self._settings(), self.world
+        count = settings.replicas if self._verify in ("first_batch", "each") else 1
+        peek = Peek(trainer, world, self._transfer, self._example, count)
+        self._fit = fit = Fit(module, peek, settings, self._verify, self._resumed_seed, world)
         if self._loading is not None:
-            self._loading.distributed(self._fit)
+            self._loading.distributed(fit)
+        if not self._local:
+            self._evaluation = Evaluation(module, fit.engine.machine, settings, world, fit.seed, fit.engine.first.dag)
         self.setup_optimizers(trainer)
         self._fit.attach(self.optimizers, self.precision_plugin)
         self._fit.recording = self._recording_of(trainer)
         self.setup_precision_plugin()
         _optimizers_to_device(self.optimizers, self.root_device)
+
+    def _settings(self) -> Settings:
+        """How to compile for this module; from here on the processes know their replicas."""
+        assert self.lightning_module is not None
+        program = for_fit(self._program, self.lightning_module)
+        found = {} if self._local else replicas_of(program)
+        self._replicas = tuple(found.get(rank, 0) for rank in range(self.world.size))
+        context = self.precision_plugin.train_step_context
+        return Settings(program, max(found.values(), default=0) + 1, self._verify != "off", context, self._local, self._timeout)
 
     def _recording_of(self, trainer: pl.Trainer) -> Recording | None:
         profiler = getattr(trainer, "profiler", None)
@@ -232,16 +239,6 @@ class PiperStrategy(ParallelStrategy):
         if isinstance(profiler, PiperProfiler):
             profiler.recording = recording
         return recording
-
-    def _setup_evaluation(self, trainer: pl.Trainer) -> None:
-        """In one process the module is whole, and evaluation is as with any strategy."""
-        if not self._local:
-            assert trainer.state.fn is not None
-            raise PiperError(
-                f"PiperStrategy: trainer.{trainer.state.fn.value} of a model whose stages are on several processes is not "
-                "supported; use a plain Trainer(devices=1) with a checkpoint, or with the module after fit, which is whole again"
-            )
-        super().setup(trainer)
 
     def setup_optimizers(self, trainer: pl.Trainer) -> None:
         self._reset_optimizers_and_schedulers()
@@ -259,7 +256,9 @@ class PiperStrategy(ParallelStrategy):
         return self.batch_to_device(batch, self.root_device, dataloader_idx=0)
 
     def process_dataloader(self, dataloader: object) -> object:
-        return dataloader if self._fit is None else self._fit.loader(dataloader)
+        if self._fit is not None:
+            return self._fit.loader(dataloader)
+        return dataloader if self._evaluation is None else self._evaluation_data(dataloader)
 
     def training_step(self, batch: Any, *args: Any, **kwargs: Any) -> torch.Tensor:
         assert self._fit is not None and self.lightning_module is not None
@@ -282,6 +281,7 @@ class PiperStrategy(ParallelStrategy):
             self._watch.report(exception)
 
     def teardown(self) -> None:
+        self._end_evaluation(self._failed)
         if self._fit is not None:
             self._fit.close(self._failed)
         if self._watch is not None:

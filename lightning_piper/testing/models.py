@@ -127,6 +127,10 @@ class Model(L.LightningModule):
                     self.log("largest", x.detach().max(), reduce_fx="max")
         return loss
 
+    def validation_step(self, batch: dict[str, Tensor], batch_idx: int) -> Tensor:
+        """The same without a backward pass; of train or eval, in the mode that the module is in."""
+        return self.training_step(batch, batch_idx)
+
     def configure_optimizers(self) -> torch.optim.Optimizer:
         return torch.optim.AdamW(self.parameters(), lr=1e-2)
 

@@ -8,7 +8,7 @@ from lightning_piper.ir.nodes import AllReduce, Chunk, Metrics, Report, Update
 from lightning_piper.ir.regions import HALVES, PassKey
 from lightning_piper.ir.seeds import chunk_seed
 from lightning_piper.ir.values import Partial
-from lightning_piper.verify import sharding
+from lightning_piper.verify import results, sharding
 from lightning_piper.verify.facts import Contributions, Facts, names_of
 
 
@@ -40,6 +40,7 @@ def incomplete(facts: Facts, final: bool) -> Iterable[str]:
         yield from sharding.shards(facts, updated)
         yield from sharding.places(facts)
     yield from _reported(facts)
+    yield from results.unreturned(facts, final)
     yield from _seeds(facts)
 
 

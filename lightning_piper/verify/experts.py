@@ -10,14 +10,8 @@ from __future__ import annotations
 from collections.abc import Iterable
 
 from lightning_piper.experts import COMBINE, COUNTS, DISPATCH
-from lightning_piper.ir.dag import TrainingDAG
 from lightning_piper.ir.nodes import AllToAll, Chunk, Ref
 from lightning_piper.verify.facts import Facts
-
-
-def owners_of(dag: TrainingDAG, name: str) -> tuple[tuple[int, ...], ...]:
-    """The groups of replicas that own the parts of a parameter; empty where every replica has all of it."""
-    return next((groups for region, groups in dag.owners.items() if name in dag.code.experts[region].params), ())
 
 
 def division(facts: Facts) -> Iterable[str]:

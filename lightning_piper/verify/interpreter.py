@@ -33,6 +33,7 @@ from lightning_piper.ir.nodes import (
     ReduceScatter,
     Ref,
     Report,
+    Result,
     Send,
     Update,
 )
@@ -44,7 +45,7 @@ Bundle = list[torch.Tensor]
 
 
 def interpret(dag: TrainingDAG, tensors: Mapping[str, torch.Tensor], leaves: Sequence[torch.Tensor], seed: int = 0) -> Outcome:
-    """Run one training step.
+    """Run one step.
 
     Args:
         dag: any training DAG, finished or not; nodes without a device run as well.
@@ -61,7 +62,7 @@ def interpret(dag: TrainingDAG, tensors: Mapping[str, torch.Tensor], leaves: Seq
     with torch.no_grad():
         for node_id in nx.lexicographical_topological_sort(dag.graph):
             run.step(dag.nodes[node_id])
-    return Outcome(run.metrics, run.grads, run.buffers)
+    return Outcome(run.metrics, run.grads, run.buffers, run.results)
 
 
 class _Run:
@@ -77,6 +78,7 @@ class _Run:
         self.metrics: dict[str, torch.Tensor] = {}
         self.grads: dict[str, torch.Tensor] = {}
         self.buffers: dict[str, torch.Tensor] = {}
+        self.results: list[dict[str, torch.Tensor]] = [{} for _ in range(dag.replicas)]
 
     def step(self, node: Node) -> None:
         replicas = range(self.dag.replicas)
@@ -96,6 +98,10 @@ class _Run:
             made = [[] for _ in replicas]
         elif isinstance(node, Report):
             self._report(node)
+            made = [[] for _ in replicas]
+        elif isinstance(node, Result):
+            for r in replicas:
+                self.results[r] |= zip(self.dag.value(node.inputs[0]).names, self.values[node.inputs[0], r], strict=True)
             made = [[] for _ in replicas]
         else:
             made = [self._execute(node, r, [self.values[ref, r] for ref in node.inputs]) for r in replicas]
@@ -190,6 +196,8 @@ class _Run:
         return _fold([self.values[ref, r] for r in replicas for ref in node.inputs])
 
     def _report(self, node: Report) -> None:
+        if not node.inputs:  # nothing is logged
+            return
         vector = _fold([self.values[ref, 0] for ref in node.inputs])[0]
         rows = vector.view(self.dag.replicas, -1)
         how = ("sum" if reduction == "mean" else reduction for reduction in reductions(self.dag.code))

@@ -19,7 +19,6 @@ from lightning_piper.ir.nodes import (
     Update,
 )
 from lightning_piper.ir.values import Partial, Replicate, Shard, Value
-from lightning_piper.verify import experts
 from lightning_piper.verify.facts import Facts, names_of
 
 Updates = Mapping[str, Mapping[tuple[int, ...], Update]]  # name -> devices -> update
@@ -56,7 +55,7 @@ def _misfit(dag: TrainingDAG, bucket: Bucket) -> str | None:
     for name, spec in zip(bucket.names, bucket.tensors, strict=True):
         if name not in dag.step.params:
             return f"that holds {name}, which is no parameter of the module"
-        if bucket.owners != experts.owners_of(dag, name):
+        if bucket.owners != dag.owners_of(name):
             return f"that holds {name}, which other replicas own"
         if dag.spec_of(name) != spec:
             return f"that holds {name} as {spec}, not as the module does"

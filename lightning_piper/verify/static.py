@@ -32,11 +32,12 @@ from lightning_piper.ir.nodes import (
     Recv,
     ReduceScatter,
     Ref,
+    Result,
     Send,
     Update,
 )
 from lightning_piper.ir.values import Partial, Replicate, Slice
-from lightning_piper.verify import experts, sharding
+from lightning_piper.verify import experts, results, sharding
 from lightning_piper.verify.completeness import incomplete
 from lightning_piper.verify.facts import Contributions, Facts, Origin, names_of, slices_of, specs_of
 
@@ -289,4 +290,5 @@ _CHECKS: dict[type[Node], Callable[..., Iterable[str]]] = {
     Accumulate: _Checker._accumulate, Update: _Checker._update, Metrics: _Checker._metrics, AllReduce: sharding.all_reduce,
     Pack: sharding.pack, ReduceScatter: sharding.reduce_scatter, Parameters: sharding.parameters, AllGather: sharding.all_gather,
     AllToAll: experts.all_to_all,
+    Result: results.result,
 }  # fmt: skip

@@ -234,13 +234,6 @@ def leaks(setting: Setting) -> Outcome:
 def refused(setting: Setting) -> Outcome:
     """Errors that all processes raise alike, and after which they go on."""
 
-    class Validated(MLP):
-        def validation_step(self, batch: Any, batch_idx: int) -> None:
-            raise AssertionError
-
-        def predict_step(self, batch: Any, batch_idx: int) -> None:
-            raise AssertionError
-
     class Hidden(MLP):
         def __init__(self, width: int) -> None:
             super().__init__()
@@ -264,8 +257,6 @@ def refused(setting: Setting) -> Outcome:
     data = vectors()
     sampler = torch.utils.data.DistributedSampler(data.dataset, num_replicas=2, rank=0)  # type: ignore[arg-type]
     return {
-        "validation": fit(Validated(), vectors(), vectors()),
-        "predict": error(lambda: setting.trainer()[0].predict(Validated(), vectors())),
         "devices": fit(MLP(), program=piper.schedules.gpipe(stages=1, microbatches=2)[1:]),
         "on exception": fit(MLP(), callbacks=[ModelCheckpoint(setting.folder, save_on_exception=True)], enable_checkpointing=True),
         "lbfgs": fit(LBFGS()),

@@ -131,8 +131,6 @@ def test_checkpoint_files_are_those_of_one_process(file, ranks, local, tmp_path_
 
 
 @pytest.mark.parametrize("what, words", [
-    ("validation", "limit_val_batches=0"),
-    ("predict", "trainer.predict of a model whose stages"),
     ("devices", "1 logical device(s), the Trainer runs 2 process(es)"),
     ("on exception", "every_n_train_steps"),
     ("lbfgs", "LBFGS"),

@@ -1,0 +1,46 @@
+"""A step without a backward pass: what it returns, tensor by tensor, and what it logs."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import nn
+
+from lightning_piper.capture.batch import BatchLayout, flatten
+from lightning_piper.capture.trace import Step
+from lightning_piper.ir.regions import Output
+
+
+class ForwardStep(Step):
+    """`validation_step`, `test_step` or `predict_step` as a function from tensors to (tensors that it returns, logged tensors).
+
+    Args:
+        module, layout, context, degrees: as for `Step`.
+        name: of the method.
+        dataloader_idx: that the method is given, if it takes one.
+    """
+
+    gradients = torch.no_grad
+
+    def __init__(self, module: nn.Module, layout: BatchLayout, context: Callable[[], contextlib.AbstractContextManager[Any]],
+                 degrees: tuple[int, ...], name: str, dataloader_idx: int) -> None:  # fmt: skip
+        super().__init__(module, layout, context, degrees)
+        self.name, self._dataloader_idx = name, dataloader_idx
+        self._returned = BatchLayout(None, (), ())
+
+    def forward(self, *leaves: torch.Tensor) -> tuple[torch.Tensor, ...]:
+        found, self._returned = flatten(self._call(leaves, self._dataloader_idx), f"result of {self.name}")
+        # Each in memory of its own: the user may change it, and it may be a part of the batch, a buffer, or returned twice.
+        return (*(x.detach().clone() for x in found), *self._logged)
+
+    @property
+    def plain(self) -> tuple[Output, ...]:
+        results = (Output("result", (str(i),)) for i in range(len(self._returned.specs)))
+        return (*results, *self._plain_logs)
+
+    @property
+    def rebuild(self) -> Callable[[list[torch.Tensor]], Any]:
+        return self._returned.rebuild

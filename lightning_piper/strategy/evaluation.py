@@ -1,0 +1,173 @@
+"""`Evaluation`: runs `validation_step`, `test_step` and `predict_step` as forward-only plans, over the processes of a run.
+
+A plan has fixed shapes and is the same for all processes of a replica, so they agree before each step that they have the same
+batch, and whether a plan has to be made first. Replicas may have batches of different sizes, and some a batch more than others, if
+the step logs no tensors: so they do in `predict`, where Lightning's sampler repeats no sample to make the shares even. A replica
+that has run out goes through its last batch again, for nothing, as long as others go on: they may need its shards of parameters.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import itertools
+from collections import Counter
+from collections.abc import Callable, Hashable, Sequence
+from typing import Any
+
+import lightning.pytorch as pl
+import torch
+from lightning.pytorch.utilities.seed import isolate_rng
+
+from lightning_piper.capture import BatchLayout, capture, flatten
+from lightning_piper.compiler import Compiled, compile_step
+from lightning_piper.errors import PiperError
+from lightning_piper.ir.dag import TrainingDAG
+from lightning_piper.runtime import StepResult
+from lightning_piper.strategy.agreement import agree_on_batch, share_random_state
+from lightning_piper.strategy.engine import family, warn_of_many_layouts
+from lightning_piper.strategy.machine import Context, Machine, Prepared, Settings
+from lightning_piper.strategy.ownership import Ownership
+from lightning_piper.strategy.suspension import check_devices, resume, suspend
+from lightning_piper.strategy.world import World
+
+SEEDS = 2**61  # away from those of the training steps
+
+
+class Evaluation:
+    """Attributes:
+    machine: on which the steps run.
+
+    Args:
+        module: whose steps are run; parts of it may be on other processes.
+        machine: bound to this process's tensors, or to be bound by `begin`.
+        settings: of the compilation; the context is that of each step.
+        seed: of random numbers that steps draw.
+        training: the training step's DAG, if the module is distributed by it.
+        begin: called with the first program, before it is run. Collective.
+    """
+
+    def __init__(
+        self, module: pl.LightningModule, machine: Machine, settings: Settings, world: World, seed: int,
+        training: TrainingDAG | None = None, begin: Callable[[Compiled], None] | None = None,
+    ) -> None:  # fmt: skip
+        self.machine = machine
+        self._module, self._settings, self._world, self._training, self._begin = module, settings, world, training, begin
+        self._seeds = itertools.count(seed ^ SEEDS)
+        self._captured: dict[Hashable, Compiled] = {}
+        self._prepared: dict[Hashable, Prepared] = {}
+        self._steps = 0
+        self._batches: list[list[float]] = []  # of each process, of each of its loaders
+        self._seen: Counter[int] = Counter()
+
+    def expect(self, batches: Sequence[float]) -> None:
+        """A prediction begins. Collective.
+
+        Args:
+            batches: in each loader of this process; infinite where nobody knows.
+        """
+        self._batches, self._seen = self._world.gather(list(batches)), Counter()
+
+    def step(self, name: str, context: Context, batch: Any, dataloader_idx: int) -> Any:
+        """Run a step on a batch: logs what it logs, and returns what it returns, of the batch of this replica. Collective.
+
+        Args:
+            name: of the module's method.
+            context: entered around it while it is captured.
+            batch: on this process's device.
+            dataloader_idx: where the batch is from.
+
+        Raises:
+            CaptureError, DirectiveError: the step cannot be captured, or placed.
+            PiperError: the processes have batches that do not fit together.
+        """
+        # What is made here outlives the step: it must not be an inference tensor, which nothing could change afterwards.
+        with torch.inference_mode(False), torch.no_grad():
+            leaves, layout = flatten(batch)
+            prepared, result = self._run(name, context, leaves, layout, dataloader_idx)
+            for _ in range(self._missing(dataloader_idx)):
+                self._run(name, context, leaves, layout, dataloader_idx)
+        prepared.replay(self._module, result.metrics)
+        rebuild = prepared.compiled.step.at(layout.size).rebuild
+        assert rebuild is not None
+        return rebuild([result.results[str(i)] for i in range(len(result.results))])
+
+    def _missing(self, dataloader_idx: int) -> int:
+        """After a batch that is the last one of this replica: how many more there are in others."""
+        if not self._batches:
+            return 0
+        self._seen[dataloader_idx] += 1
+        of_all = [found[dataloader_idx] for found in self._batches]
+        if self._seen[dataloader_idx] < of_all[self._world.rank] or max(of_all) == float("inf"):
+            return 0
+        return int(max(of_all)) - self._seen[dataloader_idx]
+
+    def _run(
+        self, name: str, context: Context, leaves: Sequence[torch.Tensor], layout: BatchLayout, dataloader_idx: int
+    ) -> tuple[Prepared, StepResult]:
+        # What a capture takes for granted: the modes of the submodules, and whether this is the sanity check.
+        kind = (name, dataloader_idx, self._module.trainer.sanity_checking, tuple(m.training for m in self._module.modules()))
+        key = (*kind, layout.key)
+        lacking, apart = agree_on_batch(self._world, key, leaves, key not in self._prepared, self._steps)
+        self._steps += 1
+        if lacking:
+            warn_of_many_layouts(len(self._prepared))
+            compiled = self.machine.compiled(lambda: self._compiled(kind, context, layout), apart)
+            if self._begin is not None:
+                self._begin(compiled)
+                self._begin = None
+            self._prepared[key] = self.machine.prepare(compiled)
+        prepared = self._prepared[key]
+        if apart and prepared.replay.tensors:
+            raise PiperError(
+                f"the replicas have batches of different shapes in {name}, which logs tensors, and small ones would count as much "
+                "as large ones. Use a sampler that divides the data evenly (Lightning's own does), or log in on_..._epoch_end"
+            )
+        return prepared, self.machine.run(prepared, leaves, next(self._seeds))
+
+    def _compiled(self, kind: tuple[Any, ...], context: Context, layout: BatchLayout) -> Compiled:
+        settings, key = self._settings, (*kind, family(layout))
+        size = layout.size * settings.replicas
+        if key not in self._captured:
+            specs = layout.times(settings.replicas).specs
+            example = layout.rebuild([torch.empty(s.shape, dtype=s.dtype, device="meta") for s in specs])
+            step = capture(self._module, example, self._world.device, context, kind[0], kind[1])
+            self._captured[key] = compile_step(step, tuple(settings.program), verify=settings.static, training=self._training)
+        return self._captured[key].at(size, verify=settings.static)
+
+
+class Standalone:
+    """What `validate`, `test` and `predict` need without a fit: the module is distributed by the first step that is run.
+
+    Args:
+        module: whole, with the values to run with (the lead's count).
+        settings: of the compilation.
+
+    Attributes:
+        evaluation: runs the steps.
+    """
+
+    def __init__(self, module: pl.LightningModule, settings: Settings, world: World) -> None:
+        self._module, self._settings, self._world = module, settings, world
+        share_random_state(world)
+        with isolate_rng():
+            seed = int(torch.randint(2**62, ()))
+        self._suspended = suspend(module, world)
+        self._ownership: Ownership | None = None
+        self.evaluation = Evaluation(module, Machine(settings, world), settings, world, seed, begin=self._distribute)
+
+    def _distribute(self, first: Compiled) -> None:
+        check_devices(first, self._world)
+        self._ownership = own = Ownership(self._module, first, self._world, spare_everywhere=True)
+        own.distribute()
+        self.evaluation.machine.bind(first, own.owned_params, own.owned_buffers, own.shards, own.layout)
+
+    def whole_on_lead(self) -> contextlib.AbstractContextManager[None]:
+        """The lead has the whole module inside of this context. Collective."""
+        return contextlib.nullcontext() if self._ownership is None else self._ownership.whole_on_lead()
+
+    def close(self, failed: bool) -> None:
+        """Unless it failed, every process has the whole module again. Collective, unless it failed."""
+        resume(self._suspended)
+        if self._ownership is not None and not failed:
+            self._ownership.restore()
+            self.evaluation.machine.close()

@@ -1,0 +1,77 @@
+"""Steps without a backward pass: what is captured, in which modes, and what cannot be."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torchmetrics import MeanMetric
+
+from lightning_piper.capture import capture
+from lightning_piper.errors import CaptureError
+from tests.forward import Steps, examples
+
+
+def captured(module, step="validation_step", **options):
+    return capture(module, examples(), name=step, **options)
+
+
+def test_only_the_forward_is_captured_in_the_modes_of_the_module():
+    module = Steps()
+    evaluating = captured(module).at(8)
+    assert evaluating.forward_only and {kind for _, kind in evaluating.interfaces} == {"F"}
+    assert [i.random for i in evaluating.interfaces.values()] == [False, False]
+    assert {"norm.running_mean", "norm.running_var"} <= set(evaluating.interfaces[0, "F"].buffers)
+    assert not [out for i in evaluating.interfaces.values() for out in i.outputs if out.kind in ("saved", "grad", "buffer")]
+    assert [(log.name, log.reduce) for log in evaluating.logs] == [("val_loss", "mean"), ("largest", "max")]
+    training = captured(module.train()).at(8)  # so does a Monte-Carlo dropout
+    assert training.interfaces[0, "F"].random and "norm.running_mean" in training.interfaces[0, "F"].state
+    step = captured(module, "training_step").at(8)
+    assert not step.forward_only and {kind for _, kind in step.interfaces} == {"F", "B"}
+
+
+def test_what_is_returned_keeps_its_form():
+    code = captured(Steps(), dataloader_idx=3).at(8)
+    found = code.rebuild([torch.full((), float(i)) for i in range(3)])
+    assert found == {"out": torch.tensor(0.0), "given": [torch.tensor(1.0), None], "number": 3, "again": torch.tensor(2.0)}
+    (bundle,) = [out for out in code.interfaces[1, "F"].outputs if out.kind == "result"]
+    assert bundle.names == ("0", "1", "2")
+
+
+class Metric(Steps):
+    def __init__(self):
+        super().__init__()
+        self.error = MeanMetric()
+
+    def validation_step(self, batch, batch_idx):
+        self.error(self(batch[0]).mean())
+
+    def test_step(self, batch, batch_idx):
+        self.log("error", self.error)
+
+    def predict_step(self, batch, batch_idx):
+        return self.error
+
+
+class Reading(Steps):
+    def validation_step(self, batch, batch_idx):
+        return self(batch[0]) * batch_idx
+
+    def test_step(self, batch, batch_idx):
+        return self(batch[0]) * self.current_epoch
+
+    def predict_step(self, batch, batch_idx):
+        return self(batch[0]).sum().item()
+
+
+@pytest.mark.parametrize("module, step, words", [
+    (Metric, "validation_step", r"validation_step runs a metric object, .* update metric objects in a hook \(on_..._batch_end\)"),
+    (Metric, "test_step", r"self.log\('error'\): a MeanMetric cannot be logged .* log them in on_..._epoch_end"),
+    (Metric, "predict_step", "the result of predict_step holds a MeanMetric at result of predict_step; a captured step returns"),
+    (Reading, "validation_step", "validation_step reads batch_idx, which changes from step to step"),
+    (Reading, "test_step", "test_step reads self.current_epoch"),
+    (Reading, "predict_step", r"asks for a value .* or move it to a hook outside of predict_step"),
+    (Steps, "no_step", "Steps has no no_step"),
+])  # fmt: skip
+def test_what_cannot_be_captured_is_refused(module, step, words):
+    with pytest.raises(CaptureError, match=words):
+        captured(module(), step).at(8)

@@ -1,0 +1,291 @@
+"""Validation, test and prediction on two processes or four. As a script it runs the scenarios that its arguments name, one after
+another in the same processes; `one_device` does the same with a plain Trainer, on the batches of all replicas together.
+"""
+
+from __future__ import annotations
+
+import os
+import sys
+import traceback
+from collections.abc import Callable, Sequence
+from datetime import timedelta
+from pathlib import Path
+from typing import Any
+
+import lightning as L
+import torch
+import torch.nn.functional as F
+from lightning.pytorch.callbacks import EarlyStopping, ModelCheckpoint
+from torch import Tensor, nn
+from torch.utils.data import DataLoader, DistributedSampler, Subset, TensorDataset
+from torchmetrics import MeanMetric
+
+import lightning_piper as piper
+from lightning_piper.directives import Directive, Replicate
+from tests.strategy.fitting import QUIET, values
+
+Program = list[Directive]
+Outcome = dict[str, Any]
+PROCESSES = int(os.environ.get("PROCESSES", 2))
+GROUPS = [[0, 2], [1, 3]]
+
+
+def pp2_zero3() -> Program:
+    places: Program = [piper.Place(filter={"PP": stage}, devices=group) for stage, group in enumerate(GROUPS)]
+    schedule = piper.schedules.one_f_one_b(stages=2, microbatches=2)
+    return [*places, *schedule[2:], Replicate(filter={}, devices=GROUPS, shard_params=True)]
+
+
+def dp2_zero1() -> Program:
+    place, split = piper.Place(filter={}, devices=[0, 1]), piper.Split(filter={}, dim_name="MB", num_microbatches=2)
+    return [place, split, Replicate(filter={}, devices=[0, 1], shard_optimizer=True)]
+
+
+# Program, replicas, and how many of the model's stages lie apart.
+PROGRAMS: dict[str, tuple[Program, int]] = {
+    "pp2": (piper.schedules.one_f_one_b(stages=2, microbatches=2), 1),
+    "dualpipe": (piper.schedules.dualpipe(stages=2, microbatches=4), 1),
+    "dp2": (dp2_zero1(), 2),
+    "pp2_zero3": (pp2_zero3(), 2),
+}
+
+
+class Net(L.LightningModule):
+    """Two stages; logs in every way, returns something in every step, and has metrics in hooks."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first = nn.Sequential(nn.Linear(8, 16), nn.Tanh(), nn.Dropout(0.0))
+        self.second = nn.Sequential(nn.Dropout(0.0), nn.Linear(16, 4))
+        self.unused = nn.Linear(3, 3)
+        self.mean_output, self.mean_target = MeanMetric(), MeanMetric()
+        self.outputs: list[Any] = []
+        self.rates: list[float] = []
+
+    def forward(self, x: Tensor) -> Tensor:
+        with piper.annotate("PP", 0):
+            hidden = self.first(x)
+        with piper.annotate("PP", 1):
+            return self.second(hidden)
+
+    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+        x, y = batch
+        out = self(x)
+        with piper.annotate("PP", 1):
+            return F.mse_loss(out, y)
+
+    def validation_step(self, batch: Any, batch_idx: int, dataloader_idx: int = 0) -> dict[str, Any]:
+        x, y = batch
+        out = self(x)
+        with piper.annotate("PP", 1):
+            loss = F.mse_loss(out, y)
+        self.log("val_loss", loss, sync_dist=True, prog_bar=True)
+        self.log("by_step", loss * 2, on_step=True, on_epoch=True, sync_dist=True)
+        self.log("shared", out.abs().mean(), add_dataloader_idx=False, sync_dist=True) if dataloader_idx == 0 else None
+        self.log_dict({"largest": out.max(), "constant": 3.0}, reduce_fx="max", sync_dist=True)
+        return {"out": out, "target": y, "number": dataloader_idx, "nothing": None}
+
+    def on_validation_batch_end(self, outputs: Any, batch: Any, batch_idx: int, dataloader_idx: int = 0) -> None:
+        assert outputs["number"] == dataloader_idx and outputs["nothing"] is None
+        self.mean_output.update(outputs["out"])
+        self.mean_target.update(outputs["target"])
+        outputs["out"].add_(0.0)  # it is the hook's own
+        self.outputs.append(outputs["out"])
+
+    def on_validation_epoch_end(self) -> None:
+        self.log("mean_output", self.mean_output)
+        self.log("mean_target", self.mean_target.compute())
+        self.mean_target.reset()
+        self.rates.append(self.trainer.optimizers[0].param_groups[-1]["lr"] if self.trainer.optimizers else 0.0)
+
+    def test_step(self, batch: Any, batch_idx: int) -> None:
+        x, _ = batch
+        with piper.annotate("PP", 0):  # only the first stage, and nothing is returned
+            self.log("hidden", self.first(x).square().mean(), sync_dist=True)
+
+    def predict_step(self, batch: Any, batch_idx: int, dataloader_idx: int = 0) -> tuple[Tensor, Tensor]:
+        x, y = batch
+        return y, self(x)
+
+    def configure_optimizers(self) -> Any:
+        optimizer = torch.optim.SGD(self.parameters(), lr=0.5)
+        plateau = torch.optim.lr_scheduler.ReduceLROnPlateau(optimizer, patience=0, factor=0.5, threshold=0.05)
+        return {"optimizer": optimizer, "lr_scheduler": {"scheduler": plateau, "monitor": "val_loss/dataloader_idx_0"}}
+
+
+def net(dropout: float = 0.0) -> Net:
+    with torch.random.fork_rng():
+        torch.manual_seed(0)
+        found = Net().double()
+    found.first[2].p = found.second[0].p = dropout
+    return found
+
+
+def data(samples: int, seed: int) -> TensorDataset:
+    g = torch.Generator().manual_seed(seed)
+    return TensorDataset(*(torch.randn(samples, n, generator=g, dtype=torch.float64) for n in (8, 4)))
+
+
+def loaders(replicas: int, *sizes: int) -> list[DataLoader[Any]]:
+    """Batches of 8 samples on one device, of 8 over all replicas; the last ones are smaller."""
+    return [DataLoader(data(n, seed), batch_size=8 // replicas) for seed, n in enumerate(sizes)]
+
+
+class Recorded(L.Callback):
+    """What one can see at the end of every evaluation, sanity checks included."""
+
+    def __init__(self) -> None:
+        self.seen: list[dict[str, Tensor]] = []
+
+    def on_validation_end(self, trainer: L.Trainer, module: Any) -> None:
+        self.seen.append({k: v.clone() for k, v in trainer.callback_metrics.items()})
+
+
+class Held(L.Callback):
+    """What this process holds during a validation, and what a checkpoint would."""
+
+    def __init__(self) -> None:
+        self.names: list[str] = []
+        self.saved: dict[str, Tensor] = {}
+
+    def on_validation_end(self, trainer: L.Trainer, module: Any) -> None:
+        self.names = [name for name, x in module.named_parameters() if not x.is_meta]
+        self.saved = {name: x.clone() for name, x in trainer.strategy.lightning_module_state_dict().items()}
+
+
+class Runs:
+    """The scenarios, with a Trainer of one device or of several processes.
+
+    Args:
+        name: of the program; None for one device.
+        replicas: whose batches are drawn.
+        folder: for checkpoints.
+    """
+
+    def __init__(self, name: str | None, replicas: int, folder: Path) -> None:
+        self.program = None if name is None else PROGRAMS[name][0]
+        self.name, self.replicas, self.folder = name, replicas, folder
+
+    def trainer(self, callbacks: Sequence[L.Callback] = (), **options: Any) -> L.Trainer:
+        strategy: Any = "auto"
+        if self.program is not None:
+            kind: Any = "sharded" if self.name == "pp2_zero3" else "consolidated"
+            strategy = piper.PiperStrategy(self.program, timeout=timedelta(seconds=60), checkpoint=kind)
+        devices = 1 if self.program is None else PROCESSES
+        options = {**QUIET, "accelerator": "cpu", "precision": "64-true", **options}
+        return L.Trainer(strategy=strategy, devices=devices, callbacks=list(callbacks), **options)
+
+    def training_data(self) -> DataLoader[Any]:
+        found = data(32, seed=9)
+        if self.program is None or self.replicas == 1:
+            return DataLoader(found, batch_size=8)
+        replica = int(os.environ["LOCAL_RANK"]) * 2 // PROCESSES
+        sampler: DistributedSampler[Any] = DistributedSampler(found, num_replicas=2, rank=replica, shuffle=False)
+        return DataLoader(found, batch_size=4, sampler=sampler)
+
+    def fresh(self) -> Outcome:
+        """Without a fit: several loaders, of which the last batches are smaller, and the module as it was."""
+        module = net(dropout=0.5)
+        trainer = self.trainer()
+        found = trainer.validate(module, loaders(self.replicas, 22, 16), verbose=False)
+        held = Held()
+        self.trainer([held]).validate(module, loaders(self.replicas, 22), verbose=False)
+        del module.outputs[5:]
+        tested = trainer.test(module, loaders(self.replicas, 22), verbose=False)
+        limited = self.trainer(limit_val_batches=1).validate(module, loaders(self.replicas, 22, 16), verbose=False)
+        return {"validated": found, "tested": tested, "limited": limited, "outputs": module.outputs, "values": values(module),
+                "held": held.names, "saved": held.saved}  # fmt: skip
+
+    def fitted(self) -> Outcome:
+        """Everything that decides by a monitored value, several validations in an epoch, and evaluations afterwards."""
+        module, seen = net(), Recorded()
+        monitored = "val_loss/dataloader_idx_0"
+        save = ModelCheckpoint(self.folder, filename="{step}", monitor=monitored, save_top_k=1)
+        stop = EarlyStopping(monitored, patience=9)
+        trainer = self.trainer(
+            [seen, save, stop], max_epochs=10, val_check_interval=2, num_sanity_val_steps=2, enable_checkpointing=True
+        )
+        evaluation = loaders(self.replicas, 22, 16)
+        trainer.fit(module, self.training_data(), evaluation)
+        outcome = {"seen": seen.seen, "rates": list(module.rates), "stopped": trainer.global_step, "values": values(module)}
+        outcome["best"] = Path(save.best_model_path).name
+        outcome["after"] = trainer.validate(module, evaluation, verbose=False)
+        outcome["of_best"] = trainer.validate(module, evaluation, ckpt_path="best", verbose=False)
+        return outcome
+
+    def predicted(self) -> Outcome:
+        """Replicas with different numbers of samples, and of batches."""
+        module = net(dropout=0.5)
+        trainer = self.trainer()
+        found = trainer.predict(module, [DataLoader(data(n, n), batch_size=4) for n in (21, 9)])
+        small = trainer.predict(module, DataLoader(data(2, 2), batch_size=4))
+        return {"predictions": found, "small": small}
+
+    def repeated(self) -> Outcome:
+        """21 samples: a sampler over two replicas takes the first one twice."""
+        evaluation = loaders(self.replicas, 21)
+        if self.program is None:
+            evaluation = [DataLoader(Subset(data(21, 0), [*range(21), 0]), batch_size=8)]
+        return {"validated": self.trainer().validate(net(), evaluation, verbose=False)}
+
+    def refused(self) -> Outcome:
+        """Errors that all processes raise alike, and after which they go on."""
+        rank = int(os.environ.get("LOCAL_RANK", 0))
+
+        class Metric(Net):
+            def validation_step(self, batch: Any, batch_idx: int) -> None:
+                self.log("mean", self.mean_output)
+
+        class Unused(Net):
+            def validation_step(self, batch: Any, batch_idx: int, dataloader_idx: int = 0) -> Any:
+                found = super().validation_step(batch, batch_idx)
+                with piper.annotate("PP", 1):
+                    return {**found, "more": self.unused(found["out"][:, :3])}
+
+        class Nothing(Net):
+            def predict_step(self, batch: Any, batch_idx: int) -> Tensor:
+                return self.second(self.first(batch[0]))
+
+        def error(work: Callable[[], Any]) -> str:
+            try:
+                work()
+            except (piper.PiperError, AssertionError) as found:
+                return f"{type(found).__name__}: {found}"
+            return "no error"
+
+        def validate(module: L.LightningModule, *given: DataLoader[Any]) -> str:
+            return error(lambda: self.trainer().validate(module.double(), *given, verbose=False))
+
+        whole = loaders(self.replicas, 16)[0]
+        return {
+            "metric": validate(Metric(), whole),
+            "unused alone": validate(Unused(), whole),
+            "unused in a fit": error(lambda: self.trainer(max_steps=1).fit(Unused().double(), whole, whole)),
+            "untagged": error(lambda: self.trainer().predict(Nothing().double(), whole)),
+            "values": validate(net(), DataLoader(data(16, seed=rank), batch_size=4)),
+            "length": validate(net(), loaders(self.replicas, 16 + 16 * rank)[0]),
+            "nothing": validate(net(), whole),
+        }
+
+
+SCENARIOS = ("fresh", "fitted", "predicted", "repeated")
+
+
+def one_device(folder: Path) -> dict[str, Outcome]:
+    runs = Runs(None, 1, folder)
+    return {name: getattr(runs, name)() for name in SCENARIOS if name != "predicted"}
+
+
+if __name__ == "__main__":
+    torch.set_num_threads(1)
+    folder, *names = sys.argv[1:]
+    results: dict[str, dict[str, Outcome]] = {}
+    try:
+        for name in names:
+            runs = Runs(name, PROGRAMS[name][1], Path(folder) / name)
+            more = ["refused"] if name == "pp2" else []
+            results[name] = {scenario: getattr(runs, scenario)() for scenario in [*SCENARIOS, *more]}
+    except BaseException:
+        traceback.print_exc()
+        raise
+    torch.save(results, Path(folder) / f"rank{os.environ['LOCAL_RANK']}.pt")

@@ -1,0 +1,161 @@
+"""Validation, test and prediction over processes: every process sees what a plain Trainer on one device sees.
+
+The model is in double precision; what the metrics of torchmetrics add up is not.
+"""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import Tensor
+from torch.utils.data import DataLoader, Subset
+
+from tests.strategy import evaluated
+from tests.strategy.evaluated import PROGRAMS, data, net
+from tests.strategy.scenarios import equal, launch
+
+NAMES = list(PROGRAMS)
+REPLICATED = [name for name in NAMES if PROGRAMS[name][1] > 1]
+ROUNDING = 1e-14  # measured: 5e-16 of the largest value
+IN_METRICS = 2e-6  # measured: 5e-7, from sums in single precision
+
+
+@pytest.fixture(scope="module")
+def ranks(tmp_path_factory):
+    """What each process saw, by program."""
+    found = {}
+
+    def get(name):
+        if name not in found:
+            processes = 4 if name == "pp2_zero3" else 2
+            names = [other for other in NAMES if (other == "pp2_zero3") == (name == "pp2_zero3")]
+            with pytest.MonkeyPatch.context() as patch:
+                patch.setenv("PROCESSES", str(processes))
+                seen = launch(names, tmp_path_factory.mktemp(name), script=evaluated.__file__, processes=processes)
+            found.update({other: [rank[other] for rank in seen] for other in names})
+        return found[name]
+
+    return get
+
+
+@pytest.fixture(scope="module")
+def plain(tmp_path_factory):
+    with torch.random.fork_rng():
+        return evaluated.one_device(tmp_path_factory.mktemp("plain"))
+
+
+def apart(found, wanted, where=""):
+    """Relative distances of all numbers, by the way to them. Everything else is equal."""
+    if isinstance(wanted, dict):
+        assert found.keys() == wanted.keys(), where
+        return {k: v for key in wanted for k, v in apart(found[key], wanted[key], f"{where}/{key}").items()}
+    if isinstance(wanted, list | tuple):
+        assert len(found) == len(wanted), where
+        return {k: v for i, (x, y) in enumerate(zip(found, wanted, strict=True)) for k, v in apart(x, y, f"{where}/{i}").items()}
+    if isinstance(wanted, float | Tensor):
+        x, y = torch.as_tensor(found).double(), torch.as_tensor(wanted).double()
+        assert x.shape == y.shape, where
+        return {where: float((x - y).abs().max() / y.abs().max().clamp_min(1e-3))}
+    assert found == wanted, where
+    return {}
+
+
+def assert_near(found, wanted):
+    for where, distance in apart(found, wanted).items():
+        assert distance <= (IN_METRICS if "mean_" in where else ROUNDING), where
+
+
+def without(outcome, *keys):
+    return {key: value for key, value in outcome.items() if key not in keys}
+
+
+OWN = ("outputs", "held", "saved")  # of each process
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_evaluation_without_a_fit(name, ranks, plain):
+    for rank in ranks(name):
+        assert_near(without(rank["fresh"], *OWN), without(plain["fresh"], *OWN))
+        assert equal(rank["fresh"]["values"], plain["fresh"]["values"])
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_everything_that_decides_by_a_validated_value(name, ranks, plain):
+    wanted = plain["fitted"]
+    assert wanted["stopped"] < 40 and len(set(wanted["rates"])) > 2 and wanted["best"] != f"step={wanted['stopped']}.ckpt"
+    assert wanted["after"] != wanted["of_best"]
+    for rank in ranks(name):
+        assert_near(rank["fitted"], wanted)
+        with pytest.raises(AssertionError):
+            assert_near(rank["fitted"]["after"], rank["fitted"]["of_best"])
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_all_processes_log_the_same_bits(name, ranks):
+    first, *others = ranks(name)
+    for other in others:
+        for scenario in ("fresh", "fitted", "repeated"):
+            assert equal(without(first[scenario], *OWN), without(other[scenario], *OWN))
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_what_a_step_returns_reaches_every_process_of_its_replica(name, ranks, plain):
+    """A pipeline has the very bits; of a replica, what the module makes of its batches."""
+    module, replicas = net(dropout=0.5).eval(), PROGRAMS[name][1]
+    for rank, seen in enumerate(ranks(name)):
+        replica = rank * replicas // len(ranks(name))
+        wanted = []
+        for seed, size in enumerate((22, 16)):
+            share = Subset(data(size, seed), range(replica, size, replicas))
+            with torch.no_grad():
+                wanted += [module(x) for x, _ in DataLoader(share, batch_size=8 // replicas)]
+        assert equal(seen["fresh"]["outputs"][:5], wanted)
+        if replicas == 1:
+            assert equal(seen["fresh"]["outputs"], plain["fresh"]["outputs"])
+        assert not torch.equal(wanted[0], wanted[1])
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_predictions_are_those_of_the_replicas_own_samples(name, ranks):
+    """No sample is repeated, though one replica has more of them, and one batch more, than the other."""
+    module, replicas = net().eval(), PROGRAMS[name][1]
+    for rank, seen in enumerate(ranks(name)):
+        replica = rank * replicas // len(ranks(name))
+        for found, size in zip([*seen["predicted"]["predictions"], seen["predicted"]["small"]], (21, 9, 2), strict=True):
+            share = Subset(data(size, size), range(replica, size, replicas))
+            with torch.no_grad():
+                wanted = [[y, module(x)] for x, y in DataLoader(share, batch_size=4)]
+            assert equal([list(batch) for batch in found], wanted)
+    counts = [sum(len(y) for y, _ in seen["predicted"]["predictions"][0]) for seen in ranks(name)]
+    assert sorted(set(counts)) == ([21] if replicas == 1 else [10, 11])
+
+
+@pytest.mark.parametrize("name", REPLICATED)
+def test_an_uneven_share_repeats_samples_as_lightnings_sampler_does(name, ranks, plain):
+    for rank in ranks(name):
+        assert_near(rank["repeated"], plain["repeated"])
+    with pytest.raises(AssertionError):
+        assert_near(ranks("pp2")[0]["repeated"], plain["repeated"])
+
+
+def test_each_process_holds_its_part_and_saves_the_whole(ranks, plain):
+    first, second = [f"first.0.{x}" for x in ("weight", "bias")], [f"second.1.{x}" for x in ("weight", "bias")]
+    spare = ["unused.weight", "unused.bias"]
+    for name, held in {"pp2": [first, second], "dp2": [first + second] * 2, "pp2_zero3": [[]] * 4}.items():
+        for rank, own in zip(ranks(name), held, strict=True):
+            assert rank["fresh"]["held"] == [*own, *spare]
+        assert equal(ranks(name)[0]["fresh"]["saved"], plain["fresh"]["saved"])
+
+
+@pytest.mark.parametrize("what, words", [
+    ("metric", "a MeanMetric cannot be logged inside a captured step"),
+    ("unused alone", "no error"),
+    ("unused in a fit", "validation_step uses unused.bias, unused.weight on device 1, which does not hold it: training_step does"),
+    ("untagged", "no place of the program selects a region of this step"),
+    ("values", "drew different batches (other values) in evaluation step 0"),
+    ("length", "data have [2, 4] batches"),
+    ("nothing", "no error"),
+])  # fmt: skip
+def test_processes_refuse_together(what, words, ranks):
+    for rank in ranks("pp2"):
+        assert words in rank["refused"][what]
