@@ -13,7 +13,7 @@ import lightning_piper as piper
 from lightning_piper.capture import capture, flatten
 from lightning_piper.compiler import Compiled, compile_step
 from lightning_piper.directives import Directive, Replicate
-from lightning_piper.ir.buckets import packed
+from lightning_piper.ir.buckets import packed_params
 from lightning_piper.runtime import Executor, LocalTransport, StepResult, run_local
 
 Program = list[Directive]
@@ -89,8 +89,8 @@ def run(compiled: Compiled, module: L.LightningModule, leaves: list[Tensor]) -> 
     for plan in compiled.plans.values():
         kept = {}
         for bucket, whole in plan.shards.items():
-            flat = packed(bucket, params, CPU)
-            kept[bucket] = flat if whole else flat.chunk(bucket.members)[plan.replica].clone()
+            flat = packed_params(bucket, params, plan.replica, CPU)
+            kept[bucket] = flat if whole else flat.chunk(bucket.members)[bucket.member(plan.replica)].clone()
         buffers = dict(module.named_buffers())
         executors.append(Executor(plan, compiled.step, params, buffers, transport, CPU, kept))
     return run_local(executors, leaves, seed=3)

@@ -1,12 +1,10 @@
-"""Validation, test and prediction on two processes or four. As a script it runs the scenarios that its arguments name, one after
+"""Validation, test and prediction on two processes or four: `train` runs all scenarios under the programs that it is given, one after
 another in the same processes; `one_device` does the same with a plain Trainer, on the batches of all replicas together.
 """
 
 from __future__ import annotations
 
 import os
-import sys
-import traceback
 from collections.abc import Callable, Sequence
 from datetime import timedelta
 from pathlib import Path
@@ -26,7 +24,7 @@ from tests.strategy.fitting import QUIET, values
 
 Program = list[Directive]
 Outcome = dict[str, Any]
-PROCESSES = int(os.environ.get("PROCESSES", 2))
+PROCESSES = 2
 GROUPS = [[0, 2], [1, 3]]
 
 
@@ -276,16 +274,13 @@ def one_device(folder: Path) -> dict[str, Outcome]:
     return {name: getattr(runs, name)() for name in SCENARIOS if name != "predicted"}
 
 
-if __name__ == "__main__":
-    torch.set_num_threads(1)
-    folder, *names = sys.argv[1:]
+def train(rank: int, names: list[str], folder: Path, processes: int) -> dict[str, dict[str, Outcome]]:
+    """One process's side of all that is run under some programs."""
+    global PROCESSES
+    PROCESSES = processes
     results: dict[str, dict[str, Outcome]] = {}
-    try:
-        for name in names:
-            runs = Runs(name, PROGRAMS[name][1], Path(folder) / name)
-            more = ["refused"] if name == "pp2" else []
-            results[name] = {scenario: getattr(runs, scenario)() for scenario in [*SCENARIOS, *more]}
-    except BaseException:
-        traceback.print_exc()
-        raise
-    torch.save(results, Path(folder) / f"rank{os.environ['LOCAL_RANK']}.pt")
+    for name in names:
+        runs = Runs(name, PROGRAMS[name][1], folder / name)
+        more = ["refused"] if name == "pp2" else []
+        results[name] = {scenario: getattr(runs, scenario)() for scenario in [*SCENARIOS, *more]}
+    return results

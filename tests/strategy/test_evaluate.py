@@ -10,9 +10,10 @@ import torch
 from torch import Tensor
 from torch.utils.data import DataLoader, Subset
 
+from tests.distributed.processes import launch
 from tests.strategy import evaluated
 from tests.strategy.evaluated import PROGRAMS, data, net
-from tests.strategy.scenarios import equal, launch
+from tests.strategy.scenarios import equal
 
 NAMES = list(PROGRAMS)
 REPLICATED = [name for name in NAMES if PROGRAMS[name][1] > 1]
@@ -29,9 +30,10 @@ def ranks(tmp_path_factory):
         if name not in found:
             processes = 4 if name == "pp2_zero3" else 2
             names = [other for other in NAMES if (other == "pp2_zero3") == (name == "pp2_zero3")]
-            with pytest.MonkeyPatch.context() as patch:
-                patch.setenv("PROCESSES", str(processes))
-                seen = launch(names, tmp_path_factory.mktemp(name), script=evaluated.__file__, processes=processes)
+            folder = tmp_path_factory.mktemp(name)
+            seen = launch(processes, evaluated.train, folder / "run", names, folder, processes, joined=False)
+            for rank in seen:
+                assert isinstance(rank, dict), rank
             found.update({other: [rank[other] for rank in seen] for other in names})
         return found[name]
 

@@ -1,0 +1,162 @@
+"""`shard` on graphs: what it makes of them, with everything it is combined with, in either order."""
+
+from __future__ import annotations
+
+import functools
+from collections import Counter
+from typing import Any
+
+import pytest
+import torch
+
+import lightning_piper as piper
+from lightning_piper.capture import capture
+from lightning_piper.capture.eager import run_eagerly
+from lightning_piper.compiler import Compiled, compile_step
+from lightning_piper.directives import Directive
+from lightning_piper.ir.buckets import Bucket
+from lightning_piper.ir.nodes import AllGather, AllToAll, Parameters, ReduceScatter
+from lightning_piper.ir.values import Slice, TensorSpec
+from lightning_piper.testing import Model, Spec, assert_same, case, make_batch, run_interpreter, run_plans
+from tests.forward import eager, leaves_of, run
+
+# One block's numbers grow: router and experts are trained in it, and nothing is lost in either mode.
+EXACT = Spec(("linear", "experts", "places"), (0, 0, 1), exact=True)
+ROUNDED = Spec(("experts", "crowded", "linear"), (0, 1, 1))
+ALONE = Spec(("linear", "experts", "crowded"), (0, 0, 0))
+
+STAGES, ALL = [[0, 2], [1, 3]], [0, 1, 2, 3]
+TWICE = [[0, 1], [2, 3]]
+
+
+def shard(devices: Any, **condition: Any) -> Directive:
+    return piper.Shard(filter=condition or {"EP": "*"}, devices=devices)
+
+
+def replicate(devices: Any, **level: Any) -> Directive:
+    return piper.Replicate(filter={}, devices=devices, bucket_size=1e-4, **level)
+
+
+def together(devices: list[int]) -> list[Directive]:
+    return [piper.Place(filter={}, devices=devices), piper.Split(filter={}, dim_name="MB", num_microbatches=2)]
+
+
+def staged(schedule: Any, microbatches: int) -> list[Directive]:
+    return list(schedule(2, microbatches, devices=STAGES))
+
+
+# Name -> what comes before, and the two directives whose order does not matter.
+PROGRAMS: dict[str, tuple[list[Directive], list[Directive]]] = {
+    "ep2": (together([0, 1]), [replicate([0, 1]), shard([0, 1])]),
+    "ep2, turned": (together([0, 1]), [replicate([0, 1]), shard([1, 0])]),
+    "ep4": (together(ALL), [replicate(ALL), shard(ALL)]),
+    "ep2 dp2": (together(ALL), [replicate(ALL), shard(TWICE)]),
+    "ep2 dp2 zero2": (together(ALL), [replicate(ALL, shard_grads=True), shard([[0, 3], [1, 2]])]),
+    "ep2 dp2 zero3": (together(ALL), [replicate(ALL, shard_params=True), shard([[2, 0], [1, 3]])]),
+    "ep2 zero3": (together([0, 1]), [replicate([0, 1], shard_params=True), shard([0, 1])]),
+    "one layer": (together([0, 1]), [replicate([0, 1]), shard([0, 1], EP=0)]),
+    "pp2 ep2": (staged(piper.schedules.one_f_one_b, 2), [replicate(STAGES), shard(STAGES)]),
+    "pp2 ep2 zero1": (staged(piper.schedules.gpipe, 2), [replicate(STAGES, shard_optimizer=True), shard(STAGES)]),
+    "zero bubble": (staged(piper.schedules.zero_bubble, 4), [replicate(STAGES, shard_grads=True), shard(STAGES)]),
+    "two homes": (staged(piper.schedules.dualpipe, 4), [replicate(STAGES), shard(STAGES)]),
+}
+
+
+@functools.cache
+def compiled(name: str, spec: Spec, turned: bool) -> Compiled:
+    head, pair = PROGRAMS[name]
+    return compile_step(case(spec, 8).step, tuple([*head, *(pair[::-1] if turned else pair)]))
+
+
+@pytest.mark.parametrize("name", PROGRAMS)
+@pytest.mark.parametrize("spec", [EXACT, ROUNDED], ids=["exact", "rounded"])
+def test_the_result_is_that_of_one_device_in_either_order(name: str, spec: Spec) -> None:
+    """Losses, gradients of routers, experts and all else; with exact arithmetic bit for bit. And both orders make the same of the
+    step."""
+    one = case(spec, 8)
+    alone = run_eagerly(one.step, one.tensors, one.leaves, (Slice(0, 8),))
+    assert all(alone.grads[f"blocks.{i}.router.weight"].any() for i, kind in enumerate(spec.blocks) if kind == "experts")
+    found = {}
+    for turned in (False, True):
+        made = compiled(name, spec, turned)
+        found[turned] = run_interpreter(one, made.dag)
+        assert_same(alone, found[turned], "bitwise" if spec.exact else "float64", terms=64)
+        assert_same(found[turned], run_plans(one, made.dag), "bitwise")
+    assert_same(found[False], found[True], "bitwise")
+    kinds = [Counter(type(node) for node in compiled(name, spec, turned).dag.nodes.values()) for turned in (False, True)]
+    assert kinds[0] == kinds[1]
+
+
+@pytest.mark.parametrize("name", ["ep2", "ep4", "ep2 dp2", "ep2 dp2 zero3", "pp2 ep2"])
+def test_each_device_keeps_its_part(name: str) -> None:
+    """1/EP of the stage's experts; a shard of that where several own the same and the directive shards parameters."""
+    made = compiled(name, ROUNDED, False)
+    whole = {n: info.spec.numel for n, info in made.step.params.items()}
+    experts = {n for found in made.dag.code.experts.values() for n in found.params}
+    degree = len(next(iter(made.dag.owners.values()))[0])
+    for plan in made.plans.values():
+        mine = {b for b in plan.shards if b.owners}
+        names = {n for b in mine for n in b.names}
+        assert names == {n for n in experts if plan.device in _devices(made, n)}
+        assert sum(spec.numel for b in mine for spec in b.tensors) * degree == sum(whole[n] for n in names)
+        assert all(b.members == len(next(iter(made.dag.owners.values()))) for b in mine)
+
+
+def _devices(made: Compiled, name: str) -> set[int]:
+    return {d for node in made.dag.of_type(Parameters) for d in node.devices if name in node.outputs[0].names}
+
+
+def test_nothing_is_summed_that_nobody_else_owns() -> None:
+    """And each exchange is there once for each pass and microbatch: counts once for both passes."""
+    dag = compiled("ep2", ALONE, False).dag
+    assert not [node for node in dag.of_type(ReduceScatter) if node.outputs[0].owned]
+    assert len([node for node in dag.of_type(AllGather) if node.outputs[0].owned]) == 4  # two of each layer, once a step
+    ways = Counter((node.way, node.region) for node in dag.of_type(AllToAll))
+    layers = sorted(dag.owners)
+    assert ways == {(way, r): {"counts": 2}.get(way, 4) for way in ("counts", "dispatch", "combine") for r in layers}
+    twice = compiled("ep2 dp2", ALONE, False).dag
+    assert len([node for node in twice.of_type(ReduceScatter) if node.outputs[0].owned]) == 4  # of two layers, two buckets each
+
+
+def test_owned_pieces_are_every_element_once() -> None:
+    owners = ((0, 3), (1, 2))
+    tensors = (TensorSpec((2, 50), torch.float32, (50, 1)), TensorSpec((3,), torch.float32, (1,)))
+    bucket = Bucket(("a", "b"), tensors, 2, torch.float32, owners)
+    found: dict[str, list[int]] = {"a": [], "b": []}
+    for replica in range(4):
+        for name, start, stop, _ in bucket.pieces(replica):
+            found[name] += range(start, stop)
+    assert {name: sorted(elements) for name, elements in found.items()} == {"a": list(range(200)), "b": list(range(6))}
+    assert [bucket.sharers(r) for r in range(4)] == [(0, 1), (0, 1), (3, 2), (3, 2)]
+
+
+class Evaluated(Model):
+    def validation_step(self, batch: dict[str, torch.Tensor], batch_idx: int) -> torch.Tensor:
+        return self.training_step(batch, batch_idx)
+
+
+@pytest.mark.parametrize("name", ["ep2, turned", "ep2 dp2 zero3", "pp2 ep2", "two homes"])
+@pytest.mark.parametrize("turned", [False, True])
+@pytest.mark.parametrize("fit", [False, True], ids=["alone", "in a fit"])
+def test_evaluates_as_one_device(name: str, turned: bool, fit: bool) -> None:
+    """In a fit from the shards of training."""
+    head, pair = PROGRAMS[name]
+    program = [*head, *(pair[::-1] if turned else pair)]
+    module, batch = Evaluated(ROUNDED), make_batch(ROUNDED, 8)
+    training = piper.compile(module, batch, program) if fit else None
+    step = capture(module.eval(), batch, name="validation_step")
+    made = compile_step(step, tuple(program), training=None if training is None else training.dag)
+    wanted, logged = eager(module, "validation_step", batch)
+    results = run_owned(made, module, list(batch.values()))
+    for result in results:
+        assert torch.allclose(result.metrics[0], logged["loss"], rtol=1e-13)
+        assert torch.equal(result.metrics, results[0].metrics)
+    assert len(leaves_of(wanted)) == len(results[0].results) == 1
+    if training is not None:
+        assert all(plan.shards.items() <= training.plans[device].shards.items() for device, plan in made.plans.items())
+
+
+def run_owned(made: Compiled, module: Any, leaves: list[torch.Tensor]) -> Any:
+    with_parts = [b for plan in made.plans.values() for b in plan.shards if b.owners]
+    assert with_parts
+    return run(made, module, leaves)
