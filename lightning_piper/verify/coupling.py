@@ -2,14 +2,14 @@
 
 A loss that is a mean over independent samples comes out the same from microbatches. Batch normalisation, an in-batch
 contrastive loss or a mean over unpadded tokens does not. To find the culprit, the captured forward graphs run operation by
-operation, once on the whole batch and once on each slice, with inputs of the slices cut from those of the whole: the first
-operation whose results do not agree is the one that looks across samples.
+operation, once on the whole batch and once on each slice: where results stop agreeing, on the way to the loss, is the operation
+that looks across samples.
 """
 
 from __future__ import annotations
 
 import operator
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -49,42 +49,118 @@ class Coupling:
 def find_couplings(
     step: CapturedStep, tensors: Mapping[str, torch.Tensor], leaves: Sequence[torch.Tensor], slices: Sequence[Slice]
 ) -> list[Coupling]:
-    """The first operation of each region that couples the batch when it is cut into `slices`; empty if none does."""
-    whole = Slice(0, step.size)
-    values: dict[tuple[int, int], torch.Tensor] = {}  # (region, output) -> value for the whole batch
-    found: list[Coupling] = []
-    code = step.at(step.size)
-    for region in code.regions:
-        key = (region.index, "F")
-        if key not in code.interfaces:
-            continue
-        interface = code.interfaces[key]
-        inputs = [values[r, i] for r, _, i in interface.inputs]
-        fixed = [tensors[name].detach() for name in interface.params + interface.buffers + interface.state]
+    """The operations that couple the batch when it is cut into `slices`, in the order of the step; empty if none does.
 
-        def record(part: Slice, key: tuple[int, str] = key, inputs: list[torch.Tensor] = inputs,
-                   fixed: list[torch.Tensor] = fixed) -> _Recorder:  # fmt: skip
-            at = step.at(len(part))
-            cut = [_part(x, spec.shape, part, step.size) for x, spec in zip(inputs, _input_specs(at, key), strict=True)]
-            batch = [leaves[i][part.start : part.stop] if leaves[i].ndim else leaves[i] for i in at.interfaces[key].batch]
-            graph = at.code[key].graph
+    From a loss that the slices do not reproduce, the search goes back through operations that they do not reproduce either, and
+    ends at those whose inputs they do. Rows that the slices have in another order, such as tokens sorted by expert, look different
+    too, but the search does not come to them once they are at home again.
+    """
+    whole = _Run(step, tensors, leaves, Slice(0, step.size), None)
+    runs = _Runs(step, whole, [_Run(step, tensors, leaves, part, whole) for part in slices], slices)
+    stack = [(region, node) for region, node in runs.losses() if runs.differs(region, node)]
+    seen, roots = set(stack), []
+    while stack:
+        region, node = stack.pop()
+        causes = [cause for cause in runs.causes(region, node) if runs.differs(*cause)]
+        if not causes and node.op == "call_function":
+            roots.append((region, node))
+        stack += [cause for cause in causes if cause not in seen]
+        seen.update(causes)
+    regions = step.at(step.size).regions
+    return [
+        Coupling(regions[r].label, regions[r].source, str(node.target).removesuffix(".default"), runs.moved(r, seen))
+        for r, node in sorted(roots, key=lambda root: (root[0], whole.recorders[root[0]].order.index(root[1])))
+        if not step.at(step.size).interfaces[r, "F"].random
+    ]
+
+
+class _Run:
+    """The forward passes of all regions on one slice, every operation recorded.
+
+    A slice reads what it made itself; of what a region with random numbers made, which each slice draws in its own way, its part
+    of that of the `whole`.
+    """
+
+    def __init__(self, step: CapturedStep, tensors: Mapping[str, torch.Tensor], leaves: Sequence[torch.Tensor], part: Slice,
+                 whole: _Run | None) -> None:  # fmt: skip
+        self.code = step.at(len(part))
+        self.recorders: dict[int, _Recorder] = {}
+        for region in self.code.regions:
+            key = (region.index, "F")
+            if key not in self.code.interfaces:
+                continue
+            interface, specs = self.code.interfaces[key], _input_specs(self.code, key)
+            inputs = []
+            for (source, _, i), spec in zip(interface.inputs, specs, strict=True):
+                if whole is not None and self.code.interfaces[source, "F"].random:
+                    inputs.append(_part(whole.output(source, i), spec.shape, part, step.size))
+                else:
+                    inputs.append(self.output(source, i))
+            fixed = [tensors[name].detach() for name in interface.params + interface.buffers + interface.state]
+            batch = [leaves[i][part.start : part.stop] if leaves[i].ndim else leaves[i] for i in interface.batch]
+            graph = self.code.code[key].graph
             recorder = _Recorder(torch.fx.GraphModule(graph.owning_module or torch.nn.Module(), _plain(graph)))
             with torch.no_grad(), torch.random.fork_rng():
                 torch.manual_seed(seed_of(0, *key, 0))
-                recorder.run(*cut, *fixed, *batch)
-            return recorder
+                recorder.run(*inputs, *fixed, *batch)
+            self.recorders[region.index] = recorder
 
-        full, parts = record(whole), [record(part) for part in slices]
-        for i, specs in enumerate(code.code[key].outputs):
-            if interface.outputs[i].kind == "activation":
-                place = sum(len(s) for s in code.code[key].outputs[:i])
-                assert len(specs) == 1
-                values[region.index, i] = full.results[place]
-        kinds = [out.kind for out, specs in zip(interface.outputs, code.code[key].outputs, strict=True) for _ in specs]
-        coupled = None if interface.random else _first_difference(full, parts, slices, step.size, kinds)
-        if coupled is not None:
-            found.append(Coupling(region.label, region.source, *coupled))
-    return found
+    def place(self, region: int, output: int) -> int:
+        """Of an output among all tensors that the region's forward pass makes."""
+        return sum(len(specs) for specs in self.code.code[region, "F"].outputs[:output])
+
+    def output(self, region: int, output: int) -> torch.Tensor:
+        return self.recorders[region].results[self.place(region, output)]
+
+    def results(self, region: int) -> Sequence[Node]:
+        return self.recorders[region].order[-1].args[0]  # type: ignore[return-value]
+
+
+class _Runs:
+    """The whole batch beside its slices."""
+
+    def __init__(self, step: CapturedStep, whole: _Run, parts: Sequence[_Run], slices: Sequence[Slice]) -> None:
+        self._step, self._whole, self._parts, self._slices = step, whole, parts, slices
+
+    def losses(self) -> Iterator[tuple[int, Node]]:
+        code = self._whole.code
+        for region in self._whole.recorders:
+            for i, output in enumerate(code.interfaces[region, "F"].outputs):
+                if output.kind == "loss":
+                    yield region, self._whole.results(region)[self._whole.place(region, i)]
+
+    def distance(self, region: int, node: Node) -> float:
+        """How far the slices' results are from that of the whole batch; 0 where they cannot be compared."""
+        full, parts = self._whole.recorders[region], [part.recorders[region] for part in self._parts]
+        value, k = full.values[node.name], full.order.index(node)
+        if any(len(p.order) <= k or (p.order[k].target != node.target and node.op == "call_function") for p in parts):
+            return 0.0
+        if not isinstance(value, torch.Tensor) or not value.is_floating_point():
+            return 0.0
+        merged = _merge(value, [p.values[p.order[k].name] for p in parts], self._slices, self._step.size)
+        return float("inf") if merged is None else _distance(value, merged)
+
+    def differs(self, region: int, node: Node) -> bool:
+        value = self._whole.recorders[region].values[node.name]
+        if isinstance(value, list | tuple):  # what it was taken from decides
+            return any(self.differs(region, user) for user in node.users if user.target is operator.getitem)
+        eps = torch.finfo(value.dtype).eps if isinstance(value, torch.Tensor) and value.is_floating_point() else 0.0
+        return not self.distance(region, node) <= TOLERANCE * eps
+
+    def causes(self, region: int, node: Node) -> list[tuple[int, Node]]:
+        """What a value was made of: inputs of the operation, or what another region made."""
+        if node.op != "placeholder":
+            return [(region, made) for made in node.all_input_nodes]
+        inputs = self._whole.code.interfaces[region, "F"].inputs
+        place = self._whole.recorders[region].order.index(node)
+        if place >= len(inputs) or self._whole.code.interfaces[inputs[place][0], "F"].random:
+            return []
+        source, _, i = inputs[place]
+        return [(source, self._whole.results(source)[self._whole.place(source, i)])]
+
+    def moved(self, region: int, seen: set[tuple[int, Node]]) -> float:
+        """How far the region's results are off that the search came by."""
+        return max(self.distance(region, node) for node in self._whole.results(region) if (region, node) in seen)
 
 
 class _Recorder(Interpreter):
@@ -124,56 +200,11 @@ def _part(x: torch.Tensor, shape: tuple[int, ...], part: Slice, size: int) -> to
     return x
 
 
-def _first_difference(
-    full: _Recorder, parts: list[_Recorder], slices: Sequence[Slice], size: int, kinds: Sequence[str]
-) -> tuple[str, float] | None:
-    """The first operation that the slices do not reproduce, and how far the region's results are off; None if all agree."""
-    outputs: Any = full.order[-1].args[0]
-    results = [x for x, kind in zip(outputs, kinds, strict=True) if kind in ("activation", "loss")]
-    relevant = _ancestors(results)  # not what is only kept for the backward, nor what is only logged
-    first: Node | None = None
-    worst = 0.0
-    for k, node in enumerate(full.order):
-        if node not in relevant or node.op != "call_function":
-            continue
-        if any(len(p.order) <= k or p.order[k].target != node.target for p in parts):
-            continue
-        value = full.values[node.name]
-        if not isinstance(value, torch.Tensor) or not value.is_floating_point():
-            continue
-        merged = _merge(value, [p.values[p.order[k].name] for p in parts], slices, size)
-        distance = float("inf") if merged is None else _distance(value, merged)
-        if not distance <= TOLERANCE * torch.finfo(value.dtype).eps:
-            first = first or node
-            if node in results:
-                worst = max(worst, distance)
-    if first is None or not worst:  # samples that are mixed inside, such as rows in another order, and apart again
-        return None
-    while first.target is operator.getitem or _is_view(first):
-        first = first.all_input_nodes[0]
-    return str(first.target).removesuffix(".default"), worst
-
-
-def _ancestors(nodes: list[Node]) -> set[Node]:
-    seen: set[Node] = set()
-    stack = list(nodes)
-    while stack:
-        node = stack.pop()
-        if node not in seen:
-            seen.add(node)
-            stack += node.all_input_nodes
-    return seen
-
-
 def _distance(a: torch.Tensor, b: torch.Tensor) -> float:
     difference = float(torch.where(a == b, 0.0, a - b).abs().max())  # masks hold -inf on both sides
     finite = a[a.isfinite()]
     distance = difference / ((float(finite.abs().max()) if finite.numel() else 0.0) or 1.0)
     return distance if distance == distance else float("inf")  # NaN: no sample of a slice counts
-
-
-def _is_view(node: Node) -> bool:
-    return str(node.target).split(".")[1:2] in (["view"], ["clone"], ["alias"], ["detach"]) and bool(node.all_input_nodes)
 
 
 def _merge(value: torch.Tensor, others: list[torch.Tensor], slices: Sequence[Slice], size: int) -> torch.Tensor | None:

@@ -14,11 +14,12 @@ from lightning_piper.annotate import annotate
 from lightning_piper.ir.values import Slice
 from lightning_piper.verify import verify
 from lightning_piper.verify.coupling import find_couplings
+from tests import moe
 from tests.dags import place, split
 from tests.models import DETERMINISTIC, captured, regression
 
-# The last one has the rows of its samples in another order, which looks the same from outside.
-COUPLED = {"conv", "similar", "positions_first"}
+# Others compare samples (similar), or have their rows in another order (positions_first), but nothing of it reaches the loss.
+COUPLED = {"conv"}
 
 
 class Model(L.LightningModule):
@@ -69,6 +70,30 @@ def test_the_operation_that_couples_the_samples_is_named(model: Model, region: s
 def test_a_mean_over_samples_couples_nothing() -> None:
     report = verify(Model(), regression(4), [*place(0, 1), split(2)])
     assert report.couplings == () and "note" not in str(report)
+
+
+class Balanced(moe.Model):
+    """With a balancing loss of the router's scores: of each sample alone, or of the batch."""
+
+    def __init__(self, batchwise: bool) -> None:
+        super().__init__()
+        self.batchwise = batchwise
+
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        with annotate("PP", 0):
+            scores = self.blocks[0].router(batch[0]).softmax(-1)  # samples, length, experts
+            means = scores.mean((0, 1)) if self.batchwise else scores.mean(1)
+            balance = means.square().sum(-1).mean()
+        return super().training_step(batch, batch_idx) + balance
+
+
+@pytest.mark.parametrize("batchwise", [False, True])
+def test_tokens_sorted_by_expert_are_not_what_couples(batchwise: bool) -> None:
+    with torch.random.fork_rng():
+        torch.manual_seed(0)
+        report = verify(Balanced(batchwise), moe.batch(4), [*place(0, 1), split(2)])
+    assert report.ok
+    assert [(c.region, c.operation) for c in report.couplings] == ([("PP=0", "aten.pow.Tensor_Scalar")] if batchwise else [])
 
 
 @pytest.mark.parametrize("name", DETERMINISTIC)
