@@ -11,6 +11,7 @@ from torch.fx import Node
 from lightning_piper.capture import _torch
 from lightning_piper.capture.backward import halve, save, wire
 from lightning_piper.capture.extract import extract
+from lightning_piper.capture.mixing import refuse_mixing
 from lightning_piper.capture.passes import Names, OutputRef, Pass, reads_of
 from lightning_piper.capture.regions import Assignment, assign, gradient_terms
 from lightning_piper.capture.rows import experts_of, refuse_coupling, rows_of
@@ -66,6 +67,8 @@ def cut(
         return extract(p, names, state, graph.owning_module, region in experts, rows.get(region))
 
     found = {key: extracted(p) for key, p in passes.items()}
+    for region in experts:
+        refuse_mixing(passes[region, "F"], *found[region, "F"], names, experts[region])
     split: Extracted = {}
     for region, by_kind in halves.items():
         if len(by_kind) == 1:  # it is B itself

@@ -99,8 +99,8 @@ class CapturedStep:
                 if whole is None:
                     raise
                 raise CaptureError(
-                    f"{error}. So it is where each device has a part of the experts; take their number from the tensors between "
-                    "dispatch and combine (sizes.shape[0], weight.shape[0]), not from the module"
+                    f"{error}. So it is where devices have parts of the experts: between dispatch and combine, take the number "
+                    "from the tensors given there (sizes.shape[0]); elsewhere not from a parameter, which is a part here"
                 ) from error
             regions, passes, halves, experts = cut(
                 traced.graph, self.canonical, traced.plain, None if whole is None else whole.experts

@@ -97,6 +97,44 @@ def test_what_couples_rows_is_refused(line: str, said: str) -> None:
     captured((GELU, f"{GELU}; {line}")).at(8)  # on one device it is nobody's business
 
 
+@pytest.mark.parametrize(
+    "line", ["rows = rows.softmax(0)", "rows = rows.cumsum(0)", "rows = rows.flip(0)", "rows = (rows @ rows.t()) @ rows",
+             "rows = rows[torch.arange(rows.shape[0]).roll(1)]", "rows = rows.sort(0).values"],
+)  # fmt: skip
+def test_rows_that_meet_are_refused(line: str) -> None:
+    """Also where as many come out as go in."""
+    with pytest.raises(CaptureError, match=r"moe\.py:21"):
+        captured((GELU, f"{GELU}; {line}")).at(8, (2,))
+    captured((GELU, f"{GELU}; {line}")).at(8)
+
+
+@pytest.mark.parametrize(
+    "line", ["rows = rows.softmax(-1)", "rows = F.layer_norm(rows, (6,))", "rows = rows.cumsum(1).flip(1)", "rows = rows.sqrt()",
+             "rows = rows / rows.norm(dim=1, keepdim=True)", "rows = torch.cat([rows, rows], 1)[:, :6]"],
+)  # fmt: skip
+def test_what_works_on_each_row_is_accepted(line: str) -> None:
+    captured((GELU, f"{GELU}; {line}")).at(8, (2,))
+
+
+@pytest.mark.parametrize(
+    "line, refused", [("boxes.softmax(1)", True), ("boxes - boxes.mean(0)", True), ("boxes.softmax(2)", False)]
+)
+def test_places_that_meet_are_refused(line: str, refused: bool) -> None:
+    boxes = "boxes = torch.zeros(4, 8, 8).scatter_add(0, chosen.view(1, -1, 1).expand(1, 8, 8), x.unsqueeze(0))"
+    step = captured(
+        ("counts = F.one_hot(chosen, 4).sum(0)", f"{boxes}"),
+        ("rows, sizes = piper.dispatch((x * self.router.weight[:1])[order], counts)", "boxes = piper.dispatch(boxes)"),
+        (GELU, f"rows = torch.bmm({line}, self.up.transpose(1, 2))"),
+        ("piper.grouped_linear(rows, self.down, sizes)", "torch.bmm(rows, self.down.transpose(1, 2))"),
+        ("rows * score[order].unsqueeze(1)", "rows.sum(0)[order] * score[order].unsqueeze(1)"),
+    )
+    if refused:
+        with pytest.raises(CaptureError, match="lets one token's row depend on another's"):
+            step.at(8, (2,))
+    else:
+        step.at(8, (2,))
+
+
 def test_a_number_of_rows_in_arithmetic_is_refused() -> None:
     with pytest.raises(CaptureError, match="calculates with the number of its rows"):
         captured((GELU, f"{GELU}; rows = rows / rows.shape[0]")).at(8, (2,))

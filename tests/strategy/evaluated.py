@@ -1,5 +1,5 @@
-"""Validation, test and prediction on two processes or four: `train` runs all scenarios under the programs that it is given, one after
-another in the same processes; `one_device` does the same with a plain Trainer, on the batches of all replicas together.
+"""Validation, test and prediction on two processes or four: `train` runs all scenarios under the programs that it is given, one
+after another in the same processes; `one_device` does the same with a plain Trainer, on the batches of all replicas together.
 """
 
 from __future__ import annotations
