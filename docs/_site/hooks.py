@@ -27,7 +27,7 @@ def on_files(files: Files, config: Any) -> Files:
 
 def on_page_markdown(markdown: str, page: Any, **_: Any) -> str:
     """Pages link to examples and benchmarks where they lie in the repository; in the site these are pages."""
-    markdown = markdown.replace("](../benchmarks/)", "](examples/benchmarks.md)")
+    markdown = re.sub(r"\]\(\.\./benchmarks/(\w+\.py)?\)", "](examples/benchmarks.md)", markdown)
     return re.sub(r"\]\(((?:\.\./)*)\.\./examples/(\w+)\.py\)", r"](\1examples/\2.md)", markdown)
 
 
