@@ -20,6 +20,7 @@ from torch.optim import lr_scheduler
 import lightning_piper as piper
 from tests.strategy.fitting import PROGRAM, QUIET, sharing_captures, values
 from tests.strategy.models import MLP, vectors
+from tests.strategy.optimizers import Clipping
 
 PROGRAMS: dict[str, Any] = {
     "PP2": list(PROGRAM),
@@ -320,6 +321,10 @@ def refusals(run: Run) -> dict[str, str]:
         def backward(self, loss: Any) -> None:
             (loss + sum(p.square().sum() for p in self.parameters())).backward()
 
+    class Together(Net):
+        def configure_optimizers(self) -> Any:
+            return Clipping([p for p in self.parameters() if p.requires_grad])
+
     def said(**options: Any) -> str:
         try:
             run.fit(max_epochs=1, **options)
@@ -334,6 +339,7 @@ def refusals(run: Run) -> dict[str, str]:
         "ema": said(callbacks=[cb.EMAWeightAveraging()]),
         "16-true": said(precision="16-true"),
         "closure": said(module=Twice()),
+        "together": said(module=Together()),
         "penalty": said(module=Foreign()),
         "control": said(),
     }

@@ -100,6 +100,7 @@ def test_collectives_in_hooks(ranks):
     ("ema", "EMAWeightAveraging copies the module"),
     ("16-true", "precision '16-true' is not supported"),
     ("closure", "ran the closure twice on one batch|SAM does not treat each element"),
+    ("together", "Clipping updates a parameter otherwise when there are others|Clipping does not treat each element"),
     ("penalty", "meta"),
     ("control", "nothing"),
 ])  # fmt: skip
