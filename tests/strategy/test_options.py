@@ -9,7 +9,8 @@ import pytest
 import torch
 
 from tests.distributed.processes import launch
-from tests.strategy.options import PROGRAMS, TRIALS, run_all, work
+from tests.strategy.options import PROGRAMS, TRIALS, run_all
+from tests.strategy.requests import work
 
 # What Lightning does in the process of rank 0 only.
 LEADS = {"summary": ("rows", "counts"), "throughput": ("samples", "factors")}
