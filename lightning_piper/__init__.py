@@ -8,7 +8,7 @@ from lightning_piper.errors import CaptureError, DirectiveError, ExecutionError,
 from lightning_piper.experts import combine, dispatch
 from lightning_piper.grouped import grouped_linear
 from lightning_piper.profile import PiperProfiler, Schedule
-from lightning_piper.strategy import PiperStrategy
+from lightning_piper.strategy import PiperStrategy, grad_norm
 from lightning_piper.verify import verify
 
 __all__ = [
@@ -32,6 +32,7 @@ __all__ = [
     "combine",
     "compile",
     "dispatch",
+    "grad_norm",
     "grouped_linear",
     "register",
     "schedules",

@@ -22,19 +22,28 @@ META_KEY = "piper"
 SOURCE_KEY = "piper_source"
 RESERVED = ("PASS",)
 
-# Trace-order numbers of the capture that runs, None outside of one.
+# Trace-order numbers of the capture that runs, None outside of one; and the regions that module hooks have opened in it.
 _counters: Counter[str] | None = None
+_entered: list[tuple[_EnterRegion, AbstractContextManager[None]]] = []
 
 
 @contextmanager
 def numbering() -> Iterator[None]:
     """Activate annotations and start numbering from zero; entered once for each traced run of the step."""
-    global _counters
-    before, _counters = _counters, Counter()
+    global _counters, _entered
+    before = _counters, _entered
+    _counters, _entered = Counter(), []
     try:
         yield
     finally:
-        _counters = before
+        _leave(0)  # those that an exception left open: while code is traced, modules call no hooks after one
+        _counters, _entered = before
+
+
+def _leave(depth: int) -> None:
+    """Close the regions that hooks have opened, down to this many."""
+    while len(_entered) > depth:
+        _entered.pop()[1].__exit__(None, None, None)
 
 
 def annotate(tag: str, index: int | None = None) -> AbstractContextManager[None]:
@@ -75,12 +84,12 @@ class _EnterRegion:
 
     def __init__(self, tag: str, index: int, name: str) -> None:
         self.tag, self.index, self.name = tag, index, name
-        self.open: list[AbstractContextManager[None]] = []
 
     def __call__(self, module: nn.Module, args: Any) -> None:
-        context = nullcontext() if _counters is None else _tagged(self.tag, self.index, f"module {self.name}")
-        context.__enter__()
-        self.open.append(context)
+        if _counters is not None:
+            context = _tagged(self.tag, self.index, f"module {self.name}")
+            context.__enter__()
+            _entered.append((self, context))
 
 
 class _ExitRegion:
@@ -88,7 +97,9 @@ class _ExitRegion:
         self.enter = enter
 
     def __call__(self, module: nn.Module, args: Any, output: Any) -> None:
-        self.enter.open.pop().__exit__(None, None, None)
+        depths = [depth for depth, (enter, _) in enumerate(_entered) if enter is self.enter]
+        if depths:
+            _leave(depths[-1])
 
 
 def annotate_modules(model: nn.Module, tag: str, groups: Sequence[Sequence[str]]) -> None:

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import copy
+import gc
 import pickle
+import sys
 from collections.abc import Callable
 from typing import Any
 
@@ -185,6 +187,27 @@ def test_an_exception_inside_of_a_module_leaves_no_context_open() -> None:
         assert "custom" not in fx_traceback.current_meta
     net.layers[1].failing = False
     assert tags(net) == [{"PP": 0}, {"PP": 2}]
+
+
+def test_a_capture_that_fails_inside_of_a_module_leaves_no_context_open(monkeypatch: pytest.MonkeyPatch) -> None:
+    """While torch traces, modules call no hooks after an exception."""
+
+    class Fails(nn.Module):
+        def forward(self, x: Tensor) -> Tensor:
+            return x * x.sum().item()
+
+    def capture_it() -> None:
+        model = Net()
+        model.layers[1] = Fails()
+        annotate_modules(model, "PP", [["layers.0"], ["layers.1"]])
+        with pytest.raises(CaptureError, match="only known when it runs"):
+            tags(model)
+
+    complaints: list[str] = []  # of contexts that only the garbage collector closes, when it is too late
+    monkeypatch.setattr(sys, "unraisablehook", lambda found: complaints.append(repr(found.exc_value)))
+    capture_it()
+    gc.collect()
+    assert complaints == []
 
 
 @pytest.mark.parametrize(

@@ -7,6 +7,8 @@
   raise when Python asks for a value or a shape that depends on one.
 - `torch.compiler._is_compiling_flag`, `_is_exporting_flag`: make `torch.compiler.is_compiling()` and `is_exporting()` true, as
   torch.export does, for code (Hugging Face's masks) that then avoids asking for tensor values.
+- `torch.nn.modules.transformer._detect_is_causal_mask`: asks whether a mask that `nn.Transformer` and its parts are given is the
+  causal one, by its values, to choose a faster kernel. "Not that I know" is a right answer to any mask.
 - the text of the error with which `FakeTensorMode` refuses a tensor that has data.
 - `OpOverload._schema`: names, order and defaults of an operation's arguments.
 - `Tensor._backward_hooks`, `Tensor._post_accumulate_grad_hooks`: what `register_hook` and its kin have registered.
@@ -23,6 +25,7 @@ from typing import Any
 
 import torch
 import torch.fx.traceback as fx_traceback
+import torch.nn.modules.transformer as transformer
 from torch import nn
 from torch._functorch._aot_autograd.descriptors import (
     BufferAOTInput,
@@ -87,12 +90,19 @@ def functional_graph(mode: FakeTensorMode, module: nn.Module, args: tuple[torch.
 
 @contextlib.contextmanager
 def _exporting() -> Iterator[None]:
-    before = torch.compiler._is_compiling_flag, torch.compiler._is_exporting_flag
+    flags = torch.compiler._is_compiling_flag, torch.compiler._is_exporting_flag
+    detect = transformer._detect_is_causal_mask
     torch.compiler._is_compiling_flag = torch.compiler._is_exporting_flag = True
+    transformer._detect_is_causal_mask = _only_if_told
     try:
         yield
     finally:
-        torch.compiler._is_compiling_flag, torch.compiler._is_exporting_flag = before
+        torch.compiler._is_compiling_flag, torch.compiler._is_exporting_flag = flags
+        transformer._detect_is_causal_mask = detect
+
+
+def _only_if_told(mask: torch.Tensor | None, is_causal: bool | None = None, size: int | None = None) -> bool:
+    return is_causal is True
 
 
 def is_backward(node: torch.fx.Node) -> bool:

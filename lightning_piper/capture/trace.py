@@ -357,6 +357,7 @@ def _in_metric(error: BaseException) -> bool:
 def _user_line(error: BaseException | None = None) -> str:
     """`file:line (code)` of the innermost frame that is the user's; of an installed package's where there is no other."""
     frames = traceback.extract_tb(error.__traceback__) if error is not None else traceback.extract_stack()
-    found = [f for f in frames if not f.filename.startswith((*_LIBRARIES, "<")) and "/site-packages/lightning" not in f.filename]
+    found = [f for f in frames if not f.filename.startswith((*_LIBRARIES, "<"))]
+    found = [f for f in found if "/site-packages/lightning" not in f.filename or "/demos/" in f.filename]
     own = [frame for frame in found if "/site-packages/" not in frame.filename] or found
     return f"{own[-1].filename}:{own[-1].lineno} ({own[-1].line})" if own else "in training_step"

@@ -5,10 +5,11 @@ Importing this makes the strategy known to Lightning as `Trainer(strategy="piper
 
 from lightning.pytorch.strategies import StrategyRegistry
 
+from lightning_piper.strategy.gradients import grad_norm
 from lightning_piper.strategy.sharded_state import consolidate
 from lightning_piper.strategy.strategy import PiperStrategy
 
-__all__ = ["PiperStrategy", "consolidate"]
+__all__ = ["PiperStrategy", "consolidate", "grad_norm"]
 
 if PiperStrategy.strategy_name not in StrategyRegistry:
     StrategyRegistry.register(

@@ -40,7 +40,10 @@ def _problems(trainer: pl.Trainer, module: pl.LightningModule, sync_batchnorm: b
     if is_param_in_hook_signature(module.training_step, "dataloader_iter", explicit=True):
         yield "training_step(dataloader_iter) draws its own batches, so there is none to capture; take (batch, batch_idx)"
     if sync_batchnorm:
-        yield "sync_batchnorm=True has no effect on pipeline stages, which all see the whole batch's microbatches; leave it out"
+        yield (
+            "sync_batchnorm=True is not supported: all microbatches go through every stage of a pipeline, so its batch norms need "
+            "none, and `replicate` refuses batch norms; leave it out"
+        )
     if any(p.is_meta for p in [*module.parameters(), *module.buffers()]):
         yield "the module has parameters or buffers without data (on the meta device); initialise them before fit"
     for callback in trainer.callbacks:  # type: ignore[attr-defined]
@@ -102,6 +105,21 @@ def check_optimizers(optimizers: list[torch.optim.Optimizer], processes: int) ->
         )
 
 
+def check_runs_once(fresh: bool, processes: int) -> None:
+    """Refuse to run the step again on one batch: who does so (LBFGS, SAM) moves the parameters in between by a measure of all of
+    them, and a process has some.
+
+    Raises:
+        PiperError: it was run before, on several processes.
+    """
+    if not fresh and processes > 1:
+        raise PiperError(
+            "PiperStrategy: the optimizer, or an optimizer_step of the module, ran the closure twice on one batch. Optimizers "
+            "that do (LBFGS, SAM) take norms or inner products over all parameters, which are on several processes; use one that "
+            "runs it once (SGD, AdamW, ...)"
+        )
+
+
 def check_stays_captured(module: torch.nn.Module, before: tuple[bool, ...]) -> None:
     """Refuse a module that was switched since the capture.
 
@@ -118,3 +136,13 @@ def check_stays_captured(module: torch.nn.Module, before: tuple[bool, ...]) -> N
 def switches(module: torch.nn.Module) -> tuple[bool, ...]:
     """What decides, besides tensors, what a captured step does."""
     return (*(m.training for m in module.modules()), *(p.requires_grad for p in module.parameters()))
+
+
+def one_of(name: str, value: object, accepted: tuple[str, ...]) -> None:
+    """Refuse an argument of the strategy that is none of these.
+
+    Raises:
+        PiperError: names them.
+    """
+    if value not in accepted:
+        raise PiperError(f"PiperStrategy({name}={value!r}): accepted are {', '.join(map(repr, accepted))}")

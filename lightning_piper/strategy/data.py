@@ -8,6 +8,8 @@ Ownership and optimizers need the captured step, so a batch's layout is needed b
 3. Everything else (an IterableDataset, a generator, a list of batches): every process draws the first batch and puts it back,
    so that the training begins with it.
 
+What gives the loaders (`train_dataloader` of the module, say) is asked once: the Trainer gets the ones that were looked at.
+
 Where the program is to be run before the training, and has replicas, it takes a batch for each: 2. goes on in the dataset, and
 begins again at its end; otherwise all replicas get the same one.
 """
@@ -19,6 +21,7 @@ from collections.abc import Callable, Iterator
 from typing import Any
 
 import lightning.pytorch as pl
+from lightning.pytorch.trainer.connectors.data_connector import _request_dataloader
 from lightning.pytorch.utilities.combined_loader import CombinedLoader
 from lightning.pytorch.utilities.seed import isolate_rng
 from torch.utils.data import DataLoader, DistributedSampler, IterableDataset, RandomSampler, SequentialSampler
@@ -70,6 +73,7 @@ class Peek:
         self._source, self._count = trainer.fit_loop._data_source, count
         self._world, self._transfer, self._example = world, transfer, example
         self._put_back: list[PutBack] = []
+        self._source.__dict__.pop("dataloader", None)  # of a fit that failed before it was asked
 
     def batches(self) -> list[Any] | None:
         """Batches as the step gets them, for the lead; the others may get None.
@@ -80,10 +84,21 @@ class Peek:
         if self._example is not None:
             with isolate_rng():
                 return [self._transfer(self._example)] * self._count  # every process has it
-        loaders = self._source.dataloader()
+        loaders = self._loaders()
         batches = self._draw(loaders.iterables if isinstance(loaders, CombinedLoader) else loaders)
         with isolate_rng():
             return self._world.on_lead(lambda: [self._transfer(batch) for batch in batches], share=False)
+
+    def _loaders(self) -> Any:
+        """What the source gives, which it gives once more when the Trainer asks it."""
+        source, loaders = self._source, _request_dataloader(self._source)
+
+        def again() -> Any:
+            del source.dataloader
+            return loaders
+
+        source.dataloader = again  # type: ignore[method-assign]
+        return loaders
 
     def _draw(self, loaders: Any) -> list[Any]:
         """Lists, tuples and dicts of loaders give batches of the same form."""

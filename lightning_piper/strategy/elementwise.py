@@ -1,7 +1,8 @@
-"""Does an optimizer treat each element on its own? Found out by running it, for no list of names would be complete.
+"""Does an optimizer treat each element on its own, or each parameter? Found out by running it, for no list of names is complete.
 
-An optimizer that does can be given pieces of parameters. One that looks at a whole parameter (at its norm, its rows, its matrix)
-would do something else with a piece, and nobody would notice.
+An optimizer that does can be given pieces of parameters, or some of the parameters. One that looks at a whole parameter (at its
+norm, its rows, its matrix) would do something else with a piece, one that looks at all of them would with those of one stage, and
+nobody would notice.
 """
 
 from __future__ import annotations
@@ -20,7 +21,7 @@ from torch.optim import Optimizer
 SHAPE, CUT = (6, 10), 25  # of the parameter that is tried, and where it is cut in two; the first piece ends within a row
 SCALES = (0.1, 1.0, 10.0, 1.0)  # of the gradients, one for each step
 # The same kernels may round an element differently at the end of a longer vector; a norm changes it by more than a tenth.
-TOLERANCE = {"rtol": 1e-9, "atol": 1e-12}
+RTOL, ATOL = 1e-9, 1e-12
 
 
 class NotElementwise(Exception):
@@ -72,13 +73,7 @@ def state_keys(optimizer: Optimizer, options: Mapping[str, Any], device: torch.d
     Raises:
         NotElementwise: pieces are not updated as the whole is.
     """
-    options = {k: v.detach().clone() if isinstance(v, Tensor) else v for k, v in options.items()}
-    if "lr" in options:  # a schedule may begin with 0
-        options["lr"] = torch.full_like(options["lr"], 0.01) if isinstance(options["lr"], Tensor) else 0.01
-    generator = torch.Generator().manual_seed(0)
-    value = torch.randn(SHAPE, dtype=torch.float64, generator=generator)
-    value[SHAPE[0] // 2 :] *= 5
-    grads = [scale * torch.randn(SHAPE, dtype=torch.float64, generator=generator) for scale in SCALES]
+    value, grads = _course(0)
     parts = (slice(0, CUT), slice(CUT, math.prod(SHAPE)))
     try:
         whole, state = _trained(optimizer, options, value, grads, device)
@@ -99,18 +94,63 @@ def state_keys(optimizer: Optimizer, options: Mapping[str, Any], device: torch.d
     return StateKeys(frozenset(cut), frozenset(once))
 
 
+def sees_others(optimizer: Optimizer, options: Mapping[str, Any], device: torch.device) -> bool:
+    """Does it update a parameter otherwise when there is another one? False also where this cannot be tried: for an optimizer that
+    cannot be made of its defaults, or draws random numbers.
+
+    Args:
+        optimizer, options, device: as for `state_keys`.
+    """
+    courses = [_course(0), _course(1)]
+    try:
+        together, again = (_steps(optimizer, options, courses, device, seed)[0] for seed in (0, 1))
+        apart = [_steps(optimizer, options, [course], device)[0][0] for course in courses]
+    except Exception:
+        return False
+    drawn = any(not torch.equal(x, y) for x, y in zip(together, again, strict=True))
+    return not drawn and any(not _close(x, y) for x, y in zip(together, apart, strict=True))
+
+
+def _course(seed: int) -> tuple[Tensor, list[Tensor]]:
+    """A parameter's values, and its gradients in some steps."""
+    generator = torch.Generator().manual_seed(seed)
+    value = torch.randn(SHAPE, dtype=torch.float64, generator=generator)
+    value[SHAPE[0] // 2 :] *= 5
+    return value, [scale * torch.randn(SHAPE, dtype=torch.float64, generator=generator) for scale in SCALES]
+
+
 def _trained(
     optimizer: Optimizer, options: Mapping[str, Any], value: Tensor, grads: Sequence[Tensor], device: torch.device
 ) -> tuple[Tensor, dict[str, Any]]:
-    """The parameter and its state after some steps, with random numbers of their own."""
-    param = nn.Parameter(value.clone().to(device))
+    """The parameter and its state after some steps."""
+    (param,), (state,) = _steps(optimizer, options, [(value, grads)], device)
+    return param, state
+
+
+def _steps(
+    optimizer: Optimizer,
+    options: Mapping[str, Any],
+    courses: Sequence[tuple[Tensor, Sequence[Tensor]]],
+    device: torch.device,
+    seed: int = 0,
+) -> tuple[list[Tensor], list[dict[str, Any]]]:
+    """The parameters and their states after some steps of a copy, with random numbers of their own."""
+    options = {k: v.detach().clone() if isinstance(v, Tensor) else v for k, v in options.items()}
+    if "lr" in options:  # a schedule may begin with 0
+        options["lr"] = torch.full_like(options["lr"], 0.01) if isinstance(options["lr"], Tensor) else 0.01
+    params = [nn.Parameter(value.clone().to(device)) for value, _ in courses]
     with isolate_rng():
-        torch.manual_seed(0)
-        copy = remade(optimizer, [{**options, "params": [param]}])
-        for grad in grads:
-            param.grad = grad.clone().to(device)
+        torch.manual_seed(seed)
+        copy = remade(optimizer, [{**options, "params": params}])
+        for grads in zip(*(grads for _, grads in courses), strict=True):
+            for param, grad in zip(params, grads, strict=True):
+                param.grad = grad.clone().to(device)
             copy.step()
-    return param.detach(), copy.state[param]
+    return [param.detach() for param in params], [copy.state[param] for param in params]
+
+
+def _close(x: Tensor, y: Tensor) -> bool:
+    return torch.allclose(x, y, rtol=RTOL, atol=ATOL, equal_nan=True)
 
 
 def _compare(what: str, whole: Any, pieces: Sequence[Any]) -> None:
@@ -118,7 +158,7 @@ def _compare(what: str, whole: Any, pieces: Sequence[Any]) -> None:
         flat = whole.flatten()
         if all(isinstance(piece, Tensor) for piece in pieces):
             joined = torch.cat([piece.flatten() for piece in pieces])
-            if joined.shape == flat.shape and torch.allclose(joined, flat, equal_nan=True, **TOLERANCE):
+            if joined.shape == flat.shape and _close(joined, flat):
                 return
     elif all(type(piece) is type(whole) and piece == whole for piece in pieces):
         return

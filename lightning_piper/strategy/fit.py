@@ -6,6 +6,7 @@ from typing import Any
 
 import lightning.pytorch as pl
 import torch
+from lightning.pytorch.callbacks import ThroughputMonitor
 from lightning.pytorch.plugins.precision import Precision
 from lightning.pytorch.utilities.seed import isolate_rng
 from torch.optim import Optimizer
@@ -14,9 +15,10 @@ from lightning_piper.capture import flatten
 from lightning_piper.profile import Recording
 from lightning_piper.strategy.agreement import BatchCheck, agree_on_loader, share_random_state
 from lightning_piper.strategy.bridge import Bridge
-from lightning_piper.strategy.checks import check_optimizers, check_stays_captured, switches
+from lightning_piper.strategy.checks import check_optimizers, check_runs_once, check_stays_captured, switches
 from lightning_piper.strategy.data import Peek
 from lightning_piper.strategy.engine import Engine
+from lightning_piper.strategy.gradients import absent, mark
 from lightning_piper.strategy.machine import Settings
 from lightning_piper.strategy.optimizer import ShardedOptimizer
 from lightning_piper.strategy.ownership import Ownership
@@ -39,6 +41,7 @@ class Fit:
     Attributes:
         seed: the one that is used.
         running: the module is distributed; it is not after `close`.
+        fresh: the step has not run on the current batch yet.
         report: of the verification by execution, on the lead.
         recording: what records the steps, if anything does.
     """
@@ -61,13 +64,15 @@ class Fit:
         self.recording: Recording | None = None
         self._switches = switches(module)
         self._suspended = suspend(module, world)
+        _count_replicas(module.trainer, world)
         self.ownership = Ownership(module, self.engine.first, world)
         self.ownership.distribute()
         self.engine.bind(self.ownership)
+        self._absent = absent(self.ownership, self.engine.first)
         self._bridge = Bridge(self.ownership.owned_params, world.device)
         self._check = BatchCheck(world)
         self._epoch = -1
-        self.running = True
+        self.running = self.fresh = True
         self.optimizer: ShardedOptimizer | None = None
         self._clipping: GlobalNormClipping | None = None
         self._scaling: LossScaling | None = None
@@ -100,6 +105,8 @@ class Fit:
         if epoch != self._epoch:
             check_stays_captured(self._module, self._switches)
             self._epoch = epoch
+        check_runs_once(self.fresh, self._world.size)
+        self.fresh = False
         leaves, layout = flatten(batch)
         self._check.post(layout, leaves)
         prepared = self.engine.prepared(layout)
@@ -110,6 +117,7 @@ class Fit:
         result = self.engine.step(prepared, leaves, self.seed + number, scale, last)
         if self.recording is not None:
             self.recording.after(prepared, number)
+        mark(self._absent)
         prepared.replay(self._module, result.metrics)
         assert prepared.replay.dtype is not None
         value = result.metrics[0].to(prepared.replay.dtype, copy=True)
@@ -129,3 +137,14 @@ class Fit:
             self._check.finish()
             self.ownership.restore()
             self.engine.close()
+
+
+def _count_replicas(trainer: pl.Trainer, world: World) -> None:
+    """Let monitors of the throughput multiply what a process sees by the number of replicas, not of processes. What they call a
+    device is then a replica."""
+    for callback in trainer.callbacks:  # type: ignore[attr-defined]
+        if isinstance(callback, ThroughputMonitor):
+            for throughput in callback._throughputs.values():  # made anew for each fit
+                if throughput.available_flops is not None:
+                    throughput.available_flops *= world.size // world.count
+                throughput.world_size = world.count

@@ -17,7 +17,7 @@ from lightning_piper.compiler import Compiled
 from lightning_piper.errors import PiperError
 from lightning_piper.ir.buckets import flattened, view_as
 from lightning_piper.ir.nodes import Chunk, Parameters
-from lightning_piper.strategy.elementwise import NotElementwise, StateKeys, remade, state_keys
+from lightning_piper.strategy.elementwise import NotElementwise, StateKeys, remade, sees_others, state_keys
 from lightning_piper.strategy.layout import Piece
 from lightning_piper.strategy.ownership import Ownership
 from lightning_piper.strategy.world import LEAD, World
@@ -35,7 +35,8 @@ class ShardedOptimizer:
         compiled: says which directive shards what.
 
     Raises:
-        PiperError: a parameter is sharded, and the optimizer does not treat each element on its own.
+        PiperError: a parameter is sharded, and the optimizer does not treat each element on its own; or processes have different
+            parameters, and it does not treat each parameter on its own.
     """
 
     def __init__(self, optimizer: Optimizer, ownership: Ownership, compiled: Compiled, world: World) -> None:
@@ -45,6 +46,8 @@ class ShardedOptimizer:
         self._labels: list[list[str] | None] = [
             list(g["param_names"]) if "param_names" in g else None for g in optimizer.param_groups
         ]
+        if world.size > 1 and len({frozenset(compiled.params_on(device)) for device in compiled.plans}) > 1:
+            self._check_alone()
         self._keys = self._checked(compiled)
         owned = ownership.owned_params
         self._kept = [[name is None or name in owned for name in group] for group in self._names]
@@ -57,6 +60,17 @@ class ShardedOptimizer:
             if "param_names" in group:
                 group["param_names"][:] = [x for x, keep in zip(group["param_names"], kept, strict=True) if keep]
         self._make_state()
+
+    def _check_alone(self) -> None:
+        """The processes have different parameters. All processes find the same."""
+        found = [{k: v for k, v in group.items() if k not in ("params", "param_names")} for group in self.optimizer.param_groups]
+        for options in {repr(options): options for options in found}.values():
+            if sees_others(self.optimizer, options, self._world.device):
+                raise PiperError(
+                    f"PiperStrategy: {type(self.optimizer).__name__} updates a parameter otherwise when there are others, so it "
+                    "must see all of them, but each process has those of its stage. Use an optimizer that treats each parameter "
+                    "on its own (SGD, AdamW, Muon, ...); gradients are clipped with Trainer(gradient_clip_val=...)"
+                )
 
     def _checked(self, compiled: Compiled) -> StateKeys:
         """What the state of parameters in pieces consists of. All processes find the same."""

@@ -30,7 +30,7 @@ from lightning_piper.directives import replicas_of
 from lightning_piper.errors import PiperError
 from lightning_piper.profile import PiperProfiler, Recording, Schedule, schedule_of, wanted
 from lightning_piper.strategy.checkpoint import KEY, check_target, found_at, remove_in_one_go, save_in_one_go, seed_of
-from lightning_piper.strategy.checks import check_fit
+from lightning_piper.strategy.checks import check_fit, one_of
 from lightning_piper.strategy.data import Peek
 from lightning_piper.strategy.evaluating import EvaluatingStrategy
 from lightning_piper.strategy.evaluation import Evaluation
@@ -96,9 +96,9 @@ class PiperStrategy(EvaluatingStrategy):
         precision_plugin: Precision | None = None,
     ) -> None:
         super().__init__(accelerator, parallel_devices, cluster_environment, checkpoint_io, precision_plugin)
-        _one_of("verify", verify, ACCEPTED)
-        _one_of("transport", transport, ("process", "local"))
-        _one_of("checkpoint", checkpoint, ("consolidated", "sharded"))
+        one_of("verify", verify, ACCEPTED)
+        one_of("transport", transport, ("process", "local"))
+        one_of("checkpoint", checkpoint, ("consolidated", "sharded"))
         if start_method != "popen":
             raise PiperError(
                 f"PiperStrategy(start_method={start_method!r}): a spawned or forked worker cannot hand a module back whose parts "
@@ -260,6 +260,10 @@ class PiperStrategy(EvaluatingStrategy):
             return self._fit.loader(dataloader)
         return dataloader if self._evaluation is None else self._evaluation_data(dataloader)
 
+    def on_train_batch_start(self, batch: Any, batch_idx: int) -> None:
+        if self._fit is not None:
+            self._fit.fresh = True
+
     def training_step(self, batch: Any, *args: Any, **kwargs: Any) -> torch.Tensor:
         assert self._fit is not None and self.lightning_module is not None
         trainer = self.lightning_module.trainer
@@ -393,8 +397,3 @@ class PiperStrategy(EvaluatingStrategy):
     def remove_checkpoint(self, filepath: str | Path) -> None:
         if self.is_global_zero:
             remove_in_one_go(self.checkpoint_io, filepath)
-
-
-def _one_of(name: str, value: object, accepted: tuple[str, ...]) -> None:
-    if value not in accepted:
-        raise PiperError(f"PiperStrategy({name}={value!r}): accepted are {', '.join(map(repr, accepted))}")

@@ -201,6 +201,8 @@ def _part(x: torch.Tensor, shape: tuple[int, ...], part: Slice, size: int) -> to
 
 
 def _distance(a: torch.Tensor, b: torch.Tensor) -> float:
+    if a.numel() == 0:
+        return 0.0
     difference = float(torch.where(a == b, 0.0, a - b).abs().max())  # masks hold -inf on both sides
     finite = a[a.isfinite()]
     distance = difference / ((float(finite.abs().max()) if finite.numel() else 0.0) or 1.0)

@@ -31,8 +31,9 @@ class Comparison:
 
     Attributes:
         verdict: in words.
-        distance: the largest difference, relative to the largest value of the tensor in question.
-        first: the first gradient, metric or buffer that is not bitwise equal (for `differs`: that is out of bounds).
+        distance: the largest difference within one gradient, metric or buffer, relative to its largest value: of that which comes
+            nearest to its bound. (A gradient that is zero but for rounding, as of a bias of attention keys, moves by its own size.)
+        first: its name; for `differs`, of the first one that is out of bounds.
         allowed: the distance that rounding alone explains for it.
     """
 
@@ -229,8 +230,8 @@ def compare(expected: Outcome, found: Outcome, rounding: Mapping[str, float]) ->
         distance, allowed = _distance(a, b), ALLOWANCE * max(rounding.get(name, 0.0), _eps(name, a, expected))
         if not distance <= allowed:
             return Comparison("differs", distance, name, allowed)
-        if worst.first is None or distance > worst.distance:
-            worst = Comparison("equal within rounding", distance, worst.first or name, allowed)
+        if worst.first is None or distance * worst.allowed > worst.distance * allowed:
+            worst = Comparison("equal within rounding", distance, name, allowed)
     return worst
 
 

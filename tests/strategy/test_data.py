@@ -71,6 +71,41 @@ def test_no_batch_is_lost(source, given):
     assert all(torch.equal(a, b) for a, b in zip(module.seen, expected, strict=True))
 
 
+@pytest.mark.parametrize("reload", [0, 1])
+def test_a_module_is_asked_for_its_data_as_often_as_without_the_look(reload):
+    """What it gives can be read once; a Trainer that reloads asks anew in each epoch."""
+
+    class Asked(Seeing):
+        count = 0
+
+        def train_dataloader(self):
+            self.count += 1
+            return (batch for batch in batches())
+
+    results = []
+    for strategy in ("auto", local()):
+        module = Asked()
+        epochs = 3 if reload else 1
+        fit, _ = trainer(strategy, max_steps=-1, max_epochs=epochs, reload_dataloaders_every_n_epochs=reload)
+        fit.fit(module)
+        results.append((module.count, torch.stack(module.seen)))
+    assert results[0][0] == results[1][0] == (3 if reload else 1)
+    assert torch.equal(results[0][1], results[1][1])
+
+
+def test_data_of_a_fit_that_failed_are_not_kept():
+    class Fails(Seeing):
+        def configure_optimizers(self):
+            raise ZeroDivisionError
+
+    fit, _ = trainer(local(), max_steps=-1, max_epochs=1)
+    with pytest.raises(ZeroDivisionError):
+        fit.fit(Fails(), vectors(seed=1))
+    module = Seeing()
+    fit.fit(module, vectors())
+    assert torch.equal(module.seen[0], batches()[0][0])
+
+
 def test_several_loaders():
     class Two(Seeing):
         def training_step(self, batch, batch_idx):

@@ -6,8 +6,8 @@ import pytest
 import torch
 from torch import nn, optim
 
-from lightning_piper.strategy.elementwise import NotElementwise, remade, state_keys
-from tests.strategy.optimizers import Argued, Lamb, Optional
+from lightning_piper.strategy.elementwise import NotElementwise, remade, sees_others, state_keys
+from tests.strategy.optimizers import Argued, Clipping, Lamb, Noisy, Optional
 
 CPU = torch.device("cpu")
 GOOD = {
@@ -66,6 +66,22 @@ def test_whole_parameters(name):
     optimizer = made(kind, options)
     with pytest.raises(NotElementwise, match=words):
         state_keys(optimizer, options_of(optimizer), CPU)
+
+
+ALONE = {**GOOD, "Adafactor": BAD["Adafactor"][:2], "Lamb": BAD["Lamb"][:2], "noisy": (Noisy, {"lr": 0.1})}
+if "Muon" in BAD:
+    ALONE["Muon"] = BAD["Muon"][:2]
+
+
+@pytest.mark.parametrize("name", ALONE)
+def test_parameter_by_parameter(name):
+    optimizer = made(*ALONE[name])
+    assert not sees_others(optimizer, options_of(optimizer), CPU)
+
+
+def test_all_parameters_together():
+    optimizer = made(Clipping, {})
+    assert sees_others(optimizer, options_of(optimizer), CPU)
 
 
 def test_settings_beside_the_defaults_count():

@@ -181,6 +181,25 @@ def test_early_stopping_and_plateau_see_the_logged_values():
     assert fit.optimizers[0].param_groups[0]["lr"] < 1.0
 
 
+def test_the_batch_size_finder_tries_sizes_in_one_process(tmp_path):
+    class Sized(MLP):
+        batch_size = 4
+
+        def train_dataloader(self):
+            return vectors(batch_size=self.batch_size)
+
+    results = []
+    for strategy in ("auto", local()):
+        torch.manual_seed(0)
+        module = Sized()
+        finder = L.pytorch.callbacks.BatchSizeFinder(init_val=4, steps_per_trial=2, max_trials=2)
+        fit, record = trainer(strategy, [finder], max_steps=-1, max_epochs=1, default_root_dir=tmp_path)
+        fit.fit(module)
+        assert (module.batch_size, finder.optimal_batch_size, len(record.losses)) == (8, 8, 5)
+        results.append(values(module))
+    assert distance(*results) < 1e-5
+
+
 def test_evaluation_in_one_process_is_lightnings_own():
     class Validated(MLP):
         def validation_step(self, batch, batch_idx):

@@ -1,0 +1,110 @@
+"""Gradients that a process does not have: nobody takes them for none, and their norms can be had all the same.
+
+Code in hooks walks over `module.parameters()` and leaves out those whose gradient is None, as if nothing had used them. A parameter
+of another process, or one that is in pieces, has a gradient, but not here. So it gets one that says so to whoever looks into it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+import lightning.pytorch as pl
+import torch
+from lightning.pytorch.utilities import grad_norm as norm_in_one_process
+
+from lightning_piper.compiler import Compiled
+from lightning_piper.errors import PiperError
+from lightning_piper.strategy.ownership import Ownership
+from lightning_piper.strategy.world import World
+
+_VALUES = ("data", "T", "mT", "H", "mH", "real", "imag")  # of a tensor's attributes, those that are tensors
+_ALLOWED = ("size", "dim", "numel", "is_floating_point", "requires_grad_", "detach_", "zero_")
+
+
+class Elsewhere(torch.Tensor):
+    """A gradient without values, of a parameter without values. It has a shape and a dtype, and an error for everything else."""
+
+    of_parameter: str
+
+    @staticmethod
+    def of(param: torch.Tensor, name: str) -> Elsewhere:
+        found = torch.empty_like(param, requires_grad=False).as_subclass(Elsewhere)
+        found.of_parameter = name
+        return found
+
+    @classmethod
+    def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        attribute = getattr(getattr(func, "__self__", None), "__name__", None)
+        if func.__name__ in _ALLOWED or (func.__name__ == "__get__" and attribute not in _VALUES):
+            with torch._C.DisableTorchFunctionSubclass():
+                return func(*args, **(kwargs or {}))
+        raise PiperError(
+            f"PiperStrategy: {_name(args)}the gradient is not whole in this process, for the parameter is another stage's, or in "
+            "pieces. For norms use lightning_piper.grad_norm(module, norm_type), for clipping Trainer(gradient_clip_val=...); "
+            "trainer.optimizers have the parameters and pieces of this process, with their gradients"
+        )
+
+    def __repr__(self) -> str:  # type: ignore[override]
+        return f"<gradient of {self.of_parameter!r}, not whole in this process>"
+
+
+def _name(args: Any) -> str:
+    """Of the first parameter among arguments of an operation."""
+    for x in args:
+        if isinstance(x, Elsewhere):
+            return f"parameter {x.of_parameter!r}: "
+        if isinstance(x, list | tuple) and (found := _name(x)):
+            return found
+    return ""
+
+
+def absent(ownership: Ownership, compiled: Compiled) -> dict[str, torch.nn.Parameter]:
+    """The module's parameters that get gradients, but not whole in this process."""
+    used: set[str] = set().union(*(compiled.params_on(device) for device in compiled.plans))
+    return {name: x for name, x in ownership.params.items() if x.is_meta and x.requires_grad and name in used}
+
+
+def mark(params: Mapping[str, torch.nn.Parameter]) -> None:
+    """Give these parameters gradients that are elsewhere."""
+    for name, param in params.items():
+        if param.grad is None:
+            param.grad = Elsewhere.of(param, name)
+
+
+def grad_norm(module: pl.LightningModule, norm_type: float | str = 2, group_separator: str = "/") -> dict[str, torch.Tensor]:
+    """The norm of each parameter's gradient, and of all together, like `lightning.pytorch.utilities.grad_norm`, but of the whole
+    module also where it is on several processes. Collective there: call it on all processes, as hooks are.
+
+    Args:
+        module: in a fit, with any strategy.
+        norm_type: p of the norm, above zero; `inf` for the largest element.
+        group_separator: between the word for the norm and the parameter's name.
+
+    Returns:
+        `grad_{p}_norm/{name}` -> norm, of every parameter that has a gradient, and `grad_{p}_norm_total`; the same everywhere.
+    """
+    strategy: Any = module.trainer.strategy
+    fit = getattr(strategy, "_fit", None)
+    if fit is None or fit.ownership.whole:
+        return norm_in_one_process(module, norm_type, group_separator)  # type: ignore[return-value]
+    p = float(norm_type)
+    if not p > 0:
+        raise PiperError(f"grad_norm(norm_type={norm_type!r}): give a number above zero, or 'inf'")
+    found = _norms(fit.ownership, strategy.world, p)
+    named = {f"grad_{p}_norm{group_separator}{name}": norm for name, norm in found.items()}
+    if named:
+        named[f"grad_{p}_norm_total"] = torch.linalg.vector_norm(torch.stack(list(named.values())), p)
+    return named
+
+
+def _norms(ownership: Ownership, world: World, p: float) -> dict[str, torch.Tensor]:
+    """Name -> norm of the gradient, of the parameters that have one. Collective."""
+    grads = {n: x.grad for n, x in ownership.owned_params.items() if x.grad is not None and ownership.speaks_for(n)}
+    own = torch.stack([torch.linalg.vector_norm(g.double(), p) for g in grads.values()]).tolist() if grads else []
+    parts: dict[str, list[float]] = {}
+    for found in world.gather(dict(zip(grads, own, strict=True))):
+        for name, norm in found.items():
+            parts.setdefault(name, []).append(norm)
+    params = ownership.params
+    return {n: torch.linalg.vector_norm(torch.tensor(parts[n], dtype=params[n].dtype), p) for n in params if n in parts}

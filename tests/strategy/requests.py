@@ -1,0 +1,99 @@
+"""What a fit over processes says to requests that it cannot fulfil, and what collectives in hooks give; with all of `options`, one
+launch.
+"""
+
+from __future__ import annotations
+
+import logging
+from pathlib import Path
+from typing import Any
+
+import lightning as L
+import torch
+from lightning.pytorch import callbacks as cb
+
+import lightning_piper as piper
+from tests.strategy.fitting import sharing_captures
+from tests.strategy.optimizers import Clipping
+from tests.strategy.options import PROGRAMS, Net, Run, Seen, Sized, run_all
+
+
+def refusals(run: Run) -> dict[str, str]:
+    """What is asked for -> what a fit says to it."""
+
+    class SAM(torch.optim.SGD):
+        """Goes uphill by a step whose length is measured over all gradients, and takes the gradients from there."""
+
+        @torch.no_grad()
+        def step(self, closure: Any = None) -> Any:  # type: ignore[override]
+            closure = torch.enable_grad()(closure)
+            loss = closure()
+            params = [p for group in self.param_groups for p in group["params"] if p.grad is not None]
+            uphill = [0.05 * p.grad / torch.nn.utils.get_total_norm([p.grad for p in params]) for p in params]
+            torch._foreach_add_(params, uphill)
+            closure()
+            torch._foreach_sub_(params, uphill)
+            super().step()
+            return loss
+
+    class Twice(Net):
+        def configure_optimizers(self) -> Any:
+            return SAM([p for p in self.parameters() if p.requires_grad], lr=0.1)
+
+    class Foreign(Net):
+        def backward(self, loss: Any) -> None:
+            (loss + sum(p.square().sum() for p in self.parameters())).backward()
+
+    class Together(Net):
+        def configure_optimizers(self) -> Any:
+            return Clipping([p for p in self.parameters() if p.requires_grad])
+
+    def said(**options: Any) -> str:
+        try:
+            run.fit(max_epochs=1, **options)
+        except (piper.PiperError, RuntimeError) as error:
+            return f"{type(error).__name__}: {error}"
+        return "nothing"
+
+    return {
+        "sync_batchnorm": said(sync_batchnorm=True),
+        "batch sizes": said(callbacks=[cb.BatchSizeFinder()], module=Sized()),
+        "swa": said(callbacks=[cb.StochasticWeightAveraging(1e-2)]),
+        "ema": said(callbacks=[cb.EMAWeightAveraging()]),
+        "16-true": said(precision="16-true"),
+        "closure": said(module=Twice()),
+        "together": said(module=Together()),
+        "penalty": said(module=Foreign()),
+        "control": said(),
+    }
+
+
+def collectives(run: Run) -> Seen:
+    """What each process gets from the operations that hooks may use."""
+    found: Seen = {}
+
+    class Asks(L.Callback):
+        def on_train_batch_end(self, trainer: L.Trainer, module: Any, *args: Any) -> None:
+            strategy, own = trainer.strategy, torch.tensor(float(trainer.global_rank + 1))
+            found["all_gather"] = module.all_gather(own)
+            found["mean"], found["sum"] = strategy.reduce(own), strategy.reduce(own, reduce_op="sum")
+            found["broadcast"] = strategy.broadcast(f"from {trainer.global_rank}")
+            found["any"] = strategy.reduce_boolean_decision(trainer.global_rank == 0, all=False)
+            found["all"] = strategy.reduce_boolean_decision(trainer.global_rank == 0, all=True)
+            strategy.barrier()
+            module.log("rank", own, sync_dist=True)
+
+    trainer = run.fit([Asks()], max_steps=1)
+    return found | {"logged": trainer.callback_metrics["rank"]}
+
+
+@sharing_captures
+def work(rank: int, folder: Path) -> dict[str, dict[str, Seen]]:
+    """One process's side: program -> trial -> what it saw."""
+    logging.getLogger("lightning.pytorch").setLevel(logging.ERROR)
+    found: dict[str, dict[str, Seen]] = {}
+    for program in PROGRAMS:
+        found[program] = run_all(program, folder)
+        found[program]["collectives"] = collectives(Run(program, folder))
+        found[program]["refusals"] = refusals(Run(program, folder))
+    return found

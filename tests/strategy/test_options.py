@@ -1,0 +1,110 @@
+"""Callbacks and options of the Trainer do over processes what they do on one device, or say that they cannot."""
+
+from __future__ import annotations
+
+import re
+from typing import Any
+
+import pytest
+import torch
+
+from tests.distributed.processes import launch
+from tests.strategy.options import PROGRAMS, TRIALS, run_all
+from tests.strategy.requests import work
+
+# What Lightning does in the process of rank 0 only.
+LEADS = {"summary": ("rows", "counts"), "throughput": ("samples", "factors")}
+
+
+@pytest.fixture(scope="module")
+def ranks(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("options")
+    found = launch(2, work, folder / "run", folder, joined=False)
+    for rank in found:
+        assert isinstance(rank, dict), rank
+    return found
+
+
+@pytest.fixture(scope="module")
+def plain(tmp_path_factory):
+    with torch.random.fork_rng():
+        return run_all(None, tmp_path_factory.mktemp("plain"))
+
+
+def differences(a: Any, b: Any, path: str = "") -> list[str]:
+    """Where two nested outcomes are not equal but for the rounding of float64."""
+    if isinstance(a, dict) and isinstance(b, dict) and a.keys() == b.keys():
+        return [found for key in a for found in differences(a[key], b[key], f"{path}.{key}")]
+    if isinstance(a, list) and isinstance(b, list) and len(a) == len(b):
+        return [found for i in range(len(a)) for found in differences(a[i], b[i], f"{path}[{i}]")]
+    if isinstance(a, torch.Tensor | float) and type(a) is type(b):
+        x, y = torch.as_tensor(a).double(), torch.as_tensor(b).double()
+        return [] if x.shape == y.shape and torch.allclose(x, y, rtol=1e-9, atol=1e-12) else [f"{path}: {a} {b}"]
+    return [] if type(a) is type(b) and a == b else [f"{path}: {a} {b}"]
+
+
+@pytest.mark.parametrize("name", [name for name in TRIALS if name != "gradient_norms"])
+@pytest.mark.parametrize("program", PROGRAMS)
+def test_as_on_one_device(name, program, ranks, plain):
+    for rank, found in enumerate(ranks):
+        expected, seen = dict(plain[name]), dict(found[program][name])
+        for key in LEADS.get(name, ()):
+            if rank > 0:
+                del expected[key]
+                seen.pop(key, None)
+        if name == "throughput" and rank == 0:
+            # What all devices do together: only there where data are divided, and of each replica once.
+            assert (expected.pop("factors"), seen.pop("factors")) == ({0}, {0} if program == "PP2" else {2})
+        assert differences(expected, seen) == []
+
+
+@pytest.mark.parametrize("program", PROGRAMS)
+def test_gradient_norms_are_those_of_the_whole_module(program, ranks, plain):
+    expected = plain["gradient_norms"]
+    assert expected["refusals"] == set() and len(expected["norms"][0]) == 6
+    for found in ranks:
+        seen = found[program]["gradient_norms"]
+        assert differences({**expected, "refusals": None}, {**seen, "refusals": None}) == []
+        (refusal,) = {said.split(": ", 2)[2] for said in seen["refusals"]}
+        assert refusal.startswith("the gradient is not whole in this process") and "lightning_piper.grad_norm" in refusal
+
+
+def test_what_one_device_does_depends_on_the_options(plain):
+    """So that what is equal is not equal by chance."""
+    several = [
+        plain["early_stopping"], plain["early_stopping_within_an_epoch"], *plain["schedulers"].values(),
+        plain["accumulation_schedule"], *(plain["limits"][key] for key in ("number", "part", "overfit", "fast", "some", "steps")),
+        *(plain["switches"][key] for key in ("anomaly", "deterministic", "by value", "by norm")),
+    ]  # fmt: skip
+    found = [seen["values"]["first.0.weight"] for seen in several]
+    alike = [(i, k) for i in range(len(found)) for k in range(i) if torch.equal(found[i], found[k])]
+    assert alike == []
+    assert plain["throughput"]["samples"] and plain["device_stats"]["stats"] and plain["lr_finder"]["found"]
+    assert plain["checkpoints"]["names"] != [] and plain["summary"]["counts"][:2] == [496, 480]
+
+
+def test_collectives_in_hooks(ranks):
+    """Each replica counts once; the processes of one keep what they have."""
+    for rank, found in enumerate(ranks):
+        for program, mean, total in (("PP2", rank + 1.0, rank + 1.0), ("ZeRO-3", 1.5, 3.0)):
+            seen = found[program]["collectives"]
+            assert torch.equal(seen["all_gather"], torch.tensor([1.0, 2.0]))
+            assert (float(seen["mean"]), float(seen["sum"]), float(seen["logged"])) == (mean, total, mean)
+            assert (seen["broadcast"], seen["any"], seen["all"]) == ("from 0", True, False)
+
+
+@pytest.mark.parametrize("program", PROGRAMS)
+@pytest.mark.parametrize("what, words", [
+    ("sync_batchnorm", "sync_batchnorm=True is not supported"),
+    ("batch sizes", "choose batch_size"),
+    ("swa", "StochasticWeightAveraging copies the module"),
+    ("ema", "EMAWeightAveraging copies the module"),
+    ("16-true", "precision '16-true' is not supported"),
+    ("closure", "ran the closure twice on one batch|SAM does not treat each element"),
+    ("together", "Clipping updates a parameter otherwise when there are others|Clipping does not treat each element"),
+    ("penalty", "meta"),
+    ("control", "nothing"),
+])  # fmt: skip
+def test_refusals(program, what, words, ranks):
+    for found in ranks:
+        assert re.search(words, found[program]["refusals"][what])
