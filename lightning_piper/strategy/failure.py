@@ -127,52 +127,50 @@ class _Judge:
 
     Attributes:
         lines: that are open -> rank; None before it has said who it is.
+        awaited: ranks that have not said so yet.
         ended: ranks whose fit is over.
         failed: what ranks said whose communication failed, in the order in which they did.
         places: where ranks are, of those that answered.
+        verdict: as all are told.
     """
 
     def __init__(self, server: socket.socket, size: int, token: str) -> None:
         self._server, self._size, self._token = server, size, token
         self.lines: dict[Connection, int | None] = {}
+        self.awaited = set(range(size))
         self.ended: set[int] = set()
         self.failed: dict[int, str] = {}
         self.places: dict[int, Message] = {}
-        self._until: float | None = None  # when the verdict is due
+        self.verdict: Message | None = None
+        self._until: float | None = None  # when the verdict is due; after it, when nobody is awaited any longer
 
     def run(self) -> None:
-        verdict: tuple[int, str] | None = None
-        while verdict is None and len(self.ended) < self._size:
-            for ready in wait(
-                [self._server, *self.lines], None if self._until is None else max(0.0, self._until - time.monotonic())
-            ):
-                if ready is self._server:
-                    self.lines[_line(self._server.accept()[0])] = None
+        # To the end of all lines, also after the verdict: a line that breaks would look like the end of the lead.
+        while self.awaited or any(rank is not None for rank in self.lines.values()):
+            patience = None if self._until is None else max(0.0, self._until - time.monotonic())
+            for ready in wait([*self.lines, *([self._server] if self.awaited else [])], patience):
+                if isinstance(ready, Connection):
+                    self._heard(ready)
                 else:
-                    assert isinstance(ready, Connection)
-                    verdict = verdict or self._heard(ready)
-            if verdict is None and self._until is not None and time.monotonic() >= self._until:
-                verdict = self._verdict()
-        self._server.close()
-        if verdict is not None:
-            self._tell({"first": verdict[0], "why": verdict[1], "silent": self._silent() if verdict[1] == SILENT else []})
-        while self.lines:  # until all have gone: a line that breaks would look like the end of the lead
-            for ready in wait(list(self.lines)):
-                assert isinstance(ready, Connection)
-                if _receive(ready) is None:
-                    self._drop(ready)
-
-    def _heard(self, line: Connection) -> tuple[int, str] | None:
-        """The verdict, if what a rank says, or that its line broke, decides it."""
-        rank, message = self.lines[line], _receive(line)
-        if rank is None:
-            if message is None or not secrets.compare_digest(str(message.get("token")), self._token):
-                self._drop(line)  # of nobody in this run
-            else:
-                self.lines[line] = message["rank"]
-        elif message is None:
+                    with contextlib.suppress(OSError):  # whoever it was has gone again
+                        self.lines[_line(self._server.accept()[0])] = None
+            if self._until is not None and time.monotonic() >= self._until:
+                if self.verdict is None:
+                    self._judge(*self._of_waiting())
+                else:
+                    self.awaited, self._until = set(), None
+        for line in [*self.lines]:
             self._drop(line)
-            return None if rank in self.failed else (rank, GONE)
+        self._server.close()
+
+    def _heard(self, line: Connection) -> None:
+        rank, message = self.lines[line], _receive(line)
+        if message is None:
+            self._drop(line)
+            if rank is not None and rank not in self.failed:
+                self._judge(rank, GONE)
+        elif rank is None:
+            self._greeted(line, message)
         elif "over" in message:
             self.ended.add(rank)
             if rank == LEAD:
@@ -181,16 +179,31 @@ class _Judge:
         elif "at" in message:
             self.places[rank] = message
         elif not message["waited"]:
-            return message["rank"], message["failed"]
+            self._judge(message["rank"], message["failed"])
         else:
             self.failed.setdefault(rank, message["failed"])
             if self._until is None:
                 self._until = time.monotonic() + SETTLE
                 self._tell({"where": True})
-        return None
 
-    def _verdict(self) -> tuple[int, str]:
-        """Of failures in waiting for others alone."""
+    def _greeted(self, line: Connection, message: Message) -> None:
+        if not secrets.compare_digest(str(message.get("token")), self._token):
+            self._drop(line)  # of nobody in this run
+            return
+        self.lines[line] = message["rank"]
+        self.awaited.discard(message["rank"])
+        if self.verdict is not None:
+            _send(line, self.verdict)
+
+    def _judge(self, rank: int, why: str) -> None:
+        """The first verdict stands."""
+        if self.verdict is None:
+            self.verdict = {"first": rank, "why": why, "silent": self._silent() if why == SILENT else []}
+            self._tell(self.verdict)
+            self._until = time.monotonic() + GRACE
+
+    def _of_waiting(self) -> tuple[int, str]:
+        """The verdict where nothing has failed but communication."""
         if silent := self._silent():
             return silent[0], SILENT
         if any(re.search(r"time(d )?out", text, re.IGNORECASE) for text in self.failed.values()):
