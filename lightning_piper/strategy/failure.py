@@ -40,7 +40,7 @@ from lightning_piper.strategy.world import LEAD, World
 GRACE = 5.0  # seconds for a process to fail by itself, with a better message
 SETTLE = 2.0  # seconds from the first word of a communication that failed until the verdict
 PATIENCE = 5.0  # seconds for the lead to answer
-LONGEST = 4000  # characters of an error that are passed on
+LONGEST = 2000  # characters of an error that are passed on; a message is then one write, whichever thread sends it
 
 GONE = "it ended without a word (killed, or short of memory), or lost its connection"
 SILENT = "it does not answer: the process is stopped, or its machine or network is gone"
@@ -192,8 +192,12 @@ class _Judge:
             return
         self.lines[line] = message["rank"]
         self.awaited.discard(message["rank"])
+        if LEAD in self.ended:
+            _send(line, {"left": True})
         if self.verdict is not None:
             _send(line, self.verdict)
+        elif self._until is not None:
+            _send(line, {"where": True})
 
     def _judge(self, rank: int, why: str) -> None:
         """The first verdict stands."""
