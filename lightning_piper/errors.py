@@ -2,7 +2,13 @@
 
 
 class PiperError(Exception):
-    """Base of every error this package raises on purpose."""
+    """Base of every error this package raises on purpose.
+
+    Attributes:
+        rank: of the process that failed, where the others raise its error as well.
+    """
+
+    rank: int | None = None
 
 
 class CaptureError(PiperError):

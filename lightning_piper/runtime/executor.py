@@ -227,7 +227,7 @@ class Executor:
                     position += 1
         except Exception as error:
             where = self.plan.instructions[self._source[position]].where
-            raise ExecutionError(f"device {self.plan.device}: {where} failed: {error}") from error
+            raise ExecutionError(f"device {self.plan.device}: {where} failed: {str(error) or type(error).__name__}") from error
         finally:
             self._streams.leave()
         self.position = position

@@ -18,7 +18,7 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 from lightning_piper.errors import PiperError
-from lightning_piper.strategy.world import World
+from lightning_piper.strategy.world import World, of_rank
 
 T = TypeVar("T")
 MANIFEST = "manifest.json"
@@ -46,9 +46,9 @@ def together(world: World, doing: str, work: Callable[[], T]) -> list[T]:
     except Exception as error:
         failure, cause = f"{doing} failed on rank {world.rank}: {type(error).__name__}: {error}", error
     outcomes = world.gather((value, failure))
-    first = next((text for _, text in outcomes if text is not None), None)
-    if first is not None:
-        raise PiperError(first) from cause
+    for rank, (_, text) in enumerate(outcomes):
+        if text is not None:
+            raise of_rank(rank, PiperError(text)) from cause
     return [value for value, _ in outcomes]
 
 
@@ -61,8 +61,9 @@ def temporary_of(path: Path) -> Path:
 
 
 def earlier_of(path: Path) -> Path:
-    """Where the earlier checkpoint of this name is while a new one takes its place."""
-    return path.with_name(f".{path.name}.old")
+    """Where the earlier checkpoint of this name is while a new one takes its place: whole whenever it is there, and under a name
+    that `fit(ckpt_path="last")` finds, which looks for names that begin and end as that of the last checkpoint."""
+    return path.with_name(f"{path.stem}.earlier{path.suffix}")
 
 
 def located(path: Path) -> Path:
@@ -81,12 +82,11 @@ def prepare(path: Path) -> Path:
     """Clean up after interrupted saves of this checkpoint; returns the temporary name, which is free then."""
     path.parent.mkdir(parents=True, exist_ok=True)
     earlier, temporary = earlier_of(path), temporary_of(path)
-    if os.path.lexists(earlier):
-        if os.path.lexists(path):
-            _delete(earlier)
-        else:
-            os.rename(earlier, path)
     _delete(temporary)
+    if os.path.lexists(path):
+        _retire(earlier, temporary)
+    elif os.path.lexists(earlier):
+        os.rename(earlier, path)
     return temporary
 
 
@@ -96,16 +96,22 @@ def publish(temporary: Path, path: Path) -> None:
         os.rename(path, earlier_of(path))
     os.replace(temporary, path)
     sync(path.parent)
-    _delete(earlier_of(path))
+    _retire(earlier_of(path), temporary)
 
 
 def remove(path: Path) -> None:
     """Remove a checkpoint, and what an interrupted save left of an earlier one of this name."""
-    _delete(earlier_of(path))
+    temporary = temporary_of(path)
+    _delete(temporary)
+    _retire(earlier_of(path), temporary)
+    _retire(path, temporary)
+
+
+def _retire(path: Path, temporary: Path) -> None:
+    """Delete what may be there; what is deleted in part must not look like a checkpoint."""
     if os.path.lexists(path):
-        _delete(temporary_of(path))
-        os.rename(path, temporary_of(path))  # what is removed in part must not look like a checkpoint
-    _delete(temporary_of(path))
+        os.rename(path, temporary)
+    _delete(temporary)
 
 
 def _delete(path: Path) -> None:

@@ -18,7 +18,7 @@ from lightning_piper.ir.buckets import Bucket
 from lightning_piper.runtime import Carry, Executor, LocalTransport, ProcessTransport, StepResult, joined, run_local
 from lightning_piper.strategy.layout import Layout
 from lightning_piper.strategy.replay import Replay
-from lightning_piper.strategy.world import World
+from lightning_piper.strategy.world import World, described, of_rank
 
 Context = Callable[[], contextlib.AbstractContextManager[Any]]
 
@@ -83,12 +83,12 @@ class Machine:
             parts = [*map(str, compiled.plans.values()), repr(compiled.step.params), repr(compiled.step.buffers)]
         except Exception as error:
             failure = error
-        found = self._world.gather((None if failure is None else str(failure), zlib.crc32("\n".join(parts).encode())))
+        found = self._world.gather((None if failure is None else described(failure), zlib.crc32("\n".join(parts).encode())))
         if failure is not None:
             raise failure
         for rank, (problem, _) in enumerate(found):
             if problem is not None:
-                raise PiperError(f"rank {rank}: {problem}")
+                raise of_rank(rank, PiperError(f"rank {rank}: {problem}"))
         together = self._world.replicas if apart else (0,) * len(found)
         if len(set(zip(together, found, strict=True))) > len(set(together)):
             raise PiperError(

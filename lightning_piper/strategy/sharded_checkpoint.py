@@ -38,7 +38,7 @@ from lightning_piper.strategy.checkpoint_files import (
     write_manifest,
 )
 from lightning_piper.strategy.pieces import LoadPieces, Piece, Reader, SavePieces, Writer
-from lightning_piper.strategy.world import World
+from lightning_piper.strategy.world import World, of_rank
 
 META = "meta.pt"
 
@@ -121,7 +121,7 @@ def _checkpointed(world: World, doing: str, call: Callable[..., object]) -> None
     except dcp.CheckpointException as error:
         rank, (first, _) = min(error.failures.items())
         text = str(first) if isinstance(first, PiperError) else f"{doing} failed on rank {rank}: {type(first).__name__}: {first}"
-        raise PiperError(text) from first
+        raise of_rank(rank, PiperError(text)) from first
 
 
 @dataclass(frozen=True)

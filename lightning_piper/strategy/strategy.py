@@ -42,7 +42,7 @@ from lightning_piper.strategy.program import for_fit, given_or_from_environment
 from lightning_piper.strategy.sharded_checkpoint import save
 from lightning_piper.strategy.sharded_state import Loading, module_state, optimizer_state, pieces_of, referenced
 from lightning_piper.strategy.verification import ACCEPTED, Verify
-from lightning_piper.strategy.world import World
+from lightning_piper.strategy.world import World, store_of_attempt
 
 T = TypeVar("T")
 
@@ -182,16 +182,16 @@ class PiperStrategy(EvaluatingStrategy):
         super().setup_environment()
         assert self.cluster_environment is not None
         if self._local:
-            if self.cluster_environment.world_size() != 1:
-                started = self.cluster_environment.world_size()
+            if (started := self.cluster_environment.world_size()) != 1:
                 raise PiperError(f"PiperStrategy(transport='local') runs in one process, but {started} were started")
             return
         self.cluster_environment.validate_settings(num_devices=self.num_processes, num_nodes=self.num_nodes)
         self.set_world_ranks()
         backend = self._backend or ("nccl" if self.root_device.type == "cuda" else "gloo")
-        _init_dist_connection(self.cluster_environment, backend, timeout=self._timeout)
+        store = store_of_attempt(self.cluster_environment, self._timeout)
+        _init_dist_connection(self.cluster_environment, backend, timeout=self._timeout, store=store)
         if self.world_size > 1:
-            self._watch = FailureWatch(self.world, self.cluster_environment.main_address)
+            self._watch = FailureWatch(self.world, self.cluster_environment.main_address, self._launcher)
 
     # Fit
 

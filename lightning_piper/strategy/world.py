@@ -5,12 +5,14 @@ With one process (`transport="local"`) every operation is the identity, so its c
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable, Sequence
 from datetime import timedelta
 from typing import Any, TypeVar
 
 import torch
 import torch.distributed as dist
+from lightning.fabric.plugins import ClusterEnvironment
 
 from lightning_piper.errors import PiperError
 
@@ -97,11 +99,11 @@ class World:
             except Exception as error:
                 failure = error
         kind = None if failure is None else type(failure) if isinstance(failure, PiperError) else PiperError
-        shared, kind, text = self.broadcast((result if share else None, kind, str(failure)))
+        shared, kind, text = self.broadcast((result if share else None, kind, failure and described(failure)))
         if failure is not None:
             raise failure
         if kind is not None:
-            raise kind(f"rank {LEAD}: {text}")
+            raise of_rank(LEAD, kind(f"rank {LEAD}: {text}"))
         return result if self.leads else shared
 
     def move(self, tensor: torch.Tensor | None, source: int, target: int, into: torch.Tensor | None = None) -> None:
@@ -161,6 +163,31 @@ class World:
         flag = torch.tensor(int(decision))
         dist.all_reduce(flag, op=dist.ReduceOp.MIN if all else dist.ReduceOp.MAX, group=self.host_group)
         return bool(flag)
+
+
+def store_of_attempt(environment: ClusterEnvironment, timeout: timedelta) -> dist.Store | None:
+    """Where the processes of a run that torchrun has restarted find each other; None where torch's way will do.
+
+    torchrun keeps its store through restarts, and in it the addresses of the processes that are gone (torch 2.13). On several
+    machines its count of restarts is not the same everywhere; there, TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1 makes new stores.
+    """
+    environ = os.environ
+    attempt, alone = environ.get("TORCHELASTIC_RESTART_COUNT", "0"), environ.get("GROUP_WORLD_SIZE") == "1"
+    if attempt == "0" or not alone or environ.get("TORCHELASTIC_USE_AGENT_STORE") != "True":
+        return None
+    store = dist.TCPStore(environment.main_address, environment.main_port, is_master=False, timeout=timeout)
+    return dist.PrefixStore(f"attempt {attempt}", store)
+
+
+def described(error: Exception) -> str:
+    """For the other processes; errors that this package does not raise on purpose often mean little without their type."""
+    return str(error) if isinstance(error, PiperError) else f"{type(error).__name__}: {error}"
+
+
+def of_rank(rank: int, error: PiperError) -> PiperError:
+    """An error that all processes raise, for the process of this rank has failed."""
+    error.rank = rank
+    return error
 
 
 def _bytes(tensor: torch.Tensor) -> torch.Tensor:

@@ -10,6 +10,7 @@ of a job that fails or is killed is left to the next one. What all ranks would c
 from __future__ import annotations
 
 import multiprocessing
+import multiprocessing.connection
 import os
 import pickle
 import socket
@@ -34,12 +35,15 @@ class Ended:
     """How a rank ended.
 
     Attributes:
-        exitcode: as of `multiprocessing`: negative for a signal, None if the rank was still running at the limit.
+        exitcode: as of `multiprocessing`: negative for a signal, None if the rank was still running at the limit, or was stopped
+            when the others had ended.
+        at: when that was, by `time.monotonic`.
         result: what its work returned or raised; None if it did not come that far.
         said: what it wrote to stdout and stderr.
     """
 
     exitcode: int | None
+    at: float
     result: Any
     said: str
 
@@ -82,8 +86,8 @@ def run_ranks(
     parent.kill()
     parent.join()
     assert parent.exitcode == 0, f"{prepare} {_words(parent.exitcode)}; it said:\n{_read(folder / 'parent.txt')}"
-    exitcodes = pickle.loads((folder / "exitcodes").read_bytes())
-    return [Ended(code, _result(folder / f"{rank}.pt"), _read(folder / f"{rank}.txt")) for rank, code in enumerate(exitcodes)]
+    ends = pickle.loads((folder / "ends").read_bytes())
+    return [Ended(*end, _result(folder / f"{rank}.pt"), _read(folder / f"{rank}.txt")) for rank, end in enumerate(ends)]
 
 
 def _fork(
@@ -107,13 +111,25 @@ def _fork(
     for rank in ranks:
         rank.start()
     end = time.monotonic() + limit
-    for rank in ranks:
-        rank.join(max(0, end - time.monotonic()))
-    exitcodes = [rank.exitcode for rank in ranks]
-    for rank in ranks:
+    running = {rank.sentinel: rank for rank in ranks}
+    ended = {}
+    while running and time.monotonic() < end and not all(map(_is_stopped, running.values())):
+        for sentinel in multiprocessing.connection.wait(list(running), 0.5):
+            ended[running.pop(sentinel)] = time.monotonic()  # type: ignore[call-overload]
+    for rank in running.values():
         rank.kill()
+    for rank in ranks:
         rank.join()
-    Path(folder, "exitcodes").write_bytes(pickle.dumps(exitcodes))
+    ends = [(rank.exitcode, ended[rank]) if rank in ended else (None, time.monotonic()) for rank in ranks]
+    Path(folder, "ends").write_bytes(pickle.dumps(ends))
+
+
+def _is_stopped(process: Any) -> bool:
+    """By a signal."""
+    try:
+        return Path(f"/proc/{process.pid}/stat").read_text().rpartition(")")[2].split()[0] == "T"
+    except OSError:
+        return False
 
 
 def _main(rank: int, size: int, folder: str, work: Callable[..., Any], args: tuple[Any, ...], joined: bool) -> None:

@@ -130,7 +130,7 @@ def errors(rank, folder):
     if rank == 1:
         SavePieces.resolve_data = own
     dist.barrier()
-    found["files"] = sorted(x.name for x in Path(folder).iterdir() if x.suffix in (".ckpt", ".tmp", ".old"))
+    found["files"] = sorted(x.name for x in Path(folder).iterdir() if x.suffix in (".ckpt", ".tmp"))
     dist.barrier()
     key = "state_dict.b"
     more = [Piece("only rank 2 wants this", (1,), 0, 1, torch.empty(1))] if rank == 2 else []

@@ -10,6 +10,7 @@ from datetime import timedelta
 from pathlib import Path
 
 import torch
+from lightning.fabric.plugins.environments import SLURMEnvironment
 
 import lightning_piper as piper
 from lightning_piper.directives import Replicate
@@ -35,6 +36,25 @@ def fit(nodes: int, sharded: bool) -> dict[str, torch.Tensor]:
 
 def train(rank: int, nodes: int) -> list[dict[str, torch.Tensor]]:
     return [fit(nodes, sharded) for sharded in (True, False)]
+
+
+def train_in_slurm(rank: int) -> list[dict[str, torch.Tensor]]:
+    """As the task of this rank in a job of SLURM, with two tasks on each of two nodes. All are this machine."""
+    for name in ("LOCAL_RANK", "WORLD_SIZE", "MASTER_ADDR"):
+        os.environ.pop(name, None)
+    os.environ |= {
+        "SLURM_JOB_ID": "1234",
+        "SLURM_JOB_NAME": "train",
+        "SLURM_NODELIST": "localhost",
+        "SLURM_NNODES": "2",
+        "SLURM_NTASKS": "4",
+        "SLURM_NTASKS_PER_NODE": "2",
+        "SLURM_NODEID": str(rank // 2),
+        "SLURM_PROCID": str(rank),
+        "SLURM_LOCALID": str(rank % 2),
+    }
+    assert SLURMEnvironment.detect()
+    return train(rank, 2)
 
 
 if __name__ == "__main__":

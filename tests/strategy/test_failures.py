@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import signal
 import sys
 from datetime import timedelta
@@ -10,11 +11,12 @@ from pathlib import Path
 import pytest
 
 from lightning_piper.errors import PiperError
+from lightning_piper.strategy.failure import SILENT
 from tests.distributed.processes import Ended, run_ranks
 from tests.strategy import failing
 from tests.strategy.scenarios import popen
 
-LIMIT = 60  # seconds; the timeout of communication is 120 seconds, except for a process that hangs
+LIMIT = 100  # seconds; the timeout of communication is 120 seconds, except for a process that hangs
 
 
 def run(kind: str, folder: Path) -> list[Ended]:
@@ -23,8 +25,11 @@ def run(kind: str, folder: Path) -> list[Ended]:
 
 @pytest.fixture(scope="module")
 def launched():
-    """Trainings that Lightning's launcher starts, side by side: (return code, what they said)."""
-    kinds = ("raise on 0", "live on 0")
+    """Trainings that Lightning's launcher starts, side by side: (return code, what they said).
+
+    None of their processes is left: what they said ends when the last one does.
+    """
+    kinds = ("raise on 0", "live on 0", "stop on 1", "die on 0, hang on 1")
     running = {kind: popen([sys.executable, failing.__file__, kind]) for kind in kinds}
     try:
         said = {kind: process.communicate(timeout=LIMIT)[0] for kind, process in running.items()}
@@ -55,6 +60,7 @@ def test_a_process_that_dies_ends_the_other(tmp_path):
     assert dead.exitcode == -signal.SIGKILL
     assert isinstance(survivor.result, PiperError)
     assert "rank 0 says: ExecutionError: device 0: " in survivor.said
+    assert "The first process to fail was rank 1: it ended without a word" in survivor.said
 
 
 def test_a_failed_process_that_lives_on_does_not_keep_the_other_waiting(launched):
@@ -67,6 +73,21 @@ def test_a_process_that_hangs_ends_the_other_at_the_timeout(tmp_path):
     _, other = run("hang on 0", tmp_path)
     assert isinstance(other.result, PiperError)
     assert "rank 1 says: ExecutionError: device 1: " in other.said
+    assert "The first process to fail was rank 0: it hangs, or takes longer than the timeout of communication: " in other.said
+    assert re.search(r"failing\.py:\d+, in on_train_batch_start", other.said)
+
+
+def test_a_stopped_process_is_named_and_ended(launched):
+    code, said = launched["stop on 1"]
+    assert code not in (0, None)
+    assert "rank 0 says: ExecutionError: device 0: " in said
+    assert f"The first process to fail was rank 1: {SILENT}" in said
+
+
+def test_a_process_that_hangs_does_not_outlive_the_one_that_launched_it(launched):
+    code, said = launched["die on 0, hang on 1"]
+    assert code == -signal.SIGKILL
+    assert "rank 1 ends, for it would wait in vain: the first process to fail was rank 0: it ended without a word" in said
 
 
 def test_batches_of_other_shapes(tmp_path):

@@ -18,6 +18,7 @@ import torch
 import torch.distributed.checkpoint as dcp
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from lightning.pytorch.callbacks import ModelCheckpoint
 
 from lightning_piper.errors import PiperError
 from lightning_piper.ir.buckets import flattened, view_as
@@ -354,6 +355,7 @@ def test_killed_at_any_moment(before, tmp_path):
             temporary_of(path).mkdir()
         killed = killed_at(event, lambda: save(path, example(1, 5), COMMON, ALONE))
         outcomes.add(state(path, before))
+        assert state(last_of(tmp_path) or path, before) == state(path, before)
         save(path, example(2, 5), COMMON, ALONE)
         assert torch.equal(values(path, 5), expected(2, 5))
         assert list(tmp_path.iterdir()) == [path]
@@ -362,6 +364,12 @@ def test_killed_at_any_moment(before, tmp_path):
         event += 1
     assert event > 40
     assert outcomes == {"before", "after"}
+
+
+def last_of(folder):
+    """What `fit(ckpt_path="last")` goes on from: the newest of what Lightning finds."""
+    found = ModelCheckpoint(folder)._find_last_checkpoints(None)
+    return Path(max(found, key=os.path.getmtime)) if found else None
 
 
 def state(path, before):

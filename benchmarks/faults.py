@@ -1,0 +1,53 @@
+"""What becomes of a training when something goes wrong on one of its processes.
+
+    python benchmarks/faults.py [count] [seed]
+
+Draws faults (rank x kind x moment) in a training of PP2 x DP2 with ZeRO-3 and ZeRO-1 stages on four processes, lets each happen,
+and checks that all other processes end in time and name the right rank, that no process and no damaged checkpoint is left, and
+that a training that goes on from the last checkpoint ends bitwise like an undisturbed one. See `tests/strategy/faults.py`.
+
+Prints the seconds from each fault until the last other process had ended, by kind and moment; ends with 1 if anything was wrong.
+"""
+
+from __future__ import annotations
+
+import sys
+import tempfile
+import time
+from pathlib import Path
+
+sys.path.insert(0, str(Path(__file__).parents[1]))
+
+from tests.strategy.faults import KINDS, MOMENTS, Outcome, draw, inject, undisturbed
+
+
+def table(outcomes: list[Outcome]) -> str:
+    lines = [f"{'':14}" + "".join(f"{kind:>14}" for kind in KINDS)]
+    for moment in MOMENTS:
+        cells = []
+        for kind in KINDS:
+            found = [o for o in outcomes if (o.fault.kind, o.fault.moment) == (kind, moment)]
+            cells.append(" ".join(f"{o.seconds:.1f}" + ("!" if o.wrong else "") for o in found) or "-")
+        lines.append(f"{moment:14}" + "".join(f"{cell:>14}" for cell in cells))
+    return "\n".join(lines)
+
+
+def main(count: int, seed: int) -> int:
+    outcomes = []
+    with tempfile.TemporaryDirectory() as folder:
+        wanted = undisturbed(Path(folder, "undisturbed"))
+        for i, fault in enumerate(draw(count, seed)):
+            began = time.monotonic()
+            outcome = inject(fault, Path(folder, str(i)), wanted)
+            outcomes.append(outcome)
+            print(f"{i}: {fault}: {outcome.seconds:.1f} s ({time.monotonic() - began:.0f} s in all)", flush=True)
+            for text in outcome.wrong:
+                print(f"   WRONG: {text}", flush=True)
+    wrong = sum(bool(outcome.wrong) for outcome in outcomes)
+    print(f"\nseconds until all other processes had ended ('!': something was wrong)\n\n{table(outcomes)}")
+    print(f"\n{len(outcomes)} faults, {wrong} with something wrong")
+    return bool(wrong)
+
+
+if __name__ == "__main__":
+    sys.exit(main(int(sys.argv[1]) if len(sys.argv) > 1 else 8, int(sys.argv[2]) if len(sys.argv) > 2 else 0))

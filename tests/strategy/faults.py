@@ -1,0 +1,290 @@
+"""Faults put into a training of PP2 x DP2 on four processes, each on one rank, of one kind, at one moment; and what must hold then.
+
+After every fault: all other ranks end in time and name the rank, no rank is left, no checkpoint is damaged, and a training that
+goes on from the last one ends bitwise like one that nothing happened to.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import random
+import resource
+import signal
+import socket
+import sys
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from datetime import timedelta
+from pathlib import Path
+from typing import Any
+from unittest import mock
+
+import lightning as L
+import torch
+from lightning.pytorch.callbacks import ModelCheckpoint
+
+import lightning_piper as piper
+from lightning_piper.strategy import engine
+from lightning_piper.strategy.checkpoint_files import read_manifest, verify
+from lightning_piper.strategy.fit import Fit
+from tests.distributed.processes import Ended, run_ranks
+from tests.strategy.fitting import sharing_captures, trainer, values
+from tests.strategy.models import make
+from tests.strategy.scenarios import equal
+from tests.strategy.sharded import dp2, pp2_dp2
+
+RANKS, EPOCHS = 4, 4
+EPOCH = 2  # of the fault; there are two checkpoints then
+KINDS = ("raise", "memory", "exit", "kill", "link", "stop", "sleep")
+MOMENTS = ("set-up", "compile", "data", "forward", "step", "optimizer", "checkpoint", "end of epoch", "teardown")
+HANGS = ("stop", "sleep")
+TIMEOUT = 6.0  # seconds, of communication, where a rank hangs; else it is so long that it cannot be what ends a rank
+ENDED_IN = 10.0  # seconds from a failure until all others have ended
+HUNG_FOR = 2 * TIMEOUT + ENDED_IN  # seconds from the moment at which a rank hangs
+
+
+@dataclass(frozen=True)
+class Fault:
+    """`position`: of the instruction, for `step`, and of the call that changes files, for `checkpoint`."""
+
+    rank: int
+    kind: str
+    moment: str
+    checkpoint: str = "consolidated"
+    position: int = 0
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """Attributes:
+    seconds: from the fault until the last other rank had ended.
+    wrong: what does not hold, in words.
+    """
+
+    fault: Fault
+    seconds: float
+    wrong: list[str]
+
+
+def draw(count: int, seed: int) -> list[Fault]:
+    """All pairs of a kind and a moment come up before one does again."""
+    chance = random.Random(seed)
+    pairs: list[tuple[str, str]] = []
+    faults = []
+    for _ in range(count):
+        if not pairs:
+            pairs = [(kind, moment) for kind in KINDS for moment in MOMENTS]
+            chance.shuffle(pairs)
+        kind, moment = pairs.pop()
+        faults.append(
+            Fault(chance.randrange(RANKS), kind, moment, chance.choice(("consolidated", "sharded")), chance.randrange(30))
+        )
+    return faults
+
+
+# One rank
+
+
+def happen(kind: str, folder: Path) -> None:
+    """The fault itself."""
+    (folder / "fault").write_text(str(time.monotonic()))
+    if kind == "raise":
+        raise ValueError("something of the user's")
+    if kind == "memory":
+        used = int(Path("/proc/self/statm").read_text().split()[0]) * resource.getpagesize()
+        resource.setrlimit(resource.RLIMIT_AS, (used + (64 << 20), resource.RLIM_INFINITY))
+        bytearray(1 << 30)
+    if kind == "exit":
+        os._exit(3)
+    if kind == "kill":
+        os.kill(os.getpid(), signal.SIGKILL)
+    if kind == "link":
+        _break_connections()
+    if kind == "stop":
+        os.kill(os.getpid(), signal.SIGSTOP)
+    if kind == "sleep":
+        time.sleep(1000)
+
+
+def _break_connections() -> None:
+    for name in os.listdir("/proc/self/fd"):
+        with contextlib.suppress(OSError), socket.socket(fileno=os.dup(int(name))) as connection:
+            if connection.family in (socket.AF_INET, socket.AF_INET6):
+                connection.shutdown(socket.SHUT_RDWR)
+
+
+class Trouble(L.Callback):
+    """Makes the fault happen, in hooks of the Trainer."""
+
+    def __init__(self, fault: Fault, folder: Path) -> None:
+        self.fault, self.folder = fault, folder
+
+    def at(self, moment: str, now: bool = True) -> None:
+        if self.fault.moment == moment and now:
+            happen(self.fault.kind, self.folder)
+
+    def setup(self, trainer: L.Trainer, *args: Any, **kwargs: Any) -> None:
+        self.at("set-up")
+
+    def on_train_batch_start(self, trainer: L.Trainer, module: Any, batch: Any, batch_idx: int) -> None:
+        if self.fault.moment in ("forward", "step") and trainer.current_epoch == EPOCH and batch_idx == 1:
+            for prepared in trainer.strategy._fit.engine._prepared.values():  # type: ignore[attr-defined]
+                prepared.executors[0].observer = self.instead
+
+    def instead(self, code: list[Callable[[], Any]], source: Any) -> list[Callable[[], Any]]:
+        """The plan's instructions, one of which is preceded by the fault."""
+        place = 1 if self.fault.moment == "forward" else self.fault.position % len(code)
+
+        def failing() -> Any:
+            happen(self.fault.kind, self.folder)
+            return code[place]()
+
+        return [*code[:place], failing, *code[place + 1 :]]
+
+    def on_before_optimizer_step(self, trainer: L.Trainer, *args: Any) -> None:
+        self.at("optimizer", trainer.current_epoch == EPOCH)
+
+    def in_data(self, module: L.LightningModule, loader: Any) -> None:
+        """While samples are put together."""
+        collate = loader.collate_fn
+
+        def collating(samples: Any) -> Any:
+            self.at("data", module.trainer.current_epoch == EPOCH)
+            return collate(samples)
+
+        loader.collate_fn = collating
+
+    def on_train_epoch_end(self, trainer: L.Trainer, module: Any) -> None:
+        self.at("end of epoch", trainer.current_epoch == EPOCH)
+
+
+CHANGES = {"mkdir", "rename", "replace", "unlink", "rmdir", "open", "close", "fsync"}
+
+
+def while_saving(trouble: Trouble) -> Any:
+    """Replaces `save_checkpoint`: before some call that changes files, or when all is done."""
+    save, saves = piper.PiperStrategy.save_checkpoint, 0
+
+    def saving(*args: Any, **kwargs: Any) -> None:
+        nonlocal saves
+        saves += 1
+        left: int | None = trouble.fault.position
+
+        def profile(frame: Any, event: str, called: Any) -> None:
+            nonlocal left
+            if event == "c_call" and called.__name__ in CHANGES and left is not None:
+                left -= 1
+                if left < 0:
+                    left = None
+                    trouble.at("checkpoint")
+
+        sys.setprofile(profile if saves == 2 * EPOCH + 1 else None)  # each epoch saves one of its own and the last one
+        try:
+            save(*args, **kwargs)
+        finally:
+            sys.setprofile(None)
+        trouble.at("checkpoint", saves == 2 * EPOCH + 1 and left is not None)
+
+    return mock.patch.object(piper.PiperStrategy, "save_checkpoint", saving)
+
+
+@sharing_captures
+def train(rank: int, folder: Path, fault: Fault, checkpoint: str, ranks: int = RANKS) -> Any:
+    """One rank's side; without the fault on the others, and on all where `fault.rank` is none of them."""
+    own = fault.rank == rank
+    trouble = Trouble(fault, folder)
+    compile, close = engine.compile, Fit.close
+
+    def compiling(*args: Any, **kwargs: Any) -> Any:
+        trouble.at("compile")
+        return compile(*args, **kwargs)
+
+    def closing(self: Fit, failed: bool) -> None:
+        trouble.at("teardown", not failed)
+        close(self, failed)
+
+    module, loader = make("dropout", samples=16, batch_size=4)
+    seconds = TIMEOUT if fault.kind in HANGS else 120
+    program = pp2_dp2(3, 1) if ranks == RANKS else dp2(3)
+    strategy = piper.PiperStrategy(program, timeout=timedelta(seconds=seconds), checkpoint=checkpoint)  # type: ignore[arg-type]
+    save = ModelCheckpoint(folder / "checkpoints", filename="{epoch}", save_last=True, save_top_k=-1)
+    callbacks = [trouble, save] if own else [save]
+    fit, record = trainer(strategy, callbacks, devices=ranks, max_steps=-1, max_epochs=EPOCHS, enable_checkpointing=True)
+    torch.manual_seed(9)
+    with contextlib.ExitStack() as stack:
+        if own:
+            stack.enter_context(mock.patch.object(engine, "compile", compiling))
+            stack.enter_context(mock.patch.object(Fit, "close", closing))
+            stack.enter_context(while_saving(trouble))
+            trouble.in_data(module, loader)
+        try:
+            fit.fit(module, loader, ckpt_path="last")
+        except BaseException as error:
+            print(f"rank {rank} says: {type(error).__name__}: {error}", *getattr(error, "__notes__", []), flush=True)
+            raise
+    return {"values": values(module), "losses": record.losses, "steps": fit.global_step}
+
+
+# All ranks
+
+NONE = Fault(-1, "none", "never")
+
+
+def undisturbed(folder: Path) -> dict[str, Any]:
+    """What each training must end with."""
+    ends = run_ranks(RANKS, train, folder, folder, NONE, "consolidated", joined=False)
+    assert [end.exitcode for end in ends] == [0] * RANKS, ends[0].said[-4000:]
+    found: dict[str, Any] = ends[0].result
+    return found
+
+
+def inject(fault: Fault, folder: Path, wanted: dict[str, Any]) -> Outcome:
+    """Train with a fault, look at what it left, and go on."""
+    hung = fault.kind in HANGS
+    limit = timedelta(seconds=60 + (HUNG_FOR if hung else ENDED_IN))
+    ends = run_ranks(RANKS, train, folder, folder, fault, fault.checkpoint, joined=False, limit=limit)
+    if not (folder / "fault").exists():
+        return Outcome(fault, 0, ["it did not happen", *(end.said[-1000:] for end in ends)])
+    began = float((folder / "fault").read_text())
+    others = [(rank, end) for rank, end in enumerate(ends) if rank != fault.rank]
+    seconds = max(end.at for _, end in others) - began
+    wrong = [text for rank, end in others for text in _judged(fault, rank, end)]
+    if seconds > (HUNG_FOR if hung else ENDED_IN):
+        wrong.append(f"the others ended after {seconds:.1f} s")
+    if ends[fault.rank].exitcode is None and fault.kind != "stop":
+        wrong.append("the rank itself is left")
+    wrong += _damaged(folder / "checkpoints")
+    again = run_ranks(RANKS, train, folder, folder, NONE, fault.checkpoint, joined=False)
+    for rank, end in enumerate(again):
+        if end.exitcode or not isinstance(end.result, dict):
+            wrong.append(f"after it rank {rank} did not train: {end.said[-1000:]}")
+        elif not equal(end.result["values"], wanted["values"]) or end.result["steps"] != wanted["steps"]:
+            wrong.append(f"after it rank {rank} ended with other values")
+    return Outcome(fault, seconds, wrong)
+
+
+def _judged(fault: Fault, rank: int, end: Ended) -> list[str]:
+    if end.exitcode is None:
+        return [f"rank {rank} hangs"]
+    who = f"rank {fault.rank}: "
+    if not any(words + who in end.said for words in ("irst process to fail was ", "says: PiperError: ", "failed on ")):
+        return [f"rank {rank} does not name rank {fault.rank}: {end.said[-2500:]}"]
+    if fault.kind == "memory" and "MemoryError" not in end.said:
+        return [f"rank {rank} does not say that memory was short: {end.said[-2500:]}"]
+    return []
+
+
+def _damaged(folder: Path) -> list[str]:
+    wrong = []
+    for path in folder.glob("*.ckpt"):
+        try:
+            if path.is_dir():
+                files = read_manifest(path)["files"]
+                verify(path, files, files)
+            else:
+                torch.load(path, weights_only=True)
+        except Exception as error:
+            wrong.append(f"{path.name} is damaged: {error}")
+    return wrong
