@@ -283,12 +283,12 @@ def _batches_counted_twice(original: Function, seeded: Seeded) -> Function:
 @mutation("gradients of the last step", "a gradient is added to that of the step before", "executor", (outbox.Outbox, "empty"))
 def _gradients_of_the_last_step(original: Function, seeded: Seeded) -> Function:
     def empty(self: Any) -> Any:
-        grads, values = original(self)
+        grads, *others = original(self)
         before = getattr(self, "before", {})
         self.before = {name: x.clone() for name, x in grads.items()}
         for name in before:
             grads[name].add_(before[name])
             seeded.hit()
-        return grads, values
+        return grads, *others
 
     return empty

@@ -13,6 +13,7 @@ import multiprocessing
 import multiprocessing.connection
 import os
 import pickle
+import random
 import socket
 import sys
 import time
@@ -150,9 +151,15 @@ def _main(rank: int, size: int, folder: str, work: Callable[..., Any], args: tup
 
 
 def free_port() -> int:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return int(probe.getsockname()[1])
+    """One below those that the system gives to others, so that nobody gets it before it is used."""
+    for port in random.SystemRandom().sample(range(15_000, 30_000), 100):
+        with socket.socket() as probe:
+            try:
+                probe.bind(("127.0.0.1", port))
+            except OSError:
+                continue
+            return port
+    raise AssertionError("no free port below 30000")
 
 
 def _write_to(path: str) -> None:

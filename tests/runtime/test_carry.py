@@ -14,7 +14,7 @@ from lightning_piper.plan.deferred import deferred
 from lightning_piper.plan.instructions import Deliver, Reduce, Run
 from lightning_piper.plan.instructions import ReduceScatter as ReduceScatterInstruction
 from lightning_piper.runtime import Executor, LocalTransport, joined, run_local, shards_of
-from tests.distributed.training import Job
+from tests.distributed.training import Job, plans_of
 from tests.models import captured
 from tests.plan.programs import dag_of
 from tests.runtime.steps import CPU
@@ -51,7 +51,7 @@ def counted(executors: list[Executor], last: bool) -> int:
 @pytest.mark.parametrize("sharded", ["", "optimizer", "grads", "params"])
 @pytest.mark.parametrize("shape, devices", SHAPES)
 def test_the_last_batch_brings_the_sum_of_all(shape: str, devices: int, sharded: str) -> None:
-    plans = job(shape, devices, sharded).plans()
+    plans = plans_of(job(shape, devices, sharded))
     ordered = [plans[device] for device in sorted(plans)]
     executors = executors_of(plans)
     batches = [[torch.randint(-3, 4, (4, 4)).double()] for _ in range(3)]
@@ -71,7 +71,7 @@ def test_the_last_batch_brings_the_sum_of_all(shape: str, devices: int, sharded:
 
 
 def test_logged_values_come_with_every_batch() -> None:
-    plans = job("DP2", 2).plans()
+    plans = plans_of(job("DP2", 2))
     executors = executors_of(plans)
     leaves = captured("exact").leaves
     kept = run_local(executors, leaves, seed=0, last=False)[0].metrics
@@ -109,7 +109,7 @@ def test_one_parameter_waits_as_a_whole() -> None:
 
 
 def test_a_batch_of_another_size_that_cannot_finish_the_sum_is_refused() -> None:
-    plans = job("DP2", 2).plans()
+    plans = plans_of(job("DP2", 2))
     executors = executors_of(plans)
     leaves = captured("exact").leaves
     run_local(executors, leaves, seed=0, last=False)
@@ -121,7 +121,7 @@ def test_a_batch_of_another_size_that_cannot_finish_the_sum_is_refused() -> None
 
 
 def test_a_failed_step_leaves_nothing_behind(monkeypatch: pytest.MonkeyPatch) -> None:
-    plans = job("DP2", 2).plans()
+    plans = plans_of(job("DP2", 2))
     executors = executors_of(plans)
     leaves = captured("exact").leaves
     expected = run_local(executors, leaves, seed=0)[0].grads
