@@ -67,6 +67,7 @@ def status(key: str) -> int:
 
 def start(kind: str, layers: int, out: Path) -> None:
     torch.set_num_threads(1)
+    os.environ["LOCAL_RANK"] = os.environ["RANK"]  # so that Lightning starts no processes of its own
     rank = int(os.environ["RANK"])
     before, began = status("VmRSS"), time.perf_counter()
     with torch.device("meta") if kind == "meta" else contextlib.nullcontext():

@@ -68,6 +68,9 @@ class Net(L.LightningModule):
             logits = self.head(self.wide(x) + self.whole(x))
             return F.cross_entropy(logits.flatten(0, 1), batch["targets"].flatten())
 
+    def validation_step(self, batch: dict[str, Tensor], batch_idx: int) -> None:
+        self.log("loss", self.training_step(batch, batch_idx))
+
     def configure_optimizers(self) -> Any:
         marked = [[p for p in self.parameters() if p.decays is decays and p.requires_grad] for decays in (True, False)]  # type: ignore[attr-defined]
         return torch.optim.AdamW([{"params": marked[0]}, {"params": marked[1], "weight_decay": 0.0}], lr=0.01)
@@ -183,6 +186,24 @@ def fit(job: Job, folder: Path, rank: int | None = None) -> dict[str, Any]:
     return found
 
 
-def train(rank: int, jobs: Iterable[Job], folder: Path) -> dict[str, dict[str, Any]]:
+@sharing_captures
+def validate(folder: Path, rank: int | None = None, half: int = 0) -> list[float]:
+    """The loss of a module that was never trained, and of the parts that were saved."""
+    L.seed_everything(3, verbose=False)
+    found = []
+    for saved in (None, str(folder / "parts.ckpt")):
+        strategy = piper.PiperStrategy(PROGRAM_OF["pp2 dp2 zero3"](), transport="local" if rank is None else "process")
+        run, _ = trainer(strategy, devices=1 if rank is None else 4)
+        with run.init_module(empty_init=True):
+            module = Net()
+        half = half if rank is None else rank // 2
+        data = [{name: x.chunk(2)[half] for name, x in batch.items()} for batch in batches()]
+        (result,) = run.validate(module, Batches(data), ckpt_path=saved, verbose=False)
+        found.append(result["loss"])
+    return found
+
+
+def train(rank: int, jobs: Iterable[Job], folder: Path) -> dict[str, Any]:
     """One process's side of all jobs, one after another."""
-    return {job.name: fit(job, folder, rank) for job in jobs}
+    found = {job.name: fit(job, folder, rank) for job in jobs}
+    return {**found, "validated": validate(folder, rank)}

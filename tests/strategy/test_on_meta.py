@@ -96,6 +96,16 @@ def test_checkpoints_load_into_parts(ranks):
         assert all(rank[name]["missing"] > 0 for rank in ranks)
 
 
+def test_validation_without_a_fit(ranks, folder):
+    """Over processes the loss is the mean of the two halves; in one, here, that of the first one."""
+    fresh, loaded = ranks[0]["validated"]
+    assert all(rank["validated"] == [fresh, loaded] for rank in ranks)
+    first = on_meta.validate(folder)
+    second = on_meta.validate(folder, half=1)
+    assert [(a + b) / 2 for a, b in zip(first, second, strict=True)] == pytest.approx([fresh, loaded], rel=1e-6)
+    assert abs(fresh - loaded) > 0.1
+
+
 def test_refusals_over_processes(ranks):
     for rank in ranks:
         assert "is on the meta device; use verify='static'" in rank["verified"]["error"]
