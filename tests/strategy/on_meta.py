@@ -15,6 +15,8 @@ from torch import Tensor, nn
 
 import lightning_piper as piper
 from lightning_piper.strategy.ownership import parts_of
+from lightning_piper.testing import Model, Spec, make_batch
+from tests.strategy import routed
 from tests.strategy.fitting import Batches, sharing_captures, trainer, values
 from tests.strategy.sharded import PROGRAMS, pp2_dp2
 
@@ -203,7 +205,28 @@ def validate(folder: Path, rank: int | None = None, half: int = 0) -> list[float
     return found
 
 
+class Experts(Model):
+    """A layer of experts, with initial values of its own."""
+
+    def piper_init_parameters(self, name: str, part: nn.Module) -> None:
+        for p in part.parameters(recurse=False):
+            nn.init.normal_(p, std=0.5)
+
+
+def experts(name: str, rank: int | None = None) -> dict[str, Any]:
+    """Initial values, and losses of three steps, of a model whose experts are divided over four processes."""
+    L.seed_everything(3, verbose=False)
+    module, seen = Experts(Spec(("linear", "experts"), (0, 0))).to("meta"), Seen()
+    strategy = piper.PiperStrategy(routed.PROGRAMS[name][2](), transport="local" if rank is None else "process")
+    run, record = trainer(strategy, [seen], devices=1 if rank is None else 4, max_steps=3)
+    data = [make_batch(module.spec, 8, seed) for seed in range(3)]
+    if rank is not None:
+        data = [{key: x.chunk(4)[rank] for key, x in batch.items()} for batch in data]
+    run.fit(module, Batches(data))
+    return {"initial": seen.initial, "losses": record.losses, "elements": seen.elements}
+
+
 def train(rank: int, jobs: Iterable[Job], folder: Path) -> dict[str, Any]:
     """One process's side of all jobs, one after another."""
     found = {job.name: fit(job, folder, rank) for job in jobs}
-    return {**found, "validated": validate(folder, rank)}
+    return {**found, "validated": validate(folder, rank), "experts": experts("ep2 dp2 zero3", rank)}

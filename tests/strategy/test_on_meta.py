@@ -96,6 +96,14 @@ def test_checkpoints_load_into_parts(ranks):
         assert all(rank[name]["missing"] > 0 for rank in ranks)
 
 
+def test_divided_experts_begin_with_the_same_bits(ranks):
+    one = on_meta.experts("ep2 dp2 zero3")
+    assert same(ranks[0]["experts"]["initial"], one["initial"])
+    assert sum(rank["experts"]["elements"] for rank in ranks) == one["elements"]
+    for rank in ranks:
+        assert equal(rank["experts"]["losses"], one["losses"])
+
+
 def test_validation_without_a_fit(ranks, folder):
     """Over processes the loss is the mean of the two halves; in one, here, that of the first one."""
     fresh, loaded = ranks[0]["validated"]
