@@ -21,6 +21,7 @@ import torch
 import torch.distributed as dist
 from lightning.fabric.utilities.seed import _collect_rng_states, _set_rng_states, pl_worker_init_function
 from lightning.pytorch.utilities.rank_zero import rank_zero_warn
+from lightning.pytorch.utilities.seed import isolate_rng
 from torch.utils.data import DataLoader, DistributedSampler
 
 from lightning_piper.capture import BatchLayout
@@ -38,6 +39,13 @@ def share_random_state(world: World) -> None:
     _set_rng_states(world.broadcast(_collect_rng_states(include_cuda=False)))
     if world.device.type == "cuda":
         torch.cuda.set_rng_state(world.broadcast(torch.cuda.get_rng_state(world.device)), world.device)
+
+
+def draw_seed(world: World) -> int:
+    """A seed from the lead's random numbers, which go on as if none had been drawn. Collective."""
+    share_random_state(world)
+    with isolate_rng():
+        return int(torch.randint(2**62, ()))
 
 
 def agree_on_loader(loader: object, world: World, apart: bool = False) -> object:

@@ -11,27 +11,29 @@ from lightning.pytorch.callbacks.batch_size_finder import BatchSizeFinder
 from lightning.pytorch.utilities.signature_utils import is_param_in_hook_signature
 
 from lightning_piper.errors import PiperError
+from lightning_piper.strategy.materialize import Known, without_initial_values
 
 
-def check_fit(trainer: pl.Trainer, module: pl.LightningModule, processes: int, sync_batchnorm: bool) -> None:
+def check_fit(trainer: pl.Trainer, module: pl.LightningModule, processes: int, sync_batchnorm: bool, known: Known) -> None:
     """Refuse a fit that would go wrong.
 
     Args:
         trainer, module: of the fit.
         processes: over which the module will be distributed.
         sync_batchnorm: of the Trainer.
+        known: values from a checkpoint for what is on the meta device.
 
     Raises:
         PiperError: says what, why, and the way out.
     """
-    problem = next(_problems(trainer, module, sync_batchnorm), None)
+    problem = next(_problems(trainer, module, sync_batchnorm, known), None)
     if problem is None and processes > 1:
         problem = next(_problems_of_processes(trainer, module), None)
     if problem is not None:
         raise PiperError(f"PiperStrategy: {problem}")
 
 
-def _problems(trainer: pl.Trainer, module: pl.LightningModule, sync_batchnorm: bool) -> Iterator[str]:
+def _problems(trainer: pl.Trainer, module: pl.LightningModule, sync_batchnorm: bool, known: Known) -> Iterator[str]:
     if not module.automatic_optimization:
         yield (
             "manual optimisation (automatic_optimization=False) is not supported: a captured training step is one forward and "
@@ -44,8 +46,9 @@ def _problems(trainer: pl.Trainer, module: pl.LightningModule, sync_batchnorm: b
             "sync_batchnorm=True is not supported: all microbatches go through every stage of a pipeline, so its batch norms need "
             "none, and `replicate` refuses batch norms; leave it out"
         )
-    if any(p.is_meta for p in [*module.parameters(), *module.buffers()]):
-        yield "the module has parameters or buffers without data (on the meta device); initialise them before fit"
+    problem = without_initial_values(module, known)
+    if problem is not None:
+        yield problem
     for callback in trainer.callbacks:  # type: ignore[attr-defined]
         if isinstance(callback, WeightAveraging | StochasticWeightAveraging):
             yield (
@@ -74,15 +77,19 @@ def _problems_of_evaluation(module: pl.LightningModule, *names: str) -> Iterator
             yield f"{name}(dataloader_iter) draws its own batches, so there is none to capture; take (batch, batch_idx)"
 
 
-def check_evaluation(module: pl.LightningModule) -> None:
+def check_evaluation(module: pl.LightningModule, known: Known) -> None:
     """Refuse an evaluation over processes, without a fit, that would go wrong.
+
+    Args:
+        module: that is to be evaluated.
+        known: values from a checkpoint for what is on the meta device.
 
     Raises:
         PiperError: says what, why, and the way out.
     """
     problem = next(_problems_of_evaluation(module, "validation_step", "test_step", "predict_step"), None)
-    if problem is None and any(x.is_meta for x in [*module.parameters(), *module.buffers()]):
-        problem = "the module has parameters or buffers without data (on the meta device); initialise them first"
+    if problem is None:
+        problem = without_initial_values(module, known)
     if problem is not None:
         raise PiperError(f"PiperStrategy: {problem}")
 

@@ -3,17 +3,25 @@
 from __future__ import annotations
 
 import contextlib
+import zipfile
 from abc import abstractmethod
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from types import MappingProxyType
 from typing import Any
 
 import lightning.pytorch as pl
+import torch
+from lightning.fabric.plugins import TorchCheckpointIO
 from lightning.pytorch.strategies.parallel import ParallelStrategy
 from lightning.pytorch.trainer.states import TrainerFn
 
-from lightning_piper.strategy.agreement import agree_on_loader
+from lightning_piper.strategy.agreement import agree_on_loader, draw_seed
 from lightning_piper.strategy.checks import check_evaluation
 from lightning_piper.strategy.evaluation import Evaluation, Standalone
 from lightning_piper.strategy.machine import Settings
+from lightning_piper.strategy.materialize import Known, is_on_meta, load_state, materialize
+from lightning_piper.strategy.ownership import Ownership, parts_of, put_together
 from lightning_piper.strategy.precision import check_precision
 from lightning_piper.strategy.sharded_state import Loading
 from lightning_piper.strategy.world import World
@@ -30,6 +38,7 @@ class EvaluatingStrategy(ParallelStrategy):
 
     _loading: Loading | None
     _local: bool
+    _loaded: Mapping[str, torch.Tensor] = MappingProxyType({})  # from a plain checkpoint, for what is on the meta device
 
     @property
     @abstractmethod
@@ -41,21 +50,43 @@ class EvaluatingStrategy(ParallelStrategy):
 
     def _setup_evaluation(self, trainer: pl.Trainer) -> None:
         """For `validate`, `test` or `predict` without a fit: the first step that is run distributes the module."""
+        module, known = self.lightning_module, self._known
+        assert module is not None and self.accelerator is not None
+        put_together(module, known)
+        check_evaluation(module, known)
         if self._local:
+            materialize(module, draw_seed(self.world), known)
             super().setup(trainer)
             return
-        module = self.lightning_module
-        assert module is not None and self.accelerator is not None
         self.accelerator.setup(trainer)
-        check_evaluation(module)
         check_precision(self.precision_plugin)
         self.model = self.precision_plugin.convert_module(module)
         settings = self._settings()
-        if self._loading is not None:
+        if self._loading is not None and not is_on_meta(module):
             self._loading.whole()
-        self._standalone = Standalone(module, settings, self.world)
+        self._standalone = Standalone(module, settings, self._known, self.world, self._read)
         self._evaluation = self._standalone.evaluation
         self.setup_precision_plugin()
+
+    @property
+    def _known(self) -> Known:
+        """What a checkpoint brings for a module on the meta device."""
+        return Known(self._loaded, frozenset() if self._loading is None else self._loading.waiting)
+
+    def _read(self, parts: Ownership) -> None:
+        """The module is distributed: read what a sharded checkpoint has of this process's part. Collective."""
+        if self._loading is not None:
+            self._loading.distributed(parts)
+
+    @contextlib.contextmanager
+    def tensor_init_context(self, empty_init: bool | None = None) -> Iterator[None]:
+        """For `Trainer.init_module` and `configure_model`: tensors on the meta device, with `empty_init=True`."""
+        if not empty_init:
+            with super().tensor_init_context(empty_init):
+                yield
+            return
+        with torch.device("meta"), self.precision_plugin.tensor_init_context():
+            yield
 
     def validation_step(self, *args: Any, **kwargs: Any) -> Any:
         return super().validation_step(*args, **kwargs) if self._evaluation is None else self._evaluate("validation_step", *args)
@@ -83,10 +114,31 @@ class EvaluatingStrategy(ParallelStrategy):
 
     def lightning_module_state_dict(self) -> dict[str, Any]:
         """The module's state dict: whole on the lead, also while parts of the module are elsewhere. Collective."""
-        with contextlib.nullcontext() if self._standalone is None else self._standalone.whole_on_lead():
+        assert self.lightning_module is not None
+        parts = parts_of(self.lightning_module)
+        with contextlib.nullcontext() if parts is None else parts.whole_on_lead():
             return super().lightning_module_state_dict()
+
+    def load_checkpoint(self, checkpoint_path: str | Path, weights_only: bool | None = None) -> dict[str, Any]:
+        """A plain checkpoint. For a module on the meta device its tensors stay in the file, and are read where they are used."""
+        ours = type(self.checkpoint_io) is TorchCheckpointIO and zipfile.is_zipfile(checkpoint_path)
+        if not ours or self.world.size == 1 or self.lightning_module is None or not is_on_meta(self.lightning_module):
+            return super().load_checkpoint(checkpoint_path, weights_only)
+        content: dict[str, Any] = torch.load(checkpoint_path, map_location="cpu", mmap=True, weights_only=weights_only)
+        return content
+
+    def load_model_state_dict(self, checkpoint: Mapping[str, Any], strict: bool = True) -> None:
+        """Load what the module has memory for, and keep the rest until it is known what goes where."""
+        module = self.lightning_module
+        assert module is not None
+        if not is_on_meta(module):
+            super().load_model_state_dict(checkpoint, strict)
+            return
+        parts = parts_of(module)
+        self._loaded = load_state(module, checkpoint["state_dict"], strict, keep=parts is not None and parts.ended)
 
     def _end_evaluation(self, failed: bool) -> None:
         if self._standalone is not None:
             self._standalone.close(failed)
         self._evaluation = self._standalone = None
+        self._loaded = MappingProxyType({})

@@ -8,7 +8,6 @@ that has run out goes through its last batch again, for nothing, as long as othe
 
 from __future__ import annotations
 
-import contextlib
 import itertools
 from collections import Counter
 from collections.abc import Callable, Hashable, Sequence
@@ -16,16 +15,16 @@ from typing import Any
 
 import lightning.pytorch as pl
 import torch
-from lightning.pytorch.utilities.seed import isolate_rng
 
 from lightning_piper.capture import BatchLayout, capture, flatten
 from lightning_piper.compiler import Compiled, compile_step
 from lightning_piper.errors import PiperError
 from lightning_piper.ir.dag import TrainingDAG
 from lightning_piper.runtime import StepResult
-from lightning_piper.strategy.agreement import agree_on_batch, share_random_state
+from lightning_piper.strategy.agreement import agree_on_batch, draw_seed
 from lightning_piper.strategy.engine import family, warn_of_many_layouts
 from lightning_piper.strategy.machine import Context, Machine, Prepared, Settings
+from lightning_piper.strategy.materialize import Known, materialize
 from lightning_piper.strategy.ownership import Ownership
 from lightning_piper.strategy.suspension import check_devices, resume, suspend
 from lightning_piper.strategy.world import World
@@ -139,35 +138,37 @@ class Standalone:
     """What `validate`, `test` and `predict` need without a fit: the module is distributed by the first step that is run.
 
     Args:
-        module: whole, with the values to run with (the lead's count).
+        module: with the values to run with (the lead's count); parts may be on the meta device.
         settings: of the compilation.
+        known: values from a checkpoint for what is on the meta device; the rest gets initial ones.
+        distributed: called when the module is distributed. Collective.
 
     Attributes:
         evaluation: runs the steps.
     """
 
-    def __init__(self, module: pl.LightningModule, settings: Settings, world: World) -> None:
-        self._module, self._settings, self._world = module, settings, world
-        share_random_state(world)
-        with isolate_rng():
-            seed = int(torch.randint(2**62, ()))
+    def __init__(
+        self, module: pl.LightningModule, settings: Settings, known: Known, world: World,
+        distributed: Callable[[Ownership], None],
+    ) -> None:  # fmt: skip
+        self._module, self._world, self._known, self._distributed = module, world, known, distributed
+        self._seed = draw_seed(world)
+        if world.size == 1:
+            materialize(module, self._seed, known)
         self._suspended = suspend(module, world)
         self._ownership: Ownership | None = None
-        self.evaluation = Evaluation(module, Machine(settings, world), settings, world, seed, begin=self._distribute)
+        self.evaluation = Evaluation(module, Machine(settings, world), settings, world, self._seed, begin=self._distribute)
 
     def _distribute(self, first: Compiled) -> None:
         check_devices(first, self._world)
         self._ownership = own = Ownership(self._module, first, self._world, spare_everywhere=True)
-        own.distribute()
+        own.distribute(self._seed, self._known)
+        self._distributed(own)
         self.evaluation.machine.bind(first, own.owned_params, own.owned_buffers, own.shards, own.layout)
 
-    def whole_on_lead(self) -> contextlib.AbstractContextManager[None]:
-        """The lead has the whole module inside of this context. Collective."""
-        return contextlib.nullcontext() if self._ownership is None else self._ownership.whole_on_lead()
-
     def close(self, failed: bool) -> None:
-        """Unless it failed, every process has the whole module again. Collective, unless it failed."""
+        """Unless it failed, every process that had the whole module has it again. Collective, unless it failed."""
         resume(self._suspended)
         if self._ownership is not None and not failed:
-            self._ownership.restore()
+            self._ownership.end()
             self.evaluation.machine.close()

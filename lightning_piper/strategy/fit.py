@@ -8,18 +8,18 @@ import lightning.pytorch as pl
 import torch
 from lightning.pytorch.callbacks import ThroughputMonitor
 from lightning.pytorch.plugins.precision import Precision
-from lightning.pytorch.utilities.seed import isolate_rng
 from torch.optim import Optimizer
 
 from lightning_piper.capture import flatten
 from lightning_piper.profile import Recording
-from lightning_piper.strategy.agreement import BatchCheck, agree_on_loader, share_random_state
+from lightning_piper.strategy.agreement import BatchCheck, agree_on_loader, draw_seed
 from lightning_piper.strategy.bridge import Bridge
 from lightning_piper.strategy.checks import check_optimizers, check_runs_once, check_stays_captured, switches
 from lightning_piper.strategy.data import Peek
 from lightning_piper.strategy.engine import Engine
 from lightning_piper.strategy.gradients import absent, mark
 from lightning_piper.strategy.machine import Settings
+from lightning_piper.strategy.materialize import Known, materialize
 from lightning_piper.strategy.optimizer import ShardedOptimizer
 from lightning_piper.strategy.ownership import Ownership
 from lightning_piper.strategy.precision import GlobalNormClipping, LossScaling
@@ -32,11 +32,12 @@ class Fit:
     """Made in `setup`: captures and verifies the step, distributes the module, connects the processes. Collective throughout.
 
     Args:
-        module: whole, in its precision, with the values to start from (the lead's count).
+        module: in its precision, with the values to start from (the lead's count); parts may be on the meta device.
         peek: gives a batch to capture with.
         settings: of the compilation.
         verify: how the program is verified.
         seed: of the steps' random numbers, where a checkpoint brings one; else it is drawn.
+        known: values from a checkpoint for what is on the meta device; the rest gets initial ones.
 
     Attributes:
         seed: the one that is used.
@@ -47,13 +48,14 @@ class Fit:
     """
 
     def __init__(
-        self, module: pl.LightningModule, peek: Peek, settings: Settings, verify: Verify, seed: int | None, world: World
-    ) -> None:
+        self, module: pl.LightningModule, peek: Peek, settings: Settings, verify: Verify, seed: int | None, known: Known,
+        world: World,
+    ) -> None:  # fmt: skip
         self._module, self._peek, self._world = module, peek, world
-        share_random_state(world)
-        with isolate_rng():
-            drawn = int(torch.randint(2**62, ()))
+        drawn = draw_seed(world)
         self.seed: int = drawn if seed is None else seed
+        if world.size == 1:
+            materialize(module, drawn, known)
         batches = peek.batches()
         layout = world.on_lead(lambda: flatten(batches[0])[1] if batches else None)
         assert layout is not None
@@ -66,7 +68,7 @@ class Fit:
         self._suspended = suspend(module, world)
         _count_replicas(module.trainer, world)
         self.ownership = Ownership(module, self.engine.first, world)
-        self.ownership.distribute()
+        self.ownership.distribute(drawn, known)
         self.engine.bind(self.ownership)
         self._absent = absent(self.ownership, self.engine.first)
         self._bridge = Bridge(self.ownership.owned_params, world.device)
@@ -124,7 +126,7 @@ class Fit:
         return self._bridge.loss(value, result.grads, scale, kept=prepared.carries and not last)
 
     def close(self, failed: bool) -> None:
-        """End the fit; unless it failed, every process has the whole module again. Collective, unless it failed."""
+        """End the fit; unless it failed, every process that had the whole module has it again. Collective, unless it failed."""
         self.running = False
         if self._clipping is not None:
             self._clipping.remove()
@@ -135,7 +137,7 @@ class Fit:
             if self.recording is not None:
                 self.recording.close()
             self._check.finish()
-            self.ownership.restore()
+            self.ownership.end()
             self.engine.close()
 
 

@@ -12,7 +12,7 @@ in the parts of several; they follow it before each step.
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 
 import torch
 from torch import nn
@@ -23,9 +23,10 @@ from lightning_piper.errors import PiperError
 from lightning_piper.ir.buckets import Bucket, flattened, packed, view_as
 from lightning_piper.runtime import pieces_of
 from lightning_piper.strategy.layout import Layout, Piece, buckets_of_parameters
+from lightning_piper.strategy.materialize import Known, empty_like, initialize, like, places_of, put, tensor_at
 from lightning_piper.strategy.world import LEAD, World
 
-Place = tuple[nn.Module, str]  # a submodule and the attribute under which it has the tensor
+PARTS = "_piper_parts"  # attribute of a module that is in parts: its `Ownership`
 
 
 class Ownership:
@@ -35,15 +36,18 @@ class Ownership:
         layout: who holds what.
         shards: logical device of this process -> the flat tensor that it keeps of each bucket of which it has a shard.
         whole: every process holds everything (again).
+        ended: the run has ended, and did not fail.
     """
 
     def __init__(self, module: nn.Module, compiled: Compiled, world: World, spare_everywhere: bool = False) -> None:
         """`spare_everywhere`: as in `Layout`."""
         self._module, self._world, self._compiled = module, world, compiled
-        self._places = _places(module, compiled.step.canonical)
+        self._places = places_of(module)
         self.layout = Layout(compiled, world.size, spare_everywhere)
         self.shards: dict[int, dict[Bucket, torch.Tensor]] = {}
         self.whole = world.size == 1
+        self.ended = False
+        self._stays = False  # in parts when the run is over, for no process may have room for the whole
         self._pieces: dict[str, nn.Parameter] = {}
         self._parts: dict[tuple[Bucket, int], torch.Tensor] = {}  # what one process with all devices has of divided experts
 
@@ -81,31 +85,80 @@ class Ownership:
                 found.append(Piece(name, spec.shape, spec.dtype, *held, self._part(name, *held)))
         return found
 
-    def distribute(self) -> None:
-        """Give every tensor the lead's value wherever it has a home, move it to its device, and drop what has none here.
+    def distribute(self, seed: int, known: Known) -> None:
+        """Give every tensor its value wherever it has a home, move it to its device, and drop what has none here. Collective.
+
+        Values are those that are known, else the lead's. What is on the meta device there gets initial ones. Only the lead's are
+        sent: every process has or makes the others itself.
+
+        Args:
+            seed: of initial values.
+            known: from a checkpoint.
 
         Raises:
-            PiperError: a gradient hook is registered on a parameter that is sharded.
+            PiperError: a gradient hook is registered on a parameter that is sharded; or initial values cannot be made.
         """
         if self._world.size == 1:
             self._lay_together()
             return
         self._make_pieces()
+        absent = self._absent(known)
+        made = self._make_values(absent, seed, known)
         for name, homes in self.layout.homes.items():
             tensor = self._get(name)
-            for home in homes:
+            whole = self.layout.holds_whole(name, self._world.rank)
+            if name in made or (whole and tensor.is_meta):
+                tensor = made[name] if name in made else empty_like(tensor, self._world.device)
+                self._set(name, tensor)
+            for home in () if name in absent else homes:
                 for rank, (start, stop) in home.ranges.items():
                     if home.bucket is None:
                         self._world.move(tensor, LEAD, rank, into=tensor)
                         continue
                     part = flattened(tensor.detach(), self.layout.specs[name])[start:stop] if self._world.leads else None
                     self._move(part, LEAD, rank, into=self._pieces.get(name))
-            if self.layout.holds_whole(name, self._world.rank):
+            if whole:
                 tensor.data = tensor.data.to(self._world.device)
             else:
-                self._set(
-                    name, _like(tensor, torch.empty_strided(tensor.shape, tensor.stride(), dtype=tensor.dtype, device="meta"))
-                )
+                self._set(name, empty_like(tensor, "meta"))
+        self._module.__dict__[PARTS] = self
+
+    def _absent(self, known: Known) -> set[str]:
+        """The tensors that have no values on the lead, or none that count."""
+        on_meta = [name for name in self.layout.homes if self._get(name).is_meta]
+        lead, *others = self._world.gather(on_meta)
+        self._stays = bool(lead)
+        for rank, found in enumerate(others, start=1):
+            for name in sorted(set(lead) - set(found)):
+                if name not in known:
+                    raise PiperError(
+                        f"{name!r} is on the meta device on rank {LEAD}, and has values on rank {rank}; build the module in the "
+                        "same way in every process, not depending on the rank"
+                    )
+        return {*lead, *(name for name in self.layout.homes if name in known)}
+
+    def _make_values(self, absent: Collection[str], seed: int, known: Known) -> dict[str, torch.Tensor]:
+        """Fill this process's pieces of these tensors; returns those that it holds whole."""
+        rank, made = self._world.rank, {}
+
+        @torch.no_grad()
+        def take(name: str, value: torch.Tensor) -> None:
+            spec = self.layout.specs[name]
+            if self.layout.holds_whole(name, rank):
+                room = empty_like(self._get(name), self._world.device)
+                room.copy_(value)
+                made[name] = room
+            elif name in self._pieces:
+                held = self.layout.held(name, rank)
+                assert held is not None
+                self._pieces[name].copy_(flattened(value, spec)[slice(*held)])
+
+        held = [name for name in self.layout.homes if name in absent and self.layout.held(name, rank) is not None]
+        initialize(self._module, self._places, {name for name in held if name not in known}, seed, take)
+        for name in held:
+            if name in known.loaded:
+                take(name, known.loaded[name])
+        return made
 
     def _lay_together(self) -> None:
         flats: dict[Bucket, torch.Tensor] = {}
@@ -155,10 +208,17 @@ class Ownership:
             flat = bucket.empty(self._world.device)
             own[bucket] = flat if kept else flat.chunk(bucket.members)[bucket.member(plan.replica)].clone()
         for name, view in pieces_of(plan, own).items():
-            self._pieces[name] = _like(self._get(name), view)  # type: ignore[assignment]
+            self._pieces[name] = like(self._get(name), view)  # type: ignore[assignment]
+
+    def end(self) -> None:
+        """The run is over: give every process the whole module again, unless it was built without data. Collective."""
+        self.ended = True
+        if not self._stays:
+            self.restore()
 
     def restore(self) -> None:
         """Give every process the whole module again. Collective."""
+        self._module.__dict__.pop(PARTS, None)
         if not self.whole:
             self._receive(range(self._world.size))
             self.whole = True
@@ -210,7 +270,7 @@ class Ownership:
                     self._move(part, source, target, into=None if flat is None else flat[start:stop])
                 if flat is not None:
                     before[name] = self._get(name)
-                    self._set(name, _like(before[name], view_as(flat, spec)))
+                    self._set(name, like(before[name], view_as(flat, spec)))
         return before
 
     def _part(self, name: str, start: int, stop: int) -> torch.Tensor:
@@ -227,29 +287,34 @@ class Ownership:
             self._world.move(part, source, target, into=into)
 
     def _get(self, name: str) -> torch.Tensor:
-        part, attribute = self._places[name][0]
-        tensor = getattr(part, attribute)
-        assert isinstance(tensor, torch.Tensor)
-        return tensor
+        return tensor_at(self._places[name])
 
     def _set(self, name: str, tensor: torch.Tensor) -> None:
-        for part, attribute in self._places[name]:
-            setattr(part, attribute, tensor)
+        put(self._places[name], tensor)
 
 
-def _places(module: nn.Module, canonical: Mapping[str, str]) -> dict[str, list[Place]]:
-    """Where each tensor is; several places where it is tied."""
-    places: dict[str, list[Place]] = {}
-    for name, main in canonical.items():
-        path, _, attribute = name.rpartition(".")
-        places.setdefault(main, []).append((module.get_submodule(path), attribute))
-    return places
+def parts_of(module: nn.Module) -> Ownership | None:
+    """How a module's tensors lie over processes; None if all of it is here."""
+    found: Ownership | None = module.__dict__.get(PARTS)
+    return found
 
 
-def _like(tensor: torch.Tensor, data: torch.Tensor) -> torch.Tensor:
-    """`data` as a parameter or buffer like `tensor`."""
-    if not isinstance(tensor, nn.Parameter):
-        return data
-    param = nn.Parameter(data, requires_grad=tensor.requires_grad)
-    param.__dict__.update(tensor.__dict__)  # marks that users set, such as "no weight decay"
-    return param
+def put_together(module: nn.Module, known: Known) -> None:
+    """Before a run: if a module is still in parts since one before, give every process the whole again. Collective.
+
+    Args:
+        known: from a checkpoint; if it brings all that is missing, nothing needs to be put together.
+
+    Raises:
+        PiperError: that run has failed.
+    """
+    parts = module.__dict__.pop(PARTS, None)
+    missing = [n for n, at in places_of(module).items() if tensor_at(at).is_meta and n not in known]
+    if parts is None or not missing:
+        return
+    if not parts.ended:
+        raise PiperError(
+            f"PiperStrategy: the module is in parts, since a run has failed: {missing[0]!r} was on another process, among others; "
+            "build it anew, and load a checkpoint"
+        )
+    parts.restore()

@@ -20,6 +20,8 @@ from lightning_piper.ir.buckets import flattened, view_as
 from lightning_piper.ir.values import TensorSpec
 from lightning_piper.strategy.checkpoint import save_in_one_go
 from lightning_piper.strategy.fit import Fit
+from lightning_piper.strategy.materialize import empty_like, is_on_meta, load_state, places_of, put, tensor_at
+from lightning_piper.strategy.ownership import Ownership
 from lightning_piper.strategy.pieces import Piece
 from lightning_piper.strategy.sharded_checkpoint import fill, open_checkpoint, read_whole
 from lightning_piper.strategy.world import World
@@ -92,7 +94,7 @@ def optimizer_state(fit: Fit) -> dict[str, Any]:
 def pieces_of(fit: Fit, module: nn.Module, keys: set[str]) -> list[Piece]:
     """What this process has of the tensors that are to be saved under these keys."""
     layout = fit.ownership.layout
-    if fit.running:
+    if fit.running or not fit.ownership.whole:
         found = [(f"state_dict.{p.name}", p.name, p.start, p.stop, p.tensor) for p in fit.ownership.pieces(replicas=True)]
     else:  # every process has the whole module again, and may have changed it since
         tensors = {**dict(module.named_parameters()), **dict(module.named_buffers())}
@@ -133,14 +135,22 @@ class Loading:
         self.content = self._opened.common
         self._waiting: tuple[nn.Module, dict[str, str]] | None = None
 
-    def module(self, module: nn.Module, state: Mapping[str, Any], strict: bool, fit: Fit | None) -> None:
-        """Load the module's values. Before a fit over processes nothing is read: see `distributed`.
+    @property
+    def waiting(self) -> frozenset[str]:
+        """The names of parameters and buffers that are still to be read."""
+        return frozenset() if self._waiting is None else frozenset(self._waiting[1])
+
+    def module(self, module: nn.Module, state: Mapping[str, Any], strict: bool, fit: Fit | None) -> dict[str, torch.Tensor]:
+        """Load the module's values. Before a run over processes nothing is read: see `distributed`.
 
         Args:
             module: that gets the values.
             state: its state dict, with references.
             strict: refuse other names than the module has.
             fit: that is running or has ended, if any.
+
+        Returns:
+            The values of tensors that the checkpoint does not have in pieces, unless they are loaded.
 
         Raises:
             PiperError: the names in the checkpoint are not those of the module, and `strict`; or a shape differs.
@@ -154,28 +164,32 @@ class Loading:
                 "strict_loading=False"
             )
         plain = {name: value for name, value in state.items() if key_of(value) is None}
-        if plain:
+        kept: dict[str, torch.Tensor] = {}
+        if plain and is_on_meta(module):
+            kept = load_state(module, plain, strict=False, keep=fit is None or not fit.running)
+        elif plain:
             module.load_state_dict(plain, strict=False)
         keys = {name: key for name in names if (key := key_of(state.get(name))) is not None}
-        running = fit if fit is not None and fit.running else None
+        running = fit.ownership if fit is not None and fit.running else None
         if running is None and self._world.size > 1:
             self._waiting = module, keys
         else:
             self._fill_module(module, keys, running)
+        return kept
 
-    def distributed(self, fit: Fit) -> None:
+    def distributed(self, parts: Ownership) -> None:
         """The module is distributed now: every process reads what it has of it, and no process all of it."""
         if self._waiting is not None:
             (module, keys), self._waiting = self._waiting, None
-            self._fill_module(module, keys, fit)
+            self._fill_module(module, keys, parts)
 
     def whole(self) -> None:
-        """The module is not distributed: every process reads all of it."""
+        """The module is not distributed yet: every process reads all of it."""
         if self._waiting is not None:
             (module, keys), self._waiting = self._waiting, None
             self._fill_module(module, keys, None)
 
-    def _fill_module(self, module: nn.Module, keys: Mapping[str, str], fit: Fit | None) -> None:
+    def _fill_module(self, module: nn.Module, keys: Mapping[str, str], parts: Ownership | None) -> None:
         wanted: list[tuple[torch.Tensor, TensorSpec, Piece]] = []
 
         def want(name: str, tensor: torch.Tensor, spec: TensorSpec, start: int, stop: int) -> None:
@@ -184,13 +198,16 @@ class Loading:
                 flat = values if values.shape == (stop - start,) else flattened(values, spec)
                 wanted.append((values, spec, Piece(keys[name], spec.shape, start, stop, flat, spec.layout)))
 
-        if fit is None:
+        if parts is None:
+            for name, places in places_of(module).items():
+                if name in keys and tensor_at(places).is_meta:
+                    put(places, empty_like(tensor_at(places), "cpu"))
             for name, tensor in [*module.named_parameters(), *module.named_buffers()]:
                 spec = TensorSpec.of(tensor)
                 want(name, tensor, spec, 0, spec.numel)
         else:
-            layout = fit.ownership.layout
-            for name, tensor in {**fit.ownership.owned_params, **fit.ownership.owned_buffers}.items():
+            layout = parts.layout
+            for name, tensor in {**parts.owned_params, **parts.owned_buffers}.items():
                 held = layout.held(name, self._world.rank)
                 assert held is not None
                 want(name, tensor, layout.specs[name], *held)

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import sys
-import warnings
 from collections.abc import Iterator, Mapping
 from datetime import timedelta
 from pathlib import Path
@@ -37,6 +36,8 @@ from lightning_piper.strategy.evaluation import Evaluation
 from lightning_piper.strategy.failure import FailureWatch
 from lightning_piper.strategy.fit import Fit
 from lightning_piper.strategy.machine import Settings
+from lightning_piper.strategy.materialize import is_on_meta
+from lightning_piper.strategy.ownership import put_together
 from lightning_piper.strategy.precision import check_precision
 from lightning_piper.strategy.program import for_fit, given_or_from_environment
 from lightning_piper.strategy.sharded_checkpoint import save
@@ -203,15 +204,16 @@ class PiperStrategy(EvaluatingStrategy):
             self._setup_evaluation(trainer)
             return
         self.accelerator.setup(trainer)
-        check_fit(trainer, module, self.world.size, sync_batchnorm=self._layer_sync is not None)
+        known = self._known
+        put_together(module, known)
+        check_fit(trainer, module, self.world.size, self._layer_sync is not None, known)
         check_precision(self.precision_plugin)
         self.model = self.precision_plugin.convert_module(module)
         settings, world = self._settings(), self.world
         count = settings.replicas if self._verify in ("first_batch", "each") else 1
         peek = Peek(trainer, world, self._transfer, self._example, count)
-        self._fit = fit = Fit(module, peek, settings, self._verify, self._resumed_seed, world)
-        if self._loading is not None:
-            self._loading.distributed(fit)
+        self._fit = fit = Fit(module, peek, settings, self._verify, self._resumed_seed, known, world)
+        self._read(fit.ownership)
         if not self._local:
             self._evaluation = Evaluation(module, fit.engine.machine, settings, world, fit.seed, fit.engine.first.dag)
         self.setup_optimizers(trainer)
@@ -294,8 +296,8 @@ class PiperStrategy(EvaluatingStrategy):
         self._resumed_seed = self._loading = None
         assert self.accelerator is not None and self.cluster_environment is not None
         module = self.lightning_module
-        if module is not None and any(x.is_meta for x in [*module.parameters(), *module.buffers()]):
-            # After a failure the module is still in parts, and what has no data cannot be moved.
+        if module is not None and is_on_meta(module):
+            # The module is still in parts, after a failure or as it was built, and what has no data cannot be moved.
             self.cluster_environment.teardown()
             self.precision_plugin.teardown()
             self.accelerator.teardown()
@@ -334,13 +336,10 @@ class PiperStrategy(EvaluatingStrategy):
     def lightning_module_state_dict(self) -> dict[str, Any]:
         """The module's state dict: whole on the lead, with tensors without data for foreign parts on the others; with references
         to tensors, where checkpoints are sharded. Collective."""
-        if self._fit is None:
+        if self._fit is None or not self._sharded:
             return super().lightning_module_state_dict()
-        if self._sharded:
-            assert self.lightning_module is not None
-            return module_state(self._fit, self.lightning_module)
-        with self._fit.ownership.whole_on_lead():
-            return super().lightning_module_state_dict()
+        assert self.lightning_module is not None
+        return module_state(self._fit, self.lightning_module)
 
     def optimizer_state(self, optimizer: Optimizer) -> dict[str, Any]:
         """The optimizer's state as one device would have it: whole on the lead, in part on the others; with references to tensors,
@@ -365,14 +364,12 @@ class PiperStrategy(EvaluatingStrategy):
     def load_model_state_dict(self, checkpoint: Mapping[str, Any], strict: bool = True) -> None:
         if self._loading is not None and referenced(checkpoint["state_dict"]):
             assert self.lightning_module is not None
-            self._loading.module(self.lightning_module, checkpoint["state_dict"], strict, self._fit)
+            self._loaded = self._loading.module(self.lightning_module, checkpoint["state_dict"], strict, self._fit)
             return
-        with warnings.catch_warnings():
-            # A load in the middle of a fit finds tensors without data for foreign parts; torch warns of each.
-            warnings.filterwarnings("ignore", message=".*copying from a non-meta parameter.*")
-            super().load_model_state_dict(checkpoint, strict)
+        super().load_model_state_dict(checkpoint, strict)
         if self._fit is not None and self._fit.running:
-            self._fit.ownership.load(checkpoint["state_dict"])
+            self._fit.ownership.load(self._loaded)
+            self._loaded = {}
 
     def load_checkpoint(self, checkpoint_path: str | Path, weights_only: bool | None = None) -> dict[str, Any]:
         world = self.world

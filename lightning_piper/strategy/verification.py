@@ -12,7 +12,8 @@ from torch import nn
 
 from lightning_piper.capture import flatten
 from lightning_piper.compiler import Compiled
-from lightning_piper.errors import VerificationError
+from lightning_piper.errors import PiperError, VerificationError
+from lightning_piper.strategy.materialize import is_on_meta
 from lightning_piper.strategy.world import World
 from lightning_piper.verify import verify_step
 
@@ -37,6 +38,11 @@ def verify_by_execution(
 
     def run() -> str:
         assert batches is not None
+        if is_on_meta(module):
+            raise PiperError(
+                f"PiperStrategy(verify={how!r}) runs the whole module in one process, and this one is on the meta device; use "
+                "verify='static' here, and verify by execution with transport='local' or a smaller model"
+            )
         module.to(world.device)
         with isolate_rng():
             report = verify_step(compiled.step, module, _joined(batches), compiled.program)

@@ -14,6 +14,7 @@ from torch.optim import LBFGS
 import lightning_piper as piper
 from lightning_piper.profile import Schedule
 from lightning_piper.strategy.checks import check_fit, check_optimizers
+from lightning_piper.strategy.materialize import Known
 from tests.errors.case import PLACES, Case, Cases, Elsewhere, fit, net, written
 from tests.strategy.fitting import Batches, local, trainer
 
@@ -44,14 +45,19 @@ def from_module(found: Any) -> None:
     fit(module, strategy=piper.PiperStrategy(transport="local"))
 
 
-def on_meta() -> None:
-    fit(net().to("meta"))
+def on_meta(reset: Any = None) -> None:
+    module = net()
+    module.gain = torch.nn.Module()
+    module.gain.weight = torch.nn.Parameter(torch.empty(3, device="meta"))
+    if reset is not None:
+        module.gain.reset_parameters = reset
+    fit(module)
 
 
 def over_processes(callback: Callback) -> None:
     """What is checked when there is more than one process."""
     made, _ = trainer(local(), [callback], enable_checkpointing=True)
-    check_fit(made, net(), 2, sync_batchnorm=False)
+    check_fit(made, net(), 2, sync_batchnorm=False, known=Known())
 
 
 def interactive() -> None:
@@ -90,7 +96,9 @@ CASES: Cases = [
     refused("the step draws its own batches", "pass", ("self, batch, batch_idx", "self, dataloader_iter"),
             ("x, y = batch", "(x, y), _, _ = next(dataloader_iter)")),
     refused("`sync_batchnorm=True`", sync_batchnorm=True),
-    Case("a module on the meta device", on_meta),
+    Case("a submodule on the meta device without `reset_parameters()`", on_meta),
+    Case("a `reset_parameters()` that leaves a tensor out", lambda: on_meta(lambda: None)),
+    Case("a `reset_parameters()` that fails", lambda: on_meta(lambda: torch.ones(2) + torch.ones(3))),
     refused("weight averaging", callbacks=[EMAWeightAveraging()]),
     refused("`precision=\"16-true\"`", precision="16-true"),
     Case("training data without a batch", lambda: fit(data=Batches([]))),

@@ -75,14 +75,15 @@ class Iterating(MLP):
 class Meta(MLP):
     def __init__(self):
         super().__init__()
-        self.to("meta")
+        with torch.device("meta"):
+            self.gain = torch.nn.Parameter(torch.empty(3))
 
 
 @pytest.mark.parametrize("module, options, message", [
     (Manual, {}, "manual optimisation"),
     (Two, {}, "Lightning|optimizers"),
     (Iterating, {}, "dataloader_iter"),
-    (Meta, {}, "without data"),
+    (Meta, {}, "'gain' of submodule '' .Meta. is on the meta device"),
     (MLP, {"sync_batchnorm": True}, "sync_batchnorm"),
     (MLP, {"callbacks": [StochasticWeightAveraging(1e-2)]}, "StochasticWeightAveraging"),
     (MLP, {"callbacks": [EMAWeightAveraging()]}, "EMAWeightAveraging"),
