@@ -14,7 +14,7 @@ PYTHON ?= $(firstword $(foreach name,python3.11 python3,$(shell $(name) -c \
 # One thread for each process: the processes are the parallelism, and figures do not depend on the number of cores.
 export OMP_NUM_THREADS := 1
 
-.PHONY: help demo test property-tests docs lint bench clean
+.PHONY: help demo test test-processes test-others property-tests docs lint bench clean
 
 help:
 	@echo "make demo    train a small GPT on two processes and compare it with one device"
@@ -28,8 +28,17 @@ help:
 demo: $(INSTALLED)
 	$(BIN)/python examples/demo.py
 
+# Two at once, on two cores: tests that start processes of their own, which mostly wait, and all others.
 test: lint
-	$(BIN)/python -m pytest
+	@$(MAKE) -j2 $(if $(filter output-sync,$(.FEATURES)),--output-sync=target) --no-print-directory test-processes test-others
+
+PROCESSES := tests/strategy tests/distributed tests/examples
+
+test-processes:
+	$(BIN)/python -m pytest $(PROCESSES)
+
+test-others:
+	$(BIN)/python -m pytest $(foreach folder,$(PROCESSES),--ignore $(folder))
 
 property-tests: $(INSTALLED)
 	HYPOTHESIS_PROFILE=deep $(BIN)/python -m pytest property_tests --timeout 3600
