@@ -113,7 +113,7 @@ def test_rows_that_meet_are_refused(line: str) -> None:
              "rows = rows / rows.norm(dim=1, keepdim=True)", "rows = torch.cat([rows, rows], 1)[:, :6]"],
 )  # fmt: skip
 def test_what_works_on_each_row_is_accepted(line: str) -> None:
-    captured((GELU, f"{GELU}; {line}")).at(8, (2,))
+    assert captured((GELU, f"{GELU}; {line}")).at(8, (2,)).experts
 
 
 @pytest.mark.parametrize(

@@ -9,7 +9,7 @@ import os
 import re
 import tempfile
 import warnings
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
@@ -132,14 +132,18 @@ class Net(L.LightningModule):
 
 def net(line: str = "pass", *changes: tuple[str, str]) -> Any:
     """The module of a file `train.py`: with a line before the last one of its step, and other changes."""
-    source = TRAIN.replace("{line}", line)
+    return module_of("train.py", TRAIN.replace("{line}", line), "Net", changes)
+
+
+def module_of(file: str, source: str, name: str, changes: Sequence[tuple[str, str]]) -> Any:
+    """An instance of a class in a file of Python, after changes to its text."""
     for old, new in changes:
         assert old in source
         source = source.replace(old, new)
-    linecache.cache["train.py"] = (len(source), None, source.splitlines(keepends=True), "train.py")
-    namespace: dict[str, Any] = {"__name__": "train"}
-    exec(compile(source, "train.py", "exec"), namespace)
-    return namespace["Net"]()
+    linecache.cache[file] = (len(source), None, source.splitlines(keepends=True), file)
+    namespace: dict[str, Any] = {"__name__": Path(file).stem}
+    exec(compile(source, file, "exec"), namespace)
+    return namespace[name]()
 
 
 def batch(samples: int = 8) -> tuple[torch.Tensor, torch.Tensor]:

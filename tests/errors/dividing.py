@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import linecache
 from functools import cache
 from typing import Any
 
@@ -13,7 +12,7 @@ from lightning_piper.capture import capture
 from lightning_piper.compiler import compile_step
 from lightning_piper.directives import parse
 from lightning_piper.runtime import Executor, LocalTransport, run_local, shards_of
-from tests.errors.case import Case, Cases
+from tests.errors.case import Case, Cases, module_of
 
 MOE = """\
 import lightning as L
@@ -55,14 +54,7 @@ GELU = "rows = torch.relu(piper.grouped_linear(rows, self.up, sizes))"
 
 
 def experts(*changes: tuple[str, str]) -> Any:
-    source = MOE
-    for old, new in changes:
-        assert old in source
-        source = source.replace(old, new)
-    linecache.cache["moe.py"] = (len(source), None, source.splitlines(keepends=True), "moe.py")
-    namespace: dict[str, Any] = {"__name__": "moe"}
-    exec(compile(source, "moe.py", "exec"), namespace)
-    return namespace["Experts"]()
+    return module_of("moe.py", MOE, "Experts", changes)
 
 
 def batch() -> tuple[torch.Tensor, torch.Tensor]:
