@@ -150,9 +150,8 @@ def test_any_routing_is_that_of_one_device(tally: Counter[str], data: Any) -> No
     assert meant.grads.keys() == alone.grads.keys() == tensors.keys()
     for name, gradient in alone.grads.items():
         moved = float((meant.grads[name] - gradient).abs().max())
-        # 64 tokens at most add up in any order; an exact model's sums are the same in all of them.
-        terms = size * TOKENS * top * WIDTH
-        allowed = 0.0 if exact else terms * EPS * max(1.0, float(gradient.abs().max())) * 16
+        # Measured: 5 eps of the largest element. An exact model's sums are the same in any order.
+        allowed = 0.0 if exact else 64 * EPS * max(1.0, float(gradient.abs().max()))
         assert moved <= allowed, f"gradient of {name} is off by {moved:.3e}; rounding explains {allowed:.3e}"
     device = torch.device("cpu")
     plans = [compiled.plans[d] for d in sorted(compiled.plans)]
