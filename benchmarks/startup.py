@@ -44,19 +44,11 @@ class Layers(L.LightningModule):
     def configure_optimizers(self) -> Any:
         return torch.optim.SGD(self.parameters(), lr=0.1)
 
-
-class Peak(L.Callback):
-    """Ends the fit when it has started, and writes down the peak."""
-
-    def __init__(self, before: int, began: float) -> None:
-        self.before, self.began = before, began
-
-    def on_fit_start(self, trainer: L.Trainer, module: L.LightningModule) -> None:
-        self.peak, self.seconds = status("VmHWM") - self.before, time.perf_counter() - self.began
-        self.held = sum(p.numel() * p.element_size() for p in trainer.strategy._fit.ownership.owned_params.values())  # type: ignore[attr-defined]
-
-    def on_train_batch_start(self, *args: Any) -> int:
-        return -1
+    def optimizer_step(self, *args: Any, **kwargs: Any) -> None:
+        """The fit has started: the first step is compiled, the module distributed, and nothing was run yet."""
+        self.peak, self.until = status("VmHWM"), time.perf_counter()
+        self.held = sum(p.numel() * p.element_size() for p in self.trainer.strategy._fit.ownership.owned_params.values())  # type: ignore[attr-defined]
+        super().optimizer_step(*args, **kwargs)
 
 
 def status(key: str) -> int:
@@ -72,20 +64,20 @@ def start(kind: str, layers: int, out: Path) -> None:
     before, began = status("VmRSS"), time.perf_counter()
     with torch.device("meta") if kind == "meta" else contextlib.nullcontext():
         module = Layers(layers)
-    peak = Peak(before, began)
     program = [
         piper.Place(filter={}, devices=list(range(RANKS))),
         piper.Replicate(filter={}, devices=list(range(RANKS)), shard_params=True),
     ]
     trainer = L.Trainer(
-        strategy=piper.PiperStrategy(program), accelerator="cpu", devices=RANKS, max_steps=1, callbacks=[peak], logger=False,
+        strategy=piper.PiperStrategy(program), accelerator="cpu", devices=RANKS, max_steps=1, logger=False,
         enable_progress_bar=False, enable_model_summary=False, enable_checkpointing=False,
     )  # fmt: skip
     x = torch.zeros(4, CONFIG.seq, WIDTH)
     trainer.fit(module, torch.utils.data.DataLoader(torch.utils.data.TensorDataset(x), batch_size=1))
     whole = sum(p.numel() * p.element_size() for p in module.parameters())
     largest = max(sum(p.numel() * p.element_size() for p in m.parameters(recurse=False)) for m in module.modules())
-    found = {"rank": rank, "whole": whole, "held": peak.held, "largest": largest, "peak": peak.peak, "seconds": peak.seconds}
+    found = {"rank": rank, "whole": whole, "held": module.held, "largest": largest, "peak": module.peak - before,
+             "seconds": module.until - began}  # fmt: skip
     (out / f"{kind}-{rank}.json").write_text(json.dumps(found))
 
 

@@ -16,12 +16,13 @@ from lightning.fabric.plugins import TorchCheckpointIO
 from lightning.pytorch.strategies.parallel import ParallelStrategy
 from lightning.pytorch.trainer.states import TrainerFn
 
+from lightning_piper.errors import PiperError
 from lightning_piper.strategy.agreement import agree_on_loader, draw_seed
 from lightning_piper.strategy.checks import check_evaluation
 from lightning_piper.strategy.evaluation import Evaluation, Standalone
 from lightning_piper.strategy.machine import Settings
 from lightning_piper.strategy.materialize import Known, is_on_meta, load_state, materialize
-from lightning_piper.strategy.ownership import Ownership, parts_of, put_together
+from lightning_piper.strategy.ownership import Ownership, parts_of
 from lightning_piper.strategy.precision import check_precision
 from lightning_piper.strategy.sharded_state import Loading
 from lightning_piper.strategy.world import World
@@ -34,7 +35,7 @@ class EvaluatingStrategy(ParallelStrategy):
     """
 
     _evaluation: Evaluation | None = None
-    _standalone: Standalone | None = None  # without a fit
+    _standalone: Standalone | None = None  # without a fit, or before its first batch
 
     _loading: Loading | None
     _local: bool
@@ -49,24 +50,34 @@ class EvaluatingStrategy(ParallelStrategy):
         """How to compile for the module."""
 
     def _setup_evaluation(self, trainer: pl.Trainer) -> None:
-        """For `validate`, `test` or `predict` without a fit: the first step that is run distributes the module."""
+        """For `validate`, `test` or `predict` without a fit."""
         module, known = self.lightning_module, self._known
-        assert module is not None and self.accelerator is not None
-        put_together(module, known)
+        assert module is not None
         check_evaluation(module, known)
         if self._local:
             materialize(module, draw_seed(self.world), known)
             super().setup(trainer)
             return
+        self._setup_standalone(trainer)
+        self.setup_precision_plugin()
+
+    def _setup_standalone(self, trainer: pl.Trainer, seed: int | None = None) -> None:
+        """The module as it is to begin with; the first step that is run distributes it.
+
+        Args:
+            trainer: that runs.
+            seed: from a checkpoint.
+        """
+        module = self.lightning_module
+        assert module is not None and self.accelerator is not None
         self.accelerator.setup(trainer)
         check_precision(self.precision_plugin)
         self.model = self.precision_plugin.convert_module(module)
         settings = self._settings()
         if self._loading is not None and not is_on_meta(module):
             self._loading.whole()
-        self._standalone = Standalone(module, settings, self._known, self.world, self._read)
-        self._evaluation = self._standalone.evaluation
-        self.setup_precision_plugin()
+        self._standalone = Standalone(module, settings, self._known, seed, self.world, self._read)
+        self._evaluation = None if self._local else self._standalone.evaluation
 
     @property
     def _known(self) -> Known:
@@ -107,15 +118,18 @@ class EvaluatingStrategy(ParallelStrategy):
             assert self.lightning_module is not None
             self._evaluation.expect(self.lightning_module.trainer.predict_loop.max_batches)
 
-    def _evaluation_data(self, loader: object) -> object:
-        """Data for an evaluation without a fit, as they are to be iterated over."""
+    def process_dataloader(self, dataloader: object) -> object:
         assert self.lightning_module is not None
-        return agree_on_loader(loader, self.world, apart=self.lightning_module.trainer.state.fn == TrainerFn.PREDICTING)
+        return agree_on_loader(dataloader, self.world, apart=self.lightning_module.trainer.state.fn == TrainerFn.PREDICTING)
 
     def lightning_module_state_dict(self) -> dict[str, Any]:
         """The module's state dict: whole on the lead, also while parts of the module are elsewhere. Collective."""
         assert self.lightning_module is not None
         parts = parts_of(self.lightning_module)
+        if parts is None and is_on_meta(self.lightning_module):
+            raise PiperError(
+                "PiperStrategy: the module is on the meta device, and has no values to be saved before the first step of a run"
+            )
         with contextlib.nullcontext() if parts is None else parts.whole_on_lead():
             return super().lightning_module_state_dict()
 
@@ -139,6 +153,6 @@ class EvaluatingStrategy(ParallelStrategy):
 
     def _end_evaluation(self, failed: bool) -> None:
         if self._standalone is not None:
-            self._standalone.close(failed)
+            self._standalone.end(failed)
         self._evaluation = self._standalone = None
         self._loaded = MappingProxyType({})

@@ -15,6 +15,7 @@ from typing import Any
 
 import lightning.pytorch as pl
 import torch
+from lightning.pytorch.utilities.rank_zero import rank_zero_warn
 
 from lightning_piper.capture import BatchLayout, capture, flatten
 from lightning_piper.compiler import Compiled, compile_step
@@ -24,8 +25,8 @@ from lightning_piper.runtime import StepResult
 from lightning_piper.strategy.agreement import agree_on_batch, draw_seed
 from lightning_piper.strategy.engine import family, warn_of_many_layouts
 from lightning_piper.strategy.machine import Context, Machine, Prepared, Settings
-from lightning_piper.strategy.materialize import Known, materialize
-from lightning_piper.strategy.ownership import Ownership
+from lightning_piper.strategy.materialize import Known, is_on_meta, materialize
+from lightning_piper.strategy.ownership import UNREAD, Ownership, parts_of
 from lightning_piper.strategy.suspension import check_devices, resume, suspend
 from lightning_piper.strategy.world import World
 
@@ -57,6 +58,11 @@ class Evaluation:
         self._steps = 0
         self._batches: list[list[float]] = []  # of each process, of each of its loaders
         self._seen: Counter[int] = Counter()
+
+    @property
+    def programs(self) -> list[Compiled]:
+        """What was compiled, one for each kind of step and batch."""
+        return list(self._captured.values())
 
     def expect(self, batches: Sequence[float]) -> None:
         """A prediction begins. Collective.
@@ -135,36 +141,49 @@ class Evaluation:
 
 
 class Standalone:
-    """What `validate`, `test` and `predict` need without a fit: the module is distributed by the first step that is run.
+    """What `validate`, `test` and `predict` need without a fit, and the sanity check of a fit before its first batch: the first
+    step that is run distributes the module.
 
     Args:
         module: with the values to run with (the lead's count); parts may be on the meta device.
         settings: of the compilation.
         known: values from a checkpoint for what is on the meta device; the rest gets initial ones.
+        seed: of the random numbers of steps, where a checkpoint brings one; else it is drawn.
         distributed: called when the module is distributed. Collective.
 
     Attributes:
+        seed: the one that is used.
+        drawn: seed of initial values.
         evaluation: runs the steps.
     """
 
     def __init__(
-        self, module: pl.LightningModule, settings: Settings, known: Known, world: World,
+        self, module: pl.LightningModule, settings: Settings, known: Known, seed: int | None, world: World,
         distributed: Callable[[Ownership], None],
     ) -> None:  # fmt: skip
-        self._module, self._world, self._known, self._distributed = module, world, known, distributed
-        self._seed = draw_seed(world)
+        self.module, self.settings, self.known, self.world, self._distributed = module, settings, known, world, distributed
+        self.drawn = draw_seed(world)
+        self.seed = self.drawn if seed is None else seed
         if world.size == 1:
-            materialize(module, self._seed, known)
+            materialize(module, self.drawn, known)
         self._suspended = suspend(module, world)
         self._ownership: Ownership | None = None
-        self.evaluation = Evaluation(module, Machine(settings, world), settings, world, self._seed, begin=self._distribute)
+        self.evaluation = Evaluation(module, Machine(settings, world), settings, world, self.seed, begin=self._begin)
 
-    def _distribute(self, first: Compiled) -> None:
-        check_devices(first, self._world)
-        self._ownership = own = Ownership(self._module, first, self._world, spare_everywhere=True)
-        own.distribute(self._seed, self._known)
+    def _begin(self, first: Compiled) -> None:
+        check_devices(first, self.world)
+        self._ownership = own = Ownership(self.module, first, self.world, spare_everywhere=True)
+        own.distribute(self.drawn, self.known)
         self._distributed(own)
         self.evaluation.machine.bind(first, own.owned_params, own.owned_buffers, own.shards, own.layout)
+
+    def distribute(self, training: Compiled) -> Ownership:
+        """A fit takes over, and this is closed: distribute the module by the training step. Collective."""
+        before = parts_of(self.module)
+        own = Ownership(self.module, training, self.world)
+        own.distribute(self.drawn, self.known if before is None else Known(), before)
+        self._distributed(own)
+        return own
 
     def close(self, failed: bool) -> None:
         """Unless it failed, every process that had the whole module has it again. Collective, unless it failed."""
@@ -172,3 +191,13 @@ class Standalone:
         if self._ownership is not None and not failed:
             self._ownership.end()
             self.evaluation.machine.close()
+
+    def end(self, failed: bool) -> None:
+        """Close at the end of a run in which no fit has taken over."""
+        self.close(failed)
+        if self._ownership is None and is_on_meta(self.module) and (self.known.loaded or self.known.later):
+            self.module.__dict__[UNREAD] = True
+            rank_zero_warn(
+                "the run had no step, before which the module, which is on the meta device, would have got the checkpoint's "
+                "values: it is as it was built"
+            )

@@ -1,4 +1,4 @@
-"""`Fit`: what one call of `Trainer.fit` needs from the first capture to the last step."""
+"""`Fit`: what one call of `Trainer.fit` needs from its first batch to its last step."""
 
 from __future__ import annotations
 
@@ -12,16 +12,13 @@ from torch.optim import Optimizer
 
 from lightning_piper.capture import flatten
 from lightning_piper.profile import Recording
-from lightning_piper.strategy.agreement import BatchCheck, agree_on_loader, draw_seed
+from lightning_piper.strategy.agreement import BatchCheck
 from lightning_piper.strategy.bridge import Bridge
-from lightning_piper.strategy.checks import check_optimizers, check_runs_once, check_stays_captured, switches
-from lightning_piper.strategy.data import Peek
+from lightning_piper.strategy.checks import check_runs_once, check_stays_captured, switches
 from lightning_piper.strategy.engine import Engine
+from lightning_piper.strategy.evaluation import Evaluation, Standalone
 from lightning_piper.strategy.gradients import absent, mark
-from lightning_piper.strategy.machine import Settings
-from lightning_piper.strategy.materialize import Known, materialize
-from lightning_piper.strategy.optimizer import ShardedOptimizer
-from lightning_piper.strategy.ownership import Ownership
+from lightning_piper.strategy.optimizer import Names, ShardedOptimizer
 from lightning_piper.strategy.precision import GlobalNormClipping, LossScaling
 from lightning_piper.strategy.suspension import check_devices, resume, suspend
 from lightning_piper.strategy.verification import Verify, verify_by_execution
@@ -29,77 +26,73 @@ from lightning_piper.strategy.world import World
 
 
 class Fit:
-    """Made in `setup`: captures and verifies the step, distributes the module, connects the processes. Collective throughout.
+    """Made with the first batch: captures and verifies the step, distributes the module, connects the processes. Collective
+    throughout.
 
     Args:
-        module: in its precision, with the values to start from (the lead's count); parts may be on the meta device.
-        peek: gives a batch to capture with.
-        settings: of the compilation.
+        before: has the module as it was until now.
+        batch: the first one, as the step gets it.
         verify: how the program is verified.
-        seed: of the steps' random numbers, where a checkpoint brings one; else it is drawn.
-        known: values from a checkpoint for what is on the meta device; the rest gets initial ones.
+        optimizer: over the whole module's parameters.
+        names: of these.
+        plugin: of the Trainer.
 
     Attributes:
-        seed: the one that is used.
+        seed: of the steps' random numbers.
         running: the module is distributed; it is not after `close`.
-        fresh: the step has not run on the current batch yet.
+        optimizer: cut down to what this process holds.
+        evaluation: runs the other steps, while it is.
         report: of the verification by execution, on the lead.
         recording: what records the steps, if anything does.
+
+    Raises:
+        PiperError: the processes have different batches, or do not fit the program; or the optimizer cannot be divided.
+        CaptureError, DirectiveError, VerificationError: the step cannot be captured, or run as the program says.
     """
 
     def __init__(
-        self, module: pl.LightningModule, peek: Peek, settings: Settings, verify: Verify, seed: int | None, known: Known,
-        world: World,
-    ) -> None:  # fmt: skip
-        self._module, self._peek, self._world = module, peek, world
-        drawn = draw_seed(world)
-        self.seed: int = drawn if seed is None else seed
-        if world.size == 1:
-            materialize(module, drawn, known)
-        batches = peek.batches()
-        layout = world.on_lead(lambda: flatten(batches[0])[1] if batches else None)
-        assert layout is not None
-        self.engine = Engine(module, layout, settings, world)
+        self, before: Standalone, batch: Any, verify: Verify, optimizer: Optimizer, names: Names, plugin: Precision
+    ) -> None:
+        self._module, self._world, self.seed = before.module, before.world, before.seed
+        module, settings, world = before.module, before.settings, before.world
+        self._check = BatchCheck(world)
+        self.arrive(batch)
+        before.close(failed=False)
+        self.engine = Engine(module, self._layout, settings, world)
         if not settings.local:
             check_devices(self.engine.first, world)
-        self.report = verify_by_execution(verify, self.engine.first, module, batches, world)
+        self.report = verify_by_execution(verify, self.engine.first, module, self._leaves, world)
         self.recording: Recording | None = None
         self._switches = switches(module)
         self._suspended = suspend(module, world)
         _count_replicas(module.trainer, world)
-        self.ownership = Ownership(module, self.engine.first, world)
-        self.ownership.distribute(drawn, known)
+        self.ownership = before.distribute(self.engine.first)
         self.engine.bind(self.ownership)
+        self.evaluation = Evaluation(module, self.engine.machine, settings, world, self.seed, self.engine.first.dag)
+        for program in before.evaluation.programs:
+            self.engine.machine.check_held(program, alone=True)
         self._absent = absent(self.ownership, self.engine.first)
         self._bridge = Bridge(self.ownership.owned_params, world.device)
-        self._check = BatchCheck(world)
         self._epoch = -1
-        self.running = self.fresh = True
-        self.optimizer: ShardedOptimizer | None = None
-        self._clipping: GlobalNormClipping | None = None
-        self._scaling: LossScaling | None = None
+        self.running = True
+        self.optimizer = ShardedOptimizer(optimizer, names, self.ownership, self.engine.first, world)
+        self._scaling = LossScaling(plugin, optimizer, world)  # all processes skip the same steps
+        self._clipping = GlobalNormClipping(plugin, self.ownership, world) if world.size > 1 else None
 
-    def attach(self, optimizers: list[Optimizer], plugin: Precision) -> None:
-        """Cut the optimizer down to what this process holds, let clipping see all gradients, and all processes skip the same steps.
-
-        Raises:
-            PiperError: there are several optimizers, or one that cannot be divided.
-        """
-        check_optimizers(optimizers, self._world.size)
-        self.optimizer = ShardedOptimizer(optimizers[0], self.ownership, self.engine.first, self._world)
-        self._scaling = LossScaling(plugin, optimizers[0], self._world)
-        if self._world.size > 1:
-            self._clipping = GlobalNormClipping(plugin, self.ownership, self._world)
-
-    def loader(self, loader: object) -> object:
-        """The training data as they are to be iterated over."""
-        return self._peek.with_first(agree_on_loader(loader, self._world))
-
-    def step(self, batch: Any, number: int, epoch: int, last: bool = True) -> torch.Tensor:
-        """Run the plan on a batch: logs what the step logs, and returns its loss.
+    def arrive(self, batch: Any) -> None:
+        """A batch is next; compare it with those of the other processes.
 
         Args:
             batch: on this process's device.
+        """
+        self._leaves, self._layout = flatten(batch)
+        self._check.post(self._layout, self._leaves)
+        self._fresh = True
+
+    def step(self, number: int, epoch: int, last: bool = True) -> torch.Tensor:
+        """Run the plan on the batch that has arrived: logs what the step logs, and returns its loss.
+
+        Args:
             number: of the batch, counted over the whole training, epochs and resumed fits included.
             epoch: current one.
             last: of the batches of a gradient accumulation.
@@ -107,16 +100,14 @@ class Fit:
         if epoch != self._epoch:
             check_stays_captured(self._module, self._switches)
             self._epoch = epoch
-        check_runs_once(self.fresh, self._world.size)
-        self.fresh = False
-        leaves, layout = flatten(batch)
-        self._check.post(layout, leaves)
-        prepared = self.engine.prepared(layout)
-        scale = 1.0 if self._scaling is None else self._scaling.scale
+        check_runs_once(self._fresh, self._world.size)
+        self._fresh = False
+        prepared = self.engine.prepared(self._layout)
+        scale = self._scaling.scale
         if self.recording is not None:
             self.recording.before(prepared)
         self.ownership.refresh()
-        result = self.engine.step(prepared, leaves, self.seed + number, scale, last)
+        result = self.engine.step(prepared, self._leaves, self.seed + number, scale, last)
         if self.recording is not None:
             self.recording.after(prepared, number)
         mark(self._absent)
@@ -130,8 +121,7 @@ class Fit:
         self.running = False
         if self._clipping is not None:
             self._clipping.remove()
-        if self._scaling is not None:
-            self._scaling.remove()
+        self._scaling.remove()
         resume(self._suspended)
         if not failed:
             if self.recording is not None:

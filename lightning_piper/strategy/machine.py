@@ -127,7 +127,7 @@ class Machine:
             executors = [self._executor(compiled, device, local) for device in sorted(compiled.plans)]
         else:
             assert self._transport is not None
-            self._check_held(compiled)
+            self.check_held(compiled)
             self._transport.connect(compiled.plans)
             executors = [self._executor(compiled, self._world.rank, self._transport)]
         return Prepared(compiled, executors, Replay(compiled))
@@ -149,7 +149,9 @@ class Machine:
             self._transport = None
 
     def _executor(self, compiled: Compiled, device: int, transport: LocalTransport | ProcessTransport) -> Executor:
-        shards, carry = self._shards.get(device, {}), self._carried.setdefault(device, {})
+        assert self._first is not None
+        trains = compiled.step.name == self._first.step.name  # an evaluation in the middle of an accumulation leaves it as it is
+        shards, carry = self._shards.get(device, {}), self._carried.setdefault(device, {}) if trains else {}
         return Executor(
             compiled.plans[device], compiled.step, self._params, self._buffers, transport, self._world.device, shards, carry
         )
@@ -166,20 +168,31 @@ class Machine:
                     "batches of one layout, or drop shard_optimizer, shard_grads and shard_params"
                 )
 
-    def _check_held(self, compiled: Compiled) -> None:
-        """Every process holds what its plan works on. Each checks for all of them, so that all fail together."""
-        assert self._layout is not None
+    def check_held(self, compiled: Compiled, alone: bool = False) -> None:
+        """Every process holds what its plan works on. Each checks for all of them, so that all fail together.
+
+        Args:
+            compiled: another program than the first one.
+            alone: it was compiled without knowing what the first one shards, and would gather that else.
+
+        Raises:
+            PiperError: one does not.
+        """
+        assert self._layout is not None and self._first is not None
+        by, step = self._first.step.name, compiled.step.name
         for device, plan in sorted(compiled.plans.items()):
             needed = compiled.params_on(device) | compiled.buffers_on(device)
             needed -= {name for bucket in plan.shards for name in bucket.names}
+            if alone:
+                needed -= self._first.params_on(device)
             missing = sorted(name for name in needed if self._layout.held(name, device) is None)
-            if missing and compiled.training is not None:
+            if missing and step != by:
                 raise PiperError(
-                    f"{compiled.step.name} uses {', '.join(missing[:3])} on device {device}, which does not hold it: training_step "
-                    "does not use it there, or not at all. Use it in the same annotated region in both, or leave it out"
+                    f"{step} uses {', '.join(missing[:3])} on device {device}, which does not hold it: {by} does not use it "
+                    "there, or not at all. Use it in the same annotated region in both, or leave it out"
                 )
             if missing:
                 raise PiperError(
                     f"for batches of {compiled.dag.size} samples in this layout, device {device} uses {', '.join(missing)}, which "
-                    "it does not hold: for the first batch, another device used it. Give an example_batch whose step uses all"
+                    "it does not hold: for the first batch, another device used it. Use it in the same annotated region for all"
                 )

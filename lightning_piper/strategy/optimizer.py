@@ -10,7 +10,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from lightning_piper.compiler import Compiled
@@ -19,10 +19,32 @@ from lightning_piper.ir.buckets import flattened, view_as
 from lightning_piper.ir.nodes import Chunk, Parameters
 from lightning_piper.strategy.elementwise import NotElementwise, StateKeys, remade, sees_others, state_keys
 from lightning_piper.strategy.layout import Piece
+from lightning_piper.strategy.materialize import places_of, tensor_at
 from lightning_piper.strategy.ownership import Ownership
 from lightning_piper.strategy.world import LEAD, World
 
 State = dict[str, Any]
+Names = list[list[str | None]]  # canonical names of the parameters of each group; None for what is not the module's
+
+
+def names_in(optimizer: Optimizer, module: nn.Module) -> Names:
+    """What an optimizer has been made over, as long as the module has the same parameters."""
+    names = {id(tensor_at(at)): name for name, at in places_of(module).items()}
+    return [[names.get(id(p)) for p in group["params"]] for group in optimizer.param_groups]
+
+
+def check_groups(names: Names, full: Sequence[State]) -> None:
+    """Are these groups, in canonical form, those of an optimizer over these parameters?
+
+    Raises:
+        PiperError: they are not.
+    """
+    found, wanted = [len(group["params"]) for group in full], [len(group) for group in names]
+    if found != wanted:
+        raise PiperError(
+            f"the checkpoint's optimizer has parameter groups of {found} parameters, configure_optimizers gives {wanted}; "
+            "resume with the same module and the same groups"
+        )
 
 
 class ShardedOptimizer:
@@ -30,7 +52,8 @@ class ShardedOptimizer:
     process's pieces of those that are sharded. All groups stay, also empty ones, for schedulers hold them.
 
     Args:
-        optimizer: over the parameters of the whole module.
+        optimizer: over the parameters that the whole module had before it was distributed.
+        names: of these.
         ownership: of the module; parameters that the optimizer has besides stay with every process and are the lead's to save.
         compiled: says which directive shards what.
 
@@ -39,10 +62,8 @@ class ShardedOptimizer:
             parameters, and it does not treat each parameter on its own.
     """
 
-    def __init__(self, optimizer: Optimizer, ownership: Ownership, compiled: Compiled, world: World) -> None:
-        self.optimizer, self._ownership, self._world = optimizer, ownership, world
-        names = {id(x): name for name, x in ownership.params.items()}
-        self._names: list[list[str | None]] = [[names.get(id(p)) for p in g["params"]] for g in optimizer.param_groups]
+    def __init__(self, optimizer: Optimizer, names: Names, ownership: Ownership, compiled: Compiled, world: World) -> None:
+        self.optimizer, self.names, self._ownership, self._world = optimizer, names, ownership, world
         self._labels: list[list[str] | None] = [
             list(g["param_names"]) if "param_names" in g else None for g in optimizer.param_groups
         ]
@@ -50,16 +71,24 @@ class ShardedOptimizer:
             self._check_alone()
         self._keys = self._checked(compiled)
         owned = ownership.owned_params
-        self._kept = [[name is None or name in owned for name in group] for group in self._names]
-        for group, labels, kept in zip(optimizer.param_groups, self._names, self._kept, strict=True):
+        self._kept = [[name is None or name in owned for name in group] for group in self.names]
+        lacking: set[Tensor] = set()
+        for group, labels, kept in zip(optimizer.param_groups, self.names, self._kept, strict=True):
             for p, name in zip(group["params"], labels, strict=True):
-                if name is not None and owned.get(name) is not p:
-                    optimizer.state.pop(p, None)
+                new = None if name is None else owned.get(name)
+                if name is None or new is p:
+                    continue
+                state = optimizer.state.pop(p, None)
+                if new is not None and (ownership.layout.is_sharded(name) or (state and p.is_meta)):
+                    lacking.add(new)
+                elif new is not None and state:
+                    optimizer.state[new] = state
             group["params"][:] = [p if n is None else owned[n] for p, n in zip(group["params"], labels, strict=True)
                                   if n is None or n in owned]  # fmt: skip
             if "param_names" in group:
                 group["param_names"][:] = [x for x, keep in zip(group["param_names"], kept, strict=True) if keep]
-        self._make_state()
+        if lacking:
+            self._make_state(lacking)
 
     def _check_alone(self) -> None:
         """The processes have different parameters. All processes find the same."""
@@ -76,7 +105,7 @@ class ShardedOptimizer:
         """What the state of parameters in pieces consists of. All processes find the same."""
         keys = StateKeys()
         tried: set[str] = set()
-        for group, names in zip(self.optimizer.param_groups, self._names, strict=True):
+        for group, names in zip(self.optimizer.param_groups, self.names, strict=True):
             sharded = next((n for n in names if n is not None and self._ownership.layout.is_sharded(n)), None)
             options = {k: v for k, v in group.items() if k not in ("params", "param_names")}
             if sharded is None or repr(options) in tried:
@@ -88,23 +117,15 @@ class ShardedOptimizer:
                 raise PiperError(_refusal(type(self.optimizer).__name__, str(error), sharded, compiled)) from error.__cause__
         return keys
 
-    def _make_state(self) -> None:
-        """What an optimizer makes when it is constructed, for the pieces, which are here only now."""
-        layout = self._ownership.layout
-        pieces = [
-            [p for p, n in zip(group["params"], _held(names, kept), strict=True) if n is not None and layout.is_sharded(n)]
-            for group, names, kept in zip(self.optimizer.param_groups, self._names, self._kept, strict=True)
-        ]
-        new = [p for group in pieces for p in group if p not in self.optimizer.state]
-        if not new:
-            return
+    def _make_state(self, lacking: set[Tensor]) -> None:
+        """What an optimizer makes when it is constructed, for tensors that are here only now."""
         groups = [
             {**{k: v for k, v in group.items() if k != "param_names"}, "params": own}
-            for group, own in zip(self.optimizer.param_groups, pieces, strict=True)
-            if own
+            for group in self.optimizer.param_groups
+            if (own := [p for p in group["params"] if p in lacking])
         ]
         made = remade(self.optimizer, groups)
-        for p in new:
+        for p in lacking:
             if p in made.state:
                 self.optimizer.state[p] = made.state[p]
 
@@ -149,7 +170,7 @@ class ShardedOptimizer:
         """What this process has: number in the canonical form, canonical name (None for what is not the module's), and the whole
         parameter or its piece."""
         number = 0
-        for group, names, kept in zip(self.optimizer.param_groups, self._names, self._kept, strict=True):
+        for group, names, kept in zip(self.optimizer.param_groups, self.names, self._kept, strict=True):
             params = iter(group["params"])
             for name, keep in zip(names, kept, strict=True):
                 if keep:
@@ -160,7 +181,7 @@ class ShardedOptimizer:
         """The state in canonical form, with `refer(parameter, key)` in the place of everything that is in `pieces`. Collective."""
         own = [(p.name, p.key) for p in self.pieces()]
         others = {n: self.optimizer.state[p] for n, name, p in self.held() if name is None and p in self.optimizer.state}
-        numbers = {name: number for number, name in enumerate(name for names in self._names for name in names)}
+        numbers = {name: number for number, name in enumerate(name for names in self.names for name in names)}
         state: dict[int, State] = {}
         for cut, once, not_the_modules in self._world.gather((own, _on_host(self.once()), _on_host(others))):
             for name, key in cut:
@@ -169,15 +190,14 @@ class ShardedOptimizer:
                 state.setdefault(numbers[name], {})[key] = value
             for number, values in not_the_modules.items():
                 state.setdefault(number, values)  # that of the lead, which comes first
-        groups = self._full_groups(self.optimizer.state_dict()["param_groups"])
-        return {"state": dict(sorted(state.items())), "param_groups": groups}
+        return {"state": dict(sorted(state.items())), "param_groups": self.full_groups()}
 
     def full_state(self) -> State:
         """The state in canonical form. Whole on the lead; other processes have what they hold whole. Collective."""
         local = self.optimizer.state_dict()
         own: dict[int, State] = {}
         number, position = 0, 0
-        for names, kept in zip(self._names, self._kept, strict=True):
+        for names, kept in zip(self.names, self._kept, strict=True):
             for name, keep in zip(names, kept, strict=True):
                 if keep and self._speaks_for(name) and position in local["state"]:
                     own[number] = local["state"][position]
@@ -187,9 +207,9 @@ class ShardedOptimizer:
             sent = _on_host(own) if self._world.rank == source else None
             for number, state in (self._world.move_object(sent, source, LEAD) or {}).items():
                 found.setdefault(number, {})[source] = state
-        flat_names = [name for names in self._names for name in names]
+        flat_names = [name for names in self.names for name in names]
         state = {n: full for n in sorted(found) if (full := self._joined(flat_names[n], found[n])) is not None}
-        return {"state": state, "param_groups": self._full_groups(local["param_groups"])}
+        return {"state": state, "param_groups": self.full_groups()}
 
     def _joined(self, name: str | None, parts: Mapping[int, State]) -> State | None:
         """One parameter's state from those of its pieces; None where only the lead has them all."""
@@ -215,9 +235,10 @@ class ShardedOptimizer:
     def _speaks_for(self, name: str | None) -> bool:
         return self._world.leads if name is None else self._ownership.speaks_for(name)
 
-    def _full_groups(self, local: list[State]) -> list[State]:
+    def full_groups(self) -> list[State]:
+        """The groups in canonical form."""
         groups, start = [], 0
-        for group, names, labels in zip(local, self._names, self._labels, strict=True):
+        for group, names, labels in zip(self.optimizer.state_dict()["param_groups"], self.names, self._labels, strict=True):
             full = group | {"params": list(range(start, start + len(names)))}
             if labels is not None:
                 full["param_names"] = labels
@@ -226,28 +247,9 @@ class ShardedOptimizer:
         return groups
 
     def load_full_state(self, full: Mapping[str, Any]) -> None:
-        """Load this process's part of a state in canonical form.
-
-        Raises:
-            PiperError: the state is of an optimizer with other groups.
-        """
-        self.check_groups(full["param_groups"])
+        """Load this process's part of a state in canonical form."""
         own = {number: self.cut(name, full["state"][number]) for number, name, _ in self.held() if number in full["state"]}
         self.load_parts(full["param_groups"], own)
-
-    def check_groups(self, full: Sequence[State]) -> None:
-        """Are these groups, in canonical form, those of this optimizer?
-
-        Raises:
-            PiperError: they are not.
-        """
-        found = [len(group["params"]) for group in full]
-        wanted = [len(names) for names in self._names]
-        if found != wanted:
-            raise PiperError(
-                f"the checkpoint's optimizer has parameter groups of {found} parameters, configure_optimizers gives {wanted}; "
-                "resume with the same module and the same groups"
-            )
 
     def load_parts(self, full: Sequence[State], parts: Mapping[int, State]) -> None:
         """Load what this process has.
@@ -284,10 +286,6 @@ class ShardedOptimizer:
             key: flattened(value, spec)[slice(*held)].clone() if self._keys.is_cut(key, value, spec.shape) else value
             for key, value in full.items()
         }
-
-
-def _held(names: list[str | None], kept: list[bool]) -> list[str | None]:
-    return [name for name, keep in zip(names, kept, strict=True) if keep]
 
 
 def _refusal(optimizer: str, why: str, name: str, compiled: Compiled) -> str:

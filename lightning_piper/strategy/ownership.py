@@ -27,6 +27,7 @@ from lightning_piper.strategy.materialize import Known, empty_like, initialize, 
 from lightning_piper.strategy.world import LEAD, World
 
 PARTS = "_piper_parts"  # attribute of a module that is in parts: its `Ownership`
+UNREAD = "_piper_unread"  # attribute of a module on the meta device that has not got the values of a checkpoint
 
 
 class Ownership:
@@ -85,7 +86,7 @@ class Ownership:
                 found.append(Piece(name, spec.shape, spec.dtype, *held, self._part(name, *held)))
         return found
 
-    def distribute(self, seed: int, known: Known) -> None:
+    def distribute(self, seed: int, known: Known, before: Ownership | None = None) -> None:
         """Give every tensor its value wherever it has a home, move it to its device, and drop what has none here. Collective.
 
         Values are those that are known, else the lead's. What is on the meta device there gets initial ones. Only the lead's are
@@ -94,6 +95,8 @@ class Ownership:
         Args:
             seed: of initial values.
             known: from a checkpoint.
+            before: how the module lies over processes now, if it does, in parts that no process may have room for at once. Each
+                tensor then goes through the lead's host memory, one after another.
 
         Raises:
             PiperError: a gradient hook is registered on a parameter that is sharded; or initial values cannot be made.
@@ -102,9 +105,12 @@ class Ownership:
             self._lay_together()
             return
         self._make_pieces()
-        absent = self._absent(known)
+        absent = self._absent(known) if before is None else set()
+        self._stays = self._stays or before is not None
         made = self._make_values(absent, seed, known)
         for name, homes in self.layout.homes.items():
+            if before is not None:
+                before.bring(name, LEAD)
             tensor = self._get(name)
             whole = self.layout.holds_whole(name, self._world.rank)
             if name in made or (whole and tensor.is_meta):
@@ -258,19 +264,25 @@ class Ownership:
 
         Returns what this process had in place of those that it received.
         """
-        before = {}
-        for name, spec in self.layout.specs.items():
-            for target in targets:
-                if self.layout.holds_whole(name, target):
-                    continue
-                receives = self._world.rank == target
-                flat = torch.empty(spec.numel, dtype=spec.dtype) if receives else None
-                for source, (start, stop) in self.layout.speakers(name).items():
-                    part = self._part(name, start, stop) if self._world.rank == source else None
-                    self._move(part, source, target, into=None if flat is None else flat[start:stop])
-                if flat is not None:
-                    before[name] = self._get(name)
-                    self._set(name, like(before[name], view_as(flat, spec)))
+        brought = {(name, target): self.bring(name, target) for name in self.layout.specs for target in targets}
+        return {name: before for (name, _), before in brought.items() if before is not None}
+
+    def bring(self, name: str, target: int) -> torch.Tensor | None:
+        """Bring a whole tensor to a process, into host memory, unless it has it. Collective.
+
+        Returns what the target had in its place; None on the other processes.
+        """
+        if self.layout.holds_whole(name, target):
+            return None
+        spec, receives = self.layout.specs[name], self._world.rank == target
+        flat = torch.empty(spec.numel, dtype=spec.dtype) if receives else None
+        for source, (start, stop) in self.layout.speakers(name).items():
+            part = self._part(name, start, stop) if self._world.rank == source else None
+            self._move(part, source, target, into=None if flat is None else flat[start:stop])
+        if flat is None:
+            return None
+        before = self._get(name)
+        self._set(name, like(before, view_as(flat, spec)))
         return before
 
     def _part(self, name: str, start: int, stop: int) -> torch.Tensor:
@@ -306,10 +318,16 @@ def put_together(module: nn.Module, known: Known) -> None:
         known: from a checkpoint; if it brings all that is missing, nothing needs to be put together.
 
     Raises:
-        PiperError: that run has failed.
+        PiperError: that run has failed, or had no step, before which it would have read a checkpoint's values.
     """
-    parts = module.__dict__.pop(PARTS, None)
     missing = [n for n, at in places_of(module).items() if tensor_at(at).is_meta and n not in known]
+    if missing and module.__dict__.get(UNREAD):
+        raise PiperError(
+            f"PiperStrategy: {missing[0]!r} is on the meta device, among others, and has not got the values of the checkpoint with "
+            "which the run before this one was begun, for that run had no step; give ckpt_path here, too"
+        )
+    module.__dict__.pop(UNREAD, None)
+    parts = module.__dict__.pop(PARTS, None)
     if parts is None or not missing:
         return
     if not parts.ended:

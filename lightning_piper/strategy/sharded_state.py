@@ -87,7 +87,6 @@ def module_state(fit: Fit, module: nn.Module) -> dict[str, Any]:
 
 def optimizer_state(fit: Fit) -> dict[str, Any]:
     """The optimizer's state in canonical form, with references to its tensors. Collective."""
-    assert fit.optimizer is not None
     return fit.optimizer.outline(lambda name, key: reference(f"{OPTIMIZER}.{name}.{key}"))
 
 
@@ -102,8 +101,7 @@ def pieces_of(fit: Fit, module: nn.Module, keys: set[str]) -> list[Piece]:
         found = [
             (f"state_dict.{name}", name, 0, spec.numel, flattened(tensors[name].detach(), spec)) for name, spec in specs.items()
         ]
-    if fit.optimizer is not None:
-        found += [(f"{OPTIMIZER}.{p.name}.{p.key}", p.name, p.start, p.stop, p.tensor) for p in fit.optimizer.pieces(replicas=True)]
+    found += [(f"{OPTIMIZER}.{p.name}.{p.key}", p.name, p.start, p.stop, p.tensor) for p in fit.optimizer.pieces(replicas=True)]
     return [
         Piece(key, layout.specs[name].shape, start, stop, tensor, layout.specs[name].layout)
         for key, name, start, stop, tensor in found
@@ -222,12 +220,7 @@ class Loading:
         Args:
             saved: the state in canonical form, with references.
             fit: running.
-
-        Raises:
-            PiperError: the state is of an optimizer with other groups.
         """
-        assert fit.optimizer is not None
-        fit.optimizer.check_groups(saved["param_groups"])
         layout, rank = fit.ownership.layout, self._world.rank
         pieces: list[Piece] = []
         states: dict[int, dict[str, Any]] = {}

@@ -29,16 +29,14 @@ from lightning_piper.directives import replicas_of
 from lightning_piper.errors import PiperError
 from lightning_piper.profile import PiperProfiler, Recording, Schedule, schedule_of, wanted
 from lightning_piper.strategy.checkpoint import KEY, check_target, found_at, remove_in_one_go, save_in_one_go, seed_of
-from lightning_piper.strategy.checks import check_fit, one_of
-from lightning_piper.strategy.data import Peek
+from lightning_piper.strategy.checks import check_fit, check_optimizers, one_of
 from lightning_piper.strategy.evaluating import EvaluatingStrategy
-from lightning_piper.strategy.evaluation import Evaluation
 from lightning_piper.strategy.failure import FailureWatch
 from lightning_piper.strategy.fit import Fit
 from lightning_piper.strategy.machine import Settings
 from lightning_piper.strategy.materialize import is_on_meta
+from lightning_piper.strategy.optimizer import Names, State, check_groups, names_in
 from lightning_piper.strategy.ownership import put_together
-from lightning_piper.strategy.precision import check_precision
 from lightning_piper.strategy.program import for_fit, given_or_from_environment
 from lightning_piper.strategy.sharded_checkpoint import save
 from lightning_piper.strategy.sharded_state import Loading, module_state, optimizer_state, pieces_of, referenced
@@ -61,8 +59,6 @@ class PiperStrategy(EvaluatingStrategy):
         verify: `static` checks every rewrite and plan without running it; `first_batch` also runs the finished program on one
             batch and compares with one device; `each` does so after every directive and prints the report; `off` checks nothing.
         transport: `process` has a process for each logical device; `local` runs all of them in this one, with `devices=1`.
-        example_batch: a batch as the DataLoader would give it, to capture the step with. Left out, one is taken from the training
-            data, which lose nothing by it.
         profile: which steps to record (see `lightning_piper.profile`); True records a few of the first ones.
         timeout: after which communication that nobody answers fails.
         start_method: only `popen`, one new Python process for each device.
@@ -84,7 +80,6 @@ class PiperStrategy(EvaluatingStrategy):
         *,
         verify: Verify = "static",
         transport: Literal["process", "local"] = "process",
-        example_batch: Any | None = None,
         profile: Schedule | bool | None = None,
         timeout: timedelta = default_pg_timeout,
         start_method: Literal["popen"] = "popen",
@@ -108,14 +103,16 @@ class PiperStrategy(EvaluatingStrategy):
         if not isinstance(timeout, timedelta) or timeout <= timedelta(0):
             raise PiperError(f"PiperStrategy(timeout={timeout!r}): give a positive datetime.timedelta")
         self._program = given_or_from_environment(directives)
-        self._verify, self._example, self._timeout = verify, example_batch, timeout
+        self._verify, self._timeout = verify, timeout
         schedule_of(profile)
         self._profile = profile
         self._local = transport == "local"
         self._backend = process_group_backend
         self._sharded = checkpoint == "sharded"
         self._loading: Loading | None = None
-        self._fit: Fit | None = None
+        self._fit: Fit | None = None  # from the first batch on
+        self._names: Names = []  # of the optimizer's parameters
+        self._later: State | None = None  # of the optimizer, from a checkpoint, for what it has from the first batch on
         self._replicas: tuple[int, ...] = ()  # of each process in this fit, where processes draw the data of several
         self._resumed_seed: int | None = None
         self._failed = self._accumulating = False
@@ -199,28 +196,33 @@ class PiperStrategy(EvaluatingStrategy):
     def setup(self, trainer: pl.Trainer) -> None:
         module = self.lightning_module
         assert module is not None and self.accelerator is not None
-        self._failed, self._fit, self._replicas = False, None, ()
+        self._failed, self._fit, self._later, self._replicas = False, None, None, ()
+        put_together(module, self._known)
         if trainer.state.fn != TrainerFn.FITTING:
             self._setup_evaluation(trainer)
             return
-        self.accelerator.setup(trainer)
-        known = self._known
-        put_together(module, known)
-        check_fit(trainer, module, self.world.size, self._layer_sync is not None, known)
-        check_precision(self.precision_plugin)
-        self.model = self.precision_plugin.convert_module(module)
-        settings, world = self._settings(), self.world
-        count = settings.replicas if self._verify in ("first_batch", "each") else 1
-        peek = Peek(trainer, world, self._transfer, self._example, count)
-        self._fit = fit = Fit(module, peek, settings, self._verify, self._resumed_seed, known, world)
-        self._read(fit.ownership)
-        if not self._local:
-            self._evaluation = Evaluation(module, fit.engine.machine, settings, world, fit.seed, fit.engine.first.dag)
+        check_fit(trainer, module, self.world.size, self._layer_sync is not None, self._known)
+        self._setup_standalone(trainer, self._resumed_seed)
+        if self._local:
+            self.model_to_device()
         self.setup_optimizers(trainer)
-        self._fit.attach(self.optimizers, self.precision_plugin)
-        self._fit.recording = self._recording_of(trainer)
+        check_optimizers(self.optimizers, self.world.size)
+        self._names = names_in(self.optimizers[0], module)
         self.setup_precision_plugin()
+
+    def on_train_batch_start(self, batch: Any, batch_idx: int) -> None:
+        """The first batch of a fit brings the shapes: now the step is captured, and the module distributed."""
+        if self._fit is not None:
+            self._fit.arrive(batch)
+            return
+        assert self._standalone is not None and self.lightning_module is not None
+        self._fit = fit = Fit(self._standalone, batch, self._verify, self.optimizers[0], self._names, self.precision_plugin)
+        self._standalone, self._evaluation = None, None if self._local else fit.evaluation
+        if self._later is not None:
+            state, self._later = self._later, None
+            self._load_optimizer(fit, {**state, "param_groups": fit.optimizer.full_groups()})
         _optimizers_to_device(self.optimizers, self.root_device)
+        fit.recording = self._recording_of(self.lightning_module.trainer)
 
     def _settings(self) -> Settings:
         """How to compile for this module; from here on the processes know their replicas."""
@@ -250,27 +252,11 @@ class PiperStrategy(EvaluatingStrategy):
         assert self.model is not None
         self.model.to(self.root_device)
 
-    def _transfer(self, batch: Any) -> Any:
-        """A batch as the training step gets it."""
-        assert self.lightning_module is not None
-        batch = self.precision_plugin.convert_input(batch)
-        batch = self.lightning_module._on_before_batch_transfer(batch, dataloader_idx=0)
-        return self.batch_to_device(batch, self.root_device, dataloader_idx=0)
-
-    def process_dataloader(self, dataloader: object) -> object:
-        if self._fit is not None:
-            return self._fit.loader(dataloader)
-        return dataloader if self._evaluation is None else self._evaluation_data(dataloader)
-
-    def on_train_batch_start(self, batch: Any, batch_idx: int) -> None:
-        if self._fit is not None:
-            self._fit.fresh = True
-
     def training_step(self, batch: Any, *args: Any, **kwargs: Any) -> torch.Tensor:
         assert self._fit is not None and self.lightning_module is not None
         trainer = self.lightning_module.trainer
         number = trainer.fit_loop.epoch_loop.total_batch_idx
-        return self._fit.step(batch, number, trainer.current_epoch, last=not self._accumulating)
+        return self._fit.step(number, trainer.current_epoch, last=not self._accumulating)
 
     @contextlib.contextmanager
     def block_backward_sync(self) -> Iterator[None]:
@@ -293,7 +279,7 @@ class PiperStrategy(EvaluatingStrategy):
         if self._watch is not None:
             self._watch.stop()
             self._watch = None
-        self._resumed_seed = self._loading = None
+        self._resumed_seed = self._loading = self._later = None
         assert self.accelerator is not None and self.cluster_environment is not None
         module = self.lightning_module
         if module is not None and is_on_meta(module):
@@ -346,20 +332,34 @@ class PiperStrategy(EvaluatingStrategy):
         where checkpoints are sharded. Collective."""
         if isinstance(optimizer, LightningOptimizer):
             optimizer = optimizer._optimizer
-        if self._fit is None or self._fit.optimizer is None or self._fit.optimizer.optimizer is not optimizer:
+        if self._fit is None and self._later is not None:
+            if referenced(self._later):
+                raise PiperError(
+                    "PiperStrategy: a fit that resumes from a sharded checkpoint reads the optimizer's state when the first batch "
+                    "has come, and cannot be saved before"
+                )
+            return {**super().optimizer_state(optimizer), "state": self._later["state"]}
+        if self._fit is None or self._fit.optimizer.optimizer is not optimizer:
             return super().optimizer_state(optimizer)
         return optimizer_state(self._fit) if self._sharded else self._fit.optimizer.full_state()
 
     def load_optimizer_state_dict(self, checkpoint: Mapping[str, Any]) -> None:
-        assert self._fit is not None and self._fit.optimizer is not None
         states = checkpoint["optimizer_states"]
         if len(states) != 1:
             raise PiperError(f"the checkpoint holds the states of {len(states)} optimizers; resume one of a fit with a single one")
-        if self._loading is not None and referenced(states[0]):
-            self._loading.optimizer(states[0], self._fit)
+        check_groups(self._names, states[0]["param_groups"])
+        if self._fit is None:  # rates and the like at once, for hooks may change them
+            self._later = states[0]
+            self.optimizers[0].load_state_dict({**states[0], "state": {}})
         else:
-            self._fit.optimizer.load_full_state(states[0])
-        _optimizers_to_device(self.optimizers, self.root_device)
+            self._load_optimizer(self._fit, states[0])
+            _optimizers_to_device(self.optimizers, self.root_device)
+
+    def _load_optimizer(self, fit: Fit, state: State) -> None:
+        if self._loading is not None and referenced(state):
+            self._loading.optimizer(state, fit)
+        else:
+            fit.optimizer.load_full_state(state)
 
     def load_model_state_dict(self, checkpoint: Mapping[str, Any], strict: bool = True) -> None:
         if self._loading is not None and referenced(checkpoint["state_dict"]):
@@ -380,14 +380,15 @@ class PiperStrategy(EvaluatingStrategy):
         return content
 
     def save_checkpoint(self, checkpoint: dict[str, Any], filepath: str | Path, storage_options: Any | None = None) -> None:
-        if self._fit is not None:
-            checkpoint[KEY] = {"seed": self._fit.seed}
-            if self._sharded:
-                assert self.lightning_module is not None
-                check_target(filepath, storage_options, self.checkpoint_io)
-                pieces = pieces_of(self._fit, self.lightning_module, referenced(checkpoint))
-                save(filepath, pieces, checkpoint, self.world)
-                return
+        started = self._fit or self._standalone
+        if started is not None:
+            checkpoint[KEY] = {"seed": started.seed}
+        if self._fit is not None and self._sharded:
+            assert self.lightning_module is not None
+            check_target(filepath, storage_options, self.checkpoint_io)
+            pieces = pieces_of(self._fit, self.lightning_module, referenced(checkpoint))
+            save(filepath, pieces, checkpoint, self.world)
+            return
         if self.is_global_zero:
             save_in_one_go(self.checkpoint_io, checkpoint, filepath, storage_options)
 

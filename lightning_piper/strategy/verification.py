@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any, Literal, get_args
+from typing import Literal, get_args
 
 import torch
 from lightning.pytorch.utilities.rank_zero import rank_zero_info
 from lightning.pytorch.utilities.seed import isolate_rng
 from torch import nn
 
-from lightning_piper.capture import flatten
 from lightning_piper.compiler import Compiled
 from lightning_piper.errors import PiperError, VerificationError
 from lightning_piper.strategy.materialize import is_on_meta
@@ -22,13 +21,13 @@ ACCEPTED = get_args(Verify)
 
 
 def verify_by_execution(
-    how: Verify, compiled: Compiled, module: nn.Module, batches: Sequence[Any] | None, world: World
+    how: Verify, compiled: Compiled, module: nn.Module, leaves: Sequence[torch.Tensor], world: World
 ) -> str | None:
     """Run the program on a batch, on the lead, where the whole module still is; all processes fail together. Returns
     the report there, and None elsewhere or if nothing was run.
 
     Args:
-        batches: one for each replica that draws its own, on the lead.
+        leaves: of this process's batch; those of all replicas have the same shapes.
 
     Raises:
         VerificationError: the finished program (`first_batch`) or a directive (`each`) does not compute what one device does.
@@ -36,16 +35,19 @@ def verify_by_execution(
     if how not in ("first_batch", "each"):
         return None
 
+    shares = world.gather([x.cpu() for x in leaves] if world.rank in world.speakers else [])
+
     def run() -> str:
-        assert batches is not None
         if is_on_meta(module):
             raise PiperError(
                 f"PiperStrategy(verify={how!r}) runs the whole module in one process, and this one is on the meta device; use "
                 "verify='static' here, and verify by execution with transport='local' or a smaller model"
             )
         module.to(world.device)
+        parts = zip(*(shares[rank] for rank in world.speakers), strict=True)
+        batch = [(torch.cat(xs) if xs[0].ndim else xs[0]).to(world.device) for xs in parts]
         with isolate_rng():
-            report = verify_step(compiled.step, module, _joined(batches), compiled.program)
+            report = verify_step(compiled.step, module, compiled.step.layout.rebuild(batch), compiled.program)
         if how == "each":
             rank_zero_info(str(report))
             report.require()
@@ -54,14 +56,3 @@ def verify_by_execution(
         return str(report)
 
     return world.on_lead(run, share=False)
-
-
-def _joined(batches: Sequence[Any]) -> Any:
-    """The global batch of these replicas' batches; of the first one alone where they do not fit together."""
-    if len(batches) == 1:
-        return batches[0]
-    found = [flatten(batch) for batch in batches]
-    layout = found[0][1]
-    if any(other.key != layout.key for _, other in found):
-        found = found[:1] * len(found)
-    return layout.rebuild([torch.cat(xs) if xs[0].ndim else xs[0] for xs in zip(*(leaves for leaves, _ in found), strict=True)])

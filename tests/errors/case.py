@@ -193,7 +193,7 @@ def fit(
     **options: Any,
 ) -> None:
     """Fit with all devices in one process."""
-    own = {k: options.pop(k) for k in ("verify", "example_batch", "checkpoint") if k in options}
+    own = {k: options.pop(k) for k in ("verify", "checkpoint") if k in options}
     path = options.pop("ckpt_path", None)
     made, _ = trainer(strategy or local(directives, **own), callbacks, **options)
     made.fit(net() if module is None else module, Batches([batch()] * 5) if data is None else data, ckpt_path=path)

@@ -16,7 +16,7 @@ from lightning_piper.profile import Schedule
 from lightning_piper.strategy.checks import check_fit, check_optimizers
 from lightning_piper.strategy.materialize import Known
 from tests.errors.case import PLACES, Case, Cases, Elsewhere, fit, net, written
-from tests.strategy.fitting import Batches, local, trainer
+from tests.strategy.fitting import local, trainer
 
 TITLE = "The strategy, the Trainer, processes"
 INTRO = "When the strategy or the Trainer is made, and at the start of `fit`: on all processes alike, before the first step."
@@ -101,7 +101,6 @@ CASES: Cases = [
     Case("a `reset_parameters()` that fails", lambda: on_meta(lambda: torch.ones(2) + torch.ones(3))),
     refused("weight averaging", callbacks=[EMAWeightAveraging()]),
     refused("`precision=\"16-true\"`", precision="16-true"),
-    Case("training data without a batch", lambda: fit(data=Batches([]))),
     Case("`transport=\"process\"` in a notebook", interactive),
     Case("a program for another number of devices than the Trainer has", other_devices),
     Case("`save_on_exception` over processes", lambda: over_processes(ModelCheckpoint("checkpoints", save_on_exception=True))),

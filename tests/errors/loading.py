@@ -6,6 +6,7 @@ import json
 from collections.abc import Callable
 from pathlib import Path
 
+import lightning as L
 import torch
 
 from lightning_piper.strategy import consolidate
@@ -16,10 +17,10 @@ TITLE = "Checkpoints"
 INTRO = "When a checkpoint is saved or loaded: on all processes alike."
 
 
-def saved(checkpoint: str = "sharded") -> Path:
+def saved(checkpoint: str = "sharded", *changes: tuple[str, str]) -> Path:
     """A checkpoint `a.ckpt` of one step."""
     made, _ = trainer(local(checkpoint=checkpoint), max_steps=1)
-    made.fit(net(), Batches([batch()]))
+    made.fit(net("pass", *changes), Batches([batch()]))
     made.save_checkpoint("a.ckpt")
     return Path("a.ckpt")
 
@@ -71,6 +72,18 @@ def with_options() -> None:
     made.save_checkpoint("a.ckpt", storage_options={})
 
 
+class Early(L.Callback):
+    """Saves before the first batch."""
+
+    def on_train_start(self, trainer: L.Trainer, module: L.LightningModule) -> None:
+        trainer.save_checkpoint("b.ckpt")
+
+
+def early() -> None:
+    saved("sharded", MOMENTUM)
+    fit(net("pass", MOMENTUM), ckpt_path="a.ckpt", max_steps=2, callbacks=[Early()])
+
+
 def of_two_optimizers() -> None:
     saved("consolidated")
     content = torch.load("a.ckpt", weights_only=True)
@@ -79,6 +92,8 @@ def of_two_optimizers() -> None:
     fit(ckpt_path="a.ckpt", max_steps=2)
 
 
+ON_META = "tests/strategy/test_on_meta.py::test_refusals_over_processes"
+MOMENTUM = ("lr=0.1)", "lr=0.1, momentum=0.9)")
 GROUPS = (
     "torch.optim.SGD(self.parameters(), lr=0.1)",
     "torch.optim.SGD([{'params': x.parameters()} for x in (self.first, self.second)], lr=0.1)",
@@ -103,6 +118,11 @@ CASES: Cases = [
     Case("of several optimizers", of_two_optimizers),
     Case("a sharded checkpoint to a remote place", to_a_remote_place),
     Case("a sharded checkpoint with `storage_options`", with_options),
+    Case("a save before the first batch of a fit that resumes from a sharded checkpoint", early),
+    Elsewhere("a save of a module on the meta device before the first batch", "has no values to be saved before the first step",
+              "PiperError", ON_META),
+    Elsewhere("a run after one with `ckpt_path` and without a step, of a module on the meta device", "that run had no step",
+              "PiperError", ON_META),
     Case("`consolidate` of a file", lambda: consolidate(written("a.ckpt", ""), "b.ckpt")),
     Elsewhere("a class in the checkpoint that loading does not trust", "meta.pt holds objects of classes", "PiperError",
               "tests/strategy/test_sharded_files.py::test_no_file_runs_code"),

@@ -20,7 +20,7 @@ from tests.strategy.models import MLP, vectors
 OTHERS = [
     "backward", "configure_callbacks", "configure_gradient_clipping", "configure_model", "configure_optimizers", "load_state_dict",
     "lr_scheduler_step", "optimizer_step", "optimizer_zero_grad", "prepare_data", "setup", "state_dict", "teardown",
-    "train_dataloader", "transfer_batch_to_device",
+    "predict_dataloader", "test_dataloader", "train_dataloader", "transfer_batch_to_device", "val_dataloader",
 ]  # fmt: skip
 
 
@@ -53,6 +53,22 @@ class Module(MLP):
     def train_dataloader(self) -> Any:
         return vectors()
 
+    def val_dataloader(self) -> Any:
+        return vectors(seed=1)
+
+    test_dataloader = predict_dataloader = val_dataloader
+
+    def predict_step(self, batch: Any, batch_idx: int) -> torch.Tensor:
+        with piper.annotate("PP"):
+            hidden = self.first(batch[0])
+        with piper.annotate("PP"):
+            return self.second(hidden)
+
+    def validation_step(self, batch: Any, batch_idx: int) -> None:
+        self.log("mean", self.predict_step(batch, batch_idx).mean())
+
+    test_step = validation_step
+
     def on_train_batch_start(self, batch: Any, batch_idx: int) -> None:
         if batch_idx == self.fails:
             raise ZeroDivisionError
@@ -67,29 +83,43 @@ STRATEGIES: dict[str, Any] = {
     "PP2": list(PROGRAM),
     "DP2": [piper.Place(filter={}, devices=[0, 1]), piper.Replicate(filter={}, devices=[0, 1])],
     "ZeRO-3": [piper.Place(filter={}, devices=[0, 1]), piper.Replicate(filter={}, devices=[0, 1], shard_params=True)],
-    "example": list(PROGRAM),  # with an `example_batch`
 }
 
 
-def fit(name: str, folder: Path, fails: int | None = None, resume: bool = False) -> tuple[list[str], dict[str, torch.Tensor]]:
-    """Two epochs of five batches, or the third one from the checkpoint of the second; the calls, and the module's values."""
+def made(name: str, callbacks: list[L.Callback], **options: Any) -> tuple[L.Trainer, Module, list[str]]:
+    """A Trainer, a module, and where their calls will be."""
     calls: list[str] = []
     with torch.random.fork_rng():
         torch.manual_seed(0)
         module = noting(Module, calls)()
-    module.fails = fails
     strategy: Any = "ddp_find_unused_parameters_true"
     if STRATEGIES[name] is not None:
-        example = next(iter(vectors())) if name == "example" else None
-        strategy = piper.PiperStrategy(STRATEGIES[name], example_batch=example, timeout=timedelta(seconds=60))
+        strategy = piper.PiperStrategy(STRATEGIES[name], timeout=timedelta(seconds=60))
+    options = {"devices": 2, "precision": "64-true", "use_distributed_sampler": False, **options}
+    return trainer(strategy, [noting(Callback, calls)(), *callbacks], **options)[0], module, calls
+
+
+def fit(name: str, folder: Path, fails: int | None = None, resume: bool = False) -> tuple[list[str], dict[str, torch.Tensor]]:
+    """Two epochs of five batches, or the third one from the checkpoint of the second; the calls, and the module's values."""
     save = ModelCheckpoint(folder, filename="{epoch}", save_top_k=-1)
-    trained, _ = trainer(
-        strategy, [noting(Callback, calls)(), save], devices=2, max_steps=-1, max_epochs=3 if resume else 2, precision="64-true",
-        accumulate_grad_batches=2, gradient_clip_val=0.05, enable_checkpointing=True, use_distributed_sampler=False,
+    trained, module, calls = made(
+        name, [save], max_steps=-1, max_epochs=3 if resume else 2, accumulate_grad_batches=2, gradient_clip_val=0.05,
+        enable_checkpointing=True, val_check_interval=3,
     )  # fmt: skip
+    module.fails = fails
     with contextlib.suppress(ZeroDivisionError):
         trained.fit(module, ckpt_path=str(folder / "epoch=1.ckpt") if resume else None)
     return calls, values(module)
+
+
+def evaluate(name: str) -> tuple[list[str], dict[str, torch.Tensor]]:
+    """Without a fit; the calls, and the predictions."""
+    run, module, calls = made(name, [])
+    run.validate(module, verbose=False)
+    run.test(module, verbose=False)
+    predictions = run.predict(module)
+    assert predictions is not None
+    return calls, {str(i): x for i, x in enumerate(predictions)}
 
 
 @sharing_captures
@@ -98,7 +128,7 @@ def record(rank: int, folder: Path) -> dict[str, Any]:
     found = {}
     for name in STRATEGIES:
         place = folder / name
-        found[name] = {"fit": fit(name, place), "resumed": fit(name, place, resume=True)}
+        found[name] = {"fit": fit(name, place), "resumed": fit(name, place, resume=True), "evaluated": evaluate(name)}
     for name in ("ddp", "PP2"):
         found[name]["failed"] = fit(name, folder / "failed", fails=3)[0], {}
     return found

@@ -110,9 +110,20 @@ def batches(count: int = 3, size: int = 8) -> list[dict[str, Tensor]]:
 
 
 class Seen(L.Callback):
-    """How much of the module a process has during the fit, in elements of parameters, and which tensors are whole here."""
+    """How much of the module a process has during the fit, in elements of parameters, and what it starts from."""
+
+    def __init__(self, early: bool) -> None:
+        self.early = early
 
     def on_fit_start(self, trainer: L.Trainer, module: L.LightningModule) -> None:
+        self.begun = False
+        if self.early:
+            trainer.save_checkpoint("early.ckpt")
+
+    def on_before_backward(self, trainer: L.Trainer, module: L.LightningModule, loss: Tensor) -> None:
+        if self.begun:
+            return
+        self.begun = True
         own = trainer.strategy._fit.ownership  # type: ignore[attr-defined]
         self.elements = sum(p.numel() for p in own.owned_params.values())
         self.marks = [p.__dict__.get("decays") for p in own.owned_params.values()]
@@ -134,6 +145,9 @@ class Job:
         verify: of the strategy.
         mixed: rank 1 alone has values.
         again: the same module is trained once more.
+        steps: of which the checkpoint's training has had three.
+        early: a checkpoint is saved before the first step.
+        checked: there is a sanity check before the first step, and a validation.
     """
 
     name: str
@@ -146,6 +160,9 @@ class Job:
     verify: Any = "static"
     mixed: bool = False
     again: bool = False
+    steps: int = 3
+    checked: bool = False
+    early: bool = False
 
 
 @sharing_captures
@@ -157,15 +174,18 @@ def fit(job: Job, folder: Path, rank: int | None = None) -> dict[str, Any]:
     else:
         with torch.device("meta"):
             module = job.build()
-    data, seen, transport = batches(), Seen(), "local" if rank is None else "process"
+    data, seen, transport = batches(), Seen(job.early), "local" if rank is None else "process"
     if rank is not None:
         data = [{name: x.chunk(2)[rank // 2] for name, x in batch.items()} for batch in data]
     strategy = piper.PiperStrategy(
         PROGRAM_OF[job.program](), transport=transport, checkpoint="sharded" if job.sharded else "consolidated", verify=job.verify
     )  # type: ignore[arg-type]
-    run, record = trainer(strategy, [seen], devices=1 if rank is None else 4, max_steps=3)
+    run, record = trainer(strategy, [seen], devices=1 if rank is None else 4, max_steps=job.steps)
+    ckpt = str(folder / job.ckpt) if job.ckpt else None
     try:
-        run.fit(module, Batches(data), ckpt_path=str(folder / job.ckpt) if job.ckpt else None)
+        run.fit(module, Batches(data), Batches(data) if job.checked else None, ckpt_path=ckpt)
+        if run.global_step == 3 and job.ckpt:
+            run.validate(module, Batches(data), verbose=False)
     except piper.PiperError as error:
         return {"error": f"{type(error).__name__}: {error}"}
     missing = sum(x.is_meta for x in module.parameters())
@@ -216,7 +236,7 @@ class Experts(Model):
 def experts(name: str, rank: int | None = None) -> dict[str, Any]:
     """Initial values, and losses of three steps, of a model whose experts are divided over four processes."""
     L.seed_everything(3, verbose=False)
-    module, seen = Experts(Spec(("linear", "experts"), (0, 0))).to("meta"), Seen()
+    module, seen = Experts(Spec(("linear", "experts"), (0, 0))).to("meta"), Seen(early=False)
     strategy = piper.PiperStrategy(routed.PROGRAMS[name][2](), transport="local" if rank is None else "process")
     run, record = trainer(strategy, [seen], devices=1 if rank is None else 4, max_steps=3)
     data = [make_batch(module.spec, 8, seed) for seed in range(3)]

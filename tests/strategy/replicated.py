@@ -56,7 +56,7 @@ class Seen(L.Callback):
 
 
 def processes(program: Program | None = None, callbacks: Any = (), **options: Any) -> tuple[L.Trainer, Record, Seen]:
-    own = {k: options.pop(k) for k in ("verify", "example_batch") if k in options}
+    own = {k: options.pop(k) for k in ("verify",) if k in options}
     program = PROGRAMS[PROCESSES]() if program is None else program
     strategy = piper.PiperStrategy(program, timeout=timedelta(seconds=60), **own)
     seen = Seen()

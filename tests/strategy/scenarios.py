@@ -41,7 +41,7 @@ class Setting:
     folder: Path
 
     def trainer(self, program: Any = PROGRAM, callbacks: Any = (), **options: Any) -> tuple[L.Trainer, Record]:
-        own = {k: options.pop(k) for k in ("verify", "example_batch") if k in options}
+        own = {k: options.pop(k) for k in ("verify",) if k in options}
         transport: Any = "local" if self.local else "process"
         strategy = piper.PiperStrategy(list(program), transport=transport, timeout=timedelta(seconds=60), **own)
         return trainer(strategy, callbacks, devices=1 if self.local else 2, **options)

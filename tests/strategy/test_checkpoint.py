@@ -113,6 +113,37 @@ def test_another_optimizer_is_refused(tmp_path):
         fit.fit(module, loader, ckpt_path=tmp_path / "other.ckpt")
 
 
+class Early(L.Callback):
+    """Before the first batch of a resumed training: saves, and changes the rate."""
+
+    def __init__(self, path):
+        self.path = path
+
+    def on_train_start(self, trainer, module):
+        trainer.save_checkpoint(self.path)
+        for group in trainer.optimizers[0].param_groups:
+            group["lr"] *= 4
+
+
+@pytest.mark.parametrize("kind", ["consolidated", "sharded"])
+def test_hooks_before_the_first_batch_see_what_was_resumed(kind, tmp_path):
+    _, path, _ = run("1F1B", tmp_path, 3)
+    found = []
+    for strategy in ("auto", local(PROGRAMS["gpipe"], checkpoint=kind)):
+        module, loader = make("tied", seed=1)
+        early = tmp_path / f"early-{len(found)}.ckpt"
+        fit, _ = trainer(strategy, [Early(early)], max_steps=8)
+        fit.fit(module, loader, ckpt_path=path)
+        saved = torch.load(early, weights_only=True)
+        moments = {f"{i}.{k}": x for i, state in saved["optimizer_states"][0]["state"].items() for k, x in state.items()}
+        found.append((values(module), saved["state_dict"], moments, saved["optimizer_states"][0]["param_groups"]))
+    (plain, *saved), (ours, *saved_by_us) = found
+    assert distance(plain, ours) < 1e-5
+    assert same(saved[0], saved_by_us[0]) and same(saved[1], saved_by_us[1]) and saved[2] == saved_by_us[2]
+    unchanged, _, _ = run("gpipe", tmp_path / "rest", 8, path)
+    assert distance(unchanged, ours) > 1e-3
+
+
 def test_saves_after_fit(tmp_path):
     module, loader = make("conv")
     fit, _ = trainer(local(), max_steps=2)

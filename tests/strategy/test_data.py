@@ -1,4 +1,4 @@
-"""Taking a look at the first batch takes nothing away from the training."""
+"""Training data are read as with any strategy: the step is captured from the batch that it is run on."""
 
 from __future__ import annotations
 
@@ -8,8 +8,7 @@ import pytest
 import torch
 from torch.utils.data import BatchSampler, DataLoader, IterableDataset, RandomSampler, TensorDataset
 
-import lightning_piper as piper
-from tests.strategy.fitting import Batches, local, trainer
+from tests.strategy.fitting import Batches, local, same, trainer, values
 from tests.strategy.models import MLP, vectors
 
 
@@ -61,10 +60,9 @@ SOURCES = {
 
 
 @pytest.mark.parametrize("source", SOURCES)
-@pytest.mark.parametrize("given", [True, False])
-def test_no_batch_is_lost(source, given):
+def test_no_batch_is_lost(source):
     module = Seeing()
-    fit, _ = trainer(local(example_batch=batches()[0] if given else None), max_steps=-1, max_epochs=1)
+    fit, _ = trainer(local(), max_steps=-1, max_epochs=1)
     fit.fit(module, SOURCES[source]())
     expected = [x for x, _ in batches()]
     assert len(module.seen) == len(expected)
@@ -72,7 +70,7 @@ def test_no_batch_is_lost(source, given):
 
 
 @pytest.mark.parametrize("reload", [0, 1])
-def test_a_module_is_asked_for_its_data_as_often_as_without_the_look(reload):
+def test_a_module_is_asked_for_its_data_as_often_as_on_one_device(reload):
     """What it gives can be read once; a Trainer that reloads asks anew in each epoch."""
 
     class Asked(Seeing):
@@ -121,7 +119,7 @@ def test_several_loaders():
 
 
 @pytest.mark.parametrize("own", [True, False])
-def test_random_numbers_go_on_as_without_the_look(own):
+def test_random_numbers_go_on_as_on_one_device(own):
     """The global generators, and those that samplers have of their own."""
     data = TensorDataset(torch.arange(40.0).repeat(8, 1).T.contiguous(), torch.randn(40, 4))
     seen = []
@@ -152,7 +150,11 @@ def test_step_sees_the_batch_after_the_transfer_hooks():
     assert len(record.losses) == 2
 
 
-def test_data_without_a_batch_are_refused():
-    fit, _ = trainer(local(), max_steps=1)
-    with pytest.raises(piper.PiperError, match="the training data are empty"):
-        fit.fit(MLP(), Batches([]))
+@pytest.mark.parametrize("loader", [lambda: Batches([]), lambda: DataLoader([])])
+def test_without_a_batch_nothing_is_trained(loader):
+    for strategy in ("auto", local()):
+        module = MLP()
+        before = values(module)
+        fit, _ = trainer(strategy, max_steps=-1, max_epochs=1)
+        fit.fit(module, loader())
+        assert fit.global_step == 0 and same(values(module), before)

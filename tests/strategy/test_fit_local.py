@@ -301,3 +301,26 @@ def test_verify(verify, caplog):
     fit.fit(module, loader)
     assert not same(before, values(module))
     assert ("vs one device" in caplog.text) == (verify == "each")
+
+
+class Freezing(L.Callback):
+    """Only the second half is trained, and the first one drops nothing."""
+
+    def on_train_start(self, trainer, module):
+        module.first.requires_grad_(False).eval()
+
+
+def test_what_hooks_change_before_the_first_batch_counts():
+    results = []
+    for strategy in ("auto", local()):
+        module, loader = make("dropout")
+        before = values(module)
+        fit, _ = trainer(strategy, [Freezing()])
+        fit.fit(module, loader)
+        results.append(values(module))
+        assert same(*({n: x for n, x in found.items() if n.startswith("first.")} for found in (before, values(module))))
+    assert distance(*results) < 1e-5
+    dropping, loader = make("dropout")
+    fit, _ = trainer("auto")
+    fit.fit(dropping, loader)
+    assert distance(results[0], values(dropping)) > 1e-3

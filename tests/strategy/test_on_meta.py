@@ -22,15 +22,18 @@ TRAINED = [
     Job("replicas", "pp2 dp2", again=True),
     Job("configured", build=Configured),
     Job("hooked", "pp2 dp2 zero2", Hooked),
+    Job("checked", "pp2 dp2 zero2", checked=True),
 ]
 LOADED = [
-    Job("from parts", "pp2 dp2", ckpt="parts.ckpt", seed=4),
-    Job("from whole", ckpt="whole.ckpt", seed=4),
-    Job("from parts again", ckpt="parts.ckpt", seed=5),
+    Job("from parts", "pp2 dp2", ckpt="parts.ckpt", seed=4, steps=4),
+    Job("from whole", ckpt="whole.ckpt", seed=4, steps=4),
+    Job("from parts again", ckpt="parts.ckpt", seed=5, steps=4, checked=True),
 ]
 REFUSED = [
     Job("verified", verify="first_batch"),
     Job("mixed", mixed=True),
+    Job("at its end", ckpt="parts.ckpt"),
+    Job("early", early=True),
 ]
 
 
@@ -56,11 +59,13 @@ def one(folder):
 
 @pytest.mark.parametrize("name", [job.name for job in TRAINED])
 def test_all_placements_begin_and_end_with_the_same_bits(ranks, one, name):
+    assert "error" not in ranks[0][name], ranks[0][name]
     assert same(ranks[0][name]["initial"], one[name]["initial"])
     assert same(ranks[0][name]["values"], one[name]["values"])
     for rank in ranks:
         assert equal(rank[name]["losses"], one[name]["losses"])
     assert one["zero2"]["losses"][0] != one["hooked"]["losses"][0]
+    assert same(one["zero2"]["initial"], one["checked"]["initial"])
 
 
 def test_other_programs_begin_with_the_same_bits(one, folder):
@@ -89,10 +94,10 @@ def test_the_next_fit_goes_on_with_what_was_trained(ranks, one):
 
 
 def test_checkpoints_load_into_parts(ranks):
-    """The fits have come to their last step already: they end with what was saved."""
     for name, source in (("from parts", "zero3"), ("from parts again", "zero3"), ("from whole", "zero2")):
         assert "error" not in ranks[0][name], ranks[0][name]
-        assert same(ranks[0][name]["values"], ranks[0][source]["values"])
+        assert same(ranks[0][name]["initial"], ranks[0][source]["values"])
+        assert not same(ranks[0][name]["values"], ranks[0][source]["values"])
         assert all(rank[name]["missing"] > 0 for rank in ranks)
 
 
@@ -118,6 +123,8 @@ def test_refusals_over_processes(ranks):
     for rank in ranks:
         assert "is on the meta device; use verify='static'" in rank["verified"]["error"]
         assert "is on the meta device on rank 0, and has values on rank 1" in rank["mixed"]["error"]
+        assert "for that run had no step; give ckpt_path here, too" in rank["at its end"]["error"]
+        assert "has no values to be saved before the first step" in rank["early"]["error"]
 
 
 def drawn(module, names=None, seed=7):
