@@ -20,7 +20,7 @@ from torchmetrics import MeanMetric
 
 import lightning_piper as piper
 from lightning_piper.directives import Directive, Replicate
-from tests.strategy.fitting import QUIET, values
+from tests.strategy.fitting import QUIET, sharing_captures, values
 
 Program = list[Directive]
 Outcome = dict[str, Any]
@@ -199,7 +199,7 @@ class Runs:
         module, seen = net(), Recorded()
         monitored = "val_loss/dataloader_idx_0"
         save = ModelCheckpoint(self.folder, filename="{step}", monitor=monitored, save_top_k=1)
-        stop = EarlyStopping(monitored, patience=9)
+        stop = EarlyStopping(monitored, patience=5)
         trainer = self.trainer(
             [seen, save, stop], max_epochs=10, val_check_interval=2, num_sanity_val_steps=2, enable_checkpointing=True
         )
@@ -274,6 +274,7 @@ def one_device(folder: Path) -> dict[str, Outcome]:
     return {name: getattr(runs, name)() for name in SCENARIOS if name != "predicted"}
 
 
+@sharing_captures
 def train(rank: int, names: list[str], folder: Path, processes: int) -> dict[str, dict[str, Outcome]]:
     """One process's side of all that is run under some programs."""
     global PROCESSES

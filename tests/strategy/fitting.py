@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Sequence
-from typing import Any
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from typing import Any, TypeVar
 from unittest import mock
 
 import lightning as L
@@ -15,8 +15,10 @@ from lightning_piper import compiler
 from lightning_piper.capture import CapturedStep, capture, flatten
 from lightning_piper.ir.nodes import Accumulate
 from lightning_piper.ir.regions import LOSS
+from lightning_piper.strategy import evaluation
 from lightning_piper.verify import interpret
 
+T = TypeVar("T")
 QUIET = {"logger": False, "enable_progress_bar": False, "enable_model_summary": False, "enable_checkpointing": False}
 PROGRAM = tuple(piper.schedules.one_f_one_b(stages=2, microbatches=4))
 
@@ -60,17 +62,20 @@ def local(program: Any = PROGRAM, **options: Any) -> piper.PiperStrategy:
 CODES: dict[Any, Any] = {}
 
 
-def captured_once(module: Any, batch: Any, *args: Any) -> CapturedStep:
+def captured_once(module: Any, batch: Any, device: Any, context: Any, *step: Any) -> CapturedStep:
     """Like `capture`, but code that was traced of a module is that of all modules like it, for whatever batches."""
-    step = capture(module, batch, *args)
+    found = capture(module, batch, device, context, *step)
     trained = tuple(x.requires_grad for x in module.parameters())
-    key = (type(module), repr(module), trained, module.training, module.trainer.precision, repr(step.layout.specs))
-    step._codes = CODES.setdefault(key, {})
-    return step
+    modes = (tuple(x.training for x in module.modules()), module.trainer.sanity_checking)
+    key = (type(module), repr(module), trained, modes, module.trainer.precision, repr(found.layout.specs), step)
+    found._codes = CODES.setdefault(key, {})
+    return found
 
 
-# Decorates trainings of which several are of one model: to trace it each time would take most of their time.
-sharing_captures = mock.patch.object(compiler, "capture", captured_once)
+def sharing_captures(work: Callable[..., T]) -> Callable[..., T]:
+    """Decorates trainings of which several are of one model: to trace it each time would take most of their time."""
+    patched = mock.patch.object(compiler, "capture", captured_once)
+    return patched(mock.patch.object(evaluation, "capture", captured_once)(work))
 
 
 def values(module: torch.nn.Module) -> dict[str, Tensor]:
@@ -87,6 +92,22 @@ def distance(a: dict[str, Tensor], b: dict[str, Tensor]) -> float:
     assert a.keys() == b.keys()
     pairs = [(a[n].double(), b[n].double()) for n in a]
     return max(float((x - y).abs().max() / x.abs().max().clamp_min(1e-12)) for x, y in pairs)
+
+
+def apart(found: Any, wanted: Any, where: str = "") -> dict[str, float]:
+    """Relative distances of all numbers, by the way to them. Everything else is equal."""
+    if isinstance(wanted, dict):
+        assert found.keys() == wanted.keys(), where
+        return {k: v for key in wanted for k, v in apart(found[key], wanted[key], f"{where}/{key}").items()}
+    if isinstance(wanted, list | tuple):
+        assert len(found) == len(wanted), where
+        return {k: v for i, (x, y) in enumerate(zip(found, wanted, strict=True)) for k, v in apart(x, y, f"{where}/{i}").items()}
+    if isinstance(wanted, float | Tensor):
+        x, y = torch.as_tensor(found).double(), torch.as_tensor(wanted).double()
+        assert x.shape == y.shape, where
+        return {where: float((x - y).abs().max() / y.abs().max().clamp_min(1e-3))}
+    assert found == wanted, where
+    return {}
 
 
 def by_hand(

@@ -102,12 +102,6 @@ def trial(work: Callable[[Run], Seen]) -> Callable[[Run], Seen]:
 
 
 @trial
-def early_stopping(run: Run) -> Seen:
-    stop = cb.EarlyStopping("train_loss_epoch", patience=1, min_delta=1e9)
-    return run.seen(run.fit([stop], max_epochs=9), at=stop.stopped_epoch, best=float(stop.best_score))
-
-
-@trial
 def early_stopping_within_an_epoch(run: Run) -> Seen:
     class Soon(L.Callback):
         def on_train_batch_end(self, trainer: L.Trainer, *args: Any) -> None:
@@ -261,7 +255,6 @@ def switches(run: Run) -> Seen:
         "benchmark": run.seen(run.fit(benchmark=True, inference_mode=False, max_epochs=1)),
         "barebones": run.seen(run.fit(barebones=True, max_epochs=1, **{k: None for k in QUIET})),
         "by value": run.seen(run.fit(gradient_clip_val=0.01, gradient_clip_algorithm="value")),
-        "by norm": run.seen(run.fit(gradient_clip_val=0.01, gradient_clip_algorithm="norm")),
     }
     torch.use_deterministic_algorithms(False)
     return found

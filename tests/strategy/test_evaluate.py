@@ -7,12 +7,12 @@ from __future__ import annotations
 
 import pytest
 import torch
-from torch import Tensor
 from torch.utils.data import DataLoader, Subset
 
 from tests.distributed.processes import launch
 from tests.strategy import evaluated
 from tests.strategy.evaluated import PROGRAMS, data, net
+from tests.strategy.fitting import apart
 from tests.strategy.scenarios import equal
 
 NAMES = list(PROGRAMS)
@@ -44,22 +44,6 @@ def ranks(tmp_path_factory):
 def plain(tmp_path_factory):
     with torch.random.fork_rng():
         return evaluated.one_device(tmp_path_factory.mktemp("plain"))
-
-
-def apart(found, wanted, where=""):
-    """Relative distances of all numbers, by the way to them. Everything else is equal."""
-    if isinstance(wanted, dict):
-        assert found.keys() == wanted.keys(), where
-        return {k: v for key in wanted for k, v in apart(found[key], wanted[key], f"{where}/{key}").items()}
-    if isinstance(wanted, list | tuple):
-        assert len(found) == len(wanted), where
-        return {k: v for i, (x, y) in enumerate(zip(found, wanted, strict=True)) for k, v in apart(x, y, f"{where}/{i}").items()}
-    if isinstance(wanted, float | Tensor):
-        x, y = torch.as_tensor(found).double(), torch.as_tensor(wanted).double()
-        assert x.shape == y.shape, where
-        return {where: float((x - y).abs().max() / y.abs().max().clamp_min(1e-3))}
-    assert found == wanted, where
-    return {}
 
 
 def assert_near(found, wanted):

@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from tests.distributed.processes import launch
-from tests.strategy.fitting import by_hand, distance, same, trainer, values
+from tests.strategy.fitting import by_hand, distance, same, sharing_captures, trainer, values
 from tests.strategy.fitting import local as one_process
 from tests.strategy.models import make, vectors
 from tests.strategy.scenarios import SCENARIOS, equal, launch_script, run, train
@@ -30,7 +30,7 @@ def ranks(tmp_path_factory):
 def local(tmp_path_factory):
     names = [name for name in SCENARIOS if name not in ("refused", "unseeded_shuffle")]
     with torch.random.fork_rng():
-        return run(names, tmp_path_factory.mktemp("local"), local=True)
+        return sharing_captures(run)(names, tmp_path_factory.mktemp("local"), local=True)
 
 
 @pytest.mark.parametrize("name", [*MODELS, "clipped_by_value", "sizes", "stream", "checkpoints", "equipped"])

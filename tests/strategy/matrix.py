@@ -1,0 +1,250 @@
+"""What people do with a Trainer, under every kind of strategy: `train` runs all scenarios of some strategies, one after another in
+the same processes; `one_device` does the same with a plain Trainer, on the batches of all replicas together.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from datetime import timedelta
+from pathlib import Path
+from typing import Any
+
+import lightning as L
+import torch
+from lightning.pytorch.callbacks import EarlyStopping, ModelCheckpoint
+from torch import Tensor
+from torch.utils.data import DataLoader, Dataset, DistributedSampler, TensorDataset
+
+import lightning_piper as piper
+from lightning_piper.directives import Directive
+from tests.strategy import evaluated
+from tests.strategy.fitting import QUIET, Record, captured_once, sharing_captures, values
+from tests.strategy.replicated import dp2
+from tests.strategy.sharded import pp2_dp2
+
+Outcome = dict[str, Any]
+Optimizer = Callable[[Any], torch.optim.Optimizer]
+
+
+@dataclass(frozen=True)
+class Strategy:
+    """Directives, on how many processes, and whose batches these draw."""
+
+    program: Callable[[], list[Directive]]
+    processes: int
+    replicas: int
+
+
+STRATEGIES = {
+    "PP2": Strategy(lambda: piper.schedules.one_f_one_b(stages=2, microbatches=2), 2, 1),
+    "DP2": Strategy(dp2, 2, 2),
+    **{f"PP2xDP2 ZeRO-{level}": Strategy(lambda level=level: pp2_dp2(level, level), 4, 2) for level in (1, 2, 3)},  # type: ignore[misc]
+}
+ONE_DEVICE = Strategy(list, 1, 1)
+UNDIVIDED = Strategy(lambda: piper.schedules.one_f_one_b(stages=2, microbatches=2)[:2], 2, 1)  # no microbatches
+
+
+def adamw(params: Any) -> torch.optim.Optimizer:
+    return torch.optim.AdamW(params, lr=0.02, weight_decay=0.1)
+
+
+def sgd(params: Any) -> torch.optim.Optimizer:
+    """An optimizer to which the scale of the gradients matters."""
+    return torch.optim.SGD(params, lr=0.1, momentum=0.9)
+
+
+class Net(evaluated.Net):
+    """Also: logs its loss, and has its metrics in double precision."""
+
+    def __init__(self, optimizer: Optimizer) -> None:
+        super().__init__()
+        self.optimizer = optimizer
+
+    def on_validation_epoch_start(self) -> None:
+        for metric in (self.mean_output, self.mean_target):
+            metric.set_dtype(torch.float64)  # which moving them to a device undoes
+
+    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+        loss = super().training_step(batch, batch_idx)
+        with piper.annotate("PP", 1):
+            self.log("train_loss", loss, on_step=True, on_epoch=True)
+        return loss
+
+    def test_step(self, batch: Any, batch_idx: int) -> None:
+        super().test_step(batch, batch_idx)
+        self.log("test_loss", super().training_step(batch, batch_idx), sync_dist=True)
+
+    def configure_optimizers(self) -> torch.optim.Optimizer:
+        return self.optimizer(self.parameters())
+
+
+def net(optimizer: Optimizer = sgd, seed: int = 0) -> Net:
+    with torch.random.fork_rng():
+        torch.manual_seed(seed)
+        return Net(optimizer)
+
+
+def data(samples: int, seed: int) -> Dataset[Any]:
+    """Something to learn, and noise. In single precision; a Trainer in double precision converts it."""
+    x, noise = (x.float() for x in evaluated.data(samples, seed).tensors)
+    return TensorDataset(x, x[:, :4] + noise / 2)
+
+
+class Norms(L.Callback):
+    """Of all gradients together, before they are clipped."""
+
+    def __init__(self) -> None:
+        self.norms: list[float] = []
+
+    def on_before_optimizer_step(self, trainer: L.Trainer, module: Any, optimizer: Any) -> None:
+        self.norms.append(float(piper.grad_norm(module, 2)["grad_2.0_norm_total"]))
+
+
+@dataclass(frozen=True)
+class Run:
+    """How a scenario runs, and where it may write."""
+
+    strategy: Strategy
+    folder: Path
+
+    def trainer(self, callbacks: Sequence[L.Callback] = (), **options: Any) -> L.Trainer:
+        one, strategy = self.strategy is ONE_DEVICE, self.strategy
+        how: Any = "auto" if one else piper.PiperStrategy(strategy.program(), timeout=timedelta(seconds=60))
+        options = {**QUIET, "accelerator": "cpu", "precision": "64-true", **options}
+        return L.Trainer(strategy=how, devices=strategy.processes, callbacks=list(callbacks), **options)
+
+    def batches(self, found: Dataset[Any]) -> DataLoader[Any]:
+        """Of 8 samples over all replicas. For validation, test and prediction, Lightning gives every replica its own."""
+        return DataLoader(found, batch_size=8 // self.strategy.replicas)
+
+    def training_data(self, seed: int) -> DataLoader[Any]:
+        """Three batches of an epoch, the last of them half as large. A sampler of Lightning's would shuffle them."""
+        found, strategy = data(20, seed), self.strategy
+        if strategy.replicas == 1:
+            return self.batches(found)
+        replica = int(os.environ["LOCAL_RANK"]) * strategy.replicas // strategy.processes
+        sampler: DistributedSampler[Any] = DistributedSampler(found, strategy.replicas, replica, shuffle=False)
+        return DataLoader(found, batch_size=8 // strategy.replicas, sampler=sampler)
+
+    def validation_data(self) -> DataLoader[Any]:
+        return self.batches(data(14, seed=1))
+
+    def fit(
+        self, module: Net, callbacks: Sequence[L.Callback] = (), seed: int = 0, resumed: Path | None = None, **options: Any
+    ) -> Outcome:
+        """Train with validation after each epoch: all that one can see of it."""
+        steps, validations = Record(), evaluated.Recorded()
+        trainer = self.trainer([steps, validations, *callbacks], num_sanity_val_steps=0, **{"max_epochs": 2, **options})
+        trainer.fit(module, self.training_data(seed), self.validation_data(), ckpt_path=resumed)
+        return {"result": values(module), "losses": steps.losses, "logged": steps.logged, "epochs": steps.epochs,
+                "validations": validations.seen, "steps": trainer.global_step}  # fmt: skip
+
+
+def fit_and_validate(run: Run, seed: int = 0, optimizer: Optimizer = adamw, precision: Any = "64-true", **options: Any) -> Outcome:
+    module = net(optimizer)
+    found = run.fit(module, seed=seed, precision=precision, **options)
+    dtypes = {x.dtype for x in module.outputs}
+    again = run.trainer(precision=precision).validate(module, run.validation_data(), verbose=False)
+    return {**found, "again": again, "dtypes": dtypes}
+
+
+def bf16_mixed(run: Run, seed: int = 0, precision: Any = "bf16-mixed") -> Outcome:
+    return fit_and_validate(run, seed, sgd, max_epochs=1, precision=precision)
+
+
+def test(run: Run, seed: int = 2) -> Outcome:
+    trainer = run.trainer()
+    found = trainer.test(net(), run.batches(data(14, seed)), verbose=False)
+    return {"result": found, "metrics": {k: x.clone() for k, x in trainer.callback_metrics.items()}}
+
+
+def predict(run: Run, seed: int = 3) -> Outcome:
+    """One replica has more samples than the other."""
+    found: Any = run.trainer().predict(net(), run.batches(data(13, seed)))
+    return {"result": [torch.cat(parts) for parts in zip(*found, strict=True)]}
+
+
+def resume(run: Run, forget: bool = False) -> Outcome:
+    """Two epochs, and one more by another Trainer with another module; on one device, all at once, unless the optimizer is to
+    `forget`."""
+    if run.strategy is ONE_DEVICE and not forget:
+        found = run.fit(net(adamw), max_epochs=3)
+        found = {k: x[2 * len(x) // 3 :] if isinstance(x, list) else x for k, x in found.items()}
+    else:
+        save = ModelCheckpoint(run.folder)
+        run.fit(net(adamw), [save], enable_checkpointing=True)
+        path = Path(save.best_model_path)
+        if forget:
+            content = torch.load(path, weights_only=True)
+            content["optimizer_states"][0]["state"].clear()
+            torch.save(content, path)
+        # In single precision, it would round what it loads.
+        found = run.fit(net(adamw, seed=1).double(), max_epochs=3, resumed=path)
+    # What was logged in the epoch before is shown until there is something new, but it is not kept in a checkpoint.
+    logged = [{"train_loss_step": seen["train_loss_step"]} for seen in found["logged"]]
+    validations = [{k: x for k, x in seen.items() if not k.startswith("train_loss")} for seen in found["validations"]]
+    return {**found, "logged": logged, "validations": validations}
+
+
+LARGEST = 0.1  # norm of the gradients
+
+
+def clip(run: Run, largest: float | None = LARGEST) -> Outcome:
+    norms = Norms()
+    return {**run.fit(net(), [norms], max_epochs=1, gradient_clip_val=largest), "norms": norms.norms}
+
+
+def accumulate(run: Run, batches: int = 2) -> Outcome:
+    return run.fit(net(), accumulate_grad_batches=batches)
+
+
+def early_stopping(run: Run, patience: int = 1) -> Outcome:
+    stop = EarlyStopping("val_loss", patience=patience)
+    found = run.fit(net(), [stop], max_epochs=8)
+    return {**found, "stopped": stop.stopped_epoch, "best": float(stop.best_score), "waited": stop.wait_count}
+
+
+SCENARIOS: dict[str, Callable[..., Outcome]] = {
+    "fit+validate": fit_and_validate, "test": test, "predict": predict, "resume": resume, "clip": clip,
+    "accumulate": accumulate, "bf16-mixed": bf16_mixed, "early stopping": early_stopping,
+}  # fmt: skip
+# What must show: other data, and scenarios that do not do what they are for.
+CONTROLS: dict[str, dict[str, Any]] = {
+    "fit+validate": {"seed": 7}, "test": {"seed": 7}, "predict": {"seed": 7}, "resume": {"forget": True}, "clip": {"largest": None},
+    "accumulate": {"batches": 1}, "bf16-mixed": {"seed": 7}, "early stopping": {"patience": 8},
+}  # fmt: skip
+
+
+def one_device(folder: Path) -> dict[str, Outcome]:
+    return {name: work(Run(ONE_DEVICE, folder / name)) for name, work in SCENARIOS.items()}
+
+
+def controls(folder: Path) -> dict[str, Outcome]:
+    return {name: work(Run(ONE_DEVICE, folder / name), **CONTROLS[name]) for name, work in SCENARIOS.items()}
+
+
+def trace(names: list[str], folder: Path) -> None:
+    """What all ranks would trace, before they are forked: every step, of batches and of their parts."""
+    for precision in ("64-true", "bf16-mixed"):
+        module, trainer = net(), Run(ONE_DEVICE, folder).trainer(precision=precision)
+        module.trainer, plugin = trainer, trainer.precision_plugin
+        module = plugin.convert_module(module)
+        batch = plugin.convert_input(data(8, 0)[:])
+        step = captured_once(module, batch, "cpu", plugin.train_step_context, "training_step")
+        for size in (8, 4, 2, 1):
+            step.at(size)
+        for name in ("validation_step", "test_step", "predict_step")[: 3 if precision == "64-true" else 1]:
+            step = captured_once(module.eval(), batch, "cpu", plugin.forward_context, name, 0)
+            for size in (8, 6, 4, 3):
+                step.at(size)
+
+
+@sharing_captures
+def train(rank: int, names: list[str], folder: Path) -> dict[str, dict[str, Outcome]]:
+    """One process's side of all scenarios under some strategies."""
+    found = {name: {what: work(Run(STRATEGIES[name], folder / name / what)) for what, work in SCENARIOS.items()} for name in names}
+    if "PP2" in found:
+        found["PP2"]["undivided"] = bf16_mixed(Run(UNDIVIDED, folder / "undivided"))
+    return found
