@@ -197,7 +197,8 @@ class Standalone:
         self.close(failed)
         if self._ownership is None and is_on_meta(self.module) and (self.known.loaded or self.known.later):
             self.module.__dict__[UNREAD] = True
-            rank_zero_warn(
-                "the run had no step, before which the module, which is on the meta device, would have got the checkpoint's "
-                "values: it is as it was built"
-            )
+            if not failed:
+                rank_zero_warn(
+                    "the run had no step, before which the module, which is on the meta device, would have got the checkpoint's "
+                    "values: it is as it was built"
+                )

@@ -105,8 +105,7 @@ class Ownership:
             self._lay_together()
             return
         self._make_pieces()
-        absent = self._absent(known) if before is None else set()
-        self._stays = self._stays or before is not None
+        absent, self._stays = self._absent(known) if before is None else (set(), True)
         made = self._make_values(absent, seed, known)
         for name, homes in self.layout.homes.items():
             if before is not None:
@@ -129,11 +128,10 @@ class Ownership:
                 self._set(name, empty_like(tensor, "meta"))
         self._module.__dict__[PARTS] = self
 
-    def _absent(self, known: Known) -> set[str]:
-        """The tensors that have no values on the lead, or none that count."""
+    def _absent(self, known: Known) -> tuple[set[str], bool]:
+        """The tensors that have no values on the lead, or none that count; and does the lead have any without?"""
         on_meta = [name for name in self.layout.homes if self._get(name).is_meta]
         lead, *others = self._world.gather(on_meta)
-        self._stays = bool(lead)
         for rank, found in enumerate(others, start=1):
             for name in sorted(set(lead) - set(found)):
                 if name not in known:
@@ -141,7 +139,7 @@ class Ownership:
                         f"{name!r} is on the meta device on rank {LEAD}, and has values on rank {rank}; build the module in the "
                         "same way in every process, not depending on the rank"
                     )
-        return {*lead, *(name for name in self.layout.homes if name in known)}
+        return {*lead, *(name for name in self.layout.homes if name in known)}, bool(lead)
 
     def _make_values(self, absent: Collection[str], seed: int, known: Known) -> dict[str, torch.Tensor]:
         """Fill this process's pieces of these tensors; returns those that it holds whole."""
