@@ -28,11 +28,11 @@ help:
 demo: $(INSTALLED)
 	$(BIN)/python examples/demo.py
 
-# Two at once, on two cores: tests that start processes of their own, which mostly wait, and all others.
+# Two at once, on two cores: tests that start many processes of their own, which mostly wait, and all others.
 test: lint
 	@$(MAKE) -j2 $(if $(filter output-sync,$(.FEATURES)),--output-sync=target) --no-print-directory test-processes test-others
 
-PROCESSES := tests/strategy tests/distributed tests/examples
+PROCESSES := tests/strategy tests/distributed
 
 test-processes:
 	$(BIN)/python -m pytest $(PROCESSES)
