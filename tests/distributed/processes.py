@@ -60,6 +60,19 @@ def launch(size: int, work: Callable[..., Any], folder: Path, *args: Any, **opti
     return [end.result for end in ended]
 
 
+def launch_trainings(
+    size: int, work: Callable[..., dict[Any, Any]], folder: Path, *args: Any, **options: Any
+) -> list[dict[Any, Any]]:
+    """Run `work(rank, *args)`, which starts Trainers one after another and raises nothing, in `size` processes; what each returned.
+
+    `options` are those of `run_ranks`.
+    """
+    found = launch(size, work, folder, *args, joined=False, **options)
+    for rank in found:
+        assert isinstance(rank, dict), rank
+    return found
+
+
 def run_ranks(
     size: int,
     work: Callable[..., Any],

@@ -9,7 +9,7 @@ import pytest
 import torch
 from torch.utils.data import DataLoader, Subset
 
-from tests.distributed.processes import launch
+from tests.distributed.processes import launch_trainings
 from tests.strategy import evaluated
 from tests.strategy.evaluated import PROGRAMS, data, net
 from tests.strategy.fitting import apart
@@ -31,9 +31,7 @@ def ranks(tmp_path_factory):
             processes = 4 if name == "pp2_zero3" else 2
             names = [other for other in NAMES if (other == "pp2_zero3") == (name == "pp2_zero3")]
             folder = tmp_path_factory.mktemp(name)
-            seen = launch(processes, evaluated.train, folder / "run", names, folder, processes, joined=False)
-            for rank in seen:
-                assert isinstance(rank, dict), rank
+            seen = launch_trainings(processes, evaluated.train, folder / "run", names, folder, processes)
             found.update({other: [rank[other] for rank in seen] for other in names})
         return found[name]
 

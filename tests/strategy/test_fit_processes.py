@@ -7,7 +7,7 @@ import sys
 import pytest
 import torch
 
-from tests.distributed.processes import launch
+from tests.distributed.processes import launch_trainings
 from tests.strategy.fitting import by_hand, distance, same, sharing_captures, trainer, values
 from tests.strategy.fitting import local as one_process
 from tests.strategy.models import make, vectors
@@ -20,10 +20,7 @@ SEEN = ("values", "losses", "logged", "epochs")
 @pytest.fixture(scope="module")
 def ranks(tmp_path_factory):
     folder = tmp_path_factory.mktemp("processes")
-    found = launch(2, train, folder / "run", list(SCENARIOS), folder, joined=False)
-    for rank in found:
-        assert isinstance(rank, dict), rank
-    return found
+    return launch_trainings(2, train, folder / "run", list(SCENARIOS), folder)
 
 
 @pytest.fixture(scope="module")

@@ -6,7 +6,7 @@ from collections import Counter
 
 import pytest
 
-from tests.distributed.processes import launch
+from tests.distributed.processes import launch_trainings
 from tests.strategy.fitting import distance
 from tests.strategy.hooks import STRATEGIES, record
 
@@ -16,10 +16,7 @@ PARTS = ["fit", "resumed", "evaluated"]
 @pytest.fixture(scope="module")
 def ranks(tmp_path_factory):
     folder = tmp_path_factory.mktemp("hooks")
-    found = launch(2, record, folder / "run", folder, joined=False)
-    for rank in found:
-        assert isinstance(rank, dict), rank
-    return found
+    return launch_trainings(2, record, folder / "run", folder)
 
 
 @pytest.mark.parametrize("name", list(STRATEGIES)[1:])

@@ -7,7 +7,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from tests.distributed.processes import launch
+from tests.distributed.processes import launch_trainings
 from tests.strategy import matrix
 from tests.strategy.fitting import apart
 from tests.strategy.matrix import CONTROLS, LARGEST, SCENARIOS, STRATEGIES
@@ -31,9 +31,7 @@ def ranks(tmp_path_factory):
             size = STRATEGIES[strategy].processes
             names = [name for name, other in STRATEGIES.items() if other.processes == size]
             folder = tmp_path_factory.mktemp(f"matrix{size}")
-            seen = launch(size, matrix.train, folder / "run", names, folder, prepare=matrix.trace, joined=False)
-            for rank in seen:
-                assert isinstance(rank, dict), rank
+            seen = launch_trainings(size, matrix.train, folder / "run", names, folder, prepare=matrix.trace)
             found.update({name: [rank[name] for rank in seen] for name in names})
         return found[strategy]
 

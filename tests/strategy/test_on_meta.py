@@ -10,7 +10,7 @@ from torch import nn
 
 import lightning_piper as piper
 from lightning_piper.strategy.materialize import initialize, load_state, places_of
-from tests.distributed.processes import launch
+from tests.distributed.processes import launch_trainings
 from tests.strategy import on_meta
 from tests.strategy.fitting import same
 from tests.strategy.on_meta import Configured, Hooked, Job, Net, fit
@@ -45,10 +45,7 @@ def folder(tmp_path_factory):
 @pytest.fixture(scope="module")
 def ranks(folder):
     """What each rank saw of each job."""
-    found = launch(4, on_meta.train, folder / "run", [*TRAINED, *LOADED, *REFUSED], folder, joined=False)
-    for rank in found:
-        assert isinstance(rank, dict), rank
-    return found
+    return launch_trainings(4, on_meta.train, folder / "run", [*TRAINED, *LOADED, *REFUSED], folder)
 
 
 @pytest.fixture(scope="module")

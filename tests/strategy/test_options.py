@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import torch
 
-from tests.distributed.processes import launch
+from tests.distributed.processes import launch_trainings
 from tests.strategy.options import PROGRAMS, TRIALS, run_all
 from tests.strategy.requests import work
 
@@ -19,10 +19,7 @@ LEADS = {"summary": ("rows", "counts"), "throughput": ("samples", "factors")}
 @pytest.fixture(scope="module")
 def ranks(tmp_path_factory):
     folder = tmp_path_factory.mktemp("options")
-    found = launch(2, work, folder / "run", folder, joined=False)
-    for rank in found:
-        assert isinstance(rank, dict), rank
-    return found
+    return launch_trainings(2, work, folder / "run", folder)
 
 
 @pytest.fixture(scope="module")

@@ -9,7 +9,7 @@ from lightning.pytorch.callbacks import ModelCheckpoint
 
 from lightning_piper import compiler
 from lightning_piper.directives import replicate
-from tests.distributed.processes import launch
+from tests.distributed.processes import launch_trainings
 from tests.strategy.fitting import Batches, distance, local, same, sharing_captures, trainer, values
 from tests.strategy.models import make, texts, vectors
 from tests.strategy.replicated import PROGRAMS, SCENARIOS, dp2, joined, pp2_dp2, train, with_sgd
@@ -47,9 +47,7 @@ def ranks(tmp_path_factory):
             with torch.random.fork_rng():
                 one_device(folder / "one")
             names = [name for name in SCENARIOS if ONLY.get(name, processes) == processes]
-            found[processes] = launch(processes, train, folder / "run", names, folder, processes, joined=False)
-            for rank in found[processes]:
-                assert isinstance(rank, dict), rank
+            found[processes] = launch_trainings(processes, train, folder / "run", names, folder, processes)
         return found[processes]
 
     return get
