@@ -102,6 +102,7 @@ class Fit:
             self._epoch = epoch
         check_runs_once(self._fresh, self._world.size)
         self._fresh = False
+        self.optimizer.check_groups_stay()
         prepared = self.engine.prepared(self._layout)
         scale = self._scaling.scale
         if self.recording is not None:

@@ -103,6 +103,8 @@ def test_collectives_in_hooks(ranks):
     ("closure", "ran the closure twice on one batch|SAM does not treat each element"),
     ("together", "Clipping updates a parameter otherwise when there are others|Clipping does not treat each element"),
     ("penalty", "meta"),
+    ("optimizer again", "over others in each process|over none of the module's parameters"),
+    ("groups", "the optimizer's parameter groups have changed since the first batch"),
     ("control", "nothing"),
 ])  # fmt: skip
 def test_refusals(program, what, words, ranks):
