@@ -69,7 +69,7 @@ class Fit:
         self.ownership = before.distribute(self.engine.first)
         self.engine.bind(self.ownership)
         self.evaluation = Evaluation(module, self.engine.machine, settings, world, self.seed, self.engine.first.dag)
-        for program in before.evaluation.programs:
+        for program in [*before.programs, *before.evaluation.programs]:
             self.engine.machine.check_held(program, alone=True)
         self._absent = absent(self.ownership, self.engine.first)
         self._bridge = Bridge(self.ownership.owned_params, world.device)

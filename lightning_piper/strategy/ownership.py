@@ -50,6 +50,7 @@ class Ownership:
         self.ended = False
         self._stays = False  # in parts when the run is over, for no process may have room for the whole
         self._pieces: dict[str, nn.Parameter] = {}
+        self._before: dict[str, torch.Tensor] = {}  # what was in the module, and will be again: without data meanwhile
         self._parts: dict[tuple[Bucket, int], torch.Tensor] = {}  # what one process with all devices has of divided experts
 
     @property
@@ -126,6 +127,9 @@ class Ownership:
                 tensor.data = tensor.data.to(self._world.device)
             else:
                 self._set(name, empty_like(tensor, "meta"))
+                if not tensor.is_meta and before is None:
+                    self._before[name] = tensor
+                    tensor.data = tensor.data.new_empty(0)
         self._module.__dict__[PARTS] = self
 
     def _absent(self, known: Known) -> tuple[set[str], bool]:
@@ -221,10 +225,16 @@ class Ownership:
             self.restore()
 
     def restore(self) -> None:
-        """Give every process the whole module again. Collective."""
+        """Give every process the whole module again, in the same parameters: optimizers may have been made of them. Collective."""
         self._module.__dict__.pop(PARTS, None)
         if not self.whole:
             self._receive(range(self._world.size))
+            for name, tensor in self._before.items():
+                found = self._get(name)
+                tensor.data, tensor.grad = found.data, None
+                tensor.requires_grad_(found.requires_grad)
+                self._set(name, tensor)
+            self._before.clear()
             self.whole = True
         elif self._world.size == 1:
             for bucket in dict.fromkeys(bucket for shards in self.shards.values() for bucket in shards):
