@@ -103,6 +103,7 @@ class Fit:
         check_runs_once(self._fresh, self._world.size)
         self._fresh = False
         self.optimizer.check_groups_stay()
+        self.ownership.check_unwritten()
         prepared = self.engine.prepared(self._layout)
         scale = self._scaling.scale
         if self.recording is not None:

@@ -63,6 +63,12 @@ def refusals(run: Run) -> dict[str, str]:
             if trainer.global_step == 1:
                 trainer.optimizers[0].add_param_group({"params": [module.second[0].bias]})
 
+    class Writes(L.Callback):
+        @torch.no_grad()
+        def on_train_batch_end(self, trainer: L.Trainer, module: Any, *args: Any) -> None:
+            for p in module.parameters():
+                p.clamp_(-0.1, 0.1)
+
     def said(**options: Any) -> str:
         try:
             run.fit(max_epochs=1, **options)
@@ -75,6 +81,7 @@ def refusals(run: Run) -> dict[str, str]:
     return {
         "optimizer again": said(module=again),
         "groups": said(callbacks=[Adds()]),
+        "in place": said(callbacks=[Writes()]),
         "sync_batchnorm": said(sync_batchnorm=True),
         "batch sizes": said(callbacks=[cb.BatchSizeFinder()], module=Sized()),
         "swa": said(callbacks=[cb.StochasticWeightAveraging(1e-2)]),

@@ -110,3 +110,10 @@ def test_collectives_in_hooks(ranks):
 def test_refusals(program, what, words, ranks):
     for found in ranks:
         assert re.search(words, found[program]["refusals"][what])
+
+
+def test_parameters_in_pieces_changed_in_place(ranks):
+    """A process that has a parameter whole may change it; pieces would not follow."""
+    for found in ranks:
+        assert found["PP2"]["refusals"]["in place"] == "nothing"
+        assert re.search("parameter 'first.0.weight' was changed in place", found["ZeRO-3"]["refusals"]["in place"])
