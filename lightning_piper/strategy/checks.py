@@ -6,7 +6,13 @@ from collections.abc import Iterator
 
 import lightning.pytorch as pl
 import torch
-from lightning.pytorch.callbacks import ModelCheckpoint, OnExceptionCheckpoint, StochasticWeightAveraging, WeightAveraging
+from lightning.pytorch.callbacks import (
+    BackboneFinetuning,
+    ModelCheckpoint,
+    OnExceptionCheckpoint,
+    StochasticWeightAveraging,
+    WeightAveraging,
+)
 from lightning.pytorch.callbacks.batch_size_finder import BatchSizeFinder
 from lightning.pytorch.utilities.signature_utils import is_param_in_hook_signature
 
@@ -55,6 +61,17 @@ def _problems(trainer: pl.Trainer, module: pl.LightningModule, sync_batchnorm: b
                 f"the callback {type(callback).__name__} copies the module, and a copy is not updated with the stages' "
                 "parameters; leave it out"
             )
+        if isinstance(callback, BackboneFinetuning) and _is_reached(callback.unfreeze_backbone_at_epoch, trainer):
+            yield (
+                f"BackboneFinetuning unfreezes parameters at epoch {callback.unfreeze_backbone_at_epoch}, but the captured step "
+                "would not follow; freeze them yourself (requires_grad_(False)), call fit up to that epoch, unfreeze them, and "
+                "call fit again"
+            )
+
+
+def _is_reached(epoch: int, trainer: pl.Trainer) -> bool:
+    """Does a fit come to this epoch, after another one?"""
+    return epoch > 0 and (trainer.max_epochs in (None, -1) or epoch < trainer.max_epochs)
 
 
 def _problems_of_processes(trainer: pl.Trainer, module: pl.LightningModule) -> Iterator[str]:

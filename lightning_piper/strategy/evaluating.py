@@ -113,6 +113,14 @@ class EvaluatingStrategy(ParallelStrategy):
         # Lightning's own precisions have one context for all steps without a backward pass.
         return self._evaluation.step(name, self.precision_plugin.forward_context, batch, dataloader_idx)
 
+    def on_validation_end(self) -> None:
+        """What follows in a fit, up to the first batch, sees the module as it was before a sanity check."""
+        assert self.lightning_module is not None
+        fits = self.lightning_module.trainer.state.fn == TrainerFn.FITTING
+        if fits and self._standalone is not None and self._evaluation is not None:
+            self._standalone.give_back()
+            self._evaluation = self._standalone.evaluation
+
     def on_predict_start(self) -> None:
         if self._evaluation is not None:
             assert self.lightning_module is not None

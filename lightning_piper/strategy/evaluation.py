@@ -155,6 +155,7 @@ class Standalone:
         seed: the one that is used.
         drawn: seed of initial values.
         evaluation: runs the steps.
+        programs: what evaluations have compiled before this one.
     """
 
     def __init__(
@@ -168,22 +169,40 @@ class Standalone:
             materialize(module, self.drawn, known)
         self._suspended = suspend(module, world)
         self._ownership: Ownership | None = None
-        self.evaluation = Evaluation(module, Machine(settings, world), settings, world, self.seed, begin=self._begin)
+        self.programs: list[Compiled] = []
+        self.evaluation = self._new_evaluation()
+
+    def _new_evaluation(self) -> Evaluation:
+        machine = Machine(self.settings, self.world)
+        return Evaluation(self.module, machine, self.settings, self.world, self.seed, begin=self._begin)
 
     def _begin(self, first: Compiled) -> None:
         check_devices(first, self.world)
-        self._ownership = own = Ownership(self.module, first, self.world, spare_everywhere=True)
-        own.distribute(self.drawn, self.known)
-        self._distributed(own)
+        self._ownership = own = self._distribute(Ownership(self.module, first, self.world, spare_everywhere=True))
         self.evaluation.machine.bind(first, own.owned_params, own.owned_buffers, own.shards, own.layout)
 
-    def distribute(self, training: Compiled) -> Ownership:
-        """A fit takes over, and this is closed: distribute the module by the training step. Collective."""
+    def _distribute(self, own: Ownership) -> Ownership:
         before = parts_of(self.module)
-        own = Ownership(self.module, training, self.world)
         own.distribute(self.drawn, self.known if before is None else Known(), before)
         self._distributed(own)
         return own
+
+    def distribute(self, training: Compiled) -> Ownership:
+        """A fit takes over, and this is closed: distribute the module by the training step. Collective."""
+        return self._distribute(Ownership(self.module, training, self.world))
+
+    def give_back(self) -> None:
+        """An evaluation before the first batch of a fit is over: every process that had the whole module has it again, in host
+        memory, for hooks may look at it and change it. Collective."""
+        if self._ownership is None:
+            return
+        self._ownership.end()
+        self.evaluation.machine.close()
+        self._ownership = None
+        if not is_on_meta(self.module):
+            self.module.cpu()
+        self.programs += self.evaluation.programs
+        self.evaluation = self._new_evaluation()
 
     def close(self, failed: bool) -> None:
         """Unless it failed, every process that had the whole module has it again. Collective, unless it failed."""
@@ -195,7 +214,7 @@ class Standalone:
     def end(self, failed: bool) -> None:
         """Close at the end of a run in which no fit has taken over."""
         self.close(failed)
-        if self._ownership is None and is_on_meta(self.module) and (self.known.loaded or self.known.later):
+        if parts_of(self.module) is None and is_on_meta(self.module) and (self.known.loaded or self.known.later):
             self.module.__dict__[UNREAD] = True
             if not failed:
                 rank_zero_warn(

@@ -69,7 +69,7 @@ class Fit:
         self.ownership = before.distribute(self.engine.first)
         self.engine.bind(self.ownership)
         self.evaluation = Evaluation(module, self.engine.machine, settings, world, self.seed, self.engine.first.dag)
-        for program in before.evaluation.programs:
+        for program in [*before.programs, *before.evaluation.programs]:
             self.engine.machine.check_held(program, alone=True)
         self._absent = absent(self.ownership, self.engine.first)
         self._bridge = Bridge(self.ownership.owned_params, world.device)
@@ -102,6 +102,8 @@ class Fit:
             self._epoch = epoch
         check_runs_once(self._fresh, self._world.size)
         self._fresh = False
+        self.optimizer.check_groups_stay()
+        self.ownership.check_unwritten()
         prepared = self.engine.prepared(self._layout)
         scale = self._scaling.scale
         if self.recording is not None:

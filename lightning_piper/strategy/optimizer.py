@@ -20,17 +20,32 @@ from lightning_piper.ir.nodes import Chunk, Parameters
 from lightning_piper.strategy.elementwise import NotElementwise, StateKeys, remade, sees_others, state_keys
 from lightning_piper.strategy.layout import Piece
 from lightning_piper.strategy.materialize import places_of, tensor_at
-from lightning_piper.strategy.ownership import Ownership
+from lightning_piper.strategy.ownership import Ownership, parts_of
 from lightning_piper.strategy.world import LEAD, World
 
 State = dict[str, Any]
 Names = list[list[str | None]]  # canonical names of the parameters of each group; None for what is not the module's
 
 
-def names_in(optimizer: Optimizer, module: nn.Module) -> Names:
-    """What an optimizer has been made over, as long as the module has the same parameters."""
-    names = {id(tensor_at(at)): name for name, at in places_of(module).items()}
-    return [[names.get(id(p)) for p in group["params"]] for group in optimizer.param_groups]
+def names_in(optimizer: Optimizer, module: nn.Module, before: Names | None = None) -> Names:
+    """What an optimizer is over.
+
+    Args:
+        optimizer, module: with the parameters that the module has now, or has had when it was whole.
+        before: what this returned then; needed while the module is in parts.
+
+    Raises:
+        PiperError: the module is in parts, and the optimizer has other parameters than before.
+    """
+    if parts_of(module) is None:
+        names = {id(tensor_at(at)): name for name, at in places_of(module).items()}
+        return [[names.get(id(p)) for p in group["params"]] for group in optimizer.param_groups]
+    if before is None or [len(group["params"]) for group in optimizer.param_groups] != [len(names) for names in before]:
+        raise PiperError(
+            "PiperStrategy: the optimizer's parameter groups have changed since a sanity check, after which a module that was "
+            "built on the meta device is in parts; change them earlier, or give Trainer(num_sanity_val_steps=0)"
+        )
+    return before
 
 
 def check_groups(names: Names, full: Sequence[State]) -> None:
@@ -58,12 +73,13 @@ class ShardedOptimizer:
         compiled: says which directive shards what.
 
     Raises:
-        PiperError: a parameter is sharded, and the optimizer does not treat each element on its own; or processes have different
-            parameters, and it does not treat each parameter on its own.
+        PiperError: it is not over the module's parameters, or not over the same everywhere; or a parameter is sharded, and it does
+            not treat each element on its own; or processes have different parameters, and it does not treat each on its own.
     """
 
     def __init__(self, optimizer: Optimizer, names: Names, ownership: Ownership, compiled: Compiled, world: World) -> None:
         self.optimizer, self.names, self._ownership, self._world = optimizer, names, ownership, world
+        self._check_whole()
         self._labels: list[list[str] | None] = [
             list(g["param_names"]) if "param_names" in g else None for g in optimizer.param_groups
         ]
@@ -89,6 +105,16 @@ class ShardedOptimizer:
                 group["param_names"][:] = [x for x, keep in zip(group["param_names"], kept, strict=True) if keep]
         if lacking:
             self._make_state(lacking)
+
+    def _check_whole(self) -> None:
+        """An optimizer that was in a fit before this one has been cut down already. Collective."""
+        differ = any(names != self.names for names in self._world.gather(self.names))
+        if differ or not any(name for names in self.names for name in names):
+            raise PiperError(
+                "PiperStrategy: the optimizer is over none of the module's parameters, or over others in each process. Make a new "
+                "one in configure_optimizers for each fit, of the parameters that the module has then: a fit cuts it down to what "
+                "each process holds"
+            )
 
     def _check_alone(self) -> None:
         """The processes have different parameters. All processes find the same."""
@@ -128,6 +154,18 @@ class ShardedOptimizer:
         for p in lacking:
             if p in made.state:
                 self.optimizer.state[p] = made.state[p]
+
+    def check_groups_stay(self) -> None:
+        """Refuse groups that were given parameters, or lost some, since they were cut.
+
+        Raises:
+            PiperError: they were.
+        """
+        if [len(group["params"]) for group in self.optimizer.param_groups] != [sum(kept) for kept in self._kept]:
+            raise PiperError(
+                "PiperStrategy: the optimizer's parameter groups have changed since the first batch, when they were cut down to "
+                "what each process holds. Change them (add_param_group) before it, up to on_train_start, or call fit again"
+            )
 
     def pieces(self, replicas: bool = False) -> list[Piece]:
         """The state tensors with a number for each element, as far as this process speaks for them: over all processes, each

@@ -50,6 +50,8 @@ class Ownership:
         self.ended = False
         self._stays = False  # in parts when the run is over, for no process may have room for the whole
         self._pieces: dict[str, nn.Parameter] = {}
+        self._before: dict[str, torch.Tensor] = {}  # what was in the module, and will be again: without data meanwhile
+        self._versions: dict[str, int] = {}  # of what is in the module in the place of sharded parameters
         self._parts: dict[tuple[Bucket, int], torch.Tensor] = {}  # what one process with all devices has of divided experts
 
     @property
@@ -126,6 +128,10 @@ class Ownership:
                 tensor.data = tensor.data.to(self._world.device)
             else:
                 self._set(name, empty_like(tensor, "meta"))
+                if not tensor.is_meta and before is None:
+                    self._before[name] = tensor
+                    tensor.data = tensor.data.new_empty(0)
+        self._note_versions()
         self._module.__dict__[PARTS] = self
 
     def _absent(self, known: Known) -> tuple[set[str], bool]:
@@ -221,10 +227,16 @@ class Ownership:
             self.restore()
 
     def restore(self) -> None:
-        """Give every process the whole module again. Collective."""
+        """Give every process the whole module again, in the same parameters: optimizers may have been made of them. Collective."""
         self._module.__dict__.pop(PARTS, None)
         if not self.whole:
             self._receive(range(self._world.size))
+            for name, tensor in self._before.items():
+                found = self._get(name)
+                tensor.data, tensor.grad = found.data, None
+                tensor.requires_grad_(found.requires_grad)
+                self._set(name, tensor)
+            self._before.clear()
             self.whole = True
         elif self._world.size == 1:
             for bucket in dict.fromkeys(bucket for shards in self.shards.values() for bucket in shards):
@@ -256,6 +268,24 @@ class Ownership:
                     held = self.layout.held(name, self._world.rank)
                     assert held is not None
                     piece.copy_(flattened(value, self.layout.specs[name])[slice(*held)])
+        self._note_versions()
+
+    def _note_versions(self) -> None:
+        """Count from now on how often what is in the place of sharded parameters is changed."""
+        self._versions = {n: x._version for n, x in self.params.items() if x.is_meta and self.layout.is_sharded(n)}
+
+    def check_unwritten(self) -> None:
+        """Refuse changes of what is in the place of sharded parameters, for their pieces would not follow.
+
+        Raises:
+            PiperError: a hook, or other code between the steps, has changed one in place.
+        """
+        for name, version in self._versions.items():
+            if self._get(name)._version != version:
+                raise PiperError(
+                    f"PiperStrategy: parameter {name!r} was changed in place, but its values are in pieces, which do not follow. "
+                    "Change the pieces, in the groups of trainer.optimizers, or the parameter before the first batch"
+                )
 
     def _receive(self, targets: Sequence[int]) -> dict[str, torch.Tensor]:
         """Bring every tensor to the targets, into host memory, for a device may have room for its own part only.

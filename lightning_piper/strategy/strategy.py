@@ -216,6 +216,7 @@ class PiperStrategy(EvaluatingStrategy):
             self._fit.arrive(batch)
             return
         assert self._standalone is not None and self.lightning_module is not None
+        self._names = names_in(self.optimizers[0], self.lightning_module, self._names)  # hooks may have changed it
         self._fit = fit = Fit(self._standalone, batch, self._verify, self.optimizers[0], self._names, self.precision_plugin)
         self._standalone, self._evaluation = None, None if self._local else fit.evaluation
         if self._later is not None:
@@ -347,6 +348,9 @@ class PiperStrategy(EvaluatingStrategy):
         states = checkpoint["optimizer_states"]
         if len(states) != 1:
             raise PiperError(f"the checkpoint holds the states of {len(states)} optimizers; resume one of a fit with a single one")
+        assert self.lightning_module is not None
+        if self._fit is None:
+            self._names = names_in(self.optimizers[0], self.lightning_module, self._names)
         check_groups(self._names, states[0]["param_groups"])
         if self._fit is None:  # rates and the like at once, for hooks may change them
             self._later = states[0]
@@ -380,8 +384,7 @@ class PiperStrategy(EvaluatingStrategy):
         return content
 
     def save_checkpoint(self, checkpoint: dict[str, Any], filepath: str | Path, storage_options: Any | None = None) -> None:
-        started = self._fit or self._standalone
-        if started is not None:
+        if (started := self._fit or self._standalone) is not None:
             checkpoint[KEY] = {"seed": started.seed}
         if self._fit is not None and self._sharded:
             assert self.lightning_module is not None

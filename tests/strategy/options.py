@@ -39,6 +39,19 @@ class Net(MLP):
         return {"optimizer": optimizer, "lr_scheduler": self.schedule(optimizer, self.trainer)}
 
 
+class Validated(Net):
+    """With a sanity check."""
+
+    def validation_step(self, batch: Any, batch_idx: int) -> None:
+        with piper.annotate("PP"):
+            hidden = self.first(batch[0])
+        with piper.annotate("PP"):
+            self.log("mean", self.second(hidden).mean())
+
+    def val_dataloader(self) -> Any:
+        return vectors(seed=1)
+
+
 class Sized(Net):
     """With its own data, in batches of a size that can be changed."""
 
@@ -64,6 +77,14 @@ class Run:
     def __init__(self, program: str | None, folder: Path) -> None:
         self.program, self.folder = program, folder
 
+    def trainer(self, **options: Any) -> L.Trainer:
+        strategy: Any = "auto"
+        if self.program is not None:
+            strategy = piper.PiperStrategy(PROGRAMS[self.program], timeout=timedelta(seconds=60))
+        options = {**QUIET, "accelerator": "cpu", "devices": 1 if self.program is None else 2, "precision": "64-true",
+                   "use_distributed_sampler": False, "default_root_dir": self.folder, **options}  # fmt: skip
+        return L.Trainer(strategy=strategy, **options)
+
     def fit(self, callbacks: Any = (), schedule: Any = None, module: Any = None, batches: Any = None, **options: Any) -> L.Trainer:
         if module is None:
             with torch.random.fork_rng():
@@ -71,14 +92,9 @@ class Run:
                 module = Net()
         if schedule is not None:
             module.schedule = schedule
-        strategy: Any = "auto"
-        if self.program is not None:
-            strategy = piper.PiperStrategy(PROGRAMS[self.program], timeout=timedelta(seconds=60))
-        options = {**QUIET, "accelerator": "cpu", "devices": 1 if self.program is None else 2, "precision": "64-true",
-                   "use_distributed_sampler": False, "default_root_dir": self.folder, **options}  # fmt: skip
         if "max_steps" not in options and "max_epochs" not in options and "fast_dev_run" not in options:
             options["max_epochs"] = 2
-        trainer = L.Trainer(strategy=strategy, callbacks=list(callbacks), **options)
+        trainer = self.trainer(callbacks=list(callbacks), **options)
         own = isinstance(module, Sized)
         trainer.fit(module, *([] if own else [vectors() if batches is None else batches]))
         return trainer
@@ -284,6 +300,53 @@ def gradient_norms(run: Run) -> Seen:
             module.log_dict(piper.grad_norm(module, 2))
 
     return run.seen(run.fit([Norms()], max_epochs=1), norms=found, refusals=refusals)
+
+
+@trial
+def changes_before_the_first_batch(run: Run) -> Seen:
+    """After the sanity check, too, a module is whole, of the parameters that the optimizer has."""
+
+    class Changes(cb.BaseFinetuning):
+        def freeze_before_training(self, module: Any) -> None:
+            self.freeze(module.second)
+
+        def finetune_function(self, module: Any, epoch: int, optimizer: Any) -> None:
+            if epoch == 0:
+                self.unfreeze_and_add_param_group(module.second[2], optimizer, lr=0.3)
+
+        @torch.no_grad()
+        def on_train_start(self, trainer: L.Trainer, module: Any) -> None:
+            for p in trainer.optimizers[0].param_groups[0]["params"]:
+                p.mul_(0.5)
+            module.second[2].bias.fill_(0.25)
+
+        on_sanity_check_end = on_train_start
+
+    with torch.random.fork_rng():
+        torch.manual_seed(0)
+        module = Validated()
+    params = list(module.parameters())
+    trainer = run.fit([Changes()], module=module)
+    return run.seen(trainer, same=[x is y for x, y in zip(params, module.parameters(), strict=True)], held=params)
+
+
+@trial
+def an_optimizer_made_before(run: Run) -> Seen:
+    """In the constructor; a validation comes before the fit."""
+
+    class Early(Validated):
+        def __init__(self) -> None:
+            super().__init__()
+            self.optimizer = super().configure_optimizers()
+
+        def configure_optimizers(self) -> Any:
+            return self.optimizer
+
+    with torch.random.fork_rng():
+        torch.manual_seed(0)
+        module = Early()
+    run.trainer().validate(module, verbose=False)
+    return run.seen(run.fit(module=module, max_epochs=1))
 
 
 def run_all(program: str | None, folder: Path) -> dict[str, Seen]:

@@ -48,6 +48,27 @@ def refusals(run: Run) -> dict[str, str]:
         def configure_optimizers(self) -> Any:
             return Clipping([p for p in self.parameters() if p.requires_grad])
 
+    class Again(Net):
+        """With an optimizer that has been in a fit."""
+
+        def __init__(self) -> None:
+            super().__init__()
+            self.optimizer = super().configure_optimizers()
+
+        def configure_optimizers(self) -> Any:
+            return self.optimizer
+
+    class Adds(L.Callback):
+        def on_train_batch_end(self, trainer: L.Trainer, module: Any, *args: Any) -> None:
+            if trainer.global_step == 1:
+                trainer.optimizers[0].add_param_group({"params": [module.second[0].bias]})
+
+    class Writes(L.Callback):
+        @torch.no_grad()
+        def on_train_batch_end(self, trainer: L.Trainer, module: Any, *args: Any) -> None:
+            for p in module.parameters():
+                p.clamp_(-0.1, 0.1)
+
     def said(**options: Any) -> str:
         try:
             run.fit(max_epochs=1, **options)
@@ -55,7 +76,12 @@ def refusals(run: Run) -> dict[str, str]:
             return f"{type(error).__name__}: {error}"
         return "nothing"
 
+    again = Again()
+    run.fit(module=again, max_epochs=1)
     return {
+        "optimizer again": said(module=again),
+        "groups": said(callbacks=[Adds()]),
+        "in place": said(callbacks=[Writes()]),
         "sync_batchnorm": said(sync_batchnorm=True),
         "batch sizes": said(callbacks=[cb.BatchSizeFinder()], module=Sized()),
         "swa": said(callbacks=[cb.StochasticWeightAveraging(1e-2)]),

@@ -100,8 +100,17 @@ def test_collectives_in_hooks(ranks):
     ("closure", "ran the closure twice on one batch|SAM does not treat each element"),
     ("together", "Clipping updates a parameter otherwise when there are others|Clipping does not treat each element"),
     ("penalty", "meta"),
+    ("optimizer again", "over others in each process|over none of the module's parameters"),
+    ("groups", "the optimizer's parameter groups have changed since the first batch"),
     ("control", "nothing"),
 ])  # fmt: skip
 def test_refusals(program, what, words, ranks):
     for found in ranks:
         assert re.search(words, found[program]["refusals"][what])
+
+
+def test_parameters_in_pieces_changed_in_place(ranks):
+    """A process that has a parameter whole may change it; pieces would not follow."""
+    for found in ranks:
+        assert found["PP2"]["refusals"]["in place"] == "nothing"
+        assert re.search("parameter 'first.0.weight' was changed in place", found["ZeRO-3"]["refusals"]["in place"])

@@ -7,7 +7,7 @@ from datetime import timedelta
 import lightning as L
 import pytest
 import torch
-from lightning.pytorch.callbacks import EMAWeightAveraging, StochasticWeightAveraging
+from lightning.pytorch.callbacks import BackboneFinetuning, EMAWeightAveraging, StochasticWeightAveraging
 
 import lightning_piper as piper
 from tests.strategy.fitting import PROGRAM, Batches, local, trainer, values
@@ -79,6 +79,12 @@ class Meta(MLP):
             self.gain = torch.nn.Parameter(torch.empty(3))
 
 
+class Finetuned(MLP):
+    def __init__(self):
+        super().__init__()
+        self.backbone = self.first
+
+
 @pytest.mark.parametrize("module, options, message", [
     (Manual, {}, "manual optimisation"),
     (Two, {}, "Lightning|optimizers"),
@@ -86,6 +92,7 @@ class Meta(MLP):
     (Meta, {}, "'gain' of submodule '' .Meta. is on the meta device"),
     (MLP, {"sync_batchnorm": True}, "sync_batchnorm"),
     (MLP, {"callbacks": [StochasticWeightAveraging(1e-2)]}, "StochasticWeightAveraging"),
+    (Finetuned, {"callbacks": [BackboneFinetuning(1)], "max_epochs": 2}, "BackboneFinetuning unfreezes parameters at epoch 1"),
     (MLP, {"callbacks": [EMAWeightAveraging()]}, "EMAWeightAveraging"),
     (MLP, {"precision": "16-true"}, "'16-true'.*'bf16-mixed'"),
 ])  # fmt: skip
