@@ -11,7 +11,7 @@ from lightning.pytorch.plugins.precision import Precision
 from torch.optim import Optimizer
 
 from lightning_piper.capture import flatten
-from lightning_piper.profile import Recording
+from lightning_piper.profile import PiperProfiler, Recording, Schedule, wanted
 from lightning_piper.strategy.agreement import BatchCheck
 from lightning_piper.strategy.bridge import Bridge
 from lightning_piper.strategy.checks import check_runs_once, check_stays_captured, switches
@@ -78,6 +78,17 @@ class Fit:
         self.optimizer = ShardedOptimizer(optimizer, names, self.ownership, self.engine.first, world)
         self._scaling = LossScaling(plugin, optimizer, world)  # all processes skip the same steps
         self._clipping = GlobalNormClipping(plugin, self.ownership, world) if world.size > 1 else None
+
+    def record(self, profile: Schedule | bool | None) -> None:
+        """Record the steps that the strategy's argument or the Trainer's profiler asks for."""
+        trainer = self._module.trainer
+        profiler = getattr(trainer, "profiler", None)
+        schedule = wanted(profile, profiler)
+        if schedule is None:
+            return
+        self.recording = Recording(schedule, trainer, self._world, self.report)
+        if isinstance(profiler, PiperProfiler):
+            profiler.recording = self.recording
 
     def arrive(self, batch: Any) -> None:
         """A batch is next; compare it with those of the other processes.

@@ -88,6 +88,7 @@ class ShardedOptimizer:
         self._keys = self._checked(compiled)
         owned = ownership.owned_params
         self._kept = [[name is None or name in owned for name in group] for group in self.names]
+        self._sizes = [sum(kept) for kept in self._kept]
         lacking: set[Tensor] = set()
         for group, labels, kept in zip(optimizer.param_groups, self.names, self._kept, strict=True):
             for p, name in zip(group["params"], labels, strict=True):
@@ -161,7 +162,7 @@ class ShardedOptimizer:
         Raises:
             PiperError: they were.
         """
-        if [len(group["params"]) for group in self.optimizer.param_groups] != [sum(kept) for kept in self._kept]:
+        if [len(group["params"]) for group in self.optimizer.param_groups] != self._sizes:
             raise PiperError(
                 "PiperStrategy: the optimizer's parameter groups have changed since the first batch, when they were cut down to "
                 "what each process holds. Change them (add_param_group) before it, up to on_train_start, or call fit again"

@@ -51,7 +51,7 @@ class Ownership:
         self._stays = False  # in parts when the run is over, for no process may have room for the whole
         self._pieces: dict[str, nn.Parameter] = {}
         self._before: dict[str, torch.Tensor] = {}  # what was in the module, and will be again: without data meanwhile
-        self._versions: dict[str, int] = {}  # of what is in the module in the place of sharded parameters
+        self._versions: list[tuple[str, torch.Tensor, int]] = []  # of what is in the module in the place of sharded parameters
         self._parts: dict[tuple[Bucket, int], torch.Tensor] = {}  # what one process with all devices has of divided experts
 
     @property
@@ -271,8 +271,9 @@ class Ownership:
         self._note_versions()
 
     def _note_versions(self) -> None:
-        """Count from now on how often what is in the place of sharded parameters is changed."""
-        self._versions = {n: x._version for n, x in self.params.items() if x.is_meta and self.layout.is_sharded(n)}
+        """Changes of what is in the place of sharded parameters count from now on."""
+        found = self.params.items()
+        self._versions = [(name, x, x._version) for name, x in found if x.is_meta and self.layout.is_sharded(name)]
 
     def check_unwritten(self) -> None:
         """Refuse changes of what is in the place of sharded parameters, for their pieces would not follow.
@@ -280,8 +281,8 @@ class Ownership:
         Raises:
             PiperError: a hook, or other code between the steps, has changed one in place.
         """
-        for name, version in self._versions.items():
-            if self._get(name)._version != version:
+        for name, tensor, version in self._versions:
+            if tensor._version != version:
                 raise PiperError(
                     f"PiperStrategy: parameter {name!r} was changed in place, but its values are in pieces, which do not follow. "
                     "Change the pieces, in the groups of trainer.optimizers, or the parameter before the first batch"

@@ -27,7 +27,7 @@ from torch.optim import Optimizer
 
 from lightning_piper.directives import replicas_of
 from lightning_piper.errors import PiperError
-from lightning_piper.profile import PiperProfiler, Recording, Schedule, schedule_of, wanted
+from lightning_piper.profile import Schedule, schedule_of
 from lightning_piper.strategy.checkpoint import KEY, check_target, found_at, remove_in_one_go, save_in_one_go, seed_of
 from lightning_piper.strategy.checks import check_fit, check_optimizers, one_of
 from lightning_piper.strategy.evaluating import EvaluatingStrategy
@@ -35,7 +35,7 @@ from lightning_piper.strategy.failure import FailureWatch
 from lightning_piper.strategy.fit import Fit
 from lightning_piper.strategy.machine import Settings
 from lightning_piper.strategy.materialize import is_on_meta
-from lightning_piper.strategy.optimizer import Names, State, check_groups, names_in
+from lightning_piper.strategy.optimizer import Names, ShardedOptimizer, State, check_groups, names_in
 from lightning_piper.strategy.ownership import put_together
 from lightning_piper.strategy.program import for_fit, given_or_from_environment
 from lightning_piper.strategy.sharded_checkpoint import save
@@ -113,6 +113,7 @@ class PiperStrategy(EvaluatingStrategy):
         self._fit: Fit | None = None  # from the first batch on
         self._names: Names = []  # of the optimizer's parameters
         self._later: State | None = None  # of the optimizer, from a checkpoint, for what it has from the first batch on
+        self._trained: ShardedOptimizer | None = None  # the Trainer's, after the first batch, until the next fit
         self._replicas: tuple[int, ...] = ()  # of each process in this fit, where processes draw the data of several
         self._resumed_seed: int | None = None
         self._failed = self._accumulating = False
@@ -196,11 +197,12 @@ class PiperStrategy(EvaluatingStrategy):
     def setup(self, trainer: pl.Trainer) -> None:
         module = self.lightning_module
         assert module is not None and self.accelerator is not None
-        self._failed, self._fit, self._later, self._replicas = False, None, None, ()
+        self._failed, self._fit, self._replicas = False, None, ()
         put_together(module, self._known)
         if trainer.state.fn != TrainerFn.FITTING:
             self._setup_evaluation(trainer)
             return
+        self._later = self._trained = None
         check_fit(trainer, module, self.world.size, self._layer_sync is not None, self._known)
         self._setup_standalone(trainer, self._resumed_seed)
         if self._local:
@@ -218,12 +220,13 @@ class PiperStrategy(EvaluatingStrategy):
         assert self._standalone is not None and self.lightning_module is not None
         self._names = names_in(self.optimizers[0], self.lightning_module, self._names)  # hooks may have changed it
         self._fit = fit = Fit(self._standalone, batch, self._verify, self.optimizers[0], self._names, self.precision_plugin)
+        self._trained = fit.optimizer
         self._standalone, self._evaluation = None, None if self._local else fit.evaluation
         if self._later is not None:
             state, self._later = self._later, None
             self._load_optimizer(fit, {**state, "param_groups": fit.optimizer.full_groups()})
         _optimizers_to_device(self.optimizers, self.root_device)
-        fit.recording = self._recording_of(self.lightning_module.trainer)
+        fit.record(self._profile)
 
     def _settings(self) -> Settings:
         """How to compile for this module; from here on the processes know their replicas."""
@@ -233,17 +236,6 @@ class PiperStrategy(EvaluatingStrategy):
         self._replicas = tuple(found.get(rank, 0) for rank in range(self.world.size))
         context = self.precision_plugin.train_step_context
         return Settings(program, max(found.values(), default=0) + 1, self._verify != "off", context, self._local, self._timeout)
-
-    def _recording_of(self, trainer: pl.Trainer) -> Recording | None:
-        profiler = getattr(trainer, "profiler", None)
-        schedule = wanted(self._profile, profiler)
-        if schedule is None:
-            return None
-        assert self._fit is not None
-        recording = Recording(schedule, trainer, self.world, self._fit.report)
-        if isinstance(profiler, PiperProfiler):
-            profiler.recording = recording
-        return recording
 
     def setup_optimizers(self, trainer: pl.Trainer) -> None:
         self._reset_optimizers_and_schedulers()
@@ -280,7 +272,7 @@ class PiperStrategy(EvaluatingStrategy):
         if self._watch is not None:
             self._watch.stop()
             self._watch = None
-        self._resumed_seed = self._loading = self._later = None
+        self._resumed_seed = self._loading = None
         assert self.accelerator is not None and self.cluster_environment is not None
         module = self.lightning_module
         if module is not None and is_on_meta(module):
@@ -333,16 +325,16 @@ class PiperStrategy(EvaluatingStrategy):
         where checkpoints are sharded. Collective."""
         if isinstance(optimizer, LightningOptimizer):
             optimizer = optimizer._optimizer
-        if self._fit is None and self._later is not None:
+        if self._later is not None:
             if referenced(self._later):
                 raise PiperError(
                     "PiperStrategy: a fit that resumes from a sharded checkpoint reads the optimizer's state when the first batch "
                     "has come, and cannot be saved before"
                 )
             return {**super().optimizer_state(optimizer), "state": self._later["state"]}
-        if self._fit is None or self._fit.optimizer.optimizer is not optimizer:
+        if self._trained is None or self._trained.optimizer is not optimizer:
             return super().optimizer_state(optimizer)
-        return optimizer_state(self._fit) if self._sharded else self._fit.optimizer.full_state()
+        return optimizer_state(self._fit) if self._fit is not None and self._sharded else self._trained.full_state()
 
     def load_optimizer_state_dict(self, checkpoint: Mapping[str, Any]) -> None:
         states = checkpoint["optimizer_states"]

@@ -12,8 +12,8 @@ from lightning_piper.compiler import compile_step
 from tests.errors.case import SPLIT, Case, Cases, batch, net, step
 
 TITLE = "The first batch: capture"
-INTRO = """When the training step is traced: at the first batch of a `fit`, in `piper.compile` and `piper.verify`. All rows but the last \
-ones are lines added to the step of this file:
+INTRO = """When the training step is traced: at the first batch of a `fit`, in `piper.compile` and `piper.verify`. All rows \
+but the last ones are lines added to the step of this file:
 
 ```python
 {TRAIN}

@@ -19,7 +19,8 @@ from tests.errors.case import PLACES, Case, Cases, Elsewhere, fit, net, written
 from tests.strategy.fitting import local, trainer
 
 TITLE = "The strategy, the Trainer, processes"
-INTRO = "When the strategy or the Trainer is made, at the start of `fit`, and at its first batch: on all processes alike, before the first step."
+INTRO = """When the strategy or the Trainer is made, at the start of `fit`, and at its first batch: on all processes alike, \
+before the first step."""
 
 PROCESSES = "tests/strategy/test_fit_processes.py::test_processes_refuse_together"
 SHARDS = "tests/strategy/test_sharded.py::test_refusals"

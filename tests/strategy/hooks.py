@@ -100,7 +100,8 @@ def made(name: str, callbacks: list[L.Callback], **options: Any) -> tuple[L.Trai
 
 
 def fit(name: str, folder: Path, fails: int | None = None, resume: bool = False) -> tuple[list[str], dict[str, torch.Tensor]]:
-    """Two epochs of five batches, or the third one from the checkpoint of the second; the calls, and the module's values."""
+    """Two epochs of five batches, or the third one from the checkpoint of the second; the calls, and the values of module and
+    optimizer."""
     save = ModelCheckpoint(folder, filename="{epoch}", save_top_k=-1)
     trained, module, calls = made(
         name, [save], max_steps=-1, max_epochs=3 if resume else 2, accumulate_grad_batches=2, gradient_clip_val=0.05,
@@ -109,7 +110,13 @@ def fit(name: str, folder: Path, fails: int | None = None, resume: bool = False)
     module.fails = fails
     with contextlib.suppress(ZeroDivisionError):
         trained.fit(module, ckpt_path=str(folder / "epoch=1.ckpt") if resume else None)
-    return calls, values(module)
+    found, seen = values(module), list(calls)
+    if fails is None:  # the optimizer is what it was, also after an evaluation
+        trained.validate(module, verbose=False)
+        trained.save_checkpoint(folder / "validated.ckpt")
+        (saved,) = torch.load(folder / "validated.ckpt", weights_only=True)["optimizer_states"]
+        found |= {f"{i}.{key}": x for i, state in saved["state"].items() for key, x in state.items()}
+    return seen, found
 
 
 def evaluate(name: str) -> tuple[list[str], dict[str, torch.Tensor]]:

@@ -10,7 +10,7 @@ import torch
 from lightning.pytorch.callbacks import ModelCheckpoint
 
 import lightning_piper as piper
-from tests.strategy.fitting import PROGRAM, distance, local, same, trainer, values
+from tests.strategy.fitting import PROGRAM, apart, distance, local, same, trainer, values
 from tests.strategy.models import MLP, make
 
 PROGRAMS = {
@@ -142,6 +142,19 @@ def test_hooks_before_the_first_batch_see_what_was_resumed(kind, tmp_path):
     assert same(saved[0], saved_by_us[0]) and same(saved[1], saved_by_us[1]) and saved[2] == saved_by_us[2]
     unchanged, _, _ = run("gpipe", tmp_path / "rest", 8, path)
     assert distance(unchanged, ours) > 1e-3
+
+
+def test_a_training_that_had_no_step_left_saves_what_it_resumed(tmp_path):
+    _, path, _ = run("1F1B", tmp_path, 3)
+    module, loader = make("tied", seed=1)
+    fit, record = trainer(local(), max_steps=3)
+    fit.fit(module, loader, ckpt_path=path)
+    assert not record.losses
+    fit.save_checkpoint(tmp_path / "again.ckpt")
+    before, after = (torch.load(p, weights_only=True) for p in (path, tmp_path / "again.ckpt"))
+    assert same(dict(before["state_dict"]), dict(after["state_dict"]))
+    assert before["optimizer_states"][0]["state"]
+    assert set(apart(after["optimizer_states"], before["optimizer_states"]).values()) == {0.0}
 
 
 def test_saves_after_fit(tmp_path):
