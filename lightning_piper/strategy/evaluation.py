@@ -25,7 +25,7 @@ from lightning_piper.runtime import StepResult
 from lightning_piper.strategy.agreement import agree_on_batch, draw_seed
 from lightning_piper.strategy.engine import family, warn_of_many_layouts
 from lightning_piper.strategy.machine import Context, Machine, Prepared, Settings
-from lightning_piper.strategy.materialize import Known, is_on_meta, materialize
+from lightning_piper.strategy.materialize import Known, is_on_meta, materialize, places_of, tensor_at
 from lightning_piper.strategy.ownership import UNREAD, Ownership, parts_of
 from lightning_piper.strategy.suspension import check_devices, resume, suspend
 from lightning_piper.strategy.world import World
@@ -169,6 +169,7 @@ class Standalone:
             materialize(module, self.drawn, known)
         self._suspended = suspend(module, world)
         self._ownership: Ownership | None = None
+        self._blank = [(name, x, x._version) for name, at in places_of(module).items() if (x := tensor_at(at)).is_meta]
         self.programs: list[Compiled] = []
         self.evaluation = self._new_evaluation()
 
@@ -183,6 +184,15 @@ class Standalone:
 
     def _distribute(self, own: Ownership) -> Ownership:
         before = parts_of(self.module)
+        if before is not None:
+            before.check_unwritten()
+        for name, tensor, version in self._blank:
+            if tensor._version != version:
+                raise PiperError(
+                    f"PiperStrategy: {name!r} was changed in place on the meta device, where it has no values yet; give it initial "
+                    "values in piper_init_parameters"
+                )
+        self._blank = []
         own.distribute(self.drawn, self.known if before is None else Known(), before)
         self._distributed(own)
         return own

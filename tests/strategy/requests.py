@@ -69,6 +69,11 @@ def refusals(run: Run) -> dict[str, str]:
             for p in module.parameters():
                 p.clamp_(-0.1, 0.1)
 
+    class Early(L.Callback):
+        @torch.no_grad()
+        def on_train_start(self, trainer: L.Trainer, module: Any) -> None:
+            module.second[2].bias.fill_(0.25)
+
     def said(**options: Any) -> str:
         try:
             run.fit(max_epochs=1, **options)
@@ -78,8 +83,12 @@ def refusals(run: Run) -> dict[str, str]:
 
     again = Again()
     run.fit(module=again, max_epochs=1)
+    with torch.device("meta"):
+        blank, untouched = Net(), Net()
     return {
         "optimizer again": said(module=again),
+        "blank": said(callbacks=[Early()], module=blank),
+        "untouched": said(module=untouched),
         "groups": said(callbacks=[Adds()]),
         "in place": said(callbacks=[Writes()]),
         "sync_batchnorm": said(sync_batchnorm=True),

@@ -101,6 +101,8 @@ def test_collectives_in_hooks(ranks):
     ("together", "Clipping updates a parameter otherwise when there are others|Clipping does not treat each element"),
     ("penalty", "meta"),
     ("optimizer again", "over others in each process|over none of the module's parameters"),
+    ("blank", "'second.2.bias' was changed in place on the meta device"),
+    ("untouched", "nothing"),
     ("groups", "the optimizer's parameter groups have changed since the first batch"),
     ("control", "nothing"),
 ])  # fmt: skip
