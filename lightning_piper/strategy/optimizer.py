@@ -275,7 +275,12 @@ class ShardedOptimizer:
         return self._world.leads if name is None else self._ownership.speaks_for(name)
 
     def full_groups(self) -> list[State]:
-        """The groups in canonical form."""
+        """The groups in canonical form.
+
+        Raises:
+            PiperError: they are not those that were cut.
+        """
+        self.check_groups_stay()
         groups, start = [], 0
         for group, names, labels in zip(self.optimizer.state_dict()["param_groups"], self.names, self._labels, strict=True):
             full = group | {"params": list(range(start, start + len(names)))}

@@ -46,7 +46,8 @@ def noting(cls: type, calls: list[str]) -> type:
 
 
 class Module(MLP):
-    """Its own data, too. Fails in batch `fails`."""
+    """Its own data, too. Adds a parameter to its optimizer before the sanity check, and changes all after it. Fails in batch
+    `fails`."""
 
     fails: int | None = None
 
@@ -68,6 +69,19 @@ class Module(MLP):
         self.log("mean", self.predict_step(batch, batch_idx).mean())
 
     test_step = validation_step
+
+    def configure_optimizers(self) -> Any:
+        found = super().configure_optimizers()
+        found["optimizer"].param_groups[1]["params"].pop()  # the bias of the last layer
+        return found
+
+    def on_fit_start(self) -> None:
+        self.trainer.optimizers[0].add_param_group({"params": [self.second[2].bias], "lr": 0.05})
+
+    def on_train_start(self) -> None:
+        with torch.no_grad():
+            for p in self.parameters():
+                p.mul_(1.5)
 
     def on_train_batch_start(self, batch: Any, batch_idx: int) -> None:
         if batch_idx == self.fails:

@@ -29,6 +29,46 @@ def test_five_steps_are_bitwise_those_of_the_interpreter(name):
     assert not same(values(module), values(wrong))
 
 
+class Unfreeze(L.Callback):
+    """Lets the optimizer have a parameter that `configure_optimizers` left out, as those callbacks do that fine-tune."""
+
+    def on_train_start(self, trainer, module):
+        module.offset.requires_grad_(True)
+        trainer.optimizers[0].add_param_group({"params": [module.offset], "lr": 0.05})
+
+
+def test_a_hook_may_add_a_group_before_the_first_batch(tmp_path):
+    found = []
+    for strategy, hook in (("auto", [Unfreeze()]), (local(), [Unfreeze()]), (local(), [])):
+        module, loader = make("varied")
+        fit, _ = trainer(strategy, hook)
+        fit.fit(module, loader)
+        fit.save_checkpoint(tmp_path / "last.ckpt")
+        groups = torch.load(tmp_path / "last.ckpt", weights_only=True)["optimizer_states"][0]["param_groups"]
+        found.append((values(module), groups))
+    (plain, groups), (ours, ours_groups), (without, _) = found
+    assert distance(plain, ours) < 1e-5 and groups == ours_groups and len(groups) == 3
+    assert not same(ours, without)
+
+
+class Late(Unfreeze):
+    def on_train_start(self, trainer, module):
+        pass
+
+    def on_train_batch_end(self, trainer, module, *args):
+        super().on_train_start(trainer, module)
+
+
+@pytest.mark.parametrize("steps", [1, 2])
+def test_a_group_that_is_added_later_is_refused(steps, tmp_path):
+    module, loader = make("varied")
+    fit, record = trainer(local(), [Late()], max_steps=steps)
+    with pytest.raises(piper.PiperError, match="parameter groups have changed since the first batch"):
+        fit.fit(module, loader)
+        fit.save_checkpoint(tmp_path / "last.ckpt")
+    assert len(record.losses) == 1
+
+
 def test_another_seed_gives_other_dropout_masks():
     module, loader = make("dropout")
     fit, _ = trainer(local())
