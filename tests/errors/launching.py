@@ -8,7 +8,7 @@ from datetime import timedelta
 from typing import Any
 
 import torch
-from lightning.pytorch.callbacks import BatchSizeFinder, Callback, EMAWeightAveraging, ModelCheckpoint
+from lightning.pytorch.callbacks import BackboneFinetuning, BatchSizeFinder, Callback, EMAWeightAveraging, ModelCheckpoint
 from torch.optim import LBFGS
 
 import lightning_piper as piper
@@ -23,6 +23,7 @@ INTRO = """When the strategy or the Trainer is made, at the start of `fit`, and 
 before the first step."""
 
 PROCESSES = "tests/strategy/test_fit_processes.py::test_processes_refuse_together"
+OPTIONS = "tests/strategy/test_options.py::test_refusals"
 SHARDS = "tests/strategy/test_sharded.py::test_refusals"
 
 
@@ -53,6 +54,12 @@ def on_meta(reset: Any = None) -> None:
     if reset is not None:
         module.gain.reset_parameters = reset
     fit(module)
+
+
+def fine_tuned() -> None:
+    module = net()
+    module.backbone = module.first
+    fit(module, callbacks=[BackboneFinetuning(2)], max_steps=-1, max_epochs=5)
 
 
 def over_processes(callback: Callback) -> None:
@@ -101,6 +108,7 @@ CASES: Cases = [
     Case("a `reset_parameters()` that leaves a tensor out", lambda: on_meta(lambda: None)),
     Case("a `reset_parameters()` that fails", lambda: on_meta(lambda: torch.ones(2) + torch.ones(3))),
     refused("weight averaging", callbacks=[EMAWeightAveraging()]),
+    Case("`BackboneFinetuning` that unfreezes in the middle of a fit", fine_tuned),
     refused("`precision=\"16-true\"`", precision="16-true"),
     Case("`transport=\"process\"` in a notebook", interactive),
     Case("a program for another number of devices than the Trainer has", other_devices),
@@ -114,5 +122,9 @@ CASES: Cases = [
     Elsewhere("an optimizer that looks at whole parameters, which are sharded",
               "Lamb does not treat each element of a parameter on its own", "PiperError", SHARDS),
     Elsewhere("a gradient hook on a parameter that is sharded", "'inner.weight' has a gradient hook", "PiperError", SHARDS),
+    Elsewhere("an optimizer that has been in a fit before, over processes",
+              "over none of the module's parameters, or over others in each process", "PiperError", OPTIONS),
+    Elsewhere("a hook changes a parameter on the meta device before the first step",
+              "'second.2.bias' was changed in place on the meta device", "PiperError", OPTIONS),
     Elsewhere("`16-mixed` with a fused optimizer, over processes", "leave out fused=True", "PiperError", SHARDS),
 ]  # fmt: skip

@@ -27,6 +27,13 @@ def switched(line: str) -> None:
     fit(module, max_steps=-1, max_epochs=2)
 
 
+def grouped() -> None:
+    added = "self.trainer.optimizers[0].add_param_group({'params': [torch.nn.Parameter(torch.ones(1))]})"
+    line = f"def on_train_epoch_end(self):\n        {added}"
+    module = net("pass", ("def configure_optimizers", f"{line}\n\n    def configure_optimizers"))
+    fit(module, max_steps=-1, max_epochs=2)
+
+
 def other_shards() -> None:
     module = net("pass", ("F.mse_loss(self.second(h), y)",
                           "F.mse_loss(self.second(h) + (self.first.weight.sum() if y.shape[1] == 2 else 0), y)"))  # fmt: skip
@@ -57,6 +64,7 @@ FAILURES = "tests/strategy/test_failures.py"
 CASES: Cases = [
     Case("an operation fails on the values of a batch (here: a token that the embedding does not have)", out_of_range),
     Case("`train()` or `eval()` after the capture", lambda: switched("self.first.train(self.current_epoch == 0)")),
+    Case("a parameter group is added after the first batch", grouped),
     Case("a parameter is frozen after the capture", lambda: switched("self.first.requires_grad_(self.current_epoch == 0)")),
     Case("a later batch has a layout in which stages use other parameters, which are sharded", other_shards),
     Case("`backward` runs twice on one loss", twice),
@@ -65,6 +73,8 @@ CASES: Cases = [
     Case("a later batch is too small for the replicas",
          lambda: fit(data=Batches([batch(8), batch(3)]), directives=[*GROUPS, REPLICATE])),
     Case("a later batch has no samples", lambda: fit(data=Batches([batch(8), batch(0)]), directives=PLACES)),
+    Elsewhere("a hook changes a parameter in place that is in pieces", "parameter 'first.0.weight' was changed in place",
+              "PiperError", "tests/strategy/test_options.py::test_parameters_in_pieces_changed_in_place"),
     Elsewhere("stages draw different batches", "drew different batches (other values) in training batch 0", "PiperError",
               "tests/strategy/test_fit_processes.py::test_processes_refuse_together"),
     Elsewhere("a batch of other shapes in one process", "the processes drew different batches (other shapes) in training batch 2",
