@@ -7,6 +7,8 @@ from collections.abc import Iterator
 import pytest
 import torch
 
+torch.set_num_threads(1)  # as in all processes that tests start: another number adds up in another order
+
 
 @pytest.fixture(autouse=True)
 def one_seed() -> Iterator[None]:

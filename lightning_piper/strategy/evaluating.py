@@ -61,7 +61,7 @@ class EvaluatingStrategy(ParallelStrategy):
         self._setup_standalone(trainer)
         self.setup_precision_plugin()
 
-    def _setup_standalone(self, trainer: pl.Trainer, seed: int | None = None) -> None:
+    def _setup_standalone(self, trainer: pl.Trainer, seed: int | None = None) -> Standalone:
         """The module as it is to begin with; the first step that is run distributes it.
 
         Args:
@@ -78,6 +78,7 @@ class EvaluatingStrategy(ParallelStrategy):
             self._loading.whole()
         self._standalone = Standalone(module, settings, self._known, seed, self.world, self._read)
         self._evaluation = None if self._local else self._standalone.evaluation
+        return self._standalone
 
     @property
     def _known(self) -> Known:

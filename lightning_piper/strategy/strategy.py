@@ -116,6 +116,7 @@ class PiperStrategy(EvaluatingStrategy):
         self._trained: ShardedOptimizer | None = None  # the Trainer's, after the first batch, until the next fit
         self._replicas: tuple[int, ...] = ()  # of each process in this fit, where processes draw the data of several
         self._resumed_seed: int | None = None
+        self._seed: int | None = None  # of the steps of this fit, or of the last one
         self._failed = self._accumulating = False
         self._watch: FailureWatch | None = None
         self.num_nodes = 1
@@ -204,7 +205,7 @@ class PiperStrategy(EvaluatingStrategy):
             return
         self._later = self._trained = None
         check_fit(trainer, module, self.world.size, self._layer_sync is not None, self._known)
-        self._setup_standalone(trainer, self._resumed_seed)
+        self._seed = self._setup_standalone(trainer, self._resumed_seed).seed
         if self._local:
             self.model_to_device()
         self.setup_optimizers(trainer)
@@ -376,8 +377,8 @@ class PiperStrategy(EvaluatingStrategy):
         return content
 
     def save_checkpoint(self, checkpoint: dict[str, Any], filepath: str | Path, storage_options: Any | None = None) -> None:
-        if (started := self._fit or self._standalone) is not None:
-            checkpoint[KEY] = {"seed": started.seed}
+        if self._seed is not None:
+            checkpoint[KEY] = {"seed": self._seed}
         if self._fit is not None and self._sharded:
             assert self.lightning_module is not None
             check_target(filepath, storage_options, self.checkpoint_io)

@@ -153,7 +153,7 @@ def test_a_training_that_had_no_step_left_saves_what_it_resumed(tmp_path):
     fit.save_checkpoint(tmp_path / "again.ckpt")
     before, after = (torch.load(p, weights_only=True) for p in (path, tmp_path / "again.ckpt"))
     assert same(dict(before["state_dict"]), dict(after["state_dict"]))
-    assert before["optimizer_states"][0]["state"]
+    assert before["optimizer_states"][0]["state"] and before["lightning_piper"] == after["lightning_piper"]
     assert set(apart(after["optimizer_states"], before["optimizer_states"]).values()) == {0.0}
 
 
