@@ -14,7 +14,7 @@ PYTHON ?= $(firstword $(foreach name,python3.11 python3,$(shell $(name) -c \
 # One thread for each process: the processes are the parallelism, and figures do not depend on the number of cores.
 export OMP_NUM_THREADS := 1
 
-.PHONY: help demo test test-processes test-others property-tests docs lint bench clean
+.PHONY: help demo test test-failures test-processes test-others property-tests docs lint bench clean
 
 help:
 	@echo "make demo    train a small GPT on two processes and compare it with one device"
@@ -28,14 +28,19 @@ help:
 demo: $(INSTALLED)
 	$(BIN)/python examples/demo.py
 
-# Two at once, on two cores: tests that start many processes of their own, which mostly wait, and all others.
+# Three at once, on two cores: tests of what goes wrong between processes, which mostly wait for a timeout, tests that start many
+# processes of their own, which wait for each other, and all others.
 test: lint
-	@$(MAKE) -j2 $(if $(filter output-sync,$(.FEATURES)),--output-sync=target) --no-print-directory test-processes test-others
+	@$(MAKE) -j3 $(if $(filter output-sync,$(.FEATURES)),--output-sync=target) --no-print-directory test-failures test-processes test-others
 
+FAILURES := $(foreach what,failures faults judge nodes sharded_files,tests/strategy/test_$(what).py)
 PROCESSES := tests/strategy tests/distributed
 
+test-failures:
+	$(BIN)/python -m pytest $(FAILURES)
+
 test-processes:
-	$(BIN)/python -m pytest $(PROCESSES)
+	$(BIN)/python -m pytest $(PROCESSES) $(foreach file,$(FAILURES),--ignore $(file))
 
 test-others:
 	$(BIN)/python -m pytest $(foreach folder,$(PROCESSES),--ignore $(folder))
