@@ -14,11 +14,11 @@ PYTHON ?= $(firstword $(foreach name,python3.11 python3,$(shell $(name) -c \
 # One thread for each process: the processes are the parallelism, and figures do not depend on the number of cores.
 export OMP_NUM_THREADS := 1
 
-.PHONY: help demo test test-failures test-processes test-others property-tests docs lint bench clean
+.PHONY: help demo test test-processes test-others property-tests docs lint bench clean
 
 help:
 	@echo "make demo    train a small GPT on two processes and compare it with one device"
-	@echo "make test    lint, then all tests"
+	@echo "make test    lint and all tests"
 	@echo "make property-tests   thousands of random programs"
 	@echo "make docs    run the tutorial's commands, build the documentation into build/site"
 	@echo "make lint    ruff and mypy"
@@ -28,19 +28,14 @@ help:
 demo: $(INSTALLED)
 	$(BIN)/python examples/demo.py
 
-# Three at once, on two cores: tests of what goes wrong between processes, which mostly wait for a timeout, tests that start many
-# processes of their own, which wait for each other, and all others.
-test: lint
-	@$(MAKE) -j3 $(if $(filter output-sync,$(.FEATURES)),--output-sync=target) --no-print-directory test-failures test-processes test-others
+# At once, on two cores: tests that start many processes of their own, which mostly wait, all others, and at first lint.
+test: $(INSTALLED)
+	@$(MAKE) -j3 $(if $(filter output-sync,$(.FEATURES)),--output-sync=target) --no-print-directory lint test-processes test-others
 
-FAILURES := $(foreach what,failures faults judge nodes sharded_files,tests/strategy/test_$(what).py)
 PROCESSES := tests/strategy tests/distributed
 
-test-failures:
-	$(BIN)/python -m pytest $(FAILURES)
-
 test-processes:
-	$(BIN)/python -m pytest $(PROCESSES) $(foreach file,$(FAILURES),--ignore $(file))
+	$(BIN)/python -m pytest $(PROCESSES)
 
 test-others:
 	$(BIN)/python -m pytest $(foreach folder,$(PROCESSES),--ignore $(folder))
