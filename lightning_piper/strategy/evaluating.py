@@ -137,7 +137,8 @@ class EvaluatingStrategy(ParallelStrategy):
         parts = parts_of(self.lightning_module)
         if parts is None and is_on_meta(self.lightning_module):
             raise PiperError(
-                "PiperStrategy: the module is on the meta device, and has no values to be saved before the first step of a run"
+                "PiperStrategy: the module is on the meta device, and has no values to be saved before the first step of a run; "
+                "save after it"
             )
         with contextlib.nullcontext() if parts is None else parts.whole_on_lead():
             return super().lightning_module_state_dict()

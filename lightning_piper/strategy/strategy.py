@@ -330,7 +330,7 @@ class PiperStrategy(EvaluatingStrategy):
             if referenced(self._later):
                 raise PiperError(
                     "PiperStrategy: a fit that resumes from a sharded checkpoint reads the optimizer's state when the first batch "
-                    "has come, and cannot be saved before"
+                    "has come, and cannot be saved before; save after the first step"
                 )
             return {**super().optimizer_state(optimizer), "state": self._later["state"]}
         if self._trained is None or self._trained.optimizer is not optimizer:
