@@ -52,6 +52,17 @@ class Validated(Net):
         return vectors(seed=1)
 
 
+class Keeping(Validated):
+    """With an optimizer made in the constructor, the same one for all fits."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.optimizer = super().configure_optimizers()
+
+    def configure_optimizers(self) -> Any:
+        return self.optimizer
+
+
 class Sized(Net):
     """With its own data, in batches of a size that can be changed."""
 
@@ -332,19 +343,10 @@ def changes_before_the_first_batch(run: Run) -> Seen:
 
 @trial
 def an_optimizer_made_before(run: Run) -> Seen:
-    """In the constructor; a validation comes before the fit."""
-
-    class Early(Validated):
-        def __init__(self) -> None:
-            super().__init__()
-            self.optimizer = super().configure_optimizers()
-
-        def configure_optimizers(self) -> Any:
-            return self.optimizer
-
+    """A validation comes before the fit."""
     with torch.random.fork_rng():
         torch.manual_seed(0)
-        module = Early()
+        module = Keeping()
     run.trainer().validate(module, verbose=False)
     return run.seen(run.fit(module=module, max_epochs=1))
 

@@ -15,7 +15,7 @@ from lightning.pytorch import callbacks as cb
 import lightning_piper as piper
 from tests.strategy.fitting import sharing_captures
 from tests.strategy.optimizers import Clipping
-from tests.strategy.options import PROGRAMS, Net, Run, Seen, Sized, run_all
+from tests.strategy.options import PROGRAMS, Keeping, Net, Run, Seen, Sized, run_all
 
 
 def refusals(run: Run) -> dict[str, str]:
@@ -48,16 +48,6 @@ def refusals(run: Run) -> dict[str, str]:
         def configure_optimizers(self) -> Any:
             return Clipping([p for p in self.parameters() if p.requires_grad])
 
-    class Again(Net):
-        """With an optimizer that has been in a fit."""
-
-        def __init__(self) -> None:
-            super().__init__()
-            self.optimizer = super().configure_optimizers()
-
-        def configure_optimizers(self) -> Any:
-            return self.optimizer
-
     class Adds(L.Callback):
         def on_train_batch_end(self, trainer: L.Trainer, module: Any, *args: Any) -> None:
             if trainer.global_step == 1:
@@ -81,7 +71,7 @@ def refusals(run: Run) -> dict[str, str]:
             return f"{type(error).__name__}: {error}"
         return "nothing"
 
-    again = Again()
+    again = Keeping()
     run.fit(module=again, max_epochs=1)
     with torch.device("meta"):
         blank, untouched = Net(), Net()
