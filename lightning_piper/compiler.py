@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from lightning_piper.capture import CapturedStep, capture
+from lightning_piper.capture import CapturedStep, History, capture
 from lightning_piper.directives import Directive, apply_forward, apply_program, finish, parse
 from lightning_piper.ir.build import build_dag
 from lightning_piper.ir.dag import TrainingDAG
@@ -118,6 +118,7 @@ def compile(
     device: torch.device | str = "cpu",
     context: Callable[[], contextlib.AbstractContextManager[Any]] = contextlib.nullcontext,
     step: str = "training_step",
+    history: History | None = None,
 ) -> Compiled:
     """Capture a step of the module and apply a program to it.
 
@@ -129,6 +130,7 @@ def compile(
         device: device type that the step is captured for.
         context: entered around the step while it is captured, e.g. autocast.
         step: the method that is captured. Any other than `training_step` is forward-only: see `directives.forward`.
+        history: of earlier captures of it.
 
     Raises:
         CaptureError: the step cannot be captured.
@@ -136,7 +138,7 @@ def compile(
         VerificationError: a rewrite broke the step.
     """
     program = tuple(parse(directives))
-    return compile_step(capture(module, batch, device, context, step), program, verify=verify)
+    return compile_step(capture(module, batch, device, context, step, history=history), program, verify=verify)
 
 
 def compile_step(

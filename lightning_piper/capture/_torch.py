@@ -11,6 +11,8 @@
   causal one, by its values, to choose a faster kernel. "Not that I know" is a right answer to any mask.
 - the text of the error with which `FakeTensorMode` refuses a tensor that has data.
 - `OpOverload._schema`: names, order and defaults of an operation's arguments.
+- `torch._C._dynamo.guards.dict_version`: a number that differs after each write to a dict.
+- `UntypedStorage._cdata`: its address.
 - `Tensor._backward_hooks`, `Tensor._post_accumulate_grad_hooks`: what `register_hook` and its kin have registered.
 - `node.meta["partitioner_tag"]`: `is_backward` on nodes traced by autograd; `node.meta["seq_nr"]`: the same number on a
   forward operation and on the nodes of its backward.
@@ -27,6 +29,7 @@ import torch
 import torch.fx.traceback as fx_traceback
 import torch.nn.modules.transformer as transformer
 from torch import nn
+from torch._C._dynamo.guards import dict_version
 from torch._functorch._aot_autograd.descriptors import (
     BufferAOTInput,
     GradAOTOutput,
@@ -55,6 +58,7 @@ __all__ = [
     "PlainAOTInput",
     "PlainAOTOutput",
     "TangentAOTInput",
+    "dict_version",
     "functional_graph",
     "has_gradient_hooks",
     "is_backward",
@@ -62,6 +66,7 @@ __all__ = [
     "is_random",
     "operands",
     "sequence_number",
+    "storage_id",
     "warn_if_newer_torch",
 ]
 
@@ -121,6 +126,11 @@ def is_foreign_tensor(error: Exception) -> bool:
 def has_gradient_hooks(tensor: torch.Tensor) -> bool:
     """Is a function registered that sees, or changes, the tensor's gradient?"""
     return bool(tensor._backward_hooks) or bool(getattr(tensor, "_post_accumulate_grad_hooks", None))
+
+
+def storage_id(tensor: torch.Tensor) -> int:
+    """Another number for other memory, also on the meta device, while the memory is there."""
+    return int(tensor.untyped_storage()._cdata)
 
 
 def operands(node: torch.fx.Node) -> list[Any]:

@@ -48,6 +48,7 @@ def run_eagerly(
     params = {n: x.detach().clone().requires_grad_(step.params[n].requires_grad) for n, x in tensors.items() if n in step.params}
     buffers = {n: x.detach().clone() for n, x in tensors.items() if n in step.buffers}
     wrapper = Step(step.module, step.layout, step.context)
+    wrapper.batch_idx = step.reads.history.batch_idx
     merged: dict[str, list[torch.Tensor]] = {}
     reductions: dict[str, str] = {LOSS: "mean"}
     # The wrapper becomes the module's parent only for this call, so its training mode stays as the user set it.

@@ -10,6 +10,7 @@ import torch
 from torch import nn
 
 from lightning_piper.capture.batch import BatchLayout, flatten
+from lightning_piper.capture.reads import Reads
 from lightning_piper.capture.trace import Step
 from lightning_piper.ir.regions import Output
 
@@ -18,7 +19,7 @@ class ForwardStep(Step):
     """`validation_step`, `test_step` or `predict_step` as a function from tensors to (tensors that it returns, logged tensors).
 
     Args:
-        module, layout, context, degrees: as for `Step`.
+        module, layout, context, degrees, reads: as for `Step`.
         name: of the method.
         dataloader_idx: that the method is given, if it takes one.
     """
@@ -26,8 +27,8 @@ class ForwardStep(Step):
     gradients = torch.no_grad
 
     def __init__(self, module: nn.Module, layout: BatchLayout, context: Callable[[], contextlib.AbstractContextManager[Any]],
-                 degrees: tuple[int, ...], name: str, dataloader_idx: int) -> None:  # fmt: skip
-        super().__init__(module, layout, context, degrees)
+                 degrees: tuple[int, ...], name: str, dataloader_idx: int, reads: Reads | None = None) -> None:  # fmt: skip
+        super().__init__(module, layout, context, degrees, reads)
         self.name, self._dataloader_idx = name, dataloader_idx
         self._returned = BatchLayout(None, (), ())
 

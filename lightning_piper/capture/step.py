@@ -5,7 +5,9 @@ from __future__ import annotations
 import contextlib
 import copy
 import dataclasses
-from collections.abc import Callable
+import re
+from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 from typing import Any
 
 import torch
@@ -15,7 +17,9 @@ from lightning_piper.capture import _torch
 from lightning_piper.capture.batch import BatchLayout, flatten
 from lightning_piper.capture.chunks import cut
 from lightning_piper.capture.forward import ForwardStep
-from lightning_piper.capture.trace import Step, trace
+from lightning_piper.capture.reads import Drawn, History, Reads, refuse_drawing, without_drawing
+from lightning_piper.capture.text import Text, difference, text_of
+from lightning_piper.capture.trace import Step, Traced, trace
 from lightning_piper.errors import CaptureError
 from lightning_piper.ir.regions import Interface, Output, ParamInfo, PassKey, StepCode
 from lightning_piper.ir.values import TensorSpec
@@ -28,6 +32,7 @@ def capture(
     context: Callable[[], contextlib.AbstractContextManager[Any]] = contextlib.nullcontext,
     name: str = "training_step",
     dataloader_idx: int = 0,
+    history: History | None = None,
 ) -> CapturedStep:
     """Capture a step of `module` for batches laid out like `batch`: `training_step` with its backward pass, any other one (such as
     `validation_step`) without, in the modes (train or eval) that the submodules are in.
@@ -39,6 +44,7 @@ def capture(
         context: entered around the step while it is traced, e.g. an autocast context.
         name: of the method.
         dataloader_idx: that it is given, if it takes one.
+        history: of earlier captures of the step.
 
     Raises:
         CaptureError: the step cannot be captured; names the user's line.
@@ -48,8 +54,8 @@ def capture(
         raise CaptureError(f"{type(module).__name__} has no {name}; give a LightningModule that defines one")
     _, layout = flatten(batch)
     if name == Step.name:
-        return CapturedStep(module, layout, torch.device(device), context)
-    return CapturedForward(module, layout, torch.device(device), context, name, dataloader_idx)
+        return CapturedStep(module, layout, torch.device(device), context, history)
+    return CapturedForward(module, layout, torch.device(device), context, name, dataloader_idx, history)
 
 
 class CapturedStep:
@@ -62,16 +68,20 @@ class CapturedStep:
         size: its number of samples.
         params, buffers: by canonical name, the first under which the module lists them.
         canonical: every name -> canonical name.
+        reads: what it has read in Python: while `reads.hold()`, it means what was captured.
     """
 
     name = Step.name
 
     def __init__(self, module: nn.Module, layout: BatchLayout, device: torch.device,
-                 context: Callable[[], contextlib.AbstractContextManager[Any]]) -> None:  # fmt: skip
+                 context: Callable[[], contextlib.AbstractContextManager[Any]],
+                 history: History | None = None) -> None:  # fmt: skip
         self.layout, self.size = layout, layout.size
+        self.reads = Reads(history)
         self.module, self.context, self._device = module, context, device
         self.params, self.buffers, self.canonical = _named_tensors(module)
         self._codes: dict[tuple[int, tuple[int, ...]], StepCode] = {}
+        self._first: tuple[int, Text] | None = None  # the size of the first trace, and what it says
 
     def resized(self, size: int) -> CapturedStep:
         """The same step for global batches of `size` samples; it shares the code that was traced so far."""
@@ -80,7 +90,51 @@ class CapturedStep:
         return other
 
     def _step(self, degrees: tuple[int, ...]) -> Step:
-        return Step(self.module, self.layout, self.context, degrees)
+        return Step(self.module, self.layout, self.context, degrees, self.reads)
+
+    def inputs(self, leaves: Sequence[torch.Tensor]) -> list[torch.Tensor]:
+        """What the code takes for a batch of these tensors: they, and the numbers of this step."""
+        return [*leaves, *self.reads.inputs.values(self._device)]
+
+    def _trace(self, size: int, parts: Mapping[str, int], degrees: tuple[int, ...]) -> tuple[Traced, tuple[TensorSpec, ...], Step]:
+        """Trace, again where a number turns out to be an input."""
+        batch = tuple(_resized(spec, size) for spec in self.layout.specs)
+        while True:
+            step, numbers = self._step(degrees), self.reads.inputs.specs()
+            run = partial(trace, step, batch + numbers, self._device, parts)
+            try:
+                with without_drawing():
+                    traced = run()
+            except Drawn as error:
+                raise refuse_drawing(self.name, run) from error
+            except CaptureError:
+                if self.reads.inputs.plain or not self.reads.inputs.given:
+                    raise
+                self.reads.inputs.plain = True  # some code takes no stand-in
+                continue
+            if numbers == self.reads.inputs.specs():
+                return traced, batch + numbers, step
+
+    @property
+    def text(self) -> str:
+        """What the step says, where it was traced first: equal for the same step, on any process."""
+        assert self._first is not None
+        return re.sub(r"cuda:\d+", "cuda", "\n".join(self._first[1].lines))
+
+    def retrace(self) -> None:
+        """Trace the step once more, and compare: the guards may have missed something that it reads.
+
+        Raises:
+            CaptureError: it has become another step; names the first operation that differs.
+        """
+        assert self._first is not None
+        size, before = self._first
+        found = difference(before, text_of(self._trace(size, {}, ())[0]))
+        if found is not None:
+            raise CaptureError(
+                f"{self.name} is not what was captured: {found}. It depends on something that changes between steps and that no "
+                "capture sees (a clock, a file, an iterator, a cache); keep it in an attribute of the module, a buffer or the batch"
+            )
 
     def at(self, size: int, degrees: tuple[int, ...] = ()) -> StepCode:
         """The step's code for `size` samples, and with experts divided; see `ir.regions.Step`.
@@ -89,12 +143,10 @@ class CapturedStep:
             CaptureError: also when the step has another structure at this size than at the first one.
         """
         if (size, degrees) not in self._codes:
-            specs = tuple(_resized(spec, size) for spec in self.layout.specs)
             whole = self.at(size) if degrees else None
             parts = {} if whole is None else self._parts(whole, degrees)
-            step = self._step(degrees)
             try:
-                traced = trace(step, specs, self._device, parts)
+                traced, specs, step = self._trace(size, parts, degrees)
             except CaptureError as error:
                 if whole is None:
                     raise
@@ -102,6 +154,8 @@ class CapturedStep:
                     f"{error}. So it is where devices have parts of the experts: between dispatch and combine, take the number "
                     "from the tensors given there (sizes.shape[0]); elsewhere not from a parameter, which is a part here"
                 ) from error
+            if self._first is None:
+                self._first = size, text_of(traced)
             regions, passes, halves, experts = cut(
                 traced.graph, self.canonical, traced.plain, None if whole is None else whole.experts
             )
@@ -136,12 +190,13 @@ class CapturedForward(CapturedStep):
     def __init__(
         self, module: nn.Module, layout: BatchLayout, device: torch.device,
         context: Callable[[], contextlib.AbstractContextManager[Any]], name: str, dataloader_idx: int,
+        history: History | None = None,
     ) -> None:  # fmt: skip
-        super().__init__(module, layout, device, context)
+        super().__init__(module, layout, device, context, history)
         self.name, self.dataloader_idx = name, dataloader_idx
 
     def _step(self, degrees: tuple[int, ...]) -> Step:
-        return ForwardStep(self.module, self.layout, self.context, degrees, self.name, self.dataloader_idx)
+        return ForwardStep(self.module, self.layout, self.context, degrees, self.name, self.dataloader_idx, self.reads)
 
 
 def _resized(spec: TensorSpec, size: int) -> TensorSpec:

@@ -3,14 +3,11 @@
 from __future__ import annotations
 
 import contextlib
-import copy
 import inspect
 import numbers
 import traceback
-from collections import deque
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -19,6 +16,11 @@ from torch import nn
 from lightning_piper.annotate import numbering
 from lightning_piper.capture import _torch
 from lightning_piper.capture.batch import BatchLayout
+from lightning_piper.capture.numbers import Number
+from lightning_piper.capture.reads import Reads
+from lightning_piper.capture.source import user_line
+from lightning_piper.capture.unchanged import attributes, changes, check_unchanged, restored
+from lightning_piper.capture.watch import Watch
 from lightning_piper.errors import CaptureError
 from lightning_piper.experts import exchanging
 from lightning_piper.ir.regions import LOSS, Logged, Output
@@ -34,10 +36,6 @@ REDUCE: Mapping[str, Callable[[list[torch.Tensor], list[float]], torch.Tensor]] 
     "min": lambda values, weights: torch.stack(values).min(),
 }
 METRICS = "update metric objects in a hook (on_..._batch_end), and log them in on_..._epoch_end"
-_COMPARED = (type(None), bool, int, float, str, torch.Tensor)
-_LIBRARIES = tuple(str(Path(m.__file__).parent) + "/" for m in (torch, contextlib) if m.__file__) + (
-    str(Path(__file__).parent.parent) + "/",
-)
 
 
 @dataclass(frozen=True)
@@ -65,28 +63,29 @@ def trace(step: Step, specs: tuple[TensorSpec, ...], device: torch.device, parts
     mode, module = _torch.FakeTensorMode(), step.module
     with mode:
         inputs = tuple(torch.empty_strided(s.shape, s.stride, dtype=s.dtype, device=device) for s in specs)
-    with step.gradients(), _restored(module), _without_data(module, mode, device, parts), as_captured(module, step):
+    reading = step.reads.tracing(module, step.name) if step.reads is not None else contextlib.nullcontext()
+    with step.gradients(), restored(module), reading, _without_data(module, mode, device, parts), as_captured(module, step):
         try:
             graph = _torch.functional_graph(mode, step, inputs)
         except CaptureError:
             raise
         except (_torch.DataDependentOutputException, _torch.DynamicOutputShapeException) as error:
             raise CaptureError(
-                f"{_user_line(error)}: the step asks for a value (or a shape) that is only known when it runs "
+                f"{user_line(error)}: the step asks for a value (or a shape) that is only known when it runs "
                 f"({error.func}); a captured step has no values. Keep the computation in tensors (torch.where, masks, "
                 f"index_add), or move it to a hook outside of {step.name}"
             ) from error
         except Exception as error:
             if _in_metric(error):
                 problem = f"{step.name} runs a metric object, which a captured step cannot; {METRICS}"
-                raise CaptureError(f"{_user_line(error)}: {problem}") from error
+                raise CaptureError(f"{user_line(error)}: {problem}") from error
             if _torch.is_foreign_tensor(error):
                 raise CaptureError(
-                    f"{_user_line(error)}: the step uses a tensor that is neither in the batch nor a parameter or buffer of "
+                    f"{user_line(error)}: the step uses a tensor that is neither in the batch nor a parameter or buffer of "
                     "the module; make it a buffer (self.register_buffer), or create it inside of the step"
                 ) from error
             raise CaptureError(
-                f"{_user_line(error)}: {step.name} cannot be captured as one graph: {type(error).__name__}: {error}"
+                f"{user_line(error)}: {step.name} cannot be captured as one graph: {type(error).__name__}: {error}"
             ) from error
     return Traced(graph, step.plain, tuple(step.logs))
 
@@ -95,18 +94,21 @@ class Step(nn.Module):
     """`training_step` as a function from tensors to (loss, logged tensors).
 
     Args:
-        module, layout: whose step, and of which batches.
+        module, layout: whose step, and of which batches. Tensors beyond those of the layout are numbers (`Reads.inputs`).
         context: entered around the step, e.g. autocast.
         degrees: for each call of `dispatch`, over how many devices its experts are divided.
+        reads: takes what the step reads in Python. Without it the step runs as it is, for once.
     """
 
     name = "training_step"
     gradients: Callable[[], contextlib.AbstractContextManager[Any]] = torch.enable_grad
 
     def __init__(self, module: nn.Module, layout: BatchLayout, context: Callable[[], contextlib.AbstractContextManager[Any]],
-                 degrees: tuple[int, ...] = ()) -> None:  # fmt: skip
+                 degrees: tuple[int, ...] = (), reads: Reads | None = None) -> None:  # fmt: skip
         super().__init__()
         self.module, self._layout, self._context, self._degrees = module, layout, context, degrees
+        self.reads = reads
+        self.batch_idx = 0
         self.logs: list[Logged] = []
         self._logged: list[torch.Tensor] = []
 
@@ -116,11 +118,18 @@ class Step(nn.Module):
     def _call(self, leaves: tuple[torch.Tensor, ...], dataloader_idx: int = 0) -> Any:
         self.logs, self._logged = [], []  # the tracer runs the step more than once
         step: Callable[..., Any] = getattr(self.module, self.name)
-        extra = [_Unreadable("batch_idx", self.name), dataloader_idx][: len(inspect.signature(step).parameters) - 1]
-        before = _attributes(self.module)
-        with numbering(), exchanging(self._degrees), self._context():
-            result = step(self._layout.rebuild(list(leaves)), *extra)
-        _check_unchanged(self.module, before, self.name)
+        batch_idx: Any = self.batch_idx
+        running: contextlib.AbstractContextManager[None] = contextlib.nullcontext()
+        count = len(self._layout.specs)
+        if (reads := self.reads) is not None:
+            batch_idx = reads.source("batch_idx", lambda: reads.history.batch_idx)
+            running = reads.running(self.module, self.name, leaves[count:])
+        extra = [batch_idx, dataloader_idx][: len(inspect.signature(step).parameters) - 1]
+        batch = self._layout.rebuild(list(leaves[:count]))
+        before = attributes(self.module)
+        with numbering(), exchanging(self._degrees), self._context(), running:
+            result = step(batch, *extra)
+        check_unchanged(self.module, before, self.name)
         return result
 
     @property
@@ -139,61 +148,31 @@ class Step(nn.Module):
 
     def log(self, name: str, value: Any, call: Mapping[str, Any]) -> None:
         kwargs = dict(call)
-        if isinstance(value, _Unreadable):
-            value._refuse()
         reduce = REDUCTIONS.get(kwargs.pop("reduce_fx", "mean"))
         if reduce is None:
             function = getattr(call["reduce_fx"], "__name__", repr(call["reduce_fx"]))
             raise CaptureError(
-                f"{_user_line()}: self.log({name!r}): values reduced by reduce_fx={function} cannot be merged over microbatches; "
+                f"{user_line()}: self.log({name!r}): values reduced by reduce_fx={function} cannot be merged over microbatches; "
                 "accepted are 'mean', 'sum', 'max' and 'min'"
             )
         if any(entry.name == name for entry in self.logs):
-            raise CaptureError(f"{_user_line()}: self.log({name!r}) is called twice in one step; give each call its own name")
+            raise CaptureError(f"{user_line()}: self.log({name!r}) is called twice in one step; give each call its own name")
         if isinstance(value, torch.Tensor):
             if value.numel() != 1:
                 raise CaptureError(
-                    f"{_user_line()}: self.log({name!r}): the value has shape {tuple(value.shape)}; log a single number"
+                    f"{user_line()}: self.log({name!r}): the value has shape {tuple(value.shape)}; log a single number"
                 )
             self._logged.append(value.detach().reshape(()).clone())
             self.logs.append(Logged(name, reduce, kwargs))
+        elif isinstance(value, Number):
+            self.logs.append(Logged(name, reduce, kwargs, constant=value.get))
         elif isinstance(value, numbers.Number):
             self.logs.append(Logged(name, reduce, kwargs, constant=float(value)))  # type: ignore[arg-type]
         else:
             raise CaptureError(
-                f"{_user_line()}: self.log({name!r}): a {type(value).__name__} cannot be logged inside a captured step; log a "
+                f"{user_line()}: self.log({name!r}): a {type(value).__name__} cannot be logged inside a captured step; log a "
                 f"tensor or a number, {METRICS}"
             )
-
-
-class _Unreadable:
-    """Stands for an argument that a captured step cannot depend on; any use is an error."""
-
-    def __init__(self, name: str, step: str) -> None:
-        self._name, self._step = name, step
-
-    def _refuse(self, *args: Any, **kwargs: Any) -> Any:
-        raise CaptureError(
-            f"{_user_line()}: {self._step} reads {self._name}, which changes from step to step; the captured step would keep "
-            "the first value. Put what depends on it into the batch, a buffer or a hook"
-        )
-
-    __index__ = __int__ = __float__ = __bool__ = __eq__ = __ne__ = __lt__ = __le__ = __gt__ = __ge__ = _refuse
-    __add__ = __radd__ = __sub__ = __rsub__ = __mul__ = __rmul__ = __mod__ = __rmod__ = __floordiv__ = __truediv__ = _refuse
-    __rfloordiv__ = __rtruediv__ = __divmod__ = __rdivmod__ = __and__ = __rand__ = __or__ = __ror__ = __xor__ = __rxor__ = _refuse
-    __lshift__ = __rlshift__ = __rshift__ = __rrshift__ = __invert__ = __abs__ = __round__ = __trunc__ = __pos__ = _refuse
-    __str__ = __format__ = __hash__ = __neg__ = __pow__ = __rpow__ = _refuse
-
-
-class _Trainer:
-    """The module's Trainer, without what changes from step to step."""
-
-    def __init__(self, trainer: Any, step: str) -> None:
-        self._trainer, self._step = trainer, step
-
-    def __getattr__(self, name: str) -> Any:
-        changes = name in ("global_step", "current_epoch", "is_last_batch")
-        return _Unreadable(f"self.trainer.{name}", self._step) if changes else getattr(self._trainer, name)
 
 
 def _loss_of(result: Any) -> torch.Tensor:
@@ -219,7 +198,7 @@ def _loss_of(result: Any) -> torch.Tensor:
 
 @contextlib.contextmanager
 def as_captured(module: nn.Module, step: Step) -> Iterator[None]:
-    """Give the module, for the time of the capture, a class whose logging records and whose counters cannot be read."""
+    """Give the module, for the time of the capture, a class whose logging records and whose counters are numbers."""
     cls = type(module)
     original = getattr(cls, "log", None)
     signature = inspect.signature(original) if original is not None else None
@@ -234,19 +213,22 @@ def as_captured(module: nn.Module, step: Step) -> Iterator[None]:
         for name, value in dictionary.items():
             log(self, name, value, *args, **kwargs)
 
-    def unreadable(name: str) -> property:
-        return property(lambda self: _Unreadable(f"self.{name}", step.name))
-
-    members: dict[str, Any] = {"global_step": unreadable("global_step"), "current_epoch": unreadable("current_epoch")}
+    members: dict[str, Any] = {}
     if original is not None:
         members |= {"log": log, "log_dict": log_dict}
-    if isinstance(attached := getattr(cls, "trainer", None), property) and attached.fget is not None:
-        members["trainer"] = property(lambda self: _Trainer(attached.fget(self), step.name), attached.fset)  # type: ignore[misc]
-    module.__class__ = type(cls.__name__, (cls,), members | {"__module__": cls.__module__})
+    attached, reads = getattr(cls, "trainer", None), step.reads
+    if reads is not None and isinstance(attached, property) and attached.fget is not None:
+        get = attached.fget
+        members["trainer"] = property(lambda self: Watch(reads.inputs, lambda: get(self), "self.trainer", step.name), attached.fset)
+    stand_in = type(cls.__name__, (cls,), members | {"__module__": cls.__module__})
+    before = set(vars(stand_in))
+    module.__class__ = stand_in
     try:
         yield
     finally:
         module.__class__ = cls
+    if written := set(vars(stand_in)) - before:
+        raise changes(step.name, f"{cls.__name__}.{min(written)}")
 
 
 def _without_data(
@@ -291,73 +273,6 @@ def swapped(module: nn.Module, other: Callable[[torch.Tensor], torch.Tensor]) ->
             store[name] = tensor  # type: ignore[assignment]
 
 
-def _attributes(module: nn.Module) -> list[tuple[str, nn.Module, str, Any, Any]]:
-    """Python state of the module: (where, owner, attribute, object, comparable form)."""
-    found: list[tuple[str, nn.Module, str, Any, Any]] = []
-    for path, part in module.named_modules():
-        for name, value in {**vars(part), **part._parameters, **part._buffers}.items():
-            if name in ("_parameters", "_buffers", "_modules", "training") or name.startswith(("_forward", "_backward")):
-                continue
-            if isinstance(value, list | set | deque):
-                found.append((path, part, name, value, [_entry(x) for x in value]))
-            elif isinstance(value, dict):
-                found.append((path, part, name, value, [(k, _entry(v)) for k, v in value.items()]))
-            elif isinstance(value, _COMPARED):
-                found.append((path, part, name, value, id(value) if isinstance(value, torch.Tensor) else value))
-    return found
-
-
-def _entry(value: Any) -> Any:
-    """Comparable form of what is in a container; torch's RNNs refill lists of their weights, so a tensor counts as any other."""
-    if isinstance(value, torch.Tensor):
-        return torch.Tensor
-    return value if isinstance(value, _COMPARED) else type(value)
-
-
-def _check_unchanged(module: nn.Module, before: list[tuple[str, nn.Module, str, Any, Any]], step: str) -> None:
-    known = {(id(part), name): form for _, part, name, _, form in before}
-    for path, part, name, _, form in _attributes(module):
-        old = known.get((id(part), name))
-        if form is old or form == old:  # `is`: a nan is not equal to itself
-            continue
-        where = f"self.{path}.{name}" if path else f"self.{name}"
-        if name in part._parameters or name in part._buffers:
-            raise CaptureError(
-                f"{step} replaces {where} by another tensor; a captured step keeps its parameters and buffers. Write into "
-                f"the buffer instead: {where}.copy_(...)"
-            )
-        raise CaptureError(
-            f"{step} changes {where}; a captured step runs in Python only once, so the change would not be repeated. "
-            "Keep such state in a registered buffer (register_buffer), log it, or update it in a hook"
-        )
-
-
-@contextlib.contextmanager
-def _restored(module: nn.Module) -> Iterator[None]:
-    """Undo what the step does to the module's Python attributes, so that no tensor without data stays in them."""
-    attributes = [(vars(part), dict(vars(part))) for part in module.modules()]
-    containers = [x for _, kept in attributes for x in kept.values() if type(x) in (list, deque, dict, set)]
-    contents = [(value, copy.copy(value)) for value in containers]
-    try:
-        yield
-    finally:
-        for current, kept in attributes:
-            current.clear()
-            current.update(kept)
-        for value, content in contents:
-            value.clear()
-            (value.extend if isinstance(value, list | deque) else value.update)(content)
-
-
 def _in_metric(error: BaseException) -> bool:
     """Was it raised inside of torchmetrics?"""
     return any("/torchmetrics/" in frame.filename for frame in traceback.extract_tb(error.__traceback__))
-
-
-def _user_line(error: BaseException | None = None) -> str:
-    """`file:line (code)` of the innermost frame that is the user's; of an installed package's where there is no other."""
-    frames = traceback.extract_tb(error.__traceback__) if error is not None else traceback.extract_stack()
-    found = [f for f in frames if not f.filename.startswith((*_LIBRARIES, "<"))]
-    found = [f for f in found if "/site-packages/lightning" not in f.filename or "/demos/" in f.filename]
-    own = [frame for frame in found if "/site-packages/" not in frame.filename] or found
-    return f"{own[-1].filename}:{own[-1].lineno} ({own[-1].line})" if own else "in training_step"

@@ -129,13 +129,13 @@ class Logged:
         name: the metric's key.
         reduce: how values of microbatches are merged: `mean`, `sum`, `max` or `min`.
         kwargs: the other arguments of the call, replayed as they were.
-        constant: the value, when it was a Python number and not a tensor.
+        constant: the value, when it was a Python number and not a tensor; a function of nothing, when it changes from step to step.
     """
 
     name: str
     reduce: str
     kwargs: Mapping[str, object]
-    constant: float | None = None
+    constant: float | Callable[[], float] | None = None
 
 
 @dataclass(frozen=True)

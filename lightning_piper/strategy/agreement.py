@@ -108,7 +108,9 @@ def _length(loader: Any) -> int | None:
         return None
 
 
-def agree_on_batch(world: World, key: object, leaves: Sequence[torch.Tensor], lacking: bool, step: int) -> tuple[bool, bool]:
+def agree_on_batch(
+    world: World, key: object, leaves: Sequence[torch.Tensor], lacking: bool, step: int, state: int = 0
+) -> tuple[bool, bool]:
     """Compare the batches of an evaluation step before it is run: those of one replica are the same. Collective.
 
     Args:
@@ -116,6 +118,7 @@ def agree_on_batch(world: World, key: object, leaves: Sequence[torch.Tensor], la
         leaves: its tensors.
         lacking: this process has no plan for it yet.
         step: number of the step, for which the values are compared.
+        state: checksum of what the step reads in Python.
 
     Returns:
         Whether any process lacks a plan, and whether the replicas' keys differ.
@@ -125,7 +128,7 @@ def agree_on_batch(world: World, key: object, leaves: Sequence[torch.Tensor], la
     """
     if world.size == 1:
         return lacking, False
-    own = (zlib.crc32(repr(key).encode()), _checksum(leaves, step))
+    own = (zlib.crc32(repr(key).encode()), _checksum(leaves, step) ^ state)
     sums = [torch.iinfo(torch.int64).min] * 4 * world.count  # of each replica, the largest and the smallest of two sums
     sums[4 * world.replica : 4 * world.replica + 4] = [own[0], -own[0], own[1], -own[1]]
     message = torch.tensor([int(lacking), *sums])
@@ -137,8 +140,8 @@ def agree_on_batch(world: World, key: object, leaves: Sequence[torch.Tensor], la
             who = "the processes" if world.count == 1 else f"the processes of replica {replica}"
             raise PiperError(
                 f"{who} drew different batches (other {'shapes' if high != -low else 'values'}) in evaluation step {step}, but all "
-                "stages of a pipeline run on the same one. Seed whatever draws the data (seed_everything(seed, workers=True)), and "
-                "let it not depend on the rank or on time"
+                "stages of a pipeline run on the same one, and read the same Python state. Seed whatever draws the data "
+                "(seed_everything(seed, workers=True)), and let it not depend on the rank or on time"
             )
     return bool(anybody), len(set(found[::4])) > 1
 
@@ -149,13 +152,18 @@ class BatchCheck:
     def __init__(self, world: World) -> None:
         self._world = world
         self._steps = 0
-        self._layout: tuple[Any, ...] | None = None
+        self._before: tuple[Any, ...] | None = None  # layout and capture
         self._layout_sum = 0
         self._running: tuple[dist.Work, torch.Tensor] | None = None
         self._warned = False
 
-    def post(self, layout: BatchLayout, leaves: Sequence[torch.Tensor]) -> None:
+    def post(self, layout: BatchLayout, leaves: Sequence[torch.Tensor], captured: int = 0, state: int = 0) -> None:
         """Begin to compare this step's batch, and finish with the last one's.
+
+        Args:
+            layout, leaves: of the batch.
+            captured: number of the capture that is to run; -1 for one that is to be made.
+            state: checksum of what the step reads in Python.
 
         Raises:
             PiperError: the batches differ.
@@ -164,14 +172,14 @@ class BatchCheck:
             return
         self.finish()
         key = layout.key
-        changed = key != self._layout
+        changed = (key, captured) != self._before or captured < 0
         if changed:
-            self._layout, self._layout_sum = key, zlib.crc32(repr(key).encode())
+            self._before, self._layout_sum = (key, captured), zlib.crc32(repr(key).encode())
         data = _checksum(leaves, self._steps)
         self._steps += 1
         sums = [torch.iinfo(torch.int64).min] * 2 * self._world.count  # of each replica; the largest counts, and the smallest
         sums[2 * self._world.replica], sums[2 * self._world.replica + 1] = data, -data
-        message = torch.tensor([self._layout_sum, -self._layout_sum, *sums])
+        message = torch.tensor([self._layout_sum, -self._layout_sum, state, -state, *sums])
         work = dist.all_reduce(message, op=dist.ReduceOp.MAX, group=self._world.host_group, async_op=True)
         assert work is not None
         self._running = (work, message)
@@ -188,7 +196,7 @@ class BatchCheck:
             return
         (work, message), self._running = self._running, None
         work.wait()
-        layout, layout_low, *sums = message.tolist()
+        layout, layout_low, state, state_low, *sums = message.tolist()
         data, data_low = sums[::2], sums[1::2]
         apart = [r for r, (high, low) in enumerate(zip(data, data_low, strict=True)) if high != -low]
         if layout != -layout_low and self._world.count > 1:
@@ -196,6 +204,12 @@ class BatchCheck:
                 f"the processes drew batches of different shapes in training batch {self._steps - 1} of this fit, but every "
                 "replica needs as many samples as the others, in tensors of the same shapes. Use a sampler that divides the data "
                 "evenly (Lightning's own does), and pad all batches to the same lengths"
+            )
+        if layout == -layout_low and state != -state_low:
+            raise PiperError(
+                f"the processes read different Python state in training batch {self._steps - 1} of this fit (attributes, counters, "
+                "rates that training_step looks at), but all run one step. Let it not depend on the rank, on time, or on random "
+                "numbers that differ"
             )
         if layout != -layout_low or apart:
             what = "shapes" if layout != -layout_low else "values"

@@ -144,24 +144,6 @@ def check_runs_once(fresh: bool, processes: int) -> None:
         )
 
 
-def check_stays_captured(module: torch.nn.Module, before: tuple[bool, ...]) -> None:
-    """Refuse a module that was switched since the capture.
-
-    Raises:
-        PiperError: the modes of submodules or which parameters are trained have changed.
-    """
-    if switches(module) != before:
-        raise PiperError(
-            "PiperStrategy: train() or eval() of a submodule, or requires_grad of a parameter, changed since the step was "
-            "captured, and the captured step would not follow; make the change before fit, and call fit again after it"
-        )
-
-
-def switches(module: torch.nn.Module) -> tuple[bool, ...]:
-    """What decides, besides tensors, what a captured step does."""
-    return (*(m.training for m in module.modules()), *(p.requires_grad for p in module.parameters()))
-
-
 def one_of(name: str, value: object, accepted: tuple[str, ...]) -> None:
     """Refuse an argument of the strategy that is none of these.
 

@@ -9,18 +9,19 @@ import lightning.pytorch as pl
 import torch
 from lightning.pytorch.utilities.rank_zero import rank_zero_warn
 
-from lightning_piper.capture import BatchLayout
+from lightning_piper.capture import BatchLayout, History
 from lightning_piper.compiler import Compiled, compile
 from lightning_piper.runtime import StepResult
 from lightning_piper.strategy.machine import Machine, Prepared, Settings
 from lightning_piper.strategy.ownership import Ownership
+from lightning_piper.strategy.variants import Variants
 from lightning_piper.strategy.world import World
 
 MANY_LAYOUTS = 16
 
 
 class Engine:
-    """Runs training steps on batches of any layout.
+    """Runs training steps on batches of any layout, under any Python state.
 
     The first layout is compiled at once, for ownership follows from it. Others are compiled when they first occur: another
     number of samples from the same capture, anything else from a capture of its own. All processes see batches of the same
@@ -29,15 +30,16 @@ class Engine:
     Attributes:
         machine: on which the steps run.
         first: the program for the first layout.
+        variants: the captures of the step.
     """
 
     def __init__(self, module: pl.LightningModule, layout: BatchLayout, settings: Settings, world: World) -> None:
         self._module, self._settings, self._world = module, settings, world
         self._layout = layout
         self.machine = Machine(settings, world)
-        self.first = self._capture(layout)
-        self._captured: dict[tuple[Any, ...], Compiled] = {family(layout): self.first}
-        self._prepared: dict[tuple[Any, ...], Prepared] = {}
+        self.variants = Variants("training_step", self._capture)
+        self.first = self.machine.compiled(lambda: self.variants.add(family(layout), layout))
+        self._prepared: dict[tuple[int, Any], Prepared] = {}  # by number of the capture and layout
 
     @property
     def devices(self) -> int:
@@ -48,48 +50,59 @@ class Engine:
         """Connect the processes and bind the tensors that the plans work on: those of this process. Collective."""
         own = ownership
         self.machine.bind(self.first, own.owned_params, own.owned_buffers, own.shards, own.layout)
-        self._prepared[self._layout.key] = self.machine.prepare(self.first)
+        self._prepared[(0, self._layout.key)] = self.machine.prepare(self.first)
 
-    def prepared(self, layout: BatchLayout) -> Prepared:
-        """What runs a batch of this layout; compiled when it is the first of its kind. Then, collective."""
-        found = self._prepared.get(layout.key)
-        if found is None:
-            found = self._prepared[layout.key] = self.machine.prepare(self._compiled(layout))
-        return found
+    def find(self, layout: BatchLayout, batch_idx: int) -> Compiled | None:
+        """The capture that means what this step means, if there is one. `batch_idx`: of the batch in its epoch."""
+        self.variants.history.batch_idx = batch_idx
+        return self.variants.find(family(layout))
+
+    def prepared(self, layout: BatchLayout, captured: Compiled | None) -> Prepared:
+        """What runs a batch of this layout; compiled when it is the first of its kind. Then, collective.
+
+        Args:
+            captured: what `find` gave.
+        """
+        key = (self.variants.number, layout.key)
+        if captured is None or key not in self._prepared:
+            warn_of_many_layouts(len({layout for _, layout in self._prepared}))
+            made = self.machine.compiled(lambda: self._sized(captured, layout))
+            key = (self.variants.number, layout.key)
+            self._prepared[key] = self.machine.prepare(made)
+        return self._prepared[key]
 
     def step(
         self, prepared: Prepared, leaves: Sequence[torch.Tensor], seed: int, scale: float = 1.0, last: bool = True
     ) -> StepResult:
         """One training step; gradients of what this process holds. `scale`, `last`: as in `Executor.step`."""
-        return self.machine.run(prepared, leaves, seed, scale, last)
+        return self.machine.run(prepared, prepared.compiled.step.inputs(leaves), seed, scale, last)
 
     def close(self) -> None:
         """Give the communicators back. Collective."""
         self._prepared.clear()
         self.machine.close()
 
-    def _compiled(self, layout: BatchLayout) -> Compiled:
-        kind = family(layout)
-        warn_of_many_layouts(len(self._prepared))
-        if kind not in self._captured:
-            self._captured[kind] = self._capture(layout)
-        captured = self._captured[kind]
-        return self.machine.compiled(lambda: captured.at(layout.size * self._settings.replicas, verify=self._settings.static))
+    def _sized(self, captured: Compiled | None, layout: BatchLayout) -> Compiled:
+        captured = self.variants.add(family(layout), layout) if captured is None else captured
+        return captured.at(layout.size * self._settings.replicas, verify=self._settings.static)
 
-    def _capture(self, layout: BatchLayout) -> Compiled:
+    def _capture(self, layout: BatchLayout, history: History) -> Compiled:
         settings = self._settings
-        specs = layout.times(settings.replicas).specs
-        example = layout.rebuild([torch.empty(s.shape, dtype=s.dtype, device="meta") for s in specs])
-        return self.machine.compiled(
-            lambda: compile(
-                self._module,
-                example,
-                list(settings.program),
-                verify=settings.static,
-                device=self._world.device,
-                context=settings.context,
-            )
+        return compile(
+            self._module,
+            without_data(layout, settings.replicas),
+            list(settings.program),
+            verify=settings.static,
+            device=self._world.device,
+            context=settings.context,
+            history=history,
         )
+
+
+def without_data(layout: BatchLayout, replicas: int) -> Any:
+    """A batch of all replicas, of which each has one like this, on the meta device."""
+    specs = layout.times(replicas).specs
+    return layout.rebuild([torch.empty(s.shape, dtype=s.dtype, device="meta") for s in specs])
 
 
 def warn_of_many_layouts(known: int) -> None:

@@ -112,7 +112,7 @@ class EvaluatingStrategy(ParallelStrategy):
     def _evaluate(self, name: str, batch: Any, batch_idx: int = 0, dataloader_idx: int = 0) -> Any:
         assert self._evaluation is not None
         # Lightning's own precisions have one context for all steps without a backward pass.
-        return self._evaluation.step(name, self.precision_plugin.forward_context, batch, dataloader_idx)
+        return self._evaluation.step(name, self.precision_plugin.forward_context, batch, batch_idx, dataloader_idx)
 
     def on_validation_end(self) -> None:
         """What follows in a fit, up to the first batch, sees the module as it was before a sanity check."""

@@ -17,17 +17,18 @@ import lightning.pytorch as pl
 import torch
 from lightning.pytorch.utilities.rank_zero import rank_zero_warn
 
-from lightning_piper.capture import BatchLayout, capture, flatten
+from lightning_piper.capture import BatchLayout, History, capture, flatten
 from lightning_piper.compiler import Compiled, compile_step
 from lightning_piper.errors import PiperError
 from lightning_piper.ir.dag import TrainingDAG
 from lightning_piper.runtime import StepResult
 from lightning_piper.strategy.agreement import agree_on_batch, draw_seed
-from lightning_piper.strategy.engine import family, warn_of_many_layouts
+from lightning_piper.strategy.engine import family, warn_of_many_layouts, without_data
 from lightning_piper.strategy.machine import Context, Machine, Prepared, Settings
 from lightning_piper.strategy.materialize import Known, is_on_meta, materialize, places_of, tensor_at
 from lightning_piper.strategy.ownership import UNREAD, Ownership, parts_of
 from lightning_piper.strategy.suspension import check_devices, resume, suspend
+from lightning_piper.strategy.variants import Variants
 from lightning_piper.strategy.world import World
 
 SEEDS = 2**61  # away from those of the training steps
@@ -53,8 +54,8 @@ class Evaluation:
         self.machine = machine
         self._module, self._settings, self._world, self._training, self._begin = module, settings, world, training, begin
         self._seeds = itertools.count(seed ^ SEEDS)
-        self._captured: dict[Hashable, Compiled] = {}
-        self._prepared: dict[Hashable, Prepared] = {}
+        self._variants: dict[tuple[str, int], Variants] = {}  # by method and loader
+        self._prepared: dict[tuple[int, Hashable], Prepared] = {}  # by number of the capture, and by step and layout
         self._steps = 0
         self._batches: list[list[float]] = []  # of each process, of each of its loaders
         self._seen: Counter[int] = Counter()
@@ -62,7 +63,7 @@ class Evaluation:
     @property
     def programs(self) -> list[Compiled]:
         """What was compiled, one for each kind of step and batch."""
-        return list(self._captured.values())
+        return [program for variants in self._variants.values() for program in variants.programs]
 
     def expect(self, batches: Sequence[float]) -> None:
         """A prediction begins. Collective.
@@ -72,14 +73,14 @@ class Evaluation:
         """
         self._batches, self._seen = self._world.gather(list(batches)), Counter()
 
-    def step(self, name: str, context: Context, batch: Any, dataloader_idx: int) -> Any:
+    def step(self, name: str, context: Context, batch: Any, batch_idx: int, dataloader_idx: int) -> Any:
         """Run a step on a batch: logs what it logs, and returns what it returns, of the batch of this replica. Collective.
 
         Args:
             name: of the module's method.
             context: entered around it while it is captured.
             batch: on this process's device.
-            dataloader_idx: where the batch is from.
+            batch_idx, dataloader_idx: which batch it is, and where it is from.
 
         Raises:
             CaptureError, DirectiveError: the step cannot be captured, or placed.
@@ -88,9 +89,11 @@ class Evaluation:
         # What is made here outlives the step: it must not be an inference tensor, which nothing could change afterwards.
         with torch.inference_mode(False), torch.no_grad():
             leaves, layout = flatten(batch)
-            prepared, result = self._run(name, context, leaves, layout, dataloader_idx)
+            variants = self._captures(name, context, dataloader_idx)
+            variants.history.batch_idx = batch_idx
+            prepared, result = self._run(variants, name, leaves, layout, dataloader_idx)
             for _ in range(self._missing(dataloader_idx)):
-                self._run(name, context, leaves, layout, dataloader_idx)
+                self._run(variants, name, leaves, layout, dataloader_idx)
         prepared.replay(self._module, result.metrics)
         rebuild = prepared.compiled.step.at(layout.size).rebuild
         assert rebuild is not None
@@ -107,37 +110,43 @@ class Evaluation:
         return int(max(of_all)) - self._seen[dataloader_idx]
 
     def _run(
-        self, name: str, context: Context, leaves: Sequence[torch.Tensor], layout: BatchLayout, dataloader_idx: int
+        self, variants: Variants, name: str, leaves: Sequence[torch.Tensor], layout: BatchLayout, dataloader_idx: int
     ) -> tuple[Prepared, StepResult]:
-        # What a capture takes for granted: the modes of the submodules, and whether this is the sanity check.
-        kind = (name, dataloader_idx, self._module.trainer.sanity_checking, tuple(m.training for m in self._module.modules()))
-        key = (*kind, layout.key)
-        lacking, apart = agree_on_batch(self._world, key, leaves, key not in self._prepared, self._steps)
+        captured = variants.find(family(layout))
+        what = (name, dataloader_idx, layout.key)
+        lacks = captured is None or (variants.number, what) not in self._prepared
+        lacking, apart = agree_on_batch(self._world, what, leaves, lacks, self._steps, variants.state(captured))
         self._steps += 1
         if lacking:
-            warn_of_many_layouts(len(self._prepared))
-            compiled = self.machine.compiled(lambda: self._compiled(kind, context, layout), apart)
+            warn_of_many_layouts(len({known for _, known in self._prepared}))
+            compiled = self.machine.compiled(lambda: self._sized(variants, captured, layout), apart)
             if self._begin is not None:
                 self._begin(compiled)
                 self._begin = None
-            self._prepared[key] = self.machine.prepare(compiled)
-        prepared = self._prepared[key]
+            self._prepared[variants.number, what] = self.machine.prepare(compiled)
+        prepared = self._prepared[variants.number, what]
+        variants.ran(prepared.compiled, first_of_epoch=variants.history.batch_idx == 0)
         if apart and prepared.replay.tensors:
             raise PiperError(
                 f"the replicas have batches of different shapes in {name}, which logs tensors, and small ones would count as much "
                 "as large ones. Use a sampler that divides the data evenly (Lightning's own does), or log in on_..._epoch_end"
             )
-        return prepared, self.machine.run(prepared, leaves, next(self._seeds))
+        return prepared, self.machine.run(prepared, prepared.compiled.step.inputs(leaves), next(self._seeds))
 
-    def _compiled(self, kind: tuple[Any, ...], context: Context, layout: BatchLayout) -> Compiled:
-        settings, key = self._settings, (*kind, family(layout))
-        size = layout.size * settings.replicas
-        if key not in self._captured:
-            specs = layout.times(settings.replicas).specs
-            example = layout.rebuild([torch.empty(s.shape, dtype=s.dtype, device="meta") for s in specs])
-            step = capture(self._module, example, self._world.device, context, kind[0], kind[1])
-            self._captured[key] = compile_step(step, tuple(settings.program), verify=settings.static, training=self._training)
-        return self._captured[key].at(size, verify=settings.static)
+    def _sized(self, variants: Variants, captured: Compiled | None, layout: BatchLayout) -> Compiled:
+        captured = variants.add(family(layout), layout) if captured is None else captured
+        return captured.at(layout.size * self._settings.replicas, verify=self._settings.static)
+
+    def _captures(self, name: str, context: Context, dataloader_idx: int) -> Variants:
+        if (name, dataloader_idx) not in self._variants:
+
+            def captured(layout: BatchLayout, history: History) -> Compiled:
+                settings, example = self._settings, without_data(layout, self._settings.replicas)
+                step = capture(self._module, example, self._world.device, context, name, dataloader_idx, history=history)
+                return compile_step(step, tuple(settings.program), verify=settings.static, training=self._training)
+
+            self._variants[name, dataloader_idx] = Variants(name, captured)
+        return self._variants[name, dataloader_idx]
 
 
 class Standalone:

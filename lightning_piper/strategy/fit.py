@@ -14,10 +14,11 @@ from lightning_piper.capture import flatten
 from lightning_piper.profile import PiperProfiler, Recording, Schedule, wanted
 from lightning_piper.strategy.agreement import BatchCheck
 from lightning_piper.strategy.bridge import Bridge
-from lightning_piper.strategy.checks import check_runs_once, check_stays_captured, switches
+from lightning_piper.strategy.checks import check_runs_once
 from lightning_piper.strategy.engine import Engine
 from lightning_piper.strategy.evaluation import Evaluation, Standalone
 from lightning_piper.strategy.gradients import absent, mark
+from lightning_piper.strategy.identities import Identities
 from lightning_piper.strategy.optimizer import Names, ShardedOptimizer
 from lightning_piper.strategy.precision import GlobalNormClipping, LossScaling
 from lightning_piper.strategy.suspension import check_devices, resume, suspend
@@ -57,13 +58,13 @@ class Fit:
         module, settings, world = before.module, before.settings, before.world
         self._check = BatchCheck(world)
         self.arrive(batch)
+        self._check.post(self._layout, self._leaves)
         before.close(failed=False)
         self.engine = Engine(module, self._layout, settings, world)
         if not settings.local:
             check_devices(self.engine.first, world)
         self.report = verify_by_execution(verify, self.engine.first, module, self._leaves, world)
         self.recording: Recording | None = None
-        self._switches = switches(module)
         self._suspended = suspend(module, world)
         _count_replicas(module.trainer, world)
         self.ownership = before.distribute(self.engine.first)
@@ -71,6 +72,7 @@ class Fit:
         self.evaluation = Evaluation(module, self.engine.machine, settings, world, self.seed, self.engine.first.dag)
         for program in [*before.programs, *before.evaluation.programs]:
             self.engine.machine.check_held(program, alone=True)
+        self._identities = Identities(self.ownership)
         self._absent = absent(self.ownership, self.engine.first)
         self._bridge = Bridge(self.ownership.owned_params, world.device)
         self._epoch = -1
@@ -91,31 +93,33 @@ class Fit:
             profiler.recording = self.recording
 
     def arrive(self, batch: Any) -> None:
-        """A batch is next; compare it with those of the other processes.
+        """A batch is next.
 
         Args:
             batch: on this process's device.
         """
         self._leaves, self._layout = flatten(batch)
-        self._check.post(self._layout, self._leaves)
         self._fresh = True
 
-    def step(self, number: int, epoch: int, last: bool = True) -> torch.Tensor:
+    def step(self, number: int, batch_idx: int, epoch: int, last: bool = True) -> torch.Tensor:
         """Run the plan on the batch that has arrived: logs what the step logs, and returns its loss.
 
         Args:
             number: of the batch, counted over the whole training, epochs and resumed fits included.
+            batch_idx: its number in the epoch.
             epoch: current one.
             last: of the batches of a gradient accumulation.
         """
-        if epoch != self._epoch:
-            check_stays_captured(self._module, self._switches)
-            self._epoch = epoch
         check_runs_once(self._fresh, self._world.size)
         self._fresh = False
         self.optimizer.check_groups_stay()
         self.ownership.check_unwritten()
-        prepared = self.engine.prepared(self._layout)
+        self._identities.follow()
+        variants, captured = self.engine.variants, self.engine.find(self._layout, batch_idx)
+        self._check.post(self._layout, self._leaves, variants.number, variants.state(captured))
+        prepared = self.engine.prepared(self._layout, captured)
+        variants.ran(prepared.compiled, first_of_epoch=epoch != self._epoch)
+        self._epoch = epoch
         scale = self._scaling.scale
         if self.recording is not None:
             self.recording.before(prepared)
@@ -140,6 +144,7 @@ class Fit:
             if self.recording is not None:
                 self.recording.close()
             self._check.finish()
+            self.engine.variants.tell()
             self.ownership.end()
             self.engine.close()
 

@@ -80,7 +80,8 @@ class Machine:
         parts: list[str] = []
         try:
             compiled = work()
-            parts = [*map(str, compiled.plans.values()), repr(compiled.step.params), repr(compiled.step.buffers)]
+            step = compiled.step
+            parts = [*map(str, compiled.plans.values()), repr(step.params), repr(step.buffers), step.text]
         except Exception as error:
             failure = error
         found = self._world.gather((None if failure is None else described(failure), zlib.crc32("\n".join(parts).encode())))
@@ -92,8 +93,8 @@ class Machine:
         together = self._world.replicas if apart else (0,) * len(found)
         if len(set(zip(together, found, strict=True))) > len(set(together)):
             raise PiperError(
-                "the processes compiled different plans, or their modules differ in names or shapes. Build the module in the same "
-                "way in every process, not depending on the rank"
+                "the processes compiled different plans, or their modules differ in names or shapes, or in what the step reads in "
+                "Python. Build the module in the same way in every process, not depending on the rank"
             )
         return compiled
 

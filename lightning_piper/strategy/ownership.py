@@ -37,13 +37,14 @@ class Ownership:
         layout: who holds what.
         shards: logical device of this process -> the flat tensor that it keeps of each bucket of which it has a shard.
         whole: every process holds everything (again).
+        places: where the module has each tensor, by canonical name.
         ended: the run has ended, and did not fail.
     """
 
     def __init__(self, module: nn.Module, compiled: Compiled, world: World, spare_everywhere: bool = False) -> None:
         """`spare_everywhere`: as in `Layout`."""
         self._module, self._world, self._compiled = module, world, compiled
-        self._places = places_of(module)
+        self.places = places_of(module)
         self.layout = Layout(compiled, world.size, spare_everywhere)
         self.shards: dict[int, dict[Bucket, torch.Tensor]] = {}
         self.whole = world.size == 1
@@ -164,7 +165,7 @@ class Ownership:
                 self._pieces[name].copy_(flattened(value, spec)[slice(*held)])
 
         held = [name for name in self.layout.homes if name in absent and self.layout.held(name, rank) is not None]
-        initialize(self._module, self._places, {name for name in held if name not in known}, seed, take)
+        initialize(self._module, self.places, {name for name in held if name not in known}, seed, take)
         for name in held:
             if name in known.loaded:
                 take(name, known.loaded[name])
@@ -328,10 +329,10 @@ class Ownership:
             self._world.move(part, source, target, into=into)
 
     def _get(self, name: str) -> torch.Tensor:
-        return tensor_at(self._places[name])
+        return tensor_at(self.places[name])
 
     def _set(self, name: str, tensor: torch.Tensor) -> None:
-        put(self._places[name], tensor)
+        put(self.places[name], tensor)
 
 
 def parts_of(module: nn.Module) -> Ownership | None:

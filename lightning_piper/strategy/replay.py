@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import lightning.pytorch as pl
@@ -29,7 +30,7 @@ class Replay:
         dtypes = _dtypes(compiled.dag)
         self.dtype = dtypes.get(LOSS)
         self.tensors = len(names) > first_log(compiled.dag.code)
-        self._calls: list[tuple[str, int | float, torch.dtype | None, dict[str, Any]]] = []
+        self._calls: list[tuple[str, int | float | Callable[[], float], torch.dtype | None, dict[str, Any]]] = []
         for log in compiled.dag.code.logs:
             kwargs: dict[str, Any] = {k: v for k, v in log.kwargs.items() if k not in _NOT_REPLAYED}
             kwargs.setdefault("batch_size", compiled.dag.size)
@@ -43,7 +44,8 @@ class Replay:
 
     def __call__(self, module: pl.LightningModule, metrics: torch.Tensor) -> None:
         for name, value, dtype, kwargs in self._calls:
-            module.log(name, value if dtype is None else metrics[int(value)].to(dtype), **kwargs)
+            known = value() if callable(value) else value
+            module.log(name, known if dtype is None else metrics[int(known)].to(dtype), **kwargs)
 
 
 def _dtypes(dag: TrainingDAG) -> dict[str, torch.dtype]:

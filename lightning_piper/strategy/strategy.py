@@ -250,7 +250,8 @@ class PiperStrategy(EvaluatingStrategy):
         assert self._fit is not None and self.lightning_module is not None
         trainer = self.lightning_module.trainer
         number = trainer.fit_loop.epoch_loop.total_batch_idx
-        return self._fit.step(number, trainer.current_epoch, last=not self._accumulating)
+        batch_idx = trainer.fit_loop.epoch_loop.batch_idx
+        return self._fit.step(number, batch_idx, trainer.current_epoch, last=not self._accumulating)
 
     @contextlib.contextmanager
     def block_backward_sync(self) -> Iterator[None]:

@@ -131,7 +131,7 @@ def verify(module: nn.Module, batch: Any, directives: Any, *, seed: int = 0) -> 
 
 def verify_step(step: CapturedStep, module: nn.Module, batch: Any, program: Sequence[Directive], *, seed: int = 0) -> Report:
     """`verify` for a step that is captured already and a parsed program."""
-    leaves, _ = flatten(batch)
+    leaves = step.inputs(flatten(batch)[0])
     tensors = {step.canonical[n]: x.detach() for n, x in [*module.named_parameters(), *module.named_buffers()]}
     runner = _Runner(step, tensors, leaves, seed)
     dag = build_dag(step)

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import inspect
+import random
 from collections import deque
 from collections.abc import Callable
 from typing import Any
 
 import lightning as L
+import numpy as np
 import pytest
 import torch
 import torchmetrics
@@ -97,73 +99,57 @@ def test_a_value_is_asked_for(end: Callable[..., Any]) -> None:
     assert "only known when it runs" in said and "torch.where" in said and "a hook outside of training_step" in said
 
 
-# What changes from step to step
+# What would be done only once, or seen only then
 
 
-def index_in_arithmetic(self: Any, x: Tensor, h: Tensor, loss: Tensor, batch_idx: int) -> Any:
-    return loss * batch_idx  # here
+def python_draw(self: Any, x: Tensor, h: Tensor, loss: Tensor, batch_idx: int) -> Any:
+    return loss * random.random()  # here
 
 
-def index_in_a_condition(self: Any, x: Tensor, h: Tensor, loss: Tensor, batch_idx: int) -> Any:
-    if batch_idx % 2 == 0:  # here
-        return 2 * loss
+def numpy_draw(self: Any, x: Tensor, h: Tensor, loss: Tensor, batch_idx: int) -> Any:
+    return loss * float(np.random.rand())  # here
 
 
-def index_as_bits(self: Any, x: Tensor, h: Tensor, loss: Tensor, batch_idx: int) -> Any:
-    return loss * (batch_idx & 1)  # here
+def old_gradient(self: Any, x: Tensor, h: Tensor, loss: Tensor, batch_idx: int) -> Any:
+    self.log("norm", 0.0 if self.first.weight.grad is None else 1.0)  # here
 
 
-def index_as_divisor(self: Any, x: Tensor, h: Tensor, loss: Tensor, batch_idx: int) -> Any:
-    return loss * (100 // batch_idx)  # here
+def new_values(self: Any, x: Tensor, h: Tensor, loss: Tensor, batch_idx: int) -> Any:
+    self.first.weight.data = 0.9 * self.first.weight.data  # here
 
 
-def index_in_a_text(self: Any, x: Tensor, h: Tensor, loss: Tensor, batch_idx: int) -> Any:
-    self.log(f"loss_{batch_idx}", loss)  # here
+def own_generator(self: Any, x: Tensor, h: Tensor, loss: Tensor, batch_idx: int) -> Any:
+    return loss * torch.rand((), generator=GENERATOR)  # here
 
 
-def index_logged(self: Any, x: Tensor, h: Tensor, loss: Tensor, batch_idx: int) -> Any:
-    self.log("index", batch_idx)  # here
+def stopping(self: Any, x: Tensor, h: Tensor, loss: Tensor, batch_idx: int) -> Any:
+    self.trainer.should_stop = True  # here
 
 
-@pytest.mark.parametrize(
-    "end", [index_in_arithmetic, index_in_a_condition, index_as_bits, index_as_divisor, index_in_a_text, index_logged]
-)
-def test_the_batch_index_is_read(end: Callable[..., Any]) -> None:
-    said = message(end)
-    assert said.startswith(marked(end))
-    assert "training_step reads batch_idx, which changes from step to step" in said and "into the batch, a buffer or a hook" in said
+def saving(self: Any, x: Tensor, h: Tensor, loss: Tensor, batch_idx: int) -> Any:
+    self.trainer.save_checkpoint("now")  # here
 
 
-def step_read(self: Any, x: Tensor, h: Tensor, loss: Tensor, batch_idx: int) -> Any:
-    return loss / (self.global_step + 1)  # here
+GENERATOR = torch.Generator()
 
 
-def epoch_logged(self: Any, x: Tensor, h: Tensor, loss: Tensor, batch_idx: int) -> Any:
-    self.log("epoch", self.current_epoch)  # here
-
-
-@pytest.mark.parametrize(("end", "name"), [(step_read, "self.global_step"), (epoch_logged, "self.current_epoch")])
-def test_a_counter_is_read(end: Callable[..., Any], name: str) -> None:
-    said = message(end)
-    assert said.startswith(marked(end)) and f"training_step reads {name}" in said
-
-
-@pytest.mark.parametrize("name", ["global_step", "current_epoch", "is_last_batch"])
-def test_a_counter_of_the_trainer_is_read(name: str) -> None:
-    """The Trainer is there when a strategy captures; what does not change may be read."""
-
-    class Attached(MLP):
-        def training_step(self, batch: Any, batch_idx: int) -> Any:
-            loss = super().training_step(batch, batch_idx) / self.trainer.max_epochs
-            return loss * (1 + getattr(self.trainer, counter))
-
-    module, counter = Attached(), "max_epochs"
+@pytest.mark.parametrize(("end", "words"), [
+    (python_draw, "training_step draws random numbers in Python"),
+    (numpy_draw, "training_step draws random numbers in Python"),
+    (old_gradient, "training_step reads the gradient of first.weight, which belongs to the step before"),
+    (new_values, "training_step replaces the values of first.weight"),
+    (own_generator, "training_step draws from a torch.Generator of its own"),
+    (stopping, "training_step sets self.trainer.should_stop"),
+    (saving, "training_step calls self.trainer.save_checkpoint()"),
+])  # fmt: skip
+def test_what_would_be_done_once(end: Callable[..., Any], words: str) -> None:
+    before = random.getstate(), np.random.get_state()[1].tobytes()  # type: ignore[union-attr, index]
+    module = Probe(end)
     module.trainer = L.Trainer(accelerator="cpu", max_epochs=2, logger=False, enable_checkpointing=False, barebones=True)
-    build_dag(capture(module, regression(4)))
-    counter = name
-    with pytest.raises(CaptureError, match=rf"training_step reads self.trainer.{name}, which changes from step to step"):
+    with pytest.raises(CaptureError) as error:
         build_dag(capture(module, regression(4)))
-    assert isinstance(module.trainer, L.Trainer)
+    assert str(error.value).startswith(marked(end)) and words in str(error.value)
+    assert before == (random.getstate(), np.random.get_state()[1].tobytes()), "others draw what they would have drawn"  # type: ignore[union-attr, index]
 
 
 def test_an_unused_batch_index_is_fine() -> None:

@@ -53,12 +53,6 @@ class Metric(Steps):
 
 
 class Reading(Steps):
-    def validation_step(self, batch, batch_idx):
-        return self(batch[0]) * batch_idx
-
-    def test_step(self, batch, batch_idx):
-        return self(batch[0]) * self.current_epoch
-
     def predict_step(self, batch, batch_idx):
         return self(batch[0]).sum().item()
 
@@ -67,8 +61,6 @@ class Reading(Steps):
     (Metric, "validation_step", r"validation_step runs a metric object, .* update metric objects in a hook \(on_..._batch_end\)"),
     (Metric, "test_step", r"self.log\('error'\): a MeanMetric cannot be logged .* log them in on_..._epoch_end"),
     (Metric, "predict_step", "the result of predict_step holds a MeanMetric at result of predict_step; a captured step returns"),
-    (Reading, "validation_step", "validation_step reads batch_idx, which changes from step to step"),
-    (Reading, "test_step", "test_step reads self.current_epoch"),
     (Reading, "predict_step", r"asks for a value .* or move it to a hook outside of predict_step"),
     (Steps, "no_step", "Steps has no no_step"),
 ])  # fmt: skip

@@ -22,7 +22,9 @@ def out_of_range() -> None:
 
 def switched(line: str) -> None:
     module = net(
-        "pass", ("def configure_optimizers", f"def on_train_epoch_start(self):\n        {line}\n\n    def configure_optimizers")
+        "pass", ("self.seen,", "self.other = nn.Linear(8, 6)\n        self.seen,"),
+        ("torch.ones(()))", "torch.ones(1))"),
+        ("def configure_optimizers", f"def on_train_epoch_start(self):\n        {line}\n\n    def configure_optimizers"),
     )
     fit(module, max_steps=-1, max_epochs=2)
 
@@ -63,7 +65,14 @@ FAILURES = "tests/strategy/test_failures.py"
 
 CASES: Cases = [
     Case("an operation fails on the values of a batch (here: a token that the embedding does not have)", out_of_range),
-    Case("`train()` or `eval()` after the capture", lambda: switched("self.first.train(self.current_epoch == 0)")),
+    Case("a hook takes a parameter away (pruning)",
+         lambda: switched("torch.nn.utils.prune.l1_unstructured(self.first, 'weight', 0.5) if self.current_epoch else None")),
+    Case("a hook gives a parameter the memory of another one",
+         lambda: switched("self.first.weight.data = self.other.weight.data if self.current_epoch else self.first.weight.data")),
+    Case("a hook puts a buffer of another shape in the place of one",
+         lambda: switched("self.scale = torch.ones(1 + self.current_epoch)")),
+    Case("the step depends on something that no capture sees",
+         lambda: fit(net("loss = loss * next(self.numbers)", ("self.seen,", "self.numbers = iter(range(1, 9))\n        self.seen,")))),
     Case("a parameter group is added after the first batch", grouped),
     Case("a parameter is frozen after the capture", lambda: switched("self.first.requires_grad_(self.current_epoch == 0)")),
     Case("a later batch has a layout in which stages use other parameters, which are sharded", other_shards),

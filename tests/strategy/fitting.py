@@ -59,16 +59,17 @@ def local(program: Any = PROGRAM, **options: Any) -> piper.PiperStrategy:
     return piper.PiperStrategy(list(program), transport="local", **options)
 
 
-CODES: dict[Any, Any] = {}
+STEPS: dict[Any, CapturedStep] = {}
 
 
-def captured_once(module: Any, batch: Any, device: Any, context: Any, *step: Any) -> CapturedStep:
+def captured_once(module: Any, batch: Any, device: Any, context: Any, *step: Any, **more: Any) -> CapturedStep:
     """Like `capture`, but code that was traced of a module is that of all modules like it, for whatever batches."""
-    found = capture(module, batch, device, context, *step)
+    found = capture(module, batch, device, context, *step, **more)
     trained = tuple(x.requires_grad for x in module.parameters())
     modes = (tuple(x.training for x in module.modules()), module.trainer.sanity_checking)
     key = (type(module), repr(module), trained, modes, module.trainer.precision, repr(found.layout.specs), step)
-    found._codes = CODES.setdefault(key, {})
+    first = STEPS.setdefault(key, found)
+    found._codes, found._first = first._codes, first._first
     return found
 
 

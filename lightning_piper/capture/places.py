@@ -1,0 +1,258 @@
+"""Places of Python state that a step reads, and what stood in them: the guards under which a captured step may run again."""
+
+from __future__ import annotations
+
+import enum
+import random
+import types
+import weakref
+import zlib
+from argparse import Namespace
+from collections.abc import Callable, Iterator, Mapping, Set
+from dataclasses import dataclass, field
+from pathlib import PurePath
+from typing import Any
+
+import numpy as np
+import torch
+from torch.utils.hooks import RemovableHandle
+
+from lightning_piper.capture import _torch
+
+MISSING = object()
+ALL = object()  # as a name: all entries of the dict
+VALUES = (type(None), bool, int, float, complex, str, bytes, enum.Enum, np.generic, torch.dtype, torch.device, PurePath, range,
+          slice, type(Ellipsis))  # fmt: skip
+NUMBERS = (int, float)
+Key = tuple[int, Any]
+
+
+@dataclass(frozen=True, eq=False)
+class Place:
+    """Where a value stands: an entry of a dict (attributes of most objects, globals) or an attribute (slots, classes, cells).
+
+    Attributes:
+        where: as a user would write it.
+        owner, name: the dict and its key, or the object and its attribute.
+        item: it is an entry.
+        path: keys within the container that stands there.
+    """
+
+    where: str
+    owner: Any
+    name: Any
+    item: bool = True
+    path: tuple[Any, ...] = ()
+
+    @property
+    def key(self) -> Any:
+        """Equal for the same place."""
+        return (id(self.owner), self.name, self.path)
+
+    def get(self) -> Any:
+        if self.name is ALL:
+            return tuple(self.owner.items())
+        found: Any = self.owner.get(self.name, MISSING) if self.item else getattr(self.owner, self.name, MISSING)
+        for key in self.path:
+            try:
+                found = found[key]
+            except (LookupError, TypeError):
+                return MISSING
+        return found
+
+    def put(self, value: Any) -> None:
+        if self.path:
+            within = Place(self.where, self.owner, self.name, self.item, self.path[:-1]).get()
+            within[self.path[-1]] = value
+        elif self.item:
+            self.owner[self.name] = value
+        else:
+            setattr(self.owner, self.name, value)
+
+
+Path = tuple[Any, ...]  # keys within a container
+
+
+def form_of(value: Any, without: frozenset[Path] = frozenset(), path: Path = (), inside: tuple[int, ...] = ()) -> Any:
+    """What a value means to a step: equal forms, equal steps. Of containers the content counts, of other objects which one it is
+    (their attributes are places of their own).
+
+    Args:
+        without: paths of entries that do not count.
+        path, inside: of the recursion.
+    """
+    if path in without:
+        return "any number"
+    if type(value) in (int, str, bool, type(None)):
+        return (type(value), value)
+    if isinstance(value, VALUES):
+        return (type(value), repr(value))
+    if isinstance(value, torch.Tensor):
+        return _Same(value) if not path else torch.Tensor  # torch's RNNs refill lists of their weights
+    if isinstance(value, weakref.ref):
+        return weakref.ref
+    if isinstance(value, np.ndarray):
+        content = zlib.crc32(value.tobytes()) if value.dtype != object else tuple(map(id, value.flat))
+        return ("array", value.dtype.str, value.shape, content)
+    if isinstance(value, np.random.Generator):
+        return repr(value.bit_generator.state)
+    if isinstance(value, np.random.RandomState | random.Random):
+        return zlib.crc32(repr(value.getstate() if isinstance(value, random.Random) else value.get_state()).encode())
+    if id(value) in inside:
+        return "itself"
+    inside = (*inside, id(value))
+    if isinstance(value, types.SimpleNamespace | Namespace):
+        value = vars(value)
+    if isinstance(value, Mapping):
+        return (type(value), tuple((key, form_of(x, without, (*path, key), inside)) for key, x in value.items()))
+    if isinstance(value, Set):
+        return (type(value), frozenset(form_of(x, without, (*path, None), inside) for x in value))
+    if is_sequence(value):
+        return (type(value), tuple(form_of(x, without, (*path, i), inside) for i, x in enumerate(value)))
+    return _Same(value)
+
+
+def is_sequence(value: Any) -> bool:
+    return isinstance(value, list | tuple) or type(value).__name__ in ("deque", "ListConfig")
+
+
+class _Same:
+    """Equal only for the same object, which it keeps alive."""
+
+    def __init__(self, value: Any) -> None:
+        self.value = value
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, _Same) and other.value is self.value
+
+    def __hash__(self) -> int:
+        return id(self.value)
+
+    def __repr__(self) -> str:
+        return f"a {type(self.value).__name__}"
+
+
+def shown(form: Any) -> str:
+    """A form in an error."""
+    if isinstance(form, tuple) and len(form) == 2 and isinstance(form[0], type):
+        text = repr(form[1]) if not isinstance(form[1], tuple | frozenset) else f"a {form[0].__name__}"
+        return text if form[0] in (int, str, bool, type(None)) else text.strip("'")
+    return repr(form) if isinstance(form, str | _Same) else "another content"
+
+
+@dataclass(eq=False)
+class Guard:
+    """What stood in a place when the step was captured.
+
+    Attributes:
+        form: see `form_of`.
+        loose: paths within it that do not count: numbers that are inputs.
+    """
+
+    place: Place
+    form: Any
+    value: Any
+    loose: frozenset[Path] = frozenset()
+
+    @classmethod
+    def of(cls, place: Place, loose: frozenset[Path] = frozenset()) -> Guard:
+        value = place.get()
+        return cls(place, form_of(value, loose), value, loose)
+
+    @property
+    def mutable(self) -> bool:
+        """May what counts change without the place being written to?"""
+        if self.place.name is ALL:
+            return False
+        return not isinstance(self.value, VALUES) and not isinstance(self.form, _Same) and self.value is not MISSING
+
+    def now(self) -> Any:
+        return form_of(self.place.get(), self.loose)
+
+    def holds(self) -> bool:
+        value = self.place.get()
+        return (value is self.value and not self.mutable) or form_of(value, self.loose) == self.form
+
+
+def changed_numbers(guard: Guard) -> Iterator[Path]:
+    """Paths of the numbers in a guard that no longer holds, if nothing else in it has changed."""
+
+    def walk(before: Any, after: Any, path: Path) -> Iterator[Path | None]:
+        if before == after:
+            return
+        same = isinstance(before, tuple) and isinstance(after, tuple) and before[0] == after[0] and len(before) == len(after) == 2
+        if not same:
+            yield None
+        elif before[0] in NUMBERS:
+            yield path
+        elif isinstance(before[1], tuple) and isinstance(after[1], tuple) and len(before[1]) == len(after[1]):
+            keyed = issubclass(before[0], Mapping) or before[0] in (types.SimpleNamespace, Namespace)
+            if keyed and [k for k, _ in before[1]] != [k for k, _ in after[1]]:
+                yield None
+                return
+            if issubclass(before[0], tuple):  # cannot be written to
+                yield None
+                return
+            for i, (x, y) in enumerate(zip(before[1], after[1], strict=True)):
+                yield from walk(x[1], y[1], (*path, x[0])) if keyed else walk(x, y, (*path, i))
+        else:
+            yield None
+
+    found = list(walk(guard.form, guard.now(), ()))
+    return iter(()) if None in found else iter(p for p in found if p is not None)
+
+
+@dataclass
+class Guards:
+    """All that a captured step has read in Python. `hold` is called before every step: what stands in dicts is looked at only if
+    the dict was written to since, which Python counts."""
+
+    inputs: Mapping[Any, Place] = field(default_factory=dict)  # numbers in containers that do not count: they are inputs
+    by_key: dict[Any, Guard] = field(default_factory=dict)
+    hooks: dict[int, tuple[str, Any, Any]] = field(default_factory=dict)  # id -> where, dict of hooks, its form
+
+    def __post_init__(self) -> None:
+        self._stale = True
+
+    def note(self, place: Place) -> None:
+        """A place was read, for the first time if it is new."""
+        if place.key not in self.by_key:
+            loose = (x.path for x in self.inputs.values() if x.owner is place.owner and x.name == place.name)
+            self.by_key[place.key] = Guard.of(place, frozenset(loose))
+            self._stale = True
+
+    def note_hooks(self, where: str, hooks: dict[int, Any]) -> None:
+        if id(hooks) not in self.hooks:
+            self.hooks[id(hooks)] = (where, hooks, _hooks(hooks))
+            self._stale = True
+
+    def hold(self) -> bool:
+        if self._stale:
+            self._arrange()
+        versions = list(map(_torch.dict_version, self._dicts))
+        if versions == self._versions and RemovableHandle.next_id == self._handles and all(g.holds() for g in self._always):
+            return True
+        if next(self.broken(), None) is not None:
+            return False
+        self._arrange()
+        return True
+
+    def broken(self) -> Iterator[Guard | str]:
+        """Guards that do not hold, or what holds other hooks."""
+        yield from (guard for guard in self.by_key.values() if not guard.holds())
+        yield from (where for where, hooks, form in self.hooks.values() if _hooks(hooks) != form)
+
+    def _arrange(self) -> None:
+        """Sort the guards by how they are checked, as of now."""
+        fixed = [g for g in self.by_key.values() if g.place.item and not g.place.path and not g.mutable]
+        hooks = [x for _, x, _ in self.hooks.values() if x]
+        self._dicts = list({id(d): d for d in [*(g.place.owner for g in fixed), *hooks]}.values())
+        known = set(map(id, fixed))
+        self._always = [g for g in self.by_key.values() if id(g) not in known]
+        self._versions = list(map(_torch.dict_version, self._dicts))
+        self._handles = RemovableHandle.next_id
+        self._stale = False
+
+
+def _hooks(hooks: Mapping[int, Callable[..., Any]]) -> tuple[Any, ...]:
+    return tuple((key, _Same(hook)) for key, hook in hooks.items())

@@ -1,0 +1,134 @@
+"""Globals and closures that the code of a step names, found by reading the code: from the step through every function of the user's
+that it names, and that those name.
+
+A name may be read on a way that the step does not take. A guard too many costs a capture, one too few a wrong result.
+"""
+
+from __future__ import annotations
+
+import dis
+import functools
+import inspect
+import types
+from collections.abc import Iterable, Iterator
+from pathlib import Path
+from typing import Any
+
+from torch import nn
+
+from lightning_piper.capture.places import Place
+from lightning_piper.capture.recorder import is_library
+
+_ATTRIBUTES = ("LOAD_ATTR", "LOAD_METHOD", "STORE_ATTR")
+_GLOBALS = ("LOAD_GLOBAL", "LOAD_NAME", "STORE_GLOBAL")
+
+
+def is_users(code: types.CodeType) -> bool:
+    """Is it code of the user's, and not of an installed package?"""
+    file = code.co_filename
+    return not file.startswith(_OWN) and "/site-packages/" not in file and "/lib/python3" not in file
+
+
+_OWN = (str(Path(__file__).parent.parent) + "/", "<frozen")
+
+
+def named_places(module: nn.Module, step: str) -> list[Place]:
+    """Globals, cells of closures and attributes of classes and Python modules that the step's code names, if they hold data."""
+    found = _Reach(module)
+    found.follow(getattr(type(module), step, None))
+    for name, value in vars(module).items():  # set on the object: self.training_step = ..., self.loss = lambda ...
+        if inspect.isroutine(value) or name == step:
+            found.follow(value)
+    found.run()
+    return list(found.places.values())
+
+
+class _Reach:
+    def __init__(self, module: nn.Module) -> None:
+        self.places: dict[Any, Place] = {}
+        self._seen: set[int] = set()
+        self._waiting: list[types.FunctionType] = []
+        classes = (c for part in module.modules() for c in type(part).__mro__)
+        self._classes: list[type] = list(dict.fromkeys(c for c in classes if not is_library(c.__module__)))
+        self._named: set[str] = {"forward", "__call__"}
+        self._holders: list[tuple[str, Any]] = []  # Python modules, of which the named attributes count
+
+    def follow(self, value: Any) -> bool:
+        """Take a function, or what stands for one; False if it is none."""
+        value = inspect.unwrap(value) if inspect.isroutine(value) and hasattr(value, "__wrapped__") else value
+        if isinstance(value, functools.partial):
+            return self.follow(value.func)
+        if isinstance(value, property):
+            return any([self.follow(f) for f in (value.fget, value.fset) if f is not None])
+        value = getattr(value, "__func__", value)
+        if isinstance(value, types.FunctionType):
+            if id(value) not in self._seen and is_users(value.__code__):
+                self._seen.add(id(value))
+                self._waiting.append(value)
+            return True
+        return inspect.isroutine(value)
+
+    def run(self) -> None:
+        before = -1
+        while self._waiting or before != len(self._named):
+            before = len(self._named)
+            while self._waiting:
+                self._read(self._waiting.pop())
+            for where, holder in [*((c.__name__, c) for c in self._classes), *self._holders]:
+                for name in self._named & vars(holder).keys():
+                    self._take(Place(f"{where}.{name}", holder, name, item=False), vars(holder)[name])
+
+    def _read(self, function: types.FunctionType) -> None:
+        for cell, name in zip(function.__closure__ or (), function.__code__.co_freevars, strict=True):
+            if not _is_empty(cell):
+                self._take(Place(f"{name} of {function.__qualname__}", cell, "cell_contents", item=False), cell.cell_contents)
+        for kind, name in _instructions(function.__code__):
+            if kind in _ATTRIBUTES:
+                self._named.add(name)
+            elif name in function.__globals__:
+                place = Place(f"{name} ({function.__module__})", function.__globals__, name)
+                self._take(place, function.__globals__[name])
+
+    def _take(self, place: Place, value: Any) -> None:
+        if place.key in self.places:
+            return
+        if isinstance(value, types.ModuleType):
+            file = getattr(value, "__file__", None) or "/site-packages/"
+            if id(value) not in self._seen and not is_library(value.__name__) and "/site-packages/" not in file:
+                self._seen.add(id(value))
+                self._holders.append((value.__name__, value))
+            return
+        if isinstance(value, type):
+            if id(value) not in self._seen and not is_library(value.__module__):
+                self._seen.add(id(value))
+                self._classes += [c for c in value.__mro__ if not is_library(c.__module__) and c not in self._classes]
+            return
+        if self.follow(value) or isinstance(value, nn.Module) or hasattr(type(value), "__get__"):
+            return
+        self.places[place.key] = place
+        if not is_library(type(value).__module__):
+            self._classes += [c for c in type(value).__mro__ if not is_library(c.__module__) and c not in self._classes]
+
+
+def _is_empty(cell: types.CellType) -> bool:
+    try:
+        _ = cell.cell_contents
+    except ValueError:
+        return True
+    return False
+
+
+@functools.lru_cache(maxsize=4096)
+def _instructions(code: types.CodeType) -> tuple[tuple[str, str], ...]:
+    """(operation, name) of what reads or writes names, in the code and in what is nested in it."""
+
+    def within(code: types.CodeType) -> Iterator[tuple[str, str]]:
+        for instruction in dis.get_instructions(code):
+            if instruction.opname in (*_ATTRIBUTES, *_GLOBALS):
+                yield instruction.opname, instruction.argval
+        nested: Iterable[Any] = code.co_consts
+        for constant in nested:
+            if isinstance(constant, types.CodeType):
+                yield from within(constant)
+
+    return tuple(dict.fromkeys(within(code)))

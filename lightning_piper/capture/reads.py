@@ -1,0 +1,170 @@
+"""What one captured step has read in Python: its guards, and the numbers that are inputs of its graph."""
+
+from __future__ import annotations
+
+import contextlib
+import random
+import sys
+import types
+from collections import Counter
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+import torch
+from torch import nn
+
+from lightning_piper.capture.numbers import Inputs
+from lightning_piper.capture.places import NUMBERS, Guards, Place, changed_numbers, shown
+from lightning_piper.capture.reach import named_places
+from lightning_piper.capture.recorder import Recorder
+from lightning_piper.capture.source import user_line
+from lightning_piper.capture.unchanged import Refusing, changes
+from lightning_piper.errors import CaptureError
+
+BECOMES_INPUT = 2  # changes of a number after which it is an input of the graph
+
+
+class Drawn(Exception):
+    """A step has drawn from Python's, numpy's or torch's global generator."""
+
+
+@dataclass
+class History:
+    """What the captures of one step have taught.
+
+    Attributes:
+        changes: how often a number's change broke a guard, by its place.
+        inputs: numbers that change so often that they are inputs of further captures.
+        causes: what made a capture necessary -> how often.
+        batch_idx: number of the batch in its epoch, as the step is given it.
+    """
+
+    changes: Counter[Any] = field(default_factory=Counter)
+    inputs: dict[Any, Place] = field(default_factory=dict)
+    causes: Counter[str] = field(default_factory=Counter)
+    batch_idx: int = 0
+
+    def learn(self, reads: Reads) -> None:
+        """The last capture no longer serves."""
+        for guard in reads.guards.broken():
+            if isinstance(guard, str):
+                self.causes[guard] += 1
+                continue
+            at = guard.place
+            self.causes[at.where] += 1
+            for path in changed_numbers(guard):
+                place = Place(at.where + "".join(f"[{k!r}]" for k in path), at.owner, at.name, at.item, path)
+                self.changes[place.key] += 1
+                if self.changes[place.key] >= BECOMES_INPUT:
+                    self.inputs[place.key] = place
+        for answer in reads.inputs.answers.values():
+            if not answer.holds():
+                self.causes[answer.where] += 1
+
+
+class Reads:
+    """Attributes:
+    guards: places that stood as they stand.
+    inputs: numbers.
+    """
+
+    def __init__(self, history: History | None = None) -> None:
+        self.history = History() if history is None else history
+        self.guards = Guards(inputs=self.history.inputs)
+        self.inputs = Inputs()
+        self._recorder: Recorder | None = None
+
+    def hold(self) -> bool:
+        """Does the step still mean what was captured?"""
+        return self.guards.hold() and all(answer.holds() for answer in self.inputs.answers.values())
+
+    def source(self, where: str, get: Callable[[], Any]) -> Any:
+        """A number that changes from step to step."""
+        return self.inputs.source(where, where, get)
+
+    @contextlib.contextmanager
+    def tracing(self, module: nn.Module, step: str) -> Iterator[None]:
+        """Around a trace: numbers that are inputs stand in their places, and reads can be recorded."""
+        named = named_places(module, step)
+        self._recorder = Recorder(module, self.guards, named)
+        put: list[tuple[Place, Any]] = []
+        try:
+            for place in self.history.inputs.values():
+                value = place.get()
+                if type(value) in NUMBERS:
+                    place.put(self.inputs.source(place.key, place.where, place.get))
+                    put.append((place, value))
+            for place in named:
+                if place.key not in self.history.inputs:
+                    self.guards.note(place)
+            yield
+        finally:
+            self._recorder = None
+            for place, value in put:
+                place.put(value)
+
+    @contextlib.contextmanager
+    def running(self, module: nn.Module, step: str, numbers: Sequence[torch.Tensor]) -> Iterator[None]:
+        """Around the user's code, inside of `tracing`. `numbers`: the graph's inputs for those that are known.
+
+        Raises:
+            CaptureError: it changes what it has read.
+        """
+        assert self._recorder is not None
+        with Refusing(module, step), self.inputs.tracing(numbers), self._recorder.watching():
+            yield
+        changed = next(self.guards.broken(), None)
+        if changed is not None:
+            raise changes(step, changed if isinstance(changed, str) else changed.place.where)
+
+    def broken(self) -> str:
+        """What no longer holds, for messages."""
+        found = [g if isinstance(g, str) else f"{g.place.where} (was {shown(g.form)}, is {shown(g.now())})"
+                 for g in self.guards.broken()]  # fmt: skip
+        return ", ".join([*found, *(a.where for a in self.inputs.answers.values() if not a.holds())][:3])
+
+
+@contextlib.contextmanager
+def without_drawing() -> Iterator[None]:
+    """Random numbers go on afterwards as if none had been drawn.
+
+    Raises:
+        Drawn: some were.
+    """
+    python, numpy, state = random.getstate(), np.random.get_state(legacy=False), torch.default_generator.get_state()
+    try:
+        yield
+        drawn = random.getstate() != python or repr(np.random.get_state(legacy=False)) != repr(numpy)
+        drawn = drawn or not torch.equal(torch.default_generator.get_state(), state)
+    finally:
+        random.setstate(python)
+        np.random.set_state(numpy)
+        torch.default_generator.set_state(state)
+    if drawn:
+        raise Drawn
+
+
+def refuse_drawing(step: str, run: Callable[[], Any]) -> CaptureError:
+    """The error for a step that draws, with the line at which `run` first does from a generator of Python's or numpy's."""
+    found: list[str] = []
+
+    def watch(frame: types.FrameType, event: str, what: Any) -> None:
+        owner = getattr(what, "__self__", None) if event == "c_call" and not found else None
+        if isinstance(owner, random.Random | np.random.RandomState | np.random.Generator):
+            found.append(user_line())
+
+    before = sys.getprofile()
+    sys.setprofile(watch)
+    try:
+        with contextlib.suppress(Exception), without_drawing():
+            run()
+    finally:
+        sys.setprofile(before)
+    return CaptureError(
+        f"{found[0] + ': ' if found else ''}{step} draws random numbers in Python (random, numpy.random, or a seed of torch's), and "
+        "a captured step would keep the first ones. Draw them with torch, as tensors (torch.rand, torch.randint, torch.bernoulli), "
+        "or in the collate function"
+    )
+

@@ -1,0 +1,74 @@
+"""What a traced step says, operation by operation, to be compared with another trace of it."""
+
+from __future__ import annotations
+
+import zlib
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch.fx import Node
+from torch.fx.node import map_aggregate
+
+from lightning_piper.capture.regions import source_line
+from lightning_piper.capture.source import LINE_KEY
+from lightning_piper.capture.trace import Traced
+
+
+@dataclass(frozen=True)
+class Text:
+    """Attributes:
+    lines: one for each operation, then for each logged value.
+    sources: the user's line of each operation.
+    """
+
+    lines: tuple[str, ...]
+    sources: tuple[str, ...]
+
+
+def text_of(traced: Traced) -> Text:
+    numbers: dict[Node, int] = {}
+    lines, sources = [], []
+    constants: Any = traced.graph.owning_module
+    for node in traced.graph.nodes:
+        numbers[node] = len(numbers)
+        target = _content(getattr(constants, str(node.target))) if node.op == "get_attr" else str(node.target)
+        if node.op in ("placeholder", "output"):
+            target = node.op
+        arguments = [_shown(x, numbers) for x in (*node.args, *node.kwargs.values())]
+        names = [*("" for _ in node.args), *(f"{key}=" for key in node.kwargs)]
+        lines.append(f"{target}({', '.join(name + text for name, text in zip(names, arguments, strict=True))})")
+        line = str(node.meta.get("custom", {}).get(LINE_KEY, ""))
+        sources.append((line or source_line(node)) if node.op == "call_function" else "")
+    for log in traced.logs:
+        constant = "" if log.constant is None or callable(log.constant) else repr(log.constant)
+        lines.append(f"self.log({log.name!r}, {constant}) {log.reduce} {sorted(map(str, log.kwargs.items()))}")
+        sources.append("")
+    return Text(tuple(lines), tuple(sources))
+
+
+def difference(before: Text, after: Text) -> str | None:
+    """The first operation that differs, and where it comes from."""
+    if before.lines == after.lines:
+        return None
+    at = next((i for i, (x, y) in enumerate(zip(before.lines, after.lines, strict=False)) if x != y),
+              min(len(before.lines), len(after.lines)))  # fmt: skip
+    was, now = (text.lines[at] if at < len(text.lines) else "nothing" for text in (before, after))
+    source = next((text.sources[at] for text in (after, before) if at < len(text.sources) and text.sources[at]), "")
+    return f"{source + ': ' if source else ''}operation {at} was {was}, and is {now}"
+
+
+def _shown(argument: Any, numbers: Mapping[Node, int]) -> str:
+    return repr(map_aggregate(argument, lambda x: _Name(f"%{numbers[x]}") if isinstance(x, Node) else x))
+
+
+class _Name(str):
+    __repr__ = str.__str__
+
+
+def _content(value: Any) -> str:
+    if not isinstance(value, torch.Tensor):
+        return repr(value)
+    content = zlib.crc32(value.detach().cpu().contiguous().reshape(-1).view(torch.uint8).numpy().tobytes()) if value.numel() else 0
+    return f"constant {str(value.dtype).removeprefix('torch.')}{list(value.shape)} #{content:08x}"

@@ -1,0 +1,124 @@
+"""The module's own Python state over a trace: a step may not change it, and whatever it did is undone."""
+
+from __future__ import annotations
+
+import contextlib
+import copy
+from collections import deque
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import torch
+from torch import nn
+from torch.overrides import TorchFunctionMode
+
+from lightning_piper.capture.source import on_line, user_frame, user_line
+from lightning_piper.errors import CaptureError
+
+_COMPARED = (type(None), bool, int, float, str, torch.Tensor)
+Attribute = tuple[str, nn.Module, str, Any, Any]  # path and owner, attribute, object, comparable form
+
+
+def attributes(module: nn.Module) -> list[Attribute]:
+    """Python state of the module."""
+    found: list[Attribute] = []
+    for path, part in module.named_modules():
+        for name, value in {**vars(part), **part._parameters, **part._buffers}.items():
+            if name in ("_parameters", "_buffers", "_modules", "training") or name.startswith(("_forward", "_backward")):
+                continue
+            if isinstance(value, list | set | deque):
+                found.append((path, part, name, value, [_entry(x) for x in value]))
+            elif isinstance(value, dict):
+                found.append((path, part, name, value, [(k, _entry(v)) for k, v in value.items()]))
+            elif isinstance(value, _COMPARED):
+                found.append((path, part, name, value, id(value) if isinstance(value, torch.Tensor) else value))
+    return found
+
+
+def _entry(value: Any) -> Any:
+    """Comparable form of what is in a container; torch's RNNs refill lists of their weights, so a tensor counts as any other."""
+    if isinstance(value, torch.Tensor):
+        return torch.Tensor
+    return value if isinstance(value, _COMPARED) else type(value)
+
+
+def check_unchanged(module: nn.Module, before: list[Attribute], step: str) -> None:
+    """Refuse a step that has changed the module's Python state.
+
+    Raises:
+        CaptureError: names the attribute.
+    """
+    known = {(id(part), name): form for _, part, name, _, form in before}
+    for path, part, name, _, form in attributes(module):
+        old = known.get((id(part), name))
+        if form is old or form == old:  # `is`: a nan is not equal to itself
+            continue
+        where = f"self.{path}.{name}" if path else f"self.{name}"
+        if name in part._parameters or name in part._buffers:
+            raise CaptureError(
+                f"{step} replaces {where} by another tensor; a captured step keeps its parameters and buffers. Write into "
+                f"the buffer instead: {where}.copy_(...)"
+            )
+        raise changes(step, where)
+
+
+def changes(step: str, where: str) -> CaptureError:
+    return CaptureError(
+        f"{step} changes {where}; a captured step runs in Python only once, so the change would not be repeated. "
+        "Keep such state in a registered buffer (register_buffer), log it, or update it in a hook"
+    )
+
+
+@contextlib.contextmanager
+def restored(module: nn.Module) -> Iterator[None]:
+    """Undo what the step does to the module's Python attributes, so that no tensor without data stays in them."""
+    kept = [(vars(part), dict(vars(part))) for part in module.modules()]
+    containers = [x for _, entries in kept for x in entries.values() if type(x) in (list, deque, dict, set)]
+    contents = [(value, copy.copy(value)) for value in containers]
+    try:
+        yield
+    finally:
+        for current, entries in kept:
+            current.clear()
+            current.update(entries)
+        for value, content in contents:
+            value.clear()
+            (value.extend if isinstance(value, list | deque) else value.update)(content)
+
+
+class Refusing(TorchFunctionMode):
+    """Refuses what a captured step would do only while it is captured, and what it would see only there. Marks operations with the
+    user's line.
+
+    Args:
+        module, step: whose.
+    """
+
+    def __init__(self, module: nn.Module, step: str) -> None:
+        super().__init__()
+        self._step = step
+        self._names = {id(x): name for name, x in [*module.named_parameters(), *module.named_buffers()]}
+
+    def __torch_function__(
+        self, function: Callable[..., Any], types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        kwargs = kwargs or {}
+        name = self._names.get(id(args[0])) if args else None
+        attribute = getattr(function, "__self__", None)
+        if name is not None and attribute is torch.Tensor.grad and function.__name__ == "__get__":
+            raise CaptureError(
+                f"{user_line()}: {self._step} reads the gradient of {name}, which belongs to the step before; look at gradients in "
+                "a hook, such as on_before_optimizer_step"
+            )
+        if name is not None and attribute is torch.Tensor.data and function.__name__ == "__set__":
+            raise CaptureError(
+                f"{user_line()}: {self._step} replaces the values of {name}, which a captured step would do only once, while it is "
+                "captured; do it in a hook, such as on_train_batch_start or on_train_batch_end"
+            )
+        if isinstance(kwargs.get("generator"), torch.Generator):
+            raise CaptureError(
+                f"{user_line()}: {self._step} draws from a torch.Generator of its own; a captured step draws from the step's seed. "
+                "Leave generator= out"
+            )
+        with on_line(user_frame()):
+            return function(*args, **kwargs)

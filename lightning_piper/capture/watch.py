@@ -1,0 +1,115 @@
+"""Stands for the Trainer, its optimizers and schedulers while a step is traced: what is read from them is an input or a guard."""
+
+from __future__ import annotations
+
+import enum
+import inspect
+from collections.abc import Callable, Iterator, Mapping
+from pathlib import PurePath
+from typing import Any
+
+import torch
+from torch import nn
+
+from lightning_piper.capture.numbers import Answer, Inputs
+from lightning_piper.capture.places import MISSING, form_of, is_sequence
+from lightning_piper.capture.source import user_line
+from lightning_piper.errors import CaptureError
+
+READING = frozenset({"get", "keys", "values", "items", "copy", "get_last_lr", "state_dict", "index", "count"})
+_PLAIN = (type(None), bool, str, bytes, torch.dtype, torch.device, enum.Enum, PurePath, type, slice, range)
+
+
+class Watch:
+    """Attributes:
+    get: the object, as it is now.
+    where: how a user would write it.
+    """
+
+    def __init__(self, inputs: Inputs, get: Callable[[], Any], where: str, step: str) -> None:
+        vars(self).update(_inputs=inputs, _get=get, _where=where, _step=step)
+
+    def _take(self, get: Callable[[], Any], where: str) -> Any:
+        """What a step gets that reads this."""
+        value = get()
+        if isinstance(value, _PLAIN):
+            self._inputs.answers.setdefault(("read", where), Answer(where, get, value))
+            return value
+        if isinstance(value, int | float):
+            return self._inputs.source(where, where, get)
+        if isinstance(value, nn.Module):
+            return value
+        if isinstance(value, torch.Tensor):
+            if value.numel() == 1:
+                return self._inputs.source(where, where, lambda: get().item())
+            raise CaptureError(f"{user_line()}: {self._step} reads the tensor {where}, which is no part of the module; keep a copy "
+                               "of it in a buffer (register_buffer), written in a hook")  # fmt: skip
+        if inspect.isroutine(value):
+            return self._calling(value, get, where)
+        return Watch(self._inputs, get, where, self._step)
+
+    def _calling(self, value: Callable[..., Any], get: Callable[[], Any], where: str) -> Callable[..., Any]:
+        def call(*args: Any, **kwargs: Any) -> Any:
+            if where.rpartition(".")[2] not in READING:
+                raise CaptureError(
+                    f"{user_line()}: {self._step} calls {where}(), which a captured step would do only once, while it is captured; "
+                    "do it in a hook, such as on_train_batch_end"
+                )
+            given = ", ".join([*map(repr, args), *(f"{k}={v!r}" for k, v in kwargs.items())])
+            return self._take(lambda: get()(*args, **kwargs), f"{where}({given})")
+
+        return call
+
+    def __getattr__(self, name: str) -> Any:
+        if name.startswith("__") and name.endswith("__"):
+            raise AttributeError(name)
+        getattr(self._get(), name)  # an AttributeError is the user's
+        return self._take(lambda: getattr(self._get(), name, MISSING), f"{self._where}.{name}")
+
+    def __getitem__(self, key: Any) -> Any:
+        return self._take(lambda: self._get()[key], f"{self._where}[{key!r}]")
+
+    def __setattr__(self, name: str, value: Any) -> None:
+        raise CaptureError(
+            f"{user_line()}: {self._step} sets {self._where}.{name}, which a captured step would do only once, while it is "
+            "captured; do it in a hook, such as on_train_batch_end"
+        )
+
+    def __setitem__(self, key: Any, value: Any) -> None:
+        self.__setattr__(f"[{key!r}]", value)
+
+    def __len__(self) -> int:
+        self._ask("len", len)
+        return len(self._get())
+
+    def __bool__(self) -> bool:
+        self._ask("bool", bool)
+        return bool(self._get())
+
+    def __contains__(self, key: Any) -> bool:
+        return bool(self._ask(f"{key!r} in", lambda value: key in value))
+
+    def __iter__(self) -> Iterator[Any]:
+        value = self._get()
+        if isinstance(value, Mapping):
+            self._ask("keys of", lambda value: form_of(tuple(value)))
+            yield from value
+        elif is_sequence(value):
+            yield from (self[i] for i in range(len(self)))
+        else:
+            self._ask("content of", lambda value: form_of(tuple(value)))
+            yield from value
+
+    def __eq__(self, other: object) -> bool:
+        return bool(self._get() == (other._get() if isinstance(other, Watch) else other))
+
+    def __hash__(self) -> int:
+        return hash(self._get())
+
+    # isinstance sees the object's own class.
+    __class__ = property(lambda self: type(self._get()))
+
+    def _ask(self, question: str, of: Callable[[Any], Any]) -> Any:
+        value = of(self._get())
+        self._inputs.answers.setdefault(("read", question, self._where), Answer(self._where, lambda: of(self._get()), value))
+        return value
