@@ -51,6 +51,11 @@ def cut(path: Path) -> None:
     path.write_bytes(path.read_bytes()[:-1])
 
 
+def bit_of_one_file() -> None:
+    flip(saved("consolidated"))
+    fit(ckpt_path="a.ckpt", max_steps=2)
+
+
 def another_version(folder: Path) -> None:
     from lightning_piper.strategy import checkpoint_files
 
@@ -110,6 +115,7 @@ CASES: Cases = [
     damaged("a damaged manifest", lambda folder: flip(folder / "manifest.json")),
     damaged("a file of another size", lambda folder: cut(folder / "meta.pt")),
     damaged("a file with other content", lambda folder: flip(folder / "meta.pt")),
+    Case("a checkpoint of one file that is damaged", bit_of_one_file),
     damaged("a file is missing", lambda folder: (folder / "meta.pt").unlink()),
     damaged("a checkpoint of a later version", another_version),
     resumed("of another module", MORE),
