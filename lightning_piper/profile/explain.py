@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator, Mapping
 from pathlib import Path
+from typing import Any
 
 from lightning_piper.compiler import Compiled
 from lightning_piper.errors import PiperError
@@ -26,21 +28,32 @@ def when_it_ran(compiled: Compiled, node: int, folder: Path) -> list[str]:
         raise PiperError(
             f"there is no recording in {str(folder)!r}; give the log directory of a run with PiperStrategy(profile=...)"
         )
-    lines = []
+    lines: list[str] = []
     for path in paths:
         step = read_json(path)
-        plan = read_json(path.parent / step["plan"])
-        recorded = plan["nodes"].get(str(node))
-        if recorded is None or recorded["text"] != line_of(compiled.dag, compiled.dag.nodes[node]):
-            found = "no such node" if recorded is None else f"the node {recorded['text']!r}"
-            raise PiperError(f"{str(path)!r} was recorded with another program or batch size: it has {found}")
-        for what, source in (("planned", plan), ("ran", step)):
-            for row, start, end, number, kind in source["step"]["boxes"]:
-                device, stream = plan["rows"][row]
-                if number == node and kind not in ("wait", "idle"):
-                    where = f"on device {device}, stream {stream}"
-                    lines.append(f"{what} in step {step['number']} {where}: {_ms(start)} to {_ms(end)} ms ({_ms(end - start)})")
+        try:
+            lines += _times(compiled, node, path, step)
+        except (KeyError, TypeError, ValueError, IndexError, AttributeError) as error:
+            raise PiperError(
+                f"{str(path)!r} or its plan is not as a recording is written ({type(error).__name__}: {error}); record again"
+            ) from error
     return lines
+
+
+def _times(compiled: Compiled, node: int, path: Path, step: Mapping[str, Any]) -> Iterator[str]:
+    if Path(step["plan"]).name != step["plan"]:
+        raise ValueError(f"the plan is {step['plan']!r}, not a file beside it")
+    plan = read_json(path.parent / step["plan"])
+    recorded = plan["nodes"].get(str(node))
+    if recorded is None or recorded["text"] != line_of(compiled.dag, compiled.dag.nodes[node]):
+        found = "no such node" if recorded is None else f"the node {recorded['text']!r}"
+        raise PiperError(f"{str(path)!r} was recorded with another program or batch size: it has {found}")
+    for what, source in (("planned", plan), ("ran", step)):
+        for row, start, end, number, kind in source["step"]["boxes"]:
+            device, stream = plan["rows"][row]
+            if number == node and kind not in ("wait", "idle"):
+                where = f"on device {device}, stream {stream}"
+                yield f"{what} in step {step['number']} {where}: {_ms(start)} to {_ms(end)} ms ({_ms(end - start)})"
 
 
 def _ms(seconds: float) -> str:

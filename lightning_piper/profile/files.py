@@ -33,12 +33,14 @@ from lightning_piper.ir.nodes import AllGather, AllReduce, AllToAll, Chunk, Node
 from lightning_piper.ir.text import line_of
 from lightning_piper.plan import instructions as ins
 from lightning_piper.plan.plan import Plan
+from lightning_piper.regular import open_regular
 from lightning_piper.simulate.engine import Trace
 from lightning_piper.simulate.figures import Simulation
 from lightning_piper.viz.colours import BOOKKEEPING, colour, rank
 
 VERSION = 1
 FOLDER = "piper"
+LIMIT = 64 << 20  # bytes of a file that is read, as in the tab: about a million boxes
 
 WAITING, IDLE = "#e58a8a", "#f4f1ec"  # colours of time in which nothing is computed
 
@@ -148,7 +150,9 @@ def write_text(path: Path, text: str) -> None:
     """
     path.parent.mkdir(parents=True, exist_ok=True)
     temporary = path.with_name(f".{path.name}.{os.getpid()}")
-    temporary.write_text(text, encoding="utf-8")
+    temporary.unlink(missing_ok=True)
+    with temporary.open("x", encoding="utf-8") as file:  # a new one: a link of this name would be followed
+        file.write(text)
     os.replace(temporary, path)
 
 
@@ -161,11 +165,15 @@ def read_json(path: Path) -> dict[str, Any]:
     """A plan or step file.
 
     Raises:
-        PiperError: it is not there, is no such file, or was written by another version.
+        PiperError: it is not there, is no such file, is larger than `LIMIT`, or was written by another version.
     """
     try:
-        content = json.loads(path.read_text(encoding="utf-8"))
-    except (OSError, ValueError) as error:
+        with open_regular(path) as file:
+            size = os.fstat(file.fileno()).st_size
+            if size > LIMIT:
+                raise PiperError(f"{str(path)!r} has {size} bytes; files of more than {LIMIT} are not read as recordings")
+            content = json.loads(file.read(size))
+    except (OSError, ValueError, RecursionError) as error:
         raise PiperError(f"{str(path)!r} cannot be read as a recording: {error}") from None
     if not isinstance(content, dict) or content.get("version") != VERSION:
         found = content.get("version") if isinstance(content, dict) else None

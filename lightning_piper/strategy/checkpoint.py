@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -10,6 +10,7 @@ from lightning.fabric.plugins import CheckpointIO, TorchCheckpointIO
 
 from lightning_piper.errors import PiperError
 from lightning_piper.strategy.checkpoint_files import located, prepare, publish, remove, together
+from lightning_piper.strategy.records import check_records
 from lightning_piper.strategy.world import World
 
 KEY = "lightning_piper"  # what a plain Trainer does not need: the seed of the steps' random numbers
@@ -57,6 +58,22 @@ def found_at(path: str | Path, io: CheckpointIO, world: World) -> tuple[str, boo
     if len(set(found)) > 1:
         raise PiperError(f"the processes find different checkpoints under {path}, by rank: {found}; give them all the same one")
     return found[0]
+
+
+def read_plain(path: str | Path, io: CheckpointIO, world: World, read: Callable[[], dict[str, Any]]) -> dict[str, Any]:
+    """The content of a checkpoint that is one file, which `read` gives, if it is what was saved. Collective.
+
+    Remote files and other plugins than Lightning's own are read in their own way.
+
+    Raises:
+        PiperError: on every process, if on one it is damaged or cannot be read.
+    """
+    if not _is_ours(io, path):
+        return read()
+    check_records(path, world)
+    content: dict[str, Any] = {}
+    together(world, f"loading {path}", lambda: content.update(read()))
+    return content
 
 
 def check_target(path: str | Path, storage_options: Any | None, io: CheckpointIO) -> None:

@@ -10,18 +10,24 @@ The files of a directory are listed in its manifest, the last file to be written
 from __future__ import annotations
 
 import json
+import math
 import os
+import re
 import shutil
 import zlib
 from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
 from typing import Any, TypeVar
 
+import torch
+
 from lightning_piper.errors import PiperError
+from lightning_piper.regular import open_regular
 from lightning_piper.strategy.world import World, of_rank
 
 T = TypeVar("T")
 MANIFEST = "manifest.json"
+FILES = re.compile(r"__[0-9]+_[0-9]+\.distcp|\.metadata|meta\.pt")  # that a manifest lists, all directly in the directory
 KIND = "lightning_piper sharded checkpoint"
 VERSION = 1
 BLOCK = 1 << 20  # bytes read at once for a checksum
@@ -137,7 +143,7 @@ Fingerprint = list[int]  # size in bytes, CRC-32
 
 def fingerprint(path: Path) -> Fingerprint:
     size = crc = 0
-    with path.open("rb", buffering=0) as file:
+    with open_regular(path) as file:
         while block := file.read(BLOCK):
             size, crc = size + len(block), zlib.crc32(block, crc)
     return [size, crc]
@@ -173,27 +179,60 @@ def read_manifest(folder: Path) -> dict[str, Any]:
     """What `write_manifest` wrote.
 
     Raises:
-        PiperError: there is none, or it is damaged.
+        PiperError: there is none, it is damaged, or it says what no checkpoint can have.
     """
     if not folder.is_dir():
         raise PiperError(f"{folder} is a file, not the directory of a sharded checkpoint")
     path = folder / MANIFEST
-    if not path.is_file():
+    try:
+        with open_regular(path) as file:
+            found = json.loads(file.read())
+        body: dict[str, Any] = found["manifest"]
+        intact = found["crc32"] == _crc(body) and body["kind"] == KIND
+    except FileNotFoundError:
         raise PiperError(
             f"{folder} has no {MANIFEST}: it is a save that did not come to its end, or not a sharded checkpoint of "
             "lightning_piper; use another checkpoint"
-        )
-    try:
-        found = json.loads(path.read_bytes())
-        body: dict[str, Any] = found["manifest"]
-        intact = found["crc32"] == _crc(body) and body["kind"] == KIND
-    except (ValueError, KeyError, TypeError):
+        ) from None
+    except (ValueError, KeyError, TypeError, RecursionError):
         intact = False
     if not intact:
         raise PiperError(f"{path} is damaged, or is not of a sharded checkpoint of lightning_piper; use another checkpoint")
-    if body["version"] != VERSION:
-        raise PiperError(f"{path} is of version {body['version']} of the format, this lightning_piper reads version {VERSION}")
+    if body.get("version") != VERSION:
+        raise PiperError(f"{path} is of version {body.get('version')} of the format, this lightning_piper reads version {VERSION}")
+    if strange := _strange(body):
+        raise PiperError(f"{path} {strange}, which no save of lightning_piper writes; it is not loaded, use another checkpoint")
     return body
+
+
+def _strange(body: Mapping[str, Any]) -> str | None:
+    """What a manifest that is intact says all the same, and must not: it may come from anybody."""
+    files, tensors = body.get("files"), body.get("tensors")
+    if not isinstance(files, dict) or not isinstance(tensors, dict) or not isinstance(body.get("id"), str):
+        return "has no table of files, of tensors, or no id"
+    for name, value in files.items():
+        if not FILES.fullmatch(name):
+            return f"names the file {name!r}"
+        if not _are_counts(value) or len(value) != 2:
+            return f"gives {value!r} as size and checksum of {name}"
+    room = sum(size for size, _ in files.values())
+    for key, spec in tensors.items():
+        if not _is_spec(spec, room):
+            return f"says that {key!r} is {spec!r}"
+    return None
+
+
+def _is_spec(spec: Any, room: int) -> bool:
+    if not isinstance(spec, dict) or not (_are_counts(spec.get("shape")) and _are_counts(spec.get("layout"))):
+        return False
+    dtype = getattr(torch, str(spec.get("dtype")), None)
+    if not isinstance(dtype, torch.dtype) or sorted(spec["layout"]) != list(range(len(spec["shape"]))):
+        return False
+    return math.prod(spec["shape"]) * dtype.itemsize <= room
+
+
+def _are_counts(value: Any) -> bool:
+    return isinstance(value, list) and all(type(x) is int and x >= 0 for x in value)
 
 
 def verify(folder: Path, files: Mapping[str, Fingerprint], names: Iterable[str]) -> None:
@@ -204,9 +243,10 @@ def verify(folder: Path, files: Mapping[str, Fingerprint], names: Iterable[str])
     """
     for name in names:
         path, (size, crc) = folder / name, files[name]
-        if not path.is_file():
-            raise PiperError(f"{path} is missing; the checkpoint cannot be loaded without it, use another one")
-        found, found_crc = fingerprint(path)
+        try:
+            found, found_crc = fingerprint(path)
+        except FileNotFoundError:
+            raise PiperError(f"{path} is missing; the checkpoint cannot be loaded without it, use another one") from None
         if found != size:
             raise PiperError(f"{path} has {found} bytes, {size} were saved; the checkpoint is damaged, use another one")
         if found_crc != crc:

@@ -9,8 +9,11 @@ from __future__ import annotations
 import io
 import itertools
 import math
+import os
 import pickle
+import re
 from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, is_dataclass, replace
 from enum import Enum
 from pathlib import Path
@@ -38,10 +41,12 @@ from torch.distributed.checkpoint.planner import TensorWriteData, WriteItemType
 from torch.distributed.checkpoint.planner_helpers import create_read_items_for_chunk_list
 
 from lightning_piper.errors import PiperError
+from lightning_piper.regular import open_regular
 
 # Elements of a chunk at most. A chunk is read whole: who needs a range reads this much too much at either end. A chunk costs
 # about a kilobyte in the file besides.
 CHUNK = 1 << 22
+DATA = re.compile(r"__[0-9]+_[0-9]+\.distcp")  # files of tensors
 
 
 @dataclass(frozen=True)
@@ -217,17 +222,33 @@ class Writer(FileSystemWriter):
 
 
 class Reader(FileSystemReader):
-    """Reads the metadata without running code that a file brings."""
+    """Reads files of one directory only, and its metadata without running code that a file brings."""
 
     def __init__(self, path: Path) -> None:
         super().__init__(path)
+        self.fs = _Files()
         self._file = path / ".metadata"
 
     def read_metadata(self, *args: Any, **kwargs: Any) -> Metadata:
-        with self._file.open("rb") as file:
+        with open_regular(self._file) as file:
             found = _Unpickler(file).load()
-        assert isinstance(found, Metadata)
+        if not isinstance(found, Metadata) or not isinstance(found.storage_data, dict):
+            raise PiperError(f"{self._file} is not of a sharded checkpoint; use another one")
+        for info in found.storage_data.values():
+            name = getattr(info, "relative_path", None)
+            if not isinstance(name, str) or not DATA.fullmatch(name):
+                raise PiperError(f"{self._file} names the file {name!r}, which no sharded checkpoint has; it is not loaded")
         return found
+
+
+class _Files(filesystem.FileSystem):
+    """Opens for reading what is a file itself, not a link."""
+
+    @contextmanager
+    def create_stream(self, path: str | os.PathLike[str], mode: str) -> Iterator[io.IOBase]:
+        assert mode == "rb"
+        with open_regular(Path(path)) as file:
+            yield file  # type: ignore[misc]
 
 
 class _Unpickler(pickle.Unpickler):

@@ -26,6 +26,7 @@ import torch.distributed.checkpoint as dcp
 from lightning_piper.errors import PiperError
 from lightning_piper.ir.buckets import flattened, view_as
 from lightning_piper.ir.values import TensorSpec
+from lightning_piper.regular import open_regular
 from lightning_piper.strategy.checkpoint_files import (
     fingerprint,
     located,
@@ -207,7 +208,8 @@ def open_checkpoint(path: str | Path, world: World, weights_only: bool = True) -
 
 def _read_common(path: Path, weights_only: bool) -> dict[str, Any]:
     try:
-        content = torch.load(path, map_location="cpu", weights_only=weights_only)
+        with open_regular(path) as file:
+            content = torch.load(file, map_location="cpu", weights_only=weights_only)
     except pickle.UnpicklingError as error:
         raise PiperError(
             f"{path} holds objects of classes that loading does not trust, such as hyper-parameters: {error}\nIf you trust the "

@@ -36,7 +36,8 @@ def reference(key: str) -> dict[str, str]:
 
 def key_of(value: Any) -> str | None:
     """The key of a reference; None for anything else."""
-    return value[REFERENCE] if isinstance(value, dict) and value.keys() == {REFERENCE} else None
+    key = value[REFERENCE] if isinstance(value, dict) and value.keys() == {REFERENCE} else None
+    return key if isinstance(key, str) else None
 
 
 def referenced(content: Any) -> set[str]:

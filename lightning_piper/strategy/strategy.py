@@ -6,6 +6,7 @@ import contextlib
 import sys
 from collections.abc import Iterator, Mapping
 from datetime import timedelta
+from functools import partial
 from pathlib import Path
 from typing import Any, Literal, TypeVar
 
@@ -28,7 +29,7 @@ from torch.optim import Optimizer
 from lightning_piper.directives import replicas_of
 from lightning_piper.errors import PiperError
 from lightning_piper.profile import Schedule, schedule_of
-from lightning_piper.strategy.checkpoint import KEY, check_target, found_at, remove_in_one_go, save_in_one_go, seed_of
+from lightning_piper.strategy.checkpoint import KEY, check_target, found_at, read_plain, remove_in_one_go, save_in_one_go, seed_of
 from lightning_piper.strategy.checks import check_fit, check_optimizers, one_of
 from lightning_piper.strategy.evaluating import EvaluatingStrategy
 from lightning_piper.strategy.failure import FailureWatch
@@ -373,7 +374,10 @@ class PiperStrategy(EvaluatingStrategy):
         world = self.world
         place, sharded = found_at(checkpoint_path, self.checkpoint_io, world)
         self._loading = Loading(place, world, weights_only is not False) if sharded else None
-        content = super().load_checkpoint(place, weights_only) if self._loading is None else self._loading.content
+        if self._loading is None:
+            content = read_plain(place, self.checkpoint_io, world, partial(super().load_checkpoint, place, weights_only))
+        else:
+            content = self._loading.content
         self._resumed_seed = seed_of(content)
         return content
 

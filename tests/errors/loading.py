@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import lightning as L
 import torch
@@ -51,13 +52,32 @@ def cut(path: Path) -> None:
     path.write_bytes(path.read_bytes()[:-1])
 
 
+def bit_of_one_file() -> None:
+    flip(saved("consolidated"))
+    fit(ckpt_path="a.ckpt", max_steps=2)
+
+
 def another_version(folder: Path) -> None:
+    rewrite(folder, lambda body: body.update(version=body["version"] + 1))
+
+
+def another_file(folder: Path) -> None:
+    rewrite(folder, lambda body: body["files"].update({"../secret": [1, 2]}))
+
+
+def rewrite(folder: Path, change: Callable[[dict[str, Any]], object]) -> None:
+    """The manifest after a change, with the checksum that belongs to it."""
     from lightning_piper.strategy import checkpoint_files
 
     body = json.loads((folder / "manifest.json").read_text())["manifest"]
-    body["version"] += 1
+    change(body)
     content = {"crc32": checkpoint_files._crc(body), "manifest": body}
     (folder / "manifest.json").write_text(json.dumps(content))
+
+
+def link(folder: Path) -> None:
+    (folder / "meta.pt").rename("meta.pt")
+    (folder / "meta.pt").symlink_to(Path("meta.pt").absolute())
 
 
 def to_a_remote_place() -> None:
@@ -110,7 +130,10 @@ CASES: Cases = [
     damaged("a damaged manifest", lambda folder: flip(folder / "manifest.json")),
     damaged("a file of another size", lambda folder: cut(folder / "meta.pt")),
     damaged("a file with other content", lambda folder: flip(folder / "meta.pt")),
+    Case("a checkpoint of one file that is damaged", bit_of_one_file),
     damaged("a file is missing", lambda folder: (folder / "meta.pt").unlink()),
+    damaged("a manifest that names a file elsewhere", another_file),
+    damaged("a file that is a link", link),
     damaged("a checkpoint of a later version", another_version),
     resumed("of another module", MORE),
     resumed("of a module of other sizes", WIDER),

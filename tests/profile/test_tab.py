@@ -17,6 +17,7 @@ import pytest
 
 from tests.profile.board import ROOT, environment, installed, tensorboard
 from tests.profile.browser import Browser, found_browser
+from tests.profile.page import judged
 from tests.profile.recorded import plan, record_demo, record_local, steps, write_large
 
 LARGE = 10_000
@@ -173,6 +174,11 @@ def test_ten_thousand_boxes_are_drawn_within_a_frame(browser: Browser) -> None:
 def test_the_page_has_no_errors(browser: Browser) -> None:
     browser.run("1")  # takes in what the page has said so far
     assert [problem for problem in browser.problems if "plugin/piper" in problem] == []
+
+
+def test_the_page_takes_what_is_recorded(site: Site, tmp_path: Path) -> None:
+    pairs = [(json.dumps(step), json.dumps(plan(run))) for run in (site.demo, site.other) for step in steps(run)[:2]]
+    assert judged(pairs, tmp_path) == ["drawn"] * 4
 
 
 @pytest.mark.parametrize(

@@ -1,50 +1,114 @@
-"""Which recordings there are under the log directories, and which of their files may be served."""
+"""Which recordings there are under the log directories, and what is in their files.
+
+Whoever may write in a log directory may put links, FIFOs and files of any size there, at any moment. So a run is a path of
+names below its log directory, which is walked one name at a time; a link on it is not followed, not even one that has
+come since the folder was listed.
+"""
 
 from __future__ import annotations
 
+import errno
 import os
 import re
+import stat
 from collections.abc import Mapping
+from dataclasses import dataclass
 from pathlib import Path
 
 FOLDER = "piper"
-_FILE = re.compile(r"plan(_\d+)?\.json|step_\d+\.json")
+LIMIT = 64 << 20  # bytes of a file: about a million boxes
+_FILE = re.compile(r"plan(_[0-9]+)?\.json|step_[0-9]+\.json")
 
-Files = dict[str, Path]  # by name
+
+class Refused(Exception):
+    """A file of a recording that is not served, and why."""
 
 
-def scan(roots: Mapping[str, Path]) -> dict[str, Files]:
-    """Run -> its plan and step files. A run is a folder with a folder `piper`; its name is its path in the log directory.
+@dataclass(frozen=True)
+class Run:
+    """Attributes:
+    root: a log directory.
+    parts: the names of the folders from there to the run's files.
+    files: their names.
+    """
 
-    A link that leads out of the log directory is not followed, so nothing outside can be asked for.
+    root: Path
+    parts: tuple[str, ...]
+    files: frozenset[str]
+
+
+def scan(roots: Mapping[str, Path]) -> dict[str, Run]:
+    """Name -> run. A run is a folder with a folder `piper`; its name is its path in the log directory.
 
     Args:
         roots: prefix of the run's names -> log directory.
     """
-    runs: dict[str, Files] = {}
+    runs: dict[str, Run] = {}
     for prefix, root in roots.items():
-        inside = root.resolve()
-        for folder, names, _ in os.walk(inside):
+        for folder, names, _ in os.walk(root):
             if FOLDER not in names:
                 continue
             names.remove(FOLDER)
-            files = _files(Path(folder) / FOLDER, inside)
+            relative = Path(folder).relative_to(root)
+            parts = (*relative.parts, FOLDER)
+            files = _files(root, parts)
             if any(name.startswith("step_") for name in files):
-                relative = Path(folder).relative_to(inside).as_posix()
-                runs["/".join(part for part in (prefix, relative) if part not in ("", ".")) or "."] = files
+                runs["/".join(part for part in (prefix, relative.as_posix()) if part not in ("", ".")) or "."] = Run(
+                    root, parts, files
+                )
     return dict(sorted(runs.items()))
 
 
-def _files(folder: Path, inside: Path) -> Files:
+def _files(root: Path, parts: tuple[str, ...]) -> frozenset[str]:
     try:
-        found = sorted(folder.iterdir())
-    except OSError:  # deleted since
-        return {}
-    return {path.name: path for path in found if _FILE.fullmatch(path.name) and path.is_file() and _is_within(path, inside)}
+        handle = _folder(root, parts)
+        try:
+            with os.scandir(handle) as entries:
+                return frozenset(x.name for x in entries if _FILE.fullmatch(x.name) and x.is_file(follow_symlinks=False))
+        finally:
+            os.close(handle)
+    except OSError:  # deleted since, or a link
+        return frozenset()
 
 
-def _is_within(path: Path, root: Path) -> bool:
-    return path.resolve().is_relative_to(root)
+def _folder(root: Path, parts: tuple[str, ...]) -> int:
+    """A descriptor of a folder below the log directory, which alone may be a link."""
+    handle = os.open(root, os.O_RDONLY | os.O_DIRECTORY)
+    for part in parts:
+        try:
+            inner = os.open(part, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW, dir_fd=handle)
+        finally:
+            os.close(handle)
+        handle = inner
+    return handle
+
+
+def read(run: Run, name: str) -> bytes:
+    """The content of a file of a run.
+
+    Raises:
+        Refused: it is gone, is no regular file any more, or is larger than `LIMIT`.
+    """
+    try:
+        folder = _folder(run.root, run.parts)
+        try:
+            handle = os.open(name, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK, dir_fd=folder)  # a FIFO would block
+        finally:
+            os.close(folder)
+    except OSError as error:
+        if error.errno in (errno.ENOENT, errno.ENOTDIR):
+            raise Refused("has been deleted") from None
+        raise Refused("is a link" if error.errno == errno.ELOOP else f"cannot be opened: {error.strerror}") from None
+    try:
+        found = os.fstat(handle)
+        if not stat.S_ISREG(found.st_mode):
+            raise Refused("is not a regular file")
+        if found.st_size > LIMIT:
+            raise Refused(f"has {found.st_size} bytes; files of more than {LIMIT} are not shown")
+        with open(handle, "rb", closefd=False) as file:
+            return file.read(found.st_size)
+    finally:
+        os.close(handle)
 
 
 def roots_of(logdir: str | None, spec: str | None) -> dict[str, Path]:

@@ -13,7 +13,7 @@ from tensorboard.backend.http_util import Respond
 from tensorboard.plugins.base_plugin import FrontendMetadata, TBPlugin
 from werkzeug import Request, Response
 
-from .scan import Files, number_of, roots_of, scan
+from .scan import Refused, Run, number_of, read, roots_of, scan
 
 STATIC = Path(__file__).parent / "static"
 TYPES = {".js": "text/javascript", ".css": "text/css"}
@@ -28,7 +28,7 @@ class PiperTab(TBPlugin):
     def __init__(self, context: Any) -> None:
         flags = getattr(context, "flags", None)
         self._roots = roots_of(context.logdir, getattr(flags, "logdir_spec", None))
-        self._runs: dict[str, Files] = {}
+        self._runs: dict[str, Run] = {}
         self._scanned = float("-inf")
         self._lock = threading.Lock()
 
@@ -53,7 +53,7 @@ class PiperTab(TBPlugin):
         self.is_active()
         return apps
 
-    def _scan(self) -> dict[str, Files]:
+    def _scan(self) -> dict[str, Run]:
         found = scan(self._roots)
         with self._lock:
             self._runs = found
@@ -61,8 +61,8 @@ class PiperTab(TBPlugin):
 
     def _serve_runs(self, request: Request) -> Response:
         runs = []
-        for name, files in self._scan().items():
-            steps = sorted((file for file in files if file.startswith("step_")), key=number_of)
+        for name, run in self._scan().items():
+            steps = sorted((file for file in run.files if file.startswith("step_")), key=number_of)
             runs.append({"name": name, "steps": [{"file": file, "number": number_of(file)} for file in steps]})
         return Respond(request, json.dumps({"runs": runs}), "application/json")
 
@@ -70,13 +70,13 @@ class PiperTab(TBPlugin):
         """A file of a run. Run and file are looked up among those that were found, never joined to a path."""
         run, name = request.args.get("run", ""), request.args.get("name", "")
         with self._lock:
-            path = self._runs.get(run, {}).get(name)
-        if path is None:
+            found = self._runs.get(run)
+        if found is None or name not in found.files:
             return _missing(request, f"there is no recording {name!r} of a run {run!r} in the log directory")
         try:
-            content = path.read_text(encoding="utf-8")
-        except OSError:
-            return _missing(request, f"{name!r} of run {run!r} has been deleted")
+            content = read(found, name)
+        except Refused as error:
+            return _missing(request, f"{name!r} of run {run!r} {error}")
         return Respond(request, content, "application/json")
 
 

@@ -1,5 +1,6 @@
 // The PIPER tab: choose a run and a step, see the planned step above the measured one, and compare two.
 
+import {checkName, checkPlan, checkRecord} from "./check.js";
 import {KINDS, Memory} from "./memory.js";
 import {about, deviceTable, directiveTable, make, neighbourhood, summary} from "./panels.js";
 import {Timeline, navigate, seconds} from "./timeline.js";
@@ -14,15 +15,28 @@ async function get(url) {
   return content;
 }
 
-/** A step file and its plan. Files do not change once they are written. */
+/** A step file and its plan, checked. Files do not change once they are written. */
 async function load(run, name) {
-  const file = async (which) => {
+  const file = async (which, check) => {
     const key = JSON.stringify([run, which]);
-    if (!state.cache.has(key)) state.cache.set(key, await get(`./file?run=${encodeURIComponent(run)}&name=${encodeURIComponent(which)}`));
+    if (!state.cache.has(key)) {
+      const content = await get(`./file?run=${encodeURIComponent(run)}&name=${encodeURIComponent(which)}`);
+      check(content);
+      state.cache.set(key, content);
+    }
     return state.cache.get(key);
   };
-  const record = await file(name);
-  return {run, record, plan: await file(record.plan)};
+  let which = name;
+  try {
+    const record = await file(name, checkName);
+    which = record.plan;
+    const plan = await file(which, checkPlan);
+    which = name;
+    checkRecord(record, plan);
+    return {run, record, plan};
+  } catch (error) {
+    throw new Error(`run ${run}, ${which}: ${error.message}`);
+  }
 }
 
 function options(select, names, chosen) {

@@ -44,7 +44,7 @@ export class Memory {
       const curves = curvesOf(record, device);
       const moments = [...new Set(Object.values(curves).flatMap((curve) => curve.map(([time]) => time)))].sort((a, b) => a - b);
       const levels = moments.map((time) => KINDS.map(([kind]) => valueAt(curves[kind] || [], time)));
-      const most = Math.max(1, ...levels.map((row) => row.reduce((a, b) => a + b, 0)));
+      const most = levels.reduce((most, row) => Math.max(most, row.reduce((a, b) => a + b, 0)), 1);
       return {device, curves, moments, levels, most, end: record.step.step_time};
     });
     this.canvas.style.height = `${this.devices.length * STRIP}px`;

@@ -5,6 +5,7 @@
 
 export const LEFT = 150;  // pixels for the names of the rows
 const ROW = 20, GAP = 3, AXIS = 18;
+const LANES = 200;  // of a row; a stream runs one thing at a time
 
 /** Boxes [row, start, end, node, kind] -> rows with lanes; rows without boxes are left out. */
 export function lay(rows, boxes) {
@@ -13,6 +14,7 @@ export function lay(rows, boxes) {
     const [row, start, end] = box;
     const lanes = byRow[row].lanes;
     let lane = lanes.find((candidate) => candidate.free <= start + 1e-12);
+    if (!lane && lanes.length === LANES) throw new Error(`more than ${LANES} boxes of row ${row} overlap`);
     if (!lane) lanes.push(lane = {free: 0, boxes: []});
     lane.free = Math.max(end, start);
     lane.boxes.push(box);
