@@ -34,7 +34,7 @@ def capture(
 
     Args:
         module: a LightningModule (anything with `training_step`); it is neither run with data nor changed.
-        batch: nested dicts, lists, tuples or dataclasses of tensors with a common first dimension.
+        batch: nested dicts, lists, tuples or dataclasses of tensors with a common first dimension; or the layout of such batches.
         device: device type on which the captured code will run.
         context: entered around the step while it is traced, e.g. an autocast context.
         name: of the method.
@@ -46,7 +46,7 @@ def capture(
     _torch.warn_if_newer_torch()
     if getattr(type(module), name, None) is None:
         raise CaptureError(f"{type(module).__name__} has no {name}; give a LightningModule that defines one")
-    _, layout = flatten(batch)
+    layout = batch if isinstance(batch, BatchLayout) else flatten(batch)[1]
     if name == Step.name:
         return CapturedStep(module, layout, torch.device(device), context)
     return CapturedForward(module, layout, torch.device(device), context, name, dataloader_idx)

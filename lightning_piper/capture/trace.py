@@ -19,6 +19,7 @@ from torch import nn
 from lightning_piper.annotate import numbering
 from lightning_piper.capture import _torch
 from lightning_piper.capture.batch import BatchLayout
+from lightning_piper.capture.listed import refusing
 from lightning_piper.errors import CaptureError
 from lightning_piper.experts import exchanging
 from lightning_piper.ir.regions import LOSS, Logged, Output
@@ -118,13 +119,14 @@ class Step(nn.Module):
         step: Callable[..., Any] = getattr(self.module, self.name)
         extra = [_Unreadable("batch_idx", self.name), dataloader_idx][: len(inspect.signature(step).parameters) - 1]
         before = _attributes(self.module)
-        with numbering(), exchanging(self._degrees), self._context():
-            result = step(self._layout.rebuild(list(leaves)), *extra)
+        samples = next((x.shape[0] for x in leaves if x.ndim), 0)
+        with numbering(), exchanging(self._degrees), self._context(), refusing(self.name, samples, _user_line) as listed:
+            result = step(self._layout.rebuild(leaves, listed), *extra)
         _check_unchanged(self.module, before, self.name)
         return result
 
     @property
-    def rebuild(self) -> Callable[[list[torch.Tensor]], Any] | None:
+    def rebuild(self) -> Callable[..., Any] | None:
         """See `StepCode.rebuild`."""
         return None
 

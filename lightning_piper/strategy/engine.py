@@ -78,12 +78,10 @@ class Engine:
 
     def _capture(self, layout: BatchLayout) -> Compiled:
         settings = self._settings
-        specs = layout.times(settings.replicas).specs
-        example = layout.rebuild([torch.empty(s.shape, dtype=s.dtype, device="meta") for s in specs])
         return self.machine.compiled(
             lambda: compile(
                 self._module,
-                example,
+                layout.times(settings.replicas),
                 list(settings.program),
                 verify=settings.static,
                 device=self._world.device,
@@ -103,4 +101,4 @@ def warn_of_many_layouts(known: int) -> None:
 
 def family(layout: BatchLayout) -> tuple[Any, ...]:
     """Equal for layouts that differ in the number of samples alone."""
-    return repr(layout.skeleton), tuple((spec.shape[1:], len(spec.shape), spec.dtype) for spec in layout.specs)
+    return layout.structure, tuple((spec.shape[1:], len(spec.shape), spec.dtype) for spec in layout.specs)

@@ -94,7 +94,8 @@ class Evaluation:
         prepared.replay(self._module, result.metrics)
         rebuild = prepared.compiled.step.at(layout.size).rebuild
         assert rebuild is not None
-        return rebuild([result.results[str(i)] for i in range(len(result.results))])
+        lists = layout.contents(leaves)
+        return rebuild([result.results[str(i)] for i in range(len(result.results))], lambda listed: lists[listed.index])
 
     def _missing(self, dataloader_idx: int) -> int:
         """After a batch that is the last one of this replica: how many more there are in others."""
@@ -112,7 +113,7 @@ class Evaluation:
         # What a capture takes for granted: the modes of the submodules, and whether this is the sanity check.
         kind = (name, dataloader_idx, self._module.trainer.sanity_checking, tuple(m.training for m in self._module.modules()))
         key = (*kind, layout.key)
-        lacking, apart = agree_on_batch(self._world, key, leaves, key not in self._prepared, self._steps)
+        lacking, apart = agree_on_batch(self._world, kind, layout, leaves, key not in self._prepared, self._steps)
         self._steps += 1
         if lacking:
             warn_of_many_layouts(len(self._prepared))
@@ -133,9 +134,7 @@ class Evaluation:
         settings, key = self._settings, (*kind, family(layout))
         size = layout.size * settings.replicas
         if key not in self._captured:
-            specs = layout.times(settings.replicas).specs
-            example = layout.rebuild([torch.empty(s.shape, dtype=s.dtype, device="meta") for s in specs])
-            step = capture(self._module, example, self._world.device, context, kind[0], kind[1])
+            step = capture(self._module, layout.times(settings.replicas), self._world.device, context, kind[0], kind[1])
             self._captured[key] = compile_step(step, tuple(settings.program), verify=settings.static, training=self._training)
         return self._captured[key].at(size, verify=settings.static)
 
