@@ -117,7 +117,7 @@ class PerSample:
             )
         else:
             problem += (
-                f"of {len(listed.content)} entries, in a part of {self._samples} of {len(listed.content)} samples; whether an "
+                f"of {len(listed.content)} entries, when it gets {self._samples} samples, not {len(listed.content)}; whether an "
                 "entry is a sample or has all samples in its tensors cannot be told. Stack the entries into tensors in the "
                 "collate function, or, if they do not belong to samples, make a dict of it"
             )

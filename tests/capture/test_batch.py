@@ -196,7 +196,7 @@ def test_a_list_that_may_be_samples_or_parts_is_read_whole_only(more: Any) -> No
     module = Named()
     module.use = lambda more: sum(x.sum() for x in flatten(more)[0])  # type: ignore[method-assign]
     compile(module, named(more), [piper.Place(filter={}, devices=[0])])
-    with pytest.raises(CaptureError, match=r"reads batch\['more'\], a (list|tuple) of 4 entries, in a part of 2 of 4 samples"):
+    with pytest.raises(CaptureError, match=r"reads batch\['more'\], a (list|tuple) of 4 entries, when it gets 2 samples, not 4;"):
         compile(module, named(more), SPLIT)
     module.use = len  # type: ignore[method-assign]
     compile(module, named(more), SPLIT)

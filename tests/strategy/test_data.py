@@ -168,7 +168,7 @@ def test_names_beside_the_tensors_make_no_new_captures():
     for data in (batches(), [[*batch, own] for batch, own in zip(batches(), names, strict=True)]):
         module = Named()
         module.load_state_dict(initial)
-        fit, _ = trainer(local(), max_steps=-1, max_epochs=1)
+        fit, _ = trainer(local(verify="first_batch"), max_steps=-1, max_epochs=1)
         fit.fit(module, Batches(data))
         trained.append(values(module))
     assert traced.count(2) == traced.count(3) > 0
