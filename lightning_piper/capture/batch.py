@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Mapping
+from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from enum import Enum
+from functools import cached_property
 from typing import Any
 
 import torch
 
+from lightning_piper.capture.listed import Listed, PerSample, entries, may_be_read, tensors_of
 from lightning_piper.errors import CaptureError
 from lightning_piper.ir.values import TensorSpec
 
@@ -25,14 +28,17 @@ class BatchLayout:
     """A batch without its tensors.
 
     Attributes:
-        skeleton: the batch with every tensor replaced by its place; all else (numbers, strings) is part of the layout.
+        skeleton: the batch with every tensor replaced by its place, and every list with one entry a sample by a `Listed`; all else
+            (numbers, strings) is part of the layout.
         specs: the tensors' specs.
         paths: where each tensor stands, for messages, e.g. `['input']` or `[0]`.
+        lists: those with one entry a sample.
     """
 
     skeleton: Any
     specs: tuple[TensorSpec, ...]
     paths: tuple[str, ...]
+    lists: tuple[Listed, ...] = ()
 
     @property
     def size(self) -> int:
@@ -57,13 +63,27 @@ class BatchLayout:
         ]
         return dataclasses.replace(self, specs=tuple(specs))
 
-    def rebuild(self, leaves: list[torch.Tensor]) -> Any:
-        return _rebuild(self.skeleton, leaves)
+    def rebuild(self, leaves: Sequence[torch.Tensor], listed: Callable[[Listed], Any] = lambda listed: None) -> Any:
+        """A batch of these tensors; lists with one entry a sample are what `listed` says, or as they were if it gives None."""
+        return _rebuild(self.skeleton, leaves, listed)
+
+    def contents(self, leaves: Sequence[torch.Tensor]) -> list[Any]:
+        """The lists with one entry a sample."""
+        return [_rebuild(listed.content, leaves, lambda listed: None) for listed in self.lists]
+
+    @cached_property
+    def structure(self) -> Hashable:
+        """Equal for batches that differ in their tensors and in what is in lists with one entry a sample alone."""
+        return _structure(self.skeleton)
 
     @property
     def key(self) -> tuple[Any, ...]:
-        """Equal for batches that one captured graph can serve."""
-        return (repr(self.skeleton), tuple((spec.shape, spec.dtype) for spec in self.specs))
+        """Equal for batches that one captured graph can serve. Its `repr` is the same in all processes."""
+        return (self.structure, tuple((spec.shape, spec.dtype) for spec in self.specs))
+
+    def described(self) -> dict[str, str]:
+        """What `key` depends on, as texts by path."""
+        return {path: _short(item, self.specs) for path, item in _walk(self.skeleton, "")}
 
 
 def flatten(batch: Any, what: str = "batch") -> tuple[list[torch.Tensor], BatchLayout]:
@@ -71,17 +91,17 @@ def flatten(batch: Any, what: str = "batch") -> tuple[list[torch.Tensor], BatchL
 
     The tensors are made contiguous, for a captured graph has fixed strides. `what` is the word for it in errors.
     """
-    leaves: list[torch.Tensor] = []
-    paths: list[str] = []
+    flattening = _Flattening(batch if what == "batch" else ())
     try:
-        skeleton = _skeleton(batch, "", leaves, paths)
+        skeleton = flattening.skeleton(batch, "")
     except _Unknown as unknown:
         takes, way = ("takes", "in the collate function") if what == "batch" else ("returns", "there, or in a hook that gets it")
         raise CaptureError(
             f"the {what} holds a {unknown.kind} at {what}{unknown.path}; a captured step {takes} tensors, numbers and strings in "
             f"dicts, lists, tuples and dataclasses: convert it {way}"
         ) from None
-    return leaves, BatchLayout(skeleton, tuple(TensorSpec.of(x) for x in leaves), tuple(paths))
+    leaves = flattening.leaves
+    return leaves, BatchLayout(skeleton, tuple(TensorSpec.of(x) for x in leaves), tuple(flattening.paths), tuple(flattening.lists))
 
 
 class _Unknown(Exception):
@@ -91,43 +111,129 @@ class _Unknown(Exception):
         self.kind, self.path = kind, path
 
 
+_CONSTANTS = (bool, int, float, complex, str, bytes)
+
+
 def _is_dataclass(item: Any) -> bool:
     return dataclasses.is_dataclass(item) and not isinstance(item, type)
 
 
-def _skeleton(item: Any, path: str, leaves: list[torch.Tensor], paths: list[str]) -> Any:
-    if isinstance(item, torch.Tensor):
-        leaves.append(item.contiguous())
-        paths.append(path)
-        return _Leaf(len(leaves) - 1)
-    if isinstance(item, Mapping):
-        # Mappings such as Hugging Face's BatchEncoding are given to the step as plain dicts unless they are dicts themselves.
-        entries = {k: _skeleton(v, f"{path}[{k!r}]", leaves, paths) for k, v in item.items()}
-        return _of_type(item, entries)
-    if isinstance(item, tuple) and hasattr(item, "_fields"):
-        return type(item)(*(_skeleton(v, f"{path}.{k}", leaves, paths) for k, v in zip(item._fields, item, strict=True)))
-    if isinstance(item, list | tuple):
-        return type(item)(_skeleton(v, f"{path}[{i}]", leaves, paths) for i, v in enumerate(item))
-    if _is_dataclass(item):
-        fields = [f.name for f in dataclasses.fields(item)]
-        return _replace(item, {k: _skeleton(getattr(item, k), f"{path}.{k}", leaves, paths) for k in fields})
-    if item is None or isinstance(item, bool | int | float | complex | str | bytes):
-        return item
-    raise _Unknown(type(item).__name__, path)
+class _Flattening:
+    """Takes a batch apart; lists with one entry a sample are those with as many entries as its tensors have samples."""
+
+    def __init__(self, batch: Any) -> None:
+        sizes = {x.shape[0] for x in tensors_of(batch) if x.ndim}
+        self._samples = (sizes.pop() or None) if len(sizes) == 1 else None
+        self.leaves: list[torch.Tensor] = []
+        self.paths: list[str] = []
+        self.lists: list[Listed] = []
+
+    def skeleton(self, item: Any, path: str) -> Any:
+        if type(item) is PerSample:
+            return item._listed
+        if isinstance(item, torch.Tensor):
+            if item.layout is not torch.strided or item.is_nested:
+                raise _Unknown("nested tensor" if item.is_nested else f"{str(item.layout).removeprefix('torch.')} tensor", path)
+            self.leaves.append(item.contiguous())
+            self.paths.append(path)
+            return _Leaf(len(self.leaves) - 1)
+        readable = True if self._samples is None else may_be_read(item, self._samples)
+        if readable is None:
+            return self._listed(path, item, None)
+        content = self._content(item, path)
+        return content if isinstance(readable, bool) else self._listed(path, content, readable)
+
+    def _listed(self, path: str, content: Any, readable: Any) -> Listed:
+        self.lists.append(Listed(len(self.lists), path, content, readable))
+        return self.lists[-1]
+
+    def _content(self, item: Any, path: str) -> Any:
+        if isinstance(item, Mapping):
+            for key in item:
+                _check_key(key, path)
+        elif not isinstance(item, list | tuple) and not _is_dataclass(item):
+            if item is None or isinstance(item, _CONSTANTS):
+                return item
+            raise _Unknown(type(item).__name__, path)
+        return _with(item, [self.skeleton(value, path + end) for end, value in entries(item)])
 
 
-def _rebuild(item: Any, leaves: list[torch.Tensor]) -> Any:
+def _check_key(key: Any, path: str) -> None:
+    for part in key if isinstance(key, tuple) else (key,):
+        if part is not None and not isinstance(part, (*_CONSTANTS, Enum)):
+            raise _Unknown(f"key of type {type(part).__name__}", path)
+
+
+def _rebuild(item: Any, leaves: Sequence[torch.Tensor], listed: Callable[[Listed], Any]) -> Any:
     if isinstance(item, _Leaf):
         return leaves[item.index]
-    if isinstance(item, dict):
-        return _of_type(item, {k: _rebuild(v, leaves) for k, v in item.items()})
-    if isinstance(item, tuple) and hasattr(item, "_fields"):
-        return type(item)(*(_rebuild(v, leaves) for v in item))
-    if isinstance(item, list | tuple):
-        return type(item)(_rebuild(v, leaves) for v in item)
-    if _is_dataclass(item):
-        return _replace(item, {f.name: _rebuild(getattr(item, f.name), leaves) for f in dataclasses.fields(item)})
+    if isinstance(item, Listed):
+        found = listed(item)
+        if found is None and item.readable is None:
+            samples = next(x.shape[0] for x in leaves if x.ndim)
+            return item.content * (samples // len(item.content))  # of all replicas together
+        return _rebuild(item.content, leaves, listed) if found is None else found
+    if isinstance(item, Mapping | list | tuple) or _is_dataclass(item):
+        return _with(item, [_rebuild(value, leaves, listed) for _, value in entries(item)])
     return item
+
+
+def _structure(item: Any) -> Hashable:
+    """A hashable form that depends on nobody's `repr` or `==`: 1, 1.0 and True differ, a nan is itself."""
+    if isinstance(item, _Leaf):
+        return item
+    if isinstance(item, Listed):
+        return (Listed, type(item.content), None if item.readable is None else _structure(item.content))
+    for base in _CONSTANTS:
+        if isinstance(item, base):
+            return (type(item), base.__repr__(item))
+    keys = tuple(map(_structure_of_key, item)) if isinstance(item, Mapping) else ()
+    return (type(item), keys, tuple(_structure(value) for _, value in entries(item)))
+
+
+def _structure_of_key(key: Any) -> Hashable:
+    if isinstance(key, Enum):
+        return (type(key), key.name)
+    return tuple(map(_structure_of_key, key)) if isinstance(key, tuple) else _structure(key)
+
+
+def _walk(item: Any, path: str) -> Iterator[tuple[str, Any]]:
+    """All that is no container, and empty containers."""
+    inside = [] if isinstance(item, _Leaf | Listed) else list(entries(item))
+    if not inside:
+        yield path, item
+    for end, value in inside:
+        yield from _walk(value, path + end)
+
+
+def _short(item: Any, specs: Sequence[TensorSpec]) -> str:
+    if isinstance(item, _Leaf):
+        return str(specs[item.index])
+    if isinstance(item, Listed):
+        return f"{type(item.content).__name__} with an entry for each sample"
+    text = repr(item)
+    return text if len(text) <= 60 else text[:57] + "..."
+
+
+def _with(like: Any, values: Sequence[Any]) -> Any:
+    """A container like this one that holds `values`."""
+    if isinstance(like, Mapping):
+        # Mappings such as Hugging Face's BatchEncoding are given to the step as plain dicts unless they are dicts themselves.
+        return _of_type(like, dict(zip(like, values, strict=True)))
+    if isinstance(like, tuple) and hasattr(like, "_fields"):
+        return type(like)(*values)
+    if isinstance(like, list | tuple):
+        return _sequence(like, values)
+    return _replace(like, dict(zip((f.name for f in dataclasses.fields(like)), values, strict=True)))
+
+
+def _sequence(like: list[Any] | tuple[Any, ...], values: Iterable[Any]) -> Any:
+    """As the same kind of list where that kind is made from its entries, else as a plain list or tuple."""
+    plain = list if isinstance(like, list) else tuple
+    try:
+        return type(like)(values)
+    except TypeError:
+        return plain(values)
 
 
 def _of_type(like: Mapping[Any, Any], entries: dict[Any, Any]) -> dict[Any, Any]:

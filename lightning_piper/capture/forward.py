@@ -43,5 +43,5 @@ class ForwardStep(Step):
         return (*results, *self._plain_logs)
 
     @property
-    def rebuild(self) -> Callable[[list[torch.Tensor]], Any]:
+    def rebuild(self) -> Callable[..., Any]:
         return self._returned.rebuild

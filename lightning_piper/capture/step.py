@@ -14,6 +14,7 @@ import torch
 from torch import nn
 
 from lightning_piper.capture import _torch
+from lightning_piper.capture.aliases import Pair, refuse_sharing, sharing_memory
 from lightning_piper.capture.batch import BatchLayout, flatten
 from lightning_piper.capture.chunks import cut
 from lightning_piper.capture.forward import ForwardStep
@@ -39,7 +40,7 @@ def capture(
 
     Args:
         module: a LightningModule (anything with `training_step`); it is neither run with data nor changed.
-        batch: nested dicts, lists, tuples or dataclasses of tensors with a common first dimension.
+        batch: nested dicts, lists, tuples or dataclasses of tensors with a common first dimension; or the layout of such batches.
         device: device type on which the captured code will run.
         context: entered around the step while it is traced, e.g. an autocast context.
         name: of the method.
@@ -52,7 +53,7 @@ def capture(
     _torch.warn_if_newer_torch()
     if getattr(type(module), name, None) is None:
         raise CaptureError(f"{type(module).__name__} has no {name}; give a LightningModule that defines one")
-    _, layout = flatten(batch)
+    layout = batch if isinstance(batch, BatchLayout) else flatten(batch)[1]
     if name == Step.name:
         return CapturedStep(module, layout, torch.device(device), context, history)
     return CapturedForward(module, layout, torch.device(device), context, name, dataloader_idx, history)
@@ -79,7 +80,7 @@ class CapturedStep:
         self.layout, self.size = layout, layout.size
         self.reads = Reads(history)
         self.module, self.context, self._device = module, context, device
-        self.params, self.buffers, self.canonical = _named_tensors(module)
+        self.params, self.buffers, self.canonical, self._sharing = _named_tensors(module)
         self._codes: dict[tuple[int, tuple[int, ...]], StepCode] = {}
         self._first: tuple[int, Text] | None = None  # the size of the first trace, and what it says
 
@@ -161,6 +162,7 @@ class CapturedStep:
             )
             interfaces, code = {key: p[0] for key, p in passes.items()}, {key: p[1] for key, p in passes.items()}
             found = StepCode(size, regions, interfaces, code, traced.logs, specs, halves, experts, step.rebuild)
+            self._check_memory(found)
             if self._codes:
                 first = next(iter(self._codes.values()))
                 _same_structure(first, found)
@@ -169,6 +171,13 @@ class CapturedStep:
                 found = dataclasses.replace(found, halves=alike)
             self._codes[size, degrees] = found
         return self._codes[size, degrees]
+
+    def _check_memory(self, code: StepCode) -> None:
+        outputs = [out for interface in code.interfaces.values() for out in interface.outputs]
+        changing = {name for out in outputs if out.kind == "buffer" for name in out.names}
+        if not code.forward_only:
+            changing |= {name for name, info in self.params.items() if info.requires_grad}
+        refuse_sharing(self._sharing, changing, self.params)
 
     def _parts(self, code: StepCode, degrees: tuple[int, ...]) -> dict[str, int]:
         """Canonical name of each parameter that is divided -> into how many parts."""
@@ -205,7 +214,8 @@ def _resized(spec: TensorSpec, size: int) -> TensorSpec:
     return TensorSpec.of(torch.empty(shape, dtype=spec.dtype, device="meta"))
 
 
-def _named_tensors(module: nn.Module) -> tuple[dict[str, ParamInfo], dict[str, TensorSpec], dict[str, str]]:
+def _named_tensors(module: nn.Module) -> tuple[dict[str, ParamInfo], dict[str, TensorSpec], dict[str, str], list[Pair]]:
+    """Parameters and buffers by canonical name, every name -> canonical name, and those that share memory."""
     first: dict[int, str] = {}
     canonical: dict[str, str] = {}
     tensors: dict[str, torch.Tensor] = {}
@@ -224,7 +234,7 @@ def _named_tensors(module: nn.Module) -> tuple[dict[str, ParamInfo], dict[str, T
         for name, x in tensors.items() if isinstance(x, nn.Parameter)
     }  # fmt: skip
     buffers = {name: TensorSpec.of(x) for name, x in tensors.items() if not isinstance(x, nn.Parameter)}
-    return params, buffers, canonical
+    return params, buffers, canonical, sharing_memory(tensors)
 
 
 def _same_structure(a: StepCode, b: StepCode) -> None:

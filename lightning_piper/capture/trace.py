@@ -16,6 +16,7 @@ from torch import nn
 from lightning_piper.annotate import numbering
 from lightning_piper.capture import _torch
 from lightning_piper.capture.batch import BatchLayout
+from lightning_piper.capture.listed import refusing
 from lightning_piper.capture.numbers import Number
 from lightning_piper.capture.reads import Reads
 from lightning_piper.capture.source import user_line
@@ -124,16 +125,17 @@ class Step(nn.Module):
         if (reads := self.reads) is not None:
             batch_idx = reads.source("batch_idx", lambda: reads.history.batch_idx)
             running = reads.running(self.module, self.name, leaves[count:])
+        leaves = leaves[:count]
         extra = [batch_idx, dataloader_idx][: len(inspect.signature(step).parameters) - 1]
-        batch = self._layout.rebuild(list(leaves[:count]))
         before = attributes(self.module)
-        with numbering(), exchanging(self._degrees), self._context(), running:
-            result = step(batch, *extra)
+        samples = next((x.shape[0] for x in leaves if x.ndim), 0)
+        with numbering(), exchanging(self._degrees), self._context(), refusing(self.name, samples, user_line) as listed, running:
+            result = step(self._layout.rebuild(leaves, listed), *extra)
         check_unchanged(self.module, before, self.name)
         return result
 
     @property
-    def rebuild(self) -> Callable[[list[torch.Tensor]], Any] | None:
+    def rebuild(self) -> Callable[..., Any] | None:
         """See `StepCode.rebuild`."""
         return None
 

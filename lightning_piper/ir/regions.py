@@ -152,7 +152,7 @@ class StepCode:
             this one is then all of B. What comes from other regions enters by the first half.
         experts: of the regions that have any.
         rebuild: of a forward-only step: puts what it returns together from its tensors, the outputs of kind `result` named "0",
-            "1", ...; None for a training step.
+            "1", ..., and for a list of the batch that it returns from what a function says; None for a training step.
     """
 
     size: int
@@ -163,7 +163,7 @@ class StepCode:
     batch_specs: tuple[TensorSpec, ...]
     halves: Mapping[PassKey, tuple[Interface, Code]] = field(default_factory=dict)
     experts: Mapping[int, Experts] = field(default_factory=dict)
-    rebuild: Callable[[list[torch.Tensor]], Any] | None = None
+    rebuild: Callable[..., Any] | None = None
 
     @property
     def forward_only(self) -> bool:

@@ -109,41 +109,43 @@ def _length(loader: Any) -> int | None:
 
 
 def agree_on_batch(
-    world: World, key: object, leaves: Sequence[torch.Tensor], lacking: bool, step: int, state: int = 0
+    world: World, key: object, layout: BatchLayout, leaves: Sequence[torch.Tensor], lacking: bool, step: int, state: int = 0
 ) -> tuple[bool, bool]:
     """Compare the batches of an evaluation step before it is run: those of one replica are the same. Collective.
 
     Args:
-        key: what the step's plan depends on, such as the layout of the batch.
-        leaves: its tensors.
+        key: what the step's plan depends on, besides the layout of the batch.
+        layout, leaves: of the batch.
         lacking: this process has no plan for it yet.
         step: number of the step, for which the values are compared.
         state: checksum of what the step reads in Python.
 
     Returns:
-        Whether any process lacks a plan, and whether the replicas' keys differ.
+        Whether any process lacks a plan, and whether the replicas' batches have different shapes.
 
     Raises:
         PiperError: the processes of one replica have different batches.
     """
     if world.size == 1:
         return lacking, False
-    own = (zlib.crc32(repr(key).encode()), _checksum(leaves, step) ^ state)
-    sums = [torch.iinfo(torch.int64).min] * 4 * world.count  # of each replica, the largest and the smallest of two sums
-    sums[4 * world.replica : 4 * world.replica + 4] = [own[0], -own[0], own[1], -own[1]]
+    rest, shapes = layout.key
+    own = (*(zlib.crc32(repr(part).encode()) for part in ((key, rest), shapes)), _checksum(leaves, step) ^ state)
+    sums = [torch.iinfo(torch.int64).min] * 6 * world.count  # of each replica, the largest and the smallest of three sums
+    sums[6 * world.replica : 6 * world.replica + 6] = [end for x in own for end in (x, -x)]
     message = torch.tensor([int(lacking), *sums])
     dist.all_reduce(message, op=dist.ReduceOp.MAX, group=world.host_group)
     anybody, *found = message.tolist()
     for replica in range(world.count):
-        high, low, data, data_low = found[4 * replica : 4 * replica + 4]
-        if high != -low or data != -data_low:
+        rest, rest_low, shapes, shapes_low, data, data_low = found[6 * replica : 6 * replica + 6]
+        what = "shapes" if shapes != -shapes_low else "numbers or strings" if rest != -rest_low else "values"
+        if what != "values" or data != -data_low:
             who = "the processes" if world.count == 1 else f"the processes of replica {replica}"
             raise PiperError(
-                f"{who} drew different batches (other {'shapes' if high != -low else 'values'}) in evaluation step {step}, but all "
+                f"{who} drew different batches (other {what}) in evaluation step {step}, but all "
                 "stages of a pipeline run on the same one, and read the same Python state. Seed whatever draws the data "
                 "(seed_everything(seed, workers=True)), and let it not depend on the rank or on time"
             )
-    return bool(anybody), len(set(found[::4])) > 1
+    return bool(anybody), len(set(found[2::6])) > 1
 
 
 class BatchCheck:
@@ -152,8 +154,11 @@ class BatchCheck:
     def __init__(self, world: World) -> None:
         self._world = world
         self._steps = 0
-        self._before: tuple[Any, ...] | None = None  # layout and capture
-        self._layout_sum = 0
+        self._layout: BatchLayout | None = None
+        self._sums = (0, 0)  # of the layout's shapes, and of the rest of it
+        self._others: BatchLayout | None = None  # the layout of the others, if theirs is not new
+        self._changed = False
+        self._captured = 0
         self._running: tuple[dist.Work, torch.Tensor] | None = None
         self._warned = False
 
@@ -171,19 +176,23 @@ class BatchCheck:
         if self._world.size == 1:
             return
         self.finish()
-        key = layout.key
-        changed = (key, captured) != self._before or captured < 0
-        if changed:
-            self._before, self._layout_sum = (key, captured), zlib.crc32(repr(key).encode())
+        self._changed = self._layout is None or layout.key != self._layout.key
+        if self._changed:
+            self._others, self._layout = self._layout, layout
+            rest, shapes = (zlib.crc32(repr(part).encode()) for part in layout.key)
+            self._sums = (shapes, rest)
+        waits = self._changed or captured < 0 or captured != self._captured
+        self._captured = captured
         data = _checksum(leaves, self._steps)
         self._steps += 1
         sums = [torch.iinfo(torch.int64).min] * 2 * self._world.count  # of each replica; the largest counts, and the smallest
         sums[2 * self._world.replica], sums[2 * self._world.replica + 1] = data, -data
-        message = torch.tensor([self._layout_sum, -self._layout_sum, state, -state, *sums])
+        shapes, rest = self._sums
+        message = torch.tensor([-int(self._changed), shapes, -shapes, rest, -rest, state, -state, *sums])
         work = dist.all_reduce(message, op=dist.ReduceOp.MAX, group=self._world.host_group, async_op=True)
         assert work is not None
         self._running = (work, message)
-        if changed:
+        if waits:
             self.finish()
 
     def finish(self) -> None:
@@ -196,29 +205,56 @@ class BatchCheck:
             return
         (work, message), self._running = self._running, None
         work.wait()
-        layout, layout_low, state, state_low, *sums = message.tolist()
+        old, shapes, shapes_low, rest, rest_low, state, state_low, *sums = message.tolist()
         data, data_low = sums[::2], sums[1::2]
         apart = [r for r, (high, low) in enumerate(zip(data, data_low, strict=True)) if high != -low]
-        if layout != -layout_low and self._world.count > 1:
+        what = "shapes" if shapes != -shapes_low else "numbers or strings" if rest != -rest_low else "values"
+        found = self._difference(old == 0) if what != "values" else ""
+        if what == "shapes" and self._world.count > 1:
             raise PiperError(
-                f"the processes drew batches of different shapes in training batch {self._steps - 1} of this fit, but every "
+                f"the processes drew batches of different shapes in training batch {self._steps - 1} of this fit{found}, but every "
                 "replica needs as many samples as the others, in tensors of the same shapes. Use a sampler that divides the data "
                 "evenly (Lightning's own does), and pad all batches to the same lengths"
             )
-        if layout == -layout_low and state != -state_low:
+        if what == "values" and state != -state_low:
             raise PiperError(
                 f"the processes read different Python state in training batch {self._steps - 1} of this fit (attributes, counters, "
                 "rates that training_step looks at), but all run one step. Let it not depend on the rank, on time, or on random "
                 "numbers that differ"
             )
-        if layout != -layout_low or apart:
-            what = "shapes" if layout != -layout_low else "values"
+        if what == "numbers or strings" and self._world.count > 1:
+            raise PiperError(
+                f"the processes drew batches with different numbers or strings in training batch {self._steps - 1} of this fit"
+                f"{found}; these are a part of the captured step, and all replicas run the same one. Make tensors of them in the "
+                "collate function (one without dimensions is passed whole), or a list with an entry for each sample, which the "
+                "step does not read; or leave them out"
+            )
+        if what != "values" or apart:
             who = "the processes" if self._world.count == 1 else f"the processes of replica {apart[0]}"
             raise PiperError(
-                f"{who} drew different batches (other {what}) in training batch {self._steps - 1} of this fit, but all "
+                f"{who} drew different batches (other {what}) in training batch {self._steps - 1} of this fit{found}, but all "
                 "stages of a pipeline train on the same one. Seed whatever draws the data (seed_everything(seed, workers=True)), "
                 "and let it not depend on the rank or on time"
             )
+        self._warn_of_same(data)
+
+    def _difference(self, some_go_on: bool) -> str:
+        """Where this process's layout and another one's differ, as far as it is known: those whose layout is not new may not wait
+        here, and have the one before."""
+        if some_go_on:
+            others = [] if self._others is None or not self._changed else [self._others.described()]
+        else:
+            assert self._layout is not None
+            others = self._world.gather(self._layout.described())
+        mine = {} if self._layout is None else self._layout.described()
+        for other in others:
+            for path in [*mine, *(path for path in other if path not in mine)]:
+                one, two = mine.get(path, "nothing"), other.get(path, "nothing")
+                if one != two:
+                    return f" (batch{path}: {one} and {two})"
+        return ""
+
+    def _warn_of_same(self, data: Sequence[int]) -> None:
         if len(data) > 1 and len(set(data)) == 1 and data[0] and not self._warned:
             self._warned = True
             rank_zero_warn(

@@ -90,19 +90,13 @@ class Engine:
         settings = self._settings
         return compile(
             self._module,
-            without_data(layout, settings.replicas),
+            layout.times(settings.replicas),
             list(settings.program),
             verify=settings.static,
             device=self._world.device,
             context=settings.context,
             history=history,
         )
-
-
-def without_data(layout: BatchLayout, replicas: int) -> Any:
-    """A batch of all replicas, of which each has one like this, on the meta device."""
-    specs = layout.times(replicas).specs
-    return layout.rebuild([torch.empty(s.shape, dtype=s.dtype, device="meta") for s in specs])
 
 
 def warn_of_many_layouts(known: int) -> None:
@@ -116,4 +110,4 @@ def warn_of_many_layouts(known: int) -> None:
 
 def family(layout: BatchLayout) -> tuple[Any, ...]:
     """Equal for layouts that differ in the number of samples alone."""
-    return repr(layout.skeleton), tuple((spec.shape[1:], len(spec.shape), spec.dtype) for spec in layout.specs)
+    return layout.structure, tuple((spec.shape[1:], len(spec.shape), spec.dtype) for spec in layout.specs)

@@ -23,7 +23,7 @@ from lightning_piper.errors import PiperError
 from lightning_piper.ir.dag import TrainingDAG
 from lightning_piper.runtime import StepResult
 from lightning_piper.strategy.agreement import agree_on_batch, draw_seed
-from lightning_piper.strategy.engine import family, warn_of_many_layouts, without_data
+from lightning_piper.strategy.engine import family, warn_of_many_layouts
 from lightning_piper.strategy.machine import Context, Machine, Prepared, Settings
 from lightning_piper.strategy.materialize import Known, is_on_meta, materialize, places_of, tensor_at
 from lightning_piper.strategy.ownership import UNREAD, Ownership, parts_of
@@ -97,7 +97,8 @@ class Evaluation:
         prepared.replay(self._module, result.metrics)
         rebuild = prepared.compiled.step.at(layout.size).rebuild
         assert rebuild is not None
-        return rebuild([result.results[str(i)] for i in range(len(result.results))])
+        lists = layout.contents(leaves)
+        return rebuild([result.results[str(i)] for i in range(len(result.results))], lambda listed: lists[listed.index])
 
     def _missing(self, dataloader_idx: int) -> int:
         """After a batch that is the last one of this replica: how many more there are in others."""
@@ -115,7 +116,7 @@ class Evaluation:
         captured = variants.find(family(layout))
         what = (name, dataloader_idx, layout.key)
         lacks = captured is None or (variants.number, what) not in self._prepared
-        lacking, apart = agree_on_batch(self._world, what, leaves, lacks, self._steps, variants.state(captured))
+        lacking, apart = agree_on_batch(self._world, what[:2], layout, leaves, lacks, self._steps, variants.state(captured))
         self._steps += 1
         if lacking:
             warn_of_many_layouts(len({known for _, known in self._prepared}))
@@ -141,7 +142,7 @@ class Evaluation:
         if (name, dataloader_idx) not in self._variants:
 
             def captured(layout: BatchLayout, history: History) -> Compiled:
-                settings, example = self._settings, without_data(layout, self._settings.replicas)
+                settings, example = self._settings, layout.times(self._settings.replicas)
                 step = capture(self._module, example, self._world.device, context, name, dataloader_idx, history=history)
                 return compile_step(step, tuple(settings.program), verify=settings.static, training=self._training)
 

@@ -24,7 +24,7 @@ from lightning_piper.ir.buckets import Bucket, flattened, packed, view_as
 from lightning_piper.runtime import pieces_of
 from lightning_piper.strategy.layout import Layout, Piece, buckets_of_parameters
 from lightning_piper.strategy.materialize import Known, empty_like, initialize, like, places_of, put, tensor_at
-from lightning_piper.strategy.world import LEAD, World
+from lightning_piper.strategy.world import LEAD, World, fill
 
 PARTS = "_piper_parts"  # attribute of a module that is in parts: its `Ownership`
 UNREAD = "_piper_unread"  # attribute of a module on the meta device that has not got the values of a checkpoint
@@ -157,7 +157,7 @@ class Ownership:
             spec = self.layout.specs[name]
             if self.layout.holds_whole(name, rank):
                 room = empty_like(self._get(name), self._world.device)
-                room.copy_(value)
+                fill(room, value)
                 made[name] = room
             elif name in self._pieces:
                 held = self.layout.held(name, rank)

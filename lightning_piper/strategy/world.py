@@ -25,6 +25,15 @@ _SUMS = {"sum": dist.ReduceOp.SUM, "max": dist.ReduceOp.MAX, "min": dist.ReduceO
 _host: tuple[dist.ProcessGroup, dist.ProcessGroup] | None = None
 
 
+@torch.no_grad()
+def fill(into: torch.Tensor, values: torch.Tensor) -> None:
+    """Copy values, also into a tensor that has one element in several places (`expand`)."""
+    for dim in range(into.ndim):
+        if into.stride(dim) == 0 and into.shape[dim] > 1:
+            into, values = into.narrow(dim, 0, 1), values.narrow(dim, 0, 1)
+    into.copy_(values)
+
+
 class World:
     """Attributes:
     rank, size: of this process and of the run.
@@ -122,8 +131,7 @@ class World:
             room = torch.empty(into.shape, dtype=into.dtype, device=self.device)
             if room.numel():
                 dist.recv(_bytes(room), source)
-            with torch.no_grad():
-                into.copy_(room)
+            fill(into, room)
 
     def move_object(self, value: Any, source: int, target: int) -> Any:
         """`value` of process `source`, returned on process `target`; None on the others."""

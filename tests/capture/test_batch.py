@@ -3,14 +3,18 @@
 from __future__ import annotations
 
 from collections import OrderedDict, UserDict, defaultdict
-from dataclasses import dataclass
+from dataclasses import dataclass, field
+from enum import Enum
+from pathlib import Path
 from typing import Any, NamedTuple
 
 import numpy as np
 import pytest
 import torch
 
+import lightning_piper as piper
 from lightning_piper.capture import capture, flatten
+from lightning_piper.compiler import compile
 from lightning_piper.errors import CaptureError
 from tests.models import MLP
 
@@ -65,6 +69,149 @@ def test_layouts_are_equal_where_one_graph_serves_both() -> None:
         assert flatten(other)[1].key != key
 
 
+@dataclass
+class Hidden:
+    scale: Any = field(repr=False)
+
+
+@dataclass
+class Addressed:
+    scale: Any
+
+    def __repr__(self) -> str:
+        return f"<{id(self)}>"
+
+
+class Color(Enum):
+    RED = 1
+    BLUE = 2
+
+
+NAN = float("nan")
+DIFFERENT = [(Hidden(1.0), Hidden(2.0)), (1, True), (1, 1.0), (0.0, -0.0), ("a", b"a"), ("1", 1), ((1,), [1]), (None, "None"),
+             (1.0, np.float64(1.0)), ({1: 0}, {True: 0}), ({Color.RED: 0}, {Color.BLUE: 0}), ({"a": 0, "b": 0}, {"b": 0, "a": 0}),
+             (Pair(1, 2), (1, 2)), ("x" * 200 + "a", "x" * 200 + "b"), (NAN, 0.0)]  # fmt: skip
+SAME = [(Addressed(1.0), Addressed(1.0)), (NAN, float("nan")), ({(1, "a"): NAN}, {(1, "a"): -NAN}), (Hidden([1]), Hidden([1]))]
+
+
+@pytest.mark.parametrize(("one", "other", "same"), [*((*pair, False) for pair in DIFFERENT), *((*pair, True) for pair in SAME)])
+def test_layouts_are_compared_by_what_is_in_them_not_by_how_it_prints(one: Any, other: Any, same: bool) -> None:
+    keys = [flatten({"x": A, "more": more})[1].key for more in (one, other)]
+    assert (keys[0] == keys[1]) == same and len(set(keys)) == 2 - same
+    assert (repr(keys[0]) == repr(keys[1])) == same  # what processes compare
+
+
+SPLIT = [piper.Place(filter={}, devices=[0]), piper.Split(filter={}, dim_name="MB", num_microbatches=2)]
+REPLICAS = [piper.Place(filter={}, devices=[0, 1]), piper.Replicate(filter={}, devices=[0, 1])]
+
+
+class Named(MLP):
+    """Its batches have something with an entry for each sample, which `use` may read."""
+
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        loss = super().training_step((batch["x"], batch["y"]), batch_idx)
+        return loss * self.use(batch["more"])
+
+    def use(self, more: Any) -> Any:
+        return len(more)
+
+
+def named(more: Any, samples: int = 4) -> dict[str, Any]:
+    return {"x": torch.ones(samples, 4), "y": torch.ones(samples, 2), "more": more}
+
+
+LISTS = [["a", "b", "c", "d"], (1, 2, 3, 4), [[], ["a"], None, 2.0], [Path("a"), object(), {1}, np.zeros(2)],
+         [{"id": i} for i in range(4)]]  # fmt: skip
+
+
+@pytest.mark.parametrize("more", LISTS)
+def test_a_list_with_one_entry_a_sample_is_not_part_of_the_layout(more: Any) -> None:
+    leaves, layout = flatten(named(more))
+    assert layout.rebuild(leaves)["more"] is more or layout.rebuild(leaves)["more"] == more
+    other = named(type(more)(["other"] * 4))
+    assert layout.key == flatten(other)[1].key
+    assert layout.key != flatten(named("other"))[1].key
+    assert layout.times(2).rebuild([torch.cat([x, x]) for x in leaves])["more"] == more * 2
+    assert layout.times(2).size == 8
+    for program in (SPLIT, REPLICAS):
+        compile(Named(), named(more), program)
+
+
+def swallowing(work: Any) -> float:
+    try:
+        return float(work())
+    except Exception:
+        return 1.0
+
+
+READS: dict[str, Any] = {
+    "first": lambda more: float(more[0]),
+    "loop": lambda more: sum(float(x) for x in more),
+    "zip": lambda more: sum(float(x) for x, _ in zip(more, range(9), strict=False)),
+    "tensor": lambda more: torch.tensor(more).sum(),
+    "equal": lambda more: 1.0 if more == [1, 2, 3, 4] else 2.0,
+    "in": lambda more: 1.0 if 3 in more else 2.0,
+    "method": lambda more: float(more.count(3)),
+    "add": lambda more: len(more + [1]),
+    "set": lambda more: len({*more}),
+    "text": lambda more: len(str(more)),
+    "format": lambda more: len(f"{more}"),
+    "swallowed": lambda more: swallowing(lambda: more[0]),
+    "unpacked": lambda more: (lambda a, b, c, d: a)(*more),
+}
+
+
+@pytest.mark.parametrize("name", READS)
+def test_a_list_with_one_entry_a_sample_cannot_be_read(name: str) -> None:
+    """What it would give is that of the batch that was captured, in every microbatch and replica."""
+    module = Named()
+    module.use = READS[name]  # type: ignore[method-assign]
+    for program in ([piper.Place(filter={}, devices=[0])], SPLIT):
+        with pytest.raises(CaptureError, match=r"test_batch.py:\d+ .*: training_step reads batch\['more'\], a list with an entry"):
+            compile(module, named([1, 2, 3, 4]), program)
+
+
+def test_what_a_step_may_do_with_a_list_with_one_entry_a_sample() -> None:
+    seen = []
+    module = Named()
+    module.use = lambda more: seen.append((len(more), isinstance(more, list), isinstance(more, dict), more is None)) or len(more)  # type: ignore[method-assign]
+    compile(module, named(["a", "b", "c", "d"]), SPLIT)
+    assert {*seen} == {(4, True, False, False), (2, True, False, False)}
+
+
+def test_a_list_of_another_length_is_a_constant() -> None:
+    module = Named()
+    module.use = lambda more: float(more[2])  # type: ignore[method-assign]
+    compile(module, named([1, 2, 3]), SPLIT)
+    assert flatten(named([1, 2, 3]))[1].key != flatten(named([1, 2, 4]))[1].key
+    assert flatten(named(torch.Size([1, 2, 3, 4])))[1].key != flatten(named(torch.Size([1, 2, 3, 5])))[1].key
+
+
+PARTS = torch.arange(4.0)
+AMBIGUOUS = [[{"boxes": torch.ones(4, 4), "id": "a"} for _ in range(4)], ((PARTS, PARTS),) * 4, list(PARTS.unbind())]
+
+
+@pytest.mark.parametrize("more", AMBIGUOUS)
+def test_a_list_that_may_be_samples_or_parts_is_read_whole_only(more: Any) -> None:
+    module = Named()
+    module.use = lambda more: sum(x.sum() for x in flatten(more)[0])  # type: ignore[method-assign]
+    compile(module, named(more), [piper.Place(filter={}, devices=[0])])
+    with pytest.raises(CaptureError, match=r"reads batch\['more'\], a (list|tuple) of 4 entries, when it gets 2 samples, not 4;"):
+        compile(module, named(more), SPLIT)
+    module.use = len  # type: ignore[method-assign]
+    compile(module, named(more), SPLIT)
+
+
+@pytest.mark.parametrize("more", [[torch.ones(4, 3) for _ in range(4)], [{"a": PARTS}] * 3, [PARTS, {"a": PARTS}, PARTS, PARTS],
+                                  dict.fromkeys("abcd", PARTS), Pair(PARTS, PARTS), [(PARTS, PARTS.long())] * 2])  # fmt: skip
+def test_tensors_in_containers_are_cut_along_their_first_dimension(more: Any) -> None:
+    sizes = []
+    module = Named()
+    module.use = lambda more: sizes.append({len(x) for x in flatten(more)[0]}) or 1.0  # type: ignore[method-assign]
+    compile(module, named(more), SPLIT)
+    assert {4} in sizes and {2} in sizes
+
+
 def test_leaves_are_contiguous() -> None:
     leaves, layout = flatten(A.t())
     assert leaves[0].is_contiguous() and torch.equal(leaves[0], A.t()) and layout.specs[0].stride == (3, 1)
@@ -85,6 +232,8 @@ def test_a_tensor_without_dimensions_is_passed_whole() -> None:
         ((A[:0], B[:0]), "the batch is empty: its tensors have 0 samples"),
         ({"x": A, "image": np.zeros(3)}, r"holds a ndarray at batch\['image'\]; .* convert it in the collate function"),
         ((A, {1, 2}), r"holds a set at batch\[1\]"),
+        ({"x": A, "more": A.to_sparse()}, r"holds a sparse_coo tensor at batch\['more'\]"),
+        ({"x": A, "more": {object(): 1}}, r"holds a key of type object at batch\['more'\]"),
         ((x for x in (A, B)), "holds a generator at batch; a captured step takes tensors"),
     ],
 )

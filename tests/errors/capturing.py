@@ -30,6 +30,18 @@ def resized() -> None:
     compile_step(step, (piper.Split(**{k: v for k, v in SPLIT.items() if k != "op"}),))
 
 
+def sharing(line: str) -> None:
+    """A module with a further line in `__init__`."""
+    last = "self.seen, self.plain = [], torch.ones(())"
+    capture(net("self.scale.add_(1)", (last, f"{last}; {line}")), batch()).at(8)
+
+
+def listed(line: str, more: Any, split: bool) -> None:
+    """A step whose batches have something beside their two tensors."""
+    step = capture(net(line, ("x, y = batch", "x, y, more = batch")), (*batch(4), more))
+    compile_step(step, (piper.Split(filter={}, dim_name="MB", num_microbatches=2),) if split else ())
+
+
 CASES: Cases = [
     step("a tensor's value is asked for", "loss = loss / loss.item()"),
     step("a tensor decides in `if`", "loss = 2 * loss if loss > 1 else loss"),
@@ -60,6 +72,16 @@ CASES: Cases = [
     Case("`annotate_modules` with a text in place of a list", lambda: piper.annotate_modules(net(), "PP", ["first", "second"])),  # type: ignore[list-item]
     Case("the module has no training step", lambda: capture(nn.Linear(8, 1), batch())),
     given("the batch holds something that is no tensor", (*batch(), {1, 2})),
+    Case("two parameters in one memory: `self.second.bias.data = self.first.bias.data[:1]` in `__init__`",
+         lambda: sharing("self.second.bias.data = self.first.bias.data[:1]")),
+    Case("a buffer in the memory of a parameter: `self.register_buffer('bias', self.first.bias.data)` in `__init__`",
+         lambda: sharing("self.register_buffer('bias', self.first.bias.data)")),
+    Case("a buffer in the memory of one that the step changes: `self.register_buffer('view', self.scale.view(1))`",
+         lambda: sharing("self.register_buffer('view', self.scale.view(1))")),
+    Case("a list with one entry for each sample, `more`, is read: `loss = loss * torch.tensor(more).mean()`",
+         lambda: listed("loss = loss * torch.tensor(more).mean()", [1.0, 2.0, 3.0, 4.0], False)),
+    Case("in microbatches, a list is read that may hold samples, or parts of all samples: `loss = loss * more[0]['w'].mean()`",
+         lambda: listed("loss = loss * more[0]['w'].mean()", [{"w": batch(4)[0]} for _ in range(4)], True)),
     given("tensors of the batch with different numbers of samples", (batch(8)[0], batch(4)[1])),
     given("a batch without samples", batch(0)),
     given("a batch without tensors", {"name": "x"}),

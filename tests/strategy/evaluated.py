@@ -15,7 +15,7 @@ import torch
 import torch.nn.functional as F
 from lightning.pytorch.callbacks import EarlyStopping, ModelCheckpoint
 from torch import Tensor, nn
-from torch.utils.data import DataLoader, DistributedSampler, Subset, TensorDataset
+from torch.utils.data import DataLoader, Dataset, DistributedSampler, Subset, TensorDataset
 from torchmetrics import MeanMetric
 
 import lightning_piper as piper
@@ -101,9 +101,9 @@ class Net(L.LightningModule):
         with piper.annotate("PP", 0):  # only the first stage, and nothing is returned
             self.log("hidden", self.first(x).square().mean(), sync_dist=True)
 
-    def predict_step(self, batch: Any, batch_idx: int, dataloader_idx: int = 0) -> tuple[Tensor, Tensor]:
-        x, y = batch
-        return y, self(x)
+    def predict_step(self, batch: Any, batch_idx: int, dataloader_idx: int = 0) -> tuple[Any, ...]:
+        x, y, *names = batch
+        return y, self(x), *names
 
     def configure_optimizers(self) -> Any:
         optimizer = torch.optim.SGD(self.parameters(), lr=0.5)
@@ -122,6 +122,19 @@ def net(dropout: float = 0.0) -> Net:
 def data(samples: int, seed: int) -> TensorDataset:
     g = torch.Generator().manual_seed(seed)
     return TensorDataset(*(torch.randn(samples, n, generator=g, dtype=torch.float64) for n in (8, 4)))
+
+
+class Named(Dataset[Any]):
+    """Samples with a name."""
+
+    def __init__(self, samples: int, seed: int) -> None:
+        self.samples = data(samples, seed)
+
+    def __len__(self) -> int:
+        return len(self.samples)
+
+    def __getitem__(self, i: int) -> Any:
+        return *self.samples[i], f"sample {i}"
 
 
 def loaders(replicas: int, *sizes: int) -> list[DataLoader[Any]]:
@@ -215,8 +228,8 @@ class Runs:
         """Replicas with different numbers of samples, and of batches."""
         module = net(dropout=0.5)
         trainer = self.trainer()
-        found = trainer.predict(module, [DataLoader(data(n, n), batch_size=4) for n in (21, 9)])
-        small = trainer.predict(module, DataLoader(data(2, 2), batch_size=4))
+        found = trainer.predict(module, [DataLoader(Named(n, n), batch_size=4) for n in (21, 9)])
+        small = trainer.predict(module, DataLoader(Named(2, 2), batch_size=4))
         return {"predictions": found, "small": small}
 
     def repeated(self) -> Outcome:

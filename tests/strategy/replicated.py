@@ -206,13 +206,18 @@ def refused() -> Outcome:
     replica = rank * 2 // PROCESSES
     data = vectors()
 
+    class Pairs(MLP):
+        """Reads two tensors of a batch, whatever is beside them."""
+
+        def training_step(self, batch: Any, batch_idx: int) -> Any:
+            return super().training_step(batch[:2], batch_idx)
+
     def error(loader: Any, *program: Any, **options: Any) -> str:
-        module, _ = make("mlp")
         fit, _, _ = processes(*program, **options)
         with warnings.catch_warnings(record=True) as caught:
             warnings.simplefilter("always")
             try:
-                fit.fit(module, loader)
+                fit.fit(Pairs(), loader)
             except (piper.PiperError, ValueError) as found:
                 return f"{type(found).__name__}: {found}"
         return f"no error, {[str(w.message) for w in caught if 'same samples' in str(w.message)]}"
@@ -228,6 +233,9 @@ def refused() -> Outcome:
         "devices": error(data, pp2_dp2() if PROCESSES == 2 else dp2()),
         "same": error(single, use_distributed_sampler=False),
         "own": error(Batches(parts)),
+        "named": error(Batches([[*b, [f"{replica}.{i}.{k}" for k in range(len(b[0]))]] for i, b in enumerate(parts)])),
+        "numbers": error(Batches([[*b, {"k": replica}] for b in parts])),
+        "shapes": error(Batches([[x[: 8 - 4 * replica] for x in b] for b in parts])),
         "apart": error(Batches(late)) if PROCESSES == 4 else "",
     }
 

@@ -239,6 +239,11 @@ def refused(setting: Setting) -> Outcome:
             super().__init__()
             self.unused = torch.nn.Linear(width, 1)
 
+    class Repeated(MLP):
+        def __init__(self) -> None:
+            super().__init__()
+            self.register_buffer("repeated", torch.ones(1).expand(16), persistent=False)
+
     class LBFGS(MLP):
         def configure_optimizers(self) -> Any:
             return torch.optim.LBFGS([p for p in self.parameters() if p.requires_grad])
@@ -265,6 +270,7 @@ def refused(setting: Setting) -> Outcome:
         "other shapes": fit(Hidden(16 + rank)),
         "other module": fit(MLP() if rank == 0 else Tied()),
         "sampler": fit(MLP(), DataLoader(data.dataset, batch_size=8, sampler=sampler)),
+        "repeated": fit(Repeated()),
         "nothing": fit(MLP(), vectors()),
     }
 

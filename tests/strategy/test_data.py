@@ -150,6 +150,31 @@ def test_step_sees_the_batch_after_the_transfer_hooks():
     assert len(record.losses) == 2
 
 
+def test_names_beside_the_tensors_make_no_new_captures():
+    """Every batch has other ones; hooks see them."""
+    traced, given = [], []
+
+    class Named(Seeing):
+        def training_step(self, batch, batch_idx):
+            traced.append(len(batch))
+            return super().training_step(batch[:2], batch_idx)
+
+        def on_train_batch_start(self, batch, batch_idx):
+            given.extend(batch[2:])
+
+    names = [[f"{i}.{k}" for k in range(8)] for i in range(5)]
+    torch.manual_seed(0)
+    initial, trained = MLP().state_dict(), []
+    for data in (batches(), [[*batch, own] for batch, own in zip(batches(), names, strict=True)]):
+        module = Named()
+        module.load_state_dict(initial)
+        fit, _ = trainer(local(verify="first_batch"), max_steps=-1, max_epochs=1)
+        fit.fit(module, Batches(data))
+        trained.append(values(module))
+    assert traced.count(2) == traced.count(3) > 0
+    assert same(*trained) and given == names
+
+
 @pytest.mark.parametrize("loader", [lambda: Batches([]), lambda: DataLoader([])])
 def test_without_a_batch_nothing_is_trained(loader):
     for strategy in ("auto", local()):

@@ -11,7 +11,7 @@ from torch.utils.data import DataLoader, Subset
 
 from tests.distributed.processes import launch_trainings
 from tests.strategy import evaluated
-from tests.strategy.evaluated import PROGRAMS, data, net
+from tests.strategy.evaluated import PROGRAMS, Named, data, net
 from tests.strategy.fitting import apart
 from tests.strategy.scenarios import equal
 
@@ -106,11 +106,11 @@ def test_predictions_are_those_of_the_replicas_own_samples(name, ranks):
     for rank, seen in enumerate(ranks(name)):
         replica = rank * replicas // len(ranks(name))
         for found, size in zip([*seen["predicted"]["predictions"], seen["predicted"]["small"]], (21, 9, 2), strict=True):
-            share = Subset(data(size, size), range(replica, size, replicas))
+            share = Subset(Named(size, size), range(replica, size, replicas))
             with torch.no_grad():
-                wanted = [[y, module(x)] for x, y in DataLoader(share, batch_size=4)]
+                wanted = [[y, module(x), names] for x, y, names in DataLoader(share, batch_size=4)]
             assert equal([list(batch) for batch in found], wanted)
-    counts = [sum(len(y) for y, _ in seen["predicted"]["predictions"][0]) for seen in ranks(name)]
+    counts = [sum(len(y) for y, _, _ in seen["predicted"]["predictions"][0]) for seen in ranks(name)]
     assert sorted(set(counts)) == ([21] if replicas == 1 else [10, 11])
 
 

@@ -136,6 +136,7 @@ def test_checkpoint_files_are_those_of_one_process(file, ranks, local, tmp_path_
     ("values", "drew different batches (other values) in training batch 0"),
     ("other shapes", "modules differ in names or shapes"),
     ("other module", "training_step cannot be captured"),
+    ("repeated", "no error"),
     ("nothing", "no error"),
 ])  # fmt: skip
 def test_processes_refuse_together(what, words, ranks):

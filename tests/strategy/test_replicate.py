@@ -188,6 +188,10 @@ REFUSED = [
     (4, "devices", "2 logical device(s), the Trainer runs 4 process(es)"),
     (2, "own", "no error, []"),
     (4, "own", "no error, []"),
+    (2, "named", "no error, []"),
+    (4, "named", "no error, []"),
+    (2, "numbers", "different numbers or strings in training batch 0 of this fit (batch[2]['k']: 0 and 1); these"),
+    (2, "shapes", "different shapes in training batch 0 of this fit (batch[0]: float32[8,8] and float32[4,8]), but"),
     (4, "apart", "the processes of replica 1 drew different batches (other values) in training batch 2"),
 ]
 

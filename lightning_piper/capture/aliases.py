@@ -1,0 +1,93 @@
+"""Parameters and buffers that lie in the same memory without being one tensor.
+
+On one device a change of one is a change of the other. On several, where each tensor has a place of its own, it would not be.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Mapping, Sequence
+
+import torch
+from torch import nn
+
+from lightning_piper.errors import CaptureError
+
+Pair = tuple[str, str]
+
+
+def sharing_memory(tensors: Mapping[str, torch.Tensor]) -> list[Pair]:
+    """Names of tensors that have elements in common, in the order given. Those without data have none."""
+    spans = sorted(
+        (str(x.device), start, start + _extent(x) * x.element_size(), place, name)
+        for place, (name, x) in enumerate(tensors.items()) if (start := _address(x))
+    )  # fmt: skip
+    found: list[tuple[int, int, Pair]] = []
+    for i, (device, _, stop, place, name) in enumerate(spans):
+        for other_device, start, _, other_place, other in spans[i + 1 :]:
+            if other_device != device or start >= stop:
+                break
+            if _meet(tensors[name], tensors[other]):
+                (one, a), (two, b) = sorted([(place, name), (other_place, other)])
+                found.append((one, two, (a, b)))
+    return [pair for _, _, pair in sorted(found)]
+
+
+def refuse_sharing(pairs: Sequence[Pair], changing: Collection[str], params: Collection[str]) -> None:
+    """
+    Args:
+        pairs: names of parameters and buffers in the same memory.
+        changing: those that a step changes, or the optimizer behind it.
+        params: the parameters.
+
+    Raises:
+        CaptureError: one of a pair changes.
+    """
+    for one, two in pairs:
+        if one in changing or two in changing:
+            raise CaptureError(_problem(one, two, changing, params))
+
+
+def _problem(one: str, two: str, changing: Collection[str], params: Collection[str]) -> str:
+    if one in params and two in params:
+        return (
+            f"the parameters {one!r} and {two!r} are two tensors in the same memory, of which training changes one with the "
+            "other; on several devices they would come apart. To tie them, give both names one Parameter "
+            f"({two} = {one}), else give one of them memory of its own (.clone())"
+        )
+    if one in params or two in params:
+        param, buffer = (one, two) if one in params else (two, one)
+        return (
+            f"the buffer {buffer!r} lies in the memory of the parameter {param!r}, which changes; on several devices they would "
+            f"come apart. Let the step read {param}.detach() in its place, or give the buffer memory of its own (.clone())"
+        )
+    changed, other = (one, two) if one in changing else (two, one)
+    return (
+        f"the step changes the buffer {changed!r}, in the memory of which the buffer {other!r} lies; on several devices they would "
+        "come apart. Register one tensor under both names, or make the other one from it in the step, or give it memory of its "
+        "own (.clone())"
+    )
+
+
+def _address(tensor: torch.Tensor) -> int:
+    """0 if it has no data."""
+    if tensor.is_meta or type(tensor) not in (torch.Tensor, nn.Parameter) or tensor.layout is not torch.strided:
+        return 0
+    return tensor.data_ptr() if tensor.numel() else 0
+
+
+def _extent(tensor: torch.Tensor) -> int:
+    """Elements from the first one to behind the last one in memory."""
+    return 1 + sum((n - 1) * stride for n, stride in zip(tensor.shape, tensor.stride(), strict=True))
+
+
+def _meet(a: torch.Tensor, b: torch.Tensor) -> bool:
+    """Have tensors that begin before each other's end an element in common? Columns of one matrix have not."""
+    dense = a.numel() == _extent(a) and b.numel() == _extent(b)
+    if dense or a.dtype != b.dtype or (a.data_ptr() - b.data_ptr()) % a.element_size():
+        return True
+    offset = (b.data_ptr() - a.data_ptr()) // a.element_size()
+    return bool(torch.isin(_places(a), _places(b) + offset).any())
+
+
+def _places(tensor: torch.Tensor) -> torch.Tensor:
+    return torch.arange(_extent(tensor)).as_strided(tensor.shape, tensor.stride()).reshape(-1)
