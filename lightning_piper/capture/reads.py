@@ -164,8 +164,8 @@ def refuse_drawing(step: str, run: Callable[[], Any]) -> CaptureError:
         sys.setprofile(before)
     where = f"{found[0]}: " if found else ""
     return CaptureError(
-        f"{where}{step} draws random numbers in Python (random, numpy.random, or a seed of torch's), and a captured step would keep "
-        "the first ones. Draw them with torch, as tensors (torch.rand, torch.randint, torch.bernoulli), "
+        f"{where}{step} draws random numbers in Python (random, numpy.random, or a seed of torch's), and a captured step would "
+        "keep the first ones. Draw them with torch, as tensors (torch.rand, torch.randint, torch.bernoulli), "
         "or in the collate function"
     )
 
