@@ -116,7 +116,7 @@ class Fit:
         self.optimizer.check_groups_stay()
         self.ownership.check_unwritten()
         prepared = self.engine.prepared(self._layout)
-        scale = self._scaling.scale
+        scale = self._scaling.scale / self._module.trainer.accumulate_grad_batches  # what `backward` will bring
         if self.recording is not None:
             self.recording.before(prepared)
         self.ownership.refresh()

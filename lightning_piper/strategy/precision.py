@@ -62,7 +62,7 @@ class LossScaling:
 
     @property
     def scale(self) -> float:
-        """What the loss of the current step will be multiplied with."""
+        """What the scaler will multiply the loss of the current step with."""
         return 1.0 if self._own is None else float(self._plugin.scaler.get_scale())
 
     def remove(self) -> None:
