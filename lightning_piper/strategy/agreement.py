@@ -26,6 +26,7 @@ from torch.utils.data import DataLoader, DistributedSampler
 
 from lightning_piper.capture import BatchLayout
 from lightning_piper.errors import PiperError
+from lightning_piper.strategy.settings import Settings, check_alike
 from lightning_piper.strategy.world import World
 
 SAMPLE = 2048  # elements of each tensor that enter the checksum
@@ -144,51 +145,63 @@ def agree_on_batch(world: World, key: object, leaves: Sequence[torch.Tensor], la
 
 
 class BatchCheck:
-    """Compares the batches of all processes: values within each replica, shapes everywhere."""
+    """Compares the batches of all processes: values within each replica, shapes everywhere. And how they train, which is the same
+    everywhere."""
 
     def __init__(self, world: World) -> None:
         self._world = world
         self._steps = 0
         self._layout: tuple[Any, ...] | None = None
         self._layout_sum = 0
-        self._running: tuple[dist.Work, torch.Tensor] | None = None
+        self._running: tuple[dist.Work, torch.Tensor, Settings] | None = None
         self._warned = False
 
-    def post(self, layout: BatchLayout, leaves: Sequence[torch.Tensor]) -> None:
+    @property
+    def reads(self) -> bool:
+        """Are values in the memory of a GPU compared with the next batch?"""
+        return self._steps == 1 or self._steps % ON_GPU_EVERY == 0
+
+    def post(self, layout: BatchLayout, leaves: Sequence[torch.Tensor], settings: Settings) -> None:
         """Begin to compare this step's batch, and finish with the last one's.
 
+        Args:
+            settings: how this process trains; what is known after a step comes with the next one.
+
         Raises:
-            PiperError: the batches differ.
+            PiperError: the batches or settings differ.
         """
         if self._world.size == 1:
             return
         self.finish()
         key = layout.key
-        changed = key != self._layout
-        if changed:
+        at_once = key != self._layout or self._steps == 1  # then the factors of `backward` are known
+        if key != self._layout:
             self._layout, self._layout_sum = key, zlib.crc32(repr(key).encode())
         data = _checksum(leaves, self._steps)
         self._steps += 1
         sums = [torch.iinfo(torch.int64).min] * 2 * self._world.count  # of each replica; the largest counts, and the smallest
         sums[2 * self._world.replica], sums[2 * self._world.replica + 1] = data, -data
-        message = torch.tensor([self._layout_sum, -self._layout_sum, *sums])
+        alike = zlib.crc32(repr(settings).encode())
+        message = torch.tensor([alike, -alike, self._layout_sum, -self._layout_sum, *sums])
         work = dist.all_reduce(message, op=dist.ReduceOp.MAX, group=self._world.host_group, async_op=True)
         assert work is not None
-        self._running = (work, message)
-        if changed:
+        self._running = (work, message, settings)
+        if at_once:
             self.finish()
 
     def finish(self) -> None:
         """Wait for the comparison that is under way.
 
         Raises:
-            PiperError: the batches differ.
+            PiperError: the batches or settings differ.
         """
         if self._running is None:
             return
-        (work, message), self._running = self._running, None
+        (work, message, settings), self._running = self._running, None
         work.wait()
-        layout, layout_low, *sums = message.tolist()
+        alike, alike_low, layout, layout_low, *sums = message.tolist()
+        if alike != -alike_low:  # all processes see it
+            check_alike(self._world.gather(settings))
         data, data_low = sums[::2], sums[1::2]
         apart = [r for r, (high, low) in enumerate(zip(data, data_low, strict=True)) if high != -low]
         if layout != -layout_low and self._world.count > 1:

@@ -31,6 +31,7 @@ class Bridge:
         # Gives the loss a gradient function also where a process has no parameters at all.
         self._anchor = torch.zeros((), device=device, requires_grad=True)
         self._kept: list[_Waiting] = []  # of the batches whose gradients are kept back
+        self._last: _Waiting | None = None
 
     def loss(self, value: torch.Tensor, grads: Mapping[str, torch.Tensor], scale: float = 1.0, kept: bool = False) -> torch.Tensor:
         """A loss of this value whose derivatives are `grads`, which belong to it from now on.
@@ -49,11 +50,21 @@ class Bridge:
                 "PiperStrategy: backward did not run on the loss of an earlier batch of this gradient accumulation, but its "
                 "gradients are in the sum already; call backward on every loss that the training step returns"
             )
-        waiting = _Waiting(value, [grads.get(name) for name in self._names], scale, self)
+        waiting = self._last = _Waiting(value, [grads.get(name) for name in self._names], scale, self)
         if kept:
             self._kept.append(waiting)
         result: torch.Tensor = _HandOut.apply(waiting, self._anchor, *self._params)
         return result
+
+    def factor(self, read: bool) -> float | None:
+        """What `backward` brought to the last loss, over what it was expected to bring; None if it did not run.
+
+        Args:
+            read: also from the memory of a GPU, for which the host must wait.
+        """
+        if self._last is None or self._last.factor is None or not (read or self._last.factor.device.type == "cpu"):
+            return None
+        return float(self._last.factor) / self._last.scale
 
     def check(self, last: _Waiting) -> None:
         """The batches whose gradients come with those of `last` had the same factor."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import lightning.pytorch as pl
@@ -20,6 +21,7 @@ from lightning_piper.strategy.evaluation import Evaluation, Standalone
 from lightning_piper.strategy.gradients import absent, mark
 from lightning_piper.strategy.optimizer import Names, ShardedOptimizer
 from lightning_piper.strategy.precision import GlobalNormClipping, LossScaling
+from lightning_piper.strategy.settings import settings_of
 from lightning_piper.strategy.suspension import check_devices, resume, suspend
 from lightning_piper.strategy.verification import Verify, verify_by_execution
 from lightning_piper.strategy.world import World
@@ -55,7 +57,8 @@ class Fit:
     ) -> None:
         self._module, self._world, self.seed = before.module, before.world, before.seed
         module, settings, world = before.module, before.settings, before.world
-        self._check = BatchCheck(world)
+        self._check, self._optimizer = BatchCheck(world), optimizer
+        self._factor: Callable[[bool], float | None] = lambda read: None  # of the last loss
         self.arrive(batch)
         before.close(failed=False)
         self.engine = Engine(module, self._layout, settings, world)
@@ -73,6 +76,7 @@ class Fit:
             self.engine.machine.check_held(program, alone=True)
         self._absent = absent(self.ownership, self.engine.first)
         self._bridge = Bridge(self.ownership.owned_params, world.device)
+        self._factor = self._bridge.factor
         self._epoch = -1
         self.running = True
         self.optimizer = ShardedOptimizer(optimizer, names, self.ownership, self.engine.first, world)
@@ -97,8 +101,14 @@ class Fit:
             batch: on this process's device.
         """
         self._leaves, self._layout = flatten(batch)
-        self._check.post(self._layout, self._leaves)
+        self._compare()
         self._fresh = True
+
+    def _compare(self) -> None:
+        """Is this batch the others', and has the last step been made as theirs? Collective."""
+        if self._world.size > 1:
+            read = self._check.reads
+            self._check.post(self._layout, self._leaves, settings_of(self._optimizer, self._factor(read), read))
 
     def step(self, number: int, epoch: int, last: bool = True) -> torch.Tensor:
         """Run the plan on the batch that has arrived: logs what the step logs, and returns its loss.
@@ -139,6 +149,7 @@ class Fit:
         if not failed:
             if self.recording is not None:
                 self.recording.close()
+            self._compare()  # the last step
             self._check.finish()
             self.ownership.end()
             self.engine.close()

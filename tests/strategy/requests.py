@@ -48,6 +48,31 @@ def refusals(run: Run) -> dict[str, str]:
         def configure_optimizers(self) -> Any:
             return Clipping([p for p in self.parameters() if p.requires_grad])
 
+    class Apart(Net):
+        """What the processes do differently, one thing at a time."""
+
+        def __init__(self, what: str) -> None:
+            super().__init__()
+            self.what = what
+
+        def by_rank(self, what: str, first: Any, second: Any) -> Any:
+            return second if what == self.what and self.global_rank == 1 else first
+
+        def configure_optimizers(self) -> Any:
+            params = [p for p in self.parameters() if p.requires_grad]
+            if self.by_rank("optimizer", False, True):
+                return torch.optim.SGD(params, lr=0.1)
+            cut = self.by_rank("group", 2, 3)
+            groups = [{"params": params[:cut]}, {"params": params[cut:], "betas": self.by_rank("betas", (0.8, 0.9), (0.8, 0.95))}]
+            return torch.optim.Adam(groups, lr=self.by_rank("rate", 0.1, 0.2))
+
+        def backward(self, loss: Any) -> None:
+            (loss * self.by_rank("factor", 2, 3)).backward()
+
+        def on_train_batch_end(self, outputs: Any, batch: Any, batch_idx: int) -> None:
+            if batch_idx == 2:
+                self.trainer.optimizers[0].param_groups[1]["lr"] = self.by_rank("later", 0.05, 0.06)
+
     class Adds(L.Callback):
         def on_train_batch_end(self, trainer: L.Trainer, module: Any, *args: Any) -> None:
             if trainer.global_step == 1:
@@ -90,6 +115,9 @@ def refusals(run: Run) -> dict[str, str]:
         "together": said(module=Together()),
         "penalty": said(module=Foreign()),
         "control": said(),
+        **{f"another {what}": said(module=Apart(what)) for what in ("optimizer", "group", "betas", "rate", "later", "factor")},
+        "another factor at the end": said(module=Apart("factor"), limit_train_batches=1),
+        "nothing else": said(module=Apart("nothing")),
     }
 
 

@@ -159,7 +159,7 @@ def scales_of(strategy: Any, accumulated: int) -> list[float]:
 
 
 def test_gradients_overflow_in_the_steps_in_which_they_do_on_one_device():
-    """Lightning divides a loss by the number of batches before it is scaled. Without microbatches: of these each is rounded by itself."""
+    """Lightning divides a loss by the number of batches before it is scaled. Without microbatches, which are rounded alone."""
     four, one = scales_of("auto", 4), scales_of("auto", 1)
     for accumulated, alone in ((4, four), (1, one)):
         assert scales_of(local(PROGRAM[:2]), accumulated) == alone
