@@ -11,6 +11,7 @@
   causal one, by its values, to choose a faster kernel. "Not that I know" is a right answer to any mask.
 - the text of the error with which `FakeTensorMode` refuses a tensor that has data.
 - `OpOverload._schema`: names, order and defaults of an operation's arguments.
+- `torch.nn.utils.clip_grad._get_total_norm`: what `clip_grad_norm_`, wherever it was imported, measures gradients with.
 - `Tensor._backward_hooks`, `Tensor._post_accumulate_grad_hooks`: what `register_hook` and its kin have registered.
 - `node.meta["partitioner_tag"]`: `is_backward` on nodes traced by autograd; `node.meta["seq_nr"]`: the same number on a
   forward operation and on the nodes of its backward.
@@ -20,12 +21,13 @@ from __future__ import annotations
 
 import contextlib
 import warnings
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
 import torch.fx.traceback as fx_traceback
 import torch.nn.modules.transformer as transformer
+import torch.nn.utils.clip_grad as clip_grad
 from torch import nn
 from torch._functorch._aot_autograd.descriptors import (
     BufferAOTInput,
@@ -62,6 +64,7 @@ __all__ = [
     "is_random",
     "operands",
     "sequence_number",
+    "total_norm_replaced",
     "warn_if_newer_torch",
 ]
 
@@ -121,6 +124,17 @@ def is_foreign_tensor(error: Exception) -> bool:
 def has_gradient_hooks(tensor: torch.Tensor) -> bool:
     """Is a function registered that sees, or changes, the tensor's gradient?"""
     return bool(tensor._backward_hooks) or bool(getattr(tensor, "_post_accumulate_grad_hooks", None))
+
+
+@contextlib.contextmanager
+def total_norm_replaced(replacement: Callable[..., torch.Tensor]) -> Iterator[Callable[..., torch.Tensor]]:
+    """Let `torch.nn.utils.clip_grad_norm_` and `torch.nn.utils.get_total_norm` use another norm; gives torch's own."""
+    own = clip_grad._get_total_norm
+    clip_grad._get_total_norm = torch.nn.utils.get_total_norm = replacement
+    try:
+        yield own
+    finally:
+        clip_grad._get_total_norm = torch.nn.utils.get_total_norm = own
 
 
 def operands(node: torch.fx.Node) -> list[Any]:

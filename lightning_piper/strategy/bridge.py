@@ -15,6 +15,7 @@ from typing import Any
 import torch
 
 from lightning_piper.errors import ExecutionError, PiperError
+from lightning_piper.strategy.gradients import mark
 
 
 class Bridge:
@@ -23,11 +24,18 @@ class Bridge:
     Args:
         params: by name; those that the plan updates.
         device: of the losses.
+        absent: those whose gradients are elsewhere, which `backward` says of them.
     """
 
-    def __init__(self, params: Mapping[str, torch.nn.Parameter], device: torch.device) -> None:
-        trained = {name: x for name, x in params.items() if x.requires_grad}
-        self._names, self._params = tuple(trained), tuple(trained.values())
+    def __init__(
+        self,
+        params: Mapping[str, torch.nn.Parameter],
+        device: torch.device,
+        absent: Mapping[str, torch.nn.Parameter] | None = None,
+    ) -> None:
+        self.absent = absent or {}
+        self.trained = {name: x for name, x in params.items() if x.requires_grad}
+        self._names, self._params = tuple(self.trained), tuple(self.trained.values())
         # Gives the loss a gradient function also where a process has no parameters at all.
         self._anchor = torch.zeros((), device=device, requires_grad=True)
         self._kept: list[_Waiting] = []  # of the batches whose gradients are kept back
@@ -55,6 +63,10 @@ class Bridge:
             self._kept.append(waiting)
         result: torch.Tensor = _HandOut.apply(waiting, self._anchor, *self._params)
         return result
+
+    def keeps(self) -> bool:
+        """Are gradients of the batches so far kept back?"""
+        return bool(self._kept)
 
     def factor(self, read: bool) -> float | None:
         """What `backward` brought to the last loss, over what it was expected to bring; None if it did not run.
@@ -98,6 +110,7 @@ class _Waiting:
         grads, self._grads = self._grads, None
         self.factor = factor
         self._bridge.check(self)
+        mark(self._bridge.absent, self._bridge.trained)
         # Looking at a value on a GPU would make the host wait for it; multiplying by one does not.
         if factor.device.type != "cpu" or factor.item() != self.scale:
             ratio = factor.double() / self.scale

@@ -16,11 +16,12 @@ from lightning_piper.profile import PiperProfiler, Recording, Schedule, wanted
 from lightning_piper.strategy.agreement import BatchCheck
 from lightning_piper.strategy.bridge import Bridge
 from lightning_piper.strategy.checks import check_runs_once, check_stays_captured, switches
+from lightning_piper.strategy.clipping import GlobalNorms
 from lightning_piper.strategy.engine import Engine
 from lightning_piper.strategy.evaluation import Evaluation, Standalone
-from lightning_piper.strategy.gradients import absent, mark
+from lightning_piper.strategy.gradients import absent
 from lightning_piper.strategy.optimizer import Names, ShardedOptimizer
-from lightning_piper.strategy.precision import GlobalNormClipping, LossScaling
+from lightning_piper.strategy.precision import LossScaling
 from lightning_piper.strategy.settings import settings_of
 from lightning_piper.strategy.suspension import check_devices, resume, suspend
 from lightning_piper.strategy.verification import Verify, verify_by_execution
@@ -74,14 +75,13 @@ class Fit:
         self.evaluation = Evaluation(module, self.engine.machine, settings, world, self.seed, self.engine.first.dag)
         for program in [*before.programs, *before.evaluation.programs]:
             self.engine.machine.check_held(program, alone=True)
-        self._absent = absent(self.ownership, self.engine.first)
-        self._bridge = Bridge(self.ownership.owned_params, world.device)
+        self._bridge = Bridge(self.ownership.owned_params, world.device, absent(self.ownership, self.engine.first))
         self._factor = self._bridge.factor
         self._epoch = -1
         self.running = True
         self.optimizer = ShardedOptimizer(optimizer, names, self.ownership, self.engine.first, world)
         self._scaling = LossScaling(plugin, optimizer, world)  # all processes skip the same steps
-        self._clipping = GlobalNormClipping(plugin, self.ownership, world) if world.size > 1 else None
+        self._norms = GlobalNorms(plugin, self.optimizer, self.ownership, self.engine.first, world, self._bridge.keeps)
 
     def record(self, profile: Schedule | bool | None) -> None:
         """Record the steps that the strategy's argument or the Trainer's profiler asks for."""
@@ -133,7 +133,6 @@ class Fit:
         result = self.engine.step(prepared, self._leaves, self.seed + number, scale, last)
         if self.recording is not None:
             self.recording.after(prepared, number)
-        mark(self._absent)
         prepared.replay(self._module, result.metrics)
         assert prepared.replay.dtype is not None
         value = result.metrics[0].to(prepared.replay.dtype, copy=True)
@@ -142,8 +141,7 @@ class Fit:
     def close(self, failed: bool) -> None:
         """End the fit; unless it failed, every process that had the whole module has it again. Collective, unless it failed."""
         self.running = False
-        if self._clipping is not None:
-            self._clipping.remove()
+        self._norms.remove()
         self._scaling.remove()
         resume(self._suspended)
         if not failed:

@@ -124,7 +124,7 @@ CASES: Cases = [
     Elsewhere("an optimizer that looks at all parameters together, which are on several processes",
               "Clipping updates a parameter otherwise when there are others", "PiperError", OPTIONS),
     Elsewhere("an optimizer of which no copy can be run", "it runs the closure more than once", "PiperError", OPTIONS),
-    Elsewhere("parameters in other groups in one process", "is in parameter group 1 on rank 0 and not on rank 1", "PiperError",
+    Elsewhere("parameters in other groups in one process", "is in parameter group 0 on rank 0 and not on rank 1", "PiperError",
               OPTIONS),
     Elsewhere("another learning rate in one process", "'lr' is 0.1 on rank 0, and 0.2 on rank 1", "PiperError", OPTIONS),
     Elsewhere("a gradient hook on a parameter that is sharded", "'inner.weight' has a gradient hook", "PiperError", SHARDS),

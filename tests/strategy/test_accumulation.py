@@ -76,6 +76,22 @@ def test_factors_that_cannot_be_told_apart_are_refused(kind, words):
     assert len(record.losses) == 1
 
 
+class Impatient(MLP):
+    def on_after_backward(self):
+        torch.nn.utils.clip_grad_norm_(self.parameters(), 1.0)
+
+
+def test_norms_of_gradients_that_are_kept_back():
+    run, record = trainer(local(dp2()), accumulate_grad_batches=2)
+    with pytest.raises(piper.PiperError, match="in the middle of a gradient accumulation"):
+        run.fit(Impatient(), vectors())
+    assert record.losses == []
+    run, record = trainer(local(), accumulate_grad_batches=2)  # nothing is kept back without replicas
+    run.fit(Impatient(), vectors())
+    assert record.losses
+    assert torch.nn.utils.get_total_norm is torch.nn.utils.clip_grad._get_total_norm
+
+
 def test_factors_may_differ_where_nothing_is_kept():
     run, record = trainer(local(), accumulate_grad_batches=2)
     run.fit(Weighted(), vectors())
