@@ -13,6 +13,7 @@
 - `OpOverload._schema`: names, order and defaults of an operation's arguments.
 - `torch._C._dynamo.guards.dict_version`: a number that differs after each write to a dict.
 - `UntypedStorage._cdata`: its address.
+- `torch.nn.utils.clip_grad._get_total_norm`: what `clip_grad_norm_`, wherever it was imported, measures gradients with.
 - `Tensor._backward_hooks`, `Tensor._post_accumulate_grad_hooks`: what `register_hook` and its kin have registered.
 - `node.meta["partitioner_tag"]`: `is_backward` on nodes traced by autograd; `node.meta["seq_nr"]`: the same number on a
   forward operation and on the nodes of its backward.
@@ -22,12 +23,13 @@ from __future__ import annotations
 
 import contextlib
 import warnings
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
 import torch.fx.traceback as fx_traceback
 import torch.nn.modules.transformer as transformer
+import torch.nn.utils.clip_grad as clip_grad
 from torch import nn
 from torch._C._dynamo.guards import dict_version
 from torch._functorch._aot_autograd.descriptors import (
@@ -67,6 +69,7 @@ __all__ = [
     "operands",
     "sequence_number",
     "storage_id",
+    "total_norm_replaced",
     "warn_if_newer_torch",
 ]
 
@@ -131,6 +134,17 @@ def has_gradient_hooks(tensor: torch.Tensor) -> bool:
 def storage_id(tensor: torch.Tensor) -> int:
     """Another number for other memory, also on the meta device, while the memory is there."""
     return int(tensor.untyped_storage()._cdata)
+
+
+@contextlib.contextmanager
+def total_norm_replaced(replacement: Callable[..., torch.Tensor]) -> Iterator[Callable[..., torch.Tensor]]:
+    """Let `torch.nn.utils.clip_grad_norm_` and `torch.nn.utils.get_total_norm` use another norm; gives torch's own."""
+    own = clip_grad._get_total_norm
+    clip_grad._get_total_norm = torch.nn.utils.get_total_norm = replacement
+    try:
+        yield own
+    finally:
+        clip_grad._get_total_norm = torch.nn.utils.get_total_norm = own
 
 
 def operands(node: torch.fx.Node) -> list[Any]:

@@ -26,6 +26,7 @@ from torch.utils.data import DataLoader, DistributedSampler
 
 from lightning_piper.capture import BatchLayout
 from lightning_piper.errors import PiperError
+from lightning_piper.strategy.settings import Settings, check_alike
 from lightning_piper.strategy.world import World
 
 SAMPLE = 2048  # elements of each tensor that enter the checksum
@@ -149,7 +150,8 @@ def agree_on_batch(
 
 
 class BatchCheck:
-    """Compares the batches of all processes: values within each replica, shapes everywhere."""
+    """Compares the batches of all processes: values within each replica, shapes everywhere. And how they train, which is the same
+    everywhere."""
 
     def __init__(self, world: World) -> None:
         self._world = world
@@ -159,19 +161,27 @@ class BatchCheck:
         self._others: BatchLayout | None = None  # the layout of the others, if theirs is not new
         self._changed = False
         self._captured = 0
-        self._running: tuple[dist.Work, torch.Tensor] | None = None
+        self._running: tuple[dist.Work, torch.Tensor, Settings] | None = None
         self._warned = False
 
-    def post(self, layout: BatchLayout, leaves: Sequence[torch.Tensor], captured: int = 0, state: int = 0) -> None:
+    @property
+    def reads(self) -> bool:
+        """Are values in the memory of a GPU compared with the next batch?"""
+        return self._steps == 1 or self._steps % ON_GPU_EVERY == 0
+
+    def post(
+        self, layout: BatchLayout, leaves: Sequence[torch.Tensor], settings: Settings, captured: int = 0, state: int = 0
+    ) -> None:
         """Begin to compare this step's batch, and finish with the last one's.
 
         Args:
             layout, leaves: of the batch.
+            settings: how this process trains; what is known after a step comes with the next one.
             captured: number of the capture that is to run; -1 for one that is to be made.
             state: checksum of what the step reads in Python.
 
         Raises:
-            PiperError: the batches differ.
+            PiperError: the batches or settings differ.
         """
         if self._world.size == 1:
             return
@@ -181,31 +191,34 @@ class BatchCheck:
             self._others, self._layout = self._layout, layout
             rest, shapes = (zlib.crc32(repr(part).encode()) for part in layout.key)
             self._sums = (shapes, rest)
-        waits = self._changed or captured < 0 or captured != self._captured
+        # In the second step the factors of `backward` are known.
+        at_once = self._changed or self._steps == 1 or captured < 0 or captured != self._captured
         self._captured = captured
         data = _checksum(leaves, self._steps)
         self._steps += 1
         sums = [torch.iinfo(torch.int64).min] * 2 * self._world.count  # of each replica; the largest counts, and the smallest
         sums[2 * self._world.replica], sums[2 * self._world.replica + 1] = data, -data
-        shapes, rest = self._sums
-        message = torch.tensor([-int(self._changed), shapes, -shapes, rest, -rest, state, -state, *sums])
+        (shapes, rest), alike = self._sums, zlib.crc32(repr(settings).encode())
+        message = torch.tensor([alike, -alike, -int(self._changed), shapes, -shapes, rest, -rest, state, -state, *sums])
         work = dist.all_reduce(message, op=dist.ReduceOp.MAX, group=self._world.host_group, async_op=True)
         assert work is not None
-        self._running = (work, message)
-        if waits:
+        self._running = (work, message, settings)
+        if at_once:
             self.finish()
 
     def finish(self) -> None:
         """Wait for the comparison that is under way.
 
         Raises:
-            PiperError: the batches differ.
+            PiperError: the batches or settings differ.
         """
         if self._running is None:
             return
-        (work, message), self._running = self._running, None
+        (work, message, settings), self._running = self._running, None
         work.wait()
-        old, shapes, shapes_low, rest, rest_low, state, state_low, *sums = message.tolist()
+        alike, alike_low, old, shapes, shapes_low, rest, rest_low, state, state_low, *sums = message.tolist()
+        if alike != -alike_low:  # all processes see it
+            check_alike(self._world.gather(settings))
         data, data_low = sums[::2], sums[1::2]
         apart = [r for r, (high, low) in enumerate(zip(data, data_low, strict=True)) if high != -low]
         what = "shapes" if shapes != -shapes_low else "numbers or strings" if rest != -rest_low else "values"

@@ -15,6 +15,7 @@ from typing import Any
 import torch
 
 from lightning_piper.errors import ExecutionError, PiperError
+from lightning_piper.strategy.gradients import mark
 
 
 class Bridge:
@@ -23,14 +24,22 @@ class Bridge:
     Args:
         params: by name; those that the plan updates.
         device: of the losses.
+        absent: those whose gradients are elsewhere, which `backward` says of them.
     """
 
-    def __init__(self, params: Mapping[str, torch.nn.Parameter], device: torch.device) -> None:
-        trained = {name: x for name, x in params.items() if x.requires_grad}
-        self._names, self._params = tuple(trained), tuple(trained.values())
+    def __init__(
+        self,
+        params: Mapping[str, torch.nn.Parameter],
+        device: torch.device,
+        absent: Mapping[str, torch.nn.Parameter] | None = None,
+    ) -> None:
+        self.absent = absent or {}
+        self.trained = {name: x for name, x in params.items() if x.requires_grad}
+        self._names, self._params = tuple(self.trained), tuple(self.trained.values())
         # Gives the loss a gradient function also where a process has no parameters at all.
         self._anchor = torch.zeros((), device=device, requires_grad=True)
         self._kept: list[_Waiting] = []  # of the batches whose gradients are kept back
+        self._last: _Waiting | None = None
 
     def loss(self, value: torch.Tensor, grads: Mapping[str, torch.Tensor], scale: float = 1.0, kept: bool = False) -> torch.Tensor:
         """A loss of this value whose derivatives are `grads`, which belong to it from now on.
@@ -49,11 +58,25 @@ class Bridge:
                 "PiperStrategy: backward did not run on the loss of an earlier batch of this gradient accumulation, but its "
                 "gradients are in the sum already; call backward on every loss that the training step returns"
             )
-        waiting = _Waiting(value, [grads.get(name) for name in self._names], scale, self)
+        waiting = self._last = _Waiting(value, [grads.get(name) for name in self._names], scale, self)
         if kept:
             self._kept.append(waiting)
         result: torch.Tensor = _HandOut.apply(waiting, self._anchor, *self._params)
         return result
+
+    def keeps(self) -> bool:
+        """Are gradients of the batches so far kept back?"""
+        return bool(self._kept)
+
+    def factor(self, read: bool) -> float | None:
+        """What `backward` brought to the last loss, over what it was expected to bring; None if it did not run.
+
+        Args:
+            read: also from the memory of a GPU, for which the host must wait.
+        """
+        if self._last is None or self._last.factor is None or not (read or self._last.factor.device.type == "cpu"):
+            return None
+        return float(self._last.factor) / self._last.scale
 
     def check(self, last: _Waiting) -> None:
         """The batches whose gradients come with those of `last` had the same factor."""
@@ -87,6 +110,7 @@ class _Waiting:
         grads, self._grads = self._grads, None
         self.factor = factor
         self._bridge.check(self)
+        mark(self._bridge.absent, self._bridge.trained)
         # Looking at a value on a GPU would make the host wait for it; multiplying by one does not.
         if factor.device.type != "cpu" or factor.item() != self.scale:
             ratio = factor.double() / self.scale

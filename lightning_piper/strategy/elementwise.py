@@ -7,25 +7,34 @@ nobody would notice.
 
 from __future__ import annotations
 
-import inspect
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import torch
-from lightning.pytorch.utilities.seed import isolate_rng
-from torch import Tensor, nn
+from torch import Tensor
 from torch.optim import Optimizer
 
-SHAPE, CUT = (6, 10), 25  # of the parameter that is tried, and where it is cut in two; the first piece ends within a row
-SCALES = (0.1, 1.0, 10.0, 1.0)  # of the gradients, one for each step
+from lightning_piper.strategy.trial import COURSES, Kind, Run, kinds_of, remade, run
+
+__all__ = ["NotElementwise", "StateKeys", "Untried", "remade", "sees_others", "state_keys"]
+
 # The same kernels may round an element differently at the end of a longer vector; a norm changes it by more than a tenth.
 RTOL, ATOL = 1e-9, 1e-12
+SINGLE = 1e-4  # what counts as equal in float32: whole parameters meet the same kernels
 
 
 class NotElementwise(Exception):
-    """The message says what was seen."""
+    """The message says what was seen. `param`: of the optimizer, at which it was seen; None if at none."""
+
+    def __init__(self, message: str, param: Tensor | None = None) -> None:
+        super().__init__(message)
+        self.param = param
+
+
+class Untried(Exception):
+    """No copy of the optimizer can be run. The message says why."""
 
 
 @dataclass(frozen=True)
@@ -50,116 +59,108 @@ class StateKeys:
         return key in self.cut or value.ndim > 0
 
 
-def remade(optimizer: Optimizer, groups: Sequence[Mapping[str, Any]]) -> Optimizer:
-    """A new optimizer of the same class and settings over other groups. Raises whatever the constructor raises."""
-    accepted = inspect.signature(type(optimizer)).parameters
-    anything = any(p.kind is inspect.Parameter.VAR_KEYWORD for p in accepted.values())
-    defaults = {k: v for k, v in optimizer.defaults.items() if anything or k in accepted}
-    made = type(optimizer)([dict(group) for group in groups], **defaults)
-    for name, value in vars(optimizer).items():  # settings that are kept beside the defaults
-        if name in vars(made) and isinstance(value, bool | int | float | str | None):
-            setattr(made, name, value)
-    return made
-
-
-def state_keys(optimizer: Optimizer, options: Mapping[str, Any], device: torch.device) -> StateKeys:
-    """Run copies of an optimizer on one parameter, whole and in pieces.
+def state_keys(optimizer: Optimizer, chosen: Sequence[Sequence[Tensor]], device: torch.device) -> StateKeys:
+    """Run copies of an optimizer on parameters like its own, whole and in pieces.
 
     Args:
         optimizer: left as it is.
-        options: of the group in question, without its parameters.
+        chosen: of each of its groups, the parameters that will be in pieces.
         device: to run on.
 
     Raises:
-        NotElementwise: pieces are not updated as the whole is.
+        NotElementwise: pieces are not updated as the whole is, or copies cannot be run.
     """
-    value, grads = _course(0)
-    parts = (slice(0, CUT), slice(CUT, math.prod(SHAPE)))
-    try:
-        whole, state = _trained(optimizer, options, value, grads, device)
-        pieces = [_trained(optimizer, options, value.flatten()[p], [g.flatten()[p] for g in grads], device) for p in parts]
-    except Exception as error:
-        raise NotElementwise(f"a copy of it, made of its defaults, fails with {type(error).__name__}: {error}") from error
-    _compare("the parameter", whole, [piece for piece, _ in pieces])
+    kinds = kinds_of(chosen)
+    keys = StateKeys()
+    for course in COURSES:
+        try:
+            whole = run(optimizer, kinds, course, device)
+            pieces = [_run_pieces(optimizer, kinds, whole, part, device) for part in range(2)]
+        except Exception as error:
+            raise NotElementwise(f"a copy of it fails with {type(error).__name__}: {error}") from error
+        for i, kind in enumerate(kinds):
+            try:
+                found = [(p.params[i], p.states[i]) for p in pieces if i in p.params]
+                keys |= _compared(kind, whole, i, found, len(whole.grads))
+            except NotElementwise as error:
+                raise NotElementwise(str(error), kind.like) from None
+    if both := keys.cut & keys.once:
+        raise NotElementwise(f"its state {min(both)!r} has a number for each element of some parameters, and not of others")
+    return keys
+
+
+def _run_pieces(optimizer: Optimizer, kinds: Sequence[Kind], whole: Run, part: int, device: torch.device) -> Run:
+    """The same with the first or the second piece of each parameter."""
+    starts = {i: piece for i, kind in enumerate(kinds) if (piece := _cut(whole.before[i], kind)[part]).numel()}
+    grads = [{i: _cut(step[i], kinds[i])[part] for i in starts} for step in whole.grads]
+    return run(optimizer, kinds, whole.course, device, starts, grads)
+
+
+def _cut(value: Tensor, kind: Kind) -> tuple[Tensor, Tensor]:
+    flat = value.flatten()
+    return flat[: kind.cut], flat[kind.cut :]
+
+
+def _compared(kind: Kind, whole: Run, i: int, pieces: Sequence[tuple[Tensor, dict[str, Any]]], steps: int) -> StateKeys:
+    """The keys of a parameter's state, which is that of its pieces, as is the parameter."""
+    after = f"after {steps} steps with gradients {whole.course.what}, of a parameter of shape {tuple(kind.like.shape)}"
+    _compare(f"{after}, the values differ", whole.params[i], [piece for piece, _ in pieces])
     cut, once = set(), set()
-    for key, kept in state.items():
+    for key, kept in whole.states[i].items():
         found = [piece.get(key) for _, piece in pieces]
-        if isinstance(kept, Tensor) and kept.shape == SHAPE:
-            _compare(f"its state {key!r}", kept, found)
+        if isinstance(kept, Tensor) and kept.shape == kind.shape and (math.prod(kind.shape) > 1 or kept.ndim > 0):
+            _compare(f"{after}, the state {key!r} differs", kept, found)
             cut.add(key)
-        else:
-            for other in found:
-                _compare(f"its state {key!r}", kept, [other])
+            continue
+        for other in found:
+            _compare(f"{after}, the state {key!r} differs", kept, [other])
+        if math.prod(kind.shape) > 1:
             once.add(key)
     return StateKeys(frozenset(cut), frozenset(once))
 
 
-def sees_others(optimizer: Optimizer, options: Mapping[str, Any], device: torch.device) -> bool:
-    """Does it update a parameter otherwise when there is another one? False also where this cannot be tried: for an optimizer that
-    cannot be made of its defaults, or draws random numbers.
-
-    Args:
-        optimizer, options, device: as for `state_keys`.
-    """
-    courses = [_course(0), _course(1)]
-    try:
-        together, again = (_steps(optimizer, options, courses, device, seed)[0] for seed in (0, 1))
-        apart = [_steps(optimizer, options, [course], device)[0][0] for course in courses]
-    except Exception:
-        return False
-    drawn = any(not torch.equal(x, y) for x, y in zip(together, again, strict=True))
-    return not drawn and any(not _close(x, y) for x, y in zip(together, apart, strict=True))
-
-
-def _course(seed: int) -> tuple[Tensor, list[Tensor]]:
-    """A parameter's values, and its gradients in some steps."""
-    generator = torch.Generator().manual_seed(seed)
-    value = torch.randn(SHAPE, dtype=torch.float64, generator=generator)
-    value[SHAPE[0] // 2 :] *= 5
-    return value, [scale * torch.randn(SHAPE, dtype=torch.float64, generator=generator) for scale in SCALES]
-
-
-def _trained(
-    optimizer: Optimizer, options: Mapping[str, Any], value: Tensor, grads: Sequence[Tensor], device: torch.device
-) -> tuple[Tensor, dict[str, Any]]:
-    """The parameter and its state after some steps."""
-    (param,), (state,) = _steps(optimizer, options, [(value, grads)], device)
-    return param, state
-
-
-def _steps(
-    optimizer: Optimizer,
-    options: Mapping[str, Any],
-    courses: Sequence[tuple[Tensor, Sequence[Tensor]]],
-    device: torch.device,
-    seed: int = 0,
-) -> tuple[list[Tensor], list[dict[str, Any]]]:
-    """The parameters and their states after some steps of a copy, with random numbers of their own."""
-    options = {k: v.detach().clone() if isinstance(v, Tensor) else v for k, v in options.items()}
-    if "lr" in options:  # a schedule may begin with 0
-        options["lr"] = torch.full_like(options["lr"], 0.01) if isinstance(options["lr"], Tensor) else 0.01
-    params = [nn.Parameter(value.clone().to(device)) for value, _ in courses]
-    with isolate_rng():
-        torch.manual_seed(seed)
-        copy = remade(optimizer, [{**options, "params": params}])
-        for grads in zip(*(grads for _, grads in courses), strict=True):
-            for param, grad in zip(params, grads, strict=True):
-                param.grad = grad.clone().to(device)
-            copy.step()
-    return [param.detach() for param in params], [copy.state[param] for param in params]
-
-
-def _close(x: Tensor, y: Tensor) -> bool:
-    return torch.allclose(x, y, rtol=RTOL, atol=ATOL, equal_nan=True)
-
-
 def _compare(what: str, whole: Any, pieces: Sequence[Any]) -> None:
     if isinstance(whole, Tensor):
-        flat = whole.flatten()
         if all(isinstance(piece, Tensor) for piece in pieces):
-            joined = torch.cat([piece.flatten() for piece in pieces])
-            if joined.shape == flat.shape and _close(joined, flat):
+            flat, joined = whole.flatten(), torch.cat([piece.flatten() for piece in pieces])
+            if joined.shape == flat.shape and torch.allclose(joined, flat, rtol=RTOL, atol=ATOL, equal_nan=True):
                 return
     elif all(type(piece) is type(whole) and piece == whole for piece in pieces):
         return
-    raise NotElementwise(f"after {len(SCALES)} steps, {what} differs between a whole parameter and its pieces")
+    raise NotElementwise(f"{what} between the whole and its pieces")
+
+
+def sees_others(optimizer: Optimizer, chosen: Sequence[Sequence[Tensor]], device: torch.device) -> bool:
+    """Does it update a parameter otherwise when there are others? False also for an optimizer that draws random numbers.
+
+    Args:
+        optimizer, device: as for `state_keys`.
+        chosen: of each of its groups, the parameters that it trains.
+
+    Raises:
+        Untried: copies of it cannot be run.
+    """
+    failure: Exception | None = None
+    for dtype in (torch.float64, torch.float32):  # there are optimizers for float32 alone
+        try:
+            return _sees_others(optimizer, kinds_of(chosen) * 2, device, dtype)
+        except Exception as error:
+            failure = failure or error
+    raise Untried(f"{type(failure).__name__}: {failure}") from failure
+
+
+def _sees_others(optimizer: Optimizer, kinds: Sequence[Kind], device: torch.device, dtype: torch.dtype) -> bool:
+    for course in COURSES:
+        together = run(optimizer, kinds, course, device, dtype=dtype)
+        if course is COURSES[0]:
+            again = run(optimizer, kinds, course, device, together.before, together.grads, seed=1)
+            if any(not torch.equal(x, again.params[i]) for i, x in together.params.items()):
+                return False  # of random numbers
+        for part in (range(len(kinds) // 2), range(len(kinds) // 2, len(kinds))):
+            grads = [{i: step[i] for i in part} for step in together.grads]
+            apart = run(optimizer, kinds, course, device, {i: together.before[i] for i in part}, grads)
+            rtol, atol = (RTOL, ATOL) if dtype == torch.float64 else (SINGLE, SINGLE)
+            close = (torch.allclose(x, together.params[i], rtol, atol, equal_nan=True) for i, x in apart.params.items())
+            if not all(close):
+                return True
+    return False

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import lightning.pytorch as pl
@@ -15,12 +16,14 @@ from lightning_piper.profile import PiperProfiler, Recording, Schedule, wanted
 from lightning_piper.strategy.agreement import BatchCheck
 from lightning_piper.strategy.bridge import Bridge
 from lightning_piper.strategy.checks import check_runs_once
+from lightning_piper.strategy.clipping import GlobalNorms
 from lightning_piper.strategy.engine import Engine
 from lightning_piper.strategy.evaluation import Evaluation, Standalone
-from lightning_piper.strategy.gradients import absent, mark
+from lightning_piper.strategy.gradients import absent
 from lightning_piper.strategy.identities import Identities
 from lightning_piper.strategy.optimizer import Names, ShardedOptimizer
-from lightning_piper.strategy.precision import GlobalNormClipping, LossScaling
+from lightning_piper.strategy.precision import LossScaling
+from lightning_piper.strategy.settings import settings_of
 from lightning_piper.strategy.suspension import check_devices, resume, suspend
 from lightning_piper.strategy.verification import Verify, verify_by_execution
 from lightning_piper.strategy.world import World
@@ -56,9 +59,10 @@ class Fit:
     ) -> None:
         self._module, self._world, self.seed = before.module, before.world, before.seed
         module, settings, world = before.module, before.settings, before.world
-        self._check = BatchCheck(world)
+        self._check, self._optimizer = BatchCheck(world), optimizer
+        self._factor: Callable[[bool], float | None] = lambda read: None  # of the last loss
         self.arrive(batch)
-        self._check.post(self._layout, self._leaves)
+        self._compare()
         before.close(failed=False)
         self.engine = Engine(module, self._layout, settings, world)
         if not settings.local:
@@ -73,13 +77,13 @@ class Fit:
         for program in [*before.programs, *before.evaluation.programs]:
             self.engine.machine.check_held(program, alone=True)
         self._identities = Identities(self.ownership)
-        self._absent = absent(self.ownership, self.engine.first)
-        self._bridge = Bridge(self.ownership.owned_params, world.device)
+        self._bridge = Bridge(self.ownership.owned_params, world.device, absent(self.ownership, self.engine.first))
+        self._factor = self._bridge.factor
         self._epoch = -1
         self.running = True
         self.optimizer = ShardedOptimizer(optimizer, names, self.ownership, self.engine.first, world)
         self._scaling = LossScaling(plugin, optimizer, world)  # all processes skip the same steps
-        self._clipping = GlobalNormClipping(plugin, self.ownership, world) if world.size > 1 else None
+        self._norms = GlobalNorms(plugin, self.optimizer, self.ownership, self.engine.first, world, self._bridge.keeps)
 
     def record(self, profile: Schedule | bool | None) -> None:
         """Record the steps that the strategy's argument or the Trainer's profiler asks for."""
@@ -99,7 +103,19 @@ class Fit:
             batch: on this process's device.
         """
         self._leaves, self._layout = flatten(batch)
-        self._fresh = True
+        self._fresh, self._posted = True, False
+
+    def _compare(self, captured: int = 0, state: int = 0) -> None:
+        """Is this batch the others', does the step read what theirs does, and has the last one been made as theirs? Collective.
+
+        Args:
+            captured, state: as in `BatchCheck.post`.
+        """
+        self._posted = True
+        if self._world.size > 1:
+            read = self._check.reads
+            settings = settings_of(self._optimizer, self._factor(read), read)
+            self._check.post(self._layout, self._leaves, settings, captured, state)
 
     def step(self, number: int, batch_idx: int, epoch: int, last: bool = True) -> torch.Tensor:
         """Run the plan on the batch that has arrived: logs what the step logs, and returns its loss.
@@ -116,18 +132,18 @@ class Fit:
         self.ownership.check_unwritten()
         self._identities.follow()
         variants, captured = self.engine.variants, self.engine.find(self._layout, batch_idx)
-        self._check.post(self._layout, self._leaves, variants.number, variants.state(captured))
+        if not self._posted or variants.number != 0:  # the first batch was compared before it was captured
+            self._compare(variants.number, variants.state(captured))
         prepared = self.engine.prepared(self._layout, captured)
         variants.ran(prepared.compiled, first_of_epoch=epoch != self._epoch)
         self._epoch = epoch
-        scale = self._scaling.scale
+        scale = self._scaling.scale / self._module.trainer.accumulate_grad_batches  # what `backward` will bring
         if self.recording is not None:
             self.recording.before(prepared)
         self.ownership.refresh()
         result = self.engine.step(prepared, self._leaves, self.seed + number, scale, last)
         if self.recording is not None:
             self.recording.after(prepared, number)
-        mark(self._absent)
         prepared.replay(self._module, result.metrics)
         assert prepared.replay.dtype is not None
         value = result.metrics[0].to(prepared.replay.dtype, copy=True)
@@ -136,13 +152,13 @@ class Fit:
     def close(self, failed: bool) -> None:
         """End the fit; unless it failed, every process that had the whole module has it again. Collective, unless it failed."""
         self.running = False
-        if self._clipping is not None:
-            self._clipping.remove()
+        self._norms.remove()
         self._scaling.remove()
         resume(self._suspended)
         if not failed:
             if self.recording is not None:
                 self.recording.close()
+            self._compare()  # the last step
             self._check.finish()
             self.engine.variants.tell()
             self.ownership.end()

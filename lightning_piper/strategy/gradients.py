@@ -26,6 +26,7 @@ class Elsewhere(torch.Tensor):
     """A gradient without values, of a parameter without values. It has a shape and a dtype, and an error for everything else."""
 
     of_parameter: str
+    zeroed = False
 
     @staticmethod
     def of(param: torch.Tensor, name: str) -> Elsewhere:
@@ -37,6 +38,8 @@ class Elsewhere(torch.Tensor):
     def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         attribute = getattr(getattr(func, "__self__", None), "__name__", None)
         if func.__name__ in _ALLOWED or (func.__name__ == "__get__" and attribute not in _VALUES):
+            if func.__name__ == "zero_":
+                args[0].zeroed = True
             with torch._C.DisableTorchFunctionSubclass():
                 return func(*args, **(kwargs or {}))
         raise PiperError(
@@ -65,11 +68,18 @@ def absent(ownership: Ownership, compiled: Compiled) -> dict[str, torch.nn.Param
     return {name: x for name, x in ownership.params.items() if x.is_meta and x.requires_grad and name in used}
 
 
-def mark(params: Mapping[str, torch.nn.Parameter]) -> None:
-    """Give these parameters gradients that are elsewhere."""
+def mark(params: Mapping[str, torch.nn.Parameter], pieces: Mapping[str, torch.Tensor]) -> None:
+    """Give these parameters gradients that are elsewhere, before the next ones come.
+
+    Args:
+        pieces: of some, with the gradients of their own. Where the parameter's was zeroed (`module.zero_grad()`), so is theirs.
+    """
     for name, param in params.items():
-        if param.grad is None:
-            param.grad = Elsewhere.of(param, name)
+        if isinstance(param.grad, Elsewhere) and not param.grad.zeroed:
+            continue
+        param.grad = Elsewhere.of(param, name)
+        if name in pieces:
+            pieces[name].grad = None
 
 
 def grad_norm(module: pl.LightningModule, norm_type: float | str = 2, group_separator: str = "/") -> dict[str, torch.Tensor]:

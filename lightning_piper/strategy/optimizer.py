@@ -17,7 +17,7 @@ from lightning_piper.compiler import Compiled
 from lightning_piper.errors import PiperError
 from lightning_piper.ir.buckets import flattened, view_as
 from lightning_piper.ir.nodes import Chunk, Parameters
-from lightning_piper.strategy.elementwise import NotElementwise, StateKeys, remade, sees_others, state_keys
+from lightning_piper.strategy.elementwise import NotElementwise, StateKeys, Untried, remade, sees_others, state_keys
 from lightning_piper.strategy.layout import Piece
 from lightning_piper.strategy.materialize import places_of, tensor_at
 from lightning_piper.strategy.ownership import Ownership, parts_of
@@ -109,40 +109,59 @@ class ShardedOptimizer:
 
     def _check_whole(self) -> None:
         """An optimizer that was in a fit before this one has been cut down already. Collective."""
-        differ = any(names != self.names for names in self._world.gather(self.names))
-        if differ or not any(name for names in self.names for name in names):
+        found = self._world.gather(self.names)
+        where = next((
+            f" ({name!r} is in parameter group {group} on rank {one} and not on rank {other})"
+            for rank in range(1, len(found)) for one, other in ((0, rank), (rank, 0))
+            for group, names in enumerate(found[one]) for name in names
+            if name is not None and (group >= len(found[other]) or name not in found[other][group])
+        ), "")  # fmt: skip
+        if any(names != self.names for names in found) or not any(name for names in self.names for name in names):
             raise PiperError(
-                "PiperStrategy: the optimizer is over none of the module's parameters, or over others in each process. Make a new "
-                "one in configure_optimizers for each fit, of the parameters that the module has then: a fit cuts it down to what "
-                "each process holds"
+                f"PiperStrategy: the optimizer is over none of the module's parameters, or over others in each process{where}. "
+                "Make a new one in configure_optimizers for each fit, of the parameters that the module has then: a fit cuts it "
+                "down to what each process holds"
             )
 
     def _check_alone(self) -> None:
         """The processes have different parameters. All processes find the same."""
-        found = [{k: v for k, v in group.items() if k not in ("params", "param_names")} for group in self.optimizer.param_groups]
-        for options in {repr(options): options for options in found}.values():
-            if sees_others(self.optimizer, options, self._world.device):
-                raise PiperError(
-                    f"PiperStrategy: {type(self.optimizer).__name__} updates a parameter otherwise when there are others, so it "
-                    "must see all of them, but each process has those of its stage. Use an optimizer that treats each parameter "
-                    "on its own (SGD, AdamW, Muon, ...); gradients are clipped with Trainer(gradient_clip_val=...)"
-                )
+        name = type(self.optimizer).__name__
+        try:
+            together = sees_others(self.optimizer, self._of_groups(), self._world.device)
+        except Untried as error:
+            raise PiperError(
+                f"PiperStrategy: {name} must treat each parameter on its own, for each process has those of its stage, but this "
+                f"cannot be tried: a copy of it fails with {error}. Let it be made of its defaults, and let its step need no more "
+                "than gradients; or use another one (SGD, AdamW, Muon, ...)"
+            ) from error.__cause__
+        if together:
+            raise PiperError(
+                f"PiperStrategy: {name} updates a parameter otherwise when there are others, so it must see all of them, but each "
+                "process has those of its stage. Use an optimizer that treats each parameter on its own (SGD, AdamW, Muon, ...); "
+                "gradients are clipped with Trainer(gradient_clip_val=...)"
+            )
 
     def _checked(self, compiled: Compiled) -> StateKeys:
         """What the state of parameters in pieces consists of. All processes find the same."""
-        keys = StateKeys()
-        tried: set[str] = set()
-        for group, names in zip(self.optimizer.param_groups, self.names, strict=True):
-            sharded = next((n for n in names if n is not None and self._ownership.layout.is_sharded(n)), None)
-            options = {k: v for k, v in group.items() if k not in ("params", "param_names")}
-            if sharded is None or repr(options) in tried:
-                continue
-            tried.add(repr(options))
-            try:
-                keys |= state_keys(self.optimizer, options, self._world.device)
-            except NotElementwise as error:
-                raise PiperError(_refusal(type(self.optimizer).__name__, str(error), sharded, compiled)) from error.__cause__
-        return keys
+        is_sharded = self._ownership.layout.is_sharded
+        sharded = {name: x for name, x in self._ownership.params.items() if is_sharded(name)}
+        found = [name for names in self.names for name in names if name in sharded]
+        if not found:
+            return StateKeys()
+        try:
+            return state_keys(self.optimizer, self._of_groups(sharded), self._world.device)
+        except NotElementwise as error:
+            name = next((name for name in found if sharded[name] is error.param), found[0])
+            raise PiperError(_refusal(type(self.optimizer).__name__, str(error), name, compiled)) from error.__cause__
+
+    def _of_groups(self, only: Mapping[str, Tensor] | None = None) -> list[list[Tensor]]:
+        """The parameters of each group, in their full shapes. `only`: of the module, these and no others."""
+        params = self._ownership.params if only is None else only
+        return [
+            [p if name is None else params[name] for p, name in zip(group["params"], names, strict=True)
+             if (only is None if name is None else name in params)]
+            for group, names in zip(self.optimizer.param_groups, self.names, strict=True)
+        ]  # fmt: skip
 
     def _make_state(self, lacking: set[Tensor]) -> None:
         """What an optimizer makes when it is constructed, for tensors that are here only now."""

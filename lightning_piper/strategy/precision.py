@@ -1,5 +1,5 @@
-"""Precisions that a captured step can be trained in, and what all processes must agree on: the norm that gradients are clipped by,
-and whether a step is skipped because gradients overflowed."""
+"""Precisions that a captured step can be trained in, and what all processes must agree on: whether a step is skipped because
+gradients overflowed."""
 
 from __future__ import annotations
 
@@ -11,7 +11,6 @@ from torch.distributed.fsdp.sharded_grad_scaler import ShardedGradScaler
 from torch.optim import Optimizer
 
 from lightning_piper.errors import PiperError
-from lightning_piper.strategy.ownership import Ownership
 from lightning_piper.strategy.world import World
 
 ACCEPTED = "'32-true', '64-true', 'bf16-true', 'bf16-mixed' and '16-mixed'"
@@ -62,7 +61,7 @@ class LossScaling:
 
     @property
     def scale(self) -> float:
-        """What the loss of the current step will be multiplied with."""
+        """What the scaler will multiply the loss of the current step with."""
         return 1.0 if self._own is None else float(self._plugin.scaler.get_scale())
 
     def remove(self) -> None:
@@ -71,32 +70,3 @@ class LossScaling:
             if self._own.is_enabled():
                 self._own.load_state_dict(self._plugin.scaler.state_dict())
             self._plugin.scaler = self._own
-
-
-class GlobalNormClipping:
-    """Makes `clip_grad_by_norm` of a precision plugin measure the gradients of all processes.
-
-    On the plugin itself, for users' `configure_gradient_clipping` reaches it there too. Each element counts once: of tied
-    parameters, of replicas, and of shards.
-    """
-
-    def __init__(self, plugin: Precision, ownership: Ownership, world: World) -> None:
-        self._plugin, self._ownership, self._world = plugin, ownership, world
-        self._names = {id(x): name for name, x in ownership.owned_params.items()}
-        plugin.clip_grad_by_norm = self._clip  # type: ignore[method-assign]
-
-    def remove(self) -> None:
-        self._plugin.__dict__.pop("clip_grad_by_norm", None)
-
-    def _clip(self, optimizer: Optimizer, clip_val: int | float) -> None:
-        params = [p for p in self._plugin.main_params(optimizer) if p.grad is not None]
-        grads = [p.grad for p in params if self._counts(p)]
-        own = torch.nn.utils.get_total_norm(grads).to(self._world.device, torch.float64)  # type: ignore[arg-type]
-        total = self._world.sum(own.square()).sqrt()
-        if params:
-            dtype = params[0].grad.dtype  # type: ignore[union-attr]
-            torch.nn.utils.clip_grads_with_norm_(params, clip_val, total.to(dtype))
-
-    def _counts(self, param: Any) -> bool:
-        name = self._names.get(id(param))
-        return self._world.leads if name is None else self._ownership.speaks_for(name)

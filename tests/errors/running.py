@@ -55,6 +55,12 @@ def forgotten() -> None:
     fit(module, directives=[*GROUPS, SPLIT, REPLICATE], accumulate_grad_batches=2)
 
 
+def impatient() -> None:
+    line = "def on_after_backward(self):\n        nn.utils.clip_grad_norm_(self.parameters(), 1.0)"
+    module = net("pass", ("def configure_optimizers", f"{line}\n\n    def configure_optimizers"))
+    fit(module, directives=[*GROUPS, SPLIT, REPLICATE], accumulate_grad_batches=2)
+
+
 def twice() -> None:
     loss = Bridge({"a": torch.zeros(3, requires_grad=True)}, torch.device("cpu")).loss(torch.tensor(1.0), {"a": torch.ones(3)})
     loss.backward(retain_graph=True)
@@ -84,6 +90,18 @@ CASES: Cases = [
     Case("a later batch has no samples", lambda: fit(data=Batches([batch(8), batch(0)]), directives=PLACES)),
     Elsewhere("a hook changes a parameter in place that is in pieces", "parameter 'first.0.weight' was changed in place",
               "PiperError", "tests/strategy/test_options.py::test_parameters_in_pieces_changed_in_place"),
+    Case("torch is asked for the norm of gradients in the middle of an accumulation", impatient),
+    Elsewhere("a hook asks torch for the norm of a part of the gradients, over processes",
+              "norm of some of the gradients that this process has", "PiperError", "tests/strategy/test_options.py::test_refusals"),
+    Elsewhere("a hook asks torch for norms of other groups in each process",
+              "processes asked torch for norms of gradients of different groups", "PiperError",
+              "tests/strategy/test_options.py::test_refusals"),
+    Elsewhere("a learning rate is changed in one process",
+              "'lr' of the optimizer's parameter group 1 is 0.05 on rank 0, and 0.06 on rank 1", "PiperError",
+              "tests/strategy/test_options.py::test_refusals"),
+    Elsewhere("`backward` multiplies the loss by another factor in one process",
+              "the factor that backward brought to the last loss is 2.0 on rank 0, and 3.0 on rank 1", "PiperError",
+              "tests/strategy/test_options.py::test_refusals"),
     Elsewhere("stages draw different batches", "drew different batches (other values) in training batch 0", "PiperError",
               "tests/strategy/test_fit_processes.py::test_processes_refuse_together"),
     Elsewhere("a batch of other shapes in one process", "the processes drew different batches (other shapes) in training batch 2",

@@ -70,3 +70,195 @@ class Noisy(torch.optim.SGD):
         for p in self.param_groups[0]["params"]:
             p.add_(torch.randn_like(p))
         return loss
+
+
+class Ruled(torch.optim.Optimizer):
+    """SGD by a rule of its own: `change` gives a parameter's step from the gradient. Counts in `state["step"]`."""
+
+    def __init__(self, params: Any, lr: float = 0.01) -> None:
+        super().__init__(params, {"lr": lr})
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> Any:  # type: ignore[override]
+        loss = closure() if closure is not None else None
+        for group in self.param_groups:
+            for p in group["params"]:
+                if p.grad is not None:
+                    state = self.state[p]
+                    state["step"] = state.get("step", 0) + 1
+                    p.sub_(self.change(p, p.grad, state), alpha=group["lr"])
+        return loss
+
+    def change(self, p: torch.Tensor, grad: torch.Tensor, state: dict[str, Any]) -> torch.Tensor:
+        return grad
+
+
+class Centralised(Ruled):
+    """Gradients of convolutions have a mean of zero in each channel (Yong et al., 2020)."""
+
+    def change(self, p: torch.Tensor, grad: torch.Tensor, state: dict[str, Any]) -> torch.Tensor:
+        return grad - grad.mean(tuple(range(1, grad.ndim)), keepdim=True) if grad.ndim > 2 else grad
+
+
+class Projected(Ruled):
+    """Steps at right angles to a weight, where the gradient nearly is (SGDP; Heo et al., 2021)."""
+
+    def change(self, p: torch.Tensor, grad: torch.Tensor, state: dict[str, Any]) -> torch.Tensor:
+        if p.ndim < 2:
+            return grad
+        for view in (p.flatten(1), p.reshape(1, -1)):
+            along = torch.nn.functional.cosine_similarity(view, grad.reshape(view.shape), dim=1).abs()
+            if along.max() < 0.1 / view.shape[1] ** 0.5:
+                unit = view / view.norm(dim=1, keepdim=True)
+                momentum = state.get("momentum", torch.ones_like(p)) + grad
+                return (momentum.reshape(view.shape) - (unit * momentum.reshape(view.shape)).sum(1, True) * unit).view_as(p)
+        return grad
+
+
+class InBlocks(Ruled):
+    """Keeps the momentum of many elements in eight bits, with a scale for each block (Dettmers et al., 2022)."""
+
+    def change(self, p: torch.Tensor, grad: torch.Tensor, state: dict[str, Any]) -> torch.Tensor:
+        momentum = 0.9 * state.get("momentum", torch.zeros_like(p)) + grad
+        state["momentum"] = momentum
+        if p.numel() >= 4096:
+            blocks = torch.nn.functional.pad(momentum.flatten(), (0, -p.numel() % 256)).view(-1, 256)
+            scale = blocks.abs().amax(1, keepdim=True).clamp_min(1e-12)
+            kept = (blocks / scale * 127).round() / 127 * scale
+            state["momentum"] = kept.flatten()[: p.numel()].view_as(p)
+        return momentum
+
+
+class Bounded(Ruled):
+    """No step is longer than a million."""
+
+    def change(self, p: torch.Tensor, grad: torch.Tensor, state: dict[str, Any]) -> torch.Tensor:
+        return grad * (1e5 / grad.norm()).clamp_max(1.0)
+
+
+class Lifted(Ruled):
+    """No step is shorter than a hundredth."""
+
+    def change(self, p: torch.Tensor, grad: torch.Tensor, state: dict[str, Any]) -> torch.Tensor:
+        return grad * (0.01 / grad.norm()).clamp_min(1.0)
+
+
+class Lars(Ruled):
+    """Matrices have steps by the ratio of norms, of one at most (You et al., 2017)."""
+
+    def change(self, p: torch.Tensor, grad: torch.Tensor, state: dict[str, Any]) -> torch.Tensor:
+        return grad * (p.norm() / grad.norm()).clamp_max(1.0) if p.ndim > 1 else grad
+
+
+class WarmedUp(Ruled):
+    """Steps of bounded length after the tenth."""
+
+    def change(self, p: torch.Tensor, grad: torch.Tensor, state: dict[str, Any]) -> torch.Tensor:
+        return grad / grad.norm() if state["step"] > 10 else grad
+
+
+class Skipping(Ruled):
+    """Momentum that rests where there is no gradient, as of rows of an embedding that no token needed."""
+
+    def change(self, p: torch.Tensor, grad: torch.Tensor, state: dict[str, Any]) -> torch.Tensor:
+        if grad.any():
+            state["momentum"] = 0.9 * state.get("momentum", torch.ones_like(p)) + grad
+            return state["momentum"]
+        return grad
+
+
+class Factored(Ruled):
+    """Large matrices have second moments of rows alone (Shazeer and Stern, 2018)."""
+
+    def change(self, p: torch.Tensor, grad: torch.Tensor, state: dict[str, Any]) -> torch.Tensor:
+        large = p.ndim == 2 and min(p.shape) >= 128
+        return grad / (grad.square().mean(1, keepdim=True).sqrt() if large else grad.abs()).clamp_min(1e-12)
+
+
+class Chosen(Ruled):
+    """Norms count where a mark on the parameter says so."""
+
+    def change(self, p: torch.Tensor, grad: torch.Tensor, state: dict[str, Any]) -> torch.Tensor:
+        return grad / grad.norm() if getattr(p, "normalised", False) else grad
+
+
+class Lion(Ruled):
+    """Signs of momentum (Chen et al., 2023)."""
+
+    def change(self, p: torch.Tensor, grad: torch.Tensor, state: dict[str, Any]) -> torch.Tensor:
+        before = state.setdefault("exp_avg", torch.zeros_like(p))
+        found = (0.9 * before + 0.1 * grad).sign() + 0.01 * p
+        state["exp_avg"] = 0.99 * before + 0.01 * grad
+        return found
+
+
+class Adan(Ruled):
+    """Also averages the differences of gradients (Xie et al., 2022)."""
+
+    def change(self, p: torch.Tensor, grad: torch.Tensor, state: dict[str, Any]) -> torch.Tensor:
+        zero, last = torch.zeros_like(p), state.get("last", grad)
+        m, d = 0.98 * state.get("m", zero) + 0.02 * grad, 0.92 * state.get("d", zero) + 0.08 * (grad - last)
+        n = 0.99 * state.get("n", zero) + 0.01 * (grad + 0.92 * (grad - last)).square()
+        state.update(m=m, d=d, n=n, last=grad.clone())
+        return (m + 0.92 * d) / (n.sqrt() + 1e-8) + 0.02 * p
+
+
+class Lookahead(torch.optim.Optimizer):
+    """Around another optimizer, whose every fifth step goes halfway back (Zhang et al., 2019)."""
+
+    def __init__(self, inner: torch.optim.Optimizer) -> None:
+        self.inner, self.count = inner, 0
+        self.defaults, self.param_groups, self.state = inner.defaults, inner.param_groups, inner.state
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> Any:  # type: ignore[override]
+        loss = self.inner.step(closure)
+        self.count += 1
+        for p in (p for group in self.param_groups for p in group["params"]):
+            slow = self.state[p].setdefault("slow", p.clone())
+            if self.count % 5 == 0:
+                slow.lerp_(p, 0.5)
+                p.copy_(slow)
+        return loss
+
+
+class Distant(torch.optim.Optimizer):
+    """Steps are as long as all parameters together have gone (DoG; in spirit D-Adaptation and Prodigy)."""
+
+    def __init__(self, params: Any, lr: float = 1.0) -> None:
+        super().__init__(params, {"lr": lr})
+        self.far, self.sum = 1e-3, 0.0
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> Any:  # type: ignore[override]
+        loss = closure() if closure is not None else None
+        params = [p for group in self.param_groups for p in group["params"]]
+        gone = sum(float((p - self.state[p].setdefault("first", p.clone())).square().sum()) for p in params) ** 0.5
+        self.far, self.sum = max(self.far, gone), self.sum + sum(float(p.grad.square().sum()) for p in params)
+        for p in params:
+            p.sub_(p.grad, alpha=self.far / self.sum**0.5)
+        return loss
+
+
+class OfMatrices(torch.optim.Optimizer):
+    """Matrices are clipped together, by a norm that only large gradients have."""
+
+    def __init__(self, params: Any, lr: float = 0.01) -> None:
+        super().__init__(params, {"lr": lr})
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> Any:  # type: ignore[override]
+        loss = closure() if closure is not None else None
+        params = [p for group in self.param_groups for p in group["params"]]
+        torch.nn.utils.clip_grad_norm_([p for p in params if p.ndim > 1], 1e5)
+        torch._foreach_sub_(params, [0.01 * p.grad for p in params])
+        return loss
+
+
+class Unmade(torch.optim.SGD):
+    """Cannot be made from its defaults, nor copied."""
+
+    def __init__(self, params: Any, schedule: Any) -> None:
+        super().__init__(params, lr=0.1)
+        self.schedule = iter(range(5) if schedule is None else schedule)
+        self.draws = (x for x in self.schedule)

@@ -14,6 +14,7 @@ import torch
 from lightning.pytorch import callbacks as cb
 from lightning.pytorch.loggers import CSVLogger
 from lightning.pytorch.utilities import grad_norm
+from torch.nn.utils import clip_grad_norm_
 from torch.optim import lr_scheduler
 
 import lightning_piper as piper
@@ -311,6 +312,34 @@ def gradient_norms(run: Run) -> Seen:
             module.log_dict(piper.grad_norm(module, 2))
 
     return run.seen(run.fit([Norms()], max_epochs=1), norms=found, refusals=refusals)
+
+
+@trial
+def clipping_by_hand(run: Run) -> Seen:
+    """Of all gradients, and group by group; with several kinds of norms, by a name that was imported."""
+    found: list[torch.Tensor] = []
+
+    class ByHand(Net):
+        def configure_optimizers(self) -> Any:
+            first, second = (list(part.parameters()) for part in (self.first, self.second))
+            trained = [p for p in (*first, *second) if p.requires_grad]
+            return torch.optim.SGD([{"params": trained[:1] + trained[2:4]}, {"params": trained[1:2] + trained[4:]}], lr=0.1)
+
+        def configure_gradient_clipping(self, optimizer: Any, *args: Any, **kwargs: Any) -> None:
+            groups = [group["params"] for group in optimizer.param_groups]
+            for p in (1, 2, float("inf")):
+                found.append(clip_grad_norm_((x for group in groups for x in group), 0.9 * float(found[-1]) if found else 1.0, p))
+            found.append(clip_grad_norm_(groups[0], 0.01))
+            found.append(torch.nn.utils.get_total_norm([x.grad for group in groups for x in group if x.grad is not None]))
+            found.append(torch.nn.utils.get_total_norm([torch.ones(4)]))  # of anything else
+
+        def optimizer_zero_grad(self, *args: Any) -> None:
+            self.zero_grad()  # also of pieces, which are not in the module
+
+    with torch.random.fork_rng():
+        torch.manual_seed(0)
+        module = ByHand()
+    return run.seen(run.fit(module=module), norms=found)
 
 
 @trial

@@ -48,6 +48,45 @@ def refusals(run: Run) -> dict[str, str]:
         def configure_optimizers(self) -> Any:
             return Clipping([p for p in self.parameters() if p.requires_grad])
 
+    class Zeroing(Net):
+        def optimizer_zero_grad(self, *args: Any) -> None:
+            self.zero_grad()  # also what is not in this process's optimizer
+
+    class Apart(Net):
+        """What the processes do differently, one thing at a time."""
+
+        def __init__(self, what: str) -> None:
+            super().__init__()
+            self.what = what
+
+        def by_rank(self, what: str, first: Any, second: Any) -> Any:
+            return second if what == self.what and self.global_rank == 1 else first
+
+        def configure_optimizers(self) -> Any:
+            params = [p for p in self.parameters() if p.requires_grad]
+            if self.by_rank("optimizer", False, True):
+                return torch.optim.SGD(params, lr=0.1)
+            cut = self.by_rank("group", 3, 2)
+            groups = [{"params": params[:cut]}, {"params": params[cut:], "betas": self.by_rank("betas", (0.8, 0.9), (0.8, 0.95))}]
+            return torch.optim.Adam(groups, lr=self.by_rank("rate", 0.1, 0.2))
+
+        def backward(self, loss: Any) -> None:
+            (loss * self.by_rank("factor", 2, 3)).backward()
+
+        def on_train_batch_end(self, outputs: Any, batch: Any, batch_idx: int) -> None:
+            if batch_idx == 2:
+                self.trainer.optimizers[0].param_groups[1]["lr"] = self.by_rank("later", 0.05, 0.06)
+
+    class Norms(L.Callback):
+        """Of some gradients of the optimizer, each given to torch."""
+
+        def __init__(self, chosen: Any) -> None:
+            self.chosen = chosen
+
+        def on_before_optimizer_step(self, trainer: L.Trainer, module: Any, optimizer: Any) -> None:
+            for params in self.chosen(module, optimizer):
+                torch.nn.utils.clip_grad_norm_(params, 1.0)
+
     class Adds(L.Callback):
         def on_train_batch_end(self, trainer: L.Trainer, module: Any, *args: Any) -> None:
             if trainer.global_step == 1:
@@ -90,6 +129,15 @@ def refusals(run: Run) -> dict[str, str]:
         "together": said(module=Together()),
         "penalty": said(module=Foreign()),
         "control": said(),
+        "norm of each": said(callbacks=[Norms(lambda m, o: o.param_groups[0]["params"])]),
+        "norm of some": said(callbacks=[Norms(lambda m, o: [o.param_groups[0]["params"][:1]])]),
+        "norms of other groups": said(
+            callbacks=[Norms(lambda m, o: [o.param_groups[m.global_rank]["params"]])], module=Apart("nothing")
+        ),
+        "norm of the module": said(callbacks=[Norms(lambda m, o: [m.parameters()])], module=Zeroing()),
+        **{f"another {what}": said(module=Apart(what)) for what in ("optimizer", "group", "betas", "rate", "later", "factor")},
+        "another factor at the end": said(module=Apart("factor"), limit_train_batches=1),
+        "nothing else": said(module=Apart("nothing")),
     }
 
 

@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+from typing import Any
+
+import lightning as L
 import pytest
 import torch
+from lightning.pytorch.plugins import MixedPrecision
 
 import lightning_piper as piper
-from tests.strategy.fitting import distance, local, trainer
-from tests.strategy.models import MLP, vectors
+from tests.strategy.fitting import PROGRAM, distance, local, sharing_captures, trainer
+from tests.strategy.models import MLP, Model, vectors
 from tests.strategy.replicated import dp2
 from tests.strategy.sharded import fit
 from tests.strategy.sharded_jobs import ALONE, BRAINS, ROUNDING, SCALED, SUMS, Job
@@ -62,7 +66,7 @@ class Forgetful(MLP):
 
 
 @pytest.mark.parametrize("kind, words", [
-    (Weighted, r"different factors \(0.5, 1\)"),
+    (Weighted, r"different factors \(1, 2\)"),
     (Forgetful, "backward did not run on the loss of an earlier batch"),
 ])  # fmt: skip
 def test_factors_that_cannot_be_told_apart_are_refused(kind, words):
@@ -70,6 +74,22 @@ def test_factors_that_cannot_be_told_apart_are_refused(kind, words):
     with pytest.raises(piper.PiperError, match=words):
         run.fit(kind(), vectors())
     assert len(record.losses) == 1
+
+
+class Impatient(MLP):
+    def on_after_backward(self):
+        torch.nn.utils.clip_grad_norm_(self.parameters(), 1.0)
+
+
+def test_norms_of_gradients_that_are_kept_back():
+    run, record = trainer(local(dp2()), accumulate_grad_batches=2)
+    with pytest.raises(piper.PiperError, match="in the middle of a gradient accumulation"):
+        run.fit(Impatient(), vectors())
+    assert record.losses == []
+    run, record = trainer(local(), accumulate_grad_batches=2)  # nothing is kept back without replicas
+    run.fit(Impatient(), vectors())
+    assert record.losses
+    assert torch.nn.utils.get_total_norm is torch.nn.utils.clip_grad._get_total_norm
 
 
 def test_factors_may_differ_where_nothing_is_kept():
@@ -111,3 +131,52 @@ def test_gradients_summed_in_another_dtype(job, sharded_ranks, folder):
         assert {x.dtype for x in rank["values"].values()} == {torch.bfloat16}
         assert distance(same["values"], rank["values"]) == 0
         assert distance(one["values"], rank["values"]) < 0.05  # bfloat16: 2**-8 of a number; measured 0.02
+
+
+class Steep(Model):
+    """Its gradients overflow in float16 if they are 2**16 times as large, but not if 2**14 times."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.second = torch.nn.Linear(8, 4), torch.nn.Linear(4, 4)
+
+    def training_step(self, batch, batch_idx):
+        x, y = batch
+        with piper.annotate("PP"):
+            hidden = self.first(x)
+        with piper.annotate("PP"):
+            return self.done((self.second(hidden) * y).mean() * 32)
+
+    def configure_optimizers(self):
+        return torch.optim.SGD(self.parameters(), lr=1e-3)
+
+
+class Scales(L.Callback):
+    """The scale of the loss before each step."""
+
+    def __init__(self) -> None:
+        self.found: list[float] = []
+
+    def on_before_zero_grad(self, trainer: L.Trainer, *args: Any) -> None:
+        self.found.append(trainer.precision_plugin.scaler.get_scale())
+
+
+@sharing_captures
+def scales_of(strategy: Any, accumulated: int) -> list[float]:
+    """Of the loss, before each step."""
+    torch.manual_seed(0)
+    scales = Scales()
+    scaler = torch.amp.GradScaler("cpu", init_scale=2.0**16, growth_interval=2)
+    precision = MixedPrecision("16-mixed", "cpu", scaler=scaler)
+    options = {"accumulate_grad_batches": accumulated, "plugins": [precision], "max_steps": 6, "max_epochs": -1}
+    run, _ = trainer(strategy, [scales], **options)
+    run.fit(Steep(), vectors())
+    return scales.found
+
+
+def test_gradients_overflow_in_the_steps_in_which_they_do_on_one_device():
+    """Lightning divides a loss by the number of batches before it is scaled. Without microbatches, which are rounded alone."""
+    four, one = scales_of("auto", 4), scales_of("auto", 1)
+    for accumulated, alone in ((4, four), (1, one)):
+        assert scales_of(local(PROGRAM[:2]), accumulated) == alone
+    assert four[2] > one[2]  # overflows depend on the division

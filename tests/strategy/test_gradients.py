@@ -16,7 +16,7 @@ def layer() -> nn.Linear:
     layer = nn.Linear(3, 2)
     layer.weight = nn.Parameter(torch.empty(2, 3, device="meta"))
     layer.bias.grad = torch.ones(2)
-    mark({"weight": layer.weight})
+    mark({"weight": layer.weight}, {})
     return layer
 
 
@@ -41,3 +41,14 @@ def test_it_looks_like_a_gradient(layer):
 def test_who_looks_into_it_is_told(look, layer):
     with pytest.raises(piper.PiperError, match=r"parameter 'weight': the gradient is not whole.*lightning_piper\.grad_norm"):
         look(layer)
+
+
+@pytest.mark.parametrize("set_to_none", [True, False])
+def test_gradients_of_pieces_are_zeroed_with_the_parameter(set_to_none, layer):
+    piece = nn.Parameter(torch.ones(4))
+    for zeroed in (False, True):
+        piece.grad = torch.ones(4)
+        if zeroed:
+            layer.zero_grad(set_to_none)
+        mark({"weight": layer.weight}, {"weight": piece})
+        assert (piece.grad is None) == zeroed and isinstance(layer.weight.grad, Elsewhere)

@@ -97,7 +97,7 @@ def test_collectives_in_hooks(ranks):
     ("swa", "StochasticWeightAveraging copies the module"),
     ("ema", "EMAWeightAveraging copies the module"),
     ("16-true", "precision '16-true' is not supported"),
-    ("closure", "ran the closure twice on one batch|SAM does not treat each element"),
+    ("closure", "SAM (must|does not) treat each .* it runs the closure more than once"),
     ("together", "Clipping updates a parameter otherwise when there are others|Clipping does not treat each element"),
     ("penalty", "meta"),
     ("optimizer again", "over none of the module's parameters, or over others in each process"),
@@ -105,6 +105,18 @@ def test_collectives_in_hooks(ranks):
     ("untouched", "nothing"),
     ("groups", "the optimizer's parameter groups have changed since the first batch"),
     ("control", "nothing"),
+    ("another optimizer", "the class of the optimizer is torch.optim.adam.Adam on rank 0, and torch.optim.sgd.SGD on rank 1"),
+    ("another group", r"\('second.0.weight' is in parameter group 0 on rank 0 and not on rank 1\)"),
+    ("another betas", r"'betas' of the optimizer's parameter group 1 is \(0.8, 0.9\) on rank 0, and \(0.8, 0.95\) on rank 1"),
+    ("another rate", "'lr' is 0.1 on rank 0, and 0.2 on rank 1"),
+    ("another later", "'lr' of the optimizer's parameter group 1 is 0.05 on rank 0, and 0.06 on rank 1"),
+    ("another factor", "the factor that backward brought to the last loss is 2.0 on rank 0, and 3.0 on rank 1"),
+    ("another factor at the end", "the factor that backward brought to the last loss is 2.0 on rank 0, and 3.0 on rank 1"),
+    ("nothing else", "nothing"),
+    ("norm of each", "norm of some of the gradients that this process has"),
+    ("norm of some", "norm of some of the gradients that this process has"),
+    ("norms of other groups", "processes asked torch for norms of gradients of different groups"),
+    ("norm of the module", "the gradient is not whole in this process"),
 ])  # fmt: skip
 def test_refusals(program, what, words, ranks):
     for found in ranks:

@@ -1,0 +1,52 @@
+"""How a process trains, besides its data: what all processes of a fit must have alike, as text that can be compared."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch.optim import Optimizer
+
+from lightning_piper.errors import PiperError
+
+_PLAIN = (bool, int, float, str, type(None))
+Settings = tuple[tuple[str, str], ...]  # (what, its value)
+
+
+def settings_of(optimizer: Optimizer, factor: float | None, read: bool = True) -> Settings:
+    """The class of an optimizer, its defaults and those of its groups, and what `backward` brought to the last loss.
+
+    Args:
+        factor: that; None if nothing did.
+        read: also numbers in tensors, which makes the host wait for a GPU.
+    """
+    found = [("the class of the optimizer", f"{type(optimizer).__module__}.{type(optimizer).__qualname__}")]
+    found += [(f"the optimizer's default {key!r}", x) for key, x in _plain(optimizer.defaults, read)]
+    for number, group in enumerate(optimizer.param_groups):
+        found += [(f"{key!r} of the optimizer's parameter group {number}", x) for key, x in _plain(group, read)]
+    return (*found, ("the factor that backward brought to the last loss", repr(factor)))
+
+
+def _plain(options: dict[str, Any], read: bool) -> list[tuple[str, str]]:
+    found = {k: x for k, x in options.items() if all(isinstance(y, _PLAIN) for y in (x if isinstance(x, list | tuple) else [x]))}
+    for key, x in options.items():
+        if isinstance(x, torch.Tensor) and x.numel() == 1 and (read or x.device.type == "cpu"):
+            found[key] = x.item()
+    return [(key, repr(found[key])) for key in sorted(found) if key not in ("params", "param_names")]
+
+
+def check_alike(by_rank: list[Settings]) -> None:
+    """Refuse settings that differ.
+
+    Raises:
+        PiperError: names one, and two ranks that differ.
+    """
+    first = dict(by_rank[0])
+    for rank, settings in enumerate(by_rank):
+        own = dict(settings)
+        for what in (*first, *own):
+            if (one := first.get(what, "absent")) != (other := own.get(what, "absent")):
+                raise PiperError(
+                    f"PiperStrategy: {what} is {one} on rank 0, and {other} on rank {rank}, but all processes train one module in "
+                    "one way. Let it depend neither on the rank nor on random numbers that were not seeded"
+                )

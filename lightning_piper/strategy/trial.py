@@ -1,0 +1,228 @@
+"""Runs copies of an optimizer for a few steps, on small parameters like its own, with gradients that bring out what it looks at."""
+
+from __future__ import annotations
+
+import copy
+import inspect
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from lightning.pytorch.utilities.seed import isolate_rng
+from torch import Tensor, nn
+from torch.optim import Optimizer
+
+SIDE, FEW, LEAST = 128, 2, 8192  # of sides of matrices, of other dimensions, and of all elements: see `reduced`
+
+
+@dataclass(frozen=True)
+class Course:
+    """How parameters begin, and what gradients they get.
+
+    Attributes:
+        what: the gradients are, for messages.
+        steps: how many.
+        values: scale of the initial values.
+        scales: of the gradients, one after another, and over again.
+        turned: gradients are at right angles to the parameter, in each of its rows, which some optimizers look at (AdamP).
+        gap: the elements of the first piece have no gradients.
+    """
+
+    what: str
+    steps: int
+    values: float
+    scales: tuple[float, ...]
+    turned: bool = False
+    gap: bool = False
+
+
+# Rectified, averaged and warmed-up steps begin after the fifth or the tenth; norms are clipped from above and from below.
+COURSES = (
+    Course("of several sizes", 12, 1.0, (0.1, 1.0, 10.0, 1.0)),
+    Course("that are large", 3, 0.01, (1e4,)),
+    Course("that are small", 3, 1.0, (1e-4,)),
+    Course("at right angles to it", 3, 1.0, (1.0,), turned=True),
+    Course("of zero in one piece", 3, 1.0, (1.0,), gap=True),
+)
+
+
+@dataclass(frozen=True)
+class Kind:
+    """Parameters of an optimizer that it cannot tell apart, but for their size.
+
+    Attributes:
+        group: number of their group.
+        like: one of them.
+        shape: of the parameter that is tried.
+    """
+
+    group: int
+    like: Tensor
+    shape: tuple[int, ...]
+
+    @property
+    def cut(self) -> int:
+        """Number of elements of the first of two pieces, which ends within a row."""
+        size = math.prod(self.shape)
+        return min(size, size * 5 // 12 | 1)
+
+
+@dataclass(frozen=True)
+class Run:
+    """Attributes:
+    course: that was run.
+    before, params, states: number of the kind -> what it began with, and what became of it.
+    grads: of each step.
+    """
+
+    course: Course
+    before: Mapping[int, Tensor]
+    params: Mapping[int, Tensor]
+    states: Mapping[int, dict[str, Any]]
+    grads: Sequence[Mapping[int, Tensor]]
+
+
+def kinds_of(chosen: Sequence[Sequence[Tensor]]) -> list[Kind]:
+    """One of each kind among the parameters of each group: of another rank, with other sides, or with other marks by the user."""
+    found: dict[Any, Kind] = {}
+    for group, params in enumerate(chosen):
+        for p in params:
+            marks = {k: v for k, v in vars(p).items() if isinstance(v, bool | int | float | str | None)}
+            if p.requires_grad and p.numel():
+                found.setdefault((group, reduced(p.shape), repr(marks)), Kind(group, p, reduced(p.shape)))
+    return list(found.values())
+
+
+def reduced(shape: Sequence[int]) -> tuple[int, ...]:
+    """A small shape in the place of a large one, and often the same for several, but with everything that optimizers ask for.
+
+    That is the number of dimensions, whether the larger two are matrices that are worth it (from 128 on), and whether a parameter
+    has many elements, for some keep the state of blocks then (from 4,096 elements on).
+    """
+    largest = sorted(range(len(shape)), key=lambda i: -shape[i])[:2]
+    sides = [(d if d <= FEW else 24 if d < SIDE else SIDE) if i in largest else min(d, FEW) for i, d in enumerate(shape)]
+    least = min(math.prod(shape), LEAST)
+    while math.prod(sides) < least:
+        i = max(range(len(shape)), key=lambda i: shape[i] / sides[i])
+        sides[i] = min(shape[i], -(-least * sides[i] // math.prod(sides)))
+    return tuple(min(side, d) for side, d in zip(sides, shape, strict=True))
+
+
+def run(
+    optimizer: Optimizer,
+    kinds: Sequence[Kind],
+    course: Course,
+    device: torch.device,
+    before: Mapping[int, Tensor] | None = None,
+    grads: Sequence[Mapping[int, Tensor]] = (),
+    seed: int = 0,
+    dtype: torch.dtype = torch.float64,
+) -> Run:
+    """Run a copy of an optimizer.
+
+    Args:
+        optimizer: left as it is.
+        before: number of the kind -> what to begin with; left out: the course's, for all kinds.
+        grads: of each step; left out: the course's.
+        seed: of the optimizer's random numbers.
+        dtype: of the parameters.
+
+    Raises:
+        Exception: whatever making a copy or its step raises; or it leaves everything as it is, or runs the closure again.
+    """
+    draw = torch.Generator().manual_seed(len(kinds))
+    if before is None:
+        before = {i: _start(kind, course, draw).to(device, dtype) for i, kind in enumerate(kinds)}
+    params = {i: nn.Parameter(value.clone()) for i, value in before.items()}
+    for i, p in params.items():
+        vars(p).update(vars(kinds[i].like))  # marks
+    groups = [_options(group) for group in optimizer.param_groups]
+    for number, group in enumerate(groups):
+        group["params"] = [p for i, p in params.items() if kinds[i].group == number]
+    seen = []
+    with isolate_rng():
+        torch.manual_seed(seed)
+        made = remade(optimizer, groups)
+        for number in range(course.steps if params else 0):
+            if not grads:
+                scale = course.scales[number % len(course.scales)]
+                given = {i: scale * _gradient(kinds[i], p.detach(), course, draw) for i, p in params.items()}
+            seen.append(grads[number] if grads else given)
+            _step(made, [(p, seen[-1][i]) for i, p in params.items()])
+    moving = any(grad.any() for step in seen for grad in step.values())
+    if moving and all(torch.equal(p, before[i]) for i, p in params.items()):
+        raise RuntimeError("it leaves the copies of its parameters as they are")
+    return Run(course, before, {i: p.detach() for i, p in params.items()}, {i: made.state[p] for i, p in params.items()}, seen)
+
+
+def _options(group: Mapping[str, Any]) -> dict[str, Any]:
+    """Of a group; a schedule may begin with a rate of 0."""
+    found = {k: v.detach().clone() if isinstance(v, Tensor) else v for k, v in group.items() if k not in ("params", "param_names")}
+    if "lr" in found:
+        found["lr"] = torch.full_like(found["lr"], 0.01) if isinstance(found["lr"], Tensor) else 0.01
+    return found
+
+
+def _start(kind: Kind, course: Course, draw: torch.Generator) -> Tensor:
+    value = course.values * torch.randn(kind.shape, dtype=torch.float64, generator=draw)
+    value.view(-1)[value.numel() // 2 :] *= 5
+    return value
+
+
+def _gradient(kind: Kind, value: Tensor, course: Course, draw: torch.Generator) -> Tensor:
+    grad = torch.randn(kind.shape, dtype=torch.float64, generator=draw).to(value)
+    if course.turned:
+        rows, along = (x.reshape(kind.shape[0] if len(kind.shape) > 1 else 1, -1) for x in (grad, value))
+        rows -= (rows * along).sum(1, keepdim=True) / along.square().sum(1, keepdim=True) * along
+    if course.gap:
+        grad.view(-1)[: kind.cut] = 0
+    return grad
+
+
+def _step(optimizer: Optimizer, grads: Sequence[tuple[nn.Parameter, Tensor]]) -> None:
+    """As the Trainer makes it: gradients come with the closure."""
+    calls = 0
+
+    def closure() -> Any:
+        nonlocal calls
+        calls += 1
+        for p, grad in grads:
+            p.grad = grad.clone()
+        return grads[0][1].new_ones(())
+
+    closure()
+    optimizer.step(closure=closure)
+    if calls > 2:
+        raise RuntimeError("it runs the closure more than once")
+
+
+def remade(optimizer: Optimizer, groups: Sequence[Mapping[str, Any]]) -> Optimizer:
+    """A new optimizer of the same class and settings over other groups; a copy, if it cannot be made of its defaults and has no
+    state yet. Raises whatever the constructor raises."""
+    accepted = inspect.signature(type(optimizer)).parameters
+    anything = any(p.kind is inspect.Parameter.VAR_KEYWORD for p in accepted.values())
+    defaults = {k: v for k, v in optimizer.defaults.items() if anything or k in accepted}
+    try:
+        made = type(optimizer)([dict(group) for group in groups], **defaults)
+    except Exception:
+        if any(optimizer.state.values()):
+            raise
+        return _copied(optimizer, groups)
+    for name, value in vars(optimizer).items():  # settings that are kept beside the defaults
+        if name in vars(made) and isinstance(value, bool | int | float | str | None):
+            setattr(made, name, value)
+    return made
+
+
+def _copied(optimizer: Optimizer, groups: Sequence[Mapping[str, Any]]) -> Optimizer:
+    """A copy with everything that it has, an optimizer inside included, over other groups."""
+    made: Optimizer = object.__new__(type(optimizer))
+    known: dict[int, Any] = {id(p): nn.Parameter(torch.empty(0)) for group in optimizer.param_groups for p in group["params"]}
+    known[id(optimizer)] = made
+    # `step` in an instance is a scheduler's, and would step the original; hooks are users'.
+    own = {k: v for k, v in vars(optimizer).items() if k != "step" and not k.startswith("_optimizer_")}
+    Optimizer.__setstate__(made, copy.deepcopy(own, known))
+    made.param_groups[:] = [dict(group) for group in groups]
+    return made
