@@ -42,3 +42,14 @@ class SimulationError(PiperError):
 
 class CheckpointNotFoundError(PiperError, FileNotFoundError):
     """There is no checkpoint where one is to be loaded from."""
+
+
+class CountsError(PiperError, ValueError):
+    """Counts of tokens do not fit the tokens."""
+
+
+class NodeNotFoundError(PiperError, KeyError):
+    """A training DAG has no such node."""
+
+    def __str__(self) -> str:
+        return str(self.args[0])  # a KeyError shows its `repr`

@@ -75,6 +75,8 @@ def flatten(batch: Any, what: str = "batch") -> tuple[list[torch.Tensor], BatchL
     paths: list[str] = []
     try:
         skeleton = _skeleton(batch, "", leaves, paths)
+    except RecursionError:
+        raise CaptureError(f"the {what} is nested too deeply; give tensors in dicts and lists") from None
     except _Unknown as unknown:
         takes, way = ("takes", "in the collate function") if what == "batch" else ("returns", "there, or in a hook that gets it")
         raise CaptureError(

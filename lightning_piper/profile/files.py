@@ -31,8 +31,10 @@ from lightning_piper.errors import PiperError
 from lightning_piper.ir.dag import TrainingDAG
 from lightning_piper.ir.nodes import AllGather, AllReduce, AllToAll, Chunk, Node, Recv, ReduceScatter, Send
 from lightning_piper.ir.text import line_of
+from lightning_piper.limits import RECORDING
 from lightning_piper.plan import instructions as ins
 from lightning_piper.plan.plan import Plan
+from lightning_piper.reading import read_json as read_json_file
 from lightning_piper.simulate.engine import Trace
 from lightning_piper.simulate.figures import Simulation
 from lightning_piper.viz.colours import BOOKKEEPING, colour, rank
@@ -164,7 +166,7 @@ def read_json(path: Path) -> dict[str, Any]:
         PiperError: it is not there, is no such file, or was written by another version.
     """
     try:
-        content = json.loads(path.read_text(encoding="utf-8"))
+        content = read_json_file(path, RECORDING)
     except (OSError, ValueError) as error:
         raise PiperError(f"{str(path)!r} cannot be read as a recording: {error}") from None
     if not isinstance(content, dict) or content.get("version") != VERSION:

@@ -27,6 +27,7 @@ from torch.optim import Optimizer
 
 from lightning_piper.directives import replicas_of
 from lightning_piper.errors import PiperError
+from lightning_piper.limits import shown
 from lightning_piper.profile import Schedule, schedule_of
 from lightning_piper.strategy.checkpoint import KEY, check_target, found_at, remove_in_one_go, save_in_one_go, seed_of
 from lightning_piper.strategy.checks import check_fit, check_optimizers, one_of
@@ -97,13 +98,13 @@ class PiperStrategy(EvaluatingStrategy):
         one_of("verify", verify, ACCEPTED)
         one_of("transport", transport, ("process", "local"))
         one_of("checkpoint", checkpoint, ("consolidated", "sharded"))
-        if start_method != "popen":
+        if not isinstance(start_method, str) or start_method != "popen":
             raise PiperError(
-                f"PiperStrategy(start_method={start_method!r}): a spawned or forked worker cannot hand a module back whose parts "
-                "are on several processes; use 'popen' (the script runs once for each device), torchrun, or transport='local'"
+                f"PiperStrategy(start_method={shown(start_method)}): a spawned or forked worker cannot hand a module back whose "
+                "parts are on several processes; use 'popen' (the script runs once for each device), torchrun, or transport='local'"
             )
         if not isinstance(timeout, timedelta) or timeout <= timedelta(0):
-            raise PiperError(f"PiperStrategy(timeout={timeout!r}): give a positive datetime.timedelta")
+            raise PiperError(f"PiperStrategy(timeout={shown(timeout)}): give a positive datetime.timedelta")
         self._program = given_or_from_environment(directives)
         self._verify, self._timeout = verify, timeout
         schedule_of(profile)
