@@ -17,6 +17,7 @@ import torch.fx.traceback as fx_traceback
 from torch import nn
 
 from lightning_piper.errors import CaptureError
+from lightning_piper.limits import INDEX, integer, is_name, shown
 
 META_KEY = "piper"
 SOURCE_KEY = "piper_source"
@@ -58,14 +59,15 @@ def annotate(tag: str, index: int | None = None) -> AbstractContextManager[None]
     Raises:
         CaptureError: the tag is not a non-empty string or is reserved, or the index is not a non-negative integer.
     """
-    if not isinstance(tag, str) or not tag or tag in RESERVED:
-        raise CaptureError(f"annotate: tag {tag!r} is not usable; give a non-empty string other than {', '.join(RESERVED)}")
-    if index is not None and (isinstance(index, bool) or not isinstance(index, int) or index < 0):
-        raise CaptureError(f"annotate({tag!r}): index {index!r} is not usable; give an integer >= 0, or none at all")
+    if not is_name(tag) or tag in RESERVED:
+        raise CaptureError(f"annotate: tag {shown(tag)} is not usable; give a non-empty string other than {', '.join(RESERVED)}")
+    number = integer(index)
+    if index is not None and (number is None or not 0 <= number < INDEX):
+        raise CaptureError(f"annotate({tag!r}): index {shown(index)} is not usable; give an integer >= 0, or none at all")
     if _counters is None:
         return nullcontext()
     caller = inspect.currentframe().f_back  # type: ignore[union-attr]
-    return _tagged(tag, index, f"{caller.f_code.co_filename}:{caller.f_lineno}" if caller else "")
+    return _tagged(tag, number, f"{caller.f_code.co_filename}:{caller.f_lineno}" if caller else "")
 
 
 @contextmanager
@@ -115,17 +117,23 @@ def annotate_modules(model: nn.Module, tag: str, groups: Sequence[Sequence[str]]
         CaptureError: a pattern matches no module, or a module is matched by two groups.
     """
     annotate(tag)  # validates the tag
+    if not isinstance(model, nn.Module):
+        raise CaptureError(f"annotate_modules({tag!r}): the model is a {type(model).__name__}; give a torch.nn.Module")
+    if not isinstance(groups, Sequence) or isinstance(groups, str):
+        raise CaptureError(f"annotate_modules({tag!r}): groups is {shown(groups)}; give a list of lists of patterns")
     names = dict(model.named_modules())
     chosen: dict[str, int] = {}
     for index, patterns in enumerate(groups):
-        if isinstance(patterns, str):
-            raise CaptureError(f"annotate_modules({tag!r}): groups[{index}] is the string {patterns!r}; give a list of patterns")
+        listed = isinstance(patterns, Sequence) and not isinstance(patterns, str)
+        if not listed or not all(isinstance(pattern, str) for pattern in patterns):
+            what = f"the string {shown(patterns)}" if isinstance(patterns, str) else shown(patterns)
+            raise CaptureError(f"annotate_modules({tag!r}): groups[{index}] is {what}; give a list of patterns")
         for pattern in patterns:
             found = [name for name in names if name and fnmatch.fnmatchcase(name, pattern)]
             if not found:
                 some = ", ".join([name for name in names if name][:8])
                 raise CaptureError(
-                    f"annotate_modules({tag!r}): groups[{index}] pattern {pattern!r} matches no module of "
+                    f"annotate_modules({tag!r}): groups[{index}] pattern {shown(pattern)} matches no module of "
                     f"{type(model).__name__}; its modules are {some}{', ...' if len(names) > 9 else ''}"
                 )
             for name in found:

@@ -138,6 +138,8 @@ def _found(target: str) -> Any:
 
 def _from_package(name: str) -> Any:
     _importable(Path.cwd())
+    if not all(part.isidentifier() for part in name.split(".")):
+        raise _UsageError(f"{name!r} is no name of a module; give {_TARGET}")
     try:
         return importlib.import_module(name)
     except ModuleNotFoundError as error:
@@ -192,8 +194,8 @@ def _viz(compiled: Compiled, args: argparse.Namespace) -> str:
     if args.output is not None:
         try:
             args.output.write_text(text, encoding="utf-8")
-        except OSError as error:
-            raise _UsageError(f"{str(args.output)!r} cannot be written: {error.strerror}") from None
+        except (OSError, ValueError) as error:
+            raise _UsageError(f"{str(args.output)!r} cannot be written: {getattr(error, 'strerror', error)}") from None
     return text.rstrip("\n")
 
 

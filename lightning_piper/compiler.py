@@ -12,11 +12,13 @@ from torch import nn
 
 from lightning_piper.capture import CapturedStep, History, capture
 from lightning_piper.directives import Directive, apply_forward, apply_program, finish, parse
+from lightning_piper.errors import CaptureError, NodeNotFoundError
 from lightning_piper.ir.build import build_dag
 from lightning_piper.ir.dag import TrainingDAG
 from lightning_piper.ir.filters import describe, matches
 from lightning_piper.ir.nodes import AllGather, AllReduce, AllToAll, Chunk, Node, Recv, ReduceScatter, Send
 from lightning_piper.ir.text import line_of
+from lightning_piper.limits import INDEX, integer, shown
 from lightning_piper.plan import Plan, check_plans, compile_plans, drop_redundant, global_order
 from lightning_piper.verify.static import check
 
@@ -42,8 +44,15 @@ class Compiled:
     training: TrainingDAG | None = None
 
     def at(self, size: int, verify: bool = True) -> Compiled:
-        """The same program for a batch of `size` samples, such as a smaller last one."""
-        return self if size == self.dag.size else compile_step(self.step, self.program, size, verify, self.training)
+        """The same program for a batch of `size` samples, such as a smaller last one.
+
+        Raises:
+            CaptureError: the size is no number of samples.
+        """
+        number = integer(size)
+        if number is None or not 0 < number < INDEX:
+            raise CaptureError(f"Compiled.at(size={shown(size)}): give a number of samples >= 1")
+        return self if number == self.dag.size else compile_step(self.step, self.program, number, verify, self.training)
 
     def params_on(self, device: int) -> frozenset[str]:
         """Canonical names of the parameters that a device uses, and so holds."""
@@ -54,9 +63,13 @@ class Compiled:
         return frozenset(n for c in self._chunks(device) for n in self.dag.interface(c).buffers + self.dag.interface(c).state)
 
     def explain(self, node: int) -> str:
-        """Why a node is there: its line, the directives behind it, what it waits for and what waits for it."""
-        if node not in self.dag.nodes:
-            raise KeyError(f"the training DAG has no node {node}; print(compiled.dag) lists them")
+        """Why a node is there: its line, the directives behind it, what it waits for and what waits for it.
+
+        Raises:
+            NodeNotFoundError: the training DAG has no such node.
+        """
+        if not isinstance(node, int) or node not in self.dag.nodes:
+            raise NodeNotFoundError(f"the training DAG has no node {shown(node)}; print(compiled.dag) lists them")
         found: Node = self.dag.nodes[node]
         lines = [line_of(self.dag, found)]
         for what, index in (("made", found.origin), ("placed", found.placed_by)):
@@ -138,7 +151,17 @@ def compile(
         VerificationError: a rewrite broke the step.
     """
     program = tuple(parse(directives))
-    return compile_step(capture(module, batch, device, context, step, history=history), program, verify=verify)
+    try:
+        kind = torch.device(device)
+    except (RuntimeError, TypeError, ValueError, OverflowError):
+        raise CaptureError(f"compile(device={shown(device)}): give a device type, such as 'cpu' or 'cuda'") from None
+    if not isinstance(verify, bool):
+        raise CaptureError(f"compile(verify={shown(verify)}): give True or False")
+    if not isinstance(step, str):
+        raise CaptureError(f"compile(step={shown(step)}): give the name of a step, such as 'validation_step'")
+    if not callable(context):
+        raise CaptureError(f"compile(context={shown(context)}): give a function that makes a context manager")
+    return compile_step(capture(module, batch, kind, context, step, history=history), program, verify=verify)
 
 
 def compile_step(

@@ -1,5 +1,9 @@
 """The errors a user can meet. Every message says what was wrong, where, and what would be right."""
 
+from __future__ import annotations
+
+import torch
+
 
 class PiperError(Exception):
     """Base of every error this package raises on purpose.
@@ -23,9 +27,29 @@ class VerificationError(PiperError):
     """A training DAG or plan does not compute what one device computes."""
 
 
-class ExecutionError(PiperError):
-    """An instruction of a plan failed while it ran; names the device, the node and its directive."""
+class ExecutionError(PiperError, RuntimeError):
+    """An instruction of a plan failed while it ran; names the device, the node and its directive. A RuntimeError, as torch's own
+    errors are, for those who look for one by its text."""
+
+
+class OutOfMemoryError(ExecutionError, torch.OutOfMemoryError):
+    """An `ExecutionError` for want of memory, of the class that torch gives it where it has one."""
 
 
 class SimulationError(PiperError):
     """Durations or a network that a simulation cannot use; names the entry and what would be accepted."""
+
+
+class CheckpointNotFoundError(PiperError, FileNotFoundError):
+    """There is no checkpoint where one is to be loaded from."""
+
+
+class CountsError(PiperError, ValueError):
+    """Counts of tokens do not fit the tokens."""
+
+
+class NodeNotFoundError(PiperError, KeyError):
+    """A training DAG has no such node."""
+
+    def __str__(self) -> str:
+        return str(self.args[0])  # a KeyError shows its `repr`

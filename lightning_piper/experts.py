@@ -79,6 +79,8 @@ def dispatch(tokens: torch.Tensor, counts: torch.Tensor | None = None) -> Any:
     Raises:
         CaptureError: the shapes do not fit.
     """
+    if not isinstance(tokens, torch.Tensor) or not isinstance(counts, torch.Tensor | None):
+        raise CaptureError(f"dispatch: tokens and counts are {type(tokens).__name__}, {type(counts).__name__}; give tensors")
     least = 2 if counts is None else 1
     if tokens.ndim < least:
         form = "[E, C, ...], the places of each expert" if counts is None else "[T, ...], one row for each token"
@@ -109,8 +111,10 @@ def combine(outputs: torch.Tensor) -> torch.Tensor:
         `[T, ...]`, or `[E, C, ...]`.
 
     Raises:
-        CaptureError: there was no `dispatch` before.
+        CaptureError: there was no `dispatch` before, or this is no tensor.
     """
+    if not isinstance(outputs, torch.Tensor):
+        raise CaptureError(f"combine: the outputs are a {type(outputs).__name__}; give a tensor")
     if _sites is None:
         return outputs
     if not _sites.calls:

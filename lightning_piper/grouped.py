@@ -7,7 +7,7 @@ from typing import Any
 
 import torch
 
-from lightning_piper.errors import CaptureError
+from lightning_piper.errors import CaptureError, CountsError
 
 # What torch's grouped kernel is better at than one product after another. On a CPU it is itself a loop, in fewer dtypes.
 _KERNEL = (torch.bfloat16,)
@@ -28,6 +28,9 @@ def grouped_linear(x: torch.Tensor, weight: torch.Tensor, counts: torch.Tensor) 
     Raises:
         CaptureError: the shapes or dtypes do not fit.
     """
+    if not all(isinstance(tensor, torch.Tensor) for tensor in (x, weight, counts)):
+        kinds = ", ".join(type(tensor).__name__ for tensor in (x, weight, counts))
+        raise CaptureError(f"grouped_linear: x, weight and counts are {kinds}; give tensors")
     fits = x.ndim == 2 and weight.ndim == 3 and counts.ndim == 1
     if not fits or x.shape[1] != weight.shape[2] or weight.shape[0] != counts.shape[0]:
         raise CaptureError(
@@ -79,7 +82,7 @@ def _ranges(counts: torch.Tensor, rows: int) -> list[tuple[int, int]]:
     """The rows of each expert."""
     sizes = counts.tolist()
     if sum(sizes) != rows or min(sizes, default=0) < 0:
-        raise ValueError(f"grouped_linear: counts {sizes} add up to {sum(sizes)}, and there are {rows} rows")
+        raise CountsError(f"grouped_linear: counts {sizes} add up to {sum(sizes)}, and there are {rows} rows")
     ends = list(itertools.accumulate(sizes, initial=0))
     return list(itertools.pairwise(ends))
 

@@ -151,7 +151,7 @@ def test_a_broken_program_fails_with_the_text_of_the_api(project: Path, capsys: 
 def test_files_that_are_not_there_fail(project: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert failure(capsys, "check", directives="none.json") == "directives file 'none.json' does not exist\n"
     assert failure(capsys, "simulate", "--durations", "none.json") == "durations file 'none.json' does not exist\n"
-    assert failure(capsys, "simulate", "--latency", "-1") == "latency is -1.0; give a finite number >= 0\n"
+    assert failure(capsys, "simulate", "--latency", "-1") == "latency is -1.0; give a finite number >= 0, from 1e-15 to 1e15\n"
 
 
 USAGE = {

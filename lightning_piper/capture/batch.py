@@ -94,6 +94,8 @@ def flatten(batch: Any, what: str = "batch") -> tuple[list[torch.Tensor], BatchL
     flattening = _Flattening(batch if what == "batch" else ())
     try:
         skeleton = flattening.skeleton(batch, "")
+    except RecursionError:
+        raise CaptureError(f"the {what} is nested too deeply; give tensors in dicts and lists") from None
     except _Unknown as unknown:
         takes, way = ("takes", "in the collate function") if what == "batch" else ("returns", "there, or in a hook that gets it")
         raise CaptureError(

@@ -13,6 +13,7 @@ from lightning_piper.ir.dag import TrainingDAG
 from lightning_piper.ir.filters import Filter, Index, describe, matches, names_halves, problem_with
 from lightning_piper.ir.nodes import Chunk
 from lightning_piper.ir.regions import HALVES
+from lightning_piper.limits import DEVICES, integer, is_name, shown
 
 Contract = Literal["bitwise", "reassociated"]
 ENTRY_POINTS = "lightning_piper.directives"
@@ -30,6 +31,13 @@ class Directive:
 
     op: ClassVar[str]
     contract: ClassVar[Contract]
+
+    def __post_init__(self) -> None:
+        """Integers of numpy become Python's: they are written as JSON, and compared with `type`."""
+        for field in dataclasses.fields(self):
+            value = getattr(self, field.name)
+            if (plain := _with_plain_integers(value)) is not value:
+                object.__setattr__(self, field.name, plain)
 
     @abstractmethod
     def apply(self, dag: TrainingDAG) -> None:
@@ -77,7 +85,20 @@ class Directive:
     def check_device_list(self, field: str, devices: Any) -> None:
         good = isinstance(devices, list | tuple) and devices and all(type(d) is int and d >= 0 for d in devices)
         if not good or len(set(devices)) != len(devices):
-            self.refuse(field, f"{devices!r} is not a list of devices", "give distinct device indices >= 0, such as [0]")
+            self.refuse(field, f"{shown(devices)} is not a list of devices", "give distinct device indices >= 0, such as [0]")
+        if max(devices) >= DEVICES:
+            self.refuse(field, f"{shown(max(devices))} is no device", f"give indices below {DEVICES}")
+
+    def check_groups(self, field: str, devices: Any) -> None:
+        """One list of devices, or a list of such lists."""
+        nested = isinstance(devices, list | tuple) and devices and isinstance(devices[0], list | tuple)
+        for group in devices if nested else [devices]:
+            self.check_device_list(field, group)
+
+    def check_stream(self, field: str, default: str) -> None:
+        stream = getattr(self, field)
+        if not is_name(stream):
+            self.refuse(field, f"{shown(stream)} is not a stream", f"give a non-empty name such as {default!r}")
 
     def select(self, dag: TrainingDAG, field: str, condition: Filter, index: Index | None = None) -> list[Chunk]:
         """Chunks that the filter matches. None at all is an error, except where a smaller batch lacks the microbatch, or where
@@ -128,6 +149,23 @@ def _plain(value: Any) -> Any:
         return {k: _plain(v) for k, v in value.items()}
     if isinstance(value, list | tuple):
         return [_plain(v) for v in value]
+    return value
+
+
+def _with_plain_integers(value: Any, depth: int = 0) -> Any:
+    """The value itself if it has no other integers."""
+    if value is None or isinstance(value, str | bool | float) or type(value) is int:
+        return value
+    if (number := integer(value)) is not None:
+        return number
+    if depth == 4:  # fields are no deeper
+        return value
+    if isinstance(value, Mapping):
+        found = {key: _with_plain_integers(item, depth + 1) for key, item in value.items()}
+        return value if all(found[key] is item for key, item in value.items()) else found
+    if type(value) in (list, tuple):
+        items = [_with_plain_integers(item, depth + 1) for item in value]
+        return value if all(a is b for a, b in zip(items, value, strict=True)) else type(value)(items)
     return value
 
 

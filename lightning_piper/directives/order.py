@@ -14,6 +14,7 @@ from lightning_piper.directives.base import Contract, Directive, register
 from lightning_piper.ir.dag import TrainingDAG
 from lightning_piper.ir.filters import Filter, Index, describe, names_halves
 from lightning_piper.ir.nodes import Barrier, Chunk, Node
+from lightning_piper.limits import shown
 
 
 @register
@@ -43,11 +44,11 @@ class Order(Directive):
 
     def check_fields(self) -> None:
         if not isinstance(self.filters, list | tuple) or len(self.filters) < 2:
-            self.refuse("filters", f"{self.filters!r}", "give a list of at least two groups")
+            self.refuse("filters", shown(self.filters), "give a list of at least two groups")
         for i, group in enumerate(self.filters):
             members: Any = [group] if isinstance(group, Mapping) else group
             if not isinstance(members, list | tuple) or not members:
-                self.refuse(f"filters[{i}]", f"{group!r} is not a group", "give a filter or a non-empty list of filters")
+                self.refuse(f"filters[{i}]", f"{shown(group)} is not a group", "give a filter or a non-empty list of filters")
             for condition in members:
                 self.check_filter(f"filters[{i}]", condition)
 

@@ -41,8 +41,7 @@ class Place(Directive):
     def check_fields(self) -> None:
         self.check_filter("filter", self.filter)
         self.check_device_list("devices", self.devices)
-        if not isinstance(self.stream, str) or not self.stream:
-            self.refuse("stream", f"{self.stream!r} is not a stream", "give a non-empty name such as 'compute'")
+        self.check_stream("stream", "compute")
 
     def apply(self, dag: TrainingDAG) -> None:
         chunks = self.select(dag, "filter", self.filter)

@@ -4,15 +4,17 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
-import json
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from os import PathLike
-from pathlib import Path
 from typing import Any
+
+from torch import Tensor
 
 from lightning_piper.directives.base import Directive, find, known
 from lightning_piper.errors import DirectiveError, VerificationError
 from lightning_piper.ir.dag import TrainingDAG
+from lightning_piper.limits import DIRECTIVES, shown
+from lightning_piper.reading import read_json
 
 Program = Sequence[Directive]
 
@@ -24,11 +26,13 @@ def parse(source: Any) -> list[Directive]:
         DirectiveError: names the entry's index and field, what was found and what would be accepted.
     """
     if isinstance(source, str | PathLike):
-        source = _read(Path(source))
-    if isinstance(source, Directive) or not isinstance(source, Iterable) or isinstance(source, dict):
+        source = _read(source)
+    if not isinstance(source, Iterable) or isinstance(source, Directive | dict | Tensor):
         raise DirectiveError(f"a program is a list of directives or the path of a JSON file; found {type(source).__name__}")
     program = []
     for index, entry in enumerate(source):
+        if index == DIRECTIVES:
+            raise DirectiveError(f"a program has at most {DIRECTIVES} directives; let one filter name several chunks")
         try:
             directive = entry if isinstance(entry, Directive) else _from_json(entry)
             directive.check_fields()
@@ -38,30 +42,31 @@ def parse(source: Any) -> list[Directive]:
     return program
 
 
-def _read(path: Path) -> Any:
+def _read(path: str | PathLike[str]) -> Any:
+    name = shown(str(path))
     try:
-        content = json.loads(path.read_text(encoding="utf-8"))
+        content = read_json(path)
     except FileNotFoundError:
-        raise DirectiveError(f"directives file {str(path)!r} does not exist") from None
+        raise DirectiveError(f"directives file {name} does not exist") from None
     except (OSError, ValueError) as error:
-        raise DirectiveError(f"directives file {str(path)!r} cannot be read as JSON: {error}") from None
+        raise DirectiveError(f"directives file {name} cannot be read as JSON: {error}") from None
     if not isinstance(content, list):
-        raise DirectiveError(f"directives file {str(path)!r} holds a {type(content).__name__}; it must hold a list of objects")
+        raise DirectiveError(f"directives file {name} holds a {type(content).__name__}; it must hold a list of objects")
     return content
 
 
 def _from_json(entry: Any) -> Directive:
     if not isinstance(entry, dict) or "op" not in entry:
-        raise DirectiveError(f'is {entry!r}; give a directive or an object such as {{"op": "place", ...}}')
+        raise DirectiveError(f'is {shown(entry)}; give a directive or an object such as {{"op": "place", ...}}')
     op = entry["op"]
     cls = find(op) if isinstance(op, str) else None
     if cls is None:
-        raise DirectiveError(f"(op {op!r}): field 'op': unknown; accepted are {', '.join(sorted(known()))}")
+        raise DirectiveError(f"(op {shown(op)}): field 'op': unknown; accepted are {', '.join(sorted(known()))}")
     fields = {field.name: field for field in dataclasses.fields(cls)}
     given = {k: v for k, v in entry.items() if k != "op"}
     for name in given:
         if name not in fields:
-            raise DirectiveError(f"({op}): field {name!r}: unknown; accepted are {', '.join(fields)}")
+            raise DirectiveError(f"({op}): field {shown(name)}: unknown; accepted are {', '.join(fields)}")
     for name, field in fields.items():
         if name not in given and field.default is dataclasses.MISSING and field.default_factory is dataclasses.MISSING:
             raise DirectiveError(f"({op}): field {name!r}: missing; {op} needs {', '.join(fields)}")

@@ -16,6 +16,7 @@ from lightning_piper.directives.transfers import connect
 from lightning_piper.ir.dag import TrainingDAG
 from lightning_piper.ir.filters import Filter
 from lightning_piper.ir.nodes import Chunk
+from lightning_piper.limits import is_number, shown
 
 MEBI = 2**20
 REDUCE_DTYPES = ("float16", "bfloat16", "float32", "float64")
@@ -63,9 +64,7 @@ class Replicate(Directive):
 
     def check_fields(self) -> None:
         self.check_filter("filter", self.filter)
-        nested = isinstance(self.devices, list | tuple) and self.devices and isinstance(self.devices[0], list | tuple)
-        for group in self.devices if nested else [self.devices]:
-            self.check_device_list("devices", group)
+        self.check_groups("devices", self.devices)
         sizes = {len(group) for group in self.replica_groups()}
         if len(sizes) > 1 or min(sizes) < 2:
             self.refuse("devices", f"groups of {sorted(sizes)} devices", "give groups of one size, of at least two devices")
@@ -77,16 +76,14 @@ class Replicate(Directive):
                         "devices", f"device {device} is replica {replica[device]} and {index}", "give it one position in all groups"
                     )
         for field in ("reduce_stream", "gather_stream"):
-            stream = getattr(self, field)
-            if not isinstance(stream, str) or not stream:
-                self.refuse(field, f"{stream!r} is not a stream", "give a non-empty name such as 'reduce'")
-        if isinstance(self.bucket_size, bool) or not isinstance(self.bucket_size, int | float) or not self.bucket_size > 0:
-            self.refuse("bucket_size", f"{self.bucket_size!r}", "give a number of MB above 0")
+            self.check_stream(field, "reduce")
+        if not isinstance(self.bucket_size, int | float) or not is_number(self.bucket_size, positive=True):
+            self.refuse("bucket_size", shown(self.bucket_size), "give a number of MB above 0")
         for field in ("shard_optimizer", "shard_grads", "shard_params"):
             if not isinstance(getattr(self, field), bool):
-                self.refuse(field, f"{getattr(self, field)!r}", "give true or false")
-        if self.reduce_dtype is not None and self.reduce_dtype not in REDUCE_DTYPES:
-            self.refuse("reduce_dtype", f"{self.reduce_dtype!r}", f"give one of {', '.join(REDUCE_DTYPES)}")
+                self.refuse(field, shown(getattr(self, field)), "give true or false")
+        if self.reduce_dtype is not None and not (isinstance(self.reduce_dtype, str) and self.reduce_dtype in REDUCE_DTYPES):
+            self.refuse("reduce_dtype", shown(self.reduce_dtype), f"give one of {', '.join(REDUCE_DTYPES)}")
 
     def apply_forward(self, dag: TrainingDAG, training: TrainingDAG | None) -> None:
         """The shares are those of training, and so are the shards, from which parameters are gathered. Without a training step

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+from collections import Counter
 from collections.abc import Sequence
 from typing import Any, ClassVar
 
@@ -54,17 +55,15 @@ class Shard(Directive):
 
     def check_fields(self) -> None:
         self.check_filter("filter", self.filter)
-        for group in self._groups():
-            self.check_device_list("devices", group)
+        self.check_groups("devices", self.devices)
         sizes = sorted({len(group) for group in self._groups()})
         if len(sizes) > 1 or sizes[0] < 2:
             self.refuse("devices", f"groups of {sizes} devices", "give groups of one size, of at least two devices")
-        members = [device for group in self._groups() for device in group]
-        if len(set(members)) < len(members):
-            twice = next(device for device in members if members.count(device) > 1)
+        counts = Counter(device for group in self._groups() for device in group)
+        twice, times = counts.most_common(1)[0]
+        if times > 1:
             self.refuse("devices", f"device {twice} is in two places", "give each device one part of the experts")
-        if not isinstance(self.stream, str) or not self.stream:
-            self.refuse("stream", f"{self.stream!r} is not a stream", "give a non-empty name such as 'alltoall'")
+        self.check_stream("stream", "alltoall")
 
     def apply_forward(self, dag: TrainingDAG, training: TrainingDAG | None) -> None:
         """Experts are divided as in training, and gathered from its shards."""
@@ -105,9 +104,8 @@ class Shard(Directive):
         return regions
 
     def _groups(self) -> list[tuple[int, ...]]:
-        groups: Any = self.devices
-        nested = isinstance(groups, list | tuple) and groups and isinstance(groups[0], list | tuple)
-        return [tuple(group) for group in groups] if nested else [groups if not isinstance(groups, list) else tuple(groups)]
+        groups: Any = self.devices if isinstance(self.devices[0], list | tuple) else [self.devices]
+        return [tuple(group) for group in groups]
 
     def _owners(self, chunks: Sequence[Chunk]) -> Owners:
         """The groups as places in the chunks' devices, the same ones at all homes."""

@@ -15,6 +15,7 @@ from lightning_piper.ir.filters import Filter
 from lightning_piper.ir.nodes import Accumulate, Chunk, Concat, Cut, Metrics, Node, Pack, Parameters, ReduceScatter, Ref, Update
 from lightning_piper.ir.regions import Step
 from lightning_piper.ir.values import Slice
+from lightning_piper.limits import PASSES, is_name, shown
 
 
 @register
@@ -44,10 +45,12 @@ class Split(Directive):
 
     def check_fields(self) -> None:
         self.check_filter("filter", self.filter)
-        if not isinstance(self.dim_name, str) or not self.dim_name or self.dim_name == "PASS":
-            self.refuse("dim_name", f"{self.dim_name!r} is not usable", "give a new tag such as 'MB'")
+        if not is_name(self.dim_name) or self.dim_name == "PASS":
+            self.refuse("dim_name", f"{shown(self.dim_name)} is not usable", "give a new tag such as 'MB'")
         if type(self.num_microbatches) is not int or self.num_microbatches < 1:
-            self.refuse("num_microbatches", f"{self.num_microbatches!r}", "give an integer >= 1")
+            self.refuse("num_microbatches", shown(self.num_microbatches), "give an integer >= 1")
+        if self.num_microbatches > PASSES // 2:
+            self.refuse("num_microbatches", shown(self.num_microbatches), f"give at most {PASSES // 2}")
 
     def apply_forward(self, dag: TrainingDAG, training: TrainingDAG | None) -> None:
         """The batch stays whole, and counts as the first piece: it runs where that runs."""
@@ -62,6 +65,10 @@ class Split(Directive):
                 "filter", f"the experts of {divided} are divided already, and tokens travel to them", "split before the shard"
             )
         self._check(dag, chunks)
+        made = sum(min(self.num_microbatches, len(chunk.slice)) for chunk in chunks)
+        if made > PASSES:
+            found = f"{self.num_microbatches} microbatches of {len(chunks)} passes"
+            self.refuse("num_microbatches", found, f"give fewer: a step has at most {PASSES} passes")
         self._repeat(dag, chunks, {part: self._pieces(dag, part) for part in {chunk.slice for chunk in chunks}})
 
     def _repeat(self, dag: TrainingDAG, chunks: list[Chunk], pieces: dict[Slice, list[Slice]]) -> None:

@@ -12,6 +12,7 @@ from typing import Any
 from lightning_piper.ir.dag import TrainingDAG
 from lightning_piper.ir.nodes import Chunk
 from lightning_piper.ir.regions import HALVES
+from lightning_piper.limits import INDEX, is_name, shown
 
 Filter = Mapping[str, Any]
 PASSES = ("F", "B", *HALVES)
@@ -20,21 +21,21 @@ PASSES = ("F", "B", *HALVES)
 def problem_with(condition: Any) -> str | None:
     """Why something is not a filter, or None."""
     if not isinstance(condition, Mapping):
-        return f'{condition!r} is not a filter; give an object such as {{"PP": 0}}'
+        return f'{shown(condition)} is not a filter; give an object such as {{"PP": 0}}'
     for tag, wanted in condition.items():
-        if not isinstance(tag, str) or not tag:
-            return f"{tag!r} is not a tag; tags are non-empty strings"
+        if not is_name(tag):
+            return f"{shown(tag)} is not a tag; tags are non-empty strings"
         options = wanted if isinstance(wanted, list | tuple) else [wanted]
         if not options:
             return f"tag {tag!r} has an empty list; name at least one index"
         for option in options:
             if tag == "PASS":
-                if option not in (*PASSES, "*"):
-                    return f"PASS {option!r} is unknown; accepted are {', '.join(PASSES)} and '*'"
-            elif option in ("*", "-") and isinstance(wanted, str):
+                if not isinstance(option, str) or option not in (*PASSES, "*"):
+                    return f"PASS {shown(option)} is unknown; accepted are {', '.join(PASSES)} and '*'"
+            elif isinstance(wanted, str) and option in ("*", "-"):
                 continue
-            elif isinstance(option, bool) or not isinstance(option, int) or option < 0:
-                return f"tag {tag!r} has {option!r}; accepted are an index >= 0, a list of them, '*' (any index), '-' (absent)"
+            elif isinstance(option, bool) or not isinstance(option, int) or not 0 <= option < INDEX:
+                return f"tag {tag!r} has {shown(option)}; accepted are an index >= 0, a list of them, '*' (any index), '-' (absent)"
     return None
 
 

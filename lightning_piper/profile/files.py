@@ -33,6 +33,7 @@ from lightning_piper.ir.nodes import AllGather, AllReduce, AllToAll, Chunk, Node
 from lightning_piper.ir.text import line_of
 from lightning_piper.plan import instructions as ins
 from lightning_piper.plan.plan import Plan
+from lightning_piper.reading import parse_json
 from lightning_piper.regular import open_regular
 from lightning_piper.simulate.engine import Trace
 from lightning_piper.simulate.figures import Simulation
@@ -172,8 +173,8 @@ def read_json(path: Path) -> dict[str, Any]:
             size = os.fstat(file.fileno()).st_size
             if size > LIMIT:
                 raise PiperError(f"{str(path)!r} has {size} bytes; files of more than {LIMIT} are not read as recordings")
-            content = json.loads(file.read(size))
-    except (OSError, ValueError, RecursionError) as error:
+            content = parse_json(file.read(size).decode("utf-8-sig"))
+    except (OSError, ValueError) as error:
         raise PiperError(f"{str(path)!r} cannot be read as a recording: {error}") from None
     if not isinstance(content, dict) or content.get("version") != VERSION:
         found = content.get("version") if isinstance(content, dict) else None

@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, fields
 
 from lightning_piper.errors import PiperError
+from lightning_piper.limits import INDEX, integer, shown
 
 OFF, WARMUP, ACTIVE = "off", "warmup", "active"
 
@@ -33,9 +34,13 @@ class Schedule:
     def __post_init__(self) -> None:
         least = {"wait": 0, "warmup": 0, "active": 1, "repeat": 0}
         for field in fields(self):
+            if field.name not in least:
+                continue
             value = getattr(self, field.name)
-            if field.name in least and (isinstance(value, bool) or not isinstance(value, int) or value < least[field.name]):
-                raise PiperError(f"Schedule({field.name}={value!r}): give a whole number >= {least[field.name]}")
+            number = integer(value)
+            if number is None or not least[field.name] <= number < INDEX:
+                raise PiperError(f"Schedule({field.name}={shown(value)}): give a whole number >= {least[field.name]}")
+            object.__setattr__(self, field.name, number)
 
     def phase(self, step: int) -> str:
         """`OFF`, `WARMUP` or `ACTIVE`, of a step counted from 0."""
@@ -58,5 +63,5 @@ def schedule_of(given: object) -> Schedule | None:
     if isinstance(given, Schedule):
         return given
     raise PiperError(
-        f"PiperStrategy(profile={given!r}): give True, or a lightning_piper.profile.Schedule(wait, warmup, active, repeat)"
+        f"PiperStrategy(profile={shown(given)}): give True, or a lightning_piper.profile.Schedule(wait, warmup, active, repeat)"
     )

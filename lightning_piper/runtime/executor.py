@@ -8,7 +8,7 @@ from dataclasses import dataclass
 
 import torch
 
-from lightning_piper.errors import ExecutionError
+from lightning_piper.errors import ExecutionError, OutOfMemoryError
 from lightning_piper.ir.buckets import Bucket
 from lightning_piper.ir.regions import Step
 from lightning_piper.plan import instructions as ins
@@ -227,7 +227,8 @@ class Executor:
                     position += 1
         except Exception as error:
             where = self.plan.instructions[self._source[position]].where
-            raise ExecutionError(f"device {self.plan.device}: {where} failed: {str(error) or type(error).__name__}") from error
+            kind = OutOfMemoryError if isinstance(error, torch.OutOfMemoryError) else ExecutionError
+            raise kind(f"device {self.plan.device}: {where} failed: {str(error) or type(error).__name__}") from error
         finally:
             self._streams.leave()
         self.position = position

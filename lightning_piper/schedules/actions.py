@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from typing import NamedTuple
 
 from lightning_piper.directives import Directive, Order, Place, Split
 from lightning_piper.errors import DirectiveError
 from lightning_piper.ir.filters import Filter
+from lightning_piper.limits import DEVICES, PASSES, integer, is_name, shown
 
 Homes = Sequence[int | Sequence[int]]  # of each rank: a device, or a group of devices over which a `replicate` divides the batch
 
@@ -39,10 +40,10 @@ def program_of(
         name: of the builder, for messages.
 
     Raises:
-        DirectiveError: not one device (or group) a rank.
+        DirectiveError: not one device (or group) a rank, or names that cannot be used.
     """
-    given: Homes = range(len(rows)) if devices is None else devices
-    homes: list[Sequence[int]] = [[home] if isinstance(home, int) else home for home in given]
+    check_names(name, tag, dim_name)
+    homes = _homes(name, range(len(rows)) if devices is None else devices)
     if len(homes) != len(rows):
         raise DirectiveError(f"{name}: {len(homes)} devices for {len(rows)} ranks; give one device, or one group, for each rank")
     where: dict[int, dict[int, set[int]]] = {}  # stage -> rank -> microbatches
@@ -61,20 +62,57 @@ def _group(group: Sequence[Action], tag: str, dim_name: str) -> Filter | list[Fi
     return filters if len(filters) > 1 else filters[0]
 
 
+def _homes(name: str, devices: object) -> list[list[int]]:
+    """A list of devices for each rank."""
+    found: list[list[int]] = []
+    for home in devices if isinstance(devices, Sequence) and not isinstance(devices, str | bytes) else [None]:
+        group = home if isinstance(home, list | tuple | range) else [home]
+        numbers = [number for device in group if (number := integer(device)) is not None and 0 <= number < DEVICES]
+        if not numbers or len(numbers) < len(group) or len(set(numbers)) < len(numbers):
+            accepted = "one device >= 0, or one group of them, for each rank, such as [0, 1] or [[0, 2], [1, 3]]"
+            raise DirectiveError(f"{name}: devices={shown(devices)}; give {accepted}")
+        found.append(numbers)
+    return found
+
+
+def check_names(name: str, tag: object, dim_name: object) -> None:
+    """Refuse what cannot be the tags of stages and microbatches.
+
+    Raises:
+        DirectiveError: names the builder and the argument.
+    """
+    for what, value in (("tag", tag), ("dim_name", dim_name)):
+        if not is_name(value) or value == "PASS":
+            raise DirectiveError(f"{name}: {what}={shown(value)}; give the name of a tag, such as 'PP' or 'MB'")
+    if tag == dim_name:
+        raise DirectiveError(f"{name}: tag and dim_name are both {tag!r}; stages and microbatches need tags of their own")
+
+
 def one_by_one(*actions: Action) -> Row:
     """A row without overlap."""
     return [(action,) for action in actions]
 
 
-def check_counts(name: str, **counts: int) -> None:
-    """Refuse what is no count.
+def counts(name: str, **given: int) -> Iterator[int]:
+    """The arguments of a builder as integers, the numbers of stages and microbatches first.
 
     Raises:
-        DirectiveError: names the builder and the argument.
+        DirectiveError: names the builder and the argument that is no count; or they are too many.
     """
-    for what, value in counts.items():
-        if type(value) is not int or value < 1:
-            raise DirectiveError(f"{name}: {what}={value!r}; give an integer >= 1")
+    found = []
+    for what, value in given.items():
+        number = integer(value)
+        if number is None or number < 1:
+            raise DirectiveError(f"{name}: {what}={shown(value)}; give an integer >= 1")
+        if number > PASSES:
+            raise DirectiveError(f"{name}: {what}={shown(value)}; give fewer: a step has at most {PASSES} passes")
+        found.append(number)
+    if 2 * found[0] * found[1] > PASSES:
+        raise DirectiveError(
+            f"{name}: {found[0]} stages with {found[1]} microbatches; give fewer: a step has at most {PASSES} passes, two for "
+            "each stage and microbatch"
+        )
+    return iter(found)
 
 
 def ranks_of(name: str, stages: int, stages_per_device: int) -> int:

@@ -16,14 +16,16 @@ from collections.abc import Sequence
 from os import PathLike
 from pathlib import Path
 
-from lightning_piper.directives import Directive, Order, Place
+from lightning_piper.directives import Directive, Order, Place, parse
 from lightning_piper.errors import DirectiveError
 from lightning_piper.ir.filters import matches
-from lightning_piper.schedules.actions import Action, Homes, Row, program_of
+from lightning_piper.limits import FILE, PASSES, shown
+from lightning_piper.reading import read_text
+from lightning_piper.schedules.actions import Action, Homes, Row, check_names, program_of
 
 _KINDS = {"F": "F", "B": "B", "I": "BI", "W": "BW"}
 _LETTERS = {kind: letter for letter, kind in _KINDS.items()}
-_COMPUTE = re.compile(r"(\d+)([FBIW])(\d+)")
+_COMPUTE = re.compile(r"([0-9]{1,9})([FBIW])([0-9]{1,9})")
 _OVERLAP = re.compile(r"\((?P<actions>[^()]*)\)OVERLAP_F_B")
 _DERIVED = re.compile(r"\d+((SEND|RECV)_[FB]\d+|(UNSHARD|RESHARD|REDUCE_GRAD)\d*)")
 
@@ -44,6 +46,7 @@ def from_csv(
 
     Source: torch.distributed.pipelining, `_PipelineScheduleRuntime._load_csv` (torch 2.13).
     """
+    check_names("from_csv", tag, dim_name)
     rows = _read(_content(path_or_text))
     microbatches = _check(rows)
     return program_of(rows, microbatches, devices, tag, dim_name, "from_csv")
@@ -51,16 +54,24 @@ def from_csv(
 
 def _content(source: str | PathLike[str]) -> str:
     if isinstance(source, str) and ("," in source or "\n" in source):
+        if len(source) > FILE:
+            raise DirectiveError(f"from_csv: the text has {len(source)} characters; at most {FILE} are read")
         return source
+    if not isinstance(source, str | PathLike):
+        raise DirectiveError(f"from_csv: found {type(source).__name__}; give the path of a file, or its content")
     try:
-        return Path(source).read_text(encoding="utf-8")
-    except OSError as error:
-        raise DirectiveError(f"from_csv: file {str(source)!r} cannot be read: {error}") from None
+        return read_text(source)
+    except (OSError, ValueError) as error:
+        raise DirectiveError(f"from_csv: file {shown(str(source))} cannot be read: {error}") from None
 
 
 def _read(text: str) -> list[Row]:
     rows: list[Row] = []
-    for number, cells in enumerate(csv.reader(io.StringIO(text))):
+    try:
+        lines = list(csv.reader(io.StringIO(text)))
+    except csv.Error as error:
+        raise DirectiveError(f"from_csv: the text cannot be read as CSV: {error}") from None
+    for number, cells in enumerate(lines):
         row: Row = []
         for column, cell in enumerate(map(str.strip, cells)):
             overlap = _OVERLAP.fullmatch(cell)
@@ -69,7 +80,7 @@ def _read(text: str) -> list[Row]:
             parts = [_COMPUTE.fullmatch(part.strip()) for part in (overlap["actions"].split(";") if overlap else [cell])]
             if not all(parts):
                 raise DirectiveError(
-                    f"from_csv: row {number}, cell {column}: {cell!r} is not an action; give a stage, F, B, I or W, and a "
+                    f"from_csv: row {number}, cell {column}: {shown(cell)} is not an action; give a stage, F, B, I or W, and a "
                     "microbatch, such as '0F3', or '(0F3;1B0)OVERLAP_F_B'"
                 )
             row.append(tuple(Action(int(part[1]), _KINDS[part[2]], int(part[3])) for part in parts if part))
@@ -90,14 +101,15 @@ def _check(rows: Sequence[Row]) -> int:
     stages, microbatches = (1 + max((key[i] for key in found), default=-1) for i in (0, 1))
     if not found:
         raise DirectiveError("from_csv: there is no pass; give a row of actions such as '0F0,0B0' for each rank")
-    for key in [(stage, mb) for stage in range(stages) for mb in range(microbatches)]:
+    if len(found) > PASSES // 2:
+        raise DirectiveError(f"from_csv: {len(found)} stages and microbatches; a step has at most {PASSES} passes")
+    for key in ((stage, mb) for stage in range(stages) for mb in range(microbatches)):  # ends with the first one that is not there
         kinds = sorted(kind for kind, _ in found.get(key, []))
         if kinds not in (["B", "F"], ["BI", "BW", "F"]) or len({rank for _, rank in found[key]}) > 1:
-            shown = (
-                ", ".join(f"{_cell(Action(key[0], kind, key[1]))} in row {rank}" for kind, rank in found.get(key, [])) or "nothing"
-            )
+            there = [f"{_cell(Action(key[0], kind, key[1]))} in row {rank}" for kind, rank in found.get(key, [])]
+            has = ", ".join(there[:8]) or "nothing"
             raise DirectiveError(
-                f"from_csv: stage {key[0]}, microbatch {key[1]} has {shown}; give F and B, or F, I and W, once each, in one row"
+                f"from_csv: stage {key[0]}, microbatch {key[1]} has {has}; give F and B, or F, I and W, once each, in one row"
             )
     return microbatches
 
@@ -112,8 +124,10 @@ def to_csv(program: Sequence[Directive], path: str | PathLike[str] | None = None
 
     Raises:
         DirectiveError: an order's filter is more than one pass of one stage for one microbatch, or has no place; or two orders are
-            of one rank.
+            of one rank; or the file cannot be written.
     """
+    check_names("to_csv", tag, dim_name)
+    program = parse(program)
     places = [directive for directive in program if isinstance(directive, Place)]
     rows: dict[tuple[int, ...], list[str]] = {}
     for index, order in enumerate(program):
@@ -123,8 +137,8 @@ def to_csv(program: Sequence[Directive], path: str | PathLike[str] | None = None
         for group in order.filters:
             actions = [_action(index, item, tag, dim_name) for item in (group if isinstance(group, list | tuple) else [group])]
             homes |= {_home(index, action, places, tag, dim_name) for action in actions}
-            shown = ";".join(map(_cell, actions))
-            cells.append(f"({shown})OVERLAP_F_B" if len(actions) > 1 else shown)
+            joined = ";".join(map(_cell, actions))
+            cells.append(f"({joined})OVERLAP_F_B" if len(actions) > 1 else joined)
         home = homes.pop()
         if homes or home in rows:
             raise DirectiveError(
@@ -135,7 +149,10 @@ def to_csv(program: Sequence[Directive], path: str | PathLike[str] | None = None
     stream = io.StringIO(newline="")
     csv.writer(stream).writerows(rows[home] for home in sorted(rows))
     if path is not None:
-        Path(path).write_text(stream.getvalue(), encoding="utf-8", newline="")
+        try:
+            Path(path).write_text(stream.getvalue(), encoding="utf-8", newline="")
+        except (OSError, ValueError, TypeError) as error:
+            raise DirectiveError(f"to_csv: file {shown(path)} cannot be written: {error}") from None
     return stream.getvalue()
 
 
@@ -144,8 +161,8 @@ def _action(index: int, condition: object, tag: str, dim_name: str) -> Action:
     stage, kind, microbatch = (given.get(name) for name in (tag, "PASS", dim_name))
     if len(given) != 3 or type(stage) is not int or type(microbatch) is not int or kind not in _LETTERS:
         raise DirectiveError(
-            f"to_csv: directive {index} (order): field 'filters': {condition!r} is no cell; give one stage, one microbatch and one "
-            f"pass, such as {{{tag!r}: 0, {dim_name!r}: 0, 'PASS': 'F'}}"
+            f"to_csv: directive {index} (order): field 'filters': {shown(condition)} is no cell; give one stage, one "
+            f"microbatch and one pass, such as {{{tag!r}: 0, {dim_name!r}: 0, 'PASS': 'F'}}"
         )
     return Action(stage, str(kind), microbatch)
 

@@ -6,7 +6,7 @@ from collections import Counter, deque
 
 from lightning_piper.directives import Directive
 from lightning_piper.errors import DirectiveError
-from lightning_piper.schedules.actions import Action, Homes, Row, check_counts, program_of, ranks_of
+from lightning_piper.schedules.actions import Action, Homes, Row, counts, program_of, ranks_of
 
 
 def dualpipev(
@@ -25,7 +25,7 @@ def dualpipev(
 
     Source: Qi et al. (Sea AI Lab), DualPipe could be better without the Dual, 2025.
     """
-    check_counts("dualpipev", stages=stages, microbatches=microbatches)
+    stages, microbatches = counts("dualpipev", stages=stages, microbatches=microbatches)
     ranks = ranks_of("dualpipev", stages, 2)
     if microbatches < stages:
         raise DirectiveError(f"dualpipev: {microbatches} microbatches for {stages} stages; give at least {stages}")
@@ -51,7 +51,7 @@ def dualpipe(
 
     Source: DeepSeek-AI, DeepSeek-V3 Technical Report, 2024.
     """
-    check_counts("dualpipe", stages=stages, microbatches=microbatches)
+    stages, microbatches = counts("dualpipe", stages=stages, microbatches=microbatches)
     pairs = ranks_of("dualpipe", stages, 2)
     if microbatches % 2 or microbatches < 2 * stages:
         raise DirectiveError(

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from lightning_piper.directives import Directive
 from lightning_piper.errors import DirectiveError
-from lightning_piper.schedules.actions import Action, Homes, check_counts, one_by_one, program_of, ranks_of
+from lightning_piper.schedules.actions import Action, Homes, counts, one_by_one, program_of, ranks_of
 
 
 def interleaved_one_f_one_b(
@@ -33,7 +33,9 @@ def interleaved_one_f_one_b(
     Source: Narayanan et al., Efficient Large-Scale Language Model Training on GPU Clusters Using Megatron-LM, 2021.
     """
     name = "interleaved_one_f_one_b"
-    check_counts(name, stages=stages, microbatches=microbatches, stages_per_device=stages_per_device)
+    stages, microbatches, stages_per_device = counts(
+        name, stages=stages, microbatches=microbatches, stages_per_device=stages_per_device
+    )
     ranks = ranks_of(name, stages, stages_per_device)
     rounds = max(1, microbatches // ranks)
     if microbatches % rounds:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from lightning_piper.directives import Directive
-from lightning_piper.schedules.actions import Action, Homes, Row, check_counts, one_by_one, program_of
+from lightning_piper.schedules.actions import Action, Homes, Row, counts, one_by_one, program_of
 
 
 def gpipe(stages: int, microbatches: int, devices: Homes | None = None, tag: str = "PP", dim_name: str = "MB") -> list[Directive]:
@@ -20,7 +20,7 @@ def gpipe(stages: int, microbatches: int, devices: Homes | None = None, tag: str
 
     Source: Huang et al., GPipe: Efficient Training of Giant Neural Networks using Pipeline Parallelism, 2019.
     """
-    check_counts("gpipe", stages=stages, microbatches=microbatches)
+    stages, microbatches = counts("gpipe", stages=stages, microbatches=microbatches)
     rows = [one_by_one(*(Action(stage, kind, mb) for kind in "FB" for mb in range(microbatches))) for stage in range(stages)]
     return program_of(rows, microbatches, devices, tag, dim_name, "gpipe")
 
@@ -35,7 +35,7 @@ def one_f_one_b(
     Source: Narayanan et al., PipeDream: Generalized Pipeline Parallelism for DNN Training, 2019 (the variant with a flush at
     the end of each step, as in Megatron-LM).
     """
-    check_counts("one_f_one_b", stages=stages, microbatches=microbatches)
+    stages, microbatches = counts("one_f_one_b", stages=stages, microbatches=microbatches)
     rows = [_one_f_one_b(stage, min(stages - stage, microbatches), microbatches) for stage in range(stages)]
     return program_of(rows, microbatches, devices, tag, dim_name, "one_f_one_b")
 
@@ -59,7 +59,7 @@ def zero_bubble(
 
     Source: Qi et al., Zero Bubble Pipeline Parallelism, 2023.
     """
-    check_counts("zero_bubble", stages=stages, microbatches=microbatches)
+    stages, microbatches = counts("zero_bubble", stages=stages, microbatches=microbatches)
     rows = [_zero_bubble(stage, min(stages - 1 - stage, microbatches), microbatches) for stage in range(stages)]
     return program_of(rows, microbatches, devices, tag, dim_name, "zero_bubble")
 

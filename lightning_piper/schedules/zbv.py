@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections import Counter
 
 from lightning_piper.directives import Directive
-from lightning_piper.schedules.actions import Action, Homes, Row, check_counts, one_by_one, program_of, ranks_of
+from lightning_piper.schedules.actions import Action, Homes, Row, counts, one_by_one, program_of, ranks_of
 
 
 def zbv(stages: int, microbatches: int, devices: Homes | None = None, tag: str = "PP", dim_name: str = "MB") -> list[Directive]:
@@ -21,7 +21,7 @@ def zbv(stages: int, microbatches: int, devices: Homes | None = None, tag: str =
 
     Source: Qi et al., Pipeline Parallelism with Controllable Memory, 2024 (the V-shaped schedule with the memory of 1F1B).
     """
-    check_counts("zbv", stages=stages, microbatches=microbatches)
+    stages, microbatches = counts("zbv", stages=stages, microbatches=microbatches)
     ranks = ranks_of("zbv", stages, 2)
     rows = [_row(ranks, rank, microbatches) for rank in range(ranks)]
     return program_of(rows, microbatches, devices, tag, dim_name, "zbv")

@@ -2,18 +2,17 @@
 
 from __future__ import annotations
 
-import json
-import math
 import re
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from fractions import Fraction
 from os import PathLike
-from pathlib import Path
 
 from lightning_piper.errors import SimulationError
 from lightning_piper.ir.dag import TrainingDAG
 from lightning_piper.ir.nodes import Chunk, Recv
+from lightning_piper.limits import is_number, shown
 from lightning_piper.plan.instructions import Instruction
+from lightning_piper.reading import name_of, read_json
 
 Number = int | float | Fraction
 Durations = Mapping[str, Number] | Callable[[Chunk], Number]
@@ -51,6 +50,8 @@ class Work:
     def __init__(self, dag: TrainingDAG, durations: Durations, issued: Iterable[int] = ()) -> None:
         self._ops: dict[str, Number] = {}
         self._nodes: dict[int, Number] = {}
+        if not isinstance(durations, Mapping) and not callable(durations):
+            raise SimulationError(f"durations: {shown(durations)} is neither a table such as {{'F': 1, 'B': 2}} nor a function")
         if isinstance(durations, Mapping):
             rules = self._read(dag, durations)
             measured = set(self._nodes)
@@ -75,7 +76,9 @@ class Work:
     def _read(self, dag: TrainingDAG, table: Mapping[str, Number]) -> _Rules:
         rules = _Rules()
         for key, value in table.items():
-            duration = checked(f"durations: {key!r}", value)
+            duration = checked(f"durations: {shown(key)}", value)
+            if not isinstance(key, str):
+                raise SimulationError(f"durations: {shown(key)} is no text; give keys such as 'F', 'F[PP=0]' or '%12'")
             if match := _NODE.fullmatch(key):
                 node = int(match["node"])
                 if node not in dag.nodes:
@@ -176,10 +179,11 @@ def checked(what: str, value: object, positive: bool = False) -> Number:
     Raises:
         SimulationError: it is something else.
     """
-    good = isinstance(value, int | float | Fraction) and not isinstance(value, bool) and math.isfinite(value)
-    if not good or value < 0 or (positive and not value):  # type: ignore[operator]
-        raise SimulationError(f"{what} is {value!r}; give a finite number {'> 0' if positive else '>= 0'}")
-    return value  # type: ignore[return-value]
+    if not isinstance(value, int | float | Fraction) or not is_number(value, positive):
+        raise SimulationError(
+            f"{what} is {shown(value)}; give a finite number {'> 0' if positive else '>= 0'}, from 1e-15 to 1e15"
+        )
+    return value
 
 
 def read_durations(path: str | PathLike[str]) -> dict[str, Number]:
@@ -189,13 +193,13 @@ def read_durations(path: str | PathLike[str]) -> dict[str, Number]:
         SimulationError: there is no such file, or it holds something else.
     """
     try:
-        content = json.loads(Path(path).read_text(encoding="utf-8"))
+        content = read_json(path)
     except FileNotFoundError:
-        raise SimulationError(f"durations file {str(path)!r} does not exist") from None
+        raise SimulationError(f"durations file {name_of(path)} does not exist") from None
     except (OSError, ValueError) as error:
-        raise SimulationError(f"durations file {str(path)!r} cannot be read as JSON: {error}") from None
+        raise SimulationError(f"durations file {name_of(path)} cannot be read as JSON: {error}") from None
     if not isinstance(content, dict):
         raise SimulationError(
-            f'durations file {str(path)!r} holds a {type(content).__name__}; it must hold an object such as {{"F": 1, "B": 2}}'
+            f'durations file {name_of(path)} holds a {type(content).__name__}; it must hold an object such as {{"F": 1, "B": 2}}'
         )
     return content

@@ -8,6 +8,8 @@ from dataclasses import dataclass
 from fractions import Fraction
 from typing import Any, NamedTuple
 
+from lightning_piper import limits
+from lightning_piper.errors import SimulationError
 from lightning_piper.ir.dag import TrainingDAG
 from lightning_piper.plan.instructions import Run
 from lightning_piper.plan.plan import Plan
@@ -146,6 +148,11 @@ def simulate(
         SimulationError: durations that cannot be used.
         VerificationError: the plans deadlock.
     """
+    planned = isinstance(plans, Mapping) and all(isinstance(plan, Plan) for plan in plans.values())
+    if not isinstance(dag, TrainingDAG) or not planned:
+        raise SimulationError("simulate: give the dag and the plans of what lightning_piper.compile returned")
+    if network is not None and not isinstance(network, Network):
+        raise SimulationError(f"simulate(network={limits.shown(network)}): give a Network")
     issued = [i.node for plan in plans.values() for i in plan.instructions if isinstance(i, Run)]
     return figures(dag, plans, run_in_virtual_time(dag, plans, Work(dag, durations, issued), network or Network()))
 

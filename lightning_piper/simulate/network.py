@@ -6,6 +6,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from fractions import Fraction
 
+from lightning_piper.errors import SimulationError
+from lightning_piper.limits import shown
 from lightning_piper.plan.instructions import Channel
 from lightning_piper.simulate.durations import Number, checked
 
@@ -44,11 +46,20 @@ class Network:
     link: of every channel and group that is not named.
     channels: by (sending device, receiving device).
     groups: between neighbours in the ring, by the group's devices.
+
+    Raises:
+        SimulationError: something else than Links is given.
     """
 
     link: Link = Link()
     channels: Mapping[Channel, Link] = field(default_factory=dict)
     groups: Mapping[tuple[int, ...], Link] = field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        for name, links in (("link", {"": self.link}), ("channels", self.channels), ("groups", self.groups)):
+            if not isinstance(links, Mapping) or not all(isinstance(link, Link) for link in links.values()):
+                what = "a Link" if name == "link" else "a mapping from devices to Links"
+                raise SimulationError(f"Network({name}={shown(getattr(self, name))}): give {what}")
 
     def transfer(self, channel: Channel, nbytes: int) -> Number:
         """From the moment when both sides are ready."""

@@ -9,7 +9,7 @@ from typing import Any
 from lightning.fabric.plugins import CheckpointIO, TorchCheckpointIO
 
 from lightning_piper.errors import PiperError
-from lightning_piper.strategy.checkpoint_files import located, prepare, publish, remove, together
+from lightning_piper.strategy.checkpoint_files import MANIFEST, located, prepare, publish, remove, together
 from lightning_piper.strategy.records import check_records
 from lightning_piper.strategy.world import World
 
@@ -28,6 +28,11 @@ def save_in_one_go(io: CheckpointIO, content: dict[str, Any], path: str | Path, 
     temporary = prepare(path)
     try:
         io.save_checkpoint(content, temporary, storage_options=storage_options)
+        if not temporary.exists():
+            raise PiperError(
+                f"{type(io).__name__}.save_checkpoint has been replaced, and wrote nothing to {temporary}; write elsewhere, or "
+                "later, in a plugin of your own: a subclass of TorchCheckpointIO or CheckpointIO"
+            )
         publish(temporary, path)
     finally:
         temporary.unlink(missing_ok=True)
@@ -35,7 +40,7 @@ def save_in_one_go(io: CheckpointIO, content: dict[str, Any], path: str | Path, 
 
 def remove_in_one_go(io: CheckpointIO, path: str | Path) -> None:
     """Remove a file or directory."""
-    if not _is_ours(io, path) and not Path(path).is_dir():
+    if not _is_ours(io, path) and not _is_sharded(Path(path)):
         io.remove_checkpoint(path)
     else:
         remove(Path(path))
@@ -45,14 +50,17 @@ def found_at(path: str | Path, io: CheckpointIO, world: World) -> tuple[str, boo
     """Where a checkpoint is, and whether it is sharded. Collective.
 
     Raises:
-        PiperError: there is none; or the processes disagree.
+        CheckpointNotFoundError: there is none.
+        PiperError: the processes disagree.
     """
 
     def look() -> tuple[str, bool]:
         if "://" in str(path):
             return str(path), False
-        place = located(Path(path)) if _is_ours(io, path) else Path(path)
-        return str(place), place.is_dir()
+        if _is_ours(io, path):
+            place = located(Path(path))
+            return str(place), place.is_dir()
+        return str(path), _is_sharded(Path(path))
 
     found = together(world, f"loading {path}", look)
     if len(set(found)) > 1:
@@ -89,6 +97,11 @@ def check_target(path: str | Path, storage_options: Any | None, io: CheckpointIO
             "PiperStrategy(checkpoint='sharded') writes by torch.distributed.checkpoint: storage_options and checkpoint plugins "
             f"({type(io).__name__}) do not apply; leave them out, or use checkpoint='consolidated'"
         )
+
+
+def _is_sharded(path: Path) -> bool:
+    """A plugin may write directories of its own."""
+    return (path / MANIFEST).is_file()
 
 
 def _is_ours(io: CheckpointIO, path: str | Path) -> bool:

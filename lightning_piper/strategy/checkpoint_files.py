@@ -21,7 +21,7 @@ from typing import Any, TypeVar
 
 import torch
 
-from lightning_piper.errors import PiperError
+from lightning_piper.errors import CheckpointNotFoundError, PiperError
 from lightning_piper.regular import open_regular
 from lightning_piper.strategy.world import World, of_rank
 
@@ -40,21 +40,22 @@ def together(world: World, doing: str, work: Callable[[], T]) -> list[T]:
         doing: what failed, in the error's words: "saving a.ckpt".
 
     Raises:
-        PiperError: that of the first process that failed; other exceptions are named in it.
+        PiperError: that of the first process that failed, of its class; other exceptions are named in it.
     """
     value: Any = None
-    failure: str | None = None
+    failure: tuple[type[PiperError], str] | None = None
     cause: Exception | None = None
     try:
         value = work()
     except PiperError as error:
-        failure, cause = str(error), error
+        failure, cause = (type(error), str(error)), error
     except Exception as error:
-        failure, cause = f"{doing} failed on rank {world.rank}: {type(error).__name__}: {error}", error
+        failure, cause = (PiperError, f"{doing} failed on rank {world.rank}: {type(error).__name__}: {error}"), error
     outcomes = world.gather((value, failure))
-    for rank, (_, text) in enumerate(outcomes):
-        if text is not None:
-            raise of_rank(rank, PiperError(text)) from cause
+    for rank, (_, failed) in enumerate(outcomes):
+        if failed is not None:
+            kind, text = failed
+            raise of_rank(rank, kind(text)) from cause
     return [value for value, _ in outcomes]
 
 
@@ -76,12 +77,12 @@ def located(path: Path) -> Path:
     """Where the checkpoint of this name is: there, or, after an interrupted save, beside it.
 
     Raises:
-        PiperError: nowhere.
+        CheckpointNotFoundError: nowhere.
     """
     for place in (path, earlier_of(path)):
         if os.path.lexists(place):
             return place
-    raise PiperError(f"there is no checkpoint {path}; give the file or directory that a fit has saved")
+    raise CheckpointNotFoundError(f"there is no checkpoint {path}; give the file or directory that a fit has saved")
 
 
 def prepare(path: Path) -> Path:

@@ -17,6 +17,7 @@ from lightning.pytorch.callbacks.batch_size_finder import BatchSizeFinder
 from lightning.pytorch.utilities.signature_utils import is_param_in_hook_signature
 
 from lightning_piper.errors import PiperError
+from lightning_piper.limits import shown
 from lightning_piper.strategy.materialize import Known, without_initial_values
 
 
@@ -150,5 +151,5 @@ def one_of(name: str, value: object, accepted: tuple[str, ...]) -> None:
     Raises:
         PiperError: names them.
     """
-    if value not in accepted:
-        raise PiperError(f"PiperStrategy({name}={value!r}): accepted are {', '.join(map(repr, accepted))}")
+    if not isinstance(value, str) or value not in accepted:
+        raise PiperError(f"PiperStrategy({name}={shown(value)}): accepted are {', '.join(map(repr, accepted))}")

@@ -28,12 +28,15 @@ from torch.optim import Optimizer
 
 from lightning_piper.directives import replicas_of
 from lightning_piper.errors import PiperError
+from lightning_piper.limits import shown
 from lightning_piper.profile import Schedule, schedule_of
 from lightning_piper.strategy.checkpoint import KEY, check_target, found_at, read_plain, remove_in_one_go, save_in_one_go, seed_of
 from lightning_piper.strategy.checks import check_fit, check_optimizers, one_of
+from lightning_piper.strategy.copying import without_fit
 from lightning_piper.strategy.evaluating import EvaluatingStrategy
 from lightning_piper.strategy.failure import FailureWatch
 from lightning_piper.strategy.fit import Fit
+from lightning_piper.strategy.launching import check_one_process, check_script
 from lightning_piper.strategy.machine import Settings
 from lightning_piper.strategy.materialize import is_on_meta
 from lightning_piper.strategy.optimizer import Names, ShardedOptimizer, State, check_groups, names_in
@@ -96,13 +99,13 @@ class PiperStrategy(EvaluatingStrategy):
         one_of("verify", verify, ACCEPTED)
         one_of("transport", transport, ("process", "local"))
         one_of("checkpoint", checkpoint, ("consolidated", "sharded"))
-        if start_method != "popen":
+        if not isinstance(start_method, str) or start_method != "popen":
             raise PiperError(
-                f"PiperStrategy(start_method={start_method!r}): a spawned or forked worker cannot hand a module back whose parts "
-                "are on several processes; use 'popen' (the script runs once for each device), torchrun, or transport='local'"
+                f"PiperStrategy(start_method={shown(start_method)}): a spawned or forked worker cannot hand a module back whose "
+                "parts are on several processes; use 'popen' (the script runs once for each device), torchrun, or transport='local'"
             )
         if not isinstance(timeout, timedelta) or timeout <= timedelta(0):
-            raise PiperError(f"PiperStrategy(timeout={timeout!r}): give a positive datetime.timedelta")
+            raise PiperError(f"PiperStrategy(timeout={shown(timeout)}): give a positive datetime.timedelta")
         self._program = given_or_from_environment(directives)
         self._verify, self._timeout = verify, timeout
         schedule_of(profile)
@@ -114,6 +117,7 @@ class PiperStrategy(EvaluatingStrategy):
         self._fit: Fit | None = None  # from the first batch on
         self._names: Names = []  # of the optimizer's parameters
         self._later: State | None = None  # of the optimizer, from a checkpoint, for what it has from the first batch on
+        self._resumes = False  # before the first batch: the optimizer has its state from a checkpoint
         self._trained: ShardedOptimizer | None = None  # the Trainer's, after the first batch, until the next fit
         self._replicas: tuple[int, ...] = ()  # of each process in this fit, where processes draw the data of several
         self._resumed_seed: int | None = None
@@ -126,6 +130,9 @@ class PiperStrategy(EvaluatingStrategy):
         given = "no directives of its own" if self._program is None else f"{len(self._program)} directives"
         transport = "local" if self._local else "process"
         return f"<PiperStrategy for lightning.pytorch.Trainer (not for pytorch_lightning's): {given}, transport={transport!r}>"
+
+    def __getstate__(self) -> dict[str, Any]:
+        return without_fit(super().__getstate__(), 1 if self._local else self.world_size)
 
     # Processes
 
@@ -164,19 +171,12 @@ class PiperStrategy(EvaluatingStrategy):
 
     def _configure_launcher(self) -> None:
         if self._local:
-            if self.num_processes * self.num_nodes != 1:
-                raise PiperError(
-                    f"PiperStrategy(transport='local') runs all logical devices in one process; found Trainer(devices="
-                    f"{self.num_processes}, num_nodes={self.num_nodes}), give devices=1"
-                )
+            check_one_process(self.num_processes, self.num_nodes)
             return
         assert self.cluster_environment is not None
         if not self.cluster_environment.creates_processes_externally:
-            if hasattr(sys, "ps1"):
-                raise PiperError(
-                    "PiperStrategy(transport='process') runs the script once for each device, which a notebook or an interactive "
-                    "session cannot; use transport='local' with devices=1 here, or run a script"
-                )
+            if self.num_processes > 1 or hasattr(sys, "ps1"):
+                check_script()
             self._launcher = _SubprocessScriptLauncher(self.cluster_environment, self.num_processes, self.num_nodes)
 
     def setup_environment(self) -> None:
@@ -205,6 +205,7 @@ class PiperStrategy(EvaluatingStrategy):
             self._setup_evaluation(trainer)
             return
         self._later = self._trained = None
+        self._resumes = False
         check_fit(trainer, module, self.world.size, self._layer_sync is not None, self._known)
         self._seed = self._setup_standalone(trainer, self._resumed_seed).seed
         if self._local:
@@ -221,11 +222,12 @@ class PiperStrategy(EvaluatingStrategy):
             return
         assert self._standalone is not None and self.lightning_module is not None
         self._names = names_in(self.optimizers[0], self.lightning_module, self._names)  # hooks may have changed it
+        state = self._resumed_state()
         self._fit = fit = Fit(self._standalone, batch, self._verify, self.optimizers[0], self._names, self.precision_plugin)
         self._trained = fit.optimizer
         self._standalone, self._evaluation = None, None if self._local else fit.evaluation
-        if self._later is not None:
-            state, self._later = self._later, None
+        self._later, self._resumes = None, False
+        if state is not None:
             self._load_optimizer(fit, {**state, "param_groups": fit.optimizer.full_groups()})
         _optimizers_to_device(self.optimizers, self.root_device)
         fit.record(self._profile)
@@ -347,12 +349,17 @@ class PiperStrategy(EvaluatingStrategy):
         if self._fit is None:
             self._names = names_in(self.optimizers[0], self.lightning_module, self._names)
         check_groups(self._names, states[0]["param_groups"])
-        if self._fit is None:  # rates and the like at once, for hooks may change them
-            self._later = states[0]
-            self.optimizers[0].load_state_dict({**states[0], "state": {}})
+        if self._fit is None:  # at once, for hooks may look at it and change it
+            self._resumes = not referenced(states[0]) and not is_on_meta(self.lightning_module)
+            self._later = None if self._resumes else states[0]
+            self.optimizers[0].load_state_dict(states[0] if self._resumes else {**states[0], "state": {}})
         else:
             self._load_optimizer(self._fit, states[0])
             _optimizers_to_device(self.optimizers, self.root_device)
+
+    def _resumed_state(self) -> State | None:
+        """What the optimizer has when the first batch comes of a fit that resumes; None if none does."""
+        return self.optimizers[0].state_dict() if self._resumes else self._later
 
     def _load_optimizer(self, fit: Fit, state: State) -> None:
         if self._loading is not None and referenced(state):

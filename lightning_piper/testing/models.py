@@ -16,8 +16,11 @@ from torch import Tensor, nn
 
 from lightning_piper.annotate import annotate
 from lightning_piper.capture import CapturedStep, capture
+from lightning_piper.errors import PiperError
+from lightning_piper.limits import shown
 from lightning_piper.testing.experts import WIDTH, Routed
 
+LARGEST = 2**20  # number of samples, or seed
 STEPS = 3  # positions: samples have shape [STEPS, WIDTH]
 
 # What a block does, and why it is there.
@@ -63,15 +66,21 @@ class Spec:
     exact: bool = False
 
     def __post_init__(self) -> None:
+        for field, kind in (("blocks", str), ("stages", int)):
+            values = getattr(self, field)
+            if not isinstance(values, tuple) or not all(type(value) is kind for value in values):
+                raise PiperError(f"Spec({field}={shown(values)}): give a tuple of {kind.__name__}")
+        if not isinstance(self.exact, bool):
+            raise PiperError(f"Spec(exact={shown(self.exact)}): give True or False")
         if len(self.blocks) != len(self.stages) or not self.blocks:
-            raise ValueError(
+            raise PiperError(
                 f"{len(self.blocks)} blocks with {len(self.stages)} stages; give one stage for each block, at least one"
             )
         for block in self.blocks:
             if block not in (EXACT_BLOCKS if self.exact else BLOCKS):
                 known = EXACT_BLOCKS if self.exact else tuple(BLOCKS)
-                raise ValueError(
-                    f"block {block!r} is not known{' in exact models' if self.exact else ''}; accepted: {', '.join(known)}"
+                raise PiperError(
+                    f"block {shown(block)} is not known{' in exact models' if self.exact else ''}; accepted: {', '.join(known)}"
                 )
 
     @property
@@ -214,6 +223,7 @@ def make_batch(spec: Spec, size: int, seed: int = 0) -> dict[str, Tensor]:
 
     In exact models targets are multiples of 840, the least common multiple of 1 to 8: a mean over up to 8 samples is exact.
     """
+    _check("make_batch", spec, size, seed)
     generator = torch.Generator().manual_seed(seed)
     shape = (size, STEPS, WIDTH)
     if spec.exact:
@@ -258,9 +268,26 @@ def _captured(spec: Spec) -> tuple[Model, CapturedStep]:
     return module, capture(module, make_batch(spec, 8))
 
 
-@functools.lru_cache(maxsize=1024)
+def _check(name: str, spec: object, *numbers: object) -> None:
+    if not isinstance(spec, Spec):
+        raise PiperError(f"{name}: {shown(spec)} is no Spec")
+    for number in numbers:
+        if type(number) is not int or not 0 <= number <= LARGEST:
+            raise PiperError(f"{name}: {shown(number)} is no number of samples, and no seed; give an integer from 0 to {LARGEST}")
+
+
 def case(spec: Spec, size: int) -> Case:
-    """The case of a spec and a batch size; the model is captured once for all sizes."""
+    """The case of a spec and a batch size; the model is captured once for all sizes.
+
+    Raises:
+        PiperError: this is no spec, or no size.
+    """
+    _check("case", spec, size)
+    return _case(spec, size)
+
+
+@functools.lru_cache(maxsize=1024)
+def _case(spec: Spec, size: int) -> Case:
     module, step = _captured(spec)
     named: list[tuple[str, Any]] = [*module.named_parameters(), *module.named_buffers()]
     tensors = {step.canonical[name]: x.detach() for name, x in named}

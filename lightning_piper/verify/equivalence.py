@@ -12,10 +12,11 @@ from torch import nn
 from lightning_piper.capture import CapturedStep, capture, flatten
 from lightning_piper.capture.eager import Outcome, run_eagerly
 from lightning_piper.directives import Directive, Split, accumulating, apply_program, finish, parse
-from lightning_piper.errors import VerificationError
+from lightning_piper.errors import CaptureError, VerificationError
 from lightning_piper.ir.build import build_dag
 from lightning_piper.ir.dag import TrainingDAG
 from lightning_piper.ir.values import Slice
+from lightning_piper.limits import integer, shown
 from lightning_piper.verify.coupling import Coupling, find_couplings
 from lightning_piper.verify.interpreter import interpret
 from lightning_piper.verify.static import check
@@ -125,6 +126,10 @@ def verify(module: nn.Module, batch: Any, directives: Any, *, seed: int = 0) -> 
         VerificationError: the static check fails.
     """
     program = parse(directives)
+    if not isinstance(module, nn.Module):
+        raise CaptureError(f"verify: the module is a {type(module).__name__}; give a LightningModule")
+    if integer(seed) is None:
+        raise CaptureError(f"verify(seed={shown(seed)}): give an integer")
     step = capture(module, batch, device=_device(module))
     return verify_step(step, module, batch, program, seed=seed)
 

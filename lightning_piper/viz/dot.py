@@ -7,6 +7,7 @@ import networkx as nx
 from lightning_piper.errors import PiperError
 from lightning_piper.ir.dag import TrainingDAG
 from lightning_piper.ir.nodes import Chunk, Node, Recv, Send
+from lightning_piper.limits import shown
 from lightning_piper.viz.colours import BOOKKEEPING, COMMUNICATION, colour
 
 
@@ -17,8 +18,10 @@ def dot_graph(dag: TrainingDAG, device: int) -> str:
     Raises:
         PiperError: the DAG has no such device.
     """
-    if device not in dag.devices():
-        raise PiperError(f"the training DAG has no device {device}; it has {', '.join(map(str, dag.devices()))}")
+    if not isinstance(dag, TrainingDAG):
+        raise PiperError(f"dot_graph: the DAG is a {type(dag).__name__}; give that of what lightning_piper.compile returned")
+    if not isinstance(device, int) or device not in dag.devices():
+        raise PiperError(f"the training DAG has no device {shown(device)}; it has {', '.join(map(str, dag.devices()))}")
     lines = [f'digraph "device {device}" {{', "  rankdir=LR;", '  node [shape=box, style=filled, fontname="sans-serif"];']
     order = [i for i in nx.lexicographical_topological_sort(dag.graph) if device in dag.nodes[i].devices]
     for i in order:

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import math
 
+from lightning_piper.errors import PiperError
+from lightning_piper.limits import WIDTH, shown
 from lightning_piper.simulate import Number, Simulation
 from lightning_piper.viz.boxes import distinct_names, is_chunk, rows_of
 
@@ -19,7 +21,14 @@ def text_chart(simulation: Simulation, width: int = 120) -> str:
     Args:
         simulation: what to show.
         width: of the chart in characters, without the names of the rows.
+
+    Raises:
+        PiperError: this is no simulation, or no width.
     """
+    if not isinstance(simulation, Simulation):
+        raise PiperError(f"text_chart: {shown(simulation)} is no Simulation; give what simulate returned")
+    if not isinstance(width, int) or not 0 < width <= WIDTH:
+        raise PiperError(f"text_chart(width={shown(width)}): give a number of characters from 1 to {WIDTH}")
     rows = {row: chunks for row, spans in rows_of(simulation).items() if (chunks := [s for s in spans if is_chunk(s)])}
     if not rows:
         return "no chunk takes any time"

@@ -37,6 +37,9 @@ def registered(**members: Any) -> None:
 
 CASES: Cases = [
     Case("the file does not exist", lambda: parse("program.json")),
+    file("a key that is there twice", '[{"op": "place", "filter": {}, "devices": [0], "devices": [1]}]'),
+    file("a number that is none in JSON", '[{"op": "replicate", "filter": {}, "devices": [0, 1], "bucket_size": NaN}]'),
+    Case("the file is a device", lambda: parse("/dev/zero")),
     file("the file is no JSON", '[\n  {"op": "place",\n   "filter": {}, "devices" [0]}\n]'),
     file("the file holds an object instead of a list", '{"op": "place"}'),
     Case("a directive is given instead of a list of them", lambda: parse(piper.Place(filter={}, devices=[0]))),
@@ -63,6 +66,9 @@ CASES: Cases = [
     replicate("an integer dtype for sums of gradients", reduce_dtype="int8"),
     replicate("a shard switch that is neither true nor false", shard_params="yes"),
     replicate("a communication stream without a name", reduce_stream=""),
+    Case("a builder gets a number for the devices of all stages", lambda: schedules.one_f_one_b(2, 4, devices=2)),
+    Case("more passes than a step may have", lambda: schedules.gpipe(2, 10**9)),
+    Case("one tag for stages and microbatches", lambda: schedules.gpipe(2, 4, tag="MB")),
     Case("a builder gets no microbatches", lambda: schedules.gpipe(2, 0)),
     Case("fewer devices than stages", lambda: schedules.one_f_one_b(2, 4, devices=[0])),
     Case("`zbv` with an odd number of stages", lambda: schedules.zbv(3, 8)),

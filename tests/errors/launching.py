@@ -6,6 +6,7 @@ import os
 import sys
 from datetime import timedelta
 from typing import Any
+from unittest import mock
 
 import torch
 from lightning.pytorch.callbacks import BackboneFinetuning, BatchSizeFinder, Callback, EMAWeightAveraging, ModelCheckpoint
@@ -76,6 +77,11 @@ def interactive() -> None:
         del sys.ps1
 
 
+def without_a_script() -> None:
+    with mock.patch.object(sys, "argv", ["-c"]), mock.patch.object(sys.modules["__main__"], "__spec__", None):
+        trainer(piper.PiperStrategy(PLACES), devices=2)
+
+
 def other_devices() -> None:
     """One process, of which Lightning makes a group that stays."""
     try:
@@ -111,6 +117,7 @@ CASES: Cases = [
     Case("`BackboneFinetuning` that unfreezes in the middle of a fit", fine_tuned),
     refused("`precision=\"16-true\"`", precision="16-true"),
     Case("`transport=\"process\"` in a notebook", interactive),
+    Case("`transport=\"process\"` in a program that is no file (`python -c`, a pipe, a zip archive)", without_a_script),
     Case("a program for another number of devices than the Trainer has", other_devices),
     Case("`save_on_exception` over processes", lambda: over_processes(ModelCheckpoint("checkpoints", save_on_exception=True))),
     Case("`BatchSizeFinder` over processes", lambda: over_processes(BatchSizeFinder())),

@@ -1,0 +1,75 @@
+"""Files that users write. They are read whole, once it is known that they are files, and not too large."""
+
+from __future__ import annotations
+
+import json
+import math
+import stat
+from collections import Counter
+from os import PathLike
+from pathlib import Path
+from typing import Any
+
+from lightning_piper.limits import FILE, shown
+
+
+def name_of(path: object) -> str:
+    """A path in a message."""
+    return shown(str(path) if isinstance(path, str | PathLike) else path)
+
+
+def read_text(path: str | PathLike[str], limit: int = FILE) -> str:
+    """The content of a file in UTF-8, with a byte order mark or without.
+
+    Raises:
+        OSError: it is not there, or cannot be read.
+        ValueError: it is no file, holds more than `limit` bytes, or is not in UTF-8.
+    """
+    if not isinstance(path, str | PathLike):
+        raise ValueError(f"a {type(path).__name__} is no path")
+    found = Path(path).stat()
+    if not stat.S_ISREG(found.st_mode):
+        raise ValueError("it is a directory" if stat.S_ISDIR(found.st_mode) else "it is a pipe or a device; give a file")
+    if found.st_size > limit:
+        raise ValueError(f"it has {found.st_size} bytes; at most {limit} are read")
+    return Path(path).read_bytes().decode("utf-8-sig")
+
+
+def read_json(path: str | PathLike[str], limit: int = FILE) -> Any:
+    """The content of a JSON file: of plain JSON, without NaN, infinity, and keys that are given twice in one object.
+
+    Raises:
+        OSError, ValueError: as `read_text` does; or it is no such JSON.
+    """
+    return parse_json(read_text(path, limit))
+
+
+def parse_json(text: str) -> Any:
+    """The value of a JSON text; see `read_json`.
+
+    Raises:
+        ValueError: it is no such JSON.
+    """
+    try:
+        return json.loads(text, object_pairs_hook=_unique, parse_constant=_refuse_constant, parse_float=_finite)
+    except RecursionError:
+        raise ValueError("it is nested too deeply") from None
+
+
+def _unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    found = dict(pairs)
+    if len(found) < len(pairs):
+        twice, _ = Counter(key for key, _ in pairs).most_common(1)[0]
+        raise ValueError(f"the key {shown(twice)} is given twice in one object")
+    return found
+
+
+def _refuse_constant(name: str) -> Any:
+    raise ValueError(f"{name} is no number of JSON")
+
+
+def _finite(text: str) -> float:
+    value = float(text)
+    if math.isinf(value):
+        raise ValueError(f"the number {text[:40]} is too large")
+    return value
