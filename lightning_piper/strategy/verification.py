@@ -2,16 +2,18 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from dataclasses import replace
 from typing import Literal, get_args
 
 import torch
-from lightning.pytorch.utilities.rank_zero import rank_zero_info
+from lightning.pytorch.utilities.rank_zero import rank_zero_info, rank_zero_warn
 from lightning.pytorch.utilities.seed import isolate_rng
 from torch import nn
 
 from lightning_piper.compiler import Compiled
 from lightning_piper.errors import PiperError, VerificationError
+from lightning_piper.plan import eliminate
 from lightning_piper.strategy.materialize import is_on_meta
 from lightning_piper.strategy.world import World
 from lightning_piper.verify import verify_step
@@ -32,6 +34,12 @@ def verify_by_execution(
     Raises:
         VerificationError: the finished program (`first_batch`) or a directive (`each`) does not compute what one device does.
     """
+    if how == "static":
+        for found in _statistics(compiled):
+            rank_zero_warn(
+                f"{found}: the step is not what one device computes on the whole batch. PiperStrategy(verify='first_batch') says "
+                "how far it is from it"
+            )
     if how not in ("first_batch", "each"):
         return None
 
@@ -47,12 +55,32 @@ def verify_by_execution(
         parts = zip(*(shares[rank] for rank in world.speakers), strict=True)
         batch = [(torch.cat(xs) if xs[0].ndim else xs[0]).to(world.device) for xs in parts]
         with isolate_rng():
-            report = verify_step(compiled.step, module, compiled.step.layout.rebuild(batch), compiled.program)
+            report = verify_step(compiled.step, module, compiled.step.layout.rebuild(batch), compiled.program, eliminate)
+        judged = report if how == "each" else replace(report, rows=report.rows[-1:])
         if how == "each":
             rank_zero_info(str(report))
-            report.require()
-        elif report.rows[-1].single.verdict == "differs":
+        if not judged.ok:
             raise VerificationError(f"the program does not compute what one device computes on the first batch:\n{report}")
+        if judged.verdict == "verified except":
+            rank_zero_warn(
+                f"the program is {judged.conclusion}. The training goes on with what one device computes that accumulates over the "
+                "same microbatches"
+            )
         return str(report)
 
     return world.on_lead(run, share=False)
+
+
+def _statistics(compiled: Compiled) -> Iterator[str]:
+    """Where, as can be seen without running anything, statistics are those of a microbatch."""
+    dag, code = compiled.dag, compiled.dag.code
+    for (region, kind), parts in dag.slices().items():
+        if kind != "F" or len(parts) == 1:
+            continue
+        names = [str(node.target) for node in code.code[region, kind].graph.nodes]
+        if any("batch_norm" in name and (code.interfaces[region, kind].state or "no_stats" in name) for name in names):
+            sizes = " or ".join(dict.fromkeys(str(len(part)) for part in parts))
+            yield (
+                f"the batch norm of region {code.regions[region].label} ({code.regions[region].source}) takes its statistics from "
+                f"microbatches of {sizes} samples, not from all {dag.size}"
+            )
