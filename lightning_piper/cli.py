@@ -77,7 +77,7 @@ def _parser() -> argparse.ArgumentParser:
         return sub
 
     check = command("check", _check, "capture the training step, apply the directives, run all static checks")
-    check.add_argument("--run", action="store_true", help="run the step, too, as piper.verify does, and print its report")
+    check.add_argument("--run", dest="execute", action="store_true", help="run it, too, as piper.verify does, and print the report")
     plan = command("plan", _plan, "print the plan of each device")
     plan.add_argument("--device", type=int, help="of this device only")
     viz = command("viz", _viz, "draw the simulated step in the terminal, or as an SVG file")
@@ -176,7 +176,7 @@ def _importable(folder: Path) -> None:
 
 def _check(compiled: Compiled, args: argparse.Namespace) -> str:
     lines = [f"{i} {json.dumps(directive.to_json())}" for i, directive in enumerate(compiled.program)]
-    if not args.run:
+    if not args.execute:
         return "\n".join([*lines, "ok"])
     report = verify_step(compiled.step, compiled.step.module, _made(args.batch), compiled.program, eliminate)
     report.require()
