@@ -61,7 +61,7 @@ def test_the_operation_that_couples_the_samples_is_named(model: Model, region: s
         batch = regression(4)
     report = verify(model, batch, [*place(0, 1), split(2)])
     assert report.verdict == "verified except", "it is not wrong: one device that accumulates gets the same"
-    assert report.rows[3].before.verdict == report.whole.verdict == "differs" and report.whole.distance > 1e-3
+    assert report.rows[3].before.verdict == report.whole.verdict == "differs"
     found = report.couplings[0]
     assert (found.region, found.operation) == (region, operation) and found.distance > 1e-3
     assert report.causes == (f"{operation} in region {region}",)
