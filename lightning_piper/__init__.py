@@ -2,14 +2,13 @@
 
 from lightning_piper import schedules
 from lightning_piper.annotate import annotate, annotate_modules
-from lightning_piper.compiler import Compiled, compile
+from lightning_piper.compiler import Compiled, compile, verify
 from lightning_piper.directives import Directive, Order, Place, Replicate, Shard, Split, register
 from lightning_piper.errors import CaptureError, DirectiveError, ExecutionError, PiperError, VerificationError
 from lightning_piper.experts import combine, dispatch
 from lightning_piper.grouped import grouped_linear
 from lightning_piper.profile import PiperProfiler, Schedule
 from lightning_piper.strategy import PiperStrategy, grad_norm
-from lightning_piper.verify import verify
 
 __all__ = [
     "CaptureError",

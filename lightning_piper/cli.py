@@ -21,8 +21,10 @@ from torch import nn
 from lightning_piper.compiler import Compiled, compile
 from lightning_piper.directives import parse
 from lightning_piper.errors import PiperError
+from lightning_piper.plan import eliminate
 from lightning_piper.profile.explain import when_it_ran
 from lightning_piper.simulate import DEFAULT, Link, Network, Number, Simulation, read_durations, simulate
+from lightning_piper.verify import verify_step
 from lightning_piper.viz import dot_graph, svg_chart, text_chart
 
 _TARGET = "package.module:name or path/to/file.py:name"
@@ -74,7 +76,8 @@ def _parser() -> argparse.ArgumentParser:
         sub.add_argument("--directives", required=True, help="JSON file, or a function that makes the list, spelled alike")
         return sub
 
-    command("check", _check, "capture the training step, apply the directives, run all static checks")
+    check = command("check", _check, "capture the training step, apply the directives, run all static checks")
+    check.add_argument("--run", dest="execute", action="store_true", help="run it, too, as piper.verify does, and print the report")
     plan = command("plan", _plan, "print the plan of each device")
     plan.add_argument("--device", type=int, help="of this device only")
     viz = command("viz", _viz, "draw the simulated step in the terminal, or as an SVG file")
@@ -175,7 +178,11 @@ def _importable(folder: Path) -> None:
 
 def _check(compiled: Compiled, args: argparse.Namespace) -> str:
     lines = [f"{i} {json.dumps(directive.to_json())}" for i, directive in enumerate(compiled.program)]
-    return "\n".join([*lines, "ok"])
+    if not args.execute:
+        return "\n".join([*lines, "ok"])
+    report = verify_step(compiled.step, compiled.step.module, _made(args.batch), compiled.program, eliminate)
+    report.require()
+    return "\n".join([*lines, str(report)])
 
 
 def _plan(compiled: Compiled, args: argparse.Namespace) -> str:

@@ -1,4 +1,4 @@
-"""`compile`: a module, a batch and a program -> the training DAG and one plan per device, without any process."""
+"""`compile` and `verify`: a module, a batch and a program -> the training DAG and one plan per device; and is it right?"""
 
 from __future__ import annotations
 
@@ -19,7 +19,8 @@ from lightning_piper.ir.filters import describe, matches
 from lightning_piper.ir.nodes import AllGather, AllReduce, AllToAll, Chunk, Node, Recv, ReduceScatter, Send
 from lightning_piper.ir.text import line_of
 from lightning_piper.limits import INDEX, integer, shown
-from lightning_piper.plan import Plan, check_plans, compile_plans, drop_redundant, global_order
+from lightning_piper.plan import Plan, check_plans, compile_plans, eliminate
+from lightning_piper.verify import Report, verify_step
 from lightning_piper.verify.static import check
 
 COMMUNICATION = (Send, Recv, AllReduce, ReduceScatter, AllGather, AllToAll)
@@ -185,10 +186,38 @@ def compile_step(
     else:
         apply_program(dag, program, after)
     finish(dag)
-    drop_redundant(dag, global_order(dag))
+    eliminate(dag)
     if verify:
         check(dag, final=True)
     plans = compile_plans(dag)
     if verify:
         check_plans(plans)
     return Compiled(step, program, dag, plans, training)
+
+
+def verify(module: nn.Module, batch: Any, directives: Any, *, seed: int = 0) -> Report:
+    """Check a program by execution, in this process, directive by directive.
+
+    Args:
+        module: a LightningModule with real parameters; not changed.
+        batch: the global batch of one step, with data.
+        directives: a list of directives or JSON objects, or the path of a JSON file.
+        seed: of random numbers (dropout).
+
+    Loss, logged values, all gradients and changed buffers are compared with those of the graph before the directive, and with
+    eager execution of `training_step` on one device that accumulates over the same microbatches; the last graph, which is the one
+    that plans are made of, also with one device on the whole batch. A step that draws random numbers draws them per region, which
+    eager execution cannot repeat: it is compared with the captured step on one device. Where microbatches give another result
+    than the whole batch, the report names the operations that couple the samples.
+
+    Raises:
+        CaptureError, DirectiveError: as `compile` does.
+        VerificationError: the static check fails.
+    """
+    program = parse(directives)
+    if not isinstance(module, nn.Module):
+        raise CaptureError(f"verify: the module is a {type(module).__name__}; give a LightningModule")
+    if integer(seed) is None:
+        raise CaptureError(f"verify(seed={shown(seed)}): give an integer")
+    device = next((p.device for p in module.parameters()), torch.device("cpu"))
+    return verify_step(capture(module, batch, device=device), module, batch, program, eliminate, seed=seed)

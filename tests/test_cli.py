@@ -20,9 +20,11 @@ import pytest
 import torch
 
 import lightning_piper as piper
+from lightning_piper import cli
 from lightning_piper.cli import main
 from lightning_piper.directives.program import to_json
 from lightning_piper.simulate import Link, Network, read_durations, simulate
+from lightning_piper.verify.report import Comparison, Report, Row
 from tests.simulate.programs import Chain
 
 ROOT = Path(__file__).parent.parent
@@ -35,7 +37,7 @@ SOURCE = """
         return Chain(2)
 
     def batch():
-        return torch.zeros(4, 4)
+        return torch.linspace(-1, 1, 16).view(4, 4)
 
     def program():
         import lightning_piper as piper
@@ -43,6 +45,13 @@ SOURCE = """
 
     class Needy(Chain):
         pass
+
+    class Coupled(Chain):
+        def __init__(self):
+            super().__init__(2)
+
+        def training_step(self, batch, batch_idx):
+            return super().training_step(batch, batch_idx).sqrt()
 
     ready = torch.zeros(4, 4)
 """
@@ -84,6 +93,21 @@ def test_check_prints_the_directives(project: Path, capsys: pytest.CaptureFixtur
     assert lines[0] == '0 {"op": "place", "filter": {"PP": 0}, "devices": [0]}'
     assert lines[2] == '2 {"op": "split", "filter": {}, "dim_name": "MB", "num_microbatches": 4}'
     assert len(lines) == 6 and lines[-1] == "ok"
+
+
+@pytest.mark.parametrize("module, verdict", [("stages:module", "verified"), ("stages:Coupled", "verified except aten.")])
+def test_check_may_run_the_step(project: Path, capsys: pytest.CaptureFixture[str], module: str, verdict: str) -> None:
+    lines = output(capsys, "check", "--run", module=module).splitlines()
+    assert re.split("  +", lines[5]) == ["directive", "contract", "vs the graph before", "vs one device, same microbatches"]
+    assert lines[-1].startswith(verdict) and (lines[-1] == "verified") == (module == "stages:module")
+
+
+def test_check_fails_where_a_step_that_is_run_is_another(
+    project: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    wrong = Comparison("differs", 0.5, "layers.0.weight", 1e-6)
+    monkeypatch.setattr(cli, "verify_step", lambda *args: Report((Row(0, "place", "bitwise", wrong, wrong),)))
+    assert failure(capsys, "check", "--run").endswith("NOT EQUIVALENT\n")
 
 
 @pytest.mark.parametrize("module", ["stages:module", "package.inner:module", "stages.py:module", "package/inner.py:module"])

@@ -67,8 +67,9 @@ def cut(
         return extract(p, names, state, graph.owning_module, region in experts, rows.get(region))
 
     found = {key: extracted(p) for key, p in passes.items()}
+    tried: set[Any] = set()
     for region in experts:
-        refuse_mixing(passes[region, "F"], *found[region, "F"], names, experts[region])
+        refuse_mixing(passes[region, "F"], *found[region, "F"], names, experts[region], tried)
     split: Extracted = {}
     for region, by_kind in halves.items():
         if len(by_kind) == 1:  # it is B itself

@@ -1,88 +1,214 @@
-"""Do experts work on each row by itself? Where they are divided, a row meets other rows than on one device.
+"""Do experts work on each row by itself? Where they are divided, a row meets other rows than on one device, in another place.
 
-No list of operations can tell: a softmax may run over features or over rows. So the code is run on a few rows, and again with the
-first or the last one not a number: no other row may lose its numbers for it.
+No list of operations can tell: a softmax may run over features or over rows. So the code is run on a few rows, and again with some
+of them among others: what is made of a row must stay what it was. How far rounding can move it is measured, by moving all rows by
+one unit in the last place.
 """
 
 from __future__ import annotations
 
-import math
+from collections.abc import Sequence
+from typing import Any
 
 import torch
 from torch.fx import Node
+from torch.fx.node import map_arg
 
 from lightning_piper.capture.passes import Names, Pass
 from lightning_piper.capture.regions import source_line
 from lightning_piper.capture.rows import way_of
 from lightning_piper.errors import CaptureError
-from lightning_piper.experts import COMBINE, COUNTS, DISPATCH
+from lightning_piper.experts import COMBINE, DISPATCH
 from lightning_piper.ir.regions import Code, Experts, Interface
 
-EACH = 2  # rows of each expert
+EACH = 4  # rows of each expert, where their number is open
+ALLOWANCE = 16  # a row may be off by this many times its movement by rounding
+NEW = -1  # in an arrangement: a row that was not there before
+Arrangement = tuple[Sequence[int], float]  # for each row, its place before; and how large new rows are
 
 
-def refuse_mixing(p: Pass, interface: Interface, code: Code, names: Names, experts: Experts) -> None:
+def refuse_mixing(p: Pass, interface: Interface, code: Code, names: Names, experts: Experts, known: set[Any]) -> None:
     """Refuse a forward pass of divided experts in which rows meet; experts that are not divided are not looked at.
 
+    Args:
+        known: passes that were tried before, of which this one may be a copy, as layers are; it is entered among them.
+
     Raises:
-        CaptureError: what is made of one row depends on another one.
+        CaptureError: what is made of one row depends on other rows, on their number, or on its place among them.
     """
     sent = [node for node in p.nodes if way_of(node) == DISPATCH]
     divided = any(_spec(node).shape != _spec(node.args[0]).shape for node in sent)
     if not divided or not experts.params or not all(interface.arrives) or interface.random or interface.batch or interface.state:
         return  # on one device; or a `shard` refuses them for that
-    device = _spec(sent[0]).device
-    if device.type == "cuda" and not torch.cuda.is_available():
+    if _spec(sent[0]).device.type == "cuda" and not torch.cuda.is_available():
         return
-    even = experts.even
-    given = {name: node for known in (names.params, names.buffers) for node, name in known.items()}
-    here = _spec(given[experts.params[0]]).shape[0]
-    arriving = zip(p.inputs.values(), interface.arrives, strict=True)
-    inputs = [_arriving(nodes[0], way, sent, here, device) for nodes, way in arriving]
-    inputs += [_constant(_spec(given[name]), device) for name in (*interface.params, *interface.buffers)]
-    clean = _not_numbers(interface, code, inputs, even)
-    for row in (0, -1):
-        poisoned = [x.clone() if x.is_floating_point() and i < len(p.inputs) else x for i, x in enumerate(inputs)]
-        for x in poisoned[: len(p.inputs)]:
-            if x.is_floating_point():
-                x.flatten(0, 1 if even else 0)[row] = torch.nan
-        for before, after in zip(clean, _not_numbers(interface, code, poisoned, even), strict=True):
-            spread = after & ~before
-            spread[row] = False
-            if spread.any():
-                raise CaptureError(
-                    f"{source_line(sent[0])}: what stands between dispatch and combine lets one token's row depend on another's; "
-                    "where experts are divided, other rows meet. Work on each row by itself (a softmax, sum or norm over features, "
-                    "not over rows), and do the rest outside"
-                )
+    given = {name: node for held in (names.params, names.buffers) for node, name in held.items()}
+    fixed = [_spec(given[name]) for name in (*interface.params, *interface.buffers)]
+    where = source_line(sent[0])
+    trial = _Trial(interface, code, fixed, [_arrived(node, sent) for nodes in p.inputs.values() for node in nodes[:1]],
+                   _spec(given[experts.params[0]]).shape[0], experts.even, where)  # fmt: skip
+    if (kind := trial.kind()) not in known and trial.mixes():
+        raise CaptureError(
+            f"{where}: what stands between dispatch and combine lets one token's row depend on another's, on their number or on "
+            "its place among them; where experts are divided, other rows meet. Work on each row by itself (a softmax, sum or norm "
+            "over features, not over rows), and do the rest outside"
+        )
+    known.add(kind)
 
 
-def _arriving(node: Node, way: str, sent: list[Node], here: int, device: torch.device) -> torch.Tensor:
-    """A few rows for each of the experts here, or their counts."""
-    if way == COUNTS:
-        return torch.full((1, here), EACH, dtype=_spec(node).dtype, device=device)
-    arrived = next(user for user in sent if user.args[0] is node)
-    shape = list(_spec(arrived).shape)
-    if arrived.args[1] is not None:
-        shape[0] = EACH * here
-    return torch.linspace(-1, 1, math.prod(shape), device=device).reshape(shape).to(_spec(node).dtype)
+def _arrangements(n: int, even: bool) -> list[Arrangement]:
+    """What becomes of the n rows of an expert: some are kept among others, small, large or not numbers; all of them in another
+    order; some twice; and where their number is open, more or fewer."""
+    halves = [[i if i % 2 == parity else NEW for i in range(n)] for parity in (0, 1)]
+    found: list[Arrangement] = [(half, size) for size in (1.0, 100.0, torch.nan) for half in halves]
+    found += [(range(n)[::-1], 1.0), ([i // 2 for i in range(n)], 1.0)]
+    return found if even else [*found, ([NEW, *range(n), NEW], 0.01), ([1], 1.0)]
 
 
-def _constant(spec: torch.Tensor, device: torch.device) -> torch.Tensor:
-    """Stands for a parameter, without taking its memory."""
-    return torch.full((), 1, dtype=torch.float64, device=device).div(64).to(spec.dtype).expand(spec.shape)
+class _Trial:
+    """Runs a pass on rows made up for it.
+
+    Args:
+        fixed: specs of its parameters and buffers.
+        arriving: for each input, the spec of the rows that arrive; None for counts.
+        here: number of experts.
+        where: the user's line, for messages.
+    """
+
+    def __init__(self, interface: Interface, code: Code, fixed: Sequence[torch.Tensor], arriving: Sequence[torch.Tensor | None],
+                 here: int, even: bool, where: str) -> None:  # fmt: skip
+        self._interface, self._code, self._specs, self._arriving = interface, code, fixed, arriving
+        self._here, self._even, self._where = here, even, where
+        self._each = next(x.shape[1] for x in arriving if x is not None) if even else EACH
+        self._generator = torch.Generator().manual_seed(0)
+
+    def kind(self) -> Any:
+        """Equal for passes that compute the same."""
+        place = {node: str(i) for i, node in enumerate(self._code.graph.nodes)}
+        nodes = [
+            ("" if node.op == "placeholder" else str(node.target), str(map_arg((node.args, node.kwargs), place.__getitem__)))
+            for node in place
+        ]
+        specs = [None if x is None else (x.shape, x.dtype) for x in (*self._arriving, *self._specs)]
+        return str((nodes, specs, self._interface.arrives, self._interface.leaves, self._here))
+
+    def mixes(self) -> bool:
+        """Does a row's result change with the rows around it?"""
+        fixed = _made_up(self._specs, self._here)
+        rows = [None if spec is None else self._new(spec, self._here * self._each) for spec in self._arriving]
+        every = [list(range(e * self._each, (e + 1) * self._each)) for e in range(self._here)]
+        before = self._run(rows, every, fixed)
+        moved = self._run([x if x is None else _one_ulp(x, self._generator) for x in rows], every, fixed)
+        rounding = [_distance(a, b) for a, b in zip(before, moved, strict=True)]
+        choices = _arrangements(self._each, self._even)
+        for k in range(len(choices)):
+            chosen = [choices[(k + e) % len(choices)] for e in range(self._here)]
+            places = [[i if i == NEW else e * self._each + i for i in taken] for e, (taken, _) in enumerate(chosen)]
+            sizes = torch.tensor([size for taken, size in chosen for _ in taken])
+            source = torch.tensor([i for taken in places for i in taken])
+            arranged = [None if x is None else self._arranged(x, source, sizes) for x in rows]
+            kept = (source != NEW).nonzero().squeeze(1)
+            for a, b, explained in zip(before, self._run(arranged, places, fixed), rounding, strict=True):
+                a, b = a[source[kept].to(a.device)], b[kept.to(b.device)]
+                eps = torch.finfo(a.dtype).eps * _largest(a, b) if a.is_floating_point() else 0.0
+                if not _distance(a, b) <= ALLOWANCE * max(explained, eps):
+                    return True
+        return False
+
+    def _new(self, spec: torch.Tensor, count: int, sizes: torch.Tensor | float = 1.0) -> torch.Tensor:
+        """Rows that were not there before; whole numbers may be indices, and stay small."""
+        shape = (count, *spec.shape[2 if self._even else 1 :])
+        if not spec.is_floating_point():
+            return torch.randint(2, shape, generator=self._generator).to(spec.dtype).to(spec.device)
+        made = torch.randn(shape, generator=self._generator)
+        made[::3] = made[::3].abs()  # for what has a value for positive numbers alone
+        scale = sizes.view(-1, *[1] * (len(shape) - 1)) if isinstance(sizes, torch.Tensor) else sizes
+        return (made * scale).to(spec.dtype).to(spec.device)
+
+    def _arranged(self, rows: torch.Tensor, source: torch.Tensor, sizes: torch.Tensor) -> torch.Tensor:
+        spec = rows.unsqueeze(0) if self._even else rows
+        made, new = self._new(spec, len(source), sizes), source == NEW
+        made[~new] = rows[source[~new].to(rows.device)]
+        return made
+
+    def _run(
+        self, rows: Sequence[torch.Tensor | None], places: Sequence[Sequence[int]], fixed: list[torch.Tensor]
+    ) -> list[torch.Tensor]:
+        """What goes home, a row for each row."""
+        lengths = [len(taken) for taken in places]
+        inputs = [_counts(lengths, fixed) if x is None else x.unflatten(0, (self._here, -1)) if self._even else x for x in rows]
+        try:
+            with torch.no_grad():
+                made = self._code.run([*inputs, *fixed])
+        except (RuntimeError, IndexError, ValueError) as error:
+            raise CaptureError(
+                f"{self._where}: what stands between dispatch and combine is tried on rows made up for it, and fails on them: "
+                f"{error}. It must take any number of rows, with any values"
+            ) from error
+        start, found = 0, []
+        for way, specs in zip(self._interface.leaves, self._code.outputs, strict=True):
+            if way == COMBINE:
+                found.append(made[start].flatten(0, 1 if self._even else 0))
+                if len(found[-1]) != sum(lengths):
+                    raise CaptureError(
+                        f"{self._where}: combine is given {len(found[-1])} rows where {sum(lengths)} were dispatched; give one "
+                        "for each"
+                    )
+            start += len(specs)
+        return found
 
 
-@torch.no_grad()
-def _not_numbers(interface: Interface, code: Code, inputs: list[torch.Tensor], even: bool) -> list[torch.Tensor]:
-    """For each value that goes home, which of its rows have something that is not a number."""
-    made, start, found = code.run(list(inputs)), 0, []
-    for way, specs in zip(interface.leaves, code.outputs, strict=True):
-        if way == COMBINE:
-            rows = made[start].flatten(0, 1 if even else 0)
-            found.append(rows.flatten(1).isnan().any(1) if rows.ndim > 1 else rows.isnan())
-        start += len(specs)
-    return found
+def _arrived(node: Node, sent: list[Node]) -> torch.Tensor | None:
+    """The spec of the rows that an input of the pass brings; None for counts."""
+    return next((_spec(user) for user in sent if user.args[0] is node), None)
+
+
+def _counts(lengths: list[int], fixed: list[torch.Tensor]) -> torch.Tensor:
+    return torch.tensor([lengths], device=fixed[0].device)
+
+
+def _made_up(specs: Sequence[torch.Tensor], here: int) -> list[torch.Tensor]:
+    """Parameters and buffers: positive numbers that differ, in memory for the largest of them and one expert."""
+    width = max(max(spec.shape[-2:], default=1) for spec in specs)
+    extents = [_strided(spec, here) for spec in specs]
+    pools: dict[tuple[torch.dtype, torch.device], torch.Tensor] = {}
+    for spec in specs:
+        key = (spec.dtype, spec.device)
+        if key not in pools:
+            needed = len(specs) + max(total for total, _ in extents)
+            few = torch.rand(4099, generator=torch.Generator().manual_seed(1)).add(0.5).div(width**0.5)
+            pools[key] = few.to(spec.device, spec.dtype).repeat(needed // 4099 + 1)
+    places = enumerate(zip(specs, extents, strict=True))
+    return [pools[spec.dtype, spec.device].as_strided(spec.shape, stride, i) for i, (spec, (_, stride)) in places]
+
+
+def _strided(spec: torch.Tensor, here: int) -> tuple[int, list[int]]:
+    """Strides that let experts begin one number after another, and the numbers needed for them."""
+    own = spec.shape[1:] if spec.ndim and spec.shape[0] == here else spec.shape
+    strides = list(torch.empty(own, device="meta").stride())
+    total = own.numel()
+    return (total, strides) if len(own) == spec.ndim else (total + here, [1, *strides])
+
+
+def _one_ulp(x: torch.Tensor, generator: torch.Generator) -> torch.Tensor:
+    if not x.is_floating_point():
+        return x
+    signs = torch.randint(2, x.shape, generator=generator).mul(2).sub(1).to(x.device)
+    return x * (1 + torch.finfo(x.dtype).eps * signs).to(x.dtype)
+
+
+def _largest(*values: torch.Tensor) -> float:
+    finite = [float(x[x.isfinite()].abs().max()) for x in values if x.isfinite().any()]
+    return max(finite, default=0.0)
+
+
+def _distance(a: torch.Tensor, b: torch.Tensor) -> float:
+    """The largest difference; infinite where only one is a number."""
+    same = (a == b) | ((a != a) & (b != b))
+    if same.all():
+        return 0.0
+    difference = float((a[~same].double() - b[~same].double()).abs().max())
+    return difference if difference == difference else float("inf")
 
 
 def _spec(node: object) -> torch.Tensor:

@@ -152,19 +152,21 @@ class TrainingDAG:
     def devices(self) -> tuple[int, ...]:
         return tuple(sorted({d for node in self.nodes.values() for d in node.devices}))
 
+    def slices(self) -> dict[PassKey, tuple[Slice, ...]]:
+        """The slices of the global batch that each pass works on, in order; also if it runs on one twice (recomputation)."""
+        found: dict[PassKey, set[Slice]] = {key: set() for key in self.code.interfaces}
+        for chunk in self.of_type(Chunk):
+            found[chunk.region, "B" if chunk.kind in HALVES else chunk.kind].add(chunk.slice)
+        starts = [r * self.share for r in range(self.replicas)]
+        return {
+            key: tuple(Slice(first + part.start, first + part.stop) for first in starts for part in sorted(parts))
+            for key, parts in found.items()
+        }
+
     def microbatches(self) -> tuple[Slice, ...] | None:
         """The slices of the global batch that the step works on, in order; None if regions are split differently."""
-        slices: dict[PassKey, list[Slice]] = {key: [] for key in self.code.interfaces}
-        for chunk in self.of_type(Chunk):
-            if chunk.kind not in HALVES:
-                slices[chunk.key].append(chunk.slice)
-            elif chunk.kind == self.code.halves_of(chunk.region)[0]:  # each B counts once
-                slices[chunk.region, "B"].append(chunk.slice)
-        found = {tuple(sorted(parts)) for parts in slices.values()}
-        if len(found) > 1:
-            return None
-        starts = [r * self.share for r in range(self.replicas)]
-        return tuple(Slice(first + part.start, first + part.stop) for first in starts for part in sorted(set(next(iter(found)))))
+        found = set(self.slices().values())
+        return found.pop() if len(found) == 1 else None
 
     # Rewriting
 

@@ -1,9 +1,10 @@
-"""`compile_plans`: the passes that turn a training DAG into one plan per device."""
+"""`eliminate`, `compile_plans`: the passes that turn a training DAG into one plan per device."""
 
 from __future__ import annotations
 
 from lightning_piper.ir.dag import TrainingDAG
 from lightning_piper.plan.deferred import deferred
+from lightning_piper.plan.gathers import drop_redundant
 from lightning_piper.plan.instructions import Collective, Send
 from lightning_piper.plan.lifetimes import mark_last_reads
 from lightning_piper.plan.lower import Lowering
@@ -11,6 +12,11 @@ from lightning_piper.plan.order import global_order
 from lightning_piper.plan.plan import Plan
 from lightning_piper.plan.posts import place_posts
 from lightning_piper.plan.streams import add_events
+
+
+def eliminate(dag: TrainingDAG) -> bool:
+    """Drop, from a finished DAG, the communication that its global order makes redundant: see `drop_redundant`."""
+    return drop_redundant(dag, global_order(dag))
 
 
 def compile_plans(dag: TrainingDAG) -> dict[int, Plan]:

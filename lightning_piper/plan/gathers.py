@@ -33,7 +33,7 @@ def with_gathers(dag: TrainingDAG, order: Sequence[Node]) -> list[Node]:
     return result
 
 
-def drop_redundant(dag: TrainingDAG, order: Sequence[Node]) -> None:
+def drop_redundant(dag: TrainingDAG, order: Sequence[Node]) -> bool:
     """Remove, from a finished DAG, communication that its order makes redundant:
 
     - a gather of a bucket, where no chunk of these devices has used another bucket since the last gather of it: the parameters are
@@ -42,6 +42,9 @@ def drop_redundant(dag: TrainingDAG, order: Sequence[Node]) -> None:
       are added up first (as between the backward passes of a stage that does nothing in between).
 
     Neither needs more memory than the communication would have needed meanwhile.
+
+    Returns:
+        Whether there was a sum of the second kind: it is then taken in another order.
     """
     held: dict[Group, dict[Bucket, Ref]] = {}
     runs: dict[Group, list[list[Chunk]]] = {}  # of consecutive chunks that are the same pass of the same region
@@ -53,8 +56,7 @@ def drop_redundant(dag: TrainingDAG, order: Sequence[Node]) -> None:
             there[-1].append(chunk)
         else:
             there.append([chunk])
-    for run in [run for there in runs.values() for run in there if len(run) > 1]:
-        _join(dag, run)
+    return any([_join(dag, run) for there in runs.values() for run in there if len(run) > 1])
 
 
 def _reuse(dag: TrainingDAG, chunk: Chunk, held: dict[Group, dict[Bucket, Ref]]) -> None:
@@ -72,8 +74,9 @@ def _reuse(dag: TrainingDAG, chunk: Chunk, held: dict[Group, dict[Bucket, Ref]])
     held[chunk.devices] = now
 
 
-def _join(dag: TrainingDAG, run: list[Chunk]) -> None:
-    """Let gradients of some chunks be added up before they are summed over the replicas, bucket by bucket."""
+def _join(dag: TrainingDAG, run: list[Chunk]) -> bool:
+    """Let gradients of some chunks be added up before they are summed over the replicas, bucket by bucket. True if any are."""
+    regrouped = False
     scatters = [scatter for chunk in run for scatter in _scatters(dag, chunk)]
     totals = {user.id: user for scatter in scatters for user in dag.users(scatter) if isinstance(user, Accumulate)}
     ours = {(scatter.id, 0): i for i, scatter in enumerate(scatters)}
@@ -94,6 +97,8 @@ def _join(dag: TrainingDAG, run: list[Chunk]) -> None:
             joined = set(total.inputs) - set(inputs)
             dag.rewire(total, inputs=tuple(inputs))
             dag.remove(dag.nodes[node] for node, _ in sorted(joined))
+            regrouped = True
+    return regrouped
 
 
 def _together(dag: TrainingDAG, scatters: list[ReduceScatter]) -> list[Ref]:

@@ -51,13 +51,13 @@ def find_couplings(
 ) -> list[Coupling]:
     """The operations that couple the batch when it is cut into `slices`, in the order of the step; empty if none does.
 
-    From a loss that the slices do not reproduce, the search goes back through operations that they do not reproduce either, and
-    ends at those whose inputs they do. Rows that the slices have in another order, such as tokens sorted by expert, look different
-    too, but the search does not come to them once they are at home again.
+    From a loss or a logged mean that the slices do not reproduce, the search goes back through operations that they do not
+    reproduce either, and ends at those whose inputs they do. Rows that the slices have in another order, such as tokens sorted by
+    expert, look different too, but the search does not come to them once they are at home again.
     """
     whole = _Run(step, tensors, leaves, Slice(0, step.size), None)
     runs = _Runs(step, whole, [_Run(step, tensors, leaves, part, whole) for part in slices], slices)
-    stack = [(region, node) for region, node in runs.losses() if runs.differs(region, node)]
+    stack = [(region, node) for region, node in runs.ends() if runs.differs(region, node)]
     seen, roots = set(stack), []
     while stack:
         region, node = stack.pop()
@@ -122,11 +122,13 @@ class _Runs:
     def __init__(self, step: CapturedStep, whole: _Run, parts: Sequence[_Run], slices: Sequence[Slice]) -> None:
         self._step, self._whole, self._parts, self._slices = step, whole, parts, slices
 
-    def losses(self) -> Iterator[tuple[int, Node]]:
+    def ends(self) -> Iterator[tuple[int, Node]]:
+        """Losses and logged means."""
         code = self._whole.code
+        means = {log.name for log in code.logs if log.reduce == "mean"}
         for region in self._whole.recorders:
             for i, output in enumerate(code.interfaces[region, "F"].outputs):
-                if output.kind == "loss":
+                if output.kind == "loss" or (output.kind == "log" and output.names[0] in means):
                     yield region, self._whole.results(region)[self._whole.place(region, i)]
 
     def distance(self, region: int, node: Node) -> float:

@@ -2,204 +2,141 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
-from typing import Any, Literal
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
 
 import torch
 from torch import nn
 
-from lightning_piper.capture import CapturedStep, capture, flatten
+from lightning_piper.capture import CapturedStep, flatten
 from lightning_piper.capture.eager import Outcome, run_eagerly
-from lightning_piper.directives import Directive, Split, accumulating, apply_program, finish, parse
-from lightning_piper.errors import CaptureError, VerificationError
+from lightning_piper.directives import Directive, Split, accumulating, apply_program, finish
 from lightning_piper.ir.build import build_dag
 from lightning_piper.ir.dag import TrainingDAG
+from lightning_piper.ir.regions import StepCode
 from lightning_piper.ir.values import Slice
-from lightning_piper.limits import integer, shown
 from lightning_piper.verify.coupling import Coupling, find_couplings
 from lightning_piper.verify.interpreter import interpret
+from lightning_piper.verify.report import Comparison, Report, Row
 from lightning_piper.verify.static import check
 
 PERTURBATIONS = 3  # of every parameter by one ulp, to measure what rounding does to a result
 ALLOWANCE = 8  # a result may be off by this many times its largest movement
-Verdict = Literal["bitwise equal", "equal within rounding", "differs"]
+Eliminate = Callable[[TrainingDAG], bool]
 
 
-@dataclass(frozen=True)
-class Comparison:
-    """How two outcomes of a step agree.
-
-    Attributes:
-        verdict: in words.
-        distance: the largest difference within one gradient, metric or buffer, relative to its largest value: of that which comes
-            nearest to its bound. (A gradient that is zero but for rounding, as of a bias of attention keys, moves by its own size.)
-        first: its name; for `differs`, of the first one that is out of bounds.
-        allowed: the distance that rounding alone explains for it.
-    """
-
-    verdict: Verdict
-    distance: float = 0.0
-    first: str | None = None
-    allowed: float = 0.0
-
-    def __str__(self) -> str:
-        if self.verdict == "equal within rounding":
-            return f"equal within {self.distance:.1e}"
-        if self.verdict == "differs":
-            return f"differs by {self.distance:.1e} ({self.first}; rounding explains {self.allowed:.1e})"
-        return self.verdict
-
-
-@dataclass(frozen=True)
-class Row:
-    """One directive (or the capture itself, `index` None) of a report.
-
-    Attributes:
-        before: compared with the DAG before the directive.
-        single: compared with one device that accumulates eagerly over the same microbatches.
-    """
-
-    index: int | None
-    name: str
-    contract: str
-    before: Comparison
-    single: Comparison
-
-    @property
-    def ok(self) -> bool:
-        """The directive kept its contract, and the result is that of one device on the same microbatches."""
-        kept = self.before.verdict == "bitwise equal" or self.contract != "bitwise"
-        return kept and self.single.verdict != "differs"
-
-
-@dataclass(frozen=True)
-class Report:
-    """What `verify` found; `print` it.
-
-    Attributes:
-        rows: one for the capture and one for each directive.
-        couplings: where the step looks across the samples of a batch, if microbatches give another result than the whole.
-    """
-
-    rows: tuple[Row, ...]
-    couplings: tuple[Coupling, ...] = ()
-
-    @property
-    def ok(self) -> bool:
-        return all(row.ok for row in self.rows)
-
-    def __str__(self) -> str:
-        head = ("directive", "contract", "vs the graph before", "vs one device, same microbatches")
-        table = [head, *((_title(r), r.contract, str(r.before), str(r.single)) for r in self.rows)]
-        widths = [max(len(line[i]) for line in table) for i in range(4)]
-        lines = ["  ".join(cell.ljust(w) for cell, w in zip(line, widths, strict=True)).rstrip() for line in table]
-        notes = [f"note: {coupling}" for coupling in self.couplings]
-        return "\n".join([*lines, *notes, "verified" if self.ok else "NOT EQUIVALENT"])
-
-    def require(self) -> None:
-        """Raise a VerificationError unless all is well."""
-        if not self.ok:
-            raise VerificationError(f"the program does not compute what one device computes:\n{self}")
-
-
-def _title(row: Row) -> str:
-    return row.name if row.index is None else f"{row.index} {row.name}"
-
-
-def verify(module: nn.Module, batch: Any, directives: Any, *, seed: int = 0) -> Report:
-    """Check a program by execution, in this process, directive by directive.
+def verify_step(
+    step: CapturedStep, module: nn.Module, batch: Any, program: Sequence[Directive], eliminate: Eliminate, *, seed: int = 0
+) -> Report:
+    """`lightning_piper.verify` for a step that is captured already and a parsed program.
 
     Args:
-        module: a LightningModule with real parameters; not changed.
-        batch: the global batch of one step, with data.
-        directives: a list of directives or JSON objects, or the path of a JSON file.
-        seed: of random numbers (dropout).
-
-    Loss, logged values, all gradients and changed buffers are compared with those of the graph before the directive, and with
-    eager execution of `training_step` on one device that accumulates over the same microbatches. A step that draws random
-    numbers draws them per region, which eager execution cannot repeat: it is compared with the captured step on one device.
-    Where microbatches give another result than the whole batch, the report names the operations that couple the samples.
-
-    Raises:
-        CaptureError, DirectiveError: as `compile` does.
-        VerificationError: the static check fails.
+        eliminate: drops redundant communication from a finished DAG, as it is before plans are made of it; true if sums are then
+            taken in another order.
     """
-    program = parse(directives)
-    if not isinstance(module, nn.Module):
-        raise CaptureError(f"verify: the module is a {type(module).__name__}; give a LightningModule")
-    if integer(seed) is None:
-        raise CaptureError(f"verify(seed={shown(seed)}): give an integer")
-    step = capture(module, batch, device=_device(module))
-    return verify_step(step, module, batch, program, seed=seed)
-
-
-def verify_step(step: CapturedStep, module: nn.Module, batch: Any, program: Sequence[Directive], *, seed: int = 0) -> Report:
-    """`verify` for a step that is captured already and a parsed program."""
     leaves = step.inputs(flatten(batch)[0])
     tensors = {step.canonical[n]: x.detach() for n, x in [*module.named_parameters(), *module.named_buffers()]}
     runner = _Runner(step, tensors, leaves, seed)
     dag = build_dag(step)
     check(dag)
-    last, old = interpret(dag, tensors, leaves, seed), runner.rounding(_slices(dag))
-    rows = [Row(None, "capture", "bitwise", Comparison("bitwise equal"), runner.against_single(dag, last))]
+    rows = [runner.row(dag, None, "capture", "bitwise")]
 
-    def row(dag: TrainingDAG, index: int, directive: Directive) -> None:
-        nonlocal last, old
+    def after(dag: TrainingDAG, index: int, directive: Directive) -> None:
         check(dag)
         if isinstance(directive, Split):
             runner.splits.append(directive)
-        runner.parted = dag.microbatches() is None
-        now, new = interpret(dag, tensors, leaves, seed), runner.rounding(_slices(dag))
-        before = compare(last, now, {name: max(moved, new.get(name, 0.0)) for name, moved in old.items()})
-        contract = "reassociated" if index in dag.reassociated else directive.contract
-        rows.append(Row(index, directive.op, contract, before, runner.against_single(dag, now)))
-        last, old = now, new
+        rows.append(runner.row(dag, index, directive.op, "reassociated" if index in dag.reassociated else directive.contract))
 
-    apply_program(dag, program, row)
+    apply_program(dag, program, after)
     finish(dag)
-    moved = any(row.contract == "reassociated" and row.before.verdict == "differs" for row in rows)
-    return Report(tuple(rows), tuple(find_couplings(step, tensors, leaves, _slices(dag))) if moved else ())
+    contract = "reassociated" if eliminate(dag) else "bitwise"
+    check(dag, final=True)
+    rows.append(runner.row(dag, None, "eliminate communication", contract))
+    return Report(tuple(rows), *runner.against_whole(dag))
 
 
 class _Runner:
-    """Reference executions, each run once."""
+    """Reference executions, each run once.
+
+    Attributes:
+        splits: the directives that divided the batch so far.
+    """
 
     def __init__(self, step: CapturedStep, tensors: Mapping[str, torch.Tensor], leaves: Sequence[torch.Tensor], seed: int) -> None:
         self.step, self.tensors, self.leaves, self.seed = step, tensors, leaves, seed
         self.random = any(interface.random for interface in step.at(step.size).interfaces.values())
-        # Applied so far, and whether regions have other slices than each other: random numbers are drawn by slice.
         self.splits: list[Split] = []
-        self.parted = False
         self._single: dict[Any, Outcome] = {}
         self._rounding: dict[Any, dict[str, float]] = {}
+        self._whole = (Slice(0, step.size),)
+        self._last: tuple[Outcome, Mapping[str, float]] | None = None
+
+    def row(self, dag: TrainingDAG, index: int | None, name: str, contract: str) -> Row:
+        """Run the DAG and compare it with the one of the row before, and with one device."""
+        now, moved = interpret(dag, self.tensors, self.leaves, self.seed), self.rounding(*self._work(dag))
+        last, before = self._last or (now, moved)
+        self._last = now, moved
+        return Row(index, name, contract, compare(last, now, _larger(before, moved)), self.against_single(dag, now))
 
     def against_single(self, dag: TrainingDAG, outcome: Outcome) -> Comparison:
-        slices = _slices(dag)
-        key = (slices, len(self.splits))
+        """With one device on the same microbatches."""
+        work = self._work(dag)
+        found = compare(self.single(*work), outcome, self.rounding(*work))
+        if found.verdict == "differs" and not self.random and dag.microbatches() is None and self.couplings(dag):
+            # One device cannot take the whole batch in one region and parts of it in another one, unless the captured step does.
+            found = compare(self.single(self._whole, parted=True), outcome, self.rounding(self._whole, parted=True))
+        return found
+
+    def against_whole(self, dag: TrainingDAG) -> tuple[Comparison, tuple[str, ...], tuple[Coupling, ...]]:
+        """The last outcome compared with one device on the whole batch; if they differ, the causes, and operations among them."""
+        assert self._last is not None
+        outcome, moved = self._last
+        alone, moved = self.single(self._whole), _larger(self.rounding(self._whole), moved)
+        found, code = compare(alone, outcome, moved), self.step.at(self.step.size)
+        if found.verdict != "differs":
+            return found, (), ()
+        couplings = self.couplings(dag)
+        causes = [f"{c.operation} in region {c.region}" for c in couplings] + _by_microbatch(code, "random")
+        causes = causes or _by_microbatch(code, "state")
+        if not causes:  # perhaps sums in a dtype that the step fixes, which its parameters' rounding does not tell of
+            found = compare(alone, outcome, _larger(moved, dict.fromkeys(moved, _coarsest(code))))
+        return found, tuple(dict.fromkeys(causes)), couplings
+
+    def couplings(self, dag: TrainingDAG) -> tuple[Coupling, ...]:
+        """The operations that couple samples which the DAG takes apart."""
+        return tuple(find_couplings(self.step, self.tensors, self.leaves, max(dag.slices().values(), key=len)))
+
+    def single(self, slices: tuple[Slice, ...], parted: bool = False) -> Outcome:
+        """One device that accumulates over `slices`, or, `parted`, that splits its regions as the program does."""
+        key = (slices, len(self.splits) if parted else 0)
         if key not in self._single:
-            self._single[key] = self._run_single(self.tensors, slices)
-        return compare(self._single[key], outcome, self.rounding(slices))
+            self._single[key] = self._run_single(self.tensors, slices, parted)
+        return self._single[key]
 
-    def _run_single(self, tensors: Mapping[str, torch.Tensor], slices: tuple[Slice, ...]) -> Outcome:
-        if not self.random:
-            return run_eagerly(self.step, tensors, self.leaves, slices)
-        if self.parted:
+    def _work(self, dag: TrainingDAG) -> tuple[tuple[Slice, ...], bool]:
+        """What one device is to work on; random numbers are drawn by slice."""
+        slices = dag.microbatches()
+        return slices or self._whole, slices is None and self.random
+
+    def _run_single(self, tensors: Mapping[str, torch.Tensor], slices: tuple[Slice, ...], parted: bool) -> Outcome:
+        if parted:
             return interpret(apply_program(build_dag(self.step), self.splits), tensors, self.leaves, self.seed)
-        return interpret(accumulating(self.step, slices), tensors, self.leaves, self.seed)
+        if self.random:
+            return interpret(accumulating(self.step, slices), tensors, self.leaves, self.seed)
+        return run_eagerly(self.step, tensors, self.leaves, slices)
 
-    def rounding(self, slices: tuple[Slice, ...]) -> dict[str, float]:
+    def rounding(self, slices: tuple[Slice, ...], parted: bool = False) -> dict[str, float]:
         """What rounding can do to each result, measured: how far it moves when every parameter moves by one ulp, and how far
         the reference itself is from the same step in float64."""
-        key = (slices, len(self.splits))
+        key = (slices, len(self.splits) if parted else 0)
         if key not in self._rounding:
             generator = torch.Generator().manual_seed(0)
-            still = self._run_single(self.tensors, slices)
+            still = self.single(slices, parted)
             others = []
             for _ in range(PERTURBATIONS):
                 moved = {n: _one_ulp(x, generator) if n in self.step.params else x for n, x in self.tensors.items()}
-                others.append(self._run_single(moved, slices))
-            if (precise := self._run_in_float64(slices)) is not None:
+                others.append(self._run_single(moved, slices, parted))
+            if not parted and (precise := self._run_in_float64(slices)) is not None:
                 others.append(precise)
             largest: dict[str, float] = {}
             for other in others:
@@ -265,10 +202,18 @@ def _one_ulp(x: torch.Tensor, generator: torch.Generator) -> torch.Tensor:
     return torch.where(up, torch.nextafter(x, infinity), torch.nextafter(x, -infinity))
 
 
-def _slices(dag: TrainingDAG) -> tuple[Slice, ...]:
-    """The microbatches of the whole step; one slice if parts of it are split differently."""
-    return dag.microbatches() or (Slice(0, dag.size),)
+def _larger(a: Mapping[str, float], b: Mapping[str, float]) -> dict[str, float]:
+    return {name: max(a.get(name, 0.0), b.get(name, 0.0)) for name in a.keys() | b.keys()}
 
 
-def _device(module: nn.Module) -> torch.device:
-    return next((p.device for p in module.parameters()), torch.device("cpu"))
+def _by_microbatch(code: StepCode, what: str) -> list[str]:
+    """What forward passes do once for each microbatch: they draw `random` numbers, or change buffers (`state`)."""
+    shown = {"random": "random numbers", "state": "buffers"}[what]
+    forward = [(region, interface) for (region, kind), interface in code.interfaces.items() if kind == "F"]
+    return [f"{shown} in region {code.regions[region].label}" for region, interface in forward if getattr(interface, what)]
+
+
+def _coarsest(code: StepCode) -> float:
+    """The rounding unit of the least precise values that the step hands on."""
+    specs = [spec for passed in code.code.values() for bundle in passed.outputs for spec in bundle]
+    return max((torch.finfo(spec.dtype).eps for spec in specs if spec.dtype.is_floating_point), default=0.0)

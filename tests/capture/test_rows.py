@@ -8,10 +8,10 @@ import pytest
 import torch
 
 import lightning_piper as piper
-from lightning_piper.capture import capture
+from lightning_piper.capture import capture, mixing
 from lightning_piper.errors import CaptureError
 from lightning_piper.experts import ROWS
-from tests.errors.dividing import GELU, batch, experts
+from tests.errors.dividing import GELU, MOE, batch, experts
 
 
 def captured(*changes: tuple[str, str]) -> Any:
@@ -99,10 +99,17 @@ def test_what_couples_rows_is_refused(line: str, said: str) -> None:
 
 @pytest.mark.parametrize(
     "line", ["rows = rows.softmax(0)", "rows = rows.cumsum(0)", "rows = rows.flip(0)", "rows = (rows @ rows.t()) @ rows",
-             "rows = rows[torch.arange(rows.shape[0]).roll(1)]", "rows = rows.sort(0).values"],
+             "rows = rows[torch.arange(rows.shape[0]).roll(1)]", "rows = rows.sort(0).values",
+             # What is not a number does not travel through these.
+             "rows = rows + (rows > 0).cumsum(0)", "rows = rows + (rows - rows.roll(1, 0)).nan_to_num()",
+             "rows = torch.where(rows > rows.roll(1, 0), rows, 0)", "rows = rows + rows.argsort(0)",
+             "rows = rows + rows.argsort(0).argsort(0)", "rows = rows + (rows > 0).long().roll(1, 0)",
+             "rows = rows + (rows > 0).long().flip(0)", "rows = rows + rows.cummax(0).indices",
+             "rows = rows * (rows >= rows.amax(0))", "rows = rows.nan_to_num().sort(0).values",
+             "rows = rows + torch.ones_like(rows[:, :1]).cumsum(0)", "rows = rows + sizes.max()"],
 )  # fmt: skip
 def test_rows_that_meet_are_refused(line: str) -> None:
-    """Also where as many come out as go in."""
+    """Also where as many come out as go in, and where a row's place or the number of rows is all that counts."""
     with pytest.raises(CaptureError, match=r"moe\.py:21"):
         captured((GELU, f"{GELU}; {line}")).at(8, (2,))
     captured((GELU, f"{GELU}; {line}")).at(8)
@@ -110,7 +117,10 @@ def test_rows_that_meet_are_refused(line: str) -> None:
 
 @pytest.mark.parametrize(
     "line", ["rows = rows.softmax(-1)", "rows = F.layer_norm(rows, (6,))", "rows = rows.cumsum(1).flip(1)", "rows = rows.sqrt()",
-             "rows = rows / rows.norm(dim=1, keepdim=True)", "rows = torch.cat([rows, rows], 1)[:, :6]"],
+             "rows = rows / rows.norm(dim=1, keepdim=True)", "rows = torch.cat([rows, rows], 1)[:, :6]", "rows = rows.log()",
+             "rows = rows.to(torch.bfloat16).float()", "rows = rows * (rows > rows.mean(1, keepdim=True))", "rows = rows.round()",
+             "rows = rows + rows.argsort(1).argsort(1)", "rows = F.silu(rows) * rows.flip(1)",
+             "rows = rows + self.up[:, 0, :6].repeat_interleave(sizes, dim=0, output_size=rows.shape[0])"],
 )  # fmt: skip
 def test_what_works_on_each_row_is_accepted(line: str) -> None:
     assert captured((GELU, f"{GELU}; {line}")).at(8, (2,)).experts
@@ -133,6 +143,37 @@ def test_places_that_meet_are_refused(line: str, refused: bool) -> None:
             step.at(8, (2,))
     else:
         step.at(8, (2,))
+
+
+@pytest.mark.parametrize("line, refused", [("rows.flip(0)", True), ("rows.cumsum(0)", True), ("rows.flip(1)", False)])
+def test_whole_numbers_are_rows_too(line: str, refused: bool) -> None:
+    step = captured(
+        ("((x * self.router.weight[:1])[order], counts)", "((x > 0).long()[order], counts)"),
+        (GELU, f"rows = {line}.float(); {GELU}"),
+    )
+    if refused:
+        with pytest.raises(CaptureError, match="lets one token's row depend on another's"):
+            step.at(8, (2,))
+    else:
+        step.at(8, (2,))
+
+
+def test_as_many_rows_go_home_as_came() -> None:
+    with pytest.raises(CaptureError, match=r"moe\.py:21: combine is given \d+ rows where \d+ were dispatched"):
+        captured(("sizes))\n        with", "sizes).repeat(2, 1))[:len(x)]\n        with")).at(8, (2,))
+
+
+def test_layers_that_are_alike_are_tried_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    tried: list[bool] = []
+    mixes = mixing._Trial.mixes
+    monkeypatch.setattr(mixing._Trial, "mixes", lambda self: (tried.append(True), mixes(self))[1])
+    start, end = '        with piper.annotate("PP", 0), piper', '        with piper.annotate("PP", 0):\n            out'
+    region = MOE[MOE.index(start) : MOE.index(end)]
+    again = region.replace("x[order]", "rows + x[order]")
+    for second, count in ((again, 1), (again.replace("relu", "tanh"), 2)):
+        tried.clear()
+        captured((end, second + end)).at(8, (2, 2))
+        assert len(tried) == count
 
 
 def test_a_number_of_rows_in_arithmetic_is_refused() -> None:

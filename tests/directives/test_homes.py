@@ -11,6 +11,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from lightning_piper import verify
 from lightning_piper.annotate import annotate
 from lightning_piper.capture import capture
 from lightning_piper.directives import Place, Replicate, Split, accumulating, apply_program, finish, parse
@@ -22,7 +23,6 @@ from lightning_piper.plan import check_plans, compile_plans
 from lightning_piper.schedules import dualpipe, gpipe, zbv
 from lightning_piper.testing import Spec, case
 from lightning_piper.testing.equivalence import assert_same, run_interpreter, run_plans, single_device
-from lightning_piper.verify.equivalence import verify
 from lightning_piper.verify.interpreter import interpret
 from lightning_piper.verify.static import check
 from tests.dags import b, build, f, order, run, shape, split
@@ -133,9 +133,9 @@ def test_a_report_says_which_place_re_associates() -> None:
     module, batch = fresh("mlp")
     report = verify(module, batch, CROSSING)
     assert report.ok, str(report)
-    assert [row.contract for row in report.rows[2:]] == ["bitwise", "reassociated", "bitwise", "reassociated"]
+    assert [row.contract for row in report.rows[2:-1]] == ["bitwise", "reassociated", "bitwise", "reassociated"]
     plainly = verify(module, batch, [split(4), place(0, PP=0), place(1, PP=1)])
-    assert [row.contract for row in plainly.rows[2:]] == ["bitwise", "bitwise"]
+    assert [row.contract for row in plainly.rows[2:-1]] == ["bitwise", "bitwise"]
 
 
 def test_running_statistics_cross_homes_and_come_to_all_of_them() -> None:

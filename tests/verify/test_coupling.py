@@ -10,9 +10,9 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
+from lightning_piper import verify
 from lightning_piper.annotate import annotate
 from lightning_piper.ir.values import Slice
-from lightning_piper.verify import verify
 from lightning_piper.verify.coupling import find_couplings
 from tests import moe
 from tests.dags import place, split
@@ -60,16 +60,50 @@ def test_the_operation_that_couples_the_samples_is_named(model: Model, region: s
         torch.manual_seed(0)
         batch = regression(4)
     report = verify(model, batch, [*place(0, 1), split(2)])
-    assert report.ok, "it is not wrong: one device that accumulates gets the same"
-    assert report.rows[-1].before.verdict == "differs"
+    assert report.verdict == "verified except", "it is not wrong: one device that accumulates gets the same"
+    assert report.rows[3].before.verdict == report.whole.verdict == "differs"
     found = report.couplings[0]
     assert (found.region, found.operation) == (region, operation) and found.distance > 1e-3
+    assert report.causes == (f"{operation} in region {region}",)
+    assert report.conclusion.startswith(f"verified except {operation} in region {region}: differs by ")
     assert f"note: {found}" in str(report) and "looks across the samples of a batch" in str(found)
 
 
 def test_a_mean_over_samples_couples_nothing() -> None:
     report = verify(Model(), regression(4), [*place(0, 1), split(2)])
-    assert report.couplings == () and "note" not in str(report)
+    assert report.couplings == () and "note" not in str(report) and report.verdict == "verified"
+
+
+def test_without_microbatches_nothing_is_excepted() -> None:
+    """The control: the same operation, on the whole batch."""
+    report = verify(Model(end=contrastive), regression(4), place(0, 1))
+    assert report.verdict == str(report).splitlines()[-1] == "verified"
+
+
+class Logging(Model):
+    """Logs the root of a mean, which no mean over microbatches is, or a number of microbatches."""
+
+    def __init__(self, count: bool) -> None:
+        super().__init__()
+        self.count = count
+
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        loss = super().training_step(batch, batch_idx)
+        with annotate("PP", 1):
+            if self.count:
+                self.log("steps", loss.new_ones(()), reduce_fx="sum")
+            else:
+                self.log("rmse", loss.sqrt())
+        return loss
+
+
+@pytest.mark.parametrize(
+    ("count", "cause", "name"), [(False, "aten.sqrt in region PP=1", "rmse"), (True, "an operation that was not found", "steps")]
+)
+def test_a_logged_value_may_be_what_differs(count: bool, cause: str, name: str) -> None:
+    report = verify(Logging(count), regression(4), [*place(0, 1), split(2)])
+    assert report.verdict == "verified except" and report.whole.first == name
+    assert report.conclusion.startswith(f"verified except {cause}: differs by ")
 
 
 class Balanced(moe.Model):
@@ -92,7 +126,7 @@ def test_tokens_sorted_by_expert_are_not_what_couples(batchwise: bool) -> None:
     with torch.random.fork_rng():
         torch.manual_seed(0)
         report = verify(Balanced(batchwise), moe.batch(4), [*place(0, 1), split(2)])
-    assert report.ok
+    assert report.verdict == ("verified except" if batchwise else "verified")
     assert [(c.region, c.operation) for c in report.couplings] == ([("PP=0", "aten.pow.Tensor_Scalar")] if batchwise else [])
 
 

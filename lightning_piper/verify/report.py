@@ -1,0 +1,116 @@
+"""What `verify` found, in words."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Literal
+
+from lightning_piper.errors import VerificationError
+from lightning_piper.verify.coupling import Coupling
+
+Agreement = Literal["bitwise equal", "equal within rounding", "differs"]
+Verdict = Literal["verified", "verified except", "NOT EQUIVALENT"]
+
+
+@dataclass(frozen=True)
+class Comparison:
+    """How two outcomes of a step agree.
+
+    Attributes:
+        verdict: in words.
+        distance: the largest difference within one gradient, metric or buffer, relative to its largest value: of that which comes
+            nearest to its bound. (A gradient that is zero but for rounding, as of a bias of attention keys, moves by its own size.)
+        first: its name; for `differs`, of the first one that is out of bounds.
+        allowed: the distance that rounding alone explains for it.
+    """
+
+    verdict: Agreement
+    distance: float = 0.0
+    first: str | None = None
+    allowed: float = 0.0
+
+    def __str__(self) -> str:
+        if self.verdict == "equal within rounding":
+            return f"equal within {self.distance:.1e}"
+        if self.verdict == "differs":
+            return f"differs by {self.distance:.1e} ({self.first}; rounding explains {self.allowed:.1e})"
+        return self.verdict
+
+
+@dataclass(frozen=True)
+class Row:
+    """One rewrite of a report: a directive, or (`index` None) the capture before them or what the compiler does behind them.
+
+    Attributes:
+        before: compared with the DAG before the rewrite.
+        single: compared with one device that accumulates eagerly over the same microbatches.
+    """
+
+    index: int | None
+    name: str
+    contract: str
+    before: Comparison
+    single: Comparison
+
+    @property
+    def ok(self) -> bool:
+        """The rewrite kept its contract, and the result is that of one device on the same microbatches."""
+        kept = self.before.verdict == "bitwise equal" or self.contract != "bitwise"
+        return kept and self.single.verdict != "differs"
+
+
+@dataclass(frozen=True)
+class Report:
+    """What `verify` found; `print` it.
+
+    Attributes:
+        rows: one for the capture, one for each directive, and one for the communication that the compiler eliminates from the
+            finished graph, which is then the one that runs.
+        whole: the last row's result compared with one device on the whole batch at once.
+        causes: where that differs, why: what in the step looks across the samples of a batch, or draws or counts by microbatches.
+        couplings: the operations among them.
+    """
+
+    rows: tuple[Row, ...]
+    whole: Comparison = Comparison("bitwise equal")
+    causes: tuple[str, ...] = ()
+    couplings: tuple[Coupling, ...] = ()
+
+    @property
+    def verdict(self) -> Verdict:
+        """`verified`: the program computes what one device computes on the whole batch. `verified except`: what one device computes
+        on the same microbatches, which the step itself makes another result. `NOT EQUIVALENT`: neither, or a directive broke its
+        contract."""
+        if not all(row.ok for row in self.rows):
+            return "NOT EQUIVALENT"
+        return "verified except" if self.whole.verdict == "differs" else "verified"
+
+    @property
+    def ok(self) -> bool:
+        """The verdict is `verified` or `verified except`."""
+        return self.verdict != "NOT EQUIVALENT"
+
+    @property
+    def conclusion(self) -> str:
+        """The verdict; for `verified except` with its causes and the size of the difference."""
+        if self.verdict != "verified except":
+            return self.verdict
+        causes = ", ".join(self.causes) or "an operation that was not found"
+        return f"verified except {causes}: {self.whole} from one device on the whole batch"
+
+    def __str__(self) -> str:
+        head = ("directive", "contract", "vs the graph before", "vs one device, same microbatches")
+        table = [head, *((_title(r), r.contract, str(r.before), str(r.single)) for r in self.rows)]
+        widths = [max(len(line[i]) for line in table) for i in range(4)]
+        lines = ["  ".join(cell.ljust(w) for cell, w in zip(line, widths, strict=True)).rstrip() for line in table]
+        notes = [f"note: {coupling}" for coupling in self.couplings]
+        return "\n".join([*lines, *notes, self.conclusion])
+
+    def require(self) -> None:
+        """Raise a VerificationError unless the program is `verified`, or `verified except`."""
+        if not self.ok:
+            raise VerificationError(f"the program does not compute what one device computes:\n{self}")
+
+
+def _title(row: Row) -> str:
+    return row.name if row.index is None else f"{row.index} {row.name}"
