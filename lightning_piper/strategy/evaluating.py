@@ -1,4 +1,4 @@
-"""The part of `PiperStrategy` that Lightning's evaluation loops call."""
+"""The part of `PiperStrategy` that Lightning's evaluation loops call, and what Lightning asks all processes together."""
 
 from __future__ import annotations
 
@@ -8,10 +8,11 @@ from abc import abstractmethod
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 from types import MappingProxyType
-from typing import Any
+from typing import Any, TypeVar
 
 import lightning.pytorch as pl
 import torch
+import torch.distributed as dist
 from lightning.fabric.plugins import TorchCheckpointIO
 from lightning.pytorch.strategies.parallel import ParallelStrategy
 from lightning.pytorch.trainer.states import TrainerFn
@@ -26,6 +27,9 @@ from lightning_piper.strategy.ownership import Ownership, parts_of
 from lightning_piper.strategy.precision import check_precision
 from lightning_piper.strategy.sharded_state import Loading
 from lightning_piper.strategy.world import World
+
+
+T = TypeVar("T")
 
 
 class EvaluatingStrategy(ParallelStrategy):
@@ -166,3 +170,29 @@ class EvaluatingStrategy(ParallelStrategy):
             self._standalone.end(failed)
         self._evaluation = self._standalone = None
         self._loaded = MappingProxyType({})
+
+    # Collectives. What is reduced is reduced over replicas: the processes of one have the same.
+
+    def reduce(self, tensor: torch.Tensor | Any, group: Any | None = None, reduce_op: Any = "mean") -> torch.Tensor | Any:
+        return self.world.over_replicas(tensor, reduce_op) if isinstance(tensor, torch.Tensor) else tensor
+
+    def reduce_boolean_decision(self, decision: bool, all: bool = True) -> bool:
+        return self.world.decide(decision, all)
+
+    def all_gather(self, tensor: torch.Tensor, group: Any | None = None, sync_grads: bool = False) -> torch.Tensor:
+        return tensor if self._local else super().all_gather(tensor, group, sync_grads)
+
+    def barrier(self, name: str | None = None) -> None:
+        if self._local or not dist.is_initialized():
+            return
+        if dist.get_backend() == "nccl":
+            dist.barrier(device_ids=[self.root_device.index])
+        else:
+            dist.barrier()
+
+    def broadcast(self, obj: T, src: int = 0) -> T:
+        if self._local or not dist.is_initialized():
+            return obj
+        box = [obj]
+        dist.broadcast_object_list(box, src)
+        return box[0]

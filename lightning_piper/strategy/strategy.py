@@ -8,11 +8,10 @@ from collections.abc import Iterator, Mapping
 from datetime import timedelta
 from functools import partial
 from pathlib import Path
-from typing import Any, Literal, TypeVar
+from typing import Any, Literal
 
 import lightning.pytorch as pl
 import torch
-import torch.distributed as dist
 from lightning.fabric.plugins import CheckpointIO, ClusterEnvironment
 from lightning.fabric.plugins.collectives.torch_collective import default_pg_timeout
 from lightning.fabric.utilities.distributed import _init_dist_connection
@@ -46,8 +45,6 @@ from lightning_piper.strategy.sharded_checkpoint import save
 from lightning_piper.strategy.sharded_state import Loading, module_state, optimizer_state, pieces_of, referenced
 from lightning_piper.strategy.verification import ACCEPTED, Verify
 from lightning_piper.strategy.world import World, store_of_attempt
-
-T = TypeVar("T")
 
 
 class PiperStrategy(EvaluatingStrategy):
@@ -252,9 +249,8 @@ class PiperStrategy(EvaluatingStrategy):
     def training_step(self, batch: Any, *args: Any, **kwargs: Any) -> torch.Tensor:
         assert self._fit is not None and self.lightning_module is not None
         trainer = self.lightning_module.trainer
-        number = trainer.fit_loop.epoch_loop.total_batch_idx
-        batch_idx = trainer.fit_loop.epoch_loop.batch_idx
-        return self._fit.step(number, batch_idx, trainer.current_epoch, last=not self._accumulating)
+        loop = trainer.fit_loop.epoch_loop
+        return self._fit.step(loop.total_batch_idx, loop.batch_idx, trainer.current_epoch, last=not self._accumulating)
 
     @contextlib.contextmanager
     def block_backward_sync(self) -> Iterator[None]:
@@ -288,32 +284,6 @@ class PiperStrategy(EvaluatingStrategy):
             self.checkpoint_io.teardown()
         else:
             super().teardown()
-
-    # Collectives. What is reduced is reduced over replicas: the processes of one have the same.
-
-    def reduce(self, tensor: torch.Tensor | Any, group: Any | None = None, reduce_op: Any = "mean") -> torch.Tensor | Any:
-        return self.world.over_replicas(tensor, reduce_op) if isinstance(tensor, torch.Tensor) else tensor
-
-    def reduce_boolean_decision(self, decision: bool, all: bool = True) -> bool:
-        return self.world.decide(decision, all)
-
-    def all_gather(self, tensor: torch.Tensor, group: Any | None = None, sync_grads: bool = False) -> torch.Tensor:
-        return tensor if self._local else super().all_gather(tensor, group, sync_grads)
-
-    def barrier(self, name: str | None = None) -> None:
-        if self._local or not dist.is_initialized():
-            return
-        if dist.get_backend() == "nccl":
-            dist.barrier(device_ids=[self.root_device.index])
-        else:
-            dist.barrier()
-
-    def broadcast(self, obj: T, src: int = 0) -> T:
-        if self._local or not dist.is_initialized():
-            return obj
-        box = [obj]
-        dist.broadcast_object_list(box, src)
-        return box[0]
 
     # Checkpoints
 
