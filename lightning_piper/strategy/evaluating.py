@@ -28,7 +28,6 @@ from lightning_piper.strategy.precision import check_precision
 from lightning_piper.strategy.sharded_state import Loading
 from lightning_piper.strategy.world import World
 
-
 T = TypeVar("T")
 
 
