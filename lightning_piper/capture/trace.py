@@ -27,8 +27,8 @@ from lightning_piper.ir.values import TensorSpec
 
 REDUCTIONS = {"mean": "mean", "sum": "sum", "max": "max", "min": "min", torch.mean: "mean", torch.sum: "sum", torch.max: "max",
               torch.min: "min", max: "max", min: "min", sum: "sum"}  # fmt: skip
-# How the values that one metric has in several microbatches, of given shares of the batch, become one. Sums are taken from the first
-# to the last: torch's own sum of a tensor groups its terms as the processor's vectors are wide.
+# How the values that one metric has in several microbatches, of given shares of the batch, become one. Sums are taken from the
+# first to the last: torch's own sum of a tensor groups its terms as the processor's vectors are wide.
 REDUCE: Mapping[str, Callable[[list[torch.Tensor], list[float]], torch.Tensor]] = {
     "mean": lambda values, weights: functools.reduce(torch.add, [v * w for v, w in zip(values, weights, strict=True)]),
     "sum": lambda values, weights: functools.reduce(torch.add, values),
