@@ -14,11 +14,12 @@ PYTHON ?= $(firstword $(foreach name,python3.11 python3,$(shell $(name) -c \
 # One thread for each process: the processes are the parallelism, and figures do not depend on the number of cores.
 export OMP_NUM_THREADS := 1
 
-.PHONY: help demo test test-processes test-others property-tests docs lint bench clean
+.PHONY: help demo test test-processes test-others test-long property-tests docs lint bench clean
 
 help:
 	@echo "make demo    train a small GPT on two processes and compare it with one device"
-	@echo "make test    lint and all tests"
+	@echo "make test    lint, and some tests of every kind"
+	@echo "make test-long   all other tests"
 	@echo "make property-tests   thousands of random programs"
 	@echo "make docs    run the tutorial's commands, build the documentation into build/site"
 	@echo "make lint    ruff and mypy"
@@ -28,17 +29,21 @@ help:
 demo: $(INSTALLED)
 	$(BIN)/python examples/demo.py
 
-# At once, on two cores: tests that start many processes of their own, which mostly wait, all others, and at first lint.
+# At once, on two cores: tests that start processes of their own, all others, and at first lint. What is marked as long is more of the
+# kinds that are here.
 test: $(INSTALLED)
 	@$(MAKE) -j3 $(if $(filter output-sync,$(.FEATURES)),--output-sync=target) --no-print-directory lint test-processes test-others
 
 PROCESSES := tests/strategy tests/distributed
 
 test-processes:
-	$(BIN)/python -m pytest $(PROCESSES)
+	$(BIN)/python -m pytest -m "not long" $(PROCESSES)
 
 test-others:
-	$(BIN)/python -m pytest $(foreach folder,$(PROCESSES),--ignore $(folder))
+	$(BIN)/python -m pytest -m "not long" $(foreach folder,$(PROCESSES),--ignore $(folder))
+
+test-long: $(INSTALLED)
+	$(BIN)/python -m pytest -m long
 
 property-tests: $(INSTALLED)
 	HYPOTHESIS_PROFILE=deep $(BIN)/python -m pytest property_tests --timeout 3600

@@ -6,7 +6,7 @@ import re
 
 import pytest
 
-from tests.errors.case import ROOT, Case, Elsewhere, said
+from tests.errors.case import ROOT, Case, Elsewhere, portable, said
 from tests.errors.page import HEAD, MOMENTS, PAGE, cases, row, test_functions
 
 TEXT = PAGE.read_text(encoding="utf-8")
@@ -38,6 +38,12 @@ def test_the_page_has_nothing_else() -> None:
     assert TEXT.startswith(HEAD) and [line[3:] for line in TEXT.splitlines() if line.startswith("## ")] == [
         m.TITLE for m in MOMENTS
     ]
+
+
+def test_the_page_holds_no_figure_of_rounding() -> None:
+    shown = "differs by {} (first.weight; rounding explains {})"
+    assert portable(shown.format("5.0e-01", "4.2e-06")) == portable(shown.format("5.0e-01", "3.9e-06"))
+    assert portable(shown.format("5.0e-01", "4.2e-06")) != portable(shown.format("4.9e-01", "4.2e-06"))
 
 
 def test_a_mistake_that_is_none_is_noticed() -> None:

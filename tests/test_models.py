@@ -161,7 +161,7 @@ class Captured:
         return report
 
 
-@pytest.mark.parametrize("make", [demo, gpt2, llama, vit])
+@pytest.mark.parametrize("make", [demo, gpt2, pytest.param(llama, marks=pytest.mark.long), vit])
 def test_models_of_independent_samples_give_what_one_device_gives(make: Callable[[], Case]) -> None:
     captured = Captured(make)
     for name, program in PROGRAMS.items():

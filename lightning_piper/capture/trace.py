@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 import inspect
 import numbers
 import traceback
@@ -29,10 +30,11 @@ from lightning_piper.ir.values import TensorSpec
 
 REDUCTIONS = {"mean": "mean", "sum": "sum", "max": "max", "min": "min", torch.mean: "mean", torch.sum: "sum", torch.max: "max",
               torch.min: "min", max: "max", min: "min", sum: "sum"}  # fmt: skip
-# How the values that one metric has in several microbatches, of given shares of the batch, become one.
+# How the values that one metric has in several microbatches, of given shares of the batch, become one. Sums are taken from the
+# first to the last: torch's own sum of a tensor groups its terms as the processor's vectors are wide.
 REDUCE: Mapping[str, Callable[[list[torch.Tensor], list[float]], torch.Tensor]] = {
-    "mean": lambda values, weights: torch.stack([v * w for v, w in zip(values, weights, strict=True)]).sum(),
-    "sum": lambda values, weights: torch.stack(values).sum(),
+    "mean": lambda values, weights: functools.reduce(torch.add, [v * w for v, w in zip(values, weights, strict=True)]),
+    "sum": lambda values, weights: functools.reduce(torch.add, values),
     "max": lambda values, weights: torch.stack(values).max(),
     "min": lambda values, weights: torch.stack(values).min(),
 }

@@ -261,7 +261,7 @@ def test_random_numbers_of_the_backward_are_all_drawn_by_the_first_half() -> Non
 
 
 @pytest.mark.parametrize("name", [name for name, case in CASES.items() if case.size >= 4])
-@pytest.mark.parametrize("size", [1, 3])
+@pytest.mark.parametrize("size", [1, pytest.param(3, marks=pytest.mark.long)])
 def test_the_interfaces_are_those_of_every_batch_size(name: str, size: int) -> None:
     whole, part = code_of(name), code_of(name, size)
     assert whole.halves.keys() == part.halves.keys()

@@ -10,6 +10,7 @@ from torch import Tensor
 
 from lightning_piper.capture import capture, flatten
 from lightning_piper.capture.eager import Outcome, run_eagerly
+from lightning_piper.capture.trace import REDUCE
 from lightning_piper.directives import Split, apply_program
 from lightning_piper.ir.build import build_dag
 from lightning_piper.ir.nodes import Chunk
@@ -82,6 +83,14 @@ def test_the_logged_values_are_merged_by_their_reduction() -> None:
         assert torch.equal(found.metrics[name], whole.metrics[name])
     assert float(found.metrics["count"]) == 4.0 and found.metrics["h_max"] > found.metrics["h_min"]
     assert torch.equal(found.metrics["twice"], 2 * found.metrics["error"])
+
+
+@pytest.mark.parametrize("reduction", ["mean", "sum"])
+def test_many_microbatches_are_summed_from_the_first_to_the_last(reduction: str) -> None:
+    """On one device as everywhere else: a sum in groups, as wide as the processor's vectors are, would keep some of the ones."""
+    values = [torch.tensor(x, dtype=torch.float64) for x in (2.0**53, *[1.0] * 7)]
+    assert float(REDUCE[reduction](values, [1.0] * 8)) == 2.0**53
+    assert float(REDUCE[reduction](values[::-1], [1.0] * 8)) == 2.0**53 + 8  # 2^53 + 7, rounded once
 
 
 def test_a_metric_may_be_called_loss() -> None:

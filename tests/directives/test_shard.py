@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import itertools
 from collections import Counter
 from typing import Any
 
@@ -19,6 +20,7 @@ from lightning_piper.ir.nodes import AllGather, AllToAll, Parameters, ReduceScat
 from lightning_piper.ir.values import Slice, TensorSpec
 from lightning_piper.testing import Case, Model, Spec, assert_same, case, make_batch, run_interpreter, run_plans
 from tests.forward import eager, leaves_of, run
+from tests.groups import marked
 
 # One block's numbers grow: router and experts are trained in it, and nothing is lost in either mode.
 EXACT = Spec(("linear", "experts", "places"), (0, 0, 1), exact=True)
@@ -135,9 +137,10 @@ class Evaluated(Model):
         return self.training_step(batch, batch_idx)
 
 
-@pytest.mark.parametrize("name", ["ep2, turned", "ep2 dp2 zero3", "pp2 ep2", "two homes"])
-@pytest.mark.parametrize("turned", [False, True])
-@pytest.mark.parametrize("fit", [False, True], ids=["alone", "in a fit"])
+EVALUATED = list(itertools.product(("ep2, turned", "ep2 dp2 zero3", "pp2 ep2", "two homes"), (False, True), (False, True)))
+
+
+@pytest.mark.parametrize("name, turned, fit", marked(EVALUATED, [*EVALUATED[1::5], EVALUATED[12]]))
 def test_evaluates_as_one_device(name: str, turned: bool, fit: bool) -> None:
     """In a fit from the shards of training."""
     head, pair = PROGRAMS[name]

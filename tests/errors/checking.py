@@ -76,11 +76,16 @@ def a_circle(dag: TrainingDAG) -> None:
     dag.order(chunk(dag, "B[PP=0,MB=0]"), chunk(dag, "F[PP=0,MB=0]"), dag.origin)
 
 
-def half_the_gradient(dag: TrainingDAG) -> None:
-    """The code of a chunk, which only running it shows."""
+def half_a_gradient(dag: TrainingDAG) -> None:
+    """The code of a chunk, which only running it shows. One gradient: of two, rounding would choose which is farther off."""
     code = dag.step.at(4).code
-    run = code[1, "B"].run
-    code[1, "B"] = dataclasses.replace(code[1, "B"], run=lambda args: tuple(x / 2 for x in run(args)))
+    run = code[0, "B"].run
+
+    def wrong(args: Any) -> tuple[Any, ...]:
+        first, *others = run(args)
+        return first / 2, *others
+
+    code[0, "B"] = dataclasses.replace(code[0, "B"], run=wrong)
 
 
 def plans(what: str, change: Callable[[list[Instruction]], None], device: int = 0) -> Case:
@@ -122,7 +127,7 @@ CASES: Cases = [
     rewrite("a receive from a device that does not send", receive_from_nowhere),
     rewrite("nodes that wait for each other", a_circle),
     Case("a result that is wrong, in a graph that looks right: `piper.verify(...).require()`",
-         lambda: piper.verify(net(), batch(), [*PLACES, SPLIT, Mine(rewrite=half_the_gradient)]).require()),
+         lambda: piper.verify(net(), batch(), [*PLACES, SPLIT, Mine(rewrite=half_a_gradient)]).require()),
     plans("a plan without a wait", drop(Wait)),
     plans("a plan without a receive", drop(Post)),
     plans("a plan without a send", drop(Send)),

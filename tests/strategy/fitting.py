@@ -73,6 +73,28 @@ def captured_once(module: Any, batch: Any, device: Any, context: Any, *step: Any
     return found
 
 
+def trace(
+    module: Any, batch: Any, sizes: Sequence[int], *kind: Any, degrees: Iterable[Any] = (), precision: Any = "32-true"
+) -> None:
+    """Trace a step before ranks are forked, so that none of them has to.
+
+    Args:
+        kind: the method, and for one that is not `training_step` the index of its loader.
+        sizes: of batches and of their parts, the largest first, which is that of `batch`.
+        degrees: over how many devices experts are divided: one sample of each.
+    """
+    module.trainer = L.Trainer(accelerator="cpu", precision=precision, **QUIET)
+    plugin = module.trainer.precision_plugin
+    training = kind[0] == "training_step"
+    module, batch = plugin.convert_module(module.train(training)), plugin.convert_input(batch)
+    context = plugin.train_step_context if training else plugin.forward_context
+    step = captured_once(module, batch, torch.device("cpu"), context, *kind)
+    for size in sizes:
+        step.at(size)
+    for degree in degrees:
+        step.at(1, degree)
+
+
 def sharing_captures(work: Callable[..., T]) -> Callable[..., T]:
     """Decorates trainings of which several are of one model: to trace it each time would take most of their time."""
     patched = mock.patch.object(compiler, "capture", captured_once)

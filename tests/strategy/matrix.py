@@ -20,7 +20,7 @@ from torch.utils.data import DataLoader, Dataset, DistributedSampler, TensorData
 import lightning_piper as piper
 from lightning_piper.directives import Directive
 from tests.strategy import evaluated
-from tests.strategy.fitting import QUIET, Record, captured_once, sharing_captures, values
+from tests.strategy.fitting import QUIET, Record, sharing_captures, trace, values
 from tests.strategy.replicated import dp2
 from tests.strategy.sharded import pp2_dp2
 
@@ -225,20 +225,12 @@ def controls(folder: Path) -> dict[str, Outcome]:
     return {name: work(Run(ONE_DEVICE, folder / name), **CONTROLS[name]) for name, work in SCENARIOS.items()}
 
 
-def trace(names: list[str], folder: Path) -> None:
-    """What all ranks would trace, before they are forked: every step, of batches and of their parts."""
+def trace_all(names: list[str], folder: Path) -> None:
+    """Every step, of batches and of their parts."""
     for precision in ("64-true", "bf16-mixed"):
-        module, trainer = net(), Run(ONE_DEVICE, folder).trainer(precision=precision)
-        module.trainer, plugin = trainer, trainer.precision_plugin
-        module = plugin.convert_module(module)
-        batch = plugin.convert_input(data(8, 0)[:])
-        step = captured_once(module, batch, "cpu", plugin.train_step_context, "training_step")
-        for size in (8, 4, 2, 1):
-            step.at(size)
+        trace(net(), data(8, 0)[:], (8, 4, 2, 1), "training_step", precision=precision)
         for name in ("validation_step", "test_step", "predict_step")[: 3 if precision == "64-true" else 1]:
-            step = captured_once(module.eval(), batch, "cpu", plugin.forward_context, name, 0)
-            for size in (8, 6, 4, 3):
-                step.at(size)
+            trace(net(), data(8, 0)[:], (8, 6, 4, 3), name, 0, precision=precision)
 
 
 @sharing_captures

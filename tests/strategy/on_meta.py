@@ -17,7 +17,7 @@ import lightning_piper as piper
 from lightning_piper.strategy.ownership import parts_of
 from lightning_piper.testing import Model, Spec, make_batch
 from tests.strategy import routed
-from tests.strategy.fitting import Batches, sharing_captures, trainer, values
+from tests.strategy.fitting import Batches, sharing_captures, trace, trainer, values
 from tests.strategy.sharded import PROGRAMS, pp2_dp2
 
 PROGRAM_OF = {
@@ -244,6 +244,16 @@ def experts(name: str, rank: int | None = None) -> dict[str, Any]:
         data = [{key: x.chunk(4)[rank] for key, x in batch.items()} for batch in data]
     run.fit(module, Batches(data))
     return {"initial": seen.initial, "losses": record.losses, "elements": seen.elements}
+
+
+def trace_all(jobs: Iterable[Job], folder: Path) -> None:
+    (batch,) = batches(1)
+    for build in (Net, Configured, Hooked):
+        module = build()
+        module.configure_model()
+        trace(module, batch, (8, 4, 2), "training_step")
+    for module in (Net(), Hooked()):
+        trace(module, batch, (8, 4), "validation_step", 0)
 
 
 def train(rank: int, jobs: Iterable[Job], folder: Path) -> dict[str, Any]:

@@ -15,7 +15,7 @@ from lightning.pytorch import callbacks as cb
 import lightning_piper as piper
 from tests.strategy.fitting import sharing_captures
 from tests.strategy.optimizers import Clipping
-from tests.strategy.options import PROGRAMS, Keeping, Net, Run, Seen, Sized, run_all
+from tests.strategy.options import Keeping, Net, Run, Seen, Sized, run_all
 
 
 def refusals(run: Run) -> dict[str, str]:
@@ -161,11 +161,11 @@ def collectives(run: Run) -> Seen:
 
 
 @sharing_captures
-def work(rank: int, folder: Path) -> dict[str, dict[str, Seen]]:
+def work(rank: int, programs: list[str], folder: Path) -> dict[str, dict[str, Seen]]:
     """One process's side: program -> trial -> what it saw."""
     logging.getLogger("lightning.pytorch").setLevel(logging.ERROR)
     found: dict[str, dict[str, Seen]] = {}
-    for program in PROGRAMS:
+    for program in programs:
         found[program] = run_all(program, folder)
         found[program]["collectives"] = collectives(Run(program, folder))
         found[program]["refusals"] = refusals(Run(program, folder))

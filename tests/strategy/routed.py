@@ -15,7 +15,7 @@ from lightning.pytorch.callbacks import ModelCheckpoint
 import lightning_piper as piper
 from lightning_piper.directives import Directive
 from lightning_piper.testing import Model, Spec, make_batch
-from tests.strategy.fitting import Batches, sharing_captures, trainer, values
+from tests.strategy.fitting import Batches, sharing_captures, trace, trainer, values
 
 SAMPLES, STEPS, SAVED = 8, 5, 3
 SPECS = {
@@ -113,6 +113,13 @@ def fit(job: Job, folder: Path, rank: int = 0) -> dict[str, Any]:
         return {"error": str(error)}
     return {"values": values(module), "losses": torch.stack(record.losses),
             "held": {"params": held.params, "grads": held.grads, "state": held.state}}  # fmt: skip
+
+
+def trace_all(jobs: Iterable[Job], folder: Path) -> None:
+    """The steps of all jobs, whole and with experts divided."""
+    degrees = {(PROGRAMS[job.program][1],) * 2 for job in jobs if job.program}
+    for name in {job.model for job in jobs}:
+        trace(Model(SPECS[name]), make_batch(SPECS[name], SAMPLES), (8, 4, 2, 1), "training_step", degrees=degrees)
 
 
 def train(rank: int, jobs: Iterable[Job], folder: Path) -> list[dict[str, Any]]:

@@ -10,12 +10,14 @@ import torch
 from torch.utils.data import DataLoader, Subset
 
 from tests.distributed.processes import launch_trainings
+from tests.groups import marked, on_demand
 from tests.strategy import evaluated
 from tests.strategy.evaluated import PROGRAMS, Named, data, net
 from tests.strategy.fitting import apart
 from tests.strategy.scenarios import equal
 
-NAMES = list(PROGRAMS)
+NAMES, QUICK = list(PROGRAMS), ("pp2", "dp2")
+EACH = pytest.mark.parametrize("name", marked(NAMES, QUICK))
 REPLICATED = [name for name in NAMES if PROGRAMS[name][1] > 1]
 ROUNDING = 1e-14  # measured: 5e-16 of the largest value
 IN_METRICS = 2e-6  # measured: 5e-7, from sums in single precision
@@ -24,18 +26,13 @@ IN_METRICS = 2e-6  # measured: 5e-7, from sums in single precision
 @pytest.fixture(scope="module")
 def ranks(tmp_path_factory):
     """What each process saw, by program."""
-    found = {}
 
-    def get(name):
-        if name not in found:
-            processes = 4 if name == "pp2_zero3" else 2
-            names = [other for other in NAMES if (other == "pp2_zero3") == (name == "pp2_zero3")]
-            folder = tmp_path_factory.mktemp(name)
-            seen = launch_trainings(processes, evaluated.train, folder / "run", names, folder, processes)
-            found.update({other: [rank[other] for rank in seen] for other in names})
-        return found[name]
+    def run(names):
+        processes, folder = 4 if names == ["pp2_zero3"] else 2, tmp_path_factory.mktemp(names[0])
+        seen = launch_trainings(processes, evaluated.train, folder / "run", names, folder, processes)
+        return {name: [rank[name] for rank in seen] for name in names}
 
-    return get
+    return on_demand([["pp2", "dp2"], ["dualpipe"], ["pp2_zero3"]], run)
 
 
 @pytest.fixture(scope="module")
@@ -56,14 +53,14 @@ def without(outcome, *keys):
 OWN = ("outputs", "held", "saved")  # of each process
 
 
-@pytest.mark.parametrize("name", NAMES)
+@EACH
 def test_evaluation_without_a_fit(name, ranks, plain):
     for rank in ranks(name):
         assert_near(without(rank["fresh"], *OWN), without(plain["fresh"], *OWN))
         assert equal(rank["fresh"]["values"], plain["fresh"]["values"])
 
 
-@pytest.mark.parametrize("name", NAMES)
+@EACH
 def test_everything_that_decides_by_a_validated_value(name, ranks, plain):
     wanted = plain["fitted"]
     assert wanted["stopped"] < 40 and len(set(wanted["rates"])) > 2 and wanted["best"] != f"step={wanted['stopped']}.ckpt"
@@ -74,7 +71,7 @@ def test_everything_that_decides_by_a_validated_value(name, ranks, plain):
             assert_near(rank["fitted"]["after"], rank["fitted"]["of_best"])
 
 
-@pytest.mark.parametrize("name", NAMES)
+@EACH
 def test_all_processes_log_the_same_bits(name, ranks):
     first, *others = ranks(name)
     for other in others:
@@ -82,7 +79,7 @@ def test_all_processes_log_the_same_bits(name, ranks):
             assert equal(without(first[scenario], *OWN), without(other[scenario], *OWN))
 
 
-@pytest.mark.parametrize("name", NAMES)
+@EACH
 def test_what_a_step_returns_reaches_every_process_of_its_replica(name, ranks, plain):
     """A pipeline has the very bits; of a replica, what the module makes of its batches."""
     module, replicas = net(dropout=0.5).eval(), PROGRAMS[name][1]
@@ -99,7 +96,7 @@ def test_what_a_step_returns_reaches_every_process_of_its_replica(name, ranks, p
         assert not torch.equal(wanted[0], wanted[1])
 
 
-@pytest.mark.parametrize("name", NAMES)
+@EACH
 def test_predictions_are_those_of_the_replicas_own_samples(name, ranks):
     """No sample is repeated, though one replica has more of them, and one batch more, than the other."""
     module, replicas = net().eval(), PROGRAMS[name][1]
@@ -114,7 +111,7 @@ def test_predictions_are_those_of_the_replicas_own_samples(name, ranks):
     assert sorted(set(counts)) == ([21] if replicas == 1 else [10, 11])
 
 
-@pytest.mark.parametrize("name", REPLICATED)
+@pytest.mark.parametrize("name", marked(REPLICATED, QUICK))
 def test_an_uneven_share_repeats_samples_as_lightnings_sampler_does(name, ranks, plain):
     for rank in ranks(name):
         assert_near(rank["repeated"], plain["repeated"])
@@ -122,13 +119,16 @@ def test_an_uneven_share_repeats_samples_as_lightnings_sampler_does(name, ranks,
         assert_near(ranks("pp2")[0]["repeated"], plain["repeated"])
 
 
-def test_each_process_holds_its_part_and_saves_the_whole(ranks, plain):
-    first, second = [f"first.0.{x}" for x in ("weight", "bias")], [f"second.1.{x}" for x in ("weight", "bias")]
-    spare = ["unused.weight", "unused.bias"]
-    for name, held in {"pp2": [first, second], "dp2": [first + second] * 2, "pp2_zero3": [[]] * 4}.items():
-        for rank, own in zip(ranks(name), held, strict=True):
-            assert rank["fresh"]["held"] == [*own, *spare]
-        assert equal(ranks(name)[0]["fresh"]["saved"], plain["fresh"]["saved"])
+FIRST, SECOND = [f"first.0.{x}" for x in ("weight", "bias")], [f"second.1.{x}" for x in ("weight", "bias")]
+
+
+@pytest.mark.parametrize("name, held", [
+    ("pp2", [FIRST, SECOND]), ("dp2", [FIRST + SECOND] * 2), pytest.param("pp2_zero3", [[]] * 4, marks=pytest.mark.long),
+])  # fmt: skip
+def test_each_process_holds_its_part_and_saves_the_whole(name, held, ranks, plain):
+    for rank, own in zip(ranks(name), held, strict=True):
+        assert rank["fresh"]["held"] == [*own, "unused.weight", "unused.bias"]
+    assert equal(ranks(name)[0]["fresh"]["saved"], plain["fresh"]["saved"])
 
 
 @pytest.mark.parametrize("what, words", [

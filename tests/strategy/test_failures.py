@@ -23,20 +23,17 @@ def run(kind: str, folder: Path) -> list[Ended]:
     return run_ranks(2, failing.train, folder, kind, joined=False, limit=timedelta(seconds=LIMIT))
 
 
-@pytest.fixture(scope="module")
-def launched():
-    """Trainings that Lightning's launcher starts, side by side: (return code, what they said).
+def launched(kind: str) -> tuple[int, str]:
+    """A training that Lightning's launcher starts: (return code, what it said).
 
-    None of their processes is left: what they said ends when the last one does.
+    None of its processes is left: what they said ends when the last one does.
     """
-    kinds = ("live on 0", "stop on 1", "die on 0, hang on 1")
-    running = {kind: popen([sys.executable, failing.__file__, kind]) for kind in kinds}
+    running = popen([sys.executable, failing.__file__, kind])
     try:
-        said = {kind: process.communicate(timeout=LIMIT)[0] for kind, process in running.items()}
+        said, _ = running.communicate(timeout=LIMIT)
     finally:
-        for process in running.values():
-            process.kill()
-    return {kind: (process.returncode, said[kind]) for kind, process in running.items()}
+        running.kill()
+    return running.returncode, said
 
 
 def test_an_error_is_known_to_the_other_process(tmp_path):
@@ -62,8 +59,9 @@ def test_a_process_that_dies_ends_the_other(tmp_path):
     assert "The first process to fail was rank 1: it ended without a word" in survivor.said
 
 
-def test_a_failed_process_that_lives_on_does_not_keep_the_other_waiting(launched):
-    code, said = launched["live on 0"]
+@pytest.mark.long
+def test_a_failed_process_that_lives_on_does_not_keep_the_other_waiting():
+    code, said = launched("live on 0")
     assert code != 0
     assert "rank 1 ends, for it would wait in vain: the first process to fail was rank 0: ValueError" in said
 
@@ -76,15 +74,16 @@ def test_a_process_that_hangs_ends_the_other_at_the_timeout(tmp_path):
     assert re.search(r"failing\.py:\d+, in on_train_batch_start", other.said)
 
 
-def test_a_stopped_process_is_named_and_ended(launched):
-    code, said = launched["stop on 1"]
+@pytest.mark.long
+def test_a_stopped_process_is_named_and_ended():
+    code, said = launched("stop on 1")
     assert code not in (0, None)
     assert "rank 0 says: ExecutionError: device 0: " in said
     assert f"The first process to fail was rank 1: {SILENT}" in said
 
 
-def test_a_process_that_hangs_does_not_outlive_the_one_that_launched_it(launched):
-    code, said = launched["die on 0, hang on 1"]
+def test_a_process_that_hangs_does_not_outlive_the_one_that_launched_it():
+    code, said = launched("die on 0, hang on 1")
     assert code == -signal.SIGKILL
     assert "rank 1 ends, for it would wait in vain: the first process to fail was rank 0: it ended without a word" in said
 

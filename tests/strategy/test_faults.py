@@ -11,6 +11,7 @@ import torch
 
 from lightning_piper.strategy import failure
 from tests.distributed.processes import Ended, launch
+from tests.groups import marked
 from tests.strategy import faults, restarted
 from tests.strategy.faults import KINDS, MOMENTS, NONE, Fault, draw
 from tests.strategy.scenarios import equal, popen
@@ -20,6 +21,16 @@ LIMIT = 120
 pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="breaks connections and looks for stopped processes in /proc")
 
 
+FAULTS = [
+    Fault(0, "kill", "checkpoint", "sharded", 12),
+    Fault(3, "link", "step", "sharded", 9),
+    Fault(1, "raise", "compile"),
+    Fault(2, "memory", "forward"),
+    Fault(0, "exit", "optimizer"),
+    Fault(2, "sleep", "data"),
+]
+
+
 @pytest.fixture(scope="module")
 def wanted(tmp_path_factory):
     return faults.undisturbed(tmp_path_factory.mktemp("undisturbed"))
@@ -27,14 +38,7 @@ def wanted(tmp_path_factory):
 
 @pytest.mark.parametrize(
     "fault",
-    [
-        Fault(1, "raise", "compile"),
-        Fault(2, "memory", "forward"),
-        Fault(0, "kill", "checkpoint", "sharded", 12),
-        Fault(3, "link", "step", "sharded", 9),
-        Fault(0, "exit", "optimizer"),
-        Fault(2, "sleep", "data"),
-    ],
+    marked(FAULTS, FAULTS[:3]),
     ids=lambda fault: f"{fault.kind} {fault.moment}",
 )
 def test_a_fault(fault, wanted, tmp_path):
@@ -60,6 +64,7 @@ def test_what_is_judged_can_be_wrong(tmp_path):
     assert len(faults._damaged(tmp_path)) == 2
 
 
+@pytest.mark.long
 def test_torchrun_restarts(tmp_path):
     """One of two processes is killed in the third epoch; both are started again and go on from the end of the second."""
     (alone, *_) = launch(2, faults.train, tmp_path / "alone", tmp_path / "alone", NONE, "consolidated", 2, joined=False)

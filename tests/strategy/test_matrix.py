@@ -8,6 +8,7 @@ import pytest
 import torch
 
 from tests.distributed.processes import launch_trainings
+from tests.groups import marked, on_demand
 from tests.strategy import matrix
 from tests.strategy.fitting import apart
 from tests.strategy.matrix import CONTROLS, LARGEST, SCENARIOS, STRATEGIES
@@ -21,21 +22,20 @@ ROUNDING["bf16-mixed"] = 1e-2
 WRONG = 0.2  # measured, of the controls: 0.26 and more
 
 
+QUICK = ("PP2", "PP2xDP2 ZeRO-3")
+EACH = pytest.mark.parametrize("strategy", marked(STRATEGIES, QUICK))
+
+
 @pytest.fixture(scope="module")
 def ranks(tmp_path_factory):
     """What each process saw under a strategy, by scenario."""
-    found = {}
 
-    def get(strategy):
-        if strategy not in found:
-            size = STRATEGIES[strategy].processes
-            names = [name for name, other in STRATEGIES.items() if other.processes == size]
-            folder = tmp_path_factory.mktemp(f"matrix{size}")
-            seen = launch_trainings(size, matrix.train, folder / "run", names, folder, prepare=matrix.trace)
-            found.update({name: [rank[name] for rank in seen] for name in names})
-        return found[strategy]
+    def run(names):
+        size, folder = STRATEGIES[names[0]].processes, tmp_path_factory.mktemp("matrix")
+        seen = launch_trainings(size, matrix.train, folder / "run", names, folder, prepare=matrix.trace_all)
+        return {name: [rank[name] for rank in seen] for name in names}
 
-    return get
+    return on_demand([["PP2"], ["PP2xDP2 ZeRO-3"], ["DP2"], ["PP2xDP2 ZeRO-1", "PP2xDP2 ZeRO-2"]], run)
 
 
 @pytest.fixture(scope="module")
@@ -58,7 +58,7 @@ def seen_by(strategy, rank, scenario, outcome):
 
 
 @pytest.mark.parametrize("scenario", SCENARIOS)
-@pytest.mark.parametrize("strategy", STRATEGIES)
+@EACH
 def test_as_on_one_device(strategy, scenario, ranks, plain, wrong):
     for rank, outcomes in enumerate(ranks(strategy)):
         found = outcomes[scenario]
@@ -68,7 +68,7 @@ def test_as_on_one_device(strategy, scenario, ranks, plain, wrong):
         assert max(apart(found["result"], control["result"]).values()) > WRONG, (rank, CONTROLS[scenario])
 
 
-@pytest.mark.parametrize("strategy", STRATEGIES)
+@EACH
 def test_all_processes_see_the_same_bits(strategy, ranks):
     first, *others = ranks(strategy)
     for other in others:

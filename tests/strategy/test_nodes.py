@@ -114,6 +114,7 @@ def test_two_nodes_of_slurm(one_node: list[list[dict[str, torch.Tensor]]], tmp_p
     check(one_node, launch(4, nodes.train_in_slurm, tmp_path, joined=False))
 
 
+@pytest.mark.long
 def test_two_nodes_by_torchrun(one_node: list[list[dict[str, torch.Tensor]]], network: Network, tmp_path: Path) -> None:
     check(one_node, on_two_nodes(tmp_path, torchrun=True, network=network))
     if network is not LOOPBACK:

@@ -45,7 +45,7 @@ def folder(tmp_path_factory):
 @pytest.fixture(scope="module")
 def ranks(folder):
     """What each rank saw of each job."""
-    return launch_trainings(4, on_meta.train, folder / "run", [*TRAINED, *LOADED, *REFUSED], folder)
+    return launch_trainings(4, on_meta.train, folder / "run", [*TRAINED, *LOADED, *REFUSED], folder, prepare=on_meta.trace_all)
 
 
 @pytest.fixture(scope="module")

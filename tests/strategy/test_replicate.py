@@ -10,12 +10,14 @@ from lightning.pytorch.callbacks import ModelCheckpoint
 from lightning_piper import compiler
 from lightning_piper.directives import replicate
 from tests.distributed.processes import launch_trainings
+from tests.groups import marked
 from tests.strategy.fitting import Batches, distance, local, same, sharing_captures, trainer, values
 from tests.strategy.models import make, texts, vectors
 from tests.strategy.replicated import PROGRAMS, SCENARIOS, dp2, joined, pp2_dp2, train, with_sgd
 from tests.strategy.scenarios import equal
 
-BOTH = pytest.mark.parametrize("processes", [2, 4])
+FOUR = pytest.param(4, marks=pytest.mark.long)
+BOTH = pytest.mark.parametrize("processes", [2, FOUR])
 BITWISE = ["mlp", "dropout", "tied", "accumulated", "long", "last_smaller"]
 OPTIONS = {
     "mlp": {"max_steps": 7, "max_epochs": -1},
@@ -122,6 +124,7 @@ def test_equals_lightnings_ddp(processes, ranks):
     assert not torch.allclose(losses, torch.stack(theirs[0]["ddp"]["losses"]), rtol=1e-3)
 
 
+@pytest.mark.long
 def test_clipping_counts_every_parameter_once(ranks):
     """Also one that two stages use."""
     found = ranks(4)
@@ -196,7 +199,7 @@ REFUSED = [
 ]
 
 
-@pytest.mark.parametrize("processes, what, words", REFUSED)
+@pytest.mark.parametrize("processes, what, words", marked(REFUSED, [case for case in REFUSED if case[0] == 2]))
 def test_refusals(processes, what, words, ranks):
     first, *others = ranks(processes)
     assert words in first["refused"][what]

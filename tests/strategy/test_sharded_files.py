@@ -28,6 +28,7 @@ from lightning_piper.strategy.checkpoint_files import earlier_of, prepare, publi
 from lightning_piper.strategy.pieces import LoadPieces, Piece, Reader, SavePieces
 from lightning_piper.strategy.sharded_checkpoint import load, open_checkpoint, read_whole, save
 from lightning_piper.strategy.world import World
+from tests.groups import marked
 
 ALONE = World(0, 1, torch.device("cpu"))
 DTYPES = (torch.float32, torch.bfloat16, torch.int64, torch.bool, torch.float64)
@@ -338,7 +339,7 @@ def killed_at(event, work):
     return os.WIFSIGNALED(status)
 
 
-@pytest.mark.parametrize("before", ["nothing", "sharded", "file", "leftovers"])
+@pytest.mark.parametrize("before", marked(["nothing", "sharded", "file", "leftovers"], ["sharded"]))
 def test_killed_at_any_moment(before, tmp_path):
     """Either the earlier checkpoint or the new one can be loaded, and the next save leaves nothing but its own."""
     path = tmp_path / "last.ckpt"
