@@ -63,13 +63,15 @@ STEPS: dict[Any, CapturedStep] = {}
 
 
 def captured_once(module: Any, batch: Any, device: Any, context: Any, *step: Any, **more: Any) -> CapturedStep:
-    """Like `capture`, but code that was traced of a module is that of all modules like it, for whatever batches."""
+    """Like `capture`, but code that was traced of a module is that of all modules like it, for whatever batches, and is not traced
+    again to see whether it still is."""
     found = capture(module, batch, device, context, *step, **more)
     trained = tuple(x.requires_grad for x in module.parameters())
     modes = (tuple(x.training for x in module.modules()), module.trainer.sanity_checking)
     key = (type(module), repr(module), trained, modes, module.trainer.precision, repr(found.layout.specs), step)
     first = STEPS.setdefault(key, found)
     found._codes, found._first = first._codes, first._first
+    found.retrace = lambda: None  # type: ignore[method-assign]
     return found
 
 
