@@ -26,6 +26,9 @@ from lightning_piper.errors import CaptureError
 BECOMES_INPUT = 2  # changes of a number after which it is an input of the graph
 
 
+_GLOBAL = (random.random.__self__, np.random.rand.__self__)  # type: ignore[attr-defined]
+
+
 class Drawn(Exception):
     """A step has drawn from Python's, numpy's or torch's global generator."""
 
@@ -152,7 +155,7 @@ def refuse_drawing(step: str, run: Callable[[], Any]) -> CaptureError:
 
     def watch(frame: types.FrameType, event: str, what: Any) -> None:
         owner = getattr(what, "__self__", None) if event == "c_call" and not found else None
-        if isinstance(owner, random.Random | np.random.RandomState | np.random.Generator):
+        if owner is not None and owner in _GLOBAL:
             found.append(user_line())
 
     before = sys.getprofile()
