@@ -23,8 +23,11 @@ class VerificationError(PiperError):
     """A training DAG or plan does not compute what one device computes."""
 
 
-class ExecutionError(PiperError):
-    """An instruction of a plan failed while it ran; names the device, the node and its directive."""
+class ExecutionError(PiperError, RuntimeError):
+    """An instruction of a plan failed while it ran; names the device, the node and its directive.
+
+    A RuntimeError, so that who looks for one that says "out of memory" (BatchSizeFinder) finds it.
+    """
 
 
 class SimulationError(PiperError):

@@ -27,7 +27,7 @@ def capture(
     device: torch.device | str = "cpu",
     context: Callable[[], contextlib.AbstractContextManager[Any]] = contextlib.nullcontext,
     name: str = "training_step",
-    dataloader_idx: int = 0,
+    dataloader_idx: int | None = None,
 ) -> CapturedStep:
     """Capture a step of `module` for batches laid out like `batch`: `training_step` with its backward pass, any other one (such as
     `validation_step`) without, in the modes (train or eval) that the submodules are in.
@@ -38,10 +38,10 @@ def capture(
         device: device type on which the captured code will run.
         context: entered around the step while it is traced, e.g. an autocast context.
         name: of the method.
-        dataloader_idx: that it is given, if it takes one.
+        dataloader_idx: that it is given, if there are several loaders.
 
     Raises:
-        CaptureError: the step cannot be captured; names the user's line.
+        CaptureError: the step cannot be captured; names the user's line. What the step itself raises stays what it is.
     """
     _torch.warn_if_newer_torch()
     if getattr(type(module), name, None) is None:
@@ -130,12 +130,12 @@ class CapturedForward(CapturedStep):
     """A step without a backward pass, e.g. `validation_step`.
 
     Attributes:
-        dataloader_idx: that it is given.
+        dataloader_idx: that it is given, if there are several loaders.
     """
 
     def __init__(
         self, module: nn.Module, layout: BatchLayout, device: torch.device,
-        context: Callable[[], contextlib.AbstractContextManager[Any]], name: str, dataloader_idx: int,
+        context: Callable[[], contextlib.AbstractContextManager[Any]], name: str, dataloader_idx: int | None,
     ) -> None:  # fmt: skip
         super().__init__(module, layout, device, context)
         self.name, self.dataloader_idx = name, dataloader_idx

@@ -19,6 +19,8 @@ from torch import nn
 from lightning_piper.annotate import numbering
 from lightning_piper.capture import _torch
 from lightning_piper.capture.batch import BatchLayout
+from lightning_piper.capture.calling import arguments, drawing_nothing
+from lightning_piper.capture.raised import is_own, where_kept
 from lightning_piper.errors import CaptureError
 from lightning_piper.experts import exchanging
 from lightning_piper.ir.regions import LOSS, Logged, Output
@@ -70,7 +72,7 @@ def trace(step: Step, specs: tuple[TensorSpec, ...], device: torch.device, parts
             graph = _torch.functional_graph(mode, step, inputs)
         except CaptureError:
             raise
-        except (_torch.DataDependentOutputException, _torch.DynamicOutputShapeException) as error:
+        except _torch.WITHOUT_VALUES as error:
             raise CaptureError(
                 f"{_user_line(error)}: the step asks for a value (or a shape) that is only known when it runs "
                 f"({error.func}); a captured step has no values. Keep the computation in tensors (torch.where, masks, "
@@ -85,6 +87,15 @@ def trace(step: Step, specs: tuple[TensorSpec, ...], device: torch.device, parts
                     f"{_user_line(error)}: the step uses a tensor that is neither in the batch nor a parameter or buffer of "
                     "the module; make it a buffer (self.register_buffer), or create it inside of the step"
                 ) from error
+            if kept := where_kept(module, error):
+                raise CaptureError(
+                    f"{step.name} reads a tensor that it kept in {kept} when it ran before; a captured step keeps nothing in Python. "
+                    "Keep it in a registered buffer (register_buffer), and write into the buffer: self.state.copy_(...)"
+                ) from error
+            if is_own(error, Step._call.__name__):
+                size = next((spec.shape[0] for spec in specs if spec.shape), 1)
+                error.add_note(f"raised while {step.name} was captured for {size} samples, with tensors that have no values")
+                raise
             raise CaptureError(
                 f"{_user_line(error)}: {step.name} cannot be captured as one graph: {type(error).__name__}: {error}"
             ) from error
@@ -113,13 +124,12 @@ class Step(nn.Module):
     def forward(self, *leaves: torch.Tensor) -> tuple[torch.Tensor, ...]:
         return (_loss_of(self._call(leaves)), *self._logged)
 
-    def _call(self, leaves: tuple[torch.Tensor, ...], dataloader_idx: int = 0) -> Any:
+    def _call(self, leaves: tuple[torch.Tensor, ...], dataloader_idx: int | None = None) -> Any:
         self.logs, self._logged = [], []  # the tracer runs the step more than once
         step: Callable[..., Any] = getattr(self.module, self.name)
-        extra = [_Unreadable("batch_idx", self.name), dataloader_idx][: len(inspect.signature(step).parameters) - 1]
         before = _attributes(self.module)
-        with numbering(), exchanging(self._degrees), self._context():
-            result = step(self._layout.rebuild(list(leaves)), *extra)
+        with numbering(), exchanging(self._degrees), self._context(), drawing_nothing(self.name):
+            result = step(*arguments(step, self._layout.rebuild(list(leaves)), _Unreadable("batch_idx", self.name), dataloader_idx))
         _check_unchanged(self.module, before, self.name)
         return result
 
@@ -295,8 +305,13 @@ def _attributes(module: nn.Module) -> list[tuple[str, nn.Module, str, Any, Any]]
     """Python state of the module: (where, owner, attribute, object, comparable form)."""
     found: list[tuple[str, nn.Module, str, Any, Any]] = []
     for path, part in module.named_modules():
+        recomputed = _torch.recomputed(part)
         for name, value in {**vars(part), **part._parameters, **part._buffers}.items():
-            if name in ("_parameters", "_buffers", "_modules", "training") or name.startswith(("_forward", "_backward")):
+            if (
+                name in recomputed
+                or name in ("_parameters", "_buffers", "_modules", "training")
+                or name.startswith(("_forward", "_backward"))
+            ):
                 continue
             if isinstance(value, list | set | deque):
                 found.append((path, part, name, value, [_entry(x) for x in value]))

@@ -72,14 +72,14 @@ class Evaluation:
         """
         self._batches, self._seen = self._world.gather(list(batches)), Counter()
 
-    def step(self, name: str, context: Context, batch: Any, dataloader_idx: int) -> Any:
+    def step(self, name: str, context: Context, batch: Any, dataloader_idx: int | None) -> Any:
         """Run a step on a batch: logs what it logs, and returns what it returns, of the batch of this replica. Collective.
 
         Args:
             name: of the module's method.
             context: entered around it while it is captured.
             batch: on this process's device.
-            dataloader_idx: where the batch is from.
+            dataloader_idx: where the batch is from; None where there is one loader.
 
         Raises:
             CaptureError, DirectiveError: the step cannot be captured, or placed.
@@ -89,7 +89,7 @@ class Evaluation:
         with torch.inference_mode(False), torch.no_grad():
             leaves, layout = flatten(batch)
             prepared, result = self._run(name, context, leaves, layout, dataloader_idx)
-            for _ in range(self._missing(dataloader_idx)):
+            for _ in range(self._missing(dataloader_idx or 0)):
                 self._run(name, context, leaves, layout, dataloader_idx)
         prepared.replay(self._module, result.metrics)
         rebuild = prepared.compiled.step.at(layout.size).rebuild
@@ -107,7 +107,7 @@ class Evaluation:
         return int(max(of_all)) - self._seen[dataloader_idx]
 
     def _run(
-        self, name: str, context: Context, leaves: Sequence[torch.Tensor], layout: BatchLayout, dataloader_idx: int
+        self, name: str, context: Context, leaves: Sequence[torch.Tensor], layout: BatchLayout, dataloader_idx: int | None
     ) -> tuple[Prepared, StepResult]:
         # What a capture takes for granted: the modes of the submodules, and whether this is the sanity check.
         kind = (name, dataloader_idx, self._module.trainer.sanity_checking, tuple(m.training for m in self._module.modules()))
