@@ -109,7 +109,8 @@ def _exporting() -> Iterator[None]:
     flags = torch.compiler._is_compiling_flag, torch.compiler._is_exporting_flag
     detect, onednn = transformer._detect_is_causal_mask, torch.backends.mkldnn.enabled
     validates = torch.distributions.Distribution._validate_args
-    torch.backends.mkldnn.enabled = torch.distributions.Distribution._validate_args = False
+    torch.backends.mkldnn.enabled = False  # type: ignore[assignment]
+    torch.distributions.Distribution._validate_args = False
     torch.compiler._is_compiling_flag = torch.compiler._is_exporting_flag = True
     transformer._detect_is_causal_mask = _only_if_told
     try:
@@ -153,7 +154,7 @@ def has_gradient_hooks(tensor: torch.Tensor) -> bool:
 
 
 def recomputed(module: nn.Module) -> set[str]:
-    """Attributes that torch's own hooks set before each forward: the weights of `nn.utils.spectral_norm`, `weight_norm`, `prune`."""
+    """Attributes that torch's own hooks set before each forward: weights of `nn.utils.spectral_norm`, `weight_norm`, `prune`."""
     hooks = module._forward_pre_hooks.values()
     names = {hook.name for hook in hooks if isinstance(hook, SpectralNorm | WeightNorm)}
     return names | {hook._tensor_name for hook in hooks if isinstance(hook, BasePruningMethod)}

@@ -89,8 +89,8 @@ def trace(step: Step, specs: tuple[TensorSpec, ...], device: torch.device, parts
                 ) from error
             if kept := where_kept(module, error):
                 raise CaptureError(
-                    f"{step.name} reads a tensor that it kept in {kept} when it ran before; a captured step keeps nothing in Python. "
-                    "Keep it in a registered buffer (register_buffer), and write into the buffer: self.state.copy_(...)"
+                    f"{step.name} reads a tensor that it kept in {kept} when it ran before; a captured step keeps nothing in "
+                    "Python. Keep it in a registered buffer (register_buffer), and write into the buffer: self.state.copy_(...)"
                 ) from error
             if is_own(error, Step._call.__name__):
                 size = next((spec.shape[0] for spec in specs if spec.shape), 1)

@@ -53,6 +53,21 @@ class Normed(Module):
             return weight * F.mse_loss(self.second(h), batch[1])
 
 
+class Penalized(Normed):
+    """A gradient penalty: the step differentiates by a tensor of the batch, twice."""
+
+    def __init__(self) -> None:
+        super().__init__(lambda layer: layer)
+
+    def training_step(self, batch: Batch, batch_idx: int) -> Tensor:
+        with piper.annotate("PP", 0):
+            x = batch[0].requires_grad_()
+            h = torch.tanh(self.first(x))
+            (slope,) = torch.autograd.grad(h.sum(), x, create_graph=True)
+        with piper.annotate("PP", 1):
+            return F.mse_loss(self.second(h), batch[1]) + slope.square().mean()
+
+
 class Noised(Normed):
     """Noise that is made before the stages: the first one works on noised inputs, the last one tells the noise."""
 
@@ -110,6 +125,7 @@ P = nn.utils.parametrizations
     ("make", "data"),
     [
         (Tagger, sequences),
+        (Penalized, vectors),
         (lambda: Normed(P.spectral_norm), vectors),
         (lambda: Normed(P.weight_norm), vectors),
         (lambda: Normed(P.orthogonal), vectors),
@@ -117,7 +133,7 @@ P = nn.utils.parametrizations
         (lambda: Normed(nn.utils.weight_norm), vectors),
         (lambda: Normed(lambda layer: nn.utils.prune.l1_unstructured(layer, "weight", 3)), vectors),
     ],
-    ids=["lstm", "spectral", "weight", "orthogonal", "old spectral", "old weight", "pruned"],
+    ids=["lstm", "penalized", "spectral", "weight", "orthogonal", "old spectral", "old weight", "pruned"],
 )
 def test_a_plain_trainer_gives_the_same_bits(make: Callable[[], L.LightningModule], data: Callable[[], Batch]) -> None:
     plain = fitted(make, data, "auto", torch.float64)
