@@ -9,7 +9,13 @@
   torch.export does, for code (Hugging Face's masks) that then avoids asking for tensor values.
 - `torch.nn.modules.transformer._detect_is_causal_mask`: asks whether a mask that `nn.Transformer` and its parts are given is the
   causal one, by its values, to choose a faster kernel. "Not that I know" is a right answer to any mask.
-- the text of the error with which `FakeTensorMode` refuses a tensor that has data.
+- the text of the error with which `FakeTensorMode` refuses a tensor that has data, and of that with which a trace ends in whose
+  graph a tensor of an earlier run was left.
+- `torch.backends.mkldnn.enabled`: whether torch may choose oneDNN's RNN, whose backward needs what its forward makes only while
+  gradients are recorded. A plan records none.
+- `torch.distributions.Distribution._validate_args`: whether distributions look at the values of their arguments where the user
+  does not say.
+- `torch.nn.utils.prune.BasePruningMethod._tensor_name`: the attribute that such a hook sets before each forward.
 - `OpOverload._schema`: names, order and defaults of an operation's arguments.
 - `torch._C._dynamo.guards.dict_version`: a number that differs after each write to a dict.
 - `UntypedStorage._cdata`: its address.
@@ -45,11 +51,17 @@ from torch._functorch.aot_autograd import aot_export_joint_with_descriptors
 from torch._subclasses.fake_tensor import (
     DataDependentOutputException,
     DynamicOutputShapeException,
+    FakeTensor,
     FakeTensorMode,
 )
+from torch._subclasses.functional_tensor import FunctionalTensor
+from torch.nn.utils.prune import BasePruningMethod
+from torch.nn.utils.spectral_norm import SpectralNorm
+from torch.nn.utils.weight_norm import WeightNorm
 
 __all__ = [
     "NEWEST_TRIED",
+    "WITHOUT_VALUES",
     "BufferAOTInput",
     "DataDependentOutputException",
     "DynamicOutputShapeException",
@@ -65,8 +77,11 @@ __all__ = [
     "has_gradient_hooks",
     "is_backward",
     "is_foreign_tensor",
+    "is_kept_tensor",
     "is_random",
+    "is_traced",
     "operands",
+    "recomputed",
     "sequence_number",
     "storage_id",
     "total_norm_replaced",
@@ -74,6 +89,7 @@ __all__ = [
 ]
 
 NEWEST_TRIED = (2, 13)
+WITHOUT_VALUES = (DataDependentOutputException, DynamicOutputShapeException)
 
 
 def warn_if_newer_torch() -> None:
@@ -99,14 +115,18 @@ def functional_graph(mode: FakeTensorMode, module: nn.Module, args: tuple[torch.
 @contextlib.contextmanager
 def _exporting() -> Iterator[None]:
     flags = torch.compiler._is_compiling_flag, torch.compiler._is_exporting_flag
-    detect = transformer._detect_is_causal_mask
+    detect, onednn = transformer._detect_is_causal_mask, torch.backends.mkldnn.enabled
+    validates = torch.distributions.Distribution._validate_args
+    torch.backends.mkldnn.enabled = False  # type: ignore[assignment]
+    torch.distributions.Distribution._validate_args = False
     torch.compiler._is_compiling_flag = torch.compiler._is_exporting_flag = True
     transformer._detect_is_causal_mask = _only_if_told
     try:
         yield
     finally:
         torch.compiler._is_compiling_flag, torch.compiler._is_exporting_flag = flags
-        transformer._detect_is_causal_mask = detect
+        transformer._detect_is_causal_mask, torch.backends.mkldnn.enabled = detect, onednn
+        torch.distributions.Distribution._validate_args = validates
 
 
 def _only_if_told(mask: torch.Tensor | None, is_causal: bool | None = None, size: int | None = None) -> bool:
@@ -119,6 +139,16 @@ def is_backward(node: torch.fx.Node) -> bool:
 
 def sequence_number(node: torch.fx.Node) -> Any:
     return node.meta.get("seq_nr")
+
+
+def is_kept_tensor(error: BaseException) -> bool:
+    """Does the error say that the graph reads a tensor of another run?"""
+    return isinstance(error, AssertionError) and "Unexpected fake buffer" in str(error)
+
+
+def is_traced(tensor: torch.Tensor) -> bool:
+    """Was the tensor made while a trace ran?"""
+    return torch._is_functional_tensor(tensor) or isinstance(tensor, FakeTensor | FunctionalTensor)
 
 
 def is_foreign_tensor(error: Exception) -> bool:
@@ -145,6 +175,13 @@ def total_norm_replaced(replacement: Callable[..., torch.Tensor]) -> Iterator[Ca
         yield own
     finally:
         clip_grad._get_total_norm = torch.nn.utils.get_total_norm = own
+
+
+def recomputed(module: nn.Module) -> set[str]:
+    """Attributes that torch's own hooks set before each forward: weights of `nn.utils.spectral_norm`, `weight_norm`, `prune`."""
+    hooks = module._forward_pre_hooks.values()
+    names = {hook.name for hook in hooks if isinstance(hook, SpectralNorm | WeightNorm)}
+    return names | {hook._tensor_name for hook in hooks if isinstance(hook, BasePruningMethod)}
 
 
 def operands(node: torch.fx.Node) -> list[Any]:

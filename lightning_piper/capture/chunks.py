@@ -112,7 +112,14 @@ def _results(
             else:
                 passes[_home(node, placed), "F"].outputs.append((output, [node]))
         elif isinstance(desc, _torch.GradAOTOutput):
-            param = next(name for x, name in names.params.items() if x.meta["desc"] == desc.grad_of)
+            param = next((name for x, name in names.params.items() if x.meta["desc"] == desc.grad_of), None)
+            if param is None:
+                continue  # of the batch, by `requires_grad_`: nobody asks for it after the step
+            if node.meta["val"].layout is not torch.strided:
+                raise CaptureError(
+                    f"the gradient of {param} is sparse, and a plan sends and sums dense ones; make the embedding with "
+                    "sparse=False (with SGD and Adagrad it trains alike; in the place of SparseAdam, take Adam)"
+                )
             for term in gradient_terms(node, placed.of):
                 grads.setdefault(_home(term, placed), {}).setdefault(param, []).append(term)
     for name, node in changed.items():

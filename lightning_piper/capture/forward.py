@@ -21,13 +21,13 @@ class ForwardStep(Step):
     Args:
         module, layout, context, degrees, reads: as for `Step`.
         name: of the method.
-        dataloader_idx: that the method is given, if it takes one.
+        dataloader_idx: that the method is given, if there are several loaders.
     """
 
     gradients = torch.no_grad
 
     def __init__(self, module: nn.Module, layout: BatchLayout, context: Callable[[], contextlib.AbstractContextManager[Any]],
-                 degrees: tuple[int, ...], name: str, dataloader_idx: int, reads: Reads | None = None) -> None:  # fmt: skip
+                 degrees: tuple[int, ...], name: str, dataloader_idx: int | None, reads: Reads | None = None) -> None:  # fmt: skip
         super().__init__(module, layout, context, degrees, reads)
         self.name, self._dataloader_idx = name, dataloader_idx
         self._returned = BatchLayout(None, (), ())

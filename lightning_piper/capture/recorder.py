@@ -12,6 +12,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from lightning_piper.capture import _torch
 from lightning_piper.capture.numbers import Number
 from lightning_piper.capture.places import ALL, VALUES, Guards, Place, is_sequence
 
@@ -115,7 +116,8 @@ class Recorder:
             self._guards.note(Place(where, entries[name], ALL))
             return
         if name in entries:
-            if not isinstance(entries[name], Number):
+            value = entries[name]
+            if not isinstance(value, Number) and not (isinstance(value, torch.Tensor) and _torch.is_traced(value)):
                 self._guards.note(Place(where, entries, name))
             return
         if isinstance(owner, nn.Module):

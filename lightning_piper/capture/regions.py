@@ -114,7 +114,7 @@ def _segments(forward: list[Node], shared: set[Node], weights: set[Node], of: di
         of[node] = len(regions) - 1
     if not regions:  # nothing but glue: the whole step is one untagged region
         regions.append(Region(0, {}, source_line(forward[0]) if forward else "training_step"))
-    for node in pending:
+    for node in reversed(pending):  # users first, and they may be pending, too
         users = [of[u] for u in node.users if u in of]
         of[node] = min(users, default=0)
     return regions

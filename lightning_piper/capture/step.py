@@ -32,7 +32,7 @@ def capture(
     device: torch.device | str = "cpu",
     context: Callable[[], contextlib.AbstractContextManager[Any]] = contextlib.nullcontext,
     name: str = "training_step",
-    dataloader_idx: int = 0,
+    dataloader_idx: int | None = None,
     history: History | None = None,
 ) -> CapturedStep:
     """Capture a step of `module` for batches laid out like `batch`: `training_step` with its backward pass, any other one (such as
@@ -44,11 +44,11 @@ def capture(
         device: device type on which the captured code will run.
         context: entered around the step while it is traced, e.g. an autocast context.
         name: of the method.
-        dataloader_idx: that it is given, if it takes one.
+        dataloader_idx: that it is given, if there are several loaders.
         history: of earlier captures of the step.
 
     Raises:
-        CaptureError: the step cannot be captured; names the user's line.
+        CaptureError: the step cannot be captured; names the user's line. What the step itself raises stays what it is.
     """
     _torch.warn_if_newer_torch()
     if getattr(type(module), name, None) is None:
@@ -108,7 +108,7 @@ class CapturedStep:
                     traced = run()
             except Drawn as error:
                 raise refuse_drawing(self.name, run) from error
-            except CaptureError:
+            except Exception:
                 if self.reads.inputs.plain or not self.reads.inputs.given:
                     raise
                 self.reads.inputs.plain = True  # some code takes no stand-in
@@ -193,12 +193,12 @@ class CapturedForward(CapturedStep):
     """A step without a backward pass, e.g. `validation_step`.
 
     Attributes:
-        dataloader_idx: that it is given.
+        dataloader_idx: that it is given, if there are several loaders.
     """
 
     def __init__(
         self, module: nn.Module, layout: BatchLayout, device: torch.device,
-        context: Callable[[], contextlib.AbstractContextManager[Any]], name: str, dataloader_idx: int,
+        context: Callable[[], contextlib.AbstractContextManager[Any]], name: str, dataloader_idx: int | None,
         history: History | None = None,
     ) -> None:  # fmt: skip
         super().__init__(module, layout, device, context, history)

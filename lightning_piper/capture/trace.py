@@ -17,8 +17,10 @@ from torch import nn
 from lightning_piper.annotate import numbering
 from lightning_piper.capture import _torch
 from lightning_piper.capture.batch import BatchLayout
+from lightning_piper.capture.calling import arguments
 from lightning_piper.capture.listed import refusing
 from lightning_piper.capture.numbers import Number
+from lightning_piper.capture.raised import is_own, where_kept
 from lightning_piper.capture.reads import Reads
 from lightning_piper.capture.source import user_line
 from lightning_piper.capture.unchanged import attributes, changes, check_unchanged, restored
@@ -72,7 +74,7 @@ def trace(step: Step, specs: tuple[TensorSpec, ...], device: torch.device, parts
             graph = _torch.functional_graph(mode, step, inputs)
         except CaptureError:
             raise
-        except (_torch.DataDependentOutputException, _torch.DynamicOutputShapeException) as error:
+        except _torch.WITHOUT_VALUES as error:
             raise CaptureError(
                 f"{user_line(error)}: the step asks for a value (or a shape) that is only known when it runs "
                 f"({error.func}); a captured step has no values. Keep the computation in tensors (torch.where, masks, "
@@ -87,6 +89,15 @@ def trace(step: Step, specs: tuple[TensorSpec, ...], device: torch.device, parts
                     f"{user_line(error)}: the step uses a tensor that is neither in the batch nor a parameter or buffer of "
                     "the module; make it a buffer (self.register_buffer), or create it inside of the step"
                 ) from error
+            if kept := where_kept(module, error):
+                raise CaptureError(
+                    f"{step.name} reads a tensor that it kept in {kept} when it ran before; a captured step keeps nothing in "
+                    "Python. Keep it in a registered buffer (register_buffer), and write into the buffer: self.state.copy_(...)"
+                ) from error
+            if is_own(error, Step._call.__name__):
+                size = next((spec.shape[0] for spec in specs if spec.shape), 1)
+                error.add_note(f"raised while {step.name} was captured for {size} samples, with tensors that have no values")
+                raise
             raise CaptureError(
                 f"{user_line(error)}: {step.name} cannot be captured as one graph: {type(error).__name__}: {error}"
             ) from error
@@ -118,7 +129,7 @@ class Step(nn.Module):
     def forward(self, *leaves: torch.Tensor) -> tuple[torch.Tensor, ...]:
         return (_loss_of(self._call(leaves)), *self._logged)
 
-    def _call(self, leaves: tuple[torch.Tensor, ...], dataloader_idx: int = 0) -> Any:
+    def _call(self, leaves: tuple[torch.Tensor, ...], dataloader_idx: int | None = None) -> Any:
         self.logs, self._logged = [], []  # the tracer runs the step more than once
         step: Callable[..., Any] = getattr(self.module, self.name)
         batch_idx: Any = self.batch_idx
@@ -128,11 +139,10 @@ class Step(nn.Module):
             batch_idx = reads.source("batch_idx", lambda: reads.history.batch_idx)
             running = reads.running(self.module, self.name, leaves[count:])
         leaves = leaves[:count]
-        extra = [batch_idx, dataloader_idx][: len(inspect.signature(step).parameters) - 1]
         before = attributes(self.module)
         samples = next((x.shape[0] for x in leaves if x.ndim), 0)
         with numbering(), exchanging(self._degrees), self._context(), refusing(self.name, samples, user_line) as listed, running:
-            result = step(self._layout.rebuild(leaves, listed), *extra)
+            result = step(*arguments(step, self._layout.rebuild(leaves, listed), batch_idx, dataloader_idx))
         check_unchanged(self.module, before, self.name)
         return result
 

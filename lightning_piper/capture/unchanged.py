@@ -12,6 +12,7 @@ import torch
 from torch import nn
 from torch.overrides import TorchFunctionMode
 
+from lightning_piper.capture import _torch
 from lightning_piper.capture.source import on_line, user_frame, user_line
 from lightning_piper.errors import CaptureError
 
@@ -23,8 +24,9 @@ def attributes(module: nn.Module) -> list[Attribute]:
     """Python state of the module."""
     found: list[Attribute] = []
     for path, part in module.named_modules():
+        skipped = {"_parameters", "_buffers", "_modules", "training"} | _torch.recomputed(part)
         for name, value in {**vars(part), **part._parameters, **part._buffers}.items():
-            if name in ("_parameters", "_buffers", "_modules", "training") or name.startswith(("_forward", "_backward")):
+            if name in skipped or name.startswith(("_forward", "_backward")):
                 continue
             if isinstance(value, list | set | deque):
                 found.append((path, part, name, value, [_entry(x) for x in value]))

@@ -37,7 +37,7 @@ def settle(dag: TrainingDAG, chunks: Iterable[Chunk]) -> list[Update]:
     touched: list[Update] = []
     for (names, _), family in families.items():
         _sum_at_homes(dag, family)
-        users = {home for name in names for region in readers[name] for home in homes.get(region, ())}
+        users = {home for name in names for region in readers.get(name, ()) for home in homes.get(region, ())}
         touched += _update_everywhere(dag, family, users)
     return touched
 

@@ -14,6 +14,7 @@ from lightning_piper.directives.base import Contract, Directive, register
 from lightning_piper.ir.dag import TrainingDAG
 from lightning_piper.ir.filters import Filter, Index, describe, names_halves
 from lightning_piper.ir.nodes import Barrier, Chunk, Node
+from lightning_piper.ir.regions import Region
 from lightning_piper.limits import shown
 
 
@@ -148,8 +149,21 @@ class Order(Directive):
         self.refuse(
             "filters",
             f"contradicts what must come first: {''.join(steps)}{_name(dag.nodes[cycle[0][0]])}",
-            "remove or turn round one of the orders in this cycle",
+            _entered_again(dag) or "remove or turn round one of the orders in this cycle",
         )
+
+
+def _entered_again(dag: TrainingDAG) -> str:
+    """What to do where the step comes back to tags that it has left: an order by tags then orders both parts as one."""
+    first: dict[str, Region] = {}
+    for region in dag.code.regions:
+        before = first.setdefault(region.label, region)
+        if before is not region and region.tags:
+            return (
+                f"the step enters {region.label} at {before.source} and, after other regions, again at {region.source}: give the "
+                "second part an index of its own, or order the parts by another tag"
+            )
+    return ""
 
 
 def _members(group: Filter | Sequence[Filter]) -> Sequence[Filter]:

@@ -112,7 +112,7 @@ class EvaluatingStrategy(ParallelStrategy):
     def predict_step(self, *args: Any, **kwargs: Any) -> Any:
         return super().predict_step(*args, **kwargs) if self._evaluation is None else self._evaluate("predict_step", *args)
 
-    def _evaluate(self, name: str, batch: Any, batch_idx: int = 0, dataloader_idx: int = 0) -> Any:
+    def _evaluate(self, name: str, batch: Any, batch_idx: int = 0, dataloader_idx: int | None = None) -> Any:
         assert self._evaluation is not None
         # Lightning's own precisions have one context for all steps without a backward pass.
         return self._evaluation.step(name, self.precision_plugin.forward_context, batch, batch_idx, dataloader_idx)

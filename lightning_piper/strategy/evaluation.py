@@ -54,7 +54,7 @@ class Evaluation:
         self.machine = machine
         self._module, self._settings, self._world, self._training, self._begin = module, settings, world, training, begin
         self._seeds = itertools.count(seed ^ SEEDS)
-        self._variants: dict[tuple[str, int], Variants] = {}  # by method and loader
+        self._variants: dict[tuple[str, int | None], Variants] = {}  # by method and loader
         self._prepared: dict[tuple[int, Hashable], Prepared] = {}  # by number of the capture, and by step and layout
         self._steps = 0
         self._batches: list[list[float]] = []  # of each process, of each of its loaders
@@ -73,14 +73,15 @@ class Evaluation:
         """
         self._batches, self._seen = self._world.gather(list(batches)), Counter()
 
-    def step(self, name: str, context: Context, batch: Any, batch_idx: int, dataloader_idx: int) -> Any:
+    def step(self, name: str, context: Context, batch: Any, batch_idx: int, dataloader_idx: int | None) -> Any:
         """Run a step on a batch: logs what it logs, and returns what it returns, of the batch of this replica. Collective.
 
         Args:
             name: of the module's method.
             context: entered around it while it is captured.
             batch: on this process's device.
-            batch_idx, dataloader_idx: which batch it is, and where it is from.
+            batch_idx: which batch it is.
+            dataloader_idx: where it is from; None where there is one loader.
 
         Raises:
             CaptureError, DirectiveError: the step cannot be captured, or placed.
@@ -92,7 +93,7 @@ class Evaluation:
             variants = self._captures(name, context, dataloader_idx)
             variants.history.batch_idx = batch_idx
             prepared, result = self._run(variants, name, leaves, layout, dataloader_idx)
-            for _ in range(self._missing(dataloader_idx)):
+            for _ in range(self._missing(dataloader_idx or 0)):
                 self._run(variants, name, leaves, layout, dataloader_idx)
         prepared.replay(self._module, result.metrics)
         rebuild = prepared.compiled.step.at(layout.size).rebuild
@@ -111,7 +112,7 @@ class Evaluation:
         return int(max(of_all)) - self._seen[dataloader_idx]
 
     def _run(
-        self, variants: Variants, name: str, leaves: Sequence[torch.Tensor], layout: BatchLayout, dataloader_idx: int
+        self, variants: Variants, name: str, leaves: Sequence[torch.Tensor], layout: BatchLayout, dataloader_idx: int | None
     ) -> tuple[Prepared, StepResult]:
         captured = variants.find(family(layout))
         what = (name, dataloader_idx, layout.key)
@@ -138,7 +139,7 @@ class Evaluation:
         captured = variants.add(family(layout), layout) if captured is None else captured
         return captured.at(layout.size * self._settings.replicas, verify=self._settings.static)
 
-    def _captures(self, name: str, context: Context, dataloader_idx: int) -> Variants:
+    def _captures(self, name: str, context: Context, dataloader_idx: int | None) -> Variants:
         if (name, dataloader_idx) not in self._variants:
 
             def captured(layout: BatchLayout, history: History) -> Compiled:

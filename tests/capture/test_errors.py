@@ -13,6 +13,7 @@ import numpy as np
 import pytest
 import torch
 import torchmetrics
+from lightning.pytorch.utilities.memory import is_oom_error
 from torch import Tensor, nn
 
 from lightning_piper.capture import capture
@@ -265,12 +266,113 @@ def test_a_log_call_is_refused(end: Callable[..., Any], says: str) -> None:
 # Errors of the user's own
 
 
-def test_a_mistake_in_the_step_keeps_its_message_and_line() -> None:
-    def divide(self: Any, x: Tensor, h: Tensor, loss: Tensor, batch_idx: int) -> Any:
-        return loss * (1 / 0)  # here
+class Odd(Exception):
+    """One that only the user knows."""
 
-    said = message(divide)
-    assert said.startswith(marked(divide)) and "ZeroDivisionError: division by zero" in said
+
+def bad_label(self: Any, x: Tensor, h: Tensor, loss: Tensor, batch_idx: int) -> Any:
+    raise ValueError("bad label")
+
+
+def odd(self: Any, x: Tensor, h: Tensor, loss: Tensor, batch_idx: int) -> Any:
+    raise Odd("mine")
+
+
+def claim(self: Any, x: Tensor, h: Tensor, loss: Tensor, batch_idx: int) -> Any:
+    assert x.shape[1] == 5, "mine"
+
+
+def key(self: Any, x: Tensor, h: Tensor, loss: Tensor, batch_idx: int) -> Any:
+    return self.table["missing"]
+
+
+def divide(self: Any, x: Tensor, h: Tensor, loss: Tensor, batch_idx: int) -> Any:
+    return loss * (1 / 0)
+
+
+def in_torch(self: Any, x: Tensor, h: Tensor, loss: Tensor, batch_idx: int) -> Any:
+    return nn.functional.mse_loss(h, h, reduction="middle")
+
+
+def memory(self: Any, x: Tensor, h: Tensor, loss: Tensor, batch_idx: int) -> Any:
+    raise RuntimeError("CUDA out of memory. Tried to allocate 2 GiB")
+
+
+@pytest.mark.parametrize(
+    ("end", "kind", "says"),
+    [
+        (bad_label, ValueError, "bad label"), (odd, Odd, "mine"), (claim, AssertionError, "mine"), (key, KeyError, "missing"),
+        (divide, ZeroDivisionError, "division by zero"), (in_torch, ValueError, "middle is not a valid value for reduction"),
+        (memory, RuntimeError, "out of memory"),
+    ],
+)  # fmt: skip
+def test_what_the_step_raises_reaches_the_caller(end: Callable[..., Any], kind: type[Exception], says: str) -> None:
+    with pytest.raises(kind, match=says) as caught:
+        build_dag(capture(Probe(end), regression(4)))
+    assert type(caught.value) is kind
+    assert caught.value.__notes__ == ["raised while training_step was captured for 4 samples, with tensors that have no values"]
+    assert is_oom_error(caught.value) is (end is memory)
+
+
+def numpy_of(self: Any, x: Tensor, h: Tensor, loss: Tensor, batch_idx: int) -> Any:
+    return loss * h.detach().numpy().sum()  # here
+
+
+def shapes(self: Any, x: Tensor, h: Tensor, loss: Tensor, batch_idx: int) -> Any:
+    return loss + h @ h  # here
+
+
+def reworded(self: Any, x: Tensor, h: Tensor, loss: Tensor, batch_idx: int) -> Any:
+    try:
+        return loss * loss.item()
+    except Exception as error:
+        raise ValueError("no value") from error  # here
+
+
+@pytest.mark.parametrize("end", [numpy_of, shapes, reworded])
+def test_what_may_come_from_the_capture_is_a_capture_error(end: Callable[..., Any]) -> None:
+    said = message(end)
+    assert said.startswith(marked(end)) and "cannot be captured as one graph" in said
+
+
+def python_random(self: Any, x: Tensor, h: Tensor, loss: Tensor, batch_idx: int) -> Any:
+    return loss * random.random()
+
+
+def numpy_random(self: Any, x: Tensor, h: Tensor, loss: Tensor, batch_idx: int) -> Any:
+    return loss * np.random.beta(0.4, 0.4)
+
+
+@pytest.mark.parametrize(("end", "name"), [(python_random, "random"), (numpy_random, "numpy.random")])
+def test_numbers_that_the_step_would_draw_once(end: Callable[..., Any], name: str) -> None:
+    before = random.getstate()
+    assert message(end).startswith(
+        f"training_step draws numbers from {name}, and a captured step would use the first ones for ever"
+    )
+    assert random.getstate() == before
+
+
+def test_a_tensor_kept_in_a_tuple_is_read_by_the_next_step() -> None:
+    def keep(self: Any, x: Tensor, h: Tensor, loss: Tensor, batch_idx: int) -> Any:
+        before = getattr(self, "hidden", (None,))[0]
+        self.hidden = (h.detach(),)
+        return loss if before is None else loss + before.mean()
+
+    said = message(keep)
+    assert "self.hidden" in said and "register_buffer" in said and "AssertionError" not in said
+
+
+def test_a_sparse_gradient() -> None:
+    class Sparse(MLP):
+        def __init__(self) -> None:
+            super().__init__()
+            self.embed = nn.Embedding(5, 4, sparse=True)
+
+        def training_step(self, batch: Any, batch_idx: int) -> Any:
+            return super().training_step((batch[0] + self.embed(torch.zeros(len(batch[0]), dtype=torch.long)), batch[1]), 0)
+
+    with pytest.raises(CaptureError, match=r"gradient of embed.weight is sparse.*sparse=False"):
+        build_dag(capture(Sparse(), regression(4)))
 
 
 def test_a_module_without_a_step() -> None:

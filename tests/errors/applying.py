@@ -5,7 +5,7 @@ from __future__ import annotations
 from lightning_piper.capture import capture
 from lightning_piper.compiler import compile_step
 from lightning_piper.directives import parse
-from lightning_piper.schedules import dualpipe
+from lightning_piper.schedules import dualpipe, one_f_one_b
 from tests.errors.case import GROUPS, PLACES, REPLICATE, SPLIT, Case, Cases, batch, net, program
 
 TITLE = "Directives on the graph"
@@ -32,6 +32,12 @@ BATCH_NORM = [
 TIED = [("self.second(h)", "F.linear(h @ self.first.weight, self.first.weight[:1])")]
 ROWS = [("self.first(x))", "self.first(x)).reshape(-1, 3)"), ("self.second(h)", "self.second(h.reshape(-1, 6))")]
 
+def entered_again() -> None:
+    """A step that uses stage 0 before and after stage 1, in a pipeline."""
+    line = 'with piper.annotate("PP", 0): loss = loss + self.first(x).mean()'
+    compile_step(capture(net(line), batch()), tuple(one_f_one_b(2, 2)))
+
+
 CASES: Cases = [
     program("a filter matches nothing", {"op": "place", "filter": {"PP": 2}, "devices": [0]}),
     program("a stage is placed twice", *PLACES, {"op": "place", "filter": {"PP": 1}, "devices": [0]}),
@@ -40,6 +46,7 @@ CASES: Cases = [
             {"op": "place", "filter": B0, "devices": [1]}),
     program("stages on groups of different sizes", {"op": "place", "filter": {"PP": 0}, "devices": [0, 1]}, PLACES[1]),
     program("a stage without a place", PLACES[0]),
+    Case("an order where the step comes back to a stage that it has left", entered_again),
     program("devices with a gap", PLACES[0], {"op": "place", "filter": {"PP": 1}, "devices": [2]}),
     program("more microbatches than samples", *PLACES, {**SPLIT, "num_microbatches": 16}),
     program("one batch split twice by one tag", *PLACES, SPLIT, SPLIT),

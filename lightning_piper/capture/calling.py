@@ -1,0 +1,22 @@
+"""How a step is called while it is captured: its arguments."""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable
+from typing import Any
+
+
+def arguments(step: Callable[..., Any], batch: Any, batch_idx: Any, dataloader_idx: int | None) -> list[Any]:
+    """What Lightning calls a step with. `dataloader_idx` is None where there is one loader; a step that demands it gets 0."""
+    given = [batch]
+    spec = inspect.getfullargspec(inspect.unwrap(step))
+    named = spec.args[1:] if inspect.ismethod(step) else spec.args
+    if "batch_idx" in named or spec.varargs is not None or len(named) >= 2:
+        given.append(batch_idx)
+    if dataloader_idx is None:
+        demanded = [
+            p for p in inspect.signature(step).parameters.values() if p.kind <= p.POSITIONAL_OR_KEYWORD and p.default is p.empty
+        ]
+        dataloader_idx = 0 if len(demanded) == 3 else None
+    return given if dataloader_idx is None else [*given, dataloader_idx]
