@@ -159,12 +159,12 @@ def refuse_drawing(step: str, run: Callable[[], Any]) -> CaptureError:
             found.append(user_line())
 
     before = sys.getprofile()
-    sys.setprofile(watch)
-    try:
-        with contextlib.suppress(Exception), without_drawing():
+    with contextlib.suppress(Exception), without_drawing():
+        sys.setprofile(watch)
+        try:
             run()
-    finally:
-        sys.setprofile(before)
+        finally:
+            sys.setprofile(before)
     where = f"{found[0]}: " if found else ""
     return CaptureError(
         f"{where}{step} draws random numbers in Python (random, numpy.random, or a seed of torch's), and a captured step would "

@@ -335,23 +335,6 @@ def test_what_may_come_from_the_capture_is_a_capture_error(end: Callable[..., An
     assert said.startswith(marked(end)) and "cannot be captured as one graph" in said
 
 
-def python_random(self: Any, x: Tensor, h: Tensor, loss: Tensor, batch_idx: int) -> Any:
-    return loss * random.random()
-
-
-def numpy_random(self: Any, x: Tensor, h: Tensor, loss: Tensor, batch_idx: int) -> Any:
-    return loss * np.random.beta(0.4, 0.4)
-
-
-@pytest.mark.parametrize(("end", "name"), [(python_random, "random"), (numpy_random, "numpy.random")])
-def test_numbers_that_the_step_would_draw_once(end: Callable[..., Any], name: str) -> None:
-    before = random.getstate()
-    assert message(end).startswith(
-        f"training_step draws numbers from {name}, and a captured step would use the first ones for ever"
-    )
-    assert random.getstate() == before
-
-
 def test_a_tensor_kept_in_a_tuple_is_read_by_the_next_step() -> None:
     def keep(self: Any, x: Tensor, h: Tensor, loss: Tensor, batch_idx: int) -> Any:
         before = getattr(self, "hidden", (None,))[0]

@@ -64,7 +64,6 @@ CASES: Cases = [
     step("the step returns nothing, to skip a batch", "return None"),
     step("the loss depends on no parameter", "return loss.detach()"),
     step("tensors whose shapes do not fit (what the step itself raises stays what it is)", "loss = loss + h @ h"),
-    step("a draw from Python's or NumPy's generators", "import random; loss = loss * random.random()"),
     step("a tensor that the step before has kept in an object",
          "keep = self.config; loss = loss + getattr(keep, 'h', h).mean(); keep.h = h.detach()",
          ("self.seen, ", "self.config, self.seen, "), ("= [], torch.ones(())", "= type('Config', (), {})(), [], torch.ones(())")),
