@@ -12,6 +12,8 @@
 - the text of the error with which `FakeTensorMode` refuses a tensor that has data.
 - `OpOverload._schema`: names, order and defaults of an operation's arguments.
 - `torch._C._dynamo.guards.dict_version`: a number that differs after each write to a dict.
+- `torch.nn.modules.module._global_forward_hooks` and its kin: the hooks of all modules.
+- `torch.utils._python_dispatch._disable_current_modes`: code inside sees real tensors, also while a step is traced.
 - `UntypedStorage._cdata`: its address.
 - `Tensor._backward_hooks`, `Tensor._post_accumulate_grad_hooks`: what `register_hook` and its kin have registered.
 - `node.meta["partitioner_tag"]`: `is_backward` on nodes traced by autograd; `node.meta["seq_nr"]`: the same number on a
@@ -45,6 +47,7 @@ from torch._subclasses.fake_tensor import (
     DynamicOutputShapeException,
     FakeTensorMode,
 )
+from torch.utils._python_dispatch import _disable_current_modes
 
 __all__ = [
     "NEWEST_TRIED",
@@ -60,6 +63,7 @@ __all__ = [
     "TangentAOTInput",
     "dict_version",
     "functional_graph",
+    "global_hooks",
     "has_gradient_hooks",
     "is_backward",
     "is_foreign_tensor",
@@ -68,9 +72,17 @@ __all__ = [
     "sequence_number",
     "storage_id",
     "warn_if_newer_torch",
+    "with_data",
 ]
 
 NEWEST_TRIED = (2, 13)
+
+
+def global_hooks() -> dict[str, dict[int, Any]]:
+    """The hooks of all modules, by how they are registered."""
+    kinds = ("forward_hook", "forward_pre_hook", "full_backward_hook", "full_backward_pre_hook")
+    stores = ("_global_forward_hooks", "_global_forward_pre_hooks", "_global_backward_hooks", "_global_backward_pre_hooks")
+    return {f"register_module_{kind}": getattr(nn.modules.module, store) for kind, store in zip(kinds, stores, strict=True)}
 
 
 def warn_if_newer_torch() -> None:
@@ -81,6 +93,11 @@ def warn_if_newer_torch() -> None:
             "was tried with; capturing a training step relies on parts of torch that may have changed",
             stacklevel=3,
         )
+
+
+def with_data() -> contextlib.AbstractContextManager[Any]:
+    """Inside, tensors are what they are outside of a trace."""
+    return _disable_current_modes()
 
 
 def functional_graph(mode: FakeTensorMode, module: nn.Module, args: tuple[torch.Tensor, ...]) -> torch.fx.Graph:

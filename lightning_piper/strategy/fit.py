@@ -72,7 +72,7 @@ class Fit:
         self.evaluation = Evaluation(module, self.engine.machine, settings, world, self.seed, self.engine.first.dag)
         for program in [*before.programs, *before.evaluation.programs]:
             self.engine.machine.check_held(program, alone=True)
-        self._identities = Identities(self.ownership)
+        self._identities = Identities(module, self.ownership)
         self._absent = absent(self.ownership, self.engine.first)
         self._bridge = Bridge(self.ownership.owned_params, world.device)
         self._epoch = -1
