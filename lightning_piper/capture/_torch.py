@@ -18,6 +18,8 @@
 - `torch.nn.utils.prune.BasePruningMethod._tensor_name`: the attribute that such a hook sets before each forward.
 - `OpOverload._schema`: names, order and defaults of an operation's arguments.
 - `torch._C._dynamo.guards.dict_version`: a number that differs after each write to a dict.
+- `torch.nn.modules.module._global_forward_hooks` and its kin: the hooks of all modules.
+- `torch.utils._python_dispatch._disable_current_modes`: code inside sees real tensors, also while a step is traced.
 - `UntypedStorage._cdata`: its address.
 - `torch.nn.utils.clip_grad._get_total_norm`: what `clip_grad_norm_`, wherever it was imported, measures gradients with.
 - `Tensor._backward_hooks`, `Tensor._post_accumulate_grad_hooks`: what `register_hook` and its kin have registered.
@@ -58,6 +60,7 @@ from torch._subclasses.functional_tensor import FunctionalTensor
 from torch.nn.utils.prune import BasePruningMethod
 from torch.nn.utils.spectral_norm import SpectralNorm
 from torch.nn.utils.weight_norm import WeightNorm
+from torch.utils._python_dispatch import _disable_current_modes
 
 __all__ = [
     "NEWEST_TRIED",
@@ -74,6 +77,7 @@ __all__ = [
     "TangentAOTInput",
     "dict_version",
     "functional_graph",
+    "global_hooks",
     "has_gradient_hooks",
     "is_backward",
     "is_foreign_tensor",
@@ -86,10 +90,18 @@ __all__ = [
     "storage_id",
     "total_norm_replaced",
     "warn_if_newer_torch",
+    "with_data",
 ]
 
 NEWEST_TRIED = (2, 13)
 WITHOUT_VALUES = (DataDependentOutputException, DynamicOutputShapeException)
+
+
+def global_hooks() -> dict[str, dict[int, Any]]:
+    """The hooks of all modules, by how they are registered."""
+    kinds = ("forward_hook", "forward_pre_hook", "full_backward_hook", "full_backward_pre_hook")
+    stores = ("_global_forward_hooks", "_global_forward_pre_hooks", "_global_backward_hooks", "_global_backward_pre_hooks")
+    return {f"register_module_{kind}": getattr(nn.modules.module, store) for kind, store in zip(kinds, stores, strict=True)}
 
 
 def warn_if_newer_torch() -> None:
@@ -100,6 +112,11 @@ def warn_if_newer_torch() -> None:
             "was tried with; capturing a training step relies on parts of torch that may have changed",
             stacklevel=3,
         )
+
+
+def with_data() -> contextlib.AbstractContextManager[Any]:
+    """Inside, tensors are what they are outside of a trace."""
+    return _disable_current_modes()
 
 
 def functional_graph(mode: FakeTensorMode, module: nn.Module, args: tuple[torch.Tensor, ...]) -> torch.fx.Graph:

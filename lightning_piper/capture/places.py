@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import enum
+import functools
 import random
 import types
 import weakref
@@ -24,6 +25,7 @@ ALL = object()  # as a name: all entries of the dict
 VALUES = (type(None), bool, int, float, complex, str, bytes, enum.Enum, np.generic, torch.dtype, torch.device, PurePath, range,
           slice, type(Ellipsis))  # fmt: skip
 NUMBERS = (int, float)
+GENERATORS = (random.Random, np.random.Generator, np.random.RandomState)
 Key = tuple[int, Any]
 
 
@@ -55,7 +57,7 @@ class Place:
         found: Any = self.owner.get(self.name, MISSING) if self.item else getattr(self.owner, self.name, MISSING)
         for key in self.path:
             try:
-                found = found[key]
+                found = _entries(found)[key]
             except (LookupError, TypeError):
                 return MISSING
         return found
@@ -63,14 +65,20 @@ class Place:
     def put(self, value: Any) -> None:
         if self.path:
             within = Place(self.where, self.owner, self.name, self.item, self.path[:-1]).get()
-            within[self.path[-1]] = value
+            _entries(within)[self.path[-1]] = value
         elif self.item:
             self.owner[self.name] = value
         else:
             setattr(self.owner, self.name, value)
 
 
+NAMESPACES = (types.SimpleNamespace, Namespace)
 Path = tuple[Any, ...]  # keys within a container
+
+
+def _entries(value: Any) -> Any:
+    """What has the entries of a container."""
+    return vars(value) if isinstance(value, NAMESPACES) else value
 
 
 def form_of(value: Any, without: frozenset[Path] = frozenset(), path: Path = (), inside: tuple[int, ...] = ()) -> Any:
@@ -101,8 +109,12 @@ def form_of(value: Any, without: frozenset[Path] = frozenset(), path: Path = (),
     if id(value) in inside:
         return "itself"
     inside = (*inside, id(value))
-    if isinstance(value, types.SimpleNamespace | Namespace):
-        value = vars(value)
+    if isinstance(value, types.MethodType):  # made anew whenever it is asked for
+        return (type(value), (_Same(value.__func__), _Same(value.__self__)))
+    if isinstance(value, functools.partial):
+        parts = (value.func, value.args, value.keywords)
+        return (type(value), tuple(form_of(x, without, (*path, i), inside) for i, x in enumerate(parts)))
+    value = _entries(value)
     if isinstance(value, Mapping):
         return (type(value), tuple((key, form_of(x, without, (*path, key), inside)) for key, x in value.items()))
     if isinstance(value, Set):
@@ -186,11 +198,11 @@ def changed_numbers(guard: Guard) -> Iterator[Path]:
         elif before[0] in NUMBERS:
             yield path
         elif isinstance(before[1], tuple) and isinstance(after[1], tuple) and len(before[1]) == len(after[1]):
-            keyed = issubclass(before[0], Mapping) or before[0] in (types.SimpleNamespace, Namespace)
+            keyed = issubclass(before[0], Mapping)
             if keyed and [k for k, _ in before[1]] != [k for k, _ in after[1]]:
                 yield None
                 return
-            if issubclass(before[0], tuple):  # cannot be written to
+            if issubclass(before[0], tuple | functools.partial | types.MethodType):  # cannot be written to
                 yield None
                 return
             for i, (x, y) in enumerate(zip(before[1], after[1], strict=True)):
@@ -227,15 +239,15 @@ class Guards:
             self._stale = True
 
     def hold(self) -> bool:
-        if self._stale:
-            self._arrange()
-        versions = list(map(_torch.dict_version, self._dicts))
-        if versions == self._versions and RemovableHandle.next_id == self._handles and all(g.holds() for g in self._always):
+        if not self._stale and self._unwritten() and all(g.holds() for g in self._always):
             return True
         if next(self.broken(), None) is not None:
             return False
         self._arrange()
         return True
+
+    def _unwritten(self) -> bool:
+        return list(map(_torch.dict_version, self._dicts)) == self._versions and RemovableHandle.next_id == self._handles
 
     def broken(self) -> Iterator[Guard | str]:
         """Guards that do not hold, or what holds other hooks."""

@@ -82,6 +82,13 @@ class _Reach:
         for cell, name in zip(function.__closure__ or (), function.__code__.co_freevars, strict=True):
             if not _is_empty(cell):
                 self._take(Place(f"{name} of {function.__qualname__}", cell, "cell_contents", item=False), cell.cell_contents)
+        name = function.__qualname__
+        if function.__defaults__ is not None or function.__kwdefaults__ is not None:
+            for attribute in ("__defaults__", "__kwdefaults__"):
+                place = Place(f"a default argument of {name}", function, attribute, item=False)
+                self._take(place, getattr(function, attribute))
+        if vars(function):
+            self._holders.append((name, function))
         for kind, name in _instructions(function.__code__):
             if kind in _ATTRIBUTES:
                 self._named.add(name)
@@ -99,11 +106,16 @@ class _Reach:
                 self._holders.append((value.__name__, value))
             return
         if isinstance(value, type):
+            self.places[place.key] = place
             if id(value) not in self._seen and not is_library(value.__module__):
                 self._seen.add(id(value))
                 self._classes += [c for c in value.__mro__ if not is_library(c.__module__) and c not in self._classes]
             return
-        if self.follow(value) or isinstance(value, nn.Module) or hasattr(type(value), "__get__"):
+        if self.follow(value):
+            if isinstance(value, types.FunctionType | functools.partial) or not isinstance(place.owner, type):
+                self.places[place.key] = place
+            return
+        if hasattr(type(value), "__get__"):
             return
         self.places[place.key] = place
         if not is_library(type(value).__module__):

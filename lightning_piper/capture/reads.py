@@ -15,22 +15,20 @@ import numpy as np
 import torch
 from torch import nn
 
+from lightning_piper.capture import _torch
 from lightning_piper.capture.numbers import Inputs
-from lightning_piper.capture.places import NUMBERS, Guards, Place, changed_numbers, shown
-from lightning_piper.capture.reach import named_places
+from lightning_piper.capture.places import GENERATORS, NUMBERS, Guard, Guards, Place, changed_numbers, form_of, shown
+from lightning_piper.capture.reach import is_users, named_places
 from lightning_piper.capture.recorder import Recorder
-from lightning_piper.capture.source import user_line
+from lightning_piper.capture.source import shown_line
 from lightning_piper.capture.unchanged import Refusing, changes
 from lightning_piper.errors import CaptureError
 
 BECOMES_INPUT = 2  # changes of a number after which it is an input of the graph
 
 
-_GLOBAL = (random.random.__self__, np.random.rand.__self__)  # type: ignore[attr-defined]
-
-
 class Drawn(Exception):
-    """A step has drawn from Python's, numpy's or torch's global generator."""
+    """A step has drawn from Python's, numpy's or torch's global generator, or from the one given here."""
 
 
 @dataclass
@@ -99,6 +97,8 @@ class Reads:
                 if type(value) in NUMBERS:
                     place.put(self.inputs.source(place.key, place.where, place.get))
                     put.append((place, value))
+            for where, hooks in _torch.global_hooks().items():
+                self.guards.note_hooks(where, hooks)
             for place in named:
                 if place.key not in self.history.inputs:
                     self.guards.note(place)
@@ -119,6 +119,8 @@ class Reads:
         with Refusing(module, step), self.inputs.tracing(numbers), self._recorder.watching():
             yield
         changed = next(self.guards.broken(), None)
+        if isinstance(changed, Guard) and isinstance(changed.value, GENERATORS):
+            raise Drawn(changed.value)
         if changed is not None:
             raise changes(step, changed if isinstance(changed, str) else changed.place.where)
 
@@ -136,39 +138,56 @@ def without_drawing() -> Iterator[None]:
     Raises:
         Drawn: some were.
     """
-    python, numpy, state = random.getstate(), np.random.get_state(legacy=False), torch.default_generator.get_state()
+    before = _generators()
     try:
         yield
-        drawn = random.getstate() != python or repr(np.random.get_state(legacy=False)) != repr(numpy)
-        drawn = drawn or not torch.equal(torch.default_generator.get_state(), state)
+        drawn = _drawn(before)
     finally:
-        random.setstate(python)
-        np.random.set_state(numpy)
-        torch.default_generator.set_state(state)
+        random.setstate(before[0])
+        np.random.set_state(before[1])
+        torch.default_generator.set_state(before[2])
     if drawn:
         raise Drawn
 
 
-def refuse_drawing(step: str, run: Callable[[], Any]) -> CaptureError:
-    """The error for a step that draws, with the line at which `run` first does from a generator of Python's or numpy's."""
-    found: list[str] = []
+def _generators() -> tuple[Any, Any, torch.Tensor]:
+    return random.getstate(), np.random.get_state(legacy=False), torch.default_generator.get_state()
 
-    def watch(frame: types.FrameType, event: str, what: Any) -> None:
-        owner = getattr(what, "__self__", None) if event == "c_call" and not found else None
-        if owner is not None and owner in _GLOBAL:
-            found.append(user_line())
 
-    before = sys.getprofile()
+def _drawn(before: tuple[Any, Any, torch.Tensor]) -> bool:
+    python, numpy, state = _generators()
+    with _torch.with_data():
+        same = torch.equal(state, before[2])
+    return not same or python != before[0] or repr(numpy) != repr(before[1])
+
+
+def refuse_drawing(step: str, drawn: Drawn, run: Callable[[], Any]) -> CaptureError:
+    """The error for a step that draws, with the line after which `run` first has drawn."""
+    own, before = drawn.args, _generators()
+    states = list(map(form_of, own))
+    line, found = "", ""
+
+    def watch(frame: types.FrameType, event: str, _: Any) -> Any:
+        nonlocal line, found
+        if found or not is_users(frame.f_code):
+            return None
+        if line and (list(map(form_of, own)) != states if own else _drawn(before)):
+            found = line
+        at = frame.f_back if event == "return" and frame.f_back is not None else frame
+        if is_users(at.f_code) and not at.f_code.co_filename.startswith("<"):  # a dataclass's, say
+            line = shown_line(at.f_code.co_filename, at.f_lineno)
+        return watch
+
+    tracing = sys.gettrace()
     with contextlib.suppress(Exception), without_drawing():
-        sys.setprofile(watch)
+        sys.settrace(watch)
         try:
             run()
         finally:
-            sys.setprofile(before)
-    where = f"{found[0]}: " if found else ""
+            sys.settrace(tracing)
+    where = f"{found}: " if found else ""
     return CaptureError(
         f"{where}{step} draws random numbers in Python (random, numpy.random, or a seed of torch's), and a captured step would "
         "keep the first ones. Draw them with torch, as tensors (torch.rand, torch.randint, torch.bernoulli), "
         "or in the collate function"
     )
-

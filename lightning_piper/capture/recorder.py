@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import contextlib
+import functools
+import inspect
 import sys
 import threading
 import types
@@ -62,7 +64,11 @@ class Recorder:
             elif is_sequence(value) or isinstance(value, set | frozenset):
                 self.objects[id(value)] = (value, where)
                 stack += [(x, f"{where}[{i}]") for i, x in enumerate(value)]
-            elif isinstance(value, nn.Module) or not (is_library(type(value).__module__) or callable(value)):
+            elif isinstance(value, types.MethodType):
+                stack.append((value.__self__, f"{where}.__self__"))
+            elif isinstance(value, functools.partial):
+                stack += [(value.func, where), (value.args, f"{where}.args"), (value.keywords, f"{where}.keywords")]
+            elif isinstance(value, nn.Module) or not (is_library(type(value).__module__) or inspect.isroutine(value)):
                 self.objects[id(value)] = (value, where)
                 entries = getattr(value, "__dict__", {})
                 stack += [(x, f"{where}.{name}") for name, x in list(entries.items()) if name not in _NOT_STATE | {"_modules"}]
@@ -93,7 +99,9 @@ class Recorder:
             self._active = before
 
     def _seen(self, owner: Any, name: str) -> None:
-        if not self._active or name in _NOT_STATE or threading.get_ident() != self._thread:
+        if not self._active or threading.get_ident() != self._thread:
+            return
+        if name in _NOT_STATE and (name != "__dict__" or isinstance(owner, nn.Module)):
             return
         found = self.objects.get(id(owner))
         if found is None or found[0] is not owner:
@@ -108,6 +116,10 @@ class Recorder:
         entries = getattr(owner, "__dict__", None)
         if entries is None:
             self._guards.note(Place(where, owner, name, item=False))
+            return
+        if name == "__dict__":  # vars(config), or a __getattr__ of its own
+            for key in entries:
+                self._note(owner, key, f"{where.removesuffix('__dict__')}{key}")
             return
         if name in _HOOKS:
             self._guards.note_hooks(where, entries[name])
@@ -125,15 +137,19 @@ class Recorder:
                 self._guards.note(Place(where, owner._modules, name))
                 return
             if name in owner._parameters or name in owner._buffers:
+                store = owner._parameters if name in owner._parameters else owner._buffers
+                if store[name] is None:
+                    self._guards.note(Place(where, store, name))
                 return
         holder = next((c for c in type(owner).__mro__ if name in vars(c)), None)
         if holder is None:
             self._guards.note(Place(where, entries, name))  # it is missing, and may come
             return
         value = vars(holder)[name]
+        if not hasattr(type(value), "__set__"):
+            self._guards.note(Place(where, entries, name))  # the object may get its own
         if is_library(holder.__module__) or callable(value) or hasattr(value, "__get__"):
             return
-        self._guards.note(Place(where, entries, name))
         self._guards.note(Place(f"{holder.__name__}.{name}", holder, name, item=False))
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import linecache
 import sys
 import traceback
 from pathlib import Path
@@ -23,6 +24,11 @@ def user_line(error: BaseException | None = None) -> str:
     found = [f for f in found if "/site-packages/lightning" not in f.filename or "/demos/" in f.filename]
     own = [frame for frame in found if "/site-packages/" not in frame.filename] or found
     return f"{own[-1].filename}:{own[-1].lineno} ({own[-1].line})" if own else "in training_step"
+
+
+def shown_line(file: str, number: int) -> str:
+    """As in `user_line`."""
+    return f"{file}:{number} ({linecache.getline(file, number).strip()})"
 
 
 def user_frame() -> str:

@@ -107,7 +107,7 @@ class CapturedStep:
                 with without_drawing():
                     traced = run()
             except Drawn as error:
-                raise refuse_drawing(self.name, run) from error
+                raise refuse_drawing(self.name, error, run) from error
             except Exception:
                 if self.reads.inputs.plain or not self.reads.inputs.given:
                     raise

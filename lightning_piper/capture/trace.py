@@ -21,7 +21,7 @@ from lightning_piper.capture.calling import arguments
 from lightning_piper.capture.listed import refusing
 from lightning_piper.capture.numbers import Number
 from lightning_piper.capture.raised import is_own, where_kept
-from lightning_piper.capture.reads import Reads
+from lightning_piper.capture.reads import Drawn, Reads
 from lightning_piper.capture.source import user_line
 from lightning_piper.capture.unchanged import attributes, changes, check_unchanged, restored
 from lightning_piper.capture.watch import Watch
@@ -72,7 +72,7 @@ def trace(step: Step, specs: tuple[TensorSpec, ...], device: torch.device, parts
     with step.gradients(), restored(module), reading, _without_data(module, mode, device, parts), as_captured(module, step):
         try:
             graph = _torch.functional_graph(mode, step, inputs)
-        except CaptureError:
+        except (CaptureError, Drawn):
             raise
         except _torch.WITHOUT_VALUES as error:
             raise CaptureError(

@@ -11,6 +11,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from lightning_piper.capture import _torch
 from lightning_piper.capture.numbers import Answer, Inputs
 from lightning_piper.capture.places import MISSING, form_of, is_sequence
 from lightning_piper.capture.source import user_line
@@ -27,11 +28,16 @@ class Watch:
     """
 
     def __init__(self, inputs: Inputs, get: Callable[[], Any], where: str, step: str) -> None:
-        vars(self).update(_inputs=inputs, _get=get, _where=where, _step=step)
+        def now() -> Any:
+            with _torch.with_data():  # the Trainer computes metrics when it is asked for them
+                return get()
+
+        vars(self).update(_inputs=inputs, _get=now, _where=where, _step=step)
 
     def _take(self, get: Callable[[], Any], where: str) -> Any:
         """What a step gets that reads this."""
-        value = get()
+        with _torch.with_data():
+            value = get()
         if isinstance(value, _PLAIN):
             self._inputs.answers.setdefault(("read", where), Answer(where, get, value))
             return value
@@ -41,7 +47,7 @@ class Watch:
             return value
         if isinstance(value, torch.Tensor):
             if value.numel() == 1:
-                return self._inputs.source(where, where, lambda: get().item())
+                return self._inputs.source(where, where, lambda: _item(get))
             raise CaptureError(f"{user_line()}: {self._step} reads the tensor {where}, which is no part of the module; keep a copy "
                                "of it in a buffer (register_buffer), written in a hook")  # fmt: skip
         if inspect.isroutine(value):
@@ -63,20 +69,24 @@ class Watch:
     def __getattr__(self, name: str) -> Any:
         if name.startswith("__") and name.endswith("__"):
             raise AttributeError(name)
-        getattr(self._get(), name)  # an AttributeError is the user's
+        with _torch.with_data():
+            getattr(self._get(), name)  # an AttributeError is the user's
         return self._take(lambda: getattr(self._get(), name, MISSING), f"{self._where}.{name}")
 
     def __getitem__(self, key: Any) -> Any:
         return self._take(lambda: self._get()[key], f"{self._where}[{key!r}]")
 
     def __setattr__(self, name: str, value: Any) -> None:
+        self._refuse(f"{self._where}.{name}")
+
+    def _refuse(self, what: str) -> None:
         raise CaptureError(
-            f"{user_line()}: {self._step} sets {self._where}.{name}, which a captured step would do only once, while it is "
+            f"{user_line()}: {self._step} sets {what}, which a captured step would do only once, while it is "
             "captured; do it in a hook, such as on_train_batch_end"
         )
 
     def __setitem__(self, key: Any, value: Any) -> None:
-        self.__setattr__(f"[{key!r}]", value)
+        self._refuse(f"{self._where}[{key!r}]")
 
     def __len__(self) -> int:
         self._ask("len", len)
@@ -113,3 +123,8 @@ class Watch:
         value = of(self._get())
         self._inputs.answers.setdefault(("read", question, self._where), Answer(self._where, lambda: of(self._get()), value))
         return value
+
+
+def _item(get: Callable[[], Any]) -> Any:
+    with _torch.with_data():
+        return get().item()

@@ -76,7 +76,7 @@ class Fit:
         self.evaluation = Evaluation(module, self.engine.machine, settings, world, self.seed, self.engine.first.dag)
         for program in [*before.programs, *before.evaluation.programs]:
             self.engine.machine.check_held(program, alone=True)
-        self._identities = Identities(self.ownership)
+        self._identities = Identities(module, self.ownership)
         self._bridge = Bridge(self.ownership.owned_params, world.device, absent(self.ownership, self.engine.first))
         self._factor = self._bridge.factor
         self._epoch = -1

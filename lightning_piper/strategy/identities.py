@@ -17,7 +17,7 @@ class Identities:
     stands in its place again. Parameters cannot be replaced, taken away or frozen: optimizer and gradients would not follow.
     """
 
-    def __init__(self, ownership: Ownership) -> None:
+    def __init__(self, module: nn.Module, ownership: Ownership) -> None:
         self._entries = [(part._parameters if attribute in part._parameters else part._buffers, attribute, name)
                          for name, places in ownership.places.items() for part, attribute in places]  # fmt: skip
         self._names = list(ownership.places)
@@ -30,7 +30,13 @@ class Identities:
         # What stands in the place of a sharded parameter has no memory; its storage says whether it is the same.
         sharded = [i for i, x in enumerate(self._tensors) if x.is_meta and ownership.layout.is_sharded(self._names[i])]
         self._sharded = [(i, storage_id(self._tensors[i])) for i in sharded]
-        self._versions = list(map(dict_version, self._stores))
+        self._names_in = {id(store): {name for name, x in store.items() if x is not None} for store in self._stores}
+        self._module = module
+        self._parts = [part._modules for part in self._module.modules()]
+        self._versions = self._written()
+
+    def _written(self) -> list[int]:
+        return [*map(dict_version, self._stores), *map(dict_version, self._parts)]
 
     def follow(self) -> None:
         """Before a step: let the bound tensors have the values that stand in the module.
@@ -38,10 +44,11 @@ class Identities:
         Raises:
             PiperError: they cannot; names the parameter or buffer.
         """
-        versions = list(map(dict_version, self._stores))
-        if versions != self._versions:
+        if self._written() != self._versions:
             self._put_back()
-            self._versions = list(map(dict_version, self._stores))
+            self._check_parts()
+            self._parts = [part._modules for part in self._module.modules()]
+            self._versions = self._written()
         if list(map(torch.Tensor.data_ptr, self._tensors)) != self._pointers:
             self._take_over()
         for i, storage in self._sharded:
@@ -75,6 +82,26 @@ class Identities:
                 )
             self._give(name, found, tensor.detach())
             store[attribute] = tensor  # type: ignore[assignment]
+
+    def _check_parts(self) -> None:
+        """Submodules may have come and gone, but not such that have tensors."""
+        here: set[int] = set()
+        for path, part in self._module.named_modules():
+            for store in (part._parameters, part._buffers):
+                here.add(id(store))
+                known = self._names_in.get(id(store), set())
+                new = next((name for name, x in store.items() if x is not None and name not in known), None)
+                if new is not None:
+                    raise PiperError(
+                        f"PiperStrategy: {f'{path}.{new}'.removeprefix('.')!r} is new since the first batch, and no device has it; "
+                        "make it before fit, or in hooks before the first batch, such as on_fit_start"
+                    )
+        for store, _, name in self._entries:
+            if id(store) not in here:
+                raise PiperError(
+                    f"PiperStrategy: the submodule that has {name!r} was taken away since the first batch; do that before fit, or "
+                    "in hooks before the first batch, such as on_fit_start"
+                )
 
     def _take_over(self) -> None:
         """Tensors whose values were replaced: `tensor.data = ...`."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Callable
 from typing import Any
 
@@ -31,6 +32,7 @@ class Replay:
         self.dtype = dtypes.get(LOSS)
         self.tensors = len(names) > first_log(compiled.dag.code)
         self._calls: list[tuple[str, int | float | Callable[[], float], torch.dtype | None, dict[str, Any]]] = []
+        self._context: Callable[[], contextlib.AbstractContextManager[Any]] = contextlib.nullcontext
         for log in compiled.dag.code.logs:
             kwargs: dict[str, Any] = {k: v for k, v in log.kwargs.items() if k not in _NOT_REPLAYED}
             kwargs.setdefault("batch_size", compiled.dag.size)
@@ -41,11 +43,13 @@ class Replay:
                 self._calls.append((log.name, names.index(log.name, first_log(compiled.dag.code)), dtype, kwargs))
             else:
                 self._calls.append((log.name, log.constant, None, kwargs))
+                self._context = compiled.step.context
 
     def __call__(self, module: pl.LightningModule, metrics: torch.Tensor) -> None:
-        for name, value, dtype, kwargs in self._calls:
-            known = value() if callable(value) else value
-            module.log(name, known if dtype is None else metrics[int(known)].to(dtype), **kwargs)
+        with self._context():  # numbers become tensors of the precision's default dtype
+            for name, value, dtype, kwargs in self._calls:
+                known = value() if callable(value) else value
+                module.log(name, known if dtype is None else metrics[int(known)].to(dtype), **kwargs)
 
 
 def _dtypes(dag: TrainingDAG) -> dict[str, torch.dtype]:
