@@ -227,15 +227,15 @@ class Guards:
             self._stale = True
 
     def hold(self) -> bool:
-        if self._stale:
-            self._arrange()
-        versions = list(map(_torch.dict_version, self._dicts))
-        if versions == self._versions and RemovableHandle.next_id == self._handles and all(g.holds() for g in self._always):
+        if not self._stale and self._unwritten() and all(g.holds() for g in self._always):
             return True
         if next(self.broken(), None) is not None:
             return False
         self._arrange()
         return True
+
+    def _unwritten(self) -> bool:
+        return list(map(_torch.dict_version, self._dicts)) == self._versions and RemovableHandle.next_id == self._handles
 
     def broken(self) -> Iterator[Guard | str]:
         """Guards that do not hold, or what holds other hooks."""
