@@ -8,6 +8,7 @@ import types
 import weakref
 import zlib
 from argparse import Namespace
+from collections import OrderedDict, deque
 from collections.abc import Callable, Iterator, Mapping, Set
 from dataclasses import dataclass, field
 from pathlib import PurePath
@@ -18,6 +19,7 @@ import torch
 from torch.utils.hooks import RemovableHandle
 
 from lightning_piper.capture import _torch
+from lightning_piper.capture.numbers import Number
 
 MISSING = object()
 ALL = object()  # as a name: all entries of the dict
@@ -55,22 +57,37 @@ class Place:
         found: Any = self.owner.get(self.name, MISSING) if self.item else getattr(self.owner, self.name, MISSING)
         for key in self.path:
             try:
-                found = found[key]
+                found = _entries(found)[key]
             except (LookupError, TypeError):
                 return MISSING
         return found
 
+    @property
+    def takes_number(self) -> bool:
+        """Does a number stand there, and may another one stand there for a while?"""
+        if type(self.get()) not in NUMBERS:
+            return False
+        if not self.path:
+            return True
+        within = _entries(Place(self.where, self.owner, self.name, self.item, self.path[:-1]).get())
+        return getattr(type(within), "__setitem__", None) in _SETTING  # others may write elsewhere, convert or refuse
+
     def put(self, value: Any) -> None:
         if self.path:
             within = Place(self.where, self.owner, self.name, self.item, self.path[:-1]).get()
-            within[self.path[-1]] = value
+            _entries(within)[self.path[-1]] = value
         elif self.item:
             self.owner[self.name] = value
         else:
             setattr(self.owner, self.name, value)
 
 
+_SETTING = (dict.__setitem__, list.__setitem__, OrderedDict.__setitem__, deque.__setitem__)
 Path = tuple[Any, ...]  # keys within a container
+
+
+def _entries(value: Any) -> Any:
+    return vars(value) if isinstance(value, types.SimpleNamespace | Namespace) else value
 
 
 def form_of(value: Any, without: frozenset[Path] = frozenset(), path: Path = (), inside: tuple[int, ...] = ()) -> Any:
@@ -81,7 +98,9 @@ def form_of(value: Any, without: frozenset[Path] = frozenset(), path: Path = (),
         without: paths of entries that do not count.
         path, inside: of the recursion.
     """
-    if path in without:
+    if type(value) is Number:
+        value = value.value
+    if path in without and type(value) in NUMBERS:
         return "any number"
     if type(value) in (int, str, bool, type(None)):
         return (type(value), value)
@@ -101,8 +120,7 @@ def form_of(value: Any, without: frozenset[Path] = frozenset(), path: Path = (),
     if id(value) in inside:
         return "itself"
     inside = (*inside, id(value))
-    if isinstance(value, types.SimpleNamespace | Namespace):
-        value = vars(value)
+    value = _entries(value)
     if isinstance(value, Mapping):
         return (type(value), tuple((key, form_of(x, without, (*path, key), inside)) for key, x in value.items()))
     if isinstance(value, Set):

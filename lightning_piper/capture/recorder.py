@@ -115,7 +115,7 @@ class Recorder:
             self._guards.note(Place(where, entries[name], ALL))
             return
         if name in entries:
-            if not isinstance(entries[name], Number):
+            if type(entries[name]) is not Number:
                 self._guards.note(Place(where, entries, name))
             return
         if isinstance(owner, nn.Module):
