@@ -69,12 +69,13 @@ class Inputs:
         answers: key -> what Python was told.
         plain: hand out values in place of numbers, each of them a guard: for code that takes no stand-in.
         given: a number was handed out.
+        active: the step is being traced. Otherwise a number that the user's code has kept (in a cache) is its value of then.
     """
 
     def __init__(self) -> None:
         self.numbers: dict[Any, tuple[Callable[[], Any], torch.dtype]] = {}
         self.answers: dict[Any, Answer] = {}
-        self.plain = self.given = False
+        self.plain = self.given = self.active = False
         self._tensors: Sequence[torch.Tensor] = ()
 
     def specs(self) -> tuple[TensorSpec, ...]:
@@ -95,14 +96,14 @@ class Inputs:
     @contextlib.contextmanager
     def tracing(self, tensors: Sequence[torch.Tensor]) -> Iterator[None]:
         """`tensors` are the graph's inputs for the numbers known so far."""
-        before, self._tensors = self._tensors, tensors
+        before, self._tensors, self.active = self._tensors, tensors, True
         try:
             with contextlib.ExitStack() as stack:
                 for name in _MATH:
                     stack.enter_context(mock.patch.object(math, name, _understanding(getattr(math, name))))
                 yield
         finally:
-            self._tensors = before
+            self._tensors, self.active = before, False
 
     def tensor(self, number: Number, dtype: torch.dtype) -> torch.Tensor:
         """The graph's input for a number. One that is new gets its place when the step is traced again."""
@@ -129,7 +130,8 @@ class Number:
 
     def ask(self) -> Any:
         """Its value, which is a guard from now on."""
-        self.inputs.answers.setdefault(self.key, Answer(self.where, self.get, self.value))
+        if self.inputs.active or self.inputs.plain:
+            self.inputs.answers.setdefault(self.key, Answer(self.where, self.get, self.value))
         return self.value
 
     @classmethod
@@ -139,23 +141,33 @@ class Number:
         leaves, tree = pytree.tree_flatten((args, kwargs or {}))
         tensors = [x for x in leaves if isinstance(x, torch.Tensor)]
         fits = function in _TENSOR_OPERATIONS and tensors and not kwargs
+        # Beside a tensor without dimensions, another one would decide on the dtype, as no Python number does.
+        single = fits and all(x.ndim == 0 for x in tensors)
 
         def known(x: Any) -> Any:
-            if not isinstance(x, Number):
+            if isinstance(x, torch.Tensor) and single:
+                return x.reshape(1)
+            if not _is_number(x):
                 return x
+            if not x.inputs.active:
+                return x.value
             return x.inputs.tensor(x, _dtype_beside(x.value, tensors)).to(tensors[0].device) if fits else x.ask()
 
         args, kwargs = pytree.tree_unflatten([known(x) for x in leaves], tree)
-        return function(*args, **kwargs)
+        result = function(*args, **kwargs)
+        return result.reshape(()) if single else result
+
+    # isinstance sees the class of the value.
+    __class__ = property(lambda self: type(self.value))
 
     def __bool__(self) -> bool:
-        return bool(_apply(bool, "bool", self).ask())
+        return bool(_told(_apply(bool, "bool", self)))
 
     def __int__(self) -> int:
-        return int(_apply(int, "int", self).ask())
+        return int(_told(_apply(int, "int", self)))
 
     def __float__(self) -> float:
-        return float(_apply(float, "float", self).ask())
+        return float(_told(_apply(float, "float", self)))
 
     def __complex__(self) -> complex:
         return complex(self.ask())
@@ -180,6 +192,14 @@ class Number:
         return getattr(self.ask(), name)
 
 
+def _is_number(value: Any) -> bool:
+    return type(value) is Number
+
+
+def _told(value: Any) -> Any:
+    return value.ask() if _is_number(value) else value
+
+
 def _dtype_beside(value: Any, tensors: Sequence[torch.Tensor]) -> torch.dtype:
     """In which a number without dimensions promotes as a Python number does, and has its value exactly where that counts."""
     if isinstance(value, bool):
@@ -190,21 +210,29 @@ def _dtype_beside(value: Any, tensors: Sequence[torch.Tensor]) -> torch.dtype:
     return torch.float64 if inexact else torch.get_default_dtype()
 
 
-def _apply(function: Callable[..., Any], name: str, *args: Any, **kwargs: Any) -> Number:
-    """`function(*args)` as a number: at least one argument is one."""
-    numbers = [x for x in (*args, *kwargs.values()) if isinstance(x, Number)]
+def _apply(function: Callable[..., Any], name: str, *args: Any, **kwargs: Any) -> Any:
+    """`function(*args)` as a number: at least one argument is one. Its value, if the step is not being traced."""
+    args = tuple(_today(x) for x in args)
+    kwargs = {k: _today(x) for k, x in kwargs.items()}
+    numbers = [x for x in (*args, *kwargs.values()) if _is_number(x)]
+    if not numbers:
+        return function(*args, **kwargs)
 
     def get() -> Any:
-        return function(*(x.get() if isinstance(x, Number) else x for x in args),
-                        **{k: x.get() if isinstance(x, Number) else x for k, x in kwargs.items()})  # fmt: skip
+        return function(*(x.get() if _is_number(x) else x for x in args),
+                        **{k: x.get() if _is_number(x) else x for k, x in kwargs.items()})  # fmt: skip
 
     def form(x: Any) -> Any:
-        return x.key if isinstance(x, Number) else (type(x), x)
+        return x.key if _is_number(x) else (type(x), x)
 
-    value = function(*(x.value if isinstance(x, Number) else x for x in args),
-                     **{k: x.value if isinstance(x, Number) else x for k, x in kwargs.items()})  # fmt: skip
+    value = function(*(x.value if _is_number(x) else x for x in args),
+                     **{k: x.value if _is_number(x) else x for k, x in kwargs.items()})  # fmt: skip
     key = (name, tuple(map(form, args)), tuple((k, form(x)) for k, x in sorted(kwargs.items())))
     return Number(numbers[0].inputs, key, ", ".join(dict.fromkeys(x.where for x in numbers)), get, value)
+
+
+def _today(value: Any) -> Any:
+    return value.value if _is_number(value) and not value.inputs.active else value
 
 
 def _understanding(function: Callable[..., Any]) -> Callable[..., Any]:
@@ -212,7 +240,7 @@ def _understanding(function: Callable[..., Any]) -> Callable[..., Any]:
 
     @functools.wraps(function)
     def call(*args: Any, **kwargs: Any) -> Any:
-        found = any(isinstance(x, Number) for x in (*args, *kwargs.values()))
+        found = any(_is_number(x) for x in (*args, *kwargs.values()))
         return _apply(function, f"math.{function.__name__}", *args, **kwargs) if found else function(*args, **kwargs)
 
     return call

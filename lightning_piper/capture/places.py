@@ -9,6 +9,7 @@ import types
 import weakref
 import zlib
 from argparse import Namespace
+from collections import OrderedDict, deque
 from collections.abc import Callable, Iterator, Mapping, Set
 from dataclasses import dataclass, field
 from pathlib import PurePath
@@ -19,6 +20,7 @@ import torch
 from torch.utils.hooks import RemovableHandle
 
 from lightning_piper.capture import _torch
+from lightning_piper.capture.numbers import Number
 
 MISSING = object()
 ALL = object()  # as a name: all entries of the dict
@@ -62,6 +64,16 @@ class Place:
                 return MISSING
         return found
 
+    @property
+    def takes_number(self) -> bool:
+        """Does a number stand there, and may another one stand there for a while?"""
+        if type(self.get()) not in NUMBERS:
+            return False
+        if not self.path:
+            return True
+        within = _entries(Place(self.where, self.owner, self.name, self.item, self.path[:-1]).get())
+        return getattr(type(within), "__setitem__", None) in _SETTING  # others may write elsewhere, convert or refuse
+
     def put(self, value: Any) -> None:
         if self.path:
             within = Place(self.where, self.owner, self.name, self.item, self.path[:-1]).get()
@@ -73,6 +85,7 @@ class Place:
 
 
 NAMESPACES = (types.SimpleNamespace, Namespace)
+_SETTING = (dict.__setitem__, list.__setitem__, OrderedDict.__setitem__, deque.__setitem__)
 Path = tuple[Any, ...]  # keys within a container
 
 
@@ -89,7 +102,9 @@ def form_of(value: Any, without: frozenset[Path] = frozenset(), path: Path = (),
         without: paths of entries that do not count.
         path, inside: of the recursion.
     """
-    if path in without:
+    if type(value) is Number:
+        value = value.value
+    if path in without and type(value) in NUMBERS:
         return "any number"
     if type(value) in (int, str, bool, type(None)):
         return (type(value), value)
@@ -152,6 +167,11 @@ def shown(form: Any) -> str:
     return repr(form) if isinstance(form, str | _Same) else "another content"
 
 
+def _is_fixed(value: Any) -> bool:
+    """A value that cannot change: a number, a text, or a tuple of such, as `normalized_shape` of a layer norm."""
+    return isinstance(value, VALUES) or (type(value) is tuple and all(map(_is_fixed, value)))
+
+
 @dataclass(eq=False)
 class Guard:
     """What stood in a place when the step was captured.
@@ -174,9 +194,9 @@ class Guard:
     @property
     def mutable(self) -> bool:
         """May what counts change without the place being written to?"""
-        if self.place.name is ALL:
+        if self.place.name is ALL or _is_fixed(self.value):
             return False
-        return not isinstance(self.value, VALUES) and not isinstance(self.form, _Same) and self.value is not MISSING
+        return not isinstance(self.form, _Same) and self.value is not MISSING
 
     def now(self) -> Any:
         return form_of(self.place.get(), self.loose)

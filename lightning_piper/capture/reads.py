@@ -17,7 +17,7 @@ from torch import nn
 
 from lightning_piper.capture import _torch
 from lightning_piper.capture.numbers import Inputs
-from lightning_piper.capture.places import GENERATORS, NUMBERS, Guard, Guards, Place, changed_numbers, form_of, shown
+from lightning_piper.capture.places import GENERATORS, Guard, Guards, Place, changed_numbers, form_of, shown
 from lightning_piper.capture.reach import is_users, named_places
 from lightning_piper.capture.recorder import Recorder
 from lightning_piper.capture.source import shown_line
@@ -58,7 +58,7 @@ class History:
             for path in changed_numbers(guard):
                 place = Place(at.where + "".join(f"[{k!r}]" for k in path), at.owner, at.name, at.item, path)
                 self.changes[place.key] += 1
-                if self.changes[place.key] >= BECOMES_INPUT:
+                if self.changes[place.key] >= BECOMES_INPUT and place.takes_number:
                     self.inputs[place.key] = place
         for answer in reads.inputs.answers.values():
             if not answer.holds():
@@ -73,7 +73,8 @@ class Reads:
 
     def __init__(self, history: History | None = None) -> None:
         self.history = History() if history is None else history
-        self.guards = Guards(inputs=self.history.inputs)
+        self._places = dict(self.history.inputs)  # as of the capture: every trace of it has the same inputs
+        self.guards = Guards(inputs=self._places)
         self.inputs = Inputs()
         self._recorder: Recorder | None = None
 
@@ -92,15 +93,15 @@ class Reads:
         self._recorder = Recorder(module, self.guards, named)
         put: list[tuple[Place, Any]] = []
         try:
-            for place in self.history.inputs.values():
-                value = place.get()
-                if type(value) in NUMBERS:
+            for place in self._places.values():
+                if place.takes_number:
+                    value = place.get()
                     place.put(self.inputs.source(place.key, place.where, place.get))
                     put.append((place, value))
             for where, hooks in _torch.global_hooks().items():
                 self.guards.note_hooks(where, hooks)
             for place in named:
-                if place.key not in self.history.inputs:
+                if place.key not in {place.key for place, _ in put}:
                     self.guards.note(place)
             yield
         finally:

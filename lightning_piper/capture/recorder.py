@@ -129,7 +129,7 @@ class Recorder:
             return
         if name in entries:
             value = entries[name]
-            if not isinstance(value, Number) and not (isinstance(value, torch.Tensor) and _torch.is_traced(value)):
+            if type(value) is not Number and not (isinstance(value, torch.Tensor) and _torch.is_traced(value)):
                 self._guards.note(Place(where, entries, name))
             return
         if isinstance(owner, nn.Module):

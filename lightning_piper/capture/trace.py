@@ -178,7 +178,7 @@ class Step(nn.Module):
                 )
             self._logged.append(value.detach().reshape(()).clone())
             self.logs.append(Logged(name, reduce, kwargs))
-        elif isinstance(value, Number):
+        elif type(value) is Number:
             self.logs.append(Logged(name, reduce, kwargs, constant=value.get))
         elif isinstance(value, numbers.Number):
             self.logs.append(Logged(name, reduce, kwargs, constant=float(value)))  # type: ignore[arg-type]
