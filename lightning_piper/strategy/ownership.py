@@ -23,7 +23,7 @@ from lightning_piper.errors import PiperError
 from lightning_piper.ir.buckets import Bucket, flattened, packed, view_as
 from lightning_piper.runtime import pieces_of
 from lightning_piper.strategy.layout import Layout, Piece, buckets_of_parameters
-from lightning_piper.strategy.materialize import Known, empty_like, initialize, like, places_of, put, tensor_at
+from lightning_piper.strategy.materialize import InPieces, Known, empty_like, initialize, like, places_of, put, tensor_at
 from lightning_piper.strategy.world import LEAD, World, fill
 
 PARTS = "_piper_parts"  # attribute of a module that is in parts: its `Ownership`
@@ -209,10 +209,7 @@ class Ownership:
         """Make room for this process's shards; the pieces in them are parameters like those that they are cut from."""
         for name in self.layout.homes:
             if self.layout.is_sharded(name) and has_gradient_hooks(self._get(name)):
-                raise PiperError(
-                    f"PiperStrategy: parameter {name!r} has a gradient hook (register_hook), which would see a piece of the "
-                    "gradient only, for a replicate directive shards the parameter; drop shard_* for its region, or the hook"
-                )
+                self._refuse_hook(name)
         plan = self._compiled.plans[self._world.rank]
         own = self.shards[self._world.rank] = {}
         for bucket, kept in plan.shards.items():
@@ -273,21 +270,31 @@ class Ownership:
 
     def _note_versions(self) -> None:
         """Changes of what is in the place of sharded parameters count from now on."""
-        found = self.params.items()
-        self._versions = [(name, x, x._version) for name, x in found if x.is_meta and self.layout.is_sharded(name)]
+        found = {name: x for name, x in self.params.items() if x.is_meta and self.layout.is_sharded(name)}
+        for x in found.values():
+            x.__class__ = InPieces
+        self._versions = [(name, x, x._version) for name, x in found.items()]
 
     def check_unwritten(self) -> None:
         """Refuse changes of what is in the place of sharded parameters, for their pieces would not follow.
 
         Raises:
-            PiperError: a hook, or other code between the steps, has changed one in place.
+            PiperError: a hook, or other code between the steps, has changed one in place, or wants to see its gradient.
         """
         for name, tensor, version in self._versions:
+            if has_gradient_hooks(tensor):
+                self._refuse_hook(name)
             if tensor._version != version:
                 raise PiperError(
                     f"PiperStrategy: parameter {name!r} was changed in place, but its values are in pieces, which do not follow. "
                     "Change the pieces, in the groups of trainer.optimizers, or the parameter before the first batch"
                 )
+
+    def _refuse_hook(self, name: str) -> None:
+        raise PiperError(
+            f"PiperStrategy: parameter {name!r} has a gradient hook (register_hook), which would see a piece of the gradient only, "
+            "for a replicate directive shards the parameter; drop shard_* for its region, or the hook"
+        )
 
     def _receive(self, targets: Sequence[int]) -> dict[str, torch.Tensor]:
         """Bring every tensor to the targets, into host memory, for a device may have room for its own part only.

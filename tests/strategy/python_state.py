@@ -1,0 +1,205 @@
+"""Python state that training steps read, one class a kind: what the step reads, and a hook that changes it between steps.
+
+`train` trains one of them, on one device or under a strategy; the files `python_*.py` beside this one have the rows.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable, Iterator
+from datetime import timedelta
+from typing import Any, ClassVar
+from unittest import mock
+
+import lightning as L
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+import lightning_piper as piper
+from lightning_piper.capture.numbers import Inputs
+from lightning_piper.capture.places import Guards
+from lightning_piper.capture.step import CapturedStep
+from lightning_piper.directives import Directive
+from lightning_piper.errors import PiperError
+from lightning_piper.strategy.identities import Identities
+from lightning_piper.strategy.variants import Variants
+from tests.strategy import replicated, sharded
+from tests.strategy.fitting import QUIET, Record, values
+
+Outcome = dict[str, Any]
+BATCHES = 3  # of an epoch, of 8 samples; two epochs
+
+
+def undivided(program: list[Directive], microbatches: int) -> list[Directive]:
+    return [d for d in program if microbatches > 1 or not isinstance(d, piper.Split)]
+
+
+# How each row trains: directives for so many microbatches, and how many replicas there are.
+WAYS: dict[str, tuple[Callable[[int], list[Directive]], int]] = {
+    "local": (lambda n: list(piper.schedules.one_f_one_b(stages=2, microbatches=n)), 1),
+    "PP2": (lambda n: list(piper.schedules.one_f_one_b(stages=2, microbatches=n)), 1),
+    "DP2": (lambda n: undivided(replicated.dp2(), n), 2),
+    "ZeRO-3": (lambda n: undivided(sharded.dp2(3), n), 2),
+}
+
+
+class Net(L.LightningModule):
+    """Two stages. A row says what it reads in `hidden`, `loss` or `factor`, and what a hook does after each batch in `change`.
+
+    Attributes:
+        refused: what the error says, if the row is not to be trained.
+        refused_in_pieces: the same, only where parameters are in pieces.
+        ways: under which it is.
+        microbatches: of a step. Where the batch is whole, the bits are those of one device.
+        captures: that it may need.
+        alone: no guard is needed, for the plans work on the same memory; it is enough that the change counts.
+    """
+
+    refused: ClassVar[str | None] = None
+    refused_in_pieces: ClassVar[str | None] = None
+    ways: ClassVar[tuple[str, ...]] = tuple(WAYS)
+    microbatches: ClassVar[int] = 1
+    captures: ClassVar[int] = 3
+    alone: ClassVar[bool] = False
+    schedule: ClassVar[str | None] = None  # interval of a scheduler of the learning rate
+
+    def __init__(self) -> None:
+        super().__init__()
+        with torch.random.fork_rng():
+            torch.manual_seed(0)
+            self.first, self.second = nn.Linear(4, 5), nn.Linear(5, 2)
+            self.still = False
+            self.build()
+
+    def build(self) -> None:
+        """What the row reads, as it is to begin with."""
+
+    def hidden(self, x: Tensor) -> Tensor:
+        return torch.tanh(self.first(x))
+
+    def factor(self, batch_idx: int) -> Any:
+        return 1.0
+
+    def loss(self, out: Tensor, y: Tensor, batch_idx: int) -> Tensor:
+        return F.mse_loss(out, y) * self.factor(batch_idx)
+
+    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+        x, y = batch
+        with piper.annotate("PP", 0):
+            h = self.hidden(x)
+        with piper.annotate("PP", 1):
+            loss = self.loss(self.second(h), y, batch_idx)
+            self.log("loss", loss)
+        return loss
+
+    @classmethod
+    def error(cls, way: str) -> str | None:
+        """What the error says under this way, if there is to be one."""
+        return cls.refused_in_pieces or cls.refused if way == "ZeRO-3" else cls.refused
+
+    def change(self, step: int) -> None:
+        """After the batch that was number `step`, counted from 1."""
+
+    def on_train_batch_end(self, outputs: Any, batch: Any, batch_idx: int) -> None:
+        if not self.still:
+            self.change(self.trainer.global_step)
+
+    def configure_optimizers(self) -> Any:
+        optimizer = torch.optim.SGD(self.parameters(), lr=0.05)
+        if self.schedule is None:
+            return optimizer
+        scheduler = torch.optim.lr_scheduler.ExponentialLR(optimizer, 0.7)
+        return {"optimizer": optimizer, "lr_scheduler": {"scheduler": scheduler, "interval": self.schedule}}
+
+
+class Data:
+    """The same batches in every epoch; of a replica, its own samples."""
+
+    def __init__(self, replica: int, replicas: int) -> None:
+        torch.manual_seed(1)
+        x, y = torch.randn(BATCHES, 8, 4), torch.randn(BATCHES, 8, 2)
+        self.items = [(a[replica::replicas], b[replica::replicas]) for a, b in zip(x.double(), y.double(), strict=True)]
+
+    def __len__(self) -> int:
+        return len(self.items)
+
+    def __iter__(self) -> Iterator[Any]:
+        return iter(self.items)
+
+
+def train(row: type[Net], way: str | None, still: bool = False, rank: int = 0) -> Outcome:
+    """All that one can see of a training, or its error.
+
+    Args:
+        way: one of `WAYS`; None for a plain Trainer.
+        still: leave out the changes.
+    """
+    module, record, replicas = row(), Record(), 1
+    module.still = still
+    options: dict[str, Any] = {**QUIET, "accelerator": "cpu", "precision": "64-true", "devices": 1}
+    if way is not None:
+        program, replicas = WAYS[way]
+        over: dict[str, Any] = {"transport": "local"} if way == "local" else {"timeout": timedelta(seconds=30)}
+        options |= {"strategy": piper.PiperStrategy(program(row.microbatches), **over), "devices": 1 if way == "local" else 2}
+    trainer = L.Trainer(callbacks=[record, *getattr(module, "callbacks", [])], max_epochs=2, **options)
+    captures: list[None] = []
+    add = Variants.add
+
+    def counted(self: Variants, *args: Any) -> Any:
+        captures.append(None)
+        return add(self, *args)
+
+    with torch.random.fork_rng(), mock.patch.object(Variants, "add", counted):
+        try:
+            trainer.fit(module, Data(rank if replicas > 1 else 0, replicas))
+        except Exception as error:
+            raised: BaseException = error
+            found = {"error": f"{type(error).__name__}: {raised}", "known": isinstance(error, PiperError)}
+            if way is None:
+                raise
+            return found
+    seen = [{k: v.clone() for k, v in step.items()} for step in record.logged]
+    return {"values": values(module), "losses": record.losses, "logged": seen, "captures": len(captures)}
+
+
+def blind(row: type[Net]) -> Outcome:
+    """In one process, without looking whether what was captured still holds."""
+    first: dict[int, Any] = {}
+
+    def frozen(self: Inputs, device: Any, values: Any = Inputs.values) -> list[Tensor]:
+        return first.setdefault(id(self), (values(self, device), self))[0]
+
+    with (
+        mock.patch.object(Guards, "hold", lambda self: True),
+        mock.patch("lightning_piper.capture.numbers.Answer.holds", lambda self: True),
+        mock.patch.object(Inputs, "values", frozen),
+        mock.patch.object(Identities, "follow", lambda self: None),
+        mock.patch.object(CapturedStep, "retrace", lambda self: None),
+    ):
+        return train(row, "local")
+
+
+def rows() -> dict[str, type[Net]]:
+    from tests.strategy import python_changed, python_counters, python_names, python_objects  # noqa: F401
+
+    return {row.__name__: row for row in Net.__subclasses__()}
+
+
+def ways(name: str) -> list[str]:
+    """How a row trains over processes. Where no tensor is changed, a step is captured alike everywhere, so the rows take turns."""
+    own, over = rows()[name], [way for way in WAYS if way != "local"]
+    if own.__module__.endswith("python_changed"):
+        return [way for way in over if way in own.ways]
+    return [over[list(rows()).index(name) % len(over)]]
+
+
+def train_all(rank: int) -> dict[str, dict[str, Outcome]]:
+    """One process's side of all rows over processes. What one capture says against another is looked at in one process, but where
+    it is the point."""
+    found = {}
+    for name, row in rows().items():
+        retraced = row.refused is not None and "not what was captured" in row.refused
+        with contextlib.nullcontext() if retraced else mock.patch.object(CapturedStep, "retrace", lambda self: None):
+            found[name] = {way: train(row, way, rank=rank) for way in ways(name)}
+    return found

@@ -1,0 +1,70 @@
+"""Steps that read Python state which changes between steps train as on one device, or are refused with an error that names it."""
+
+from __future__ import annotations
+
+import re
+from datetime import timedelta
+
+import pytest
+
+from tests.distributed.processes import launch_trainings
+from tests.strategy import python_state
+from tests.strategy.fitting import apart
+
+ROWS = python_state.rows()
+ROUNDING = 1e-14  # of the largest value of a tensor. Measured: 4.2e-16
+WRONG = 1e-3  # measured, of the controls: 0.01 and more
+
+
+@pytest.fixture(scope="module")
+def plain():
+    found = {}
+
+    def get(name):
+        if name not in found:
+            found[name] = python_state.train(ROWS[name], None)
+        return found[name]
+
+    return get
+
+
+@pytest.fixture(scope="module")
+def ranks(tmp_path_factory):
+    return launch_trainings(2, python_state.train_all, tmp_path_factory.mktemp("state"), limit=timedelta(seconds=280))
+
+
+def furthest(found, wanted):
+    """The largest distance; infinite where something else is logged or stands in the module."""
+    try:
+        return max(apart({**found, "captures": 0}, {**wanted, "captures": 0}).values())
+    except AssertionError:
+        return float("inf")
+
+
+def check(name, way, found, plain):
+    row = ROWS[name]
+    if (said := row.error(way)) is not None:
+        assert "error" in found, "it trained"
+        assert re.search(said, found["error"], re.DOTALL) and found["known"], found["error"]
+        return
+    assert "error" not in found, found["error"]
+    bitwise = row.microbatches == 1 and python_state.WAYS[way][1] == 1
+    assert furthest(found, plain(name)) <= (0 if bitwise else ROUNDING)
+    assert found["captures"] <= row.captures
+
+
+@pytest.mark.parametrize("name", [name for name, row in ROWS.items() if "local" in row.ways])
+def test_in_one_process(name, plain):
+    check(name, "local", python_state.train(ROWS[name], "local"), plain)
+    if ROWS[name].error("local") is None:  # what is not followed, or not changed, shows
+        row = ROWS[name]
+        control = python_state.train(row, None, still=True) if row.alone else python_state.blind(row)
+        assert furthest(control, plain(name)) > WRONG
+
+
+@pytest.mark.parametrize("name", [name for name in ROWS if python_state.ways(name)])
+def test_over_processes(name, ranks, plain):
+    for rank in ranks:
+        assert rank[name].keys() == set(python_state.ways(name))
+        for way, found in rank[name].items():
+            check(name, way, found, plain)
