@@ -158,7 +158,7 @@ class Number:
         return result.reshape(()) if single else result
 
     # isinstance sees the class of the value.
-    __class__ = property(lambda self: type(self.value))  # type: ignore[assignment]
+    __class__ = property(lambda self: type(self.value))
 
     def __bool__(self) -> bool:
         return bool(_told(_apply(bool, "bool", self)))
