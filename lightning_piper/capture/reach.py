@@ -9,6 +9,7 @@ from __future__ import annotations
 import dis
 import functools
 import inspect
+import sys
 import types
 from collections.abc import Iterable, Iterator
 from pathlib import Path
@@ -17,9 +18,10 @@ from typing import Any
 from torch import nn
 
 from lightning_piper.capture.places import Place
-from lightning_piper.capture.recorder import is_library
+from lightning_piper.capture.recorder import Recorder, is_library
 
-_ATTRIBUTES = ("LOAD_ATTR", "LOAD_METHOD", "STORE_ATTR")
+_ATTRIBUTES = ("LOAD_ATTR", "LOAD_METHOD", "STORE_ATTR", "IMPORT_FROM")
+_IMPORT, _TEXT = "IMPORT_NAME", "LOAD_CONST"
 _GLOBALS = ("LOAD_GLOBAL", "LOAD_NAME", "STORE_GLOBAL")
 
 
@@ -32,9 +34,12 @@ def is_users(code: types.CodeType) -> bool:
 _OWN = (str(Path(__file__).parent.parent) + "/", "<frozen")
 
 
-def named_places(module: nn.Module, step: str) -> list[Place]:
-    """Globals, cells of closures and attributes of classes and Python modules that the step's code names, if they hold data."""
-    found = _Reach(module)
+def named_places(module: nn.Module, step: str, recorder: Recorder) -> list[Place]:
+    """Globals, cells of closures and attributes of classes and Python modules that the step's code names, and what code of objects
+    and functions names that `recorder` has found; if they hold data or functions."""
+    found = _Reach(module, {type(x) for x, _ in recorder.objects.values()})
+    for routine in recorder.routines:
+        found.follow(routine)
     found.follow(getattr(type(module), step, None))
     for name, value in vars(module).items():  # set on the object: self.training_step = ..., self.loss = lambda ...
         if inspect.isroutine(value) or name == step:
@@ -44,11 +49,11 @@ def named_places(module: nn.Module, step: str) -> list[Place]:
 
 
 class _Reach:
-    def __init__(self, module: nn.Module) -> None:
+    def __init__(self, module: nn.Module, others: Iterable[type]) -> None:
         self.places: dict[Any, Place] = {}
         self._seen: set[int] = set()
         self._waiting: list[types.FunctionType] = []
-        classes = (c for part in module.modules() for c in type(part).__mro__)
+        classes = (c for kind in (*map(type, module.modules()), *others) for c in kind.__mro__)
         self._classes: list[type] = list(dict.fromkeys(c for c in classes if not is_library(c.__module__)))
         self._named: set[str] = {"forward", "__call__"}
         self._holders: list[tuple[str, Any]] = []  # Python modules, of which the named attributes count
@@ -76,7 +81,8 @@ class _Reach:
                 self._read(self._waiting.pop())
             for where, holder in [*((c.__name__, c) for c in self._classes), *self._holders]:
                 for name in self._named & vars(holder).keys():
-                    self._take(Place(f"{where}.{name}", holder, name, item=False), vars(holder)[name])
+                    item = isinstance(holder, types.ModuleType)
+                    self._take(Place(f"{where}.{name}", vars(holder) if item else holder, name, item), vars(holder)[name])
 
     def _read(self, function: types.FunctionType) -> None:
         for cell, name in zip(function.__closure__ or (), function.__code__.co_freevars, strict=True):
@@ -90,11 +96,19 @@ class _Reach:
         if vars(function):
             self._holders.append((name, function))
         for kind, name in _instructions(function.__code__):
-            if kind in _ATTRIBUTES:
+            if kind in (*_ATTRIBUTES, _TEXT):
                 self._named.add(name)
-            elif name in function.__globals__:
+            if kind == _IMPORT:
+                self._take_module(name, function.__globals__.get("__package__"))
+            elif kind not in _ATTRIBUTES and name in function.__globals__:
                 place = Place(f"{name} ({function.__module__})", function.__globals__, name)
                 self._take(place, function.__globals__[name])
+
+    def _take_module(self, name: str, package: str | None) -> None:
+        """One that is imported inside of a function."""
+        for known in (name, f"{package}.{name}".rstrip(".")):
+            if known in sys.modules:
+                self._take(Place(known, sys.modules, known), sys.modules[known])
 
     def _take(self, place: Place, value: Any) -> None:
         if place.key in self.places:
@@ -111,11 +125,9 @@ class _Reach:
                 self._seen.add(id(value))
                 self._classes += [c for c in value.__mro__ if not is_library(c.__module__) and c not in self._classes]
             return
-        if self.follow(value):
-            if isinstance(value, types.FunctionType | functools.partial) or not isinstance(place.owner, type):
-                self.places[place.key] = place
-            return
-        if hasattr(type(value), "__get__"):
+        if self.follow(value) and isinstance(place.owner, type):
+            return  # methods are noted where they are read
+        if hasattr(type(value), "__get__") and not isinstance(value, types.FunctionType):
             return
         self.places[place.key] = place
         if not is_library(type(value).__module__):
@@ -136,8 +148,10 @@ def _instructions(code: types.CodeType) -> tuple[tuple[str, str], ...]:
 
     def within(code: types.CodeType) -> Iterator[tuple[str, str]]:
         for instruction in dis.get_instructions(code):
-            if instruction.opname in (*_ATTRIBUTES, *_GLOBALS):
+            if instruction.opname in (*_ATTRIBUTES, *_GLOBALS, _IMPORT):
                 yield instruction.opname, instruction.argval
+            elif instruction.opname == "LOAD_CONST" and isinstance(instruction.argval, str) and instruction.argval.isidentifier():
+                yield _TEXT, instruction.argval  # getattr(config, "beta"), globals()["BETA"]
         nested: Iterable[Any] = code.co_consts
         for constant in nested:
             if isinstance(constant, types.CodeType):

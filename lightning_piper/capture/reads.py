@@ -89,8 +89,12 @@ class Reads:
     @contextlib.contextmanager
     def tracing(self, module: nn.Module, step: str) -> Iterator[None]:
         """Around a trace: numbers that are inputs stand in their places, and reads can be recorded."""
-        named = named_places(module, step)
-        self._recorder = Recorder(module, self.guards, named)
+        self._recorder = recorder = Recorder(module, self.guards, self.inputs)
+        named, known = named_places(module, step, recorder), -1
+        while known != len(recorder.objects):  # what is found may have code that names more
+            known = len(recorder.objects)
+            recorder.find(named)
+            named = named_places(module, step, recorder)
         put: list[tuple[Place, Any]] = []
         try:
             for place in self._places.values():

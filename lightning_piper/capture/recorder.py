@@ -8,6 +8,7 @@ import inspect
 import sys
 import threading
 import types
+import weakref
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import Any
 
@@ -15,8 +16,10 @@ import torch
 from torch import nn
 
 from lightning_piper.capture import _torch
-from lightning_piper.capture.numbers import Number
+from lightning_piper.capture.numbers import Inputs, Number
 from lightning_piper.capture.places import ALL, VALUES, Guards, Place, is_sequence
+from lightning_piper.capture.source import user_line
+from lightning_piper.errors import CaptureError
 
 LIBRARIES = frozenset(sys.stdlib_module_names) | {
     "torch", "lightning", "pytorch_lightning", "lightning_fabric", "lightning_utilities", "numpy", "lightning_piper", "builtins",
@@ -29,6 +32,7 @@ _NOT_STATE = frozenset({
     "__class__", "_forward_hooks_always_called", *(f"{hooks}_with_kwargs" for hooks in _HOOKS),
 })  # fmt: skip
 HEAP_TYPE = 1 << 9  # Py_TPFLAGS_HEAPTYPE: a class that was made by Python code, and may be changed
+_SAME_EACH_TIME = (types.FunctionType, staticmethod, property)  # when it is read from the class
 MANY = 100_000  # objects that are looked through
 
 
@@ -39,18 +43,24 @@ def is_library(module: str | None) -> bool:
 class Recorder:
     """Attributes:
     objects: what a module's attributes, and other places, hold: id -> (object, how a user would name it).
+    routines: functions that they hold, hooks among them.
     """
 
-    def __init__(self, module: nn.Module, guards: Guards, roots: Iterable[Place] = ()) -> None:
-        self._guards = guards
+    def __init__(self, module: nn.Module, guards: Guards, inputs: Inputs) -> None:
+        self._guards, self._inputs = guards, inputs
         self.objects: dict[int, tuple[Any, str]] = {}
+        self.routines: list[Any] = []
         for path, part in module.named_modules():
             where = f"self.{path}" if path else "self"
             self._find(part, where)
-        for place in roots:
-            self._find(place.get(), place.where)
+        self._module, self._kind = module, type(module)
         self._thread = threading.get_ident()
         self._active = False
+
+    def find(self, places: Iterable[Place]) -> None:
+        """Look through what stands in further places."""
+        for place in places:
+            self._find(place.get(), place.where)
 
     def _find(self, value: Any, where: str) -> None:
         stack = [(value, where)]
@@ -64,12 +74,14 @@ class Recorder:
             elif is_sequence(value) or isinstance(value, set | frozenset):
                 self.objects[id(value)] = (value, where)
                 stack += [(x, f"{where}[{i}]") for i, x in enumerate(value)]
-            elif isinstance(value, types.MethodType):
-                stack.append((value.__self__, f"{where}.__self__"))
-            elif isinstance(value, functools.partial):
-                stack += [(value.func, where), (value.args, f"{where}.args"), (value.keywords, f"{where}.keywords")]
-            elif isinstance(value, nn.Module) or not (is_library(type(value).__module__) or inspect.isroutine(value)):
+            elif inspect.isroutine(value) or isinstance(value, functools.partial | weakref.ref):
                 self.objects[id(value)] = (value, where)
+                self.routines.append(value)
+                stack += [(x, f"{where}.{name}") for name, x in _parts(value)]
+            elif isinstance(value, nn.Module) or not is_library(type(value).__module__):
+                self.objects[id(value)] = (value, where)
+                if isinstance(value, nn.Module):
+                    self.routines += [hook for hooks in _HOOKS for hook in vars(value).get(hooks, {}).values()]
                 entries = getattr(value, "__dict__", {})
                 stack += [(x, f"{where}.{name}") for name, x in list(entries.items()) if name not in _NOT_STATE | {"_modules"}]
 
@@ -141,16 +153,29 @@ class Recorder:
                 if store[name] is None:
                     self._guards.note(Place(where, store, name))
                 return
-        holder = next((c for c in type(owner).__mro__ if name in vars(c)), None)
+        kind = self._kind if owner is self._module else type(owner)  # the module has a stand-in's, meanwhile
+        holder = next((c for c in kind.__mro__ if name in vars(c)), None)
         if holder is None:
             self._guards.note(Place(where, entries, name))  # it is missing, and may come
             return
-        value = vars(holder)[name]
-        if not hasattr(type(value), "__set__"):
-            self._guards.note(Place(where, entries, name))  # the object may get its own
-        if is_library(holder.__module__) or callable(value) or hasattr(value, "__get__"):
+        if is_library(holder.__module__) and name != "forward":
             return
-        self._guards.note(Place(f"{holder.__name__}.{name}", holder, name, item=False))
+        value = vars(holder)[name]
+        if isinstance(value, functools.cached_property) and self._inputs.given and not self._inputs.plain:
+            raise CaptureError(f"{user_line()}: {where} is computed and kept, while numbers stand for those that it is made of")
+        if not hasattr(type(value), "__set__") and not isinstance(value, functools.cached_property):
+            self._guards.note(Place(where, entries, name))  # it may come, and hide that of the class
+        if not is_library(holder.__module__) and (isinstance(value, _SAME_EACH_TIME) or not hasattr(value, "__get__")):
+            self._guards.note(Place(f"{holder.__name__}.{name}", holder, name, item=False))
+
+
+def _parts(value: Any) -> list[tuple[str, Any]]:
+    """What a method, a partial function or a weak reference reaches."""
+    if isinstance(value, weakref.ref):
+        return [("__call__()", value())]
+    if isinstance(value, functools.partial):
+        return [("func", value.func), ("args", value.args), ("keywords", value.keywords)]
+    return [("__self__", value.__self__)] if inspect.ismethod(value) else []
 
 
 @contextlib.contextmanager

@@ -1,0 +1,102 @@
+"""What it costs that a captured step looks at Python state: before every step its guards and tensors, now and then a trace.
+
+The module has about 500 submodules, as a GPT has them; then, the GPT of the examples, of which the traces of 1,000 steps are made.
+
+    python benchmarks/guards.py [--layers 49] [--steps 1000]
+"""
+
+from __future__ import annotations
+
+import argparse
+import statistics
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import lightning as L
+import torch
+from torch import Tensor, nn
+
+from lightning_piper.capture import CapturedStep, capture
+from lightning_piper.strategy.identities import Identities
+
+sys.path.insert(0, str(Path(__file__).parent.parent))
+from examples.gpt import CharGPT
+
+WIDTH = 8
+
+
+class Block(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.norm1, self.norm2 = nn.LayerNorm(WIDTH), nn.LayerNorm(WIDTH)
+        self.mixing = nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.Dropout(0.1))
+        self.feed = nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.GELU(), nn.Linear(WIDTH, WIDTH))
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = x + self.mixing(self.norm1(x))
+        return x + self.feed(self.norm2(x))
+
+
+class Many(L.LightningModule):
+    def __init__(self, layers: int) -> None:
+        super().__init__()
+        self.blocks = nn.ModuleList(Block() for _ in range(layers))
+
+    def training_step(self, batch: Tensor, batch_idx: int) -> Tensor:
+        for block in self.blocks:
+            batch = block(batch)
+        return batch.pow(2).mean()
+
+
+def microseconds(call: Callable[[], object], rounds: int = 200) -> float:
+    times = []
+    for _ in range(rounds):
+        start = time.perf_counter()
+        call()
+        times.append(time.perf_counter() - start)
+    return statistics.median(times) * 1e6
+
+
+def captured(module: L.LightningModule, batch: Any) -> tuple[CapturedStep, float]:
+    start = time.perf_counter()
+    step = capture(module, batch)
+    step.at(step.size)
+    return step, time.perf_counter() - start
+
+
+def identities(module: nn.Module) -> Identities:
+    places: dict[str, list[tuple[nn.Module, str]]] = {}
+    for path, part in module.named_modules():
+        for name in (*part._parameters, *part._buffers):
+            places[f"{path}.{name}".lstrip(".")] = [(part, name)]
+    return Identities(SimpleNamespace(places=places, layout=SimpleNamespace(is_sharded=lambda name: False)))  # type: ignore[arg-type]
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--layers", type=int, default=49)
+    parser.add_argument("--steps", type=int, default=1000)
+    given = parser.parse_args()
+    torch.set_num_threads(1)
+    gpt = CharGPT()
+    text = torch.zeros(32, 128, dtype=torch.long)
+    retraced = sum(i & (i - 1) == 0 for i in range(1, given.steps))
+    print("module      submodules   guards   always   capture s   hold us   follow us   traced again   seconds of it")
+    for name, module, batch in (("many", Many(given.layers), torch.randn(4, WIDTH)), ("gpt", gpt, (text, text))):
+        step, seconds = captured(module, batch)
+        start = time.perf_counter()
+        for _ in range(retraced if name == "gpt" else 1):
+            step.retrace()
+        again = time.perf_counter() - start
+        assert step.reads.hold()
+        guards, follow = step.reads.guards, identities(module).follow
+        print(f"{name:10} {len(list(module.modules())):11} {len(guards.by_key):8} {len(guards._always):8} {seconds:11.2f} "
+              f"{microseconds(step.reads.hold):9.1f} {microseconds(follow):11.1f} {retraced if name == 'gpt' else 1:14} {again:15.2f}")  # fmt: skip
+
+
+if __name__ == "__main__":
+    main()
