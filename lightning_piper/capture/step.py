@@ -117,6 +117,12 @@ class CapturedStep:
                 return traced, batch + numbers, step
 
     @property
+    def said(self) -> Text:
+        """What the step says, operation by operation, where it was traced first."""
+        assert self._first is not None
+        return self._first[1]
+
+    @property
     def text(self) -> str:
         """What the step says, where it was traced first: equal for the same step, on any process."""
         assert self._first is not None

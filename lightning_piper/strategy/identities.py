@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 from torch import nn
 
@@ -32,11 +34,12 @@ class Identities:
         self._sharded = [(i, storage_id(self._tensors[i])) for i in sharded]
         self._names_in = {id(store): {name for name, x in store.items() if x is not None} for store in self._stores}
         self._module = module
-        self._parts = [part._modules for part in self._module.modules()]
-        self._versions = self._written()
+        self._watched = self._all_dicts()
+        self._versions = list(map(dict_version, self._watched))
 
-    def _written(self) -> list[int]:
-        return [*map(dict_version, self._stores), *map(dict_version, self._parts)]
+    def _all_dicts(self) -> list[dict[str, Any]]:
+        """Also those without tensors: some may come."""
+        return [d for part in self._module.modules() for d in (part._modules, part._parameters, part._buffers)]
 
     def follow(self) -> None:
         """Before a step: let the bound tensors have the values that stand in the module.
@@ -44,11 +47,11 @@ class Identities:
         Raises:
             PiperError: they cannot; names the parameter or buffer.
         """
-        if self._written() != self._versions:
+        if list(map(dict_version, self._watched)) != self._versions:
             self._put_back()
             self._check_parts()
-            self._parts = [part._modules for part in self._module.modules()]
-            self._versions = self._written()
+            self._watched = self._all_dicts()
+            self._versions = list(map(dict_version, self._watched))
         if list(map(torch.Tensor.data_ptr, self._tensors)) != self._pointers:
             self._take_over()
         for i, storage in self._sharded:

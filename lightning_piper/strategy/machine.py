@@ -11,6 +11,7 @@ from typing import Any
 
 import torch
 
+from lightning_piper.capture import difference
 from lightning_piper.compiler import Compiled
 from lightning_piper.directives import Directive
 from lightning_piper.errors import PiperError
@@ -92,9 +93,11 @@ class Machine:
                 raise of_rank(rank, PiperError(f"rank {rank}: {problem}"))
         together = self._world.replicas if apart else (0,) * len(found)
         if len(set(zip(together, found, strict=True))) > len(set(together)):
+            texts = self._world.gather(step.said)
+            where = next((f": {d}" for text in texts if (d := difference(texts[0], text)) is not None), "")
             raise PiperError(
                 "the processes compiled different plans, or their modules differ in names or shapes, or in what the step reads in "
-                "Python. Build the module in the same way in every process, not depending on the rank"
+                f"Python{where}. Build the module in the same way in every process, not depending on the rank"
             )
         return compiled
 
