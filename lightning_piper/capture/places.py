@@ -180,12 +180,12 @@ class Guard:
         value = place.get()
         return cls(place, form_of(value, loose), value, loose)
 
-    @property
+    @functools.cached_property
     def mutable(self) -> bool:
         """May what counts change without the place being written to?"""
         if self.place.name is ALL:
             return False
-        return not isinstance(self.value, VALUES) and not isinstance(self.form, _Same) and self.value is not MISSING
+        return not _is_fixed(self.value) and not isinstance(self.form, _Same) and self.value is not MISSING
 
     def now(self) -> Any:
         return form_of(self.place.get(), self.loose)
@@ -193,6 +193,10 @@ class Guard:
     def holds(self) -> bool:
         value = self.place.get()
         return (value is self.value and not self.mutable) or form_of(value, self.loose) == self.form
+
+
+def _is_fixed(value: Any) -> bool:
+    return isinstance(value, VALUES) or (isinstance(value, tuple) and all(map(_is_fixed, value)))
 
 
 def changed_numbers(guard: Guard) -> Iterator[Path]:

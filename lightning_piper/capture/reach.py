@@ -117,7 +117,7 @@ class _Reach:
                 self._seen.add(id(value))
                 self._classes += [c for c in value.__mro__ if not is_library(c.__module__) and c not in self._classes]
             return
-        if self.follow(value) and not place.item:
+        if self.follow(value) and not place.item and place.name != "__call__":
             return  # methods are noted where they are read
         if isinstance(value, nn.Module) or (hasattr(type(value), "__get__") and not isinstance(value, types.FunctionType)):
             return
