@@ -75,15 +75,47 @@ def _imports(self: Any, x: Tensor) -> Tensor:
 
 
 CHANGES: dict[str, tuple[Any, dict[str, Any], Any]] = {
-    "a method, on the object": (lambda self, x: self(x), {}, lambda m, p: p.setattr(m, "forward", torch.tanh)),
-    "a helper": (lambda self, x: helper(x), {}, lambda m, p: p.setitem(globals(), "helper", torch.tanh)),
-    "an object that is called": (lambda self, x: self.scale(x), {"scale": Scale()}, lambda m, p: p.setattr(m.scale, "factor", 3.0)),
-    "its method": (lambda self, x: self.scale(x), {"scale": Scale()}, lambda m, p: p.setattr(Scale, "__call__", lambda self, x: x)),
-    "what its method names": (lambda self, x: self.scale(x), {"scale": Scale()}, lambda m, p: p.setitem(globals(), "FACTOR", 3.0)),
-    "in a list": (lambda self, x: self.all[0](x), {"all": [Scale()]}, lambda m, p: p.setattr(m.all[0], "factor", 3.0)),
-    "a bound method": (lambda self, x: self.call(x), {"call": Scale().__call__}, lambda m, p: p.setattr(m.call.__self__, "factor", 3.0)),
+    "a method, on the object": (
+        lambda self, x: self(x),
+        {},
+        lambda m, p: p.setattr(m, "forward", torch.tanh),
+    ),
+    "a helper": (
+        lambda self, x: helper(x),
+        {},
+        lambda m, p: p.setitem(globals(), "helper", torch.tanh),
+    ),
+    "an object that is called": (
+        lambda self, x: self.scale(x),
+        {"scale": Scale()},
+        lambda m, p: p.setattr(m.scale, "factor", 3.0),
+    ),
+    "its method": (
+        lambda self, x: self.scale(x),
+        {"scale": Scale()},
+        lambda m, p: p.setattr(Scale, "__call__", lambda self, x: x),
+    ),
+    "what its method names": (
+        lambda self, x: self.scale(x),
+        {"scale": Scale()},
+        lambda m, p: p.setitem(globals(), "FACTOR", 3.0),
+    ),
+    "in a list": (
+        lambda self, x: self.all[0](x),
+        {"all": [Scale()]},
+        lambda m, p: p.setattr(m.all[0], "factor", 3.0),
+    ),
+    "a bound method": (
+        lambda self, x: self.call(x),
+        {"call": Scale().__call__},
+        lambda m, p: p.setattr(m.call.__self__, "factor", 3.0),
+    ),
     "an import in the function": (_imports, {}, lambda m, p: p.setitem(globals(), "FACTOR", 3.0)),
-    "a namespace": (lambda self, x: x * self.space.k, {"space": SimpleNamespace(k=1.0)}, lambda m, p: p.setattr(m.space, "k", 2.0)),
+    "a namespace": (
+        lambda self, x: x * self.space.k,
+        {"space": SimpleNamespace(k=1.0)},
+        lambda m, p: p.setattr(m.space, "k", 2.0),
+    ),
 }
 
 
