@@ -94,8 +94,9 @@ def main() -> None:
         again = time.perf_counter() - start
         assert step.reads.hold()
         guards, follow = step.reads.guards, identities(module).follow
-        print(f"{name:10} {len(list(module.modules())):11} {len(guards.by_key):8} {len(guards._always):8} {seconds:11.2f} "
-              f"{microseconds(step.reads.hold):9.1f} {microseconds(follow):11.1f} {retraced if name == 'gpt' else 1:14} {again:15.2f}")  # fmt: skip
+        size = f"{len(list(module.modules())):11} {len(guards.by_key):8} {len(guards._always):8}"
+        costs = f"{seconds:11.2f} {microseconds(step.reads.hold):9.1f} {microseconds(follow):11.1f}"
+        print(f"{name:10} {size} {costs} {retraced if name == 'gpt' else 1:14} {again:15.2f}", flush=True)
 
 
 if __name__ == "__main__":

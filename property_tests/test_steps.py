@@ -110,4 +110,5 @@ def test_without_guards_a_difference_is_found() -> None:
         except Exception:
             return False
 
-    find(drawn_steps(), wrong, settings=settings(max_examples=40, derandomize=True, deadline=None, database=None, phases=[Phase.generate]))
+    quick = settings(max_examples=40, derandomize=True, deadline=None, database=None, phases=[Phase.generate])
+    find(drawn_steps(), wrong, settings=quick)

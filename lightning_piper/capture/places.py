@@ -193,7 +193,7 @@ class Guard:
         value = place.get()
         return cls(place, form_of(value, loose), value, loose)
 
-    @property
+    @functools.cached_property
     def mutable(self) -> bool:
         """May what counts change without the place being written to?"""
         if self.place.name is ALL or _is_fixed(self.value):
@@ -206,6 +206,10 @@ class Guard:
     def holds(self) -> bool:
         value = self.place.get()
         return (value is self.value and not self.mutable) or form_of(value, self.loose) == self.form
+
+
+def _is_fixed(value: Any) -> bool:
+    return isinstance(value, VALUES) or (isinstance(value, tuple) and all(map(_is_fixed, value)))
 
 
 def changed_numbers(guard: Guard) -> Iterator[Path]:

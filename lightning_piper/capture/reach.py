@@ -125,7 +125,7 @@ class _Reach:
                 self._seen.add(id(value))
                 self._classes += [c for c in value.__mro__ if not is_library(c.__module__) and c not in self._classes]
             return
-        if self.follow(value) and isinstance(place.owner, type):
+        if self.follow(value) and isinstance(place.owner, type) and place.name != "__call__":
             return  # methods are noted where they are read
         if hasattr(type(value), "__get__") and not isinstance(value, types.FunctionType):
             return

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections import ChainMap
+from types import MappingProxyType, SimpleNamespace
 from typing import Any
 
 import lightning as L
@@ -9,7 +11,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from lightning_piper.capture import CapturedStep, capture
+from lightning_piper.capture import CapturedStep, History, capture
 
 BATCH = torch.ones(2, 3, dtype=torch.float64)
 
@@ -44,3 +46,129 @@ def test_a_change_is_seen_whenever_guards_are_first_compared(asked_before: bool)
     assert not reads.hold()
     module.beta = 0.5
     assert reads.hold()
+
+
+class Scale:
+    """A loss function, say: an object that is called."""
+
+    factor = 2.0
+
+    def __call__(self, x: Tensor) -> Tensor:
+        return x * self.factor * FACTOR
+
+
+FACTOR = 1.0
+
+
+def helper(x: Tensor) -> Tensor:
+    return x * 2
+
+
+def hook(module: nn.Module, args: Any, out: Tensor) -> Tensor:
+    return out * FACTOR
+
+
+def _imports(self: Any, x: Tensor) -> Tensor:
+    from tests.capture import test_guards as here
+
+    return x * getattr(here, "FACTOR")  # noqa: B009
+
+
+CHANGES: dict[str, tuple[Any, dict[str, Any], Any]] = {
+    "a method, on the object": (
+        lambda self, x: self(x),
+        {},
+        lambda m, p: p.setattr(m, "forward", torch.tanh),
+    ),
+    "a helper": (
+        lambda self, x: helper(x),
+        {},
+        lambda m, p: p.setitem(globals(), "helper", torch.tanh),
+    ),
+    "an object that is called": (
+        lambda self, x: self.scale(x),
+        {"scale": Scale()},
+        lambda m, p: p.setattr(m.scale, "factor", 3.0),
+    ),
+    "its method": (
+        lambda self, x: self.scale(x),
+        {"scale": Scale()},
+        lambda m, p: p.setattr(Scale, "__call__", lambda self, x: x),
+    ),
+    "what its method names": (
+        lambda self, x: self.scale(x),
+        {"scale": Scale()},
+        lambda m, p: p.setitem(globals(), "FACTOR", 3.0),
+    ),
+    "in a list": (
+        lambda self, x: self.all[0](x),
+        {"all": [Scale()]},
+        lambda m, p: p.setattr(m.all[0], "factor", 3.0),
+    ),
+    "a bound method": (
+        lambda self, x: self.call(x),
+        {"call": Scale().__call__},
+        lambda m, p: p.setattr(m.call.__self__, "factor", 3.0),
+    ),
+    "an import in the function": (_imports, {}, lambda m, p: p.setitem(globals(), "FACTOR", 3.0)),
+    "a namespace": (
+        lambda self, x: x * self.space.k,
+        {"space": SimpleNamespace(k=1.0)},
+        lambda m, p: p.setattr(m.space, "k", 2.0),
+    ),
+}
+
+
+class Called(Module):
+    def forward(self, x: Tensor) -> Tensor:
+        return x * 2
+
+
+@pytest.mark.parametrize("name", CHANGES)
+def test_what_a_step_calls_is_guarded(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    body, state, change = CHANGES[name]
+    module = Called(body, **state)
+    reads = captured(module).reads
+    module.unread = 1
+    assert reads.hold()
+    change(module, monkeypatch)
+    assert not reads.hold()
+
+
+def steps(module: Module, values: list[Any], put: Any) -> list[CapturedStep]:
+    """The capture that serves each of the values, as the strategy looks for it."""
+    history, found = History(), []
+    for value in values:
+        put(module, value)
+        serving = next((x for x in found if x.reads.hold()), None)
+        if serving is None:
+            if found:
+                history.learn(found[-1].reads)
+            serving = capture(module, BATCH, history=history)
+            serving.at(2)
+        else:
+            serving.retrace()
+        found.append(serving)
+    return found
+
+
+def test_a_number_that_is_an_input_may_become_something_else() -> None:
+    module = Module(lambda self, x: x * 7 if self.k is None else x * self.k, k=0.1)
+    found = steps(module, [0.1, 0.2, 0.3, 0.4, None, 0.5, None, 2], lambda m, value: setattr(m, "k", value))
+    # Two values, the input, and nothing, which is no number; an int is another kind of number.
+    assert [found.index(x) for x in found] == [0, 1, 2, 2, 4, 2, 4, 7]
+
+
+def test_a_capture_from_before_a_number_was_an_input_is_traced_as_it_was() -> None:
+    module = Module(lambda self, x: sum(x * self.k for _ in range(self.k)), k=1)
+    found = steps(module, [1, 2, 3, 1, 2, 3, 4], lambda m, value: setattr(m, "k", value))
+    assert [found.index(x) for x in found] == [0, 1, 2, 0, 1, 2, 6]
+
+
+@pytest.mark.parametrize("kind", [ChainMap, MappingProxyType])
+def test_containers_that_write_elsewhere_are_left_alone(kind: Any) -> None:
+    base = {"k": 0.5}
+    module = Module(lambda self, x: x * self.table["k"], table=kind(base))
+    found = steps(module, [0.1, 0.2, 0.3, 0.4], lambda m, value: base.__setitem__("k", value))
+    assert len(set(map(id, found))) == 4 and base == {"k": 0.4}
+    assert kind is not ChainMap or module.table.maps == [base]
