@@ -171,7 +171,7 @@ def shown(form: Any) -> str:
 
 def _is_fixed(value: Any) -> bool:
     """A value that cannot change: a number, a text, or a tuple of such, as `normalized_shape` of a layer norm."""
-    return isinstance(value, VALUES) or (type(value) is tuple and all(map(_is_fixed, value)))
+    return isinstance(value, VALUES) or (isinstance(value, tuple) and all(map(_is_fixed, value)))
 
 
 @dataclass(eq=False)
@@ -206,10 +206,6 @@ class Guard:
     def holds(self) -> bool:
         value = self.place.get()
         return (value is self.value and not self.mutable) or form_of(value, self.loose) == self.form
-
-
-def _is_fixed(value: Any) -> bool:
-    return isinstance(value, VALUES) or (isinstance(value, tuple) and all(map(_is_fixed, value)))
 
 
 def changed_numbers(guard: Guard) -> Iterator[Path]:

@@ -24,6 +24,7 @@ from lightning_piper.ir.dag import TrainingDAG
 from lightning_piper.runtime import StepResult
 from lightning_piper.strategy.agreement import agree_on_batch, draw_seed
 from lightning_piper.strategy.engine import family, warn_of_many_layouts
+from lightning_piper.strategy.identities import Identities
 from lightning_piper.strategy.machine import Context, Machine, Prepared, Settings
 from lightning_piper.strategy.materialize import Known, is_on_meta, materialize, places_of, tensor_at
 from lightning_piper.strategy.ownership import UNREAD, Ownership, parts_of
@@ -37,6 +38,7 @@ SEEDS = 2**61  # away from those of the training steps
 class Evaluation:
     """Attributes:
     machine: on which the steps run.
+    follow: called before each step: lets the tensors that it works on have the values that hooks may have put into the module.
 
     Args:
         module: whose steps are run; parts of it may be on other processes.
@@ -56,6 +58,7 @@ class Evaluation:
         self._seeds = itertools.count(seed ^ SEEDS)
         self._variants: dict[tuple[str, int | None], Variants] = {}  # by method and loader
         self._prepared: dict[tuple[int, Hashable], Prepared] = {}  # by number of the capture, and by step and layout
+        self.follow: Callable[[], None] = lambda: None
         self._steps = 0
         self._batches: list[list[float]] = []  # of each process, of each of its loaders
         self._seen: Counter[int] = Counter()
@@ -114,6 +117,7 @@ class Evaluation:
     def _run(
         self, variants: Variants, name: str, leaves: Sequence[torch.Tensor], layout: BatchLayout, dataloader_idx: int | None
     ) -> tuple[Prepared, StepResult]:
+        self.follow()
         captured = variants.find(family(layout))
         what = (name, dataloader_idx, layout.key)
         lacks = captured is None or (variants.number, what) not in self._prepared
@@ -192,6 +196,7 @@ class Standalone:
         check_devices(first, self.world)
         self._ownership = own = self._distribute(Ownership(self.module, first, self.world, spare_everywhere=True))
         self.evaluation.machine.bind(first, own.owned_params, own.owned_buffers, own.shards, own.layout)
+        self.evaluation.follow = Identities(self.module, own).follow
 
     def _distribute(self, own: Ownership) -> Ownership:
         before = parts_of(self.module)

@@ -73,10 +73,11 @@ class Fit:
         _count_replicas(module.trainer, world)
         self.ownership = before.distribute(self.engine.first)
         self.engine.bind(self.ownership)
+        self._identities = Identities(module, self.ownership)
         self.evaluation = Evaluation(module, self.engine.machine, settings, world, self.seed, self.engine.first.dag)
+        self.evaluation.follow = self._identities.follow
         for program in [*before.programs, *before.evaluation.programs]:
             self.engine.machine.check_held(program, alone=True)
-        self._identities = Identities(module, self.ownership)
         self._bridge = Bridge(self.ownership.owned_params, world.device, absent(self.ownership, self.engine.first))
         self._factor = self._bridge.factor
         self._epoch = -1
@@ -131,6 +132,7 @@ class Fit:
         self.optimizer.check_groups_stay()
         self.ownership.check_unwritten()
         self._identities.follow()
+        self._identities.check_trained()
         variants, captured = self.engine.variants, self.engine.find(self._layout, batch_idx)
         if not self._posted or variants.number != 0:  # the first batch was compared before it was captured
             self._compare(variants.number, variants.state(captured))

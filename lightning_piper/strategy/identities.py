@@ -61,6 +61,13 @@ class Identities:
                     "pieces, which do not follow. Change the pieces, in the groups of trainer.optimizers, or drop shard_params for "
                     "its region"
                 )
+
+    def check_trained(self) -> None:
+        """Before a training step.
+
+        Raises:
+            PiperError: another set of parameters is to be trained than the captured step trains.
+        """
         if [x.requires_grad for x in self._tensors] != self._trained:
             name = next(n for n, x, was in zip(self._names, self._tensors, self._trained, strict=True) if x.requires_grad != was)
             raise PiperError(

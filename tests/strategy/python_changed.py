@@ -86,15 +86,6 @@ class PrunedLate(Net):
             prune.l1_unstructured(self.first, "weight", amount=0.5)
 
 
-class PrunedBefore(Net):
-    """A hook of torch's writes the pruned weight to an attribute in each step."""
-
-    refused = r"changes self\.first\.weight"
-
-    def build(self) -> None:
-        prune.l1_unstructured(self.first, "weight", amount=0.5)
-
-
 class Pruning(Net):
     """Prunes after each epoch."""
 
