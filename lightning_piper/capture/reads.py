@@ -9,6 +9,7 @@ import types
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -16,7 +17,7 @@ import torch
 from torch import nn
 
 from lightning_piper.capture import _torch
-from lightning_piper.capture.numbers import Inputs
+from lightning_piper.capture.numbers import Answer, Inputs
 from lightning_piper.capture.places import GENERATORS, Guard, Guards, Place, changed_numbers, form_of, shown
 from lightning_piper.capture.reach import is_users, named_places
 from lightning_piper.capture.recorder import Recorder
@@ -24,6 +25,12 @@ from lightning_piper.capture.source import shown_line
 from lightning_piper.capture.unchanged import Refusing, changes
 from lightning_piper.errors import CaptureError
 
+# What of torch's own state decides which operations a step is made of.
+_OF_TORCH: dict[str, Callable[[], Any]] = {
+    "torch.get_default_dtype()": torch.get_default_dtype,
+    **{f"torch.is_autocast_enabled({kind!r})": partial(torch.is_autocast_enabled, kind) for kind in ("cpu", "cuda")},
+    **{f"torch.get_autocast_dtype({kind!r})": partial(torch.get_autocast_dtype, kind) for kind in ("cpu", "cuda")},
+}
 BECOMES_INPUT = 2  # changes of a number after which it is an input of the graph
 
 
@@ -102,6 +109,8 @@ class Reads:
                     value = place.get()
                     place.put(self.inputs.source(place.key, place.where, place.get))
                     put.append((place, value))
+            for where, ask in _OF_TORCH.items():
+                self.inputs.answers.setdefault(("torch", where), Answer(where, ask, ask()))
             for where, hooks in _torch.global_hooks().items():
                 self.guards.note_hooks(where, hooks)
             for place in named:

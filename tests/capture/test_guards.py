@@ -172,3 +172,18 @@ def test_containers_that_write_elsewhere_are_left_alone(kind: Any) -> None:
     found = steps(module, [0.1, 0.2, 0.3, 0.4], lambda m, value: base.__setitem__("k", value))
     assert len(set(map(id, found))) == 4 and base == {"k": 0.4}
     assert kind is not ChainMap or module.table.maps == [base]
+
+
+def test_torchs_own_state_is_guarded() -> None:
+    """It decides which operations a step is made of."""
+    reads = captured(Module(lambda self, x: x * 2)).reads
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        assert not reads.hold()
+    assert reads.hold()
+    before = torch.get_default_dtype()
+    torch.set_default_dtype(torch.float64 if before != torch.float64 else torch.float32)
+    try:
+        assert not reads.hold()
+    finally:
+        torch.set_default_dtype(before)
+    assert reads.hold()

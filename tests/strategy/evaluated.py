@@ -56,13 +56,14 @@ class Net(L.LightningModule):
         self.first = nn.Sequential(nn.Linear(8, 16), nn.Tanh(), nn.Dropout(0.0))
         self.second = nn.Sequential(nn.Dropout(0.0), nn.Linear(16, 4))
         self.unused = nn.Linear(3, 3)
+        self.register_buffer("shift", torch.zeros(16))
         self.mean_output, self.mean_target = MeanMetric(), MeanMetric()
         self.outputs: list[Any] = []
         self.rates: list[float] = []
 
     def forward(self, x: Tensor) -> Tensor:
         with piper.annotate("PP", 0):
-            hidden = self.first(x)
+            hidden = self.first(x) + self.shift
         with piper.annotate("PP", 1):
             return self.second(hidden)
 
@@ -71,6 +72,9 @@ class Net(L.LightningModule):
         out = self(x)
         with piper.annotate("PP", 1):
             return F.mse_loss(out, y)
+
+    def on_validation_start(self) -> None:
+        self.shift = self.shift + 0.25  # another tensor, which the plans have to follow
 
     def validation_step(self, batch: Any, batch_idx: int, dataloader_idx: int = 0) -> dict[str, Any]:
         x, y = batch
