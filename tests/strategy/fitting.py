@@ -81,7 +81,7 @@ def trace(
     """Trace a step before ranks are forked, so that none of them has to.
 
     Args:
-        kind: the method, and for one that is not `training_step` the index of its loader.
+        kind: the method, and for one that is not `training_step` the index of its loader, None where there is one.
         sizes: of batches and of their parts, the largest first, which is that of `batch`.
         degrees: over how many devices experts are divided: one sample of each.
     """

@@ -230,7 +230,7 @@ def trace_all(names: list[str], folder: Path) -> None:
     for precision in ("64-true", "bf16-mixed"):
         trace(net(), data(8, 0)[:], (8, 4, 2, 1), "training_step", precision=precision)
         for name in ("validation_step", "test_step", "predict_step")[: 3 if precision == "64-true" else 1]:
-            trace(net(), data(8, 0)[:], (8, 6, 4, 3), name, 0, precision=precision)
+            trace(net(), data(8, 0)[:], (8, 6, 4, 3), name, None, precision=precision)
 
 
 @sharing_captures

@@ -253,7 +253,7 @@ def trace_all(jobs: Iterable[Job], folder: Path) -> None:
         module.configure_model()
         trace(module, batch, (8, 4, 2), "training_step")
     for module in (Net(), Hooked()):
-        trace(module, batch, (8, 4), "validation_step", 0)
+        trace(module, batch, (8, 4), "validation_step", None)
 
 
 def train(rank: int, jobs: Iterable[Job], folder: Path) -> dict[str, Any]:

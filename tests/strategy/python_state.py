@@ -6,7 +6,7 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from datetime import timedelta
 from typing import Any, ClassVar
 from unittest import mock
@@ -194,11 +194,12 @@ def ways(name: str) -> list[str]:
     return [over[list(rows()).index(name) % len(over)]]
 
 
-def train_all(rank: int) -> dict[str, dict[str, Outcome]]:
-    """One process's side of all rows over processes. What one capture says against another is looked at in one process, but where
+def train_all(rank: int, names: Sequence[str]) -> dict[str, dict[str, Outcome]]:
+    """One process's side of these rows over processes. What one capture says against another is looked at in one process, but where
     it is the point."""
     found = {}
-    for name, row in rows().items():
+    for name in names:
+        row = rows()[name]
         retraced = row.refused is not None and "what was captured" in row.refused
         with contextlib.nullcontext() if retraced else mock.patch.object(CapturedStep, "retrace", lambda self: None):
             found[name] = {way: train(row, way, rank=rank) for way in ways(name)}

@@ -83,6 +83,7 @@ def test_all_processes_log_the_same_bits(name, ranks):
 def test_what_a_step_returns_reaches_every_process_of_its_replica(name, ranks, plain):
     """A pipeline has the very bits; of a replica, what the module makes of its batches."""
     module, replicas = net(dropout=0.5).eval(), PROGRAMS[name][1]
+    module.on_validation_start()
     for rank, seen in enumerate(ranks(name)):
         replica = rank * replicas // len(ranks(name))
         wanted = []

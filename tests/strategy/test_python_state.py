@@ -8,10 +8,19 @@ from datetime import timedelta
 import pytest
 
 from tests.distributed.processes import launch_trainings
+from tests.groups import marked, on_demand
 from tests.strategy import python_state
 from tests.strategy.fitting import apart
 
 ROWS = python_state.rows()
+APART = [name for name in ROWS if python_state.ways(name)]
+# One of each kind; the others are more of the same.
+QUICK_APART = ["ForwardHook", "Pruning", "BufferReplaced", "BufferIsNone", "TargetReplaced", "BatchNorm", "GlobalStep",
+               "RateOfTheScheduler", "DrawnByNumpy", "Clock", "GlobalNumber", "List", "Float"]  # fmt: skip
+QUICK = [*QUICK_APART, "ParameterReplaced", "LayerReplaced", "ForwardReplaced", "Frozen", "BatchIdxInIf", "LogNamedByEpoch",
+         "Metrics", "Cosine", "Appends", "IncrementsAGlobal", "SetsAnAttributeOfTheTrainer",
+         "ReadsAGradient", "Dict", "Array", "Closure",
+         "ClassAttribute", "Partial", "Bool", "DropoutP", "Hparams", "Dataclass", "Slots", "Cached"]  # fmt: skip
 ROUNDING = 1e-14  # of the largest value of a tensor. Measured: 4.2e-16
 WRONG = 1e-3  # measured, of the controls: 0.01 and more
 
@@ -30,7 +39,11 @@ def plain():
 
 @pytest.fixture(scope="module")
 def ranks(tmp_path_factory):
-    return launch_trainings(2, python_state.train_all, tmp_path_factory.mktemp("state"), limit=timedelta(seconds=280))
+    def run(names):
+        found = launch_trainings(2, python_state.train_all, tmp_path_factory.mktemp("state"), names, limit=timedelta(seconds=400))
+        return {name: [rank[name] for rank in found] for name in names}
+
+    return on_demand([QUICK_APART, [name for name in APART if name not in QUICK_APART]], run)
 
 
 def furthest(found, wanted):
@@ -53,7 +66,7 @@ def check(name, way, found, plain):
     assert found["captures"] <= row.captures
 
 
-@pytest.mark.parametrize("name", [name for name, row in ROWS.items() if "local" in row.ways])
+@pytest.mark.parametrize("name", marked([name for name, row in ROWS.items() if "local" in row.ways], QUICK))
 def test_in_one_process(name, plain):
     check(name, "local", python_state.train(ROWS[name], "local"), plain)
     if ROWS[name].error("local") is None:  # what is not followed, or not changed, shows
@@ -62,9 +75,9 @@ def test_in_one_process(name, plain):
         assert furthest(control, plain(name)) > WRONG
 
 
-@pytest.mark.parametrize("name", [name for name in ROWS if python_state.ways(name)])
+@pytest.mark.parametrize("name", marked(APART, QUICK_APART))
 def test_over_processes(name, ranks, plain):
-    for rank in ranks:
-        assert rank[name].keys() == set(python_state.ways(name))
-        for way, found in rank[name].items():
+    for rank in ranks(name):
+        assert rank.keys() == set(python_state.ways(name))
+        for way, found in rank.items():
             check(name, way, found, plain)
