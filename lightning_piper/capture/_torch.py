@@ -21,6 +21,7 @@
 - `torch.nn.modules.module._global_forward_hooks` and its kin: the hooks of all modules.
 - `torch.utils._python_dispatch._disable_current_modes`: code inside sees real tensors, also while a step is traced.
 - `UntypedStorage._cdata`: its address.
+- `torch.utils._pytree`: takes nested arguments of an operation apart, and puts them together.
 - `torch.nn.utils.clip_grad._get_total_norm`: what `clip_grad_norm_`, wherever it was imported, measures gradients with.
 - `Tensor._backward_hooks`, `Tensor._post_accumulate_grad_hooks`: what `register_hook` and its kin have registered.
 - `node.meta["partitioner_tag"]`: `is_backward` on nodes traced by autograd; `node.meta["seq_nr"]`: the same number on a
@@ -61,6 +62,7 @@ from torch.nn.utils.prune import BasePruningMethod
 from torch.nn.utils.spectral_norm import SpectralNorm
 from torch.nn.utils.weight_norm import WeightNorm
 from torch.utils._python_dispatch import _disable_current_modes
+from torch.utils._pytree import tree_flatten, tree_unflatten
 
 __all__ = [
     "NEWEST_TRIED",
@@ -89,6 +91,8 @@ __all__ = [
     "sequence_number",
     "storage_id",
     "total_norm_replaced",
+    "tree_flatten",
+    "tree_unflatten",
     "warn_if_newer_torch",
     "with_data",
 ]

@@ -22,8 +22,8 @@ from typing import Any
 from unittest import mock
 
 import torch
-from torch.utils import _pytree as pytree
 
+from lightning_piper.capture import _torch
 from lightning_piper.ir.values import TensorSpec
 
 # Operations whose results are the same bits for a number and for a tensor without dimensions.
@@ -138,7 +138,7 @@ class Number:
     def __torch_function__(
         cls, function: Callable[..., Any], types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
-        leaves, tree = pytree.tree_flatten((args, kwargs or {}))
+        leaves, tree = _torch.tree_flatten((args, kwargs or {}))
         tensors = [x for x in leaves if isinstance(x, torch.Tensor)]
         fits = function in _TENSOR_OPERATIONS and tensors and not kwargs
         # Beside a tensor without dimensions, another one would decide on the dtype, as no Python number does.
@@ -153,7 +153,7 @@ class Number:
                 return x.value
             return x.inputs.tensor(x, _dtype_beside(x.value, tensors)).to(tensors[0].device) if fits else x.ask()
 
-        args, kwargs = pytree.tree_unflatten([known(x) for x in leaves], tree)
+        args, kwargs = _torch.tree_unflatten([known(x) for x in leaves], tree)
         result = function(*args, **kwargs)
         return result.reshape(()) if single else result
 
