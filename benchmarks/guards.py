@@ -73,7 +73,8 @@ def identities(module: nn.Module) -> Identities:
     for path, part in module.named_modules():
         for name in (*part._parameters, *part._buffers):
             places[f"{path}.{name}".lstrip(".")] = [(part, name)]
-    return Identities(SimpleNamespace(places=places, layout=SimpleNamespace(is_sharded=lambda name: False)))  # type: ignore[arg-type]
+    held = SimpleNamespace(places=places, layout=SimpleNamespace(is_sharded=lambda name: False))
+    return Identities(module, held)  # type: ignore[arg-type]
 
 
 def main() -> None:
