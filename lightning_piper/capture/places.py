@@ -161,14 +161,6 @@ class _Same:
         return f"a {type(self.value).__name__}"
 
 
-def shown(form: Any) -> str:
-    """A form in an error."""
-    if isinstance(form, tuple) and len(form) == 2 and isinstance(form[0], type):
-        text = repr(form[1]) if not isinstance(form[1], tuple | frozenset) else f"a {form[0].__name__}"
-        return text if form[0] in (int, str, bool, type(None)) else text.strip("'")
-    return repr(form) if isinstance(form, str | _Same) else "another content"
-
-
 def _is_fixed(value: Any) -> bool:
     """A value that cannot change: a number, a text, or a tuple of such, as `normalized_shape` of a layer norm."""
     return isinstance(value, VALUES) or (isinstance(value, tuple) and all(map(_is_fixed, value)))

@@ -18,7 +18,7 @@ from torch import nn
 
 from lightning_piper.capture import _torch
 from lightning_piper.capture.numbers import Answer, Inputs
-from lightning_piper.capture.places import GENERATORS, Guard, Guards, Place, changed_numbers, form_of, shown
+from lightning_piper.capture.places import GENERATORS, Guard, Guards, Place, changed_numbers, form_of
 from lightning_piper.capture.reach import is_users, named_places
 from lightning_piper.capture.recorder import Recorder
 from lightning_piper.capture.source import shown_line
@@ -137,12 +137,6 @@ class Reads:
             raise Drawn(changed.value)
         if changed is not None:
             raise changes(step, changed if isinstance(changed, str) else changed.place.where)
-
-    def broken(self) -> str:
-        """What no longer holds, for messages."""
-        found = [g if isinstance(g, str) else f"{g.place.where} (was {shown(g.form)}, is {shown(g.now())})"
-                 for g in self.guards.broken()]  # fmt: skip
-        return ", ".join([*found, *(a.where for a in self.inputs.answers.values() if not a.holds())][:3])
 
 
 @contextlib.contextmanager
