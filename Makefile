@@ -14,15 +14,16 @@ PYTHON ?= $(firstword $(foreach name,python3.11 python3,$(shell $(name) -c \
 # One thread for each process: the processes are the parallelism, and figures do not depend on the number of cores.
 export OMP_NUM_THREADS := 1
 
-.PHONY: help demo test test-processes test-others test-long property-tests docs lint bench clean
+.PHONY: help demo test test-processes test-others test-long coverage property-tests docs lint bench clean
 
 help:
 	@echo "make demo    train a small GPT on two processes and compare it with one device"
 	@echo "make test    lint, and some tests of every kind"
 	@echo "make test-long   all other tests"
+	@echo "make coverage    as make test, and which part of the code it runs; fails below the floor in pyproject.toml"
 	@echo "make property-tests   thousands of random programs"
-	@echo "make docs    run the tutorial's commands, build the documentation into build/site"
-	@echo "make lint    ruff and mypy"
+	@echo "make docs    run the tutorial's commands and the notebook, build the documentation into build/site"
+	@echo "make lint    ruff, its formatter, and mypy"
 	@echo "make bench   all benchmarks"
 	@echo "make clean   remove the virtual environment and the tools' caches"
 
@@ -32,35 +33,44 @@ demo: $(INSTALLED)
 # At once, on two cores: tests that start processes of their own, all others, and at first lint. What is marked as long is more of the
 # kinds that are here.
 test: $(INSTALLED)
+	@$(if $(COVERAGE),rm -rf build/coverage)
 	@$(MAKE) -j3 $(if $(filter output-sync,$(.FEATURES)),--output-sync=target) --no-print-directory lint test-processes test-others
+	@$(if $(COVERAGE),$(BIN)/python -m coverage combine --quiet && $(BIN)/python -m coverage report)
 
+# With COVERAGE=1 the tests are measured, which makes them slower by about a half.
+MEASURED := $(if $(COVERAGE),-m coverage run)
 PROCESSES := tests/strategy tests/distributed
 
 test-processes:
-	$(BIN)/python -m pytest -m "not long" $(PROCESSES)
+	$(BIN)/python $(MEASURED) -m pytest -m "not long" $(PROCESSES)
 
 test-others:
-	$(BIN)/python -m pytest -m "not long" $(foreach folder,$(PROCESSES),--ignore $(folder))
+	$(BIN)/python $(MEASURED) -m pytest -m "not long" $(foreach folder,$(PROCESSES),--ignore $(folder))
 
 test-long: $(INSTALLED)
 	$(BIN)/python -m pytest -m long
+
+coverage:
+	@$(MAKE) --no-print-directory test COVERAGE=1
 
 property-tests: $(INSTALLED)
 	HYPOTHESIS_PROFILE=deep $(BIN)/python -m pytest property_tests --timeout 3600
 
 docs: $(DOCS_INSTALLED)
 	$(BIN)/python -m tests.tutorial
+	$(BIN)/python -m tests.notebook
 	NO_MKDOCS_2_WARNING=1 $(BIN)/python -m mkdocs build --strict  # --quiet would not count warnings
 
 lint: $(INSTALLED)
 	$(BIN)/python -m ruff check .
+	$(BIN)/python -m ruff format --check .
 	$(BIN)/python -m mypy
 
 bench: $(INSTALLED)
 	@set -e; for script in $(BENCHMARKS); do echo "== $$script"; $(BIN)/python $$script; done
 
 clean:
-	rm -rf $(VENV) build/site .mypy_cache .pytest_cache .ruff_cache .hypothesis
+	rm -rf $(VENV) build/site build/coverage .mypy_cache .pytest_cache .ruff_cache .hypothesis
 
 # torch comes first and by itself, at the pinned version: resolving the other packages must not choose another build.
 $(INSTALLED): pyproject.toml constraints.txt

@@ -29,10 +29,9 @@ from _launch import is_rank, join, launch
 from torch import Tensor, nn
 
 import lightning_piper as piper
-from lightning_piper.ir import AllToAll
+from lightning_piper.ops import AllToAll
 from lightning_piper.runtime import Executor, ProcessTransport, shards_of
-from lightning_piper.runtime.collectives import Members
-from lightning_piper.runtime.exchange import bind_all_to_all
+from lightning_piper.runtime.collectives import Members, bind_collective
 from lightning_piper.runtime.process import ProcessEndpoint
 
 CPU = torch.device("cpu")
@@ -158,10 +157,14 @@ class SlowTransport(ProcessTransport):
 
 
 class _Endpoint(ProcessEndpoint):
-    def all_to_all(self, instruction: Any, slots: Any) -> Any:
+    def collective(self, instruction: Any, exchange: Any, slots: Any) -> Any:
+        if exchange.kind != "all_to_all":
+            return super().collective(instruction, exchange, slots)
         transport: Any = self._transport
         members = LateMembers(transport.members(instruction.group), transport.slow)
-        start, self._finish[instruction.node] = bind_all_to_all(instruction, slots, members, self._sizes)
+        start, finish = bind_collective(exchange, instruction.into, slots, members)
+        assert finish is not None
+        self._finish[instruction.node] = finish
         return start
 
 

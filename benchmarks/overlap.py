@@ -24,7 +24,8 @@ from torch import nn
 
 import lightning_piper as piper
 from lightning_piper.compiler import Compiled
-from lightning_piper.ir import Chunk, Send
+from lightning_piper.ir import Chunk
+from lightning_piper.ops import Send
 from lightning_piper.profile.measured import Measured
 from lightning_piper.profile.recorder import Recorder
 from lightning_piper.runtime import Executor, ProcessTransport

@@ -47,7 +47,7 @@ class Layers(L.LightningModule):
     def optimizer_step(self, *args: Any, **kwargs: Any) -> None:
         """The fit has started: the first step is compiled, the module distributed, and nothing was run yet."""
         self.peak, self.until = status("VmHWM"), time.perf_counter()
-        self.held = sum(p.numel() * p.element_size() for p in self.trainer.strategy._fit.ownership.owned_params.values())  # type: ignore[attr-defined]
+        self.held = sum(p.numel() * p.element_size() for p in self.trainer.strategy.phase.fit.ownership.owned_params.values())  # type: ignore[attr-defined]
         super().optimizer_step(*args, **kwargs)
 
 

@@ -14,8 +14,8 @@ from _chain import Chain
 
 import lightning_piper as piper
 from lightning_piper.capture import capture
-from lightning_piper.directives import apply_program, finish
-from lightning_piper.ir.build import build_dag
+from lightning_piper.ops.build import build_dag
+from lightning_piper.passes import apply_program, complete
 from lightning_piper.plan import check_plans, compile_plans
 from lightning_piper.verify import check
 
@@ -38,7 +38,7 @@ def main() -> None:
         step = capture(module, torch.randn(microbatches, WIDTH))
         dag = build_dag(step)
         program = piper.schedules.one_f_one_b(STAGES, microbatches)
-        rewriting = seconds(lambda dag=dag, program=program: finish(apply_program(dag, program)))
+        rewriting = seconds(lambda dag=dag, program=program: complete(apply_program(dag, program)))
         checking = min(seconds(lambda dag=dag: check(dag)) for _ in range(7))
         start = time.perf_counter()
         plans = compile_plans(dag)

@@ -52,10 +52,10 @@ class Recompute(piper.Directive):
             if not isinstance(forward, Chunk) or forward.kind != "F" or dag.value(ref).kind != "saved":
                 continue
             if forward.id not in second:
+                again = second[forward.id] = dag.duplicate(forward)
                 # Without the tag PASS, orders that name forwards do not mean the second one.
                 tags = {tag: index for tag, index in forward.tags.items() if tag != "PASS"}
-                again = dag.add(dataclasses.replace(forward, id=-1, origin=None, tags={**tags, "RECOMPUTED": 0}))
-                second[forward.id] = again
+                dag.change(again, tags={**tags, "RECOMPUTED": 0})
                 for source in {other[0] for other in backward.inputs} - {forward.id}:
                     if dag.nodes[source].devices == again.devices:
                         dag.order(dag.nodes[source], again, dag.origin)

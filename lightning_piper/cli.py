@@ -18,13 +18,17 @@ from typing import Any
 
 from torch import nn
 
+from lightning_piper.capture import capture
 from lightning_piper.compiler import Compiled, compile
-from lightning_piper.directives import parse
+from lightning_piper.directives import Directive, parse
 from lightning_piper.errors import PiperError
-from lightning_piper.plan import eliminate
+from lightning_piper.passes import run_pipeline
+from lightning_piper.plan import check_plans, compile_plans
 from lightning_piper.profile.explain import when_it_ran
 from lightning_piper.simulate import DEFAULT, Link, Network, Number, Simulation, read_durations, simulate
 from lightning_piper.verify import verify_step
+from lightning_piper.verify.hook import check_pass
+from lightning_piper.verify.passes import Passes
 from lightning_piper.viz import dot_graph, svg_chart, text_chart
 
 _TARGET = "package.module:name or path/to/file.py:name"
@@ -46,7 +50,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser = _parser()
     args = parser.parse_args(argv)
     try:
-        text = args.run(_compiled(args), args)
+        text = args.run(args)
     except _UsageError as error:
         parser.error(str(error))
     except PiperError as error:
@@ -65,7 +69,7 @@ def _parser() -> argparse.ArgumentParser:
     commands = parser.add_subparsers(required=True, metavar="command")
 
     def command(
-        name: str, run: Callable[[Compiled, argparse.Namespace], str], about: str, first: str | None = None
+        name: str, run: Callable[[argparse.Namespace], str], about: str, first: str | None = None
     ) -> argparse.ArgumentParser:
         sub = commands.add_parser(name, help=about, description=about)
         sub.set_defaults(run=run)
@@ -78,6 +82,8 @@ def _parser() -> argparse.ArgumentParser:
 
     check = command("check", _check, "capture the training step, apply the directives, run all static checks")
     check.add_argument("--run", dest="execute", action="store_true", help="run it, too, as piper.verify does, and print the report")
+    check.add_argument("--passes", action="store_true", help="print a line for each pass: contract, verdict, nodes, time")
+    check.add_argument("--dump", type=Path, metavar="FOLDER", help="write the training DAG after each pass to files in this folder")
     plan = command("plan", _plan, "print the plan of each device")
     plan.add_argument("--device", type=int, help="of this device only")
     viz = command("viz", _viz, "draw the simulated step in the terminal, or as an SVG file")
@@ -106,12 +112,16 @@ def number(text: str) -> Number:
 
 
 def _compiled(args: argparse.Namespace) -> Compiled:
+    return compile(*_given(args))
+
+
+def _given(args: argparse.Namespace) -> tuple[nn.Module, Any, tuple[Directive, ...]]:
+    """The module, the batch and the program."""
     module = _made(args.module)
     if not isinstance(module, nn.Module):
         raise _UsageError(f"{args.module} gives {type(module).__name__}; name a LightningModule class or a function that makes one")
     batch = _made(args.batch)
-    directives = parse(args.directives if args.directives.endswith(".json") else _made(args.directives))
-    return compile(module, batch, directives)
+    return module, batch, tuple(parse(args.directives if args.directives.endswith(".json") else _made(args.directives)))
 
 
 def _made(target: str) -> Any:
@@ -176,22 +186,44 @@ def _importable(folder: Path) -> None:
 # The commands: each returns what is printed
 
 
-def _check(compiled: Compiled, args: argparse.Namespace) -> str:
-    lines = [f"{i} {json.dumps(directive.to_json())}" for i, directive in enumerate(compiled.program)]
-    if not args.execute:
-        return "\n".join([*lines, "ok"])
-    report = verify_step(compiled.step, compiled.step.module, _made(args.batch), compiled.program, eliminate)
-    report.require()
-    return "\n".join([*lines, str(report)])
+def _check(args: argparse.Namespace) -> str:
+    module, batch, program = _given(args)
+    passes = _passes(args)
+    report = None
+    try:
+        step = capture(module, batch)
+        dag = run_pipeline(step, program, after=check_pass if passes is None else passes)
+        check_plans(compile_plans(dag))
+        if args.execute:
+            report = verify_step(step, module, batch, program)
+            report.require()
+    except PiperError:
+        if passes is not None and args.passes:
+            print("\n".join(passes.table(report)))
+        raise
+    lines = [f"{i} {json.dumps(directive.to_json())}" for i, directive in enumerate(program)]
+    if passes is not None and args.passes:
+        return "\n".join([*lines, *passes.table(report), *(report.ending if report is not None else ["ok"])])
+    return "\n".join([*lines, str(report or "ok")])
 
 
-def _plan(compiled: Compiled, args: argparse.Namespace) -> str:
+def _passes(args: argparse.Namespace) -> Passes | None:
+    """What `check` is to tell of the passes, if it is."""
+    try:
+        return Passes(args.dump) if args.passes or args.dump is not None else None
+    except PiperError as error:
+        raise _UsageError(str(error)) from None
+
+
+def _plan(args: argparse.Namespace) -> str:
+    compiled = _compiled(args)
     if args.device is None:
         return "\n\n".join(str(plan) for plan in compiled.plans.values())
     return str(compiled.plans[_device(compiled, args.device)])
 
 
-def _viz(compiled: Compiled, args: argparse.Namespace) -> str:
+def _viz(args: argparse.Namespace) -> str:
+    compiled = _compiled(args)
     if args.dag is not None:
         text = dot_graph(compiled.dag, _device(compiled, args.dag))
     else:
@@ -206,12 +238,14 @@ def _viz(compiled: Compiled, args: argparse.Namespace) -> str:
     return text.rstrip("\n")
 
 
-def _simulate(compiled: Compiled, args: argparse.Namespace) -> str:
+def _simulate(args: argparse.Namespace) -> str:
+    compiled = _compiled(args)
     simulation = _simulation(compiled, args)
     return json.dumps(simulation.to_json()) if args.json else str(simulation)
 
 
-def _explain(compiled: Compiled, args: argparse.Namespace) -> str:
+def _explain(args: argparse.Namespace) -> str:
+    compiled = _compiled(args)
     try:
         lines = [compiled.explain(args.node)]
     except KeyError as error:

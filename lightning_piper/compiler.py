@@ -11,19 +11,17 @@ import torch
 from torch import nn
 
 from lightning_piper.capture import CapturedStep, History, capture
-from lightning_piper.directives import Directive, apply_forward, apply_program, finish, parse
+from lightning_piper.directives import Directive, parse
 from lightning_piper.errors import CaptureError, NodeNotFoundError
-from lightning_piper.ir.build import build_dag
 from lightning_piper.ir.dag import TrainingDAG
 from lightning_piper.ir.filters import describe, matches
-from lightning_piper.ir.nodes import AllGather, AllReduce, AllToAll, Chunk, Node, Recv, ReduceScatter, Send
+from lightning_piper.ir.nodes import Chunk, Node
 from lightning_piper.ir.text import line_of
 from lightning_piper.limits import INDEX, integer, shown
-from lightning_piper.plan import Plan, check_plans, compile_plans, eliminate
+from lightning_piper.passes import run_pipeline
+from lightning_piper.plan import Plan, check_plans, compile_plans
 from lightning_piper.verify import Report, verify_step
-from lightning_piper.verify.static import check
-
-COMMUNICATION = (Send, Recv, AllReduce, ReduceScatter, AllGather, AllToAll)
+from lightning_piper.verify.hook import check_pass
 
 
 @dataclass(frozen=True)
@@ -103,7 +101,7 @@ class Compiled:
 
     def _served(self, node: Node) -> list[str]:
         """The edge of the graph that a message or a collective serves: who made the value, and who reads it."""
-        if not isinstance(node, COMMUNICATION) or not node.inputs:
+        if not node.communicates or not node.inputs:
             return []
         source, readers = self._ends(node)
         value = self.dag.value(node.inputs[0])
@@ -113,10 +111,10 @@ class Compiled:
     def _ends(self, node: Node) -> tuple[Node, list[Node]]:
         """Who made what a node brings, and who reads it, through all transfers."""
         source, readers = node, self.dag.users(node)
-        while isinstance(source, COMMUNICATION) and source.inputs:
+        while source.communicates and source.inputs:
             source = self.dag.nodes[source.inputs[0][0]]
-        while any(isinstance(reader, COMMUNICATION) for reader in readers):
-            readers = [u for reader in readers for u in (self.dag.users(reader) if isinstance(reader, COMMUNICATION) else [reader])]
+        while any(reader.communicates for reader in readers):
+            readers = [u for reader in readers for u in (self.dag.users(reader) if reader.communicates else [reader])]
         return source, readers
 
     def _chunks(self, device: int) -> list[Chunk]:
@@ -143,7 +141,7 @@ def compile(
         verify: run the static check after the capture, after each directive and on the plans.
         device: device type that the step is captured for.
         context: entered around the step while it is captured, e.g. autocast.
-        step: the method that is captured. Any other than `training_step` is forward-only: see `directives.forward`.
+        step: the method that is captured. Any other than `training_step` is forward-only: see `passes.forward`.
         history: of earlier captures of it.
 
     Raises:
@@ -177,18 +175,7 @@ def compile_step(
     Args:
         training: for a forward-only step, the training step's finished DAG, if there is one.
     """
-    dag = build_dag(step, size)
-    if verify:
-        check(dag)
-    after = (lambda dag, index, directive: check(dag)) if verify else None
-    if dag.forward_only:
-        apply_forward(dag, program, training, after)
-    else:
-        apply_program(dag, program, after)
-    finish(dag)
-    eliminate(dag)
-    if verify:
-        check(dag, final=True)
+    dag = run_pipeline(step, program, size, training, check_pass if verify else None)
     plans = compile_plans(dag)
     if verify:
         check_plans(plans)
@@ -220,4 +207,4 @@ def verify(module: nn.Module, batch: Any, directives: Any, *, seed: int = 0) -> 
     if integer(seed) is None:
         raise CaptureError(f"verify(seed={shown(seed)}): give an integer")
     device = next((p.device for p in module.parameters()), torch.device("cpu"))
-    return verify_step(capture(module, batch, device=device), module, batch, program, eliminate, seed=seed)
+    return verify_step(capture(module, batch, device=device), module, batch, program, seed=seed)

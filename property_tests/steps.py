@@ -50,7 +50,7 @@ CHANGES = (
 )  # fmt: skip
 VALUES = ("{0} + 1", "{0} * 1.5", "i", "i % 2", "0.5 + i", "[1, 1.0, True, 2][i % 4]", "3 if i == 2 else 0.25", "{0}")
 
-SOURCE = '''
+SOURCE = """
 import math
 from types import SimpleNamespace
 import lightning as L
@@ -119,7 +119,7 @@ class Drawn(L.LightningModule):
 
     def configure_optimizers(self):
         return torch.optim.SGD(self.parameters(), lr=0.05)
-'''
+"""
 _numbers = itertools.count()
 
 

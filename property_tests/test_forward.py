@@ -12,8 +12,9 @@ from hypothesis import strategies as st
 
 from lightning_piper.capture import CapturedStep, capture
 from lightning_piper.compiler import compile_step
-from lightning_piper.directives import apply_program, finish, to_json
-from lightning_piper.ir.build import build_dag
+from lightning_piper.directives import to_json
+from lightning_piper.ops.build import build_dag
+from lightning_piper.passes import apply_program, complete
 from lightning_piper.testing import POOL, Case, Spec, case, cases, programs
 from lightning_piper.verify import interpret
 
@@ -31,7 +32,7 @@ def test_forward_only_steps_are_equivalent(tally: Counter[str], data: Any, case:
     note(f"program: {to_json(program)}, fit: {fit}")
     step = forward_of(case.spec).resized(case.size)
     training = build_dag(case.step)
-    finish(apply_program(training, program))
+    complete(apply_program(training, program))
     dag = compile_step(step, tuple(program), training=training if fit else None).dag
     assert dag.devices() == training.devices()
     outcome = interpret(dag, case.tensors, case.leaves)

@@ -12,9 +12,10 @@ from hypothesis import given, note
 from hypothesis import strategies as st
 
 from lightning_piper import schedules
-from lightning_piper.directives import Directive, apply_program, finish
+from lightning_piper.directives import Directive
 from lightning_piper.errors import DirectiveError
-from lightning_piper.ir.build import build_dag
+from lightning_piper.ops.build import build_dag
+from lightning_piper.passes import apply_program, complete
 from lightning_piper.testing import Spec, case
 from lightning_piper.testing.equivalence import assert_same, run_interpreter, run_plans, single_device
 from lightning_piper.verify.static import check
@@ -60,7 +61,7 @@ def test_an_order_is_refused_or_runs(tally: Counter[str], drawn: tuple[int, int,
         assert len(steps) > 2 and steps[0] == steps[-1], "the cycle is printed from its begin to its begin"
         tally["orders, each refused with its cycle"] += 1
         return
-    finish(dag)
+    complete(dag)
     check(dag, final=True)
     outcome = run_interpreter(one, dag)
     assert_same(single_device(one.spec, count, dag.microbatches() or ()), outcome, "exact")

@@ -9,9 +9,10 @@ import pytest
 from hypothesis import HealthCheck, given, note, settings
 from hypothesis import strategies as st
 
-from lightning_piper.directives import apply_program, finish, parse, to_json
+from lightning_piper.directives import parse, to_json
 from lightning_piper.errors import DirectiveError
-from lightning_piper.ir.build import build_dag
+from lightning_piper.ops.build import build_dag
+from lightning_piper.passes import apply_program, complete
 from lightning_piper.testing import POOL, Case, broken_programs, case, cases, check_program, programs, specs
 
 FIXTURE = HealthCheck.function_scoped_fixture
@@ -44,7 +45,7 @@ def test_broken_programs_are_refused(tally: Counter[str], data: Any, case: Case)
     broken = data.draw(broken_programs(case))
     note(f"{broken.fault}: {broken.program}")
     with pytest.raises(DirectiveError):
-        finish(apply_program(build_dag(case.step), parse(broken.program)))
+        complete(apply_program(build_dag(case.step), parse(broken.program)))
     tally["broken programs, each refused"] += 1
 
 

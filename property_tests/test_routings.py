@@ -8,7 +8,7 @@ from typing import Any
 
 import lightning as L
 import torch
-from hypothesis import given, note
+from hypothesis import given, note, settings
 from hypothesis import strategies as st
 from torch import Tensor, nn
 
@@ -131,6 +131,7 @@ def divisions(draw: Any, experts: int) -> tuple[list[piper.Directive], int]:
     return [*program, *draw(st.permutations(sharing))], replicas
 
 
+@settings(max_examples=max(6, settings.default.max_examples // 4))  # most trace a model of their own
 @given(data=st.data())
 def test_any_routing_is_that_of_one_device(tally: Counter[str], data: Any) -> None:
     experts = data.draw(st.sampled_from([2, 4, 6, 8]), "experts")

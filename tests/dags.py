@@ -6,10 +6,11 @@ from collections import Counter
 from typing import Any
 
 from lightning_piper.capture.eager import Outcome
-from lightning_piper.directives import apply_program, parse
-from lightning_piper.ir.build import build_dag
+from lightning_piper.directives import parse
 from lightning_piper.ir.dag import TrainingDAG
 from lightning_piper.ir.nodes import Chunk
+from lightning_piper.ops.build import build_dag
+from lightning_piper.passes import apply_program
 from lightning_piper.verify.interpreter import interpret
 from tests.models import captured
 

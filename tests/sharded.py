@@ -11,7 +11,8 @@ from lightning_piper.ir.buckets import view_as
 from lightning_piper.ir.dag import TrainingDAG
 from lightning_piper.ir.nodes import Chunk
 from lightning_piper.ir.regions import LOSS, Step
-from lightning_piper.plan import check_plans, compile_plans, drop_redundant, global_order
+from lightning_piper.passes import eliminate
+from lightning_piper.plan import check_plans, compile_plans
 from lightning_piper.runtime import Executor, LocalTransport, pieces_of, run_local, shards_of
 from lightning_piper.verify.interpreter import interpret
 from lightning_piper.verify.static import check
@@ -57,7 +58,7 @@ def finished(model: Captured, directives: Program) -> TrainingDAG:
     """Checked before and after redundant communication is dropped."""
     dag = dag_of(model.step, directives)
     check(dag, final=True)
-    drop_redundant(dag, global_order(dag))
+    eliminate(dag)
     check(dag, final=True)
     return dag
 

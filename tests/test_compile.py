@@ -16,6 +16,7 @@ from lightning_piper.directives import Place, parse
 from lightning_piper.errors import CaptureError, DirectiveError, PiperError, VerificationError
 from lightning_piper.ir.nodes import Chunk
 from lightning_piper.schedules import gpipe, one_f_one_b
+from lightning_piper.verify import hook
 from tests.dags import build, place, split
 from tests.models import CASES, captured
 
@@ -176,7 +177,7 @@ def test_all_errors_are_piper_errors() -> None:
 
 def broken(monkeypatch: pytest.MonkeyPatch) -> None:
     """Let `place` lose a transfer, as a bug would."""
-    from lightning_piper.ir.nodes import Recv
+    from lightning_piper.ops.p2p import Recv
 
     right = Place.apply
 
@@ -194,8 +195,8 @@ def broken(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_a_broken_rewrite_is_found_after_its_directive(monkeypatch: pytest.MonkeyPatch) -> None:
     broken(monkeypatch)
     checked: list[int] = []
-    right = compiler.check
-    monkeypatch.setattr(compiler, "check", lambda dag: (checked.append(1), right(dag)))
+    right = hook.check
+    monkeypatch.setattr(hook, "check", lambda dag, final=False: (checked.append(1), right(dag, final)))
     with pytest.raises(
         VerificationError, match=r"after directive 1 \(place\), (.|\n)*a send and a receive between them are missing"
     ):
@@ -205,8 +206,8 @@ def test_a_broken_rewrite_is_found_after_its_directive(monkeypatch: pytest.Monke
 
 def test_every_stage_is_checked(monkeypatch: pytest.MonkeyPatch) -> None:
     calls: list[str] = []
-    for name in ("check", "check_plans"):
-        monkeypatch.setattr(compiler, name, lambda _, final=False, name=name: calls.append(name))
+    for owner, name in ((hook, "check"), (compiler, "check_plans")):
+        monkeypatch.setattr(owner, name, lambda _, final=False, name=name: calls.append(name))
     of("mlp", gpipe(2, 2))
     assert calls == ["check"] * (1 + 5 + 1) + ["check_plans"]
     calls.clear()

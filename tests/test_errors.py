@@ -8,6 +8,7 @@ import pytest
 
 from tests.errors.case import ROOT, Case, Elsewhere, portable, said
 from tests.errors.page import HEAD, MOMENTS, PAGE, cases, row, test_functions
+from tests.groups import marked
 
 TEXT = PAGE.read_text(encoding="utf-8")
 MADE = [case for _, case in cases() if isinstance(case, Case)]
@@ -18,7 +19,7 @@ def name(case: Case | Elsewhere) -> str:
     return re.sub(r"[^a-z0-9]+", "-", case.what.lower()).strip("-")[:70]
 
 
-@pytest.mark.parametrize("case", MADE, ids=name)
+@pytest.mark.parametrize("case", marked(MADE, MADE[::3]), ids=name)
 def test_the_message_is_what_the_page_shows(case: Case) -> None:
     assert row(case) in TEXT.splitlines(), "write the page again: python -m tests.errors.page"
 
@@ -34,7 +35,7 @@ def test_what_needs_processes_is_made_by_another_test(case: Elsewhere) -> None:
 
 def test_the_page_has_nothing_else() -> None:
     rows = [line for line in TEXT.splitlines() if line.startswith("| ") and line != "| what was done | what you see |"]
-    assert sorted(rows) == sorted(row(case) for _, case in cases())
+    assert sorted(line.partition(" | ")[0] for line in rows) == sorted(f"| {case.what}" for _, case in cases())
     assert TEXT.startswith(HEAD) and [line[3:] for line in TEXT.splitlines() if line.startswith("## ")] == [
         m.TITLE for m in MOMENTS
     ]

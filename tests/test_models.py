@@ -18,7 +18,6 @@ from torch import Tensor, nn
 
 import lightning_piper as piper
 from lightning_piper.capture import CapturedStep, capture
-from lightning_piper.plan import eliminate
 from lightning_piper.verify import Report, verify_step
 
 GROUPS = [[0, 2], [1, 3]]
@@ -156,7 +155,7 @@ class Captured:
         self.step: CapturedStep = capture(self.module, self.batch)
 
     def verify(self, program: list[piper.Directive]) -> Report:
-        report = verify_step(self.step, self.module, self.batch, program, eliminate)
+        report = verify_step(self.step, self.module, self.batch, program)
         assert report.ok, str(report)
         return report
 

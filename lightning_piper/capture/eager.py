@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import torch
 
@@ -22,12 +22,17 @@ class Outcome:
         grads: by canonical parameter name; parameters that get no gradient are missing.
         buffers: buffers that the step changed, after it.
         results: of a forward-only step, for each replica: name -> tensor of what it returns.
+        slack: parameter name -> by how much operations that only approximate, as they state it, may have moved any element of the
+            gradient.
+        approximate: labels of these operations.
     """
 
     metrics: Mapping[str, torch.Tensor]
     grads: Mapping[str, torch.Tensor]
     buffers: Mapping[str, torch.Tensor]
     results: Sequence[Mapping[str, torch.Tensor]] = ()
+    slack: Mapping[str, float] = field(default_factory=dict)
+    approximate: Sequence[str] = ()
 
 
 def run_eagerly(

@@ -30,66 +30,60 @@ def extract(
         experts: the region has experts, to which tokens are dispatched.
         rows: where the number of rows is open, as many as there are at home; see `capture.rows`.
     """
-    graph = torch.fx.Graph()
-    env: dict[Node, Node] = {}
-
-    def placeholder(node: Node) -> None:
-        env[node] = graph.placeholder(node.name)
-
-    for nodes in p.inputs.values():
-        for node in nodes:
-            placeholder(node)
+    given = [node for nodes in p.inputs.values() for node in nodes]
     params = {n: name for n, name in names.params.items() if n in p.reads}
     constant = {n: name for n, name in names.buffers.items() if n in p.reads and n not in state}
-    current = {n: name for n, name in names.buffers.items() if n in p.reads and n in state and n not in env}
+    current = {n: name for n, name in names.buffers.items() if n in p.reads and n in state and n not in given}
     batch = {n: i for n, i in names.batch.items() if n in p.reads}
-    for group in (params, constant, current, batch):
-        for node in group:
-            placeholder(node)
-    seeds = names.tangent is not None and names.tangent in p.reads
-    if seeds:
-        placeholder(names.tangent)  # type: ignore[arg-type]
+    seeds = [names.tangent] if names.tangent is not None and names.tangent in p.reads else []
 
-    def emit(node: Node) -> Node:
-        if node not in env:
-            for x in node.all_input_nodes:
-                emit(x)
-            if node.target is aten.detach.default:
-                env[node] = env[node.all_input_nodes[0]]
-            elif way_of(node) is not None:
-                env[node] = _arrived(graph, env, node)
-            else:
-                env[node] = graph.node_copy(node, env.__getitem__)
-                if node.target is aten.view.default:
-                    # Some kernels give other strides than their fake ones (batch norm's backward in float64), with which the
-                    # view that was right while tracing is refused; a reshape copies then, as eager autograd does.
-                    env[node].target = aten.reshape.default
-        return env[node]
-
+    graph = torch.fx.Graph()
+    env: dict[Node, Node] = {}
+    for node in (*given, *params, *constant, *current, *batch, *seeds):
+        env[node] = graph.placeholder(node.name)
     for node in p.nodes:
-        emit(node)
+        _emit(graph, env, node)
     flat: list[Node] = []
     specs: list[tuple[TensorSpec, ...]] = []
     for out, nodes in p.outputs:
         crosses = out.kind in CROSSING
-        flat += [_crossing(graph, emit(n), _source(n)) if crosses else emit(n) for n in nodes]
+        flat += [_crossing(graph, _emit(graph, env, n), _source(n)) if crosses else _emit(graph, env, n) for n in nodes]
         specs.append(tuple(spec_of(_dense(_source(n)) if crosses else n.meta["val"], rows) for n in nodes))
     graph.output(tuple(flat))
     if rows is not None:
-        given = {
-            env[n]: n.meta["val"] for n in (*env,) if env[n].op == "placeholder" and isinstance(n.meta.get("val"), torch.Tensor)
-        }
-        resize(graph, given)
+        resize(graph, {env[n]: n.meta["val"] for n in env if _is_tensor(n) and env[n].op == "placeholder"})
     graph.eliminate_dead_code(lambda n: n.op in ("placeholder", "output"))
     graph.lint()
     interface = Interface(
         inputs=tuple(p.inputs), outputs=tuple(out for out, _ in p.outputs), params=tuple(params.values()),
-        buffers=tuple(constant.values()), state=tuple(current.values()), batch=tuple(batch.values()), seeds_gradient=seeds,
+        buffers=tuple(constant.values()), state=tuple(current.values()), batch=tuple(batch.values()), seeds_gradient=bool(seeds),
         random=any(_torch.is_random(n) for n in p.nodes),
         arrives=tuple(arrives(n[0], p) if len(n) == 1 else "" for n in p.inputs.values()) if experts else (),
         leaves=tuple(leaves(n) for _, n in p.outputs) if experts else (),
     )  # fmt: skip
     return interface, Code(compile_boxed(graph, constants), tuple(specs), graph)
+
+
+def _emit(graph: torch.fx.Graph, env: dict[Node, Node], node: Node) -> Node:
+    """What stands for a node of the joint graph in `graph`: copied, after all that it reads. `env` has what is there already."""
+    if node not in env:
+        for x in node.all_input_nodes:
+            _emit(graph, env, x)
+        if node.target is aten.detach.default:
+            env[node] = env[node.all_input_nodes[0]]
+        elif way_of(node) is not None:
+            env[node] = _arrived(graph, env, node)
+        else:
+            env[node] = graph.node_copy(node, env.__getitem__)
+            if node.target is aten.view.default:
+                # Some kernels give other strides than their fake ones (batch norm's backward in float64), with which the
+                # view that was right while tracing is refused; a reshape copies then, as eager autograd does.
+                env[node].target = aten.reshape.default
+    return env[node]
+
+
+def _is_tensor(node: Node) -> bool:
+    return isinstance(node.meta.get("val"), torch.Tensor)
 
 
 def _is_dense(tensor: torch.Tensor) -> bool:

@@ -1,11 +1,9 @@
 """Directives: each file is one rewrite of the training DAG with its fields and its checks."""
 
 from lightning_piper.directives.base import Directive, known, register
-from lightning_piper.directives.finish import finish
-from lightning_piper.directives.forward import apply_forward
 from lightning_piper.directives.order import Order
 from lightning_piper.directives.place import Place
-from lightning_piper.directives.program import Program, apply_program, parse, replicas_of, to_json
+from lightning_piper.directives.program import Program, parse, replicas_of, to_json
 from lightning_piper.directives.replicate import Replicate
 from lightning_piper.directives.shard import Shard
 from lightning_piper.directives.split import Split, accumulating
@@ -19,9 +17,6 @@ __all__ = [
     "Shard",
     "Split",
     "accumulating",
-    "apply_forward",
-    "apply_program",
-    "finish",
     "known",
     "parse",
     "register",

@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-import dataclasses
 from collections.abc import Sequence
 
-from lightning_piper.ir.build import make_chunk
 from lightning_piper.ir.dag import TrainingDAG
-from lightning_piper.ir.nodes import Chunk, Node, Parameters, Ref
+from lightning_piper.ir.nodes import Chunk, Node, Ref
+from lightning_piper.ops.chunk import make_chunk
 
 
 def halve(dag: TrainingDAG, chunks: Sequence[Chunk]) -> None:
@@ -36,9 +35,10 @@ def _replace(dag: TrainingDAG, chunk: Chunk) -> dict[Ref, Ref]:
     for kind in code.halves_of(chunk.region):
         key = (chunk.region, kind)
         inputs = tuple(given[source] for source in code.interface_of(key).inputs)
+        params = tuple(gathered.get(name) for name in code.interface_of(key).params)
+        anew = (dag.gathered_anew(params) if halves else params) if any(params) else ()
         half = make_chunk(dag, key, chunk.slice, inputs, {**chunk.tags, "PASS": kind}, devices=chunk.devices,
-                          stream=chunk.stream, placed_by=chunk.placed_by, origin=dag.origin)  # fmt: skip
-        half.params = _gathers(dag, [gathered.get(name) for name in code.interface_of(key).params], again=bool(halves))
+                          stream=chunk.stream, placed_by=chunk.placed_by, origin=dag.origin, params=anew)  # fmt: skip
         if halves:
             dag.add(half)
             for later in list(dag.graph.successors(chunk.id)):  # what a directive lets wait for B
@@ -46,7 +46,7 @@ def _replace(dag: TrainingDAG, chunk: Chunk) -> dict[Ref, Ref]:
                     dag.order(half, dag.nodes[later], by)
         else:
             dag.rewire(chunk, inputs=inputs, params=half.params)
-            chunk.kind, chunk.tags, chunk.outputs, chunk.origin = kind, half.tags, half.outputs, dag.origin
+            dag.change(chunk, kind=kind, tags=half.tags, outputs=half.outputs, origin=dag.origin)
             half = chunk
         halves.append(half)
         given |= {(*key, place): (half.id, place) for place in range(len(half.outputs))}
@@ -56,16 +56,3 @@ def _replace(dag: TrainingDAG, chunk: Chunk) -> dict[Ref, Ref]:
         (chunk.id, code.whole(*half.key, place)[2]): (half.id, place)
         for half in halves for place, value in enumerate(half.outputs) if value.kind != "saved"
     }  # fmt: skip
-
-
-def _gathers(dag: TrainingDAG, params: Sequence[Ref | None], again: bool) -> tuple[Ref | None, ...]:
-    """What brings the parameters of a half. `again`: what is gathered for each use is gathered anew."""
-    if not any(params):
-        return ()
-    copies: dict[Ref, Ref] = {}
-    for ref in dict.fromkeys(ref for ref in params if ref is not None):
-        gather = dag.nodes[ref[0]]
-        source = dag.nodes[gather.inputs[0][0]]
-        if again and isinstance(source, Parameters) and not source.kept:
-            copies[ref] = (dag.add(dataclasses.replace(gather, id=-1)).id, 0)
-    return tuple(ref if ref is None else copies.get(ref, ref) for ref in params)

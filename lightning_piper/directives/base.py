@@ -6,7 +6,7 @@ import dataclasses
 from abc import abstractmethod
 from collections.abc import Mapping, Sequence
 from importlib.metadata import entry_points
-from typing import Any, ClassVar, Literal, NoReturn, TypeVar
+from typing import Any, ClassVar, Literal, NoReturn, TypeVar, get_args
 
 from lightning_piper.errors import DirectiveError
 from lightning_piper.ir.dag import TrainingDAG
@@ -15,7 +15,7 @@ from lightning_piper.ir.nodes import Chunk
 from lightning_piper.ir.regions import HALVES
 from lightning_piper.limits import DEVICES, integer, is_name, shown
 
-Contract = Literal["bitwise", "reassociated"]
+Contract = Literal["bitwise", "reassociated", "bounded"]
 ENTRY_POINTS = "lightning_piper.directives"
 
 
@@ -26,7 +26,8 @@ class Directive:
     Attributes:
         op: the name in JSON.
         contract: `bitwise` if the rewritten DAG computes the very same bits, `reassociated` if sums may be taken in another
-            order (or the batch in other pieces).
+            order (or the batch in other pieces), `bounded` if it may move gradients by as much as the reference semantics of its
+            operations say (`ops.Reference.loosen`), and not more.
     """
 
     op: ClassVar[str]
@@ -40,18 +41,21 @@ class Directive:
                 object.__setattr__(self, field.name, plain)
 
     @abstractmethod
-    def apply(self, dag: TrainingDAG) -> None:
+    def apply(self, dag: TrainingDAG) -> Contract | None:
         """Rewrite `dag` in place.
+
+        Returns:
+            The contract that was kept on this DAG, or None for that of the class.
 
         Raises:
             DirectiveError: by `self.refuse`, when the directive does not fit this DAG.
         """
 
-    def apply_forward(self, dag: TrainingDAG, training: TrainingDAG | None) -> None:
+    def apply_forward(self, dag: TrainingDAG, training: TrainingDAG | None) -> Contract | None:
         """Rewrite the DAG of a forward-only step, such as `validation_step`, when the directive was written for training: by
         default in the same way. `training`: the finished DAG, if there was a training step to apply the program to.
         """
-        self.apply(dag)
+        return self.apply(dag)
 
     def check_fields(self) -> None:
         """Refuse values that no DAG could accept."""
@@ -179,16 +183,21 @@ def register(cls: D) -> D:
     Raises:
         DirectiveError: the op is missing or taken by another class.
     """
+    check_class(cls)
+    taken = _registry.get(cls.op)
+    if taken is not None and taken.__qualname__ != cls.__qualname__:
+        raise DirectiveError(f"op {cls.op!r} is taken by {taken.__module__}.{taken.__qualname__}; choose another name")
+    _registry[cls.op] = cls
+    return cls
+
+
+def check_class(cls: type[Directive]) -> None:
+    """Refuse a directive's class that does not say what it is."""
     op = getattr(cls, "op", None)
     if not isinstance(op, str) or not op:
         raise DirectiveError(f"{cls.__name__} has no op; give it a class attribute op = 'name'")
-    if getattr(cls, "contract", None) not in ("bitwise", "reassociated"):
-        raise DirectiveError(f"{cls.__name__} has no contract; give it contract = 'bitwise' or 'reassociated'")
-    taken = _registry.get(op)
-    if taken is not None and taken.__qualname__ != cls.__qualname__:
-        raise DirectiveError(f"op {op!r} is taken by {taken.__module__}.{taken.__qualname__}; choose another name")
-    _registry[op] = cls
-    return cls
+    if getattr(cls, "contract", None) not in get_args(Contract):
+        raise DirectiveError(f"{cls.__name__} has no contract; give it contract = 'bitwise', 'reassociated' or 'bounded'")
 
 
 def find(op: str) -> type[Directive] | None:

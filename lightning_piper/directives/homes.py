@@ -12,14 +12,19 @@ from collections.abc import Iterable
 
 from lightning_piper.ir.buckets import Bucket
 from lightning_piper.ir.dag import TrainingDAG
-from lightning_piper.ir.nodes import Accumulate, Chunk, Recv, Ref, Update
+from lightning_piper.ir.nodes import Chunk, Ref
+from lightning_piper.ops.p2p import Recv
+from lightning_piper.ops.update import Accumulate, Update
 
 Group = tuple[int, ...]
 
 
-def settle(dag: TrainingDAG, chunks: Iterable[Chunk]) -> list[Update]:
-    """After `chunks` got their devices: one sum of gradients for each home, one update for each device. Returns the updates,
-    which may read values of other devices now."""
+def settle(dag: TrainingDAG, chunks: Iterable[Chunk]) -> tuple[list[Update], bool]:
+    """After `chunks` got their devices: one sum of gradients for each home, one update for each device.
+
+    Returns:
+        The updates, which may read values of other devices now; and whether gradients are summed in another order.
+    """
     regions = {chunk.region for chunk in chunks}
     homes: dict[int, set[Group]] = {}
     for chunk in dag.of_type(Chunk):
@@ -35,41 +40,45 @@ def settle(dag: TrainingDAG, chunks: Iterable[Chunk]) -> list[Update]:
         if any(readers.get(name, set()) & regions for name in value.names):
             families.setdefault((value.names, value.bucket), []).append(update)
     touched: list[Update] = []
+    regrouped = False
     for (names, _), family in families.items():
-        _sum_at_homes(dag, family)
+        regrouped |= _sum_at_homes(dag, family)
         users = {home for name in names for region in readers.get(name, ()) for home in homes.get(region, ())}
         touched += _update_everywhere(dag, family, users)
-    return touched
+    return touched, regrouped
 
 
-def _sum_at_homes(dag: TrainingDAG, family: list[Update]) -> None:
-    """Let each sum have the gradients of one home; those that have no place yet stay with the first."""
+def _sum_at_homes(dag: TrainingDAG, family: list[Update]) -> bool:
+    """Let each sum have the gradients of one home; those that have no place yet stay with the first. True if a region has several
+    homes."""
     before = [dag.source(ref) for ref in family[0].inputs]
     after: list[Ref] = []
+    several = False
     regions: dict[int, list[Accumulate]] = {}
     for ref in before:
         total = dag.nodes[ref[0]]
         if isinstance(total, Accumulate):
-            regions.setdefault(_chunk_of(dag, ref).region, []).append(total)
+            regions.setdefault(dag.producer(ref).region, []).append(total)
     for ref in before:
         total = dag.nodes[ref[0]]
         if not isinstance(total, Accumulate):  # summed over replicas, or the last value of buffers
             after.append(ref)
-        elif total is (totals := regions[_chunk_of(dag, ref).region])[0]:
-            after += [(found.id, 0) for found in _by_home(dag, totals)]
+        elif total is (totals := regions[dag.producer(ref).region])[0]:
+            sums = _by_home(dag, totals)
+            several |= len(sums) > 1
+            after += [(found.id, 0) for found in sums]
     if after != before:
         for update in family:
             _read_instead(dag, update, tuple(after))
+    return several
 
 
 def _by_home(dag: TrainingDAG, totals: list[Accumulate]) -> list[Accumulate]:
     """The sums of one region, one for each of its homes, in the order of their first samples."""
-    terms = sorted((ref for total in totals for ref in total.inputs), key=lambda ref: _chunk_of(dag, ref).slice)
+    terms = sorted((ref for total in totals for ref in total.inputs), key=lambda ref: dag.producer(ref).slice)
     homes = list(dict.fromkeys(home for ref in terms if (home := dag.nodes[ref[0]].devices)))
     if len(homes) <= len(totals) == 1:
         return totals
-    if dag.origin is not None:
-        dag.reassociated.add(dag.origin)
     known = {total.devices: total for total in totals}
     found = []
     for home in homes:
@@ -81,14 +90,6 @@ def _by_home(dag: TrainingDAG, totals: list[Accumulate]) -> list[Accumulate]:
             dag.rewire(known[home], inputs=mine)
         found.append(known[home])
     return found
-
-
-def _chunk_of(dag: TrainingDAG, ref: Ref) -> Chunk:
-    """The (first) chunk that a gradient comes from."""
-    node = dag.nodes[ref[0]]
-    while not isinstance(node, Chunk):
-        node = dag.nodes[node.inputs[0][0]]
-    return node
 
 
 def _read_instead(dag: TrainingDAG, update: Update, inputs: tuple[Ref, ...]) -> None:
@@ -114,5 +115,5 @@ def _update_everywhere(dag: TrainingDAG, family: list[Update], users: set[Group]
         else:
             update = dag.add(dataclasses.replace(family[0], id=-1, origin=None, inputs=inputs))
             family.append(update)
-        update.devices, update.placed_by = home, by
+        dag.change(update, devices=home, placed_by=by)
     return family

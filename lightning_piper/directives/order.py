@@ -13,9 +13,10 @@ from lightning_piper.directives.backward import halve
 from lightning_piper.directives.base import Contract, Directive, register
 from lightning_piper.ir.dag import TrainingDAG
 from lightning_piper.ir.filters import Filter, Index, describe, names_halves
-from lightning_piper.ir.nodes import Barrier, Chunk, Node
+from lightning_piper.ir.nodes import Chunk, Node
 from lightning_piper.ir.regions import Region
 from lightning_piper.limits import shown
+from lightning_piper.ops.order import Barrier
 
 
 @register

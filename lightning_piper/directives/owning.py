@@ -5,7 +5,7 @@ its group; it is summed over the replicas that own the same experts, each of whi
 
     pack -> accumulate -> (reduce-scatter over those who own the same) -> update;   one gather of the parameters a step
 
-This follows from what `dag.owners` and `dag.levels` say, whichever directive came first.
+This follows from what `dag.owners` and `dag.policies` say, whichever directive came first.
 """
 
 from __future__ import annotations
@@ -13,15 +13,18 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Iterable, Sequence
 
-from lightning_piper.directives.sharding import Conflict, Group, Level, gather_at, readers_of, scatter
+from lightning_piper.directives.sharding import Conflict, Group, gather_at, readers_of, scatter
 from lightning_piper.ir.buckets import Bucket, buckets_of
 from lightning_piper.ir.dag import TrainingDAG
-from lightning_piper.ir.nodes import Accumulate, AllGather, Chunk, Node, Pack, Parameters, Ref, Update
+from lightning_piper.ir.nodes import Chunk, Node, Ref
+from lightning_piper.ir.policies import ShardingPolicy
 from lightning_piper.ir.values import Partial, Shard, Value
+from lightning_piper.ops.bucket import Pack
+from lightning_piper.ops.update import Accumulate, Update
 
 
 def own_experts(dag: TrainingDAG, regions: Iterable[int]) -> list[Node]:
-    """Let the owners of the experts of `regions` have, sum and update them, as `dag.levels` says. Returns the updates, which may
+    """Let the owners of the experts of `regions` have, sum and update them, as `dag.policies` says. Returns the updates, which may
     read values of other devices.
 
     Raises:
@@ -60,18 +63,18 @@ def _own(dag: TrainingDAG, family: Sequence[int], names: Sequence[str]) -> list[
     return updates
 
 
-def _level(dag: TrainingDAG, family: Sequence[int], names: Sequence[str], members: int) -> Level:
+def _level(dag: TrainingDAG, family: Sequence[int], names: Sequence[str], members: int) -> ShardingPolicy:
     """What the replicate directive of these regions says. The optimizer's state is sharded over all who own the same experts."""
-    found = {dag.levels[region] for region in family if region in dag.levels}
+    found = {dag.policies[region] for region in family if region in dag.policies}
     if len(found) > 1:
         raise Conflict(f"the experts' parameters {', '.join(names[:3])} are used in regions that are replicated differently")
-    level = next(iter(found), Level())
+    level = next(iter(found), ShardingPolicy())
     return dataclasses.replace(
         level, optimizer=True, gradients=level.gradients and members > 1, parameters=level.parameters and members > 1
     )
 
 
-def _sum(dag: TrainingDAG, family: Sequence[int], chunks: Sequence[Chunk], bucket: Bucket, level: Level) -> list[Node]:
+def _sum(dag: TrainingDAG, family: Sequence[int], chunks: Sequence[Chunk], bucket: Bucket, level: ShardingPolicy) -> list[Node]:
     """Sum the gradients of a bucket, for each region and home, and update the bucket at each home with all of these sums."""
     totals: list[Ref] = []
     for region in reversed(family):  # as the backward pass comes to them
@@ -88,7 +91,7 @@ def _sum(dag: TrainingDAG, family: Sequence[int], chunks: Sequence[Chunk], bucke
     ]
 
 
-def _total(dag: TrainingDAG, terms: Sequence[tuple[Chunk, int]], bucket: Bucket, level: Level) -> Ref:
+def _total(dag: TrainingDAG, terms: Sequence[tuple[Chunk, int]], bucket: Bucket, level: ShardingPolicy) -> Ref:
     """The sum of what chunks on the same devices make, and of the others who own the same experts."""
     alone = bucket.members == 1
     value = Value("grad", bucket.names, (bucket.whole,), Shard(0) if alone else Partial(), bucket, owned=True)
@@ -122,7 +125,8 @@ def _undo(dag: TrainingDAG, names: set[str]) -> None:
         for i, value in enumerate(chunk.outputs):
             if value.kind == "grad" and names.issuperset(value.names):
                 stack += dag.readers((chunk.id, i))
-    gathered = [n for n in dag.nodes.values() if isinstance(n, Parameters | AllGather) and names.issuperset(n.outputs[0].names)]
+    made = [node for node in dag.nodes.values() if node.outputs and node.outputs[0].kind == "param"]
+    gathered = [node for node in made if names.issuperset(node.outputs[0].names)]
     removed: dict[int, Node] = {node.id: node for node in gathered}
     while stack:
         node = stack.pop()

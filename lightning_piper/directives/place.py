@@ -28,7 +28,8 @@ class Place(Directive):
     After a split, its microbatches may run on different devices, the homes of their region. Each home has the region's parameters
     and sums the gradients of its own microbatches; the homes' sums are added up in the order of microbatches, the same everywhere.
 
-    The bits do not change, for a transfer is the identity; but the gradients of a region with several homes are re-associated.
+    The bits do not change, for a transfer is the identity; but the gradients of a region with several homes are re-associated, and
+    `apply` says so.
     """
 
     op: ClassVar[str] = "place"
@@ -43,7 +44,7 @@ class Place(Directive):
         self.check_device_list("devices", self.devices)
         self.check_stream("stream", "compute")
 
-    def apply(self, dag: TrainingDAG) -> None:
+    def apply(self, dag: TrainingDAG) -> Contract | None:
         chunks = self.select(dag, "filter", self.filter)
         for chunk in chunks:
             if chunk.devices:
@@ -54,9 +55,9 @@ class Place(Directive):
                 )
             if (by := dag.ordered_by(chunk)) is not None:
                 self.refuse("filter", f"{chunk.label} is already ordered by directive {by}", "place before the order that names it")
-            chunk.devices, chunk.stream, chunk.placed_by = tuple(self.devices), self.stream, dag.origin
+            dag.change(chunk, devices=tuple(self.devices), stream=self.stream, placed_by=dag.origin)
         self._together(dag, chunks)
-        place_around(dag, chunks)
+        return "reassociated" if place_around(dag, chunks) else None
 
     def _together(self, dag: TrainingDAG, chunks: list[Chunk]) -> None:
         """All passes of a region for one slice share a device (or group), for the backward pass reads what the forward saved."""

@@ -1,33 +1,37 @@
-"""Programs: lists of directives, from JSON or Python, and their application one by one."""
+"""Programs: lists of directives, from JSON or Python."""
 
 from __future__ import annotations
 
-import contextlib
 import dataclasses
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Iterable, Sequence
 from os import PathLike
 from typing import Any
 
 from torch import Tensor
 
-from lightning_piper.directives.base import Directive, find, known
-from lightning_piper.errors import DirectiveError, VerificationError
-from lightning_piper.ir.dag import TrainingDAG
-from lightning_piper.limits import DIRECTIVES, shown
+from lightning_piper.directives.base import Directive, check_class, find, known
+from lightning_piper.errors import DirectiveError
+from lightning_piper.limits import DIRECTIVES, integer, shown
 from lightning_piper.reading import read_json
 
 Program = Sequence[Directive]
+VERSION = 1  # of programs as JSON objects
 
 
 def parse(source: Any) -> list[Directive]:
-    """A program from a list that mixes directives and JSON objects, from the path of a JSON file, or from a JSON text's list.
+    """A program from a list that mixes directives and JSON objects, from an object `{"version": 1, "directives": [...]}`, or from
+    the path of a JSON file that holds either.
 
     Raises:
         DirectiveError: names the entry's index and field, what was found and what would be accepted.
     """
+    where = "the program"
     if isinstance(source, str | PathLike):
-        source = _read(source)
-    if not isinstance(source, Iterable) or isinstance(source, Directive | dict | Tensor):
+        where = f"directives file {shown(str(source))}"
+        source = _read(source, where)
+    if isinstance(source, dict):
+        source = _directives_of(source, where)
+    if not isinstance(source, Iterable) or isinstance(source, Directive | Tensor):
         raise DirectiveError(f"a program is a list of directives or the path of a JSON file; found {type(source).__name__}")
     program = []
     for index, entry in enumerate(source):
@@ -35,6 +39,7 @@ def parse(source: Any) -> list[Directive]:
             raise DirectiveError(f"a program has at most {DIRECTIVES} directives; let one filter name several chunks")
         try:
             directive = entry if isinstance(entry, Directive) else _from_json(entry)
+            check_class(type(directive))
             directive.check_fields()
         except DirectiveError as error:
             raise DirectiveError(f"directive {index} {error}") from None
@@ -42,17 +47,33 @@ def parse(source: Any) -> list[Directive]:
     return program
 
 
-def _read(path: str | PathLike[str]) -> Any:
-    name = shown(str(path))
+def _read(path: str | PathLike[str], where: str) -> Any:
     try:
         content = read_json(path)
     except FileNotFoundError:
-        raise DirectiveError(f"directives file {name} does not exist") from None
+        raise DirectiveError(f"{where} does not exist") from None
     except (OSError, ValueError) as error:
-        raise DirectiveError(f"directives file {name} cannot be read as JSON: {error}") from None
-    if not isinstance(content, list):
-        raise DirectiveError(f"directives file {name} holds a {type(content).__name__}; it must hold a list of objects")
+        raise DirectiveError(f"{where} cannot be read as JSON: {error}") from None
+    if not isinstance(content, list | dict):
+        raise DirectiveError(f"{where} holds a {type(content).__name__}; it must hold a list of objects")
     return content
+
+
+def _directives_of(program: dict[Any, Any], where: str) -> Sequence[Any]:
+    """The list of a program that says its version. The version comes first: another one may have other keys."""
+    if "version" not in program:
+        wanted = f'a list of directives, or {{"version": {VERSION}, "directives": [...]}}'
+        raise DirectiveError(f"{where} is an object without the key 'version'; give {wanted}")
+    if integer(program["version"]) != VERSION:
+        raise DirectiveError(f"{where}: version {shown(program['version'])} is unknown; accepted is {VERSION}")
+    for key in program:
+        if key not in ("version", "directives"):
+            raise DirectiveError(f"{where}: the key {shown(key)} is unknown; accepted are version, directives")
+    found = program.get("directives")
+    if not isinstance(found, list | tuple):
+        state = shown(found) if "directives" in program else "missing"
+        raise DirectiveError(f"{where}: the key 'directives' is {state}; give a list of directives")
+    return found
 
 
 def _from_json(entry: Any) -> Directive:
@@ -74,7 +95,7 @@ def _from_json(entry: Any) -> Directive:
 
 
 def to_json(program: Program) -> list[dict[str, Any]]:
-    """The JSON spelling of a program; `parse` turns it back into an equal one."""
+    """The JSON spelling of a program, a list; `parse` turns it back into an equal one."""
     return [directive.to_json() for directive in program]
 
 
@@ -94,37 +115,3 @@ def replicas_of(program: Program) -> dict[int, int]:
                         f"{found[device]} in an earlier directive; give it the same position in all of its groups"
                     )
     return found
-
-
-@contextlib.contextmanager
-def at_index(dag: TrainingDAG, index: int) -> Iterator[None]:
-    """What is done to `dag` meanwhile is done by this directive."""
-    dag.origin = index
-    try:
-        yield
-    except DirectiveError as error:
-        raise DirectiveError(f"directive {index} {error}") from None
-    finally:
-        dag.origin = None
-
-
-def apply_program(
-    dag: TrainingDAG, program: Program, after: Callable[[TrainingDAG, int, Directive], None] | None = None
-) -> TrainingDAG:
-    """Apply a program to `dag` in place, directive by directive, and return it. `after` is called after each one.
-
-    Raises:
-        DirectiveError: a directive does not fit, or contradicts another one; names its index.
-        VerificationError: `after` raises it; names the directive that was applied last.
-    """
-    dag.ops = tuple(directive.op for directive in program)
-    replicas_of(program)
-    for index, directive in enumerate(program):
-        with at_index(dag, index):
-            directive.apply(dag)
-        if after is not None:
-            try:
-                after(dag, index, directive)
-            except VerificationError as error:  # all was well before: it is this directive's doing
-                raise VerificationError(f"after directive {index} ({directive.op}), {error}") from None
-    return dag

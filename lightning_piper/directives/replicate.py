@@ -10,12 +10,13 @@ import torch
 
 from lightning_piper.directives.base import Contract, Directive, register
 from lightning_piper.directives.owning import own_experts
-from lightning_piper.directives.sharding import Conflict, Level, gather_as_in_training, gather_parameters, reduce_gradients
+from lightning_piper.directives.sharding import Conflict, gather_as_in_training, gather_parameters, reduce_gradients
 from lightning_piper.directives.shares import divide
 from lightning_piper.directives.transfers import connect
 from lightning_piper.ir.dag import TrainingDAG
 from lightning_piper.ir.filters import Filter
 from lightning_piper.ir.nodes import Chunk
+from lightning_piper.ir.policies import ShardingPolicy
 from lightning_piper.limits import is_number, shown
 
 MEBI = 2**20
@@ -97,10 +98,10 @@ class Replicate(Directive):
     def apply(self, dag: TrainingDAG) -> None:
         regions, level = self._share(dag), self._level()
         try:
-            again = [region for region in sorted(regions & dag.owners.keys()) if region in dag.levels]
+            again = [region for region in sorted(regions & dag.owners.keys()) if region in dag.policies]
             if again:
                 raise Conflict(f"the experts of region {dag.regions[again[0]].label} are replicated by an earlier directive")
-            dag.levels |= dict.fromkeys(regions, level)
+            dag.policies |= dict.fromkeys(regions, level)
             touched = reduce_gradients(dag, regions, level)
             if level.optimizer:
                 gather_parameters(dag, regions, level)
@@ -131,8 +132,8 @@ class Replicate(Directive):
         groups: Any = self.devices if isinstance(self.devices[0], list | tuple) else [self.devices]
         return [tuple(group) for group in groups]
 
-    def _level(self) -> Level:
-        return Level(
+    def _level(self) -> ShardingPolicy:
+        return ShardingPolicy(
             optimizer=self.shard_optimizer or self.shard_grads or self.shard_params,
             gradients=self.shard_grads or self.shard_params,
             parameters=self.shard_params,

@@ -13,12 +13,13 @@ from lightning_piper.directives.sharding import Conflict, gather_as_in_training,
 from lightning_piper.directives.shares import divide
 from lightning_piper.directives.transfers import connect
 from lightning_piper.experts import COMBINE, COUNTS, DISPATCH
-from lightning_piper.ir.build import make_chunk
 from lightning_piper.ir.dag import TrainingDAG
 from lightning_piper.ir.filters import Filter
-from lightning_piper.ir.nodes import AllToAll, Chunk, Ref
+from lightning_piper.ir.nodes import Chunk, Ref
 from lightning_piper.ir.regions import Experts
 from lightning_piper.ir.values import Slice, TensorSpec, Value
+from lightning_piper.ops.all_to_all import AllToAll
+from lightning_piper.ops.chunk import make_chunk
 
 Owners = tuple[tuple[int, ...], ...]
 
@@ -191,7 +192,7 @@ class Shard(Directive):
                 arrived = self._all_to_all(dag, chunk, COUNTS, (counts,), _counts(dag.value(counts), experts, owners), owners)
                 routes[chunk.slice] = (counts, arrived)
             route = routes.get(chunk.slice, ())
-            chunk.outputs = make_chunk(dag, chunk.key, chunk.slice, (), {}).outputs
+            dag.change(chunk, outputs=make_chunk(dag, chunk.key, chunk.slice, (), {}).outputs)
             inputs = []
             for ref, way in zip(chunk.inputs, interface.arrives, strict=True):
                 if way == COUNTS:

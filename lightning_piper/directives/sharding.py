@@ -12,44 +12,28 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass
 
 import torch
 
 from lightning_piper.directives.transfers import disconnect
 from lightning_piper.ir.buckets import Bucket, buckets_of
 from lightning_piper.ir.dag import TrainingDAG
-from lightning_piper.ir.nodes import Accumulate, AllGather, AllReduce, Chunk, Node, Pack, Parameters, ReduceScatter, Ref, Update
+from lightning_piper.ir.nodes import Chunk, Node, Ref
+from lightning_piper.ir.policies import ShardingPolicy
 from lightning_piper.ir.values import Partial, Replicate, Shard, Value
+from lightning_piper.ops.bucket import Pack
+from lightning_piper.ops.gather import AllGather, Parameters
+from lightning_piper.ops.reduce import AllReduce, ReduceScatter
+from lightning_piper.ops.update import Accumulate, Update
 
 Group = tuple[int, ...]
-
-
-@dataclass(frozen=True)
-class Level:
-    """What is sharded, and how it is communicated.
-
-    Attributes:
-        optimizer, gradients, parameters: each implies those before it.
-        reduce_stream, gather_stream: logical streams.
-        bucket_bytes: size of a bucket.
-        dtype: in which gradients are summed; None for their own.
-    """
-
-    optimizer: bool = False
-    gradients: bool = False
-    parameters: bool = False
-    reduce_stream: str = "reduce"
-    gather_stream: str = "gather"
-    bucket_bytes: int = 25 * 2**20
-    dtype: torch.dtype | None = None
 
 
 class Conflict(Exception):
     """Two directives treat one parameter differently. The message says what is wrong."""
 
 
-def reduce_gradients(dag: TrainingDAG, regions: set[int], level: Level) -> list[Node]:
+def reduce_gradients(dag: TrainingDAG, regions: set[int], level: ShardingPolicy) -> list[Node]:
     """Sum the gradients of `regions` over the replicas. Returns the nodes that may read values of other devices now.
 
     Raises:
@@ -61,7 +45,7 @@ def reduce_gradients(dag: TrainingDAG, regions: set[int], level: Level) -> list[
     for total in totals:
         value = dag.value((total.id, 0))
         readers = dag.readers((total.id, 0))
-        if not isinstance(value.placement, Partial) or any(isinstance(r, AllReduce | ReduceScatter) for r in readers):
+        if not isinstance(value.placement, Partial) or any(r.sums for r in readers):
             raise Conflict(f"the gradients of {dict(total.tags)} are already summed over replicas")
         assert value.bucket is not None
         if value.bucket.dtype != (wanted := level.dtype or value.bucket.tensors[0].dtype):
@@ -70,7 +54,7 @@ def reduce_gradients(dag: TrainingDAG, regions: set[int], level: Level) -> list[
         if level.gradients:
             shards = tuple((scatter(dag, total, level, ref).id, 0) for ref in total.inputs)
             dag.rewire(total, inputs=shards)
-            total.outputs = (dag.value(shards[0]),)
+            dag.change(total, outputs=(dag.value(shards[0]),))
             continue
         reduced = scatter(dag, total, level) if level.optimizer else _all_reduce(dag, total, level)
         for reader in readers:
@@ -83,7 +67,7 @@ def reduce_gradients(dag: TrainingDAG, regions: set[int], level: Level) -> list[
     return touched
 
 
-def gather_parameters(dag: TrainingDAG, regions: set[int], level: Level) -> None:
+def gather_parameters(dag: TrainingDAG, regions: set[int], level: ShardingPolicy) -> None:
     """Let every chunk read the parameters of `regions`, which are sharded now, from a gather.
 
     Raises:
@@ -113,12 +97,12 @@ def gather_as_in_training(dag: TrainingDAG, training: TrainingDAG) -> None:
         if bucket.owners != dag.owners_of(bucket.names[0]):
             continue  # not yet divided
         stream = next((gather.stream for gather in training.users(shards)), shards.stream)
-        level = Level(optimizer=True, gradients=not shards.kept, parameters=not shards.kept, gather_stream=stream)
+        level = ShardingPolicy(optimizer=True, gradients=not shards.kept, parameters=not shards.kept, gather_stream=stream)
         if any(c.devices == shards.devices and set(dag.interface(c).params) & set(bucket.names) for c in dag.of_type(Chunk)):
             gather_at(dag, shards.devices, [bucket], level)
 
 
-def gather_at(dag: TrainingDAG, home: Group, buckets: Iterable[Bucket], level: Level) -> None:
+def gather_at(dag: TrainingDAG, home: Group, buckets: Iterable[Bucket], level: ShardingPolicy) -> None:
     """Let chunks on the devices `home` read the parameters in `buckets` from a gather.
 
     Raises:
@@ -161,7 +145,7 @@ def _sharded(dag: TrainingDAG, regions: set[int]) -> list[Bucket]:
     return list(found)
 
 
-def _untrained_buckets(dag: TrainingDAG, home: Group, regions: set[int], level: Level) -> list[Bucket]:
+def _untrained_buckets(dag: TrainingDAG, home: Group, regions: set[int], level: ShardingPolicy) -> list[Bucket]:
     """Buckets of what `regions` read but nobody trains."""
     placed = {n for node in dag.of_type(Parameters) if node.devices == home for n in node.outputs[0].names}
     trained = _trained(dag).keys() | placed | dag.parts.keys()
@@ -176,7 +160,7 @@ def _untrained_buckets(dag: TrainingDAG, home: Group, regions: set[int], level: 
     return list(found)
 
 
-def _bucket(dag: TrainingDAG, regions: set[int], level: Level) -> list[Node]:
+def _bucket(dag: TrainingDAG, regions: set[int], level: ShardingPolicy) -> list[Node]:
     """Let gradients of `regions` be summed bucket by bucket. Other regions that a parameter is used in follow.
 
     Returns the updates, which are now one for each bucket.
@@ -248,13 +232,10 @@ def _region_of(dag: TrainingDAG, total: Accumulate) -> int | None:
     """The region whose gradients a sum adds up; None for other sums."""
     if total.outputs[0].kind != "grad":
         return None
-    node: Node = total
-    while not isinstance(node, Chunk):
-        node = dag.nodes[node.inputs[0][0]]
-    return node.region
+    return dag.producer((total.id, 0)).region
 
 
-def scatter(dag: TrainingDAG, total: Node, level: Level, ref: Ref | None = None) -> ReduceScatter:
+def scatter(dag: TrainingDAG, total: Node, level: ShardingPolicy, ref: Ref | None = None) -> ReduceScatter:
     """The sum, over replicas, of a flat tensor that `total` makes (or of `ref`, one of its terms), in shards."""
     ref = ref or (total.id, 0)
     bucket = dag.value(ref).bucket
@@ -264,13 +245,13 @@ def scatter(dag: TrainingDAG, total: Node, level: Level, ref: Ref | None = None)
                                  stream=level.reduce_stream, placed_by=dag.origin))  # fmt: skip
 
 
-def _all_reduce(dag: TrainingDAG, total: Accumulate, level: Level) -> AllReduce:
+def _all_reduce(dag: TrainingDAG, total: Accumulate, level: ShardingPolicy) -> AllReduce:
     value = dataclasses.replace(total.outputs[0], placement=Replicate())
     return dag.add(AllReduce(inputs=((total.id, 0),), outputs=(value,), tags=total.tags, devices=total.devices,
                              stream=level.reduce_stream, placed_by=dag.origin))  # fmt: skip
 
 
-def _all_gather(dag: TrainingDAG, source: Parameters, chunk: Chunk, level: Level) -> AllGather:
+def _all_gather(dag: TrainingDAG, source: Parameters, chunk: Chunk, level: ShardingPolicy) -> AllGather:
     value, bucket = source.outputs[0], source.outputs[0].bucket
     assert bucket is not None
     whole = dataclasses.replace(value, tensors=(bucket.whole,), placement=Replicate())

@@ -7,10 +7,11 @@ import dataclasses
 import networkx as nx
 
 from lightning_piper.directives.base import Directive
-from lightning_piper.ir.build import metrics_value
 from lightning_piper.ir.dag import TrainingDAG
-from lightning_piper.ir.nodes import AllReduce, Chunk, Concat, Cut, Metrics, Node
+from lightning_piper.ir.nodes import Chunk, Node
 from lightning_piper.ir.values import Partial, Slice
+from lightning_piper.ops.metrics import Metrics, MetricsSum, metrics_value
+from lightning_piper.ops.samples import Concat, Cut
 
 
 def divide(dag: TrainingDAG, replicas: int, directive: Directive) -> None:
@@ -45,28 +46,31 @@ def divide(dag: TrainingDAG, replicas: int, directive: Directive) -> None:
 def _shrink(dag: TrainingDAG, node: Node, replicas: int) -> None:
     """What a node works on and makes, for one replica's share. Nodes come in an order in which inputs are shrunk before."""
     if isinstance(node, Chunk):
-        node.slice = _part(node.slice, replicas)
-        node.outputs = tuple(
+        dag.change(node, slice=_part(node.slice, replicas))
+        outputs = tuple(
             dataclasses.replace(value, tensors=tensors, placement=Partial() if value.kind == "grad" else value.placement)
             for value, tensors in zip(node.outputs, dag.code_of(node).outputs, strict=True)
         )
     elif isinstance(node, Metrics):
-        node.slices = tuple(_part(part, replicas) for part in node.slices)
-        node.outputs = (dataclasses.replace(metrics_value(dag), placement=Partial()),)
-    elif isinstance(node, AllReduce):  # of the metrics: those of gradients come later
-        node.outputs = (metrics_value(dag),)
+        dag.change(node, slices=tuple(_part(part, replicas) for part in node.slices))
+        outputs = (dataclasses.replace(metrics_value(dag), placement=Partial()),)
+    elif isinstance(node, MetricsSum):
+        outputs = (metrics_value(dag),)
     elif isinstance(node, Cut | Concat):
         if isinstance(node, Cut):
-            node.start, node.stop = node.start // replicas, node.stop // replicas
+            dag.change(node, start=node.start // replicas, stop=node.stop // replicas)
             rows = node.stop - node.start
         else:
             rows = sum(dag.value(ref).tensors[0].shape[node.dim] for ref in node.inputs)
         per_sample = dag.specs_of(node.inputs[0], dag.share)[0].shape[node.dim] // dag.share
-        node.outputs = (dataclasses.replace(node.outputs[0], tensors=dag.specs_of(node.inputs[0], rows // per_sample)),)
+        outputs = (dataclasses.replace(node.outputs[0], tensors=dag.specs_of(node.inputs[0], rows // per_sample)),)
     elif node.outputs:  # transfers and sums hand on what they read
         placement = dag.value(node.inputs[0]).placement
         tensors = dag.value(node.inputs[0]).tensors
-        node.outputs = tuple(dataclasses.replace(v, tensors=tensors, placement=placement) for v in node.outputs)
+        outputs = tuple(dataclasses.replace(v, tensors=tensors, placement=placement) for v in node.outputs)
+    else:
+        return
+    dag.change(node, outputs=outputs)
 
 
 def _part(part: Slice, replicas: int) -> Slice:

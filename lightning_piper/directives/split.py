@@ -9,13 +9,18 @@ from typing import Any, ClassVar
 
 from lightning_piper.directives.base import Contract, Directive, register
 from lightning_piper.directives.transfers import connect, disconnect
-from lightning_piper.ir.build import build_dag, chain_state, make_chunk
 from lightning_piper.ir.dag import TrainingDAG
 from lightning_piper.ir.filters import Filter
-from lightning_piper.ir.nodes import Accumulate, Chunk, Concat, Cut, Metrics, Node, Pack, Parameters, ReduceScatter, Ref, Update
+from lightning_piper.ir.nodes import Chunk, Node, Ref
 from lightning_piper.ir.regions import Step
 from lightning_piper.ir.values import Slice
 from lightning_piper.limits import PASSES, is_name, shown
+from lightning_piper.ops.bucket import Pack
+from lightning_piper.ops.build import build_dag, chain_state
+from lightning_piper.ops.chunk import make_chunk
+from lightning_piper.ops.metrics import Metrics
+from lightning_piper.ops.samples import Concat, Cut
+from lightning_piper.ops.update import Accumulate, Update
 
 
 @register
@@ -55,7 +60,7 @@ class Split(Directive):
     def apply_forward(self, dag: TrainingDAG, training: TrainingDAG | None) -> None:
         """The batch stays whole, and counts as the first piece: it runs where that runs."""
         for chunk in self.select(dag, "filter", self.filter):
-            chunk.tags = {**chunk.tags, self.dim_name: 0}
+            dag.change(chunk, tags={**chunk.tags, self.dim_name: 0})
 
     def apply(self, dag: TrainingDAG) -> None:
         chunks = self.select(dag, "filter", self.filter)
@@ -147,17 +152,13 @@ class _Rewrite:
     def _repeat_gathers(self, chunk: Chunk) -> list[Node]:
         """Parameters that are gathered for this chunk are gathered for each copy. Returns what was repeated."""
         gathers = [self.dag.nodes[i] for i in dict.fromkeys(ref[0] for ref in chunk.params if ref is not None)]
-        repeated = [g for g in gathers if not self._kept(g) and g.id not in self.copies]
+        repeated = [g for g in gathers if self.dag.nodes[g.inputs[0][0]].per_use and g.id not in self.copies]
         for gather in repeated:
             self.copies[gather.id] = [
                 self.dag.add(dataclasses.replace(gather, id=-1, tags={**gather.tags, self.directive.dim_name: i}))
                 for i in range(len(self.pieces[chunk.slice]))
             ]
         return repeated
-
-    def _kept(self, gather: Node) -> bool:
-        source = self.dag.nodes[gather.inputs[0][0]]
-        return isinstance(source, Parameters) and source.kept
 
     def _repeat_reductions(self, chunk: Chunk) -> list[Node]:
         """What packs, and sums over replicas, the gradients of this chunk alone. Returns what was repeated."""
@@ -166,7 +167,7 @@ class _Rewrite:
         while makers:
             maker = makers.pop()
             for user in self.dag.users(maker):
-                if isinstance(user, Pack) or (isinstance(user, ReduceScatter) and isinstance(maker, Pack)):
+                if isinstance(user, Pack) or (user.sums and isinstance(maker, Pack)):
                     sources = self.copies[maker.id]
                     self.copies[user.id] = [
                         self.dag.add(dataclasses.replace(user, id=-1, inputs=((source.id, user.inputs[0][1]),)))
@@ -226,7 +227,7 @@ class _Rewrite:
                 slices += [user.slices[place]] if refs == [ref] else [copy.slice for copy in self.copies[ref[0]]]
             new += refs
         if isinstance(user, Metrics):
-            user.metrics, user.slices = tuple(metrics), tuple(slices)
+            self.dag.change(user, metrics=tuple(metrics), slices=tuple(slices))
         if isinstance(user, Chunk):
             self.dag.rewire(user, inputs=tuple(new), state=(None,) * len(user.state))
         else:

@@ -8,32 +8,27 @@ from typing import Any
 
 from lightning_piper.directives.homes import settle
 from lightning_piper.ir.dag import TrainingDAG
-from lightning_piper.ir.nodes import (
-    Accumulate,
-    AllReduce,
-    Chunk,
-    Concat,
-    Cut,
-    Metrics,
-    Node,
-    Pack,
-    Recv,
-    Ref,
-    Report,
-    Result,
-    Send,
-    Update,
-)
+from lightning_piper.ir.nodes import Chunk, Node, Ref
 from lightning_piper.ir.values import Partial, Replicate
+from lightning_piper.ops.bucket import Pack
+from lightning_piper.ops.metrics import Metrics, MetricsSum, Report
+from lightning_piper.ops.p2p import Recv, Send
+from lightning_piper.ops.results import Result
+from lightning_piper.ops.samples import Concat, Cut
+from lightning_piper.ops.update import Accumulate, Update
 
 SEND_STREAM, RECV_STREAM = "send", "recv"
 
 
-def place_around(dag: TrainingDAG, chunks: list[Chunk]) -> None:
-    """After `chunks` got their devices: place what follows from it and connect what is now apart."""
-    touched = [*chunks, *place_dependents(dag, chunks), *settle(dag, chunks)]
+def place_around(dag: TrainingDAG, chunks: list[Chunk]) -> bool:
+    """After `chunks` got their devices: place what follows from it and connect what is now apart. True if gradients are summed in
+    another order."""
+    touched: list[Node] = [*chunks, *place_dependents(dag, chunks)]
+    updates, regrouped = settle(dag, chunks)
+    touched += updates
     connect(dag, touched + [user for node in touched for user in dag.users(node)])
     connect_report(dag)
+    return regrouped
 
 
 def place_dependents(dag: TrainingDAG, chunks: Iterable[Chunk]) -> list[Node]:
@@ -43,13 +38,13 @@ def place_dependents(dag: TrainingDAG, chunks: Iterable[Chunk]) -> list[Node]:
         for source in [dag.nodes[ref[0]] for ref in chunk.inputs]:
             # What a split put between this chunk and others; several chunks may read it: it goes with the first.
             if isinstance(source, Cut | Concat | Accumulate) and not source.devices:
-                source.devices, source.placed_by = chunk.devices, chunk.placed_by
+                dag.change(source, devices=chunk.devices, placed_by=chunk.placed_by)
                 placed.append(source)
         makers: list[Node] = [chunk]
         while makers:
             for user in dag.users(makers.pop()):
                 if isinstance(user, Accumulate | Metrics | Pack | Update | Result) and not user.devices:
-                    user.devices, user.placed_by = chunk.devices, chunk.placed_by
+                    dag.change(user, devices=chunk.devices, placed_by=chunk.placed_by)
                     placed.append(user)
                     makers += [user] if isinstance(user, Pack) else []
     return placed
@@ -62,7 +57,7 @@ def connect(dag: TrainingDAG, nodes: Iterable[Node]) -> None:
     """
     arrived: dict[tuple[Ref, tuple[int, ...]], Ref] = {}
     for node in nodes:
-        if not node.devices or isinstance(node, Recv | Report | AllReduce):
+        if not node.devices or node.everywhere or node.reads_from != "own":
             continue
         for ref in dict.fromkeys(node.reads):
             source = dag.nodes[ref[0]]
@@ -109,15 +104,15 @@ def connect_report(dag: TrainingDAG) -> None:
     devices = dag.devices()
     metrics = list(dag.of_type(Metrics))
     parts = tuple((m.id, 0) for m in metrics)
-    report.devices = devices
+    dag.change(report, devices=devices)
     if len(devices) < 2 or not metrics:
         return
     for m in metrics:
-        m.outputs = (dataclasses.replace(m.outputs[0], placement=Partial()),)
-    total = next((node for node in dag.of_type(AllReduce) if dag.value(node.inputs[0]).kind == "metrics"), None)
+        dag.change(m, outputs=(dataclasses.replace(m.outputs[0], placement=Partial()),))
+    total = next(dag.of_type(MetricsSum), None)
     if total is None:
         value = dataclasses.replace(metrics[0].outputs[0], placement=Replicate())
-        total = dag.add(AllReduce(inputs=parts, outputs=(value,), stream="metrics"))
+        total = dag.add(MetricsSum(inputs=parts, outputs=(value,), stream="metrics"))
         dag.rewire(report, inputs=((total.id, 0),))
-    total.devices, total.placed_by = devices, dag.origin
-    report.placed_by = dag.origin
+    dag.change(total, devices=devices, placed_by=dag.origin)
+    dag.change(report, placed_by=dag.origin)

@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Iterable, Iterator, Mapping
-from typing import Any, TypeVar
+from typing import TypeVar
 
 import networkx as nx
 
-from lightning_piper.ir.nodes import Chunk, Node, Recv, Ref, Send
+from lightning_piper.ir.nodes import Chunk, Node, Ref
+from lightning_piper.ir.policies import ShardingPolicy
 from lightning_piper.ir.regions import HALVES, Code, Interface, PassKey, Region, Step, StepCode
 from lightning_piper.ir.values import Slice, TensorSpec, Value
 
@@ -30,13 +31,11 @@ class TrainingDAG:
         partial: the batch is smaller than the one the program was written for; a split may then give fewer pieces.
         absent: tag -> indices that a partial batch does not have; filters may name them in vain.
         named: chunk -> index of the first directive that named it in an order.
-        reassociated: indices of directives that take sums in another order here, though their contract is to change no bit
-            elsewhere.
         overlaps: groups of an order whose members may interleave: for each filter of the group, its chunks.
         owners: region -> groups of replicas that own its experts together (`Bucket.owners`), of regions whose experts are divided.
         degrees: for each call of `dispatch` in the step, over how many devices its experts are divided; empty if none are.
         parts: parameter -> into how many parts it is divided, of those that are.
-        levels: region -> what its replicate directive shards, and how it communicates (`directives.sharding.Level`).
+        policies: region -> what its replicate directive shards, and how it communicates.
     """
 
     def __init__(self, step: Step, size: int, partial: bool = False) -> None:
@@ -48,12 +47,11 @@ class TrainingDAG:
         self.ops: tuple[str, ...] = ()
         self.absent: dict[str, set[int]] = {}
         self.named: dict[int, int] = {}
-        self.reassociated: set[int] = set()
         self.overlaps: list[tuple[tuple[int, ...], ...]] = []
         self.owners: dict[int, tuple[tuple[int, ...], ...]] = {}
         self.degrees: tuple[int, ...] = ()
         self.parts: dict[str, int] = {}
-        self.levels: dict[int, Any] = {}
+        self.policies: dict[int, ShardingPolicy] = {}
         self._next = 0
 
     # Reading
@@ -120,11 +118,19 @@ class TrainingDAG:
 
     def specs_of(self, ref: Ref, samples: int) -> tuple[TensorSpec, ...]:
         """Specs of a value as the chunk that it comes from would make it from `samples` samples."""
+        chunk, index = self._made_by(ref)
+        return self.code_at(chunk.key, samples).outputs[index]
+
+    def producer(self, ref: Ref) -> Chunk:
+        """The chunk that a value comes from: of a sum, the one that makes the first term."""
+        return self._made_by(ref)[0]
+
+    def _made_by(self, ref: Ref) -> tuple[Chunk, int]:
         node = self.nodes[ref[0]]
         while not isinstance(node, Chunk):
             ref = node.inputs[0]
             node = self.nodes[ref[0]]
-        return self.code_at(node.key, samples).outputs[ref[1]]
+        return node, ref[1]
 
     def of_type(self, kind: type[N]) -> Iterator[N]:
         return (node for node in self.nodes.values() if isinstance(node, kind))
@@ -135,7 +141,7 @@ class TrainingDAG:
 
     def source(self, ref: Ref) -> Ref:
         """Where a value was made: transfers followed back."""
-        while isinstance(self.nodes[ref[0]], Send | Recv):
+        while self.nodes[ref[0]].moves:
             ref = self.nodes[ref[0]].inputs[0]
         return ref
 
@@ -171,12 +177,34 @@ class TrainingDAG:
     # Rewriting
 
     def add(self, node: N) -> N:
-        node.id, node.origin = self._next, self.origin if node.origin is None else node.origin
+        """Take a new node, which gets its id, and the origin of the directive that is being applied unless it has one."""
+        _set(node, id=self._next, origin=self.origin if node.origin is None else node.origin)
         self._next += 1
         self.nodes[node.id] = node
         self.graph.add_node(node.id)
         self._connect(node)
         return node
+
+    def duplicate(self, chunk: Chunk) -> Chunk:
+        """Run a chunk once more, such as a forward pass again before its backward; the copy makes the same bits.
+
+        Copied: the pass, slice, tags, devices and stream, and what the chunk reads: its inputs, buffers and parameters. Parameters
+        that are gathered for each use are gathered anew.
+
+        Not copied: readers, for nothing reads the copy until `substitute` or `rewire` lets it; and orders, so it runs as soon as
+        its inputs are there unless `order` lets it wait. Filters take the copy for the chunk until it gets other tags.
+        """
+        return self.add(dataclasses.replace(chunk, id=-1, origin=None, params=self.gathered_anew(chunk.params)))
+
+    def gathered_anew(self, params: Iterable[Ref | None]) -> tuple[Ref | None, ...]:
+        """`Chunk.params` for one more use of the same parameters: what is gathered for each use gets another gather."""
+        again: dict[Ref, Ref] = {}
+        params = tuple(params)
+        for ref in dict.fromkeys(ref for ref in params if ref is not None):
+            gather = self.nodes[ref[0]]
+            if self.nodes[gather.inputs[0][0]].per_use:
+                again[ref] = (self.add(dataclasses.replace(gather, id=-1)).id, 0)
+        return tuple(ref if ref is None else again.get(ref, ref) for ref in params)
 
     def remove(self, nodes: Iterable[Node]) -> None:
         for node in nodes:
@@ -191,9 +219,19 @@ class TrainingDAG:
                 self.graph.remove_edge(source, node.id)
             else:
                 edge["data"] = False
-        for name, value in reads.items():
-            setattr(node, name, value)
+        _set(node, **reads)
         self._connect(node)
+
+    def change(self, node: Node, **fields: object) -> None:
+        """Give a node other devices, tags, outputs and so on; what it reads is changed by `rewire`.
+
+        Raises:
+            ValueError: a field that says what the node reads, or its id.
+        """
+        for name in ("id", "inputs", "state", "params"):
+            if name in fields:
+                raise ValueError(f"%{node.id} {node.label}: {name} is not changed here; rewire changes what a node reads")
+        _set(node, **fields)
 
     def substitute(self, node: Node, old: Ref, new: Ref) -> None:
         """Let `node` read `new` wherever it read `old`."""
@@ -223,13 +261,21 @@ class TrainingDAG:
         copy.nodes = {i: dataclasses.replace(node) for i, node in self.nodes.items()}
         copy.graph = self.graph.copy()
         copy.absent = {tag: set(indices) for tag, indices in self.absent.items()}
-        copy.named, copy.overlaps, copy.reassociated = dict(self.named), list(self.overlaps), set(self.reassociated)
+        copy.named, copy.overlaps = dict(self.named), list(self.overlaps)
         copy._next, copy.ops, copy.replicas = self._next, self.ops, self.replicas
         copy.owners, copy.degrees, copy.parts = dict(self.owners), self.degrees, dict(self.parts)
-        copy.levels = dict(self.levels)
+        copy.policies = dict(self.policies)
         return copy
 
     def __str__(self) -> str:
         from lightning_piper.ir.text import text_of
 
         return text_of(self)
+
+
+def _set(node: Node, **fields: object) -> None:
+    """Nodes are frozen for everybody else."""
+    for name, value in fields.items():
+        if name not in node.__dataclass_fields__:
+            raise ValueError(f"%{node.id} {node.label} has no {name}")
+        object.__setattr__(node, name, value)

@@ -7,18 +7,17 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from typing import Any
 
 from lightning_piper.ir.dag import TrainingDAG
 from lightning_piper.ir.nodes import Chunk
 from lightning_piper.ir.regions import HALVES
-from lightning_piper.limits import INDEX, is_name, shown
+from lightning_piper.limits import INDEX, SHOWN, is_name, shown
 
-Filter = Mapping[str, Any]
+Filter = Mapping[str, object]
 PASSES = ("F", "B", *HALVES)
 
 
-def problem_with(condition: Any) -> str | None:
+def problem_with(condition: object) -> str | None:
     """Why something is not a filter, or None."""
     if not isinstance(condition, Mapping):
         return f'{shown(condition)} is not a filter; give an object such as {{"PP": 0}}'
@@ -80,4 +79,6 @@ class Index:
 
 
 def describe(condition: Filter) -> str:
-    return "{" + ", ".join(f"{k}: {v}" for k, v in condition.items()) + "}"
+    """A filter in a message; cut off where it is long, as a list of a thousand indices is."""
+    text = "{" + ", ".join(f"{k}: {v}" for k, v in condition.items()) + "}"
+    return text if len(text) <= SHOWN else f"{text[:SHOWN]}..."

@@ -1,4 +1,5 @@
-"""The node types of the training DAG.
+"""What a node of the training DAG is, and the one that the graph is about: a chunk. Communication, sums and what else stands
+between chunks are operations, one file a family in `lightning_piper.ops`.
 
 A node stands for the same work on every device of its group, so the DAG does not grow with the degree of data parallelism.
 """
@@ -7,6 +8,8 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
+from enum import Enum
+from typing import ClassVar
 
 from lightning_piper.ir.regions import PassKey
 from lightning_piper.ir.values import Slice, Value
@@ -14,9 +17,26 @@ from lightning_piper.ir.values import Slice, Value
 Ref = tuple[int, int]  # (node id, output index)
 
 
-@dataclass(kw_only=True)
+class Turn(Enum):
+    """When a node comes in the one order of the whole step, of those that could come next (`plan.order`)."""
+
+    FIRST = "before everything else: it reads nothing"
+    AHEAD = "during the chunk before the one that reads it: it waits for nothing in the step"
+    AT_ONCE = "before all others, what most chunks wait for first: communication that chunks wait for"
+    WHEN_NEEDED = "at once if a chunk waits for it, else with the bookkeeping: sums over members"
+    SOON = "before the next chunk: bookkeeping"
+    IF_HERE = "before the next chunk, unless what it reads comes from another device"
+    BY_PASS = "forward before backward, by samples: chunks"
+    LATE = "after the chunks that could run: nothing in the step needs it, and it may wait for another device"
+    LAST = "when there is nothing else: the report"
+
+
+@dataclass(frozen=True, kw_only=True)
 class Node:
-    """Attributes:
+    """What the devices of a group do once in a step. A node is changed by its DAG alone (`TrainingDAG.change`, `rewire`), in
+    place: who holds it sees it.
+
+    Attributes:
     id: unique in its DAG, in order of creation; -1 until the DAG has taken the node.
     inputs: the values it reads.
     outputs: the values it makes.
@@ -25,7 +45,25 @@ class Node:
     stream: the logical stream it runs on.
     origin: index of the directive that made it; None for what the capture gave.
     placed_by: index of the directive that gave it its devices.
+
+    What a kind of node is to the rest of the system:
+
+    turn: when it comes in the global order.
+    communicates: it moves data between devices.
+    moves: it hands on what it reads, unchanged.
+    sums: it sums what its members hold of a bucket, over replicas.
+    reads_from: where what it reads lies: on its `own` devices, behind a `channel`, or on some of its `members`.
+    everywhere: it runs on all devices of the step, replicas or not.
+    shows_tags: behind its label, in texts.
     """
+
+    turn: ClassVar[Turn] = Turn.SOON
+    communicates: ClassVar[bool] = False
+    moves: ClassVar[bool] = False
+    sums: ClassVar[bool] = False
+    reads_from: ClassVar[str] = "own"
+    everywhere: ClassVar[bool] = False
+    shows_tags: ClassVar[bool] = True
 
     id: int = -1
     inputs: tuple[Ref, ...] = ()
@@ -45,8 +83,23 @@ class Node:
     def label(self) -> str:
         return type(self).__name__.lower()
 
+    @property
+    def per_use(self) -> bool:
+        """What it makes is brought anew for each chunk that reads it, and not kept for the next one."""
+        return False
 
-@dataclass(kw_only=True)
+    @property
+    def details(self) -> str:
+        """What the text form shows behind the label; "" for nothing."""
+        return ""
+
+    def members(self, replica: int) -> tuple[int, ...]:
+        """The devices with which a replica's device communicates here: those that share the bucket, or all of the node's."""
+        bucket = self.outputs[0].bucket if self.outputs else None
+        return self.devices if bucket is None else tuple(self.devices[place] for place in bucket.sharers(replica))
+
+
+@dataclass(frozen=True, kw_only=True)
 class Chunk(Node):
     """One pass of one region for one slice of the batch.
 
@@ -58,6 +111,9 @@ class Chunk(Node):
             it was before the step.
         params: the bucket that brings each parameter in `Interface.params`; None is the device's own copy of it. Empty: all are.
     """
+
+    turn = Turn.BY_PASS
+    shows_tags = False  # they are in its label
 
     region: int
     kind: str
@@ -78,128 +134,6 @@ class Chunk(Node):
         tags = ",".join(f"{k}={v}" for k, v in self.tags.items() if k != "PASS")
         return f"{self.kind}[{tags}]"
 
-
-@dataclass(kw_only=True)
-class Send(Node):
-    """Hands a value to the channel from each of its devices to the peer at the same position."""
-
-    peers: tuple[int, ...]
-
-
-@dataclass(kw_only=True)
-class Recv(Node):
-    """Takes a value out of the channel from the peer at the same position. Its only input is the matching send's output."""
-
-    peers: tuple[int, ...]
-
-
-@dataclass(kw_only=True)
-class AllReduce(Node):
-    """Sums what the members of its group hold: inputs are `Partial`, the output is `Replicate`."""
-
-
-@dataclass(kw_only=True)
-class ReduceScatter(Node):
-    """Sums a bucket over its group and leaves each member with its shard: the input is `Partial`, the output is `Shard`."""
-
-
-@dataclass(kw_only=True)
-class Parameters(Node):
-    """The shards of a bucket of parameters, as the optimizer left them. Reads nothing, makes a `Shard`.
-
-    Attributes:
-        kept: every member has room for the whole bucket between steps, though only its own shard in it is up to date then.
-    """
-
-    kept: bool
-
-
-@dataclass(kw_only=True)
-class AllGather(Node):
-    """Brings a bucket's shards together on every member of its group: the input is `Shard`, the output is `Replicate`."""
-
-
-@dataclass(kw_only=True)
-class AllToAll(Node):
-    """Moves tokens between the devices that ask for experts and those that own them.
-
-        counts     reads counts [E], makes [devices, experts here]: what each device sends here
-        dispatch   rows to the owners of their experts: sorted by expert, and for each by the device that they come from
-        combine    rows back to where they came from, in the order in which they left
-
-    Reads the rows, and unless all experts have the same number of places, the counts at home and those that arrived.
-
-    Attributes:
-        way: `counts`, `dispatch` or `combine`.
-        region: that has the experts.
-        owners: groups of replicas that own all experts together, as in `Bucket.owners`.
-    """
-
-    way: str
-    region: int
-    owners: tuple[tuple[int, ...], ...]
-
     @property
-    def label(self) -> str:
-        return f"alltoall.{self.way}"
-
-
-@dataclass(kw_only=True)
-class Pack(Node):
-    """Some tensors of a bundle, laid into the flat tensor of a bucket."""
-
-
-@dataclass(kw_only=True)
-class Cut(Node):
-    """Samples `start:stop`, along `dim`, of a value: where a split region reads what an unsplit one made."""
-
-    dim: int
-    start: int
-    stop: int
-
-
-@dataclass(kw_only=True)
-class Concat(Node):
-    """Its inputs joined along `dim`: where an unsplit region reads what a split one made."""
-
-    dim: int
-
-
-@dataclass(kw_only=True)
-class Accumulate(Node):
-    """The sum of gradients of the same parameters from one region, over slices, added from the first input to the last."""
-
-
-@dataclass(kw_only=True)
-class Update(Node):
-    """The sum of its inputs, one from each region that uses them, is ready: parameters for the optimizer, or (one input)
-    the last value of buffers for the module."""
-
-
-@dataclass(kw_only=True)
-class Result(Node):
-    """Some tensors of what a forward-only step returns, of the replica's share of the batch: ready on these devices."""
-
-
-@dataclass(kw_only=True)
-class Metrics(Node):
-    """Merges the scalars of one region over slices into a float64 vector with a place for each metric of the step.
-
-    Attributes:
-        metrics: for each input, which metric it is, by its place in `ir.build.metric_names`.
-        slices: for each input, the samples it is made of; its weight is their share of the batch, n_i/N.
-    """
-
-    metrics: tuple[int, ...]
-    slices: tuple[Slice, ...]
-
-
-@dataclass(kw_only=True)
-class Report(Node):
-    """Loss and logged values of the step, on every device: the sum of its inputs."""
-
-
-@dataclass(kw_only=True)
-class Barrier(Node):
-    """Runs nothing: what is ordered after it waits for all that is ordered before it. Keeps an order between two groups of
-    m and n nodes at m + n edges."""
+    def details(self) -> str:
+        return str(self.slice)

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
-from typing import Any, Protocol
+from typing import Protocol
 
 import torch
 
@@ -163,7 +163,7 @@ class StepCode:
     batch_specs: tuple[TensorSpec, ...]
     halves: Mapping[PassKey, tuple[Interface, Code]] = field(default_factory=dict)
     experts: Mapping[int, Experts] = field(default_factory=dict)
-    rebuild: Callable[..., Any] | None = None
+    rebuild: Callable[..., object] | None = None
 
     @property
     def forward_only(self) -> bool:

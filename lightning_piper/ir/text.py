@@ -1,17 +1,30 @@
-"""The readable text form of a training DAG: one line a node, in an order that respects all edges."""
+"""The readable text form of a training DAG: one line a node."""
 
 from __future__ import annotations
+
+from collections.abc import Iterable
 
 import networkx as nx
 
 from lightning_piper.ir.dag import TrainingDAG
-from lightning_piper.ir.nodes import AllReduce, Chunk, Concat, Cut, Node, Recv, Send
+from lightning_piper.ir.nodes import Node
 
 
 def text_of(dag: TrainingDAG) -> str:
-    """For example `%4 B[PP=1,MB=0] 0:2 @1 (%1.0) -> cotangent:mm_3 float32[2,8] #2 after %3`: id, pass and tags, samples,
-    devices, inputs, outputs, directive that made it, temporal predecessors."""
-    order = nx.lexicographical_topological_sort(dag.graph)
+    """All nodes, in an order that respects all edges.
+
+    For example `%4 B[PP=1,MB=0] 0:2 @1 (%1.0) -> cotangent:mm_3 float32[2,8] #2 after %3`: id, pass and tags, samples,
+    devices, inputs, outputs, directive that made it, temporal predecessors.
+    """
+    return _text(dag, nx.lexicographical_topological_sort(dag.graph))
+
+
+def listing(dag: TrainingDAG) -> str:
+    """The same lines in order of the nodes' ids: two of them differ only where nodes do. Also of a DAG with a cycle."""
+    return _text(dag, sorted(dag.nodes))
+
+
+def _text(dag: TrainingDAG, order: Iterable[int]) -> str:
     kind = "forward-only" if dag.code.forward_only else "training"
     return "\n".join([f"{kind} step of {dag.size} samples", *(line_of(dag, dag.nodes[i]) for i in order)])
 
@@ -19,17 +32,9 @@ def text_of(dag: TrainingDAG) -> str:
 def line_of(dag: TrainingDAG, node: Node) -> str:
     """The line of one node."""
     words = [f"%{node.id}", node.label]
-    if isinstance(node, Chunk):
-        words.append(str(node.slice))
-    elif isinstance(node, Send):
-        words.append("to " + ",".join(map(str, node.peers)))
-    elif isinstance(node, Recv):
-        words.append("from " + ",".join(map(str, node.peers)))
-    elif isinstance(node, Cut):
-        words.append(f"[{node.start}:{node.stop}] dim {node.dim}")
-    elif isinstance(node, Concat):
-        words.append(f"dim {node.dim}")
-    if not isinstance(node, Chunk | AllReduce) and node.tags:
+    if node.details:
+        words.append(node.details)
+    if node.tags and node.shows_tags:
         words.append("[" + ",".join(f"{k}={v}" for k, v in node.tags.items() if k != "PASS") + "]")
     words.append("@" + (",".join(map(str, node.devices)) or "?"))
     if node.stream != "compute":

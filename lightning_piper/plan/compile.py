@@ -1,22 +1,16 @@
-"""`eliminate`, `compile_plans`: the passes that turn a training DAG into one plan per device."""
+"""`compile_plans`: the steps that turn a training DAG into one plan per device."""
 
 from __future__ import annotations
 
 from lightning_piper.ir.dag import TrainingDAG
 from lightning_piper.plan.deferred import deferred
-from lightning_piper.plan.gathers import drop_redundant
 from lightning_piper.plan.instructions import Collective, Send
 from lightning_piper.plan.lifetimes import mark_last_reads
-from lightning_piper.plan.lower import Lowering
+from lightning_piper.plan.lower import lower
 from lightning_piper.plan.order import global_order
 from lightning_piper.plan.plan import Plan
 from lightning_piper.plan.posts import place_posts
 from lightning_piper.plan.streams import add_events
-
-
-def eliminate(dag: TrainingDAG) -> bool:
-    """Drop, from a finished DAG, the communication that its global order makes redundant: see `drop_redundant`."""
-    return drop_redundant(dag, global_order(dag))
 
 
 def compile_plans(dag: TrainingDAG) -> dict[int, Plan]:
@@ -26,12 +20,11 @@ def compile_plans(dag: TrainingDAG) -> dict[int, Plan]:
         VerificationError: the DAG cannot be executed: a cycle, a node without device, a value that is not where it is read.
     """
     order = global_order(dag)
-    lowering = Lowering(dag)
-    lowering.run(order)
+    lowerings = lower(dag, order)
     rank = {node.id: i for i, node in enumerate(order)}
     late = deferred(dag)
     plans: dict[int, Plan] = {}
-    for device, lowered in lowering.plans.items():
+    for device, lowered in lowerings.items():
         instructions = place_posts(lowered.instructions, lowered.posts, rank)
         instructions = mark_last_reads(device, instructions)
         instructions, events = add_events(instructions)

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 from lightning_piper.ir.dag import TrainingDAG
-from lightning_piper.ir.nodes import Accumulate, AllReduce, Node, ReduceScatter, Update
+from lightning_piper.ir.nodes import Node
+from lightning_piper.ops.update import Accumulate, Update
 
 
 def deferred(dag: TrainingDAG) -> frozenset[int]:
@@ -13,7 +14,7 @@ def deferred(dag: TrainingDAG) -> frozenset[int]:
     Not where gradients are sharded: keeping whole ones would need the memory that this saves. And where one parameter's gradients
     from several regions are added up, either all of them wait or none.
     """
-    totals = [*dag.of_type(AllReduce), *dag.of_type(ReduceScatter)]
+    totals = [node for node in dag.nodes.values() if node.sums]
     waiting = {node.id: _followers(dag, node) for node in totals if _may_wait(dag, node)}
     sums: dict[int, set[int]] = {}  # update -> the sums that it reads and that may wait
     for source, followers in waiting.items():
@@ -51,7 +52,7 @@ def _followers(dag: TrainingDAG, node: Node) -> list[Node]:
 
 def _comes_from(dag: TrainingDAG, node: int, sources: dict[int, list[Node]]) -> bool:
     """Is what a node makes, or hands on, one of the sums that wait?"""
-    while not isinstance(dag.nodes[node], AllReduce | ReduceScatter):
+    while not dag.nodes[node].sums:
         if len(dag.nodes[node].inputs) != 1:
             return False
         node = dag.nodes[node].inputs[0][0]

@@ -9,10 +9,11 @@ from __future__ import annotations
 
 from typing import Any
 
-from lightning_piper.ir.nodes import Accumulate, Node, Pack
-from lightning_piper.plan import instructions as ins
-from lightning_piper.plan.device import DevicePlan, about, bucket_of
-from lightning_piper.plan.instructions import Read
+from lightning_piper.ir.nodes import Node
+from lightning_piper.ops.base import Planning, about, bucket_of
+from lightning_piper.ops.bucket import Pack, taken
+from lightning_piper.ops.instruction import Read
+from lightning_piper.ops.update import Accumulate, Add
 
 
 class Fold:
@@ -24,7 +25,7 @@ class Fold:
         terms: the values that are added up.
     """
 
-    def __init__(self, plan: DevicePlan, node: Node) -> None:
+    def __init__(self, plan: Planning, node: Node) -> None:
         self._plan, self._node = plan, node
         self._there: set[int] = set()
         self._added = 0
@@ -35,7 +36,7 @@ class Fold:
         packs = [maker for maker in makers if isinstance(maker, Pack)]
         if isinstance(node, Accumulate) and len(packs) == len(makers) > 1:
             self.terms = tuple(pack.inputs[0] for pack in packs)
-            self._flat = {"bucket": bucket_of(packs[0]), "take": plan.taken(packs[0])}
+            self._flat = {"bucket": bucket_of(packs[0]), "take": taken(plan, packs[0])}
 
     def offer(self, index: int) -> None:
         """The term is there. A term that is already there may be offered again."""
@@ -55,6 +56,6 @@ class Fold:
             self.total = term.slot
         elif self._added == 1:
             first, self.total = self.total, self._plan.new_slot(None, "sum", self._node.stream)
-            self._plan.emit(ins.Add(**about(self._node), reads=(Read(first), term), writes=(self.total,), **self._flat))
+            self._plan.emit(Add(**about(self._node), reads=(Read(first), term), writes=(self.total,), **self._flat))
         else:
-            self._plan.emit(ins.Add(**about(self._node), reads=(term,), writes=(self.total,), in_place=True, **self._flat))
+            self._plan.emit(Add(**about(self._node), reads=(term,), writes=(self.total,), in_place=True, **self._flat))

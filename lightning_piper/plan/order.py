@@ -13,21 +13,7 @@ import networkx as nx
 
 from lightning_piper.errors import VerificationError
 from lightning_piper.ir.dag import TrainingDAG
-from lightning_piper.ir.nodes import (
-    AllGather,
-    AllReduce,
-    AllToAll,
-    Chunk,
-    Metrics,
-    Node,
-    Parameters,
-    Recv,
-    ReduceScatter,
-    Report,
-    Result,
-    Send,
-    Update,
-)
+from lightning_piper.ir.nodes import Chunk, Node, Turn
 from lightning_piper.plan.gathers import with_gathers
 from lightning_piper.plan.overlap import Turns, heights
 
@@ -42,20 +28,17 @@ def priority(dag: TrainingDAG, node: Node, height: int) -> Priority:
     replicas, for which no chunk waits, and bookkeeping after it; then chunks: forward before backward, by slice, by id. Nothing
     but an optimizer waits for gradients of weights (BW), so they run when no other chunk can: unless an order says otherwise,
     at the end, while devices that come later in the backward direction are still busy.
-    Updates and results come last, for nothing in the step needs them and they may have to wait for another device; so do metrics
-    that have to.
+    Updates and results come last, for nothing in the step needs them and they may have to wait for another device; so does
+    bookkeeping that has to.
     """
-    if isinstance(node, Send | Recv | AllToAll) or (height and isinstance(node, AllReduce | ReduceScatter)):
-        return (0, -height, 0, node.id)
+    turn = node.turn
     if isinstance(node, Chunk):
         return (2, _RANK[node.kind], node.slice.start, node.id)
-    if isinstance(node, Update | Result) or (isinstance(node, Metrics) and _receives(dag, node)):
+    if turn is Turn.AT_ONCE or (turn is Turn.WHEN_NEEDED and height):
+        return (0, -height, 0, node.id)
+    if turn is Turn.LATE or (turn is Turn.IF_HERE and any(dag.nodes[source].reads_from == "channel" for source, _ in node.inputs)):
         return (3, 0, 0, node.id)
-    return (4 if isinstance(node, Report) else 1, 0, 0, node.id)
-
-
-def _receives(dag: TrainingDAG, node: Node) -> bool:
-    return any(isinstance(dag.nodes[source], Recv) for source, _ in node.inputs)
+    return (4 if turn is Turn.LAST else 1, 0, 0, node.id)
 
 
 class _Ready:
@@ -103,8 +86,8 @@ def global_order(dag: TrainingDAG) -> list[Node]:
         VerificationError: the edges have a cycle, which is printed.
     """
     missing = {node_id: degree for node_id, degree in dag.graph.in_degree() if degree}
-    order: list[Node] = list(dag.of_type(Parameters))
-    gathers = list(dag.of_type(AllGather))
+    order = [node for node in dag.nodes.values() if node.turn is Turn.FIRST]
+    gathers = [node for node in dag.nodes.values() if node.turn is Turn.AHEAD]
     for source in (*order, *gathers):
         for successor in dag.graph.successors(source.id):
             missing[successor] -= 1

@@ -29,8 +29,9 @@ from typing import Any
 from lightning_piper.compiler import Compiled
 from lightning_piper.errors import PiperError
 from lightning_piper.ir.dag import TrainingDAG
-from lightning_piper.ir.nodes import AllGather, AllReduce, AllToAll, Chunk, Node, Recv, ReduceScatter, Send
+from lightning_piper.ir.nodes import Chunk, Node
 from lightning_piper.ir.text import line_of
+from lightning_piper.ops.base import INSTRUCTIONS
 from lightning_piper.plan import instructions as ins
 from lightning_piper.plan.plan import Plan
 from lightning_piper.reading import parse_json
@@ -72,25 +73,15 @@ def plan_json(compiled: Compiled, step: Mapping[str, Any], verification: str | N
     }
 
 
+_WITHOUT_BOX = ("run", "send", "retire", "post", "wait")  # boxes of their own kinds, or none
+
+
 def _colours(dag: TrainingDAG) -> dict[str, str]:
     nodes = {node.kind if isinstance(node, Chunk) else node.label: node for node in dag.nodes.values()}
     found = {}
     for kind, node in sorted(nodes.items(), key=lambda item: rank(item[0])):
-        plain = not isinstance(node, Chunk | Send | Recv | AllReduce | ReduceScatter | AllGather | AllToAll)
-        found[kind] = BOOKKEEPING if plain else colour(kind)
-    operations = (
-        "reduce",
-        "reduce_scatter",
-        "all_gather",
-        "all_to_all",
-        "add",
-        "pack",
-        "cut",
-        "concat",
-        "merge",
-        "deliver",
-        "report",
-    )
+        found[kind] = colour(kind) if isinstance(node, Chunk) or node.communicates else BOOKKEEPING
+    operations = sorted(op for op in INSTRUCTIONS if op not in _WITHOUT_BOX)
     return {**found, **{op: colour(op) for op in operations}, "wait": WAITING, "idle": IDLE}
 
 

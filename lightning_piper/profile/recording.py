@@ -28,7 +28,7 @@ from lightning_piper.simulate.engine import run_in_virtual_time
 
 
 class Prepared(Protocol):
-    """What a step runs on; see `strategy.machine.Prepared`."""
+    """What a step runs on; see `session.machine.Prepared`."""
 
     @property
     def compiled(self) -> Compiled: ...

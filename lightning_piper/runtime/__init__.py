@@ -22,7 +22,7 @@ tensors of the global batch, in the order of `StepCode.batch_specs`, on the exec
 
 `StepResult.grads`: parameter name -> gradient, for the parameters updated on this device; nothing else refers to these
 tensors. Of parameters in shards it has this device's piece, in one dimension; `joined(plans, results)` puts the pieces together.
-`StepResult.metrics`: float64 vector, places as in `ir.build.metric_names`. The module's buffers have their new
+`StepResult.metrics`: float64 vector, places as in `ops.metrics.metric_names`. The module's buffers have their new
 values when `step` returns. A failing instruction raises `ExecutionError`.
 """
 

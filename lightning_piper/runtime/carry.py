@@ -7,7 +7,7 @@ from collections.abc import MutableMapping
 import torch
 
 from lightning_piper.ir.buckets import Bucket
-from lightning_piper.plan.instructions import Await, Collective, Instruction, Record, Reduce, ReduceScatter
+from lightning_piper.plan.instructions import Await, Collective, Instruction, Record
 from lightning_piper.plan.plan import Plan
 from lightning_piper.runtime.transport import Bound, Slots
 
@@ -21,7 +21,7 @@ def keys_of(plan: Plan) -> dict[int, CarryKey]:
     found: dict[int, CarryKey] = {}
     counts: dict[tuple[Bucket, tuple[int, ...]], int] = {}
     for instruction in plan.instructions:
-        if isinstance(instruction, Reduce | ReduceScatter) and instruction.node in plan.deferred:
+        if isinstance(instruction, Collective) and instruction.sums and instruction.node in plan.deferred:
             assert instruction.bucket is not None
             place = (instruction.bucket, instruction.members)
             number = counts[place] = counts.get(place, -1) + 1

@@ -1,21 +1,19 @@
-"""Sharded buckets between processes: start an operation, and finish it when its works are done.
+"""Collectives between processes: start one, and finish it when its works are done.
 
-gloo has no reduce-scatter of its own (torch makes it from an all-reduce, twice the bytes), and its all-gather copies. So shards
-go straight from each member to the one that wants them, and are added in the order of the members: the bits do not depend on
-which came first. NCCL has both, and takes them.
+gloo has no reduce-scatter of its own (torch makes it from an all-reduce, twice the bytes), and its all-gather copies. So parts go
+straight from each member to the one that wants them, and are put together in the order of the members: the bits do not depend on
+which came first. NCCL has an operation for each kind, and takes it; so does gloo for sums of the whole.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
 import torch.distributed as dist
 
-from lightning_piper.plan.instructions import AllGather, ReduceScatter
-from lightning_piper.runtime.bundles import take
-from lightning_piper.runtime.transport import Bound, Bundle, Slots
+from lightning_piper.ops.base import Bound, Bundle, Exchange, Slots
 
 Finish = Callable[[Any], Bundle]
 
@@ -37,84 +35,101 @@ class Members:
     def others(self) -> list[int]:
         return [i for i in range(len(self.ranks)) if i != self.own]
 
-    def exchange(self, sent: list[torch.Tensor], received: list[torch.Tensor]) -> list[Any]:
+    def exchange(self, sent: Sequence[torch.Tensor], received: Sequence[torch.Tensor]) -> list[Any]:
         """Start to send `sent[i]` to member i and to receive its answer into `received[i]`, for all others; nothing, if empty."""
         works: list[Any] = [self.group.recv([received[i]], self.ranks[i], 0) for i in self.others if received[i].numel()]
         return works + [self.group.send([sent[i]], self.ranks[i], 0) for i in self.others if sent[i].numel()]
 
+    def by_rank(self, parts: Sequence[torch.Tensor]) -> list[torch.Tensor]:
+        """The members' parts in the order of their ranks."""
+        return [part for _, part in sorted(zip(self.ranks, parts, strict=True), key=lambda pair: pair[0])]
 
-def bind_reduce_scatter(instruction: ReduceScatter, slots: Slots, members: Members) -> tuple[Bound, Finish]:
-    """What starts the operation, leaving works and something to finish it with in the slot, and what finishes it."""
-    into, own, count = instruction.into, members.own, len(members.ranks)
-    taken = take(instruction, slots)
+    @property
+    def in_order(self) -> bool:
+        return self.ranks == sorted(self.ranks)
 
-    def start() -> None:
-        (flat,) = taken()
-        parts = list(flat.chunk(count))
-        received = [part if i == own else torch.empty_like(part) for i, part in enumerate(parts)]
-        slots[into] = (members.exchange(parts, received), received)
 
-    def finish(received: list[torch.Tensor]) -> Bundle:
-        total = torch.add(received[0], received[1])  # a tensor of its own: the flat one is freed
-        for part in received[2:]:
-            total.add_(part)
-        return (total,)
-
-    def start_nccl() -> None:
-        (flat,) = taken()
-        parts = flat.chunk(count)
-        total = torch.empty_like(parts[own])
-        if members.ranks == sorted(members.ranks):
-            work = dist.reduce_scatter_tensor(total, flat, group=members.group, async_op=True)
-        else:
-            work = dist.reduce_scatter(total, _by_rank(parts, members.ranks), group=members.group, async_op=True)
-        slots[into] = ([work], (total, flat))
-
+def bind_collective(exchange: Exchange, into: int, slots: Slots, members: Members) -> tuple[Bound, Finish | None]:
+    """What starts the operation, leaving works and something to finish it with in the slot, and what finishes it; None if that
+    something is the value."""
+    if exchange.kind == "all_reduce":
+        return _all_reduce(exchange, into, slots, members), None
     if dist.get_backend(members.group) == "nccl":
-        return start_nccl, lambda pair: pair[:1]
-    return start, finish
-
-
-def bind_all_gather(instruction: AllGather, slots: Slots, members: Members, kept: torch.Tensor) -> tuple[Bound, Finish]:
-    """The same for a gather. `kept`: what this device keeps of the bucket: the whole flat tensor, or its shard."""
-    into, own, count, bucket = instruction.into, members.own, len(members.ranks), instruction.bucket
-    views = bucket.views(kept) if instruction.kept else None
-    nccl = dist.get_backend(members.group) == "nccl"
+        if exchange.kind == "reduce_scatter":
+            return _reduce_scatter_nccl(exchange, into, slots, members), lambda pair: pair[:1]
+        if exchange.kind == "all_gather":
+            return _all_gather_nccl(exchange, into, slots, members), lambda pending: exchange.join(*pending)
+        # What was sent is kept until then: it is read on another stream.
+        return _all_to_all_nccl(exchange, into, slots, members), lambda pending: exchange.join(pending[0], pending[1])
+    own = members.own
 
     def start() -> None:
-        if views is not None:
-            flat = kept
-        else:
-            flat = torch.empty(bucket.numel, dtype=bucket.dtype, device=kept.device)
-        parts = list(flat.chunk(count))
-        shard = parts[own] if views is not None else kept
-        if nccl:
-            if members.ranks == sorted(members.ranks):
-                works: list[Any] = [dist.all_gather_into_tensor(flat, shard, group=members.group, async_op=True)]
-            else:
-                works = [dist.all_gather(_by_rank(parts, members.ranks), shard, group=members.group, async_op=True)]
-        else:
-            works = members.exchange([shard] * count, parts)
-            if views is None:
-                parts[own].copy_(shard)
-        slots[into] = (works, flat)
+        state = exchange.bring()
+        parts = exchange.parts(state)
+        received = exchange.room(state, parts)
+        works = members.exchange(parts, received)
+        if received[own] is not parts[own]:
+            received[own].copy_(parts[own])
+        slots[into] = (works, (state, received))
 
-    def finish(flat: torch.Tensor) -> Bundle:
-        return views if views is not None else bucket.views(flat)
-
-    return start, finish
+    return start, lambda pending: exchange.join(*pending)
 
 
-def bind_gather_alone(instruction: AllGather, slots: Slots, kept: torch.Tensor) -> Bound:
-    """A gather over this device alone, which has all there is."""
-    into, views = instruction.into, instruction.bucket.views(kept)
+def bind_alone(exchange: Exchange, into: int, slots: Slots) -> Bound:
+    """A collective of one member, which has all there is."""
 
     def start() -> None:
-        slots[into] = ([], views)
+        state = exchange.bring()
+        slots[into] = ([], exchange.join(state, exchange.parts(state)))
 
     return start
 
 
-def _by_rank(parts: Any, ranks: list[int]) -> list[torch.Tensor]:
-    """The members' parts in the order of their ranks."""
-    return [part for _, part in sorted(zip(ranks, parts, strict=True), key=lambda pair: pair[0])]
+def _all_reduce(exchange: Exchange, into: int, slots: Slots, members: Members) -> Bound:
+    group = members.group
+
+    def start() -> None:
+        values = exchange.bring()
+        slots[into] = ([dist.all_reduce(x, group=group, async_op=True) for x in values], values)
+
+    return start
+
+
+def _reduce_scatter_nccl(exchange: Exchange, into: int, slots: Slots, members: Members) -> Bound:
+    def start() -> None:
+        (flat,) = state = exchange.bring()
+        parts = exchange.parts(state)
+        total = torch.empty_like(parts[members.own])
+        if members.in_order:
+            work = dist.reduce_scatter_tensor(total, flat, group=members.group, async_op=True)
+        else:
+            work = dist.reduce_scatter(total, members.by_rank(parts), group=members.group, async_op=True)
+        slots[into] = ([work], (total, flat))
+
+    return start
+
+
+def _all_gather_nccl(exchange: Exchange, into: int, slots: Slots, members: Members) -> Bound:
+    def start() -> None:
+        state = exchange.bring()
+        parts = exchange.parts(state)
+        received = exchange.room(state, parts)
+        if members.in_order:
+            flat = received[0].as_strided((sum(part.numel() for part in received),), (1,))
+            work = dist.all_gather_into_tensor(flat, parts[members.own], group=members.group, async_op=True)
+        else:
+            work = dist.all_gather(members.by_rank(received), parts[members.own], group=members.group, async_op=True)
+        slots[into] = ([work], (state, received))
+
+    return start
+
+
+def _all_to_all_nccl(exchange: Exchange, into: int, slots: Slots, members: Members) -> Bound:
+    def start() -> None:
+        state = exchange.bring()
+        parts = exchange.parts(state)
+        received = exchange.room(state, parts)
+        work = dist.all_to_all(members.by_rank(received), members.by_rank(parts), group=members.group, async_op=True)
+        slots[into] = ([work], (state, received, parts))
+
+    return start

@@ -11,13 +11,12 @@ import torch
 from lightning_piper.errors import ExecutionError, OutOfMemoryError
 from lightning_piper.ir.buckets import Bucket
 from lightning_piper.ir.regions import Step
+from lightning_piper.ops.base import BINDERS, Binding
 from lightning_piper.plan import instructions as ins
 from lightning_piper.plan.instructions import Instruction
 from lightning_piper.plan.plan import Plan
-from lightning_piper.runtime.bundles import bind_add, bind_concat, bind_cut, bind_pack
 from lightning_piper.runtime.carry import Carry, bind_keep, bind_merge_kept, is_late, keys_of, slots_made_late
 from lightning_piper.runtime.chunks import ChunkBinder
-from lightning_piper.runtime.metrics import bind_merge, bind_report
 from lightning_piper.runtime.outbox import Outbox
 from lightning_piper.runtime.streams import streams_of
 from lightning_piper.runtime.transport import BLOCKED, Bound, Slots, Transport
@@ -31,7 +30,7 @@ class StepResult:
         grads: parameter name -> gradient of the weighted loss times `scale`, of the parameters updated on this device. Of a
             parameter of which the device has a shard, the gradient of its piece, in one dimension (`Bucket.pieces`). The tensors
             overlap with nothing else.
-        metrics: float64 vector of the step's loss and logged tensors, unscaled, in the order of `ir.build.metric_names`.
+        metrics: float64 vector of the step's loss and logged tensors, unscaled, in the order of `ops.metrics.metric_names`.
         results: of a forward-only step: name -> tensor of what it returns (`StepCode.rebuild`), of this replica's samples.
     """
 
@@ -81,7 +80,8 @@ class Executor:
         self._chunks = ChunkBinder(plan, step, params, buffers, self._slots, device)
         self._outbox = Outbox(buffers, self._chunks.given)
         self._endpoint = transport.endpoint(plan, device)
-        self._shards = _checked(plan, shards or {})
+        self._binding = Binding(self._slots, device, plan.device, self._endpoint, _checked(plan, shards or {}), self._chunks,
+                                self._outbox)  # fmt: skip
         self._streams = streams_of(plan, device, own_compute=self._endpoint.hands_over)
         self._carry: Carry = {} if carry is None else carry
         self._carry_keys = keys_of(plan)
@@ -101,9 +101,8 @@ class Executor:
         stream, late = None, set() if last else slots_made_late(self.plan)
         for i, (instruction, ready) in enumerate(zip(self.plan.instructions, bound, strict=True)):
             parts: list[Bound | None] = [ready]
-            key = self._carry_keys.get(instruction.node) if isinstance(instruction, ins.Reduce | ins.ReduceScatter) else None
-            if key is not None:
-                assert isinstance(instruction, ins.Collective)
+            key = self._carry_keys.get(instruction.node)
+            if isinstance(instruction, ins.Collective) and key is not None:
                 bind = bind_merge_kept if last else bind_keep
                 parts = [bind(instruction, key, self._slots, self._carry), *(parts if last else ())]
             elif not last and is_late(self.plan, instruction):
@@ -123,46 +122,15 @@ class Executor:
         return code, source
 
     def _bind(self, instruction: Instruction) -> Bound | None:
-        slots, endpoint = self._slots, self._endpoint
         match instruction:
-            case ins.Run():
-                return self._chunks.bind(instruction)
-            case ins.Send():
-                return endpoint.send(instruction, slots)
-            case ins.Retire():
-                return endpoint.retire(instruction)
-            case ins.Post():
-                return endpoint.post(instruction, slots)
-            case ins.Wait():
-                return endpoint.wait(instruction, slots)
-            case ins.Reduce():
-                return endpoint.reduce(instruction, slots)
-            case ins.ReduceScatter():
-                return endpoint.reduce_scatter(instruction, slots)
-            case ins.AllGather():
-                return endpoint.all_gather(instruction, slots, self._shards[instruction.bucket])
-            case ins.AllToAll():
-                return endpoint.all_to_all(instruction, slots)
-            case ins.Pack():
-                return bind_pack(instruction, slots, self._device)
-            case ins.Add():
-                return bind_add(instruction, slots, self._device)
-            case ins.Cut():
-                return bind_cut(instruction, slots)
-            case ins.Concat():
-                return bind_concat(instruction, slots)
-            case ins.Merge():
-                return bind_merge(instruction, slots, self._device)
-            case ins.Deliver():
-                return self._outbox.bind_deliver(instruction, slots, endpoint.hands_over)
-            case ins.Report():
-                return bind_report(instruction, slots, self._outbox, self._device)
             case ins.Record():
                 return self._streams.record(instruction)
             case ins.Await():
-                return self._streams.wait(instruction, slots)
-            case _:
-                raise ExecutionError(f"device {self.plan.device}: unknown instruction {instruction.where}")
+                return self._streams.wait(instruction, self._slots)
+        bind = BINDERS.get(type(instruction))
+        if bind is None:
+            raise ExecutionError(f"device {self.plan.device}: unknown instruction {instruction.where}")
+        return bind(instruction, self._binding)
 
     def step(self, leaves: Sequence[torch.Tensor], seed: int, scale: float = 1.0, last: bool = True) -> StepResult:
         """Run one training step; the module's buffers have their new values afterwards.

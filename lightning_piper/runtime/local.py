@@ -2,39 +2,26 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from typing import Any
 
 import torch
 
 from lightning_piper.errors import ExecutionError
-from lightning_piper.plan.instructions import (
-    AllGather,
-    AllToAll,
-    Channel,
-    Collective,
-    Post,
-    Reduce,
-    ReduceScatter,
-    Retire,
-    Send,
-    Wait,
-)
+from lightning_piper.ops.base import Exchange
+from lightning_piper.plan.instructions import Channel, Collective, Post, Retire, Send, Wait
 from lightning_piper.plan.plan import Plan
-from lightning_piper.runtime.bundles import read_sum, take
-from lightning_piper.runtime.exchange import Exchange, Sizes
 from lightning_piper.runtime.executor import Executor, StepResult
 from lightning_piper.runtime.streams import Arrival, arrival
 from lightning_piper.runtime.transport import BLOCKED, Bound, Bundle, Slots
 
-_Together = Callable[[list[Bundle]], Bundle]
-
 
 @dataclass
 class _Meeting:
-    """One collective: what each member brought, and how many have taken what it makes."""
+    """One collective: what each member brought, and how many have taken their parts of it."""
 
-    parts: dict[int, tuple[Bundle, Arrival]] = field(default_factory=dict)
+    brought: dict[int, tuple[Sequence[Any], Arrival]] = field(default_factory=dict)
     taken: int = 0
 
 
@@ -69,8 +56,8 @@ class LocalEndpoint:
         self._sent: dict[Channel, int] = {}
         self._posted: dict[Channel, int] = {}
         self._post: dict[int, tuple[Channel, int]] = {}  # node -> its message
-        self._meet: dict[int, tuple[tuple[int, ...], _Together]] = {}  # collective -> its members, and what it makes of their parts
-        self._sizes: dict[int, Sizes] = {}  # slot of counts that arrived -> what they say
+        self._meet: dict[int, tuple[tuple[int, ...], Exchange]] = {}  # collective -> its members, and what this one does there
+        self._state: dict[int, Any] = {}  # collective -> state of the exchange, from its start to the wait
 
     def reset(self) -> None:
         for channel, messages in self._transport.messages.items():
@@ -102,48 +89,18 @@ class LocalEndpoint:
         self._posted[instruction.channel] = number + 1
         self._post[instruction.node] = (instruction.channel, number)
 
-    def reduce(self, instruction: Reduce, slots: Slots) -> Bound:
-        return self._bring(instruction, read_sum(instruction, slots, self._device), _summed)
+    def collective(self, instruction: Collective, exchange: Exchange, slots: Slots) -> Bound:
+        meetings, place, member = self._transport.meetings, instruction.meeting, self._plan.device
+        self._meet[instruction.node] = (instruction.members, exchange)
+        states, node, mark = self._state, instruction.node, arrival(self._device)
 
-    def reduce_scatter(self, instruction: ReduceScatter, slots: Slots) -> Bound:
-        own, count = instruction.members.index(self._plan.device), len(instruction.members)
-        return self._bring(instruction, take(instruction, slots), lambda parts: _summed([(p[0].chunk(count)[own],) for p in parts]))
-
-    def all_gather(self, instruction: AllGather, slots: Slots, own: torch.Tensor) -> Bound:
-        bucket, position = instruction.bucket, instruction.members.index(self._plan.device)
-        shard = own.chunk(bucket.members)[position] if instruction.kept else own
-
-        def whole(parts: list[Bundle]) -> Bundle:
-            if not instruction.kept:
-                return bucket.views(torch.cat([part for (part,) in parts]))
-            for place, (part,) in zip(own.chunk(bucket.members), parts, strict=True):
-                if place.data_ptr() != part.data_ptr():  # its own, and what devices share that keep it together
-                    place.copy_(part)
-            return bucket.views(own)
-
-        return self._bring(instruction, lambda: (shard,), whole)
-
-    def all_to_all(self, instruction: AllToAll, slots: Slots) -> Bound:
-        exchange, own = Exchange(instruction, self._sizes), instruction.members.index(self._plan.device)
-        brought: list[torch.Tensor] = []
-
-        def parts() -> Bundle:
-            brought[:] = [exchange.take(slots)]
-            return tuple(exchange.cut(brought[0]))
-
-        return self._bring(instruction, parts, lambda found: (exchange.join([part[own] for part in found], brought.pop()),))
-
-    def _bring(self, instruction: Collective, part: Callable[[], Bundle], together: _Together) -> Bound:
-        transport, place, member = self._transport, instruction.meeting, self._plan.device
-        self._meet[instruction.node] = (instruction.members, together)
-        mark = arrival(self._device)
-
-        def bring() -> None:
-            brought = part()
+        def start() -> None:
+            state = states[node] = exchange.bring()
+            parts = exchange.parts(state)
             mark.record()
-            transport.meetings[place].parts[member] = (brought, mark)
+            meetings[place].brought[member] = (parts, mark)
 
-        return bring
+        return start
 
     def wait(self, instruction: Wait, slots: Slots) -> Bound:
         if instruction.node in self._meet:
@@ -162,15 +119,16 @@ class LocalEndpoint:
         return wait
 
     def _wait_for_all(self, instruction: Wait, slots: Slots) -> Bound:
-        transport, node, slot, device = self._transport, instruction.node, instruction.into, self._device
-        members, together = self._meet[node]
-        place = (node, members)
+        transport, node, slot, device, states = self._transport, instruction.node, instruction.into, self._device, self._state
+        members, exchange = self._meet[node]
+        place, own = (node, members), members.index(self._plan.device)
 
         def wait() -> object:
             meeting = transport.meetings[place]
-            if len(meeting.parts) < len(members):
+            if len(meeting.brought) < len(members):
                 return BLOCKED
-            slots[slot] = together([mark.take(part, device) for part, mark in (meeting.parts[member] for member in members)])
+            parts = [_taken(brought[own], mark, device) for brought, mark in (meeting.brought[member] for member in members)]
+            slots[slot] = exchange.join(states.pop(node), parts)
             meeting.taken += 1
             if meeting.taken == len(members):
                 transport.meetings[place] = _Meeting()
@@ -179,13 +137,9 @@ class LocalEndpoint:
         return wait
 
 
-def _summed(parts: list[Bundle]) -> Bundle:
-    """The sum in tensors of its own, from the first member to the last."""
-    total = [x.clone() for x in parts[0]]
-    for part in parts[1:]:
-        for x, y in zip(total, part, strict=True):
-            x.add_(y)
-    return tuple(total)
+def _taken(part: Any, mark: Arrival, device: torch.device) -> Any:
+    """A part of a collective, a tensor or a bundle, on this device."""
+    return mark.take(part, device) if isinstance(part, tuple) else mark.take((part,), device)[0]
 
 
 def run_local(

@@ -7,9 +7,8 @@ from collections.abc import Callable, Iterable, Mapping
 import torch
 
 from lightning_piper.ir.buckets import Bucket
+from lightning_piper.ops.base import Bound, Bundle, Slots, take
 from lightning_piper.plan.instructions import Deliver
-from lightning_piper.runtime.bundles import take
-from lightning_piper.runtime.transport import Bound, Bundle, Slots
 
 
 class Outbox:

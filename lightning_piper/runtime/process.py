@@ -9,12 +9,10 @@ import torch
 import torch.distributed as dist
 
 from lightning_piper.errors import ExecutionError
-from lightning_piper.plan.instructions import AllGather, AllToAll, Channel, Group, Post, Reduce, ReduceScatter, Retire, Send, Wait
+from lightning_piper.ops.base import Bound, Exchange, Slots
+from lightning_piper.plan.instructions import Channel, Collective, Group, Post, Retire, Send, Wait
 from lightning_piper.plan.plan import Plan
-from lightning_piper.runtime.bundles import read_sum
-from lightning_piper.runtime.collectives import Finish, Members, bind_all_gather, bind_gather_alone, bind_reduce_scatter
-from lightning_piper.runtime.exchange import Sizes, bind_all_to_all
-from lightning_piper.runtime.transport import Bound, Slots
+from lightning_piper.runtime.collectives import Finish, Members, bind_alone, bind_collective
 from lightning_piper.runtime.wire import packer, unpacker
 
 
@@ -82,9 +80,6 @@ class ProcessTransport:
             raise ExecutionError(f"device {plan.device}: {missing[0]} is not connected; call connect with all plans, on every rank")
         return ProcessEndpoint(self, device)
 
-    def group(self, key: Group) -> dist.ProcessGroup:
-        return self._groups[key]
-
     def members(self, key: Group) -> Members:
         group = self._groups[key]
         return Members(group, [dist.get_group_rank(group, self._ranks[device]) for device in key[0]])
@@ -104,7 +99,6 @@ class ProcessEndpoint:
         self._transport, self._device = transport, device
         self._sent: dict[int, list[tuple[dist.Work, torch.Tensor, torch.Tensor]]] = {}  # send -> works and the tensors they read
         self._finish: dict[int, Finish] = {}  # collective -> what makes its value when its works are done
-        self._sizes: dict[int, Sizes] = {}  # slot of counts that arrived -> what they say
 
     def reset(self) -> None:
         for sent in self._sent.values():
@@ -158,30 +152,13 @@ class ProcessEndpoint:
 
         return post
 
-    def reduce(self, instruction: Reduce, slots: Slots) -> Bound:
-        group, into = self._transport.group(instruction.group), instruction.into
-        total = read_sum(instruction, slots, self._device)
-
-        def reduce() -> None:
-            values = total()
-            slots[into] = ([dist.all_reduce(x, group=group, async_op=True) for x in values], values)
-
-        return reduce
-
-    def reduce_scatter(self, instruction: ReduceScatter, slots: Slots) -> Bound:
-        start, self._finish[instruction.node] = bind_reduce_scatter(instruction, slots, self._transport.members(instruction.group))
-        return start
-
-    def all_gather(self, instruction: AllGather, slots: Slots, own: torch.Tensor) -> Bound:
-        if len(instruction.members) == 1:  # of parameters that nobody else has
-            return bind_gather_alone(instruction, slots, own)
+    def collective(self, instruction: Collective, exchange: Exchange, slots: Slots) -> Bound:
+        if len(instruction.members) == 1:  # of what nobody else has
+            return bind_alone(exchange, instruction.into, slots)
         members = self._transport.members(instruction.group)
-        start, self._finish[instruction.node] = bind_all_gather(instruction, slots, members, own)
-        return start
-
-    def all_to_all(self, instruction: AllToAll, slots: Slots) -> Bound:
-        members = self._transport.members(instruction.group)
-        start, self._finish[instruction.node] = bind_all_to_all(instruction, slots, members, self._sizes)
+        start, finish = bind_collective(exchange, instruction.into, slots, members)
+        if finish is not None:
+            self._finish[instruction.node] = finish
         return start
 
     def wait(self, instruction: Wait, slots: Slots) -> Bound:

@@ -44,10 +44,3 @@ def unpacker(spec: TensorSpec, device: torch.device) -> Callable[[], tuple[torch
         return message, value if natural else value.permute(inverse)
 
     return room
-
-
-def restride(x: torch.Tensor, spec: TensorSpec) -> torch.Tensor:
-    """The same numbers with the strides of `spec`."""
-    if x.stride() == spec.stride:
-        return x
-    return torch.empty_strided(spec.shape, spec.stride, dtype=x.dtype, device=x.device).copy_(x)

@@ -9,8 +9,9 @@ from os import PathLike
 
 from lightning_piper.errors import SimulationError
 from lightning_piper.ir.dag import TrainingDAG
-from lightning_piper.ir.nodes import Chunk, Recv
+from lightning_piper.ir.nodes import Chunk
 from lightning_piper.limits import is_number, shown
+from lightning_piper.ops.p2p import Recv
 from lightning_piper.plan.instructions import Instruction
 from lightning_piper.reading import name_of, read_json
 
@@ -180,9 +181,7 @@ def checked(what: str, value: object, positive: bool = False) -> Number:
         SimulationError: it is something else.
     """
     if not isinstance(value, int | float | Fraction) or not is_number(value, positive):
-        raise SimulationError(
-            f"{what} is {shown(value)}; give a finite number {'> 0' if positive else '>= 0'}, from 1e-15 to 1e15"
-        )
+        raise SimulationError(f"{what} is {shown(value)}; give a finite number {'> 0' if positive else '>= 0'}, from 1e-15 to 1e15")
     return value
 
 

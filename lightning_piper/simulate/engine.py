@@ -21,13 +21,13 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
-from lightning_piper.errors import SimulationError, VerificationError
+from lightning_piper.errors import VerificationError
 from lightning_piper.ir.dag import TrainingDAG
 from lightning_piper.ir.nodes import Chunk
 from lightning_piper.plan.instructions import Await, Channel, Collective, Instruction, Post, Record, Retire, Run, Send, Wait
 from lightning_piper.plan.plan import Plan
 from lightning_piper.simulate.durations import Number, Work
-from lightning_piper.simulate.network import RINGS, Network
+from lightning_piper.simulate.network import Network
 
 Interval = tuple[Number, Number]
 Lane = tuple[str, object]  # a channel or a group
@@ -201,9 +201,6 @@ class _World:
         return messages[number]
 
     def _collective(self, instruction: Collective) -> _Exchange:
-        if instruction.op not in RINGS:
-            known = ", ".join(RINGS)
-            raise SimulationError(f"{instruction.where}: the simulator knows no collective {instruction.op!r}; it has {known}")
         return self._collectives.setdefault(instruction.meeting, _Exchange(("group", instruction.group), len(instruction.members)))
 
     def _join(self, device: int, instruction: Instruction, clock: _Clock, exchange: _Exchange) -> list[int]:
@@ -226,7 +223,7 @@ class _World:
         if measured is not None:
             return measured
         if isinstance(instruction, Collective):
-            return self._network.collective(instruction.op, instruction.members, instruction.nbytes)
+            return self._network.collective(instruction)
         return self._network.transfer(instruction.channel, sum(spec.nbytes for spec in instruction.tensors))
 
 
@@ -235,7 +232,6 @@ def run_in_virtual_time(dag: TrainingDAG, plans: Mapping[int, Plan], work: Work,
 
     Raises:
         VerificationError: devices wait for each other; names what each of them waits for.
-        SimulationError: a collective that the simulator does not know.
     """
     world = _World(dag, plans, work, network)
     position = dict.fromkeys(plans, 0)

@@ -16,14 +16,15 @@ from dataclasses import dataclass
 from lightning_piper.ir.dag import TrainingDAG
 from lightning_piper.ir.nodes import Chunk
 from lightning_piper.ir.values import Slice
-from lightning_piper.plan.instructions import Add, AllGather, Deliver, Instruction, Post, Retire, Send
+from lightning_piper.plan.instructions import Add, Deliver, Instruction, Post, Retire, Send
 from lightning_piper.plan.plan import Plan
 from lightning_piper.simulate.durations import Number
 from lightning_piper.simulate.engine import Trace
 
 Curve = tuple[tuple[Number, int], ...]  # (time, value from then on), of one moment possibly several in their order
 KINDS = ("activations", "gradients", "gathered", "other")
-_KIND_OF = {"activation": "activations", "saved": "activations", "cotangent": "activations", "grad": "gradients"}
+_KIND_OF = {"activation": "activations", "saved": "activations", "cotangent": "activations", "grad": "gradients",
+            "param": "gathered"}  # fmt: skip
 _Moment = tuple[Number, int, int]  # time; instruction; 0 for its start, 1 for its end
 
 
@@ -81,8 +82,6 @@ def _nbytes(dag: TrainingDAG, instruction: Instruction, k: int, held: dict[int, 
     tensors = getattr(instruction, "tensors", None)
     if tensors is not None and len(instruction.writes) == 1:
         return sum(spec.nbytes for spec in tensors)
-    if isinstance(instruction, AllGather) and instruction.kept:
-        return 0  # the room is there between steps, as that of parameters is
     if isinstance(instruction, Add) and instruction.bucket is not None:
         return instruction.bucket.whole.nbytes
     if isinstance(instruction, Add):
@@ -91,8 +90,6 @@ def _nbytes(dag: TrainingDAG, instruction: Instruction, k: int, held: dict[int, 
 
 
 def _kind(dag: TrainingDAG, instruction: Instruction, k: int) -> str:
-    if isinstance(instruction, AllGather):
-        return "gathered"
     node = dag.nodes[instruction.node]
     # A sum that belongs to no value of its own is one of what its node reads.
     value = node.outputs[k] if k < len(node.outputs) else dag.value(node.inputs[0])

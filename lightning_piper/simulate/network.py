@@ -8,14 +8,8 @@ from fractions import Fraction
 
 from lightning_piper.errors import SimulationError
 from lightning_piper.limits import shown
-from lightning_piper.plan.instructions import Channel
+from lightning_piper.plan.instructions import Channel, Collective
 from lightning_piper.simulate.durations import Number, checked
-
-# Collectives, by the operation of the instruction that starts one: how often a ring of n members goes round, each time in
-# n - 1 steps, in which every member sends 1/n of the bytes to the next (Patarasuk and Yuan 2009). An all-reduce is a
-# reduce-scatter and an all-gather. This table is all that the simulator knows of a collective: an instruction with a `group`
-# and the `tensors` of the whole, started on a stream and completed by the `Wait` of the same node.
-RINGS: dict[str, int] = {"reduce": 2, "reduce_scatter": 1, "all_gather": 1, "all_to_all": 1}
 
 
 @dataclass(frozen=True)
@@ -65,7 +59,8 @@ class Network:
         """From the moment when both sides are ready."""
         return self.channels.get(channel, self.link).time(nbytes)
 
-    def collective(self, op: str, group: tuple[int, ...], nbytes: int) -> Number:
-        """From the moment when all members are ready; `nbytes` are those of the whole, on one member."""
-        n = len(group)
-        return RINGS[op] * (n - 1) * self.groups.get(group, self.link).time(nbytes, n)
+    def collective(self, instruction: Collective) -> Number:
+        """From the moment when all members are ready: `Collective.rings` rounds of the ring."""
+        n = len(instruction.members)
+        link = self.groups.get(instruction.members, self.link)
+        return instruction.rings * (n - 1) * link.time(instruction.nbytes, n)

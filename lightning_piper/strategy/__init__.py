@@ -5,8 +5,8 @@ Importing this makes the strategy known to Lightning as `Trainer(strategy="piper
 
 from lightning.pytorch.strategies import StrategyRegistry
 
-from lightning_piper.strategy.gradients import grad_norm
-from lightning_piper.strategy.sharded_state import consolidate
+from lightning_piper.strategy.checkpoints import consolidate
+from lightning_piper.strategy.compatibility import grad_norm
 from lightning_piper.strategy.strategy import PiperStrategy
 
 __all__ = ["PiperStrategy", "consolidate", "grad_norm"]

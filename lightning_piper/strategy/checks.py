@@ -17,8 +17,8 @@ from lightning.pytorch.callbacks.batch_size_finder import BatchSizeFinder
 from lightning.pytorch.utilities.signature_utils import is_param_in_hook_signature
 
 from lightning_piper.errors import PiperError
+from lightning_piper.holdings.materialize import Known, without_initial_values
 from lightning_piper.limits import shown
-from lightning_piper.strategy.materialize import Known, without_initial_values
 
 
 def check_fit(trainer: pl.Trainer, module: pl.LightningModule, processes: int, sync_batchnorm: bool, known: Known) -> None:

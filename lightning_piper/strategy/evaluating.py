@@ -1,97 +1,97 @@
-"""The part of `PiperStrategy` that Lightning's evaluation loops call, and what Lightning asks all processes together."""
+"""The part of `PiperStrategy` that Lightning's evaluation loops call, and what a run of any kind begins with."""
 
 from __future__ import annotations
 
 import contextlib
 import zipfile
-from abc import abstractmethod
 from collections.abc import Iterator, Mapping
+from functools import partial
 from pathlib import Path
-from types import MappingProxyType
-from typing import Any, TypeVar
+from typing import Any
 
 import lightning.pytorch as pl
 import torch
-import torch.distributed as dist
 from lightning.fabric.plugins import TorchCheckpointIO
-from lightning.pytorch.strategies.parallel import ParallelStrategy
-from lightning.pytorch.trainer.states import TrainerFn
+from lightning.pytorch.utilities.rank_zero import rank_zero_info
 
+from lightning_piper.directives import Directive, replicas_of
 from lightning_piper.errors import PiperError
-from lightning_piper.strategy.agreement import agree_on_loader, draw_seed
+from lightning_piper.holdings.materialize import is_on_meta, load_state, materialize
+from lightning_piper.holdings.ownership import parts_of, put_together
+from lightning_piper.session.machine import Settings
+from lightning_piper.session.program import for_fit
+from lightning_piper.session.standalone import Standalone
+from lightning_piper.session.verification import Verify
+from lightning_piper.strategy.checkpoints import Restored
 from lightning_piper.strategy.checks import check_evaluation
-from lightning_piper.strategy.evaluation import Evaluation, Standalone
-from lightning_piper.strategy.machine import Settings
-from lightning_piper.strategy.materialize import Known, is_on_meta, load_state, materialize
-from lightning_piper.strategy.ownership import Ownership, parts_of
+from lightning_piper.strategy.compatibility import resume, suspend
+from lightning_piper.strategy.data import draw_seed
+from lightning_piper.strategy.parallel import OverProcesses
+from lightning_piper.strategy.phases import Evaluating, Idle, Starting
 from lightning_piper.strategy.precision import check_precision
-from lightning_piper.strategy.sharded_state import Loading
-from lightning_piper.strategy.world import World
-
-T = TypeVar("T")
 
 
-class EvaluatingStrategy(ParallelStrategy):
+class EvaluatingStrategy(OverProcesses):
     """Runs `validation_step`, `test_step` and `predict_step` as plans over processes, if there is something to run them with.
 
     Where all devices are in one process the module is whole, and evaluation is as with any strategy.
+
+    Args:
+        program: the directives; None: those that the module brings along.
+        verify: how what is compiled is verified.
+        options: of `OverProcesses`.
     """
 
-    _evaluation: Evaluation | None = None
-    _standalone: Standalone | None = None  # without a fit, or before its first batch
+    def __init__(self, program: list[Directive] | None, verify: Verify, **options: Any) -> None:
+        super().__init__(**options)
+        self._program, self._verify = program, verify
+        self._restored = Restored()
 
-    _loading: Loading | None
-    _local: bool
-    _loaded: Mapping[str, torch.Tensor] = MappingProxyType({})  # from a plain checkpoint, for what is on the meta device
+    def __getstate__(self) -> dict[str, Any]:
+        return {**super().__getstate__(), "_restored": Restored(seed=self._restored.seed)}
 
-    @property
-    @abstractmethod
-    def world(self) -> World: ...
-
-    @abstractmethod
-    def _settings(self) -> Settings:
-        """How to compile for the module."""
+    def _begin_run(self) -> None:
+        """Whatever was before: the module is whole, or its values are known. Collective."""
+        assert self.lightning_module is not None
+        self._failed, self.phase = False, Idle(self.phase.left)
+        put_together(self.lightning_module, self._restored.known)
 
     def _setup_evaluation(self, trainer: pl.Trainer) -> None:
         """For `validate`, `test` or `predict` without a fit."""
-        module, known = self.lightning_module, self._known
+        module, known = self.lightning_module, self._restored.known
         assert module is not None
         check_evaluation(module, known)
         if self._local:
             materialize(module, draw_seed(self.world), known)
             super().setup(trainer)
             return
-        self._setup_standalone(trainer)
+        self.phase = Evaluating(self._set_up(trainer), self.phase.left)
         self.setup_precision_plugin()
 
-    def _setup_standalone(self, trainer: pl.Trainer, seed: int | None = None) -> Standalone:
+    def _set_up(self, trainer: pl.Trainer, seed: int | None = None) -> Standalone:
         """The module as it is to begin with; the first step that is run distributes it.
 
         Args:
             trainer: that runs.
             seed: from a checkpoint.
         """
-        module = self.lightning_module
+        module, plugin, restored = self.lightning_module, self.precision_plugin, self._restored
         assert module is not None and self.accelerator is not None
         self.accelerator.setup(trainer)
-        check_precision(self.precision_plugin)
-        self.model = self.precision_plugin.convert_module(module)
-        settings = self._settings()
-        if self._loading is not None and not is_on_meta(module):
-            self._loading.whole()
-        self._standalone = Standalone(module, settings, self._known, seed, self.world, self._read)
-        self._evaluation = None if self._local else self._standalone.evaluation
-        return self._standalone
-
-    @property
-    def _known(self) -> Known:
-        """What a checkpoint brings for a module on the meta device."""
-        return Known(self._loaded, frozenset() if self._loading is None else self._loading.waiting)
-
-    def _read(self, parts: Ownership) -> None:
-        """The module is distributed: read what a sharded checkpoint has of this process's part. Collective."""
-        if self._loading is not None:
-            self._loading.distributed(parts)
+        check_precision(plugin)
+        self.model = plugin.convert_module(module)
+        program = for_fit(self._program, module, rank_zero_info)
+        found = {} if self._local else replicas_of(program)
+        world = self._world_of(tuple(found.get(rank, 0) for rank in range(self.world.size)))
+        # Lightning's own precisions have one context for all steps without a backward pass.
+        contexts = plugin.train_step_context, plugin.forward_context
+        replicas, static = max(found.values(), default=0) + 1, self._verify != "off"
+        settings = Settings(program, replicas, static, *contexts, self._local, self._timeout)
+        if restored.sharded is not None and not is_on_meta(module):
+            restored.sharded.whole()
+        drawn, suspended = draw_seed(world), suspend(module, world)
+        seed = drawn if seed is None else seed
+        return Standalone(module, settings, restored.known, seed, drawn, world, restored.read, partial(resume, suspended))
 
     @contextlib.contextmanager
     def tensor_init_context(self, empty_init: bool | None = None) -> Iterator[None]:
@@ -104,35 +104,32 @@ class EvaluatingStrategy(ParallelStrategy):
             yield
 
     def validation_step(self, *args: Any, **kwargs: Any) -> Any:
-        return super().validation_step(*args, **kwargs) if self._evaluation is None else self._evaluate("validation_step", *args)
+        return super().validation_step(*args, **kwargs) if self._plain else self._evaluate("validation_step", *args)
 
     def test_step(self, *args: Any, **kwargs: Any) -> Any:
-        return super().test_step(*args, **kwargs) if self._evaluation is None else self._evaluate("test_step", *args)
+        return super().test_step(*args, **kwargs) if self._plain else self._evaluate("test_step", *args)
 
     def predict_step(self, *args: Any, **kwargs: Any) -> Any:
-        return super().predict_step(*args, **kwargs) if self._evaluation is None else self._evaluate("predict_step", *args)
+        return super().predict_step(*args, **kwargs) if self._plain else self._evaluate("predict_step", *args)
+
+    @property
+    def _plain(self) -> bool:
+        """Are steps that do not train Lightning's to run?"""
+        return self.phase.evaluation is None
 
     def _evaluate(self, name: str, batch: Any, batch_idx: int = 0, dataloader_idx: int | None = None) -> Any:
-        assert self._evaluation is not None
-        # Lightning's own precisions have one context for all steps without a backward pass.
-        return self._evaluation.step(name, self.precision_plugin.forward_context, batch, batch_idx, dataloader_idx)
+        assert self.phase.evaluation is not None
+        return self.phase.evaluation.step(name, batch, batch_idx, dataloader_idx)
 
     def on_validation_end(self) -> None:
         """What follows in a fit, up to the first batch, sees the module as it was before a sanity check."""
-        assert self.lightning_module is not None
-        fits = self.lightning_module.trainer.state.fn == TrainerFn.FITTING
-        if fits and self._standalone is not None and self._evaluation is not None:
-            self._standalone.give_back()
-            self._evaluation = self._standalone.evaluation
+        if isinstance(self.phase, Starting) and self.phase.evaluation is not None:
+            self.phase.standalone.give_back()
 
     def on_predict_start(self) -> None:
-        if self._evaluation is not None:
+        if self.phase.evaluation is not None:
             assert self.lightning_module is not None
-            self._evaluation.expect(self.lightning_module.trainer.predict_loop.max_batches)
-
-    def process_dataloader(self, dataloader: object) -> object:
-        assert self.lightning_module is not None
-        return agree_on_loader(dataloader, self.world, apart=self.lightning_module.trainer.state.fn == TrainerFn.PREDICTING)
+            self.phase.evaluation.expect(self.lightning_module.trainer.predict_loop.max_batches)
 
     def lightning_module_state_dict(self) -> dict[str, Any]:
         """The module's state dict: whole on the lead, also while parts of the module are elsewhere. Collective."""
@@ -162,36 +159,4 @@ class EvaluatingStrategy(ParallelStrategy):
             super().load_model_state_dict(checkpoint, strict)
             return
         parts = parts_of(module)
-        self._loaded = load_state(module, checkpoint["state_dict"], strict, keep=parts is not None and parts.ended)
-
-    def _end_evaluation(self, failed: bool) -> None:
-        if self._standalone is not None:
-            self._standalone.end(failed)
-        self._evaluation = self._standalone = None
-        self._loaded = MappingProxyType({})
-
-    # Collectives. What is reduced is reduced over replicas: the processes of one have the same.
-
-    def reduce(self, tensor: torch.Tensor | Any, group: Any | None = None, reduce_op: Any = "mean") -> torch.Tensor | Any:
-        return self.world.over_replicas(tensor, reduce_op) if isinstance(tensor, torch.Tensor) else tensor
-
-    def reduce_boolean_decision(self, decision: bool, all: bool = True) -> bool:
-        return self.world.decide(decision, all)
-
-    def all_gather(self, tensor: torch.Tensor, group: Any | None = None, sync_grads: bool = False) -> torch.Tensor:
-        return tensor if self._local else super().all_gather(tensor, group, sync_grads)
-
-    def barrier(self, name: str | None = None) -> None:
-        if self._local or not dist.is_initialized():
-            return
-        if dist.get_backend() == "nccl":
-            dist.barrier(device_ids=[self.root_device.index])
-        else:
-            dist.barrier()
-
-    def broadcast(self, obj: T, src: int = 0) -> T:
-        if self._local or not dist.is_initialized():
-            return obj
-        box = [obj]
-        dist.broadcast_object_list(box, src)
-        return box[0]
+        self._restored.values = load_state(module, checkpoint["state_dict"], strict, keep=parts is not None and parts.ended)

@@ -7,26 +7,27 @@ from typing import Any
 
 import lightning.pytorch as pl
 import torch
-from lightning.pytorch.callbacks import ThroughputMonitor
 from lightning.pytorch.plugins.precision import Precision
+from lightning.pytorch.utilities.rank_zero import rank_zero_info
 from torch.optim import Optimizer
 
 from lightning_piper.capture import flatten
+from lightning_piper.holdings.bridge import Bridge
+from lightning_piper.holdings.gradients import absent
+from lightning_piper.holdings.identities import Identities
+from lightning_piper.holdings.norms import GlobalNorms
+from lightning_piper.holdings.optimizer import Names, ShardedOptimizer
+from lightning_piper.processes.agreement import BatchCheck
+from lightning_piper.processes.settings import settings_of
 from lightning_piper.profile import PiperProfiler, Recording, Schedule, wanted
-from lightning_piper.strategy.agreement import BatchCheck
-from lightning_piper.strategy.bridge import Bridge
+from lightning_piper.session.evaluation import Evaluation
+from lightning_piper.session.machine import Machine, check_devices
+from lightning_piper.session.programs import TRAINING, Programs
+from lightning_piper.session.standalone import Standalone
+from lightning_piper.session.verification import Verify, verify_by_execution
 from lightning_piper.strategy.checks import check_runs_once
-from lightning_piper.strategy.clipping import GlobalNorms
-from lightning_piper.strategy.engine import Engine
-from lightning_piper.strategy.evaluation import Evaluation, Standalone
-from lightning_piper.strategy.gradients import absent
-from lightning_piper.strategy.identities import Identities
-from lightning_piper.strategy.optimizer import Names, ShardedOptimizer
-from lightning_piper.strategy.precision import LossScaling
-from lightning_piper.strategy.settings import settings_of
-from lightning_piper.strategy.suspension import check_devices, resume, suspend
-from lightning_piper.strategy.verification import Verify, verify_by_execution
-from lightning_piper.strategy.world import World
+from lightning_piper.strategy.compatibility import count_replicas, resume, suspend
+from lightning_piper.strategy.precision import Clipping, LossScaling
 
 
 class Fit:
@@ -34,7 +35,8 @@ class Fit:
     throughout.
 
     Args:
-        before: has the module as it was until now.
+        module: that is trained.
+        before: has it as it was until now.
         batch: the first one, as the step gets it.
         verify: how the program is verified.
         optimizer: over the whole module's parameters.
@@ -42,10 +44,12 @@ class Fit:
         plugin: of the Trainer.
 
     Attributes:
+        world: the processes.
         seed: of the steps' random numbers.
-        running: the module is distributed; it is not after `close`.
+        ownership: of the module, which is distributed until `close`.
+        programs: of the training step; `program` is that of the first batch, by which the module is distributed.
         optimizer: cut down to what this process holds.
-        evaluation: runs the other steps, while it is.
+        evaluation: runs the other steps; None where Lightning does.
         report: of the verification by execution, on the lead.
         recording: what records the steps, if anything does.
 
@@ -55,36 +59,42 @@ class Fit:
     """
 
     def __init__(
-        self, before: Standalone, batch: Any, verify: Verify, optimizer: Optimizer, names: Names, plugin: Precision
-    ) -> None:
-        self._module, self._world, self.seed = before.module, before.world, before.seed
-        module, settings, world = before.module, before.settings, before.world
+        self, module: pl.LightningModule, before: Standalone, batch: Any, verify: Verify, optimizer: Optimizer, names: Names,
+        plugin: Precision,
+    ) -> None:  # fmt: skip
+        self._module, self.world, self.seed = module, before.world, before.seed
+        settings, world = before.settings, before.world
         self._check, self._optimizer = BatchCheck(world), optimizer
         self._factor: Callable[[bool], float | None] = lambda read: None  # of the last loss
         self.arrive(batch)
         self._compare()
         before.close(failed=False)
-        self.engine = Engine(module, self._layout, settings, world)
+        self._machine = Machine(settings, world)
+        self.programs = Programs(module, self._machine, settings, world)
+        self.program = first = self.programs.compile(TRAINING, self._layout, None)
         if not settings.local:
-            check_devices(self.engine.first, world)
-        self.report = verify_by_execution(verify, self.engine.first, module, self._leaves, world)
+            check_devices(first, world)
+        self.report = verify_by_execution(verify, first, module, self._leaves, world, rank_zero_info)
         self.recording: Recording | None = None
         self._suspended = suspend(module, world)
-        _count_replicas(module.trainer, world)
-        self.ownership = before.distribute(self.engine.first)
-        self.engine.bind(self.ownership)
+        count_replicas(module.trainer, world)
+        self.ownership = before.distribute(first)
+        self._machine.bind(first, self.ownership)
+        self.programs.prepare(TRAINING, self._layout, first)
         self._identities = Identities(module, self.ownership)
-        self.evaluation = Evaluation(module, self.engine.machine, settings, world, self.seed, self.engine.first.dag)
-        self.evaluation.follow = self._identities.follow
+        self.evaluation: Evaluation | None = None
+        if not settings.local:
+            self.evaluation = Evaluation(module, self._machine, settings, world, self.seed, first.dag)
+            self.evaluation.follow = self._identities.follow
         for program in [*before.programs, *before.evaluation.programs]:
-            self.engine.machine.check_held(program, alone=True)
-        self._bridge = Bridge(self.ownership.owned_params, world.device, absent(self.ownership, self.engine.first))
+            self._machine.check_held(program, alone=True)
+        self._bridge = Bridge(self.ownership.owned_params, world.device, absent(self.ownership, first))
         self._factor = self._bridge.factor
         self._epoch = -1
-        self.running = True
-        self.optimizer = ShardedOptimizer(optimizer, names, self.ownership, self.engine.first, world)
+        self.optimizer = ShardedOptimizer(optimizer, names, self.ownership, first, world)
         self._scaling = LossScaling(plugin, optimizer, world)  # all processes skip the same steps
-        self._norms = GlobalNorms(plugin, self.optimizer, self.ownership, self.engine.first, world, self._bridge.keeps)
+        self._norms = GlobalNorms(self.optimizer, self.ownership, first, world, self._bridge.keeps)
+        self._clipping = Clipping(plugin, self._norms, world)
 
     def record(self, profile: Schedule | bool | None) -> None:
         """Record the steps that the strategy's argument or the Trainer's profiler asks for."""
@@ -93,7 +103,7 @@ class Fit:
         schedule = wanted(profile, profiler)
         if schedule is None:
             return
-        self.recording = Recording(schedule, trainer, self._world, self.report)
+        self.recording = Recording(schedule, trainer, self.world, self.report)
         if isinstance(profiler, PiperProfiler):
             profiler.recording = self.recording
 
@@ -113,7 +123,7 @@ class Fit:
             captured, state: as in `BatchCheck.post`.
         """
         self._posted = True
-        if self._world.size > 1:
+        if self.world.size > 1:
             read = self._check.reads
             settings = settings_of(self._optimizer, self._factor(read), read)
             self._check.post(self._layout, self._leaves, settings, captured, state)
@@ -127,23 +137,26 @@ class Fit:
             epoch: current one.
             last: of the batches of a gradient accumulation.
         """
-        check_runs_once(self._fresh, self._world.size)
+        check_runs_once(self._fresh, self.world.size)
         self._fresh = False
         self.optimizer.check_groups_stay()
         self.ownership.check_unwritten()
         self._identities.follow()
         self._identities.check_trained()
-        variants, captured = self.engine.variants, self.engine.find(self._layout, batch_idx)
+        programs, variants = self.programs, self.programs.variants(TRAINING)
+        captured = programs.find(TRAINING, self._layout, batch_idx)
         if not self._posted or variants.number != 0:  # the first batch was compared before it was captured
             self._compare(variants.number, variants.state(captured))
-        prepared = self.engine.prepared(self._layout, captured)
+        prepared = programs.prepared(TRAINING, self._layout)
+        if prepared is None:
+            prepared = programs.prepare(TRAINING, self._layout, programs.compile(TRAINING, self._layout, captured))
         variants.ran(prepared.compiled, first_of_epoch=epoch != self._epoch)
         self._epoch = epoch
         scale = self._scaling.scale / self._module.trainer.accumulate_grad_batches  # what `backward` will bring
         if self.recording is not None:
             self.recording.before(prepared)
         self.ownership.refresh()
-        result = self.engine.step(prepared, self._leaves, self.seed + number, scale, last)
+        result = self._machine.run(prepared, prepared.compiled.step.inputs(self._leaves), self.seed + number, scale, last)
         if self.recording is not None:
             self.recording.after(prepared, number)
         prepared.replay(self._module, result.metrics)
@@ -153,7 +166,7 @@ class Fit:
 
     def close(self, failed: bool) -> None:
         """End the fit; unless it failed, every process that had the whole module has it again. Collective, unless it failed."""
-        self.running = False
+        self._clipping.remove()
         self._norms.remove()
         self._scaling.remove()
         resume(self._suspended)
@@ -162,17 +175,8 @@ class Fit:
                 self.recording.close()
             self._compare()  # the last step
             self._check.finish()
-            self.engine.variants.tell()
+            if (told := self.programs.variants(TRAINING).told()) is not None:
+                rank_zero_info(told)
             self.ownership.end()
-            self.engine.close()
-
-
-def _count_replicas(trainer: pl.Trainer, world: World) -> None:
-    """Let monitors of the throughput multiply what a process sees by the number of replicas, not of processes. What they call a
-    device is then a replica."""
-    for callback in trainer.callbacks:  # type: ignore[attr-defined]
-        if isinstance(callback, ThroughputMonitor):
-            for throughput in callback._throughputs.values():  # made anew for each fit
-                if throughput.available_flops is not None:
-                    throughput.available_flops *= world.size // world.count
-                throughput.world_size = world.count
+            self.programs.clear()
+            self._machine.close()

@@ -1,5 +1,5 @@
-"""Precisions that a captured step can be trained in, and what all processes must agree on: whether a step is skipped because
-gradients overflowed."""
+"""Precisions that a captured step can be trained in, and what their plugins do over all processes: decide whether gradients have
+overflowed, and clip them by their norm."""
 
 from __future__ import annotations
 
@@ -11,7 +11,8 @@ from torch.distributed.fsdp.sharded_grad_scaler import ShardedGradScaler
 from torch.optim import Optimizer
 
 from lightning_piper.errors import PiperError
-from lightning_piper.strategy.world import World
+from lightning_piper.holdings.norms import GlobalNorms
+from lightning_piper.processes.world import World
 
 ACCEPTED = "'32-true', '64-true', 'bf16-true', 'bf16-mixed' and '16-mixed'"
 
@@ -70,3 +71,19 @@ class LossScaling:
             if self._own.is_enabled():
                 self._own.load_state_dict(self._plugin.scaler.state_dict())
             self._plugin.scaler = self._own
+
+
+class Clipping:
+    """`clip_grad_by_norm` of a precision plugin that measures the gradients of all processes, for the time of a fit: on the plugin
+    itself, for users' `configure_gradient_clipping` reaches it there too."""
+
+    def __init__(self, plugin: Precision, norms: GlobalNorms, world: World) -> None:
+        self._plugin, self._norms = plugin, norms
+        if world.size > 1:
+            plugin.clip_grad_by_norm = self._clip  # type: ignore[method-assign]
+
+    def _clip(self, optimizer: Optimizer, clip_val: int | float) -> None:
+        self._norms.clip([p for p in self._plugin.main_params(optimizer) if p.grad is not None], clip_val)
+
+    def remove(self) -> None:
+        self._plugin.__dict__.pop("clip_grad_by_norm", None)

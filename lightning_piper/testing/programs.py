@@ -9,11 +9,12 @@ from typing import Any
 import networkx as nx
 from hypothesis import strategies as st
 
-from lightning_piper.directives import Directive, Order, Place, Replicate, Shard, Split, apply_program, to_json
+from lightning_piper.directives import Directive, Order, Place, Replicate, Shard, Split, to_json
 from lightning_piper.directives.backward import halve
-from lightning_piper.ir.build import build_dag
 from lightning_piper.ir.dag import TrainingDAG
 from lightning_piper.ir.nodes import Chunk
+from lightning_piper.ops.build import build_dag
+from lightning_piper.passes import apply_program
 from lightning_piper.testing.models import BLOCKS, EXACT_BLOCKS, EXPERT_BLOCKS, Case, Spec, case
 
 Draw = Callable[[st.SearchStrategy[Any]], Any]
@@ -247,8 +248,9 @@ def broken_programs(draw: Draw, case: Case) -> Broken:
 
 def _break(fault: str, program: list[JSON], case: Case, draw: Draw) -> Any:
     place, split = program
+    if orders := _broken_orders(fault, split["num_microbatches"], draw):
+        return [place, split, *orders]
     stage = draw(st.sampled_from(sorted(set(case.spec.stages))))
-    forward, backward = {"MB": 0, "PASS": "F"}, {"MB": 0, "PASS": "B"}
     victim = draw(st.sampled_from(program))
     match fault:
         case "unknown op":
@@ -285,28 +287,37 @@ def _break(fault: str, program: list[JSON], case: Case, draw: Draw) -> Any:
             split["num_microbatches"] = draw(st.sampled_from([0, -1, 1.5, "2", None, True]))
         case "split twice":
             return [place, split, {**split, "num_microbatches": 1}]
+        case "not a list":
+            return draw(st.sampled_from([None, 3, place, {"directives": program}, {"version": 2, "directives": program}]))
+    return program
+
+
+def _broken_orders(fault: str, microbatches: int, draw: Draw) -> list[JSON]:
+    """What comes behind place and split, where the fault is in an order; else nothing."""
+    forward, backward = {"MB": 0, "PASS": "F"}, {"MB": 0, "PASS": "B"}
+    half = {**backward, "PASS": draw(st.sampled_from(["BI", "BW"]))}
+
+    def order(groups: Any) -> JSON:
+        return {"op": "order", "filters": groups}
+
+    match fault:
         case "split after order":
-            return [place, split, {"op": "order", "filters": [forward, backward]},
-                    {"op": "split", "filter": {}, "dim_name": "UB", "num_microbatches": 1}]  # fmt: skip
+            return [order([forward, backward]), {"op": "split", "filter": {}, "dim_name": "UB", "num_microbatches": 1}]
         case "contradicting order":
-            return [place, split, {"op": "order", "filters": [backward, forward]}]
+            return [order([backward, forward])]
         case "order in a circle":
-            last = {"MB": split["num_microbatches"] - 1, "PASS": "F"}
+            last = {"MB": microbatches - 1, "PASS": "F"}
             one = [forward, last] if last != forward else [forward, backward]
-            return [place, split, {"op": "order", "filters": one}, {"op": "order", "filters": one[::-1]}]
+            return [order(one), order(one[::-1])]
         case "chunk in two groups":
-            return [place, split, {"op": "order", "filters": [forward, {"PASS": "F"}]}]
+            return [order([forward, {"PASS": "F"}])]
         case "one group":
-            return [place, split, {"op": "order", "filters": draw(st.sampled_from([[], [forward], forward, None, [[]]]))}]
+            return [order(draw(st.sampled_from([[], [forward], forward, None, [[]]])))]
         case "half after whole":
-            return [place, split, {"op": "order", "filters": [forward, backward]},
-                    {"op": "order", "filters": [forward, {**backward, "PASS": draw(st.sampled_from(["BI", "BW"]))}]}]  # fmt: skip
+            return [order([forward, backward]), order([forward, half])]
         case "whole after half":
             halves = [forward, {**backward, "PASS": "BI"}, {**backward, "PASS": "BW"}]
-            return [place, split, {"op": "order", "filters": halves}, {"op": "order", "filters": [forward, backward]}]
+            return [order(halves), order([forward, backward])]
         case "whole and half":
-            half = {**backward, "PASS": draw(st.sampled_from(["BI", "BW"]))}
-            return [place, split, {"op": "order", "filters": draw(st.permutations([forward, backward, half]))}]
-        case "not a list":
-            return draw(st.sampled_from([None, 3, place, {"directives": program}]))
-    return program
+            return [order(draw(st.permutations([forward, backward, half])))]
+    return []

@@ -4,12 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
 
-from lightning_piper.ir.nodes import AllReduce, Chunk, Metrics, Report, Update
+from lightning_piper.ir.nodes import Chunk
 from lightning_piper.ir.regions import HALVES, PassKey
 from lightning_piper.ir.seeds import chunk_seed
-from lightning_piper.ir.values import Partial
-from lightning_piper.verify import results, sharding
-from lightning_piper.verify.facts import Contributions, Facts, names_of
+from lightning_piper.ops import metrics, results
+from lightning_piper.ops.facts import Contributions, Facts, names_of
+from lightning_piper.ops.update import Update
+from lightning_piper.verify import sharding
 
 
 def incomplete(facts: Facts, final: bool) -> Iterable[str]:
@@ -39,7 +40,7 @@ def incomplete(facts: Facts, final: bool) -> Iterable[str]:
         yield from sharding.unsummed(facts)
         yield from sharding.shards(facts, updated)
         yield from sharding.places(facts)
-    yield from _reported(facts)
+    yield from metrics.reported(facts)
     yield from results.unreturned(facts, final)
     yield from _seeds(facts)
 
@@ -85,28 +86,3 @@ def _seeds(facts: Facts) -> Iterable[str]:
             first = drawn.setdefault(chunk_seed(0, chunk), chunk)
             if (first.key, first.slice.start) != (chunk.key, chunk.slice.start):
                 yield f"{facts.at(chunk)} draws the random numbers that {facts.at(first)} draws"
-
-
-def _reported(facts: Facts) -> Iterable[str]:
-    reports = list(facts.dag.of_type(Report))
-    if len(reports) != 1:
-        yield f"there are {len(reports)} reports of the loss; there must be one"
-        return
-    refs, devices = reports[0].inputs, facts.dag.devices()
-    if reports[0].devices != devices:
-        yield f"{facts.at(reports[0])} does not reach all devices, {list(devices)}"
-    for metrics in facts.dag.of_type(Metrics):
-        if isinstance(metrics.outputs[0].placement, Partial) != (len(devices) > 1):
-            yield f"{facts.at(metrics)} makes {metrics.outputs[0].placement}, and there are {len(devices)} devices"
-    for ref in refs:
-        if isinstance(facts.dag.value(ref).placement, Partial):
-            yield f"{facts.at(reports[0])} takes {facts.named(ref)} as one device has it: sum it over the devices"
-    sums = [facts.dag.nodes[ref[0]] for ref in refs]
-    if any(isinstance(s, AllReduce) for s in sums):
-        refs = tuple(ref for s in sums for ref in s.inputs)
-    made = {(m.id, 0) for m in facts.dag.of_type(Metrics)}
-    found = {metric for m in facts.dag.of_type(Metrics) for metric in m.metrics}
-    if sorted(refs) != sorted(made) or len(refs) != len(set(refs)):
-        yield f"{facts.at(reports[0])} does not take every region's metrics exactly once"
-    if made and len(found) != len(next(facts.dag.of_type(Metrics)).outputs[0].names):
-        yield f"{facts.at(reports[0])}: some metrics are made by no region"

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Literal
 
 from lightning_piper.errors import VerificationError
 from lightning_piper.verify.coupling import Coupling
 
-Agreement = Literal["bitwise equal", "equal within rounding", "differs"]
+Agreement = Literal["bitwise equal", "equal within rounding", "equal within the bound", "differs"]
 Verdict = Literal["verified", "verified except", "NOT EQUIVALENT"]
 
 
@@ -32,6 +33,8 @@ class Comparison:
     def __str__(self) -> str:
         if self.verdict == "equal within rounding":
             return f"equal within {self.distance:.1e}"
+        if self.verdict == "equal within the bound":
+            return f"equal within {self.distance:.1e} (bound {self.allowed:.1e})"
         if self.verdict == "differs":
             return f"differs by {self.distance:.1e} ({self.first}; rounding explains {self.allowed:.1e})"
         return self.verdict
@@ -55,8 +58,8 @@ class Row:
     @property
     def ok(self) -> bool:
         """The rewrite kept its contract, and the result is that of one device on the same microbatches."""
-        kept = self.before.verdict == "bitwise equal" or self.contract != "bitwise"
-        return kept and self.single.verdict != "differs"
+        broken = {"bitwise": self.before.verdict != "bitwise equal", "bounded": self.before.verdict == "differs"}
+        return not broken.get(self.contract, False) and self.single.verdict != "differs"
 
 
 @dataclass(frozen=True)
@@ -83,7 +86,7 @@ class Report:
         contract."""
         if not all(row.ok for row in self.rows):
             return "NOT EQUIVALENT"
-        return "verified except" if self.whole.verdict == "differs" else "verified"
+        return "verified except" if self.whole.verdict in ("equal within the bound", "differs") else "verified"
 
     @property
     def ok(self) -> bool:
@@ -101,15 +104,23 @@ class Report:
     def __str__(self) -> str:
         head = ("directive", "contract", "vs the graph before", "vs one device, same microbatches")
         table = [head, *((_title(r), r.contract, str(r.before), str(r.single)) for r in self.rows)]
-        widths = [max(len(line[i]) for line in table) for i in range(4)]
-        lines = ["  ".join(cell.ljust(w) for cell, w in zip(line, widths, strict=True)).rstrip() for line in table]
-        notes = [f"note: {coupling}" for coupling in self.couplings]
-        return "\n".join([*lines, *notes, self.conclusion])
+        return "\n".join([*aligned(table), *self.ending])
+
+    @property
+    def ending(self) -> list[str]:
+        """The lines after the table: notes on couplings, and the conclusion."""
+        return [*(f"note: {coupling}" for coupling in self.couplings), self.conclusion]
 
     def require(self) -> None:
         """Raise a VerificationError unless the program is `verified`, or `verified except`."""
         if not self.ok:
             raise VerificationError(f"the program does not compute what one device computes:\n{self}")
+
+
+def aligned(table: Sequence[Sequence[str]]) -> list[str]:
+    """Lines of a table with columns as wide as their cells."""
+    widths = [max(map(len, column)) for column in zip(*table, strict=True)]
+    return ["  ".join(cell.ljust(w) for cell, w in zip(line, widths, strict=True)).rstrip() for line in table]
 
 
 def _title(row: Row) -> str:

@@ -6,20 +6,11 @@ from collections.abc import Iterable, Mapping
 
 from lightning_piper.ir.buckets import Bucket
 from lightning_piper.ir.dag import TrainingDAG
-from lightning_piper.ir.nodes import (
-    AllGather,
-    AllReduce,
-    Barrier,
-    Chunk,
-    Node,
-    Pack,
-    Parameters,
-    ReduceScatter,
-    Report,
-    Update,
-)
-from lightning_piper.ir.values import Partial, Replicate, Shard, Value
-from lightning_piper.verify.facts import Facts, names_of
+from lightning_piper.ir.nodes import Chunk, Node
+from lightning_piper.ir.values import Partial, Replicate, Shard
+from lightning_piper.ops.facts import Facts, names_of
+from lightning_piper.ops.gather import Parameters
+from lightning_piper.ops.update import Update
 
 Updates = Mapping[str, Mapping[tuple[int, ...], Update]]  # name -> devices -> update
 
@@ -62,90 +53,6 @@ def _misfit(dag: TrainingDAG, bucket: Bucket) -> str | None:
     if len(set(bucket.names)) < len(bucket.names):
         return "that holds a parameter twice"
     return None
-
-
-def pack(facts: Facts, node: Pack) -> Iterable[str]:
-    """Lays the gradients of a bucket's parameters, which the bundle has, one after another."""
-    facts.forward(node)
-    value, made = facts.dag.value(node.inputs[0]), node.outputs[0]
-    if made.bucket is None:
-        yield f"{facts.at(node)} makes no flat tensor of a bucket"
-    elif value.bucket is not None or value.kind != made.kind or not set(made.names) <= set(value.names):
-        yield f"{facts.at(node)} packs {names_of(made.names)}, which {facts.named(node.inputs[0])} does not hold"
-    # What no other replica owns is summed already, and its whole is its only shard.
-    alone = made.bucket is not None and bool(made.bucket.owners) and made.bucket.members == 1
-    held = Shard(0) if alone and isinstance(value.placement, Partial) else value.placement
-    if made.placement != held:
-        yield f"{facts.at(node)} hands on {held} as {made.placement}"
-
-
-def reduce_scatter(facts: Facts, node: ReduceScatter) -> Iterable[str]:
-    """Sums a bucket over the replicas, once, and leaves each with its shard."""
-    yield from _summed_once(facts, node)
-    facts.forward(node)
-    value, made = facts.dag.value(node.inputs[0]), node.outputs[0]
-    if value.bucket is None or made.placement != Shard(0) or _carries(made) != _carries(value):
-        yield f"{facts.at(node)} makes no shard of the bucket that it sums"
-
-
-def all_reduce(facts: Facts, node: AllReduce) -> Iterable[str]:
-    """Sums over replicas (metrics: over all devices), once."""
-    yield from _summed_once(facts, node)
-    value, made = facts.dag.value(node.inputs[0]), node.outputs[0]
-    if not isinstance(made.placement, Replicate):
-        yield f"{facts.at(node)} hands out {made.placement} after its sum"
-    if (*_carries(made), made.tensors) != (*_carries(value), value.tensors):
-        yield f"{facts.at(node)} hands on {facts.named(node.inputs[0])} as something else than it is"
-    facts.forward(node)
-
-
-def _summed_once(facts: Facts, node: AllReduce | ReduceScatter) -> Iterable[str]:
-    for ref in node.inputs:
-        value, source = facts.dag.value(ref), facts.dag.nodes[ref[0]]
-        if not isinstance(value.placement, Partial):
-            held = "a shard of it" if isinstance(value.placement, Shard) else "the whole of it"
-            yield f"{facts.at(node)} sums {facts.named(ref)} over devices that all hold {held}"
-        if value.kind != "metrics" and (len(node.inputs) != 1 or source.devices != node.devices):
-            yield f"{facts.at(node)} sums {facts.named(ref)}, which lies on devices {list(source.devices)}"
-
-
-def parameters(facts: Facts, node: Parameters) -> Iterable[str]:
-    value = node.outputs[0]
-    if value.bucket is None or value.kind != "param" or value.placement != Shard(0):
-        yield f"{facts.at(node)} makes no shard of a bucket of parameters"
-    elif any(spec.dtype != value.bucket.dtype for spec in value.bucket.tensors):
-        yield f"{facts.at(node)} keeps parameters in {value.bucket.dtype}, which is not the dtype of all of them"
-
-
-def all_gather(facts: Facts, node: AllGather) -> Iterable[str]:
-    value, made = facts.dag.value(node.inputs[0]), node.outputs[0]
-    source = facts.dag.nodes[node.inputs[0][0]]
-    if value.placement != Shard(0) or made.placement != Replicate():
-        yield f"{facts.at(node)} gathers {value.label} as {made.placement} from {value.placement}: it makes R from S(0)"
-    if value.bucket is None or _carries(made) != _carries(value):
-        yield f"{facts.at(node)} hands on {value.label} as something else than it is"
-    if node.devices != source.devices:
-        yield f"{facts.at(node)} gathers shards that lie on devices {list(source.devices)}"
-
-
-def _carries(value: Value) -> tuple[object, ...]:
-    return value.kind, value.names, value.bucket, value.owned
-
-
-def read_params(facts: Facts, node: Chunk) -> Iterable[str]:
-    """Parameters come whole, from a gather of the bucket that they lie in."""
-    names = facts.dag.interface(node).params
-    if len(node.params) not in (0, len(names)):
-        yield f"{facts.at(node)} has {len(node.params)} sources of parameters; its region reads {len(names)}"
-        return
-    for name, ref in zip(names, node.params, strict=False):
-        if ref is None:
-            continue
-        value = facts.dag.value(ref)
-        if value.kind != "param" or value.bucket is None or name not in value.names:
-            yield f"{facts.at(node)} reads parameter {name} from {facts.named(ref)}, which does not hold it"
-        elif not isinstance(value.placement, Replicate):
-            yield f"{facts.at(node)} reads parameter {name} from a shard: gather it first"
 
 
 # The whole step
@@ -204,8 +111,8 @@ def places(facts: Facts) -> Iterable[str]:
     dag = facts.dag
     replica: dict[int, int] = {}
     for node in dag.nodes.values():
-        if isinstance(node, Report | Barrier) or (isinstance(node, AllReduce) and dag.value(node.inputs[0]).kind == "metrics"):
-            continue  # of all devices
+        if node.everywhere:
+            continue
         if len(node.devices) != dag.replicas:
             yield f"{facts.at(node)} has {len(node.devices)} devices, and there are {dag.replicas} replicas"
         for index, device in enumerate(node.devices):

@@ -9,7 +9,8 @@ from lightning_piper.capture import chunks as capture_chunks
 from lightning_piper.directives import order
 from lightning_piper.ir import regions
 from lightning_piper.ir.dag import TrainingDAG
-from lightning_piper.ir.nodes import Accumulate, Chunk, Ref
+from lightning_piper.ir.nodes import Chunk, Ref
+from lightning_piper.ops.update import Accumulate
 from property_tests.mutations.table import Function, Seeded, Wrap, mutation
 
 SCENARIO = "halves"
@@ -111,7 +112,7 @@ def _not_waited_for(dag: TrainingDAG, made: list[Chunk], seeded: Seeded) -> None
 @mutation("BW of other samples", "a BW says that it works on the samples of another microbatch", "rewrite", HALVE)
 @_halved
 def _other_samples(dag: TrainingDAG, made: list[Chunk], seeded: Seeded) -> None:
-    made[0].slice = made[1].slice
+    dag.change(made[0], slice=made[1].slice)
     seeded.hit()
 
 

@@ -7,12 +7,15 @@ from collections.abc import Callable
 from typing import Any
 
 from lightning_piper.directives import split, transfers
-from lightning_piper.ir import build, seeds
+from lightning_piper.ir import seeds
 from lightning_piper.ir.dag import TrainingDAG
-from lightning_piper.ir.nodes import AllReduce, Chunk, Metrics, Ref, Report, Update
+from lightning_piper.ir.nodes import Chunk, Ref
 from lightning_piper.ir.values import Slice
-from lightning_piper.plan import lower
-from lightning_piper.verify import interpreter
+from lightning_piper.ops import build, metrics
+from lightning_piper.ops import chunk as chunk_operation
+from lightning_piper.ops.metrics import Metrics, Report
+from lightning_piper.ops.reduce import AllReduce
+from lightning_piper.ops.update import Update
 from property_tests.mutations.table import Function, Seeded, Wrap, mutation
 
 READ_COPIES = (split._Rewrite, "_read_copies")
@@ -69,17 +72,17 @@ def _metrics(change: Callable[[TrainingDAG, Metrics], None]) -> Wrap:
 
 
 def _lose_one(dag: TrainingDAG, node: Metrics) -> None:
-    node.metrics, node.slices = node.metrics[1:], node.slices[1:]
+    dag.change(node, metrics=node.metrics[1:], slices=node.slices[1:])
     dag.rewire(node, inputs=node.inputs[1:])
 
 
 def _forget_slices(dag: TrainingDAG, node: Metrics) -> None:
-    node.slices = (Slice(0, dag.size),) * len(node.slices)
+    dag.change(node, slices=(Slice(0, dag.size),) * len(node.slices))
 
 
 def _exchange(dag: TrainingDAG, node: Metrics) -> None:
     last = max(node.metrics)
-    node.metrics = tuple(last - metric for metric in node.metrics)
+    dag.change(node, metrics=tuple(last - metric for metric in node.metrics))
 
 
 mutation("microbatch missing in the loss", "the reported loss leaves out one microbatch", "rewrite", READ_COPIES)(
@@ -125,8 +128,8 @@ def _report_missing(original: Function, seeded: Seeded) -> Function:
     return report
 
 
-@mutation("maximum merged as mean", "`reduce_fx='max'` over microbatches is a mean", "rewrite", (interpreter, "reductions"),
-          (lower, "reductions"))  # fmt: skip
+@mutation("maximum merged as mean", "`reduce_fx='max'` over microbatches is a mean", "rewrite",
+          (metrics, "reductions"))  # fmt: skip
 def _maximum_merged_as_mean(original: Function, seeded: Seeded) -> Function:
     def reductions(code: Any) -> tuple[str, ...]:
         seeded.hit()
@@ -229,7 +232,8 @@ def _one_mask_for_all_regions(original: Function, seeded: Seeded) -> Function:
     return seed_of
 
 
-@mutation("reference draws by device", "the seed of a chunk depends on where it is placed", "rewrite", (interpreter, "chunk_seed"),
+@mutation("reference draws by device", "the seed of a chunk depends on where it is placed", "rewrite",
+          (chunk_operation, "chunk_seed"),
           scenario="dropout")  # fmt: skip
 def _reference_draws_by_device(original: Function, seeded: Seeded) -> Function:
     def chunk_seed(step_seed: int, chunk: Chunk, first: int = 0) -> int:

@@ -9,8 +9,9 @@ from typing import Any
 import torch
 
 from lightning_piper.ir.values import Slice
+from lightning_piper.ops.base import BINDERS, Binding
 from lightning_piper.plan import instructions as ins
-from lightning_piper.runtime import chunks, executor, local, outbox
+from lightning_piper.runtime import chunks, local, outbox
 from property_tests.mutations.table import Function, Seeded, Wrap, mutation
 
 BEGIN = (chunks.ChunkBinder, "begin")
@@ -167,12 +168,12 @@ def _value_freed_too_early(original: Function, seeded: Seeded) -> Function:
 
 
 @mutation("added into what was sent", "a sum is made in its first term, which another device still reads", "executor",
-          (executor, "bind_add"), scenario="tied over two")  # fmt: skip
+          (BINDERS, ins.Add), scenario="tied over two")  # fmt: skip
 def _added_into_what_was_sent(original: Function, seeded: Seeded) -> Function:
-    def bind_add(instruction: ins.Add, slots: list[Any], device: torch.device) -> Function:
+    def bind_add(instruction: ins.Add, on: Binding) -> Function:
         if instruction.in_place or instruction.bucket is not None:
-            return original(instruction, slots, device)
-        (left, right), into = instruction.reads, instruction.into
+            return original(instruction, on)
+        (left, right), into, slots = instruction.reads, instruction.into, on.slots
 
         def add() -> None:
             for x, y in zip(slots[left.slot], slots[right.slot], strict=True):
@@ -202,13 +203,13 @@ def _instruction(change: Callable[[Any], dict[str, Any]]) -> Wrap:
     return wrap
 
 
-mutation("cut off by one", "a piece begins and ends one row too early", "executor", (executor, "bind_cut"))(
+mutation("cut off by one", "a piece begins and ends one row too early", "executor", (BINDERS, ins.Cut))(
     _instruction(lambda x: {"start": x.start - 1, "stop": x.stop - 1} if x.start else {}))  # fmt: skip
-mutation("joined in reverse", "pieces are joined from the last to the first", "executor", (executor, "bind_concat"))(
+mutation("joined in reverse", "pieces are joined from the last to the first", "executor", (BINDERS, ins.Concat))(
     _instruction(lambda x: {"reads": x.reads[::-1]}))  # fmt: skip
-mutation("metric without weights", "a logged mean is the sum of its microbatches' means", "executor", (executor, "bind_merge"))(
+mutation("metric without weights", "a logged mean is the sum of its microbatches' means", "executor", (BINDERS, ins.Merge))(
     _instruction(lambda x: {"weights": (1.0,) * len(x.weights)}))  # fmt: skip
-mutation("report of one region", "only the first region's metrics are reported", "executor", (executor, "bind_report"),
+mutation("report of one region", "only the first region's metrics are reported", "executor", (BINDERS, ins.Report),
          scenario="auxiliary on one")(_instruction(lambda x: {"reads": x.reads[:1]}))  # fmt: skip
 
 
@@ -242,10 +243,10 @@ def _metrics_not_summed_over_devices(original: Function, seeded: Seeded) -> Func
         place = (instruction.node, self._meet[instruction.node][0])
 
         def wait() -> object:
-            own = self._transport.meetings[place].parts[me][0]
+            parts = self._transport.meetings[place].brought.get(me, ((None,),))[0]
             result = bound()
             if slots[instruction.into] is not None:
-                slots[instruction.into] = own
+                slots[instruction.into] = parts[0] if isinstance(parts[0], tuple) else (parts[0],)
                 seeded.hit()
             return result
 

@@ -11,18 +11,21 @@ from hypothesis import HealthCheck, Phase, given, settings
 from hypothesis import strategies as st
 
 from lightning_piper.capture.eager import Outcome, run_eagerly
-from lightning_piper.directives import Directive, Order, Place, apply_program, finish
+from lightning_piper.directives import Order, Place
+from lightning_piper.directives.base import Contract
 from lightning_piper.ir.buckets import Bucket, packed_params
-from lightning_piper.ir.build import build_dag, metric_names
 from lightning_piper.ir.dag import TrainingDAG
 from lightning_piper.ir.filters import matches
 from lightning_piper.ir.nodes import Chunk
 from lightning_piper.ir.values import Slice
-from lightning_piper.plan import Plan, check_plans, compile_plans, drop_redundant, global_order
+from lightning_piper.ops.metrics import metric_names
+from lightning_piper.passes import Done, run_pipeline
+from lightning_piper.plan import Plan, check_plans, compile_plans
 from lightning_piper.plan.instructions import AllGather, Run
 from lightning_piper.runtime import Executor, LocalTransport, pieces_of, run_local, shards_of
 from lightning_piper.testing import POOL, Case, assert_same, cases, check_program, programs, run_plans, single_device
-from lightning_piper.verify import check, interpret
+from lightning_piper.verify import interpret
+from lightning_piper.verify.hook import check_pass
 from property_tests.mutations.scenarios import Scenario, batches
 
 CPU = torch.device("cpu")
@@ -36,13 +39,15 @@ class Built:
     """What the static layer lets pass.
 
     Attributes:
-        stages: the DAG as captured, after each directive, and finished.
+        stages: the DAG as captured, after each directive, and finished; and the contract of what was done to it.
+        regrouped: a directive took sums in another order, though it promises the same bits.
         dag, plans: without redundant communication.
     """
 
     scenario: Scenario
     case: Case
-    stages: tuple[tuple[Directive | None, TrainingDAG], ...]
+    stages: tuple[tuple[Contract, TrainingDAG], ...]
+    regrouped: bool
     dag: TrainingDAG
     plans: Mapping[int, Plan]
 
@@ -50,36 +55,31 @@ class Built:
 def static(scenario: Scenario, recapture: bool = False) -> Built:
     """Nothing runs: the DAG is checked after each directive, then the plans."""
     case = scenario.case(recapture)
-    dag = build_dag(case.step)
-    stages: list[tuple[Directive | None, TrainingDAG]] = [(None, dag.copy())]
-    check(dag)
+    stages: list[tuple[Done, TrainingDAG]] = []
 
-    def after(dag: TrainingDAG, index: int, directive: Directive) -> None:
-        check(dag)
-        stages.append((directive, dag.copy()))
+    def after(dag: TrainingDAG, done: Done) -> None:
+        check_pass(dag, done)
+        stages.append((done, dag.copy()))
 
-    apply_program(dag, scenario.program, after)
-    finish(dag)
-    stages.append((None, dag.copy()))
-    drop_redundant(dag, global_order(dag))
-    check(dag, final=True)
+    dag = run_pipeline(case.step, scenario.program, after=after)
     plans = compile_plans(dag)
     check_plans(plans)
-    return Built(scenario, case, tuple(stages), dag, plans)
+    *before, _ = stages  # the last one is `dag`
+    regrouped = any(done.contract != done.by.contract for done, _ in before)
+    return Built(scenario, case, tuple((done.contract, found) for done, found in before), regrouped, dag, plans)
 
 
 def interpreter(built: Built) -> None:
     """The captured step against eager execution; each directive against the DAG before; the whole against one device."""
     case, spec = built.case, built.scenario.spec
     last, slices = None, None
-    for index, (directive, dag) in enumerate(built.stages, start=-1):
+    for contract, dag in built.stages:
         now, parts = interpret(dag, case.tensors, case.leaves), dag.microbatches()
         if last is None:
             if not spec.random:
                 assert_same(_eager(built, (Slice(0, case.size),)), now, "float64", 64)
         elif parts == slices or not (spec.coupled or spec.random):
-            bitwise = directive is None or (directive.contract == "bitwise" and index not in dag.reassociated)
-            exact = bitwise or spec.exact
+            exact = contract == "bitwise" or spec.exact
             assert_same(last, now, "bitwise" if exact else "float64", _terms(dag))
         last, slices = now, parts
     assert last is not None
@@ -88,7 +88,7 @@ def interpreter(built: Built) -> None:
     assert_same(last, outcome, "float64" if replicated else "bitwise", _terms(built.dag))
     if slices is not None:
         # Sums of a tied parameter are taken region by region, those of a region with several homes home by home.
-        tied = ("tied" in spec.blocks or built.dag.reassociated) and not spec.exact
+        tied = ("tied" in spec.blocks or built.regrouped) and not spec.exact
         assert_same(_eager(built, slices), outcome, "float64" if tied or replicated else "bitwise", _terms(built.dag))
 
 

@@ -6,7 +6,10 @@ from typing import Any
 
 from lightning_piper.directives import homes, order, place, split, transfers
 from lightning_piper.ir.dag import TrainingDAG
-from lightning_piper.ir.nodes import Chunk, Metrics, Node, Recv, Ref, Send, Update
+from lightning_piper.ir.nodes import Chunk, Node, Ref
+from lightning_piper.ops.metrics import Metrics
+from lightning_piper.ops.p2p import Recv, Send
+from lightning_piper.ops.update import Update
 from property_tests.mutations.table import Function, Seeded, mutation
 
 TRANSFER = (transfers, "_transfer")
@@ -62,7 +65,9 @@ def _send_and_receive_exchanged(original: Function, seeded: Seeded) -> Function:
     def transfer(*args: Any) -> Ref:
         received = original(*args)
         send, recv = _pair(args[0], received)
-        send.devices, recv.devices = recv.devices, send.devices
+        from_, to = send.devices, recv.devices
+        args[0].change(send, devices=to)
+        args[0].change(recv, devices=from_)
         seeded.hit()
         return received
 
@@ -74,7 +79,7 @@ def _sent_to_the_wrong_peer(original: Function, seeded: Seeded) -> Function:
     def transfer(*args: Any) -> Ref:
         received = original(*args)
         send = _pair(args[0], received)[0]
-        send.peers = tuple(peer + 1 for peer in send.peers)
+        args[0].change(send, peers=tuple(peer + 1 for peer in send.peers))
         seeded.hit()
         return received
 
@@ -86,7 +91,7 @@ def _received_from_the_wrong_peer(original: Function, seeded: Seeded) -> Functio
     def transfer(*args: Any) -> Ref:
         received = original(*args)
         recv = _pair(args[0], received)[1]
-        recv.peers = recv.devices
+        args[0].change(recv, peers=recv.devices)
         seeded.hit()
         return received
 
@@ -171,7 +176,7 @@ def _metrics_without_a_place(original: Function, seeded: Seeded) -> Function:
         placed = original(dag, chunks)
         for node in placed:
             if isinstance(node, Metrics):
-                node.devices = ()
+                dag.change(node, devices=())
                 seeded.hit()
         return [node for node in placed if node.devices]
 
@@ -181,10 +186,10 @@ def _metrics_without_a_place(original: Function, seeded: Seeded) -> Function:
 @mutation("chunk on two devices", "a chunk is placed on two devices and nothing divides its work", "rewrite",
           (place, "place_around"))  # fmt: skip
 def _chunk_on_two_devices(original: Function, seeded: Seeded) -> Function:
-    def place_around(dag: TrainingDAG, chunks: list[Chunk]) -> None:
-        chunks[0].devices = (0, 1)
+    def place_around(dag: TrainingDAG, chunks: list[Chunk]) -> bool:
+        dag.change(chunks[0], devices=(0, 1))
         seeded.hit()
-        original(dag, chunks)
+        return original(dag, chunks)
 
     return place_around
 
@@ -194,7 +199,7 @@ def _place_ignored(original: Function, seeded: Seeded) -> Function:
     def together(self: place.Place, dag: TrainingDAG, chunks: list[Chunk]) -> None:
         for chunk in chunks:
             seeded.hits += chunk.devices != (0,)
-            chunk.devices = (0,)
+            dag.change(chunk, devices=(0,))
 
     return together
 

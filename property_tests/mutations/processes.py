@@ -11,7 +11,7 @@ import torch
 import torch.distributed as dist
 
 from lightning_piper.ir.buckets import flattened
-from lightning_piper.ir.build import metric_names
+from lightning_piper.ops.metrics import metric_names
 from lightning_piper.runtime import Executor, ProcessTransport, shards_of
 from lightning_piper.verify import interpret
 from property_tests.mutations import drivers, layers, shards

@@ -12,10 +12,11 @@ from torch import nn
 from lightning_piper.capture import chunks as capture_chunks
 from lightning_piper.capture import trace
 from lightning_piper.directives import split
-from lightning_piper.ir import build
 from lightning_piper.ir.dag import TrainingDAG
-from lightning_piper.ir.nodes import Accumulate, Chunk, Ref, Update
+from lightning_piper.ir.nodes import Chunk, Ref
 from lightning_piper.ir.values import Slice
+from lightning_piper.ops import build
+from lightning_piper.ops.update import Accumulate, Update
 from property_tests.mutations.table import Function, Seeded, Wrap, mutation
 
 READ_COPIES, COPY = (split._Rewrite, "_read_copies"), (split._Rewrite, "_copy")
@@ -208,9 +209,9 @@ def _shape_of_another_slice(original: Function, seeded: Seeded) -> Function:
     def make_chunk(dag: TrainingDAG, key: Any, part: Slice, *args: Any, **more: Any) -> Chunk:
         chunk = original(dag, key, part, *args, **more)
         specs = dag.code.code[key].outputs
-        chunk.outputs = tuple(dataclasses.replace(v, tensors=s) for v, s in zip(chunk.outputs, specs, strict=True))
         seeded.hit()
-        return chunk
+        outputs = tuple(dataclasses.replace(v, tensors=s) for v, s in zip(chunk.outputs, specs, strict=True))
+        return dataclasses.replace(chunk, outputs=outputs)
 
     return make_chunk
 

@@ -12,16 +12,21 @@ from lightning_piper.capture import extract
 from lightning_piper.directives import owning, shard
 from lightning_piper.ir.buckets import Bucket
 from lightning_piper.ir.dag import TrainingDAG
-from lightning_piper.ir.nodes import Accumulate, AllToAll, Chunk, Pack, ReduceScatter, Update
+from lightning_piper.ir.nodes import Chunk
+from lightning_piper.ops import all_to_all
+from lightning_piper.ops.all_to_all import AllToAll
+from lightning_piper.ops.bucket import Pack
+from lightning_piper.ops.reduce import ReduceScatter
+from lightning_piper.ops.update import Accumulate, Update
 from lightning_piper.plan import instructions as ins
 from lightning_piper.plan.instructions import Instruction
-from lightning_piper.runtime import exchange, outbox
+from lightning_piper.runtime import outbox
 from property_tests.mutations.plans import _drop, _plan_bug
 from property_tests.mutations.table import Function, Seeded, Wrap, mutation
 from property_tests.mutations.zero import _bypass
 
 SCENARIO, TWICE, EVEN = "experts", "experts twice", "places"
-TRAVEL = exchange.Exchange
+TRAVEL = all_to_all.Travel
 
 # The rewrite
 
@@ -60,14 +65,14 @@ def _with_counts_of(dag: TrainingDAG, other: Callable[[AllToAll, AllToAll], bool
 def _other_order(dag: TrainingDAG) -> Iterable[object]:
     """Sent by one group, back in the order of another."""
     for node in _moves(dag, "combine"):
-        node.owners = tuple(group[::-1] for group in node.owners)
+        dag.change(node, owners=tuple(group[::-1] for group in node.owners))
         yield node
 
 
 def _retyped(dag: TrainingDAG) -> Iterable[object]:
     """A value at its experts is passed off as one at home."""
     for node in _moves(dag, "dispatch"):
-        node.outputs = (dataclasses.replace(node.outputs[0], owned=False),)
+        dag.change(node, outputs=(dataclasses.replace(node.outputs[0], owned=False),))
         yield node
 
 
@@ -112,7 +117,7 @@ def _whole_copies(dag: TrainingDAG) -> Iterable[object]:
 def _said_to_be_summed(dag: TrainingDAG) -> Iterable[object]:
     for node in dag.of_type(Pack):
         if node.outputs[0].owned:
-            node.outputs = (dataclasses.replace(node.outputs[0], placement=dag.value(node.inputs[0]).placement),)
+            dag.change(node, outputs=(dataclasses.replace(node.outputs[0], placement=dag.value(node.inputs[0]).placement),))
             yield node
 
 
@@ -203,7 +208,7 @@ def _mean_over_owners(original: Function, seeded: Seeded) -> Function:
 
 # On their way
 
-_CUT, _JOIN = (TRAVEL, "cut"), (TRAVEL, "join")
+_CUT, _JOIN = (TRAVEL, "parts"), (TRAVEL, "_joined")
 
 
 def _on_the_way(target: tuple[Any, str], name: str, what: str, change: Callable[..., Any], scenario: str = SCENARIO) -> None:
@@ -254,7 +259,7 @@ def _counts_of_the_other(original: Function, seeded: Seeded) -> Function:
     return join
 
 
-@mutation("splits exchanged", "rows are cut by what arrives, and received by what leaves", "executor", (exchange, "Sizes"),
+@mutation("splits exchanged", "rows are cut by what arrives, and received by what leaves", "executor", (all_to_all, "Sizes"),
           scenario=SCENARIO)  # fmt: skip
 def _splits_exchanged(original: Function, seeded: Seeded) -> Function:
     def sizes(home: Any, arrived: Any) -> Any:

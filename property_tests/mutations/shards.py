@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Iterator
 from dataclasses import replace
 from typing import Any
@@ -10,84 +11,71 @@ import torch
 
 from lightning_piper.ir.buckets import Bucket
 from lightning_piper.ir.nodes import Chunk
+from lightning_piper.ops import chunk as chunk_operation
+from lightning_piper.ops import gather, reduce
+from lightning_piper.ops.base import BINDERS
 from lightning_piper.plan import instructions as ins
-from lightning_piper.runtime import chunks, collectives, local, outbox, process
-from lightning_piper.verify import interpreter
+from lightning_piper.runtime import chunks, collectives, outbox, process
 from property_tests.mutations.table import Function, Seeded, Wrap, mutation
 
-LOCAL = local.LocalEndpoint
-TOGETHER = (LOCAL, "_bring")
+GATHERED, SCATTERED, SUMMED = (gather._AllGather, "join"), (reduce._ReduceScatter, "join"), (reduce._AllReduce, "join")
 
 
 # All devices in one process
 
 
-def _together(kind: type[ins.Collective], change: Callable[[Any, ins.Collective, list[Any], Function], Any]) -> Wrap:
+def _together(change: Callable[[Any, Any, list[Any], Function], Any]) -> Wrap:
     """What a collective makes of its members' parts."""
 
     def wrap(original: Function, seeded: Seeded) -> Function:
-        def bring(self: Any, instruction: ins.Collective, part: Function, together: Function) -> Any:
-            if not isinstance(instruction, kind):
-                return original(self, instruction, part, together)
+        def join(self: Any, state: Any, received: list[Any]) -> Any:
+            seeded.hit()
+            return change(self, state, list(received), lambda parts: original(self, state, parts))
 
-            def wrong(parts: list[Any]) -> Any:
-                seeded.hit()
-                return change(self, instruction, parts, together)
-
-            return original(self, instruction, part, wrong)
-
-        return bring
+        return join
 
     return wrap
 
 
-def _own_part_alone(self: Any, instruction: Any, parts: list[Any], together: Function) -> Any:
-    own = instruction.members.index(self._plan.device)
-    return together([tuple(x if i == own else torch.zeros_like(x) for x in part) for i, part in enumerate(parts)])
+def _own_part_alone(self: Any, state: Any, parts: list[Any], together: Function) -> Any:
+    if isinstance(parts[0], tuple):
+        return together([p if p is state else tuple(torch.zeros_like(x) for x in p) for p in parts])
+    return together([p if i == self._own else torch.zeros_like(p) for i, p in enumerate(parts)])
 
 
-def _once(self: Any, instruction: Any, parts: list[Any], together: Function) -> Any:
+def _once(self: Any, state: Any, parts: list[Any], together: Function) -> Any:
     """The first step's result, also in all later ones."""
-    memory = self.__dict__.setdefault("remembered", {})
-    if instruction.node not in memory:
-        memory[instruction.node] = tuple(x.clone() for x in together(parts))
-    return memory[instruction.node]
+    if "remembered" not in self.__dict__:
+        self.remembered = tuple(x.clone() for x in together(parts))
+    return self.remembered
 
 
-mutation("gather in reverse", "members' shards are joined from the last to the first", "executor", TOGETHER,
-         scenario="sharded parameters")(
-    _together(ins.AllGather, lambda self, x, parts, together: together(parts[::-1])))  # fmt: skip
-mutation("kept parameters gathered in reverse", "the others' shards are put into each other's places", "executor", TOGETHER,
-         scenario="sharded optimizer")(
-    _together(ins.AllGather, lambda self, x, parts, together: together(parts[::-1])))  # fmt: skip
-mutation("reduce-scatter without the others", "a replica's shard is of its own gradient", "executor", TOGETHER,
-         scenario="sharded gradients")(_together(ins.ReduceScatter, _own_part_alone))  # fmt: skip
-mutation("buckets summed without the others", "a replica's gradient is its own", "executor", TOGETHER,
-         scenario="replicas")(_together(ins.Reduce, _own_part_alone))  # fmt: skip
-mutation("gathered once for all steps", "what was gathered in the first step is used in the second", "executor", TOGETHER,
-         scenario="sharded parameters")(_together(ins.AllGather, _once))  # fmt: skip
-mutation("kept buffer not refreshed", "a kept bucket is brought up to date in the first step only", "executor", TOGETHER,
-         scenario="sharded optimizer")(_together(ins.AllGather, _once))  # fmt: skip
+mutation("gather in reverse", "members' shards are joined from the last to the first", "executor", GATHERED,
+         scenario="sharded parameters")(_together(lambda self, state, parts, together: together(parts[::-1])))  # fmt: skip
+mutation("kept parameters gathered in reverse", "the others' shards are put into each other's places", "executor", GATHERED,
+         scenario="sharded optimizer")(_together(lambda self, state, parts, together: together(parts[::-1])))  # fmt: skip
+mutation("reduce-scatter without the others", "a replica's shard is of its own gradient", "executor", SCATTERED,
+         scenario="sharded gradients")(_together(_own_part_alone))  # fmt: skip
+mutation("buckets summed without the others", "a replica's gradient is its own", "executor", SUMMED,
+         scenario="replicas")(_together(_own_part_alone))  # fmt: skip
+mutation("gathered once for all steps", "what was gathered in the first step is used in the second", "executor", GATHERED,
+         scenario="sharded parameters")(_together(_once))  # fmt: skip
+mutation("kept buffer not refreshed", "a kept bucket is brought up to date in the first step only", "executor", GATHERED,
+         scenario="sharded optimizer")(_together(_once))  # fmt: skip
 
 
-@mutation("shard of another member", "a reduce-scatter hands out the shards in the opposite order", "executor",
-          (LOCAL, "reduce_scatter"), scenario="sharded gradients")  # fmt: skip
-def _shard_of_another_member(original: Function, seeded: Seeded) -> Function:
-    def reduce_scatter(self: Any, instruction: ins.ReduceScatter, slots: Any) -> Any:
+def _members_turned(original: Function, seeded: Seeded) -> Function:
+    def bind(instruction: ins.Collective, on: Any) -> Any:
         seeded.hit()
-        return original(self, replace(instruction, members=instruction.members[::-1]), slots)
+        return original(replace(instruction, members=instruction.members[::-1]), on)
 
-    return reduce_scatter
+    return bind
 
 
-@mutation("own shard of another place", "a device gives the gather what it keeps in the other's place", "executor",
-          (LOCAL, "all_gather"), scenario="sharded optimizer")  # fmt: skip
-def _own_shard_of_another_place(original: Function, seeded: Seeded) -> Function:
-    def all_gather(self: Any, instruction: ins.AllGather, slots: Any, own: torch.Tensor) -> Any:
-        seeded.hit()
-        return original(self, replace(instruction, members=instruction.members[::-1]), slots, own)
-
-    return all_gather
+mutation("shard of another member", "a reduce-scatter hands out the shards in the opposite order", "executor",
+         (BINDERS, ins.ReduceScatter), scenario="sharded gradients")(_members_turned)  # fmt: skip
+mutation("own shard of another place", "a device gives the gather what it keeps in the other's place", "executor",
+         (BINDERS, ins.AllGather), scenario="sharded optimizer")(_members_turned)  # fmt: skip
 
 
 # Buckets
@@ -152,7 +140,7 @@ def _one_mask_for_all_replicas(original: Function, seeded: Seeded) -> Function:
 
 
 mutation("one mask for all replicas, everywhere", "also the reference draws the same numbers in all replicas", "executor",
-         (chunks, "chunk_seed"), (interpreter, "chunk_seed"), scenario="replicas with dropout")(
+         (chunks, "chunk_seed"), (chunk_operation, "chunk_seed"), scenario="replicas with dropout")(
     _one_mask_for_all_replicas)  # fmt: skip
 
 
@@ -174,51 +162,58 @@ def _exchange_sends_the_wrong_shards(original: Function, seeded: Seeded) -> Func
     return exchange
 
 
-@_zero_process_bug("own shard not copied", "a gather brings the others' shards alone", (process, "bind_all_gather"))
-def _own_shard_not_copied(original: Function, seeded: Seeded) -> Function:
-    def bind(instruction: ins.AllGather, slots: Any, members: Any, kept: torch.Tensor) -> Any:
-        start, finish = original(instruction, slots, members, kept)
+def _collective(kind: str, change: Callable[[Function, Function, Any, Seeded, int], tuple[Function, Function]]) -> Wrap:
+    """`change` gives what starts and what finishes a collective of this kind, from these, what is pending, and the own member."""
 
-        def start_and_forget() -> None:
-            start()
-            slots[instruction.into][1].chunk(instruction.bucket.members)[members.own].zero_()
-            seeded.hit()
+    def wrap(original: Function, seeded: Seeded) -> Function:
+        def bind(exchange: Any, into: int, slots: Any, members: Any) -> Any:
+            start, finish = original(exchange, into, slots, members)
+            if exchange.kind != kind:
+                return start, finish
+            return change(start, finish, lambda: slots[into][1], seeded, members.own)
 
-        return start_and_forget, finish
+        return bind
 
-    return bind
-
-
-@_zero_process_bug(
-    "reduce-scatter forgets a member", "a shard is the sum without the last member", (process, "bind_reduce_scatter")
-)
-def _reduce_scatter_forgets_a_member(original: Function, seeded: Seeded) -> Function:
-    def bind(instruction: ins.ReduceScatter, slots: Any, members: Any) -> Any:
-        start, finish = original(instruction, slots, members)
-
-        def finish_early(received: list[torch.Tensor]) -> Any:
-            seeded.hit()
-            return finish([*received[:-1], torch.zeros_like(received[-1])])
-
-        return start, finish_early
-
-    return bind
+    return wrap
 
 
-@_zero_process_bug(
-    "shards received in each other's place", "a gather joins the shards in the opposite order", (process, "bind_all_gather")
-)
-def _shards_received_in_each_others_place(original: Function, seeded: Seeded) -> Function:
-    def bind(instruction: ins.AllGather, slots: Any, members: Any, kept: torch.Tensor) -> Any:
-        start, finish = original(instruction, slots, members, kept)
+COLLECTIVE = (process, "bind_collective")
 
-        def finish_turned(flat: torch.Tensor) -> Any:
-            seeded.hit()
-            return finish(torch.cat(flat.chunk(instruction.bucket.members)[::-1]))
 
-        return start, finish_turned
+@functools.partial(_collective, "all_gather")
+def _own_shard_not_copied(start: Function, finish: Function, pending: Function, seeded: Seeded, own: int) -> Any:
+    def start_and_forget() -> None:
+        start()
+        pending()[1][own].zero_()
+        seeded.hit()
 
-    return bind
+    return start_and_forget, finish
+
+
+@functools.partial(_collective, "reduce_scatter")
+def _reduce_scatter_forgets_a_member(start: Function, finish: Function, pending: Function, seeded: Seeded, own: int) -> Any:
+    def finish_early(found: Any) -> Any:
+        seeded.hit()
+        return finish((found[0], [*found[1][:-1], torch.zeros_like(found[1][-1])]))
+
+    return start, finish_early
+
+
+@functools.partial(_collective, "all_gather")
+def _shards_received_in_each_others_place(start: Function, finish: Function, pending: Function, seeded: Seeded, own: int) -> Any:
+    def finish_turned(found: Any) -> Any:
+        seeded.hit()
+        (shard, _), received = found
+        return finish(([shard, torch.cat(received[::-1])], received))
+
+    return start, finish_turned
+
+
+_zero_process_bug("own shard not copied", "a gather brings the others' shards alone", COLLECTIVE)(_own_shard_not_copied)
+_zero_process_bug("reduce-scatter forgets a member", "a shard is the sum without the last member", COLLECTIVE)(
+    _reduce_scatter_forgets_a_member)  # fmt: skip
+_zero_process_bug("shards received in each other's place", "a gather joins the shards in the opposite order", COLLECTIVE)(
+    _shards_received_in_each_others_place)  # fmt: skip
 
 
 @_zero_process_bug("wait for a gather dropped", "parameters are read before they are there", (process.ProcessEndpoint, "wait"))

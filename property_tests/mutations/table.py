@@ -54,9 +54,10 @@ class Mutation:
 TABLE: dict[str, Mutation] = {}
 
 
-def mutation(name: str, what: str, where: Where, *targets: tuple[Any, str], scenario: str | None = None, recapture: bool = False,
+def mutation(name: str, what: str, where: Where, *targets: tuple[Any, Any], scenario: str | None = None, recapture: bool = False,
              processes: bool = False) -> Callable[[Wrap], Wrap]:  # fmt: skip
-    """Decorator: enter into the table the bug of replacing each target, (module or class, name), by what the function makes."""
+    """Decorator: enter into the table the bug of replacing each target, (module or class, name) or (table, key), by what the
+    function makes."""
 
     def enter(wrap: Wrap) -> Wrap:
         @contextlib.contextmanager
@@ -64,11 +65,14 @@ def mutation(name: str, what: str, where: Where, *targets: tuple[Any, str], scen
             seeded = Seeded()
             with contextlib.ExitStack() as stack:
                 for owner, attribute in targets:
-                    original = getattr(owner, attribute)
+                    original = owner[attribute] if isinstance(owner, dict) else getattr(owner, attribute)
                     wrong = wrap(original, seeded)
                     if not isinstance(original, type):
                         functools.update_wrapper(wrong, original)
-                    stack.enter_context(mock.patch.object(owner, attribute, wrong))
+                    if isinstance(owner, dict):
+                        stack.enter_context(mock.patch.dict(owner, {attribute: wrong}))
+                    else:
+                        stack.enter_context(mock.patch.object(owner, attribute, wrong))
                 yield seeded
 
         assert name not in TABLE, f"two mutations are called {name!r}"

@@ -8,11 +8,15 @@ from typing import Any
 
 from lightning_piper.directives import replicate, split
 from lightning_piper.ir.dag import TrainingDAG
-from lightning_piper.ir.nodes import AllGather, AllReduce, Chunk, Metrics, Node, Parameters, ReduceScatter, Ref, Report
+from lightning_piper.ir.nodes import Chunk, Node, Ref
 from lightning_piper.ir.values import Partial, Replicate, Shard
+from lightning_piper.ops.gather import AllGather, Parameters
+from lightning_piper.ops.metrics import Metrics, Report
+from lightning_piper.ops.reduce import AllReduce, ReduceScatter
+from lightning_piper.passes import elimination
 from lightning_piper.plan import device as device_plan
-from lightning_piper.plan import gathers, order
 from lightning_piper.plan import instructions as ins
+from lightning_piper.plan import order
 from lightning_piper.plan.instructions import Instruction
 from property_tests.mutations.plans import _drop, _every, _exchange, _places, _plan_bug
 from property_tests.mutations.table import Function, Seeded, Wrap, mutation
@@ -64,7 +68,7 @@ def _metrics_alone(dag: TrainingDAG) -> Iterable[object]:
 
 def _metrics_said_to_be_whole(dag: TrainingDAG) -> Iterable[object]:
     for node in dag.of_type(Metrics):
-        node.outputs = (dataclasses.replace(node.outputs[0], placement=Replicate()),)
+        dag.change(node, outputs=(dataclasses.replace(node.outputs[0], placement=Replicate()),))
         yield node
 
 
@@ -72,7 +76,7 @@ def _said_to_be_whole(dag: TrainingDAG) -> Iterable[object]:
     for chunk in dag.of_type(Chunk):
         held = [dataclasses.replace(v, placement=Replicate()) if isinstance(v.placement, Partial) else v for v in chunk.outputs]
         if tuple(held) != chunk.outputs:
-            chunk.outputs = tuple(held)
+            dag.change(chunk, outputs=tuple(held))
             yield chunk
 
 
@@ -108,7 +112,7 @@ def _rebucketed(change: Callable[[Any], Any]) -> Callable[[TrainingDAG], Iterabl
             value = node.outputs[0]
             bucket = change(value.bucket)
             made = bucket.part if isinstance(value.placement, Shard) else bucket.whole
-            node.outputs = (dataclasses.replace(value, bucket=bucket, names=bucket.names, tensors=(made,)),)
+            dag.change(node, outputs=(dataclasses.replace(value, bucket=bucket, names=bucket.names, tensors=(made,)),))
             if bucket != value.bucket:
                 yield node
 
@@ -217,7 +221,7 @@ def _tied_gradient_of_one_home(original: Function, seeded: Seeded) -> Function:
 
 
 @mutation("gather dropped though another bucket was used", "a bucket is taken to be there as long as it once was", "plan",
-          (gathers, "_reuse"), scenario="sharded chain")  # fmt: skip
+          (elimination, "_reuse"), scenario="sharded chain")  # fmt: skip
 def _gather_dropped_though_another_bucket_was_used(original: Function, seeded: Seeded) -> Function:
     def reuse(dag: TrainingDAG, chunk: Chunk, held: dict[Any, Any]) -> None:
         before = dict(held.get(chunk.devices, {}))
@@ -228,8 +232,8 @@ def _gather_dropped_though_another_bucket_was_used(original: Function, seeded: S
     return reuse
 
 
-@mutation("gather of another bucket kept", "a chunk reads the bucket that the chunk before it read", "plan", (gathers, "_reuse"),
-          scenario="sharded chain")  # fmt: skip
+@mutation("gather of another bucket kept", "a chunk reads the bucket that the chunk before it read", "plan",
+          (elimination, "_reuse"), scenario="sharded chain")  # fmt: skip
 def _gather_of_another_bucket_kept(original: Function, seeded: Seeded) -> Function:
     def reuse(dag: TrainingDAG, chunk: Chunk, held: dict[Any, Any]) -> None:
         before = dict(held.get(chunk.devices, {}))
@@ -256,10 +260,10 @@ def _joined(change: Callable[[list[ReduceScatter]], list[ReduceScatter]]) -> Wra
 
 
 mutation("joined sum without its first term", "of microbatches summed over replicas together the first is left out", "plan",
-         (gathers, "_together"), scenario="sharded parameters")(
+         (elimination, "_together"), scenario="sharded parameters")(
     _joined(lambda scatters: scatters[1:] if len(scatters) > 1 else scatters))  # fmt: skip
 mutation("joined sum with a term twice", "of microbatches summed over replicas together one counts twice", "plan",
-         (gathers, "_together"), scenario="sharded parameters")(
+         (elimination, "_together"), scenario="sharded parameters")(
     _joined(lambda scatters: [scatters[0], *scatters] if len(scatters) > 1 else scatters))  # fmt: skip
 
 

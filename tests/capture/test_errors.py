@@ -18,8 +18,8 @@ from torch import Tensor, nn
 
 from lightning_piper.capture import capture
 from lightning_piper.errors import CaptureError
-from lightning_piper.ir.build import build_dag
 from lightning_piper.ir.nodes import Chunk
+from lightning_piper.ops.build import build_dag
 from tests.models import MLP, regression
 
 

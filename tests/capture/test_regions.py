@@ -13,8 +13,8 @@ from torch import nn
 from lightning_piper.annotate import annotate
 from lightning_piper.capture import capture
 from lightning_piper.errors import CaptureError
-from lightning_piper.ir.build import build_dag
 from lightning_piper.ir.regions import StepCode
+from lightning_piper.ops.build import build_dag
 from lightning_piper.verify.interpreter import interpret
 from tests.models import MLP, captured, regression
 

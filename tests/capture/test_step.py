@@ -11,12 +11,13 @@ from torch import Tensor
 from lightning_piper.capture import capture, flatten
 from lightning_piper.capture.eager import Outcome, run_eagerly
 from lightning_piper.capture.trace import REDUCE
-from lightning_piper.directives import Split, apply_program
-from lightning_piper.ir.build import build_dag
+from lightning_piper.directives import Split
 from lightning_piper.ir.nodes import Chunk
 from lightning_piper.ir.regions import LOSS
 from lightning_piper.ir.seeds import chunk_seed
 from lightning_piper.ir.values import Slice
+from lightning_piper.ops.build import build_dag
+from lightning_piper.passes import apply_program
 from lightning_piper.verify.interpreter import interpret
 from tests.models import CASES, DETERMINISTIC, Captured, captured, fresh
 from tests.reference import differences, distance, plain

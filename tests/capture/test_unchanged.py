@@ -12,7 +12,7 @@ from torch import nn
 from lightning_piper import verify
 from lightning_piper.capture import capture
 from lightning_piper.errors import CaptureError
-from lightning_piper.ir.build import build_dag
+from lightning_piper.ops.build import build_dag
 from tests.models import CASES, MLP, ConvNet, fresh, images, regression
 
 

@@ -9,10 +9,13 @@ import networkx as nx
 import pytest
 
 from examples.custom_directive import Recompute
-from lightning_piper.directives import Order, Place, Replicate, Split, finish
+from lightning_piper.directives import Order, Place, Replicate, Split
 from lightning_piper.errors import DirectiveError
 from lightning_piper.ir.dag import TrainingDAG
-from lightning_piper.ir.nodes import Accumulate, Chunk, Recv, Send
+from lightning_piper.ir.nodes import Chunk
+from lightning_piper.ops.p2p import Recv, Send
+from lightning_piper.ops.update import Accumulate
+from lightning_piper.passes import complete
 from lightning_piper.plan import check_plans, compile_plans
 from lightning_piper.plan.instructions import Run
 from lightning_piper.testing import POOL, case, check_program
@@ -64,7 +67,7 @@ def test_sums_keep_the_order_of_the_slices() -> None:
             0: {"B[PP=0,MB=0]", "BW[PP=0,MB=1]", "B[PP=0,MB=2]", "B[PP=0,MB=3]"},
             1: {"B[PP=1,MB=0]", "B[PP=1,MB=1]", "BW[PP=1,MB=2]", "B[PP=1,MB=3]"},
         }[region]
-    finish(dag)
+    complete(dag)
     check(dag, final=True)
     assert differences(run("mlp", dag), run("mlp", build("mlp", split(4)))) == []
 
@@ -76,13 +79,13 @@ def test_a_schedule_may_name_both_halves_of_every_stage(name: str) -> None:
     groups = [{"PASS": "F"}, {"PASS": "BI"}, {"PASS": "BW"}]
     dag = build(name, split(2), order(*groups))
     assert not any(c.kind == "B" for c in dag.of_type(Chunk))
-    finish(dag)
+    complete(dag)
     check(dag, final=True)
     check_plans(compile_plans(dag))
     assert differences(run(name, dag), run(name, build(name, split(2)))) == []
     if stages and name != "reentered":  # by its stages its order would be a circle
         piped = build(name, *place(*stages), split(2), *zero_bubble(len(stages), 2))
-        finish(piped)
+        complete(piped)
         check(piped, final=True)
         check_plans(compile_plans(piped))
         assert differences(run(name, piped), run(name, build(name, split(2)))) == []
@@ -90,13 +93,13 @@ def test_a_schedule_may_name_both_halves_of_every_stage(name: str) -> None:
 
 def test_the_order_of_the_halves_is_kept() -> None:
     dag = build("mlp", *place(0, 1), split(3), *zero_bubble(2, 3))
-    finish(dag)
+    complete(dag)
     assert runs(dag) == ["F0 F1 F2 BW0 BW1 BW2", "F0 BI0 F1 BI1 F2 BW0 BI2 BW1 BW2"]
 
 
 def test_a_half_that_is_not_named_comes_by_the_default_order() -> None:
     dag = build("mlp", *place(0, 1), split(2), order(f(1, 0), bi(1, 0), f(1, 1), bi(1, 1)))
-    finish(dag)
+    complete(dag)
     check(dag, final=True)
     assert runs(dag)[1] == "F0 BI0 F1 BI1 BW0 BW1"
 
@@ -109,7 +112,7 @@ def test_naming_the_half_that_a_stage_does_not_have() -> None:
     frozen = build("extractor", split(2), order(f(0, 0), bi(0, 0), bw(0, 0), f(0, 1)))
     assert backward(frozen, 0) == []
     for name, dag in (("mlp", first), ("residual", bare), ("extractor", frozen)):
-        finish(dag)
+        complete(dag)
         check(dag, final=True)
         assert differences(run(name, dag), run(name, build(name, split(2)))) == []
 
@@ -119,7 +122,7 @@ def test_a_list_of_halves_is_one_group() -> None:
     assert [backward(dag, stage) for stage in (0, 1)] == [["BW0", "BW1"], ["BI0", "BW0", "BI1", "BW1"]]
     ancestors = nx.ancestors(dag.graph, chunk(dag, "BI[PP=1,MB=1]").id)
     assert {chunk(dag, label).id for label in ("BW[PP=0,MB=0]", "BI[PP=1,MB=0]", "BW[PP=1,MB=0]")} <= ancestors
-    finish(dag)
+    complete(dag)
     check(dag, final=True)
 
 
@@ -139,7 +142,7 @@ def test_any_pass_is_no_demand_for_halves() -> None:
 def test_one_half_waits_for_another_device_only_as_far_as_data_demands() -> None:
     """Stage 0's backward needs BI of stage 1, not BW."""
     dag = build("mlp", *place(0, 1), split(1), order(bi(1, 0), bw(0, 0)))
-    finish(dag)
+    complete(dag)
     check(dag)
     says = "BW[PP=1,MB=0] on device 1 is to run before BW[PP=0,MB=0] on device 0, but no data"
     with pytest.raises(DirectiveError, match=re.escape(says)):
@@ -223,7 +226,7 @@ def test_a_smaller_batch_lacks_the_halves_of_its_missing_microbatches() -> None:
     program = [*place(0, 1), split(3), *zero_bubble(2, 3)]
     for size in (1, 2, 3, 4):
         dag = build("mlp", *program, size=size)
-        finish(dag)
+        complete(dag)
         check(dag, final=True)
         assert len([c for c in dag.of_type(Chunk) if c.kind == "BI"]) == min(size, 3)
 

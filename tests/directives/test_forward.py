@@ -11,8 +11,13 @@ import torch
 import lightning_piper as piper
 from lightning_piper.directives import Replicate
 from lightning_piper.errors import DirectiveError, VerificationError
-from lightning_piper.ir.nodes import AllGather, Chunk, Cut, Metrics, Report, Result, Update
+from lightning_piper.ir.nodes import Chunk
 from lightning_piper.ir.values import Slice
+from lightning_piper.ops.gather import AllGather
+from lightning_piper.ops.metrics import Metrics, Report
+from lightning_piper.ops.results import Result
+from lightning_piper.ops.samples import Cut
+from lightning_piper.ops.update import Update
 from lightning_piper.plan import compile_plans
 from lightning_piper.schedules import dualpipe, dualpipev, gpipe, interleaved_one_f_one_b, one_f_one_b, zbv
 from lightning_piper.verify import interpret
@@ -203,7 +208,7 @@ def exchange(dag):
 
 def shrink(dag):
     chunk = next(dag.of_type(Chunk))
-    chunk.slice = Slice(0, 4)
+    dag.change(chunk, slice=Slice(0, 4))
 
 
 EDITS = {
@@ -215,7 +220,7 @@ EDITS = {
     "something else": (exchange, "returns log largest of F.PP=1.; it takes one result of a region"),
     "some samples": (shrink, "samples 4:8 are missing"),
     "nothing is logged": (lambda dag: dag.remove(list(dag.of_type(Metrics))), "some metrics are made by no region|does not exist"),
-    "a device reports nothing": (lambda dag: setattr(next(dag.of_type(Report)), "devices", (1,)), "does not reach all devices"),
+    "a device reports nothing": (lambda dag: dag.change(next(dag.of_type(Report)), devices=(1,)), "does not reach all devices"),
 }
 
 

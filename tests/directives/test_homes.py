@@ -14,11 +14,15 @@ from torch import Tensor, nn
 from lightning_piper import verify
 from lightning_piper.annotate import annotate
 from lightning_piper.capture import capture
-from lightning_piper.directives import Place, Replicate, Split, accumulating, apply_program, finish, parse
+from lightning_piper.directives import Place, Replicate, Split, accumulating, parse
 from lightning_piper.errors import DirectiveError, VerificationError
-from lightning_piper.ir.build import build_dag
 from lightning_piper.ir.dag import TrainingDAG
-from lightning_piper.ir.nodes import Accumulate, Chunk, Metrics, Recv, Send, Update
+from lightning_piper.ir.nodes import Chunk
+from lightning_piper.ops.build import build_dag
+from lightning_piper.ops.metrics import Metrics
+from lightning_piper.ops.p2p import Recv, Send
+from lightning_piper.ops.update import Accumulate, Update
+from lightning_piper.passes import apply_program, complete
 from lightning_piper.plan import check_plans, compile_plans
 from lightning_piper.schedules import dualpipe, gpipe, zbv
 from lightning_piper.testing import Spec, case
@@ -65,7 +69,7 @@ def test_each_home_sums_its_own_microbatches_and_all_add_up_the_same() -> None:
         assert [summands(dag, u) for u in homes] == [[(one, first), (other, second)]] * 2
     moved = [(s.devices, s.peers) for s in dag.of_type(Send) if dag.value(s.inputs[0]).kind == "grad"]
     assert sorted(moved) == [((0,), (1,)), ((0,), (1,)), ((1,), (0,)), ((1,), (0,))]
-    finish(dag)
+    complete(dag)
     check(dag, final=True)
 
 
@@ -110,7 +114,7 @@ CROSSED = [Split(filter={}, dim_name="MB", num_microbatches=4), *parse(CROSSING)
 def test_homes_compute_what_one_device_computes(blocks: tuple[str, ...]) -> None:
     one = case(spec(*blocks), 8)
     dag = apply_program(build_dag(one.step), CROSSED)
-    finish(dag)
+    complete(dag)
     check(dag, final=True)
     outcome = run_interpreter(one, dag)
     slices = dag.microbatches()
@@ -123,7 +127,7 @@ def test_exact_models_are_bitwise_equal() -> None:
     """Where sums are exact, their order does not show."""
     one = case(Spec(("linear", "tied", "tied"), (0, 0, 1), exact=True), 8)
     dag = apply_program(build_dag(one.step), CROSSED)
-    finish(dag)
+    complete(dag)
     assert_same(
         interpret(accumulating(one.step, dag.microbatches() or ()), one.tensors, one.leaves), run_interpreter(one, dag), "exact"
     )
@@ -142,7 +146,7 @@ def test_running_statistics_cross_homes_and_come_to_all_of_them() -> None:
     """Each microbatch begins with what the one before left, on whichever device; the last value reaches both."""
     one = case(spec("batchnorm", "linear"), 8)
     dag = apply_program(build_dag(one.step), CROSSED)
-    finish(dag)
+    complete(dag)
     check(dag, final=True)
     name = next(n for n in one.tensors if n.endswith("running_mean"))
     assert sorted(u.devices for u in updates(dag, name)) == [(0,), (1,)]
@@ -163,7 +167,7 @@ def test_an_order_against_the_chain_of_statistics_is_refused() -> None:
 def test_a_nested_split_keeps_the_homes() -> None:
     one = case(spec("linear", "batchnorm"), 8)
     dag = apply_program(build_dag(one.step), [*CROSSED, Split(filter={}, dim_name="UB", num_microbatches=2)])
-    finish(dag)
+    complete(dag)
     check(dag, final=True)
     assert {chunk.devices for chunk in dag.of_type(Chunk) if chunk.tags["PP"] == 0 and chunk.tags["MB"] == 1} == {(1,)}
     outcome = run_interpreter(one, dag)
@@ -177,7 +181,7 @@ def test_a_part_that_is_split_alone() -> None:
     program = [Split(filter={"PP": 0}, dim_name="MB", num_microbatches=2), Place(filter={"PP": 1}, devices=[2]),
                *(Place(filter={"PP": 0, "MB": mb}, devices=[mb]) for mb in (0, 1))]  # fmt: skip
     dag = apply_program(build_dag(one.step), program)
-    finish(dag)
+    complete(dag)
     check(dag, final=True)
     assert_same(run_interpreter(one, dag), run_plans(one, dag), "bitwise")
 
@@ -192,7 +196,7 @@ LEVELS: list[dict[str, Any]] = [{}, {"shard_optimizer": True}, {"shard_grads": T
 def test_homes_may_be_groups_over_which_the_batch_is_divided(blocks: tuple[str, ...], level: dict[str, Any]) -> None:
     one = case(spec(*blocks), 8)
     dag = apply_program(build_dag(one.step), [*CROSSED_GROUPS, Replicate(filter={}, devices=GROUPS, bucket_size=1e-4, **level)])
-    finish(dag)
+    complete(dag)
     check(dag, final=True)
     assert {u.devices for u in dag.of_type(Update)} == {(0, 2), (1, 3)}
     outcome = run_interpreter(one, dag)
@@ -207,7 +211,7 @@ def test_a_parameter_that_another_device_only_reads_is_gathered_and_updated_ther
     for filters in ([{}], [{"PP": 0}, {"PP": 1}], [{"PP": 1}, {"PP": 0}]):
         replicate = [Replicate(filter=which, devices=GROUPS, **level) for which in filters]
         dag = apply_program(build_dag(step), [*program, *replicate])
-        finish(dag)
+        complete(dag)
         check(dag, final=True)
         check_plans(compile_plans(dag))
         assert {u.devices for u in updates(dag, "layers.0.weight")} == {(0, 2), (1, 3)}
@@ -237,7 +241,7 @@ def watching() -> Any:
 def test_a_tied_embedding_on_a_v_has_one_copy_and_sends_no_gradient() -> None:
     """The first and the last stage of a V are on one device."""
     dag = build("tied", *zbv_of_three(), size=4)
-    finish(dag)
+    complete(dag)
     check(dag, final=True)
     assert [u.devices for u in updates(dag, "embed.weight")] == [(0,)]
     assert not [s for s in dag.of_type(Send) if dag.value(s.inputs[0]).kind == "grad"]
@@ -259,7 +263,7 @@ def dag_kind(dag: TrainingDAG, send: Send) -> str:
 def test_zbv_of_a_tied_model() -> None:
     one = case(Spec(("tied", "linear", "residual", "tied"), (0, 1, 2, 3)), 8)
     dag = apply_program(build_dag(one.step), zbv(4, 4))
-    finish(dag)
+    complete(dag)
     check(dag, final=True)
     assert not [s for s in dag.of_type(Send) if dag_kind(dag, s) == "grad"]
     assert len(updates(dag, "shared.weight")) == 1 and updates(dag, "shared.weight")[0].devices == (0,)
@@ -303,7 +307,7 @@ def test_refused(program: list[Any], says: str) -> None:
 
 def test_a_microbatch_without_a_home_is_named() -> None:
     with pytest.raises(DirectiveError, match=r"leaves 1 without a device: PP=0"):
-        finish(build("mlp", *CROSSING[:2], *CROSSING[3:]))
+        complete(build("mlp", *CROSSING[:2], *CROSSING[3:]))
 
 
 def drop_home(dag: TrainingDAG) -> None:

@@ -8,10 +8,10 @@ from typing import Any
 import networkx as nx
 import pytest
 
-from lightning_piper.directives import finish
 from lightning_piper.errors import DirectiveError
 from lightning_piper.ir.dag import TrainingDAG
-from lightning_piper.ir.nodes import Barrier
+from lightning_piper.ops.order import Barrier
+from lightning_piper.passes import complete
 from lightning_piper.verify.static import check
 from tests.dags import b, build, chunk, f, order, place, run, split
 from tests.reference import differences
@@ -62,7 +62,7 @@ def test_two_large_groups_are_kept_apart_by_one_barrier() -> None:
 def test_barriers_are_one_for_each_device() -> None:
     dag = build("mlp", *place(0, 1), split(4), order({"MB": [0, 1], "PASS": "F"}, {"MB": [0, 1], "PASS": "B"}))
     assert sorted(barrier.devices for barrier in dag.of_type(Barrier)) == [(0,), (1,)]
-    finish(dag)
+    complete(dag)
     check(dag)
 
 
@@ -70,28 +70,28 @@ def test_a_filter_may_name_several_chunks_of_a_stage() -> None:
     dag = build("experts", *place(0, 1, 2), split(2), order(f(1, 0), f(1, 1), b(1)))
     assert len(list(dag.of_type(Barrier))) == 2
     assert waits(dag, "F[PP=1,EP=1,MB=0]", "F[PP=1,EP=0,MB=1]") and waits(dag, "F[PP=1,EP=0,MB=1]", "B[PP=1,EP=1,MB=0]")
-    finish(dag)
+    complete(dag)
     check(dag)
 
 
 def test_an_order_may_cross_devices_where_data_flows() -> None:
     dag = build("mlp", *place(0, 1), split(2), order(f(0, 0), f(1, 0), b(1, 0), b(0, 0)))
     assert ("F[PP=0,MB=0]", "F[PP=1,MB=0]") not in temporal(dag) and ("F[PP=1,MB=0]", "B[PP=1,MB=0]") in temporal(dag)
-    finish(dag)
+    complete(dag)
     check(dag)
 
 
 def test_an_order_before_any_place() -> None:
     dag = build("mlp", split(2), order({"MB": 1}, {"MB": 0}))
     assert waits(dag, "B[PP=0,MB=1]", "F[PP=0,MB=0]")
-    finish(dag)
+    complete(dag)
     check(dag)
 
 
 def test_a_pass_that_a_frozen_stage_does_not_have_is_no_mistake() -> None:
     groups = [f(0, 0), f(0, 1), b(0, 0), b(0, 1)]
     dag = build("extractor", *place(0, 1), split(2), order(*groups), order(f(1, 0), f(1, 1), b(1, 0), b(1, 1)))
-    finish(dag)
+    complete(dag)
     check(dag)
     assert ("F[PP=0,MB=0]", "F[PP=0,MB=1]") in temporal(dag) and ("B[PP=1,MB=0]", "B[PP=1,MB=1]") in temporal(dag)
     with pytest.raises(DirectiveError, match=r"{PP: 2, MB: 0, PASS: B} matches nothing"):
@@ -149,5 +149,5 @@ def test_the_orders_that_together_are_a_cycle_are_fine_alone() -> None:
     """The control of the third case above."""
     for single in (order(b(0, 0), f(0, 1)), order(f(1, 1), f(1, 0))):
         dag = build("mlp", *place(0, 1), split(2), single)
-        finish(dag)
+        complete(dag)
         check(dag)

@@ -7,9 +7,13 @@ from typing import Any
 
 import pytest
 
-from lightning_piper.directives import finish
 from lightning_piper.errors import DirectiveError
-from lightning_piper.ir.nodes import Accumulate, AllReduce, Chunk, Recv, Report, Send, Update
+from lightning_piper.ir.nodes import Chunk
+from lightning_piper.ops.metrics import Report
+from lightning_piper.ops.p2p import Recv, Send
+from lightning_piper.ops.reduce import AllReduce
+from lightning_piper.ops.update import Accumulate, Update
+from lightning_piper.passes import complete
 from lightning_piper.verify.static import check
 from tests.dags import b, build, chunk, f, order, place, run, shape, split
 from tests.models import captured
@@ -126,7 +130,7 @@ def test_a_place_comes_before_an_order() -> None:
 
 def test_a_program_without_a_place_runs_on_device_0() -> None:
     dag = build("mlp", split(2))
-    finish(dag)
+    complete(dag)
     assert dag.devices() == (0,) and all(node.devices == (0,) for node in dag.nodes.values())
     assert not list(dag.of_type(Send)) and not list(dag.of_type(AllReduce))
     check(dag)
@@ -135,7 +139,7 @@ def test_a_program_without_a_place_runs_on_device_0() -> None:
 def test_a_finished_program_is_left_alone() -> None:
     dag = build("mlp", *place(1, 0))
     text = str(dag)
-    finish(dag)
+    complete(dag)
     assert str(dag) == text
 
 
@@ -143,7 +147,7 @@ def test_a_region_left_without_a_place_is_named_with_its_line() -> None:
     dag = build("gpt", *place(0), {"op": "place", "filter": {"PP": 2}, "devices": [1]})
     source = captured("gpt").step.at(4).regions[1].source
     with pytest.raises(DirectiveError) as caught:
-        finish(dag)
+        complete(dag)
     said = str(caught.value)
     assert f"leaves 1 without a device: PP=1 ({source}, with " in said and "Add a place whose filter selects them" in said
     assert source.startswith(__file__.replace("directives/test_place.py", "models.py:"))
@@ -152,4 +156,4 @@ def test_a_region_left_without_a_place_is_named_with_its_line() -> None:
 def test_devices_are_numbered_without_gaps() -> None:
     dag = build("mlp", *place(0, 2))
     with pytest.raises(DirectiveError, match=r"on devices \[0, 2\]; use devices 0 to 1, without gaps"):
-        finish(dag)
+        complete(dag)

@@ -63,7 +63,7 @@ def test_a_program_from_a_file(tmp_path: Path, kind: type) -> None:
     [
         (None, r"directives file '.*program.json' does not exist"),
         ("[{", r"directives file '.*program.json' cannot be read as JSON: Expecting property name"),
-        ('{"op": "place"}', r"directives file '.*program.json' holds a dict; it must hold a list of objects"),
+        ("3", r"directives file '.*program.json' holds a int; it must hold a list of objects"),
         ("[]]", "cannot be read as JSON"),
         ('[{"op": "place", "filter": {}}]', r"directive 0 \(place\): field 'devices': missing"),
     ],
@@ -81,7 +81,44 @@ def test_a_directory_is_no_file(tmp_path: Path) -> None:
         parse(tmp_path)
 
 
-@pytest.mark.parametrize("source", [PROGRAM[0], JSON[0], 3, None])
+@pytest.mark.parametrize("directives", [JSON, PROGRAM, tuple(PROGRAM), []])
+def test_a_program_may_say_its_version(directives: Any) -> None:
+    assert parse({"version": 1, "directives": directives}) == parse(directives)
+
+
+def test_a_file_may_say_its_version(tmp_path: Path) -> None:
+    path = tmp_path / "program.json"
+    path.write_text(json.dumps({"directives": JSON, "version": 1}))
+    assert parse(path) == PROGRAM
+    assert to_json(parse(path)) == JSON, "what is written is a list, as ever"
+
+
+@pytest.mark.parametrize(
+    ("program", "says"),
+    [
+        (JSON[0], r"is an object without the key 'version'; give a list of directives, or {\"version\": 1, \"directives\": "),
+        ({"directives": JSON}, "is an object without the key 'version'"),
+        ({"version": 2, "stages": []}, r": version 2 is unknown; accepted is 1$"),
+        ({"version": "1", "directives": JSON}, r": version '1' is unknown; accepted is 1$"),
+        ({"version": True, "directives": JSON}, r": version True is unknown"),
+        ({"version": 1.0, "directives": JSON}, r": version 1.0 is unknown"),
+        ({"version": 1, "directives": JSON, "name": "gpipe"}, r": the key 'name' is unknown; accepted are version, directives$"),
+        ({"version": 1}, r": the key 'directives' is missing; give a list of directives$"),
+        ({"version": 1, "directives": JSON[0]}, r": the key 'directives' is {'op': 'place', .*}; give a list of directives$"),
+        ({"version": 1, "directives": None}, r": the key 'directives' is None; give"),
+        ({"version": 1, "directives": "program.json"}, r": the key 'directives' is 'program.json'; give a list of directives$"),
+        ({"version": 1, "directives": [JSON[0], {"op": "plce"}]}, r"directive 1 \(op 'plce'\): field 'op': unknown"),
+    ],
+)
+def test_an_object_that_is_no_program(program: dict[str, Any], says: str, tmp_path: Path) -> None:
+    path = tmp_path / "program.json"
+    path.write_text(json.dumps(program))
+    for source, where in ((program, "the program"), (path, r"directives file '.*program.json'")):
+        with pytest.raises(DirectiveError, match=says if says.startswith("directive 1") else where + r"( |)" + says):
+            parse(source)
+
+
+@pytest.mark.parametrize("source", [PROGRAM[0], 3, None])
 def test_what_is_no_program(source: Any) -> None:
     with pytest.raises(DirectiveError, match="a program is a list of directives or the path of a JSON file; found"):
         parse(source)

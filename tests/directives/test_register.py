@@ -8,14 +8,14 @@ from typing import ClassVar
 
 import pytest
 
-from lightning_piper.directives import Directive, apply_program, base, known, parse, register, to_json
+from lightning_piper.directives import Directive, base, known, parse, register, to_json
 from lightning_piper.directives.base import Contract
 from lightning_piper.errors import DirectiveError
-from lightning_piper.ir.build import build_dag
 from lightning_piper.ir.dag import TrainingDAG
 from lightning_piper.ir.filters import Filter
 from lightning_piper.ir.nodes import Chunk
-from lightning_piper.plan import eliminate
+from lightning_piper.ops.build import build_dag
+from lightning_piper.passes import apply_program
 from lightning_piper.verify import verify_step
 from tests.models import captured
 
@@ -35,7 +35,7 @@ class Rename(Directive):
 
     def apply(self, dag: TrainingDAG) -> None:
         for chunk in self.select(dag, "filter", self.filter):
-            chunk.stream = self.stream
+            dag.change(chunk, stream=self.stream)
 
 
 @pytest.fixture(autouse=True)
@@ -53,7 +53,7 @@ def test_a_registered_directive_is_read_applied_and_verified() -> None:
     assert {chunk.label: chunk.stream for chunk in dag.of_type(Chunk)} == {
         "F[PP=0]": "compute", "F[PP=1]": "side", "B[PP=1]": "side", "B[PP=0]": "compute"
     }  # fmt: skip
-    report = verify_step(captured("mlp").step, captured("mlp").module, captured("mlp").batch, program, eliminate)
+    report = verify_step(captured("mlp").step, captured("mlp").module, captured("mlp").batch, program)
     assert report.ok and [row.name for row in report.rows] == ["capture", "rename_stream", "eliminate communication"]
     assert {row.contract for row in report.rows} == {"bitwise"}
 
@@ -88,7 +88,7 @@ def test_a_directive_needs_an_op_and_a_contract() -> None:
 
     with pytest.raises(DirectiveError, match="Nameless has no op; give it a class attribute op = 'name'"):
         register(Nameless)
-    with pytest.raises(DirectiveError, match="Careless has no contract; give it contract = 'bitwise' or 'reassociated'"):
+    with pytest.raises(DirectiveError, match="Careless has no contract; give it contract = 'bitwise', 'reassociated' or 'bounded'"):
         register(Careless)
 
 

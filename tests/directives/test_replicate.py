@@ -13,11 +13,14 @@ import torch
 
 import lightning_piper as piper
 from lightning_piper.capture.eager import Outcome
-from lightning_piper.directives import finish, parse, replicas_of
+from lightning_piper.directives import parse, replicas_of
 from lightning_piper.errors import DirectiveError, VerificationError
 from lightning_piper.ir.dag import TrainingDAG
-from lightning_piper.ir.nodes import Accumulate, AllReduce, Chunk, Update
+from lightning_piper.ir.nodes import Chunk
 from lightning_piper.ir.values import Partial
+from lightning_piper.ops.reduce import AllReduce
+from lightning_piper.ops.update import Accumulate, Update
+from lightning_piper.passes import complete
 from lightning_piper.plan import compile_plans
 from lightning_piper.verify.interpreter import interpret
 from lightning_piper.verify.static import check
@@ -202,17 +205,17 @@ def twice(dag: TrainingDAG) -> None:
 
 def wrong_group(dag: TrainingDAG) -> None:
     node = next(n for n in sums(dag) if n.devices == (0, 2))
-    node.devices = (0, 1, 2, 3)
+    dag.change(node, devices=(0, 1, 2, 3))
 
 
 def half_a_group(dag: TrainingDAG) -> None:
     node = next(n for n in sums(dag) if n.devices == (0, 2))
-    node.devices = (0,)
+    dag.change(node, devices=(0,))
 
 
 def still_partial(dag: TrainingDAG) -> None:
     node = sums(dag)[0]
-    node.outputs = (dataclasses.replace(node.outputs[0], placement=Partial()),)
+    dag.change(node, outputs=(dataclasses.replace(node.outputs[0], placement=Partial()),))
 
 
 def whole_gradients(dag: TrainingDAG) -> None:
@@ -247,4 +250,4 @@ def test_an_unfinished_program_may_wait_for_its_replicate() -> None:
     check(dag)
     assert any(isinstance(dag.value(u.inputs[0]).placement, Partial) for u in dag.of_type(Update))
     with pytest.raises(DirectiveError, match="Add a replicate"):
-        finish(dag)
+        complete(dag)

@@ -12,7 +12,7 @@ from torch import nn
 
 from lightning_piper.annotate import annotate
 from lightning_piper.capture import capture
-from lightning_piper.ir.nodes import Parameters
+from lightning_piper.ops.gather import Parameters
 from lightning_piper.testing.equivalence import run_plans
 from tests.models import Captured, captured
 from tests.plan.programs import dag_of, split

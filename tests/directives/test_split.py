@@ -8,11 +8,16 @@ from typing import Any
 import pytest
 import torch
 
-from lightning_piper.directives import apply_program, finish, parse
+from lightning_piper.directives import parse
 from lightning_piper.errors import DirectiveError
-from lightning_piper.ir.build import build_dag
-from lightning_piper.ir.nodes import Accumulate, Chunk, Concat, Cut, Metrics, Send
+from lightning_piper.ir.nodes import Chunk
 from lightning_piper.ir.regions import LOSS
+from lightning_piper.ops.build import build_dag
+from lightning_piper.ops.metrics import Metrics
+from lightning_piper.ops.p2p import Send
+from lightning_piper.ops.samples import Concat, Cut
+from lightning_piper.ops.update import Accumulate
+from lightning_piper.passes import apply_program, complete
 from lightning_piper.verify.interpreter import interpret
 from lightning_piper.verify.static import check
 from tests.dags import b, build, chunk, f, order, place, run, shape, split
@@ -58,7 +63,7 @@ def test_in_exact_arithmetic_any_split_keeps_every_bit() -> None:
         assert differences(run("exact", dag), whole) == []
     wrong = build("exact", split(2))
     metrics = next(wrong.of_type(Metrics))
-    metrics.slices = (metrics.slices[0], metrics.slices[0])
+    dag.change(metrics, slices=(metrics.slices[0], metrics.slices[0]))
     total = next(wrong.of_type(Accumulate))
     wrong.rewire(total, inputs=(total.inputs[0], total.inputs[0]))
     assert differences(run("exact", wrong), whole) != [], "the control: another sum has other bits"
@@ -66,7 +71,7 @@ def test_in_exact_arithmetic_any_split_keeps_every_bit() -> None:
 
 def test_nested_splits() -> None:
     dag = build("mlp", split(2), split(2, "UB"), *place(0, 1))
-    finish(dag)
+    complete(dag)
     check(dag)
     assert slices(dag) == ["0:1", "1:2", "2:3", "3:4"]
     assert chunk(dag, "F[PP=1,MB=1,UB=0]").slice.start == 2
@@ -111,7 +116,7 @@ def test_every_single_stage_can_be_split_and_placed_in_any_order(name: str) -> N
         first, second = [*place(*range(stages))], [split(2, PP=stage)]
         one, two = build(name, *first, *second), build(name, *second, *first)
         for dag in (one, two):
-            finish(dag)
+            complete(dag)
             check(dag)
         assert differences(run(name, one), run(name, two)) == []
         assert distance(run(name, one), whole) < (2e-2 if name == "autocast" else 1e-5)
@@ -160,7 +165,7 @@ def test_transfers_follow_a_split() -> None:
 def test_a_smaller_batch_has_fewer_microbatches(size: int, expected: list[str]) -> None:
     groups = [f(0, mb) for mb in range(4)] + [b(0, mb) for mb in range(4)]
     dag = build("mlp", *place(0, 1), split(4), order(*groups), order([f(1, 2), f(1, 3)], [b(1, 2), b(1, 3)]), size=size)
-    finish(dag)
+    complete(dag)
     check(dag)
     assert slices(dag) == expected
     assert dag.absent.get("MB", set()) == set(range(len(expected), 4))

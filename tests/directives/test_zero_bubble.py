@@ -7,7 +7,10 @@ from typing import Any
 import pytest
 import torch
 
-from lightning_piper.ir.nodes import Accumulate, AllGather, Chunk, ReduceScatter
+from lightning_piper.ir.nodes import Chunk
+from lightning_piper.ops.gather import AllGather
+from lightning_piper.ops.reduce import ReduceScatter
+from lightning_piper.ops.update import Accumulate
 from lightning_piper.plan import compile_plans
 from lightning_piper.plan.instructions import Run
 from lightning_piper.testing.equivalence import run_plans

@@ -9,6 +9,7 @@ of a job that fails or is killed is left to the next one. What all ranks would c
 
 from __future__ import annotations
 
+import gc
 import multiprocessing
 import multiprocessing.connection
 import os
@@ -28,7 +29,7 @@ import torch
 import torch.distributed as dist
 
 LIMIT = timedelta(seconds=120)  # nothing here takes that long; a test that hangs ends
-IMPORTS = ["torch", "torch.distributed", "lightning", "lightning_piper", "tests.strategy.traced"]
+IMPORTS = ["torch", "torch.distributed", "lightning", "lightning_piper"]  # and what a conftest.py adds
 
 
 @dataclass(frozen=True)
@@ -120,6 +121,7 @@ def _fork(
     os.environ |= {"WORLD_SIZE": str(size), "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port())}
     if prepare is not None:
         prepare(*args)
+    gc.freeze()  # ranks share this memory for as long as nobody writes into it
     context = multiprocessing.get_context("fork")
     ranks = [context.Process(target=_main, args=(rank, size, folder, work, args, joined)) for rank in range(size)]
     for rank in ranks:

@@ -17,11 +17,11 @@ import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 
+from lightning_piper.checkpoint import pieces as pieces_module
+from lightning_piper.checkpoint.pieces import Piece, SavePieces
+from lightning_piper.checkpoint.sharded import load, save
 from lightning_piper.errors import PiperError
-from lightning_piper.strategy import pieces as pieces_module
-from lightning_piper.strategy.pieces import Piece, SavePieces
-from lightning_piper.strategy.sharded_checkpoint import load, save
-from lightning_piper.strategy.world import World
+from lightning_piper.processes.world import World
 from tests.distributed.processes import launch
 
 SHAPES = {"state_dict.a": (7, 5), "state_dict.b": (301,), "optimizer_states.0.a.exp_avg": (7, 5), "state_dict.empty": (0, 3)}

@@ -14,10 +14,11 @@ from torch import Tensor
 from lightning_piper import schedules
 from lightning_piper.capture import capture
 from lightning_piper.directives import to_json
-from lightning_piper.ir.build import metric_names
 from lightning_piper.ir.dag import TrainingDAG
 from lightning_piper.ir.regions import Step
-from lightning_piper.plan import Plan, compile_plans, drop_redundant, global_order
+from lightning_piper.ops.metrics import metric_names
+from lightning_piper.passes import eliminate
+from lightning_piper.plan import Plan, compile_plans
 from lightning_piper.plan.instructions import Add, Post, Reduce
 from lightning_piper.runtime import Executor, ProcessTransport, pieces_of, shards_of
 from lightning_piper.verify.interpreter import interpret
@@ -48,7 +49,7 @@ class Job:
         step = model(self.name).step
         if self.shape in REPLICATED or self.name.startswith("chain"):
             dag = dag_of(step, self._scheduled() if self.name.startswith("chain") else self._replicated(step))
-            drop_redundant(dag, global_order(dag))
+            eliminate(dag)
             return dag
         if self.shape == "pipeline":
             return pipeline(self.name, self.devices, self.microbatches, ordered=False)

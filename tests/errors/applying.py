@@ -32,6 +32,7 @@ BATCH_NORM = [
 TIED = [("self.second(h)", "F.linear(h @ self.first.weight, self.first.weight[:1])")]
 ROWS = [("self.first(x))", "self.first(x)).reshape(-1, 3)"), ("self.second(h)", "self.second(h.reshape(-1, 6))")]
 
+
 def entered_again() -> None:
     """A step that uses stage 0 before and after stage 1, in a pipeline."""
     line = 'with piper.annotate("PP", 0): loss = loss + self.first(x).mean()'

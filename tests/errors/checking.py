@@ -10,7 +10,8 @@ import lightning_piper as piper
 from lightning_piper.compiler import compile_step
 from lightning_piper.directives import parse
 from lightning_piper.ir import Chunk, TrainingDAG
-from lightning_piper.ir.nodes import Accumulate, Recv, Update
+from lightning_piper.ops.p2p import Recv
+from lightning_piper.ops.update import Accumulate, Update
 from lightning_piper.plan import Plan, check_plans
 from lightning_piper.plan.instructions import Instruction, Post, Retire, Run, Send, Wait
 from tests.errors.case import PLACES, SPLIT, Case, Cases, batch, captured_step, net
@@ -27,13 +28,13 @@ class Mine(piper.Directive):
     op: ClassVar[str] = "mine"
     contract: ClassVar[Any] = "bitwise"
 
-    rewrite: Callable[[TrainingDAG], None]
+    rewrite: Callable[[TrainingDAG], Any]
 
-    def apply(self, dag: TrainingDAG) -> None:
-        self.rewrite(dag)
+    def apply(self, dag: TrainingDAG) -> Any:
+        return self.rewrite(dag)
 
 
-def rewrite(what: str, change: Callable[[TrainingDAG], None]) -> Case:
+def rewrite(what: str, change: Callable[[TrainingDAG], Any]) -> Case:
     program = [*PLACES, SPLIT, Mine(rewrite=change)]
     return Case(what, lambda: compile_step(captured_step(), tuple(parse(program))))
 
@@ -64,12 +65,12 @@ def exchange_microbatches(dag: TrainingDAG) -> None:
 
 
 def move_without_a_message(dag: TrainingDAG) -> None:
-    chunk(dag, "F[PP=1,MB=0]").devices = (0,)
+    dag.change(chunk(dag, "F[PP=1,MB=0]"), devices=(0,))
 
 
 def receive_from_nowhere(dag: TrainingDAG) -> None:
     receive = next(dag.of_type(Recv))
-    receive.peers = (7,)
+    dag.change(receive, peers=(7,))
 
 
 def a_circle(dag: TrainingDAG) -> None:
@@ -119,6 +120,7 @@ def exchange(kind: type[Instruction]) -> Callable[[list[Instruction]], None]:
 
 
 CASES: Cases = [
+    rewrite("`apply` returns something else than a contract", lambda dag: dag.size),
     rewrite("a microbatch's gradient is lost", lose_a_gradient),
     rewrite("a microbatch's gradient counts twice", count_a_gradient_twice),
     rewrite("a gradient that no optimizer gets", forget_an_update),

@@ -85,6 +85,8 @@ CASES: Cases = [
     command("a node that is not there", name="explain %999"),
     command("`--latency` is no number", "--latency", "soon", name="simulate"),
     command("an output that cannot be written", "-o", "nowhere/step.svg", name="viz"),
+    command("`--dump` names a file", "--dump", "train.py"),
+    command("`--dump` names a folder with other files", "--dump", "."),
     Case("a file of durations that does not exist", lambda: read_durations("durations.json")),
     Case("a file of durations that holds no object", lambda: read_durations(written("durations.json", json.dumps([1])))),
     table("a pass without a duration", {"F": 1}),

@@ -13,9 +13,9 @@ from lightning.pytorch.callbacks import BackboneFinetuning, BatchSizeFinder, Cal
 from torch.optim import LBFGS
 
 import lightning_piper as piper
+from lightning_piper.holdings.materialize import Known
 from lightning_piper.profile import Schedule
 from lightning_piper.strategy.checks import check_fit, check_optimizers
-from lightning_piper.strategy.materialize import Known
 from tests.errors.case import PLACES, Case, Cases, Elsewhere, fit, net, written
 from tests.strategy.fitting import local, trainer
 

@@ -67,11 +67,11 @@ def another_file(folder: Path) -> None:
 
 def rewrite(folder: Path, change: Callable[[dict[str, Any]], object]) -> None:
     """The manifest after a change, with the checksum that belongs to it."""
-    from lightning_piper.strategy import checkpoint_files
+    from lightning_piper.checkpoint import files
 
     body = json.loads((folder / "manifest.json").read_text())["manifest"]
     change(body)
-    content = {"crc32": checkpoint_files._crc(body), "manifest": body}
+    content = {"crc32": files._crc(body), "manifest": body}
     (folder / "manifest.json").write_text(json.dumps(content))
 
 
@@ -148,5 +148,5 @@ CASES: Cases = [
               "PiperError", ON_META),
     Case("`consolidate` of a file", lambda: consolidate(written("a.ckpt", ""), "b.ckpt")),
     Elsewhere("a class in the checkpoint that loading does not trust", "meta.pt holds objects of classes", "PiperError",
-              "tests/strategy/test_sharded_files.py::test_no_file_runs_code"),
+              "tests/checkpoint/test_sharded_files.py::test_no_file_runs_code"),
 ]  # fmt: skip

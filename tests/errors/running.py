@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import torch
 
-from lightning_piper.strategy.bridge import Bridge
+from lightning_piper.holdings.bridge import Bridge
 from tests.errors.case import GROUPS, PLACES, REPLICATE, SPLIT, Case, Cases, Elsewhere, batch, fit, net
 from tests.strategy.fitting import Batches
 
@@ -22,7 +22,8 @@ def out_of_range() -> None:
 
 def switched(line: str) -> None:
     module = net(
-        "pass", ("self.seen,", "self.other = nn.Linear(8, 6)\n        self.seen,"),
+        "pass",
+        ("self.seen,", "self.other = nn.Linear(8, 6)\n        self.seen,"),
         ("torch.ones(()))", "torch.ones(1))"),
         ("def configure_optimizers", f"def on_train_epoch_start(self):\n        {line}\n\n    def configure_optimizers"),
     )

@@ -2,12 +2,18 @@
 
 from __future__ import annotations
 
-import networkx as nx
+import dataclasses
 
-from lightning_piper.directives import apply_program
-from lightning_piper.ir.build import build_dag
+import networkx as nx
+import pytest
+
 from lightning_piper.ir.dag import TrainingDAG
-from lightning_piper.ir.nodes import Chunk, Metrics, Recv, Report, Send, Update
+from lightning_piper.ir.nodes import Chunk
+from lightning_piper.ops.build import build_dag
+from lightning_piper.ops.metrics import Metrics, Report
+from lightning_piper.ops.p2p import Recv, Send
+from lightning_piper.ops.update import Update
+from lightning_piper.passes import apply_program
 from lightning_piper.schedules import one_f_one_b
 from tests.models import captured
 
@@ -79,7 +85,7 @@ def test_a_copy_is_independent() -> None:
     copy.absent["MB"] = {3}
     copy.order(chunk(copy, 0, "F"), chunk(copy, 0, "F", 2), 9)
     copy.remove([next(copy.of_type(Report))])
-    chunk(copy, 0, "F").devices = (5,)
+    copy.change(chunk(copy, 0, "F"), devices=(5,))
     assert str(back) == text and back.absent == {}
 
 
@@ -109,3 +115,16 @@ def test_one_update_for_each_bundle_of_parameters() -> None:
     assert len(updates) == 1 and len(updates[0].inputs) == 2
     names = [name for update in dag.of_type(Update) for name in dag.value(update.inputs[0]).names]
     assert sorted(names) == sorted(name for name, _ in captured("tied").module.named_parameters())
+
+
+def test_nodes_are_frozen_and_changed_by_their_dag() -> None:
+    dag = build_dag(captured("mlp").step)
+    node = next(dag.of_type(Chunk))
+    with pytest.raises(dataclasses.FrozenInstanceError):
+        node.devices = (0,)  # type: ignore[misc]
+    dag.change(node, devices=(0,))
+    assert dag.nodes[node.id].devices == (0,)
+    with pytest.raises(ValueError, match="inputs is not changed here; rewire changes what a node reads"):
+        dag.change(node, inputs=())
+    with pytest.raises(ValueError, match="has no peers"):
+        dag.change(node, peers=(1,))

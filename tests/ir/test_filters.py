@@ -6,10 +6,11 @@ from typing import Any
 
 import pytest
 
-from lightning_piper.directives import Split, apply_program
-from lightning_piper.ir.build import build_dag
+from lightning_piper.directives import Split
 from lightning_piper.ir.dag import TrainingDAG
 from lightning_piper.ir.filters import Index, describe, matches, problem_with
+from lightning_piper.ops.build import build_dag
+from lightning_piper.passes import apply_program
 from tests.models import captured
 
 
@@ -78,3 +79,8 @@ def test_what_is_no_filter(condition: Any, says: str) -> None:
 def test_a_filter_in_words() -> None:
     assert describe({"PP": 1, "MB": [0, 2], "PASS": "F"}) == "{PP: 1, MB: [0, 2], PASS: F}"
     assert describe({}) == "{}"
+
+
+def test_a_long_filter_is_cut_off_in_messages() -> None:
+    assert describe({"PP": 0, "PASS": "F"}) == "{PP: 0, PASS: F}"
+    assert len(describe({"MB": [0] * 2000})) < 400

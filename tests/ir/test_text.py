@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from lightning_piper.directives import Directive, Order, Place, Split, apply_program
-from lightning_piper.ir.build import build_dag
+from lightning_piper.directives import Directive, Order, Place, Split
+from lightning_piper.ops.build import build_dag
+from lightning_piper.passes import apply_program
 from tests.models import captured
 
 CAPTURED = """\

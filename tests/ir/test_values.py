@@ -7,11 +7,12 @@ import dataclasses
 import pytest
 import torch
 
-from lightning_piper.directives import Directive, Place, Split, apply_program
-from lightning_piper.ir.build import build_dag
+from lightning_piper.directives import Directive, Place, Split
 from lightning_piper.ir.nodes import Chunk
 from lightning_piper.ir.seeds import chunk_seed, seed_of
 from lightning_piper.ir.values import Partial, Replicate, Shard, Slice, TensorSpec, Value
+from lightning_piper.ops.build import build_dag
+from lightning_piper.passes import apply_program
 from lightning_piper.schedules import gpipe, one_f_one_b
 from tests.models import captured
 

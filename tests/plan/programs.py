@@ -7,10 +7,11 @@ import functools
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
-from lightning_piper.directives import apply_program, finish, parse
-from lightning_piper.ir.build import build_dag
+from lightning_piper.directives import parse
 from lightning_piper.ir.dag import TrainingDAG
 from lightning_piper.ir.regions import Step
+from lightning_piper.ops.build import build_dag
+from lightning_piper.passes import apply_program, complete
 from lightning_piper.plan import Plan, compile_plans
 from lightning_piper.plan.instructions import Instruction
 from tests.models import captured
@@ -49,8 +50,8 @@ def one_f_one_b(stages: int, microbatches: int) -> Program:
 
 def dag_of(step: Step, program: Sequence[Mapping[str, Any]], size: int | None = None) -> TrainingDAG:
     dag = build_dag(step, size)
-    apply_program(dag, tuple(parse(list(program))), None)
-    finish(dag)
+    apply_program(dag, tuple(parse(list(program))))
+    complete(dag)
     return dag
 
 

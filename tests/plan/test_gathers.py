@@ -14,9 +14,13 @@ from torch import nn
 from lightning_piper.annotate import annotate
 from lightning_piper.capture import CapturedStep, capture
 from lightning_piper.ir.dag import TrainingDAG
-from lightning_piper.ir.nodes import Accumulate, AllGather, Chunk, Node, ReduceScatter
+from lightning_piper.ir.nodes import Chunk, Node
 from lightning_piper.ir.values import Shard
-from lightning_piper.plan import Plan, check_plans, compile_plans, drop_redundant, global_order
+from lightning_piper.ops.gather import AllGather
+from lightning_piper.ops.reduce import ReduceScatter
+from lightning_piper.ops.update import Accumulate
+from lightning_piper.passes import eliminate
+from lightning_piper.plan import Plan, check_plans, compile_plans, global_order
 from lightning_piper.plan import instructions as ins
 from lightning_piper.verify.interpreter import interpret
 from lightning_piper.verify.static import check
@@ -44,7 +48,7 @@ def dropped(dag: TrainingDAG, kind: type[Node]) -> list[str]:
         return [chunk.label for chunk in around]
 
     of = {node.id: chunks(node) for node in dag.of_type(kind)}
-    drop_redundant(dag, global_order(dag))
+    eliminate(dag)
     check(dag, final=True)
     return sorted(label for i, labels in of.items() if i not in dag.nodes for label in labels)
 
@@ -126,19 +130,19 @@ def test_dropping_changes_no_result_and_is_done_once(level: str, program: Progra
     model = captured("mlp", 8, double=True)
     dag = dag_of(model.step, [*stages(model.step, GROUPS), *split(4), *program, replicate(GROUPS, **{f"shard_{level}": True})])
     before = interpret(dag, model.tensors, model.leaves)
-    drop_redundant(dag, global_order(dag))
+    eliminate(dag)
     after = interpret(dag, model.tensors, model.leaves)
     for name, grad in before.grads.items():
         torch.testing.assert_close(after.grads[name], grad, rtol=1e-13, atol=1e-15)
     text = str(dag)
-    drop_redundant(dag, global_order(dag))
+    eliminate(dag)
     assert str(dag) == text
 
 
 def test_chunks_run_in_the_same_order_afterwards() -> None:
     dag = pipeline(4, one_f_one_b(2, 4))
     before = [n.id for n in global_order(dag) if isinstance(n, Chunk)]
-    drop_redundant(dag, global_order(dag))
+    eliminate(dag)
     assert [n.id for n in global_order(dag) if isinstance(n, Chunk)] == before
 
 
@@ -166,7 +170,7 @@ def chain(layers: int, size: int = 8) -> CapturedStep:
 def on_one_group(step: CapturedStep, microbatches: int, **fields: Any) -> TrainingDAG:
     level = {"shard_params": True} | fields
     dag = dag_of(step, [{"op": "place", "filter": {}, "devices": [0, 1]}, *split(microbatches), replicate([0, 1], **level)])
-    drop_redundant(dag, global_order(dag))
+    eliminate(dag)
     return dag
 
 
@@ -211,7 +215,7 @@ def test_a_gather_stands_before_the_chunk_that_runs_before_its_reader() -> None:
 
 def test_all_members_issue_collectives_in_one_order() -> None:
     dag = pipeline(4, one_f_one_b(2, 4), model="mlp")
-    drop_redundant(dag, global_order(dag))
+    eliminate(dag)
     plans = compile_plans(dag)
     check_plans(plans)
     for a, b in ((0, 2), (1, 3)):
@@ -244,7 +248,7 @@ def operations(step: CapturedStep, microbatches: int, program: Callable[[int], P
     dag.__class__ = Counted
     assert isinstance(dag, Counted)
     nodes = len(dag.nodes)
-    drop_redundant(dag, global_order(dag))
+    eliminate(dag)
     return nodes, dag.operations
 
 
@@ -269,7 +273,7 @@ def test_the_number_of_instructions_is_linear_in_the_microbatches() -> None:
         step = captured("mlp", 2 * microbatches).step
         dag = dag_of(step, [*stages(step, GROUPS), *split(microbatches), *one_f_one_b(2, microbatches),
                             replicate(GROUPS, shard_params=True)])  # fmt: skip
-        drop_redundant(dag, global_order(dag))
+        eliminate(dag)
         lengths.append(Counter({d: len(plan.instructions) for d, plan in compile_plans(dag).items()}))
     first, second, third = lengths
     assert {d: third[d] - second[d] for d in first} == {d: second[d] - first[d] for d in first}

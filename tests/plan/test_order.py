@@ -114,13 +114,13 @@ def test_plans_grow_with_the_microbatches_and_no_faster() -> None:
 
 def test_a_node_without_device_is_refused() -> None:
     dag = pipeline("mlp", 1, 1).copy()
-    next(dag.of_type(Chunk)).devices = ()
+    dag.change(next(dag.of_type(Chunk)), devices=())
     with pytest.raises(VerificationError, match=r"%0 F\[PP=0\] has no device"):
         compile_plans(dag)
 
 
 def test_a_value_that_is_elsewhere_is_refused() -> None:
     dag = pipeline("mlp", 1, 1).copy()
-    next(dag.of_type(Chunk)).devices = (1,)
+    dag.change(next(dag.of_type(Chunk)), devices=(1,))
     with pytest.raises(VerificationError, match=r"on device 0 reads %0\.\d F\[PP=0\], which is on device 1 only"):
         compile_plans(dag)

@@ -8,7 +8,10 @@ from typing import Any
 import pytest
 
 from lightning_piper.directives import Order, Place, Split
-from lightning_piper.ir.nodes import Accumulate, AllReduce, Chunk, Send
+from lightning_piper.ir.nodes import Chunk
+from lightning_piper.ops.p2p import Send
+from lightning_piper.ops.reduce import AllReduce
+from lightning_piper.ops.update import Accumulate
 from lightning_piper.plan import check_plans, compile_plans, global_order
 from lightning_piper.plan.instructions import Run
 from lightning_piper.plan.order import priority

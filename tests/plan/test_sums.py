@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from lightning_piper.ir.nodes import Accumulate
+from lightning_piper.ops.update import Accumulate
 from lightning_piper.plan import Plan, check_plans, compile_plans
 from lightning_piper.plan.instructions import Add, Run
 from tests.models import captured

@@ -3,9 +3,8 @@
 from __future__ import annotations
 
 import json
-import subprocess
 import sys
-import textwrap
+import warnings
 from pathlib import Path
 from typing import Any
 
@@ -16,36 +15,34 @@ from torch.utils.data import DataLoader
 
 import lightning_piper as piper
 from lightning_piper.profile import PiperProfiler
-from tests.profile.board import ROOT, environment
+from tests.distributed.processes import launch_trainings
+from tests.profile.board import ROOT
 from tests.simulate.programs import Chain
+from tests.strategy.fitting import sharing_captures, trace
 
-SCRIPT = """
-    import sys
-    import warnings
 
-    import torch
-
-    sys.path[:0] = [{examples!r}]
+def trace_demo(folder: Path) -> None:
+    sys.path[:0] = [str(ROOT / "examples")]
     import demo
 
-    import lightning_piper as piper
+    trace(demo.make_module(), next(iter(demo.make_loader())), (demo.BATCH_SIZE, demo.BATCH_SIZE // 8), "training_step")
 
-    torch.set_num_threads(1)
+
+@sharing_captures
+def train_demo(rank: int, folder: Path) -> dict[str, Any]:
+    import demo
+
     warnings.simplefilter("ignore")
     demo.STEPS = 6
     program = piper.schedules.one_f_one_b(stages=2, microbatches=8)
     strategy = piper.PiperStrategy(program, profile=piper.Schedule(wait=2, warmup=1, active=2))
-    demo.train(devices=2, strategy=strategy, logger=demo.make_logger({folder!r}))
-"""
+    demo.train(devices=2, strategy=strategy, logger=demo.make_logger(str(folder)))
+    return {}
 
 
 def record_demo(folder: Path) -> Path:
     """Train the demo's model for some steps on two processes; the run's folder, below `folder`."""
-    script = folder / "train.py"
-    folder.mkdir(parents=True, exist_ok=True)
-    script.write_text(textwrap.dedent(SCRIPT).format(examples=str(ROOT / "examples"), folder=str(folder)))
-    done = subprocess.run([sys.executable, str(script)], env=environment([str(ROOT)]), capture_output=True, text=True, timeout=150)
-    assert done.returncode == 0, done.stdout + done.stderr
+    launch_trainings(2, train_demo, folder / "ranks", folder, prepare=trace_demo)
     (plan,) = folder.rglob("piper/plan.json")
     return plan.parents[1]
 

@@ -15,10 +15,11 @@ from torch.utils.data import DataLoader
 import lightning_piper as piper
 from lightning_piper.compiler import Compiled
 from lightning_piper.errors import PiperError
+from lightning_piper.processes.world import World
 from lightning_piper.profile import clock
 from lightning_piper.profile.explain import when_it_ran
 from lightning_piper.profile.recorder import now
-from lightning_piper.strategy.world import World
+from lightning_piper.strategy.phases import Ended
 from tests.distributed.processes import launch
 from tests.profile.recorded import plan, record_local, steps
 from tests.simulate.programs import Chain
@@ -125,7 +126,7 @@ def test_without_a_profile_nothing_is_recorded(tmp_path: Path) -> None:
         accelerator="cpu", devices=1, max_steps=2, logger=False, default_root_dir=tmp_path, strategy=strategy, **quiet
     )
     trainer.fit(module, DataLoader(torch.randn(8, 4), batch_size=4))
-    assert strategy._fit is not None and strategy._fit.recording is None
+    assert isinstance(strategy.phase, Ended) and strategy.phase.fit.recording is None
     assert not list(tmp_path.rglob("piper"))
 
 

@@ -9,8 +9,8 @@ import torch
 from torch import Tensor
 
 from lightning_piper.capture.eager import Outcome
-from lightning_piper.ir.build import metric_names
 from lightning_piper.ir.dag import TrainingDAG
+from lightning_piper.ops.metrics import metric_names
 from lightning_piper.plan import Plan, compile_plans
 from lightning_piper.runtime import Executor, LocalTransport, StepResult, run_local
 from lightning_piper.verify.interpreter import interpret

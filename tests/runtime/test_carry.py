@@ -8,7 +8,9 @@ import pytest
 import torch
 
 from lightning_piper.errors import ExecutionError
-from lightning_piper.ir.nodes import AllReduce, ReduceScatter, Send, Update
+from lightning_piper.ops.p2p import Send
+from lightning_piper.ops.reduce import AllReduce, ReduceScatter
+from lightning_piper.ops.update import Update
 from lightning_piper.plan import Plan, compile_plans
 from lightning_piper.plan.deferred import deferred
 from lightning_piper.plan.instructions import Deliver, Reduce, Run

@@ -6,8 +6,9 @@ import pytest
 import torch
 
 from lightning_piper.ir.values import TensorSpec
+from lightning_piper.ops.samples import restrided as restride
 from lightning_piper.runtime import wire
-from lightning_piper.runtime.wire import packer, restride, unpacker
+from lightning_piper.runtime.wire import packer, unpacker
 
 CPU = torch.device("cpu")
 DTYPES = [torch.float32, torch.float64, torch.bfloat16, torch.float16, torch.bool, torch.uint8, torch.int8, torch.int16,

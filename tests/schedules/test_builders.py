@@ -8,11 +8,12 @@ from typing import Any
 import pytest
 
 from lightning_piper.capture.eager import Outcome
-from lightning_piper.directives import Split, accumulating, apply_program, finish
-from lightning_piper.ir.build import build_dag
+from lightning_piper.directives import Split, accumulating
 from lightning_piper.ir.dag import TrainingDAG
-from lightning_piper.ir.nodes import Accumulate, Update
 from lightning_piper.ir.values import Slice
+from lightning_piper.ops.build import build_dag
+from lightning_piper.ops.update import Accumulate, Update
+from lightning_piper.passes import apply_program, complete
 from lightning_piper.plan import check_plans, compile_plans
 from lightning_piper.schedules import dualpipe, dualpipev, gpipe, interleaved_one_f_one_b, one_f_one_b, zbv, zero_bubble
 from lightning_piper.testing import Case, Spec, case
@@ -33,7 +34,7 @@ def chain(stages: int, microbatches: int, exact: bool = False) -> Case:
 
 def finished(one: Case, builder: Callable[..., Any], stages: int, microbatches: int) -> TrainingDAG:
     dag = apply_program(build_dag(one.step), builder(stages, microbatches))
-    finish(dag)
+    complete(dag)
     return dag
 
 
@@ -87,7 +88,7 @@ def test_a_smaller_last_batch_runs_with_fewer_microbatches(builder: Callable[...
     """Three samples for eight microbatches: those that are not there are left out of places and orders."""
     full = chain(4, 8)
     dag = apply_program(build_dag(full.step, 3), builder(4, 8))
-    finish(dag)
+    complete(dag)
     check(dag, final=True)
     check_plans(compile_plans(dag))
     assert [d for d in builder(4, 8) if isinstance(d, Split)] and dag.microbatches() == (Slice(0, 1), Slice(1, 2), Slice(2, 3))

@@ -8,9 +8,10 @@ from typing import Any
 import networkx as nx
 import pytest
 
-from lightning_piper.directives import Directive, Order, Place, Split, finish, parse, to_json
+from lightning_piper.directives import Directive, Order, Place, Split, parse, to_json
 from lightning_piper.errors import DirectiveError
 from lightning_piper.ir.nodes import Chunk
+from lightning_piper.passes import complete
 from lightning_piper.schedules import gpipe, one_f_one_b
 from lightning_piper.verify.static import check
 from tests.dags import build, run
@@ -121,7 +122,7 @@ def test_wrong_arguments_name_the_builder(builder: Any, arguments: dict[str, Any
 @pytest.mark.parametrize(("name", "stages"), [("gpt", 3), ("mlp", 2)])
 def test_the_graph_runs_each_stage_in_that_order_and_computes_the_step(builder: Any, name: str, stages: int) -> None:
     dag = build(name, *builder(stages, 4))
-    finish(dag)
+    complete(dag)
     check(dag)
     place = {node: i for i, node in enumerate(nx.lexicographical_topological_sort(dag.graph))}
     for stage, line in enumerate(passes(builder(stages, 4))):

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from lightning_piper.ir.nodes import Update
+from lightning_piper.ops.update import Update
 from lightning_piper.plan.instructions import Instruction, Retire
 from lightning_piper.simulate import Link, Network, simulate
 from tests.models import CASES

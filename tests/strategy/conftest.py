@@ -6,9 +6,12 @@ from pathlib import Path
 
 import pytest
 
+from tests.distributed import processes
 from tests.strategy.sharded_jobs import folder, sharded_ranks
 
 __all__ = ["folder", "sharded_ranks"]
+
+processes.IMPORTS.append("tests.strategy.traced")
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:

@@ -20,7 +20,7 @@ from torchmetrics import MeanMetric
 
 import lightning_piper as piper
 from lightning_piper.directives import Directive, Replicate
-from tests.strategy.fitting import QUIET, sharing_captures, values
+from tests.strategy.fitting import QUIET, sharing_captures, trace, values
 
 Program = list[Directive]
 Outcome = dict[str, Any]
@@ -290,6 +290,16 @@ SCENARIOS = ("fresh", "fitted", "predicted", "repeated")
 def one_device(folder: Path) -> dict[str, Outcome]:
     runs = Runs(None, 1, folder)
     return {name: getattr(runs, name)() for name in SCENARIOS if name != "predicted"}
+
+
+def trace_all(names: list[str], folder: Path, processes: int) -> None:
+    """Most of what the scenarios run, of batches and of their parts."""
+    batch = data(8, 0)[:]
+    trace(net(), batch, (8, 4, 2), "training_step", precision="64-true")
+    for dropout in (0.0, 0.5):
+        for loader in (0, 1, None):
+            trace(net(dropout), batch, (8, 6, 4, 3), "validation_step", loader, precision="64-true")
+    trace(net(0.5), batch, (8, 6, 4, 3), "test_step", None, precision="64-true")
 
 
 @sharing_captures

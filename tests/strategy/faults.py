@@ -26,8 +26,8 @@ import torch
 from lightning.pytorch.callbacks import ModelCheckpoint
 
 import lightning_piper as piper
-from lightning_piper.strategy import engine
-from lightning_piper.strategy.checkpoint_files import read_manifest, verify
+from lightning_piper.checkpoint.files import read_manifest, verify
+from lightning_piper.session import programs
 from lightning_piper.strategy.fit import Fit
 from tests.distributed.processes import Ended, run_ranks
 from tests.strategy.fitting import sharing_captures, trainer, values
@@ -130,7 +130,7 @@ class Trouble(L.Callback):
 
     def on_train_batch_start(self, trainer: L.Trainer, module: Any, batch: Any, batch_idx: int) -> None:
         if self.fault.moment in ("forward", "step") and trainer.current_epoch == EPOCH and batch_idx == 1:
-            for prepared in trainer.strategy._fit.engine._prepared.values():  # type: ignore[attr-defined]
+            for prepared in trainer.strategy.phase.fit.programs._prepared.values():  # type: ignore[attr-defined]
                 prepared.executors[0].observer = self.instead
 
     def instead(self, code: list[Callable[[], Any]], source: Any) -> list[Callable[[], Any]]:
@@ -195,11 +195,11 @@ def train(rank: int, folder: Path, fault: Fault, checkpoint: str, ranks: int = R
     """One rank's side; without the fault on the others, and on all where `fault.rank` is none of them."""
     own = fault.rank == rank
     trouble = Trouble(fault, folder)
-    compile, close = engine.compile, Fit.close
+    compile_step, close = programs.compile_step, Fit.close
 
     def compiling(*args: Any, **kwargs: Any) -> Any:
         trouble.at("compile")
-        return compile(*args, **kwargs)
+        return compile_step(*args, **kwargs)
 
     def closing(self: Fit, failed: bool) -> None:
         trouble.at("teardown", not failed)
@@ -215,7 +215,7 @@ def train(rank: int, folder: Path, fault: Fault, checkpoint: str, ranks: int = R
     torch.manual_seed(9)
     with contextlib.ExitStack() as stack:
         if own:
-            stack.enter_context(mock.patch.object(engine, "compile", compiling))
+            stack.enter_context(mock.patch.object(programs, "compile_step", compiling))
             stack.enter_context(mock.patch.object(Fit, "close", closing))
             stack.enter_context(while_saving(trouble))
             trouble.in_data(module, loader)

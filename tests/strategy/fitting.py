@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any, TypeVar
 from unittest import mock
@@ -13,9 +14,10 @@ from torch import Tensor
 import lightning_piper as piper
 from lightning_piper import compiler
 from lightning_piper.capture import CapturedStep, capture, flatten
-from lightning_piper.ir.nodes import Accumulate
+from lightning_piper.holdings import optimizer
 from lightning_piper.ir.regions import LOSS
-from lightning_piper.strategy import evaluation
+from lightning_piper.ops.update import Accumulate
+from lightning_piper.session import programs
 from lightning_piper.verify import interpret
 
 T = TypeVar("T")
@@ -59,20 +61,37 @@ def local(program: Any = PROGRAM, **options: Any) -> piper.PiperStrategy:
     return piper.PiperStrategy(list(program), transport="local", **options)
 
 
+# By what makes steps alike. The steps keep their modules, and with them what `_code_of` names by its address.
 STEPS: dict[Any, CapturedStep] = {}
+TRIED: dict[Any, Any] = {}
+OF_A_TRAINING = re.compile(
+    r"__\w+__|(on|configure|optimizer|lr_scheduler)_\w+|\w+_dataloader|backward|piper_init_parameters|prepare_data|setup|teardown"
+    r"|(load_)?state_dict|transfer_batch_to_device"
+)
 
 
-def captured_once(module: Any, batch: Any, device: Any, context: Any, *step: Any, **more: Any) -> CapturedStep:
+def captured_once(
+    module: Any, batch: Any, device: Any, context: Any, name: str = "training_step", loader: int | None = None, **more: Any
+) -> CapturedStep:
     """Like `capture`, but code that was traced of a module is that of all modules like it, for whatever batches, and is not traced
-    again to see whether it still is."""
-    found = capture(module, batch, device, context, *step, **more)
+    again to see whether it still is. What is captured outside of a fit is traced."""
+    found = capture(module, batch, device, context, name, loader, **more)
+    if module._trainer is None:
+        return found
     trained = tuple(x.requires_grad for x in module.parameters())
     modes = (tuple(x.training for x in module.modules()), module.trainer.sanity_checking)
-    key = (type(module), repr(module), trained, modes, module.trainer.precision, repr(found.layout.specs), step)
+    alike = (_code_of(type(module)), repr(list(module.named_children())))
+    key = (*alike, trained, modes, module.trainer.precision, repr(found.layout.specs), name, loader)
     first = STEPS.setdefault(key, found)
     found._codes, found._first = first._codes, first._first
     found.retrace = lambda: None  # type: ignore[method-assign]
     return found
+
+
+def _code_of(cls: type) -> tuple[tuple[str, int], ...]:
+    """What a class has that a step may run: no hooks, by which tests' modules differ more often than by their steps."""
+    own = cls.__mro__[: cls.__mro__.index(L.LightningModule)]
+    return tuple((name, id(x)) for c in own for name, x in vars(c).items() if not OF_A_TRAINING.fullmatch(name))
 
 
 def trace(
@@ -97,10 +116,31 @@ def trace(
         step.at(1, degree)
 
 
+def tried_once(function: Callable[..., T]) -> Callable[..., T]:
+    """Of copies of an optimizer, which are not run again for one like it. What is refused is."""
+
+    def found(optimizer: Any, chosen: Any, device: Any) -> T:
+        groups = [{name: x for name, x in group.items() if name != "params"} for group in optimizer.param_groups]
+        params = [[(x.shape, x.dtype) for x in group] for group in chosen]
+        key = (function, type(optimizer), repr(groups), repr(params))
+        if key not in TRIED:
+            TRIED[key] = function(optimizer, chosen, device)
+        return TRIED[key]
+
+    return found
+
+
 def sharing_captures(work: Callable[..., T]) -> Callable[..., T]:
-    """Decorates trainings of which several are of one model: to trace it each time would take most of their time."""
-    patched = mock.patch.object(compiler, "capture", captured_once)
-    return patched(mock.patch.object(evaluation, "capture", captured_once)(work))
+    """Decorates trainings of which several are of one model: to trace it each time, and to try its optimizer, would take most of
+    their time."""
+    for module, name, replacement in (
+        (compiler, "capture", captured_once),
+        (programs, "capture", captured_once),
+        (optimizer, "state_keys", tried_once(optimizer.state_keys)),
+        (optimizer, "sees_others", tried_once(optimizer.sees_others)),
+    ):
+        work = mock.patch.object(module, name, replacement)(work)
+    return work
 
 
 def values(module: torch.nn.Module) -> dict[str, Tensor]:

@@ -14,7 +14,7 @@ import torch
 from lightning.pytorch.callbacks import ModelCheckpoint
 
 import lightning_piper as piper
-from tests.strategy.fitting import PROGRAM, sharing_captures, trainer, values
+from tests.strategy.fitting import PROGRAM, sharing_captures, trace, trainer, values
 from tests.strategy.models import MLP, vectors
 
 OTHERS = [
@@ -141,6 +141,12 @@ def evaluate(name: str) -> tuple[list[str], dict[str, torch.Tensor]]:
     predictions = run.predict(module)
     assert predictions is not None
     return calls, {str(i): x for i, x in enumerate(predictions)}
+
+
+def trace_all(folder: Path) -> None:
+    trace(Module(), next(iter(vectors())), (8, 4, 2), "training_step", precision="64-true")
+    for kind in ("validation_step", "test_step", "predict_step"):
+        trace(Module(), next(iter(vectors())), (8, 4, 2), kind, None, precision="64-true")
 
 
 @sharing_captures

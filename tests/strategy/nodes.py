@@ -10,16 +10,17 @@ from datetime import timedelta
 from pathlib import Path
 
 import torch
-from lightning.fabric.plugins.environments import SLURMEnvironment
+from lightning.fabric.plugins.environments import SLURMEnvironment, TorchElasticEnvironment
 
 import lightning_piper as piper
 from lightning_piper.directives import Replicate
-from tests.strategy.fitting import trainer, values
+from tests.strategy.fitting import sharing_captures, trainer, values
 from tests.strategy.models import make
 
 GROUPS = [[0, 2], [1, 3]]
 
 
+@sharing_captures
 def fit(nodes: int, sharded: bool) -> dict[str, torch.Tensor]:
     """Seven steps, of which the last ones are of a second epoch; losses, and the whole module afterwards."""
     program = [
@@ -36,6 +37,13 @@ def fit(nodes: int, sharded: bool) -> dict[str, torch.Tensor]:
 
 def train(rank: int, nodes: int) -> list[dict[str, torch.Tensor]]:
     return [fit(nodes, sharded) for sharded in (True, False)]
+
+
+def train_in_torchrun(rank: int) -> list[dict[str, torch.Tensor]]:
+    """As one of four processes of a node that torchrun starts."""
+    os.environ |= {"TORCHELASTIC_RUN_ID": "1234", "RANK": str(rank), "GROUP_RANK": "0"}
+    assert TorchElasticEnvironment.detect()
+    return train(rank, 1)
 
 
 def train_in_slurm(rank: int) -> list[dict[str, torch.Tensor]]:

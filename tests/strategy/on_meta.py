@@ -14,7 +14,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 import lightning_piper as piper
-from lightning_piper.strategy.ownership import parts_of
+from lightning_piper.holdings.ownership import parts_of
 from lightning_piper.testing import Model, Spec, make_batch
 from tests.strategy import routed
 from tests.strategy.fitting import Batches, sharing_captures, trace, trainer, values
@@ -124,7 +124,7 @@ class Seen(L.Callback):
         if self.begun:
             return
         self.begun = True
-        own = trainer.strategy._fit.ownership  # type: ignore[attr-defined]
+        own = trainer.strategy.phase.fit.ownership  # type: ignore[attr-defined]
         self.elements = sum(p.numel() for p in own.owned_params.values())
         self.marks = [p.__dict__.get("decays") for p in own.owned_params.values()]
         # What the process starts from, put together on the lead.
@@ -233,6 +233,7 @@ class Experts(Model):
             nn.init.normal_(p, std=0.5)
 
 
+@sharing_captures
 def experts(name: str, rank: int | None = None) -> dict[str, Any]:
     """Initial values, and losses of three steps, of a model whose experts are divided over four processes."""
     L.seed_everything(3, verbose=False)
@@ -248,12 +249,13 @@ def experts(name: str, rank: int | None = None) -> dict[str, Any]:
 
 def trace_all(jobs: Iterable[Job], folder: Path) -> None:
     (batch,) = batches(1)
-    for build in (Net, Configured, Hooked):
+    for build in (Net, Configured):
         module = build()
         module.configure_model()
         trace(module, batch, (8, 4, 2), "training_step")
-    for module in (Net(), Hooked()):
-        trace(module, batch, (8, 4), "validation_step", None)
+    trace(Net(), batch, (8, 4), "validation_step", None)
+    spec = Spec(("linear", "experts"), (0, 0))
+    trace(Experts(spec), make_batch(spec, 8), (8, 2, 1), "training_step", degrees=[(2,)])
 
 
 def train(rank: int, jobs: Iterable[Job], folder: Path) -> dict[str, Any]:

@@ -18,7 +18,7 @@ from torch.nn.utils import clip_grad_norm_
 from torch.optim import lr_scheduler
 
 import lightning_piper as piper
-from tests.strategy.fitting import PROGRAM, QUIET, values
+from tests.strategy.fitting import PROGRAM, QUIET, trace, values
 from tests.strategy.models import MLP, vectors
 
 PROGRAMS: dict[str, Any] = {
@@ -378,6 +378,11 @@ def an_optimizer_made_before(run: Run) -> Seen:
         module = Keeping()
     run.trainer().validate(module, verbose=False)
     return run.seen(run.fit(module=module, max_epochs=1))
+
+
+def trace_all(*args: Any) -> None:
+    """What most trials train."""
+    trace(Net(), next(iter(vectors())), (8, 4, 2), "training_step", precision="64-true")
 
 
 def run_all(program: str | None, folder: Path) -> dict[str, Seen]:

@@ -22,8 +22,8 @@ from lightning_piper.capture.places import Guards
 from lightning_piper.capture.step import CapturedStep
 from lightning_piper.directives import Directive
 from lightning_piper.errors import PiperError
-from lightning_piper.strategy.identities import Identities
-from lightning_piper.strategy.variants import Variants
+from lightning_piper.holdings.identities import Identities
+from lightning_piper.session.variants import Variants
 from tests.strategy import replicated, sharded
 from tests.strategy.fitting import QUIET, Record, values
 
@@ -163,8 +163,9 @@ def train(row: type[Net], way: str | None, still: bool = False, rank: int = 0) -
     return {"values": values(module), "losses": record.losses, "logged": seen, "captures": len(captures)}
 
 
-def blind(row: type[Net]) -> Outcome:
-    """In one process, without looking whether what was captured still holds."""
+@contextlib.contextmanager
+def unguarded() -> Iterator[None]:
+    """Nobody looks whether what was captured still holds."""
     first: dict[int, Any] = {}
 
     def frozen(self: Inputs, device: Any, values: Any = Inputs.values) -> list[Tensor]:
@@ -177,7 +178,7 @@ def blind(row: type[Net]) -> Outcome:
         mock.patch.object(Identities, "follow", lambda self: None),
         mock.patch.object(CapturedStep, "retrace", lambda self: None),
     ):
-        return train(row, "local")
+        yield
 
 
 def rows() -> dict[str, type[Net]]:
@@ -186,21 +187,22 @@ def rows() -> dict[str, type[Net]]:
     return {row.__name__: row for row in Net.__subclasses__()}
 
 
+def changes_tensors(row: type[Net]) -> bool:
+    return row.__module__.endswith("python_changed")
+
+
 def ways(name: str) -> list[str]:
-    """How a row trains over processes. Where no tensor is changed, a step is captured alike everywhere, so the rows take turns."""
-    own, over = rows()[name], [way for way in WAYS if way != "local"]
-    if own.__module__.endswith("python_changed"):
-        return [way for way in over if way in own.ways]
-    return [over[list(rows()).index(name) % len(over)]]
+    """How a row trains over processes."""
+    return [way for way in WAYS if way != "local" and way in rows()[name].ways]
 
 
-def train_all(rank: int, names: Sequence[str]) -> dict[str, dict[str, Outcome]]:
-    """One process's side of these rows over processes. What one capture says against another is looked at in one process, but where
-    it is the point."""
+def train_all(rank: int, cases: Sequence[tuple[str, str]]) -> dict[tuple[str, str], Outcome]:
+    """One process's side of rows, each with the way in which it trains. What one capture says against another is looked at in one
+    process, but where it is the point."""
     found = {}
-    for name in names:
+    for name, way in cases:
         row = rows()[name]
         retraced = row.refused is not None and "what was captured" in row.refused
         with contextlib.nullcontext() if retraced else mock.patch.object(CapturedStep, "retrace", lambda self: None):
-            found[name] = {way: train(row, way, rank=rank) for way in ways(name)}
+            found[name, way] = train(row, way, rank=rank)
     return found

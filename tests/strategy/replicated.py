@@ -17,8 +17,8 @@ from torch.utils.data import DataLoader, DistributedSampler
 from torchmetrics import SumMetric
 
 import lightning_piper as piper
-from lightning_piper import compiler
 from lightning_piper.directives import Directive, Replicate, replicate
+from lightning_piper.passes import pipeline
 from tests.strategy.fitting import Batches, Record, sharing_captures, trainer, values
 from tests.strategy.models import MLP, make, texts, vectors
 
@@ -104,13 +104,13 @@ def accumulated() -> Outcome:
 
 def without_sum() -> Outcome:
     """Each replica trains on its own gradients, and nothing refuses it."""
-    kept, finish = replicate.reduce_gradients, compiler.finish
+    kept, complete = replicate.reduce_gradients, pipeline.complete
     replicate.reduce_gradients = lambda *_: []
-    compiler.finish = lambda dag: None
+    pipeline.complete = lambda dag: None
     try:
         return five_steps("mlp", verify="off", max_steps=7)
     finally:
-        replicate.reduce_gradients, compiler.finish = kept, finish
+        replicate.reduce_gradients, pipeline.complete = kept, complete
 
 
 def long() -> Outcome:

@@ -93,4 +93,4 @@ def train(
         return {"error": f"{type(error).__name__}: {error}"}
     again = path.with_name(f"after {path.name}")
     fit.save_checkpoint(again)
-    return {"values": values(module), "losses": record.losses, "seed": fit.strategy._fit.seed}  # type: ignore[attr-defined]
+    return {"values": values(module), "losses": record.losses, "seed": fit.strategy.phase.fit.seed}  # type: ignore[attr-defined]

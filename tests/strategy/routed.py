@@ -74,7 +74,7 @@ class Held(L.Callback):
         self.params = self.state = self.grads = 0
 
     def on_before_zero_grad(self, trainer: L.Trainer, module: L.LightningModule, optimizer: torch.optim.Optimizer) -> None:
-        owned = trainer.strategy._fit.ownership.owned_params  # type: ignore[attr-defined]
+        owned = trainer.strategy.phase.fit.ownership.owned_params  # type: ignore[attr-defined]
         experts = [x for name, x in owned.items() if name.endswith((".up", ".down"))]
         self.params = sum(x.numel() for x in experts)
         self.grads = max(self.grads, sum(x.grad.numel() for x in experts if x.grad is not None))

@@ -78,7 +78,7 @@ def five_steps(setting: Setting, name: str, **options: Any) -> Outcome:
     fit, record = setting.trainer(callbacks=[holdings], **options)
     torch.manual_seed(9)
     fit.fit(module, loader)
-    seed = fit.strategy._fit.seed  # type: ignore[attr-defined]
+    seed = fit.strategy.phase.fit.seed  # type: ignore[attr-defined]
     return outcome(module, record, held=holdings.held, optimized=holdings.optimized, seed=seed)
 
 

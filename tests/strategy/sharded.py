@@ -22,9 +22,9 @@ from torch import Tensor
 
 import lightning_piper as piper
 from lightning_piper.directives import Directive, Replicate
+from lightning_piper.holdings.layout import Piece
 from lightning_piper.runtime.process import ProcessEndpoint
 from lightning_piper.strategy import fit as fit_module
-from lightning_piper.strategy.layout import Piece
 from tests.strategy.fitting import Batches, sharing_captures, trainer, values
 from tests.strategy.models import make
 from tests.strategy.optimizers import Lamb
@@ -128,14 +128,14 @@ class Holdings(L.Callback):
         self.once: dict[tuple[str, str], Any] = {}
 
     def on_train_end(self, trainer: L.Trainer, module: L.LightningModule) -> None:
-        fit: Any = trainer.strategy._fit  # type: ignore[attr-defined]
+        fit: Any = trainer.strategy.phase.fit  # type: ignore[attr-defined]
         found = [*fit.ownership.pieces(), *fit.optimizer.pieces()]
         self.pieces = [dataclasses.replace(piece, tensor=piece.tensor.detach().clone()) for piece in found]
         self.once = fit.optimizer.once()
 
     def on_train_batch_end(self, trainer: L.Trainer, module: L.LightningModule, *args: Any) -> None:
         self.sums.append(self._counts[0])
-        fit: Any = trainer.strategy._fit  # type: ignore[attr-defined]
+        fit: Any = trainer.strategy.phase.fit  # type: ignore[attr-defined]
         (optimizer,) = trainer.optimizers
         held = [x for shards in fit.ownership.shards.values() for x in shards.values()]
         held += [x for x in module.parameters() if not x.is_meta]
@@ -187,23 +187,20 @@ class Alone:
 @contextlib.contextmanager
 def counting_sums() -> Iterator[list[int]]:
     """How many buckets of gradients this process has summed with others so far, in a list of one number."""
-    counts = [0]
-    with contextlib.ExitStack() as stack:
-        for name in ("reduce", "reduce_scatter"):
-            bind = getattr(ProcessEndpoint, name)
+    counts, bind = [0], ProcessEndpoint.collective
 
-            def counted(self: Any, instruction: Any, slots: Any, bind: Any = bind) -> Any:
-                bound = bind(self, instruction, slots)
-                if instruction.bucket is None:
-                    return bound
+    def counted(self: Any, instruction: Any, *args: Any) -> Any:
+        bound = bind(self, instruction, *args)
+        if not instruction.sums or instruction.bucket is None:
+            return bound
 
-                def run() -> object:
-                    counts[0] += 1
-                    return bound()
+        def run() -> object:
+            counts[0] += 1
+            return bound()
 
-                return run
+        return run
 
-            stack.enter_context(mock.patch.object(ProcessEndpoint, name, counted))
+    with mock.patch.object(ProcessEndpoint, "collective", counted):
         yield counts
 
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import dataclasses
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -54,6 +56,12 @@ REFUSED = {
 JOBS = [*PLAIN, *NORMS, *OTHERS, *SUMS, *SCALED, ALONE, *BRAINS, *SAVED, *RESUMED, *(job for job, _ in REFUSED.values())]
 
 
+def trace_all(jobs: Sequence[Job], folder: Path) -> None:
+    """What the ranks trace, before they are forked: of each precision, and of a smaller last batch."""
+    for like in (ON_ONE, SUMS[0], SCALED[0], BRAINS[0]):
+        fit(dataclasses.replace(like, program=jobs[0].program, save=False), folder, "local")
+
+
 @pytest.fixture(scope="session")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """Where all trainings write and read checkpoints."""
@@ -68,7 +76,7 @@ def sharded_ranks(folder: Path) -> dict[str, list[dict[str, Any]]]:
     found = {}
     for size in (2, 4):
         jobs = [job for job in JOBS if PROCESSES[job.program] == size]
-        by_rank = launch(size, train, folder / str(size), jobs, folder)
+        by_rank = launch(size, train, folder / str(size), jobs, folder, prepare=trace_all)
         for result in by_rank:
             assert isinstance(result, list), result
         found |= {job.name: [result[i] for result in by_rank] for i, job in enumerate(jobs)}

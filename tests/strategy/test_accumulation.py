@@ -42,6 +42,7 @@ def test_what_is_not_sharded_is_summed_once(job, sharded_ranks):
             assert first == 1  # the tied parameter, whose gradients are sharded on the other stage
 
 
+@sharing_captures
 def test_the_last_batch_of_an_epoch_closes_an_accumulation():
     results = []
     for strategy in ("auto", local(dp2())):
@@ -69,6 +70,7 @@ class Forgetful(MLP):
     (Weighted, r"different factors \(1, 2\)"),
     (Forgetful, "backward did not run on the loss of an earlier batch"),
 ])  # fmt: skip
+@sharing_captures
 def test_factors_that_cannot_be_told_apart_are_refused(kind, words):
     run, record = trainer(local(dp2()), accumulate_grad_batches=2)
     with pytest.raises(piper.PiperError, match=words):
@@ -81,6 +83,7 @@ class Impatient(MLP):
         torch.nn.utils.clip_grad_norm_(self.parameters(), 1.0)
 
 
+@sharing_captures
 def test_norms_of_gradients_that_are_kept_back():
     run, record = trainer(local(dp2()), accumulate_grad_batches=2)
     with pytest.raises(piper.PiperError, match="in the middle of a gradient accumulation"):
@@ -92,6 +95,7 @@ def test_norms_of_gradients_that_are_kept_back():
     assert torch.nn.utils.get_total_norm is torch.nn.utils.clip_grad._get_total_norm
 
 
+@sharing_captures
 def test_factors_may_differ_where_nothing_is_kept():
     run, record = trainer(local(), accumulate_grad_batches=2)
     run.fit(Weighted(), vectors())

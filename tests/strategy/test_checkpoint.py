@@ -10,7 +10,7 @@ import torch
 from lightning.pytorch.callbacks import ModelCheckpoint
 
 import lightning_piper as piper
-from tests.strategy.fitting import PROGRAM, apart, distance, local, same, trainer, values
+from tests.strategy.fitting import PROGRAM, apart, distance, local, same, sharing_captures, trainer, values
 from tests.strategy.models import MLP, make
 
 PROGRAMS = {
@@ -21,6 +21,7 @@ PROGRAMS = {
 }
 
 
+@sharing_captures
 def run(how, folder, steps, ckpt_path=None, name="tied"):
     """Train to `steps` steps, saving the last one; returns the module's values and the path."""
     module, loader = make(name)

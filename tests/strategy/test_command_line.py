@@ -54,6 +54,11 @@ GIVEN = {
     "short name": ("--trainer.strategy=PiperStrategy", "--trainer.strategy.directives=program.json", LOCAL),
     "full name": ("--trainer.strategy=lightning_piper.PiperStrategy", "--trainer.strategy.directives=program.json", LOCAL),
     "a list": ("--trainer.strategy=PiperStrategy", f"--trainer.strategy.directives={json.dumps(to_json(PROGRAM))}", LOCAL),
+    "an object with a version": (
+        "--trainer.strategy=PiperStrategy",
+        f"--trainer.strategy.directives={json.dumps({'version': 1, 'directives': to_json(PROGRAM)})}",
+        LOCAL,
+    ),
     "an argument over YAML": ("--config=config.yaml", "--trainer.devices=1", "--trainer.strategy.directives=program.json", LOCAL),
 }
 

@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import copy
 import pickle
+from typing import Any
 
 import pytest
 import torch
 
 import lightning_piper as piper
 from lightning_piper.directives import Replicate
-from lightning_piper.strategy.copying import without_fit
+from lightning_piper.strategy.phases import Idle, Left, copied
 from tests.strategy.fitting import PROGRAM, local, same, sharing_captures, trainer, values
 from tests.strategy.models import make
 
@@ -54,6 +55,8 @@ def test_a_strategy_is_copied_before_it_is_used():
 
 
 def test_what_is_in_several_processes_is_not_copied():
-    state = {**vars(local()), "_trained": object(), "_launcher": None}
+    after: Any = Idle(Left(optimizer=object()))
     with pytest.raises(piper.PiperError, match="cannot be copied after a fit over processes"):
-        without_fit(state, 2)
+        copied(after, 2)
+    before = Idle(Left(seed=3), replicas=(0, 1))
+    assert copied(before, 2) == before

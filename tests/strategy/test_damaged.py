@@ -11,11 +11,12 @@ import pytest
 import torch
 from lightning.fabric.plugins import TorchCheckpointIO
 
+from lightning_piper.checkpoint import records
+from lightning_piper.checkpoint.records import check_records
 from lightning_piper.errors import PiperError
-from lightning_piper.strategy import consolidate, records
-from lightning_piper.strategy.checkpoint import read_plain
-from lightning_piper.strategy.records import check_records
-from lightning_piper.strategy.world import World
+from lightning_piper.processes.world import World
+from lightning_piper.strategy import consolidate
+from lightning_piper.strategy.checkpoints import read_plain
 from tests.strategy.fitting import Batches, local, trainer
 from tests.strategy.models import make
 from tests.strategy.scenarios import equal
@@ -88,8 +89,8 @@ def test_no_flipped_bit_of_the_table_of_records_does(saved):
 
 
 def test_without_the_checksums_they_do(saved, monkeypatch):
-    monkeypatch.setattr("lightning_piper.strategy.checkpoint.check_records", lambda *_: None)
-    monkeypatch.setattr("lightning_piper.strategy.sharded_checkpoint.verify", lambda *_: None)
+    monkeypatch.setattr("lightning_piper.strategy.checkpoints.check_records", lambda *_: None)
+    monkeypatch.setattr("lightning_piper.checkpoint.sharded.verify", lambda *_: None)
     assert outcomes(saved, 25, "*.distcp")["other values"] > 0
 
 

@@ -9,7 +9,7 @@ import pytest
 import torch
 from torch.utils.data import BatchSampler, DataLoader, IterableDataset, RandomSampler, TensorDataset
 
-from tests.strategy.fitting import Batches, local, same, trainer, values
+from tests.strategy.fitting import Batches, local, same, sharing_captures, trainer, values
 from tests.strategy.models import MLP, vectors
 
 
@@ -61,6 +61,7 @@ SOURCES = {
 
 
 @pytest.mark.parametrize("source", SOURCES)
+@sharing_captures
 def test_no_batch_is_lost(source):
     module = Seeing()
     fit, _ = trainer(local(), max_steps=-1, max_epochs=1)
@@ -120,6 +121,7 @@ def test_several_loaders():
 
 
 @pytest.mark.parametrize("own", [True, False])
+@sharing_captures
 def test_random_numbers_go_on_as_on_one_device(own):
     """The global generators, and those that samplers have of their own."""
     data = TensorDataset(torch.arange(40.0).repeat(8, 1).T.contiguous(), torch.randn(40, 4))

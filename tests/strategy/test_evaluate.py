@@ -29,7 +29,7 @@ def ranks(tmp_path_factory):
 
     def run(names):
         processes, folder = 4 if names == ["pp2_zero3"] else 2, tmp_path_factory.mktemp(names[0])
-        seen = launch_trainings(processes, evaluated.train, folder / "run", names, folder, processes)
+        seen = launch_trainings(processes, evaluated.train, folder / "run", names, folder, processes, prepare=evaluated.trace_all)
         return {name: [rank[name] for rank in seen] for name in names}
 
     return on_demand([["pp2", "dp2"], ["dualpipe"], ["pp2_zero3"]], run)

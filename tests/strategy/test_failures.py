@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 from lightning_piper.errors import PiperError
-from lightning_piper.strategy.failure import SILENT
+from lightning_piper.processes.failure import SILENT
 from tests.distributed.processes import Ended, run_ranks
 from tests.strategy import failing
 from tests.strategy.scenarios import popen

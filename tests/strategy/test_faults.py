@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from lightning_piper.strategy import failure
+from lightning_piper.processes import failure
 from tests.distributed.processes import Ended, launch
 from tests.groups import marked
 from tests.strategy import faults, restarted

@@ -12,22 +12,23 @@ import pytest
 import torch
 
 import lightning_piper as piper
-from tests.strategy.fitting import PROGRAM, Batches, by_hand, distance, local, same, trainer, values
+from tests.strategy.fitting import PROGRAM, Batches, by_hand, distance, local, same, sharing_captures, trainer, values
 from tests.strategy.models import MLP, ZOO, make, texts, vectors
 
 
 @pytest.mark.parametrize("name", ZOO)
+@sharing_captures
 def test_five_steps_are_bitwise_those_of_the_interpreter(name):
     module, loader = make(name)
     fit, record = trainer(local())
     fit.fit(module, loader)
     other, _ = make(name)
-    losses = by_hand(other, list(loader), fit.strategy._fit.seed)
+    losses = by_hand(other, list(loader), fit.strategy.phase.fit.seed)
     assert torch.equal(torch.stack(record.losses), torch.stack(losses))
     assert same(values(module), values(other))
 
     wrong, _ = make(name)
-    by_hand(wrong, list(loader), fit.strategy._fit.seed, drop=True)
+    by_hand(wrong, list(loader), fit.strategy.phase.fit.seed, drop=True)
     assert not same(values(module), values(wrong))
 
 
@@ -39,6 +40,7 @@ class Unfreeze(L.Callback):
         trainer.optimizers[0].add_param_group({"params": [module.offset], "lr": 0.05})
 
 
+@sharing_captures
 def test_a_hook_may_add_a_group_before_the_first_batch(tmp_path):
     found = []
     for strategy, hook in (("auto", [Unfreeze()]), (local(), [Unfreeze()]), (local(), [])):
@@ -62,6 +64,7 @@ class Late(Unfreeze):
 
 
 @pytest.mark.parametrize("steps", [1, 2])
+@sharing_captures
 def test_a_group_that_is_added_later_is_refused(steps, tmp_path):
     module, loader = make("varied")
     fit, record = trainer(local(), [Late()], max_steps=steps)
@@ -71,16 +74,18 @@ def test_a_group_that_is_added_later_is_refused(steps, tmp_path):
     assert len(record.losses) == 1
 
 
+@sharing_captures
 def test_another_seed_gives_other_dropout_masks():
     module, loader = make("dropout")
     fit, _ = trainer(local())
     fit.fit(module, loader)
     other, _ = make("dropout")
-    by_hand(other, list(loader), fit.strategy._fit.seed + 1000)
+    by_hand(other, list(loader), fit.strategy.phase.fit.seed + 1000)
     assert not same(values(module), values(other))
 
 
 @pytest.mark.parametrize("name", ["mlp", "tied"])
+@sharing_captures
 def test_agrees_with_plain_lightning(name):
     results = []
     for strategy in ("auto", local(), local(piper.schedules.gpipe(2, 2)), local(piper.schedules.dualpipe(2, 4))):
@@ -101,6 +106,7 @@ def test_agrees_with_plain_lightning(name):
     assert distance(plain, values(other)) > 1e-3
 
 
+@sharing_captures
 def test_shuffles_as_plain_lightning_does():
     losses = []
     for strategy in ("auto", local()):
@@ -117,6 +123,7 @@ def test_shuffles_as_plain_lightning_does():
 
 
 @pytest.mark.parametrize("sizes", [[8, 5], [8, 2], [8, 12], [4, 8, 3, 8]])
+@sharing_captures
 def test_batches_of_other_sizes(sizes):
     """Smaller ones, also than there are microbatches, and larger ones than the step was captured with."""
     g = torch.Generator().manual_seed(5)
@@ -154,6 +161,7 @@ def test_batches_of_other_shapes_are_captured_anew():
     {"gradient_clip_val": 0.01, "gradient_clip_algorithm": "value"},
     {"gradient_clip_val": 0.05},
 ])  # fmt: skip
+@sharing_captures
 def test_options_of_the_optimisation(options):
     results = []
     for strategy, more in (("auto", options), (local(), options), (local(), {})):
@@ -167,6 +175,7 @@ def test_options_of_the_optimisation(options):
     assert distance(results[0], results[2]) > 1e-3
 
 
+@sharing_captures
 def test_fits_of_one_module_continue_each_other():
     module, loader = make("mlp")
     for _ in range(2):
@@ -179,6 +188,7 @@ def test_fits_of_one_module_continue_each_other():
     assert distance(values(plain), values(module)) < 1e-5
 
 
+@sharing_captures
 def test_one_trainer_fits_twice():
     strategy = local()
     fit, record = trainer(strategy, max_steps=-1, max_epochs=1)
@@ -190,6 +200,7 @@ def test_one_trainer_fits_twice():
 
 
 @pytest.mark.parametrize("precision, bound", [("64-true", 1e-12), ("bf16-true", 0.05), ("bf16-mixed", 0.02)])
+@sharing_captures
 def test_precisions(precision, bound):
     results = []
     for strategy in ("auto", local(verify="first_batch")):
@@ -208,6 +219,7 @@ def test_precisions(precision, bound):
         assert not torch.equal(torch.stack(record.losses), losses)  # autocast was really on
 
 
+@sharing_captures
 def test_early_stopping_and_plateau_see_the_logged_values():
     class Plateau(MLP):
         def configure_optimizers(self):
@@ -223,6 +235,7 @@ def test_early_stopping_and_plateau_see_the_logged_values():
     assert fit.optimizers[0].param_groups[0]["lr"] < 1.0
 
 
+@sharing_captures
 def test_the_batch_size_finder_tries_sizes_in_one_process(tmp_path):
     class Sized(MLP):
         batch_size = 4
@@ -242,6 +255,7 @@ def test_the_batch_size_finder_tries_sizes_in_one_process(tmp_path):
     assert distance(*results) < 1e-5
 
 
+@sharing_captures
 def test_evaluation_in_one_process_is_lightnings_own():
     class Validated(MLP):
         def validation_step(self, batch, batch_idx):
@@ -257,6 +271,7 @@ def test_evaluation_in_one_process_is_lightnings_own():
     assert found == pytest.approx(expected)
 
 
+@sharing_captures
 def test_hooks_around_backward_run_in_lightnings_order():
     seen = []
 
@@ -279,6 +294,7 @@ def test_hooks_around_backward_run_in_lightnings_order():
     assert seen == ["zero_grad", "backward", ("gradient", True, True), "clipping"]
 
 
+@sharing_captures
 def test_program_from_json_file_and_registry(tmp_path, monkeypatch):
     import json
 
@@ -373,6 +389,7 @@ class Freezing(L.Callback):
         module.first.requires_grad_(False).eval()
 
 
+@sharing_captures
 def test_what_hooks_change_before_the_first_batch_counts():
     results = []
     for strategy in ("auto", local()):

@@ -144,7 +144,8 @@ def test_processes_refuse_together(what, words, ranks):
         assert words in rank["refused"][what]
 
 
-@pytest.mark.parametrize("torchrun", [pytest.param(False, marks=pytest.mark.long), True], ids=["lightning", "torchrun"])
+@pytest.mark.long
+@pytest.mark.parametrize("torchrun", [False, True], ids=["lightning", "torchrun"])
 def test_launchers(torchrun, tmp_path, local):
     for rank in launch_script(["mlp"], tmp_path, torchrun):
         assert equal(local["mlp"]["values"], rank["mlp"]["values"])

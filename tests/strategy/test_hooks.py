@@ -8,7 +8,7 @@ import pytest
 
 from tests.distributed.processes import launch_trainings
 from tests.strategy.fitting import distance
-from tests.strategy.hooks import STRATEGIES, record
+from tests.strategy.hooks import STRATEGIES, record, trace_all
 
 PARTS = ["fit", "resumed", "evaluated"]
 
@@ -16,7 +16,7 @@ PARTS = ["fit", "resumed", "evaluated"]
 @pytest.fixture(scope="module")
 def ranks(tmp_path_factory):
     folder = tmp_path_factory.mktemp("hooks")
-    return launch_trainings(2, record, folder / "run", folder)
+    return launch_trainings(2, record, folder / "run", folder, prepare=trace_all)
 
 
 @pytest.mark.parametrize("name", list(STRATEGIES)[1:])

@@ -22,7 +22,7 @@ ROUNDING["bf16-mixed"] = 1e-2
 WRONG = 0.2  # measured, of the controls: 0.26 and more
 
 
-QUICK = ("PP2", "PP2xDP2 ZeRO-3")
+QUICK = ["PP2xDP2 ZeRO-3"]
 EACH = pytest.mark.parametrize("strategy", marked(STRATEGIES, QUICK))
 
 
@@ -93,6 +93,7 @@ def test_scenarios_are_what_they_are_called(plain, wrong):
     assert (unstopped["steps"], unstopped["stopped"]) == (24, 0)
 
 
+@pytest.mark.long
 def test_a_pipeline_without_microbatches_rounds_as_one_device_does(ranks, plain):
     """To bfloat16: so the distance of the others is that of microbatches, and nothing else."""
     for rank in ranks("PP2"):

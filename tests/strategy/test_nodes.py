@@ -92,7 +92,7 @@ def on_two_nodes(folder: Path, torchrun: bool, network: Network = LOOPBACK) -> l
 
 @pytest.fixture(scope="module")
 def one_node(tmp_path_factory: pytest.TempPathFactory) -> list[list[dict[str, torch.Tensor]]]:
-    return launch(4, nodes.train, tmp_path_factory.mktemp("one node"), 1, joined=False)
+    return launch(4, nodes.train_in_torchrun, tmp_path_factory.mktemp("one node"), joined=False)
 
 
 def check(one_node: list[list[dict[str, torch.Tensor]]], found: list[list[dict[str, torch.Tensor]]]) -> None:
@@ -106,6 +106,7 @@ def test_what_is_trained(one_node: list[list[dict[str, torch.Tensor]]]) -> None:
     assert len(sharded) == 7 and len(set(sharded.tolist())) == 7 and torch.allclose(sharded, whole, rtol=1e-5)
 
 
+@pytest.mark.long
 def test_two_nodes_by_lightning(one_node: list[list[dict[str, torch.Tensor]]], tmp_path: Path) -> None:
     check(one_node, on_two_nodes(tmp_path, torchrun=False))
 

@@ -10,7 +10,7 @@ import torch
 
 from tests.distributed.processes import launch_trainings
 from tests.groups import marked, on_demand
-from tests.strategy.options import PROGRAMS, TRIALS, run_all
+from tests.strategy.options import PROGRAMS, TRIALS, run_all, trace_all
 from tests.strategy.requests import work
 
 EACH = pytest.mark.parametrize("program", marked(PROGRAMS, ["ZeRO-3"]))
@@ -24,7 +24,7 @@ def ranks(tmp_path_factory):
 
     def run(names):
         folder = tmp_path_factory.mktemp("options")
-        seen = launch_trainings(2, work, folder / "run", names, folder)
+        seen = launch_trainings(2, work, folder / "run", names, folder, prepare=trace_all)
         return {name: [rank[name] for rank in seen] for name in names}
 
     return on_demand([[program] for program in PROGRAMS], run)

@@ -14,12 +14,12 @@ from lightning.pytorch.callbacks import ModelCheckpoint
 from torch.distributed.checkpoint.metadata import MetadataIndex
 
 import lightning_piper as piper
+from lightning_piper.checkpoint.files import earlier_of, read_manifest, temporary_of
+from lightning_piper.checkpoint.pieces import Reader
+from lightning_piper.checkpoint.state import key_of
 from lightning_piper.ir.buckets import view_as
 from lightning_piper.ir.values import TensorSpec
 from lightning_piper.strategy import consolidate
-from lightning_piper.strategy.checkpoint_files import earlier_of, read_manifest, temporary_of
-from lightning_piper.strategy.pieces import Reader
-from lightning_piper.strategy.sharded_state import key_of
 from tests.distributed.processes import launch
 from tests.strategy.fitting import Batches, distance, local, same, trainer, values
 from tests.strategy.models import MLP, make

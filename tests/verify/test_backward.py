@@ -8,11 +8,12 @@ from collections.abc import Callable
 
 import pytest
 
-from lightning_piper.directives import finish
 from lightning_piper.errors import VerificationError
 from lightning_piper.ir.dag import TrainingDAG
-from lightning_piper.ir.nodes import Accumulate, Chunk, Ref
+from lightning_piper.ir.nodes import Chunk, Ref
 from lightning_piper.ir.values import Slice
+from lightning_piper.ops.update import Accumulate
+from lightning_piper.passes import complete
 from lightning_piper.verify.equivalence import compare
 from lightning_piper.verify.static import check
 from tests.dags import b, bi, build, bw, chunk, f, order, place, run, split
@@ -27,7 +28,7 @@ MIXED = [
 
 def base() -> TrainingDAG:
     dag = build("gpt", *MIXED)
-    finish(dag)
+    complete(dag)
     return dag
 
 
@@ -115,7 +116,7 @@ def what_is_handed_over_summed(dag: TrainingDAG) -> None:
 
 
 def samples_of_another_microbatch(dag: TrainingDAG) -> None:
-    chunk(dag, "BW[PP=1,MB=1]").slice = Slice(0, 2)
+    dag.change(chunk(dag, "BW[PP=1,MB=1]"), slice=Slice(0, 2))
 
 
 def first_half_gone(dag: TrainingDAG) -> None:
@@ -166,7 +167,7 @@ def test_every_mixture_of_halves_and_wholes_passes(stage: int) -> None:
     for kinds in itertools.product(("B", "BI"), repeat=3):
         groups = [{"PP": stage, "MB": mb, "PASS": kind} for mb, kind in enumerate(kinds)]
         dag = build("mlp", *place(0, 1), split(3), order(*groups))
-        finish(dag)
+        complete(dag)
         check(dag, final=True)
         assert dag.microbatches() == (Slice(0, 2), Slice(2, 3), Slice(3, 4))
         assert compare(clean, run("mlp", dag), {}).verdict == "bitwise equal"
@@ -175,6 +176,6 @@ def test_every_mixture_of_halves_and_wholes_passes(stage: int) -> None:
 def test_a_graph_without_halves_speaks_of_whole_passes() -> None:
     dag = build("gpt", split(2))
     gone = chunk(dag, "B[PP=1,MB=1]")
-    gone.slice = Slice(0, 2)
+    dag.change(gone, slice=Slice(0, 2))
     with pytest.raises(VerificationError, match=r"\n  B\[PP=1\]: samples 2:4 are missing"):
         check(dag)

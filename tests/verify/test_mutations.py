@@ -14,12 +14,15 @@ from typing import Any
 import pytest
 import torch
 
-from lightning_piper.directives import finish
 from lightning_piper.errors import VerificationError
 from lightning_piper.ir.dag import TrainingDAG
-from lightning_piper.ir.nodes import Accumulate, AllReduce, Chunk, Concat, Cut, Metrics, Node, Ref, Report, Update
+from lightning_piper.ir.nodes import Chunk, Node, Ref
 from lightning_piper.ir.values import Partial, Replicate, Shard, Slice
-from lightning_piper.plan import drop_redundant, global_order
+from lightning_piper.ops.metrics import Metrics, Report
+from lightning_piper.ops.reduce import AllReduce
+from lightning_piper.ops.samples import Concat, Cut
+from lightning_piper.ops.update import Accumulate, Update
+from lightning_piper.passes import complete, eliminate
 from lightning_piper.schedules import gpipe
 from lightning_piper.verify.equivalence import compare
 from lightning_piper.verify.static import check
@@ -51,14 +54,12 @@ BASES: dict[str, tuple[str, list[Any]]] = {
 
 
 def rewired(dag: TrainingDAG, node: int, inputs: tuple[Ref, ...], **attributes: Any) -> None:
-    for name, value in attributes.items():
-        setattr(dag.nodes[node], name, value)
+    dag.change(dag.nodes[node], **attributes)
     dag.rewire(dag.nodes[node], inputs=inputs)
 
 
 def changed(dag: TrainingDAG, node: int, **attributes: Any) -> None:
-    for name, value in attributes.items():
-        setattr(dag.nodes[node], name, value)
+    dag.change(dag.nodes[node], **attributes)
 
 
 def form(dag: TrainingDAG, ref: Ref) -> list[Any]:
@@ -166,8 +167,8 @@ def sum_changes(dag: TrainingDAG, node: Node, slices: list[Slice]) -> Iterator[C
 def test_no_single_change_goes_unnoticed(name: str) -> None:
     model, program = BASES[name]
     dag = build(model, *program)
-    finish(dag)
-    drop_redundant(dag, global_order(dag))
+    complete(dag)
+    eliminate(dag)
     clean = run(model, dag)
     refused, unnoticed = 0, []
     passed = set()

@@ -17,11 +17,12 @@ from lightning_piper.directives import Directive, parse
 from lightning_piper.directives.base import Contract
 from lightning_piper.errors import DirectiveError, VerificationError
 from lightning_piper.ir.dag import TrainingDAG
-from lightning_piper.ir.nodes import Accumulate, Chunk
+from lightning_piper.ir.nodes import Chunk
 from lightning_piper.ir.regions import LOSS
-from lightning_piper.plan import eliminate, gathers
+from lightning_piper.ops.update import Accumulate
+from lightning_piper.passes import elimination, pipeline
 from lightning_piper.schedules import gpipe, one_f_one_b
-from lightning_piper.verify import Report, verify_step
+from lightning_piper.verify import Report, hook, verify_step
 from lightning_piper.verify.equivalence import compare
 from lightning_piper.verify.report import Comparison, Row
 from tests.dags import b, f, order, place, split
@@ -33,11 +34,7 @@ ELIMINATE = "eliminate communication"
 
 def report_on(name: str, program: Any, seed: int = 0) -> Report:
     c = captured(name)
-    return verify_step(c.step, c.module, c.batch, parse(program), eliminate, seed=seed)
-
-
-def _parts(name: str) -> tuple[Any, Any, Any]:
-    return captured(name).step, captured(name).module, captured(name).batch
+    return verify_step(c.step, c.module, c.batch, parse(program), seed=seed)
 
 
 def stages(name: str) -> int:
@@ -205,7 +202,7 @@ def test_a_directive_that_drops_a_gradient_is_stopped_by_the_static_check() -> N
 
 def test_what_the_static_check_cannot_see_is_seen_by_execution(monkeypatch: pytest.MonkeyPatch) -> None:
     """With the static check out of the way, the same directive is found by its numbers, and the first gradient is named."""
-    monkeypatch.setattr(equivalence, "check", lambda dag, final=False: None)
+    monkeypatch.setattr(hook, "check", lambda dag, final=False: None)
     report = report_on("mlp", [split(2), Dropping()])
     assert report.verdict == "NOT EQUIVALENT" and [row.ok for row in report.rows] == [True, True, False, False]
     assert report.rows[-1].single.verdict == "differs" and report.rows[-1].single.first == "second.weight"
@@ -231,14 +228,15 @@ def test_the_last_row_is_the_graph_that_runs() -> None:
 
 def test_what_eliminates_communication_is_held_to_its_contract(monkeypatch: pytest.MonkeyPatch) -> None:
     """A lost term, which the static check does not get to see here, and another order of a sum that is not admitted."""
-    monkeypatch.setattr(equivalence, "check", lambda dag, final=False: None)
-    right = gathers._together
-    monkeypatch.setattr(gathers, "_together", lambda dag, scatters: right(dag, scatters[1:] or scatters))
+    monkeypatch.setattr(hook, "check", lambda dag, final=False: None)
+    right = elimination._together
+    monkeypatch.setattr(elimination, "_together", lambda dag, scatters: right(dag, scatters[1:] or scatters))
     report = report_on("mlp", REPLICAS)
     assert [row.ok for row in report.rows] == [True] * (len(REPLICAS) + 1) + [False] and report.verdict == "NOT EQUIVALENT"
     assert report.rows[-1].single.verdict == report.rows[-1].before.verdict == "differs"
-    monkeypatch.setattr(gathers, "_together", lambda dag, scatters: right(dag, scatters[::-1]))
-    silent = verify_step(*_parts("mlp"), parse(REPLICAS), lambda dag: eliminate(dag) and False)
+    monkeypatch.setattr(elimination, "_together", lambda dag, scatters: right(dag, scatters[::-1]))
+    monkeypatch.setattr(pipeline, "eliminate", lambda dag: elimination.eliminate(dag) and None)
+    silent = report_on("mlp", REPLICAS)
     assert silent.rows[-1].single.verdict == "equal within rounding" and not silent.rows[-1].ok
 
 
@@ -257,7 +255,7 @@ class Twice(Directive):
         Recompute(filter={}).apply(dag)
         again = [chunk for chunk in dag.of_type(Chunk) if "RECOMPUTED" in chunk.tags]
         for chunk in again if self.lame else []:
-            chunk.slice = again[0].slice
+            dag.change(chunk, slice=again[0].slice)
 
 
 @pytest.mark.parametrize("name", ["conv", "mlp"])
@@ -267,7 +265,7 @@ def test_a_pass_that_runs_twice_has_the_same_microbatches(name: str, monkeypatch
     report = report_on(name, [*program, Twice()])
     assert all(row.single == SAME for row in report.rows), str(report)
     assert report.verdict == ("verified except" if name == "conv" else "verified")
-    monkeypatch.setattr(equivalence, "check", lambda dag, final=False: None)
+    monkeypatch.setattr(hook, "check", lambda dag, final=False: None)
     assert report_on(name, [*program, Twice(lame=True)]).verdict == "NOT EQUIVALENT"
 
 
@@ -276,7 +274,7 @@ def test_a_coupled_region_that_is_split_by_itself(monkeypatch: pytest.MonkeyPatc
     assert report.verdict == "verified except" and report.causes == tuple(
         f"{c.operation} in region {c.region}" for c in report.couplings
     )
-    monkeypatch.setattr(equivalence, "check", lambda dag, final=False: None)
+    monkeypatch.setattr(hook, "check", lambda dag, final=False: None)
     assert report_on("conv", [split(2, PP=0), Dropping()]).verdict == "NOT EQUIVALENT"
 
 
@@ -387,7 +385,7 @@ def test_random_steps_are_compared_with_the_captured_step() -> None:
 
 def test_random_steps_are_not_excused(monkeypatch: pytest.MonkeyPatch) -> None:
     """The control: a lost contribution is seen under dropout, too."""
-    monkeypatch.setattr(equivalence, "check", lambda dag, final=False: None)
+    monkeypatch.setattr(hook, "check", lambda dag, final=False: None)
     assert not report_on("dropout", [split(2), Dropping()]).ok
 
 

@@ -15,22 +15,15 @@ import torch
 
 from lightning_piper.errors import VerificationError
 from lightning_piper.ir.dag import TrainingDAG
-from lightning_piper.ir.nodes import (
-    Accumulate,
-    AllGather,
-    AllReduce,
-    Chunk,
-    Metrics,
-    Node,
-    Pack,
-    Parameters,
-    ReduceScatter,
-    Report,
-    Send,
-    Update,
-)
+from lightning_piper.ir.nodes import Chunk, Node
 from lightning_piper.ir.values import Partial, Replicate, Shard
-from lightning_piper.plan import drop_redundant, global_order
+from lightning_piper.ops.bucket import Pack
+from lightning_piper.ops.gather import AllGather, Parameters
+from lightning_piper.ops.metrics import Metrics, Report
+from lightning_piper.ops.p2p import Send
+from lightning_piper.ops.reduce import AllReduce, ReduceScatter
+from lightning_piper.ops.update import Accumulate, Update
+from lightning_piper.passes import eliminate
 from lightning_piper.verify.equivalence import compare
 from lightning_piper.verify.static import check
 from tests.dags import chunk, run, split
@@ -61,8 +54,8 @@ def bypass(dag: TrainingDAG, node: Node) -> None:
     dag.remove([node])
 
 
-def change(node: Node, **fields: Any) -> None:
-    node.outputs = (dataclasses.replace(node.outputs[0], **fields),)
+def change(dag: TrainingDAG, node: Node, **fields: Any) -> None:
+    dag.change(node, outputs=(dataclasses.replace(node.outputs[0], **fields),))
 
 
 def unsummed(dag: TrainingDAG) -> None:
@@ -74,7 +67,7 @@ def unsummed_though_it_says_so(dag: TrainingDAG) -> None:
     """Each replica keeps its shard of its own gradient."""
     for scatter in grads(dag, ReduceScatter):
         total = dag.nodes[scatter.inputs[0][0]]
-        total.outputs = scatter.outputs
+        dag.change(total, outputs=scatter.outputs)
         bypass(dag, scatter)
 
 
@@ -144,7 +137,7 @@ def other_order_in_the_bucket(dag: TrainingDAG) -> None:
         bucket = node.outputs[0].bucket
         assert bucket is not None
         turned = dataclasses.replace(bucket, names=bucket.names[::-1], tensors=bucket.tensors[::-1])
-        change(node, bucket=turned, names=turned.names)
+        change(dag, node, bucket=turned, names=turned.names)
 
 
 def other_memory_in_the_bucket(dag: TrainingDAG) -> None:
@@ -153,7 +146,7 @@ def other_memory_in_the_bucket(dag: TrainingDAG) -> None:
         bucket = node.outputs[0].bucket
         assert bucket is not None
         specs = tuple(dataclasses.replace(s, stride=s.stride[::-1]) for s in bucket.tensors)
-        change(node, bucket=dataclasses.replace(bucket, tensors=specs))
+        change(dag, node, bucket=dataclasses.replace(bucket, tensors=specs))
 
 
 def other_dtype(dag: TrainingDAG) -> None:
@@ -161,7 +154,7 @@ def other_dtype(dag: TrainingDAG) -> None:
         bucket = node.outputs[0].bucket
         assert bucket is not None
         low = bucket.in_dtype(torch.bfloat16)
-        change(node, bucket=low, tensors=(low.part if isinstance(node, Parameters) else low.whole,))
+        change(dag, node, bucket=low, tensors=(low.part if isinstance(node, Parameters) else low.whole,))
 
 
 def too_many_shards(dag: TrainingDAG) -> None:
@@ -169,7 +162,7 @@ def too_many_shards(dag: TrainingDAG) -> None:
         for value in node.outputs:
             if value.bucket is not None:
                 more = dataclasses.replace(value.bucket, members=4)
-                change(node, bucket=more, tensors=(more.part if isinstance(value.placement, Shard) else more.whole,))
+                change(dag, node, bucket=more, tensors=(more.part if isinstance(value.placement, Shard) else more.whole,))
 
 
 def shards_twice(dag: TrainingDAG) -> None:
@@ -208,7 +201,7 @@ def microbatch_for_another(dag: TrainingDAG) -> None:
 
 def joined_and_alone(dag: TrainingDAG) -> None:
     """A microbatch is summed over replicas with the next one, and once more by itself."""
-    drop_redundant(dag, global_order(dag))
+    eliminate(dag)
     scatter = grads(dag, ReduceScatter)[-1]
     both = dag.nodes[scatter.inputs[0][0]]
     assert isinstance(both, Accumulate) and len(both.inputs) == 2
@@ -218,7 +211,7 @@ def joined_and_alone(dag: TrainingDAG) -> None:
 
 
 def joined_without_the_first(dag: TrainingDAG) -> None:
-    drop_redundant(dag, global_order(dag))
+    eliminate(dag)
     both = dag.nodes[grads(dag, ReduceScatter)[-1].inputs[0][0]]
     assert isinstance(both, Accumulate) and len(both.inputs) == 2
     dag.rewire(both, inputs=both.inputs[1:])
@@ -245,7 +238,7 @@ def shard_and_whole(dag: TrainingDAG) -> None:
     other = dataclasses.replace(dag.value(update.inputs[0]), placement=Replicate())
     source = dag.nodes[update.inputs[0][0]]
     whole = dag.add(AllReduce(inputs=source.inputs, outputs=(other,), devices=source.devices))
-    change(whole, tensors=dag.value(source.inputs[0]).tensors)
+    change(dag, whole, tensors=dag.value(source.inputs[0]).tensors)
     dag.rewire(update, inputs=((whole.id, 0), update.inputs[1]))
 
 
@@ -254,18 +247,19 @@ def names_turned(dag: TrainingDAG) -> None:
     for node in dag.nodes.values():
         for value in node.outputs:
             if value.kind == "grad" and value.bucket is not None:
-                change(node, names=value.names[::-1])
+                change(dag, node, names=value.names[::-1])
 
 
 def shard_without_bucket(dag: TrainingDAG) -> None:
-    change(grads(dag, ReduceScatter)[0], bucket=None)
+    change(dag, grads(dag, ReduceScatter)[0], bucket=None)
 
 
 def gradients_said_to_be_whole(dag: TrainingDAG) -> None:
     for reduction in grads(dag, AllReduce) + grads(dag, AllReduce, "second.weight"):
         bypass(dag, reduction)
     for node in dag.nodes.values():
-        node.outputs = tuple(dataclasses.replace(v, placement=Replicate()) if v.kind == "grad" else v for v in node.outputs)
+        outputs = (dataclasses.replace(v, placement=Replicate()) if v.kind == "grad" else v for v in node.outputs)
+        dag.change(node, outputs=tuple(outputs))
 
 
 def metrics_unsummed(dag: TrainingDAG) -> None:
@@ -277,17 +271,17 @@ def metrics_unsummed(dag: TrainingDAG) -> None:
 def metrics_said_to_be_whole(dag: TrainingDAG) -> None:
     metrics_unsummed(dag)
     for node in dag.of_type(Metrics):
-        change(node, placement=Replicate())
+        change(dag, node, placement=Replicate())
 
 
 def replicas_turned(dag: TrainingDAG) -> None:
     """All of a stage's sums and shards take its devices in another order than its chunks."""
     for node in dag.nodes.values():
         if node.devices == (0, 2) and not isinstance(node, Chunk | Send):
-            node.devices = (2, 0)
+            dag.change(node, devices=(2, 0))
     for reader in dag.of_type(Chunk):
         if reader.devices == (2, 0):
-            reader.devices = (0, 2)
+            dag.change(reader, devices=(0, 2))
 
 
 @dataclass(frozen=True)

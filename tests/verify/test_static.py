@@ -16,24 +16,18 @@ import torch.nn.functional as F
 
 from lightning_piper.annotate import annotate
 from lightning_piper.capture import capture
-from lightning_piper.directives import apply_program, finish, parse
+from lightning_piper.directives import parse
 from lightning_piper.errors import VerificationError
-from lightning_piper.ir.build import build_dag
 from lightning_piper.ir.dag import TrainingDAG
-from lightning_piper.ir.nodes import (
-    Accumulate,
-    AllReduce,
-    Chunk,
-    Concat,
-    Cut,
-    Metrics,
-    Node,
-    Recv,
-    Report,
-    Send,
-    Update,
-)
+from lightning_piper.ir.nodes import Chunk, Node
 from lightning_piper.ir.values import Slice
+from lightning_piper.ops.build import build_dag
+from lightning_piper.ops.metrics import Metrics, Report
+from lightning_piper.ops.p2p import Recv, Send
+from lightning_piper.ops.reduce import AllReduce
+from lightning_piper.ops.samples import Concat, Cut
+from lightning_piper.ops.update import Accumulate, Update
+from lightning_piper.passes import apply_program, complete
 from lightning_piper.schedules import gpipe, one_f_one_b
 from lightning_piper.verify.equivalence import compare
 from lightning_piper.verify.static import check
@@ -55,7 +49,7 @@ BASES: dict[str, tuple[str, list[Any]]] = {
 def base(name: str) -> TrainingDAG:
     model, program = BASES[name]
     dag = build(model, *program)
-    finish(dag)
+    complete(dag)
     return dag
 
 
@@ -139,15 +133,15 @@ def node_removed_and_all_traces(dag: TrainingDAG) -> None:
 
 
 def wrong_samples(dag: TrainingDAG) -> None:
-    chunk(dag, "F[PP=0,MB=1]").slice = Slice(0, 2)
+    dag.change(chunk(dag, "F[PP=0,MB=1]"), slice=Slice(0, 2))
 
 
 def wrong_samples_in_the_last_stage(dag: TrainingDAG) -> None:
-    chunk(dag, "F[PP=1,MB=0]").slice = Slice(2, 4)
+    dag.change(chunk(dag, "F[PP=1,MB=0]"), slice=Slice(2, 4))
 
 
 def wrong_region(dag: TrainingDAG) -> None:
-    chunk(dag, "F[PP=1,EP=0,MB=0]").region = chunk(dag, "F[PP=1,EP=1,MB=0]").region
+    dag.change(chunk(dag, "F[PP=1,EP=0,MB=0]"), region=chunk(dag, "F[PP=1,EP=1,MB=0]").region)
 
 
 def transfer_removed(dag: TrainingDAG) -> None:
@@ -159,15 +153,15 @@ def transfer_removed(dag: TrainingDAG) -> None:
 
 
 def chunk_moved(dag: TrainingDAG) -> None:
-    chunk(dag, "B[PP=1,MB=0]").devices = (0,)
+    dag.change(chunk(dag, "B[PP=1,MB=0]"), devices=(0,))
 
 
 def update_moved(dag: TrainingDAG) -> None:
-    updates(dag, "first.weight")[0].devices = (1,)
+    dag.change(updates(dag, "first.weight")[0], devices=(1,))
 
 
 def receive_of_another_channel(dag: TrainingDAG) -> None:
-    node(dag, Recv, PP=0, MB=0).peers = (1,)
+    dag.change(node(dag, Recv, PP=0, MB=0), peers=(1,))
 
 
 def two_receives_of_one_send(dag: TrainingDAG) -> None:
@@ -200,8 +194,8 @@ def metrics_edit(dag: TrainingDAG, keep: Callable[[list[int]], list[int]]) -> No
     """Keep the given inputs of the last stage's metrics (indices may repeat)."""
     metrics = node(dag, Metrics, PP=1)
     kept = keep(list(range(len(metrics.inputs))))
-    metrics.metrics = tuple(metrics.metrics[i] for i in kept)
-    metrics.slices = tuple(metrics.slices[i] for i in kept)
+    dag.change(metrics, metrics=tuple(metrics.metrics[i] for i in kept))
+    dag.change(metrics, slices=tuple(metrics.slices[i] for i in kept))
     dag.rewire(metrics, inputs=tuple(metrics.inputs[i] for i in kept))
 
 
@@ -215,13 +209,13 @@ def metric_doubled(dag: TrainingDAG) -> None:
 
 def metric_weighed_wrongly(dag: TrainingDAG) -> None:
     metrics = node(dag, Metrics, PP=1)
-    metrics.slices = (Slice(0, 4), *metrics.slices[1:])
+    dag.change(metrics, slices=(Slice(0, 4), *metrics.slices[1:]))
 
 
 def metrics_exchanged(dag: TrainingDAG) -> None:
     metrics = node(dag, Metrics, PP=1)
     highest = max(metrics.metrics)
-    metrics.metrics = tuple({0: highest, highest: 0}.get(m, m) for m in metrics.metrics)
+    dag.change(metrics, metrics=tuple({0: highest, highest: 0}.get(m, m) for m in metrics.metrics))
 
 
 def metrics_of_a_region_not_reported(dag: TrainingDAG) -> None:
@@ -241,7 +235,7 @@ def report_of_what_only_one_device_has(dag: TrainingDAG) -> None:
 
 
 def reduction_without_a_member(dag: TrainingDAG) -> None:
-    node(dag, AllReduce).devices = (1,)
+    dag.change(node(dag, AllReduce), devices=(1,))
 
 
 def report_removed(dag: TrainingDAG) -> None:
@@ -281,12 +275,14 @@ def wait_removed(dag: TrainingDAG) -> None:
 
 def cut_moved(dag: TrainingDAG) -> None:
     cut = node(dag, Cut)
-    cut.start, cut.stop = cut.start + 1, cut.stop + 1
+    dag.change(cut, start=cut.start + 1, stop=cut.stop + 1)
 
 
 def cuts_exchanged(dag: TrainingDAG) -> None:
     first, second, *_ = dag.of_type(Cut)
-    first.start, first.stop, second.start, second.stop = second.start, second.stop, first.start, first.stop
+    before = first.start, first.stop
+    dag.change(first, start=second.start, stop=second.stop)
+    dag.change(second, start=before[0], stop=before[1])
 
 
 def pieces_joined_in_reverse(dag: TrainingDAG) -> None:
@@ -404,7 +400,7 @@ def test_the_interpreter_notices_devices_that_disagree() -> None:
 def test_a_long_list_of_problems_is_cut() -> None:
     dag = build("gpt", *gpipe(3, 4))
     for reader in list(dag.of_type(Chunk)):
-        reader.slice = Slice(0, 1)
+        dag.change(reader, slice=Slice(0, 1))
     with pytest.raises(VerificationError) as caught:
         check(dag)
     lines = str(caught.value).splitlines()

@@ -1,0 +1,233 @@
+"""Checkpoints on disk: complete or absent, and known to be what was written.
+
+A checkpoint is written under a temporary name beside its own and renamed when it is complete. A directory cannot be renamed onto
+one that has content, so an earlier checkpoint of the same name is first renamed to a second known name, where it is found
+should the process end before the new one is in place.
+
+The files of a directory are listed in its manifest, the last file to be written, with their sizes and checksums.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import os
+import re
+import shutil
+import zlib
+from collections.abc import Iterable, Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from lightning_piper.errors import CheckpointNotFoundError, PiperError
+from lightning_piper.regular import open_regular
+
+MANIFEST = "manifest.json"
+FILES = re.compile(r"__[0-9]+_[0-9]+\.distcp|\.metadata|meta\.pt")  # that a manifest lists, all directly in the directory
+KIND = "lightning_piper sharded checkpoint"
+VERSION = 1
+BLOCK = 1 << 20  # bytes read at once for a checksum
+
+
+# Names
+
+
+def temporary_of(path: Path) -> Path:
+    """Where a checkpoint is written, and where one that is removed waits for its end: never loaded, free to be deleted."""
+    return path.with_name(f".{path.name}.tmp")
+
+
+def earlier_of(path: Path) -> Path:
+    """Where the earlier checkpoint of this name is while a new one takes its place: whole whenever it is there, and under a name
+    that `fit(ckpt_path="last")` finds, which looks for names that begin and end as that of the last checkpoint."""
+    return path.with_name(f"{path.stem}.earlier{path.suffix}")
+
+
+def located(path: Path) -> Path:
+    """Where the checkpoint of this name is: there, or, after an interrupted save, beside it.
+
+    Raises:
+        CheckpointNotFoundError: nowhere.
+    """
+    for place in (path, earlier_of(path)):
+        if os.path.lexists(place):
+            return place
+    raise CheckpointNotFoundError(f"there is no checkpoint {path}; give the file or directory that a fit has saved")
+
+
+def prepare(path: Path) -> Path:
+    """Clean up after interrupted saves of this checkpoint; returns the temporary name, which is free then."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    earlier, temporary = earlier_of(path), temporary_of(path)
+    _delete(temporary)
+    if os.path.lexists(path):
+        _retire(earlier, temporary)
+    elif os.path.lexists(earlier):
+        os.rename(earlier, path)
+    return temporary
+
+
+def publish(temporary: Path, path: Path) -> None:
+    """Give what is complete under the temporary name its own name; a checkpoint that has it already is gone afterwards."""
+    if os.path.lexists(path) and (path.is_dir() or temporary.is_dir()):
+        os.rename(path, earlier_of(path))
+    os.replace(temporary, path)
+    sync(path.parent)
+    _retire(earlier_of(path), temporary)
+
+
+def remove(path: Path) -> None:
+    """Remove a checkpoint, and what an interrupted save left of an earlier one of this name."""
+    temporary = temporary_of(path)
+    _delete(temporary)
+    _retire(earlier_of(path), temporary)
+    _retire(path, temporary)
+
+
+def _retire(path: Path, temporary: Path) -> None:
+    """Delete what may be there; what is deleted in part must not look like a checkpoint."""
+    if os.path.lexists(path):
+        os.rename(path, temporary)
+    _delete(temporary)
+
+
+def _delete(path: Path) -> None:
+    if path.is_dir() and not path.is_symlink():
+        shutil.rmtree(path)
+    else:
+        path.unlink(missing_ok=True)
+
+
+def sync(path: Path) -> None:
+    """Bring a file, or the names in a directory, to permanent storage."""
+    handle = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(handle)
+    finally:
+        os.close(handle)
+
+
+# Manifest
+
+Fingerprint = list[int]  # size in bytes, CRC-32
+
+
+def fingerprint(path: Path) -> Fingerprint:
+    size = crc = 0
+    with open_regular(path) as file:
+        while block := file.read(BLOCK):
+            size, crc = size + len(block), zlib.crc32(block, crc)
+    return [size, crc]
+
+
+def write_manifest(folder: Path, content: Mapping[str, Any], files: Mapping[str, Fingerprint]) -> None:
+    """Declare a directory complete.
+
+    Args:
+        folder: that all files of the checkpoint are in.
+        content: what the manifest says besides, in JSON.
+        files: name -> fingerprint.
+
+    Raises:
+        PiperError: a file is not there, or has another size.
+    """
+    for name, (size, _) in files.items():
+        path = folder / name
+        if not path.is_file() or path.stat().st_size != size:
+            raise PiperError(
+                f"{path} is not there as another process wrote it; a sharded checkpoint needs a directory that all processes "
+                "share, on one machine or in a network file system"
+            )
+    body = {"kind": KIND, "version": VERSION, **content, "files": dict(files)}
+    with (folder / MANIFEST).open("w") as file:
+        json.dump({"crc32": _crc(body), "manifest": body}, file)
+        file.flush()
+        os.fsync(file.fileno())
+    sync(folder)
+
+
+def read_manifest(folder: Path) -> dict[str, Any]:
+    """What `write_manifest` wrote.
+
+    Raises:
+        PiperError: there is none, it is damaged, or it says what no checkpoint can have.
+    """
+    if not folder.is_dir():
+        raise PiperError(f"{folder} is a file, not the directory of a sharded checkpoint")
+    path = folder / MANIFEST
+    try:
+        with open_regular(path) as file:
+            found = json.loads(file.read())
+        body: dict[str, Any] = found["manifest"]
+        intact = found["crc32"] == _crc(body) and body["kind"] == KIND
+    except FileNotFoundError:
+        raise PiperError(
+            f"{folder} has no {MANIFEST}: it is a save that did not come to its end, or not a sharded checkpoint of "
+            "lightning_piper; use another checkpoint"
+        ) from None
+    except (ValueError, KeyError, TypeError, RecursionError):
+        intact = False
+    if not intact:
+        raise PiperError(f"{path} is damaged, or is not of a sharded checkpoint of lightning_piper; use another checkpoint")
+    if body.get("version") != VERSION:
+        raise PiperError(f"{path} is of version {body.get('version')} of the format, this lightning_piper reads version {VERSION}")
+    if strange := _strange(body):
+        raise PiperError(f"{path} {strange}, which no save of lightning_piper writes; it is not loaded, use another checkpoint")
+    return body
+
+
+def _strange(body: Mapping[str, Any]) -> str | None:
+    """What a manifest that is intact says all the same, and must not: it may come from anybody."""
+    files, tensors = body.get("files"), body.get("tensors")
+    if not isinstance(files, dict) or not isinstance(tensors, dict) or not isinstance(body.get("id"), str):
+        return "has no table of files, of tensors, or no id"
+    for name, value in files.items():
+        if not FILES.fullmatch(name):
+            return f"names the file {name!r}"
+        if not _are_counts(value) or len(value) != 2:
+            return f"gives {value!r} as size and checksum of {name}"
+    room = sum(size for size, _ in files.values())
+    for key, spec in tensors.items():
+        if not _is_spec(spec, room):
+            return f"says that {key!r} is {spec!r}"
+    return None
+
+
+def _is_spec(spec: Any, room: int) -> bool:
+    if not isinstance(spec, dict) or not (_are_counts(spec.get("shape")) and _are_counts(spec.get("layout"))):
+        return False
+    dtype = getattr(torch, str(spec.get("dtype")), None)
+    if not isinstance(dtype, torch.dtype) or sorted(spec["layout"]) != list(range(len(spec["shape"]))):
+        return False
+    return math.prod(spec["shape"]) * dtype.itemsize <= room
+
+
+def _are_counts(value: Any) -> bool:
+    return isinstance(value, list) and all(type(x) is int and x >= 0 for x in value)
+
+
+def verify(folder: Path, files: Mapping[str, Fingerprint], names: Iterable[str]) -> None:
+    """Are these files what was written?
+
+    Raises:
+        PiperError: one is not.
+    """
+    for name in names:
+        path, (size, crc) = folder / name, files[name]
+        try:
+            found, found_crc = fingerprint(path)
+        except FileNotFoundError:
+            raise PiperError(f"{path} is missing; the checkpoint cannot be loaded without it, use another one") from None
+        if found != size:
+            raise PiperError(f"{path} has {found} bytes, {size} were saved; the checkpoint is damaged, use another one")
+        if found_crc != crc:
+            raise PiperError(
+                f"{path} does not have the content that was saved (CRC-32 {found_crc:08x}, not {crc:08x}): it is damaged or of "
+                "another checkpoint; use another one"
+            )
+
+
+def _crc(body: Mapping[str, Any]) -> int:
+    return zlib.crc32(json.dumps(body, sort_keys=True).encode())

@@ -1,0 +1,73 @@
+"""Checkpoints that are one file: is every record of it what was saved?
+
+`torch.save` writes a zip archive with a CRC-32 of each record: one for the pickled objects, one for each tensor's data.
+`torch.load` does not look at them, so this does, before it.
+"""
+
+from __future__ import annotations
+
+import platform
+import struct
+import zipfile
+import zlib
+from pathlib import Path
+
+from lightning_piper.checkpoint.files import BLOCK
+from lightning_piper.errors import PiperError
+from lightning_piper.processes.world import World, together
+
+START = b"PK\x03\x04"  # of a zip archive
+FOLDER = 0x10  # in a record's attributes
+DAMAGES = (zipfile.BadZipFile, OSError, EOFError, NotImplementedError, RuntimeError, ValueError, struct.error, zlib.error)
+
+
+def check_records(path: str | Path, world: World) -> None:
+    """Read every record of a checkpoint once, divided over the processes that see the same file. Collective.
+
+    Files without checksums pass: those of torch's older format, and what was saved after
+    `torch.serialization.set_crc32_options(False)`.
+
+    Raises:
+        PiperError: on every process, if on one a record is not what was saved.
+    """
+    path, doing = Path(path), f"loading {path}"
+    files = together(world, doing, lambda: _identity(path))
+    sharers = [rank for rank, file in enumerate(files) if file == files[world.rank]]
+    together(world, doing, lambda: _check(path, sharers.index(world.rank), len(sharers)))
+
+
+def _identity(path: Path) -> tuple[str, int, int, int, int]:
+    found = path.stat()
+    return platform.node(), found.st_dev, found.st_ino, found.st_size, found.st_mtime_ns
+
+
+def _check(path: Path, first: int, step: int) -> None:
+    """The records `first::step`."""
+    with path.open("rb") as file:
+        if file.read(len(START)) != START and not zipfile.is_zipfile(file):
+            return
+        what = "its table of records"
+        try:
+            with zipfile.ZipFile(file) as archive:
+                records = archive.infolist()
+                if not any(record.CRC for record in records):
+                    return
+                for record in records[first::step]:
+                    what = f"its record {record.filename!r}"
+                    _read(archive, record)
+        except DAMAGES as error:
+            raise PiperError(
+                f"{path} does not have the content that was saved, in {what} ({error or type(error).__name__}): it is damaged; use "
+                "another checkpoint. If you changed it on purpose, write it by torch.save"
+            ) from error
+
+
+def _read(archive: zipfile.ZipFile, record: zipfile.ZipInfo) -> None:
+    """Raises one of `DAMAGES`: at the end, if the CRC-32 is another one."""
+    if record.compress_type == zipfile.ZIP_STORED and record.file_size != record.compress_size:
+        raise zipfile.BadZipFile(f"{record.compress_size} bytes are stored, {record.file_size} were saved")
+    if record.external_attr & FOLDER and record.file_size:  # torch would read nothing, and leave the tensor as memory was
+        raise zipfile.BadZipFile("it is marked as a folder")
+    with archive.open(record) as content:
+        while content.read(BLOCK):
+            pass

@@ -1,0 +1,277 @@
+"""Sharded checkpoints: every process writes what it holds, and reads what it needs, under the same layout or another one.
+
+A checkpoint is a directory of
+
+    __RANK_0.distcp   what one process wrote of the tensors
+    .metadata         torch.distributed.checkpoint's table of them
+    meta.pt           everything else, which every process has
+    manifest.json     every file's size and checksum, every tensor's shape
+"""
+
+from __future__ import annotations
+
+import math
+import os
+import pickle
+import uuid
+import warnings
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed.checkpoint as dcp
+
+from lightning_piper.checkpoint.files import (
+    fingerprint,
+    located,
+    prepare,
+    publish,
+    read_manifest,
+    temporary_of,
+    verify,
+    write_manifest,
+)
+from lightning_piper.checkpoint.pieces import LoadPieces, Piece, Reader, SavePieces, Writer
+from lightning_piper.errors import PiperError
+from lightning_piper.ir.buckets import flattened, view_as
+from lightning_piper.ir.values import TensorSpec
+from lightning_piper.processes.world import World, of_rank, together
+from lightning_piper.regular import open_regular
+
+META = "meta.pt"
+
+
+def save(path: str | Path, pieces: Sequence[Piece], common: dict[str, Any], world: World) -> None:
+    """Write a checkpoint, whole or not at all: an earlier one of this name can be loaded until the new one is complete. Collective.
+
+    Args:
+        path: of the directory; that of the lead counts.
+        pieces: what this process holds. What several hold, which must be equal, is written once.
+        common: everything else; that of the lead counts.
+        world: of the processes that save together, which share the directory.
+
+    Raises:
+        PiperError: on every process, if one fails; or if nobody holds some elements of a tensor.
+    """
+    path = Path(os.path.abspath(world.broadcast(os.fspath(path))))
+    doing = f"saving {path}"
+    try:
+        _write(path, pieces, common, world, doing)
+    except PiperError:
+        if world.leads:
+            _discard(path)
+        raise
+
+
+def _write(path: Path, pieces: Sequence[Piece], common: dict[str, Any], world: World, doing: str) -> None:
+    planner, identity = SavePieces(pieces), uuid.uuid4().hex
+    folder = temporary_of(path)
+
+    def begin() -> None:
+        for piece in pieces:
+            _check_piece(piece)
+        if world.leads:
+            prepare(path).mkdir()
+            with (folder / META).open("wb") as file:
+                torch.save(common, file)
+                file.flush()
+                os.fsync(file.fileno())
+
+    together(world, doing, begin)
+    options: dict[str, Any] = {"storage_writer": Writer(folder), "planner": planner}
+    _checkpointed(world, doing, lambda **how: dcp.save({}, **options, **how))
+    own = [f"__{world.rank}_0.distcp", *([".metadata", META] if world.leads else [])]
+    found = together(world, doing, lambda: {name: fingerprint(folder / name) for name in own})
+
+    def finish() -> None:
+        if world.leads:
+            files = {name: value for part in found for name, value in part.items()}
+            write_manifest(folder, {"id": identity, "processes": world.size, "tensors": planner.specs}, files)
+            publish(folder, path)
+
+    together(world, doing, finish)
+
+
+def _discard(path: Path) -> None:
+    """Best effort: what remains is under a name that nobody loads, and the next save removes it."""
+    try:
+        if temporary_of(path).is_dir():
+            prepare(path)
+    except OSError:
+        pass
+
+
+def _check_piece(piece: Piece) -> None:
+    count = piece.stop - piece.start
+    if piece.tensor.shape != (count,) or not 0 <= piece.start <= piece.stop <= math.prod(piece.shape):
+        raise PiperError(
+            f"elements {piece.start}:{piece.stop} of {piece.key}, whose shape is {list(piece.shape)}, are given as a tensor of "
+            f"shape {list(piece.tensor.shape)}; give one of one dimension with as many elements"
+        )
+
+
+def _checkpointed(world: World, doing: str, call: Callable[..., object]) -> None:
+    """A call of `torch.distributed.checkpoint`. If it fails on one process, it does on all, with what all others met as well."""
+    try:
+        with warnings.catch_warnings():
+            warnings.filterwarnings("ignore", message="torch.distributed is disabled")  # true, and intended
+            call(process_group=world.host_group if world.size > 1 else None, no_dist=world.size == 1)
+    except dcp.CheckpointException as error:
+        rank, (first, _) = min(error.failures.items())
+        text = str(first) if isinstance(first, PiperError) else f"{doing} failed on rank {rank}: {type(first).__name__}: {first}"
+        raise of_rank(rank, PiperError(text)) from first
+
+
+@dataclass(frozen=True)
+class Opened:
+    """A checkpoint whose files are what was written.
+
+    Attributes:
+        path: as the user named it.
+        folder: where it is.
+        manifest: what it consists of.
+        common: what was saved besides the tensors.
+    """
+
+    path: Path
+    folder: Path
+    manifest: dict[str, Any]
+    common: dict[str, Any]
+
+    def dtype_of(self, key: str) -> torch.dtype:
+        """In which a tensor was saved."""
+        dtype = getattr(torch, self._tensor(key)["dtype"])
+        assert isinstance(dtype, torch.dtype)
+        return dtype
+
+    def spec_of(self, key: str) -> TensorSpec:
+        """What a tensor was when it was saved."""
+        shape = tuple(self._tensor(key)["shape"])
+        return TensorSpec(shape, self.dtype_of(key), _strides(shape, self._tensor(key)["layout"]))
+
+    def _tensor(self, key: str) -> dict[str, Any]:
+        found: dict[str, Any] | None = self.manifest["tensors"].get(key)
+        if found is None:
+            raise PiperError(
+                f"the checkpoint {self.path} does not have {key}; load it into the module that it was saved from, with the same "
+                "optimizer"
+            )
+        return found
+
+
+def load(path: str | Path, wanted: Sequence[Piece], world: World, weights_only: bool = True) -> dict[str, Any]:
+    """Read a checkpoint, whatever the layout under which it was saved. Collective.
+
+    Args:
+        path: of the directory.
+        wanted: whose tensors are filled, in their own dtypes and on their own devices.
+        world: of the processes that load together, which share the directory.
+        weights_only: refuse content that could run code. Only the `common` part may be loaded without.
+
+    Returns:
+        The `common` part.
+
+    Raises:
+        PiperError: on every process, if on one there is no checkpoint, a file of it is damaged, or it does not have a wanted
+            tensor of this shape.
+    """
+    opened = open_checkpoint(path, world, weights_only)
+    fill(opened, wanted, world)
+    return opened.common
+
+
+def open_checkpoint(path: str | Path, world: World, weights_only: bool = True) -> Opened:
+    """Check a checkpoint's files, and read all but its tensors. The processes divide the files among them. Collective.
+
+    Raises:
+        PiperError: there is no checkpoint, or it is damaged.
+    """
+    path = Path(os.path.abspath(path))
+    doing = f"loading {path}"
+    manifest: dict[str, Any] = {}
+    common: dict[str, Any] = {}
+
+    def begin() -> str:
+        manifest.update(read_manifest(located(path)))
+        return manifest["id"]
+
+    if len(set(together(world, doing, begin))) > 1:
+        raise PiperError(f"the processes find different checkpoints under {path}; give them all the same directory")
+    folder, files = located(path), manifest["files"]
+    together(world, doing, lambda: verify(folder, files, sorted(files)[world.rank :: world.size]))
+    together(world, doing, lambda: common.update(_read_common(folder / META, weights_only)))
+    return Opened(path, folder, manifest, common)
+
+
+def _read_common(path: Path, weights_only: bool) -> dict[str, Any]:
+    try:
+        with open_regular(path) as file:
+            content = torch.load(file, map_location="cpu", weights_only=weights_only)
+    except pickle.UnpicklingError as error:
+        raise PiperError(
+            f"{path} holds objects of classes that loading does not trust, such as hyper-parameters: {error}\nIf you trust the "
+            "checkpoint, pass fit(weights_only=False), or name the classes to torch.serialization.add_safe_globals"
+        ) from error
+    assert isinstance(content, dict)
+    return content
+
+
+def fill(opened: Opened, wanted: Sequence[Piece], world: World) -> None:
+    """Read tensors of a checkpoint. Collective.
+
+    Raises:
+        PiperError: it does not have a wanted tensor of this shape.
+    """
+    doing = f"loading {opened.path}"
+    together(world, doing, lambda: _check_wanted(opened, wanted))
+    read, relaid = [], []
+    whole: dict[str, Piece] = {}
+    for piece in wanted:
+        if _order(piece.spec) == _order(opened.manifest["tensors"][piece.key]):
+            read.append(piece)
+            continue
+        if piece.key not in whole:  # elements lie in another order in the file: only the whole tensor can be brought in order
+            numel = math.prod(piece.shape)
+            whole[piece.key] = Piece(piece.key, piece.shape, 0, numel, torch.empty(numel, dtype=piece.tensor.dtype))
+        relaid.append(piece)
+    options: dict[str, Any] = {"storage_reader": Reader(opened.folder), "planner": LoadPieces([*read, *whole.values()])}
+    _checkpointed(world, doing, lambda **how: dcp.load({}, **options, **how))
+    for piece in relaid:
+        tensor = view_as(whole[piece.key].tensor, opened.spec_of(piece.key))
+        target = TensorSpec(piece.shape, tensor.dtype, _strides(piece.shape, piece.layout))
+        piece.tensor.detach().copy_(flattened(tensor, target)[piece.start : piece.stop])
+
+
+def _check_wanted(opened: Opened, wanted: Sequence[Piece]) -> None:
+    for piece in wanted:
+        _check_piece(piece)
+        shape = list(opened.spec_of(piece.key).shape)
+        if shape != list(piece.shape):
+            raise PiperError(
+                f"{piece.key} has shape {shape} in the checkpoint {opened.path}, {list(piece.shape)} here; load it into "
+                "a module of the same sizes"
+            )
+
+
+def _order(spec: dict[str, Any]) -> list[int]:
+    """The dimensions as they lie, without those of one element, which make no difference."""
+    return [d for d in spec["layout"] if spec["shape"][d] != 1]
+
+
+def _strides(shape: Sequence[int], layout: Sequence[int] | None) -> tuple[int, ...]:
+    """Of a dense tensor."""
+    strides, step = [0] * len(shape), 1
+    for d in reversed(range(len(shape)) if layout is None else layout):
+        strides[d], step = step, step * max(1, shape[d])
+    return tuple(strides)
+
+
+def read_whole(opened: Opened, keys: Iterable[str]) -> dict[str, torch.Tensor]:
+    """Whole tensors, with the strides that they had when they were saved, in this process alone."""
+    specs = {key: opened.spec_of(key) for key in keys}
+    flat = {key: torch.empty(spec.numel, dtype=spec.dtype) for key, spec in specs.items()}
+    pieces = [Piece(key, spec.shape, 0, spec.numel, flat[key], spec.layout) for key, spec in specs.items()]
+    fill(opened, pieces, World(0, 1, torch.device("cpu")))
+    return {key: view_as(flat[key], spec) for key, spec in specs.items()}

@@ -1,0 +1,245 @@
+"""The state of a module and its optimizer as pieces, for sharded checkpoints.
+
+Such a checkpoint has Lightning's content, in which a *reference* stands for each tensor that is in pieces: a dict with the key
+under which the pieces are saved. It loads without trust in classes, and a hook that moves entries moves references.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from typing import Any
+
+import torch
+from torch import nn
+
+from lightning_piper.checkpoint.pieces import Piece
+from lightning_piper.checkpoint.sharded import fill, open_checkpoint
+from lightning_piper.errors import PiperError
+from lightning_piper.holdings.layout import Layout
+from lightning_piper.holdings.materialize import empty_like, is_on_meta, load_state, places_of, put, tensor_at
+from lightning_piper.holdings.optimizer import ShardedOptimizer
+from lightning_piper.holdings.ownership import Ownership
+from lightning_piper.ir.buckets import flattened, view_as
+from lightning_piper.ir.values import TensorSpec
+from lightning_piper.processes.world import World
+
+REFERENCE = "lightning_piper.tensor"
+OPTIMIZER = "optimizer_states.0"  # there is one optimizer
+
+
+def reference(key: str) -> dict[str, str]:
+    return {REFERENCE: key}
+
+
+def key_of(value: Any) -> str | None:
+    """The key of a reference; None for anything else."""
+    key = value[REFERENCE] if isinstance(value, dict) and value.keys() == {REFERENCE} else None
+    return key if isinstance(key, str) else None
+
+
+def referenced(content: Any) -> set[str]:
+    """The keys of all references in dicts, lists and tuples."""
+    key = key_of(content)
+    if key is not None:
+        return {key}
+    parts: Iterable[Any] = content.values() if isinstance(content, dict) else content if isinstance(content, list | tuple) else ()
+    return {key for part in parts for key in referenced(part)}
+
+
+def resolved(content: Any, tensors: Mapping[str, torch.Tensor]) -> Any:
+    """The content with tensors in place of references."""
+    key = key_of(content)
+    if key is not None:
+        return tensors[key]
+    if isinstance(content, dict):
+        for name, value in content.items():
+            content[name] = resolved(value, tensors)
+    elif isinstance(content, list):
+        content[:] = [resolved(value, tensors) for value in content]
+    return content
+
+
+# Saving
+
+
+def module_state(module: nn.Module, canonical: Mapping[str, str]) -> dict[str, Any]:
+    """The module's state dict, with references to its parameters and buffers.
+
+    Args:
+        canonical: name of a parameter or buffer -> its canonical name.
+
+    Raises:
+        PiperError: it has other tensors, of which there is no telling on which process they are.
+    """
+    found: dict[str, Any] = {}
+    for name, value in module.state_dict().items():
+        if name in canonical:
+            found[name] = reference(f"state_dict.{canonical[name]}")
+        elif isinstance(value, torch.Tensor) and value.is_meta:
+            raise PiperError(
+                f"the module's state_dict() has {name!r}, which is no name of a parameter or buffer; it cannot be saved in pieces, "
+                "use PiperStrategy(checkpoint='consolidated')"
+            )
+        else:
+            found[name] = value
+    return found
+
+
+def optimizer_state(optimizer: ShardedOptimizer) -> dict[str, Any]:
+    """The optimizer's state in canonical form, with references to its tensors. Collective."""
+    return optimizer.outline(lambda name, key: reference(f"{OPTIMIZER}.{name}.{key}"))
+
+
+def pieces_of(module: nn.Module, ownership: Ownership, optimizer: ShardedOptimizer, keys: set[str], running: bool) -> list[Piece]:
+    """What this process has of the tensors that are to be saved under these keys.
+
+    Args:
+        running: the module is distributed, as `ownership` says; else it was.
+    """
+    layout = ownership.layout
+    if running or not ownership.whole:
+        found = [(f"state_dict.{p.name}", p.name, p.start, p.stop, p.tensor) for p in ownership.pieces(replicas=True)]
+    else:  # every process has the whole module again, and may have changed it since
+        tensors = {**dict(module.named_parameters()), **dict(module.named_buffers())}
+        specs = {name: spec for name, spec in layout.specs.items() if name in tensors}
+        found = [
+            (f"state_dict.{name}", name, 0, spec.numel, flattened(tensors[name].detach(), spec)) for name, spec in specs.items()
+        ]
+    found += [(f"{OPTIMIZER}.{p.name}.{p.key}", p.name, p.start, p.stop, p.tensor) for p in optimizer.pieces(replicas=True)]
+    return [
+        Piece(key, layout.specs[name].shape, start, stop, tensor, layout.specs[name].layout)
+        for key, name, start, stop, tensor in found
+        if key in keys
+    ]
+
+
+# Loading
+
+
+class Loading:
+    """A sharded checkpoint that is being loaded, in the steps in which Lightning does it. Every one is collective.
+
+    Args:
+        path: of the directory.
+        world: the processes of the run.
+        weights_only: refuse content that could run code.
+
+    Attributes:
+        content: Lightning's, with references.
+
+    Raises:
+        PiperError: there is no checkpoint, or it is damaged.
+    """
+
+    def __init__(self, path: str, world: World, weights_only: bool) -> None:
+        self._world = world
+        self._opened = open_checkpoint(path, world, weights_only)
+        self.content = self._opened.common
+        self._waiting: tuple[nn.Module, dict[str, str]] | None = None
+
+    @property
+    def waiting(self) -> frozenset[str]:
+        """The names of parameters and buffers that are still to be read."""
+        return frozenset() if self._waiting is None else frozenset(self._waiting[1])
+
+    def module(self, module: nn.Module, state: Mapping[str, Any], strict: bool, parts: Ownership | None) -> dict[str, torch.Tensor]:
+        """Load the module's values. Before a run over processes nothing is read: see `distributed`.
+
+        Args:
+            module: that gets the values.
+            state: its state dict, with references.
+            strict: refuse other names than the module has.
+            parts: how the module lies over processes in a fit that is running; None outside of one.
+
+        Returns:
+            The values of tensors that the checkpoint does not have in pieces, unless they are loaded.
+
+        Raises:
+            PiperError: the names in the checkpoint are not those of the module, and `strict`; or a shape differs.
+        """
+        names = module.state_dict().keys()
+        missing, unexpected = [n for n in names if n not in state], [n for n in state if n not in names]
+        if strict and (missing or unexpected):
+            raise PiperError(
+                f"the checkpoint is of another module than this {type(module).__name__}: missing in the checkpoint are "
+                f"{missing or 'none'}, unexpected are {unexpected or 'none'}; resume with the same module, or set its "
+                "strict_loading=False"
+            )
+        plain = {name: value for name, value in state.items() if key_of(value) is None}
+        kept: dict[str, torch.Tensor] = {}
+        if plain and is_on_meta(module):
+            kept = load_state(module, plain, strict=False, keep=parts is None)
+        elif plain:
+            module.load_state_dict(plain, strict=False)
+        keys = {name: key for name in names if (key := key_of(state.get(name))) is not None}
+        if parts is None and self._world.size > 1:
+            self._waiting = module, keys
+        else:
+            self._fill_module(module, keys, parts)
+        return kept
+
+    def distributed(self, parts: Ownership) -> None:
+        """The module is distributed now: every process reads what it has of it, and no process all of it."""
+        if self._waiting is not None:
+            (module, keys), self._waiting = self._waiting, None
+            self._fill_module(module, keys, parts)
+
+    def whole(self) -> None:
+        """The module is not distributed yet: every process reads all of it."""
+        if self._waiting is not None:
+            (module, keys), self._waiting = self._waiting, None
+            self._fill_module(module, keys, None)
+
+    def _fill_module(self, module: nn.Module, keys: Mapping[str, str], parts: Ownership | None) -> None:
+        wanted: list[tuple[torch.Tensor, TensorSpec, Piece]] = []
+
+        def want(name: str, tensor: torch.Tensor, spec: TensorSpec, start: int, stop: int) -> None:
+            if name in keys:
+                values = tensor.detach()
+                flat = values if values.shape == (stop - start,) else flattened(values, spec)
+                wanted.append((values, spec, Piece(keys[name], spec.shape, start, stop, flat, spec.layout)))
+
+        if parts is None:
+            for name, places in places_of(module).items():
+                if name in keys and tensor_at(places).is_meta:
+                    put(places, empty_like(tensor_at(places), "cpu"))
+            for name, tensor in [*module.named_parameters(), *module.named_buffers()]:
+                spec = TensorSpec.of(tensor)
+                want(name, tensor, spec, 0, spec.numel)
+        else:
+            layout = parts.layout
+            for name, tensor in {**parts.owned_params, **parts.owned_buffers}.items():
+                held = layout.held(name, self._world.rank)
+                assert held is not None
+                want(name, tensor, layout.specs[name], *held)
+        fill(self._opened, [piece for *_, piece in wanted], self._world)
+        for values, spec, piece in wanted:
+            if piece.tensor.data_ptr() != values.data_ptr():  # `flattened` had to copy
+                values.copy_(view_as(piece.tensor, spec))
+
+    def optimizer(self, saved: Mapping[str, Any], optimizer: ShardedOptimizer, layout: Layout) -> None:
+        """Read what this process has of the optimizer's state.
+
+        Args:
+            saved: the state in canonical form, with references.
+            optimizer: cut down to what this process holds.
+            layout: who holds what.
+        """
+        rank = self._world.rank
+        pieces: list[Piece] = []
+        states: dict[int, dict[str, Any]] = {}
+        for number, name, _ in optimizer.held():
+            if number not in saved["state"]:
+                continue
+            states[number] = optimizer.cut(name, {k: v for k, v in saved["state"][number].items() if key_of(v) is None})
+            for kind, value in saved["state"][number].items():
+                key = key_of(value)
+                if key is None or name is None:
+                    continue
+                spec, held = layout.specs[name], layout.held(name, rank)
+                assert held is not None
+                flat = torch.empty(held[1] - held[0], dtype=self._opened.dtype_of(key))
+                pieces.append(Piece(key, spec.shape, *held, flat, spec.layout))
+                states[number][kind] = view_as(flat, spec) if layout.holds_whole(name, rank) else flat
+        fill(self._opened, pieces, self._world)
+        optimizer.load_parts(saved["param_groups"], states)

@@ -1,0 +1,132 @@
+"""From the plan's gradients to autograd: a loss whose `backward` hands them out.
+
+Lightning zeroes gradients after the training step and calls `backward` on what the step returned. So the step's gradients wait
+here until then, and everything around `backward` (accumulation, loss scaling, hooks, users' overrides) works as always.
+
+Where gradients are kept back until the last batch of an accumulation, they are multiplied with that batch's factor, all of them.
+So the batches before must have had the same one.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+
+from lightning_piper.errors import ExecutionError, PiperError
+from lightning_piper.holdings.gradients import mark
+
+
+class Bridge:
+    """Makes losses of which `backward` fills the `.grad` of given parameters.
+
+    Args:
+        params: by name; those that the plan updates.
+        device: of the losses.
+        absent: those whose gradients are elsewhere, which `backward` says of them.
+    """
+
+    def __init__(
+        self,
+        params: Mapping[str, torch.nn.Parameter],
+        device: torch.device,
+        absent: Mapping[str, torch.nn.Parameter] | None = None,
+    ) -> None:
+        self.absent = absent or {}
+        self.trained = {name: x for name, x in params.items() if x.requires_grad}
+        self._names, self._params = tuple(self.trained), tuple(self.trained.values())
+        # Gives the loss a gradient function also where a process has no parameters at all.
+        self._anchor = torch.zeros((), device=device, requires_grad=True)
+        self._kept: list[_Waiting] = []  # of the batches whose gradients are kept back
+        self._last: _Waiting | None = None
+
+    def loss(self, value: torch.Tensor, grads: Mapping[str, torch.Tensor], scale: float = 1.0, kept: bool = False) -> torch.Tensor:
+        """A loss of this value whose derivatives are `grads`, which belong to it from now on.
+
+        Args:
+            value: of the loss, not scaled.
+            grads: parameter name -> gradient, times `scale`. Some may be missing.
+            scale: the factor that `backward` is expected to bring; `grads` are multiplied with what it brings, over `scale`.
+            kept: the plan has kept gradients of this batch back, and hands them out with those of a later one.
+
+        Raises:
+            PiperError: `backward` did not run on the loss of a batch whose gradients are kept back.
+        """
+        if any(waiting.factor is None for waiting in self._kept):
+            raise PiperError(
+                "PiperStrategy: backward did not run on the loss of an earlier batch of this gradient accumulation, but its "
+                "gradients are in the sum already; call backward on every loss that the training step returns"
+            )
+        waiting = self._last = _Waiting(value, [grads.get(name) for name in self._names], scale, self)
+        if kept:
+            self._kept.append(waiting)
+        result: torch.Tensor = _HandOut.apply(waiting, self._anchor, *self._params)
+        return result
+
+    def keeps(self) -> bool:
+        """Are gradients of the batches so far kept back?"""
+        return bool(self._kept)
+
+    def factor(self, read: bool) -> float | None:
+        """What `backward` brought to the last loss, over what it was expected to bring; None if it did not run.
+
+        Args:
+            read: also from the memory of a GPU, for which the host must wait.
+        """
+        if self._last is None or self._last.factor is None or not (read or self._last.factor.device.type == "cpu"):
+            return None
+        return float(self._last.factor) / self._last.scale
+
+    def check(self, last: _Waiting) -> None:
+        """The batches whose gradients come with those of `last` had the same factor."""
+        if not self._kept or last in self._kept:
+            return
+        kept, self._kept = self._kept, []
+        assert last.factor is not None
+        found = [(float(w.factor), w.scale) for w in [*kept, last] if w.factor is not None]
+        if len(set(found)) > 1:
+            shown = ", ".join(f"{factor / scale:g}" for factor, scale in found)
+            raise PiperError(
+                f"PiperStrategy: backward multiplied the losses of one gradient accumulation by different factors ({shown}), but "
+                "gradients are summed over replicas once, with the last batch; use one factor for all batches of an accumulation"
+            )
+
+
+class _Waiting:
+    """The gradients of one step. `factor`: what `backward` brought."""
+
+    def __init__(self, value: torch.Tensor, grads: list[torch.Tensor | None], scale: float, bridge: Bridge) -> None:
+        self.value, self.scale = value, scale
+        self.factor: torch.Tensor | None = None
+        self._grads: list[torch.Tensor | None] | None = grads
+        self._bridge = bridge
+
+    def take(self, factor: torch.Tensor) -> list[torch.Tensor | None]:
+        if self._grads is None:
+            raise ExecutionError(
+                "backward ran twice on the loss of one training step; its gradients are handed out only once: call it once"
+            )
+        grads, self._grads = self._grads, None
+        self.factor = factor
+        self._bridge.check(self)
+        mark(self._bridge.absent, self._bridge.trained)
+        # Looking at a value on a GPU would make the host wait for it; multiplying by one does not.
+        if factor.device.type != "cpu" or factor.item() != self.scale:
+            ratio = factor.double() / self.scale
+            for grad in grads:
+                if grad is not None:
+                    grad.mul_(ratio.to(grad.dtype))
+        return grads
+
+
+class _HandOut(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, waiting: _Waiting, anchor: torch.Tensor, *params: torch.Tensor) -> torch.Tensor:
+        ctx.waiting = waiting
+        return waiting.value
+
+    @staticmethod
+    def backward(ctx: Any, *incoming: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
+        (factor,) = incoming
+        return (None, None, *ctx.waiting.take(factor))

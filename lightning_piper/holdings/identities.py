@@ -1,0 +1,138 @@
+"""Which tensors stand under the module's names: hooks may put others there, and the plans work on those that they were bound to."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import nn
+
+from lightning_piper.capture import dict_version, storage_id
+from lightning_piper.errors import PiperError
+from lightning_piper.holdings.ownership import Ownership
+
+
+class Identities:
+    """The parameters and buffers that the plans are bound to, and where the module has them.
+
+    A tensor whose values were replaced (`p.data = ...`, `self.average = ...`) gives them to the one that is bound, which then
+    stands in its place again. Parameters cannot be replaced, taken away or frozen: optimizer and gradients would not follow.
+    """
+
+    def __init__(self, module: nn.Module, ownership: Ownership) -> None:
+        self._entries = [(part._parameters if attribute in part._parameters else part._buffers, attribute, name)
+                         for name, places in ownership.places.items() for part, attribute in places]  # fmt: skip
+        self._names = list(ownership.places)
+        known = {name: store[attribute] for store, attribute, name in self._entries}
+        self._tensors: list[torch.Tensor] = [x for name in self._names if (x := known[name]) is not None]
+        self._bound = [x.detach() for x in self._tensors]
+        self._stores = list({id(store): store for store, _, _ in self._entries}.values())
+        self._pointers = list(map(torch.Tensor.data_ptr, self._tensors))
+        self._trained = [x.requires_grad for x in self._tensors]
+        # What stands in the place of a sharded parameter has no memory; its storage says whether it is the same.
+        sharded = [i for i, x in enumerate(self._tensors) if x.is_meta and ownership.layout.is_sharded(self._names[i])]
+        self._sharded = [(i, storage_id(self._tensors[i])) for i in sharded]
+        self._names_in = {id(store): {name for name, x in store.items() if x is not None} for store in self._stores}
+        self._module = module
+        self._watched = self._all_dicts()
+        self._versions = list(map(dict_version, self._watched))
+
+    def _all_dicts(self) -> list[dict[str, Any]]:
+        """Also those without tensors: some may come."""
+        return [d for part in self._module.modules() for d in (part._modules, part._parameters, part._buffers)]
+
+    def follow(self) -> None:
+        """Before a step: let the bound tensors have the values that stand in the module.
+
+        Raises:
+            PiperError: they cannot; names the parameter or buffer.
+        """
+        if list(map(dict_version, self._watched)) != self._versions:
+            self._put_back()
+            self._check_parts()
+            self._watched = self._all_dicts()
+            self._versions = list(map(dict_version, self._watched))
+        if list(map(torch.Tensor.data_ptr, self._tensors)) != self._pointers:
+            self._take_over()
+        for i, storage in self._sharded:
+            if storage_id(self._tensors[i]) != storage:
+                raise PiperError(
+                    f"PiperStrategy: the values of parameter {self._names[i]!r} were replaced (.data = ...), but they are in "
+                    "pieces, which do not follow. Change the pieces, in the groups of trainer.optimizers, or drop shard_params for "
+                    "its region"
+                )
+
+    def check_trained(self) -> None:
+        """Before a training step.
+
+        Raises:
+            PiperError: another set of parameters is to be trained than the captured step trains.
+        """
+        if [x.requires_grad for x in self._tensors] != self._trained:
+            name = next(n for n, x, was in zip(self._names, self._tensors, self._trained, strict=True) if x.requires_grad != was)
+            raise PiperError(
+                f"PiperStrategy: requires_grad of parameter {name!r} changed since the step was captured, and the captured step "
+                "would not follow; make the change before fit, and call fit again after it"
+            )
+
+    def _put_back(self) -> None:
+        """Entries that were written to: a buffer's new tensor gives its values to the old one."""
+        tensors = dict(zip(self._names, self._tensors, strict=True))
+        for store, attribute, name in self._entries:
+            found, tensor = store.get(attribute), tensors[name]
+            if found is tensor:
+                continue
+            if found is None or isinstance(tensor, nn.Parameter):
+                kind = "parameter" if isinstance(tensor, nn.Parameter) else "buffer"
+                what = "is gone" if found is None else "was replaced by another one"
+                raise PiperError(
+                    f"PiperStrategy: {kind} {name!r} {what} since the first batch (pruning, a parametrization, or an assignment "
+                    "in a hook); do that before fit, or in hooks before the first batch, such as on_fit_start. Values can be "
+                    "changed: parameter.data = ..., or in place under torch.no_grad()"
+                )
+            self._give(name, found, tensor.detach())
+            store[attribute] = tensor  # type: ignore[assignment]
+
+    def _check_parts(self) -> None:
+        """Submodules may have come and gone, but not such that have tensors."""
+        here: set[int] = set()
+        for path, part in self._module.named_modules():
+            for store in (part._parameters, part._buffers):
+                here.add(id(store))
+                known = self._names_in.get(id(store), set())
+                new = next((name for name, x in store.items() if x is not None and name not in known), None)
+                if new is not None:
+                    raise PiperError(
+                        f"PiperStrategy: {f'{path}.{new}'.removeprefix('.')!r} is new since the first batch, and no device has it; "
+                        "make it before fit, or in hooks before the first batch, such as on_fit_start"
+                    )
+        for store, _, name in self._entries:
+            if id(store) not in here:
+                raise PiperError(
+                    f"PiperStrategy: the submodule that has {name!r} was taken away since the first batch; do that before fit, or "
+                    "in hooks before the first batch, such as on_fit_start"
+                )
+
+    def _take_over(self) -> None:
+        """Tensors whose values were replaced: `tensor.data = ...`."""
+        for i, (name, tensor, bound) in enumerate(zip(self._names, self._tensors, self._bound, strict=True)):
+            if tensor.data_ptr() != self._pointers[i]:
+                self._give(name, tensor.detach(), bound)
+                tensor.data = bound
+
+    def _give(self, name: str, found: torch.Tensor, bound: torch.Tensor) -> None:
+        for other, x in zip(self._names, self._bound, strict=True):
+            shared = not x.is_meta and x.numel() and x.untyped_storage().data_ptr() == found.untyped_storage().data_ptr()
+            if shared and other != name:
+                raise PiperError(
+                    f"PiperStrategy: {name!r} was given the memory of {other!r} since the first batch, so that a change of one is "
+                    "a change of the other; give it a copy (.clone()), or tie them before fit"
+                )
+        if (found.shape, found.dtype, found.device) != (bound.shape, bound.dtype, bound.device):
+            raise PiperError(
+                f"PiperStrategy: {name!r} was {bound.dtype}{list(bound.shape)} on {bound.device} when the step was captured, and "
+                f"was replaced by {found.dtype}{list(found.shape)} on {found.device}; keep shape, dtype and device, or call fit "
+                "again"
+            )
+        with torch.no_grad():
+            bound.copy_(found)

@@ -1,0 +1,142 @@
+"""Which process holds which elements of which parameter and buffer.
+
+A *home* is a set of processes that have one tensor between them: every one all of it, or each its piece, where a directive
+shards it. A parameter that stages on different devices share has several homes.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+
+import torch
+
+from lightning_piper.compiler import Compiled
+from lightning_piper.errors import PiperError
+from lightning_piper.ir.buckets import Bucket
+from lightning_piper.ir.values import TensorSpec
+from lightning_piper.ops.gather import Parameters
+from lightning_piper.processes.world import LEAD
+
+Range = tuple[int, int]  # elements start:stop of a tensor, in the order of its memory
+
+
+@dataclass(frozen=True)
+class Home:
+    """Attributes:
+    ranges: rank -> what it holds, by ascending rank. Ranks that hold nothing are absent.
+    bucket: in which the tensor is sharded; None if every rank holds all of it.
+    """
+
+    ranges: Mapping[int, Range]
+    bucket: Bucket | None = None
+
+    @property
+    def speakers(self) -> Mapping[int, Range]:
+        """The ranks that have each element exactly once."""
+        if self.bucket is not None:
+            return self.ranges
+        rank = next(iter(self.ranges))
+        return {rank: self.ranges[rank]}
+
+
+@dataclass(frozen=True)
+class Piece:
+    """Elements of a parameter, a buffer, or a tensor of the optimizer's state that belongs to a parameter.
+
+    Attributes:
+        name: canonical name of the parameter or buffer.
+        shape, dtype: of the whole tensor.
+        start, stop: which of its elements, in the order of the parameter's memory.
+        tensor: one dimension, `stop - start` elements.
+        key: of the optimizer's state; empty for the parameter or buffer itself.
+    """
+
+    name: str
+    shape: tuple[int, ...]
+    dtype: torch.dtype
+    start: int
+    stop: int
+    tensor: torch.Tensor
+    key: str = ""
+
+
+class Layout:
+    """Attributes:
+    homes: canonical name -> its homes. The first one speaks for the tensor: in checkpoints and in norms.
+    specs: canonical name -> spec of the whole tensor.
+    """
+
+    def __init__(self, compiled: Compiled, size: int, spare_everywhere: bool = False) -> None:
+        """For `size` processes, of which rank i is logical device i; one process holds everything.
+
+        `spare_everywhere`: all processes hold the parameters that the step does not use, for another step may use them.
+        """
+        self.specs: dict[str, TensorSpec] = {name: info.spec for name, info in compiled.step.params.items()}
+        self.specs |= compiled.step.buffers
+        self.homes: dict[str, tuple[Home, ...]] = {}
+        if size == 1:
+            self.homes = {name: (Home({LEAD: (0, spec.numel)}),) for name, spec in self.specs.items()}
+            return
+        sharded, covered = _sharded(compiled)
+        used: dict[str, list[int]] = {}
+        for device in sorted(compiled.plans):
+            for name in compiled.params_on(device) | compiled.buffers_on(device):
+                if (device, name) not in covered:
+                    used.setdefault(name, []).append(device)
+        for name, spec in self.specs.items():
+            homes = sharded.get(name, [])
+            if name not in used and not homes:
+                # What no device uses: parameters stay with the lead, which saves them; buffers, which hooks may use, everywhere.
+                used[name] = [LEAD] if name in compiled.step.params and not spare_everywhere else list(range(size))
+            if name in used:
+                homes = [*homes, Home(dict.fromkeys(used[name], (0, spec.numel)))]
+            self.homes[name] = tuple(sorted(homes, key=lambda home: min(home.ranges, default=size)))
+
+    def held(self, name: str, rank: int) -> Range | None:
+        """The elements that a process holds; None if it holds none."""
+        return next((home.ranges[rank] for home in self.homes[name] if rank in home.ranges), None)
+
+    def holds_whole(self, name: str, rank: int) -> bool:
+        return any(home.bucket is None and rank in home.ranges for home in self.homes[name])
+
+    def is_sharded(self, name: str) -> bool:
+        """Does any process hold a piece instead of the whole?"""
+        return any(home.bucket is not None for home in self.homes[name])
+
+    def speaking(self, name: str, rank: int) -> Range | None:
+        """The elements that a process has of the home that speaks for a tensor: those of `speakers`, or a replica of them."""
+        return self.homes[name][0].ranges.get(rank)
+
+    def speakers(self, name: str) -> Mapping[int, Range]:
+        """Rank -> the elements for which it speaks; each element once."""
+        return self.homes[name][0].speakers
+
+
+def _sharded(compiled: Compiled) -> tuple[dict[str, list[Home]], set[tuple[int, str]]]:
+    """The homes of what is sharded, and all (device, name) of which the device has at most a piece."""
+    homes: dict[str, list[Home]] = {}
+    covered: set[tuple[int, str]] = set()
+    for bucket, devices in buckets_of_parameters(compiled):
+        ranges: dict[str, dict[int, Range]] = {name: {} for name in bucket.names}
+        for device in sorted(devices):
+            for name, start, stop, _ in bucket.pieces(compiled.plans[device].replica):
+                ranges[name][device] = (start, stop)
+        for name, found in ranges.items():
+            twice = [device for device in devices if (device, name) in covered]
+            if twice:
+                raise PiperError(
+                    f"parameter {name!r} lies in two buckets of device {twice[0]}; give the directives that shard it the same "
+                    "bucket_size"
+                )
+            covered.update((device, name) for device in devices)
+            homes.setdefault(name, []).append(Home(found, bucket))
+    return homes, covered
+
+
+def buckets_of_parameters(compiled: Compiled) -> Iterator[tuple[Bucket, tuple[int, ...]]]:
+    """Every bucket of which devices have shards, with the devices that have all of it together."""
+    for node in compiled.dag.of_type(Parameters):
+        bucket = node.outputs[0].bucket
+        assert bucket is not None
+        yield bucket, node.devices

@@ -1,0 +1,376 @@
+"""An optimizer cut down to what one process holds, and its state as one device would have it.
+
+The canonical form of an optimizer's state numbers the parameters through all groups, in the order in which
+`configure_optimizers` gave them: what a plain optimizer writes into a checkpoint, and reads from it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.optim import Optimizer
+
+from lightning_piper.compiler import Compiled
+from lightning_piper.errors import PiperError
+from lightning_piper.holdings.elementwise import NotElementwise, StateKeys, Untried, remade, sees_others, state_keys
+from lightning_piper.holdings.layout import Piece
+from lightning_piper.holdings.materialize import places_of, tensor_at
+from lightning_piper.holdings.ownership import Ownership, parts_of
+from lightning_piper.ir.buckets import flattened, view_as
+from lightning_piper.ir.nodes import Chunk
+from lightning_piper.ops.gather import Parameters
+from lightning_piper.processes.world import LEAD, World
+
+State = dict[str, Any]
+Names = list[list[str | None]]  # canonical names of the parameters of each group; None for what is not the module's
+
+
+def names_in(optimizer: Optimizer, module: nn.Module, before: Names | None = None) -> Names:
+    """What an optimizer is over.
+
+    Args:
+        optimizer, module: with the parameters that the module has now, or has had when it was whole.
+        before: what this returned then; needed while the module is in parts.
+
+    Raises:
+        PiperError: the module is in parts, and the optimizer has other parameters than before.
+    """
+    if parts_of(module) is None:
+        names = {id(tensor_at(at)): name for name, at in places_of(module).items()}
+        return [[names.get(id(p)) for p in group["params"]] for group in optimizer.param_groups]
+    if before is None or [len(group["params"]) for group in optimizer.param_groups] != [len(names) for names in before]:
+        raise PiperError(
+            "PiperStrategy: the optimizer's parameter groups have changed since a sanity check, after which a module that was "
+            "built on the meta device is in parts; change them earlier, or give Trainer(num_sanity_val_steps=0)"
+        )
+    return before
+
+
+def check_groups(names: Names, full: Sequence[State]) -> None:
+    """Are these groups, in canonical form, those of an optimizer over these parameters?
+
+    Raises:
+        PiperError: they are not.
+    """
+    found, wanted = [len(group["params"]) for group in full], [len(group) for group in names]
+    if found != wanted:
+        raise PiperError(
+            f"the checkpoint's optimizer has parameter groups of {found} parameters, configure_optimizers gives {wanted}; "
+            "resume with the same module and the same groups"
+        )
+
+
+class ShardedOptimizer:
+    """Cuts an optimizer when it is made: `group["params"]` loses, in place, the parameters of other processes, and has this
+    process's pieces of those that are sharded. All groups stay, also empty ones, for schedulers hold them.
+
+    Args:
+        optimizer: over the parameters that the whole module had before it was distributed.
+        names: of these.
+        ownership: of the module; parameters that the optimizer has besides stay with every process and are the lead's to save.
+        compiled: says which directive shards what.
+
+    Raises:
+        PiperError: it is not over the module's parameters, or not over the same everywhere; or a parameter is sharded, and it does
+            not treat each element on its own; or processes have different parameters, and it does not treat each on its own.
+    """
+
+    def __init__(self, optimizer: Optimizer, names: Names, ownership: Ownership, compiled: Compiled, world: World) -> None:
+        self.optimizer, self.names, self._ownership, self._world = optimizer, names, ownership, world
+        self._check_whole()
+        self._labels: list[list[str] | None] = [
+            list(g["param_names"]) if "param_names" in g else None for g in optimizer.param_groups
+        ]
+        if world.size > 1 and len({frozenset(compiled.params_on(device)) for device in compiled.plans}) > 1:
+            self._check_alone()
+        self._keys = self._checked(compiled)
+        owned = ownership.owned_params
+        self._kept = [[name is None or name in owned for name in group] for group in self.names]
+        self._sizes = [sum(kept) for kept in self._kept]
+        lacking: set[Tensor] = set()
+        for group, labels, kept in zip(optimizer.param_groups, self.names, self._kept, strict=True):
+            for p, name in zip(group["params"], labels, strict=True):
+                new = None if name is None else owned.get(name)
+                if name is None or new is p:
+                    continue
+                state = optimizer.state.pop(p, None)
+                if new is not None and (ownership.layout.is_sharded(name) or (state and p.is_meta)):
+                    lacking.add(new)
+                elif new is not None and state:
+                    optimizer.state[new] = state
+            group["params"][:] = [p if n is None else owned[n] for p, n in zip(group["params"], labels, strict=True)
+                                  if n is None or n in owned]  # fmt: skip
+            if "param_names" in group:
+                group["param_names"][:] = [x for x, keep in zip(group["param_names"], kept, strict=True) if keep]
+        if lacking:
+            self._make_state(lacking)
+
+    def _check_whole(self) -> None:
+        """An optimizer that was in a fit before this one has been cut down already. Collective."""
+        found = self._world.gather(self.names)
+        where = next((
+            f" ({name!r} is in parameter group {group} on rank {one} and not on rank {other})"
+            for rank in range(1, len(found)) for one, other in ((0, rank), (rank, 0))
+            for group, names in enumerate(found[one]) for name in names
+            if name is not None and (group >= len(found[other]) or name not in found[other][group])
+        ), "")  # fmt: skip
+        if any(names != self.names for names in found) or not any(name for names in self.names for name in names):
+            raise PiperError(
+                f"PiperStrategy: the optimizer is over none of the module's parameters, or over others in each process{where}. "
+                "Make a new one in configure_optimizers for each fit, of the parameters that the module has then: a fit cuts it "
+                "down to what each process holds"
+            )
+
+    def _check_alone(self) -> None:
+        """The processes have different parameters. All processes find the same."""
+        name = type(self.optimizer).__name__
+        try:
+            together = sees_others(self.optimizer, self._of_groups(), self._world.device)
+        except Untried as error:
+            raise PiperError(
+                f"PiperStrategy: {name} must treat each parameter on its own, for each process has those of its stage, but this "
+                f"cannot be tried: a copy of it fails with {error}. Let it be made of its defaults, and let its step need no more "
+                "than gradients; or use another one (SGD, AdamW, Muon, ...)"
+            ) from error.__cause__
+        if together:
+            raise PiperError(
+                f"PiperStrategy: {name} updates a parameter otherwise when there are others, so it must see all of them, but each "
+                "process has those of its stage. Use an optimizer that treats each parameter on its own (SGD, AdamW, Muon, ...); "
+                "gradients are clipped with Trainer(gradient_clip_val=...)"
+            )
+
+    def _checked(self, compiled: Compiled) -> StateKeys:
+        """What the state of parameters in pieces consists of. All processes find the same."""
+        is_sharded = self._ownership.layout.is_sharded
+        sharded = {name: x for name, x in self._ownership.params.items() if is_sharded(name)}
+        found = [name for names in self.names for name in names if name in sharded]
+        if not found:
+            return StateKeys()
+        try:
+            return state_keys(self.optimizer, self._of_groups(sharded), self._world.device)
+        except NotElementwise as error:
+            name = next((name for name in found if sharded[name] is error.param), found[0])
+            raise PiperError(_refusal(type(self.optimizer).__name__, str(error), name, compiled)) from error.__cause__
+
+    def _of_groups(self, only: Mapping[str, Tensor] | None = None) -> list[list[Tensor]]:
+        """The parameters of each group, in their full shapes. `only`: of the module, these and no others."""
+        params = self._ownership.params if only is None else only
+        return [
+            [p if name is None else params[name] for p, name in zip(group["params"], names, strict=True)
+             if (only is None if name is None else name in params)]
+            for group, names in zip(self.optimizer.param_groups, self.names, strict=True)
+        ]  # fmt: skip
+
+    def _make_state(self, lacking: set[Tensor]) -> None:
+        """What an optimizer makes when it is constructed, for tensors that are here only now."""
+        groups = [
+            {**{k: v for k, v in group.items() if k != "param_names"}, "params": own}
+            for group in self.optimizer.param_groups
+            if (own := [p for p in group["params"] if p in lacking])
+        ]
+        made = remade(self.optimizer, groups)
+        for p in lacking:
+            if p in made.state:
+                self.optimizer.state[p] = made.state[p]
+
+    def check_groups_stay(self) -> None:
+        """Refuse groups that were given parameters, or lost some, since they were cut.
+
+        Raises:
+            PiperError: they were.
+        """
+        if [len(group["params"]) for group in self.optimizer.param_groups] != self._sizes:
+            raise PiperError(
+                "PiperStrategy: the optimizer's parameter groups have changed since the first batch, when they were cut down to "
+                "what each process holds. Change them (add_param_group) before it, up to on_train_start, or call fit again"
+            )
+
+    def pieces(self, replicas: bool = False) -> list[Piece]:
+        """The state tensors with a number for each element, as far as this process speaks for them: over all processes, each
+        element once.
+
+        Args:
+            replicas: also those of which it has a replica.
+        """
+        found = []
+        for name, p, state in self._spoken(replicas):
+            spec, held = self._ownership.layout.specs[name], self._ownership.layout.speaking(name, self._world.rank)
+            whole = self._ownership.layout.holds_whole(name, self._world.rank)
+            assert held is not None
+            for key, value in state.items():
+                if spec.shape and self._keys.is_cut(key, value, p.shape):
+                    found.append(Piece(name, spec.shape, value.dtype, *held, flattened(value, spec) if whole else value, key))
+        return found
+
+    def once(self) -> dict[tuple[str, str], Any]:
+        """The rest of the state, such as counts of steps: (parameter, key) -> value, each on one process. Also all state of
+        parameters without dimensions, in which the two look alike."""
+        found = {}
+        for name, p, state in self._spoken():
+            shape = self._ownership.layout.specs[name].shape
+            for key, value in state.items():
+                cut = self._keys.is_cut(key, value, p.shape)
+                if self._ownership.layout.speakers(name)[self._world.rank][0] == 0 and not (shape and cut):
+                    found[name, key] = value.reshape(shape) if cut else value
+        return found
+
+    def _spoken(self, replicas: bool = False) -> Iterator[tuple[str, Tensor, State]]:
+        """Name, tensor and state of the parameters for which this process speaks, or of which it has a replica."""
+        for _, name, p in self.held():
+            if name is None or p not in self.optimizer.state:
+                continue
+            if self._ownership.speaks_for(name) or (replicas and self._ownership.layout.speaking(name, self._world.rank)):
+                yield name, p, self.optimizer.state[p]
+
+    def held(self) -> Iterator[tuple[int, str | None, Tensor]]:
+        """What this process has: number in the canonical form, canonical name (None for what is not the module's), and the whole
+        parameter or its piece."""
+        number = 0
+        for group, names, kept in zip(self.optimizer.param_groups, self.names, self._kept, strict=True):
+            params = iter(group["params"])
+            for name, keep in zip(names, kept, strict=True):
+                if keep:
+                    yield number, name, next(params)
+                number += 1
+
+    def outline(self, refer: Callable[[str, str], Any]) -> State:
+        """The state in canonical form, with `refer(parameter, key)` in the place of everything that is in `pieces`. Collective."""
+        own = [(p.name, p.key) for p in self.pieces()]
+        others = {n: self.optimizer.state[p] for n, name, p in self.held() if name is None and p in self.optimizer.state}
+        numbers = {name: number for number, name in enumerate(name for names in self.names for name in names)}
+        state: dict[int, State] = {}
+        for cut, once, not_the_modules in self._world.gather((own, _on_host(self.once()), _on_host(others))):
+            for name, key in cut:
+                state.setdefault(numbers[name], {})[key] = refer(name, key)
+            for (name, key), value in once.items():
+                state.setdefault(numbers[name], {})[key] = value
+            for number, values in not_the_modules.items():
+                state.setdefault(number, values)  # that of the lead, which comes first
+        return {"state": dict(sorted(state.items())), "param_groups": self.full_groups()}
+
+    def full_state(self) -> State:
+        """The state in canonical form. Whole on the lead; other processes have what they hold whole. Collective."""
+        local = self.optimizer.state_dict()
+        own: dict[int, State] = {}
+        number, position = 0, 0
+        for names, kept in zip(self.names, self._kept, strict=True):
+            for name, keep in zip(names, kept, strict=True):
+                if keep and self._speaks_for(name) and position in local["state"]:
+                    own[number] = local["state"][position]
+                number, position = number + 1, position + keep
+        found = {number: {self._world.rank: state} for number, state in own.items()}
+        for source in range(1, self._world.size):
+            sent = _on_host(own) if self._world.rank == source else None
+            for number, state in (self._world.move_object(sent, source, LEAD) or {}).items():
+                found.setdefault(number, {})[source] = state
+        flat_names = [name for names in self.names for name in names]
+        state = {n: full for n in sorted(found) if (full := self._joined(flat_names[n], found[n])) is not None}
+        return {"state": state, "param_groups": self.full_groups()}
+
+    def _joined(self, name: str | None, parts: Mapping[int, State]) -> State | None:
+        """One parameter's state from those of its pieces; None where only the lead has them all."""
+        if name is None or not self._ownership.layout.is_sharded(name):
+            return next(iter(parts.values()))
+        ranges, spec = self._ownership.layout.speakers(name), self._ownership.layout.specs[name]
+        if not self._world.leads:
+            return None
+        if parts.keys() != ranges.keys():
+            raise PiperError(f"ranks {sorted(ranges)} hold {name!r}, but only {sorted(parts)} have optimizer state of it")
+        full: State = {}
+        first_rank = next(iter(ranges))
+        for key, first in parts[first_rank].items():
+            if self._keys.is_cut(key, first, (ranges[first_rank][1] - ranges[first_rank][0],)):
+                flat = torch.empty(spec.numel, dtype=first.dtype)
+                for rank, (start, stop) in ranges.items():
+                    flat[start:stop] = parts[rank][key]
+                full[key] = view_as(flat, spec)
+            else:
+                full[key] = first
+        return full
+
+    def _speaks_for(self, name: str | None) -> bool:
+        return self._world.leads if name is None else self._ownership.speaks_for(name)
+
+    def full_groups(self) -> list[State]:
+        """The groups in canonical form.
+
+        Raises:
+            PiperError: they are not those that were cut.
+        """
+        self.check_groups_stay()
+        groups, start = [], 0
+        for group, names, labels in zip(self.optimizer.state_dict()["param_groups"], self.names, self._labels, strict=True):
+            full = group | {"params": list(range(start, start + len(names)))}
+            if labels is not None:
+                full["param_names"] = labels
+            groups.append(full)
+            start += len(names)
+        return groups
+
+    def load_full_state(self, full: Mapping[str, Any]) -> None:
+        """Load this process's part of a state in canonical form."""
+        own = {number: self.cut(name, full["state"][number]) for number, name, _ in self.held() if number in full["state"]}
+        self.load_parts(full["param_groups"], own)
+
+    def load_parts(self, full: Sequence[State], parts: Mapping[int, State]) -> None:
+        """Load what this process has.
+
+        Args:
+            full: the groups in canonical form.
+            parts: number in the canonical form -> state of the whole parameter or of its piece.
+        """
+        state: dict[int, State] = {}
+        groups: list[State] = []
+        number = position = 0
+        for group, kept in zip(full, self._kept, strict=True):
+            start = position
+            for keep in kept:
+                if keep:
+                    if number in parts:
+                        state[position] = parts[number]
+                    position += 1
+                number += 1
+            own = {**group, "params": list(range(start, position))}
+            if "param_names" in group:
+                own["param_names"] = [x for x, keep in zip(group["param_names"], kept, strict=True) if keep]
+            groups.append(own)
+        self.optimizer.load_state_dict({"state": state, "param_groups": groups})
+
+    def cut(self, name: str | None, full: State) -> State:
+        """This process's part of a parameter's state."""
+        layout = self._ownership.layout
+        if name is None or layout.holds_whole(name, self._world.rank):
+            return full
+        held, spec = layout.held(name, self._world.rank), layout.specs[name]
+        assert held is not None
+        return {
+            key: flattened(value, spec)[slice(*held)].clone() if self._keys.is_cut(key, value, spec.shape) else value
+            for key, value in full.items()
+        }
+
+
+def _refusal(optimizer: str, why: str, name: str, compiled: Compiled) -> str:
+    """What to say of an optimizer that needs whole parameters."""
+    index = next((node.placed_by for node in compiled.dag.of_type(Parameters) if name in node.outputs[0].names), None)
+    chunk = next(c for c in compiled.dag.of_type(Chunk) if name in compiled.dag.interface(c).params)
+    region = compiled.dag.regions[chunk.region]
+    directive = "a directive" if index is None else f"directive {index} ({compiled.program[index].op})"
+    return (
+        f"PiperStrategy: {optimizer} does not treat each element of a parameter on its own: {why}. But {directive} leaves every "
+        f"process with a piece of {name!r} (region {region.label}). Drop shard_optimizer, shard_grads and shard_params there, "
+        "or use an optimizer that works element by element (SGD, AdamW, ...)"
+    )
+
+
+def _on_host(value: Any) -> Any:
+    """A copy to be sent, without a device that the receiver may not have."""
+    if isinstance(value, Tensor):
+        return value.detach().cpu()
+    if isinstance(value, dict):
+        return {k: _on_host(v) for k, v in value.items()}
+    if isinstance(value, list | tuple):
+        return type(value)(_on_host(v) for v in value)
+    return value

@@ -1,0 +1,375 @@
+"""The module's tensors over the processes of a run, and how the whole module is put together again.
+
+A process keeps the tensors that its device's chunks use, and of what is sharded its pieces: parameters of one dimension that are
+views of the flat tensors which the executor gathers from. In the module, all that is not here whole becomes a tensor of the same
+shape on the `meta` device, so that summaries, `configure_optimizers` and later captures see the whole module.
+
+One process with all devices has everything once: parameters in buckets are views of one flat tensor, of which every device has
+its shard. Only of experts that are divided the devices have parts beside the module's whole parameters, since one tensor cannot lie
+in the parts of several; they follow it before each step.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Collection, Iterator, Mapping, Sequence
+
+import torch
+from torch import nn
+
+from lightning_piper.capture import has_gradient_hooks
+from lightning_piper.compiler import Compiled
+from lightning_piper.errors import PiperError
+from lightning_piper.holdings.layout import Layout, Piece, buckets_of_parameters
+from lightning_piper.holdings.materialize import InPieces, Known, empty_like, initialize, like, places_of, put, tensor_at
+from lightning_piper.ir.buckets import Bucket, flattened, packed, view_as
+from lightning_piper.processes.world import LEAD, World, fill
+from lightning_piper.runtime import pieces_of
+
+PARTS = "_piper_parts"  # attribute of a module that is in parts: its `Ownership`
+UNREAD = "_piper_unread"  # attribute of a module on the meta device that has not got the values of a checkpoint
+
+
+class Ownership:
+    """The tensors of one module.
+
+    Attributes:
+        layout: who holds what.
+        shards: logical device of this process -> the flat tensor that it keeps of each bucket of which it has a shard.
+        whole: every process holds everything (again).
+        places: where the module has each tensor, by canonical name.
+        ended: the run has ended, and did not fail.
+    """
+
+    def __init__(self, module: nn.Module, compiled: Compiled, world: World, spare_everywhere: bool = False) -> None:
+        """`spare_everywhere`: as in `Layout`."""
+        self._module, self._world, self._compiled = module, world, compiled
+        self.places = places_of(module)
+        self.layout = Layout(compiled, world.size, spare_everywhere)
+        self.shards: dict[int, dict[Bucket, torch.Tensor]] = {}
+        self.whole = world.size == 1
+        self.ended = False
+        self._stays = False  # in parts when the run is over, for no process may have room for the whole
+        self._pieces: dict[str, nn.Parameter] = {}
+        self._before: dict[str, torch.Tensor] = {}  # what was in the module, and will be again: without data meanwhile
+        self._versions: list[tuple[str, torch.Tensor, int]] = []  # of what is in the module in the place of sharded parameters
+        self._parts: dict[tuple[Bucket, int], torch.Tensor] = {}  # what one process with all devices has of divided experts
+
+    @property
+    def params(self) -> dict[str, nn.Parameter]:
+        """The module's parameters by canonical name, in its order; what is not here whole is on the meta device."""
+        return {n: x for n in self.layout.homes if isinstance(x := self._get(n), nn.Parameter)}
+
+    def speaks_for(self, name: str) -> bool:
+        """Do the elements that this process holds count here, and nowhere else?"""
+        return self._world.rank in self.layout.speakers(name)
+
+    @property
+    def owned_params(self) -> dict[str, nn.Parameter]:
+        """What this process trains: whole parameters, and pieces of others."""
+        found = {n: x for n, x in self.params.items() if self.layout.holds_whole(n, self._world.rank)}
+        return {n: x for n in self.layout.homes if (x := self._pieces.get(n, found.get(n))) is not None}
+
+    @property
+    def owned_buffers(self) -> dict[str, torch.Tensor]:
+        rank = self._world.rank
+        found = {n: self._get(n) for n in self.layout.homes if self.layout.holds_whole(n, rank)}
+        return {n: x for n, x in found.items() if not isinstance(x, nn.Parameter)}
+
+    def pieces(self, replicas: bool = False) -> list[Piece]:
+        """The elements of parameters and buffers for which this process speaks: over all processes, each element once.
+
+        Args:
+            replicas: also those of parameters of which it has a replica.
+        """
+        found = []
+        for name, spec in self.layout.specs.items():
+            held = self.layout.speaking(name, self._world.rank)
+            if held is not None and (self.speaks_for(name) or (replicas and name in self._compiled.step.params)):
+                found.append(Piece(name, spec.shape, spec.dtype, *held, self._part(name, *held)))
+        return found
+
+    def distribute(self, seed: int, known: Known, before: Ownership | None = None) -> None:
+        """Give every tensor its value wherever it has a home, move it to its device, and drop what has none here. Collective.
+
+        Values are those that are known, else the lead's. What is on the meta device there gets initial ones. Only the lead's are
+        sent: every process has or makes the others itself.
+
+        Args:
+            seed: of initial values.
+            known: from a checkpoint.
+            before: how the module lies over processes now, if it does, in parts that no process may have room for at once. Each
+                tensor then goes through the lead's host memory, one after another.
+
+        Raises:
+            PiperError: a gradient hook is registered on a parameter that is sharded; or initial values cannot be made.
+        """
+        if self._world.size == 1:
+            self._lay_together()
+            return
+        self._make_pieces()
+        absent, self._stays = self._absent(known) if before is None else (set(), True)
+        made = self._make_values(absent, seed, known)
+        for name, homes in self.layout.homes.items():
+            if before is not None:
+                before.bring(name, LEAD)
+            tensor = self._get(name)
+            whole = self.layout.holds_whole(name, self._world.rank)
+            if name in made or (whole and tensor.is_meta):
+                tensor = made[name] if name in made else empty_like(tensor, self._world.device)
+                self._set(name, tensor)
+            for home in () if name in absent else homes:
+                for rank, (start, stop) in home.ranges.items():
+                    if home.bucket is None:
+                        self._world.move(tensor, LEAD, rank, into=tensor)
+                        continue
+                    part = flattened(tensor.detach(), self.layout.specs[name])[start:stop] if self._world.leads else None
+                    self._move(part, LEAD, rank, into=self._pieces.get(name))
+            if whole:
+                tensor.data = tensor.data.to(self._world.device)
+            else:
+                self._set(name, empty_like(tensor, "meta"))
+                if not tensor.is_meta and before is None:
+                    self._before[name] = tensor
+                    tensor.data = tensor.data.new_empty(0)
+        self._note_versions()
+        self._module.__dict__[PARTS] = self
+
+    def _absent(self, known: Known) -> tuple[set[str], bool]:
+        """The tensors that have no values on the lead, or none that count; and does the lead have any without?"""
+        on_meta = [name for name in self.layout.homes if self._get(name).is_meta]
+        lead, *others = self._world.gather(on_meta)
+        for rank, found in enumerate(others, start=1):
+            for name in sorted(set(lead) - set(found)):
+                if name not in known:
+                    raise PiperError(
+                        f"{name!r} is on the meta device on rank {LEAD}, and has values on rank {rank}; build the module in the "
+                        "same way in every process, not depending on the rank"
+                    )
+        return {*lead, *(name for name in self.layout.homes if name in known)}, bool(lead)
+
+    def _make_values(self, absent: Collection[str], seed: int, known: Known) -> dict[str, torch.Tensor]:
+        """Fill this process's pieces of these tensors; returns those that it holds whole."""
+        rank, made = self._world.rank, {}
+
+        @torch.no_grad()
+        def take(name: str, value: torch.Tensor) -> None:
+            spec = self.layout.specs[name]
+            if self.layout.holds_whole(name, rank):
+                room = empty_like(self._get(name), self._world.device)
+                fill(room, value)
+                made[name] = room
+            elif name in self._pieces:
+                held = self.layout.held(name, rank)
+                assert held is not None
+                self._pieces[name].copy_(flattened(value, spec)[slice(*held)])
+
+        held = [name for name in self.layout.homes if name in absent and self.layout.held(name, rank) is not None]
+        initialize(self._module, self.places, {name for name in held if name not in known}, seed, take)
+        for name in held:
+            if name in known.loaded:
+                take(name, known.loaded[name])
+        return made
+
+    def _lay_together(self) -> None:
+        flats: dict[Bucket, torch.Tensor] = {}
+        laid: set[str] = set()
+        for bucket, _ in buckets_of_parameters(self._compiled):
+            if bucket in flats or bucket.owners:
+                continue
+            flats[bucket] = packed(bucket, {n: self._get(n).detach() for n in bucket.names}, self._world.device)
+            for name, view in zip(bucket.names, bucket.views(flats[bucket]), strict=True):
+                if name in laid:
+                    raise PiperError(f"parameter {name!r} lies in two buckets; give the directives that shard it one bucket_size")
+                laid.add(name)
+                self._get(name).data = view
+        for name in self.layout.homes:
+            if name not in laid:
+                tensor = self._get(name)
+                tensor.data = tensor.data.to(self._world.device)
+        for device, plan in self._compiled.plans.items():
+            own = self.shards[device] = {}
+            for bucket, kept in plan.shards.items():
+                if bucket.owners:
+                    part = (bucket, bucket.part_of(plan.replica))
+                    flat = self._parts[part] = self._parts.get(part, bucket.empty(self._world.device))
+                else:
+                    flat = flats[bucket]
+                own[bucket] = flat if kept else flat.chunk(bucket.members)[bucket.member(plan.replica)]
+        self.refresh()
+
+    @torch.no_grad()
+    def refresh(self) -> None:
+        """Before a step: let what has parts of the module's parameters follow them."""
+        for (bucket, part), flat in self._parts.items():
+            for name, view in zip(bucket.names, bucket.views(flat), strict=True):
+                view.copy_(self._get(name).chunk(bucket.degree)[part])
+
+    def _make_pieces(self) -> None:
+        """Make room for this process's shards; the pieces in them are parameters like those that they are cut from."""
+        for name in self.layout.homes:
+            if self.layout.is_sharded(name) and has_gradient_hooks(self._get(name)):
+                self._refuse_hook(name)
+        plan = self._compiled.plans[self._world.rank]
+        own = self.shards[self._world.rank] = {}
+        for bucket, kept in plan.shards.items():
+            flat = bucket.empty(self._world.device)
+            own[bucket] = flat if kept else flat.chunk(bucket.members)[bucket.member(plan.replica)].clone()
+        for name, view in pieces_of(plan, own).items():
+            self._pieces[name] = like(self._get(name), view)  # type: ignore[assignment]
+
+    def end(self) -> None:
+        """The run is over: give every process the whole module again, unless it was built without data. Collective."""
+        self.ended = True
+        if not self._stays:
+            self.restore()
+
+    def restore(self) -> None:
+        """Give every process the whole module again, in the same parameters: optimizers may have been made of them. Collective."""
+        self._module.__dict__.pop(PARTS, None)
+        if not self.whole:
+            self._receive(range(self._world.size))
+            for name, tensor in self._before.items():
+                found = self._get(name)
+                tensor.data, tensor.grad = found.data, None
+                tensor.requires_grad_(found.requires_grad)
+                self._set(name, tensor)
+            self._before.clear()
+            self.whole = True
+        elif self._world.size == 1:
+            for bucket in dict.fromkeys(bucket for shards in self.shards.values() for bucket in shards):
+                for name in bucket.names:
+                    tensor = self._get(name)
+                    tensor.data = tensor.data.clone()  # no longer a part of a larger one
+
+    @contextlib.contextmanager
+    def whole_on_lead(self) -> Iterator[None]:
+        """The lead has the whole module inside of this context. Collective."""
+        if self.whole:
+            yield
+            return
+        dropped = self._receive([LEAD])
+        try:
+            yield
+        finally:
+            for name, tensor in dropped.items():
+                self._set(name, tensor)
+
+    def load(self, values: Mapping[str, torch.Tensor]) -> None:
+        """Give this process's pieces the values of whole parameters, by any of their names."""
+        canonical = self._compiled.step.canonical
+        with torch.no_grad():
+            for name, value in values.items():
+                piece = self._pieces.get(canonical.get(name, name))
+                if piece is not None:
+                    name = canonical.get(name, name)
+                    held = self.layout.held(name, self._world.rank)
+                    assert held is not None
+                    piece.copy_(flattened(value, self.layout.specs[name])[slice(*held)])
+        self._note_versions()
+
+    def _note_versions(self) -> None:
+        """Changes of what is in the place of sharded parameters count from now on."""
+        found = {name: x for name, x in self.params.items() if x.is_meta and self.layout.is_sharded(name)}
+        for x in found.values():
+            x.__class__ = InPieces
+        self._versions = [(name, x, x._version) for name, x in found.items()]
+
+    def check_unwritten(self) -> None:
+        """Refuse changes of what is in the place of sharded parameters, for their pieces would not follow.
+
+        Raises:
+            PiperError: a hook, or other code between the steps, has changed one in place, or wants to see its gradient.
+        """
+        for name, tensor, version in self._versions:
+            if has_gradient_hooks(tensor):
+                self._refuse_hook(name)
+            if tensor._version != version:
+                raise PiperError(
+                    f"PiperStrategy: parameter {name!r} was changed in place, but its values are in pieces, which do not follow. "
+                    "Change the pieces, in the groups of trainer.optimizers, or the parameter before the first batch"
+                )
+
+    def _refuse_hook(self, name: str) -> None:
+        raise PiperError(
+            f"PiperStrategy: parameter {name!r} has a gradient hook (register_hook), which would see a piece of the gradient only, "
+            "for a replicate directive shards the parameter; drop shard_* for its region, or the hook"
+        )
+
+    def _receive(self, targets: Sequence[int]) -> dict[str, torch.Tensor]:
+        """Bring every tensor to the targets, into host memory, for a device may have room for its own part only.
+
+        Returns what this process had in place of those that it received.
+        """
+        brought = {(name, target): self.bring(name, target) for name in self.layout.specs for target in targets}
+        return {name: before for (name, _), before in brought.items() if before is not None}
+
+    def bring(self, name: str, target: int) -> torch.Tensor | None:
+        """Bring a whole tensor to a process, into host memory, unless it has it. Collective.
+
+        Returns what the target had in its place; None on the other processes.
+        """
+        if self.layout.holds_whole(name, target):
+            return None
+        spec, receives = self.layout.specs[name], self._world.rank == target
+        flat = torch.empty(spec.numel, dtype=spec.dtype) if receives else None
+        for source, (start, stop) in self.layout.speakers(name).items():
+            part = self._part(name, start, stop) if self._world.rank == source else None
+            self._move(part, source, target, into=None if flat is None else flat[start:stop])
+        if flat is None:
+            return None
+        before = self._get(name)
+        self._set(name, like(before, view_as(flat, spec)))
+        return before
+
+    def _part(self, name: str, start: int, stop: int) -> torch.Tensor:
+        """Elements of which this process holds the values."""
+        piece = self._pieces.get(name)
+        return flattened(self._get(name).detach(), self.layout.specs[name])[start:stop] if piece is None else piece.detach()
+
+    def _move(self, part: torch.Tensor | None, source: int, target: int, into: torch.Tensor | None) -> None:
+        if source == target == self._world.rank:
+            assert part is not None and into is not None
+            with torch.no_grad():
+                into.copy_(part)
+        else:
+            self._world.move(part, source, target, into=into)
+
+    def _get(self, name: str) -> torch.Tensor:
+        return tensor_at(self.places[name])
+
+    def _set(self, name: str, tensor: torch.Tensor) -> None:
+        put(self.places[name], tensor)
+
+
+def parts_of(module: nn.Module) -> Ownership | None:
+    """How a module's tensors lie over processes; None if all of it is here."""
+    found: Ownership | None = module.__dict__.get(PARTS)
+    return found
+
+
+def put_together(module: nn.Module, known: Known) -> None:
+    """Before a run: if a module is still in parts since one before, give every process the whole again. Collective.
+
+    Args:
+        known: from a checkpoint; if it brings all that is missing, nothing needs to be put together.
+
+    Raises:
+        PiperError: that run has failed, or had no step, before which it would have read a checkpoint's values.
+    """
+    missing = [n for n, at in places_of(module).items() if tensor_at(at).is_meta and n not in known]
+    if missing and module.__dict__.get(UNREAD):
+        raise PiperError(
+            f"PiperStrategy: {missing[0]!r} is on the meta device, among others, and has not got the values of the checkpoint with "
+            "which the run before this one was begun, for that run had no step; give ckpt_path here, too"
+        )
+    module.__dict__.pop(UNREAD, None)
+    parts = module.__dict__.pop(PARTS, None)
+    if parts is None or not missing:
+        return
+    if not parts.ended:
+        raise PiperError(
+            f"PiperStrategy: the module is in parts, since a run has failed: {missing[0]!r} was on another process, among others; "
+            "build it anew, and load a checkpoint"
+        )
+    parts.restore()

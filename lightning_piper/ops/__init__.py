@@ -1,0 +1,56 @@
+"""Operations: all kinds of nodes, one file a family. A file has the node, its instructions, its static rule, its reference
+semantics, how it is lowered to a plan and what runs it. `register_operation` makes one's own known."""
+
+from lightning_piper.ir.nodes import Chunk
+from lightning_piper.ops.all_to_all import AllToAll
+from lightning_piper.ops.base import ENTRY_POINTS, Binding, Exchange, Operation, Planning, operation_of, register_operation
+from lightning_piper.ops.bucket import Pack
+from lightning_piper.ops.build import build_dag, chain_state
+from lightning_piper.ops.chunk import make_chunk
+from lightning_piper.ops.facts import Facts
+from lightning_piper.ops.gather import AllGather, Parameters
+from lightning_piper.ops.instruction import Collective, Instruction, Read
+from lightning_piper.ops.metrics import Metrics, MetricsSum, Report
+from lightning_piper.ops.order import Barrier
+from lightning_piper.ops.p2p import Recv, Send
+from lightning_piper.ops.reduce import AllReduce, ReduceScatter
+from lightning_piper.ops.reference import Reference
+from lightning_piper.ops.results import Result
+from lightning_piper.ops.samples import Concat, Cut
+from lightning_piper.ops.update import Accumulate, Update
+
+__all__ = [
+    "ENTRY_POINTS",
+    "Accumulate",
+    "AllGather",
+    "AllReduce",
+    "AllToAll",
+    "Barrier",
+    "Binding",
+    "Chunk",
+    "Collective",
+    "Concat",
+    "Cut",
+    "Exchange",
+    "Facts",
+    "Instruction",
+    "Metrics",
+    "MetricsSum",
+    "Operation",
+    "Pack",
+    "Parameters",
+    "Planning",
+    "Read",
+    "Recv",
+    "ReduceScatter",
+    "Reference",
+    "Report",
+    "Result",
+    "Send",
+    "Update",
+    "build_dag",
+    "chain_state",
+    "make_chunk",
+    "operation_of",
+    "register_operation",
+]

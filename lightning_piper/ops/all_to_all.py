@@ -1,0 +1,310 @@
+"""Tokens on their way to experts and back, between those who ask for experts and those who own them."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from typing import Any, ClassVar
+
+import torch
+
+from lightning_piper.errors import VerificationError
+from lightning_piper.experts import COMBINE, COUNTS, DISPATCH
+from lightning_piper.ir.nodes import Chunk, Node, Ref, Turn
+from lightning_piper.ir.values import TensorSpec
+from lightning_piper.ops.base import Binding, Bound, Bundle, Exchange, Operation, Planning, Slots, register_operation
+from lightning_piper.ops.facts import Facts
+from lightning_piper.ops.instruction import Collective
+from lightning_piper.ops.reference import Made, Reference
+
+
+@dataclass(frozen=True, kw_only=True)
+class AllToAll(Node):
+    """Moves tokens between the devices that ask for experts and those that own them.
+
+        counts     reads counts [E], makes [devices, experts here]: what each device sends here
+        dispatch   rows to the owners of their experts: sorted by expert, and for each by the device that they come from
+        combine    rows back to where they came from, in the order in which they left
+
+    Reads the rows, and unless all experts have the same number of places, the counts at home and those that arrived.
+
+    Attributes:
+        way: `counts`, `dispatch` or `combine`.
+        region: that has the experts.
+        owners: groups of replicas that own all experts together, as in `Bucket.owners`.
+    """
+
+    turn = Turn.AT_ONCE
+    communicates = True
+
+    way: str
+    region: int
+    owners: tuple[tuple[int, ...], ...]
+
+    @property
+    def label(self) -> str:
+        return f"alltoall.{self.way}"
+
+    def members(self, replica: int) -> tuple[int, ...]:
+        """Those who own all experts together."""
+        return tuple(self.devices[place] for place in next(group for group in self.owners if replica in group))
+
+
+@dataclass(frozen=True, kw_only=True)
+class AllToAllInstruction(Collective):
+    """Send rows to the owners of their experts, or back, or tell the owners how many will come; see `AllToAll`.
+
+    Attributes:
+        way: `counts`, `dispatch` or `combine`.
+        tensor: what is expected to arrive; the number of rows is open unless all experts have equally many places.
+    """
+
+    op: ClassVar[str] = "all_to_all"
+    way: str
+    tensor: TensorSpec
+
+    @property
+    def even(self) -> bool:
+        """Does each member send, and get, equal parts? Then no counts are read."""
+        return len(self.reads) == 1
+
+    @property
+    def nbytes(self) -> int:
+        return self.tensor.nbytes
+
+    def details(self) -> list[str]:
+        return [self.way, *super().details()]
+
+
+# Static rules. Together with what is checked of gradients they say that the contribution of every token enters the gradient of its
+# experts once: each replica sends its rows to one group, whose members own every expert once; and gradients are summed over the
+# replicas at the same place of all groups, which together have the tokens of the whole batch.
+
+
+def division(facts: Facts) -> Iterable[str]:
+    """Groups have one size, and every replica a place in one of them."""
+    dag = facts.dag
+    for region, groups in dag.owners.items():
+        label, experts = dag.regions[region].label, dag.code.experts[region]
+        places = sorted(replica for group in groups for replica in group)
+        if places != list(range(dag.replicas)) or len({len(group) for group in groups}) != 1:
+            yield f"the experts of {label} are owned by replicas {groups}: each of {dag.replicas} replicas needs one place"
+        elif experts.count % len(groups[0]):
+            yield f"the {experts.count} experts of {label} cannot be owned in equal parts by {len(groups[0])} replicas"
+
+
+def check(facts: Facts, node: AllToAll) -> Iterable[str]:
+    """Rows go to their experts by the counts with which the region is told of them, and come back by the same."""
+    dag = facts.dag
+    facts.forward(node)
+    experts = dag.code.experts.get(node.region)
+    if experts is None or dag.owners.get(node.region) != node.owners:
+        yield f"{facts.at(node)} moves rows between replicas {node.owners}, which do not own the experts of its region"
+        return
+    wanted = 1 if node.way == COUNTS or experts.even else 3
+    if len(node.inputs) != wanted:
+        yield f"{facts.at(node)} has {len(node.inputs)} inputs; it needs {wanted}"
+        return
+    value, made = dag.value(node.inputs[0]), node.outputs[0]
+    if value.owned != (node.way == COMBINE) or made.owned == value.owned:
+        held = "at the experts" if value.owned else "at home"
+        yield f"{facts.at(node)} takes {facts.named(node.inputs[0])}, whose rows are {held}"
+    if (made.kind, made.names, made.placement, made.bucket) != (value.kind, value.names, value.placement, value.bucket):
+        yield f"{facts.at(node)} hands on {facts.named(node.inputs[0])} as something else than it is"
+    yield from _shape(facts, node)
+    if wanted == 1:
+        return
+    counts, arrived = node.inputs[1:]
+    sender = dag.nodes[arrived[0]]
+    if not isinstance(sender, AllToAll) or sender.way != COUNTS or sender.region != node.region or sender.inputs != (counts,):
+        yield f"{facts.at(node)} moves rows by counts that were not sent to the owners of its region's experts"
+    if facts.parts.get(counts, {}).keys() != facts.parts.get(node.inputs[0], {}).keys():
+        yield f"{facts.at(node)} moves rows of other samples than those of its counts"
+    yield from _told(facts, node, counts)
+
+
+def _told(facts: Facts, node: AllToAll, counts: Ref) -> Iterable[str]:
+    """The counts are those that the region's forward pass reads."""
+    interface = facts.dag.code.interface_of((node.region, "F"))
+    told = [ref for ref, way in zip(interface.inputs, interface.arrives, strict=True) if way == COUNTS]
+    if facts.origins.get(counts) not in told:
+        yield f"{facts.at(node)} moves rows by {facts.named(counts)}, which are not the counts of its region"
+
+
+def _shape(facts: Facts, node: AllToAll) -> Iterable[str]:
+    """What arrives has the shape that the number of owners gives it; open numbers of rows are as at home."""
+    dag, experts, degree = facts.dag, facts.dag.code.experts[node.region], len(node.owners[0])
+    (spec,), (made,) = dag.value(node.inputs[0]).tensors, node.outputs[0].tensors
+    shape = spec.shape
+    if node.way == COUNTS:
+        shape = (degree, experts.count // degree)
+    elif experts.even and node.way == DISPATCH:
+        shape = (shape[0] // degree, shape[1] * degree, *shape[2:])
+    elif experts.even:
+        shape = (shape[0] * degree, shape[1] // degree, *shape[2:])
+    if made.shape != shape or made.dtype != spec.dtype:
+        yield f"{facts.at(node)} makes {made} of {spec}: it has shape {list(shape)} where it arrives"
+
+
+def exchanged(facts: Facts, node: Chunk) -> Iterable[str]:
+    """What a pass of divided experts reads from elsewhere has come by an exchange; no other pass reads rows at their experts."""
+    dag = facts.dag
+    interface = dag.interface(node)
+    divided = node.region in dag.owners
+    for i, ref in enumerate(node.inputs):
+        way = interface.arrives[i] if divided and i < len(interface.arrives) else ""
+        source, value = dag.nodes[ref[0]], dag.value(ref)
+        if way:
+            if not isinstance(source, AllToAll) or (source.way, source.region) != (way, node.region):
+                yield f"{facts.at(node)} reads {facts.named(ref)} as it is at home: its experts are on several devices"
+        elif value.owned != divided:
+            yield f"{facts.at(node)} reads {facts.named(ref)}, whose rows are at experts; bring them home first"
+
+
+# Reference semantics
+
+
+def interpret(run: Reference, node: AllToAll) -> Made:
+    held = [[run.values[ref, r][0] for ref in node.inputs] for r in run.replicas]
+    return [[[x]] for x in _exchanged_rows(node, run.dag.code.experts[node.region].even, held)]
+
+
+def _exchanged_rows(node: AllToAll, even: bool, held: Sequence[Sequence[torch.Tensor]]) -> list[torch.Tensor]:
+    """What each replica has after an exchange.
+
+    Args:
+        node: the exchange.
+        even: each expert has the same number of places.
+        held: by replica, what it has of each input of the node.
+    """
+    made: dict[int, torch.Tensor] = {}
+    for group in node.owners:
+        here = [held[r] for r in group]
+        if node.way == COUNTS:
+            arrived = [torch.stack([x[0].chunk(len(group))[i] for x in here]) for i in range(len(group))]
+        elif even:
+            arrived = _even(node.way == DISPATCH, [x[0] for x in here])
+        else:
+            arrived = _uneven(node.way == DISPATCH, [x[0] for x in here], [x[1].tolist() for x in here])
+        made |= dict(zip(group, arrived, strict=True))
+    return [made[r] for r in range(len(held))]
+
+
+def _even(out: bool, rows: list[torch.Tensor]) -> list[torch.Tensor]:
+    split, join = (0, 1) if out else (1, 0)
+    return [torch.cat([x.chunk(len(rows), split)[i] for x in rows], join) for i in range(len(rows))]
+
+
+def _uneven(out: bool, rows: list[torch.Tensor], counts: list[list[int]]) -> list[torch.Tensor]:
+    """`counts[i][e]`: rows that member i has for expert e."""
+    members, experts = len(rows), len(counts[0])
+    owned = [range(i * experts // members, (i + 1) * experts // members) for i in range(members)]
+    # Where each run of rows, of one member for one expert, is: at home by expert; at the expert's owner by expert, then member.
+    home = [[(e, i) for e in range(experts)] for i in range(members)]
+    away = [[(e, i) for e in owned[k] for i in range(members)] for k in range(members)]
+    before, after = (home, away) if out else (away, home)
+    runs: dict[tuple[int, int], torch.Tensor] = {}
+    for x, places in zip(rows, before, strict=True):
+        sizes = [counts[i][e] for e, i in places]
+        if sum(sizes) != x.shape[0]:
+            raise VerificationError(f"dispatch: counts {sizes} add up to {sum(sizes)}, and there are {x.shape[0]} rows")
+        runs |= dict(zip(places, x.split(sizes), strict=True))
+    return [torch.cat([runs[place] for place in places]) for places in after]
+
+
+# Plans
+
+
+def lower(plan: Planning, node: AllToAll) -> None:
+    reads = tuple(plan.read(ref, node) for ref in node.inputs)
+    plan.start(node, AllToAllInstruction, reads, way=node.way, tensor=node.outputs[0].tensors[0])
+
+
+# Runtime. At home, rows are sorted by expert, and experts by their owner: what one member gets is one run of rows. At the owner
+# of n experts, rows are sorted by expert, and for each by the member that they come from: the order of one device that has all
+# tokens.
+
+
+@dataclass(frozen=True)
+class Sizes:
+    """How many rows travel.
+
+    Attributes:
+        home: `[member][expert]`, rows that this device has for each expert of each member.
+        arrived: `[member][expert]`, rows that each member has for each expert of this device.
+    """
+
+    home: Sequence[Sequence[int]]
+    arrived: Sequence[Sequence[int]]
+
+
+class Travel(Exchange):
+    """One exchange of one device; the way, and whether all parts are even, are decided when it is made. The state is what this one
+    brings.
+
+    Args:
+        instruction: what is exchanged.
+        slots: where it lies.
+        sizes: by the slot of the counts that arrived; filled by their exchange, read by those of rows.
+    """
+
+    kind = "all_to_all"
+
+    def __init__(self, instruction: AllToAllInstruction, slots: Slots, sizes: dict[int, Sizes]) -> None:
+        self._slots = slots
+        self._way, self._even, self._members = instruction.way, instruction.even, len(instruction.members)
+        self._counts = instruction.into if instruction.way == "counts" else instruction.reads[-1].slot
+        self._reads, self._sizes = instruction.reads, sizes
+
+    def bring(self) -> torch.Tensor:
+        (x,) = self._slots[self._reads[0].slot]
+        for read in self._reads:
+            if read.last:
+                self._slots[read.slot] = None
+        return x
+
+    def parts(self, state: torch.Tensor) -> list[torch.Tensor]:
+        if self._way == "counts":
+            return list(state.view(self._members, -1))
+        if self._even:
+            return [part.contiguous() for part in state.chunk(self._members, 0 if self._way == "dispatch" else 1)]
+        sizes = self._sizes[self._counts]
+        runs = sizes.home if self._way == "dispatch" else sizes.arrived
+        total = sum(map(sum, runs))
+        if total != state.shape[0]:
+            raise ValueError(f"the counts add up to {total}, and there are {state.shape[0]} rows; give one count for each expert")
+        if self._way == "dispatch":
+            return list(state.contiguous().split([sum(run) for run in runs]))
+        parts = state.split([n for of_expert in zip(*runs, strict=True) for n in of_expert])
+        return [torch.cat(parts[i :: self._members]) for i in range(self._members)]
+
+    def room(self, state: torch.Tensor, parts: Sequence[Any]) -> list[torch.Tensor]:
+        if self._way == "counts" or self._even:
+            return [torch.empty_like(part) for part in parts]
+        sizes = self._sizes[self._counts]
+        runs = [sum(run) for run in (sizes.arrived if self._way == "dispatch" else sizes.home)]
+        return list(state.new_empty(sum(runs), *state.shape[1:]).split(runs))
+
+    def join(self, state: torch.Tensor, received: Sequence[torch.Tensor]) -> Bundle:
+        return (self._joined(received, state),)
+
+    def _joined(self, parts: Sequence[torch.Tensor], brought: torch.Tensor) -> torch.Tensor:
+        if self._way == "counts":
+            arrived = torch.stack(list(parts))
+            self._sizes[self._counts] = Sizes(brought.view(self._members, -1).tolist(), arrived.tolist())
+            return arrived
+        if self._even:
+            return torch.cat(list(parts), 1 if self._way == "dispatch" else 0)
+        if self._way == "combine":
+            return torch.cat(list(parts))
+        arrived_sizes = self._sizes[self._counts].arrived
+        runs = [part.split(list(sizes)) for part, sizes in zip(parts, arrived_sizes, strict=True)]
+        return torch.cat([run for of_expert in zip(*runs, strict=True) for run in of_expert])
+
+
+def bind_all_to_all(instruction: AllToAllInstruction, on: Binding) -> Bound | None:
+    sizes = on.common.setdefault("all_to_all", {})
+    return on.endpoint.collective(instruction, Travel(instruction, on.slots, sizes), on.slots)
+
+
+register_operation(Operation(AllToAll, check, interpret, lower, bind={AllToAllInstruction: bind_all_to_all}))

@@ -1,0 +1,82 @@
+"""Gradients laid into the flat tensor of a bucket."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass
+from typing import ClassVar
+
+from lightning_piper.ir.buckets import Bucket, packed
+from lightning_piper.ir.nodes import Node, Ref
+from lightning_piper.ir.values import Partial, Shard
+from lightning_piper.ops.base import Binding, Bound, Operation, Planning, about, bucket_of, nothing, register_operation
+from lightning_piper.ops.facts import Facts, names_of
+from lightning_piper.ops.instruction import Instruction
+from lightning_piper.ops.reference import Bundle, Reference, each
+
+
+@dataclass(frozen=True, kw_only=True)
+class Pack(Node):
+    """Some tensors of a bundle, laid into the flat tensor of a bucket."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class PackInstruction(Instruction):
+    """Lay tensors of a bundle into a new flat tensor. `take` are their indices in the bundle, in the order of the bucket."""
+
+    op: ClassVar[str] = "pack"
+    bucket: Bucket
+    take: tuple[int, ...]
+
+
+def check(facts: Facts, node: Pack) -> Iterable[str]:
+    """Lays the gradients of a bucket's parameters, which the bundle has, one after another."""
+    facts.forward(node)
+    value, made = facts.dag.value(node.inputs[0]), node.outputs[0]
+    if made.bucket is None:
+        yield f"{facts.at(node)} makes no flat tensor of a bucket"
+    elif value.bucket is not None or value.kind != made.kind or not set(made.names) <= set(value.names):
+        yield f"{facts.at(node)} packs {names_of(made.names)}, which {facts.named(node.inputs[0])} does not hold"
+    # What no other replica owns is summed already, and its whole is its only shard.
+    alone = made.bucket is not None and bool(made.bucket.owners) and made.bucket.members == 1
+    held = Shard(0) if alone and isinstance(value.placement, Partial) else value.placement
+    if made.placement != held:
+        yield f"{facts.at(node)} hands on {held} as {made.placement}"
+
+
+@each
+def interpret(run: Reference, node: Pack, inputs: list[Bundle]) -> list[Bundle]:
+    by_name = dict(zip(run.dag.value(node.inputs[0]).names, inputs[0], strict=True))
+    return [[packed(bucket_of(node), by_name, inputs[0][0].device)]]
+
+
+def taken(plan: Planning, node: Pack) -> tuple[int, ...]:
+    """Which tensors of the bundle it reads a pack takes."""
+    names = plan.dag.value(node.inputs[0]).names
+    where = dict(zip(names, range(len(names)), strict=True))
+    return tuple(where[name] for name in bucket_of(node).names)
+
+
+def produce(plan: Planning, node: Pack, ref: Ref) -> None:
+    source, bucket = plan.read(node.inputs[0], node), bucket_of(node)
+    slot = plan.new_slot(ref, "sum", node.stream)
+    plan.emit(PackInstruction(**about(node), reads=(source,), writes=(slot,), bucket=bucket, take=taken(plan, node)))
+
+
+def bind_pack(instruction: PackInstruction, on: Binding) -> Bound:
+    (source,), into, bucket, take = instruction.reads, instruction.into, instruction.bucket, instruction.take
+    slots, device = on.slots, on.device
+
+    def pack() -> None:
+        bundle = slots[source.slot]
+        if source.last:
+            slots[source.slot] = None
+        flat = bucket.empty(device)
+        for view, i in zip(bucket.views(flat), take, strict=True):
+            view.copy_(bundle[i])
+        slots[into] = (flat,)
+
+    return pack
+
+
+register_operation(Operation(Pack, check, interpret, nothing, produce, bind={PackInstruction: bind_pack}))

@@ -1,0 +1,127 @@
+"""A captured step -> the training DAG of one device and one microbatch, before any directive."""
+
+from __future__ import annotations
+
+from lightning_piper.ir.dag import TrainingDAG
+from lightning_piper.ir.nodes import Chunk, Ref
+from lightning_piper.ir.regions import PassKey, Step
+from lightning_piper.ir.values import Slice
+from lightning_piper.ops.chunk import make_chunk
+from lightning_piper.ops.metrics import Metrics, Report, first_log, metrics_value
+from lightning_piper.ops.results import Result
+from lightning_piper.ops.update import Accumulate, Update
+
+
+def build_dag(step: Step, size: int | None = None) -> TrainingDAG:
+    """The DAG of a batch of `size` samples (default: as captured); no node has a device yet.
+
+    A batch smaller than the captured one counts as partial.
+    """
+    dag = empty_dag(step, size)
+    fill(dag)
+    return dag
+
+
+def empty_dag(step: Step, size: int | None = None) -> TrainingDAG:
+    """A DAG without a node, for a batch of `size` samples."""
+    return TrainingDAG(step, step.size if size is None else size, partial=size is not None and size < step.size)
+
+
+def fill(dag: TrainingDAG) -> None:
+    """Give an empty DAG the nodes of its step as it was captured."""
+    code = dag.code
+    whole = Slice(0, dag.size)
+    chunks: dict[PassKey, Chunk] = {}
+    forward = [(r.index, "F") for r in code.regions if (r.index, "F") in code.interfaces]
+    backward = [(r.index, "B") for r in reversed(code.regions) if (r.index, "B") in code.interfaces]
+    for key in forward + backward:
+        inputs = tuple((chunks[r, p].id, i) for r, p, i in code.interfaces[key].inputs)
+        tags: dict[str, int | str] = {**code.regions[key[0]].tags, "PASS": key[1]}
+        chunks[key] = dag.add(make_chunk(dag, key, whole, inputs, tags))
+    _gradients(dag, chunks)
+    chain_state(dag)
+    _report(dag, chunks)
+    _results(dag, chunks)
+
+
+def _gradients(dag: TrainingDAG, chunks: dict[PassKey, Chunk]) -> None:
+    """Gradients are summed region by region, and over regions where a parameter is tied."""
+    bundles: dict[tuple[str, ...], list[Ref]] = {}
+    for chunk in chunks.values():
+        for i, value in enumerate(chunk.outputs):
+            if value.kind == "grad":
+                total = dag.add(Accumulate(inputs=((chunk.id, i),), outputs=(value,), tags=_own_tags(chunk)))
+                bundles.setdefault(value.names, []).append((total.id, 0))
+    for totals in bundles.values():
+        tags = dag.nodes[totals[0][0]].tags if len(totals) == 1 else {}
+        dag.add(Update(inputs=tuple(totals), tags=tags))
+
+
+def _own_tags(chunk: Chunk) -> dict[str, int | str]:
+    return {k: v for k, v in chunk.tags.items() if k != "PASS"}
+
+
+def chain_state(dag: TrainingDAG) -> None:
+    """Connect the buffers that the step changes: each slice's forward reads what the slice before it left.
+
+    One device that accumulates over microbatches does the same. The last value goes to an `Update`.
+    """
+    readers: dict[str, list[Chunk]] = {}
+    writers: dict[str, list[tuple[Slice, Ref]]] = {}
+    for chunk in dag.of_type(Chunk):
+        for name in dag.interface(chunk).state:
+            readers.setdefault(name, []).append(chunk)
+        for i, value in enumerate(chunk.outputs):
+            if value.kind == "buffer":
+                for name in value.names:
+                    writers.setdefault(name, []).append((chunk.slice, (chunk.id, i)))
+    sources: dict[int, dict[str, Ref]] = {}
+    for name, refs in writers.items():
+        refs.sort()
+        waiting = sorted(readers.get(name, ()), key=lambda c: c.slice)
+        k = 0
+        for chunk in waiting:
+            while k < len(refs) and refs[k][0] < chunk.slice:
+                k += 1
+            if k:
+                sources.setdefault(chunk.id, {})[name] = refs[k - 1][1]
+    for chunk_id, by_name in sources.items():
+        reader = dag.nodes[chunk_id]
+        assert isinstance(reader, Chunk)
+        dag.rewire(reader, state=tuple(by_name.get(name) for name in dag.interface(reader).state))
+    _final_buffers(dag, {refs[-1][1] for refs in writers.values()})
+
+
+def _final_buffers(dag: TrainingDAG, last: set[Ref]) -> None:
+    updates: dict[tuple[str, ...], list[Update]] = {}
+    for update in dag.of_type(Update):
+        if dag.value(update.inputs[0]).kind == "buffer":
+            updates.setdefault(dag.value(update.inputs[0]).names, []).append(update)
+    for ref in sorted(last):
+        for update in updates.get(dag.value(ref).names, ()):
+            dag.rewire(update, inputs=(ref,))
+        if dag.value(ref).names not in updates:
+            source = dag.nodes[ref[0]]
+            assert isinstance(source, Chunk)
+            dag.add(Update(inputs=(ref,), tags=_own_tags(source)))
+
+
+def _report(dag: TrainingDAG, chunks: dict[PassKey, Chunk]) -> None:
+    vector = metrics_value(dag)
+    names = vector.names
+    parts: list[Ref] = []
+    for chunk in chunks.values():
+        scalars = [(i, v) for i, v in enumerate(chunk.outputs) if v.kind in ("loss", "log")]
+        if scalars:
+            metrics = tuple(0 if v.kind == "loss" else names.index(v.names[0], first_log(dag.code)) for _, v in scalars)
+            node = Metrics(inputs=tuple((chunk.id, i) for i, _ in scalars), outputs=(vector,), tags=_own_tags(chunk),
+                           metrics=metrics, slices=(chunk.slice,) * len(scalars))  # fmt: skip
+            parts.append((dag.add(node).id, 0))
+    dag.add(Report(inputs=tuple(parts)))
+
+
+def _results(dag: TrainingDAG, chunks: dict[PassKey, Chunk]) -> None:
+    for chunk in chunks.values():
+        for i, value in enumerate(chunk.outputs):
+            if value.kind == "result":
+                dag.add(Result(inputs=((chunk.id, i),), tags=_own_tags(chunk)))

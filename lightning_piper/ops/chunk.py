@@ -1,0 +1,221 @@
+"""Chunks: one pass of one region for one slice of the batch. The node is `ir.nodes.Chunk`."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass
+from fractions import Fraction
+from typing import ClassVar
+
+import torch
+
+from lightning_piper.ir.dag import TrainingDAG
+from lightning_piper.ir.nodes import Chunk, Ref
+from lightning_piper.ir.regions import PassKey
+from lightning_piper.ir.seeds import chunk_seed
+from lightning_piper.ir.values import Partial, Replicate, Slice, Value
+from lightning_piper.ops import all_to_all
+from lightning_piper.ops.base import Binding, Bound, Operation, Planning, about, register_operation
+from lightning_piper.ops.facts import Facts, Origin, names_of, slices_of, specs_of
+from lightning_piper.ops.instruction import Instruction
+from lightning_piper.ops.reference import Bundle, Made, Reference
+
+Place = tuple[int, int]  # (index of a bundle in `reads`, tensor in the bundle)
+
+
+def make_chunk(
+    dag: TrainingDAG, key: PassKey, part: Slice, inputs: tuple[Ref, ...], tags: dict[str, int | str], **more: object
+) -> Chunk:
+    """A chunk for `part` of the batch, with outputs as its code has them at that size."""
+    interface = dag.code.interface_of(key)
+    specs = dag.code_at(key, len(part)).outputs
+    shared = Partial() if dag.replicas > 1 else Replicate()  # each replica has the gradients of its own samples
+    outputs = tuple(
+        Value(out.kind, out.names, tensors, shared if out.kind == "grad" else Replicate(), owned=dag.is_owned(key, i))
+        for i, (out, tensors) in enumerate(zip(interface.outputs, specs, strict=True))
+    )
+    state = (None,) * len(interface.state)
+    return Chunk(region=key[0], kind=key[1], slice=part, inputs=inputs, outputs=outputs, tags=tags, state=state, **more)  # type: ignore[arg-type]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Run(Instruction):
+    """Run a chunk's code.
+
+    Attributes:
+        key: region and pass.
+        slice: the samples.
+        inputs: how many of `reads` are the chunk's inputs; further ones hold buffers that an earlier chunk changed, and
+            parameters that were gathered.
+        state: for each buffer in `Interface.state` the place of its value (index in `reads`, tensor in the bundle), or
+            None for the module's own buffer.
+        params: the same for each parameter in `Interface.params`; None for the device's own copy. Empty: all are.
+        degrees: over how many devices experts are divided, as in `ir.regions.Step.at`, if this region's are.
+    """
+
+    op: ClassVar[str] = "run"
+    key: PassKey
+    slice: Slice
+    inputs: int
+    state: tuple[Place | None, ...] = ()
+    params: tuple[Place | None, ...] = ()
+    degrees: tuple[int, ...] = ()
+
+    def details(self) -> list[str]:
+        return [self.label, str(self.slice), *super().details()]
+
+
+# Static rule
+
+
+def check(facts: Facts, node: Chunk) -> Iterable[str]:
+    """It gets exactly what the capture says its pass reads, of exactly its own samples."""
+    dag, interface = facts.dag, facts.dag.interface(node)
+    weight = Fraction(1) if node.kind == "F" else facts.share(node.slice)
+    for i in range(len(node.outputs)):
+        facts.origins[node.id, i] = dag.code.whole(*node.key, i)
+        facts.parts[node.id, i] = {node.slice: weight}
+    if len(node.inputs) != len(interface.inputs) or len(node.outputs) != len(interface.outputs):
+        yield (
+            f"{facts.at(node)} has {len(node.inputs)} inputs and {len(node.outputs)} outputs; its region has "
+            f"{len(interface.inputs)} and {len(interface.outputs)}"
+        )
+        return
+    for ref, wanted in zip(node.inputs, interface.inputs, strict=True):
+        if facts.origins.get(ref) != wanted:
+            yield f"{facts.at(node)} reads {facts.named(ref)} where its region reads {facts.pass_of(wanted)}: let it read that"
+        elif list(facts.parts[ref]) != [node.slice] and not _enters_whole(facts, ref, wanted, node.slice):
+            found = slices_of(facts.parts[ref])
+            yield f"{facts.at(node)} works on samples {node.slice} but reads {facts.named(ref)} of samples {found}"
+    for value, specs, made in zip(node.outputs, dag.code_of(node).outputs, interface.outputs, strict=True):
+        if value.tensors != specs:
+            says, makes = specs_of(value.tensors), specs_of(specs)
+            yield f"{facts.at(node)} names {value.label} {says}; of {node.slice} its code makes {makes}"
+        # Each replica has the gradients of its own samples.
+        held = Partial() if made.kind == "grad" and dag.replicas > 1 else Replicate()
+        owned = dag.is_owned(node.key, interface.outputs.index(made))
+        if (value.kind, value.names, value.placement, value.bucket, value.owned) != (made.kind, made.names, held, None, owned):
+            yield f"{facts.at(node)} names {value.label} {value.placement} what is {made.kind}:{names_of(made.names)} {held}"
+    yield from _state(facts, node)
+    yield from _params(facts, node)
+    yield from all_to_all.exchanged(facts, node)
+
+
+def _enters_whole(facts: Facts, ref: Ref, origin: Origin, part: Slice) -> bool:
+    """A forward value whose shape does not follow the batch may be made from more samples than the part that reads it."""
+    dag = facts.dag
+    if origin[1] != "F" or not any(whole.start <= part.start and part.stop <= whole.stop for whole in facts.parts[ref]):
+        return False
+    specs = dag.code.code[origin[0], origin[1]].outputs[origin[2]]
+    other = dag.step.at(max(1, dag.size // 2)).code[origin[0], origin[1]].outputs[origin[2]]
+    return [s.shape for s in specs] == [s.shape for s in other] and dag.size > 1
+
+
+def _state(facts: Facts, node: Chunk) -> Iterable[str]:
+    """Buffers pass from each slice to the next."""
+    for name, ref in zip(facts.dag.interface(node).state, node.state, strict=True):
+        if ref is None:
+            if node.slice.start:
+                yield (
+                    f"{facts.at(node)} reads buffer {name} as it was before the step, not as the samples before "
+                    f"{node.slice.start} left it"
+                )
+        elif name not in facts.dag.value(ref).names or max(facts.parts[ref]).stop != node.slice.start:
+            where = f"the slice that ends at {node.slice.start}"
+            yield f"{facts.at(node)} reads buffer {name} from {facts.named(ref)}, not from {where}"
+
+
+def _params(facts: Facts, node: Chunk) -> Iterable[str]:
+    """Parameters come whole, from a gather of the bucket that they lie in."""
+    names = facts.dag.interface(node).params
+    if len(node.params) not in (0, len(names)):
+        yield f"{facts.at(node)} has {len(node.params)} sources of parameters; its region reads {len(names)}"
+        return
+    for name, ref in zip(names, node.params, strict=False):
+        if ref is None:
+            continue
+        value = facts.dag.value(ref)
+        if value.kind != "param" or value.bucket is None or name not in value.names:
+            yield f"{facts.at(node)} reads parameter {name} from {facts.named(ref)}, which does not hold it"
+        elif not isinstance(value.placement, Replicate):
+            yield f"{facts.at(node)} reads parameter {name} from a shard: gather it first"
+
+
+# Reference semantics
+
+
+def interpret(run: Reference, chunk: Chunk) -> Made:
+    return [_run(run, chunk, replica) for replica in run.replicas]
+
+
+def _run(run: Reference, chunk: Chunk, replica: int) -> list[Bundle]:
+    dag, interface = run.dag, run.dag.interface(chunk)
+    args = [x for bundle in run.inputs(chunk, replica) for x in bundle]
+    args += _read_params(run, chunk, replica)
+    args += [run.tensors[name] for name in interface.buffers]
+    for name, ref in zip(interface.state, chunk.state, strict=True):
+        old = run.tensors[name] if ref is None else run.values[ref, replica][dag.value(ref).names.index(name)]
+        args.append(old)
+    first, part = replica * dag.share, chunk.slice
+    samples = slice(first + part.start, first + part.stop)
+    args += [x[samples] if x.ndim else x for x in (run.leaves[i] for i in interface.batch)]
+    if interface.seeds_gradient:
+        args.append(torch.tensor(len(part) / dag.size, dtype=_loss_dtype(dag), device=args[0].device))
+    code = dag.code_of(chunk)
+    if interface.random:
+        with torch.random.fork_rng():
+            torch.manual_seed(chunk_seed(run.seed, chunk, first))
+            flat = iter(code.run(args))
+    else:
+        flat = iter(code.run(args))
+    return [[next(flat) for _ in specs] for specs in code.outputs]
+
+
+def _read_params(run: Reference, chunk: Chunk, replica: int) -> Bundle:
+    names = run.dag.interface(chunk).params
+    found = []
+    for name, ref in zip(names, chunk.params or (None,) * len(names), strict=True):
+        if ref is None:
+            found.append(run.tensors[name])  # of divided experts, all of them: they come from a gather, or not at all
+        else:
+            bucket = run.dag.value(ref).bucket
+            assert bucket is not None
+            found.append(bucket.views(run.values[ref, replica][0])[bucket.names.index(name)])
+    return found
+
+
+def _loss_dtype(dag: TrainingDAG) -> torch.dtype:
+    return next(v.tensors[0].dtype for c in dag.of_type(Chunk) for v in c.outputs if v.kind == "loss")
+
+
+# Plans
+
+
+def lower(plan: Planning, node: Chunk) -> None:
+    plan.add_what_was_made()  # only now: what the last chunk had to send went first
+    dag, interface = plan.dag, plan.dag.interface(node)
+    reads = [plan.read(ref, node) for ref in node.inputs]
+    place: dict[Ref, int] = {}
+    found: list[list[Place | None]] = [[], []]
+    for names, refs, places in ((interface.state, node.state, found[0]), (interface.params, node.params, found[1])):
+        for name, ref in zip(names, refs, strict=False):
+            if ref is not None and ref not in place:
+                place[ref] = len(reads)
+                reads.append(plan.read(ref, node))
+            places.append(None if ref is None else (place[ref], dag.value(ref).names.index(name)))
+    made = [(node.id, i) for i in range(len(node.outputs))]
+    writes = tuple(plan.new_slot(ref, "chunk", node.stream) if plan.is_read(ref) else None for ref in made)
+    plan.emit(Run(**about(node), reads=tuple(reads), writes=writes, key=node.key, slice=node.slice, inputs=len(node.inputs),
+                  state=tuple(found[0]), params=tuple(found[1]), degrees=dag.degrees_of(node.region)))  # fmt: skip
+    plan.chunk_made(made)
+
+
+# Runtime
+
+
+def bind_run(instruction: Run, on: Binding) -> Bound:
+    bound: Bound = on.chunks.bind(instruction)
+    return bound
+
+
+register_operation(Operation(Chunk, check, interpret, lower, bind={Run: bind_run}))

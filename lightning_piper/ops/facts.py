@@ -1,0 +1,93 @@
+"""What the static check knows of a training DAG's values, and how it words what it finds."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from fractions import Fraction
+
+from lightning_piper.ir.buckets import Bucket
+from lightning_piper.ir.dag import TrainingDAG
+from lightning_piper.ir.nodes import Node, Ref
+from lightning_piper.ir.values import Slice, TensorSpec, Value
+
+# What a value is: output `index` of a pass, and the samples that went into it with their weights. The weight of a forward
+# value is 1 per slice; a gradient of the mean loss over N samples carries n_i/N for a slice of n_i samples.
+Origin = tuple[int, str, int]
+Contributions = dict[Slice, Fraction]
+
+
+class Facts:
+    """Attributes:
+    origins: which output of which pass a value is.
+    parts: the samples that went into it.
+    buckets: why a bucket does not fit the step, None if it does.
+    """
+
+    def __init__(self, dag: TrainingDAG) -> None:
+        self.dag = dag
+        self.origins: dict[Ref, Origin] = {}
+        self.parts: dict[Ref, Contributions] = {}
+        self.buckets: dict[Bucket, str | None] = {}
+
+    def forward(self, node: Node) -> None:
+        """What a node makes is what it reads first."""
+        ref = node.inputs[0]
+        if ref in self.origins:
+            self.origins[node.id, 0], self.parts[node.id, 0] = self.origins[ref], self.parts[ref]
+
+    def uncovered(
+        self, weight: Callable[[Slice], Fraction], parts: Contributions, whole: Slice | None = None, some: bool = False
+    ) -> str | None:
+        """Why the parts are not each sample of `whole` (the batch) exactly once with its weight; None if they are. `some`: it may
+        be some of the samples only."""
+        whole = whole or Slice(0, self.dag.share)
+        edge = whole.start
+        for part in sorted(parts):
+            if part.start > edge and not some:
+                return f"samples {edge}:{part.start} are missing: add what the chunk of these samples makes"
+            if part.start < edge:
+                return f"samples {part.start}:{min(edge, part.stop)} count more than once: take each sample once"
+            if (times := parts[part] / weight(part)) > 1 and times.denominator == 1:
+                return f"samples {part} count {times} times: take each sample once"
+            if times != 1:
+                return f"samples {part} enter with weight {parts[part]} instead of their share of the batch, {weight(part)}"
+            edge = part.stop
+        return None if edge == whole.stop or some else f"samples {edge}:{whole.stop} are missing"
+
+    def share(self, part: Slice) -> Fraction:
+        return Fraction(len(part), self.dag.size)
+
+    def named(self, ref: Ref) -> str:
+        return (
+            self.pass_of(self.origins[ref])
+            if ref in self.origins
+            else f"{self.dag.value(ref).label} of {self.at(self.dag.nodes[ref[0]])}"
+        )
+
+    def pass_of(self, origin: Origin) -> str:
+        region, kind, index = origin
+        output = self.dag.code.interface_of((region, kind)).outputs[index]
+        names = f" {names_of(output.names)}" if output.names else ""
+        return f"{output.kind}{names} of {kind}[{self.dag.regions[region].label}]"
+
+    def at(self, node: Node) -> str:
+        where = f" on device {','.join(map(str, node.devices))}" if node.devices else ""
+        by = "" if node.origin is None else f" (directive {', '.join([str(node.origin), *self.dag.ops[node.origin :][:1]])})"
+        return f"{node.label} %{node.id}{where}{by}"
+
+
+def names_of(names: tuple[str, ...]) -> str:
+    return ", ".join(names[:3]) + (f" and {len(names) - 3} more" if len(names) > 3 else "")
+
+
+def specs_of(specs: tuple[TensorSpec, ...]) -> str:
+    return ", ".join(map(str, specs))
+
+
+def slices_of(parts: Contributions) -> str:
+    return ", ".join(map(str, sorted(parts)))
+
+
+def carries(value: Value) -> tuple[object, ...]:
+    """What a value is a bundle of, whatever of it each member holds."""
+    return value.kind, value.names, value.bucket, value.owned

@@ -1,0 +1,145 @@
+"""Sharded parameters: the shards as the optimizer left them, and what brings a whole bucket together from them."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from typing import Any, ClassVar
+
+import torch
+
+from lightning_piper.ir.buckets import packed_params
+from lightning_piper.ir.nodes import Node, Turn
+from lightning_piper.ir.values import Replicate, Shard, TensorSpec
+from lightning_piper.ops.base import Binding, Bound, Bundle, Exchange, Operation, Planning, bucket_of, register_operation
+from lightning_piper.ops.facts import Facts, carries
+from lightning_piper.ops.instruction import Collective
+from lightning_piper.ops.reference import Bundle as Held
+from lightning_piper.ops.reference import Made, Reference
+
+
+@dataclass(frozen=True, kw_only=True)
+class Parameters(Node):
+    """The shards of a bucket of parameters, as the optimizer left them. Reads nothing, makes a `Shard`.
+
+    Attributes:
+        kept: every member has room for the whole bucket between steps, though only its own shard in it is up to date then.
+    """
+
+    turn = Turn.FIRST
+
+    kept: bool
+
+    @property
+    def per_use(self) -> bool:
+        return not self.kept
+
+
+@dataclass(frozen=True, kw_only=True)
+class AllGather(Node):
+    """Brings a bucket's shards together on every member of its group: the input is `Shard`, the output is `Replicate`."""
+
+    turn = Turn.AHEAD
+    communicates = True
+
+
+@dataclass(frozen=True, kw_only=True)
+class AllGatherInstruction(Collective):
+    """Bring the members' shards of a bucket of parameters together; the slot gets the parameters.
+
+    Attributes:
+        kept: into the flat tensor that this device keeps between steps, and that has its own shard in place.
+    """
+
+    op: ClassVar[str] = "all_gather"
+    kept: bool
+
+    @property
+    def tensors(self) -> tuple[TensorSpec, ...]:
+        """What the gather needs room for: nothing where the room is there between steps, as that of parameters is."""
+        assert self.bucket is not None
+        return () if self.kept else (self.bucket.whole,)
+
+
+def check_parameters(facts: Facts, node: Parameters) -> Iterable[str]:
+    value = node.outputs[0]
+    if value.bucket is None or value.kind != "param" or value.placement != Shard(0):
+        yield f"{facts.at(node)} makes no shard of a bucket of parameters"
+    elif any(spec.dtype != value.bucket.dtype for spec in value.bucket.tensors):
+        yield f"{facts.at(node)} keeps parameters in {value.bucket.dtype}, which is not the dtype of all of them"
+
+
+def check_all_gather(facts: Facts, node: AllGather) -> Iterable[str]:
+    value, made = facts.dag.value(node.inputs[0]), node.outputs[0]
+    source = facts.dag.nodes[node.inputs[0][0]]
+    if value.placement != Shard(0) or made.placement != Replicate():
+        yield f"{facts.at(node)} gathers {value.label} as {made.placement} from {value.placement}: it makes R from S(0)"
+    if value.bucket is None or carries(made) != carries(value):
+        yield f"{facts.at(node)} hands on {value.label} as something else than it is"
+    if node.devices != source.devices:
+        yield f"{facts.at(node)} gathers shards that lie on devices {list(source.devices)}"
+
+
+def interpret_parameters(run: Reference, node: Parameters) -> Made:
+    bucket = bucket_of(node)
+
+    def shard(replica: int) -> Held:
+        flat = packed_params(bucket, run.tensors, replica, run.tensors[bucket.names[0]].device)
+        return [flat.chunk(bucket.members)[bucket.member(replica)]]
+
+    return [[shard(replica)] for replica in run.replicas]
+
+
+def interpret_all_gather(run: Reference, node: AllGather) -> Made:
+    bucket = bucket_of(node)
+    return [[[torch.cat([run.values[node.inputs[0], s][0] for s in bucket.sharers(r)])]] for r in run.replicas]
+
+
+def lower_all_gather(plan: Planning, node: AllGather) -> None:
+    # It reads no slot: the shard is no value of the step.
+    plan.start(node, AllGatherInstruction, (), bucket=bucket_of(node), kept=plan.shards[bucket_of(node)])
+
+
+class _AllGather(Exchange):
+    """The state is the own shard, and the flat tensor that the others are received into, once there is one."""
+
+    kind = "all_gather"
+
+    def __init__(self, instruction: AllGatherInstruction, kept: torch.Tensor, own: int) -> None:
+        assert instruction.bucket is not None
+        self._bucket, self._count, self._own, self._kept = instruction.bucket, len(instruction.members), own, kept
+        self._places = kept.chunk(self._count) if instruction.kept else None
+        self._views = instruction.bucket.views(kept) if instruction.kept or self._count == 1 else None
+        self._shard = kept if self._places is None else self._places[own]
+
+    def bring(self) -> list[Any]:
+        return [self._shard, None]
+
+    def parts(self, state: list[Any]) -> Sequence[torch.Tensor]:
+        return [self._shard] * self._count
+
+    def room(self, state: list[Any], parts: Sequence[Any]) -> list[torch.Tensor]:
+        if self._places is not None:
+            return list(self._places)
+        state[1] = torch.empty(self._bucket.numel, dtype=self._bucket.dtype, device=self._kept.device)
+        return list(state[1].chunk(self._count))
+
+    def join(self, state: list[Any], received: Sequence[torch.Tensor]) -> Bundle:
+        if self._views is not None:
+            for place, part in zip(self._places or (), received, strict=False):
+                if place.data_ptr() != part.data_ptr():  # its own, and what devices share that keep it together
+                    place.copy_(part)
+            return self._views
+        return self._bucket.views(torch.cat(list(received)) if state[1] is None else state[1])
+
+
+def bind_all_gather(instruction: AllGatherInstruction, on: Binding) -> Bound | None:
+    assert instruction.bucket is not None
+    exchange = _AllGather(instruction, on.shards[instruction.bucket], instruction.members.index(on.own))
+    return on.endpoint.collective(instruction, exchange, on.slots)
+
+
+register_operation(Operation(Parameters, check_parameters, interpret_parameters))
+register_operation(
+    Operation(AllGather, check_all_gather, interpret_all_gather, lower_all_gather, bind={AllGatherInstruction: bind_all_gather})
+)

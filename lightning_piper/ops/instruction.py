@@ -1,0 +1,124 @@
+"""What an instruction of a plan is. Each operation has its own kinds; those that only a plan has are in `plan.instructions`.
+
+A *slot* holds one bundle of tensors on one device. Slots are written once (a running sum apart), so a slot's number names a
+value. What an instruction reads for the last time leaves its slot before the instruction works on it.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import ClassVar
+
+from lightning_piper.ir.buckets import Bucket
+
+Channel = tuple[int, int]  # (sending device, receiving device)
+Group = tuple[tuple[int, ...], str]  # devices that communicate together, on a logical stream: one communicator
+
+
+@dataclass(frozen=True, slots=True)
+class Read:
+    """One bundle that an instruction reads; `last` empties the slot. Printed `s3`, or `s3!` when it is the last."""
+
+    slot: int
+    last: bool = False
+
+    def __str__(self) -> str:
+        return f"s{self.slot}!" if self.last else f"s{self.slot}"
+
+
+@dataclass(frozen=True, kw_only=True)
+class Instruction:
+    """Attributes:
+    op: the operation, in texts, figures and recordings.
+    colour: in pictures of what a device does; None for bookkeeping.
+    node: id of the DAG's node it belongs to.
+    label: the node's label, for messages.
+    stream: the logical stream it runs on.
+    origin, placed_by: indices of the directives that made and placed the node.
+    reads: bundles read, in order.
+    writes: slots written, in order; None where nobody reads what is made.
+    """
+
+    op: ClassVar[str]
+    colour: ClassVar[str | None] = None
+
+    node: int
+    label: str
+    stream: str = "compute"
+    origin: int | None = None
+    placed_by: int | None = None
+    reads: tuple[Read, ...] = ()
+    writes: tuple[int | None, ...] = ()
+
+    @property
+    def where(self) -> str:
+        """The node and its directives, for messages."""
+        made = "" if self.origin is None else f", made by directive {self.origin}"
+        placed = "" if self.placed_by is None else f", placed by directive {self.placed_by}"
+        return f"{self.op} %{self.node} {self.label}{made}{placed}"
+
+    @property
+    def into(self) -> int:
+        """The slot written, of an instruction that writes one."""
+        (slot,) = self.writes
+        assert slot is not None
+        return slot
+
+    def __str__(self) -> str:
+        words = [self.op, f"%{self.node}", *self.details()]
+        if self.stream != "compute":
+            words.append(f"stream={self.stream}")
+        return " ".join(words)
+
+    def details(self) -> list[str]:
+        """What the text form shows after the operation and the node."""
+        shown = ["(" + ", ".join(map(str, self.reads)) + ")"] if self.reads else []
+        if self.writes:
+            shown += ["->", ", ".join("_" if slot is None else f"s{slot}" for slot in self.writes)]
+        return shown
+
+
+@dataclass(frozen=True, kw_only=True)
+class Collective(Instruction):
+    """Start an operation of all `members`; does not wait. The slot is pending until the `Wait` of the same node.
+
+    Attributes:
+        rings: how often a ring of n members goes round, each time in n - 1 steps, in which every member sends 1/n of the bytes to
+            the next (Patarasuk and Yuan 2009): what the simulator knows of its cost.
+        sums: it sums a bucket of gradients over replicas, which can wait for the last batch of an accumulation.
+        members: devices, in the order of what they bring.
+        bucket: that is communicated, if it is one.
+    """
+
+    rings: ClassVar[int] = 1
+    sums: ClassVar[bool] = False
+    colour: ClassVar[str] = "#b4a7d6"
+
+    members: tuple[int, ...]
+    bucket: Bucket | None = None
+
+    @property
+    def group(self) -> Group:
+        return (self.members, self.stream)
+
+    @property
+    def meeting(self) -> tuple[int, tuple[int, ...]]:
+        """The same for all members, and for them alone: at one node, several groups may do the same side by side."""
+        return (self.node, self.members)
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of the whole that is summed or gathered, as it travels."""
+        if self.bucket is None:
+            raise AssertionError(f"{self.op} does not say its size")
+        return self.bucket.whole.nbytes
+
+    def details(self) -> list[str]:
+        return [*super().details(), "over", ",".join(map(str, self.members))]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Wait(Instruction):
+    """Wait for what a `Post` or a `Collective` of the same node started; the slot is readable afterwards."""
+
+    op: ClassVar[str] = "wait"

@@ -1,0 +1,284 @@
+"""Loss and logged values: merged over slices, summed over devices, reported on every device."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass, replace
+from typing import ClassVar
+
+import torch
+
+from lightning_piper.errors import VerificationError
+from lightning_piper.ir.dag import TrainingDAG
+from lightning_piper.ir.nodes import Node, Turn
+from lightning_piper.ir.regions import LOSS, StepCode
+from lightning_piper.ir.values import Partial, Replicate, Slice, TensorSpec, Value
+from lightning_piper.ops.base import Binding, Bound, Operation, Planning, about, register_operation
+from lightning_piper.ops.facts import Contributions, Facts
+from lightning_piper.ops.instruction import Instruction
+from lightning_piper.ops.reduce import AllReduce, check_all_reduce, interpret_all_reduce, lower_all_reduce
+from lightning_piper.ops.reference import Bundle, Made, Reference, fold
+
+
+@dataclass(frozen=True, kw_only=True)
+class Metrics(Node):
+    """Merges the scalars of one region over slices into a float64 vector with a place for each metric of the step.
+
+    Attributes:
+        metrics: for each input, which metric it is, by its place in `metric_names`.
+        slices: for each input, the samples it is made of; its weight is their share of the batch, n_i/N.
+    """
+
+    turn = Turn.IF_HERE
+
+    metrics: tuple[int, ...]
+    slices: tuple[Slice, ...]
+
+
+@dataclass(frozen=True, kw_only=True)
+class MetricsSum(AllReduce):
+    """Sums the vectors of metrics over all devices of the step: each place is 0 but where its metric is made."""
+
+    sums = False
+    everywhere = True
+
+    @property
+    def label(self) -> str:
+        return "allreduce"
+
+
+@dataclass(frozen=True, kw_only=True)
+class Report(Node):
+    """Loss and logged values of the step, on every device: the sum of its inputs."""
+
+    turn = Turn.LAST
+    everywhere = True
+
+
+@dataclass(frozen=True, kw_only=True)
+class Merge(Instruction):
+    """Scalars over slices -> a float64 vector.
+
+    Attributes:
+        metrics: for each bundle read, its place in the vector.
+        weights: for each bundle read, the share of the batch it is made of.
+        reductions: for each metric, `mean`, `sum`, `max` or `min`.
+        replica, replicas: the vector has a place for each metric for each replica in turn; all but this one's are 0.
+    """
+
+    op: ClassVar[str] = "merge"
+    metrics: tuple[int, ...]
+    weights: tuple[float, ...]
+    reductions: tuple[str, ...]
+    replica: int = 0
+    replicas: int = 1
+
+
+@dataclass(frozen=True, kw_only=True)
+class ReportInstruction(Instruction):
+    """Hand out the sum of the metric vectors read, merged over the replicas by `reductions`."""
+
+    op: ClassVar[str] = "report"
+    reductions: tuple[str, ...] = ()
+    replicas: int = 1
+
+
+def metrics_value(dag: TrainingDAG) -> Value:
+    """The vector of metrics: a place for each metric, and that for each replica in turn. All other places are 0."""
+    names = metric_names(dag.code)
+    return Value("metrics", names, (TensorSpec((dag.replicas * len(names),), torch.float64, (1,)),))
+
+
+def metric_names(code: StepCode) -> tuple[str, ...]:
+    """Places in the metrics vector: the loss, if the step is a training step, then the logged tensors."""
+    return (*[LOSS][: first_log(code)], *(log.name for log in code.logs if log.constant is None))
+
+
+def first_log(code: StepCode) -> int:
+    """The place of the first logged tensor; a user may well log something under the loss's name."""
+    return 0 if code.forward_only else 1
+
+
+def reductions(code: StepCode) -> tuple[str, ...]:
+    """How each place of the metrics vector is merged over slices."""
+    return (*["mean"][: first_log(code)], *(log.reduce for log in code.logs if log.constant is None))
+
+
+# Static rules
+
+
+def check_metrics(facts: Facts, node: Metrics) -> Iterable[str]:
+    names = node.outputs[0].names
+    parts: dict[int, Contributions] = {}
+    if replace(node.outputs[0], placement=Replicate()) != metrics_value(facts.dag):
+        yield f"{facts.at(node)} names {node.outputs[0].label} what has other places"
+    for ref, metric, part in zip(node.inputs, node.metrics, node.slices, strict=True):
+        value = facts.dag.value(ref)
+        if value.names != (names[metric],) or list(facts.parts.get(ref, {})) != [part]:
+            yield f"{facts.at(node)} takes {facts.named(ref)} for {names[metric]} of samples {part}"
+        total = parts.setdefault(metric, {})
+        total[part] = total.get(part, 0) + facts.share(part)
+    for metric, total in parts.items():
+        if problem := facts.uncovered(facts.share, total):
+            yield f"metric {names[metric]} ({facts.at(node)}): {problem}"
+
+
+def check_report(facts: Facts, node: Report) -> Iterable[str]:
+    return ()
+
+
+def reported(facts: Facts) -> Iterable[str]:
+    """Every metric reaches the report, and the report every device."""
+    reports = list(facts.dag.of_type(Report))
+    if len(reports) != 1:
+        yield f"there are {len(reports)} reports of the loss; there must be one"
+        return
+    refs, devices = reports[0].inputs, facts.dag.devices()
+    if reports[0].devices != devices:
+        yield f"{facts.at(reports[0])} does not reach all devices, {list(devices)}"
+    for metrics in facts.dag.of_type(Metrics):
+        if isinstance(metrics.outputs[0].placement, Partial) != (len(devices) > 1):
+            yield f"{facts.at(metrics)} makes {metrics.outputs[0].placement}, and there are {len(devices)} devices"
+    for ref in refs:
+        if isinstance(facts.dag.value(ref).placement, Partial):
+            yield f"{facts.at(reports[0])} takes {facts.named(ref)} as one device has it: sum it over the devices"
+    sums = [facts.dag.nodes[ref[0]] for ref in refs]
+    if any(isinstance(s, MetricsSum) for s in sums):
+        refs = tuple(ref for s in sums for ref in s.inputs)
+    made = {(m.id, 0) for m in facts.dag.of_type(Metrics)}
+    found = {metric for m in facts.dag.of_type(Metrics) for metric in m.metrics}
+    if sorted(refs) != sorted(made) or len(refs) != len(set(refs)):
+        yield f"{facts.at(reports[0])} does not take every region's metrics exactly once"
+    if made and len(found) != len(next(facts.dag.of_type(Metrics)).outputs[0].names):
+        yield f"{facts.at(reports[0])}: some metrics are made by no region"
+
+
+# Reference semantics
+
+
+def interpret_metrics(run: Reference, node: Metrics) -> Made:
+    return [[[_merged(run, node, replica)]] for replica in run.replicas]
+
+
+def _merged(run: Reference, node: Metrics, replica: int) -> torch.Tensor:
+    names, inputs = reductions(run.dag.code), run.inputs(node, replica)
+    vector = torch.zeros(run.dag.replicas * len(names), dtype=torch.float64)
+    for metric in dict.fromkeys(node.metrics):
+        values = [b[0].double().cpu() for b, m in zip(inputs, node.metrics, strict=True) if m == metric]
+        shares = [len(s) / run.dag.size for s, m in zip(node.slices, node.metrics, strict=True) if m == metric]
+        if names[metric] == "mean":
+            values = [v * w for v, w in zip(values, shares, strict=True)]
+        vector[replica * len(names) + metric] = _reduced(names[metric], values)
+    return vector
+
+
+def interpret_report(run: Reference, node: Report) -> Made:
+    if node.inputs:  # something is logged
+        vector = fold([run.values[ref, 0] for ref in node.inputs])[0]
+        rows = vector.view(run.dag.replicas, -1)
+        how = ("sum" if reduction == "mean" else reduction for reduction in reductions(run.dag.code))
+        merged = [_reduced(reduction, list(column)) for reduction, column in zip(how, rows.unbind(1), strict=True)]
+        run.metrics = dict(zip(metric_names(run.dag.code), merged, strict=True))
+    return [[] for _ in run.replicas]
+
+
+def _reduced(reduction: str, values: list[torch.Tensor]) -> torch.Tensor:
+    """One number from several; means come with their weights applied."""
+    if reduction in ("mean", "sum"):
+        bundles: list[Bundle] = [[v] for v in values]
+        return fold(bundles)[0]
+    return torch.stack(values).max() if reduction == "max" else torch.stack(values).min()
+
+
+# Plans
+
+
+def lower_metrics(plan: Planning, node: Metrics) -> None:
+    reads = tuple(plan.read(ref, node) for ref in node.inputs)
+    slot = plan.new_slot((node.id, 0), "sum", node.stream)
+    weights = tuple(len(part) / plan.dag.size for part in node.slices)
+    plan.emit(Merge(**about(node), reads=reads, writes=(slot,), metrics=node.metrics, weights=weights,
+                    reductions=reductions(plan.dag.code), replica=plan.replica, replicas=plan.dag.replicas))  # fmt: skip
+
+
+def lower_report(plan: Planning, node: Report) -> None:
+    own = tuple(plan.read(ref, node) for ref in node.inputs if plan.has(ref))
+    if node.inputs and not own:
+        raise VerificationError(f"%{node.id} {node.label} has nothing to report on device {plan.device}")
+    plan.emit(ReportInstruction(**about(node), reads=own, reductions=reductions(plan.dag.code), replicas=plan.dag.replicas))
+
+
+# Runtime
+
+
+def bind_merge(instruction: Merge, on: Binding) -> Bound:
+    """Scalars -> vector. Means and sums are left folds over the bundles in the order read; places without a scalar are 0."""
+    reads, into, size = instruction.reads, instruction.into, len(instruction.reductions)
+    replica, replicas, slots, device = instruction.replica, instruction.replicas, on.slots, on.device
+    rows: dict[int, list[int]] = {}  # metric -> indices of its scalars
+    for i, metric in enumerate(instruction.metrics):
+        rows.setdefault(metric, []).append(i)
+    weights = [w if instruction.reductions[m] == "mean" else 1.0
+               for w, m in zip(instruction.weights, instruction.metrics, strict=True)]  # fmt: skip
+    weight = torch.tensor([*weights, 0.0], dtype=torch.float64, device=device)
+    # Row k holds the k-th scalar of every metric that is folded; the others point to the zero behind the last scalar.
+    folded = {m: row for m, row in rows.items() if instruction.reductions[m] in ("mean", "sum")}
+    depth = max((len(row) for row in folded.values()), default=1)
+    table = [[folded[m][k] if m in folded and k < len(folded[m]) else len(weights) for m in range(size)] for k in range(depth)]
+    index = torch.tensor(table, device=device)
+    extremes = [(m, torch.tensor(row, device=device), getattr(torch, f"a{instruction.reductions[m]}"))
+                for m, row in rows.items() if m not in folded]  # fmt: skip
+    zero = torch.zeros(1, dtype=torch.float64, device=device)
+
+    def merge() -> None:
+        scalars = [slots[read.slot][0] for read in reads]
+        for read in reads:
+            if read.last:
+                slots[read.slot] = None
+        if len({x.dtype for x in scalars}) == 1:
+            flat = torch.cat([torch.stack(scalars).double(), zero])
+        else:
+            flat = torch.stack([*(x.double() for x in scalars), zero[0]])
+        first, *rest = (flat * weight)[index].unbind()
+        for row in rest:
+            first = first + row
+        for metric, where, extreme in extremes:
+            first[metric] = extreme(flat[where])
+        if replicas > 1:
+            padded = torch.zeros(replicas * size, dtype=torch.float64, device=device)
+            padded[replica * size : (replica + 1) * size] = first
+            first = padded
+        slots[into] = (first,)
+
+    return merge
+
+
+def bind_report(instruction: ReportInstruction, on: Binding) -> Bound:
+    reads, replicas, slots, outbox, device = instruction.reads, instruction.replicas, on.slots, on.outbox, on.device
+    extremes = [(m, getattr(torch, f"a{how}")) for m, how in enumerate(instruction.reductions) if how in ("max", "min")]
+
+    def report() -> None:
+        if not reads:  # nothing is logged
+            outbox.metrics = torch.zeros(0, dtype=torch.float64, device=device)
+            return
+        total = slots[reads[0].slot][0]
+        for read in reads[1:]:
+            total = total + slots[read.slot][0]
+        for read in reads:
+            if read.last:
+                slots[read.slot] = None
+        if replicas > 1:
+            rows = total.view(replicas, -1)
+            total = rows[0]
+            for row in rows[1:]:  # means have their weights applied
+                total = total + row
+            for metric, extreme in extremes:
+                total[metric] = extreme(rows[:, metric])
+        outbox.metrics = total
+
+    return report
+
+
+register_operation(Operation(Metrics, check_metrics, interpret_metrics, lower_metrics, bind={Merge: bind_merge}))
+register_operation(Operation(MetricsSum, check_all_reduce, interpret_all_reduce, lower_all_reduce))
+register_operation(Operation(Report, check_report, interpret_report, lower_report, bind={ReportInstruction: bind_report}))

@@ -1,0 +1,147 @@
+"""Messages from device to device: a send and a receive, which meet in a channel."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass
+from typing import ClassVar
+
+from lightning_piper.errors import VerificationError
+from lightning_piper.ir.nodes import Node, Ref, Turn
+from lightning_piper.ir.values import TensorSpec
+from lightning_piper.ops.base import Operation, Planning, about, register_operation
+from lightning_piper.ops.facts import Facts
+from lightning_piper.ops.instruction import Channel, Instruction, Wait
+from lightning_piper.ops.reference import Bundle, Reference, each
+
+
+@dataclass(frozen=True, kw_only=True)
+class Send(Node):
+    """Hands a value to the channel from each of its devices to the peer at the same position."""
+
+    turn = Turn.AT_ONCE
+    communicates = moves = True
+
+    peers: tuple[int, ...]
+
+    @property
+    def details(self) -> str:
+        return "to " + ",".join(map(str, self.peers))
+
+
+@dataclass(frozen=True, kw_only=True)
+class Recv(Node):
+    """Takes a value out of the channel from the peer at the same position. Its only input is the matching send's output."""
+
+    turn = Turn.AT_ONCE
+    communicates = moves = True
+    reads_from = "channel"
+
+    peers: tuple[int, ...]
+
+    @property
+    def details(self) -> str:
+        return "from " + ",".join(map(str, self.peers))
+
+
+@dataclass(frozen=True, kw_only=True)
+class SendInstruction(Instruction):
+    """Hand a bundle to the channel; does not wait. `tensors` are the specs of what travels, one message each."""
+
+    op: ClassVar[str] = "send"
+    colour: ClassVar[str] = "#c9c9c9"
+    channel: Channel
+    tensors: tuple[TensorSpec, ...]
+
+    def details(self) -> list[str]:
+        return [*super().details(), "to", str(self.channel[1])]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Retire(Instruction):
+    """Let go of what was sent. Stands where the receiver is known to have it, or at the end of the step, where it waits."""
+
+    op: ClassVar[str] = "retire"
+    channel: Channel
+
+
+@dataclass(frozen=True, kw_only=True)
+class Post(Instruction):
+    """Start to receive a bundle; does not wait. The slot is pending until `Wait`.
+
+    Attributes:
+        channel: where it comes from.
+        message: node id of the send that it must meet.
+        tensors: specs of the tensors.
+    """
+
+    op: ClassVar[str] = "post"
+    channel: Channel
+    message: int
+    tensors: tuple[TensorSpec, ...]
+
+    def details(self) -> list[str]:
+        return [*super().details(), "from", str(self.channel[0])]
+
+
+def check_send(facts: Facts, node: Send) -> Iterable[str]:
+    """It hands on what it reads, to one receive."""
+    yield from _same(facts, node)
+    users = facts.dag.users(node)
+    if len(users) != 1 or not isinstance(users[0], Recv):
+        yield f"{facts.at(node)} has {len(users)} receives; it needs one"
+
+
+def check_recv(facts: Facts, node: Recv) -> Iterable[str]:
+    """It hands on what a send to its devices sends."""
+    yield from _same(facts, node)
+    source = facts.dag.nodes[node.inputs[0][0]]
+    if not isinstance(source, Send) or source.peers != node.devices or node.peers != source.devices:
+        yield f"{facts.at(node)} receives from {facts.at(source)}, which does not send to it"
+
+
+def _same(facts: Facts, node: Send | Recv) -> Iterable[str]:
+    facts.forward(node)
+    if node.outputs[0] != facts.dag.value(node.inputs[0]):
+        yield f"{facts.at(node)} hands on {facts.named(node.inputs[0])} as something else than it is"
+
+
+@each
+def interpret(run: Reference, node: Send | Recv, inputs: list[Bundle]) -> list[Bundle]:
+    return inputs
+
+
+def lower_send(plan: Planning, node: Send) -> None:
+    source = plan.read(node.inputs[0], node)
+    channel = (plan.device, node.peers[node.devices.index(plan.device)])
+    plan.emit(SendInstruction(**about(node), reads=(source,), channel=channel, tensors=plan.dag.value(node.inputs[0]).tensors))
+    plan.sent(node, channel, source)
+
+
+def lower_recv(plan: Planning, node: Recv) -> None:
+    ref = (node.id, 0)
+    if not plan.is_read(ref):
+        raise VerificationError(f"nobody on device {plan.device} reads what %{node.id} {node.label} receives")
+    plan.arrives(ref)
+
+
+def produce_recv(plan: Planning, node: Recv, ref: Ref) -> None:
+    """Wait for the message directly before its first reader; where the receive is started, `plan.posts` decides."""
+    channel = (node.peers[node.devices.index(plan.device)], plan.device)
+    slot = plan.new_slot(ref, "peer", node.stream)
+    plan.emit(Wait(**about(node), writes=(slot,)))
+    plan.received(Post(**about(node), writes=(slot,), channel=channel, message=node.inputs[0][0], tensors=node.outputs[0].tensors))
+
+
+register_operation(
+    Operation(Send, check_send, interpret, lower_send, bind={
+        SendInstruction: lambda instruction, on: on.endpoint.send(instruction, on.slots),
+        Retire: lambda instruction, on: on.endpoint.retire(instruction),
+    })
+)  # fmt: skip
+register_operation(
+    Operation(Recv, check_recv, interpret, lower_recv, produce_recv, bind={
+        Post: lambda instruction, on: on.endpoint.post(instruction, on.slots),
+        Wait: lambda instruction, on: on.endpoint.wait(instruction, on.slots),
+    })
+)  # fmt: skip

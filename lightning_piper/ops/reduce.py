@@ -1,0 +1,209 @@
+"""Sums over replicas: of whole buckets, and of buckets of which each member keeps a shard."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
+from typing import Any, ClassVar
+
+import torch
+
+from lightning_piper.ir.nodes import Node, Turn
+from lightning_piper.ir.values import Partial, Replicate, Shard, TensorSpec
+from lightning_piper.ops.base import Binding, Bound, Bundle, Exchange, Operation, Planning, bucket_of, register_operation, take
+from lightning_piper.ops.facts import Facts, carries
+from lightning_piper.ops.instruction import Collective
+from lightning_piper.ops.reference import Made, Reference
+
+
+@dataclass(frozen=True, kw_only=True)
+class AllReduce(Node):
+    """Sums what the members of its group hold: inputs are `Partial`, the output is `Replicate`."""
+
+    turn = Turn.WHEN_NEEDED
+    communicates = sums = True
+    reads_from = "members"
+    shows_tags = False
+
+
+@dataclass(frozen=True, kw_only=True)
+class ReduceScatter(Node):
+    """Sums a bucket over its group and leaves each member with its shard: the input is `Partial`, the output is `Shard`."""
+
+    turn = Turn.WHEN_NEEDED
+    communicates = sums = True
+
+
+@dataclass(frozen=True, kw_only=True)
+class Reduce(Collective):
+    """Add up the bundles read (zeros if there are none) and sum them over the members.
+
+    Attributes:
+        tensors: what is summed.
+        bucket: one flat tensor is summed, in place: its maker made it for that.
+    """
+
+    op: ClassVar[str] = "reduce"
+    rings: ClassVar[int] = 2  # a reduce-scatter and an all-gather
+    sums: ClassVar[bool] = True
+    tensors: tuple[TensorSpec, ...]
+
+    @property
+    def nbytes(self) -> int:
+        return sum(spec.nbytes for spec in self.tensors)
+
+
+@dataclass(frozen=True, kw_only=True)
+class ReduceScatterInstruction(Collective):
+    """Sum a flat tensor over the members; each gets its shard of the sum."""
+
+    op: ClassVar[str] = "reduce_scatter"
+    sums: ClassVar[bool] = True
+
+
+# Static rules
+
+
+def check_all_reduce(facts: Facts, node: AllReduce) -> Iterable[str]:
+    """Sums over replicas, once."""
+    yield from summed_once(facts, node)
+    value, made = facts.dag.value(node.inputs[0]), node.outputs[0]
+    if not isinstance(made.placement, Replicate):
+        yield f"{facts.at(node)} hands out {made.placement} after its sum"
+    if (*carries(made), made.tensors) != (*carries(value), value.tensors):
+        yield f"{facts.at(node)} hands on {facts.named(node.inputs[0])} as something else than it is"
+    facts.forward(node)
+
+
+def check_reduce_scatter(facts: Facts, node: ReduceScatter) -> Iterable[str]:
+    """Sums a bucket over the replicas, once, and leaves each with its shard."""
+    yield from summed_once(facts, node)
+    facts.forward(node)
+    value, made = facts.dag.value(node.inputs[0]), node.outputs[0]
+    if value.bucket is None or made.placement != Shard(0) or carries(made) != carries(value):
+        yield f"{facts.at(node)} makes no shard of the bucket that it sums"
+
+
+def summed_once(facts: Facts, node: Node) -> Iterable[str]:
+    """What a sum over members reads was not summed over them before, and lies on all of them."""
+    for ref in node.inputs:
+        value, source = facts.dag.value(ref), facts.dag.nodes[ref[0]]
+        if not isinstance(value.placement, Partial):
+            held = "a shard of it" if isinstance(value.placement, Shard) else "the whole of it"
+            yield f"{facts.at(node)} sums {facts.named(ref)} over devices that all hold {held}"
+        if not node.everywhere and (len(node.inputs) != 1 or source.devices != node.devices):
+            yield f"{facts.at(node)} sums {facts.named(ref)}, which lies on devices {list(source.devices)}"
+
+
+# Reference semantics
+
+
+def interpret_all_reduce(run: Reference, node: AllReduce) -> Made:
+    return [[run.sum_over(node, run.replicas)]] * len(run.replicas)
+
+
+def interpret_reduce_scatter(run: Reference, node: ReduceScatter) -> Made:
+    bucket = bucket_of(node)
+    return [
+        [[run.sum_over(node, bucket.sharers(r))[0].chunk(bucket.members)[bucket.member(r)]]] for r in run.replicas
+    ]  # fmt: skip
+
+
+# Plans
+
+
+def lower_all_reduce(plan: Planning, node: Node) -> None:
+    reads = tuple(plan.read(ref, node) for ref in node.inputs if plan.has(ref))
+    value = node.outputs[0]
+    plan.start(node, Reduce, reads, tensors=value.tensors, bucket=value.bucket)
+
+
+def lower_reduce_scatter(plan: Planning, node: ReduceScatter) -> None:
+    plan.start(node, ReduceScatterInstruction, (plan.read(node.inputs[0], node),), bucket=bucket_of(node))
+    plan.wait_for_earlier(node)
+
+
+# Runtime
+
+
+def read_sum(instruction: Reduce, on: Binding) -> Callable[[], Bundle]:
+    """A function that gives this device's part of a reduction, in tensors of its own."""
+    reads, specs, slots = instruction.reads, instruction.tensors, on.slots
+    if instruction.bucket is not None and len(reads) == 1 and reads[0].last:
+        return take(instruction, slots)  # made for this, and read by nobody else
+
+    def total() -> Bundle:
+        if not reads:
+            return tuple(torch.zeros(s.shape, dtype=s.dtype, device=on.device) for s in specs)
+        result = tuple(x.clone() for x in slots[reads[0].slot])
+        for read in reads[1:]:
+            for x, y in zip(result, slots[read.slot], strict=True):
+                x.add_(y)
+        for read in reads:
+            if read.last:
+                slots[read.slot] = None
+        return result
+
+    return total
+
+
+class _AllReduce(Exchange):
+    kind = "all_reduce"
+
+    def __init__(self, instruction: Reduce, on: Binding) -> None:
+        self._count, self._sum = len(instruction.members), read_sum(instruction, on)
+
+    def bring(self) -> Bundle:
+        return self._sum()
+
+    def parts(self, state: Bundle) -> Sequence[Bundle]:
+        return [state] * self._count
+
+    def join(self, state: Bundle, received: Sequence[Bundle]) -> Bundle:
+        return summed(received)
+
+
+class _ReduceScatter(Exchange):
+    kind = "reduce_scatter"
+
+    def __init__(self, instruction: ReduceScatterInstruction, on: Binding) -> None:
+        self._count, self._own = len(instruction.members), instruction.members.index(on.own)
+        self._take = take(instruction, on.slots)
+
+    def bring(self) -> Bundle:
+        return self._take()
+
+    def parts(self, state: Bundle) -> Sequence[torch.Tensor]:
+        return state[0].chunk(self._count)
+
+    def room(self, state: Bundle, parts: Sequence[Any]) -> list[torch.Tensor]:
+        return [part if i == self._own else torch.empty_like(part) for i, part in enumerate(parts)]
+
+    def join(self, state: Bundle, received: Sequence[torch.Tensor]) -> Bundle:
+        return summed([(part,) for part in received])
+
+
+def summed(parts: Sequence[Bundle]) -> Bundle:
+    """The sum in tensors of its own, from the first member to the last."""
+    if len(parts) == 1:
+        return tuple(x.clone() for x in parts[0])
+    total = tuple(torch.add(x, y) for x, y in zip(parts[0], parts[1], strict=True))
+    for part in parts[2:]:
+        for x, y in zip(total, part, strict=True):
+            x.add_(y)
+    return total
+
+
+def bind_reduce(instruction: Reduce, on: Binding) -> Bound | None:
+    return on.endpoint.collective(instruction, _AllReduce(instruction, on), on.slots)
+
+
+def bind_reduce_scatter(instruction: ReduceScatterInstruction, on: Binding) -> Bound | None:
+    return on.endpoint.collective(instruction, _ReduceScatter(instruction, on), on.slots)
+
+
+register_operation(Operation(AllReduce, check_all_reduce, interpret_all_reduce, lower_all_reduce, bind={Reduce: bind_reduce}))
+register_operation(
+    Operation(ReduceScatter, check_reduce_scatter, interpret_reduce_scatter, lower_reduce_scatter,
+              bind={ReduceScatterInstruction: bind_reduce_scatter})
+)  # fmt: skip

@@ -1,0 +1,271 @@
+"""Sums of gradients over slices and regions, and their end: the optimizer; and the last values of buffers, for the module."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass
+from fractions import Fraction
+from typing import Any, ClassVar
+
+import torch
+
+from lightning_piper.errors import VerificationError
+from lightning_piper.ir.buckets import Bucket
+from lightning_piper.ir.nodes import Node, Turn
+from lightning_piper.ir.values import Partial, Shard, Slice
+from lightning_piper.ops.base import Binding, Bound, Operation, Planning, Slots, about, register_operation
+from lightning_piper.ops.facts import Contributions, Facts, Origin, names_of
+from lightning_piper.ops.instruction import Instruction, Read
+from lightning_piper.ops.reference import Bundle, Made, Reference, each, fold
+
+
+@dataclass(frozen=True, kw_only=True)
+class Accumulate(Node):
+    """The sum of gradients of the same parameters from one region, over slices, added from the first input to the last."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Update(Node):
+    """The sum of its inputs, one from each region that uses them, is ready: parameters for the optimizer, or (one input)
+    the last value of buffers for the module."""
+
+    turn = Turn.LATE
+
+
+@dataclass(frozen=True, kw_only=True)
+class Add(Instruction):
+    """One step of a sum. The first two terms are added into new tensors, for the first may be an alias of anything; from
+    then on the sum (`in_place`, the only slot written more than once) belongs to nobody else and is added to in place.
+
+    Attributes:
+        in_place: the one bundle read is added to what the slot holds.
+        bucket, take: the sum is a flat tensor, the terms are bundles as `Pack` reads them.
+    """
+
+    op: ClassVar[str] = "add"
+    in_place: bool = False
+    bucket: Bucket | None = None
+    take: tuple[int, ...] = ()
+
+    def details(self) -> list[str]:
+        if self.in_place:
+            return [f"s{self.writes[0]} += {self.reads[0]}"]
+        return [f"s{self.writes[0]} = {self.reads[0]} + {self.reads[1]}"]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Deliver(Instruction):
+    """Hand out gradients to the optimizer, new values of buffers to the module, or what a forward-only step returns.
+
+    Attributes:
+        kind: `grad`, `buffer` or `result`.
+        names: of the parameters, buffers or results, one for each tensor.
+        source: `sum` if the tensors are sums made here, which nothing else refers to; `chunk` if a chunk made them, so they
+            may be aliases of each other or of what it read; `peer` if they were received.
+        bucket: what is read is a flat tensor, or a shard of one.
+        shard: index of the shard; None if it is whole.
+    """
+
+    op: ClassVar[str] = "deliver"
+    kind: str
+    names: tuple[str, ...]
+    source: str
+    bucket: Bucket | None = None
+    shard: int | None = None
+
+    def details(self) -> list[str]:
+        return [*super().details(), "as", f"{self.kind}:" + ",".join(self.names)]
+
+
+# Static rules
+
+
+def check_accumulate(facts: Facts, node: Accumulate) -> Iterable[str]:
+    facts.forward(node)
+    total: Contributions = {}
+    for ref in node.inputs:
+        if facts.origins.get(ref) != facts.origins.get(node.inputs[0]):
+            yield f"{facts.at(node)} adds {facts.named(ref)} to {facts.named(node.inputs[0])}"
+        for part, weight in facts.parts.get(ref, {}).items():
+            total[part] = total.get(part, Fraction(0)) + weight
+    # Gradients of parameters are of the whole batch, or of a part that is summed over replicas by itself; the gradient of a
+    # value that a split part read whole is of its samples.
+    value = facts.dag.value(node.inputs[0])
+    whole = Slice(0, facts.dag.share)
+    if value.kind == "cotangent" and total:
+        whole = Slice(min(total).start, max(total).stop)
+    # Another home of the region, or another sum over replicas, may add the rest: whether all is there shows at the update.
+    if problem := facts.uncovered(facts.share, total, whole, some=value.kind == "grad"):
+        yield f"gradient of {names_of(value.names)} ({facts.at(node)}): {problem}"
+    complete = facts.uncovered(facts.share, total, whole) is None
+    facts.parts[node.id, 0] = {whole: facts.share(whole)} if complete else total
+    for ref in node.inputs:
+        other = facts.dag.value(ref)
+        if (other.bucket, other.placement) != (value.bucket, value.placement):
+            yield f"{facts.at(node)} adds {facts.named(ref)} as {other.placement} to {value.placement}, or of another bucket"
+    if node.outputs[0] != value:
+        yield f"{facts.at(node)} hands out its sum as something else than its terms"
+
+
+def check_update(facts: Facts, node: Update) -> Iterable[str]:
+    value = facts.dag.value(node.inputs[0])
+    if value.kind == "buffer":
+        if len(node.inputs) != 1:
+            yield f"buffers {names_of(value.names)}: {facts.at(node)} has {len(node.inputs)} values; it needs the last one alone"
+        last = max(facts.parts[node.inputs[0]]).stop
+        if last != facts.dag.share:
+            what = f"the value after sample {last}, not after {facts.dag.share}"
+            yield f"buffers {names_of(value.names)}: {facts.at(node)} keeps {what}"
+        return
+    together: dict[Origin, Contributions] = {}
+    for ref in node.inputs:
+        of_region = together.setdefault(facts.origins[ref], {}) if ref in facts.origins else {}
+        for part, weight in facts.parts.get(ref, {}).items():
+            of_region[part] = of_region.get(part, Fraction(0)) + weight
+    for origin, parts in together.items():
+        if problem := facts.uncovered(facts.share, parts):
+            yield f"gradient of {names_of(value.names)} ({facts.at(node)}): of {facts.pass_of(origin)}, {problem}"
+    wanted = sorted(
+        (*key, i) for key, interface in facts.dag.code.interfaces.items()
+        for i, out in enumerate(interface.outputs) if out.kind == "grad" and set(value.names) & set(out.names)
+    )  # fmt: skip
+    found = sorted(together)
+    if found != wanted:
+        takes, should = (", ".join(map(facts.pass_of, origins)) for origins in (found, wanted))
+        yield f"gradient of {names_of(value.names)} ({facts.at(node)}): sums {takes} where one device sums {should}"
+    for ref in node.inputs:
+        other = facts.dag.value(ref)
+        if (other.names, other.bucket) != (value.names, value.bucket):
+            yield f"gradient of {names_of(value.names)} ({facts.at(node)}): adds {facts.named(ref)} in another bucket"
+
+
+# Reference semantics
+
+
+@each
+def interpret_accumulate(run: Reference, node: Accumulate, inputs: list[Bundle]) -> list[Bundle]:
+    return [fold(inputs)]
+
+
+def interpret_update(run: Reference, node: Update) -> Made:
+    value = run.dag.value(node.inputs[0])
+    summands: list[list[Bundle]] = []  # of each input, by replica
+    for ref in node.inputs:
+        held = [run.values[ref, r] for r in run.replicas]
+        placement = run.dag.value(ref).placement
+        if isinstance(placement, Partial):  # not yet summed over the replicas: so it is in a program that is not finished
+            groups = [run.replicas if value.bucket is None else value.bucket.sharers(r) for r in run.replicas]
+            held = [fold([held[s] for s in group]) for group in groups]
+        elif isinstance(placement, Shard):
+            assert value.bucket is not None
+            held = [[torch.cat([held[s][0] for s in value.bucket.sharers(r)])] for r in run.replicas]
+        summands.append(held)
+    found = [fold([held[r] for held in summands]) for r in run.replicas]
+    if value.bucket is not None:  # the optimizer takes gradients in the parameters' own dtype
+        specs = value.bucket.tensors
+        found = [[x.to(s.dtype) for x, s in zip(value.bucket.views(flat[0]), specs, strict=True)] for flat in found]
+        # Each group of owners has all parts together.
+        found = [_joined([found[r] for r in group]) for group in value.bucket.owners] or found
+    into = run.buffers if value.kind == "buffer" else run.grads
+    for bundle in found:
+        for name, tensor in zip(value.names, bundle, strict=True):
+            if name in into and not torch.equal(into[name], tensor):
+                raise VerificationError(f"devices {node.devices} disagree about the {value.kind} of {name}")
+            into[name] = tensor
+    return [[] for _ in run.replicas]
+
+
+def _joined(parts: list[Bundle]) -> Bundle:
+    """Whole tensors from their parts along the first dimension."""
+    return [torch.cat(xs) for xs in zip(*parts, strict=True)]
+
+
+# Plans
+
+
+def lower_accumulate(plan: Planning, node: Accumulate) -> None:
+    plan.bind((node.id, 0), plan.add_up(node))
+
+
+def lower_update(plan: Planning, node: Update) -> None:
+    value = plan.dag.value(node.inputs[0])
+    total = plan.add_up(node)
+    shard = plan.replica if isinstance(value.placement, Shard) else None
+    plan.emit(Deliver(**about(node), reads=(Read(total),), kind=value.kind, names=value.names, source=plan.source(total),
+                      bucket=value.bucket, shard=shard))  # fmt: skip
+
+
+# Runtime
+
+
+def bind_add(instruction: Add, on: Binding) -> Bound:
+    if instruction.bucket is not None:
+        return _bind_add_flat(instruction, instruction.bucket, on.slots, on.device)
+    if instruction.in_place:
+        return _bind_add_in_place(instruction, on.slots)
+    (left, right), into, slots = instruction.reads, instruction.into, on.slots
+
+    def add() -> None:
+        a, b = list(slots[left.slot]), list(slots[right.slot])
+        if left.last:
+            slots[left.slot] = None
+        if right.last:
+            slots[right.slot] = None
+        a.reverse()
+        b.reverse()
+        total = []
+        while a:  # each pair of terms is freed before the next sum is made
+            total.append(torch.add(a.pop(), b.pop()))
+        slots[into] = tuple(total)
+
+    return add
+
+
+def _bind_add_in_place(instruction: Add, slots: Slots) -> Bound:
+    (term,), into = instruction.reads, instruction.into
+    source, last = term.slot, term.last
+
+    def add() -> None:
+        for x, y in zip(slots[into], slots[source], strict=True):
+            x.add_(y)
+        if last:
+            slots[source] = None
+
+    return add
+
+
+def _bind_add_flat(instruction: Add, bucket: Bucket, slots: Slots, device: torch.device) -> Bound:
+    """Terms are bundles, the sum is one flat tensor."""
+    reads, into, take = instruction.reads, instruction.into, instruction.take
+    alike = all(spec.dtype == bucket.dtype for spec in bucket.tensors)
+
+    def read(k: int) -> list[torch.Tensor]:
+        bundle = slots[reads[k].slot]
+        if reads[k].last:
+            slots[reads[k].slot] = None
+        return [bundle[i] for i in take]
+
+    def begin() -> None:
+        flat = bucket.empty(device)
+        for view, x, y in zip(bucket.views(flat), read(0), read(1), strict=True):
+            if alike:
+                torch.add(x, y, out=view)
+            else:  # in the dtype of the sum, not in that of the terms
+                view.copy_(x).add_(y)
+        slots[into] = (flat,)
+
+    def add() -> None:
+        for view, x in zip(bucket.views(slots[into][0]), read(0), strict=True):
+            view.add_(x)
+
+    return add if instruction.in_place else begin
+
+
+def bind_deliver(instruction: Deliver, on: Binding) -> Any:
+    return on.outbox.bind_deliver(instruction, on.slots, on.endpoint.hands_over)
+
+
+register_operation(
+    Operation(Accumulate, check_accumulate, interpret_accumulate, lower_accumulate, bind={Add: bind_add}, adds_up=True)
+)
+register_operation(Operation(Update, check_update, interpret_update, lower_update, bind={Deliver: bind_deliver}))

@@ -1,0 +1,58 @@
+"""The end of a program: every region has a place."""
+
+from __future__ import annotations
+
+from lightning_piper.directives.transfers import place_around
+from lightning_piper.errors import DirectiveError
+from lightning_piper.ir.dag import TrainingDAG
+from lightning_piper.ir.nodes import Chunk
+from lightning_piper.ir.values import Partial
+from lightning_piper.ops.order import Barrier
+from lightning_piper.ops.update import Update
+
+
+def complete(dag: TrainingDAG) -> None:
+    """Complete a DAG after its last directive: a program that places nothing runs on device 0.
+
+    Raises:
+        DirectiveError: some regions are placed (or replicated) and others are not; names them.
+    """
+    unplaced = [chunk for chunk in dag.of_type(Chunk) if not chunk.devices]
+    if len(unplaced) == len(list(dag.of_type(Chunk))):
+        for node in (*unplaced, *dag.of_type(Barrier)):
+            dag.change(node, devices=(0,))
+        place_around(dag, unplaced)
+        return
+    if unplaced:
+        regions = {chunk.region: chunk for chunk in unplaced}
+        shown = "; ".join(_shown(dag, chunk) for chunk in list(regions.values())[:5])
+        raise DirectiveError(
+            f"the program places some regions but leaves {len(regions)} without a device: {shown}. Add a place whose filter "
+            'selects them, or annotate that code as a part of a placed region ({"TAG": "-"} selects what does not carry a tag)'
+        )
+    for chunk in dag.of_type(Chunk):
+        if len(chunk.devices) != dag.replicas:
+            raise DirectiveError(
+                f"{chunk.label} is on {len(chunk.devices)} devices, {list(chunk.devices)} (directive {chunk.placed_by}), and the "
+                f"program has {dag.replicas} replica(s): add a replicate that divides the batch over them, or place it on one"
+            )
+    for update in dag.of_type(Update):
+        # Also without any check: each replica would train on its own gradients, and nothing would show it.
+        if any(isinstance(dag.value(ref).placement, Partial) for ref in update.inputs):
+            name = dag.value(update.inputs[0]).names[0]
+            raise DirectiveError(
+                f"gradient of {name} reaches the optimizer as Partial(sum) over devices {list(update.devices)}: every replica "
+                f"would step with its own gradient. Add a replicate whose filter selects region {dict(update.tags)}"
+            )
+    devices = dag.devices()
+    if devices != tuple(range(len(devices))):
+        raise DirectiveError(
+            f"the program places regions on devices {list(devices)}; use devices 0 to {len(devices) - 1}, without gaps"
+        )
+
+
+def _shown(dag: TrainingDAG, chunk: Chunk) -> str:
+    """A region: where it begins, and by which parameters it can be found."""
+    region, params = dag.regions[chunk.region], dag.interface(chunk).params
+    uses = f", with {', '.join(params[:3])}{', ...' if len(params) > 3 else ''}" if params else ""
+    return f"{region.label} ({region.source}{uses})"

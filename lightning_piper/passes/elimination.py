@@ -1,0 +1,106 @@
+"""Communication that the order of a finished DAG makes redundant: gathers of parameters, and sums over replicas."""
+
+from __future__ import annotations
+
+from lightning_piper.directives.base import Contract
+from lightning_piper.ir.buckets import Bucket
+from lightning_piper.ir.dag import TrainingDAG
+from lightning_piper.ir.nodes import Chunk, Node, Ref
+from lightning_piper.ir.values import Shard
+from lightning_piper.ops.bucket import Pack
+from lightning_piper.ops.update import Accumulate
+from lightning_piper.plan.order import global_order
+
+Group = tuple[int, ...]
+
+
+def eliminate(dag: TrainingDAG) -> Contract | None:
+    """Remove, from a finished DAG, communication that its global order makes redundant:
+
+    - a gather of a bucket, where no chunk of these devices has used another bucket since the last gather of it: the parameters are
+      still there (as between a last layer's forward and backward pass);
+    - the sum of a bucket's gradients over replicas, where the next chunk of these devices makes gradients of the same bucket: they
+      are added up first (as between the backward passes of a stage that does nothing in between).
+
+    Neither needs more memory than the communication would have needed meanwhile.
+
+    Returns:
+        `reassociated` if there was a sum of the second kind: it is then taken in another order.
+    """
+    held: dict[Group, dict[Bucket, Ref]] = {}
+    runs: dict[Group, list[list[Chunk]]] = {}  # of consecutive chunks that are the same pass of the same region
+    for chunk in [node for node in global_order(dag) if isinstance(node, Chunk)]:
+        if any(ref is not None for ref in chunk.params):
+            _reuse(dag, chunk, held)
+        there = runs.setdefault(chunk.devices, [[]])
+        if there[-1] and there[-1][-1].key == chunk.key:
+            there[-1].append(chunk)
+        else:
+            there.append([chunk])
+    regrouped = [_join(dag, run) for there in runs.values() for run in there if len(run) > 1]
+    return "reassociated" if any(regrouped) else None
+
+
+def _reuse(dag: TrainingDAG, chunk: Chunk, held: dict[Group, dict[Bucket, Ref]]) -> None:
+    """Let the chunk read what the last chunk with gathered parameters held."""
+    there = held.get(chunk.devices, {})
+    now: dict[Bucket, Ref] = {}
+    for ref in dict.fromkeys(ref for ref in chunk.params if ref is not None):
+        bucket = dag.value(ref).bucket
+        assert bucket is not None
+        now[bucket] = there.get(bucket, ref)
+        if now[bucket] != ref:
+            dag.substitute(chunk, ref, now[bucket])
+            if not dag.users(dag.nodes[ref[0]]):
+                dag.remove([dag.nodes[ref[0]]])
+    held[chunk.devices] = now
+
+
+def _join(dag: TrainingDAG, run: list[Chunk]) -> bool:
+    """Let gradients of some chunks be added up before they are summed over the replicas, bucket by bucket. True if any are."""
+    regrouped = False
+    scatters = [scatter for chunk in run for scatter in _scatters(dag, chunk)]
+    totals = {user.id: user for scatter in scatters for user in dag.users(scatter) if isinstance(user, Accumulate)}
+    ours = {(scatter.id, 0): i for i, scatter in enumerate(scatters)}
+    for total in totals.values():
+        inputs: list[Ref] = []
+        before: list[Node] = []  # summed together, as far as the sum has come
+        for ref in total.inputs:
+            # A sum keeps the order of its terms: only those are taken together that follow each other in it, and in the run.
+            if ref not in ours or (before and ours[ref] < ours[before[-1].id, 0]):
+                inputs += _together(dag, before)
+                before = []
+            if ref in ours:
+                before.append(scatters[ours[ref]])
+            else:
+                inputs.append(ref)
+        inputs += _together(dag, before)
+        if len(inputs) < len(total.inputs):
+            joined = set(total.inputs) - set(inputs)
+            dag.rewire(total, inputs=tuple(inputs))
+            dag.remove(dag.nodes[node] for node, _ in sorted(joined))
+            regrouped = True
+    return regrouped
+
+
+def _together(dag: TrainingDAG, scatters: list[Node]) -> list[Ref]:
+    """Let the last of some sums over replicas be that of what all of them sum. Returns its value."""
+    if not scatters:
+        return []
+    last = scatters[-1]
+    if len(scatters) > 1:
+        terms = tuple(scatter.inputs[0] for scatter in scatters)
+        source = dag.nodes[terms[0][0]]
+        both = dag.add(
+            Accumulate(inputs=terms, outputs=source.outputs, tags=last.tags, devices=source.devices, stream=source.stream,
+                       origin=last.origin, placed_by=last.placed_by)
+        )  # fmt: skip
+        dag.rewire(last, inputs=((both.id, 0),))
+    return [(last.id, 0)]
+
+
+def _scatters(dag: TrainingDAG, chunk: Chunk) -> list[Node]:
+    """The sums over replicas of what this chunk alone has made, and one sum over chunks takes."""
+    packs = (pack for pack in dag.users(chunk) if isinstance(pack, Pack))
+    found = [user for pack in packs for user in dag.users(pack) if user.sums and isinstance(user.outputs[0].placement, Shard)]
+    return [scatter for scatter in found if len(dag.users(scatter)) == 1]

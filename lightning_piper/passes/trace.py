@@ -1,0 +1,105 @@
+"""What each pass did to the DAG, in numbers and as text. It costs as much as the DAG is long, so only who asks for it pays it."""
+
+from __future__ import annotations
+
+import dataclasses
+import re
+from dataclasses import dataclass
+from pathlib import Path
+
+from lightning_piper.errors import PiperError
+from lightning_piper.ir.dag import TrainingDAG
+from lightning_piper.ir.nodes import Node
+from lightning_piper.ir.text import listing
+from lightning_piper.limits import shown
+from lightning_piper.passes.base import Done
+
+_NAME = re.compile(r"\d\d+-[\w.-]+\.txt")
+_HEAD = re.compile(r"(training|forward-only) step of \d+ samples\n?")
+
+
+@dataclass(frozen=True)
+class Change:
+    """What a pass did.
+
+    Attributes:
+        added, removed: nodes.
+        changed: nodes of before that have another field, or wait for another node by an order.
+    """
+
+    done: Done
+    added: int
+    changed: int
+    removed: int
+
+
+class Trace:
+    """A hook of `run_passes` that counts what each pass did, and writes the DAG after it.
+
+    Attributes:
+        changes: one for each pass so far.
+    """
+
+    def __init__(self, folder: Path | None = None) -> None:
+        """Args:
+        folder: for the texts, `00-capture.txt`, `01-place.txt` ...; those of an earlier trace are removed. Lines are in order of
+            the nodes' numbers, so that `diff` shows what a pass has changed.
+
+        Raises:
+            PiperError: the folder cannot be written, or has other files.
+        """
+        self.changes: list[Change] = []
+        self._before: dict[int, tuple[Node, dict[int, int]]] = {}
+        self._folder = folder
+        if folder is not None:
+            _clear(folder)
+
+    def __call__(self, dag: TrainingDAG, done: Done) -> None:
+        now = {i: (dataclasses.replace(node), _waits(dag, i)) for i, node in dag.nodes.items()}
+        kept = now.keys() & self._before.keys()
+        changed = sum(now[i] != self._before[i] for i in kept)
+        self.changes.append(Change(done, len(now) - len(kept), changed, len(self._before) - len(kept)))
+        self._before = now
+        if self._folder is not None:
+            name = re.sub(r"[^\w.-]+", "-", done.by.name)[:60]
+            _write(self._folder / f"{len(self.changes) - 1:02}-{name}.txt", listing(dag) + "\n")
+
+
+def _waits(dag: TrainingDAG, node: int) -> dict[int, int]:
+    """The nodes that a node waits for by an order, and the directive that says so."""
+    return {i: edge["order"] for i, edge in dag.graph.pred[node].items() if edge["order"] is not None}
+
+
+def _clear(folder: Path) -> None:
+    """Make the folder, or remove what an earlier trace left in it."""
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        found = sorted(folder.iterdir())
+        for path in found:
+            if not _is_own(path):
+                other = f"{shown(str(folder))} has {path.name}, which no trace of passes wrote"
+                raise PiperError(f"{other}; give a new or empty folder")
+        for path in found:
+            path.unlink()
+    except FileExistsError:
+        raise PiperError(f"{shown(str(folder))} is a file; give a folder") from None
+    except (OSError, ValueError) as error:
+        raise _unwritable(folder, error) from None
+
+
+def _is_own(path: Path) -> bool:
+    if not _NAME.fullmatch(path.name) or not path.is_file():
+        return False
+    with path.open(encoding="utf-8", errors="replace") as file:
+        return _HEAD.fullmatch(file.readline(80)) is not None
+
+
+def _write(path: Path, text: str) -> None:
+    try:
+        path.write_text(text, encoding="utf-8")
+    except (OSError, ValueError) as error:
+        raise _unwritable(path, error) from None
+
+
+def _unwritable(path: Path, error: Exception) -> PiperError:
+    return PiperError(f"{shown(str(path))} cannot be written: {getattr(error, 'strerror', None) or error}")

@@ -1,0 +1,295 @@
+"""When one process fails, all fail soon, and say which one failed first and why.
+
+A process that exits closes its connections, and the others notice at once. But they see no more than that a neighbour is gone,
+which may itself have ended because of another; and one that failed may live on (its script caught the error) or hang, and gloo
+has no way to break off an operation that others wait in. So every process keeps a line to the lead, where one thread judges who
+failed first:
+
+- who says that it failed, with an error of its own;
+- else, whose line breaks: it was killed;
+- where all that is said is that communication timed out: who does not answer on the line (a stopped process), or answers that
+  it is not waiting for anybody; failing that, who said so first.
+
+All are told the verdict. It becomes a note on their own errors, and one that has not ended by itself a few seconds later is ended.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import re
+import secrets
+import socket
+import sys
+import threading
+import time
+import traceback
+from collections.abc import Sequence
+from multiprocessing.connection import Connection, wait
+from pathlib import Path
+from subprocess import Popen
+from types import CodeType
+from typing import Any
+
+import torch.distributed as dist
+
+from lightning_piper import runtime
+from lightning_piper.errors import PiperError
+from lightning_piper.processes import agreement
+from lightning_piper.processes.world import LEAD, World
+
+GRACE = 5.0  # seconds for a process to fail by itself, with a better message
+SETTLE = 2.0  # seconds from the first word of a communication that failed until the verdict
+PATIENCE = 5.0  # seconds for the lead to answer
+LONGEST = 2000  # characters of an error that are passed on; a message is then one write, whichever thread sends it
+
+GONE = "it ended without a word (killed, or short of memory), or lost its connection"
+SILENT = "it does not answer: the process is stopped, or its machine or network is gone"
+WAITING_IN = tuple(str(Path(str(module.__file__)).parent) for module in (dist, runtime)) + (str(agreement.__file__),)
+
+Message = dict[str, Any]
+
+
+class FailureWatch:
+    """Watches over one fit.
+
+    Args:
+        world: more than one process.
+        host: address of the lead.
+        children: that this process has started and nobody else would end, by rank, from the next one on.
+
+    Making one is collective.
+
+    Raises:
+        PiperError: a process cannot reach the lead.
+    """
+
+    def __init__(self, world: World, host: str, children: Sequence[Popen[Any]]) -> None:
+        self._world = world
+        self._children = dict(enumerate(children, world.rank + 1))
+        self._fitting = threading.get_ident()
+        self._over, self._judged = threading.Event(), threading.Event()
+        self._first: tuple[int, str] | None = None
+        server = _listen() if world.leads else None
+        port, token = world.broadcast(None if server is None else (server.getsockname()[1], secrets.token_hex()))  # type: ignore[misc]
+        if server is not None:
+            judge = _Judge(server, world.size, token)
+            threading.Thread(target=judge.run, name="piper-failure-judge", daemon=True).start()
+        self._line = _connect("localhost" if world.leads else host, port)
+        _send(self._line, {"token": token, "rank": world.rank})
+        self._thread = threading.Thread(target=self._listen, name="piper-failure-watch", daemon=True)
+        self._thread.start()
+
+    def stop(self) -> None:
+        """The fit has ended on this process, well or not."""
+        self._over.set()
+        _send(self._line, {"over": True})
+        if self._first is None:  # else the lead may be one that does not answer
+            self._thread.join(PATIENCE)
+
+    def report(self, error: BaseException) -> None:
+        """Tell the others that this process has failed; if another one did so before, note on the error who and why."""
+        text = f"{type(error).__name__}: {error}"[:LONGEST]
+        rank = getattr(error, "rank", None)
+        _send(self._line, {"failed": text, "rank": self._world.rank if rank is None else rank, "waited": waited(error)})
+        if not self._judged.wait(PATIENCE):
+            self._first = (LEAD, SILENT)
+        assert self._first is not None
+        first, why = self._first
+        if first != self._world.rank and why != text:
+            error.add_note(f"The first process to fail was rank {first}: {why}")
+
+    def _listen(self) -> None:
+        lead_left = False
+        while True:
+            message = _receive(self._line)
+            if message is None or "first" in message:
+                break
+            if "where" in message:
+                _send(self._line, place_of(self._fitting))
+            lead_left |= "left" in message
+        self._line.close()
+        if message is None and (lead_left or self._over.is_set()):
+            return
+        self._first = (LEAD, GONE) if message is None else (message["first"], message["why"])
+        self._judged.set()
+        for rank in () if message is None else message["silent"]:
+            if rank in self._children:
+                self._children[rank].kill()
+        if not self._over.wait(GRACE):
+            first, why = self._first
+            said = f"rank {self._world.rank} ends, for it would wait in vain: the first process to fail was rank {first}: {why}"
+            print(f"lightning_piper: {said}", file=sys.stderr, flush=True)
+            os._exit(1)
+
+
+class _Judge:
+    """The lead's end of all lines, its own included.
+
+    Attributes:
+        lines: that are open -> rank; None before it has said who it is.
+        awaited: ranks that have not said so yet.
+        ended: ranks whose fit is over.
+        failed: what ranks said whose communication failed, in the order in which they did.
+        places: where ranks are, of those that answered.
+        verdict: as all are told.
+    """
+
+    def __init__(self, server: socket.socket, size: int, token: str) -> None:
+        self._server, self._size, self._token = server, size, token
+        self.lines: dict[Connection, int | None] = {}
+        self.awaited = set(range(size))
+        self.ended: set[int] = set()
+        self.failed: dict[int, str] = {}
+        self.places: dict[int, Message] = {}
+        self.verdict: Message | None = None
+        self._until: float | None = None  # when the verdict is due; after it, when nobody is awaited any longer
+
+    def run(self) -> None:
+        # To the end of all lines, also after the verdict: a line that breaks would look like the end of the lead.
+        while self.awaited or any(rank is not None for rank in self.lines.values()):
+            patience = None if self._until is None else max(0.0, self._until - time.monotonic())
+            for ready in wait([*self.lines, *([self._server] if self.awaited else [])], patience):
+                if isinstance(ready, Connection):
+                    self._heard(ready)
+                else:
+                    with contextlib.suppress(OSError):  # whoever it was has gone again
+                        self.lines[_line(self._server.accept()[0])] = None
+            if self._until is not None and time.monotonic() >= self._until:
+                if self.verdict is None:
+                    self._judge(*self._of_waiting())
+                else:
+                    self.awaited, self._until = set(), None
+        for line in [*self.lines]:
+            self._drop(line)
+        self._server.close()
+
+    def _heard(self, line: Connection) -> None:
+        rank, message = self.lines[line], _receive(line)
+        if message is None:
+            self._drop(line)
+            if rank is not None and rank not in self.failed:
+                self._judge(rank, GONE)
+        elif rank is None:
+            self._greeted(line, message)
+        elif "over" in message:
+            self.ended.add(rank)
+            if rank == LEAD:
+                self._tell({"left": True})
+            self._drop(line)
+        elif "at" in message:
+            self.places[rank] = message
+        elif not message["waited"]:
+            self._judge(message["rank"], message["failed"])
+        else:
+            self.failed.setdefault(rank, message["failed"])
+            if self._until is None:
+                self._until = time.monotonic() + SETTLE
+                self._tell({"where": True})
+
+    def _greeted(self, line: Connection, message: Message) -> None:
+        if not secrets.compare_digest(str(message.get("token")), self._token):
+            self._drop(line)  # of nobody in this run
+            return
+        self.lines[line] = message["rank"]
+        self.awaited.discard(message["rank"])
+        if LEAD in self.ended:
+            _send(line, {"left": True})
+        if self.verdict is not None:
+            _send(line, self.verdict)
+        elif self._until is not None:
+            _send(line, {"where": True})
+
+    def _judge(self, rank: int, why: str) -> None:
+        """The first verdict stands."""
+        if self.verdict is None:
+            self.verdict = {"first": rank, "why": why, "silent": self._silent() if why == SILENT else []}
+            self._tell(self.verdict)
+            self._until = time.monotonic() + GRACE
+
+    def _of_waiting(self) -> tuple[int, str]:
+        """The verdict where nothing has failed but communication."""
+        if silent := self._silent():
+            return silent[0], SILENT
+        if any(re.search(r"time(d )?out", text, re.IGNORECASE) for text in self.failed.values()):
+            for rank, place in sorted(self.places.items()):
+                if not place["waits"] and rank not in self.failed and rank not in self.ended:
+                    return rank, f"it hangs, or takes longer than the timeout of communication: {place['at']}"
+        return next(iter(self.failed.items()))
+
+    def _silent(self) -> list[int]:
+        return [rank for rank in range(self._size) if rank not in {*self.places, *self.failed, *self.ended}]
+
+    def _tell(self, message: Message) -> None:
+        for line, rank in self.lines.items():
+            if rank is not None:
+                _send(line, message)
+
+    def _drop(self, line: Connection) -> None:
+        del self.lines[line]
+        line.close()
+
+
+# Where a process is
+
+
+def waited(error: BaseException) -> bool:
+    """Did a communication fail, and nothing else? Then another process failed before."""
+    while error.__cause__ is not None:
+        error = error.__cause__
+    frames = [frame for frame, _ in traceback.walk_tb(error.__traceback__)]
+    return isinstance(error, RuntimeError) and not isinstance(error, PiperError) and bool(frames) and _waits(frames[-1].f_code)
+
+
+def place_of(thread: int) -> Message:
+    """What a thread is doing."""
+    frame = sys._current_frames().get(thread)
+    if frame is None:
+        return {"waits": False, "at": "its thread has ended"}
+    code = frame.f_code
+    return {"waits": _waits(code), "at": f"{code.co_filename}:{frame.f_lineno}, in {code.co_name}"}
+
+
+def _waits(code: CodeType) -> bool:
+    """Functions in which a thread stands only while it communicates."""
+    return code.co_filename.startswith(WAITING_IN)
+
+
+# Lines
+
+
+def _listen() -> socket.socket:
+    if socket.has_dualstack_ipv6():
+        return socket.create_server(("", 0), family=socket.AF_INET6, dualstack_ipv6=True)
+    return socket.create_server(("", 0))
+
+
+def _connect(host: str, port: int) -> Connection:
+    try:
+        return _line(socket.create_connection((host, port), PATIENCE))
+    except OSError as error:
+        raise PiperError(
+            f"PiperStrategy: this process cannot reach port {port} of rank 0 at {host} ({error}); let the processes of a run reach "
+            "each other on all ports, and give the address of rank 0's machine as MASTER_ADDR"
+        ) from error
+
+
+def _line(connected: socket.socket) -> Connection:
+    connected.settimeout(None)
+    return Connection(connected.detach())
+
+
+def _send(line: Connection, message: Message) -> None:
+    """To one who may be gone, which is noticed where messages are received."""
+    with contextlib.suppress(OSError, ValueError):
+        line.send_bytes(json.dumps(message).encode())
+
+
+def _receive(line: Connection) -> Message | None:
+    """None: the line is broken."""
+    try:
+        message = json.loads(line.recv_bytes(16 * LONGEST))
+    except (OSError, EOFError, ValueError):
+        return None
+    return message if isinstance(message, dict) else None

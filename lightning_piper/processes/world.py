@@ -1,0 +1,237 @@
+"""The processes of a run: who leads, and how objects and tensors get from one to another.
+
+With one process (`transport="local"`) every operation is the identity, so its callers need not ask.
+"""
+
+from __future__ import annotations
+
+import os
+import warnings
+from collections.abc import Callable, Sequence
+from datetime import timedelta
+from typing import Any, TypeVar
+
+import torch
+import torch.distributed as dist
+
+from lightning_piper.errors import PiperError
+
+T = TypeVar("T")
+LEAD = 0
+_MEANS = (None, "mean", "avg", dist.ReduceOp.AVG)
+_SUMS = {"sum": dist.ReduceOp.SUM, "max": dist.ReduceOp.MAX, "min": dist.ReduceOp.MIN}
+
+# One group for host tensors, for as long as the default group lives: fits and strategies of a process share it.
+_host: tuple[dist.ProcessGroup, dist.ProcessGroup] | None = None
+
+
+@torch.no_grad()
+def fill(into: torch.Tensor, values: torch.Tensor) -> None:
+    """Copy values, also into a tensor that has one element in several places (`expand`)."""
+    for dim in range(into.ndim):
+        if into.stride(dim) == 0 and into.shape[dim] > 1:
+            into, values = into.narrow(dim, 0, 1), values.narrow(dim, 0, 1)
+    into.copy_(values)
+
+
+class World:
+    """Attributes:
+    rank, size: of this process and of the run.
+    device: on which this process keeps its tensors.
+    replicas: of every process, by rank: which data-parallel replica it is a part of. Each replica draws batches of its own.
+    """
+
+    def __init__(
+        self, rank: int, size: int, device: torch.device, timeout: timedelta | None = None, replicas: Sequence[int] = ()
+    ) -> None:
+        self.rank, self.size, self.device = rank, size, device
+        self._timeout = timeout
+        self.replicas = tuple(replicas) or (0,) * size
+
+    @property
+    def leads(self) -> bool:
+        return self.rank == LEAD
+
+    @property
+    def replica(self) -> int:
+        """The replica that this process is a part of."""
+        return self.replicas[self.rank]
+
+    @property
+    def count(self) -> int:
+        """Replicas that draw batches."""
+        return max(self.replicas) + 1
+
+    @property
+    def speakers(self) -> tuple[int, ...]:
+        """The first rank of each replica, which stands for all of its ranks where each replica is to count once."""
+        return tuple(self.replicas.index(r) for r in range(self.count))
+
+    @property
+    def host_group(self) -> dist.ProcessGroup:
+        """A group over all processes for tensors in host memory. The first use is collective."""
+        global _host
+        default = dist.group.WORLD
+        assert default is not None
+        if _host is None or _host[0] is not default:
+            _host = (default, dist.new_group(backend="gloo", timeout=self._timeout))
+        return _host[1]
+
+    def warn(self, text: str) -> None:
+        """Warn once, not in every process: of the code that calls this."""
+        if self.leads:
+            warnings.warn(text, stacklevel=2)
+
+    def broadcast(self, value: T) -> T:
+        """The lead's value, on every process."""
+        if self.size == 1:
+            return value
+        box = [value]
+        dist.broadcast_object_list(box, src=LEAD, group=self.host_group)
+        return box[0]
+
+    def gather(self, value: T) -> list[T]:
+        """Every process's value, on every process, by rank."""
+        if self.size == 1:
+            return [value]
+        values: list[Any] = [None] * self.size
+        dist.all_gather_object(values, value, group=self.host_group)
+        return values
+
+    def on_lead(self, work: Callable[[], T], share: bool = True) -> T | None:
+        """What `work` gives on the lead, on every process (`share=False`: on the lead; the others get None).
+
+        If it fails there, all fail together.
+        """
+        if self.size == 1:
+            return work()
+        result: Any = None
+        failure: Exception | None = None
+        if self.leads:
+            try:
+                result = work()
+            except Exception as error:
+                failure = error
+        kind = None if failure is None else type(failure) if isinstance(failure, PiperError) else PiperError
+        shared, kind, text = self.broadcast((result if share else None, kind, failure and described(failure)))
+        if failure is not None:
+            raise failure
+        if kind is not None:
+            raise of_rank(LEAD, kind(f"rank {LEAD}: {text}"))
+        return result if self.leads else shared
+
+    def move(self, tensor: torch.Tensor | None, source: int, target: int, into: torch.Tensor | None = None) -> None:
+        """Send `tensor` of process `source` into the tensor `into` of process `target`; the others do nothing.
+
+        Bytes travel, so every dtype does, whatever the backend.
+        """
+        if source == target:
+            return
+        if self.rank == source:
+            assert tensor is not None
+            if tensor.numel():
+                dist.send(_bytes(tensor.detach().to(self.device)), target)
+        elif self.rank == target:
+            assert into is not None
+            room = torch.empty(into.shape, dtype=into.dtype, device=self.device)
+            if room.numel():
+                dist.recv(_bytes(room), source)
+            fill(into, room)
+
+    def move_object(self, value: Any, source: int, target: int) -> Any:
+        """`value` of process `source`, returned on process `target`; None on the others."""
+        if source == target:
+            return value if self.rank == target else None
+        box = [value]
+        if self.rank == source:
+            dist.send_object_list(box, target, group=self.host_group)
+        elif self.rank == target:
+            dist.recv_object_list(box, source, group=self.host_group)
+            return box[0]
+        return None
+
+    def sum(self, value: torch.Tensor) -> torch.Tensor:
+        """The sum over all processes, in place."""
+        if self.size > 1:
+            dist.all_reduce(value)
+        return value
+
+    def over_replicas(self, value: torch.Tensor, how: Any) -> torch.Tensor:
+        """Mean, sum, max or min over the replicas, each of which counts once. Collective."""
+        if self.count == 1:
+            return value
+        op = dist.ReduceOp.SUM if how in _MEANS else _SUMS.get(how, how)
+        if op not in _SUMS.values():
+            raise PiperError(f"values cannot be reduced over replicas by {how!r}; accepted are 'mean', 'sum', 'max' and 'min'")
+        total = value.detach().clone().to(self.device)
+        if op == dist.ReduceOp.SUM and self.rank not in self.speakers:
+            total.zero_()
+        dist.all_reduce(total, op=op)
+        return (total / self.count if how in _MEANS else total).to(value.device)
+
+    def decide(self, decision: bool, all: bool) -> bool:
+        """Is it true on all (else: on any) processes?"""
+        if self.size == 1:
+            return decision
+        flag = torch.tensor(int(decision))
+        dist.all_reduce(flag, op=dist.ReduceOp.MIN if all else dist.ReduceOp.MAX, group=self.host_group)
+        return bool(flag)
+
+
+def together(world: World, doing: str, work: Callable[[], T]) -> list[T]:
+    """What `work` gives on every process, by rank. If it fails on one, all raise the same error. Collective.
+
+    Args:
+        doing: what failed, in the error's words: "saving a.ckpt".
+
+    Raises:
+        PiperError: that of the first process that failed, of its class; other exceptions are named in it.
+    """
+    value: Any = None
+    failure: tuple[type[PiperError], str] | None = None
+    cause: Exception | None = None
+    try:
+        value = work()
+    except PiperError as error:
+        failure, cause = (type(error), str(error)), error
+    except Exception as error:
+        failure, cause = (PiperError, f"{doing} failed on rank {world.rank}: {type(error).__name__}: {error}"), error
+    outcomes = world.gather((value, failure))
+    for rank, (_, failed) in enumerate(outcomes):
+        if failed is not None:
+            kind, text = failed
+            raise of_rank(rank, kind(text)) from cause
+    return [value for value, _ in outcomes]
+
+
+def store_of_attempt(host: str, port: int, timeout: timedelta) -> dist.Store | None:
+    """Where the processes of a run that torchrun has restarted find each other; None where torch's way will do.
+
+    torchrun keeps its store through restarts, and in it the addresses of the processes that are gone (torch 2.13). On several
+    machines its count of restarts is not the same everywhere; there, TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1 makes new stores.
+
+    Args:
+        host, port: of rank 0.
+        timeout: of communication.
+    """
+    environ = os.environ
+    attempt, alone = environ.get("TORCHELASTIC_RESTART_COUNT", "0"), environ.get("GROUP_WORLD_SIZE") == "1"
+    if attempt == "0" or not alone or environ.get("TORCHELASTIC_USE_AGENT_STORE") != "True":
+        return None
+    store = dist.TCPStore(host, port, is_master=False, timeout=timeout)
+    return dist.PrefixStore(f"attempt {attempt}", store)
+
+
+def described(error: Exception) -> str:
+    """For the other processes; errors that this package does not raise on purpose often mean little without their type."""
+    return str(error) if isinstance(error, PiperError) else f"{type(error).__name__}: {error}"
+
+
+def of_rank(rank: int, error: PiperError) -> PiperError:
+    """An error that all processes raise, for the process of this rank has failed."""
+    error.rank = rank
+    return error
+
+
+def _bytes(tensor: torch.Tensor) -> torch.Tensor:
+    return tensor.contiguous().reshape(-1).view(torch.uint8)

@@ -1,0 +1,216 @@
+"""The tensors and communicators of one process, on which compiled programs of any kind are run."""
+
+from __future__ import annotations
+
+import contextlib
+import zlib
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from datetime import timedelta
+from typing import Any
+
+import torch
+
+from lightning_piper.capture import difference
+from lightning_piper.compiler import Compiled
+from lightning_piper.directives import Directive
+from lightning_piper.errors import PiperError
+from lightning_piper.holdings.layout import Layout
+from lightning_piper.holdings.ownership import Ownership
+from lightning_piper.ir.buckets import Bucket
+from lightning_piper.ir.nodes import Chunk
+from lightning_piper.processes.world import World, described, of_rank
+from lightning_piper.runtime import Carry, Executor, LocalTransport, ProcessTransport, StepResult, joined, run_local
+from lightning_piper.session.replay import Replay
+
+Context = Callable[[], contextlib.AbstractContextManager[Any]]
+
+
+@dataclass(frozen=True)
+class Settings:
+    """Attributes:
+    program: the directives.
+    replicas: of which each process draws the batches of one; 1 also where one process draws those of all.
+    static: run the static check on everything that is compiled.
+    context, forward_context: entered around the training step, and around the others, while they are captured.
+    local: all devices in this process.
+    timeout: of communication.
+    """
+
+    program: Sequence[Directive]
+    replicas: int
+    static: bool
+    context: Context
+    forward_context: Context
+    local: bool
+    timeout: timedelta | None
+
+
+@dataclass(frozen=True)
+class Prepared:
+    """What runs one layout and size: the executors of this process and the replay of the step's logging."""
+
+    compiled: Compiled
+    executors: list[Executor]
+    replay: Replay
+
+    @property
+    def carries(self) -> bool:
+        """Does a step that is not the last one of an accumulation keep gradients back?"""
+        return any(executor.carries for executor in self.executors)
+
+
+class Machine:
+    """Compiles with the other processes, and runs what was compiled on the tensors that it is bound to."""
+
+    def __init__(self, settings: Settings, world: World) -> None:
+        self._settings, self._world = settings, world
+        self._first: Compiled | None = None
+        self._layout: Layout | None = None
+        self._params: Mapping[str, torch.Tensor] = {}
+        self._buffers: Mapping[str, torch.Tensor] = {}
+        self._shards: Mapping[int, Mapping[Bucket, torch.Tensor]] = {}
+        self._carried: dict[int, Carry] = {}
+        self._transport: ProcessTransport | None = None
+
+    def compiled(self, work: Callable[[], Compiled], apart: bool = False) -> Compiled:
+        """Compile on all processes, and check that all compiled the same for the same module. If one fails, all do. Collective.
+
+        Args:
+            work: compiles.
+            apart: replicas may have batches of different sizes, and compile for them.
+        """
+        failure: Exception | None = None
+        parts: list[str] = []
+        try:
+            compiled = work()
+            step = compiled.step
+            parts = [*map(str, compiled.plans.values()), repr(step.params), repr(step.buffers), step.text]
+        except Exception as error:
+            failure = error
+        found = self._world.gather((None if failure is None else described(failure), zlib.crc32("\n".join(parts).encode())))
+        if failure is not None:
+            raise failure
+        for rank, (problem, _) in enumerate(found):
+            if problem is not None:
+                raise of_rank(rank, PiperError(f"rank {rank}: {problem}"))
+        together = self._world.replicas if apart else (0,) * len(found)
+        if len(set(zip(together, found, strict=True))) > len(set(together)):
+            texts = self._world.gather(step.said)
+            where = next((f": {d}" for text in texts if (d := difference(texts[0], text)) is not None), "")
+            raise PiperError(
+                "the processes compiled different plans, or their modules differ in names or shapes, or in what the step reads in "
+                f"Python{where}. Build the module in the same way in every process, not depending on the rank"
+            )
+        return compiled
+
+    def bind(self, first: Compiled, own: Ownership) -> None:
+        """Connect the processes and bind the tensors that the plans work on: those of this process. Collective.
+
+        Args:
+            first: the program by which the tensors were distributed.
+            own: what this process holds.
+        """
+        self._first, self._layout = first, own.layout
+        self._params, self._buffers, self._shards = own.owned_params, own.owned_buffers, own.shards
+        if not self._settings.local:
+            ranks = range(self._world.size)
+            self._transport = ProcessTransport(first.plans, ranks, self._world.device, self._settings.timeout)
+
+    def prepare(self, compiled: Compiled) -> Prepared:
+        """Make the executors of this process. Collective."""
+        self._check_shards(compiled)
+        if self._settings.local:
+            local = LocalTransport(compiled.plans)
+            executors = [self._executor(compiled, device, local) for device in sorted(compiled.plans)]
+        else:
+            assert self._transport is not None
+            self.check_held(compiled)
+            self._transport.connect(compiled.plans)
+            executors = [self._executor(compiled, self._world.rank, self._transport)]
+        return Prepared(compiled, executors, Replay(compiled))
+
+    def run(
+        self, prepared: Prepared, leaves: Sequence[torch.Tensor], seed: int, scale: float = 1.0, last: bool = True
+    ) -> StepResult:
+        """One step; gradients of what this process holds. `scale`, `last`: as in `Executor.step`."""
+        if self._settings.local:
+            results = run_local(prepared.executors, leaves, seed, scale, last)
+            return StepResult(joined([executor.plan for executor in prepared.executors], results), results[0].metrics)
+        return prepared.executors[0].step(leaves, seed, scale, last)
+
+    def close(self) -> None:
+        """Give the communicators back. Collective."""
+        self._carried.clear()
+        if self._transport is not None:
+            self._transport.close()
+            self._transport = None
+
+    def _executor(self, compiled: Compiled, device: int, transport: LocalTransport | ProcessTransport) -> Executor:
+        assert self._first is not None
+        trains = compiled.step.name == self._first.step.name  # an evaluation in the middle of an accumulation leaves it as it is
+        shards, carry = self._shards.get(device, {}), self._carried.setdefault(device, {}) if trains else {}
+        return Executor(
+            compiled.plans[device], compiled.step, self._params, self._buffers, transport, self._world.device, shards, carry
+        )
+
+    def _check_shards(self, compiled: Compiled) -> None:
+        """All programs work on the flat tensors of the first one's buckets."""
+        assert self._first is not None
+        for device, plan in compiled.plans.items():
+            others = sorted({n for b, _ in plan.shards.items() - self._first.plans[device].shards.items() for n in b.names})
+            if others:
+                raise PiperError(
+                    f"for batches of {compiled.dag.size} samples in this layout, device {device} has other shards of "
+                    f"{', '.join(others[:3])} than for the first batch, for the step uses parameters in other regions. Give "
+                    "batches of one layout, or drop shard_optimizer, shard_grads and shard_params"
+                )
+
+    def check_held(self, compiled: Compiled, alone: bool = False) -> None:
+        """Every process holds what its plan works on. Each checks for all of them, so that all fail together.
+
+        Args:
+            compiled: another program than the first one.
+            alone: it was compiled without knowing what the first one shards, and would gather that else.
+
+        Raises:
+            PiperError: one does not.
+        """
+        assert self._layout is not None and self._first is not None
+        by, step = self._first.step.name, compiled.step.name
+        for device, plan in sorted(compiled.plans.items()):
+            needed = compiled.params_on(device) | compiled.buffers_on(device)
+            needed -= {name for bucket in plan.shards for name in bucket.names}
+            if alone:
+                needed -= self._first.params_on(device)
+            missing = sorted(name for name in needed if self._layout.held(name, device) is None)
+            if missing and step != by:
+                raise PiperError(
+                    f"{step} uses {', '.join(missing[:3])} on device {device}, which does not hold it: {by} does not use it "
+                    "there, or not at all. Use it in the same annotated region in both, or leave it out"
+                )
+            if missing:
+                raise PiperError(
+                    f"for batches of {compiled.dag.size} samples in this layout, device {device} uses {', '.join(missing)}, which "
+                    "it does not hold: for the first batch, another device used it. Use it in the same annotated region for all"
+                )
+
+
+def check_devices(first: Compiled, world: World) -> None:
+    """There is a process for each logical device, and each draws the data of its replica.
+
+    Raises:
+        PiperError: it is not so.
+    """
+    devices = len(first.plans)
+    if devices != world.size:
+        raise PiperError(
+            f"the directives place the step on {devices} logical device(s), the Trainer runs {world.size} process(es); give "
+            f"Trainer(devices={devices}), or all devices in one process with PiperStrategy(transport='local') and devices=1"
+        )
+    working = {device for chunk in first.dag.of_type(Chunk) for device in chunk.devices}
+    if any(first.plans[device].replica != world.replicas[device] for device in working):
+        raise PiperError(
+            "a directive makes replicas that its replica_groups() does not name, so the processes' data cannot be told apart; give "
+            "the directive's class this method"
+        )

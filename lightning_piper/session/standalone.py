@@ -1,0 +1,108 @@
+"""`Standalone`: a module over processes without a fit, or before a fit's first batch. The first step that is run distributes it."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+from torch import nn
+
+from lightning_piper.compiler import Compiled
+from lightning_piper.errors import PiperError
+from lightning_piper.holdings.identities import Identities
+from lightning_piper.holdings.materialize import Known, is_on_meta, materialize, places_of, tensor_at
+from lightning_piper.holdings.ownership import UNREAD, Ownership, parts_of
+from lightning_piper.processes.world import World
+from lightning_piper.session.evaluation import Evaluation
+from lightning_piper.session.machine import Machine, Settings, check_devices
+
+
+class Standalone:
+    """What `validate`, `test` and `predict` need without a fit, and the sanity check of a fit before its first batch: the first
+    step that is run distributes the module.
+
+    Args:
+        module: with the values to run with (the lead's count); parts may be on the meta device.
+        settings: of the compilation.
+        known: values from a checkpoint for what is on the meta device; the rest gets initial ones.
+        seed: of the random numbers of steps.
+        drawn: seed of initial values.
+        distributed: called when the module is distributed. Collective.
+        resume: called when this is closed.
+
+    Attributes:
+        evaluation: runs the steps.
+        programs: what evaluations have compiled before this one.
+    """
+
+    def __init__(
+        self, module: nn.Module, settings: Settings, known: Known, seed: int, drawn: int, world: World,
+        distributed: Callable[[Ownership], None], resume: Callable[[], None],
+    ) -> None:  # fmt: skip
+        self.module, self.settings, self.known, self.world, self._distributed = module, settings, known, world, distributed
+        self.seed, self._drawn, self._resume = seed, drawn, resume
+        if world.size == 1:
+            materialize(module, drawn, known)
+        self._ownership: Ownership | None = None
+        self._blank = [(name, x, x._version) for name, at in places_of(module).items() if (x := tensor_at(at)).is_meta]
+        self.programs: list[Compiled] = []
+        self.evaluation = self._new_evaluation()
+
+    def _new_evaluation(self) -> Evaluation:
+        machine = Machine(self.settings, self.world)
+        return Evaluation(self.module, machine, self.settings, self.world, self.seed, begin=self._begin)
+
+    def _begin(self, first: Compiled) -> None:
+        check_devices(first, self.world)
+        self._ownership = own = self._distribute(Ownership(self.module, first, self.world, spare_everywhere=True))
+        self.evaluation.machine.bind(first, own)
+        self.evaluation.follow = Identities(self.module, own).follow
+
+    def _distribute(self, own: Ownership) -> Ownership:
+        before = parts_of(self.module)
+        if before is not None:
+            before.check_unwritten()
+        for name, tensor, version in self._blank:
+            if tensor._version != version:
+                raise PiperError(
+                    f"PiperStrategy: {name!r} was changed in place on the meta device, where it has no values yet; give it initial "
+                    "values in piper_init_parameters"
+                )
+        self._blank = []
+        own.distribute(self._drawn, self.known if before is None else Known(), before)
+        self._distributed(own)
+        return own
+
+    def distribute(self, training: Compiled) -> Ownership:
+        """A fit takes over, and this is closed: distribute the module by the training step. Collective."""
+        return self._distribute(Ownership(self.module, training, self.world))
+
+    def give_back(self) -> None:
+        """An evaluation before the first batch of a fit is over: every process that had the whole module has it again, in host
+        memory, for hooks may look at it and change it. Collective."""
+        if self._ownership is None:
+            return
+        self._ownership.end()
+        self.evaluation.machine.close()
+        self._ownership = None
+        if not is_on_meta(self.module):
+            self.module.cpu()
+        self.programs += self.evaluation.programs
+        self.evaluation = self._new_evaluation()
+
+    def close(self, failed: bool) -> None:
+        """Unless it failed, every process that had the whole module has it again. Collective, unless it failed."""
+        self._resume()
+        if self._ownership is not None and not failed:
+            self._ownership.end()
+            self.evaluation.machine.close()
+
+    def end(self, failed: bool) -> None:
+        """Close at the end of a run in which no fit has taken over."""
+        self.close(failed)
+        if parts_of(self.module) is None and is_on_meta(self.module) and (self.known.loaded or self.known.later):
+            self.module.__dict__[UNREAD] = True
+            if not failed:
+                self.world.warn(
+                    "the run had no step, before which the module, which is on the meta device, would have got the checkpoint's "
+                    "values: it is as it was built"
+                )

@@ -1,0 +1,94 @@
+"""The captures of one step: by the kind of batch, and by what its Python code has read.
+
+A capture serves while its guards hold. Where none does, the step is captured once more, and the guards that failed say why. All
+processes run the same Python code on the same state, so they choose the same capture; that they do is compared (`agreement`).
+"""
+
+from __future__ import annotations
+
+import zlib
+from collections import Counter
+from collections.abc import Callable, Hashable
+
+from lightning_piper.capture import BatchLayout, History
+from lightning_piper.compiler import Compiled
+from lightning_piper.processes.world import World
+
+MANY = 16
+
+
+class Variants:
+    """Attributes:
+    history: what the captures have taught.
+    number: of the capture that was found last, over all kinds.
+
+    Args:
+        step: name of the method.
+        capture: makes one.
+    """
+
+    def __init__(self, step: str, capture: Callable[[BatchLayout, History], Compiled], world: World) -> None:
+        self.history = History()
+        self.number = -1
+        self._step, self._capture, self._world = step, capture, world
+        self._known: dict[Hashable, list[tuple[int, Compiled]]] = {}
+        self._runs: Counter[int] = Counter()
+        self._count = 0
+
+    @property
+    def programs(self) -> list[Compiled]:
+        return [compiled for found in self._known.values() for _, compiled in found]
+
+    def find(self, kind: Hashable) -> Compiled | None:
+        """The capture for this kind of batch whose guards hold. The one that was used last is looked at first."""
+        known = self._known.get(kind, [])
+        for place, (number, compiled) in enumerate(known):
+            if compiled.step.reads.hold():
+                self.number = number
+                if place:
+                    known.insert(0, known.pop(place))
+                return compiled
+        self.number = -1
+        return None
+
+    def state(self, compiled: Compiled | None) -> int:
+        """A checksum of what the step reads in Python: equal in all processes."""
+        numbers = () if compiled is None else tuple(get() for get, _ in compiled.step.reads.inputs.numbers.values())
+        return zlib.crc32(repr((self.number, numbers)).encode())
+
+    def add(self, kind: Hashable, layout: BatchLayout) -> Compiled:
+        """Capture for this kind of batch; no capture serves."""
+        known = self._known.setdefault(kind, [])
+        if known:
+            self.history.learn(known[0][1].step.reads)
+        compiled = self._capture(layout, self.history)
+        self.number, self._count = self._count, self._count + 1
+        known.insert(0, (self.number, compiled))
+        if len(known) == MANY:
+            self._world.warn(
+                f"{self._step} was captured {MANY} times for one kind of batch, for what it reads in Python changed: "
+                f"{self._causes()}. Each capture takes as long as the first step. Where a number meets a tensor "
+                "(loss * self.weight) it needs none; "
+                "int(), float(), an index or an `if` on it asks for a value"
+            )
+        return compiled
+
+    def ran(self, compiled: Compiled, first_of_epoch: bool) -> None:
+        """A step is about to run. Now and then, trace it again: is it still what was captured?
+
+        Raises:
+            CaptureError: it is not.
+        """
+        runs, self._runs[self.number] = self._runs[self.number], self._runs[self.number] + 1
+        if runs and (first_of_epoch or runs & (runs - 1) == 0):
+            compiled.step.retrace()
+
+    def told(self) -> str | None:
+        """How often the step was captured again, and why; None if it never was."""
+        if not self.history.causes:
+            return None
+        again = sum(len(found) - 1 for found in self._known.values())
+        return f"{self._step} was captured {again + 1} times, for what it reads in Python changed: {self._causes()}"
+
+    def _causes(self) -> str:
+        return ", ".join(f"{where} ({count} times)" for where, count in self.history.causes.most_common(5))

@@ -1,0 +1,81 @@
+"""What `PiperStrategy(verify=...)` does before the first step."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import replace
+from typing import Literal, get_args
+
+import torch
+from lightning.pytorch.utilities.seed import isolate_rng
+from torch import nn
+
+from lightning_piper.compiler import Compiled
+from lightning_piper.errors import PiperError, VerificationError
+from lightning_piper.holdings.materialize import is_on_meta
+from lightning_piper.processes.world import World
+from lightning_piper.verify import verify_step
+
+Verify = Literal["static", "first_batch", "each", "off"]
+ACCEPTED = get_args(Verify)
+
+
+def verify_by_execution(
+    how: Verify, compiled: Compiled, module: nn.Module, leaves: Sequence[torch.Tensor], world: World, say: Callable[[str], None]
+) -> str | None:
+    """Run the program on a batch, on the lead, where the whole module still is; all processes fail together. Returns
+    the report there, and None elsewhere or if nothing was run. Warns where the program is `verified except`; without running it,
+    where that is plain to see.
+
+    Args:
+        leaves: of this process's batch; those of all replicas have the same shapes.
+        say: tells the user, on the lead.
+
+    Raises:
+        VerificationError: the finished program (`first_batch`) or a directive (`each`) does not compute what one device does.
+    """
+    if how == "static" and (found := list(_statistics(compiled))):
+        more = f" (and {len(found) - 1} more)" if len(found) > 1 else ""
+        world.warn(
+            f"the batch norm of region {found[0]}{more} takes its statistics from microbatches, not from the whole batch of "
+            f"{compiled.dag.size} samples. PiperStrategy(verify='first_batch') says how far the result is from one device's"
+        )
+    if how not in ("first_batch", "each"):
+        return None
+
+    shares = world.gather([x.cpu() for x in leaves] if world.rank in world.speakers else [])
+
+    def run() -> str:
+        if is_on_meta(module):
+            raise PiperError(
+                f"PiperStrategy(verify={how!r}) runs the whole module in one process, and this one is on the meta device; use "
+                "verify='static' here, and verify by execution with transport='local' or a smaller model"
+            )
+        module.to(world.device)
+        parts = zip(*(shares[rank] for rank in world.speakers), strict=True)
+        batch = [(torch.cat(xs) if xs[0].ndim else xs[0]).to(world.device) for xs in parts]
+        with isolate_rng():
+            report = verify_step(compiled.step, module, compiled.step.layout.rebuild(batch), compiled.program)
+        judged = report if how == "each" else replace(report, rows=report.rows[-1:])
+        if how == "each":
+            say(str(report))
+        if not judged.ok:
+            raise VerificationError(f"the program does not compute what one device computes on the first batch:\n{report}")
+        if judged.verdict == "verified except":
+            within = judged.whole.verdict == "equal within the bound"
+            how_on = "within that bound" if within else "with what one device computes that accumulates over the same microbatches"
+            world.warn(f"the program is {judged.conclusion}. The training goes on {how_on}")
+        return str(report)
+
+    return world.on_lead(run, share=False)
+
+
+def _statistics(compiled: Compiled) -> Iterator[str]:
+    """Regions whose statistics are those of a microbatch, as can be seen without running anything."""
+    dag, code = compiled.dag, compiled.dag.code
+    for (region, kind), parts in dag.slices().items():
+        if kind != "F" or len(parts) == 1:
+            continue
+        names = [str(node.target) for node in code.code[region, kind].graph.nodes]
+        if any("batch_norm" in name and (code.interfaces[region, kind].state or "no_stats" in name) for name in names):
+            yield f"{code.regions[region].label} ({code.regions[region].source})"

@@ -1,0 +1,75 @@
+"""The one file that uses Lightning's private names. Tried on Lightning 2.6; each entry says what is relied on.
+
+- `Strategy._configure_launcher`: the Trainer calls it, once, when it knows the devices; `Strategy._launcher`: what the Trainer then
+  lets run its entry points, if it is not None; that of this process alone, so no copy has its processes.
+- `ParallelStrategy._layer_sync`: what the Trainer sets for `sync_batchnorm=True`, else None.
+- `Strategy._reset_optimizers_and_schedulers`: forgets the optimizers of an earlier fit.
+- `_SubprocessScriptLauncher`: starts the script once more for each further device of this machine; `procs` has the processes.
+- `_init_dist_connection`: makes the default process group of a cluster environment, and ends it with the process.
+- `_optimizers_to_device`: moves optimizers' states as Lightning's own strategies do.
+- `_collect_rng_states`, `_set_rng_states`: the states of the random number generators of torch, numpy and Python.
+- `ThroughputMonitor._throughputs`: its measurements by stage, of which each knows how many devices there are.
+"""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Iterable, Sequence
+from subprocess import Popen
+from typing import Any
+
+from lightning.fabric.utilities.distributed import _init_dist_connection as connect
+from lightning.fabric.utilities.optimizer import _optimizers_to_device as move_optimizers
+from lightning.fabric.utilities.seed import _collect_rng_states as collect_rng_states
+from lightning.fabric.utilities.seed import _set_rng_states as set_rng_states
+from lightning.fabric.utilities.throughput import Throughput
+from lightning.pytorch.callbacks import ThroughputMonitor
+from lightning.pytorch.strategies.launchers.subprocess_script import _SubprocessScriptLauncher
+from lightning.pytorch.strategies.parallel import ParallelStrategy
+
+__all__ = ["Strategy", "collect_rng_states", "connect", "move_optimizers", "set_rng_states", "throughputs_of"]
+
+
+class Strategy(ParallelStrategy):
+    """Lightning's strategy over processes, with what it keeps to itself under names of its own."""
+
+    num_nodes = 1
+
+    @property
+    def num_processes(self) -> int:
+        """On this machine."""
+        return len(self.parallel_devices) if self.parallel_devices is not None else 0
+
+    def _configure_launcher(self) -> None:
+        self.configure_launcher()
+
+    def configure_launcher(self) -> None:
+        """The devices are known: say what starts the processes, if this one is to start any."""
+
+    def launch_script(self) -> None:
+        """Start the script once more for each further device."""
+        assert self.cluster_environment is not None
+        self._launcher = _SubprocessScriptLauncher(self.cluster_environment, self.num_processes, self.num_nodes)
+
+    @property
+    def started(self) -> Sequence[Popen[Any]]:
+        """The processes that this one has started."""
+        return getattr(self._launcher, "procs", ())
+
+    @property
+    def syncs_batch_norms(self) -> bool:
+        return self._layer_sync is not None
+
+    def forget_optimizers(self) -> None:
+        self._reset_optimizers_and_schedulers()
+
+    def __getstate__(self) -> dict[str, Any]:
+        state = super().__getstate__()
+        if self._launcher is not None:
+            state["_launcher"] = copy.copy(self._launcher)
+            state["_launcher"].procs = []
+        return state
+
+
+def throughputs_of(monitor: ThroughputMonitor) -> Iterable[Throughput]:
+    return monitor._throughputs.values()

@@ -1,0 +1,97 @@
+"""What Lightning and its callbacks do as if every process had the whole module, or data of its own, and what they do instead."""
+
+from __future__ import annotations
+
+import warnings
+from functools import partial
+from typing import Any
+
+import lightning.pytorch as pl
+import torch
+from lightning.pytorch.callbacks import ThroughputMonitor
+from lightning.pytorch.utilities import grad_norm as norm_in_one_process
+from torch import nn
+from torchmetrics import Metric
+from torchmetrics.utilities.distributed import gather_all_tensors
+
+from lightning_piper.errors import PiperError
+from lightning_piper.holdings.norms import norms_of_each
+from lightning_piper.processes.world import World
+from lightning_piper.strategy._lightning import throughputs_of
+
+Suspended = list[tuple[nn.Module, str, Any]]  # what to set again: owner, attribute, value
+
+
+def suspend(module: pl.LightningModule, world: World) -> Suspended:
+    """Switch off, until `resume`, what assumes that every process has the whole module or data of its own.
+
+    Summaries and graph logging would run the module on its `example_input_array`; metrics would add up what all processes
+    have seen, where those of one replica see the same batches.
+    """
+    if world.size == 1:
+        return []
+    # Lightning recommends it to everybody who logs while torch.distributed runs; here it would change nothing.
+    warnings.filterwarnings("ignore", message=r"It is recommended to use `self\.log\(.*sync_dist=True")
+    found: list[tuple[nn.Module, str, Any]] = [(module, "example_input_array", module.example_input_array)]
+    module.example_input_array = None
+    for part in module.modules():
+        if isinstance(part, Metric) and world.count == 1:
+            found.append((part, "distributed_available_fn", part.distributed_available_fn))
+            part.distributed_available_fn = _never
+        elif isinstance(part, Metric) and part.dist_sync_fn is None:
+            found.append((part, "dist_sync_fn", None))
+            part.dist_sync_fn = partial(_gather_replicas, world.speakers)
+    return found
+
+
+def resume(suspended: Suspended) -> None:
+    """Set again what `suspend` has changed."""
+    for owner, name, value in suspended:
+        setattr(owner, name, value)
+
+
+def _never() -> bool:
+    return False
+
+
+def _gather_replicas(speakers: tuple[int, ...], value: torch.Tensor, group: Any | None = None) -> list[torch.Tensor]:
+    """A metric's state in each replica."""
+    found = gather_all_tensors(value, group)
+    return [found[rank] for rank in speakers]
+
+
+def count_replicas(trainer: pl.Trainer, world: World) -> None:
+    """Let monitors of the throughput multiply what a process sees by the number of replicas, not of processes. What they call a
+    device is then a replica."""
+    for callback in trainer.callbacks:  # type: ignore[attr-defined]
+        if isinstance(callback, ThroughputMonitor):
+            for throughput in throughputs_of(callback):  # made anew for each fit
+                if throughput.available_flops is not None:
+                    throughput.available_flops *= world.size // world.count
+                throughput.world_size = world.count
+
+
+def grad_norm(module: pl.LightningModule, norm_type: float | str = 2, group_separator: str = "/") -> dict[str, torch.Tensor]:
+    """The norm of each parameter's gradient, and of all together, like `lightning.pytorch.utilities.grad_norm`, but of the whole
+    module also where it is on several processes. Collective there: call it on all processes, as hooks are.
+
+    Args:
+        module: in a fit, with any strategy.
+        norm_type: p of the norm, above zero; `inf` for the largest element.
+        group_separator: between the word for the norm and the parameter's name.
+
+    Returns:
+        `grad_{p}_norm/{name}` -> norm, of every parameter that has a gradient, and `grad_{p}_norm_total`; the same everywhere.
+    """
+    strategy: Any = module.trainer.strategy
+    fit = getattr(getattr(strategy, "phase", None), "fit", None)
+    if fit is None or fit.ownership.whole:
+        return norm_in_one_process(module, norm_type, group_separator)  # type: ignore[return-value]
+    p = float(norm_type)
+    if not p > 0:
+        raise PiperError(f"grad_norm(norm_type={norm_type!r}): give a number above zero, or 'inf'")
+    found = norms_of_each(fit.ownership, strategy.world, p)
+    named = {f"grad_{p}_norm{group_separator}{name}": norm for name, norm in found.items()}
+    if named:
+        named[f"grad_{p}_norm_total"] = torch.linalg.vector_norm(torch.stack(list(named.values())), p)
+    return named

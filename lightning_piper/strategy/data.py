@@ -1,0 +1,96 @@
+"""The batches of a run: every process draws its own, and all processes of a replica draw the same.
+
+They agree because the processes' random numbers do: before the first batch is drawn, all take over the lead's generators, and
+workers are seeded by replica, not by process. `processes.agreement` notices where they differ all the same.
+"""
+
+from __future__ import annotations
+
+import os
+from functools import partial
+from typing import Any
+
+import torch
+from lightning.fabric.utilities.seed import pl_worker_init_function
+from lightning.pytorch.utilities.seed import isolate_rng
+from torch.utils.data import DataLoader, DistributedSampler
+
+from lightning_piper.errors import PiperError
+from lightning_piper.processes.world import World
+from lightning_piper.strategy._lightning import collect_rng_states, set_rng_states
+
+
+def share_random_state(world: World) -> None:
+    """All processes continue with the lead's random numbers (torch, numpy, Python). Collective."""
+    if world.size == 1:
+        return
+    set_rng_states(world.broadcast(collect_rng_states(include_cuda=False)))
+    if world.device.type == "cuda":
+        torch.cuda.set_rng_state(world.broadcast(torch.cuda.get_rng_state(world.device)), world.device)
+
+
+def draw_seed(world: World) -> int:
+    """A seed from the lead's random numbers, which go on as if none had been drawn. Collective."""
+    share_random_state(world)
+    with isolate_rng():
+        return int(torch.randint(2**62, ()))
+
+
+def agree_on_loader(loader: object, world: World, apart: bool = False) -> object:
+    """Make a DataLoader give the same batches in all processes of a replica. Collective.
+
+    Args:
+        loader, world: of this process.
+        apart: replicas may have different numbers of batches.
+
+    Raises:
+        PiperError: it is split in another way than over the replicas, or has another length in some processes.
+    """
+    if world.size == 1:
+        return loader
+    share_random_state(world)
+    sizes = world.gather(_length(loader))
+    of_replicas = set(zip(world.replicas, sizes, strict=True))
+    if len(of_replicas) > world.count or (len(set(sizes)) > 1 and not apart):
+        why = "all stages of a pipeline read the same ones" if world.count == 1 else "every replica needs as many as the others"
+        raise PiperError(f"the processes' data have {sizes} batches, by rank; {why}")
+    if not isinstance(loader, DataLoader):
+        return loader
+    for sampler in (loader.sampler, getattr(loader.batch_sampler, "sampler", None)):
+        if isinstance(sampler, DistributedSampler):
+            _check_sampler(sampler, world)
+            sampler.seed = world.broadcast(sampler.seed)
+    generators = generators_of(loader)
+    for generator, state in zip(generators, world.broadcast([g.get_state() for g in generators]), strict=True):
+        generator.set_state(state)
+    if loader.worker_init_fn is None and int(os.environ.get("PL_SEED_WORKERS", 0)):
+        loader.worker_init_fn = partial(pl_worker_init_function, rank=world.replica)
+    return loader
+
+
+def _check_sampler(sampler: DistributedSampler[Any], world: World) -> None:
+    if sampler.num_replicas == world.count and sampler.rank == world.replica:
+        return
+    if world.count == 1:
+        raise PiperError(
+            f"the DataLoader's DistributedSampler splits the data over {sampler.num_replicas} replicas, but the processes are "
+            "stages of one pipeline, which all read the same batches; use a plain sampler (shuffle=True)"
+        )
+    raise PiperError(
+        f"the DataLoader's DistributedSampler gives process {world.rank} part {sampler.rank} of {sampler.num_replicas}, but it "
+        f"belongs to replica {world.replica} of {world.count}; use DistributedSampler(dataset, num_replicas={world.count}, "
+        f"rank={world.replica}) here, or a plain sampler, which the Trainer replaces by one that divides the data"
+    )
+
+
+def generators_of(loader: DataLoader[Any]) -> list[torch.Generator]:
+    """The generators that a loader and its samplers have of their own."""
+    owners = (loader, loader.sampler, loader.batch_sampler, getattr(loader.batch_sampler, "sampler", None))
+    return [g for g in (getattr(x, "generator", None) for x in owners) if isinstance(g, torch.Generator)]
+
+
+def _length(loader: Any) -> int | None:
+    try:
+        return len(loader)
+    except (TypeError, NotImplementedError):
+        return None

@@ -1,0 +1,148 @@
+"""The part of `PiperStrategy` that Lightning asks about processes: which there are, how they start, what they do together."""
+
+from __future__ import annotations
+
+import sys
+from datetime import timedelta
+from typing import Any, TypeVar
+
+import torch
+import torch.distributed as dist
+from lightning.fabric.utilities.rank_zero import rank_zero_only as fabric_rank_zero_only
+from lightning.pytorch.trainer.states import TrainerFn
+from lightning.pytorch.utilities.rank_zero import rank_zero_only
+
+from lightning_piper.errors import PiperError
+from lightning_piper.processes.failure import FailureWatch
+from lightning_piper.processes.launching import check_one_process, check_script
+from lightning_piper.processes.world import World, store_of_attempt
+from lightning_piper.strategy import _lightning
+from lightning_piper.strategy.data import agree_on_loader
+from lightning_piper.strategy.phases import Idle, Phase, copied
+
+T = TypeVar("T")
+
+
+class OverProcesses(_lightning.Strategy):
+    """A process for each logical device, or one for all of them.
+
+    Args:
+        local: one for all.
+        timeout: of communication.
+        backend: of the default process group; that of the device if None.
+        options: of Lightning's own strategies.
+
+    Attributes:
+        phase: of the strategy; it knows which replicas the processes draw data for.
+    """
+
+    def __init__(self, local: bool, timeout: timedelta, backend: str | None, **options: Any) -> None:
+        super().__init__(**options)
+        self._local, self._timeout, self._backend = local, timeout, backend
+        self.phase: Phase = Idle()
+        self._failed = False  # the run
+        self._watch: FailureWatch | None = None
+
+    def __getstate__(self) -> dict[str, Any]:
+        phase = copied(self.phase, 1 if self._local else self.world_size)
+        return {**super().__getstate__(), "phase": phase, "_watch": None}
+
+    @property
+    def is_distributed(self) -> bool:
+        """Do processes read different data? Lightning gives them a sampler then, which shuffles also where the user does not.
+
+        Without replicas all processes are stages of one pipeline: they read the same data in the order that the user chose.
+        """
+        return max(self.phase.replicas, default=0) > 0
+
+    @property
+    def distributed_sampler_kwargs(self) -> dict[str, Any]:
+        return {"num_replicas": self.world.count, "rank": self.world.replica}
+
+    @property
+    def root_device(self) -> torch.device:
+        assert self.parallel_devices is not None
+        return self.parallel_devices[self.local_rank]
+
+    @property
+    def world(self) -> World:
+        return self._world_of(self.phase.replicas)
+
+    def _world_of(self, replicas: tuple[int, ...]) -> World:
+        return World(self.global_rank, 1 if self._local else self.world_size, self.root_device, self._timeout, replicas)
+
+    # Start and end
+
+    def set_world_ranks(self) -> None:
+        """Called by the Trainer as soon as it knows the devices."""
+        if self.cluster_environment is not None:
+            self.cluster_environment.set_global_rank(self.node_rank * self.num_processes + self.local_rank)
+            self.cluster_environment.set_world_size(self.num_nodes * self.num_processes)
+        for only in (rank_zero_only, fabric_rank_zero_only):
+            only.rank = self.global_rank  # type: ignore[attr-defined]
+
+    def configure_launcher(self) -> None:
+        if self._local:
+            check_one_process(self.num_processes, self.num_nodes)
+            return
+        assert self.cluster_environment is not None
+        if not self.cluster_environment.creates_processes_externally:
+            if self.num_processes > 1 or hasattr(sys, "ps1"):
+                check_script()
+            self.launch_script()
+
+    def setup_environment(self) -> None:
+        super().setup_environment()
+        assert self.cluster_environment is not None
+        if self._local:
+            if (started := self.cluster_environment.world_size()) != 1:
+                raise PiperError(f"PiperStrategy(transport='local') runs in one process, but {started} were started")
+            return
+        self.cluster_environment.validate_settings(num_devices=self.num_processes, num_nodes=self.num_nodes)
+        self.set_world_ranks()
+        backend = self._backend or ("nccl" if self.root_device.type == "cuda" else "gloo")
+        environment = self.cluster_environment
+        store = store_of_attempt(environment.main_address, environment.main_port, self._timeout)
+        _lightning.connect(environment, backend, timeout=self._timeout, store=store)
+        if self.world_size > 1:
+            self._watch = FailureWatch(self.world, environment.main_address, self.started)
+
+    def on_exception(self, exception: BaseException) -> None:
+        self._failed = True
+        if self._watch is not None:
+            self._watch.report(exception)
+
+    def _stop_watch(self) -> None:
+        if self._watch is not None:
+            self._watch.stop()
+            self._watch = None
+
+    def process_dataloader(self, dataloader: object) -> object:
+        assert self.lightning_module is not None
+        return agree_on_loader(dataloader, self.world, apart=self.lightning_module.trainer.state.fn == TrainerFn.PREDICTING)
+
+    # Collectives. What is reduced is reduced over replicas: the processes of one have the same.
+
+    def reduce(self, tensor: torch.Tensor | Any, group: Any | None = None, reduce_op: Any = "mean") -> torch.Tensor | Any:
+        return self.world.over_replicas(tensor, reduce_op) if isinstance(tensor, torch.Tensor) else tensor
+
+    def reduce_boolean_decision(self, decision: bool, all: bool = True) -> bool:
+        return self.world.decide(decision, all)
+
+    def all_gather(self, tensor: torch.Tensor, group: Any | None = None, sync_grads: bool = False) -> torch.Tensor:
+        return tensor if self._local else super().all_gather(tensor, group, sync_grads)
+
+    def barrier(self, name: str | None = None) -> None:
+        if self._local or not dist.is_initialized():
+            return
+        if dist.get_backend() == "nccl":
+            dist.barrier(device_ids=[self.root_device.index])
+        else:
+            dist.barrier()
+
+    def broadcast(self, obj: T, src: int = 0) -> T:
+        if self._local or not dist.is_initialized():
+            return obj
+        box = [obj]
+        dist.broadcast_object_list(box, src)
+        return box[0]

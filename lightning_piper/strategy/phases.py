@@ -1,0 +1,185 @@
+"""The phases of a strategy, from one run of the Trainer to the next, and what there is in each.
+
+Idle, Ended --setup--> Evaluating --teardown--> Idle
+Idle, Ended --setup--> Starting --first batch--> Fitting --teardown--> Ended
+                       Starting --teardown--> Idle                        a fit without a batch
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+from torch import nn
+from torch.optim import Optimizer
+
+from lightning_piper.checkpoint.state import referenced
+from lightning_piper.errors import PiperError
+from lightning_piper.holdings.materialize import is_on_meta
+from lightning_piper.holdings.optimizer import Names, ShardedOptimizer, State, check_groups, names_in
+from lightning_piper.session.evaluation import Evaluation
+from lightning_piper.session.standalone import Standalone
+from lightning_piper.strategy.fit import Fit
+
+
+@dataclass(frozen=True)
+class Left:
+    """What the last fit has left for checkpoints.
+
+    Attributes:
+        seed: of its steps' random numbers; None if there was none.
+        optimizer: the Trainer's, cut down to what this process holds.
+        state: of the optimizer, in canonical form, if the optimizer has not got it: it came from a checkpoint, and there was no
+            batch, or it went into a copy.
+    """
+
+    seed: int | None = None
+    optimizer: ShardedOptimizer | None = None
+    state: State | None = None
+
+
+@dataclass(frozen=True)
+class Idle:
+    """No run, or one that Lightning does alone: an evaluation with all devices in this process.
+
+    Attributes, here and in the others:
+        left: for checkpoints.
+        replicas: of each process, where processes draw the data of several; that of the last run.
+        evaluation: runs the steps that do not train; None where Lightning does.
+    """
+
+    left: Left = Left()
+    replicas: tuple[int, ...] = ()
+    evaluation: None = None
+
+
+@dataclass(frozen=True)
+class Evaluating:
+    """`validate`, `test` or `predict` over processes."""
+
+    standalone: Standalone
+    left: Left
+
+    @property
+    def replicas(self) -> tuple[int, ...]:
+        return self.standalone.world.replicas
+
+    @property
+    def evaluation(self) -> Evaluation:
+        return self.standalone.evaluation
+
+    def close(self, failed: bool) -> None:
+        self.standalone.end(failed)
+
+
+@dataclass
+class Starting:
+    """A fit up to its first batch: hooks may still change the module and its optimizer, which are whole but for a sanity check.
+
+    Attributes:
+        names: of the optimizer's parameters.
+        resumes: the optimizer has its state from a checkpoint.
+        later: the state from a checkpoint that it gets when the first batch has come.
+    """
+
+    standalone: Standalone
+    names: Names = field(default_factory=list)
+    resumes: bool = False
+    later: State | None = None
+
+    @property
+    def left(self) -> Left:
+        return Left(self.standalone.seed, state=self.later)
+
+    @property
+    def replicas(self) -> tuple[int, ...]:
+        return self.standalone.world.replicas
+
+    @property
+    def evaluation(self) -> Evaluation | None:
+        return None if self.standalone.settings.local else self.standalone.evaluation
+
+    def load(self, state: State, optimizer: Optimizer, module: nn.Module) -> None:
+        """Take over an optimizer's state from a checkpoint: at once if that can be, for hooks may look at it and change it.
+
+        Raises:
+            PiperError: it is of other parameter groups.
+        """
+        self.names = names_in(optimizer, module, self.names)
+        check_groups(self.names, state["param_groups"])
+        self.resumes = not referenced(state) and not is_on_meta(module)
+        self.later = None if self.resumes else state
+        optimizer.load_state_dict(state if self.resumes else {**state, "state": {}})
+
+    def resumed(self, optimizer: Optimizer) -> State | None:
+        """The state that the optimizer begins with; None if nothing is resumed."""
+        return optimizer.state_dict() if self.resumes else self.later
+
+    def close(self, failed: bool) -> None:
+        self.standalone.end(failed)
+
+
+@dataclass(frozen=True)
+class Fitting:
+    """A fit from its first batch on: the module is distributed."""
+
+    fit: Fit
+
+    @property
+    def left(self) -> Left:
+        return Left(self.fit.seed, self.fit.optimizer)
+
+    @property
+    def replicas(self) -> tuple[int, ...]:
+        return self.fit.world.replicas
+
+    @property
+    def evaluation(self) -> Evaluation | None:
+        return self.fit.evaluation
+
+    def close(self, failed: bool) -> None:
+        self.fit.close(failed)
+
+
+@dataclass(frozen=True)
+class Ended:
+    """A fit is over, well or not; what it has trained can be saved."""
+
+    fit: Fit
+    evaluation: None = None
+
+    @property
+    def left(self) -> Left:
+        return Left(self.fit.seed, self.fit.optimizer)
+
+    @property
+    def replicas(self) -> tuple[int, ...]:
+        return self.fit.world.replicas
+
+
+Phase = Idle | Evaluating | Starting | Fitting | Ended
+
+
+def over(phase: Phase) -> Idle | Ended:
+    """What follows when the run is over."""
+    if isinstance(phase, Fitting):
+        return Ended(phase.fit)
+    return phase if isinstance(phase, Idle | Ended) else Idle(phase.left, phase.replicas)
+
+
+def copied(phase: Phase, processes: int) -> Idle:
+    """What of a phase goes into a copy (`copy.deepcopy(trainer)`, `pickle.dumps(trainer)`): all that a next fit needs, without the
+    plans and connections of a run, which are of this process alone. The optimizer's state is there as one device would have it, so
+    that the copy can be saved.
+
+    Raises:
+        PiperError: the state is in several processes.
+    """
+    left = phase.left
+    if left.optimizer is None:
+        return Idle(left, phase.replicas)
+    if processes > 1:
+        raise PiperError(
+            "PiperStrategy: a Trainer cannot be copied after a fit over processes, of which each has a part of the optimizer's "
+            "state; copy it before, or save a checkpoint and load it into a new one"
+        )
+    return Idle(Left(left.seed, state=left.optimizer.full_state()), phase.replicas)

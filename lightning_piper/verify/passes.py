@@ -1,0 +1,44 @@
+"""What each pass of a pipeline did and how it was judged, as a table."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from lightning_piper.ir.dag import TrainingDAG
+from lightning_piper.passes import Done
+from lightning_piper.passes.trace import Trace
+from lightning_piper.verify.report import Report, aligned
+from lightning_piper.verify.static import check
+
+HEAD = ("pass", "contract", "static check")
+EXECUTED = ("vs the graph before", "vs one device, same microbatches")
+COUNTED = ("added", "changed", "removed", "time")
+
+
+class Passes:
+    """A hook of `run_pipeline` that traces passes and runs the static check after every one, also after those that `compile` judges
+    together with the next one."""
+
+    def __init__(self, folder: Path | None = None) -> None:
+        """`folder`: see `Trace`."""
+        self._trace, self._verdicts = Trace(folder), list[str]()
+
+    def __call__(self, dag: TrainingDAG, done: Done) -> None:
+        self._trace(dag, done)
+        self._verdicts.append("failed")
+        check(dag, final=done.by.finished)
+        self._verdicts[-1] = "ok"
+
+    def table(self, report: Report | None = None) -> list[str]:
+        """A line for each pass that ran; with what execution says of those that a report has."""
+        executed = {(row.index, row.name): row for row in report.rows} if report is not None else {}
+        lines = [(*HEAD, *(EXECUTED if report is not None else ()), *COUNTED)]
+        for change, verdict in zip(self._trace.changes, self._verdicts, strict=True):
+            done = change.done
+            cells = [done.by.title, done.contract, verdict]
+            if report is not None:
+                row = executed.get((done.by.index, done.by.name))
+                cells += ["-", "-"] if row is None else [str(row.before), str(row.single)]
+            counts = (change.added, change.changed, change.removed)
+            lines.append((*cells, *map(str, counts), f"{1e3 * done.seconds:.1f} ms"))
+        return aligned(lines)

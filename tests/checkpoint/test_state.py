@@ -1,0 +1,76 @@
+"""A module and its optimizer through a sharded checkpoint, saved in one layout and loaded into another."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+import lightning_piper as piper
+from lightning_piper.checkpoint.sharded import save
+from lightning_piper.checkpoint.state import Loading, module_state, optimizer_state, pieces_of, reference, referenced, resolved
+from lightning_piper.errors import PiperError
+from lightning_piper.holdings.materialize import Known
+from lightning_piper.holdings.optimizer import ShardedOptimizer, names_in
+from lightning_piper.holdings.ownership import Ownership
+from lightning_piper.processes.world import World
+from tests.strategy.fitting import same, values
+from tests.strategy.models import make
+from tests.strategy.scenarios import equal
+from tests.strategy.sharded import dp2
+
+ALONE = World(0, 1, torch.device("cpu"))
+
+
+class Held:
+    """A module and its optimizer as one process holds them under a program, after `steps` steps with random gradients."""
+
+    def __init__(self, program: Any, seed: int, steps: int) -> None:
+        self.module, loader = make("mlp")
+        with torch.no_grad():
+            for p in self.module.parameters():
+                p.copy_(torch.randn(p.shape, generator=torch.Generator().manual_seed(seed)))
+        self.compiled = piper.compile(self.module, next(iter(loader)), program)
+        optimizer = self.module.configure_optimizers()["optimizer"]
+        names = names_in(optimizer, self.module)
+        self.own = Ownership(self.module, self.compiled, ALONE)
+        self.own.distribute(0, Known())
+        self.optimizer = ShardedOptimizer(optimizer, names, self.own, self.compiled, ALONE)
+        for _ in range(steps):
+            for p in self.module.parameters():
+                p.grad = torch.randn(p.shape, generator=torch.Generator().manual_seed(seed))
+            optimizer.step()
+
+    def save(self, path: Any) -> None:
+        state = module_state(self.module, self.compiled.step.canonical)
+        content = {"state_dict": state, "optimizer_states": [optimizer_state(self.optimizer)]}
+        save(path, pieces_of(self.module, self.own, self.optimizer, referenced(content), running=True), content, ALONE)
+
+
+def test_from_one_layout_into_another(tmp_path):
+    one, other = Held(dp2(3), seed=1, steps=2), Held(piper.schedules.gpipe(2, 2), seed=2, steps=1)
+    one.save(tmp_path / "a.ckpt")
+    assert not same(values(one.module), values(other.module))
+    loading = Loading(str(tmp_path / "a.ckpt"), ALONE, weights_only=True)
+    loading.module(other.module, loading.content["state_dict"], True, None)
+    assert same(values(one.module), values(other.module))
+    assert not equal(one.optimizer.full_state(), other.optimizer.full_state())
+    loading.optimizer(loading.content["optimizer_states"][0], other.optimizer, other.own.layout)
+    assert equal(one.optimizer.full_state(), other.optimizer.full_state())
+
+
+def test_another_module_is_refused(tmp_path):
+    Held(dp2(3), seed=1, steps=0).save(tmp_path / "a.ckpt")
+    loading = Loading(str(tmp_path / "a.ckpt"), ALONE, weights_only=True)
+    with pytest.raises(PiperError, match=r"another module than this Linear: missing in the checkpoint are \['weight', 'bias'\]"):
+        loading.module(nn.Linear(2, 2), loading.content["state_dict"], True, None)
+
+
+def test_references_stand_for_tensors_wherever_they_are():
+    content = {"a": reference("x"), "b": [1, {"c": reference("y")}], "d": {"lightning_piper.tensor": "x", "more": 1}}
+    assert referenced(content) == {"x", "y"}
+    found = resolved(content, {"x": torch.ones(2), "y": torch.zeros(1)})
+    assert torch.equal(found["a"], torch.ones(2)) and torch.equal(found["b"][1]["c"], torch.zeros(1))
+    assert found["d"] == {"lightning_piper.tensor": "x", "more": 1}, "a dict with more in it is the user's"

@@ -1,0 +1,196 @@
+"""Which optimizers can be given pieces of parameters, and what their state consists of."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import nn, optim
+
+from lightning_piper.holdings.elementwise import NotElementwise, Untried, remade, sees_others, state_keys
+from lightning_piper.holdings.trial import reduced
+from tests.strategy import optimizers as own
+
+CPU = torch.device("cpu")
+SHAPES = ((6, 4, 3, 3), (200, 150), (5, 3), (7,), (), (1,))
+
+
+def lookahead(params):
+    return own.Lookahead(optim.AdamW(params))
+
+
+GOOD = {
+    "SGD": (optim.SGD, {"lr": 0.1}),
+    "SGD momentum": (optim.SGD, {"lr": 0.1, "momentum": 0.9, "nesterov": True, "weight_decay": 0.1}),
+    "Adam": (optim.Adam, {"amsgrad": True}),
+    "Adam foreach": (optim.Adam, {"foreach": True}),
+    "AdamW": (optim.AdamW, {}),
+    "AdamW fused": (optim.AdamW, {"fused": True}),
+    "AdamW tensor lr": (optim.AdamW, {"lr": torch.tensor(0.0)}),
+    "NAdam": (optim.NAdam, {}),
+    "RAdam": (optim.RAdam, {}),
+    "Adamax": (optim.Adamax, {}),
+    "Adagrad": (optim.Adagrad, {"initial_accumulator_value": 0.3}),
+    "RMSprop": (optim.RMSprop, {"centered": True, "momentum": 0.9}),
+    "Adadelta": (optim.Adadelta, {}),
+    "Rprop": (optim.Rprop, {}),
+    "ASGD": (optim.ASGD, {}),
+    "Lion": (own.Lion, {}),
+    "Adan": (own.Adan, {}),
+    "Lookahead": (lookahead, {}),
+    "own setting": (own.Optional, {}),
+    "an argument": (own.Argued, {"schedule": None}),
+    "a mark that no parameter has": (own.Chosen, {}),
+}
+NORMED = {
+    "Lamb": own.Lamb,
+    "Lars": own.Lars,
+    "gradients centralised": own.Centralised,
+    "projected": own.Projected,
+    "state in blocks": own.InBlocks,
+    "long steps cut": own.Bounded,
+    "short steps lifted": own.Lifted,
+    "after the tenth step": own.WarmedUp,
+    "nothing without a gradient": own.Skipping,
+    "large matrices factored": own.Factored,
+}
+BAD = {
+    **{name: (kind, {}, "the (values|state '.*') differs? between the whole and its pieces") for name, kind in NORMED.items()},
+    "LBFGS": (optim.LBFGS, {}, "runs the closure more than once"),
+    "Adafactor": (optim.Adafactor, {}, "of a parameter of shape .* between the whole and its pieces"),
+    "SparseAdam": (optim.SparseAdam, {}, "fails with"),
+    "all together": (own.Distant, {}, "the values differ"),
+    "neither made nor copied": (own.Unmade, {"schedule": None}, "fails with TypeError: cannot pickle 'generator' object"),
+}
+TOGETHER = {"clipped": own.Clipping, "by the distance": own.Distant, "matrices clipped": own.OfMatrices}
+
+
+def made(kind, options, shapes=SHAPES):
+    return kind([nn.Parameter(torch.zeros(shape)) for shape in shapes], **options)
+
+
+def chosen(optimizer):
+    return [group["params"] for group in optimizer.param_groups]
+
+
+def keys_of(optimizer):
+    return state_keys(optimizer, chosen(optimizer), CPU)
+
+
+@pytest.mark.parametrize("name", GOOD)
+def test_element_by_element(name):
+    optimizer = made(*GOOD[name])
+    before = torch.random.get_rng_state()
+    keys = keys_of(optimizer)
+    assert torch.equal(before, torch.random.get_rng_state())
+    assert "step" not in keys.cut
+    if name.startswith("Adam") and name != "Adamax":
+        assert keys.cut == {"exp_avg", "exp_avg_sq"} | ({"max_exp_avg_sq"} if name == "Adam" else set())
+        assert keys.once == {"step"}
+    assert not optimizer.state or name == "Adagrad"  # left as it is
+    assert not any(p.any() for p in chosen(optimizer)[0])
+
+
+@pytest.mark.parametrize("name", BAD)
+def test_whole_parameters(name):
+    kind, options, words = BAD[name]
+    with pytest.raises(NotElementwise, match=words):
+        keys_of(made(kind, options))
+
+
+@pytest.mark.skipif(not hasattr(optim, "Muon"), reason="newer torch")
+def test_matrices():
+    muon = made(optim.Muon, {}, shapes=((5, 3),))
+    with pytest.raises(NotElementwise, match="2D"):
+        keys_of(muon)
+    assert not sees_others(muon, chosen(muon), CPU)
+
+
+@pytest.mark.parametrize("kind, shape", [
+    (own.Centralised, (5, 3)), (own.Projected, (70,)), (own.InBlocks, (80, 50)), (own.Factored, (300, 90)), (own.Lars, (7,)),
+])  # fmt: skip
+def test_the_shapes_of_the_parameters_decide(kind, shape):
+    """Negative control: what such an optimizer does not look at, it treats element by element."""
+    keys_of(made(kind, {}, shapes=(shape,)))
+
+
+def test_marks_decide():
+    optimizer = made(own.Chosen, {}, shapes=((5, 3), (5, 3)))
+    chosen(optimizer)[0][1].normalised = True
+    with pytest.raises(NotElementwise, match="the values differ") as caught:
+        keys_of(optimizer)
+    assert caught.value.param is chosen(optimizer)[0][1]
+
+
+def test_groups_are_tried_with_their_options():
+    matrix, vector = nn.Parameter(torch.zeros(5, 3)), nn.Parameter(torch.zeros(7))
+    optimizer = optim.SGD([{"params": [matrix], "momentum": 0.9}, {"params": [vector]}], lr=0.1)
+    assert "momentum_buffer" in state_keys(optimizer, [[matrix], []], CPU).cut
+    assert "momentum_buffer" not in state_keys(optimizer, [[], [vector]], CPU).cut
+
+
+@pytest.mark.parametrize("name", ["SGD", "AdamW", "Lookahead", "noisy", "Adafactor", *NORMED])
+def test_parameter_by_parameter(name):
+    kind, options = {**GOOD, "noisy": (own.Noisy, {"lr": 0.1}), "Adafactor": (optim.Adafactor, {})}.get(name) or (NORMED[name], {})
+    optimizer = made(kind, options)
+    assert not sees_others(optimizer, chosen(optimizer), CPU)
+
+
+@pytest.mark.parametrize("name", TOGETHER)
+def test_all_parameters_together(name):
+    optimizer = made(TOGETHER[name], {})
+    assert sees_others(optimizer, chosen(optimizer), CPU)
+
+
+@pytest.mark.parametrize("kind, options, words", [
+    (own.Unmade, {"schedule": None}, "cannot pickle 'generator' object"),
+    (optim.SparseAdam, {}, "SparseAdam does not support dense gradients"),
+    (optim.LBFGS, {}, "runs the closure more than once"),
+])  # fmt: skip
+def test_what_cannot_be_tried_is_not_taken_for_good(kind, options, words):
+    optimizer = made(kind, options)
+    with pytest.raises(Untried, match=words):
+        sees_others(optimizer, chosen(optimizer), CPU)
+
+
+def test_settings_beside_the_defaults_count():
+    optimizer = made(own.Optional, {})
+    optimizer.normalised = True
+    with pytest.raises(NotElementwise, match="the values differ"):
+        keys_of(optimizer)
+
+
+def test_a_schedule_that_begins_with_zero_hides_nothing():
+    """Nor does it make the copy of an optimizer step the original."""
+    for kind, options, words in ((own.Lamb, {}, "the values differ"), (own.Argued, {"schedule": None}, None)):
+        optimizer = made(kind, options)
+        optim.lr_scheduler.LambdaLR(optimizer, lambda step: 0.0)
+        assert optimizer.param_groups[0]["lr"] == 0.0
+        if words is None:
+            keys_of(optimizer)
+        else:
+            with pytest.raises(NotElementwise, match=words):
+                keys_of(optimizer)
+        assert not optimizer.state
+
+
+def test_a_copy_has_what_the_constructor_makes():
+    optimizer = made(optim.Adagrad, {"initial_accumulator_value": 0.3})
+    piece = nn.Parameter(torch.zeros(5))
+    copy = remade(optimizer, [{**{k: v for k, v in optimizer.param_groups[0].items() if k != "params"}, "params": [piece]}])
+    assert torch.equal(copy.state[piece]["sum"], torch.full((5,), 0.3))
+
+
+def test_scalars_of_parameters_without_dimensions():
+    """The sum of one number has the shape of a count of steps."""
+    keys = keys_of(made(optim.AdamW, {}))
+    assert keys.is_cut("exp_avg", torch.tensor(1.0), ()) and not keys.is_cut("step", torch.tensor(1.0), ())
+    assert keys.is_cut("exp_avg", torch.ones(1), (1,)) and not keys.is_cut("step", torch.tensor(1.0), (1,))
+
+
+@pytest.mark.parametrize("shape, small", [
+    ((50257, 768), (128, 128)), ((64, 64, 3, 3), (64, 32, 2, 2)), ((512, 256, 7, 7), (128, 128, 2, 2)),
+    ((8, 1000, 4000), (2, 128, 128)),
+    ((100_000,), (8192,)), ((5000,), (5000,)), ((1, 7), (1, 7)), ((), ()),
+])  # fmt: skip
+def test_reduced_shapes(shape, small):
+    assert reduced(shape) == small

@@ -1,0 +1,69 @@
+"""Who holds what: each element counts once, and one process has parameters in the flat tensors that plans work on."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+import lightning_piper as piper
+from lightning_piper.compiler import Compiled
+from lightning_piper.holdings.layout import Layout
+from lightning_piper.holdings.materialize import Known
+from lightning_piper.holdings.ownership import Ownership
+from lightning_piper.processes.world import World
+from tests.strategy.fitting import same, values
+from tests.strategy.models import make
+from tests.strategy.sharded import dp2, pp2_dp2
+
+ALONE = World(0, 1, torch.device("cpu"))
+
+
+def compiled(program) -> tuple[torch.nn.Module, Compiled]:
+    module, loader = make("mlp")
+    return module, piper.compile(module, next(iter(loader)), program)
+
+
+def counted(ranges, numel: int) -> list[int]:
+    """How often each element is in one of the ranges."""
+    counts = torch.zeros(numel, dtype=torch.int64)
+    for start, stop in ranges:
+        counts[start:stop] += 1
+    return counts.tolist()
+
+
+@pytest.mark.parametrize("program, ranks", [(dp2(3), 2), (pp2_dp2(3, 1), 4)], ids=["ZeRO-3", "two stages, ZeRO-3 and ZeRO-1"])
+def test_each_element_counts_once(program, ranks):
+    layout = Layout(compiled(program)[1], ranks)
+    copies = set()
+    for name, spec in layout.specs.items():
+        assert counted(layout.speakers(name).values(), spec.numel) == [1] * spec.numel, name
+        (several,) = set(counted([held for rank in range(ranks) if (held := layout.held(name, rank))], spec.numel))
+        copies.add((layout.is_sharded(name), several))
+    # What is not sharded lies on both replicas, or, if nothing uses it, on one process.
+    assert copies == {(True, 1), (False, 1), *([(False, 2)] if ranks == 4 else [])}
+
+
+def test_what_no_device_uses():
+    _, program = compiled(dp2(3))
+    for everywhere in (False, True):
+        layout = Layout(program, 2, spare_everywhere=everywhere)
+        assert layout.holds_whole("unused.weight", 0) and layout.holds_whole("unused.weight", 1) == everywhere
+        assert not layout.holds_whole("first.0.weight", 0)
+
+
+def test_one_process_has_all_in_flat_tensors_until_the_end():
+    module, program = compiled(dp2(3))
+    before = values(module)
+    own = Ownership(module, program, ALONE)
+    own.distribute(0, Known())
+    assert same(values(module), before)
+    halves = [flat for device in (0, 1) for bucket, flat in own.shards[device].items() if "first.0.weight" in bucket.names]
+    with torch.no_grad():
+        for half in halves:
+            half.fill_(7)
+    assert bool((module.first[0].weight == 7).all())
+    own.end()
+    with torch.no_grad():
+        for half in halves:
+            half.fill_(8)
+    assert bool((module.first[0].weight == 7).all())

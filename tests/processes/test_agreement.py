@@ -1,0 +1,59 @@
+"""What all processes must have alike, and what they all say when one fails; without processes."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+from lightning_piper.errors import PiperError
+from lightning_piper.processes.settings import check_alike, settings_of
+from lightning_piper.processes.world import World, together
+
+
+class Second(World):
+    """Rank 1 of two; rank 0 says what it is given."""
+
+    def __init__(self, said: Any) -> None:
+        super().__init__(1, 2, torch.device("cpu"))
+        self.said = said
+
+    def gather(self, value: Any) -> list[Any]:
+        return [self.said, value]
+
+
+def test_all_raise_what_one_has_met():
+    assert together(Second((3, None)), "saving a.ckpt", lambda: 4) == [3, 4]
+    with pytest.raises(PiperError, match="disk full") as error:
+        together(Second((None, (PiperError, "disk full"))), "saving a.ckpt", lambda: 4)
+    assert error.value.rank == 0
+    with pytest.raises(PiperError, match=r"saving a\.ckpt failed on rank 1: KeyError: 'b'") as error:
+        together(Second((3, None)), "saving a.ckpt", lambda: {}["b"])
+    assert error.value.rank == 1 and isinstance(error.value.__cause__, KeyError)
+
+
+@pytest.mark.parametrize("other, says", [
+    (lambda p: (torch.optim.Adam(p, 0.1), 1.0), "class of the optimizer is torch.optim.sgd.SGD on rank 0, and .*Adam on rank 1"),
+    (lambda p: (torch.optim.SGD([{"params": p, "lr": 0.2}], 0.1), 1.0), "'lr' of the optimizer's parameter group 0 is 0.1 on"),
+    (lambda p: (torch.optim.SGD(p, 0.1), 0.5), "the factor that backward brought to the last loss is 1.0 on rank 0, and 0.5 on"),
+], ids=["class", "group", "factor"])  # fmt: skip
+def test_processes_that_train_in_other_ways(other, says):
+    params = list(nn.Linear(2, 2).parameters())
+    one = settings_of(torch.optim.SGD(params, 0.1), 1.0)
+    check_alike([one, settings_of(torch.optim.SGD(params, 0.1), 1.0)])
+    with pytest.raises(PiperError, match=says):
+        check_alike([one, settings_of(*other(params))])
+
+
+def test_replicas_count_once():
+    world = World(2, 4, torch.device("cpu"), replicas=(0, 1, 0, 1))
+    assert (world.count, world.replica, world.speakers) == (2, 0, (0, 1))
+    assert (World(2, 4, torch.device("cpu")).count, World(2, 4, torch.device("cpu")).speakers) == (1, (0,))
+
+
+def test_one_process_warns():
+    with pytest.warns(UserWarning, match="once"):
+        World(0, 2, torch.device("cpu")).warn("once")
+    World(1, 2, torch.device("cpu")).warn("never")  # pytest makes an error of it

@@ -1,0 +1,112 @@
+"""A module's training steps without a Trainer: what is compiled for which batch under which Python state, and what it computes."""
+
+from __future__ import annotations
+
+import contextlib
+
+import lightning as L
+import pytest
+import torch
+from torch import Tensor, nn
+
+import lightning_piper as piper
+from lightning_piper.capture import flatten
+from lightning_piper.errors import PiperError
+from lightning_piper.holdings.materialize import Known
+from lightning_piper.holdings.ownership import Ownership
+from lightning_piper.processes.world import World
+from lightning_piper.session.machine import Machine, Prepared, Settings, check_devices
+from lightning_piper.session.programs import TRAINING, Programs
+
+ALONE = World(0, 1, torch.device("cpu"))
+
+
+class Net(L.LightningModule):
+    """Two stages; what the second one does depends on Python state."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.second, self.kind = nn.Linear(4, 6), nn.Linear(6, 1), "square"
+
+    def training_step(self, batch: Tensor, batch_idx: int) -> Tensor:
+        with piper.annotate("PP", 0):
+            hidden = torch.tanh(self.first(batch))
+        with piper.annotate("PP", 1):
+            out = self.second(hidden)
+            return out.square().mean() if self.kind == "square" else out.abs().mean()
+
+
+class Session:
+    """A net, and what runs its training step over two devices in this process."""
+
+    def __init__(self) -> None:
+        torch.manual_seed(0)
+        self.net = Net().double()
+        program = list(piper.schedules.one_f_one_b(stages=2, microbatches=2))
+        settings = Settings(program, 1, True, contextlib.nullcontext, contextlib.nullcontext, local=True, timeout=None)
+        self.machine = Machine(settings, ALONE)
+        self.programs = Programs(self.net, self.machine, settings, ALONE)
+        _, layout = flatten(self.batch(8))
+        self.first = self.programs.compile(TRAINING, layout, None)
+        self.own = Ownership(self.net, self.first, ALONE)
+        self.own.distribute(0, Known())
+        self.machine.bind(self.first, self.own)
+        self.programs.prepare(TRAINING, layout, self.first)
+
+    def batch(self, size: int) -> Tensor:
+        return torch.randn(size, 4, dtype=torch.float64, generator=torch.Generator().manual_seed(size))
+
+    def prepared(self, size: int) -> tuple[Prepared, bool]:
+        """What runs a batch of this size, and was it there already?"""
+        _, layout = flatten(self.batch(size))
+        captured = self.programs.find(TRAINING, layout, 0)
+        found = self.programs.prepared(TRAINING, layout)
+        if found is not None:
+            return found, True
+        return self.programs.prepare(TRAINING, layout, self.programs.compile(TRAINING, layout, captured)), False
+
+    def gradients(self, size: int) -> dict[str, Tensor]:
+        prepared, _ = self.prepared(size)
+        leaves, _ = flatten(self.batch(size))
+        return dict(self.machine.run(prepared, prepared.compiled.step.inputs(leaves), seed=0).grads)
+
+    def expected(self, size: int) -> dict[str, Tensor]:
+        loss = self.net.training_step(self.batch(size), 0)
+        return dict(zip(dict(self.net.named_parameters()), torch.autograd.grad(loss, list(self.net.parameters())), strict=True))
+
+
+@pytest.fixture(scope="module")
+def session() -> Session:
+    return Session()
+
+
+def close(a: dict[str, Tensor], b: dict[str, Tensor]) -> bool:
+    return a.keys() == b.keys() and all(torch.allclose(a[name], b[name], rtol=1e-12, atol=1e-15) for name in a)
+
+
+def test_any_number_of_samples_comes_from_one_capture(session):
+    for size in (8, 6, 8):
+        assert close(session.gradients(size), session.expected(size))
+    assert not close(session.gradients(8), session.expected(6))
+    (first, known), (smaller, too) = session.prepared(8), session.prepared(6)
+    assert known and too and first is session.prepared(8)[0]
+    assert smaller.compiled is not first.compiled and smaller.compiled.step is first.compiled.step
+    assert session.programs.compiled == [session.first]
+
+
+def test_python_state_has_a_capture_of_its_own(session):
+    before = session.prepared(8)[0]
+    session.net.kind = "absolute"
+    try:
+        expected = session.expected(8)
+        other, known = session.prepared(8)
+        assert not known and other.compiled.step is not before.compiled.step
+        assert close(session.gradients(8), expected)
+    finally:
+        session.net.kind = "square"
+    assert session.prepared(8) == (before, True) and not close(session.gradients(8), expected)
+
+
+def test_processes_that_do_not_fit_the_program(session):
+    with pytest.raises(PiperError, match=r"on 2 logical device\(s\), the Trainer runs 1 process\(es\)"):
+        check_devices(session.first, ALONE)

@@ -1,0 +1,69 @@
+"""The project's own files: what they name is there."""
+
+from __future__ import annotations
+
+import json
+import re
+import tomllib
+from pathlib import Path
+
+import pytest
+import yaml
+
+ROOT = Path(__file__).parents[1]
+MAPS = [ROOT / "CONTRIBUTING.md", ROOT / "docs" / "design.md"]
+PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["project"]
+
+
+def missing(text: str) -> list[str]:
+    """Files and folders that a text names as code, below the package or the repository's root, and that are not there."""
+    paths = re.findall(r"`([\w./]+(?:\.py|/))`", text)
+    assert paths
+    return [path for path in paths if not any((root / path).exists() for root in (ROOT, ROOT / "lightning_piper", *rooms(text)))]
+
+
+def rooms(text: str) -> list[Path]:
+    """design.md names a room and then its files."""
+    named = [ROOT / "lightning_piper" / room for room in re.findall(r"`(\w+)/[\w.]*`", text)]
+    return [room for room in named if room.is_dir()]
+
+
+@pytest.mark.parametrize("path", MAPS, ids=lambda path: path.stem)
+def test_maps_name_files_that_are_there(path: Path) -> None:
+    text = path.read_text(encoding="utf-8")
+    assert not missing(text)
+    assert missing(text + "`nowhere/file.py`") == ["nowhere/file.py"]
+
+
+def test_the_four_files_have_what_to_look_for() -> None:
+    rows = re.findall(r"^\| who [^|]*\| `([\w/]+\.py)` \|(.*)\|$", MAPS[0].read_text(encoding="utf-8"), re.MULTILINE)
+    assert len(rows) == 4
+    for path, names in rows:
+        source = (ROOT / "lightning_piper" / path).read_text(encoding="utf-8")
+        assert not [name for name in re.findall(r"`(\w+)`", names) if f"def {name}(" not in source], path
+
+
+def test_one_version() -> None:
+    version = PROJECT["version"]
+    assert yaml.safe_load((ROOT / "CITATION.cff").read_text(encoding="utf-8"))["version"] == version
+    assert f"\n## [{version}]" in (ROOT / "CHANGELOG.md").read_text(encoding="utf-8")
+
+
+def test_continuous_integration_runs_what_the_readme_names() -> None:
+    workflow = yaml.safe_load((ROOT / ".github" / "workflows" / "ci.yml").read_text(encoding="utf-8"))
+    (job,) = workflow["jobs"].values()
+    promised = {name.rpartition(" ")[2] for name in PROJECT["classifiers"] if re.search(r":: 3\.\d+$", name)}
+    assert promised and promised <= {*job["strategy"]["matrix"]["python"]}, "a release that is promised is tried"
+    assert "bash .ci/run" in [step.get("run") for step in job["steps"]]
+    commands = (ROOT / ".ci" / "run").read_text(encoding="utf-8")
+    for command in ("make test", "make test-long", "make docs"):
+        assert f"    {command}\n" in (ROOT / "README.md").read_text(encoding="utf-8")
+        assert re.search(rf"^(exec )?{command}( |$)", commands, re.MULTILINE), command
+
+
+def test_the_notebook_has_been_run_and_is_small() -> None:
+    path = ROOT / "examples" / "notebook.ipynb"
+    cells = [cell for cell in json.loads(path.read_text(encoding="utf-8"))["cells"] if cell["cell_type"] == "code"]
+    outputs = [output for cell in cells for output in cell["outputs"]]
+    assert len(outputs) >= 5 and not [output for output in outputs if output["output_type"] == "error"]
+    assert path.stat().st_size < 100_000
