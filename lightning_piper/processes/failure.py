@@ -73,9 +73,10 @@ class FailureWatch:
         self._first: tuple[int, str] | None = None
         server = _listen() if world.leads else None
         port, token = world.broadcast(None if server is None else (server.getsockname()[1], secrets.token_hex()))  # type: ignore[misc]
+        self._judging: threading.Thread | None = None
         if server is not None:
-            judge = _Judge(server, world.size, token)
-            threading.Thread(target=judge.run, name="piper-failure-judge", daemon=True).start()
+            self._judging = threading.Thread(target=_Judge(server, world.size, token).run, name="piper-failure-judge", daemon=True)
+            self._judging.start()
         self._line = _connect("localhost" if world.leads else host, port)
         _send(self._line, {"token": token, "rank": world.rank})
         self._thread = threading.Thread(target=self._listen, name="piper-failure-watch", daemon=True)
@@ -87,6 +88,8 @@ class FailureWatch:
         _send(self._line, {"over": True})
         if self._first is None:  # else the lead may be one that does not answer
             self._thread.join(PATIENCE)
+        elif self._judging is not None:  # a lead that is gone before all have heard the verdict looks like the one that failed
+            self._judging.join(SETTLE)
 
     def report(self, error: BaseException) -> None:
         """Tell the others that this process has failed; if another one did so before, note on the error who and why."""
@@ -222,7 +225,8 @@ class _Judge:
         return [rank for rank in range(self._size) if rank not in {*self.places, *self.failed, *self.ended}]
 
     def _tell(self, message: Message) -> None:
-        for line, rank in self.lines.items():
+        """All, and last of all the lead, which may end when it has heard."""
+        for line, rank in sorted(self.lines.items(), key=lambda each: each[1] == LEAD):
             if rank is not None:
                 _send(line, message)
 

@@ -13,7 +13,18 @@ import torch.distributed as dist
 
 from lightning_piper.errors import ExecutionError
 from lightning_piper.processes import failure
-from lightning_piper.processes.failure import GONE, SILENT, _connect, _Judge, _listen, _receive, _send, place_of, waited
+from lightning_piper.processes.failure import (
+    GONE,
+    SILENT,
+    FailureWatch,
+    _connect,
+    _Judge,
+    _listen,
+    _receive,
+    _send,
+    place_of,
+    waited,
+)
 
 TOKEN = "token of this run"
 TIMED_OUT = "ExecutionError: device 0: recv failed: Timed out waiting 6000ms for recv operation to complete"
@@ -130,6 +141,33 @@ def test_strangers_are_not_heard(ranks):
     ranks.connect(0, 1, 2)
     ranks.failed(0, "ValueError: x", waited=False)
     assert ranks.verdict(2) == (0, "ValueError: x")
+
+
+class Lead:
+    """A world of two, of which this is the lead."""
+
+    rank, size, leads = 0, 2, True
+
+    def broadcast(self, value: Any) -> Any:
+        self.port, self.token = value
+        return value
+
+
+def test_the_lead_stays_until_all_have_heard():
+    world = Lead()
+    watch = FailureWatch(world, "localhost", [])  # type: ignore[arg-type]
+    other = _connect("localhost", world.port)
+    _send(other, {"token": world.token, "rank": 1})
+    watch.report(ValueError("of its own"))
+    leaving = threading.Thread(target=watch.stop)
+    leaving.start()
+    leaving.join(0.3)
+    assert leaving.is_alive()
+    assert other.poll(30)
+    assert _receive(other) == {"first": 0, "why": "ValueError: of its own", "silent": []}
+    other.close()
+    leaving.join(30)
+    assert not leaving.is_alive()
 
 
 def raised(work: Any) -> BaseException:
