@@ -5,9 +5,9 @@ from lightning_piper.annotate import annotate, annotate_modules
 from lightning_piper.compiler import Compiled, compile, verify
 from lightning_piper.directives import Directive, Order, Place, Replicate, Shard, Split, register
 from lightning_piper.errors import CaptureError, DirectiveError, ExecutionError, PiperError, VerificationError
-from lightning_piper.experts import combine, dispatch
 from lightning_piper.grouped import grouped_linear
 from lightning_piper.profile import PiperProfiler, Schedule
+from lightning_piper.routing import combine, dispatch
 from lightning_piper.strategy import PiperStrategy, grad_norm
 
 __all__ = [

@@ -9,7 +9,7 @@ import lightning_piper as piper
 from lightning_piper import grouped
 from lightning_piper.annotate import numbering
 from lightning_piper.errors import CaptureError
-from lightning_piper.experts import exchanging
+from lightning_piper.routing import exchanging
 
 SIZES = ([3, 0, 5, 2], [0, 0, 10, 0], [10, 0, 0, 0], [0, 0, 0, 0], [1, 2, 3, 4])
 

@@ -15,7 +15,7 @@ ROOT = Path(__file__).parents[1] / "lightning_piper"
 # A room is a folder of the package, or a file beside the folders, and imports only rooms before it: so there is no circle between
 # rooms. Of what does not import each other, either may come first.
 ROOMS = [
-    "limits", "errors", "regular", "reading", "experts", "grouped",
+    "limits", "errors", "regular", "reading", "routing", "grouped",
     "ir", "annotate", "capture", "huggingface", "ops",
     "directives", "schedules", "plan", "passes", "verify",
     "runtime", "simulate", "viz", "compiler",
@@ -25,7 +25,7 @@ ROOMS = [
 
 FILE, FUNCTION = 400, 60  # lines
 TOO_LONG: set[str] = set()
-WITH_EXPERTS = 34  # files in which the word stands: what knows of experts should be few rooms
+WITH_EXPERTS = 12  # files in which the word stands: what is about any axis of a mesh does not use it
 
 
 class Arrow(NamedTuple):
@@ -157,7 +157,7 @@ def test_files_and_functions_fit() -> None:
 
 def test_few_files_know_of_experts() -> None:
     found = [path for path in ROOT.rglob("*.py") if "expert" in path.read_text(encoding="utf-8").lower()]
-    assert len(found) <= WITH_EXPERTS, f"{len(found)} files, {WITH_EXPERTS} before; what is about any mesh of devices says so"
+    assert len(found) <= WITH_EXPERTS, f"{len(found)} files; what is about any mesh of devices says so"
 
 
 # What the tests above would find

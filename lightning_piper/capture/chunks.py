@@ -14,24 +14,24 @@ from lightning_piper.capture.extract import extract
 from lightning_piper.capture.mixing import refuse_mixing
 from lightning_piper.capture.passes import Names, OutputRef, Pass, reads_of
 from lightning_piper.capture.regions import Assignment, assign, gradient_terms
-from lightning_piper.capture.rows import experts_of, refuse_coupling, rows_of
+from lightning_piper.capture.rows import refuse_coupling, routed_of, rows_of
 from lightning_piper.errors import CaptureError
-from lightning_piper.ir.regions import Code, Experts, Interface, Output, PassKey, Region
+from lightning_piper.ir.regions import Code, Interface, Output, PassKey, Region, Routed
 
 aten = torch.ops.aten
 Extracted = dict[PassKey, tuple[Interface, Code]]
 
 
 def cut(
-    graph: torch.fx.Graph, canonical: Mapping[str, str], plain: Sequence[Output], experts: Mapping[int, Experts] | None = None
-) -> tuple[tuple[Region, ...], Extracted, Extracted, Mapping[int, Experts]]:
-    """Cut a joint graph into passes: regions, their passes F and B, the halves BI and BW of B, and the regions' experts.
+    graph: torch.fx.Graph, canonical: Mapping[str, str], plain: Sequence[Output], routed: Mapping[int, Routed] | None = None
+) -> tuple[tuple[Region, ...], Extracted, Extracted, Mapping[int, Routed]]:
+    """Cut a joint graph into passes: regions, their passes F and B, the halves BI and BW of B, and the regions that get rows.
 
     Args:
         graph: as `trace` gives it.
         canonical: every name of a parameter or buffer -> the one name it goes by.
         plain: what the graph's plain outputs are.
-        experts: the regions' experts, where the graph has only a part of them; None if it has all.
+        routed: these regions, where the graph has only parts of their parameters; None if it has all.
     """
     names = Names.of(graph, canonical)
     results = graph.output_node()
@@ -49,34 +49,34 @@ def cut(
         if node in placed.of and node not in placed.shared:
             passes[placed.of[node], "B" if _torch.is_backward(node) else "F"].nodes.append(node)
 
-    if experts is None:
-        experts = experts_of(passes, names.params, placed.shared)
-    _results(described, names, changed, placed, passes, plain, experts)
+    if routed is None:
+        routed = routed_of(passes, names.params, placed.shared)
+    _results(described, names, changed, placed, passes, plain, routed)
     forward = {key for key, p in passes.items() if key[1] == "F" and p.nodes}
     _drop_unused(passes)
     halves = _connect(placed, passes, state)
     forward = forward or {(0, "F")}  # a step that computes nothing is a chunk that does nothing
     passes = {key: p for key, p in passes.items() if p.nodes or p.outputs or key in forward}
-    rows = {region: rows_of(passes[region, "F"]) for region in experts}
+    rows = {region: rows_of(passes[region, "F"]) for region in routed}
     for region, open_rows in rows.items():
         if open_rows is not None:
             refuse_coupling(passes[region, "F"])
 
     def extracted(p: Pass) -> tuple[Interface, Code]:
         region = p.key[0]
-        return extract(p, names, state, graph.owning_module, region in experts, rows.get(region))
+        return extract(p, names, state, graph.owning_module, region in routed, rows.get(region))
 
     found = {key: extracted(p) for key, p in passes.items()}
     tried: set[Any] = set()
-    for region in experts:
-        refuse_mixing(passes[region, "F"], *found[region, "F"], names, experts[region], tried)
+    for region in routed:
+        refuse_mixing(passes[region, "F"], *found[region, "F"], names, routed[region], tried)
     split: Extracted = {}
     for region, by_kind in halves.items():
         if len(by_kind) == 1:  # it is B itself
             split |= {half.key: found[region, "B"] for half in by_kind.values()}
         else:
             split |= {half.key: extracted(half) for half in by_kind.values()}
-    return placed.regions, found, split, experts
+    return placed.regions, found, split, routed
 
 
 def _refuse_changed_parameters(described: list[tuple[Node | None, Any]], canonical: Mapping[str, str]) -> None:
@@ -96,7 +96,7 @@ def _results(
     placed: Assignment,
     passes: Mapping[PassKey, Pass],
     plain: Sequence[Output],
-    experts: Mapping[int, Experts],
+    routed: Mapping[int, Routed],
 ) -> None:
     """Give every result of the step to the pass that makes it: loss, logged values, new buffers, parameter gradients."""
     buffers: dict[int, dict[str, Node]] = {}
@@ -133,11 +133,11 @@ def _results(
             users.setdefault(param, set()).add(region)
     for region, by_param in grads.items():
         # Parameters that the same regions share travel in one bundle, so that a tied one does not delay the others; and those of
-        # experts by themselves, for other devices may have them.
+        # which a `shard` may divide by themselves, for other devices may have them.
         bundles: dict[tuple[bool, tuple[int, ...]], list[str]] = {}
         for param in by_param:
-            of_experts = region in experts and param in experts[region].params
-            bundles.setdefault((of_experts, tuple(sorted(users[param]))), []).append(param)
+            apart = region in routed and param in routed[region].params
+            bundles.setdefault((apart, tuple(sorted(users[param]))), []).append(param)
         for params in bundles.values():
             merged = [_sum(by_param[param], passes[region, "B"], placed) for param in params]
             passes[region, "B"].outputs.append((Output("grad", tuple(params)), merged))

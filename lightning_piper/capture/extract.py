@@ -9,16 +9,16 @@ from lightning_piper.capture import _torch
 from lightning_piper.capture.code import compile_boxed
 from lightning_piper.capture.passes import Names, Pass
 from lightning_piper.capture.rows import arrives, leaves, resize, spec_of, way_of
-from lightning_piper.experts import COMBINE, COUNTS
 from lightning_piper.ir.regions import Code, Interface
 from lightning_piper.ir.values import TensorSpec
+from lightning_piper.routing import COMBINE, COUNTS
 
 aten = torch.ops.aten
 CROSSING = ("activation", "cotangent", "result")  # kinds of values that travel
 
 
 def extract(
-    p: Pass, names: Names, state: frozenset[Node], constants: torch.nn.Module | None, experts: bool = False, rows: int | None = None
+    p: Pass, names: Names, state: frozenset[Node], constants: torch.nn.Module | None, routed: bool = False, rows: int | None = None
 ) -> tuple[Interface, Code]:
     """The interface and code of a pass whose inputs are known.
 
@@ -27,7 +27,7 @@ def extract(
         names: what the placeholders are.
         state: placeholders of buffers that the step changes.
         constants: holds the tensors that the step makes from Python numbers.
-        experts: the region has experts, to which tokens are dispatched.
+        routed: rows are sent to the region.
         rows: where the number of rows is open, as many as there are at home; see `capture.rows`.
     """
     given = [node for nodes in p.inputs.values() for node in nodes]
@@ -58,8 +58,8 @@ def extract(
         inputs=tuple(p.inputs), outputs=tuple(out for out, _ in p.outputs), params=tuple(params.values()),
         buffers=tuple(constant.values()), state=tuple(current.values()), batch=tuple(batch.values()), seeds_gradient=bool(seeds),
         random=any(_torch.is_random(n) for n in p.nodes),
-        arrives=tuple(arrives(n[0], p) if len(n) == 1 else "" for n in p.inputs.values()) if experts else (),
-        leaves=tuple(leaves(n) for _, n in p.outputs) if experts else (),
+        arrives=tuple(arrives(n[0], p) if len(n) == 1 else "" for n in p.inputs.values()) if routed else (),
+        leaves=tuple(leaves(n) for _, n in p.outputs) if routed else (),
     )  # fmt: skip
     return interface, Code(compile_boxed(graph, constants), tuple(specs), graph)
 
@@ -108,7 +108,7 @@ def _arrived(graph: torch.fx.Graph, env: dict[Node, Node], node: Node) -> Node:
     source = node.all_input_nodes[0]
     before, after = source.meta["val"], node.meta["val"]
     if way_of(node) == COUNTS and before.shape != after.shape:
-        # What arrives are the counts of each device for the experts here.
+        # What arrives are the counts of each device for what is here.
         return graph.call_function(aten.sum.dim_IntList, (env[source], [0]), {"dtype": before.dtype})
     if before.shape == after.shape and not before.is_contiguous():
         return graph.call_function(aten.clone.default, (env[source],), {"memory_format": torch.contiguous_format})

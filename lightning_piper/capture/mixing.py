@@ -18,8 +18,8 @@ from lightning_piper.capture.passes import Names, Pass
 from lightning_piper.capture.regions import source_line
 from lightning_piper.capture.rows import way_of
 from lightning_piper.errors import CaptureError
-from lightning_piper.experts import COMBINE, DISPATCH
-from lightning_piper.ir.regions import Code, Experts, Interface
+from lightning_piper.ir.regions import Code, Interface, Routed
+from lightning_piper.routing import COMBINE, DISPATCH
 
 EACH = 4  # rows of each expert, where their number is open
 ALLOWANCE = 16  # a row may be off by this many times its movement by rounding
@@ -27,7 +27,7 @@ NEW = -1  # in an arrangement: a row that was not there before
 Arrangement = tuple[Sequence[int], float]  # for each row, its place before; and how large new rows are
 
 
-def refuse_mixing(p: Pass, interface: Interface, code: Code, names: Names, experts: Experts, known: set[Any]) -> None:
+def refuse_mixing(p: Pass, interface: Interface, code: Code, names: Names, experts: Routed, known: set[Any]) -> None:
     """Refuse a forward pass of divided experts in which rows meet; experts that are not divided are not looked at.
 
     Args:

@@ -24,8 +24,8 @@ from torch.fx import Node
 
 from lightning_piper.annotate import META_KEY, SOURCE_KEY
 from lightning_piper.capture import _torch
-from lightning_piper.experts import COMBINE, ROUTE
 from lightning_piper.ir.regions import Region
+from lightning_piper.routing import COMBINE, ROUTE
 
 aten = torch.ops.aten
 VIEWS = {
@@ -121,7 +121,7 @@ def _segments(forward: list[Node], shared: set[Node], weights: set[Node], of: di
 
 
 def _is_glue(node: Node, away: set[Node], weights: set[Node]) -> bool:
-    # What came back from experts is not theirs any more, so it does not go where it was made.
+    # What came back is not theirs any more, so it does not go where it was made.
     came_back = any(x in away for x in node.all_input_nodes)
     return not tags_of(node) and not came_back and not any(x in weights for x in node.all_input_nodes)
 

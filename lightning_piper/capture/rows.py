@@ -1,7 +1,7 @@
 """Code whose number of rows is known only when it runs.
 
 The tokens that reach a device's experts are as many as the router sends there. A captured graph has fixed sizes; so the step is
-traced with a number of rows that is a multiple of no other size, `experts.ROWS`, and every size in the graph that is a multiple of
+traced with a number of rows that is a multiple of no other size, `routing.ROWS`, and every size in the graph that is a multiple of
 it becomes a computation on the number of rows that the code is given.
 """
 
@@ -18,9 +18,9 @@ from lightning_piper.capture._torch import operands
 from lightning_piper.capture.passes import Pass, reads_of
 from lightning_piper.capture.regions import source_line
 from lightning_piper.errors import CaptureError
-from lightning_piper.experts import COMBINE, COUNTS, DISPATCH, ROUTE, ROWS
-from lightning_piper.ir.regions import Experts, PassKey
+from lightning_piper.ir.regions import PassKey, Routed
 from lightning_piper.ir.values import TensorSpec
+from lightning_piper.routing import COMBINE, COUNTS, DISPATCH, ROUTE, ROWS
 
 aten = torch.ops.aten
 
@@ -46,13 +46,13 @@ def leaves(nodes: Iterable[Node]) -> str:
     return COMBINE if {way_of(node) for node in nodes} == {COMBINE} else ""
 
 
-def experts_of(passes: Mapping[PassKey, Pass], params: Mapping[Node, str], shared: Collection[Node]) -> dict[int, Experts]:
+def routed_of(passes: Mapping[PassKey, Pass], params: Mapping[Node, str], shared: Collection[Node]) -> dict[int, Routed]:
     """The experts of each region that dispatches tokens.
 
     Raises:
         CaptureError: one region has experts of two kinds.
     """
-    found: dict[int, Experts] = {}
+    found: dict[int, Routed] = {}
     for (region, kind), p in passes.items():
         sent = [node for node in p.nodes if kind == "F" and way_of(node) == DISPATCH]
         if not sent:
@@ -66,7 +66,7 @@ def experts_of(passes: Mapping[PassKey, Pass], params: Mapping[Node, str], share
         ((even, count),) = forms
         held = reads_of([*p.nodes, *passes[region, "B"].nodes], [], shared)
         divided = tuple(name for node, name in params.items() if node in held and _value(node).shape[:1] == (count,))
-        found[region] = Experts(tuple(int(n.args[4]) for n in sent), count, divided, even)  # type: ignore[arg-type]
+        found[region] = Routed(tuple(int(n.args[4]) for n in sent), count, divided, even)  # type: ignore[arg-type]
     return found
 
 

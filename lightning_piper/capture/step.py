@@ -144,7 +144,7 @@ class CapturedStep:
             )
 
     def at(self, size: int, degrees: tuple[int, ...] = ()) -> StepCode:
-        """The step's code for `size` samples, and with experts divided; see `ir.regions.Step`.
+        """The step's code for `size` samples, and with parameters divided; see `ir.regions.Step`.
 
         Raises:
             CaptureError: also when the step has another structure at this size than at the first one.
@@ -158,16 +158,16 @@ class CapturedStep:
                 if whole is None:
                     raise
                 raise CaptureError(
-                    f"{error}. So it is where devices have parts of the experts: between dispatch and combine, take the number "
+                    f"{error}. So it is where devices have parts of parameters: between dispatch and combine, take the number "
                     "from the tensors given there (sizes.shape[0]); elsewhere not from a parameter, which is a part here"
                 ) from error
             if self._first is None:
                 self._first = size, text_of(traced)
-            regions, passes, halves, experts = cut(
-                traced.graph, self.canonical, traced.plain, None if whole is None else whole.experts
+            regions, passes, halves, routed = cut(
+                traced.graph, self.canonical, traced.plain, None if whole is None else whole.routed
             )
             interfaces, code = {key: p[0] for key, p in passes.items()}, {key: p[1] for key, p in passes.items()}
-            found = StepCode(size, regions, interfaces, code, traced.logs, specs, halves, experts, step.rebuild)
+            found = StepCode(size, regions, interfaces, code, traced.logs, specs, halves, routed, step.rebuild)
             self._check_memory(found)
             if self._codes:
                 first = next(iter(self._codes.values()))
@@ -188,10 +188,10 @@ class CapturedStep:
     def _parts(self, code: StepCode, degrees: tuple[int, ...]) -> dict[str, int]:
         """Canonical name of each parameter that is divided -> into how many parts."""
         found: dict[str, int] = {}
-        for experts in code.experts.values():
-            degree = max(degrees[site] for site in experts.sites)
+        for routed in code.routed.values():
+            degree = max(degrees[site] for site in routed.sites)
             if degree > 1:
-                found |= dict.fromkeys(experts.params, degree)
+                found |= dict.fromkeys(routed.params, degree)
         return {name: found[main] for name, main in self.canonical.items() if main in found}
 
 

@@ -26,9 +26,9 @@ from lightning_piper.capture.source import user_line
 from lightning_piper.capture.unchanged import attributes, changes, check_unchanged, restored
 from lightning_piper.capture.watch import Watch
 from lightning_piper.errors import CaptureError
-from lightning_piper.experts import exchanging
 from lightning_piper.ir.regions import LOSS, Logged, Output
 from lightning_piper.ir.values import TensorSpec
+from lightning_piper.routing import exchanging
 
 REDUCTIONS = {"mean": "mean", "sum": "sum", "max": "max", "min": "min", torch.mean: "mean", torch.sum: "sum", torch.max: "max",
               torch.min: "min", max: "max", min: "min", sum: "sum"}  # fmt: skip
@@ -110,7 +110,7 @@ class Step(nn.Module):
     Args:
         module, layout: whose step, and of which batches. Tensors beyond those of the layout are numbers (`Reads.inputs`).
         context: entered around the step, e.g. autocast.
-        degrees: for each call of `dispatch`, over how many devices its experts are divided.
+        degrees: for each call of `dispatch`, into how many parts the parameters of its region are divided.
         reads: takes what the step reads in Python. Without it the step runs as it is, for once.
     """
 

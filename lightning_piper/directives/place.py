@@ -4,13 +4,15 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Sequence
-from typing import ClassVar
+from typing import Any, ClassVar
 
 from lightning_piper.directives.base import Contract, Directive, register
 from lightning_piper.directives.transfers import place_around
 from lightning_piper.ir.dag import TrainingDAG
 from lightning_piper.ir.filters import Filter
+from lightning_piper.ir.mesh import Mesh
 from lightning_piper.ir.nodes import Chunk
+from lightning_piper.limits import is_name, shown
 
 
 @register
@@ -22,7 +24,9 @@ class Place(Directive):
 
     Attributes:
         filter: selects chunks by tags.
-        devices: one logical device, or a group of them over which a `replicate` divides the work.
+        devices: one logical device, or a group of them over which a `replicate` divides the work; or a group as a mesh, a nested
+            list such as `[[0, 1], [2, 3]]`.
+        axes: of a mesh, the names of its dimensions, such as `["dp", "ep"]`, from the outermost list on. A `shard` may name one.
         stream: logical stream that the chunks run on.
 
     After a split, its microbatches may run on different devices, the homes of their region. Each home has the region's parameters
@@ -36,16 +40,38 @@ class Place(Directive):
     contract: ClassVar[Contract] = "bitwise"
 
     filter: Filter
-    devices: Sequence[int]
+    devices: Sequence[Any]
+    axes: Sequence[str] = ()
     stream: str = "compute"
 
     def check_fields(self) -> None:
         self.check_filter("filter", self.filter)
-        self.check_device_list("devices", self.devices)
+        if not self._good_axes():
+            self.refuse("axes", shown(self.axes), 'give a list of different names, such as ["dp", "ep"]')
+        if self.axes:
+            if len(shape := _shape(self.devices)) != len(self.axes):
+                found = f"{len(self.axes)} names for the {len(shape)} dimensions of {shown(self.devices)}"
+                self.refuse("axes", found, "give a name for each level of lists, and lists of one length on each")
+            self.check_device_list("devices", self._group())
+        else:
+            self.check_device_list("devices", self.devices)
         self.check_stream("stream", "compute")
 
+    def _good_axes(self) -> bool:
+        good = isinstance(self.axes, list | tuple) and all(map(is_name, self.axes))
+        return good and len(set(self.axes)) == len(self.axes)
+
+    def _group(self) -> tuple[int, ...]:
+        """All devices, by place."""
+        group = tuple(self.devices)
+        for _ in self.axes[1:]:
+            group = tuple(device for row in group for device in row)
+        return group
+
     def apply(self, dag: TrainingDAG) -> Contract | None:
-        chunks = self.select(dag, "filter", self.filter)
+        chunks, group = self.select(dag, "filter", self.filter), self._group()
+        if self.axes:
+            dag.arranged[group] = Mesh(tuple(self.axes), _shape(self.devices), tuple(range(len(group))))
         for chunk in chunks:
             if chunk.devices:
                 self.refuse(
@@ -55,27 +81,37 @@ class Place(Directive):
                 )
             if (by := dag.ordered_by(chunk)) is not None:
                 self.refuse("filter", f"{chunk.label} is already ordered by directive {by}", "place before the order that names it")
-            dag.change(chunk, devices=tuple(self.devices), stream=self.stream, placed_by=dag.origin)
-        self._together(dag, chunks)
+            dag.change(chunk, devices=group, stream=self.stream, placed_by=dag.origin)
+        self._together(dag, chunks, group)
         return "reassociated" if place_around(dag, chunks) else None
 
-    def _together(self, dag: TrainingDAG, chunks: list[Chunk]) -> None:
+    def _together(self, dag: TrainingDAG, chunks: list[Chunk], group: tuple[int, ...]) -> None:
         """All passes of a region for one slice share a device (or group), for the backward pass reads what the forward saved."""
         placed = {(chunk.region, chunk.slice): chunk for chunk in chunks}
         for other in dag.of_type(Chunk):
-            if other.devices and len(other.devices) != len(self.devices):
+            if other.devices and len(other.devices) != len(group):
                 self.refuse(
                     "devices",
-                    f"{list(self.devices)} is a group of {len(self.devices)}, {other.label} is on a group of {len(other.devices)}",
+                    f"{list(group)} is a group of {len(group)}, {other.label} is on a group of {len(other.devices)}",
                     "place all regions on groups of one size",
                 )
             mine = placed.get((other.region, other.slice))
-            if mine is not None and other.devices not in ((), tuple(self.devices)):
+            if mine is not None and other.devices not in ((), group):
                 self.refuse(
                     "devices",
-                    f"{mine.label} would be on device {_shown(self.devices)}, {other.label} is on {_shown(other.devices)}",
+                    f"{mine.label} would be on device {_shown(group)}, {other.label} is on {_shown(other.devices)}",
                     "the backward pass reads what the forward pass saved: give all passes of a microbatch the same",
                 )
+
+
+def _shape(devices: Any) -> tuple[int, ...]:
+    """Lengths of the lists on each level, down to one on which they differ."""
+    level: list[Any] = [devices]
+    shape: tuple[int, ...] = ()
+    while all(isinstance(row, list | tuple) for row in level) and len(sizes := {len(row) for row in level}) == 1 and sizes != {0}:
+        shape += (sizes.pop(),)
+        level = [item for row in level for item in row]
+    return shape if not any(isinstance(row, list | tuple) for row in level) else ()
 
 
 def _shown(devices: Sequence[int]) -> str:

@@ -9,7 +9,7 @@ from typing import Any, ClassVar
 import torch
 
 from lightning_piper.directives.base import Contract, Directive, register
-from lightning_piper.directives.owning import own_experts
+from lightning_piper.directives.divided import hold_parts
 from lightning_piper.directives.sharding import Conflict, gather_as_in_training, gather_parameters, reduce_gradients
 from lightning_piper.directives.shares import divide
 from lightning_piper.directives.transfers import connect
@@ -44,7 +44,7 @@ class Replicate(Directive):
         reduce_dtype: dtype in which gradients are summed over microbatches and replicas, such as "float32" for gradients in
             bfloat16; left out, their own.
 
-    Of experts that a `shard` divides, each is summed, and sharded, over the replicas that own it.
+    Of parameters that a `shard` divides, each part is summed, and sharded, over the replicas that have it.
 
     The shares are the same for all regions of a step, replicated by one directive or by several; what is sharded may differ.
     Gradients become sums over the replicas: equal up to re-association, provided that the loss is a mean over samples.
@@ -98,14 +98,14 @@ class Replicate(Directive):
     def apply(self, dag: TrainingDAG) -> None:
         regions, level = self._share(dag), self._level()
         try:
-            again = [region for region in sorted(regions & dag.owners.keys()) if region in dag.policies]
+            again = [region for region in sorted(regions & dag.meshes.keys()) if region in dag.policies]
             if again:
-                raise Conflict(f"the experts of region {dag.regions[again[0]].label} are replicated by an earlier directive")
+                raise Conflict(f"what is divided of region {dag.regions[again[0]].label} is replicated by an earlier directive")
             dag.policies |= dict.fromkeys(regions, level)
             touched = reduce_gradients(dag, regions, level)
             if level.optimizer:
                 gather_parameters(dag, regions, level)
-            touched += own_experts(dag, regions)
+            touched += hold_parts(dag, regions)
         except Conflict as conflict:
             self.refuse("filter", str(conflict), "replicate each region once, and regions that share parameters alike")
         connect(dag, touched)

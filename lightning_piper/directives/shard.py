@@ -8,20 +8,21 @@ from collections.abc import Sequence
 from typing import Any, ClassVar
 
 from lightning_piper.directives.base import Contract, Directive, register
-from lightning_piper.directives.owning import own_experts
+from lightning_piper.directives.divided import hold_parts
 from lightning_piper.directives.sharding import Conflict, gather_as_in_training, readers_of
 from lightning_piper.directives.shares import divide
 from lightning_piper.directives.transfers import connect
-from lightning_piper.experts import COMBINE, COUNTS, DISPATCH
+from lightning_piper.ir import values
 from lightning_piper.ir.dag import TrainingDAG
 from lightning_piper.ir.filters import Filter
+from lightning_piper.ir.mesh import DATA, Mesh
 from lightning_piper.ir.nodes import Chunk, Ref
-from lightning_piper.ir.regions import Experts
+from lightning_piper.ir.regions import Routed
 from lightning_piper.ir.values import Slice, TensorSpec, Value
+from lightning_piper.limits import is_name, shown
 from lightning_piper.ops.all_to_all import AllToAll
 from lightning_piper.ops.chunk import make_chunk
-
-Owners = tuple[tuple[int, ...], ...]
+from lightning_piper.routing import COMBINE, COUNTS, DISPATCH
 
 
 @register
@@ -35,7 +36,9 @@ class Shard(Directive):
         filter: selects chunks; they are placed on the groups already, and split. Of what it selects, regions between
             `piper.dispatch` and `piper.combine` are divided; what stands around them in the same annotation is not.
         devices: one group, `[0, 1]`, or a list of groups, `[[0, 1], [2, 3]]`, each of which has all experts: device i of n the
-            i-th of n equal parts. A stage on `[0, 1, 2, 3]` may have its experts twice, on `[0, 1]` and on `[2, 3]`.
+            i-th of n equal parts. A stage on `[0, 1, 2, 3]` may have its experts twice, on `[0, 1]` and on `[2, 3]`. Left out, the
+            groups are the lines along `axis` of the mesh on which the chunks were placed.
+        axis: name of the axis along which they are divided.
         stream: logical stream of the exchanges of tokens.
 
     Every device works on its own share of the batch, as under a `replicate` over the same devices. Parameters of a divided region
@@ -51,11 +54,17 @@ class Shard(Directive):
     contract: ClassVar[Contract] = "reassociated"
 
     filter: Filter
-    devices: Sequence[int] | Sequence[Sequence[int]]
+    devices: Sequence[int] | Sequence[Sequence[int]] | None = None
+    axis: str = "ep"
     stream: str = "alltoall"
 
     def check_fields(self) -> None:
         self.check_filter("filter", self.filter)
+        self.check_stream("stream", "alltoall")
+        if not is_name(self.axis) or self.axis == DATA:
+            self.refuse("axis", shown(self.axis), "give the name of an axis, such as 'ep'")
+        if self.devices is None:
+            return
         self.check_groups("devices", self.devices)
         sizes = sorted({len(group) for group in self._groups()})
         if len(sizes) > 1 or sizes[0] < 2:
@@ -64,12 +73,11 @@ class Shard(Directive):
         twice, times = counts.most_common(1)[0]
         if times > 1:
             self.refuse("devices", f"device {twice} is in two places", "give each device one part of the experts")
-        self.check_stream("stream", "alltoall")
 
     def apply_forward(self, dag: TrainingDAG, training: TrainingDAG | None) -> None:
         """Experts are divided as in training, and gathered from its shards."""
         selected = {chunk.region for chunk in self.select(dag, "filter", self.filter)}
-        if not selected & dag.code.experts.keys():
+        if not selected & dag.code.routed.keys():
             return
         if training is None:
             self.apply(dag)
@@ -80,13 +88,13 @@ class Shard(Directive):
     def apply(self, dag: TrainingDAG) -> None:
         regions = self._divide(dag, {chunk.region for chunk in self.select(dag, "filter", self.filter)})
         try:
-            connect(dag, own_experts(dag, regions))
+            connect(dag, hold_parts(dag, regions))
         except Conflict as conflict:
             self.refuse("filter", str(conflict), "replicate regions that share parameters alike")
 
     def _divide(self, dag: TrainingDAG, selected: set[int]) -> list[int]:
         """Let tokens travel. Returns the regions whose experts are divided now."""
-        regions = sorted(selected & dag.code.experts.keys())
+        regions = sorted(selected & dag.code.routed.keys())
         if not regions:
             self.refuse(
                 "filter",
@@ -94,30 +102,26 @@ class Shard(Directive):
                 "mark where tokens enter and leave the experts, with piper.dispatch and piper.combine",
             )
         chunks = {region: [c for c in dag.of_type(Chunk) if c.region == region] for region in regions}
-        owners = self._owners([chunk for found in chunks.values() for chunk in found])
+        mesh = self._mesh(dag, [chunk for found in chunks.values() for chunk in found])
         for region in regions:
-            self._check_region(dag, region, len(owners[0]))
-        self._check_shared(dag, regions, owners)
-        divide(dag, sum(map(len, owners)), self)
-        dag.divide(dict.fromkeys(regions, owners))
+            self._check_region(dag, region, mesh.parts)
+        self._check_shared(dag, regions, mesh)
+        divide(dag, len(mesh.places), self)
+        dag.divide(dict.fromkeys(regions, mesh))
         for found in chunks.values():
-            self._exchange(dag, found, owners)
+            self._exchange(dag, found, mesh)
         return regions
 
     def _groups(self) -> list[tuple[int, ...]]:
+        assert self.devices is not None
         groups: Any = self.devices if isinstance(self.devices[0], list | tuple) else [self.devices]
         return [tuple(group) for group in groups]
 
-    def _owners(self, chunks: Sequence[Chunk]) -> Owners:
-        """The groups as places in the chunks' devices, the same ones at all homes."""
-        found: dict[Owners, Chunk] = {}
+    def _mesh(self, dag: TrainingDAG, chunks: Sequence[Chunk]) -> Mesh:
+        """The mesh of the chunks' places, the same one at all of their device groups."""
+        found: dict[Mesh, Chunk] = {}
         for chunk in chunks:
-            here = [group for group in self._groups() if set(group) & set(chunk.devices)]
-            if not here or sorted(device for group in here for device in group) != sorted(chunk.devices):
-                where = f"on {list(chunk.devices)}" if chunk.devices else "on no device yet"
-                given = [list(group) for group in self._groups()]
-                self.refuse("devices", f"{chunk.label} is {where}", f"place it first; {given} must make up all of its devices")
-            found[tuple(sorted(tuple(chunk.devices.index(device) for device in group) for group in here))] = chunk
+            found[self._at(dag, chunk)] = chunk
         if len(found) > 1:
             shown = " and ".join(f"{chunk.label} on {list(chunk.devices)}" for chunk in found.values())
             self.refuse(
@@ -125,9 +129,26 @@ class Shard(Directive):
             )
         return next(iter(found))
 
+    def _at(self, dag: TrainingDAG, chunk: Chunk) -> Mesh:
+        """The mesh of the places of one chunk."""
+        where = f"on {list(chunk.devices)}" if chunk.devices else "on no device yet"
+        if self.devices is None:
+            arranged = dag.arranged.get(chunk.devices)
+            if arranged is None or arranged.size(self.axis) < 2:
+                mesh = f"a mesh {arranged}" if arranged else "no mesh"
+                found = f"{chunk.label} is {where}, {mesh}"
+                self.refuse("axis", found, f"place it on a mesh that has two devices or more along {self.axis!r}, or give devices")
+            return arranged.against(self.axis)
+        here = [group for group in self._groups() if set(group) & set(chunk.devices)]
+        if not here or sorted(device for group in here for device in group) != sorted(chunk.devices):
+            given = [list(group) for group in self._groups()]
+            self.refuse("devices", f"{chunk.label} is {where}", f"place it first; {given} must make up all of its devices")
+        places = sorted(tuple(chunk.devices.index(device) for device in group) for group in here)
+        return Mesh((DATA, self.axis), (len(here), len(here[0])), tuple(place for line in places for place in line))
+
     def _check_region(self, dag: TrainingDAG, region: int, degree: int) -> None:
-        experts, label = dag.code.experts[region], f"region {dag.regions[region].label} ({dag.regions[region].source})"
-        if region in dag.owners:
+        experts, label = dag.code.routed[region], f"region {dag.regions[region].label} ({dag.regions[region].source})"
+        if region in dag.meshes:
             self.refuse("filter", f"the experts of {label} are divided already", "shard each region once")
         if experts.count % degree:
             self.refuse(
@@ -163,13 +184,13 @@ class Shard(Directive):
                     "let everything that enters go through piper.dispatch, and everything that leaves through piper.combine",
                 )
 
-    def _check_shared(self, dag: TrainingDAG, regions: Sequence[int], owners: Owners) -> None:
+    def _check_shared(self, dag: TrainingDAG, regions: Sequence[int], mesh: Mesh) -> None:
         """What is divided is divided for all who read it, and in equal runs of memory."""
         readers = readers_of(dag)
-        for name in dict.fromkeys(name for region in regions for name in dag.code.experts[region].params):
+        for name in dict.fromkeys(name for region in regions for name in dag.code.routed[region].params):
             for other in sorted(readers[name]):
-                mine = other in regions or dag.owners.get(other) == owners
-                if not mine or name not in dag.code.experts[other].params:
+                mine = other in regions or dag.meshes.get(other) == mesh
+                if not mine or name not in dag.code.routed[other].params:
                     self.refuse(
                         "filter",
                         f"{name} is used in {dag.regions[other].label} too, whose experts are not divided so",
@@ -181,15 +202,15 @@ class Shard(Directive):
                     "filter", f"{name} has strides {list(spec.stride)}: its experts lie between each other", "make it contiguous"
                 )
 
-    def _exchange(self, dag: TrainingDAG, chunks: Sequence[Chunk], owners: Owners) -> None:
+    def _exchange(self, dag: TrainingDAG, chunks: Sequence[Chunk], mesh: Mesh) -> None:
         """Put exchanges around the chunks of one region, which have other code and other values from here on."""
-        experts = dag.code.experts[chunks[0].region]
+        experts = dag.code.routed[chunks[0].region]
         routes: dict[Slice, tuple[Ref, ...]] = {}  # counts at home, and those that arrived
         for chunk in sorted(chunks, key=lambda c: (c.kind != "F", c.id)):
             interface, home = dag.interface(chunk), chunk.outputs
             if chunk.slice not in routes and not experts.even:
                 counts = chunk.inputs[interface.arrives.index(COUNTS)]
-                arrived = self._all_to_all(dag, chunk, COUNTS, (counts,), _counts(dag.value(counts), experts, owners), owners)
+                arrived = self._all_to_all(dag, chunk, COUNTS, (counts,), self._counts(dag.value(counts), experts, mesh), mesh)
                 routes[chunk.slice] = (counts, arrived)
             route = routes.get(chunk.slice, ())
             dag.change(chunk, outputs=make_chunk(dag, chunk.key, chunk.slice, (), {}).outputs)
@@ -198,39 +219,37 @@ class Shard(Directive):
                 if way == COUNTS:
                     ref = route[1]
                 elif way == DISPATCH:
-                    value = _sent(dag.value(ref), experts, owners)
-                    ref = self._all_to_all(dag, chunk, DISPATCH, (ref, *route), value, owners)
+                    value = self._sent(dag.value(ref), experts, mesh)
+                    ref = self._all_to_all(dag, chunk, DISPATCH, (ref, *route), value, mesh)
                 inputs.append(ref)
             dag.rewire(chunk, inputs=tuple(inputs))
             for i, way in enumerate(interface.leaves):
                 if way == COMBINE:
                     readers = dag.readers((chunk.id, i))
-                    back = self._all_to_all(dag, chunk, COMBINE, ((chunk.id, i), *route), home[i], owners)
+                    back = self._all_to_all(dag, chunk, COMBINE, ((chunk.id, i), *route), home[i], mesh)
                     for reader in readers:
                         dag.substitute(reader, (chunk.id, i), back)
 
-    def _all_to_all(self, dag: TrainingDAG, chunk: Chunk, way: str, inputs: tuple[Ref, ...], value: Value, owners: Owners) -> Ref:
+    def _all_to_all(self, dag: TrainingDAG, chunk: Chunk, way: str, inputs: tuple[Ref, ...], value: Value, mesh: Mesh) -> Ref:
         tags = {tag: index for tag, index in chunk.tags.items() if tag != "PASS"}
         node = AllToAll(inputs=inputs, outputs=(value,), tags=tags, devices=chunk.devices, stream=self.stream,
-                        placed_by=dag.origin, way=way, region=chunk.region, owners=owners)  # fmt: skip
+                        placed_by=dag.origin, way=way, region=chunk.region, mesh=mesh, axis=self.axis)  # fmt: skip
         return (dag.add(node).id, 0)
 
+    def _counts(self, value: Value, experts: Routed, mesh: Mesh) -> Value:
+        """`[devices of the line, experts of each]`."""
+        here = experts.count // mesh.parts
+        spec = TensorSpec((mesh.parts, here), value.tensors[0].dtype, (here, 1))
+        return dataclasses.replace(value, tensors=(spec,), others=((self.axis, values.Shard(0)),))
 
-def _counts(value: Value, experts: Experts, owners: Owners) -> Value:
-    """`[devices of the group, experts of each]`."""
-    degree = len(owners[0])
-    here = experts.count // degree
-    return dataclasses.replace(value, tensors=(TensorSpec((degree, here), value.tensors[0].dtype, (here, 1)),), owned=True)
-
-
-def _sent(value: Value, experts: Experts, owners: Owners) -> Value:
-    """Rows at their experts; where their number is open, as many as at home, which is the balanced case."""
-    (spec,), degree = value.tensors, len(owners[0])
-    shape = spec.shape
-    if experts.even:
-        shape = (shape[0] // degree, shape[1] * degree, *shape[2:])
-    stride, steps = [], 1
-    for size in reversed(shape):
-        stride.append(steps)
-        steps *= max(size, 1)
-    return dataclasses.replace(value, tensors=(TensorSpec(shape, spec.dtype, tuple(reversed(stride))),), owned=True)
+    def _sent(self, value: Value, experts: Routed, mesh: Mesh) -> Value:
+        """Rows at their experts; where their number is open, as many as at home, which is the balanced case."""
+        (spec,), shape = value.tensors, value.tensors[0].shape
+        if experts.even:
+            shape = (shape[0] // mesh.parts, shape[1] * mesh.parts, *shape[2:])
+        stride, steps = [], 1
+        for size in reversed(shape):
+            stride.append(steps)
+            steps *= max(size, 1)
+        spec = TensorSpec(shape, spec.dtype, tuple(reversed(stride)))
+        return dataclasses.replace(value, tensors=(spec,), others=((self.axis, values.Shard(0)),))

@@ -18,6 +18,7 @@ import torch
 from lightning_piper.directives.transfers import disconnect
 from lightning_piper.ir.buckets import Bucket, buckets_of
 from lightning_piper.ir.dag import TrainingDAG
+from lightning_piper.ir.mesh import Mesh
 from lightning_piper.ir.nodes import Chunk, Node, Ref
 from lightning_piper.ir.policies import ShardingPolicy
 from lightning_piper.ir.values import Partial, Replicate, Shard, Value
@@ -40,7 +41,7 @@ def reduce_gradients(dag: TrainingDAG, regions: set[int], level: ShardingPolicy)
         Conflict: they are summed already.
     """
     touched = _bucket(dag, regions, level)
-    totals = [total for total in dag.of_type(Accumulate) if _region_of(dag, total) in regions and not total.outputs[0].owned]
+    totals = [total for total in dag.of_type(Accumulate) if _region_of(dag, total) in regions and not total.outputs[0].others]
     touched += disconnect(dag, totals)
     for total in totals:
         value = dag.value((total.id, 0))
@@ -94,7 +95,7 @@ def gather_as_in_training(dag: TrainingDAG, training: TrainingDAG) -> None:
     for shards in training.of_type(Parameters):
         bucket = shards.outputs[0].bucket
         assert bucket is not None
-        if bucket.owners != dag.owners_of(bucket.names[0]):
+        if bucket.mesh != dag.mesh_of(bucket.names[0]):
             continue  # not yet divided
         stream = next((gather.stream for gather in training.users(shards)), shards.stream)
         level = ShardingPolicy(optimizer=True, gradients=not shards.kept, parameters=not shards.kept, gather_stream=stream)
@@ -117,7 +118,7 @@ def gather_at(dag: TrainingDAG, home: Group, buckets: Iterable[Bucket], level: S
             other = "whole" if level.parameters else "in shards only"
             raise Conflict(f"parameters {', '.join(bucket.names[:3])} are kept {other} between their uses by another directive")
         if found is None:
-            value = Value("param", bucket.names, (bucket.part,), Shard(0), bucket, owned=bool(bucket.owners))
+            value = Value("param", bucket.names, (bucket.part,), Shard(0), bucket, others=bucket.others)
             found = dag.add(Parameters(outputs=(value,), devices=home, placed_by=dag.origin, kept=not level.parameters))
         sources |= dict.fromkeys(bucket.names, found)
     shared: dict[int, AllGather] = {}
@@ -140,7 +141,7 @@ def _sharded(dag: TrainingDAG, regions: set[int]) -> list[Bucket]:
     found: dict[Bucket, None] = {}
     for total in dag.of_type(Accumulate):
         bucket = total.outputs[0].bucket
-        if bucket is not None and not bucket.owners and _region_of(dag, total) in regions:
+        if bucket is not None and bucket.degree == 1 and _region_of(dag, total) in regions:
             found[bucket.in_dtype(bucket.tensors[0].dtype)] = None
     return list(found)
 
@@ -148,7 +149,7 @@ def _sharded(dag: TrainingDAG, regions: set[int]) -> list[Bucket]:
 def _untrained_buckets(dag: TrainingDAG, home: Group, regions: set[int], level: ShardingPolicy) -> list[Bucket]:
     """Buckets of what `regions` read but nobody trains."""
     placed = {n for node in dag.of_type(Parameters) if node.devices == home for n in node.outputs[0].names}
-    trained = _trained(dag).keys() | placed | dag.parts.keys()
+    trained = _trained(dag).keys() | placed | dag.divided.keys()
     readers = readers_of(dag)
     groups: dict[tuple[int, ...], list[str]] = {}
     for name in dag.step.params:
@@ -167,7 +168,7 @@ def _bucket(dag: TrainingDAG, regions: set[int], level: ShardingPolicy) -> list[
     """
     totals: dict[tuple[str, ...], list[Accumulate]] = {}
     for total in dag.of_type(Accumulate):
-        if total.outputs[0].kind == "grad" and total.outputs[0].bucket is None and not total.outputs[0].owned:
+        if total.outputs[0].kind == "grad" and total.outputs[0].bucket is None and not total.outputs[0].others:
             totals.setdefault(total.outputs[0].names, []).append(total)
     made: list[Node] = []
     for names, sums in totals.items():
@@ -196,14 +197,14 @@ def _packed(dag: TrainingDAG, total: Accumulate, bucket: Bucket) -> Accumulate:
 
 def _buckets(dag: TrainingDAG, names: Iterable[str], size: int, dtype: torch.dtype | None) -> list[Bucket]:
     """Parameters in one bucket are read by the same regions, so that a gather brings nothing that its reader does not read; and
-    those of experts, which a `shard` may divide, lie by themselves."""
+    those which a `shard` may divide lie by themselves."""
     readers = readers_of(dag)
-    apart = _of_experts(dag)
+    apart = {name for routed in dag.code.routed.values() for name in routed.params}
     together: dict[tuple[frozenset[int], bool], list[str]] = {}
     for name in names:
         together.setdefault((readers.get(name, frozenset()), name in apart), []).append(name)
     params = dag.step.params
-    return [b for group in together.values() for b in buckets_of([params[n] for n in group], size, dag.replicas, dtype)]
+    return [b for group in together.values() for b in buckets_of([params[n] for n in group], size, Mesh.flat(dag.replicas), dtype)]
 
 
 def readers_of(dag: TrainingDAG) -> Mapping[str, frozenset[int]]:
@@ -213,10 +214,6 @@ def readers_of(dag: TrainingDAG) -> Mapping[str, frozenset[int]]:
         for name in interface.params:
             found.setdefault(name, set()).add(region)
     return {name: frozenset(regions) for name, regions in found.items()}
-
-
-def _of_experts(dag: TrainingDAG) -> set[str]:
-    return {name for experts in dag.code.experts.values() for name in experts.params}
 
 
 def _trained(dag: TrainingDAG) -> dict[str, set[int]]:
@@ -240,7 +237,7 @@ def scatter(dag: TrainingDAG, total: Node, level: ShardingPolicy, ref: Ref | Non
     ref = ref or (total.id, 0)
     bucket = dag.value(ref).bucket
     assert bucket is not None
-    value = Value("grad", bucket.names, (bucket.part,), Shard(0), bucket, owned=bool(bucket.owners))
+    value = Value("grad", bucket.names, (bucket.part,), Shard(0), bucket, others=bucket.others)
     return dag.add(ReduceScatter(inputs=(ref,), outputs=(value,), tags=total.tags, devices=total.devices,
                                  stream=level.reduce_stream, placed_by=dag.origin))  # fmt: skip
 

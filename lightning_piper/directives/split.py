@@ -64,10 +64,10 @@ class Split(Directive):
 
     def apply(self, dag: TrainingDAG) -> None:
         chunks = self.select(dag, "filter", self.filter)
-        if dag.owners:
-            divided = dag.regions[min(dag.owners)].label
+        if dag.meshes:
+            divided = dag.regions[min(dag.meshes)].label
             self.refuse(
-                "filter", f"the experts of {divided} are divided already, and tokens travel to them", "split before the shard"
+                "filter", f"the parameters of {divided} are divided already, and rows travel to them", "split before the shard"
             )
         self._check(dag, chunks)
         made = sum(min(self.num_microbatches, len(chunk.slice)) for chunk in chunks)

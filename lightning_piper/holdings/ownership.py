@@ -5,8 +5,8 @@ views of the flat tensors which the executor gathers from. In the module, all th
 shape on the `meta` device, so that summaries, `configure_optimizers` and later captures see the whole module.
 
 One process with all devices has everything once: parameters in buckets are views of one flat tensor, of which every device has
-its shard. Only of experts that are divided the devices have parts beside the module's whole parameters, since one tensor cannot lie
-in the parts of several; they follow it before each step.
+its shard. Only of parameters that are divided the devices have parts beside the module's whole parameters, since one tensor cannot
+lie in the parts of several; they follow it before each step.
 """
 
 from __future__ import annotations
@@ -53,7 +53,7 @@ class Ownership:
         self._pieces: dict[str, nn.Parameter] = {}
         self._before: dict[str, torch.Tensor] = {}  # what was in the module, and will be again: without data meanwhile
         self._versions: list[tuple[str, torch.Tensor, int]] = []  # of what is in the module in the place of sharded parameters
-        self._parts: dict[tuple[Bucket, int], torch.Tensor] = {}  # what one process with all devices has of divided experts
+        self._parts: dict[tuple[Bucket, int], torch.Tensor] = {}  # what one process with all devices has of divided parameters
 
     @property
     def params(self) -> dict[str, nn.Parameter]:
@@ -175,7 +175,7 @@ class Ownership:
         flats: dict[Bucket, torch.Tensor] = {}
         laid: set[str] = set()
         for bucket, _ in buckets_of_parameters(self._compiled):
-            if bucket in flats or bucket.owners:
+            if bucket in flats or bucket.degree > 1:
                 continue
             flats[bucket] = packed(bucket, {n: self._get(n).detach() for n in bucket.names}, self._world.device)
             for name, view in zip(bucket.names, bucket.views(flats[bucket]), strict=True):
@@ -190,7 +190,7 @@ class Ownership:
         for device, plan in self._compiled.plans.items():
             own = self.shards[device] = {}
             for bucket, kept in plan.shards.items():
-                if bucket.owners:
+                if bucket.degree > 1:
                     part = (bucket, bucket.part_of(plan.replica))
                     flat = self._parts[part] = self._parts.get(part, bucket.empty(self._world.device))
                 else:

@@ -4,8 +4,8 @@ What is communicated together lies together: a bucket is one message. Sharded ov
 wherever that cuts through the parameters (Rajbhandari et al., ZeRO: Memory Optimizations Toward Training Trillion Parameter
 Models, 2020).
 
-Parameters of experts may be divided among replicas first: each *owns* one of equal parts along the first dimension. Then a bucket
-holds such parts, and is sharded over the replicas that own the same one.
+Parameters may be divided along another axis of the mesh first: a device has one of equal parts along the first dimension. Then a
+bucket holds such parts, and is sharded along the axis of data, over those who have the same one.
 """
 
 from __future__ import annotations
@@ -18,7 +18,8 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from lightning_piper.ir.values import TensorSpec
+from lightning_piper.ir.mesh import DATA, Mesh
+from lightning_piper.ir.values import Shard, TensorSpec
 
 if TYPE_CHECKING:
     from lightning_piper.ir.regions import ParamInfo
@@ -33,23 +34,22 @@ class Bucket:
     """Attributes:
     names: of the parameters, in the order in which they lie.
     tensors: their specs (of their parts). Each is laid out in the order of its own memory, so that its view has its own strides.
-    members: number of equal shards; the flat tensor is padded until they are.
+    mesh: the flat tensor is sharded along `DATA`, and padded until the shards are equal; parameters are divided along its other
+        axes.
     dtype: of the flat tensor; gradients may be summed in another dtype than theirs.
-    owners: groups of replicas; the i-th of a group owns the i-th part of each parameter. Empty: parameters are whole.
     """
 
     names: tuple[str, ...]
     tensors: tuple[TensorSpec, ...]
-    members: int
+    mesh: Mesh
     dtype: torch.dtype
-    owners: tuple[tuple[int, ...], ...] = ()
 
     def __hash__(self) -> int:
         return self._hash
 
     @cached_property
     def _hash(self) -> int:
-        return hash((self.names, self.members, self.dtype, self.owners))
+        return hash((self.names, self.mesh.shape, self.dtype))
 
     @cached_property
     def offsets(self) -> tuple[int, ...]:
@@ -84,32 +84,41 @@ class Bucket:
         """One member's shard of it."""
         return TensorSpec((self.shard,), self.dtype, (1,))
 
+    @cached_property
+    def members(self) -> int:
+        """Number of shards."""
+        return self.mesh.size(DATA)
+
+    @property
+    def others(self) -> tuple[tuple[str, Shard], ...]:
+        """As in `Value.others`."""
+        return tuple((axis, Shard(0)) for axis in self.mesh.axes if axis != DATA)
+
     @property
     def degree(self) -> int:
         """Parts into which each parameter is divided."""
-        return len(self.owners[0]) if self.owners else 1
+        return self.mesh.parts
 
     @property
     def wholes(self) -> tuple[TensorSpec, ...]:
         """Specs of the whole parameters."""
-        return tuple(replace(s, shape=(s.shape[0] * self.degree, *s.shape[1:])) if self.owners else s for s in self.tensors)
+        return tuple(replace(s, shape=(s.shape[0] * self.degree, *s.shape[1:])) if self.degree > 1 else s for s in self.tensors)
 
     def part_of(self, replica: int) -> int:
-        """Which part of the parameters a replica owns."""
-        return next((group.index(replica) for group in self.owners if replica in group), 0)
+        """Which part of the parameters a replica has."""
+        return self.mesh.part(replica)
 
     def sharers(self, replica: int) -> tuple[int, ...]:
         """The replicas over which the bucket is sharded that this one has a shard of, in the order of the shards."""
-        part = self.part_of(replica)
-        return tuple(group[part] for group in self.owners) or tuple(range(self.members))
+        return self.mesh.line(DATA, replica)
 
     def member(self, replica: int) -> int:
         """Which shard a replica has."""
         return self.sharers(replica).index(replica)
 
     def own(self, whole: torch.Tensor, replica: int) -> torch.Tensor:
-        """What a replica owns of a parameter: a view of it."""
-        return whole.chunk(self.degree)[self.part_of(replica)] if self.owners else whole
+        """What a replica has of a parameter: a view of it."""
+        return whole.chunk(self.degree)[self.part_of(replica)] if self.degree > 1 else whole
 
     def pieces(self, replica: int) -> Iterator[tuple[str, int, int, int]]:
         """What a replica's shard holds: name, and elements `start:stop` of that parameter (in the order of its memory), which
@@ -166,25 +175,23 @@ def packed(bucket: Bucket, tensors: Mapping[str, torch.Tensor], device: torch.de
 
 
 def packed_params(bucket: Bucket, params: Mapping[str, torch.Tensor], replica: int, device: torch.device | str) -> torch.Tensor:
-    """A bucket of whole parameters, as a replica has it: with the parts that it owns."""
+    """A bucket of whole parameters, as a replica has it: with its parts of them."""
     return packed(bucket, {name: bucket.own(params[name], replica) for name in bucket.names}, device)
 
 
 def buckets_of(
     params: Sequence[ParamInfo],
     size: int,
-    members: int,
+    mesh: Mesh,
     dtype: torch.dtype | None = None,
-    owners: tuple[tuple[int, ...], ...] = (),
 ) -> list[Bucket]:
     """Parameters in buckets: of one dtype, in order, each closed as soon as it has `size` bytes.
 
     Args:
-        params: that are to lie in buckets.
+        params: that are to lie in buckets; parts of them, where the mesh divides them.
         size: bytes.
-        members: shards of each bucket.
+        mesh: as in `Bucket`.
         dtype: of the flat tensors; None for the parameters' own.
-        owners: as in `Bucket`; `params` are then parts.
     """
     found: list[list[ParamInfo]] = []
     open_: dict[torch.dtype, tuple[list[ParamInfo], int]] = {}
@@ -196,6 +203,6 @@ def buckets_of(
         bucket.append(info)
         open_[info.spec.dtype] = (bucket, filled + info.spec.nbytes)
     return [
-        Bucket(tuple(p.name for p in bucket), tuple(p.spec for p in bucket), members, dtype or bucket[0].spec.dtype, owners)
+        Bucket(tuple(p.name for p in bucket), tuple(p.spec for p in bucket), mesh, dtype or bucket[0].spec.dtype)
         for bucket in found
     ]

@@ -8,10 +8,11 @@ from typing import TypeVar
 
 import networkx as nx
 
+from lightning_piper.ir.mesh import DATA, Mesh
 from lightning_piper.ir.nodes import Chunk, Node, Ref
 from lightning_piper.ir.policies import ShardingPolicy
 from lightning_piper.ir.regions import HALVES, Code, Interface, PassKey, Region, Step, StepCode
-from lightning_piper.ir.values import Slice, TensorSpec, Value
+from lightning_piper.ir.values import Placement, Shard, Slice, TensorSpec, Value
 
 N = TypeVar("N", bound=Node)
 
@@ -32,9 +33,9 @@ class TrainingDAG:
         absent: tag -> indices that a partial batch does not have; filters may name them in vain.
         named: chunk -> index of the first directive that named it in an order.
         overlaps: groups of an order whose members may interleave: for each filter of the group, its chunks.
-        owners: region -> groups of replicas that own its experts together (`Bucket.owners`), of regions whose experts are divided.
-        degrees: for each call of `dispatch` in the step, over how many devices its experts are divided; empty if none are.
-        parts: parameter -> into how many parts it is divided, of those that are.
+        meshes: region -> the mesh along whose other axes its parameters are divided, of regions in which some are.
+        divided: the same for these parameters.
+        arranged: group of devices -> the mesh that its place gave it, of those that it gave one.
         policies: region -> what its replicate directive shards, and how it communicates.
     """
 
@@ -48,9 +49,10 @@ class TrainingDAG:
         self.absent: dict[str, set[int]] = {}
         self.named: dict[int, int] = {}
         self.overlaps: list[tuple[tuple[int, ...], ...]] = []
-        self.owners: dict[int, tuple[tuple[int, ...], ...]] = {}
-        self.degrees: tuple[int, ...] = ()
-        self.parts: dict[str, int] = {}
+        self.meshes: dict[int, Mesh] = {}
+        self.divided: dict[str, Mesh] = {}
+        self.arranged: dict[tuple[int, ...], Mesh] = {}
+        self._degrees: tuple[int, ...] = ()  # for each call of `dispatch`, into how many parts what it leads to is divided
         self.policies: dict[int, ShardingPolicy] = {}
         self._next = 0
 
@@ -78,40 +80,42 @@ class TrainingDAG:
     def interface(self, chunk: Chunk) -> Interface:
         return self.code.interface_of(chunk.key)
 
-    def divide(self, owners: Mapping[int, tuple[tuple[int, ...], ...]]) -> None:
-        """Divide the experts of some regions; their chunks have other code from now on."""
-        self.owners |= owners
-        degree = {site: len(groups[0]) for region, groups in self.owners.items() for site in self.code.experts[region].sites}
-        sites = [site for experts in self.code.experts.values() for site in experts.sites]
-        self.degrees = tuple(degree.get(site, 1) for site in range(max(sites) + 1))
-        self.parts = {n: len(groups[0]) for region, groups in self.owners.items() for n in self.code.experts[region].params}
+    def divide(self, meshes: Mapping[int, Mesh]) -> None:
+        """Divide the parameters of some regions; their chunks have other code from now on."""
+        self.meshes |= meshes
+        routed = self.code.routed
+        parts = {site: mesh.parts for region, mesh in self.meshes.items() for site in routed[region].sites}
+        self._degrees = tuple(parts.get(site, 1) for site in range(1 + max(site for r in routed.values() for site in r.sites)))
+        self.divided = {name: mesh for region, mesh in self.meshes.items() for name in routed[region].params}
 
     def code_at(self, key: PassKey, samples: int) -> Code:
         """The code of a pass for `samples` samples, as the DAG's devices run it."""
         return self.step.at(samples, self.degrees_of(key[0])).code_of(key)
 
     def degrees_of(self, region: int) -> tuple[int, ...]:
-        """`degrees`, of a region whose experts are divided; else empty."""
-        return self.degrees if region in self.owners else ()
+        """For each call of `dispatch`, into how many parts what it leads to is divided; empty for a region that is whole."""
+        return self._degrees if region in self.meshes else ()
 
     def code_of(self, chunk: Chunk) -> Code:
         return self.code_at(chunk.key, len(chunk.slice))
 
-    def is_owned(self, key: PassKey, index: int) -> bool:
-        """Does an output of a pass have rows of the experts that each device owns? See `Value.owned`."""
-        if key[0] not in self.owners:
-            return False
+    def others_of(self, key: PassKey, index: int) -> tuple[tuple[str, Placement], ...]:
+        """`Value.others` of an output of a pass: rows of a divided region, and gradients of its divided parameters."""
+        if key[0] not in self.meshes:
+            return ()
         output = self.code.interface_of(key).outputs[index]
-        return output.kind != "grad" or output.names[0] in self.code.experts[key[0]].params
+        if output.kind == "grad" and output.names[0] not in self.divided:
+            return ()
+        return tuple((axis, Shard(0)) for axis in self.meshes[key[0]].axes if axis != DATA)
 
-    def owners_of(self, name: str) -> tuple[tuple[int, ...], ...]:
-        """The groups of replicas that own the parts of a parameter; empty where every replica has all of it."""
-        return next((groups for region, groups in self.owners.items() if name in self.code.experts[region].params), ())
+    def mesh_of(self, name: str) -> Mesh:
+        """The mesh along whose other axes a parameter is divided; a flat one where every replica has all of it."""
+        return self.divided.get(name) or Mesh.flat(self.replicas)
 
     def spec_of(self, name: str) -> TensorSpec:
-        """The spec of a parameter as each device has it: of the part that it owns, where its experts are divided."""
-        spec = self.step.params[name].spec
-        return dataclasses.replace(spec, shape=(spec.shape[0] // self.parts.get(name, 1), *spec.shape[1:])) if spec.shape else spec
+        """The spec of a parameter as each device has it: of its part, where the parameter is divided."""
+        spec, parts = self.step.params[name].spec, self.mesh_of(name).parts
+        return dataclasses.replace(spec, shape=(spec.shape[0] // parts, *spec.shape[1:])) if parts > 1 else spec
 
     def value(self, ref: Ref) -> Value:
         return self.nodes[ref[0]].outputs[ref[1]]
@@ -263,8 +267,8 @@ class TrainingDAG:
         copy.absent = {tag: set(indices) for tag, indices in self.absent.items()}
         copy.named, copy.overlaps = dict(self.named), list(self.overlaps)
         copy._next, copy.ops, copy.replicas = self._next, self.ops, self.replicas
-        copy.owners, copy.degrees, copy.parts = dict(self.owners), self.degrees, dict(self.parts)
-        copy.policies = dict(self.policies)
+        copy.meshes, copy.divided, copy._degrees = dict(self.meshes), dict(self.divided), self._degrees
+        copy.policies, copy.arranged = dict(self.policies), dict(self.arranged)
         return copy
 
     def __str__(self) -> str:

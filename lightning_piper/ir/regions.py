@@ -71,8 +71,8 @@ class Interface:
         batch: indices of the batch leaves read.
         seeds_gradient: the pass takes the gradient of the loss as its last argument.
         random: the pass draws random numbers and runs under a seed of its own.
-        arrives, leaves: of a region with experts, what each input and output is to an exchange of tokens: `counts`, `dispatch`
-            (rows that went to their experts), `combine` (rows on their way home), or nothing, "". Empty where there are none.
+        arrives, leaves: of a region to which rows are sent, what each input and output is to that exchange: `counts`, `dispatch`
+            (rows that arrived), `combine` (rows on their way home), or nothing, "". Empty where there are none.
 
     The code's arguments are, in this order: all tensors of all inputs, params, buffers, state, batch, loss gradient.
     """
@@ -90,14 +90,14 @@ class Interface:
 
 
 @dataclass(frozen=True)
-class Experts:
-    """The experts of a region.
+class Routed:
+    """A region between `dispatch` and `combine`: each row goes to one of E parts of its parameters.
 
     Attributes:
         sites: the calls of `dispatch`, by their numbers in the step.
         count: E.
         params: the region's parameters whose first dimension is E.
-        even: each expert has the same number of places (capacity); else counts say how many rows it has.
+        even: to each of the E go equally many rows (its capacity); else counts say how many.
     """
 
     sites: tuple[int, ...]
@@ -150,7 +150,7 @@ class StepCode:
         batch_specs: specs of the leaves of the batch.
         halves: of the passes BI and BW. A region without weights to train has only BI, one that hands on no gradient only BW;
             this one is then all of B. What comes from other regions enters by the first half.
-        experts: of the regions that have any.
+        routed: the regions to which rows are sent.
         rebuild: of a forward-only step: puts what it returns together from its tensors, the outputs of kind `result` named "0",
             "1", ..., and for a list of the batch that it returns from what a function says; None for a training step.
     """
@@ -162,7 +162,7 @@ class StepCode:
     logs: tuple[Logged, ...]
     batch_specs: tuple[TensorSpec, ...]
     halves: Mapping[PassKey, tuple[Interface, Code]] = field(default_factory=dict)
-    experts: Mapping[int, Experts] = field(default_factory=dict)
+    routed: Mapping[int, Routed] = field(default_factory=dict)
     rebuild: Callable[..., object] | None = None
 
     @property
@@ -229,7 +229,7 @@ class Step(Protocol):
 
         Args:
             size: samples.
-            degrees: for each call of `dispatch`, the number of devices over which its experts are divided; the code of its region
-                then takes one device's part of the experts' parameters, and any number of rows. Empty: none is divided.
+            degrees: for each call of `dispatch`, the number of parts into which the parameters of its region are divided; the
+                code of the region then takes one part of them, and any number of rows. Empty: none is divided.
         """
         ...

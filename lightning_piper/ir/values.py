@@ -93,10 +93,10 @@ class Value:
         kind: as in `regions.Output`; transfers keep the kind of what they carry.
         names: as in `regions.Output`.
         tensors: specs of what each member holds.
-        placement: what each member of the node's group holds.
+        placement: what the members along `DATA` hold.
         bucket: the named parameters (or their gradients) lie in one flat tensor, in this way; None: each is a tensor.
-        owned: its rows belong to the experts that each member owns (tokens on their way, or gradients of experts): another number
-            of rows, of other tokens, on each.
+        others: axis -> placement along the other axes of the mesh, of those along which the value is not replicated. A parameter
+            divided along "ep" is `Shard(0)` there, and so are rows on their way to its parts: as many on each as it was sent.
     """
 
     kind: str
@@ -104,7 +104,7 @@ class Value:
     tensors: tuple[TensorSpec, ...]
     placement: Placement = field(default_factory=Replicate)
     bucket: Bucket | None = None
-    owned: bool = False
+    others: tuple[tuple[str, Placement], ...] = ()
 
     @property
     def nbytes(self) -> int:

@@ -9,13 +9,14 @@ from typing import Any, ClassVar
 import torch
 
 from lightning_piper.errors import VerificationError
-from lightning_piper.experts import COMBINE, COUNTS, DISPATCH
+from lightning_piper.ir.mesh import Mesh
 from lightning_piper.ir.nodes import Chunk, Node, Ref, Turn
-from lightning_piper.ir.values import TensorSpec
+from lightning_piper.ir.values import Shard, TensorSpec
 from lightning_piper.ops.base import Binding, Bound, Bundle, Exchange, Operation, Planning, Slots, register_operation
 from lightning_piper.ops.facts import Facts
 from lightning_piper.ops.instruction import Collective
 from lightning_piper.ops.reference import Made, Reference
+from lightning_piper.routing import COMBINE, COUNTS, DISPATCH
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -31,7 +32,7 @@ class AllToAll(Node):
     Attributes:
         way: `counts`, `dispatch` or `combine`.
         region: that has the experts.
-        owners: groups of replicas that own all experts together, as in `Bucket.owners`.
+        mesh, axis: rows travel along this axis, along which the parameters of the experts are divided.
     """
 
     turn = Turn.AT_ONCE
@@ -39,15 +40,21 @@ class AllToAll(Node):
 
     way: str
     region: int
-    owners: tuple[tuple[int, ...], ...]
+    mesh: Mesh
+    axis: str
 
     @property
     def label(self) -> str:
         return f"alltoall.{self.way}"
 
+    @property
+    def details(self) -> str:
+        lines = (",".join(str(self.devices[place]) for place in line) for line in self.mesh.lines(self.axis))
+        return f"{self.axis}={' | '.join(lines)}"
+
     def members(self, replica: int) -> tuple[int, ...]:
         """Those who own all experts together."""
-        return tuple(self.devices[place] for place in next(group for group in self.owners if replica in group))
+        return tuple(self.devices[place] for place in self.mesh.line(self.axis, replica))
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -82,32 +89,32 @@ class AllToAllInstruction(Collective):
 
 
 def division(facts: Facts) -> Iterable[str]:
-    """Groups have one size, and every replica a place in one of them."""
+    """Every replica has one place in the mesh of a region."""
     dag = facts.dag
-    for region, groups in dag.owners.items():
-        label, experts = dag.regions[region].label, dag.code.experts[region]
-        places = sorted(replica for group in groups for replica in group)
-        if places != list(range(dag.replicas)) or len({len(group) for group in groups}) != 1:
-            yield f"the experts of {label} are owned by replicas {groups}: each of {dag.replicas} replicas needs one place"
-        elif experts.count % len(groups[0]):
-            yield f"the {experts.count} experts of {label} cannot be owned in equal parts by {len(groups[0])} replicas"
+    for region, mesh in dag.meshes.items():
+        label, experts = dag.regions[region].label, dag.code.routed[region]
+        if sorted(mesh.places) != list(range(dag.replicas)):
+            yield f"the experts of {label} are owned by replicas {mesh.places}: each of {dag.replicas} replicas needs one place"
+        elif experts.count % mesh.parts:
+            yield f"the {experts.count} experts of {label} cannot be owned in equal parts by {mesh.parts} replicas"
 
 
 def check(facts: Facts, node: AllToAll) -> Iterable[str]:
     """Rows go to their experts by the counts with which the region is told of them, and come back by the same."""
     dag = facts.dag
     facts.forward(node)
-    experts = dag.code.experts.get(node.region)
-    if experts is None or dag.owners.get(node.region) != node.owners:
-        yield f"{facts.at(node)} moves rows between replicas {node.owners}, which do not own the experts of its region"
+    experts = dag.code.routed.get(node.region)
+    if experts is None or dag.meshes.get(node.region) != node.mesh or node.axis not in node.mesh.axes:
+        yield f"{facts.at(node)} moves rows along {node.axis} of {node.mesh}, along which its region's experts are not divided"
         return
     wanted = 1 if node.way == COUNTS or experts.even else 3
     if len(node.inputs) != wanted:
         yield f"{facts.at(node)} has {len(node.inputs)} inputs; it needs {wanted}"
         return
     value, made = dag.value(node.inputs[0]), node.outputs[0]
-    if value.owned != (node.way == COMBINE) or made.owned == value.owned:
-        held = "at the experts" if value.owned else "at home"
+    at_home, away = (), ((node.axis, Shard(0)),)
+    if (value.others, made.others) != ((away, at_home) if node.way == COMBINE else (at_home, away)):
+        held = "at the experts" if value.others else "at home"
         yield f"{facts.at(node)} takes {facts.named(node.inputs[0])}, whose rows are {held}"
     if (made.kind, made.names, made.placement, made.bucket) != (value.kind, value.names, value.placement, value.bucket):
         yield f"{facts.at(node)} hands on {facts.named(node.inputs[0])} as something else than it is"
@@ -133,7 +140,7 @@ def _told(facts: Facts, node: AllToAll, counts: Ref) -> Iterable[str]:
 
 def _shape(facts: Facts, node: AllToAll) -> Iterable[str]:
     """What arrives has the shape that the number of owners gives it; open numbers of rows are as at home."""
-    dag, experts, degree = facts.dag, facts.dag.code.experts[node.region], len(node.owners[0])
+    dag, experts, degree = facts.dag, facts.dag.code.routed[node.region], node.mesh.size(node.axis)
     (spec,), (made,) = dag.value(node.inputs[0]).tensors, node.outputs[0].tensors
     shape = spec.shape
     if node.way == COUNTS:
@@ -150,14 +157,14 @@ def exchanged(facts: Facts, node: Chunk) -> Iterable[str]:
     """What a pass of divided experts reads from elsewhere has come by an exchange; no other pass reads rows at their experts."""
     dag = facts.dag
     interface = dag.interface(node)
-    divided = node.region in dag.owners
+    divided = node.region in dag.meshes
     for i, ref in enumerate(node.inputs):
         way = interface.arrives[i] if divided and i < len(interface.arrives) else ""
         source, value = dag.nodes[ref[0]], dag.value(ref)
         if way:
             if not isinstance(source, AllToAll) or (source.way, source.region) != (way, node.region):
                 yield f"{facts.at(node)} reads {facts.named(ref)} as it is at home: its experts are on several devices"
-        elif value.owned != divided:
+        elif bool(value.others) != divided:
             yield f"{facts.at(node)} reads {facts.named(ref)}, whose rows are at experts; bring them home first"
 
 
@@ -166,7 +173,7 @@ def exchanged(facts: Facts, node: Chunk) -> Iterable[str]:
 
 def interpret(run: Reference, node: AllToAll) -> Made:
     held = [[run.values[ref, r][0] for ref in node.inputs] for r in run.replicas]
-    return [[[x]] for x in _exchanged_rows(node, run.dag.code.experts[node.region].even, held)]
+    return [[[x]] for x in _exchanged_rows(node, run.dag.code.routed[node.region].even, held)]
 
 
 def _exchanged_rows(node: AllToAll, even: bool, held: Sequence[Sequence[torch.Tensor]]) -> list[torch.Tensor]:
@@ -178,7 +185,7 @@ def _exchanged_rows(node: AllToAll, even: bool, held: Sequence[Sequence[torch.Te
         held: by replica, what it has of each input of the node.
     """
     made: dict[int, torch.Tensor] = {}
-    for group in node.owners:
+    for group in node.mesh.lines(node.axis):
         here = [held[r] for r in group]
         if node.way == COUNTS:
             arrived = [torch.stack([x[0].chunk(len(group))[i] for x in here]) for i in range(len(group))]

@@ -38,7 +38,7 @@ def check(facts: Facts, node: Pack) -> Iterable[str]:
     elif value.bucket is not None or value.kind != made.kind or not set(made.names) <= set(value.names):
         yield f"{facts.at(node)} packs {names_of(made.names)}, which {facts.named(node.inputs[0])} does not hold"
     # What no other replica owns is summed already, and its whole is its only shard.
-    alone = made.bucket is not None and bool(made.bucket.owners) and made.bucket.members == 1
+    alone = made.bucket is not None and made.bucket.degree > 1 and made.bucket.members == 1
     held = Shard(0) if alone and isinstance(value.placement, Partial) else value.placement
     if made.placement != held:
         yield f"{facts.at(node)} hands on {held} as {made.placement}"

@@ -31,7 +31,7 @@ def make_chunk(
     specs = dag.code_at(key, len(part)).outputs
     shared = Partial() if dag.replicas > 1 else Replicate()  # each replica has the gradients of its own samples
     outputs = tuple(
-        Value(out.kind, out.names, tensors, shared if out.kind == "grad" else Replicate(), owned=dag.is_owned(key, i))
+        Value(out.kind, out.names, tensors, shared if out.kind == "grad" else Replicate(), others=dag.others_of(key, i))
         for i, (out, tensors) in enumerate(zip(interface.outputs, specs, strict=True))
     )
     state = (None,) * len(interface.state)
@@ -50,7 +50,7 @@ class Run(Instruction):
         state: for each buffer in `Interface.state` the place of its value (index in `reads`, tensor in the bundle), or
             None for the module's own buffer.
         params: the same for each parameter in `Interface.params`; None for the device's own copy. Empty: all are.
-        degrees: over how many devices experts are divided, as in `ir.regions.Step.at`, if this region's are.
+        degrees: into how many parts parameters are divided, as in `ir.regions.Step.at`, if this region's are.
     """
 
     op: ClassVar[str] = "run"
@@ -93,8 +93,8 @@ def check(facts: Facts, node: Chunk) -> Iterable[str]:
             yield f"{facts.at(node)} names {value.label} {says}; of {node.slice} its code makes {makes}"
         # Each replica has the gradients of its own samples.
         held = Partial() if made.kind == "grad" and dag.replicas > 1 else Replicate()
-        owned = dag.is_owned(node.key, interface.outputs.index(made))
-        if (value.kind, value.names, value.placement, value.bucket, value.owned) != (made.kind, made.names, held, None, owned):
+        others = dag.others_of(node.key, interface.outputs.index(made))
+        if (value.kind, value.names, value.placement, value.bucket, value.others) != (made.kind, made.names, held, None, others):
             yield f"{facts.at(node)} names {value.label} {value.placement} what is {made.kind}:{names_of(made.names)} {held}"
     yield from _state(facts, node)
     yield from _params(facts, node)
@@ -176,7 +176,7 @@ def _read_params(run: Reference, chunk: Chunk, replica: int) -> Bundle:
     found = []
     for name, ref in zip(names, chunk.params or (None,) * len(names), strict=True):
         if ref is None:
-            found.append(run.tensors[name])  # of divided experts, all of them: they come from a gather, or not at all
+            found.append(run.tensors[name])  # where it is divided, the whole of it: parts come from a gather, or not at all
         else:
             bucket = run.dag.value(ref).bucket
             assert bucket is not None

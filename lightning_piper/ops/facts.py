@@ -90,4 +90,4 @@ def slices_of(parts: Contributions) -> str:
 
 def carries(value: Value) -> tuple[object, ...]:
     """What a value is a bundle of, whatever of it each member holds."""
-    return value.kind, value.names, value.bucket, value.owned
+    return value.kind, value.names, value.bucket, value.others

@@ -11,6 +11,7 @@ import torch
 
 from lightning_piper.errors import VerificationError
 from lightning_piper.ir.buckets import Bucket
+from lightning_piper.ir.mesh import DATA
 from lightning_piper.ir.nodes import Node, Turn
 from lightning_piper.ir.values import Partial, Shard, Slice
 from lightning_piper.ops.base import Binding, Bound, Operation, Planning, Slots, about, register_operation
@@ -164,8 +165,8 @@ def interpret_update(run: Reference, node: Update) -> Made:
     if value.bucket is not None:  # the optimizer takes gradients in the parameters' own dtype
         specs = value.bucket.tensors
         found = [[x.to(s.dtype) for x, s in zip(value.bucket.views(flat[0]), specs, strict=True)] for flat in found]
-        # Each group of owners has all parts together.
-        found = [_joined([found[r] for r in group]) for group in value.bucket.owners] or found
+        if value.bucket.degree > 1:  # those at the same place along the axis of data have all parts together
+            found = [_joined([found[r] for r in group]) for group in zip(*value.bucket.mesh.lines(DATA), strict=True)]
     into = run.buffers if value.kind == "buffer" else run.grads
     for bundle in found:
         for name, tensor in zip(value.names, bundle, strict=True):

@@ -46,7 +46,7 @@ BLOCKS = {
 # Blocks whose sums are exact in float64 on integer data: re-association does not change a bit.
 EXACT_BLOCKS = ("linear", "residual", "branch", "tied", "frozen", "skip", "auxiliary", "nested", "bare",
                 "experts", "crowded", "places")  # fmt: skip
-EXPERT_BLOCKS = ("experts", "crowded", "places")
+ROUTED_BLOCKS = ("experts", "crowded", "places")
 RANDOM_BLOCKS = ("dropout",)
 COUPLING_BLOCKS = ("batchnorm",)
 
@@ -120,7 +120,7 @@ class Model(L.LightningModule):
                     with annotate("EP", 0):
                         inner = block(x)
                     x = x + inner
-                elif self.spec.blocks[i] in EXPERT_BLOCKS:
+                elif self.spec.blocks[i] in ROUTED_BLOCKS:
                     x = block(x, self.spec.exact)
                 else:
                     x = block(x)

@@ -15,7 +15,7 @@ from lightning_piper.ir.dag import TrainingDAG
 from lightning_piper.ir.nodes import Chunk
 from lightning_piper.ops.build import build_dag
 from lightning_piper.passes import apply_program
-from lightning_piper.testing.models import BLOCKS, EXACT_BLOCKS, EXPERT_BLOCKS, Case, Spec, case
+from lightning_piper.testing.models import BLOCKS, EXACT_BLOCKS, ROUTED_BLOCKS, Case, Spec, case
 
 Draw = Callable[[st.SearchStrategy[Any]], Any]
 JSON = dict[str, Any]
@@ -79,7 +79,7 @@ def programs(draw: Draw, case: Case) -> list[Directive]:
     ready = len(head)
     if replicas > 1:
         head += draw(_replicas(case, head))
-        if set(case.spec.blocks) & set(EXPERT_BLOCKS) and draw(st.integers(0, 4)):
+        if set(case.spec.blocks) & set(ROUTED_BLOCKS) and draw(st.integers(0, 4)):
             head.insert(draw(st.integers(ready, len(head))), draw(_sharding(head[:ready], replicas)))
     if draw(st.integers(0, 3)):
         head += draw(_orders(apply_program(build_dag(case.step), head)))
@@ -88,7 +88,7 @@ def programs(draw: Draw, case: Case) -> list[Directive]:
 
 @st.composite
 def _sharding(draw: Draw, head: list[Directive], replicas: int) -> Shard:
-    """Divide all experts: the places of all stages in groups, the same everywhere."""
+    """Divide what is routed: the places of all stages in groups, the same everywhere."""
     places = draw(st.permutations(range(replicas)))
     degree = draw(st.sampled_from([n for n in (2, 4) if replicas % n == 0]))
     groups = [places[i : i + degree] for i in range(0, replicas, degree)]

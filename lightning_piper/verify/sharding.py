@@ -6,6 +6,7 @@ from collections.abc import Iterable, Mapping
 
 from lightning_piper.ir.buckets import Bucket
 from lightning_piper.ir.dag import TrainingDAG
+from lightning_piper.ir.mesh import DATA
 from lightning_piper.ir.nodes import Chunk, Node
 from lightning_piper.ir.values import Partial, Replicate, Shard
 from lightning_piper.ops.facts import Facts, names_of
@@ -26,8 +27,8 @@ def flat_values(facts: Facts, node: Node) -> Iterable[str]:
             if isinstance(value.placement, Shard):
                 yield f"{facts.at(node)} makes {value.label} in shards, but lays it in no bucket"
             continue
-        if value.owned != bool(bucket.owners):
-            yield f"{facts.at(node)} names {value.label} {'parts' if value.owned else 'whole'}, and its bucket says otherwise"
+        if value.others != bucket.others:
+            yield f"{facts.at(node)} names {value.label} {'parts' if value.others else 'whole'}, and its bucket says otherwise"
         sharded = isinstance(value.placement, Shard)
         made = bucket.part if sharded else bucket.whole
         if value.names != bucket.names or value.tensors != (made,) or value.placement not in (Shard(0), Partial(), Replicate()):
@@ -40,14 +41,14 @@ def flat_values(facts: Facts, node: Node) -> Iterable[str]:
 
 def _misfit(dag: TrainingDAG, bucket: Bucket) -> str | None:
     """Why a bucket does not fit the step; None if it does."""
-    sharers = len(bucket.owners) or dag.replicas
-    if bucket.members != sharers:
-        return f"of {bucket.members} shards, and there are {sharers} replicas that have the same parameters"
     for name, spec in zip(bucket.names, bucket.tensors, strict=True):
         if name not in dag.step.params:
             return f"that holds {name}, which is no parameter of the module"
-        if bucket.owners != dag.owners_of(name):
-            return f"that holds {name}, which other replicas own"
+        mesh = dag.mesh_of(name)
+        if bucket.members != (sharers := mesh.size(DATA)):
+            return f"of {bucket.members} shards, and there are {sharers} replicas that have the same parameters"
+        if bucket.mesh != mesh:
+            return f"that holds {name}, of which other replicas have these parts"
         if dag.spec_of(name) != spec:
             return f"that holds {name} as {spec}, not as the module does"
     if len(set(bucket.names)) < len(bucket.names):

@@ -196,7 +196,7 @@ def _chunk_on_two_devices(original: Function, seeded: Seeded) -> Function:
 
 @mutation("place ignored", "every stage goes to device 0", "rewrite", (place.Place, "_together"))
 def _place_ignored(original: Function, seeded: Seeded) -> Function:
-    def together(self: place.Place, dag: TrainingDAG, chunks: list[Chunk]) -> None:
+    def together(self: place.Place, dag: TrainingDAG, chunks: list[Chunk], group: tuple[int, ...]) -> None:
         for chunk in chunks:
             seeded.hits += chunk.devices != (0,)
             dag.change(chunk, devices=(0,))

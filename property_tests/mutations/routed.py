@@ -9,9 +9,10 @@ from typing import Any
 import torch
 
 from lightning_piper.capture import extract
-from lightning_piper.directives import owning, shard
+from lightning_piper.directives import divided, shard
 from lightning_piper.ir.buckets import Bucket
 from lightning_piper.ir.dag import TrainingDAG
+from lightning_piper.ir.mesh import Mesh
 from lightning_piper.ir.nodes import Chunk
 from lightning_piper.ops import all_to_all
 from lightning_piper.ops.all_to_all import AllToAll
@@ -65,43 +66,44 @@ def _with_counts_of(dag: TrainingDAG, other: Callable[[AllToAll, AllToAll], bool
 def _other_order(dag: TrainingDAG) -> Iterable[object]:
     """Sent by one group, back in the order of another."""
     for node in _moves(dag, "combine"):
-        dag.change(node, owners=tuple(group[::-1] for group in node.owners))
+        dag.change(node, mesh=dataclasses.replace(node.mesh, places=node.mesh.places[::-1]))
         yield node
 
 
 def _retyped(dag: TrainingDAG) -> Iterable[object]:
     """A value at its experts is passed off as one at home."""
     for node in _moves(dag, "dispatch"):
-        dag.change(node, outputs=(dataclasses.replace(node.outputs[0], owned=False),))
+        dag.change(node, outputs=(dataclasses.replace(node.outputs[0], others=()),))
         yield node
 
 
 def _owned_twice(dag: TrainingDAG) -> Iterable[object]:
-    for region, groups in dag.owners.items():
-        dag.owners[region] = (groups[0],) * len(groups)
+    for region, mesh in dag.meshes.items():
+        lines = mesh.lines(mesh.axes[-1])
+        dag.meshes[region] = dataclasses.replace(mesh, places=lines[0] * len(lines))
         yield region
 
 
 def _sum_bypassed(dag: TrainingDAG) -> Iterable[object]:
-    return _bypass(dag, [n for n in dag.of_type(ReduceScatter) if n.outputs[0].owned])
+    return _bypass(dag, [n for n in dag.of_type(ReduceScatter) if n.outputs[0].others])
 
 
 def _first_term_twice(dag: TrainingDAG) -> Iterable[object]:
     for total in dag.of_type(Accumulate):
-        if total.outputs[0].owned and len(total.inputs) > 1:
+        if total.outputs[0].others and len(total.inputs) > 1:
             dag.rewire(total, inputs=(total.inputs[0], *total.inputs[:-1]))
             yield total
 
 
 def _last_term_lost(dag: TrainingDAG) -> Iterable[object]:
     for total in dag.of_type(Accumulate):
-        if total.outputs[0].owned and len(total.inputs) > 1:
+        if total.outputs[0].others and len(total.inputs) > 1:
             dag.rewire(total, inputs=total.inputs[:-1])
             yield total
 
 
 def _update_lost(dag: TrainingDAG) -> Iterable[object]:
-    updates = [node for node in dag.of_type(Update) if dag.value(node.inputs[0]).owned]
+    updates = [node for node in dag.of_type(Update) if dag.value(node.inputs[0]).others]
     dag.remove(updates)
     return updates
 
@@ -109,14 +111,14 @@ def _update_lost(dag: TrainingDAG) -> Iterable[object]:
 def _whole_copies(dag: TrainingDAG) -> Iterable[object]:
     """Experts are read from the device's own copy of all of them."""
     for chunk in dag.of_type(Chunk):
-        if chunk.region in dag.owners and any(chunk.params):
+        if chunk.region in dag.meshes and any(chunk.params):
             dag.rewire(chunk, params=())
             yield chunk
 
 
 def _said_to_be_summed(dag: TrainingDAG) -> Iterable[object]:
     for node in dag.of_type(Pack):
-        if node.outputs[0].owned:
+        if node.outputs[0].others:
             dag.change(node, outputs=(dataclasses.replace(node.outputs[0], placement=dag.value(node.inputs[0]).placement),))
             yield node
 
@@ -144,12 +146,12 @@ _rewrite_bug("experts from the whole copy", "a device reads all experts where it
 _rewrite_bug("experts' sums unfinished", "an owner's sum is passed off as a part of one", _said_to_be_summed)
 
 
-@mutation("experts summed over all", "gradients of different experts are added up", "rewrite", (owning, "buckets_of"),
+@mutation("experts summed over all", "gradients of different experts are added up", "rewrite", (divided, "buckets_of"),
           scenario=TWICE)  # fmt: skip
 def _experts_summed_over_all(original: Function, seeded: Seeded) -> Function:
-    def buckets_of(params: Any, size: int, members: int, dtype: Any, owners: Any) -> Any:
+    def buckets_of(params: Any, size: int, mesh: Mesh) -> Any:
         seeded.hit()
-        return original(params, size, members * len(owners[0]), dtype, ())
+        return original(params, size, Mesh.flat(len(mesh.places)))
 
     return buckets_of
 
@@ -185,10 +187,10 @@ def _parts_exchanged(original: Function, seeded: Seeded) -> Function:
 def _summed_with_others(original: Function, seeded: Seeded) -> Function:
     def sharers(self: Bucket, replica: int) -> tuple[int, ...]:
         right = tuple(original(self, replica))
-        if not self.owners:
+        if self.degree == 1:
             return right
         seeded.hit()
-        return next(group for group in self.owners if replica in group)
+        return self.mesh.line(self.mesh.axes[-1], replica)
 
     return sharers
 
@@ -198,7 +200,7 @@ def _summed_with_others(original: Function, seeded: Seeded) -> Function:
 def _mean_over_owners(original: Function, seeded: Seeded) -> Function:
     def deliver_flat(self: Any, instruction: ins.Deliver, bucket: Bucket, taken: Function, copy: bool) -> Any:
         def less() -> Any:
-            seeded.hits += bool(bucket.owners)
+            seeded.hits += bucket.degree > 1
             return tuple(x / bucket.degree for x in taken())
 
         return original(self, instruction, bucket, less, copy)

@@ -8,6 +8,7 @@ from typing import Any
 
 from lightning_piper.directives import replicate, split
 from lightning_piper.ir.dag import TrainingDAG
+from lightning_piper.ir.mesh import Mesh
 from lightning_piper.ir.nodes import Chunk, Node, Ref
 from lightning_piper.ir.values import Partial, Replicate, Shard
 from lightning_piper.ops.gather import AllGather, Parameters
@@ -163,7 +164,7 @@ for _name, _what, _target, _change, _scenario in (
     ("bucket in another order", "parameters lie in another order than their gradients", GATHER, _rebucketed(_turned),
      "sharded optimizer"),
     ("shards off by one", "parameters are in one shard more than there are replicas", GATHER,
-     _rebucketed(lambda b: dataclasses.replace(b, members=b.members + 1)), "sharded parameters"),
+     _rebucketed(lambda b: dataclasses.replace(b, mesh=Mesh.flat(b.members + 1))), "sharded parameters"),
     ("shapes forgotten in a bucket", "parameters come back in one dimension", GATHER, _rebucketed(_as_rows), "sharded parameters"),
     ("shards in two copies", "backward passes gather shards that the optimizer does not change", GATHER, _two_copies_of_shards,
      "sharded chain"),

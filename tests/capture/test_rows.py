@@ -10,7 +10,7 @@ import torch
 import lightning_piper as piper
 from lightning_piper.capture import capture, mixing
 from lightning_piper.errors import CaptureError
-from lightning_piper.experts import ROWS
+from lightning_piper.routing import ROWS
 from tests.errors.dividing import GELU, MOE, batch, experts
 
 
@@ -28,7 +28,7 @@ def test_code_runs_for_any_number_of_rows(changes: tuple[tuple[str, str], ...]) 
     """Traced for 8 tokens, it gives for 0, 3 and 20 what the module's own operations give, forward and backward, bitwise."""
     step = captured(*changes)
     code = step.at(8, (2,))
-    (region,) = code.experts
+    (region,) = code.routed
     forward, backward = code.code[region, "F"], code.code[region, "B"]
     module = step.module
     for sizes in ([0, 0], [3, 0], [7, 13]):
@@ -63,7 +63,7 @@ def _ordered(code: Any, region: int, **given: torch.Tensor) -> list[torch.Tensor
 
 def test_specs_are_those_of_the_balanced_case() -> None:
     code = captured().at(8, (2,))
-    (region,) = code.experts
+    (region,) = code.routed
     for kind in "FB":
         for specs in code.code[region, kind].outputs:
             assert all(size < ROWS for spec in specs for size in (*spec.shape, *spec.stride))
@@ -77,10 +77,10 @@ def test_a_region_is_what_stands_between_dispatch_and_combine() -> None:
     )
     code = step.at(8)
     assert [dict(region.tags) for region in code.regions] == [{"PP": 0}, *[{"PP": 0, "EP": 0}] * 3, {"PP": 0}]
-    assert list(code.experts) == [2]
+    assert list(code.routed) == [2]
     assert code.interfaces[2, "F"].arrives.count("dispatch") == 1
     assert code.interfaces[2, "F"].leaves[0] == "combine"
-    assert code.experts[2].params == ("up", "down")
+    assert code.routed[2].params == ("up", "down")
 
 
 @pytest.mark.parametrize(
@@ -123,7 +123,7 @@ def test_rows_that_meet_are_refused(line: str) -> None:
              "rows = rows + self.up[:, 0, :6].repeat_interleave(sizes, dim=0, output_size=rows.shape[0])"],
 )  # fmt: skip
 def test_what_works_on_each_row_is_accepted(line: str) -> None:
-    assert captured((GELU, f"{GELU}; {line}")).at(8, (2,)).experts
+    assert captured((GELU, f"{GELU}; {line}")).at(8, (2,)).routed
 
 
 @pytest.mark.parametrize(

@@ -135,7 +135,7 @@ PLACE, SPLIT, ORDER = JSON[0], JSON[2], JSON[3]
         ({"op": "plce"}, r"directive 1 \(op 'plce'\): field 'op': unknown; accepted are .*order, place, .*split"),
         ({"op": None}, r"\(op None\): field 'op': unknown"),
         ({"op": ["place"]}, r"\(op \['place'\]\): field 'op': unknown"),
-        ({**PLACE, "device": [0]}, r"directive 1 \(place\): field 'device': unknown; accepted are filter, devices, stream"),
+        ({**PLACE, "device": [0]}, r"directive 1 \(place\): field 'device': unknown; accepted are filter, devices, axes, stream"),
         ({"op": "split", "filter": {}, "dim_name": "MB"}, r"\(split\): field 'num_microbatches': missing; split needs filter, "),
         ({"op": "order"}, r"\(order\): field 'filters': missing; order needs filters"),
         ({**PLACE, "filter": "PP"}, r"\(place\): field 'filter': 'PP' is not a filter"),

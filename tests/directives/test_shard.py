@@ -15,7 +15,9 @@ from lightning_piper.capture import capture
 from lightning_piper.capture.eager import run_eagerly
 from lightning_piper.compiler import Compiled, compile_step
 from lightning_piper.directives import Directive
+from lightning_piper.directives.program import parse
 from lightning_piper.ir.buckets import Bucket
+from lightning_piper.ir.mesh import DATA, Mesh
 from lightning_piper.ir.values import Slice, TensorSpec
 from lightning_piper.ops.all_to_all import AllToAll
 from lightning_piper.ops.gather import AllGather, Parameters
@@ -41,8 +43,12 @@ def replicate(devices: Any, **level: Any) -> Directive:
     return piper.Replicate(filter={}, devices=devices, bucket_size=1e-4, **level)
 
 
-def together(devices: list[int]) -> list[Directive]:
-    return [piper.Place(filter={}, devices=devices), piper.Split(filter={}, dim_name="MB", num_microbatches=2)]
+def together(devices: list[Any], *axes: str) -> list[Directive]:
+    return [piper.Place(filter={}, devices=devices, axes=axes), piper.Split(filter={}, dim_name="MB", num_microbatches=2)]
+
+
+def along(axis: str) -> Directive:
+    return piper.Shard(filter={"EP": "*"}, axis=axis)
 
 
 def staged(schedule: Any, microbatches: int) -> list[Directive]:
@@ -58,6 +64,8 @@ PROGRAMS: dict[str, tuple[list[Directive], list[Directive]]] = {
     "ep2 dp2 zero2": (together(ALL), [replicate(ALL, shard_grads=True), shard([[0, 3], [1, 2]])]),
     "ep2 dp2 zero3": (together(ALL), [replicate(ALL, shard_params=True), shard([[2, 0], [1, 3]])]),
     "ep2 zero3": (together([0, 1]), [replicate([0, 1], shard_params=True), shard([0, 1])]),
+    "mesh": (together(TWICE, "dp", "ep"), [replicate(ALL, shard_grads=True), along("ep")]),
+    "mesh, other axis": (together(TWICE, "ep", "dp"), [replicate(ALL, shard_params=True), along("ep")]),
     "one layer": (together([0, 1]), [replicate([0, 1]), shard([0, 1], EP=0)]),
     "pp2 ep2": (staged(piper.schedules.one_f_one_b, 2), [replicate(STAGES), shard(STAGES)]),
     "pp2 ep2 zero1": (staged(piper.schedules.gpipe, 2), [replicate(STAGES, shard_optimizer=True), shard(STAGES)]),
@@ -94,19 +102,53 @@ def test_the_result_is_that_of_one_device_in_either_order(spec: Spec, name: str)
     assert kinds[0] == kinds[1]
 
 
+def test_an_axis_of_a_mesh_says_what_groups_say() -> None:
+    def text(devices: list[Any], axes: list[str], divide: Directive) -> str:
+        directives = (*together(devices, *axes), replicate(ALL, shard_params=True), divide)
+        return str(compile_step(case(EXACT, 8).step, directives).dag)
+
+    lines = text(TWICE, ["dp", "ep"], along("ep"))
+    assert lines == text(ALL, [], shard(TWICE))
+    columns = text(TWICE, ["ep", "dp"], along("ep"))
+    assert columns == text(ALL, [], shard([[0, 2], [1, 3]])) != lines
+    assert text([ALL], ["dp", "ep"], along("ep")) == text(ALL, [], shard(ALL))
+    deep = text([[[0], [1]], [[2], [3]]], ["node", "ep", "tp"], along("ep"))
+    assert deep == lines
+
+
+@pytest.mark.parametrize(
+    "devices, axes, axis, says",
+    [
+        (ALL, [], "ep", r"field 'axis': .* on \[0, 1, 2, 3\], no mesh; place it on a mesh that has two devices or more along 'ep'"),
+        (TWICE, ["dp", "tp"], "ep", r"a mesh dp=2 x tp=2; place it on a mesh that has two devices or more along 'ep'"),
+        ([[0], [1], [2], [3]], ["dp", "ep"], "ep", r"a mesh dp=4 x ep=1; place it"),
+        (TWICE, ["dp", "ep"], "data", r"field 'axis': 'data'; give the name of an axis, such as 'ep'"),
+        (TWICE, ["dp"], "ep", r"field 'axes': 1 names for the 2 dimensions of \[\[0, 1\], \[2, 3\]\]; give a name for each level"),
+        ([[0, 1], [2]], ["dp", "ep"], "ep", r"field 'axes': 2 names for the 0 dimensions of"),
+        (TWICE, ["dp", "dp"], "dp", r"field 'axes': \['dp', 'dp'\]; give a list of different names"),
+        (TWICE, [], "ep", r"field 'devices': \[\[0, 1\], \[2, 3\]\] is not a list of devices"),
+        ([[0, 1], [2, 0]], ["dp", "ep"], "ep", r"field 'devices': .* is not a list of devices"),
+    ],
+)
+def test_a_mesh_that_does_not_fit_is_refused(devices: Any, axes: Any, axis: str, says: str) -> None:
+    program = [piper.Place(filter={}, devices=devices, axes=axes), piper.Shard(filter={"EP": "*"}, axis=axis), replicate(ALL)]
+    with pytest.raises(piper.DirectiveError, match=says):
+        compile_step(case(EXACT, 8).step, tuple(parse(program)))
+
+
 @pytest.mark.parametrize("name", ["ep2", "ep4", "ep2 dp2", "ep2 dp2 zero3", "pp2 ep2"])
 def test_each_device_keeps_its_part(name: str) -> None:
     """1/EP of the stage's experts; a shard of that where several own the same and the directive shards parameters."""
     made = compiled(name, ROUNDED, False)
     whole = {n: info.spec.numel for n, info in made.step.params.items()}
-    experts = {n for found in made.dag.code.experts.values() for n in found.params}
-    degree = len(next(iter(made.dag.owners.values()))[0])
+    experts = {n for found in made.dag.code.routed.values() for n in found.params}
+    degree = next(iter(made.dag.meshes.values())).parts
     for plan in made.plans.values():
-        mine = {b for b in plan.shards if b.owners}
+        mine = {b for b in plan.shards if b.degree > 1}
         names = {n for b in mine for n in b.names}
         assert names == {n for n in experts if plan.device in _devices(made, n)}
         assert sum(spec.numel for b in mine for spec in b.tensors) * degree == sum(whole[n] for n in names)
-        assert all(b.members == len(next(iter(made.dag.owners.values()))) for b in mine)
+        assert all(b.members == next(iter(made.dag.meshes.values())).size(DATA) for b in mine)
 
 
 def _devices(made: Compiled, name: str) -> set[int]:
@@ -116,19 +158,19 @@ def _devices(made: Compiled, name: str) -> set[int]:
 def test_nothing_is_summed_that_nobody_else_owns() -> None:
     """And each exchange is there once for each pass and microbatch: counts once for both passes."""
     dag = compiled("ep2", ALONE, False).dag
-    assert not [node for node in dag.of_type(ReduceScatter) if node.outputs[0].owned]
-    assert len([node for node in dag.of_type(AllGather) if node.outputs[0].owned]) == 4  # two of each layer, once a step
+    assert not [node for node in dag.of_type(ReduceScatter) if node.outputs[0].others]
+    assert len([node for node in dag.of_type(AllGather) if node.outputs[0].others]) == 4  # two of each layer, once a step
     ways = Counter((node.way, node.region) for node in dag.of_type(AllToAll))
-    layers = sorted(dag.owners)
+    layers = sorted(dag.meshes)
     assert ways == {(way, r): {"counts": 2}.get(way, 4) for way in ("counts", "dispatch", "combine") for r in layers}
     twice = compiled("ep2 dp2", ALONE, False).dag
-    assert len([node for node in twice.of_type(ReduceScatter) if node.outputs[0].owned]) == 4  # of two layers, two buckets each
+    assert len([node for node in twice.of_type(ReduceScatter) if node.outputs[0].others]) == 4  # of two layers, two buckets each
 
 
 def test_owned_pieces_are_every_element_once() -> None:
-    owners = ((0, 3), (1, 2))
+    mesh = Mesh((DATA, "ep"), (2, 2), (0, 3, 1, 2))
     tensors = (TensorSpec((2, 50), torch.float32, (50, 1)), TensorSpec((3,), torch.float32, (1,)))
-    bucket = Bucket(("a", "b"), tensors, 2, torch.float32, owners)
+    bucket = Bucket(("a", "b"), tensors, mesh, torch.float32)
     found: dict[str, list[int]] = {"a": [], "b": []}
     for replica in range(4):
         for name, start, stop, _ in bucket.pieces(replica):
@@ -165,7 +207,7 @@ def test_evaluates_as_one_device(name: str, turned: bool, fit: bool) -> None:
 
 
 def run_owned(made: Compiled, module: Any, leaves: list[torch.Tensor]) -> Any:
-    with_parts = [b for plan in made.plans.values() for b in plan.shards if b.owners]
+    with_parts = [b for plan in made.plans.values() for b in plan.shards if b.degree > 1]
     assert with_parts
     return run(made, module, leaves)
 

@@ -13,6 +13,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from lightning_piper.ir.buckets import ALIGNMENT, Bucket, buckets_of, flattened, packed, view_as
+from lightning_piper.ir.mesh import Mesh
 from lightning_piper.ir.regions import ParamInfo
 from lightning_piper.ir.values import TensorSpec
 
@@ -35,7 +36,7 @@ def specs(draw: Any, dtype: torch.dtype | None = None) -> TensorSpec:
 def buckets(draw: Any) -> Bucket:
     dtype = draw(st.sampled_from(DTYPES))
     tensors = draw(st.lists(specs(dtype), min_size=1, max_size=5))
-    return Bucket(tuple(f"p{i}" for i in range(len(tensors))), tuple(tensors), draw(st.integers(1, 5)), dtype)
+    return Bucket(tuple(f"p{i}" for i in range(len(tensors))), tuple(tensors), Mesh.flat(draw(st.integers(1, 5))), dtype)
 
 
 def spec(*shape: int, dtype: torch.dtype = torch.float32) -> TensorSpec:
@@ -134,7 +135,7 @@ def test_every_tensor_and_shard_is_aligned(bucket: Bucket) -> None:
 @given(st.lists(specs(), min_size=1, max_size=8), st.integers(1, 400), st.integers(1, 4))
 def test_parameters_are_each_in_one_bucket_of_their_dtype(tensors: list[TensorSpec], size: int, members: int) -> None:
     params = [ParamInfo(f"p{i}", s, True) for i, s in enumerate(tensors)]
-    found = buckets_of(params, size, members)
+    found = buckets_of(params, size, Mesh.flat(members))
     assert sorted(n for b in found for n in b.names) == sorted(p.name for p in params)
     for bucket in found:
         assert {s.dtype for s in bucket.tensors} == {bucket.dtype} and bucket.members == members
@@ -148,21 +149,21 @@ def test_parameters_are_each_in_one_bucket_of_their_dtype(tensors: list[TensorSp
 
 def test_one_tensor_a_bucket_and_all_in_one() -> None:
     params = [ParamInfo(f"p{i}", spec(5, 5), True) for i in range(4)]
-    assert [b.names for b in buckets_of(params, 1, 2)] == [("p0",), ("p1",), ("p2",), ("p3",)]
-    assert [b.names for b in buckets_of(params, 101, 2)] == [("p0", "p1"), ("p2", "p3")]
-    assert [b.names for b in buckets_of(params, 10**6, 2)] == [("p0", "p1", "p2", "p3")]
-    assert {b.dtype for b in buckets_of(params, 101, 2, torch.float64)} == {torch.float64}
+    assert [b.names for b in buckets_of(params, 1, Mesh.flat(2))] == [("p0",), ("p1",), ("p2",), ("p3",)]
+    assert [b.names for b in buckets_of(params, 101, Mesh.flat(2))] == [("p0", "p1"), ("p2", "p3")]
+    assert [b.names for b in buckets_of(params, 10**6, Mesh.flat(2))] == [("p0", "p1", "p2", "p3")]
+    assert {b.dtype for b in buckets_of(params, 101, Mesh.flat(2), torch.float64)} == {torch.float64}
 
 
 def test_a_parameter_across_three_shards() -> None:
-    bucket = Bucket(("a", "b"), (spec(10), spec(150)), 3, torch.float32)
+    bucket = Bucket(("a", "b"), (spec(10), spec(150)), Mesh.flat(3), torch.float32)
     assert (bucket.offsets, bucket.shard, bucket.numel) == ((0, 64), 128, 384)
     assert bucket.gaps == ((10, 64), (214, 384))
     assert [list(bucket.pieces(member)) for member in range(3)] == [[("a", 0, 10, 0), ("b", 0, 64, 64)], [("b", 64, 150, 0)], []]
 
 
 def test_a_scalar_and_a_parameter_without_elements() -> None:
-    bucket = Bucket(("scalar", "none", "row"), (spec(), spec(0, 3), spec(2)), 2, torch.float32)
+    bucket = Bucket(("scalar", "none", "row"), (spec(), spec(0, 3), spec(2)), Mesh.flat(2), torch.float32)
     tensors = {"scalar": torch.tensor(7.0), "none": torch.empty(0, 3), "row": torch.tensor([1.0, 2.0])}
     views = bucket.views(packed(bucket, tensors, CPU))
     assert [tuple(v.shape) for v in views] == [(), (0, 3), (2,)]
@@ -171,7 +172,7 @@ def test_a_scalar_and_a_parameter_without_elements() -> None:
 
 
 def test_only_what_is_asked_for_is_packed_and_a_missing_name_is_an_error() -> None:
-    bucket = Bucket(("a",), (spec(3),), 2, torch.float64)
+    bucket = Bucket(("a",), (spec(3),), Mesh.flat(2), torch.float64)
     flat = packed(bucket, {"a": torch.ones(3), "b": torch.full((9,), 5.0)}, CPU)
     assert flat.dtype == torch.float64 and flat.sum() == 3
     with pytest.raises(KeyError):
@@ -180,13 +181,18 @@ def test_only_what_is_asked_for_is_packed_and_a_missing_name_is_an_error() -> No
 
 def test_a_parameter_with_holes_in_its_memory_is_packed_without_them() -> None:
     sparse = torch.arange(12.0).view(3, 4)[:, ::2]
-    bucket = Bucket(("a",), (TensorSpec.of(sparse),), 2, torch.float32)
+    bucket = Bucket(("a",), (TensorSpec.of(sparse),), Mesh.flat(2), torch.float32)
     (view,) = bucket.views(packed(bucket, {"a": sparse}, CPU))
     assert torch.equal(view, sparse) and bucket.tensors[0].stride == (4, 2) and view.stride() == (2, 1)
 
 
 def test_equal_buckets_are_one_key() -> None:
-    one, same = (Bucket(("a",), (spec(3),), 2, torch.float32) for _ in range(2))
+    one, same = (Bucket(("a",), (spec(3),), Mesh.flat(2), torch.float32) for _ in range(2))
     assert one == same and hash(one) == hash(same)
-    others = [replace(one, members=3), replace(one, names=("b",)), one.in_dtype(torch.float64), replace(one, tensors=(spec(4),))]
+    others = [
+        replace(one, mesh=Mesh.flat(3)),
+        replace(one, names=("b",)),
+        one.in_dtype(torch.float64),
+        replace(one, tensors=(spec(4),)),
+    ]
     assert all(other != one for other in others)

@@ -11,6 +11,7 @@ import torch
 
 from lightning_piper.compiler import Compiled
 from lightning_piper.ir.buckets import Bucket
+from lightning_piper.ir.mesh import Mesh
 from lightning_piper.ir.nodes import Chunk
 from lightning_piper.ir.values import TensorSpec
 from lightning_piper.plan.instructions import AllGather, Reduce, ReduceScatter
@@ -111,7 +112,7 @@ def test_collectives_go_round_a_ring() -> None:
     """Four members, 80 bytes: three steps of 1 + 20 / 10 each, twice for an all-reduce."""
     network = Network(groups={(0, 1, 2, 3): Link(latency=1, bandwidth=10)})
     spec = TensorSpec((10,), torch.float64, (1,))
-    bucket = Bucket(("weight",), (TensorSpec((2560,), torch.uint8, (1,)),), 4, torch.uint8)
+    bucket = Bucket(("weight",), (TensorSpec((2560,), torch.uint8, (1,)),), Mesh.flat(4), torch.uint8)
     about = {"node": 0, "label": "", "writes": (0,), "members": (0, 1, 2, 3)}
     assert network.collective(Reduce(**about, tensors=(spec,))) == 18
     gather, scatter = AllGather(**about, bucket=bucket, kept=False), ReduceScatter(**about, bucket=bucket)

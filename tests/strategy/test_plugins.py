@@ -36,7 +36,7 @@ class InFolders(TorchCheckpointIO):
 
     def remove_checkpoint(self, path):
         self.removed = str(path)
-        shutil.rmtree(path)
+        shutil.rmtree(path, ignore_errors=True)  # another thread may be writing into it
 
 
 def folders_later():

@@ -16,6 +16,7 @@ import torch
 
 from lightning_piper.errors import VerificationError
 from lightning_piper.ir.dag import TrainingDAG
+from lightning_piper.ir.mesh import Mesh
 from lightning_piper.ir.nodes import Chunk, Node, Ref
 from lightning_piper.ir.values import Partial, Replicate, Shard, Slice
 from lightning_piper.ops.metrics import Metrics, Report
@@ -96,7 +97,7 @@ def value_changes(dag: TrainingDAG, node: Node) -> Iterator[Change]:
             others["names in reverse"] = {"names": value.names[::-1]}
         if bucket := value.bucket:
             others["no bucket"] = {"bucket": None}
-            others["more members"] = {"bucket": replace(bucket, members=bucket.members + 1)}
+            others["more members"] = {"bucket": replace(bucket, mesh=Mesh.flat(bucket.members + 1))}
             others["bucket in reverse"] = {"bucket": replace(bucket, names=bucket.names[::-1], tensors=bucket.tensors[::-1])}
             others["both in reverse"] = {"names": value.names[::-1], **others["bucket in reverse"]}
             others["other dtype"] = {"bucket": bucket.in_dtype(torch.float64)}

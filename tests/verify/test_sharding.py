@@ -15,6 +15,7 @@ import torch
 
 from lightning_piper.errors import VerificationError
 from lightning_piper.ir.dag import TrainingDAG
+from lightning_piper.ir.mesh import Mesh
 from lightning_piper.ir.nodes import Chunk, Node
 from lightning_piper.ir.values import Partial, Replicate, Shard
 from lightning_piper.ops.bucket import Pack
@@ -161,7 +162,7 @@ def too_many_shards(dag: TrainingDAG) -> None:
     for node in list(dag.nodes.values()):
         for value in node.outputs:
             if value.bucket is not None:
-                more = dataclasses.replace(value.bucket, members=4)
+                more = dataclasses.replace(value.bucket, mesh=Mesh.flat(4))
                 change(dag, node, bucket=more, tensors=(more.part if isinstance(value.placement, Shard) else more.whole,))
 
 

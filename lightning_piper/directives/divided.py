@@ -1,11 +1,11 @@
-"""Parameters of experts that are divided over replicas: each replica has, sums and updates those of its own experts.
+"""Parameters that are divided along an axis of the mesh: each device has, sums and updates its own part of them.
 
-Such parameters lie in buckets of their own (`Bucket.owners`). The gradient that an owner makes is of the tokens of all replicas of
-its group; it is summed over the replicas that own the same experts, each of which updates a shard of the bucket:
+Such parameters lie in buckets of their own. The gradient of a part is of the rows that all devices of its line sent there; it is
+summed along the axis of data, over the devices that have the same part, each of which updates a shard of the bucket:
 
-    pack -> accumulate -> (reduce-scatter over those who own the same) -> update;   one gather of the parameters a step
+    pack -> accumulate -> (reduce-scatter over those who have the same part) -> update;   one gather of the parameters a step
 
-This follows from what `dag.owners` and `dag.policies` say, whichever directive came first.
+This follows from what `dag.meshes` and `dag.policies` say, whichever directive came first.
 """
 
 from __future__ import annotations
@@ -16,6 +16,7 @@ from collections.abc import Iterable, Sequence
 from lightning_piper.directives.sharding import Conflict, Group, gather_at, readers_of, scatter
 from lightning_piper.ir.buckets import Bucket, buckets_of
 from lightning_piper.ir.dag import TrainingDAG
+from lightning_piper.ir.mesh import DATA
 from lightning_piper.ir.nodes import Chunk, Node, Ref
 from lightning_piper.ir.policies import ShardingPolicy
 from lightning_piper.ir.values import Partial, Shard, Value
@@ -23,38 +24,38 @@ from lightning_piper.ops.bucket import Pack
 from lightning_piper.ops.update import Accumulate, Update
 
 
-def own_experts(dag: TrainingDAG, regions: Iterable[int]) -> list[Node]:
-    """Let the owners of the experts of `regions` have, sum and update them, as `dag.policies` says. Returns the updates, which may
-    read values of other devices.
+def hold_parts(dag: TrainingDAG, regions: Iterable[int]) -> list[Node]:
+    """Let devices have, sum and update their parts of the parameters of `regions`, as `dag.policies` says. Returns the updates,
+    which may read values of other devices.
 
     Raises:
         Conflict: regions that share parameters are treated differently.
     """
     readers = readers_of(dag)
     families: dict[frozenset[int], list[str]] = {}
-    for region in sorted(set(regions) & dag.owners.keys()):
-        for name in dag.code.experts[region].params:
+    for region in sorted(set(regions) & dag.meshes.keys()):
+        for name in dag.code.routed[region].params:
             names = families.setdefault(readers[name], [])
             if name not in names:
                 names.append(name)
     updates: list[Node] = []
     for family, names in families.items():
         _undo(dag, set(names))
-        updates += _own(dag, sorted(family), names)
+        updates += _hold(dag, sorted(family), names)
     return updates
 
 
-def _own(dag: TrainingDAG, family: Sequence[int], names: Sequence[str]) -> list[Node]:
+def _hold(dag: TrainingDAG, family: Sequence[int], names: Sequence[str]) -> list[Node]:
     """`names` are the parameters that the regions of `family` share."""
-    owners = dag.owners[family[0]]
-    level = _level(dag, family, names, members=len(owners))
+    mesh = dag.meshes[family[0]]
+    level = _level(dag, family, names, members=mesh.size(DATA))
     chunks = [chunk for chunk in dag.of_type(Chunk) if chunk.region in family]
     trained = {name for chunk in chunks for value in chunk.outputs if value.kind == "grad" for name in value.names}
     updates: list[Node] = []
     buckets: list[Bucket] = []
     for some in ([n for n in names if n in trained], [n for n in names if n not in trained]):
         params = [dataclasses.replace(dag.step.params[name], spec=dag.spec_of(name)) for name in some]
-        buckets += buckets_of(params, level.bucket_bytes, len(owners), None, owners)
+        buckets += buckets_of(params, level.bucket_bytes, mesh)
     for bucket in buckets:
         if bucket.names[0] in trained:
             updates += _sum(dag, family, chunks, bucket if level.dtype is None else bucket.in_dtype(level.dtype), level)
@@ -64,10 +65,10 @@ def _own(dag: TrainingDAG, family: Sequence[int], names: Sequence[str]) -> list[
 
 
 def _level(dag: TrainingDAG, family: Sequence[int], names: Sequence[str], members: int) -> ShardingPolicy:
-    """What the replicate directive of these regions says. The optimizer's state is sharded over all who own the same experts."""
+    """What the replicate directive of these regions says. The optimizer's state is sharded over all who have the same part."""
     found = {dag.policies[region] for region in family if region in dag.policies}
     if len(found) > 1:
-        raise Conflict(f"the experts' parameters {', '.join(names[:3])} are used in regions that are replicated differently")
+        raise Conflict(f"the divided parameters {', '.join(names[:3])} are used in regions that are replicated differently")
     level = next(iter(found), ShardingPolicy())
     return dataclasses.replace(
         level, optimizer=True, gradients=level.gradients and members > 1, parameters=level.parameters and members > 1
@@ -92,9 +93,9 @@ def _sum(dag: TrainingDAG, family: Sequence[int], chunks: Sequence[Chunk], bucke
 
 
 def _total(dag: TrainingDAG, terms: Sequence[tuple[Chunk, int]], bucket: Bucket, level: ShardingPolicy) -> Ref:
-    """The sum of what chunks on the same devices make, and of the others who own the same experts."""
+    """The sum of what chunks on the same devices make, and of the others who have the same part."""
     alone = bucket.members == 1
-    value = Value("grad", bucket.names, (bucket.whole,), Shard(0) if alone else Partial(), bucket, owned=True)
+    value = Value("grad", bucket.names, (bucket.whole,), Shard(0) if alone else Partial(), bucket, bucket.others)
     first = terms[0][0]
     tags = {tag: index for tag, index in first.tags.items() if tag in dag.regions[first.region].tags}
     packs = []
