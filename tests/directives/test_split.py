@@ -52,7 +52,8 @@ def test_five_samples_in_two_microbatches() -> None:
     c = captured("mlp", size=5)
     found = interpret(apply_program(build_dag(c.step), parse([split(2)])), c.tensors, c.leaves)
     assert differences(found, plain(c, [3, 2])) == []
-    assert distance(found, plain(c, [5])) < 1e-6 < 1e-2 < distance(found, plain(c, [3, 2], [0.5, 0.5]))
+    # In float32; measured: 2e-7 to 1.2e-6, by processor.
+    assert distance(found, plain(c, [5])) < 1e-5 < 1e-2 < distance(found, plain(c, [3, 2], [0.5, 0.5]))
 
 
 def test_in_exact_arithmetic_any_split_keeps_every_bit() -> None:
