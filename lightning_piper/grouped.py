@@ -42,7 +42,8 @@ def grouped_linear(x: torch.Tensor, weight: torch.Tensor, counts: torch.Tensor) 
         x, weight = (v if v.dtype is torch.float64 else v.to(dtype) for v in (x, weight))
     if x.dtype != weight.dtype:
         raise CaptureError(f"grouped_linear: x is {x.dtype}, weight is {weight.dtype}; give both in one dtype")
-    return _grouped_mm(x, weight.transpose(1, 2), counts)
+    made: torch.Tensor = _grouped_mm(x, weight.transpose(1, 2), counts)
+    return made
 
 
 @torch.library.custom_op("lightning_piper::grouped_mm", mutates_args=())

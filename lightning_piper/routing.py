@@ -123,7 +123,8 @@ def combine(outputs: torch.Tensor) -> torch.Tensor:
     home, even = _sites.calls[site]
     leading = 2 if even else 1
     here = list(home) if _sites.degree(site) > 1 else list(outputs.shape)
-    return _route(outputs, None, [*here[:leading], *outputs.shape[leading:]], COMBINE, site)
+    home_again: torch.Tensor = _route(outputs, None, [*here[:leading], *outputs.shape[leading:]], COMBINE, site)
+    return home_again
 
 
 @torch.library.custom_op("lightning_piper::route", mutates_args=())

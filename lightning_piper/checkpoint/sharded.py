@@ -195,7 +195,7 @@ def open_checkpoint(path: str | Path, world: World, weights_only: bool = True) -
 
     def begin() -> str:
         manifest.update(read_manifest(located(path)))
-        return manifest["id"]
+        return str(manifest["id"])
 
     if len(set(together(world, doing, begin))) > 1:
         raise PiperError(f"the processes find different checkpoints under {path}; give them all the same directory")

@@ -61,7 +61,7 @@ class Bridge:
         waiting = self._last = _Waiting(value, [grads.get(name) for name in self._names], scale, self)
         if kept:
             self._kept.append(waiting)
-        result: torch.Tensor = _HandOut.apply(waiting, self._anchor, *self._params)
+        result: torch.Tensor = _HandOut.apply(waiting, self._anchor, *self._params)  # type: ignore[no-untyped-call]
         return result
 
     def keeps(self) -> bool:

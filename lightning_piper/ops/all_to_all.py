@@ -264,6 +264,7 @@ class Travel(Exchange):
         self._reads, self._sizes = instruction.reads, sizes
 
     def bring(self) -> torch.Tensor:
+        x: torch.Tensor
         (x,) = self._slots[self._reads[0].slot]
         for read in self._reads:
             if read.last:

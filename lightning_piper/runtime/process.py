@@ -64,7 +64,9 @@ class ProcessTransport:
 
     def _new_group(self, members: Sequence[int]) -> dist.ProcessGroup:
         backend = "nccl" if self._device.type == "cuda" else "gloo"
-        return dist.new_group(sorted(self._ranks[d] for d in members), timeout=self._timeout, backend=backend)
+        ranks = sorted(self._ranks[d] for d in members)
+        group: dist.ProcessGroup = dist.new_group(ranks, timeout=self._timeout, backend=backend)
+        return group
 
     def close(self) -> None:
         """Give the communicators back. Collective."""

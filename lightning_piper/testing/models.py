@@ -129,7 +129,7 @@ class Model(L.LightningModule):
                     self.log(f"auxiliary_{i}", terms[-1])
                 if i == len(self.blocks) - 1:
                     # Linear in the output: no square that would grow beyond exact integers.
-                    loss = (x * batch["y"]).sum((1, 2)).mean()
+                    loss: Tensor = (x * batch["y"]).sum((1, 2)).mean()
                     loss = loss if self.spec.exact else loss + (x - batch["y"]).pow(2).sum((1, 2)).mean()
                     loss = sum(terms, loss)
                     self.log("loss", loss)
@@ -185,7 +185,8 @@ class _Branch(nn.Module):
         self.left, self.right = nn.Linear(WIDTH, WIDTH), nn.Linear(WIDTH, WIDTH)
 
     def forward(self, x: Tensor) -> Tensor:
-        return torch.relu(self.left(x)) * self.right(x).sign() + x
+        found: Tensor = torch.relu(self.left(x)) * self.right(x).sign() + x
+        return found
 
 
 class _Residual(nn.Module):
@@ -194,7 +195,8 @@ class _Residual(nn.Module):
         self.inner = inner
 
     def forward(self, x: Tensor) -> Tensor:
-        return x + self.inner(x)
+        found: Tensor = x + self.inner(x)
+        return found
 
 
 class _Attention(nn.Module):
@@ -215,7 +217,8 @@ class _OverFeatures(nn.Module):
         self.inner = inner
 
     def forward(self, x: Tensor) -> Tensor:
-        return self.inner(x.transpose(1, 2)).transpose(1, 2)
+        found: Tensor = self.inner(x.transpose(1, 2)).transpose(1, 2)
+        return found
 
 
 def make_batch(spec: Spec, size: int, seed: int = 0) -> dict[str, Tensor]:

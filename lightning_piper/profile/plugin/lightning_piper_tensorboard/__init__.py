@@ -12,7 +12,7 @@ from typing import Any
 from tensorboard.plugins.base_plugin import TBLoader
 
 
-class PiperLoader(TBLoader):
+class PiperLoader(TBLoader):  # type: ignore[misc]
     """What the entry point names."""
 
     def load(self, context: Any) -> Any:

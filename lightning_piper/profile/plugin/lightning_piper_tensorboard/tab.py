@@ -20,7 +20,7 @@ TYPES = {".js": "text/javascript", ".css": "text/css"}
 RESCAN = 5.0  # seconds between two looks at the disk while the tab has nothing to show
 
 
-class PiperTab(TBPlugin):
+class PiperTab(TBPlugin):  # type: ignore[misc]  # TensorBoard has no annotations
     """See `tensorboard.plugins.base_plugin.TBPlugin`."""
 
     plugin_name = "piper"
@@ -64,7 +64,7 @@ class PiperTab(TBPlugin):
         for name, run in self._scan().items():
             steps = sorted((file for file in run.files if file.startswith("step_")), key=number_of)
             runs.append({"name": name, "steps": [{"file": file, "number": number_of(file)} for file in steps]})
-        return Respond(request, json.dumps({"runs": runs}), "application/json")
+        return _respond(request, json.dumps({"runs": runs}))
 
     def _serve_file(self, request: Request) -> Response:
         """A file of a run. Run and file are looked up among those that were found, never joined to a path."""
@@ -77,16 +77,21 @@ class PiperTab(TBPlugin):
             content = read(found, name)
         except Refused as error:
             return _missing(request, f"{name!r} of run {run!r} {error}")
-        return Respond(request, content, "application/json")
+        return _respond(request, content)
+
+
+def _respond(request: Request, content: str | bytes, kind: str = "application/json", code: int = 200) -> Response:
+    response: Response = Respond(request, content, kind, code=code)
+    return response
 
 
 def _missing(request: Request, problem: str) -> Response:
-    return Respond(request, json.dumps({"error": problem}), "application/json", code=404)
+    return _respond(request, json.dumps({"error": problem}), code=404)
 
 
 def _static(path: Path) -> Callable[..., Any]:
     @Request.application
     def serve(request: Request) -> Response:
-        return Respond(request, path.read_text(encoding="utf-8"), TYPES[path.suffix])
+        return _respond(request, path.read_text(encoding="utf-8"), TYPES[path.suffix])
 
     return serve
