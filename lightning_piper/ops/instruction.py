@@ -102,11 +102,6 @@ class Collective(Instruction):
         return (self.members, self.stream)
 
     @property
-    def meeting(self) -> tuple[int, tuple[int, ...]]:
-        """The same for all members, and for them alone: at one node, several groups may do the same side by side."""
-        return (self.node, self.members)
-
-    @property
     def nbytes(self) -> int:
         """Bytes of the whole that is summed or gathered, as it travels."""
         if self.bucket is None:

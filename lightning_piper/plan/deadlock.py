@@ -2,56 +2,42 @@
 
 from __future__ import annotations
 
-from collections import deque
+from collections import Counter, deque
 from collections.abc import Mapping
 
 from lightning_piper.errors import VerificationError
-from lightning_piper.plan.instructions import Channel, Collective, Instruction, Post, Retire, Send, Wait
+from lightning_piper.plan.instructions import Collective, Instruction, Post, Retire, Send, Wait
+from lightning_piper.plan.matching import Matching, Meeting, parties
 from lightning_piper.plan.plan import Plan
-
-_Need = tuple[object, ...]
 
 
 class _World:
     """What has been issued so far on all devices.
 
     A wait needs the message to have been sent; retiring a send needs the receive to have been posted; a collective needs all
-    members. Nothing else blocks.
+    members: each needs all parties of the exchange that its node has begun. Nothing else blocks.
     """
 
     def __init__(self) -> None:
-        self._sent: dict[Channel, int] = {}
-        self._posted: dict[Channel, int] = {}
-        self._members: dict[tuple[object, ...], int] = {}
-        self._number: dict[tuple[int, int], _Need] = {}  # (device, node) -> what its wait or retirement needs
-        self.done: set[_Need] = set()
+        self._matching = Matching()
+        self._joined: Counter[Meeting] = Counter()
+        self._begun: dict[tuple[int, int], Meeting] = {}  # (device, node) -> its exchange
+        self.met: set[Meeting] = set()
 
-    def need(self, device: int, instruction: Instruction) -> _Need | None:
-        """What must have happened before the instruction can run, or None."""
-        if isinstance(instruction, Wait | Retire):
-            return self._number.get((device, instruction.node))
-        return None
+    def need(self, device: int, instruction: Instruction) -> Meeting | None:
+        """The exchange that all parties must have joined before the instruction can run, or None."""
+        return self._begun.get((device, instruction.node)) if isinstance(instruction, Wait | Retire) else None
 
-    def issue(self, device: int, instruction: Instruction) -> _Need | None:
-        """Issue the instruction; returns what has now happened, if anything waits for such."""
-        key = (device, instruction.node)
-        happened: _Need | None = None
-        if isinstance(instruction, Send):
-            number = self._sent[instruction.channel] = self._sent.get(instruction.channel, 0) + 1
-            self._number[key] = ("posted", instruction.channel, number)
-            happened = ("sent", instruction.channel, number)
-        elif isinstance(instruction, Post):
-            number = self._posted[instruction.channel] = self._posted.get(instruction.channel, 0) + 1
-            self._number[key] = ("sent", instruction.channel, number)
-            happened = ("posted", instruction.channel, number)
-        elif isinstance(instruction, Collective):
-            meeting = self._number[key] = ("met", *instruction.meeting)
-            count = self._members[meeting] = self._members.get(meeting, 0) + 1
-            if count == len(instruction.members):
-                happened = meeting
-        if happened is not None:
-            self.done.add(happened)
-        return happened
+    def issue(self, device: int, instruction: Instruction) -> Meeting | None:
+        """Issue the instruction; returns the exchange that all parties have joined now, if there is one."""
+        if not isinstance(instruction, Send | Post | Collective):
+            return None
+        meeting = self._begun[device, instruction.node] = self._matching.of(instruction)
+        self._joined[meeting] += 1
+        if self._joined[meeting] < parties(instruction):
+            return None
+        self.met.add(meeting)
+        return meeting
 
 
 def run_symbolically(plans: Mapping[int, Plan]) -> None:
@@ -62,7 +48,7 @@ def run_symbolically(plans: Mapping[int, Plan]) -> None:
     """
     world = _World()
     position = dict.fromkeys(plans, 0)
-    waiting: dict[_Need, list[int]] = {}
+    waiting: dict[Meeting, list[int]] = {}
     ready = deque(plans)
     while ready:
         device = ready.popleft()
@@ -70,13 +56,13 @@ def run_symbolically(plans: Mapping[int, Plan]) -> None:
         while position[device] < len(instructions):
             instruction = instructions[position[device]]
             need = world.need(device, instruction)
-            if need is not None and need not in world.done:
+            if need is not None and need not in world.met:
                 waiting.setdefault(need, []).append(device)
                 break
-            happened = world.issue(device, instruction)
+            met = world.issue(device, instruction)
             position[device] += 1
-            if happened is not None:
-                ready.extend(waiting.pop(happened, ()))
+            if met is not None:
+                ready.extend(waiting.pop(met, ()))
     stuck = [device for device in plans if position[device] < len(plans[device].instructions)]
     if stuck:
         shown = "; ".join(f"device {d} waits in {plans[d].instructions[position[d]].where}" for d in stuck)

@@ -15,7 +15,6 @@ from lightning_piper.ir.dag import TrainingDAG
 from lightning_piper.ir.nodes import Chunk
 from lightning_piper.plan.instructions import (
     Await,
-    Channel,
     Collective,
     Instruction,
     Post,
@@ -25,9 +24,10 @@ from lightning_piper.plan.instructions import (
     Send,
     Wait,
 )
+from lightning_piper.plan.matching import Matching, Meeting, parties
 from lightning_piper.plan.plan import Plan
 from lightning_piper.profile.recorder import Times
-from lightning_piper.simulate.engine import Held, Interval, Lane, Span, Trace
+from lightning_piper.simulate.engine import Held, Interval, Lane, Span, Trace, lane_of
 
 SECOND = 1e-9  # in nanoseconds, the unit of recorded times
 AT_ONCE = 50e-6  # seconds; a wait for what is there already returns sooner
@@ -63,9 +63,8 @@ class Measured:
         }
         self._since: dict[tuple[int, str], float] = {}
         self._events: dict[tuple[int, int], tuple[float, int]] = {}
-        self._messages: dict[tuple[Channel, int], _Exchange] = {}
-        self._ends: dict[tuple[Channel, bool], int] = {}
-        self._collectives: dict[tuple[int, tuple[int, ...]], _Exchange] = {}
+        self._matching = Matching()
+        self._exchanges: dict[Meeting, _Exchange] = {}
         self.started: dict[tuple[int, int], _Exchange] = {}
         self._follow()
 
@@ -135,12 +134,7 @@ class Measured:
             self.trace.held.append(Held(device, stream, start, since, end, node, self._dag.nodes[node].origin))
 
     def _join(self, device: int, instruction: Send | Post | Collective, start: float, stop: float, since: float) -> None:
-        if isinstance(instruction, Collective):
-            exchange = self._collectives.setdefault(instruction.meeting, _Exchange(len(instruction.members)))
-        else:
-            end = (instruction.channel, isinstance(instruction, Send))
-            number = self._ends[end] = self._ends.get(end, -1) + 1
-            exchange = self._messages.setdefault((instruction.channel, number), _Exchange(2))
+        exchange = self._exchanges.setdefault(self._matching.of(instruction), _Exchange(parties(instruction)))
         exchange.joined.append((device, instruction, start, stop))
         exchange.since = max(exchange.since, since)
         self.started[device, instruction.node] = exchange
@@ -188,7 +182,7 @@ class Measured:
         for exchange in {id(e): e for e in self.started.values()}.values():
             first = next(i for _, i, *_ in exchange.joined if not isinstance(i, Post))
             assert isinstance(first, Send | Collective)
-            lane: Lane = ("group", first.group) if isinstance(first, Collective) else ("channel", first.channel)
+            lane = lane_of(first)
             ready = max(stop for *_, stop in exchange.joined)
             duration = max(min(exchange.done.values(), default=ready) - ready, 0.0)
             receivers = [held.get((d, i.node)) for d, i, *_ in exchange.joined if not isinstance(i, Send)]

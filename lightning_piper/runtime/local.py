@@ -10,7 +10,8 @@ import torch
 
 from lightning_piper.errors import ExecutionError
 from lightning_piper.ops.base import Exchange
-from lightning_piper.plan.instructions import Channel, Collective, Post, Retire, Send, Wait
+from lightning_piper.plan.instructions import Collective, Post, Retire, Send, Wait
+from lightning_piper.plan.matching import Matching, Meeting
 from lightning_piper.plan.plan import Plan
 from lightning_piper.runtime.executor import Executor, StepResult
 from lightning_piper.runtime.streams import Arrival, arrival
@@ -18,7 +19,7 @@ from lightning_piper.runtime.transport import BLOCKED, Bound, Bundle, Slots
 
 
 @dataclass
-class _Meeting:
+class _Collective:
     """One collective: what each member brought, and how many have taken their parts of it."""
 
     brought: dict[int, tuple[Sequence[Any], Arrival]] = field(default_factory=dict)
@@ -32,15 +33,11 @@ class LocalTransport:
     """
 
     def __init__(self, plans: Mapping[int, Plan]) -> None:
-        # The k-th message sent on a channel meets the k-th receive posted there, as it does between processes.
-        self.messages: dict[Channel, list[tuple[Bundle, Arrival] | None]] = {}
-        self.meetings: dict[tuple[int, tuple[int, ...]], _Meeting] = {}  # by node and members: several groups may meet at one node
+        self.messages: dict[Meeting, tuple[Bundle, Arrival]] = {}  # that are on their way
+        self.collectives: dict[Meeting, _Collective] = {}
+        matching = Matching()
         for plan in plans.values():
-            for instruction in plan.instructions:
-                if isinstance(instruction, Send):
-                    self.messages.setdefault(instruction.channel, []).append(None)
-                elif isinstance(instruction, Collective):
-                    self.meetings.setdefault(instruction.meeting, _Meeting())
+            self.collectives |= {matching.of(i): _Collective() for i in plan.instructions if isinstance(i, Collective)}
 
     def endpoint(self, plan: Plan, device: torch.device) -> LocalEndpoint:
         return LocalEndpoint(self, plan, device)
@@ -53,29 +50,24 @@ class LocalEndpoint:
 
     def __init__(self, transport: LocalTransport, plan: Plan, device: torch.device) -> None:
         self._transport, self._plan, self._device = transport, plan, device
-        self._sent: dict[Channel, int] = {}
-        self._posted: dict[Channel, int] = {}
-        self._post: dict[int, tuple[Channel, int]] = {}  # node -> its message
-        self._meet: dict[int, tuple[tuple[int, ...], Exchange]] = {}  # collective -> its members, and what this one does there
+        self._matching = Matching()
+        self._post: dict[int, Meeting] = {}  # node -> its message
+        self._meet: dict[int, tuple[Meeting, Collective, Exchange]] = {}  # collective -> what this one does there
         self._state: dict[int, Any] = {}  # collective -> state of the exchange, from its start to the wait
 
     def reset(self) -> None:
-        for channel, messages in self._transport.messages.items():
-            if self._plan.device in channel:
-                messages[:] = [None] * len(messages)
-        for node, (members, _) in self._meet.items():
-            self._transport.meetings[node, members] = _Meeting()
+        self._transport.messages.clear()
+        for meeting, *_ in self._meet.values():
+            self._transport.collectives[meeting] = _Collective()
 
     def send(self, instruction: Send, slots: Slots) -> Bound:
-        messages = self._transport.messages[instruction.channel]
-        number = self._sent.get(instruction.channel, 0)
-        self._sent[instruction.channel] = number + 1
+        messages, meeting = self._transport.messages, self._matching.of(instruction)
         source, last = instruction.reads[0].slot, instruction.reads[0].last
         mark = arrival(self._device)
 
         def send() -> None:
             mark.record()
-            messages[number] = (slots[source], mark)
+            messages[meeting] = (slots[source], mark)
             if last:
                 slots[source] = None
 
@@ -85,34 +77,30 @@ class LocalEndpoint:
         return None
 
     def post(self, instruction: Post, slots: Slots) -> None:
-        number = self._posted.get(instruction.channel, 0)
-        self._posted[instruction.channel] = number + 1
-        self._post[instruction.node] = (instruction.channel, number)
+        self._post[instruction.node] = self._matching.of(instruction)
 
     def collective(self, instruction: Collective, exchange: Exchange, slots: Slots) -> Bound:
-        meetings, place, member = self._transport.meetings, instruction.meeting, self._plan.device
-        self._meet[instruction.node] = (instruction.members, exchange)
+        collectives, meeting, member = self._transport.collectives, self._matching.of(instruction), self._plan.device
+        self._meet[instruction.node] = (meeting, instruction, exchange)
         states, node, mark = self._state, instruction.node, arrival(self._device)
 
         def start() -> None:
             state = states[node] = exchange.bring()
             parts = exchange.parts(state)
             mark.record()
-            meetings[place].brought[member] = (parts, mark)
+            collectives[meeting].brought[member] = (parts, mark)
 
         return start
 
     def wait(self, instruction: Wait, slots: Slots) -> Bound:
         if instruction.node in self._meet:
             return self._wait_for_all(instruction, slots)
-        channel, number = self._post[instruction.node]
-        messages, slot, device = self._transport.messages[channel], instruction.into, self._device
+        messages, meeting, slot, device = self._transport.messages, self._post[instruction.node], instruction.into, self._device
 
         def wait() -> object:
-            message = messages[number] if number < len(messages) else None
+            message = messages.pop(meeting, None)
             if message is None:
                 return BLOCKED
-            messages[number] = None
             slots[slot] = message[1].take(message[0], device)
             return None
 
@@ -120,18 +108,18 @@ class LocalEndpoint:
 
     def _wait_for_all(self, instruction: Wait, slots: Slots) -> Bound:
         transport, node, slot, device, states = self._transport, instruction.node, instruction.into, self._device, self._state
-        members, exchange = self._meet[node]
-        place, own = (node, members), members.index(self._plan.device)
+        meeting, collective, exchange = self._meet[node]
+        members, own = collective.members, collective.members.index(self._plan.device)
 
         def wait() -> object:
-            meeting = transport.meetings[place]
-            if len(meeting.brought) < len(members):
+            here = transport.collectives[meeting]
+            if len(here.brought) < len(members):
                 return BLOCKED
-            parts = [_taken(brought[own], mark, device) for brought, mark in (meeting.brought[member] for member in members)]
+            parts = [_taken(brought[own], mark, device) for brought, mark in (here.brought[member] for member in members)]
             slots[slot] = exchange.join(states.pop(node), parts)
-            meeting.taken += 1
-            if meeting.taken == len(members):
-                transport.meetings[place] = _Meeting()
+            here.taken += 1
+            if here.taken == len(members):
+                transport.collectives[meeting] = _Collective()
             return None
 
         return wait

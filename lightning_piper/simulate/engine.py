@@ -24,13 +24,19 @@ from typing import Any, NamedTuple
 from lightning_piper.errors import VerificationError
 from lightning_piper.ir.dag import TrainingDAG
 from lightning_piper.ir.nodes import Chunk
-from lightning_piper.plan.instructions import Await, Channel, Collective, Instruction, Post, Record, Retire, Run, Send, Wait
+from lightning_piper.plan.instructions import Await, Collective, Instruction, Post, Record, Retire, Run, Send, Wait
+from lightning_piper.plan.matching import Matching, Meeting, parties
 from lightning_piper.plan.plan import Plan
 from lightning_piper.simulate.durations import Number, Work
 from lightning_piper.simulate.network import Network
 
 Interval = tuple[Number, Number]
 Lane = tuple[str, object]  # a channel or a group
+
+
+def lane_of(instruction: Send | Post | Collective) -> Lane:
+    """What exchanges take turns on."""
+    return ("group", instruction.group) if isinstance(instruction, Collective) else ("channel", instruction.channel)
 
 
 class Span(NamedTuple):
@@ -123,9 +129,8 @@ class _World:
         self.trace = Trace(times={device: [] for device in plans})
         self._clocks: dict[tuple[int, str], _Clock] = {}
         self._events: dict[tuple[int, int], tuple[Interval, int]] = {}  # (device, event) -> (time, since), node
-        self._messages: dict[Channel, list[_Exchange]] = {}
-        self._ends: dict[tuple[Channel, int], int] = {}  # (channel, 0 for its sender or 1) -> messages so far
-        self._collectives: dict[tuple[int, tuple[int, ...]], _Exchange] = {}
+        self._matching = Matching()
+        self._exchanges: dict[Meeting, _Exchange] = {}
         self._started: dict[tuple[int, int], _Exchange] = {}  # (device, node)
         self._free: dict[Lane, Number] = {}  # lane -> end of its last exchange
 
@@ -150,8 +155,8 @@ class _World:
                 # Nothing here needs what was sent, so this is no time of waiting for communication.
                 end = self._started[device, instruction.node].end
                 self._hold(device, instruction, clock, (end, end), instruction.node)
-            case Send() | Post():
-                freed = self._join(device, instruction, clock, self._message(instruction))
+            case Send() | Post() | Collective():
+                freed = self._join(device, instruction, clock, self._exchange(instruction))
             case Record():
                 self._events[device, instruction.event] = ((clock.time, clock.since), instruction.node)
             case Await():
@@ -160,8 +165,6 @@ class _World:
                         f"plan of device {device}: {instruction.where}: event e{instruction.event} is awaited before it is recorded"
                     )
                 self._hold(device, instruction, clock, *self._events[device, instruction.event])
-            case Collective():
-                freed = self._join(device, instruction, clock, self._collective(instruction))
             case _:
                 self._occupy(device, instruction, clock)
         self.trace.times[device].append((start, clock.time))
@@ -189,19 +192,11 @@ class _World:
         about = (instruction.node, instruction.label, kind, instruction.origin)
         self.trace.spans.append(Span(device, instruction.stream, start, end, *about))
 
-    def _message(self, instruction: Send | Post) -> _Exchange:
-        """The k-th send of a channel meets the k-th post."""
-        channel = instruction.channel
-        end = (channel, 0 if isinstance(instruction, Send) else 1)
-        number = self._ends.get(end, 0)
-        self._ends[end] = number + 1
-        messages = self._messages.setdefault(channel, [])
-        if number == len(messages):
-            messages.append(_Exchange(("channel", channel), 2))
-        return messages[number]
-
-    def _collective(self, instruction: Collective) -> _Exchange:
-        return self._collectives.setdefault(instruction.meeting, _Exchange(("group", instruction.group), len(instruction.members)))
+    def _exchange(self, instruction: Send | Post | Collective) -> _Exchange:
+        meeting = self._matching.of(instruction)
+        if meeting not in self._exchanges:
+            self._exchanges[meeting] = _Exchange(lane_of(instruction), parties(instruction))
+        return self._exchanges[meeting]
 
     def _join(self, device: int, instruction: Instruction, clock: _Clock, exchange: _Exchange) -> list[int]:
         self._started[device, instruction.node] = exchange

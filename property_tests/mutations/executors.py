@@ -220,14 +220,14 @@ def _message_of_the_step_before(original: Function, seeded: Seeded) -> Function:
         bound = original(self, instruction, slots)
         if instruction.node in self._meet:
             return bound
-        channel, number = self._post[instruction.node]
-        messages = self._transport.messages[channel]
+        meeting, messages = self._post[instruction.node], self._transport.messages
 
         def wait_and_keep() -> object:
-            message = messages[number]
+            message = messages.get(meeting)
             result = bound()
-            messages[number] = message
-            seeded.hits += message is not None
+            if message is not None:
+                messages[meeting] = message
+                seeded.hit()
             return result
 
         return wait_and_keep
@@ -240,10 +240,10 @@ def _message_of_the_step_before(original: Function, seeded: Seeded) -> Function:
 def _metrics_not_summed_over_devices(original: Function, seeded: Seeded) -> Function:
     def wait_for_all(self: Any, instruction: ins.Wait, slots: list[Any]) -> Function:
         bound, me = original(self, instruction, slots), self._plan.device
-        place = (instruction.node, self._meet[instruction.node][0])
+        meeting = self._meet[instruction.node][0]
 
         def wait() -> object:
-            parts = self._transport.meetings[place].brought.get(me, ((None,),))[0]
+            parts = self._transport.collectives[meeting].brought.get(me, ((None,),))[0]
             result = bound()
             if slots[instruction.into] is not None:
                 slots[instruction.into] = parts[0] if isinstance(parts[0], tuple) else (parts[0],)
