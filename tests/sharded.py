@@ -140,7 +140,7 @@ def trained_in_shards(model: Captured, dag: TrainingDAG) -> dict[str, torch.Tens
                 full = whole.setdefault(name, view_as(torch.full((specs[name].numel,), float("nan"), dtype=specs[name].dtype),
                                                       specs[name]))  # fmt: skip
                 start, stop = ranges[name]
-                full.permute(specs[name].layout).view(-1)[start:stop] = own[name].detach()
+                full.permute(specs[name].dim_order).view(-1)[start:stop] = own[name].detach()
     return whole
 
 

@@ -58,7 +58,7 @@ class Piece:
         shape: of the whole tensor.
         start, stop: the elements `start:stop`, in the order in which they lie in memory.
         tensor: their values, of one dimension, on any device.
-        layout: dimensions of the whole tensor from the slowest to the fastest in memory; None: as they are counted.
+        dim_order: dimensions of the whole tensor from the slowest to the fastest in memory; None: as they are counted.
     """
 
     key: str
@@ -66,13 +66,13 @@ class Piece:
     start: int
     stop: int
     tensor: torch.Tensor
-    layout: tuple[int, ...] | None = None
+    dim_order: tuple[int, ...] | None = None
 
     @property
     def spec(self) -> dict[str, Any]:
         """What the whole tensor is, in JSON."""
-        layout = range(len(self.shape)) if self.layout is None else self.layout
-        return {"shape": list(self.shape), "layout": list(layout), "dtype": str(self.tensor.dtype).removeprefix("torch.")}
+        dim_order = range(len(self.shape)) if self.dim_order is None else self.dim_order
+        return {"shape": list(self.shape), "layout": list(dim_order), "dtype": str(self.tensor.dtype).removeprefix("torch.")}
 
 
 class SavePieces(SavePlanner):

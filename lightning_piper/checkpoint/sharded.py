@@ -1,4 +1,4 @@
-"""Sharded checkpoints: every process writes what it holds, and reads what it needs, under the same layout or another one.
+"""Sharded checkpoints: every process writes what it holds, and reads what it needs, under the same program or another one.
 
 A checkpoint is a directory of
 
@@ -162,7 +162,7 @@ class Opened:
 
 
 def load(path: str | Path, wanted: Sequence[Piece], world: World, weights_only: bool = True) -> dict[str, Any]:
-    """Read a checkpoint, whatever the layout under which it was saved. Collective.
+    """Read a checkpoint, whatever the program under which it was saved. Collective.
 
     Args:
         path: of the directory.
@@ -240,7 +240,7 @@ def fill(opened: Opened, wanted: Sequence[Piece], world: World) -> None:
     _checkpointed(world, doing, lambda **how: dcp.load({}, **options, **how))
     for piece in relaid:
         tensor = view_as(whole[piece.key].tensor, opened.spec_of(piece.key))
-        target = TensorSpec(piece.shape, tensor.dtype, _strides(piece.shape, piece.layout))
+        target = TensorSpec(piece.shape, tensor.dtype, _strides(piece.shape, piece.dim_order))
         piece.tensor.detach().copy_(flattened(tensor, target)[piece.start : piece.stop])
 
 
@@ -260,10 +260,10 @@ def _order(spec: dict[str, Any]) -> list[int]:
     return [d for d in spec["layout"] if spec["shape"][d] != 1]
 
 
-def _strides(shape: Sequence[int], layout: Sequence[int] | None) -> tuple[int, ...]:
+def _strides(shape: Sequence[int], dim_order: Sequence[int] | None) -> tuple[int, ...]:
     """Of a dense tensor."""
     strides, step = [0] * len(shape), 1
-    for d in reversed(range(len(shape)) if layout is None else layout):
+    for d in reversed(range(len(shape)) if dim_order is None else dim_order):
         strides[d], step = step, step * max(1, shape[d])
     return tuple(strides)
 
@@ -272,6 +272,6 @@ def read_whole(opened: Opened, keys: Iterable[str]) -> dict[str, torch.Tensor]:
     """Whole tensors, with the strides that they had when they were saved, in this process alone."""
     specs = {key: opened.spec_of(key) for key in keys}
     flat = {key: torch.empty(spec.numel, dtype=spec.dtype) for key, spec in specs.items()}
-    pieces = [Piece(key, spec.shape, 0, spec.numel, flat[key], spec.layout) for key, spec in specs.items()]
+    pieces = [Piece(key, spec.shape, 0, spec.numel, flat[key], spec.dim_order) for key, spec in specs.items()]
     fill(opened, pieces, World(0, 1, torch.device("cpu")))
     return {key: view_as(flat[key], spec) for key, spec in specs.items()}

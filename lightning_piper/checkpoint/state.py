@@ -15,10 +15,10 @@ from torch import nn
 from lightning_piper.checkpoint.pieces import Piece
 from lightning_piper.checkpoint.sharded import fill, open_checkpoint
 from lightning_piper.errors import PiperError
-from lightning_piper.holdings.layout import Layout
 from lightning_piper.holdings.materialize import empty_like, is_on_meta, load_state, places_of, put, tensor_at
 from lightning_piper.holdings.optimizer import ShardedOptimizer
 from lightning_piper.holdings.ownership import Ownership
+from lightning_piper.holdings.tensor_map import TensorMap
 from lightning_piper.ir.buckets import flattened, view_as
 from lightning_piper.ir.values import TensorSpec
 from lightning_piper.processes.world import World
@@ -96,18 +96,18 @@ def pieces_of(module: nn.Module, ownership: Ownership, optimizer: ShardedOptimiz
     Args:
         running: the module is distributed, as `ownership` says; else it was.
     """
-    layout = ownership.layout
+    tensor_map = ownership.tensor_map
     if running or not ownership.whole:
         found = [(f"state_dict.{p.name}", p.name, p.start, p.stop, p.tensor) for p in ownership.pieces(replicas=True)]
     else:  # every process has the whole module again, and may have changed it since
         tensors = {**dict(module.named_parameters()), **dict(module.named_buffers())}
-        specs = {name: spec for name, spec in layout.specs.items() if name in tensors}
+        specs = {name: spec for name, spec in tensor_map.specs.items() if name in tensors}
         found = [
             (f"state_dict.{name}", name, 0, spec.numel, flattened(tensors[name].detach(), spec)) for name, spec in specs.items()
         ]
     found += [(f"{OPTIMIZER}.{p.name}.{p.key}", p.name, p.start, p.stop, p.tensor) for p in optimizer.pieces(replicas=True)]
     return [
-        Piece(key, layout.specs[name].shape, start, stop, tensor, layout.specs[name].layout)
+        Piece(key, tensor_map.specs[name].shape, start, stop, tensor, tensor_map.specs[name].dim_order)
         for key, name, start, stop, tensor in found
         if key in keys
     ]
@@ -197,7 +197,7 @@ class Loading:
             if name in keys:
                 values = tensor.detach()
                 flat = values if values.shape == (stop - start,) else flattened(values, spec)
-                wanted.append((values, spec, Piece(keys[name], spec.shape, start, stop, flat, spec.layout)))
+                wanted.append((values, spec, Piece(keys[name], spec.shape, start, stop, flat, spec.dim_order)))
 
         if parts is None:
             for name, places in places_of(module).items():
@@ -207,23 +207,23 @@ class Loading:
                 spec = TensorSpec.of(tensor)
                 want(name, tensor, spec, 0, spec.numel)
         else:
-            layout = parts.layout
+            tensor_map = parts.tensor_map
             for name, tensor in {**parts.owned_params, **parts.owned_buffers}.items():
-                held = layout.held(name, self._world.rank)
+                held = tensor_map.held(name, self._world.rank)
                 assert held is not None
-                want(name, tensor, layout.specs[name], *held)
+                want(name, tensor, tensor_map.specs[name], *held)
         fill(self._opened, [piece for *_, piece in wanted], self._world)
         for values, spec, piece in wanted:
             if piece.tensor.data_ptr() != values.data_ptr():  # `flattened` had to copy
                 values.copy_(view_as(piece.tensor, spec))
 
-    def optimizer(self, saved: Mapping[str, Any], optimizer: ShardedOptimizer, layout: Layout) -> None:
+    def optimizer(self, saved: Mapping[str, Any], optimizer: ShardedOptimizer, tensor_map: TensorMap) -> None:
         """Read what this process has of the optimizer's state.
 
         Args:
             saved: the state in canonical form, with references.
             optimizer: cut down to what this process holds.
-            layout: who holds what.
+            tensor_map: who holds what.
         """
         rank = self._world.rank
         pieces: list[Piece] = []
@@ -236,10 +236,10 @@ class Loading:
                 key = key_of(value)
                 if key is None or name is None:
                     continue
-                spec, held = layout.specs[name], layout.held(name, rank)
+                spec, held = tensor_map.specs[name], tensor_map.held(name, rank)
                 assert held is not None
                 flat = torch.empty(held[1] - held[0], dtype=self._opened.dtype_of(key))
-                pieces.append(Piece(key, spec.shape, *held, flat, spec.layout))
-                states[number][kind] = view_as(flat, spec) if layout.holds_whole(name, rank) else flat
+                pieces.append(Piece(key, spec.shape, *held, flat, spec.dim_order))
+                states[number][kind] = view_as(flat, spec) if tensor_map.holds_whole(name, rank) else flat
         fill(self._opened, pieces, self._world)
         optimizer.load_parts(saved["param_groups"], states)

@@ -16,9 +16,9 @@ from torch.optim import Optimizer
 from lightning_piper.compiler import Compiled
 from lightning_piper.errors import PiperError
 from lightning_piper.holdings.elementwise import NotElementwise, StateKeys, Untried, remade, sees_others, state_keys
-from lightning_piper.holdings.layout import Piece
 from lightning_piper.holdings.materialize import places_of, tensor_at
 from lightning_piper.holdings.ownership import Ownership, parts_of
+from lightning_piper.holdings.tensor_map import Piece
 from lightning_piper.ir.buckets import flattened, view_as
 from lightning_piper.ir.nodes import Chunk
 from lightning_piper.ops.gather import Parameters
@@ -97,7 +97,7 @@ class ShardedOptimizer:
                 if name is None or new is p:
                     continue
                 state = optimizer.state.pop(p, None)
-                if new is not None and (ownership.layout.is_sharded(name) or (state and p.is_meta)):
+                if new is not None and (ownership.tensor_map.is_sharded(name) or (state and p.is_meta)):
                     lacking.add(new)
                 elif new is not None and state:
                     optimizer.state[new] = state
@@ -144,7 +144,7 @@ class ShardedOptimizer:
 
     def _checked(self, compiled: Compiled) -> StateKeys:
         """What the state of parameters in pieces consists of. All processes find the same."""
-        is_sharded = self._ownership.layout.is_sharded
+        is_sharded = self._ownership.tensor_map.is_sharded
         sharded = {name: x for name, x in self._ownership.params.items() if is_sharded(name)}
         found = [name for names in self.names for name in names if name in sharded]
         if not found:
@@ -197,8 +197,8 @@ class ShardedOptimizer:
         """
         found = []
         for name, p, state in self._spoken(replicas):
-            spec, held = self._ownership.layout.specs[name], self._ownership.layout.speaking(name, self._world.rank)
-            whole = self._ownership.layout.holds_whole(name, self._world.rank)
+            spec, held = self._ownership.tensor_map.specs[name], self._ownership.tensor_map.speaking(name, self._world.rank)
+            whole = self._ownership.tensor_map.holds_whole(name, self._world.rank)
             assert held is not None
             for key, value in state.items():
                 if spec.shape and self._keys.is_cut(key, value, p.shape):
@@ -210,10 +210,10 @@ class ShardedOptimizer:
         parameters without dimensions, in which the two look alike."""
         found = {}
         for name, p, state in self._spoken():
-            shape = self._ownership.layout.specs[name].shape
+            shape = self._ownership.tensor_map.specs[name].shape
             for key, value in state.items():
                 cut = self._keys.is_cut(key, value, p.shape)
-                if self._ownership.layout.speakers(name)[self._world.rank][0] == 0 and not (shape and cut):
+                if self._ownership.tensor_map.speakers(name)[self._world.rank][0] == 0 and not (shape and cut):
                     found[name, key] = value.reshape(shape) if cut else value
         return found
 
@@ -222,7 +222,7 @@ class ShardedOptimizer:
         for _, name, p in self.held():
             if name is None or p not in self.optimizer.state:
                 continue
-            if self._ownership.speaks_for(name) or (replicas and self._ownership.layout.speaking(name, self._world.rank)):
+            if self._ownership.speaks_for(name) or (replicas and self._ownership.tensor_map.speaking(name, self._world.rank)):
                 yield name, p, self.optimizer.state[p]
 
     def held(self) -> Iterator[tuple[int, str | None, Tensor]]:
@@ -272,9 +272,9 @@ class ShardedOptimizer:
 
     def _joined(self, name: str | None, parts: Mapping[int, State]) -> State | None:
         """One parameter's state from those of its pieces; None where only the lead has them all."""
-        if name is None or not self._ownership.layout.is_sharded(name):
+        if name is None or not self._ownership.tensor_map.is_sharded(name):
             return next(iter(parts.values()))
-        ranges, spec = self._ownership.layout.speakers(name), self._ownership.layout.specs[name]
+        ranges, spec = self._ownership.tensor_map.speakers(name), self._ownership.tensor_map.specs[name]
         if not self._world.leads:
             return None
         if parts.keys() != ranges.keys():
@@ -341,10 +341,10 @@ class ShardedOptimizer:
 
     def cut(self, name: str | None, full: State) -> State:
         """This process's part of a parameter's state."""
-        layout = self._ownership.layout
-        if name is None or layout.holds_whole(name, self._world.rank):
+        tensor_map = self._ownership.tensor_map
+        if name is None or tensor_map.holds_whole(name, self._world.rank):
             return full
-        held, spec = layout.held(name, self._world.rank), layout.specs[name]
+        held, spec = tensor_map.held(name, self._world.rank), tensor_map.specs[name]
         assert held is not None
         return {
             key: flattened(value, spec)[slice(*held)].clone() if self._keys.is_cut(key, value, spec.shape) else value

@@ -151,9 +151,9 @@ class Bucket:
 
 def view_as(flat: torch.Tensor, spec: TensorSpec) -> torch.Tensor:
     """One dimension -> the spec's shape and strides. Of a tensor with holes in its memory, the strides without the holes."""
-    layout = spec.layout
-    inverse = sorted(range(len(layout)), key=layout.__getitem__)
-    view = flat.view([spec.shape[d] for d in layout]).permute(inverse)
+    dim_order = spec.dim_order
+    inverse = sorted(range(len(dim_order)), key=dim_order.__getitem__)
+    view = flat.view([spec.shape[d] for d in dim_order]).permute(inverse)
     # The stride of a dimension with one element says nothing about memory, but may choose a kernel.
     if any(n > 1 and a != b for n, a, b in zip(spec.shape, view.stride(), spec.stride, strict=True)):
         return view
@@ -162,7 +162,7 @@ def view_as(flat: torch.Tensor, spec: TensorSpec) -> torch.Tensor:
 
 def flattened(tensor: torch.Tensor, spec: TensorSpec) -> torch.Tensor:
     """The reverse of `view_as`; a copy where the tensor lies otherwise."""
-    return tensor.permute(spec.layout).reshape(-1)
+    return tensor.permute(spec.dim_order).reshape(-1)
 
 
 @torch.no_grad()

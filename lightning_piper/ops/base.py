@@ -11,6 +11,7 @@ somebody else's file, which registers its operation.
 
 from __future__ import annotations
 
+import warnings
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -168,7 +169,7 @@ class Binding:
         endpoint: of the transport.
         shards: for each bucket of which the device has a shard, the flat tensor that it keeps.
         chunks: binds a chunk's code (`runtime.chunks.ChunkBinder`).
-        outbox: takes what the step hands out (`runtime.outbox.Outbox`).
+        step_outputs: takes what the step hands out (`runtime.step_outputs.StepOutputs`).
         common: what the instructions of one operation share, by a name of theirs.
     """
 
@@ -178,8 +179,14 @@ class Binding:
     endpoint: Endpoint
     shards: Mapping[Bucket, torch.Tensor]
     chunks: Any
-    outbox: Any
+    step_outputs: Any
     common: dict[str, Any] = field(default_factory=dict)
+
+    @property
+    def outbox(self) -> Any:
+        """`step_outputs`, by the name that it had before."""
+        warnings.warn("Binding.outbox is Binding.step_outputs now; outbox ends with 0.3", DeprecationWarning, stacklevel=2)
+        return self.step_outputs
 
 
 def nothing(plan: Planning, node: Any) -> None:

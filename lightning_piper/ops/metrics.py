@@ -254,12 +254,12 @@ def bind_merge(instruction: Merge, on: Binding) -> Bound:
 
 
 def bind_report(instruction: ReportInstruction, on: Binding) -> Bound:
-    reads, replicas, slots, outbox, device = instruction.reads, instruction.replicas, on.slots, on.outbox, on.device
+    reads, replicas, slots, step_outputs, device = instruction.reads, instruction.replicas, on.slots, on.step_outputs, on.device
     extremes = [(m, getattr(torch, f"a{how}")) for m, how in enumerate(instruction.reductions) if how in ("max", "min")]
 
     def report() -> None:
         if not reads:  # nothing is logged
-            outbox.metrics = torch.zeros(0, dtype=torch.float64, device=device)
+            step_outputs.metrics = torch.zeros(0, dtype=torch.float64, device=device)
             return
         total = slots[reads[0].slot][0]
         for read in reads[1:]:
@@ -274,7 +274,7 @@ def bind_report(instruction: ReportInstruction, on: Binding) -> Bound:
                 total = total + row
             for metric, extreme in extremes:
                 total[metric] = extreme(rows[:, metric])
-        outbox.metrics = total
+        step_outputs.metrics = total
 
     return report
 

@@ -263,7 +263,7 @@ def _bind_add_flat(instruction: Add, bucket: Bucket, slots: Slots, device: torch
 
 
 def bind_deliver(instruction: Deliver, on: Binding) -> Any:
-    return on.outbox.bind_deliver(instruction, on.slots, on.endpoint.hands_over)
+    return on.step_outputs.bind_deliver(instruction, on.slots, on.endpoint.hands_over)
 
 
 register_operation(

@@ -17,7 +17,7 @@ from lightning_piper.plan.instructions import Instruction
 from lightning_piper.plan.plan import Plan
 from lightning_piper.runtime.carry import Carry, bind_keep, bind_merge_kept, is_late, keys_of, slots_made_late
 from lightning_piper.runtime.chunks import ChunkBinder
-from lightning_piper.runtime.outbox import Outbox
+from lightning_piper.runtime.step_outputs import StepOutputs
 from lightning_piper.runtime.streams import streams_of
 from lightning_piper.runtime.transport import BLOCKED, Bound, Slots, Transport
 
@@ -78,10 +78,10 @@ class Executor:
         self._device = device
         self._slots: Slots = [None] * plan.slots
         self._chunks = ChunkBinder(plan, step, params, buffers, self._slots, device)
-        self._outbox = Outbox(buffers, self._chunks.given)
+        self._step_outputs = StepOutputs(buffers, self._chunks.given)
         self._endpoint = transport.endpoint(plan, device)
         self._binding = Binding(self._slots, device, plan.device, self._endpoint, _checked(plan, shards or {}), self._chunks,
-                                self._outbox)  # fmt: skip
+                                self._step_outputs)  # fmt: skip
         self._streams = streams_of(plan, device, own_compute=self._endpoint.hands_over)
         self._carry: Carry = {} if carry is None else carry
         self._carry_keys = keys_of(plan)
@@ -162,7 +162,7 @@ class Executor:
             self._code = self.observer(self._code, self._source)
         self._running, self.position = True, 0
         leaves = [x.to(self._device) for x in leaves]
-        self._outbox.open()
+        self._step_outputs.open()
         self._chunks.begin(leaves, seed, scale)
         self._streams.begin()
 
@@ -204,10 +204,10 @@ class Executor:
 
     def end(self) -> StepResult:
         """Finish a step whose plan has run to its end."""
-        grads, metrics, results = self._outbox.empty()
+        grads, metrics, results = self._step_outputs.empty()
         with torch.no_grad():
             self._streams.end([*grads.values(), metrics, *results.values()])
-            self._outbox.commit()
+            self._step_outputs.commit()
         self._chunks.end()
         self._running = False
         return StepResult(grads, metrics, results)

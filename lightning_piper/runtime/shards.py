@@ -37,7 +37,7 @@ def joined(plans: Sequence[Plan], results: Sequence[StepResult]) -> dict[str, to
                 if name in found:
                     piece = found.pop(name)
                     whole = grads.setdefault(name, view_as(piece.new_empty(specs[name].numel), specs[name]))
-                    whole.permute(specs[name].layout).view(-1)[start:stop] = piece
+                    whole.permute(specs[name].dim_order).view(-1)[start:stop] = piece
         for name, grad in found.items():
             grads.setdefault(name, grad)
     return grads

@@ -232,7 +232,7 @@ class PiperStrategy(EvaluatingStrategy):
 
     def _load_optimizer(self, fit: Fit, state: State) -> None:
         if self._restored.sharded is not None and referenced(state):
-            self._restored.sharded.optimizer(state, fit.optimizer, fit.ownership.layout)
+            self._restored.sharded.optimizer(state, fit.optimizer, fit.ownership.tensor_map)
         else:
             fit.optimizer.load_full_state(state)
 

@@ -21,7 +21,7 @@ from lightning_piper.ops.reduce import ReduceScatter
 from lightning_piper.ops.update import Accumulate, Update
 from lightning_piper.plan import instructions as ins
 from lightning_piper.plan.instructions import Instruction
-from lightning_piper.runtime import outbox
+from lightning_piper.runtime import step_outputs
 from property_tests.mutations.plans import _drop, _plan_bug
 from property_tests.mutations.table import Function, Seeded, Wrap, mutation
 from property_tests.mutations.zero import _bypass
@@ -196,7 +196,7 @@ def _summed_with_others(original: Function, seeded: Seeded) -> Function:
 
 
 @mutation("mean over owners", "experts' gradients are divided by the number of devices", "executor",
-          (outbox.Outbox, "_deliver_flat"), scenario=SCENARIO)  # fmt: skip
+          (step_outputs.StepOutputs, "_deliver_flat"), scenario=SCENARIO)  # fmt: skip
 def _mean_over_owners(original: Function, seeded: Seeded) -> Function:
     def deliver_flat(self: Any, instruction: ins.Deliver, bucket: Bucket, taken: Function, copy: bool) -> Any:
         def less() -> Any:

@@ -15,7 +15,7 @@ from lightning_piper.ops import chunk as chunk_operation
 from lightning_piper.ops import gather, reduce
 from lightning_piper.ops.base import BINDERS
 from lightning_piper.plan import instructions as ins
-from lightning_piper.runtime import chunks, collectives, outbox, process
+from lightning_piper.runtime import chunks, collectives, process, step_outputs
 from property_tests.mutations.table import Function, Seeded, Wrap, mutation
 
 GATHERED, SCATTERED, SUMMED = (gather._AllGather, "join"), (reduce._ReduceScatter, "join"), (reduce._AllReduce, "join")
@@ -117,7 +117,7 @@ def _strides_lost_in_a_bucket(original: Function, seeded: Seeded) -> Function:
 
 
 @mutation("shard delivered as the whole", "a device's piece is handed out from the beginning of the bucket", "executor",
-          (outbox.Outbox, "_deliver_flat"), scenario="sharded optimizer")  # fmt: skip
+          (step_outputs.StepOutputs, "_deliver_flat"), scenario="sharded optimizer")  # fmt: skip
 def _shard_delivered_as_the_whole(original: Function, seeded: Seeded) -> Function:
     def deliver_flat(self: Any, instruction: ins.Deliver, *args: Any) -> Any:
         seeded.hits += bool(instruction.shard)

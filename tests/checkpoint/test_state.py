@@ -57,7 +57,7 @@ def test_from_one_layout_into_another(tmp_path):
     loading.module(other.module, loading.content["state_dict"], True, None)
     assert same(values(one.module), values(other.module))
     assert not equal(one.optimizer.full_state(), other.optimizer.full_state())
-    loading.optimizer(loading.content["optimizer_states"][0], other.optimizer, other.own.layout)
+    loading.optimizer(loading.content["optimizer_states"][0], other.optimizer, other.own.tensor_map)
     assert equal(one.optimizer.full_state(), other.optimizer.full_state())
 
 

@@ -179,7 +179,7 @@ def train(rank: int, jobs: list[Job]) -> list[Trained]:
                 at += plans[rank].replica * bucket.shard if len(flat) > bucket.shard else 0
                 spec = bucket.tensors[bucket.names.index(name)]
                 own[name] = torch.full(spec.shape, float("nan"))
-                own[name].permute(spec.layout).view(-1)[start:stop] = flat[at : at + stop - start].detach()
+                own[name].permute(spec.dim_order).view(-1)[start:stop] = flat[at : at + stop - start].detach()
                 tensors[name] = own[name]
         # A buffer is this device's if it holds the region that changes it; all others are as they were.
         changed = {n: x.detach() for n, x in tensors.items() if n in own or not torch.equal(x, one.tensors[n])}

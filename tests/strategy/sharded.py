@@ -22,7 +22,7 @@ from torch import Tensor
 
 import lightning_piper as piper
 from lightning_piper.directives import Directive, Replicate
-from lightning_piper.holdings.layout import Piece
+from lightning_piper.holdings.tensor_map import Piece
 from lightning_piper.runtime.process import ProcessEndpoint
 from lightning_piper.strategy import fit as fit_module
 from tests.strategy.fitting import Batches, sharing_captures, trainer, values

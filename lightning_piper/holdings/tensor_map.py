@@ -61,7 +61,7 @@ class Piece:
     key: str = ""
 
 
-class Layout:
+class TensorMap:
     """Attributes:
     homes: canonical name -> its homes. The first one speaks for the tensor: in checkpoints and in norms.
     specs: canonical name -> spec of the whole tensor.

@@ -11,7 +11,7 @@ from lightning_piper.ops.base import Bound, Bundle, Slots, take
 from lightning_piper.plan.instructions import Deliver
 
 
-class Outbox:
+class StepOutputs:
     """Filled during a step and emptied at its end.
 
     Gradients are the caller's to change in place (clipping, scaling), so they must share memory with nothing else: a gradient
