@@ -18,7 +18,7 @@ from lightning_piper.errors import PiperError
 from lightning_piper.holdings.elementwise import NotElementwise, StateKeys, Untried, remade, sees_others, state_keys
 from lightning_piper.holdings.materialize import places_of, tensor_at
 from lightning_piper.holdings.ownership import Ownership, parts_of
-from lightning_piper.holdings.tensor_map import Piece
+from lightning_piper.holdings.tensor_map import LocalShard
 from lightning_piper.ir.buckets import flattened, view_as
 from lightning_piper.ir.nodes import Chunk
 from lightning_piper.ops.gather import Parameters
@@ -65,7 +65,7 @@ def check_groups(names: Names, full: Sequence[State]) -> None:
 
 class ShardedOptimizer:
     """Cuts an optimizer when it is made: `group["params"]` loses, in place, the parameters of other processes, and has this
-    process's pieces of those that are sharded. All groups stay, also empty ones, for schedulers hold them.
+    process's local shards of those that are sharded. All groups stay, also empty ones, for schedulers hold them.
 
     Args:
         optimizer: over the parameters that the whole module had before it was distributed.
@@ -143,7 +143,7 @@ class ShardedOptimizer:
             )
 
     def _checked(self, compiled: Compiled) -> StateKeys:
-        """What the state of parameters in pieces consists of. All processes find the same."""
+        """What the state of sharded parameters consists of. All processes find the same."""
         is_sharded = self._ownership.tensor_map.is_sharded
         sharded = {name: x for name, x in self._ownership.params.items() if is_sharded(name)}
         found = [name for names in self.names for name in names if name in sharded]
@@ -188,7 +188,7 @@ class ShardedOptimizer:
                 "what each process holds. Change them (add_param_group) before it, up to on_train_start, or call fit again"
             )
 
-    def pieces(self, replicas: bool = False) -> list[Piece]:
+    def local_shards(self, replicas: bool = False) -> list[LocalShard]:
         """The state tensors with a number for each element, as far as this process speaks for them: over all processes, each
         element once.
 
@@ -202,7 +202,7 @@ class ShardedOptimizer:
             assert held is not None
             for key, value in state.items():
                 if spec.shape and self._keys.is_cut(key, value, p.shape):
-                    found.append(Piece(name, spec.shape, value.dtype, *held, flattened(value, spec) if whole else value, key))
+                    found.append(LocalShard(name, spec.shape, value.dtype, *held, flattened(value, spec) if whole else value, key))
         return found
 
     def once(self) -> dict[tuple[str, str], Any]:
@@ -227,7 +227,7 @@ class ShardedOptimizer:
 
     def held(self) -> Iterator[tuple[int, str | None, Tensor]]:
         """What this process has: number in the canonical form, canonical name (None for what is not the module's), and the whole
-        parameter or its piece."""
+        parameter or its local shard."""
         number = 0
         for group, names, kept in zip(self.optimizer.param_groups, self.names, self._kept, strict=True):
             params = iter(group["params"])
@@ -237,8 +237,9 @@ class ShardedOptimizer:
                 number += 1
 
     def outline(self, refer: Callable[[str, str], Any]) -> State:
-        """The state in canonical form, with `refer(parameter, key)` in the place of everything that is in `pieces`. Collective."""
-        own = [(p.name, p.key) for p in self.pieces()]
+        """The state in canonical form, with `refer(parameter, key)` in the place of everything that is in `local_shards`.
+        Collective."""
+        own = [(p.name, p.key) for p in self.local_shards()]
         others = {n: self.optimizer.state[p] for n, name, p in self.held() if name is None and p in self.optimizer.state}
         numbers = {name: number for number, name in enumerate(name for names in self.names for name in names)}
         state: dict[int, State] = {}
@@ -271,7 +272,7 @@ class ShardedOptimizer:
         return {"state": state, "param_groups": self.full_groups()}
 
     def _joined(self, name: str | None, parts: Mapping[int, State]) -> State | None:
-        """One parameter's state from those of its pieces; None where only the lead has them all."""
+        """One parameter's state from those of its local shards; None where only the lead has them all."""
         if name is None or not self._ownership.tensor_map.is_sharded(name):
             return next(iter(parts.values()))
         ranges, spec = self._ownership.tensor_map.speakers(name), self._ownership.tensor_map.specs[name]
@@ -320,7 +321,7 @@ class ShardedOptimizer:
 
         Args:
             full: the groups in canonical form.
-            parts: number in the canonical form -> state of the whole parameter or of its piece.
+            parts: number in the canonical form -> state of the whole parameter or of its local shard.
         """
         state: dict[int, State] = {}
         groups: list[State] = []

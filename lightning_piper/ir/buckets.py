@@ -108,19 +108,19 @@ class Bucket:
         """Which part of the parameters a replica has."""
         return self.mesh.part(replica)
 
-    def sharers(self, replica: int) -> tuple[int, ...]:
+    def shard_group(self, replica: int) -> tuple[int, ...]:
         """The replicas over which the bucket is sharded that this one has a shard of, in the order of the shards."""
         return self.mesh.line(DATA, replica)
 
     def member(self, replica: int) -> int:
         """Which shard a replica has."""
-        return self.sharers(replica).index(replica)
+        return self.shard_group(replica).index(replica)
 
     def own(self, whole: torch.Tensor, replica: int) -> torch.Tensor:
         """What a replica has of a parameter: a view of it."""
         return whole.chunk(self.degree)[self.part_of(replica)] if self.degree > 1 else whole
 
-    def pieces(self, replica: int) -> Iterator[tuple[str, int, int, int]]:
+    def local_shards(self, replica: int) -> Iterator[tuple[str, int, int, int]]:
         """What a replica's shard holds: name, and elements `start:stop` of that parameter (in the order of its memory), which
         lie in the shard from `offset` on."""
         first = self.member(replica) * self.shard

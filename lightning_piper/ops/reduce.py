@@ -105,7 +105,7 @@ def interpret_all_reduce(run: Reference, node: AllReduce) -> Made:
 def interpret_reduce_scatter(run: Reference, node: ReduceScatter) -> Made:
     bucket = bucket_of(node)
     return [
-        [[run.sum_over(node, bucket.sharers(r))[0].chunk(bucket.members)[bucket.member(r)]]] for r in run.replicas
+        [[run.sum_over(node, bucket.shard_group(r))[0].chunk(bucket.members)[bucket.member(r)]]] for r in run.replicas
     ]  # fmt: skip
 
 

@@ -155,11 +155,11 @@ def interpret_update(run: Reference, node: Update) -> Made:
         held = [run.values[ref, r] for r in run.replicas]
         placement = run.dag.value(ref).placement
         if isinstance(placement, Partial):  # not yet summed over the replicas: so it is in a program that is not finished
-            groups = [run.replicas if value.bucket is None else value.bucket.sharers(r) for r in run.replicas]
+            groups = [run.replicas if value.bucket is None else value.bucket.shard_group(r) for r in run.replicas]
             held = [fold([held[s] for s in group]) for group in groups]
         elif isinstance(placement, Shard):
             assert value.bucket is not None
-            held = [[torch.cat([held[s][0] for s in value.bucket.sharers(r)])] for r in run.replicas]
+            held = [[torch.cat([held[s][0] for s in value.bucket.shard_group(r)])] for r in run.replicas]
         summands.append(held)
     found = [fold([held[r] for held in summands]) for r in run.replicas]
     if value.bucket is not None:  # the optimizer takes gradients in the parameters' own dtype

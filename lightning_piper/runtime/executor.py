@@ -28,8 +28,8 @@ class StepResult:
 
     Attributes:
         grads: parameter name -> gradient of the weighted loss times `scale`, of the parameters updated on this device. Of a
-            parameter of which the device has a shard, the gradient of its piece, in one dimension (`Bucket.pieces`). The tensors
-            overlap with nothing else.
+            parameter of which the device has a shard, the gradient of its local shard, in one dimension (`Bucket.local_shards`).
+            The tensors overlap with nothing else.
         metrics: float64 vector of the step's loss and logged tensors, unscaled, in the order of `ops.metrics.metric_names`.
         results: of a forward-only step: name -> tensor of what it returns (`StepCode.rebuild`), of this replica's samples.
     """
@@ -95,7 +95,7 @@ class Executor:
         self._running = False
 
     def _assembled(self, bound: Sequence[Bound | None], last: bool) -> tuple[list[Bound], list[int]]:
-        """The code of a step that is, or is not, the last one of an accumulation, and the index in the plan of each piece of it."""
+        """The code of a step that is, or is not, the last one of an accumulation, and the index in the plan of each call in it."""
         code: list[Bound] = []
         source: list[int] = []
         stream, late = None, set() if last else slots_made_late(self.plan)

@@ -182,17 +182,17 @@ def _parts_exchanged(original: Function, seeded: Seeded) -> Function:
     return part_of
 
 
-@mutation("summed with another's experts", "an owner sums with those who own other experts", "executor", (Bucket, "sharers"),
+@mutation("summed with another's experts", "an owner sums with those who own other experts", "executor", (Bucket, "shard_group"),
           scenario=TWICE)  # fmt: skip
 def _summed_with_others(original: Function, seeded: Seeded) -> Function:
-    def sharers(self: Bucket, replica: int) -> tuple[int, ...]:
+    def shard_group(self: Bucket, replica: int) -> tuple[int, ...]:
         right = tuple(original(self, replica))
         if self.degree == 1:
             return right
         seeded.hit()
         return self.mesh.line(self.mesh.axes[-1], replica)
 
-    return sharers
+    return shard_group
 
 
 @mutation("mean over owners", "experts' gradients are divided by the number of devices", "executor",

@@ -94,14 +94,15 @@ def _pieces(change: Callable[[Bucket, int, Iterator[Any]], Iterator[Any]]) -> Wr
     return wrap
 
 
-mutation("pieces off by one", "a piece of a gradient begins one element too late", "executor", (Bucket, "pieces"),
+mutation("pieces off by one", "a piece of a gradient begins one element too late", "executor", (Bucket, "local_shards"),
          scenario="sharded optimizer")(
     _pieces(lambda self, member, found: ((n, a, b, at + (at + b - a < self.shard)) for n, a, b, at in found)))  # fmt: skip
-mutation("last element of a piece lost", "the last element of a parameter is not stepped", "executor", (Bucket, "pieces"),
+mutation("last element of a piece lost", "the last element of a parameter is not stepped", "executor", (Bucket, "local_shards"),
          scenario="sharded optimizer")(
     _pieces(lambda self, member, found: ((n, a, b - 1, at) for n, a, b, at in found)))  # fmt: skip
-mutation("pieces without the first parameter", "the first parameter of a shard is not stepped", "executor", (Bucket, "pieces"),
-         scenario="sharded optimizer")(_pieces(lambda self, member, found: iter(list(found)[1:])))  # fmt: skip
+mutation("pieces without the first parameter", "the first parameter of a shard is not stepped", "executor",
+         (Bucket, "local_shards"), scenario="sharded optimizer")(
+    _pieces(lambda self, member, found: iter(list(found)[1:])))  # fmt: skip
 
 
 @mutation("strides lost in a bucket", "square weights lie turned in their bucket, and pieces are not", "executor",

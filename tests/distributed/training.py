@@ -20,7 +20,7 @@ from lightning_piper.ops.metrics import metric_names
 from lightning_piper.passes import eliminate
 from lightning_piper.plan import Plan, compile_plans
 from lightning_piper.plan.instructions import Add, Post, Reduce
-from lightning_piper.runtime import Executor, ProcessTransport, pieces_of, shards_of
+from lightning_piper.runtime import Executor, ProcessTransport, local_shards_of, shards_of
 from lightning_piper.verify.interpreter import interpret
 from tests.distributed.processes import LIMIT
 from tests.models import Captured, Case, captured
@@ -158,7 +158,7 @@ def train(rank: int, jobs: list[Job]) -> list[Trained]:
         tensors = {name: x.clone() for name, x in one.tensors.items()}
         shards = shards_of(plans[rank], tensors, CPU)
         executor = Executor(plans[rank], one.step, tensors, tensors, transport, CPU, shards)
-        pieces = pieces_of(plans[rank], shards)
+        pieces = local_shards_of(plans[rank], shards)
         metrics, optimizer, own = [], None, {}
         share = slice(plans[rank].replica * plans[rank].share, (plans[rank].replica + 1) * plans[rank].share)
         leaves = [x[share] if x.ndim else x for x in one.leaves]
@@ -173,7 +173,7 @@ def train(rank: int, jobs: list[Job]) -> list[Trained]:
                 optimizer.step()
             metrics.append(result.metrics)
         for bucket, flat in shards.items():  # other pieces of a parameter are as they were, and not compared
-            for name, start, stop, at in bucket.pieces(plans[rank].replica):
+            for name, start, stop, at in bucket.local_shards(plans[rank].replica):
                 if name not in own:
                     continue  # frozen
                 at += plans[rank].replica * bucket.shard if len(flat) > bucket.shard else 0
