@@ -6,7 +6,7 @@ from collections import deque
 from collections.abc import Mapping
 
 from lightning_piper.errors import VerificationError
-from lightning_piper.plan.instructions import Channel, Collective, Instruction, Post, Retire, Send, Wait
+from lightning_piper.plan.instructions import Channel, Collective, Instruction, Irecv, Send, WaitSend, WaitWork
 from lightning_piper.plan.plan import Plan
 
 _Need = tuple[object, ...]
@@ -15,20 +15,20 @@ _Need = tuple[object, ...]
 class _World:
     """What has been issued so far on all devices.
 
-    A wait needs the message to have been sent; retiring a send needs the receive to have been posted; a collective needs all
+    A wait needs the message to have been sent; the wait for a send needs the receive to have been started; a collective needs all
     members. Nothing else blocks.
     """
 
     def __init__(self) -> None:
         self._sent: dict[Channel, int] = {}
-        self._posted: dict[Channel, int] = {}
+        self._started: dict[Channel, int] = {}
         self._members: dict[tuple[object, ...], int] = {}
-        self._number: dict[tuple[int, int], _Need] = {}  # (device, node) -> what its wait or retirement needs
+        self._number: dict[tuple[int, int], _Need] = {}  # (device, node) -> what its wait needs
         self.done: set[_Need] = set()
 
     def need(self, device: int, instruction: Instruction) -> _Need | None:
         """What must have happened before the instruction can run, or None."""
-        if isinstance(instruction, Wait | Retire):
+        if isinstance(instruction, WaitWork | WaitSend):
             return self._number.get((device, instruction.node))
         return None
 
@@ -40,8 +40,8 @@ class _World:
             number = self._sent[instruction.channel] = self._sent.get(instruction.channel, 0) + 1
             self._number[key] = ("posted", instruction.channel, number)
             happened = ("sent", instruction.channel, number)
-        elif isinstance(instruction, Post):
-            number = self._posted[instruction.channel] = self._posted.get(instruction.channel, 0) + 1
+        elif isinstance(instruction, Irecv):
+            number = self._started[instruction.channel] = self._started.get(instruction.channel, 0) + 1
             self._number[key] = ("sent", instruction.channel, number)
             happened = ("posted", instruction.channel, number)
         elif isinstance(instruction, Collective):

@@ -84,7 +84,7 @@ class BatchCheck:
         """Are values in the memory of a GPU compared with the next batch?"""
         return self._steps == 1 or self._steps % ON_GPU_EVERY == 0
 
-    def post(
+    def start(
         self, batch_spec: BatchSpec, leaves: Sequence[torch.Tensor], settings: Settings, captured: int = 0, state: int = 0
     ) -> None:
         """Begin to compare this step's batch, and finish with the last one's.

@@ -26,15 +26,15 @@ tensors. Of parameters in shards it has this device's local shard, in one dimens
 values when `step` returns. A failing instruction raises `ExecutionError`.
 """
 
-from lightning_piper.runtime.carry import Carry
 from lightning_piper.runtime.executor import Executor, StepResult
+from lightning_piper.runtime.gradient_buffer import GradientBuffer
 from lightning_piper.runtime.local import LocalTransport, run_local
 from lightning_piper.runtime.process import ProcessTransport
 from lightning_piper.runtime.shards import joined, local_shards_of, shards_of
 
 __all__ = [
-    "Carry",
     "Executor",
+    "GradientBuffer",
     "LocalTransport",
     "ProcessTransport",
     "StepResult",

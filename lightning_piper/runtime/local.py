@@ -10,7 +10,7 @@ import torch
 
 from lightning_piper.errors import ExecutionError
 from lightning_piper.ops.base import Exchange
-from lightning_piper.plan.instructions import Channel, Collective, Post, Retire, Send, Wait
+from lightning_piper.plan.instructions import Channel, Collective, Irecv, Send, WaitSend, WaitWork
 from lightning_piper.plan.plan import Plan
 from lightning_piper.runtime.executor import Executor, StepResult
 from lightning_piper.runtime.streams import Arrival, arrival
@@ -32,7 +32,7 @@ class LocalTransport:
     """
 
     def __init__(self, plans: Mapping[int, Plan]) -> None:
-        # The k-th message sent on a channel meets the k-th receive posted there, as it does between processes.
+        # The k-th message sent on a channel meets the k-th receive started there, as it does between processes.
         self.messages: dict[Channel, list[tuple[Bundle, Arrival] | None]] = {}
         self.meetings: dict[tuple[int, tuple[int, ...]], _Meeting] = {}  # by node and members: several groups may meet at one node
         for plan in plans.values():
@@ -54,8 +54,8 @@ class LocalEndpoint:
     def __init__(self, transport: LocalTransport, plan: Plan, device: torch.device) -> None:
         self._transport, self._plan, self._device = transport, plan, device
         self._sent: dict[Channel, int] = {}
-        self._posted: dict[Channel, int] = {}
-        self._post: dict[int, tuple[Channel, int]] = {}  # node -> its message
+        self._started: dict[Channel, int] = {}
+        self._irecv: dict[int, tuple[Channel, int]] = {}  # node -> its message
         self._meet: dict[int, tuple[tuple[int, ...], Exchange]] = {}  # collective -> its members, and what this one does there
         self._state: dict[int, Any] = {}  # collective -> state of the exchange, from its start to the wait
 
@@ -81,13 +81,13 @@ class LocalEndpoint:
 
         return send
 
-    def retire(self, instruction: Retire) -> None:
+    def wait_send(self, instruction: WaitSend) -> None:
         return None
 
-    def post(self, instruction: Post, slots: Slots) -> None:
-        number = self._posted.get(instruction.channel, 0)
-        self._posted[instruction.channel] = number + 1
-        self._post[instruction.node] = (instruction.channel, number)
+    def irecv(self, instruction: Irecv, slots: Slots) -> None:
+        number = self._started.get(instruction.channel, 0)
+        self._started[instruction.channel] = number + 1
+        self._irecv[instruction.node] = (instruction.channel, number)
 
     def collective(self, instruction: Collective, exchange: Exchange, slots: Slots) -> Bound:
         meetings, place, member = self._transport.meetings, instruction.meeting, self._plan.device
@@ -102,10 +102,10 @@ class LocalEndpoint:
 
         return start
 
-    def wait(self, instruction: Wait, slots: Slots) -> Bound:
+    def wait(self, instruction: WaitWork, slots: Slots) -> Bound:
         if instruction.node in self._meet:
             return self._wait_for_all(instruction, slots)
-        channel, number = self._post[instruction.node]
+        channel, number = self._irecv[instruction.node]
         messages, slot, device = self._transport.messages[channel], instruction.into, self._device
 
         def wait() -> object:
@@ -118,7 +118,7 @@ class LocalEndpoint:
 
         return wait
 
-    def _wait_for_all(self, instruction: Wait, slots: Slots) -> Bound:
+    def _wait_for_all(self, instruction: WaitWork, slots: Slots) -> Bound:
         transport, node, slot, device, states = self._transport, instruction.node, instruction.into, self._device, self._state
         members, exchange = self._meet[node]
         place, own = (node, members), members.index(self._plan.device)

@@ -20,7 +20,7 @@ from lightning_piper.holdings.tensor_map import TensorMap
 from lightning_piper.ir.buckets import Bucket
 from lightning_piper.ir.nodes import Chunk
 from lightning_piper.processes.world import World, described, of_rank
-from lightning_piper.runtime import Carry, Executor, LocalTransport, ProcessTransport, StepResult, joined, run_local
+from lightning_piper.runtime import Executor, GradientBuffer, LocalTransport, ProcessTransport, StepResult, joined, run_local
 from lightning_piper.session.replay import Replay
 
 Context = Callable[[], contextlib.AbstractContextManager[Any]]
@@ -55,9 +55,9 @@ class Prepared:
     replay: Replay
 
     @property
-    def carries(self) -> bool:
+    def accumulates(self) -> bool:
         """Does a step that is not the last one of an accumulation keep gradients back?"""
-        return any(executor.carries for executor in self.executors)
+        return any(executor.accumulates for executor in self.executors)
 
 
 class ProcessRuntime:
@@ -70,7 +70,7 @@ class ProcessRuntime:
         self._params: Mapping[str, torch.Tensor] = {}
         self._buffers: Mapping[str, torch.Tensor] = {}
         self._shards: Mapping[int, Mapping[Bucket, torch.Tensor]] = {}
-        self._carried: dict[int, Carry] = {}
+        self._gradient_buffers: dict[int, GradientBuffer] = {}
         self._transport: ProcessTransport | None = None
 
     def compiled(self, work: Callable[[], Compiled], apart: bool = False) -> Compiled:
@@ -141,7 +141,7 @@ class ProcessRuntime:
 
     def close(self) -> None:
         """Give the communicators back. Collective."""
-        self._carried.clear()
+        self._gradient_buffers.clear()
         if self._transport is not None:
             self._transport.close()
             self._transport = None
@@ -149,9 +149,9 @@ class ProcessRuntime:
     def _executor(self, compiled: Compiled, device: int, transport: LocalTransport | ProcessTransport) -> Executor:
         assert self._first is not None
         trains = compiled.step.name == self._first.step.name  # an evaluation in the middle of an accumulation leaves it as it is
-        shards, carry = self._shards.get(device, {}), self._carried.setdefault(device, {}) if trains else {}
+        shards, buffer = self._shards.get(device, {}), self._gradient_buffers.setdefault(device, {}) if trains else {}
         return Executor(
-            compiled.plans[device], compiled.step, self._params, self._buffers, transport, self._world.device, shards, carry
+            compiled.plans[device], compiled.step, self._params, self._buffers, transport, self._world.device, shards, buffer
         )
 
     def _check_shards(self, compiled: Compiled) -> None:

@@ -114,19 +114,19 @@ class Fit:
             batch: on this process's device.
         """
         self._leaves, self._batch_spec = flatten(batch)
-        self._fresh, self._posted = True, False
+        self._fresh, self._compared = True, False
 
     def _compare(self, captured: int = 0, state: int = 0) -> None:
         """Is this batch the others', does the step read what theirs does, and has the last one been made as theirs? Collective.
 
         Args:
-            captured, state: as in `BatchCheck.post`.
+            captured, state: as in `BatchCheck.start`.
         """
-        self._posted = True
+        self._compared = True
         if self.world.size > 1:
             read = self._check.reads
             settings = settings_of(self._optimizer, self._factor(read), read)
-            self._check.post(self._batch_spec, self._leaves, settings, captured, state)
+            self._check.start(self._batch_spec, self._leaves, settings, captured, state)
 
     def step(self, number: int, batch_idx: int, epoch: int, last: bool = True) -> torch.Tensor:
         """Run the plan on the batch that has arrived: logs what the step logs, and returns its loss.
@@ -145,7 +145,7 @@ class Fit:
         self._identities.check_trained()
         programs, variants = self.programs, self.programs.variants(TRAINING)
         captured = programs.find(TRAINING, self._batch_spec, batch_idx)
-        if not self._posted or variants.number != 0:  # the first batch was compared before it was captured
+        if not self._compared or variants.number != 0:  # the first batch was compared before it was captured
             self._compare(variants.number, variants.state(captured))
         prepared = programs.prepared(TRAINING, self._batch_spec)
         if prepared is None:
@@ -162,7 +162,7 @@ class Fit:
         prepared.replay(self._module, result.metrics)
         assert prepared.replay.dtype is not None
         value = result.metrics[0].to(prepared.replay.dtype, copy=True)
-        return self._injection.loss(value, result.grads, scale, kept=prepared.carries and not last)
+        return self._injection.loss(value, result.grads, scale, kept=prepared.accumulates and not last)
 
     def close(self, failed: bool) -> None:
         """End the fit; unless it failed, every process that had the whole module has it again. Collective, unless it failed."""

@@ -216,11 +216,11 @@ mutation("report of one region", "only the first region's metrics are reported",
 @mutation("message of the step before", "a receive is satisfied by what the last step left there", "executor",
           (local.LocalEndpoint, "wait"))  # fmt: skip
 def _message_of_the_step_before(original: Function, seeded: Seeded) -> Function:
-    def wait(self: Any, instruction: ins.Wait, slots: list[Any]) -> Function:
+    def wait(self: Any, instruction: ins.WaitWork, slots: list[Any]) -> Function:
         bound = original(self, instruction, slots)
         if instruction.node in self._meet:
             return bound
-        channel, number = self._post[instruction.node]
+        channel, number = self._irecv[instruction.node]
         messages = self._transport.messages[channel]
 
         def wait_and_keep() -> object:
@@ -238,7 +238,7 @@ def _message_of_the_step_before(original: Function, seeded: Seeded) -> Function:
 @mutation("metrics not summed over devices", "each device reports its own part of the loss", "executor",
           (local.LocalEndpoint, "_wait_for_all"))  # fmt: skip
 def _metrics_not_summed_over_devices(original: Function, seeded: Seeded) -> Function:
-    def wait_for_all(self: Any, instruction: ins.Wait, slots: list[Any]) -> Function:
+    def wait_for_all(self: Any, instruction: ins.WaitWork, slots: list[Any]) -> Function:
         bound, me = original(self, instruction, slots), self._plan.device
         place = (instruction.node, self._meet[instruction.node][0])
 

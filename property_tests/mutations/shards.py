@@ -219,7 +219,7 @@ _zero_process_bug("shards received in each other's place", "a gather joins the s
 
 @_zero_process_bug("wait for a gather dropped", "parameters are read before they are there", (process.ProcessEndpoint, "wait"))
 def _wait_for_a_gather_dropped(original: Function, seeded: Seeded) -> Function:
-    def wait(self: Any, instruction: ins.Wait, slots: list[Any]) -> Function:
+    def wait(self: Any, instruction: ins.WaitWork, slots: list[Any]) -> Function:
         bound, finish = original(self, instruction, slots), self._finish.get(instruction.node)
         if finish is None or instruction.label != "allgather":
             return bound
