@@ -73,7 +73,7 @@ def identities(module: nn.Module) -> Identities:
     for path, part in module.named_modules():
         for name in (*part._parameters, *part._buffers):
             places[f"{path}.{name}".lstrip(".")] = [(part, name)]
-    held = SimpleNamespace(places=places, layout=SimpleNamespace(is_sharded=lambda name: False))
+    held = SimpleNamespace(places=places, tensor_map=SimpleNamespace(is_sharded=lambda name: False))
     return Identities(module, held)  # type: ignore[arg-type]
 
 

@@ -41,7 +41,7 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.profiler import ProfilerActivity, profile, record_function
 
 import lightning_piper as piper
-from lightning_piper.runtime import Executor, ProcessTransport, pieces_of, shards_of
+from lightning_piper.runtime import Executor, ProcessTransport, local_shards_of, shards_of
 
 SEQUENCES = 16
 Step = Callable[[int], torch.Tensor | None]  # step number -> loss of this rank's data, where it has it
@@ -70,7 +70,7 @@ def ours(level: Mapping[str, Any], pipeline: bool = False) -> Callable[[Config, 
         for name, param in params.items():
             if name not in owned:
                 param.data = torch.empty(0)
-        pieces = {name: nn.Parameter(x) for name, x in pieces_of(plan, shards).items()}
+        pieces = {name: nn.Parameter(x) for name, x in local_shards_of(plan, shards).items()}
         transport = ProcessTransport(compiled.plans, ranks=range(world), device=CPU)
         executor = Executor(plan, compiled.step, owned, {}, transport, CPU, shards)
         trained = {**owned, **pieces}

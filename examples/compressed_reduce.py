@@ -21,7 +21,7 @@ import lightning_piper as piper
 from lightning_piper import ops
 from lightning_piper.ir import Node, Replicate, TrainingDAG
 from lightning_piper.ir.nodes import Turn
-from lightning_piper.ops.reference import fold
+from lightning_piper.ops.reference import sum_in_order
 
 HALF_ULP = 2.0**-8  # of bfloat16, relative
 
@@ -62,7 +62,7 @@ def interpret(run: ops.Reference, node: CompressedReduce) -> list[list[list[torc
     for flat in flats:
         for name, x in zip(bucket.names, bucket.views(flat), strict=True):
             run.loosen(node, name, HALF_ULP * float(x.abs().max()))
-    return [[fold([[flat.bfloat16().to(flat.dtype)] for flat in flats])]] * len(flats)
+    return [[sum_in_order([[flat.bfloat16().to(flat.dtype)] for flat in flats])]] * len(flats)
 
 
 def lower(plan: ops.Planning, node: CompressedReduce) -> None:

@@ -13,7 +13,7 @@ from lightning_piper.ir.nodes import Chunk
 from lightning_piper.ir.regions import LOSS, Step
 from lightning_piper.passes import eliminate
 from lightning_piper.plan import check_plans, compile_plans
-from lightning_piper.runtime import Executor, LocalTransport, pieces_of, run_local, shards_of
+from lightning_piper.runtime import Executor, LocalTransport, local_shards_of, run_local, shards_of
 from lightning_piper.verify.interpreter import interpret
 from lightning_piper.verify.static import check
 from tests.models import Captured
@@ -114,7 +114,7 @@ def trained_in_shards(model: Captured, dag: TrainingDAG) -> dict[str, torch.Tens
                     part.fill_(float("nan"))
         sharded = {name for bucket in plan.shards for name in bucket.names}
         own = {n: torch.full_like(x, float("nan")) if n in sharded else x.clone() for n, x in model.tensors.items()}
-        pieces.append(pieces_of(plan, shards))
+        pieces.append(local_shards_of(plan, shards))
         owned.append({**own, **pieces[-1]})
         executors.append(Executor(plan, model.step, own, {}, transport, CPU, shards))
     adams: list[torch.optim.Optimizer | None] = [None] * len(executors)
@@ -130,7 +130,7 @@ def trained_in_shards(model: Captured, dag: TrainingDAG) -> dict[str, torch.Tens
     for executor, tensors, own in zip(executors, owned, pieces, strict=True):
         plan = executor.plan
         specs = {name: spec for bucket in plan.shards for name, spec in zip(bucket.names, bucket.tensors, strict=True)}
-        ranges = {name: (start, stop) for bucket in plan.shards for name, start, stop, _ in bucket.pieces(plan.replica)}
+        ranges = {name: (start, stop) for bucket in plan.shards for name, start, stop, _ in bucket.local_shards(plan.replica)}
         for name in _read_on(dag, plan.device):
             if name not in specs:
                 found = tensors[name].detach()
@@ -140,7 +140,7 @@ def trained_in_shards(model: Captured, dag: TrainingDAG) -> dict[str, torch.Tens
                 full = whole.setdefault(name, view_as(torch.full((specs[name].numel,), float("nan"), dtype=specs[name].dtype),
                                                       specs[name]))  # fmt: skip
                 start, stop = ranges[name]
-                full.permute(specs[name].layout).view(-1)[start:stop] = own[name].detach()
+                full.permute(specs[name].dim_order).view(-1)[start:stop] = own[name].detach()
     return whole
 
 

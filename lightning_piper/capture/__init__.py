@@ -1,12 +1,12 @@
 """`training_step` -> joint forward and backward graph -> passes of regions."""
 
 from lightning_piper.capture._torch import dict_version, has_gradient_hooks, storage_id, total_norm_replaced
-from lightning_piper.capture.batch import BatchLayout, flatten
+from lightning_piper.capture.batch import BatchSpec, flatten
 from lightning_piper.capture.reads import History
 from lightning_piper.capture.step import CapturedStep, capture
 from lightning_piper.capture.text import difference
 
 __all__ = [
-    "BatchLayout", "CapturedStep", "History", "capture", "dict_version", "difference", "flatten", "has_gradient_hooks",
+    "BatchSpec", "CapturedStep", "History", "capture", "dict_version", "difference", "flatten", "has_gradient_hooks",
     "storage_id", "total_norm_replaced",
 ]  # fmt: skip

@@ -24,12 +24,12 @@ class _Leaf:
 
 
 @dataclass(frozen=True)
-class BatchLayout:
+class BatchSpec:
     """A batch without its tensors.
 
     Attributes:
         skeleton: the batch with every tensor replaced by its place, and every list with one entry a sample by a `Listed`; all else
-            (numbers, strings) is part of the layout.
+            (numbers, strings) is part of the spec.
         specs: the tensors' specs.
         paths: where each tensor stands, for messages, e.g. `['input']` or `[0]`.
         lists: those with one entry a sample.
@@ -55,8 +55,8 @@ class BatchLayout:
             raise CaptureError("the batch is empty: its tensors have 0 samples in their first dimension; give at least one")
         return size
 
-    def times(self, replicas: int) -> BatchLayout:
-        """The layout of the batches of `replicas` replicas together, when each has one like this."""
+    def times(self, replicas: int) -> BatchSpec:
+        """The spec of the batches of `replicas` replicas together, when each has one like this."""
         shapes = [(x.shape[0] * replicas, *x.shape[1:]) if x.shape else () for x in self.specs]
         specs = [
             TensorSpec.of(torch.empty(shape, dtype=x.dtype, device="meta")) for shape, x in zip(shapes, self.specs, strict=True)
@@ -86,7 +86,7 @@ class BatchLayout:
         return {path: _short(item, self.specs) for path, item in _walk(self.skeleton, "")}
 
 
-def flatten(batch: Any, what: str = "batch") -> tuple[list[torch.Tensor], BatchLayout]:
+def flatten(batch: Any, what: str = "batch") -> tuple[list[torch.Tensor], BatchSpec]:
     """Tensors of a batch in a fixed order, and the rest of it. Knows dicts, lists, (named) tuples and dataclasses.
 
     The tensors are made contiguous, for a captured graph has fixed strides. `what` is the word for it in errors.
@@ -103,7 +103,7 @@ def flatten(batch: Any, what: str = "batch") -> tuple[list[torch.Tensor], BatchL
             f"dicts, lists, tuples and dataclasses: convert it {way}"
         ) from None
     leaves = flattening.leaves
-    return leaves, BatchLayout(skeleton, tuple(TensorSpec.of(x) for x in leaves), tuple(flattening.paths), tuple(flattening.lists))
+    return leaves, BatchSpec(skeleton, tuple(TensorSpec.of(x) for x in leaves), tuple(flattening.paths), tuple(flattening.lists))
 
 
 class _Unknown(Exception):

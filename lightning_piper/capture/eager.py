@@ -44,7 +44,7 @@ def run_eagerly(
     """Run the user's `training_step` on each slice of the batch, weigh its loss by the slice's share, and sum the gradients.
 
     Args:
-        step: names the module and its layout; the module itself is not changed.
+        step: names the module and its batch spec; the module itself is not changed.
         tensors: parameters and buffers by canonical name.
         leaves: the batch's tensors.
         slices: microbatches, in order.
@@ -52,7 +52,7 @@ def run_eagerly(
     total = sum(len(part) for part in slices)
     params = {n: x.detach().clone().requires_grad_(step.params[n].requires_grad) for n, x in tensors.items() if n in step.params}
     buffers = {n: x.detach().clone() for n, x in tensors.items() if n in step.buffers}
-    wrapper = Step(step.module, step.layout, step.context)
+    wrapper = Step(step.module, step.batch_spec, step.context)
     wrapper.batch_idx = step.reads.history.batch_idx
     merged: dict[str, list[torch.Tensor]] = {}
     reductions: dict[str, str] = {LOSS: "mean"}

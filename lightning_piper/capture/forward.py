@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from lightning_piper.capture.batch import BatchLayout, flatten
+from lightning_piper.capture.batch import BatchSpec, flatten
 from lightning_piper.capture.reads import Reads
 from lightning_piper.capture.trace import Step
 from lightning_piper.ir.regions import Output
@@ -19,18 +19,18 @@ class ForwardStep(Step):
     """`validation_step`, `test_step` or `predict_step` as a function from tensors to (tensors that it returns, logged tensors).
 
     Args:
-        module, layout, context, degrees, reads: as for `Step`.
+        module, batch_spec, context, degrees, reads: as for `Step`.
         name: of the method.
         dataloader_idx: that the method is given, if there are several loaders.
     """
 
     gradients = torch.no_grad
 
-    def __init__(self, module: nn.Module, layout: BatchLayout, context: Callable[[], contextlib.AbstractContextManager[Any]],
+    def __init__(self, module: nn.Module, batch_spec: BatchSpec, context: Callable[[], contextlib.AbstractContextManager[Any]],
                  degrees: tuple[int, ...], name: str, dataloader_idx: int | None, reads: Reads | None = None) -> None:  # fmt: skip
-        super().__init__(module, layout, context, degrees, reads)
+        super().__init__(module, batch_spec, context, degrees, reads)
         self.name, self._dataloader_idx = name, dataloader_idx
-        self._returned = BatchLayout(None, (), ())
+        self._returned = BatchSpec(None, (), ())
 
     def forward(self, *leaves: torch.Tensor) -> tuple[torch.Tensor, ...]:
         found, self._returned = flatten(self._call(leaves, self._dataloader_idx), f"result of {self.name}")

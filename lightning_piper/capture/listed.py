@@ -22,7 +22,7 @@ from lightning_piper.errors import CaptureError
 
 @dataclass(frozen=True, eq=False)
 class Listed:
-    """Stands in a layout for a list with one entry a sample.
+    """Stands in a batch spec for a list with one entry a sample.
 
     Attributes:
         index: of the lists of the batch.

@@ -15,7 +15,7 @@ from torch import nn
 
 from lightning_piper.capture import _torch
 from lightning_piper.capture.aliases import Pair, refuse_sharing, sharing_memory
-from lightning_piper.capture.batch import BatchLayout, flatten
+from lightning_piper.capture.batch import BatchSpec, flatten
 from lightning_piper.capture.chunks import cut
 from lightning_piper.capture.forward import ForwardStep
 from lightning_piper.capture.reads import Drawn, History, Reads, refuse_drawing, without_drawing
@@ -40,7 +40,7 @@ def capture(
 
     Args:
         module: a LightningModule (anything with `training_step`); it is neither run with data nor changed.
-        batch: nested dicts, lists, tuples or dataclasses of tensors with a common first dimension; or the layout of such batches.
+        batch: nested dicts, lists, tuples or dataclasses of tensors with a common first dimension; or the spec of such batches.
         device: device type on which the captured code will run.
         context: entered around the step while it is traced, e.g. an autocast context.
         name: of the method.
@@ -53,10 +53,10 @@ def capture(
     _torch.warn_if_newer_torch()
     if getattr(type(module), name, None) is None:
         raise CaptureError(f"{type(module).__name__} has no {name}; give a LightningModule that defines one")
-    layout = batch if isinstance(batch, BatchLayout) else flatten(batch)[1]
+    batch_spec = batch if isinstance(batch, BatchSpec) else flatten(batch)[1]
     if name == Step.name:
-        return CapturedStep(module, layout, torch.device(device), context, history)
-    return CapturedForward(module, layout, torch.device(device), context, name, dataloader_idx, history)
+        return CapturedStep(module, batch_spec, torch.device(device), context, history)
+    return CapturedForward(module, batch_spec, torch.device(device), context, name, dataloader_idx, history)
 
 
 class CapturedStep:
@@ -65,7 +65,7 @@ class CapturedStep:
     Attributes:
         name: of the method.
         module, context: what is captured, and what is entered around it.
-        layout: of the batch it was captured with.
+        batch_spec: of the batch it was captured with.
         size: its number of samples.
         params, buffers: by canonical name, the first under which the module lists them.
         canonical: every name -> canonical name.
@@ -74,10 +74,10 @@ class CapturedStep:
 
     name = Step.name
 
-    def __init__(self, module: nn.Module, layout: BatchLayout, device: torch.device,
+    def __init__(self, module: nn.Module, batch_spec: BatchSpec, device: torch.device,
                  context: Callable[[], contextlib.AbstractContextManager[Any]],
                  history: History | None = None) -> None:  # fmt: skip
-        self.layout, self.size = layout, layout.size
+        self.batch_spec, self.size = batch_spec, batch_spec.size
         self.reads = Reads(history)
         self.module, self.context, self._device = module, context, device
         self.params, self.buffers, self.canonical, self._sharing = _named_tensors(module)
@@ -91,7 +91,7 @@ class CapturedStep:
         return other
 
     def _step(self, degrees: tuple[int, ...]) -> Step:
-        return Step(self.module, self.layout, self.context, degrees, self.reads)
+        return Step(self.module, self.batch_spec, self.context, degrees, self.reads)
 
     def inputs(self, leaves: Sequence[torch.Tensor]) -> list[torch.Tensor]:
         """What the code takes for a batch of these tensors: they, and the numbers of this step."""
@@ -99,7 +99,7 @@ class CapturedStep:
 
     def _trace(self, size: int, parts: Mapping[str, int], degrees: tuple[int, ...]) -> tuple[Traced, tuple[TensorSpec, ...], Step]:
         """Trace, again where a number turns out to be an input."""
-        batch = tuple(_resized(spec, size) for spec in self.layout.specs)
+        batch = tuple(_resized(spec, size) for spec in self.batch_spec.specs)
         while True:
             step, numbers = self._step(degrees), self.reads.inputs.specs()
             run = partial(trace, step, batch + numbers, self._device, parts)
@@ -203,15 +203,15 @@ class CapturedForward(CapturedStep):
     """
 
     def __init__(
-        self, module: nn.Module, layout: BatchLayout, device: torch.device,
+        self, module: nn.Module, batch_spec: BatchSpec, device: torch.device,
         context: Callable[[], contextlib.AbstractContextManager[Any]], name: str, dataloader_idx: int | None,
         history: History | None = None,
     ) -> None:  # fmt: skip
-        super().__init__(module, layout, device, context, history)
+        super().__init__(module, batch_spec, device, context, history)
         self.name, self.dataloader_idx = name, dataloader_idx
 
     def _step(self, degrees: tuple[int, ...]) -> Step:
-        return ForwardStep(self.module, self.layout, self.context, degrees, self.name, self.dataloader_idx, self.reads)
+        return ForwardStep(self.module, self.batch_spec, self.context, degrees, self.name, self.dataloader_idx, self.reads)
 
 
 def _resized(spec: TensorSpec, size: int) -> TensorSpec:

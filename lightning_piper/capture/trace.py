@@ -16,7 +16,7 @@ from torch import nn
 
 from lightning_piper.annotate import numbering
 from lightning_piper.capture import _torch
-from lightning_piper.capture.batch import BatchLayout
+from lightning_piper.capture.batch import BatchSpec
 from lightning_piper.capture.calling import arguments
 from lightning_piper.capture.listed import refusing
 from lightning_piper.capture.numbers import Number
@@ -108,7 +108,7 @@ class Step(nn.Module):
     """`training_step` as a function from tensors to (loss, logged tensors).
 
     Args:
-        module, layout: whose step, and of which batches. Tensors beyond those of the layout are numbers (`Reads.inputs`).
+        module, batch_spec: whose step, and of which batches. Tensors beyond those of the spec are numbers (`Reads.inputs`).
         context: entered around the step, e.g. autocast.
         degrees: for each call of `dispatch`, into how many parts the parameters of its region are divided.
         reads: takes what the step reads in Python. Without it the step runs as it is, for once.
@@ -117,10 +117,10 @@ class Step(nn.Module):
     name = "training_step"
     gradients: Callable[[], contextlib.AbstractContextManager[Any]] = torch.enable_grad
 
-    def __init__(self, module: nn.Module, layout: BatchLayout, context: Callable[[], contextlib.AbstractContextManager[Any]],
+    def __init__(self, module: nn.Module, batch_spec: BatchSpec, context: Callable[[], contextlib.AbstractContextManager[Any]],
                  degrees: tuple[int, ...] = (), reads: Reads | None = None) -> None:  # fmt: skip
         super().__init__()
-        self.module, self._layout, self._context, self._degrees = module, layout, context, degrees
+        self.module, self._batch_spec, self._context, self._degrees = module, batch_spec, context, degrees
         self.reads = reads
         self.batch_idx = 0
         self.logs: list[Logged] = []
@@ -134,7 +134,7 @@ class Step(nn.Module):
         step: Callable[..., Any] = getattr(self.module, self.name)
         batch_idx: Any = self.batch_idx
         running: contextlib.AbstractContextManager[None] = contextlib.nullcontext()
-        count = len(self._layout.specs)
+        count = len(self._batch_spec.specs)
         if (reads := self.reads) is not None:
             batch_idx = reads.source("batch_idx", lambda: reads.history.batch_idx)
             running = reads.running(self.module, self.name, leaves[count:])
@@ -142,7 +142,7 @@ class Step(nn.Module):
         before = attributes(self.module)
         samples = next((x.shape[0] for x in leaves if x.ndim), 0)
         with numbering(), exchanging(self._degrees), self._context(), refusing(self.name, samples, user_line) as listed, running:
-            result = step(*arguments(step, self._layout.rebuild(leaves, listed), batch_idx, dataloader_idx))
+            result = step(*arguments(step, self._batch_spec.rebuild(leaves, listed), batch_idx, dataloader_idx))
         check_unchanged(self.module, before, self.name)
         return result
 

@@ -32,8 +32,8 @@ def check_records(path: str | Path, world: World) -> None:
     """
     path, doing = Path(path), f"loading {path}"
     files = together(world, doing, lambda: _identity(path))
-    sharers = [rank for rank, file in enumerate(files) if file == files[world.rank]]
-    together(world, doing, lambda: _check(path, sharers.index(world.rank), len(sharers)))
+    same_file = [rank for rank, file in enumerate(files) if file == files[world.rank]]
+    together(world, doing, lambda: _check(path, same_file.index(world.rank), len(same_file)))
 
 
 def _identity(path: Path) -> tuple[str, int, int, int, int]:

@@ -1,4 +1,4 @@
-"""Sharded checkpoints: every process writes what it holds, and reads what it needs, under the same layout or another one.
+"""Sharded checkpoints: every process writes what it holds, and reads what it needs, under the same program or another one.
 
 A checkpoint is a directory of
 
@@ -33,7 +33,7 @@ from lightning_piper.checkpoint.files import (
     verify,
     write_manifest,
 )
-from lightning_piper.checkpoint.pieces import LoadPieces, Piece, Reader, SavePieces, Writer
+from lightning_piper.checkpoint.tensor_ranges import LoadRanges, Reader, SaveRanges, TensorRange, Writer
 from lightning_piper.errors import PiperError
 from lightning_piper.ir.buckets import flattened, view_as
 from lightning_piper.ir.values import TensorSpec
@@ -43,12 +43,12 @@ from lightning_piper.regular import open_regular
 META = "meta.pt"
 
 
-def save(path: str | Path, pieces: Sequence[Piece], common: dict[str, Any], world: World) -> None:
+def save(path: str | Path, tensor_ranges: Sequence[TensorRange], common: dict[str, Any], world: World) -> None:
     """Write a checkpoint, whole or not at all: an earlier one of this name can be loaded until the new one is complete. Collective.
 
     Args:
         path: of the directory; that of the lead counts.
-        pieces: what this process holds. What several hold, which must be equal, is written once.
+        tensor_ranges: what this process holds. What several hold, which must be equal, is written once.
         common: everything else; that of the lead counts.
         world: of the processes that save together, which share the directory.
 
@@ -58,20 +58,20 @@ def save(path: str | Path, pieces: Sequence[Piece], common: dict[str, Any], worl
     path = Path(os.path.abspath(world.broadcast(os.fspath(path))))
     doing = f"saving {path}"
     try:
-        _write(path, pieces, common, world, doing)
+        _write(path, tensor_ranges, common, world, doing)
     except PiperError:
         if world.leads:
             _discard(path)
         raise
 
 
-def _write(path: Path, pieces: Sequence[Piece], common: dict[str, Any], world: World, doing: str) -> None:
-    planner, identity = SavePieces(pieces), uuid.uuid4().hex
+def _write(path: Path, tensor_ranges: Sequence[TensorRange], common: dict[str, Any], world: World, doing: str) -> None:
+    planner, identity = SaveRanges(tensor_ranges), uuid.uuid4().hex
     folder = temporary_of(path)
 
     def begin() -> None:
-        for piece in pieces:
-            _check_piece(piece)
+        for part in tensor_ranges:
+            _check_range(part)
         if world.leads:
             prepare(path).mkdir()
             with (folder / META).open("wb") as file:
@@ -103,12 +103,12 @@ def _discard(path: Path) -> None:
         pass
 
 
-def _check_piece(piece: Piece) -> None:
-    count = piece.stop - piece.start
-    if piece.tensor.shape != (count,) or not 0 <= piece.start <= piece.stop <= math.prod(piece.shape):
+def _check_range(part: TensorRange) -> None:
+    count = part.stop - part.start
+    if part.tensor.shape != (count,) or not 0 <= part.start <= part.stop <= math.prod(part.shape):
         raise PiperError(
-            f"elements {piece.start}:{piece.stop} of {piece.key}, whose shape is {list(piece.shape)}, are given as a tensor of "
-            f"shape {list(piece.tensor.shape)}; give one of one dimension with as many elements"
+            f"elements {part.start}:{part.stop} of {part.key}, whose shape is {list(part.shape)}, are given as a tensor of "
+            f"shape {list(part.tensor.shape)}; give one of one dimension with as many elements"
         )
 
 
@@ -161,8 +161,8 @@ class Opened:
         return found
 
 
-def load(path: str | Path, wanted: Sequence[Piece], world: World, weights_only: bool = True) -> dict[str, Any]:
-    """Read a checkpoint, whatever the layout under which it was saved. Collective.
+def load(path: str | Path, wanted: Sequence[TensorRange], world: World, weights_only: bool = True) -> dict[str, Any]:
+    """Read a checkpoint, whatever the program under which it was saved. Collective.
 
     Args:
         path: of the directory.
@@ -218,7 +218,7 @@ def _read_common(path: Path, weights_only: bool) -> dict[str, Any]:
     return content
 
 
-def fill(opened: Opened, wanted: Sequence[Piece], world: World) -> None:
+def fill(opened: Opened, wanted: Sequence[TensorRange], world: World) -> None:
     """Read tensors of a checkpoint. Collective.
 
     Raises:
@@ -227,30 +227,30 @@ def fill(opened: Opened, wanted: Sequence[Piece], world: World) -> None:
     doing = f"loading {opened.path}"
     together(world, doing, lambda: _check_wanted(opened, wanted))
     read, relaid = [], []
-    whole: dict[str, Piece] = {}
-    for piece in wanted:
-        if _order(piece.spec) == _order(opened.manifest["tensors"][piece.key]):
-            read.append(piece)
+    whole: dict[str, TensorRange] = {}
+    for part in wanted:
+        if _order(part.spec) == _order(opened.manifest["tensors"][part.key]):
+            read.append(part)
             continue
-        if piece.key not in whole:  # elements lie in another order in the file: only the whole tensor can be brought in order
-            numel = math.prod(piece.shape)
-            whole[piece.key] = Piece(piece.key, piece.shape, 0, numel, torch.empty(numel, dtype=piece.tensor.dtype))
-        relaid.append(piece)
-    options: dict[str, Any] = {"storage_reader": Reader(opened.folder), "planner": LoadPieces([*read, *whole.values()])}
+        if part.key not in whole:  # elements lie in another order in the file: only the whole tensor can be brought in order
+            numel = math.prod(part.shape)
+            whole[part.key] = TensorRange(part.key, part.shape, 0, numel, torch.empty(numel, dtype=part.tensor.dtype))
+        relaid.append(part)
+    options: dict[str, Any] = {"storage_reader": Reader(opened.folder), "planner": LoadRanges([*read, *whole.values()])}
     _checkpointed(world, doing, lambda **how: dcp.load({}, **options, **how))
-    for piece in relaid:
-        tensor = view_as(whole[piece.key].tensor, opened.spec_of(piece.key))
-        target = TensorSpec(piece.shape, tensor.dtype, _strides(piece.shape, piece.layout))
-        piece.tensor.detach().copy_(flattened(tensor, target)[piece.start : piece.stop])
+    for part in relaid:
+        tensor = view_as(whole[part.key].tensor, opened.spec_of(part.key))
+        target = TensorSpec(part.shape, tensor.dtype, _strides(part.shape, part.dim_order))
+        part.tensor.detach().copy_(flattened(tensor, target)[part.start : part.stop])
 
 
-def _check_wanted(opened: Opened, wanted: Sequence[Piece]) -> None:
-    for piece in wanted:
-        _check_piece(piece)
-        shape = list(opened.spec_of(piece.key).shape)
-        if shape != list(piece.shape):
+def _check_wanted(opened: Opened, wanted: Sequence[TensorRange]) -> None:
+    for part in wanted:
+        _check_range(part)
+        shape = list(opened.spec_of(part.key).shape)
+        if shape != list(part.shape):
             raise PiperError(
-                f"{piece.key} has shape {shape} in the checkpoint {opened.path}, {list(piece.shape)} here; load it into "
+                f"{part.key} has shape {shape} in the checkpoint {opened.path}, {list(part.shape)} here; load it into "
                 "a module of the same sizes"
             )
 
@@ -260,10 +260,10 @@ def _order(spec: dict[str, Any]) -> list[int]:
     return [d for d in spec["layout"] if spec["shape"][d] != 1]
 
 
-def _strides(shape: Sequence[int], layout: Sequence[int] | None) -> tuple[int, ...]:
+def _strides(shape: Sequence[int], dim_order: Sequence[int] | None) -> tuple[int, ...]:
     """Of a dense tensor."""
     strides, step = [0] * len(shape), 1
-    for d in reversed(range(len(shape)) if layout is None else layout):
+    for d in reversed(range(len(shape)) if dim_order is None else dim_order):
         strides[d], step = step, step * max(1, shape[d])
     return tuple(strides)
 
@@ -272,6 +272,6 @@ def read_whole(opened: Opened, keys: Iterable[str]) -> dict[str, torch.Tensor]:
     """Whole tensors, with the strides that they had when they were saved, in this process alone."""
     specs = {key: opened.spec_of(key) for key in keys}
     flat = {key: torch.empty(spec.numel, dtype=spec.dtype) for key, spec in specs.items()}
-    pieces = [Piece(key, spec.shape, 0, spec.numel, flat[key], spec.layout) for key, spec in specs.items()]
-    fill(opened, pieces, World(0, 1, torch.device("cpu")))
+    tensor_ranges = [TensorRange(key, spec.shape, 0, spec.numel, flat[key], spec.dim_order) for key, spec in specs.items()]
+    fill(opened, tensor_ranges, World(0, 1, torch.device("cpu")))
     return {key: view_as(flat[key], spec) for key, spec in specs.items()}

@@ -1,7 +1,7 @@
-"""The state of a module and its optimizer as pieces, for sharded checkpoints.
+"""The state of a module and its optimizer as ranges of tensors, for sharded checkpoints.
 
-Such a checkpoint has Lightning's content, in which a *reference* stands for each tensor that is in pieces: a dict with the key
-under which the pieces are saved. It loads without trust in classes, and a hook that moves entries moves references.
+Such a checkpoint has Lightning's content, in which a *reference* stands for each tensor that is saved in ranges: a dict with the
+key under which these are saved. It loads without trust in classes, and a hook that moves entries moves references.
 """
 
 from __future__ import annotations
@@ -12,13 +12,13 @@ from typing import Any
 import torch
 from torch import nn
 
-from lightning_piper.checkpoint.pieces import Piece
 from lightning_piper.checkpoint.sharded import fill, open_checkpoint
+from lightning_piper.checkpoint.tensor_ranges import TensorRange
 from lightning_piper.errors import PiperError
-from lightning_piper.holdings.layout import Layout
 from lightning_piper.holdings.materialize import empty_like, is_on_meta, load_state, places_of, put, tensor_at
 from lightning_piper.holdings.optimizer import ShardedOptimizer
 from lightning_piper.holdings.ownership import Ownership
+from lightning_piper.holdings.tensor_map import TensorMap
 from lightning_piper.ir.buckets import flattened, view_as
 from lightning_piper.ir.values import TensorSpec
 from lightning_piper.processes.world import World
@@ -90,24 +90,26 @@ def optimizer_state(optimizer: ShardedOptimizer) -> dict[str, Any]:
     return optimizer.outline(lambda name, key: reference(f"{OPTIMIZER}.{name}.{key}"))
 
 
-def pieces_of(module: nn.Module, ownership: Ownership, optimizer: ShardedOptimizer, keys: set[str], running: bool) -> list[Piece]:
+def tensor_ranges_of(
+    module: nn.Module, ownership: Ownership, optimizer: ShardedOptimizer, keys: set[str], running: bool
+) -> list[TensorRange]:
     """What this process has of the tensors that are to be saved under these keys.
 
     Args:
         running: the module is distributed, as `ownership` says; else it was.
     """
-    layout = ownership.layout
+    tensor_map = ownership.tensor_map
     if running or not ownership.whole:
-        found = [(f"state_dict.{p.name}", p.name, p.start, p.stop, p.tensor) for p in ownership.pieces(replicas=True)]
+        found = [(f"state_dict.{p.name}", p.name, p.start, p.stop, p.tensor) for p in ownership.local_shards(replicas=True)]
     else:  # every process has the whole module again, and may have changed it since
         tensors = {**dict(module.named_parameters()), **dict(module.named_buffers())}
-        specs = {name: spec for name, spec in layout.specs.items() if name in tensors}
+        specs = {name: spec for name, spec in tensor_map.specs.items() if name in tensors}
         found = [
             (f"state_dict.{name}", name, 0, spec.numel, flattened(tensors[name].detach(), spec)) for name, spec in specs.items()
         ]
-    found += [(f"{OPTIMIZER}.{p.name}.{p.key}", p.name, p.start, p.stop, p.tensor) for p in optimizer.pieces(replicas=True)]
+    found += [(f"{OPTIMIZER}.{p.name}.{p.key}", p.name, p.start, p.stop, p.tensor) for p in optimizer.local_shards(replicas=True)]
     return [
-        Piece(key, layout.specs[name].shape, start, stop, tensor, layout.specs[name].layout)
+        TensorRange(key, tensor_map.specs[name].shape, start, stop, tensor, tensor_map.specs[name].dim_order)
         for key, name, start, stop, tensor in found
         if key in keys
     ]
@@ -152,7 +154,7 @@ class Loading:
             parts: how the module lies over processes in a fit that is running; None outside of one.
 
         Returns:
-            The values of tensors that the checkpoint does not have in pieces, unless they are loaded.
+            The values of tensors that the checkpoint does not have in ranges, unless they are loaded.
 
         Raises:
             PiperError: the names in the checkpoint are not those of the module, and `strict`; or a shape differs.
@@ -191,13 +193,13 @@ class Loading:
             self._fill_module(module, keys, None)
 
     def _fill_module(self, module: nn.Module, keys: Mapping[str, str], parts: Ownership | None) -> None:
-        wanted: list[tuple[torch.Tensor, TensorSpec, Piece]] = []
+        wanted: list[tuple[torch.Tensor, TensorSpec, TensorRange]] = []
 
         def want(name: str, tensor: torch.Tensor, spec: TensorSpec, start: int, stop: int) -> None:
             if name in keys:
                 values = tensor.detach()
                 flat = values if values.shape == (stop - start,) else flattened(values, spec)
-                wanted.append((values, spec, Piece(keys[name], spec.shape, start, stop, flat, spec.layout)))
+                wanted.append((values, spec, TensorRange(keys[name], spec.shape, start, stop, flat, spec.dim_order)))
 
         if parts is None:
             for name, places in places_of(module).items():
@@ -207,26 +209,26 @@ class Loading:
                 spec = TensorSpec.of(tensor)
                 want(name, tensor, spec, 0, spec.numel)
         else:
-            layout = parts.layout
+            tensor_map = parts.tensor_map
             for name, tensor in {**parts.owned_params, **parts.owned_buffers}.items():
-                held = layout.held(name, self._world.rank)
+                held = tensor_map.held(name, self._world.rank)
                 assert held is not None
-                want(name, tensor, layout.specs[name], *held)
-        fill(self._opened, [piece for *_, piece in wanted], self._world)
-        for values, spec, piece in wanted:
-            if piece.tensor.data_ptr() != values.data_ptr():  # `flattened` had to copy
-                values.copy_(view_as(piece.tensor, spec))
+                want(name, tensor, tensor_map.specs[name], *held)
+        fill(self._opened, [part for *_, part in wanted], self._world)
+        for values, spec, part in wanted:
+            if part.tensor.data_ptr() != values.data_ptr():  # `flattened` had to copy
+                values.copy_(view_as(part.tensor, spec))
 
-    def optimizer(self, saved: Mapping[str, Any], optimizer: ShardedOptimizer, layout: Layout) -> None:
+    def optimizer(self, saved: Mapping[str, Any], optimizer: ShardedOptimizer, tensor_map: TensorMap) -> None:
         """Read what this process has of the optimizer's state.
 
         Args:
             saved: the state in canonical form, with references.
             optimizer: cut down to what this process holds.
-            layout: who holds what.
+            tensor_map: who holds what.
         """
         rank = self._world.rank
-        pieces: list[Piece] = []
+        tensor_ranges: list[TensorRange] = []
         states: dict[int, dict[str, Any]] = {}
         for number, name, _ in optimizer.held():
             if number not in saved["state"]:
@@ -236,10 +238,10 @@ class Loading:
                 key = key_of(value)
                 if key is None or name is None:
                     continue
-                spec, held = layout.specs[name], layout.held(name, rank)
+                spec, held = tensor_map.specs[name], tensor_map.held(name, rank)
                 assert held is not None
                 flat = torch.empty(held[1] - held[0], dtype=self._opened.dtype_of(key))
-                pieces.append(Piece(key, spec.shape, *held, flat, spec.layout))
-                states[number][kind] = view_as(flat, spec) if layout.holds_whole(name, rank) else flat
-        fill(self._opened, pieces, self._world)
+                tensor_ranges.append(TensorRange(key, spec.shape, *held, flat, spec.dim_order))
+                states[number][kind] = view_as(flat, spec) if tensor_map.holds_whole(name, rank) else flat
+        fill(self._opened, tensor_ranges, self._world)
         optimizer.load_parts(saved["param_groups"], states)

@@ -197,7 +197,7 @@ class Shard(Directive):
                         "select all regions that use it",
                     )
             spec = dag.step.params[name].spec
-            if spec.layout[0] != 0:
+            if spec.dim_order[0] != 0:
                 self.refuse(
                     "filter", f"{name} has strides {list(spec.stride)}: its experts lie between each other", "make it contiguous"
                 )

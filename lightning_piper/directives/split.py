@@ -1,4 +1,4 @@
-"""`split`: microbatches. The batch is really partitioned and the selected part of the step repeated for each piece."""
+"""`split`: microbatches. The batch is really partitioned and the selected part of the step repeated for each microbatch."""
 
 from __future__ import annotations
 
@@ -34,11 +34,11 @@ class Split(Directive):
     Attributes:
         filter: selects chunks; always with both passes of a region. A part of the model may be split alone: values that enter
             it are cut along the batch, values that leave it are joined.
-        dim_name: the new tag; piece i carries `dim_name=i`.
-        num_microbatches: number of pieces. Pieces of n samples divided unevenly differ by one sample, the larger first, and
+        dim_name: the new tag; microbatch i carries `dim_name=i`.
+        num_microbatches: number of microbatches. Their sizes n_i differ by one sample at most, the larger ones come first, and
             each weighs n_i/N in the loss.
 
-    Gradients become sums over the pieces: equal up to re-association, provided that the loss is a mean over samples.
+    Gradients become sums over the microbatches: equal up to re-association, provided that the loss is a mean over samples.
     """
 
     op: ClassVar[str] = "split"
@@ -58,7 +58,7 @@ class Split(Directive):
             self.refuse("num_microbatches", shown(self.num_microbatches), f"give at most {PASSES // 2}")
 
     def apply_forward(self, dag: TrainingDAG, training: TrainingDAG | None) -> None:
-        """The batch stays whole, and counts as the first piece: it runs where that runs."""
+        """The batch stays whole, and counts as the first microbatch: it runs where that runs."""
         for chunk in self.select(dag, "filter", self.filter):
             dag.change(chunk, tags={**chunk.tags, self.dim_name: 0})
 
@@ -74,15 +74,15 @@ class Split(Directive):
         if made > PASSES:
             found = f"{self.num_microbatches} microbatches of {len(chunks)} passes"
             self.refuse("num_microbatches", found, f"give fewer: a step has at most {PASSES} passes")
-        self._repeat(dag, chunks, {part: self._pieces(dag, part) for part in {chunk.slice for chunk in chunks}})
+        self._repeat(dag, chunks, {part: self._microbatches(dag, part) for part in {chunk.slice for chunk in chunks}})
 
-    def _repeat(self, dag: TrainingDAG, chunks: list[Chunk], pieces: dict[Slice, list[Slice]]) -> None:
+    def _repeat(self, dag: TrainingDAG, chunks: list[Chunk], microbatches: dict[Slice, list[Slice]]) -> None:
         touched = disconnect(dag, chunks)
-        touched += _Rewrite(dag, chunks, pieces, self).run()
+        touched += _Rewrite(dag, chunks, microbatches, self).run()
         chain_state(dag)
         connect(dag, [node for node in touched if node.id in dag.nodes] + _buffer_readers(dag))
 
-    def _pieces(self, dag: TrainingDAG, part: Slice) -> list[Slice]:
+    def _microbatches(self, dag: TrainingDAG, part: Slice) -> list[Slice]:
         count = self.num_microbatches
         if len(part) < count:
             if not dag.partial:
@@ -126,8 +126,8 @@ def _buffer_readers(dag: TrainingDAG) -> list[Node]:
 class _Rewrite:
     """The state of one application."""
 
-    def __init__(self, dag: TrainingDAG, chunks: list[Chunk], pieces: dict[Slice, list[Slice]], directive: Split) -> None:
-        self.dag, self.chunks, self.pieces, self.directive = dag, chunks, pieces, directive
+    def __init__(self, dag: TrainingDAG, chunks: list[Chunk], microbatches: dict[Slice, list[Slice]], directive: Split) -> None:
+        self.dag, self.chunks, self.microbatches, self.directive = dag, chunks, microbatches, directive
         self.copies: dict[int, list[Any]] = {}
         self.cuts: dict[tuple[Ref, int, tuple[int, ...]], Ref] = {}
         self.joined: dict[tuple[Ref, tuple[int, ...]], Ref] = {}
@@ -138,7 +138,7 @@ class _Rewrite:
         repeated: list[Node] = []
         for chunk in self.chunks:  # in order of creation, so that what a chunk reads is already repeated
             repeated += self._repeat_gathers(chunk)
-            self.copies[chunk.id] = copies = [self._copy(chunk, i, part) for i, part in enumerate(self.pieces[chunk.slice])]
+            self.copies[chunk.id] = copies = [self._copy(chunk, i, part) for i, part in enumerate(self.microbatches[chunk.slice])]
             touched += copies
             repeated += [chunk, *self._repeat_reductions(chunk)]
         outside = {user.id: user for node in repeated for user in self.dag.users(node) if user.id not in self.copies}
@@ -156,7 +156,7 @@ class _Rewrite:
         for gather in repeated:
             self.copies[gather.id] = [
                 self.dag.add(dataclasses.replace(gather, id=-1, tags={**gather.tags, self.directive.dim_name: i}))
-                for i in range(len(self.pieces[chunk.slice]))
+                for i in range(len(self.microbatches[chunk.slice]))
             ]
         return repeated
 
@@ -203,8 +203,8 @@ class _Rewrite:
             if dim is None:
                 return ref
             start, stop = (edge - chunk.slice.start for edge in (part.start, part.stop))
-            piece = dataclasses.replace(self.dag.value(ref), tensors=self.dag.specs_of(ref, len(part)))
-            node = Cut(inputs=(ref,), outputs=(piece,), tags=chunk.tags, devices=chunk.devices, placed_by=chunk.placed_by,
+            narrowed = dataclasses.replace(self.dag.value(ref), tensors=self.dag.specs_of(ref, len(part)))
+            node = Cut(inputs=(ref,), outputs=(narrowed,), tags=chunk.tags, devices=chunk.devices, placed_by=chunk.placed_by,
                        dim=dim, start=start, stop=stop)  # fmt: skip
             self.cuts[key] = (self.dag.add(node).id, 0)
         return self.cuts[key]

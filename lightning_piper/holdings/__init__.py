@@ -1,1 +1,1 @@
-"""What a process holds of a module and its optimizer: which tensors or pieces of them, values, gradients and state."""
+"""What a process holds of a module and its optimizer: which tensors or shards of them, values, gradients and state."""

@@ -1,7 +1,7 @@
 """Does an optimizer treat each element on its own, or each parameter? Found out by running it, for no list of names is complete.
 
-An optimizer that does can be given pieces of parameters, or some of the parameters. One that looks at a whole parameter (at its
-norm, its rows, its matrix) would do something else with a piece, one that looks at all of them would with those of one stage, and
+An optimizer that does can be given shards of parameters, or some of the parameters. One that looks at a whole parameter (at its
+norm, its rows, its matrix) would do something else with a shard, one that looks at all of them would with those of one stage, and
 nobody would notice.
 """
 
@@ -43,7 +43,7 @@ class StateKeys:
 
     Attributes:
         cut: tensors with one number for each element.
-        once: everything else, the same for every piece.
+        once: everything else, the same for every shard.
     """
 
     cut: frozenset[str] = frozenset()
@@ -53,34 +53,34 @@ class StateKeys:
         return StateKeys(self.cut | other.cut, self.once | other.once)
 
     def is_cut(self, key: str, value: Any, shape: torch.Size | tuple[int, ...]) -> bool:
-        """Does the value, of a parameter or piece of this shape, have a number for each element?"""
+        """Does the value, of a parameter or shard of this shape, have a number for each element?"""
         if not isinstance(value, Tensor) or value.shape != torch.Size(shape) or key in self.once:
             return False
         return key in self.cut or value.ndim > 0
 
 
 def state_keys(optimizer: Optimizer, chosen: Sequence[Sequence[Tensor]], device: torch.device) -> StateKeys:
-    """Run copies of an optimizer on parameters like its own, whole and in pieces.
+    """Run copies of an optimizer on parameters like its own, whole and in shards.
 
     Args:
         optimizer: left as it is.
-        chosen: of each of its groups, the parameters that will be in pieces.
+        chosen: of each of its groups, the parameters that will be in shards.
         device: to run on.
 
     Raises:
-        NotElementwise: pieces are not updated as the whole is, or copies cannot be run.
+        NotElementwise: shards are not updated as the whole is, or copies cannot be run.
     """
     kinds = kinds_of(chosen)
     keys = StateKeys()
     for course in COURSES:
         try:
             whole = run(optimizer, kinds, course, device)
-            pieces = [_run_pieces(optimizer, kinds, whole, part, device) for part in range(2)]
+            shards = [_run_shards(optimizer, kinds, whole, part, device) for part in range(2)]
         except Exception as error:
             raise NotElementwise(f"a copy of it fails with {type(error).__name__}: {error}") from error
         for i, kind in enumerate(kinds):
             try:
-                found = [(p.params[i], p.states[i]) for p in pieces if i in p.params]
+                found = [(p.params[i], p.states[i]) for p in shards if i in p.params]
                 keys |= _compared(kind, whole, i, found, len(whole.grads))
             except NotElementwise as error:
                 raise NotElementwise(str(error), kind.like) from None
@@ -89,9 +89,9 @@ def state_keys(optimizer: Optimizer, chosen: Sequence[Sequence[Tensor]], device:
     return keys
 
 
-def _run_pieces(optimizer: Optimizer, kinds: Sequence[Kind], whole: Run, part: int, device: torch.device) -> Run:
-    """The same with the first or the second piece of each parameter."""
-    starts = {i: piece for i, kind in enumerate(kinds) if (piece := _cut(whole.before[i], kind)[part]).numel()}
+def _run_shards(optimizer: Optimizer, kinds: Sequence[Kind], whole: Run, part: int, device: torch.device) -> Run:
+    """The same with the first or the second shard of each parameter."""
+    starts = {i: shard for i, kind in enumerate(kinds) if (shard := _cut(whole.before[i], kind)[part]).numel()}
     grads = [{i: _cut(step[i], kinds[i])[part] for i in starts} for step in whole.grads]
     return run(optimizer, kinds, whole.course, device, starts, grads)
 
@@ -101,13 +101,13 @@ def _cut(value: Tensor, kind: Kind) -> tuple[Tensor, Tensor]:
     return flat[: kind.cut], flat[kind.cut :]
 
 
-def _compared(kind: Kind, whole: Run, i: int, pieces: Sequence[tuple[Tensor, dict[str, Any]]], steps: int) -> StateKeys:
-    """The keys of a parameter's state, which is that of its pieces, as is the parameter."""
+def _compared(kind: Kind, whole: Run, i: int, shards: Sequence[tuple[Tensor, dict[str, Any]]], steps: int) -> StateKeys:
+    """The keys of a parameter's state, which is that of its shards, as is the parameter."""
     after = f"after {steps} steps with gradients {whole.course.what}, of a parameter of shape {tuple(kind.like.shape)}"
-    _compare(f"{after}, the values differ", whole.params[i], [piece for piece, _ in pieces])
+    _compare(f"{after}, the values differ", whole.params[i], [shard for shard, _ in shards])
     cut, once = set(), set()
     for key, kept in whole.states[i].items():
-        found = [piece.get(key) for _, piece in pieces]
+        found = [shard.get(key) for _, shard in shards]
         if isinstance(kept, Tensor) and kept.shape == kind.shape and (math.prod(kind.shape) > 1 or kept.ndim > 0):
             _compare(f"{after}, the state {key!r} differs", kept, found)
             cut.add(key)
@@ -119,13 +119,13 @@ def _compared(kind: Kind, whole: Run, i: int, pieces: Sequence[tuple[Tensor, dic
     return StateKeys(frozenset(cut), frozenset(once))
 
 
-def _compare(what: str, whole: Any, pieces: Sequence[Any]) -> None:
+def _compare(what: str, whole: Any, shards: Sequence[Any]) -> None:
     if isinstance(whole, Tensor):
-        if all(isinstance(piece, Tensor) for piece in pieces):
-            flat, joined = whole.flatten(), torch.cat([piece.flatten() for piece in pieces])
+        if all(isinstance(shard, Tensor) for shard in shards):
+            flat, joined = whole.flatten(), torch.cat([shard.flatten() for shard in shards])
             if joined.shape == flat.shape and torch.allclose(joined, flat, rtol=RTOL, atol=ATOL, equal_nan=True):
                 return
-    elif all(type(piece) is type(whole) and piece == whole for piece in pieces):
+    elif all(type(shard) is type(whole) and shard == whole for shard in shards):
         return
     raise NotElementwise(f"{what} between the whole and its pieces")
 

@@ -1,7 +1,7 @@
 """Gradients that a process does not have: nobody takes them for none.
 
 Code in hooks walks over `module.parameters()` and leaves out those whose gradient is None, as if nothing had used them. A parameter
-of another process, or one that is in pieces, has a gradient, but not here. So it gets one that says so to whoever looks into it.
+of another process, or one that is sharded, has a gradient, but not here. So it gets one that says so to whoever looks into it.
 """
 
 from __future__ import annotations
@@ -65,15 +65,15 @@ def absent(ownership: Ownership, compiled: Compiled) -> dict[str, torch.nn.Param
     return {name: x for name, x in ownership.params.items() if x.is_meta and x.requires_grad and name in used}
 
 
-def mark(params: Mapping[str, torch.nn.Parameter], pieces: Mapping[str, torch.Tensor]) -> None:
+def mark(params: Mapping[str, torch.nn.Parameter], local_shards: Mapping[str, torch.Tensor]) -> None:
     """Give these parameters gradients that are elsewhere, before the next ones come.
 
     Args:
-        pieces: of some, with the gradients of their own. Where the parameter's was zeroed (`module.zero_grad()`), so is theirs.
+        local_shards: of some, with gradients of their own. Where the parameter's was zeroed (`module.zero_grad()`), so is theirs.
     """
     for name, param in params.items():
         if isinstance(param.grad, Elsewhere) and not param.grad.zeroed:
             continue
         param.grad = Elsewhere.of(param, name)
-        if name in pieces:
-            pieces[name].grad = None
+        if name in local_shards:
+            local_shards[name].grad = None

@@ -30,7 +30,7 @@ class Identities:
         self._pointers = list(map(torch.Tensor.data_ptr, self._tensors))
         self._trained = [x.requires_grad for x in self._tensors]
         # What stands in the place of a sharded parameter has no memory; its storage says whether it is the same.
-        sharded = [i for i, x in enumerate(self._tensors) if x.is_meta and ownership.layout.is_sharded(self._names[i])]
+        sharded = [i for i, x in enumerate(self._tensors) if x.is_meta and ownership.tensor_map.is_sharded(self._names[i])]
         self._sharded = [(i, storage_id(self._tensors[i])) for i in sharded]
         self._names_in = {id(store): {name for name, x in store.items() if x is not None} for store in self._stores}
         self._module = module

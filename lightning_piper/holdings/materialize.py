@@ -88,9 +88,9 @@ def empty_like(tensor: torch.Tensor, device: torch.device | str) -> torch.Tensor
     return like(tensor, data)
 
 
-class InPieces(nn.Parameter):
-    """Stands in the module for a parameter whose values are in pieces. What writes to its `.data`, which has no values, counts as a
-    change of it."""
+class ShardedPlaceholder(nn.Parameter):
+    """Stands in the module for a parameter whose values are in local shards. What writes to its `.data`, which has no values,
+    counts as a change of it."""
 
     @property
     def data(self) -> torch.Tensor:

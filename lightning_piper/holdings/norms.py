@@ -41,13 +41,13 @@ class GlobalNorms:
         self._optimizer, self._ownership = optimizer.optimizer, ownership
         self._world, self._keeps = world, keeps
         self._names = {id(x): name for name, x in ownership.owned_params.items()}
-        layout, used = ownership.layout, set().union(*(compiled.params_on(device) for device in compiled.plans))
+        tensor_map, used = ownership.tensor_map, set().union(*(compiled.params_on(device) for device in compiled.plans))
         trained = [[n for n in names if n in used and ownership.params[n].requires_grad] for names in optimizer.names]
         # Some process has several of a group's parameters, and would say so if they were given one by one.
         self._several = [
-            any(sum(layout.held(n, rank) is not None for n in names) > 1 for rank in range(world.size)) for names in trained
+            any(sum(tensor_map.held(n, rank) is not None for n in names) > 1 for rank in range(world.size)) for names in trained
         ]
-        self._whole = all(layout.holds_whole(n, rank) for n in ownership.params for rank in range(world.size))
+        self._whole = all(tensor_map.holds_whole(n, rank) for n in ownership.params for rank in range(world.size))
         self._patches = contextlib.ExitStack()
         self._torchs = self._patches.enter_context(total_norm_replaced(self._total_norm))
 

@@ -16,9 +16,9 @@ from torch.optim import Optimizer
 from lightning_piper.compiler import Compiled
 from lightning_piper.errors import PiperError
 from lightning_piper.holdings.elementwise import NotElementwise, StateKeys, Untried, remade, sees_others, state_keys
-from lightning_piper.holdings.layout import Piece
 from lightning_piper.holdings.materialize import places_of, tensor_at
 from lightning_piper.holdings.ownership import Ownership, parts_of
+from lightning_piper.holdings.tensor_map import LocalShard
 from lightning_piper.ir.buckets import flattened, view_as
 from lightning_piper.ir.nodes import Chunk
 from lightning_piper.ops.gather import Parameters
@@ -65,7 +65,7 @@ def check_groups(names: Names, full: Sequence[State]) -> None:
 
 class ShardedOptimizer:
     """Cuts an optimizer when it is made: `group["params"]` loses, in place, the parameters of other processes, and has this
-    process's pieces of those that are sharded. All groups stay, also empty ones, for schedulers hold them.
+    process's local shards of those that are sharded. All groups stay, also empty ones, for schedulers hold them.
 
     Args:
         optimizer: over the parameters that the whole module had before it was distributed.
@@ -97,7 +97,7 @@ class ShardedOptimizer:
                 if name is None or new is p:
                     continue
                 state = optimizer.state.pop(p, None)
-                if new is not None and (ownership.layout.is_sharded(name) or (state and p.is_meta)):
+                if new is not None and (ownership.tensor_map.is_sharded(name) or (state and p.is_meta)):
                     lacking.add(new)
                 elif new is not None and state:
                     optimizer.state[new] = state
@@ -143,8 +143,8 @@ class ShardedOptimizer:
             )
 
     def _checked(self, compiled: Compiled) -> StateKeys:
-        """What the state of parameters in pieces consists of. All processes find the same."""
-        is_sharded = self._ownership.layout.is_sharded
+        """What the state of sharded parameters consists of. All processes find the same."""
+        is_sharded = self._ownership.tensor_map.is_sharded
         sharded = {name: x for name, x in self._ownership.params.items() if is_sharded(name)}
         found = [name for names in self.names for name in names if name in sharded]
         if not found:
@@ -188,7 +188,7 @@ class ShardedOptimizer:
                 "what each process holds. Change them (add_param_group) before it, up to on_train_start, or call fit again"
             )
 
-    def pieces(self, replicas: bool = False) -> list[Piece]:
+    def local_shards(self, replicas: bool = False) -> list[LocalShard]:
         """The state tensors with a number for each element, as far as this process speaks for them: over all processes, each
         element once.
 
@@ -197,12 +197,12 @@ class ShardedOptimizer:
         """
         found = []
         for name, p, state in self._spoken(replicas):
-            spec, held = self._ownership.layout.specs[name], self._ownership.layout.speaking(name, self._world.rank)
-            whole = self._ownership.layout.holds_whole(name, self._world.rank)
+            spec, held = self._ownership.tensor_map.specs[name], self._ownership.tensor_map.speaking(name, self._world.rank)
+            whole = self._ownership.tensor_map.holds_whole(name, self._world.rank)
             assert held is not None
             for key, value in state.items():
                 if spec.shape and self._keys.is_cut(key, value, p.shape):
-                    found.append(Piece(name, spec.shape, value.dtype, *held, flattened(value, spec) if whole else value, key))
+                    found.append(LocalShard(name, spec.shape, value.dtype, *held, flattened(value, spec) if whole else value, key))
         return found
 
     def once(self) -> dict[tuple[str, str], Any]:
@@ -210,10 +210,10 @@ class ShardedOptimizer:
         parameters without dimensions, in which the two look alike."""
         found = {}
         for name, p, state in self._spoken():
-            shape = self._ownership.layout.specs[name].shape
+            shape = self._ownership.tensor_map.specs[name].shape
             for key, value in state.items():
                 cut = self._keys.is_cut(key, value, p.shape)
-                if self._ownership.layout.speakers(name)[self._world.rank][0] == 0 and not (shape and cut):
+                if self._ownership.tensor_map.speakers(name)[self._world.rank][0] == 0 and not (shape and cut):
                     found[name, key] = value.reshape(shape) if cut else value
         return found
 
@@ -222,12 +222,12 @@ class ShardedOptimizer:
         for _, name, p in self.held():
             if name is None or p not in self.optimizer.state:
                 continue
-            if self._ownership.speaks_for(name) or (replicas and self._ownership.layout.speaking(name, self._world.rank)):
+            if self._ownership.speaks_for(name) or (replicas and self._ownership.tensor_map.speaking(name, self._world.rank)):
                 yield name, p, self.optimizer.state[p]
 
     def held(self) -> Iterator[tuple[int, str | None, Tensor]]:
         """What this process has: number in the canonical form, canonical name (None for what is not the module's), and the whole
-        parameter or its piece."""
+        parameter or its local shard."""
         number = 0
         for group, names, kept in zip(self.optimizer.param_groups, self.names, self._kept, strict=True):
             params = iter(group["params"])
@@ -237,8 +237,9 @@ class ShardedOptimizer:
                 number += 1
 
     def outline(self, refer: Callable[[str, str], Any]) -> State:
-        """The state in canonical form, with `refer(parameter, key)` in the place of everything that is in `pieces`. Collective."""
-        own = [(p.name, p.key) for p in self.pieces()]
+        """The state in canonical form, with `refer(parameter, key)` in the place of everything that is in `local_shards`.
+        Collective."""
+        own = [(p.name, p.key) for p in self.local_shards()]
         others = {n: self.optimizer.state[p] for n, name, p in self.held() if name is None and p in self.optimizer.state}
         numbers = {name: number for number, name in enumerate(name for names in self.names for name in names)}
         state: dict[int, State] = {}
@@ -271,10 +272,10 @@ class ShardedOptimizer:
         return {"state": state, "param_groups": self.full_groups()}
 
     def _joined(self, name: str | None, parts: Mapping[int, State]) -> State | None:
-        """One parameter's state from those of its pieces; None where only the lead has them all."""
-        if name is None or not self._ownership.layout.is_sharded(name):
+        """One parameter's state from those of its local shards; None where only the lead has them all."""
+        if name is None or not self._ownership.tensor_map.is_sharded(name):
             return next(iter(parts.values()))
-        ranges, spec = self._ownership.layout.speakers(name), self._ownership.layout.specs[name]
+        ranges, spec = self._ownership.tensor_map.speakers(name), self._ownership.tensor_map.specs[name]
         if not self._world.leads:
             return None
         if parts.keys() != ranges.keys():
@@ -320,7 +321,7 @@ class ShardedOptimizer:
 
         Args:
             full: the groups in canonical form.
-            parts: number in the canonical form -> state of the whole parameter or of its piece.
+            parts: number in the canonical form -> state of the whole parameter or of its local shard.
         """
         state: dict[int, State] = {}
         groups: list[State] = []
@@ -341,10 +342,10 @@ class ShardedOptimizer:
 
     def cut(self, name: str | None, full: State) -> State:
         """This process's part of a parameter's state."""
-        layout = self._ownership.layout
-        if name is None or layout.holds_whole(name, self._world.rank):
+        tensor_map = self._ownership.tensor_map
+        if name is None or tensor_map.holds_whole(name, self._world.rank):
             return full
-        held, spec = layout.held(name, self._world.rank), layout.specs[name]
+        held, spec = tensor_map.held(name, self._world.rank), tensor_map.specs[name]
         assert held is not None
         return {
             key: flattened(value, spec)[slice(*held)].clone() if self._keys.is_cut(key, value, spec.shape) else value

@@ -1,8 +1,8 @@
 """The module's tensors over the processes of a run, and how the whole module is put together again.
 
-A process keeps the tensors that its device's chunks use, and of what is sharded its pieces: parameters of one dimension that are
-views of the flat tensors which the executor gathers from. In the module, all that is not here whole becomes a tensor of the same
-shape on the `meta` device, so that summaries, `configure_optimizers` and later captures see the whole module.
+A process keeps the tensors that its device's chunks use, and of what is sharded its local shards: parameters of one dimension that
+are views of the flat tensors which the executor gathers from. In the module, all that is not here whole becomes a tensor of the
+same shape on the `meta` device, so that summaries, `configure_optimizers` and later captures see the whole module.
 
 One process with all devices has everything once: parameters in buckets are views of one flat tensor, of which every device has
 its shard. Only of parameters that are divided the devices have parts beside the module's whole parameters, since one tensor cannot
@@ -20,11 +20,11 @@ from torch import nn
 from lightning_piper.capture import has_gradient_hooks
 from lightning_piper.compiler import Compiled
 from lightning_piper.errors import PiperError
-from lightning_piper.holdings.layout import Layout, Piece, buckets_of_parameters
-from lightning_piper.holdings.materialize import InPieces, Known, empty_like, initialize, like, places_of, put, tensor_at
+from lightning_piper.holdings.materialize import Known, ShardedPlaceholder, empty_like, initialize, like, places_of, put, tensor_at
+from lightning_piper.holdings.tensor_map import LocalShard, TensorMap, buckets_of_parameters
 from lightning_piper.ir.buckets import Bucket, flattened, packed, view_as
 from lightning_piper.processes.world import LEAD, World, fill
-from lightning_piper.runtime import pieces_of
+from lightning_piper.runtime import local_shards_of
 
 PARTS = "_piper_parts"  # attribute of a module that is in parts: its `Ownership`
 UNREAD = "_piper_unread"  # attribute of a module on the meta device that has not got the values of a checkpoint
@@ -34,7 +34,7 @@ class Ownership:
     """The tensors of one module.
 
     Attributes:
-        layout: who holds what.
+        tensor_map: who holds what.
         shards: logical device of this process -> the flat tensor that it keeps of each bucket of which it has a shard.
         whole: every process holds everything (again).
         places: where the module has each tensor, by canonical name.
@@ -42,15 +42,15 @@ class Ownership:
     """
 
     def __init__(self, module: nn.Module, compiled: Compiled, world: World, spare_everywhere: bool = False) -> None:
-        """`spare_everywhere`: as in `Layout`."""
+        """`spare_everywhere`: as in `TensorMap`."""
         self._module, self._world, self._compiled = module, world, compiled
         self.places = places_of(module)
-        self.layout = Layout(compiled, world.size, spare_everywhere)
+        self.tensor_map = TensorMap(compiled, world.size, spare_everywhere)
         self.shards: dict[int, dict[Bucket, torch.Tensor]] = {}
         self.whole = world.size == 1
         self.ended = False
         self._stays = False  # in parts when the run is over, for no process may have room for the whole
-        self._pieces: dict[str, nn.Parameter] = {}
+        self._local_shards: dict[str, nn.Parameter] = {}
         self._before: dict[str, torch.Tensor] = {}  # what was in the module, and will be again: without data meanwhile
         self._versions: list[tuple[str, torch.Tensor, int]] = []  # of what is in the module in the place of sharded parameters
         self._parts: dict[tuple[Bucket, int], torch.Tensor] = {}  # what one process with all devices has of divided parameters
@@ -58,35 +58,35 @@ class Ownership:
     @property
     def params(self) -> dict[str, nn.Parameter]:
         """The module's parameters by canonical name, in its order; what is not here whole is on the meta device."""
-        return {n: x for n in self.layout.homes if isinstance(x := self._get(n), nn.Parameter)}
+        return {n: x for n in self.tensor_map.homes if isinstance(x := self._get(n), nn.Parameter)}
 
     def speaks_for(self, name: str) -> bool:
         """Do the elements that this process holds count here, and nowhere else?"""
-        return self._world.rank in self.layout.speakers(name)
+        return self._world.rank in self.tensor_map.speakers(name)
 
     @property
     def owned_params(self) -> dict[str, nn.Parameter]:
-        """What this process trains: whole parameters, and pieces of others."""
-        found = {n: x for n, x in self.params.items() if self.layout.holds_whole(n, self._world.rank)}
-        return {n: x for n in self.layout.homes if (x := self._pieces.get(n, found.get(n))) is not None}
+        """What this process trains: whole parameters, and local shards of others."""
+        found = {n: x for n, x in self.params.items() if self.tensor_map.holds_whole(n, self._world.rank)}
+        return {n: x for n in self.tensor_map.homes if (x := self._local_shards.get(n, found.get(n))) is not None}
 
     @property
     def owned_buffers(self) -> dict[str, torch.Tensor]:
         rank = self._world.rank
-        found = {n: self._get(n) for n in self.layout.homes if self.layout.holds_whole(n, rank)}
+        found = {n: self._get(n) for n in self.tensor_map.homes if self.tensor_map.holds_whole(n, rank)}
         return {n: x for n, x in found.items() if not isinstance(x, nn.Parameter)}
 
-    def pieces(self, replicas: bool = False) -> list[Piece]:
+    def local_shards(self, replicas: bool = False) -> list[LocalShard]:
         """The elements of parameters and buffers for which this process speaks: over all processes, each element once.
 
         Args:
             replicas: also those of parameters of which it has a replica.
         """
         found = []
-        for name, spec in self.layout.specs.items():
-            held = self.layout.speaking(name, self._world.rank)
+        for name, spec in self.tensor_map.specs.items():
+            held = self.tensor_map.speaking(name, self._world.rank)
             if held is not None and (self.speaks_for(name) or (replicas and name in self._compiled.step.params)):
-                found.append(Piece(name, spec.shape, spec.dtype, *held, self._part(name, *held)))
+                found.append(LocalShard(name, spec.shape, spec.dtype, *held, self._part(name, *held)))
         return found
 
     def distribute(self, seed: int, known: Known, before: Ownership | None = None) -> None:
@@ -107,14 +107,14 @@ class Ownership:
         if self._world.size == 1:
             self._lay_together()
             return
-        self._make_pieces()
+        self._make_local_shards()
         absent, self._stays = self._absent(known) if before is None else (set(), True)
         made = self._make_values(absent, seed, known)
-        for name, homes in self.layout.homes.items():
+        for name, homes in self.tensor_map.homes.items():
             if before is not None:
                 before.bring(name, LEAD)
             tensor = self._get(name)
-            whole = self.layout.holds_whole(name, self._world.rank)
+            whole = self.tensor_map.holds_whole(name, self._world.rank)
             if name in made or (whole and tensor.is_meta):
                 tensor = made[name] if name in made else empty_like(tensor, self._world.device)
                 self._set(name, tensor)
@@ -123,8 +123,8 @@ class Ownership:
                     if home.bucket is None:
                         self._world.move(tensor, LEAD, rank, into=tensor)
                         continue
-                    part = flattened(tensor.detach(), self.layout.specs[name])[start:stop] if self._world.leads else None
-                    self._move(part, LEAD, rank, into=self._pieces.get(name))
+                    part = flattened(tensor.detach(), self.tensor_map.specs[name])[start:stop] if self._world.leads else None
+                    self._move(part, LEAD, rank, into=self._local_shards.get(name))
             if whole:
                 tensor.data = tensor.data.to(self._world.device)
             else:
@@ -137,7 +137,7 @@ class Ownership:
 
     def _absent(self, known: Known) -> tuple[set[str], bool]:
         """The tensors that have no values on the lead, or none that count; and does the lead have any without?"""
-        on_meta = [name for name in self.layout.homes if self._get(name).is_meta]
+        on_meta = [name for name in self.tensor_map.homes if self._get(name).is_meta]
         lead, *others = self._world.gather(on_meta)
         for rank, found in enumerate(others, start=1):
             for name in sorted(set(lead) - set(found)):
@@ -146,25 +146,25 @@ class Ownership:
                         f"{name!r} is on the meta device on rank {LEAD}, and has values on rank {rank}; build the module in the "
                         "same way in every process, not depending on the rank"
                     )
-        return {*lead, *(name for name in self.layout.homes if name in known)}, bool(lead)
+        return {*lead, *(name for name in self.tensor_map.homes if name in known)}, bool(lead)
 
     def _make_values(self, absent: Collection[str], seed: int, known: Known) -> dict[str, torch.Tensor]:
-        """Fill this process's pieces of these tensors; returns those that it holds whole."""
+        """Fill this process's shards of these tensors; returns those that it holds whole."""
         rank, made = self._world.rank, {}
 
         @torch.no_grad()
         def take(name: str, value: torch.Tensor) -> None:
-            spec = self.layout.specs[name]
-            if self.layout.holds_whole(name, rank):
+            spec = self.tensor_map.specs[name]
+            if self.tensor_map.holds_whole(name, rank):
                 room = empty_like(self._get(name), self._world.device)
                 fill(room, value)
                 made[name] = room
-            elif name in self._pieces:
-                held = self.layout.held(name, rank)
+            elif name in self._local_shards:
+                held = self.tensor_map.held(name, rank)
                 assert held is not None
-                self._pieces[name].copy_(flattened(value, spec)[slice(*held)])
+                self._local_shards[name].copy_(flattened(value, spec)[slice(*held)])
 
-        held = [name for name in self.layout.homes if name in absent and self.layout.held(name, rank) is not None]
+        held = [name for name in self.tensor_map.homes if name in absent and self.tensor_map.held(name, rank) is not None]
         initialize(self._module, self.places, {name for name in held if name not in known}, seed, take)
         for name in held:
             if name in known.loaded:
@@ -183,7 +183,7 @@ class Ownership:
                     raise PiperError(f"parameter {name!r} lies in two buckets; give the directives that shard it one bucket_size")
                 laid.add(name)
                 self._get(name).data = view
-        for name in self.layout.homes:
+        for name in self.tensor_map.homes:
             if name not in laid:
                 tensor = self._get(name)
                 tensor.data = tensor.data.to(self._world.device)
@@ -205,18 +205,18 @@ class Ownership:
             for name, view in zip(bucket.names, bucket.views(flat), strict=True):
                 view.copy_(self._get(name).chunk(bucket.degree)[part])
 
-    def _make_pieces(self) -> None:
-        """Make room for this process's shards; the pieces in them are parameters like those that they are cut from."""
-        for name in self.layout.homes:
-            if self.layout.is_sharded(name) and has_gradient_hooks(self._get(name)):
+    def _make_local_shards(self) -> None:
+        """Make room for this process's shards; the local shards in them are parameters like those that they are cut from."""
+        for name in self.tensor_map.homes:
+            if self.tensor_map.is_sharded(name) and has_gradient_hooks(self._get(name)):
                 self._refuse_hook(name)
         plan = self._compiled.plans[self._world.rank]
         own = self.shards[self._world.rank] = {}
         for bucket, kept in plan.shards.items():
             flat = bucket.empty(self._world.device)
             own[bucket] = flat if kept else flat.chunk(bucket.members)[bucket.member(plan.replica)].clone()
-        for name, view in pieces_of(plan, own).items():
-            self._pieces[name] = like(self._get(name), view)  # type: ignore[assignment]
+        for name, view in local_shards_of(plan, own).items():
+            self._local_shards[name] = like(self._get(name), view)  # type: ignore[assignment]
 
     def end(self) -> None:
         """The run is over: give every process the whole module again, unless it was built without data. Collective."""
@@ -256,27 +256,27 @@ class Ownership:
                 self._set(name, tensor)
 
     def load(self, values: Mapping[str, torch.Tensor]) -> None:
-        """Give this process's pieces the values of whole parameters, by any of their names."""
+        """Give this process's shards the values of whole parameters, by any of their names."""
         canonical = self._compiled.step.canonical
         with torch.no_grad():
             for name, value in values.items():
-                piece = self._pieces.get(canonical.get(name, name))
-                if piece is not None:
+                shard = self._local_shards.get(canonical.get(name, name))
+                if shard is not None:
                     name = canonical.get(name, name)
-                    held = self.layout.held(name, self._world.rank)
+                    held = self.tensor_map.held(name, self._world.rank)
                     assert held is not None
-                    piece.copy_(flattened(value, self.layout.specs[name])[slice(*held)])
+                    shard.copy_(flattened(value, self.tensor_map.specs[name])[slice(*held)])
         self._note_versions()
 
     def _note_versions(self) -> None:
         """Changes of what is in the place of sharded parameters count from now on."""
-        found = {name: x for name, x in self.params.items() if x.is_meta and self.layout.is_sharded(name)}
+        found = {name: x for name, x in self.params.items() if x.is_meta and self.tensor_map.is_sharded(name)}
         for x in found.values():
-            x.__class__ = InPieces
+            x.__class__ = ShardedPlaceholder
         self._versions = [(name, x, x._version) for name, x in found.items()]
 
     def check_unwritten(self) -> None:
-        """Refuse changes of what is in the place of sharded parameters, for their pieces would not follow.
+        """Refuse changes of what is in the place of sharded parameters, for their local shards would not follow.
 
         Raises:
             PiperError: a hook, or other code between the steps, has changed one in place, or wants to see its gradient.
@@ -301,7 +301,7 @@ class Ownership:
 
         Returns what this process had in place of those that it received.
         """
-        brought = {(name, target): self.bring(name, target) for name in self.layout.specs for target in targets}
+        brought = {(name, target): self.bring(name, target) for name in self.tensor_map.specs for target in targets}
         return {name: before for (name, _), before in brought.items() if before is not None}
 
     def bring(self, name: str, target: int) -> torch.Tensor | None:
@@ -309,11 +309,11 @@ class Ownership:
 
         Returns what the target had in its place; None on the other processes.
         """
-        if self.layout.holds_whole(name, target):
+        if self.tensor_map.holds_whole(name, target):
             return None
-        spec, receives = self.layout.specs[name], self._world.rank == target
+        spec, receives = self.tensor_map.specs[name], self._world.rank == target
         flat = torch.empty(spec.numel, dtype=spec.dtype) if receives else None
-        for source, (start, stop) in self.layout.speakers(name).items():
+        for source, (start, stop) in self.tensor_map.speakers(name).items():
             part = self._part(name, start, stop) if self._world.rank == source else None
             self._move(part, source, target, into=None if flat is None else flat[start:stop])
         if flat is None:
@@ -324,8 +324,8 @@ class Ownership:
 
     def _part(self, name: str, start: int, stop: int) -> torch.Tensor:
         """Elements of which this process holds the values."""
-        piece = self._pieces.get(name)
-        return flattened(self._get(name).detach(), self.layout.specs[name])[start:stop] if piece is None else piece.detach()
+        shard = self._local_shards.get(name)
+        return flattened(self._get(name).detach(), self.tensor_map.specs[name])[start:stop] if shard is None else shard.detach()
 
     def _move(self, part: torch.Tensor | None, source: int, target: int, into: torch.Tensor | None) -> None:
         if source == target == self._world.rank:

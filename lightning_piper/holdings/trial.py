@@ -27,7 +27,7 @@ class Course:
         values: scale of the initial values.
         scales: of the gradients, one after another, and over again.
         turned: gradients are at right angles to the parameter, in each of its rows, which some optimizers look at (AdamP).
-        gap: the elements of the first piece have no gradients.
+        gap: the elements of the first shard have no gradients.
     """
 
     what: str
@@ -64,7 +64,7 @@ class Kind:
 
     @property
     def cut(self) -> int:
-        """Number of elements of the first of two pieces, which ends within a row."""
+        """Number of elements of the first of two shards, which ends within a row."""
         size = math.prod(self.shape)
         return min(size, size * 5 // 12 | 1)
 

@@ -108,19 +108,19 @@ class Bucket:
         """Which part of the parameters a replica has."""
         return self.mesh.part(replica)
 
-    def sharers(self, replica: int) -> tuple[int, ...]:
+    def shard_group(self, replica: int) -> tuple[int, ...]:
         """The replicas over which the bucket is sharded that this one has a shard of, in the order of the shards."""
         return self.mesh.line(DATA, replica)
 
     def member(self, replica: int) -> int:
         """Which shard a replica has."""
-        return self.sharers(replica).index(replica)
+        return self.shard_group(replica).index(replica)
 
     def own(self, whole: torch.Tensor, replica: int) -> torch.Tensor:
         """What a replica has of a parameter: a view of it."""
         return whole.chunk(self.degree)[self.part_of(replica)] if self.degree > 1 else whole
 
-    def pieces(self, replica: int) -> Iterator[tuple[str, int, int, int]]:
+    def local_shards(self, replica: int) -> Iterator[tuple[str, int, int, int]]:
         """What a replica's shard holds: name, and elements `start:stop` of that parameter (in the order of its memory), which
         lie in the shard from `offset` on."""
         first = self.member(replica) * self.shard
@@ -151,9 +151,9 @@ class Bucket:
 
 def view_as(flat: torch.Tensor, spec: TensorSpec) -> torch.Tensor:
     """One dimension -> the spec's shape and strides. Of a tensor with holes in its memory, the strides without the holes."""
-    layout = spec.layout
-    inverse = sorted(range(len(layout)), key=layout.__getitem__)
-    view = flat.view([spec.shape[d] for d in layout]).permute(inverse)
+    dim_order = spec.dim_order
+    inverse = sorted(range(len(dim_order)), key=dim_order.__getitem__)
+    view = flat.view([spec.shape[d] for d in dim_order]).permute(inverse)
     # The stride of a dimension with one element says nothing about memory, but may choose a kernel.
     if any(n > 1 and a != b for n, a, b in zip(spec.shape, view.stride(), spec.stride, strict=True)):
         return view
@@ -162,7 +162,7 @@ def view_as(flat: torch.Tensor, spec: TensorSpec) -> torch.Tensor:
 
 def flattened(tensor: torch.Tensor, spec: TensorSpec) -> torch.Tensor:
     """The reverse of `view_as`; a copy where the tensor lies otherwise."""
-    return tensor.permute(spec.layout).reshape(-1)
+    return tensor.permute(spec.dim_order).reshape(-1)
 
 
 @torch.no_grad()

@@ -96,7 +96,7 @@ class Node:
     def members(self, replica: int) -> tuple[int, ...]:
         """The devices with which a replica's device communicates here: those that share the bucket, or all of the node's."""
         bucket = self.outputs[0].bucket if self.outputs else None
-        return self.devices if bucket is None else tuple(self.devices[place] for place in bucket.sharers(replica))
+        return self.devices if bucket is None else tuple(self.devices[place] for place in bucket.shard_group(replica))
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import warnings
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
@@ -33,9 +34,15 @@ class TensorSpec:
         return self.numel * self.dtype.itemsize
 
     @property
-    def layout(self) -> tuple[int, ...]:
-        """Dimensions from the slowest to the fastest in memory: `x.permute(layout)` is contiguous for a dense tensor."""
+    def dim_order(self) -> tuple[int, ...]:
+        """Dimensions from the slowest to the fastest in memory: `x.permute(dim_order)` is contiguous for a dense tensor."""
         return tuple(sorted(range(len(self.shape)), key=lambda d: (-self.stride[d], d)))
+
+    @property
+    def layout(self) -> tuple[int, ...]:
+        """`dim_order`, by the name that it had before."""
+        warnings.warn("TensorSpec.layout is TensorSpec.dim_order now; layout ends with 0.3", DeprecationWarning, stacklevel=2)
+        return self.dim_order
 
     def __str__(self) -> str:
         return f"{str(self.dtype).removeprefix('torch.')}[{','.join(map(str, self.shape))}]"

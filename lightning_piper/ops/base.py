@@ -11,6 +11,7 @@ somebody else's file, which registers its operation.
 
 from __future__ import annotations
 
+import warnings
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -72,9 +73,9 @@ class Endpoint(Protocol):
 
     def send(self, instruction: Any, slots: Slots) -> Bound | None: ...
 
-    def retire(self, instruction: Any) -> Bound | None: ...
+    def wait_send(self, instruction: Any) -> Bound | None: ...
 
-    def post(self, instruction: Any, slots: Slots) -> Bound | None: ...
+    def irecv(self, instruction: Any, slots: Slots) -> Bound | None: ...
 
     def collective(self, instruction: Collective, exchange: Exchange, slots: Slots) -> Bound | None: ...
 
@@ -149,11 +150,11 @@ class Planning(Protocol):
         ...
 
     def sent(self, node: Node, channel: Channel, source: Read) -> None:
-        """A message was handed to a channel: it is to be retired once it is known to have arrived."""
+        """A message was handed to a channel: its sender may let go of it once it is known to have arrived."""
         ...
 
-    def received(self, post: Any) -> None:
-        """The receive that `post` starts was waited for here."""
+    def received(self, irecv: Any) -> None:
+        """The receive that `irecv` starts was waited for here."""
         ...
 
 
@@ -168,7 +169,7 @@ class Binding:
         endpoint: of the transport.
         shards: for each bucket of which the device has a shard, the flat tensor that it keeps.
         chunks: binds a chunk's code (`runtime.chunks.ChunkBinder`).
-        outbox: takes what the step hands out (`runtime.outbox.Outbox`).
+        step_outputs: takes what the step hands out (`runtime.step_outputs.StepOutputs`).
         common: what the instructions of one operation share, by a name of theirs.
     """
 
@@ -178,8 +179,14 @@ class Binding:
     endpoint: Endpoint
     shards: Mapping[Bucket, torch.Tensor]
     chunks: Any
-    outbox: Any
+    step_outputs: Any
     common: dict[str, Any] = field(default_factory=dict)
+
+    @property
+    def outbox(self) -> Any:
+        """`step_outputs`, by the name that it had before."""
+        warnings.warn("Binding.outbox is Binding.step_outputs now; outbox ends with 0.3", DeprecationWarning, stacklevel=2)
+        return self.step_outputs
 
 
 def nothing(plan: Planning, node: Any) -> None:

@@ -92,7 +92,7 @@ def interpret_parameters(run: Reference, node: Parameters) -> Made:
 
 def interpret_all_gather(run: Reference, node: AllGather) -> Made:
     bucket = bucket_of(node)
-    return [[[torch.cat([run.values[node.inputs[0], s][0] for s in bucket.sharers(r)])]] for r in run.replicas]
+    return [[[torch.cat([run.values[node.inputs[0], s][0] for s in bucket.shard_group(r)])]] for r in run.replicas]
 
 
 def lower_all_gather(plan: Planning, node: AllGather) -> None:

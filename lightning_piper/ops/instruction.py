@@ -80,7 +80,7 @@ class Instruction:
 
 @dataclass(frozen=True, kw_only=True)
 class Collective(Instruction):
-    """Start an operation of all `members`; does not wait. The slot is pending until the `Wait` of the same node.
+    """Start an operation of all `members`; does not wait. The slot is pending until the `WaitWork` of the same node.
 
     Attributes:
         rings: how often a ring of n members goes round, each time in n - 1 steps, in which every member sends 1/n of the bytes to
@@ -113,7 +113,7 @@ class Collective(Instruction):
 
 
 @dataclass(frozen=True, kw_only=True)
-class Wait(Instruction):
-    """Wait for what a `Post` or a `Collective` of the same node started; the slot is readable afterwards."""
+class WaitWork(Instruction):
+    """Wait for what an `Irecv` or a `Collective` of the same node started; the slot is readable afterwards."""
 
     op: ClassVar[str] = "wait"

@@ -17,7 +17,7 @@ from lightning_piper.ops.base import Binding, Bound, Operation, Planning, about,
 from lightning_piper.ops.facts import Contributions, Facts
 from lightning_piper.ops.instruction import Instruction
 from lightning_piper.ops.reduce import AllReduce, check_all_reduce, interpret_all_reduce, lower_all_reduce
-from lightning_piper.ops.reference import Bundle, Made, Reference, fold
+from lightning_piper.ops.reference import Bundle, Made, Reference, sum_in_order
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -174,7 +174,7 @@ def _merged(run: Reference, node: Metrics, replica: int) -> torch.Tensor:
 
 def interpret_report(run: Reference, node: Report) -> Made:
     if node.inputs:  # something is logged
-        vector = fold([run.values[ref, 0] for ref in node.inputs])[0]
+        vector = sum_in_order([run.values[ref, 0] for ref in node.inputs])[0]
         rows = vector.view(run.dag.replicas, -1)
         how = ("sum" if reduction == "mean" else reduction for reduction in reductions(run.dag.code))
         merged = [_reduced(reduction, list(column)) for reduction, column in zip(how, rows.unbind(1), strict=True)]
@@ -186,7 +186,7 @@ def _reduced(reduction: str, values: list[torch.Tensor]) -> torch.Tensor:
     """One number from several; means come with their weights applied."""
     if reduction in ("mean", "sum"):
         bundles: list[Bundle] = [[v] for v in values]
-        return fold(bundles)[0]
+        return sum_in_order(bundles)[0]
     return torch.stack(values).max() if reduction == "max" else torch.stack(values).min()
 
 
@@ -222,12 +222,12 @@ def bind_merge(instruction: Merge, on: Binding) -> Bound:
                for w, m in zip(instruction.weights, instruction.metrics, strict=True)]  # fmt: skip
     weight = torch.tensor([*weights, 0.0], dtype=torch.float64, device=device)
     # Row k holds the k-th scalar of every metric that is folded; the others point to the zero behind the last scalar.
-    folded = {m: row for m, row in rows.items() if instruction.reductions[m] in ("mean", "sum")}
-    depth = max((len(row) for row in folded.values()), default=1)
-    table = [[folded[m][k] if m in folded and k < len(folded[m]) else len(weights) for m in range(size)] for k in range(depth)]
+    added = {m: row for m, row in rows.items() if instruction.reductions[m] in ("mean", "sum")}
+    depth = max((len(row) for row in added.values()), default=1)
+    table = [[added[m][k] if m in added and k < len(added[m]) else len(weights) for m in range(size)] for k in range(depth)]
     index = torch.tensor(table, device=device)
     extremes = [(m, torch.tensor(row, device=device), getattr(torch, f"a{instruction.reductions[m]}"))
-                for m, row in rows.items() if m not in folded]  # fmt: skip
+                for m, row in rows.items() if m not in added]  # fmt: skip
     zero = torch.zeros(1, dtype=torch.float64, device=device)
 
     def merge() -> None:
@@ -254,12 +254,12 @@ def bind_merge(instruction: Merge, on: Binding) -> Bound:
 
 
 def bind_report(instruction: ReportInstruction, on: Binding) -> Bound:
-    reads, replicas, slots, outbox, device = instruction.reads, instruction.replicas, on.slots, on.outbox, on.device
+    reads, replicas, slots, step_outputs, device = instruction.reads, instruction.replicas, on.slots, on.step_outputs, on.device
     extremes = [(m, getattr(torch, f"a{how}")) for m, how in enumerate(instruction.reductions) if how in ("max", "min")]
 
     def report() -> None:
         if not reads:  # nothing is logged
-            outbox.metrics = torch.zeros(0, dtype=torch.float64, device=device)
+            step_outputs.metrics = torch.zeros(0, dtype=torch.float64, device=device)
             return
         total = slots[reads[0].slot][0]
         for read in reads[1:]:
@@ -274,7 +274,7 @@ def bind_report(instruction: ReportInstruction, on: Binding) -> Bound:
                 total = total + row
             for metric, extreme in extremes:
                 total[metric] = extreme(rows[:, metric])
-        outbox.metrics = total
+        step_outputs.metrics = total
 
     return report
 

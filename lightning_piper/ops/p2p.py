@@ -11,7 +11,7 @@ from lightning_piper.ir.nodes import Node, Ref, Turn
 from lightning_piper.ir.values import TensorSpec
 from lightning_piper.ops.base import Operation, Planning, about, register_operation
 from lightning_piper.ops.facts import Facts
-from lightning_piper.ops.instruction import Channel, Instruction, Wait
+from lightning_piper.ops.instruction import Channel, Instruction, WaitWork
 from lightning_piper.ops.reference import Bundle, Reference, each
 
 
@@ -58,16 +58,17 @@ class SendInstruction(Instruction):
 
 
 @dataclass(frozen=True, kw_only=True)
-class Retire(Instruction):
-    """Let go of what was sent. Stands where the receiver is known to have it, or at the end of the step, where it waits."""
+class WaitSend(Instruction):
+    """Wait until a message is sent, and let go of it. Stands where the receiver is known to have it, so that it costs nothing, or
+    at the end of the step."""
 
     op: ClassVar[str] = "retire"
     channel: Channel
 
 
 @dataclass(frozen=True, kw_only=True)
-class Post(Instruction):
-    """Start to receive a bundle; does not wait. The slot is pending until `Wait`.
+class Irecv(Instruction):
+    """Start to receive a bundle; does not wait. The slot is pending until `WaitWork`.
 
     Attributes:
         channel: where it comes from.
@@ -126,22 +127,22 @@ def lower_recv(plan: Planning, node: Recv) -> None:
 
 
 def produce_recv(plan: Planning, node: Recv, ref: Ref) -> None:
-    """Wait for the message directly before its first reader; where the receive is started, `plan.posts` decides."""
+    """Wait for the message directly before its first reader; where the receive is started, `plan.irecvs` decides."""
     channel = (node.peers[node.devices.index(plan.device)], plan.device)
     slot = plan.new_slot(ref, "peer", node.stream)
-    plan.emit(Wait(**about(node), writes=(slot,)))
-    plan.received(Post(**about(node), writes=(slot,), channel=channel, message=node.inputs[0][0], tensors=node.outputs[0].tensors))
+    plan.emit(WaitWork(**about(node), writes=(slot,)))
+    plan.received(Irecv(**about(node), writes=(slot,), channel=channel, message=node.inputs[0][0], tensors=node.outputs[0].tensors))
 
 
 register_operation(
     Operation(Send, check_send, interpret, lower_send, bind={
         SendInstruction: lambda instruction, on: on.endpoint.send(instruction, on.slots),
-        Retire: lambda instruction, on: on.endpoint.retire(instruction),
+        WaitSend: lambda instruction, on: on.endpoint.wait_send(instruction),
     })
 )  # fmt: skip
 register_operation(
     Operation(Recv, check_recv, interpret, lower_recv, produce_recv, bind={
-        Post: lambda instruction, on: on.endpoint.post(instruction, on.slots),
-        Wait: lambda instruction, on: on.endpoint.wait(instruction, on.slots),
+        Irecv: lambda instruction, on: on.endpoint.irecv(instruction, on.slots),
+        WaitWork: lambda instruction, on: on.endpoint.wait(instruction, on.slots),
     })
 )  # fmt: skip

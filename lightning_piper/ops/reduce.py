@@ -35,7 +35,7 @@ class ReduceScatter(Node):
 
 
 @dataclass(frozen=True, kw_only=True)
-class Reduce(Collective):
+class AllReduceInstruction(Collective):
     """Add up the bundles read (zeros if there are none) and sum them over the members.
 
     Attributes:
@@ -105,7 +105,7 @@ def interpret_all_reduce(run: Reference, node: AllReduce) -> Made:
 def interpret_reduce_scatter(run: Reference, node: ReduceScatter) -> Made:
     bucket = bucket_of(node)
     return [
-        [[run.sum_over(node, bucket.sharers(r))[0].chunk(bucket.members)[bucket.member(r)]]] for r in run.replicas
+        [[run.sum_over(node, bucket.shard_group(r))[0].chunk(bucket.members)[bucket.member(r)]]] for r in run.replicas
     ]  # fmt: skip
 
 
@@ -115,7 +115,7 @@ def interpret_reduce_scatter(run: Reference, node: ReduceScatter) -> Made:
 def lower_all_reduce(plan: Planning, node: Node) -> None:
     reads = tuple(plan.read(ref, node) for ref in node.inputs if plan.has(ref))
     value = node.outputs[0]
-    plan.start(node, Reduce, reads, tensors=value.tensors, bucket=value.bucket)
+    plan.start(node, AllReduceInstruction, reads, tensors=value.tensors, bucket=value.bucket)
 
 
 def lower_reduce_scatter(plan: Planning, node: ReduceScatter) -> None:
@@ -126,7 +126,7 @@ def lower_reduce_scatter(plan: Planning, node: ReduceScatter) -> None:
 # Runtime
 
 
-def read_sum(instruction: Reduce, on: Binding) -> Callable[[], Bundle]:
+def read_sum(instruction: AllReduceInstruction, on: Binding) -> Callable[[], Bundle]:
     """A function that gives this device's part of a reduction, in tensors of its own."""
     reads, specs, slots = instruction.reads, instruction.tensors, on.slots
     if instruction.bucket is not None and len(reads) == 1 and reads[0].last:
@@ -150,7 +150,7 @@ def read_sum(instruction: Reduce, on: Binding) -> Callable[[], Bundle]:
 class _AllReduce(Exchange):
     kind = "all_reduce"
 
-    def __init__(self, instruction: Reduce, on: Binding) -> None:
+    def __init__(self, instruction: AllReduceInstruction, on: Binding) -> None:
         self._count, self._sum = len(instruction.members), read_sum(instruction, on)
 
     def bring(self) -> Bundle:
@@ -194,7 +194,7 @@ def summed(parts: Sequence[Bundle]) -> Bundle:
     return total
 
 
-def bind_reduce(instruction: Reduce, on: Binding) -> Bound | None:
+def bind_all_reduce(instruction: AllReduceInstruction, on: Binding) -> Bound | None:
     return on.endpoint.collective(instruction, _AllReduce(instruction, on), on.slots)
 
 
@@ -202,7 +202,9 @@ def bind_reduce_scatter(instruction: ReduceScatterInstruction, on: Binding) -> B
     return on.endpoint.collective(instruction, _ReduceScatter(instruction, on), on.slots)
 
 
-register_operation(Operation(AllReduce, check_all_reduce, interpret_all_reduce, lower_all_reduce, bind={Reduce: bind_reduce}))
+register_operation(
+    Operation(AllReduce, check_all_reduce, interpret_all_reduce, lower_all_reduce, bind={AllReduceInstruction: bind_all_reduce})
+)
 register_operation(
     Operation(ReduceScatter, check_reduce_scatter, interpret_reduce_scatter, lower_reduce_scatter,
               bind={ReduceScatterInstruction: bind_reduce_scatter})

@@ -54,7 +54,7 @@ class Reference:
 
     def sum_over(self, node: Node, replicas: Sequence[int]) -> Bundle:
         """The sum of all inputs of a node, of some replicas, from the first to the last."""
-        return fold([self.values[ref, r] for r in replicas for ref in node.inputs])
+        return sum_in_order([self.values[ref, r] for r in replicas for ref in node.inputs])
 
 
 def each(made: Callable[[Reference, Any, list[Bundle]], list[Bundle]]) -> Callable[[Reference, Any], Made]:
@@ -66,7 +66,7 @@ def each(made: Callable[[Reference, Any, list[Bundle]], list[Bundle]]) -> Callab
     return interpret
 
 
-def fold(bundles: Sequence[Bundle]) -> Bundle:
+def sum_in_order(bundles: Sequence[Bundle]) -> Bundle:
     """The sum, from the first to the last."""
     total = bundles[0]
     for bundle in bundles[1:]:

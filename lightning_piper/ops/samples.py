@@ -94,8 +94,8 @@ def check_concat(facts: Facts, node: Concat) -> Iterable[str]:
         yield f"{facts.at(node)} joins different values: {', '.join(facts.named(ref) for ref in node.inputs)}"
     if any(a.stop != b.start for a, b in itertools.pairwise(parts)):
         yield f"{facts.at(node)} joins samples {', '.join(map(str, parts))}, which do not follow each other"
-    pieces = zip(*(facts.dag.value(ref).tensors for ref in node.inputs), strict=False)
-    yield from _shapes(facts, node, [(xs[0].shape, sum(x.shape[node.dim] for x in xs)) for xs in pieces])
+    columns = zip(*(facts.dag.value(ref).tensors for ref in node.inputs), strict=False)
+    yield from _shapes(facts, node, [(xs[0].shape, sum(x.shape[node.dim] for x in xs)) for xs in columns])
     whole = Slice(min(part.start for part in parts), max(part.stop for part in parts))
     forward = next(iter(facts.parts[node.inputs[0]].values())) == 1
     facts.parts[node.id, 0] = {whole: Fraction(1) if forward else facts.share(whole)}

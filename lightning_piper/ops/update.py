@@ -17,7 +17,7 @@ from lightning_piper.ir.values import Partial, Shard, Slice
 from lightning_piper.ops.base import Binding, Bound, Operation, Planning, Slots, about, register_operation
 from lightning_piper.ops.facts import Contributions, Facts, Origin, names_of
 from lightning_piper.ops.instruction import Instruction, Read
-from lightning_piper.ops.reference import Bundle, Made, Reference, each, fold
+from lightning_piper.ops.reference import Bundle, Made, Reference, each, sum_in_order
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -145,7 +145,7 @@ def check_update(facts: Facts, node: Update) -> Iterable[str]:
 
 @each
 def interpret_accumulate(run: Reference, node: Accumulate, inputs: list[Bundle]) -> list[Bundle]:
-    return [fold(inputs)]
+    return [sum_in_order(inputs)]
 
 
 def interpret_update(run: Reference, node: Update) -> Made:
@@ -155,13 +155,13 @@ def interpret_update(run: Reference, node: Update) -> Made:
         held = [run.values[ref, r] for r in run.replicas]
         placement = run.dag.value(ref).placement
         if isinstance(placement, Partial):  # not yet summed over the replicas: so it is in a program that is not finished
-            groups = [run.replicas if value.bucket is None else value.bucket.sharers(r) for r in run.replicas]
-            held = [fold([held[s] for s in group]) for group in groups]
+            groups = [run.replicas if value.bucket is None else value.bucket.shard_group(r) for r in run.replicas]
+            held = [sum_in_order([held[s] for s in group]) for group in groups]
         elif isinstance(placement, Shard):
             assert value.bucket is not None
-            held = [[torch.cat([held[s][0] for s in value.bucket.sharers(r)])] for r in run.replicas]
+            held = [[torch.cat([held[s][0] for s in value.bucket.shard_group(r)])] for r in run.replicas]
         summands.append(held)
-    found = [fold([held[r] for held in summands]) for r in run.replicas]
+    found = [sum_in_order([held[r] for held in summands]) for r in run.replicas]
     if value.bucket is not None:  # the optimizer takes gradients in the parameters' own dtype
         specs = value.bucket.tensors
         found = [[x.to(s.dtype) for x, s in zip(value.bucket.views(flat[0]), specs, strict=True)] for flat in found]
@@ -263,7 +263,7 @@ def _bind_add_flat(instruction: Add, bucket: Bucket, slots: Slots, device: torch
 
 
 def bind_deliver(instruction: Deliver, on: Binding) -> Any:
-    return on.outbox.bind_deliver(instruction, on.slots, on.endpoint.hands_over)
+    return on.step_outputs.bind_deliver(instruction, on.slots, on.endpoint.hands_over)
 
 
 register_operation(

@@ -9,17 +9,17 @@ from lightning_piper.errors import VerificationError
 from lightning_piper.plan.deadlock import run_symbolically
 from lightning_piper.plan.instructions import (
     Add,
-    Await,
     Channel,
     Collective,
     Group,
     Instruction,
-    Post,
+    Irecv,
     Record,
     Report,
-    Retire,
     Send,
-    Wait,
+    WaitEvent,
+    WaitSend,
+    WaitWork,
 )
 from lightning_piper.plan.plan import Plan
 
@@ -31,7 +31,7 @@ def check_plans(plans: Mapping[int, Plan]) -> None:
 
     Every slot is written before it is read, never read after its last read, and empty at the end; every read on another
     stream is ordered by an event; every channel's messages are sent and received in one order, with the same shapes; every
-    group communicates in one order; every send is retired; every device reports once; and no device waits forever.
+    group communicates in one order; every send is waited for; every device reports once; and no device waits forever.
 
     Raises:
         VerificationError: names the device, the instruction and what is wrong.
@@ -66,7 +66,7 @@ def _check_slots(plan: Plan) -> None:
             if slot is None:
                 continue
             expected = None
-            if isinstance(instruction, Wait):
+            if isinstance(instruction, WaitWork):
                 expected = _PENDING
             elif isinstance(instruction, Add) and instruction.in_place:
                 expected = _READY
@@ -77,9 +77,9 @@ def _check_slots(plan: Plan) -> None:
                 sums[slot] = instruction.node
             elif isinstance(instruction, Add) and sums.get(slot) != instruction.node:
                 _refuse(plan.device, i, instruction, f"slot s{slot} is not its own sum, to which alone it may add in place")
-            if isinstance(instruction, Wait) and owner[slot] != instruction.node:
+            if isinstance(instruction, WaitWork) and owner[slot] != instruction.node:
                 _refuse(plan.device, i, instruction, f"slot s{slot} was posted by %{owner[slot]}")
-            if isinstance(instruction, Post | Collective):
+            if isinstance(instruction, Irecv | Collective):
                 state[slot], owner[slot] = _PENDING, instruction.node
             else:
                 state[slot] = _READY
@@ -97,7 +97,7 @@ def _check_streams(plan: Plan) -> None:
         stream = instruction.stream
         if isinstance(instruction, Record):
             recorded[instruction.event] = (stream, i)
-        elif isinstance(instruction, Await):
+        elif isinstance(instruction, WaitEvent):
             if instruction.event not in recorded:
                 _refuse(plan.device, i, instruction, f"event e{instruction.event} is awaited before it is recorded")
             source, index = recorded[instruction.event]
@@ -117,7 +117,7 @@ def _check_sends(plan: Plan) -> None:
     for i, instruction in enumerate(plan.instructions):
         if isinstance(instruction, Send):
             sent[instruction.node] = instruction
-        elif isinstance(instruction, Retire) and sent.pop(instruction.node, None) is None:
+        elif isinstance(instruction, WaitSend) and sent.pop(instruction.node, None) is None:
             _refuse(plan.device, i, instruction, "it is retired before it is sent, or twice")
         reports += isinstance(instruction, Report)
     if sent:
@@ -129,27 +129,27 @@ def _check_sends(plan: Plan) -> None:
 
 def _check_channels(plans: Mapping[int, Plan]) -> None:
     sends: dict[Channel, list[Send]] = {}
-    posts: dict[Channel, list[Post]] = {}
+    irecvs: dict[Channel, list[Irecv]] = {}
     for plan in plans.values():
         for i, instruction in enumerate(plan.instructions):
-            if isinstance(instruction, Send | Post):
+            if isinstance(instruction, Send | Irecv):
                 end = 0 if isinstance(instruction, Send) else 1
                 if instruction.channel[end] != plan.device or instruction.channel[1 - end] not in plans:
                     _refuse(plan.device, i, instruction, f"it has no business on channel {_name(instruction.channel)}")
                 if isinstance(instruction, Send):
                     sends.setdefault(instruction.channel, []).append(instruction)
                 else:
-                    posts.setdefault(instruction.channel, []).append(instruction)
-    for channel in sorted(set(sends) | set(posts)):
-        for i, (send, post) in enumerate(zip_longest(sends.get(channel, ()), posts.get(channel, ()))):
+                    irecvs.setdefault(instruction.channel, []).append(instruction)
+    for channel in sorted(set(sends) | set(irecvs)):
+        for i, (send, irecv) in enumerate(zip_longest(sends.get(channel, ()), irecvs.get(channel, ()))):
             where = f"channel {_name(channel)}, message {i}"
-            if send is None or post is None:
-                one, other = (post.where, "sent") if send is None else (send.where, "received")
+            if send is None or irecv is None:
+                one, other = (irecv.where, "sent") if send is None else (send.where, "received")
                 raise VerificationError(f"{where}: {one} meets nothing that is {other}")
-            if send.node != post.message:
-                raise VerificationError(f"{where}: {post.where} expects %{post.message} but meets {send.where}")
-            if send.tensors != post.tensors:
-                raise VerificationError(f"{where}: {send.where} and {post.where} disagree on what travels")
+            if send.node != irecv.message:
+                raise VerificationError(f"{where}: {irecv.where} expects %{irecv.message} but meets {send.where}")
+            if send.tensors != irecv.tensors:
+                raise VerificationError(f"{where}: {send.where} and {irecv.where} disagree on what travels")
 
 
 def _check_groups(plans: Mapping[int, Plan]) -> None:

@@ -6,7 +6,7 @@ from collections import Counter, deque
 from collections.abc import Mapping
 
 from lightning_piper.errors import VerificationError
-from lightning_piper.plan.instructions import Collective, Instruction, Post, Retire, Send, Wait
+from lightning_piper.plan.instructions import Collective, Instruction, Irecv, Send, WaitSend, WaitWork
 from lightning_piper.plan.matching import Matching, Meeting, parties
 from lightning_piper.plan.plan import Plan
 
@@ -14,7 +14,7 @@ from lightning_piper.plan.plan import Plan
 class _World:
     """What has been issued so far on all devices.
 
-    A wait needs the message to have been sent; retiring a send needs the receive to have been posted; a collective needs all
+    A wait needs the message to have been sent; the wait for a send needs the receive to have been started; a collective needs all
     members: each needs all parties of the exchange that its node has begun. Nothing else blocks.
     """
 
@@ -26,11 +26,11 @@ class _World:
 
     def need(self, device: int, instruction: Instruction) -> Meeting | None:
         """The exchange that all parties must have joined before the instruction can run, or None."""
-        return self._begun.get((device, instruction.node)) if isinstance(instruction, Wait | Retire) else None
+        return self._begun.get((device, instruction.node)) if isinstance(instruction, WaitWork | WaitSend) else None
 
     def issue(self, device: int, instruction: Instruction) -> Meeting | None:
         """Issue the instruction; returns the exchange that all parties have joined now, if there is one."""
-        if not isinstance(instruction, Send | Post | Collective):
+        if not isinstance(instruction, Send | Irecv | Collective):
             return None
         meeting = self._begun[device, instruction.node] = self._matching.of(instruction)
         self._joined[meeting] += 1

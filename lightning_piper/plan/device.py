@@ -11,11 +11,11 @@ from lightning_piper.ir.dag import TrainingDAG
 from lightning_piper.ir.nodes import Chunk, Node, Ref
 from lightning_piper.ops.base import about, bucket_of, operation_of
 from lightning_piper.ops.gather import Parameters
-from lightning_piper.ops.instruction import Channel, Collective, Instruction, Read, Wait
-from lightning_piper.ops.p2p import Post, Retire
+from lightning_piper.ops.instruction import Channel, Collective, Instruction, Read, WaitWork
+from lightning_piper.ops.p2p import Irecv, WaitSend
 from lightning_piper.ops.results import Result
-from lightning_piper.plan.acks import Acks
-from lightning_piper.plan.fold import Fold
+from lightning_piper.plan.accumulation import Accumulation
+from lightning_piper.plan.send_completion import SendCompletion
 
 IN_FLIGHT = 2  # sums of whole buckets that a device does not wait for: one is communicated while the next one is made
 
@@ -24,20 +24,20 @@ class DevicePlan:
     """The instructions of one device, as they come; see `ops.base.Planning` for what operations ask of it.
 
     Attributes:
-        instructions: without posts, events and lifetimes, which later passes add.
-        posts: by id of the receiving node, the post it needs.
+        instructions: without irecvs, events and lifetimes, which later passes add.
+        irecvs: by id of the receiving node, the receive it needs.
         replica: which share of the batch is this device's.
         slots: how many there are.
         shards: the buckets of parameters that it has one shard of, and whether it keeps the whole of each.
     """
 
-    def __init__(self, dag: TrainingDAG, device: int, acks: Acks) -> None:
-        self.dag, self.device, self.acks = dag, device, acks
+    def __init__(self, dag: TrainingDAG, device: int, send_completion: SendCompletion) -> None:
+        self.dag, self.device, self.send_completion = dag, device, send_completion
         # A device that runs nothing of a forward-only step receives what it returns, if it returns anything.
         working = (node for kind in (Chunk, Result) for node in dag.of_type(kind))
         self.replica = next((node.devices.index(device) for node in working if device in node.devices), 0)
         self.instructions: list[Instruction] = []
-        self.posts: dict[int, Post] = {}
+        self.irecvs: dict[int, Irecv] = {}
         self.slots = 0
         self._slot: dict[Ref, int] = {}
         self._source: dict[int, str] = {}  # slot -> `Deliver.source`
@@ -47,19 +47,19 @@ class DevicePlan:
         self._pending: dict[int, int] = {}  # collective -> its slot
         self._in_flight: deque[Node] = deque()  # sums of whole buckets
         self._read: set[Ref] = set()
-        self._folds: dict[int, Fold] = {}  # node -> its sum
-        self._terms: dict[Ref, list[tuple[Fold, int]]] = {}  # value -> sums it is a term of
+        self._accumulations: dict[int, Accumulation] = {}  # node -> its sum
+        self._terms: dict[Ref, list[tuple[Accumulation, int]]] = {}  # value -> sums it is a term of
         self._made: list[Ref] = []  # by the last chunk
         self._arriving: list[Ref] = []  # terms from other devices, since then
 
     def expect(self, node: Node) -> None:
         """Before anything is lowered: a node of this device, for who reads what, and what is a term of which sum."""
         self._read.update(node.reads)
-        fold = Fold(self, node) if operation_of(node).adds_up else None
-        if fold is not None:
-            self._folds[node.id] = fold
-            for i, ref in enumerate(fold.terms):
-                self._terms.setdefault(ref, []).append((fold, i))
+        accumulation = Accumulation(self, node) if operation_of(node).adds_up else None
+        if accumulation is not None:
+            self._accumulations[node.id] = accumulation
+            for i, ref in enumerate(accumulation.terms):
+                self._terms.setdefault(ref, []).append((accumulation, i))
 
     def emit(self, instruction: Instruction) -> None:
         self.instructions.append(instruction)
@@ -95,7 +95,7 @@ class DevicePlan:
             produce = operation_of(maker).produce
             if maker.id in self._pending:
                 self._slot[ref] = self._pending.pop(maker.id)
-                self.emit(Wait(**about(maker), writes=(self._slot[ref],)))
+                self.emit(WaitWork(**about(maker), writes=(self._slot[ref],)))
             elif produce is not None:
                 produce(self, maker, ref)
             else:
@@ -105,12 +105,12 @@ class DevicePlan:
     # Sums
 
     def add_up(self, node: Node) -> int:
-        return (self._folds.pop(node.id, None) or Fold(self, node)).complete()
+        return (self._accumulations.pop(node.id, None) or Accumulation(self, node)).complete()
 
     def add_what_was_made(self) -> None:
         for ref in self._made:
-            for fold, index in self._terms.get(ref, ()):
-                fold.offer(index)
+            for accumulation, index in self._terms.get(ref, ()):
+                accumulation.offer(index)
 
     def chunk_made(self, refs: Sequence[Ref]) -> None:
         # What arrives from before this chunk has had its time to arrive.
@@ -139,18 +139,18 @@ class DevicePlan:
 
     def sent(self, node: Node, channel: Channel, source: Read) -> None:
         self._sent[node.id] = (node, channel, self._stream[source.slot])
-        self.acks.send(channel, node.id)
+        self.send_completion.send(channel, node.id)
 
-    def received(self, post: Post) -> None:
-        self.posts[post.node] = post
-        self._retire(self.acks.receive(post.channel, post.message))
+    def received(self, irecv: Irecv) -> None:
+        self.irecvs[irecv.node] = irecv
+        self._wait_sends(self.send_completion.receive(irecv.channel, irecv.message))
 
     def finish(self) -> None:
-        """Wait for the sends that nothing has acknowledged."""
-        self._retire(self.acks.unknown(self.device))
+        """Wait for the sends of which the device never learns that they have arrived."""
+        self._wait_sends(self.send_completion.unknown(self.device))
 
-    def _retire(self, messages: list[int]) -> None:
+    def _wait_sends(self, messages: list[int]) -> None:
         # On the stream that made the value, for its allocator is the one that takes the memory back.
         for message in messages:
             node, channel, stream = self._sent.pop(message)
-            self.emit(Retire(**(about(node) | {"stream": stream}), channel=channel))
+            self.emit(WaitSend(**(about(node) | {"stream": stream}), channel=channel))

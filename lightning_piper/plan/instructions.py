@@ -9,12 +9,12 @@ from lightning_piper.ops.all_to_all import AllToAllInstruction as AllToAll
 from lightning_piper.ops.bucket import PackInstruction as Pack
 from lightning_piper.ops.chunk import Place, Run
 from lightning_piper.ops.gather import AllGatherInstruction as AllGather
-from lightning_piper.ops.instruction import Channel, Collective, Group, Instruction, Read, Wait
+from lightning_piper.ops.instruction import Channel, Collective, Group, Instruction, Read, WaitWork
 from lightning_piper.ops.metrics import Merge
 from lightning_piper.ops.metrics import ReportInstruction as Report
-from lightning_piper.ops.p2p import Post, Retire
+from lightning_piper.ops.p2p import Irecv, WaitSend
 from lightning_piper.ops.p2p import SendInstruction as Send
-from lightning_piper.ops.reduce import Reduce
+from lightning_piper.ops.reduce import AllReduceInstruction as AllReduce
 from lightning_piper.ops.reduce import ReduceScatterInstruction as ReduceScatter
 from lightning_piper.ops.samples import ConcatInstruction as Concat
 from lightning_piper.ops.samples import CutInstruction as Cut
@@ -23,8 +23,8 @@ from lightning_piper.ops.update import Add, Deliver
 __all__ = [
     "Add",
     "AllGather",
+    "AllReduce",
     "AllToAll",
-    "Await",
     "Channel",
     "Collective",
     "Concat",
@@ -32,19 +32,19 @@ __all__ = [
     "Deliver",
     "Group",
     "Instruction",
+    "Irecv",
     "Merge",
     "Pack",
     "Place",
-    "Post",
     "Read",
     "Record",
-    "Reduce",
     "ReduceScatter",
     "Report",
-    "Retire",
     "Run",
     "Send",
-    "Wait",
+    "WaitEvent",
+    "WaitSend",
+    "WaitWork",
 ]
 
 
@@ -60,7 +60,7 @@ class Record(Instruction):
 
 
 @dataclass(frozen=True, kw_only=True)
-class Await(Instruction):
+class WaitEvent(Instruction):
     """Let the stream wait for the event. `shared` are slots of another stream that this one reads next."""
 
     op: ClassVar[str] = "await"

@@ -8,8 +8,8 @@ from lightning_piper.errors import VerificationError
 from lightning_piper.ir.dag import TrainingDAG
 from lightning_piper.ir.nodes import Node
 from lightning_piper.ops.base import operation_of
-from lightning_piper.plan.acks import Acks
 from lightning_piper.plan.device import DevicePlan
+from lightning_piper.plan.send_completion import SendCompletion
 
 
 def lower(dag: TrainingDAG, order: Sequence[Node]) -> dict[int, DevicePlan]:
@@ -18,8 +18,8 @@ def lower(dag: TrainingDAG, order: Sequence[Node]) -> dict[int, DevicePlan]:
     Raises:
         VerificationError: a node has no device, or reads what is not there.
     """
-    acks = Acks(dag.devices())
-    plans = {device: DevicePlan(dag, device, acks) for device in dag.devices()}
+    send_completion = SendCompletion(dag.devices())
+    plans = {device: DevicePlan(dag, device, send_completion) for device in dag.devices()}
     for node in dag.nodes.values():
         if not node.devices:
             raise VerificationError(f"%{node.id} {node.label} has no device")

@@ -22,7 +22,7 @@ class Plan:
     groups: the device groups it communicates in, each on one stream, sorted.
     shards: the buckets of parameters of which it has one shard, and whether it keeps room for the whole of each.
     instructions: in the order in which they are issued.
-    deferred: nodes whose instructions only the last batch of a gradient accumulation needs: sums of gradients over replicas.
+    sync_only: nodes whose instructions only the last batch of a gradient accumulation needs: sums of gradients over replicas.
     """
 
     device: int
@@ -36,7 +36,7 @@ class Plan:
     groups: tuple[Group, ...]
     shards: Mapping[Bucket, bool]
     instructions: tuple[Instruction, ...]
-    deferred: frozenset[int] = frozenset()
+    sync_only: frozenset[int] = frozenset()
 
     @property
     def share(self) -> int:

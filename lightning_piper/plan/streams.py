@@ -9,15 +9,15 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
-from lightning_piper.plan.instructions import Await, Instruction, Record, Wait
+from lightning_piper.plan.instructions import Instruction, Record, WaitEvent, WaitWork
 
 
 def add_events(instructions: Sequence[Instruction]) -> tuple[list[Instruction], int]:
-    """The instructions with `Record` and `Await` among them, and the number of events."""
+    """The instructions with `Record` and `WaitEvent` among them, and the number of events."""
     made: dict[int, int] = {}  # slot -> index of the instruction that wrote it last
     waited: dict[tuple[str, str], int] = {}  # (reading stream, making stream) -> last index it has waited for
     records: dict[int, int] = {}  # index -> event
-    awaits: dict[int, list[tuple[int, list[int]]]] = {}  # index -> (index waited for, slots)
+    waits: dict[int, list[tuple[int, list[int]]]] = {}  # index -> (index waited for, slots)
     for i, instruction in enumerate(instructions):
         crossing: dict[str, list[int]] = {}
         for slot in _touched(instruction):
@@ -31,28 +31,28 @@ def add_events(instructions: Sequence[Instruction]) -> tuple[list[Instruction], 
             else:
                 waited[instruction.stream, stream] = index
                 records.setdefault(index, len(records))
-            awaits.setdefault(i, []).append((index, slots))
+            waits.setdefault(i, []).append((index, slots))
         for written in instruction.writes:
             if written is not None:
                 made[written] = i
-    return _insert(instructions, records, awaits), len(records)
+    return _insert(instructions, records, waits), len(records)
 
 
 def _touched(instruction: Instruction) -> list[int]:
     """Slots whose content the instruction needs: what it reads, and what it writes in place or completes."""
     slots = [read.slot for read in instruction.reads]
-    if isinstance(instruction, Wait) or getattr(instruction, "in_place", False):
+    if isinstance(instruction, WaitWork) or getattr(instruction, "in_place", False):
         slots += [slot for slot in instruction.writes if slot is not None]
     return slots
 
 
 def _insert(
-    instructions: Sequence[Instruction], records: dict[int, int], awaits: dict[int, list[tuple[int, list[int]]]]
+    instructions: Sequence[Instruction], records: dict[int, int], waits: dict[int, list[tuple[int, list[int]]]]
 ) -> list[Instruction]:
     result: list[Instruction] = []
     for i, instruction in enumerate(instructions):
-        for index, slots in awaits.get(i, ()):
-            result.append(Await(**_about(instruction), event=records[index], shared=tuple(slots)))
+        for index, slots in waits.get(i, ()):
+            result.append(WaitEvent(**_about(instruction), event=records[index], shared=tuple(slots)))
         result.append(instruction)
         if i in records:
             result.append(Record(**_about(instruction), event=records[i]))

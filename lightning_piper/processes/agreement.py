@@ -4,7 +4,7 @@ With replicas, each has a pipeline of its own, and batches of its own, of the sa
 
 Every process draws its own batches. What cannot be made equal (a dataset that reads a clock, a shuffle that depends on the rank)
 is noticed: a checksum of each batch goes round, in the background, while the step runs. Nobody waits for it, except where a batch
-has another layout than the one before: then a step on different plans could hang.
+has another batch spec than the one before: then a step on different plans could hang.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from collections.abc import Iterable, Sequence
 import torch
 import torch.distributed as dist
 
-from lightning_piper.capture import BatchLayout
+from lightning_piper.capture import BatchSpec
 from lightning_piper.errors import PiperError
 from lightning_piper.processes.settings import Settings, check_alike
 from lightning_piper.processes.world import World
@@ -25,13 +25,13 @@ ON_GPU_EVERY = 16  # reading a GPU tensor makes the host wait, so only every so 
 
 
 def agree_on_batch(
-    world: World, key: object, layout: BatchLayout, leaves: Sequence[torch.Tensor], lacking: bool, step: int, state: int = 0
+    world: World, key: object, batch_spec: BatchSpec, leaves: Sequence[torch.Tensor], lacking: bool, step: int, state: int = 0
 ) -> tuple[bool, bool]:
     """Compare the batches of an evaluation step before it is run: those of one replica are the same. Collective.
 
     Args:
-        key: what the step's plan depends on, besides the layout of the batch.
-        layout, leaves: of the batch.
+        key: what the step's plan depends on, besides the spec of the batch.
+        batch_spec, leaves: of the batch.
         lacking: this process has no plan for it yet.
         step: number of the step, for which the values are compared.
         state: checksum of what the step reads in Python.
@@ -44,7 +44,7 @@ def agree_on_batch(
     """
     if world.size == 1:
         return lacking, False
-    rest, shapes = layout.key
+    rest, shapes = batch_spec.key
     own = (*(zlib.crc32(repr(part).encode()) for part in ((key, rest), shapes)), _checksum(leaves, step) ^ state)
     sums = [torch.iinfo(torch.int64).min] * 6 * world.count  # of each replica, the largest and the smallest of three sums
     sums[6 * world.replica : 6 * world.replica + 6] = [end for x in own for end in (x, -x)]
@@ -71,9 +71,9 @@ class BatchCheck:
     def __init__(self, world: World) -> None:
         self._world = world
         self._steps = 0
-        self._layout: BatchLayout | None = None
-        self._sums = (0, 0)  # of the layout's shapes, and of the rest of it
-        self._others: BatchLayout | None = None  # the layout of the others, if theirs is not new
+        self._batch_spec: BatchSpec | None = None
+        self._sums = (0, 0)  # of the spec's shapes, and of the rest of it
+        self._others: BatchSpec | None = None  # the spec of the others, if theirs is not new
         self._changed = False
         self._captured = 0
         self._running: tuple[dist.Work, torch.Tensor, Settings] | None = None
@@ -84,13 +84,13 @@ class BatchCheck:
         """Are values in the memory of a GPU compared with the next batch?"""
         return self._steps == 1 or self._steps % ON_GPU_EVERY == 0
 
-    def post(
-        self, layout: BatchLayout, leaves: Sequence[torch.Tensor], settings: Settings, captured: int = 0, state: int = 0
+    def start(
+        self, batch_spec: BatchSpec, leaves: Sequence[torch.Tensor], settings: Settings, captured: int = 0, state: int = 0
     ) -> None:
         """Begin to compare this step's batch, and finish with the last one's.
 
         Args:
-            layout, leaves: of the batch.
+            batch_spec, leaves: of the batch.
             settings: how this process trains; what is known after a step comes with the next one.
             captured: number of the capture that is to run; -1 for one that is to be made.
             state: checksum of what the step reads in Python.
@@ -101,10 +101,10 @@ class BatchCheck:
         if self._world.size == 1:
             return
         self.finish()
-        self._changed = self._layout is None or layout.key != self._layout.key
+        self._changed = self._batch_spec is None or batch_spec.key != self._batch_spec.key
         if self._changed:
-            self._others, self._layout = self._layout, layout
-            rest, shapes = (zlib.crc32(repr(part).encode()) for part in layout.key)
+            self._others, self._batch_spec = self._batch_spec, batch_spec
+            rest, shapes = (zlib.crc32(repr(part).encode()) for part in batch_spec.key)
             self._sums = (shapes, rest)
         # In the second step the factors of `backward` are known.
         at_once = self._changed or self._steps == 1 or captured < 0 or captured != self._captured
@@ -167,14 +167,14 @@ class BatchCheck:
         self._warn_of_same(data)
 
     def _difference(self, some_go_on: bool) -> str:
-        """Where this process's layout and another one's differ, as far as it is known: those whose layout is not new may not wait
+        """Where this process's batch spec and another one's differ, as far as it is known: those whose spec is not new may not wait
         here, and have the one before."""
         if some_go_on:
             others = [] if self._others is None or not self._changed else [self._others.described()]
         else:
-            assert self._layout is not None
-            others = self._world.gather(self._layout.described())
-        mine = {} if self._layout is None else self._layout.described()
+            assert self._batch_spec is not None
+            others = self._world.gather(self._batch_spec.described())
+        mine = {} if self._batch_spec is None else self._batch_spec.described()
         for other in others:
             for path in [*mine, *(path for path in other if path not in mine)]:
                 one, two = mine.get(path, "nothing"), other.get(path, "nothing")

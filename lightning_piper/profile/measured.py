@@ -14,15 +14,15 @@ from statistics import fmean, median
 from lightning_piper.ir.dag import TrainingDAG
 from lightning_piper.ir.nodes import Chunk
 from lightning_piper.plan.instructions import (
-    Await,
     Collective,
     Instruction,
-    Post,
+    Irecv,
     Record,
-    Retire,
     Run,
     Send,
-    Wait,
+    WaitEvent,
+    WaitSend,
+    WaitWork,
 )
 from lightning_piper.plan.matching import Matching, Meeting, parties
 from lightning_piper.plan.plan import Plan
@@ -86,10 +86,10 @@ class Measured:
             before = position[device]
             while position[device] < len(instructions):
                 instruction = instructions[position[device]]
-                exchange = self.started.get((device, instruction.node)) if isinstance(instruction, Wait) else None
+                exchange = self.started.get((device, instruction.node)) if isinstance(instruction, WaitWork) else None
                 if exchange is not None and len(exchange.joined) < exchange.parties:
                     break
-                if self._ran[device][position[device]] or isinstance(instruction, Post):
+                if self._ran[device][position[device]] or isinstance(instruction, Irecv):
                     start, end = self.trace.times[device][position[device]]
                     self._read(device, instruction, float(start), float(end))
                 position[device] += 1
@@ -102,22 +102,22 @@ class Measured:
         since = self._since.get(clock, 0.0)
         self.trace.end = max(self.trace.end, end)
         match instruction:
-            case Wait():
+            case WaitWork():
                 exchange = self.started[device, instruction.node]
                 exchange.done[device] = end
                 self._hold(device, instruction, start, max(since, exchange.since), end, instruction.node)
-            case Retire():
+            case WaitSend():
                 self._hold(device, instruction, start, end, end, instruction.node)
-            case Send() | Post() | Collective():
+            case Send() | Irecv() | Collective():
                 self._join(device, instruction, start, end, since)
                 self._hold(device, instruction, start, since, end, instruction.node)
             case Record():
                 self._events[device, instruction.event] = (since, instruction.node)
-            case Await() if not self._serial:
+            case WaitEvent() if not self._serial:
                 # A step that leaves instructions out may also leave out the one that records the event.
                 known, awaited = self._events.get((device, instruction.event), (since, instruction.node))
                 self._hold(device, instruction, start, max(since, known), end, awaited)
-            case Await():
+            case WaitEvent():
                 pass
             case _:
                 node = self._dag.nodes[instruction.node]
@@ -133,7 +133,7 @@ class Measured:
         if end > start:
             self.trace.held.append(Held(device, stream, start, since, end, node, self._dag.nodes[node].origin))
 
-    def _join(self, device: int, instruction: Send | Post | Collective, start: float, stop: float, since: float) -> None:
+    def _join(self, device: int, instruction: Send | Irecv | Collective, start: float, stop: float, since: float) -> None:
         exchange = self._exchanges.setdefault(self._matching.of(instruction), _Exchange(parties(instruction)))
         exchange.joined.append((device, instruction, start, stop))
         exchange.since = max(exchange.since, since)
@@ -146,7 +146,7 @@ class Measured:
             for device, instruction, start, _ in exchange.joined:
                 end = max(exchange.done.get(device, last), start)
                 self.trace.exchanges[device, instruction.node] = (start, end)
-                self._span(device, instruction, "recv" if isinstance(instruction, Post) else instruction.op, start, end)
+                self._span(device, instruction, "recv" if isinstance(instruction, Irecv) else instruction.op, start, end)
 
     def _span(self, device: int, instruction: Instruction, kind: str, start: float, end: float) -> None:
         about = (instruction.node, instruction.label, kind, instruction.origin)
@@ -167,9 +167,9 @@ class Measured:
                 if isinstance(instruction, Run):
                     last = chunks.setdefault(instruction.node, [])
                     last.append(float(end - start))
-                elif self._serial and last and isinstance(instruction, Send | Post | Collective):
+                elif self._serial and last and isinstance(instruction, Send | Irecv | Collective):
                     last[-1] += float(end - start)
-                elif not isinstance(instruction, Send | Post | Wait | Retire | Collective | Record | Await):
+                elif not isinstance(instruction, Send | Irecv | WaitWork | WaitSend | Collective | Record | WaitEvent):
                     others.setdefault(instruction.op, []).append(float(end - start))
         table = {f"%{node}": fmean(found) for node, found in chunks.items()}
         table |= {op: fmean(found) for op, found in others.items()}
@@ -180,7 +180,7 @@ class Measured:
         waited: dict[Lane, list[float]] = {}
         found: list[tuple[Lane, int, float, bool]] = []
         for exchange in {id(e): e for e in self.started.values()}.values():
-            first = next(i for _, i, *_ in exchange.joined if not isinstance(i, Post))
+            first = next(i for _, i, *_ in exchange.joined if not isinstance(i, Irecv))
             assert isinstance(first, Send | Collective)
             lane = lane_of(first)
             ready = max(stop for *_, stop in exchange.joined)

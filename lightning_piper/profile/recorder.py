@@ -14,7 +14,7 @@ from typing import Any
 
 import torch
 
-from lightning_piper.plan.instructions import Instruction, Wait
+from lightning_piper.plan.instructions import Instruction, WaitWork
 from lightning_piper.plan.plan import Plan
 from lightning_piper.runtime import Executor
 from lightning_piper.runtime.transport import Bound
@@ -134,7 +134,7 @@ def _clocked(plan: Plan, room: Times, i: int, parts: list[Bound]) -> list[Bound]
 
     if len(parts) > 1:
         return [begun, *parts[1:-1], ended]
-    return [tried if isinstance(plan.instructions[i], Wait) else timed]
+    return [tried if isinstance(plan.instructions[i], WaitWork) else timed]
 
 
 def _cuda(plan: Plan, device: torch.device) -> tuple[_Binder, Callable[[], Times]]:

@@ -28,7 +28,7 @@ from lightning_piper.simulate.engine import run_in_virtual_time
 
 
 class Prepared(Protocol):
-    """What a step runs on; see `session.machine.Prepared`."""
+    """What a step runs on; see `session.process_runtime.Prepared`."""
 
     @property
     def compiled(self) -> Compiled: ...
@@ -182,7 +182,7 @@ def _shifted(times: Times, offset: int) -> Times:
 
 def _tokens_of(compiled: Compiled) -> int | None:
     """Tokens of one sample, if the batch begins with sequences of whole numbers."""
-    spec = next(iter(compiled.step.layout.specs), None)
+    spec = next(iter(compiled.step.batch_spec.specs), None)
     if spec is None or len(spec.shape) != 2 or spec.dtype not in (torch.int64, torch.int32):
         return None
     return spec.shape[1]

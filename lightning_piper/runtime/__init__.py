@@ -21,25 +21,25 @@ parameters, `Executor(..., shards=shards_of(plan, params, device))` holds them. 
 tensors of the global batch, in the order of `StepCode.batch_specs`, on the executor's device.
 
 `StepResult.grads`: parameter name -> gradient, for the parameters updated on this device; nothing else refers to these
-tensors. Of parameters in shards it has this device's piece, in one dimension; `joined(plans, results)` puts the pieces together.
+tensors. Of parameters in shards it has this device's local shard, in one dimension; `joined(plans, results)` puts them together.
 `StepResult.metrics`: float64 vector, places as in `ops.metrics.metric_names`. The module's buffers have their new
 values when `step` returns. A failing instruction raises `ExecutionError`.
 """
 
-from lightning_piper.runtime.carry import Carry
 from lightning_piper.runtime.executor import Executor, StepResult
+from lightning_piper.runtime.gradient_buffer import GradientBuffer
 from lightning_piper.runtime.local import LocalTransport, run_local
 from lightning_piper.runtime.process import ProcessTransport
-from lightning_piper.runtime.shards import joined, pieces_of, shards_of
+from lightning_piper.runtime.shards import joined, local_shards_of, shards_of
 
 __all__ = [
-    "Carry",
     "Executor",
+    "GradientBuffer",
     "LocalTransport",
     "ProcessTransport",
     "StepResult",
     "joined",
-    "pieces_of",
+    "local_shards_of",
     "run_local",
     "shards_of",
 ]

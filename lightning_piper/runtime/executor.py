@@ -15,9 +15,16 @@ from lightning_piper.ops.base import BINDERS, Binding
 from lightning_piper.plan import instructions as ins
 from lightning_piper.plan.instructions import Instruction
 from lightning_piper.plan.plan import Plan
-from lightning_piper.runtime.carry import Carry, bind_keep, bind_merge_kept, is_late, keys_of, slots_made_late
 from lightning_piper.runtime.chunks import ChunkBinder
-from lightning_piper.runtime.outbox import Outbox
+from lightning_piper.runtime.gradient_buffer import (
+    GradientBuffer,
+    bind_accumulate,
+    bind_add_accumulated,
+    is_sync_only,
+    keys_of,
+    slots_made_by_sync,
+)
+from lightning_piper.runtime.step_outputs import StepOutputs
 from lightning_piper.runtime.streams import streams_of
 from lightning_piper.runtime.transport import BLOCKED, Bound, Slots, Transport
 
@@ -28,8 +35,8 @@ class StepResult:
 
     Attributes:
         grads: parameter name -> gradient of the weighted loss times `scale`, of the parameters updated on this device. Of a
-            parameter of which the device has a shard, the gradient of its piece, in one dimension (`Bucket.pieces`). The tensors
-            overlap with nothing else.
+            parameter of which the device has a shard, the gradient of its local shard, in one dimension (`Bucket.local_shards`).
+            The tensors overlap with nothing else.
         metrics: float64 vector of the step's loss and logged tensors, unscaled, in the order of `ops.metrics.metric_names`.
         results: of a forward-only step: name -> tensor of what it returns (`StepCode.rebuild`), of this replica's samples.
     """
@@ -55,11 +62,11 @@ class Executor:
         device: where the tensors are.
         shards: for each bucket in `Plan.shards` the flat tensor that this device keeps of it between steps: the whole bucket, with
             this device's shard up to date, or that shard alone. Bound once, like `params`.
-        carry: where a step that is not the last one of an accumulation keeps gradients that are to be summed over replicas.
-            Executors of one device, for batches of other sizes, share it.
+        gradient_buffer: where a step that is not the last one of an accumulation keeps gradients that are to be summed over
+            replicas. Executors of one device, for batches of other sizes, share it.
 
     Attributes:
-        carries: there are such gradients.
+        accumulates: there are such gradients.
         observer: asked at the beginning of each step, unless it is None.
 
     Raises:
@@ -69,7 +76,7 @@ class Executor:
     def __init__(
         self, plan: Plan, step: Step, params: Mapping[str, torch.Tensor], buffers: Mapping[str, torch.Tensor],
         transport: Transport, device: torch.device, shards: Mapping[Bucket, torch.Tensor] | None = None,
-        carry: Carry | None = None,
+        gradient_buffer: GradientBuffer | None = None,
     ) -> None:  # fmt: skip
         if device.type == "cuda" and device.index is None:
             device = torch.device("cuda", torch.cuda.current_device())
@@ -78,36 +85,36 @@ class Executor:
         self._device = device
         self._slots: Slots = [None] * plan.slots
         self._chunks = ChunkBinder(plan, step, params, buffers, self._slots, device)
-        self._outbox = Outbox(buffers, self._chunks.given)
+        self._step_outputs = StepOutputs(buffers, self._chunks.given)
         self._endpoint = transport.endpoint(plan, device)
         self._binding = Binding(self._slots, device, plan.device, self._endpoint, _checked(plan, shards or {}), self._chunks,
-                                self._outbox)  # fmt: skip
+                                self._step_outputs)  # fmt: skip
         self._streams = streams_of(plan, device, own_compute=self._endpoint.hands_over)
-        self._carry: Carry = {} if carry is None else carry
-        self._carry_keys = keys_of(plan)
-        self.carries = bool(self._carry_keys)
+        self._gradient_buffer: GradientBuffer = {} if gradient_buffer is None else gradient_buffer
+        self._buffer_keys = keys_of(plan)
+        self.accumulates = bool(self._buffer_keys)
         bound = [self._bind(instruction) for instruction in plan.instructions]
         self._variants = {True: self._assembled(bound, last=True)}
-        self._variants[False] = self._assembled(bound, last=False) if plan.deferred else self._variants[True]
+        self._variants[False] = self._assembled(bound, last=False) if plan.sync_only else self._variants[True]
         self._code, self._source = self._variants[True]
         self.observer: Observer | None = None
         self.position = len(self._code)  # index of the next bound instruction
         self._running = False
 
     def _assembled(self, bound: Sequence[Bound | None], last: bool) -> tuple[list[Bound], list[int]]:
-        """The code of a step that is, or is not, the last one of an accumulation, and the index in the plan of each piece of it."""
+        """The code of a step that is, or is not, the last one of an accumulation, and the index in the plan of each call in it."""
         code: list[Bound] = []
         source: list[int] = []
-        stream, late = None, set() if last else slots_made_late(self.plan)
+        stream, late = None, set() if last else slots_made_by_sync(self.plan)
         for i, (instruction, ready) in enumerate(zip(self.plan.instructions, bound, strict=True)):
             parts: list[Bound | None] = [ready]
-            key = self._carry_keys.get(instruction.node)
+            key = self._buffer_keys.get(instruction.node)
             if isinstance(instruction, ins.Collective) and key is not None:
-                bind = bind_merge_kept if last else bind_keep
-                parts = [bind(instruction, key, self._slots, self._carry), *(parts if last else ())]
-            elif not last and is_late(self.plan, instruction):
+                bind = bind_add_accumulated if last else bind_accumulate
+                parts = [bind(instruction, key, self._slots, self._gradient_buffer), *(parts if last else ())]
+            elif not last and is_sync_only(self.plan, instruction):
                 continue
-            elif not last and isinstance(instruction, ins.Await):
+            elif not last and isinstance(instruction, ins.WaitEvent):
                 there = tuple(slot for slot in instruction.shared if slot not in late)
                 parts = [self._streams.wait(dataclasses.replace(instruction, shared=there), self._slots)]
             parts = [part for part in parts if part is not None]
@@ -125,7 +132,7 @@ class Executor:
         match instruction:
             case ins.Record():
                 return self._streams.record(instruction)
-            case ins.Await():
+            case ins.WaitEvent():
                 return self._streams.wait(instruction, self._slots)
         bind = BINDERS.get(type(instruction))
         if bind is None:
@@ -155,14 +162,14 @@ class Executor:
         if self._running:
             self._slots[: self.plan.slots] = [None] * self.plan.slots
             self._endpoint.reset()
-            self._carry.clear()
+            self._gradient_buffer.clear()
         self._check(leaves)
         self._code, self._source = self._variants[last]
         if self.observer is not None:
             self._code = self.observer(self._code, self._source)
         self._running, self.position = True, 0
         leaves = [x.to(self._device) for x in leaves]
-        self._outbox.open()
+        self._step_outputs.open()
         self._chunks.begin(leaves, seed, scale)
         self._streams.begin()
 
@@ -173,7 +180,7 @@ class Executor:
             if tuple(x.shape) != spec.shape or x.dtype != spec.dtype:
                 found = f"{str(x.dtype).removeprefix('torch.')}{list(x.shape)}"
                 raise ExecutionError(f"tensor {i} of the batch is {found}, the step was captured with {spec}")
-        lost = self._carry.keys() - self._carry_keys.values()
+        lost = self._gradient_buffer.keys() - self._buffer_keys.values()
         if lost:
             names = sorted(name for bucket, *_ in lost for name in bucket.names)
             raise ExecutionError(
@@ -204,10 +211,10 @@ class Executor:
 
     def end(self) -> StepResult:
         """Finish a step whose plan has run to its end."""
-        grads, metrics, results = self._outbox.empty()
+        grads, metrics, results = self._step_outputs.empty()
         with torch.no_grad():
             self._streams.end([*grads.values(), metrics, *results.values()])
-            self._outbox.commit()
+            self._step_outputs.commit()
         self._chunks.end()
         self._running = False
         return StepResult(grads, metrics, results)

@@ -10,7 +10,7 @@ import torch
 
 from lightning_piper.errors import ExecutionError
 from lightning_piper.ops.base import Exchange
-from lightning_piper.plan.instructions import Collective, Post, Retire, Send, Wait
+from lightning_piper.plan.instructions import Collective, Irecv, Send, WaitSend, WaitWork
 from lightning_piper.plan.matching import Matching, Meeting
 from lightning_piper.plan.plan import Plan
 from lightning_piper.runtime.executor import Executor, StepResult
@@ -51,7 +51,7 @@ class LocalEndpoint:
     def __init__(self, transport: LocalTransport, plan: Plan, device: torch.device) -> None:
         self._transport, self._plan, self._device = transport, plan, device
         self._matching = Matching()
-        self._post: dict[int, Meeting] = {}  # node -> its message
+        self._irecv: dict[int, Meeting] = {}  # node -> its message
         self._meet: dict[int, tuple[Meeting, Collective, Exchange]] = {}  # collective -> what this one does there
         self._state: dict[int, Any] = {}  # collective -> state of the exchange, from its start to the wait
 
@@ -73,11 +73,11 @@ class LocalEndpoint:
 
         return send
 
-    def retire(self, instruction: Retire) -> None:
+    def wait_send(self, instruction: WaitSend) -> None:
         return None
 
-    def post(self, instruction: Post, slots: Slots) -> None:
-        self._post[instruction.node] = self._matching.of(instruction)
+    def irecv(self, instruction: Irecv, slots: Slots) -> None:
+        self._irecv[instruction.node] = self._matching.of(instruction)
 
     def collective(self, instruction: Collective, exchange: Exchange, slots: Slots) -> Bound:
         collectives, meeting, member = self._transport.collectives, self._matching.of(instruction), self._plan.device
@@ -92,10 +92,10 @@ class LocalEndpoint:
 
         return start
 
-    def wait(self, instruction: Wait, slots: Slots) -> Bound:
+    def wait(self, instruction: WaitWork, slots: Slots) -> Bound:
         if instruction.node in self._meet:
             return self._wait_for_all(instruction, slots)
-        messages, meeting, slot, device = self._transport.messages, self._post[instruction.node], instruction.into, self._device
+        messages, meeting, slot, device = self._transport.messages, self._irecv[instruction.node], instruction.into, self._device
 
         def wait() -> object:
             message = messages.pop(meeting, None)
@@ -106,7 +106,7 @@ class LocalEndpoint:
 
         return wait
 
-    def _wait_for_all(self, instruction: Wait, slots: Slots) -> Bound:
+    def _wait_for_all(self, instruction: WaitWork, slots: Slots) -> Bound:
         transport, node, slot, device, states = self._transport, instruction.node, instruction.into, self._device, self._state
         meeting, collective, exchange = self._meet[node]
         members, own = collective.members, collective.members.index(self._plan.device)

@@ -10,7 +10,7 @@ import torch.distributed as dist
 
 from lightning_piper.errors import ExecutionError
 from lightning_piper.ops.base import Bound, Exchange, Slots
-from lightning_piper.plan.instructions import Channel, Collective, Group, Post, Retire, Send, Wait
+from lightning_piper.plan.instructions import Channel, Collective, Group, Irecv, Send, WaitSend, WaitWork
 from lightning_piper.plan.plan import Plan
 from lightning_piper.runtime.collectives import Finish, Members, bind_alone, bind_collective
 from lightning_piper.runtime.wire import packer, unpacker
@@ -113,7 +113,7 @@ class ProcessEndpoint:
         packers = [packer(spec, self._device) for spec in instruction.tensors]
         filled = [spec.numel > 0 for spec in instruction.tensors]
         sent = self._sent[instruction.node] = []
-        post = group.send
+        isend = group.send
 
         def send() -> None:
             bundle = slots[source]
@@ -123,27 +123,27 @@ class ProcessEndpoint:
                 if full:
                     message = pack(x)
                     # The value itself is kept too: on CUDA a packed copy is read on another stream.
-                    sent.append((post([message], peer, 0), message, x))
+                    sent.append((isend([message], peer, 0), message, x))
 
         return send
 
-    def retire(self, instruction: Retire) -> Bound:
+    def wait_send(self, instruction: WaitSend) -> Bound:
         sent = self._sent[instruction.node]
 
-        def retire() -> None:
+        def wait_send() -> None:
             for work, *_ in sent:
                 work.wait()
             sent.clear()
 
-        return retire
+        return wait_send
 
-    def post(self, instruction: Post, slots: Slots) -> Bound:
+    def irecv(self, instruction: Irecv, slots: Slots) -> Bound:
         group, peer = self._transport.channel(instruction.channel, 0)
         into = instruction.into
         rooms = [(unpacker(spec, self._device), spec.numel > 0) for spec in instruction.tensors]
         receive = group.recv
 
-        def post() -> None:
+        def irecv() -> None:
             works, values = [], []
             for room, full in rooms:
                 message, value = room()
@@ -152,7 +152,7 @@ class ProcessEndpoint:
                 values.append(value)
             slots[into] = (works, tuple(values))
 
-        return post
+        return irecv
 
     def collective(self, instruction: Collective, exchange: Exchange, slots: Slots) -> Bound:
         if len(instruction.members) == 1:  # of what nobody else has
@@ -163,7 +163,7 @@ class ProcessEndpoint:
             self._finish[instruction.node] = finish
         return start
 
-    def wait(self, instruction: Wait, slots: Slots) -> Bound:
+    def wait(self, instruction: WaitWork, slots: Slots) -> Bound:
         into, finish = instruction.into, self._finish.get(instruction.node)
 
         def wait() -> None:

@@ -17,12 +17,12 @@ def shards_of(plan: Plan, params: Mapping[str, torch.Tensor], device: torch.devi
     return {b: flat if plan.shards[b] else flat.chunk(b.members)[b.member(plan.replica)].clone() for b, flat in flats.items()}
 
 
-def pieces_of(plan: Plan, shards: Mapping[Bucket, torch.Tensor]) -> dict[str, torch.Tensor]:
+def local_shards_of(plan: Plan, shards: Mapping[Bucket, torch.Tensor]) -> dict[str, torch.Tensor]:
     """What a device's optimizer changes of each parameter that lies in shards: views, of one dimension, of its own shards."""
     found: dict[str, torch.Tensor] = {}
     for bucket, flat in shards.items():
         shard = flat.chunk(bucket.members)[bucket.member(plan.replica)] if plan.shards[bucket] else flat
-        found |= {name: shard[at : at + stop - start] for name, start, stop, at in bucket.pieces(plan.replica)}
+        found |= {name: shard[at : at + stop - start] for name, start, stop, at in bucket.local_shards(plan.replica)}
     return found
 
 
@@ -33,11 +33,11 @@ def joined(plans: Sequence[Plan], results: Sequence[StepResult]) -> dict[str, to
         found = dict(result.grads)
         for bucket in plan.shards:
             specs = dict(zip(bucket.names, bucket.wholes, strict=True))
-            for name, start, stop, _ in bucket.pieces(plan.replica):
+            for name, start, stop, _ in bucket.local_shards(plan.replica):
                 if name in found:
-                    piece = found.pop(name)
-                    whole = grads.setdefault(name, view_as(piece.new_empty(specs[name].numel), specs[name]))
-                    whole.permute(specs[name].layout).view(-1)[start:stop] = piece
+                    shard = found.pop(name)
+                    whole = grads.setdefault(name, view_as(shard.new_empty(specs[name].numel), specs[name]))
+                    whole.permute(specs[name].dim_order).view(-1)[start:stop] = shard
         for name, grad in found.items():
             grads.setdefault(name, grad)
     return grads

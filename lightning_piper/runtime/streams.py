@@ -7,7 +7,7 @@ from functools import partial
 
 import torch
 
-from lightning_piper.plan.instructions import Await, Record
+from lightning_piper.plan.instructions import Record, WaitEvent
 from lightning_piper.plan.plan import Plan
 from lightning_piper.runtime.transport import Bound, Bundle, Slots
 
@@ -34,7 +34,7 @@ class Streams:
     def record(self, instruction: Record) -> Bound | None:
         return None
 
-    def wait(self, instruction: Await, slots: Slots) -> Bound | None:
+    def wait(self, instruction: WaitEvent, slots: Slots) -> Bound | None:
         return None
 
 
@@ -81,7 +81,7 @@ class CudaStreams(Streams):
     def record(self, instruction: Record) -> Bound:
         return partial(self._events[instruction.event].record, self._streams[instruction.stream])
 
-    def wait(self, instruction: Await, slots: Slots) -> Bound:
+    def wait(self, instruction: WaitEvent, slots: Slots) -> Bound:
         stream, event, shared = self._streams[instruction.stream], self._events[instruction.event], instruction.shared
 
         def wait() -> None:

@@ -23,20 +23,20 @@ def _as_bytes(spec: TensorSpec, device: torch.device) -> bool:
 
 def packer(spec: TensorSpec, device: torch.device) -> Callable[[torch.Tensor], torch.Tensor]:
     """A function from a tensor of this spec to the message."""
-    layout = spec.layout
+    dim_order = spec.dim_order
     if _as_bytes(spec, device):
-        return lambda x: x.permute(layout).contiguous().view(-1).view(torch.uint8)
-    if layout == tuple(range(len(layout))):
+        return lambda x: x.permute(dim_order).contiguous().view(-1).view(torch.uint8)
+    if dim_order == tuple(range(len(dim_order))):
         return torch.Tensor.contiguous
-    return lambda x: x.permute(layout).contiguous()
+    return lambda x: x.permute(dim_order).contiguous()
 
 
 def unpacker(spec: TensorSpec, device: torch.device) -> Callable[[], tuple[torch.Tensor, torch.Tensor]]:
     """A function that gives room for a message of this spec, and the tensor that it becomes."""
-    layout = spec.layout
-    shape = tuple(spec.shape[d] for d in layout)
-    inverse = tuple(sorted(range(len(layout)), key=layout.__getitem__))
-    dtype, natural, as_bytes = spec.dtype, layout == tuple(range(len(layout))), _as_bytes(spec, device)
+    dim_order = spec.dim_order
+    shape = tuple(spec.shape[d] for d in dim_order)
+    inverse = tuple(sorted(range(len(dim_order)), key=dim_order.__getitem__))
+    dtype, natural, as_bytes = spec.dtype, dim_order == tuple(range(len(dim_order))), _as_bytes(spec, device)
 
     def room() -> tuple[torch.Tensor, torch.Tensor]:
         value = torch.empty(shape, dtype=dtype, device=device)

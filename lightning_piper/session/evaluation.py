@@ -16,14 +16,14 @@ from typing import Any
 import torch
 from torch import nn
 
-from lightning_piper.capture import BatchLayout, flatten
+from lightning_piper.capture import BatchSpec, flatten
 from lightning_piper.compiler import Compiled
 from lightning_piper.errors import PiperError
 from lightning_piper.ir.dag import TrainingDAG
 from lightning_piper.processes.agreement import agree_on_batch
 from lightning_piper.processes.world import World
 from lightning_piper.runtime import StepResult
-from lightning_piper.session.machine import Machine, Prepared, Settings
+from lightning_piper.session.process_runtime import Prepared, ProcessRuntime, Settings
 from lightning_piper.session.programs import Programs, Step
 
 SEEDS = 2**61  # away from those of the training steps
@@ -31,12 +31,12 @@ SEEDS = 2**61  # away from those of the training steps
 
 class Evaluation:
     """Attributes:
-    machine: on which the steps run.
+    runtime: on which the steps run.
     follow: called before each step: lets the tensors that it works on have the values that hooks may have put into the module.
 
     Args:
         module: whose steps are run; parts of it may be on other processes.
-        machine: bound to this process's tensors, or to be bound by `begin`.
+        runtime: bound to this process's tensors, or to be bound by `begin`.
         settings: of the compilation.
         seed: of random numbers that steps draw.
         training: the training step's DAG, if the module is distributed by it.
@@ -44,13 +44,13 @@ class Evaluation:
     """
 
     def __init__(
-        self, module: nn.Module, machine: Machine, settings: Settings, world: World, seed: int,
+        self, module: nn.Module, runtime: ProcessRuntime, settings: Settings, world: World, seed: int,
         training: TrainingDAG | None = None, begin: Callable[[Compiled], None] | None = None,
     ) -> None:  # fmt: skip
-        self.machine = machine
+        self.runtime = runtime
         self._module, self._world, self._begin = module, world, begin
         self._seeds = itertools.count(seed ^ SEEDS)
-        self._programs = Programs(module, machine, settings, world, training)
+        self._programs = Programs(module, runtime, settings, world, training)
         self.follow: Callable[[], None] = lambda: None
         self._steps = 0
         self._batches: list[list[float]] = []  # of each process, of each of its loaders
@@ -84,15 +84,15 @@ class Evaluation:
         """
         # What is made here outlives the step: it must not be an inference tensor, which nothing could change afterwards.
         with torch.inference_mode(False), torch.no_grad():
-            leaves, layout = flatten(batch)
+            leaves, batch_spec = flatten(batch)
             step = (name, dataloader_idx)
-            prepared, result = self._run(step, leaves, layout, batch_idx)
+            prepared, result = self._run(step, leaves, batch_spec, batch_idx)
             for _ in range(self._missing(dataloader_idx or 0)):
-                self._run(step, leaves, layout, batch_idx)
+                self._run(step, leaves, batch_spec, batch_idx)
         prepared.replay(self._module, result.metrics)
-        rebuild = prepared.compiled.step.at(layout.size).rebuild
+        rebuild = prepared.compiled.step.at(batch_spec.size).rebuild
         assert rebuild is not None
-        lists = layout.contents(leaves)
+        lists = batch_spec.contents(leaves)
         return rebuild([result.results[str(i)] for i in range(len(result.results))], lambda listed: lists[listed.index])
 
     def _missing(self, dataloader_idx: int) -> int:
@@ -105,19 +105,21 @@ class Evaluation:
             return 0
         return int(max(of_all)) - self._seen[dataloader_idx]
 
-    def _run(self, step: Step, leaves: Sequence[torch.Tensor], layout: BatchLayout, batch_idx: int) -> tuple[Prepared, StepResult]:
+    def _run(
+        self, step: Step, leaves: Sequence[torch.Tensor], batch_spec: BatchSpec, batch_idx: int
+    ) -> tuple[Prepared, StepResult]:
         self.follow()
         programs, variants = self._programs, self._programs.variants(step)
-        captured = programs.find(step, layout, batch_idx)
-        prepared, state = programs.prepared(step, layout), variants.state(captured)
-        lacking, apart = agree_on_batch(self._world, step, layout, leaves, prepared is None, self._steps, state)
+        captured = programs.find(step, batch_spec, batch_idx)
+        prepared, state = programs.prepared(step, batch_spec), variants.state(captured)
+        lacking, apart = agree_on_batch(self._world, step, batch_spec, leaves, prepared is None, self._steps, state)
         self._steps += 1
         if lacking:
-            compiled = programs.compile(step, layout, captured, apart)
+            compiled = programs.compile(step, batch_spec, captured, apart)
             if self._begin is not None:
                 self._begin(compiled)
                 self._begin = None
-            prepared = programs.prepare(step, layout, compiled)
+            prepared = programs.prepare(step, batch_spec, compiled)
         assert prepared is not None
         variants.ran(prepared.compiled, first_of_epoch=batch_idx == 0)
         if apart and prepared.replay.tensors:
@@ -125,4 +127,4 @@ class Evaluation:
                 f"the replicas have batches of different shapes in {step[0]}, which logs tensors, and small ones would count as "
                 "much as large ones. Use a sampler that divides the data evenly (Lightning's own does), or log in on_..._epoch_end"
             )
-        return prepared, self.machine.run(prepared, prepared.compiled.step.inputs(leaves), next(self._seeds))
+        return prepared, self.runtime.run(prepared, prepared.compiled.step.inputs(leaves), next(self._seeds))

@@ -1,4 +1,4 @@
-"""The programs of a module's steps, and what runs them: one for each layout of the batch under each Python state."""
+"""The programs of a module's steps, and what runs them: one for each spec of the batch under each Python state."""
 
 from __future__ import annotations
 
@@ -7,37 +7,37 @@ from typing import Any
 
 from torch import nn
 
-from lightning_piper.capture import BatchLayout, History, capture
+from lightning_piper.capture import BatchSpec, History, capture
 from lightning_piper.compiler import Compiled, compile_step
 from lightning_piper.ir.dag import TrainingDAG
 from lightning_piper.processes.world import World
-from lightning_piper.session.machine import Machine, Prepared, Settings
+from lightning_piper.session.process_runtime import Prepared, ProcessRuntime, Settings
 from lightning_piper.session.variants import Variants
 
-MANY_LAYOUTS = 16
+MANY_SPECS = 16
 Step = tuple[str, int | None]  # a method of the module, and of which loader its batches are, where there are several
 TRAINING: Step = ("training_step", None)
 
 
 class Programs:
-    """Compiles the steps of a module when they are first needed, for batches of any layout, under any Python state.
+    """Compiles the steps of a module when they are first needed, for batches of any spec, under any Python state.
 
     Another number of samples comes from the same capture, anything else from a capture of its own. All processes see batches of
-    the same layout, so they compile together. Layouts are of what one process draws; with replicas, the step's batch is larger.
+    the same spec, so they compile together. Specs are of what one process draws; with replicas, the step's batch is larger.
 
     Args:
         module: whose steps they are; parts of it may be on other processes.
-        machine: on which they run.
+        runtime: on which they run.
         settings: of the compilation.
         training: the training step's finished DAG, for the other steps of a module that is distributed by it.
     """
 
     def __init__(
-        self, module: nn.Module, machine: Machine, settings: Settings, world: World, training: TrainingDAG | None = None
+        self, module: nn.Module, runtime: ProcessRuntime, settings: Settings, world: World, training: TrainingDAG | None = None
     ) -> None:
-        self._module, self._machine, self._settings, self._world, self._training = module, machine, settings, world, training
+        self._module, self._runtime, self._settings, self._world, self._training = module, runtime, settings, world, training
         self._variants: dict[Step, Variants] = {}
-        self._prepared: dict[tuple[int, Step, Hashable], Prepared] = {}  # by number of the capture, step and layout
+        self._prepared: dict[tuple[int, Step, Hashable], Prepared] = {}  # by number of the capture, step and batch spec
 
     @property
     def compiled(self) -> list[Compiled]:
@@ -47,10 +47,12 @@ class Programs:
     def variants(self, step: Step) -> Variants:
         """The captures of a step."""
         if step not in self._variants:
-            self._variants[step] = Variants(step[0], lambda layout, history: self._captured(step, layout, history), self._world)
+            self._variants[step] = Variants(
+                step[0], lambda batch_spec, history: self._captured(step, batch_spec, history), self._world
+            )
         return self._variants[step]
 
-    def find(self, step: Step, layout: BatchLayout, batch_idx: int) -> Compiled | None:
+    def find(self, step: Step, batch_spec: BatchSpec, batch_idx: int) -> Compiled | None:
         """The capture that means what this step means, if there is one.
 
         Args:
@@ -58,49 +60,49 @@ class Programs:
         """
         variants = self.variants(step)
         variants.history.batch_idx = batch_idx
-        return variants.find(_family(layout))
+        return variants.find(_family(batch_spec))
 
-    def prepared(self, step: Step, layout: BatchLayout) -> Prepared | None:
-        """What runs a batch of this layout, under the capture that was found last; None where it is still to be compiled."""
-        return self._prepared.get((self.variants(step).number, step, layout.key))
+    def prepared(self, step: Step, batch_spec: BatchSpec) -> Prepared | None:
+        """What runs a batch of this spec, under the capture that was found last; None where it is still to be compiled."""
+        return self._prepared.get((self.variants(step).number, step, batch_spec.key))
 
-    def compile(self, step: Step, layout: BatchLayout, captured: Compiled | None, apart: bool = False) -> Compiled:
-        """Compile for a batch of this layout. Collective.
+    def compile(self, step: Step, batch_spec: BatchSpec, captured: Compiled | None, apart: bool = False) -> Compiled:
+        """Compile for a batch of this spec. Collective.
 
         Args:
             captured: what `find` gave.
             apart: replicas may have batches of different sizes.
         """
-        if len({key[1:] for key in self._prepared}) == MANY_LAYOUTS:
+        if len({key[1:] for key in self._prepared}) == MANY_SPECS:
             self._world.warn(
-                f"batches came in more than {MANY_LAYOUTS} layouts (shapes of tensors, numbers and strings beside them), and the "
+                f"batches came in more than {MANY_SPECS} layouts (shapes of tensors, numbers and strings beside them), and the "
                 "step is compiled anew for each one; pad them to a few shapes, and leave out what the step does not use"
             )
 
         def sized() -> Compiled:
-            found = self.variants(step).add(_family(layout), layout) if captured is None else captured
-            return found.at(layout.size * self._settings.replicas, verify=self._settings.static)
+            found = self.variants(step).add(_family(batch_spec), batch_spec) if captured is None else captured
+            return found.at(batch_spec.size * self._settings.replicas, verify=self._settings.static)
 
-        return self._machine.compiled(sized, apart)
+        return self._runtime.compiled(sized, apart)
 
-    def prepare(self, step: Step, layout: BatchLayout, compiled: Compiled) -> Prepared:
-        """Let the machine, which is bound, run what was just compiled for a batch of this layout. Collective."""
-        prepared = self._machine.prepare(compiled)
-        self._prepared[self.variants(step).number, step, layout.key] = prepared
+    def prepare(self, step: Step, batch_spec: BatchSpec, compiled: Compiled) -> Prepared:
+        """Let the process runtime, which is bound, run what was just compiled for a batch of this spec. Collective."""
+        prepared = self._runtime.prepare(compiled)
+        self._prepared[self.variants(step).number, step, batch_spec.key] = prepared
         return prepared
 
     def clear(self) -> None:
-        """Drop what runs on the machine."""
+        """Drop the programs and their executors."""
         self._prepared.clear()
 
-    def _captured(self, step: Step, layout: BatchLayout, history: History) -> Compiled:
+    def _captured(self, step: Step, batch_spec: BatchSpec, history: History) -> Compiled:
         settings = self._settings
         context, (name, loader) = settings.context if step == TRAINING else settings.forward_context, step
-        example = layout.times(settings.replicas)
+        example = batch_spec.times(settings.replicas)
         found = capture(self._module, example, self._world.device, context, name, loader, history=history)
         return compile_step(found, tuple(settings.program), verify=settings.static, training=self._training)
 
 
-def _family(layout: BatchLayout) -> tuple[Any, ...]:
-    """Equal for layouts that differ in the number of samples alone."""
-    return layout.structure, tuple((spec.shape[1:], len(spec.shape), spec.dtype) for spec in layout.specs)
+def _family(batch_spec: BatchSpec) -> tuple[Any, ...]:
+    """Equal for specs that differ in the number of samples alone."""
+    return batch_spec.structure, tuple((spec.shape[1:], len(spec.shape), spec.dtype) for spec in batch_spec.specs)

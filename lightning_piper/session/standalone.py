@@ -13,7 +13,7 @@ from lightning_piper.holdings.materialize import Known, is_on_meta, materialize,
 from lightning_piper.holdings.ownership import UNREAD, Ownership, parts_of
 from lightning_piper.processes.world import World
 from lightning_piper.session.evaluation import Evaluation
-from lightning_piper.session.machine import Machine, Settings, check_devices
+from lightning_piper.session.process_runtime import ProcessRuntime, Settings, check_devices
 
 
 class Standalone:
@@ -48,13 +48,13 @@ class Standalone:
         self.evaluation = self._new_evaluation()
 
     def _new_evaluation(self) -> Evaluation:
-        machine = Machine(self.settings, self.world)
-        return Evaluation(self.module, machine, self.settings, self.world, self.seed, begin=self._begin)
+        runtime = ProcessRuntime(self.settings, self.world)
+        return Evaluation(self.module, runtime, self.settings, self.world, self.seed, begin=self._begin)
 
     def _begin(self, first: Compiled) -> None:
         check_devices(first, self.world)
         self._ownership = own = self._distribute(Ownership(self.module, first, self.world, spare_everywhere=True))
-        self.evaluation.machine.bind(first, own)
+        self.evaluation.runtime.bind(first, own)
         self.evaluation.follow = Identities(self.module, own).follow
 
     def _distribute(self, own: Ownership) -> Ownership:
@@ -82,7 +82,7 @@ class Standalone:
         if self._ownership is None:
             return
         self._ownership.end()
-        self.evaluation.machine.close()
+        self.evaluation.runtime.close()
         self._ownership = None
         if not is_on_meta(self.module):
             self.module.cpu()
@@ -94,7 +94,7 @@ class Standalone:
         self._resume()
         if self._ownership is not None and not failed:
             self._ownership.end()
-            self.evaluation.machine.close()
+            self.evaluation.runtime.close()
 
     def end(self, failed: bool) -> None:
         """Close at the end of a run in which no fit has taken over."""

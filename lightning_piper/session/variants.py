@@ -10,7 +10,7 @@ import zlib
 from collections import Counter
 from collections.abc import Callable, Hashable
 
-from lightning_piper.capture import BatchLayout, History
+from lightning_piper.capture import BatchSpec, History
 from lightning_piper.compiler import Compiled
 from lightning_piper.processes.world import World
 
@@ -27,7 +27,7 @@ class Variants:
         capture: makes one.
     """
 
-    def __init__(self, step: str, capture: Callable[[BatchLayout, History], Compiled], world: World) -> None:
+    def __init__(self, step: str, capture: Callable[[BatchSpec, History], Compiled], world: World) -> None:
         self.history = History()
         self.number = -1
         self._step, self._capture, self._world = step, capture, world
@@ -56,12 +56,12 @@ class Variants:
         numbers = () if compiled is None else tuple(get() for get, _ in compiled.step.reads.inputs.numbers.values())
         return zlib.crc32(repr((self.number, numbers)).encode())
 
-    def add(self, kind: Hashable, layout: BatchLayout) -> Compiled:
+    def add(self, kind: Hashable, batch_spec: BatchSpec) -> Compiled:
         """Capture for this kind of batch; no capture serves."""
         known = self._known.setdefault(kind, [])
         if known:
             self.history.learn(known[0][1].step.reads)
-        compiled = self._capture(layout, self.history)
+        compiled = self._capture(batch_spec, self.history)
         self.number, self._count = self._count, self._count + 1
         known.insert(0, (self.number, compiled))
         if len(known) == MANY:

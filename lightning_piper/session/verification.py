@@ -55,7 +55,7 @@ def verify_by_execution(
         parts = zip(*(shares[rank] for rank in world.speakers), strict=True)
         batch = [(torch.cat(xs) if xs[0].ndim else xs[0]).to(world.device) for xs in parts]
         with isolate_rng():
-            report = verify_step(compiled.step, module, compiled.step.layout.rebuild(batch), compiled.program)
+            report = verify_step(compiled.step, module, compiled.step.batch_spec.rebuild(batch), compiled.program)
         judged = report if how == "each" else replace(report, rows=report.rows[-1:])
         if how == "each":
             say(str(report))

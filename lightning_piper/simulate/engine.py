@@ -24,7 +24,7 @@ from typing import Any, NamedTuple
 from lightning_piper.errors import VerificationError
 from lightning_piper.ir.dag import TrainingDAG
 from lightning_piper.ir.nodes import Chunk
-from lightning_piper.plan.instructions import Await, Collective, Instruction, Post, Record, Retire, Run, Send, Wait
+from lightning_piper.plan.instructions import Collective, Instruction, Irecv, Record, Run, Send, WaitEvent, WaitSend, WaitWork
 from lightning_piper.plan.matching import Matching, Meeting, parties
 from lightning_piper.plan.plan import Plan
 from lightning_piper.simulate.durations import Number, Work
@@ -34,7 +34,7 @@ Interval = tuple[Number, Number]
 Lane = tuple[str, object]  # a channel or a group
 
 
-def lane_of(instruction: Send | Post | Collective) -> Lane:
+def lane_of(instruction: Send | Irecv | Collective) -> Lane:
     """What exchanges take turns on."""
     return ("group", instruction.group) if isinstance(instruction, Collective) else ("channel", instruction.channel)
 
@@ -136,7 +136,7 @@ class _World:
 
     def blocked(self, device: int, instruction: Instruction) -> _Exchange | None:
         """The exchange without whose other parties the instruction cannot be issued, if any."""
-        if not isinstance(instruction, Wait | Retire):
+        if not isinstance(instruction, WaitWork | WaitSend):
             return None
         exchange = self._started.get((device, instruction.node))
         if exchange is None:
@@ -148,18 +148,18 @@ class _World:
         clock = self._clocks.setdefault((device, instruction.stream), _Clock())
         start, freed = clock.time, list[int]()
         match instruction:
-            case Wait():
+            case WaitWork():
                 exchange = self._started[device, instruction.node]
                 self._hold(device, instruction, clock, (exchange.end, exchange.since), instruction.node)
-            case Retire():
+            case WaitSend():
                 # Nothing here needs what was sent, so this is no time of waiting for communication.
                 end = self._started[device, instruction.node].end
                 self._hold(device, instruction, clock, (end, end), instruction.node)
-            case Send() | Post() | Collective():
+            case Send() | Irecv() | Collective():
                 freed = self._join(device, instruction, clock, self._exchange(instruction))
             case Record():
                 self._events[device, instruction.event] = ((clock.time, clock.since), instruction.node)
-            case Await():
+            case WaitEvent():
                 if (device, instruction.event) not in self._events:
                     raise VerificationError(
                         f"plan of device {device}: {instruction.where}: event e{instruction.event} is awaited before it is recorded"
@@ -192,7 +192,7 @@ class _World:
         about = (instruction.node, instruction.label, kind, instruction.origin)
         self.trace.spans.append(Span(device, instruction.stream, start, end, *about))
 
-    def _exchange(self, instruction: Send | Post | Collective) -> _Exchange:
+    def _exchange(self, instruction: Send | Irecv | Collective) -> _Exchange:
         meeting = self._matching.of(instruction)
         if meeting not in self._exchanges:
             self._exchanges[meeting] = _Exchange(lane_of(instruction), parties(instruction))
@@ -209,11 +209,11 @@ class _World:
         exchange.end = self._free[exchange.lane] = start + self._duration(exchange)
         for member, joined in exchange.joined:
             self.trace.exchanges[member, joined.node] = (start, exchange.end)
-            self._span(member, joined, "recv" if isinstance(joined, Post) else joined.op, start, exchange.end)
+            self._span(member, joined, "recv" if isinstance(joined, Irecv) else joined.op, start, exchange.end)
         return exchange.waiting
 
     def _duration(self, exchange: _Exchange) -> Number:
-        instruction: Any = next(joined for _, joined in exchange.joined if not isinstance(joined, Post))
+        instruction: Any = next(joined for _, joined in exchange.joined if not isinstance(joined, Irecv))
         measured = self._work.measured(instruction.node)
         if measured is not None:
             return measured

@@ -1,8 +1,8 @@
 """What the values of a step need on one device, over virtual time.
 
 A value's bytes are those of its tensors' specs. It is there from the start of the instruction that makes it (a received one: of
-the transfer) to the end of the last that reads it; what was sent, until it is retired; gradients and buffers that are handed out,
-to the end of the step. Bundles are counted one by one, so memory that two of them share counts twice.
+the transfer) to the end of the last that reads it; what was sent, until its send is waited for; gradients and buffers that are
+handed out, to the end of the step. Bundles are counted one by one, so memory that two of them share counts twice.
 
 Kinds of values: `activations` (what passes hand to each other and save for their backward), `gradients`, `gathered` (parameters
 brought together from shards), `other` (metrics, new values of buffers).
@@ -16,7 +16,7 @@ from dataclasses import dataclass
 from lightning_piper.ir.dag import TrainingDAG
 from lightning_piper.ir.nodes import Chunk
 from lightning_piper.ir.values import Slice
-from lightning_piper.plan.instructions import Add, Deliver, Instruction, Post, Retire, Send
+from lightning_piper.plan.instructions import Add, Deliver, Instruction, Irecv, Send, WaitSend
 from lightning_piper.plan.plan import Plan
 from lightning_piper.simulate.durations import Number
 from lightning_piper.simulate.engine import Trace
@@ -30,7 +30,7 @@ _Moment = tuple[Number, int, int]  # time; instruction; 0 for its start, 1 for i
 
 @dataclass(slots=True)
 class _Held:
-    """A value that is there. `holders`: the slot, and sends that are not retired. `until`: when its last user so far is done."""
+    """A value that is there. `holders`: the slot, and sends that are not waited for. `until`: when its last user so far is done."""
 
     nbytes: int
     kind: str
@@ -57,7 +57,7 @@ def curves(dag: TrainingDAG, plan: Plan, trace: Trace) -> tuple[Curve, dict[str,
 
     for i, instruction in enumerate(plan.instructions):
         start, end = trace.times[plan.device][i]
-        if isinstance(instruction, Post):
+        if isinstance(instruction, Irecv):
             start = trace.exchanges[plan.device, instruction.node][0]
         for k, slot in enumerate(instruction.writes):
             if slot is not None and slot not in held:  # a sum in place and a completed receive are there already
@@ -70,7 +70,7 @@ def curves(dag: TrainingDAG, plan: Plan, trace: Trace) -> tuple[Curve, dict[str,
             if isinstance(instruction, Send):
                 sent[instruction.node] = value
             use(value, (end, i, 1), read.last)
-        if isinstance(instruction, Retire):
+        if isinstance(instruction, WaitSend):
             use(sent[instruction.node], (end, i, 1), last=True)
     changes.sort(key=lambda change: change[0])
     by_kind = {kind: _bytes_over_time([c for c in changes if c[2].kind == kind]) for kind in KINDS}

@@ -18,7 +18,7 @@ from lightning_piper.directives import Directive, replicas_of
 from lightning_piper.errors import PiperError
 from lightning_piper.holdings.materialize import is_on_meta, load_state, materialize
 from lightning_piper.holdings.ownership import parts_of, put_together
-from lightning_piper.session.machine import Settings
+from lightning_piper.session.process_runtime import Settings
 from lightning_piper.session.program import for_fit
 from lightning_piper.session.standalone import Standalone
 from lightning_piper.session.verification import Verify

@@ -12,7 +12,7 @@ from lightning.pytorch.utilities.rank_zero import rank_zero_info
 from torch.optim import Optimizer
 
 from lightning_piper.capture import flatten
-from lightning_piper.holdings.bridge import Bridge
+from lightning_piper.holdings.gradient_injection import GradientInjection
 from lightning_piper.holdings.gradients import absent
 from lightning_piper.holdings.identities import Identities
 from lightning_piper.holdings.norms import GlobalNorms
@@ -21,7 +21,7 @@ from lightning_piper.processes.agreement import BatchCheck
 from lightning_piper.processes.settings import settings_of
 from lightning_piper.profile import PiperProfiler, Recording, Schedule, wanted
 from lightning_piper.session.evaluation import Evaluation
-from lightning_piper.session.machine import Machine, check_devices
+from lightning_piper.session.process_runtime import ProcessRuntime, check_devices
 from lightning_piper.session.programs import TRAINING, Programs
 from lightning_piper.session.standalone import Standalone
 from lightning_piper.session.verification import Verify, verify_by_execution
@@ -69,9 +69,9 @@ class Fit:
         self.arrive(batch)
         self._compare()
         before.close(failed=False)
-        self._machine = Machine(settings, world)
-        self.programs = Programs(module, self._machine, settings, world)
-        self.program = first = self.programs.compile(TRAINING, self._layout, None)
+        self._runtime = ProcessRuntime(settings, world)
+        self.programs = Programs(module, self._runtime, settings, world)
+        self.program = first = self.programs.compile(TRAINING, self._batch_spec, None)
         if not settings.local:
             check_devices(first, world)
         self.report = verify_by_execution(verify, first, module, self._leaves, world, rank_zero_info)
@@ -79,21 +79,21 @@ class Fit:
         self._suspended = suspend(module, world)
         count_replicas(module.trainer, world)
         self.ownership = before.distribute(first)
-        self._machine.bind(first, self.ownership)
-        self.programs.prepare(TRAINING, self._layout, first)
+        self._runtime.bind(first, self.ownership)
+        self.programs.prepare(TRAINING, self._batch_spec, first)
         self._identities = Identities(module, self.ownership)
         self.evaluation: Evaluation | None = None
         if not settings.local:
-            self.evaluation = Evaluation(module, self._machine, settings, world, self.seed, first.dag)
+            self.evaluation = Evaluation(module, self._runtime, settings, world, self.seed, first.dag)
             self.evaluation.follow = self._identities.follow
         for program in [*before.programs, *before.evaluation.programs]:
-            self._machine.check_held(program, alone=True)
-        self._bridge = Bridge(self.ownership.owned_params, world.device, absent(self.ownership, first))
-        self._factor = self._bridge.factor
+            self._runtime.check_held(program, alone=True)
+        self._injection = GradientInjection(self.ownership.owned_params, world.device, absent(self.ownership, first))
+        self._factor = self._injection.factor
         self._epoch = -1
         self.optimizer = ShardedOptimizer(optimizer, names, self.ownership, first, world)
         self._scaling = LossScaling(plugin, optimizer, world)  # all processes skip the same steps
-        self._norms = GlobalNorms(self.optimizer, self.ownership, first, world, self._bridge.keeps)
+        self._norms = GlobalNorms(self.optimizer, self.ownership, first, world, self._injection.keeps)
         self._clipping = Clipping(plugin, self._norms, world)
 
     def record(self, profile: Schedule | bool | None) -> None:
@@ -113,20 +113,20 @@ class Fit:
         Args:
             batch: on this process's device.
         """
-        self._leaves, self._layout = flatten(batch)
-        self._fresh, self._posted = True, False
+        self._leaves, self._batch_spec = flatten(batch)
+        self._fresh, self._compared = True, False
 
     def _compare(self, captured: int = 0, state: int = 0) -> None:
         """Is this batch the others', does the step read what theirs does, and has the last one been made as theirs? Collective.
 
         Args:
-            captured, state: as in `BatchCheck.post`.
+            captured, state: as in `BatchCheck.start`.
         """
-        self._posted = True
+        self._compared = True
         if self.world.size > 1:
             read = self._check.reads
             settings = settings_of(self._optimizer, self._factor(read), read)
-            self._check.post(self._layout, self._leaves, settings, captured, state)
+            self._check.start(self._batch_spec, self._leaves, settings, captured, state)
 
     def step(self, number: int, batch_idx: int, epoch: int, last: bool = True) -> torch.Tensor:
         """Run the plan on the batch that has arrived: logs what the step logs, and returns its loss.
@@ -144,25 +144,25 @@ class Fit:
         self._identities.follow()
         self._identities.check_trained()
         programs, variants = self.programs, self.programs.variants(TRAINING)
-        captured = programs.find(TRAINING, self._layout, batch_idx)
-        if not self._posted or variants.number != 0:  # the first batch was compared before it was captured
+        captured = programs.find(TRAINING, self._batch_spec, batch_idx)
+        if not self._compared or variants.number != 0:  # the first batch was compared before it was captured
             self._compare(variants.number, variants.state(captured))
-        prepared = programs.prepared(TRAINING, self._layout)
+        prepared = programs.prepared(TRAINING, self._batch_spec)
         if prepared is None:
-            prepared = programs.prepare(TRAINING, self._layout, programs.compile(TRAINING, self._layout, captured))
+            prepared = programs.prepare(TRAINING, self._batch_spec, programs.compile(TRAINING, self._batch_spec, captured))
         variants.ran(prepared.compiled, first_of_epoch=epoch != self._epoch)
         self._epoch = epoch
         scale = self._scaling.scale / self._module.trainer.accumulate_grad_batches  # what `backward` will bring
         if self.recording is not None:
             self.recording.before(prepared)
         self.ownership.refresh()
-        result = self._machine.run(prepared, prepared.compiled.step.inputs(self._leaves), self.seed + number, scale, last)
+        result = self._runtime.run(prepared, prepared.compiled.step.inputs(self._leaves), self.seed + number, scale, last)
         if self.recording is not None:
             self.recording.after(prepared, number)
         prepared.replay(self._module, result.metrics)
         assert prepared.replay.dtype is not None
         value = result.metrics[0].to(prepared.replay.dtype, copy=True)
-        return self._bridge.loss(value, result.grads, scale, kept=prepared.carries and not last)
+        return self._injection.loss(value, result.grads, scale, kept=prepared.accumulates and not last)
 
     def close(self, failed: bool) -> None:
         """End the fit; unless it failed, every process that had the whole module has it again. Collective, unless it failed."""
@@ -179,4 +179,4 @@ class Fit:
                 rank_zero_info(told)
             self.ownership.end()
             self.programs.clear()
-            self._machine.close()
+            self._runtime.close()

@@ -20,7 +20,7 @@ from lightning.pytorch.trainer.states import TrainerFn
 from torch.optim import Optimizer
 
 from lightning_piper.checkpoint.sharded import save
-from lightning_piper.checkpoint.state import Loading, module_state, optimizer_state, pieces_of, referenced
+from lightning_piper.checkpoint.state import Loading, module_state, optimizer_state, referenced, tensor_ranges_of
 from lightning_piper.errors import PiperError
 from lightning_piper.holdings.materialize import is_on_meta
 from lightning_piper.holdings.optimizer import State, check_groups, names_in
@@ -215,8 +215,8 @@ class PiperStrategy(EvaluatingStrategy):
             return {**super().optimizer_state(optimizer), "state": left.state["state"]}
         if left.optimizer is None or left.optimizer.optimizer is not optimizer:
             return super().optimizer_state(optimizer)
-        in_pieces = self._sharded and isinstance(self.phase, Fitting | Ended)
-        return optimizer_state(left.optimizer) if in_pieces else left.optimizer.full_state()
+        in_shards = self._sharded and isinstance(self.phase, Fitting | Ended)
+        return optimizer_state(left.optimizer) if in_shards else left.optimizer.full_state()
 
     def load_optimizer_state_dict(self, checkpoint: Mapping[str, Any]) -> None:
         states = checkpoint["optimizer_states"]
@@ -232,7 +232,7 @@ class PiperStrategy(EvaluatingStrategy):
 
     def _load_optimizer(self, fit: Fit, state: State) -> None:
         if self._restored.sharded is not None and referenced(state):
-            self._restored.sharded.optimizer(state, fit.optimizer, fit.ownership.layout)
+            self._restored.sharded.optimizer(state, fit.optimizer, fit.ownership.tensor_map)
         else:
             fit.optimizer.load_full_state(state)
 
@@ -266,8 +266,8 @@ class PiperStrategy(EvaluatingStrategy):
             assert self.lightning_module is not None
             check_target(filepath, storage_options, self.checkpoint_io)
             fit, running = phase.fit, isinstance(phase, Fitting)
-            pieces = pieces_of(self.lightning_module, fit.ownership, fit.optimizer, referenced(checkpoint), running)
-            save(filepath, pieces, checkpoint, self.world)
+            tensor_ranges = tensor_ranges_of(self.lightning_module, fit.ownership, fit.optimizer, referenced(checkpoint), running)
+            save(filepath, tensor_ranges, checkpoint, self.world)
             return
         if self.is_global_zero:
             save_in_one_go(self.checkpoint_io, checkpoint, filepath, storage_options)

@@ -45,8 +45,8 @@ def _misfit(dag: TrainingDAG, bucket: Bucket) -> str | None:
         if name not in dag.step.params:
             return f"that holds {name}, which is no parameter of the module"
         mesh = dag.mesh_of(name)
-        if bucket.members != (sharers := mesh.size(DATA)):
-            return f"of {bucket.members} shards, and there are {sharers} replicas that have the same parameters"
+        if bucket.members != (replicas := mesh.size(DATA)):
+            return f"of {bucket.members} shards, and there are {replicas} replicas that have the same parameters"
         if bucket.mesh != mesh:
             return f"that holds {name}, of which other replicas have these parts"
         if dag.spec_of(name) != spec:

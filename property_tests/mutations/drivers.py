@@ -100,7 +100,7 @@ mutation("gradient lost before the optimizer", "one parameter is never stepped",
 @mutation("wait for a receive dropped", "a received value is read before it is there", "executor",
           (process.ProcessEndpoint, "wait"), processes=True)  # fmt: skip
 def _wait_for_a_receive_dropped(original: Function, seeded: Seeded) -> Function:
-    def wait(self: Any, instruction: ins.Wait, slots: list[Any]) -> Function:
+    def wait(self: Any, instruction: ins.WaitWork, slots: list[Any]) -> Function:
         kept: list[Any] = []
 
         def ignore() -> None:

@@ -11,7 +11,7 @@ import torch
 from lightning_piper.ir.values import Slice
 from lightning_piper.ops.base import BINDERS, Binding
 from lightning_piper.plan import instructions as ins
-from lightning_piper.runtime import chunks, local, outbox
+from lightning_piper.runtime import chunks, local, step_outputs
 from property_tests.mutations.table import Function, Seeded, Wrap, mutation
 
 BEGIN = (chunks.ChunkBinder, "begin")
@@ -216,11 +216,11 @@ mutation("report of one region", "only the first region's metrics are reported",
 @mutation("message of the step before", "a receive is satisfied by what the last step left there", "executor",
           (local.LocalEndpoint, "wait"))  # fmt: skip
 def _message_of_the_step_before(original: Function, seeded: Seeded) -> Function:
-    def wait(self: Any, instruction: ins.Wait, slots: list[Any]) -> Function:
+    def wait(self: Any, instruction: ins.WaitWork, slots: list[Any]) -> Function:
         bound = original(self, instruction, slots)
         if instruction.node in self._meet:
             return bound
-        meeting, messages = self._post[instruction.node], self._transport.messages
+        meeting, messages = self._irecv[instruction.node], self._transport.messages
 
         def wait_and_keep() -> object:
             message = messages.get(meeting)
@@ -238,7 +238,7 @@ def _message_of_the_step_before(original: Function, seeded: Seeded) -> Function:
 @mutation("metrics not summed over devices", "each device reports its own part of the loss", "executor",
           (local.LocalEndpoint, "_wait_for_all"))  # fmt: skip
 def _metrics_not_summed_over_devices(original: Function, seeded: Seeded) -> Function:
-    def wait_for_all(self: Any, instruction: ins.Wait, slots: list[Any]) -> Function:
+    def wait_for_all(self: Any, instruction: ins.WaitWork, slots: list[Any]) -> Function:
         bound, me = original(self, instruction, slots), self._plan.device
         meeting = self._meet[instruction.node][0]
 
@@ -258,7 +258,7 @@ def _metrics_not_summed_over_devices(original: Function, seeded: Seeded) -> Func
 # What a step hands out
 
 
-@mutation("buffers not committed", "the module's buffers stay as they were", "executor", (outbox.Outbox, "commit"),
+@mutation("buffers not committed", "the module's buffers stay as they were", "executor", (step_outputs.StepOutputs, "commit"),
           scenario="batch norm")  # fmt: skip
 def _buffers_not_committed(original: Function, seeded: Seeded) -> Function:
     def commit(self: Any) -> None:
@@ -268,8 +268,8 @@ def _buffers_not_committed(original: Function, seeded: Seeded) -> Function:
     return commit
 
 
-@mutation("batches counted twice", "new values of buffers are added to the old ones", "executor", (outbox.Outbox, "commit"),
-          scenario="batch norm")  # fmt: skip
+@mutation("batches counted twice", "new values of buffers are added to the old ones", "executor",
+          (step_outputs.StepOutputs, "commit"), scenario="batch norm")  # fmt: skip
 def _batches_counted_twice(original: Function, seeded: Seeded) -> Function:
     def commit(self: Any) -> None:
         for name in self._changed:
@@ -281,7 +281,9 @@ def _batches_counted_twice(original: Function, seeded: Seeded) -> Function:
     return commit
 
 
-@mutation("gradients of the last step", "a gradient is added to that of the step before", "executor", (outbox.Outbox, "empty"))
+@mutation(
+    "gradients of the last step", "a gradient is added to that of the step before", "executor", (step_outputs.StepOutputs, "empty")
+)
 def _gradients_of_the_last_step(original: Function, seeded: Seeded) -> Function:
     def empty(self: Any) -> Any:
         grads, *others = original(self)

@@ -22,7 +22,7 @@ from lightning_piper.ops.metrics import metric_names
 from lightning_piper.passes import Done, run_pipeline
 from lightning_piper.plan import Plan, check_plans, compile_plans
 from lightning_piper.plan.instructions import AllGather, Run
-from lightning_piper.runtime import Executor, LocalTransport, pieces_of, run_local, shards_of
+from lightning_piper.runtime import Executor, LocalTransport, local_shards_of, run_local, shards_of
 from lightning_piper.testing import POOL, Case, assert_same, cases, check_program, programs, run_plans, single_device
 from lightning_piper.verify import interpret
 from lightning_piper.verify.hook import check_pass
@@ -156,7 +156,7 @@ def _train(built: Built) -> None:
     """
     dag, case, plans = built.dag, built.case, [plan for _, plan in sorted(built.plans.items())]
     shards = [poisoned(plan, shards_of(plan, case.tensors, CPU)) for plan in plans]
-    pieces = [pieces_of(plan, flats) for plan, flats in zip(plans, shards, strict=True)]
+    pieces = [local_shards_of(plan, flats) for plan, flats in zip(plans, shards, strict=True)]
     params = [whole_params(plan, case.tensors) for plan in plans]
     buffers = {name: case.tensors[name].clone() for name in case.step.buffers}
     transport = LocalTransport(built.plans)

@@ -9,8 +9,8 @@ from typing import Any
 
 from lightning_piper.ir.nodes import Chunk, Node
 from lightning_piper.plan import compile as compiler
-from lightning_piper.plan import fold
 from lightning_piper.plan import instructions as ins
+from lightning_piper.plan.accumulation import Accumulation
 from lightning_piper.plan.instructions import Instruction, Read
 from property_tests.mutations.table import Function, Seeded, Wrap, mutation
 
@@ -54,8 +54,8 @@ def _drop(kind: type[Instruction]) -> Edit:
     return edit
 
 
-for _kind in (ins.Run, ins.Send, ins.Retire, ins.Post, ins.Wait, ins.Reduce, ins.Cut, ins.Concat, ins.Add, ins.Merge, ins.Deliver,
-              ins.Report, ins.Record, ins.Await):  # fmt: skip
+for _kind in (ins.Run, ins.Send, ins.WaitSend, ins.Irecv, ins.WaitWork, ins.AllReduce, ins.Cut, ins.Concat, ins.Add, ins.Merge,
+              ins.Deliver, ins.Report, ins.Record, ins.WaitEvent):  # fmt: skip
     _plan_bug(f"{_kind.op} dropped", f"the plan lacks its last {_kind.op}", _drop(_kind))
 
 
@@ -77,23 +77,23 @@ def _overtake(kind: type[Instruction], *, by: type[Instruction] | None = None, n
 
 def _first_receive_at_once(device: int, instructions: list[Instruction]) -> list[Instruction]:
     """The first stage waits for a gradient before it has sent anything."""
-    waits = _places(instructions, ins.Wait)
+    waits = _places(instructions, ins.WaitWork)
     if device == 0 and waits:
         node = instructions[waits[0]].node
-        moved = [x for x in instructions if x.node == node and isinstance(x, ins.Post | ins.Wait | ins.Record)]
+        moved = [x for x in instructions if x.node == node and isinstance(x, ins.Irecv | ins.WaitWork | ins.Record)]
         return moved + [x for x in instructions if x not in moved]
     return instructions
 
 
-_plan_bug("posts exchanged", "two receives of one channel are posted in another order than the sends", _overtake(ins.Post))
+_plan_bug("posts exchanged", "two receives of one channel are posted in another order than the sends", _overtake(ins.Irecv))
 _plan_bug("sends exchanged", "two messages of one channel are sent in another order than they are expected", _overtake(ins.Send))
-_plan_bug("retired before sent", "a sent value is let go before it is sent", _overtake(ins.Send, by=ins.Retire))
+_plan_bug("retired before sent", "a sent value is let go before it is sent", _overtake(ins.Send, by=ins.WaitSend))
 _plan_bug("receives that deadlock", "every device waits for another one", _first_receive_at_once)
-_plan_bug("event awaited too early", "a stream waits for an event before it is recorded", _overtake(ins.Record, by=ins.Await))
+_plan_bug("event awaited too early", "a stream waits for an event before it is recorded", _overtake(ins.Record, by=ins.WaitEvent))
 
 
 def _further_streams_do_not_wait(device: int, instructions: list[Instruction]) -> list[Instruction]:
-    return [x for x in instructions if not isinstance(x, ins.Await) or x.stream in ("compute", "send", "recv", "metrics")]
+    return [x for x in instructions if not isinstance(x, ins.WaitEvent) or x.stream in ("compute", "send", "recv", "metrics")]
 
 
 _plan_bug("further streams do not wait", "only the usual streams wait for events", _further_streams_do_not_wait)
@@ -159,8 +159,8 @@ def _last_reads_exchanged(run: ins.Run) -> dict[str, Any]:
 
 _plan_bug("wrong channel", "a message goes out on the channel that leads back",
           _every(ins.Send, lambda x: {"channel": x.channel[::-1]}))  # fmt: skip
-_plan_bug("reduced alone", "a device sums the metrics over itself", _every(ins.Reduce, lambda x: {"members": x.members[:1]}))
-_plan_bug("messages mistaken", "two receives expect each other's message", _exchange(ins.Post, "message"))
+_plan_bug("reduced alone", "a device sums the metrics over itself", _every(ins.AllReduce, lambda x: {"members": x.members[:1]}))
+_plan_bug("messages mistaken", "two receives expect each other's message", _exchange(ins.Irecv, "message"))
 _plan_bug("batches of two microbatches exchanged", "a forward takes its samples from another microbatch",
           _exchange(ins.Run, "slice"))  # fmt: skip
 _plan_bug("chunk reads in reverse", "what a chunk reads reaches it in another order", _every(ins.Run, _last_reads_exchanged))
@@ -180,7 +180,7 @@ _plan_bug("gradients under wrong names", "a gradient is handed out as another pa
 # Sums
 
 
-@mutation("sum in reverse", "terms are added from the last to the first", "plan", (fold.Fold, "offer"))
+@mutation("sum in reverse", "terms are added from the last to the first", "plan", (Accumulation, "offer"))
 def _sum_in_reverse(original: Function, seeded: Seeded) -> Function:
     def offer(self: Any, index: int) -> None:
         self._there.add(index)
@@ -193,7 +193,7 @@ def _sum_in_reverse(original: Function, seeded: Seeded) -> Function:
     return offer
 
 
-@mutation("sum in the first term", "a sum is added up in its first term, which is not its own", "plan", (fold.Fold, "_add"))
+@mutation("sum in the first term", "a sum is added up in its first term, which is not its own", "plan", (Accumulation, "_add"))
 def _sum_in_the_first_term(original: Function, seeded: Seeded) -> Function:
     def add(self: Any, term: Read) -> None:
         if self._added != 1:
@@ -207,7 +207,7 @@ def _sum_in_the_first_term(original: Function, seeded: Seeded) -> Function:
     return add
 
 
-@mutation("term added twice", "the last term of a sum is added twice", "plan", (fold.Fold, "_add"))
+@mutation("term added twice", "the last term of a sum is added twice", "plan", (Accumulation, "_add"))
 def _term_added_twice(original: Function, seeded: Seeded) -> Function:
     def add(self: Any, term: Read) -> None:
         original(self, term)
@@ -218,7 +218,7 @@ def _term_added_twice(original: Function, seeded: Seeded) -> Function:
     return add
 
 
-@mutation("sum not completed", "a sum ends with the first term", "plan", (fold.Fold, "complete"))
+@mutation("sum not completed", "a sum ends with the first term", "plan", (Accumulation, "complete"))
 def _sum_not_completed(original: Function, seeded: Seeded) -> Function:
     def complete(self: Any) -> int:
         if self._added < len(self._node.inputs):

@@ -79,7 +79,7 @@ def compare(scenario: Scenario, ranks: Sequence[Ran | Exception]) -> None:
             raise ran
         plan = built.plans[rank]
         pieces = {name: (bucket.wholes[bucket.names.index(name)], slice(start, stop))
-                  for bucket in plan.shards for name, start, stop, _ in bucket.pieces(plan.replica)}  # fmt: skip
+                  for bucket in plan.shards for name, start, stop, _ in bucket.local_shards(plan.replica)}  # fmt: skip
         for name, grad in ran.grads.items():
             right = outcome.grads[name]
             if name in pieces:

@@ -20,7 +20,7 @@ from lightning_piper.ops.update import Accumulate, Update
 from property_tests.mutations.table import Function, Seeded, Wrap, mutation
 
 READ_COPIES, COPY = (split._Rewrite, "_read_copies"), (split._Rewrite, "_copy")
-PIECES = (split.Split, "_pieces")
+MICROBATCHES = (split.Split, "_microbatches")
 
 
 # Sums of gradients
@@ -127,7 +127,7 @@ def _frozen_parameter_trained(original: Function, seeded: Seeded) -> Function:
 # Slices of the batch
 
 
-@mutation("uneven remainder lost", "samples that do not divide evenly are left out", "rewrite", PIECES)
+@mutation("uneven remainder lost", "samples that do not divide evenly are left out", "rewrite", MICROBATCHES)
 def _uneven_remainder_lost(original: Function, seeded: Seeded) -> Function:
     def pieces(self: Any, dag: TrainingDAG, part: Slice) -> list[Slice]:
         found = original(self, dag, part)
@@ -153,13 +153,13 @@ def _second_piece(change: Callable[[list[Slice]], Slice]) -> Wrap:
     return wrap
 
 
-mutation("slice off by one", "a microbatch begins and ends one sample too early", "rewrite", PIECES)(
+mutation("slice off by one", "a microbatch begins and ends one sample too early", "rewrite", MICROBATCHES)(
     _second_piece(lambda found: Slice(found[1].start - 1, found[1].stop - 1)))  # fmt: skip
-mutation("microbatch used twice", "the second microbatch is the first one again", "rewrite", PIECES)(
+mutation("microbatch used twice", "the second microbatch is the first one again", "rewrite", MICROBATCHES)(
     _second_piece(lambda found: found[0]))  # fmt: skip
 
 
-@mutation("pieces of pieces begin at 0", "a second split cuts all microbatches where it cuts the first", "rewrite", PIECES,
+@mutation("pieces of pieces begin at 0", "a second split cuts all microbatches where it cuts the first", "rewrite", MICROBATCHES,
           scenario="split twice")  # fmt: skip
 def _pieces_of_pieces_begin_at_0(original: Function, seeded: Seeded) -> Function:
     def pieces(self: Any, dag: TrainingDAG, part: Slice) -> list[Slice]:
@@ -169,7 +169,7 @@ def _pieces_of_pieces_begin_at_0(original: Function, seeded: Seeded) -> Function
     return pieces
 
 
-@mutation("microbatch dropped", "the last microbatch does not run", "rewrite", PIECES)
+@mutation("microbatch dropped", "the last microbatch does not run", "rewrite", MICROBATCHES)
 def _microbatch_dropped(original: Function, seeded: Seeded) -> Function:
     def pieces(self: Any, dag: TrainingDAG, part: Slice) -> list[Slice]:
         seeded.hit()
@@ -182,7 +182,7 @@ def _microbatch_dropped(original: Function, seeded: Seeded) -> Function:
 def _labels_of_another_microbatch(original: Function, seeded: Seeded) -> Function:
     def copy(self: Any, chunk: Chunk, i: int, part: Slice) -> Chunk:
         if chunk.inputs and self.dag.interface(chunk).batch and i < 2:
-            part = self.pieces[chunk.slice][1 - i]
+            part = self.microbatches[chunk.slice][1 - i]
             seeded.hit()
         return original(self, chunk, i, part)
 

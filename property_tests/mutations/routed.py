@@ -21,7 +21,7 @@ from lightning_piper.ops.reduce import ReduceScatter
 from lightning_piper.ops.update import Accumulate, Update
 from lightning_piper.plan import instructions as ins
 from lightning_piper.plan.instructions import Instruction
-from lightning_piper.runtime import outbox
+from lightning_piper.runtime import step_outputs
 from property_tests.mutations.plans import _drop, _plan_bug
 from property_tests.mutations.table import Function, Seeded, Wrap, mutation
 from property_tests.mutations.zero import _bypass
@@ -182,21 +182,21 @@ def _parts_exchanged(original: Function, seeded: Seeded) -> Function:
     return part_of
 
 
-@mutation("summed with another's experts", "an owner sums with those who own other experts", "executor", (Bucket, "sharers"),
+@mutation("summed with another's experts", "an owner sums with those who own other experts", "executor", (Bucket, "shard_group"),
           scenario=TWICE)  # fmt: skip
 def _summed_with_others(original: Function, seeded: Seeded) -> Function:
-    def sharers(self: Bucket, replica: int) -> tuple[int, ...]:
+    def shard_group(self: Bucket, replica: int) -> tuple[int, ...]:
         right = tuple(original(self, replica))
         if self.degree == 1:
             return right
         seeded.hit()
         return self.mesh.line(self.mesh.axes[-1], replica)
 
-    return sharers
+    return shard_group
 
 
 @mutation("mean over owners", "experts' gradients are divided by the number of devices", "executor",
-          (outbox.Outbox, "_deliver_flat"), scenario=SCENARIO)  # fmt: skip
+          (step_outputs.StepOutputs, "_deliver_flat"), scenario=SCENARIO)  # fmt: skip
 def _mean_over_owners(original: Function, seeded: Seeded) -> Function:
     def deliver_flat(self: Any, instruction: ins.Deliver, bucket: Bucket, taken: Function, copy: bool) -> Any:
         def less() -> Any:

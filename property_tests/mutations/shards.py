@@ -15,7 +15,7 @@ from lightning_piper.ops import chunk as chunk_operation
 from lightning_piper.ops import gather, reduce
 from lightning_piper.ops.base import BINDERS
 from lightning_piper.plan import instructions as ins
-from lightning_piper.runtime import chunks, collectives, outbox, process
+from lightning_piper.runtime import chunks, collectives, process, step_outputs
 from property_tests.mutations.table import Function, Seeded, Wrap, mutation
 
 GATHERED, SCATTERED, SUMMED = (gather._AllGather, "join"), (reduce._ReduceScatter, "join"), (reduce._AllReduce, "join")
@@ -94,14 +94,15 @@ def _pieces(change: Callable[[Bucket, int, Iterator[Any]], Iterator[Any]]) -> Wr
     return wrap
 
 
-mutation("pieces off by one", "a piece of a gradient begins one element too late", "executor", (Bucket, "pieces"),
+mutation("pieces off by one", "a piece of a gradient begins one element too late", "executor", (Bucket, "local_shards"),
          scenario="sharded optimizer")(
     _pieces(lambda self, member, found: ((n, a, b, at + (at + b - a < self.shard)) for n, a, b, at in found)))  # fmt: skip
-mutation("last element of a piece lost", "the last element of a parameter is not stepped", "executor", (Bucket, "pieces"),
+mutation("last element of a piece lost", "the last element of a parameter is not stepped", "executor", (Bucket, "local_shards"),
          scenario="sharded optimizer")(
     _pieces(lambda self, member, found: ((n, a, b - 1, at) for n, a, b, at in found)))  # fmt: skip
-mutation("pieces without the first parameter", "the first parameter of a shard is not stepped", "executor", (Bucket, "pieces"),
-         scenario="sharded optimizer")(_pieces(lambda self, member, found: iter(list(found)[1:])))  # fmt: skip
+mutation("pieces without the first parameter", "the first parameter of a shard is not stepped", "executor",
+         (Bucket, "local_shards"), scenario="sharded optimizer")(
+    _pieces(lambda self, member, found: iter(list(found)[1:])))  # fmt: skip
 
 
 @mutation("strides lost in a bucket", "square weights lie turned in their bucket, and pieces are not", "executor",
@@ -117,7 +118,7 @@ def _strides_lost_in_a_bucket(original: Function, seeded: Seeded) -> Function:
 
 
 @mutation("shard delivered as the whole", "a device's piece is handed out from the beginning of the bucket", "executor",
-          (outbox.Outbox, "_deliver_flat"), scenario="sharded optimizer")  # fmt: skip
+          (step_outputs.StepOutputs, "_deliver_flat"), scenario="sharded optimizer")  # fmt: skip
 def _shard_delivered_as_the_whole(original: Function, seeded: Seeded) -> Function:
     def deliver_flat(self: Any, instruction: ins.Deliver, *args: Any) -> Any:
         seeded.hits += bool(instruction.shard)
@@ -218,7 +219,7 @@ _zero_process_bug("shards received in each other's place", "a gather joins the s
 
 @_zero_process_bug("wait for a gather dropped", "parameters are read before they are there", (process.ProcessEndpoint, "wait"))
 def _wait_for_a_gather_dropped(original: Function, seeded: Seeded) -> Function:
-    def wait(self: Any, instruction: ins.Wait, slots: list[Any]) -> Function:
+    def wait(self: Any, instruction: ins.WaitWork, slots: list[Any]) -> Function:
         bound, finish = original(self, instruction, slots), self._finish.get(instruction.node)
         if finish is None or instruction.label != "allgather":
             return bound

@@ -330,7 +330,7 @@ def _waited_before_issued(device: int, instructions: list[Instruction]) -> list[
     where = _places(instructions, ins.AllGather)
     if where:
         gather = instructions[where[-1]]
-        wait = next(i for i, x in enumerate(instructions) if isinstance(x, ins.Wait) and x.node == gather.node)
+        wait = next(i for i, x in enumerate(instructions) if isinstance(x, ins.WaitWork) and x.node == gather.node)
         instructions.insert(where[-1], instructions.pop(wait))
     return instructions
 

@@ -48,12 +48,12 @@ class Sample:
     ],
 )
 def test_a_batch_is_put_together_as_it_was(batch: Any, paths: tuple[str, ...]) -> None:
-    leaves, layout = flatten(batch)
-    assert layout.paths == paths and layout.size == 3
-    again = layout.rebuild(leaves)
+    leaves, batch_spec = flatten(batch)
+    assert batch_spec.paths == paths and batch_spec.size == 3
+    again = batch_spec.rebuild(leaves)
     assert type(again) is type(batch)
     assert repr(again) == repr(batch)
-    doubled = layout.rebuild([2 * x for x in leaves])
+    doubled = batch_spec.rebuild([2 * x for x in leaves])
     assert repr(doubled) != repr(batch)
     assert all(torch.equal(a, 2 * b) for a, b in zip(flatten(doubled)[0], leaves, strict=True))
 
@@ -63,7 +63,7 @@ def test_other_mappings_become_plain_dicts() -> None:
     assert type(flatten(defaultdict(list, x=A))[1].rebuild([A])) is dict
 
 
-def test_layouts_are_equal_where_one_graph_serves_both() -> None:
+def test_specs_are_equal_where_one_graph_serves_both() -> None:
     key = flatten({"x": A, "mode": 1})[1].key
     assert flatten({"x": A + 1, "mode": 1})[1].key == key
     for other in ({"x": A, "mode": 2}, {"x": A.double(), "mode": 1}, {"x": A[:2], "mode": 1}, {"z": A, "mode": 1}, [A, 1]):
@@ -96,7 +96,7 @@ SAME = [(Addressed(1.0), Addressed(1.0)), (NAN, float("nan")), ({(1, "a"): NAN},
 
 
 @pytest.mark.parametrize(("one", "other", "same"), [*((*pair, False) for pair in DIFFERENT), *((*pair, True) for pair in SAME)])
-def test_layouts_are_compared_by_what_is_in_them_not_by_how_it_prints(one: Any, other: Any, same: bool) -> None:
+def test_specs_are_compared_by_what_is_in_them_not_by_how_it_prints(one: Any, other: Any, same: bool) -> None:
     keys = [flatten({"x": A, "more": more})[1].key for more in (one, other)]
     assert (keys[0] == keys[1]) == same and len(set(keys)) == 2 - same
     assert (repr(keys[0]) == repr(keys[1])) == same  # what processes compare
@@ -126,14 +126,14 @@ LISTS = [["a", "b", "c", "d"], (1, 2, 3, 4), [[], ["a"], None, 2.0], [Path("a"),
 
 
 @pytest.mark.parametrize("more", LISTS)
-def test_a_list_with_one_entry_a_sample_is_not_part_of_the_layout(more: Any) -> None:
-    leaves, layout = flatten(named(more))
-    assert layout.rebuild(leaves)["more"] is more or layout.rebuild(leaves)["more"] == more
+def test_a_list_with_one_entry_a_sample_is_not_part_of_the_spec(more: Any) -> None:
+    leaves, batch_spec = flatten(named(more))
+    assert batch_spec.rebuild(leaves)["more"] is more or batch_spec.rebuild(leaves)["more"] == more
     other = named(type(more)(["other"] * 4))
-    assert layout.key == flatten(other)[1].key
-    assert layout.key != flatten(named("other"))[1].key
-    assert layout.times(2).rebuild([torch.cat([x, x]) for x in leaves])["more"] == more * 2
-    assert layout.times(2).size == 8
+    assert batch_spec.key == flatten(other)[1].key
+    assert batch_spec.key != flatten(named("other"))[1].key
+    assert batch_spec.times(2).rebuild([torch.cat([x, x]) for x in leaves])["more"] == more * 2
+    assert batch_spec.times(2).size == 8
     for program in (SPLIT, REPLICAS):
         compile(Named(), named(more), program)
 
@@ -220,8 +220,8 @@ def test_tensors_in_containers_are_cut_along_their_first_dimension(more: Any) ->
 
 
 def test_leaves_are_contiguous() -> None:
-    leaves, layout = flatten(A.t())
-    assert leaves[0].is_contiguous() and torch.equal(leaves[0], A.t()) and layout.specs[0].stride == (3, 1)
+    leaves, batch_spec = flatten(A.t())
+    assert leaves[0].is_contiguous() and torch.equal(leaves[0], A.t()) and batch_spec.specs[0].stride == (3, 1)
     assert flatten(A)[0][0] is A
 
 

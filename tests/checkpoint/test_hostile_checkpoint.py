@@ -12,8 +12,8 @@ import torch
 
 from lightning_piper.checkpoint import files
 from lightning_piper.checkpoint.files import fingerprint
-from lightning_piper.checkpoint.pieces import Reader
 from lightning_piper.checkpoint.sharded import save
+from lightning_piper.checkpoint.tensor_ranges import Reader
 from lightning_piper.errors import PiperError
 from lightning_piper.strategy import consolidate
 from tests.checkpoint.test_sharded_files import ALONE, COMMON, example, expected, values

@@ -20,10 +20,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from lightning.pytorch.callbacks import ModelCheckpoint
 
-from lightning_piper.checkpoint import pieces as pieces_module
+from lightning_piper.checkpoint import tensor_ranges as ranges_module
 from lightning_piper.checkpoint.files import earlier_of, prepare, publish, remove, temporary_of
-from lightning_piper.checkpoint.pieces import LoadPieces, Piece, Reader, SavePieces
 from lightning_piper.checkpoint.sharded import load, open_checkpoint, read_whole, save
+from lightning_piper.checkpoint.tensor_ranges import LoadRanges, Reader, SaveRanges, TensorRange
 from lightning_piper.errors import PiperError
 from lightning_piper.ir.buckets import flattened, view_as
 from lightning_piper.ir.values import TensorSpec
@@ -68,7 +68,7 @@ def tensors(draw):
 
 
 def cut(key, shape, layout, flat, ranges):
-    return [Piece(key, shape, a, b, flat[a:b], layout) for a, b in ranges]
+    return [TensorRange(key, shape, a, b, flat[a:b], layout) for a, b in ranges]
 
 
 @settings(deadline=None, max_examples=60)
@@ -82,13 +82,13 @@ def test_any_cutting_into_any_other(drawn, chunk):
         _, room = dense(shape, t["layouts"][1], t["dtype"], seed=i + 100)
         order = flattened(whole, TensorSpec.of(dense(shape, t["layouts"][1], t["dtype"])[0]))
         for a, b in t["cuts"][1]:
-            wanted.append(Piece(key, shape, a, b, torch.empty_like(room[a:b]), t["layouts"][1]))
+            wanted.append(TensorRange(key, shape, a, b, torch.empty_like(room[a:b]), t["layouts"][1]))
             expected.append(order[a:b])
-    with tempfile.TemporaryDirectory() as folder, mock.patch.object(pieces_module, "CHUNK", chunk):
+    with tempfile.TemporaryDirectory() as folder, mock.patch.object(ranges_module, "CHUNK", chunk):
         save(f"{folder}/a.ckpt", saved, COMMON, ALONE)
         common = load(f"{folder}/a.ckpt", wanted, ALONE)
     assert common == COMMON
-    assert all(torch.equal(piece.tensor, values) for piece, values in zip(wanted, expected, strict=True))
+    assert all(torch.equal(part.tensor, values) for part, values in zip(wanted, expected, strict=True))
 
 
 @settings(deadline=None, max_examples=100)
@@ -98,9 +98,9 @@ def test_each_element_is_written_once_by_a_holder(keys, ranks, chunk):
     for i, (numel, data) in enumerate(keys):
         for a, b in data.draw(cuttings(numel)):
             for rank in data.draw(st.sets(st.integers(0, ranks - 1), min_size=1)):
-                held[rank].append(Piece(f"k{i}", (numel,), a, b, torch.zeros(b - a)))
-    planners = [SavePieces(x) for x in held]
-    with mock.patch.object(pieces_module, "CHUNK", chunk):
+                held[rank].append(TensorRange(f"k{i}", (numel,), a, b, torch.zeros(b - a)))
+    planners = [SaveRanges(x) for x in held]
+    with mock.patch.object(ranges_module, "CHUNK", chunk):
         plans, metadata = planners[0].create_global_plan([p.create_local_plan() for p in planners])
     for i, (numel, _) in enumerate(keys):
         written = []
@@ -116,22 +116,22 @@ def test_each_element_is_written_once_by_a_holder(keys, ranks, chunk):
 
 
 def test_replicas_share_the_work():
-    planners = [SavePieces([Piece(f"k{i}", (10,), 0, 10, torch.zeros(10)) for i in range(8)]) for _ in range(4)]
+    planners = [SaveRanges([TensorRange(f"k{i}", (10,), 0, 10, torch.zeros(10)) for i in range(8)]) for _ in range(4)]
     plans, _ = planners[0].create_global_plan([p.create_local_plan() for p in planners])
     assert [len(plan.items) for plan in plans] == [2, 2, 2, 2]
 
 
 def test_elements_that_nobody_holds():
     with pytest.raises(PiperError, match=r"no process holds elements 3:5 of a, which has 9"):
-        SavePieces([]).create_global_plan(
-            [SavePieces(cut("a", (9,), None, torch.zeros(9), [r])).create_local_plan() for r in ((0, 3), (5, 9))]
+        SaveRanges([]).create_global_plan(
+            [SaveRanges(cut("a", (9,), None, torch.zeros(9), [r])).create_local_plan() for r in ((0, 3), (5, 9))]
         )
 
 
 def test_processes_that_disagree_on_a_tensor(tmp_path):
-    pieces = [Piece("a", (2, 2), 0, 4, torch.zeros(4)), Piece("a", (4,), 0, 4, torch.zeros(4))]
+    tensor_ranges = [TensorRange("a", (2, 2), 0, 4, torch.zeros(4)), TensorRange("a", (4,), 0, 4, torch.zeros(4))]
     with pytest.raises(PiperError, match=r"a is .*\[4\].* on rank 1, and .*\[2, 2\].* on a rank before it"):
-        SavePieces([]).create_global_plan([SavePieces([p]).create_local_plan() for p in pieces])
+        SaveRanges([]).create_global_plan([SaveRanges([p]).create_local_plan() for p in tensor_ranges])
 
 
 @pytest.fixture
@@ -148,7 +148,7 @@ def example(seed, size=1000):
 
 def values(path, size=1000):
     room = torch.empty(size)
-    load(path, [Piece("state_dict.w", (size,), 0, size, room)], ALONE)
+    load(path, [TensorRange("state_dict.w", (size,), 0, size, room)], ALONE)
     return room
 
 
@@ -164,10 +164,10 @@ def test_torch_reads_it_too(saved):
 
 
 def test_reads_only_what_it_needs(tmp_path):
-    with mock.patch.object(pieces_module, "CHUNK", 10):
+    with mock.patch.object(ranges_module, "CHUNK", 10):
         save(tmp_path / "a.ckpt", example(0), COMMON, ALONE)
     metadata = Reader(tmp_path / "a.ckpt").read_metadata()
-    planner = LoadPieces([Piece("state_dict.w", (1000,), 295, 312, torch.empty(17))])
+    planner = LoadRanges([TensorRange("state_dict.w", (1000,), 295, 312, torch.empty(17))])
     planner.set_up_planner({}, metadata)
     plan = planner.create_local_plan()
     assert sorted(item.storage_index.offset[0] for item in plan.items) == [290, 300, 310]
@@ -175,7 +175,7 @@ def test_reads_only_what_it_needs(tmp_path):
 
 def test_another_dtype_is_converted(saved):
     room = torch.empty(1000, dtype=torch.float64)
-    load(saved, [Piece("state_dict.w", (1000,), 0, 1000, room)], ALONE)
+    load(saved, [TensorRange("state_dict.w", (1000,), 0, 1000, room)], ALONE)
     assert torch.equal(room, expected(0).double())
 
 
@@ -251,15 +251,15 @@ def test_not_a_checkpoint(tmp_path):
 
 def test_what_the_module_wants_and_the_checkpoint_lacks(saved):
     with pytest.raises(PiperError, match=r"does not have state_dict\.v"):
-        load(saved, [Piece("state_dict.v", (2,), 0, 2, torch.empty(2))], ALONE)
+        load(saved, [TensorRange("state_dict.v", (2,), 0, 2, torch.empty(2))], ALONE)
     with pytest.raises(PiperError, match=r"state_dict\.w has shape \[1000\] in the checkpoint .*a\.ckpt, \[10, 100\] here"):
-        load(saved, [Piece("state_dict.w", (10, 100), 0, 2, torch.empty(2))], ALONE)
+        load(saved, [TensorRange("state_dict.w", (10, 100), 0, 2, torch.empty(2))], ALONE)
 
 
 def test_a_piece_that_is_none(tmp_path):
     for start, stop, count in ((0, 2, 3), (3, 2, 0), (8, 12, 4)):
         with pytest.raises(PiperError, match=f"elements {start}:{stop} of w"):
-            save(tmp_path / "a.ckpt", [Piece("w", (10,), start, stop, torch.empty(count))], {}, ALONE)
+            save(tmp_path / "a.ckpt", [TensorRange("w", (10,), start, stop, torch.empty(count))], {}, ALONE)
     assert not list(tmp_path.iterdir())
 
 

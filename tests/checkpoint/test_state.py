@@ -10,7 +10,15 @@ from torch import nn
 
 import lightning_piper as piper
 from lightning_piper.checkpoint.sharded import save
-from lightning_piper.checkpoint.state import Loading, module_state, optimizer_state, pieces_of, reference, referenced, resolved
+from lightning_piper.checkpoint.state import (
+    Loading,
+    module_state,
+    optimizer_state,
+    reference,
+    referenced,
+    resolved,
+    tensor_ranges_of,
+)
 from lightning_piper.errors import PiperError
 from lightning_piper.holdings.materialize import Known
 from lightning_piper.holdings.optimizer import ShardedOptimizer, names_in
@@ -46,7 +54,7 @@ class Held:
     def save(self, path: Any) -> None:
         state = module_state(self.module, self.compiled.step.canonical)
         content = {"state_dict": state, "optimizer_states": [optimizer_state(self.optimizer)]}
-        save(path, pieces_of(self.module, self.own, self.optimizer, referenced(content), running=True), content, ALONE)
+        save(path, tensor_ranges_of(self.module, self.own, self.optimizer, referenced(content), running=True), content, ALONE)
 
 
 def test_from_one_layout_into_another(tmp_path):
@@ -57,7 +65,7 @@ def test_from_one_layout_into_another(tmp_path):
     loading.module(other.module, loading.content["state_dict"], True, None)
     assert same(values(one.module), values(other.module))
     assert not equal(one.optimizer.full_state(), other.optimizer.full_state())
-    loading.optimizer(loading.content["optimizer_states"][0], other.optimizer, other.own.layout)
+    loading.optimizer(loading.content["optimizer_states"][0], other.optimizer, other.own.tensor_map)
     assert equal(one.optimizer.full_state(), other.optimizer.full_state())
 
 

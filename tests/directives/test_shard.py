@@ -173,10 +173,10 @@ def test_owned_pieces_are_every_element_once() -> None:
     bucket = Bucket(("a", "b"), tensors, mesh, torch.float32)
     found: dict[str, list[int]] = {"a": [], "b": []}
     for replica in range(4):
-        for name, start, stop, _ in bucket.pieces(replica):
+        for name, start, stop, _ in bucket.local_shards(replica):
             found[name] += range(start, stop)
     assert {name: sorted(elements) for name, elements in found.items()} == {"a": list(range(200)), "b": list(range(6))}
-    assert [bucket.sharers(r) for r in range(4)] == [(0, 1), (0, 1), (3, 2), (3, 2)]
+    assert [bucket.shard_group(r) for r in range(4)] == [(0, 1), (0, 1), (3, 2), (3, 2)]
 
 
 class Evaluated(Model):

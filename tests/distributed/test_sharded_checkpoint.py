@@ -17,9 +17,9 @@ import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 
-from lightning_piper.checkpoint import pieces as pieces_module
-from lightning_piper.checkpoint.pieces import Piece, SavePieces
+from lightning_piper.checkpoint import tensor_ranges as ranges_module
 from lightning_piper.checkpoint.sharded import load, save
+from lightning_piper.checkpoint.tensor_ranges import SaveRanges, TensorRange
 from lightning_piper.errors import PiperError
 from lightning_piper.processes.world import World
 from tests.distributed.processes import launch
@@ -63,7 +63,7 @@ def ranges(key, rank, size, seed, replicas):
 
 def held(rank, size, seed, round_):
     return [
-        Piece(key, shape, a, b, content(key, round_)[a:b])
+        TensorRange(key, shape, a, b, content(key, round_)[a:b])
         for key, shape in SHAPES.items()
         for a, b in ranges(key, rank, size, seed, replicas=seed % 3)
     ]
@@ -72,7 +72,7 @@ def held(rank, size, seed, round_):
 def chain(rank, folder, rounds):
     """Save on some processes, load on others, under random cuttings; returns how many pieces this process has compared."""
     groups = {size: dist.new_group(range(size)) for size in sorted(SIZES)}
-    pieces_module.CHUNK = 20
+    ranges_module.CHUNK = 20
     compared = 0
     order = list(SIZES) * rounds
     for number, (size, after) in enumerate(itertools.pairwise(order)):
@@ -81,7 +81,7 @@ def chain(rank, folder, rounds):
         dist.barrier()
         if rank < after:
             wanted = [
-                Piece(p.key, p.shape, p.start, p.stop, torch.full_like(p.tensor, math.nan))
+                TensorRange(p.key, p.shape, p.start, p.stop, torch.full_like(p.tensor, math.nan))
                 for p in held(rank, after, 2 * number + 1, number)
             ]
             assert load(f"{folder}/last.ckpt", wanted, Some(rank, after, groups[after])) == {"from": size}
@@ -125,21 +125,21 @@ def errors(rank, folder):
         raise OSError("disk full")
 
     if rank == 1:
-        own, SavePieces.resolve_data = SavePieces.resolve_data, failing
+        own, SaveRanges.resolve_data = SaveRanges.resolve_data, failing
     found["save"] = attempt(lambda: save(path, held(rank, 3, 0, 2), {}, world))
     if rank == 1:
-        SavePieces.resolve_data = own
+        SaveRanges.resolve_data = own
     dist.barrier()
     found["files"] = sorted(x.name for x in Path(folder).iterdir() if x.suffix in (".ckpt", ".tmp"))
     dist.barrier()
     key = "state_dict.b"
-    more = [Piece("only rank 2 wants this", (1,), 0, 1, torch.empty(1))] if rank == 2 else []
+    more = [TensorRange("only rank 2 wants this", (1,), 0, 1, torch.empty(1))] if rank == 2 else []
     found["missing"] = attempt(lambda: load(path, more, world))
-    bad = [Piece(key, (300,), 0, 1, torch.empty(1))] if rank == 1 else []
+    bad = [TensorRange(key, (300,), 0, 1, torch.empty(1))] if rank == 1 else []
     found["shape"] = attempt(lambda: load(path, bad, world))
     found["gap"] = attempt(lambda: save(path, [p for p in held(rank, 3, 0, 2) if rank != 1], {}, world))
     room = torch.empty(301)
-    load(path, [Piece(key, (301,), 0, 301, room)], world)
+    load(path, [TensorRange(key, (301,), 0, 301, room)], world)
     found["earlier"] = torch.equal(room, content(key, 1))
     for file in ("__0_0.distcp", "__2_0.distcp"):
         dist.barrier()
@@ -213,5 +213,5 @@ def test_a_process_is_killed(victim, event, tmp_path):
     assert workers[victim].exitcode == -signal.SIGKILL
     assert workers[1 - victim].exitcode == 1  # it fails, it does not hang
     room = torch.empty(301)
-    load(tmp_path / "last.ckpt", [Piece("state_dict.b", (301,), 0, 301, room)], World(0, 1, torch.device("cpu")))
+    load(tmp_path / "last.ckpt", [TensorRange("state_dict.b", (301,), 0, 301, room)], World(0, 1, torch.device("cpu")))
     assert any(torch.equal(room, content("state_dict.b", i)) for i in (1, 2))

@@ -19,8 +19,8 @@ from lightning_piper.ir.regions import Step
 from lightning_piper.ops.metrics import metric_names
 from lightning_piper.passes import eliminate
 from lightning_piper.plan import Plan, compile_plans
-from lightning_piper.plan.instructions import Add, Post, Reduce
-from lightning_piper.runtime import Executor, ProcessTransport, pieces_of, shards_of
+from lightning_piper.plan.instructions import Add, AllReduce, Irecv
+from lightning_piper.runtime import Executor, ProcessTransport, local_shards_of, shards_of
 from lightning_piper.verify.interpreter import interpret
 from tests.distributed.processes import LIMIT
 from tests.models import Captured, Case, captured
@@ -89,7 +89,7 @@ class Job:
 
 def exchange(instructions: list[Any]) -> None:
     """Two receives meet each other's message."""
-    first, second = [i for i, x in enumerate(instructions) if isinstance(x, Post)][1:3]
+    first, second = [i for i, x in enumerate(instructions) if isinstance(x, Irecv)][1:3]
     instructions.insert(first, instructions.pop(second))
 
 
@@ -99,7 +99,7 @@ def drop_term(instructions: list[Any]) -> None:
 
 def own_sum(instructions: list[Any]) -> None:
     """A replica adds one of its terms to the sum over replicas twice."""
-    where = next(i for i, x in enumerate(instructions) if isinstance(x, Reduce) and x.bucket is not None)
+    where = next(i for i, x in enumerate(instructions) if isinstance(x, AllReduce) and x.bucket is not None)
     found = instructions[where]
     instructions[where] = dataclasses.replace(found, reads=found.reads * 2)
 
@@ -158,7 +158,7 @@ def train(rank: int, jobs: list[Job]) -> list[Trained]:
         tensors = {name: x.clone() for name, x in one.tensors.items()}
         shards = shards_of(plans[rank], tensors, CPU)
         executor = Executor(plans[rank], one.step, tensors, tensors, transport, CPU, shards)
-        pieces = pieces_of(plans[rank], shards)
+        pieces = local_shards_of(plans[rank], shards)
         metrics, optimizer, own = [], None, {}
         share = slice(plans[rank].replica * plans[rank].share, (plans[rank].replica + 1) * plans[rank].share)
         leaves = [x[share] if x.ndim else x for x in one.leaves]
@@ -173,13 +173,13 @@ def train(rank: int, jobs: list[Job]) -> list[Trained]:
                 optimizer.step()
             metrics.append(result.metrics)
         for bucket, flat in shards.items():  # other pieces of a parameter are as they were, and not compared
-            for name, start, stop, at in bucket.pieces(plans[rank].replica):
+            for name, start, stop, at in bucket.local_shards(plans[rank].replica):
                 if name not in own:
                     continue  # frozen
                 at += plans[rank].replica * bucket.shard if len(flat) > bucket.shard else 0
                 spec = bucket.tensors[bucket.names.index(name)]
                 own[name] = torch.full(spec.shape, float("nan"))
-                own[name].permute(spec.layout).view(-1)[start:stop] = flat[at : at + stop - start].detach()
+                own[name].permute(spec.dim_order).view(-1)[start:stop] = flat[at : at + stop - start].detach()
                 tensors[name] = own[name]
         # A buffer is this device's if it holds the region that changes it; all others are as they were.
         changed = {n: x.detach() for n, x in tensors.items() if n in own or not torch.equal(x, one.tensors[n])}

@@ -13,7 +13,7 @@ from lightning_piper.ir import Chunk, TrainingDAG
 from lightning_piper.ops.p2p import Recv
 from lightning_piper.ops.update import Accumulate, Update
 from lightning_piper.plan import Plan, check_plans
-from lightning_piper.plan.instructions import Instruction, Post, Retire, Run, Send, Wait
+from lightning_piper.plan.instructions import Instruction, Irecv, Run, Send, WaitSend, WaitWork
 from tests.errors.case import PLACES, SPLIT, Case, Cases, batch, captured_step, net
 
 TITLE = "Checks of the graph and of the plans"
@@ -130,10 +130,10 @@ CASES: Cases = [
     rewrite("nodes that wait for each other", a_circle),
     Case("a result that is wrong, in a graph that looks right: `piper.verify(...).require()`",
          lambda: piper.verify(net(), batch(), [*PLACES, SPLIT, Mine(rewrite=half_a_gradient)]).require()),
-    plans("a plan without a wait", drop(Wait)),
-    plans("a plan without a receive", drop(Post)),
+    plans("a plan without a wait", drop(WaitWork)),
+    plans("a plan without a receive", drop(Irecv)),
     plans("a plan without a send", drop(Send)),
-    plans("a plan that never gives a sent tensor back", drop(Retire)),
+    plans("a plan that never gives a sent tensor back", drop(WaitSend)),
     plans("a plan that sends in another order than its peer receives", exchange(Send)),
     plans("a plan that runs a pass before its input is there", exchange(Run), device=1),
 ]  # fmt: skip

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import torch
 
-from lightning_piper.holdings.bridge import Bridge
+from lightning_piper.holdings.gradient_injection import GradientInjection
 from tests.errors.case import GROUPS, PLACES, REPLICATE, SPLIT, Case, Cases, Elsewhere, batch, fit, net
 from tests.strategy.fitting import Batches
 
@@ -63,7 +63,9 @@ def impatient() -> None:
 
 
 def twice() -> None:
-    loss = Bridge({"a": torch.zeros(3, requires_grad=True)}, torch.device("cpu")).loss(torch.tensor(1.0), {"a": torch.ones(3)})
+    loss = GradientInjection({"a": torch.zeros(3, requires_grad=True)}, torch.device("cpu")).loss(
+        torch.tensor(1.0), {"a": torch.ones(3)}
+    )
     loss.backward(retain_graph=True)
     loss.backward()
 

@@ -134,7 +134,7 @@ def test_its_static_rule_is_asked(compiled: piper.Compiled) -> None:
 
 
 def test_accumulation_waits_for_the_last_batch(compiled: piper.Compiled) -> None:
-    assert {compiled.dag.nodes[i].label for i in compiled.plans[0].deferred} == {"compressedreduce", "update"}
+    assert {compiled.dag.nodes[i].label for i in compiled.plans[0].sync_only} == {"compressedreduce", "update"}
 
 
 def test_under_a_pipeline() -> None:

@@ -56,11 +56,11 @@ def filled(bucket: Bucket) -> dict[str, torch.Tensor]:
 
 @quick
 @given(buckets())
-def test_pieces_of_all_members_are_every_element_once(bucket: Bucket) -> None:
+def test_shards_of_all_members_are_every_element_once(bucket: Bucket) -> None:
     covered: Counter[tuple[str, int]] = Counter()
     for member in range(bucket.members):
         at = 0
-        for name, start, stop, offset in bucket.pieces(member):
+        for name, start, stop, offset in bucket.local_shards(member):
             covered.update((name, i) for i in range(start, stop))
             assert at <= offset and offset + stop - start <= bucket.shard, "pieces overlap, or leave the shard"
             at = offset + stop - start
@@ -76,7 +76,7 @@ def test_pieces_are_where_the_parameters_are(bucket: Bucket) -> None:
     assert {len(shard) for shard in shards} == {bucket.shard} and len(shards) == bucket.members
     again = {n: torch.zeros(s.numel, dtype=s.dtype) for n, s in zip(bucket.names, bucket.tensors, strict=True)}
     for member, shard in enumerate(shards):
-        for name, start, stop, offset in bucket.pieces(member):
+        for name, start, stop, offset in bucket.local_shards(member):
             again[name][start:stop] = shard[offset : offset + stop - start]
     for name, s in zip(bucket.names, bucket.tensors, strict=True):
         assert torch.equal(view_as(again[name], s), tensors[name])
@@ -114,7 +114,7 @@ def test_places_do_not_depend_on_the_dtype(bucket: Bucket, dtype: torch.dtype) -
     other = bucket.in_dtype(dtype)
     assert (other.offsets, other.shard, other.gaps) == (bucket.offsets, bucket.shard, bucket.gaps)
     for member in range(bucket.members):
-        assert list(other.pieces(member)) == list(bucket.pieces(member))
+        assert list(other.local_shards(member)) == list(bucket.local_shards(member))
     # Also where the parameters themselves have another size in bytes.
     converted = replace(bucket, tensors=tuple(replace(s, dtype=dtype) for s in bucket.tensors), dtype=dtype)
     assert (converted.offsets, converted.shard) == (bucket.offsets, bucket.shard)
@@ -159,7 +159,11 @@ def test_a_parameter_across_three_shards() -> None:
     bucket = Bucket(("a", "b"), (spec(10), spec(150)), Mesh.flat(3), torch.float32)
     assert (bucket.offsets, bucket.shard, bucket.numel) == ((0, 64), 128, 384)
     assert bucket.gaps == ((10, 64), (214, 384))
-    assert [list(bucket.pieces(member)) for member in range(3)] == [[("a", 0, 10, 0), ("b", 0, 64, 64)], [("b", 64, 150, 0)], []]
+    assert [list(bucket.local_shards(member)) for member in range(3)] == [
+        [("a", 0, 10, 0), ("b", 0, 64, 64)],
+        [("b", 64, 150, 0)],
+        [],
+    ]
 
 
 def test_a_scalar_and_a_parameter_without_elements() -> None:
@@ -168,7 +172,7 @@ def test_a_scalar_and_a_parameter_without_elements() -> None:
     views = bucket.views(packed(bucket, tensors, CPU))
     assert [tuple(v.shape) for v in views] == [(), (0, 3), (2,)]
     assert views[0] == 7 and views[2].tolist() == [1, 2]
-    assert [list(bucket.pieces(m)) for m in (0, 1)] == [[("scalar", 0, 1, 0)], [("row", 0, 2, 0)]]
+    assert [list(bucket.local_shards(m)) for m in (0, 1)] == [[("scalar", 0, 1, 0)], [("row", 0, 2, 0)]]
 
 
 def test_only_what_is_asked_for_is_packed_and_a_missing_name_is_an_error() -> None:

@@ -31,7 +31,7 @@ X = torch.arange(24.0).reshape(2, 3, 4)
     ],
 )
 def test_the_layout_of_a_dense_tensor_makes_it_contiguous(tensor: torch.Tensor, layout: tuple[int, ...]) -> None:
-    assert TensorSpec.of(tensor).layout == layout
+    assert TensorSpec.of(tensor).dim_order == layout
     assert tensor.permute(layout).is_contiguous()
     if tensor.numel() > 1 and layout != tuple(range(len(layout))) and 1 not in tensor.shape:
         assert not tensor.is_contiguous(), "the control: without the layout it is not"

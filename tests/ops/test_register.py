@@ -9,6 +9,7 @@ from typing import Any, ClassVar
 from unittest import mock
 
 import pytest
+import torch
 
 import lightning_piper.ir as ir
 from lightning_piper import ops
@@ -78,3 +79,12 @@ def test_names_where_they_were() -> None:
     with warnings.catch_warnings(), pytest.raises(AttributeError, match="no attribute 'Sparrow'"):
         warnings.simplefilter("error")
         ir.Sparrow  # noqa: B018
+
+
+def test_fields_by_the_names_that_they_had() -> None:
+    spec = ir.TensorSpec.of(torch.empty(2, 3).t())
+    with pytest.warns(DeprecationWarning, match=r"TensorSpec\.layout is TensorSpec\.dim_order now"):
+        assert spec.layout == spec.dim_order == (1, 0)
+    binding = ops.Binding([], torch.device("cpu"), 0, None, {}, None, "step outputs")  # type: ignore[arg-type]
+    with pytest.warns(DeprecationWarning, match=r"Binding\.outbox is Binding\.step_outputs now"):
+        assert binding.outbox == "step outputs"

@@ -12,18 +12,18 @@ from lightning_piper.plan import Plan, check_plans, compile_plans
 from lightning_piper.plan.deadlock import run_symbolically
 from lightning_piper.plan.instructions import (
     Add,
-    Await,
+    AllReduce,
     Deliver,
     Instruction,
-    Post,
+    Irecv,
     Read,
     Record,
-    Reduce,
     Report,
-    Retire,
     Run,
     Send,
-    Wait,
+    WaitEvent,
+    WaitSend,
+    WaitWork,
 )
 from tests.models import CASES, captured
 from tests.plan.programs import dag_of, edited, place, plans_of, split
@@ -77,9 +77,9 @@ def mark(kind: type[Instruction], last: bool, number: int = 0) -> Edit:
 
 def exchange_messages(instructions: list[Instruction]) -> None:
     """Feed two receives each other's message."""
-    a, b = where(instructions, Post, 1), where(instructions, Post, 2)
+    a, b = where(instructions, Irecv, 1), where(instructions, Irecv, 2)
     first, second = instructions[a], instructions[b]
-    assert isinstance(first, Post) and isinstance(second, Post)
+    assert isinstance(first, Irecv) and isinstance(second, Irecv)
     instructions[a] = dataclasses.replace(first, message=second.message)
     instructions[b] = dataclasses.replace(second, message=first.message)
 
@@ -92,29 +92,29 @@ def send_other_shape(instructions: list[Instruction]) -> None:
 
 
 def reduce_twice(instructions: list[Instruction]) -> None:
-    i = where(instructions, Reduce)
+    i = where(instructions, AllReduce)
     reduce = instructions[i]
-    assert isinstance(reduce, Reduce)
+    assert isinstance(reduce, AllReduce)
     again = dataclasses.replace(reduce, node=999, reads=(), writes=(999,))
-    wait = Wait(node=999, label="allreduce", writes=(999,), stream="metrics")
+    wait = WaitWork(node=999, label="allreduce", writes=(999,), stream="metrics")
     report = where(instructions, Report)
     instructions[report] = dataclasses.replace(instructions[report], reads=(*instructions[report].reads, Read(999, True)))
     instructions.insert(report, wait)
     instructions.insert(i + 1, again)
-    instructions.insert(report + 2, Await(node=999, label="", event=998, shared=(999,)))
+    instructions.insert(report + 2, WaitEvent(node=999, label="", event=998, shared=(999,)))
     instructions.insert(report + 2, Record(node=999, label="", stream="metrics", event=998))
 
 
 # (device, what is done to its plan, what is said about it)
 FAULTS: dict[str, tuple[int, Edit, str]] = {
-    "swapped posts": (1, overtake(Post, 1, 2), r"channel 0>1, message 1: post %\d+ recv.* expects %\d+ but meets send"),
+    "swapped posts": (1, overtake(Irecv, 1, 2), r"channel 0>1, message 1: post %\d+ recv.* expects %\d+ but meets send"),
     "receives fed each other's message": (1, exchange_messages, "channel 0>1, message 1: .* expects"),
     "dropped send": (0, drop(Send, 1), "at the end, slots are not empty"),
-    "retired before it is sent": (0, lambda x: x.insert(0, x.pop(where(x, Retire))), "is retired before it is sent"),
-    "dropped post": (1, drop(Post, 1), r"slot s\d+ is not written"),
-    "dropped wait": (1, drop(Wait, 1), r"slot s\d+ is read before it is written"),
-    "dropped retire": (0, drop(Retire, 2), "1 sends are never retired"),
-    "dropped reduce": (0, drop(Reduce), r"slot s\d+ is not written"),
+    "retired before it is sent": (0, lambda x: x.insert(0, x.pop(where(x, WaitSend))), "is retired before it is sent"),
+    "dropped post": (1, drop(Irecv, 1), r"slot s\d+ is not written"),
+    "dropped wait": (1, drop(WaitWork, 1), r"slot s\d+ is read before it is written"),
+    "dropped retire": (0, drop(WaitSend, 2), "1 sends are never retired"),
+    "dropped reduce": (0, drop(AllReduce), r"slot s\d+ is not written"),
     "dropped report": (0, drop(Report), "at the end, slots are not empty"),
     "dropped forward": (0, drop(Run, 0), r"slot s\d+ is read before it is written"),
     "dropped backward": (1, drop(Run, 3), r"slot s\d+ is read before it is written"),
@@ -129,7 +129,7 @@ FAULTS: dict[str, tuple[int, Edit, str]] = {
     "other shape": (0, send_other_shape, "disagree on what travels"),
     "reduced twice": (0, reduce_twice, r"group \(0, 1\), stream metrics: device 1 runs \[\d+\], device 0 runs \[\d+, 999\]"),
     "dropped event": (0, drop(Record, 0), r"event e0 is awaited before it is recorded"),
-    "dropped wait for an event": (0, drop(Await, 0), r"was made on stream compute and no event orders the two"),
+    "dropped wait for an event": (0, drop(WaitEvent, 0), r"was made on stream compute and no event orders the two"),
 }
 
 
@@ -145,9 +145,9 @@ def test_a_fault_is_found(fault: str) -> None:
 
 def wait_first(instructions: list[Instruction]) -> None:
     """Stage 0 waits for a gradient before it has sent the activation."""
-    post = instructions.pop(where(instructions, Post))
-    wait = instructions.pop(where(instructions, Wait))
-    instructions[:0] = [post, wait]
+    irecv = instructions.pop(where(instructions, Irecv))
+    wait = instructions.pop(where(instructions, WaitWork))
+    instructions[:0] = [irecv, wait]
 
 
 def test_a_deadlock_is_found() -> None:
@@ -160,7 +160,7 @@ def test_a_deadlock_is_found() -> None:
 
 def test_a_member_that_does_not_reduce_is_waited_for_in_vain() -> None:
     plans = plans_of("mlp", 2, 3)
-    plans[1] = edited(plans[1], drop(Reduce))
+    plans[1] = edited(plans[1], drop(AllReduce))
     with pytest.raises(VerificationError, match=r"deadlock: device 0 waits in wait %\d+ allreduce"):
         run_symbolically(plans)
 

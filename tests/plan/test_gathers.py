@@ -203,7 +203,7 @@ def test_a_gather_stands_before_the_chunk_that_runs_before_its_reader() -> None:
     plan = compile_plans(on_one_group(chain(4), 2))[0]
     runs = [i for i, x in enumerate(plan.instructions) if isinstance(x, ins.Run)]
     gathers = {x.into: i for i, x in enumerate(plan.instructions) if isinstance(x, ins.AllGather)}
-    waits = {x.into: i for i, x in enumerate(plan.instructions) if isinstance(x, ins.Wait)}
+    waits = {x.into: i for i, x in enumerate(plan.instructions) if isinstance(x, ins.WaitWork)}
     first = {slot: next(k for k, i in enumerate(runs) if slot in {r.slot for r in plan.instructions[i].reads}) for slot in gathers}
     for slot, issued in gathers.items():
         reader = first[slot]

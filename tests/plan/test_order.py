@@ -9,7 +9,7 @@ import pytest
 from lightning_piper.errors import VerificationError
 from lightning_piper.ir.nodes import Chunk
 from lightning_piper.plan import Plan, check_plans, compile_plans
-from lightning_piper.plan.instructions import Post, Retire, Run, Send, Wait
+from lightning_piper.plan.instructions import Irecv, Run, Send, WaitSend, WaitWork
 from lightning_piper.plan.order import global_order
 from tests.models import captured
 from tests.plan.programs import dag_of, one_f_one_b, order, pipeline, place, plans_of, split
@@ -67,10 +67,10 @@ def test_messages_are_posted_in_the_order_of_the_channel_also_when_they_are_need
     step = captured("mlp").step
     plans = compile_plans(dag_of(step, place(step, 2) + split(2) + order(0, "F0 F1") + order(1, "F1 F0")))
     sent = [i.node for i in plans[0].instructions if isinstance(i, Send)]
-    posts = [i for i in plans[1].instructions if isinstance(i, Post)]
-    waits = [i.node for i in plans[1].instructions if isinstance(i, Wait) and i.label == "recv"]
-    assert [post.message for post in posts] == sent
-    assert waits == [posts[1].node, posts[0].node]
+    irecvs = [i for i in plans[1].instructions if isinstance(i, Irecv)]
+    waits = [i.node for i in plans[1].instructions if isinstance(i, WaitWork) and i.label == "recv"]
+    assert [irecv.message for irecv in irecvs] == sent
+    assert waits == [irecvs[1].node, irecvs[0].node]
     check_plans(plans)
 
 
@@ -78,7 +78,7 @@ def test_a_receive_is_posted_one_chunk_before_it_is_waited_for() -> None:
     plan = plans_of("mlp", 2, 4)[1]
     runs = [i for i, instruction in enumerate(plan.instructions) if isinstance(instruction, Run)]
     for number in range(1, 4):
-        between = range(index(plan, Post, number), index(plan, Wait, number))
+        between = range(index(plan, Irecv, number), index(plan, WaitWork, number))
         assert len(set(between) & set(runs)) == 1
 
 
@@ -88,18 +88,18 @@ def test_a_send_follows_its_chunk_at_once() -> None:
     for i, instruction in enumerate(plan.instructions):
         if isinstance(instruction, Send):
             between = plan.instructions[made[instruction.reads[0].slot] + 1 : i]
-            assert {type(x).__name__ for x in between} <= {"Record", "Await"}
+            assert {type(x).__name__ for x in between} <= {"Record", "WaitEvent"}
 
 
 def test_a_send_is_let_go_when_an_answer_shows_that_it_arrived() -> None:
     first, last = plans_of("mlp", 2, 4).values()
-    waits = [i for i, x in enumerate(first.instructions) if isinstance(x, Wait) and x.label == "recv"]
-    retired = [i for i, x in enumerate(first.instructions) if isinstance(x, Retire)]
+    waits = [i for i, x in enumerate(first.instructions) if isinstance(x, WaitWork) and x.label == "recv"]
+    retired = [i for i, x in enumerate(first.instructions) if isinstance(x, WaitSend)]
     sends = [x.node for x in first.instructions if isinstance(x, Send)]
-    assert [x.node for x in first.instructions if isinstance(x, Retire)] == sends
-    assert all(wait < retire for wait, retire in zip(waits, retired, strict=True))
+    assert [x.node for x in first.instructions if isinstance(x, WaitSend)] == sends
+    assert all(wait < wait_send for wait, wait_send in zip(waits, retired, strict=True))
     # Nothing answers the last gradients, so these are waited for at the end.
-    assert [type(x) for x in last.instructions[-2:]] == [Retire, Retire]
+    assert [type(x) for x in last.instructions[-2:]] == [WaitSend, WaitSend]
 
 
 def test_plans_grow_with_the_microbatches_and_no_faster() -> None:

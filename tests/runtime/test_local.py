@@ -11,7 +11,7 @@ import torch
 from lightning_piper.errors import ExecutionError
 from lightning_piper.ir.dag import TrainingDAG
 from lightning_piper.plan import Plan, compile_plans
-from lightning_piper.plan.instructions import Add, Instruction, Post, Run, Send
+from lightning_piper.plan.instructions import Add, Instruction, Irecv, Run, Send
 from lightning_piper.runtime import Executor, LocalTransport
 from tests.models import CASES, Captured, captured
 from tests.plan.programs import dag_of, edited, order, pipeline, place, plans_of, split
@@ -65,7 +65,7 @@ def test_random_chunks_leave_the_generator_as_it_was() -> None:
 
 def exchange(instructions: list[Instruction]) -> None:
     """Two receives meet each other's message: microbatch 1 gets what belongs to microbatch 2."""
-    first, second = [i for i, x in enumerate(instructions) if isinstance(x, Post)][1:3]
+    first, second = [i for i, x in enumerate(instructions) if isinstance(x, Irecv)][1:3]
     instructions.insert(first, instructions.pop(second))
 
 

@@ -15,7 +15,7 @@ from lightning_piper.errors import PiperError
 from lightning_piper.holdings.materialize import Known
 from lightning_piper.holdings.ownership import Ownership
 from lightning_piper.processes.world import World
-from lightning_piper.session.machine import Machine, Prepared, Settings, check_devices
+from lightning_piper.session.process_runtime import Prepared, ProcessRuntime, Settings, check_devices
 from lightning_piper.session.programs import TRAINING, Programs
 
 ALONE = World(0, 1, torch.device("cpu"))
@@ -44,31 +44,31 @@ class Session:
         self.net = Net().double()
         program = list(piper.schedules.one_f_one_b(stages=2, microbatches=2))
         settings = Settings(program, 1, True, contextlib.nullcontext, contextlib.nullcontext, local=True, timeout=None)
-        self.machine = Machine(settings, ALONE)
-        self.programs = Programs(self.net, self.machine, settings, ALONE)
-        _, layout = flatten(self.batch(8))
-        self.first = self.programs.compile(TRAINING, layout, None)
+        self.runtime = ProcessRuntime(settings, ALONE)
+        self.programs = Programs(self.net, self.runtime, settings, ALONE)
+        _, batch_spec = flatten(self.batch(8))
+        self.first = self.programs.compile(TRAINING, batch_spec, None)
         self.own = Ownership(self.net, self.first, ALONE)
         self.own.distribute(0, Known())
-        self.machine.bind(self.first, self.own)
-        self.programs.prepare(TRAINING, layout, self.first)
+        self.runtime.bind(self.first, self.own)
+        self.programs.prepare(TRAINING, batch_spec, self.first)
 
     def batch(self, size: int) -> Tensor:
         return torch.randn(size, 4, dtype=torch.float64, generator=torch.Generator().manual_seed(size))
 
     def prepared(self, size: int) -> tuple[Prepared, bool]:
         """What runs a batch of this size, and was it there already?"""
-        _, layout = flatten(self.batch(size))
-        captured = self.programs.find(TRAINING, layout, 0)
-        found = self.programs.prepared(TRAINING, layout)
+        _, batch_spec = flatten(self.batch(size))
+        captured = self.programs.find(TRAINING, batch_spec, 0)
+        found = self.programs.prepared(TRAINING, batch_spec)
         if found is not None:
             return found, True
-        return self.programs.prepare(TRAINING, layout, self.programs.compile(TRAINING, layout, captured)), False
+        return self.programs.prepare(TRAINING, batch_spec, self.programs.compile(TRAINING, batch_spec, captured)), False
 
     def gradients(self, size: int) -> dict[str, Tensor]:
         prepared, _ = self.prepared(size)
         leaves, _ = flatten(self.batch(size))
-        return dict(self.machine.run(prepared, prepared.compiled.step.inputs(leaves), seed=0).grads)
+        return dict(self.runtime.run(prepared, prepared.compiled.step.inputs(leaves), seed=0).grads)
 
     def expected(self, size: int) -> dict[str, Tensor]:
         loss = self.net.training_step(self.batch(size), 0)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from lightning_piper.ops.update import Update
-from lightning_piper.plan.instructions import Instruction, Retire
+from lightning_piper.plan.instructions import Instruction, WaitSend
 from lightning_piper.simulate import Link, Network, simulate
 from tests.models import CASES
 from tests.plan.programs import edited, place, split
@@ -52,9 +52,9 @@ def test_a_later_retirement_holds_more() -> None:
     program = pipeline("gpipe", 2, 1)
 
     def retire_last(instructions: list[Instruction]) -> None:
-        (retire,) = [i for i in instructions if isinstance(i, Retire)]
-        instructions.remove(retire)
-        instructions.append(retire)
+        (wait_send,) = [i for i in instructions if isinstance(i, WaitSend)]
+        instructions.remove(wait_send)
+        instructions.append(wait_send)
 
     plans = {**program.plans, 0: edited(program.plans[0], retire_last)}
     figures = simulate(program.dag, plans, {"F": 1, "B": 2}, Network(Link(latency=3))).devices[0]

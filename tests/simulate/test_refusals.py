@@ -13,7 +13,7 @@ import pytest
 from lightning_piper.errors import SimulationError, VerificationError
 from lightning_piper.ir.nodes import Chunk
 from lightning_piper.ops.p2p import Recv
-from lightning_piper.plan.instructions import Await, Instruction, Post, Record, Reduce, Run, Wait
+from lightning_piper.plan.instructions import AllReduce, Instruction, Irecv, Record, Run, WaitEvent, WaitWork
 from lightning_piper.simulate import Link, Network, read_durations, simulate
 from lightning_piper.simulate.durations import Work
 from tests.plan.programs import edited, split
@@ -106,9 +106,9 @@ def test_durations_from_a_file(tmp_path: Path) -> None:
 
 def wait_first(instructions: list[Instruction]) -> None:
     """Wait for the first message before anything is sent."""
-    post = next(i for i in instructions if isinstance(i, Post))
-    wait = next(i for i in instructions if isinstance(i, Wait) and i.node == post.node)
-    for instruction in (wait, post):
+    irecv = next(i for i in instructions if isinstance(i, Irecv))
+    wait = next(i for i in instructions if isinstance(i, WaitWork) and i.node == irecv.node)
+    for instruction in (wait, irecv):
         instructions.remove(instruction)
         instructions.insert(0, instruction)
 
@@ -126,27 +126,27 @@ def without(kind: type[Instruction]) -> Any:
 
 def test_plans_that_wait_for_nothing() -> None:
     program = pipeline("gpipe", 2, 2)
-    for kind, message in ((Post, "nothing before it started what it waits for"), (Record, "is awaited before it is recorded")):
+    for kind, message in ((Irecv, "nothing before it started what it waits for"), (Record, "is awaited before it is recorded")):
         plans = {**program.plans, 1: edited(program.plans[1], without(kind))}
         with pytest.raises(VerificationError, match=rf"^plan of device 1: .*{message}"):
             simulate(program.dag, plans)
-    assert any(isinstance(i, Await) for i in program.plans[1].instructions)
+    assert any(isinstance(i, WaitEvent) for i in program.plans[1].instructions)
 
 
-def with_reductions(kind: type[Reduce]) -> Any:
+def with_reductions(kind: type[AllReduce]) -> Any:
     """The figures of a replicated step whose reductions are another collective."""
     program = compiled("mlp", [*REPLICATED, *split(2)])
 
     def exchange(instructions: list[Instruction]) -> None:
         for i, instruction in enumerate(instructions):
-            if isinstance(instruction, Reduce):
+            if isinstance(instruction, AllReduce):
                 instructions[i] = kind(**{f.name: getattr(instruction, f.name) for f in dataclasses.fields(instruction)})
 
     plans = {device: edited(plan, exchange) for device, plan in program.plans.items()}
     return simulate(program.dag, plans, network=Network(Link(latency=1)))
 
 
-class Once(Reduce):
+class Once(AllReduce):
     """Another collective: started on a stream, over a group, completed by the wait of its node. It goes round the ring once."""
 
     op: ClassVar[str] = "once"
@@ -155,6 +155,6 @@ class Once(Reduce):
 
 def test_a_collective_says_what_it_costs() -> None:
     """An all-reduce goes round the ring twice."""
-    assert with_reductions(Reduce).step_time == 14
+    assert with_reductions(AllReduce).step_time == 14
     found = with_reductions(Once)
     assert found.step_time == 13 and {s.kind for s in found.timeline if s.stream == "reduce"} == {"once"}

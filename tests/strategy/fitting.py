@@ -81,7 +81,7 @@ def captured_once(
     trained = tuple(x.requires_grad for x in module.parameters())
     modes = (tuple(x.training for x in module.modules()), module.trainer.sanity_checking)
     alike = (_code_of(type(module)), repr(list(module.named_children())))
-    key = (*alike, trained, modes, module.trainer.precision, repr(found.layout.specs), name, loader)
+    key = (*alike, trained, modes, module.trainer.precision, repr(found.batch_spec.specs), name, loader)
     first = STEPS.setdefault(key, found)
     found._codes, found._first = first._codes, first._first
     found.retrace = lambda: None  # type: ignore[method-assign]
@@ -189,8 +189,8 @@ def by_hand(
     names = {compiled.step.canonical[n]: x for n, x in [*module.named_parameters(), *module.named_buffers()]}
     losses = []
     for i, batch in enumerate(batches):
-        leaves, layout = flatten(batch)
-        dag = compiled.at(layout.size).dag
+        leaves, batch_spec = flatten(batch)
+        dag = compiled.at(batch_spec.size).dag
         if drop:
             node = next(iter(dag.of_type(Accumulate)))
             if len(node.inputs) > 1:

@@ -22,7 +22,7 @@ from torch import Tensor
 
 import lightning_piper as piper
 from lightning_piper.directives import Directive, Replicate
-from lightning_piper.holdings.layout import Piece
+from lightning_piper.holdings.tensor_map import LocalShard
 from lightning_piper.runtime.process import ProcessEndpoint
 from lightning_piper.strategy import fit as fit_module
 from tests.strategy.fitting import Batches, sharing_captures, trainer, values
@@ -124,13 +124,13 @@ class Holdings(L.Callback):
 
     def __init__(self, counts: list[int]) -> None:
         self.bytes, self.groups, self.sums, self._counts = 0, [], [], counts
-        self.pieces: list[Piece] = []
+        self.local_shards: list[LocalShard] = []
         self.once: dict[tuple[str, str], Any] = {}
 
     def on_train_end(self, trainer: L.Trainer, module: L.LightningModule) -> None:
         fit: Any = trainer.strategy.phase.fit  # type: ignore[attr-defined]
-        found = [*fit.ownership.pieces(), *fit.optimizer.pieces()]
-        self.pieces = [dataclasses.replace(piece, tensor=piece.tensor.detach().clone()) for piece in found]
+        found = [*fit.ownership.local_shards(), *fit.optimizer.local_shards()]
+        self.local_shards = [dataclasses.replace(shard, tensor=shard.tensor.detach().clone()) for shard in found]
         self.once = fit.optimizer.once()
 
     def on_train_batch_end(self, trainer: L.Trainer, module: L.LightningModule, *args: Any) -> None:
@@ -242,7 +242,7 @@ def _fit(job: Job, folder: Path, transport: str | None, share: Callable[[Any], A
     optimizer: Any = run.strategy.optimizer_state(run.optimizers[0]) if transport != "process" else None
     return {"values": values(module), "losses": record.losses, "held": holdings.bytes, "groups": holdings.groups,
             "optimizer": optimizer, "sums": holdings.sums, "scales": overflow.scales,
-            "pieces": holdings.pieces, "once": holdings.once}  # fmt: skip
+            "pieces": holdings.local_shards, "once": holdings.once}  # fmt: skip
 
 
 def train(rank: int, jobs: Iterable[Job], folder: Path) -> list[dict[str, Any]]:

@@ -96,11 +96,11 @@ def test_each_device_has_its_part_of_the_experts(program: str, ranks: Ranks) -> 
     total = sum(x.numel() for name, x in Model(SPECS["rows"]).named_parameters() if name.endswith((".up", ".down")))
     replicas, degree, _ = PROGRAMS[program]
     held = [seen["held"] for seen in ranks(f"{program}, rows")]
-    stages, sharers = 4 // replicas, replicas // degree
+    stages, shard_group = 4 // replicas, replicas // degree
     assert {key: sum(h[key] for h in held) for key in held[0]} == {"params": total, "grads": total, "state": 2 * total}
     part = total // stages // degree
     assert max(h["params"] for h in held) <= part
-    if sharers == 1:
+    if shard_group == 1:
         assert held == [{"params": part, "grads": part, "state": 2 * part}] * 4
 
 

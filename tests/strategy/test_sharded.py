@@ -69,23 +69,23 @@ def test_pieces_keep_their_groups_and_marks(sharded_ranks):
             assert sum(shape[0] for rank in sharded_ranks[program] for shape, _ in rank["groups"][i]) == total
 
 
-def whole_of(pieces):
+def whole_of(local_shards):
     """The tensors that all processes' pieces make, in the order of their memory, and how often each element came."""
     found, counts = {}, {}
-    for piece in pieces:
-        assert piece.tensor.shape == (piece.stop - piece.start,) and piece.tensor.dtype == piece.dtype
-        numel = torch.Size(piece.shape).numel()
-        flat = found.setdefault((piece.name, piece.key), torch.full((numel,), float("nan"), dtype=piece.dtype))
-        count = counts.setdefault((piece.name, piece.key), torch.zeros(numel, dtype=torch.int64))
-        flat[piece.start : piece.stop] = piece.tensor
-        count[piece.start : piece.stop] += 1
+    for shard in local_shards:
+        assert shard.tensor.shape == (shard.stop - shard.start,) and shard.tensor.dtype == shard.dtype
+        numel = torch.Size(shard.shape).numel()
+        flat = found.setdefault((shard.name, shard.key), torch.full((numel,), float("nan"), dtype=shard.dtype))
+        count = counts.setdefault((shard.name, shard.key), torch.zeros(numel, dtype=torch.int64))
+        flat[shard.start : shard.stop] = shard.tensor
+        count[shard.start : shard.stop] += 1
     return found, counts
 
 
 @pytest.mark.parametrize("program", [job.program for job in PLAIN])
-def test_pieces_of_all_processes_are_every_element_once(program, sharded_ranks, folder):
+def test_shards_of_all_processes_are_every_element_once(program, sharded_ranks, folder):
     ranks = sharded_ranks[program]
-    found, counts = whole_of(piece for rank in ranks for piece in rank["pieces"])
+    found, counts = whole_of(shard for rank in ranks for shard in rank["pieces"])
     assert all((count == 1).all() for count in counts.values())
     expected, _ = whole_of(fit(Job("", program), folder, "local")["pieces"])
     assert equal(expected, found)

@@ -15,8 +15,8 @@ from torch.distributed.checkpoint.metadata import MetadataIndex
 
 import lightning_piper as piper
 from lightning_piper.checkpoint.files import earlier_of, read_manifest, temporary_of
-from lightning_piper.checkpoint.pieces import Reader
 from lightning_piper.checkpoint.state import key_of
+from lightning_piper.checkpoint.tensor_ranges import Reader
 from lightning_piper.ir.buckets import view_as
 from lightning_piper.ir.values import TensorSpec
 from lightning_piper.strategy import consolidate
@@ -174,7 +174,7 @@ def test_torch_reads_a_parameter(chain):
         with pytest.warns(UserWarning, match="torch.distributed is disabled"):
             dcp.load(into, checkpoint_id=path)
         assert torch.equal(view_as(into[key], spec), value)
-        orders.add(spec.layout)
+        orders.add(spec.dim_order)
     assert (1, 0) in orders
 
 

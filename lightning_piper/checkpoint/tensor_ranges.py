@@ -1,4 +1,4 @@
-"""Pieces of tensors in the files of `torch.distributed.checkpoint`.
+"""Ranges of tensors in the files of `torch.distributed.checkpoint`.
 
 In the files each key is one tensor of one dimension, whatever its shape, in chunks. Who holds which range of it is of no
 consequence: chunks are made from what all processes hold together, and a process reads the chunks that its own ranges meet.
@@ -50,7 +50,7 @@ DATA = re.compile(r"__[0-9]+_[0-9]+\.distcp")  # files of tensors
 
 
 @dataclass(frozen=True)
-class Piece:
+class TensorRange:
     """A range of a tensor.
 
     Attributes:
@@ -58,7 +58,7 @@ class Piece:
         shape: of the whole tensor.
         start, stop: the elements `start:stop`, in the order in which they lie in memory.
         tensor: their values, of one dimension, on any device.
-        layout: dimensions of the whole tensor from the slowest to the fastest in memory; None: as they are counted.
+        dim_order: dimensions of the whole tensor from the slowest to the fastest in memory; None: as they are counted.
     """
 
     key: str
@@ -66,36 +66,34 @@ class Piece:
     start: int
     stop: int
     tensor: torch.Tensor
-    layout: tuple[int, ...] | None = None
+    dim_order: tuple[int, ...] | None = None
 
     @property
     def spec(self) -> dict[str, Any]:
         """What the whole tensor is, in JSON."""
-        layout = range(len(self.shape)) if self.layout is None else self.layout
-        return {"shape": list(self.shape), "layout": list(layout), "dtype": str(self.tensor.dtype).removeprefix("torch.")}
+        dim_order = range(len(self.shape)) if self.dim_order is None else self.dim_order
+        return {"shape": list(self.shape), "layout": list(dim_order), "dtype": str(self.tensor.dtype).removeprefix("torch.")}
 
 
-class SavePieces(SavePlanner):
+class SaveRanges(SavePlanner):
     """Plans who writes what: each element once, by a process that holds it; replicas share the work.
 
     Attributes:
         specs: key -> what the tensor is; on the process that coordinates, once the plan is made.
     """
 
-    def __init__(self, pieces: Sequence[Piece]) -> None:
-        self._pieces: dict[str, list[Piece]] = {}
-        for piece in pieces:
-            self._pieces.setdefault(piece.key, []).append(piece)
+    def __init__(self, tensor_ranges: Sequence[TensorRange]) -> None:
+        self._parts: dict[str, list[TensorRange]] = {}
+        for part in tensor_ranges:
+            self._parts.setdefault(part.key, []).append(part)
         self.specs: dict[str, dict[str, Any]] = {}
 
     def set_up_planner(self, state_dict: Any, storage_meta: StorageMeta | None = None, is_coordinator: bool = False) -> None:
         pass
 
     def create_local_plan(self) -> SavePlan:
-        items = [
-            _write_item(p.key, p.start, p.stop, math.prod(p.shape), p.tensor.dtype) for ps in self._pieces.values() for p in ps
-        ]
-        return SavePlan(items, planner_data={key: pieces[0].spec for key, pieces in self._pieces.items()})
+        items = [_write_item(p.key, p.start, p.stop, math.prod(p.shape), p.tensor.dtype) for ps in self._parts.values() for p in ps]
+        return SavePlan(items, planner_data={key: tensor_ranges[0].spec for key, tensor_ranges in self._parts.items()})
 
     def create_global_plan(self, all_plans: list[SavePlan]) -> tuple[list[SavePlan], Metadata]:
         for rank, plan in enumerate(all_plans):
@@ -110,9 +108,9 @@ class SavePieces(SavePlanner):
 
     def resolve_data(self, write_item: WriteItem) -> torch.Tensor | io.BytesIO:
         start, stop = _range(write_item)
-        for piece in self._pieces[write_item.index.fqn]:
-            if piece.start <= start and stop <= piece.stop:
-                return piece.tensor.detach()[start - piece.start : stop - piece.start]
+        for part in self._parts[write_item.index.fqn]:
+            if part.start <= start and stop <= part.stop:
+                return part.tensor.detach()[start - part.start : stop - part.start]
         raise AssertionError(f"{write_item.index} is not held here")
 
 
@@ -172,14 +170,14 @@ def _chunks(key: str, ranges: list[tuple[int, int, int]], example: WriteItem) ->
         yield start, stop, tuple(sorted({rank for _, _, rank in holding}))
 
 
-class LoadPieces(LoadPlanner):
-    """Plans what this process reads: the chunks that meet its pieces."""
+class LoadRanges(LoadPlanner):
+    """Plans what this process reads: the chunks that meet its ranges."""
 
-    def __init__(self, pieces: Sequence[Piece]) -> None:
-        self._pieces: dict[str, list[Piece]] = {}
-        for piece in pieces:
-            if piece.start < piece.stop:
-                self._pieces.setdefault(piece.key, []).append(piece)
+    def __init__(self, tensor_ranges: Sequence[TensorRange]) -> None:
+        self._parts: dict[str, list[TensorRange]] = {}
+        for part in tensor_ranges:
+            if part.start < part.stop:
+                self._parts.setdefault(part.key, []).append(part)
         self._metadata: Metadata | None = None
 
     def set_up_planner(self, state_dict: Any, metadata: Metadata | None = None, is_coordinator: bool = False) -> None:
@@ -188,10 +186,10 @@ class LoadPieces(LoadPlanner):
     def create_local_plan(self) -> LoadPlan:
         assert self._metadata is not None
         items: list[ReadItem] = []
-        for key, pieces in self._pieces.items():
+        for key, tensor_ranges in self._parts.items():
             stored = self._metadata.state_dict_metadata[key]
             assert isinstance(stored, TensorStorageMetadata)
-            ranges = [ChunkStorageMetadata(torch.Size([p.start]), torch.Size([p.stop - p.start])) for p in pieces]
+            ranges = [ChunkStorageMetadata(torch.Size([p.start]), torch.Size([p.stop - p.start])) for p in tensor_ranges]
             items += create_read_items_for_chunk_list(key, stored, ranges)
         return LoadPlan(items)
 
@@ -204,11 +202,11 @@ class LoadPieces(LoadPlanner):
     def resolve_tensor(self, read_item: ReadItem) -> torch.Tensor:
         index = read_item.dest_index
         assert index.index is not None
-        piece, offset = self._pieces[index.fqn][index.index], read_item.dest_offsets[0]
-        return piece.tensor.detach()[offset : offset + read_item.lengths[0]]
+        part, offset = self._parts[index.fqn][index.index], read_item.dest_offsets[0]
+        return part.tensor.detach()[offset : offset + read_item.lengths[0]]
 
     def commit_tensor(self, read_item: ReadItem, tensor: torch.Tensor) -> None:
-        pass  # it is a view of the piece
+        pass  # it is a view of the range's tensor
 
     def load_bytes(self, read_item: ReadItem, value: io.BytesIO) -> None:
         raise AssertionError("only tensors are saved")

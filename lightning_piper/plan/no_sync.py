@@ -1,4 +1,5 @@
-"""What waits for the last batch when gradients are accumulated over several: their sums over replicas."""
+"""What waits for the last batch when gradients are accumulated over several: their sums over replicas. The batches before run as
+under `no_sync` of DistributedDataParallel."""
 
 from __future__ import annotations
 
@@ -7,9 +8,9 @@ from lightning_piper.ir.nodes import Node
 from lightning_piper.ops.update import Accumulate, Update
 
 
-def deferred(dag: TrainingDAG) -> frozenset[int]:
+def sync_only(dag: TrainingDAG) -> frozenset[int]:
     """The nodes that only the last batch of an accumulation needs: sums of gradients over replicas, and everything that reads
-    them. In the batches before, what would be summed is kept.
+    them. In the batches before, what would be summed is added to the gradient buffer.
 
     Not where gradients are sharded: keeping whole ones would need the memory that this saves. And where one parameter's gradients
     from several regions are added up, either all of them wait or none.

@@ -41,7 +41,7 @@ class Home:
 
 
 @dataclass(frozen=True)
-class Piece:
+class LocalShard:
     """Elements of a parameter, a buffer, or a tensor of the optimizer's state that belongs to a parameter.
 
     Attributes:
@@ -61,7 +61,7 @@ class Piece:
     key: str = ""
 
 
-class Layout:
+class TensorMap:
     """Attributes:
     homes: canonical name -> its homes. The first one speaks for the tensor: in checkpoints and in norms.
     specs: canonical name -> spec of the whole tensor.
@@ -120,7 +120,7 @@ def _sharded(compiled: Compiled) -> tuple[dict[str, list[Home]], set[tuple[int, 
     for bucket, devices in buckets_of_parameters(compiled):
         ranges: dict[str, dict[int, Range]] = {name: {} for name in bucket.names}
         for device in sorted(devices):
-            for name, start, stop, _ in bucket.pieces(compiled.plans[device].replica):
+            for name, start, stop, _ in bucket.local_shards(compiled.plans[device].replica):
                 ranges[name][device] = (start, stop)
         for name, found in ranges.items():
             twice = [device for device in devices if (device, name) in covered]

@@ -15,8 +15,8 @@ from collections.abc import Sequence
 from lightning_piper.plan.instructions import Channel
 
 
-class Acks:
-    """Follows sends and waits in an order that respects causality.
+class SendCompletion:
+    """Which sends are complete, as far as the sender can know: follows sends and receives in an order that respects causality.
 
     `clock[a][b]` is how many of b's receives device a knows of. Messages are named by their channel and the id of
     their send: replicas send the same on channels of their own.

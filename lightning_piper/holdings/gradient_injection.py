@@ -18,7 +18,7 @@ from lightning_piper.errors import ExecutionError, PiperError
 from lightning_piper.holdings.gradients import mark
 
 
-class Bridge:
+class GradientInjection:
     """Makes losses of which `backward` fills the `.grad` of given parameters.
 
     Args:
@@ -96,11 +96,11 @@ class Bridge:
 class _Waiting:
     """The gradients of one step. `factor`: what `backward` brought."""
 
-    def __init__(self, value: torch.Tensor, grads: list[torch.Tensor | None], scale: float, bridge: Bridge) -> None:
+    def __init__(self, value: torch.Tensor, grads: list[torch.Tensor | None], scale: float, injection: GradientInjection) -> None:
         self.value, self.scale = value, scale
         self.factor: torch.Tensor | None = None
         self._grads: list[torch.Tensor | None] | None = grads
-        self._bridge = bridge
+        self._injection = injection
 
     def take(self, factor: torch.Tensor) -> list[torch.Tensor | None]:
         if self._grads is None:
@@ -109,8 +109,8 @@ class _Waiting:
             )
         grads, self._grads = self._grads, None
         self.factor = factor
-        self._bridge.check(self)
-        mark(self._bridge.absent, self._bridge.trained)
+        self._injection.check(self)
+        mark(self._injection.absent, self._injection.trained)
         # Looking at a value on a GPU would make the host wait for it; multiplying by one does not.
         if factor.device.type != "cpu" or factor.item() != self.scale:
             ratio = factor.double() / self.scale

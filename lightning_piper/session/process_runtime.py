@@ -15,12 +15,12 @@ from lightning_piper.capture import difference
 from lightning_piper.compiler import Compiled
 from lightning_piper.directives import Directive
 from lightning_piper.errors import PiperError
-from lightning_piper.holdings.layout import Layout
 from lightning_piper.holdings.ownership import Ownership
+from lightning_piper.holdings.tensor_map import TensorMap
 from lightning_piper.ir.buckets import Bucket
 from lightning_piper.ir.nodes import Chunk
 from lightning_piper.processes.world import World, described, of_rank
-from lightning_piper.runtime import Carry, Executor, LocalTransport, ProcessTransport, StepResult, joined, run_local
+from lightning_piper.runtime import Executor, GradientBuffer, LocalTransport, ProcessTransport, StepResult, joined, run_local
 from lightning_piper.session.replay import Replay
 
 Context = Callable[[], contextlib.AbstractContextManager[Any]]
@@ -48,29 +48,29 @@ class Settings:
 
 @dataclass(frozen=True)
 class Prepared:
-    """What runs one layout and size: the executors of this process and the replay of the step's logging."""
+    """What runs batches of one spec: the executors of this process and the replay of the step's logging."""
 
     compiled: Compiled
     executors: list[Executor]
     replay: Replay
 
     @property
-    def carries(self) -> bool:
+    def accumulates(self) -> bool:
         """Does a step that is not the last one of an accumulation keep gradients back?"""
-        return any(executor.carries for executor in self.executors)
+        return any(executor.accumulates for executor in self.executors)
 
 
-class Machine:
+class ProcessRuntime:
     """Compiles with the other processes, and runs what was compiled on the tensors that it is bound to."""
 
     def __init__(self, settings: Settings, world: World) -> None:
         self._settings, self._world = settings, world
         self._first: Compiled | None = None
-        self._layout: Layout | None = None
+        self._tensor_map: TensorMap | None = None
         self._params: Mapping[str, torch.Tensor] = {}
         self._buffers: Mapping[str, torch.Tensor] = {}
         self._shards: Mapping[int, Mapping[Bucket, torch.Tensor]] = {}
-        self._carried: dict[int, Carry] = {}
+        self._gradient_buffers: dict[int, GradientBuffer] = {}
         self._transport: ProcessTransport | None = None
 
     def compiled(self, work: Callable[[], Compiled], apart: bool = False) -> Compiled:
@@ -111,7 +111,7 @@ class Machine:
             first: the program by which the tensors were distributed.
             own: what this process holds.
         """
-        self._first, self._layout = first, own.layout
+        self._first, self._tensor_map = first, own.tensor_map
         self._params, self._buffers, self._shards = own.owned_params, own.owned_buffers, own.shards
         if not self._settings.local:
             ranks = range(self._world.size)
@@ -141,7 +141,7 @@ class Machine:
 
     def close(self) -> None:
         """Give the communicators back. Collective."""
-        self._carried.clear()
+        self._gradient_buffers.clear()
         if self._transport is not None:
             self._transport.close()
             self._transport = None
@@ -149,9 +149,9 @@ class Machine:
     def _executor(self, compiled: Compiled, device: int, transport: LocalTransport | ProcessTransport) -> Executor:
         assert self._first is not None
         trains = compiled.step.name == self._first.step.name  # an evaluation in the middle of an accumulation leaves it as it is
-        shards, carry = self._shards.get(device, {}), self._carried.setdefault(device, {}) if trains else {}
+        shards, buffer = self._shards.get(device, {}), self._gradient_buffers.setdefault(device, {}) if trains else {}
         return Executor(
-            compiled.plans[device], compiled.step, self._params, self._buffers, transport, self._world.device, shards, carry
+            compiled.plans[device], compiled.step, self._params, self._buffers, transport, self._world.device, shards, buffer
         )
 
     def _check_shards(self, compiled: Compiled) -> None:
@@ -176,14 +176,14 @@ class Machine:
         Raises:
             PiperError: one does not.
         """
-        assert self._layout is not None and self._first is not None
+        assert self._tensor_map is not None and self._first is not None
         by, step = self._first.step.name, compiled.step.name
         for device, plan in sorted(compiled.plans.items()):
             needed = compiled.params_on(device) | compiled.buffers_on(device)
             needed -= {name for bucket in plan.shards for name in bucket.names}
             if alone:
                 needed -= self._first.params_on(device)
-            missing = sorted(name for name in needed if self._layout.held(name, device) is None)
+            missing = sorted(name for name in needed if self._tensor_map.held(name, device) is None)
             if missing and step != by:
                 raise PiperError(
                     f"{step} uses {', '.join(missing[:3])} on device {device}, which does not hold it: {by} does not use it "

@@ -7,9 +7,9 @@ import torch
 
 import lightning_piper as piper
 from lightning_piper.compiler import Compiled
-from lightning_piper.holdings.layout import Layout
 from lightning_piper.holdings.materialize import Known
 from lightning_piper.holdings.ownership import Ownership
+from lightning_piper.holdings.tensor_map import TensorMap
 from lightning_piper.processes.world import World
 from tests.strategy.fitting import same, values
 from tests.strategy.models import make
@@ -33,12 +33,12 @@ def counted(ranges, numel: int) -> list[int]:
 
 @pytest.mark.parametrize("program, ranks", [(dp2(3), 2), (pp2_dp2(3, 1), 4)], ids=["ZeRO-3", "two stages, ZeRO-3 and ZeRO-1"])
 def test_each_element_counts_once(program, ranks):
-    layout = Layout(compiled(program)[1], ranks)
+    tensor_map = TensorMap(compiled(program)[1], ranks)
     copies = set()
-    for name, spec in layout.specs.items():
-        assert counted(layout.speakers(name).values(), spec.numel) == [1] * spec.numel, name
-        (several,) = set(counted([held for rank in range(ranks) if (held := layout.held(name, rank))], spec.numel))
-        copies.add((layout.is_sharded(name), several))
+    for name, spec in tensor_map.specs.items():
+        assert counted(tensor_map.speakers(name).values(), spec.numel) == [1] * spec.numel, name
+        (several,) = set(counted([held for rank in range(ranks) if (held := tensor_map.held(name, rank))], spec.numel))
+        copies.add((tensor_map.is_sharded(name), several))
     # What is not sharded lies on both replicas, or, if nothing uses it, on one process.
     assert copies == {(True, 1), (False, 1), *([(False, 2)] if ranks == 4 else [])}
 
@@ -46,9 +46,9 @@ def test_each_element_counts_once(program, ranks):
 def test_what_no_device_uses():
     _, program = compiled(dp2(3))
     for everywhere in (False, True):
-        layout = Layout(program, 2, spare_everywhere=everywhere)
-        assert layout.holds_whole("unused.weight", 0) and layout.holds_whole("unused.weight", 1) == everywhere
-        assert not layout.holds_whole("first.0.weight", 0)
+        tensor_map = TensorMap(program, 2, spare_everywhere=everywhere)
+        assert tensor_map.holds_whole("unused.weight", 0) and tensor_map.holds_whole("unused.weight", 1) == everywhere
+        assert not tensor_map.holds_whole("first.0.weight", 0)
 
 
 def test_one_process_has_all_in_flat_tensors_until_the_end():

@@ -9,12 +9,12 @@ import torch
 
 from lightning_piper.errors import ExecutionError
 from lightning_piper.ops.p2p import Send
-from lightning_piper.ops.reduce import AllReduce, ReduceScatter
+from lightning_piper.ops.reduce import AllReduce, AllReduceInstruction, ReduceScatter
 from lightning_piper.ops.update import Update
 from lightning_piper.plan import Plan, compile_plans
-from lightning_piper.plan.deferred import deferred
-from lightning_piper.plan.instructions import Deliver, Reduce, Run
+from lightning_piper.plan.instructions import Deliver, Run
 from lightning_piper.plan.instructions import ReduceScatter as ReduceScatterInstruction
+from lightning_piper.plan.no_sync import sync_only
 from lightning_piper.runtime import Executor, LocalTransport, joined, run_local, shards_of
 from tests.distributed.training import Job, plans_of
 from tests.models import captured
@@ -39,7 +39,7 @@ def executors_of(plans: dict[int, Plan]) -> list[Executor]:
 
 def counted(executors: list[Executor], last: bool) -> int:
     """Sums of gradients over replicas that the executors run."""
-    kinds = Reduce | ReduceScatterInstruction
+    kinds = AllReduceInstruction | ReduceScatterInstruction
     found = set()
     for executor in executors:
         code, source = executor._variants[last]
@@ -85,12 +85,12 @@ def test_what_waits(shape: str, devices: int) -> None:
     """The sums, their transfers to other stages, and the updates; with sharded gradients nothing."""
     for sharded, kinds in (("", {AllReduce, Update}), ("optimizer", {ReduceScatter, Update}), ("grads", set()), ("params", set())):
         dag = job(shape, devices, sharded).dag()
-        found = {type(dag.nodes[i]) for i in deferred(dag)}
+        found = {type(dag.nodes[i]) for i in sync_only(dag)}
         assert kinds <= found
         assert bool(found) == bool(kinds)
         assert (Send in found) == (devices == 4 and bool(kinds))  # of the tied parameter
         metrics = {n.id for n in dag.of_type(AllReduce) if n.outputs[0].kind != "grad"}
-        assert not metrics & deferred(dag)
+        assert not metrics & sync_only(dag)
 
 
 def test_one_parameter_waits_as_a_whole() -> None:
@@ -103,11 +103,11 @@ def test_one_parameter_waits_as_a_whole() -> None:
         {**replicate, "filter": {"PP": 1}, "devices": replicate["devices"][1], "shard_grads": True},
     ]
     dag = dag_of(step, [*program._replicated(step)[:-1], *both])
-    assert deferred(dag) == frozenset()
+    assert sync_only(dag) == frozenset()
     alike = [{**entry, "shard_grads": False, "shard_optimizer": True} for entry in both]
     dag = dag_of(step, [*program._replicated(step)[:-1], *alike])
     updates = [node.id for node in dag.of_type(Update) if node.inputs and dag.value(node.inputs[0]).kind == "grad"]
-    assert set(updates) <= deferred(dag)
+    assert set(updates) <= sync_only(dag)
 
 
 def test_a_batch_of_another_size_that_cannot_finish_the_sum_is_refused() -> None:
@@ -115,9 +115,10 @@ def test_a_batch_of_another_size_that_cannot_finish_the_sum_is_refused() -> None
     executors = executors_of(plans)
     leaves = captured("exact").leaves
     run_local(executors, leaves, seed=0, last=False)
-    other = dataclasses.replace(plans[0], deferred=frozenset())
+    other = dataclasses.replace(plans[0], sync_only=frozenset())
     model = captured("exact")
-    alone = Executor(other, model.step, model.tensors, model.tensors, LocalTransport({0: other}), CPU, carry=executors[0]._carry)
+    transport, buffer = LocalTransport({0: other}), executors[0]._gradient_buffer
+    alone = Executor(other, model.step, model.tensors, model.tensors, transport, CPU, gradient_buffer=buffer)
     with pytest.raises(ExecutionError, match=r"device 0: gradients of a.* were kept from a batch of another size"):
         alone.begin([x[:2] for x in leaves], seed=0)
 
@@ -148,6 +149,6 @@ def test_a_failed_step_leaves_nothing_behind(monkeypatch: pytest.MonkeyPatch) ->
 def test_only_deliveries_of_what_waits_are_left_out() -> None:
     plans = compile_plans(job("DP2", 2).dag())
     for plan in plans.values():
-        late = [i for i in plan.instructions if i.node in plan.deferred]
-        assert {type(i) for i in late} >= {Reduce, Deliver}
+        late = [i for i in plan.instructions if i.node in plan.sync_only]
+        assert {type(i) for i in late} >= {AllReduceInstruction, Deliver}
         assert not any(isinstance(i, Run) for i in late)

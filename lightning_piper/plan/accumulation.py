@@ -1,8 +1,8 @@
 """Sums, one term at a time.
 
-A sum is the left fold of its terms, in the order in which the node names them, whenever and wherever these are made: floating
-point sums depend on it. A term is added as soon as it is there and all before it have been added, so that at most the terms
-that came too early are held.
+A sum is added up from its first term to its last, in the order in which the node names them, whenever and wherever these are made:
+floating point sums depend on it. A term is added as soon as it is there and all before it have been added, so that at most the
+terms that came too early are held.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from lightning_piper.ops.instruction import Read
 from lightning_piper.ops.update import Accumulate, Add
 
 
-class Fold:
+class Accumulation:
     """The sum of a node's inputs on one device. `total` is its slot so far.
 
     Packed terms are not packed one by one: what they pack is added to the flat sum.

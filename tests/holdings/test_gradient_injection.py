@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from lightning_piper.errors import ExecutionError, PiperError
-from lightning_piper.holdings.bridge import Bridge
+from lightning_piper.holdings.gradient_injection import GradientInjection
 
 CPU = torch.device("cpu")
 
@@ -22,7 +22,7 @@ def parameters():
 def test_backward_hands_out_the_gradients_without_copying_them():
     params, grad = parameters(), torch.tensor([1.0, 2.0, 3.0])
     place = grad.data_ptr()
-    loss = Bridge(params, CPU).loss(torch.tensor(0.5), {"a": grad})
+    loss = GradientInjection(params, CPU).loss(torch.tensor(0.5), {"a": grad})
     del grad
     assert loss.item() == 0.5 and params["a"].grad is None
     loss.backward()
@@ -33,27 +33,27 @@ def test_backward_hands_out_the_gradients_without_copying_them():
 
 def test_scales_and_accumulates():
     params = parameters()
-    bridge = Bridge(params, CPU)
+    injection = GradientInjection(params, CPU)
     for _ in range(3):
-        (bridge.loss(torch.tensor(1.0), {"a": torch.ones(3), "b": torch.ones(3)}) / 4).backward()
+        (injection.loss(torch.tensor(1.0), {"a": torch.ones(3), "b": torch.ones(3)}) / 4).backward()
     assert params["a"].grad.tolist() == [0.75] * 3 == params["b"].grad.tolist()
 
 
 def test_runs_hooks_of_parameters():
     params = parameters()
     params["a"].register_hook(lambda grad: grad * 10)
-    Bridge(params, CPU).loss(torch.tensor(1.0), {"a": torch.ones(3)}).backward()
+    GradientInjection(params, CPU).loss(torch.tensor(1.0), {"a": torch.ones(3)}).backward()
     assert params["a"].grad.tolist() == [10.0] * 3
 
 
 def test_works_without_parameters():
-    loss = Bridge({}, CPU).loss(torch.tensor(2.0), {})
+    loss = GradientInjection({}, CPU).loss(torch.tensor(2.0), {})
     loss.backward()
     assert loss.requires_grad and loss.item() == 2.0
 
 
 def test_refuses_a_second_backward():
-    loss = Bridge(parameters(), CPU).loss(torch.tensor(1.0), {"a": torch.ones(3)})
+    loss = GradientInjection(parameters(), CPU).loss(torch.tensor(1.0), {"a": torch.ones(3)})
     loss.backward(retain_graph=True)
     with pytest.raises(ExecutionError, match="backward ran twice"):
         loss.backward()
@@ -61,7 +61,7 @@ def test_refuses_a_second_backward():
 
 def test_divides_by_the_scale_that_the_gradients_have():
     params = parameters()
-    loss = Bridge(params, CPU).loss(torch.tensor(1.0), {"a": torch.full((3,), 1024.0)}, scale=1024.0)
+    loss = GradientInjection(params, CPU).loss(torch.tensor(1.0), {"a": torch.full((3,), 1024.0)}, scale=1024.0)
     (loss * 512).backward()
     assert params["a"].grad.tolist() == [512.0] * 3
 
@@ -69,17 +69,17 @@ def test_divides_by_the_scale_that_the_gradients_have():
 @pytest.mark.parametrize("factors, good", [((0.5, 0.5, 0.5), True), ((0.5, 0.25, 0.5), False), ((0.5, 0.5, 1.0), False)])
 def test_batches_that_are_kept_must_have_one_factor(factors, good):
     params = parameters()
-    bridge = Bridge(params, CPU)
+    injection = GradientInjection(params, CPU)
     for i, factor in enumerate(factors[:-1]):
-        (bridge.loss(torch.tensor(float(i)), {}, kept=True) * factor).backward()
-    last = bridge.loss(torch.tensor(1.0), {"a": torch.ones(3)}) * factors[-1]
+        (injection.loss(torch.tensor(float(i)), {}, kept=True) * factor).backward()
+    last = injection.loss(torch.tensor(1.0), {"a": torch.ones(3)}) * factors[-1]
     with contextlib.nullcontext() if good else pytest.raises(PiperError, match="different factors"):
         last.backward()
         assert params["a"].grad.tolist() == [0.5] * 3
 
 
 def test_batches_that_are_kept_must_have_one_scale():
-    bridge = Bridge(parameters(), CPU)
-    (bridge.loss(torch.tensor(1.0), {}, scale=2.0, kept=True) * 2).backward()
+    injection = GradientInjection(parameters(), CPU)
+    (injection.loss(torch.tensor(1.0), {}, scale=2.0, kept=True) * 2).backward()
     with pytest.raises(PiperError, match="different factors"):
-        (bridge.loss(torch.tensor(1.0), {}, scale=4.0) * 4).backward()
+        (injection.loss(torch.tensor(1.0), {}, scale=4.0) * 4).backward()

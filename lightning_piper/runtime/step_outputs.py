@@ -11,7 +11,7 @@ from lightning_piper.ops.base import Bound, Bundle, Slots, take
 from lightning_piper.plan.instructions import Deliver
 
 
-class Outbox:
+class StepOutputs:
     """Filled during a step and emptied at its end.
 
     Gradients are the caller's to change in place (clipping, scaling), so they must share memory with nothing else: a gradient
@@ -70,7 +70,7 @@ class Outbox:
         """Hand out parts of a flat tensor, or of a shard of one, in the dtypes of the parameters."""
         dtypes = {name: spec.dtype for name, spec in zip(bucket.names, bucket.tensors, strict=True)}
         shard = instruction.shard
-        pieces = [] if shard is None else [(name, at, at + stop - start) for name, start, stop, at in bucket.pieces(shard)]
+        ranges = [] if shard is None else [(name, at, at + stop - start) for name, start, stop, at in bucket.local_shards(shard)]
 
         def deliver() -> None:
             (flat,) = taken()
@@ -79,7 +79,7 @@ class Outbox:
             if shard is None:
                 found = zip(bucket.names, bucket.views(flat), strict=True)
             else:
-                found = ((name, flat[start:stop]) for name, start, stop in pieces)  # type: ignore[assignment]
+                found = ((name, flat[start:stop]) for name, start, stop in ranges)  # type: ignore[assignment]
             for name, x in found:
                 self.grads[name] = x.to(dtypes[name])
 

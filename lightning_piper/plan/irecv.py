@@ -1,0 +1,42 @@
+"""Where receives are started: early enough to overlap with compute, in the order in which the sender sends."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+from lightning_piper.plan.instructions import Channel, Instruction, Irecv, Run, WaitWork
+
+
+def place_irecvs(instructions: list[Instruction], irecvs: Mapping[int, Irecv], rank: Mapping[int, int]) -> list[Instruction]:
+    """The instructions with the `Irecv`s among them.
+
+    An irecv stands before the chunk that precedes the wait: the transfer has that chunk's time, and its buffer is held no
+    longer. Messages of a channel meet in order (NCCL knows no other way), so an irecv moves up where a later message of its
+    channel is received before it.
+
+    Args:
+        instructions: of one device.
+        irecvs: by id of the receiving node.
+        rank: message -> when it is sent, relative to others on its channel.
+    """
+    at: dict[int, int] = {}  # node -> index of the instruction before which its irecv stands
+    last_run = 0
+    for i, instruction in enumerate(instructions):
+        if isinstance(instruction, WaitWork) and instruction.node in irecvs:
+            at[instruction.node] = last_run
+        elif isinstance(instruction, Run):
+            last_run = i
+    channels: dict[Channel, list[Irecv]] = {}
+    for irecv in sorted(irecvs.values(), key=lambda p: rank[p.message]):
+        channels.setdefault(irecv.channel, []).append(irecv)
+    before: dict[int, list[Irecv]] = {}
+    for queue in channels.values():
+        limit = len(instructions)
+        for irecv in reversed(queue):
+            limit = min(limit, at[irecv.node])
+            before.setdefault(limit, []).append(irecv)
+    result: list[Instruction] = []
+    for i, instruction in enumerate(instructions):
+        result.extend(sorted(before.get(i, ()), key=lambda p: rank[p.message]))
+        result.append(instruction)
+    return result
