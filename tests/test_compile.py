@@ -75,7 +75,7 @@ def test_every_model_compiles(name: str) -> None:
 def test_the_same_program_at_another_size() -> None:
     compiled = of("mlp", gpipe(2, 4))
     smaller = compiled.at(3)
-    assert (smaller.dag.size, smaller.dag.partial, smaller.dag.absent) == (3, True, {"MB": {3}})
+    assert (smaller.dag.size, smaller.dag.program.partial, smaller.dag.program.absent) == (3, True, {"MB": {3}})
     assert smaller.program == compiled.program and smaller.plans[0].size == 3
     assert compiled.at(4) is compiled
     assert len(list(smaller.dag.of_type(Chunk))) == 12 < len(list(compiled.dag.of_type(Chunk))) == 16

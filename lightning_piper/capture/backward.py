@@ -18,6 +18,7 @@ from lightning_piper.capture import _torch
 from lightning_piper.capture.passes import OutputRef, Pass, reads_of
 from lightning_piper.capture.regions import VIEWS
 from lightning_piper.ir.regions import Output, PassKey
+from lightning_piper.ir.values import Kind
 
 # A value and its view share their memory: of the two, the value is handed over, and the view is made again.
 _FREE = VIEWS - {torch.ops.aten._to_copy.default}
@@ -32,8 +33,8 @@ def halve(whole: Pass, shared: Collection[Node], kept: Collection[Node]) -> dict
         kept: what the region's forward saves for `whole`.
     """
     region = whole.key[0]
-    cotangents = [bundle for bundle in whole.outputs if bundle[0].kind == "cotangent"]
-    grads = [bundle for bundle in whole.outputs if bundle[0].kind == "grad"]
+    cotangents = [bundle for bundle in whole.outputs if bundle[0].kind == Kind.COTANGENT]
+    grads = [bundle for bundle in whole.outputs if bundle[0].kind == Kind.GRAD]
     if not cotangents or not grads:
         kind = "BI" if cotangents else "BW"
         return {kind: dataclasses.replace(whole, key=(region, kind))}
@@ -45,7 +46,7 @@ def halve(whole: Pass, shared: Collection[Node], kept: Collection[Node]) -> dict
     # What comes from other regions enters by BI as well: which passes a pass reads from must not depend on the batch size, and
     # a batch of one sample may take other operations.
     handed = [n for n in weights.reads if n.op != "placeholder" and n not in kept]
-    inputs.outputs = [*cotangents, (Output("saved", ("BW",)), handed)]
+    inputs.outputs = [*cotangents, (Output(Kind.SAVED, ("BW",)), handed)]
     return {"BI": inputs, "BW": weights}
 
 
@@ -75,16 +76,16 @@ def save(forward: Pass, halves: Mapping[str, Pass], kept: Collection[Node]) -> N
     readers = [("BI",), ("BW",), ("BI", "BW")] if len(halves) == 2 else [tuple(halves)]
     for names in readers:
         nodes = [n for n in kept if tuple(kind for kind, half in halves.items() if n in half.reads) == names]
-        forward.outputs.append((Output("saved", names), nodes))
+        forward.outputs.append((Output(Kind.SAVED, names), nodes))
 
 
 def wire(whole: Pass, halves: Mapping[str, Pass], passes: Mapping[PassKey, Pass], taken: Collection[OutputRef]) -> None:
     """Set the inputs of a backward pass and of its halves. `taken` are the bundles that it takes from other regions."""
     region = whole.key[0]
-    saved = passes[region, "F"].bundles("saved")
+    saved = passes[region, "F"].bundles(Kind.SAVED)
     whole.take([*(ref for ref, _, _ in saved), *taken], passes)
     known = {**passes, **{half.key: half for half in halves.values()}}
     outside: Collection[OutputRef] = taken
     for kind, half in halves.items():
         half.take([*(ref for ref, out, _ in saved if kind in out.names), *outside], known)
-        outside = [ref for ref, _, _ in half.bundles("saved")]
+        outside = [ref for ref, _, _ in half.bundles(Kind.SAVED)]

@@ -17,6 +17,7 @@ from lightning_piper.capture.regions import Assignment, assign, gradient_terms
 from lightning_piper.capture.rows import refuse_coupling, routed_of, rows_of
 from lightning_piper.errors import CaptureError
 from lightning_piper.ir.regions import Code, Interface, Output, PassKey, Region, Routed
+from lightning_piper.ir.values import Kind
 
 aten = torch.ops.aten
 Extracted = dict[PassKey, tuple[Interface, Code]]
@@ -107,7 +108,7 @@ def _results(
             continue
         if isinstance(desc, _torch.PlainAOTOutput):
             output = plain[desc.idx]
-            if output.kind == "result":
+            if output.kind == Kind.RESULT:
                 results.setdefault(_home(node, placed), {})[output.names[0]] = node
             else:
                 passes[_home(node, placed), "F"].outputs.append((output, [node]))
@@ -124,7 +125,7 @@ def _results(
                 grads.setdefault(_home(term, placed), {}).setdefault(param, []).append(term)
     for name, node in changed.items():
         buffers.setdefault(_home(node, placed), {})[name] = node
-    for kind, by_region in (("buffer", buffers), ("result", results)):
+    for kind, by_region in ((Kind.BUFFER, buffers), (Kind.RESULT, results)):
         for region, by_name in by_region.items():
             passes[region, "F"].outputs.append((Output(kind, tuple(by_name)), list(by_name.values())))
     users: dict[str, set[int]] = {}
@@ -140,7 +141,7 @@ def _results(
             bundles.setdefault((apart, tuple(sorted(users[param]))), []).append(param)
         for params in bundles.values():
             merged = [_sum(by_param[param], passes[region, "B"], placed) for param in params]
-            passes[region, "B"].outputs.append((Output("grad", tuple(params)), merged))
+            passes[region, "B"].outputs.append((Output(Kind.GRAD, tuple(params)), merged))
 
 
 def _home(node: Node, placed: Assignment) -> int:
@@ -193,7 +194,7 @@ def _connect(placed: Assignment, passes: Mapping[PassKey, Pass], state: frozense
     order = {node: i for i, node in enumerate(placed.of)}
     taken: dict[PassKey, list[OutputRef]] = {}
     for node, source in sorted(crossing, key=lambda item: order[item[0]]):
-        kind = "cotangent" if source[1] == "B" else "activation"
+        kind = Kind.COTANGENT if source[1] == "B" else Kind.ACTIVATION
         for reader in crossing[node, source]:
             taken.setdefault(reader, []).append((*source, len(passes[source].outputs)))
         passes[source].outputs.append((Output(kind, (node.name,)), [node]))

@@ -10,7 +10,7 @@ import torch
 from lightning_piper.capture.step import CapturedStep
 from lightning_piper.capture.trace import REDUCE, Step, as_captured, swapped
 from lightning_piper.ir.regions import LOSS
-from lightning_piper.ir.values import Slice
+from lightning_piper.ir.values import Kind, Slice
 
 
 @dataclass(frozen=True)
@@ -79,5 +79,5 @@ def run_eagerly(
 def _changed_names(step: CapturedStep) -> set[str]:
     code = step.at(step.size)
     return {
-        name for interface in code.interfaces.values() for out in interface.outputs if out.kind == "buffer" for name in out.names
+        name for interface in code.interfaces.values() for out in interface.outputs if out.kind == Kind.BUFFER for name in out.names
     }

@@ -10,11 +10,11 @@ from lightning_piper.capture.code import compile_boxed
 from lightning_piper.capture.passes import Names, Pass
 from lightning_piper.capture.rows import arrives, leaves, resize, spec_of, way_of
 from lightning_piper.ir.regions import Code, Interface
-from lightning_piper.ir.values import TensorSpec
+from lightning_piper.ir.values import Kind, TensorSpec
 from lightning_piper.routing import COMBINE, COUNTS
 
 aten = torch.ops.aten
-CROSSING = ("activation", "cotangent", "result")  # kinds of values that travel
+CROSSING = (Kind.ACTIVATION, Kind.COTANGENT, Kind.RESULT)  # kinds of values that travel
 
 
 def extract(

@@ -13,6 +13,7 @@ from lightning_piper.capture.batch import BatchSpec, flatten
 from lightning_piper.capture.reads import Reads
 from lightning_piper.capture.trace import Step
 from lightning_piper.ir.regions import Output
+from lightning_piper.ir.values import Kind
 
 
 class ForwardStep(Step):
@@ -39,7 +40,7 @@ class ForwardStep(Step):
 
     @property
     def plain(self) -> tuple[Output, ...]:
-        results = (Output("result", (str(i),)) for i in range(len(self._returned.specs)))
+        results = (Output(Kind.RESULT, (str(i),)) for i in range(len(self._returned.specs)))
         return (*results, *self._plain_logs)
 
     @property

@@ -23,7 +23,7 @@ from lightning_piper.capture.text import Text, difference, text_of
 from lightning_piper.capture.trace import Step, Traced, trace
 from lightning_piper.errors import CaptureError
 from lightning_piper.ir.regions import Interface, Output, ParamInfo, PassKey, StepCode
-from lightning_piper.ir.values import TensorSpec
+from lightning_piper.ir.values import Kind, TensorSpec
 
 
 def capture(
@@ -180,7 +180,7 @@ class CapturedStep:
 
     def _check_memory(self, code: StepCode) -> None:
         outputs = [out for interface in code.interfaces.values() for out in interface.outputs]
-        changing = {name for out in outputs if out.kind == "buffer" for name in out.names}
+        changing = {name for out in outputs if out.kind == Kind.BUFFER for name in out.names}
         if not code.forward_only:
             changing |= {name for name, info in self.params.items() if info.requires_grad}
         refuse_sharing(self._sharing, changing, self.params)
@@ -266,7 +266,7 @@ def _public(interface: Interface) -> Any:
     """An interface without what is private to a region at a size: the graph's names of values."""
 
     def kind(output: Output) -> tuple[str, tuple[str, ...]]:
-        return (output.kind, () if output.kind in ("activation", "cotangent") else output.names)
+        return (output.kind, () if output.kind in (Kind.ACTIVATION, Kind.COTANGENT) else output.names)
 
     return (interface.inputs, tuple(map(kind, interface.outputs)), interface.params, interface.buffers, interface.state,
             interface.batch, interface.seeds_gradient)  # fmt: skip

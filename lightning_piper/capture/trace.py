@@ -27,7 +27,7 @@ from lightning_piper.capture.unchanged import attributes, changes, check_unchang
 from lightning_piper.capture.watch import Watch
 from lightning_piper.errors import CaptureError
 from lightning_piper.ir.regions import LOSS, Logged, Output
-from lightning_piper.ir.values import TensorSpec
+from lightning_piper.ir.values import Kind, TensorSpec
 from lightning_piper.routing import exchanging
 
 REDUCTIONS = {"mean": "mean", "sum": "sum", "max": "max", "min": "min", torch.mean: "mean", torch.sum: "sum", torch.max: "max",
@@ -154,11 +154,11 @@ class Step(nn.Module):
     @property
     def plain(self) -> tuple[Output, ...]:
         """What the outputs of the last call are."""
-        return (Output("loss", (LOSS,)), *self._plain_logs)
+        return (Output(Kind.LOSS, (LOSS,)), *self._plain_logs)
 
     @property
     def _plain_logs(self) -> Iterator[Output]:
-        return (Output("log", (log.name,)) for log in self.logs if log.constant is None)
+        return (Output(Kind.LOG, (log.name,)) for log in self.logs if log.constant is None)
 
     def log(self, name: str, value: Any, call: Mapping[str, Any]) -> None:
         kwargs = dict(call)

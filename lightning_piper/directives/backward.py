@@ -6,6 +6,7 @@ from collections.abc import Sequence
 
 from lightning_piper.ir.dag import TrainingDAG
 from lightning_piper.ir.nodes import Chunk, Node, Ref
+from lightning_piper.ir.values import Kind
 from lightning_piper.ops.chunk import make_chunk
 
 
@@ -54,5 +55,5 @@ def _replace(dag: TrainingDAG, chunk: Chunk) -> dict[Ref, Ref]:
     dag.remove([dag.nodes[i] for i in sorted(unused) if not dag.users(dag.nodes[i])])
     return {
         (chunk.id, code.whole(*half.key, place)[2]): (half.id, place)
-        for half in halves for place, value in enumerate(half.outputs) if value.kind != "saved"
+        for half in halves for place, value in enumerate(half.outputs) if value.kind != Kind.SAVED
     }  # fmt: skip

@@ -128,7 +128,7 @@ class Directive:
 
 
 def _names_absent(dag: TrainingDAG, condition: Filter) -> bool:
-    for tag, absent in dag.absent.items():
+    for tag, absent in dag.program.absent.items():
         wanted = condition.get(tag)
         if any(w in absent for w in (wanted if isinstance(wanted, list | tuple) else [wanted])):
             return True

@@ -19,7 +19,7 @@ from lightning_piper.ir.dag import TrainingDAG
 from lightning_piper.ir.mesh import DATA
 from lightning_piper.ir.nodes import Chunk, Node, Ref
 from lightning_piper.ir.policies import ShardingPolicy
-from lightning_piper.ir.values import Partial, Shard, Value
+from lightning_piper.ir.values import Kind, Partial, Shard, Value
 from lightning_piper.ops.bucket import Pack
 from lightning_piper.ops.update import Accumulate, Update
 
@@ -50,7 +50,7 @@ def _hold(dag: TrainingDAG, family: Sequence[int], names: Sequence[str]) -> list
     mesh = dag.meshes[family[0]]
     level = _level(dag, family, names, members=mesh.size(DATA))
     chunks = [chunk for chunk in dag.of_type(Chunk) if chunk.region in family]
-    trained = {name for chunk in chunks for value in chunk.outputs if value.kind == "grad" for name in value.names}
+    trained = {name for chunk in chunks for value in chunk.outputs if value.kind == Kind.GRAD for name in value.names}
     updates: list[Node] = []
     buckets: list[Bucket] = []
     for some in ([n for n in names if n in trained], [n for n in names if n not in trained]):
@@ -82,7 +82,7 @@ def _sum(dag: TrainingDAG, family: Sequence[int], chunks: Sequence[Chunk], bucke
         terms: dict[Group, list[tuple[Chunk, int]]] = {}
         for chunk in sorted((c for c in chunks if c.region == region), key=lambda c: c.slice):
             for i, value in enumerate(chunk.outputs):
-                if value.kind == "grad" and bucket.names[0] in value.names:
+                if value.kind == Kind.GRAD and bucket.names[0] in value.names:
                     terms.setdefault(chunk.devices, []).append((chunk, i))
         totals += [_total(dag, made, bucket, level) for made in terms.values()]
     tags = dag.nodes[totals[0][0]].tags if len(family) == 1 else {}
@@ -95,7 +95,7 @@ def _sum(dag: TrainingDAG, family: Sequence[int], chunks: Sequence[Chunk], bucke
 def _total(dag: TrainingDAG, terms: Sequence[tuple[Chunk, int]], bucket: Bucket, level: ShardingPolicy) -> Ref:
     """The sum of what chunks on the same devices make, and of the others who have the same part."""
     alone = bucket.members == 1
-    value = Value("grad", bucket.names, (bucket.whole,), Shard(0) if alone else Partial(), bucket, bucket.others)
+    value = Value(Kind.GRAD, bucket.names, (bucket.whole,), Shard(0) if alone else Partial(), bucket, bucket.others)
     first = terms[0][0]
     tags = {tag: index for tag, index in first.tags.items() if tag in dag.regions[first.region].tags}
     packs = []
@@ -124,9 +124,9 @@ def _undo(dag: TrainingDAG, names: set[str]) -> None:
             left = tuple(None if name in names else ref for name, ref in zip(held, chunk.params, strict=True))
             dag.rewire(chunk, params=left if any(left) else ())
         for i, value in enumerate(chunk.outputs):
-            if value.kind == "grad" and names.issuperset(value.names):
+            if value.kind == Kind.GRAD and names.issuperset(value.names):
                 stack += dag.readers((chunk.id, i))
-    made = [node for node in dag.nodes.values() if node.outputs and node.outputs[0].kind == "param"]
+    made = [node for node in dag.nodes.values() if node.outputs and node.outputs[0].kind == Kind.PARAM]
     gathered = [node for node in made if names.issuperset(node.outputs[0].names)]
     removed: dict[int, Node] = {node.id: node for node in gathered}
     while stack:

@@ -15,6 +15,7 @@ from lightning_piper.ir.dag import TrainingDAG
 from lightning_piper.ir.filters import Filter, Index, describe, names_halves
 from lightning_piper.ir.nodes import Chunk, Node
 from lightning_piper.ir.regions import Region
+from lightning_piper.ir.values import Kind
 from lightning_piper.limits import shown
 from lightning_piper.ops.order import Barrier
 
@@ -73,8 +74,7 @@ class Order(Directive):
                         "name each chunk in one group",
                     )
                 seen[chunk.id] = i
-                if dag.origin is not None:
-                    dag.named.setdefault(chunk.id, dag.origin)
+                dag.name(chunk, dag.origin)
             if chunks:
                 groups.append(chunks)
             if sum(map(bool, lanes)) > 1:
@@ -92,7 +92,7 @@ class Order(Directive):
         chosen: dict[int, Chunk] = {}
         for i, condition in asking:
             for chunk in index.select({**condition, "PASS": "B"}):
-                if (by := dag.named.get(chunk.id)) is not None:
+                if (by := dag.named_by(chunk)) is not None:
                     self.refuse(
                         f"filters[{i}]",
                         f"{describe(condition)} splits {chunk.label}, which directive {by} orders as a whole",
@@ -176,7 +176,7 @@ def _why(dag: TrainingDAG, before: int, after: int) -> str:
     if not edge["data"]:
         return f"order, directive {edge['order']}"
     values = [dag.value(ref) for ref in dag.nodes[after].reads if ref[0] == before]
-    return f"buffer {values[0].names[0]}" if {value.kind for value in values} == {"buffer"} else "data"
+    return f"buffer {values[0].names[0]}" if {value.kind for value in values} == {Kind.BUFFER} else "data"
 
 
 def _name(node: Node) -> str:

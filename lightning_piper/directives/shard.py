@@ -18,7 +18,7 @@ from lightning_piper.ir.filters import Filter
 from lightning_piper.ir.mesh import DATA, Mesh
 from lightning_piper.ir.nodes import Chunk, Ref
 from lightning_piper.ir.regions import Routed
-from lightning_piper.ir.values import Slice, TensorSpec, Value
+from lightning_piper.ir.values import Kind, Slice, TensorSpec, Value
 from lightning_piper.limits import is_name, shown
 from lightning_piper.ops.all_to_all import AllToAll
 from lightning_piper.ops.chunk import make_chunk
@@ -174,7 +174,7 @@ class Shard(Directive):
             direct += [
                 out
                 for out, way in zip(interface.outputs, interface.leaves, strict=True)
-                if not way and out.kind not in ("saved", "grad")
+                if not way and out.kind not in (Kind.SAVED, Kind.GRAD)
             ]
             if direct:
                 names = ", ".join(f"{out.kind} {out.names[0]}" for out in direct[:3])

@@ -21,7 +21,7 @@ from lightning_piper.ir.dag import TrainingDAG
 from lightning_piper.ir.mesh import Mesh
 from lightning_piper.ir.nodes import Chunk, Node, Ref
 from lightning_piper.ir.policies import ShardingPolicy
-from lightning_piper.ir.values import Partial, Replicate, Shard, Value
+from lightning_piper.ir.values import Kind, Partial, Replicate, Shard, Value
 from lightning_piper.ops.bucket import Pack
 from lightning_piper.ops.gather import AllGather, Parameters
 from lightning_piper.ops.reduce import AllReduce, ReduceScatter
@@ -118,7 +118,7 @@ def gather_at(dag: TrainingDAG, home: Group, buckets: Iterable[Bucket], level: S
             other = "whole" if level.parameters else "in shards only"
             raise Conflict(f"parameters {', '.join(bucket.names[:3])} are kept {other} between their uses by another directive")
         if found is None:
-            value = Value("param", bucket.names, (bucket.part,), Shard(0), bucket, others=bucket.others)
+            value = Value(Kind.PARAM, bucket.names, (bucket.part,), Shard(0), bucket, others=bucket.others)
             found = dag.add(Parameters(outputs=(value,), devices=home, placed_by=dag.origin, kept=not level.parameters))
         sources |= dict.fromkeys(bucket.names, found)
     shared: dict[int, AllGather] = {}
@@ -168,7 +168,7 @@ def _bucket(dag: TrainingDAG, regions: set[int], level: ShardingPolicy) -> list[
     """
     totals: dict[tuple[str, ...], list[Accumulate]] = {}
     for total in dag.of_type(Accumulate):
-        if total.outputs[0].kind == "grad" and total.outputs[0].bucket is None and not total.outputs[0].others:
+        if total.outputs[0].kind == Kind.GRAD and total.outputs[0].bucket is None and not total.outputs[0].others:
             totals.setdefault(total.outputs[0].names, []).append(total)
     made: list[Node] = []
     for names, sums in totals.items():
@@ -189,7 +189,7 @@ def _bucket(dag: TrainingDAG, regions: set[int], level: ShardingPolicy) -> list[
 
 def _packed(dag: TrainingDAG, total: Accumulate, bucket: Bucket) -> Accumulate:
     """The part of a sum of gradients that lies in one bucket."""
-    value = Value("grad", bucket.names, (bucket.whole,), Partial(), bucket)
+    value = Value(Kind.GRAD, bucket.names, (bucket.whole,), Partial(), bucket)
     about = {"tags": total.tags, "devices": total.devices, "placed_by": total.placed_by, "outputs": (value,)}
     packs = tuple((dag.add(Pack(inputs=(ref,), stream=total.stream, **about)).id, 0) for ref in total.inputs)  # type: ignore[arg-type]
     return dag.add(Accumulate(inputs=packs, stream=total.stream, **about))  # type: ignore[arg-type]
@@ -220,14 +220,14 @@ def _trained(dag: TrainingDAG) -> dict[str, set[int]]:
     """The regions that each trained parameter gets gradients from."""
     found: dict[str, set[int]] = {}
     for (region, _), interface in dag.code.interfaces.items():
-        for name in (name for out in interface.outputs if out.kind == "grad" for name in out.names):
+        for name in (name for out in interface.outputs if out.kind == Kind.GRAD for name in out.names):
             found.setdefault(name, set()).add(region)
     return found
 
 
 def _region_of(dag: TrainingDAG, total: Accumulate) -> int | None:
     """The region whose gradients a sum adds up; None for other sums."""
-    if total.outputs[0].kind != "grad":
+    if total.outputs[0].kind != Kind.GRAD:
         return None
     return dag.producer((total.id, 0)).region
 
@@ -237,7 +237,7 @@ def scatter(dag: TrainingDAG, total: Node, level: ShardingPolicy, ref: Ref | Non
     ref = ref or (total.id, 0)
     bucket = dag.value(ref).bucket
     assert bucket is not None
-    value = Value("grad", bucket.names, (bucket.part,), Shard(0), bucket, others=bucket.others)
+    value = Value(Kind.GRAD, bucket.names, (bucket.part,), Shard(0), bucket, others=bucket.others)
     return dag.add(ReduceScatter(inputs=(ref,), outputs=(value,), tags=total.tags, devices=total.devices,
                                  stream=level.reduce_stream, placed_by=dag.origin))  # fmt: skip
 

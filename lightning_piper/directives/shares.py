@@ -9,7 +9,7 @@ import networkx as nx
 from lightning_piper.directives.base import Directive
 from lightning_piper.ir.dag import TrainingDAG
 from lightning_piper.ir.nodes import Chunk, Node
-from lightning_piper.ir.values import Partial, Slice
+from lightning_piper.ir.values import Kind, Partial, Slice
 from lightning_piper.ops.metrics import Metrics, MetricsSum, metrics_value
 from lightning_piper.ops.samples import Concat, Cut
 
@@ -48,7 +48,7 @@ def _shrink(dag: TrainingDAG, node: Node, replicas: int) -> None:
     if isinstance(node, Chunk):
         dag.change(node, slice=_part(node.slice, replicas))
         outputs = tuple(
-            dataclasses.replace(value, tensors=tensors, placement=Partial() if value.kind == "grad" else value.placement)
+            dataclasses.replace(value, tensors=tensors, placement=Partial() if value.kind == Kind.GRAD else value.placement)
             for value, tensors in zip(node.outputs, dag.code_of(node).outputs, strict=True)
         )
     elif isinstance(node, Metrics):

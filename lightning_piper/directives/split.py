@@ -13,7 +13,7 @@ from lightning_piper.ir.dag import TrainingDAG
 from lightning_piper.ir.filters import Filter
 from lightning_piper.ir.nodes import Chunk, Node, Ref
 from lightning_piper.ir.regions import Step
-from lightning_piper.ir.values import Slice
+from lightning_piper.ir.values import Kind, Slice
 from lightning_piper.limits import PASSES, is_name, shown
 from lightning_piper.ops.bucket import Pack
 from lightning_piper.ops.build import build_dag, chain_state
@@ -85,9 +85,9 @@ class Split(Directive):
     def _microbatches(self, dag: TrainingDAG, part: Slice) -> list[Slice]:
         count = self.num_microbatches
         if len(part) < count:
-            if not dag.partial:
+            if not dag.program.partial:
                 self.refuse("num_microbatches", f"{count} microbatches of {len(part)} samples", f"give at most {len(part)}")
-            dag.absent.setdefault(self.dim_name, set()).update(range(len(part), count))
+            dag.program.absent.setdefault(self.dim_name, set()).update(range(len(part), count))
             count = len(part)
         small, larger = divmod(len(part), count)
         sizes = [small + 1] * larger + [small] * (count - larger)
@@ -246,7 +246,7 @@ class _Rewrite:
             node: Node
             if dim is not None:
                 node = Concat(dim=dim, **shared)
-            elif value.kind == "cotangent":  # of a value that is the same for all samples
+            elif value.kind == Kind.COTANGENT:  # of a value that is the same for all samples
                 node = Accumulate(**shared)
             else:
                 self.directive.refuse(

@@ -9,12 +9,13 @@ from lightning_piper.ir.buckets import Bucket
 from lightning_piper.ir.dag import TrainingDAG
 from lightning_piper.ir.nodes import Chunk, Node, Ref
 from lightning_piper.ir.regions import Interface, Region
-from lightning_piper.ir.values import Partial, Placement, Replicate, Shard, Slice, TensorSpec, Value
+from lightning_piper.ir.values import Kind, Partial, Placement, Replicate, Shard, Slice, TensorSpec, Value
 
 __all__ = [
     "Bucket",
     "Chunk",
     "Interface",
+    "Kind",
     "Node",
     "Partial",
     "Placement",

@@ -8,11 +8,12 @@ from typing import TypeVar
 
 import networkx as nx
 
+from lightning_piper.ir.application import Application
 from lightning_piper.ir.mesh import DATA, Mesh
 from lightning_piper.ir.nodes import Chunk, Node, Ref
 from lightning_piper.ir.policies import ShardingPolicy
 from lightning_piper.ir.regions import HALVES, Code, Interface, PassKey, Region, Step, StepCode
-from lightning_piper.ir.values import Placement, Shard, Slice, TensorSpec, Value
+from lightning_piper.ir.values import Kind, Placement, Shard, Slice, TensorSpec, Value
 
 N = TypeVar("N", bound=Node)
 
@@ -26,12 +27,8 @@ class TrainingDAG:
         replicas: data-parallel replicas (R). Replica r has samples [r N/R, (r+1) N/R) and is the r-th device of every node.
         nodes: by id.
         graph: `networkx` graph of ids. Edge attributes: `data` (it carries a value), `order` (index of the directive that
-            ordered it, None where none did).
-        origin: index of the directive that is being applied; nodes added meanwhile carry it.
-        ops: names of the directives of the program, by index, for messages.
-        partial: the batch is smaller than the one the program was written for; a split may then give fewer pieces.
-        absent: tag -> indices that a partial batch does not have; filters may name them in vain.
-        named: chunk -> index of the first directive that named it in an order.
+            ordered it, None where none did). Node attribute: `order` (index of the first directive that named it in an order).
+        program: the application of a program to this graph, as far as it has come.
         overlaps: groups of an order whose members may interleave: for each filter of the group, its chunks.
         meshes: region -> the mesh along whose other axes its parameters are divided, of regions in which some are.
         divided: the same for these parameters.
@@ -40,14 +37,11 @@ class TrainingDAG:
     """
 
     def __init__(self, step: Step, size: int, partial: bool = False) -> None:
-        self.step, self.size, self.partial = step, size, partial
+        self.step, self.size = step, size
         self.nodes: dict[int, Node] = {}
         self.graph: nx.DiGraph[int] = nx.DiGraph()
         self.replicas = 1
-        self.origin: int | None = None
-        self.ops: tuple[str, ...] = ()
-        self.absent: dict[str, set[int]] = {}
-        self.named: dict[int, int] = {}
+        self.program = Application(partial)
         self.overlaps: list[tuple[tuple[int, ...], ...]] = []
         self.meshes: dict[int, Mesh] = {}
         self.divided: dict[str, Mesh] = {}
@@ -67,6 +61,11 @@ class TrainingDAG:
     def forward_only(self) -> bool:
         """It has no backward pass, as of a `validation_step`."""
         return self.code.forward_only
+
+    @property
+    def origin(self) -> int | None:
+        """Index of the directive that is being applied; nodes added meanwhile carry it."""
+        return self.program.index
 
     @property
     def regions(self) -> tuple[Region, ...]:
@@ -104,7 +103,7 @@ class TrainingDAG:
         if key[0] not in self.meshes:
             return ()
         output = self.code.interface_of(key).outputs[index]
-        if output.kind == "grad" and output.names[0] not in self.divided:
+        if output.kind == Kind.GRAD and output.names[0] not in self.divided:
             return ()
         return tuple((axis, Shard(0)) for axis in self.meshes[key[0]].axes if axis != DATA)
 
@@ -154,8 +153,8 @@ class TrainingDAG:
 
     def ordered_by(self, node: Node) -> int | None:
         """Index of a directive that ordered the node, None if none did."""
-        if node.id in self.named:
-            return self.named[node.id]
+        if (by := self.graph.nodes[node.id]["order"]) is not None:
+            return int(by)
         edges = [*self.graph.in_edges(node.id), *self.graph.out_edges(node.id)]
         return next((by for edge in edges if (by := self.graph.edges[edge]["order"]) is not None), None)
 
@@ -185,7 +184,7 @@ class TrainingDAG:
         _set(node, id=self._next, origin=self.origin if node.origin is None else node.origin)
         self._next += 1
         self.nodes[node.id] = node
-        self.graph.add_node(node.id)
+        self.graph.add_node(node.id, order=None)
         self._connect(node)
         return node
 
@@ -252,6 +251,16 @@ class TrainingDAG:
         elif self.graph.edges[before.id, after.id]["order"] is None:
             self.graph.edges[before.id, after.id]["order"] = origin
 
+    def name(self, chunk: Chunk, by: int | None) -> None:
+        """An order names a chunk; the first one counts."""
+        if self.graph.nodes[chunk.id]["order"] is None:
+            self.graph.nodes[chunk.id]["order"] = by
+
+    def named_by(self, chunk: Chunk) -> int | None:
+        """Index of the first order that named a chunk."""
+        found: int | None = self.graph.nodes[chunk.id]["order"]
+        return found
+
     def _connect(self, node: Node) -> None:
         for source, _ in node.reads:
             if self.graph.has_edge(source, node.id):
@@ -261,12 +270,11 @@ class TrainingDAG:
 
     def copy(self) -> TrainingDAG:
         """A DAG whose rewriting does not touch this one."""
-        copy = TrainingDAG(self.step, self.size, self.partial)
+        copy = TrainingDAG(self.step, self.size)
+        copy.program = self.program.copy()
         copy.nodes = {i: dataclasses.replace(node) for i, node in self.nodes.items()}
         copy.graph = self.graph.copy()
-        copy.absent = {tag: set(indices) for tag, indices in self.absent.items()}
-        copy.named, copy.overlaps = dict(self.named), list(self.overlaps)
-        copy._next, copy.ops, copy.replicas = self._next, self.ops, self.replicas
+        copy._next, copy.replicas, copy.overlaps = self._next, self.replicas, list(self.overlaps)
         copy.meshes, copy.divided, copy._degrees = dict(self.meshes), dict(self.divided), self._degrees
         copy.policies, copy.arranged = dict(self.policies), dict(self.arranged)
         return copy

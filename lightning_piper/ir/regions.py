@@ -15,7 +15,7 @@ from typing import Protocol
 import torch
 
 from lightning_piper.errors import CaptureError
-from lightning_piper.ir.values import TensorSpec
+from lightning_piper.ir.values import Kind, TensorSpec
 
 # The name of the loss that the step returns, among the metrics; users may well log something called "loss" themselves.
 LOSS = "returned loss"
@@ -47,14 +47,12 @@ class Output:
     """One output of a pass: a bundle of tensors that travels together.
 
     Attributes:
-        kind: `activation`, `saved` (from F, or from BI, to the backward of the same region), `cotangent` (gradient of an
-            activation), `grad` (gradients of parameters), `buffer` (new values of buffers), `loss`, `log`, or `result` (tensors
-            of what a forward-only step returns, by their numbers).
+        kind: what it is.
         names: what the bundle holds: parameter or buffer names, the log key, or the graph's name of the value. For `saved`,
             whose content is a private matter of the region, the halves of its backward that read it.
     """
 
-    kind: str
+    kind: Kind
     names: tuple[str, ...]
 
 
@@ -173,7 +171,7 @@ class StepCode:
         """What the backward pass of a region consists of: `BI`, `BW` or both; nothing where it has none."""
         backward = self.interfaces.get((region, "B"))
         made = {out.kind for out in backward.outputs} if backward else set()
-        return tuple(half for half, kind in zip(HALVES, ("cotangent", "grad"), strict=True) if kind in made)
+        return tuple(half for half, kind in zip(HALVES, (Kind.COTANGENT, Kind.GRAD), strict=True) if kind in made)
 
     def interface_of(self, key: PassKey) -> Interface:
         """The interface of any pass, also of a half."""
@@ -195,7 +193,7 @@ class StepCode:
         """The output of B that an output of BI or BW is. All others are themselves."""
         if kind in HALVES:
             out = self.interface_of((region, kind)).outputs[index]
-            if out.kind != "saved":
+            if out.kind != Kind.SAVED:
                 return (region, "B", self.interfaces[region, "B"].outputs.index(out))
         return (region, kind, index)
 

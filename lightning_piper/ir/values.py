@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 import warnings
 from dataclasses import dataclass, field
+from enum import StrEnum
 from typing import TYPE_CHECKING
 
 import torch
@@ -92,12 +93,29 @@ class Slice:
         return f"{self.start}:{self.stop}"
 
 
+class Kind(StrEnum):
+    """What a value is. Transfers keep the kind of what they carry."""
+
+    ACTIVATION = "activation"
+    SAVED = "saved"  # from a forward pass, or from BI, to the backward of the same region
+    COTANGENT = "cotangent"  # gradient of an activation
+    GRAD = "grad"  # of parameters
+    BUFFER = "buffer"  # new values of buffers
+    LOSS = "loss"
+    LOG = "log"
+    RESULT = "result"  # tensors of what a forward-only step returns, by their numbers
+    PARAM = "param"  # parameters in a bucket
+    METRICS = "metrics"  # loss and logged values of a device, in one tensor
+
+    __hash__ = str.__hash__  # it is its text, also in sets and mappings
+
+
 @dataclass(frozen=True)
 class Value:
     """One output of a node: a bundle of tensors.
 
     Attributes:
-        kind: as in `regions.Output`; transfers keep the kind of what they carry.
+        kind: what it is.
         names: as in `regions.Output`.
         tensors: specs of what each member holds.
         placement: what the members along `DATA` hold.
@@ -106,7 +124,7 @@ class Value:
             divided along "ep" is `Shard(0)` there, and so are rows on their way to its parts: as many on each as it was sent.
     """
 
-    kind: str
+    kind: Kind
     names: tuple[str, ...]
     tensors: tuple[TensorSpec, ...]
     placement: Placement = field(default_factory=Replicate)

@@ -5,7 +5,7 @@ from __future__ import annotations
 from lightning_piper.ir.dag import TrainingDAG
 from lightning_piper.ir.nodes import Chunk, Ref
 from lightning_piper.ir.regions import PassKey, Step
-from lightning_piper.ir.values import Slice
+from lightning_piper.ir.values import Kind, Slice
 from lightning_piper.ops.chunk import make_chunk
 from lightning_piper.ops.metrics import Metrics, Report, first_log, metrics_value
 from lightning_piper.ops.results import Result
@@ -49,7 +49,7 @@ def _gradients(dag: TrainingDAG, chunks: dict[PassKey, Chunk]) -> None:
     bundles: dict[tuple[str, ...], list[Ref]] = {}
     for chunk in chunks.values():
         for i, value in enumerate(chunk.outputs):
-            if value.kind == "grad":
+            if value.kind == Kind.GRAD:
                 total = dag.add(Accumulate(inputs=((chunk.id, i),), outputs=(value,), tags=_own_tags(chunk)))
                 bundles.setdefault(value.names, []).append((total.id, 0))
     for totals in bundles.values():
@@ -72,7 +72,7 @@ def chain_state(dag: TrainingDAG) -> None:
         for name in dag.interface(chunk).state:
             readers.setdefault(name, []).append(chunk)
         for i, value in enumerate(chunk.outputs):
-            if value.kind == "buffer":
+            if value.kind == Kind.BUFFER:
                 for name in value.names:
                     writers.setdefault(name, []).append((chunk.slice, (chunk.id, i)))
     sources: dict[int, dict[str, Ref]] = {}
@@ -95,7 +95,7 @@ def chain_state(dag: TrainingDAG) -> None:
 def _final_buffers(dag: TrainingDAG, last: set[Ref]) -> None:
     updates: dict[tuple[str, ...], list[Update]] = {}
     for update in dag.of_type(Update):
-        if dag.value(update.inputs[0]).kind == "buffer":
+        if dag.value(update.inputs[0]).kind == Kind.BUFFER:
             updates.setdefault(dag.value(update.inputs[0]).names, []).append(update)
     for ref in sorted(last):
         for update in updates.get(dag.value(ref).names, ()):
@@ -111,9 +111,9 @@ def _report(dag: TrainingDAG, chunks: dict[PassKey, Chunk]) -> None:
     names = vector.names
     parts: list[Ref] = []
     for chunk in chunks.values():
-        scalars = [(i, v) for i, v in enumerate(chunk.outputs) if v.kind in ("loss", "log")]
+        scalars = [(i, v) for i, v in enumerate(chunk.outputs) if v.kind in (Kind.LOSS, Kind.LOG)]
         if scalars:
-            metrics = tuple(0 if v.kind == "loss" else names.index(v.names[0], first_log(dag.code)) for _, v in scalars)
+            metrics = tuple(0 if v.kind == Kind.LOSS else names.index(v.names[0], first_log(dag.code)) for _, v in scalars)
             node = Metrics(inputs=tuple((chunk.id, i) for i, _ in scalars), outputs=(vector,), tags=_own_tags(chunk),
                            metrics=metrics, slices=(chunk.slice,) * len(scalars))  # fmt: skip
             parts.append((dag.add(node).id, 0))
@@ -123,5 +123,5 @@ def _report(dag: TrainingDAG, chunks: dict[PassKey, Chunk]) -> None:
 def _results(dag: TrainingDAG, chunks: dict[PassKey, Chunk]) -> None:
     for chunk in chunks.values():
         for i, value in enumerate(chunk.outputs):
-            if value.kind == "result":
+            if value.kind == Kind.RESULT:
                 dag.add(Result(inputs=((chunk.id, i),), tags=_own_tags(chunk)))

@@ -13,7 +13,7 @@ from lightning_piper.ir.dag import TrainingDAG
 from lightning_piper.ir.nodes import Chunk, Ref
 from lightning_piper.ir.regions import PassKey
 from lightning_piper.ir.seeds import chunk_seed
-from lightning_piper.ir.values import Partial, Replicate, Slice, Value
+from lightning_piper.ir.values import Kind, Partial, Replicate, Slice, Value
 from lightning_piper.ops import all_to_all
 from lightning_piper.ops.base import Binding, Bound, Operation, Planning, about, register_operation
 from lightning_piper.ops.facts import Facts, Origin, names_of, slices_of, specs_of
@@ -31,7 +31,7 @@ def make_chunk(
     specs = dag.code_at(key, len(part)).outputs
     shared = Partial() if dag.replicas > 1 else Replicate()  # each replica has the gradients of its own samples
     outputs = tuple(
-        Value(out.kind, out.names, tensors, shared if out.kind == "grad" else Replicate(), others=dag.others_of(key, i))
+        Value(out.kind, out.names, tensors, shared if out.kind == Kind.GRAD else Replicate(), others=dag.others_of(key, i))
         for i, (out, tensors) in enumerate(zip(interface.outputs, specs, strict=True))
     )
     state = (None,) * len(interface.state)
@@ -92,7 +92,7 @@ def check(facts: Facts, node: Chunk) -> Iterable[str]:
             says, makes = specs_of(value.tensors), specs_of(specs)
             yield f"{facts.at(node)} names {value.label} {says}; of {node.slice} its code makes {makes}"
         # Each replica has the gradients of its own samples.
-        held = Partial() if made.kind == "grad" and dag.replicas > 1 else Replicate()
+        held = Partial() if made.kind == Kind.GRAD and dag.replicas > 1 else Replicate()
         others = dag.others_of(node.key, interface.outputs.index(made))
         if (value.kind, value.names, value.placement, value.bucket, value.others) != (made.kind, made.names, held, None, others):
             yield f"{facts.at(node)} names {value.label} {value.placement} what is {made.kind}:{names_of(made.names)} {held}"
@@ -135,7 +135,7 @@ def _params(facts: Facts, node: Chunk) -> Iterable[str]:
         if ref is None:
             continue
         value = facts.dag.value(ref)
-        if value.kind != "param" or value.bucket is None or name not in value.names:
+        if value.kind != Kind.PARAM or value.bucket is None or name not in value.names:
             yield f"{facts.at(node)} reads parameter {name} from {facts.named(ref)}, which does not hold it"
         elif not isinstance(value.placement, Replicate):
             yield f"{facts.at(node)} reads parameter {name} from a shard: gather it first"
@@ -185,7 +185,7 @@ def _read_params(run: Reference, chunk: Chunk, replica: int) -> Bundle:
 
 
 def _loss_dtype(dag: TrainingDAG) -> torch.dtype:
-    return next(v.tensors[0].dtype for c in dag.of_type(Chunk) for v in c.outputs if v.kind == "loss")
+    return next(v.tensors[0].dtype for c in dag.of_type(Chunk) for v in c.outputs if v.kind == Kind.LOSS)
 
 
 # Plans

@@ -72,7 +72,9 @@ class Facts:
 
     def at(self, node: Node) -> str:
         where = f" on device {','.join(map(str, node.devices))}" if node.devices else ""
-        by = "" if node.origin is None else f" (directive {', '.join([str(node.origin), *self.dag.ops[node.origin :][:1]])})"
+        by = (
+            "" if node.origin is None else f" (directive {', '.join([str(node.origin), *self.dag.program.ops[node.origin :][:1]])})"
+        )
         return f"{node.label} %{node.id}{where}{by}"
 
 

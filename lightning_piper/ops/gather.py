@@ -10,7 +10,7 @@ import torch
 
 from lightning_piper.ir.buckets import packed_params
 from lightning_piper.ir.nodes import Node, Turn
-from lightning_piper.ir.values import Replicate, Shard, TensorSpec
+from lightning_piper.ir.values import Kind, Replicate, Shard, TensorSpec
 from lightning_piper.ops.base import Binding, Bound, Bundle, Exchange, Operation, Planning, bucket_of, register_operation
 from lightning_piper.ops.facts import Facts, carries
 from lightning_piper.ops.instruction import Collective
@@ -63,7 +63,7 @@ class AllGatherInstruction(Collective):
 
 def check_parameters(facts: Facts, node: Parameters) -> Iterable[str]:
     value = node.outputs[0]
-    if value.bucket is None or value.kind != "param" or value.placement != Shard(0):
+    if value.bucket is None or value.kind != Kind.PARAM or value.placement != Shard(0):
         yield f"{facts.at(node)} makes no shard of a bucket of parameters"
     elif any(spec.dtype != value.bucket.dtype for spec in value.bucket.tensors):
         yield f"{facts.at(node)} keeps parameters in {value.bucket.dtype}, which is not the dtype of all of them"

@@ -12,7 +12,7 @@ from lightning_piper.errors import VerificationError
 from lightning_piper.ir.dag import TrainingDAG
 from lightning_piper.ir.nodes import Node, Turn
 from lightning_piper.ir.regions import LOSS, StepCode
-from lightning_piper.ir.values import Partial, Replicate, Slice, TensorSpec, Value
+from lightning_piper.ir.values import Kind, Partial, Replicate, Slice, TensorSpec, Value
 from lightning_piper.ops.base import Binding, Bound, Operation, Planning, about, register_operation
 from lightning_piper.ops.facts import Contributions, Facts
 from lightning_piper.ops.instruction import Instruction
@@ -86,7 +86,7 @@ class ReportInstruction(Instruction):
 def metrics_value(dag: TrainingDAG) -> Value:
     """The vector of metrics: a place for each metric, and that for each replica in turn. All other places are 0."""
     names = metric_names(dag.code)
-    return Value("metrics", names, (TensorSpec((dag.replicas * len(names),), torch.float64, (1,)),))
+    return Value(Kind.METRICS, names, (TensorSpec((dag.replicas * len(names),), torch.float64, (1,)),))
 
 
 def metric_names(code: StepCode) -> tuple[str, ...]:

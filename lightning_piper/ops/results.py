@@ -6,7 +6,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 
 from lightning_piper.ir.nodes import Chunk, Node, Turn
-from lightning_piper.ir.values import Slice
+from lightning_piper.ir.values import Kind, Slice
 from lightning_piper.ops.base import Operation, Planning, about, register_operation
 from lightning_piper.ops.facts import Facts, names_of, slices_of
 from lightning_piper.ops.reference import Made, Reference
@@ -24,7 +24,7 @@ def check(facts: Facts, node: Result) -> Iterable[str]:
     """It is one value of kind `result`, made of all samples of the replica's share."""
     ref, whole = node.inputs[0], Slice(0, facts.dag.share)
     value = facts.dag.value(ref)
-    if len(node.inputs) != 1 or value.kind != "result":
+    if len(node.inputs) != 1 or value.kind != Kind.RESULT:
         yield f"{facts.at(node)} returns {', '.join(map(facts.named, node.inputs))}; it takes one result of a region"
     elif (parts := facts.parts.get(ref, {})) != {whole: 1}:
         yield f"{facts.at(node)} returns {facts.named(ref)} of samples {slices_of(parts)}, not of {whole}"
@@ -33,7 +33,7 @@ def check(facts: Facts, node: Result) -> Iterable[str]:
 def unreturned(facts: Facts, final: bool) -> Iterable[str]:
     """Every result of a region reaches every home, once. Until the program is complete, it may be on one only."""
     dag = facts.dag
-    wanted = sorted(out.names for interface in dag.code.interfaces.values() for out in interface.outputs if out.kind == "result")
+    wanted = sorted(out.names for interface in dag.code.interfaces.values() for out in interface.outputs if out.kind == Kind.RESULT)
     found: dict[tuple[int, ...], list[tuple[str, ...]]] = {}
     for node in dag.of_type(Result):
         found.setdefault(node.devices, []).append(dag.value(node.inputs[0]).names)

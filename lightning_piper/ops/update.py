@@ -13,7 +13,7 @@ from lightning_piper.errors import VerificationError
 from lightning_piper.ir.buckets import Bucket
 from lightning_piper.ir.mesh import DATA
 from lightning_piper.ir.nodes import Node, Turn
-from lightning_piper.ir.values import Partial, Shard, Slice
+from lightning_piper.ir.values import Kind, Partial, Shard, Slice
 from lightning_piper.ops.base import Binding, Bound, Operation, Planning, Slots, about, register_operation
 from lightning_piper.ops.facts import Contributions, Facts, Origin, names_of
 from lightning_piper.ops.instruction import Instruction, Read
@@ -93,10 +93,10 @@ def check_accumulate(facts: Facts, node: Accumulate) -> Iterable[str]:
     # value that a split part read whole is of its samples.
     value = facts.dag.value(node.inputs[0])
     whole = Slice(0, facts.dag.share)
-    if value.kind == "cotangent" and total:
+    if value.kind == Kind.COTANGENT and total:
         whole = Slice(min(total).start, max(total).stop)
     # Another home of the region, or another sum over replicas, may add the rest: whether all is there shows at the update.
-    if problem := facts.uncovered(facts.share, total, whole, some=value.kind == "grad"):
+    if problem := facts.uncovered(facts.share, total, whole, some=value.kind == Kind.GRAD):
         yield f"gradient of {names_of(value.names)} ({facts.at(node)}): {problem}"
     complete = facts.uncovered(facts.share, total, whole) is None
     facts.parts[node.id, 0] = {whole: facts.share(whole)} if complete else total
@@ -110,7 +110,7 @@ def check_accumulate(facts: Facts, node: Accumulate) -> Iterable[str]:
 
 def check_update(facts: Facts, node: Update) -> Iterable[str]:
     value = facts.dag.value(node.inputs[0])
-    if value.kind == "buffer":
+    if value.kind == Kind.BUFFER:
         if len(node.inputs) != 1:
             yield f"buffers {names_of(value.names)}: {facts.at(node)} has {len(node.inputs)} values; it needs the last one alone"
         last = max(facts.parts[node.inputs[0]]).stop
@@ -128,7 +128,7 @@ def check_update(facts: Facts, node: Update) -> Iterable[str]:
             yield f"gradient of {names_of(value.names)} ({facts.at(node)}): of {facts.pass_of(origin)}, {problem}"
     wanted = sorted(
         (*key, i) for key, interface in facts.dag.code.interfaces.items()
-        for i, out in enumerate(interface.outputs) if out.kind == "grad" and set(value.names) & set(out.names)
+        for i, out in enumerate(interface.outputs) if out.kind == Kind.GRAD and set(value.names) & set(out.names)
     )  # fmt: skip
     found = sorted(together)
     if found != wanted:
@@ -167,7 +167,7 @@ def interpret_update(run: Reference, node: Update) -> Made:
         found = [[x.to(s.dtype) for x, s in zip(value.bucket.views(flat[0]), specs, strict=True)] for flat in found]
         if value.bucket.degree > 1:  # those at the same place along the axis of data have all parts together
             found = [_joined([found[r] for r in group]) for group in zip(*value.bucket.mesh.lines(DATA), strict=True)]
-    into = run.buffers if value.kind == "buffer" else run.grads
+    into = run.buffers if value.kind == Kind.BUFFER else run.grads
     for bundle in found:
         for name, tensor in zip(value.names, bundle, strict=True):
             if name in into and not torch.equal(into[name], tensor):

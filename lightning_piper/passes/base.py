@@ -86,7 +86,7 @@ def run_passes(dag: TrainingDAG, passes: Iterable[Pass], after: After | None = N
 @contextlib.contextmanager
 def _applying(dag: TrainingDAG, each: Pass) -> Iterator[None]:
     """What is done to `dag` meanwhile is done by the directive of this pass, if it has one."""
-    dag.origin = each.index
+    dag.program.index = each.index
     try:
         yield
     except DirectiveError as error:
@@ -94,4 +94,4 @@ def _applying(dag: TrainingDAG, each: Pass) -> Iterator[None]:
             raise
         raise DirectiveError(f"directive {each.index} {error}") from None
     finally:
-        dag.origin = None
+        dag.program.index = None

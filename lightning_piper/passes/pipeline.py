@@ -50,7 +50,7 @@ def run_pipeline(
         VerificationError: `after` raises it.
     """
     dag = empty_dag(step, size)
-    dag.ops = tuple(directive.op for directive in program)
+    dag.program.ops = tuple(directive.op for directive in program)
     return run_passes(dag, passes_of(program, dag.forward_only, training), after)
 
 
@@ -61,7 +61,7 @@ def apply_program(dag: TrainingDAG, program: Program) -> TrainingDAG:
         DirectiveError: a directive does not fit, or contradicts another one; names its index.
     """
     replicas_of(program)
-    dag.ops = tuple(directive.op for directive in program)
+    dag.program.ops = tuple(directive.op for directive in program)
     return run_passes(dag, _directives(program))
 
 

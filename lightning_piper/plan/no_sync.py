@@ -5,6 +5,7 @@ from __future__ import annotations
 
 from lightning_piper.ir.dag import TrainingDAG
 from lightning_piper.ir.nodes import Node
+from lightning_piper.ir.values import Kind
 from lightning_piper.ops.update import Accumulate, Update
 
 
@@ -36,7 +37,9 @@ def sync_only(dag: TrainingDAG) -> frozenset[int]:
 def _may_wait(dag: TrainingDAG, node: Node) -> bool:
     """Is it a sum of whole gradients, each made once in the step?"""
     value = node.outputs[0]
-    return value.kind == "grad" and value.bucket is not None and not any(isinstance(user, Accumulate) for user in dag.users(node))
+    return (
+        value.kind == Kind.GRAD and value.bucket is not None and not any(isinstance(user, Accumulate) for user in dag.users(node))
+    )
 
 
 def _followers(dag: TrainingDAG, node: Node) -> list[Node]:

@@ -7,6 +7,7 @@ from collections.abc import Callable, Iterable, Mapping
 import torch
 
 from lightning_piper.ir.buckets import Bucket
+from lightning_piper.ir.values import Kind
 from lightning_piper.ops.base import Bound, Bundle, Slots, take
 from lightning_piper.plan.instructions import Deliver
 
@@ -46,7 +47,7 @@ class StepOutputs:
         copy = instruction.source == "peer" and hands_over
         if instruction.bucket is not None:
             return self._deliver_flat(instruction, instruction.bucket, take(instruction, slots), copy)
-        returned = instruction.kind == "result"
+        returned = instruction.kind == Kind.RESULT
         owned = instruction.source == "sum" or (instruction.source == "peer" and not copy)
 
         def deliver() -> None:
@@ -64,7 +65,7 @@ class StepOutputs:
             if last:
                 slots[source] = None
 
-        return change if instruction.kind == "buffer" else deliver
+        return change if instruction.kind == Kind.BUFFER else deliver
 
     def _deliver_flat(self, instruction: Deliver, bucket: Bucket, taken: Callable[[], Bundle], copy: bool) -> Bound:
         """Hand out parts of a flat tensor, or of a shard of one, in the dtypes of the parameters."""

@@ -12,6 +12,7 @@ from torch import nn
 from lightning_piper.compiler import Compiled
 from lightning_piper.ir.dag import TrainingDAG
 from lightning_piper.ir.regions import LOSS
+from lightning_piper.ir.values import Kind
 from lightning_piper.ops.metrics import first_log, metric_names
 
 # The values that a plan reports are the same in every process; reducing them again would only cost time.
@@ -59,8 +60,8 @@ def _dtypes(dag: TrainingDAG) -> dict[str, torch.dtype]:
     found = {}
     for key, interface in dag.code.interfaces.items():
         for output, specs in zip(interface.outputs, dag.code.code[key].outputs, strict=True):
-            if output.kind == "loss":
+            if output.kind == Kind.LOSS:
                 found[LOSS] = specs[0].dtype
-            elif output.kind == "log":
+            elif output.kind == Kind.LOG:
                 found.setdefault(output.names[0], specs[0].dtype)
     return found

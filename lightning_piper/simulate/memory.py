@@ -15,7 +15,7 @@ from dataclasses import dataclass
 
 from lightning_piper.ir.dag import TrainingDAG
 from lightning_piper.ir.nodes import Chunk
-from lightning_piper.ir.values import Slice
+from lightning_piper.ir.values import Kind, Slice
 from lightning_piper.plan.instructions import Add, Deliver, Instruction, Irecv, Send, WaitSend
 from lightning_piper.plan.plan import Plan
 from lightning_piper.simulate.durations import Number
@@ -23,8 +23,8 @@ from lightning_piper.simulate.engine import Trace
 
 Curve = tuple[tuple[Number, int], ...]  # (time, value from then on), of one moment possibly several in their order
 KINDS = ("activations", "gradients", "gathered", "other")
-_KIND_OF = {"activation": "activations", "saved": "activations", "cotangent": "activations", "grad": "gradients",
-            "param": "gathered"}  # fmt: skip
+_KIND_OF = {Kind.ACTIVATION: "activations", Kind.SAVED: "activations", Kind.COTANGENT: "activations", Kind.GRAD: "gradients",
+            Kind.PARAM: "gathered"}  # fmt: skip
 _Moment = tuple[Number, int, int]  # time; instruction; 0 for its start, 1 for its end
 
 
@@ -98,7 +98,7 @@ def _kind(dag: TrainingDAG, instruction: Instruction, k: int) -> str:
 
 def _kept(dag: TrainingDAG, instruction: Instruction, k: int) -> Slice | None:
     node = dag.nodes[instruction.node]
-    if isinstance(node, Chunk) and node.kind == "F" and node.outputs[k].kind == "saved":
+    if isinstance(node, Chunk) and node.kind == "F" and node.outputs[k].kind == Kind.SAVED:
         return node.slice
     return None
 

@@ -7,6 +7,7 @@ from collections.abc import Iterable, Mapping
 from lightning_piper.ir.nodes import Chunk
 from lightning_piper.ir.regions import HALVES, PassKey
 from lightning_piper.ir.seeds import chunk_seed
+from lightning_piper.ir.values import Kind
 from lightning_piper.ops import metrics, results
 from lightning_piper.ops.facts import Contributions, Facts, names_of
 from lightning_piper.ops.update import Update
@@ -29,7 +30,9 @@ def incomplete(facts: Facts, final: bool) -> Iterable[str]:
                 yield f"{name} is updated twice on the same devices, by {first} and {facts.at(update)}"
             updated[name][update.devices] = update
     yield from _alike(facts, updated)
-    trained = {n for i in dag.code.interfaces.values() for out in i.outputs if out.kind in ("grad", "buffer") for n in out.names}
+    trained = {
+        n for i in dag.code.interfaces.values() for out in i.outputs if out.kind in (Kind.GRAD, Kind.BUFFER) for n in out.names
+    }
     for name in sorted(trained):
         if () in updated.get(name, {}):
             continue  # not yet placed, for one of its regions is not

@@ -18,7 +18,7 @@ from torch.fx import Interpreter, Node
 
 from lightning_piper.capture import CapturedStep
 from lightning_piper.ir.seeds import seed_of
-from lightning_piper.ir.values import Slice
+from lightning_piper.ir.values import Kind, Slice
 
 TOLERANCE = 64  # in eps of the dtype: an operation that only sums in another order stays far below
 
@@ -128,7 +128,7 @@ class _Runs:
         means = {log.name for log in code.logs if log.reduce == "mean"}
         for region in self._whole.recorders:
             for i, output in enumerate(code.interfaces[region, "F"].outputs):
-                if output.kind == "loss" or (output.kind == "log" and output.names[0] in means):
+                if output.kind == Kind.LOSS or (output.kind == Kind.LOG and output.names[0] in means):
                     yield region, self._whole.results(region)[self._whole.place(region, i)]
 
     def distance(self, region: int, node: Node) -> float:

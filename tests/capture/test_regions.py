@@ -242,7 +242,7 @@ def test_a_larger_batch_of_the_same_step() -> None:
     step = captured("mlp").step
     larger = step.resized(6)
     assert (larger.size, step.size) == (6, 4) and larger.at(4) is step.at(4)
-    assert build_dag(larger).size == 6 and not build_dag(larger).partial
+    assert build_dag(larger).size == 6 and not build_dag(larger).program.partial
 
 
 def test_a_newer_torch_warns(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -50,7 +50,7 @@ def test_what_a_copy_has() -> None:
     dag = build("conv", *place(0, 1), split(2))
     forward = chunk(dag, "F[PP=0,MB=1]")
     dag.order(chunk(dag, "F[PP=0,MB=0]"), forward, 4)
-    dag.origin = 3
+    dag.program.index = 3
     copy = dag.duplicate(forward)
     assert dataclasses.replace(copy, id=forward.id, origin=forward.origin) == forward
     assert copy.id not in (forward.id, -1) and copy.origin == 3

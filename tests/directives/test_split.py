@@ -169,7 +169,7 @@ def test_a_smaller_batch_has_fewer_microbatches(size: int, expected: list[str]) 
     complete(dag)
     check(dag)
     assert slices(dag) == expected
-    assert dag.absent.get("MB", set()) == set(range(len(expected), 4))
+    assert dag.program.absent.get("MB", set()) == set(range(len(expected), 4))
     expected_outcome = plain(captured("mlp"), [1] * size)
     if size == captured("mlp").case.size:
         assert differences(run("mlp", dag), expected_outcome) == []
@@ -184,7 +184,7 @@ def test_a_smaller_batch_still_refuses_a_misspelt_microbatch() -> None:
 
 def test_a_smaller_batch_under_nested_splits() -> None:
     dag = build("mlp", split(2), split(2, "UB"), order(f(0, 0, UB=0), f(0, 0, UB=1), f(0, 1, UB=0), f(0, 1, UB=1)), size=3)
-    assert slices(dag) == ["0:1", "1:2", "2:3"] and dag.absent == {"UB": {1}}
+    assert slices(dag) == ["0:1", "1:2", "2:3"] and dag.program.absent == {"UB": {1}}
     check(dag)
 
 

@@ -82,25 +82,25 @@ def test_a_copy_is_independent() -> None:
     assert {node.id for node in dag.nodes.values()}.isdisjoint(range(len(dag.nodes), 1000))
     back = copy.copy()
     text = str(copy)
-    copy.absent["MB"] = {3}
+    copy.program.absent["MB"] = {3}
     copy.order(chunk(copy, 0, "F"), chunk(copy, 0, "F", 2), 9)
     copy.remove([next(copy.of_type(Report))])
     copy.change(chunk(copy, 0, "F"), devices=(5,))
-    assert str(back) == text and back.absent == {}
+    assert str(back) == text and back.program.absent == {}
 
 
 def test_a_copy_goes_on_numbering() -> None:
     dag = build_dag(captured("mlp").step)
     copy = dag.copy()
-    copy.origin = 4
+    copy.program.index = 4
     added = copy.add(Update(inputs=((4, 0),)))
     assert added.id == len(dag.nodes) and added.origin == 4 and added.id not in dag.nodes
 
 
 def test_the_size_of_a_dag() -> None:
     step = captured("mlp").step
-    assert (build_dag(step).size, build_dag(step).partial) == (4, False)
-    assert (build_dag(step, 3).size, build_dag(step, 3).partial) == (3, True)
+    assert (build_dag(step).size, build_dag(step).program.partial) == (4, False)
+    assert (build_dag(step, 3).size, build_dag(step, 3).program.partial) == (3, True)
     assert build_dag(step, 3).code is step.at(3)
 
 

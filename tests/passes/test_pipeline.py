@@ -121,7 +121,7 @@ def test_the_hook_comes_after_each_pass() -> None:
 
     dag = run_pipeline(captured("mlp").step, [Split(filter={}, dim_name="MB", num_microbatches=2)], after=after)
     assert seen == [("capture", 4, False), ("0 split", 8, False), ("complete", 8, True), ("eliminate communication", 8, True)]
-    assert dag.ops == ("split",)
+    assert dag.program.ops == ("split",)
 
 
 def test_what_a_pass_adds_carries_the_index_of_its_directive() -> None:
