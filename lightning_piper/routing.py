@@ -25,7 +25,7 @@ from lightning_piper.errors import CaptureError
 # so that a size in a captured graph is a multiple of it only where it was computed from the number of these rows.
 ROWS = 1_000_003
 
-# What travels at an exchange: the counts, rows to their experts, rows back home.
+# What travels at an exchange: the counts, rows to their experts, rows back to their source.
 COUNTS, DISPATCH, COMBINE = "counts", "dispatch", "combine"
 _BACK = {DISPATCH: COMBINE, COMBINE: DISPATCH}
 
@@ -120,9 +120,9 @@ def combine(outputs: torch.Tensor) -> torch.Tensor:
     if not _sites.calls:
         raise CaptureError("combine: nothing was dispatched before; call piper.dispatch on the tokens of these outputs first")
     site = len(_sites.calls) - 1
-    home, even = _sites.calls[site]
+    shape, even = _sites.calls[site]
     leading = 2 if even else 1
-    here = list(home) if _sites.degree(site) > 1 else list(outputs.shape)
+    here = list(shape) if _sites.degree(site) > 1 else list(outputs.shape)
     return _route(outputs, None, [*here[:leading], *outputs.shape[leading:]], COMBINE, site)
 
 

@@ -108,9 +108,9 @@ def _results(
         if isinstance(desc, _torch.PlainAOTOutput):
             output = plain[desc.idx]
             if output.kind == "result":
-                results.setdefault(_home(node, placed), {})[output.names[0]] = node
+                results.setdefault(_region_of(node, placed), {})[output.names[0]] = node
             else:
-                passes[_home(node, placed), "F"].outputs.append((output, [node]))
+                passes[_region_of(node, placed), "F"].outputs.append((output, [node]))
         elif isinstance(desc, _torch.GradAOTOutput):
             param = next((name for x, name in names.params.items() if x.meta["desc"] == desc.grad_of), None)
             if param is None:
@@ -121,9 +121,9 @@ def _results(
                     "sparse=False (with SGD and Adagrad it trains alike; in the place of SparseAdam, take Adam)"
                 )
             for term in gradient_terms(node, placed.of):
-                grads.setdefault(_home(term, placed), {}).setdefault(param, []).append(term)
+                grads.setdefault(_region_of(term, placed), {}).setdefault(param, []).append(term)
     for name, node in changed.items():
-        buffers.setdefault(_home(node, placed), {})[name] = node
+        buffers.setdefault(_region_of(node, placed), {})[name] = node
     for kind, by_region in (("buffer", buffers), ("result", results)):
         for region, by_name in by_region.items():
             passes[region, "F"].outputs.append((Output(kind, tuple(by_name)), list(by_name.values())))
@@ -143,7 +143,7 @@ def _results(
             passes[region, "B"].outputs.append((Output("grad", tuple(params)), merged))
 
 
-def _home(node: Node, placed: Assignment) -> int:
+def _region_of(node: Node, placed: Assignment) -> int:
     """Region of a result; what belongs to none (a placeholder, a view, a constant) is handed out by the last one."""
     return placed.of.get(node, len(placed.regions) - 1)
 

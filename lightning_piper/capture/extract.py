@@ -28,7 +28,7 @@ def extract(
         state: placeholders of buffers that the step changes.
         constants: holds the tensors that the step makes from Python numbers.
         routed: rows are sent to the region.
-        rows: where the number of rows is open, as many as there are at home; see `capture.rows`.
+        rows: where the number of rows is open, as many as there are at the source; see `capture.rows`.
     """
     given = [node for nodes in p.inputs.values() for node in nodes]
     params = {n: name for n, name in names.params.items() if n in p.reads}

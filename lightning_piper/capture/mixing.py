@@ -134,7 +134,7 @@ class _Trial:
     def _run(
         self, rows: Sequence[torch.Tensor | None], places: Sequence[Sequence[int]], fixed: list[torch.Tensor]
     ) -> list[torch.Tensor]:
-        """What goes home, a row for each row."""
+        """What goes back, a row for each row."""
         lengths = [len(taken) for taken in places]
         inputs = [_counts(lengths, fixed) if x is None else x.unflatten(0, (self._here, -1)) if self._even else x for x in rows]
         try:

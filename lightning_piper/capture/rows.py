@@ -71,7 +71,7 @@ def routed_of(passes: Mapping[PassKey, Pass], params: Mapping[Node, str], shared
 
 
 def rows_of(p: Pass) -> int | None:
-    """The number of rows of a forward pass at home, where the number that arrives is open; None elsewhere."""
+    """The number of rows of a forward pass at the source, where the number that arrives is open; None elsewhere."""
     sent = [n for n in p.nodes if way_of(n) == DISPATCH and _value(n).shape[0] == ROWS]
     return int(_value(sent[0].args[0]).shape[0]) if sent else None
 
@@ -152,15 +152,15 @@ def _mentions_rows(arguments: Any) -> bool:
 
 
 def spec_of(value: torch.Tensor, rows: int | None) -> TensorSpec:
-    """The spec of a traced tensor; with open rows, that of the balanced case, as many rows as at home."""
+    """The spec of a traced tensor; with open rows, that of the balanced case, as many rows as at the source."""
     spec = TensorSpec.of(value)
     if rows is None:
         return spec
 
-    def at_home(sizes: tuple[int, ...]) -> tuple[int, ...]:
+    def at_source(sizes: tuple[int, ...]) -> tuple[int, ...]:
         return tuple(n // ROWS * rows if n and n % ROWS == 0 else n for n in sizes)
 
-    return TensorSpec(at_home(spec.shape), spec.dtype, at_home(spec.stride))
+    return TensorSpec(at_source(spec.shape), spec.dtype, at_source(spec.stride))
 
 
 def _open(node: Node) -> bool:

@@ -59,8 +59,8 @@ def _hold(dag: TrainingDAG, family: Sequence[int], names: Sequence[str]) -> list
     for bucket in buckets:
         if bucket.names[0] in trained:
             updates += _sum(dag, family, chunks, bucket if level.dtype is None else bucket.in_dtype(level.dtype), level)
-    for home in dict.fromkeys(chunk.devices for chunk in chunks):
-        gather_at(dag, home, buckets, level)
+    for devices in dict.fromkeys(chunk.devices for chunk in chunks):
+        gather_at(dag, devices, buckets, level)
     return updates
 
 
@@ -76,7 +76,8 @@ def _level(dag: TrainingDAG, family: Sequence[int], names: Sequence[str], member
 
 
 def _sum(dag: TrainingDAG, family: Sequence[int], chunks: Sequence[Chunk], bucket: Bucket, level: ShardingPolicy) -> list[Node]:
-    """Sum the gradients of a bucket, for each region and home, and update the bucket at each home with all of these sums."""
+    """Sum the gradients of a bucket, for each region and device group, and update the bucket on each group with all of these
+    sums."""
     totals: list[Ref] = []
     for region in reversed(family):  # as the backward pass comes to them
         terms: dict[Group, list[tuple[Chunk, int]]] = {}
@@ -87,8 +88,8 @@ def _sum(dag: TrainingDAG, family: Sequence[int], chunks: Sequence[Chunk], bucke
         totals += [_total(dag, made, bucket, level) for made in terms.values()]
     tags = dag.nodes[totals[0][0]].tags if len(family) == 1 else {}
     return [
-        dag.add(Update(inputs=tuple(totals), tags=tags, devices=home, placed_by=dag.origin))
-        for home in dict.fromkeys(chunk.devices for chunk in chunks)
+        dag.add(Update(inputs=tuple(totals), tags=tags, devices=devices, placed_by=dag.origin))
+        for devices in dict.fromkeys(chunk.devices for chunk in chunks)
     ]
 
 

@@ -123,7 +123,9 @@ class Replicate(Directive):
             if chunk.region in regions and chunk.devices not in groups:
                 where = f"on {list(chunk.devices)}" if chunk.devices else "on no device yet"
                 self.refuse(
-                    "devices", f"{chunk.label}, of the same region, is {where}", "replicate a region at all of its homes at once"
+                    "devices",
+                    f"{chunk.label}, of the same region, is {where}",
+                    "replicate a region on all of its device groups at once",
                 )
         divide(dag, len(groups[0]), self)
         return regions

@@ -205,9 +205,9 @@ class Shard(Directive):
     def _exchange(self, dag: TrainingDAG, chunks: Sequence[Chunk], mesh: Mesh) -> None:
         """Put exchanges around the chunks of one region, which have other code and other values from here on."""
         experts = dag.code.routed[chunks[0].region]
-        routes: dict[Slice, tuple[Ref, ...]] = {}  # counts at home, and those that arrived
+        routes: dict[Slice, tuple[Ref, ...]] = {}  # counts at the source, and those that arrived
         for chunk in sorted(chunks, key=lambda c: (c.kind != "F", c.id)):
-            interface, home = dag.interface(chunk), chunk.outputs
+            interface, whole = dag.interface(chunk), chunk.outputs
             if chunk.slice not in routes and not experts.even:
                 counts = chunk.inputs[interface.arrives.index(COUNTS)]
                 arrived = self._all_to_all(dag, chunk, COUNTS, (counts,), self._counts(dag.value(counts), experts, mesh), mesh)
@@ -226,7 +226,7 @@ class Shard(Directive):
             for i, way in enumerate(interface.leaves):
                 if way == COMBINE:
                     readers = dag.readers((chunk.id, i))
-                    back = self._all_to_all(dag, chunk, COMBINE, ((chunk.id, i), *route), home[i], mesh)
+                    back = self._all_to_all(dag, chunk, COMBINE, ((chunk.id, i), *route), whole[i], mesh)
                     for reader in readers:
                         dag.substitute(reader, (chunk.id, i), back)
 
@@ -243,7 +243,7 @@ class Shard(Directive):
         return dataclasses.replace(value, tensors=(spec,), others=((self.axis, values.Shard(0)),))
 
     def _sent(self, value: Value, experts: Routed, mesh: Mesh) -> Value:
-        """Rows at their experts; where their number is open, as many as at home, which is the balanced case."""
+        """Rows at their experts; where their number is open, as many as at the source, which is the balanced case."""
         (spec,), shape = value.tensors, value.tensors[0].shape
         if experts.even:
             shape = (shape[0] // mesh.parts, shape[1] * mesh.parts, *shape[2:])

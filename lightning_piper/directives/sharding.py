@@ -79,15 +79,15 @@ def gather_parameters(dag: TrainingDAG, regions: set[int], level: ShardingPolicy
     # Also where such a parameter is read and gets no gradient; where it gets one, the directive of that region says how.
     trained = _trained(dag)
     reading = regions | {r for bucket in sharded for r in readers[bucket.names[0]] if r not in trained[bucket.names[0]]}
-    homes: dict[Group, set[int]] = {}
+    device_groups: dict[Group, set[int]] = {}
     for chunk in dag.of_type(Chunk):
         if chunk.region in reading:
-            homes.setdefault(chunk.devices, set()).add(chunk.region)
-    for home, here in homes.items():
+            device_groups.setdefault(chunk.devices, set()).add(chunk.region)
+    for devices, here in device_groups.items():
         buckets = [bucket for bucket in sharded if readers[bucket.names[0]] & here]
         if level.parameters:
-            buckets += _untrained_buckets(dag, home, here & regions, level)
-        gather_at(dag, home, buckets, level)
+            buckets += _untrained_buckets(dag, devices, here & regions, level)
+        gather_at(dag, devices, buckets, level)
 
 
 def gather_as_in_training(dag: TrainingDAG, training: TrainingDAG) -> None:
@@ -103,13 +103,13 @@ def gather_as_in_training(dag: TrainingDAG, training: TrainingDAG) -> None:
             gather_at(dag, shards.devices, [bucket], level)
 
 
-def gather_at(dag: TrainingDAG, home: Group, buckets: Iterable[Bucket], level: ShardingPolicy) -> None:
-    """Let chunks on the devices `home` read the parameters in `buckets` from a gather.
+def gather_at(dag: TrainingDAG, devices: Group, buckets: Iterable[Bucket], level: ShardingPolicy) -> None:
+    """Let chunks on these devices read the parameters in `buckets` from a gather.
 
     Raises:
         Conflict: as in `gather_parameters`.
     """
-    placed = {n: node for node in dag.of_type(Parameters) if node.devices == home for n in node.outputs[0].names}
+    placed = {n: node for node in dag.of_type(Parameters) if node.devices == devices for n in node.outputs[0].names}
     sources: dict[str, Parameters] = {}
     for bucket in buckets:
         found = placed.get(bucket.names[0])
@@ -119,10 +119,10 @@ def gather_at(dag: TrainingDAG, home: Group, buckets: Iterable[Bucket], level: S
             raise Conflict(f"parameters {', '.join(bucket.names[:3])} are kept {other} between their uses by another directive")
         if found is None:
             value = Value("param", bucket.names, (bucket.part,), Shard(0), bucket, others=bucket.others)
-            found = dag.add(Parameters(outputs=(value,), devices=home, placed_by=dag.origin, kept=not level.parameters))
+            found = dag.add(Parameters(outputs=(value,), devices=devices, placed_by=dag.origin, kept=not level.parameters))
         sources |= dict.fromkeys(bucket.names, found)
     shared: dict[int, AllGather] = {}
-    for chunk in [c for c in dag.of_type(Chunk) if c.devices == home]:
+    for chunk in [c for c in dag.of_type(Chunk) if c.devices == devices]:
         names = dag.interface(chunk).params
         own: dict[int, AllGather] = {} if level.parameters else shared
         refs = list(chunk.params or (None,) * len(names))
@@ -146,9 +146,9 @@ def _sharded(dag: TrainingDAG, regions: set[int]) -> list[Bucket]:
     return list(found)
 
 
-def _untrained_buckets(dag: TrainingDAG, home: Group, regions: set[int], level: ShardingPolicy) -> list[Bucket]:
+def _untrained_buckets(dag: TrainingDAG, devices: Group, regions: set[int], level: ShardingPolicy) -> list[Bucket]:
     """Buckets of what `regions` read but nobody trains."""
-    placed = {n for node in dag.of_type(Parameters) if node.devices == home for n in node.outputs[0].names}
+    placed = {n for node in dag.of_type(Parameters) if node.devices == devices for n in node.outputs[0].names}
     trained = _trained(dag).keys() | placed | dag.divided.keys()
     readers = readers_of(dag)
     groups: dict[tuple[int, ...], list[str]] = {}

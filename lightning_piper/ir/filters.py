@@ -53,7 +53,7 @@ def matches(condition: Filter, tags: Mapping[str, int | str]) -> bool:
 
 
 def names_halves(condition: Filter) -> bool:
-    """Does a filter speak of BI or BW, and not of B as well?"""
+    """Does a filter ask for BI or BW, and not of B as well?"""
     wanted = condition.get("PASS")
     options = wanted if isinstance(wanted, list | tuple) else (wanted,)
     return any(half in options for half in HALVES) and "B" not in options

@@ -72,7 +72,7 @@ class Interface:
         seeds_gradient: the pass takes the gradient of the loss as its last argument.
         random: the pass draws random numbers and runs under a seed of its own.
         arrives, leaves: of a region to which rows are sent, what each input and output is to that exchange: `counts`, `dispatch`
-            (rows that arrived), `combine` (rows on their way home), or nothing, "". Empty where there are none.
+            (rows that arrived), `combine` (rows on their way back), or nothing, "". Empty where there are none.
 
     The code's arguments are, in this order: all tensors of all inputs, params, buffers, state, batch, loss gradient.
     """

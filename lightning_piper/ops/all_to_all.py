@@ -27,7 +27,7 @@ class AllToAll(Node):
         dispatch   rows to the owners of their experts: sorted by expert, and for each by the device that they come from
         combine    rows back to where they came from, in the order in which they left
 
-    Reads the rows, and unless all experts have the same number of places, the counts at home and those that arrived.
+    Reads the rows, and unless all experts have the same number of places, the counts at the source and those that arrived.
 
     Attributes:
         way: `counts`, `dispatch` or `combine`.
@@ -112,9 +112,9 @@ def check(facts: Facts, node: AllToAll) -> Iterable[str]:
         yield f"{facts.at(node)} has {len(node.inputs)} inputs; it needs {wanted}"
         return
     value, made = dag.value(node.inputs[0]), node.outputs[0]
-    at_home, away = (), ((node.axis, Shard(0)),)
-    if (value.others, made.others) != ((away, at_home) if node.way == COMBINE else (at_home, away)):
-        held = "at the experts" if value.others else "at home"
+    at_source, away = (), ((node.axis, Shard(0)),)
+    if (value.others, made.others) != ((away, at_source) if node.way == COMBINE else (at_source, away)):
+        held = "at the experts" if value.others else "at their source"
         yield f"{facts.at(node)} takes {facts.named(node.inputs[0])}, whose rows are {held}"
     if (made.kind, made.names, made.placement, made.bucket) != (value.kind, value.names, value.placement, value.bucket):
         yield f"{facts.at(node)} hands on {facts.named(node.inputs[0])} as something else than it is"
@@ -139,7 +139,7 @@ def _told(facts: Facts, node: AllToAll, counts: Ref) -> Iterable[str]:
 
 
 def _shape(facts: Facts, node: AllToAll) -> Iterable[str]:
-    """What arrives has the shape that the number of owners gives it; open numbers of rows are as at home."""
+    """What arrives has the shape that the number of owners gives it; open numbers of rows are as at the source."""
     dag, experts, degree = facts.dag, facts.dag.code.routed[node.region], node.mesh.size(node.axis)
     (spec,), (made,) = dag.value(node.inputs[0]).tensors, node.outputs[0].tensors
     shape = spec.shape
@@ -163,9 +163,9 @@ def exchanged(facts: Facts, node: Chunk) -> Iterable[str]:
         source, value = dag.nodes[ref[0]], dag.value(ref)
         if way:
             if not isinstance(source, AllToAll) or (source.way, source.region) != (way, node.region):
-                yield f"{facts.at(node)} reads {facts.named(ref)} as it is at home: its experts are on several devices"
+                yield f"{facts.at(node)} reads {facts.named(ref)} as it is at its source: its experts are on several devices"
         elif bool(value.others) != divided:
-            yield f"{facts.at(node)} reads {facts.named(ref)}, whose rows are at experts; bring them home first"
+            yield f"{facts.at(node)} reads {facts.named(ref)}, whose rows are at experts; combine them first"
 
 
 # Reference semantics
@@ -206,10 +206,11 @@ def _uneven(out: bool, rows: list[torch.Tensor], counts: list[list[int]]) -> lis
     """`counts[i][e]`: rows that member i has for expert e."""
     members, experts = len(rows), len(counts[0])
     owned = [range(i * experts // members, (i + 1) * experts // members) for i in range(members)]
-    # Where each run of rows, of one member for one expert, is: at home by expert; at the expert's owner by expert, then member.
-    home = [[(e, i) for e in range(experts)] for i in range(members)]
+    # Where each run of rows, of one member for one expert, is: at the source by expert; at the expert's owner by expert, then
+    # member.
+    source = [[(e, i) for e in range(experts)] for i in range(members)]
     away = [[(e, i) for e in owned[k] for i in range(members)] for k in range(members)]
-    before, after = (home, away) if out else (away, home)
+    before, after = (source, away) if out else (away, source)
     runs: dict[tuple[int, int], torch.Tensor] = {}
     for x, places in zip(rows, before, strict=True):
         sizes = [counts[i][e] for e, i in places]
@@ -227,9 +228,9 @@ def lower(plan: Planning, node: AllToAll) -> None:
     plan.start(node, AllToAllInstruction, reads, way=node.way, tensor=node.outputs[0].tensors[0])
 
 
-# Runtime. At home, rows are sorted by expert, and experts by their owner: what one member gets is one run of rows. At the owner
-# of n experts, rows are sorted by expert, and for each by the member that they come from: the order of one device that has all
-# tokens.
+# Runtime. At the source, rows are sorted by expert, and experts by their owner: what one member gets is one run of rows. At the
+# owner of n experts, rows are sorted by expert, and for each by the member that they come from: the order of one device that has
+# all tokens.
 
 
 @dataclass(frozen=True)
@@ -237,11 +238,11 @@ class Sizes:
     """How many rows travel.
 
     Attributes:
-        home: `[member][expert]`, rows that this device has for each expert of each member.
+        source: `[member][expert]`, rows that this device has for each expert of each member.
         arrived: `[member][expert]`, rows that each member has for each expert of this device.
     """
 
-    home: Sequence[Sequence[int]]
+    source: Sequence[Sequence[int]]
     arrived: Sequence[Sequence[int]]
 
 
@@ -276,7 +277,7 @@ class Travel(Exchange):
         if self._even:
             return [part.contiguous() for part in state.chunk(self._members, 0 if self._way == "dispatch" else 1)]
         sizes = self._sizes[self._counts]
-        runs = sizes.home if self._way == "dispatch" else sizes.arrived
+        runs = sizes.source if self._way == "dispatch" else sizes.arrived
         total = sum(map(sum, runs))
         if total != state.shape[0]:
             raise ValueError(f"the counts add up to {total}, and there are {state.shape[0]} rows; give one count for each expert")
@@ -289,7 +290,7 @@ class Travel(Exchange):
         if self._way == "counts" or self._even:
             return [torch.empty_like(part) for part in parts]
         sizes = self._sizes[self._counts]
-        runs = [sum(run) for run in (sizes.arrived if self._way == "dispatch" else sizes.home)]
+        runs = [sum(run) for run in (sizes.arrived if self._way == "dispatch" else sizes.source)]
         return list(state.new_empty(sum(runs), *state.shape[1:]).split(runs))
 
     def join(self, state: torch.Tensor, received: Sequence[torch.Tensor]) -> Bundle:

@@ -95,7 +95,7 @@ def check_accumulate(facts: Facts, node: Accumulate) -> Iterable[str]:
     whole = Slice(0, facts.dag.share)
     if value.kind == "cotangent" and total:
         whole = Slice(min(total).start, max(total).stop)
-    # Another home of the region, or another sum over replicas, may add the rest: whether all is there shows at the update.
+    # Another device group of the region, or another sum over replicas, may add the rest: whether all is there shows at the update.
     if problem := facts.uncovered(facts.share, total, whole, some=value.kind == "grad"):
         yield f"gradient of {names_of(value.names)} ({facts.at(node)}): {problem}"
     complete = facts.uncovered(facts.share, total, whole) is None

@@ -6,11 +6,11 @@ from collections import Counter, deque
 
 from lightning_piper.directives import Directive
 from lightning_piper.errors import DirectiveError
-from lightning_piper.schedules.actions import Action, Homes, Row, counts, program_of, ranks_of
+from lightning_piper.schedules.actions import Action, Devices, Row, counts, program_of, ranks_of
 
 
 def dualpipev(
-    stages: int, microbatches: int, devices: Homes | None = None, tag: str = "PP", dim_name: str = "MB"
+    stages: int, microbatches: int, devices: Devices | None = None, tag: str = "PP", dim_name: str = "MB"
 ) -> list[Directive]:
     """DualPipe cut in half: rank r of R has the stages r and 2R - 1 - r, and each microbatch goes down the ranks and up again.
 
@@ -34,7 +34,7 @@ def dualpipev(
 
 
 def dualpipe(
-    stages: int, microbatches: int, devices: Homes | None = None, tag: str = "PP", dim_name: str = "MB"
+    stages: int, microbatches: int, devices: Devices | None = None, tag: str = "PP", dim_name: str = "MB"
 ) -> list[Directive]:
     """The first half of the microbatches runs from rank 0 to the last rank, the other half from the last rank to rank 0.
 

@@ -61,8 +61,8 @@ def cases(draw: Draw, exact: bool | None = None, blocks: Sequence[str] | None = 
 
 @st.composite
 def programs(draw: Draw, case: Case) -> list[Directive]:
-    """Valid programs for a case: placements of any shape (also several homes of a region), splits (nested, partial, before or
-    after placing) and orders.
+    """Valid programs for a case: placements of any shape (also several device groups of a region), splits (nested, partial, before
+    or after placing) and orders.
 
     Whatever is drawn is valid by construction: orders are read off a random linear extension of the DAG they apply to.
     """
@@ -72,7 +72,7 @@ def programs(draw: Draw, case: Case) -> list[Directive]:
     if replicas > 1 or draw(st.integers(0, 5)):
         whole = [d.num_microbatches for d in head if isinstance(d, Split) and not d.filter]
         if whole and not draw(st.integers(0, 2)):
-            head += draw(_homes(stages, whole[0], replicas))
+            head += draw(_device_groups(stages, whole[0], replicas))
         else:
             placing: list[Directive] = draw(_places(stages, replicas))
             head = placing + head if replicas == 1 and draw(st.booleans()) else head + placing
@@ -92,18 +92,18 @@ def _sharding(draw: Draw, head: list[Directive], replicas: int) -> Shard:
     places = draw(st.permutations(range(replicas)))
     degree = draw(st.sampled_from([n for n in (2, 4) if replicas % n == 0]))
     groups = [places[i : i + degree] for i in range(0, replicas, degree)]
-    homes = dict.fromkeys(tuple(p.devices) for p in head if isinstance(p, Place))
-    return Shard(filter={"EP": "*"}, devices=[[home[place] for place in group] for home in homes for group in groups])
+    placed = dict.fromkeys(tuple(p.devices) for p in head if isinstance(p, Place))
+    return Shard(filter={"EP": "*"}, devices=[[base[place] for place in group] for base in placed for group in groups])
 
 
 @st.composite
 def _places(draw: Draw, stages: list[int], replicas: int = 1) -> list[Directive]:
     devices = draw(st.lists(st.integers(0, 2), min_size=len(stages), max_size=len(stages)))
     used = sorted(set(devices))
-    homes = {stage: used.index(device) for stage, device in zip(stages, devices, strict=True)}
-    groups = [[home + r * len(used) for r in range(replicas)] for home in range(len(used))]
+    order = {stage: used.index(device) for stage, device in zip(stages, devices, strict=True)}
+    groups = [[base + r * len(used) for r in range(replicas)] for base in range(len(used))]
     streams = st.sampled_from(["compute", "compute", "side"])
-    places = [Place(filter={"PP": stage}, devices=groups[home], stream=draw(streams)) for stage, home in homes.items()]
+    places = [Place(filter={"PP": stage}, devices=groups[base], stream=draw(streams)) for stage, base in order.items()]
     if len(used) == 1 and draw(st.booleans()):
         return [Place(filter={}, devices=groups[0])]
     if draw(st.booleans()):  # the passes of a stage apart, in any order
@@ -112,7 +112,7 @@ def _places(draw: Draw, stages: list[int], replicas: int = 1) -> list[Directive]
 
 
 @st.composite
-def _homes(draw: Draw, stages: list[int], microbatches: int, replicas: int) -> list[Directive]:
+def _device_groups(draw: Draw, stages: list[int], microbatches: int, replicas: int) -> list[Directive]:
     """Each stage somewhere else for each microbatch."""
     keys = [(stage, mb) for stage in stages for mb in range(microbatches)]
     devices = draw(st.lists(st.integers(0, 2), min_size=len(keys), max_size=len(keys)))
@@ -120,8 +120,8 @@ def _homes(draw: Draw, stages: list[int], microbatches: int, replicas: int) -> l
     parts: dict[tuple[int, int], list[int]] = {}
     for (stage, mb), device in zip(keys, devices, strict=True):
         parts.setdefault((stage, used.index(device)), []).append(mb)
-    groups = [[home + r * len(used) for r in range(replicas)] for home in range(len(used))]
-    places = [Place(filter={"PP": stage, "MB": found}, devices=groups[home]) for (stage, home), found in parts.items()]
+    groups = [[base + r * len(used) for r in range(replicas)] for base in range(len(used))]
+    places = [Place(filter={"PP": stage, "MB": found}, devices=groups[base]) for (stage, base), found in parts.items()]
     return list(draw(st.permutations(places)))
 
 
@@ -137,7 +137,7 @@ def _replicas(draw: Draw, case: Case, head: list[Directive]) -> list[Directive]:
     places = [p for p in head if isinstance(p, Place)]
     groups = [list(group) for group in dict.fromkeys(tuple(p.devices) for p in places)]
     level = draw(levels) | draw(dtypes)
-    if any("MB" in p.filter for p in places) or draw(st.booleans()):  # all homes of a region are replicated at once
+    if any("MB" in p.filter for p in places) or draw(st.booleans()):  # all groups of a region are replicated at once
         return [Replicate(filter={}, devices=groups, bucket_size=draw(sizes), **level)]
     backward = [p for p in places if p.filter.get("PASS", "B") == "B"]
     alone = case.spec.blocks.count("tied") < 2

@@ -1,4 +1,5 @@
-"""Is everything there? What no single node can tell: every pass for every sample, every gradient at every home, every metric."""
+"""Is everything there? What no single node can tell: every pass for every sample, every gradient on every device group, every
+metric."""
 
 from __future__ import annotations
 
@@ -16,10 +17,10 @@ from lightning_piper.verify import sharding
 def incomplete(facts: Facts, final: bool) -> Iterable[str]:
     """Every pass runs for every sample, every gradient reaches an update on each of its devices, every metric the report."""
     dag = facts.dag
-    homes: dict[str, set[tuple[int, ...]]] = {}
+    groups: dict[str, set[tuple[int, ...]]] = {}
     for chunk in dag.of_type(Chunk):
         for name in dag.interface(chunk).params + dag.interface(chunk).state:
-            homes.setdefault(name, set()).add(chunk.devices)
+            groups.setdefault(name, set()).add(chunk.devices)
     yield from _passes(facts)
     updated: dict[str, dict[tuple[int, ...], Update]] = {}
     for update in dag.of_type(Update):
@@ -33,8 +34,8 @@ def incomplete(facts: Facts, final: bool) -> Iterable[str]:
     for name in sorted(trained):
         if () in updated.get(name, {}):
             continue  # not yet placed, for one of its regions is not
-        for home in sorted(homes.get(name, set()) - set(updated.get(name, {})) - {()}):
-            where = ",".join(map(str, home))
+        for devices in sorted(groups.get(name, set()) - set(updated.get(name, {})) - {()}):
+            where = ",".join(map(str, devices))
             yield f"{name} is used on device {where}, but no update reaches it there: its copy there would go stale"
     if final:
         yield from sharding.unsummed(facts)

@@ -53,7 +53,7 @@ def find_couplings(
 
     From a loss or a logged mean that the slices do not reproduce, the search goes back through operations that they do not
     reproduce either, and ends at those whose inputs they do. Rows that the slices have in another order, such as tokens sorted by
-    where they go, look different too, but the search does not come to them once they are at home again.
+    where they go, look different too, but the search does not come to them once they are back in order.
     """
     whole = _Run(step, tensors, leaves, Slice(0, step.size), None)
     runs = _Runs(step, whole, [_Run(step, tensors, leaves, part, whole) for part in slices], slices)

@@ -71,7 +71,7 @@ def _other_order(dag: TrainingDAG) -> Iterable[object]:
 
 
 def _retyped(dag: TrainingDAG) -> Iterable[object]:
-    """A value at its experts is passed off as one at home."""
+    """A value at its experts is passed off as one at its source."""
     for node in _moves(dag, "dispatch"):
         dag.change(node, outputs=(dataclasses.replace(node.outputs[0], others=()),))
         yield node
@@ -127,16 +127,16 @@ def _stays(way: str) -> Callable[[TrainingDAG], Iterable[object]]:
     return lambda dag: _bypass(dag, _moves(dag, way))
 
 
-_rewrite_bug("rows stay at home", "experts get the rows of their own device alone", _stays("dispatch"))
-_rewrite_bug("rows stay at their experts", "what experts made is not brought home", _stays("combine"))
-_rewrite_bug("places stay at their experts", "full boxes are not brought home", _stays("combine"), EVEN)
-_rewrite_bug("counts stay at home", "experts are told the counts of their own device", _stays("counts"))
+_rewrite_bug("rows stay at their source", "experts get the rows of their own device alone", _stays("dispatch"))
+_rewrite_bug("rows stay at their experts", "what experts made is not brought back", _stays("combine"))
+_rewrite_bug("places stay at their experts", "full boxes are not brought back", _stays("combine"), EVEN)
+_rewrite_bug("counts stay at their source", "experts are told the counts of their own device", _stays("counts"))
 _rewrite_bug("counts of another layer", "rows travel by the counts of another region",
              lambda dag: _with_counts_of(dag, lambda node, counts: counts.region != node.region))  # fmt: skip
 _rewrite_bug("counts of another microbatch", "rows travel by the counts of other samples",
              lambda dag: _with_counts_of(dag, lambda node, counts: counts.region == node.region))  # fmt: skip
 _rewrite_bug("back in another order", "rows come back as if other devices owned the experts", _other_order)
-_rewrite_bug("rows at experts called home", "dispatched rows are passed off as those of the device", _retyped)
+_rewrite_bug("rows at experts called sent", "dispatched rows are passed off as those of the device", _retyped)
 _rewrite_bug("experts owned twice", "two groups are the same, and some devices own nothing", _owned_twice, TWICE)
 _rewrite_bug("experts not summed", "who own the same experts keep their own sums", _sum_bypassed, TWICE)
 _rewrite_bug("experts of a microbatch twice", "a microbatch counts twice in the experts' gradient", _first_term_twice)
@@ -264,14 +264,14 @@ def _counts_of_the_other(original: Function, seeded: Seeded) -> Function:
 @mutation("splits exchanged", "rows are cut by what arrives, and received by what leaves", "executor", (all_to_all, "Sizes"),
           scenario=SCENARIO)  # fmt: skip
 def _splits_exchanged(original: Function, seeded: Seeded) -> Function:
-    def sizes(home: Any, arrived: Any) -> Any:
-        seeded.hits += home != arrived
-        return original(arrived, home)
+    def sizes(source: Any, arrived: Any) -> Any:
+        seeded.hits += source != arrived
+        return original(arrived, source)
 
     return sizes
 
 
-@mutation("back without the order of dispatch", "rows come home by device, as they lie at their experts", "executor", _CUT,
+@mutation("back without the order of dispatch", "rows come back by device, as they lie at their experts", "executor", _CUT,
           scenario=SCENARIO)  # fmt: skip
 def _back_without_order(original: Function, seeded: Seeded) -> Function:
     def cut(self: Any, x: torch.Tensor) -> Any:
@@ -296,6 +296,6 @@ def _other_members(device: int, instructions: list[Instruction]) -> list[Instruc
 
 
 _plan_bug("all_to_all dropped", "the plan lacks its last exchange of tokens", _drop(ins.AllToAll), scenario=SCENARIO)
-_plan_bug("other way", "rows are sent home where they should be sent out, and the reverse", _other_way, scenario=SCENARIO)
+_plan_bug("other way", "rows are sent back where they should be sent out, and the reverse", _other_way, scenario=SCENARIO)
 _plan_bug("owners in reverse", "the experts are taken to be owned by the devices in the opposite order", _other_members,
           scenario=SCENARIO)  # fmt: skip

@@ -70,7 +70,7 @@ PROGRAMS: dict[str, tuple[list[Directive], list[Directive]]] = {
     "pp2 ep2": (staged(piper.schedules.one_f_one_b, 2), [replicate(STAGES), shard(STAGES)]),
     "pp2 ep2 zero1": (staged(piper.schedules.gpipe, 2), [replicate(STAGES, shard_optimizer=True), shard(STAGES)]),
     "zero bubble": (staged(piper.schedules.zero_bubble, 4), [replicate(STAGES, shard_grads=True), shard(STAGES)]),
-    "two homes": (staged(piper.schedules.dualpipe, 4), [replicate(STAGES), shard(STAGES)]),
+    "two device groups": (staged(piper.schedules.dualpipe, 4), [replicate(STAGES), shard(STAGES)]),
 }
 
 
@@ -184,7 +184,7 @@ class Evaluated(Model):
         return self.training_step(batch, batch_idx)
 
 
-EVALUATED = list(itertools.product(("ep2, turned", "ep2 dp2 zero3", "pp2 ep2", "two homes"), (False, True), (False, True)))
+EVALUATED = list(itertools.product(("ep2, turned", "ep2 dp2 zero3", "pp2 ep2", "two device groups"), (False, True), (False, True)))
 
 
 @pytest.mark.parametrize("name, turned, fit", marked(EVALUATED, [*EVALUATED[1::5], EVALUATED[12]]))

@@ -79,9 +79,9 @@ class Job:
         stages = 1 if self.shape == "DP2" else 2
         program: Program = []
         for place_ in place(step, stages):
-            (home,) = place_["devices"]
-            program.append({**place_, "devices": [home, home + stages]})
-        groups = [[home, home + stages] for home in range(stages)]
+            (first,) = place_["devices"]
+            program.append({**place_, "devices": [first, first + stages]})
+        groups = [[first, first + stages] for first in range(stages)]
         program += split(self.microbatches)
         program += one_f_one_b(2, self.microbatches) if self.shape == "PP2xDP2" else []
         return [*program, self._replicate(groups)]
