@@ -127,7 +127,7 @@ def combine(outputs: torch.Tensor) -> torch.Tensor:
 
 
 @torch.library.custom_op("lightning_piper::route", mutates_args=())
-def _route(x: torch.Tensor, counts: torch.Tensor | None, shape: Sequence[int], way: str, site: int) -> torch.Tensor:
+def _route(x: torch.Tensor, counts: torch.Tensor | None, shape: Sequence[int], direction: str, site: int) -> torch.Tensor:
     """Stands in a captured graph for an exchange; `shape` is that of what arrives. Run by itself, an identity.
 
     `counts` are those by which rows are sent to their experts.
@@ -136,17 +136,17 @@ def _route(x: torch.Tensor, counts: torch.Tensor | None, shape: Sequence[int], w
 
 
 @_route.register_fake
-def _(x: torch.Tensor, counts: torch.Tensor | None, shape: Sequence[int], way: str, site: int) -> torch.Tensor:
+def _(x: torch.Tensor, counts: torch.Tensor | None, shape: Sequence[int], direction: str, site: int) -> torch.Tensor:
     return x.new_empty(shape)
 
 
 def _remember(ctx: Any, inputs: tuple[Any, ...], output: torch.Tensor) -> None:
-    x, _, _, way, site = inputs
-    ctx.shape, ctx.way, ctx.site = x.shape, way, site
+    x, _, _, direction, site = inputs
+    ctx.shape, ctx.direction, ctx.site = x.shape, direction, site
 
 
 def _backward(ctx: Any, gradient: torch.Tensor) -> tuple[Any, ...]:
-    return _route(gradient, None, ctx.shape, _BACK[ctx.way], ctx.site), None, None, None, None
+    return _route(gradient, None, ctx.shape, _BACK[ctx.direction], ctx.site), None, None, None, None
 
 
 _route.register_autograd(_backward, setup_context=_remember)

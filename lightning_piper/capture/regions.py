@@ -38,10 +38,12 @@ VIEWS = {
 
 @dataclass(frozen=True)
 class Assignment:
-    """Attributes:
-    regions: the regions in trace order.
-    of: region index of every forward and backward node that has a place of its own.
-    shared: views and constants; whoever uses one computes it again.
+    """Which region each node of a joint graph belongs to.
+
+    Attributes:
+        regions: the regions in trace order.
+        of: region index of every forward and backward node that has a place of its own.
+        shared: views and constants; whoever uses one computes it again.
     """
 
     regions: tuple[Region, ...]

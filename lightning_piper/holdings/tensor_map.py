@@ -23,9 +23,11 @@ Range = tuple[int, int]  # elements start:stop of a tensor, in the order of its 
 
 @dataclass(frozen=True)
 class HolderGroup:
-    """Attributes:
-    ranges: rank -> what it holds, by ascending rank. Ranks that hold nothing are absent.
-    bucket: in which the tensor is sharded; None if every rank holds all of it.
+    """Processes that have one tensor between them.
+
+    Attributes:
+        ranges: rank -> what it holds, by ascending rank. Ranks that hold nothing are absent.
+        bucket: in which the tensor is sharded; None if every rank holds all of it.
     """
 
     ranges: Mapping[int, Range]
@@ -62,9 +64,11 @@ class LocalShard:
 
 
 class TensorMap:
-    """Attributes:
-    holder_groups: canonical name -> its holder groups. The first one is canonical: its values go into checkpoints and norms.
-    specs: canonical name -> spec of the whole tensor.
+    """Which process holds which elements of which parameter and buffer.
+
+    Attributes:
+        holder_groups: canonical name -> its holder groups. The first one is canonical: its values go into checkpoints and norms.
+        specs: canonical name -> spec of the whole tensor.
     """
 
     def __init__(self, compiled: Compiled, size: int, spare_everywhere: bool = False) -> None:

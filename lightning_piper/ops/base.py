@@ -92,7 +92,7 @@ class Planning(Protocol):
     Attributes:
         dag: the finished DAG.
         device: whose plan it is.
-        replica: which share of the batch is this device's.
+        replica: which replica this device is a part of, and so which local batch is its own.
         shards: the buckets of parameters that it has one shard of, and whether it keeps the whole of each.
     """
 

@@ -15,14 +15,14 @@ from lightning_piper.ops.update import Deliver
 
 @dataclass(frozen=True, kw_only=True)
 class Result(Node):
-    """Some tensors of what a forward-only step returns, of the replica's share of the batch: ready on these devices."""
+    """Some tensors of what a forward-only step returns, of the replica's local batch: ready on these devices."""
 
     turn = Turn.LATE
 
 
 def check(facts: Facts, node: Result) -> Iterable[str]:
-    """It is one value of kind `result`, made of all samples of the replica's share."""
-    ref, whole = node.inputs[0], Slice(0, facts.dag.share)
+    """It is one value of kind `result`, made of all samples of the replica's local batch."""
+    ref, whole = node.inputs[0], Slice(0, facts.dag.local_batch_size)
     value = facts.dag.value(ref)
     if len(node.inputs) != 1 or value.kind != "result":
         yield f"{facts.at(node)} returns {', '.join(map(facts.named, node.inputs))}; it takes one result of a region"

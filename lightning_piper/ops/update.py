@@ -92,7 +92,7 @@ def check_accumulate(facts: Facts, node: Accumulate) -> Iterable[str]:
     # Gradients of parameters are of the whole batch, or of a part that is summed over replicas by itself; the gradient of a
     # value that a split part read whole is of its samples.
     value = facts.dag.value(node.inputs[0])
-    whole = Slice(0, facts.dag.share)
+    whole = Slice(0, facts.dag.local_batch_size)
     if value.kind == "cotangent" and total:
         whole = Slice(min(total).start, max(total).stop)
     # Another device group of the region, or another sum over replicas, may add the rest: whether all is there shows at the update.
@@ -114,8 +114,8 @@ def check_update(facts: Facts, node: Update) -> Iterable[str]:
         if len(node.inputs) != 1:
             yield f"buffers {names_of(value.names)}: {facts.at(node)} has {len(node.inputs)} values; it needs the last one alone"
         last = max(facts.parts[node.inputs[0]]).stop
-        if last != facts.dag.share:
-            what = f"the value after sample {last}, not after {facts.dag.share}"
+        if last != facts.dag.local_batch_size:
+            what = f"the value after sample {last}, not after {facts.dag.local_batch_size}"
             yield f"buffers {names_of(value.names)}: {facts.at(node)} keeps {what}"
         return
     together: dict[Origin, Contributions] = {}

@@ -1,7 +1,7 @@
 """A program written for training, applied to a step without a backward pass: `validation_step`, `test_step`, `predict_step`.
 
-What is kept is where the regions are: `place` and `replicate` (each replica has its share, and parameters are gathered from the
-shards of training). What is left out is how the training step is cut up in time: `split` and `order`. An evaluation step needs
+What is kept is where the regions are: `place` and `replicate` (each replica has its local batch, and parameters are gathered from
+the shards of training). What is left out is how the training step is cut up in time: `split` and `order`. An evaluation step needs
 no microbatches, for it saves nothing for a backward pass, and on the whole batch its values are those of one device, whatever it
 computes from them (a ratio, the exponential of a mean). The batch runs where the first microbatch runs: so a region with several
 device groups (DualPipe) has one.

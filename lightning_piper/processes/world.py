@@ -35,10 +35,12 @@ def fill(into: torch.Tensor, values: torch.Tensor) -> None:
 
 
 class World:
-    """Attributes:
-    rank, size: of this process and of the run.
-    device: on which this process keeps its tensors.
-    replicas: of every process, by rank: which data-parallel replica it is a part of. Each replica draws batches of its own.
+    """The processes of a run, seen from one of them.
+
+    Attributes:
+        rank, size: of this process and of the run.
+        device: on which this process keeps its tensors.
+        replicas: of every process, by rank: which data-parallel replica it is a part of. Each replica draws batches of its own.
     """
 
     def __init__(

@@ -92,7 +92,7 @@ class ChunkBinder:
 
     def _seeded(self, call: Bound, run: Run) -> Bound:
         """Under the chunk's own seed; the generator is afterwards as if nothing had been drawn."""
-        chunk, first = Chunk(region=run.key[0], kind=run.key[1], slice=run.slice), self._plan.replica * self._plan.share
+        chunk, first = Chunk(region=run.key[0], kind=run.key[1], slice=run.slice), self._plan.replica * self._plan.local_batch_size
         if self._device.type == "cuda":
             generator = torch.cuda.default_generators[self._device.index or 0]
         else:

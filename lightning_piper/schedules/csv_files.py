@@ -2,7 +2,7 @@
 
     0F0,0F1,,1F0,1I0,1W0,(0F2;1B1)OVERLAP_F_B
 
-A cell is stage, pass, microbatch; `I` and `W` are the halves BI and BW of the backward pass; an empty cell is an idle slot. The
+A cell is stage, pass, microbatch; `I` and `W` are the passes BI and BW of a split backward; an empty cell is an idle slot. The
 format with communication has actions such as `0SEND_F1` and `1UNSHARD` as well. These are dropped: what has to be sent, gathered
 and reduced follows from the program.
 """

@@ -111,7 +111,7 @@ def _crossing(ranks: int, rank: int, stages: tuple[int, int], first: tuple[int, 
     for _ in range(beyond):
         run((1, "B"))
         overlap(1, 0)
-    # Half of the passes that are left run in halves: what waits is done while gradients travel.
+    # Half of the passes that are left are split: what waits is done while gradients travel.
     run(*((1 - i % 2, "B" if i <= rank else "BI") for i in range(2 * (rank + 1))))
     run(*[(0, "BW"), (0, "BI")] * beyond)
     run(*[(0, "BW")] * (rank + 1))

@@ -52,7 +52,7 @@ def _one_f_one_b(stage: int, warmup: int, microbatches: int) -> Row:
 def zero_bubble(
     stages: int, microbatches: int, devices: Devices | None = None, tag: str = "PP", dim_name: str = "MB"
 ) -> list[Directive]:
-    """ZB-H1, also ZB1P: 1F1B with backward passes in halves. Stage r runs BW r microbatches behind BI, and so has work when it
+    """ZB-H1, also ZB1P: 1F1B with split backward passes. Stage r runs BW r microbatches behind BI, and so has work when it
     would else wait for gradients at the end.
 
     Every stage holds the activations of at most `stages` microbatches. Arguments and errors as for `gpipe`.

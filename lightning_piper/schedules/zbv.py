@@ -1,4 +1,4 @@
-"""ZB-V: two stages a rank, placed along a V, and backward passes in halves."""
+"""ZB-V: two stages a rank, placed along a V, and split backward passes."""
 
 from __future__ import annotations
 

@@ -43,7 +43,7 @@ def verify_by_execution(
     if how not in ("first_batch", "each"):
         return None
 
-    shares = world.gather([x.cpu() for x in leaves] if world.rank in world.first_ranks else [])
+    local_batches = world.gather([x.cpu() for x in leaves] if world.rank in world.first_ranks else [])
 
     def run() -> str:
         if is_on_meta(module):
@@ -52,7 +52,7 @@ def verify_by_execution(
                 "verify='static' here, and verify by execution with transport='local' or a smaller model"
             )
         module.to(world.device)
-        parts = zip(*(shares[rank] for rank in world.first_ranks), strict=True)
+        parts = zip(*(local_batches[rank] for rank in world.first_ranks), strict=True)
         batch = [(torch.cat(xs) if xs[0].ndim else xs[0]).to(world.device) for xs in parts]
         with isolate_rng():
             report = verify_step(compiled.step, module, compiled.step.batch_spec.rebuild(batch), compiled.program)

@@ -10,7 +10,7 @@ import networkx as nx
 from hypothesis import strategies as st
 
 from lightning_piper.directives import Directive, Order, Place, Replicate, Shard, Split, to_json
-from lightning_piper.directives.backward import halve
+from lightning_piper.directives.backward import split_backward
 from lightning_piper.ir.dag import TrainingDAG
 from lightning_piper.ir.nodes import Chunk
 from lightning_piper.ops.build import build_dag
@@ -125,23 +125,23 @@ def _device_groups(draw: Draw, stages: list[int], microbatches: int, replicas: i
     return list(draw(st.permutations(places)))
 
 
-LEVELS: list[dict[str, Any]] = [{}, {"shard_optimizer": True}, {"shard_grads": True}, {"shard_params": True}]
+ZERO_STAGES: list[dict[str, Any]] = [{}, {"shard_optimizer": True}, {"shard_grads": True}, {"shard_params": True}]
 
 
 @st.composite
 def _replicas(draw: Draw, case: Case, head: list[Directive]) -> list[Directive]:
     """Replicate all that is placed, by one directive or by one for each place; with messages of one tensor, or of all; with
-    any part of the state sharded. Where places share no parameters, each has a level of its own."""
-    sizes, levels = st.sampled_from([1e-6, 0.0003, 25.0]), st.sampled_from(LEVELS)
+    any part of the state sharded. Where places share no parameters, each has a ZeRO stage of its own."""
+    sizes, zero_stages = st.sampled_from([1e-6, 0.0003, 25.0]), st.sampled_from(ZERO_STAGES)
     dtypes = st.sampled_from([{}, {}, {"reduce_dtype": "float64"}])  # that of all models
     places = [p for p in head if isinstance(p, Place)]
     groups = [list(group) for group in dict.fromkeys(tuple(p.devices) for p in places)]
-    level = draw(levels) | draw(dtypes)
+    options = draw(zero_stages) | draw(dtypes)
     if any("MB" in p.filter for p in places) or draw(st.booleans()):  # all groups of a region are replicated at once
-        return [Replicate(filter={}, devices=groups, bucket_size=draw(sizes), **level)]
+        return [Replicate(filter={}, devices=groups, bucket_size=draw(sizes), **options)]
     backward = [p for p in places if p.filter.get("PASS", "B") == "B"]
     alone = case.spec.blocks.count("tied") < 2
-    return [Replicate(filter=p.filter, devices=p.devices, bucket_size=draw(sizes), **(draw(levels) if alone else level))
+    return [Replicate(filter=p.filter, devices=p.devices, bucket_size=draw(sizes), **(draw(zero_stages) if alone else options))
             for p in draw(st.permutations(backward))]  # fmt: skip
 
 
@@ -172,8 +172,8 @@ def _can_split_alone(case: Case, stage: int) -> bool:
 @st.composite
 def _orders(draw: Draw, dag: TrainingDAG) -> list[Directive]:
     """Orders along one random linear extension of the DAG, for some of the devices, with none, some or all of the backward
-    passes in halves."""
-    dag = draw(_halved(dag))
+    passes split."""
+    dag = draw(_with_split_backward(dag))
     coarse: nx.DiGraph[Any] = nx.DiGraph()
     of = {chunk.id: _key(chunk) for chunk in dag.of_type(Chunk)}
     coarse.add_nodes_from(of.values())
@@ -205,13 +205,13 @@ def _orders(draw: Draw, dag: TrainingDAG) -> list[Directive]:
 
 
 @st.composite
-def _halved(draw: Draw, dag: TrainingDAG) -> TrainingDAG:
-    """A copy of a DAG with some of the backward passes in halves: what the orders that name these make of it."""
+def _with_split_backward(draw: Draw, dag: TrainingDAG) -> TrainingDAG:
+    """A copy of a DAG with some of the backward passes split: what the orders that name these make of it."""
     backward = [chunk for chunk in dag.of_type(Chunk) if chunk.kind == "B"]
     keys = sorted({_key(chunk) for chunk in backward}, key=repr)
     chosen = draw(st.one_of(st.just([]), st.just(keys), st.lists(st.sampled_from(keys), min_size=1, unique=True)))
     copy = dag.copy()
-    halve(copy, [chunk for chunk in copy.of_type(Chunk) if chunk.kind == "B" and _key(chunk) in chosen])
+    split_backward(copy, [chunk for chunk in copy.of_type(Chunk) if chunk.kind == "B" and _key(chunk) in chosen])
     return copy
 
 
@@ -232,7 +232,7 @@ FAULTS = (
     "unknown op", "missing op", "unknown field", "missing field", "no match", "bad filter", "bad pass", "duplicate place",
     "region without place", "device gap", "bad device", "several devices", "passes apart", "too many microbatches",
     "no microbatches", "split twice", "split after order", "contradicting order", "order in a circle", "chunk in two groups",
-    "one group", "half after whole", "whole after half", "whole and half", "not a list",
+    "one group", "part after whole", "whole after part", "whole and part", "not a list",
 )  # fmt: skip
 
 
@@ -295,7 +295,7 @@ def _break(fault: str, program: list[JSON], case: Case, draw: Draw) -> Any:
 def _broken_orders(fault: str, microbatches: int, draw: Draw) -> list[JSON]:
     """What comes behind place and split, where the fault is in an order; else nothing."""
     forward, backward = {"MB": 0, "PASS": "F"}, {"MB": 0, "PASS": "B"}
-    half = {**backward, "PASS": draw(st.sampled_from(["BI", "BW"]))}
+    part = {**backward, "PASS": draw(st.sampled_from(["BI", "BW"]))}
 
     def order(groups: Any) -> JSON:
         return {"op": "order", "filters": groups}
@@ -313,11 +313,11 @@ def _broken_orders(fault: str, microbatches: int, draw: Draw) -> list[JSON]:
             return [order([forward, {"PASS": "F"}])]
         case "one group":
             return [order(draw(st.sampled_from([[], [forward], forward, None, [[]]])))]
-        case "half after whole":
-            return [order([forward, backward]), order([forward, half])]
-        case "whole after half":
-            halves = [forward, {**backward, "PASS": "BI"}, {**backward, "PASS": "BW"}]
-            return [order(halves), order([forward, backward])]
-        case "whole and half":
-            return [order(draw(st.permutations([forward, backward, half])))]
+        case "part after whole":
+            return [order([forward, backward]), order([forward, part])]
+        case "whole after part":
+            parts = [forward, {**backward, "PASS": "BI"}, {**backward, "PASS": "BW"}]
+            return [order(parts), order([forward, backward])]
+        case "whole and part":
+            return [order(draw(st.permutations([forward, backward, part])))]
     return []

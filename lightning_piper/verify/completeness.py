@@ -6,7 +6,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping
 
 from lightning_piper.ir.nodes import Chunk
-from lightning_piper.ir.regions import HALVES, PassKey
+from lightning_piper.ir.regions import SPLIT_BACKWARD, PassKey
 from lightning_piper.ir.seeds import chunk_seed
 from lightning_piper.ops import metrics, results
 from lightning_piper.ops.facts import Contributions, Facts, names_of
@@ -59,22 +59,22 @@ def _alike(facts: Facts, updated: Mapping[str, Mapping[tuple[int, ...], Update]]
 
 
 def _passes(facts: Facts) -> Iterable[str]:
-    """The backward of some samples may run whole, and of others in halves."""
+    """The backward of some samples may run whole, and of others split."""
     code = facts.dag.code
     slices: dict[PassKey, Contributions] = {}
     for region, kind in code.interfaces:
-        slices |= {(region, part): {} for part in (code.halves_of(region) if kind == "B" else (kind,))}
-    halved: set[int] = set()
+        slices |= {(region, part): {} for part in (code.backward_passes_of(region) if kind == "B" else (kind,))}
+    split: set[int] = set()
     for chunk in facts.dag.of_type(Chunk):
-        for part in code.halves_of(chunk.region) if chunk.kind == "B" else (chunk.kind,):
+        for part in code.backward_passes_of(chunk.region) if chunk.kind == "B" else (chunk.kind,):
             # A pass may run twice on the same samples (recomputation); what enters a sum twice is found where it is summed.
             slices[chunk.region, part][chunk.slice] = facts.share(chunk.slice)
-        if chunk.kind in HALVES:
-            halved.add(chunk.region)
+        if chunk.kind in SPLIT_BACKWARD:
+            split.add(chunk.region)
     found: dict[str, None] = {}
     for (region, kind), total in slices.items():
         if problem := facts.uncovered(facts.share, total):
-            shown = "B" if kind in HALVES and region not in halved else kind
+            shown = "B" if kind in SPLIT_BACKWARD and region not in split else kind
             found[f"{shown}[{facts.dag.regions[region].label}]: {problem}"] = None
     yield from found
 

@@ -49,8 +49,8 @@ def _rewrite_bug(name: str, what: str, change: Callable[[TrainingDAG], Iterable[
     mutation(name, what, "rewrite", (shard.Shard, "apply"), scenario=scenario)(_applied(change))
 
 
-def _moves(dag: TrainingDAG, way: str) -> list[AllToAll]:
-    return [node for node in dag.of_type(AllToAll) if node.way == way]
+def _moves(dag: TrainingDAG, direction: str) -> list[AllToAll]:
+    return [node for node in dag.of_type(AllToAll) if node.direction == direction]
 
 
 def _with_counts_of(dag: TrainingDAG, other: Callable[[AllToAll, AllToAll], bool]) -> Iterable[object]:
@@ -123,8 +123,8 @@ def _said_to_be_summed(dag: TrainingDAG) -> Iterable[object]:
             yield node
 
 
-def _stays(way: str) -> Callable[[TrainingDAG], Iterable[object]]:
-    return lambda dag: _bypass(dag, _moves(dag, way))
+def _stays(direction: str) -> Callable[[TrainingDAG], Iterable[object]]:
+    return lambda dag: _bypass(dag, _moves(dag, direction))
 
 
 _rewrite_bug("rows stay at their source", "experts get the rows of their own device alone", _stays("dispatch"))
@@ -230,7 +230,7 @@ def _on_the_way(target: tuple[Any, str], name: str, what: str, change: Callable[
 
 def _last_row(self: Any, parts: list[torch.Tensor], x: torch.Tensor) -> Any:
     full = [i for i, part in enumerate(parts) if part.shape[0]]
-    if self._way == "counts" or self._even or not full:
+    if self._direction == "counts" or self._even or not full:
         return parts
     found = [part.clone() for part in parts]
     found[full[-1]][-1] = 0
@@ -238,11 +238,11 @@ def _last_row(self: Any, parts: list[torch.Tensor], x: torch.Tensor) -> Any:
 
 
 def _by_arrival(self: Any, joined: torch.Tensor, parts: Any, x: torch.Tensor) -> Any:
-    return torch.cat(list(parts)) if self._way == "dispatch" and not self._even else joined
+    return torch.cat(list(parts)) if self._direction == "dispatch" and not self._even else joined
 
 
 def _boxes_in_reverse(self: Any, joined: torch.Tensor, parts: Any, x: torch.Tensor) -> Any:
-    return torch.cat(list(parts)[::-1]) if self._way == "combine" and self._even else joined
+    return torch.cat(list(parts)[::-1]) if self._direction == "combine" and self._even else joined
 
 
 _on_the_way(_CUT, "a token lost", "the last row on its way arrives as zeros", _last_row)
@@ -254,7 +254,7 @@ _on_the_way(_JOIN, "boxes back in reverse", "the owners' boxes are joined from t
           scenario=SCENARIO)  # fmt: skip
 def _counts_of_the_other(original: Function, seeded: Seeded) -> Function:
     def join(self: Any, parts: Any, x: torch.Tensor) -> Any:
-        turned = self._way == "counts" and not torch.equal(parts[0], parts[-1])
+        turned = self._direction == "counts" and not torch.equal(parts[0], parts[-1])
         seeded.hits += turned
         return original(self, list(parts)[::-1] if turned else parts, x)
 
@@ -275,7 +275,7 @@ def _splits_exchanged(original: Function, seeded: Seeded) -> Function:
           scenario=SCENARIO)  # fmt: skip
 def _back_without_order(original: Function, seeded: Seeded) -> Function:
     def cut(self: Any, x: torch.Tensor) -> Any:
-        if self._way != "combine" or self._even:
+        if self._direction != "combine" or self._even:
             return original(self, x)
         seeded.hit()
         return list(x.split([sum(run) for run in self._sizes[self._counts].arrived]))
@@ -287,8 +287,11 @@ def _back_without_order(original: Function, seeded: Seeded) -> Function:
 
 
 def _other_way(device: int, instructions: list[Instruction]) -> list[Instruction]:
-    ways = {"dispatch": "combine", "combine": "dispatch"}
-    return [dataclasses.replace(x, way=ways.get(x.way, x.way)) if isinstance(x, ins.AllToAll) else x for x in instructions]
+    directions = {"dispatch": "combine", "combine": "dispatch"}
+    return [
+        dataclasses.replace(x, direction=directions.get(x.direction, x.direction)) if isinstance(x, ins.AllToAll) else x
+        for x in instructions
+    ]
 
 
 def _other_members(device: int, instructions: list[Instruction]) -> list[Instruction]:

@@ -24,7 +24,7 @@ from property_tests.mutations.table import Function, Seeded, Wrap, mutation
 
 # The rewrite
 
-REDUCE, GATHER, DIVIDE = (replicate, "reduce_gradients"), (replicate, "gather_parameters"), (replicate, "divide")
+REDUCE, GATHER, DIVIDE = (replicate, "reduce_gradients"), (replicate, "gather_parameters"), (replicate, "shard_batch")
 
 
 def _afterwards(change: Callable[[TrainingDAG], Iterable[object]]) -> Wrap:

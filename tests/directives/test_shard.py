@@ -160,9 +160,11 @@ def test_nothing_is_summed_that_nobody_else_owns() -> None:
     dag = compiled("ep2", ALONE, False).dag
     assert not [node for node in dag.of_type(ReduceScatter) if node.outputs[0].others]
     assert len([node for node in dag.of_type(AllGather) if node.outputs[0].others]) == 4  # two of each layer, once a step
-    ways = Counter((node.way, node.region) for node in dag.of_type(AllToAll))
+    directions = Counter((node.direction, node.region) for node in dag.of_type(AllToAll))
     layers = sorted(dag.meshes)
-    assert ways == {(way, r): {"counts": 2}.get(way, 4) for way in ("counts", "dispatch", "combine") for r in layers}
+    assert directions == {
+        (direction, r): {"counts": 2}.get(direction, 4) for direction in ("counts", "dispatch", "combine") for r in layers
+    }
     twice = compiled("ep2 dp2", ALONE, False).dag
     assert len([node for node in twice.of_type(ReduceScatter) if node.outputs[0].others]) == 4  # of two layers, two buckets each
 

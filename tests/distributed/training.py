@@ -160,8 +160,10 @@ def train(rank: int, jobs: list[Job]) -> list[Trained]:
         executor = Executor(plans[rank], one.step, tensors, tensors, transport, CPU, shards)
         pieces = local_shards_of(plans[rank], shards)
         metrics, optimizer, own = [], None, {}
-        share = slice(plans[rank].replica * plans[rank].share, (plans[rank].replica + 1) * plans[rank].share)
-        leaves = [x[share] if x.ndim else x for x in one.leaves]
+        local_batch = slice(
+            plans[rank].replica * plans[rank].local_batch_size, (plans[rank].replica + 1) * plans[rank].local_batch_size
+        )
+        leaves = [x[local_batch] if x.ndim else x for x in one.leaves]
         for number in range(job.steps):
             result = executor.step(leaves, seed=number)
             if optimizer is None and result.grads:
