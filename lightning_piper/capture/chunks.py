@@ -115,7 +115,7 @@ def _results(
         elif isinstance(desc, _torch.GradAOTOutput):
             param = next((name for x, name in names.params.items() if x.meta["desc"] == desc.grad_of), None)
             if param is None:
-                continue  # of the batch, by `requires_grad_`: nobody asks for it after the step
+                continue  # of the batch, by `requires_grad_`: it is not used after the step
             if node.meta["val"].layout is not torch.strided:
                 raise CaptureError(
                     f"the gradient of {param} is sparse, and a plan sends and sums dense ones; make the embedding with "

@@ -1,4 +1,4 @@
-"""`capture`: a module and one batch -> a step that can be had at any batch size."""
+"""`capture`: a module and one batch -> the code of its step, for any batch size."""
 
 from __future__ import annotations
 
@@ -172,7 +172,7 @@ class CapturedStep:
             if self._codes:
                 first = next(iter(self._codes.values()))
                 _same_structure(first, found)
-                # Without those that read other parameters, say: nobody may ask for them.
+                # Without those that read other parameters, say: no program may ask for them.
                 alike = {key: p for key, p in split_passes.items() if _public(p[0]) == _public(first.split_passes[key][0])}
                 found = dataclasses.replace(found, split_passes=alike)
             self._codes[size, degrees] = found

@@ -95,7 +95,7 @@ def _write(path: Path, tensor_ranges: Sequence[TensorRange], common: dict[str, A
 
 
 def _discard(path: Path) -> None:
-    """Best effort: what remains is under a name that nobody loads, and the next save removes it."""
+    """Best effort: what remains is under a name that is never loaded, and the next save removes it."""
     try:
         if temporary_of(path).is_dir():
             prepare(path)

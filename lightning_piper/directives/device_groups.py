@@ -94,7 +94,7 @@ def _by_group(dag: TrainingDAG, totals: list[Accumulate]) -> list[Accumulate]:
 
 
 def _read_instead(dag: TrainingDAG, update: Update, inputs: tuple[Ref, ...]) -> None:
-    """Let an update read values where they are made, and drop the transfers that nobody needs any more."""
+    """Let an update read values where they are made, and drop the transfers that are no longer needed."""
     received = [dag.nodes[ref[0]] for ref in update.inputs if isinstance(dag.nodes[ref[0]], Recv)]
     dag.rewire(update, inputs=inputs)
     for recv in received:

@@ -147,7 +147,7 @@ def _sharded(dag: TrainingDAG, regions: set[int]) -> list[Bucket]:
 
 
 def _untrained_buckets(dag: TrainingDAG, devices: Group, regions: set[int], policy: ShardingPolicy) -> list[Bucket]:
-    """Buckets of what `regions` read but nobody trains."""
+    """Buckets of what `regions` read and no region trains."""
     placed = {n for node in dag.of_type(Parameters) if node.devices == devices for n in node.outputs[0].names}
     trained = _trained(dag).keys() | placed | dag.divided.keys()
     readers = readers_of(dag)

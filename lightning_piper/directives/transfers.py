@@ -53,7 +53,8 @@ def place_dependents(dag: TrainingDAG, chunks: Iterable[Chunk]) -> list[Node]:
 def connect(dag: TrainingDAG, nodes: Iterable[Node]) -> None:
     """Insert a send and a receive wherever a placed node of `nodes` reads a value that lies on another device.
 
-    One transfer serves all readers of a value on a device. Between replicated nodes each replica sends to itself.
+    One transfer serves all readers of a value on a device. Between replicated nodes, each replica sends to its own device of the
+    other group.
     """
     arrived: dict[tuple[Ref, tuple[int, ...]], Ref] = {}
     for node in nodes:

@@ -64,8 +64,8 @@ def check_groups(names: Names, full: Sequence[State]) -> None:
 
 
 class ShardedOptimizer:
-    """Cuts an optimizer when it is made: `group["params"]` loses, in place, the parameters of other processes, and has this
-    process's local shards of those that are sharded. All groups stay, also empty ones, for schedulers hold them.
+    """An optimizer cut down to what one process holds: `group["params"]` loses, in place, the parameters of other processes, and
+    has this process's local shards of those that are sharded. All groups stay, also empty ones, for schedulers hold them.
 
     Args:
         optimizer: over the parameters that the whole module had before it was distributed.

@@ -150,7 +150,7 @@ class Planning(Protocol):
         ...
 
     def sent(self, node: Node, channel: Channel, source: Read) -> None:
-        """A message was handed to a channel: its sender may let go of it once it is known to have arrived."""
+        """A message was handed to a channel: the sender frees it once it is known to have arrived."""
         ...
 
     def received(self, irecv: Any) -> None:

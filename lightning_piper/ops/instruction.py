@@ -38,7 +38,7 @@ class Instruction:
         stream: the logical stream it runs on.
         origin, placed_by: indices of the directives that made and placed the node.
         reads: bundles read, in order.
-        writes: slots written, in order; None where nobody reads what is made.
+        writes: slots written, in order; None where what is made is not read.
     """
 
     op: ClassVar[str]

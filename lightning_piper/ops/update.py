@@ -36,7 +36,7 @@ class Update(Node):
 @dataclass(frozen=True, kw_only=True)
 class Add(Instruction):
     """One step of a sum. The first two terms are added into new tensors, for the first may be an alias of anything; from
-    then on the sum (`in_place`, the only slot written more than once) belongs to nobody else and is added to in place.
+    then on the sum (`in_place`, the only slot written more than once) shares memory with nothing else and is added to in place.
 
     Attributes:
         in_place: the one bundle read is added to what the slot holds.

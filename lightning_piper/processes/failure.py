@@ -57,7 +57,7 @@ class FailureWatch:
     Args:
         world: more than one process.
         host: address of rank 0.
-        children: that this process has started and nobody else would end, by rank, from the next one on.
+        children: that this process has started and has to end, by rank, from the next one on.
 
     Making one is collective.
 

@@ -28,7 +28,7 @@ from lightning_piper.simulate.engine import run_in_virtual_time
 
 
 class Prepared(Protocol):
-    """What a step runs on; see `session.process_runtime.Prepared`."""
+    """A compiled program with its executors; see `session.process_runtime.Prepared`."""
 
     @property
     def compiled(self) -> Compiled: ...

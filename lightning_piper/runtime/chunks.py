@@ -1,4 +1,4 @@
-"""A chunk with everything it needs but its inputs: the shortest way from slots to slots through its code."""
+"""Binds the code of a chunk to parameters, buffers and slots, so that a step looks nothing up."""
 
 from __future__ import annotations
 

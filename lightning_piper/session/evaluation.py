@@ -4,7 +4,7 @@ A plan has fixed shapes and is the same for all processes of a replica, so they 
 batch, and whether a plan has to be made first. Replicas may have batches of different sizes, and some a batch more than others, if
 the step logs no tensors: so they do in `predict`, where Lightning's sampler repeats no sample to make the local batches even. A
 replica
-that has run out goes through its last batch again, for nothing, as long as others go on: they may need its shards of parameters.
+that has run out repeats its last batch, without a result, as long as others go on: they may need its shards of parameters.
 """
 
 from __future__ import annotations
@@ -68,7 +68,7 @@ class Evaluation:
         """A prediction begins. Collective.
 
         Args:
-            batches: in each loader of this process; infinite where nobody knows.
+            batches: in each loader of this process; infinite where the number is not known.
         """
         self._batches, self._seen = self._world.gather(list(batches)), Counter()
 

@@ -1,5 +1,5 @@
-"""Is everything there? What no single node can tell: every pass for every sample, every gradient on every device group, every
-metric."""
+"""Checks that nothing is missing, which no single node can tell: every pass for every sample, every gradient on every device group,
+every metric."""
 
 from __future__ import annotations
 

@@ -152,7 +152,7 @@ def compare(expected: Outcome, found: Outcome, rounding: Mapping[str, float]) ->
     """Compare two outcomes; `rounding` holds the measured movement of each result under perturbations of one ulp.
 
     A result may be off by `ALLOWANCE` times its own movement, and by at least that many eps of its dtype; a gradient, also by what
-    operations that only approximate say of it (`Outcome.slack`).
+    operations that only approximate state for it (`Outcome.slack`).
     """
     kinds = ((expected.metrics, found.metrics), (expected.grads, found.grads), (expected.buffers, found.buffers))
     if missing := [name for a, b in kinds for name in sorted(set(a) ^ set(b))]:

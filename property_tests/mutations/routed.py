@@ -136,7 +136,7 @@ _rewrite_bug("counts of another layer", "rows travel by the counts of another re
 _rewrite_bug("counts of another microbatch", "rows travel by the counts of other samples",
              lambda dag: _with_counts_of(dag, lambda node, counts: counts.region == node.region))  # fmt: skip
 _rewrite_bug("back in another order", "rows come back as if other devices owned the experts", _other_order)
-_rewrite_bug("rows at experts called sent", "dispatched rows are passed off as those of the device", _retyped)
+_rewrite_bug("rows at experts called rows of the source", "dispatched rows are passed off as those of the device", _retyped)
 _rewrite_bug("experts owned twice", "two groups are the same, and some devices own nothing", _owned_twice, TWICE)
 _rewrite_bug("experts not summed", "who own the same experts keep their own sums", _sum_bypassed, TWICE)
 _rewrite_bug("experts of a microbatch twice", "a microbatch counts twice in the experts' gradient", _first_term_twice)
