@@ -3,8 +3,8 @@
 A plan has fixed shapes and is the same for all processes of a replica, so they agree before each step that they have the same
 batch, and whether a plan has to be made first. Replicas may have batches of different sizes, and some a batch more than others, if
 the step logs no tensors: so they do in `predict`, where Lightning's sampler repeats no sample to make the local batches even. A
-replica
-that has run out repeats its last batch, without a result, as long as others go on: they may need its shards of parameters.
+replica that has run out repeats its last batch, without a result, as long as others go on: they may need its shards of
+parameters.
 """
 
 from __future__ import annotations

@@ -31,8 +31,8 @@ from lightning_piper.strategy.precision import Clipping, LossScaling
 
 
 class Fit:
-    """One fit, from its first batch on. When it is made, it captures and verifies the step, distributes the module, connects the
-    processes. Collective throughout.
+    """One fit, from its first batch on. When it is made, it captures and verifies the step, distributes the module, and connects
+    the processes. Collective throughout.
 
     Args:
         module: that is trained.
