@@ -172,7 +172,7 @@ def measure(delay: float, steps: int, microbatches: int) -> None:
     rank, _ = join()
     channel = Channel()
     batch = torch.randn(4 * microbatches, CONTEXT, WIDTH, generator=torch.Generator().manual_seed(1))
-    share = batch.chunk(2)[rank]
+    local_batch = batch.chunk(2)[rank]
     runs: dict[str, Executor] = {}
     exchanges = 0
     for name, program in programs(microbatches).items():
@@ -189,7 +189,7 @@ def measure(delay: float, steps: int, microbatches: int) -> None:
                 channel.delay = late
                 dist.barrier()
                 start = time.perf_counter()
-                executor.step([share], seed=i)
+                executor.step([local_batch], seed=i)
                 dist.barrier()
                 if i >= 2:
                     times.setdefault((name, late), []).append(time.perf_counter() - start)

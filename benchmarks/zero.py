@@ -66,7 +66,7 @@ def ours(level: Mapping[str, Any], pipeline: bool = False) -> Callable[[Config, 
         params = dict(module.named_parameters())
         shards = shards_of(plan, params, CPU)
         owned = {n: params[n] for n in compiled.params_on(rank) if not any(n in bucket.names for bucket in shards)}
-        compiled.step.at(plan.share)  # traced while the module is whole
+        compiled.step.at(plan.local_batch_size)  # traced while the module is whole
         for name, param in params.items():
             if name not in owned:
                 param.data = torch.empty(0)
@@ -78,8 +78,8 @@ def ours(level: Mapping[str, Any], pipeline: bool = False) -> Callable[[Config, 
 
         def step(i: int) -> torch.Tensor:
             leaves = batch(c, i, SEQUENCES)
-            share = slice(plan.replica * plan.share, (plan.replica + 1) * plan.share)
-            result = executor.step([x[share] for x in leaves], seed=i)
+            local_batch = slice(plan.replica * plan.local_batch_size, (plan.replica + 1) * plan.local_batch_size)
+            result = executor.step([x[local_batch] for x in leaves], seed=i)
             for name in list(result.grads):
                 trained[name].grad = result.grads.pop(name)
             optimizer.step()

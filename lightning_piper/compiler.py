@@ -195,7 +195,7 @@ def verify(module: nn.Module, batch: Any, directives: Any, *, seed: int = 0) -> 
     eager execution of `training_step` on one device that accumulates over the same microbatches; the last graph, which is the one
     that plans are made of, also with one device on the whole batch. A step that draws random numbers draws them per region, which
     eager execution cannot repeat: it is compared with the captured step on one device. Where microbatches give another result
-    than the whole batch, the report names the operations that couple the samples.
+    than the whole batch, the report names the operations that look across the samples.
 
     Raises:
         CaptureError, DirectiveError: as `compile` does.

@@ -62,8 +62,8 @@ def _forward(self: Any, hidden_states: Tensor, top_k_index: Tensor, top_k_weight
     with annotate("EP"):
         rows, sizes = dispatch(hidden_states[order // top], counts)
         rows = combine(_apply(self, rows, sizes))
-    home = torch.empty_like(order).scatter(0, order, torch.arange(tokens * top, device=order.device))
-    weighted = rows[home].view(tokens, top, -1) * top_k_weights.unsqueeze(-1)
+    inverse = torch.empty_like(order).scatter(0, order, torch.arange(tokens * top, device=order.device))
+    weighted = rows[inverse].view(tokens, top, -1) * top_k_weights.unsqueeze(-1)
     return weighted.sum(1).to(hidden_states.dtype)
 
 

@@ -25,7 +25,7 @@ from lightning_piper.errors import CaptureError
 # so that a size in a captured graph is a multiple of it only where it was computed from the number of these rows.
 ROWS = 1_000_003
 
-# What travels at an exchange: the counts, rows to their experts, rows back home.
+# What travels at an exchange: the counts, rows to their experts, rows back to their source.
 COUNTS, DISPATCH, COMBINE = "counts", "dispatch", "combine"
 _BACK = {DISPATCH: COMBINE, COMBINE: DISPATCH}
 
@@ -120,15 +120,15 @@ def combine(outputs: torch.Tensor) -> torch.Tensor:
     if not _sites.calls:
         raise CaptureError("combine: nothing was dispatched before; call piper.dispatch on the tokens of these outputs first")
     site = len(_sites.calls) - 1
-    home, even = _sites.calls[site]
+    shape, even = _sites.calls[site]
     leading = 2 if even else 1
-    here = list(home) if _sites.degree(site) > 1 else list(outputs.shape)
-    home_again: torch.Tensor = _route(outputs, None, [*here[:leading], *outputs.shape[leading:]], COMBINE, site)
-    return home_again
+    here = list(shape) if _sites.degree(site) > 1 else list(outputs.shape)
+    returned: torch.Tensor = _route(outputs, None, [*here[:leading], *outputs.shape[leading:]], COMBINE, site)
+    return returned
 
 
 @torch.library.custom_op("lightning_piper::route", mutates_args=())
-def _route(x: torch.Tensor, counts: torch.Tensor | None, shape: Sequence[int], way: str, site: int) -> torch.Tensor:
+def _route(x: torch.Tensor, counts: torch.Tensor | None, shape: Sequence[int], direction: str, site: int) -> torch.Tensor:
     """Stands in a captured graph for an exchange; `shape` is that of what arrives. Run by itself, an identity.
 
     `counts` are those by which rows are sent to their experts.
@@ -137,17 +137,17 @@ def _route(x: torch.Tensor, counts: torch.Tensor | None, shape: Sequence[int], w
 
 
 @_route.register_fake
-def _(x: torch.Tensor, counts: torch.Tensor | None, shape: Sequence[int], way: str, site: int) -> torch.Tensor:
+def _(x: torch.Tensor, counts: torch.Tensor | None, shape: Sequence[int], direction: str, site: int) -> torch.Tensor:
     return x.new_empty(shape)
 
 
 def _remember(ctx: Any, inputs: tuple[Any, ...], output: torch.Tensor) -> None:
-    x, _, _, way, site = inputs
-    ctx.shape, ctx.way, ctx.site = x.shape, way, site
+    x, _, _, direction, site = inputs
+    ctx.shape, ctx.direction, ctx.site = x.shape, direction, site
 
 
 def _backward(ctx: Any, gradient: torch.Tensor) -> tuple[Any, ...]:
-    return _route(gradient, None, ctx.shape, _BACK[ctx.way], ctx.site), None, None, None, None
+    return _route(gradient, None, ctx.shape, _BACK[ctx.direction], ctx.site), None, None, None, None
 
 
 _route.register_autograd(_backward, setup_context=_remember)

@@ -36,12 +36,12 @@ def test_forward_only_steps_are_equivalent(tally: Counter[str], data: Any, case:
     dag = compile_step(step, tuple(program), training=training if fit else None).dag
     assert dag.devices() == training.devices()
     outcome = interpret(dag, case.tensors, case.leaves)
-    share = case.size // dag.replicas
+    local_batch = case.size // dag.replicas
     if case.spec.random and dag.replicas > 1:
         return  # each replica draws other numbers than the first one
     for replica, results in enumerate(outcome.results):
-        one = build_dag(step, share)
-        leaves = [x[replica * share : (replica + 1) * share] for x in case.leaves]
+        one = build_dag(step, local_batch)
+        leaves = [x[replica * local_batch : (replica + 1) * local_batch] for x in case.leaves]
         wanted = interpret(one, case.tensors, leaves)
         assert results.keys() == {"0"} and torch.equal(results["0"], wanted.results[0]["0"])
         if dag.replicas == 1:

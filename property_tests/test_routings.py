@@ -119,14 +119,14 @@ def divisions(draw: Any, experts: int) -> tuple[list[piper.Directive], int]:
     copies = draw(st.sampled_from([1, 2] if degree == 2 else [1]))
     replicas, stages = degree * copies, draw(st.sampled_from([1, 2]))
     places = draw(st.permutations(range(replicas)))
-    homes = [[stage + r * stages for r in range(replicas)] for stage in range(stages)]
-    owners = [[home[p] for p in places[i : i + degree]] for home in homes for i in range(0, replicas, degree)]
+    groups = [[stage + r * stages for r in range(replicas)] for stage in range(stages)]
+    owners = [[group[p] for p in places[i : i + degree]] for group in groups for i in range(0, replicas, degree)]
     level = draw(st.sampled_from([{}, {"shard_optimizer": True}, {"shard_grads": True}, {"shard_params": True}]))
     program: list[piper.Directive] = [piper.Split(filter={}, dim_name="MB", num_microbatches=draw(st.sampled_from([1, 2])))]
-    program += [piper.Place(filter={"PP": i} if stages == 2 else {}, devices=home) for i, home in enumerate(homes)]
+    program += [piper.Place(filter={"PP": i} if stages == 2 else {}, devices=group) for i, group in enumerate(groups)]
     sharing = [
         piper.Shard(filter={"EP": "*"}, devices=owners),
-        piper.Replicate(filter={}, devices=homes, bucket_size=1e-4, **level),
+        piper.Replicate(filter={}, devices=groups, bucket_size=1e-4, **level),
     ]
     return [*program, *draw(st.permutations(sharing))], replicas
 

@@ -1,4 +1,4 @@
-"""The backward pass of a region in two halves: `BI`, gradients of inputs, and `BW`, gradients of weights.
+"""The split backward pass of a region: `BI`, the input-gradient pass, and `BW`, the weight-gradient pass.
 
 The cut is made at the cotangents, which are what other regions wait for: BI runs what they need, BW all the rest. What both
 need is computed in BI and handed over. Nothing but views is computed twice, so that B, and BI followed by BW, run the very
@@ -24,8 +24,8 @@ from lightning_piper.ir.values import Kind
 _FREE = VIEWS - {torch.ops.aten._to_copy.default}
 
 
-def halve(whole: Pass, shared: Collection[Node], kept: Collection[Node]) -> dict[str, Pass]:
-    """The halves of a backward pass by their names; one alone where no cotangent leaves the region, or no weight is trained.
+def split_backward(whole: Pass, shared: Collection[Node], kept: Collection[Node]) -> dict[str, Pass]:
+    """The two parts of a backward pass by their names; one alone where no cotangent leaves the region, or no weight is trained.
 
     Args:
         whole: the pass B with its outputs and reads.
@@ -70,22 +70,22 @@ def _is_free(node: Node) -> bool:
     return node.target in _FREE and (node.target is not operator.getitem or (isinstance(source, Node) and _is_free(source)))
 
 
-def save(forward: Pass, halves: Mapping[str, Pass], kept: Collection[Node]) -> None:
-    """Let a forward pass hand out what its backward reads, in one bundle for each set of halves that read it: a value is then
-    freed as soon as the halves that need it are done. All of these bundles are there at every batch size, if need be empty."""
-    readers = [("BI",), ("BW",), ("BI", "BW")] if len(halves) == 2 else [tuple(halves)]
+def save(forward: Pass, parts: Mapping[str, Pass], kept: Collection[Node]) -> None:
+    """Let a forward pass hand out what its backward reads, in one bundle for each set of parts that read it: a value is then
+    freed as soon as the parts that need it are done. All of these bundles are there at every batch size, if need be empty."""
+    readers = [("BI",), ("BW",), ("BI", "BW")] if len(parts) == 2 else [tuple(parts)]
     for names in readers:
-        nodes = [n for n in kept if tuple(kind for kind, half in halves.items() if n in half.reads) == names]
+        nodes = [n for n in kept if tuple(kind for kind, part in parts.items() if n in part.reads) == names]
         forward.outputs.append((Output(Kind.SAVED, names), nodes))
 
 
-def wire(whole: Pass, halves: Mapping[str, Pass], passes: Mapping[PassKey, Pass], taken: Collection[OutputRef]) -> None:
-    """Set the inputs of a backward pass and of its halves. `taken` are the bundles that it takes from other regions."""
+def wire(whole: Pass, parts: Mapping[str, Pass], passes: Mapping[PassKey, Pass], taken: Collection[OutputRef]) -> None:
+    """Set the inputs of a backward pass and of its parts. `taken` are the bundles that it takes from other regions."""
     region = whole.key[0]
     saved = passes[region, "F"].bundles(Kind.SAVED)
     whole.take([*(ref for ref, _, _ in saved), *taken], passes)
-    known = {**passes, **{half.key: half for half in halves.values()}}
+    known = {**passes, **{part.key: part for part in parts.values()}}
     outside: Collection[OutputRef] = taken
-    for kind, half in halves.items():
-        half.take([*(ref for ref, out, _ in saved if kind in out.names), *outside], known)
-        outside = [ref for ref, _, _ in half.bundles(Kind.SAVED)]
+    for kind, part in parts.items():
+        part.take([*(ref for ref, out, _ in saved if kind in out.names), *outside], known)
+        outside = [ref for ref, _, _ in part.bundles(Kind.SAVED)]

@@ -25,7 +25,7 @@ class _Leaf:
 
 @dataclass(frozen=True)
 class BatchSpec:
-    """A batch without its tensors.
+    """What a batch is made of, without the values: its containers, and the shape and dtype of each tensor.
 
     Attributes:
         skeleton: the batch with every tensor replaced by its place, and every list with one entry a sample by a `Listed`; all else
@@ -181,7 +181,7 @@ def _rebuild(item: Any, leaves: Sequence[torch.Tensor], listed: Callable[[Listed
 
 
 def _structure(item: Any) -> Hashable:
-    """A hashable form that depends on nobody's `repr` or `==`: 1, 1.0 and True differ, a nan is itself."""
+    """A hashable form that depends on no `repr` or `==` of a user's class: 1, 1.0 and True differ, a nan is itself."""
     if isinstance(item, _Leaf):
         return item
     if isinstance(item, Listed):

@@ -9,12 +9,12 @@ import torch
 from torch.fx import Node
 
 from lightning_piper.capture import _torch
-from lightning_piper.capture.backward import halve, save, wire
+from lightning_piper.capture.backward import save, split_backward, wire
 from lightning_piper.capture.extract import extract
-from lightning_piper.capture.mixing import refuse_mixing
 from lightning_piper.capture.passes import Names, OutputRef, Pass, reads_of
 from lightning_piper.capture.regions import Assignment, assign, gradient_terms
-from lightning_piper.capture.rows import refuse_coupling, routed_of, rows_of
+from lightning_piper.capture.row_independence import refuse_row_dependence
+from lightning_piper.capture.rows import refuse_joined_rows, routed_of, rows_of
 from lightning_piper.errors import CaptureError
 from lightning_piper.ir.regions import Code, Interface, Output, PassKey, Region, Routed
 from lightning_piper.ir.values import Kind
@@ -26,7 +26,8 @@ Extracted = dict[PassKey, tuple[Interface, Code]]
 def cut(
     graph: torch.fx.Graph, canonical: Mapping[str, str], plain: Sequence[Output], routed: Mapping[int, Routed] | None = None
 ) -> tuple[tuple[Region, ...], Extracted, Extracted, Mapping[int, Routed]]:
-    """Cut a joint graph into passes: regions, their passes F and B, the halves BI and BW of B, and the regions that get rows.
+    """Cut a joint graph into passes: regions, their passes F and B, the parts BI and BW of a split B, and the regions that get
+    rows.
 
     Args:
         graph: as `trace` gives it.
@@ -55,13 +56,13 @@ def cut(
     _results(described, names, changed, placed, passes, plain, routed)
     forward = {key for key, p in passes.items() if key[1] == "F" and p.nodes}
     _drop_unused(passes)
-    halves = _connect(placed, passes, state)
+    parts = _connect(placed, passes, state)
     forward = forward or {(0, "F")}  # a step that computes nothing is a chunk that does nothing
     passes = {key: p for key, p in passes.items() if p.nodes or p.outputs or key in forward}
     rows = {region: rows_of(passes[region, "F"]) for region in routed}
     for region, open_rows in rows.items():
         if open_rows is not None:
-            refuse_coupling(passes[region, "F"])
+            refuse_joined_rows(passes[region, "F"])
 
     def extracted(p: Pass) -> tuple[Interface, Code]:
         region = p.key[0]
@@ -70,13 +71,13 @@ def cut(
     found = {key: extracted(p) for key, p in passes.items()}
     tried: set[Any] = set()
     for region in routed:
-        refuse_mixing(passes[region, "F"], *found[region, "F"], names, routed[region], tried)
+        refuse_row_dependence(passes[region, "F"], *found[region, "F"], names, routed[region], tried)
     split: Extracted = {}
-    for region, by_kind in halves.items():
+    for region, by_kind in parts.items():
         if len(by_kind) == 1:  # it is B itself
-            split |= {half.key: found[region, "B"] for half in by_kind.values()}
+            split |= {part.key: found[region, "B"] for part in by_kind.values()}
         else:
-            split |= {half.key: extracted(half) for half in by_kind.values()}
+            split |= {part.key: extracted(part) for part in by_kind.values()}
     return placed.regions, found, split, routed
 
 
@@ -109,22 +110,22 @@ def _results(
         if isinstance(desc, _torch.PlainAOTOutput):
             output = plain[desc.idx]
             if output.kind == Kind.RESULT:
-                results.setdefault(_home(node, placed), {})[output.names[0]] = node
+                results.setdefault(_region_of(node, placed), {})[output.names[0]] = node
             else:
-                passes[_home(node, placed), "F"].outputs.append((output, [node]))
+                passes[_region_of(node, placed), "F"].outputs.append((output, [node]))
         elif isinstance(desc, _torch.GradAOTOutput):
             param = next((name for x, name in names.params.items() if x.meta["desc"] == desc.grad_of), None)
             if param is None:
-                continue  # of the batch, by `requires_grad_`: nobody asks for it after the step
+                continue  # of the batch, by `requires_grad_`: it is not used after the step
             if node.meta["val"].layout is not torch.strided:
                 raise CaptureError(
                     f"the gradient of {param} is sparse, and a plan sends and sums dense ones; make the embedding with "
                     "sparse=False (with SGD and Adagrad it trains alike; in the place of SparseAdam, take Adam)"
                 )
             for term in gradient_terms(node, placed.of):
-                grads.setdefault(_home(term, placed), {}).setdefault(param, []).append(term)
+                grads.setdefault(_region_of(term, placed), {}).setdefault(param, []).append(term)
     for name, node in changed.items():
-        buffers.setdefault(_home(node, placed), {})[name] = node
+        buffers.setdefault(_region_of(node, placed), {})[name] = node
     for kind, by_region in ((Kind.BUFFER, buffers), (Kind.RESULT, results)):
         for region, by_name in by_region.items():
             passes[region, "F"].outputs.append((Output(kind, tuple(by_name)), list(by_name.values())))
@@ -144,7 +145,7 @@ def _results(
             passes[region, "B"].outputs.append((Output(Kind.GRAD, tuple(params)), merged))
 
 
-def _home(node: Node, placed: Assignment) -> int:
+def _region_of(node: Node, placed: Assignment) -> int:
     """Region of a result; what belongs to none (a placeholder, a view, a constant) is handed out by the last one."""
     return placed.of.get(node, len(placed.regions) - 1)
 
@@ -178,7 +179,7 @@ def _drop_unused(passes: Mapping[PassKey, Pass]) -> None:
 
 
 def _connect(placed: Assignment, passes: Mapping[PassKey, Pass], state: frozenset[Node]) -> dict[int, dict[str, Pass]]:
-    """Find what each pass reads from elsewhere and make the passes that have it hand it out. Returns the halves of the backward
+    """Find what each pass reads from elsewhere and make the passes that have it hand it out. Returns the parts of the backward
     passes, by region and name."""
     crossing: dict[tuple[Node, PassKey], list[PassKey]] = {}
     # Backward passes take what their own forward made or was given; forward passes take from the forward that made it.
@@ -199,16 +200,16 @@ def _connect(placed: Assignment, passes: Mapping[PassKey, Pass], state: frozense
             taken.setdefault(reader, []).append((*source, len(passes[source].outputs)))
         passes[source].outputs.append((Output(kind, (node.name,)), [node]))
     backward = {region: p for (region, kind), p in passes.items() if kind == "B" and p.outputs}
-    halves: dict[int, dict[str, Pass]] = {}
+    parts: dict[int, dict[str, Pass]] = {}
     for region, p in backward.items():
-        halves[region] = halve(p, placed.shared, kept.get(region, {}))
-        save(passes[region, "F"], halves[region], kept.get(region, {}))
+        parts[region] = split_backward(p, placed.shared, kept.get(region, {}))
+        save(passes[region, "F"], parts[region], kept.get(region, {}))
     for region, p in backward.items():
-        wire(p, halves[region], passes, taken.get(p.key, ()))
+        wire(p, parts[region], passes, taken.get(p.key, ()))
     for key, p in passes.items():
         if key[1] == "F":
             p.take(taken.get(key, ()), passes)
-    return halves
+    return parts
 
 
 def _saved_by(node: Node, region: int, passes: Mapping[PassKey, Pass], placed: Assignment, state: frozenset[Node]) -> bool:

@@ -8,7 +8,7 @@ from torch.fx import Node
 from lightning_piper.capture import _torch
 from lightning_piper.capture.code import compile_boxed
 from lightning_piper.capture.passes import Names, Pass
-from lightning_piper.capture.rows import arrives, leaves, resize, spec_of, way_of
+from lightning_piper.capture.rows import arrives, direction_of, leaves, resize, spec_of
 from lightning_piper.ir.regions import Code, Interface
 from lightning_piper.ir.values import Kind, TensorSpec
 from lightning_piper.routing import COMBINE, COUNTS
@@ -28,7 +28,7 @@ def extract(
         state: placeholders of buffers that the step changes.
         constants: holds the tensors that the step makes from Python numbers.
         routed: rows are sent to the region.
-        rows: where the number of rows is open, as many as there are at home; see `capture.rows`.
+        rows: where the number of rows is open, as many as there are at the source; see `capture.rows`.
     """
     given = [node for nodes in p.inputs.values() for node in nodes]
     params = {n: name for n, name in names.params.items() if n in p.reads}
@@ -71,7 +71,7 @@ def _emit(graph: torch.fx.Graph, env: dict[Node, Node], node: Node) -> Node:
             _emit(graph, env, x)
         if node.target is aten.detach.default:
             env[node] = env[node.all_input_nodes[0]]
-        elif way_of(node) is not None:
+        elif direction_of(node) is not None:
             env[node] = _arrived(graph, env, node)
         else:
             env[node] = graph.node_copy(node, env.__getitem__)
@@ -107,7 +107,7 @@ def _arrived(graph: torch.fx.Graph, env: dict[Node, Node], node: Node) -> Node:
     """What an exchange brought. It is made outside of the code: the code reads what arrived, or hands out what is to leave."""
     source = node.all_input_nodes[0]
     before, after = source.meta["val"], node.meta["val"]
-    if way_of(node) == COUNTS and before.shape != after.shape:
+    if direction_of(node) == COUNTS and before.shape != after.shape:
         # What arrives are the counts of each device for what is here.
         return graph.call_function(aten.sum.dim_IntList, (env[source], [0]), {"dtype": before.dtype})
     if before.shape == after.shape and not before.is_contiguous():
@@ -117,7 +117,7 @@ def _arrived(graph: torch.fx.Graph, env: dict[Node, Node], node: Node) -> Node:
 
 def _source(node: Node) -> Node:
     """What a pass itself makes of an output: rows that leave it, as they are before they travel."""
-    divided = way_of(node) == COMBINE and node.meta["val"].shape != node.all_input_nodes[0].meta["val"].shape
+    divided = direction_of(node) == COMBINE and node.meta["val"].shape != node.all_input_nodes[0].meta["val"].shape
     return node.all_input_nodes[0] if divided else node
 
 

@@ -1,4 +1,4 @@
-"""Python numbers as a captured step sees them: arithmetic on them is remembered, and done again before every step.
+"""Python numbers that change from step to step: a trace records the arithmetic on them, and each step repeats it.
 
 A step reads counters, rates and other numbers that change from step to step. While it is traced, a `Number` stands for each. What
 becomes of it decides how the captured step follows:

@@ -16,11 +16,13 @@ OutputRef = tuple[int, str, int]  # (region, pass, output index)
 
 @dataclass
 class Pass:
-    """Attributes:
-    nodes: what it runs, in the order of the joint graph.
-    outputs: its bundles, with the nodes they hold.
-    reads: placeholders and values from elsewhere, in the order of use.
-    inputs: the bundles it takes, with the nodes they bring.
+    """One pass of one region while the joint graph is cut.
+
+    Attributes:
+        nodes: what it runs, in the order of the joint graph.
+        outputs: its bundles, with the nodes they hold.
+        reads: placeholders and values from elsewhere, in the order of use.
+        inputs: the bundles it takes, with the nodes they bring.
     """
 
     key: PassKey

@@ -1,4 +1,4 @@
-"""Whose is an exception that was raised while a step was captured: the user's own, or one that only a capture raises?"""
+"""Tells the errors of the user's code from those that are raised only because a step is captured."""
 
 from __future__ import annotations
 

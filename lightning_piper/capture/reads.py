@@ -73,9 +73,11 @@ class History:
 
 
 class Reads:
-    """Attributes:
-    guards: places that stood as they stand.
-    inputs: numbers.
+    """What a step's Python code read while it was captured, and what is done about it.
+
+    Attributes:
+        guards: places that stood as they stand.
+        inputs: numbers.
     """
 
     def __init__(self, history: History | None = None) -> None:

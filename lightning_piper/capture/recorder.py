@@ -41,9 +41,11 @@ def is_library(module: str | None) -> bool:
 
 
 class Recorder:
-    """Attributes:
-    objects: what a module's attributes, and other places, hold: id -> (object, how a user would name it).
-    routines: functions that they hold, hooks among them.
+    """Records what the Python code of a step reads while the step is traced.
+
+    Attributes:
+        objects: what a module's attributes, and other places, hold: id -> (object, how a user would name it).
+        routines: functions that they hold, hooks among them.
     """
 
     def __init__(self, module: nn.Module, guards: Guards, inputs: Inputs) -> None:

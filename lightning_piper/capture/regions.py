@@ -38,10 +38,12 @@ VIEWS = {
 
 @dataclass(frozen=True)
 class Assignment:
-    """Attributes:
-    regions: the regions in trace order.
-    of: region index of every forward and backward node that has a place of its own.
-    shared: views and constants; whoever uses one computes it again.
+    """Which region each node of a joint graph belongs to.
+
+    Attributes:
+        regions: the regions in trace order.
+        of: region index of every forward and backward node that has a place of its own.
+        shared: views and constants; whoever uses one computes it again.
     """
 
     regions: tuple[Region, ...]
@@ -127,15 +129,15 @@ def _is_glue(node: Node, away: set[Node], weights: set[Node]) -> bool:
 
 
 def _away(forward: list[Node]) -> set[Node]:
-    """The nodes that work on dispatched tokens, up to what brings them home."""
+    """The nodes that work on dispatched tokens, up to what brings them back."""
     away: set[Node] = set()
     for node in forward:
-        if node.target is ROUTE or any(x in away and not _brings_home(x) for x in node.all_input_nodes):
+        if node.target is ROUTE or any(x in away and not _combines(x) for x in node.all_input_nodes):
             away.add(node)
     return away
 
 
-def _brings_home(node: Node) -> bool:
+def _combines(node: Node) -> bool:
     return node.target is ROUTE and node.args[3] == COMBINE
 
 
@@ -158,8 +160,8 @@ def _assign_backward(backward: list[Node], regions: list[Region], of: dict[Node,
     made. No node is placed later in the backward order than its inputs allow, so the passes never wait on each other.
     """
     by_sequence: dict[Any, int] = {}
-    for node, home in of.items():
-        by_sequence.setdefault(_torch.sequence_number(node), home)  # operations without gradient repeat the number before
+    for node, forward in of.items():
+        by_sequence.setdefault(_torch.sequence_number(node), forward)  # operations without gradient repeat the number before
     tags = [dict(r.tags) for r in regions]
     last = len(regions) - 1
     floating: list[Node] = []

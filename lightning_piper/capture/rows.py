@@ -25,25 +25,25 @@ from lightning_piper.routing import COMBINE, COUNTS, DISPATCH, ROUTE, ROWS
 aten = torch.ops.aten
 
 
-def way_of(node: Node) -> str | None:
+def direction_of(node: Node) -> str | None:
     """What an exchange in a joint graph moves; None for all other operations."""
     return str(node.args[3]) if node.target is ROUTE else None
 
 
 def arrives(node: Node, p: Pass) -> str:
     """What an input of a pass is to its exchanges; nothing, if anything else reads it too."""
-    own, ways = set(p.nodes), set()
+    own, directions = set(p.nodes), set()
     for user in node.users:
         if user in own:
-            ways.add(COUNTS if user.target is ROUTE and node is user.args[1] else way_of(user))
+            directions.add(COUNTS if user.target is ROUTE and node is user.args[1] else direction_of(user))
     if any(node in made for _, made in p.outputs):
-        ways.add(None)
-    return (next(iter(ways)) or "") if len(ways) == 1 else ""
+        directions.add(None)
+    return (next(iter(directions)) or "") if len(directions) == 1 else ""
 
 
 def leaves(nodes: Iterable[Node]) -> str:
     """What an output of a pass is to its exchanges."""
-    return COMBINE if {way_of(node) for node in nodes} == {COMBINE} else ""
+    return COMBINE if {direction_of(node) for node in nodes} == {COMBINE} else ""
 
 
 def routed_of(passes: Mapping[PassKey, Pass], params: Mapping[Node, str], shared: Collection[Node]) -> dict[int, Routed]:
@@ -54,7 +54,7 @@ def routed_of(passes: Mapping[PassKey, Pass], params: Mapping[Node, str], shared
     """
     found: dict[int, Routed] = {}
     for (region, kind), p in passes.items():
-        sent = [node for node in p.nodes if kind == "F" and way_of(node) == DISPATCH]
+        sent = [node for node in p.nodes if kind == "F" and direction_of(node) == DISPATCH]
         if not sent:
             continue
         forms = {(counts is None, _value(x if counts is None else counts).shape[0]) for x, counts in (n.args[:2] for n in sent)}
@@ -71,12 +71,12 @@ def routed_of(passes: Mapping[PassKey, Pass], params: Mapping[Node, str], shared
 
 
 def rows_of(p: Pass) -> int | None:
-    """The number of rows of a forward pass at home, where the number that arrives is open; None elsewhere."""
-    sent = [n for n in p.nodes if way_of(n) == DISPATCH and _value(n).shape[0] == ROWS]
+    """The number of rows of a forward pass at the source, where the number that arrives is open; None elsewhere."""
+    sent = [n for n in p.nodes if direction_of(n) == DISPATCH and _value(n).shape[0] == ROWS]
     return int(_value(sent[0].args[0]).shape[0]) if sent else None
 
 
-def refuse_coupling(p: Pass) -> None:
+def refuse_joined_rows(p: Pass) -> None:
     """Refuse a forward pass that computes one number from several rows: with its experts divided, no device has all of them.
 
     Raises:
@@ -84,7 +84,7 @@ def refuse_coupling(p: Pass) -> None:
     """
     for node in p.nodes:
         _refuse_arithmetic(node)
-        if way_of(node) is None and any(_open(x) for x in node.all_input_nodes) and not _open(node):
+        if direction_of(node) is None and any(_open(x) for x in node.all_input_nodes) and not _open(node):
             raise CaptureError(
                 f"{source_line(node)}: {node.target} between dispatch and combine makes one value from the rows of several tokens, "
                 "which are on several devices when experts are divided; work on each row by itself there, and do the rest outside"
@@ -152,15 +152,15 @@ def _mentions_rows(arguments: Any) -> bool:
 
 
 def spec_of(value: torch.Tensor, rows: int | None) -> TensorSpec:
-    """The spec of a traced tensor; with open rows, that of the balanced case, as many rows as at home."""
+    """The spec of a traced tensor; with open rows, that of the balanced case, as many rows as at the source."""
     spec = TensorSpec.of(value)
     if rows is None:
         return spec
 
-    def at_home(sizes: tuple[int, ...]) -> tuple[int, ...]:
+    def at_source(sizes: tuple[int, ...]) -> tuple[int, ...]:
         return tuple(n // ROWS * rows if n and n % ROWS == 0 else n for n in sizes)
 
-    return TensorSpec(at_home(spec.shape), spec.dtype, at_home(spec.stride))
+    return TensorSpec(at_source(spec.shape), spec.dtype, at_source(spec.stride))
 
 
 def _open(node: Node) -> bool:

@@ -1,4 +1,4 @@
-"""`capture`: a module and one batch -> a step that can be had at any batch size."""
+"""`capture`: a module and one batch -> the code of its step, for any batch size."""
 
 from __future__ import annotations
 
@@ -163,18 +163,18 @@ class CapturedStep:
                 ) from error
             if self._first is None:
                 self._first = size, text_of(traced)
-            regions, passes, halves, routed = cut(
+            regions, passes, split_passes, routed = cut(
                 traced.graph, self.canonical, traced.plain, None if whole is None else whole.routed
             )
             interfaces, code = {key: p[0] for key, p in passes.items()}, {key: p[1] for key, p in passes.items()}
-            found = StepCode(size, regions, interfaces, code, traced.logs, specs, halves, routed, step.rebuild)
+            found = StepCode(size, regions, interfaces, code, traced.logs, specs, split_passes, routed, step.rebuild)
             self._check_memory(found)
             if self._codes:
                 first = next(iter(self._codes.values()))
                 _same_structure(first, found)
-                # Without those that read other parameters, say: nobody may ask for them.
-                alike = {key: p for key, p in halves.items() if _public(p[0]) == _public(first.halves[key][0])}
-                found = dataclasses.replace(found, halves=alike)
+                # Without those that read other parameters, say: no program may ask for them.
+                alike = {key: p for key, p in split_passes.items() if _public(p[0]) == _public(first.split_passes[key][0])}
+                found = dataclasses.replace(found, split_passes=alike)
             self._codes[size, degrees] = found
         return self._codes[size, degrees]
 

@@ -18,9 +18,11 @@ from lightning_piper.capture.trace import Traced
 
 @dataclass(frozen=True)
 class Text:
-    """Attributes:
-    lines: one for each operation, then for each logged value.
-    sources: the user's line of each operation.
+    """A trace as text, to be compared with another one.
+
+    Attributes:
+        lines: one for each operation, then for each logged value.
+        sources: the user's line of each operation.
     """
 
     lines: tuple[str, ...]

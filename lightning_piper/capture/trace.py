@@ -45,10 +45,12 @@ METRICS = "update metric objects in a hook (on_..._batch_end), and log them in o
 
 @dataclass(frozen=True)
 class Traced:
-    """Attributes:
-    graph: the functional graph; placeholders and outputs carry descriptors.
-    plain: what the graph's plain outputs 0, 1, ... are.
-    logs: the `self.log` calls, in order.
+    """A step as one functional graph, forward and backward.
+
+    Attributes:
+        graph: the functional graph; placeholders and outputs carry descriptors.
+        plain: what the graph's plain outputs 0, 1, ... are.
+        logs: the `self.log` calls, in order.
     """
 
     graph: torch.fx.Graph

@@ -22,9 +22,11 @@ _PLAIN = (type(None), bool, str, bytes, torch.dtype, torch.device, enum.Enum, Pu
 
 
 class Watch:
-    """Attributes:
-    get: the object, as it is now.
-    where: how a user would write it.
+    """Stands for an object outside of the module, such as the Trainer, while the step is traced: what is read of it is recorded.
+
+    Attributes:
+        get: the object, as it is now.
+        where: how a user would write it.
     """
 
     def __init__(self, inputs: Inputs, get: Callable[[], Any], where: str, step: str) -> None:

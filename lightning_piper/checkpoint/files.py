@@ -1,4 +1,4 @@
-"""Checkpoints on disk: complete or absent, and known to be what was written.
+"""Checkpoint files: complete or absent, with a checksum of everything that was written.
 
 A checkpoint is written under a temporary name beside its own and renamed when it is complete. A directory cannot be renamed onto
 one that has content, so an earlier checkpoint of the same name is first renamed to a second known name, where it is found

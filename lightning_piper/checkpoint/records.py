@@ -1,4 +1,4 @@
-"""Checkpoints that are one file: is every record of it what was saved?
+"""Checks a checkpoint that is one file: each record against its checksum.
 
 `torch.save` writes a zip archive with a CRC-32 of each record: one for the pickled objects, one for each tensor's data.
 `torch.load` does not look at them, so this does, before it.

@@ -47,9 +47,9 @@ def save(path: str | Path, tensor_ranges: Sequence[TensorRange], common: dict[st
     """Write a checkpoint, whole or not at all: an earlier one of this name can be loaded until the new one is complete. Collective.
 
     Args:
-        path: of the directory; that of the lead counts.
+        path: of the directory; that of rank 0 counts.
         tensor_ranges: what this process holds. What several hold, which must be equal, is written once.
-        common: everything else; that of the lead counts.
+        common: everything else; that of rank 0 counts.
         world: of the processes that save together, which share the directory.
 
     Raises:
@@ -60,7 +60,7 @@ def save(path: str | Path, tensor_ranges: Sequence[TensorRange], common: dict[st
     try:
         _write(path, tensor_ranges, common, world, doing)
     except PiperError:
-        if world.leads:
+        if world.is_rank_zero:
             _discard(path)
         raise
 
@@ -72,7 +72,7 @@ def _write(path: Path, tensor_ranges: Sequence[TensorRange], common: dict[str, A
     def begin() -> None:
         for part in tensor_ranges:
             _check_range(part)
-        if world.leads:
+        if world.is_rank_zero:
             prepare(path).mkdir()
             with (folder / META).open("wb") as file:
                 torch.save(common, file)
@@ -82,11 +82,11 @@ def _write(path: Path, tensor_ranges: Sequence[TensorRange], common: dict[str, A
     together(world, doing, begin)
     options: dict[str, Any] = {"storage_writer": Writer(folder), "planner": planner}
     _checkpointed(world, doing, lambda **how: dcp.save({}, **options, **how))
-    own = [f"__{world.rank}_0.distcp", *([".metadata", META] if world.leads else [])]
+    own = [f"__{world.rank}_0.distcp", *([".metadata", META] if world.is_rank_zero else [])]
     found = together(world, doing, lambda: {name: fingerprint(folder / name) for name in own})
 
     def finish() -> None:
-        if world.leads:
+        if world.is_rank_zero:
             files = {name: value for part in found for name, value in part.items()}
             write_manifest(folder, {"id": identity, "processes": world.size, "tensors": planner.specs}, files)
             publish(folder, path)
@@ -95,7 +95,7 @@ def _write(path: Path, tensor_ranges: Sequence[TensorRange], common: dict[str, A
 
 
 def _discard(path: Path) -> None:
-    """Best effort: what remains is under a name that nobody loads, and the next save removes it."""
+    """Best effort: what remains is under a name that is never loaded, and the next save removes it."""
     try:
         if temporary_of(path).is_dir():
             prepare(path)

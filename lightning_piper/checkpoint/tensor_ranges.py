@@ -250,7 +250,7 @@ class _Files(filesystem.FileSystem):
 
 
 class _Unpickler(pickle.Unpickler):
-    """Metadata are made of classes of `torch.distributed.checkpoint` that only hold data, of shapes, dtypes and a layout."""
+    """Reads metadata, and accepts nothing but data classes of `torch.distributed.checkpoint`, shapes, dtypes and a layout."""
 
     def find_class(self, module: str, name: str) -> Any:
         if module == "torch.serialization":

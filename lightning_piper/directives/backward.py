@@ -10,8 +10,8 @@ from lightning_piper.ir.values import Kind
 from lightning_piper.ops.chunk import make_chunk
 
 
-def halve(dag: TrainingDAG, chunks: Sequence[Chunk]) -> None:
-    """Split backward chunks into the halves that their regions have.
+def split_backward(dag: TrainingDAG, chunks: Sequence[Chunk]) -> None:
+    """Split backward chunks into the parts that their regions have.
 
     F -> saved -> B -> cotangent, grad      -->      F -> saved -> BI -> cotangent
                                                      F -> saved -> BW -> grad       (BI -> saved -> BW)
@@ -25,35 +25,35 @@ def halve(dag: TrainingDAG, chunks: Sequence[Chunk]) -> None:
 
 
 def _replace(dag: TrainingDAG, chunk: Chunk) -> dict[Ref, Ref]:
-    """Split one chunk. The first half takes its place and its id, so that chunks still come after all chunks that they read.
+    """Split one chunk. The first part takes its place and its id, so that chunks still come after all chunks that they read.
 
     Returns where each of its outputs is now.
     """
     code = dag.code
     given = dict(zip(dag.interface(chunk).inputs, chunk.inputs, strict=True))
     gathered = dict(zip(dag.interface(chunk).params, chunk.params, strict=False))
-    halves: list[Chunk] = []
-    for kind in code.halves_of(chunk.region):
+    parts: list[Chunk] = []
+    for kind in code.backward_passes_of(chunk.region):
         key = (chunk.region, kind)
         inputs = tuple(given[source] for source in code.interface_of(key).inputs)
         params = tuple(gathered.get(name) for name in code.interface_of(key).params)
-        anew = (dag.gathered_anew(params) if halves else params) if any(params) else ()
-        half = make_chunk(dag, key, chunk.slice, inputs, {**chunk.tags, "PASS": kind}, devices=chunk.devices,
+        anew = (dag.gathered_anew(params) if parts else params) if any(params) else ()
+        part = make_chunk(dag, key, chunk.slice, inputs, {**chunk.tags, "PASS": kind}, devices=chunk.devices,
                           stream=chunk.stream, placed_by=chunk.placed_by, origin=dag.origin, params=anew)  # fmt: skip
-        if halves:
-            dag.add(half)
+        if parts:
+            dag.add(part)
             for later in list(dag.graph.successors(chunk.id)):  # what a directive lets wait for B
                 if (by := dag.graph.edges[chunk.id, later]["order"]) is not None:
-                    dag.order(half, dag.nodes[later], by)
+                    dag.order(part, dag.nodes[later], by)
         else:
-            dag.rewire(chunk, inputs=inputs, params=half.params)
-            dag.change(chunk, kind=kind, tags=half.tags, outputs=half.outputs, origin=dag.origin)
-            half = chunk
-        halves.append(half)
-        given |= {(*key, place): (half.id, place) for place in range(len(half.outputs))}
+            dag.rewire(chunk, inputs=inputs, params=part.params)
+            dag.change(chunk, kind=kind, tags=part.tags, outputs=part.outputs, origin=dag.origin)
+            part = chunk
+        parts.append(part)
+        given |= {(*key, place): (part.id, place) for place in range(len(part.outputs))}
     unused = {ref[0] for ref in gathered.values() if ref is not None}
     dag.remove([dag.nodes[i] for i in sorted(unused) if not dag.users(dag.nodes[i])])
     return {
-        (chunk.id, code.whole(*half.key, place)[2]): (half.id, place)
-        for half in halves for place, value in enumerate(half.outputs) if value.kind != Kind.SAVED
+        (chunk.id, code.whole(*part.key, place)[2]): (part.id, place)
+        for part in parts for place, value in enumerate(part.outputs) if value.kind != Kind.SAVED
     }  # fmt: skip

@@ -10,9 +10,9 @@ from typing import Any, ClassVar, Literal, NoReturn, TypeVar, get_args
 
 from lightning_piper.errors import DirectiveError
 from lightning_piper.ir.dag import TrainingDAG
-from lightning_piper.ir.filters import Filter, Index, describe, matches, names_halves, problem_with
+from lightning_piper.ir.filters import Filter, Index, describe, matches, names_split_backward, problem_with
 from lightning_piper.ir.nodes import Chunk
-from lightning_piper.ir.regions import HALVES
+from lightning_piper.ir.regions import SPLIT_BACKWARD
 from lightning_piper.limits import DEVICES, integer, is_name, shown
 
 Contract = Literal["bitwise", "reassociated", "bounded"]
@@ -117,11 +117,11 @@ class Directive:
         nothing = f"{describe(condition)} matches nothing"
         if not there:
             self.refuse(field, nothing, f"the step has {_tags_in(dag)}")
-        halves = names_halves(condition)
+        named = names_split_backward(condition)
         for chunk in there:
-            if halves and chunk.kind == "B":
+            if named and chunk.kind == "B":
                 self.refuse(field, f"{nothing}: {chunk.label} is whole", "name B; only an order that names BI or BW splits it")
-            if chunk.kind in HALVES and not halves and matches(condition, {**chunk.tags, "PASS": "B"}):
+            if chunk.kind in SPLIT_BACKWARD and not named and matches(condition, {**chunk.tags, "PASS": "B"}):
                 by = f"{nothing}: directive {chunk.origin} has split B into halves, such as {chunk.label}"
                 self.refuse(field, by, "name BI and BW in its place")
         return chunks

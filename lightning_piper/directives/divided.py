@@ -48,35 +48,36 @@ def hold_parts(dag: TrainingDAG, regions: Iterable[int]) -> list[Node]:
 def _hold(dag: TrainingDAG, family: Sequence[int], names: Sequence[str]) -> list[Node]:
     """`names` are the parameters that the regions of `family` share."""
     mesh = dag.meshes[family[0]]
-    level = _level(dag, family, names, members=mesh.size(DATA))
+    policy = _policy(dag, family, names, members=mesh.size(DATA))
     chunks = [chunk for chunk in dag.of_type(Chunk) if chunk.region in family]
     trained = {name for chunk in chunks for value in chunk.outputs if value.kind == Kind.GRAD for name in value.names}
     updates: list[Node] = []
     buckets: list[Bucket] = []
     for some in ([n for n in names if n in trained], [n for n in names if n not in trained]):
         params = [dataclasses.replace(dag.step.params[name], spec=dag.spec_of(name)) for name in some]
-        buckets += buckets_of(params, level.bucket_bytes, mesh)
+        buckets += buckets_of(params, policy.bucket_bytes, mesh)
     for bucket in buckets:
         if bucket.names[0] in trained:
-            updates += _sum(dag, family, chunks, bucket if level.dtype is None else bucket.in_dtype(level.dtype), level)
-    for home in dict.fromkeys(chunk.devices for chunk in chunks):
-        gather_at(dag, home, buckets, level)
+            updates += _sum(dag, family, chunks, bucket if policy.dtype is None else bucket.in_dtype(policy.dtype), policy)
+    for devices in dict.fromkeys(chunk.devices for chunk in chunks):
+        gather_at(dag, devices, buckets, policy)
     return updates
 
 
-def _level(dag: TrainingDAG, family: Sequence[int], names: Sequence[str], members: int) -> ShardingPolicy:
+def _policy(dag: TrainingDAG, family: Sequence[int], names: Sequence[str], members: int) -> ShardingPolicy:
     """What the replicate directive of these regions says. The optimizer's state is sharded over all who have the same part."""
     found = {dag.policies[region] for region in family if region in dag.policies}
     if len(found) > 1:
         raise Conflict(f"the divided parameters {', '.join(names[:3])} are used in regions that are replicated differently")
-    level = next(iter(found), ShardingPolicy())
+    policy = next(iter(found), ShardingPolicy())
     return dataclasses.replace(
-        level, optimizer=True, gradients=level.gradients and members > 1, parameters=level.parameters and members > 1
+        policy, optimizer=True, gradients=policy.gradients and members > 1, parameters=policy.parameters and members > 1
     )
 
 
-def _sum(dag: TrainingDAG, family: Sequence[int], chunks: Sequence[Chunk], bucket: Bucket, level: ShardingPolicy) -> list[Node]:
-    """Sum the gradients of a bucket, for each region and home, and update the bucket at each home with all of these sums."""
+def _sum(dag: TrainingDAG, family: Sequence[int], chunks: Sequence[Chunk], bucket: Bucket, policy: ShardingPolicy) -> list[Node]:
+    """Sum the gradients of a bucket, for each region and device group, and update the bucket on each group with all of these
+    sums."""
     totals: list[Ref] = []
     for region in reversed(family):  # as the backward pass comes to them
         terms: dict[Group, list[tuple[Chunk, int]]] = {}
@@ -84,15 +85,15 @@ def _sum(dag: TrainingDAG, family: Sequence[int], chunks: Sequence[Chunk], bucke
             for i, value in enumerate(chunk.outputs):
                 if value.kind == Kind.GRAD and bucket.names[0] in value.names:
                     terms.setdefault(chunk.devices, []).append((chunk, i))
-        totals += [_total(dag, made, bucket, level) for made in terms.values()]
+        totals += [_total(dag, made, bucket, policy) for made in terms.values()]
     tags = dag.nodes[totals[0][0]].tags if len(family) == 1 else {}
     return [
-        dag.add(Update(inputs=tuple(totals), tags=tags, devices=home, placed_by=dag.origin))
-        for home in dict.fromkeys(chunk.devices for chunk in chunks)
+        dag.add(Update(inputs=tuple(totals), tags=tags, devices=devices, placed_by=dag.origin))
+        for devices in dict.fromkeys(chunk.devices for chunk in chunks)
     ]
 
 
-def _total(dag: TrainingDAG, terms: Sequence[tuple[Chunk, int]], bucket: Bucket, level: ShardingPolicy) -> Ref:
+def _total(dag: TrainingDAG, terms: Sequence[tuple[Chunk, int]], bucket: Bucket, policy: ShardingPolicy) -> Ref:
     """The sum of what chunks on the same devices make, and of the others who have the same part."""
     alone = bucket.members == 1
     value = Value(Kind.GRAD, bucket.names, (bucket.whole,), Shard(0) if alone else Partial(), bucket, bucket.others)
@@ -103,15 +104,15 @@ def _total(dag: TrainingDAG, terms: Sequence[tuple[Chunk, int]], bucket: Bucket,
         pack: Node = dag.add(
             Pack(inputs=((chunk.id, i),), outputs=(value,), tags=tags, devices=chunk.devices, placed_by=chunk.placed_by)
         )
-        if level.gradients:
-            pack = scatter(dag, pack, level)
+        if policy.gradients:
+            pack = scatter(dag, pack, policy)
         packs.append((pack.id, 0))
     made = dag.value(packs[0])
     total: Node = dag.add(
         Accumulate(inputs=tuple(packs), outputs=(made,), tags=tags, devices=first.devices, placed_by=first.placed_by)
     )
-    if not alone and not level.gradients:
-        total = scatter(dag, total, level)
+    if not alone and not policy.gradients:
+        total = scatter(dag, total, policy)
     return (total.id, 0)
 
 

@@ -9,10 +9,10 @@ from typing import Any, ClassVar
 
 import networkx as nx
 
-from lightning_piper.directives.backward import halve
+from lightning_piper.directives.backward import split_backward
 from lightning_piper.directives.base import Contract, Directive, register
 from lightning_piper.ir.dag import TrainingDAG
-from lightning_piper.ir.filters import Filter, Index, describe, names_halves
+from lightning_piper.ir.filters import Filter, Index, describe, names_split_backward
 from lightning_piper.ir.nodes import Chunk, Node
 from lightning_piper.ir.regions import Region
 from lightning_piper.ir.values import Kind
@@ -32,9 +32,9 @@ class Order(Directive):
             them into its group. The filters of a group take turns, chunk by chunk, so that each computes while the others
             communicate; chunks of one filter run in their default order.
 
-    A filter whose PASS is `BI` or `BW` asks for backward passes in halves: those that it selects are split first. BI hands on the
-    gradients that other regions wait for, BW makes those of the weights. A half that a region does not have is passed over: a
-    first stage hands on no gradient, so all of its backward is BW. A half that no order names runs by the default order.
+    A filter whose PASS is `BI` or `BW` asks for split backward passes: those that it selects are split first. BI hands on the
+    gradients that other regions wait for, BW makes those of the weights. One that a region does not have is passed over: a
+    first stage hands on no gradient, so all of its backward is BW. One that no order names runs by the default order.
 
     Order is kept between chunks of one device. Between devices it may only repeat what the data demands anyway. The bits do
     not change: sums of gradients keep their own order.
@@ -59,7 +59,7 @@ class Order(Directive):
         """Nothing: without microbatches and backward passes, the data's own order is the only one."""
 
     def apply(self, dag: TrainingDAG) -> None:
-        self._halve(dag)
+        self._split_backward(dag)
         index = Index(dag)
         groups: list[dict[int, Chunk]] = []
         seen: dict[int, int] = {}
@@ -83,9 +83,9 @@ class Order(Directive):
             self._sequence(dag, list(before.values()), list(after.values()))
         self._refuse_cycle(dag)
 
-    def _halve(self, dag: TrainingDAG) -> None:
-        """Split the backward chunks that filters select by their halves."""
-        asking = [(i, c) for i, group in enumerate(self.filters) for c in _members(group) if names_halves(c)]
+    def _split_backward(self, dag: TrainingDAG) -> None:
+        """Split the backward chunks that filters select by the passes of a split backward."""
+        asking = [(i, c) for i, group in enumerate(self.filters) for c in _members(group) if names_split_backward(c)]
         if not asking:
             return
         index = Index(dag)
@@ -99,7 +99,7 @@ class Order(Directive):
                         "name BI and BW in all orders, or B in all of them",
                     )
                 chosen[chunk.id] = chunk
-        halve(dag, list(chosen.values()))
+        split_backward(dag, list(chosen.values()))
 
     def _sequence(self, dag: TrainingDAG, before: list[Chunk], after: list[Chunk]) -> None:
         """Temporal edges between all of `before` and all of `after`, device by device; m + n of them, not m * n."""

@@ -29,10 +29,11 @@ class Place(Directive):
         axes: of a mesh, the names of its dimensions, such as `["dp", "ep"]`, from the outermost list on. A `shard` may name one.
         stream: logical stream that the chunks run on.
 
-    After a split, its microbatches may run on different devices, the homes of their region. Each home has the region's parameters
-    and sums the gradients of its own microbatches; the homes' sums are added up in the order of microbatches, the same everywhere.
+    After a split, its microbatches may run on different devices, the device groups of their region. Each group has the region's
+    parameters and sums the gradients of its own microbatches; the groups' sums are added up in the order of microbatches, the same
+    everywhere.
 
-    The bits do not change, for a transfer is the identity; but the gradients of a region with several homes are re-associated, and
+    The bits do not change, for a transfer is the identity; but the gradients of a region with several groups are re-associated, and
     `apply` says so.
     """
 

@@ -9,9 +9,9 @@ from typing import Any, ClassVar
 import torch
 
 from lightning_piper.directives.base import Contract, Directive, register
+from lightning_piper.directives.batch_sharding import shard_batch
 from lightning_piper.directives.divided import hold_parts
 from lightning_piper.directives.sharding import Conflict, gather_as_in_training, gather_parameters, reduce_gradients
-from lightning_piper.directives.shares import divide
 from lightning_piper.directives.transfers import connect
 from lightning_piper.ir.dag import TrainingDAG
 from lightning_piper.ir.filters import Filter
@@ -26,7 +26,7 @@ REDUCE_DTYPES = ("float16", "bfloat16", "float32", "float64")
 @register
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Replicate(Directive):
-    """Run the chunks that `filter` selects on a group of devices, each with its share of the batch.
+    """Run the chunks that `filter` selects on a group of devices, each with its local batch, an equal part of the batch.
 
         B 0:8 @0,1 -> accumulate -> update    --replicate {} over [0, 1]-->    B 0:4 @0,1 -> accumulate -> all-reduce -> update
 
@@ -40,13 +40,13 @@ class Replicate(Directive):
         shard_optimizer: each replica updates a shard of the parameters, and has the optimizer's state of that shard alone; the
             parameters are gathered once a step (ZeRO-1).
         shard_grads: also, gradients are summed after each microbatch, and each replica keeps its shard of the sums (ZeRO-2).
-        shard_params: also, parameters are gathered for each use, and freed after it (ZeRO-3). Each level implies those before.
+        shard_params: also, parameters are gathered for each use, and freed after it (ZeRO-3). Each stage implies those before.
         reduce_dtype: dtype in which gradients are summed over microbatches and replicas, such as "float32" for gradients in
             bfloat16; left out, their own.
 
     Of parameters that a `shard` divides, each part is summed, and sharded, over the replicas that have it.
 
-    The shares are the same for all regions of a step, replicated by one directive or by several; what is sharded may differ.
+    The local batches are the same for all regions of a step, replicated by one directive or by several; what is sharded may differ.
     Gradients become sums over the replicas: equal up to re-association, provided that the loss is a mean over samples.
     """
 
@@ -87,31 +87,31 @@ class Replicate(Directive):
             self.refuse("reduce_dtype", shown(self.reduce_dtype), f"give one of {', '.join(REDUCE_DTYPES)}")
 
     def apply_forward(self, dag: TrainingDAG, training: TrainingDAG | None) -> None:
-        """The shares are those of training, and so are the shards, from which parameters are gathered. Without a training step
-        only `shard_params` shards them, for there is no optimizer."""
+        """The local batches are those of training, and so are the shards, from which parameters are gathered. Without a training
+        step only `shard_params` shards them, for there is no optimizer."""
         if training is None:
             self.apply(dag)
             return
-        self._share(dag)
+        self._shard_batch(dag)
         gather_as_in_training(dag, training)
 
     def apply(self, dag: TrainingDAG) -> None:
-        regions, level = self._share(dag), self._level()
+        regions, policy = self._shard_batch(dag), self._policy()
         try:
             again = [region for region in sorted(regions & dag.meshes.keys()) if region in dag.policies]
             if again:
                 raise Conflict(f"what is divided of region {dag.regions[again[0]].label} is replicated by an earlier directive")
-            dag.policies |= dict.fromkeys(regions, level)
-            touched = reduce_gradients(dag, regions, level)
-            if level.optimizer:
-                gather_parameters(dag, regions, level)
+            dag.policies |= dict.fromkeys(regions, policy)
+            touched = reduce_gradients(dag, regions, policy)
+            if policy.optimizer:
+                gather_parameters(dag, regions, policy)
             touched += hold_parts(dag, regions)
         except Conflict as conflict:
             self.refuse("filter", str(conflict), "replicate each region once, and regions that share parameters alike")
         connect(dag, touched)
 
-    def _share(self, dag: TrainingDAG) -> set[int]:
-        """Give every replica its share. Returns the selected regions."""
+    def _shard_batch(self, dag: TrainingDAG) -> set[int]:
+        """Give every replica its local batch. Returns the selected regions."""
         chunks = self.select(dag, "filter", self.filter)
         groups = self.replica_groups()
         for chunk in chunks:
@@ -123,16 +123,18 @@ class Replicate(Directive):
             if chunk.region in regions and chunk.devices not in groups:
                 where = f"on {list(chunk.devices)}" if chunk.devices else "on no device yet"
                 self.refuse(
-                    "devices", f"{chunk.label}, of the same region, is {where}", "replicate a region at all of its homes at once"
+                    "devices",
+                    f"{chunk.label}, of the same region, is {where}",
+                    "replicate a region on all of its device groups at once",
                 )
-        divide(dag, len(groups[0]), self)
+        shard_batch(dag, len(groups[0]), self)
         return regions
 
     def replica_groups(self) -> list[tuple[int, ...]]:
         groups: Any = self.devices if isinstance(self.devices[0], list | tuple) else [self.devices]
         return [tuple(group) for group in groups]
 
-    def _level(self) -> ShardingPolicy:
+    def _policy(self) -> ShardingPolicy:
         return ShardingPolicy(
             optimizer=self.shard_optimizer or self.shard_grads or self.shard_params,
             gradients=self.shard_grads or self.shard_params,

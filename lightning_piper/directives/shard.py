@@ -8,9 +8,9 @@ from collections.abc import Sequence
 from typing import Any, ClassVar
 
 from lightning_piper.directives.base import Contract, Directive, register
+from lightning_piper.directives.batch_sharding import shard_batch
 from lightning_piper.directives.divided import hold_parts
 from lightning_piper.directives.sharding import Conflict, gather_as_in_training, readers_of
-from lightning_piper.directives.shares import divide
 from lightning_piper.directives.transfers import connect
 from lightning_piper.ir import values
 from lightning_piper.ir.dag import TrainingDAG
@@ -41,7 +41,7 @@ class Shard(Directive):
         axis: name of the axis along which they are divided.
         stream: logical stream of the exchanges of tokens.
 
-    Every device works on its own share of the batch, as under a `replicate` over the same devices. Parameters of a divided region
+    Every device works on its own local batch, as under a `replicate` over the same devices. Parameters of a divided region
     whose first dimension is the number of experts, their gradients and optimizer states are divided; gradients are summed over the
     devices that own the same experts, which divide the optimizer's state further. All other parameters are summed as a
     `replicate` of their region says. That directive may come before or after this one, and its levels (shard_grads, shard_params)
@@ -106,7 +106,7 @@ class Shard(Directive):
         for region in regions:
             self._check_region(dag, region, mesh.parts)
         self._check_shared(dag, regions, mesh)
-        divide(dag, len(mesh.places), self)
+        shard_batch(dag, len(mesh.places), self)
         dag.divide(dict.fromkeys(regions, mesh))
         for found in chunks.values():
             self._exchange(dag, found, mesh)
@@ -170,11 +170,13 @@ class Shard(Directive):
             if interface.batch or interface.seeds_gradient:
                 self.refuse("filter", f"{label} reads the batch, or makes the loss", "give it what it needs through piper.dispatch")
             entering = zip(interface.inputs, interface.arrives, strict=True)
-            direct = [dag.code.interface_of(ref[:2]).outputs[ref[2]] for ref, way in entering if not way and ref[0] != region]
+            direct = [
+                dag.code.interface_of(ref[:2]).outputs[ref[2]] for ref, direction in entering if not direction and ref[0] != region
+            ]
             direct += [
                 out
-                for out, way in zip(interface.outputs, interface.leaves, strict=True)
-                if not way and out.kind not in (Kind.SAVED, Kind.GRAD)
+                for out, direction in zip(interface.outputs, interface.leaves, strict=True)
+                if not direction and out.kind not in (Kind.SAVED, Kind.GRAD)
             ]
             if direct:
                 names = ", ".join(f"{out.kind} {out.names[0]}" for out in direct[:3])
@@ -205,9 +207,9 @@ class Shard(Directive):
     def _exchange(self, dag: TrainingDAG, chunks: Sequence[Chunk], mesh: Mesh) -> None:
         """Put exchanges around the chunks of one region, which have other code and other values from here on."""
         experts = dag.code.routed[chunks[0].region]
-        routes: dict[Slice, tuple[Ref, ...]] = {}  # counts at home, and those that arrived
+        routes: dict[Slice, tuple[Ref, ...]] = {}  # counts at the source, and those that arrived
         for chunk in sorted(chunks, key=lambda c: (c.kind != "F", c.id)):
-            interface, home = dag.interface(chunk), chunk.outputs
+            interface, whole = dag.interface(chunk), chunk.outputs
             if chunk.slice not in routes and not experts.even:
                 counts = chunk.inputs[interface.arrives.index(COUNTS)]
                 arrived = self._all_to_all(dag, chunk, COUNTS, (counts,), self._counts(dag.value(counts), experts, mesh), mesh)
@@ -215,25 +217,25 @@ class Shard(Directive):
             route = routes.get(chunk.slice, ())
             dag.change(chunk, outputs=make_chunk(dag, chunk.key, chunk.slice, (), {}).outputs)
             inputs = []
-            for ref, way in zip(chunk.inputs, interface.arrives, strict=True):
-                if way == COUNTS:
+            for ref, direction in zip(chunk.inputs, interface.arrives, strict=True):
+                if direction == COUNTS:
                     ref = route[1]
-                elif way == DISPATCH:
+                elif direction == DISPATCH:
                     value = self._sent(dag.value(ref), experts, mesh)
                     ref = self._all_to_all(dag, chunk, DISPATCH, (ref, *route), value, mesh)
                 inputs.append(ref)
             dag.rewire(chunk, inputs=tuple(inputs))
-            for i, way in enumerate(interface.leaves):
-                if way == COMBINE:
+            for i, direction in enumerate(interface.leaves):
+                if direction == COMBINE:
                     readers = dag.readers((chunk.id, i))
-                    back = self._all_to_all(dag, chunk, COMBINE, ((chunk.id, i), *route), home[i], mesh)
+                    back = self._all_to_all(dag, chunk, COMBINE, ((chunk.id, i), *route), whole[i], mesh)
                     for reader in readers:
                         dag.substitute(reader, (chunk.id, i), back)
 
-    def _all_to_all(self, dag: TrainingDAG, chunk: Chunk, way: str, inputs: tuple[Ref, ...], value: Value, mesh: Mesh) -> Ref:
+    def _all_to_all(self, dag: TrainingDAG, chunk: Chunk, direction: str, inputs: tuple[Ref, ...], value: Value, mesh: Mesh) -> Ref:
         tags = {tag: index for tag, index in chunk.tags.items() if tag != "PASS"}
         node = AllToAll(inputs=inputs, outputs=(value,), tags=tags, devices=chunk.devices, stream=self.stream,
-                        placed_by=dag.origin, way=way, region=chunk.region, mesh=mesh, axis=self.axis)  # fmt: skip
+                        placed_by=dag.origin, direction=direction, region=chunk.region, mesh=mesh, axis=self.axis)  # fmt: skip
         return (dag.add(node).id, 0)
 
     def _counts(self, value: Value, experts: Routed, mesh: Mesh) -> Value:
@@ -243,7 +245,7 @@ class Shard(Directive):
         return dataclasses.replace(value, tensors=(spec,), others=((self.axis, values.Shard(0)),))
 
     def _sent(self, value: Value, experts: Routed, mesh: Mesh) -> Value:
-        """Rows at their experts; where their number is open, as many as at home, which is the balanced case."""
+        """Rows at their experts; where their number is open, as many as at the source, which is the balanced case."""
         (spec,), shape = value.tensors, value.tensors[0].shape
         if experts.even:
             shape = (shape[0] // mesh.parts, shape[1] * mesh.parts, *shape[2:])

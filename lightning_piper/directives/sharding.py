@@ -34,13 +34,13 @@ class Conflict(Exception):
     """Two directives treat one parameter differently. The message says what is wrong."""
 
 
-def reduce_gradients(dag: TrainingDAG, regions: set[int], level: ShardingPolicy) -> list[Node]:
+def reduce_gradients(dag: TrainingDAG, regions: set[int], policy: ShardingPolicy) -> list[Node]:
     """Sum the gradients of `regions` over the replicas. Returns the nodes that may read values of other devices now.
 
     Raises:
         Conflict: they are summed already.
     """
-    touched = _bucket(dag, regions, level)
+    touched = _bucket(dag, regions, policy)
     totals = [total for total in dag.of_type(Accumulate) if _region_of(dag, total) in regions and not total.outputs[0].others]
     touched += disconnect(dag, totals)
     for total in totals:
@@ -49,15 +49,15 @@ def reduce_gradients(dag: TrainingDAG, regions: set[int], level: ShardingPolicy)
         if not isinstance(value.placement, Partial) or any(r.sums for r in readers):
             raise Conflict(f"the gradients of {dict(total.tags)} are already summed over replicas")
         assert value.bucket is not None
-        if value.bucket.dtype != (wanted := level.dtype or value.bucket.tensors[0].dtype):
+        if value.bucket.dtype != (wanted := policy.dtype or value.bucket.tensors[0].dtype):
             shown = f"the gradient of {', '.join(value.names[:3])}, used in several regions"
             raise Conflict(f"{shown}, is summed in {value.bucket.dtype} by another directive and would be in {wanted} by this one")
-        if level.gradients:
-            shards = tuple((scatter(dag, total, level, ref).id, 0) for ref in total.inputs)
+        if policy.gradients:
+            shards = tuple((scatter(dag, total, policy, ref).id, 0) for ref in total.inputs)
             dag.rewire(total, inputs=shards)
             dag.change(total, outputs=(dag.value(shards[0]),))
             continue
-        reduced = scatter(dag, total, level) if level.optimizer else _all_reduce(dag, total, level)
+        reduced = scatter(dag, total, policy) if policy.optimizer else _all_reduce(dag, total, policy)
         for reader in readers:
             dag.substitute(reader, (total.id, 0), (reduced.id, 0))
     for update in dag.of_type(Update):
@@ -68,7 +68,7 @@ def reduce_gradients(dag: TrainingDAG, regions: set[int], level: ShardingPolicy)
     return touched
 
 
-def gather_parameters(dag: TrainingDAG, regions: set[int], level: ShardingPolicy) -> None:
+def gather_parameters(dag: TrainingDAG, regions: set[int], policy: ShardingPolicy) -> None:
     """Let every chunk read the parameters of `regions`, which are sharded now, from a gather.
 
     Raises:
@@ -79,15 +79,15 @@ def gather_parameters(dag: TrainingDAG, regions: set[int], level: ShardingPolicy
     # Also where such a parameter is read and gets no gradient; where it gets one, the directive of that region says how.
     trained = _trained(dag)
     reading = regions | {r for bucket in sharded for r in readers[bucket.names[0]] if r not in trained[bucket.names[0]]}
-    homes: dict[Group, set[int]] = {}
+    device_groups: dict[Group, set[int]] = {}
     for chunk in dag.of_type(Chunk):
         if chunk.region in reading:
-            homes.setdefault(chunk.devices, set()).add(chunk.region)
-    for home, here in homes.items():
+            device_groups.setdefault(chunk.devices, set()).add(chunk.region)
+    for devices, here in device_groups.items():
         buckets = [bucket for bucket in sharded if readers[bucket.names[0]] & here]
-        if level.parameters:
-            buckets += _untrained_buckets(dag, home, here & regions, level)
-        gather_at(dag, home, buckets, level)
+        if policy.parameters:
+            buckets += _untrained_buckets(dag, devices, here & regions, policy)
+        gather_at(dag, devices, buckets, policy)
 
 
 def gather_as_in_training(dag: TrainingDAG, training: TrainingDAG) -> None:
@@ -98,39 +98,39 @@ def gather_as_in_training(dag: TrainingDAG, training: TrainingDAG) -> None:
         if bucket.mesh != dag.mesh_of(bucket.names[0]):
             continue  # not yet divided
         stream = next((gather.stream for gather in training.users(shards)), shards.stream)
-        level = ShardingPolicy(optimizer=True, gradients=not shards.kept, parameters=not shards.kept, gather_stream=stream)
+        policy = ShardingPolicy(optimizer=True, gradients=not shards.kept, parameters=not shards.kept, gather_stream=stream)
         if any(c.devices == shards.devices and set(dag.interface(c).params) & set(bucket.names) for c in dag.of_type(Chunk)):
-            gather_at(dag, shards.devices, [bucket], level)
+            gather_at(dag, shards.devices, [bucket], policy)
 
 
-def gather_at(dag: TrainingDAG, home: Group, buckets: Iterable[Bucket], level: ShardingPolicy) -> None:
-    """Let chunks on the devices `home` read the parameters in `buckets` from a gather.
+def gather_at(dag: TrainingDAG, devices: Group, buckets: Iterable[Bucket], policy: ShardingPolicy) -> None:
+    """Let chunks on these devices read the parameters in `buckets` from a gather.
 
     Raises:
         Conflict: as in `gather_parameters`.
     """
-    placed = {n: node for node in dag.of_type(Parameters) if node.devices == home for n in node.outputs[0].names}
+    placed = {n: node for node in dag.of_type(Parameters) if node.devices == devices for n in node.outputs[0].names}
     sources: dict[str, Parameters] = {}
     for bucket in buckets:
         found = placed.get(bucket.names[0])
         same = all(placed.get(name) is found for name in bucket.names)
-        if not same or (found is not None and found.kept is level.parameters):
-            other = "whole" if level.parameters else "in shards only"
+        if not same or (found is not None and found.kept is policy.parameters):
+            other = "whole" if policy.parameters else "in shards only"
             raise Conflict(f"parameters {', '.join(bucket.names[:3])} are kept {other} between their uses by another directive")
         if found is None:
             value = Value(Kind.PARAM, bucket.names, (bucket.part,), Shard(0), bucket, others=bucket.others)
-            found = dag.add(Parameters(outputs=(value,), devices=home, placed_by=dag.origin, kept=not level.parameters))
+            found = dag.add(Parameters(outputs=(value,), devices=devices, placed_by=dag.origin, kept=not policy.parameters))
         sources |= dict.fromkeys(bucket.names, found)
     shared: dict[int, AllGather] = {}
-    for chunk in [c for c in dag.of_type(Chunk) if c.devices == home]:
+    for chunk in [c for c in dag.of_type(Chunk) if c.devices == devices]:
         names = dag.interface(chunk).params
-        own: dict[int, AllGather] = {} if level.parameters else shared
+        own: dict[int, AllGather] = {} if policy.parameters else shared
         refs = list(chunk.params or (None,) * len(names))
         for i, name in enumerate(names):
             if name in sources and refs[i] is None:
                 source = sources[name]
                 if source.id not in own:
-                    own[source.id] = _all_gather(dag, source, chunk, level)
+                    own[source.id] = _all_gather(dag, source, chunk, policy)
                 refs[i] = (own[source.id].id, 0)
         if any(ref is not None for ref in refs):
             dag.rewire(chunk, params=tuple(refs))
@@ -146,9 +146,9 @@ def _sharded(dag: TrainingDAG, regions: set[int]) -> list[Bucket]:
     return list(found)
 
 
-def _untrained_buckets(dag: TrainingDAG, home: Group, regions: set[int], level: ShardingPolicy) -> list[Bucket]:
-    """Buckets of what `regions` read but nobody trains."""
-    placed = {n for node in dag.of_type(Parameters) if node.devices == home for n in node.outputs[0].names}
+def _untrained_buckets(dag: TrainingDAG, devices: Group, regions: set[int], policy: ShardingPolicy) -> list[Bucket]:
+    """Buckets of what `regions` read and no region trains."""
+    placed = {n for node in dag.of_type(Parameters) if node.devices == devices for n in node.outputs[0].names}
     trained = _trained(dag).keys() | placed | dag.divided.keys()
     readers = readers_of(dag)
     groups: dict[tuple[int, ...], list[str]] = {}
@@ -157,11 +157,11 @@ def _untrained_buckets(dag: TrainingDAG, home: Group, regions: set[int], level: 
             groups.setdefault(tuple(sorted(readers[name])), []).append(name)
     found: dict[Bucket, None] = {}
     for names in groups.values():
-        found |= dict.fromkeys(_buckets(dag, names, level.bucket_bytes, None))
+        found |= dict.fromkeys(_buckets(dag, names, policy.bucket_bytes, None))
     return list(found)
 
 
-def _bucket(dag: TrainingDAG, regions: set[int], level: ShardingPolicy) -> list[Node]:
+def _bucket(dag: TrainingDAG, regions: set[int], policy: ShardingPolicy) -> list[Node]:
     """Let gradients of `regions` be summed bucket by bucket. Other regions that a parameter is used in follow.
 
     Returns the updates, which are now one for each bucket.
@@ -176,7 +176,7 @@ def _bucket(dag: TrainingDAG, regions: set[int], level: ShardingPolicy) -> list[
             continue
         disconnect(dag, sums)
         updates = dict.fromkeys(user.id for total in sums for user in dag.users(total))
-        buckets = _buckets(dag, names, level.bucket_bytes, level.dtype)
+        buckets = _buckets(dag, names, policy.bucket_bytes, policy.dtype)
         parts = {total.id: [_packed(dag, total, bucket) for bucket in buckets] for total in sums}
         for update in [dag.nodes[i] for i in updates]:
             for k in range(len(buckets)):
@@ -232,26 +232,26 @@ def _region_of(dag: TrainingDAG, total: Accumulate) -> int | None:
     return dag.producer((total.id, 0)).region
 
 
-def scatter(dag: TrainingDAG, total: Node, level: ShardingPolicy, ref: Ref | None = None) -> ReduceScatter:
+def scatter(dag: TrainingDAG, total: Node, policy: ShardingPolicy, ref: Ref | None = None) -> ReduceScatter:
     """The sum, over replicas, of a flat tensor that `total` makes (or of `ref`, one of its terms), in shards."""
     ref = ref or (total.id, 0)
     bucket = dag.value(ref).bucket
     assert bucket is not None
     value = Value(Kind.GRAD, bucket.names, (bucket.part,), Shard(0), bucket, others=bucket.others)
     return dag.add(ReduceScatter(inputs=(ref,), outputs=(value,), tags=total.tags, devices=total.devices,
-                                 stream=level.reduce_stream, placed_by=dag.origin))  # fmt: skip
+                                 stream=policy.reduce_stream, placed_by=dag.origin))  # fmt: skip
 
 
-def _all_reduce(dag: TrainingDAG, total: Accumulate, level: ShardingPolicy) -> AllReduce:
+def _all_reduce(dag: TrainingDAG, total: Accumulate, policy: ShardingPolicy) -> AllReduce:
     value = dataclasses.replace(total.outputs[0], placement=Replicate())
     return dag.add(AllReduce(inputs=((total.id, 0),), outputs=(value,), tags=total.tags, devices=total.devices,
-                             stream=level.reduce_stream, placed_by=dag.origin))  # fmt: skip
+                             stream=policy.reduce_stream, placed_by=dag.origin))  # fmt: skip
 
 
-def _all_gather(dag: TrainingDAG, source: Parameters, chunk: Chunk, level: ShardingPolicy) -> AllGather:
+def _all_gather(dag: TrainingDAG, source: Parameters, chunk: Chunk, policy: ShardingPolicy) -> AllGather:
     value, bucket = source.outputs[0], source.outputs[0].bucket
     assert bucket is not None
     whole = dataclasses.replace(value, tensors=(bucket.whole,), placement=Replicate())
-    tags = {tag: index for tag, index in chunk.tags.items() if tag != "PASS"} if level.parameters else {}
+    tags = {tag: index for tag, index in chunk.tags.items() if tag != "PASS"} if policy.parameters else {}
     return dag.add(AllGather(inputs=((source.id, 0),), outputs=(whole,), tags=tags, devices=source.devices,
-                             stream=level.gather_stream, placed_by=dag.origin))  # fmt: skip
+                             stream=policy.gather_stream, placed_by=dag.origin))  # fmt: skip

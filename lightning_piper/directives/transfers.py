@@ -6,7 +6,7 @@ import dataclasses
 from collections.abc import Iterable
 from typing import Any
 
-from lightning_piper.directives.homes import settle
+from lightning_piper.directives.device_groups import settle
 from lightning_piper.ir.dag import TrainingDAG
 from lightning_piper.ir.nodes import Chunk, Node, Ref
 from lightning_piper.ir.values import Partial, Replicate
@@ -53,7 +53,8 @@ def place_dependents(dag: TrainingDAG, chunks: Iterable[Chunk]) -> list[Node]:
 def connect(dag: TrainingDAG, nodes: Iterable[Node]) -> None:
     """Insert a send and a receive wherever a placed node of `nodes` reads a value that lies on another device.
 
-    One transfer serves all readers of a value on a device. Between replicated nodes each replica sends to itself.
+    One transfer serves all readers of a value on a device. Between replicated nodes, each replica sends to its own device of the
+    other group.
     """
     arrived: dict[tuple[Ref, tuple[int, ...]], Ref] = {}
     for node in nodes:

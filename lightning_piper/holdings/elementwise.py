@@ -26,7 +26,8 @@ SINGLE = 1e-4  # what counts as equal in float32: whole parameters meet the same
 
 
 class NotElementwise(Exception):
-    """The message says what was seen. `param`: of the optimizer, at which it was seen; None if at none."""
+    """An optimizer does not treat each element on its own. The message says what was seen. `param`: of the optimizer, at which it
+    was seen; None if at none."""
 
     def __init__(self, message: str, param: Tensor | None = None) -> None:
         super().__init__(message)

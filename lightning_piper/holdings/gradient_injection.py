@@ -19,12 +19,12 @@ from lightning_piper.holdings.gradients import mark
 
 
 class GradientInjection:
-    """Makes losses of which `backward` fills the `.grad` of given parameters.
+    """Makes losses whose `backward` puts the gradients of a plan into the `.grad` of parameters.
 
     Args:
         params: by name; those that the plan updates.
         device: of the losses.
-        absent: those whose gradients are elsewhere, which `backward` says of them.
+        absent: those whose gradients are on other processes; `backward` marks them so (`gradients.mark`).
     """
 
     def __init__(

@@ -1,7 +1,8 @@
-"""Gradients that a process does not have: nobody takes them for none.
+"""Gradients that are on other processes: reading one is an error here, and it is not None.
 
 Code in hooks walks over `module.parameters()` and leaves out those whose gradient is None, as if nothing had used them. A parameter
-of another process, or one that is sharded, has a gradient, but not here. So it gets one that says so to whoever looks into it.
+of another process, or one that is sharded, has a gradient, but not here. So it gets a stand-in, whose error says so when its values
+are read.
 """
 
 from __future__ import annotations

@@ -67,7 +67,7 @@ class GlobalNorms:
 
     def _counts(self, param: Any) -> bool:
         name = self._names.get(id(param))
-        return self._world.leads if name is None else self._ownership.speaks_for(name)
+        return self._world.is_rank_zero if name is None else self._ownership.is_canonical(name)
 
     def _total_norm(
         self, tensors: Any, norm_type: float = 2.0, error_if_nonfinite: bool = False, foreach: bool | None = None
@@ -113,7 +113,7 @@ class GlobalNorms:
 
 def norms_of_each(ownership: Ownership, world: World, p: float) -> dict[str, torch.Tensor]:
     """Name -> norm of the gradient, of the parameters that have one. Collective."""
-    grads = {n: x.grad for n, x in ownership.owned_params.items() if x.grad is not None and ownership.speaks_for(n)}
+    grads = {n: x.grad for n, x in ownership.owned_params.items() if x.grad is not None and ownership.is_canonical(n)}
     own = torch.stack([torch.linalg.vector_norm(g.double(), p) for g in grads.values()]).tolist() if grads else []
     parts: dict[str, list[float]] = {}
     for found in world.gather(dict(zip(grads, own, strict=True))):

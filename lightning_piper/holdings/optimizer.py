@@ -22,7 +22,7 @@ from lightning_piper.holdings.tensor_map import LocalShard
 from lightning_piper.ir.buckets import flattened, view_as
 from lightning_piper.ir.nodes import Chunk
 from lightning_piper.ops.gather import Parameters
-from lightning_piper.processes.world import LEAD, World
+from lightning_piper.processes.world import RANK_ZERO, World
 
 State = dict[str, Any]
 Names = list[list[str | None]]  # canonical names of the parameters of each group; None for what is not the module's
@@ -64,13 +64,13 @@ def check_groups(names: Names, full: Sequence[State]) -> None:
 
 
 class ShardedOptimizer:
-    """Cuts an optimizer when it is made: `group["params"]` loses, in place, the parameters of other processes, and has this
-    process's local shards of those that are sharded. All groups stay, also empty ones, for schedulers hold them.
+    """An optimizer cut down to what one process holds: `group["params"]` loses, in place, the parameters of other processes, and
+    has this process's local shards of those that are sharded. All groups stay, also empty ones, for schedulers hold them.
 
     Args:
         optimizer: over the parameters that the whole module had before it was distributed.
         names: of these.
-        ownership: of the module; parameters that the optimizer has besides stay with every process and are the lead's to save.
+        ownership: of the module; parameters that the optimizer has besides stay with every process and are rank 0's to save.
         compiled: says which directive shards what.
 
     Raises:
@@ -189,7 +189,7 @@ class ShardedOptimizer:
             )
 
     def local_shards(self, replicas: bool = False) -> list[LocalShard]:
-        """The state tensors with a number for each element, as far as this process speaks for them: over all processes, each
+        """The state tensors with a number for each element, of which this process is the canonical holder: over all processes, each
         element once.
 
         Args:
@@ -197,7 +197,7 @@ class ShardedOptimizer:
         """
         found = []
         for name, p, state in self._spoken(replicas):
-            spec, held = self._ownership.tensor_map.specs[name], self._ownership.tensor_map.speaking(name, self._world.rank)
+            spec, held = self._ownership.tensor_map.specs[name], self._ownership.tensor_map.canonical_range(name, self._world.rank)
             whole = self._ownership.tensor_map.holds_whole(name, self._world.rank)
             assert held is not None
             for key, value in state.items():
@@ -213,16 +213,18 @@ class ShardedOptimizer:
             shape = self._ownership.tensor_map.specs[name].shape
             for key, value in state.items():
                 cut = self._keys.is_cut(key, value, p.shape)
-                if self._ownership.tensor_map.speakers(name)[self._world.rank][0] == 0 and not (shape and cut):
+                if self._ownership.tensor_map.canonical_holders(name)[self._world.rank][0] == 0 and not (shape and cut):
                     found[name, key] = value.reshape(shape) if cut else value
         return found
 
     def _spoken(self, replicas: bool = False) -> Iterator[tuple[str, Tensor, State]]:
-        """Name, tensor and state of the parameters for which this process speaks, or of which it has a replica."""
+        """Name, tensor and state of the parameters of which this process is the canonical holder, or of which it has a replica."""
         for _, name, p in self.held():
             if name is None or p not in self.optimizer.state:
                 continue
-            if self._ownership.speaks_for(name) or (replicas and self._ownership.tensor_map.speaking(name, self._world.rank)):
+            if self._ownership.is_canonical(name) or (
+                replicas and self._ownership.tensor_map.canonical_range(name, self._world.rank)
+            ):
                 yield name, p, self.optimizer.state[p]
 
     def held(self) -> Iterator[tuple[int, str | None, Tensor]]:
@@ -249,34 +251,34 @@ class ShardedOptimizer:
             for (name, key), value in once.items():
                 state.setdefault(numbers[name], {})[key] = value
             for number, values in not_the_modules.items():
-                state.setdefault(number, values)  # that of the lead, which comes first
+                state.setdefault(number, values)  # that of rank 0, which comes first
         return {"state": dict(sorted(state.items())), "param_groups": self.full_groups()}
 
     def full_state(self) -> State:
-        """The state in canonical form. Whole on the lead; other processes have what they hold whole. Collective."""
+        """The state in canonical form. Whole on rank 0; other processes have what they hold whole. Collective."""
         local = self.optimizer.state_dict()
         own: dict[int, State] = {}
         number, position = 0, 0
         for names, kept in zip(self.names, self._kept, strict=True):
             for name, keep in zip(names, kept, strict=True):
-                if keep and self._speaks_for(name) and position in local["state"]:
+                if keep and self._is_canonical(name) and position in local["state"]:
                     own[number] = local["state"][position]
                 number, position = number + 1, position + keep
         found = {number: {self._world.rank: state} for number, state in own.items()}
         for source in range(1, self._world.size):
             sent = _on_host(own) if self._world.rank == source else None
-            for number, state in (self._world.move_object(sent, source, LEAD) or {}).items():
+            for number, state in (self._world.move_object(sent, source, RANK_ZERO) or {}).items():
                 found.setdefault(number, {})[source] = state
         flat_names = [name for names in self.names for name in names]
         state = {n: full for n in sorted(found) if (full := self._joined(flat_names[n], found[n])) is not None}
         return {"state": state, "param_groups": self.full_groups()}
 
     def _joined(self, name: str | None, parts: Mapping[int, State]) -> State | None:
-        """One parameter's state from those of its local shards; None where only the lead has them all."""
+        """One parameter's state from those of its local shards; None where only rank 0 has them all."""
         if name is None or not self._ownership.tensor_map.is_sharded(name):
             return next(iter(parts.values()))
-        ranges, spec = self._ownership.tensor_map.speakers(name), self._ownership.tensor_map.specs[name]
-        if not self._world.leads:
+        ranges, spec = self._ownership.tensor_map.canonical_holders(name), self._ownership.tensor_map.specs[name]
+        if not self._world.is_rank_zero:
             return None
         if parts.keys() != ranges.keys():
             raise PiperError(f"ranks {sorted(ranges)} hold {name!r}, but only {sorted(parts)} have optimizer state of it")
@@ -292,8 +294,8 @@ class ShardedOptimizer:
                 full[key] = first
         return full
 
-    def _speaks_for(self, name: str | None) -> bool:
-        return self._world.leads if name is None else self._ownership.speaks_for(name)
+    def _is_canonical(self, name: str | None) -> bool:
+        return self._world.is_rank_zero if name is None else self._ownership.is_canonical(name)
 
     def full_groups(self) -> list[State]:
         """The groups in canonical form.

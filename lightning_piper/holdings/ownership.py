@@ -23,7 +23,7 @@ from lightning_piper.errors import PiperError
 from lightning_piper.holdings.materialize import Known, ShardedPlaceholder, empty_like, initialize, like, places_of, put, tensor_at
 from lightning_piper.holdings.tensor_map import LocalShard, TensorMap, buckets_of_parameters
 from lightning_piper.ir.buckets import Bucket, flattened, packed, view_as
-from lightning_piper.processes.world import LEAD, World, fill
+from lightning_piper.processes.world import RANK_ZERO, World, fill
 from lightning_piper.runtime import local_shards_of
 
 PARTS = "_piper_parts"  # attribute of a module that is in parts: its `Ownership`
@@ -58,48 +58,49 @@ class Ownership:
     @property
     def params(self) -> dict[str, nn.Parameter]:
         """The module's parameters by canonical name, in its order; what is not here whole is on the meta device."""
-        return {n: x for n in self.tensor_map.homes if isinstance(x := self._get(n), nn.Parameter)}
+        return {n: x for n in self.tensor_map.holder_groups if isinstance(x := self._get(n), nn.Parameter)}
 
-    def speaks_for(self, name: str) -> bool:
-        """Do the elements that this process holds count here, and nowhere else?"""
-        return self._world.rank in self.tensor_map.speakers(name)
+    def is_canonical(self, name: str) -> bool:
+        """Is this process the canonical holder of its elements of a tensor, so that they count here and nowhere else?"""
+        return self._world.rank in self.tensor_map.canonical_holders(name)
 
     @property
     def owned_params(self) -> dict[str, nn.Parameter]:
         """What this process trains: whole parameters, and local shards of others."""
         found = {n: x for n, x in self.params.items() if self.tensor_map.holds_whole(n, self._world.rank)}
-        return {n: x for n in self.tensor_map.homes if (x := self._local_shards.get(n, found.get(n))) is not None}
+        return {n: x for n in self.tensor_map.holder_groups if (x := self._local_shards.get(n, found.get(n))) is not None}
 
     @property
     def owned_buffers(self) -> dict[str, torch.Tensor]:
         rank = self._world.rank
-        found = {n: self._get(n) for n in self.tensor_map.homes if self.tensor_map.holds_whole(n, rank)}
+        found = {n: self._get(n) for n in self.tensor_map.holder_groups if self.tensor_map.holds_whole(n, rank)}
         return {n: x for n, x in found.items() if not isinstance(x, nn.Parameter)}
 
     def local_shards(self, replicas: bool = False) -> list[LocalShard]:
-        """The elements of parameters and buffers for which this process speaks: over all processes, each element once.
+        """The elements of parameters and buffers of which this process is the canonical holder: over all processes, each element
+        once.
 
         Args:
             replicas: also those of parameters of which it has a replica.
         """
         found = []
         for name, spec in self.tensor_map.specs.items():
-            held = self.tensor_map.speaking(name, self._world.rank)
-            if held is not None and (self.speaks_for(name) or (replicas and name in self._compiled.step.params)):
+            held = self.tensor_map.canonical_range(name, self._world.rank)
+            if held is not None and (self.is_canonical(name) or (replicas and name in self._compiled.step.params)):
                 found.append(LocalShard(name, spec.shape, spec.dtype, *held, self._part(name, *held)))
         return found
 
     def distribute(self, seed: int, known: Known, before: Ownership | None = None) -> None:
-        """Give every tensor its value wherever it has a home, move it to its device, and drop what has none here. Collective.
+        """Give every tensor its value wherever it is held, move it to its device, and drop what is not held here. Collective.
 
-        Values are those that are known, else the lead's. What is on the meta device there gets initial ones. Only the lead's are
+        Values are those that are known, else rank 0's. What is on the meta device there gets initial ones. Only rank 0's are
         sent: every process has or makes the others itself.
 
         Args:
             seed: of initial values.
             known: from a checkpoint.
             before: how the module lies over processes now, if it does, in parts that no process may have room for at once. Each
-                tensor then goes through the lead's host memory, one after another.
+                tensor then goes through rank 0's host memory, one after another.
 
         Raises:
             PiperError: a gradient hook is registered on a parameter that is sharded; or initial values cannot be made.
@@ -110,21 +111,21 @@ class Ownership:
         self._make_local_shards()
         absent, self._stays = self._absent(known) if before is None else (set(), True)
         made = self._make_values(absent, seed, known)
-        for name, homes in self.tensor_map.homes.items():
+        for name, holder_groups in self.tensor_map.holder_groups.items():
             if before is not None:
-                before.bring(name, LEAD)
+                before.bring(name, RANK_ZERO)
             tensor = self._get(name)
             whole = self.tensor_map.holds_whole(name, self._world.rank)
             if name in made or (whole and tensor.is_meta):
                 tensor = made[name] if name in made else empty_like(tensor, self._world.device)
                 self._set(name, tensor)
-            for home in () if name in absent else homes:
-                for rank, (start, stop) in home.ranges.items():
-                    if home.bucket is None:
-                        self._world.move(tensor, LEAD, rank, into=tensor)
+            for group in () if name in absent else holder_groups:
+                for rank, (start, stop) in group.ranges.items():
+                    if group.bucket is None:
+                        self._world.move(tensor, RANK_ZERO, rank, into=tensor)
                         continue
-                    part = flattened(tensor.detach(), self.tensor_map.specs[name])[start:stop] if self._world.leads else None
-                    self._move(part, LEAD, rank, into=self._local_shards.get(name))
+                    part = flattened(tensor.detach(), self.tensor_map.specs[name])[start:stop] if self._world.is_rank_zero else None
+                    self._move(part, RANK_ZERO, rank, into=self._local_shards.get(name))
             if whole:
                 tensor.data = tensor.data.to(self._world.device)
             else:
@@ -136,17 +137,17 @@ class Ownership:
         self._module.__dict__[PARTS] = self
 
     def _absent(self, known: Known) -> tuple[set[str], bool]:
-        """The tensors that have no values on the lead, or none that count; and does the lead have any without?"""
-        on_meta = [name for name in self.tensor_map.homes if self._get(name).is_meta]
-        lead, *others = self._world.gather(on_meta)
+        """The tensors that have no values on rank 0, or none that count; and does rank 0 have any without?"""
+        on_meta = [name for name in self.tensor_map.holder_groups if self._get(name).is_meta]
+        at_rank_zero, *others = self._world.gather(on_meta)
         for rank, found in enumerate(others, start=1):
-            for name in sorted(set(lead) - set(found)):
+            for name in sorted(set(at_rank_zero) - set(found)):
                 if name not in known:
                     raise PiperError(
-                        f"{name!r} is on the meta device on rank {LEAD}, and has values on rank {rank}; build the module in the "
-                        "same way in every process, not depending on the rank"
+                        f"{name!r} is on the meta device on rank {RANK_ZERO}, and has values on rank {rank}; build the module in "
+                        "the same way in every process, not depending on the rank"
                     )
-        return {*lead, *(name for name in self.tensor_map.homes if name in known)}, bool(lead)
+        return {*at_rank_zero, *(name for name in self.tensor_map.holder_groups if name in known)}, bool(at_rank_zero)
 
     def _make_values(self, absent: Collection[str], seed: int, known: Known) -> dict[str, torch.Tensor]:
         """Fill this process's shards of these tensors; returns those that it holds whole."""
@@ -164,7 +165,7 @@ class Ownership:
                 assert held is not None
                 self._local_shards[name].copy_(flattened(value, spec)[slice(*held)])
 
-        held = [name for name in self.tensor_map.homes if name in absent and self.tensor_map.held(name, rank) is not None]
+        held = [name for name in self.tensor_map.holder_groups if name in absent and self.tensor_map.held(name, rank) is not None]
         initialize(self._module, self.places, {name for name in held if name not in known}, seed, take)
         for name in held:
             if name in known.loaded:
@@ -183,7 +184,7 @@ class Ownership:
                     raise PiperError(f"parameter {name!r} lies in two buckets; give the directives that shard it one bucket_size")
                 laid.add(name)
                 self._get(name).data = view
-        for name in self.tensor_map.homes:
+        for name in self.tensor_map.holder_groups:
             if name not in laid:
                 tensor = self._get(name)
                 tensor.data = tensor.data.to(self._world.device)
@@ -207,7 +208,7 @@ class Ownership:
 
     def _make_local_shards(self) -> None:
         """Make room for this process's shards; the local shards in them are parameters like those that they are cut from."""
-        for name in self.tensor_map.homes:
+        for name in self.tensor_map.holder_groups:
             if self.tensor_map.is_sharded(name) and has_gradient_hooks(self._get(name)):
                 self._refuse_hook(name)
         plan = self._compiled.plans[self._world.rank]
@@ -243,12 +244,12 @@ class Ownership:
                     tensor.data = tensor.data.clone()  # no longer a part of a larger one
 
     @contextlib.contextmanager
-    def whole_on_lead(self) -> Iterator[None]:
-        """The lead has the whole module inside of this context. Collective."""
+    def whole_on_rank_zero(self) -> Iterator[None]:
+        """Rank 0 has the whole module inside of this context. Collective."""
         if self.whole:
             yield
             return
-        dropped = self._receive([LEAD])
+        dropped = self._receive([RANK_ZERO])
         try:
             yield
         finally:
@@ -313,7 +314,7 @@ class Ownership:
             return None
         spec, receives = self.tensor_map.specs[name], self._world.rank == target
         flat = torch.empty(spec.numel, dtype=spec.dtype) if receives else None
-        for source, (start, stop) in self.tensor_map.speakers(name).items():
+        for source, (start, stop) in self.tensor_map.canonical_holders(name).items():
             part = self._part(name, start, stop) if self._world.rank == source else None
             self._move(part, source, target, into=None if flat is None else flat[start:stop])
         if flat is None:

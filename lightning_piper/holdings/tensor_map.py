@@ -1,7 +1,7 @@
 """Which process holds which elements of which parameter and buffer.
 
-A *home* is a set of processes that have one tensor between them: every one all of it, or each its piece, where a directive
-shards it. A parameter that stages on different devices share has several homes.
+A *holder group* is a set of processes that have one tensor between them: every one all of it, or each a local shard, where a
+directive shards it. A parameter that stages on different devices share has several holder groups.
 """
 
 from __future__ import annotations
@@ -16,23 +16,25 @@ from lightning_piper.errors import PiperError
 from lightning_piper.ir.buckets import Bucket
 from lightning_piper.ir.values import TensorSpec
 from lightning_piper.ops.gather import Parameters
-from lightning_piper.processes.world import LEAD
+from lightning_piper.processes.world import RANK_ZERO
 
 Range = tuple[int, int]  # elements start:stop of a tensor, in the order of its memory
 
 
 @dataclass(frozen=True)
-class Home:
-    """Attributes:
-    ranges: rank -> what it holds, by ascending rank. Ranks that hold nothing are absent.
-    bucket: in which the tensor is sharded; None if every rank holds all of it.
+class HolderGroup:
+    """Processes that have one tensor between them.
+
+    Attributes:
+        ranges: rank -> what it holds, by ascending rank. Ranks that hold nothing are absent.
+        bucket: in which the tensor is sharded; None if every rank holds all of it.
     """
 
     ranges: Mapping[int, Range]
     bucket: Bucket | None = None
 
     @property
-    def speakers(self) -> Mapping[int, Range]:
+    def canonical_holders(self) -> Mapping[int, Range]:
         """The ranks that have each element exactly once."""
         if self.bucket is not None:
             return self.ranges
@@ -62,9 +64,11 @@ class LocalShard:
 
 
 class TensorMap:
-    """Attributes:
-    homes: canonical name -> its homes. The first one speaks for the tensor: in checkpoints and in norms.
-    specs: canonical name -> spec of the whole tensor.
+    """Which process holds which elements of which parameter and buffer.
+
+    Attributes:
+        holder_groups: canonical name -> its holder groups. The first one is canonical: its values go into checkpoints and norms.
+        specs: canonical name -> spec of the whole tensor.
     """
 
     def __init__(self, compiled: Compiled, size: int, spare_everywhere: bool = False) -> None:
@@ -74,9 +78,9 @@ class TensorMap:
         """
         self.specs: dict[str, TensorSpec] = {name: info.spec for name, info in compiled.step.params.items()}
         self.specs |= compiled.step.buffers
-        self.homes: dict[str, tuple[Home, ...]] = {}
+        self.holder_groups: dict[str, tuple[HolderGroup, ...]] = {}
         if size == 1:
-            self.homes = {name: (Home({LEAD: (0, spec.numel)}),) for name, spec in self.specs.items()}
+            self.holder_groups = {name: (HolderGroup({RANK_ZERO: (0, spec.numel)}),) for name, spec in self.specs.items()}
             return
         sharded, covered = _sharded(compiled)
         used: dict[str, list[int]] = {}
@@ -85,37 +89,38 @@ class TensorMap:
                 if (device, name) not in covered:
                     used.setdefault(name, []).append(device)
         for name, spec in self.specs.items():
-            homes = sharded.get(name, [])
-            if name not in used and not homes:
-                # What no device uses: parameters stay with the lead, which saves them; buffers, which hooks may use, everywhere.
-                used[name] = [LEAD] if name in compiled.step.params and not spare_everywhere else list(range(size))
+            holder_groups = sharded.get(name, [])
+            if name not in used and not holder_groups:
+                # What no device uses: parameters stay with rank 0, which saves them; buffers, which hooks may use, everywhere.
+                used[name] = [RANK_ZERO] if name in compiled.step.params and not spare_everywhere else list(range(size))
             if name in used:
-                homes = [*homes, Home(dict.fromkeys(used[name], (0, spec.numel)))]
-            self.homes[name] = tuple(sorted(homes, key=lambda home: min(home.ranges, default=size)))
+                holder_groups = [*holder_groups, HolderGroup(dict.fromkeys(used[name], (0, spec.numel)))]
+            self.holder_groups[name] = tuple(sorted(holder_groups, key=lambda group: min(group.ranges, default=size)))
 
     def held(self, name: str, rank: int) -> Range | None:
         """The elements that a process holds; None if it holds none."""
-        return next((home.ranges[rank] for home in self.homes[name] if rank in home.ranges), None)
+        return next((group.ranges[rank] for group in self.holder_groups[name] if rank in group.ranges), None)
 
     def holds_whole(self, name: str, rank: int) -> bool:
-        return any(home.bucket is None and rank in home.ranges for home in self.homes[name])
+        return any(group.bucket is None and rank in group.ranges for group in self.holder_groups[name])
 
     def is_sharded(self, name: str) -> bool:
-        """Does any process hold a piece instead of the whole?"""
-        return any(home.bucket is not None for home in self.homes[name])
+        """Does any process hold a shard instead of the whole?"""
+        return any(group.bucket is not None for group in self.holder_groups[name])
 
-    def speaking(self, name: str, rank: int) -> Range | None:
-        """The elements that a process has of the home that speaks for a tensor: those of `speakers`, or a replica of them."""
-        return self.homes[name][0].ranges.get(rank)
+    def canonical_range(self, name: str, rank: int) -> Range | None:
+        """The elements that a process has as a member of the canonical group: those of `canonical_holders`, or a replica of
+        them."""
+        return self.holder_groups[name][0].ranges.get(rank)
 
-    def speakers(self, name: str) -> Mapping[int, Range]:
-        """Rank -> the elements for which it speaks; each element once."""
-        return self.homes[name][0].speakers
+    def canonical_holders(self, name: str) -> Mapping[int, Range]:
+        """Rank -> the elements of which it is the canonical holder; each element once."""
+        return self.holder_groups[name][0].canonical_holders
 
 
-def _sharded(compiled: Compiled) -> tuple[dict[str, list[Home]], set[tuple[int, str]]]:
-    """The homes of what is sharded, and all (device, name) of which the device has at most a piece."""
-    homes: dict[str, list[Home]] = {}
+def _sharded(compiled: Compiled) -> tuple[dict[str, list[HolderGroup]], set[tuple[int, str]]]:
+    """The holder groups of what is sharded, and all (device, name) of which the device has at most a shard."""
+    holder_groups: dict[str, list[HolderGroup]] = {}
     covered: set[tuple[int, str]] = set()
     for bucket, devices in buckets_of_parameters(compiled):
         ranges: dict[str, dict[int, Range]] = {name: {} for name in bucket.names}
@@ -130,8 +135,8 @@ def _sharded(compiled: Compiled) -> tuple[dict[str, list[Home]], set[tuple[int, 
                     "bucket_size"
                 )
             covered.update((device, name) for device in devices)
-            homes.setdefault(name, []).append(Home(found, bucket))
-    return homes, covered
+            holder_groups.setdefault(name, []).append(HolderGroup(found, bucket))
+    return holder_groups, covered
 
 
 def buckets_of_parameters(compiled: Compiled) -> Iterator[tuple[Bucket, tuple[int, ...]]]:

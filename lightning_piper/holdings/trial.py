@@ -71,10 +71,12 @@ class Kind:
 
 @dataclass(frozen=True)
 class Run:
-    """Attributes:
-    course: that was run.
-    before, params, states: number of the kind -> what it began with, and what became of it.
-    grads: of each step.
+    """What a trial of an optimizer over some steps gave.
+
+    Attributes:
+        course: that was run.
+        before, params, states: number of the kind -> what it began with, and what became of it.
+        grads: of each step.
     """
 
     course: Course

@@ -31,12 +31,15 @@ ALIGNMENT = 64
 
 @dataclass(frozen=True)
 class Bucket:
-    """Attributes:
-    names: of the parameters, in the order in which they lie.
-    tensors: their specs (of their parts). Each is laid out in the order of its own memory, so that its view has its own strides.
-    mesh: the flat tensor is sharded along `DATA`, and padded until the shards are equal; parameters are divided along its other
-        axes.
-    dtype: of the flat tensor; gradients may be summed in another dtype than theirs.
+    """Parameters, or their gradients, one after another in one flat tensor.
+
+    Attributes:
+        names: of the parameters, in the order in which they lie.
+        tensors: their specs (of their parts). Each is laid out in the order of its own memory, so that its view has its own
+            strides.
+        mesh: the flat tensor is sharded along `DATA`, and padded until the shards are equal; parameters are divided along its other
+            axes.
+        dtype: of the flat tensor; gradients may be summed in another dtype than theirs.
     """
 
     names: tuple[str, ...]

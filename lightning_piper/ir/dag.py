@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import warnings
 from collections.abc import Iterable, Iterator, Mapping
 from typing import TypeVar
 
@@ -12,7 +13,7 @@ from lightning_piper.ir.application import Application
 from lightning_piper.ir.mesh import DATA, Mesh
 from lightning_piper.ir.nodes import Chunk, Node, Ref
 from lightning_piper.ir.policies import ShardingPolicy
-from lightning_piper.ir.regions import HALVES, Code, Interface, PassKey, Region, Step, StepCode
+from lightning_piper.ir.regions import SPLIT_BACKWARD, Code, Interface, PassKey, Region, Step, StepCode
 from lightning_piper.ir.values import Kind, Placement, Shard, Slice, TensorSpec, Value
 
 N = TypeVar("N", bound=Node)
@@ -72,9 +73,17 @@ class TrainingDAG:
         return self.code.regions
 
     @property
-    def share(self) -> int:
+    def local_batch_size(self) -> int:
         """Samples of one replica."""
         return self.size // self.replicas
+
+    @property
+    def share(self) -> int:
+        """`local_batch_size`, by the name that it had before."""
+        warnings.warn(
+            "TrainingDAG.share is TrainingDAG.local_batch_size now; share ends with 0.3", DeprecationWarning, stacklevel=2
+        )
+        return self.local_batch_size
 
     def interface(self, chunk: Chunk) -> Interface:
         return self.code.interface_of(chunk.key)
@@ -165,8 +174,8 @@ class TrainingDAG:
         """The slices of the global batch that each pass works on, in order; also if it runs on one twice (recomputation)."""
         found: dict[PassKey, set[Slice]] = {key: set() for key in self.code.interfaces}
         for chunk in self.of_type(Chunk):
-            found[chunk.region, "B" if chunk.kind in HALVES else chunk.kind].add(chunk.slice)
-        starts = [r * self.share for r in range(self.replicas)]
+            found[chunk.region, "B" if chunk.kind in SPLIT_BACKWARD else chunk.kind].add(chunk.slice)
+        starts = [r * self.local_batch_size for r in range(self.replicas)]
         return {
             key: tuple(Slice(first + part.start, first + part.stop) for first in starts for part in sorted(parts))
             for key, parts in found.items()

@@ -10,11 +10,11 @@ from collections.abc import Mapping, Sequence
 
 from lightning_piper.ir.dag import TrainingDAG
 from lightning_piper.ir.nodes import Chunk
-from lightning_piper.ir.regions import HALVES
+from lightning_piper.ir.regions import SPLIT_BACKWARD
 from lightning_piper.limits import INDEX, SHOWN, is_name, shown
 
 Filter = Mapping[str, object]
-PASSES = ("F", "B", *HALVES)
+PASSES = ("F", "B", *SPLIT_BACKWARD)
 
 
 def problem_with(condition: object) -> str | None:
@@ -52,11 +52,11 @@ def matches(condition: Filter, tags: Mapping[str, int | str]) -> bool:
     return True
 
 
-def names_halves(condition: Filter) -> bool:
-    """Does a filter speak of BI or BW, and not of B as well?"""
+def names_split_backward(condition: Filter) -> bool:
+    """Does a filter ask for BI or BW, and not of B as well?"""
     wanted = condition.get("PASS")
     options = wanted if isinstance(wanted, list | tuple) else (wanted,)
-    return any(half in options for half in HALVES) and "B" not in options
+    return any(part in options for part in SPLIT_BACKWARD) and "B" not in options
 
 
 class Index:

@@ -105,8 +105,8 @@ class Chunk(Node):
 
     Attributes:
         region: index of the region.
-        kind: the pass, `F`, `B`, or a half of B, `BI` or `BW`; filters see it as the tag `PASS`.
-        slice: the samples it works on, counted in the share of its replica: replica r works on the same ones of its own share.
+        kind: the pass, `F`, `B`, or of a split B, `BI` or `BW`; filters see it as the tag `PASS`.
+        slice: the samples it works on, counted in the local batch of its replica: replica r works on the same ones of its own.
         state: where the current value of each buffer in `Interface.state` comes from; None is the module's own buffer, as
             it was before the step.
         params: the bucket that brings each parameter in `Interface.params`; None is the device's own copy of it. Empty: all are.

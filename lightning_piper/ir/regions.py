@@ -1,7 +1,7 @@
 """What a capture hands to the rest of the system: regions, the interface of their passes, and callable code.
 
 A *region* is a maximal run of work with the same tags, in trace order. Each region has a forward pass `F` and, where
-gradients flow through it, a backward pass `B`, which can be had in two halves: `BI` makes the gradients of inputs, for which
+gradients flow through it, a backward pass `B`, which can be split in two: `BI` makes the gradients of inputs, for which
 other regions wait, and `BW` the gradients of weights, for which only the optimizer waits. The interface of a pass does not
 depend on the batch size; its code does, because a captured graph has fixed shapes.
 """
@@ -20,17 +20,19 @@ from lightning_piper.ir.values import Kind, TensorSpec
 # The name of the loss that the step returns, among the metrics; users may well log something called "loss" themselves.
 LOSS = "returned loss"
 
-HALVES = ("BI", "BW")  # of the pass B
+SPLIT_BACKWARD = ("BI", "BW")  # the two passes of a split B: input-gradient pass, weight-gradient pass
 
 PassKey = tuple[int, str]  # (region index, "F", "B" or one of HALVES)
 
 
 @dataclass(frozen=True)
 class Region:
-    """Attributes:
-    index: position in trace order.
-    tags: the annotations that were open, e.g. `{"PP": 1}`; empty outside of any annotation.
-    source: the user's source line at which the region starts, for messages.
+    """A run of operations of the step with the same annotations.
+
+    Attributes:
+        index: position in trace order.
+        tags: the annotations that were open, e.g. `{"PP": 1}`; empty outside of any annotation.
+        source: the user's source line at which the region starts, for messages.
     """
 
     index: int
@@ -49,7 +51,7 @@ class Output:
     Attributes:
         kind: what it is.
         names: what the bundle holds: parameter or buffer names, the log key, or the graph's name of the value. For `saved`,
-            whose content is a private matter of the region, the halves of its backward that read it.
+            whose content is a private matter of the region, the passes of its backward that read it.
     """
 
     kind: Kind
@@ -70,7 +72,7 @@ class Interface:
         seeds_gradient: the pass takes the gradient of the loss as its last argument.
         random: the pass draws random numbers and runs under a seed of its own.
         arrives, leaves: of a region to which rows are sent, what each input and output is to that exchange: `counts`, `dispatch`
-            (rows that arrived), `combine` (rows on their way home), or nothing, "". Empty where there are none.
+            (rows that arrived), `combine` (rows on their way back), or nothing, "". Empty where there are none.
 
     The code's arguments are, in this order: all tensors of all inputs, params, buffers, state, batch, loss gradient.
     """
@@ -146,8 +148,8 @@ class StepCode:
         interfaces, code: of the passes F and B.
         logs: the `self.log` calls.
         batch_specs: specs of the leaves of the batch.
-        halves: of the passes BI and BW. A region without weights to train has only BI, one that hands on no gradient only BW;
-            this one is then all of B. What comes from other regions enters by the first half.
+        split_passes: of the passes BI and BW. A region without weights to train has only BI, one that hands on no gradient only BW;
+            this one is then all of B. What comes from other regions enters by the first of them.
         routed: the regions to which rows are sent.
         rebuild: of a forward-only step: puts what it returns together from its tensors, the outputs of kind `result` named "0",
             "1", ..., and for a list of the batch that it returns from what a function says; None for a training step.
@@ -159,7 +161,7 @@ class StepCode:
     code: Mapping[PassKey, Code]
     logs: tuple[Logged, ...]
     batch_specs: tuple[TensorSpec, ...]
-    halves: Mapping[PassKey, tuple[Interface, Code]] = field(default_factory=dict)
+    split_passes: Mapping[PassKey, tuple[Interface, Code]] = field(default_factory=dict)
     routed: Mapping[int, Routed] = field(default_factory=dict)
     rebuild: Callable[..., object] | None = None
 
@@ -167,31 +169,31 @@ class StepCode:
     def forward_only(self) -> bool:
         return self.rebuild is not None
 
-    def halves_of(self, region: int) -> tuple[str, ...]:
+    def backward_passes_of(self, region: int) -> tuple[str, ...]:
         """What the backward pass of a region consists of: `BI`, `BW` or both; nothing where it has none."""
         backward = self.interfaces.get((region, "B"))
         made = {out.kind for out in backward.outputs} if backward else set()
-        return tuple(half for half, kind in zip(HALVES, (Kind.COTANGENT, Kind.GRAD), strict=True) if kind in made)
+        return tuple(part for part, kind in zip(SPLIT_BACKWARD, ("cotangent", "grad"), strict=True) if kind in made)
 
     def interface_of(self, key: PassKey) -> Interface:
-        """The interface of any pass, also of a half."""
-        return self._half(key)[0] if key[1] in HALVES else self.interfaces[key]
+        """The interface of any pass, also of a split backward."""
+        return self._split_pass(key)[0] if key[1] in SPLIT_BACKWARD else self.interfaces[key]
 
     def code_of(self, key: PassKey) -> Code:
-        """The code of any pass, also of a half."""
-        return self._half(key)[1] if key[1] in HALVES else self.code[key]
+        """The code of any pass, also of a split backward."""
+        return self._split_pass(key)[1] if key[1] in SPLIT_BACKWARD else self.code[key]
 
-    def _half(self, key: PassKey) -> tuple[Interface, Code]:
-        if key not in self.halves:
+    def _split_pass(self, key: PassKey) -> tuple[Interface, Code]:
+        if key not in self.split_passes:
             raise CaptureError(
                 f"{key[1]} of region {self.regions[key[0]].label} has another structure for {self.size} samples than for the size "
                 "captured first; name its B in orders, or choose microbatches of one size"
             )
-        return self.halves[key]
+        return self.split_passes[key]
 
     def whole(self, region: int, kind: str, index: int) -> tuple[int, str, int]:
         """The output of B that an output of BI or BW is. All others are themselves."""
-        if kind in HALVES:
+        if kind in SPLIT_BACKWARD:
             out = self.interface_of((region, kind)).outputs[index]
             if out.kind != Kind.SAVED:
                 return (region, "B", self.interfaces[region, "B"].outputs.index(out))

@@ -27,5 +27,5 @@ def seed_of(step_seed: int, region: int, kind: str, start: int) -> int:
 
 
 def chunk_seed(step_seed: int, chunk: Chunk, first: int = 0) -> int:
-    """The seed under which `chunk` runs in the replica whose share begins with sample `first`."""
+    """The seed under which `chunk` runs in the replica whose local batch begins with sample `first`."""
     return seed_of(step_seed, chunk.region, chunk.kind, first + chunk.slice.start)

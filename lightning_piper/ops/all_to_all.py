@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any, ClassVar
@@ -27,10 +28,10 @@ class AllToAll(Node):
         dispatch   rows to the owners of their experts: sorted by expert, and for each by the device that they come from
         combine    rows back to where they came from, in the order in which they left
 
-    Reads the rows, and unless all experts have the same number of places, the counts at home and those that arrived.
+    Reads the rows, and unless all experts have the same number of places, the counts at the source and those that arrived.
 
     Attributes:
-        way: `counts`, `dispatch` or `combine`.
+        direction: `counts`, `dispatch` or `combine`.
         region: that has the experts.
         mesh, axis: rows travel along this axis, along which the parameters of the experts are divided.
     """
@@ -38,14 +39,20 @@ class AllToAll(Node):
     turn = Turn.AT_ONCE
     communicates = True
 
-    way: str
+    direction: str
     region: int
     mesh: Mesh
     axis: str
 
     @property
+    def way(self) -> str:
+        """`direction`, by the name that it had before."""
+        warnings.warn("AllToAll.way is AllToAll.direction now; way ends with 0.3", DeprecationWarning, stacklevel=2)
+        return self.direction
+
+    @property
     def label(self) -> str:
-        return f"alltoall.{self.way}"
+        return f"alltoall.{self.direction}"
 
     @property
     def details(self) -> str:
@@ -62,12 +69,12 @@ class AllToAllInstruction(Collective):
     """Send rows to the owners of their experts, or back, or tell the owners how many will come; see `AllToAll`.
 
     Attributes:
-        way: `counts`, `dispatch` or `combine`.
+        direction: `counts`, `dispatch` or `combine`.
         tensor: what is expected to arrive; the number of rows is open unless all experts have equally many places.
     """
 
     op: ClassVar[str] = "all_to_all"
-    way: str
+    direction: str
     tensor: TensorSpec
 
     @property
@@ -80,7 +87,7 @@ class AllToAllInstruction(Collective):
         return self.tensor.nbytes
 
     def details(self) -> list[str]:
-        return [self.way, *super().details()]
+        return [self.direction, *super().details()]
 
 
 # Static rules. Together with what is checked of gradients they say that the contribution of every token enters the gradient of its
@@ -107,14 +114,14 @@ def check(facts: Facts, node: AllToAll) -> Iterable[str]:
     if experts is None or dag.meshes.get(node.region) != node.mesh or node.axis not in node.mesh.axes:
         yield f"{facts.at(node)} moves rows along {node.axis} of {node.mesh}, along which its region's experts are not divided"
         return
-    wanted = 1 if node.way == COUNTS or experts.even else 3
+    wanted = 1 if node.direction == COUNTS or experts.even else 3
     if len(node.inputs) != wanted:
         yield f"{facts.at(node)} has {len(node.inputs)} inputs; it needs {wanted}"
         return
     value, made = dag.value(node.inputs[0]), node.outputs[0]
-    at_home, away = (), ((node.axis, Shard(0)),)
-    if (value.others, made.others) != ((away, at_home) if node.way == COMBINE else (at_home, away)):
-        held = "at the experts" if value.others else "at home"
+    at_source, away = (), ((node.axis, Shard(0)),)
+    if (value.others, made.others) != ((away, at_source) if node.direction == COMBINE else (at_source, away)):
+        held = "at the experts" if value.others else "at their source"
         yield f"{facts.at(node)} takes {facts.named(node.inputs[0])}, whose rows are {held}"
     if (made.kind, made.names, made.placement, made.bucket) != (value.kind, value.names, value.placement, value.bucket):
         yield f"{facts.at(node)} hands on {facts.named(node.inputs[0])} as something else than it is"
@@ -123,7 +130,7 @@ def check(facts: Facts, node: AllToAll) -> Iterable[str]:
         return
     counts, arrived = node.inputs[1:]
     sender = dag.nodes[arrived[0]]
-    if not isinstance(sender, AllToAll) or sender.way != COUNTS or sender.region != node.region or sender.inputs != (counts,):
+    if not isinstance(sender, AllToAll) or sender.direction != COUNTS or sender.region != node.region or sender.inputs != (counts,):
         yield f"{facts.at(node)} moves rows by counts that were not sent to the owners of its region's experts"
     if facts.parts.get(counts, {}).keys() != facts.parts.get(node.inputs[0], {}).keys():
         yield f"{facts.at(node)} moves rows of other samples than those of its counts"
@@ -133,19 +140,19 @@ def check(facts: Facts, node: AllToAll) -> Iterable[str]:
 def _told(facts: Facts, node: AllToAll, counts: Ref) -> Iterable[str]:
     """The counts are those that the region's forward pass reads."""
     interface = facts.dag.code.interface_of((node.region, "F"))
-    told = [ref for ref, way in zip(interface.inputs, interface.arrives, strict=True) if way == COUNTS]
+    told = [ref for ref, direction in zip(interface.inputs, interface.arrives, strict=True) if direction == COUNTS]
     if facts.origins.get(counts) not in told:
         yield f"{facts.at(node)} moves rows by {facts.named(counts)}, which are not the counts of its region"
 
 
 def _shape(facts: Facts, node: AllToAll) -> Iterable[str]:
-    """What arrives has the shape that the number of owners gives it; open numbers of rows are as at home."""
+    """What arrives has the shape that the number of owners gives it; open numbers of rows are as at the source."""
     dag, experts, degree = facts.dag, facts.dag.code.routed[node.region], node.mesh.size(node.axis)
     (spec,), (made,) = dag.value(node.inputs[0]).tensors, node.outputs[0].tensors
     shape = spec.shape
-    if node.way == COUNTS:
+    if node.direction == COUNTS:
         shape = (degree, experts.count // degree)
-    elif experts.even and node.way == DISPATCH:
+    elif experts.even and node.direction == DISPATCH:
         shape = (shape[0] // degree, shape[1] * degree, *shape[2:])
     elif experts.even:
         shape = (shape[0] * degree, shape[1] // degree, *shape[2:])
@@ -159,13 +166,13 @@ def exchanged(facts: Facts, node: Chunk) -> Iterable[str]:
     interface = dag.interface(node)
     divided = node.region in dag.meshes
     for i, ref in enumerate(node.inputs):
-        way = interface.arrives[i] if divided and i < len(interface.arrives) else ""
+        direction = interface.arrives[i] if divided and i < len(interface.arrives) else ""
         source, value = dag.nodes[ref[0]], dag.value(ref)
-        if way:
-            if not isinstance(source, AllToAll) or (source.way, source.region) != (way, node.region):
-                yield f"{facts.at(node)} reads {facts.named(ref)} as it is at home: its experts are on several devices"
+        if direction:
+            if not isinstance(source, AllToAll) or (source.direction, source.region) != (direction, node.region):
+                yield f"{facts.at(node)} reads {facts.named(ref)} as it is at its source: its experts are on several devices"
         elif bool(value.others) != divided:
-            yield f"{facts.at(node)} reads {facts.named(ref)}, whose rows are at experts; bring them home first"
+            yield f"{facts.at(node)} reads {facts.named(ref)}, whose rows are at experts; combine them first"
 
 
 # Reference semantics
@@ -187,12 +194,12 @@ def _exchanged_rows(node: AllToAll, even: bool, held: Sequence[Sequence[torch.Te
     made: dict[int, torch.Tensor] = {}
     for group in node.mesh.lines(node.axis):
         here = [held[r] for r in group]
-        if node.way == COUNTS:
+        if node.direction == COUNTS:
             arrived = [torch.stack([x[0].chunk(len(group))[i] for x in here]) for i in range(len(group))]
         elif even:
-            arrived = _even(node.way == DISPATCH, [x[0] for x in here])
+            arrived = _even(node.direction == DISPATCH, [x[0] for x in here])
         else:
-            arrived = _uneven(node.way == DISPATCH, [x[0] for x in here], [x[1].tolist() for x in here])
+            arrived = _uneven(node.direction == DISPATCH, [x[0] for x in here], [x[1].tolist() for x in here])
         made |= dict(zip(group, arrived, strict=True))
     return [made[r] for r in range(len(held))]
 
@@ -206,10 +213,11 @@ def _uneven(out: bool, rows: list[torch.Tensor], counts: list[list[int]]) -> lis
     """`counts[i][e]`: rows that member i has for expert e."""
     members, experts = len(rows), len(counts[0])
     owned = [range(i * experts // members, (i + 1) * experts // members) for i in range(members)]
-    # Where each run of rows, of one member for one expert, is: at home by expert; at the expert's owner by expert, then member.
-    home = [[(e, i) for e in range(experts)] for i in range(members)]
+    # Where each run of rows, of one member for one expert, is: at the source by expert; at the expert's owner by expert, then
+    # member.
+    source = [[(e, i) for e in range(experts)] for i in range(members)]
     away = [[(e, i) for e in owned[k] for i in range(members)] for k in range(members)]
-    before, after = (home, away) if out else (away, home)
+    before, after = (source, away) if out else (away, source)
     runs: dict[tuple[int, int], torch.Tensor] = {}
     for x, places in zip(rows, before, strict=True):
         sizes = [counts[i][e] for e, i in places]
@@ -224,12 +232,12 @@ def _uneven(out: bool, rows: list[torch.Tensor], counts: list[list[int]]) -> lis
 
 def lower(plan: Planning, node: AllToAll) -> None:
     reads = tuple(plan.read(ref, node) for ref in node.inputs)
-    plan.start(node, AllToAllInstruction, reads, way=node.way, tensor=node.outputs[0].tensors[0])
+    plan.start(node, AllToAllInstruction, reads, direction=node.direction, tensor=node.outputs[0].tensors[0])
 
 
-# Runtime. At home, rows are sorted by expert, and experts by their owner: what one member gets is one run of rows. At the owner
-# of n experts, rows are sorted by expert, and for each by the member that they come from: the order of one device that has all
-# tokens.
+# Runtime. At the source, rows are sorted by expert, and experts by their owner: what one member gets is one run of rows. At the
+# owner of n experts, rows are sorted by expert, and for each by the member that they come from: the order of one device that has
+# all tokens.
 
 
 @dataclass(frozen=True)
@@ -237,17 +245,17 @@ class Sizes:
     """How many rows travel.
 
     Attributes:
-        home: `[member][expert]`, rows that this device has for each expert of each member.
+        source: `[member][expert]`, rows that this device has for each expert of each member.
         arrived: `[member][expert]`, rows that each member has for each expert of this device.
     """
 
-    home: Sequence[Sequence[int]]
+    source: Sequence[Sequence[int]]
     arrived: Sequence[Sequence[int]]
 
 
 class Travel(Exchange):
-    """One exchange of one device; the way, and whether all parts are even, are decided when it is made. The state is what this one
-    brings.
+    """One exchange of one device; the direction, and whether all parts are even, are decided when it is made. The state is what
+    this one brings.
 
     Args:
         instruction: what is exchanged.
@@ -259,8 +267,8 @@ class Travel(Exchange):
 
     def __init__(self, instruction: AllToAllInstruction, slots: Slots, sizes: dict[int, Sizes]) -> None:
         self._slots = slots
-        self._way, self._even, self._members = instruction.way, instruction.even, len(instruction.members)
-        self._counts = instruction.into if instruction.way == "counts" else instruction.reads[-1].slot
+        self._direction, self._even, self._members = instruction.direction, instruction.even, len(instruction.members)
+        self._counts = instruction.into if instruction.direction == "counts" else instruction.reads[-1].slot
         self._reads, self._sizes = instruction.reads, sizes
 
     def bring(self) -> torch.Tensor:
@@ -272,38 +280,38 @@ class Travel(Exchange):
         return x
 
     def parts(self, state: torch.Tensor) -> list[torch.Tensor]:
-        if self._way == "counts":
+        if self._direction == "counts":
             return list(state.view(self._members, -1))
         if self._even:
-            return [part.contiguous() for part in state.chunk(self._members, 0 if self._way == "dispatch" else 1)]
+            return [part.contiguous() for part in state.chunk(self._members, 0 if self._direction == "dispatch" else 1)]
         sizes = self._sizes[self._counts]
-        runs = sizes.home if self._way == "dispatch" else sizes.arrived
+        runs = sizes.source if self._direction == "dispatch" else sizes.arrived
         total = sum(map(sum, runs))
         if total != state.shape[0]:
             raise ValueError(f"the counts add up to {total}, and there are {state.shape[0]} rows; give one count for each expert")
-        if self._way == "dispatch":
+        if self._direction == "dispatch":
             return list(state.contiguous().split([sum(run) for run in runs]))
         parts = state.split([n for of_expert in zip(*runs, strict=True) for n in of_expert])
         return [torch.cat(parts[i :: self._members]) for i in range(self._members)]
 
     def room(self, state: torch.Tensor, parts: Sequence[Any]) -> list[torch.Tensor]:
-        if self._way == "counts" or self._even:
+        if self._direction == "counts" or self._even:
             return [torch.empty_like(part) for part in parts]
         sizes = self._sizes[self._counts]
-        runs = [sum(run) for run in (sizes.arrived if self._way == "dispatch" else sizes.home)]
+        runs = [sum(run) for run in (sizes.arrived if self._direction == "dispatch" else sizes.source)]
         return list(state.new_empty(sum(runs), *state.shape[1:]).split(runs))
 
     def join(self, state: torch.Tensor, received: Sequence[torch.Tensor]) -> Bundle:
         return (self._joined(received, state),)
 
     def _joined(self, parts: Sequence[torch.Tensor], brought: torch.Tensor) -> torch.Tensor:
-        if self._way == "counts":
+        if self._direction == "counts":
             arrived = torch.stack(list(parts))
             self._sizes[self._counts] = Sizes(brought.view(self._members, -1).tolist(), arrived.tolist())
             return arrived
         if self._even:
-            return torch.cat(list(parts), 1 if self._way == "dispatch" else 0)
-        if self._way == "combine":
+            return torch.cat(list(parts), 1 if self._direction == "dispatch" else 0)
+        if self._direction == "combine":
             return torch.cat(list(parts))
         arrived_sizes = self._sizes[self._counts].arrived
         runs = [part.split(list(sizes)) for part, sizes in zip(parts, arrived_sizes, strict=True)]

@@ -92,7 +92,7 @@ class Planning(Protocol):
     Attributes:
         dag: the finished DAG.
         device: whose plan it is.
-        replica: which share of the batch is this device's.
+        replica: which replica this device is a part of, and so which local batch is its own.
         shards: the buckets of parameters that it has one shard of, and whether it keeps the whole of each.
     """
 
@@ -150,7 +150,7 @@ class Planning(Protocol):
         ...
 
     def sent(self, node: Node, channel: Channel, source: Read) -> None:
-        """A message was handed to a channel: its sender may let go of it once it is known to have arrived."""
+        """A message was handed to a channel: the sender frees it once it is known to have arrived."""
         ...
 
     def received(self, irecv: Any) -> None:

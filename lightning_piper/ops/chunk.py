@@ -156,7 +156,7 @@ def _run(run: Reference, chunk: Chunk, replica: int) -> list[Bundle]:
     for name, ref in zip(interface.state, chunk.state, strict=True):
         old = run.tensors[name] if ref is None else run.values[ref, replica][dag.value(ref).names.index(name)]
         args.append(old)
-    first, part = replica * dag.share, chunk.slice
+    first, part = replica * dag.local_batch_size, chunk.slice
     samples = slice(first + part.start, first + part.stop)
     args += [x[samples] if x.ndim else x for x in (run.leaves[i] for i in interface.batch)]
     if interface.seeds_gradient:

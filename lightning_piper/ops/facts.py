@@ -17,10 +17,12 @@ Contributions = dict[Slice, Fraction]
 
 
 class Facts:
-    """Attributes:
-    origins: which output of which pass a value is.
-    parts: the samples that went into it.
-    buckets: why a bucket does not fit the step, None if it does.
+    """What the static check knows of a DAG's values; static rules read it and add to it.
+
+    Attributes:
+        origins: which output of which pass a value is.
+        parts: the samples that went into it.
+        buckets: why a bucket does not fit the step, None if it does.
     """
 
     def __init__(self, dag: TrainingDAG) -> None:
@@ -40,7 +42,7 @@ class Facts:
     ) -> str | None:
         """Why the parts are not each sample of `whole` (the batch) exactly once with its weight; None if they are. `some`: it may
         be some of the samples only."""
-        whole = whole or Slice(0, self.dag.share)
+        whole = whole or Slice(0, self.dag.local_batch_size)
         edge = whole.start
         for part in sorted(parts):
             if part.start > edge and not some:

@@ -28,15 +28,17 @@ class Read:
 
 @dataclass(frozen=True, kw_only=True)
 class Instruction:
-    """Attributes:
-    op: the operation, in texts, figures and recordings.
-    colour: in pictures of what a device does; None for bookkeeping.
-    node: id of the DAG's node it belongs to.
-    label: the node's label, for messages.
-    stream: the logical stream it runs on.
-    origin, placed_by: indices of the directives that made and placed the node.
-    reads: bundles read, in order.
-    writes: slots written, in order; None where nobody reads what is made.
+    """One entry of a plan.
+
+    Attributes:
+        op: the operation, in texts, figures and recordings.
+        colour: in pictures of what a device does; None for bookkeeping.
+        node: id of the DAG's node it belongs to.
+        label: the node's label, for messages.
+        stream: the logical stream it runs on.
+        origin, placed_by: indices of the directives that made and placed the node.
+        reads: bundles read, in order.
+        writes: slots written, in order; None where what is made is not read.
     """
 
     op: ClassVar[str]

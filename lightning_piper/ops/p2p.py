@@ -59,8 +59,8 @@ class SendInstruction(Instruction):
 
 @dataclass(frozen=True, kw_only=True)
 class WaitSend(Instruction):
-    """Wait until a message is sent, and let go of it. Stands where the receiver is known to have it, so that it costs nothing, or
-    at the end of the step."""
+    """Wait until a message is sent, and free what was sent. Stands where the receiver is known to have it, so that it costs
+    nothing, or at the end of the step."""
 
     op: ClassVar[str] = "retire"
     channel: Channel

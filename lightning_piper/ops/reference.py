@@ -17,16 +17,18 @@ Made = list[list[Bundle]]  # [replica][output]
 
 
 class Reference:
-    """Attributes:
-    dag: the training DAG that is run.
-    tensors: parameters and buffers by canonical name; not changed.
-    leaves: the tensors of the global batch.
-    seed: of the step's random numbers.
-    values: what was made and is still to be read.
-    metrics, grads, buffers: what the step hands out.
-    results: the same of a forward-only step, by replica.
-    slack: parameter name -> by how much operations that only approximate may have moved any element of its gradient.
-    approximate: labels of these operations.
+    """One run of the reference interpreter.
+
+    Attributes:
+        dag: the training DAG that is run.
+        tensors: parameters and buffers by canonical name; not changed.
+        leaves: the tensors of the global batch.
+        seed: of the step's random numbers.
+        values: what was made and is still to be read.
+        metrics, grads, buffers: what the step hands out.
+        results: the same of a forward-only step, by replica.
+        slack: parameter name -> by how much operations that only approximate may have moved any element of its gradient.
+        approximate: labels of these operations.
     """
 
     def __init__(self, dag: TrainingDAG, tensors: Mapping[str, torch.Tensor], leaves: Sequence[torch.Tensor], seed: int) -> None:

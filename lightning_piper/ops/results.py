@@ -15,14 +15,14 @@ from lightning_piper.ops.update import Deliver
 
 @dataclass(frozen=True, kw_only=True)
 class Result(Node):
-    """Some tensors of what a forward-only step returns, of the replica's share of the batch: ready on these devices."""
+    """Some tensors of what a forward-only step returns, of the replica's local batch: ready on these devices."""
 
     turn = Turn.LATE
 
 
 def check(facts: Facts, node: Result) -> Iterable[str]:
-    """It is one value of kind `result`, made of all samples of the replica's share."""
-    ref, whole = node.inputs[0], Slice(0, facts.dag.share)
+    """It is one value of kind `result`, made of all samples of the replica's local batch."""
+    ref, whole = node.inputs[0], Slice(0, facts.dag.local_batch_size)
     value = facts.dag.value(ref)
     if len(node.inputs) != 1 or value.kind != Kind.RESULT:
         yield f"{facts.at(node)} returns {', '.join(map(facts.named, node.inputs))}; it takes one result of a region"
@@ -31,7 +31,7 @@ def check(facts: Facts, node: Result) -> Iterable[str]:
 
 
 def unreturned(facts: Facts, final: bool) -> Iterable[str]:
-    """Every result of a region reaches every home, once. Until the program is complete, it may be on one only."""
+    """Every result of a region reaches every device group, once. Until the program is complete, it may be on one only."""
     dag = facts.dag
     wanted = sorted(out.names for interface in dag.code.interfaces.values() for out in interface.outputs if out.kind == Kind.RESULT)
     found: dict[tuple[int, ...], list[tuple[str, ...]]] = {}
@@ -42,11 +42,11 @@ def unreturned(facts: Facts, final: bool) -> Iterable[str]:
         if missing:
             yield f"results {', '.join(map(names_of, sorted(missing)))} are returned nowhere"
         return
-    for home in {chunk.devices for chunk in dag.of_type(Chunk)} | set(found) if wanted or found else ():
-        there = sorted(found.get(home, []))
+    for devices in {chunk.devices for chunk in dag.of_type(Chunk)} | set(found) if wanted or found else ():
+        there = sorted(found.get(devices, []))
         if there != wanted:
             shown, should = (" and ".join(map(names_of, names)) or "nothing" for names in (there, wanted))
-            yield f"device {','.join(map(str, home))} returns results {shown}, where the step returns {should}"
+            yield f"device {','.join(map(str, devices))} returns results {shown}, where the step returns {should}"
 
 
 def interpret(run: Reference, node: Result) -> Made:

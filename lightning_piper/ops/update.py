@@ -36,7 +36,7 @@ class Update(Node):
 @dataclass(frozen=True, kw_only=True)
 class Add(Instruction):
     """One step of a sum. The first two terms are added into new tensors, for the first may be an alias of anything; from
-    then on the sum (`in_place`, the only slot written more than once) belongs to nobody else and is added to in place.
+    then on the sum (`in_place`, the only slot written more than once) shares memory with nothing else and is added to in place.
 
     Attributes:
         in_place: the one bundle read is added to what the slot holds.
@@ -92,10 +92,10 @@ def check_accumulate(facts: Facts, node: Accumulate) -> Iterable[str]:
     # Gradients of parameters are of the whole batch, or of a part that is summed over replicas by itself; the gradient of a
     # value that a split part read whole is of its samples.
     value = facts.dag.value(node.inputs[0])
-    whole = Slice(0, facts.dag.share)
+    whole = Slice(0, facts.dag.local_batch_size)
     if value.kind == Kind.COTANGENT and total:
         whole = Slice(min(total).start, max(total).stop)
-    # Another home of the region, or another sum over replicas, may add the rest: whether all is there shows at the update.
+    # Another device group of the region, or another sum over replicas, may add the rest: whether all is there shows at the update.
     if problem := facts.uncovered(facts.share, total, whole, some=value.kind == Kind.GRAD):
         yield f"gradient of {names_of(value.names)} ({facts.at(node)}): {problem}"
     complete = facts.uncovered(facts.share, total, whole) is None
@@ -114,8 +114,8 @@ def check_update(facts: Facts, node: Update) -> Iterable[str]:
         if len(node.inputs) != 1:
             yield f"buffers {names_of(value.names)}: {facts.at(node)} has {len(node.inputs)} values; it needs the last one alone"
         last = max(facts.parts[node.inputs[0]]).stop
-        if last != facts.dag.share:
-            what = f"the value after sample {last}, not after {facts.dag.share}"
+        if last != facts.dag.local_batch_size:
+            what = f"the value after sample {last}, not after {facts.dag.local_batch_size}"
             yield f"buffers {names_of(value.names)}: {facts.at(node)} keeps {what}"
         return
     together: dict[Origin, Contributions] = {}

@@ -1,17 +1,17 @@
 """A program written for training, applied to a step without a backward pass: `validation_step`, `test_step`, `predict_step`.
 
-What is kept is where the regions are: `place` and `replicate` (each replica has its share, and parameters are gathered from the
-shards of training). What is left out is how the training step is cut up in time: `split` and `order`. An evaluation step needs
+What is kept is where the regions are: `place` and `replicate` (each replica has its local batch, and parameters are gathered from
+the shards of training). What is left out is how the training step is cut up in time: `split` and `order`. An evaluation step needs
 no microbatches, for it saves nothing for a backward pass, and on the whole batch its values are those of one device, whatever it
 computes from them (a ratio, the exponential of a mean). The batch runs where the first microbatch runs: so a region with several
-homes (DualPipe) has one.
+device groups (DualPipe) has one.
 
 A forward-only step may have regions that the training step has not, or has under another annotation. Each directive is applied as
 far as it matches. What no `place` matches then follows, in trace order:
 
-1. its parameters: to the home that has all of them, in training or in a region that is placed;
-2. else its inputs: to the home of the region that makes the last one;
-3. else its readers: to the home of the first region that reads what it makes;
+1. its parameters: to the device group that has all of them, in training or in a region that is placed;
+2. else its inputs: to the group of the region that makes the last one;
+3. else its readers: to the group of the first region that reads what it makes;
 4. else to the program's first device (or group).
 
 What the step returns goes to all devices, of each replica what it has computed.
@@ -56,7 +56,7 @@ def forward_passes(program: Program, training: TrainingDAG | None = None) -> lis
 
 
 def _groups(program: Program, training: TrainingDAG | None) -> list[Group]:
-    """The homes that regions have in training, or would have."""
+    """The device groups that regions have in training, or would have."""
     found = [tuple(directive.devices) for directive in program if isinstance(directive, Place)]
     found += [chunk.devices for chunk in training.of_type(Chunk)] if training is not None else []
     return list(dict.fromkeys(found))
@@ -73,17 +73,17 @@ def _place_rest(dag: TrainingDAG, groups: list[Group], training: TrainingDAG | N
             f"no place of the program selects a region of this step, which has {found}; annotate it as the training step is"
         )
     for chunk in rest:
-        homes = _homes(dag, training)
+        groups_of = _groups_of_params(dag, training)
         inputs = [dag.nodes[ref[0]].devices for ref in chunk.inputs if dag.nodes[ref[0]].devices]
         readers = [user.devices for user in dag.users(chunk) if isinstance(user, Chunk) and user.devices]
         near = [*reversed(inputs), *readers]
-        having = _having(dag, chunk, homes)
-        candidates = [home for home in near if home in having] or having or near or groups
+        having = _having(dag, chunk, groups_of)
+        candidates = [group for group in near if group in having] or having or near or groups
         dag.change(chunk, devices=candidates[0])
         place_around(dag, [chunk])
 
 
-def _homes(dag: TrainingDAG, training: TrainingDAG | None) -> dict[str, list[Group]]:
+def _groups_of_params(dag: TrainingDAG, training: TrainingDAG | None) -> dict[str, list[Group]]:
     """Where each parameter is."""
     found: dict[str, list[Group]] = {}
     for source in [dag] if training is None else [training, dag]:
@@ -93,13 +93,13 @@ def _homes(dag: TrainingDAG, training: TrainingDAG | None) -> dict[str, list[Gro
     return found
 
 
-def _having(dag: TrainingDAG, chunk: Chunk, homes: dict[str, list[Group]]) -> list[Group]:
-    """The homes that have all parameters that a chunk reads; those that no region has (yet) are left aside."""
-    wanted = {name: homes[name] for name in dag.interface(chunk).params if name in homes}
+def _having(dag: TrainingDAG, chunk: Chunk, groups_of: dict[str, list[Group]]) -> list[Group]:
+    """The device groups that have all parameters that a chunk reads; those that no region has (yet) are left aside."""
+    wanted = {name: groups_of[name] for name in dag.interface(chunk).params if name in groups_of}
     if not wanted:
         return []
     (first, there), *others = wanted.items()
-    found = [home for home in dict.fromkeys(there) if all(home in other for _, other in others)]
+    found = [group for group in dict.fromkeys(there) if all(group in other for _, other in others)]
     if not found:
         name, elsewhere = next((name, other) for name, other in others if not set(other) & set(there))
         region = dag.regions[chunk.region]
@@ -110,8 +110,8 @@ def _having(dag: TrainingDAG, chunk: Chunk, homes: dict[str, list[Group]]) -> li
     return found
 
 
-def _shown(home: Group) -> str:
-    return ",".join(map(str, home))
+def _shown(group: Group) -> str:
+    return ",".join(map(str, group))
 
 
 def _return_everywhere(dag: TrainingDAG, groups: list[Group]) -> None:

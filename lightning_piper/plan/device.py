@@ -26,7 +26,7 @@ class DevicePlan:
     Attributes:
         instructions: without irecvs, events and lifetimes, which later passes add.
         irecvs: by id of the receiving node, the receive it needs.
-        replica: which share of the batch is this device's.
+        replica: which replica this device is a part of, and so which local batch is its own.
         slots: how many there are.
         shards: the buckets of parameters that it has one shard of, and whether it keeps the whole of each.
     """

@@ -13,7 +13,7 @@ def mark_last_reads(device: int, instructions: Sequence[Instruction]) -> list[In
     """The same instructions; the last read of each slot empties it.
 
     Raises:
-        VerificationError: something is made that nobody reads.
+        VerificationError: something is made that is never read.
     """
     read: set[int] = set()
     result: list[Instruction] = []

@@ -11,18 +11,20 @@ from lightning_piper.plan.instructions import Channel, Group, Instruction
 
 @dataclass(frozen=True)
 class Plan:
-    """Attributes:
-    device: the logical device.
-    devices: all logical devices of the step.
-    size: samples in the global batch of one step.
-    replica, replicas: which share of the batch is this device's (0 where it works on none), and how many there are.
-    slots: number of value slots.
-    events: number of events between streams.
-    channels: the directed channels it sends or receives on, sorted.
-    groups: the device groups it communicates in, each on one stream, sorted.
-    shards: the buckets of parameters of which it has one shard, and whether it keeps room for the whole of each.
-    instructions: in the order in which they are issued.
-    sync_only: nodes whose instructions only the last batch of a gradient accumulation needs: sums of gradients over replicas.
+    """The instructions of one device for one step, and what it takes to run them.
+
+    Attributes:
+        device: the logical device.
+        devices: all logical devices of the step.
+        size: samples in the global batch of one step.
+        replica, replicas: which local batch is this device's (0 where it works on none), and how many there are.
+        slots: number of value slots.
+        events: number of events between streams.
+        channels: the directed channels it sends or receives on, sorted.
+        groups: the device groups it communicates in, each on one stream, sorted.
+        shards: the buckets of parameters of which it has one shard, and whether it keeps room for the whole of each.
+        instructions: in the order in which they are issued.
+        sync_only: nodes whose instructions only the last batch of a gradient accumulation needs: sums of gradients over replicas.
     """
 
     device: int
@@ -39,7 +41,7 @@ class Plan:
     sync_only: frozenset[int] = frozenset()
 
     @property
-    def share(self) -> int:
+    def local_batch_size(self) -> int:
         """Samples of the batch that this device works on."""
         return self.size // self.replicas
 

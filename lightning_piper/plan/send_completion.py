@@ -1,4 +1,4 @@
-"""When may a sender let go of what it sent, without asking and without waiting?
+"""Where a sender may free what it sent, without waiting.
 
 A tensor must live until its receiver has it. Asking is not possible everywhere (gloo tells only those who wait), and waiting
 would stall. But a device that has received something which its peer sent *after* it had received our message knows that the

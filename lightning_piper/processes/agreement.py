@@ -1,4 +1,4 @@
-"""All stages of a pipeline train on the same batch: what notices when they do not.
+"""Checks that all stages of a pipeline train on the same batch.
 
 With replicas, each has a pipeline of its own, and batches of its own, of the same sizes.
 

@@ -2,7 +2,7 @@
 
 A process that exits closes its connections, and the others notice at once. But they see no more than that a neighbour is gone,
 which may itself have ended because of another; and one that failed may live on (its script caught the error) or hang, and gloo
-has no way to break off an operation that others wait in. So every process keeps a line to the lead, where one thread judges who
+has no way to break off an operation that others wait in. So every process keeps a line to rank 0, where one thread judges who
 failed first:
 
 - who says that it failed, with an error of its own;
@@ -37,11 +37,11 @@ import torch.distributed as dist
 from lightning_piper import runtime
 from lightning_piper.errors import PiperError
 from lightning_piper.processes import agreement
-from lightning_piper.processes.world import LEAD, World
+from lightning_piper.processes.world import RANK_ZERO, World
 
 GRACE = 5.0  # seconds for a process to fail by itself, with a better message
 SETTLE = 2.0  # seconds from the first word of a communication that failed until the verdict
-PATIENCE = 5.0  # seconds for the lead to answer
+PATIENCE = 5.0  # seconds for rank 0 to answer
 LONGEST = 2000  # characters of an error that are passed on; a message is then one write, whichever thread sends it
 
 GONE = "it ended without a word (killed, or short of memory), or lost its connection"
@@ -56,13 +56,13 @@ class FailureWatch:
 
     Args:
         world: more than one process.
-        host: address of the lead.
-        children: that this process has started and nobody else would end, by rank, from the next one on.
+        host: address of rank 0.
+        children: that this process has started and has to end, by rank, from the next one on.
 
     Making one is collective.
 
     Raises:
-        PiperError: a process cannot reach the lead.
+        PiperError: a process cannot reach rank 0.
     """
 
     def __init__(self, world: World, host: str, children: Sequence[Popen[Any]]) -> None:
@@ -71,13 +71,13 @@ class FailureWatch:
         self._fitting = threading.get_ident()
         self._over, self._judged = threading.Event(), threading.Event()
         self._first: tuple[int, str] | None = None
-        server = _listen() if world.leads else None
+        server = _listen() if world.is_rank_zero else None
         port, token = world.broadcast(None if server is None else (server.getsockname()[1], secrets.token_hex()))  # type: ignore[misc]
         self._judging: threading.Thread | None = None
         if server is not None:
             self._judging = threading.Thread(target=_Judge(server, world.size, token).run, name="piper-failure-judge", daemon=True)
             self._judging.start()
-        self._line = _connect("localhost" if world.leads else host, port)
+        self._line = _connect("localhost" if world.is_rank_zero else host, port)
         _send(self._line, {"token": token, "rank": world.rank})
         self._thread = threading.Thread(target=self._listen, name="piper-failure-watch", daemon=True)
         self._thread.start()
@@ -86,9 +86,9 @@ class FailureWatch:
         """The fit has ended on this process, well or not."""
         self._over.set()
         _send(self._line, {"over": True})
-        if self._first is None:  # else the lead may be one that does not answer
+        if self._first is None:  # else rank 0 may be one that does not answer
             self._thread.join(PATIENCE)
-        elif self._judging is not None:  # a lead that is gone before all have heard the verdict looks like the one that failed
+        elif self._judging is not None:  # a rank 0 that is gone before all have heard the verdict looks like the one that failed
             self._judging.join(SETTLE)
 
     def report(self, error: BaseException) -> None:
@@ -97,7 +97,7 @@ class FailureWatch:
         rank = getattr(error, "rank", None)
         _send(self._line, {"failed": text, "rank": self._world.rank if rank is None else rank, "waited": waited(error)})
         if not self._judged.wait(PATIENCE):
-            self._first = (LEAD, SILENT)
+            self._first = (RANK_ZERO, SILENT)
         assert self._first is not None
         first, why = self._first
         if first != self._world.rank and why != text:
@@ -115,7 +115,7 @@ class FailureWatch:
         self._line.close()
         if message is None and (lead_left or self._over.is_set()):
             return
-        self._first = (LEAD, GONE) if message is None else (message["first"], message["why"])
+        self._first = (RANK_ZERO, GONE) if message is None else (message["first"], message["why"])
         self._judged.set()
         for rank in () if message is None else message["silent"]:
             if rank in self._children:
@@ -128,7 +128,7 @@ class FailureWatch:
 
 
 class _Judge:
-    """The lead's end of all lines, its own included.
+    """Rank 0's end of all lines, its own included.
 
     Attributes:
         lines: that are open -> rank; None before it has said who it is.
@@ -150,7 +150,7 @@ class _Judge:
         self._until: float | None = None  # when the verdict is due; after it, when nobody is awaited any longer
 
     def run(self) -> None:
-        # To the end of all lines, also after the verdict: a line that breaks would look like the end of the lead.
+        # To the end of all lines, also after the verdict: a line that breaks would look like the end of rank 0.
         while self.awaited or any(rank is not None for rank in self.lines.values()):
             patience = None if self._until is None else max(0.0, self._until - time.monotonic())
             for ready in wait([*self.lines, *([self._server] if self.awaited else [])], patience):
@@ -178,7 +178,7 @@ class _Judge:
             self._greeted(line, message)
         elif "over" in message:
             self.ended.add(rank)
-            if rank == LEAD:
+            if rank == RANK_ZERO:
                 self._tell({"left": True})
             self._drop(line)
         elif "at" in message:
@@ -197,7 +197,7 @@ class _Judge:
             return
         self.lines[line] = message["rank"]
         self.awaited.discard(message["rank"])
-        if LEAD in self.ended:
+        if RANK_ZERO in self.ended:
             _send(line, {"left": True})
         if self.verdict is not None:
             _send(line, self.verdict)
@@ -225,8 +225,8 @@ class _Judge:
         return [rank for rank in range(self._size) if rank not in {*self.places, *self.failed, *self.ended}]
 
     def _tell(self, message: Message) -> None:
-        """All, and last of all the lead, which may end when it has heard."""
-        for line, rank in sorted(self.lines.items(), key=lambda each: each[1] == LEAD):
+        """All, and last of all rank 0, which may end when it has heard."""
+        for line, rank in sorted(self.lines.items(), key=lambda each: each[1] == RANK_ZERO):
             if rank is not None:
                 _send(line, message)
 

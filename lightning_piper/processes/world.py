@@ -1,4 +1,4 @@
-"""The processes of a run: who leads, and how objects and tensors get from one to another.
+"""The processes of a run, and how objects and tensors get from one to another.
 
 With one process (`transport="local"`) every operation is the identity, so its callers need not ask.
 """
@@ -17,7 +17,7 @@ import torch.distributed as dist
 from lightning_piper.errors import PiperError
 
 T = TypeVar("T")
-LEAD = 0
+RANK_ZERO = 0
 _MEANS = (None, "mean", "avg", dist.ReduceOp.AVG)
 _SUMS = {"sum": dist.ReduceOp.SUM, "max": dist.ReduceOp.MAX, "min": dist.ReduceOp.MIN}
 
@@ -35,10 +35,12 @@ def fill(into: torch.Tensor, values: torch.Tensor) -> None:
 
 
 class World:
-    """Attributes:
-    rank, size: of this process and of the run.
-    device: on which this process keeps its tensors.
-    replicas: of every process, by rank: which data-parallel replica it is a part of. Each replica draws batches of its own.
+    """The processes of a run, seen from one of them.
+
+    Attributes:
+        rank, size: of this process and of the run.
+        device: on which this process keeps its tensors.
+        replicas: of every process, by rank: which data-parallel replica it is a part of. Each replica draws batches of its own.
     """
 
     def __init__(
@@ -49,8 +51,8 @@ class World:
         self.replicas = tuple(replicas) or (0,) * size
 
     @property
-    def leads(self) -> bool:
-        return self.rank == LEAD
+    def is_rank_zero(self) -> bool:
+        return self.rank == RANK_ZERO
 
     @property
     def replica(self) -> int:
@@ -63,7 +65,7 @@ class World:
         return max(self.replicas) + 1
 
     @property
-    def speakers(self) -> tuple[int, ...]:
+    def first_ranks(self) -> tuple[int, ...]:
         """The first rank of each replica, which stands for all of its ranks where each replica is to count once."""
         return tuple(self.replicas.index(r) for r in range(self.count))
 
@@ -79,15 +81,15 @@ class World:
 
     def warn(self, text: str) -> None:
         """Warn once, not in every process: of the code that calls this."""
-        if self.leads:
+        if self.is_rank_zero:
             warnings.warn(text, stacklevel=2)
 
     def broadcast(self, value: T) -> T:
-        """The lead's value, on every process."""
+        """Rank 0's value, on every process."""
         if self.size == 1:
             return value
         box = [value]
-        dist.broadcast_object_list(box, src=LEAD, group=self.host_group)
+        dist.broadcast_object_list(box, src=RANK_ZERO, group=self.host_group)
         return box[0]
 
     def gather(self, value: T) -> list[T]:
@@ -98,8 +100,8 @@ class World:
         dist.all_gather_object(values, value, group=self.host_group)
         return values
 
-    def on_lead(self, work: Callable[[], T], share: bool = True) -> T | None:
-        """What `work` gives on the lead, on every process (`share=False`: on the lead; the others get None).
+    def on_rank_zero(self, work: Callable[[], T], share: bool = True) -> T | None:
+        """What `work` gives on rank 0, on every process (`share=False`: on rank 0; the others get None).
 
         If it fails there, all fail together.
         """
@@ -107,7 +109,7 @@ class World:
             return work()
         result: Any = None
         failure: Exception | None = None
-        if self.leads:
+        if self.is_rank_zero:
             try:
                 result = work()
             except Exception as error:
@@ -117,8 +119,8 @@ class World:
         if failure is not None:
             raise failure
         if kind is not None:
-            raise of_rank(LEAD, kind(f"rank {LEAD}: {text}"))
-        return result if self.leads else shared
+            raise of_rank(RANK_ZERO, kind(f"rank {RANK_ZERO}: {text}"))
+        return result if self.is_rank_zero else shared
 
     def move(self, tensor: torch.Tensor | None, source: int, target: int, into: torch.Tensor | None = None) -> None:
         """Send `tensor` of process `source` into the tensor `into` of process `target`; the others do nothing.
@@ -164,7 +166,7 @@ class World:
         if op not in _SUMS.values():
             raise PiperError(f"values cannot be reduced over replicas by {how!r}; accepted are 'mean', 'sum', 'max' and 'min'")
         total = value.detach().clone().to(self.device)
-        if op == dist.ReduceOp.SUM and self.rank not in self.speakers:
+        if op == dist.ReduceOp.SUM and self.rank not in self.first_ranks:
             total.zero_()
         dist.all_reduce(total, op=op)
         return (total / self.count if how in _MEANS else total).to(value.device)

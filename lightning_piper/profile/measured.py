@@ -1,7 +1,7 @@
 """What devices recorded -> the same kind of trace that the simulator makes, so that the same functions compute its figures.
 
 On a CPU one thread issues and waits: whatever it does but compute holds the device up. A message takes from the moment when it
-was issued to the one when its receiver's wait returned: when it arrived in between, nobody knows.
+was issued to the one when its receiver's wait returned: when it arrived in between is not known.
 """
 
 from __future__ import annotations
@@ -155,7 +155,7 @@ class Measured:
     def durations(self) -> dict[str, float]:
         """The table that `simulate` takes: chunks and transfers by node, other work by operation; in seconds.
 
-        A transfer for which nobody had to wait may have been done at any time since: the usual duration on its channel or in its
+        A transfer for which no device had to wait may have been done at any time since: the usual duration on its channel or in its
         group, of those that were waited for, is the most that it is given. Where one thread does everything, what it takes to start
         communication counts with the chunk before.
         """

@@ -24,8 +24,10 @@ now = time.monotonic_ns
 
 @dataclass(frozen=True)
 class Times:
-    """Attributes:
-    start, end: of each instruction of the plan, in nanoseconds of the process's monotonic clock; 0 where it did not run.
+    """When the instructions of one step ran in one process.
+
+    Attributes:
+        start, end: of each instruction of the plan, in nanoseconds of the process's monotonic clock; 0 where it did not run.
     """
 
     start: list[int]

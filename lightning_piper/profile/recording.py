@@ -28,7 +28,7 @@ from lightning_piper.simulate.engine import run_in_virtual_time
 
 
 class Prepared(Protocol):
-    """What a step runs on; see `session.process_runtime.Prepared`."""
+    """A compiled program with its executors; see `session.process_runtime.Prepared`."""
 
     @property
     def compiled(self) -> Compiled: ...
@@ -52,18 +52,18 @@ class _Step:
 class Recording:
     """Records the steps of a fit as a schedule says, and writes them to the trainer's log directory.
 
-    All processes call it alike. The lead writes; nothing is sent or written while a cycle's active steps last.
+    All processes call it alike. Rank 0 writes; nothing is sent or written while a cycle's active steps last.
 
     Args:
         schedule: which steps.
         trainer: whose loggers and log directory are used. Collective.
         world: the processes.
-        verification: the report of a verification by execution, on the lead.
+        verification: the report of a verification by execution, on rank 0.
 
     Attributes:
         folder: where the files are.
-        written: the step files, on the lead.
-        last: figures of the step recorded last, on the lead.
+        written: the step files, on rank 0.
+        last: figures of the step recorded last, on rank 0.
     """
 
     def __init__(self, schedule: Schedule, trainer: pl.Trainer, world: Processes, verification: str | None) -> None:

@@ -1,4 +1,4 @@
-"""A chunk with everything it needs but its inputs: the shortest way from slots to slots through its code."""
+"""Binds the code of a chunk to parameters, buffers and slots, so that a step looks nothing up."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from lightning_piper.errors import ExecutionError
 from lightning_piper.ir.nodes import Chunk
 from lightning_piper.ir.regions import Step
 from lightning_piper.ir.seeds import chunk_seed
-from lightning_piper.ir.values import Slice
+from lightning_piper.ir.values import Kind, Slice
 from lightning_piper.plan.instructions import Run
 from lightning_piper.plan.plan import Plan
 from lightning_piper.runtime.transport import Bound, Slots
@@ -92,7 +92,7 @@ class ChunkBinder:
 
     def _seeded(self, call: Bound, run: Run) -> Bound:
         """Under the chunk's own seed; the generator is afterwards as if nothing had been drawn."""
-        chunk, first = Chunk(region=run.key[0], kind=run.key[1], slice=run.slice), self._plan.replica * self._plan.share
+        chunk, first = Chunk(region=run.key[0], kind=run.key[1], slice=run.slice), self._plan.replica * self._plan.local_batch_size
         if self._device.type == "cuda":
             generator = torch.cuda.default_generators[self._device.index or 0]
         else:
@@ -136,7 +136,7 @@ class ChunkBinder:
     def _loss_dtype(self) -> torch.dtype:
         for key, interface in self._whole.interfaces.items():
             for output, specs in zip(interface.outputs, self._whole.code[key].outputs, strict=True):
-                if output.kind == "loss":
+                if output.kind == Kind.LOSS:
                     return specs[0].dtype
         raise ExecutionError("the step has no loss")
 

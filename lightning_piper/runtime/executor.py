@@ -81,7 +81,7 @@ class Executor:
         if device.type == "cuda" and device.index is None:
             device = torch.device("cuda", torch.cuda.current_device())
         self.plan = plan
-        self._specs = step.at(plan.share).batch_specs
+        self._specs = step.at(plan.local_batch_size).batch_specs
         self._device = device
         self._slots: Slots = [None] * plan.slots
         self._chunks = ChunkBinder(plan, step, params, buffers, self._slots, device)
@@ -143,7 +143,7 @@ class Executor:
         """Run one training step; the module's buffers have their new values afterwards.
 
         Args:
-            leaves: the tensors of this replica's share of the global batch (`StepCode.batch_specs`), on this executor's device.
+            leaves: the tensors of this replica's local batch (`StepCode.batch_specs`), on this executor's device.
             seed: of the step's random numbers, the same on all devices.
             scale: factor on the gradient of the loss.
             last: of the batches over which gradients are accumulated. In the others, gradients that are summed over replicas are

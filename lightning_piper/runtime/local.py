@@ -145,9 +145,9 @@ def run_local(
     """
     for executor in executors:
         plan = executor.plan
-        first = plan.replica * plan.share
-        share = leaves if plan.replicas == 1 else [x.narrow(0, first, plan.share) if x.ndim else x for x in leaves]
-        executor.begin(share, seed, scale, last)
+        first = plan.replica * plan.local_batch_size
+        local_batch = leaves if plan.replicas == 1 else [x.narrow(0, first, plan.local_batch_size) if x.ndim else x for x in leaves]
+        executor.begin(local_batch, seed, scale, last)
     running = list(executors)
     while running:
         before = [executor.position for executor in running]

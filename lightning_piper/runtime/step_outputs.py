@@ -13,7 +13,7 @@ from lightning_piper.plan.instructions import Deliver
 
 
 class StepOutputs:
-    """Filled during a step and emptied at its end.
+    """What a step hands out; filled while it runs, and emptied at its end.
 
     Gradients are the caller's to change in place (clipping, scaling), so they must share memory with nothing else: a gradient
     that a chunk made may be the gradient of another parameter too, an expanded scalar, or a part of the batch.

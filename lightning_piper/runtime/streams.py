@@ -13,7 +13,7 @@ from lightning_piper.runtime.transport import Bound, Bundle, Slots
 
 
 class Streams:
-    """The streams of one executor. This one has none."""
+    """The streams of one executor, on a device that has none: there is nothing to do."""
 
     def begin(self) -> None:
         """The step starts after what the caller has issued."""
@@ -39,7 +39,9 @@ class Streams:
 
 
 class CudaStreams(Streams):
-    """Memory: the caching allocator gives a freed block to the stream it came from at once. So a tensor that another stream
+    """The CUDA streams of one executor, and the events between them.
+
+    Memory: the caching allocator gives a freed block to the stream it came from at once. So a tensor that another stream
     reads is recorded there (`record_stream`), and results are recorded on the caller's stream.
 
     Args:

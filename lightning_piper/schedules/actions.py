@@ -10,7 +10,8 @@ from lightning_piper.errors import DirectiveError
 from lightning_piper.ir.filters import Filter
 from lightning_piper.limits import DEVICES, PASSES, integer, is_name, shown
 
-Homes = Sequence[int | Sequence[int]]  # of each rank: a device, or a group of devices over which a `replicate` divides the batch
+# Of each rank: a device, or a group of devices over which a `replicate` divides the batch.
+Devices = Sequence[int | Sequence[int]]
 
 
 class Action(NamedTuple):
@@ -25,7 +26,7 @@ Row = list[tuple[Action, ...]]  # what a rank does; several actions in one entry
 
 
 def program_of(
-    rows: Sequence[Row], microbatches: int, devices: Homes | None, tag: str, dim_name: str, name: str
+    rows: Sequence[Row], microbatches: int, devices: Devices | None, tag: str, dim_name: str, name: str
 ) -> list[Directive]:
     """Place each stage on the ranks that run it, split, and order each rank.
 
@@ -43,15 +44,15 @@ def program_of(
         DirectiveError: not one device (or group) a rank, or names that cannot be used.
     """
     check_names(name, tag, dim_name)
-    homes = _homes(name, range(len(rows)) if devices is None else devices)
-    if len(homes) != len(rows):
-        raise DirectiveError(f"{name}: {len(homes)} devices for {len(rows)} ranks; give one device, or one group, for each rank")
+    places = _devices_of_ranks(name, range(len(rows)) if devices is None else devices)
+    if len(places) != len(rows):
+        raise DirectiveError(f"{name}: {len(places)} devices for {len(rows)} ranks; give one device, or one group, for each rank")
     where: dict[int, dict[int, set[int]]] = {}  # stage -> rank -> microbatches
     for rank, row in enumerate(rows):
         for action in (action for group in row for action in group):
             where.setdefault(action.stage, {}).setdefault(rank, set()).add(action.microbatch)
-    alone = [Place(filter={tag: s}, devices=homes[r]) for s, ranks in sorted(where.items()) if len(ranks) == 1 for r in ranks]
-    shared = [Place(filter={tag: s, dim_name: sorted(parts)}, devices=homes[r])
+    alone = [Place(filter={tag: s}, devices=places[r]) for s, ranks in sorted(where.items()) if len(ranks) == 1 for r in ranks]
+    shared = [Place(filter={tag: s, dim_name: sorted(parts)}, devices=places[r])
               for s, ranks in sorted(where.items()) if len(ranks) > 1 for r, parts in sorted(ranks.items())]  # fmt: skip
     orders = [Order(filters=[_group(group, tag, dim_name) for group in row]) for row in rows if len(row) > 1]
     return [*alone, Split(filter={}, dim_name=dim_name, num_microbatches=microbatches), *shared, *orders]
@@ -62,11 +63,11 @@ def _group(group: Sequence[Action], tag: str, dim_name: str) -> Filter | list[Fi
     return filters if len(filters) > 1 else filters[0]
 
 
-def _homes(name: str, devices: object) -> list[list[int]]:
+def _devices_of_ranks(name: str, devices: object) -> list[list[int]]:
     """A list of devices for each rank."""
     found: list[list[int]] = []
-    for home in devices if isinstance(devices, Sequence) and not isinstance(devices, str | bytes) else [None]:
-        group = home if isinstance(home, list | tuple | range) else [home]
+    for own in devices if isinstance(devices, Sequence) and not isinstance(devices, str | bytes) else [None]:
+        group = own if isinstance(own, list | tuple | range) else [own]
         numbers = [number for device in group if (number := integer(device)) is not None and 0 <= number < DEVICES]
         if not numbers or len(numbers) < len(group) or len(set(numbers)) < len(numbers):
             accepted = "one device >= 0, or one group of them, for each rank, such as [0, 1] or [[0, 2], [1, 3]]"

@@ -2,7 +2,7 @@
 
     0F0,0F1,,1F0,1I0,1W0,(0F2;1B1)OVERLAP_F_B
 
-A cell is stage, pass, microbatch; `I` and `W` are the halves BI and BW of the backward pass; an empty cell is an idle slot. The
+A cell is stage, pass, microbatch; `I` and `W` are the passes BI and BW of a split backward; an empty cell is an idle slot. The
 format with communication has actions such as `0SEND_F1` and `1UNSHARD` as well. These are dropped: what has to be sent, gathered
 and reduced follows from the program.
 """
@@ -21,7 +21,7 @@ from lightning_piper.errors import DirectiveError
 from lightning_piper.ir.filters import matches
 from lightning_piper.limits import FILE, PASSES, shown
 from lightning_piper.reading import read_text
-from lightning_piper.schedules.actions import Action, Homes, Row, check_names, program_of
+from lightning_piper.schedules.actions import Action, Devices, Row, check_names, program_of
 
 _KINDS = {"F": "F", "B": "B", "I": "BI", "W": "BW"}
 _LETTERS = {kind: letter for letter, kind in _KINDS.items()}
@@ -31,7 +31,7 @@ _DERIVED = re.compile(r"\d+((SEND|RECV)_[FB]\d+|(UNSHARD|RESHARD|REDUCE_GRAD)\d*
 
 
 def from_csv(
-    path_or_text: str | PathLike[str], devices: Homes | None = None, tag: str = "PP", dim_name: str = "MB"
+    path_or_text: str | PathLike[str], devices: Devices | None = None, tag: str = "PP", dim_name: str = "MB"
 ) -> list[Directive]:
     """The program of a schedule that is written as CSV, with or without communication.
 
@@ -133,21 +133,21 @@ def to_csv(program: Sequence[Directive], path: str | PathLike[str] | None = None
     for index, order in enumerate(program):
         if not isinstance(order, Order):
             continue
-        cells, homes = [], set()
+        cells, ranks = [], set()
         for group in order.filters:
             actions = [_action(index, item, tag, dim_name) for item in (group if isinstance(group, list | tuple) else [group])]
-            homes |= {_home(index, action, places, tag, dim_name) for action in actions}
+            ranks |= {_devices_of(index, action, places, tag, dim_name) for action in actions}
             joined = ";".join(map(_cell, actions))
             cells.append(f"({joined})OVERLAP_F_B" if len(actions) > 1 else joined)
-        home = homes.pop()
-        if homes or home in rows:
+        rank = ranks.pop()
+        if ranks or rank in rows:
             raise DirectiveError(
-                f"to_csv: directive {index} (order): field 'filters': orders {'several ranks' if homes else 'a rank again'}; give "
+                f"to_csv: directive {index} (order): field 'filters': orders {'several ranks' if ranks else 'a rank again'}; give "
                 "one order for each rank"
             )
-        rows[home] = cells
+        rows[rank] = cells
     stream = io.StringIO(newline="")
-    csv.writer(stream).writerows(rows[home] for home in sorted(rows))
+    csv.writer(stream).writerows(rows[rank] for rank in sorted(rows))
     if path is not None:
         try:
             Path(path).write_text(stream.getvalue(), encoding="utf-8", newline="")
@@ -167,7 +167,7 @@ def _action(index: int, condition: object, tag: str, dim_name: str) -> Action:
     return Action(stage, str(kind), microbatch)
 
 
-def _home(index: int, action: Action, places: Sequence[Place], tag: str, dim_name: str) -> tuple[int, ...]:
+def _devices_of(index: int, action: Action, places: Sequence[Place], tag: str, dim_name: str) -> tuple[int, ...]:
     tags: dict[str, int | str] = {tag: action.stage, dim_name: action.microbatch, "PASS": action.kind}
     for place in places:
         if matches(place.filter, tags):

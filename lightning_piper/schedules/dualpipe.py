@@ -6,11 +6,11 @@ from collections import Counter, deque
 
 from lightning_piper.directives import Directive
 from lightning_piper.errors import DirectiveError
-from lightning_piper.schedules.actions import Action, Homes, Row, counts, program_of, ranks_of
+from lightning_piper.schedules.actions import Action, Devices, Row, counts, program_of, ranks_of
 
 
 def dualpipev(
-    stages: int, microbatches: int, devices: Homes | None = None, tag: str = "PP", dim_name: str = "MB"
+    stages: int, microbatches: int, devices: Devices | None = None, tag: str = "PP", dim_name: str = "MB"
 ) -> list[Directive]:
     """DualPipe cut in half: rank r of R has the stages r and 2R - 1 - r, and each microbatch goes down the ranks and up again.
 
@@ -34,7 +34,7 @@ def dualpipev(
 
 
 def dualpipe(
-    stages: int, microbatches: int, devices: Homes | None = None, tag: str = "PP", dim_name: str = "MB"
+    stages: int, microbatches: int, devices: Devices | None = None, tag: str = "PP", dim_name: str = "MB"
 ) -> list[Directive]:
     """The first half of the microbatches runs from rank 0 to the last rank, the other half from the last rank to rank 0.
 
@@ -111,7 +111,7 @@ def _crossing(ranks: int, rank: int, stages: tuple[int, int], first: tuple[int, 
     for _ in range(beyond):
         run((1, "B"))
         overlap(1, 0)
-    # Half of the passes that are left run in halves: what waits is done while gradients travel.
+    # Half of the passes that are left are split: what waits is done while gradients travel.
     run(*((1 - i % 2, "B" if i <= rank else "BI") for i in range(2 * (rank + 1))))
     run(*[(0, "BW"), (0, "BI")] * beyond)
     run(*[(0, "BW")] * (rank + 1))

@@ -4,14 +4,14 @@ from __future__ import annotations
 
 from lightning_piper.directives import Directive
 from lightning_piper.errors import DirectiveError
-from lightning_piper.schedules.actions import Action, Homes, counts, one_by_one, program_of, ranks_of
+from lightning_piper.schedules.actions import Action, Devices, counts, one_by_one, program_of, ranks_of
 
 
 def interleaved_one_f_one_b(
     stages: int,
     microbatches: int,
     stages_per_device: int = 2,
-    devices: Homes | None = None,
+    devices: Devices | None = None,
     tag: str = "PP",
     dim_name: str = "MB",
 ) -> list[Directive]:

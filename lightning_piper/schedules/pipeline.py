@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 from lightning_piper.directives import Directive
-from lightning_piper.schedules.actions import Action, Homes, Row, counts, one_by_one, program_of
+from lightning_piper.schedules.actions import Action, Devices, Row, counts, one_by_one, program_of
 
 
-def gpipe(stages: int, microbatches: int, devices: Homes | None = None, tag: str = "PP", dim_name: str = "MB") -> list[Directive]:
+def gpipe(stages: int, microbatches: int, devices: Devices | None = None, tag: str = "PP", dim_name: str = "MB") -> list[Directive]:
     """All forwards, then all backwards.
 
     Args:
@@ -26,7 +26,7 @@ def gpipe(stages: int, microbatches: int, devices: Homes | None = None, tag: str
 
 
 def one_f_one_b(
-    stages: int, microbatches: int, devices: Homes | None = None, tag: str = "PP", dim_name: str = "MB"
+    stages: int, microbatches: int, devices: Devices | None = None, tag: str = "PP", dim_name: str = "MB"
 ) -> list[Directive]:
     """After a warm-up of `stages - stage` forwards, each stage alternates one backward and one forward.
 
@@ -50,9 +50,9 @@ def _one_f_one_b(stage: int, warmup: int, microbatches: int) -> Row:
 
 
 def zero_bubble(
-    stages: int, microbatches: int, devices: Homes | None = None, tag: str = "PP", dim_name: str = "MB"
+    stages: int, microbatches: int, devices: Devices | None = None, tag: str = "PP", dim_name: str = "MB"
 ) -> list[Directive]:
-    """ZB-H1, also ZB1P: 1F1B with backward passes in halves. Stage r runs BW r microbatches behind BI, and so has work when it
+    """ZB-H1, also ZB1P: 1F1B with split backward passes. Stage r runs BW r microbatches behind BI, and so has work when it
     would else wait for gradients at the end.
 
     Every stage holds the activations of at most `stages` microbatches. Arguments and errors as for `gpipe`.

@@ -1,14 +1,14 @@
-"""ZB-V: two stages a rank, placed along a V, and backward passes in halves."""
+"""ZB-V: two stages a rank, placed along a V, and split backward passes."""
 
 from __future__ import annotations
 
 from collections import Counter
 
 from lightning_piper.directives import Directive
-from lightning_piper.schedules.actions import Action, Homes, Row, counts, one_by_one, program_of, ranks_of
+from lightning_piper.schedules.actions import Action, Devices, Row, counts, one_by_one, program_of, ranks_of
 
 
-def zbv(stages: int, microbatches: int, devices: Homes | None = None, tag: str = "PP", dim_name: str = "MB") -> list[Directive]:
+def zbv(stages: int, microbatches: int, devices: Devices | None = None, tag: str = "PP", dim_name: str = "MB") -> list[Directive]:
     """Rank r of R has the stages r and 2R - 1 - r, so that the last stage is on the rank of the first one.
 
     Args:

@@ -2,8 +2,9 @@
 
 A plan has fixed shapes and is the same for all processes of a replica, so they agree before each step that they have the same
 batch, and whether a plan has to be made first. Replicas may have batches of different sizes, and some a batch more than others, if
-the step logs no tensors: so they do in `predict`, where Lightning's sampler repeats no sample to make the shares even. A replica
-that has run out goes through its last batch again, for nothing, as long as others go on: they may need its shards of parameters.
+the step logs no tensors: so they do in `predict`, where Lightning's sampler repeats no sample to make the local batches even. A
+replica that has run out repeats its last batch, without a result, as long as others go on: they may need its shards of
+parameters.
 """
 
 from __future__ import annotations
@@ -30,9 +31,11 @@ SEEDS = 2**61  # away from those of the training steps
 
 
 class Evaluation:
-    """Attributes:
-    runtime: on which the steps run.
-    follow: called before each step: lets the tensors that it works on have the values that hooks may have put into the module.
+    """Runs the steps of a module that have no backward pass.
+
+    Attributes:
+        runtime: on which the steps run.
+        follow: called before each step: lets the tensors that it works on have the values that hooks may have put into the module.
 
     Args:
         module: whose steps are run; parts of it may be on other processes.
@@ -65,7 +68,7 @@ class Evaluation:
         """A prediction begins. Collective.
 
         Args:
-            batches: in each loader of this process; infinite where nobody knows.
+            batches: in each loader of this process; infinite where the number is not known.
         """
         self._batches, self._seen = self._world.gather(list(batches)), Counter()
 

@@ -28,13 +28,15 @@ Context = Callable[[], contextlib.AbstractContextManager[Any]]
 
 @dataclass(frozen=True)
 class Settings:
-    """Attributes:
-    program: the directives.
-    replicas: of which each process draws the batches of one; 1 also where one process draws those of all.
-    static: run the static check on everything that is compiled.
-    context, forward_context: entered around the training step, and around the others, while they are captured.
-    local: all devices in this process.
-    timeout: of communication.
+    """How the steps of a module are compiled and run; the same in all processes.
+
+    Attributes:
+        program: the directives.
+        replicas: of which each process draws the batches of one; 1 also where one process draws those of all.
+        static: run the static check on everything that is compiled.
+        context, forward_context: entered around the training step, and around the others, while they are captured.
+        local: all devices in this process.
+        timeout: of communication.
     """
 
     program: Sequence[Directive]

@@ -21,7 +21,7 @@ class Standalone:
     step that is run distributes the module.
 
     Args:
-        module: with the values to run with (the lead's count); parts may be on the meta device.
+        module: with the values to run with (rank 0's count); parts may be on the meta device.
         settings: of the compilation.
         known: values from a checkpoint for what is on the meta device; the rest gets initial ones.
         seed: of the random numbers of steps.

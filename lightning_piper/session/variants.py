@@ -18,9 +18,11 @@ MANY = 16
 
 
 class Variants:
-    """Attributes:
-    history: what the captures have taught.
-    number: of the capture that was found last, over all kinds.
+    """The captures of one step, and the choice among them.
+
+    Attributes:
+        history: what the captures have taught.
+        number: of the capture that was found last, over all kinds.
 
     Args:
         step: name of the method.

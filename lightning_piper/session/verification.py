@@ -23,13 +23,13 @@ ACCEPTED = get_args(Verify)
 def verify_by_execution(
     how: Verify, compiled: Compiled, module: nn.Module, leaves: Sequence[torch.Tensor], world: World, say: Callable[[str], None]
 ) -> str | None:
-    """Run the program on a batch, on the lead, where the whole module still is; all processes fail together. Returns
+    """Run the program on a batch, on rank 0, where the whole module still is; all processes fail together. Returns
     the report there, and None elsewhere or if nothing was run. Warns where the program is `verified except`; without running it,
     where that is plain to see.
 
     Args:
         leaves: of this process's batch; those of all replicas have the same shapes.
-        say: tells the user, on the lead.
+        say: tells the user, on rank 0.
 
     Raises:
         VerificationError: the finished program (`first_batch`) or a directive (`each`) does not compute what one device does.
@@ -43,7 +43,7 @@ def verify_by_execution(
     if how not in ("first_batch", "each"):
         return None
 
-    shares = world.gather([x.cpu() for x in leaves] if world.rank in world.speakers else [])
+    local_batches = world.gather([x.cpu() for x in leaves] if world.rank in world.first_ranks else [])
 
     def run() -> str:
         if is_on_meta(module):
@@ -52,7 +52,7 @@ def verify_by_execution(
                 "verify='static' here, and verify by execution with transport='local' or a smaller model"
             )
         module.to(world.device)
-        parts = zip(*(shares[rank] for rank in world.speakers), strict=True)
+        parts = zip(*(local_batches[rank] for rank in world.first_ranks), strict=True)
         batch = [(torch.cat(xs) if xs[0].ndim else xs[0]).to(world.device) for xs in parts]
         with isolate_rng():
             report = verify_step(compiled.step, module, compiled.step.batch_spec.rebuild(batch), compiled.program)
@@ -67,7 +67,7 @@ def verify_by_execution(
             world.warn(f"the program is {judged.conclusion}. The training goes on {how_on}")
         return str(report)
 
-    return world.on_lead(run, share=False)
+    return world.on_rank_zero(run, share=False)
 
 
 def _statistics(compiled: Compiled) -> Iterator[str]:

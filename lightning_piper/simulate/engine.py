@@ -69,12 +69,14 @@ class Held(NamedTuple):
 
 @dataclass
 class Trace:
-    """Attributes:
-    spans: in order of issue.
-    times: device -> start and end of every instruction of its plan.
-    exchanges: (device, node) -> start and end of the communication that the device joined there.
-    held: when streams waited, and for what.
-    end: when the last stream is done.
+    """What happened when, in a simulated or a recorded step.
+
+    Attributes:
+        spans: in order of issue.
+        times: device -> start and end of every instruction of its plan.
+        exchanges: (device, node) -> start and end of the communication that the device joined there.
+        held: when streams waited, and for what.
+        end: when the last stream is done.
     """
 
     spans: list[Span] = field(default_factory=list)

@@ -14,9 +14,11 @@ from lightning_piper.simulate.durations import Number, checked
 
 @dataclass(frozen=True)
 class Link:
-    """Attributes:
-    latency: time until the first byte arrives, in the unit of the durations.
-    bandwidth: bytes per unit of time; None is unlimited.
+    """The latency and bandwidth of one channel or group.
+
+    Attributes:
+        latency: time until the first byte arrives, in the unit of the durations.
+        bandwidth: bytes per unit of time; None is unlimited.
     """
 
     latency: Number = 0
@@ -36,10 +38,12 @@ class Link:
 
 @dataclass(frozen=True)
 class Network:
-    """Attributes:
-    link: of every channel and group that is not named.
-    channels: by (sending device, receiving device).
-    groups: between neighbours in the ring, by the group's devices.
+    """The links between devices.
+
+    Attributes:
+        link: of every channel and group that is not named.
+        channels: by (sending device, receiving device).
+        groups: between neighbours in the ring, by the group's devices.
 
     Raises:
         SimulationError: something else than Links is given.

@@ -40,7 +40,7 @@ def suspend(module: pl.LightningModule, world: World) -> Suspended:
             part.distributed_available_fn = _never
         elif isinstance(part, Metric) and part.dist_sync_fn is None:
             found.append((part, "dist_sync_fn", None))
-            part.dist_sync_fn = partial(_gather_replicas, world.speakers)
+            part.dist_sync_fn = partial(_gather_replicas, world.first_ranks)
     return found
 
 
@@ -54,10 +54,10 @@ def _never() -> bool:
     return False
 
 
-def _gather_replicas(speakers: tuple[int, ...], value: torch.Tensor, group: Any | None = None) -> list[torch.Tensor]:
+def _gather_replicas(first_ranks: tuple[int, ...], value: torch.Tensor, group: Any | None = None) -> list[torch.Tensor]:
     """A metric's state in each replica."""
     found = gather_all_tensors(value, group)
-    return [found[rank] for rank in speakers]
+    return [found[rank] for rank in first_ranks]
 
 
 def count_replicas(trainer: pl.Trainer, world: World) -> None:

@@ -1,6 +1,6 @@
 """The batches of a run: every process draws its own, and all processes of a replica draw the same.
 
-They agree because the processes' random numbers do: before the first batch is drawn, all take over the lead's generators, and
+They agree because the processes' random numbers do: before the first batch is drawn, all take over rank 0's generators, and
 workers are seeded by replica, not by process. `processes.agreement` notices where they differ all the same.
 """
 
@@ -21,7 +21,7 @@ from lightning_piper.strategy._lightning import collect_rng_states, set_rng_stat
 
 
 def share_random_state(world: World) -> None:
-    """All processes continue with the lead's random numbers (torch, numpy, Python). Collective."""
+    """All processes continue with rank 0's random numbers (torch, numpy, Python). Collective."""
     if world.size == 1:
         return
     set_rng_states(world.broadcast(collect_rng_states(include_cuda=False)))
@@ -30,7 +30,7 @@ def share_random_state(world: World) -> None:
 
 
 def draw_seed(world: World) -> int:
-    """A seed from the lead's random numbers, which go on as if none had been drawn. Collective."""
+    """A seed from rank 0's random numbers, which go on as if none had been drawn. Collective."""
     share_random_state(world)
     with isolate_rng():
         return int(torch.randint(2**62, ()))

@@ -132,7 +132,7 @@ class EvaluatingStrategy(OverProcesses):
             self.phase.evaluation.expect(self.lightning_module.trainer.predict_loop.max_batches)
 
     def lightning_module_state_dict(self) -> dict[str, Any]:
-        """The module's state dict: whole on the lead, also while parts of the module are elsewhere. Collective."""
+        """The module's state dict: whole on rank 0, also while parts of the module are elsewhere. Collective."""
         assert self.lightning_module is not None
         parts = parts_of(self.lightning_module)
         if parts is None and is_on_meta(self.lightning_module):
@@ -140,7 +140,7 @@ class EvaluatingStrategy(OverProcesses):
                 "PiperStrategy: the module is on the meta device, and has no values to be saved before the first step of a run; "
                 "save after it"
             )
-        with contextlib.nullcontext() if parts is None else parts.whole_on_lead():
+        with contextlib.nullcontext() if parts is None else parts.whole_on_rank_zero():
             return super().lightning_module_state_dict()
 
     def load_checkpoint(self, checkpoint_path: str | Path, weights_only: bool | None = None) -> dict[str, Any]:

@@ -31,8 +31,8 @@ from lightning_piper.strategy.precision import Clipping, LossScaling
 
 
 class Fit:
-    """Made with the first batch: captures and verifies the step, distributes the module, connects the processes. Collective
-    throughout.
+    """One fit, from its first batch on. When it is made, it captures and verifies the step, distributes the module, and connects
+    the processes. Collective throughout.
 
     Args:
         module: that is trained.
@@ -50,7 +50,7 @@ class Fit:
         programs: of the training step; `program` is that of the first batch, by which the module is distributed.
         optimizer: cut down to what this process holds.
         evaluation: runs the other steps; None where Lightning does.
-        report: of the verification by execution, on the lead.
+        report: of the verification by execution, on rank 0.
         recording: what records the steps, if anything does.
 
     Raises:

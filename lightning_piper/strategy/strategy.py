@@ -193,7 +193,7 @@ class PiperStrategy(EvaluatingStrategy):
     # Checkpoints
 
     def lightning_module_state_dict(self) -> dict[str, Any]:
-        """The module's state dict: whole on the lead, with tensors without data for foreign parts on the others; with references
+        """The module's state dict: whole on rank 0, with tensors without data for foreign parts on the others; with references
         to tensors, where checkpoints are sharded. Collective."""
         if not self._sharded or not isinstance(self.phase, Fitting | Ended):
             return super().lightning_module_state_dict()
@@ -201,7 +201,7 @@ class PiperStrategy(EvaluatingStrategy):
         return module_state(self.lightning_module, self.phase.fit.program.step.canonical)
 
     def optimizer_state(self, optimizer: Optimizer) -> dict[str, Any]:
-        """The optimizer's state as one device would have it: whole on the lead, in part on the others; with references to tensors,
+        """The optimizer's state as one device would have it: whole on rank 0, in part on the others; with references to tensors,
         where checkpoints are sharded. Collective."""
         if isinstance(optimizer, LightningOptimizer):
             optimizer = optimizer.optimizer

@@ -10,7 +10,7 @@ import networkx as nx
 from hypothesis import strategies as st
 
 from lightning_piper.directives import Directive, Order, Place, Replicate, Shard, Split, to_json
-from lightning_piper.directives.backward import halve
+from lightning_piper.directives.backward import split_backward
 from lightning_piper.ir.dag import TrainingDAG
 from lightning_piper.ir.nodes import Chunk
 from lightning_piper.ops.build import build_dag
@@ -61,8 +61,8 @@ def cases(draw: Draw, exact: bool | None = None, blocks: Sequence[str] | None = 
 
 @st.composite
 def programs(draw: Draw, case: Case) -> list[Directive]:
-    """Valid programs for a case: placements of any shape (also several homes of a region), splits (nested, partial, before or
-    after placing) and orders.
+    """Valid programs for a case: placements of any shape (also several device groups of a region), splits (nested, partial, before
+    or after placing) and orders.
 
     Whatever is drawn is valid by construction: orders are read off a random linear extension of the DAG they apply to.
     """
@@ -72,7 +72,7 @@ def programs(draw: Draw, case: Case) -> list[Directive]:
     if replicas > 1 or draw(st.integers(0, 5)):
         whole = [d.num_microbatches for d in head if isinstance(d, Split) and not d.filter]
         if whole and not draw(st.integers(0, 2)):
-            head += draw(_homes(stages, whole[0], replicas))
+            head += draw(_device_groups(stages, whole[0], replicas))
         else:
             placing: list[Directive] = draw(_places(stages, replicas))
             head = placing + head if replicas == 1 and draw(st.booleans()) else head + placing
@@ -92,18 +92,18 @@ def _sharding(draw: Draw, head: list[Directive], replicas: int) -> Shard:
     places = draw(st.permutations(range(replicas)))
     degree = draw(st.sampled_from([n for n in (2, 4) if replicas % n == 0]))
     groups = [places[i : i + degree] for i in range(0, replicas, degree)]
-    homes = dict.fromkeys(tuple(p.devices) for p in head if isinstance(p, Place))
-    return Shard(filter={"EP": "*"}, devices=[[home[place] for place in group] for home in homes for group in groups])
+    placed = dict.fromkeys(tuple(p.devices) for p in head if isinstance(p, Place))
+    return Shard(filter={"EP": "*"}, devices=[[base[place] for place in group] for base in placed for group in groups])
 
 
 @st.composite
 def _places(draw: Draw, stages: list[int], replicas: int = 1) -> list[Directive]:
     devices = draw(st.lists(st.integers(0, 2), min_size=len(stages), max_size=len(stages)))
     used = sorted(set(devices))
-    homes = {stage: used.index(device) for stage, device in zip(stages, devices, strict=True)}
-    groups = [[home + r * len(used) for r in range(replicas)] for home in range(len(used))]
+    order = {stage: used.index(device) for stage, device in zip(stages, devices, strict=True)}
+    groups = [[base + r * len(used) for r in range(replicas)] for base in range(len(used))]
     streams = st.sampled_from(["compute", "compute", "side"])
-    places = [Place(filter={"PP": stage}, devices=groups[home], stream=draw(streams)) for stage, home in homes.items()]
+    places = [Place(filter={"PP": stage}, devices=groups[base], stream=draw(streams)) for stage, base in order.items()]
     if len(used) == 1 and draw(st.booleans()):
         return [Place(filter={}, devices=groups[0])]
     if draw(st.booleans()):  # the passes of a stage apart, in any order
@@ -112,7 +112,7 @@ def _places(draw: Draw, stages: list[int], replicas: int = 1) -> list[Directive]
 
 
 @st.composite
-def _homes(draw: Draw, stages: list[int], microbatches: int, replicas: int) -> list[Directive]:
+def _device_groups(draw: Draw, stages: list[int], microbatches: int, replicas: int) -> list[Directive]:
     """Each stage somewhere else for each microbatch."""
     keys = [(stage, mb) for stage in stages for mb in range(microbatches)]
     devices = draw(st.lists(st.integers(0, 2), min_size=len(keys), max_size=len(keys)))
@@ -120,28 +120,28 @@ def _homes(draw: Draw, stages: list[int], microbatches: int, replicas: int) -> l
     parts: dict[tuple[int, int], list[int]] = {}
     for (stage, mb), device in zip(keys, devices, strict=True):
         parts.setdefault((stage, used.index(device)), []).append(mb)
-    groups = [[home + r * len(used) for r in range(replicas)] for home in range(len(used))]
-    places = [Place(filter={"PP": stage, "MB": found}, devices=groups[home]) for (stage, home), found in parts.items()]
+    groups = [[base + r * len(used) for r in range(replicas)] for base in range(len(used))]
+    places = [Place(filter={"PP": stage, "MB": found}, devices=groups[base]) for (stage, base), found in parts.items()]
     return list(draw(st.permutations(places)))
 
 
-LEVELS: list[dict[str, Any]] = [{}, {"shard_optimizer": True}, {"shard_grads": True}, {"shard_params": True}]
+ZERO_STAGES: list[dict[str, Any]] = [{}, {"shard_optimizer": True}, {"shard_grads": True}, {"shard_params": True}]
 
 
 @st.composite
 def _replicas(draw: Draw, case: Case, head: list[Directive]) -> list[Directive]:
     """Replicate all that is placed, by one directive or by one for each place; with messages of one tensor, or of all; with
-    any part of the state sharded. Where places share no parameters, each has a level of its own."""
-    sizes, levels = st.sampled_from([1e-6, 0.0003, 25.0]), st.sampled_from(LEVELS)
+    any part of the state sharded. Where places share no parameters, each has a ZeRO stage of its own."""
+    sizes, zero_stages = st.sampled_from([1e-6, 0.0003, 25.0]), st.sampled_from(ZERO_STAGES)
     dtypes = st.sampled_from([{}, {}, {"reduce_dtype": "float64"}])  # that of all models
     places = [p for p in head if isinstance(p, Place)]
     groups = [list(group) for group in dict.fromkeys(tuple(p.devices) for p in places)]
-    level = draw(levels) | draw(dtypes)
-    if any("MB" in p.filter for p in places) or draw(st.booleans()):  # all homes of a region are replicated at once
-        return [Replicate(filter={}, devices=groups, bucket_size=draw(sizes), **level)]
+    options = draw(zero_stages) | draw(dtypes)
+    if any("MB" in p.filter for p in places) or draw(st.booleans()):  # all groups of a region are replicated at once
+        return [Replicate(filter={}, devices=groups, bucket_size=draw(sizes), **options)]
     backward = [p for p in places if p.filter.get("PASS", "B") == "B"]
     alone = case.spec.blocks.count("tied") < 2
-    return [Replicate(filter=p.filter, devices=p.devices, bucket_size=draw(sizes), **(draw(levels) if alone else level))
+    return [Replicate(filter=p.filter, devices=p.devices, bucket_size=draw(sizes), **(draw(zero_stages) if alone else options))
             for p in draw(st.permutations(backward))]  # fmt: skip
 
 
@@ -172,8 +172,8 @@ def _can_split_alone(case: Case, stage: int) -> bool:
 @st.composite
 def _orders(draw: Draw, dag: TrainingDAG) -> list[Directive]:
     """Orders along one random linear extension of the DAG, for some of the devices, with none, some or all of the backward
-    passes in halves."""
-    dag = draw(_halved(dag))
+    passes split."""
+    dag = draw(_with_split_backward(dag))
     coarse: nx.DiGraph[Any] = nx.DiGraph()
     of = {chunk.id: _key(chunk) for chunk in dag.of_type(Chunk)}
     coarse.add_nodes_from(of.values())
@@ -205,13 +205,13 @@ def _orders(draw: Draw, dag: TrainingDAG) -> list[Directive]:
 
 
 @st.composite
-def _halved(draw: Draw, dag: TrainingDAG) -> TrainingDAG:
-    """A copy of a DAG with some of the backward passes in halves: what the orders that name these make of it."""
+def _with_split_backward(draw: Draw, dag: TrainingDAG) -> TrainingDAG:
+    """A copy of a DAG with some of the backward passes split: what the orders that name these make of it."""
     backward = [chunk for chunk in dag.of_type(Chunk) if chunk.kind == "B"]
     keys = sorted({_key(chunk) for chunk in backward}, key=repr)
     chosen = draw(st.one_of(st.just([]), st.just(keys), st.lists(st.sampled_from(keys), min_size=1, unique=True)))
     copy = dag.copy()
-    halve(copy, [chunk for chunk in copy.of_type(Chunk) if chunk.kind == "B" and _key(chunk) in chosen])
+    split_backward(copy, [chunk for chunk in copy.of_type(Chunk) if chunk.kind == "B" and _key(chunk) in chosen])
     return copy
 
 
@@ -232,7 +232,7 @@ FAULTS = (
     "unknown op", "missing op", "unknown field", "missing field", "no match", "bad filter", "bad pass", "duplicate place",
     "region without place", "device gap", "bad device", "several devices", "passes apart", "too many microbatches",
     "no microbatches", "split twice", "split after order", "contradicting order", "order in a circle", "chunk in two groups",
-    "one group", "half after whole", "whole after half", "whole and half", "not a list",
+    "one group", "part after whole", "whole after part", "whole and part", "not a list",
 )  # fmt: skip
 
 
@@ -295,7 +295,7 @@ def _break(fault: str, program: list[JSON], case: Case, draw: Draw) -> Any:
 def _broken_orders(fault: str, microbatches: int, draw: Draw) -> list[JSON]:
     """What comes behind place and split, where the fault is in an order; else nothing."""
     forward, backward = {"MB": 0, "PASS": "F"}, {"MB": 0, "PASS": "B"}
-    half = {**backward, "PASS": draw(st.sampled_from(["BI", "BW"]))}
+    part = {**backward, "PASS": draw(st.sampled_from(["BI", "BW"]))}
 
     def order(groups: Any) -> JSON:
         return {"op": "order", "filters": groups}
@@ -313,11 +313,11 @@ def _broken_orders(fault: str, microbatches: int, draw: Draw) -> list[JSON]:
             return [order([forward, {"PASS": "F"}])]
         case "one group":
             return [order(draw(st.sampled_from([[], [forward], forward, None, [[]]])))]
-        case "half after whole":
-            return [order([forward, backward]), order([forward, half])]
-        case "whole after half":
-            halves = [forward, {**backward, "PASS": "BI"}, {**backward, "PASS": "BW"}]
-            return [order(halves), order([forward, backward])]
-        case "whole and half":
-            return [order(draw(st.permutations([forward, backward, half])))]
+        case "part after whole":
+            return [order([forward, backward]), order([forward, part])]
+        case "whole after part":
+            parts = [forward, {**backward, "PASS": "BI"}, {**backward, "PASS": "BW"}]
+            return [order(parts), order([forward, backward])]
+        case "whole and part":
+            return [order(draw(st.permutations([forward, backward, part])))]
     return []

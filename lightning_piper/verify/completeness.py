@@ -1,11 +1,12 @@
-"""Is everything there? What no single node can tell: every pass for every sample, every gradient at every home, every metric."""
+"""Checks that nothing is missing, which no single node can tell: every pass for every sample, every gradient on every device group,
+every metric."""
 
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
 
 from lightning_piper.ir.nodes import Chunk
-from lightning_piper.ir.regions import HALVES, PassKey
+from lightning_piper.ir.regions import SPLIT_BACKWARD, PassKey
 from lightning_piper.ir.seeds import chunk_seed
 from lightning_piper.ir.values import Kind
 from lightning_piper.ops import metrics, results
@@ -17,10 +18,10 @@ from lightning_piper.verify import sharding
 def incomplete(facts: Facts, final: bool) -> Iterable[str]:
     """Every pass runs for every sample, every gradient reaches an update on each of its devices, every metric the report."""
     dag = facts.dag
-    homes: dict[str, set[tuple[int, ...]]] = {}
+    groups: dict[str, set[tuple[int, ...]]] = {}
     for chunk in dag.of_type(Chunk):
         for name in dag.interface(chunk).params + dag.interface(chunk).state:
-            homes.setdefault(name, set()).add(chunk.devices)
+            groups.setdefault(name, set()).add(chunk.devices)
     yield from _passes(facts)
     updated: dict[str, dict[tuple[int, ...], Update]] = {}
     for update in dag.of_type(Update):
@@ -36,8 +37,8 @@ def incomplete(facts: Facts, final: bool) -> Iterable[str]:
     for name in sorted(trained):
         if () in updated.get(name, {}):
             continue  # not yet placed, for one of its regions is not
-        for home in sorted(homes.get(name, set()) - set(updated.get(name, {})) - {()}):
-            where = ",".join(map(str, home))
+        for devices in sorted(groups.get(name, set()) - set(updated.get(name, {})) - {()}):
+            where = ",".join(map(str, devices))
             yield f"{name} is used on device {where}, but no update reaches it there: its copy there would go stale"
     if final:
         yield from sharding.unsummed(facts)
@@ -61,22 +62,22 @@ def _alike(facts: Facts, updated: Mapping[str, Mapping[tuple[int, ...], Update]]
 
 
 def _passes(facts: Facts) -> Iterable[str]:
-    """The backward of some samples may run whole, and of others in halves."""
+    """The backward of some samples may run whole, and of others split."""
     code = facts.dag.code
     slices: dict[PassKey, Contributions] = {}
     for region, kind in code.interfaces:
-        slices |= {(region, part): {} for part in (code.halves_of(region) if kind == "B" else (kind,))}
-    halved: set[int] = set()
+        slices |= {(region, part): {} for part in (code.backward_passes_of(region) if kind == "B" else (kind,))}
+    split: set[int] = set()
     for chunk in facts.dag.of_type(Chunk):
-        for part in code.halves_of(chunk.region) if chunk.kind == "B" else (chunk.kind,):
+        for part in code.backward_passes_of(chunk.region) if chunk.kind == "B" else (chunk.kind,):
             # A pass may run twice on the same samples (recomputation); what enters a sum twice is found where it is summed.
             slices[chunk.region, part][chunk.slice] = facts.share(chunk.slice)
-        if chunk.kind in HALVES:
-            halved.add(chunk.region)
+        if chunk.kind in SPLIT_BACKWARD:
+            split.add(chunk.region)
     found: dict[str, None] = {}
     for (region, kind), total in slices.items():
         if problem := facts.uncovered(facts.share, total):
-            shown = "B" if kind in HALVES and region not in halved else kind
+            shown = "B" if kind in SPLIT_BACKWARD and region not in split else kind
             found[f"{shown}[{facts.dag.regions[region].label}]: {problem}"] = None
     yield from found
 

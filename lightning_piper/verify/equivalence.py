@@ -16,7 +16,7 @@ from lightning_piper.ir.regions import StepCode
 from lightning_piper.ir.values import Slice
 from lightning_piper.ops.build import build_dag
 from lightning_piper.passes import Done, apply_program, run_pipeline
-from lightning_piper.verify.coupling import Coupling, find_couplings
+from lightning_piper.verify.cross_sample import CrossSampleDependence, find_dependences
 from lightning_piper.verify.hook import check_pass
 from lightning_piper.verify.interpreter import interpret
 from lightning_piper.verify.report import Agreement, Comparison, Report, Row
@@ -76,7 +76,7 @@ class _Runner:
             found = compare(self.single(self._whole, parted=True), outcome, self.rounding(self._whole, parted=True))
         return found
 
-    def against_whole(self, dag: TrainingDAG) -> tuple[Comparison, tuple[str, ...], tuple[Coupling, ...]]:
+    def against_whole(self, dag: TrainingDAG) -> tuple[Comparison, tuple[str, ...], tuple[CrossSampleDependence, ...]]:
         """The last outcome compared with one device on the whole batch; if they differ, the causes, and operations among them."""
         assert self._last is not None
         outcome, moved = self._last
@@ -93,9 +93,9 @@ class _Runner:
             found = compare(alone, outcome, _larger(moved, dict.fromkeys(moved, _coarsest(code))))
         return found, tuple(dict.fromkeys(causes)), couplings
 
-    def couplings(self, dag: TrainingDAG) -> tuple[Coupling, ...]:
-        """The operations that couple samples which the DAG takes apart."""
-        return tuple(find_couplings(self.step, self.tensors, self.leaves, max(dag.slices().values(), key=len)))
+    def couplings(self, dag: TrainingDAG) -> tuple[CrossSampleDependence, ...]:
+        """The operations that look across samples which the DAG takes apart."""
+        return tuple(find_dependences(self.step, self.tensors, self.leaves, max(dag.slices().values(), key=len)))
 
     def single(self, slices: tuple[Slice, ...], parted: bool = False) -> Outcome:
         """One device that accumulates over `slices`, or, `parted`, that splits its regions as the program does."""
@@ -152,7 +152,7 @@ def compare(expected: Outcome, found: Outcome, rounding: Mapping[str, float]) ->
     """Compare two outcomes; `rounding` holds the measured movement of each result under perturbations of one ulp.
 
     A result may be off by `ALLOWANCE` times its own movement, and by at least that many eps of its dtype; a gradient, also by what
-    operations that only approximate say of it (`Outcome.slack`).
+    operations that only approximate state for it (`Outcome.slack`).
     """
     kinds = ((expected.metrics, found.metrics), (expected.grads, found.grads), (expected.buffers, found.buffers))
     if missing := [name for a, b in kinds for name in sorted(set(a) ^ set(b))]:

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from typing import Literal
 
 from lightning_piper.errors import VerificationError
-from lightning_piper.verify.coupling import Coupling
+from lightning_piper.verify.cross_sample import CrossSampleDependence
 
 Agreement = Literal["bitwise equal", "equal within rounding", "equal within the bound", "differs"]
 Verdict = Literal["verified", "verified except", "NOT EQUIVALENT"]
@@ -77,7 +77,7 @@ class Report:
     rows: tuple[Row, ...]
     whole: Comparison = Comparison("bitwise equal")
     causes: tuple[str, ...] = ()
-    couplings: tuple[Coupling, ...] = ()
+    couplings: tuple[CrossSampleDependence, ...] = ()
 
     @property
     def verdict(self) -> Verdict:
@@ -108,7 +108,7 @@ class Report:
 
     @property
     def ending(self) -> list[str]:
-        """The lines after the table: notes on couplings, and the conclusion."""
+        """The lines after the table: notes on cross-sample dependences, and the conclusion."""
         return [*(f"note: {coupling}" for coupling in self.couplings), self.conclusion]
 
     def require(self) -> None:

@@ -108,7 +108,7 @@ def shards(facts: Facts, updated: Updates) -> Iterable[str]:
 
 
 def places(facts: Facts) -> Iterable[str]:
-    """Each device is the same replica in all groups that it is in: its share of the batch and its shards depend on it."""
+    """Each device is the same replica in all groups that it is in: its local batch and its shards depend on it."""
     dag = facts.dag
     replica: dict[int, int] = {}
     for node in dag.nodes.values():

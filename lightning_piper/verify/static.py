@@ -24,7 +24,7 @@ from lightning_piper.verify.completeness import incomplete
 def check(dag: TrainingDAG, final: bool = False) -> None:
     """Check a training DAG.
 
-    Replicas do the same with their shares of the batch, so one share is checked: that its samples count once, and that what is
+    Replicas do the same with their local batches, so one is checked: that its samples count once, and that what is
     summed over replicas was not, and is before it is used.
 
     Args:

@@ -1,4 +1,4 @@
-"""Bugs of backward passes in halves: of the capture that cuts them, and of the orders that ask for them."""
+"""Bugs of split backward passes: of the capture that cuts them, and of the orders that ask for them."""
 
 from __future__ import annotations
 
@@ -14,14 +14,14 @@ from lightning_piper.ops.update import Accumulate
 from property_tests.mutations.table import Function, Seeded, Wrap, mutation
 
 SCENARIO = "halves"
-HALVE = (order, "halve")
+SPLIT = (order, "split_backward")
 
 
-def _halved(change: Callable[[TrainingDAG, list[Chunk], Seeded], None]) -> Wrap:
-    """The graph after a split into halves, changed. `change` gets the new BW that follow a BI, of one region."""
+def _split(change: Callable[[TrainingDAG, list[Chunk], Seeded], None]) -> Wrap:
+    """The graph after a split of backward passes, changed. `change` gets the new BW that follow a BI, of one region."""
 
     def wrap(original: Function, seeded: Seeded) -> Function:
-        def halve(dag: TrainingDAG, chunks: Any) -> None:
+        def split_backward(dag: TrainingDAG, chunks: Any) -> None:
             before = set(dag.nodes)
             original(dag, chunks)
             made = [node for node in dag.of_type(Chunk) if node.id not in before]
@@ -29,7 +29,7 @@ def _halved(change: Callable[[TrainingDAG, list[Chunk], Seeded], None]) -> Wrap:
             if len(one) > 1:
                 change(dag, one, seeded)
 
-        return halve
+        return split_backward
 
     return wrap
 
@@ -43,16 +43,16 @@ def _inputs_half(dag: TrainingDAG, chunk: Chunk) -> Ref:
     return next(ref for ref in chunk.inputs if getattr(dag.nodes[ref[0]], "kind", "") == "BI")
 
 
-@mutation("gradient of weights dropped", "a BW is left out of a gradient's sum", "rewrite", HALVE)
-@_halved
+@mutation("gradient of weights dropped", "a BW is left out of a gradient's sum", "rewrite", SPLIT)
+@_split
 def _weights_dropped(dag: TrainingDAG, made: list[Chunk], seeded: Seeded) -> None:
     total = _sum_of(dag, made[0])
     dag.rewire(total, inputs=tuple(ref for ref in total.inputs if ref[0] != made[0].id))
     seeded.hit()
 
 
-@mutation("BW dropped", "one microbatch has its BI and no BW", "rewrite", HALVE)
-@_halved
+@mutation("BW dropped", "one microbatch has its BI and no BW", "rewrite", SPLIT)
+@_split
 def _half_dropped(dag: TrainingDAG, made: list[Chunk], seeded: Seeded) -> None:
     for reader in dag.users(made[0]):
         dag.rewire(reader, inputs=tuple(ref for ref in reader.inputs if ref[0] != made[0].id))
@@ -60,23 +60,23 @@ def _half_dropped(dag: TrainingDAG, made: list[Chunk], seeded: Seeded) -> None:
     seeded.hit()
 
 
-@mutation("gradient of weights doubled", "a BW enters a gradient twice", "rewrite", HALVE)
-@_halved
+@mutation("gradient of weights doubled", "a BW enters a gradient twice", "rewrite", SPLIT)
+@_split
 def _weights_doubled(dag: TrainingDAG, made: list[Chunk], seeded: Seeded) -> None:
     total = _sum_of(dag, made[0])
     dag.rewire(total, inputs=(*total.inputs, *(ref for ref in total.inputs if ref[0] == made[0].id)))
     seeded.hit()
 
 
-@mutation("BW of another microbatch's BI", "a BW reads what BI of another microbatch hands over", "rewrite", HALVE)
-@_halved
+@mutation("BW of another microbatch's BI", "a BW reads what BI of another microbatch hands over", "rewrite", SPLIT)
+@_split
 def _handed_over_of_another(dag: TrainingDAG, made: list[Chunk], seeded: Seeded) -> None:
     dag.substitute(made[0], _inputs_half(dag, made[0]), _inputs_half(dag, made[1]))
     seeded.hit()
 
 
-@mutation("BW of another microbatch's F", "a BW reads what the forward of another microbatch saved", "rewrite", HALVE)
-@_halved
+@mutation("BW of another microbatch's F", "a BW reads what the forward of another microbatch saved", "rewrite", SPLIT)
+@_split
 def _saved_of_another(dag: TrainingDAG, made: list[Chunk], seeded: Seeded) -> None:
     for old, new in zip(made[0].inputs, made[1].inputs, strict=True):
         if getattr(dag.nodes[old[0]], "kind", "") == "F":
@@ -84,16 +84,16 @@ def _saved_of_another(dag: TrainingDAG, made: list[Chunk], seeded: Seeded) -> No
             seeded.hit()
 
 
-@mutation("hand-over summed", "a gradient's sum takes what BI hands over in place of what BW makes of it", "rewrite", HALVE)
-@_halved
+@mutation("hand-over summed", "a gradient's sum takes what BI hands over in place of what BW makes of it", "rewrite", SPLIT)
+@_split
 def _hand_over_summed(dag: TrainingDAG, made: list[Chunk], seeded: Seeded) -> None:
     total, handed = _sum_of(dag, made[0]), _inputs_half(dag, made[0])
     dag.rewire(total, inputs=tuple(handed if ref[0] == made[0].id else ref for ref in total.inputs))
     seeded.hit()
 
 
-@mutation("bundles of F exchanged", "BW reads what F saved for BI", "rewrite", HALVE)
-@_halved
+@mutation("bundles of F exchanged", "BW reads what F saved for BI", "rewrite", SPLIT)
+@_split
 def _bundles_exchanged(dag: TrainingDAG, made: list[Chunk], seeded: Seeded) -> None:
     old = next(ref for ref in made[0].inputs if dag.value(ref).label == "saved:BW" and ref != _inputs_half(dag, made[0]))
     forward = dag.nodes[old[0]]
@@ -102,15 +102,15 @@ def _bundles_exchanged(dag: TrainingDAG, made: list[Chunk], seeded: Seeded) -> N
     seeded.hit()
 
 
-@mutation("BW not waited for", "a sum does not wait for the BW that is one of its terms", "rewrite", HALVE)
-@_halved
+@mutation("BW not waited for", "a sum does not wait for the BW that is one of its terms", "rewrite", SPLIT)
+@_split
 def _not_waited_for(dag: TrainingDAG, made: list[Chunk], seeded: Seeded) -> None:
     dag.graph.remove_edge(made[0].id, _sum_of(dag, made[0]).id)
     seeded.hit()
 
 
-@mutation("BW of other samples", "a BW says that it works on the samples of another microbatch", "rewrite", HALVE)
-@_halved
+@mutation("BW of other samples", "a BW says that it works on the samples of another microbatch", "rewrite", SPLIT)
+@_split
 def _other_samples(dag: TrainingDAG, made: list[Chunk], seeded: Seeded) -> None:
     dag.change(made[0], slice=made[1].slice)
     seeded.hit()
@@ -133,11 +133,11 @@ def _gradients_exchanged(original: Function, seeded: Seeded) -> Function:
 @mutation("hand-over in another order", "BW takes the tensors that BI hands over from the last to the first", "rewrite",
           (capture_chunks, "wire"), scenario=SCENARIO, recapture=True)  # fmt: skip
 def _hand_over_in_another_order(original: Function, seeded: Seeded) -> Function:
-    def wire(whole: Any, halves: Any, *args: Any) -> None:
-        original(whole, halves, *args)
-        for ref, nodes in halves["BW"].inputs.items() if len(halves) == 2 else ():
+    def wire(whole: Any, parts: Any, *args: Any) -> None:
+        original(whole, parts, *args)
+        for ref, nodes in parts["BW"].inputs.items() if len(parts) == 2 else ():
             if ref[1] == "BI" and len(nodes) > 1:
-                halves["BW"].inputs[ref] = nodes[::-1]
+                parts["BW"].inputs[ref] = nodes[::-1]
                 seeded.hit()
 
     return wire
@@ -146,11 +146,11 @@ def _hand_over_in_another_order(original: Function, seeded: Seeded) -> Function:
 @mutation("hand-over incomplete", "BI hands over one of its tensors twice, in place of another", "rewrite",
           (capture_chunks, "wire"), scenario=SCENARIO, recapture=True)  # fmt: skip
 def _hand_over_incomplete(original: Function, seeded: Seeded) -> Function:
-    def wire(whole: Any, halves: Any, *args: Any) -> None:
-        original(whole, halves, *args)
-        if len(halves) == 2 and len(halves["BI"].outputs[-1][1]) > 1:
-            out, nodes = halves["BI"].outputs[-1]
-            halves["BI"].outputs[-1] = (out, [*nodes[:-1], nodes[-2]])
+    def wire(whole: Any, parts: Any, *args: Any) -> None:
+        original(whole, parts, *args)
+        if len(parts) == 2 and len(parts["BI"].outputs[-1][1]) > 1:
+            out, nodes = parts["BI"].outputs[-1]
+            parts["BI"].outputs[-1] = (out, [*nodes[:-1], nodes[-2]])
             seeded.hit()
 
     return wire

@@ -87,7 +87,7 @@ def interpreter(built: Built) -> None:
     replicated = built.dag.replicas > 1 and not spec.exact  # sums are taken replica by replica
     assert_same(last, outcome, "float64" if replicated else "bitwise", _terms(built.dag))
     if slices is not None:
-        # Sums of a tied parameter are taken region by region, those of a region with several homes home by home.
+        # Sums of a tied parameter are taken region by region, those of a region with several device groups group by group.
         tied = ("tied" in spec.blocks or built.regrouped) and not spec.exact
         assert_same(_eager(built, slices), outcome, "float64" if tied or replicated else "bitwise", _terms(built.dag))
 

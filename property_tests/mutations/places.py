@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from lightning_piper.directives import homes, order, place, split, transfers
+from lightning_piper.directives import device_groups, order, place, split, transfers
 from lightning_piper.ir.dag import TrainingDAG
 from lightning_piper.ir.nodes import Chunk, Node, Ref
 from lightning_piper.ops.metrics import Metrics
@@ -109,7 +109,7 @@ def _old_transfers_kept(original: Function, seeded: Seeded) -> Function:
 
 
 @mutation("tied update on one device", "a tied gradient reaches the optimizer of one device only", "rewrite",
-          (homes, "_update_everywhere"), scenario="tied over three")  # fmt: skip
+          (device_groups, "_update_everywhere"), scenario="tied over three")  # fmt: skip
 def _tied_update_on_one_device(original: Function, seeded: Seeded) -> Function:
     def update_everywhere(dag: TrainingDAG, family: list[Update], users: Any) -> list[Update]:
         placed: list[Update] = original(dag, family, users)
@@ -121,7 +121,7 @@ def _tied_update_on_one_device(original: Function, seeded: Seeded) -> Function:
 
 
 @mutation("tied update with own share", "every device steps with its own part of a tied gradient", "rewrite",
-          (homes, "_update_everywhere"), scenario="tied over three")  # fmt: skip
+          (device_groups, "_update_everywhere"), scenario="tied over three")  # fmt: skip
 def _tied_update_with_own_share(original: Function, seeded: Seeded) -> Function:
     def update_everywhere(dag: TrainingDAG, family: list[Update], users: Any) -> list[Update]:
         placed: list[Update] = original(dag, family, users)
@@ -133,33 +133,33 @@ def _tied_update_with_own_share(original: Function, seeded: Seeded) -> Function:
     return update_everywhere
 
 
-@mutation("home left out", "the gradients of one of a region's homes are never added", "rewrite", (homes, "_by_home"),
-          scenario="two homes")  # fmt: skip
-def _home_left_out(original: Function, seeded: Seeded) -> Function:
-    def by_home(dag: TrainingDAG, totals: list[Any]) -> list[Any]:
+@mutation("device group left out", "the gradients of one of a region's device groups are never added", "rewrite",
+          (device_groups, "_by_group"), scenario="two device groups")  # fmt: skip
+def _group_left_out(original: Function, seeded: Seeded) -> Function:
+    def by_group(dag: TrainingDAG, totals: list[Any]) -> list[Any]:
         found: list[Any] = original(dag, totals)
         seeded.hits += len(found) > 1
         return found[:1]
 
-    return by_home
+    return by_group
 
 
-@mutation("home has all gradients", "each home adds up all microbatches, so that they count twice", "rewrite", (homes, "_by_home"),
-          scenario="two homes")  # fmt: skip
-def _home_has_all_gradients(original: Function, seeded: Seeded) -> Function:
-    def by_home(dag: TrainingDAG, totals: list[Any]) -> list[Any]:
+@mutation("group has all gradients", "each group adds up all microbatches, so that they count twice", "rewrite",
+          (device_groups, "_by_group"), scenario="two device groups")  # fmt: skip
+def _group_has_all_gradients(original: Function, seeded: Seeded) -> Function:
+    def by_group(dag: TrainingDAG, totals: list[Any]) -> list[Any]:
         found: list[Any] = original(dag, totals)
         for total in found[1:]:
             dag.rewire(total, inputs=(*found[0].inputs, *total.inputs))
             seeded.hit()
         return found
 
-    return by_home
+    return by_group
 
 
-@mutation("homes in another order", "the homes of a region add up their sums in different orders, and drift apart", "rewrite",
-          (homes, "_update_everywhere"), scenario="two homes")  # fmt: skip
-def _homes_in_another_order(original: Function, seeded: Seeded) -> Function:
+@mutation("groups in another order", "the groups of a region add up their sums in different orders, and drift apart", "rewrite",
+          (device_groups, "_update_everywhere"), scenario="two device groups")  # fmt: skip
+def _groups_in_another_order(original: Function, seeded: Seeded) -> Function:
     def update_everywhere(dag: TrainingDAG, family: list[Update], users: Any) -> list[Update]:
         placed: list[Update] = original(dag, family, users)
         for copy in placed[1:]:

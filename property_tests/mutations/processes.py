@@ -56,11 +56,13 @@ def run(rank: int, names: Sequence[str]) -> list[Ran | Exception]:
             shards = layers.poisoned(plan, shards_of(plan, built.case.tensors, layers.CPU))
             params = layers.whole_params(plan, built.case.tensors)
             executor = Executor(plan, built.case.step, params, buffers, transport, layers.CPU, shards)
-            share = [x.narrow(0, plan.replica * plan.share, plan.share) if x.ndim else x for x in leaves]
+            local_batch = [
+                x.narrow(0, plan.replica * plan.local_batch_size, plan.local_batch_size) if x.ndim else x for x in leaves
+            ]
             if rank == 0:
                 time.sleep(DELAY)
             try:
-                result = executor.step(share, seed=0)
+                result = executor.step(local_batch, seed=0)
                 results.append(Ran(result.metrics, result.grads, seeded.hits))
             except Exception as error:
                 results.append(error)

@@ -49,8 +49,8 @@ def _rewrite_bug(name: str, what: str, change: Callable[[TrainingDAG], Iterable[
     mutation(name, what, "rewrite", (shard.Shard, "apply"), scenario=scenario)(_applied(change))
 
 
-def _moves(dag: TrainingDAG, way: str) -> list[AllToAll]:
-    return [node for node in dag.of_type(AllToAll) if node.way == way]
+def _moves(dag: TrainingDAG, direction: str) -> list[AllToAll]:
+    return [node for node in dag.of_type(AllToAll) if node.direction == direction]
 
 
 def _with_counts_of(dag: TrainingDAG, other: Callable[[AllToAll, AllToAll], bool]) -> Iterable[object]:
@@ -71,7 +71,7 @@ def _other_order(dag: TrainingDAG) -> Iterable[object]:
 
 
 def _retyped(dag: TrainingDAG) -> Iterable[object]:
-    """A value at its experts is passed off as one at home."""
+    """A value at its experts is passed off as one at its source."""
     for node in _moves(dag, "dispatch"):
         dag.change(node, outputs=(dataclasses.replace(node.outputs[0], others=()),))
         yield node
@@ -123,20 +123,20 @@ def _said_to_be_summed(dag: TrainingDAG) -> Iterable[object]:
             yield node
 
 
-def _stays(way: str) -> Callable[[TrainingDAG], Iterable[object]]:
-    return lambda dag: _bypass(dag, _moves(dag, way))
+def _stays(direction: str) -> Callable[[TrainingDAG], Iterable[object]]:
+    return lambda dag: _bypass(dag, _moves(dag, direction))
 
 
-_rewrite_bug("rows stay at home", "experts get the rows of their own device alone", _stays("dispatch"))
-_rewrite_bug("rows stay at their experts", "what experts made is not brought home", _stays("combine"))
-_rewrite_bug("places stay at their experts", "full boxes are not brought home", _stays("combine"), EVEN)
-_rewrite_bug("counts stay at home", "experts are told the counts of their own device", _stays("counts"))
+_rewrite_bug("rows stay at their source", "experts get the rows of their own device alone", _stays("dispatch"))
+_rewrite_bug("rows stay at their experts", "what experts made is not brought back", _stays("combine"))
+_rewrite_bug("places stay at their experts", "full boxes are not brought back", _stays("combine"), EVEN)
+_rewrite_bug("counts stay at their source", "experts are told the counts of their own device", _stays("counts"))
 _rewrite_bug("counts of another layer", "rows travel by the counts of another region",
              lambda dag: _with_counts_of(dag, lambda node, counts: counts.region != node.region))  # fmt: skip
 _rewrite_bug("counts of another microbatch", "rows travel by the counts of other samples",
              lambda dag: _with_counts_of(dag, lambda node, counts: counts.region == node.region))  # fmt: skip
 _rewrite_bug("back in another order", "rows come back as if other devices owned the experts", _other_order)
-_rewrite_bug("rows at experts called home", "dispatched rows are passed off as those of the device", _retyped)
+_rewrite_bug("rows at experts called rows of the source", "dispatched rows are passed off as those of the device", _retyped)
 _rewrite_bug("experts owned twice", "two groups are the same, and some devices own nothing", _owned_twice, TWICE)
 _rewrite_bug("experts not summed", "who own the same experts keep their own sums", _sum_bypassed, TWICE)
 _rewrite_bug("experts of a microbatch twice", "a microbatch counts twice in the experts' gradient", _first_term_twice)
@@ -230,7 +230,7 @@ def _on_the_way(target: tuple[Any, str], name: str, what: str, change: Callable[
 
 def _last_row(self: Any, parts: list[torch.Tensor], x: torch.Tensor) -> Any:
     full = [i for i, part in enumerate(parts) if part.shape[0]]
-    if self._way == "counts" or self._even or not full:
+    if self._direction == "counts" or self._even or not full:
         return parts
     found = [part.clone() for part in parts]
     found[full[-1]][-1] = 0
@@ -238,11 +238,11 @@ def _last_row(self: Any, parts: list[torch.Tensor], x: torch.Tensor) -> Any:
 
 
 def _by_arrival(self: Any, joined: torch.Tensor, parts: Any, x: torch.Tensor) -> Any:
-    return torch.cat(list(parts)) if self._way == "dispatch" and not self._even else joined
+    return torch.cat(list(parts)) if self._direction == "dispatch" and not self._even else joined
 
 
 def _boxes_in_reverse(self: Any, joined: torch.Tensor, parts: Any, x: torch.Tensor) -> Any:
-    return torch.cat(list(parts)[::-1]) if self._way == "combine" and self._even else joined
+    return torch.cat(list(parts)[::-1]) if self._direction == "combine" and self._even else joined
 
 
 _on_the_way(_CUT, "a token lost", "the last row on its way arrives as zeros", _last_row)
@@ -254,7 +254,7 @@ _on_the_way(_JOIN, "boxes back in reverse", "the owners' boxes are joined from t
           scenario=SCENARIO)  # fmt: skip
 def _counts_of_the_other(original: Function, seeded: Seeded) -> Function:
     def join(self: Any, parts: Any, x: torch.Tensor) -> Any:
-        turned = self._way == "counts" and not torch.equal(parts[0], parts[-1])
+        turned = self._direction == "counts" and not torch.equal(parts[0], parts[-1])
         seeded.hits += turned
         return original(self, list(parts)[::-1] if turned else parts, x)
 
@@ -264,18 +264,18 @@ def _counts_of_the_other(original: Function, seeded: Seeded) -> Function:
 @mutation("splits exchanged", "rows are cut by what arrives, and received by what leaves", "executor", (all_to_all, "Sizes"),
           scenario=SCENARIO)  # fmt: skip
 def _splits_exchanged(original: Function, seeded: Seeded) -> Function:
-    def sizes(home: Any, arrived: Any) -> Any:
-        seeded.hits += home != arrived
-        return original(arrived, home)
+    def sizes(source: Any, arrived: Any) -> Any:
+        seeded.hits += source != arrived
+        return original(arrived, source)
 
     return sizes
 
 
-@mutation("back without the order of dispatch", "rows come home by device, as they lie at their experts", "executor", _CUT,
+@mutation("back without the order of dispatch", "rows come back by device, as they lie at their experts", "executor", _CUT,
           scenario=SCENARIO)  # fmt: skip
 def _back_without_order(original: Function, seeded: Seeded) -> Function:
     def cut(self: Any, x: torch.Tensor) -> Any:
-        if self._way != "combine" or self._even:
+        if self._direction != "combine" or self._even:
             return original(self, x)
         seeded.hit()
         return list(x.split([sum(run) for run in self._sizes[self._counts].arrived]))
@@ -287,8 +287,11 @@ def _back_without_order(original: Function, seeded: Seeded) -> Function:
 
 
 def _other_way(device: int, instructions: list[Instruction]) -> list[Instruction]:
-    ways = {"dispatch": "combine", "combine": "dispatch"}
-    return [dataclasses.replace(x, way=ways.get(x.way, x.way)) if isinstance(x, ins.AllToAll) else x for x in instructions]
+    directions = {"dispatch": "combine", "combine": "dispatch"}
+    return [
+        dataclasses.replace(x, direction=directions.get(x.direction, x.direction)) if isinstance(x, ins.AllToAll) else x
+        for x in instructions
+    ]
 
 
 def _other_members(device: int, instructions: list[Instruction]) -> list[Instruction]:
@@ -296,6 +299,6 @@ def _other_members(device: int, instructions: list[Instruction]) -> list[Instruc
 
 
 _plan_bug("all_to_all dropped", "the plan lacks its last exchange of tokens", _drop(ins.AllToAll), scenario=SCENARIO)
-_plan_bug("other way", "rows are sent home where they should be sent out, and the reverse", _other_way, scenario=SCENARIO)
+_plan_bug("other way", "rows are sent back where they should be sent out, and the reverse", _other_way, scenario=SCENARIO)
 _plan_bug("owners in reverse", "the experts are taken to be owned by the devices in the opposite order", _other_members,
           scenario=SCENARIO)  # fmt: skip

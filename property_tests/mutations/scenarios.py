@@ -87,7 +87,7 @@ _ALL = (
         ],
     ),
     Scenario(
-        "two homes",
+        "two device groups",
         POOL[7],
         8,
         [

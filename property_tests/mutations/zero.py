@@ -24,7 +24,7 @@ from property_tests.mutations.table import Function, Seeded, Wrap, mutation
 
 # The rewrite
 
-REDUCE, GATHER, DIVIDE = (replicate, "reduce_gradients"), (replicate, "gather_parameters"), (replicate, "divide")
+REDUCE, GATHER, DIVIDE = (replicate, "reduce_gradients"), (replicate, "gather_parameters"), (replicate, "shard_batch")
 
 
 def _afterwards(change: Callable[[TrainingDAG], Iterable[object]]) -> Wrap:
@@ -204,9 +204,9 @@ mutation("per-microbatch sum dropped", "after a split, the last microbatch alone
          (split._Rewrite, "_repeat_reductions"), scenario="sharded gradients")(_copies(_last_copy_only))  # fmt: skip
 
 
-@mutation("tied gradient of one home", "a tied parameter's shards get the gradient of one region", "rewrite", REDUCE,
+@mutation("tied gradient of one group", "a tied parameter's shards get the gradient of one region", "rewrite", REDUCE,
           scenario="sharded, tied")  # fmt: skip
-def _tied_gradient_of_one_home(original: Function, seeded: Seeded) -> Function:
+def _tied_gradient_of_one_group(original: Function, seeded: Seeded) -> Function:
     def reduce(dag: TrainingDAG, *args: Any) -> Any:
         touched = original(dag, *args)
         for node in list(dag.nodes.values()):

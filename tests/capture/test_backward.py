@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from lightning_piper.annotate import annotate
 from lightning_piper.capture import capture
 from lightning_piper.errors import CaptureError
-from lightning_piper.ir.regions import HALVES, Code, Interface, StepCode
+from lightning_piper.ir.regions import SPLIT_BACKWARD, Code, Interface, StepCode
 from tests.models import CASES, MLP, captured, regression
 
 
@@ -73,18 +73,18 @@ def assert_halves_are_the_whole(code: StepCode, tensors: dict[str, Tensor], leav
     for region in code.regions:
         run.run(region.index, "F")
     for region in reversed(code.regions):
-        halves = code.halves_of(region.index)
-        both += len(halves) == 2
-        for kind in ("B", *halves) if halves else ():
+        split_passes = code.backward_passes_of(region.index)
+        both += len(split_passes) == 2
+        for kind in ("B", *split_passes) if split_passes else ():
             run.run(region.index, kind)
-        for half in halves:
-            for i, out in enumerate(code.interface_of((region.index, half)).outputs):
+        for part in split_passes:
+            for i, out in enumerate(code.interface_of((region.index, part)).outputs):
                 if out.kind == "saved":
                     continue
-                mine, whole = run.made[region.index, half, i], run.made[code.whole(region.index, half, i)]
+                mine, whole = run.made[region.index, part, i], run.made[code.whole(region.index, part, i)]
                 assert len(mine) == len(whole) > 0
                 for x, y in zip(mine, whole, strict=True):
-                    assert x.stride() == y.stride() and torch.equal(x, y), f"{half} {region.label} {out}"
+                    assert x.stride() == y.stride() and torch.equal(x, y), f"{part} {region.label} {out}"
     return both
 
 
@@ -99,11 +99,13 @@ def test_the_halves_compute_what_the_whole_computes(name: str) -> None:
 def test_every_operation_runs_in_one_half(name: str) -> None:
     code = code_of(name)
     for region in code.regions:
-        halves = code.halves_of(region.index)
-        if halves:
-            total = sum((calls(code.code_of((region.index, half))) for half in halves), Counter[str]())
+        split_passes = code.backward_passes_of(region.index)
+        if split_passes:
+            total = sum((calls(code.code_of((region.index, part))) for part in split_passes), Counter[str]())
             assert total == calls(code.code[region.index, "B"])
-            outputs = [out for half in halves for out in code.interface_of((region.index, half)).outputs if out.kind != "saved"]
+            outputs = [
+                out for part in split_passes for out in code.interface_of((region.index, part)).outputs if out.kind != "saved"
+            ]
             assert sorted(outputs, key=str) == sorted(code.interfaces[region.index, "B"].outputs, key=str)
 
 
@@ -112,23 +114,23 @@ def test_nothing_is_handed_over_in_vain(name: str) -> None:
     """All that F saves for a half, and all that BI hands over, is used there; and memory is handed over once."""
     case = captured(name)
     code = case.step.at(case.step.size)
-    for key in code.halves:
+    for key in code.split_passes:
         assert [x.name for x in code.code_of(key).graph.nodes if x.op == "placeholder" and not x.users] == [], key
     run = Run(code, case.tensors, case.leaves)
     order = [(r.index, "F") for r in code.regions] + [(r.index, kind) for r in code.regions[::-1] for kind in ("B", "BI")]
     with case.case.context():
-        for key in [key for key in order if key in code.interfaces or key in code.halves]:
+        for key in [key for key in order if key in code.interfaces or key in code.split_passes]:
             run.run(*key)
-    for (region, kind), (interface, _) in code.halves.items():
+    for (region, kind), (interface, _) in code.split_passes.items():
         handed = [x for i, out in enumerate(interface.outputs) if out.kind == "saved" for x in run.made[region, kind, i]]
         assert len({x.untyped_storage().data_ptr() for x in handed}) == len(handed)
 
 
 def test_a_stage_in_the_middle() -> None:
     code = code_of("gpt")
-    assert [code.halves_of(i) for i in range(3)] == [("BW",), ("BI", "BW"), ("BI", "BW")]
+    assert [code.backward_passes_of(i) for i in range(3)] == [("BW",), ("BI", "BW"), ("BI", "BW")]
     both = [("BI",), ("BI", "BW")], [("BW",), ("BI", "BW")]
-    for kind, names in zip(HALVES, both, strict=True):
+    for kind, names in zip(SPLIT_BACKWARD, both, strict=True):
         assert [n for made, _, n in sources(code, 1, kind) if made == "F1"] == names
     assert [made for made, what, _ in sources(code, 1, "BI") if what == "cotangent"] == ["B2"]
     # What comes from other regions enters by BI.
@@ -136,25 +138,29 @@ def test_a_stage_in_the_middle() -> None:
     # The weights are in the products that make gradients of inputs; gradients of weights need none.
     weights = [name for name in code.interface_of((1, "BI")).params if name.endswith("weight")]
     assert len(weights) >= 3 and code.interface_of((1, "BW")).params == ()
-    products = [calls(code.code_of((1, kind)))["aten.mm.default"] for kind in ("B", *HALVES)]
+    products = [calls(code.code_of((1, kind)))["aten.mm.default"] for kind in ("B", *SPLIT_BACKWARD)]
     assert products[0] == products[1] + products[2] and min(products) > 0
 
 
 def test_a_first_stage_has_only_gradients_of_weights() -> None:
     code = code_of("mlp")
-    assert code.halves_of(0) == ("BW",) and code.code_of((0, "BW")) is code.code[0, "B"]
-    assert code.interface_of((0, "BW")) == code.interfaces[0, "B"] and (0, "BI") not in code.halves
+    assert code.backward_passes_of(0) == ("BW",) and code.code_of((0, "BW")) is code.code[0, "B"]
+    assert code.interface_of((0, "BW")) == code.interfaces[0, "B"] and (0, "BI") not in code.split_passes
     assert saved(code, 0, "F") == {("BW",): 1}
 
 
 def test_a_stage_without_weights_has_only_gradients_of_inputs() -> None:
     code = code_of("residual")
-    assert code.halves_of(1) == ("BI",) and code.code_of((1, "BI")) is code.code[1, "B"] and (1, "BW") not in code.halves
+    assert (
+        code.backward_passes_of(1) == ("BI",)
+        and code.code_of((1, "BI")) is code.code[1, "B"]
+        and (1, "BW") not in code.split_passes
+    )
 
 
 def test_a_stage_without_gradient_has_neither() -> None:
     code = code_of("extractor")
-    assert code.halves_of(0) == () and [region for region, _ in code.halves] == [1]
+    assert code.backward_passes_of(0) == () and [region for region, _ in code.split_passes] == [1]
 
 
 def test_what_only_one_half_needs_is_in_a_bundle_of_its_own() -> None:
@@ -179,7 +185,7 @@ def test_a_value_is_handed_over_and_not_its_views() -> None:
 
     code = capture(Views(), regression(4)).at(4)
     assert saved(code, 1, "BI") == {("BW",): 1}
-    targets = [{node.target for node in code.code_of((1, kind)).graph.nodes} for kind in HALVES]
+    targets = [{node.target for node in code.code_of((1, kind)).graph.nodes} for kind in SPLIT_BACKWARD]
     assert all(torch.ops.aten.t.default in views for views in targets)
 
 
@@ -202,7 +208,7 @@ def test_results_of_one_operation_stay_together() -> None:
     module, batch = Norm(), regression(4)
     code = capture(module, batch).at(4)
     norm = "aten.native_layer_norm_backward.default"
-    assert [calls(code.code_of((1, kind)))[norm] for kind in HALVES] == [1, 0]
+    assert [calls(code.code_of((1, kind)))[norm] for kind in SPLIT_BACKWARD] == [1, 0]
     assert saved(code, 1, "BI") == {("BW",): 3}  # both gradients of the norm, and that of the linear layer's output
     assert assert_halves_are_the_whole(code, dict(module.named_parameters()), list(batch)) == 1
 
@@ -254,9 +260,9 @@ def test_random_numbers_of_the_backward_are_all_drawn_by_the_first_half() -> Non
     torch.manual_seed(0)
     module, batch = Noise(), regression(4)
     code = capture(module, batch).at(4)
-    draws = [sum(n for name, n in calls(code.code_of((1, kind))).items() if "rand" in name) for kind in ("B", *HALVES)]
+    draws = [sum(n for name, n in calls(code.code_of((1, kind))).items() if "rand" in name) for kind in ("B", *SPLIT_BACKWARD)]
     assert draws == [4, 4, 0]
-    assert [code.interface_of((1, kind)).random for kind in ("B", *HALVES)] == [True, True, False]
+    assert [code.interface_of((1, kind)).random for kind in ("B", *SPLIT_BACKWARD)] == [True, True, False]
     assert assert_halves_are_the_whole(code, dict(module.named_parameters()), list(batch)) == 1
 
 
@@ -264,8 +270,8 @@ def test_random_numbers_of_the_backward_are_all_drawn_by_the_first_half() -> Non
 @pytest.mark.parametrize("size", [1, pytest.param(3, marks=pytest.mark.long)])
 def test_the_interfaces_are_those_of_every_batch_size(name: str, size: int) -> None:
     whole, part = code_of(name), code_of(name, size)
-    assert whole.halves.keys() == part.halves.keys()
-    for key in whole.halves:
+    assert whole.split_passes.keys() == part.split_passes.keys()
+    for key in whole.split_passes:
         a, b = whole.interface_of(key), part.interface_of(key)
         assert (a.inputs, a.params, a.buffers, a.state, a.batch) == (b.inputs, b.params, b.buffers, b.state, b.batch)
         assert [out.kind for out in a.outputs] == [out.kind for out in b.outputs]
@@ -284,7 +290,7 @@ def test_a_half_that_reads_other_parameters_at_another_size_cannot_be_had_there(
                 return F.mse_loss(self.second(h), y) + (self.second.weight * factor).sum()
 
     step = capture(Depends(), regression(4))
-    assert step.at(4).halves.keys() == {(0, "BW"), (1, "BI"), (1, "BW")}
+    assert step.at(4).split_passes.keys() == {(0, "BW"), (1, "BI"), (1, "BW")}
     assert step.at(2).interfaces[1, "B"].params == step.at(4).interfaces[1, "B"].params
     step.at(2).code_of((1, "BI"))
     with pytest.raises(CaptureError, match=r"BW of region PP=1 has another structure for 2 samples than for the size captured"):

@@ -8,7 +8,7 @@ import pytest
 import torch
 
 import lightning_piper as piper
-from lightning_piper.capture import capture, mixing
+from lightning_piper.capture import capture, row_independence
 from lightning_piper.errors import CaptureError
 from lightning_piper.routing import ROWS
 from tests.errors.dividing import GELU, MOE, batch, experts
@@ -57,8 +57,8 @@ def test_code_runs_for_any_number_of_rows(changes: tuple[tuple[str, str], ...]) 
 
 def _ordered(code: Any, region: int, **given: torch.Tensor) -> list[torch.Tensor]:
     interface = code.interfaces[region, "F"]
-    ways = {"counts": "counts", "dispatch": "rows"}
-    return [given[ways[way]] for way in interface.arrives] + [given[name] for name in interface.params]
+    directions = {"counts": "counts", "dispatch": "rows"}
+    return [given[directions[direction]] for direction in interface.arrives] + [given[name] for name in interface.params]
 
 
 def test_specs_are_those_of_the_balanced_case() -> None:
@@ -158,15 +158,17 @@ def test_whole_numbers_are_rows_too(line: str, refused: bool) -> None:
         step.at(8, (2,))
 
 
-def test_as_many_rows_go_home_as_came() -> None:
+def test_as_many_rows_go_back_as_came() -> None:
     with pytest.raises(CaptureError, match=r"moe\.py:21: combine is given \d+ rows where \d+ were dispatched"):
         captured(("sizes))\n        with", "sizes).repeat(2, 1))[:len(x)]\n        with")).at(8, (2,))
 
 
 def test_layers_that_are_alike_are_tried_once(monkeypatch: pytest.MonkeyPatch) -> None:
     tried: list[bool] = []
-    mixes = mixing._Trial.mixes
-    monkeypatch.setattr(mixing._Trial, "mixes", lambda self: (tried.append(True), mixes(self))[1])
+    depends_across_rows = row_independence._Trial.depends_across_rows
+    monkeypatch.setattr(
+        row_independence._Trial, "depends_across_rows", lambda self: (tried.append(True), depends_across_rows(self))[1]
+    )
     start, end = '        with piper.annotate("PP", 0), piper', '        with piper.annotate("PP", 0):\n            out'
     region = MOE[MOE.index(start) : MOE.index(end)]
     again = region.replace("x[order]", "rows + x[order]")

@@ -68,14 +68,14 @@ def test_every_device_has_what_the_step_gives(name, fit):
     module, batch = module_for(name), examples()
     compiled = compiled_for(name, fit)
     results = run(compiled, module, list(batch))
-    share = 8 // compiled.dag.replicas
+    local_batch = 8 // compiled.dag.replicas
     assert len(results) == len(compiled.plans)
     logged = {}
     for device, result in enumerate(results):
         replica = compiled.plans[device].replica
-        mine = [x[replica * share : (replica + 1) * share] for x in batch]
+        mine = [x[replica * local_batch : (replica + 1) * local_batch] for x in batch]
         wanted, logged[replica] = eager(module, "validation_step", mine)
-        found = compiled.step.at(share).rebuild([result.results[str(i)] for i in range(len(result.results))])
+        found = compiled.step.at(local_batch).rebuild([result.results[str(i)] for i in range(len(result.results))])
         assert found["number"] == 0 and found["given"][1] is None
         for x, y in zip(leaves_of(found), leaves_of(wanted), strict=True):
             assert torch.equal(x, y)
@@ -104,7 +104,7 @@ def test_the_places_are_those_of_training_and_the_batch_is_whole(name, fit):
     dag, training = compiled_for(name, fit).dag, compiled_for(name, True).training
     first = {c.tags["PP"]: c.devices for c in training.of_type(Chunk) if c.tags["MB"] == 0}
     assert {c.tags["PP"]: c.devices for c in dag.of_type(Chunk)} == first
-    assert [c.slice for c in dag.of_type(Chunk)] == [Slice(0, dag.share)] * 2
+    assert [c.slice for c in dag.of_type(Chunk)] == [Slice(0, dag.local_batch_size)] * 2
     assert not list(dag.of_type(Update)) and not list(dag.of_type(Cut))
     assert len(list(dag.of_type(AllGather))) == (2 if name == "pp zero3" else 0)
     assert dag.devices() == ((0, 1, 2, 3) if name == "pp zero3" else (0, 1))
@@ -127,7 +127,7 @@ def test_untagged_code_goes_where_its_parameters_are(name):
     assert chunk.devices == (tuple(GROUPS[0]) if name == "pp dp" else (0,))
     for device, result in enumerate(run(compiled, module, list(batch))):
         plan = compiled.plans[device]
-        mine = [x.narrow(0, plan.replica * plan.share, plan.share) for x in batch]
+        mine = [x.narrow(0, plan.replica * plan.local_batch_size, plan.local_batch_size) for x in batch]
         assert torch.equal(result.results["0"], eager(module, "predict_step", mine)[0])
 
 

@@ -82,8 +82,8 @@ def test_places_before_and_after_a_split_give_one_graph(name: str) -> None:
 
 def test_parts_of_a_stage_may_be_placed_one_by_one() -> None:
     """Experts away from the rest of their stage, the passes of a stage in two directives, microbatches in two directives."""
-    homes: list[tuple[Any, int]] = [(1, 1), ("-", 0), (0, 2)]
-    experts = build("experts", *({"op": "place", "filter": {"EP": ep}, "devices": [device]} for ep, device in homes))
+    groups: list[tuple[Any, int]] = [(1, 1), ("-", 0), (0, 2)]
+    experts = build("experts", *({"op": "place", "filter": {"EP": ep}, "devices": [device]} for ep, device in groups))
     check(experts)
     assert chunk(experts, "B[PP=1,EP=1]").devices == (1,) and chunk(experts, "B[PP=2]").devices == (0,)
     passes = [{"op": "place", "filter": {"PASS": kind, "PP": stage}, "devices": [stage]} for kind in "FB" for stage in (0, 1)]

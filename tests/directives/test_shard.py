@@ -70,7 +70,7 @@ PROGRAMS: dict[str, tuple[list[Directive], list[Directive]]] = {
     "pp2 ep2": (staged(piper.schedules.one_f_one_b, 2), [replicate(STAGES), shard(STAGES)]),
     "pp2 ep2 zero1": (staged(piper.schedules.gpipe, 2), [replicate(STAGES, shard_optimizer=True), shard(STAGES)]),
     "zero bubble": (staged(piper.schedules.zero_bubble, 4), [replicate(STAGES, shard_grads=True), shard(STAGES)]),
-    "two homes": (staged(piper.schedules.dualpipe, 4), [replicate(STAGES), shard(STAGES)]),
+    "two device groups": (staged(piper.schedules.dualpipe, 4), [replicate(STAGES), shard(STAGES)]),
 }
 
 
@@ -160,9 +160,11 @@ def test_nothing_is_summed_that_nobody_else_owns() -> None:
     dag = compiled("ep2", ALONE, False).dag
     assert not [node for node in dag.of_type(ReduceScatter) if node.outputs[0].others]
     assert len([node for node in dag.of_type(AllGather) if node.outputs[0].others]) == 4  # two of each layer, once a step
-    ways = Counter((node.way, node.region) for node in dag.of_type(AllToAll))
+    directions = Counter((node.direction, node.region) for node in dag.of_type(AllToAll))
     layers = sorted(dag.meshes)
-    assert ways == {(way, r): {"counts": 2}.get(way, 4) for way in ("counts", "dispatch", "combine") for r in layers}
+    assert directions == {
+        (direction, r): {"counts": 2}.get(direction, 4) for direction in ("counts", "dispatch", "combine") for r in layers
+    }
     twice = compiled("ep2 dp2", ALONE, False).dag
     assert len([node for node in twice.of_type(ReduceScatter) if node.outputs[0].others]) == 4  # of two layers, two buckets each
 
@@ -184,7 +186,7 @@ class Evaluated(Model):
         return self.training_step(batch, batch_idx)
 
 
-EVALUATED = list(itertools.product(("ep2, turned", "ep2 dp2 zero3", "pp2 ep2", "two homes"), (False, True), (False, True)))
+EVALUATED = list(itertools.product(("ep2, turned", "ep2 dp2 zero3", "pp2 ep2", "two device groups"), (False, True), (False, True)))
 
 
 @pytest.mark.parametrize("name, turned, fit", marked(EVALUATED, [*EVALUATED[1::5], EVALUATED[12]]))

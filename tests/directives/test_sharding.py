@@ -242,9 +242,9 @@ def test_levels_by_region(first: dict[str, Any], second: dict[str, Any]) -> None
     assert distance(run(model, dag_of(model.step, [])), run(model, dag)) < EPS
     kept = {n.devices: n.kept for n in dag.of_type(Parameters)}
     wanted = {(0, 2): first, (1, 3): second}
-    assert kept == {home: "shard_params" not in level for home, level in wanted.items() if level}
-    for home, level in wanted.items():
-        found = {type(dag.value(u.inputs[0]).placement).__name__ for u in dag.of_type(Update) if u.devices == home}
+    assert kept == {group: "shard_params" not in level for group, level in wanted.items() if level}
+    for group, level in wanted.items():
+        found = {type(dag.value(u.inputs[0]).placement).__name__ for u in dag.of_type(Update) if u.devices == group}
         assert found == {"Shard" if level else "Replicate"}
 
 
@@ -259,7 +259,7 @@ def test_a_tied_parameter_on_the_same_devices_by_several_directives(level: dict[
 
 
 def test_a_tied_parameter_is_kept_whole_here_and_in_shards_only_there() -> None:
-    """On different devices each home has its own level, as long as the optimizer has shards in both."""
+    """On different devices each group has its own policy, as long as the optimizer has shards in both."""
     model = captured("tied")
     groups = [[0, 1], [2, 3], [4, 5]]
     several = [replicate(group, {"PP": i}, **LEVELS[i]) for i, group in enumerate(groups)]

@@ -79,9 +79,9 @@ class Job:
         stages = 1 if self.shape == "DP2" else 2
         program: Program = []
         for place_ in place(step, stages):
-            (home,) = place_["devices"]
-            program.append({**place_, "devices": [home, home + stages]})
-        groups = [[home, home + stages] for home in range(stages)]
+            (first,) = place_["devices"]
+            program.append({**place_, "devices": [first, first + stages]})
+        groups = [[first, first + stages] for first in range(stages)]
         program += split(self.microbatches)
         program += one_f_one_b(2, self.microbatches) if self.shape == "PP2xDP2" else []
         return [*program, self._replicate(groups)]
@@ -160,8 +160,10 @@ def train(rank: int, jobs: list[Job]) -> list[Trained]:
         executor = Executor(plans[rank], one.step, tensors, tensors, transport, CPU, shards)
         pieces = local_shards_of(plans[rank], shards)
         metrics, optimizer, own = [], None, {}
-        share = slice(plans[rank].replica * plans[rank].share, (plans[rank].replica + 1) * plans[rank].share)
-        leaves = [x[share] if x.ndim else x for x in one.leaves]
+        local_batch = slice(
+            plans[rank].replica * plans[rank].local_batch_size, (plans[rank].replica + 1) * plans[rank].local_batch_size
+        )
+        leaves = [x[local_batch] if x.ndim else x for x in one.leaves]
         for number in range(job.steps):
             result = executor.step(leaves, seed=number)
             if optimizer is None and result.grads:

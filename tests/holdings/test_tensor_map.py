@@ -36,7 +36,7 @@ def test_each_element_counts_once(program, ranks):
     tensor_map = TensorMap(compiled(program)[1], ranks)
     copies = set()
     for name, spec in tensor_map.specs.items():
-        assert counted(tensor_map.speakers(name).values(), spec.numel) == [1] * spec.numel, name
+        assert counted(tensor_map.canonical_holders(name).values(), spec.numel) == [1] * spec.numel, name
         (several,) = set(counted([held for rank in range(ranks) if (held := tensor_map.held(name, rank))], spec.numel))
         copies.add((tensor_map.is_sharded(name), several))
     # What is not sharded lies on both replicas, or, if nothing uses it, on one process.

@@ -49,8 +49,8 @@ def test_processes_that_train_in_other_ways(other, says):
 
 def test_replicas_count_once():
     world = World(2, 4, torch.device("cpu"), replicas=(0, 1, 0, 1))
-    assert (world.count, world.replica, world.speakers) == (2, 0, (0, 1))
-    assert (World(2, 4, torch.device("cpu")).count, World(2, 4, torch.device("cpu")).speakers) == (1, (0,))
+    assert (world.count, world.replica, world.first_ranks) == (2, 0, (0, 1))
+    assert (World(2, 4, torch.device("cpu")).count, World(2, 4, torch.device("cpu")).first_ranks) == (1, (0,))
 
 
 def test_one_process_warns():

@@ -1,4 +1,4 @@
-"""Who is held to have failed first, from what the lead hears; without processes."""
+"""Who is held to have failed first, from what rank 0 hears; without processes."""
 
 from __future__ import annotations
 
@@ -144,9 +144,9 @@ def test_strangers_are_not_heard(ranks):
 
 
 class Lead:
-    """A world of two, of which this is the lead."""
+    """A world of two, of which this is rank 0."""
 
-    rank, size, leads = 0, 2, True
+    rank, size, is_rank_zero = 0, 2, True
 
     def broadcast(self, value: Any) -> Any:
         self.port, self.token = value

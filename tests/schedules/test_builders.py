@@ -55,7 +55,7 @@ def test_the_static_check_passes_and_no_plan_deadlocks(builder: Callable[..., An
 @pytest.mark.parametrize("stages", marked(STAGES, STAGES[:2]))
 @pytest.mark.parametrize("times", TIMES)
 def test_the_result_is_that_of_one_device(builder: Callable[..., Any], stages: int, times: int) -> None:
-    """Bit for bit, except where a stage has two homes, whose sums are added up: then in exact arithmetic."""
+    """Bit for bit, except where a stage has two device groups, whose sums are added up: then in exact arithmetic."""
     count = times * stages
     one = chain(stages, count, exact=builder is dualpipe)
     dag = finished(one, builder, stages, count)

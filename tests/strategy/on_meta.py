@@ -127,8 +127,8 @@ class Seen(L.Callback):
         own = trainer.strategy.phase.fit.ownership  # type: ignore[attr-defined]
         self.elements = sum(p.numel() for p in own.owned_params.values())
         self.marks = [p.__dict__.get("decays") for p in own.owned_params.values()]
-        # What the process starts from, put together on the lead.
-        with own.whole_on_lead():
+        # What the process starts from, put together on rank 0.
+        with own.whole_on_rank_zero():
             self.initial = values(module)
 
 
@@ -192,7 +192,7 @@ def fit(job: Job, folder: Path, rank: int | None = None) -> dict[str, Any]:
     if job.save:
         run.save_checkpoint(folder / job.save)
     parts = parts_of(module)
-    with contextlib.nullcontext() if parts is None else parts.whole_on_lead():
+    with contextlib.nullcontext() if parts is None else parts.whole_on_rank_zero():
         state = values(module)
     found = {"values": state, "initial": seen.initial, "losses": record.losses,
              "elements": seen.elements, "missing": missing, "marks": seen.marks}  # fmt: skip

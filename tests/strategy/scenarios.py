@@ -136,7 +136,7 @@ def stream(setting: Setting) -> Outcome:
 
 @scenario
 def unseeded_shuffle(setting: Setting) -> Outcome:
-    """Processes that start with other parameters and other random numbers train as the lead would."""
+    """Processes that start with other parameters and other random numbers train as rank 0 would."""
     rank = int(os.environ.get("LOCAL_RANK", 0))
     module, _ = make("mlp", seed=rank)
     torch.manual_seed(100 + rank)

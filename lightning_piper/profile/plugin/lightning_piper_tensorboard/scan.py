@@ -26,10 +26,12 @@ class Refused(Exception):
 
 @dataclass(frozen=True)
 class Run:
-    """Attributes:
-    root: a log directory.
-    parts: the names of the folders from there to the run's files.
-    files: their names.
+    """A run below a log directory that has recordings.
+
+    Attributes:
+        root: a log directory.
+        parts: the names of the folders from there to the run's files.
+        files: their names.
     """
 
     root: Path

@@ -13,7 +13,7 @@ from torch import nn
 from lightning_piper import verify
 from lightning_piper.annotate import annotate
 from lightning_piper.ir.values import Slice
-from lightning_piper.verify.coupling import find_couplings
+from lightning_piper.verify.cross_sample import find_dependences
 from tests import moe
 from tests.dags import place, split
 from tests.models import DETERMINISTIC, captured, regression
@@ -134,5 +134,5 @@ def test_tokens_sorted_by_expert_are_not_what_couples(batchwise: bool) -> None:
 def test_which_models_couple_their_samples(name: str) -> None:
     c = captured(name)
     half = c.case.size // 2
-    found = find_couplings(c.step, c.tensors, c.leaves, [Slice(0, half), Slice(half, c.case.size)])
+    found = find_dependences(c.step, c.tensors, c.leaves, [Slice(0, half), Slice(half, c.case.size)])
     assert bool(found) == (name in COUPLED), found

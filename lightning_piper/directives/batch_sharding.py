@@ -1,4 +1,4 @@
-"""Shares of the batch: every replica of a step works on its own part."""
+"""The division of the batch over replicas: each works on its local batch."""
 
 from __future__ import annotations
 
@@ -14,8 +14,8 @@ from lightning_piper.ops.metrics import Metrics, MetricsSum, metrics_value
 from lightning_piper.ops.samples import Concat, Cut
 
 
-def divide(dag: TrainingDAG, replicas: int, directive: Directive) -> None:
-    """Give every replica its share, for `directive`; all regions at once, since each slice goes through all of them.
+def shard_batch(dag: TrainingDAG, replicas: int, directive: Directive) -> None:
+    """Give every replica its local batch, for `directive`; all regions at once, since each slice goes through all of them.
 
     Raises:
         DirectiveError: the batch cannot be divided so.
@@ -44,7 +44,7 @@ def divide(dag: TrainingDAG, replicas: int, directive: Directive) -> None:
 
 
 def _shrink(dag: TrainingDAG, node: Node, replicas: int) -> None:
-    """What a node works on and makes, for one replica's share. Nodes come in an order in which inputs are shrunk before."""
+    """What a node works on and makes, for one replica's local batch. Nodes come in an order in which inputs are shrunk before."""
     if isinstance(node, Chunk):
         dag.change(node, slice=_part(node.slice, replicas))
         outputs = tuple(
@@ -62,7 +62,7 @@ def _shrink(dag: TrainingDAG, node: Node, replicas: int) -> None:
             rows = node.stop - node.start
         else:
             rows = sum(dag.value(ref).tensors[0].shape[node.dim] for ref in node.inputs)
-        per_sample = dag.specs_of(node.inputs[0], dag.share)[0].shape[node.dim] // dag.share
+        per_sample = dag.specs_of(node.inputs[0], dag.local_batch_size)[0].shape[node.dim] // dag.local_batch_size
         outputs = (dataclasses.replace(node.outputs[0], tensors=dag.specs_of(node.inputs[0], rows // per_sample)),)
     elif node.outputs:  # transfers and sums hand on what they read
         placement = dag.value(node.inputs[0]).placement

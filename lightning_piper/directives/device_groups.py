@@ -1,8 +1,9 @@
 """Where gradients are summed and parameters updated, as it follows from where regions run.
 
-A region may run on several devices, its *homes*: each for its own microbatches. Its gradients are summed at each home, and the
-updates add up the homes' sums, as they add up those of the regions that share a parameter. Every device that uses a parameter (or a
-buffer that the step changes) updates its own copy: with the same summands in the same order, and so to the same bits.
+A region may run on several devices, or groups of devices: each for its own microbatches. Its gradients are summed on each group,
+and the updates add up the groups' sums, as they add up those of the regions that share a parameter. Every device that uses a
+parameter (or a buffer that the step changes) updates its own copy: with the same summands in the same order, and so to the same
+bits.
 """
 
 from __future__ import annotations
@@ -20,16 +21,16 @@ Group = tuple[int, ...]
 
 
 def settle(dag: TrainingDAG, chunks: Iterable[Chunk]) -> tuple[list[Update], bool]:
-    """After `chunks` got their devices: one sum of gradients for each home, one update for each device.
+    """After `chunks` got their devices: one sum of gradients for each device group, one update for each device.
 
     Returns:
         The updates, which may read values of other devices now; and whether gradients are summed in another order.
     """
     regions = {chunk.region for chunk in chunks}
-    homes: dict[int, set[Group]] = {}
+    groups: dict[int, set[Group]] = {}
     for chunk in dag.of_type(Chunk):
         if chunk.devices:
-            homes.setdefault(chunk.region, set()).add(chunk.devices)
+            groups.setdefault(chunk.region, set()).add(chunk.devices)
     readers: dict[str, set[int]] = {}
     for (region, _), interface in dag.code.interfaces.items():
         for name in interface.params + interface.state:
@@ -42,15 +43,15 @@ def settle(dag: TrainingDAG, chunks: Iterable[Chunk]) -> tuple[list[Update], boo
     touched: list[Update] = []
     regrouped = False
     for (names, _), family in families.items():
-        regrouped |= _sum_at_homes(dag, family)
-        users = {home for name in names for region in readers.get(name, ()) for home in homes.get(region, ())}
+        regrouped |= _sum_on_each_group(dag, family)
+        users = {group for name in names for region in readers.get(name, ()) for group in groups.get(region, ())}
         touched += _update_everywhere(dag, family, users)
     return touched, regrouped
 
 
-def _sum_at_homes(dag: TrainingDAG, family: list[Update]) -> bool:
-    """Let each sum have the gradients of one home; those that have no place yet stay with the first. True if a region has several
-    homes."""
+def _sum_on_each_group(dag: TrainingDAG, family: list[Update]) -> bool:
+    """Let each sum have the gradients of one device group; those that have no place yet stay with the first. True if a region has
+    several groups."""
     before = [dag.source(ref) for ref in family[0].inputs]
     after: list[Ref] = []
     several = False
@@ -64,7 +65,7 @@ def _sum_at_homes(dag: TrainingDAG, family: list[Update]) -> bool:
         if not isinstance(total, Accumulate):  # summed over replicas, or the last value of buffers
             after.append(ref)
         elif total is (totals := regions[dag.producer(ref).region])[0]:
-            sums = _by_home(dag, totals)
+            sums = _by_group(dag, totals)
             several |= len(sums) > 1
             after += [(found.id, 0) for found in sums]
     if after != before:
@@ -73,27 +74,27 @@ def _sum_at_homes(dag: TrainingDAG, family: list[Update]) -> bool:
     return several
 
 
-def _by_home(dag: TrainingDAG, totals: list[Accumulate]) -> list[Accumulate]:
-    """The sums of one region, one for each of its homes, in the order of their first samples."""
+def _by_group(dag: TrainingDAG, totals: list[Accumulate]) -> list[Accumulate]:
+    """The sums of one region, one for each of its device groups, in the order of their first samples."""
     terms = sorted((ref for total in totals for ref in total.inputs), key=lambda ref: dag.producer(ref).slice)
-    homes = list(dict.fromkeys(home for ref in terms if (home := dag.nodes[ref[0]].devices)))
-    if len(homes) <= len(totals) == 1:
+    groups = list(dict.fromkeys(group for ref in terms if (group := dag.nodes[ref[0]].devices)))
+    if len(groups) <= len(totals) == 1:
         return totals
     known = {total.devices: total for total in totals}
     found = []
-    for home in homes:
-        mine = tuple(ref for ref in terms if (dag.nodes[ref[0]].devices or homes[0]) == home)
-        if home not in known:
+    for group in groups:
+        mine = tuple(ref for ref in terms if (dag.nodes[ref[0]].devices or groups[0]) == group)
+        if group not in known:
             by = max((n for ref in mine if (n := dag.nodes[ref[0]].placed_by) is not None), default=None)
-            known[home] = dag.add(dataclasses.replace(totals[0], id=-1, origin=None, inputs=mine, devices=home, placed_by=by))
+            known[group] = dag.add(dataclasses.replace(totals[0], id=-1, origin=None, inputs=mine, devices=group, placed_by=by))
         else:
-            dag.rewire(known[home], inputs=mine)
-        found.append(known[home])
+            dag.rewire(known[group], inputs=mine)
+        found.append(known[group])
     return found
 
 
 def _read_instead(dag: TrainingDAG, update: Update, inputs: tuple[Ref, ...]) -> None:
-    """Let an update read values where they are made, and drop the transfers that nobody needs any more."""
+    """Let an update read values where they are made, and drop the transfers that are no longer needed."""
     received = [dag.nodes[ref[0]] for ref in update.inputs if isinstance(dag.nodes[ref[0]], Recv)]
     dag.rewire(update, inputs=inputs)
     for recv in received:
@@ -109,11 +110,11 @@ def _update_everywhere(dag: TrainingDAG, family: list[Update], users: set[Group]
         return []
     by = max((source.placed_by for source in sources if source.placed_by is not None), default=None)
     spare = [update for update in family if not update.devices]
-    for home in sorted((users | {source.devices for source in sources}) - {update.devices for update in family}):
+    for group in sorted((users | {source.devices for source in sources}) - {update.devices for update in family}):
         if spare:
             update = spare.pop()
         else:
             update = dag.add(dataclasses.replace(family[0], id=-1, origin=None, inputs=inputs))
             family.append(update)
-        dag.change(update, devices=home, placed_by=by)
+        dag.change(update, devices=group, placed_by=by)
     return family

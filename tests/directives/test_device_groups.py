@@ -1,4 +1,4 @@
-"""Regions with several homes: each device runs some of the microbatches, and all copies of a parameter stay the same."""
+"""Regions with several device groups: each device runs some of the microbatches, and all copies of a parameter stay the same."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ from tests.dags import b, build, f, order, run, shape, split
 from tests.models import fresh
 from tests.reference import differences
 
-Home = tuple[int, ...]
+Group = tuple[int, ...]
 
 
 def place(device: int | list[int], **condition: Any) -> dict[str, Any]:
@@ -48,8 +48,8 @@ def updates(dag: TrainingDAG, name: str) -> list[Update]:
     return [u for u in dag.of_type(Update) if name in dag.value(u.inputs[0]).names]
 
 
-def summands(dag: TrainingDAG, update: Update) -> list[tuple[Home, list[int]]]:
-    """The homes whose sums an update adds up, and the microbatches of each."""
+def summands(dag: TrainingDAG, update: Update) -> list[tuple[Group, list[int]]]:
+    """The groups whose sums an update adds up, and the microbatches of each."""
     found = []
     for ref in update.inputs:
         total = dag.nodes[dag.source(ref)[0]]
@@ -61,12 +61,12 @@ def summands(dag: TrainingDAG, update: Update) -> list[tuple[Home, list[int]]]:
 def test_each_home_sums_its_own_microbatches_and_all_add_up_the_same() -> None:
     dag = build("mlp", *CROSSING)
     for name in ("first.weight", "second.weight"):
-        homes = updates(dag, name)
-        assert sorted(u.devices for u in homes) == [(0,), (1,)]
+        found = updates(dag, name)
+        assert sorted(u.devices for u in found) == [(0,), (1,)]
         first, second = ([0, 2], [1, 3])
         one = (0,) if name == "first.weight" else (1,)
         other = (1,) if name == "first.weight" else (0,)
-        assert [summands(dag, u) for u in homes] == [[(one, first), (other, second)]] * 2
+        assert [summands(dag, u) for u in found] == [[(one, first), (other, second)]] * 2
     moved = [(s.devices, s.peers) for s in dag.of_type(Send) if dag.value(s.inputs[0]).kind == "grad"]
     assert sorted(moved) == [((0,), (1,)), ((0,), (1,)), ((1,), (0,)), ((1,), (0,))]
     complete(dag)
@@ -80,7 +80,7 @@ def without_metrics(dag: TrainingDAG) -> Any:
 @pytest.mark.parametrize("placing", [CROSSING[1:], CROSSING[:0:-1], [CROSSING[2], CROSSING[4], CROSSING[3], CROSSING[1]],
     [place(d, PP=s, MB=mb) for mb in (3, 0, 2, 1) for s, d in ((0, mb % 2), (1, 1 - mb % 2))]])  # fmt: skip
 def test_places_in_any_order_give_one_graph(placing: list[Any]) -> None:
-    """Also when a home gets its microbatches one by one, and a sum its terms out of their order."""
+    """Also when a group gets its microbatches one by one, and a sum its terms out of their order."""
     dag = build("mlp", CROSSING[0], *placing)
     check(dag)
     for name in ("first.weight", "second.weight"):
@@ -92,8 +92,8 @@ def test_places_in_any_order_give_one_graph(placing: list[Any]) -> None:
     assert differences(run("mlp", dag), run("mlp", build("mlp", *CROSSING))) == []
 
 
-def test_metrics_are_put_together_at_one_home() -> None:
-    """Of a maximum, homes could not add up their parts: the scalars are sent."""
+def test_metrics_are_put_together_on_one_device() -> None:
+    """Of a maximum, groups could not add up their parts: the scalars are sent."""
     dag = build("logs", *CROSSING)
     metrics = list(dag.of_type(Metrics))
     assert {m.devices for m in metrics} == {(0,), (1,)} and len(metrics) == 2
@@ -164,7 +164,7 @@ def test_an_order_against_the_chain_of_statistics_is_refused() -> None:
         apply_program(build_dag(one.step), dualpipe(2, 8))
 
 
-def test_a_nested_split_keeps_the_homes() -> None:
+def test_a_nested_split_keeps_the_groups() -> None:
     one = case(spec("linear", "batchnorm"), 8)
     dag = apply_program(build_dag(one.step), [*CROSSED, Split(filter={}, dim_name="UB", num_microbatches=2)])
     complete(dag)
@@ -176,7 +176,7 @@ def test_a_nested_split_keeps_the_homes() -> None:
 
 
 def test_a_part_that_is_split_alone() -> None:
-    """Stage 1 runs whole; what the homes of stage 0 make is joined where it is."""
+    """Stage 1 runs whole; what the groups of stage 0 make is joined where it is."""
     one = case(spec("linear", "residual"), 8)
     program = [Split(filter={"PP": 0}, dim_name="MB", num_microbatches=2), Place(filter={"PP": 1}, devices=[2]),
                *(Place(filter={"PP": 0, "MB": mb}, devices=[mb]) for mb in (0, 1))]  # fmt: skip
@@ -290,12 +290,12 @@ def test_zbv_of_a_tied_model() -> None:
         ([split(2), place(0, MB=0), place(1, PP=0)], "F[PP=0,MB=0] is already on device 0 (directive 1); place each chunk once"),
         (
             [split(2), place([0, 1], MB=0), place([2, 3], MB=1), {"op": "replicate", "filter": {"MB": 0}, "devices": [0, 1]}],
-            "directive 3 (replicate): field 'devices': F[PP=0,MB=1], of the same region, is on [2, 3]; replicate a region at "
-            "all of its homes at once",
+            "directive 3 (replicate): field 'devices': F[PP=0,MB=1], of the same region, is on [2, 3]; replicate a region on "
+            "all of its device groups at once",
         ),
         (
             [split(2), place([0, 1], MB=0), {"op": "replicate", "filter": {"MB": 0}, "devices": [0, 1]}],
-            "F[PP=0,MB=1], of the same region, is on no device yet; replicate a region at all of its homes at once",
+            "F[PP=0,MB=1], of the same region, is on no device yet; replicate a region on all of its device groups at once",
         ),
         ([*CROSSING, order(f(0, 0), b(0, 0)), split(2, "UB")], "is already ordered by directive 5; split before the order"),
     ],
@@ -310,13 +310,13 @@ def test_a_microbatch_without_a_home_is_named() -> None:
         complete(build("mlp", *CROSSING[:2], *CROSSING[3:]))
 
 
-def drop_home(dag: TrainingDAG) -> None:
+def drop_group(dag: TrainingDAG) -> None:
     for update in updates(dag, "first.weight"):
         dag.rewire(update, inputs=update.inputs[:1])
 
 
 def twice(dag: TrainingDAG) -> None:
-    """Both homes add the first microbatch."""
+    """Both groups add the first microbatch."""
     one, other = (dag.nodes[dag.source(ref)[0]] for ref in updates(dag, "first.weight")[0].inputs)
     if other.devices == (1,):
         send = dag.add(Send(inputs=one.inputs[:1], outputs=one.outputs, devices=(0,), peers=(1,), stream="send"))
@@ -342,14 +342,14 @@ def term_left_out(dag: TrainingDAG) -> None:
 @pytest.mark.parametrize(
     ("edit", "says"),
     [
-        (drop_home, r"gradient of first.weight.* samples 1:2 are missing: add what the chunk of these samples makes"),
+        (drop_group, r"gradient of first.weight.* samples 1:2 are missing: add what the chunk of these samples makes"),
         (twice, r"gradient of first.weight.* samples 0:1 count 2 times: take each sample once"),
         (exchanged, r"gradient of first.weight.*: update .* on device 0.* and update .* on device 1.* in another order"),
         (one_home_twice, r"gradient of first.weight.* samples 0:1 count 2 times"),
         (term_left_out, r"gradient of first.weight.* samples 1:2 are missing"),
     ],
 )
-def test_wrong_sums_over_homes_are_found(edit: Any, says: str) -> None:
+def test_wrong_sums_over_groups_are_found(edit: Any, says: str) -> None:
     dag = build("mlp", *CROSSING)
     check(dag)
     edit(dag)
@@ -358,7 +358,7 @@ def test_wrong_sums_over_homes_are_found(edit: Any, says: str) -> None:
 
 
 def test_work_grows_with_the_graph() -> None:
-    """Nodes are as many as the microbatches ask for, whatever the number of homes."""
+    """Nodes are as many as the microbatches ask for, whatever the number of groups."""
     sizes = []
     for count in (4, 8, 16):
         dag = apply_program(build_dag(case(spec("linear", "linear"), 16).step), dualpipe(2, count))

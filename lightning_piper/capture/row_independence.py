@@ -1,4 +1,5 @@
-"""Do experts work on each row by itself? Where they are divided, a row meets other rows than on one device, in another place.
+"""Row independence: do experts work on each row by itself? Where they are divided, a row meets other rows than on one device, in
+another place.
 
 No list of operations can tell: a softmax may run over features or over rows. So the code is run on a few rows, and again with some
 of them among others: what is made of a row must stay what it was. How far rounding can move it is measured, by moving all rows by
@@ -16,7 +17,7 @@ from torch.fx.node import map_arg
 
 from lightning_piper.capture.passes import Names, Pass
 from lightning_piper.capture.regions import source_line
-from lightning_piper.capture.rows import way_of
+from lightning_piper.capture.rows import direction_of
 from lightning_piper.errors import CaptureError
 from lightning_piper.ir.regions import Code, Interface, Routed
 from lightning_piper.routing import COMBINE, DISPATCH
@@ -27,8 +28,8 @@ NEW = -1  # in an arrangement: a row that was not there before
 Arrangement = tuple[Sequence[int], float]  # for each row, its place before; and how large new rows are
 
 
-def refuse_mixing(p: Pass, interface: Interface, code: Code, names: Names, experts: Routed, known: set[Any]) -> None:
-    """Refuse a forward pass of divided experts in which rows meet; experts that are not divided are not looked at.
+def refuse_row_dependence(p: Pass, interface: Interface, code: Code, names: Names, experts: Routed, known: set[Any]) -> None:
+    """Refuse a forward pass of divided experts in which one row depends on another; experts that are not divided are not looked at.
 
     Args:
         known: passes that were tried before, of which this one may be a copy, as layers are; it is entered among them.
@@ -36,7 +37,7 @@ def refuse_mixing(p: Pass, interface: Interface, code: Code, names: Names, exper
     Raises:
         CaptureError: what is made of one row depends on other rows, on their number, or on its place among them.
     """
-    sent = [node for node in p.nodes if way_of(node) == DISPATCH]
+    sent = [node for node in p.nodes if direction_of(node) == DISPATCH]
     divided = any(_spec(node).shape != _spec(node.args[0]).shape for node in sent)
     if not divided or not experts.params or not all(interface.arrives) or interface.random or interface.batch or interface.state:
         return  # on one device; or a `shard` refuses them for that
@@ -47,7 +48,7 @@ def refuse_mixing(p: Pass, interface: Interface, code: Code, names: Names, exper
     where = source_line(sent[0])
     trial = _Trial(interface, code, fixed, [_arrived(node, sent) for nodes in p.inputs.values() for node in nodes[:1]],
                    _spec(given[experts.params[0]]).shape[0], experts.even, where)  # fmt: skip
-    if (kind := trial.kind()) not in known and trial.mixes():
+    if (kind := trial.kind()) not in known and trial.depends_across_rows():
         raise CaptureError(
             f"{where}: what stands between dispatch and combine lets one token's row depend on another's, on their number or on "
             "its place among them; where experts are divided, other rows meet. Work on each row by itself (a softmax, sum or norm "
@@ -92,7 +93,7 @@ class _Trial:
         specs = [None if x is None else (x.shape, x.dtype) for x in (*self._arriving, *self._specs)]
         return str((nodes, specs, self._interface.arrives, self._interface.leaves, self._here))
 
-    def mixes(self) -> bool:
+    def depends_across_rows(self) -> bool:
         """Does a row's result change with the rows around it?"""
         fixed = _made_up(self._specs, self._here)
         rows = [None if spec is None else self._new(spec, self._here * self._each) for spec in self._arriving]
@@ -134,7 +135,7 @@ class _Trial:
     def _run(
         self, rows: Sequence[torch.Tensor | None], places: Sequence[Sequence[int]], fixed: list[torch.Tensor]
     ) -> list[torch.Tensor]:
-        """What goes home, a row for each row."""
+        """What goes back, a row for each row."""
         lengths = [len(taken) for taken in places]
         inputs = [_counts(lengths, fixed) if x is None else x.unflatten(0, (self._here, -1)) if self._even else x for x in rows]
         try:
@@ -146,8 +147,8 @@ class _Trial:
                 f"{error}. It must take any number of rows, with any values"
             ) from error
         start, found = 0, []
-        for way, specs in zip(self._interface.leaves, self._code.outputs, strict=True):
-            if way == COMBINE:
+        for direction, specs in zip(self._interface.leaves, self._code.outputs, strict=True):
+            if direction == COMBINE:
                 found.append(made[start].flatten(0, 1 if self._even else 0))
                 if len(found[-1]) != sum(lengths):
                     raise CaptureError(

@@ -1,4 +1,4 @@
-"""Which operation couples the samples of a batch, so that microbatches cannot give the result of the whole batch.
+"""Which operation looks across the samples of a batch, so that microbatches cannot give the result of the whole batch.
 
 A loss that is a mean over independent samples comes out the same from microbatches. Batch normalisation, an in-batch
 contrastive loss or a mean over unpadded tokens does not. To find the culprit, the captured forward graphs run operation by
@@ -24,8 +24,8 @@ TOLERANCE = 64  # in eps of the dtype: an operation that only sums in another or
 
 
 @dataclass(frozen=True)
-class Coupling:
-    """An operation that mixes samples.
+class CrossSampleDependence:
+    """An operation that makes a result of one sample depend on others.
 
     Attributes:
         region: label of its region.
@@ -46,14 +46,15 @@ class Coupling:
         )
 
 
-def find_couplings(
+def find_dependences(
     step: CapturedStep, tensors: Mapping[str, torch.Tensor], leaves: Sequence[torch.Tensor], slices: Sequence[Slice]
-) -> list[Coupling]:
-    """The operations that couple the batch when it is cut into `slices`, in the order of the step; empty if none does.
+) -> list[CrossSampleDependence]:
+    """The operations with a cross-sample dependence when the batch is cut into `slices`, in the order of the step; empty if none
+    does.
 
     From a loss or a logged mean that the slices do not reproduce, the search goes back through operations that they do not
     reproduce either, and ends at those whose inputs they do. Rows that the slices have in another order, such as tokens sorted by
-    where they go, look different too, but the search does not come to them once they are at home again.
+    where they go, look different too, but the search does not come to them once they are back in order.
     """
     whole = _Run(step, tensors, leaves, Slice(0, step.size), None)
     runs = _Runs(step, whole, [_Run(step, tensors, leaves, part, whole) for part in slices], slices)
@@ -68,7 +69,7 @@ def find_couplings(
         seen.update(causes)
     regions = step.at(step.size).regions
     return [
-        Coupling(regions[r].label, regions[r].source, str(node.target).removesuffix(".default"), runs.moved(r, seen))
+        CrossSampleDependence(regions[r].label, regions[r].source, str(node.target).removesuffix(".default"), runs.moved(r, seen))
         for r, node in sorted(roots, key=lambda root: (root[0], whole.recorders[root[0]].order.index(root[1])))
         if not step.at(step.size).interfaces[r, "F"].random
     ]
