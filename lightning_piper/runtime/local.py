@@ -105,6 +105,8 @@ class LocalEndpoint:
     def wait(self, instruction: Wait, slots: Slots) -> Bound:
         if instruction.node in self._meet:
             return self._wait_for_all(instruction, slots)
+        if instruction.node not in self._post:
+            raise ExecutionError(f"device {self._plan.device}: {instruction.where} has nothing to wait for: no endpoint started it")
         channel, number = self._post[instruction.node]
         messages, slot, device = self._transport.messages[channel], instruction.into, self._device
 
