@@ -35,7 +35,7 @@ class TrainingDAG:
         overlaps: groups of an order whose members may interleave: for each filter of the group, its chunks.
         meshes: region -> the mesh along whose other axes its parameters are divided, of regions in which some are.
         divided: the same for these parameters.
-        arranged: group of devices -> the mesh that its place gave it, of those that it gave one.
+        arranged: region and its group of devices -> the mesh that their place gave them, of those that it gave one.
         policies: region -> what its replicate directive shards, and how it communicates.
     """
 
@@ -51,7 +51,7 @@ class TrainingDAG:
         self.overlaps: list[tuple[tuple[int, ...], ...]] = []
         self.meshes: dict[int, Mesh] = {}
         self.divided: dict[str, Mesh] = {}
-        self.arranged: dict[tuple[int, ...], Mesh] = {}
+        self.arranged: dict[tuple[int, tuple[int, ...]], Mesh] = {}
         self._degrees: tuple[int, ...] = ()  # for each call of `dispatch`, into how many parts what it leads to is divided
         self.policies: dict[int, ShardingPolicy] = {}
         self._next = 0
