@@ -65,7 +65,7 @@ def test_in_exact_arithmetic_any_split_keeps_every_bit() -> None:
         assert differences(run("exact", dag), whole) == []
     wrong = build("exact", split(2))
     metrics = next(wrong.of_type(Metrics))
-    dag.change(metrics, slices=(metrics.slices[0], metrics.slices[0]))
+    wrong.change(metrics, slices=(metrics.slices[0], metrics.slices[0]))
     total = next(wrong.of_type(Accumulate))
     wrong.rewire(total, inputs=(total.inputs[0], total.inputs[0]))
     assert differences(run("exact", wrong), whole) != [], "the control: another sum has other bits"
