@@ -72,7 +72,10 @@ class Place(Directive):
     def apply(self, dag: TrainingDAG) -> Contract | None:
         chunks, group = self.select(dag, "filter", self.filter), self._group()
         if self.axes:
-            dag.arranged[group] = Mesh(tuple(self.axes), _shape(self.devices), tuple(range(len(group))))
+            mesh = Mesh(tuple(self.axes), _shape(self.devices), tuple(range(len(group))))
+            for chunk in chunks:
+                if (other := dag.arranged.setdefault((chunk.region, group), mesh)) != mesh:
+                    self.refuse("axes", f"{chunk.label} is on a mesh {other} already", "give all passes of a region one mesh")
         for chunk in chunks:
             if chunk.devices:
                 self.refuse(

@@ -94,9 +94,16 @@ def _from_json(entry: Any) -> Directive:
     return cls(**given)
 
 
-def to_json(program: Program) -> list[dict[str, Any]]:
-    """The JSON spelling of a program, a list; `parse` turns it back into an equal one."""
-    return [directive.to_json() for directive in program]
+def to_json(program: Any) -> list[dict[str, Any]]:
+    """The JSON spelling of a program, a list; `parse` turns it back into an equal one.
+
+    Args:
+        program: what `parse` takes.
+
+    Raises:
+        DirectiveError: a directive is malformed, so that its JSON would be, too; names its index.
+    """
+    return [directive.to_json() for directive in parse(program)]
 
 
 def replicas_of(program: Program) -> dict[int, int]:

@@ -133,7 +133,7 @@ class Shard(Directive):
         """The mesh of the places of one chunk."""
         where = f"on {list(chunk.devices)}" if chunk.devices else "on no device yet"
         if self.devices is None:
-            arranged = dag.arranged.get(chunk.devices)
+            arranged = dag.arranged.get((chunk.region, chunk.devices))
             if arranged is None or arranged.size(self.axis) < 2:
                 mesh = f"a mesh {arranged}" if arranged else "no mesh"
                 found = f"{chunk.label} is {where}, {mesh}"

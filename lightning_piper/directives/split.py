@@ -7,6 +7,8 @@ import itertools
 from collections.abc import Sequence
 from typing import Any, ClassVar
 
+import networkx as nx
+
 from lightning_piper.directives.base import Contract, Directive, register
 from lightning_piper.directives.transfers import connect, disconnect
 from lightning_piper.ir.dag import TrainingDAG
@@ -136,7 +138,8 @@ class _Rewrite:
         """Repeat the chunks, let the others read the copies, drop the originals. Returns the nodes with new inputs."""
         touched: list[Node] = []
         repeated: list[Node] = []
-        for chunk in self.chunks:  # in order of creation, so that what a chunk reads is already repeated
+        turn = {i: n for n, i in enumerate(nx.lexicographical_topological_sort(self.dag.graph))}
+        for chunk in sorted(self.chunks, key=lambda chunk: turn[chunk.id]):  # what a chunk reads is already repeated
             repeated += self._repeat_gathers(chunk)
             self.copies[chunk.id] = copies = [self._copy(chunk, i, part) for i, part in enumerate(self.microbatches[chunk.slice])]
             touched += copies
@@ -216,12 +219,16 @@ class _Rewrite:
         for place, ref in enumerate(user.inputs):
             if ref[0] not in self.copies:
                 refs = [ref]
-            elif isinstance(user, Accumulate | Metrics):
+            elif isinstance(user, Accumulate | Metrics | Concat):
                 refs = [(copy.id, ref[1]) for copy in self.copies[ref[0]]]
-            elif isinstance(user, Chunk):
+            elif isinstance(user, Chunk | Cut):
                 refs = [self._join(ref, user)]
-            else:  # the final value of buffers; `chain_state` connects it
+            elif isinstance(user, Update):  # the final value of buffers; `chain_state` connects it
                 refs = [(self.copies[ref[0]][-1].id, ref[1])]
+            else:
+                by = "" if user.origin is None else f", made by directive {user.origin},"
+                found = f"{user.label} %{user.id}{by} reads {self.dag.nodes[ref[0]].label}, and is not repeated with it"
+                self.directive.refuse("filter", found, "split before the directive that makes it")
             if isinstance(user, Metrics):
                 metrics += [user.metrics[place]] * len(refs)
                 slices += [user.slices[place]] if refs == [ref] else [copy.slice for copy in self.copies[ref[0]]]
@@ -233,7 +240,7 @@ class _Rewrite:
         else:
             self.dag.rewire(user, inputs=tuple(new))
 
-    def _join(self, ref: Ref, user: Chunk) -> Ref:
+    def _join(self, ref: Ref, user: Chunk | Cut) -> Ref:
         key = (ref, user.devices)
         if key not in self.joined:
             source = self.dag.nodes[ref[0]]

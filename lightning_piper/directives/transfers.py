@@ -35,11 +35,14 @@ def place_dependents(dag: TrainingDAG, chunks: Iterable[Chunk]) -> list[Node]:
     """Place what follows from the places of `chunks`: sums, metrics, and what a split put in between. Returns what was placed."""
     placed: list[Node] = []
     for chunk in chunks:
-        for source in [dag.nodes[ref[0]] for ref in chunk.inputs]:
-            # What a split put between this chunk and others; several chunks may read it: it goes with the first.
-            if isinstance(source, Cut | Concat | Accumulate) and not source.devices:
-                dag.change(source, devices=chunk.devices, placed_by=chunk.placed_by)
-                placed.append(source)
+        readers: list[Node] = [chunk]
+        while readers:
+            for source in [dag.nodes[ref[0]] for ref in readers.pop().inputs]:
+                # What splits put between this chunk and others; several chunks may read it: it goes with the first.
+                if isinstance(source, Cut | Concat | Accumulate) and not source.devices:
+                    dag.change(source, devices=chunk.devices, placed_by=chunk.placed_by)
+                    placed.append(source)
+                    readers.append(source)
         makers: list[Node] = [chunk]
         while makers:
             for user in dag.users(makers.pop()):

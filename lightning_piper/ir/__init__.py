@@ -35,5 +35,6 @@ def __getattr__(name: str) -> type[Node]:
     found = getattr(importlib.import_module("lightning_piper.ops"), name, None)
     if not (isinstance(found, type) and issubclass(found, Node)):
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    warnings.warn(f"lightning_piper.ir.{name} is lightning_piper.ops.{name} now", DeprecationWarning, stacklevel=2)
+    new = f"lightning_piper.ir.{name} is lightning_piper.ops.{name} now; the old name ends in 0.2"
+    warnings.warn(new, DeprecationWarning, stacklevel=2)
     return found

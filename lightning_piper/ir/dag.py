@@ -15,8 +15,10 @@ from lightning_piper.ir.nodes import Chunk, Node, Ref
 from lightning_piper.ir.policies import ShardingPolicy
 from lightning_piper.ir.regions import SPLIT_BACKWARD, Code, Interface, PassKey, Region, Step, StepCode
 from lightning_piper.ir.values import Kind, Placement, Shard, Slice, TensorSpec, Value
+from lightning_piper.limits import shown
 
 N = TypeVar("N", bound=Node)
+READS = ("inputs", "state", "params")  # fields of a node, of which only a chunk has all
 
 
 class TrainingDAG:
@@ -33,7 +35,7 @@ class TrainingDAG:
         overlaps: groups of an order whose members may interleave: for each filter of the group, its chunks.
         meshes: region -> the mesh along whose other axes its parameters are divided, of regions in which some are.
         divided: the same for these parameters.
-        arranged: group of devices -> the mesh that its place gave it, of those that it gave one.
+        arranged: region and its group of devices -> the mesh that their place gave them, of those that it gave one.
         policies: region -> what its replicate directive shards, and how it communicates.
     """
 
@@ -46,7 +48,7 @@ class TrainingDAG:
         self.overlaps: list[tuple[tuple[int, ...], ...]] = []
         self.meshes: dict[int, Mesh] = {}
         self.divided: dict[str, Mesh] = {}
-        self.arranged: dict[tuple[int, ...], Mesh] = {}
+        self.arranged: dict[tuple[int, tuple[int, ...]], Mesh] = {}
         self._degrees: tuple[int, ...] = ()  # for each call of `dispatch`, into how many parts what it leads to is divided
         self.policies: dict[int, ShardingPolicy] = {}
         self._next = 0
@@ -189,7 +191,15 @@ class TrainingDAG:
     # Rewriting
 
     def add(self, node: N) -> N:
-        """Take a new node, which gets its id, and the origin of the directive that is being applied unless it has one."""
+        """Take a new node, which gets its id, and the origin of the directive that is being applied unless it has one.
+
+        Raises:
+            ValueError: it is no node, or in this DAG already; or it reads what is no pair of a node's id and an output.
+        """
+        if not isinstance(node, Node) or self.nodes.get(node.id) is node:
+            found = f"%{node.id} {node.label} is in the DAG already" if isinstance(node, Node) else f"{shown(node)} is no node"
+            raise ValueError(f"{found}; add a new node")
+        self._check_reads(node, {name: getattr(node, name) for name in READS if hasattr(node, name)})
         _set(node, id=self._next, origin=self.origin if node.origin is None else node.origin)
         self._next += 1
         self.nodes[node.id] = node
@@ -219,16 +229,32 @@ class TrainingDAG:
         return tuple(ref if ref is None else again.get(ref, ref) for ref in params)
 
     def remove(self, nodes: Iterable[Node]) -> None:
+        """Take nodes out; whatever reads them has to be rewired.
+
+        Raises:
+            ValueError: one is not in this DAG.
+        """
         for node in nodes:
+            self._check_here(node)
             del self.nodes[node.id]
             self.graph.remove_node(node.id)
 
     def rewire(self, node: Node, **reads: tuple[Ref | None, ...]) -> None:
-        """Change what a node reads (`inputs`, `state`, `params`); temporal edges stay."""
+        """Change what a node reads (`inputs`, `state`, `params`); temporal edges stay.
+
+        Raises:
+            ValueError: the node is not in this DAG; or what it is to read is no pair of a node's id and an output.
+        """
+        self._check_here(node)
+        self._check_reads(node, reads)
         for source in {ref[0] for ref in node.reads}:
+            if not self.graph.has_edge(source, node.id):
+                continue  # it was removed before its reader was rewired
             edge = self.graph.edges[source, node.id]
             if edge["order"] is None:
                 self.graph.remove_edge(source, node.id)
+                if source not in self.nodes and not self.graph.out_degree(source):
+                    self.graph.remove_node(source)
             else:
                 edge["data"] = False
         _set(node, **reads)
@@ -238,11 +264,17 @@ class TrainingDAG:
         """Give a node other devices, tags, outputs and so on; what it reads is changed by `rewire`.
 
         Raises:
-            ValueError: a field that says what the node reads, or its id.
+            ValueError: a field that says what the node reads, or its id; devices that are no tuple; or a pass that is not there.
         """
-        for name in ("id", "inputs", "state", "params"):
+        self._check_here(node)
+        for name in ("id", *READS):
             if name in fields:
                 raise ValueError(f"%{node.id} {node.label}: {name} is not changed here; rewire changes what a node reads")
+        devices = fields.get("devices", ())
+        if not isinstance(devices, tuple) or not all(type(device) is int for device in devices):
+            raise ValueError(f"%{node.id} {node.label}: devices {shown(devices)}; give a tuple of integers")
+        if isinstance(node, Chunk) and not fields.keys().isdisjoint(("region", "kind")):
+            self._check_pass(dataclasses.replace(node, **fields))  # type: ignore[arg-type]
         _set(node, **fields)
 
     def substitute(self, node: Node, old: Ref, new: Ref) -> None:
@@ -254,7 +286,13 @@ class TrainingDAG:
         self.rewire(node, **reads)
 
     def order(self, before: Node, after: Node, origin: int | None) -> None:
-        """Let `after` start only when `before` is done."""
+        """Let `after` start only when `before` is done.
+
+        Raises:
+            ValueError: one of them is not in this DAG.
+        """
+        self._check_here(before)
+        self._check_here(after)
         if not self.graph.has_edge(before.id, after.id):
             self.graph.add_edge(before.id, after.id, data=False, order=origin)
         elif self.graph.edges[before.id, after.id]["order"] is None:
@@ -269,6 +307,30 @@ class TrainingDAG:
         """Index of the first order that named a chunk."""
         found: int | None = self.graph.nodes[chunk.id]["order"]
         return found
+
+    def _check_here(self, node: Node) -> None:
+        if not isinstance(node, Node):
+            raise ValueError(f"{shown(node)} is no node; give one of dag.nodes.values()")
+        if self.nodes.get(node.id) is not node:
+            raise ValueError(f"%{node.id} {node.label} is not in this DAG")
+
+    def _check_reads(self, node: Node, reads: Mapping[str, object]) -> None:
+        for name, refs in reads.items():
+            for ref in refs if isinstance(refs, tuple) else (refs,):
+                if ref is None and name != "inputs":
+                    continue
+                if not isinstance(ref, tuple) or [type(x) for x in ref] != [int, int]:
+                    found = f"%{node.id} {node.label}: {name} would have {shown(ref)}"
+                    raise ValueError(f"{found}; give a tuple of pairs, (a node's id, which of its outputs)")
+
+    def _check_pass(self, chunk: Chunk) -> None:
+        try:
+            outputs = self.interface(chunk).outputs
+        except KeyError:
+            raise ValueError(f"%{chunk.id}: the step has no pass {chunk.kind!r} of region {chunk.region}") from None
+        if len(outputs) != len(chunk.outputs):
+            found = f"%{chunk.id} {chunk.label} would have {len(chunk.outputs)} outputs, this pass has {len(outputs)}"
+            raise ValueError(f"{found}; change its outputs with it")
 
     def _connect(self, node: Node) -> None:
         for source, _ in node.reads:

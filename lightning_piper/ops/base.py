@@ -11,9 +11,10 @@ somebody else's file, which registers its operation.
 
 from __future__ import annotations
 
+import contextlib
 import warnings
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from importlib.metadata import entry_points
 from typing import Any, Protocol
@@ -24,6 +25,7 @@ from lightning_piper.errors import PiperError, VerificationError
 from lightning_piper.ir.buckets import Bucket
 from lightning_piper.ir.dag import TrainingDAG
 from lightning_piper.ir.nodes import Node, Ref
+from lightning_piper.limits import shown
 from lightning_piper.ops.facts import Facts
 from lightning_piper.ops.instruction import Channel, Collective, Instruction, Read
 from lightning_piper.ops.reference import Bundle as Held
@@ -258,6 +260,61 @@ def operation_of(node: Node) -> Operation:
         kind = type(node).__qualname__
         raise VerificationError(f"%{node.id} {node.label} is a {kind}, which is no operation; register_operation makes it one")
     return OPERATIONS[type(node)]
+
+
+@contextlib.contextmanager
+def asked(node: Node, part: str) -> Iterator[None]:
+    """What an operation's own code raises gets a note that says whose it is: `part` of the operation, and for which node."""
+    try:
+        yield
+    except PiperError:
+        raise
+    except Exception as error:
+        error.add_note(f"raised by the {part} of {_kind(node)}, for %{node.id} {node.label}")
+        raise
+
+
+def problems_with(facts: Facts, node: Node) -> list[str]:
+    """What the static rule of a node's operation finds.
+
+    Raises:
+        VerificationError: it gives something else than sentences.
+    """
+    with asked(node, "static rule"):
+        found = operation_of(node).check(facts, node)
+        problems = list(found) if isinstance(found, Iterable) and not isinstance(found, str) else [found]
+    for problem in problems:
+        if problem is found or not isinstance(problem, str):
+            raise VerificationError(f"the static rule of {_kind(node)} gives {shown(problem)}; let it yield sentences, or give []")
+    return problems
+
+
+def made_by(run: Reference, node: Node, outputs: Sequence[int]) -> list[list[Held]]:
+    """What the reference semantics of a node's operation make, `[replica][output]`.
+
+    Args:
+        outputs: those that are read.
+
+    Raises:
+        VerificationError: one of them is not there, or is no list of tensors.
+    """
+    with asked(node, "reference semantics"):
+        made = operation_of(node).interpret(run, node)
+    for replica in run.replicas if outputs else ():
+        for i in outputs:
+            with contextlib.suppress(TypeError, IndexError):
+                bundle = made[replica][i]
+                if isinstance(bundle, list | tuple) and all(isinstance(x, torch.Tensor) for x in bundle):
+                    continue
+            raise VerificationError(
+                f"the reference semantics of {_kind(node)} give no list of tensors for replica {replica}, output {i}; let them "
+                f"return one for each of {len(run.replicas)} replicas and each of {len(node.outputs)} outputs"
+            )
+    return made
+
+
+def _kind(node: Node) -> str:
+    return f"{type(node).__module__}.{type(node).__qualname__}"
 
 
 def about(node: Node) -> dict[str, Any]:

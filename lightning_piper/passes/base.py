@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from typing import get_args
 
 from lightning_piper.directives.base import Contract
-from lightning_piper.errors import DirectiveError, VerificationError
+from lightning_piper.errors import DirectiveError, PiperError, VerificationError
 from lightning_piper.ir.dag import TrainingDAG
 from lightning_piper.limits import shown
 
@@ -93,5 +93,11 @@ def _applying(dag: TrainingDAG, each: Pass) -> Iterator[None]:
         if each.index is None:
             raise
         raise DirectiveError(f"directive {each.index} {error}") from None
+    except PiperError:
+        raise
+    except Exception as error:
+        if each.index is not None:
+            error.add_note(f"raised while directive {each.index} ({each.name}) was applied")
+        raise
     finally:
         dag.program.index = None

@@ -80,6 +80,9 @@ def _place_rest(dag: TrainingDAG, groups: list[Group], training: TrainingDAG | N
         having = _having(dag, chunk, groups_of)
         candidates = [group for group in near if group in having] or having or near or groups
         dag.change(chunk, devices=candidates[0])
+        for (_, group), mesh in (training or dag).arranged.copy().items():
+            if group == chunk.devices:
+                dag.arranged.setdefault((chunk.region, group), mesh)
         place_around(dag, [chunk])
 
 

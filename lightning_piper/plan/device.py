@@ -124,6 +124,8 @@ class DevicePlan:
     # Collectives
 
     def start(self, node: Node, kind: type[Collective], reads: tuple[Read, ...], **fields: Any) -> None:
+        if kind.sums and node.outputs[0].bucket is not None and fields.get("bucket") is None:
+            raise VerificationError(f"%{node.id} {node.label} is lowered to {kind.op}, which sums a bucket: start it with bucket=")
         slot = self._pending[node.id] = self.new_slot(None, "sum", node.stream)
         self.emit(kind(**about(node), reads=reads, writes=(slot,), members=node.members(self.replica), **fields))
         self.arrives((node.id, 0))

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from lightning_piper.errors import VerificationError
 from lightning_piper.ir.dag import TrainingDAG
 from lightning_piper.ir.nodes import Node
-from lightning_piper.ops.base import operation_of
+from lightning_piper.ops.base import asked, operation_of
 from lightning_piper.plan.device import DevicePlan
 from lightning_piper.plan.send_completion import SendCompletion
 
@@ -28,8 +28,9 @@ def lower(dag: TrainingDAG, order: Sequence[Node]) -> dict[int, DevicePlan]:
                 plans[device].expect(node)
     for node in order:
         emit = operation_of(node).lower
-        for device in node.devices:
-            emit(plans[device], node)
+        with asked(node, "lowering"):
+            for device in node.devices:
+                emit(plans[device], node)
     for plan in plans.values():
         plan.finish()
     return plans

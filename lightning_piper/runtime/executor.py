@@ -8,9 +8,10 @@ from dataclasses import dataclass
 
 import torch
 
-from lightning_piper.errors import ExecutionError, OutOfMemoryError
+from lightning_piper.errors import ExecutionError, OutOfMemoryError, PiperError
 from lightning_piper.ir.buckets import Bucket
 from lightning_piper.ir.regions import Step
+from lightning_piper.limits import shown
 from lightning_piper.ops.base import BINDERS, Binding
 from lightning_piper.plan import instructions as ins
 from lightning_piper.plan.instructions import Instruction
@@ -137,7 +138,16 @@ class Executor:
         bind = BINDERS.get(type(instruction))
         if bind is None:
             raise ExecutionError(f"device {self.plan.device}: unknown instruction {instruction.where}")
-        return bind(instruction, self._binding)
+        try:
+            bound = bind(instruction, self._binding)
+        except PiperError:
+            raise
+        except Exception as error:
+            error.add_note(f"raised while {instruction.where} was bound on device {self.plan.device}")
+            raise
+        if bound is not None and not callable(bound):
+            raise ExecutionError(f"device {self.plan.device}: {instruction.where} is bound to {shown(bound)}; give a function")
+        return bound
 
     def step(self, leaves: Sequence[torch.Tensor], seed: int, scale: float = 1.0, last: bool = True) -> StepResult:
         """Run one training step; the module's buffers have their new values afterwards.

@@ -17,11 +17,15 @@ GradientBuffer = MutableMapping[BufferKey, torch.Tensor]
 
 
 def keys_of(plan: Plan) -> dict[int, BufferKey]:
-    """Node of each sum over replicas that waits for the last batch -> where its terms are kept until then."""
+    """Node of each sum over replicas that waits for the last batch -> where its terms are kept until then. Of sums of sums, such as
+    first within machines and then between them, the first keeps its terms; the next has none until the last batch."""
     found: dict[int, BufferKey] = {}
+    late = slots_made_by_sync(plan)
     counts: dict[tuple[Bucket, tuple[int, ...]], int] = {}
     for instruction in plan.instructions:
         if isinstance(instruction, Collective) and instruction.sums and instruction.node in plan.sync_only:
+            if instruction.reads[0].slot in late:
+                continue
             assert instruction.bucket is not None
             place = (instruction.bucket, instruction.members)
             number = counts[place] = counts.get(place, -1) + 1

@@ -95,6 +95,8 @@ class LocalEndpoint:
     def wait(self, instruction: WaitWork, slots: Slots) -> Bound:
         if instruction.node in self._meet:
             return self._wait_for_all(instruction, slots)
+        if instruction.node not in self._irecv:
+            raise ExecutionError(f"device {self._plan.device}: {instruction.where} has nothing to wait for: no endpoint started it")
         messages, meeting, slot, device = self._transport.messages, self._irecv[instruction.node], instruction.into, self._device
 
         def wait() -> object:

@@ -65,6 +65,7 @@ def single_device(spec: Spec, size: int, slices: tuple[Slice, ...]) -> Outcome:
 
 
 def run_interpreter(case: Case, dag: TrainingDAG) -> Outcome:
+    """What the reference interpreter makes of a case's batch: loss and logged values, gradients and buffers."""
     return interpret(dag, case.tensors, case.leaves)
 
 

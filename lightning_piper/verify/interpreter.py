@@ -15,7 +15,7 @@ from lightning_piper.capture.eager import Outcome
 from lightning_piper.errors import VerificationError
 from lightning_piper.ir.dag import TrainingDAG
 from lightning_piper.ir.nodes import Ref
-from lightning_piper.ops.base import operation_of
+from lightning_piper.ops.base import made_by
 from lightning_piper.ops.reference import Reference
 
 
@@ -29,7 +29,7 @@ def interpret(dag: TrainingDAG, tensors: Mapping[str, torch.Tensor], leaves: Seq
         seed: of the step's random numbers.
 
     Raises:
-        VerificationError: the DAG has a cycle, or devices disagree about a gradient.
+        VerificationError: the DAG has a cycle, devices disagree about a gradient, or an operation makes no tensors.
     """
     if not nx.is_directed_acyclic_graph(dag.graph):
         raise VerificationError("the training DAG has a cycle")
@@ -41,10 +41,11 @@ def interpret(dag: TrainingDAG, tensors: Mapping[str, torch.Tensor], leaves: Seq
     with torch.no_grad():
         for node_id in nx.lexicographical_topological_sort(dag.graph):
             node = dag.nodes[node_id]
-            for replica, made in enumerate(operation_of(node).interpret(run, node)):
-                for i, bundle in enumerate(made):
-                    if (node_id, i) in readers:
-                        run.values[(node_id, i), replica] = bundle
+            read = [i for i in range(len(node.outputs)) if (node_id, i) in readers]
+            made = made_by(run, node, read)
+            for i in read:
+                for replica in run.replicas:
+                    run.values[(node_id, i), replica] = made[replica][i]
             for ref in node.reads:
                 readers[ref] -= 1
                 if not readers[ref]:

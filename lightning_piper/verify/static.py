@@ -15,7 +15,7 @@ from lightning_piper.errors import VerificationError
 from lightning_piper.ir.dag import TrainingDAG
 from lightning_piper.ir.nodes import Node
 from lightning_piper.ops import all_to_all
-from lightning_piper.ops.base import operation_of
+from lightning_piper.ops.base import problems_with
 from lightning_piper.ops.facts import Facts
 from lightning_piper.verify import sharding
 from lightning_piper.verify.completeness import incomplete
@@ -48,7 +48,7 @@ def _problems(facts: Facts, final: bool) -> Iterable[str]:
         node = facts.dag.nodes[node_id]
         found += _devices(facts, node)
         found += sharding.flat_values(facts, node)
-        found += operation_of(node).check(facts, node)
+        found += problems_with(facts, node)
     found += incomplete(facts, final)
     return found
 
@@ -57,7 +57,7 @@ def _structure(facts: Facts) -> Iterable[str]:
     dag = facts.dag
     for node in dag.nodes.values():
         for source, index in node.reads:
-            if source not in dag.nodes or index >= len(dag.nodes[source].outputs):
+            if source not in dag.nodes or not 0 <= index < len(dag.nodes[source].outputs):
                 yield f"{facts.at(node)} reads %{source}.{index}, which does not exist"
             elif not dag.graph.has_edge(source, node.id):
                 yield f"{facts.at(node)} reads %{source}.{index}, but nothing makes it wait for it: use TrainingDAG.rewire"

@@ -7,6 +7,7 @@ import json
 from pathlib import Path
 from typing import Any
 
+import numpy
 import pytest
 
 from lightning_piper.directives import Directive, Order, Place, Split, parse, to_json
@@ -49,6 +50,15 @@ def test_spellings_may_be_mixed_and_tuples_given() -> None:
     assert parse([PROGRAM[0], JSON[1], *PROGRAM[2:]]) == PROGRAM
     assert parse(tuple(JSON)) == parse(entry for entry in JSON) == PROGRAM
     assert to_json([Place(filter={"PP": (0, 1)}, devices=(0,))]) == [{"op": "place", "filter": {"PP": [0, 1]}, "devices": [0]}]
+
+
+def test_what_is_malformed_is_not_written() -> None:
+    assert to_json([PROGRAM[0], JSON[1]]) == JSON[:2], "both spellings, as everywhere"
+    for devices, axes in ((numpy.arange(2), ()), ({0, 1}, ()), ([[0, 1]], numpy.array(["dp", "ep"]))):
+        with pytest.raises(DirectiveError, match=r"directive 0 \(place\): field '(devices|axes)'"):
+            to_json([Place(filter={}, devices=devices, axes=axes)])  # type: ignore[arg-type]
+    with pytest.raises(DirectiveError, match=r"directive 0 is \[Place"):
+        to_json([PROGRAM[:1]])
 
 
 @pytest.mark.parametrize("kind", [str, Path])

@@ -116,6 +116,24 @@ def test_an_axis_of_a_mesh_says_what_groups_say() -> None:
     assert deep == lines
 
 
+def test_each_region_has_its_own_mesh() -> None:
+    """Two regions on the same devices, along other axes: the second place says nothing of the first."""
+    other = piper.Place(filter={"PP": 1}, devices=TWICE, axes=["ep", "dp"])
+    program: list[Directive] = [piper.Place(filter={"PP": 0}, devices=TWICE, axes=["dp", "ep"]), other, replicate(ALL)]
+    program += [piper.Shard(filter={"PP": stage, "EP": "*"}, axis="ep") for stage in (0, 1)]
+    dag = compile_step(case(EXACT, 8).step, program).dag
+    found = {dag.regions[region].tags["PP"]: mesh.lines("ep") for region, mesh in dag.meshes.items()}
+    assert found == {0: ((0, 1), (2, 3)), 1: ((0, 2), (1, 3))}
+    flat = [piper.Place(filter={"PP": 1}, devices=ALL), *program[2:]]
+    with pytest.raises(piper.DirectiveError, match=r"field 'axis': .*PP=1.* is on \[0, 1, 2, 3\], no mesh; place it on a mesh"):
+        compile_step(case(EXACT, 8).step, [program[0], *flat])
+    backward = piper.Place(filter={"PASS": "B"}, devices=TWICE, axes=["ep", "dp"])
+    with pytest.raises(
+        piper.DirectiveError, match=r"field 'axes': .* is on a mesh dp=2 x ep=2 already; give all passes of a region"
+    ):
+        compile_step(case(EXACT, 8).step, [piper.Place(filter={"PASS": "F"}, devices=TWICE, axes=["dp", "ep"]), backward])
+
+
 @pytest.mark.parametrize(
     "devices, axes, axis, says",
     [

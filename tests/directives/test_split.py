@@ -14,10 +14,12 @@ from lightning_piper.ir.nodes import Chunk
 from lightning_piper.ir.regions import LOSS
 from lightning_piper.ops.build import build_dag
 from lightning_piper.ops.metrics import Metrics
+from lightning_piper.ops.order import Barrier
 from lightning_piper.ops.p2p import Send
 from lightning_piper.ops.samples import Concat, Cut
 from lightning_piper.ops.update import Accumulate
 from lightning_piper.passes import apply_program, complete
+from lightning_piper.plan import check_plans, compile_plans
 from lightning_piper.verify.interpreter import interpret
 from lightning_piper.verify.static import check
 from tests.dags import b, build, chunk, f, order, place, run, shape, split
@@ -64,7 +66,7 @@ def test_in_exact_arithmetic_any_split_keeps_every_bit() -> None:
         assert differences(run("exact", dag), whole) == []
     wrong = build("exact", split(2))
     metrics = next(wrong.of_type(Metrics))
-    dag.change(metrics, slices=(metrics.slices[0], metrics.slices[0]))
+    wrong.change(metrics, slices=(metrics.slices[0], metrics.slices[0]))
     total = next(wrong.of_type(Accumulate))
     wrong.rewire(total, inputs=(total.inputs[0], total.inputs[0]))
     assert differences(run("exact", wrong), whole) != [], "the control: another sum has other bits"
@@ -132,6 +134,57 @@ def test_a_part_of_a_microbatch_can_be_split(name: str) -> None:
         check(dag)
         assert [(cut.start, cut.stop) for cut in dag.of_type(Cut)][:2] == [(0, 1), (1, 2)]
         assert distance(run(name, dag), whole) < 1e-5
+
+
+@pytest.mark.parametrize("first", [True, False], ids=["placed first", "placed last"])
+@pytest.mark.parametrize(
+    "program",
+    [
+        [split(4, PP=0), split(2, "UB", PP=1)],
+        [split(2, PP=1), split(4, "UB", PP=0)],
+        [split(2, PP=1), split(2, "UB", PP=1)],
+        [split(2, PP=1), split(2, "UB", MB=0)],
+        [split(2, PP=1), split(2, "UB")],
+        [split(2, PP=0), split(2, "UB", PP=[1, 2]), split(2, "VB", PP=1)],
+        [split(2, PP=2), split(4, "UB", PP=[0, 1])],
+    ],
+    ids=str,
+)
+def test_several_parts_are_split_each_in_its_way(program: list[Any], first: bool) -> None:
+    """What one split has cut or joined is cut or joined again by the next."""
+    where = place(0, 1, 2)
+    dag = build("gpt", *(where + program if first else program + where))
+    complete(dag)
+    check(dag, final=True)
+    assert distance(run("gpt", dag), run("gpt", build("gpt"))) < 1e-5
+    check_plans(compile_plans(dag))
+    alone = build("gpt", *program)
+    complete(alone)
+    check(alone, final=True)
+    assert differences(run("gpt", alone), run("gpt", dag)) == []
+
+
+def test_a_region_that_runs_twice_is_split_both_times() -> None:
+    """The second forward is younger than the backward that reads it."""
+    dag = build("mlp")
+    forward, backward = chunk(dag, "F[PP=0]"), chunk(dag, "B[PP=0]")
+    again = dag.duplicate(forward)
+    for i in range(len(forward.outputs)):
+        dag.substitute(backward, (forward.id, i), (again.id, i))
+    apply_program(dag, parse([split(2)]))
+    check(dag)
+    assert slices(dag) == ["0:2", "0:2", "2:4", "2:4"]
+    assert differences(run("mlp", dag), run("mlp", build("mlp", split(2)))) == []
+
+
+def test_what_cannot_be_repeated_is_refused() -> None:
+    dag = build("mlp")
+    forward, reader = chunk(dag, "F[PP=0]"), chunk(dag, "F[PP=1]")
+    between = dag.add(Barrier(inputs=((forward.id, 0),), outputs=forward.outputs[:1], origin=7))
+    dag.substitute(reader, (forward.id, 0), (between.id, 0))
+    found = re.escape(f"barrier %{between.id}, made by directive 7, reads F[PP=0], and is not repeated with it; split before")
+    with pytest.raises(DirectiveError, match=found):
+        apply_program(dag, parse([split(2)]))
 
 
 def test_a_value_that_is_the_same_for_all_samples_enters_whole() -> None:

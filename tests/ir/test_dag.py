@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import dataclasses
+from typing import Any
 
 import networkx as nx
 import pytest
 
+from lightning_piper.errors import VerificationError
 from lightning_piper.ir.dag import TrainingDAG
 from lightning_piper.ir.nodes import Chunk
 from lightning_piper.ops.build import build_dag
@@ -15,7 +17,10 @@ from lightning_piper.ops.p2p import Recv, Send
 from lightning_piper.ops.update import Update
 from lightning_piper.passes import apply_program
 from lightning_piper.schedules import one_f_one_b
+from lightning_piper.verify.static import check
+from tests.dags import build, run
 from tests.models import captured
+from tests.reference import differences
 
 
 def pipeline() -> TrainingDAG:
@@ -128,3 +133,49 @@ def test_nodes_are_frozen_and_changed_by_their_dag() -> None:
         dag.change(node, inputs=())
     with pytest.raises(ValueError, match="has no peers"):
         dag.change(node, peers=(1,))
+
+
+def test_a_node_may_be_removed_before_its_readers_are_rewired() -> None:
+    dag = build("mlp")
+    forward = chunk(dag, 0, "F")
+    again, readers = dag.duplicate(forward), dag.users(forward)
+    dag.remove([forward])
+    for reader in readers:
+        for i in range(len(forward.outputs)):
+            dag.substitute(reader, (forward.id, i), (again.id, i))
+    check(dag)
+    assert differences(run("mlp", dag), run("mlp", build("mlp"))) == []
+
+
+def test_what_was_read_in_vain_leaves_nothing_behind() -> None:
+    dag = build("mlp")
+    backward = chunk(dag, 0, "B")
+    inputs = backward.inputs
+    for wrong in ((999, 0), (inputs[0][0], -1)):
+        dag.rewire(backward, inputs=(wrong, *inputs[1:]))
+        with pytest.raises(VerificationError, match=rf"reads %{wrong[0]}\.{wrong[1]}, which does not exist"):
+            check(dag)
+    dag.rewire(backward, inputs=inputs)
+    assert set(dag.graph) == dag.nodes.keys()
+    check(dag)
+
+
+@pytest.mark.parametrize(
+    "rewrite, says",
+    [
+        (lambda dag, f: dag.rewire(f, inputs=[(0, 0)]), r"inputs would have \[\(0, 0\)\]; give a tuple of pairs"),
+        (lambda dag, f: dag.rewire(f, inputs=([0, 0],)), r"inputs would have \[0, 0\]; give a tuple of pairs"),
+        (lambda dag, f: dag.rewire(f, inputs=(0,)), "inputs would have 0; give a tuple of pairs"),
+        (lambda dag, f: dag.remove([f, f]), r"%0 F\[PP=0\] is not in this DAG"),
+        (lambda dag, f: dag.order(f.id, f, 0), "0 is no node; give one of dag.nodes"),
+        (lambda dag, f: dag.add(f), r"%0 F\[PP=0\] is in the DAG already; add a new node"),
+        (lambda dag, f: dag.add(None), "None is no node; add a new node"),
+        (lambda dag, f: dag.change(f, devices=[0]), r"devices \[0\]; give a tuple of integers"),
+        (lambda dag, f: dag.change(f, kind="Q"), "the step has no pass 'Q' of region 0"),
+        (lambda dag, f: dag.change(f, kind="B", outputs=()), "would have 0 outputs, this pass has"),
+    ],
+)
+def test_a_rewrite_that_is_none_is_refused_where_it_is_made(rewrite: Any, says: str) -> None:
+    dag = build("mlp")
+    with pytest.raises(ValueError, match=says):
+        rewrite(dag, chunk(dag, 0, "F"))

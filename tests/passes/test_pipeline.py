@@ -151,6 +151,15 @@ def test_an_error_names_the_directive_of_its_pass() -> None:
         run_passes(dag, [Pass("mine", "bitwise", lambda dag: None)], after)
 
 
+def test_what_a_directive_raises_says_which_one_it_is() -> None:
+    def apply(dag: TrainingDAG) -> None:
+        raise KeyError("bug")
+
+    with pytest.raises(KeyError, match="bug") as caught:
+        run_passes(build_dag(captured("mlp").step), [Pass("mine", "bitwise", apply, index=3)])
+    assert caught.value.__notes__ == ["raised while directive 3 (mine) was applied"]
+
+
 def test_an_evaluation_step_goes_the_same_way(monkeypatch: pytest.MonkeyPatch) -> None:
     """Its directives are checked like those of training, and an error names the one that was applied last."""
 

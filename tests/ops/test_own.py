@@ -1,0 +1,186 @@
+"""An operation of one's own, right and with a fault in each of its functions. It sums over replicas in two levels, such as first
+within machines and then between them."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable, Iterable
+from typing import Any, ClassVar
+from unittest import mock
+
+import pytest
+import torch
+
+from lightning_piper import ops
+from lightning_piper.directives import Directive, parse
+from lightning_piper.errors import ExecutionError, PiperError, VerificationError
+from lightning_piper.ir import Node, Replicate, TrainingDAG
+from lightning_piper.ir.nodes import Turn
+from lightning_piper.ops import base
+from lightning_piper.ops.reference import fold
+from lightning_piper.passes import run_pipeline
+from lightning_piper.plan import check_plans, compile_plans
+from lightning_piper.runtime import Executor, LocalTransport, joined, run_local
+from lightning_piper.verify.hook import check_pass
+from lightning_piper.verify.interpreter import interpret
+from tests.models import captured
+from tests.runtime.steps import CPU
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class LineSum(Node):
+    """Sums a bucket over lines of its group; the last of several gives the sum of all."""
+
+    turn = Turn.WHEN_NEEDED
+    communicates = sums = True
+    lines: tuple[tuple[int, ...], ...]
+
+    def members(self, replica: int) -> tuple[int, ...]:
+        return tuple(self.devices[place] for line in self.lines if replica in line for place in line)
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class LineSumInstruction(ops.Collective):
+    op: ClassVar[str] = "line_sum"
+    sums: ClassVar[bool] = True
+
+
+def check(facts: ops.Facts, node: LineSum) -> Iterable[str]:
+    facts.forward(node)
+    if str(facts.dag.value(node.inputs[0]).placement) != "P(sum)":
+        yield f"{facts.at(node)} sums what is summed already"
+
+
+def reference(run: ops.Reference, node: LineSum) -> list[list[list[torch.Tensor]]]:
+    lines = {place: line for line in node.lines for place in line}
+    return [[fold([run.values[node.inputs[0], r] for r in lines[replica]])] for replica in run.replicas]
+
+
+def lower(plan: ops.Planning, node: LineSum) -> None:
+    plan.start(node, LineSumInstruction, (plan.read(node.inputs[0], node),), bucket=node.outputs[0].bucket)
+
+
+class Exchange(ops.Exchange):
+    def __init__(self, instruction: LineSumInstruction, on: ops.Binding) -> None:
+        self._slot, self._slots, self._count = instruction.reads[0].slot, on.slots, len(instruction.members)
+
+    def bring(self) -> Any:
+        (flat,), self._slots[self._slot] = self._slots[self._slot], None
+        return flat
+
+    def parts(self, state: Any) -> Any:
+        return [state] * self._count
+
+    def join(self, state: Any, received: Any) -> Any:
+        return tuple(fold([[x] for x in received]))
+
+
+def bind(instruction: LineSumInstruction, on: ops.Binding) -> Any:
+    return on.endpoint.collective(instruction, Exchange(instruction, on), on.slots)
+
+
+OPERATION = ops.Operation(LineSum, check, reference, lower, bind={LineSumInstruction: bind})
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class TwoLevels(Directive):
+    """Sum over rows and then over columns of two by two devices."""
+
+    op: ClassVar[str] = "two_levels"
+    contract: ClassVar[Any] = "reassociated"
+
+    def apply(self, dag: TrainingDAG) -> None:
+        for total in [total for total in dag.of_type(ops.AllReduce) if dag.value(total.inputs[0]).bucket is not None]:
+            fields = {field.name: getattr(total, field.name) for field in dataclasses.fields(Node)} | {"id": -1, "origin": None}
+            value = dag.value(total.inputs[0])
+            rows = dag.add(LineSum(**{**fields, "outputs": (value,)}, lines=((0, 1), (2, 3))))
+            made = dataclasses.replace(value, placement=Replicate())
+            columns = dag.add(LineSum(**{**fields, "inputs": ((rows.id, 0),), "outputs": (made,)}, lines=((0, 2), (1, 3))))
+            for reader in dag.users(total):
+                dag.substitute(reader, (total.id, 0), (columns.id, 0))
+            dag.remove([total])
+
+
+ALL = [0, 1, 2, 3]
+PROGRAM = [{"op": "place", "filter": {}, "devices": ALL}, {"op": "replicate", "filter": {}, "devices": ALL}]
+
+
+@pytest.fixture(autouse=True)
+def registered() -> Any:
+    with mock.patch.dict(base.OPERATIONS), mock.patch.dict(base.BINDERS), mock.patch.dict(base.INSTRUCTIONS):
+        base.register_operation(OPERATION)
+        yield
+
+
+def executors() -> tuple[list[Any], list[Executor]]:
+    """The step of the model `exact` in float64, whose sums are exact."""
+    model = captured("exact")
+    dag = run_pipeline(model.step, [*parse(PROGRAM), TwoLevels()], after=check_pass)
+    interpret(dag, model.tensors, model.leaves)
+    plans = compile_plans(dag)
+    check_plans(plans)
+    transport = LocalTransport(plans)
+    found = [Executor(plan, model.step, model.tensors, model.tensors, transport, CPU) for _, plan in sorted(plans.items())]
+    return [plans[device] for device in sorted(plans)], found
+
+
+def test_a_sum_of_sums_waits_for_the_last_batch() -> None:
+    ordered, devices = executors()
+    batches = [[torch.randint(-3, 4, (4, 4)).double()] for _ in range(3)]
+    single = [joined(ordered, run_local(devices, leaves, seed=0)) for leaves in batches]
+    parts = [joined(ordered, run_local(devices, leaves, 0, last=i == 2)) for i, leaves in enumerate(batches)]
+    assert parts[0] == parts[1] == {} != single[0]
+    for name in single[0]:
+        assert torch.equal(parts[2][name], sum(grads[name] for grads in single))
+    again = joined(ordered, run_local(devices, batches[1], seed=0))
+    assert all(torch.equal(again[name], x) for name, x in single[1].items()), "nothing is left over"
+
+
+def bug(*given: Any) -> Any:
+    raise KeyError("bug")
+
+
+NAME = f"{__name__}.LineSum"
+
+
+@pytest.mark.parametrize(
+    "part, function, error, says",
+    [
+        ("check", lambda facts, node: None, VerificationError, f"the static rule of {NAME} gives None; let it yield sentences"),
+        ("check", lambda facts, node: "wrong", VerificationError, f"the static rule of {NAME} gives 'wrong'; let it"),
+        ("check", lambda facts, node: [3], VerificationError, f"the static rule of {NAME} gives 3; let it yield sentences"),
+        ("interpret", lambda run, node: None, VerificationError, f"the reference semantics of {NAME} give no list of tensors for"),
+        ("interpret", lambda *on: reference(*on)[:1], VerificationError, "replica 1, output 0; let them return one for each of 4"),
+        ("interpret", lambda *on: reference(*on)[0], VerificationError, "give no list of tensors for replica 0"),
+        ("lower", lambda plan, node: plan.start(node, LineSumInstruction, (plan.read(node.inputs[0], node),)), VerificationError,
+         "linesum is lowered to line_sum, which sums a bucket: start it with bucket="),
+        ("bind", lambda instruction, on: None, ExecutionError, "linesum, made by directive 2, placed by directive 1 has nothing"),
+        ("bind", lambda instruction, on: 3, ExecutionError, "linesum, made by directive 2, placed by directive 1 is bound to 3"),
+    ],
+)  # fmt: skip
+def test_what_a_function_gives_is_looked_at(part: str, function: Callable[..., Any], error: type[PiperError], says: str) -> None:
+    given: Any = {LineSumInstruction: function} if part == "bind" else function
+    faulty = dataclasses.replace(OPERATION, **{part: given})
+    base.OPERATIONS[LineSum] = faulty
+    base.BINDERS.update(faulty.bind)
+    with pytest.raises(error) as caught:
+        executors()
+    assert says in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    "part, says",
+    [
+        ("check", f"raised by the static rule of {NAME}, for %"),
+        ("interpret", f"raised by the reference semantics of {NAME}, for %"),
+        ("lower", f"raised by the lowering of {NAME}, for %"),
+        ("bind", "linesum, made by directive 2, placed by directive 1 was bound on device 0"),
+    ],
+)
+def test_what_a_function_raises_says_whose_it_is(part: str, says: str) -> None:
+    faulty = dataclasses.replace(OPERATION, **{part: {LineSumInstruction: bug} if part == "bind" else bug})
+    base.OPERATIONS[LineSum] = faulty
+    base.BINDERS.update(faulty.bind)
+    with pytest.raises(KeyError, match="bug") as caught:
+        executors()
+    assert any(says in note for note in caught.value.__notes__)
