@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 import warnings
 from collections.abc import Iterable, Iterator, Mapping
-from typing import TypeVar
+from typing import Any, TypeVar
 
 import networkx as nx
 
@@ -274,7 +274,7 @@ class TrainingDAG:
         if not isinstance(devices, tuple) or not all(type(device) is int for device in devices):
             raise ValueError(f"%{node.id} {node.label}: devices {shown(devices)}; give a tuple of integers")
         if isinstance(node, Chunk) and not fields.keys().isdisjoint(("region", "kind")):
-            self._check_pass(dataclasses.replace(node, **fields))  # type: ignore[arg-type]
+            self._check_pass(node, {**vars(node), **fields})
         _set(node, **fields)
 
     def substitute(self, node: Node, old: Ref, new: Ref) -> None:
@@ -323,13 +323,15 @@ class TrainingDAG:
                     found = f"%{node.id} {node.label}: {name} would have {shown(ref)}"
                     raise ValueError(f"{found}; give a tuple of pairs, (a node's id, which of its outputs)")
 
-    def _check_pass(self, chunk: Chunk) -> None:
+    def _check_pass(self, chunk: Chunk, fields: Mapping[str, Any]) -> None:
+        """`fields`: that it is to have."""
+        region, kind, made = fields["region"], fields["kind"], len(fields["outputs"])
         try:
-            outputs = self.interface(chunk).outputs
+            outputs = self.code.interface_of((region, kind)).outputs
         except KeyError:
-            raise ValueError(f"%{chunk.id}: the step has no pass {chunk.kind!r} of region {chunk.region}") from None
-        if len(outputs) != len(chunk.outputs):
-            found = f"%{chunk.id} {chunk.label} would have {len(chunk.outputs)} outputs, this pass has {len(outputs)}"
+            raise ValueError(f"%{chunk.id} {chunk.label}: the step has no pass {shown(kind)} of region {shown(region)}") from None
+        if len(outputs) != made:
+            found = f"%{chunk.id} {chunk.label} has {made} outputs, and pass {kind} of region {region} {len(outputs)}"
             raise ValueError(f"{found}; change its outputs with it")
 
     def _connect(self, node: Node) -> None:

@@ -17,7 +17,7 @@ from lightning_piper.errors import ExecutionError, PiperError, VerificationError
 from lightning_piper.ir import Node, Replicate, TrainingDAG
 from lightning_piper.ir.nodes import Turn
 from lightning_piper.ops import base
-from lightning_piper.ops.reference import fold
+from lightning_piper.ops.reference import sum_in_order
 from lightning_piper.passes import run_pipeline
 from lightning_piper.plan import check_plans, compile_plans
 from lightning_piper.runtime import Executor, LocalTransport, joined, run_local
@@ -53,7 +53,7 @@ def check(facts: ops.Facts, node: LineSum) -> Iterable[str]:
 
 def reference(run: ops.Reference, node: LineSum) -> list[list[list[torch.Tensor]]]:
     lines = {place: line for line in node.lines for place in line}
-    return [[fold([run.values[node.inputs[0], r] for r in lines[replica]])] for replica in run.replicas]
+    return [[sum_in_order([run.values[node.inputs[0], r] for r in lines[replica]])] for replica in run.replicas]
 
 
 def lower(plan: ops.Planning, node: LineSum) -> None:
@@ -72,7 +72,7 @@ class Exchange(ops.Exchange):
         return [state] * self._count
 
     def join(self, state: Any, received: Any) -> Any:
-        return tuple(fold([[x] for x in received]))
+        return tuple(sum_in_order([[x] for x in received]))
 
 
 def bind(instruction: LineSumInstruction, on: ops.Binding) -> Any:
