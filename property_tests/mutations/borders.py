@@ -25,15 +25,19 @@ READ_COPIES = (split._Rewrite, "_read_copies")
 
 
 def _made(change: Callable[[dict[str, Any]], dict[str, Any]]) -> Wrap:
-    """The fields of a node, changed as it is made."""
+    """The fields of a node, changed as it is made. What takes the place of its class is a class as well, of the same instances."""
 
-    def wrap(original: Function, seeded: Seeded) -> Function:
-        def make(**fields: Any) -> Any:
-            changed = {**fields, **change(fields)}
-            seeded.hits += changed != fields
-            return original(**changed)
+    def wrap(original: Any, seeded: Seeded) -> Function:
+        class Making(type):
+            def __call__(cls, **fields: Any) -> Any:
+                changed = {**fields, **change(fields)}
+                seeded.hits += changed != fields
+                return original(**changed)
 
-        return make
+            def __instancecheck__(cls, node: object) -> bool:
+                return isinstance(node, original)
+
+        return Making(original.__name__, (original,), {})
 
     return wrap
 
