@@ -9,17 +9,20 @@ from __future__ import annotations
 import fnmatch
 import inspect
 from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any
 
+import torch
 import torch.fx.traceback as fx_traceback
 from torch import nn
+from torch.nn.modules.module import register_module_forward_hook, register_module_forward_pre_hook
 
 from lightning_piper.errors import CaptureError
 from lightning_piper.limits import INDEX, integer, is_name, shown
 
 META_KEY = "piper"
+LAYER = "LAYER"  # the tag of repeated blocks, in a step that says nothing itself
 SOURCE_KEY = "piper_source"
 RESERVED = ("PASS",)
 
@@ -147,3 +150,52 @@ def annotate_modules(model: nn.Module, tag: str, groups: Sequence[Sequence[str]]
         # First in, last out: the region also covers the module's other hooks.
         names[name].register_forward_pre_hook(enter, prepend=True)
         names[name].register_forward_hook(_ExitRegion(enter), always_call=True)
+
+
+# A step that is not annotated
+
+
+def is_annotated(graph: torch.fx.Graph) -> bool:
+    """Has a traced step any tags?"""
+    return any(META_KEY in node.meta.get("custom", {}) for node in graph.nodes)
+
+
+def repeated_blocks(model: nn.Module) -> dict[str, nn.Module]:
+    """The blocks of which a model has several of one kind in a row, by name: the children of an `nn.ModuleList` or `nn.Sequential`
+    that all have one class, parameters, and modules of their own. Of lists within lists, the outer one counts."""
+    found: dict[str, nn.Module] = {}
+    for name, module in model.named_modules():
+        if not isinstance(module, nn.ModuleList | nn.Sequential) or any(f"{name}.".startswith(f"{block}.") for block in found):
+            continue
+        children = list(module.named_children())
+        kinds = {type(child) for _, child in children}
+        if len(children) > 1 and len(kinds) == 1 and all(_is_block(child) for _, child in children):
+            found |= {f"{name}.{key}" if name else key: child for key, child in children}
+    return found
+
+
+def _is_block(module: nn.Module) -> bool:
+    return any(True for _ in module.children()) and any(True for _ in module.parameters())
+
+
+@contextmanager
+def layered(blocks: Mapping[str, nn.Module]) -> Iterator[None]:
+    """Tag the calls of these modules `LAYER=0, 1, ...` while a step is traced."""
+    entered = {id(block): _EnterRegion(LAYER, i, name) for i, (name, block) in enumerate(blocks.items())}
+    left = {key: _ExitRegion(enter) for key, enter in entered.items()}
+
+    def enter(module: nn.Module, args: Any) -> None:
+        if id(module) in entered:
+            entered[id(module)](module, args)
+
+    def leave(module: nn.Module, args: Any, output: Any) -> None:
+        if id(module) in left:
+            left[id(module)](module, args, output)
+
+    # Not the modules' own hooks, which a step may look at.
+    handles = [register_module_forward_pre_hook(enter), register_module_forward_hook(leave, always_call=True)]
+    try:
+        yield
+    finally:
+        for handle in handles:
+            handle.remove()

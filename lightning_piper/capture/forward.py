@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import torch
@@ -20,7 +20,7 @@ class ForwardStep(Step):
     """`validation_step`, `test_step` or `predict_step` as a function from tensors to (tensors that it returns, logged tensors).
 
     Args:
-        module, batch_spec, context, degrees, reads: as for `Step`.
+        module, batch_spec, context, degrees, reads, blocks: as for `Step`.
         name: of the method.
         dataloader_idx: that the method is given, if there are several loaders.
     """
@@ -28,8 +28,9 @@ class ForwardStep(Step):
     gradients = torch.no_grad
 
     def __init__(self, module: nn.Module, batch_spec: BatchSpec, context: Callable[[], contextlib.AbstractContextManager[Any]],
-                 degrees: tuple[int, ...], name: str, dataloader_idx: int | None, reads: Reads | None = None) -> None:  # fmt: skip
-        super().__init__(module, batch_spec, context, degrees, reads)
+                 degrees: tuple[int, ...], name: str, dataloader_idx: int | None, reads: Reads | None = None,
+                 blocks: Mapping[str, nn.Module] | None = None) -> None:  # fmt: skip
+        super().__init__(module, batch_spec, context, degrees, reads, blocks)
         self.name, self._dataloader_idx = name, dataloader_idx
         self._returned = BatchSpec(None, (), ())
 

@@ -14,7 +14,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from lightning_piper.annotate import numbering
+from lightning_piper.annotate import layered, numbering
 from lightning_piper.capture import _torch
 from lightning_piper.capture.batch import BatchSpec
 from lightning_piper.capture.calling import arguments
@@ -114,16 +114,18 @@ class Step(nn.Module):
         context: entered around the step, e.g. autocast.
         degrees: for each call of `dispatch`, into how many parts the parameters of its region are divided.
         reads: takes what the step reads in Python. Without it the step runs as it is, for once.
+        blocks: modules whose calls are regions, by name.
     """
 
     name = "training_step"
     gradients: Callable[[], contextlib.AbstractContextManager[Any]] = torch.enable_grad
 
     def __init__(self, module: nn.Module, batch_spec: BatchSpec, context: Callable[[], contextlib.AbstractContextManager[Any]],
-                 degrees: tuple[int, ...] = (), reads: Reads | None = None) -> None:  # fmt: skip
+                 degrees: tuple[int, ...] = (), reads: Reads | None = None,
+                 blocks: Mapping[str, nn.Module] | None = None) -> None:  # fmt: skip
         super().__init__()
         self.module, self._batch_spec, self._context, self._degrees = module, batch_spec, context, degrees
-        self.reads = reads
+        self.reads, self._blocks = reads, blocks or {}
         self.batch_idx = 0
         self.logs: list[Logged] = []
         self._logged: list[torch.Tensor] = []
@@ -143,7 +145,15 @@ class Step(nn.Module):
         leaves = leaves[:count]
         before = attributes(self.module)
         samples = next((x.shape[0] for x in leaves if x.ndim), 0)
-        with numbering(), exchanging(self._degrees), self._context(), refusing(self.name, samples, user_line) as listed, running:
+        marked = layered(self._blocks)  # entered last: hooks are among what the step may read
+        with (
+            numbering(),
+            exchanging(self._degrees),
+            self._context(),
+            refusing(self.name, samples, user_line) as listed,
+            running,
+            marked,
+        ):
             result = step(*arguments(step, self._batch_spec.rebuild(leaves, listed), batch_idx, dataloader_idx))
         check_unchanged(self.module, before, self.name)
         return result
