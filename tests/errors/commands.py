@@ -38,6 +38,8 @@ def needs(width):
 def command(what: str, *more: str, name: str = "check", module: str = "train.py:Net", program: Any = None) -> Case:
     def run() -> None:
         written("train.py", FILES)
+        Path("notes").mkdir()
+        written("notes/todo.txt", "")
         written("program.json", PLACES if program is None else program)
         out = io.StringIO()
         try:
@@ -86,7 +88,7 @@ CASES: Cases = [
     command("`--latency` is no number", "--latency", "soon", name="simulate"),
     command("an output that cannot be written", "-o", "nowhere/step.svg", name="viz"),
     command("`--dump` names a file", "--dump", "train.py"),
-    command("`--dump` names a folder with other files", "--dump", "."),
+    command("`--dump` names a folder with other files", "--dump", "notes"),
     Case("a file of durations that does not exist", lambda: read_durations("durations.json")),
     Case("a file of durations that holds no object", lambda: read_durations(written("durations.json", json.dumps([1])))),
     table("a pass without a duration", {"F": 1}),
