@@ -17,6 +17,8 @@ from lightning_piper.runtime.executor import Executor, StepResult
 from lightning_piper.runtime.streams import Arrival, arrival
 from lightning_piper.runtime.transport import BLOCKED, Bound, Bundle, Slots
 
+Box = list[tuple[Bundle, Arrival] | None]  # of one message; empty before it is sent and after it is taken
+
 
 @dataclass
 class _Collective:
@@ -24,6 +26,10 @@ class _Collective:
 
     brought: dict[int, tuple[Sequence[Any], Arrival]] = field(default_factory=dict)
     taken: int = 0
+
+    def clear(self) -> None:
+        self.brought.clear()
+        self.taken = 0
 
 
 class LocalTransport:
@@ -33,11 +39,15 @@ class LocalTransport:
     """
 
     def __init__(self, plans: Mapping[int, Plan]) -> None:
-        self.messages: dict[Meeting, tuple[Bundle, Arrival]] = {}  # that are on their way
+        self.messages: dict[Meeting, Box] = {}
         self.collectives: dict[Meeting, _Collective] = {}
         matching = Matching()
         for plan in plans.values():
             self.collectives |= {matching.of(i): _Collective() for i in plan.instructions if isinstance(i, Collective)}
+
+    def box(self, meeting: Meeting) -> Box:
+        """Where a message lies on its way."""
+        return self.messages.setdefault(meeting, [None])
 
     def endpoint(self, plan: Plan, device: torch.device) -> LocalEndpoint:
         return LocalEndpoint(self, plan, device)
@@ -56,18 +66,19 @@ class LocalEndpoint:
         self._state: dict[int, Any] = {}  # collective -> state of the exchange, from its start to the wait
 
     def reset(self) -> None:
-        self._transport.messages.clear()
+        for box in self._transport.messages.values():
+            box[0] = None
         for meeting, *_ in self._meet.values():
-            self._transport.collectives[meeting] = _Collective()
+            self._transport.collectives[meeting].clear()
 
     def send(self, instruction: Send, slots: Slots) -> Bound:
-        messages, meeting = self._transport.messages, self._matching.of(instruction)
+        box = self._transport.box(self._matching.of(instruction))
         source, last = instruction.reads[0].slot, instruction.reads[0].last
         mark = arrival(self._device)
 
         def send() -> None:
             mark.record()
-            messages[meeting] = (slots[source], mark)
+            box[0] = (slots[source], mark)
             if last:
                 slots[source] = None
 
@@ -80,7 +91,8 @@ class LocalEndpoint:
         self._irecv[instruction.node] = self._matching.of(instruction)
 
     def collective(self, instruction: Collective, exchange: Exchange, slots: Slots) -> Bound:
-        collectives, meeting, member = self._transport.collectives, self._matching.of(instruction), self._plan.device
+        meeting, member = self._matching.of(instruction), self._plan.device
+        brought = self._transport.collectives[meeting].brought
         self._meet[instruction.node] = (meeting, instruction, exchange)
         states, node, mark = self._state, instruction.node, arrival(self._device)
 
@@ -88,7 +100,7 @@ class LocalEndpoint:
             state = states[node] = exchange.bring()
             parts = exchange.parts(state)
             mark.record()
-            collectives[meeting].brought[member] = (parts, mark)
+            brought[member] = (parts, mark)
 
         return start
 
@@ -97,31 +109,32 @@ class LocalEndpoint:
             return self._wait_for_all(instruction, slots)
         if instruction.node not in self._irecv:
             raise ExecutionError(f"device {self._plan.device}: {instruction.where} has nothing to wait for: no endpoint started it")
-        messages, meeting, slot, device = self._transport.messages, self._irecv[instruction.node], instruction.into, self._device
+        box, slot, device = self._transport.box(self._irecv[instruction.node]), instruction.into, self._device
 
         def wait() -> object:
-            message = messages.pop(meeting, None)
+            message = box[0]
             if message is None:
                 return BLOCKED
+            box[0] = None
             slots[slot] = message[1].take(message[0], device)
             return None
 
         return wait
 
     def _wait_for_all(self, instruction: WaitWork, slots: Slots) -> Bound:
-        transport, node, slot, device, states = self._transport, instruction.node, instruction.into, self._device, self._state
+        node, slot, device, states = instruction.node, instruction.into, self._device, self._state
         meeting, collective, exchange = self._meet[node]
+        here = self._transport.collectives[meeting]
         members, own = collective.members, collective.members.index(self._plan.device)
 
         def wait() -> object:
-            here = transport.collectives[meeting]
             if len(here.brought) < len(members):
                 return BLOCKED
             parts = [_taken(brought[own], mark, device) for brought, mark in (here.brought[member] for member in members)]
             slots[slot] = exchange.join(states.pop(node), parts)
             here.taken += 1
             if here.taken == len(members):
-                transport.collectives[meeting] = _Collective()
+                here.clear()
             return None
 
         return wait

@@ -220,13 +220,13 @@ def _message_of_the_step_before(original: Function, seeded: Seeded) -> Function:
         bound = original(self, instruction, slots)
         if instruction.node in self._meet:
             return bound
-        meeting, messages = self._irecv[instruction.node], self._transport.messages
+        box = self._transport.box(self._irecv[instruction.node])
 
         def wait_and_keep() -> object:
-            message = messages.get(meeting)
+            message = box[0]
             result = bound()
             if message is not None:
-                messages[meeting] = message
+                box[0] = message
                 seeded.hit()
             return result
 
