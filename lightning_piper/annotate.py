@@ -24,6 +24,7 @@ from lightning_piper.limits import INDEX, integer, is_name, shown
 META_KEY = "piper"
 LAYER = "LAYER"  # the tag of repeated blocks, in a step that says nothing itself
 SOURCE_KEY = "piper_source"
+LAYER_KEY = "piper_layer"
 RESERVED = ("PASS",)
 
 # Trace-order numbers of the capture that runs, None outside of one; and the regions that module hooks have opened in it.
@@ -155,11 +156,6 @@ def annotate_modules(model: nn.Module, tag: str, groups: Sequence[Sequence[str]]
 # A step that is not annotated
 
 
-def is_annotated(graph: torch.fx.Graph) -> bool:
-    """Has a traced step any tags?"""
-    return any(META_KEY in node.meta.get("custom", {}) for node in graph.nodes)
-
-
 def repeated_blocks(model: nn.Module) -> dict[str, nn.Module]:
     """The blocks of which a model has several of one kind in a row, by name: the children of an `nn.ModuleList` or `nn.Sequential`
     that all have one class, parameters, and modules of their own. Of lists within lists, the outer one counts."""
@@ -179,18 +175,23 @@ def _is_block(module: nn.Module) -> bool:
 
 
 @contextmanager
-def layered(blocks: Mapping[str, nn.Module]) -> Iterator[None]:
-    """Tag the calls of these modules `LAYER=0, 1, ...` while a step is traced."""
-    entered = {id(block): _EnterRegion(LAYER, i, name) for i, (name, block) in enumerate(blocks.items())}
-    left = {key: _ExitRegion(enter) for key, enter in entered.items()}
+def marking(blocks: Mapping[str, nn.Module]) -> Iterator[None]:
+    """Mark the calls of these modules while a step is traced. Whether the marks count shows when it is traced: see `tag_layers`."""
+    of = {id(block): (i, f"module {name}") for i, (name, block) in enumerate(blocks.items())}
+    marked: list[tuple[nn.Module, AbstractContextManager[None]]] = []  # calls that go on
 
     def enter(module: nn.Module, args: Any) -> None:
-        if id(module) in entered:
-            entered[id(module)](module, args)
+        if id(module) in of:
+            mark = fx_traceback.annotate({LAYER_KEY: of[id(module)]})
+            mark.__enter__()
+            marked.append((module, mark))
 
     def leave(module: nn.Module, args: Any, output: Any) -> None:
-        if id(module) in left:
-            left[id(module)](module, args, output)
+        if any(other is module for other, _ in marked):
+            left = None
+            while left is not module:  # within it, an exception may have left others open
+                left, mark = marked.pop()
+                mark.__exit__(None, None, None)
 
     # Not the modules' own hooks, which a step may look at.
     handles = [register_module_forward_pre_hook(enter), register_module_forward_hook(leave, always_call=True)]
@@ -199,3 +200,16 @@ def layered(blocks: Mapping[str, nn.Module]) -> Iterator[None]:
     finally:
         for handle in handles:
             handle.remove()
+        for _, mark in reversed(marked):
+            mark.__exit__(None, None, None)
+
+
+def tag_layers(graph: torch.fx.Graph) -> None:
+    """Let the marks of repeated blocks be the tags `LAYER=0, 1, ...` of a traced step, unless it has tags of its own."""
+    about = [(node, node.meta.get("custom", {})) for node in graph.nodes]
+    if any(META_KEY in custom for _, custom in about):
+        return
+    for node, custom in about:
+        if LAYER_KEY in custom:
+            index, source = custom[LAYER_KEY]
+            node.meta["custom"] = {**custom, META_KEY: {LAYER: index}, SOURCE_KEY: source}

@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from lightning_piper.annotate import is_annotated, repeated_blocks
+from lightning_piper.annotate import repeated_blocks
 from lightning_piper.capture import _torch
 from lightning_piper.capture.aliases import Pair, refuse_sharing, sharing_memory
 from lightning_piper.capture.batch import BatchSpec, flatten
@@ -84,7 +84,7 @@ class CapturedStep:
         self.params, self.buffers, self.canonical, self._sharing = _named_tensors(module)
         self._codes: dict[tuple[int, tuple[int, ...]], StepCode] = {}
         self._first: tuple[int, Text] | None = None  # the size of the first trace, and what it says
-        self._blocks: Mapping[str, nn.Module] | None = None  # that are tagged; None before it is known whether the step has tags
+        self._blocks = repeated_blocks(module)
 
     def resized(self, size: int) -> CapturedStep:
         """The same step for global batches of `size` samples; it shares the code that was traced so far."""
@@ -100,7 +100,7 @@ class CapturedStep:
         return [*leaves, *self.reads.inputs.values(self._device)]
 
     def _trace(self, size: int, parts: Mapping[str, int], degrees: tuple[int, ...]) -> tuple[Traced, tuple[TensorSpec, ...], Step]:
-        """Trace, again where a number turns out to be an input, or where repeated blocks get tags, since nothing else has."""
+        """Trace, again where a number turns out to be an input."""
         batch = tuple(_resized(spec, size) for spec in self.batch_spec.specs)
         while True:
             step, numbers = self._step(degrees), self.reads.inputs.specs()
@@ -115,13 +115,8 @@ class CapturedStep:
                     raise
                 self.reads.inputs.plain = True  # some code takes no stand-in
                 continue
-            if numbers != self.reads.inputs.specs():
-                continue
-            if self._blocks is None:
-                self._blocks = {} if is_annotated(traced.graph) else repeated_blocks(self.module)
-                if self._blocks:
-                    continue
-            return traced, batch + numbers, step
+            if numbers == self.reads.inputs.specs():
+                return traced, batch + numbers, step
 
     @property
     def said(self) -> Text:

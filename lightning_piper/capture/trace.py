@@ -14,7 +14,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from lightning_piper.annotate import layered, numbering
+from lightning_piper.annotate import marking, numbering, tag_layers
 from lightning_piper.capture import _torch
 from lightning_piper.capture.batch import BatchSpec
 from lightning_piper.capture.calling import arguments
@@ -74,6 +74,7 @@ def trace(step: Step, specs: tuple[TensorSpec, ...], device: torch.device, parts
     with step.gradients(), restored(module), reading, _without_data(module, mode, device, parts), as_captured(module, step):
         try:
             graph = _torch.functional_graph(mode, step, inputs)
+            tag_layers(graph)
         except (CaptureError, Drawn):
             raise
         except _torch.WITHOUT_VALUES as error:
@@ -114,7 +115,7 @@ class Step(nn.Module):
         context: entered around the step, e.g. autocast.
         degrees: for each call of `dispatch`, into how many parts the parameters of its region are divided.
         reads: takes what the step reads in Python. Without it the step runs as it is, for once.
-        blocks: modules whose calls are regions, by name.
+        blocks: modules whose calls are regions if the step has no annotations, by name.
     """
 
     name = "training_step"
@@ -145,7 +146,7 @@ class Step(nn.Module):
         leaves = leaves[:count]
         before = attributes(self.module)
         samples = next((x.shape[0] for x in leaves if x.ndim), 0)
-        marked = layered(self._blocks)  # entered last: hooks are among what the step may read
+        marked = marking(self._blocks)  # entered last: hooks are among what the step may read
         with (
             numbering(),
             exchanging(self._degrees),
