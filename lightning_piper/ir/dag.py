@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 import warnings
 from collections.abc import Iterable, Iterator, Mapping
-from typing import Any, TypeVar
+from typing import TypeVar
 
 import networkx as nx
 
@@ -274,7 +274,9 @@ class TrainingDAG:
         if not isinstance(devices, tuple) or not all(type(device) is int for device in devices):
             raise ValueError(f"%{node.id} {node.label}: devices {shown(devices)}; give a tuple of integers")
         if isinstance(node, Chunk) and not fields.keys().isdisjoint(("region", "kind")):
-            self._check_pass(node, {**vars(node), **fields})
+            asked = {name: fields[name] for name in ("region", "kind", "outputs") if name in fields}
+            changed = dataclasses.replace(node, **asked)  # type: ignore[arg-type]
+            self._check_pass(node, changed.key, len(changed.outputs))
         _set(node, **fields)
 
     def substitute(self, node: Node, old: Ref, new: Ref) -> None:
@@ -323,11 +325,11 @@ class TrainingDAG:
                     found = f"%{node.id} {node.label}: {name} would have {shown(ref)}"
                     raise ValueError(f"{found}; give a tuple of pairs, (a node's id, which of its outputs)")
 
-    def _check_pass(self, chunk: Chunk, fields: Mapping[str, Any]) -> None:
-        """`fields`: that it is to have."""
-        region, kind, made = fields["region"], fields["kind"], len(fields["outputs"])
+    def _check_pass(self, chunk: Chunk, key: PassKey, made: int) -> None:
+        """`key`, `made`: the pass that it is to be, and how many outputs it is to have."""
+        region, kind = key
         try:
-            outputs = self.code.interface_of((region, kind)).outputs
+            outputs = self.code.interface_of(key).outputs
         except KeyError:
             raise ValueError(f"%{chunk.id} {chunk.label}: the step has no pass {shown(kind)} of region {shown(region)}") from None
         if len(outputs) != made:
