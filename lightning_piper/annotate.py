@@ -160,13 +160,15 @@ def repeated_blocks(model: nn.Module) -> dict[str, nn.Module]:
     """The blocks of which a model has several of one kind in a row, by name: the children of an `nn.ModuleList` or `nn.Sequential`
     that all have one class, parameters, and modules of their own. Of lists within lists, the outer one counts."""
     found: dict[str, nn.Module] = {}
+    within: set[int] = set()  # blocks that are found, and all that they consist of
     for name, module in model.named_modules():
-        if not isinstance(module, nn.ModuleList | nn.Sequential) or any(f"{name}.".startswith(f"{block}.") for block in found):
+        if not isinstance(module, nn.ModuleList | nn.Sequential) or id(module) in within:
             continue
         children = list(module.named_children())
         kinds = {type(child) for _, child in children}
         if len(children) > 1 and len(kinds) == 1 and all(_is_block(child) for _, child in children):
             found |= {f"{name}.{key}" if name else key: child for key, child in children}
+            within.update(id(inner) for _, child in children for inner in child.modules())
     return found
 
 

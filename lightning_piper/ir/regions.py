@@ -22,7 +22,7 @@ LOSS = "returned loss"
 
 SPLIT_BACKWARD = ("BI", "BW")  # the two passes of a split B: input-gradient pass, weight-gradient pass
 
-PassKey = tuple[int, str]  # (region index, "F", "B" or one of HALVES)
+PassKey = tuple[int, str]  # (region index, "F", "B" or one of SPLIT_BACKWARD)
 
 
 @dataclass(frozen=True)

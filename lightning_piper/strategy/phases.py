@@ -119,8 +119,8 @@ class Starting:
 
 
 @dataclass(frozen=True)
-class Fitting:
-    """A fit from its first batch on: the module is distributed."""
+class _OfFit:
+    """A phase in which there is a fit, with what it leaves."""
 
     fit: Fit
 
@@ -131,6 +131,11 @@ class Fitting:
     @property
     def replicas(self) -> tuple[int, ...]:
         return self.fit.world.replicas
+
+
+@dataclass(frozen=True)
+class Fitting(_OfFit):
+    """A fit from its first batch on: the module is distributed."""
 
     @property
     def evaluation(self) -> Evaluation | None:
@@ -141,19 +146,10 @@ class Fitting:
 
 
 @dataclass(frozen=True)
-class Ended:
+class Ended(_OfFit):
     """A fit is over, well or not; what it has trained can be saved."""
 
-    fit: Fit
     evaluation: None = None
-
-    @property
-    def left(self) -> Left:
-        return Left(self.fit.seed, self.fit.optimizer)
-
-    @property
-    def replicas(self) -> tuple[int, ...]:
-        return self.fit.world.replicas
 
 
 Phase = Idle | Evaluating | Starting | Fitting | Ended
