@@ -2,6 +2,7 @@
 
 from lightning_piper import schedules
 from lightning_piper.annotate import annotate, annotate_modules
+from lightning_piper.averages import mean
 from lightning_piper.compiler import Compiled, compile, verify
 from lightning_piper.directives import Directive, Order, Place, Replicate, Shard, Split, register
 from lightning_piper.errors import CaptureError, DirectiveError, ExecutionError, PiperError, VerificationError
@@ -33,6 +34,7 @@ __all__ = [
     "dispatch",
     "grad_norm",
     "grouped_linear",
+    "mean",
     "register",
     "schedules",
     "verify",

@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from lightning_piper.capture import CapturedStep, History, capture
+from lightning_piper.capture import BatchSpec, CapturedStep, History, capture
 from lightning_piper.directives import Directive, parse
 from lightning_piper.errors import CaptureError, NodeNotFoundError
 from lightning_piper.ir.dag import TrainingDAG
@@ -18,6 +18,7 @@ from lightning_piper.ir.filters import describe, matches
 from lightning_piper.ir.nodes import Chunk, Node
 from lightning_piper.ir.text import line_of
 from lightning_piper.limits import INDEX, integer, shown
+from lightning_piper.ops.weights import Counts, counted_buffers
 from lightning_piper.passes import run_pipeline
 from lightning_piper.plan import Plan, check_plans, compile_plans
 from lightning_piper.verify import Report, verify_step
@@ -53,13 +54,24 @@ class Compiled:
             raise CaptureError(f"Compiled.at(size={shown(size)}): give a number of samples >= 1")
         return self if number == self.dag.size else compile_step(self.step, self.program, number, verify, self.training)
 
+    def shaped(self, batch_spec: BatchSpec, verify: bool = True) -> Compiled:
+        """The same program for batches like this one, in whose tensors other dimensions than that of the samples may differ."""
+        step = self.step.shaped(batch_spec)
+        return (
+            self.at(batch_spec.size, verify)
+            if step is self.step
+            else compile_step(step, self.program, batch_spec.size, verify, self.training)
+        )
+
     def params_on(self, device: int) -> frozenset[str]:
         """Canonical names of the parameters that a device uses, and so holds."""
         return frozenset(name for chunk in self._chunks(device) for name in self.dag.interface(chunk).params)
 
     def buffers_on(self, device: int) -> frozenset[str]:
         """Canonical names of the buffers that a device uses, and so holds."""
-        return frozenset(n for c in self._chunks(device) for n in self.dag.interface(c).buffers + self.dag.interface(c).state)
+        used = {n for c in self._chunks(device) for n in self.dag.interface(c).buffers + self.dag.interface(c).state}
+        counting = [node for node in self.dag.of_type(Counts) if device in node.devices]
+        return frozenset(used | {name for node in counting for name in counted_buffers(self.dag, node)})
 
     def explain(self, node: int) -> str:
         """Why a node is there: its line, the directives behind it, what it waits for and what waits for it.

@@ -192,6 +192,22 @@ class Losses(MLP):
         return loss
 
 
+class Terms(MLP):
+    """A loss of three terms with weights of their own, from two stages: what counts of the targets, samples, and a sum."""
+
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        x, y = batch
+        with annotate("PP", 0):
+            h = torch.tanh(self.first(x))
+            penalty = 0.01 * h.square().sum()
+        with annotate("PP", 1):
+            out, counts = self.second(h), y > -0.5
+            error = ((out - y).square() * counts).sum() / counts.sum().clamp(min=1)
+            self.log("error", error)
+            self.log("counted", counts.sum().float())
+        return error + penalty + 0.1 * out.square().mean()
+
+
 class Logs(MLP):
     """Every way to log: tensors, numbers, every reduction, several stages."""
 
@@ -480,7 +496,7 @@ def images(n: int) -> dict[str, Tensor]:
 @dataclass(frozen=True)
 class Case:
     """A model and its batches. `size`: samples. `context`: entered around the step. `reassociates`: over microbatches, sums
-    of gradients are taken in another order than by one device (a parameter with several regions)."""
+    are taken in another order than by one device (a parameter with several regions, a loss of terms with weights)."""
 
     make: Callable[[], L.LightningModule]
     batch: Callable[[int], Any] = regression
@@ -500,6 +516,7 @@ CASES: dict[str, Case] = {
     "used_thrice": Case(UsedThrice, reassociates=True),
     "residual": Case(Residual),
     "losses": Case(Losses),
+    "terms": Case(Terms, reassociates=True),
     "logs": Case(Logs),
     "glue": Case(Glue, lambda n: {"both": torch.randn(n, 6)}),
     "experts": Case(Experts),

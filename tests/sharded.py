@@ -12,6 +12,7 @@ from lightning_piper.ir.dag import TrainingDAG
 from lightning_piper.ir.nodes import Chunk
 from lightning_piper.ir.regions import LOSS, Step
 from lightning_piper.passes import eliminate
+from lightning_piper.passes.completion import complete
 from lightning_piper.plan import check_plans, compile_plans
 from lightning_piper.runtime import Executor, LocalTransport, local_shards_of, run_local, shards_of
 from lightning_piper.verify.interpreter import interpret
@@ -102,6 +103,7 @@ def trained_in_shards(model: Captured, dag: TrainingDAG) -> dict[str, torch.Tens
 
     What a device should not need is not a number: whole copies of what is sharded, and in what it keeps the others' shards.
     """
+    complete(dag)
     plans = compile_plans(dag)
     check_plans(plans)
     transport = LocalTransport(plans)

@@ -5,10 +5,14 @@
   are those descriptors.
 - `FakeTensorMode`, `DataDependentOutputException`, `DynamicOutputShapeException`: tensors without data, and what they
   raise when Python asks for a value or a shape that depends on one.
+- `ShapeEnv`, `DimDynamic`, `StatelessSymbolicContext`: sizes of such tensors as symbols, those of one name where they are equal
+  (duck shaping); `guards` are the conditions under which a trace took the way it took, and `var_to_range` the ranges that it took
+  for granted. `SymInt.node.expr` is a sympy expression, `PythonPrinter` writes it as Python, to be evaluated in `SYMPY_INTERP`.
 - `torch.compiler._is_compiling_flag`, `_is_exporting_flag`: make `torch.compiler.is_compiling()` and `is_exporting()` true, as
   torch.export does, for code (Hugging Face's masks) that then avoids asking for tensor values.
 - `torch.nn.modules.transformer._detect_is_causal_mask`: asks whether a mask that `nn.Transformer` and its parts are given is the
   causal one, by its values, to choose a faster kernel. "Not that I know" is a right answer to any mask.
+- the names of its loggers, which tell of operations that fail.
 - the text of the error with which `FakeTensorMode` refuses a tensor that has data, and of that with which a trace ends in whose
   graph a tensor of an earlier run was left.
 - `torch.backends.mkldnn.enabled`: whether torch may choose oneDNN's RNN, whose backward needs what its forward makes only while
@@ -31,8 +35,9 @@
 from __future__ import annotations
 
 import contextlib
+import logging
 import warnings
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from typing import Any
 
 import torch
@@ -58,11 +63,13 @@ from torch._subclasses.fake_tensor import (
     FakeTensorMode,
 )
 from torch._subclasses.functional_tensor import FunctionalTensor
+from torch.fx.experimental.symbolic_shapes import SYMPY_INTERP, DimDynamic, ShapeEnv, StatelessSymbolicContext
 from torch.nn.utils.prune import BasePruningMethod
 from torch.nn.utils.spectral_norm import SpectralNorm
 from torch.nn.utils.weight_norm import WeightNorm
 from torch.utils._python_dispatch import _disable_current_modes
 from torch.utils._pytree import tree_flatten, tree_unflatten
+from torch.utils._sympy.printers import PythonPrinter
 
 __all__ = [
     "NEWEST_TRIED",
@@ -76,8 +83,11 @@ __all__ = [
     "ParamAOTInput",
     "PlainAOTInput",
     "PlainAOTOutput",
+    "ShapeSymbols",
     "TangentAOTInput",
     "dict_version",
+    "evaluator",
+    "expression",
     "functional_graph",
     "global_hooks",
     "has_gradient_hooks",
@@ -87,6 +97,7 @@ __all__ = [
     "is_random",
     "is_traced",
     "operands",
+    "quietly",
     "recomputed",
     "sequence_number",
     "storage_id",
@@ -98,6 +109,7 @@ __all__ = [
 ]
 
 NEWEST_TRIED = (2, 13)
+LARGEST, NO_BOUND = 2**30, 2**62  # of two sizes, the product is still a size
 WITHOUT_VALUES = (DataDependentOutputException, DynamicOutputShapeException)
 
 
@@ -131,6 +143,74 @@ def functional_graph(mode: FakeTensorMode, module: nn.Module, args: tuple[torch.
         stack.enter_context(fx_traceback.preserve_node_meta())
         stack.enter_context(mode)
         return aot_export_joint_with_descriptors(stack, module, args).graph_module.graph
+
+
+class ShapeSymbols:
+    """Fake tensors of which some sizes are symbols.
+
+    Attributes:
+        mode: of the tensors.
+    """
+
+    def __init__(self) -> None:
+        self._env = ShapeEnv(allow_scalar_outputs=False, allow_dynamic_output_shape_ops=False)
+        self.mode = FakeTensorMode(shape_env=self._env)
+        self._symbols: list[Any] = []
+
+    def sizes(self, shape: tuple[int, ...], free: Collection[int]) -> list[Any]:
+        """A size for each dimension: of those in `free` a symbol with the size given, the same for the same size."""
+        kinds = [DimDynamic.DUCK if dim in free else DimDynamic.STATIC for dim in range(len(shape))]
+        meta = torch.empty(shape, device="meta")
+        sizes = list(self.mode.from_tensor(meta, symbolic_context=StatelessSymbolicContext(dynamic_sizes=kinds)).shape)
+        if not all(size <= LARGEST for size in sizes):  # a condition of the trace, by which `x[:]` is known to be x
+            raise NotImplementedError("a size is too large")
+        return sizes
+
+    def is_fixed(self, symbols: Iterable[str]) -> bool:
+        """Has one of the symbols become a number?"""
+        fixed = {str(symbol) for symbol, x in self._env.replacements.items() if x.is_number}
+        return any(symbol in fixed for symbol in symbols)
+
+    def conditions(self, symbols: Iterable[str]) -> list[str]:
+        """What must hold of the sizes, as Python.
+
+        Raises:
+            NotImplementedError: more than sizes decide.
+        """
+        if self._env.deferred_runtime_asserts:
+            raise NotImplementedError("assertions at run time")
+        found = [PythonPrinter().doprint(guard.expr) for guard in self._env.guards]
+        ranges = {str(symbol): bounds for symbol, bounds in self._env.var_to_range.items()}
+        for symbol in symbols:
+            found += [f"{symbol} >= {int(ranges[symbol].lower)}"]
+            found += [f"{symbol} <= {int(ranges[symbol].upper)}"] if ranges[symbol].upper < NO_BOUND else []
+        return found
+
+
+@contextlib.contextmanager
+def quietly() -> Iterator[None]:
+    """Inside, torch does not say what it could not trace: another trace will, or can."""
+    loggers = [logging.getLogger(name) for name in ("torch._subclasses.fake_tensor", "torch.fx.experimental.symbolic_shapes")]
+    before = [logger.disabled for logger in loggers]
+    try:
+        for logger in loggers:
+            logger.disabled = True
+        yield
+    finally:
+        for logger, disabled in zip(loggers, before, strict=True):
+            logger.disabled = disabled
+
+
+def expression(size: Any) -> str:
+    """A size as Python, in its symbols."""
+    return PythonPrinter().doprint(size.node.expr) if isinstance(size, torch.SymInt) else repr(int(size))
+
+
+def evaluator(symbols: Sequence[str], expressions: Sequence[str]) -> Callable[..., tuple[Any, ...]]:
+    """Expressions as a function of their symbols."""
+    found: Callable[..., tuple[Any, ...]] = eval(f"lambda {', '.join(symbols)}: ({''.join(f'{e}, ' for e in expressions)})",
+                                                 dict(SYMPY_INTERP))  # fmt: skip
+    return found
 
 
 @contextlib.contextmanager

@@ -3,24 +3,34 @@
 from __future__ import annotations
 
 import dataclasses
+import weakref
 from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from enum import Enum
 from functools import cached_property
-from typing import Any
+from typing import Any, Literal
 
 import torch
 
-from lightning_piper.capture.listed import Listed, PerSample, entries, may_be_read, tensors_of
+from lightning_piper.capture.arrays import is_array, is_numeric, tensor_of, to_array, to_tensor
+from lightning_piper.capture.carried import Carried, Opaque, is_stand_in, item_of
+from lightning_piper.capture.computed import Awaited
+from lightning_piper.capture.deferred import is_deferred
+from lightning_piper.capture.listed import Listed, entries, is_object, may_be_read, tensors_of
+from lightning_piper.capture.numbers import Number
+from lightning_piper.capture.opened import Again, Opened, attributes_of
 from lightning_piper.errors import CaptureError
+from lightning_piper.ir.metric_calls import Computed
+from lightning_piper.ir.regions import Undivided
 from lightning_piper.ir.values import TensorSpec
 
 
 @dataclass(frozen=True)
 class _Leaf:
-    """Place of a tensor in a structure."""
+    """Place of a tensor in a structure; or of an array or a number, of which a tensor was made."""
 
     index: int
+    kind: Literal["tensor", "array", "number"] = "tensor"
 
 
 @dataclass(frozen=True)
@@ -28,52 +38,73 @@ class BatchSpec:
     """What a batch is made of, without the values: its containers, and the shape and dtype of each tensor.
 
     Attributes:
-        skeleton: the batch with every tensor replaced by its place, and every list with one entry a sample by a `Listed`; all else
-            (numbers, strings) is part of the spec.
+        skeleton: the batch with every tensor replaced by its place, every list with one entry a sample by a `Listed`, and every
+            object without tensors by an `Opaque`; all else (numbers, strings) is part of the spec.
         specs: the tensors' specs.
         paths: where each tensor stands, for messages, e.g. `['input']` or `[0]`.
-        lists: those with one entry a sample.
+        carried: lists with one entry a sample, and objects without tensors.
+        batches: how many such batches a step gets at once: one of each replica.
     """
 
     skeleton: Any
     specs: tuple[TensorSpec, ...]
     paths: tuple[str, ...]
-    lists: tuple[Listed, ...] = ()
+    carried: tuple[Carried, ...] = ()
+    batches: int = 1
+
+    @cached_property
+    def undivided(self) -> Undivided | None:
+        """Why nothing may cut the batch by samples; None where all tensors with a dimension share the first one."""
+        if len({spec.shape[0] for spec in self.specs if spec.shape}) == 1:
+            return None
+        found = ", ".join(f"{path or 'batch'}: {list(spec.shape)}" for path, spec in zip(self.paths, self.specs, strict=True))
+        return Undivided(self.batches, found or "no tensor at all")
 
     @property
     def size(self) -> int:
-        """Samples: the first dimension that all tensors with a dimension share."""
-        sizes = {spec.shape[0] for spec in self.specs if spec.shape}
-        if len(sizes) != 1:
-            found = ", ".join(f"{path or 'batch'}: {list(spec.shape)}" for path, spec in zip(self.paths, self.specs, strict=True))
-            raise CaptureError(
-                "the batch has no common first dimension to count samples by; every tensor in it must have one "
-                f"(tensors without dimensions are passed whole). Found {found or 'no tensor at all'}"
-            )
-        size = sizes.pop()
-        if size == 0:
+        """Samples: the first dimension that all tensors with a dimension share. Where they share none, that of the first tensor, as
+        Lightning counts."""
+        first = next((spec.shape[0] for spec in self.specs if spec.shape), 1)
+        if self.undivided is not None:
+            return max(1, first) * self.batches
+        if first == 0:
             raise CaptureError("the batch is empty: its tensors have 0 samples in their first dimension; give at least one")
-        return size
+        return first
 
     def times(self, replicas: int) -> BatchSpec:
         """The spec of the batches of `replicas` replicas together, when each has one like this."""
+        if self.undivided is not None:
+            return dataclasses.replace(self, batches=replicas)
         shapes = [(x.shape[0] * replicas, *x.shape[1:]) if x.shape else () for x in self.specs]
         specs = [
             TensorSpec.of(torch.empty(shape, dtype=x.dtype, device="meta")) for shape, x in zip(shapes, self.specs, strict=True)
         ]
-        return dataclasses.replace(self, specs=tuple(specs))
+        return dataclasses.replace(self, specs=tuple(specs), batches=replicas)
 
-    def rebuild(self, leaves: Sequence[torch.Tensor], listed: Callable[[Listed], Any] = lambda listed: None) -> Any:
-        """A batch of these tensors; lists with one entry a sample are what `listed` says, or as they were if it gives None."""
-        return _rebuild(self.skeleton, leaves, listed)
+    def rebuild(
+        self, leaves: Sequence[torch.Tensor], carried: Callable[[Any], Any] = lambda item: None,
+        array: Callable[[torch.Tensor], Any] = to_array,
+    ) -> Any:  # fmt: skip
+        """A batch of these tensors.
+
+        Args:
+            carried: says what stands for what the batch carries, and for what metric objects give; None for what it was.
+            array: makes an array of a tensor.
+        """
+        return _Rebuilding(leaves, carried, array).item(self.skeleton)
+
+    @property
+    def computed(self) -> list[Computed]:
+        """What it holds that metric objects give."""
+        return [item for _, item in _walk(self.skeleton, "") if isinstance(item, Computed)]
 
     def contents(self, leaves: Sequence[torch.Tensor]) -> list[Any]:
-        """The lists with one entry a sample."""
-        return [_rebuild(listed.content, leaves, lambda listed: None) for listed in self.lists]
+        """What it carries."""
+        return [_Rebuilding(leaves, lambda item: None).item(item) for item in self.carried]
 
     @cached_property
     def structure(self) -> Hashable:
-        """Equal for batches that differ in their tensors and in what is in lists with one entry a sample alone."""
+        """Equal for batches that differ in their tensors and in what they carry alone."""
         return _structure(self.skeleton)
 
     @property
@@ -87,11 +118,12 @@ class BatchSpec:
 
 
 def flatten(batch: Any, what: str = "batch") -> tuple[list[torch.Tensor], BatchSpec]:
-    """Tensors of a batch in a fixed order, and the rest of it. Knows dicts, lists, (named) tuples and dataclasses.
+    """Tensors of a batch in a fixed order, and the rest of it: in dicts, lists, tuples, dataclasses, and attributes of objects.
 
-    The tensors are made contiguous, for a captured graph has fixed strides. `what` is the word for it in errors.
+    The tensors are made contiguous, for a captured graph has fixed strides. `what` is the word for it in errors: other things than
+    batches may hold no objects without tensors.
     """
-    flattening = _Flattening(batch if what == "batch" else ())
+    flattening = _Flattening(batch, given=what == "batch")
     try:
         skeleton = flattening.skeleton(batch, "")
     except RecursionError:
@@ -103,7 +135,7 @@ def flatten(batch: Any, what: str = "batch") -> tuple[list[torch.Tensor], BatchS
             f"dicts, lists, tuples and dataclasses: convert it {way}"
         ) from None
     leaves = flattening.leaves
-    return leaves, BatchSpec(skeleton, tuple(TensorSpec.of(x) for x in leaves), tuple(flattening.paths), tuple(flattening.lists))
+    return leaves, BatchSpec(skeleton, tuple(TensorSpec.of(x) for x in leaves), tuple(flattening.paths), tuple(flattening.carried))
 
 
 class _Unknown(Exception):
@@ -113,7 +145,7 @@ class _Unknown(Exception):
         self.kind, self.path = kind, path
 
 
-_CONSTANTS = (bool, int, float, complex, str, bytes)
+_CONSTANTS = (type(None), bool, int, float, complex, str, bytes, torch.dtype, torch.device, type)
 
 
 def _is_dataclass(item: Any) -> bool:
@@ -121,74 +153,146 @@ def _is_dataclass(item: Any) -> bool:
 
 
 class _Flattening:
-    """Takes a batch apart; lists with one entry a sample are those with as many entries as its tensors have samples."""
+    """Takes a batch apart; lists with one entry a sample are those with as many entries as its tensors have samples.
 
-    def __init__(self, batch: Any) -> None:
-        sizes = {x.shape[0] for x in tensors_of(batch) if x.ndim}
+    Args:
+        batch: all of it.
+        given: it is a batch, and no result of a step.
+    """
+
+    def __init__(self, batch: Any, given: bool) -> None:
+        sizes = {x.shape[0] for x in tensors_of(batch) if x.ndim} if given else set()
         self._samples = (sizes.pop() or None) if len(sizes) == 1 else None
+        self._given = given
+        self._opened: dict[int, int] = {}  # id of an object -> its index
         self.leaves: list[torch.Tensor] = []
         self.paths: list[str] = []
-        self.lists: list[Listed] = []
+        self.carried: list[Carried] = []
 
     def skeleton(self, item: Any, path: str) -> Any:
-        if type(item) is PerSample:
-            return item._listed
+        if is_stand_in(item):
+            return item_of(item)
+        if type(item) is Awaited:
+            return item.computed
         if isinstance(item, torch.Tensor):
             if item.layout is not torch.strided or item.is_nested:
                 raise _Unknown("nested tensor" if item.is_nested else f"{str(item.layout).removeprefix('torch.')} tensor", path)
-            self.leaves.append(item.contiguous())
-            self.paths.append(path)
-            return _Leaf(len(self.leaves) - 1)
-        readable = True if self._samples is None else may_be_read(item, self._samples)
+            return self._leaf(item.contiguous(), path)
+        if is_deferred(item):
+            return self._leaf(item.tensor, path, "number")
+        if is_array(item):
+            return self._leaf(tensor_of(item).contiguous(), path, "array")
+        if is_numeric(item) and (self._samples is None or item.shape[:1] in ((), (self._samples,))):
+            return self._leaf(to_tensor(item), path, "array")
+        if self._samples is None:
+            return self._whole(path, item)
+        readable = may_be_read(item, self._samples)
         if readable is None:
-            return self._listed(path, item, None)
+            return self._carry(Listed, path, item, None)
         content = self._content(item, path)
-        return content if isinstance(readable, bool) else self._listed(path, content, readable)
+        return content if isinstance(readable, bool) else self._carry(Listed, path, content, readable)
 
-    def _listed(self, path: str, content: Any, readable: Any) -> Listed:
-        self.lists.append(Listed(len(self.lists), path, content, readable))
-        return self.lists[-1]
+    def _leaf(self, tensor: torch.Tensor, path: str, kind: Literal["tensor", "array", "number"] = "tensor") -> _Leaf:
+        self.leaves.append(tensor)
+        self.paths.append(path)
+        return _Leaf(len(self.leaves) - 1, kind)
+
+    def _whole(self, path: str, item: Any) -> Any:
+        """Where samples cannot be counted, a list may still have one entry for each: texts beside the nodes of graphs."""
+        listed = self._given and type(item) is list and item and next(tensors_of(item), None) is None
+        return self._carry(Opaque, path, item) if listed else self._content(item, path)
+
+    def _carry(self, kind: Callable[..., Carried], path: str, *what: Any) -> Carried:
+        self.carried.append(kind(len(self.carried), path, *what))
+        return self.carried[-1]
 
     def _content(self, item: Any, path: str) -> Any:
+        if is_object(item) and (id(item) in self._opened or next(tensors_of(item), None) is not None):
+            return self._open(item, path)
+        if isinstance(item, weakref.ref) and (index := self._opened.get(id(item()))) is not None:
+            return Again(index, weak=True)
         if isinstance(item, Mapping):
             for key in item:
                 _check_key(key, path)
         elif not isinstance(item, list | tuple) and not _is_dataclass(item):
-            if item is None or isinstance(item, _CONSTANTS):
+            if isinstance(item, _CONSTANTS):
                 return item
-            raise _Unknown(type(item).__name__, path)
+            if not self._given:
+                raise _Unknown(type(item).__name__, path)
+            return self._carry(Opaque, path, item)
         return _with(item, [self.skeleton(value, path + end) for end, value in entries(item)])
+
+    def _open(self, item: Any, path: str) -> Opened | Again:
+        if id(item) in self._opened:
+            return Again(self._opened[id(item)], weak=False)
+        index = self._opened[id(item)] = len(self._opened)
+        found = Opened(index, type(item))
+        for name, value in (attributes_of(item) or {}).items():
+            found.attributes[name] = self.skeleton(value, f"{path}.{name}")
+        return found
 
 
 def _check_key(key: Any, path: str) -> None:
     for part in key if isinstance(key, tuple) else (key,):
-        if part is not None and not isinstance(part, (*_CONSTANTS, Enum)):
+        if not isinstance(part, (*_CONSTANTS, Enum)):
             raise _Unknown(f"key of type {type(part).__name__}", path)
 
 
-def _rebuild(item: Any, leaves: Sequence[torch.Tensor], listed: Callable[[Listed], Any]) -> Any:
-    if isinstance(item, _Leaf):
-        return leaves[item.index]
-    if isinstance(item, Listed):
-        found = listed(item)
-        if found is None and item.readable is None:
-            samples = next(x.shape[0] for x in leaves if x.ndim)
+class _Rebuilding:
+    """Puts one batch together."""
+
+    def __init__(
+        self, leaves: Sequence[torch.Tensor], carried: Callable[[Any], Any], array: Callable[[torch.Tensor], Any] = to_array
+    ) -> None:
+        self._leaves, self._carried, self._array = leaves, carried, array
+        self._objects: dict[int, Any] = {}
+
+    def item(self, item: Any) -> Any:
+        if isinstance(item, _Leaf):
+            leaf = self._leaves[item.index]
+            return leaf.item() if item.kind == "number" else self._array(leaf) if item.kind == "array" else leaf
+        if isinstance(item, Listed | Opaque):
+            return self._carry(item)
+        if isinstance(item, Computed):
+            return self._carried(item)
+        if type(item) is Number:
+            return item.get()
+        if isinstance(item, Opened):
+            made = self._objects[item.index] = item.empty()
+            return item.fill(made, {name: self.item(value) for name, value in item.attributes.items()})
+        if isinstance(item, Again):
+            return weakref.ref(self._objects[item.index]) if item.weak else self._objects[item.index]
+        if isinstance(item, Mapping | list | tuple) or _is_dataclass(item):
+            return _with(item, [self.item(value) for _, value in entries(item)])
+        return item
+
+    def _carry(self, item: Carried) -> Any:
+        found = self._carried(item)
+        if found is not None:
+            return found
+        if isinstance(item, Opaque):
+            return item.content
+        if item.readable is None:
+            samples = next(x.shape[0] for x in self._leaves if x.ndim)
             return item.content * (samples // len(item.content))  # of all replicas together
-        return _rebuild(item.content, leaves, listed) if found is None else found
-    if isinstance(item, Mapping | list | tuple) or _is_dataclass(item):
-        return _with(item, [_rebuild(value, leaves, listed) for _, value in entries(item)])
-    return item
+        return self.item(item.content)
 
 
 def _structure(item: Any) -> Hashable:
     """A hashable form that depends on no `repr` or `==` of a user's class: 1, 1.0 and True differ, a nan is itself."""
-    if isinstance(item, _Leaf):
+    if isinstance(item, _Leaf | Again):
         return item
     if isinstance(item, Listed):
         return (Listed, type(item.content), None if item.readable is None else _structure(item.content))
+    if isinstance(item, Opaque):
+        return (Opaque, type(item.content))
+    if isinstance(item, Opened):
+        return (item.kind, tuple(item.attributes), tuple(map(_structure, item.attributes.values())))
+    if isinstance(item, torch.device):
+        return (torch.device, item.type)  # each process has one of its own
     for base in _CONSTANTS:
         if isinstance(item, base):
-            return (type(item), base.__repr__(item))
+            return (type(item), base.__repr__(item))  # type: ignore[call-arg]
     keys = tuple(map(_structure_of_key, item)) if isinstance(item, Mapping) else ()
     return (type(item), keys, tuple(_structure(value) for _, value in entries(item)))
 
@@ -201,7 +305,10 @@ def _structure_of_key(key: Any) -> Hashable:
 
 def _walk(item: Any, path: str) -> Iterator[tuple[str, Any]]:
     """All that is no container, and empty containers."""
-    inside = [] if isinstance(item, _Leaf | Listed) else list(entries(item))
+    if isinstance(item, Opened):
+        inside = [(f".{name}", value) for name, value in item.attributes.items()]
+    else:
+        inside = [] if isinstance(item, _Leaf | Listed | Opaque | Again | Computed) else list(entries(item))
     if not inside:
         yield path, item
     for end, value in inside:
@@ -213,6 +320,8 @@ def _short(item: Any, specs: Sequence[TensorSpec]) -> str:
         return str(specs[item.index])
     if isinstance(item, Listed):
         return f"{type(item.content).__name__} with an entry for each sample"
+    if isinstance(item, Opaque):
+        return f"object of type {type(item.content).__name__}"
     text = repr(item)
     return text if len(text) <= 60 else text[:57] + "..."
 
@@ -220,7 +329,7 @@ def _short(item: Any, specs: Sequence[TensorSpec]) -> str:
 def _with(like: Any, values: Sequence[Any]) -> Any:
     """A container like this one that holds `values`."""
     if isinstance(like, Mapping):
-        # Mappings such as Hugging Face's BatchEncoding are given to the step as plain dicts unless they are dicts themselves.
+        # Mappings that are not made of their attributes are given to the step as plain dicts unless they are dicts themselves.
         return _of_type(like, dict(zip(like, values, strict=True)))
     if isinstance(like, tuple) and hasattr(like, "_fields"):
         return type(like)(*values)

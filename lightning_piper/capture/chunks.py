@@ -11,10 +11,12 @@ from torch.fx import Node
 from lightning_piper.capture import _torch
 from lightning_piper.capture.backward import save, split_backward, wire
 from lightning_piper.capture.extract import extract
+from lightning_piper.capture.metric_objects import object_of, uncopied
 from lightning_piper.capture.passes import Names, OutputRef, Pass, reads_of
 from lightning_piper.capture.regions import Assignment, assign, gradient_terms
 from lightning_piper.capture.row_independence import refuse_row_dependence
 from lightning_piper.capture.rows import refuse_joined_rows, routed_of, rows_of
+from lightning_piper.capture.weighing import Weighed
 from lightning_piper.errors import CaptureError
 from lightning_piper.ir.regions import Code, Interface, Output, PassKey, Region, Routed
 from lightning_piper.ir.values import Kind
@@ -24,18 +26,18 @@ Extracted = dict[PassKey, tuple[Interface, Code]]
 
 
 def cut(
-    graph: torch.fx.Graph, canonical: Mapping[str, str], plain: Sequence[Output], routed: Mapping[int, Routed] | None = None
+    weighed: Weighed, canonical: Mapping[str, str], routed: Mapping[int, Routed] | None = None
 ) -> tuple[tuple[Region, ...], Extracted, Extracted, Mapping[int, Routed]]:
     """Cut a joint graph into passes: regions, their passes F and B, the parts BI and BW of a split B, and the regions that get
     rows.
 
     Args:
-        graph: as `trace` gives it.
+        weighed: a traced step.
         canonical: every name of a parameter or buffer -> the one name it goes by.
-        plain: what the graph's plain outputs are.
         routed: these regions, where the graph has only parts of their parameters; None if it has all.
     """
-    names = Names.of(graph, canonical)
+    graph, plain = weighed.graph, weighed.plain
+    names = Names.of(graph, canonical, weighed.tangents)
     results = graph.output_node()
     described = list(zip(results.args[0], results.meta["desc"], strict=True))  # type: ignore[arg-type]
     changed = {
@@ -104,6 +106,7 @@ def _results(
     buffers: dict[int, dict[str, Node]] = {}
     results: dict[int, dict[str, Node]] = {}
     grads: dict[int, dict[str, list[Node]]] = {}
+    arguments: dict[str, dict[str, Node]] = {}  # by metric object, which gets all of them in one place
     for node, desc in described:
         if node is None:
             continue
@@ -111,6 +114,8 @@ def _results(
             output = plain[desc.idx]
             if output.kind == Kind.RESULT:
                 results.setdefault(_region_of(node, placed), {})[output.names[0]] = node
+            elif output.kind == Kind.ARGUMENT:
+                arguments.setdefault(object_of(output.names[0]), {})[output.names[0]] = uncopied(node)
             else:
                 passes[_region_of(node, placed), "F"].outputs.append((output, [node]))
         elif isinstance(desc, _torch.GradAOTOutput):
@@ -129,6 +134,9 @@ def _results(
     for kind, by_region in ((Kind.BUFFER, buffers), (Kind.RESULT, results)):
         for region, by_name in by_region.items():
             passes[region, "F"].outputs.append((Output(kind, tuple(by_name)), list(by_name.values())))
+    for by_name in arguments.values():
+        region = max((placed.of[node] for node in by_name.values() if node in placed.of), default=len(placed.regions) - 1)
+        passes[region, "F"].outputs.append((Output(Kind.ARGUMENT, tuple(by_name)), list(by_name.values())))
     users: dict[str, set[int]] = {}
     for region, by_param in grads.items():
         for param in by_param:

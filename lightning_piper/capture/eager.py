@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+import functools
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 
 import torch
 
 from lightning_piper.capture.step import CapturedStep
-from lightning_piper.capture.trace import REDUCE, Step, as_captured, swapped
-from lightning_piper.ir.regions import LOSS
+from lightning_piper.capture.trace import Step, as_captured, swapped
+from lightning_piper.ir.regions import LOSS, Logged
+from lightning_piper.ir.terms import Weighing
 from lightning_piper.ir.values import Kind, Slice
 
 
@@ -41,39 +43,104 @@ def run_eagerly(
     leaves: Sequence[torch.Tensor],
     slices: Sequence[Slice],
 ) -> Outcome:
-    """Run the user's `training_step` on each slice of the batch, weigh its loss by the slice's share, and sum the gradients.
+    """Run the user's `training_step` on each slice of the batch, weigh its loss as its term says, and sum the gradients.
 
     Args:
         step: names the module and its batch spec; the module itself is not changed.
         tensors: parameters and buffers by canonical name.
         leaves: the batch's tensors.
-        slices: microbatches, in order.
+        slices: microbatches, in order. Several only if the step is not `mixed`.
     """
-    total = sum(len(part) for part in slices)
+    weights, folds = _weights(step, tensors, leaves, slices), _folds(step)
+    whole = step.batch_spec.undivided is not None
     params = {n: x.detach().clone().requires_grad_(step.params[n].requires_grad) for n, x in tensors.items() if n in step.params}
     buffers = {n: x.detach().clone() for n, x in tensors.items() if n in step.buffers}
     wrapper = Step(step.module, step.batch_spec, step.context)
     wrapper.batch_idx = step.reads.history.batch_idx
-    merged: dict[str, list[torch.Tensor]] = {}
-    reductions: dict[str, str] = {LOSS: "mean"}
+    in_tensors = {log.name for log in step.at(step.size).logs if log.constant is None}
+    values: dict[str, list[torch.Tensor]] = {}
     # The wrapper becomes the module's parent only for this call, so its training mode stays as the user set it.
     state = {**params, **buffers}
     mine = {id(x): state[step.canonical[n]] for n, x in [*step.module.named_parameters(), *step.module.named_buffers()]}
     with torch.enable_grad(), swapped(step.module, lambda x: mine[id(x)]), as_captured(step.module, wrapper):
-        for part in slices:
-            cut = [(x[part.start : part.stop] if x.ndim else x).clone() for x in leaves]  # the step may change its batch
+        for part, weight in zip(slices, weights[LOSS], strict=True):
+            # Clones, for the step may change its batch.
+            cut = [(x if whole or not x.ndim else x[part.start : part.stop]).clone() for x in leaves]
             loss, *logged = wrapper(*cut)
-            (loss * (len(part) / total)).backward()
-            tensors_logged = [log for log in wrapper.logs if log.constant is None]
-            reductions |= {log.name: log.reduce for log in tensors_logged}
-            for name, value in zip([LOSS, *(log.name for log in tensors_logged)], [loss, *logged], strict=True):
-                merged.setdefault(name, []).append(value.detach().double())
+            if weight != 0:  # where nothing counts, the loss is no number, and neither is 0 times its gradient
+                (loss * weight.to(loss.dtype)).backward()
+            for name, value in [(LOSS, loss), *_logged(wrapper.logs, logged, in_tensors)]:
+                values.setdefault(name, []).append(value.detach().double())
         buffers = {step.canonical[n]: x.detach() for n, x in step.module.named_buffers()}  # also those that were replaced
-    weights = [len(part) / total for part in slices]
-    metrics = {name: REDUCE[reductions[name]](values, weights) for name, values in merged.items()}
+    metrics = {name: merged(folds[name], found, weights[name]) for name, found in values.items()}
     grads = {name: x.grad for name, x in params.items() if x.grad is not None}
     changed = {n: x for n, x in buffers.items() if n in _changed_names(step)}
     return Outcome(metrics, grads, changed)
+
+
+def mixed(step: CapturedStep) -> bool:
+    """Is the loss, or a logged value, a sum of terms with different weights? No factor on the loss of a slice is right then."""
+    seen: dict[str, set[int]] = {}
+    for name, term in _terms(step):
+        seen.setdefault(name, set()).add(term)
+    return any(len(terms) > 1 for terms in seen.values())
+
+
+def _terms(step: CapturedStep) -> list[tuple[str, int]]:
+    """The loss and the logged values, each with a place in `StepCode.terms`."""
+    outputs = [out for interface in step.at(step.size).interfaces.values() for out in interface.outputs]
+    return [(LOSS if out.kind == Kind.LOSS else out.names[0], out.term) for out in outputs if out.term is not None]
+
+
+def _folds(step: CapturedStep) -> dict[str, str]:
+    terms = step.at(step.size).terms
+    return {name: terms[term].folds for name, term in _terms(step)}
+
+
+def _weights(
+    step: CapturedStep, tensors: Mapping[str, torch.Tensor], leaves: Sequence[torch.Tensor], slices: Sequence[Slice]
+) -> dict[str, torch.Tensor]:
+    """What each slice weighs in the loss and in each logged value."""
+    weights = term_weights(step, tensors, leaves, slices)
+    return {name: weights[term] for name, term in _terms(step)}
+
+
+def term_weights(
+    step: CapturedStep, tensors: Mapping[str, torch.Tensor], leaves: Sequence[torch.Tensor], slices: Sequence[Slice],
+    captured: bool = False,
+) -> list[torch.Tensor]:  # fmt: skip
+    """What each slice weighs in each term, on one device that accumulates over them.
+
+    Args:
+        captured: in the values that captured code makes, which divides by 1 where nothing counts.
+    """
+    sizes = torch.tensor([float(len(part)) for part in slices], dtype=torch.float64)
+    found: list[torch.Tensor] = []
+    for i, term in enumerate(step.at(step.size).terms):
+        found.append(sizes / sizes.sum() if term.weighing == Weighing.SAMPLES else torch.ones_like(sizes))
+        if term.denominator is not None and len(slices) > 1:
+            codes = [step.at(len(part)).terms[i].denominator for part in slices]
+            counts = torch.stack([code.counted(leaves, tensors, part) for code, part in zip(codes, slices, strict=True) if code])
+            found[-1] = term.denominator.of(counts.unbind(1), part=captured) / term.denominator.of(counts.sum(0).unbind(0))
+    return found
+
+
+def merged(fold: str, values: list[torch.Tensor], weights: torch.Tensor) -> torch.Tensor:
+    """The values that slices have, as one: `fold` is `sum`, `max` or `min`."""
+    if fold != "sum":
+        return getattr(torch.stack(values), f"a{fold}")()  # type: ignore[no-any-return]
+    # From the first to the last: torch's own sum of a tensor groups its terms as the processor's vectors are wide.
+    return functools.reduce(torch.add, [v * w if w else torch.zeros_like(v) for v, w in zip(values, weights, strict=True)])
+
+
+def _logged(logs: Sequence[Logged], tensors: Sequence[torch.Tensor], names: set[str]) -> Iterator[tuple[str, torch.Tensor]]:
+    """What the step has logged under these names: tensors, and numbers that it took out of tensors."""
+    remaining = iter(tensors)
+    for log in logs:
+        if log.constant is None:
+            yield log.name, next(remaining)
+        elif log.name in names and not callable(log.constant):
+            yield log.name, torch.tensor(log.constant, dtype=torch.get_default_dtype())
 
 
 def _changed_names(step: CapturedStep) -> set[str]:

@@ -14,7 +14,7 @@ from lightning_piper.ir.values import Kind, TensorSpec
 from lightning_piper.routing import COMBINE, COUNTS
 
 aten = torch.ops.aten
-CROSSING = (Kind.ACTIVATION, Kind.COTANGENT, Kind.RESULT)  # kinds of values that travel
+CROSSING = (Kind.ACTIVATION, Kind.COTANGENT, Kind.RESULT, Kind.ARGUMENT)  # kinds of values that travel
 
 
 def extract(
@@ -35,7 +35,7 @@ def extract(
     constant = {n: name for n, name in names.buffers.items() if n in p.reads and n not in state}
     current = {n: name for n, name in names.buffers.items() if n in p.reads and n in state and n not in given}
     batch = {n: i for n, i in names.batch.items() if n in p.reads}
-    seeds = [names.tangent] if names.tangent is not None and names.tangent in p.reads else []
+    seeds = {n: term for n, term in names.tangents.items() if n in p.reads}
 
     graph = torch.fx.Graph()
     env: dict[Node, Node] = {}
@@ -56,7 +56,8 @@ def extract(
     graph.lint()
     interface = Interface(
         inputs=tuple(p.inputs), outputs=tuple(out for out, _ in p.outputs), params=tuple(params.values()),
-        buffers=tuple(constant.values()), state=tuple(current.values()), batch=tuple(batch.values()), seeds_gradient=bool(seeds),
+        buffers=tuple(constant.values()), state=tuple(current.values()), batch=tuple(batch.values()),
+        seeds=tuple(seeds.values()),
         random=any(_torch.is_random(n) for n in p.nodes),
         arrives=tuple(arrives(n[0], p) if len(n) == 1 else "" for n in p.inputs.values()) if routed else (),
         leaves=tuple(leaves(n) for _, n in p.outputs) if routed else (),

@@ -10,6 +10,7 @@ import torch
 from torch import nn
 
 from lightning_piper.capture.batch import BatchSpec, flatten
+from lightning_piper.capture.metric_objects import Recording
 from lightning_piper.capture.reads import Reads
 from lightning_piper.capture.trace import Step
 from lightning_piper.ir.regions import Output
@@ -32,17 +33,19 @@ class ForwardStep(Step):
                  blocks: Mapping[str, nn.Module] | None = None) -> None:  # fmt: skip
         super().__init__(module, batch_spec, context, degrees, reads, blocks)
         self.name, self._dataloader_idx = name, dataloader_idx
+        self.metrics = Recording(module, name)
         self._returned = BatchSpec(None, (), ())
 
     def forward(self, *leaves: torch.Tensor) -> tuple[torch.Tensor, ...]:
         found, self._returned = flatten(self._call(leaves, self._dataloader_idx), f"result of {self.name}")
+        self.metrics.use(self._returned.computed)
         # Each in memory of its own: the user may change it, and it may be a part of the batch, a buffer, or returned twice.
-        return (*(x.detach().clone() for x in found), *self._logged)
+        return (*(x.detach().clone() for x in found), *self._logged, *self.metrics.tensors)
 
     @property
     def plain(self) -> tuple[Output, ...]:
         results = (Output(Kind.RESULT, (str(i),)) for i in range(len(self._returned.specs)))
-        return (*results, *self._plain_logs)
+        return (*results, *self._plain_logs, *self.metrics.outputs)
 
     @property
     def rebuild(self) -> Callable[..., Any]:

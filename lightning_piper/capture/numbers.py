@@ -105,6 +105,15 @@ class Inputs:
         finally:
             self._tensors, self.active = before, False
 
+    def remember(self) -> Callable[[], None]:
+        """Gives a function that makes it what it is now, for a trace that is not used."""
+        known = dict(self.numbers), dict(self.answers), self.plain, self.given
+
+        def forget() -> None:
+            self.numbers, self.answers, self.plain, self.given = known
+
+        return forget
+
     def tensor(self, number: Number, dtype: torch.dtype) -> torch.Tensor:
         """The graph's input for a number. One that is new gets its place when the step is traced again."""
         key = (number.key, dtype)
@@ -248,7 +257,7 @@ def _understanding(function: Callable[..., Any]) -> Callable[..., Any]:
 
 def _operator(function: Callable[..., Any], name: str, swapped: bool) -> Callable[[Number, Any], Any]:
     def call(self: Number, other: Any) -> Any:
-        if not isinstance(other, Number | int | float | complex):
+        if not issubclass(type(other), Number | int | float | complex):  # by what it is, not by what it stands for
             return NotImplemented
         return _apply(function, name, *((other, self) if swapped else (self, other)))
 

@@ -61,15 +61,21 @@ def reads_of(nodes: list[Node], outputs: list[tuple[Output, list[Node]]], shared
 
 @dataclass(frozen=True)
 class Names:
-    """What the placeholders of the joint graph are."""
+    """What the placeholders of the joint graph are.
+
+    Attributes:
+        tangent: the gradient of the loss, as it was traced.
+        tangents: gradients of the loss's terms, where these have weights.
+    """
 
     params: Mapping[Node, str]
     buffers: Mapping[Node, str]
     batch: Mapping[Node, int]
     tangent: Node | None
+    tangents: Mapping[Node, int] = field(default_factory=dict)
 
     @classmethod
-    def of(cls, graph: torch.fx.Graph, canonical: Mapping[str, str]) -> Names:
+    def of(cls, graph: torch.fx.Graph, canonical: Mapping[str, str], tangents: Mapping[Node, int] | None = None) -> Names:
         params, buffers, batch, tangent = {}, {}, {}, None
         for node in graph.nodes:
             desc = node.meta.get("desc") if node.op == "placeholder" else None
@@ -81,4 +87,4 @@ class Names:
                 batch[node] = desc.idx
             elif isinstance(desc, _torch.TangentAOTInput):
                 tangent = node
-        return cls(params, buffers, batch, tangent)
+        return cls(params, buffers, batch, tangent, tangents or {})

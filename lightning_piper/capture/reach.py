@@ -17,6 +17,7 @@ from typing import Any
 
 from torch import nn
 
+from lightning_piper.capture.deferred import Namespace
 from lightning_piper.capture.places import Place
 from lightning_piper.capture.recorder import Recorder, is_library
 
@@ -34,9 +35,11 @@ def is_users(code: types.CodeType) -> bool:
 _OWN = (str(Path(__file__).parent.parent) + "/", "<frozen")
 
 
-def named_places(module: nn.Module, step: str, recorder: Recorder) -> list[Place]:
+def named_places(module: nn.Module, step: str, recorder: Recorder) -> tuple[list[Place], list[Namespace]]:
     """Globals, cells of closures and attributes of classes and Python modules that the step's code names, and what code of objects
-    and functions names that `recorder` has found; if they hold data or functions."""
+    and functions names that `recorder` has found; if they hold data or functions. And the globals of all this code, with the names
+    that it calls there.
+    """
     found = _Reach(module, {type(x) for x, _ in recorder.objects.values()})
     for routine in recorder.routines:
         found.follow(routine)
@@ -45,12 +48,13 @@ def named_places(module: nn.Module, step: str, recorder: Recorder) -> list[Place
         if inspect.isroutine(value) or name == step:
             found.follow(value)
     found.run()
-    return list(found.places.values())
+    return list(found.places.values()), list(found.namespaces.values())
 
 
 class _Reach:
     def __init__(self, module: nn.Module, others: Iterable[type]) -> None:
         self.places: dict[Any, Place] = {}
+        self.namespaces: dict[int, Namespace] = {}
         self._seen: set[int] = set()
         self._waiting: list[types.FunctionType] = []
         classes = (c for kind in (*map(type, module.modules()), *others) for c in kind.__mro__)
@@ -88,6 +92,7 @@ class _Reach:
         for cell, name in zip(function.__closure__ or (), function.__code__.co_freevars, strict=True):
             if not _is_empty(cell):
                 self._take(Place(f"{name} of {function.__qualname__}", cell, "cell_contents", item=False), cell.cell_contents)
+        self.namespaces.setdefault(id(function.__globals__), (function.__globals__, set()))[1].update(_called(function.__code__))
         name = function.__qualname__
         if function.__defaults__ is not None or function.__kwdefaults__ is not None:
             for attribute in ("__defaults__", "__kwdefaults__"):
@@ -132,6 +137,14 @@ class _Reach:
         self.places[place.key] = place
         if not is_library(type(value).__module__):
             self._classes += [c for c in type(value).__mro__ if not is_library(c.__module__) and c not in self._classes]
+
+
+@functools.lru_cache(maxsize=4096)
+def _called(code: types.CodeType) -> frozenset[str]:
+    """Globals and builtins that the code calls by their names; with these, Python loads a place for `self`."""
+    nested = (_called(constant) for constant in code.co_consts if isinstance(constant, types.CodeType))
+    loads = (i for i in dis.get_instructions(code) if i.opname == "LOAD_GLOBAL" and (i.arg or 0) & 1)
+    return frozenset(i.argval for i in loads).union(*nested)
 
 
 def _is_empty(cell: types.CellType) -> bool:

@@ -17,6 +17,9 @@ import torch
 from torch import nn
 
 from lightning_piper.capture import _torch
+from lightning_piper.capture.batch import BatchSpec
+from lightning_piper.capture.carried import Carried, form_of_content
+from lightning_piper.capture.deferred import Namespace, understood
 from lightning_piper.capture.numbers import Answer, Inputs
 from lightning_piper.capture.places import GENERATORS, Guard, Guards, Place, changed_numbers, form_of
 from lightning_piper.capture.reach import is_users, named_places
@@ -47,12 +50,14 @@ class History:
         inputs: numbers that change so often that they are inputs of further captures.
         causes: what made a capture necessary -> how often.
         batch_idx: number of the batch in its epoch, as the step is given it.
+        batch: spec of the batch, which has what the step carries.
     """
 
     changes: Counter[Any] = field(default_factory=Counter)
     inputs: dict[Any, Place] = field(default_factory=dict)
     causes: Counter[str] = field(default_factory=Counter)
     batch_idx: int = 0
+    batch: BatchSpec | None = None
 
     def learn(self, reads: Reads) -> None:
         """The last capture no longer serves."""
@@ -78,6 +83,7 @@ class Reads:
     Attributes:
         guards: places that stood as they stand.
         inputs: numbers.
+        namespaces: globals of the step's code, as of the last trace.
     """
 
     def __init__(self, history: History | None = None) -> None:
@@ -86,6 +92,7 @@ class Reads:
         self.guards = Guards(inputs=self._places)
         self.inputs = Inputs()
         self._recorder: Recorder | None = None
+        self.namespaces: list[Namespace] = []
 
     def hold(self) -> bool:
         """Does the step still mean what was captured?"""
@@ -95,15 +102,28 @@ class Reads:
         """A number that changes from step to step."""
         return self.inputs.source(where, where, get)
 
+    def carried(self, item: Carried) -> Carried:
+        """What the batch that is there carries in this place: the one that was captured may have carried something else."""
+        assert self.history.batch is not None
+        return self.history.batch.carried[item.index]
+
+    def note(self, item: Carried) -> None:
+        """The content of what the batch carries is read: another one needs another capture."""
+
+        def now() -> Any:
+            return form_of_content(self.carried(item).content)
+
+        self.inputs.answers.setdefault(("carried", item.index), Answer(f"batch{item.path}", now, now()))
+
     @contextlib.contextmanager
     def tracing(self, module: nn.Module, step: str) -> Iterator[None]:
         """Around a trace: numbers that are inputs stand in their places, and reads can be recorded."""
         self._recorder = recorder = Recorder(module, self.guards, self.inputs)
-        named, known = named_places(module, step, recorder), -1
+        (named, self.namespaces), known = named_places(module, step, recorder), -1
         while known != len(recorder.objects):  # what is found may have code that names more
             known = len(recorder.objects)
             recorder.find(named)
-            named = named_places(module, step, recorder)
+            named, self.namespaces = named_places(module, step, recorder)
         put: list[tuple[Place, Any]] = []
         try:
             for place in self._places.values():
@@ -132,7 +152,7 @@ class Reads:
             CaptureError: it changes what it has read.
         """
         assert self._recorder is not None
-        with Refusing(module, step), self.inputs.tracing(numbers), self._recorder.watching():
+        with Refusing(module, step), self.inputs.tracing(numbers), understood(self.namespaces), self._recorder.watching():
             yield
         changed = next(self.guards.broken(), None)
         if isinstance(changed, Guard) and isinstance(changed.value, GENERATORS):

@@ -16,6 +16,7 @@ import torch
 from torch import nn
 
 from lightning_piper.capture import _torch
+from lightning_piper.capture.metric_objects import metric_objects
 from lightning_piper.capture.numbers import Inputs, Number
 from lightning_piper.capture.places import ALL, VALUES, Guards, Place, is_sequence
 from lightning_piper.capture.source import user_line
@@ -52,9 +53,10 @@ class Recorder:
         self._guards, self._inputs = guards, inputs
         self.objects: dict[int, tuple[Any, str]] = {}
         self.routines: list[Any] = []
+        inside = {id(x) for metric in metric_objects(module).values() for x in metric.modules()}  # they do not run in the trace
         for path, part in module.named_modules():
-            where = f"self.{path}" if path else "self"
-            self._find(part, where)
+            if id(part) not in inside:
+                self._find(part, f"self.{path}" if path else "self")
         self._module, self._kind = module, type(module)
         self._thread = threading.get_ident()
         self._active = False

@@ -19,12 +19,19 @@ from lightning_piper.capture.aliases import Pair, refuse_sharing, sharing_memory
 from lightning_piper.capture.batch import BatchSpec, flatten
 from lightning_piper.capture.chunks import cut
 from lightning_piper.capture.forward import ForwardStep
+from lightning_piper.capture.listed import Listed
 from lightning_piper.capture.reads import Drawn, History, Reads, refuse_drawing, without_drawing
+from lightning_piper.capture.sizes import Specs, Symbols
+from lightning_piper.capture.symbolic import SymbolicStep, SymbolicTraces
 from lightning_piper.capture.text import Text, difference, text_of
-from lightning_piper.capture.trace import Step, Traced, trace
+from lightning_piper.capture.trace import Fakes, Step, Traced, fakes_of, trace
+from lightning_piper.capture.weighing import weigh
 from lightning_piper.errors import CaptureError
 from lightning_piper.ir.regions import Interface, Output, ParamInfo, PassKey, StepCode
 from lightning_piper.ir.values import Kind, TensorSpec
+
+MANY_SIZES = 8  # numbers of samples for which a step is traced, before it is traced for all
+MANY_SHAPES = 64  # of which code is kept, besides the number of samples
 
 
 def capture(
@@ -41,7 +48,7 @@ def capture(
 
     Args:
         module: a LightningModule (anything with `training_step`); it is neither run with data nor changed.
-        batch: nested dicts, lists, tuples or dataclasses of tensors with a common first dimension; or the spec of such batches.
+        batch: dicts, lists, tuples, dataclasses and objects that hold tensors, nested; or the spec of such batches.
         device: device type on which the captured code will run.
         context: entered around the step while it is traced, e.g. an autocast context.
         name: of the method.
@@ -80,11 +87,20 @@ class CapturedStep:
                  history: History | None = None) -> None:  # fmt: skip
         self.batch_spec, self.size = batch_spec, batch_spec.size
         self.reads = Reads(history)
+        if self.reads.history.batch is None:
+            self.reads.history.batch = batch_spec
         self.module, self.context, self._device = module, context, device
         self.params, self.buffers, self.canonical, self._sharing = _named_tensors(module)
         self._codes: dict[tuple[int, tuple[int, ...]], StepCode] = {}
-        self._first: tuple[int, Text] | None = None  # the size of the first trace, and what it says
+        self._graphs: dict[int, torch.fx.Graph] = {}  # by size: what was traced
+        # It cannot be traced at another size: a list with one entry a sample is there for this one alone.
+        self._alone = _is_alone(batch_spec)
         self._blocks = repeated_blocks(module)
+        # What copies of it share: who was traced first, for how many samples, and what that says; copies for other shapes, by the
+        # specs of one sample; traces for many shapes.
+        self._first: list[tuple[CapturedStep, int, Text]] = []
+        self._shaped: dict[Specs, CapturedStep] = {}
+        self._symbolic = SymbolicTraces()
 
     def resized(self, size: int) -> CapturedStep:
         """The same step for global batches of `size` samples; it shares the code that was traced so far."""
@@ -92,19 +108,40 @@ class CapturedStep:
         other.size = size
         return other
 
+    def shaped(self, batch_spec: BatchSpec) -> CapturedStep:
+        """The same step for batches of other shapes than it was captured with. Where its code allows, one trace serves them all."""
+        sample = tuple(_resized(spec, 1) for spec in batch_spec.specs)
+        if sample == self._specs(1):
+            return self
+        if sample not in self._shaped:
+            if len(self._shaped) == MANY_SHAPES:
+                del self._shaped[next(iter(self._shaped))]
+            other = self._shaped[sample] = copy.copy(self)
+            other.batch_spec, other._codes, other._graphs, other._alone = batch_spec, {}, {}, _is_alone(batch_spec)
+        return self._shaped[sample]
+
+    @property
+    def traces(self) -> int:
+        """How many traces its code needed, at all shapes."""
+        return self._symbolic.others + len(self._symbolic.steps)
+
     def _step(self, degrees: tuple[int, ...]) -> Step:
         return Step(self.module, self.batch_spec, self.context, degrees, self.reads, self._blocks)
 
     def inputs(self, leaves: Sequence[torch.Tensor]) -> list[torch.Tensor]:
-        """What the code takes for a batch of these tensors: they, and the numbers of this step."""
-        return [*leaves, *self.reads.inputs.values(self._device)]
+        """What the code takes for a batch of these tensors: they, and this step's numbers, of those known when it was traced."""
+        code = self._codes.get((next((x.shape[0] for x in leaves if x.ndim), 0), ()))
+        known = None if code is None else len(code.batch_specs) - len(leaves)
+        return [*leaves, *self.reads.inputs.values(self._device)[:known]]
 
-    def _trace(self, size: int, parts: Mapping[str, int], degrees: tuple[int, ...]) -> tuple[Traced, tuple[TensorSpec, ...], Step]:
+    def _trace(
+        self, size: int, parts: Mapping[str, int], degrees: tuple[int, ...], fakes: Fakes = fakes_of
+    ) -> tuple[Traced, Specs, Step]:
         """Trace, again where a number turns out to be an input."""
-        batch = tuple(_resized(spec, size) for spec in self.batch_spec.specs)
+        batch = self._specs(size)
         while True:
             step, numbers = self._step(degrees), self.reads.inputs.specs()
-            run = partial(trace, step, batch + numbers, self._device, parts)
+            run = partial(trace, step, batch + numbers, self._device, parts, fakes)
             try:
                 with without_drawing():
                     traced = run()
@@ -118,17 +155,21 @@ class CapturedStep:
             if numbers == self.reads.inputs.specs():
                 return traced, batch + numbers, step
 
+    def _specs(self, size: int) -> Specs:
+        """Of the batch's tensors for so many samples; a batch that nothing can cut is what it is."""
+        if self.batch_spec.undivided is not None:
+            return self.batch_spec.specs
+        return tuple(_resized(spec, size) for spec in self.batch_spec.specs)
+
     @property
     def said(self) -> Text:
         """What the step says, operation by operation, where it was traced first."""
-        assert self._first is not None
-        return self._first[1]
+        return self._first[0][2]
 
     @property
     def text(self) -> str:
         """What the step says, where it was traced first: equal for the same step, on any process."""
-        assert self._first is not None
-        return re.sub(r"cuda:\d+", "cuda", "\n".join(self._first[1].lines))
+        return re.sub(r"cuda:\d+", "cuda", "\n".join(self.said.lines))
 
     def retrace(self) -> None:
         """Trace the step once more, and compare: the guards may have missed something that it reads.
@@ -136,9 +177,8 @@ class CapturedStep:
         Raises:
             CaptureError: it has become another step; names the first operation that differs.
         """
-        assert self._first is not None
-        size, before = self._first
-        found = difference(before, text_of(self._trace(size, {}, ())[0]))
+        step, size, before = self._first[0]
+        found = difference(before, text_of(step._trace(size, {}, ())[0]))
         if found is not None:
             raise CaptureError(
                 f"{self.name} is not what was captured: {found}. It depends on something that changes between steps and that no "
@@ -151,34 +191,102 @@ class CapturedStep:
         Raises:
             CaptureError: also when the step has another structure at this size than at the first one.
         """
+        if self.batch_spec.undivided is not None and size != self.batch_spec.size:
+            return dataclasses.replace(self.at(self.batch_spec.size, degrees), size=size)
         if (size, degrees) not in self._codes:
-            whole = self.at(size) if degrees else None
-            parts = {} if whole is None else self._parts(whole, degrees)
-            try:
-                traced, specs, step = self._trace(size, parts, degrees)
-            except CaptureError as error:
-                if whole is None:
-                    raise
-                raise CaptureError(
-                    f"{error}. So it is where devices have parts of parameters: between dispatch and combine, take the number "
-                    "from the tensors given there (sizes.shape[0]); elsewhere not from a parameter, which is a part here"
-                ) from error
-            if self._first is None:
-                self._first = size, text_of(traced)
-            regions, passes, split_passes, routed = cut(
-                traced.graph, self.canonical, traced.plain, None if whole is None else whole.routed
-            )
-            interfaces, code = {key: p[0] for key, p in passes.items()}, {key: p[1] for key, p in passes.items()}
-            found = StepCode(size, regions, interfaces, code, traced.logs, specs, split_passes, routed, step.rebuild)
+            found = (None if degrees else self._by_substitution(size)) or self._traced(size, degrees)
             self._check_memory(found)
             if self._codes:
                 first = next(iter(self._codes.values()))
                 _same_structure(first, found)
                 # Without those that read other parameters, say: no program may ask for them.
-                alike = {key: p for key, p in split_passes.items() if _public(p[0]) == _public(first.split_passes[key][0])}
+                alike = {key: p for key, p in found.split_passes.items() if _public(p[0]) == _public(first.split_passes[key][0])}
                 found = dataclasses.replace(found, split_passes=alike)
             self._codes[size, degrees] = found
         return self._codes[size, degrees]
+
+    def _beside(self, size: int) -> tuple[torch.fx.Graph, int] | None:
+        """The step traced at another size than this one; None if it cannot be, then for no size."""
+        if self._alone:
+            return None
+        for other, graph in self._graphs.items():
+            if other != size:
+                return graph, other
+        batch = tuple(_resized(spec, size + 1) for spec in self.batch_spec.specs) + self.reads.inputs.specs()
+        step = self._step(())
+        step.reads, step.gradients = None, torch.no_grad  # what it computes is enough
+        step.namespaces = self.reads.namespaces
+        try:
+            return trace(step, batch, self._device, {}).graph, size + 1
+        except Exception:  # the user's code takes no other size
+            self._alone = True
+            return None
+
+    def _by_substitution(self, size: int) -> StepCode | None:
+        """The code by a trace that has symbols for sizes, if one serves; one is made when other dimensions than that of the samples
+        differ, or samples come in many numbers."""
+        if self.batch_spec.undivided is not None:
+            return None
+        numbers = self.reads.inputs.specs()
+        found = self._symbolic.find(self._specs(size) + numbers, size)
+        wanted = self._first and (self._first[0][0]._specs(1) != self._specs(1) or len(self._codes) >= MANY_SIZES)
+        if found is None and wanted and self._symbolic.left > 0:
+            self._symbolic.add(self._trace_symbolic(size))
+            found = self._symbolic.find(self._specs(size) + numbers, size)
+        return found
+
+    def _trace_symbolic(self, size: int) -> SymbolicStep | None:
+        """Trace with symbols, and compare with a trace without: the first one, or one of these shapes. None: it cannot be done,
+        or says something else."""
+        first, samples, said = self._first[0]
+        free, hint = self._symbolic.free(self._specs(size), first._specs(size))
+        symbols, forget = Symbols(free), self.reads.inputs.remember()
+        try:
+            with _torch.quietly():
+                traced, specs, step = self._trace(hint, {}, (), symbols.fakes)
+            if traced.metrics.events:  # what metric objects get may be of the sizes
+                raise CaptureError("metric objects")
+            made = SymbolicStep(traced, symbols, step.rebuild)
+            text = made.text(first._specs(samples) + specs[len(self.batch_spec.specs) :])
+            if text is None:
+                text, said = made.text(specs), text_of(self._trace(hint, {}, ())[0])
+            if text is not None and (text.lines, text.specs) == (said.lines, said.specs):
+                made.cut(self.canonical, specs, hint, partial(self._beside, hint))
+                alike = first._codes[samples, ()].terms
+                if [(x.weighing, x.label) for x in made.terms] == [(x.weighing, x.label) for x in alike]:
+                    return made
+        except Exception:  # what is wrong is said by a trace with numbers, if anything is
+            pass
+        forget()
+        return None
+
+    def _traced(self, size: int, degrees: tuple[int, ...]) -> StepCode:
+        """The code by a trace for this size."""
+        whole = self.at(size) if degrees else None
+        parts = {} if whole is None else self._parts(whole, degrees)
+        try:
+            traced, specs, step = self._trace(size, parts, degrees)
+        except CaptureError as error:
+            if whole is None:
+                raise
+            raise CaptureError(
+                f"{error}. So it is where devices have parts of parameters: between dispatch and combine, take the number "
+                "from the tensors given there (sizes.shape[0]); elsewhere not from a parameter, which is a part here"
+            ) from error
+        self._symbolic.others += 1
+        if not self._first:
+            self._first.append((self, size, text_of(traced)))
+        beside = None if self.batch_spec.undivided is not None else partial(self._beside, size)
+        weighed = weigh(traced, size, self.canonical, beside)
+        if not self._graphs and len(weighed.plain) == len(traced.plain):  # as it was traced
+            self._graphs[size] = traced.graph
+        regions, passes, split_passes, routed = cut(weighed, self.canonical, None if whole is None else whole.routed)
+        interfaces, code = {key: p[0] for key, p in passes.items()}, {key: p[1] for key, p in passes.items()}
+        terms = {out.names[0]: out.term for out in weighed.plain if out.kind == Kind.ARGUMENT}
+        return StepCode(
+            size, regions, interfaces, code, traced.logs, specs, split_passes, routed, step.rebuild, weighed.terms,
+            dataclasses.replace(traced.metrics, terms=terms), self.batch_spec.undivided,
+        )  # fmt: skip
 
     def _check_memory(self, code: StepCode) -> None:
         outputs = [out for interface in code.interfaces.values() for out in interface.outputs]
@@ -217,6 +325,11 @@ class CapturedForward(CapturedStep):
         return ForwardStep(self.module, self.batch_spec, self.context, degrees, *about)
 
 
+def _is_alone(batch_spec: BatchSpec) -> bool:
+    """Does the batch have a list with one entry a sample, so that no other size has the like?"""
+    return any(isinstance(item, Listed) for item in batch_spec.carried)
+
+
 def _resized(spec: TensorSpec, size: int) -> TensorSpec:
     """The contiguous spec of a batch leaf cut to `size` samples; leaves without dimensions stay whole."""
     shape = (size, *spec.shape[1:]) if spec.shape else ()
@@ -249,7 +362,8 @@ def _named_tensors(module: nn.Module) -> tuple[dict[str, ParamInfo], dict[str, T
 def _same_structure(a: StepCode, b: StepCode) -> None:
     def shape_of(code: StepCode) -> tuple[Any, ...]:
         tags = tuple(tuple(sorted(r.tags.items())) for r in code.regions)
-        return tags, tuple(log.name for log in code.logs), {key: _public(i) for key, i in code.interfaces.items()}
+        said = (*(log.name for log in code.logs), *map(str, code.metrics.events))
+        return tags, said, {key: _public(i) for key, i in code.interfaces.items()}
 
     if shape_of(a) == shape_of(b):
         return
@@ -268,8 +382,8 @@ def _at(code: StepCode, key: PassKey) -> Any:
 def _public(interface: Interface) -> Any:
     """An interface without what is private to a region at a size: the graph's names of values."""
 
-    def kind(output: Output) -> tuple[str, tuple[str, ...]]:
-        return (output.kind, () if output.kind in (Kind.ACTIVATION, Kind.COTANGENT) else output.names)
+    def kind(output: Output) -> tuple[str, tuple[str, ...], int | None]:
+        return (output.kind, () if output.kind in (Kind.ACTIVATION, Kind.COTANGENT) else output.names, output.term)
 
     return (interface.inputs, tuple(map(kind, interface.outputs)), interface.params, interface.buffers, interface.state,
-            interface.batch, interface.seeds_gradient)  # fmt: skip
+            interface.batch, interface.seeds)  # fmt: skip

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import zlib
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -14,6 +14,8 @@ from torch.fx.node import map_aggregate
 from lightning_piper.capture.regions import source_line
 from lightning_piper.capture.source import LINE_KEY
 from lightning_piper.capture.trace import Traced
+from lightning_piper.ir.metric_calls import MetricCall
+from lightning_piper.ir.values import TensorSpec
 
 
 @dataclass(frozen=True)
@@ -23,22 +25,30 @@ class Text:
     Attributes:
         lines: one for each operation, then for each logged value.
         sources: the user's line of each operation.
+        specs: of the tensors that each operation makes. They follow from the lines, unless a trace with symbols is wrong.
     """
 
     lines: tuple[str, ...]
     sources: tuple[str, ...]
+    specs: tuple[tuple[TensorSpec, ...], ...]
 
 
-def text_of(traced: Traced) -> Text:
+def text_of(
+    traced: Traced,
+    filled: Callable[[Any], Any] = lambda argument: argument,
+    spec: Callable[[torch.Tensor], TensorSpec] = TensorSpec.of,
+) -> Text:
+    """A trace as text. `filled`, `spec`: an argument of an operation as it is shown, and a tensor's spec."""
     numbers: dict[Node, int] = {}
-    lines, sources = [], []
+    lines, sources, specs = [], [], []
     constants: Any = traced.graph.owning_module
     for node in traced.graph.nodes:
         numbers[node] = len(numbers)
+        specs.append(tuple(_laid_out(spec(x)) for x in tensors_of(node)))
         target = _content(getattr(constants, str(node.target))) if node.op == "get_attr" else str(node.target)
         if node.op in ("placeholder", "output"):
             target = node.op
-        arguments = [_shown(x, numbers) for x in (*node.args, *node.kwargs.values())]
+        arguments = [_shown(filled(x), numbers) for x in (*node.args, *node.kwargs.values())]
         names = [*("" for _ in node.args), *(f"{key}=" for key in node.kwargs)]
         lines.append(f"{target}({', '.join(name + text for name, text in zip(names, arguments, strict=True))})")
         line = str(node.meta.get("custom", {}).get(LINE_KEY, ""))
@@ -47,7 +57,22 @@ def text_of(traced: Traced) -> Text:
         constant = "" if log.constant is None or callable(log.constant) else repr(log.constant)
         lines.append(f"self.log({log.name!r}, {constant}) {log.reduce} {sorted(map(str, log.kwargs.items()))}")
         sources.append("")
-    return Text(tuple(lines), tuple(sources))
+    for event in traced.metrics.events:
+        lines.append(f"{event} after {event.after} logs")
+        sources.append(event.where if isinstance(event, MetricCall) else "")
+    return Text(tuple(lines), tuple(sources), tuple(specs))
+
+
+def _laid_out(spec: TensorSpec) -> TensorSpec:
+    """The spec without strides that say nothing: of dimensions of one element."""
+    strides = (0 if size == 1 else stride for size, stride in zip(spec.shape, spec.stride, strict=True))
+    return TensorSpec(spec.shape, spec.dtype, tuple(strides))
+
+
+def tensors_of(node: Node) -> list[torch.Tensor]:
+    """What was traced for a node."""
+    value = node.meta.get("val")
+    return [x for x in (value if isinstance(value, list | tuple) else [value]) if isinstance(x, torch.Tensor)]
 
 
 def difference(before: Text, after: Text) -> str | None:

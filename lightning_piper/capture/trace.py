@@ -3,11 +3,10 @@
 from __future__ import annotations
 
 import contextlib
-import functools
 import inspect
 import numbers
 import traceback
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -15,10 +14,13 @@ import torch
 from torch import nn
 
 from lightning_piper.annotate import marking, numbering, tag_layers
-from lightning_piper.capture import _torch
+from lightning_piper.capture import _torch, _torchmetrics
+from lightning_piper.capture.arrays import ArrayStandIn, from_numpy, to_array
 from lightning_piper.capture.batch import BatchSpec
 from lightning_piper.capture.calling import arguments
-from lightning_piper.capture.listed import refusing
+from lightning_piper.capture.carried import carrying
+from lightning_piper.capture.deferred import Namespace, deferring, holds_deferred, is_deferred, is_misplaced, refusal
+from lightning_piper.capture.metric_objects import Recording, noting
 from lightning_piper.capture.numbers import Number
 from lightning_piper.capture.raised import is_own, where_kept
 from lightning_piper.capture.reads import Drawn, Reads
@@ -26,21 +28,13 @@ from lightning_piper.capture.source import user_line
 from lightning_piper.capture.unchanged import attributes, changes, check_unchanged, restored
 from lightning_piper.capture.watch import Watch
 from lightning_piper.errors import CaptureError
+from lightning_piper.ir.metric_calls import MetricCalls
 from lightning_piper.ir.regions import LOSS, Logged, Output
 from lightning_piper.ir.values import Kind, TensorSpec
 from lightning_piper.routing import exchanging
 
 REDUCTIONS = {"mean": "mean", "sum": "sum", "max": "max", "min": "min", torch.mean: "mean", torch.sum: "sum", torch.max: "max",
               torch.min: "min", max: "max", min: "min", sum: "sum"}  # fmt: skip
-# How the values that one metric has in several microbatches, of given shares of the batch, become one. Sums are taken from the
-# first to the last: torch's own sum of a tensor groups its terms as the processor's vectors are wide.
-REDUCE: Mapping[str, Callable[[list[torch.Tensor], list[float]], torch.Tensor]] = {
-    "mean": lambda values, weights: functools.reduce(torch.add, [v * w for v, w in zip(values, weights, strict=True)]),
-    "sum": lambda values, weights: functools.reduce(torch.add, values),
-    "max": lambda values, weights: torch.stack(values).max(),
-    "min": lambda values, weights: torch.stack(values).min(),
-}
-METRICS = "update metric objects in a hook (on_..._batch_end), and log them in on_..._epoch_end"
 
 
 @dataclass(frozen=True)
@@ -51,25 +45,36 @@ class Traced:
         graph: the functional graph; placeholders and outputs carry descriptors.
         plain: what the graph's plain outputs 0, 1, ... are.
         logs: the `self.log` calls, in order.
+        metrics: what it does with metric objects.
     """
 
     graph: torch.fx.Graph
     plain: tuple[Output, ...]
     logs: tuple[Logged, ...]
+    metrics: MetricCalls
 
 
-def trace(step: Step, specs: tuple[TensorSpec, ...], device: torch.device, parts: Mapping[str, int]) -> Traced:
+Fakes = Callable[[tuple[TensorSpec, ...], torch.device], tuple[_torch.FakeTensorMode, tuple[torch.Tensor, ...]]]
+
+
+def fakes_of(specs: tuple[TensorSpec, ...], device: torch.device) -> tuple[_torch.FakeTensorMode, tuple[torch.Tensor, ...]]:
+    """Tensors of these specs without data."""
+    with (mode := _torch.FakeTensorMode()):
+        return mode, tuple(torch.empty_strided(s.shape, s.stride, dtype=s.dtype, device=device) for s in specs)
+
+
+def trace(
+    step: Step, specs: tuple[TensorSpec, ...], device: torch.device, parts: Mapping[str, int], fakes: Fakes = fakes_of
+) -> Traced:
     """Trace a step on a batch whose tensors have `specs`. Parameters may lie on the meta device: only shapes count.
 
     Of the parameters named in `parts`, a device has one of so many equal parts along the first dimension: the step is traced as it
-    runs there.
+    runs there. `fakes` makes the tensors.
 
     Raises:
         CaptureError: the step cannot be captured.
     """
-    mode, module = _torch.FakeTensorMode(), step.module
-    with mode:
-        inputs = tuple(torch.empty_strided(s.shape, s.stride, dtype=s.dtype, device=device) for s in specs)
+    (mode, inputs), module = fakes(specs, device), step.module
     reading = step.reads.tracing(module, step.name) if step.reads is not None else contextlib.nullcontext()
     with step.gradients(), restored(module), reading, _without_data(module, mode, device, parts), as_captured(module, step):
         try:
@@ -78,20 +83,21 @@ def trace(step: Step, specs: tuple[TensorSpec, ...], device: torch.device, parts
         except (CaptureError, Drawn):
             raise
         except _torch.WITHOUT_VALUES as error:
+            _refuse_metric(step, error)
             raise CaptureError(
                 f"{user_line(error)}: the step asks for a value (or a shape) that is only known when it runs "
                 f"({error.func}); a captured step has no values. Keep the computation in tensors (torch.where, masks, "
                 f"index_add), or move it to a hook outside of {step.name}"
             ) from error
         except Exception as error:
-            if _in_metric(error):
-                problem = f"{step.name} runs a metric object, which a captured step cannot; {METRICS}"
-                raise CaptureError(f"{user_line(error)}: {problem}") from error
+            _refuse_metric(step, error)
             if _torch.is_foreign_tensor(error):
                 raise CaptureError(
                     f"{user_line(error)}: the step uses a tensor that is neither in the batch nor a parameter or buffer of "
                     "the module; make it a buffer (self.register_buffer), or create it inside of the step"
                 ) from error
+            if is_misplaced(error):
+                raise refusal(error) from error
             if kept := where_kept(module, error):
                 raise CaptureError(
                     f"{step.name} reads a tensor that it kept in {kept} when it ran before; a captured step keeps nothing in "
@@ -104,7 +110,7 @@ def trace(step: Step, specs: tuple[TensorSpec, ...], device: torch.device, parts
             raise CaptureError(
                 f"{user_line(error)}: {step.name} cannot be captured as one graph: {type(error).__name__}: {error}"
             ) from error
-    return Traced(graph, step.plain, tuple(step.logs))
+    return Traced(graph, step.plain, tuple(step.logs), step.metrics.made)
 
 
 class Step(nn.Module):
@@ -128,14 +134,17 @@ class Step(nn.Module):
         self.module, self._batch_spec, self._context, self._degrees = module, batch_spec, context, degrees
         self.reads, self._blocks = reads, blocks or {}
         self.batch_idx = 0
+        self.namespaces: Sequence[Namespace] | None = None  # where it is traced without `reads`
         self.logs: list[Logged] = []
         self._logged: list[torch.Tensor] = []
+        self.metrics = Recording(module, self.name)
 
     def forward(self, *leaves: torch.Tensor) -> tuple[torch.Tensor, ...]:
-        return (_loss_of(self._call(leaves)), *self._logged)
+        return (_loss_of(self._call(leaves)), *self._logged, *self.metrics.tensors)
 
     def _call(self, leaves: tuple[torch.Tensor, ...], dataloader_idx: int | None = None) -> Any:
         self.logs, self._logged = [], []  # the tracer runs the step more than once
+        self.metrics.clear()
         step: Callable[..., Any] = getattr(self.module, self.name)
         batch_idx: Any = self.batch_idx
         running: contextlib.AbstractContextManager[None] = contextlib.nullcontext()
@@ -143,6 +152,9 @@ class Step(nn.Module):
         if (reads := self.reads) is not None:
             batch_idx = reads.source("batch_idx", lambda: reads.history.batch_idx)
             running = reads.running(self.module, self.name, leaves[count:])
+        elif self.namespaces is not None:
+            running = deferring(self.namespaces)
+        values = reads is None and self.namespaces is None
         leaves = leaves[:count]
         before = attributes(self.module)
         samples = next((x.shape[0] for x in leaves if x.ndim), 0)
@@ -151,11 +163,14 @@ class Step(nn.Module):
             numbering(),
             exchanging(self._degrees),
             self._context(),
-            refusing(self.name, samples, user_line) as listed,
+            carrying(self.name, samples, user_line, reads) as carried,
+            from_numpy(),
+            contextlib.nullcontext() if values else _torchmetrics.without_values(),
             running,
             marked,
         ):
-            result = step(*arguments(step, self._batch_spec.rebuild(leaves, listed), batch_idx, dataloader_idx))
+            batch = self._batch_spec.rebuild(leaves, carried, to_array if values else ArrayStandIn)
+            result = step(*arguments(step, batch, batch_idx, dataloader_idx))
         check_unchanged(self.module, before, self.name)
         return result
 
@@ -167,23 +182,32 @@ class Step(nn.Module):
     @property
     def plain(self) -> tuple[Output, ...]:
         """What the outputs of the last call are."""
-        return (Output(Kind.LOSS, (LOSS,)), *self._plain_logs)
+        return (Output(Kind.LOSS, (LOSS,)), *self._plain_logs, *self.metrics.outputs)
 
     @property
     def _plain_logs(self) -> Iterator[Output]:
         return (Output(Kind.LOG, (log.name,)) for log in self.logs if log.constant is None)
 
     def log(self, name: str, value: Any, call: Mapping[str, Any]) -> None:
+        if self._logs_metric(name, value, call):
+            return
         kwargs = dict(call)
-        reduce = REDUCTIONS.get(kwargs.pop("reduce_fx", "mean"))
+        function = kwargs.pop("reduce_fx", "mean")
+        reduce = REDUCTIONS.get(getattr(function, "__wrapped__", function))
         if reduce is None:
             function = getattr(call["reduce_fx"], "__name__", repr(call["reduce_fx"]))
             raise CaptureError(
                 f"{user_line()}: self.log({name!r}): values reduced by reduce_fx={function} cannot be merged over microbatches; "
                 "accepted are 'mean', 'sum', 'max' and 'min'"
             )
-        if any(entry.name == name for entry in self.logs):
-            raise CaptureError(f"{user_line()}: self.log({name!r}) is called twice in one step; give each call its own name")
+        self._check_name(name)
+        if holds_deferred(name) or holds_deferred(list(kwargs.values())):
+            raise CaptureError(
+                f"{user_line()}: self.log({name!r}): its name, or an argument beside its value, is made of the value of a tensor, "
+                "which is only known when the step runs; give names and numbers that are known before"
+            )
+        if is_deferred(value):
+            value = value.tensor.to(torch.get_default_dtype())  # as Lightning keeps a number
         if isinstance(value, torch.Tensor):
             if value.numel() != 1:
                 raise CaptureError(
@@ -198,8 +222,19 @@ class Step(nn.Module):
         else:
             raise CaptureError(
                 f"{user_line()}: self.log({name!r}): a {type(value).__name__} cannot be logged inside a captured step; log a "
-                f"tensor or a number, {METRICS}"
+                "tensor, a number, or a metric object, which is an attribute of the module or in its nn.ModuleList or nn.ModuleDict"
             )
+
+    def _logs_metric(self, name: str, value: Any, call: Mapping[str, Any]) -> bool:
+        known = self.metrics.known(value)
+        if known is not None:
+            self._check_name(name)
+            self.metrics.log(name, known, call, len(self.logs))
+        return known is not None
+
+    def _check_name(self, name: str) -> None:
+        if any(entry.name == name for entry in self.logs) or self.metrics.logged(name):
+            raise CaptureError(f"{user_line()}: self.log({name!r}) is called twice in one step; give each call its own name")
 
 
 def _loss_of(result: Any) -> torch.Tensor:
@@ -215,7 +250,7 @@ def _loss_of(result: Any) -> torch.Tensor:
                            "not possible in a captured step)")  # fmt: skip
     if result.numel() != 1:
         raise CaptureError(f"training_step returns a loss of shape {tuple(result.shape)}; return a scalar, such as loss.mean()")
-    if not result.requires_grad:
+    if torch.is_grad_enabled() and not result.requires_grad:
         raise CaptureError(
             "training_step returns a loss that depends on no parameter with requires_grad=True; return it without detach() or "
             "no_grad(), and leave some parameters unfrozen"
@@ -237,6 +272,10 @@ def as_captured(module: nn.Module, step: Step) -> Iterator[None]:
         step.log(call.pop("name"), call.pop("value"), call)
 
     def log_dict(self: nn.Module, dictionary: Mapping[str, Any], *args: Any, **kwargs: Any) -> None:
+        if (known := step.metrics.known(dictionary)) is not None:
+            call = dict(inspect.signature(cls.log_dict).bind(self, dictionary, *args, **kwargs).arguments)  # type: ignore[attr-defined]
+            step.metrics.log(None, known, {k: x for k, x in call.items() if k not in ("self", "dictionary")}, len(step.logs))
+            return
         for name, value in dictionary.items():
             log(self, name, value, *args, **kwargs)
 
@@ -251,7 +290,8 @@ def as_captured(module: nn.Module, step: Step) -> Iterator[None]:
     before = set(vars(stand_in))
     module.__class__ = stand_in
     try:
-        yield
+        with noting(module, lambda metric, method, args, kwargs: step.metrics.call(metric, method, len(step.logs), args, kwargs)):
+            yield
     finally:
         module.__class__ = cls
     if written := set(vars(stand_in)) - before:
@@ -300,6 +340,14 @@ def swapped(module: nn.Module, other: Callable[[torch.Tensor], torch.Tensor]) ->
             store[name] = tensor  # type: ignore[assignment]
 
 
-def _in_metric(error: BaseException) -> bool:
-    """Was it raised inside of torchmetrics?"""
-    return any("/torchmetrics/" in frame.filename for frame in traceback.extract_tb(error.__traceback__))
+def _refuse_metric(step: Step, error: BaseException) -> None:
+    """If it was raised by a metric object of torchmetrics, that one is no submodule.
+
+    Raises:
+        CaptureError: says so.
+    """
+    if any("/torchmetrics/metric.py" in frame.filename for frame in traceback.extract_tb(error.__traceback__)):
+        raise CaptureError(
+            f"{user_line(error)}: {step.name} runs a metric that is no attribute of the module, which a captured step cannot; keep "
+            "metric objects as attributes of the module (self.acc = ...), or in nn.ModuleList or nn.ModuleDict"
+        ) from error

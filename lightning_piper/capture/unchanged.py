@@ -13,6 +13,8 @@ from torch import nn
 from torch.overrides import TorchFunctionMode
 
 from lightning_piper.capture import _torch
+from lightning_piper.capture.arrays import converted
+from lightning_piper.capture.deferred import call, is_deferred
 from lightning_piper.capture.source import on_line, user_frame, user_line
 from lightning_piper.errors import CaptureError
 
@@ -32,6 +34,8 @@ def attributes(module: nn.Module) -> list[Attribute]:
                 found.append((path, part, name, value, [_entry(x) for x in value]))
             elif isinstance(value, dict):
                 found.append((path, part, name, value, [(k, _entry(v)) for k, v in value.items()]))
+            elif is_deferred(value):
+                found.append((path, part, name, value, id(value)))
             elif isinstance(value, _COMPARED):
                 found.append((path, part, name, value, id(value) if isinstance(value, torch.Tensor) else value))
     return found
@@ -41,6 +45,8 @@ def _entry(value: Any) -> Any:
     """Comparable form of what is in a container; torch's RNNs refill lists of their weights, so a tensor counts as any other."""
     if isinstance(value, torch.Tensor):
         return torch.Tensor
+    if is_deferred(value):
+        return type(value)
     return value if isinstance(value, _COMPARED) else type(value)
 
 
@@ -123,4 +129,5 @@ class Refusing(TorchFunctionMode):
                 "Leave generator= out"
             )
         with on_line(user_frame()):
-            return function(*args, **kwargs)
+            found = converted(function, args, kwargs)
+            return call(function, args, kwargs) if found is None else found

@@ -24,6 +24,13 @@ def shard_batch(dag: TrainingDAG, replicas: int, directive: Directive) -> None:
         return
     if dag.replicas != 1:
         directive.refuse("devices", f"{replicas} replicas, another directive has {dag.replicas}", "divide all regions alike")
+    undivided = dag.code.undivided
+    if undivided is not None and undivided.batches != replicas:
+        directive.refuse(
+            "devices",
+            f"{replicas} replicas, and the batch's tensors share no first dimension to divide it by: {undivided.found}",
+            "let each replica draw a batch of its own, in a process of its own (transport='process'), or pad them to one",
+        )
     for chunk in dag.of_type(Chunk):
         if dag.interface(chunk).state:
             changed = ", ".join(dag.interface(chunk).state[:3])

@@ -20,6 +20,7 @@ from lightning_piper.ir.policies import ShardingPolicy
 from lightning_piper.limits import is_number, shown
 
 MEBI = 2**20
+AVERAGES = ("batch", "replicas")
 REDUCE_DTYPES = ("float16", "bfloat16", "float32", "float64")
 
 
@@ -41,13 +42,17 @@ class Replicate(Directive):
             parameters are gathered once a step (ZeRO-1).
         shard_grads: also, gradients are summed after each microbatch, and each replica keeps its shard of the sums (ZeRO-2).
         shard_params: also, parameters are gathered for each use, and freed after it (ZeRO-3). Each stage implies those before.
+        average: what the loss is. "batch": that of the whole batch, so that a ratio (a mean over tokens that count) is divided by
+            what counts in all replicas. "replicas": the mean of the replicas' losses, as DistributedDataParallel has it. The same
+            for all replicate directives of a program.
         reduce_dtype: dtype in which gradients are summed over microbatches and replicas, such as "float32" for gradients in
             bfloat16; left out, their own.
 
     Of parameters that a `shard` divides, each part is summed, and sharded, over the replicas that have it.
 
     The local batches are the same for all regions of a step, replicated by one directive or by several; what is sharded may differ.
-    Gradients become sums over the replicas: equal up to re-association, provided that the loss is a mean over samples.
+    Gradients become sums over the replicas, each weighed as the loss says: equal up to re-association, where
+    no sample's loss depends on the others.
     """
 
     op: ClassVar[str] = "replicate"
@@ -61,6 +66,7 @@ class Replicate(Directive):
     shard_optimizer: bool = False
     shard_grads: bool = False
     shard_params: bool = False
+    average: str = "batch"
     reduce_dtype: str | None = None
 
     def check_fields(self) -> None:
@@ -83,6 +89,8 @@ class Replicate(Directive):
         for field in ("shard_optimizer", "shard_grads", "shard_params"):
             if not isinstance(getattr(self, field), bool):
                 self.refuse(field, shown(getattr(self, field)), "give true or false")
+        if self.average not in AVERAGES:
+            self.refuse("average", shown(self.average), f"give one of {', '.join(AVERAGES)}")
         if self.reduce_dtype is not None and not (isinstance(self.reduce_dtype, str) and self.reduce_dtype in REDUCE_DTYPES):
             self.refuse("reduce_dtype", shown(self.reduce_dtype), f"give one of {', '.join(REDUCE_DTYPES)}")
 
@@ -127,6 +135,10 @@ class Replicate(Directive):
                     f"{chunk.label}, of the same region, is {where}",
                     "replicate a region on all of its device groups at once",
                 )
+        mean = self.average == "replicas"
+        if dag.replicas > 1 and dag.mean_of_replicas != mean:
+            self.refuse("average", shown(self.average), "give the same one in all replicate directives")
+        dag.mean_of_replicas = mean
         shard_batch(dag, len(groups[0]), self)
         return regions
 

@@ -17,6 +17,7 @@ from lightning_piper.ir.nodes import Chunk, Node, Ref
 from lightning_piper.ir.regions import Step
 from lightning_piper.ir.values import Kind, Slice
 from lightning_piper.limits import PASSES, is_name, shown
+from lightning_piper.ops.arguments import Arguments
 from lightning_piper.ops.bucket import Pack
 from lightning_piper.ops.build import build_dag, chain_state
 from lightning_piper.ops.chunk import make_chunk
@@ -37,10 +38,10 @@ class Split(Directive):
         filter: selects chunks; always with both passes of a region. A part of the model may be split alone: values that enter
             it are cut along the batch, values that leave it are joined.
         dim_name: the new tag; microbatch i carries `dim_name=i`.
-        num_microbatches: number of microbatches. Their sizes n_i differ by one sample at most, the larger ones come first, and
-            each weighs n_i/N in the loss.
+        num_microbatches: number of microbatches. Their sizes n_i differ by one sample at most, and the larger ones come first.
 
-    Gradients become sums over the microbatches: equal up to re-association, provided that the loss is a mean over samples.
+    Gradients become sums over the microbatches, each weighed as the loss says: equal up to re-association,
+    where no sample's loss depends on the others.
     """
 
     op: ClassVar[str] = "split"
@@ -72,6 +73,12 @@ class Split(Directive):
                 "filter", f"the parameters of {divided} are divided already, and rows travel to them", "split before the shard"
             )
         self._check(dag, chunks)
+        if dag.code.undivided is not None and self.num_microbatches > 1:
+            self.refuse(
+                "num_microbatches",
+                f"{self.num_microbatches}, and the batch's tensors share no first dimension to cut: {dag.code.undivided.found}",
+                "leave the split out, or give every tensor the samples in its first dimension",
+            )
         made = sum(min(self.num_microbatches, len(chunk.slice)) for chunk in chunks)
         if made > PASSES:
             found = f"{self.num_microbatches} microbatches of {len(chunks)} passes"
@@ -215,11 +222,12 @@ class _Rewrite:
     def _read_copies(self, user: Node) -> None:
         new: list[Ref] = []
         metrics: list[int] = []
+        terms: list[int] = []
         slices: list[Slice] = []
         for place, ref in enumerate(user.inputs):
             if ref[0] not in self.copies:
                 refs = [ref]
-            elif isinstance(user, Accumulate | Metrics | Concat):
+            elif isinstance(user, Accumulate | Metrics | Concat | Arguments):
                 refs = [(copy.id, ref[1]) for copy in self.copies[ref[0]]]
             elif isinstance(user, Chunk | Cut):
                 refs = [self._join(ref, user)]
@@ -231,10 +239,11 @@ class _Rewrite:
                 self.directive.refuse("filter", found, "split before the directive that makes it")
             if isinstance(user, Metrics):
                 metrics += [user.metrics[place]] * len(refs)
+                terms += [user.terms[place]] * len(refs)
                 slices += [user.slices[place]] if refs == [ref] else [copy.slice for copy in self.copies[ref[0]]]
             new += refs
         if isinstance(user, Metrics):
-            self.dag.change(user, metrics=tuple(metrics), slices=tuple(slices))
+            self.dag.change(user, metrics=tuple(metrics), terms=tuple(terms), slices=tuple(slices))
         if isinstance(user, Chunk):
             self.dag.rewire(user, inputs=tuple(new), state=(None,) * len(user.state))
         else:

@@ -10,6 +10,7 @@ from lightning_piper.directives.device_groups import settle
 from lightning_piper.ir.dag import TrainingDAG
 from lightning_piper.ir.nodes import Chunk, Node, Ref
 from lightning_piper.ir.values import Partial, Replicate
+from lightning_piper.ops.arguments import Arguments
 from lightning_piper.ops.bucket import Pack
 from lightning_piper.ops.metrics import Metrics, MetricsSum, Report
 from lightning_piper.ops.p2p import Recv, Send
@@ -46,7 +47,7 @@ def place_dependents(dag: TrainingDAG, chunks: Iterable[Chunk]) -> list[Node]:
         makers: list[Node] = [chunk]
         while makers:
             for user in dag.users(makers.pop()):
-                if isinstance(user, Accumulate | Metrics | Pack | Update | Result) and not user.devices:
+                if isinstance(user, Accumulate | Metrics | Pack | Update | Result | Arguments) and not user.devices:
                     dag.change(user, devices=chunk.devices, placed_by=chunk.placed_by)
                     placed.append(user)
                     makers += [user] if isinstance(user, Pack) else []

@@ -41,7 +41,8 @@ class GradientInjection:
         self._kept: list[_Waiting] = []  # of the batches whose gradients are kept back
         self._last: _Waiting | None = None
 
-    def loss(self, value: torch.Tensor, grads: Mapping[str, torch.Tensor], scale: float = 1.0, kept: bool = False) -> torch.Tensor:
+    def loss(self, value: torch.Tensor, grads: Mapping[str, torch.Tensor], scale: float = 1.0, kept: bool = False,
+             closing: float | None = None) -> torch.Tensor:  # fmt: skip
         """A loss of this value whose derivatives are `grads`, which belong to it from now on.
 
         Args:
@@ -49,6 +50,7 @@ class GradientInjection:
             grads: parameter name -> gradient, times `scale`. Some may be missing.
             scale: the factor that `backward` is expected to bring; `grads` are multiplied with what it brings, over `scale`.
             kept: the plan has kept gradients of this batch back, and hands them out with those of a later one.
+            closing: factor on the gradients accumulated so far and on these.
 
         Raises:
             PiperError: `backward` did not run on the loss of a batch whose gradients are kept back.
@@ -58,7 +60,7 @@ class GradientInjection:
                 "PiperStrategy: backward did not run on the loss of an earlier batch of this gradient accumulation, but its "
                 "gradients are in the sum already; call backward on every loss that the training step returns"
             )
-        waiting = self._last = _Waiting(value, [grads.get(name) for name in self._names], scale, self)
+        waiting = self._last = _Waiting(value, [grads.get(name) for name in self._names], scale, self, closing)
         if kept:
             self._kept.append(waiting)
         result: torch.Tensor = _HandOut.apply(waiting, self._anchor, *self._params)  # type: ignore[no-untyped-call]
@@ -96,8 +98,9 @@ class GradientInjection:
 class _Waiting:
     """The gradients of one step. `factor`: what `backward` brought."""
 
-    def __init__(self, value: torch.Tensor, grads: list[torch.Tensor | None], scale: float, injection: GradientInjection) -> None:
-        self.value, self.scale = value, scale
+    def __init__(self, value: torch.Tensor, grads: list[torch.Tensor | None], scale: float, injection: GradientInjection,
+                 closing: float | None) -> None:  # fmt: skip
+        self.value, self.scale, self._closing = value, scale, closing
         self.factor: torch.Tensor | None = None
         self._grads: list[torch.Tensor | None] | None = grads
         self._injection = injection
@@ -117,6 +120,11 @@ class _Waiting:
             for grad in grads:
                 if grad is not None:
                     grad.mul_(ratio.to(grad.dtype))
+        if self._closing is not None:
+            accumulated = [x.grad for x in self._injection.trained.values()]
+            for grad in (*grads, *accumulated):
+                if grad is not None:
+                    grad.mul_(self._closing)
         return grads
 
 

@@ -18,7 +18,7 @@ from lightning_piper.ir.values import Kind, Placement, Shard, Slice, TensorSpec,
 from lightning_piper.limits import shown
 
 N = TypeVar("N", bound=Node)
-READS = ("inputs", "state", "params")  # fields of a node, of which only a chunk has all
+READS = ("inputs", "state", "params", "weights")  # fields of a node, of which only a chunk has all
 
 
 class TrainingDAG:
@@ -36,6 +36,7 @@ class TrainingDAG:
         meshes: region -> the mesh along whose other axes its parameters are divided, of regions in which some are.
         divided: the same for these parameters.
         arranged: region and its group of devices -> the mesh that their place gave them, of those that it gave one.
+        mean_of_replicas: the loss is the mean of the replicas' losses, each a term's own ratio, and not that of the whole batch.
         policies: region -> what its replicate directive shards, and how it communicates.
     """
 
@@ -51,6 +52,7 @@ class TrainingDAG:
         self.arranged: dict[tuple[int, tuple[int, ...]], Mesh] = {}
         self._degrees: tuple[int, ...] = ()  # for each call of `dispatch`, into how many parts what it leads to is divided
         self.policies: dict[int, ShardingPolicy] = {}
+        self.mean_of_replicas = False
         self._next = 0
 
     # Reading
@@ -240,7 +242,7 @@ class TrainingDAG:
             self.graph.remove_node(node.id)
 
     def rewire(self, node: Node, **reads: tuple[Ref | None, ...]) -> None:
-        """Change what a node reads (`inputs`, `state`, `params`); temporal edges stay.
+        """Change what a node reads (`inputs`, `state`, `params`, `weights`); temporal edges stay.
 
         Raises:
             ValueError: the node is not in this DAG; or what it is to read is no pair of a node's id and an output.
@@ -285,6 +287,8 @@ class TrainingDAG:
         if isinstance(node, Chunk):
             reads["state"] = tuple(new if ref == old else ref for ref in node.state)
             reads["params"] = tuple(new if ref == old else ref for ref in node.params)
+        if (weights := getattr(node, "weights", None)) is not None:
+            reads["weights"] = tuple(new if ref == old else ref for ref in weights)
         self.rewire(node, **reads)
 
     def order(self, before: Node, after: Node, origin: int | None) -> None:
@@ -352,6 +356,7 @@ class TrainingDAG:
         copy._next, copy.replicas, copy.overlaps = self._next, self.replicas, list(self.overlaps)
         copy.meshes, copy.divided, copy._degrees = dict(self.meshes), dict(self.divided), self._degrees
         copy.policies, copy.arranged = dict(self.policies), dict(self.arranged)
+        copy.mean_of_replicas = self.mean_of_replicas
         return copy
 
     def __str__(self) -> str:

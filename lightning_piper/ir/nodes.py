@@ -110,6 +110,8 @@ class Chunk(Node):
         state: where the current value of each buffer in `Interface.state` comes from; None is the module's own buffer, as
             it was before the step.
         params: the bucket that brings each parameter in `Interface.params`; None is the device's own copy of it. Empty: all are.
+        weights: what makes the gradient of each term in `Interface.seeds`; None: its weight does not follow from the batch. Empty:
+            none does.
     """
 
     turn = Turn.BY_PASS
@@ -120,6 +122,7 @@ class Chunk(Node):
     slice: Slice
     state: tuple[Ref | None, ...] = ()
     params: tuple[Ref | None, ...] = ()
+    weights: tuple[Ref | None, ...] = ()
 
     @property
     def key(self) -> PassKey:
@@ -127,7 +130,7 @@ class Chunk(Node):
 
     @property
     def reads(self) -> tuple[Ref, ...]:
-        return self.inputs + tuple(ref for ref in self.state + self.params if ref is not None)
+        return self.inputs + tuple(ref for ref in self.state + self.params + self.weights if ref is not None)
 
     @property
     def label(self) -> str:

@@ -15,7 +15,9 @@ from typing import Protocol
 import torch
 
 from lightning_piper.errors import CaptureError
-from lightning_piper.ir.values import Kind, TensorSpec
+from lightning_piper.ir.metric_calls import MetricCalls
+from lightning_piper.ir.terms import Term
+from lightning_piper.ir.values import Kind, Slice, TensorSpec
 
 # The name of the loss that the step returns, among the metrics; users may well log something called "loss" themselves.
 LOSS = "returned loss"
@@ -52,10 +54,12 @@ class Output:
         kind: what it is.
         names: what the bundle holds: parameter or buffer names, the log key, or the graph's name of the value. For `saved`,
             whose content is a private matter of the region, the passes of its backward that read it.
+        term: of a loss or a logged value, its place in `StepCode.terms`.
     """
 
     kind: Kind
     names: tuple[str, ...]
+    term: int | None = None
 
 
 @dataclass(frozen=True)
@@ -69,12 +73,12 @@ class Interface:
         buffers: buffers read that no pass changes.
         state: buffers read that this region's forward changes; their current value comes from the previous forward.
         batch: indices of the batch leaves read.
-        seeds_gradient: the pass takes the gradient of the loss as its last argument.
+        seeds: of the loss's terms whose gradients the pass takes as its last arguments, the places in `StepCode.terms`.
         random: the pass draws random numbers and runs under a seed of its own.
         arrives, leaves: of a region to which rows are sent, what each input and output is to that exchange: `counts`, `dispatch`
             (rows that arrived), `combine` (rows on their way back), or nothing, "". Empty where there are none.
 
-    The code's arguments are, in this order: all tensors of all inputs, params, buffers, state, batch, loss gradient.
+    The code's arguments are, in this order: all tensors of all inputs, params, buffers, state, batch, gradients of the loss.
     """
 
     inputs: tuple[tuple[int, str, int], ...]
@@ -83,10 +87,15 @@ class Interface:
     buffers: tuple[str, ...] = ()
     state: tuple[str, ...] = ()
     batch: tuple[int, ...] = ()
-    seeds_gradient: bool = False
+    seeds: tuple[int, ...] = ()
     random: bool = False
     arrives: tuple[str, ...] = ()
     leaves: tuple[str, ...] = ()
+
+    @property
+    def seeds_gradient(self) -> bool:
+        """The backward pass of the step begins here, or at one of the places where it does."""
+        return bool(self.seeds)
 
 
 @dataclass(frozen=True)
@@ -113,7 +122,7 @@ class Code:
     Attributes:
         run: takes a list of tensors, empties it, returns the flat tuple of outputs; frees what it no longer needs on the way.
         outputs: specs of the tensors of each output bundle, in the order of `Interface.outputs`.
-        graph: the functional graph, for printing.
+        graph: the functional graph, for printing; where it serves many shapes, sizes that differ are places: `sizes[3]`.
     """
 
     run: Callable[[list[torch.Tensor]], tuple[torch.Tensor, ...]]
@@ -127,7 +136,8 @@ class Logged:
 
     Attributes:
         name: the metric's key.
-        reduce: how values of microbatches are merged: `mean`, `sum`, `max` or `min`.
+        reduce: how the values of an epoch's batches become one: `mean`, `sum`, `max` or `min`. Also those of microbatches, where
+            the step does not show how the value of the whole batch comes from them (`Output.term`).
         kwargs: the other arguments of the call, replayed as they were.
         constant: the value, when it was a Python number and not a tensor; a function of nothing, when it changes from step to step.
     """
@@ -136,6 +146,19 @@ class Logged:
     reduce: str
     kwargs: Mapping[str, object]
     constant: float | Callable[[], float] | None = None
+
+
+@dataclass(frozen=True)
+class Undivided:
+    """Batches that nothing may cut by samples, for their tensors do not share a first dimension.
+
+    Attributes:
+        batches: how many such batches the step gets at once: one of each replica.
+        found: the tensors with their shapes, for messages.
+    """
+
+    batches: int
+    found: str
 
 
 @dataclass(frozen=True)
@@ -151,8 +174,11 @@ class StepCode:
         split_passes: of the passes BI and BW. A region without weights to train has only BI, one that hands on no gradient only BW;
             this one is then all of B. What comes from other regions enters by the first of them.
         routed: the regions to which rows are sent.
+        terms: how the terms of the loss and logged values are weighed.
         rebuild: of a forward-only step: puts what it returns together from its tensors, the outputs of kind `result` named "0",
-            "1", ..., and for a list of the batch that it returns from what a function says; None for a training step.
+            "1", ..., and for what it returns of the batch that has no tensors from what a function says; None for a training step.
+        metrics: what it does with metric objects.
+        undivided: set where nothing may cut the batch.
     """
 
     size: int
@@ -164,10 +190,26 @@ class StepCode:
     split_passes: Mapping[PassKey, tuple[Interface, Code]] = field(default_factory=dict)
     routed: Mapping[int, Routed] = field(default_factory=dict)
     rebuild: Callable[..., object] | None = None
+    terms: tuple[Term, ...] = ()
+    metrics: MetricCalls = field(default_factory=MetricCalls)
+    undivided: Undivided | None = None
+
+    def samples(self, leaf: int, part: Slice) -> Slice | None:
+        """Which samples of a tensor of the batch the chunks of `part` get; None where they get it whole."""
+        return part if self.batch_specs[leaf].shape and self.undivided is None else None
 
     @property
     def forward_only(self) -> bool:
         return self.rebuild is not None
+
+    @property
+    def loss_dtype(self) -> torch.dtype:
+        """Of the loss, as the step computes it; float64 where there is none."""
+        for key, interface in self.interfaces.items():
+            for output, specs in zip(interface.outputs, self.code[key].outputs, strict=True):
+                if output.kind == Kind.LOSS:
+                    return specs[0].dtype
+        return torch.float64
 
     def backward_passes_of(self, region: int) -> tuple[str, ...]:
         """What the backward pass of a region consists of: `BI`, `BW` or both; nothing where it has none."""

@@ -104,7 +104,11 @@ class Kind(StrEnum):
     LOSS = "loss"
     LOG = "log"
     RESULT = "result"  # tensors of what a forward-only step returns, by their numbers
+    ARGUMENT = "argument"  # tensors that metric objects are updated with
     PARAM = "param"  # parameters in a bucket
+    COUNT = "count"  # of what the denominators of a loss count
+    WEIGHT = "weight"  # of some samples in a term of the loss, or in a logged value
+    SEED = "seed"  # the gradient of a term of the loss, with its weight
     METRICS = "metrics"  # loss and logged values of a device, in one tensor
 
     __hash__ = str.__hash__  # it is its text, also in sets and mappings

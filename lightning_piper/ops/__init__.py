@@ -3,6 +3,7 @@ semantics, how it is lowered to a plan and what runs it. `register_operation` ma
 
 from lightning_piper.ir.nodes import Chunk
 from lightning_piper.ops.all_to_all import AllToAll
+from lightning_piper.ops.arguments import Arguments
 from lightning_piper.ops.base import ENTRY_POINTS, Binding, Exchange, Operation, Planning, operation_of, register_operation
 from lightning_piper.ops.bucket import Pack
 from lightning_piper.ops.build import build_dag, chain_state
@@ -25,6 +26,7 @@ __all__ = [
     "AllGather",
     "AllReduce",
     "AllToAll",
+    "Arguments",
     "Barrier",
     "Binding",
     "Chunk",

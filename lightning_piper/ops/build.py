@@ -6,6 +6,7 @@ from lightning_piper.ir.dag import TrainingDAG
 from lightning_piper.ir.nodes import Chunk, Ref
 from lightning_piper.ir.regions import PassKey, Step
 from lightning_piper.ir.values import Kind, Slice
+from lightning_piper.ops.arguments import Arguments
 from lightning_piper.ops.chunk import make_chunk
 from lightning_piper.ops.metrics import Metrics, Report, first_log, metrics_value
 from lightning_piper.ops.results import Result
@@ -115,9 +116,14 @@ def _report(dag: TrainingDAG, chunks: dict[PassKey, Chunk]) -> None:
         if scalars:
             metrics = tuple(0 if v.kind == Kind.LOSS else names.index(v.names[0], first_log(dag.code)) for _, v in scalars)
             node = Metrics(inputs=tuple((chunk.id, i) for i, _ in scalars), outputs=(vector,), tags=_own_tags(chunk),
-                           metrics=metrics, slices=(chunk.slice,) * len(scalars))  # fmt: skip
+                           metrics=metrics, terms=_terms(dag, chunk), slices=(chunk.slice,) * len(scalars))  # fmt: skip
             parts.append((dag.add(node).id, 0))
     dag.add(Report(inputs=tuple(parts)))
+
+
+def _terms(dag: TrainingDAG, chunk: Chunk) -> tuple[int, ...]:
+    """How the loss and logged values that a chunk makes are weighed."""
+    return tuple(out.term for out in dag.interface(chunk).outputs if out.term is not None)
 
 
 def _results(dag: TrainingDAG, chunks: dict[PassKey, Chunk]) -> None:
@@ -125,3 +131,5 @@ def _results(dag: TrainingDAG, chunks: dict[PassKey, Chunk]) -> None:
         for i, value in enumerate(chunk.outputs):
             if value.kind == Kind.RESULT:
                 dag.add(Result(inputs=((chunk.id, i),), tags=_own_tags(chunk)))
+            elif value.kind == Kind.ARGUMENT:
+                dag.add(Arguments(inputs=((chunk.id, i),), tags=_own_tags(chunk)))

@@ -9,6 +9,7 @@ from typing import ClassVar
 
 import torch
 
+from lightning_piper.errors import VerificationError
 from lightning_piper.ir.dag import TrainingDAG
 from lightning_piper.ir.nodes import Chunk, Ref
 from lightning_piper.ir.regions import PassKey
@@ -19,6 +20,7 @@ from lightning_piper.ops.base import Binding, Bound, Operation, Planning, about,
 from lightning_piper.ops.facts import Facts, Origin, names_of, slices_of, specs_of
 from lightning_piper.ops.instruction import Instruction
 from lightning_piper.ops.reference import Bundle, Made, Reference
+from lightning_piper.ops.weights import check_reader, implied, share_of
 
 Place = tuple[int, int]  # (index of a bundle in `reads`, tensor in the bundle)
 
@@ -50,6 +52,7 @@ class Run(Instruction):
         state: for each buffer in `Interface.state` the place of its value (index in `reads`, tensor in the bundle), or
             None for the module's own buffer.
         params: the same for each parameter in `Interface.params`; None for the device's own copy. Empty: all are.
+        seeds: the same for the gradient of each term in `Interface.seeds`; a number is its weight.
         degrees: into how many parts parameters are divided, as in `ir.regions.Step.at`, if this region's are.
     """
 
@@ -59,6 +62,7 @@ class Run(Instruction):
     inputs: int
     state: tuple[Place | None, ...] = ()
     params: tuple[Place | None, ...] = ()
+    seeds: tuple[Place | float, ...] = ()
     degrees: tuple[int, ...] = ()
 
     def details(self) -> list[str]:
@@ -98,6 +102,7 @@ def check(facts: Facts, node: Chunk) -> Iterable[str]:
             yield f"{facts.at(node)} names {value.label} {value.placement} what is {made.kind}:{names_of(made.names)} {held}"
     yield from _state(facts, node)
     yield from _params(facts, node)
+    yield from check_reader(facts, node, node.weights, [(term, node.slice) for term in interface.seeds], seed=True)
     yield from all_to_all.exchanged(facts, node)
 
 
@@ -157,10 +162,12 @@ def _run(run: Reference, chunk: Chunk, replica: int) -> list[Bundle]:
         old = run.tensors[name] if ref is None else run.values[ref, replica][dag.value(ref).names.index(name)]
         args.append(old)
     first, part = replica * dag.local_batch_size, chunk.slice
-    samples = slice(first + part.start, first + part.stop)
-    args += [x[samples] if x.ndim else x for x in (run.leaves[i] for i in interface.batch)]
-    if interface.seeds_gradient:
-        args.append(torch.tensor(len(part) / dag.size, dtype=_loss_dtype(dag), device=args[0].device))
+    samples = Slice(first + part.start, first + part.stop)
+    for leaf in interface.batch:
+        cut = dag.code.samples(leaf, samples)
+        args.append(run.leaves[leaf] if cut is None else run.leaves[leaf][cut.start : cut.stop])
+    for term, ref in zip(interface.seeds, chunk.weights or (None,) * len(interface.seeds), strict=True):
+        args.append(_seed(run, chunk, term, replica).to(args[0].device) if ref is None else run.values[ref, replica][0])
     code = dag.code_of(chunk)
     if interface.random:
         with torch.random.fork_rng():
@@ -184,8 +191,12 @@ def _read_params(run: Reference, chunk: Chunk, replica: int) -> Bundle:
     return found
 
 
-def _loss_dtype(dag: TrainingDAG) -> torch.dtype:
-    return next(v.tensors[0].dtype for c in dag.of_type(Chunk) for v in c.outputs if v.kind == Kind.LOSS)
+def _seed(run: Reference, chunk: Chunk, term: int, replica: int) -> torch.Tensor:
+    """The gradient of a term, where no node makes it."""
+    slices = run.kept.setdefault(("slices", chunk.region), [])
+    if not slices:
+        slices += sorted({c.slice for c in run.dag.of_type(Chunk) if c.region == chunk.region and c.kind[0] == "B"})
+    return implied(run, term, chunk.slice, slices, replica).to(run.dag.code.loss_dtype)
 
 
 # Plans
@@ -203,10 +214,22 @@ def lower(plan: Planning, node: Chunk) -> None:
                 place[ref] = len(reads)
                 reads.append(plan.read(ref, node))
             places.append(None if ref is None else (place[ref], dag.value(ref).names.index(name)))
+    seeds: list[Place | float] = []
+    for term, ref in zip(interface.seeds, node.weights or (None,) * len(interface.seeds), strict=True):
+        if ref is None:
+            share = share_of(dag, term, node.slice)
+            if share is None:
+                found_no = "and no node makes the weight: complete the DAG"
+                raise VerificationError(f"%{node.id} {node.label} weighs {dag.code.terms[term].label}, {found_no}")
+            seeds.append(share)
+        else:
+            seeds.append((len(reads), 0))
+            reads.append(plan.read(ref, node))
     made = [(node.id, i) for i in range(len(node.outputs))]
     writes = tuple(plan.new_slot(ref, "chunk", node.stream) if plan.is_read(ref) else None for ref in made)
     plan.emit(Run(**about(node), reads=tuple(reads), writes=writes, key=node.key, slice=node.slice, inputs=len(node.inputs),
-                  state=tuple(found[0]), params=tuple(found[1]), degrees=dag.degrees_of(node.region)))  # fmt: skip
+                  state=tuple(found[0]), params=tuple(found[1]), seeds=tuple(seeds),
+                  degrees=dag.degrees_of(node.region)))  # fmt: skip
     plan.chunk_made(made)
 
 

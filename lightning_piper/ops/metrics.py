@@ -10,7 +10,7 @@ import torch
 
 from lightning_piper.errors import VerificationError
 from lightning_piper.ir.dag import TrainingDAG
-from lightning_piper.ir.nodes import Node, Turn
+from lightning_piper.ir.nodes import Node, Ref, Turn
 from lightning_piper.ir.regions import LOSS, StepCode
 from lightning_piper.ir.values import Kind, Partial, Replicate, Slice, TensorSpec, Value
 from lightning_piper.ops.base import Binding, Bound, Operation, Planning, about, register_operation
@@ -18,6 +18,7 @@ from lightning_piper.ops.facts import Contributions, Facts
 from lightning_piper.ops.instruction import Instruction
 from lightning_piper.ops.reduce import AllReduce, check_all_reduce, interpret_all_reduce, lower_all_reduce
 from lightning_piper.ops.reference import Bundle, Made, Reference, sum_in_order
+from lightning_piper.ops.weights import check_reader, implied, share_of
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -25,14 +26,22 @@ class Metrics(Node):
     """Merges the scalars of one region over slices into a float64 vector with a place for each metric of the step.
 
     Attributes:
-        metrics: for each input, which metric it is, by its place in `metric_names`.
-        slices: for each input, the samples it is made of; its weight is their share of the batch, n_i/N.
+        metrics: for each input, which metric it is, by its place in `metric_names`. A loss of several terms has an input for each.
+        terms: for each input, how it is weighed, by its place in `StepCode.terms`.
+        slices: for each input, the samples it is made of.
+        weights: for each input, what makes its weight; None: it does not follow from the batch. Empty: none does.
     """
 
     turn = Turn.IF_HERE
 
     metrics: tuple[int, ...]
+    terms: tuple[int, ...]
     slices: tuple[Slice, ...]
+    weights: tuple[Ref | None, ...] = ()
+
+    @property
+    def reads(self) -> tuple[Ref, ...]:
+        return self.inputs + tuple(ref for ref in self.weights if ref is not None)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -60,26 +69,26 @@ class Merge(Instruction):
     """Scalars over slices -> a float64 vector.
 
     Attributes:
-        metrics: for each bundle read, its place in the vector.
-        weights: for each bundle read, the share of the batch it is made of.
-        reductions: for each metric, `mean`, `sum`, `max` or `min`.
+        metrics: for each scalar read, its place in the vector.
+        weights: for each scalar read, its weight, or that it is the next of the bundles read behind the scalars: None.
+        folds: for each metric, how weighted values become one: `sum`, `max` or `min`.
         replica, replicas: the vector has a place for each metric for each replica in turn; all but this one's are 0.
     """
 
     op: ClassVar[str] = "merge"
     metrics: tuple[int, ...]
-    weights: tuple[float, ...]
-    reductions: tuple[str, ...]
+    weights: tuple[float | None, ...]
+    folds: tuple[str, ...]
     replica: int = 0
     replicas: int = 1
 
 
 @dataclass(frozen=True, kw_only=True)
 class ReportInstruction(Instruction):
-    """Hand out the sum of the metric vectors read, merged over the replicas by `reductions`."""
+    """Hand out the sum of the metric vectors read, merged over the replicas by `folds`."""
 
     op: ClassVar[str] = "report"
-    reductions: tuple[str, ...] = ()
+    folds: tuple[str, ...] = ()
     replicas: int = 1
 
 
@@ -99,9 +108,11 @@ def first_log(code: StepCode) -> int:
     return 0 if code.forward_only else 1
 
 
-def reductions(code: StepCode) -> tuple[str, ...]:
-    """How each place of the metrics vector is merged over slices."""
-    return (*["mean"][: first_log(code)], *(log.reduce for log in code.logs if log.constant is None))
+def folds(code: StepCode) -> tuple[str, ...]:
+    """How weighted values of each place of the metrics vector become one."""
+    outputs = [out for interface in code.interfaces.values() for out in interface.outputs if out.kind == Kind.LOG]
+    found = {out.names[0]: code.terms[out.term].folds for out in outputs if out.term is not None}
+    return (*["sum"][: first_log(code)], *(found[log.name] for log in code.logs if log.constant is None))
 
 
 # Static rules
@@ -109,16 +120,20 @@ def reductions(code: StepCode) -> tuple[str, ...]:
 
 def check_metrics(facts: Facts, node: Metrics) -> Iterable[str]:
     names = node.outputs[0].names
-    parts: dict[int, Contributions] = {}
+    parts: dict[tuple[int, int], Contributions] = {}
     if replace(node.outputs[0], placement=Replicate()) != metrics_value(facts.dag):
         yield f"{facts.at(node)} names {node.outputs[0].label} what has other places"
-    for ref, metric, part in zip(node.inputs, node.metrics, node.slices, strict=True):
+    code = facts.dag.code
+    for ref, metric, term, part in zip(node.inputs, node.metrics, node.terms, node.slices, strict=True):
         value = facts.dag.value(ref)
         if value.names != (names[metric],) or list(facts.parts.get(ref, {})) != [part]:
             yield f"{facts.at(node)} takes {facts.named(ref)} for {names[metric]} of samples {part}"
-        total = parts.setdefault(metric, {})
+        elif (made := facts.origins[ref]) and code.interfaces[made[0], made[1]].outputs[made[2]].term != term:
+            yield f"{facts.at(node)} weighs {facts.named(ref)} as {code.terms[term].label}, which it is not"
+        total = parts.setdefault((metric, term), {})
         total[part] = total.get(part, 0) + facts.share(part)
-    for metric, total in parts.items():
+    yield from check_reader(facts, node, node.weights, list(zip(node.terms, node.slices, strict=True)), seed=False)
+    for (metric, _), total in parts.items():
         if problem := facts.uncovered(facts.share, total):
             yield f"metric {names[metric]} ({facts.at(node)}): {problem}"
 
@@ -161,14 +176,21 @@ def interpret_metrics(run: Reference, node: Metrics) -> Made:
 
 
 def _merged(run: Reference, node: Metrics, replica: int) -> torch.Tensor:
-    names, inputs = reductions(run.dag.code), run.inputs(node, replica)
-    vector = torch.zeros(run.dag.replicas * len(names), dtype=torch.float64)
-    for metric in dict.fromkeys(node.metrics):
-        values = [b[0].double().cpu() for b, m in zip(inputs, node.metrics, strict=True) if m == metric]
-        shares = [len(s) / run.dag.size for s, m in zip(node.slices, node.metrics, strict=True) if m == metric]
-        if names[metric] == "mean":
-            values = [v * w for v, w in zip(values, shares, strict=True)]
-        vector[replica * len(names) + metric] = _reduced(names[metric], values)
+    how, inputs = folds(run.dag.code), run.inputs(node, replica)
+    vector = torch.zeros(run.dag.replicas * len(how), dtype=torch.float64)
+    refs = node.weights or (None,) * len(inputs)
+    weighted: dict[int, list[torch.Tensor]] = {}
+    for bundle, metric, term, part, ref in zip(inputs, node.metrics, node.terms, node.slices, refs, strict=True):
+        value = bundle[0].double().cpu()
+        if ref is None:
+            of_term = [s for s, t, m in zip(node.slices, node.terms, node.metrics, strict=True) if (t, m) == (term, metric)]
+            weight = implied(run, term, part, sorted(of_term), replica)
+        else:
+            weight = run.values[ref, replica][0]
+        # Where nothing counts, a ratio is no number, and weighs nothing.
+        weighted.setdefault(metric, []).append(torch.where(weight == 0, torch.zeros_like(value), value * weight.cpu()))
+    for metric, values in weighted.items():
+        vector[replica * len(how) + metric] = _reduced(how[metric], values)
     return vector
 
 
@@ -176,70 +198,80 @@ def interpret_report(run: Reference, node: Report) -> Made:
     if node.inputs:  # something is logged
         vector = sum_in_order([run.values[ref, 0] for ref in node.inputs])[0]
         rows = vector.view(run.dag.replicas, -1)
-        how = ("sum" if reduction == "mean" else reduction for reduction in reductions(run.dag.code))
-        merged = [_reduced(reduction, list(column)) for reduction, column in zip(how, rows.unbind(1), strict=True)]
+        merged = [_reduced(fold, list(column)) for fold, column in zip(folds(run.dag.code), rows.unbind(1), strict=True)]
         run.metrics = dict(zip(metric_names(run.dag.code), merged, strict=True))
     return [[] for _ in run.replicas]
 
 
-def _reduced(reduction: str, values: list[torch.Tensor]) -> torch.Tensor:
-    """One number from several; means come with their weights applied."""
-    if reduction in ("mean", "sum"):
+def _reduced(fold: str, values: list[torch.Tensor]) -> torch.Tensor:
+    """One number from several, with their weights applied."""
+    if fold == "sum":
         bundles: list[Bundle] = [[v] for v in values]
         return sum_in_order(bundles)[0]
-    return torch.stack(values).max() if reduction == "max" else torch.stack(values).min()
+    return torch.stack(values).max() if fold == "max" else torch.stack(values).min()
 
 
 # Plans
 
 
 def lower_metrics(plan: Planning, node: Metrics) -> None:
-    reads = tuple(plan.read(ref, node) for ref in node.inputs)
+    refs = node.weights or (None,) * len(node.inputs)
+    weights = tuple(share_of(plan.dag, term, part) if ref is None else None
+                    for term, part, ref in zip(node.terms, node.slices, refs, strict=True))  # fmt: skip
+    reads = tuple(plan.read(ref, node) for ref in (*node.inputs, *(ref for ref in refs if ref is not None)))
+    if sum(weight is None for weight in weights) != len(reads) - len(node.inputs):
+        raise VerificationError(f"%{node.id} {node.label} weighs a ratio, and no node makes the weight: complete the DAG")
     slot = plan.new_slot((node.id, 0), "sum", node.stream)
-    weights = tuple(len(part) / plan.dag.size for part in node.slices)
     plan.emit(Merge(**about(node), reads=reads, writes=(slot,), metrics=node.metrics, weights=weights,
-                    reductions=reductions(plan.dag.code), replica=plan.replica, replicas=plan.dag.replicas))  # fmt: skip
+                    folds=folds(plan.dag.code), replica=plan.replica, replicas=plan.dag.replicas))  # fmt: skip
 
 
 def lower_report(plan: Planning, node: Report) -> None:
     own = tuple(plan.read(ref, node) for ref in node.inputs if plan.has(ref))
     if node.inputs and not own:
         raise VerificationError(f"%{node.id} {node.label} has nothing to report on device {plan.device}")
-    plan.emit(ReportInstruction(**about(node), reads=own, reductions=reductions(plan.dag.code), replicas=plan.dag.replicas))
+    plan.emit(ReportInstruction(**about(node), reads=own, folds=folds(plan.dag.code), replicas=plan.dag.replicas))
 
 
 # Runtime
 
 
 def bind_merge(instruction: Merge, on: Binding) -> Bound:
-    """Scalars -> vector. Means and sums are left folds over the bundles in the order read; places without a scalar are 0."""
-    reads, into, size = instruction.reads, instruction.into, len(instruction.reductions)
+    """Scalars -> vector. Sums are left folds over the scalars in the order read; places without a scalar are 0."""
+    into, size, count = instruction.into, len(instruction.folds), len(instruction.metrics)
+    reads, weighing = instruction.reads[:count], instruction.reads[count:]
     replica, replicas, slots, device = instruction.replica, instruction.replicas, on.slots, on.device
     rows: dict[int, list[int]] = {}  # metric -> indices of its scalars
     for i, metric in enumerate(instruction.metrics):
         rows.setdefault(metric, []).append(i)
-    weights = [w if instruction.reductions[m] == "mean" else 1.0
-               for w, m in zip(instruction.weights, instruction.metrics, strict=True)]  # fmt: skip
+    weights = [1.0 if w is None else w for w in instruction.weights]
     weight = torch.tensor([*weights, 0.0], dtype=torch.float64, device=device)
+    made = torch.tensor([i for i, w in enumerate(instruction.weights) if w is None], device=device)
     # Row k holds the k-th scalar of every metric that is folded; the others point to the zero behind the last scalar.
-    added = {m: row for m, row in rows.items() if instruction.reductions[m] in ("mean", "sum")}
+    added = {m: row for m, row in rows.items() if instruction.folds[m] == "sum"}
     depth = max((len(row) for row in added.values()), default=1)
     table = [[added[m][k] if m in added and k < len(added[m]) else len(weights) for m in range(size)] for k in range(depth)]
     index = torch.tensor(table, device=device)
-    extremes = [(m, torch.tensor(row, device=device), getattr(torch, f"a{instruction.reductions[m]}"))
+    extremes = [(m, torch.tensor(row, device=device), getattr(torch, f"a{instruction.folds[m]}"))
                 for m, row in rows.items() if m not in added]  # fmt: skip
     zero = torch.zeros(1, dtype=torch.float64, device=device)
 
     def merge() -> None:
         scalars = [slots[read.slot][0] for read in reads]
-        for read in reads:
+        factors = [slots[read.slot][0] for read in weighing]
+        for read in instruction.reads:
             if read.last:
                 slots[read.slot] = None
         if len({x.dtype for x in scalars}) == 1:
             flat = torch.cat([torch.stack(scalars).double(), zero])
         else:
             flat = torch.stack([*(x.double() for x in scalars), zero[0]])
-        first, *rest = (flat * weight)[index].unbind()
+        if factors:
+            by = weight.index_put((made,), torch.stack(factors))
+            weighted = torch.where(by == 0, 0.0, flat * by)  # where nothing counts, a ratio is no number
+        else:
+            weighted = flat * weight
+        first, *rest = weighted[index].unbind()
         for row in rest:
             first = first + row
         for metric, where, extreme in extremes:
@@ -255,7 +287,7 @@ def bind_merge(instruction: Merge, on: Binding) -> Bound:
 
 def bind_report(instruction: ReportInstruction, on: Binding) -> Bound:
     reads, replicas, slots, step_outputs, device = instruction.reads, instruction.replicas, on.slots, on.step_outputs, on.device
-    extremes = [(m, getattr(torch, f"a{how}")) for m, how in enumerate(instruction.reductions) if how in ("max", "min")]
+    extremes = [(m, getattr(torch, f"a{how}")) for m, how in enumerate(instruction.folds) if how != "sum"]
 
     def report() -> None:
         if not reads:  # nothing is logged

@@ -27,6 +27,7 @@ class Reference:
         values: what was made and is still to be read.
         metrics, grads, buffers: what the step hands out.
         results: the same of a forward-only step, by replica.
+        kept: what operations keep for the time of the run, by keys of theirs.
         slack: parameter name -> by how much operations that only approximate may have moved any element of its gradient.
         approximate: labels of these operations.
     """
@@ -38,6 +39,7 @@ class Reference:
         self.grads: dict[str, torch.Tensor] = {}
         self.buffers: dict[str, torch.Tensor] = {}
         self.results: list[dict[str, torch.Tensor]] = [{} for _ in range(dag.replicas)]
+        self.kept: dict[object, Any] = {}
         self.slack: dict[str, float] = {}
         self.approximate: dict[str, None] = {}
 

@@ -1,4 +1,4 @@
-"""The end of a program: every region has a place."""
+"""The end of a program: every region has a place, and every weight that follows from the batch is made by a node."""
 
 from __future__ import annotations
 
@@ -9,6 +9,7 @@ from lightning_piper.ir.nodes import Chunk
 from lightning_piper.ir.values import Partial
 from lightning_piper.ops.order import Barrier
 from lightning_piper.ops.update import Update
+from lightning_piper.passes.weighing import weigh
 
 
 def complete(dag: TrainingDAG) -> None:
@@ -22,6 +23,7 @@ def complete(dag: TrainingDAG) -> None:
         for node in (*unplaced, *dag.of_type(Barrier)):
             dag.change(node, devices=(0,))
         place_around(dag, unplaced)
+        weigh(dag)
         return
     if unplaced:
         regions = {chunk.region: chunk for chunk in unplaced}
@@ -49,6 +51,7 @@ def complete(dag: TrainingDAG) -> None:
         raise DirectiveError(
             f"the program places regions on devices {list(devices)}; use devices 0 to {len(devices) - 1}, without gaps"
         )
+    weigh(dag)
 
 
 def _shown(dag: TrainingDAG, chunk: Chunk) -> str:

@@ -1,16 +1,21 @@
 """Checks that all stages of a pipeline train on the same batch.
 
-With replicas, each has a pipeline of its own, and batches of its own, of the same sizes.
+With replicas, each has a pipeline of its own, and batches of its own, of as many samples.
 
 Every process draws its own batches. What cannot be made equal (a dataset that reads a clock, a shuffle that depends on the rank)
 is noticed: a checksum of each batch goes round, in the background, while the step runs. Nobody waits for it, except where a batch
 has another batch spec than the one before: then a step on different plans could hang.
+
+Once replicas had batches of different shapes, all wait in each step, for one may need a program that others have, and they compile
+together. In the first such step, some may have gone on: those whose batch is as the one before. Until then all had the same plans,
+so who needs a program compiles it alone, and it must have these plans.
 """
 
 from __future__ import annotations
 
 import zlib
 from collections.abc import Iterable, Sequence
+from typing import NamedTuple, NoReturn
 
 import torch
 import torch.distributed as dist
@@ -20,6 +25,7 @@ from lightning_piper.errors import PiperError
 from lightning_piper.processes.settings import Settings, check_alike
 from lightning_piper.processes.world import World
 
+NOTHING = torch.iinfo(torch.int64).min
 SAMPLE = 2048  # elements of each tensor that enter the checksum
 ON_GPU_EVERY = 16  # reading a GPU tensor makes the host wait, so only every so many steps
 
@@ -45,8 +51,8 @@ def agree_on_batch(
     if world.size == 1:
         return lacking, False
     rest, shapes = batch_spec.key
-    own = (*(zlib.crc32(repr(part).encode()) for part in ((key, rest), shapes)), _checksum(leaves, step) ^ state)
-    sums = [torch.iinfo(torch.int64).min] * 6 * world.count  # of each replica, the largest and the smallest of three sums
+    own = (_sum((key, rest)), _sum(shapes), _checksum(leaves, step) ^ state)
+    sums = [NOTHING] * 6 * world.count  # of each replica, the largest and the smallest of three sums
     sums[6 * world.replica : 6 * world.replica + 6] = [end for x in own for end in (x, -x)]
     message = torch.tensor([int(lacking), *sums])
     dist.all_reduce(message, op=dist.ReduceOp.MAX, group=world.host_group)
@@ -64,15 +70,28 @@ def agree_on_batch(
     return bool(anybody), len(set(found[2::6])) > 1
 
 
+class Agreed(NamedTuple):
+    """What the processes have agreed on before a step.
+
+    Attributes:
+        together: some have no program for their batch, and all compile.
+        apart: the replicas' batches have different shapes.
+    """
+
+    together: bool
+    apart: bool = False
+
+
 class BatchCheck:
-    """Compares the batches of all processes: values within each replica, shapes everywhere. And how they train, which is the same
-    everywhere."""
+    """Compares the batches of all processes: values and shapes within each replica, numbers of samples and dtypes everywhere, but
+    for batches that nothing can cut by samples (graphs, say). And how they train, which is the same everywhere."""
 
     def __init__(self, world: World) -> None:
         self._world = world
         self._steps = 0
         self._batch_spec: BatchSpec | None = None
-        self._sums = (0, 0)  # of the spec's shapes, and of the rest of it
+        self._sums = (0, 0, 0)  # of the spec's shapes, of what all replicas have alike of them, and of the rest of it
+        self._apart = False  # were replicas' shapes different in some step?
         self._others: BatchSpec | None = None  # the spec of the others, if theirs is not new
         self._changed = False
         self._captured = 0
@@ -85,8 +104,9 @@ class BatchCheck:
         return self._steps == 1 or self._steps % ON_GPU_EVERY == 0
 
     def start(
-        self, batch_spec: BatchSpec, leaves: Sequence[torch.Tensor], settings: Settings, captured: int = 0, state: int = 0
-    ) -> None:
+        self, batch_spec: BatchSpec, leaves: Sequence[torch.Tensor], settings: Settings, captured: int = 0, state: int = 0,
+        plans: int | None = None,
+    ) -> Agreed:  # fmt: skip
         """Begin to compare this step's batch, and finish with the last one's.
 
         Args:
@@ -94,61 +114,88 @@ class BatchCheck:
             settings: how this process trains; what is known after a step comes with the next one.
             captured: number of the capture that is to run; -1 for one that is to be made.
             state: checksum of what the step reads in Python.
+            plans: checksum of the plans that are to run; None if they are to be compiled.
 
         Raises:
             PiperError: the batches or settings differ.
         """
         if self._world.size == 1:
-            return
+            return Agreed(plans is None)
         self.finish()
         self._changed = self._batch_spec is None or batch_spec.key != self._batch_spec.key
         if self._changed:
             self._others, self._batch_spec = self._batch_spec, batch_spec
-            rest, shapes = (zlib.crc32(repr(part).encode()) for part in batch_spec.key)
-            self._sums = (shapes, rest)
+            rest, shapes = batch_spec.key
+            form = [(shape[:1], len(shape), dtype) for shape, dtype in shapes]
+            whole = batch_spec.undivided is not None
+            self._sums = _sum((shapes, rest) if whole else shapes), _sum(form), _sum(rest)
         # In the second step the factors of `backward` are known.
-        at_once = self._changed or self._steps == 1 or captured < 0 or captured != self._captured
+        at_once = self._changed or self._steps == 1 or captured < 0 or captured != self._captured or plans is None or self._apart
         self._captured = captured
-        data = _checksum(leaves, self._steps)
+        own = (_checksum(leaves, self._steps), self._sums[0], state)
         self._steps += 1
-        sums = [torch.iinfo(torch.int64).min] * 2 * self._world.count  # of each replica; the largest counts, and the smallest
-        sums[2 * self._world.replica], sums[2 * self._world.replica + 1] = data, -data
-        (shapes, rest), alike = self._sums, zlib.crc32(repr(settings).encode())
-        message = torch.tensor([alike, -alike, -int(self._changed), shapes, -shapes, rest, -rest, state, -state, *sums])
+        sums = [NOTHING] * 6 * self._world.count  # of each replica; the largest count, and the smallest
+        sums[6 * self._world.replica : 6 * self._world.replica + 6] = [end for x in own for end in (x, -x)]
+        run = [NOTHING, NOTHING] if plans is None else [plans, -plans]
+        same = [end for x in (_sum(settings), *self._sums[1:]) for end in (x, -x)]
+        undivided = int(batch_spec.undivided is not None)
+        message = torch.tensor([int(not at_once), int(plans is None), undivided, *run, *same, *sums])
         work = dist.all_reduce(message, op=dist.ReduceOp.MAX, group=self._world.host_group, async_op=True)
         assert work is not None
         self._running = (work, message, settings)
-        if at_once:
-            self.finish()
+        return self.finish() if at_once else Agreed(False)
 
-    def finish(self) -> None:
+    def finish(self) -> Agreed:
         """Wait for the comparison that is under way.
 
         Raises:
             PiperError: the batches or settings differ.
         """
         if self._running is None:
-            return
+            return Agreed(False)
         (work, message, settings), self._running = self._running, None
         work.wait()
-        alike, alike_low, old, shapes, shapes_low, rest, rest_low, state, state_low, *sums = message.tolist()
-        if alike != -alike_low:  # all processes see it
+        going_on, lacking, whole, *found = message.tolist()
+        plans, alike, form, rest, *sums = (high == -low for high, low in zip(found[::2], found[1::2], strict=True))
+        if not alike:  # all processes see it
             check_alike(self._world.gather(settings))
-        data, data_low = sums[::2], sums[1::2]
-        apart = [r for r, (high, low) in enumerate(zip(data, data_low, strict=True)) if high != -low]
-        what = "shapes" if shapes != -shapes_low else "numbers or strings" if rest != -rest_low else "values"
-        found = self._difference(old == 0) if what != "values" else ""
-        if what == "shapes" and self._world.count > 1:
-            raise PiperError(
-                f"the processes drew batches of different shapes in training batch {self._steps - 1} of this fit{found}, but every "
-                "replica needs as many samples as the others, in tensors of the same shapes. Use a sampler that divides the data "
-                "evenly (Lightning's own does), and pad all batches to the same lengths"
-            )
-        if what == "values" and state != -state_low:
+        data, shapes, states = sums[::3], sums[1::3], sums[2::3]
+        self._check_batches(form or bool(whole), rest or bool(whole), data, shapes, bool(going_on))
+        of_replicas = found[8::2]
+        apart = len(set(of_replicas[1::3])) > 1
+        self._apart |= apart or bool(whole)
+        # With other shapes, code may have read other state.
+        if not all(states) or (len(set(of_replicas[2::3])) > 1 and not self._apart):
             raise PiperError(
                 f"the processes read different Python state in training batch {self._steps - 1} of this fit (attributes, counters, "
                 "rates that training_step looks at), but all run one step. Let it not depend on the rank, on time, or on random "
                 "numbers that differ"
+            )
+        if not all(data):
+            self._refuse("values", data, "")
+        if not plans and (found[0], found[1]) != (NOTHING, NOTHING):
+            raise other_plans(f"in training batch {self._steps - 1} of this fit")
+        self._warn_of_same(of_replicas[::3])
+        return Agreed(bool(lacking) and not going_on, apart)
+
+    def _check_batches(self, form: bool, rest: bool, data: Sequence[bool], shapes: Sequence[bool], going_on: bool) -> None:
+        """Refuse batches of other shapes, or with other constants.
+
+        Args:
+            form: all have the same numbers of samples, dimensions, and dtypes.
+            rest: all have the same structure, numbers and strings.
+            data, shapes: within each replica, they are the same.
+            going_on: some processes do not wait here.
+        """
+        what = "shapes" if not form or not all(shapes) else "numbers or strings" if not rest else "values"
+        if what == "values":
+            return
+        found = self._difference(going_on)
+        if what == "shapes" and self._world.count > 1 and all(shapes):
+            raise PiperError(
+                f"the processes drew batches of different shapes in training batch {self._steps - 1} of this fit{found}, but every "
+                "replica needs as many samples as the others, in tensors of as many dimensions and of the same dtypes. Use a "
+                "sampler that divides the data evenly (Lightning's own does)"
             )
         if what == "numbers or strings" and self._world.count > 1:
             raise PiperError(
@@ -157,19 +204,20 @@ class BatchCheck:
                 "collate function (one without dimensions is passed whole), or a list with an entry for each sample, which the "
                 "step does not read; or leave them out"
             )
-        if what != "values" or apart:
-            who = "the processes" if self._world.count == 1 else f"the processes of replica {apart[0]}"
-            raise PiperError(
-                f"{who} drew different batches (other {what}) in training batch {self._steps - 1} of this fit{found}, but all "
-                "stages of a pipeline train on the same one. Seed whatever draws the data (seed_everything(seed, workers=True)), "
-                "and let it not depend on the rank or on time"
-            )
-        self._warn_of_same(data)
+        self._refuse(what, shapes if what == "shapes" else data, found)
 
-    def _difference(self, some_go_on: bool) -> str:
-        """Where this process's batch spec and another one's differ, as far as it is known: those whose spec is not new may not wait
-        here, and have the one before."""
-        if some_go_on:
+    def _refuse(self, what: str, alike: Sequence[bool], found: str) -> NoReturn:
+        who = "the processes" if self._world.count == 1 else f"the processes of replica {alike.index(False)}"
+        raise PiperError(
+            f"{who} drew different batches (other {what}) in training batch {self._steps - 1} of this fit{found}, but all "
+            "stages of a pipeline train on the same one. Seed whatever draws the data (seed_everything(seed, workers=True)), "
+            "and let it not depend on the rank or on time"
+        )
+
+    def _difference(self, going_on: bool) -> str:
+        """Where this process's batch spec and another one's differ, as far as it is known: those who do not wait here have the one
+        before."""
+        if going_on:
             others = [] if self._others is None or not self._changed else [self._others.described()]
         else:
             assert self._batch_spec is not None
@@ -190,6 +238,18 @@ class BatchCheck:
                 "more than one would. Give each replica its own: leave Trainer(use_distributed_sampler=True), or let an iterable "
                 "dataset read another part in each replica"
             )
+
+
+def other_plans(where: str) -> PiperError:
+    """The error where replicas would run different plans."""
+    return PiperError(
+        f"the replicas' batches have different shapes {where}, for which the step has other regions, or they use other parameters; "
+        "so gradients cannot be summed. Let the step run the same regions for all shapes, or pad the batches to one"
+    )
+
+
+def _sum(value: object) -> int:
+    return zlib.crc32(repr(value).encode())
 
 
 def _checksum(leaves: Iterable[torch.Tensor], step: int) -> int:

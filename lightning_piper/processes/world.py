@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import os
 import warnings
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from datetime import timedelta
 from typing import Any, TypeVar
 
@@ -21,8 +21,8 @@ RANK_ZERO = 0
 _MEANS = (None, "mean", "avg", dist.ReduceOp.AVG)
 _SUMS = {"sum": dist.ReduceOp.SUM, "max": dist.ReduceOp.MAX, "min": dist.ReduceOp.MIN}
 
-# One group for host tensors, for as long as the default group lives: fits and strategies of a process share it.
-_host: tuple[dist.ProcessGroup, dist.ProcessGroup] | None = None
+# Groups for host tensors by their ranks, for as long as the default group lives: fits and strategies of a process share them.
+_host: tuple[dist.ProcessGroup, dict[tuple[int, ...], dist.ProcessGroup]] | None = None
 
 
 @torch.no_grad()
@@ -72,33 +72,42 @@ class World:
     @property
     def host_group(self) -> dist.ProcessGroup:
         """A group over all processes for tensors in host memory. The first use is collective."""
+        return self.group_of(range(self.size))
+
+    def group_of(self, ranks: Iterable[int]) -> dist.ProcessGroup:
+        """A group over some processes for tensors in host memory. The first use is collective, over all processes."""
         global _host
         default = dist.group.WORLD
         assert default is not None
         if _host is None or _host[0] is not default:
-            _host = (default, dist.new_group(backend="gloo", timeout=self._timeout))
-        return _host[1]
+            _host = (default, {})
+        members, groups = tuple(sorted(ranks)), _host[1]
+        if members not in groups:
+            groups[members] = dist.new_group(list(members), backend="gloo", timeout=self._timeout)
+        return groups[members]
 
     def warn(self, text: str) -> None:
         """Warn once, not in every process: of the code that calls this."""
         if self.is_rank_zero:
             warnings.warn(text, stacklevel=2)
 
-    def broadcast(self, value: T) -> T:
-        """Rank 0's value, on every process."""
+    def broadcast(self, value: T, source: int = RANK_ZERO) -> T:
+        """The value of one process, on every process."""
         if self.size == 1:
             return value
         box = [value]
-        dist.broadcast_object_list(box, src=RANK_ZERO, group=self.host_group)
+        dist.broadcast_object_list(box, src=source, group=self.host_group)
         return box[0]
 
-    def gather(self, value: T) -> list[T]:
-        """Every process's value, on every process, by rank."""
-        if self.size == 1:
+    def gather(self, value: T, ranks: Sequence[int] | None = None) -> list[T]:
+        """Every process's value, on every process, by rank. With `ranks`, those of some processes, which alone call it, in the
+        order of `ranks`; `group_of` was called for them before."""
+        members = sorted(range(self.size) if ranks is None else ranks)
+        if len(members) == 1:
             return [value]
-        values: list[Any] = [None] * self.size
-        dist.all_gather_object(values, value, group=self.host_group)
-        return values
+        values: list[Any] = [None] * len(members)
+        dist.all_gather_object(values, value, group=self.host_group if ranks is None else self.group_of(members))
+        return values if ranks is None else [values[members.index(rank)] for rank in ranks]
 
     def on_rank_zero(self, work: Callable[[], T], share: bool = True) -> T | None:
         """What `work` gives on rank 0, on every process (`share=False`: on rank 0; the others get None).

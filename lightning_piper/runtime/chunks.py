@@ -2,15 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 
 import torch
 
 from lightning_piper.errors import ExecutionError
 from lightning_piper.ir.nodes import Chunk
-from lightning_piper.ir.regions import Step
+from lightning_piper.ir.regions import Step, StepCode
 from lightning_piper.ir.seeds import chunk_seed
-from lightning_piper.ir.values import Kind, Slice
+from lightning_piper.ir.terms import Denominator
+from lightning_piper.ir.values import Slice
+from lightning_piper.ops.arguments import Way, shares
 from lightning_piper.plan.instructions import Run
 from lightning_piper.plan.plan import Plan
 from lightning_piper.runtime.transport import Bound, Slots
@@ -24,6 +26,8 @@ class ChunkBinder:
 
     Attributes:
         seed: of the current step.
+        scale: factor on the gradient of its loss.
+        loss_dtype: of the loss.
     """
 
     def __init__(self, plan: Plan, step: Step, params: Mapping[str, torch.Tensor], buffers: Mapping[str, torch.Tensor],
@@ -32,8 +36,11 @@ class ChunkBinder:
         self._params, self._buffers = params, buffers
         self._whole = step.at(plan.size)
         self._leaves: dict[tuple[int, Slice | None], int] = {}  # (leaf, samples or None for all) -> slot
-        self._gradients: dict[int, int] = {}  # samples -> slot of the loss gradient
+        self._gradients: dict[float, int] = {}  # weight -> slot of the loss gradient
+        self._batch: list[torch.Tensor] = []
         self._scale: float | None = None
+        self.loss_dtype = self._whole.loss_dtype
+        self.scale = 1.0
         self.seed = 0
 
     def bind(self, run: Run) -> Bound:
@@ -66,15 +73,36 @@ class ChunkBinder:
                 parts.append((run.reads[place[0]].slot, place[1]))
         parts += self._bound(constant)
         for leaf in interface.batch:
-            samples = run.slice if self._whole.batch_specs[leaf].shape else None
+            samples = self._whole.samples(leaf, run.slice)
             if (leaf, samples) not in self._leaves:
                 self._leaves[leaf, samples] = self._new_slot()
             parts.append((self._leaves[leaf, samples], None))
-        if interface.seeds_gradient:
-            if len(run.slice) not in self._gradients:
-                self._gradients[len(run.slice)] = self._new_slot()
-            parts.append((self._gradients[len(run.slice)], None))
+        for seed in run.seeds:
+            if isinstance(seed, tuple):
+                parts.append((run.reads[seed[0]].slot, None))
+            else:
+                if seed not in self._gradients:
+                    self._gradients[seed] = self._new_slot()
+                parts.append((self._gradients[seed], None))
         return parts
+
+    def denominators(self, terms: Sequence[int]) -> list[Denominator]:
+        """The denominators of terms that are ratios."""
+        return _denominators(self._whole, terms)
+
+    def bind_counts(self, terms: Sequence[int], slices: Sequence[Slice]) -> Callable[[], list[torch.Tensor]]:
+        """A function that counts, for each slice, what the denominators of `terms` count."""
+        codes = [(part, _denominators(self._step.at(len(part)), terms)) for part in slices]
+        buffers = {name: self._buffers[name].detach() for _, found in codes for d in found for name in d.buffers}
+
+        def count() -> list[torch.Tensor]:
+            return [torch.cat([d.counted(self._batch, buffers, part) for d in found]) for part, found in codes]
+
+        return count
+
+    def shares(self, way: Way, slices: Sequence[Slice]) -> list[torch.Tensor]:
+        """The weight of each slice of the local batch in a mean."""
+        return shares(self._step, way, slices, self._batch, self._buffers)
 
     def _find(self, run: Run, kind: str, name: str, tensors: Mapping[str, torch.Tensor]) -> torch.Tensor:
         if name not in tensors:
@@ -110,7 +138,7 @@ class ChunkBinder:
 
     def begin(self, leaves: list[torch.Tensor], seed: int, scale: float) -> None:
         """Bring in what a step depends on."""
-        self.seed = seed
+        self.seed, self.scale, self._batch = seed, scale, leaves
         slots = self._slots
         for (leaf, samples), slot in self._leaves.items():
             x = leaves[leaf]
@@ -120,9 +148,8 @@ class ChunkBinder:
         if scale != self._scale:
             # New tensors, not new values: a chunk may have handed the old ones on as they were.
             self._scale = scale
-            for length, slot in self._gradients.items():
-                weight = length / self._plan.size * scale
-                slots[slot] = (torch.full((), weight, dtype=self._loss_dtype(), device=self._device),)
+            for share, slot in self._gradients.items():
+                slots[slot] = (torch.full((), share * scale, dtype=self.loss_dtype, device=self._device),)
 
     def given(self) -> Iterator[torch.Tensor]:
         """Every tensor that chunks read and no chunk made."""
@@ -132,13 +159,11 @@ class ChunkBinder:
     def end(self) -> None:
         for slot in self._leaves.values():
             self._slots[slot] = None
+        self._batch = []
 
-    def _loss_dtype(self) -> torch.dtype:
-        for key, interface in self._whole.interfaces.items():
-            for output, specs in zip(interface.outputs, self._whole.code[key].outputs, strict=True):
-                if output.kind == Kind.LOSS:
-                    return specs[0].dtype
-        raise ExecutionError("the step has no loss")
+
+def _denominators(code: StepCode, terms: Sequence[int]) -> list[Denominator]:
+    return [found for term in terms if (found := code.terms[term].denominator) is not None]
 
 
 def _bind_code(run, slots: Slots, parts: list[Part], dropped: list[int], writes: list[tuple[int, int, int]]) -> Bound:  # type: ignore[no-untyped-def]

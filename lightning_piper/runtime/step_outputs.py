@@ -35,10 +35,12 @@ class StepOutputs:
         self.metrics: torch.Tensor | None = None
         self._changed: dict[str, torch.Tensor] = {}
         self._foreign: set[int] | None = None  # where memory begins that is not ours to give away, once it is asked for
+        self._kept: set[int] = set()  # the same of what was given to metric objects, which only read it
 
     def open(self) -> None:
         """Start a step."""
         self.grads, self.results, self.metrics, self._changed, self._foreign = {}, {}, None, {}, None
+        self._kept = set()
 
     def bind_deliver(self, instruction: Deliver, slots: Slots, hands_over: bool) -> Bound:
         """`hands_over`: received tensors may be the sender's own."""
@@ -85,6 +87,13 @@ class StepOutputs:
                 self.grads[name] = x.to(dtypes[name])
 
         return deliver
+
+    def keep(self, x: torch.Tensor) -> torch.Tensor:
+        """A tensor that metric objects may read for longer than the step, several the same."""
+        if memory_of(x) not in self._kept:
+            x = self._own(x)
+            self._kept.add(memory_of(x))
+        return x
 
     def _own(self, x: torch.Tensor) -> torch.Tensor:
         if self._foreign is None:

@@ -26,6 +26,7 @@ from lightning_piper.processes.world import World
 from lightning_piper.runtime import StepResult
 from lightning_piper.session.process_runtime import Prepared, ProcessRuntime, Settings
 from lightning_piper.session.programs import Programs, Step
+from lightning_piper.session.replay import Given
 
 SEEDS = 2**61  # away from those of the training steps
 
@@ -92,11 +93,12 @@ class Evaluation:
             prepared, result = self._run(step, leaves, batch_spec, batch_idx)
             for _ in range(self._missing(dataloader_idx or 0)):
                 self._run(step, leaves, batch_spec, batch_idx)
-        prepared.replay(self._module, result.metrics)
-        rebuild = prepared.compiled.step.at(batch_spec.size).rebuild
-        assert rebuild is not None
-        lists = batch_spec.contents(leaves)
-        return rebuild([result.results[str(i)] for i in range(len(result.results))], lambda listed: lists[listed.index])
+        given = Given(batch_spec, leaves)
+        prepared.replay(self._module, result, given)
+        code = prepared.compiled.step.at(batch_spec.size)
+        assert code.rebuild is not None
+        returned = [result.results[str(i)] for i in range(sum(name.isdecimal() for name in result.results))]
+        return code.rebuild(returned, given)
 
     def _missing(self, dataloader_idx: int) -> int:
         """After a batch that is the last one of this replica: how many more there are in others."""
@@ -125,7 +127,12 @@ class Evaluation:
             prepared = programs.prepare(step, batch_spec, compiled)
         assert prepared is not None
         variants.ran(prepared.compiled, first_of_epoch=batch_idx == 0)
-        if apart and prepared.replay.tensors:
+        if step[0] == "predict_step" and self._world.count > 1 and prepared.compiled.dag.code.metrics.events:
+            raise PiperError(
+                "predict_step uses metric objects, which replicas update together, and in prediction one replica may have a batch "
+                "more than others; use them in validation_step or test_step"
+            )
+        if apart and prepared.replay.tensors and batch_spec.undivided is None:
             raise PiperError(
                 f"the replicas have batches of different shapes in {step[0]}, which logs tensors, and small ones would count as "
                 "much as large ones. Use a sampler that divides the data evenly (Lightning's own does), or log in on_..._epoch_end"

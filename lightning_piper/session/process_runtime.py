@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import contextlib
+import itertools
 import zlib
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from datetime import timedelta
+from functools import cached_property, partial
 from typing import Any
 
 import torch
@@ -18,9 +20,14 @@ from lightning_piper.errors import PiperError
 from lightning_piper.holdings.ownership import Ownership
 from lightning_piper.holdings.tensor_map import TensorMap
 from lightning_piper.ir.buckets import Bucket
+from lightning_piper.ir.dag import TrainingDAG
 from lightning_piper.ir.nodes import Chunk
+from lightning_piper.ir.values import Slice
+from lightning_piper.ops.arguments import Arguments, join, shares, ways_of
+from lightning_piper.processes.agreement import other_plans
 from lightning_piper.processes.world import World, described, of_rank
 from lightning_piper.runtime import Executor, GradientBuffer, LocalTransport, ProcessTransport, StepResult, joined, run_local
+from lightning_piper.session.metric_objects import MetricObjects
 from lightning_piper.session.replay import Replay
 
 Context = Callable[[], contextlib.AbstractContextManager[Any]]
@@ -56,6 +63,11 @@ class Prepared:
     executors: list[Executor]
     replay: Replay
 
+    @cached_property
+    def plans(self) -> int:
+        """A checksum of all plans: what runs, in which order, and where, whatever the shapes are."""
+        return _sum_of_plans(self.compiled)
+
     @property
     def accumulates(self) -> bool:
         """Does a step that is not the last one of an accumulation keep gradients back?"""
@@ -63,10 +75,15 @@ class Prepared:
 
 
 class ProcessRuntime:
-    """Compiles with the other processes, and runs what was compiled on the tensors that it is bound to."""
+    """Compiles with the other processes, and runs what was compiled on the tensors that it is bound to.
+
+    Attributes:
+        metric_objects: that the steps update.
+    """
 
     def __init__(self, settings: Settings, world: World) -> None:
         self._settings, self._world = settings, world
+        self.metric_objects = MetricObjects(world)
         self._first: Compiled | None = None
         self._tensor_map: TensorMap | None = None
         self._params: Mapping[str, torch.Tensor] = {}
@@ -74,6 +91,7 @@ class ProcessRuntime:
         self._shards: Mapping[int, Mapping[Bucket, torch.Tensor]] = {}
         self._gradient_buffers: dict[int, GradientBuffer] = {}
         self._transport: ProcessTransport | None = None
+        self._last: Prepared | None = None  # that ran
 
     def compiled(self, work: Callable[[], Compiled], apart: bool = False) -> Compiled:
         """Compile on all processes, and check that all compiled the same for the same module. If one fails, all do. Collective.
@@ -83,27 +101,42 @@ class ProcessRuntime:
             apart: replicas may have batches of different sizes, and compile for them.
         """
         failure: Exception | None = None
-        parts: list[str] = []
+        own: tuple[int, ...] = (0, 0, 0, 0)
         try:
             compiled = work()
             step = compiled.step
-            parts = [*map(str, compiled.plans.values()), repr(step.params), repr(step.buffers), step.text]
+            size = compiled.dag.size if compiled.dag.code.undivided is None else 0
+            own = _sum_of_plans(compiled), size, _sum(step.text), _sum(repr(step.params), repr(step.buffers))
         except Exception as error:
             failure = error
-        found = self._world.gather((None if failure is None else described(failure), zlib.crc32("\n".join(parts).encode())))
+        found = self._world.gather((None if failure is None else described(failure), own))
         if failure is not None:
             raise failure
-        for rank, (problem, _) in enumerate(found):
+        for rank, (problem, *_) in enumerate(found):
             if problem is not None:
                 raise of_rank(rank, PiperError(f"rank {rank}: {problem}"))
         together = self._world.replicas if apart else (0,) * len(found)
-        if len(set(zip(together, found, strict=True))) > len(set(together)):
+        if len(set(zip(together, found, strict=True))) > len(set(together)) or len({sums[3] for _, sums in found}) > 1:
             texts = self._world.gather(step.said)
             where = next((f": {d}" for text in texts if (d := difference(texts[0], text)) is not None), "")
             raise PiperError(
                 "the processes compiled different plans, or their modules differ in names or shapes, or in what the step reads in "
                 f"Python{where}. Build the module in the same way in every process, not depending on the rank"
             )
+        if apart and len({sums[:2] for _, sums in found}) > len({sums[1] for _, sums in found}):
+            raise other_plans("now")
+        return compiled
+
+    def compiled_alone(self, work: Callable[[], Compiled]) -> Compiled:
+        """Compile while other replicas go on, which have a program for their batch. Its plans must be those that ran last, as
+        theirs are.
+
+        Raises:
+            PiperError: it has others.
+        """
+        compiled = work()
+        if self._last is None or _sum_of_plans(compiled) != self._last.plans:
+            raise other_plans("now")
         return compiled
 
     def bind(self, first: Compiled, own: Ownership) -> None:
@@ -119,8 +152,13 @@ class ProcessRuntime:
             ranks = range(self._world.size)
             self._transport = ProcessTransport(first.plans, ranks, self._world.device, self._settings.timeout)
 
+    def connect(self, compiled: Compiled) -> None:
+        """Connect the processes for what others prepare, and this one has prepared. Collective."""
+        if self._transport is not None:
+            self._transport.connect(compiled.plans)
+
     def prepare(self, compiled: Compiled) -> Prepared:
-        """Make the executors of this process. Collective."""
+        """Make the executors of this process. Collective, where its plans communicate as no others did."""
         self._check_shards(compiled)
         if self._settings.local:
             local = LocalTransport(compiled.plans)
@@ -130,15 +168,17 @@ class ProcessRuntime:
             self.check_held(compiled)
             self._transport.connect(compiled.plans)
             executors = [self._executor(compiled, self._world.rank, self._transport)]
-        return Prepared(compiled, executors, Replay(compiled))
+        return Prepared(compiled, executors, Replay(compiled, self.metric_objects))
 
     def run(
         self, prepared: Prepared, leaves: Sequence[torch.Tensor], seed: int, scale: float = 1.0, last: bool = True
     ) -> StepResult:
         """One step; gradients of what this process holds. `scale`, `last`: as in `Executor.step`."""
+        self._last = prepared
         if self._settings.local:
             results = run_local(prepared.executors, leaves, seed, scale, last)
-            return StepResult(joined([executor.plan for executor in prepared.executors], results), results[0].metrics)
+            grads = joined([executor.plan for executor in prepared.executors], results)
+            return StepResult(grads, results[0].metrics, arguments_of(prepared.compiled.dag, results, leaves, self._buffers))
         return prepared.executors[0].step(leaves, seed, scale, last)
 
     def close(self) -> None:
@@ -196,6 +236,34 @@ class ProcessRuntime:
                     f"for batches of {compiled.dag.size} samples in this layout, device {device} uses {', '.join(missing)}, which "
                     "it does not hold: for the first batch, another device used it. Use it in the same annotated region for all"
                 )
+
+
+def arguments_of(
+    dag: TrainingDAG, results: Sequence[StepResult], leaves: Sequence[torch.Tensor], buffers: Mapping[str, torch.Tensor]
+) -> dict[str, torch.Tensor]:
+    """What metric objects are updated with, of the global batch, where one process has the results of all devices."""
+    found = {}
+    edges = range(0, dag.size + 1, dag.local_batch_size)
+    slices = [Slice(a, b) for a, b in itertools.pairwise(edges)]
+    for node in dag.of_type(Arguments):
+        for name, way in zip(dag.value(node.inputs[0]).names, ways_of(dag, node), strict=True):
+            held = [results[device].results[name] for device in node.devices]
+            found[name] = join(held, way, partial(shares, dag.step, way, slices, leaves, buffers))
+    return found
+
+
+def _sum_of_plans(compiled: Compiled) -> int:
+    """Of what runs, in which order, and where, whatever the shapes are. The plans of a batch that nothing can cut name its size."""
+    if compiled.dag.code.undivided is None:
+        return _sum(*map(str, compiled.plans.values()))
+    return _sum(*(
+        f"{type(node).__name__} {node.devices} {node.inputs} {[(value.kind, value.names) for value in node.outputs]}"
+        for node in compiled.dag.nodes.values()
+    ))  # fmt: skip
+
+
+def _sum(*texts: str) -> int:
+    return zlib.crc32("\n".join(texts).encode())
 
 
 def check_devices(first: Compiled, world: World) -> None:

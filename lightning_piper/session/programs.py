@@ -15,6 +15,7 @@ from lightning_piper.session.process_runtime import Prepared, ProcessRuntime, Se
 from lightning_piper.session.variants import Variants
 
 MANY_SPECS = 16
+MANY_PROGRAMS = 256  # that are kept
 Step = tuple[str, int | None]  # a method of the module, and of which loader its batches are, where there are several
 TRAINING: Step = ("training_step", None)
 
@@ -22,8 +23,8 @@ TRAINING: Step = ("training_step", None)
 class Programs:
     """Compiles the steps of a module when they are first needed, for batches of any spec, under any Python state.
 
-    Another number of samples comes from the same capture, anything else from a capture of its own. All processes see batches of
-    the same spec, so they compile together. Specs are of what one process draws; with replicas, the step's batch is larger.
+    Other sizes of tensors come from the same capture, anything else from a capture of its own. The processes compile together.
+    Specs are of what one process draws; with replicas, the step's batch is larger.
 
     Args:
         module: whose steps they are; parts of it may be on other processes.
@@ -38,6 +39,7 @@ class Programs:
         self._module, self._runtime, self._settings, self._world, self._training = module, runtime, settings, world, training
         self._variants: dict[Step, Variants] = {}
         self._prepared: dict[tuple[int, Step, Hashable], Prepared] = {}  # by number of the capture, step and batch spec
+        self._traced: set[Hashable] = set()  # the batch specs for which a step was traced
 
     @property
     def compiled(self) -> list[Compiled]:
@@ -59,35 +61,56 @@ class Programs:
             batch_idx: of the batch in its epoch.
         """
         variants = self.variants(step)
-        variants.history.batch_idx = batch_idx
+        variants.history.batch_idx, variants.history.batch = batch_idx, batch_spec
         return variants.find(_family(batch_spec))
 
     def prepared(self, step: Step, batch_spec: BatchSpec) -> Prepared | None:
         """What runs a batch of this spec, under the capture that was found last; None where it is still to be compiled."""
         return self._prepared.get((self.variants(step).number, step, batch_spec.key))
 
-    def compile(self, step: Step, batch_spec: BatchSpec, captured: Compiled | None, apart: bool = False) -> Compiled:
-        """Compile for a batch of this spec. Collective.
+    def compile(
+        self, step: Step, batch_spec: BatchSpec, captured: Compiled | None, apart: bool = False, alone: bool = False
+    ) -> Compiled:
+        """Compile for a batch of this spec; where that is done, what was compiled. Collective, unless alone.
 
         Args:
             captured: what `find` gave.
-            apart: replicas may have batches of different sizes.
+            apart: replicas may have batches of different shapes.
+            alone: other replicas go on, and wait for nobody.
         """
-        if len({key[1:] for key in self._prepared}) == MANY_SPECS:
-            self._world.warn(
-                f"batches came in more than {MANY_SPECS} layouts (shapes of tensors, numbers and strings beside them), and the "
-                "step is compiled anew for each one; pad them to a few shapes, and leave out what the step does not use"
-            )
+        known = None if captured is None else self.prepared(step, batch_spec)
 
         def sized() -> Compiled:
+            if known is not None:
+                return known.compiled
             found = self.variants(step).add(_family(batch_spec), batch_spec) if captured is None else captured
-            return found.at(batch_spec.size * self._settings.replicas, verify=self._settings.static)
+            return found.shaped(batch_spec.times(self._settings.replicas), verify=self._settings.static)
 
-        return self._runtime.compiled(sized, apart)
+        before = 0 if captured is None else captured.step.traces
+        compiled = self._runtime.compiled_alone(sized) if alone else self._runtime.compiled(sized, apart)
+        if compiled.step.traces > before:
+            self._count((step, batch_spec.key))
+        return compiled
+
+    def _count(self, spec: Hashable) -> None:
+        """A step was traced for a batch spec, and will be for others."""
+        if spec not in self._traced and len(self._traced) == MANY_SPECS:
+            self._world.warn(
+                f"batches came in more than {MANY_SPECS} layouts (shapes of tensors, numbers and strings beside them), and the "
+                "step is captured anew for each one, for its Python code uses their sizes as numbers (int(), range(), an index); "
+                "leave that to tensors, or pad batches to a few shapes, and leave out what the step does not use"
+            )
+        self._traced.add(spec)
 
     def prepare(self, step: Step, batch_spec: BatchSpec, compiled: Compiled) -> Prepared:
         """Let the process runtime, which is bound, run what was just compiled for a batch of this spec. Collective."""
+        known = self.prepared(step, batch_spec)
+        if known is not None and known.compiled is compiled:
+            self._runtime.connect(compiled)
+            return known
         prepared = self._runtime.prepare(compiled)
+        if len(self._prepared) >= MANY_PROGRAMS:
+            del self._prepared[next(iter(self._prepared))]
         self._prepared[self.variants(step).number, step, batch_spec.key] = prepared
         return prepared
 
@@ -104,5 +127,7 @@ class Programs:
 
 
 def _family(batch_spec: BatchSpec) -> tuple[Any, ...]:
-    """Equal for specs that differ in the number of samples alone."""
-    return batch_spec.structure, tuple((spec.shape[1:], len(spec.shape), spec.dtype) for spec in batch_spec.specs)
+    """Equal for specs that differ in the sizes of tensors alone; of batches that nothing can cut, for equal ones."""
+    if batch_spec.undivided is not None:
+        return batch_spec.key
+    return batch_spec.structure, tuple((len(spec.shape), spec.dtype) for spec in batch_spec.specs)

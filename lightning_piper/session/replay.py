@@ -1,22 +1,44 @@
-"""Replays the step's `self.log` calls with the values of the batch that it just ran on."""
+"""Replays the step's `self.log` calls, and its calls of metric objects, with the values of the batch that it just ran on."""
 
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
 from torch import nn
 
+from lightning_piper.capture import BatchSpec
 from lightning_piper.compiler import Compiled
 from lightning_piper.ir.dag import TrainingDAG
+from lightning_piper.ir.metric_calls import Computed, MetricCall, MetricLog
 from lightning_piper.ir.regions import LOSS
 from lightning_piper.ir.values import Kind
 from lightning_piper.ops.metrics import first_log, metric_names
+from lightning_piper.runtime import StepResult
+from lightning_piper.session.metric_objects import MetricObjects, owners_of, wanted_by_all
 
 # The values that a plan reports are the same in every process; reducing them again would only cost time.
 _NOT_REPLAYED = ("sync_dist", "sync_dist_group", "enable_graph")
+
+
+class Given:
+    """What a step could not know when it was captured: the lists of its batch, and what metric objects give.
+
+    Attributes:
+        batch_spec: of the batch.
+        values: of the calls of metric objects, by number.
+    """
+
+    def __init__(self, batch_spec: BatchSpec, leaves: Sequence[torch.Tensor]) -> None:
+        self.batch_spec = batch_spec
+        self.values: list[Any] = []
+        self._lists = batch_spec.contents(leaves)
+
+    def __call__(self, what: Any) -> Any:
+        """What stands in a structure for a list, or for what an object gives."""
+        return what.of(self.values[what.call]) if isinstance(what, Computed) else self._lists[what.index]
 
 
 class Replay:
@@ -27,16 +49,22 @@ class Replay:
         tensors: the step logs tensors, not only numbers.
     """
 
-    def __init__(self, compiled: Compiled) -> None:
+    def __init__(self, compiled: Compiled, objects: MetricObjects) -> None:
         names = metric_names(compiled.dag.code)
         dtypes = _dtypes(compiled.dag)
         self.dtype = dtypes.get(LOSS)
         self.tensors = len(names) > first_log(compiled.dag.code)
+        self._step, self._objects, self._size = compiled.step, objects, compiled.dag.size
+        self._owners, self._wanted = owners_of(compiled.dag), wanted_by_all(compiled.dag.code.metrics, compiled.step.name)
         self._calls: list[tuple[str, int | float | Callable[[], float], torch.dtype | None, dict[str, Any]]] = []
         self._context: Callable[[], contextlib.AbstractContextManager[Any]] = contextlib.nullcontext
+        if compiled.dag.code.metrics.events:
+            self._context = compiled.step.context
         for log in compiled.dag.code.logs:
             kwargs: dict[str, Any] = {k: v for k, v in log.kwargs.items() if k not in _NOT_REPLAYED}
-            kwargs.setdefault("batch_size", compiled.dag.size)
+            # Replicas whose batches cannot be cut count alike, in all processes, whatever the sizes of their tensors.
+            apart = compiled.dag.code.undivided is not None and compiled.dag.replicas > 1
+            kwargs.setdefault("batch_size", compiled.dag.replicas if apart else compiled.dag.size)
             kwargs["reduce_fx"] = log.reduce
             if log.constant is None:
                 # Lightning keeps metrics in float32 at least.
@@ -46,13 +74,42 @@ class Replay:
                 self._calls.append((log.name, log.constant, None, kwargs))
                 self._context = compiled.step.context
 
-    def __call__(self, module: nn.Module, metrics: torch.Tensor) -> None:
-        """Call the module's `log`."""
+    def __call__(self, module: nn.Module, result: StepResult, given: Given) -> None:
+        """Call the module's `log`, and its metric objects.
+
+        Args:
+            result: of the step.
+            given: for the batch of this process; gets what the objects give.
+        """
         log: Any = module.log
+        # Of the batch as it is here: constants among arguments (`weight=len(y)`) may be of its size.
+        events = list(self._step.at(given.batch_spec.size).metrics.events)
+        self._objects.claim(module, self._owners)
         with self._context():  # numbers become tensors of the precision's default dtype
-            for name, value, dtype, kwargs in self._calls:
+            for i, (name, value, dtype, kwargs) in enumerate(self._calls):
+                while events and events[0].after <= i:
+                    self._repeat(module, events.pop(0), result, given)
                 known = value() if callable(value) else value
-                log(name, known if dtype is None else metrics[int(known)].to(dtype), **kwargs)
+                log(name, known if dtype is None else result.metrics[int(known)].to(dtype), **kwargs)
+            for event in events:
+                self._repeat(module, event, result, given)
+
+    def _repeat(self, module: Any, event: MetricCall | MetricLog, result: StepResult, given: Given) -> None:
+        if isinstance(event, MetricCall):
+            tensors = [result.results.get(name) for name in event.tensors]
+            found = self._objects.call(module, event, tensors, given, len(given.values) in self._wanted)
+            given.values.append(found)
+            return
+        kwargs = dict(event.kwargs)
+        if isinstance(event.value, Computed):
+            value = given(event.value)
+            kwargs.setdefault("batch_size", self._size)
+        else:
+            value = module.get_submodule(event.value)
+        if event.name is None:
+            module.log_dict(value, **kwargs)
+        else:
+            module.log(event.name, value, **kwargs)
 
 
 def _dtypes(dag: TrainingDAG) -> dict[str, torch.dtype]:

@@ -82,6 +82,7 @@ class Standalone:
         if self._ownership is None:
             return
         self._ownership.end()
+        self.evaluation.runtime.metric_objects.release()
         self.evaluation.runtime.close()
         self._ownership = None
         if not is_on_meta(self.module):
@@ -91,6 +92,7 @@ class Standalone:
 
     def close(self, failed: bool) -> None:
         """Unless it failed, every process that had the whole module has it again. Collective, unless it failed."""
+        self.evaluation.runtime.metric_objects.release(failed)
         self._resume()
         if self._ownership is not None and not failed:
             self._ownership.end()

@@ -28,7 +28,7 @@ def verify_by_execution(
     where that is plain to see.
 
     Args:
-        leaves: of this process's batch; those of all replicas have the same shapes.
+        leaves: of this process's batch. Where those of the replicas have different shapes, the first one's stands for all.
         say: tells the user, on rank 0.
 
     Raises:
@@ -43,6 +43,12 @@ def verify_by_execution(
     if how not in ("first_batch", "each"):
         return None
 
+    undivided = compiled.dag.code.undivided
+    if undivided is not None and undivided.batches > 1:
+        raise PiperError(
+            f"PiperStrategy(verify={how!r}) joins the replicas' batches, and their tensors share no first dimension to join them "
+            f"by: {undivided.found}; use verify='static' here"
+        )
     local_batches = world.gather([x.cpu() for x in leaves] if world.rank in world.first_ranks else [])
 
     def run() -> str:
@@ -52,7 +58,10 @@ def verify_by_execution(
                 "verify='static' here, and verify by execution with transport='local' or a smaller model"
             )
         module.to(world.device)
-        parts = zip(*(local_batches[rank] for rank in world.first_ranks), strict=True)
+        given = [local_batches[rank] for rank in world.first_ranks]
+        if any([x.shape for x in local] != [x.shape for x in given[0]] for local in given):
+            given = given[:1] * len(given)
+        parts = zip(*given, strict=True)
         batch = [(torch.cat(xs) if xs[0].ndim else xs[0]).to(world.device) for xs in parts]
         with isolate_rng():
             report = verify_step(compiled.step, module, compiled.step.batch_spec.rebuild(batch), compiled.program)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import warnings
-from functools import partial
 from typing import Any
 
 import lightning.pytorch as pl
@@ -12,11 +11,11 @@ from lightning.pytorch.callbacks import ThroughputMonitor
 from lightning.pytorch.utilities import grad_norm as norm_in_one_process
 from torch import nn
 from torchmetrics import Metric
-from torchmetrics.utilities.distributed import gather_all_tensors
 
 from lightning_piper.errors import PiperError
 from lightning_piper.holdings.norms import norms_of_each
 from lightning_piper.processes.world import World
+from lightning_piper.session.metric_objects import Gather
 from lightning_piper.strategy._lightning import throughputs_of
 
 Suspended = list[tuple[nn.Module, str, Any]]  # what to set again: owner, attribute, value
@@ -40,8 +39,15 @@ def suspend(module: pl.LightningModule, world: World) -> Suspended:
             part.distributed_available_fn = _never
         elif isinstance(part, Metric) and part.dist_sync_fn is None:
             found.append((part, "dist_sync_fn", None))
-            part.dist_sync_fn = partial(_gather_replicas, world.first_ranks)
+            part.dist_sync_fn = Gather(world)
     return found
+
+
+def count_once(module: pl.LightningModule, world: World) -> None:
+    """After a checkpoint was loaded in every process: the states of metrics that it has are of all samples, and one replica's."""
+    for part in module.modules() if world.replica > 0 else ():
+        if isinstance(part, Metric) and part.state_dict():
+            part.reset()
 
 
 def resume(suspended: Suspended) -> None:
@@ -52,12 +58,6 @@ def resume(suspended: Suspended) -> None:
 
 def _never() -> bool:
     return False
-
-
-def _gather_replicas(first_ranks: tuple[int, ...], value: torch.Tensor, group: Any | None = None) -> list[torch.Tensor]:
-    """A metric's state in each replica."""
-    found = gather_all_tensors(value, group)
-    return [found[rank] for rank in first_ranks]
 
 
 def count_replicas(trainer: pl.Trainer, world: World) -> None:

@@ -24,7 +24,7 @@ from lightning_piper.session.standalone import Standalone
 from lightning_piper.session.verification import Verify
 from lightning_piper.strategy.checkpoints import Restored
 from lightning_piper.strategy.checks import check_evaluation
-from lightning_piper.strategy.compatibility import resume, suspend
+from lightning_piper.strategy.compatibility import count_once, resume, suspend
 from lightning_piper.strategy.data import draw_seed
 from lightning_piper.strategy.parallel import OverProcesses
 from lightning_piper.strategy.phases import Evaluating, Idle, Starting
@@ -89,6 +89,8 @@ class EvaluatingStrategy(OverProcesses):
         settings = Settings(program, replicas, static, *contexts, self._local, self._timeout)
         if restored.sharded is not None and not is_on_meta(module):
             restored.sharded.whole()
+        if trainer.ckpt_path is not None:
+            count_once(module, world)
         drawn, suspended = draw_seed(world), suspend(module, world)
         seed = drawn if seed is None else seed
         return Standalone(module, settings, restored.known, seed, drawn, world, restored.read, partial(resume, suspended))
@@ -140,8 +142,13 @@ class EvaluatingStrategy(OverProcesses):
                 "PiperStrategy: the module is on the meta device, and has no values to be saved before the first step of a run; "
                 "save after it"
             )
-        with contextlib.nullcontext() if parts is None else parts.whole_on_rank_zero():
+        with contextlib.nullcontext() if parts is None else parts.whole_on_rank_zero(), self._whole_metrics():
             return super().lightning_module_state_dict()
+
+    def _whole_metrics(self) -> contextlib.AbstractContextManager[None]:
+        """Metric objects have the states of all samples, meanwhile. Collective."""
+        evaluation = self.phase.evaluation
+        return contextlib.nullcontext() if evaluation is None else evaluation.runtime.metric_objects.whole()
 
     def load_checkpoint(self, checkpoint_path: str | Path, weights_only: bool | None = None) -> dict[str, Any]:
         """A plain checkpoint. For a module on the meta device its tensors stay in the file, and are read where they are used."""

@@ -12,18 +12,21 @@ from lightning.pytorch.utilities.rank_zero import rank_zero_info
 from torch.optim import Optimizer
 
 from lightning_piper.capture import flatten
+from lightning_piper.compiler import Compiled
 from lightning_piper.holdings.gradient_injection import GradientInjection
 from lightning_piper.holdings.gradients import absent
 from lightning_piper.holdings.identities import Identities
 from lightning_piper.holdings.norms import GlobalNorms
 from lightning_piper.holdings.optimizer import Names, ShardedOptimizer
-from lightning_piper.processes.agreement import BatchCheck
+from lightning_piper.processes.agreement import Agreed, BatchCheck
 from lightning_piper.processes.settings import settings_of
 from lightning_piper.profile import PiperProfiler, Recording, Schedule, wanted
 from lightning_piper.session.evaluation import Evaluation
-from lightning_piper.session.process_runtime import ProcessRuntime, check_devices
+from lightning_piper.session.process_runtime import Prepared, ProcessRuntime, check_devices
 from lightning_piper.session.programs import TRAINING, Programs
+from lightning_piper.session.replay import Given
 from lightning_piper.session.standalone import Standalone
+from lightning_piper.session.token_accumulation import TokenAccumulation
 from lightning_piper.session.verification import Verify, verify_by_execution
 from lightning_piper.strategy.checks import check_runs_once
 from lightning_piper.strategy.compatibility import count_replicas, resume, suspend
@@ -42,6 +45,7 @@ class Fit:
         optimizer: over the whole module's parameters.
         names: of these.
         plugin: of the Trainer.
+        accumulate: what several batches are put together as.
 
     Attributes:
         world: the processes.
@@ -60,18 +64,18 @@ class Fit:
 
     def __init__(
         self, module: pl.LightningModule, before: Standalone, batch: Any, verify: Verify, optimizer: Optimizer, names: Names,
-        plugin: Precision,
+        plugin: Precision, accumulate: str = "batches",
     ) -> None:  # fmt: skip
         self._module, self.world, self.seed = module, before.world, before.seed
         settings, world = before.settings, before.world
         self._check, self._optimizer = BatchCheck(world), optimizer
         self._factor: Callable[[bool], float | None] = lambda read: None  # of the last loss
         self.arrive(batch)
-        self._compare()
+        agreed = self._compare()
         before.close(failed=False)
         self._runtime = ProcessRuntime(settings, world)
         self.programs = Programs(module, self._runtime, settings, world)
-        self.program = first = self.programs.compile(TRAINING, self._batch_spec, None)
+        self.program = first = self.programs.compile(TRAINING, self._batch_spec, None, agreed.apart)
         if not settings.local:
             check_devices(first, world)
         self.report = verify_by_execution(verify, first, module, self._leaves, world, rank_zero_info)
@@ -93,6 +97,7 @@ class Fit:
         self._epoch = -1
         self.optimizer = ShardedOptimizer(optimizer, names, self.ownership, first, world)
         self._scaling = LossScaling(plugin, optimizer, world)  # all processes skip the same steps
+        self._tokens = TokenAccumulation(world, self.ownership, settings.local) if accumulate == "tokens" else None
         self._norms = GlobalNorms(self.optimizer, self.ownership, first, world, self._injection.keeps)
         self._clipping = Clipping(plugin, self._norms, world)
 
@@ -116,17 +121,18 @@ class Fit:
         self._leaves, self._batch_spec = flatten(batch)
         self._fresh, self._compared = True, False
 
-    def _compare(self, captured: int = 0, state: int = 0) -> None:
+    def _compare(self, captured: int = 0, state: int = 0, prepared: Prepared | None = None) -> Agreed:
         """Is this batch the others', does the step read what theirs does, and has the last one been made as theirs? Collective.
 
         Args:
             captured, state: as in `BatchCheck.start`.
+            prepared: what is to run.
         """
         self._compared = True
-        if self.world.size > 1:
-            read = self._check.reads
-            settings = settings_of(self._optimizer, self._factor(read), read)
-            self._check.start(self._batch_spec, self._leaves, settings, captured, state)
+        read = self._check.reads
+        settings = settings_of(self._optimizer, self._factor(read), read) if self.world.size > 1 else ()
+        plans = None if prepared is None else prepared.plans
+        return self._check.start(self._batch_spec, self._leaves, settings, captured, state, plans)
 
     def step(self, number: int, batch_idx: int, epoch: int, last: bool = True) -> torch.Tensor:
         """Run the plan on the batch that has arrived: logs what the step logs, and returns its loss.
@@ -145,30 +151,41 @@ class Fit:
         self._identities.check_trained()
         programs, variants = self.programs, self.programs.variants(TRAINING)
         captured = programs.find(TRAINING, self._batch_spec, batch_idx)
-        if not self._compared or variants.number != 0:  # the first batch was compared before it was captured
-            self._compare(variants.number, variants.state(captured))
         prepared = programs.prepared(TRAINING, self._batch_spec)
-        if prepared is None:
-            prepared = programs.prepare(TRAINING, self._batch_spec, programs.compile(TRAINING, self._batch_spec, captured))
+        agreed = Agreed(False)
+        if not self._compared or variants.number != 0:  # the first batch was compared before it was captured
+            agreed = self._compare(variants.number, variants.state(captured), prepared)
+        if prepared is None or agreed.together:
+            compiled = programs.compile(TRAINING, self._batch_spec, captured, agreed.apart, alone=not agreed.together)
+            prepared = programs.prepare(TRAINING, self._batch_spec, compiled)
         variants.ran(prepared.compiled, first_of_epoch=epoch != self._epoch)
         self._epoch = epoch
         scale = self._scaling.scale / self._module.trainer.accumulate_grad_batches  # what `backward` will bring
         if self.recording is not None:
             self.recording.before(prepared)
         self.ownership.refresh()
-        result = self._runtime.run(prepared, prepared.compiled.step.inputs(self._leaves), self.seed + number, scale, last)
+        factor, closing = self._weight_of_batch(prepared.compiled, last)
+        result = self._runtime.run(prepared, prepared.compiled.step.inputs(self._leaves), self.seed + number, scale * factor, last)
         if self.recording is not None:
             self.recording.after(prepared, number)
-        prepared.replay(self._module, result.metrics)
+        prepared.replay(self._module, result, Given(self._batch_spec, self._leaves))
         assert prepared.replay.dtype is not None
         value = result.metrics[0].to(prepared.replay.dtype, copy=True)
-        return self._injection.loss(value, result.grads, scale, kept=prepared.accumulates and not last)
+        return self._injection.loss(value, result.grads, scale, prepared.accumulates and not last, closing)
+
+    def _weight_of_batch(self, compiled: Compiled, last: bool) -> tuple[float, float | None]:
+        """The factor on this batch's gradients, and that on all of an accumulation with its last batch."""
+        if self._tokens is None:
+            return 1.0, None
+        factor, closing = self._tokens.weigh(compiled, compiled.step.inputs(self._leaves), last)
+        return factor * self._module.trainer.accumulate_grad_batches, closing  # Lightning divides the loss by their number
 
     def close(self, failed: bool) -> None:
         """End the fit; unless it failed, every process that had the whole module has it again. Collective, unless it failed."""
         self._clipping.remove()
         self._norms.remove()
         self._scaling.remove()
+        self._runtime.metric_objects.release(failed)
         resume(self._suspended)
         if not failed:
             if self.recording is not None:

@@ -64,6 +64,8 @@ class PiperStrategy(EvaluatingStrategy):
         process_group_backend: of the default process group; `gloo` on CPU and `nccl` on CUDA if left out.
         checkpoint: what a fit saves. `consolidated`: a plain Lightning checkpoint, gathered in one process and written by it.
             `sharded`: a directory, in which every process writes what it holds. Both load, whatever this says.
+        accumulate: what `Trainer(accumulate_grad_batches=k)` means. `batches`: the mean of the batches' losses, as in Lightning.
+            `tokens`: the loss of all of them as one batch, where each weighs by its denominator (tokens that count, samples).
         accelerator, parallel_devices, cluster_environment, checkpoint_io, precision_plugin: as for Lightning's own strategies.
 
     Raises:
@@ -84,6 +86,7 @@ class PiperStrategy(EvaluatingStrategy):
         start_method: Literal["popen"] = "popen",
         process_group_backend: str | None = None,
         checkpoint: Literal["consolidated", "sharded"] = "consolidated",
+        accumulate: Literal["batches", "tokens"] = "batches",
         accelerator: Accelerator | None = None,
         parallel_devices: list[torch.device] | None = None,
         cluster_environment: ClusterEnvironment | None = None,
@@ -93,6 +96,7 @@ class PiperStrategy(EvaluatingStrategy):
         one_of("verify", verify, ACCEPTED)
         one_of("transport", transport, ("process", "local"))
         one_of("checkpoint", checkpoint, ("consolidated", "sharded"))
+        one_of("accumulate", accumulate, ("batches", "tokens"))
         if not isinstance(start_method, str) or start_method != "popen":
             raise PiperError(
                 f"PiperStrategy(start_method={shown(start_method)}): a spawned or forked worker cannot hand a module back whose "
@@ -108,7 +112,7 @@ class PiperStrategy(EvaluatingStrategy):
             cluster_environment=cluster_environment, checkpoint_io=checkpoint_io, precision_plugin=precision_plugin,
         )  # fmt: skip
         self._profile, self._sharded = profile, checkpoint == "sharded"
-        self._accumulating = False
+        self._accumulating, self._accumulate = False, accumulate
 
     def __repr__(self) -> str:
         given = "no directives of its own" if self._program is None else f"{len(self._program)} directives"
@@ -143,7 +147,7 @@ class PiperStrategy(EvaluatingStrategy):
         assert isinstance(start, Starting) and module is not None
         names = names_in(optimizer, module, start.names)  # hooks may have changed it
         state = start.resumed(optimizer)
-        fit = Fit(module, start.standalone, batch, self._verify, optimizer, names, self.precision_plugin)
+        fit = Fit(module, start.standalone, batch, self._verify, optimizer, names, self.precision_plugin, self._accumulate)
         self.phase = Fitting(fit)
         if state is not None:
             self._load_optimizer(fit, {**state, "param_groups": fit.optimizer.full_groups()})
@@ -198,7 +202,8 @@ class PiperStrategy(EvaluatingStrategy):
         if not self._sharded or not isinstance(self.phase, Fitting | Ended):
             return super().lightning_module_state_dict()
         assert self.lightning_module is not None
-        return module_state(self.lightning_module, self.phase.fit.program.step.canonical)
+        with self._whole_metrics():
+            return module_state(self.lightning_module, self.phase.fit.program.step.canonical)
 
     def optimizer_state(self, optimizer: Optimizer) -> dict[str, Any]:
         """The optimizer's state as one device would have it: whole on rank 0, in part on the others; with references to tensors,

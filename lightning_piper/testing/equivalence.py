@@ -57,9 +57,9 @@ def assert_same(expected: Outcome, found: Outcome, mode: Mode, terms: int = 1) -
 
 @functools.lru_cache(maxsize=4096)
 def single_device(spec: Spec, size: int, slices: tuple[Slice, ...]) -> Outcome:
-    """One device accumulating over `slices`: eagerly, or (random numbers) as the captured step on one device."""
+    """One device accumulating over `slices`: eagerly, or (random numbers, several weights) as the captured step on one device."""
     one = case(spec, size)
-    if not spec.random:
+    if not spec.random and (len(slices) == 1 or not spec.mixed):
         return run_eagerly(one.step, one.tensors, one.leaves, slices)
     return interpret(accumulating(one.step, slices), one.tensors, one.leaves)
 

@@ -32,6 +32,7 @@ BLOCKS = {
     "frozen": "a weight that takes no gradient",
     "skip": "reads the model's input again, across the regions between",
     "auxiliary": "adds a term of its own to the loss and logs it",
+    "scored": "a metric object gets its output, the batch's targets and a mean",
     "nested": "a part of the block carries a second tag, EP",
     "bare": "no parameters at all",
     "attention": "softmax over positions",
@@ -44,10 +45,18 @@ BLOCKS = {
     "places": "experts with one place for each sample; what finds none goes without",
 }
 # Blocks whose sums are exact in float64 on integer data: re-association does not change a bit.
-EXACT_BLOCKS = ("linear", "residual", "branch", "tied", "frozen", "skip", "auxiliary", "nested", "bare",
-                "experts", "crowded", "places")  # fmt: skip
+EXACT_BLOCKS = ("linear", "residual", "branch", "tied", "frozen", "skip", "auxiliary", "scored", "nested",
+                "bare", "experts", "crowded", "places")  # fmt: skip
 ROUTED_BLOCKS = ("experts", "crowded", "places")
 RANDOM_BLOCKS = ("dropout",)
+# What the loss of a model is, and how its parts are weighed.
+LOSSES = {
+    "samples": "a mean over samples",
+    "tokens": "a mean over the positions that count, of which a microbatch may have none",
+    "sum": "a sum",
+    "terms": "tokens, a mean over samples and a sum, each with its own weights",
+}
+EXACT_LOSSES = ("samples", "sum")
 COUPLING_BLOCKS = ("batchnorm",)
 
 
@@ -59,11 +68,13 @@ class Spec:
         blocks: kinds of blocks, from `BLOCKS`, in order.
         stages: the index of the tag `PP` of each block; may come back to an earlier one. The loss belongs to the last block's.
         exact: integer weights and data, and a loss whose float64 value and gradients are exact for up to 8 samples.
+        loss: its kind, from `LOSSES`.
     """
 
     blocks: tuple[str, ...]
     stages: tuple[int, ...]
     exact: bool = False
+    loss: str = "samples"
 
     def __post_init__(self) -> None:
         for field, kind in (("blocks", str), ("stages", int)):
@@ -83,6 +94,15 @@ class Spec:
                     f"block {shown(block)} is not known{' in exact models' if self.exact else ''}; accepted: {', '.join(known)}"
                 )
 
+        if self.loss not in (EXACT_LOSSES if self.exact else LOSSES):
+            known = EXACT_LOSSES if self.exact else tuple(LOSSES)
+            raise PiperError(f"Spec(loss={shown(self.loss)}): accepted are {', '.join(known)}")
+
+    @property
+    def mixed(self) -> bool:
+        """Is the loss a sum of terms with different weights? No factor on the loss of a microbatch is right then."""
+        return self.loss == "terms" or (self.loss != "samples" and "auxiliary" in self.blocks)
+
     @property
     def random(self) -> bool:
         return any(block in RANDOM_BLOCKS for block in self.blocks)
@@ -101,6 +121,7 @@ class Model(L.LightningModule):
         self.spec = spec
         self.shared = nn.Linear(WIDTH, WIDTH)
         self.blocks = nn.ModuleList([_block(kind, self.shared) for kind in spec.blocks])
+        self.scores = nn.ModuleList([_Score() for kind in spec.blocks if kind == "scored"])
         self.double()
         generator = torch.Generator().manual_seed(seed)
         for parameter in self.parameters():
@@ -111,7 +132,7 @@ class Model(L.LightningModule):
             parameter.data.copy_(drawn)
 
     def training_step(self, batch: dict[str, Tensor], batch_idx: int) -> Tensor:
-        x, terms = batch["x"], []
+        x, terms, scores = batch["x"], [], iter(self.scores)
         for i, (block, stage) in enumerate(zip(self.blocks, self.spec.stages, strict=True)):
             with annotate("PP", stage):
                 if self.spec.blocks[i] == "skip":
@@ -127,14 +148,27 @@ class Model(L.LightningModule):
                 if self.spec.blocks[i] == "auxiliary":
                     terms.append(x.sum((1, 2)).mean())
                     self.log(f"auxiliary_{i}", terms[-1])
+                if self.spec.blocks[i] == "scored":
+                    score: Any = next(scores)
+                    score.update(x, batch["y"], x.sum((1, 2)).mean())
                 if i == len(self.blocks) - 1:
-                    # Linear in the output: no square that would grow beyond exact integers.
-                    loss: Tensor = (x * batch["y"]).sum((1, 2)).mean()
-                    loss = loss if self.spec.exact else loss + (x - batch["y"]).pow(2).sum((1, 2)).mean()
-                    loss = sum(terms, loss)
+                    loss = sum(terms, self._loss(x, batch["y"]))
                     self.log("loss", loss)
                     self.log("largest", x.detach().max(), reduce_fx="max")
         return loss
+
+    def _loss(self, x: Tensor, y: Tensor) -> Tensor:
+        # Linear in the output: no square that would grow beyond exact integers.
+        each = (x * y).sum(2) if self.spec.exact else (x * y + (x - y).pow(2)).sum(2)
+        counts = y[..., 0] > 0
+        match self.spec.loss:
+            case "sum":
+                return each.sum()
+            case "tokens":
+                return (each * counts).sum() / counts.sum().clamp(min=1)
+            case "terms":
+                return (each * counts).sum() / counts.sum().clamp(min=1) + 0.5 * each.sum(1).mean() - x.square().sum() / 8
+        return each.sum(1).mean()
 
     def validation_step(self, batch: dict[str, Tensor], batch_idx: int) -> Tensor:
         """The same without a backward pass; of train or eval, in the mode that the module is in."""
@@ -168,6 +202,19 @@ def _block(kind: str, shared: nn.Linear) -> nn.Module:
             return nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.Dropout(0.25))
     layer = nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.ReLU())
     return layer.requires_grad_(kind != "frozen")
+
+
+class _Score(nn.Module):
+    """A metric object; it is never run."""
+
+    def update(self, output: Tensor, target: Tensor, mean: Tensor) -> None:
+        raise NotImplementedError
+
+    def compute(self) -> Tensor:
+        raise NotImplementedError
+
+    def reset(self) -> None:
+        raise NotImplementedError
 
 
 class _Tied(nn.Module):

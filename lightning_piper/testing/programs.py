@@ -15,7 +15,7 @@ from lightning_piper.ir.dag import TrainingDAG
 from lightning_piper.ir.nodes import Chunk
 from lightning_piper.ops.build import build_dag
 from lightning_piper.passes import apply_program
-from lightning_piper.testing.models import BLOCKS, EXACT_BLOCKS, ROUTED_BLOCKS, Case, Spec, case
+from lightning_piper.testing.models import BLOCKS, EXACT_BLOCKS, EXACT_LOSSES, LOSSES, ROUTED_BLOCKS, Case, Spec, case
 
 Draw = Callable[[st.SearchStrategy[Any]], Any]
 JSON = dict[str, Any]
@@ -44,7 +44,8 @@ def specs(draw: Draw, exact: bool | None = None, blocks: Sequence[str] | None = 
     if len(set(stages)) > 1 and draw(st.integers(0, 4)) == 0:
         stages[-1] = 0  # V-shaped: the end of the model is back where it began
     stages = [sorted(set(stages)).index(s) for s in stages]
-    return Spec(tuple(chosen), tuple(stages), is_exact)
+    loss = draw(st.sampled_from(("samples", *(EXACT_LOSSES if is_exact else LOSSES))))
+    return Spec(tuple(chosen), tuple(stages), is_exact, loss)
 
 
 def sizes(exact: bool) -> st.SearchStrategy[int]:

@@ -9,7 +9,7 @@ from lightning_piper.ir.nodes import Chunk
 from lightning_piper.ir.regions import SPLIT_BACKWARD, PassKey
 from lightning_piper.ir.seeds import chunk_seed
 from lightning_piper.ir.values import Kind
-from lightning_piper.ops import metrics, results
+from lightning_piper.ops import arguments, metrics, results, weights
 from lightning_piper.ops.facts import Contributions, Facts, names_of
 from lightning_piper.ops.update import Update
 from lightning_piper.verify import sharding
@@ -44,8 +44,10 @@ def incomplete(facts: Facts, final: bool) -> Iterable[str]:
         yield from sharding.unsummed(facts)
         yield from sharding.shards(facts, updated)
         yield from sharding.places(facts)
+        yield from weights.unweighed(facts)
     yield from metrics.reported(facts)
     yield from results.unreturned(facts, final)
+    yield from arguments.undelivered(facts)
     yield from _seeds(facts)
 
 

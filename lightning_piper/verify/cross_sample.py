@@ -17,8 +17,9 @@ import torch
 from torch.fx import Interpreter, Node
 
 from lightning_piper.capture import CapturedStep
+from lightning_piper.capture.eager import term_weights
 from lightning_piper.ir.seeds import seed_of
-from lightning_piper.ir.values import Kind, Slice
+from lightning_piper.ir.values import Slice
 
 TOLERANCE = 64  # in eps of the dtype: an operation that only sums in another order stays far below
 
@@ -57,7 +58,9 @@ def find_dependences(
     where they go, look different too, but the search does not come to them once they are back in order.
     """
     whole = _Run(step, tensors, leaves, Slice(0, step.size), None)
-    runs = _Runs(step, whole, [_Run(step, tensors, leaves, part, whole) for part in slices], slices)
+    sizes = torch.tensor([float(len(part)) for part in slices], dtype=torch.float64)
+    weights = [sizes / sizes.sum(), torch.ones_like(sizes), *term_weights(step, tensors, leaves, slices, captured=True)]
+    runs = _Runs(step, whole, [_Run(step, tensors, leaves, part, whole) for part in slices], slices, weights)
     stack = [(region, node) for region, node in runs.ends() if runs.differs(region, node)]
     seen, roots = set(stack), []
     while stack:
@@ -98,7 +101,8 @@ class _Run:
                 else:
                     inputs.append(self.output(source, i))
             fixed = [tensors[name].detach() for name in interface.params + interface.buffers + interface.state]
-            batch = [leaves[i][part.start : part.stop] if leaves[i].ndim else leaves[i] for i in interface.batch]
+            cuts = [(leaves[i], step.at(step.size).samples(i, part)) for i in interface.batch]
+            batch = [x if cut is None else x[cut.start : cut.stop] for x, cut in cuts]
             graph = self.code.code[key].graph
             recorder = _Recorder(torch.fx.GraphModule(graph.owning_module or torch.nn.Module(), _plain(graph)))
             with torch.no_grad(), torch.random.fork_rng():
@@ -120,16 +124,17 @@ class _Run:
 class _Runs:
     """The whole batch beside its slices."""
 
-    def __init__(self, step: CapturedStep, whole: _Run, parts: Sequence[_Run], slices: Sequence[Slice]) -> None:
+    def __init__(self, step: CapturedStep, whole: _Run, parts: Sequence[_Run], slices: Sequence[Slice],
+                 weights: Sequence[torch.Tensor]) -> None:  # fmt: skip
         self._step, self._whole, self._parts, self._slices = step, whole, parts, slices
+        self._weights = weights  # with which numbers of the slices may become one
 
     def ends(self) -> Iterator[tuple[int, Node]]:
-        """Losses and logged means."""
+        """Losses and logged values that are put together from those of slices by weights."""
         code = self._whole.code
-        means = {log.name for log in code.logs if log.reduce == "mean"}
         for region in self._whole.recorders:
             for i, output in enumerate(code.interfaces[region, "F"].outputs):
-                if output.kind == Kind.LOSS or (output.kind == Kind.LOG and output.names[0] in means):
+                if output.term is not None and code.terms[output.term].folds == "sum":
                     yield region, self._whole.results(region)[self._whole.place(region, i)]
 
     def distance(self, region: int, node: Node) -> float:
@@ -140,8 +145,13 @@ class _Runs:
             return 0.0
         if not isinstance(value, torch.Tensor) or not value.is_floating_point():
             return 0.0
-        merged = _merge(value, [p.values[p.order[k].name] for p in parts], self._slices, self._step.size)
-        return float("inf") if merged is None else _distance(value, merged)
+        found = [p.values[p.order[k].name] for p in parts]
+        if any(a != b for a, b in zip(value.shape, found[0].shape, strict=True)):
+            merged = _joined(value, found)
+            return float("inf") if merged is None else _distance(value, merged)
+        if all(torch.equal(x, value) for x in found):
+            return 0.0
+        return min(_distance(value, _weighted(found, weights)) for weights in self._weights)
 
     def differs(self, region: int, node: Node) -> bool:
         value = self._whole.recorders[region].values[node.name]
@@ -212,16 +222,12 @@ def _distance(a: torch.Tensor, b: torch.Tensor) -> float:
     return distance if distance == distance else float("inf")  # NaN: no sample of a slice counts
 
 
-def _merge(value: torch.Tensor, others: list[torch.Tensor], slices: Sequence[Slice], size: int) -> torch.Tensor | None:
-    """What the slices say about `value`: joined where they follow the batch, averaged where they are a number of the batch.
-
-    None where two dimensions follow the batch: such a value compares samples with each other.
-    """
+def _joined(value: torch.Tensor, others: list[torch.Tensor]) -> torch.Tensor | None:
+    """What the slices say about a value that follows the batch. None where two dimensions do: it compares samples."""
     dims = [d for d, (a, b) in enumerate(zip(value.shape, others[0].shape, strict=True)) if a != b]
-    if len(dims) > 1:
-        return None
-    if dims:
-        return torch.cat(others, dims[0])
-    if all(torch.equal(x, value) for x in others):
-        return value
-    return torch.stack([x * (len(part) / size) for x, part in zip(others, slices, strict=True)]).sum(0)
+    return None if len(dims) > 1 else torch.cat(others, dims[0])
+
+
+def _weighted(others: list[torch.Tensor], weights: torch.Tensor) -> torch.Tensor:
+    """What they say about a number of the batch, if these are their weights."""
+    return torch.stack([x * w.to(x.dtype) if w else torch.zeros_like(x) for x, w in zip(others, weights, strict=True)]).sum(0)

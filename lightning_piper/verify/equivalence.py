@@ -9,7 +9,7 @@ import torch
 from torch import nn
 
 from lightning_piper.capture import CapturedStep, flatten
-from lightning_piper.capture.eager import Outcome, run_eagerly
+from lightning_piper.capture.eager import Outcome, mixed, run_eagerly
 from lightning_piper.directives import Directive, Split, accumulating
 from lightning_piper.ir.dag import TrainingDAG
 from lightning_piper.ir.regions import StepCode
@@ -53,6 +53,7 @@ class _Runner:
     def __init__(self, step: CapturedStep, tensors: Mapping[str, torch.Tensor], leaves: Sequence[torch.Tensor], seed: int) -> None:
         self.step, self.tensors, self.leaves, self.seed = step, tensors, leaves, seed
         self.random = any(interface.random for interface in step.at(step.size).interfaces.values())
+        self.mixed = mixed(step)
         self.splits: list[Split] = []
         self._single: dict[Any, Outcome] = {}
         self._rounding: dict[Any, dict[str, float]] = {}
@@ -112,7 +113,7 @@ class _Runner:
     def _run_single(self, tensors: Mapping[str, torch.Tensor], slices: tuple[Slice, ...], parted: bool) -> Outcome:
         if parted:
             return interpret(apply_program(build_dag(self.step), self.splits), tensors, self.leaves, self.seed)
-        if self.random:
+        if self.random or (self.mixed and len(slices) > 1):
             return interpret(accumulating(self.step, slices), tensors, self.leaves, self.seed)
         return run_eagerly(self.step, tensors, self.leaves, slices)
 
@@ -138,7 +139,7 @@ class _Runner:
 
     def _run_in_float64(self, slices: tuple[Slice, ...]) -> Outcome | None:
         """None where the step cannot be had in float64: captured code has its dtypes, and so have some models."""
-        if self.random:
+        if self.random or (self.mixed and len(slices) > 1):
             return None
         tensors = {n: x.double() if x.is_floating_point() else x for n, x in self.tensors.items()}
         leaves = [x.double() if x.is_floating_point() else x for x in self.leaves]

@@ -76,7 +76,7 @@ def _metrics(change: Callable[[TrainingDAG, Metrics], None]) -> Wrap:
 
 
 def _lose_one(dag: TrainingDAG, node: Metrics) -> None:
-    dag.change(node, metrics=node.metrics[1:], slices=node.slices[1:])
+    dag.change(node, metrics=node.metrics[1:], terms=node.terms[1:], slices=node.slices[1:])
     dag.rewire(node, inputs=node.inputs[1:])
 
 
@@ -132,14 +132,14 @@ def _report_missing(original: Function, seeded: Seeded) -> Function:
     return report
 
 
-@mutation("maximum merged as mean", "`reduce_fx='max'` over microbatches is a mean", "rewrite",
-          (metrics, "reductions"))  # fmt: skip
-def _maximum_merged_as_mean(original: Function, seeded: Seeded) -> Function:
-    def reductions(code: Any) -> tuple[str, ...]:
+@mutation("maximum merged as sum", "the largest values of microbatches are added up", "rewrite",
+          (metrics, "folds"))  # fmt: skip
+def _maximum_merged_as_sum(original: Function, seeded: Seeded) -> Function:
+    def folds(code: Any) -> tuple[str, ...]:
         seeded.hit()
-        return tuple("mean" if name == "max" else name for name in original(code))
+        return tuple("sum" if name == "max" else name for name in original(code))
 
-    return reductions
+    return folds
 
 
 # Buffers

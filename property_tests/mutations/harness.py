@@ -7,11 +7,13 @@ from dataclasses import dataclass
 
 from lightning_piper.errors import PiperError
 from property_tests.mutations import (
+    arguments,
     backward,
     borders,
     drivers,
     executors,
     layers,
+    losses,
     places,
     plans,
     processes,
@@ -23,7 +25,8 @@ from property_tests.mutations import (
 from property_tests.mutations.scenarios import SCENARIOS, Scenario
 from property_tests.mutations.table import TABLE, Mutation
 
-FILES = (rewrites, borders, backward, places, zero, plans, executors, shards, routed, drivers)  # what fills the table
+# What fills the table.
+FILES = (rewrites, borders, arguments, backward, places, zero, plans, executors, shards, routed, drivers, losses)
 LAYERS = ("static", "interpreter", "plans", "property", "distributed")
 
 

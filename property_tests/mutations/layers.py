@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -18,11 +18,12 @@ from lightning_piper.ir.dag import TrainingDAG
 from lightning_piper.ir.filters import matches
 from lightning_piper.ir.nodes import Chunk
 from lightning_piper.ir.values import Slice
+from lightning_piper.ops.arguments import Arguments
 from lightning_piper.ops.metrics import metric_names
 from lightning_piper.passes import Done, run_pipeline
 from lightning_piper.plan import Plan, check_plans, compile_plans
 from lightning_piper.plan.instructions import AllGather, Run
-from lightning_piper.runtime import Executor, LocalTransport, local_shards_of, run_local, shards_of
+from lightning_piper.runtime import Executor, LocalTransport, StepResult, local_shards_of, run_local, shards_of
 from lightning_piper.testing import POOL, Case, assert_same, cases, check_program, programs, run_plans, single_device
 from lightning_piper.verify import interpret
 from lightning_piper.verify.hook import check_pass
@@ -95,7 +96,7 @@ def interpreter(built: Built) -> None:
 def _eager(built: Built, slices: tuple[Slice, ...]) -> Outcome:
     """One device. Random numbers are drawn by region, which only the package itself can do: with whatever bug it has now."""
     spec, case = built.scenario.spec, built.case
-    if spec.random:
+    if spec.random or (spec.mixed and len(slices) > 1):
         return single_device.__wrapped__(spec, case.size, slices)
     return run_eagerly(case.step, case.tensors, case.leaves, slices)
 
@@ -167,6 +168,7 @@ def _train(built: Built) -> None:
     for number, leaves in enumerate(batches(built.scenario.spec, case.size, STEPS)):
         outcome = interpret(dag, expected, leaves, seed=number)
         results = run_local(executors, leaves, seed=number, scale=SCALE)
+        _same_arguments(dag, plans, results, outcome.results)
         for plan, result, own, parts in zip(plans, results, params, pieces, strict=True):
             for name, value in zip(names, result.metrics.unbind(), strict=True):
                 assert torch.equal(value, outcome.metrics[name]), f"step {number}, device {plan.device}: {name} differs"
@@ -192,6 +194,18 @@ def _train(built: Built) -> None:
                 assert same, f"step {number}, device {plan.device}: its shard of {bucket.names} differs after the update"
         for name, buffer in buffers.items():
             assert torch.equal(buffer, expected[name]), f"step {number}: buffer {name} differs"
+
+
+def _same_arguments(
+    dag: TrainingDAG, plans: Sequence[Plan], results: Sequence[StepResult], wanted: Sequence[Mapping[str, torch.Tensor]]
+) -> None:
+    """Metric objects get what the interpreter says, each on one device of a replica."""
+    owners = {name: node.devices for node in dag.of_type(Arguments) for name in dag.value(node.inputs[0]).names}
+    for plan, result in zip(plans, results, strict=True):
+        mine = {name for name, devices in owners.items() if plan.device in devices}
+        assert result.results.keys() == mine, f"device {plan.device} has arguments {sorted(result.results)}"
+        for name, x in result.results.items():
+            assert torch.equal(x, wanted[plan.replica][name]), f"device {plan.device}: argument {name} differs"
 
 
 def whole_params(plan: Plan, tensors: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:

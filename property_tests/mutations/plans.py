@@ -172,8 +172,8 @@ _plan_bug("plan joins in the wrong order", "pieces are joined from the last to t
           _every(ins.Concat, lambda x: {"reads": x.reads[::-1]}))  # fmt: skip
 _plan_bug("microbatches weigh the same", "the loss is the mean over microbatches of uneven sizes",
           _every(ins.Merge, lambda x: {"weights": tuple(1 / x.metrics.count(m) for m in x.metrics)}))  # fmt: skip
-_plan_bug("plan merges a maximum as a mean", "`reduce_fx` is lost on the way to the plan",
-          _every(ins.Merge, lambda x: {"reductions": ("mean",) * len(x.reductions)}))  # fmt: skip
+_plan_bug("plan merges a maximum as a sum", "`reduce_fx` is lost on the way to the plan",
+          _every(ins.Merge, lambda x: {"folds": ("sum",) * len(x.folds)}))  # fmt: skip
 _plan_bug("gradients under wrong names", "a gradient is handed out as another parameter's", _exchange(ins.Deliver, "names"))
 
 

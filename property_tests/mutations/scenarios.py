@@ -66,9 +66,17 @@ _ALL = (
     Scenario("tied over three", POOL[7], 5, one_f_one_b(3, 3)),
     Scenario("one stage split", POOL[4], 5, [_split(3, PP=1), *_places(0, 1)]),
     Scenario("batch norm", POOL[5], 5, [*_places(0, 1), _split(3)]),
+    # Of five samples, the last two of which are microbatches of their own, some have no position that counts.
+    Scenario("empty microbatch", Spec(("linear", "norm"), (0, 1), loss="tokens"), 5, [*_places(0, 1), _split(5)]),
     Scenario("dropout", POOL[6], 5, [*_places(0, 1, 2), _split(2)]),
     Scenario("tied over two", POOL[7], 5, [*_places(0, 1, 0), _split(3)]),
     Scenario("auxiliary on one", POOL[7], 5, [_split(3)]),
+    Scenario("scored", Spec(("scored", "scored"), (0, 1)), 5, one_f_one_b(2, 3)),
+    Scenario("scored in replicas", Spec(("scored", "scored"), (0, 1)), 8,
+             [*_groups([0, 2], [1, 3]), _split(2), _replicate([0, 2], [1, 3])]),
+    Scenario("scored over two groups", Spec(("scored", "linear"), (0, 1)), 5, [_split(3), *(
+        Place(filter={"PP": stage, "MB": parts}, devices=[(stage + k) % 2])
+        for stage in range(2) for k, parts in enumerate(([0, 1], [2])))]),
     Scenario("convolution", Spec(("conv", "linear"), (0, 1)), 5, [*_places(0, 1), _split(3)]),
     # Its order names groups of several chunks.
     Scenario("one device", POOL[3], 8, [_split(3), _GROUPS]),

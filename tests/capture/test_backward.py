@@ -60,7 +60,7 @@ class Run:
         args = [x for ref in interface.inputs for x in self.made[ref]]
         args += [self.tensors[name] for name in interface.params + interface.buffers + interface.state]
         args += [self.leaves[i] for i in interface.batch]
-        args += [torch.ones((), dtype=args[0].dtype)] * interface.seeds_gradient
+        args += [torch.ones((), dtype=args[0].dtype)] * len(interface.seeds)
         torch.manual_seed(region)
         for i, bundle in enumerate(bundles(interface, code, code.run(args))):
             self.made[region, kind, i] = bundle

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-from collections import OrderedDict, UserDict, defaultdict
+from collections import OrderedDict, defaultdict
 from dataclasses import dataclass, field
 from enum import Enum
 from pathlib import Path
 from queue import SimpleQueue
+from types import MappingProxyType
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -59,7 +60,7 @@ def test_a_batch_is_put_together_as_it_was(batch: Any, paths: tuple[str, ...]) -
 
 
 def test_other_mappings_become_plain_dicts() -> None:
-    assert type(flatten(UserDict(x=A))[1].rebuild([A])) is dict
+    assert type(flatten(MappingProxyType({"x": A}))[1].rebuild([A])) is dict
     assert type(flatten(defaultdict(list, x=A))[1].rebuild([A])) is dict
 
 
@@ -163,11 +164,11 @@ READS: dict[str, Any] = {
 
 
 @pytest.mark.parametrize("name", READS)
-def test_a_list_with_one_entry_a_sample_cannot_be_read(name: str) -> None:
-    """What it would give is that of the batch that was captured, in every microbatch and replica."""
+def test_a_list_with_one_entry_a_sample_cannot_be_read_in_microbatches_and_replicas(name: str) -> None:
+    """What it would give is that of the whole batch that was captured."""
     module = Named()
     module.use = READS[name]  # type: ignore[method-assign]
-    for program in ([piper.Place(filter={}, devices=[0])], SPLIT):
+    for program in (SPLIT, REPLICAS):
         with pytest.raises(CaptureError, match=r"test_batch.py:\d+ .*: training_step reads batch\['more'\], a list with an entry"):
             compile(module, named([1, 2, 3, 4]), program)
 
@@ -232,16 +233,9 @@ def test_a_tensor_without_dimensions_is_passed_whole() -> None:
 @pytest.mark.parametrize(
     ("batch", "says"),
     [
-        ((A, B[:2]), r"no common first dimension .* Found \[0\]: \[3, 2\], \[1\]: \[2\]"),
-        ({"ids": A, "positions": torch.zeros(1, 2)}, r"Found \['ids'\]: \[3, 2\], \['positions'\]: \[1, 2\]"),
-        (torch.tensor(1.0), r"Found batch: \[\]"),
-        ({"mode": 1}, "Found no tensor at all"),
         ((A[:0], B[:0]), "the batch is empty: its tensors have 0 samples"),
-        ({"x": A, "image": np.zeros(3)}, r"holds a ndarray at batch\['image'\]; .* convert it in the collate function"),
-        ((A, {1, 2}), r"holds a set at batch\[1\]"),
         ({"x": A, "more": A.to_sparse()}, r"holds a sparse_coo tensor at batch\['more'\]"),
         ({"x": A, "more": {object(): 1}}, r"holds a key of type object at batch\['more'\]"),
-        ((x for x in (A, B)), "holds a generator at batch; a captured step takes tensors"),
     ],
 )
 def test_what_a_batch_may_not_be(batch: Any, says: str) -> None:

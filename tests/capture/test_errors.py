@@ -35,7 +35,7 @@ class Probe(MLP):
         self.table: dict[str, Any] = {"a": 1}
         self.plain = torch.ones(())
         self.register_buffer("scale", torch.ones(()))
-        self.metric = torchmetrics.MeanMetric()
+        self.metrics = [torchmetrics.MeanMetric()]
         self.sizes = nn.Module()
         self.sizes.counts = 0
 
@@ -68,11 +68,11 @@ def test_the_probe_itself_can_be_captured() -> None:
 
 def item(self: Any, x: Tensor, h: Tensor, loss: Tensor, batch_idx: int) -> Any:
     scale = 2.0
-    return loss * loss.item() * scale  # here
+    return loss * scale if loss.item() > 1 else loss  # here
 
 
 def number(self: Any, x: Tensor, h: Tensor, loss: Tensor, batch_idx: int) -> Any:
-    return loss * float(h.mean().detach())  # here
+    return loss * len(range(int(h.mean().detach())))  # here
 
 
 def branch(self: Any, x: Tensor, h: Tensor, loss: Tensor, batch_idx: int) -> Any:
@@ -90,14 +90,14 @@ def boolean_mask(self: Any, x: Tensor, h: Tensor, loss: Tensor, batch_idx: int) 
 
 
 def inside_of_a_library(self: Any, x: Tensor, h: Tensor, loss: Tensor, batch_idx: int) -> Any:
-    self.metric.update(loss)  # here
+    torchmetrics.utilities.data._flexible_bincount(x.long())  # here
 
 
 @pytest.mark.parametrize("end", [item, number, branch, nonzero, boolean_mask, inside_of_a_library])
 def test_a_value_is_asked_for(end: Callable[..., Any]) -> None:
     said = message(end)
     assert said.startswith(marked(end))
-    assert "only known when it runs" in said and "torch.where" in said and "a hook outside of training_step" in said
+    assert "only known when it runs" in said and "torch.where" in said and "a hook outside of " in said
 
 
 # What would be done only once, or seen only then
@@ -233,7 +233,7 @@ def test_none_is_no_loss() -> None:
 
 
 def log_a_metric(self: Any, x: Tensor, h: Tensor, loss: Tensor, batch_idx: int) -> Any:
-    self.log("key", self.metric)  # here
+    self.log("key", self.metrics[0])  # here
 
 
 def log_a_matrix(self: Any, x: Tensor, h: Tensor, loss: Tensor, batch_idx: int) -> Any:
@@ -252,7 +252,7 @@ def log_a_median(self: Any, x: Tensor, h: Tensor, loss: Tensor, batch_idx: int) 
 @pytest.mark.parametrize(
     ("end", "says"),
     [
-        (log_a_metric, "a MeanMetric cannot be logged inside a captured step; log a tensor or a number"),
+        (log_a_metric, "a MeanMetric cannot be logged inside a captured step; log a tensor, a number, or a metric object"),
         (log_a_matrix, "the value has shape (4, 6); log a single number"),
         (log_twice, "is called twice in one step; give each call its own name"),
         (log_a_median, "cannot be merged over microbatches; accepted are 'mean', 'sum', 'max' and 'min'"),
@@ -324,7 +324,7 @@ def shapes(self: Any, x: Tensor, h: Tensor, loss: Tensor, batch_idx: int) -> Any
 
 def reworded(self: Any, x: Tensor, h: Tensor, loss: Tensor, batch_idx: int) -> Any:
     try:
-        return loss * loss.item()
+        return 2 * loss if loss.item() > 1 else loss
     except Exception as error:
         raise ValueError("no value") from error  # here
 

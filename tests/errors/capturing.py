@@ -9,6 +9,7 @@ from torch import nn
 import lightning_piper as piper
 from lightning_piper.capture import capture
 from lightning_piper.compiler import compile_step
+from lightning_piper.directives import parse
 from tests.errors.case import SPLIT, Case, Cases, batch, net, step
 
 TITLE = "The first batch: capture"
@@ -42,9 +43,23 @@ def listed(line: str, more: Any, split: bool) -> None:
     compile_step(step, (piper.Split(filter={}, dim_name="MB", num_microbatches=2),) if split else ())
 
 
+class Meta:
+    """Something beside the tensors of a batch."""
+
+    scale = 2.0
+
+
+def uneven(directive: dict[str, Any]) -> None:
+    """A batch with a table beside its tensors."""
+    step = capture(net("pass", ("x, y = batch", "x, y, table = batch")), (*batch(4), batch(10)[0]))
+    compile_step(step, tuple(parse([{"op": "place", "filter": {}, "devices": directive.get("devices", [0])}, directive])))
+
+
 CASES: Cases = [
-    step("a tensor's value is asked for", "loss = loss / loss.item()"),
     step("a tensor decides in `if`", "loss = 2 * loss if loss > 1 else loss"),
+    step("the same with a number taken out of it", "loss = 2 * loss if loss.item() > 1 else loss"),
+    step("a tensor's value is an index or a number of rounds", "loss = loss + h[int(y.sum())].mean()"),
+    step("a tensor's value is in the name of a logged value", "self.log(f'loss {loss.item()}', loss)"),
     step("a shape depends on values", "loss = loss + h[h > 0].mean()"),
     step("random numbers are drawn in Python", "import random; loss = loss * random.random()"),
     step("a `torch.Generator` is given", "loss = loss * torch.rand((), generator=torch.Generator())"),
@@ -58,6 +73,11 @@ CASES: Cases = [
     step("one name is logged twice", 'self.log("loss", loss); self.log("loss", 2 * loss)'),
     step("a matrix is logged", 'self.log("hidden", h)'),
     step("something else than a number is logged", 'self.log("kind", "mse")'),
+    step("a metric object that is no attribute of the module", "self.seen[0].update(loss.detach())",
+         ("self.seen, ", "from torchmetrics import MeanMetric\n        self.seen, "),
+         ("= [], torch.ones(())", "= [MeanMetric()], torch.ones(())")),
+    step("what a metric object gives is computed with", "loss = loss * self.mean(h)",
+         ("self.seen, ", "from torchmetrics import MeanMetric\n        self.mean = MeanMetric()\n        self.seen, ")),
     step("`reduce_fx` cannot be merged over microbatches", 'self.log("loss", loss, reduce_fx=torch.median)'),
     step("the step returns more than the loss", 'return {"loss": loss, "hidden": h}'),
     step("the step returns one loss for each sample", "return (self.second(h) - y).square()"),
@@ -76,19 +96,27 @@ CASES: Cases = [
          lambda: piper.annotate_modules(net(), "PP", [["first"], ["first", "second"]])),
     Case("`annotate_modules` with a text in place of a list", lambda: piper.annotate_modules(net(), "PP", ["first", "second"])),  # type: ignore[list-item]
     Case("the module has no training step", lambda: capture(nn.Linear(8, 1), batch())),
-    given("the batch holds something that is no tensor", (*batch(), {1, 2})),
+    given("the batch holds a sparse tensor", (*batch(), batch()[0].to_sparse())),
+    Case("an object of the batch, `more`, is read: `loss = loss * more.scale`",
+         lambda: listed("loss = loss * more.scale", Meta(), False)),
+    Case("something that the batch carries is changed: `more.append(1)`", lambda: listed("more.append(1)", [1, 2, 3, 4], False)),
+    Case("a numpy array of the batch, `more`, is computed with: `loss = loss + more.mean()`",
+         lambda: listed("loss = loss + more.mean()", batch(4)[0].numpy(), False)),
     Case("two parameters in one memory: `self.second.bias.data = self.first.bias.data[:1]` in `__init__`",
          lambda: sharing("self.second.bias.data = self.first.bias.data[:1]")),
     Case("a buffer in the memory of a parameter: `self.register_buffer('bias', self.first.bias.data)` in `__init__`",
          lambda: sharing("self.register_buffer('bias', self.first.bias.data)")),
     Case("a buffer in the memory of one that the step changes: `self.register_buffer('view', self.scale.view(1))`",
          lambda: sharing("self.register_buffer('view', self.scale.view(1))")),
-    Case("a list with one entry for each sample, `more`, is read: `loss = loss * torch.tensor(more).mean()`",
-         lambda: listed("loss = loss * torch.tensor(more).mean()", [1.0, 2.0, 3.0, 4.0], False)),
+    Case("in microbatches, a list with one entry for each sample, `more`, is read: `loss = loss * torch.tensor(more).mean()`",
+         lambda: listed("loss = loss * torch.tensor(more).mean()", [1.0, 2.0, 3.0, 4.0], True)),
+    Case("the same with entries that are objects, without microbatches: `loss = loss * more[0].scale`",
+         lambda: listed("loss = loss * more[0].scale", [Meta()] * 4, False)),
     Case("in microbatches, a list is read that may hold samples, or parts of all samples: `loss = loss * more[0]['w'].mean()`",
          lambda: listed("loss = loss * more[0]['w'].mean()", [{"w": batch(4)[0]} for _ in range(4)], True)),
-    given("tensors of the batch with different numbers of samples", (batch(8)[0], batch(4)[1])),
+    Case("tensors of the batch with different numbers of samples, in microbatches", lambda: uneven(SPLIT)),
+    Case("the same with replicas whose batches come from one process",
+         lambda: uneven({"op": "replicate", "filter": {}, "devices": [0, 1]})),
     given("a batch without samples", batch(0)),
-    given("a batch without tensors", {"name": "x"}),
     Case("the step's operations depend on the batch size, in microbatches", resized),
 ]  # fmt: skip

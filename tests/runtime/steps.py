@@ -11,6 +11,7 @@ from torch import Tensor
 from lightning_piper.capture.eager import Outcome
 from lightning_piper.ir.dag import TrainingDAG
 from lightning_piper.ops.metrics import metric_names
+from lightning_piper.passes.completion import complete
 from lightning_piper.plan import Plan, compile_plans
 from lightning_piper.runtime import Executor, LocalTransport, StepResult, run_local
 from lightning_piper.verify.interpreter import interpret
@@ -39,6 +40,7 @@ class Rig:
 
 
 def rig(captured: Captured, dag: TrainingDAG, plans: Mapping[int, Plan] | None = None) -> Rig:
+    complete(dag)
     plans = compile_plans(dag) if plans is None else plans
     tensors = {name: x.clone() for name, x in captured.tensors.items()}
     transport = LocalTransport(plans)

@@ -83,7 +83,7 @@ def captured_once(
     alike = (_code_of(type(module)), repr(list(module.named_children())))
     key = (*alike, trained, modes, module.trainer.precision, repr(found.batch_spec.specs), name, loader)
     first = STEPS.setdefault(key, found)
-    found._codes, found._first = first._codes, first._first
+    found._codes, found._first, found._symbolic = first._codes, first._first, first._symbolic
     found.retrace = lambda: None  # type: ignore[method-assign]
     return found
 

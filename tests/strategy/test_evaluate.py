@@ -133,7 +133,7 @@ def test_each_process_holds_its_part_and_saves_the_whole(name, held, ranks, plai
 
 
 @pytest.mark.parametrize("what, words", [
-    ("metric", "a MeanMetric cannot be logged inside a captured step"),
+    ("metric", "validation_step computes with what self.mean_output gives"),
     ("unused alone", "no error"),
     ("unused in a fit", "validation_step uses unused.bias, unused.weight on device 1, which does not hold it: training_step does"),
     ("untagged", "no place of the program selects a region of this step"),

@@ -342,15 +342,6 @@ def test_a_wrong_program_is_found_by_running_it():
         assert len(record.losses) == (not fails)
 
 
-def test_many_shapes_are_warned_of_once():
-    batches = Batches((torch.randn(n, 8), torch.randn(n, 4)) for n in range(4, 24))
-    fit, record = trainer(local(), max_steps=-1, max_epochs=1)
-    with pytest.warns(UserWarning, match="more than 16 layouts") as seen:
-        fit.fit(make("mlp")[0], batches)
-    assert len(record.losses) == 20
-    assert sum("more than 16 layouts" in str(w.message) for w in seen) == 1
-
-
 EXCEPT = r"the program is verified except aten\._native_batch_norm_legit_functional in region PP=0: differs by \d\.\de-0\d \("
 
 

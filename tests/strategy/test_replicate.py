@@ -9,6 +9,7 @@ from lightning.pytorch.callbacks import ModelCheckpoint
 
 from lightning_piper.directives import replicate
 from lightning_piper.passes import pipeline
+from lightning_piper.passes.weighing import weigh
 from tests.distributed.processes import launch_trainings
 from tests.groups import marked
 from tests.strategy.fitting import Batches, distance, local, same, sharing_captures, trainer, values
@@ -227,7 +228,7 @@ def test_one_process_agrees_with_plain_lightning(name, program, monkeypatch):
         assert distance(plain, found) < bound
         assert all(distance(a, b) < bound for a, b in zip(logged, ours, strict=True))
     monkeypatch.setattr(replicate, "reduce_gradients", lambda *_: [])
-    monkeypatch.setattr(pipeline, "complete", lambda dag: None)  # which would refuse it
+    monkeypatch.setattr(pipeline, "complete", weigh)  # which would refuse it
     module, loader = make(name)
     fit, _ = trainer(local(program, verify="off"))
     fit.fit(module, loader)

@@ -50,6 +50,7 @@ BASES: dict[str, tuple[str, list[Any]]] = {
     "gradients": ("mlp", replicated(shard_grads=True)),
     "parameters": ("mlp", replicated(shard_params=True)),
     "parameters, tied": ("used_twice", replicated(shard_params=True)),
+    "tokens": ("terms", replicated()),
     "buckets": ("mlp", replicated(shard_params=True, bucket_size=1e-6)),
 }
 
@@ -80,6 +81,7 @@ def changes(dag: TrainingDAG) -> Iterator[Change]:
                     yield f"{node.label} reads {other} for {ref}", partial(rewired, node=node.id, inputs=inputs)
         if isinstance(node, Chunk):
             yield from chunk_changes(dag, node, slices)
+            yield from weight_changes(dag, node)
         if isinstance(node, Accumulate | Update | AllReduce | Report | Concat | Metrics):
             yield from sum_changes(dag, node, slices)
         if isinstance(node, Cut):
@@ -135,6 +137,15 @@ def chunk_changes(dag: TrainingDAG, node: Chunk, slices: list[Slice]) -> Iterato
                 yield f"{node.label} state {k} from {other}", partial(state_changed, node=node.id, state=state)
 
 
+def weight_changes(dag: TrainingDAG, node: Chunk) -> Iterator[Change]:
+    made = [(n.id, i) for n in dag.nodes.values() for i, value in enumerate(n.outputs) if value.kind in ("weight", "seed")]
+    for k, ref in enumerate(node.weights):
+        for other in [None, *made]:
+            if other != ref:
+                weights = (*node.weights[:k], other, *node.weights[k + 1 :])
+                yield f"{node.label} weight {k} from {other}", partial(weights_changed, node=node.id, weights=weights)
+
+
 def state_changed(dag: TrainingDAG, node: int, state: tuple[Ref | None, ...]) -> None:
     dag.rewire(dag.nodes[node], state=state)
 
@@ -143,14 +154,20 @@ def params_changed(dag: TrainingDAG, node: int, params: tuple[Ref | None, ...]) 
     dag.rewire(dag.nodes[node], params=params)
 
 
+def weights_changed(dag: TrainingDAG, node: int, weights: tuple[Ref | None, ...]) -> None:
+    dag.rewire(dag.nodes[node], weights=weights)
+
+
 def sum_changes(dag: TrainingDAG, node: Node, slices: list[Slice]) -> Iterator[Change]:
     def chosen(indices: list[int]) -> Callable[[TrainingDAG], None]:
         more: dict[str, Any] = {}
         if isinstance(node, Metrics):
-            more = {"metrics": tuple(node.metrics[i] for i in indices), "slices": tuple(node.slices[i] for i in indices)}
+            more = {name: tuple(getattr(node, name)[i] for i in indices) for name in ("metrics", "terms", "slices")}
         return partial(rewired, node=node.id, inputs=tuple(node.inputs[i] for i in indices), **more)
 
     everything = list(range(len(node.inputs)))
+    if isinstance(node, Metrics) and node.weights:
+        yield f"{node.label} with the weights in reverse", partial(weights_changed, node=node.id, weights=node.weights[::-1])
     for k in everything:
         if len(everything) > 1:
             yield f"{node.label} without input {k}", chosen([i for i in everything if i != k])
@@ -160,6 +177,8 @@ def sum_changes(dag: TrainingDAG, node: Node, slices: list[Slice]) -> Iterator[C
         for k in everything:
             for metric in set(range(len(node.outputs[0].names))) - {node.metrics[k]}:
                 yield "other metric", partial(changed, node=node.id, metrics=(*node.metrics[:k], metric, *node.metrics[k + 1 :]))
+            for term in set(range(len(dag.code.terms))) - {node.terms[k]}:
+                yield "other term", partial(changed, node=node.id, terms=(*node.terms[:k], term, *node.terms[k + 1 :]))
             for part in set(slices) - {node.slices[k]}:
                 yield "other weight", partial(changed, node=node.id, slices=(*node.slices[:k], part, *node.slices[k + 1 :]))
 

@@ -195,7 +195,7 @@ def metrics_edit(dag: TrainingDAG, keep: Callable[[list[int]], list[int]]) -> No
     metrics = node(dag, Metrics, PP=1)
     kept = keep(list(range(len(metrics.inputs))))
     dag.change(metrics, metrics=tuple(metrics.metrics[i] for i in kept))
-    dag.change(metrics, slices=tuple(metrics.slices[i] for i in kept))
+    dag.change(metrics, slices=tuple(metrics.slices[i] for i in kept), terms=tuple(metrics.terms[i] for i in kept))
     dag.rewire(metrics, inputs=tuple(metrics.inputs[i] for i in kept))
 
 

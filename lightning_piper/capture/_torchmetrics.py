@@ -1,0 +1,59 @@
+"""The one file that uses torchmetrics' private names. Tried on torchmetrics 1.9; each entry says what is relied on.
+
+- `_*_tensor_validation` in modules of `torchmetrics.functional`: look at the values of predictions and targets, and raise for what
+  a metric cannot take. A traced step has no values; so they are left out, as with `validate_args=False`.
+- `_bincount` in modules of `torchmetrics`: counts with `torch.bincount`, whose size depends on values also where `minlength` bounds
+  them. Where torch has no such kernel, torchmetrics compares with all classes, which gives the same counts.
+- `normalize_logits_if_needed` in modules of `torchmetrics`: on CPU, decides by an `if` whether predictions are logits; elsewhere by
+  `torch.where`.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import re
+import sys
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+
+_VALIDATION = re.compile(r"_\w+_tensor_validation")
+
+
+@contextlib.contextmanager
+def without_values() -> Iterator[None]:
+    """Inside, functional metrics do not look at values."""
+    put: list[tuple[dict[str, Any], str, Any]] = []
+    for name, module in list(sys.modules.items()):
+        if not name.startswith("torchmetrics."):
+            continue
+        names = vars(module)
+        put += [(names, key, names[key]) for key in names if key in _REPLACED or _VALIDATION.fullmatch(key)]
+    for names, key, _ in put:
+        names[key] = _REPLACED.get(key, _validation)
+    try:
+        yield
+    finally:
+        for names, key, own in put:
+            names[key] = own
+
+
+def _validation(*args: Any, **kwargs: Any) -> None:
+    return None
+
+
+def _bincount(x: torch.Tensor, minlength: int | None = None) -> torch.Tensor:
+    if minlength is None:
+        minlength = len(torch.unique(x))
+    return torch.eq(x.reshape(-1, 1), torch.arange(minlength, device=x.device)).sum(dim=0)
+
+
+def _normalized(tensor: torch.Tensor, normalization: str | None) -> torch.Tensor:
+    if not normalization:
+        return tensor
+    known = torch.all((tensor >= 0) * (tensor <= 1)) if tensor.device.type == "cpu" else ~((tensor < 0) | (tensor > 1)).any()
+    return torch.where(known, tensor, tensor.sigmoid() if normalization == "sigmoid" else torch.softmax(tensor, dim=1))
+
+
+_REPLACED = {"_bincount": _bincount, "normalize_logits_if_needed": _normalized}

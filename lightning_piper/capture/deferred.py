@@ -1,0 +1,355 @@
+"""Numbers that Python takes out of tensors (`loss.item()`, `float(loss)`, `counts.tolist()`) while a step is traced without values.
+
+A `Deferred` remembers the tensor. Arithmetic gives others, computed as Python would, in float64 and int64, as operations of the
+graph. Where it meets a tensor it is one again, and logged it is logged like one. Python itself never gets the value: what depends
+on it (`if`, an index, a number of rounds) is refused, and a text has words in its place.
+"""
+
+from __future__ import annotations
+
+import builtins
+import contextlib
+import functools
+import math
+import operator
+from collections.abc import Callable, Iterable, Iterator
+from typing import Any, NoReturn
+from unittest import mock
+
+import torch
+from torch.overrides import TorchFunctionMode
+
+from lightning_piper.capture import _torch
+from lightning_piper.capture.arrays import converted
+from lightning_piper.capture.numbers import Number
+from lightning_piper.capture.source import user_line
+from lightning_piper.errors import CaptureError
+
+LATER = "<value known after the step>"  # stands in texts
+MANY = 1024  # elements of a list
+Namespace = tuple[dict[str, Any], set[str]]  # globals of code, and the names among them that it calls
+_CONVERSIONS = (torch.tensor, torch.as_tensor, torch.asarray)
+_TEXTS = (torch.Tensor.__format__, torch.Tensor.__repr__, torch.Tensor.__str__)
+_CLASSES: dict[torch.dtype, type] = {torch.float64: float, torch.int64: int, torch.bool: bool, torch.complex128: complex}
+
+
+def call(function: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """Call a function of torch in a step: where it asks for the value of a tensor, the answer is deferred."""
+    if function in _CONVERSIONS and args and holds_deferred(args[0]):
+        return _made(args[0], *args[1:], **kwargs)
+    if function in _TEXTS and _torch.is_traced(args[0]):
+        return LATER
+    try:
+        return function(*args, **kwargs)
+    except _torch.WITHOUT_VALUES:
+        if function is torch.Tensor.item:
+            return deferred(args[0])
+        if function is torch.Tensor.tolist and args[0].numel() <= MANY:
+            return _listed(args[0])
+        raise
+
+
+def deferred(tensor: torch.Tensor) -> Deferred:
+    """The value of a tensor of one element."""
+    kinds = ((tensor.dtype == torch.bool, torch.bool), (tensor.is_complex(), torch.complex128))
+    dtype = next((d for is_it, d in kinds if is_it), torch.float64 if tensor.is_floating_point() else torch.int64)
+    return Deferred(tensor.detach().reshape(()).to(dtype, copy=True))
+
+
+def _listed(tensor: torch.Tensor) -> Any:
+    return deferred(tensor) if tensor.ndim == 0 else [_listed(x) for x in tensor.unbind()]
+
+
+class Deferred:
+    """Stands for a Python number that is in a tensor.
+
+    Attributes:
+        tensor: without dimensions; in float64, int64, bool or complex128.
+    """
+
+    def __init__(self, tensor: torch.Tensor) -> None:
+        self.tensor = tensor
+
+    # isinstance sees the class of the value.
+    __class__ = property(lambda self: _CLASSES[self.tensor.dtype])
+
+    @classmethod
+    def __torch_function__(
+        cls, function: Callable[..., Any], types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        return among_tensors(function, args, kwargs or {})
+
+    def _refuse(self, *args: Any, **kwargs: Any) -> NoReturn:
+        raise refusal()
+
+    def __str__(self) -> str:
+        return LATER
+
+    __repr__ = __str__
+
+    def __format__(self, spec: str) -> str:
+        return LATER
+
+    def __round__(self, digits: int | None = None) -> Deferred:
+        if digits is None:
+            return Deferred(self.tensor.round().to(torch.int64))
+        return Deferred(torch.round(self.tensor, decimals=digits)) if self.tensor.is_floating_point() else self
+
+    def converted(self, kind: type) -> Deferred:
+        """`float` or `int` of it."""
+        whole = self.tensor.trunc() if kind is int and self.tensor.is_floating_point() else self.tensor
+        return Deferred(whole.to(torch.int64 if kind is int else torch.float64))
+
+    def __getattr__(self, name: str) -> Any:
+        if name.startswith("__"):
+            raise AttributeError(name)
+        self._refuse()
+
+    __bool__ = __int__ = __float__ = __complex__ = __index__ = __hash__ = __iter__ = _refuse
+
+
+def is_deferred(value: Any) -> bool:
+    return type(value) is Deferred
+
+
+def refusal(error: BaseException | None = None) -> CaptureError:
+    """What is said where a value decides; `error` is what torch made of it."""
+    return CaptureError(
+        f"{user_line(error)}: the step asks for a value that is only known when it runs (of .item(), float() or the like); a "
+        "captured step has no values. It may compute with it, and log it. What it decides belongs into tensors (torch.where, "
+        "masks, clamp), or into a hook outside of the step"
+    )
+
+
+def is_misplaced(error: BaseException) -> bool:
+    """Does it say that a function takes Python numbers only?"""
+    return isinstance(error, TypeError) and Deferred.__name__ in str(error)
+
+
+def holds_deferred(value: Any) -> bool:
+    """Is it one, a text with one in it, or a container that has such?"""
+    if isinstance(value, dict):
+        return any(map(holds_deferred, value.values()))
+    if isinstance(value, list | tuple):
+        return any(map(holds_deferred, value))
+    return is_deferred(value) or (type(value) is str and LATER in value)
+
+
+def among_tensors(function: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """Call a function of torch in which deferred numbers stand for Python numbers."""
+    leaves, tree = _torch.tree_flatten((args, kwargs))
+    tensors = [x for x in leaves if isinstance(x, torch.Tensor)]
+    # Beside a tensor without dimensions, another one would decide on the dtype, as no Python number does.
+    single = bool(tensors) and all(x.ndim == 0 for x in tensors) and len(leaves) == 2
+
+    def known(x: Any) -> Any:
+        if is_deferred(x):
+            x = x.tensor.to(_dtype_beside(x.tensor, tensors))
+            return x.to(tensors[0].device) if tensors else x
+        return x.reshape(1) if single and isinstance(x, torch.Tensor) else x
+
+    args, kwargs = _torch.tree_unflatten([known(x) for x in leaves], tree)
+    result = function(*args, **kwargs)
+    return result.reshape(()) if single and isinstance(result, torch.Tensor) and result.ndim else result
+
+
+def _dtype_beside(number: torch.Tensor, tensors: Iterable[torch.Tensor]) -> torch.dtype:
+    inexact = any(x.is_floating_point() or x.is_complex() for x in tensors)
+    return number.dtype if inexact or not number.is_floating_point() else torch.get_default_dtype()
+
+
+def _filled(size: Any, value: Deferred, dtype: torch.dtype | None = None, device: Any = None, **more: Any) -> torch.Tensor:
+    """`torch.full`."""
+    return _made(value, dtype, device).expand(size).clone().requires_grad_(more.get("requires_grad", False))
+
+
+def _made(data: Any, dtype: torch.dtype | None = None, device: Any = None, requires_grad: bool = False) -> torch.Tensor:
+    """`torch.tensor` of a number or of lists of such."""
+
+    def stacked(data: Any) -> torch.Tensor:
+        if isinstance(data, list | tuple):
+            parts = [stacked(x) for x in data]
+            common = functools.reduce(torch.promote_types, (x.dtype for x in parts))
+            return torch.stack([x.to(common) for x in parts])
+        return data.tensor if is_deferred(data) else torch.as_tensor(data, dtype=torch.float64 if type(data) is float else None)
+
+    found = stacked(data)
+    inexact = torch.get_default_dtype() if found.is_floating_point() else found.dtype
+    return found.to(device, dtype or inexact).requires_grad_(requires_grad)
+
+
+# Arithmetic
+
+
+def _tensor_of(value: Any) -> torch.Tensor | None:
+    """A number as a tensor: deferred, Python's, or one that stands for Python's."""
+    number: Any = value
+    if is_deferred(number):
+        found: torch.Tensor = number.tensor
+        return found
+    if not isinstance(value, bool | int | float | complex):
+        return None
+    dtype = next(d for d in (torch.bool, torch.int64, torch.float64, torch.complex128) if isinstance(value, _CLASSES[d]))
+    return number.inputs.tensor(number, dtype) if type(number) is Number else torch.full((), number, dtype=dtype)
+
+
+def _apply(function: Callable[..., torch.Tensor], *values: Any, exact: bool = True) -> Any:
+    """`function` of numbers as tensors of one dtype, at least int64; float64 unless `exact` is enough."""
+    tensors = [_tensor_of(x) for x in values]
+    if any(x is None for x in tensors):
+        return NotImplemented
+    known = [x for x in tensors if x is not None]
+    dtype = functools.reduce(torch.promote_types, [torch.int64 if exact else torch.float64, *(x.dtype for x in known)])
+    # The graph shows Python's numbers as numbers, so that what follows the number of samples is seen to.
+    first, *others = (
+        x if i and type(x) in (int, float) else t.to(dtype) for i, (x, t) in enumerate(zip(values, known, strict=True))
+    )
+    return Deferred(function(first, *others))
+
+
+def _floor_divided(x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
+    return torch.div(x, y, rounding_mode="floor")
+
+
+_BINARY: dict[str, tuple[Callable[..., torch.Tensor], bool]] = {
+    "add": (torch.add, True), "sub": (torch.sub, True), "mul": (torch.mul, True), "truediv": (torch.div, False),
+    "floordiv": (_floor_divided, True), "mod": (torch.remainder, True), "pow": (torch.pow, False),
+}  # fmt: skip
+_COMPARISONS = ("lt", "le", "gt", "ge", "eq", "ne")
+_UNARY: dict[str, Callable[..., torch.Tensor]] = {"neg": torch.neg, "pos": torch.clone, "abs": torch.abs}
+_ROUNDING = {"trunc": torch.trunc, "floor": torch.floor, "ceil": torch.ceil}
+_SAME = ("sqrt", "exp", "log", "log2", "log10", "log1p", "expm1", "sin", "cos", "tan", "tanh", "atan", "erf")
+_MATH = {name: getattr(torch, name) for name in _SAME}
+_MATH |= {"fabs": torch.abs, "pow": torch.pow, "isnan": torch.isnan, "isinf": torch.isinf, "isfinite": torch.isfinite}
+
+
+def _binary(function: Callable[..., torch.Tensor], exact: bool, swapped: bool) -> Callable[[Deferred, Any], Any]:
+    def call(self: Deferred, other: Any) -> Any:
+        return _apply(function, *((other, self) if swapped else (self, other)), exact=exact)
+
+    return call
+
+
+def _unary(function: Callable[..., torch.Tensor], integer: bool) -> Callable[[Deferred], Any]:
+    def call(self: Deferred) -> Any:
+        found = _apply(function, self)
+        return Deferred(found.tensor.to(torch.int64)) if integer else found
+
+    return call
+
+
+for _name, (_function, _exact) in _BINARY.items():
+    setattr(Deferred, f"__{_name}__", _binary(_function, _exact, swapped=False))
+    setattr(Deferred, f"__r{_name}__", _binary(_function, _exact, swapped=True))
+for _name in _COMPARISONS:
+    setattr(Deferred, f"__{_name}__", _binary(getattr(torch, _name), True, swapped=False))
+for _name, _operation in _UNARY.items():
+    setattr(Deferred, f"__{_name}__", _unary(_operation, integer=False))
+for _name, _operation in _ROUNDING.items():
+    setattr(Deferred, f"__{_name}__", _unary(_operation, integer=True))
+
+
+# Names of Python's own by which a step asks for values
+
+
+class _OfTensors(type):
+    """The class of a class that stands for `float` or `int` in the user's code: they take tensors without values as well."""
+
+    own: type
+
+    def __call__(cls, *args: Any, **kwargs: Any) -> Any:
+        value: Any = args[0] if len(args) == 1 and not kwargs else None
+        if is_deferred(value):
+            return value.converted(cls.own)
+        try:
+            return cls.own(*args, **kwargs)
+        except _torch.WITHOUT_VALUES:
+            if not isinstance(value, torch.Tensor):
+                raise
+            return deferred(value).converted(cls.own)
+
+    def __instancecheck__(cls, instance: Any) -> bool:
+        return isinstance(instance, cls.own)
+
+    def __subclasscheck__(cls, subclass: type) -> bool:
+        return issubclass(subclass, cls.own)
+
+    def __eq__(cls, other: object) -> bool:
+        return other is cls or other is cls.own
+
+    def __hash__(cls) -> int:
+        return hash(cls.own)
+
+
+def _extreme(own: Callable[..., Any], better: Callable[[Any, Any], Any]) -> Callable[..., Any]:
+    """`max` or `min`: of what is equal, the first."""
+
+    @functools.wraps(own)
+    def call(*args: Any, **kwargs: Any) -> Any:
+        values = list(args[0]) if len(args) == 1 else list(args)
+        if kwargs or not any(map(is_deferred, values)):
+            return own(values, **kwargs) if len(args) == 1 else own(*args, **kwargs)
+        return functools.reduce(lambda best, x: _chosen(better(x, best), x, best), values)
+
+    return call
+
+
+def _chosen(condition: Any, one: Any, other: Any) -> Any:
+    if not is_deferred(condition):
+        return one if condition else other
+    return _apply(lambda x, y: torch.where(condition.tensor, x, y), one, other)
+
+
+def _stand_in(own: type) -> Any:
+    return _OfTensors(own.__name__, (own,), {"own": own})
+
+
+NAMES: dict[str, Any] = {
+    "float": _stand_in(builtins.float), "int": _stand_in(builtins.int), "max": _extreme(builtins.max, operator.gt),
+    "min": _extreme(builtins.min, operator.lt),
+}  # fmt: skip
+
+
+class _Answering(TorchFunctionMode):
+    def __torch_function__(
+        self, function: Callable[..., Any], types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        found = converted(function, args, kwargs or {})
+        return call(function, args, kwargs or {}) if found is None else found
+
+
+@contextlib.contextmanager
+def deferring(namespaces: Iterable[Namespace]) -> Iterator[None]:
+    """Around a step that is traced without guards: what it asks tensors for is answered."""
+    with _Answering(), understood(namespaces):
+        yield
+
+
+@contextlib.contextmanager
+def understood(namespaces: Iterable[Namespace]) -> Iterator[None]:
+    """Inside, `float`, `int`, `max`, `min` and functions of `math` and torch take deferred numbers.
+
+    Args:
+        namespaces: globals of the step's code, and which of their names it calls.
+    """
+    put = [(names, name) for names, called in namespaces for name in called & NAMES.keys() if name not in names]
+    with contextlib.ExitStack() as stack:
+        for name, function in _MATH.items():
+            computed = functools.partial(_apply, function, exact=False)
+            stack.enter_context(mock.patch.object(math, name, _or_deferred(getattr(math, name), computed)))
+        stack.enter_context(mock.patch.object(torch, "full", _or_deferred(torch.full, _filled)))
+        for names, name in put:
+            names[name] = NAMES[name]
+        try:
+            yield
+        finally:
+            for names, name in put:
+                names.pop(name, None)
+
+
+def _or_deferred(own: Callable[..., Any], other: Callable[..., Any]) -> Callable[..., Any]:
+    @functools.wraps(own)
+    def call(*args: Any, **kwargs: Any) -> Any:
+        return other(*args, **kwargs) if any(map(is_deferred, args)) else own(*args, **kwargs)
+
+    return call

@@ -1,0 +1,219 @@
+"""Denominators of losses as expressions of sums over the batch, and the code that computes these sums."""
+
+from __future__ import annotations
+
+import itertools
+import math
+from collections.abc import Callable, Collection, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch.fx import Node
+
+from lightning_piper.capture.code import compile_boxed
+from lightning_piper.ir.terms import Denominator
+
+aten = torch.ops.aten
+_DOUBLE: dict[str, Any] = {"dtype": torch.float64}  # sums are exact for numbers of things, and as exact as can be for weights
+
+
+class Expression:
+    """A denominator. The sums over the batch that it is made of add up over parts of the batch; it may not."""
+
+
+@dataclass(frozen=True)
+class Number(Expression):
+    value: Any
+
+
+@dataclass(frozen=True)
+class Samples(Expression):
+    """The number of samples."""
+
+
+@dataclass(frozen=True)
+class Stat(Expression):
+    """A sum over the batch.
+
+    Attributes:
+        key: equal for the same sum.
+        node: says what is summed.
+        how: `sum`: the node is a sum; `rows`: it is what is summed; `labels`: a negative log likelihood, whose labels are counted
+            that are not ignored, with their weights; `count`: the node is the number.
+    """
+
+    key: int
+    node: Node = field(compare=False)
+    how: str = field(compare=False)
+
+
+@dataclass(frozen=True)
+class Operation(Expression):
+    """An operation element by element on expressions; other arguments as they are."""
+
+    target: Callable[..., Any]
+    arguments: tuple[Any, ...]
+    keywords: tuple[tuple[str, Any], ...] = ()
+
+    @staticmethod
+    def given(argument: Any) -> Any:
+        """An argument that is no number and no tensor."""
+        return _Given(argument)
+
+
+@dataclass(frozen=True)
+class _Given:
+    value: Any
+
+
+ONE, SAMPLES = Number(1), Samples()
+
+
+def times(a: Expression, b: Expression) -> Expression:
+    return b if a == ONE else a if b == ONE else Operation(torch.mul, (a, b))
+
+
+def over(a: Expression, b: Expression) -> Expression:
+    return a if b == ONE else Operation(torch.div, (a, b))
+
+
+def simplified(expression: Expression) -> Expression:
+    """Without sums over the batch, a denominator is a power of the number of samples: of most, the first or none."""
+    if not stats_of(expression):
+        one, two = (float(_evaluate(expression, {}, [torch.tensor(n, dtype=torch.float64)])) for n in (1.0, 2.0))
+        if one and two / one in (1.0, 2.0):
+            return SAMPLES if two / one == 2.0 else ONE
+    return expression
+
+
+def described(expression: Expression) -> str:
+    """A denominator in a text."""
+    match expression:
+        case Number():
+            return f"{expression.value:g}" if isinstance(expression.value, int | float) else str(expression.value)
+        case Samples():
+            return "samples"
+        case Stat():
+            return {"labels": "labels that count", "count": "count"}.get(expression.how, "sum over the batch")
+        case Operation():
+            name = getattr(expression.target, "__name__", str(expression.target)).removesuffix(".default")
+            inside = ", ".join(described(x) if isinstance(x, Expression) else str(x.value) for x in expression.arguments)
+            return f"{name}({inside})"
+    raise AssertionError(expression)
+
+
+def denominator_of(
+    expression: Expression, batch: Mapping[Node, int], buffers: Mapping[Node, str], constants: torch.nn.Module | None,
+    again: Collection[Node] = (),
+) -> Denominator:  # fmt: skip
+    """The denominator as code.
+
+    Args:
+        batch, buffers: what the placeholders of the joint graph are.
+        constants: holds the tensors that the step makes from Python numbers.
+        again: negative log likelihoods whose values the backward pass reads.
+    """
+    stats = {stat.key: stat for stat in stats_of(expression)}
+    emit = _Emit()
+    made = [emit.stat(stat) for stat in stats.values()]
+    emit.graph.output(tuple(made))
+    leaves = [node for node in emit.placeholders if node in batch]
+    own = [node for node in emit.placeholders if node in buffers]
+    order = [*leaves, *own]
+    if order and (first := next(iter(emit.graph.nodes))) is not emit.env[order[0]]:
+        first.prepend(emit.env[order[0]])
+    for before, node in itertools.pairwise(order):
+        emit.env[before].append(emit.env[node])
+    emit.graph.lint()
+    columns = {key: i for i, key in enumerate(stats)}
+    # What the step divides by itself. A loss over labels does it inside: where none counts it has nothing to divide.
+    counted = [i for i, stat in enumerate(stats.values()) if stat.how != "labels"]
+    nothing = _evaluate(expression, columns, [*[torch.zeros((), dtype=torch.float64)] * len(stats), torch.ones(())])
+    guarded = bool(counted or again) and not (float(nothing) and math.isfinite(nothing))
+
+    def of(values: Sequence[torch.Tensor], part: bool = False) -> torch.Tensor:
+        if part and guarded:
+            values = [x + (x == 0) if i in counted else x for i, x in enumerate(values)]
+        found = _evaluate(expression, columns, values)
+        return found if isinstance(found, torch.Tensor) else torch.full_like(values[-1], found)
+
+    return Denominator(tuple(batch[n] for n in leaves), tuple(buffers[n] for n in own), compile_boxed(emit.graph, constants),
+                       len(stats) + 1, of, guarded)  # fmt: skip
+
+
+def stats_of(expression: Expression) -> list[Stat]:
+    """The sums over the batch that a denominator is made of."""
+    if isinstance(expression, Stat):
+        return [expression]
+    inside = expression.arguments if isinstance(expression, Operation) else ()
+    return [stat for x in inside if isinstance(x, Expression) for stat in stats_of(x)]
+
+
+def _evaluate(expression: Expression, columns: Mapping[int, int], values: Sequence[torch.Tensor]) -> Any:
+    match expression:
+        case Number():
+            return expression.value
+        case Samples():
+            return values[-1]
+        case Stat():
+            return values[columns[expression.key]]
+        case Operation():
+            given = [_evaluate(x, columns, values) if isinstance(x, Expression) else x.value for x in expression.arguments]
+            if not any(isinstance(x, torch.Tensor) for x in given):
+                given = [torch.full_like(values[-1], x) if i == 0 else x for i, x in enumerate(given)]
+            return expression.target(*given, **dict(expression.keywords))
+    raise AssertionError(expression)
+
+
+class _Emit:
+    """Copies what sums over the batch are made of into a graph of their own."""
+
+    def __init__(self) -> None:
+        self.graph, self.env = torch.fx.Graph(), dict[Node, Node]()
+        self.placeholders: list[Node] = []
+
+    def stat(self, stat: Stat) -> Node:
+        match stat.how:
+            case "labels":
+                return self._labels(stat.node)
+            case "rows":
+                return self.graph.call_function(aten.sum.default, (self.copy(stat.node),), _DOUBLE)
+            case "sum" if stat.node.target is aten.sum.default:
+                return self.graph.call_function(aten.sum.default, (self.copy(stat.node.args[0]),), _DOUBLE)
+        return self.copy(stat.node)
+
+    def copy(self, node: Any) -> Node:
+        stack = [node]
+        while stack:
+            top = stack[-1]
+            missing = [x for x in top.all_input_nodes if x not in self.env]
+            if not missing and top not in self.env:
+                self.env[top] = self._one(top)
+            if not missing:
+                stack.pop()
+            stack += missing
+        return self.env[node]
+
+    def _one(self, node: Node) -> Node:
+        if node.op == "placeholder":
+            self.placeholders.append(node)
+            return self.graph.placeholder(node.name)
+        if node.target is aten.detach.default:
+            return self.env[node.all_input_nodes[0]]
+        copied = self.graph.node_copy(node, self.env.__getitem__)
+        if node.target is aten.view.default:
+            copied.target = aten.reshape.default
+        return copied
+
+    def _labels(self, loss: Node) -> Node:
+        """The labels of a negative log likelihood that are not ignored, each with its class's weight."""
+        _, target, weight, _, ignored = loss.args
+        call = self.graph.call_function
+        labels = self.copy(target)
+        counts = call(aten.ne.Scalar, (labels, ignored))
+        if weight is None:
+            return call(aten.sum.default, (counts,), _DOUBLE)
+        known = call(aten.mul.Tensor, (labels, counts))  # an ignored label may be no class
+        weights = call(aten.index.Tensor, (self.copy(weight), [known]))
+        return call(aten.sum.default, (call(aten.mul.Tensor, (weights, counts)),), _DOUBLE)

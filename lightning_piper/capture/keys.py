@@ -1,0 +1,44 @@
+"""Which computations of a graph are equal: the same operations on the same inputs."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch.fx import Node
+
+
+class Keys:
+    """Numbers that are equal for equal computations."""
+
+    def __init__(self) -> None:
+        self._forms: dict[Any, int] = {}
+        self._found: dict[Node, int] = {}
+
+    def form(self, form: Any) -> int:
+        """Of anything that can be compared."""
+        return self._forms.setdefault(form, len(self._forms))
+
+    def of(self, node: Node) -> int:
+        """Of a value."""
+        stack = [node]
+        while stack:
+            top = stack[-1]
+            missing = [x for x in top.all_input_nodes if x not in self._found]
+            if not missing:
+                stack.pop()
+                if top not in self._found:
+                    self._found[top] = self._of_operation(top)
+            stack += missing
+        return self._found[node]
+
+    def _of_operation(self, node: Node) -> int:
+        if node.op != "call_function":
+            return self.form((node.op, node.name))
+        arguments = torch.fx.node.map_arg((node.args, node.kwargs), lambda x: _Key(self._found[x]))
+        return self.form((node.target, repr(arguments)))
+
+
+class _Key(int):
+    def __repr__(self) -> str:
+        return f"%{int(self)}"

@@ -1,0 +1,94 @@
+"""Which values of a traced graph certainly have the batch's samples along their first dimension, whatever the size.
+
+Only what is certain by the operation: for the rest, `capture.terms` looks at a second trace.
+"""
+
+from __future__ import annotations
+
+import math
+import operator
+from typing import Any
+
+import torch
+from torch.fx import Node
+
+from lightning_piper.capture import _torch
+
+aten = torch.ops.aten
+# Operations that keep the first dimension of their first operand, or of the one at this place.
+_KEEP = {
+    aten.addmm.default: 1, aten.mm.default: 0, aten.bmm.default: 0, aten.convolution.default: 0, aten.embedding.default: 1,
+    aten.native_layer_norm.default: 0, aten.native_group_norm.default: 0, aten.native_batch_norm.default: 0,
+    aten._native_batch_norm_legit_functional.default: 0, aten._log_softmax.default: 0, aten._softmax.default: 0,
+    aten.gather.default: 2, aten.max_pool2d_with_indices.default: 0, aten.avg_pool2d.default: 0,
+    aten._adaptive_avg_pool2d.default: 0, aten._scaled_dot_product_flash_attention_for_cpu.default: 0,
+    aten._scaled_dot_product_efficient_attention.default: 0, aten._scaled_dot_product_flash_attention.default: 0,
+    aten.nll_loss_forward.default: 0, aten.clone.default: 0, aten._to_copy.default: 0, aten.detach.default: 0,
+    aten.alias.default: 0, aten.squeeze.dim: 0, aten.unsqueeze.default: 0, aten.select.int: 0, aten.slice.Tensor: 0,
+    aten.index_select.default: 0, aten.argmax.default: 0, aten.amax.default: 0, aten.sum.dim_IntList: 0, aten.mean.dim: 0,
+    aten.logsumexp.default: 0, operator.getitem: 0,
+}  # fmt: skip
+# Of these, those whose second argument says along which dimensions they work.
+_ALONG = {
+    aten._log_softmax.default, aten._softmax.default, aten.gather.default, aten.squeeze.dim, aten.unsqueeze.default,
+    aten.select.int, aten.slice.Tensor, aten.index_select.default, aten.argmax.default, aten.amax.default,
+    aten.sum.dim_IntList, aten.mean.dim, aten.logsumexp.default,
+}  # fmt: skip
+_SHAPED = {aten.view.default, aten.reshape.default, aten._unsafe_view.default}
+
+
+def known_rows(graph: torch.fx.Graph, size: int) -> set[Node]:
+    """The forward values of a graph, traced with `size` samples, whose first dimension is known to follow them."""
+    found: set[Node] = set()
+    for node in graph.nodes:
+        if node.op == "placeholder":
+            if isinstance(node.meta.get("desc"), _torch.PlainAOTInput) and _shape(node):
+                found.add(node)
+            continue
+        forward = node.op == "call_function" and not _torch.is_backward(node)
+        if forward and any(x in found for x in node.all_input_nodes) and _follows(node, found, size):
+            found.add(node)
+    return found
+
+
+def _follows(node: Node, found: set[Node], size: int) -> bool:
+    target: Any = node.target
+    shape = _shape(node)
+    if not shape:
+        # Of an operation with several results, the first one is asked about.
+        return isinstance(node.meta.get("val"), tuple | list) and _operand(node) in found
+    source = _operand(node)
+    if target in _SHAPED:
+        same = math.prod(shape) == math.prod(_shape(source) or (0,))
+        return source in found and same and shape[0] % size == 0 and (shape[0] == size or _flattens(_shape(source), shape))
+    if target in _ALONG and _along_first(node, len(_shape(source))):
+        return False
+    if target in _KEEP:
+        return source in found and (_shape(source) or shape)[0] == shape[0] and shape[0] % size == 0
+    if isinstance(target, torch._ops.OpOverload) and torch.Tag.pointwise in target.tags:
+        whole = len(shape)
+        return any(x in found and len(_shape(x)) == whole and _shape(x)[0] == shape[0] for x in node.all_input_nodes)
+    return False
+
+
+def _along_first(node: Node, ndim: int) -> bool:
+    given: Any = node.args[1] if len(node.args) > 1 else 0
+    dims = given if isinstance(given, tuple | list) else [given]
+    return any(dim is None or dim in (0, -ndim, -ndim - 1) for dim in dims) or not dims
+
+
+def _flattens(before: tuple[int, ...], after: tuple[int, ...]) -> bool:
+    """Leading dimensions become one: samples stay in order, at the outside."""
+    return any(math.prod(before[:k]) == after[0] and before[k:] == after[1:] for k in range(1, len(before) + 1))
+
+
+def _operand(node: Node) -> Any:
+    place = _KEEP.get(node.target, 0)
+    return node.args[place] if place < len(node.args) else None
+
+
+def _shape(node: Any) -> tuple[int, ...]:
+    value = node.meta.get("val") if isinstance(node, Node) else None
+    if isinstance(value, tuple | list) and value and isinstance(value[0], torch.Tensor):
+        value = value[0]
+    return tuple(value.shape) if isinstance(value, torch.Tensor) else ()

@@ -1,0 +1,187 @@
+"""A step traced once for batches of many shapes: sizes are symbols, for which each batch brings numbers.
+
+The trace is one joint graph, as `trace` makes it, whose tensors have symbolic shapes. Operations that make numbers of sizes are
+taken out of it; where another operation reads one, its argument is a `Size`, a place in a list of numbers. So the graph is cut, and
+its code is made, once. For a batch, the numbers are calculated from its shapes, and the code gets them beside its tensors.
+
+It serves the shapes for which the conditions hold under which it was traced: torch notes each comparison of sizes.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
+from functools import partial
+from typing import Any
+
+import torch
+
+from lightning_piper.capture.chunks import cut
+from lightning_piper.capture.numbered import numbered
+from lightning_piper.capture.sizes import (
+    Dims,
+    NotSymbolic,
+    Numbers,
+    Outputs,
+    Specs,
+    Symbols,
+    filled,
+    places,
+    spec_at,
+    take_numbers,
+)  # fmt: skip
+from lightning_piper.capture.text import Text, tensors_of, text_of
+from lightning_piper.capture.trace import Traced
+from lightning_piper.capture.weighing import Beside, weigh
+from lightning_piper.ir.regions import Code, Logged, StepCode
+from lightning_piper.ir.terms import Term
+from lightning_piper.ir.values import TensorSpec
+from lightning_piper.routing import ROUTE
+
+MANY_TRACES = 6
+
+
+class SymbolicTraces:
+    """The symbolic traces of one step.
+
+    Attributes:
+        steps: they; the last one first.
+        left: how many more may be made. Each takes as long as some traces without symbols, and the next shape may need another one.
+        others: how many traces without symbols the step's code needed.
+    """
+
+    def __init__(self) -> None:
+        self.steps: list[SymbolicStep] = []
+        self.left, self.others = MANY_TRACES, 0
+        self._changing: Dims = frozenset()
+
+    def find(self, specs: Specs, size: int) -> StepCode | None:
+        """The code for a batch of these specs, of `size` samples, by the trace that serves it, if one does."""
+        return next((code for step in self.steps if (code := step.at(specs, size)) is not None), None)
+
+    def free(self, specs: Specs, first: Specs) -> tuple[Dims, int]:
+        """The dimensions that are to be symbols: of the samples, and those in which batches were seen to differ. And how
+        many samples to trace with: as many as there are, or more, if another of these dimensions has that size.
+
+        Args:
+            specs: of a batch.
+            first: of the batch that was captured, with as many samples.
+        """
+        dims = {(leaf, dim): size for leaf, spec in enumerate(specs) for dim, size in enumerate(spec.shape)}
+        before = {(leaf, dim): size for leaf, spec in enumerate(first) for dim, size in enumerate(spec.shape)}
+        self._changing |= {at for at, size in dims.items() if size != before[at]}
+        # torch takes a size of 0 or 1 as a number.
+        free = frozenset(at for at, size in dims.items() if size > 1 and (at[1] == 0 or at in self._changing))
+        others = {dims[at] for at in free if at[1]}
+        size = next(spec.shape[0] for spec in specs if spec.shape)
+        while size > 1 and size in others:
+            size += 1
+        return free, size
+
+    def add(self, step: SymbolicStep | None) -> None:
+        """One was made, or could not be: then others will hardly be."""
+        self.left -= 1 if step is not None else 3
+        if step is not None:
+            self.steps.insert(0, step)
+
+
+class SymbolicStep:
+    """A step's code for batches of many shapes.
+
+    Args:
+        traced: with symbols for sizes; its graph is changed.
+        symbols: they.
+        rebuild: as in `StepCode`.
+
+    Raises:
+        NotSymbolic: it cannot be had.
+    """
+
+    def __init__(self, traced: Traced, symbols: Symbols, rebuild: Callable[..., Any] | None) -> None:
+        if any(node.target is ROUTE for node in traced.graph.nodes):
+            raise NotSymbolic("rows are sent, and their number is open")
+        self._traced, self._symbols, self._rebuild = traced, symbols, rebuild
+        self._numbers = Numbers(symbols)
+        take_numbers(traced.graph, self._numbers)
+        self._logs = [(log, {k: self._numbers.of(x) for k, x in log.kwargs.items() if isinstance(x, torch.SymInt)})
+                      for log in traced.logs]  # fmt: skip
+        self._holds = symbols.conditions()
+
+    def text(self, specs: Specs) -> Text | None:
+        """What the step says for a batch of these specs, to be compared with a trace of it; None if it does not serve them. To be
+        asked before `cut`."""
+        values = self._values(specs)
+        if values is None:
+            return None
+        known, numbers = self._numbers.at(values)
+        traced = replace(self._traced, logs=self._logs_at(known))
+        return text_of(traced, partial(filled, numbers=numbers), self._specs_at(values))
+
+    def _specs_at(self, values: Sequence[int]) -> Callable[[torch.Tensor], TensorSpec]:
+        """The specs of all tensors of the trace, for these values of the symbols."""
+        sizes = Numbers(self._symbols)
+        for node in self._traced.graph.nodes:
+            for tensor in tensors_of(node):
+                places(sizes, TensorSpec.of(tensor))
+        known = sizes.at(values)[0]
+        return lambda tensor: spec_at(places(sizes, TensorSpec.of(tensor)), known)
+
+    def cut(self, canonical: Mapping[str, str], specs: Specs, size: int, beside: Beside) -> None:
+        """Make the code.
+
+        Args:
+            canonical: as for `chunks.cut`.
+            specs, size: of the batch that was traced, and its samples.
+            beside: as for `weighing.weigh`.
+
+        Raises:
+            NotSymbolic: weights of the loss depend on sizes.
+        """
+        values = self._values(specs)
+        assert values is not None
+        known, numbers = self._numbers.at(values)
+        traced = replace(self._traced, logs=self._logs_at(known))
+        with numbered(traced.graph, numbers, self._specs_at(values)):
+            weighed = weigh(traced, size, canonical, beside)
+        if any(term.denominator is not None and ("samples" in term.label or "sizes" in term.label) for term in weighed.terms):
+            raise NotSymbolic("weights are calculated with sizes")
+        self.terms = weighed.terms
+        self._regions, passes, split, _ = cut(weighed, canonical)
+        self._passes = {key: (*found, self._outputs(found[1])) for key, found in passes.items()}
+        self._split = {key: (*found, self._outputs(found[1])) for key, found in split.items()}
+        self._holds = self._symbols.conditions()
+
+    def at(self, specs: Specs, size: int) -> StepCode | None:
+        """The code for a batch of these specs, of `size` samples; None if the trace does not serve them."""
+        values = self._values(specs)
+        if values is None:
+            return None
+        known, numbers = self._numbers.at(values)
+
+        def code(symbolic: Code, outputs: Outputs) -> Code:
+            run: Callable[..., tuple[torch.Tensor, ...]] = symbolic.run
+            specs = tuple(tuple(spec_at(spec, known) for spec in bundle) for bundle in outputs)
+            return Code(partial(run, sizes=numbers), specs, symbolic.graph)
+
+        passes = {key: code(symbolic, outputs) for key, (_, symbolic, outputs) in self._passes.items()}
+        split = {key: (interface, code(symbolic, outputs)) for key, (interface, symbolic, outputs) in self._split.items()}
+        interfaces = {key: interface for key, (interface, _, _) in self._passes.items()}
+        return StepCode(size, self._regions, interfaces, passes, self._logs_at(known), specs, split, rebuild=self._rebuild,
+                        terms=tuple(_numbered_term(term, numbers) for term in self.terms))  # fmt: skip
+
+    def _logs_at(self, known: Sequence[Any]) -> tuple[Logged, ...]:
+        return tuple(replace(log, kwargs={**log.kwargs, **{k: known[i] for k, i in sizes.items()}}) for log, sizes in self._logs)
+
+    def _values(self, specs: Specs) -> tuple[int, ...] | None:
+        values = self._symbols.values(specs)
+        return values if values is not None and self._holds(*values) else None
+
+    def _outputs(self, code: Code) -> Outputs:
+        return tuple(tuple(places(self._numbers, spec) for spec in specs) for specs in code.outputs)
+
+
+def _numbered_term(term: Term, numbers: Sequence[Any]) -> Term:
+    if term.denominator is None:
+        return term
+    run: Callable[..., tuple[torch.Tensor, ...]] = term.denominator.run
+    return replace(term, denominator=replace(term.denominator, run=partial(run, sizes=numbers)))

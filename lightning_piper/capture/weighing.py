@@ -1,0 +1,384 @@
+"""Gives the loss and logged values of a traced step their weights: one gradient of the loss for each of its terms.
+
+    loss = tokens + 0.1 * squares                 tokens  <- its own tangent
+                ^ tangent          --weigh-->     squares <- its own tangent
+
+A microbatch's share of the tokens is not its share of the samples, so one factor on the loss cannot be right for both. The
+backward pass is linear in the tangent: where terms are added up, what leads from the tangent to each is written once for each kind
+of weight.
+"""
+
+from __future__ import annotations
+
+import operator
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+from torch.fx import Node
+
+from lightning_piper.capture import _torch
+from lightning_piper.capture.denominators import ONE, SAMPLES, Expression, denominator_of, described, simplified, stats_of
+from lightning_piper.capture.passes import Names
+from lightning_piper.capture.terms import LINEAR, MIXED, ROWS, WHOLE, Found, Terms
+from lightning_piper.capture.trace import Traced
+from lightning_piper.ir.regions import Output
+from lightning_piper.ir.terms import Term, Weighing
+from lightning_piper.ir.values import Kind
+
+aten = torch.ops.aten
+MANY = 32  # terms with weights of their own, each of which gets a copy of what adds them up
+Beside = Callable[[], tuple[torch.fx.Graph, int] | None]
+
+
+@dataclass(frozen=True)
+class Weighed:
+    """A traced step whose loss and logged values have weights.
+
+    Attributes:
+        graph, plain: as of `Traced`; a loss of several terms is several outputs, and so is such a logged value.
+        terms: how they are weighed; `Output.term` is a place here.
+        tangents: placeholders of the loss's gradients -> the terms that they belong to.
+    """
+
+    graph: torch.fx.Graph
+    plain: tuple[Output, ...]
+    terms: tuple[Term, ...]
+    tangents: Mapping[Node, int]
+
+
+def weigh(traced: Traced, size: int, canonical: Mapping[str, str], beside: Beside | None) -> Weighed:
+    """Find the terms of the loss and of logged values, and give each a tangent. Changes the graph in place.
+
+    What is no sum of means, sums and ratios whose denominators follow from the batch alone has no such weights: the loss is taken
+    for a mean over samples, and a logged value for what its `reduce_fx` says.
+
+    Args:
+        size: samples of the trace.
+        canonical: every name of a parameter or buffer -> the one name it goes by.
+        beside: the same step at another size, if it has to be asked; None where nothing cuts the batch, and all count alike.
+    """
+    return _Weighing(traced, size, canonical, beside).run()
+
+
+class _Weighing:
+    def __init__(self, traced: Traced, size: int, canonical: Mapping[str, str], beside: Beside | None) -> None:
+        self.graph, self.plain = traced.graph, list(traced.plain)
+        self.reduce = {log.name: log.reduce for log in traced.logs}
+        self.found, self._alike = Terms(traced.graph, size, beside or (lambda: None)), beside is None
+        self.names = Names.of(traced.graph, canonical)
+        self.kinds: dict[Any, int] = {}
+        self.terms: list[Term] = []
+        self._denominators: dict[Term, Expression] = {}
+
+    def run(self) -> Weighed:
+        output = self.graph.output_node()
+        results: list[Any] = list(output.args[0])  # type: ignore[arg-type]
+        described_as = list(output.meta["desc"])
+        tangents = {} if self.names.tangent is None else {self.names.tangent: 0}
+        for place, (node, desc) in enumerate(zip(list(results), list(described_as), strict=True)):
+            if not isinstance(desc, _torch.PlainAOTOutput) or self.plain[desc.idx].kind not in (Kind.LOSS, Kind.LOG, Kind.ARGUMENT):
+                continue
+            made = self.plain[desc.idx]
+            if made.kind == Kind.ARGUMENT:
+                self.plain[desc.idx] = replace(made, term=self._argument(node))
+                continue
+            parts = self._parts(node, made)
+            if made.kind == Kind.LOSS and self.names.tangent is not None:
+                if len(parts) > 1 and not (tangents := self._divide(node, parts)):
+                    parts = {self._term(SAMPLES): node}
+                tangents = tangents if len(parts) > 1 else {self.names.tangent: next(iter(parts))}
+            (first, results[place]), *others = parts.items()
+            self.plain[desc.idx] = replace(made, term=first)
+            for term, part in others:
+                results.append(part)
+                described_as.append(_torch.PlainAOTOutput(idx=len(self.plain)))
+                self.plain.append(replace(made, term=term))
+        self._guard()
+        output.args = (tuple(results),)
+        output.meta["desc"] = described_as
+        return Weighed(self.graph, tuple(self.plain), tuple(self.terms), tangents)
+
+    def _parts(self, node: Any, made: Output) -> dict[int, Node]:
+        """Term -> its part of a result."""
+        found = self.found.of(node) if isinstance(node, Node) and not self._alike else Found(WHOLE)
+        if found.what == LINEAR:
+            return {self._term(found.denominator): node}
+        if found.what in ("max", "min"):
+            return {self._extreme(found.what): node}
+        if found.what == MIXED and (kinds := self._kinds_in(node)) is not None:
+            return {term: self._part(node, term) for term in kinds}
+        reduce = "mean" if made.kind == Kind.LOSS or found.what == WHOLE else self.reduce[made.names[0]]
+        return {self._extreme(reduce) if reduce in ("max", "min") else self._term(SAMPLES if reduce == "mean" else ONE): node}
+
+    def _argument(self, node: Any) -> int | None:
+        """The term of what a metric object gets, if it has no samples in it. A sum of several counts as a mean over samples."""
+        found = self.found.of(node) if isinstance(node, Node) else Found(WHOLE)
+        if found.what in (WHOLE, ROWS):
+            return None
+        if found.what in ("max", "min"):
+            return self._extreme(found.what)
+        return self._term(found.denominator if found.what == LINEAR else SAMPLES)
+
+    def _term(self, denominator: Any) -> int:
+        denominator = simplified(denominator)
+        if denominator not in self.kinds:
+            self.kinds[denominator] = len(self.terms)
+            if denominator == SAMPLES:
+                self.terms.append(Term(Weighing.SAMPLES, "samples"))
+            elif denominator == ONE:
+                self.terms.append(Term(Weighing.SUM, "sum"))
+            else:
+                again = [stat.node for stat in stats_of(denominator) if stat.how == "labels" and _is_read_again(stat.node)]
+                known = (self.names.batch, self.names.buffers, self.graph.owning_module)
+                code = denominator_of(denominator, *known, again)
+                self.terms.append(Term(Weighing.RATIO, described(denominator), code))
+                self._denominators[self.terms[-1]] = denominator
+        return self.kinds[denominator]
+
+    def _extreme(self, which: str) -> int:
+        if which not in self.kinds:
+            self.kinds[which] = len(self.terms)
+            self.terms.append(Term(Weighing(which), which))
+        return self.kinds[which]
+
+    # Sums of several terms
+
+    def _base(self, value: Any) -> int | None:
+        """The term that a summand belongs to; None if it is itself a sum of several."""
+        found = self.found.of(value) if isinstance(value, Node) else Found(WHOLE)
+        if found.what == WHOLE:
+            return self._term(SAMPLES)  # the same on every part
+        return self._term(found.denominator) if found.what == LINEAR else None
+
+    def _summands(self, node: Node) -> list[Any]:
+        """What a sum of several terms is put together from: values, and numbers that are added."""
+        first: Any = node.args[0]
+        if node.target in (aten.stack.default, aten.cat.default):
+            return list(first)
+        if node.target in (aten.mul.Tensor, aten.mul.Scalar, aten.div.Tensor, aten.div.Scalar):
+            factor = self.found.factor(node)
+            return [] if factor is None else [factor[0]]
+        if len(node.args) > 1 and node.target in _ADDITIONS:
+            return [first, node.args[1]]
+        return [first]
+
+    def _kinds_in(self, node: Node) -> list[int] | None:
+        """The terms in a sum, in the order met; None where it cannot be taken apart."""
+        kinds: dict[int, None] = {}
+        stack: list[Any] = [node]
+        seen: set[Node] = set()
+        while stack:
+            value = stack.pop()
+            if isinstance(value, Node) and value in seen:
+                continue
+            base = self._base(value)
+            if base is not None:
+                kinds[base] = None
+                continue
+            if self.found.of(value).what != MIXED:
+                return None
+            seen.add(value)
+            stack += reversed(self._summands(value))
+        return list(kinds) if len(kinds) <= MANY else None
+
+    def _part(self, node: Node, term: int) -> Node:
+        """A sum without the summands of other terms."""
+        made: dict[Node, Any] = {}
+
+        def part(value: Any) -> Any:
+            """None where nothing of the term is in it."""
+            base = self._base(value)
+            if base is not None:
+                return value if base == term else None
+            if value not in made:
+                kept = [(x, part(x)) for x in self._summands(value)]
+                made[value] = None if all(found is None for _, found in kept) else self._without(value, kept)
+            return made[value]
+
+        result: Node = part(node)
+        return result
+
+    def _without(self, node: Node, kept: list[tuple[Any, Any]]) -> Node:
+        """The operation of `node` on the parts of its summands, zeros where nothing is left of one."""
+        known = {id(x): found for x, found in kept}
+
+        def other(value: Any) -> Any:
+            if id(value) not in known:
+                return value
+            found = known[id(value)]
+            if found is not None or not isinstance(value, Node):
+                return 0 if found is None else found
+            return self._add(aten.zeros_like.default, (value,), value)
+
+        def of_argument(value: Any) -> Any:
+            return [other(x) for x in value] if isinstance(value, list | tuple) and node.target in _LISTS else other(value)
+
+        with self.graph.inserting_before(node.next):
+            return self._add(node.target, tuple(map(of_argument, node.args)), node, node.kwargs)
+
+    def _add(self, target: Any, args: tuple[Any, ...], like: Node, kwargs: Mapping[str, Any] | None = None) -> Node:
+        made = self.graph.call_function(target, args, dict(kwargs or {}))
+        made.meta = dict(like.meta)
+        return made
+
+    # Tangents
+
+    def _divide(self, loss: Node, parts: Mapping[int, Node]) -> dict[Node, int]:
+        """Give each term of the loss a tangent. Empty where that cannot be done."""
+        tangent = self.names.tangent
+        assert tangent is not None
+        entering = self._entering(loss)
+        if entering is None:
+            return {}
+        found = {term: self._tangent(tangent, k) for k, term in enumerate(parts)}
+        copies: dict[tuple[Node, int], Node] = {(tangent, term): node for term, node in found.items()}
+        for source, readers, term in entering:
+            for reader in readers if found[term] is not tangent else ():
+                reader.replace_input_with(source, self._led(source, term, copies))
+        return {node: term for term, node in found.items()}
+
+    def _entering(self, loss: Node) -> list[tuple[Node, list[Node], int]] | None:
+        """For each summand that gradients flow to: the gradient that enters it, the nodes that read it, and its term."""
+        behind = self._behind_tangent()
+        by_number: dict[Any, list[Node]] = {}
+        for node in self.graph.nodes:
+            if _torch.is_backward(node) and node.op == "call_function":
+                by_number.setdefault(_torch.sequence_number(node), []).append(node)
+        found: list[tuple[Node, list[Node], int]] = []
+        numbers: set[Any] = set()
+        read: set[Node] = set()
+        stack: list[tuple[Any, int | None]] = [(loss, None)]
+        mixed: set[Node] = set()
+        while stack:
+            value, base = stack.pop()
+            base = self._base(value) if base is None else base
+            if base is None:
+                if value not in mixed:
+                    mixed.add(value)
+                    stack += [(x, None) for x in self._summands(value)]
+                continue
+            number = _torch.sequence_number(value) if isinstance(value, Node) and value.op == "call_function" else None
+            if number is None or (number in numbers and value in read):
+                continue
+            backward = by_number.get(number, [])
+            if not backward and value.target in _PASSING:  # its gradient is that of its operands
+                stack += [(x, base) for x in value.all_input_nodes]
+                continue
+            sources = {x for node in backward for x in node.all_input_nodes if x in behind and x not in backward}
+            if len(sources) != 1 or number in numbers:
+                if sources:
+                    return None
+                continue
+            numbers.add(number)
+            read.add(value)
+            (source,) = sources
+            found.append((source, [node for node in backward if source in node.all_input_nodes], base))
+        # What is left behind the tangent must lead to summands alone.
+        readers = {reader for _, there, _ in found for reader in there}
+        leading = self._leading({source for source, _, _ in found})
+        escaped = [user for node in leading for user in node.users if user not in leading and user not in readers]
+        return None if any(not self._is_dead(user) for user in escaped) else found
+
+    def _behind_tangent(self) -> set[Node]:
+        """What is computed from the tangent and from nothing that follows from the batch: gradients of sums of terms."""
+        behind: set[Node] = {self.names.tangent}  # type: ignore[arg-type]
+        for node in self.graph.nodes:
+            inputs = node.all_input_nodes
+            follows = _torch.is_backward(node) and any(x in behind for x in inputs)
+            if follows and all(x in behind or self.found.is_whole(x) for x in inputs):
+                behind.add(node)
+        return behind
+
+    def _leading(self, sources: set[Node]) -> set[Node]:
+        """The nodes on the way from the tangent to these."""
+        found: set[Node] = set()
+        stack = list(sources)
+        while stack:
+            node = stack.pop()
+            if node not in found and _torch.is_backward(node):
+                found.add(node)
+                stack += node.all_input_nodes
+        return found
+
+    def _led(self, node: Node, term: int, copies: dict[tuple[Node, int], Node]) -> Node:
+        """What a gradient of the whole loss is for one term."""
+        if (node, term) not in copies:
+            inputs = {x: self._led(x, term, copies) for x in node.all_input_nodes if _torch.is_backward(x)}
+            with self.graph.inserting_after(node):
+                copied = self.graph.node_copy(node, lambda x: inputs.get(x, x))
+            copied.meta = dict(node.meta)
+            copies[node, term] = copied
+        return copies[node, term]
+
+    def _tangent(self, tangent: Node, k: int) -> Node:
+        if k == 0:
+            return tangent
+        last = [node for node in self.graph.nodes if node.op == "placeholder"][-1]
+        with self.graph.inserting_after(last):
+            made = self.graph.placeholder(f"{tangent.name}_{k}")
+        made.meta = dict(tangent.meta)
+        return made
+
+    def _guard(self) -> None:
+        """Let a part of the batch in which nothing counts divide by 1, and not by 0: `Denominator.of` with `part` knows of it.
+
+        One device divides by what counts in the whole batch, and another part may have what counts.
+        """
+        made: dict[Node, Node] = {}
+        for term in (term for term in self.terms if term.denominator is not None and term.denominator.guarded):
+            for stat in stats_of(self._denominators[term]):
+                if stat.how == "labels":
+                    self._guard_loss(stat.node)
+                for (reader, value), one in self.found.uses.get(stat.key, {}).items():
+                    if value not in made:
+                        with self.graph.inserting_before(value.next):
+                            empty = self._add(aten.eq.Scalar, (value, 0), value)
+                            by = empty if one == 1.0 else self._add(aten.mul.Tensor, (empty, one), value)
+                            made[value] = self._add(aten.add.Tensor, (value, by), value)
+                    for user in [reader, *(x for x in value.users if _torch.is_backward(x))]:
+                        user.replace_input_with(value, made[value])
+
+    def _guard_loss(self, loss: Node) -> None:
+        """A loss over labels none of which counts is 0, and not 0 / 0."""
+        for value in [x for x in loss.users if x.args[1] == 0]:
+            with self.graph.inserting_before(value.next):
+                counts = self._add(operator.getitem, (loss, 1), value)
+                empty = self._add(aten.eq.Scalar, (counts, 0), value)
+                zero = self._add(aten.zeros_like.default, (value,), value)
+                guarded = self._add(aten.where.self, (empty, zero, value), value)
+            for user in [x for x in value.users if x not in (zero, guarded)]:
+                user.replace_input_with(value, guarded)
+
+    def _is_dead(self, node: Node) -> bool:
+        """Does nothing that the step hands out read it?"""
+        stack, seen = [node], {node}
+        while stack:
+            top = stack.pop()
+            if top.op == "output":
+                return False
+            for user in top.users:
+                if user not in seen:
+                    seen.add(user)
+                    stack.append(user)
+        return True
+
+
+def _is_read_again(loss: Node) -> bool:
+    """Does the backward pass read the loss, or what is computed from it?"""
+    stack, seen = [x for x in loss.users if x.args[1] == 0], set[Node]()
+    while stack:
+        node = stack.pop()
+        if _torch.is_backward(node):
+            return True
+        new = [user for user in node.users if user not in seen and user.op != "output"]
+        seen.update(new)
+        stack += new
+    return False
+
+
+_LISTS = {aten.stack.default, aten.cat.default}
+# Their backward passes are no operations.
+_PASSING = {aten.add.Tensor, aten.add.Scalar, aten.view.default, aten.reshape.default, aten.clone.default, aten.alias.default}
+_ADDITIONS = {aten.add.Tensor, aten.add.Scalar, aten.sub.Tensor, aten.sub.Scalar, aten.rsub.Scalar, aten.rsub.Tensor}

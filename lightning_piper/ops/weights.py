@@ -1,0 +1,337 @@
+"""Weights of the loss's terms that follow from the batch: numbers of things are counted before the first backward pass.
+
+    counts 0:2, 2:4 -> own counts, their sum P(sum) -> all-reduce -> weights -> for each slice and term d(own) / d(all)
+
+Every device that needs weights counts for itself, for each device has the batch; only the sum over replicas is communicated. See
+`ir.terms` for what the weights are.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from typing import ClassVar
+
+import torch
+
+from lightning_piper.ir.dag import TrainingDAG
+from lightning_piper.ir.nodes import Chunk, Node, Ref, Turn
+from lightning_piper.ir.terms import Denominator, Term, Weighing
+from lightning_piper.ir.values import Kind, Partial, Replicate, Slice, TensorSpec, Value
+from lightning_piper.ops.base import Binding, Bound, Operation, Planning, about, register_operation
+from lightning_piper.ops.facts import Facts, slices_of
+from lightning_piper.ops.instruction import Instruction
+from lightning_piper.ops.reduce import AllReduce, check_all_reduce, interpret_all_reduce, lower_all_reduce
+from lightning_piper.ops.reference import Bundle, Made, Reference
+
+
+@dataclass(frozen=True, kw_only=True)
+class Counts(Node):
+    """Counts what the denominators of some terms count, in each slice of the local batch, and in all of them.
+
+    Attributes:
+        terms: places in `StepCode.terms`.
+        slices: a partition of the local batch.
+    """
+
+    turn = Turn.FIRST
+
+    terms: tuple[int, ...]
+    slices: tuple[Slice, ...]
+
+
+@dataclass(frozen=True, kw_only=True)
+class CountsSum(AllReduce):
+    """Sums counts over the replicas."""
+
+    sums = False
+
+    @property
+    def label(self) -> str:
+        return "allreduce"
+
+
+@dataclass(frozen=True, kw_only=True)
+class Weights(Node):
+    """The weight of each slice in each term, from its own counts and those of all.
+
+    Attributes:
+        terms, slices: as of the `Counts` that it reads.
+        parts: the weights are divided by this: the number of replicas, where the mean of their losses is meant.
+
+    For each term, for each slice in turn, it makes the weight, and the gradient of the loss that has this weight.
+    """
+
+    terms: tuple[int, ...]
+    slices: tuple[Slice, ...]
+    parts: int = 1
+
+    def place(self, term: int, part: Slice, seed: bool) -> int:
+        """Which output is the weight, or the gradient (`seed`), of a slice in a term."""
+        return 2 * (self.terms.index(term) * len(self.slices) + self.slices.index(part)) + seed
+
+
+@dataclass(frozen=True, kw_only=True)
+class CountInstruction(Instruction):
+    """Count, for each slice and in total."""
+
+    op: ClassVar[str] = "count"
+    terms: tuple[int, ...]
+    slices: tuple[Slice, ...]
+
+
+@dataclass(frozen=True, kw_only=True)
+class WeighInstruction(Instruction):
+    """Counts of each slice and of all -> weights."""
+
+    op: ClassVar[str] = "weigh"
+    terms: tuple[int, ...]
+    parts: int
+
+
+# What they make
+
+
+def counted(dag: TrainingDAG, terms: tuple[int, ...], slices: tuple[Slice, ...]) -> tuple[Value, Value]:
+    """The counts of each slice, and of all."""
+    width = sum(_denominator(dag, term).width for term in terms)
+    names = tuple(dag.code.terms[term].label for term in terms)
+    shared = Partial() if dag.replicas > 1 else Replicate()
+    own = Value(Kind.COUNT, names, (TensorSpec((len(slices), width), torch.float64, (width, 1)),), shared)
+    return own, Value(Kind.COUNT, names, (TensorSpec((width,), torch.float64, (1,)),), shared)
+
+
+def counted_buffers(dag: TrainingDAG, node: Counts) -> tuple[str, ...]:
+    """The module's buffers that counting reads."""
+    return tuple(name for term in node.terms for name in _denominator(dag, term).buffers)
+
+
+def weighed(dag: TrainingDAG, terms: tuple[int, ...], slices: tuple[Slice, ...]) -> tuple[Value, ...]:
+    """What a `Weights` makes."""
+    specs = {Kind.WEIGHT: torch.float64, Kind.SEED: dag.code.loss_dtype}
+    return tuple(
+        Value(kind, (dag.code.terms[term].label,), (TensorSpec((), dtype, ()),))
+        for term in terms for _ in slices for kind, dtype in specs.items()
+    )  # fmt: skip
+
+
+def share_of(dag: TrainingDAG, term: int, part: Slice) -> float | None:
+    """The weight of samples of each local batch in a term; None where it follows from the batch."""
+    replicas = dag.replicas if dag.mean_of_replicas else 1
+    known = dag.code.terms[term]
+    if known.weighing == Weighing.SAMPLES:
+        return len(part) / dag.size
+    if known.denominator is not None:
+        divided = len(part) * dag.replicas < dag.size or replicas < dag.replicas
+        return None if divided or known.denominator.guarded else 1 / replicas
+    return 1 / replicas
+
+
+def _denominator(dag: TrainingDAG, term: int) -> Denominator:
+    found = dag.code.terms[term].denominator
+    assert found is not None
+    return found
+
+
+def weights_of(denominators: Sequence[Denominator], own: torch.Tensor, total: torch.Tensor, parts: int) -> list[torch.Tensor]:
+    """For each denominator the weights of all slices.
+
+    Args:
+        own: counts `[slices, width]`.
+        total: counts of all slices and replicas `[width]`.
+    """
+    found, start = [], 0
+    for denominator in denominators:
+        stop = start + denominator.width
+        of_all = denominator.of(total[start:stop].unbind(0))
+        found.append(denominator.of(own[:, start:stop].unbind(1), part=True) / of_all / parts)
+        start = stop
+    return found
+
+
+# Static rules
+
+
+def check_counts(facts: Facts, node: Counts) -> Iterable[str]:
+    """It counts every sample of the local batch once, for terms that are ratios."""
+    dag = facts.dag
+    if problem := facts.uncovered(facts.share, {part: facts.share(part) for part in node.slices}):
+        yield f"{facts.at(node)}: {problem}"
+    if len(set(node.slices)) < len(node.slices):
+        yield f"{facts.at(node)} counts samples {slices_of(dict.fromkeys(node.slices, facts.share(node.slices[0])))} more than once"
+    if any(dag.code.terms[term].weighing != Weighing.RATIO for term in node.terms):
+        yield f"{facts.at(node)} counts for a term that has no denominator"
+    elif node.outputs != counted(dag, node.terms, node.slices):
+        yield f"{facts.at(node)} names its counts {', '.join(v.label for v in node.outputs)} what they are not"
+
+
+def check_weights(facts: Facts, node: Weights) -> Iterable[str]:
+    """It reads its own slices' counts, and the sum of all, over the replicas unless their mean is meant."""
+    dag = facts.dag
+    own, total = ((dag.nodes[ref[0]], ref[1]) for ref in node.inputs)
+    if not isinstance(own[0], Counts) or own[1] != 0 or (own[0].terms, own[0].slices) != (node.terms, node.slices):
+        yield f"{facts.at(node)} takes {facts.named(node.inputs[0])} for the counts of its slices"
+        return
+    summed = isinstance(total[0], CountsSum)
+    source = total[0].inputs[0] if summed else node.inputs[1]
+    if source != (own[0].id, 1):
+        yield f"{facts.at(node)} takes {facts.named(node.inputs[1])} for the counts of the whole batch"
+    if summed != (dag.replicas > 1 and not dag.mean_of_replicas):
+        yield f"{facts.at(node)} divides by counts of {'all replicas' if summed else 'one replica'}"
+    if node.parts != (dag.replicas if dag.mean_of_replicas else 1):
+        yield f"{facts.at(node)} divides its weights by {node.parts}"
+    if node.outputs != weighed(dag, node.terms, node.slices):
+        yield f"{facts.at(node)} names its weights what they are not"
+
+
+def check_reader(
+    facts: Facts, node: Node, refs: Sequence[Ref | None], wanted: Sequence[tuple[int, Slice]], seed: bool
+) -> Iterable[str]:
+    """Who weighs something takes the weight of the same samples in the same term.
+
+    Args:
+        refs: where the weights come from; None: from no node.
+        wanted: for each of them, the term and the samples.
+    """
+    if len(refs) not in (0, len(wanted)):
+        yield f"{facts.at(node)} has {len(refs)} sources of weights, for {len(wanted)}"
+        return
+    for ref, (term, part) in zip(refs, wanted, strict=False):
+        if ref is None:
+            continue
+        source, label = facts.dag.nodes[ref[0]], facts.dag.code.terms[term].label
+        if not isinstance(source, Weights) or term not in source.terms or part not in source.slices:
+            yield f"{facts.at(node)} takes the weight of samples {part} in {label} from {facts.named(ref)}, which has none"
+        elif ref[1] != source.place(term, part, seed):
+            yield f"{facts.at(node)} takes for the weight of samples {part} in {label} another weight of {facts.at(source)}"
+
+
+def unweighed(facts: Facts) -> Iterable[str]:
+    """Weights that follow from the batch come from a node, once any does."""
+    dag = facts.dag
+    for node in dag.nodes.values() if any(dag.of_type(Weights)) else ():
+        for (term, part), ref in wanted_by(dag, node):
+            if ref is None and share_of(dag, term, part) is None:
+                yield f"{facts.at(node)} weighs samples {part} in {dag.code.terms[term].label}, and no node makes the weight"
+
+
+def wanted_by(dag: TrainingDAG, node: Node) -> list[tuple[tuple[int, Slice], Ref | None]]:
+    """What a node weighs, each with where its weight comes from."""
+    weighs = getattr(node, "weights", None)
+    if weighs is None:
+        return []
+    if isinstance(node, Chunk):
+        wanted = [(term, node.slice) for term in dag.interface(node).seeds]
+    else:
+        wanted = list(zip(node.terms, node.slices, strict=False))  # type: ignore[attr-defined]
+    return list(zip(wanted, weighs or (None,) * len(wanted), strict=False))
+
+
+# Reference semantics
+
+
+def interpret_counts(run: Reference, node: Counts) -> Made:
+    return [_count(run, node.terms, node.slices, replica) for replica in run.replicas]
+
+
+def _count(run: Reference, terms: Sequence[int], slices: Sequence[Slice], replica: int) -> list[Bundle]:
+    first = replica * run.dag.local_batch_size
+    rows = []
+    for part in slices:
+        here = Slice(first + part.start, first + part.stop)
+        found = [_code(run.dag.step.at(len(part)).terms[term]).counted(run.leaves, run.tensors, here) for term in terms]
+        rows.append(torch.cat(found))
+    own = torch.stack(rows)
+    total = rows[0]
+    for row in rows[1:]:
+        total = total + row
+    return [[own], [total]]
+
+
+def _code(term: Term) -> Denominator:
+    assert term.denominator is not None
+    return term.denominator
+
+
+def interpret_weights(run: Reference, node: Weights) -> Made:
+    made: Made = []
+    for replica in run.replicas:
+        (own,), (total,) = run.inputs(node, replica)
+        found = weights_of([_denominator(run.dag, term) for term in node.terms], own, total, node.parts)
+        made.append([[x] for row in found for w in row for x in (w, w.to(run.dag.code.loss_dtype))])
+    return made
+
+
+def implied(run: Reference, term: int, part: Slice, slices: Sequence[Slice], replica: int) -> torch.Tensor:
+    """The weight of a slice that no node makes: before the program is complete, it is what it must be.
+
+    Args:
+        slices: the partition of the local batch to which it belongs.
+    """
+    share = share_of(run.dag, term, part)
+    if share is not None:
+        return torch.tensor(share, dtype=torch.float64)
+    key = ("weights", term, tuple(slices))
+    if key not in run.kept:
+        run.kept[key] = [_count(run, [term], slices, r) for r in run.replicas]
+    counts = run.kept[key]
+    total = counts[replica if run.dag.mean_of_replicas else 0][1][0]
+    for other in () if run.dag.mean_of_replicas else counts[1:]:
+        total = total + other[1][0]
+    parts = run.dag.replicas if run.dag.mean_of_replicas else 1
+    weights = weights_of([_denominator(run.dag, term)], counts[replica][0][0], total, parts)[0]
+    return weights[list(slices).index(part)]
+
+
+# Plans
+
+
+def lower_counts(plan: Planning, node: Counts) -> None:
+    writes = tuple(plan.new_slot((node.id, i), "sum", node.stream) for i in range(2))
+    plan.emit(CountInstruction(**about(node), writes=writes, terms=node.terms, slices=node.slices))
+
+
+def lower_weights(plan: Planning, node: Weights) -> None:
+    reads = tuple(plan.read(ref, node) for ref in node.inputs)
+    made = [(node.id, i) for i in range(len(node.outputs))]
+    writes = tuple(plan.new_slot(ref, "sum", node.stream) if plan.is_read(ref) else None for ref in made)
+    plan.emit(WeighInstruction(**about(node), reads=reads, writes=writes, terms=node.terms, parts=node.parts))
+
+
+# Runtime
+
+
+def bind_count(instruction: CountInstruction, on: Binding) -> Bound:
+    slots, (own, total) = on.slots, (slot for slot in instruction.writes if slot is not None)
+    count = on.chunks.bind_counts(instruction.terms, instruction.slices)
+
+    def call() -> None:
+        rows = count()
+        first = rows[0]
+        for row in rows[1:]:
+            first = first + row
+        slots[own], slots[total] = (torch.stack(rows),), (first,)
+
+    return call
+
+
+def bind_weigh(instruction: WeighInstruction, on: Binding) -> Bound:
+    slots, (own, total), writes = on.slots, instruction.reads, instruction.writes
+    denominators, dtype = on.chunks.denominators(instruction.terms), on.chunks.loss_dtype
+
+    def weigh() -> None:
+        found = torch.cat(weights_of(denominators, slots[own.slot][0], slots[total.slot][0], instruction.parts))
+        for read in (own, total):
+            if read.last:
+                slots[read.slot] = None
+        pairs = zip(found.unbind(0), (found * on.chunks.scale).to(dtype).unbind(0), strict=True)
+        for slot, value in zip(writes, (x for pair in pairs for x in pair), strict=True):
+            if slot is not None:
+                slots[slot] = (value,)
+
+    return weigh
+
+
+register_operation(Operation(Counts, check_counts, interpret_counts, lower_counts, bind={CountInstruction: bind_count}))
+register_operation(Operation(CountsSum, check_all_reduce, interpret_all_reduce, lower_all_reduce))
+register_operation(Operation(Weights, check_weights, interpret_weights, lower_weights, bind={WeighInstruction: bind_weigh}))

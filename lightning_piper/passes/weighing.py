@@ -1,0 +1,64 @@
+"""Weights that follow from the batch get nodes that count and weigh."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+from lightning_piper.ir.dag import TrainingDAG
+from lightning_piper.ir.nodes import Chunk, Node, Ref
+from lightning_piper.ir.values import Replicate, Slice
+from lightning_piper.ops.weights import Counts, CountsSum, Weights, counted, share_of, wanted_by, weighed
+
+STREAM = "counts"
+Group = tuple[tuple[int, ...], tuple[Slice, ...]]  # devices, and how the local batch is divided there
+
+
+def weigh(dag: TrainingDAG) -> None:
+    """Let backward passes and metrics read weights that nodes make. One device that works on the whole batch needs none.
+
+    Each group of devices counts for itself; a region's slices are the same on all of its groups.
+    """
+    slices = _slices(dag)
+    groups: dict[Group, dict[int, None]] = {}
+    readers: list[tuple[Node, Group]] = []
+    for node in dag.nodes.values():
+        dynamic = [term for (term, part), _ in wanted_by(dag, node) if share_of(dag, term, part) is None]
+        if dynamic:
+            group = (node.devices, slices[_region(dag, node), node.kind[0] if isinstance(node, Chunk) else "F"])
+            groups.setdefault(group, {}).update(dict.fromkeys(dynamic))
+            readers.append((node, group))
+    made = {group: _make(dag, group, tuple(sorted(terms))) for group, terms in groups.items()}
+    for node, group in readers:
+        source, seed = made[group], isinstance(node, Chunk)
+        refs: list[Ref | None] = [
+            None if share_of(dag, term, part) is not None else (source.id, source.place(term, part, seed))
+            for (term, part), _ in wanted_by(dag, node)
+        ]
+        dag.rewire(node, weights=tuple(refs))
+
+
+def _region(dag: TrainingDAG, node: Node) -> int:
+    return node.region if isinstance(node, Chunk) else dag.producer(node.inputs[0]).region
+
+
+def _slices(dag: TrainingDAG) -> dict[tuple[int, str], tuple[Slice, ...]]:
+    """How each pass of a region divides the local batch."""
+    found: dict[tuple[int, str], set[Slice]] = {}
+    for chunk in dag.of_type(Chunk):
+        found.setdefault((chunk.region, chunk.kind[0]), set()).add(chunk.slice)
+    return {key: tuple(sorted(parts)) for key, parts in found.items()}
+
+
+def _make(dag: TrainingDAG, group: Group, terms: tuple[int, ...]) -> Weights:
+    devices, slices = group
+    values = counted(dag, terms, slices)
+    counts = dag.add(Counts(outputs=values, devices=devices, terms=terms, slices=slices))
+    total: Node = counts
+    if dag.replicas > 1 and not dag.mean_of_replicas:
+        summed = replace(values[1], placement=Replicate())
+        total = dag.add(CountsSum(inputs=((counts.id, 1),), outputs=(summed,), devices=devices, stream=STREAM))
+    inputs = ((counts.id, 0), (total.id, 0 if total is not counts else 1))
+    return dag.add(
+        Weights(inputs=inputs, outputs=weighed(dag, terms, slices), devices=devices, terms=terms, slices=slices,
+                parts=dag.replicas if dag.mean_of_replicas else 1)
+    )  # fmt: skip

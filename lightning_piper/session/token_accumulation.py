@@ -1,0 +1,102 @@
+"""Gradient accumulation by what counts: several batches weigh as if they were one.
+
+Lightning's is a mean of the batches' losses, so a token of a batch with few tokens counts more. Here batch b, whose loss has the
+denominator D_b, weighs D_b over the sum of all of them. That sum is known with the last batch, so gradients are accumulated times
+D_b / D_1, and multiplied by D_1 over the sum in the end.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+import torch.distributed as dist
+
+from lightning_piper.compiler import Compiled
+from lightning_piper.errors import PiperError
+from lightning_piper.holdings.ownership import Ownership
+from lightning_piper.ir.regions import LOSS
+from lightning_piper.ir.terms import Term, Weighing
+from lightning_piper.ir.values import Kind, Slice
+from lightning_piper.processes.world import World
+
+
+class TokenAccumulation:
+    """The weights of the batches of one accumulation after another. Collective.
+
+    Args:
+        ownership: of the module.
+        local: this process has the batches of all replicas.
+    """
+
+    def __init__(self, world: World, ownership: Ownership, local: bool) -> None:
+        self._world, self._ownership, self._local = world, ownership, local
+        self._first: float | None = None
+        self._total = 0.0
+
+    def weigh(self, compiled: Compiled, leaves: Sequence[torch.Tensor], last: bool) -> tuple[float, float | None]:
+        """The factor on the gradients of the next batch; and with the last batch of an accumulation, that on all of them.
+
+        Args:
+            leaves: the batch's tensors, as this process has drawn them.
+
+        Raises:
+            PiperError: the loss has terms with different denominators.
+        """
+        term = _only_term(compiled)
+        if term.weighing == Weighing.SUM:
+            return 1.0, None
+        here = self._denominator(compiled, term, leaves)
+        self._first, self._total = (here or 1.0) if self._first is None else self._first, self._total + here
+        factor = here / self._first
+        if not last:
+            return factor, None
+        closing = self._first / self._total if self._total else float("nan")
+        self._first, self._total = None, 0.0
+        return factor, closing
+
+    def _denominator(self, compiled: Compiled, term: Term, leaves: Sequence[torch.Tensor]) -> float:
+        """That of the loss of a batch, over all replicas."""
+        if term.denominator is None:
+            return float(compiled.dag.size)
+        size = compiled.dag.size if self._local else compiled.dag.local_batch_size
+        code = compiled.step.at(size).terms[_place(compiled)].denominator
+        assert code is not None
+        counts = torch.zeros(code.width, dtype=torch.float64)
+        if self._local or self._counts(code.buffers):
+            buffers = {name: self._ownership.owned_buffers[name].detach() for name in code.buffers}
+            counts = code.counted(leaves, buffers, Slice(0, size)).cpu()
+        if self._world.size > 1:
+            dist.all_reduce(counts, group=self._world.host_group)
+        return float(code.of(counts.unbind(0)))
+
+    def _counts(self, buffers: tuple[str, ...]) -> bool:
+        """Does this process count for its replica? The first one that has what is needed does."""
+        held, world = self._ownership.tensor_map.held, self._world
+        ranks = [rank for rank in range(world.size) if world.replicas[rank] == world.replica]
+        having = [rank for rank in ranks if all(held(name, rank) is not None for name in buffers)]
+        return having[:1] == [world.rank]
+
+
+def _place(compiled: Compiled) -> int:
+    """The loss's term among the step's."""
+    outputs = [out for interface in compiled.dag.code.interfaces.values() for out in interface.outputs if out.kind == Kind.LOSS]
+    return outputs[0].term or 0
+
+
+def _only_term(compiled: Compiled) -> Term:
+    outputs = [out for interface in compiled.dag.code.interfaces.values() for out in interface.outputs if out.kind == Kind.LOSS]
+    terms = [compiled.dag.code.terms[out.term or 0] for out in outputs]
+    if len(terms) > 1:
+        shown = ", ".join(term.label for term in terms)
+        raise PiperError(
+            f'PiperStrategy(accumulate="tokens"): {LOSS} is a sum of terms with different denominators ({shown}), and one factor '
+            "for each batch cannot be right for all of them; give all of them one denominator, or take one larger batch in "
+            "microbatches (split), which is exact for any sum"
+        )
+    if compiled.dag.mean_of_replicas:
+        raise PiperError(
+            'PiperStrategy(accumulate="tokens") with replicate(average="replicas"): each replica divides by its own tokens there; '
+            'leave average="batch"'
+        )
+    return terms[0]

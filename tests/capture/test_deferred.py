@@ -1,0 +1,250 @@
+"""Numbers that Python takes out of tensors: computed as Python would, logged like tensors, known to nothing else."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from typing import Any
+from unittest import mock
+
+import pytest
+import torch
+import torchmetrics.functional as metrics
+from torch import Tensor
+
+import lightning_piper as piper
+from lightning_piper.capture import capture
+from lightning_piper.compiler import compile
+from lightning_piper.directives import transfers
+from lightning_piper.errors import CaptureError
+from lightning_piper.ir.regions import LOSS
+from lightning_piper.ops.build import build_dag
+from lightning_piper.ops.p2p import Send
+from lightning_piper.verify import interpret
+from tests.models import MLP, regression
+
+SCALE = 3
+
+
+class Using(MLP):
+    """Logs what `use` makes of the loss, its number of rows, and the hidden layer; a tensor that it gives is added to the loss."""
+
+    def __init__(self, use: Callable[[Tensor, Tensor, Tensor], Any]) -> None:
+        super().__init__()
+        self.use = use
+
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        h = torch.tanh(self.first(batch[0]))
+        loss = (self.second(h) - batch[1]).square().mean()
+        found = self.use(loss, (h > 0).sum(), h)
+        self.log("found", found)
+        return loss + found if isinstance(found, Tensor) else loss
+
+
+def both(use: Callable[[Tensor, Tensor, Tensor], Any], samples: int = 6) -> tuple[float, float]:
+    """What the captured step logs, and what Python computes."""
+    torch.manual_seed(1)
+    module, batch = Using(use), regression(samples)
+    step = capture(module, batch)
+    tensors = {name: x.detach() for name, x in [*module.named_parameters(), *module.named_buffers()]}
+    outcome = interpret(build_dag(step), tensors, step.inputs(list(batch)))
+    logged: list[float] = []
+    module.log = lambda name, value: logged.append(float(value))  # type: ignore[method-assign, assignment]
+    loss = module.training_step(batch, 0)
+    assert float(outcome.metrics[LOSS]) == pytest.approx(float(loss), rel=1e-6)
+    return float(outcome.metrics["found"]), logged[0]
+
+
+def counted(values: Any) -> float:
+    best = 0.0
+    for value in values:
+        best = max(best, value)
+    return best
+
+
+USES: dict[str, Callable[[Any, Any, Any], Any]] = {
+    "item": lambda loss, n, h: loss.item(),
+    "float": lambda loss, n, h: float(loss),
+    "float of an int": lambda loss, n, h: float(n) / 2,
+    "int": lambda loss, n, h: int(n),
+    "int of a float": lambda loss, n, h: int(100 * loss),
+    "detached": lambda loss, n, h: loss.detach().cpu().item(),
+    "ratio": lambda loss, n, h: n.item() / len(h),
+    "percent": lambda loss, n, h: 100.0 * n.item() / h.numel(),
+    "rounded": lambda loss, n, h: round(loss.item(), 3),
+    "whole": lambda loss, n, h: round(10 * loss.item()),
+    "floor": lambda loss, n, h: n.item() // 4 + n.item() % 4 + (-n.item()) // 4 + (-n.item()) % 4,
+    "power": lambda loss, n, h: loss.item() ** 2 + 2 ** -loss.item() + abs(-loss.item()),
+    "math": lambda loss, n, h: math.sqrt(loss.item()) + math.log(n.item()) + math.exp(-loss.item()),
+    "ceil": lambda loss, n, h: math.ceil(10 * loss.item()) + math.floor(10 * loss.item()) + math.trunc(-10 * loss.item()),
+    "sum": lambda loss, n, h: sum([loss.item(), n.item(), 1]),
+    "list": lambda loss, n, h: sum(h.mean(0).tolist()) / h.shape[1],
+    "matrix": lambda loss, n, h: h[:2, :2].tolist()[1][0],
+    "max": lambda loss, n, h: max(h.mean(0).tolist()) - min(loss.item(), 0.25) + max(loss.item(), 5.0),
+    "running": lambda loss, n, h: counted(h.abs().mean(0).tolist()),
+    "bool": lambda loss, n, h: torch.isfinite(loss).item(),
+    "truth": lambda loss, n, h: (loss.item() > 0.1) + 0.0,
+    "global": lambda loss, n, h: SCALE * loss.item() - 1,
+    "weight": lambda loss, n, h: loss * loss.item(),
+    "beside int": lambda loss, n, h: (torch.arange(3) * loss.item()).sum(),
+    "dtype": lambda loss, n, h: (h * loss.item() / n.item()).sum() * 1.0,
+    "detached weight": lambda loss, n, h: loss / (float(loss) + 1e-3),
+    "clamped": lambda loss, n, h: torch.clamp(h, max=loss.item()).sum(),
+    "tensor": lambda loss, n, h: h.mean() * torch.tensor(loss.item()) + torch.tensor([loss.item(), 2.0]).sum(),
+    "ints": lambda loss, n, h: h.sum() * torch.tensor(n.item(), dtype=torch.float32) + torch.tensor([n.item(), 1]).sum(),
+    "full": lambda loss, n, h: (h * torch.full((6,), loss.item())).sum(),
+    "filled": lambda loss, n, h: torch.zeros(3).fill_(loss.item()).sum() + h.masked_fill(h > 0, loss.item()).sum(),
+    "isinstance": lambda loss, n, h: loss.item() if isinstance(loss.item(), float) and isinstance(n.item(), int) else 0,
+    "a kind": lambda loss, n, h: float(isinstance(2.0, float) + (int is not float) + int("3") + int(2.7)) * loss.item(),
+    "text": lambda loss, n, h: loss.item() + 0 * len(f"{loss.item():.3f} {loss:.2f} {n}" + str(loss) + repr(h)),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", USES)
+def test_values_are_those_that_python_computes(name: str) -> None:
+    ours, python = both(USES[name])
+    assert ours == pytest.approx(python, rel=1e-6, abs=1e-7)
+
+
+def multiclass(h: Any) -> tuple[Any, Any]:
+    return h[:, :3].softmax(1), h[:, 3:].argmax(1)
+
+
+def binary(h: Any) -> tuple[Any, Any]:
+    return h[:, 0], (h[:, 1] > 0).long()
+
+
+METRICS: dict[str, Callable[[Any], Any]] = {
+    "accuracy": lambda h: metrics.accuracy(*multiclass(h), task="multiclass", num_classes=3),
+    "macro": lambda h: metrics.accuracy(*multiclass(h), task="multiclass", num_classes=3, average="macro"),
+    "top 2": lambda h: metrics.accuracy(*multiclass(h), task="multiclass", num_classes=3, top_k=2),
+    "f1": lambda h: metrics.f1_score(*multiclass(h), task="multiclass", num_classes=3, average="weighted"),
+    "confusion": lambda h: metrics.confusion_matrix(*multiclass(h), task="multiclass", num_classes=3).float().diagonal().sum(),
+    "logits": lambda h: metrics.accuracy(*binary(h), task="binary"),
+    "probabilities": lambda h: metrics.f1_score(binary(h)[0].sigmoid(), binary(h)[1], task="binary"),
+    "multilabel": lambda h: metrics.recall(h, (h.roll(1, 0) > 0).long(), task="multilabel", num_labels=6),
+    "auroc": lambda h: metrics.auroc(*binary(h), task="binary", thresholds=8),
+    "cosine": lambda h: metrics.cosine_similarity(h[:, :3], h[:, 3:]),
+    "normal": lambda h: torch.distributions.Normal(h[:, 0], h[:, 1].abs() + 0.1).log_prob(h[:, 2]).mean(),
+}
+
+
+@pytest.mark.parametrize("name", METRICS)
+def test_functional_metrics_that_check_values_are_captured(name: str) -> None:
+    ours, python = both(lambda loss, n, h: METRICS[name](h).item(), samples=40)
+    assert ours == pytest.approx(python, rel=1e-6) and ours not in (0.0, 1.0)
+
+
+def test_what_checks_values_does_so_again_afterwards() -> None:
+    both(lambda loss, n, h: METRICS["accuracy"](h).item())
+    with pytest.raises(RuntimeError, match="Detected more unique values"):
+        metrics.accuracy(torch.tensor([0, 1, 7, 8]), torch.tensor([0, 1, 1, 1]), task="multiclass", num_classes=3)
+    assert isinstance(2, int) and type(float(2)) is float and "float" not in globals() and "max" not in globals()
+
+
+def test_a_capture_keeps_no_value() -> None:
+    """The same code on other parameters gives other values."""
+    torch.manual_seed(1)
+    module, batch = Using(USES["ratio"]), regression(6)
+    step = capture(module, batch)
+    found = []
+    for factor in (1.0, -1.0):
+        tensors = {name: factor * x.detach() for name, x in module.named_parameters()}
+        found.append(float(interpret(build_dag(step), tensors, step.inputs(list(batch))).metrics["found"]))
+    assert found[0] != found[1]
+
+
+def test_values_of_microbatches_are_merged() -> None:
+    module, batch = Using(USES["ratio"]), regression(6)
+    program = [piper.Place(filter={}, devices=[0]), piper.Split(filter={}, dim_name="MB", num_microbatches=2)]
+    compiled = compile(module, batch, program)
+    tensors = {name: x.detach() for name, x in module.named_parameters()}
+    whole = float(interpret(build_dag(compiled.step), tensors, list(batch)).metrics["found"])
+    assert float(interpret(compiled.dag, tensors, list(batch)).metrics["found"]) == pytest.approx(whole, rel=1e-6)
+    halves = [float(interpret(build_dag(capture(module, regression(3))), tensors, [x[i : i + 3] for x in batch]).metrics["found"])
+              for i in (0, 3)]  # fmt: skip
+    assert whole == pytest.approx(sum(halves) / 2) and halves[0] != halves[1]
+
+
+class Crossing(MLP):
+    """A number of the first stage weighs the loss of the second."""
+
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        with piper.annotate("PP", 0):
+            h = torch.tanh(self.first(batch[0]))
+            scale = 1 + h.abs().mean().item()
+        with piper.annotate("PP", 1):
+            loss = scale * (self.second(h) - batch[1]).square().mean()
+            self.log("scaled", loss.item() / scale)
+            return loss
+
+
+def test_a_number_crosses_stages_with_its_microbatch() -> None:
+    torch.manual_seed(1)
+    module, batch, program = Crossing().double(), [x.double() for x in regression(6)], piper.schedules.one_f_one_b(2, 3)
+    report = piper.verify(module, batch, program)
+    assert report.ok and "differs" not in str([row.single for row in report.rows])
+    existing = transfers._existing
+
+    def another(dag: Any, ref: Any, devices: Any) -> Any:
+        for send in dag.of_type(Send):
+            alike = send.devices == dag.nodes[ref[0]].devices and send.outputs[0].tensors == dag.value(ref).tensors
+            if alike and send.peers == devices and send.inputs[0] != ref and not send.outputs[0].tensors[0].shape:
+                return (dag.users(send)[0].id, 0)  # the number of another microbatch
+        return existing(dag, ref, devices)
+
+    with mock.patch.object(transfers, "_existing", another), pytest.raises(piper.VerificationError):
+        compile(module, batch, program)
+
+
+REFUSED: dict[str, tuple[Callable[[Any, Any, Any], Any], str]] = {
+    "if": (lambda loss, n, h: 1.0 if loss.item() > 0 else 2.0, "asks for a value that is only known when it runs"),
+    "while": (lambda loss, n, h: [1 for _ in iter(lambda: bool(n.item()), False)], "asks for a value"),
+    "index": (lambda loss, n, h: h[n.item()].sum(), "asks for a value"),
+    "range": (lambda loss, n, h: float(len(range(int(n)))), "asks for a value"),
+    "key": (lambda loss, n, h: {1: 2.0}[n.item()], "asks for a value"),
+    "assert": (lambda loss, n, h: 1.0 if bool(torch.isfinite(loss)) else 0.0, "asks for a value"),
+    "nonzero": (lambda loss, n, h: h[h > 0].sum(), "asks for a value"),
+    "sorted": (lambda loss, n, h: sorted([loss.item(), n.item()])[0], "asks for a value"),
+    "sizes": (lambda loss, n, h: h.split(h.sum(1).long().tolist())[0].sum(), "asks for a value"),
+    "shape": (lambda loss, n, h: torch.zeros(int(n)).sum(), "asks for a value"),
+    "method": (lambda loss, n, h: loss.item().hex(), "asks for a value"),
+    "gamma": (lambda loss, n, h: math.gamma(loss.item()), "asks for a value"),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", REFUSED)
+def test_what_a_value_decides_is_refused(name: str) -> None:
+    use, says = REFUSED[name]
+    with pytest.raises(CaptureError, match=rf"test_deferred.py:\d+ .*{says}"):
+        capture(Using(use), regression(6)).at(6)
+
+
+class Named(MLP):
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        loss = super().training_step(batch, batch_idx)
+        self.log(f"at {loss.item()}", loss)
+        return loss
+
+
+class Weighted(MLP):
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        loss = super().training_step(batch, batch_idx)
+        self.log("x", loss, batch_size=(batch[0] > 0).sum().item())
+        return loss
+
+
+class Keeps(MLP):
+    last = 0.0
+
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        loss = super().training_step(batch, batch_idx)
+        self.last = loss.item()
+        return loss
+
+
+@pytest.mark.parametrize(("cls", "says"), [(Named, "made of the value of a tensor"), (Weighted, "made of the value of a tensor"),
+                                           (Keeps, "changes self.last")])  # fmt: skip
+def test_a_value_goes_nowhere_else(cls: Any, says: str) -> None:
+    with pytest.raises(CaptureError, match=says):
+        capture(cls(), regression(4)).at(4)

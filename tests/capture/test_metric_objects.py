@@ -1,0 +1,259 @@
+"""Metric objects in steps: which calls are noted, what their arguments are in the graph, and what cannot be done with them."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import nn
+from torchmetrics import MeanMetric, MetricCollection
+from torchmetrics.classification import MulticlassAccuracy, MulticlassF1Score
+
+from lightning_piper.capture import capture, flatten
+from lightning_piper.capture.metric_objects import metric_objects
+from lightning_piper.compiler import compile_step
+from lightning_piper.directives import Place, Split
+from lightning_piper.errors import CaptureError, VerificationError
+from lightning_piper.ops.arguments import Arguments
+from lightning_piper.runtime import Executor, LocalTransport, run_local
+from lightning_piper.verify import check, interpret
+from tests.forward import Steps
+
+
+class Net(Steps):
+    def __init__(self):
+        super().__init__()
+        self.acc, self.mean = MulticlassAccuracy(2), MeanMetric()
+        self.some = MetricCollection({"acc": MulticlassAccuracy(2), "f1": MulticlassF1Score(2)}, prefix="some_")
+
+    def training_step(self, batch, batch_idx):
+        x, y = batch
+        out = self(x)
+        loss = F.cross_entropy(out, y)
+        self.log("acc", self.acc(out, y))
+        self.log("loss", loss)
+        self.mean.update(loss.detach(), weight=len(y))
+        self.log("mean", self.mean, on_step=False, on_epoch=True)
+        self.log_dict(self.some(out, y))
+        self.mean.update((out > 0).sum() * 2)
+        return loss
+
+
+def batch(size=8):
+    g = torch.Generator().manual_seed(0)
+    return torch.randn(size, 4, generator=g, dtype=torch.float64), torch.randint(2, (size,), generator=g)
+
+
+def values(module):
+    return {n: x.detach() for n, x in [*module.named_parameters(), *module.named_buffers()]}
+
+
+def program(microbatches=3):
+    places = [Place(filter={"PP": 0}, devices=[0]), Place(filter={"PP": 1}, devices=[1])]
+    return [*places, Split(filter={}, dim_name="MB", num_microbatches=microbatches)]
+
+
+def test_calls_are_noted_in_their_order():
+    module = Net()
+    before = [type(part) for part in module.modules()]
+    code = capture(module, batch()).at(8)
+    said = [f"{event.after} {event}" for event in code.metrics.events]
+    assert said == [
+        "0 acc.forward(acc 0, acc 1)", "0 self.log('acc', Computed(call=0, keys=())) []", "1 mean.update(mean 2)",
+        "1 self.log('mean', mean) [\"('on_epoch', True)\", \"('on_step', False)\"]", "1 some.forward(some 3, some 4)",
+        "1 self.log(None, Computed(call=2, keys=())) []", "1 mean.update(mean 5)",
+    ]  # fmt: skip
+    weighings = {name: None if term is None else code.terms[term].weighing for name, term in code.metrics.terms.items()}
+    assert (weighings["acc 0"], weighings["mean 2"], weighings["mean 5"]) == (None, "ratio", "sum")
+    assert code.metrics.used == {0, 2} and "test_metric_objects.py" in code.metrics.calls[0].where
+    args, kwargs = code.metrics.calls[1].arguments(["loss"], None)
+    assert (args, kwargs) == (("loss",), {"weight": 8})
+    assert [type(part) for part in module.modules()] == before
+    assert not module.acc.update_called and module.acc.tp.shape == (2,)
+
+
+def run(module, size, microbatches):
+    """What metric objects get, from the executors and from the reference interpreter."""
+    captured = capture(module, batch(size))
+    compiled = compile_step(captured, program(microbatches))
+    transport, tensors = LocalTransport(compiled.plans), values(module)
+    params = {n: x for n, x in tensors.items() if n in captured.params}
+    buffers = {n: x.clone() for n, x in tensors.items() if n in captured.buffers}
+    executors = [Executor(plan, compiled.step, params, buffers, transport, torch.device("cpu")) for plan in compiled.plans.values()]
+    first, second = run_local(executors, flatten(batch(size))[0], seed=0)
+    return first.results, second.results, interpret(compiled.dag, tensors, flatten(batch(size))[0]).results[0]
+
+
+@pytest.mark.parametrize("size, microbatches", [(8, 1), (8, 3), (9, 3)])
+def test_arguments_are_those_of_the_whole_batch(size, microbatches):
+    module = Net()
+    x, y = batch(size)
+    with torch.no_grad():
+        out = module(x)
+        loss = F.cross_entropy(out, y)
+    wanted = {"acc 0": out, "acc 1": y, "mean 2": loss, "some 3": out, "some 4": y, "mean 5": 2 * (out > 0).sum()}
+    first, second, interpreted = run(module, size, microbatches)
+    assert not first  # they stay where they are made
+    assert second.keys() == interpreted.keys() == wanted.keys()
+    for name, x in wanted.items():
+        assert torch.equal(second[name], interpreted[name])
+        torch.testing.assert_close(second[name], x, rtol=1e-14, atol=1e-15)
+    # Negative control: a mean without weights is another one where microbatches differ.
+    if (size, microbatches) == (8, 3):
+        parts = [F.cross_entropy(out[a:b], y[a:b]) for a, b in ((0, 3), (3, 6), (6, 8))]
+        assert not torch.allclose(sum(parts) / 3, loss, rtol=1e-3)
+
+
+def wrong_order(dag, node):
+    dag.rewire(node, inputs=node.inputs[::-1])
+
+
+def lost(dag, node):
+    dag.rewire(node, inputs=node.inputs[:-1])
+
+
+def twice(dag, node):
+    dag.rewire(node, inputs=(*node.inputs, node.inputs[-1]))
+
+
+def nowhere(dag, node):
+    dag.remove([node])
+
+
+def again(dag, node):
+    dag.add(Arguments(inputs=node.inputs, tags=node.tags, devices=node.devices))
+
+
+def of_another(dag, node):
+    first, *rest = node.inputs
+    dag.rewire(node, inputs=((first[0], first[1] + 1), *rest))
+
+
+@pytest.mark.parametrize("change, words", [
+    (wrong_order, "joins acc 0, acc 1 of samples 6:8, 3:6, 0:3, not each of 0:8 once and in order"),
+    (lost, "of samples 0:3, 3:6, not each of 0:8"), (twice, "of samples 0:3, 3:6, 6:8, 6:8, not"),
+    (nowhere, "metric objects get mean 2, mean 5 and some 3, some 4, where the step gives them acc 0, acc 1 and"),
+    (again, "metric objects get acc 0, acc 1 and acc 0, acc 1"), (of_another, "it joins one output of a region"),
+])  # fmt: skip
+def test_the_static_check_sees_what_is_wrong(change, words):
+    dag = compile_step(capture(Net(), batch()), program()).dag
+    check(dag, final=True)
+    change(dag, next(dag.of_type(Arguments)))
+    with pytest.raises(VerificationError, match=words):
+        check(dag, final=True)
+
+
+class Running(nn.Module):
+    """What has tensors that a graph takes care of is no metric object."""
+
+    def __init__(self):
+        super().__init__()
+        self.register_buffer("mean", torch.zeros(()))
+
+    def update(self):
+        """As a metric has."""
+
+    compute = reset = update
+
+
+def test_what_is_a_metric_object():
+    module = Net()
+    module.running, module.other = Running(), nn.ModuleDict()
+    assert list(metric_objects(module)) == ["acc", "mean", "some", "some.acc", "some.f1"]
+
+
+class Returned(Net):
+    def validation_step(self, batch, batch_idx):
+        found = self.some(self(batch[0]), batch[1])
+        return {"acc": self.acc(self(batch[0]), batch[1]).detach(), **found}
+
+
+def test_what_objects_give_may_be_returned():
+    code = capture(Returned(), batch(), name="validation_step").at(8)
+    found = code.rebuild([], lambda computed: computed)
+    assert {key: (x.call, x.keys) for key, x in found.items()} == {
+        "acc": (1, ()), "some_acc": (0, ("some_acc",)), "some_f1": (0, ("some_f1",)),
+    }  # fmt: skip
+    assert code.metrics.used == {0, 1}
+
+
+def using(use):
+    class Using(Net):
+        def training_step(self, batch, batch_idx):
+            loss = F.cross_entropy(self(batch[0]), batch[1])
+            use(self, self.acc(self(batch[0]), batch[1]), loss)
+            return loss
+
+    return Using
+
+
+@pytest.mark.parametrize("use", [
+    lambda module, acc, loss: acc + 1, lambda module, acc, loss: loss * acc, lambda module, acc, loss: torch.stack([acc, loss]),
+    lambda module, acc, loss: bool(acc > 0.5), lambda module, acc, loss: acc.mean(), lambda module, acc, loss: f"{acc:.2f}",
+    lambda module, acc, loss: float(acc),
+])  # fmt: skip
+def test_what_an_object_gives_is_not_known_yet(use):
+    with pytest.raises(CaptureError, match=r"test_metric_objects.py:\d+ .*computes with what self.acc gives, .* Log it") as caught:
+        capture(using(use)(), batch()).at(8)
+    assert "lambda" in str(caught.value)
+
+
+def test_two_logs_of_one_name_are_refused():
+    kind = using(lambda module, acc, loss: (module.log("x", acc), module.log("x", loss)))
+    with pytest.raises(CaptureError, match=r"self.log\('x'\) is called twice"):
+        capture(kind(), batch()).at(8)
+
+
+def test_arguments_that_no_plan_can_bring():
+    kind = using(lambda module, acc, loss: module.mean.update(object()))
+    with pytest.raises(CaptureError, match=r"the call of self.mean holds a object at call of self.mean\[0\]\[0\]; a captured step"):
+        capture(kind(), batch()).at(8)
+
+
+class Changing(Net):
+    def training_step(self, batch, batch_idx):
+        x, y = batch
+        out = self(x)
+        self.acc.update(out, y)
+        self.mean.update(self.norm.running_mean)
+        self.some.update(out, y)
+        out = out * 1
+        self.mean.update(out)
+        loss = F.cross_entropy(out, y)
+        out.detach().add_(1)
+        return loss
+
+
+def test_objects_share_what_they_get_and_nothing_else_does():
+    module = Changing()
+    _, found, interpreted = run(module, 8, 1)
+    x, y = batch()
+    with torch.no_grad():
+        out = module(x)
+    for name in ("acc 0", "some 3", "mean 5"):
+        torch.testing.assert_close(found[name], out, rtol=1e-14, atol=1e-15)
+        assert torch.equal(found[name], interpreted[name])
+    assert found["acc 0"] is not y and found["acc 0"].data_ptr() == found["some 3"].data_ptr()
+    assert found["mean 2"].data_ptr() != module.norm.running_mean.data_ptr() and found["acc 1"].data_ptr() != y.data_ptr()
+
+
+class Ignoring(Net):
+    def training_step(self, batch, batch_idx):
+        loss = F.cross_entropy(self(batch[0]), batch[1], ignore_index=0)
+        self.mean.update(loss)
+        return loss
+
+
+def test_a_mean_over_what_is_not_ignored():
+    """Its weights follow from the batch."""
+    module = Ignoring()
+    _, found, interpreted = run(module, 8, 3)
+    x, y = batch()
+    assert y[3:6].eq(0).all() and not y.eq(0).all()  # nothing counts in a microbatch
+    with torch.no_grad():
+        out = module(x)
+        wanted = F.cross_entropy(out, y, ignore_index=0)
+        parts = [F.cross_entropy(out[a:b], y[a:b], ignore_index=0) * (b - a) / 8 for a, b in ((0, 3), (3, 6), (6, 8))]
+    assert torch.equal(found["mean 0"], interpreted["mean 0"])
+    torch.testing.assert_close(found["mean 0"], wanted, rtol=1e-14, atol=0)
+    assert not torch.allclose(sum(parts), wanted, rtol=1e-3)

@@ -1,0 +1,130 @@
+"""Which processes update a metric object, and which get its values: with processes that are told what others send."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import nn
+from torchmetrics import MeanMetric, MetricCollection, SumMetric
+
+from lightning_piper.errors import PiperError
+from lightning_piper.ir.metric_calls import Computed, MetricCall, MetricCalls, MetricLog
+from lightning_piper.processes.world import World
+from lightning_piper.session.metric_objects import Gather, MetricObjects, wanted_by_all
+
+
+class Told(World):
+    """One process of several. What it would be sent is what it has itself, and it keeps what was asked for."""
+
+    def __init__(self, rank, replicas):
+        super().__init__(rank, len(replicas), torch.device("cpu"), replicas=replicas)
+        self.asked, self.sent = [], None
+
+    def group_of(self, ranks):
+        self.asked.append(("group", tuple(ranks)))
+
+    def broadcast(self, value, source=0):
+        self.asked.append(("broadcast", source))
+        return self.sent if value is None else value
+
+    def gather(self, value, ranks=None):
+        self.asked.append(("gather", ranks))
+        return [value] * (self.size if ranks is None else len(ranks))
+
+
+class Count(nn.Module):
+    def update(self, x):
+        self.seen = len(x)
+
+    def compute(self):
+        return self.seen
+
+    def reset(self):
+        self.seen = 0
+
+
+def module(**metrics):
+    found = nn.Module()
+    for name, metric in metrics.items():
+        found.add_module(name, metric)
+    return found
+
+
+def call(name, method="forward"):
+    return MetricCall(name, method, lambda tensors, given: (tuple(tensors), {}), ("x",), 0, "train.py:1")
+
+
+def test_only_owners_update():
+    for rank, updated in ((0, False), (1, True)):
+        world, net = Told(rank, (0, 0)), module(mean=MeanMetric())
+        objects = MetricObjects(world)
+        objects.claim(net, {"mean": (1,)})
+        objects.call(net, call("mean"), [torch.ones(()) if updated else None], None, wanted=False)
+        assert net.mean.update_called == updated and world.asked == [("group", (1,))]
+
+
+def test_all_get_what_the_first_owner_has():
+    world, net = Told(0, (0, 0)), module(mean=MeanMetric())
+    objects = MetricObjects(world)
+    objects.claim(net, {"mean": (1,)})
+    world.sent = torch.tensor(5.0), {"": torch.tensor(5.0)}
+    assert objects.call(net, call("mean"), [None], None, wanted=True) == 5 and net.mean._forward_cache == 5
+    world.sent = torch.tensor(7.0)
+    assert net.mean.compute() == 7 and world.asked[-1] == ("broadcast", 1)
+    world.sent = [None, {"mean_value": torch.tensor(3.0), "weight": torch.tensor(1.0), "_update_count": 2}]
+    world.gather = lambda value: world.sent
+    objects.release()
+    net.mean.distributed_available_fn = lambda: False
+    assert net.mean.compute() == 3 and net.mean.update_count == 2  # as if it had seen what the owner has
+
+
+def test_replicas_sync_among_owners():
+    world, net = Told(1, (0, 0, 1, 1)), module(sum=SumMetric())
+    net.sum.dist_sync_fn, net.sum.distributed_available_fn = Gather(world), lambda: True
+    objects = MetricObjects(world)
+    objects.claim(net, {"sum": (1, 3)})
+    assert objects.call(net, call("sum"), [torch.tensor(2.0)], None, wanted=True) == 4  # two replicas have the same here
+    assert world.asked[1:] == [("gather", (1, 3)), ("broadcast", 1)]
+    net.sum._computed = None
+    assert net.sum.compute() == 4 and net.sum.sum_value == 2
+    assert objects.call(net, call("sum"), [torch.tensor(2.0)], None, wanted=False) == 2  # nobody needs it
+    objects.release(failed=True)
+    assert "compute" in vars(net.sum) and net.sum.dist_sync_fn._owners is None
+
+
+def test_parts_of_a_collection_are_claimed_once():
+    world, net = Told(0, (0, 0)), module(some=MetricCollection({"a": MeanMetric(), "b": SumMetric()}))
+    objects = MetricObjects(world)
+    objects.claim(net, {"some": (1,), "some.a": (1,)})
+    computes = [net.some["a"].compute, net.some["b"].compute]
+    objects.claim(net, {"some": (1,)})
+    assert [net.some["a"].compute, net.some["b"].compute] == computes
+    with pytest.raises(PiperError, match=r"self.some.a is updated on device 0 in one step, and on device 1 in another"):
+        objects.claim(net, {"some.a": (0,)})
+
+
+def test_what_cannot_be_merged_is_refused_with_replicas():
+    MetricObjects(Told(0, (0, 0))).claim(module(count=Count()), {"count": (1,)})
+    with pytest.raises(
+        PiperError, match="Count has no states that could be merged over the 2 replicas; derive it from torchmetrics"
+    ):
+        MetricObjects(Told(0, (0, 1))).claim(module(count=Count()), {"count": (0, 1)})
+
+
+def test_an_error_says_which_call_it_was():
+    net = module(mean=MeanMetric())
+    with pytest.raises(Exception) as caught:
+        MetricObjects(Told(0, (0,))).call(net, call("mean"), ["no number"], None, wanted=False)
+    assert caught.value.__notes__ == ["raised by self.mean.forward, which train.py:1 calls, after the step has run"]
+
+
+@pytest.mark.parametrize("log, step, wanted", [
+    (MetricLog("m", "some", {}, 0), "training_step", {0}), (MetricLog("m", "some", {}, 0), "validation_step", set()),
+    (MetricLog("m", "some", {"on_step": True}, 0), "validation_step", {0}), (MetricLog("m", "some.a", {}, 0), "training_step", {0}),
+    (MetricLog("m", "something", {}, 0), "training_step", set()),
+    (MetricLog("m", "some", {"on_step": False}, 0), "training_step", set()),
+])  # fmt: skip
+def test_values_that_all_processes_need(log, step, wanted):
+    assert wanted_by_all(MetricCalls((call("some"), log)), step) == wanted
+    assert wanted_by_all(MetricCalls((call("some"), log), used=frozenset({0})), step) == {0}
+    assert Computed(0, ("a", 1)).of({"a": [1, 2]}) == 2

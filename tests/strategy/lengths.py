@@ -1,0 +1,84 @@
+"""Trainings on batches of many lengths, on two processes (DP2) or four (PP2 x DP2)."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Sequence
+from datetime import timedelta
+from typing import Any
+
+import torch
+from torch import Tensor
+
+import lightning_piper as piper
+from tests.lengths import Causal, Deeper, tokens
+from tests.strategy.fitting import Batches, sharing_captures, trainer, values
+from tests.strategy.replicated import PROGRAMS
+
+SAMPLES = 4  # of a replica's batch
+# The lengths of the replicas' batches in each step. In the second, replica 0 goes on while replica 1 compiles; later, one has known
+# lengths, or both, while the other has new ones.
+LENGTHS = {
+    "alike at first": [(6, 6), (6, 9), (7, 9), (9, 6), (6, 6), (8, 8), (30, 7), (7, 30)],
+    "never alike": [(5, 8), (5, 9), (8, 5), (11, 12)],
+}
+
+
+def net(make: type[Causal] = Causal) -> Causal:
+    torch.manual_seed(3)
+    return make().double()
+
+
+def batches(name: str, replica: int) -> list[Any]:
+    """Those of a replica. No two steps have the same samples."""
+    return [
+        tuple(x.roll(step, 0) for x in tokens(SAMPLES + replica, lengths[replica])) for step, lengths in enumerate(LENGTHS[name])
+    ]
+
+
+def local_batches(name: str, replica: int) -> list[Any]:
+    return [tuple(x[:SAMPLES].contiguous() for x in batch) for batch in batches(name, replica)]
+
+
+def by_hand(name: str, replicas: Sequence[int] = (0, 1), even: bool = False) -> tuple[dict[str, Tensor], list[Tensor]]:
+    """The mean over the tokens of all replicas, on one device without the package: parameters afterwards, and losses.
+
+    `even`: each replica counts as much as any other, for a control.
+    """
+    module, losses = net(), []
+    module.log = lambda *args, **kwargs: None  # type: ignore[method-assign]
+    optimizer = module.configure_optimizers()
+    for parts in zip(*(local_batches(name, replica) for replica in replicas), strict=True):
+        weights = [1 if even else part[1].numel() for part in parts]
+        loss = sum(module.training_step(part, 0) * n for part, n in zip(parts, weights, strict=True)) / sum(weights)
+        optimizer.zero_grad()
+        loss.backward()
+        optimizer.step()
+        losses.append(loss.detach())
+    return values(copy.deepcopy(module)), losses
+
+
+def strategy(processes: int, **options: Any) -> piper.PiperStrategy:
+    return piper.PiperStrategy(PROGRAMS[processes](), timeout=timedelta(seconds=60), **options)
+
+
+def refused(processes: int, replica: int) -> str:
+    """What is said where the replicas' lengths lead to other regions. Two stages refuse a third one before."""
+    fit, _ = trainer(strategy(processes), devices=processes, max_steps=-1, max_epochs=1)
+    try:
+        fit.fit(net(Deeper), Batches([tokens(SAMPLES, (6, 25)[replica])]))
+    except piper.PiperError as error:
+        return f"{type(error).__name__}: {error}"
+    return "no error"
+
+
+@sharing_captures
+def train(rank: int, processes: int) -> dict[str, Any]:
+    """One process's side."""
+    found: dict[str, Any] = {"refused": refused(processes, rank * 2 // processes)}
+    for name in LENGTHS:
+        module, replica = net(), rank * 2 // processes
+        fit, record = trainer(strategy(processes, verify="first_batch"), devices=processes, max_steps=-1, max_epochs=1)
+        fit.fit(module, Batches(local_batches(name, replica)))
+        found[name] = {"values": values(module), "losses": record.losses}
+    return found

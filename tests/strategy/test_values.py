@@ -1,0 +1,114 @@
+"""Trainings whose steps take numbers out of tensors and log them, and check values, against a plain Trainer on one device."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import lightning as L
+import pytest
+import torch
+import torch.nn.functional as F
+import torchmetrics.functional as metrics
+from torch import Tensor, nn
+
+import lightning_piper as piper
+from lightning_piper.compiler import compile
+from lightning_piper.verify import interpret
+from tests.strategy.fitting import Batches, distance, local, trainer, values
+
+ONE = [piper.Place(filter={}, devices=[0])]
+STAGES = [piper.Place(filter={"PP": 0}, devices=[0]), piper.Place(filter={"PP": 1}, devices=[1])]
+SPLIT = piper.Split(filter={}, dim_name="MB", num_microbatches=2)
+
+
+class Classifier(L.LightningModule):
+    """Float64, so that what Python computes is what tensors compute."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.second = nn.Linear(4, 8).double(), nn.Linear(8, 3).double()
+
+    def logits(self, x: Tensor) -> Tensor:
+        with piper.annotate("PP", 0):
+            h = torch.tanh(self.first(x))
+        with piper.annotate("PP", 1):
+            return self.second(h)
+
+    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+        x, y = batch
+        logits = self.logits(x)
+        with piper.annotate("PP", 1):
+            loss = F.cross_entropy(logits, y)
+            correct = (logits.argmax(1) == y).sum().item()
+            print(f"loss {loss.item():.3f}, {loss}, {loss:.2f}", loss)
+            self.log("accuracy", correct / len(y), on_step=True, on_epoch=True)
+            self.log_dict({"float": float(loss), "rounded": round(100.0 * correct / len(y), 2), "batch": batch_idx + loss.item()})
+            self.log("largest", max(logits.detach().amax(1).tolist()), reduce_fx=max)
+            self.log("f1", metrics.f1_score(logits.softmax(1), y, task="multiclass", num_classes=3, average="macro"))
+            self.log("micro", metrics.accuracy(logits, y, task="multiclass", num_classes=3))
+            return loss * (1 + loss.item())
+
+    def validation_step(self, batch: Any, batch_idx: int) -> Any:
+        x, y = batch
+        logits = self.logits(x)
+        with piper.annotate("PP", 1):
+            loss = F.cross_entropy(logits, y)
+            self.log("val", loss.item())
+            self.log("val_accuracy", metrics.accuracy(logits, y, task="multiclass", num_classes=3).item())
+            return {"loss": loss.item(), "rows": [len(y), (y > 0).sum().item()]}
+
+    def configure_optimizers(self) -> Any:
+        return torch.optim.SGD(self.parameters(), lr=0.1)
+
+
+class Outputs(L.Callback):
+    def __init__(self) -> None:
+        self.found: list[Any] = []
+
+    def on_validation_batch_end(self, trainer: Any, module: Any, outputs: Any, *args: Any) -> None:
+        self.found.append(outputs)
+
+
+def fitted(strategy: Any, seed: int = 1) -> dict[str, Any]:
+    draw = torch.Generator().manual_seed(seed)
+    data = [(torch.randn(6, 4, generator=draw, dtype=torch.float64), torch.randint(3, (6,), generator=draw)) for _ in range(4)]
+    with torch.random.fork_rng():
+        torch.manual_seed(2)
+        module = Classifier()
+    outputs = Outputs()
+    fit, record = trainer(strategy, [outputs], max_steps=4, num_sanity_val_steps=0)
+    fit.fit(module, Batches(data), Batches(data[:2]))
+    return {"values": values(module), "logged": [*record.logged, *record.epochs], "outputs": outputs.found}
+
+
+def logged(found: dict[str, Any], but: tuple[str, ...] = ()) -> list[dict[str, float]]:
+    return [{name: float(x) for name, x in step.items() if name not in but} for step in found["logged"]]
+
+
+@pytest.mark.parametrize("program", [ONE, STAGES, [*STAGES, SPLIT]], ids=["one", "stages", "microbatches"])
+def test_values_in_python_train_and_are_logged_as_on_one_device(program: Any, capsys: Any) -> None:
+    plain = fitted("auto")
+    said = capsys.readouterr().out
+    ours = fitted(local(program))
+    if SPLIT in program:  # what a microbatch computes with its own loss, and what is no mean, is that of a microbatch
+        for name in ("accuracy_step", "micro", "batch"):
+            assert float(ours["logged"][0][name]) == pytest.approx(float(plain["logged"][0][name]), rel=1e-6), name
+        assert distance(plain["values"], ours["values"]) < 0.1
+    else:
+        assert distance(plain["values"], ours["values"]) < 1e-14
+        for one, other in zip(logged(plain), logged(ours), strict=True):
+            assert other == pytest.approx(one, rel=1e-6)
+    assert logged(plain) != logged(fitted(local(program), seed=2))
+    text = capsys.readouterr().out
+    assert "loss <value known after the step>" in text and "loss <value known after the step>" not in said
+    assert not any(line in text for line in said.splitlines())
+
+
+def test_what_a_validation_returns_are_numbers() -> None:
+    torch.manual_seed(1)
+    module, batch = Classifier(), (torch.randn(6, 4, dtype=torch.float64), torch.randint(3, (6,)))
+    compiled = compile(module, batch, STAGES, step="validation_step")
+    outcome = interpret(compiled.dag, {n: x.detach() for n, x in module.named_parameters()}, compiled.step.inputs(list(batch)))
+    found: Any = compiled.dag.code.rebuild([outcome.results[0][str(i)] for i in range(len(outcome.results[0]))])  # type: ignore[misc]
+    module.log = lambda *args, **kwargs: None  # type: ignore[method-assign, assignment]
+    assert found == module.validation_step(batch, 0) and type(found["loss"]) is float and type(found["rows"][1]) is int
