@@ -69,8 +69,10 @@ def launch_trainings(
     `options` are those of `run_ranks`.
     """
     found = launch(size, work, folder, *args, joined=False, **options)
-    for rank in found:
-        assert isinstance(rank, dict), rank
+    raised = [
+        f"rank {rank}: {_read(folder / f'{rank}.txt')[-4000:]}" for rank, result in enumerate(found) if not isinstance(result, dict)
+    ]
+    assert not raised, "\n".join(raised)  # of all ranks: what the first one says is often only that another one is gone
     return found
 
 
