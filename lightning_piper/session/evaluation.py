@@ -65,6 +65,11 @@ class Evaluation:
         """What was compiled, one for each kind of step and batch."""
         return self._programs.compiled
 
+    def close(self, failed: bool = False) -> None:
+        """No steps are run any more, here or by others on its runtime. Collective, unless it failed."""
+        self._programs.clear()
+        self.runtime.close(failed)
+
     def expect(self, batches: Sequence[float]) -> None:
         """A prediction begins. Collective.
 

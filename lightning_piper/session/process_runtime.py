@@ -181,12 +181,14 @@ class ProcessRuntime:
             return StepResult(grads, results[0].metrics, arguments_of(prepared.compiled.dag, results, leaves, self._buffers))
         return prepared.executors[0].step(leaves, seed, scale, last)
 
-    def close(self) -> None:
-        """Give the communicators back. Collective."""
+    def close(self, failed: bool = False) -> None:
+        """Give the communicators back, and drop what was prepared. Collective, unless it failed: then communicators end with the
+        default group."""
         self._gradient_buffers.clear()
-        if self._transport is not None:
+        self._last = None
+        if self._transport is not None and not failed:
             self._transport.close()
-            self._transport = None
+        self._transport = None
 
     def _executor(self, compiled: Compiled, device: int, transport: LocalTransport | ProcessTransport) -> Executor:
         assert self._first is not None

@@ -115,7 +115,9 @@ class Programs:
         return prepared
 
     def clear(self) -> None:
-        """Drop the programs and their executors."""
+        """Drop the executors. They hold communicators, whose threads are joined when nothing refers to them any more: that must
+        not be left to the garbage collector, which may run in a process that was forked since (a loader's worker), and has not
+        got these threads."""
         self._prepared.clear()
 
     def _captured(self, step: Step, batch_spec: BatchSpec, history: History) -> Compiled:

@@ -83,7 +83,7 @@ class Standalone:
             return
         self._ownership.end()
         self.evaluation.runtime.metric_objects.release()
-        self.evaluation.runtime.close()
+        self.evaluation.close()
         self._ownership = None
         if not is_on_meta(self.module):
             self.module.cpu()
@@ -94,9 +94,10 @@ class Standalone:
         """Unless it failed, every process that had the whole module has it again. Collective, unless it failed."""
         self.evaluation.runtime.metric_objects.release(failed)
         self._resume()
-        if self._ownership is not None and not failed:
-            self._ownership.end()
-            self.evaluation.runtime.close()
+        if self._ownership is not None:
+            if not failed:
+                self._ownership.end()
+            self.evaluation.close(failed)
 
     def end(self, failed: bool) -> None:
         """Close at the end of a run in which no fit has taken over."""

@@ -195,5 +195,7 @@ class Fit:
             if (told := self.programs.variants(TRAINING).told()) is not None:
                 rank_zero_info(told)
             self.ownership.end()
-            self.programs.clear()
-            self._runtime.close()
+        self.programs.clear()
+        if self.evaluation is not None:
+            self.evaluation.close(failed)
+        self._runtime.close(failed)

@@ -6,19 +6,23 @@ torchrun, so does this file, and each process writes what it saw of each.
 
 from __future__ import annotations
 
+import contextlib
 import gc
 import os
 import subprocess
 import sys
 import traceback
+import weakref
 from collections.abc import Callable
 from dataclasses import dataclass
 from datetime import timedelta
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import lightning as L
 import torch
+import torch.distributed as dist
 from lightning.pytorch.callbacks import EarlyStopping, LearningRateMonitor, ModelCheckpoint
 from lightning.pytorch.loggers import CSVLogger
 from torch import Tensor
@@ -228,6 +232,53 @@ def leaks(setting: Setting) -> Outcome:
         gc.collect()
         counts.append([len(os.listdir("/proc/self/fd")), len(os.listdir("/proc/self/task"))])
     return {"counts": counts}
+
+
+class Validated(MLP):
+    def validation_step(self, batch: Any, batch_idx: int) -> None:
+        with piper.annotate("PP"):
+            hidden = self.first(batch[0])
+        with piper.annotate("PP"):
+            self.log("squares", (self.second(hidden) ** 2).mean())
+
+    def test_step(self, batch: Any, batch_idx: int) -> None:
+        self.validation_step(batch, batch_idx)
+
+
+class Stops(L.Callback):
+    def on_train_batch_end(self, *args: Any) -> None:
+        raise KeyError("the user's own")
+
+
+@scenario
+def communicators(setting: Setting) -> Outcome:
+    """Those that live on after runs whose Trainers do, if nothing looks for cycles."""
+    made: list[weakref.ref[Any]] = []
+
+    def new_group(*args: Any, **options: Any) -> Any:
+        group = dist.distributed_c10d.new_group(*args, **options)
+        made.append(weakref.ref(group))
+        return group
+
+    setting.trainer()[0].fit(MLP(), vectors())  # makes one that all fits share
+    kept = []
+    gc.collect()
+    gc.disable()
+    with mock.patch("torch.distributed.new_group", new_group):
+        for callbacks in ([], [Stops()]):
+            fit, _ = setting.trainer(callbacks=callbacks, limit_val_batches=2, profiler=piper.PiperProfiler())
+            module = Validated()
+            with contextlib.suppress(KeyError):
+                fit.fit(module, vectors(), vectors())
+                fit.test(module, vectors(), verbose=False)
+            kept.append(fit)
+    for reference in made:
+        if reference() is not None:  # of the run that failed: it is known to torch, and ends with the default group
+            with contextlib.suppress(ValueError):
+                dist.destroy_process_group(reference())
+    left = sum(group() is not None for group in made)
+    gc.enable()
+    return {"made": len(made), "left": left}
 
 
 @scenario

@@ -76,6 +76,13 @@ def test_a_fit_leaves_no_communicators_behind(ranks):
             assert min(after) <= before
 
 
+def test_communicators_are_not_left_to_the_garbage_collector(ranks):
+    """They have threads. A process that was forked since, such as a loader's worker, has not, and crashes if it collects them."""
+    for rank in ranks:
+        assert rank["communicators"]["made"] >= 4
+        assert rank["communicators"]["left"] == 0
+
+
 def test_clipping_measures_all_stages(ranks, local):
     """The norms of two processes are added in another order; a tied parameter counts once."""
     assert distance(local["clipped"]["values"], ranks[0]["clipped"]["values"]) < 1e-6
