@@ -91,3 +91,18 @@ class Module(L.LightningModule):
                         if part is self.stages[-1][-1]:  # type: ignore[index]
                             return loss_of(x, targets)
         raise ValueError("a model has at least one stage")
+
+
+class Plain(L.LightningModule):
+    """The same model without a word about regions: its blocks are in one list."""
+
+    def __init__(self, c: Config) -> None:
+        super().__init__()
+        parts = [part for stage in stages(c) for part in stage]  # type: ignore[attr-defined]
+        self.embed, self.blocks, self.norm, self.head = parts[0], nn.ModuleList(parts[1:-2]), parts[-2], parts[-1]
+
+    def training_step(self, batch: tuple[Tensor, Tensor], batch_idx: int) -> Tensor:
+        x = self.embed(batch[0])
+        for block in self.blocks:
+            x = block(x)
+        return loss_of(self.head(self.norm(x)), batch[1])

@@ -5,7 +5,7 @@ all. Memory: a run of its own for each system; live tensor bytes by torch's prof
 processes with sequences so short that activations do not count, and beside it what there should be (`expected`); on four with the
 same sequences as for time.
 
-    python benchmarks/zero.py [--steps 12] [--group two|four] [--only time|memory]
+    python benchmarks/zero.py [--steps 12] [--group two|found|four] [--only time|memory]
 
 | ours | peer | what both do |
 |---|---|---|
@@ -13,6 +13,7 @@ same sequences as for time.
 | ZeRO-1 | ZeroRedundancyOptimizer | the optimizer's state is sharded |
 | ZeRO-2 | FSDP2, parameters kept gathered over the step | gradients are sharded too |
 | ZeRO-3 | FSDP2, parameters freed after each use | parameters are sharded too |
+| DP and ZeRO-3, blocks found | ours | a model without annotations, and one with an annotation around each layer (group `found`) |
 | 1F1B x ZeRO-3 | Schedule1F1B over such FSDP2 stages | on four processes |
 """
 
@@ -31,7 +32,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from _gpt import Config, Module, batch, loss_of, stages
+from _gpt import Config, Module, Plain, batch, loss_of, stages
 from _launch import is_rank, join, launch
 from torch import nn
 from torch.distributed.fsdp import fully_shard
@@ -48,9 +49,11 @@ Step = Callable[[int], torch.Tensor | None]  # step number -> loss of this rank'
 CPU = torch.device("cpu")
 
 
-def ours(level: Mapping[str, Any], pipeline: bool = False) -> Callable[[Config, int, int], Step]:
+def ours(level: Mapping[str, Any], pipeline: bool = False, plain: bool = False) -> Callable[[Config, int, int], Step]:
+    """`plain`: of a model that is not annotated."""
+
     def build(c: Config, rank: int, world: int) -> Step:
-        module = Module(c, layers=True)
+        module = Plain(c) if plain else Module(c, layers=True)
         microbatches = 8 // 2
         if pipeline:
             groups = [[0, 1], [2, 3]]
@@ -168,12 +171,17 @@ TWO = {
     "ZeRO-2": (ours(ZERO[2]), "FSDP2 kept"), "FSDP2 kept": (torch_dp("fsdp kept"), ""),
     "ZeRO-3": (ours(ZERO[3]), "FSDP2 freed"), "FSDP2 freed": (torch_dp("fsdp freed"), ""),
 }  # fmt: skip
+FOUND = {
+    "DP, blocks found": (ours(ZERO[0], plain=True), "DP"), "DP": (ours(ZERO[0]), "torch DDP"),
+    "torch DDP": (torch_dp("ddp"), ""), "ZeRO-3, blocks found": (ours(ZERO[3], plain=True), "ZeRO-3"),
+    "ZeRO-3": (ours(ZERO[3]), "FSDP2 freed"), "FSDP2 freed": (torch_dp("fsdp freed"), ""),
+}  # fmt: skip
 FOUR = {
     "1F1B x DP": (ours(ZERO[0], True), ""), "1F1B x ZeRO-3": (ours(ZERO[3], True), "torch 1F1B, FSDP2 freed"),
     "torch 1F1B, FSDP2 freed": (torch_pp(False), ""), "torch 1F1B, FSDP2 kept": (torch_pp(True), ""),
 }  # fmt: skip
-GROUPS: dict[str, tuple[int, dict[str, Any]]] = {"two": (2, TWO), "four": (4, FOUR)}
-SHARDED = ("DP", "ZeRO-1", "ZeRO-2", "ZeRO-3")
+GROUPS: dict[str, tuple[int, dict[str, Any]]] = {"two": (2, TWO), "found": (2, FOUND), "four": (4, FOUR)}
+SHARDED = ("DP", "ZeRO-1", "ZeRO-2", "ZeRO-3", "DP, blocks found", "ZeRO-3, blocks found")
 WARM_UP = 2
 MB = 2**20
 
@@ -229,7 +237,7 @@ def measure_memory(c: Config, group: str, name: str) -> None:
     dist.all_gather_object(peaks, peak / MB)
     if rank == 0:
         shown = ", ".join(f"{p:.1f}" for p in peaks)
-        wanted = f"   expected {expected(c, name):.1f}" if group == "two" and name in SHARDED else ""
+        wanted = f"   expected {expected(c, name):.1f}" if name in SHARDED else ""
         print(f"{name:26} peak live tensor MB of a step, by rank: {shown}{wanted}", flush=True)
     dist.barrier()
     dist.destroy_process_group()
@@ -251,7 +259,7 @@ def expected(c: Config, name: str) -> float:
         "ZeRO-1": (3, 2 * max(layers)),
         "ZeRO-2": (2.5, max(2 * a + 1.5 * b for a, b in pairs)),
         "ZeRO-3": (2, max(used)),
-    }[name]
+    }[name.removesuffix(", blocks found")]
     total = sum(layers)
     return whole * total + in_flight
 
@@ -266,7 +274,7 @@ def main() -> None:
     groups = args.group or list(GROUPS)
     if is_rank():
         if args.memory:
-            measure_memory(Config(seq=4) if groups[0] == "two" else Config(), groups[0], args.memory)
+            measure_memory(Config() if groups[0] == "four" else Config(seq=4), groups[0], args.memory)
         else:
             compare_time(Config(), groups[0], args.steps)
         return
