@@ -39,7 +39,7 @@ test: $(INSTALLED)
 
 # With COVERAGE=1 the tests are measured, which makes them slower by about a half.
 MEASURED := $(if $(COVERAGE),-m coverage run)
-PROCESSES := tests/strategy tests/distributed
+PROCESSES := tests/strategy tests/distributed property_tests/mutations
 
 test-processes:
 	$(BIN)/python $(MEASURED) -m pytest -m "not long" $(PROCESSES)

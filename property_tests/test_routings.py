@@ -7,6 +7,7 @@ from collections import Counter
 from typing import Any
 
 import lightning as L
+import pytest
 import torch
 from hypothesis import given, note, settings
 from hypothesis import strategies as st
@@ -131,6 +132,7 @@ def divisions(draw: Any, experts: int) -> tuple[list[piper.Directive], int]:
     return [*program, *draw(st.permutations(sharing))], replicas
 
 
+@pytest.mark.long
 @settings(max_examples=max(6, settings.default.max_examples // 4))  # most trace a model of their own
 @given(data=st.data())
 def test_any_routing_is_that_of_one_device(tally: Counter[str], data: Any) -> None:

@@ -19,6 +19,7 @@ from torch import Tensor, nn
 import lightning_piper as piper
 from lightning_piper.capture import CapturedStep, capture
 from lightning_piper.verify import Report, verify_step
+from tests.groups import marked
 
 GROUPS = [[0, 2], [1, 3]]
 PROGRAMS: dict[str, Callable[[], list[piper.Directive]]] = {
@@ -160,7 +161,7 @@ class Captured:
         return report
 
 
-@pytest.mark.parametrize("make", [demo, gpt2, pytest.param(llama, marks=pytest.mark.long), vit])
+@pytest.mark.parametrize("make", marked([demo, gpt2, llama, vit], [demo]))
 def test_models_of_independent_samples_give_what_one_device_gives(make: Callable[[], Case]) -> None:
     captured = Captured(make)
     for name, program in PROGRAMS.items():

@@ -50,6 +50,7 @@ def run(command: str) -> str:
     return out.getvalue()
 
 
+@pytest.mark.long
 def test_the_page_shows_what_is_printed(folder: Path) -> None:
     found = follow(TEXT, folder, run)
     for shown, printed in zip(TEXT.splitlines(), found.splitlines(), strict=True):

@@ -78,6 +78,7 @@ def train(rank: int, program: list[Any]) -> dict[str, Any]:
     return values(module)
 
 
+@pytest.mark.long
 def test_trains_over_processes(tmp_path: Path) -> None:
     wanted, plain = by_hand(), train_plain()
     for found in launch_trainings(2, train, tmp_path, PROGRAM):

@@ -82,6 +82,7 @@ def test_a_stopped_process_is_named_and_ended():
     assert f"The first process to fail was rank 1: {SILENT}" in said
 
 
+@pytest.mark.long
 def test_a_process_that_hangs_does_not_outlive_the_one_that_launched_it():
     code, said = launched("die on 0, hang on 1")
     assert code == -signal.SIGKILL

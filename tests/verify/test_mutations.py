@@ -28,6 +28,7 @@ from lightning_piper.schedules import gpipe
 from lightning_piper.verify.equivalence import compare
 from lightning_piper.verify.static import check
 from tests.dags import build, place, run, split
+from tests.groups import marked
 
 Change = tuple[str, Callable[[TrainingDAG], None]]
 
@@ -183,7 +184,10 @@ def sum_changes(dag: TrainingDAG, node: Node, slices: list[Slice]) -> Iterator[C
                 yield "other weight", partial(changed, node=node.id, slices=(*node.slices[:k], part, *node.slices[k + 1 :]))
 
 
-@pytest.mark.parametrize("name", list(BASES))
+QUICK = ("mlp", "tied", "replicas", "gradients", "parameters", "metrics")
+
+
+@pytest.mark.parametrize("name", marked(BASES, QUICK))
 def test_no_single_change_goes_unnoticed(name: str) -> None:
     model, program = BASES[name]
     dag = build(model, *program)
