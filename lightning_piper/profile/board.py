@@ -9,6 +9,7 @@ from typing import Any
 import lightning.pytorch as pl
 from lightning.pytorch.loggers import TensorBoardLogger
 
+from lightning_piper.either_lightning import is_a
 from lightning_piper.simulate import Simulation
 
 
@@ -38,7 +39,7 @@ class Board:
         from torch.utils.tensorboard import SummaryWriter  # takes a second, which only who records should wait
 
         self._loggers = trainer.loggers
-        own = next((logger for logger in self._loggers if isinstance(logger, TensorBoardLogger)), None)
+        own = next((logger for logger in self._loggers if is_a(logger, TensorBoardLogger)), None)
         self._writer: SummaryWriter | None = None
         self._experiment = own.experiment if own is not None else None
         if own is None:

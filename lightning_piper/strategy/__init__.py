@@ -1,8 +1,10 @@
 """`PiperStrategy`: plans of lightning_piper under Lightning's Trainer.
 
-Importing this makes the strategy known to Lightning as `Trainer(strategy="piper")`.
+Importing this makes the strategy known to Lightning as `Trainer(strategy="piper")`, and to `pytorch_lightning`, which has classes
+of its own, as one of its strategies.
 """
 
+import pytorch_lightning.strategies
 from lightning.pytorch.strategies import StrategyRegistry
 
 from lightning_piper.strategy.checkpoints import consolidate
@@ -11,9 +13,11 @@ from lightning_piper.strategy.strategy import PiperStrategy
 
 __all__ = ["PiperStrategy", "consolidate", "grad_norm"]
 
-if PiperStrategy.strategy_name not in StrategyRegistry:
-    StrategyRegistry.register(
-        PiperStrategy.strategy_name,
-        PiperStrategy,
-        description="A program of directives, checked against what one device computes",
-    )
+pytorch_lightning.strategies.ParallelStrategy.register(PiperStrategy)
+for registry in (StrategyRegistry, pytorch_lightning.strategies.StrategyRegistry):
+    if PiperStrategy.strategy_name not in registry:
+        registry.register(
+            PiperStrategy.strategy_name,
+            PiperStrategy,
+            description="A program of directives, checked against what one device computes",
+        )

@@ -14,7 +14,7 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from subprocess import Popen
 from typing import Any
 
@@ -26,6 +26,7 @@ from lightning.fabric.utilities.throughput import Throughput
 from lightning.pytorch.callbacks import ThroughputMonitor
 from lightning.pytorch.strategies.launchers.subprocess_script import _SubprocessScriptLauncher
 from lightning.pytorch.strategies.parallel import ParallelStrategy
+from torch.optim import Optimizer
 
 __all__ = ["Strategy", "collect_rng_states", "connect", "move_optimizers", "set_rng_states", "throughputs_of"]
 
@@ -50,6 +51,11 @@ class Strategy(ParallelStrategy):
         """Start the script once more for each further device."""
         assert self.cluster_environment is not None
         self._launcher = _SubprocessScriptLauncher(self.cluster_environment, self.num_processes, self.num_nodes)
+
+    def optimizer_step(self, optimizer: Optimizer, closure: Callable[[], Any], model: Any = None, **kwargs: Any) -> Any:
+        """As in the base class, which asserts that the module is one of its own package's."""
+        model = model or self.lightning_module
+        return self.precision_plugin.optimizer_step(optimizer, model=model, closure=closure, **kwargs)
 
     @property
     def started(self) -> Sequence[Popen[Any]]:

@@ -16,6 +16,7 @@ from lightning.pytorch.callbacks import (
 from lightning.pytorch.callbacks.batch_size_finder import BatchSizeFinder
 from lightning.pytorch.utilities.signature_utils import is_param_in_hook_signature
 
+from lightning_piper.either_lightning import is_a
 from lightning_piper.errors import PiperError
 from lightning_piper.holdings.materialize import Known, without_initial_values
 from lightning_piper.limits import shown
@@ -57,12 +58,12 @@ def _problems(trainer: pl.Trainer, module: pl.LightningModule, sync_batchnorm: b
     if problem is not None:
         yield problem
     for callback in trainer.callbacks:  # type: ignore[attr-defined]
-        if isinstance(callback, WeightAveraging | StochasticWeightAveraging):
+        if is_a(callback, WeightAveraging, StochasticWeightAveraging):
             yield (
                 f"the callback {type(callback).__name__} copies the module, and a copy is not updated with the stages' "
                 "parameters; leave it out"
             )
-        if isinstance(callback, BackboneFinetuning) and _is_reached(callback.unfreeze_backbone_at_epoch, trainer):
+        if is_a(callback, BackboneFinetuning) and _is_reached(callback.unfreeze_backbone_at_epoch, trainer):
             yield (
                 f"BackboneFinetuning unfreezes parameters at epoch {callback.unfreeze_backbone_at_epoch}, but the captured step "
                 "would not follow; freeze them yourself (requires_grad_(False)), call fit up to that epoch, unfreeze them, and "
@@ -80,12 +81,12 @@ def _problems_of_processes(trainer: pl.Trainer, module: pl.LightningModule) -> I
         yield from _problems_of_evaluation(module, "validation_step")
     for callback in trainer.callbacks:  # type: ignore[attr-defined]
         name = type(callback).__name__
-        if isinstance(callback, OnExceptionCheckpoint) or (isinstance(callback, ModelCheckpoint) and callback.save_on_exception):
+        if is_a(callback, OnExceptionCheckpoint) or (is_a(callback, ModelCheckpoint) and callback.save_on_exception):
             yield (
                 f"{name} saves when a process has failed, but a checkpoint needs all processes, so the others would wait in "
                 "vain; save every few steps instead: ModelCheckpoint(every_n_train_steps=...)"
             )
-        if isinstance(callback, BatchSizeFinder):
+        if is_a(callback, BatchSizeFinder):
             yield f"{name} tries batch sizes until memory is short, and the other processes would wait in vain; choose batch_size"
 
 

@@ -12,6 +12,7 @@ from lightning.pytorch.utilities import grad_norm as norm_in_one_process
 from torch import nn
 from torchmetrics import Metric
 
+from lightning_piper.either_lightning import is_a
 from lightning_piper.errors import PiperError
 from lightning_piper.holdings.norms import norms_of_each
 from lightning_piper.processes.world import World
@@ -64,7 +65,7 @@ def count_replicas(trainer: pl.Trainer, world: World) -> None:
     """Let monitors of the throughput multiply what a process sees by the number of replicas, not of processes. What they call a
     device is then a replica."""
     for callback in trainer.callbacks:  # type: ignore[attr-defined]
-        if isinstance(callback, ThroughputMonitor):
+        if is_a(callback, ThroughputMonitor):
             for throughput in throughputs_of(callback):  # made anew for each fit
                 if throughput.available_flops is not None:
                     throughput.available_flops *= world.size // world.count

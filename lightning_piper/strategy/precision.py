@@ -10,6 +10,7 @@ from lightning.pytorch.plugins.precision import DoublePrecision, HalfPrecision, 
 from torch.distributed.fsdp.sharded_grad_scaler import ShardedGradScaler
 from torch.optim import Optimizer
 
+from lightning_piper.either_lightning import is_a, is_exactly
 from lightning_piper.errors import PiperError
 from lightning_piper.holdings.norms import GlobalNorms
 from lightning_piper.processes.world import World
@@ -23,8 +24,8 @@ def check_precision(plugin: Precision) -> None:
     Raises:
         PiperError: names the precision.
     """
-    good = type(plugin) in (Precision, DoublePrecision) or (
-        isinstance(plugin, HalfPrecision | MixedPrecision) and plugin.precision in ("bf16-true", "bf16-mixed", "16-mixed")
+    good = is_exactly(plugin, Precision, DoublePrecision) or (
+        is_a(plugin, HalfPrecision, MixedPrecision) and plugin.precision in ("bf16-true", "bf16-mixed", "16-mixed")
     )
     if not good:
         reason = " (gradients in float16 need a loss scale, which it has not)" if str(plugin.precision).startswith("16") else ""

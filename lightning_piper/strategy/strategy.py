@@ -21,6 +21,7 @@ from torch.optim import Optimizer
 
 from lightning_piper.checkpoint.sharded import save
 from lightning_piper.checkpoint.state import Loading, module_state, optimizer_state, referenced, tensor_ranges_of
+from lightning_piper.either_lightning import is_a
 from lightning_piper.errors import PiperError
 from lightning_piper.holdings.materialize import is_on_meta
 from lightning_piper.holdings.optimizer import State, check_groups, names_in
@@ -50,7 +51,7 @@ class PiperStrategy(EvaluatingStrategy):
 
         Trainer(accelerator="cpu", devices=2, strategy=PiperStrategy(directives=schedules.one_f_one_b(2, 8))).fit(module, loader)
 
-    Works with `lightning`, not with `pytorch_lightning`, whose classes are others of the same names.
+    Works with Trainers and modules of `lightning`, and of `pytorch_lightning`, whose classes are others of the same names.
 
     Args:
         directives: a list of directives or JSON objects, the path of a JSON file, or what a schedule builder returns. Left out:
@@ -117,7 +118,7 @@ class PiperStrategy(EvaluatingStrategy):
     def __repr__(self) -> str:
         given = "no directives of its own" if self._program is None else f"{len(self._program)} directives"
         transport = "local" if self._local else "process"
-        return f"<PiperStrategy for lightning.pytorch.Trainer (not for pytorch_lightning's): {given}, transport={transport!r}>"
+        return f"<PiperStrategy: {given}, transport={transport!r}>"
 
     # Fit
 
@@ -208,7 +209,7 @@ class PiperStrategy(EvaluatingStrategy):
     def optimizer_state(self, optimizer: Optimizer) -> dict[str, Any]:
         """The optimizer's state as one device would have it: whole on rank 0, in part on the others; with references to tensors,
         where checkpoints are sharded. Collective."""
-        if isinstance(optimizer, LightningOptimizer):
+        if is_a(optimizer, LightningOptimizer):
             optimizer = optimizer.optimizer
         left = self.phase.left
         if left.state is not None:

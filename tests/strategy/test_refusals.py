@@ -158,19 +158,6 @@ def test_a_parameter_that_is_frozen_after_the_capture():
     assert len(record.losses) == 5
 
 
-def test_the_other_lightning_is_named():
-    other = pytest.importorskip("pytorch_lightning")
-    with pytest.raises(ValueError, match="not for pytorch_lightning"):
-        other.Trainer(strategy=local(), accelerator="cpu", devices=1)
-
-    class Other(other.LightningModule):
-        pass
-
-    fit, _ = trainer(local())
-    with pytest.raises(TypeError, match="must be a `LightningModule`"):
-        fit.fit(Other(), vectors())
-
-
 def test_lbfgs_runs_where_it_sees_all_parameters():
     class Whole(MLP):
         def configure_optimizers(self):
