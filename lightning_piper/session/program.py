@@ -1,4 +1,4 @@
-"""Where a strategy's directives come from: its argument, else the environment, else the module."""
+"""Where a strategy's directives come from: its argument, else the environment, else the module; else it is data parallel."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from typing import Any
 
 from torch import nn
 
-from lightning_piper.directives import Directive, parse
+from lightning_piper.directives import Directive, Place, Replicate, parse
 from lightning_piper.errors import DirectiveError
 
 VARIABLE = "PIPER_DIRECTIVES"
@@ -27,16 +27,18 @@ def given_or_from_environment(directives: Any | None) -> list[Directive] | None:
     return _parsed(path, f"environment variable {VARIABLE}") if path else None
 
 
-def for_fit(given: list[Directive] | None, module: nn.Module, say: Callable[[str], None]) -> list[Directive]:
-    """The directives of a fit: what `given_or_from_environment` found, else those that the module brings along.
+def for_fit(given: list[Directive] | None, module: nn.Module, devices: int, say: Callable[[str], None]) -> list[Directive]:
+    """The directives of a fit: what `given_or_from_environment` found, else those that the module brings along, else data
+    parallelism.
 
     A module's own are a default, so that a configuration can give others; that it does is said once.
 
     Args:
+        devices: of which each is a replica, if nobody says anything.
         say: tells the user.
 
     Raises:
-        DirectiveError: there are none, or they are malformed.
+        DirectiveError: they are malformed.
     """
     name = type(module).__name__
     found = getattr(module, ATTRIBUTE, None)
@@ -48,10 +50,13 @@ def for_fit(given: list[Directive] | None, module: nn.Module, say: Callable[[str
     if callable(found):
         found = found()
     if found is None:
-        raise DirectiveError(
-            f"PiperStrategy has no directives. Give PiperStrategy(directives=[...]), or give {name} an attribute or method "
-            f"{ATTRIBUTE!r}, or name a JSON file by the environment variable {VARIABLE}"
+        say(
+            f"PiperStrategy has no directives: data parallelism over {devices} device(s). Others come from "
+            f"PiperStrategy(directives=[...]), {name}.{ATTRIBUTE}, or a JSON file that {VARIABLE} names"
         )
+        everywhere = list(range(devices))
+        replicas = [Replicate(filter={}, devices=everywhere)] if devices > 1 else []
+        return [Place(filter={}, devices=everywhere), *replicas]
     return _parsed(found, f"{name}.{ATTRIBUTE}")
 
 

@@ -80,7 +80,7 @@ class EvaluatingStrategy(OverProcesses):
         self.accelerator.setup(trainer)
         check_precision(plugin)
         self.model = plugin.convert_module(module)
-        program = for_fit(self._program, module, rank_zero_info)
+        program = for_fit(self._program, module, 1 if self._local else self.world.size, rank_zero_info)
         found = {} if self._local else replicas_of(program)
         world = self._world_of(tuple(found.get(rank, 0) for rank in range(self.world.size)))
         # Lightning's own precisions have one context for all steps without a backward pass.

@@ -55,7 +55,8 @@ class PiperStrategy(EvaluatingStrategy):
 
     Args:
         directives: a list of directives or JSON objects, the path of a JSON file, or what a schedule builder returns. Left out:
-            the file that the environment variable PIPER_DIRECTIVES names, else the module's `piper_directives`.
+            the file that the environment variable PIPER_DIRECTIVES names, else the module's `piper_directives`, else data
+            parallelism over all processes.
         verify: `static` checks every rewrite and plan without running it; `first_batch` also runs the finished program on one
             batch and compares with one device; `each` does so after every directive and prints the report; `off` checks nothing.
         transport: `process` has a process for each logical device; `local` runs all of them in this one, with `devices=1`.

@@ -101,7 +101,6 @@ CASES: Cases = [
     strategy("launching by `spawn` or `fork`", start_method="spawn"),
     strategy("`profile` is a text", profile="yes"),
     Case("a recording of no steps", lambda: Schedule(active=0)),
-    Case("no directives from anywhere", lambda: from_module(None)),
     Case("`PIPER_DIRECTIVES` names a file that does not exist", lambda: from_environment("program.json")),
     Case("`PIPER_DIRECTIVES` names a file that is no JSON", lambda: from_environment(written("program.json", "[{]"))),
     Case("the module's `piper_directives` are wrong", lambda: from_module([{"op": "plaice"}])),
