@@ -26,6 +26,7 @@ from lightning_piper.ir.values import Kind
 
 aten = torch.ops.aten
 METHODS = ("forward", "update", "compute", "reset")
+_LINKING = ("items", "values", "__getitem__")  # of a MetricCollection
 NOT_REPEATED = ("sync_dist", "sync_dist_group", "enable_graph")
 
 
@@ -89,7 +90,7 @@ class Recording:
         self._events.append(MetricCall(name, method, spec.rebuild, names, after, user_line()))
         computed = Computed(self._calls)
         self._calls += 1
-        if method in ("update", "reset"):
+        if method not in ("forward", "compute"):
             return None
         value = Awaited(computed, self._refuse)
         keys = getattr(metric, "keys", None)
@@ -163,9 +164,24 @@ def _noting(kind: type[nn.Module], call: Callable[[nn.Module, str, Any, Any], An
     members: dict[str, Any] = {"__call__": lambda self, *args, **kwargs: method("forward", self, *args, **kwargs)}
     # Properties come before attributes of the object, which torchmetrics' are.
     members |= {name: property(partial(partial, method, name)) for name in METHODS}
-    if (items := getattr(kind, "items", None)) is not None:
-        members["items"] = lambda self, *args, **kwargs: items(self, *args, **{**kwargs, "copy_state": False})
+    if hasattr(kind, "compute_groups"):
+        members |= {name: _linking(getattr(kind, name), call) for name in _LINKING}
     return type(kind.__name__, (kind,), members | {"__module__": kind.__module__})
+
+
+def _linking(own: Callable[..., Any], call: Callable[[nn.Module, str, Any, Any], Any]) -> Callable[..., Any]:
+    """A way to the metrics of a collection. Those that share states get them whenever one is asked for: so they do when the step
+    has run, and not before."""
+
+    def way(collection: nn.Module, *args: Any, **kwargs: Any) -> Any:
+        call(collection, "values", (), {})
+        before = dict(vars(collection))
+        try:
+            return own(collection, *args, **{**kwargs, "copy_state": False})
+        finally:
+            vars(collection).update(before)
+
+    return way
 
 
 def uncopied(node: Node) -> Node:

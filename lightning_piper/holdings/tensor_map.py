@@ -11,6 +11,7 @@ from dataclasses import dataclass
 
 import torch
 
+from lightning_piper.capture.metric_objects import metric_objects
 from lightning_piper.compiler import Compiled
 from lightning_piper.errors import PiperError
 from lightning_piper.ir.buckets import Bucket
@@ -84,6 +85,7 @@ class TensorMap:
             return
         sharded, covered = _sharded(compiled)
         used: dict[str, list[int]] = {}
+        objects = tuple(f"{name}." for name in metric_objects(compiled.step.module))
         for device in sorted(compiled.plans):
             for name in compiled.params_on(device) | compiled.buffers_on(device):
                 if (device, name) not in covered:
@@ -91,8 +93,10 @@ class TensorMap:
         for name, spec in self.specs.items():
             holder_groups = sharded.get(name, [])
             if name not in used and not holder_groups:
-                # What no device uses: parameters stay with rank 0, which saves them; buffers, which hooks may use, everywhere.
-                used[name] = [RANK_ZERO] if name in compiled.step.params and not spare_everywhere else list(range(size))
+                # What no device uses: parameters stay with rank 0, which saves them; buffers, which hooks may use, everywhere, and
+                # so networks in metric objects.
+                alone = name in compiled.step.params and not spare_everywhere and not name.startswith(objects)
+                used[name] = [RANK_ZERO] if alone else list(range(size))
             if name in used:
                 holder_groups = [*holder_groups, HolderGroup(dict.fromkeys(used[name], (0, spec.numel)))]
             self.holder_groups[name] = tuple(sorted(holder_groups, key=lambda group: min(group.ranges, default=size)))

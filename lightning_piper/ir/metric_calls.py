@@ -32,7 +32,7 @@ class MetricCall:
 
     Attributes:
         metric: name of the object, a submodule.
-        method: `forward`, `update`, `compute` or `reset`.
+        method: `forward`, `update`, `compute` or `reset`; of a collection also `values`.
         arguments: puts the arguments (positional, named) together from their tensors, and for what stands in them for a list of the
             batch, or for what another call gives, from what a function says.
         tensors: names of these tensors, among the outputs of kind `argument`.

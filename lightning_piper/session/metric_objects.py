@@ -31,12 +31,13 @@ from lightning_piper.processes.world import World
 
 Ranks = tuple[int, ...]
 _MISSING = object()
+_UPDATING = ("forward", "update")
 
 
 def owners_of(dag: TrainingDAG) -> dict[str, Ranks]:
     """Name of each metric object that a step updates -> the processes in which its arguments are made, by replica; none where it
     gets no tensors, so that all processes have what it gets."""
-    found: dict[str, Ranks] = {call.metric: () for call in dag.code.metrics.calls}
+    found: dict[str, Ranks] = {call.metric: () for call in dag.code.metrics.calls if call.method in _UPDATING}
     return found | {object_of(dag.value(node.inputs[0]).names[0]): node.devices for node in dag.of_type(Arguments)}
 
 
@@ -105,7 +106,7 @@ class MetricObjects:
     def __init__(self, world: World) -> None:
         self._world = world
         self._claims: dict[int, _Claim] = {}
-        self._seen: dict[int, Ranks] = {}
+        self._seen: dict[int, tuple[Ranks, list[int]]] = {}  # objects, with what was in them
         self._inside = False
 
     def claim(self, module: nn.Module, owners: Mapping[str, Ranks]) -> None:
@@ -118,9 +119,10 @@ class MetricObjects:
             return
         for name, ranks in owners.items():
             metric = module.get_submodule(name)
-            if self._seen.get(id(metric)) == ranks:
+            seen = ranks, [id(part) for part in metric.modules()]  # a MetricTracker gets one more in each epoch
+            if self._seen.get(id(metric)) == seen:
                 continue
-            self._seen[id(metric)] = ranks
+            self._seen[id(metric)] = seen
             syncing = {path: part for path, part in metric.named_modules() if hasattr(part, "dist_sync_fn")}
             if not syncing and self._world.count > 1:
                 raise PiperError(
@@ -144,7 +146,7 @@ class MetricObjects:
         self._world.group_of(ranks)
         self._claims[id(part)] = claim = _Claim(name, part, ranks)
         claim.set("compute", partial(self._compute, claim, part.compute))
-        if isinstance(getattr(part, "dist_sync_fn", None), Gather):
+        if isinstance(getattr(part, "dist_sync_fn", self), Gather | None):
             claim.set("dist_sync_fn", Gather(self._world, ranks))
         if getattr(part, "device", None) != self._world.device:
             part.to(self._world.device)
@@ -177,7 +179,7 @@ class MetricObjects:
         """
         metric: Any = module.get_submodule(event.metric)
         run = metric if event.method == "forward" else getattr(metric, event.method)
-        if event.method in ("compute", "reset"):
+        if event.method not in _UPDATING:
             return run()
         owners = self._owners(metric)
 

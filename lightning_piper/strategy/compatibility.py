@@ -2,14 +2,15 @@
 
 from __future__ import annotations
 
+import functools
 import warnings
+from collections.abc import Callable
 from typing import Any
 
 import lightning.pytorch as pl
 import torch
 from lightning.pytorch.callbacks import ThroughputMonitor
 from lightning.pytorch.utilities import grad_norm as norm_in_one_process
-from torch import nn
 from torchmetrics import Metric
 
 from lightning_piper.either_lightning import is_a
@@ -19,29 +20,37 @@ from lightning_piper.processes.world import World
 from lightning_piper.session.metric_objects import Gather
 from lightning_piper.strategy._lightning import throughputs_of
 
-Suspended = list[tuple[nn.Module, str, Any]]  # what to set again: owner, attribute, value
+Suspended = list[tuple[Any, str, Any]]  # what to set again: owner, attribute, value
 
 
 def suspend(module: pl.LightningModule, world: World) -> Suspended:
     """Switch off, until `resume`, what assumes that every process has the whole module or data of its own.
 
-    Summaries and graph logging would run the module on its `example_input_array`; metrics would add up what all processes
-    have seen, where those of one replica see the same batches.
+    Summaries and graph logging would run the module on its `example_input_array`; metrics, also those of callbacks and those that
+    hooks make, would add up what all processes have seen, where those of one replica see the same batches.
     """
     if world.size == 1:
         return []
     # Lightning recommends it to everybody who logs while torch.distributed runs; here it would change nothing.
     warnings.filterwarnings("ignore", message=r"It is recommended to use `self\.log\(.*sync_dist=True")
-    found: list[tuple[nn.Module, str, Any]] = [(module, "example_input_array", module.example_input_array)]
+    found: Suspended = [(module, "example_input_array", module.example_input_array), (Metric, "sync", Metric.sync)]
     module.example_input_array = None
-    for part in module.modules():
-        if isinstance(part, Metric) and world.count == 1:
-            found.append((part, "distributed_available_fn", part.distributed_available_fn))
-            part.distributed_available_fn = _never
-        elif isinstance(part, Metric) and part.dist_sync_fn is None:
-            found.append((part, "dist_sync_fn", None))
-            part.dist_sync_fn = Gather(world)
+    Metric.sync = _over_replicas(Metric.sync, world)  # type: ignore[method-assign]
     return found
+
+
+def _over_replicas(own: Callable[..., None], world: World) -> Callable[..., None]:
+    """`Metric.sync`, for which each replica counts once."""
+    gather = Gather(world)
+
+    @functools.wraps(own)
+    def sync(
+        self: Metric, dist_sync_fn: Callable[..., Any] | None = None, process_group: Any | None = None, should_sync: bool = True,
+        distributed_available: Callable[..., Any] | None = None,
+    ) -> None:  # fmt: skip
+        own(self, dist_sync_fn or gather, process_group, should_sync and world.count > 1, distributed_available)
+
+    return sync
 
 
 def count_once(module: pl.LightningModule, world: World) -> None:
@@ -55,10 +64,6 @@ def resume(suspended: Suspended) -> None:
     """Set again what `suspend` has changed."""
     for owner, name, value in suspended:
         setattr(owner, name, value)
-
-
-def _never() -> bool:
-    return False
 
 
 def count_replicas(trainer: pl.Trainer, world: World) -> None:

@@ -27,7 +27,7 @@ from torchmetrics.classification import (
 )
 from torchmetrics.regression import MeanSquaredError
 from torchmetrics.text import BLEUScore, Perplexity
-from torchmetrics.wrappers import ClasswiseWrapper, MinMaxMetric
+from torchmetrics.wrappers import ClasswiseWrapper, MetricTracker, MinMaxMetric
 
 import lightning_piper as piper
 from lightning_piper.directives import Replicate
@@ -46,6 +46,21 @@ class Positions(Metric):
 
     def update(self, x: Tensor) -> None:
         self.total = self.total + (x * torch.arange(len(x))).sum()
+
+    def compute(self) -> Tensor:
+        return self.total
+
+
+class Embedded(Metric):
+    """Has a network inside, which no step uses."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.net = nn.Linear(CLASSES, 2)
+        self.add_state("total", torch.zeros((), dtype=torch.float64), dist_reduce_fx="sum")
+
+    def update(self, x: Tensor) -> None:
+        self.total = self.total + self.net(x).detach().sum()
 
     def compute(self) -> Tensor:
         return self.total
@@ -88,6 +103,7 @@ class Metrics(nn.Module):
         self.classwise = ClasswiseWrapper(MulticlassAccuracy(CLASSES, average=None), prefix="of_")
         self.perplexity, self.bleu, self.positions, self.count = Perplexity(), BLEUScore(n_gram=2), Positions(), Count()
         self.confusion = MulticlassConfusionMatrix(CLASSES)
+        self.members, self.embedded = few(""), Embedded()
 
 
 class Net(L.LightningModule):
@@ -99,6 +115,8 @@ class Net(L.LightningModule):
         super().__init__()
         self.first, self.second = nn.Sequential(nn.Linear(6, 8), nn.Tanh()), nn.Linear(8, 2 * CLASSES)
         self.metrics = nn.ModuleDict({step: Metrics() for step in ("fit", "validate", "test")})
+        self.tracked, self.fresh = MetricTracker(MeanMetric(), maximize=False), MeanMetric()
+        self.listed = [SumMetric()]  # no submodule
         self.seen: list[Any] = []
 
     def forward(self, x: Tensor) -> tuple[Tensor, Tensor]:
@@ -140,6 +158,11 @@ class Net(L.LightningModule):
         m.bleu(batch["texts"], batch["targets"])
         self.log("bleu", m.bleu, on_step=True, on_epoch=True)
         m.confusion.update(out, y)
+        m.members.update(out, y)
+        for name, metric in m.members.items():
+            self.log(f"member {name}", metric, on_step=False, on_epoch=True)
+        m.embedded(out)
+        self.log("embedded", m.embedded, on_step=True, on_epoch=True)
         if self.alone:
             m.count.update(out, y)
             m.positions.update(hidden[:, 0])
@@ -149,13 +172,21 @@ class Net(L.LightningModule):
         return self._shared(batch, "fit")[0]
 
     def validation_step(self, batch: Any, batch_idx: int) -> Any:
-        return {"acc": self._shared(batch, "validate")[1], "targets": batch["y"]}
+        loss, acc = self._shared(batch, "validate")
+        self.tracked.update(loss)
+        self.fresh.update(loss)
+        return {"acc": acc, "targets": batch["y"]}
 
     def test_step(self, batch: Any, batch_idx: int) -> None:
         self._shared(batch, "test")
 
     def on_validation_batch_end(self, outputs: Any, batch: Any, batch_idx: int, dataloader_idx: int = 0) -> None:
         self.seen.append(outputs["acc"].clone())
+        self.listed[0].update(len(batch["y"]))
+
+    def on_validation_epoch_start(self) -> None:
+        self.tracked.increment()
+        self.fresh = MeanMetric()  # another one
 
     def _end(self, step: str) -> None:
         m = self.metrics[step]
@@ -172,6 +203,7 @@ class Net(L.LightningModule):
 
     def on_validation_epoch_end(self) -> None:
         self._end("validate")
+        self.seen += [self.tracked.compute_all(), self.fresh.compute(), self.listed[0].compute()]
 
     def on_test_epoch_end(self) -> None:
         self._end("test")
@@ -231,6 +263,17 @@ class Logged(L.Callback):
     def __init__(self, path: Path | None = None) -> None:
         self.found: list[dict[str, Tensor]] = []
         self.path = path
+        self.samples = SumMetric()  # of its own
+
+    def on_validation_epoch_start(self, *args: Any) -> None:
+        self.samples.reset()
+
+    def on_validation_epoch_end(self, *args: Any) -> None:
+        self.found.append({"samples": self.samples.compute()})
+
+    def on_validation_batch_end(self, trainer: L.Trainer, module: Any, outputs: Any, batch: Any, *args: Any) -> None:
+        self.samples.update(len(batch["y"]))
+        self._keep(trainer)
 
     def on_train_batch_start(self, trainer: L.Trainer, *args: Any) -> None:
         if self.path is not None and trainer.global_step == 2:
@@ -239,8 +282,7 @@ class Logged(L.Callback):
     def _keep(self, trainer: L.Trainer, *args: Any) -> None:
         self.found.append({k: v.clone() for k, v in {**trainer.callback_metrics, **trainer.logged_metrics}.items()})
 
-    on_train_batch_end = on_train_epoch_end = on_validation_end = on_test_end = on_validation_batch_end = _keep
-    on_test_batch_end = _keep
+    on_train_batch_end = on_train_epoch_end = on_validation_end = on_test_end = on_test_batch_end = _keep
 
 
 def pp2(microbatches: int = 4) -> list[Any]:
