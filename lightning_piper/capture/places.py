@@ -192,6 +192,12 @@ class Guard:
             return False
         return not isinstance(self.form, _Same) and self.value is not MISSING
 
+    @property
+    def written_anew(self) -> bool:
+        """Stands a number, a text or the like in place of another one?"""
+        at = self.place
+        return at.item and not at.path and at.name is not ALL and _is_fixed(self.value) and _is_fixed(at.get())
+
     def now(self) -> Any:
         return form_of(self.place.get(), self.loose)
 

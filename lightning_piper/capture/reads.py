@@ -10,7 +10,7 @@ from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from functools import partial
-from typing import Any
+from typing import Any, TypeVar
 
 import numpy as np
 import torch
@@ -28,6 +28,7 @@ from lightning_piper.capture.source import shown_line
 from lightning_piper.capture.unchanged import Refusing, changes
 from lightning_piper.errors import CaptureError
 
+T = TypeVar("T")
 # What of torch's own state decides which operations a step is made of.
 _OF_TORCH: dict[str, Callable[[], Any]] = {
     "torch.get_default_dtype()": torch.get_default_dtype,
@@ -93,6 +94,7 @@ class Reads:
         self.inputs = Inputs()
         self._recorder: Recorder | None = None
         self.namespaces: list[Namespace] = []
+        self._written: dict[Any, tuple[Guard, Any]] = {}  # what the step has written, undone again
 
     def hold(self) -> bool:
         """Does the step still mean what was captured?"""
@@ -154,11 +156,38 @@ class Reads:
         assert self._recorder is not None
         with Refusing(module, step), self.inputs.tracing(numbers), understood(self.namespaces), self._recorder.watching():
             yield
-        changed = next(self.guards.broken(), None)
-        if isinstance(changed, Guard) and isinstance(changed.value, GENERATORS):
-            raise Drawn(changed.value)
-        if changed is not None:
-            raise changes(step, changed if isinstance(changed, str) else changed.place.where)
+        for changed in list(self.guards.broken()):
+            if isinstance(changed, Guard) and isinstance(changed.value, GENERATORS):
+                raise Drawn(changed.value)
+            if isinstance(changed, str) or not changed.written_anew:
+                raise changes(step, changed if isinstance(changed, str) else changed.place.where)
+            self._written[changed.place.key] = changed, changed.place.get()
+            changed.place.put(changed.value)  # the tracer runs the step more than once
+
+    def settled(self, step: str, run: Callable[[], T], same: Callable[[T, T], bool]) -> T:
+        """What `run` traces of a step that may write a value once, as a model of `transformers` notes which problem it solves. The
+        value is there from now on, as it is after the first step on one device.
+
+        Raises:
+            CaptureError: the step is another one then, or writes again.
+        """
+        self._written = {}
+        traced, written = run(), self._taken()
+        if not written:
+            return traced
+        for guard, value in written:
+            guard.place.put(value)
+            del self.guards.by_key[guard.place.key]
+        again = run()
+        if self._taken() or not same(traced, again):
+            for guard, _ in written:
+                guard.place.put(guard.value)
+            raise changes(step, written[0][0].place.where)
+        return again
+
+    def _taken(self) -> list[tuple[Guard, Any]]:
+        written, self._written = list(self._written.values()), {}
+        return written
 
 
 @contextlib.contextmanager

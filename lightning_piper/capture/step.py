@@ -25,6 +25,7 @@ from lightning_piper.capture.sizes import Specs, Symbols
 from lightning_piper.capture.symbolic import SymbolicStep, SymbolicTraces
 from lightning_piper.capture.text import Text, difference, text_of
 from lightning_piper.capture.trace import Fakes, Step, Traced, fakes_of, trace
+from lightning_piper.capture.unsampled import unsampled
 from lightning_piper.capture.weighing import weigh
 from lightning_piper.errors import CaptureError
 from lightning_piper.ir.regions import Interface, Output, ParamInfo, PassKey, StepCode
@@ -144,7 +145,7 @@ class CapturedStep:
             run = partial(trace, step, batch + numbers, self._device, parts, fakes)
             try:
                 with without_drawing():
-                    traced = run()
+                    traced = self.reads.settled(self.name, run, _is_same)
             except Drawn as error:
                 raise refuse_drawing(self.name, error, run) from error
             except Exception:
@@ -276,6 +277,7 @@ class CapturedStep:
         self._symbolic.others += 1
         if not self._first:
             self._first.append((self, size, text_of(traced)))
+        counted = unsampled(traced)  # before the graph is changed
         beside = None if self.batch_spec.undivided is not None else partial(self._beside, size)
         weighed = weigh(traced, size, self.canonical, beside)
         if not self._graphs and len(weighed.plain) == len(traced.plain):  # as it was traced
@@ -285,7 +287,7 @@ class CapturedStep:
         terms = {out.names[0]: out.term for out in weighed.plain if out.kind == Kind.ARGUMENT}
         return StepCode(
             size, regions, interfaces, code, traced.logs, specs, split_passes, routed, step.rebuild, weighed.terms,
-            dataclasses.replace(traced.metrics, terms=terms), self.batch_spec.undivided,
+            dataclasses.replace(traced.metrics, terms=terms, whole=counted), self.batch_spec.undivided,
         )  # fmt: skip
 
     def _check_memory(self, code: StepCode) -> None:
@@ -323,6 +325,10 @@ class CapturedForward(CapturedStep):
     def _step(self, degrees: tuple[int, ...]) -> Step:
         about = (self.name, self.dataloader_idx, self.reads, self._blocks)
         return ForwardStep(self.module, self.batch_spec, self.context, degrees, *about)
+
+
+def _is_same(a: Traced, b: Traced) -> bool:
+    return difference(text_of(a), text_of(b)) is None
 
 
 def _is_alone(batch_spec: BatchSpec) -> bool:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -79,11 +79,14 @@ class MetricCalls:
         events: calls and logs.
         terms: name of each tensor among the arguments -> how its values in several microbatches become one, if none of its
             dimensions follows the samples, by its place in `StepCode.terms`; None: they are all the same.
+        whole: name of each tensor among the arguments that has nothing of the samples in it -> gives it for the whole batch, from
+            what the step's code takes.
         used: numbers of the calls of which it logs or returns what they give, or gives it to others.
     """
 
     events: tuple[MetricCall | MetricLog, ...] = ()
     terms: Mapping[str, int | None] = field(default_factory=dict)
+    whole: Mapping[str, Callable[[Sequence[Any]], Any]] = field(default_factory=dict)
     used: frozenset[int] = frozenset()
 
     @property

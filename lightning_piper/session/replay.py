@@ -27,13 +27,14 @@ class Given:
     """What a step could not know when it was captured: the lists of its batch, and what metric objects give.
 
     Attributes:
-        batch_spec: of the batch.
+        batch_spec, leaves: of the batch.
         values: of the calls of metric objects, by number.
     """
 
     def __init__(self, batch_spec: BatchSpec, leaves: Sequence[torch.Tensor]) -> None:
         self.batch_spec = batch_spec
         self.values: list[Any] = []
+        self.leaves = leaves
         self._lists = batch_spec.contents(leaves)
 
     def __call__(self, what: Any) -> Any:
@@ -96,7 +97,7 @@ class Replay:
 
     def _repeat(self, module: Any, event: MetricCall | MetricLog, result: StepResult, given: Given) -> None:
         if isinstance(event, MetricCall):
-            tensors = [result.results.get(name) for name in event.tensors]
+            tensors = [self._argument(name, result, given) for name in event.tensors]
             found = self._objects.call(module, event, tensors, given, len(given.values) in self._wanted)
             given.values.append(found)
             return
@@ -110,6 +111,12 @@ class Replay:
             module.log_dict(value, **kwargs)
         else:
             module.log(event.name, value, **kwargs)
+
+    def _argument(self, name: str, result: StepResult, given: Given) -> torch.Tensor | None:
+        """A tensor that a metric object gets; None on processes that do not have it."""
+        found = result.results.get(name)
+        whole = self._step.at(given.batch_spec.size).metrics.whole
+        return found if found is None or name not in whole else whole[name](self._step.inputs(given.leaves)).to(found.device)
 
 
 def _dtypes(dag: TrainingDAG) -> dict[str, torch.dtype]:

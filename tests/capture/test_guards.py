@@ -12,6 +12,7 @@ import torch
 from torch import Tensor, nn
 
 from lightning_piper.capture import CapturedStep, History, capture
+from lightning_piper.errors import CaptureError
 
 BATCH = torch.ones(2, 3, dtype=torch.float64)
 
@@ -187,3 +188,43 @@ def test_torchs_own_state_is_guarded() -> None:
     finally:
         torch.set_default_dtype(before)
     assert reads.hold()
+
+
+class Config:
+    """As a model of `transformers` has it: the first step notes what the kind of problem is."""
+
+    def __init__(self) -> None:
+        self.kind: str | None = None
+        self.steps, self.first = 0, True
+
+
+def test_what_a_step_notes_once_is_there_from_then_on() -> None:
+    def body(self: Any, x: Tensor) -> Tensor:
+        if self.config.kind is None:
+            self.config.kind = "several classes"
+        return x * 2 if self.config.kind == "several classes" else x * 3
+
+    module = Module(body, config=Config())
+    step = captured(module)
+    assert module.config.kind == "several classes" and step.reads.hold() and "2" in step.text
+    step.retrace()
+    module.config.kind = "one"
+    assert not step.reads.hold()
+
+
+def counting(self: Any, x: Tensor) -> Tensor:
+    self.config.steps += 1
+    return x
+
+
+def beginning(self: Any, x: Tensor) -> Tensor:
+    first, self.config.first = self.config.first, False
+    return x * 2 if first else x * 3
+
+
+@pytest.mark.parametrize("body, where", [(counting, "steps"), (beginning, "first")])
+def test_what_the_next_step_would_do_otherwise_is_refused(body: Any, where: str) -> None:
+    module = Module(body, config=Config())
+    with pytest.raises(CaptureError, match=rf"training_step changes self\.config\.{where}"):
+        captured(module)
+    assert (module.config.steps, module.config.first) == (0, True)

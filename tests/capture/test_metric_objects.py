@@ -104,6 +104,43 @@ def test_arguments_are_those_of_the_whole_batch(size, microbatches):
         assert not torch.allclose(sum(parts) / 3, loss, rtol=1e-3)
 
 
+class Ranking(Net):
+    def training_step(self, batch, batch_idx):
+        out = self(batch[0])
+        self.mean.update(torch.arange(len(out)).repeat_interleave(2))
+        self.mean.update(torch.arange(len(out)) + batch[1])
+        self.mean.update(torch.rand(len(out)))
+        return F.cross_entropy(out, batch[1])
+
+
+def test_what_counts_rows_counts_those_of_the_whole_batch():
+    whole = capture(Ranking(), batch()).at(8).metrics.whole
+    assert {name: find(flatten(batch())[0]).tolist() for name, find in whole.items()} == {
+        "mean 0": [i // 2 for i in range(16)]  # the others have samples in them, or random numbers
+    }
+    # Negative control: each microbatch counts its own.
+    assert run(Ranking(), 8, 2)[0]["mean 0"].tolist() == [i // 2 for i in range(8)] * 2
+
+
+class Members(Net):
+    def training_step(self, batch, batch_idx):
+        out = self(batch[0])
+        self.some.update(out, batch[1])
+        for name, metric in self.some.items():
+            self.log(name, metric)
+        self.log("f1", self.some["some_f1"])
+        return F.cross_entropy(out, batch[1])
+
+
+def test_members_of_a_collection_are_linked_when_the_step_has_run():
+    module = Members()
+    module.some.update(torch.eye(2), torch.arange(2))
+    module.some._state_is_copy = True  # as after a look at its items
+    code = capture(module, batch()).at(8)
+    assert [f"{call.metric}.{call.method}" for call in code.metrics.calls] == ["some.update", "some.values", "some.values"]
+    assert module.some._state_is_copy
+
+
 def wrong_order(dag, node):
     dag.rewire(node, inputs=node.inputs[::-1])
 

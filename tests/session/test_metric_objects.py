@@ -6,6 +6,7 @@ import pytest
 import torch
 from torch import nn
 from torchmetrics import MeanMetric, MetricCollection, SumMetric
+from torchmetrics.wrappers import MetricTracker
 
 from lightning_piper.errors import PiperError
 from lightning_piper.ir.metric_calls import Computed, MetricCall, MetricCalls, MetricLog
@@ -101,6 +102,20 @@ def test_parts_of_a_collection_are_claimed_once():
     assert [net.some["a"].compute, net.some["b"].compute] == computes
     with pytest.raises(PiperError, match=r"self.some.a is updated on device 0 in one step, and on device 1 in another"):
         objects.claim(net, {"some.a": (0,)})
+
+
+def test_what_an_object_gets_later_is_claimed_then():
+    tracker = MetricTracker(MeanMetric(), maximize=False)
+    objects, net = MetricObjects(Told(0, (0, 0))), module(tracked=tracker)
+    tracker.increment()
+    objects.claim(net, {"tracked": (1,)})
+    tracker.increment()
+    compute = tracker[-1].compute
+    objects.claim(net, {"tracked": (1,)})
+    assert tracker[-1].compute != compute
+    compute = tracker[-1].compute
+    objects.claim(net, {"tracked": (1,)})
+    assert tracker[-1].compute == compute
 
 
 def test_what_cannot_be_merged_is_refused_with_replicas():

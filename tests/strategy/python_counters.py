@@ -362,13 +362,16 @@ class ReadsAGradient(Net):
 
 
 class ReadsAValue(Net):
-    refused = HERE
+    alone = True
 
     def build(self) -> None:
         self.register_buffer("beta", torch.ones(()))
 
     def factor(self, batch_idx: int) -> Any:
         return float(self.beta)  # type: ignore[arg-type]
+
+    def change(self, step: int) -> None:
+        self.beta += 1
 
 
 class PlainTensor(Net):
