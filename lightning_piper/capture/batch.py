@@ -20,7 +20,7 @@ from lightning_piper.capture.listed import Listed, entries, is_object, may_be_re
 from lightning_piper.capture.numbers import Number
 from lightning_piper.capture.opened import Again, Opened, attributes_of
 from lightning_piper.errors import CaptureError
-from lightning_piper.ir.metric_calls import Computed
+from lightning_piper.ir.metric_calls import Later
 from lightning_piper.ir.regions import Undivided
 from lightning_piper.ir.values import TensorSpec
 
@@ -94,9 +94,9 @@ class BatchSpec:
         return _Rebuilding(leaves, carried, array).item(self.skeleton)
 
     @property
-    def computed(self) -> list[Computed]:
+    def computed(self) -> list[Later]:
         """What it holds that metric objects give."""
-        return [item for _, item in _walk(self.skeleton, "") if isinstance(item, Computed)]
+        return [item for _, item in _walk(self.skeleton, "") if isinstance(item, Later)]
 
     def contents(self, leaves: Sequence[torch.Tensor]) -> list[Any]:
         """What it carries."""
@@ -253,7 +253,7 @@ class _Rebuilding:
             return leaf.item() if item.kind == "number" else self._array(leaf) if item.kind == "array" else leaf
         if isinstance(item, Listed | Opaque):
             return self._carry(item)
-        if isinstance(item, Computed):
+        if isinstance(item, Later):
             return self._carried(item)
         if type(item) is Number:
             return item.get()
@@ -308,7 +308,7 @@ def _walk(item: Any, path: str) -> Iterator[tuple[str, Any]]:
     if isinstance(item, Opened):
         inside = [(f".{name}", value) for name, value in item.attributes.items()]
     else:
-        inside = [] if isinstance(item, _Leaf | Listed | Opaque | Again | Computed) else list(entries(item))
+        inside = [] if isinstance(item, _Leaf | Listed | Opaque | Again | Later) else list(entries(item))
     if not inside:
         yield path, item
     for end, value in inside:

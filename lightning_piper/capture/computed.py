@@ -2,28 +2,49 @@
 
 from __future__ import annotations
 
+import operator
 from collections.abc import Callable
 from typing import Any, NoReturn
 
 from lightning_piper.capture import _torch
-from lightning_piper.ir.metric_calls import Computed
+from lightning_piper.capture.deferred import LATER
+from lightning_piper.ir.metric_calls import Computed, Derived, Later
 
 
 class Awaited:
-    """May be logged or returned, as it is; any other use is an error, which `refuse` raises.
+    """May be logged or returned, as it is or after arithmetic with numbers and with others of its kind; any other use is an error,
+    which `refuse` raises.
 
     Attributes:
         computed: what it stands for.
     """
 
-    computed: Computed
-    _refuse_computed: Callable[[Computed], NoReturn]
+    computed: Later
+    _refuse_computed: Callable[[Later], NoReturn]
 
-    def __init__(self, computed: Computed, refuse: Callable[[Computed], NoReturn]) -> None:
+    def __init__(self, computed: Later, refuse: Callable[[Later], NoReturn]) -> None:
         self.__dict__.update(computed=computed, _refuse_computed=refuse)
 
     def __getitem__(self, key: Any) -> Awaited:
-        return Awaited(Computed(self.computed.call, (*self.computed.keys, key)), self._refuse_computed)
+        known = self.computed
+        if isinstance(known, Computed):
+            return Awaited(Computed(known.call, (*known.keys, key)), self._refuse_computed)
+        return self._refuse()
+
+    def _derived(self, name: str, function: Callable[..., Any], *operands: Any) -> Awaited:
+        """`function` of these, once they are known."""
+        if not all(type(x) in (Awaited, bool, int, float) for x in operands):
+            self._refuse()
+        known = tuple(x.computed if type(x) is Awaited else x for x in operands)
+        return Awaited(Derived(name, function, known), self._refuse_computed)
+
+    def __str__(self) -> str:
+        return LATER
+
+    __repr__ = __str__
+
+    def __format__(self, spec: str) -> str:
+        return LATER
 
     def detach(self) -> Awaited:
         return self
@@ -44,6 +65,22 @@ class Awaited:
         self._refuse()
 
     __iter__ = __len__ = __contains__ = __setitem__ = __setattr__ = __array__ = __index__ = __int__ = __float__ = __bool__ = _refuse
-    __eq__ = __ne__ = __lt__ = __le__ = __gt__ = __ge__ = __hash__ = __format__ = __str__ = _refuse
-    __add__ = __radd__ = __sub__ = __rsub__ = __mul__ = __rmul__ = __truediv__ = __rtruediv__ = __neg__ = __pow__ = _refuse
-    __abs__ = __round__ = __rpow__ = __floordiv__ = __rfloordiv__ = __mod__ = _refuse
+    __eq__ = __ne__ = __lt__ = __le__ = __gt__ = __ge__ = __hash__ = _refuse
+
+
+def _binary(name: str, swapped: bool) -> Callable[[Awaited, Any], Awaited]:
+    function = getattr(operator, name)
+    return lambda self, other: self._derived(name, function, *((other, self) if swapped else (self, other)))
+
+
+def _unary(name: str, function: Callable[..., Any]) -> Callable[..., Awaited]:
+    return lambda self: self._derived(name, function, self)
+
+
+for _name in ("add", "sub", "mul", "truediv", "floordiv", "mod", "pow"):
+    setattr(Awaited, f"__{_name}__", _binary(_name, swapped=False))
+    setattr(Awaited, f"__r{_name}__", _binary(_name, swapped=True))
+for _name in ("neg", "abs"):
+    setattr(Awaited, f"__{_name}__", _unary(_name, getattr(operator, _name)))
+for _name in ("mean", "sum", "max", "min"):
+    setattr(Awaited, _name, _unary(_name, operator.methodcaller(_name)))

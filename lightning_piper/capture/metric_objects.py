@@ -20,7 +20,7 @@ from lightning_piper.capture.batch import flatten
 from lightning_piper.capture.computed import Awaited
 from lightning_piper.capture.source import user_line
 from lightning_piper.errors import CaptureError
-from lightning_piper.ir.metric_calls import Computed, MetricCall, MetricCalls, MetricLog
+from lightning_piper.ir.metric_calls import Computed, Later, MetricCall, MetricCalls, MetricLog
 from lightning_piper.ir.regions import Output
 from lightning_piper.ir.values import Kind
 
@@ -96,7 +96,7 @@ class Recording:
         keys = getattr(metric, "keys", None)
         return Values(value, keys(keep_base=False)) if keys is not None else value
 
-    def known(self, value: Any) -> str | Computed | None:
+    def known(self, value: Any) -> str | Later | None:
         """The name of a metric object, or what is given by one; None for anything else."""
         if isinstance(value, Awaited):
             return value.computed
@@ -104,25 +104,25 @@ class Recording:
             return value.whole.computed if value.untouched else None
         return self._names.get(id(value)) if isinstance(value, nn.Module) else None
 
-    def log(self, name: str | None, value: str | Computed, kwargs: Mapping[str, Any], after: int) -> None:
+    def log(self, name: str | None, value: str | Later, kwargs: Mapping[str, Any], after: int) -> None:
         """A `self.log` of what is `known`, or a `self.log_dict` if it has no name."""
         kept = {key: x for key, x in kwargs.items() if key not in NOT_REPEATED}
         self._events.append(MetricLog(name, value, kept, after))
-        self.use([value] if isinstance(value, Computed) else [])
+        self.use([value] if isinstance(value, Later) else [])
 
-    def use(self, computed: Iterable[Computed]) -> None:
+    def use(self, computed: Iterable[Later]) -> None:
         """What calls give is not only for the object."""
-        self._used.update(x.call for x in computed)
+        self._used.update(*(x.calls for x in computed))
 
     def logged(self, name: str) -> bool:
         return any(isinstance(event, MetricLog) and event.name == name for event in self._events)
 
-    def _refuse(self, computed: Computed) -> NoReturn:
-        call = [event for event in self._events if isinstance(event, MetricCall)][computed.call]
+    def _refuse(self, computed: Later) -> NoReturn:
+        calls = [event for event in self._events if isinstance(event, MetricCall)]
         raise CaptureError(
-            f"{user_line()}: {self._step} computes with what self.{call.metric} gives, which is not known before the step has run. "
-            "Log it (self.log, self.log_dict) or return it, as it is; for a tensor to compute with, use the metric's function "
-            "(torchmetrics.functional)"
+            f"{user_line()}: {self._step} computes with what self.{calls[min(computed.calls)].metric} gives, which is not known "
+            "before the step has run. Log it (self.log, self.log_dict) or return it, as it is or after arithmetic with numbers; "
+            "for a tensor to compute with, use the metric's function (torchmetrics.functional)"
         )
 
 

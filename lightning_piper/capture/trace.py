@@ -80,7 +80,8 @@ def trace(
         try:
             graph = _torch.functional_graph(mode, step, inputs)
             tag_layers(graph)
-        except (CaptureError, Drawn):
+        except (CaptureError, Drawn) as error:
+            _refuse_metric(step, error)
             raise
         except _torch.WITHOUT_VALUES as error:
             _refuse_metric(step, error)
@@ -189,6 +190,11 @@ class Step(nn.Module):
         return (Output(Kind.LOG, (log.name,)) for log in self.logs if log.constant is None)
 
     def log(self, name: str, value: Any, call: Mapping[str, Any]) -> None:
+        if holds_deferred(name) or holds_deferred(list(call.values())):
+            raise CaptureError(
+                f"{user_line()}: self.log({name!r}): its name, or an argument beside its value, is made of the value of a tensor, "
+                "which is only known when the step runs; give names and numbers that are known before"
+            )
         if self._logs_metric(name, value, call):
             return
         kwargs = dict(call)
@@ -201,11 +207,6 @@ class Step(nn.Module):
                 "accepted are 'mean', 'sum', 'max' and 'min'"
             )
         self._check_name(name)
-        if holds_deferred(name) or holds_deferred(list(kwargs.values())):
-            raise CaptureError(
-                f"{user_line()}: self.log({name!r}): its name, or an argument beside its value, is made of the value of a tensor, "
-                "which is only known when the step runs; give names and numbers that are known before"
-            )
         if is_deferred(value):
             value = value.tensor.to(torch.get_default_dtype())  # as Lightning keeps a number
         if isinstance(value, torch.Tensor):

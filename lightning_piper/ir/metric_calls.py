@@ -7,8 +7,22 @@ from dataclasses import dataclass, field
 from typing import Any
 
 
+class Later:
+    """What is known once calls of metric objects have been made.
+
+    Attributes:
+        calls: their numbers in the step.
+    """
+
+    calls: frozenset[int]
+
+    def of(self, values: Sequence[Any]) -> Any:
+        """It, when the calls have given `values`."""
+        raise NotImplementedError
+
+
 @dataclass(frozen=True)
-class Computed:
+class Computed(Later):
     """What a call of a metric object gives, or an entry of it.
 
     Attributes:
@@ -19,11 +33,36 @@ class Computed:
     call: int
     keys: tuple[Any, ...] = ()
 
-    def of(self, value: Any) -> Any:
-        """It, when the call has given `value`."""
+    @property
+    def calls(self) -> frozenset[int]:  # type: ignore[override]
+        return frozenset({self.call})
+
+    def of(self, values: Sequence[Any]) -> Any:
+        value = values[self.call]
         for key in self.keys:
             value = value[key]
         return value
+
+
+@dataclass(frozen=True)
+class Derived(Later):
+    """What the step makes of what calls give.
+
+    Attributes:
+        name, function: of the arithmetic.
+        operands: numbers, and what is known later.
+    """
+
+    name: str
+    function: Callable[..., Any] = field(repr=False)
+    operands: tuple[Any, ...]
+
+    @property
+    def calls(self) -> frozenset[int]:  # type: ignore[override]
+        return frozenset().union(*(x.calls for x in self.operands if isinstance(x, Later)))
+
+    def of(self, values: Sequence[Any]) -> Any:
+        return self.function(*(x.of(values) if isinstance(x, Later) else x for x in self.operands))
 
 
 @dataclass(frozen=True)
@@ -57,13 +96,13 @@ class MetricLog:
 
     Attributes:
         name: the key.
-        value: name of the object, or what is given.
+        value: name of the object, or what calls give.
         kwargs: the other arguments.
         after: as in `MetricCall`.
     """
 
     name: str | None
-    value: str | Computed
+    value: str | Later
     kwargs: Mapping[str, Any]
     after: int
 

@@ -11,8 +11,9 @@ from torch import nn
 
 from lightning_piper.capture import BatchSpec
 from lightning_piper.compiler import Compiled
+from lightning_piper.errors import PiperError
 from lightning_piper.ir.dag import TrainingDAG
-from lightning_piper.ir.metric_calls import Computed, MetricCall, MetricLog
+from lightning_piper.ir.metric_calls import Computed, Later, MetricCall, MetricLog
 from lightning_piper.ir.regions import LOSS
 from lightning_piper.ir.values import Kind
 from lightning_piper.ops.metrics import first_log, metric_names
@@ -34,12 +35,32 @@ class Given:
     def __init__(self, batch_spec: BatchSpec, leaves: Sequence[torch.Tensor]) -> None:
         self.batch_spec = batch_spec
         self.values: list[Any] = []
+        self._calls: list[MetricCall] = []
         self.leaves = leaves
         self._lists = batch_spec.contents(leaves)
 
     def __call__(self, what: Any) -> Any:
         """What stands in a structure for a list, or for what an object gives."""
-        return what.of(self.values[what.call]) if isinstance(what, Computed) else self._lists[what.index]
+        if not isinstance(what, Later):
+            return self._lists[what.index]
+        try:
+            return what.of(self.values)
+        except (LookupError, TypeError, AttributeError) as error:
+            found = ", ".join(f"self.{self._calls[i].metric} gives {_shown(self.values[i])}" for i in sorted(what.calls))
+            wanted = "".join(f"[{key!r}]" for key in what.keys) if isinstance(what, Computed) else f"a number ({what})"
+            raise PiperError(
+                f"{found}, and the step takes {wanted} of it: {type(error).__name__}: {error}. Where a metric of a collection "
+                "gives several values, log all at once (self.log_dict), or look at them in a hook"
+            ) from error
+
+    def keep(self, call: MetricCall, value: Any) -> None:
+        """The next call gives this."""
+        self._calls.append(call)
+        self.values.append(value)
+
+
+def _shown(value: Any) -> str:
+    return f"a dict of {', '.join(map(repr, value))}" if isinstance(value, dict) else f"a {type(value).__name__}"
 
 
 class Replay:
@@ -99,10 +120,10 @@ class Replay:
         if isinstance(event, MetricCall):
             tensors = [self._argument(name, result, given) for name in event.tensors]
             found = self._objects.call(module, event, tensors, given, len(given.values) in self._wanted)
-            given.values.append(found)
+            given.keep(event, found)
             return
         kwargs = dict(event.kwargs)
-        if isinstance(event.value, Computed):
+        if isinstance(event.value, Later):
             value = given(event.value)
             kwargs.setdefault("batch_size", self._size)
         else:

@@ -14,6 +14,7 @@ from lightning_piper.capture.metric_objects import metric_objects
 from lightning_piper.compiler import compile_step
 from lightning_piper.directives import Place, Split
 from lightning_piper.errors import CaptureError, VerificationError
+from lightning_piper.ir.metric_calls import MetricLog
 from lightning_piper.ops.arguments import Arguments
 from lightning_piper.runtime import Executor, LocalTransport, run_local
 from lightning_piper.verify import check, interpret
@@ -225,9 +226,9 @@ def using(use):
 
 
 @pytest.mark.parametrize("use", [
-    lambda module, acc, loss: acc + 1, lambda module, acc, loss: loss * acc, lambda module, acc, loss: torch.stack([acc, loss]),
-    lambda module, acc, loss: bool(acc > 0.5), lambda module, acc, loss: acc.mean(), lambda module, acc, loss: f"{acc:.2f}",
-    lambda module, acc, loss: float(acc),
+    lambda module, acc, loss: acc + loss, lambda module, acc, loss: loss * acc, lambda module, acc, loss: torch.stack([acc, loss]),
+    lambda module, acc, loss: bool(acc > 0.5), lambda module, acc, loss: acc.median(), lambda module, acc, loss: float(acc),
+    lambda module, acc, loss: acc * loss.item(),
 ])  # fmt: skip
 def test_what_an_object_gives_is_not_known_yet(use):
     with pytest.raises(CaptureError, match=r"test_metric_objects.py:\d+ .*computes with what self.acc gives, .* Log it") as caught:
@@ -235,9 +236,29 @@ def test_what_an_object_gives_is_not_known_yet(use):
     assert "lambda" in str(caught.value)
 
 
+def test_arithmetic_with_what_an_object_gives():
+    def use(module, acc, loss):
+        precision, recall = module.some(loss.expand(2), loss.expand(2)).values()
+        module.log_dict({"error": 1 - acc, "percent": acc * 100, "mean": abs(-acc).mean()})
+        module.log("f", 2 * precision * recall / (precision + recall))
+        print(f"{acc:.2f}")
+
+    metrics = capture(using(use)(), batch()).at(8).metrics
+    calls = [torch.tensor(0.25), {"some_acc": 0.5, "some_f1": 0.25}]
+    found = {event.name: float(event.value.of(calls)) for event in metrics.events if isinstance(event, MetricLog)}
+    assert found == {"error": 0.75, "percent": 25.0, "mean": 0.25, "f": 1 / 3} and metrics.used == {0, 1}
+    assert all("0x" not in str(event) for event in metrics.events)  # the same text in all processes
+
+
 def test_two_logs_of_one_name_are_refused():
     kind = using(lambda module, acc, loss: (module.log("x", acc), module.log("x", loss)))
     with pytest.raises(CaptureError, match=r"self.log\('x'\) is called twice"):
+        capture(kind(), batch()).at(8)
+
+
+def test_a_name_is_not_made_of_what_is_not_known():
+    kind = using(lambda module, acc, loss: module.log(f"acc {acc}", acc))
+    with pytest.raises(CaptureError, match=r"its name, or an argument beside its value, is made of the value of a tensor"):
         capture(kind(), batch()).at(8)
 
 
