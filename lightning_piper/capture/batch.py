@@ -19,6 +19,7 @@ from lightning_piper.capture.deferred import is_deferred
 from lightning_piper.capture.listed import Listed, entries, is_object, may_be_read, tensors_of
 from lightning_piper.capture.numbers import Number
 from lightning_piper.capture.opened import Again, Opened, attributes_of
+from lightning_piper.capture.selected import Applied, Selected
 from lightning_piper.errors import CaptureError
 from lightning_piper.ir.metric_calls import Later
 from lightning_piper.ir.regions import Undivided
@@ -145,7 +146,7 @@ class _Unknown(Exception):
         self.kind, self.path = kind, path
 
 
-_CONSTANTS = (type(None), bool, int, float, complex, str, bytes, torch.dtype, torch.device, type)
+_CONSTANTS = (type(None), bool, int, float, complex, str, bytes, torch.dtype, torch.device, type, type(Ellipsis))
 
 
 def _is_dataclass(item: Any) -> bool:
@@ -174,6 +175,11 @@ class _Flattening:
             return item_of(item)
         if type(item) is Awaited:
             return item.computed
+        if isinstance(item, slice):
+            return Applied(slice, [self.skeleton(value, path) for value in (item.start, item.stop, item.step)], {})
+        if type(item) is Selected:
+            kwargs = {name: self.skeleton(value, path) for name, value in item.kwargs.items()}
+            return Applied(item.function, [self.skeleton(value, path) for value in item.args], kwargs)
         if isinstance(item, torch.Tensor):
             if item.layout is not torch.strided or item.is_nested:
                 raise _Unknown("nested tensor" if item.is_nested else f"{str(item.layout).removeprefix('torch.')} tensor", path)
@@ -257,6 +263,9 @@ class _Rebuilding:
             return self._carried(item)
         if type(item) is Number:
             return item.get()
+        if isinstance(item, Applied):
+            kwargs = {name: self.item(value) for name, value in item.kwargs.items()}
+            return item.function(*map(self.item, item.args), **kwargs)
         if isinstance(item, Opened):
             made = self._objects[item.index] = item.empty()
             return item.fill(made, {name: self.item(value) for name, value in item.attributes.items()})

@@ -22,6 +22,7 @@ from torch.overrides import TorchFunctionMode
 from lightning_piper.capture import _torch
 from lightning_piper.capture.arrays import converted
 from lightning_piper.capture.numbers import Number
+from lightning_piper.capture.selected import SELECTING, Selected
 from lightning_piper.capture.source import user_line
 from lightning_piper.errors import CaptureError
 
@@ -46,6 +47,8 @@ def call(function: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, 
             return deferred(args[0])
         if function is torch.Tensor.tolist and args[0].numel() <= MANY:
             return _listed(args[0])
+        if function in SELECTING:
+            return Selected(function, args, kwargs, user_line())
         raise
 
 

@@ -24,6 +24,7 @@ from lightning_piper.capture.metric_objects import Recording, noting
 from lightning_piper.capture.numbers import Number
 from lightning_piper.capture.raised import is_own, where_kept
 from lightning_piper.capture.reads import Drawn, Reads
+from lightning_piper.capture.selected import Selected
 from lightning_piper.capture.source import user_line
 from lightning_piper.capture.unchanged import attributes, changes, check_unchanged, restored
 from lightning_piper.capture.watch import Watch
@@ -207,6 +208,8 @@ class Step(nn.Module):
                 "accepted are 'mean', 'sum', 'max' and 'min'"
             )
         self._check_name(name)
+        if type(value) is Selected:
+            value.refuse()
         if is_deferred(value):
             value = value.tensor.to(torch.get_default_dtype())  # as Lightning keeps a number
         if isinstance(value, torch.Tensor):
@@ -246,6 +249,8 @@ def _loss_of(result: Any) -> torch.Tensor:
                 "pass other values on with self.log"
             )
         result = result["loss"]
+    if type(result) is Selected:
+        result.refuse()
     if not isinstance(result, torch.Tensor):
         raise CaptureError(f"training_step returns {type(result).__name__}; return the loss, a scalar tensor (skipping a step is "
                            "not possible in a captured step)")  # fmt: skip

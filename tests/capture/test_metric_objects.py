@@ -142,6 +142,59 @@ def test_members_of_a_collection_are_linked_when_the_step_has_run():
     assert module.some._state_is_copy
 
 
+def selecting(use):
+    class Selecting(Net):
+        def training_step(self, batch, batch_idx):
+            x, y = batch
+            out = self(x)
+            return use(self, out, y, x[:, 0] > 0) or F.cross_entropy(out, y)
+
+        def validation_step(self, batch, batch_idx):
+            out = self(batch[0])
+            return {"right": out[batch[0][:, 0] > 0].argmax(-1)}
+
+    return Selecting()
+
+
+@pytest.mark.parametrize("use", [
+    lambda module, out, y, mask: module.acc(out[mask], y[mask]),
+    lambda module, out, y, mask: module.acc(out[mask].softmax(-1)[:, :2].detach().cpu(), y[mask].int().flatten()),
+    lambda module, out, y, mask: module.acc(2 * out[mask, :] + 1, torch.masked_select(y, mask)),
+    lambda module, out, y, mask: [(kept := out * 1), (some := kept[mask]), kept.neg_(), module.acc(some, y[mask])],
+])  # fmt: skip
+def test_arguments_may_be_selected_by_values(use):
+    module = selecting(lambda *args: use(*args) is None or None)
+    (x, y), results = batch(), run(module, 8, 2)[1]
+    (call,) = capture(module, batch()).at(8).metrics.calls
+    (preds, target), _ = call.arguments([results[name] for name in call.tensors], None)
+    found = MulticlassAccuracy(2, average="micro")(preds, target)
+    mask = x[:, 0] > 0
+    assert len(preds) == mask.sum() and 0 < mask.sum() < 8
+    with torch.no_grad():
+        assert found == (module(x)[mask].argmax(-1) == y[mask]).float().mean()
+
+
+def test_what_is_selected_may_be_returned():
+    code = capture(selecting(None), batch(), name="validation_step").at(8)
+    out, mask = torch.eye(2).repeat(4, 1), torch.arange(8) > 4
+    assert code.rebuild([out, mask])["right"].tolist() == [1, 0, 1]
+
+
+@pytest.mark.parametrize("use", [
+    lambda module, out, y, mask: F.cross_entropy(out[mask], y[mask]), lambda module, out, y, mask: out[mask].mean(),
+    lambda module, out, y, mask: module.log("x", out[mask].mean()), lambda module, out, y, mask: len(out[mask]),
+    lambda module, out, y, mask: out[mask].add_(1), lambda module, out, y, mask: out.add_(out[mask].sum()),
+    lambda module, out, y, mask: list(out[mask]), lambda module, out, y, mask: out[mask].shape[0] * out.mean(),
+    lambda module, out, y, mask: F.dropout(out[mask]), lambda module, out, y, mask: float(out[mask].sum()),
+    lambda module, out, y, mask: module.acc(F.relu(out[mask], inplace=True), y[mask]),
+])  # fmt: skip
+def test_what_is_selected_leads_nowhere_else(use):
+    with pytest.raises(
+        CaptureError, match=r"test_metric_objects.py:\d+ .*what is selected here by values is only known when the step runs"
+    ):
+        capture(selecting(use), batch()).at(8)
+
+
 def wrong_order(dag, node):
     dag.rewire(node, inputs=node.inputs[::-1])
 
