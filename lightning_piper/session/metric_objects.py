@@ -7,7 +7,7 @@ an owner does what a process does under DDP.
 
 Relied on of torchmetrics (tried on 1.9), by name: `Metric.dist_sync_fn`, called to gather a state for a `compute` that syncs;
 `dist_sync_on_step`, which lets `forward` give the value over all replicas; `_forward_cache`, which Lightning logs on each step;
-`_persistent`: the states that a checkpoint has.
+`_persistent`: the states that a checkpoint has; `_update_count`, behind `update_count` and `update_called`.
 """
 
 from __future__ import annotations
@@ -113,7 +113,8 @@ class MetricObjects:
         """Steps update these objects, by name, from now on. Collective.
 
         Raises:
-            PiperError: its arguments are made elsewhere than those of another step; or its states cannot be merged over replicas.
+            PiperError: its arguments are made elsewhere than those of another step; its states cannot be merged over replicas; or
+                it uses a part of the model that is elsewhere.
         """
         if self._world.size == 1:
             return
@@ -123,6 +124,7 @@ class MetricObjects:
             if self._seen.get(id(metric)) == seen:
                 continue
             self._seen[id(metric)] = seen
+            self._check_network(name, metric, ranks)
             syncing = {path: part for path, part in metric.named_modules() if hasattr(part, "dist_sync_fn")}
             if not syncing and self._world.count > 1:
                 raise PiperError(
@@ -131,6 +133,16 @@ class MetricObjects:
                 )
             for path, part in (syncing or {"": metric}).items():
                 self._claim(part, ".".join(filter(None, (name, path))), ranks)
+
+    def _check_network(self, name: str, metric: nn.Module, ranks: Ranks) -> None:
+        away = [
+            path for path, x in metric.named_parameters() if x.is_meta and self._world.rank in (ranks or self._world.first_ranks)
+        ]
+        if away:
+            raise PiperError(
+                f"self.{name} uses {away[0]}, which is on another process, or in pieces, for it is a part of the model; give the "
+                "metric a network of its own (copy.deepcopy)"
+            )
 
     def _claim(self, part: Any, name: str, ranks: Ranks) -> None:
         known = self._claims.get(id(part))
@@ -182,6 +194,9 @@ class MetricObjects:
         if event.method not in _UPDATING:
             return run()
         owners = self._owners(metric)
+        for part in metric.modules() if self._world.rank not in owners else ():
+            if hasattr(part, "_update_count"):
+                part._update_count += 1  # hooks ask `update_called`
 
         def work() -> Any:
             args, kwargs = event.arguments(tensors, given)

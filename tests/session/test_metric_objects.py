@@ -65,7 +65,8 @@ def test_only_owners_update():
         objects = MetricObjects(world)
         objects.claim(net, {"mean": (1,)})
         objects.call(net, call("mean"), [torch.ones(()) if updated else None], None, wanted=False)
-        assert net.mean.update_called == updated and world.asked == [("group", (1,))]
+        assert (float(net.mean.weight) > 0) == updated and world.asked == [("group", (1,))]
+        assert net.mean.update_count == 1  # also where it was not
 
 
 def test_all_get_what_the_first_owner_has():
@@ -128,6 +129,19 @@ def test_what_cannot_be_merged_is_refused_with_replicas():
         PiperError, match="Count has no states that could be merged over the 2 replicas; derive it from torchmetrics"
     ):
         MetricObjects(Told(0, (0, 1))).claim(module(count=Count()), {"count": (0, 1)})
+
+
+class OfANetwork(SumMetric):
+    def __init__(self, net):
+        super().__init__()
+        self.net = net
+
+
+def test_a_network_that_is_elsewhere_is_refused():
+    for device, rank in (("cpu", 1), ("meta", 0)):  # rank 0 does not update it
+        MetricObjects(Told(rank, (0, 0))).claim(module(score=OfANetwork(nn.Linear(2, 2, device=device))), {"score": (1,)})
+    with pytest.raises(PiperError, match=r"self.score uses net.weight, which is on another process, .* a network of its own"):
+        MetricObjects(Told(1, (0, 0))).claim(module(score=OfANetwork(nn.Linear(2, 2, device="meta"))), {"score": (1,)})
 
 
 def test_an_error_says_which_call_it_was():
