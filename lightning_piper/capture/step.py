@@ -245,16 +245,15 @@ class CapturedStep:
         try:
             with _torch.quietly():
                 traced, specs, step = self._trace(hint, {}, (), symbols.fakes)
-            if traced.metrics.events:  # what metric objects get may be of the sizes
-                raise CaptureError("metric objects")
             made = SymbolicStep(traced, symbols, step.rebuild)
             text = made.text(first._specs(samples) + specs[len(self.batch_spec.specs) :])
             if text is None:
                 text, said = made.text(specs), text_of(self._trace(hint, {}, ())[0])
             if text is not None and (text.lines, text.specs) == (said.lines, said.specs):
                 made.cut(self.canonical, specs, hint, partial(self._beside, hint))
-                alike = first._codes[samples, ()].terms
-                if [(x.weighing, x.label) for x in made.terms] == [(x.weighing, x.label) for x in alike]:
+                alike = first._codes[samples, ()]
+                same = [(x.weighing, x.label) for x in made.terms] == [(x.weighing, x.label) for x in alike.terms]
+                if same and not alike.metrics.whole:  # which are made of sizes
                     return made
         except Exception:  # what is wrong is said by a trace with numbers, if anything is
             pass

@@ -33,9 +33,10 @@ from lightning_piper.capture.sizes import (
 from lightning_piper.capture.text import Text, tensors_of, text_of
 from lightning_piper.capture.trace import Traced
 from lightning_piper.capture.weighing import Beside, weigh
+from lightning_piper.ir.metric_calls import MetricLog
 from lightning_piper.ir.regions import Code, Logged, StepCode
 from lightning_piper.ir.terms import Term
-from lightning_piper.ir.values import TensorSpec
+from lightning_piper.ir.values import Kind, TensorSpec
 from lightning_piper.routing import ROUTE
 
 MANY_TRACES = 6
@@ -100,6 +101,9 @@ class SymbolicStep:
     def __init__(self, traced: Traced, symbols: Symbols, rebuild: Callable[..., Any] | None) -> None:
         if any(node.target is ROUTE for node in traced.graph.nodes):
             raise NotSymbolic("rows are sent, and their number is open")
+        kwargs = [event.kwargs for event in traced.metrics.events if isinstance(event, MetricLog)]
+        if any(isinstance(x, torch.SymInt) for found in kwargs for x in found.values()):
+            raise NotSymbolic("a metric object is logged with a size")
         self._traced, self._symbols, self._rebuild = traced, symbols, rebuild
         self._numbers = Numbers(symbols)
         take_numbers(traced.graph, self._numbers)
@@ -145,7 +149,8 @@ class SymbolicStep:
             weighed = weigh(traced, size, canonical, beside)
         if any(term.denominator is not None and ("samples" in term.label or "sizes" in term.label) for term in weighed.terms):
             raise NotSymbolic("weights are calculated with sizes")
-        self.terms = weighed.terms
+        terms = {out.names[0]: out.term for out in weighed.plain if out.kind == Kind.ARGUMENT}
+        self.terms, self._metrics = weighed.terms, replace(traced.metrics, terms=terms)
         self._regions, passes, split, _ = cut(weighed, canonical)
         self._passes = {key: (*found, self._outputs(found[1])) for key, found in passes.items()}
         self._split = {key: (*found, self._outputs(found[1])) for key, found in split.items()}
@@ -167,7 +172,7 @@ class SymbolicStep:
         split = {key: (interface, code(symbolic, outputs)) for key, (interface, symbolic, outputs) in self._split.items()}
         interfaces = {key: interface for key, (interface, _, _) in self._passes.items()}
         return StepCode(size, self._regions, interfaces, passes, self._logs_at(known), specs, split, rebuild=self._rebuild,
-                        terms=tuple(_numbered_term(term, numbers) for term in self.terms))  # fmt: skip
+                        terms=tuple(_numbered_term(term, numbers) for term in self.terms), metrics=self._metrics)  # fmt: skip
 
     def _logs_at(self, known: Sequence[Any]) -> tuple[Logged, ...]:
         return tuple(replace(log, kwargs={**log.kwargs, **{k: known[i] for k, i in sizes.items()}}) for log, sizes in self._logs)

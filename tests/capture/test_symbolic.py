@@ -11,6 +11,7 @@ import torch
 from hypothesis import Phase, given, settings
 from hypothesis import strategies as st
 from torch import Tensor
+from torchmetrics import MeanMetric
 
 from lightning_piper.capture import CapturedStep, capture, flatten
 from lightning_piper.capture import step as capturing
@@ -198,3 +199,45 @@ def test_seeded_faults_show(seed: Any, owner: Any, name: str, monkeypatch: pytes
             continue
         wrong += differences(found, steps.run(steps.fresh(4, length), 4, length)) != []
     assert hits and (wrong or not steps.step._symbolic.steps)
+
+
+class Measured(Causal):
+    """Gives a metric object what has the length in it, beside the samples."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.mean = MeanMetric()
+
+    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+        loss = super().training_step(batch, batch_idx)
+        self.measure(loss, batch[0])
+        self.log("mean", self.mean)
+        return loss
+
+    def measure(self, loss: Tensor, x: Tensor) -> None:
+        self.mean.update(x.sum(1))
+        self.mean.update(loss.detach())
+
+
+class Weighted(Measured):
+    def measure(self, loss: Tensor, x: Tensor) -> None:
+        self.mean.update(loss.detach(), weight=x.shape[1])
+
+
+class Counted(Measured):
+    def measure(self, loss: Tensor, x: Tensor) -> None:
+        self.mean.update(torch.arange(x.shape[1]).float())
+
+
+@pytest.mark.parametrize("make, traces", [(Measured, 2), (Weighted, 3), (Counted, 3)])
+def test_metric_objects_get_the_same_at_any_length(make: type[Measured], traces: int) -> None:
+    steps = Steps(make)
+    for length in (7, 9):
+        code, fresh = steps.shaped(4, length).at(4), steps.fresh(4, length).at(4)
+        assert looks_of(code) == looks_of(fresh)
+        assert list(map(str, code.metrics.events)) == list(map(str, fresh.metrics.events))
+        assert (code.metrics.terms, list(code.metrics.whole)) == (fresh.metrics.terms, list(fresh.metrics.whole))
+        for a, b in zip(code.metrics.calls, fresh.metrics.calls, strict=True):
+            assert a.arguments(a.tensors, None) == b.arguments(b.tensors, None)
+        assert all(len(find([])) == length for find in code.metrics.whole.values())
+    assert steps.step.traces == traces  # sizes among the arguments take a trace for each
