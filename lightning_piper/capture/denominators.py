@@ -56,6 +56,11 @@ class Operation(Expression):
     arguments: tuple[Any, ...]
     keywords: tuple[tuple[str, Any], ...] = ()
 
+    @property
+    def operation(self) -> Callable[..., Any]:
+        """The operation for whatever of its arguments are tensors here."""
+        return self.target.overloadpacket if isinstance(self.target, torch._ops.OpOverload) else self.target
+
     @staticmethod
     def given(argument: Any) -> Any:
         """An argument that is no number and no tensor."""
@@ -129,7 +134,7 @@ def denominator_of(
     columns = {key: i for i, key in enumerate(stats)}
     # What the step divides by itself. A loss over labels does it inside: where none counts it has nothing to divide.
     counted = [i for i, stat in enumerate(stats.values()) if stat.how != "labels"]
-    nothing = _evaluate(expression, columns, [*[torch.zeros((), dtype=torch.float64)] * len(stats), torch.ones(())])
+    nothing = _evaluate(expression, columns, [*[torch.zeros((), dtype=torch.float64)] * len(stats), torch.ones((), dtype=torch.float64)])
     guarded = bool(counted or again) and not (float(nothing) and math.isfinite(nothing))
 
     def of(values: Sequence[torch.Tensor], part: bool = False) -> torch.Tensor:
@@ -159,10 +164,11 @@ def _evaluate(expression: Expression, columns: Mapping[int, int], values: Sequen
         case Stat():
             return values[columns[expression.key]]
         case Operation():
-            given = [_evaluate(x, columns, values) if isinstance(x, Expression) else x.value for x in expression.arguments]
-            if not any(isinstance(x, torch.Tensor) for x in given):
-                given = [torch.full_like(values[-1], x) if i == 0 else x for i, x in enumerate(given)]
-            return expression.target(*given, **dict(expression.keywords))
+            found = [_evaluate(x, columns, values) if isinstance(x, Expression) else x.value for x in expression.arguments]
+            # Some operations take tensors alone, and what was a number of the step may be a tensor here: the number of samples.
+            given = [torch.full_like(values[-1], x) if isinstance(y, Number) else x
+                     for x, y in zip(found, expression.arguments, strict=True)]  # fmt: skip
+            return expression.operation(*given, **dict(expression.keywords))
     raise AssertionError(expression)
 
 

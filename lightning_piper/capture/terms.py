@@ -272,7 +272,8 @@ class Terms:
             if node in self._from_params:
                 return None
             return Stat(self._keys.of(node), node, "count")
-        if node in self._from_params or node.meta["val"].ndim:
+        value = node.meta.get("val")
+        if node in self._from_params or not isinstance(value, torch.Tensor) or value.ndim:
             return None
         target: Any = node.target
         if target in (aten.view.default, aten.clone.default, aten._to_copy.default, aten.detach.default, aten.alias.default,
