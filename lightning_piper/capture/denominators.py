@@ -134,7 +134,8 @@ def denominator_of(
     columns = {key: i for i, key in enumerate(stats)}
     # What the step divides by itself. A loss over labels does it inside: where none counts it has nothing to divide.
     counted = [i for i, stat in enumerate(stats.values()) if stat.how != "labels"]
-    nothing = _evaluate(expression, columns, [*[torch.zeros((), dtype=torch.float64)] * len(stats), torch.ones((), dtype=torch.float64)])
+    zero, one = torch.zeros((), **_DOUBLE), torch.ones((), **_DOUBLE)
+    nothing = _evaluate(expression, columns, [*[zero] * len(stats), one])
     guarded = bool(counted or again) and not (float(nothing) and math.isfinite(nothing))
 
     def of(values: Sequence[torch.Tensor], part: bool = False) -> torch.Tensor:

@@ -18,17 +18,19 @@ from lightning_piper.capture import _torch
 from lightning_piper.capture.aliases import Pair, refuse_sharing, sharing_memory
 from lightning_piper.capture.batch import BatchSpec, flatten
 from lightning_piper.capture.chunks import cut
+from lightning_piper.capture.following import copied
 from lightning_piper.capture.forward import ForwardStep
 from lightning_piper.capture.listed import Listed
 from lightning_piper.capture.reads import Drawn, History, Reads, refuse_drawing, without_drawing
 from lightning_piper.capture.sizes import Specs, Symbols
+from lightning_piper.capture.structure import public, same_structure
 from lightning_piper.capture.symbolic import SymbolicStep, SymbolicTraces
 from lightning_piper.capture.text import Text, difference, text_of
 from lightning_piper.capture.trace import Fakes, Step, Traced, fakes_of, trace
 from lightning_piper.capture.unsampled import unsampled
 from lightning_piper.capture.weighing import weigh
 from lightning_piper.errors import CaptureError
-from lightning_piper.ir.regions import Interface, Output, ParamInfo, PassKey, StepCode
+from lightning_piper.ir.regions import ParamInfo, StepCode
 from lightning_piper.ir.values import Kind, TensorSpec
 
 MANY_SIZES = 8  # numbers of samples for which a step is traced, before it is traced for all
@@ -199,26 +201,29 @@ class CapturedStep:
             self._check_memory(found)
             if self._codes:
                 first = next(iter(self._codes.values()))
-                _same_structure(first, found)
+                same_structure(first, found)
                 # Without those that read other parameters, say: no program may ask for them.
-                alike = {key: p for key, p in found.split_passes.items() if _public(p[0]) == _public(first.split_passes[key][0])}
+                alike = {key: p for key, p in found.split_passes.items() if public(p[0]) == public(first.split_passes[key][0])}
                 found = dataclasses.replace(found, split_passes=alike)
             self._codes[size, degrees] = found
         return self._codes[size, degrees]
 
-    def _beside(self, size: int) -> tuple[torch.fx.Graph, int] | None:
-        """The step traced at another size than this one; None if it cannot be, then for no size."""
-        if self._alone:
-            return None
+    def _beside(self, size: int, known: bool = False) -> tuple[torch.fx.Graph, int] | None:
+        """The step traced at another size than this one; None if it cannot be, then for no size. `known`: one that is there."""
         for other, graph in self._graphs.items():
             if other != size:
                 return graph, other
-        batch = tuple(_resized(spec, size + 1) for spec in self.batch_spec.specs) + self.reads.inputs.specs()
+        if self._alone or known:
+            return None
+        # Twice as many: what counts with a half of the samples, or with pairs of them, is followed as well.
+        other = 2 * size
+        batch = tuple(_resized(spec, other) for spec in self.batch_spec.specs) + self.reads.inputs.specs()
         step = self._step(())
         step.reads, step.gradients = None, torch.no_grad  # what it computes is enough
         step.namespaces = self.reads.namespaces
         try:
-            return trace(step, batch, self._device, {}).graph, size + 1
+            self._graphs[other] = trace(step, batch, self._device, {}).graph
+            return self._graphs[other], other
         except Exception:  # the user's code takes no other size
             self._alone = True
             return None
@@ -278,9 +283,9 @@ class CapturedStep:
             self._first.append((self, size, text_of(traced)))
         counted = unsampled(traced)  # before the graph is changed
         beside = None if self.batch_spec.undivided is not None else partial(self._beside, size)
+        if len(self._graphs) < 2:  # `weigh` changes it
+            self._graphs[size] = copied(traced.graph)
         weighed = weigh(traced, size, self.canonical, beside)
-        if not self._graphs and len(weighed.plain) == len(traced.plain):  # as it was traced
-            self._graphs[size] = traced.graph
         regions, passes, split_passes, routed = cut(weighed, self.canonical, None if whole is None else whole.routed)
         interfaces, code = {key: p[0] for key, p in passes.items()}, {key: p[1] for key, p in passes.items()}
         terms = {out.names[0]: out.term for out in weighed.plain if out.kind == Kind.ARGUMENT}
@@ -362,33 +367,3 @@ def _named_tensors(module: nn.Module) -> tuple[dict[str, ParamInfo], dict[str, T
     }  # fmt: skip
     buffers = {name: TensorSpec.of(x) for name, x in tensors.items() if not isinstance(x, nn.Parameter)}
     return params, buffers, canonical, sharing_memory(tensors)
-
-
-def _same_structure(a: StepCode, b: StepCode) -> None:
-    def shape_of(code: StepCode) -> tuple[Any, ...]:
-        tags = tuple(tuple(sorted(r.tags.items())) for r in code.regions)
-        said = (*(log.name for log in code.logs), *map(str, code.metrics.events))
-        return tags, said, {key: _public(i) for key, i in code.interfaces.items()}
-
-    if shape_of(a) == shape_of(b):
-        return
-    differing = [f"{b.regions[r].label} {p}" for r, p in sorted(set(a.interfaces) | set(b.interfaces))
-                 if r < len(b.regions) and _at(a, (r, p)) != _at(b, (r, p))]  # fmt: skip
-    raise CaptureError(
-        f"the step has another structure for {b.size} samples than for {a.size} (regions {', '.join(differing) or 'differ'}): its "
-        "Python code depends on the batch size. Make it independent, or choose microbatches of one size"
-    )
-
-
-def _at(code: StepCode, key: PassKey) -> Any:
-    return _public(code.interfaces[key]) if key in code.interfaces else None
-
-
-def _public(interface: Interface) -> Any:
-    """An interface without what is private to a region at a size: the graph's names of values."""
-
-    def kind(output: Output) -> tuple[str, tuple[str, ...], int | None]:
-        return (output.kind, () if output.kind in (Kind.ACTIVATION, Kind.COTANGENT) else output.names, output.term)
-
-    return (interface.inputs, tuple(map(kind, interface.outputs)), interface.params, interface.buffers, interface.state,
-            interface.batch, interface.seeds)  # fmt: skip

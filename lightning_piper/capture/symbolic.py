@@ -17,6 +17,7 @@ from typing import Any
 import torch
 
 from lightning_piper.capture.chunks import cut
+from lightning_piper.capture.following import Ask
 from lightning_piper.capture.numbered import numbered
 from lightning_piper.capture.sizes import (
     Dims,
@@ -32,7 +33,7 @@ from lightning_piper.capture.sizes import (
 )  # fmt: skip
 from lightning_piper.capture.text import Text, tensors_of, text_of
 from lightning_piper.capture.trace import Traced
-from lightning_piper.capture.weighing import Beside, weigh
+from lightning_piper.capture.weighing import weigh
 from lightning_piper.ir.metric_calls import MetricLog
 from lightning_piper.ir.regions import Code, Logged, StepCode
 from lightning_piper.ir.terms import Term
@@ -130,7 +131,7 @@ class SymbolicStep:
         known = sizes.at(values)[0]
         return lambda tensor: spec_at(places(sizes, TensorSpec.of(tensor)), known)
 
-    def cut(self, canonical: Mapping[str, str], specs: Specs, size: int, beside: Beside) -> None:
+    def cut(self, canonical: Mapping[str, str], specs: Specs, size: int, beside: Ask) -> None:
         """Make the code.
 
         Args:

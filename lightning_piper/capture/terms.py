@@ -9,9 +9,8 @@ from __future__ import annotations
 
 import functools
 import operator
-from collections.abc import Callable, Iterable
+from collections.abc import Iterable
 from dataclasses import dataclass
-from functools import cached_property
 from typing import Any
 
 import torch
@@ -19,9 +18,20 @@ from torch.fx import Node
 
 from lightning_piper.averages import COUNT
 from lightning_piper.capture import _torch
-from lightning_piper.capture.denominators import ONE, SAMPLES, Expression, Number, Operation, Stat, over, times
+from lightning_piper.capture.denominators import (
+    ONE,
+    SAMPLES,
+    Expression,
+    Number,
+    Operation,
+    Stat,
+    over,
+    simplified,
+    stats_of,
+    times,
+)
+from lightning_piper.capture.following import CONSTANTS, Ask, Following
 from lightning_piper.capture.keys import Keys
-from lightning_piper.capture.rowwise import known_rows
 
 aten = torch.ops.aten
 
@@ -41,16 +51,21 @@ _SAME = {
 }  # fmt: skip
 _SUMS = {aten.sum.default, aten.sum.dim_IntList}
 _MEANS = {aten.mean.default, aten.mean.dim}
-_EXTREMES = {aten.max.default: "max", aten.amax.default: "max", aten.min.default: "min", aten.amin.default: "min"}
-# Of another tensor they take what it is made of, and no value.
-_CONSTANTS = {aten.new_zeros.default, aten.new_ones.default, aten.new_full.default, aten.zeros_like.default, aten.ones_like.default,
-              aten.full_like.default}  # fmt: skip
+_EXTREMES = {aten.max.default: "max", aten.amax.default: "max", aten.min.default: "min", aten.amin.default: "min",
+             aten.any.default: "max", aten.all.default: "min"}  # fmt: skip
+_OTHER_END = {"max": "min", "min": "max"}
+# Products of matrices: of two that have the samples where they are summed over, a sum over samples.
+_CONTRACTED = {aten.dot.default, aten.mv.default, aten.mm.default, aten.bmm.default}
+_CHOSEN = {aten.where.self: (1, 2), aten.masked_fill.Scalar: (0, 2), aten.masked_fill.Tensor: (0, 2)}  # among these arguments
+_ANY = {aten.gt.Scalar: 0, aten.ne.Scalar: 0, aten.ge.Scalar: 1}  # by these a number of things is asked whether it is 0
+_ZEROS = {aten.zeros_like.default, aten.new_zeros.default, aten.zeros.default}
 _JOINED = {aten.stack.default, aten.cat.default}
 _ADDED = {aten.add.Tensor: 1.0, aten.add.Scalar: 1.0, aten.sub.Tensor: -1.0, aten.sub.Scalar: -1.0, aten.rsub.Scalar: -1.0,
           aten.rsub.Tensor: -1.0}  # fmt: skip
 _MULTIPLIED = {aten.mul.Tensor, aten.mul.Scalar}
 _DIVIDED = {aten.div.Tensor, aten.div.Scalar}
 
+_CHAINED = {*_SAME, *_SUMS, *_MEANS, *_JOINED, *_ADDED, *_MULTIPLIED, *_DIVIDED, *_CHOSEN}
 WHOLE, ROWS, LINEAR, MIXED, OTHER = "whole", "rows", "linear", "mixed", "other"
 
 
@@ -74,11 +89,11 @@ class Terms:
     Args:
         graph: of a step.
         size: samples with which it was traced.
-        beside: gives the same step at another size, and this size; None where there is none.
+        beside: as in `Following`.
     """
 
-    def __init__(self, graph: torch.fx.Graph, size: int, beside: Callable[[], tuple[torch.fx.Graph, int] | None]) -> None:
-        self.graph, self.size, self._ask = graph, size, beside
+    def __init__(self, graph: torch.fx.Graph, size: int, beside: Ask) -> None:
+        self.size, self._following = size, Following(graph, size, beside)
         self.uses: dict[int, dict[tuple[Node, Node], float]] = {}  # `Stat.key` -> (who reads it, it there) -> what it is of the sum
         self._found: dict[Node, Found] = {}
         self._keys = Keys()
@@ -98,7 +113,7 @@ class Terms:
             elif not isinstance(desc, _torch.BufferAOTInput) or desc.target in changed:
                 self._from_params.add(node)
             return
-        if node.target in _CONSTANTS and node.meta["val"].ndim == 0:
+        if node.target in CONSTANTS and node.meta["val"].ndim == 0:
             return
         inputs = node.all_input_nodes
         if any(x in self._from_batch for x in inputs):
@@ -108,17 +123,30 @@ class Terms:
 
     def of(self, node: Node) -> Found:
         """What a value is."""
-        if node not in self._found:
-            self._found[node] = Found(WHOLE) if node not in self._from_batch else self._by_operation(node)
+        stack = [node]
+        while stack:
+            top = stack[-1]
+            chained = top.op == "call_function" and top.target in _CHAINED and top in self._from_batch
+            missing = [x for x in top.all_input_nodes if x not in self._found] if chained else []
+            if not missing:
+                stack.pop()
+                if top not in self._found:
+                    self._found[top] = self._by_operation(top) if self._varies(top) else Found(WHOLE)
+            stack += missing
         return self._found[node]
 
     def is_whole(self, value: Any) -> bool:
+        """Does it read no samples?"""
         return not isinstance(value, Node) or value not in self._from_batch
+
+    def _varies(self, value: Any) -> bool:
+        """Is it a tensor that is not the same for every part of the batch: of its samples, or of their number?"""
+        return isinstance(value, Node) and (value in self._from_batch or self._following.changes(value))
 
     def _by_operation(self, node: Node) -> Found:
         target: Any = node.target
         if node.op != "call_function":
-            return Found(ROWS if self._has_rows(node) else OTHER)
+            return Found(ROWS if self._following.has_rows(node) else OTHER)
         if target is operator.getitem and isinstance(node.args[0], Node) and node.args[0].target in _NLL:
             return self._nll(node)
         if target in _LOSSES:
@@ -128,43 +156,66 @@ class Terms:
         if target in _EXTREMES and node.meta["val"].ndim == 0:
             inner = self.of(node.args[0])  # type: ignore[arg-type]
             return Found(_EXTREMES[target]) if inner.what == ROWS else Found(OTHER)
-        if node.meta.get("val") is None or (getattr(node.meta["val"], "ndim", False) and self._has_rows(node)):
+        if node.meta.get("val") is None or (getattr(node.meta["val"], "ndim", False) and self._following.has_rows(node)):
             return self._rows_of(node)
         if target in _SAME:
-            return self.of(node.args[0])  # type: ignore[arg-type]
+            inner = self.of(node.args[0])  # type: ignore[arg-type]
+            return Found(_OTHER_END[inner.what]) if target is aten.neg.default and inner.what in _OTHER_END else inner
+        if target in _CONTRACTED and (summed := self._contracted(node)) is not None:
+            return summed
         if target in _JOINED:
             return self._together(node.args[0])  # type: ignore[arg-type]
+        if target is aten.where.self and (chosen := self._chosen(node)) is not None:
+            return chosen
         if target in _ADDED:
             return self._added(node)
-        if target in _MULTIPLIED | _DIVIDED and (found := self._scaled(node)).what != OTHER:
+        if target in _MULTIPLIED | _DIVIDED | _CONTRACTED and (found := self._scaled(node)).what != OTHER:
             return found
         # What follows from the batch alone is known for the whole of it: d(s) = (n/N) d(s) / d(s_i) d(s_i), summed over the parts.
         value = self.expression(node)
         return Found(OTHER) if value is None else Found(LINEAR, over(SAMPLES, value))
 
+    # Rows, which may be divided by a sum over the batch before they are summed up: `weights / weights.sum()`
+
     def _rows_of(self, node: Node) -> Found:
-        """Rows may be divided by a sum over the batch before they are summed up: `weights / weights.sum()`."""
         target: Any = node.target
-        if target in _SAME:
-            return Found(ROWS, self._divided(node.args[0]))
-        if target not in _MULTIPLIED | _DIVIDED:
-            return Found(ROWS)
-        first, second = node.args[:2]
-        by = [self._divided(x) for x in (first, second)[: 2 - (target in _DIVIDED)]]
-        for x, is_divisor in ((first, False), (second, target in _DIVIDED)):
-            if (
-                isinstance(x, Node)
-                and x in self._from_batch
-                and self.of(x).what == LINEAR
-                and (found := self.expression(x)) is not None
-            ):
-                by.append(found if is_divisor else over(ONE, found))
-        known = [x for x in by if x is not None]
-        return Found(ROWS, functools.reduce(times, known) if known else None)
+        if target in _SAME and target is not operator.getitem:
+            found = [self._divided(node.args[0])]
+        elif target in _MULTIPLIED | _DIVIDED:
+            found = [self._multiplied(node)]
+        elif target in _ADDED or target in _JOINED or target in _CHOSEN:
+            arguments: Any = node.args[0] if target in _JOINED else [node.args[i] for i in _CHOSEN.get(target, (0, 1))]
+            found = list({self._divided(x) for x in arguments if not _is_zero(x)})
+            if target in _JOINED and not all(self._varies(x) for x in arguments):
+                found = [None]  # other rows than those of samples
+        else:
+            found = [ONE]
+        if len(found) > 1 or None in found:
+            return Found(OTHER)
+        return Found(ROWS, None if not found or found[0] == ONE else found[0])
 
     def _divided(self, value: Any) -> Expression | None:
+        """By what rows are divided; None if they are put together in another way. A number of the whole batch that is put into
+        each row, so that it counts once for each sample, is divided by their number."""
         found = self.of(value) if isinstance(value, Node) else Found(WHOLE)
-        return found.denominator if found.what == ROWS else None
+        if found.what == LINEAR and found.denominator is not None:
+            return simplified(over(found.denominator, SAMPLES))
+        return found.denominator or ONE if found.what in (WHOLE, ROWS) else None
+
+    def _multiplied(self, node: Node) -> Expression | None:
+        """The same of a product or a quotient."""
+        made: Expression = ONE
+        for place, value in enumerate(node.args[:2]):
+            divides = place == 1 and node.target in _DIVIDED
+            if isinstance(value, Node) and self.of(value).what == ROWS:
+                by = self._divided(value)
+                divides = not divides
+            else:
+                by = self._constant(value, node, place)
+            if by is None:
+                return None
+            made = made if by == ONE else times(made, by if divides else over(ONE, by))
+        return made
 
     # Reductions
 
@@ -194,15 +245,22 @@ class Terms:
         inner = self.of(source)
         if inner.what in (LINEAR, MIXED):
             return inner
-        if inner.what != ROWS or (node.meta["val"].ndim and self._has_rows(node)):
+        if inner.what != ROWS or (node.meta["val"].ndim and self._following.has_rows(node)):
             return inner
         return Found(LINEAR, times(ONE if node.target in _SUMS else SAMPLES, inner.denominator or ONE))
+
+    def _contracted(self, node: Node) -> Found | None:
+        """A sum over samples of products."""
+        found = [self.of(x) for x in node.all_input_nodes]
+        if any(f.what != ROWS for f in found):
+            return None
+        return Found(LINEAR, functools.reduce(times, (f.denominator or ONE for f in found * (2 // len(found)))))
 
     # What is computed from reduced values
 
     def _together(self, nodes: Iterable[Any]) -> Found:
         """Of a sum of values, some of which may not follow from the batch."""
-        found = [self.of(x) for x in nodes if not self.is_whole(x)]
+        found = [self.of(x) for x in nodes if self._varies(x)]
         some_whole = len(found) < len(list(nodes))
         if any(f.what not in (LINEAR, MIXED) for f in found):
             return Found(OTHER)
@@ -212,8 +270,21 @@ class Terms:
         # The weights of a sum do not add up to 1, so what is the same on every part cannot go with it.
         return Found(MIXED) if some_whole and not _adds_up_to_one(found[0].denominator) else found[0]
 
+    def _chosen(self, node: Node) -> Found | None:
+        """A ratio where anything counts, and else 0: `torch.where(n > 0, total / n, 0)`."""
+        condition, value, other = node.args
+        if not isinstance(condition, Node) or not isinstance(value, Node) or not isinstance(other, Node):
+            return None
+        inner, number, asked = self.of(value), self._following.literal(other), self.expression(condition)
+        if inner.what != LINEAR or inner.denominator is None or number != Number(0) or not isinstance(asked, Operation):
+            return None
+        counts = asked.target in _ANY and asked.arguments[1] == Number(_ANY[asked.target])
+        return inner if counts and asked.arguments[0] in stats_of(inner.denominator) else None
+
     def _added(self, node: Node) -> Found:
         first, second = node.args[:2]
+        if not self._varies(second) and isinstance(first, Node) and (inner := self.of(first)).what in _OTHER_END:
+            return Found(_OTHER_END[inner.what]) if node.target in (aten.rsub.Scalar, aten.rsub.Tensor) else inner
         return self._together([first, second])
 
     def _scaled(self, node: Node) -> Found:
@@ -222,9 +293,13 @@ class Terms:
         if factor is None:
             return Found(OTHER)
         value, expression = factor
-        inner = self.of(value)
+        inner, by = self.of(value), node.args[1]
+        if inner.what in _OTHER_END and isinstance(by, int | float) and expression == ONE:
+            return inner if by > 0 else Found(_OTHER_END[inner.what])
         if inner.what == MIXED:
             return Found(MIXED) if expression == ONE else Found(OTHER)
+        if inner.what == WHOLE:  # the same on every part, but for what it is divided by
+            return Found(LINEAR, times(SAMPLES, expression))
         if inner.what != LINEAR or inner.denominator is None:
             return Found(OTHER)
         return Found(LINEAR, times(inner.denominator, expression))
@@ -233,25 +308,22 @@ class Terms:
         """Of a product or a quotient: the operand that is weighed, and what its denominator is multiplied with."""
         first, second = node.args[:2]
         if node.target in _DIVIDED:
-            if not isinstance(first, Node) or first not in self._from_batch:
-                return None
-            by = self._constant(second, node, 1)
-            return None if by is None else (first, by)
-        for value, other, place in ((first, second, 1), (second, first, 0)):
-            if isinstance(value, Node) and value in self._from_batch and (by := self._constant(other, node, place)) is not None:
+            by = self._constant(second, node, 1) if isinstance(first, Node) else None
+            return None if by is None else (first, by)  # type: ignore[return-value]
+        ways = [(first, second, 1), (second, first, 0)]
+        for value, other, place in sorted(ways, key=lambda way: not self._varies(way[0])):
+            if isinstance(value, Node) and (by := self._constant(other, node, place)) is not None:
                 return value, over(ONE, by)
         return None
 
     def _constant(self, value: Any, user: Node, place: int) -> Expression | None:
         """What a value that is no term changes in a denominator: nothing, if it is the same on every part."""
         if isinstance(value, Node):
-            if value not in self._from_batch:
-                number = self._number_of(value)
-                return ONE if number is None else self._constant_number(number, value)
-            known = self.expression(value)
+            known = self.expression(value) if self._varies(value) else ONE
             self._note(known, value, user)
-            return known
-        return self._constant_number(value, user, place)
+        else:
+            known = self._following.number(value, user, place)
+        return ONE if isinstance(known, Number) else known
 
     def _note(self, known: Any, value: Any, reader: Node) -> None:
         """A sum over the batch, or a mean, is read here on the way to a term."""
@@ -262,10 +334,6 @@ class Terms:
         if isinstance(stat, Stat):
             self.uses.setdefault(stat.key, {})[reader, value] = factor
 
-    def _constant_number(self, value: Any, node: Node, place: int | None = None) -> Expression | None:
-        found = self._number(value, node, place)
-        return ONE if isinstance(found, Number) else found
-
     def expression(self, node: Node) -> Expression | None:
         """A value that follows from the batch alone, as an expression of sums over it; None if it is none."""
         if node.target is COUNT:
@@ -275,6 +343,8 @@ class Terms:
         value = node.meta.get("val")
         if node in self._from_params or not isinstance(value, torch.Tensor) or value.ndim:
             return None
+        if node not in self._from_batch and (number := self._following.literal(node)) is not None:
+            return number
         target: Any = node.target
         if target in (aten.view.default, aten.clone.default, aten._to_copy.default, aten.detach.default, aten.alias.default,
                       aten.squeeze.default):  # fmt: skip
@@ -290,9 +360,9 @@ class Terms:
         given: list[Any] = []
         for place, argument in enumerate(node.args):
             if isinstance(argument, Node):
-                known = self.expression(argument) if argument in self._from_batch else self._literal(argument)
+                known = self.expression(argument) if self._varies(argument) else self._following.literal(argument)
             elif isinstance(argument, int | float) and not isinstance(argument, bool):
-                known = self._number(argument, node, place)
+                known = self._following.number(argument, node, place)
             else:
                 known = Operation.given(argument)
             if known is None:
@@ -301,70 +371,14 @@ class Terms:
             given.append(known)
         return Operation(target, tuple(given), tuple(sorted(node.kwargs.items()))) if _hashable(node.kwargs) else None
 
-    def _literal(self, node: Node) -> Expression | None:
-        number = self._number_of(node)
-        return None if number is None else self._number(number, node, None)
-
-    def _number_of(self, node: Node) -> float | None:
-        """The number that a tensor without dimensions was made from."""
-        if node.target is aten.full.default and node.args[0] == []:
-            return node.args[1]  # type: ignore[return-value]
-        return node.args[0] if node.target is aten.scalar_tensor.default else None  # type: ignore[return-value]
-
-    # What follows the size
-
-    def _number(self, value: Any, node: Node, place: int | None) -> Expression | None:
-        """A number that the step calculates with: itself, or a multiple or a fraction of the number of samples."""
-        if not isinstance(value, int | float) or not value or value != value:
-            return Number(value)
-        if value % self.size and round(1 / value, 6) % self.size:
-            return Number(value)
-        other = self._beside.get(node) if self._beside is not None else None
-        if other is None:
-            return None if self._beside is not None else Number(value)
-        there: Any = self._number_of(other) if place is None else other.args[place]
-        if there == value:
-            return Number(value)
-        size = self._other_size
-        if abs(value * size - there * self.size) <= 1e-9 * abs(value) * size:
-            return times(Number(value / self.size), SAMPLES)
-        if abs(value * self.size - there * size) <= 1e-9 * abs(value) * size:
-            return over(Number(value * self.size), SAMPLES)
-        return None
-
-    def _has_rows(self, node: Node) -> bool:
-        if node in self._rows:
-            return True
-        if self._beside is None or (other := self._beside.get(node)) is None:
-            return True  # what follows from samples and is not known to be reduced
-        a, b = node.meta.get("val"), other.meta.get("val")
-        return not isinstance(a, torch.Tensor) or not isinstance(b, torch.Tensor) or a.shape != b.shape
-
-    @cached_property
-    def _rows(self) -> set[Node]:
-        return known_rows(self.graph, self.size)
-
-    @cached_property
-    def _beside(self) -> dict[Node, Node] | None:
-        """Each node -> the same one at another size, as far as both traces are alike."""
-        found = self._ask()
-        if found is None:
-            return None
-        other, self._other_size = found
-        paired: dict[Node, Node] = {}
-        stack = list(zip(_results(self.graph), _results(other), strict=False))
-        while stack:
-            a, b = stack.pop()
-            if a in paired or a.op != b.op or (a.op == "call_function" and a.target is not b.target):
-                continue
-            paired[a] = b
-            stack += zip(a.all_input_nodes, b.all_input_nodes, strict=False)
-        return paired
-
 
 def _adds_up_to_one(denominator: Expression | None) -> bool:
     # Where something else than labels is counted, a part in which nothing counts has a weight, see `Denominator.of`.
     return denominator == SAMPLES or (isinstance(denominator, Stat) and denominator.how == "labels")
+
+
+def _is_zero(value: Any) -> bool:
+    return value == 0 if isinstance(value, int | float) else value.target in _ZEROS
 
 
 def _hashable(kwargs: Any) -> bool:
@@ -378,10 +392,3 @@ def _hashable(kwargs: Any) -> bool:
 def _changed_buffers(graph: torch.fx.Graph) -> set[str]:
     found = [d.mutated_input for d in graph.output_node().meta["desc"] if isinstance(d, _torch.InputMutationAOTOutput)]
     return {buffer.target for buffer in found if isinstance(buffer, _torch.BufferAOTInput)}
-
-
-def _results(graph: torch.fx.Graph) -> list[Node]:
-    """What the step itself hands out, in order: not gradients."""
-    output = graph.output_node()
-    described = zip(output.args[0], output.meta["desc"], strict=True)  # type: ignore[arg-type]
-    return [node for node, desc in described if isinstance(desc, _torch.PlainAOTOutput) and isinstance(node, Node)]

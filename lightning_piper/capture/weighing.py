@@ -11,7 +11,7 @@ of weight.
 from __future__ import annotations
 
 import operator
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -20,6 +20,7 @@ from torch.fx import Node
 
 from lightning_piper.capture import _torch
 from lightning_piper.capture.denominators import ONE, SAMPLES, Expression, denominator_of, described, simplified, stats_of
+from lightning_piper.capture.following import Ask
 from lightning_piper.capture.passes import Names
 from lightning_piper.capture.terms import LINEAR, MIXED, ROWS, WHOLE, Found, Terms
 from lightning_piper.capture.trace import Traced
@@ -29,7 +30,6 @@ from lightning_piper.ir.values import Kind
 
 aten = torch.ops.aten
 MANY = 32  # terms with weights of their own, each of which gets a copy of what adds them up
-Beside = Callable[[], tuple[torch.fx.Graph, int] | None]
 
 
 @dataclass(frozen=True)
@@ -48,7 +48,7 @@ class Weighed:
     tangents: Mapping[Node, int]
 
 
-def weigh(traced: Traced, size: int, canonical: Mapping[str, str], beside: Beside | None) -> Weighed:
+def weigh(traced: Traced, size: int, canonical: Mapping[str, str], beside: Ask | None) -> Weighed:
     """Find the terms of the loss and of logged values, and give each a tangent. Changes the graph in place.
 
     What is no sum of means, sums and ratios whose denominators follow from the batch alone has no such weights: the loss is taken
@@ -57,16 +57,16 @@ def weigh(traced: Traced, size: int, canonical: Mapping[str, str], beside: Besid
     Args:
         size: samples of the trace.
         canonical: every name of a parameter or buffer -> the one name it goes by.
-        beside: the same step at another size, if it has to be asked; None where nothing cuts the batch, and all count alike.
+        beside: as in `Following`; None where nothing cuts the batch, and all count alike.
     """
     return _Weighing(traced, size, canonical, beside).run()
 
 
 class _Weighing:
-    def __init__(self, traced: Traced, size: int, canonical: Mapping[str, str], beside: Beside | None) -> None:
+    def __init__(self, traced: Traced, size: int, canonical: Mapping[str, str], beside: Ask | None) -> None:
         self.graph, self.plain = traced.graph, list(traced.plain)
         self.reduce = {log.name: log.reduce for log in traced.logs}
-        self.found, self._alike = Terms(traced.graph, size, beside or (lambda: None)), beside is None
+        self.found, self._alike = Terms(traced.graph, size, beside or (lambda known: None)), beside is None
         self.names = Names.of(traced.graph, canonical)
         self.kinds: dict[Any, int] = {}
         self.terms: list[Term] = []
@@ -157,7 +157,7 @@ class _Weighing:
         first: Any = node.args[0]
         if node.target in (aten.stack.default, aten.cat.default):
             return list(first)
-        if node.target in (aten.mul.Tensor, aten.mul.Scalar, aten.div.Tensor, aten.div.Scalar):
+        if node.target in _SCALED:
             factor = self.found.factor(node)
             return [] if factor is None else [factor[0]]
         if len(node.args) > 1 and node.target in _ADDITIONS:
@@ -381,4 +381,6 @@ def _is_read_again(loss: Node) -> bool:
 _LISTS = {aten.stack.default, aten.cat.default}
 # Their backward passes are no operations.
 _PASSING = {aten.add.Tensor, aten.add.Scalar, aten.view.default, aten.reshape.default, aten.clone.default, aten.alias.default}
+_SCALED = {aten.mul.Tensor, aten.mul.Scalar, aten.div.Tensor, aten.div.Scalar, aten.dot.default, aten.mv.default, aten.mm.default,
+           aten.bmm.default}  # fmt: skip
 _ADDITIONS = {aten.add.Tensor, aten.add.Scalar, aten.sub.Tensor, aten.sub.Scalar, aten.rsub.Scalar, aten.rsub.Tensor}

@@ -166,8 +166,9 @@ def _run(run: Reference, chunk: Chunk, replica: int) -> list[Bundle]:
     for leaf in interface.batch:
         cut = dag.code.samples(leaf, samples)
         args.append(run.leaves[leaf] if cut is None else run.leaves[leaf][cut.start : cut.stop])
+    device = (args or run.leaves)[0].device  # the backward of a mean alone reads nothing else
     for term, ref in zip(interface.seeds, chunk.weights or (None,) * len(interface.seeds), strict=True):
-        args.append(_seed(run, chunk, term, replica).to(args[0].device) if ref is None else run.values[ref, replica][0])
+        args.append(_seed(run, chunk, term, replica).to(device) if ref is None else run.values[ref, replica][0])
     code = dag.code_of(chunk)
     if interface.random:
         with torch.random.fork_rng():

@@ -223,9 +223,11 @@ def _distance(a: torch.Tensor, b: torch.Tensor) -> float:
 
 
 def _joined(value: torch.Tensor, others: list[torch.Tensor]) -> torch.Tensor | None:
-    """What the slices say about a value that follows the batch. None where two dimensions do: it compares samples."""
+    """What the slices say about a value that follows the batch. None where two dimensions do, or another number of rows than
+    one for each sample: it compares samples."""
     dims = [d for d, (a, b) in enumerate(zip(value.shape, others[0].shape, strict=True)) if a != b]
-    return None if len(dims) > 1 else torch.cat(others, dims[0])
+    made = torch.cat(others, dims[0]) if len(dims) == 1 else None
+    return made if made is not None and made.shape == value.shape else None
 
 
 def _weighted(others: list[torch.Tensor], weights: torch.Tensor) -> torch.Tensor:

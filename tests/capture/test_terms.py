@@ -84,6 +84,9 @@ def logging(m: Any, p: Tensor, y: Tensor, r: Any) -> Tensor:
     m.log("smallest", p.min(), reduce_fx="sum")
     m.log("sum of two", loss + 0.5 * p.square().mean())
     m.log("penalty", m.second.weight.square().sum())
+    m.log("minus the largest", -2 * p.max() + 1)
+    m.log("any", (p > 1).any())
+    m.log("largest label", y.max(0).values.double(), reduce_fx="max")
     return loss
 
 
@@ -112,6 +115,28 @@ LOSSES: dict[str, tuple[Loss, list[str]]] = {
     "weights that add up to one": (lambda m, p, y, r: (r[0] / r[0].sum() * each(p, y)).sum(), ["ratio"]),
     "a sum over classes": (lambda m, p, y, r: sum(((p[:, c] * r[1]).sum() / (r[1] & (y != c)).sum() for c in range(3)),
                                                   p.new_zeros(())), ["samples", *["ratio"] * 3]),
+    "rows over their number": (lambda m, p, y, r: (each(p, y) / len(p)).sum(), ["samples"]),
+    "a number over rows": (lambda m, p, y, r: (each(p, y) * r[1] / r[1].numel()).sum(), ["samples"]),
+    "pairs of samples": (lambda m, p, y, r: each(p, y).sum() / (len(p) / 2), ["samples"]),
+    "a tensor of their number": (lambda m, p, y, r: each(p, y).sum() / torch.tensor(len(p)), ["samples"]),
+    "a tensor of ones": (lambda m, p, y, r: each(p, y).sum() / torch.ones(len(p)).sum(), ["ratio"]),
+    "a penalty over their number": (lambda m, p, y, r: p.square().sum() + m.second.weight.norm() / len(p), ["sum", "ratio"]),
+    "weights that add up to their number": (lambda m, p, y, r: (r[0] / r[0].sum() * len(p) * each(p, y)).mean(), ["ratio"]),
+    "rows with weights, added": (lambda m, p, y, r: (lambda w: (w * each(p, y) + w * p.square().mean(1)).sum())(r[0] / r[0].sum()),
+                                 ["ratio"]),
+    "rows with weights, some chosen": (lambda m, p, y, r: (r[0] / (r[0].sum() + 1e-8) * each(p, y)).masked_fill(y == 1, 0).sum(),
+                                       ["ratio"]),
+    "a product of vectors": (lambda m, p, y, r: each(p, y) @ r[0] / r[0].sum(), ["ratio"]),
+    "a product of tensors": (lambda m, p, y, r: torch.einsum("b,b->", each(p, y), r[0] / r[0].sum()), ["ratio"]),
+    "one number in each row": (lambda m, p, y, r: each(p, y).sum().expand(len(p)).mean(), ["sum"]),
+    "a masked mean, the larger number": (lambda m, p, y, r: (each(p, y) * r[1]).sum() / torch.maximum(r[1].sum(), torch.tensor(1)),
+                                         ["ratio"]),
+    "a masked mean, if any": (lambda m, p, y, r: torch.where(r[1].sum() > 0, (each(p, y) * r[1]).sum() / r[1].sum().clamp(min=1),
+                                                             0.0), ["ratio"]),
+    "a masked mean, Python's larger number": (lambda m, p, y, r: (each(p, y) * r[1]).sum() / max(r[1].sum().item(), 1), ["ratio"]),
+    "what is not padded": (lambda m, p, y, r: (each(p, y) * r[1]).sum() / (r[1].numel() - (~r[1]).sum()), ["ratio"]),
+    "three terms and weights": (lambda m, p, y, r: torch.stack([ce(m, p, y, r), p.square().sum(), p.mean()]) @ m.classes[:3],
+                                ["ratio", "sum", "samples"]),
     "declared": (lambda m, p, y, r: piper.mean(each(p, y) * r[1], r[1].sum()), ["ratio"]),
     "declared by a number": (lambda m, p, y, r: piper.mean(each(p, y) * r[1], 7), ["sum"]),
     "two terms": (lambda m, p, y, r: ce(m, p, y, r) + 0.1 * p.logsumexp(-1).square().mean(), ["ratio", "samples"]),
@@ -135,7 +160,9 @@ def distance(a: Outcome, b: Outcome) -> float:
 
 OFTEN = (
     "labels with class weights", "a sum", "a masked mean", "a masked mean of means", "a sum over classes", "two terms",
-    "weights that add up to one", "three terms, stacked", "a penalty beside a sum", "a learned weight", "a detached term", "logged",
+    "weights that add up to one", "rows over their number", "pairs of samples", "rows with weights, added", "a product of vectors",
+    "a masked mean, if any", "what is not padded",
+    "three terms, stacked", "a penalty beside a sum", "a learned weight", "a detached term", "logged",
 )  # fmt: skip
 
 
@@ -171,6 +198,9 @@ NOT_SEEN: dict[str, Loss] = {
     "a root": lambda m, p, y, r: F.mse_loss(p[:, 0], r[0]).sqrt(),
     "a product of means": lambda m, p, y, r: p.mean() * p.square().mean(),
     "a denominator from parameters": lambda m, p, y, r: (p * (p > 0)).sum() / (p > 0).sum(),
+    "one sample less": lambda m, p, y, r: p.square().sum() / (len(p) - 1),
+    "pairs of a batch's halves": lambda m, p, y, r: (torch.sub(*p.chunk(2))).square().mean(),
+    "rows and a penalty, joined": lambda m, p, y, r: torch.cat([p.square().mean(1), m.second.weight.square().sum(1)]).mean(),
     "a Dice loss": lambda m, p, y, r: 1 - 2 * (p.sigmoid()[:, 0] * r[1]).sum() / (p.sigmoid()[:, 0].sum() + r[1].sum()),
 }
 

@@ -1,0 +1,187 @@
+"""Which values and numbers of a traced graph follow the number of samples.
+
+Of many it can be seen. Where it cannot, a second trace at another size shows it: the two are walked side by side, and what differs
+follows the size. That trace takes time, so it is asked for only where a number could be made of the size, or a shape too.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import cached_property
+from typing import Any
+
+import torch
+from torch.fx import Node
+
+from lightning_piper.capture import _torch
+from lightning_piper.capture.denominators import SAMPLES, Expression, Number, over, times
+from lightning_piper.capture.rowwise import known_rows
+
+aten = torch.ops.aten
+Ask = Callable[[bool], tuple[torch.fx.Graph, int] | None]
+# Of another tensor they take what it is made of, and no value.
+CONSTANTS = {aten.new_zeros.default: 0.0, aten.new_ones.default: 1.0, aten.zeros_like.default: 0.0, aten.ones_like.default: 1.0,
+             aten.new_full.default: None, aten.full_like.default: None}  # fmt: skip
+_HANDED_ON = {aten.view.default, aten.reshape.default, aten.clone.default, aten._to_copy.default, aten.detach.default,
+              aten.alias.default, aten.squeeze.default, aten.lift_fresh_copy.default}  # fmt: skip
+
+
+class Following:
+    """What follows the number of samples.
+
+    Args:
+        graph: of a step.
+        size: samples with which it was traced.
+        ask: gives the same step at another size, and this size; None where there is none. Given True, only if no trace is needed.
+    """
+
+    def __init__(self, graph: torch.fx.Graph, size: int, ask: Ask) -> None:
+        self.graph, self.size, self._ask = graph, size, ask
+        self._changes: dict[Node, bool] = {}
+
+    def has_rows(self, node: Node) -> bool:
+        """Is there a dimension in it that follows the samples?"""
+        if node in self._rows:
+            return True
+        if self._beside is None or (other := self._beside.get(node)) is None:
+            return True  # what follows from samples and is not known to be reduced
+        a, b = node.meta.get("val"), other.meta.get("val")
+        return not isinstance(a, torch.Tensor) or not isinstance(b, torch.Tensor) or a.shape != b.shape
+
+    def number(self, value: Any, node: Node, place: int | None) -> Expression | None:
+        """A number that the step calculates with: itself, or a multiple or a fraction of the number of samples. None if it is
+        something else that follows it.
+
+        Args:
+            node, place: whose argument it is; without a place, the tensor that was made of it.
+        """
+        if not isinstance(value, int | float) or not value or value != value:
+            return Number(value)
+        if not (self._is_of_size(value) or self._is_known):
+            return Number(value)
+        other = self._beside.get(node) if self._beside is not None else None
+        if other is None:
+            return None if self._beside is not None else Number(value)
+        there: Any = self.number_in(other, self._there) if place is None else other.args[place]
+        if there == value:
+            return Number(value)
+        if not isinstance(there, int | float):
+            return None
+        size = self._other_size
+        if abs(value * size - there * self.size) <= 1e-9 * abs(value) * size:
+            return times(Number(value / self.size), SAMPLES)
+        if abs(value * self.size - there * size) <= 1e-9 * abs(value) * size:
+            return over(Number(value * self.size), SAMPLES)
+        return None
+
+    def literal(self, node: Node) -> Expression | None:
+        """The number that a tensor without dimensions was made from; None if there is none."""
+        number = self.number_in(node, self.graph)
+        return None if number is None else self.number(number, node, None)
+
+    def number_in(self, node: Any, graph: torch.fx.Graph) -> float | None:
+        while node.op == "call_function" and node.target in _HANDED_ON and node.meta["val"].numel() == 1:
+            node = node.args[0]
+        if node.op == "get_attr":
+            constant = getattr(graph.owning_module, str(node.target), None)
+            return constant.item() if isinstance(constant, torch.Tensor) and constant.numel() == 1 else None
+        if node.target is aten.full.default and node.args[0] == []:
+            return node.args[1]  # type: ignore[no-any-return]
+        if node.target is aten.scalar_tensor.default:
+            return node.args[0]  # type: ignore[no-any-return]
+        if node.target in (aten.zeros.default, aten.ones.default) and node.args[0] == []:
+            return float(node.target is aten.ones.default)
+        if node.target in CONSTANTS and not node.meta["val"].ndim:
+            made = CONSTANTS[node.target]
+            return node.args[-1] if made is None else made
+        return None
+
+    def changes(self, node: Node) -> bool:
+        """Is it another value with another number of samples, though it reads none of them: `torch.ones(len(x))`?"""
+        stack = [node]
+        while stack:
+            top = stack[-1]
+            missing = [x for x in top.all_input_nodes if x not in self._changes]
+            if not missing:
+                stack.pop()
+                self._changes.setdefault(top, any(self._changes[x] for x in top.all_input_nodes) or self._is_made_of_size(top))
+            stack += missing
+        return self._changes[node]
+
+    def _is_made_of_size(self, node: Node) -> bool:
+        if node.op == "placeholder":
+            return False
+        if node.op == "get_attr":
+            numbers = _content(self.graph, node)
+        else:
+            numbers = [x for x in _flat(node.args) if isinstance(x, int | float)]
+        if not (self._is_known or any(map(self._is_of_size, numbers))) or self._beside is None:
+            return False
+        other = self._beside.get(node)
+        if other is None:
+            return not _torch.is_backward(node)
+        if node.op == "get_attr":
+            return numbers != _content(self._there, other)
+        pairs = zip(_flat(node.args), _flat(other.args), strict=False)
+        return any(isinstance(a, int | float) and a != b for a, b in pairs)
+
+    def _is_of_size(self, value: float) -> bool:
+        """May it be made of the number of samples? Half of it, one less, the root of it, and numbers over these."""
+        value = abs(value)
+        if not value or value == 1 < self.size or value != value or value == float("inf"):
+            return False
+        x = max(value, 1 / value)
+        return any(abs(y / self.size - round(y / self.size)) < 1e-6 for y in (x, 2 * x, 3 * x, 4 * x, x * x, x - 1, x + 1) if y)
+
+    # The other trace
+
+    @cached_property
+    def _rows(self) -> set[Node]:
+        return known_rows(self.graph, self.size)
+
+    @cached_property
+    def _is_known(self) -> bool:
+        """Is there a trace at another size?"""
+        return self._ask(True) is not None
+
+    @cached_property
+    def _beside(self) -> dict[Node, Node] | None:
+        """Each node -> the same one at another size, as far as both traces are alike."""
+        found = self._ask(False)
+        if found is None:
+            return None
+        self._there, self._other_size = found
+        paired: dict[Node, Node] = {}
+        stack = list(zip(results_of(self.graph), results_of(self._there), strict=False))
+        while stack:
+            a, b = stack.pop()
+            if a in paired or a.op != b.op or (a.op == "call_function" and a.target is not b.target):
+                continue
+            paired[a] = b
+            stack += zip(a.all_input_nodes, b.all_input_nodes, strict=False)
+        return paired
+
+
+def results_of(graph: torch.fx.Graph) -> list[Node]:
+    """What the step itself hands out, in order: not gradients."""
+    output = graph.output_node()
+    described = zip(output.args[0], output.meta["desc"], strict=True)  # type: ignore[arg-type]
+    return [node for node, desc in described if isinstance(desc, _torch.PlainAOTOutput) and isinstance(node, Node)]
+
+
+def copied(graph: torch.fx.Graph) -> torch.fx.Graph:
+    """A copy, with what is known of its results."""
+    copy = torch.fx.Graph(graph.owning_module)
+    copy.output(copy.graph_copy(graph, {}))
+    copy.output_node().meta = dict(graph.output_node().meta)
+    return copy
+
+
+def _content(graph: torch.fx.Graph, node: Node) -> list[Any]:
+    """Of a tensor that the step makes from Python numbers: its number, or its shape."""
+    constant: torch.Tensor = getattr(graph.owning_module, str(node.target))
+    return constant.flatten().tolist() if constant.numel() == 1 else list(constant.shape)
+
+
+def _flat(arguments: Any) -> list[Any]:
+    return [y for x in arguments for y in (_flat(x) if isinstance(x, list | tuple) else [x])]

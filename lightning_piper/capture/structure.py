@@ -1,0 +1,53 @@
+"""What a step's code for one number of samples must have in common with that for another: only then a batch may be cut."""
+
+from __future__ import annotations
+
+from itertools import zip_longest
+from typing import Any
+
+from lightning_piper.errors import CaptureError
+from lightning_piper.ir.regions import Interface, Output, PassKey, StepCode
+from lightning_piper.ir.values import Kind
+
+
+def same_structure(a: StepCode, b: StepCode) -> None:
+    def shape_of(code: StepCode) -> tuple[Any, ...]:
+        tags = tuple(tuple(sorted(r.tags.items())) for r in code.regions)
+        said = (*(log.name for log in code.logs), *map(str, code.metrics.events))
+        return tags, said, {key: public(i) for key, i in code.interfaces.items()}
+
+    _same_weights(a, b)
+    if shape_of(a) == shape_of(b):
+        return
+    differing = [f"{b.regions[r].label} {p}" for r, p in sorted(set(a.interfaces) | set(b.interfaces))
+                 if r < len(b.regions) and _at(a, (r, p)) != _at(b, (r, p))]  # fmt: skip
+    raise CaptureError(
+        f"the step has another structure for {b.size} samples than for {a.size} (regions {', '.join(differing) or 'differ'}): its "
+        "Python code depends on the batch size. Make it independent, or choose microbatches of one size"
+    )
+
+
+def _at(code: StepCode, key: PassKey) -> Any:
+    return public(code.interfaces[key]) if key in code.interfaces else None
+
+
+def public(interface: Interface) -> Any:
+    """An interface without what is private to a region at a size: the graph's names of values."""
+
+    def kind(output: Output) -> tuple[str, tuple[str, ...], int | None]:
+        return (output.kind, () if output.kind in (Kind.ACTIVATION, Kind.COTANGENT) else output.names, output.term)
+
+    return (interface.inputs, tuple(map(kind, interface.outputs)), interface.params, interface.buffers, interface.state,
+            interface.batch, interface.seeds)  # fmt: skip
+
+
+def _same_weights(a: StepCode, b: StepCode) -> None:
+    one, other = ([(term.weighing, term.label) for term in code.terms] for code in (a, b))
+    if one != other:
+        differing_terms = next((x, y) for x, y in zip_longest(one, other, fillvalue=("", "nothing")) if x != y)
+        raise CaptureError(
+            f"the loss, or a logged value, weighs parts of the batch in another way for {b.size} samples than for {a.size} "
+            f"({' and '.join(label for _, label in differing_terms)}): the step calculates with a number that follows the batch "
+            "size, and is no multiple of it, as half of an odd number. Divide by the number of samples itself (len(x)), or give "
+            "the number to piper.mean as a tensor made from the batch"
+        )
