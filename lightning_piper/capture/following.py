@@ -24,6 +24,7 @@ CONSTANTS = {aten.new_zeros.default: 0.0, aten.new_ones.default: 1.0, aten.zeros
              aten.new_full.default: None, aten.full_like.default: None}  # fmt: skip
 _HANDED_ON = {aten.view.default, aten.reshape.default, aten.clone.default, aten._to_copy.default, aten.detach.default,
               aten.alias.default, aten.squeeze.default, aten.lift_fresh_copy.default}  # fmt: skip
+_ELEMENT_BY_ELEMENT = {aten.mul.Tensor, aten.div.Tensor, aten.neg.default}
 
 
 class Following:
@@ -43,7 +44,10 @@ class Following:
         """Is there a dimension in it that follows the samples?"""
         if node in self._rows:
             return True
-        if self._beside is None or (other := self._beside.get(node)) is None:
+        other = self._beside.get(node) if self._beside is not None else None
+        if other is None and _torch.is_backward(node) and node.target in _ELEMENT_BY_ELEMENT:  # the other trace has no gradients
+            return any(map(self.has_rows, node.all_input_nodes))
+        if other is None:
             return True  # what follows from samples and is not known to be reduced
         a, b = node.meta.get("val"), other.meta.get("val")
         return not isinstance(a, torch.Tensor) or not isinstance(b, torch.Tensor) or a.shape != b.shape

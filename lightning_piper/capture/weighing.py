@@ -22,6 +22,7 @@ from lightning_piper.capture import _torch
 from lightning_piper.capture.denominators import ONE, SAMPLES, Expression, denominator_of, described, simplified, stats_of
 from lightning_piper.capture.following import Ask
 from lightning_piper.capture.passes import Names
+from lightning_piper.capture.tangents import Sums, divide
 from lightning_piper.capture.terms import LINEAR, MIXED, ROWS, WHOLE, Found, Terms
 from lightning_piper.capture.trace import Traced
 from lightning_piper.ir.regions import Output
@@ -86,7 +87,7 @@ class _Weighing:
                 continue
             parts = self._parts(node, made)
             if made.kind == Kind.LOSS and self.names.tangent is not None:
-                if len(parts) > 1 and not (tangents := self._divide(node, parts)):
+                if len(parts) > 1 and not (tangents := self._divide(node, parts, results)):
                     parts = {self._term(SAMPLES): node}
                 tangents = tangents if len(parts) > 1 else {self.names.tangent: next(iter(parts))}
             (first, results[place]), *others = parts.items()
@@ -223,103 +224,12 @@ class _Weighing:
         made.meta = dict(like.meta)
         return made
 
-    # Tangents
-
-    def _divide(self, loss: Node, parts: Mapping[int, Node]) -> dict[Node, int]:
+    def _divide(self, loss: Node, parts: Mapping[int, Node], results: list[Any]) -> dict[Node, int]:
         """Give each term of the loss a tangent. Empty where that cannot be done."""
-        tangent = self.names.tangent
-        assert tangent is not None
-        entering = self._entering(loss)
-        if entering is None:
-            return {}
-        found = {term: self._tangent(tangent, k) for k, term in enumerate(parts)}
-        copies: dict[tuple[Node, int], Node] = {(tangent, term): node for term, node in found.items()}
-        for source, readers, term in entering:
-            for reader in readers if found[term] is not tangent else ():
-                reader.replace_input_with(source, self._led(source, term, copies))
-        return {node: term for term, node in found.items()}
-
-    def _entering(self, loss: Node) -> list[tuple[Node, list[Node], int]] | None:
-        """For each summand that gradients flow to: the gradient that enters it, the nodes that read it, and its term."""
-        behind = self._behind_tangent()
-        by_number: dict[Any, list[Node]] = {}
-        for node in self.graph.nodes:
-            if _torch.is_backward(node) and node.op == "call_function":
-                by_number.setdefault(_torch.sequence_number(node), []).append(node)
-        found: list[tuple[Node, list[Node], int]] = []
-        numbers: set[Any] = set()
-        read: set[Node] = set()
-        stack: list[tuple[Any, int | None]] = [(loss, None)]
-        mixed: set[Node] = set()
-        while stack:
-            value, base = stack.pop()
-            base = self._base(value) if base is None else base
-            if base is None:
-                if value not in mixed:
-                    mixed.add(value)
-                    stack += [(x, None) for x in self._summands(value)]
-                continue
-            number = _torch.sequence_number(value) if isinstance(value, Node) and value.op == "call_function" else None
-            if number is None or (number in numbers and value in read):
-                continue
-            backward = by_number.get(number, [])
-            if not backward and value.target in _PASSING:  # its gradient is that of its operands
-                stack += [(x, base) for x in value.all_input_nodes]
-                continue
-            sources = {x for node in backward for x in node.all_input_nodes if x in behind and x not in backward}
-            if len(sources) != 1 or number in numbers:
-                if sources:
-                    return None
-                continue
-            numbers.add(number)
-            read.add(value)
-            (source,) = sources
-            found.append((source, [node for node in backward if source in node.all_input_nodes], base))
-        # What is left behind the tangent must lead to summands alone.
-        readers = {reader for _, there, _ in found for reader in there}
-        leading = self._leading({source for source, _, _ in found})
-        escaped = [user for node in leading for user in node.users if user not in leading and user not in readers]
-        return None if any(not self._is_dead(user) for user in escaped) else found
-
-    def _behind_tangent(self) -> set[Node]:
-        """What is computed from the tangent and from nothing that follows from the batch: gradients of sums of terms."""
-        behind: set[Node] = {self.names.tangent}  # type: ignore[arg-type]
-        for node in self.graph.nodes:
-            inputs = node.all_input_nodes
-            follows = _torch.is_backward(node) and any(x in behind for x in inputs)
-            if follows and all(x in behind or self.found.is_whole(x) for x in inputs):
-                behind.add(node)
-        return behind
-
-    def _leading(self, sources: set[Node]) -> set[Node]:
-        """The nodes on the way from the tangent to these."""
-        found: set[Node] = set()
-        stack = list(sources)
-        while stack:
-            node = stack.pop()
-            if node not in found and _torch.is_backward(node):
-                found.add(node)
-                stack += node.all_input_nodes
-        return found
-
-    def _led(self, node: Node, term: int, copies: dict[tuple[Node, int], Node]) -> Node:
-        """What a gradient of the whole loss is for one term."""
-        if (node, term) not in copies:
-            inputs = {x: self._led(x, term, copies) for x in node.all_input_nodes if _torch.is_backward(x)}
-            with self.graph.inserting_after(node):
-                copied = self.graph.node_copy(node, lambda x: inputs.get(x, x))
-            copied.meta = dict(node.meta)
-            copies[node, term] = copied
-        return copies[node, term]
-
-    def _tangent(self, tangent: Node, k: int) -> Node:
-        if k == 0:
-            return tangent
-        last = [node for node in self.graph.nodes if node.op == "placeholder"][-1]
-        with self.graph.inserting_after(last):
-            made = self.graph.placeholder(f"{tangent.name}_{k}")
-        made.meta = dict(tangent.meta)
-        return made
+        assert self.names.tangent is not None
+        alone = {value for value in self.graph.nodes if value.op == "placeholder" and self.found.is_whole(value)}
+        sums = Sums(self._base, self._summands, self._part, self.found, alone)
+        return divide(self.graph, self.names.tangent, loss, list(parts), sums, results)
 
     def _guard(self) -> None:
         """Let a part of the batch in which nothing counts divide by 1, and not by 0: `Denominator.of` with `part` knows of it.
@@ -351,19 +261,6 @@ class _Weighing:
             for user in [x for x in value.users if x not in (zero, guarded)]:
                 user.replace_input_with(value, guarded)
 
-    def _is_dead(self, node: Node) -> bool:
-        """Does nothing that the step hands out read it?"""
-        stack, seen = [node], {node}
-        while stack:
-            top = stack.pop()
-            if top.op == "output":
-                return False
-            for user in top.users:
-                if user not in seen:
-                    seen.add(user)
-                    stack.append(user)
-        return True
-
 
 def _is_read_again(loss: Node) -> bool:
     """Does the backward pass read the loss, or what is computed from it?"""
@@ -379,8 +276,6 @@ def _is_read_again(loss: Node) -> bool:
 
 
 _LISTS = {aten.stack.default, aten.cat.default}
-# Their backward passes are no operations.
-_PASSING = {aten.add.Tensor, aten.add.Scalar, aten.view.default, aten.reshape.default, aten.clone.default, aten.alias.default}
 _SCALED = {aten.mul.Tensor, aten.mul.Scalar, aten.div.Tensor, aten.div.Scalar, aten.dot.default, aten.mv.default, aten.mm.default,
            aten.bmm.default}  # fmt: skip
 _ADDITIONS = {aten.add.Tensor, aten.add.Scalar, aten.sub.Tensor, aten.sub.Scalar, aten.rsub.Scalar, aten.rsub.Tensor}

@@ -33,7 +33,7 @@ class Model(L.LightningModule):
         super().__init__()
         self.first, self.second, self.loss = nn.Linear(6, 6), nn.Linear(6, CLASSES), loss
         self.register_buffer("classes", torch.rand(CLASSES) + 0.5)
-        self.log_variance = nn.Parameter(torch.tensor(0.3))
+        self.log_variance, self.log_variances = nn.Parameter(torch.tensor(0.3)), nn.Parameter(torch.tensor([0.1, 0.2, -0.3]))
         self.double()
 
     def training_step(self, batch: Any, batch_idx: int) -> Tensor:
@@ -69,6 +69,10 @@ def ce(m: Any, p: Tensor, y: Tensor, r: Any, **more: Any) -> Tensor:
 
 def each(p: Tensor, y: Tensor) -> Tensor:
     return F.cross_entropy(p, y, reduction="none")
+
+
+def three(m: Any, p: Tensor, y: Tensor, r: Any) -> Tensor:
+    return torch.stack([ce(m, p, y, r), p.square().sum(), p.mean()])
 
 
 def logging(m: Any, p: Tensor, y: Tensor, r: Any) -> Tensor:
@@ -135,7 +139,7 @@ LOSSES: dict[str, tuple[Loss, list[str]]] = {
                                                              0.0), ["ratio"]),
     "a masked mean, Python's larger number": (lambda m, p, y, r: (each(p, y) * r[1]).sum() / max(r[1].sum().item(), 1), ["ratio"]),
     "what is not padded": (lambda m, p, y, r: (each(p, y) * r[1]).sum() / (r[1].numel() - (~r[1]).sum()), ["ratio"]),
-    "three terms and weights": (lambda m, p, y, r: torch.stack([ce(m, p, y, r), p.square().sum(), p.mean()]) @ m.classes[:3],
+    "three terms and weights": (lambda m, p, y, r: three(m, p, y, r) @ m.classes[:3],
                                 ["ratio", "sum", "samples"]),
     "declared": (lambda m, p, y, r: piper.mean(each(p, y) * r[1], r[1].sum()), ["ratio"]),
     "declared by a number": (lambda m, p, y, r: piper.mean(each(p, y) * r[1], 7), ["sum"]),
@@ -146,6 +150,14 @@ LOSSES: dict[str, tuple[Loss, list[str]]] = {
     "a penalty beside": (lambda m, p, y, r: ce(m, p, y, r) + 0.1 * m.second.weight.square().sum(), ["ratio"]),
     "a penalty beside a sum": (lambda m, p, y, r: p.square().sum() + 0.1 * m.second.weight.square().sum() + 2, ["sum", "samples"]),
     "a learned weight": (lambda m, p, y, r: ce(m, p, y, r) * (-m.log_variance).exp() + m.log_variance, ["ratio"]),
+    "a learned weight beside": (lambda m, p, y, r: p.square().sum() * (-m.log_variance).exp() + ce(m, p, y, r) + m.log_variance,
+                                ["samples", "ratio", "sum"]),
+    "learned weights": (lambda m, p, y, r: ((-m.log_variances).exp() * three(m, p, y, r) + m.log_variances).sum(),
+                        ["ratio", "sum", "samples"]),
+    "learned weights, divided by": (lambda m, p, y, r: (three(m, p, y, r) / (2 * m.log_variances.exp()) - m.log_variances).sum(),
+                                    ["ratio", "sum", "samples"]),
+    "a product with learned weights": (lambda m, p, y, r: three(m, p, y, r) @ m.log_variances.softmax(0),
+                                       ["ratio", "sum", "samples"]),
     "a term twice": (lambda m, p, y, r: (lambda a: a + 0.5 * (a + p.square().sum()))(ce(m, p, y, r)), ["ratio", "sum"]),
     "a detached term": (lambda m, p, y, r: ce(m, p, y, r) + p.square().sum().detach(), ["ratio", "sum"]),
     "logged": (logging, ["ratio"]),
@@ -162,6 +174,7 @@ OFTEN = (
     "labels with class weights", "a sum", "a masked mean", "a masked mean of means", "a sum over classes", "two terms",
     "weights that add up to one", "rows over their number", "pairs of samples", "rows with weights, added", "a product of vectors",
     "a masked mean, if any", "what is not padded",
+    "learned weights, divided by", "a learned weight beside",
     "three terms, stacked", "a penalty beside a sum", "a learned weight", "a detached term", "logged",
 )  # fmt: skip
 

@@ -1,0 +1,218 @@
+"""Gives each term of a loss a tangent of its own: the backward pass from the loss to where its terms are added up, once for each.
+
+A gradient on this way is made of the tangent alone. It leads to the summands, each of which has a term; to a parameter that is
+added itself, which is the same on every part; and, where a vector of terms is multiplied by parameters, to the gradient of these,
+which is put together from those that the terms give.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Collection, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch.fx import Node
+
+from lightning_piper.capture import _torch
+from lightning_piper.capture.terms import MIXED, Terms
+
+aten = torch.ops.aten
+# Their backward passes are no operations.
+_PASSING = {aten.add.Tensor, aten.add.Scalar, aten.view.default, aten.reshape.default, aten.clone.default, aten.alias.default}
+
+
+@dataclass(frozen=True)
+class Sums:
+    """How a loss is added up.
+
+    Attributes:
+        base: the term of a value; None if it is itself a sum of several.
+        summands: what such a sum is put together from.
+        part: such a sum without the summands of other terms; None where there are none of this one.
+        found: what values are.
+        alone: inputs of the step that are the same on every part: parameters.
+    """
+
+    base: Callable[[Any], int | None]
+    summands: Callable[[Node], list[Any]]
+    part: Callable[[Node, int], Node | None]
+    found: Terms
+    alone: Collection[Node]
+
+
+@dataclass
+class _Way:
+    """From the loss to its summands.
+
+    Attributes:
+        entering: for each summand that gradients flow to: the gradient that enters it, the nodes that read it, and its term.
+        added: the term of parameters that are summands themselves, if there are any.
+    """
+
+    entering: list[tuple[Node, list[Node], int]]
+    added: int | None = None
+
+
+def divide(
+    graph: torch.fx.Graph, tangent: Node, loss: Node, terms: Sequence[int], sums: Sums, results: list[Any]
+) -> dict[Node, int]:
+    """Give each of the terms a tangent: placeholder -> term. Empty, and nothing is changed, where that cannot be done.
+
+    Args:
+        results: of the graph, some of which may be replaced.
+    """
+    behind = _behind(graph, tangent, sums.found)
+    way = _way(graph, loss, sums, behind)
+    if way is None:
+        return {}
+    readers = {(reader, source) for source, there, _ in way.entering for reader in there}
+    free = behind - _reached({reader for reader, _ in readers}, behind)
+    escaped = [(node, user) for node in graph.nodes if node in free for user in node.users
+               if user not in free and (user, node) not in readers and not is_dead(user)]  # fmt: skip
+    products = {user: None for _, user in escaped if _is_product(user, free, sums.found)}
+    added = [(node, user) for node, user in escaped if user not in products]
+    handed_out = [i for i, node in enumerate(results) if node in free]
+    if any(user.op != "output" and user.target is not aten.add.Tensor for _, user in added):
+        return {}
+    if (added or handed_out) and way.added is None:
+        return {}
+    led = _Led(graph, tangent, terms)
+    for source, there, term in way.entering:
+        for reader in there:
+            reader.replace_input_with(source, led.of(source, term))
+    for node, user in added:
+        if user.op != "output" and way.added is not None:
+            user.replace_input_with(node, led.of(node, way.added))
+    for i in handed_out:
+        results[i] = led.of(results[i], way.added if way.added is not None else terms[0])
+    for user in products:
+        made = _put_together(graph, user, terms, led, free, sums)
+        results[:] = [made if x is user else x for x in results]
+    return {node: term for term, node in led.tangents.items()}
+
+
+def _behind(graph: torch.fx.Graph, tangent: Node, found: Terms) -> set[Node]:
+    """What is computed from the tangent and from nothing that follows from the batch: gradients of sums of terms."""
+    behind = {tangent}
+    for node in graph.nodes:
+        inputs = node.all_input_nodes
+        follows = _torch.is_backward(node) and any(x in behind for x in inputs)
+        if follows and all(x in behind or found.is_whole(x) for x in inputs):
+            behind.add(node)
+    return behind
+
+
+def _way(graph: torch.fx.Graph, loss: Node, sums: Sums, behind: Collection[Node]) -> _Way | None:
+    by_number: dict[Any, list[Node]] = {}
+    for node in graph.nodes:
+        if _torch.is_backward(node) and node.op == "call_function":
+            by_number.setdefault(_torch.sequence_number(node), []).append(node)
+    way, numbers, read, mixed = _Way([]), set[Any](), set[Node](), set[Node]()
+    stack: list[tuple[Any, int | None]] = [(loss, None)]
+    while stack:
+        value, base = stack.pop()
+        base = sums.base(value) if base is None else base
+        if base is None:
+            if value not in mixed:
+                mixed.add(value)
+                stack += [(x, None) for x in sums.summands(value)]
+            continue
+        if isinstance(value, Node) and value in sums.alone:
+            way.added = base
+        number = _torch.sequence_number(value) if isinstance(value, Node) and value.op == "call_function" else None
+        if number is None or (number in numbers and value in read):
+            continue
+        backward = by_number.get(number, [])
+        if not backward and value.target in _PASSING:  # its gradient is that of its operands
+            stack += [(x, base) for x in value.all_input_nodes]
+            continue
+        sources = {x for node in backward for x in node.all_input_nodes if x in behind and x not in backward}
+        if len(sources) != 1 or number in numbers:
+            if sources:
+                return None
+            continue
+        numbers.add(number)
+        read.add(value)
+        (source,) = sources
+        way.entering.append((source, [node for node in backward if source in node.all_input_nodes], base))
+    return way
+
+
+def _reached(nodes: Collection[Node], inside: Collection[Node]) -> set[Node]:
+    """What is computed from these, and they."""
+    found, stack = set[Node](), list(nodes)
+    while stack:
+        node = stack.pop()
+        if node not in found:
+            found.add(node)
+            stack += [user for user in node.users if user in inside]
+    return found
+
+
+def _is_product(node: Node, free: Collection[Node], found: Terms) -> bool:
+    """Is it a gradient times one sum of terms?"""
+    inputs = [x for x in node.all_input_nodes if x not in free]
+    linear = node.target in (aten.mul.Tensor, aten.mm.default, aten.bmm.default)
+    return linear and len(inputs) == 1 and found.of(inputs[0]).what == MIXED
+
+
+def _put_together(graph: torch.fx.Graph, node: Node, terms: Sequence[int], led: _Led, free: Collection[Node], sums: Sums) -> Node:
+    """The sum of what such a product is for each term."""
+    made: list[Node] = []
+    for term in terms:
+        inputs = {x: led.of(x, term) if x in free else sums.part(x, term) for x in node.all_input_nodes}
+        if None not in inputs.values():
+            with graph.inserting_before(node):
+                made.append(graph.node_copy(node, lambda x, inputs=inputs: inputs[x]))  # type: ignore[misc]
+    total = made[0]
+    for other in made[1:]:
+        with graph.inserting_before(node):
+            total = graph.call_function(aten.add.Tensor, (total, other))
+        total.meta = dict(node.meta)
+    node.replace_all_uses_with(total)
+    return total
+
+
+class _Led:
+    """What gradients of the whole loss are for one term."""
+
+    def __init__(self, graph: torch.fx.Graph, tangent: Node, terms: Sequence[int]) -> None:
+        self._graph = graph
+        self.tangents = {term: self._tangent(tangent, k) for k, term in enumerate(terms)}
+        self._copies = {(tangent, term): node for term, node in self.tangents.items()}
+        self._first = terms[0]
+
+    def of(self, node: Node, term: int) -> Node:
+        if term == self._first:
+            return node
+        if (node, term) not in self._copies:
+            inputs = {x: self.of(x, term) for x in node.all_input_nodes if _torch.is_backward(x)}
+            with self._graph.inserting_after(node):
+                copied = self._graph.node_copy(node, lambda x: inputs.get(x, x))
+            copied.meta = dict(node.meta)
+            self._copies[node, term] = copied
+        return self._copies[node, term]
+
+    def _tangent(self, tangent: Node, k: int) -> Node:
+        if k == 0:
+            return tangent
+        last = [node for node in self._graph.nodes if node.op == "placeholder"][-1]
+        with self._graph.inserting_after(last):
+            made = self._graph.placeholder(f"{tangent.name}_{k}")
+        made.meta = dict(tangent.meta)
+        return made
+
+
+def is_dead(node: Node) -> bool:
+    """Does nothing that the step hands out read it?"""
+    stack, seen = [node], {node}
+    while stack:
+        top = stack.pop()
+        if top.op == "output":
+            return False
+        for user in top.users:
+            if user not in seen:
+                seen.add(user)
+                stack.append(user)
+    return True
