@@ -22,6 +22,7 @@ from lightning_piper.capture.carried import carrying
 from lightning_piper.capture.deferred import Namespace, deferring, holds_deferred, is_deferred, is_misplaced, refusal
 from lightning_piper.capture.metric_objects import Recording, noting
 from lightning_piper.capture.numbers import Number
+from lightning_piper.capture.promotions import settle_dtypes
 from lightning_piper.capture.raised import is_own, where_kept
 from lightning_piper.capture.reads import Drawn, Reads
 from lightning_piper.capture.selected import Selected
@@ -112,6 +113,7 @@ def trace(
             raise CaptureError(
                 f"{user_line(error)}: {step.name} cannot be captured as one graph: {type(error).__name__}: {error}"
             ) from error
+    settle_dtypes(graph)
     return Traced(graph, step.plain, tuple(step.logs), step.metrics.made)
 
 
