@@ -142,7 +142,15 @@ def functional_graph(mode: FakeTensorMode, module: nn.Module, args: tuple[torch.
         stack.enter_context(_exporting())
         stack.enter_context(fx_traceback.preserve_node_meta())
         stack.enter_context(mode)
-        return aot_export_joint_with_descriptors(stack, module, args).graph_module.graph
+        graph = aot_export_joint_with_descriptors(stack, module, args).graph_module.graph
+    behind = False
+    for node in graph.nodes:
+        behind = behind or (is_backward(node) and node.op == "call_function")
+        if behind and not is_backward(node):
+            # A result that is a view of what was changed in place (`loss += penalty`): torch makes it anew at the end, and marks it
+            # like the operation before, the last one of the backward pass.
+            node.meta.pop("custom", None)
+    return graph
 
 
 class ShapeSymbols:

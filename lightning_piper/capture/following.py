@@ -119,6 +119,7 @@ class Following:
             numbers = _content(self.graph, node)
         else:
             numbers = [x for x in _flat(node.args) if isinstance(x, int | float)]
+            numbers += node.meta["val"].shape if node.target in CONSTANTS else ()
         if not (self._is_known or any(map(self._is_of_size, numbers))) or self._beside is None:
             return False
         other = self._beside.get(node)
@@ -126,6 +127,8 @@ class Following:
             return not _torch.is_backward(node)
         if node.op == "get_attr":
             return numbers != _content(self._there, other)
+        if node.target in CONSTANTS and node.meta["val"].shape != other.meta["val"].shape:
+            return True
         pairs = zip(_flat(node.args), _flat(other.args), strict=False)
         return any(isinstance(a, int | float) and a != b for a, b in pairs)
 

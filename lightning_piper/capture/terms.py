@@ -113,7 +113,7 @@ class Terms:
             elif not isinstance(desc, _torch.BufferAOTInput) or desc.target in changed:
                 self._from_params.add(node)
             return
-        if node.target in CONSTANTS and node.meta["val"].ndim == 0:
+        if node.target in CONSTANTS:
             return
         inputs = node.all_input_nodes
         if any(x in self._from_batch for x in inputs):

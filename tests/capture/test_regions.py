@@ -60,6 +60,33 @@ def test_regions_are_runs_of_equal_tags_and_glue_joins_them(name: str, labels: l
     assert {i for i, p in code.interfaces if p == "B"} == {r.index for r in code.regions if name != "experts" or r.index != 4}
 
 
+class InPlace(L.LightningModule):
+    """Adds to its loss in place, as most do, behind its stages or within the last one."""
+
+    def __init__(self, within: bool) -> None:
+        super().__init__()
+        self.first, self.second, self.within = nn.Linear(3, 4), nn.Linear(4, 1), within
+
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        with annotate("PP", 0):
+            h = self.first(batch).tanh()
+        with annotate("PP", 1):
+            out = self.second(h)
+            loss = out.square().mean()
+            if self.within:
+                loss += 0.1 * out.abs().mean()
+        loss += 0.1 * out.abs().sum()
+        return loss
+
+
+@pytest.mark.parametrize("within", [False, True])
+def test_a_loss_that_is_added_to_in_place_stays_in_the_last_stage(within: bool) -> None:
+    """torch makes such a result anew when the backward pass is done, marked like the last operation: of the first stage."""
+    code = capture(InPlace(within), torch.randn(4, 3)).at(4)
+    assert [region.label for region in code.regions] == ["PP=0", "PP=1"]
+    assert made(code, "loss") == {(1, "F"): [("returned loss",), ("returned loss",)]}
+
+
 def test_a_chain_of_two_stages() -> None:
     code = code_of("mlp")
     assert sources(code, 0, "F") == []

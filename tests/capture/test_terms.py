@@ -75,6 +75,13 @@ def three(m: Any, p: Tensor, y: Tensor, r: Any) -> Tensor:
     return torch.stack([ce(m, p, y, r), p.square().sum(), p.mean()])
 
 
+def in_place(m: Any, p: Tensor, y: Tensor, r: Any) -> Tensor:
+    loss = p.new_zeros(1)
+    loss += ce(m, p, y, r)
+    loss += p.square().sum()
+    return loss
+
+
 def logging(m: Any, p: Tensor, y: Tensor, r: Any) -> Tensor:
     mask = r[1]
     loss = F.cross_entropy(p, y)
@@ -159,6 +166,7 @@ LOSSES: dict[str, tuple[Loss, list[str]]] = {
     "a product with learned weights": (lambda m, p, y, r: three(m, p, y, r) @ m.log_variances.softmax(0),
                                        ["ratio", "sum", "samples"]),
     "a term twice": (lambda m, p, y, r: (lambda a: a + 0.5 * (a + p.square().sum()))(ce(m, p, y, r)), ["ratio", "sum"]),
+    "a sum in place": (in_place, ["ratio", "sum"]),
     "a detached term": (lambda m, p, y, r: ce(m, p, y, r) + p.square().sum().detach(), ["ratio", "sum"]),
     "logged": (logging, ["ratio"]),
 }  # fmt: skip
