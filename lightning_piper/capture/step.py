@@ -210,10 +210,12 @@ class CapturedStep:
 
     def _beside(self, size: int, known: bool = False) -> tuple[torch.fx.Graph, int] | None:
         """The step traced at another size than this one; None if it cannot be, then for no size. `known`: one that is there."""
+        if self._alone:
+            return None
         for other, graph in self._graphs.items():
             if other != size:
                 return graph, other
-        if self._alone or known:
+        if known:
             return None
         # Twice as many: what counts with a half of the samples, or with pairs of them, is followed as well.
         other = 2 * size
@@ -222,7 +224,8 @@ class CapturedStep:
         step.reads, step.gradients = None, torch.no_grad  # what it computes is enough
         step.namespaces = self.reads.namespaces
         try:
-            self._graphs[other] = trace(step, batch, self._device, {}).graph
+            with _torch.quietly():
+                self._graphs[other] = trace(step, batch, self._device, {}).graph
             return self._graphs[other], other
         except Exception:  # the user's code takes no other size
             self._alone = True

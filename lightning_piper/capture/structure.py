@@ -44,10 +44,10 @@ def public(interface: Interface) -> Any:
 def _same_weights(a: StepCode, b: StepCode) -> None:
     one, other = ([(term.weighing, term.label) for term in code.terms] for code in (a, b))
     if one != other:
-        differing_terms = next((x, y) for x, y in zip_longest(one, other, fillvalue=("", "nothing")) if x != y)
+        differ = next((x, y) for x, y in zip_longest(one, other, fillvalue=("", "nothing")) if x != y)
         raise CaptureError(
             f"the loss, or a logged value, weighs parts of the batch in another way for {b.size} samples than for {a.size} "
-            f"({' and '.join(label for _, label in differing_terms)}): the step calculates with a number that follows the batch "
-            "size, and is no multiple of it, as half of an odd number. Divide by the number of samples itself (len(x)), or give "
-            "the number to piper.mean as a tensor made from the batch"
+            f"({' and '.join(label for _, label in differ)}): the step calculates with a number made of the batch size, in "
+            "a way that does not show it. Write it as a product or a quotient with the number of samples (len(x)), or declare it "
+            "with piper.mean"
         )

@@ -235,6 +235,16 @@ def test_what_is_no_sum_of_means_is_verified_except(name: str) -> None:
     assert report.verdict == "verified except" and report.couplings
 
 
+def test_a_number_that_turns_out_to_follow_the_size_is_refused() -> None:
+    """A fifth of 12 is not asked for: many a constant is 2.4. A part of the batch shows what it is."""
+    step, _ = captured(lambda m, p, y, r: p.square().sum() / (len(p) / 5))
+    assert [term.label for term in step.at(SIZE).terms] == ["sum"]
+    with pytest.raises(CaptureError, match=r"another way for 6 samples than for 12 \(sum and samples\)"):
+        step.at(6)
+    constant, _ = captured(lambda m, p, y, r: p.square().sum() / 2.4)
+    assert [term.label for term in constant.at(6).terms] == ["sum"]
+
+
 def test_a_part_in_which_nothing_counts_weighs_nothing() -> None:
     step, tensors = captured(LOSSES["a masked mean"][0])
     found = interpret(accumulating(step, PARTS), tensors, batch())
