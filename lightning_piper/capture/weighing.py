@@ -30,6 +30,7 @@ from lightning_piper.ir.terms import Term, Weighing
 from lightning_piper.ir.values import Kind
 
 aten = torch.ops.aten
+ASSUMED = "assumed"
 MANY = 32  # terms with weights of their own, each of which gets a copy of what adds them up
 
 
@@ -88,7 +89,7 @@ class _Weighing:
             parts = self._parts(node, made)
             if made.kind == Kind.LOSS and self.names.tangent is not None:
                 if len(parts) > 1 and not (tangents := self._divide(node, parts, results)):
-                    parts = {self._term(SAMPLES): node}
+                    parts = {self._assumed(): node}
                 tangents = tangents if len(parts) > 1 else {self.names.tangent: next(iter(parts))}
             (first, results[place]), *others = parts.items()
             self.plain[desc.idx] = replace(made, term=first)
@@ -110,7 +111,9 @@ class _Weighing:
             return {self._extreme(found.what): node}
         if found.what == MIXED and (kinds := self._kinds_in(node)) is not None:
             return {term: self._part(node, term) for term in kinds}
-        reduce = "mean" if made.kind == Kind.LOSS or found.what == WHOLE else self.reduce[made.names[0]]
+        if made.kind == Kind.LOSS and found.what != WHOLE:
+            return {self._assumed(): node}
+        reduce = "mean" if found.what == WHOLE else self.reduce[made.names[0]]
         return {self._extreme(reduce) if reduce in ("max", "min") else self._term(SAMPLES if reduce == "mean" else ONE): node}
 
     def _argument(self, node: Any) -> int | None:
@@ -137,6 +140,12 @@ class _Weighing:
                 self.terms.append(Term(Weighing.RATIO, described(denominator), code))
                 self._denominators[self.terms[-1]] = denominator
         return self.kinds[denominator]
+
+    def _assumed(self) -> int:
+        if ASSUMED not in self.kinds:
+            self.kinds[ASSUMED] = len(self.terms)
+            self.terms.append(Term(Weighing.SAMPLES, "samples", assumed=True))
+        return self.kinds[ASSUMED]
 
     def _extreme(self, which: str) -> int:
         if which not in self.kinds:

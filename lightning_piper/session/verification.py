@@ -13,6 +13,7 @@ from torch import nn
 from lightning_piper.compiler import Compiled
 from lightning_piper.errors import PiperError, VerificationError
 from lightning_piper.holdings.materialize import is_on_meta
+from lightning_piper.ir.values import Kind
 from lightning_piper.processes.world import World
 from lightning_piper.verify import verify_step
 
@@ -34,12 +35,8 @@ def verify_by_execution(
     Raises:
         VerificationError: the finished program (`first_batch`) or a directive (`each`) does not compute what one device does.
     """
-    if how == "static" and (found := list(_statistics(compiled))):
-        more = f" (and {len(found) - 1} more)" if len(found) > 1 else ""
-        world.warn(
-            f"the batch norm of region {found[0]}{more} takes its statistics from microbatches, not from the whole batch of "
-            f"{compiled.dag.size} samples. PiperStrategy(verify='first_batch') says how far the result is from one device's"
-        )
+    for text in _plain_to_see(compiled) if how == "static" else ():
+        world.warn(f"{text}. PiperStrategy(verify='first_batch') says how far the result is from one device's")
     if how not in ("first_batch", "each"):
         return None
 
@@ -77,6 +74,24 @@ def verify_by_execution(
         return str(report)
 
     return world.on_rank_zero(run, share=False)
+
+
+def _plain_to_see(compiled: Compiled) -> Iterator[str]:
+    """What makes another result than one device's, as can be seen without running anything."""
+    dag, code = compiled.dag, compiled.dag.code
+    if found := list(_statistics(compiled)):
+        more = f" (and {len(found) - 1} more)" if len(found) > 1 else ""
+        yield (
+            f"the batch norm of region {found[0]}{more} takes its statistics from microbatches, not from the whole batch of "
+            f"{dag.size} samples"
+        )
+    cut = any(len(parts) > 1 for parts in dag.slices().values())
+    outputs = [out for interface in code.interfaces.values() for out in interface.outputs if out.kind == Kind.LOSS]
+    if cut and any(out.term is not None and code.terms[out.term].assumed for out in outputs):
+        yield (
+            "the loss is no sum of means, of sums, and of ratios whose denominators follow from the batch: its values on "
+            f"microbatches and replicas count as means over samples, and give another one than all {dag.size} samples"
+        )
 
 
 def _statistics(compiled: Compiled) -> Iterator[str]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import warnings
 from collections.abc import Iterator
 from typing import Any
 from unittest import mock
@@ -196,3 +197,18 @@ def test_terms_with_different_denominators_do_not_accumulate_by_tokens() -> None
         fit(Tokens(terms=True), local([], accumulate="tokens"), pairs(4, 4), accumulate_grad_batches=2, max_steps=2)
     with pytest.raises(PiperError, match=r"PiperStrategy\(accumulate='token'\): accepted are 'batches', 'tokens'"):
         local([], accumulate="token")
+
+
+class Rooted(Tokens):
+    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+        return super().training_step(batch, batch_idx).sqrt()
+
+
+@pytest.mark.parametrize("module, warned", [(Rooted, True), (Tokens, False)])
+def test_a_loss_that_is_no_sum_of_means_is_warned_of_where_it_is_cut(module: type[Tokens], warned: bool) -> None:
+    words = "the loss is no sum of means"
+    for program, cut in (schedules.gpipe(2, 2), True), (schedules.gpipe(2, 1), False):
+        with warnings.catch_warnings(record=True) as seen:
+            warnings.simplefilter("always")
+            fit(module(), local(program), pairs(2, 8))
+        assert any(words in str(each.message) for each in seen) == (warned and cut)
