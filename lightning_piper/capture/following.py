@@ -24,7 +24,6 @@ CONSTANTS = {aten.new_zeros.default: 0.0, aten.new_ones.default: 1.0, aten.zeros
              aten.new_full.default: None, aten.full_like.default: None}  # fmt: skip
 _HANDED_ON = {aten.view.default, aten.reshape.default, aten.clone.default, aten._to_copy.default, aten.detach.default,
               aten.alias.default, aten.squeeze.default, aten.lift_fresh_copy.default}  # fmt: skip
-_ELEMENT_BY_ELEMENT = {aten.mul.Tensor, aten.div.Tensor, aten.neg.default}
 
 
 class Following:
@@ -39,18 +38,28 @@ class Following:
     def __init__(self, graph: torch.fx.Graph, size: int, ask: Ask) -> None:
         self.graph, self.size, self._ask = graph, size, ask
         self._changes: dict[Node, bool] = {}
+        self._has_rows: dict[Node, bool] = {}
 
     def has_rows(self, node: Node) -> bool:
         """Is there a dimension in it that follows the samples?"""
-        if node in self._rows:
-            return True
+        if node not in self._has_rows:
+            self._has_rows[node] = node in self._rows or self._shows_rows(node)
+        return self._has_rows[node]
+
+    def _shows_rows(self, node: Node) -> bool:
+        value = node.meta.get("val")
+        if isinstance(value, torch.Tensor) and not value.ndim:
+            return False
+        if node.op == "placeholder" and not isinstance(node.meta.get("desc"), _torch.PlainAOTInput):
+            return False
         other = self._beside.get(node) if self._beside is not None else None
-        if other is None and _torch.is_backward(node) and node.target in _ELEMENT_BY_ELEMENT:  # the other trace has no gradients
+        if other is not None:
+            there = other.meta.get("val")
+            return not isinstance(value, torch.Tensor) or not isinstance(there, torch.Tensor) or value.shape != there.shape
+        # The other trace has no gradients, and may have a number where this one has an input.
+        if node.target in _HANDED_ON or _is_element_by_element(node):
             return any(map(self.has_rows, node.all_input_nodes))
-        if other is None:
-            return True  # what follows from samples and is not known to be reduced
-        a, b = node.meta.get("val"), other.meta.get("val")
-        return not isinstance(a, torch.Tensor) or not isinstance(b, torch.Tensor) or a.shape != b.shape
+        return True  # what follows from samples and is not known to be reduced
 
     def number(self, value: Any, node: Node, place: int | None) -> Expression | None:
         """A number that the step calculates with: itself, or a multiple or a fraction of the number of samples. None if it is
@@ -120,11 +129,12 @@ class Following:
         else:
             numbers = [x for x in _flat(node.args) if isinstance(x, int | float)]
             numbers += node.meta["val"].shape if node.target in CONSTANTS else ()
-        if not (self._is_known or any(map(self._is_of_size, numbers))) or self._beside is None:
+        suspicious = any(map(self._is_of_size, numbers))
+        if not (self._is_known or suspicious) or self._beside is None:
             return False
         other = self._beside.get(node)
-        if other is None:
-            return not _torch.is_backward(node)
+        if other is None:  # the other trace says it in another way: with a number for an input, say
+            return suspicious and not _torch.is_backward(node)
         if node.op == "get_attr":
             return numbers != _content(self._there, other)
         if node.target in CONSTANTS and node.meta["val"].shape != other.meta["val"].shape:
@@ -167,6 +177,10 @@ class Following:
             paired[a] = b
             stack += zip(a.all_input_nodes, b.all_input_nodes, strict=False)
         return paired
+
+
+def _is_element_by_element(node: Node) -> bool:
+    return isinstance(node.target, torch._ops.OpOverload) and torch.Tag.pointwise in node.target.tags
 
 
 def results_of(graph: torch.fx.Graph) -> list[Node]:

@@ -95,7 +95,7 @@ class CapturedStep:
         self.module, self.context, self._device = module, context, device
         self.params, self.buffers, self.canonical, self._sharing = _named_tensors(module)
         self._codes: dict[tuple[int, tuple[int, ...]], StepCode] = {}
-        self._graphs: dict[int, torch.fx.Graph] = {}  # by size: what was traced
+        self._graphs: dict[int, tuple[torch.fx.Graph, Specs]] = {}  # by size: what was traced, and with which numbers as inputs
         # It cannot be traced at another size: a list with one entry a sample is there for this one alone.
         self._alone = _is_alone(batch_spec)
         self._blocks = repeated_blocks(module)
@@ -212,21 +212,23 @@ class CapturedStep:
         """The step traced at another size than this one; None if it cannot be, then for no size. `known`: one that is there."""
         if self._alone:
             return None
-        for other, graph in self._graphs.items():
+        numbers = self.reads.inputs.specs()
+        self._graphs = {other: found for other, found in self._graphs.items() if found[1] == numbers}
+        for other, (graph, _) in self._graphs.items():
             if other != size:
                 return graph, other
         if known:
             return None
         # Twice as many: what counts with a half of the samples, or with pairs of them, is followed as well.
         other = 2 * size
-        batch = tuple(_resized(spec, other) for spec in self.batch_spec.specs) + self.reads.inputs.specs()
+        batch = tuple(_resized(spec, other) for spec in self.batch_spec.specs) + numbers
         step = self._step(())
         step.reads, step.gradients = None, torch.no_grad  # what it computes is enough
         step.namespaces = self.reads.namespaces
         try:
             with _torch.quietly():
-                self._graphs[other] = trace(step, batch, self._device, {}).graph
-            return self._graphs[other], other
+                self._graphs[other] = trace(step, batch, self._device, {}).graph, numbers
+            return self._graphs[other][0], other
         except Exception:  # the user's code takes no other size
             self._alone = True
             return None
@@ -287,14 +289,14 @@ class CapturedStep:
         counted = unsampled(traced)  # before the graph is changed
         beside = None if self.batch_spec.undivided is not None else partial(self._beside, size)
         if len(self._graphs) < 2:  # `weigh` changes it
-            self._graphs[size] = copied(traced.graph)
+            self._graphs[size] = copied(traced.graph), specs[len(self.batch_spec.specs) :]
         weighed = weigh(traced, size, self.canonical, beside)
         regions, passes, split_passes, routed = cut(weighed, self.canonical, None if whole is None else whole.routed)
         interfaces, code = {key: p[0] for key, p in passes.items()}, {key: p[1] for key, p in passes.items()}
         terms = {out.names[0]: out.term for out in weighed.plain if out.kind == Kind.ARGUMENT}
         return StepCode(
             size, regions, interfaces, code, traced.logs, specs, split_passes, routed, step.rebuild, weighed.terms,
-            dataclasses.replace(traced.metrics, terms=terms, whole=counted), self.batch_spec.undivided,
+            dataclasses.replace(traced.metrics, terms=terms, whole=counted), self.batch_spec.undivided, weighed.assumed,
         )  # fmt: skip
 
     def _check_memory(self, code: StepCode) -> None:

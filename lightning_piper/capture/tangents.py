@@ -7,7 +7,7 @@ which is put together from those that the terms give.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -186,13 +186,23 @@ class _Led:
     def of(self, node: Node, term: int) -> Node:
         if term == self._first:
             return node
-        if (node, term) not in self._copies:
-            inputs = {x: self.of(x, term) for x in node.all_input_nodes if _torch.is_backward(x)}
-            with self._graph.inserting_after(node):
-                copied = self._graph.node_copy(node, lambda x: inputs.get(x, x))
-            copied.meta = dict(node.meta)
-            self._copies[node, term] = copied
+        stack = [node]
+        while stack:
+            top = stack[-1]
+            gradients = [x for x in top.all_input_nodes if _torch.is_backward(x)]
+            missing = [x for x in gradients if (x, term) not in self._copies]
+            if not missing:
+                stack.pop()
+                if (top, term) not in self._copies:
+                    self._copies[top, term] = self._copied(top, {x: self._copies[x, term] for x in gradients})
+            stack += missing
         return self._copies[node, term]
+
+    def _copied(self, node: Node, inputs: Mapping[Node, Node]) -> Node:
+        with self._graph.inserting_after(node):
+            copied = self._graph.node_copy(node, lambda x: inputs.get(x, x))
+        copied.meta = dict(node.meta)
+        return copied
 
     def _tangent(self, tangent: Node, k: int) -> Node:
         if k == 0:

@@ -30,7 +30,6 @@ from lightning_piper.ir.terms import Term, Weighing
 from lightning_piper.ir.values import Kind
 
 aten = torch.ops.aten
-ASSUMED = "assumed"
 MANY = 32  # terms with weights of their own, each of which gets a copy of what adds them up
 
 
@@ -42,12 +41,14 @@ class Weighed:
         graph, plain: as of `Traced`; a loss of several terms is several outputs, and so is such a logged value.
         terms: how they are weighed; `Output.term` is a place here.
         tangents: placeholders of the loss's gradients -> the terms that they belong to.
+        assumed: as of `StepCode`.
     """
 
     graph: torch.fx.Graph
     plain: tuple[Output, ...]
     terms: tuple[Term, ...]
     tangents: Mapping[Node, int]
+    assumed: bool = False
 
 
 def weigh(traced: Traced, size: int, canonical: Mapping[str, str], beside: Ask | None) -> Weighed:
@@ -71,6 +72,7 @@ class _Weighing:
         self.found, self._alike = Terms(traced.graph, size, beside or (lambda known: None)), beside is None
         self.names = Names.of(traced.graph, canonical)
         self.kinds: dict[Any, int] = {}
+        self.assumed = False
         self.terms: list[Term] = []
         self._denominators: dict[Term, Expression] = {}
 
@@ -89,7 +91,7 @@ class _Weighing:
             parts = self._parts(node, made)
             if made.kind == Kind.LOSS and self.names.tangent is not None:
                 if len(parts) > 1 and not (tangents := self._divide(node, parts, results)):
-                    parts = {self._assumed(): node}
+                    parts, self.assumed = {self._term(SAMPLES): node}, True
                 tangents = tangents if len(parts) > 1 else {self.names.tangent: next(iter(parts))}
             (first, results[place]), *others = parts.items()
             self.plain[desc.idx] = replace(made, term=first)
@@ -100,7 +102,7 @@ class _Weighing:
         self._guard()
         output.args = (tuple(results),)
         output.meta["desc"] = described_as
-        return Weighed(self.graph, tuple(self.plain), tuple(self.terms), tangents)
+        return Weighed(self.graph, tuple(self.plain), tuple(self.terms), tangents, self.assumed)
 
     def _parts(self, node: Any, made: Output) -> dict[int, Node]:
         """Term -> its part of a result."""
@@ -111,9 +113,10 @@ class _Weighing:
             return {self._extreme(found.what): node}
         if found.what == MIXED and (kinds := self._kinds_in(node)) is not None:
             return {term: self._part(node, term) for term in kinds}
-        if made.kind == Kind.LOSS and found.what != WHOLE:
-            return {self._assumed(): node}
-        reduce = "mean" if found.what == WHOLE else self.reduce[made.names[0]]
+        is_loss = made.kind == Kind.LOSS
+        if is_loss and found.what != WHOLE:
+            self.assumed = True
+        reduce = "mean" if is_loss or found.what == WHOLE else self.reduce[made.names[0]]
         return {self._extreme(reduce) if reduce in ("max", "min") else self._term(SAMPLES if reduce == "mean" else ONE): node}
 
     def _argument(self, node: Any) -> int | None:
@@ -140,12 +143,6 @@ class _Weighing:
                 self.terms.append(Term(Weighing.RATIO, described(denominator), code))
                 self._denominators[self.terms[-1]] = denominator
         return self.kinds[denominator]
-
-    def _assumed(self) -> int:
-        if ASSUMED not in self.kinds:
-            self.kinds[ASSUMED] = len(self.terms)
-            self.terms.append(Term(Weighing.SAMPLES, "samples", assumed=True))
-        return self.kinds[ASSUMED]
 
     def _extreme(self, which: str) -> int:
         if which not in self.kinds:
@@ -195,19 +192,22 @@ class _Weighing:
 
     def _part(self, node: Node, term: int) -> Node:
         """A sum without the summands of other terms."""
-        made: dict[Node, Any] = {}
-
-        def part(value: Any) -> Any:
-            """None where nothing of the term is in it."""
+        made: dict[Any, Any] = {}  # None where nothing of the term is in it
+        stack: list[Any] = [node]
+        while stack:
+            value = stack[-1]
             base = self._base(value)
-            if base is not None:
-                return value if base == term else None
-            if value not in made:
-                kept = [(x, part(x)) for x in self._summands(value)]
-                made[value] = None if all(found is None for _, found in kept) else self._without(value, kept)
-            return made[value]
-
-        result: Node = part(node)
+            summands = self._summands(value) if base is None else []
+            missing = [x for x in summands if x not in made]
+            if not missing:
+                stack.pop()
+                if base is not None:
+                    made[value] = value if base == term else None
+                elif value not in made:
+                    kept = [(x, made[x]) for x in summands]
+                    made[value] = None if all(found is None for _, found in kept) else self._without(value, kept)
+            stack += missing
+        result: Node = made[node]
         return result
 
     def _without(self, node: Node, kept: list[tuple[Any, Any]]) -> Node:

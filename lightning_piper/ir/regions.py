@@ -179,6 +179,7 @@ class StepCode:
             "1", ..., and for what it returns of the batch that has no tensors from what a function says; None for a training step.
         metrics: what it does with metric objects.
         undivided: set where nothing may cut the batch.
+        assumed: the loss is weighed as a mean for want of another way: it is no sum of means, sums and ratios.
     """
 
     size: int
@@ -193,6 +194,7 @@ class StepCode:
     terms: tuple[Term, ...] = ()
     metrics: MetricCalls = field(default_factory=MetricCalls)
     undivided: Undivided | None = None
+    assumed: bool = False
 
     def samples(self, leaf: int, part: Slice) -> Slice | None:
         """Which samples of a tensor of the batch the chunks of `part` get; None where they get it whole."""

@@ -69,13 +69,11 @@ class Term:
         weighing: see above.
         label: what the weight is, for texts.
         denominator: of a ratio.
-        assumed: a loss is weighed so for want of another way: it is no sum of means, sums and ratios.
     """
 
     weighing: Weighing
     label: str
     denominator: Denominator | None = None
-    assumed: bool = False
 
     @property
     def folds(self) -> str:

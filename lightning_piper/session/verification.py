@@ -13,7 +13,6 @@ from torch import nn
 from lightning_piper.compiler import Compiled
 from lightning_piper.errors import PiperError, VerificationError
 from lightning_piper.holdings.materialize import is_on_meta
-from lightning_piper.ir.values import Kind
 from lightning_piper.processes.world import World
 from lightning_piper.verify import verify_step
 
@@ -86,8 +85,7 @@ def _plain_to_see(compiled: Compiled) -> Iterator[str]:
             f"{dag.size} samples"
         )
     cut = any(len(parts) > 1 for parts in dag.slices().values())
-    outputs = [out for interface in code.interfaces.values() for out in interface.outputs if out.kind == Kind.LOSS]
-    if cut and any(out.term is not None and code.terms[out.term].assumed for out in outputs):
+    if cut and code.assumed:
         yield (
             "the loss is no sum of means, of sums, and of ratios whose denominators follow from the batch: its values on "
             f"microbatches and replicas count as means over samples, and give another one than all {dag.size} samples"

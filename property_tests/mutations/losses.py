@@ -8,8 +8,8 @@ from typing import Any
 
 import torch
 
+from lightning_piper.capture import tangents, weighing
 from lightning_piper.capture import terms as found_terms
-from lightning_piper.capture import weighing
 from lightning_piper.capture.denominators import ONE, SAMPLES
 from lightning_piper.ir.dag import TrainingDAG
 from lightning_piper.ir.nodes import Node
@@ -52,9 +52,9 @@ mutation("a sum weighed as samples", "a sum weighs n/N", "rewrite", _OF_TERM, sc
 
 
 @mutation("one tangent for all terms", "every term's gradient has the first one's weight", "rewrite",
-          (weighing._Weighing, "_led"), scenario=TERMS, recapture=True)  # fmt: skip
+          (tangents._Led, "of"), scenario=TERMS, recapture=True)  # fmt: skip
 def _one_tangent_for_all_terms(original: Function, seeded: Seeded) -> Function:
-    def led(self: Any, node: Any, term: int, copies: Any) -> Any:
+    def led(self: Any, node: Any, term: int) -> Any:
         seeded.hit()
         return node
 
@@ -64,8 +64,8 @@ def _one_tangent_for_all_terms(original: Function, seeded: Seeded) -> Function:
 @mutation("tangents exchanged", "the gradient of each term has another one's weight", "rewrite",
           (weighing._Weighing, "_divide"), scenario=TERMS, recapture=True)  # fmt: skip
 def _tangents_exchanged(original: Function, seeded: Seeded) -> Function:
-    def divide(self: Any, loss: Any, parts: Any) -> Any:
-        made = original(self, loss, parts)
+    def divide(self: Any, loss: Any, parts: Any, results: Any) -> Any:
+        made = original(self, loss, parts, results)
         seeded.hit()
         return dict(zip(made, [*list(made.values())[1:], *list(made.values())[:1]], strict=True))
 

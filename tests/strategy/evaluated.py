@@ -250,7 +250,7 @@ class Runs:
 
         class Metric(Net):
             def validation_step(self, batch: Any, batch_idx: int) -> None:
-                self.log("mean", self.mean_output(batch[0]) + 1)
+                self.log("mean", self.mean_output(batch[0]) if self.mean_output(batch[0]) > 0 else 0.0)
 
         class Unused(Net):
             def validation_step(self, batch: Any, batch_idx: int, dataloader_idx: int = 0) -> Any:

@@ -41,8 +41,10 @@ def test_malformed_directives_fail_at_construction(program, message):
 def test_no_directives_at_all(monkeypatch):
     monkeypatch.delenv("PIPER_DIRECTIVES", raising=False)
     fit, _ = trainer(piper.PiperStrategy(transport="local"))
-    with pytest.raises(piper.DirectiveError, match=r"piper_directives.*PIPER_DIRECTIVES"):
-        fit.fit(MLP(), vectors())
+    (module, loader), (plain, _), (other, _) = make("mlp"), make("mlp"), trainer("auto")
+    fit.fit(module, loader)
+    other.fit(plain, loader)
+    assert all(torch.equal(a, b) for a, b in zip(module.parameters(), plain.parameters(), strict=True)), "on one device"
 
 
 def test_local_transport_takes_one_device():
