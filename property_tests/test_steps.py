@@ -97,6 +97,7 @@ def test_steps_that_read_python_state(tally: Counter[str], drawn: Drawn) -> None
     tally["steps, each fitted as plain Lightning does"] += 1
 
 
+@pytest.mark.long
 def test_without_guards_a_difference_is_found() -> None:
     """Negative control."""
 

@@ -77,6 +77,7 @@ def test_any_shape_gives_the_bits_of_a_trace_of_that_shape(steps: Steps, size: i
     assert set(differences(steps.run(step, size, length), other)) == {*other.metrics, *other.grads}
 
 
+@pytest.mark.long
 def test_one_sample_and_one_place_have_traces_of_their_own() -> None:
     steps = Steps(Causal)
     for size, length in ((1, 5), (1, 9), (3, 1), (2, 2)):
@@ -114,6 +115,7 @@ def test_a_trace_that_says_something_else_is_not_used(monkeypatch: pytest.Monkey
     assert differences(found, steps.run(steps.fresh(4, 9), 4, 9)) == [] and not steps.step._symbolic.steps
 
 
+@pytest.mark.long
 def test_numbers_that_meet_a_length() -> None:
     steps = Steps(Paced)
     for length in (8, 9, 6, 8):

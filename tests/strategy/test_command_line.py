@@ -129,6 +129,7 @@ def test_wrong_files_say_who_named_them(path: str, where: str, monkeypatch: pyte
         piper.PiperStrategy()
 
 
+@pytest.mark.long
 def test_two_processes_from_a_configuration(folder: Path) -> None:
     """`python script.py fit --config ...` starts the second process by itself; both end with what one process computes."""
     config: dict[str, Any] = {"class_path": "lightning_piper.PiperStrategy", "init_args": {"directives": "program.json"}}

@@ -66,6 +66,7 @@ def test_a_failed_process_that_lives_on_does_not_keep_the_other_waiting():
     assert "rank 1 ends, for it would wait in vain: the first process to fail was rank 0: ValueError" in said
 
 
+@pytest.mark.long
 def test_a_process_that_hangs_ends_the_other_at_the_timeout(tmp_path):
     _, other = run("hang on 0", tmp_path)
     assert isinstance(other.result, PiperError)

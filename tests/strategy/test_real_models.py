@@ -143,6 +143,7 @@ def test_a_plain_trainer_gives_the_same_bits(make: Callable[[], L.LightningModul
     assert not all(torch.equal(fewer[n], found[n]) for n in plain)
 
 
+@pytest.mark.long
 def test_an_lstm_in_float32_is_not_the_one_of_onednn() -> None:
     """A plain Trainer uses oneDNN's RNN, a plan torch's own: they differ by rounding (3e-7 relative, measured on gradients)."""
     plain = fitted(Tagger, sequences, "auto", torch.float32)
