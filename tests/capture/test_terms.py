@@ -256,6 +256,20 @@ def test_a_part_in_which_nothing_counts_weighs_nothing() -> None:
     assert all(bool(x.isnan().all()) for x in [*nothing.metrics.values(), *alone.metrics.values()]), "as on one device"
 
 
+@pytest.mark.long
+def test_a_loss_of_many_summands() -> None:
+    """More than Python's frames can be deep, of two kinds."""
+
+    def many(m: Any, p: Tensor, y: Tensor, r: Any) -> Tensor:
+        loss = p.new_zeros(())
+        for k in range(600):
+            loss = loss + (p.square().mean() if k % 2 else p.square().sum()) / (k + 1)
+        return loss
+
+    step, _ = captured(many)
+    assert sorted(term.label for term in step.at(SIZE).terms) == ["samples", "sum"]
+
+
 def test_one_term_leaves_the_graph_as_it_is() -> None:
     """With one kind of weight nothing is added to the step; with two, a tangent and what leads to the second term."""
     one, two = (captured(LOSSES[name][0])[0].at(SIZE).interfaces[1, "B"].seeds for name in ("labels", "two terms"))
