@@ -242,6 +242,8 @@ class Terms:
 
     def _summed(self, node: Node) -> Found:
         source: Any = node.args[0]
+        if _is_zero(source):
+            return Found(WHOLE)  # however many they are
         inner = self.of(source)
         if inner.what in (LINEAR, MIXED):
             return inner
@@ -260,7 +262,9 @@ class Terms:
 
     def _together(self, nodes: Iterable[Any]) -> Found:
         """Of a sum of values, some of which may not follow from the batch."""
-        found = [self.of(x) for x in nodes if self._varies(x)]
+        found = [known for x in nodes if self._varies(x) and (known := self.of(x)).what != WHOLE]
+        if not found:
+            return Found(WHOLE)
         some_whole = len(found) < len(list(nodes))
         if any(f.what not in (LINEAR, MIXED) for f in found):
             return Found(OTHER)
