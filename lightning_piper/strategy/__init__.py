@@ -4,8 +4,8 @@ Importing this makes the strategy known to Lightning as `Trainer(strategy="piper
 of its own, as one of its strategies.
 """
 
-import pytorch_lightning.strategies
 from lightning.pytorch.strategies import StrategyRegistry
+from lightning_utilities.core import rank_zero
 
 from lightning_piper.strategy.checkpoints import consolidate
 from lightning_piper.strategy.compatibility import grad_norm
@@ -13,6 +13,11 @@ from lightning_piper.strategy.strategy import PiperStrategy
 
 __all__ = ["PiperStrategy", "consolidate", "grad_norm"]
 
+log = rank_zero.log
+import pytorch_lightning.strategies  # noqa: E402
+
+if log.name.startswith("lightning."):  # the package that is imported last says what both have to say: whose user set a level?
+    rank_zero.log = log
 pytorch_lightning.strategies.ParallelStrategy.register(PiperStrategy)
 for registry in (StrategyRegistry, pytorch_lightning.strategies.StrategyRegistry):
     if PiperStrategy.strategy_name not in registry:
