@@ -201,7 +201,11 @@ class CapturedStep:
             self._check_memory(found)
             if self._codes:
                 first = next(iter(self._codes.values()))
-                same_structure(first, found)
+                try:
+                    same_structure(first, found)
+                except CaptureError:
+                    self.retrace()  # if it has become another step at any size, that says more
+                    raise
                 # Without those that read other parameters, say: no program may ask for them.
                 alike = {key: p for key, p in found.split_passes.items() if public(p[0]) == public(first.split_passes[key][0])}
                 found = dataclasses.replace(found, split_passes=alike)
