@@ -90,7 +90,7 @@ def test_trains_as_a_plain_trainer_and_as_under_the_other(tmp_path: Path, precis
     assert distance(found[0]["values"], found[1]["values"]) == 0 and found[0]["seen"] == found[1]["seen"]
     assert distance(found[1]["saved"], found[1]["values"]) == 0
     plain = fit(pytorch_lightning, "auto", tmp_path / "plain", precision=precision)
-    near = {"32-true": 1e-6, "64-true": 1e-14, "bf16-mixed": 1e-2}[precision]
+    near = {"32-true": 1e-6, "64-true": 1e-14, "bf16-mixed": 2e-3}[precision]  # measured: 1.3e-7, 1.2e-16, 1.9e-4
     assert (
         distance(plain["values"], found[1]["values"]) < near < distance(plain["values"], module_of(pytorch_lightning).state_dict())
     )
