@@ -41,6 +41,10 @@ def test_the_page_has_nothing_else() -> None:
     ]
 
 
+def test_the_page_names_no_folder_of_who_wrote_it() -> None:
+    assert str(ROOT) not in TEXT
+
+
 def test_the_page_holds_no_figure_of_rounding() -> None:
     shown = "differs by {} (first.weight; rounding explains {})"
     assert portable(shown.format("5.0e-01", "4.2e-06")) == portable(shown.format("5.0e-01", "3.9e-06"))

@@ -75,10 +75,13 @@ class Selected:
         return cls(function, args, kwargs or {}, found.where)
 
     def refuse(self, *args: Any, **kwargs: Any) -> NoReturn:
+        self.refuse_to(user_line())
+
+    def refuse_to(self, needs: str) -> NoReturn:
         raise CaptureError(
-            f"{self.where}: what is selected here by values is only known when the step runs, and {user_line()} needs it "
-            "before. It may be given to a metric object, or returned. For all else keep the computation in tensors "
-            "(torch.where, masks, index_add), or move it to a hook outside of the step"
+            f"{self.where}: what is selected here by values is only known when the step runs, and {needs} needs it before. "
+            "It may be given to a metric object, or returned. For all else keep the computation in tensors (torch.where, masks, "
+            "index_add), or move it to a hook outside of the step"
         )
 
     def __getattr__(self, name: str) -> Any:

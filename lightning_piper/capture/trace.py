@@ -252,7 +252,7 @@ def _loss_of(result: Any) -> torch.Tensor:
             )
         result = result["loss"]
     if type(result) is Selected:
-        result.refuse()
+        result.refuse_to("the loss")
     if not isinstance(result, torch.Tensor):
         raise CaptureError(f"training_step returns {type(result).__name__}; return the loss, a scalar tensor (skipping a step is "
                            "not possible in a captured step)")  # fmt: skip
