@@ -16,7 +16,19 @@ class PiperError(Exception):
 
 
 class CaptureError(PiperError):
-    """The training step cannot be captured as one graph; names the user's source line."""
+    """The training step cannot be captured as one graph; names the user's source line.
+
+    Attributes:
+        late: steps may have run already as something else than the user's code, or other processes may go on.
+        raised: what the step's own code has raised, if that is why.
+    """
+
+    late = False
+    raised: Exception | None = None
+
+
+class BatchError(PiperError):
+    """The batches of the replicas do not fit one captured step; names where they differ."""
 
 
 class DirectiveError(PiperError):

@@ -93,7 +93,7 @@ class CapturedStep:
         if self.reads.history.batch is None:
             self.reads.history.batch = batch_spec
         self.module, self.context, self._device = module, context, device
-        self.params, self.buffers, self.canonical, self._sharing = _named_tensors(module)
+        self.params, self.buffers, self.canonical, self._sharing = named_tensors(module)
         self._codes: dict[tuple[int, tuple[int, ...]], StepCode] = {}
         self._graphs: dict[int, tuple[torch.fx.Graph, Specs]] = {}  # by size: what was traced, and with which numbers as inputs
         # It cannot be traced at another size: a list with one entry a sample is there for this one alone.
@@ -355,7 +355,7 @@ def _resized(spec: TensorSpec, size: int) -> TensorSpec:
     return TensorSpec.of(torch.empty(shape, dtype=spec.dtype, device="meta"))
 
 
-def _named_tensors(module: nn.Module) -> tuple[dict[str, ParamInfo], dict[str, TensorSpec], dict[str, str], list[Pair]]:
+def named_tensors(module: nn.Module) -> tuple[dict[str, ParamInfo], dict[str, TensorSpec], dict[str, str], list[Pair]]:
     """Parameters and buffers by canonical name, every name -> canonical name, and those that share memory."""
     first: dict[int, str] = {}
     canonical: dict[str, str] = {}

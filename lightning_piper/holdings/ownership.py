@@ -219,6 +219,11 @@ class Ownership:
         for name, view in local_shards_of(plan, own).items():
             self._local_shards[name] = like(self._get(name), view)  # type: ignore[assignment]
 
+    @property
+    def can_be_whole(self) -> bool:
+        """May every process have the whole module?"""
+        return not self._stays
+
     def end(self) -> None:
         """The run is over: give every process the whole module again, unless it was built without data. Collective."""
         self.ended = True

@@ -21,7 +21,7 @@ import torch
 import torch.distributed as dist
 
 from lightning_piper.capture import BatchSpec
-from lightning_piper.errors import PiperError
+from lightning_piper.errors import BatchError, PiperError
 from lightning_piper.processes.settings import Settings, check_alike
 from lightning_piper.processes.world import World
 
@@ -192,13 +192,13 @@ class BatchCheck:
             return
         found = self._difference(going_on)
         if what == "shapes" and self._world.count > 1 and all(shapes):
-            raise PiperError(
+            raise BatchError(
                 f"the processes drew batches of different shapes in training batch {self._steps - 1} of this fit{found}, but every "
                 "replica needs as many samples as the others, in tensors of as many dimensions and of the same dtypes. Use a "
                 "sampler that divides the data evenly (Lightning's own does)"
             )
         if what == "numbers or strings" and self._world.count > 1:
-            raise PiperError(
+            raise BatchError(
                 f"the processes drew batches with different numbers or strings in training batch {self._steps - 1} of this fit"
                 f"{found}; these are a part of the captured step, and all replicas run the same one. Make tensors of them in the "
                 "collate function (one without dimensions is passed whole), or a list with an entry for each sample, which the "

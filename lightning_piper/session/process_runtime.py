@@ -16,7 +16,7 @@ import torch
 from lightning_piper.capture import difference
 from lightning_piper.compiler import Compiled
 from lightning_piper.directives import Directive
-from lightning_piper.errors import PiperError
+from lightning_piper.errors import CaptureError, DirectiveError, PiperError
 from lightning_piper.holdings.ownership import Ownership
 from lightning_piper.holdings.tensor_map import TensorMap
 from lightning_piper.ir.buckets import Bucket
@@ -109,12 +109,14 @@ class ProcessRuntime:
             own = _sum_of_plans(compiled), size, _sum(step.text), _sum(repr(step.params), repr(step.buffers))
         except Exception as error:
             failure = error
-        found = self._world.gather((None if failure is None else described(failure), own))
+        kind = type(failure) if isinstance(failure, CaptureError | DirectiveError) else PiperError
+        found = self._world.gather((None if failure is None else (kind, described(failure)), own))
         if failure is not None:
             raise failure
         for rank, (problem, *_) in enumerate(found):
             if problem is not None:
-                raise of_rank(rank, PiperError(f"rank {rank}: {problem}"))
+                kind, text = problem
+                raise of_rank(rank, kind(f"rank {rank}: {text}"))
         together = self._world.replicas if apart else (0,) * len(found)
         if len(set(zip(together, found, strict=True))) > len(set(together)) or len({sums[3] for _, sums in found}) > 1:
             texts = self._world.gather(step.said)
@@ -134,7 +136,11 @@ class ProcessRuntime:
         Raises:
             PiperError: it has others.
         """
-        compiled = work()
+        try:
+            compiled = work()
+        except CaptureError as error:
+            error.late = True
+            raise
         if self._last is None or _sum_of_plans(compiled) != self._last.plans:
             raise other_plans("now")
         return compiled

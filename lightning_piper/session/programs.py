@@ -8,9 +8,11 @@ from typing import Any
 from torch import nn
 
 from lightning_piper.capture import BatchSpec, History, capture
+from lightning_piper.capture.undoing import undone
 from lightning_piper.compiler import Compiled, compile_step
+from lightning_piper.errors import CaptureError, PiperError
 from lightning_piper.ir.dag import TrainingDAG
-from lightning_piper.processes.world import World
+from lightning_piper.processes.world import World, described
 from lightning_piper.session.process_runtime import Prepared, ProcessRuntime, Settings
 from lightning_piper.session.variants import Variants
 
@@ -83,8 +85,16 @@ class Programs:
         def sized() -> Compiled:
             if known is not None:
                 return known.compiled
-            found = self.variants(step).add(_family(batch_spec), batch_spec) if captured is None else captured
-            return found.shaped(batch_spec.times(self._settings.replicas), verify=self._settings.static)
+            try:
+                with undone(self._module):
+                    found = self.variants(step).add(_family(batch_spec), batch_spec) if captured is None else captured
+                    return found.shaped(batch_spec.times(self._settings.replicas), verify=self._settings.static)
+            except PiperError:
+                raise
+            except Exception as error:  # it may be what tracing brings about
+                failure = CaptureError(described(error))
+                failure.raised = error
+                raise failure from error
 
         before = 0 if captured is None else captured.step.traces
         compiled = self._runtime.compiled_alone(sized) if alone else self._runtime.compiled(sized, apart)

@@ -43,6 +43,7 @@ class Standalone:
         if world.size == 1:
             materialize(module, drawn, known)
         self._ownership: Ownership | None = None
+        self._closed = False
         self._blank = [(name, x, x._version) for name, at in places_of(module).items() if (x := tensor_at(at)).is_meta]
         self.programs: list[Compiled] = []
         self.evaluation = self._new_evaluation()
@@ -73,8 +74,13 @@ class Standalone:
         return own
 
     def distribute(self, training: Compiled) -> Ownership:
-        """A fit takes over, and this is closed: distribute the module by the training step. Collective."""
-        return self._distribute(Ownership(self.module, training, self.world))
+        """A fit takes over, and this is closed: distribute the module by the training step. Collective.
+
+        Where each process has a whole replica, it also has what the step does not use, for other steps may run as they are.
+        """
+        shards = any(plan.shards for plan in training.plans.values())
+        whole = self.world.count == self.world.size and not shards
+        return self._distribute(Ownership(self.module, training, self.world, spare_everywhere=whole))
 
     def give_back(self) -> None:
         """An evaluation before the first batch of a fit is over: every process that had the whole module has it again, in host
@@ -92,8 +98,11 @@ class Standalone:
 
     def close(self, failed: bool) -> None:
         """Unless it failed, every process that had the whole module has it again. Collective, unless it failed."""
+        self._resume()  # again where a fit that was to take over has failed: it has left what was suspended
+        if self._closed:
+            return
+        self._closed = True
         self.evaluation.runtime.metric_objects.release(failed)
-        self._resume()
         if self._ownership is not None:
             if not failed:
                 self._ownership.end()

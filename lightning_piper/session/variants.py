@@ -12,6 +12,7 @@ from collections.abc import Callable, Hashable
 
 from lightning_piper.capture import BatchSpec, History
 from lightning_piper.compiler import Compiled
+from lightning_piper.errors import CaptureError
 from lightning_piper.processes.world import World
 
 MANY = 16
@@ -83,7 +84,11 @@ class Variants:
         """
         runs, self._runs[self.number] = self._runs[self.number], self._runs[self.number] + 1
         if runs and (first_of_epoch or runs & (runs - 1) == 0):
-            compiled.step.retrace()
+            try:
+                compiled.step.retrace()
+            except CaptureError as error:
+                error.late = True  # what changes may have been used up by traces (an iterator), and other processes may go on
+                raise
 
     def told(self) -> str | None:
         """How often the step was captured again, and why; None if it never was."""

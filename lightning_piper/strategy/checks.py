@@ -42,11 +42,6 @@ def check_fit(trainer: pl.Trainer, module: pl.LightningModule, processes: int, s
 
 
 def _problems(trainer: pl.Trainer, module: pl.LightningModule, sync_batchnorm: bool, known: Known) -> Iterator[str]:
-    if not module.automatic_optimization:
-        yield (
-            "manual optimisation (automatic_optimization=False) is not supported: a captured training step is one forward and "
-            "one backward pass; return the loss and leave backward and optimizer steps to the Trainer"
-        )
     if is_param_in_hook_signature(module.training_step, "dataloader_iter", explicit=True):
         yield "training_step(dataloader_iter) draws its own batches, so there is none to capture; take (batch, batch_idx)"
     if sync_batchnorm:
@@ -113,22 +108,24 @@ def check_evaluation(module: pl.LightningModule, known: Known) -> None:
         raise PiperError(f"PiperStrategy: {problem}")
 
 
-def check_optimizers(optimizers: list[torch.optim.Optimizer], processes: int) -> None:
-    """Refuse optimizers that cannot be divided.
-
-    Raises:
-        PiperError: says why.
-    """
+def uncapturable(module: pl.LightningModule, optimizers: list[torch.optim.Optimizer], processes: int) -> str | None:
+    """Why the training step of a module cannot be captured, as far as it is known before the first batch; None if it may be."""
+    if not module.automatic_optimization:
+        return (
+            "manual optimisation (automatic_optimization=False), for a captured training step is one forward and one backward "
+            "pass; return the loss and leave backward and optimizer steps to the Trainer"
+        )
     if len(optimizers) != 1:
-        raise PiperError(
-            f"PiperStrategy: configure_optimizers gives {len(optimizers)} optimizers; give one, with a parameter group for each "
-            "part of the module that is to be treated differently"
+        return (
+            f"{len(optimizers)} optimizers of configure_optimizers; give one, with a parameter group for each part of the "
+            "module that is to be treated differently"
         )
     if processes > 1 and isinstance(optimizers[0], torch.optim.LBFGS):
-        raise PiperError(
-            "PiperStrategy: LBFGS takes inner products over all parameters, which are on several processes; use an optimizer "
+        return (
+            "LBFGS over several processes, for it takes inner products over all parameters, which are on them; use an optimizer "
             "that treats each parameter on its own (SGD, AdamW, ...)"
         )
+    return None
 
 
 def check_runs_once(fresh: bool, processes: int) -> None:

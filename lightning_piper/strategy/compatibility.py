@@ -29,10 +29,10 @@ def suspend(module: pl.LightningModule, world: World) -> Suspended:
     Summaries and graph logging would run the module on its `example_input_array`; metrics, also those of callbacks and those that
     hooks make, would add up what all processes have seen, where those of one replica see the same batches.
     """
-    if world.size == 1:
-        return []
     # Lightning recommends it to everybody who logs while torch.distributed runs; here it would change nothing.
     warnings.filterwarnings("ignore", message=r"It is recommended to use `self\.log\(.*sync_dist=True")
+    if world.size == 1:
+        return []
     found: Suspended = [(module, "example_input_array", module.example_input_array), (Metric, "sync", Metric.sync)]
     module.example_input_array = None
     Metric.sync = _over_replicas(Metric.sync, world)  # type: ignore[method-assign]

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import zipfile
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -15,12 +15,13 @@ from lightning.fabric.plugins import TorchCheckpointIO
 from lightning.pytorch.utilities.rank_zero import rank_zero_info
 
 from lightning_piper.directives import Directive, replicas_of
-from lightning_piper.errors import PiperError
+from lightning_piper.errors import CaptureError, DirectiveError, PiperError
 from lightning_piper.holdings.materialize import is_on_meta, load_state, materialize
 from lightning_piper.holdings.ownership import parts_of, put_together
 from lightning_piper.session.process_runtime import Settings
 from lightning_piper.session.program import for_fit
 from lightning_piper.session.standalone import Standalone
+from lightning_piper.session.uncaptured import said, shown
 from lightning_piper.session.verification import Verify
 from lightning_piper.strategy.checkpoints import Restored
 from lightning_piper.strategy.checks import check_evaluation
@@ -39,13 +40,15 @@ class EvaluatingStrategy(OverProcesses):
     Args:
         program: the directives; None: those that the module brings along.
         verify: how what is compiled is verified.
+        capture: what becomes of a step that cannot be captured, as in `PiperStrategy`.
         options: of `OverProcesses`.
     """
 
-    def __init__(self, program: list[Directive] | None, verify: Verify, **options: Any) -> None:
+    def __init__(self, program: list[Directive] | None, verify: Verify, capture: str, **options: Any) -> None:
         super().__init__(**options)
-        self._program, self._verify = program, verify
+        self._program, self._verify, self._capture = program, verify, capture
         self._restored = Restored()
+        self._eager_steps: set[str] = set()  # that run as they are
 
     def __getstate__(self) -> dict[str, Any]:
         return {**super().__getstate__(), "_restored": Restored(seed=self._restored.seed)}
@@ -53,7 +56,7 @@ class EvaluatingStrategy(OverProcesses):
     def _begin_run(self) -> None:
         """Whatever was before: the module is whole, or its values are known. Collective."""
         assert self.lightning_module is not None
-        self._failed, self.phase = False, Idle(self.phase.left)
+        self._failed, self.phase, self._eager_steps = False, Idle(self.phase.left), set()
         put_together(self.lightning_module, self._restored.known)
 
     def _setup_evaluation(self, trainer: pl.Trainer) -> None:
@@ -120,8 +123,34 @@ class EvaluatingStrategy(OverProcesses):
         return self.phase.evaluation is None
 
     def _evaluate(self, name: str, batch: Any, batch_idx: int = 0, dataloader_idx: int | None = None) -> Any:
-        assert self.phase.evaluation is not None
-        return self.phase.evaluation.step(name, batch, batch_idx, dataloader_idx)
+        """Run a step as a plan; where it cannot be captured, as it is, if every process has the whole module."""
+        assert self.phase.evaluation is not None and self.lightning_module is not None
+        if name not in self._eager_steps:
+            try:
+                if self._capture == "never":
+                    raise CaptureError("capture='never'")
+                return self.phase.evaluation.step(name, batch, batch_idx, dataloader_idx)
+            except (CaptureError, DirectiveError) as error:
+                self._check_eager(name, error)
+                self._eager_steps.add(name)
+        arguments = [batch, batch_idx] if dataloader_idx is None else [batch, batch_idx, dataloader_idx]
+        run: Callable[..., Any] = getattr(super(), name)
+        return run(*arguments)
+
+    def _check_eager(self, name: str, error: CaptureError | DirectiveError) -> None:
+        """May a step that cannot be captured run as it is?
+
+        Raises:
+            CaptureError, DirectiveError: the error, if it may not.
+        """
+        assert self.lightning_module is not None
+        if self._capture == "always" or (isinstance(error, CaptureError) and error.late) or self.world.count < self.world.size:
+            raise shown(error)
+        if not self.world.decide(not is_on_meta(self.lightning_module), all=True):
+            error.add_note(f"{name} would run as it is if every process had the whole module, but parameters are sharded")
+            raise shown(error)
+        if self._capture != "never":
+            self.world.warn(said(name, self.world.size, error))
 
     def on_validation_end(self) -> None:
         """What follows in a fit, up to the first batch, sees the module as it was before a sanity check."""

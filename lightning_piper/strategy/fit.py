@@ -13,6 +13,7 @@ from torch.optim import Optimizer
 
 from lightning_piper.capture import flatten
 from lightning_piper.compiler import Compiled
+from lightning_piper.errors import PiperError
 from lightning_piper.holdings.gradient_injection import GradientInjection
 from lightning_piper.holdings.gradients import absent
 from lightning_piper.holdings.identities import Identities
@@ -48,6 +49,7 @@ class Fit:
         accumulate: what several batches are put together as.
 
     Attributes:
+        before: had the module before this.
         world: the processes.
         seed: of the steps' random numbers.
         ownership: of the module, which is distributed until `close`.
@@ -66,7 +68,7 @@ class Fit:
         self, module: pl.LightningModule, before: Standalone, batch: Any, verify: Verify, optimizer: Optimizer, names: Names,
         plugin: Precision, accumulate: str = "batches",
     ) -> None:  # fmt: skip
-        self._module, self.world, self.seed = module, before.world, before.seed
+        self._module, self.before, self.world, self.seed = module, before, before.world, before.seed
         settings, world = before.settings, before.world
         self._check, self._optimizer = BatchCheck(world), optimizer
         self._factor: Callable[[bool], float | None] = lambda read: None  # of the last loss
@@ -180,8 +182,25 @@ class Fit:
         factor, closing = self._tokens.weigh(compiled, compiled.step.inputs(self._leaves), last)
         return factor * self._module.trainer.accumulate_grad_batches, closing  # Lightning divides the loss by their number
 
-    def close(self, failed: bool) -> None:
-        """End the fit; unless it failed, every process that had the whole module has it again. Collective, unless it failed."""
+    def give_up(self) -> None:
+        """End the fit before a step that cannot be captured: every process has the whole module. Collective.
+
+        Raises:
+            PiperError: gradients of earlier batches wait in plans to be summed, or the module was built on the meta device.
+        """
+        if self._injection.keeps() or not self.ownership.can_be_whole:
+            raise PiperError(
+                "PiperStrategy: this step cannot be captured, and cannot run as it is either, for gradients of earlier batches of "
+                "an accumulation wait to be summed, or the module was built on the meta device; give capture='never'"
+            )
+        self.close(failed=False, compare=False)
+
+    def close(self, failed: bool, compare: bool = True) -> None:
+        """End the fit; unless it failed, every process that had the whole module has it again. Collective, unless it failed.
+
+        Args:
+            compare: the last step's batches are still to be compared.
+        """
         self._clipping.remove()
         self._norms.remove()
         self._scaling.remove()
@@ -190,8 +209,9 @@ class Fit:
         if not failed:
             if self.recording is not None:
                 self.recording.close()
-            self._compare()  # the last step
-            self._check.finish()
+            if compare:
+                self._compare()  # the last step
+                self._check.finish()
             if (told := self.programs.variants(TRAINING).told()) is not None:
                 rank_zero_info(told)
             self.ownership.end()

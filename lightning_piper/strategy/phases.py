@@ -2,11 +2,13 @@
 
 Idle, Ended --setup--> Evaluating --teardown--> Idle
 Idle, Ended --setup--> Starting --first batch--> Fitting --teardown--> Ended
-                       Starting --teardown--> Idle                        a fit without a batch
+                       Starting --first batch--> Eager --teardown--> Idle  a training step that runs as it is
+                       Starting --teardown--> Idle                         a fit without a batch
 """
 
 from __future__ import annotations
 
+import contextlib
 from dataclasses import dataclass, field
 
 from torch import nn
@@ -16,6 +18,7 @@ from lightning_piper.checkpoint.state import referenced
 from lightning_piper.errors import PiperError
 from lightning_piper.holdings.materialize import is_on_meta
 from lightning_piper.holdings.optimizer import Names, ShardedOptimizer, State, check_groups, names_in
+from lightning_piper.session.eager_replicas import EagerReplicas
 from lightning_piper.session.evaluation import Evaluation
 from lightning_piper.session.standalone import Standalone
 from lightning_piper.strategy.fit import Fit
@@ -79,12 +82,14 @@ class Starting:
         names: of the optimizer's parameters.
         resumes: the optimizer has its state from a checkpoint.
         later: the state from a checkpoint that it gets when the first batch has come.
+        eager: the training step is known to run as it is.
     """
 
     standalone: Standalone
     names: Names = field(default_factory=list)
     resumes: bool = False
     later: State | None = None
+    eager: bool = False
 
     @property
     def left(self) -> Left:
@@ -96,7 +101,7 @@ class Starting:
 
     @property
     def evaluation(self) -> Evaluation | None:
-        return None if self.standalone.settings.local else self.standalone.evaluation
+        return None if self.standalone.settings.local or self.eager else self.standalone.evaluation
 
     def load(self, state: State, optimizer: Optimizer, module: nn.Module) -> None:
         """Take over an optimizer's state from a checkpoint: at once if that can be, for hooks may look at it and change it.
@@ -152,7 +157,50 @@ class Ended(_OfFit):
     evaluation: None = None
 
 
-Phase = Idle | Evaluating | Starting | Fitting | Ended
+@dataclass(frozen=True)
+class Eager:
+    """A fit, from its first batch on, whose training step is not captured. What else it does is Lightning's to do.
+
+    Attributes:
+        over: averages gradients, where there are several processes.
+    """
+
+    before: Standalone
+    over: EagerReplicas | None
+    evaluation: None = None
+
+    @classmethod
+    def begin(cls, before: Standalone) -> Eager:
+        """Distribute the module over the replicas. Collective."""
+        before.close(failed=False)
+        if before.world.size > 1:
+            return cls(before, EagerReplicas(before.module, before))
+        before.module.to(before.world.device)
+        return cls(before, None)
+
+    @property
+    def left(self) -> Left:
+        return Left(self.before.seed)
+
+    @property
+    def replicas(self) -> tuple[int, ...]:
+        return self.before.world.replicas
+
+    def share_buffers(self) -> None:
+        """All replicas go on with rank 0's buffers. Collective."""
+        if self.over is not None:
+            self.over.share_buffers()
+
+    def averaging(self, last: bool = True) -> contextlib.AbstractContextManager[None]:
+        """Meanwhile backward passes leave the mean of all replicas' gradients; see `EagerReplicas.averaging`."""
+        return contextlib.nullcontext() if self.over is None else self.over.averaging(last)
+
+    def close(self, failed: bool) -> None:
+        if self.over is not None:
+            self.over.close(failed)
+
+
+Phase = Idle | Evaluating | Starting | Fitting | Eager | Ended
 
 
 def over(phase: Phase) -> Idle | Ended:

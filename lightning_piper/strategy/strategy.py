@@ -22,12 +22,13 @@ from torch.optim import Optimizer
 from lightning_piper.checkpoint.sharded import save
 from lightning_piper.checkpoint.state import Loading, module_state, optimizer_state, referenced, tensor_ranges_of
 from lightning_piper.either_lightning import is_a
-from lightning_piper.errors import PiperError
+from lightning_piper.errors import CaptureError, DirectiveError, PiperError
 from lightning_piper.holdings.materialize import is_on_meta
 from lightning_piper.holdings.optimizer import State, check_groups, names_in
 from lightning_piper.limits import shown
 from lightning_piper.profile import Schedule, schedule_of
 from lightning_piper.session.program import given_or_from_environment
+from lightning_piper.session.uncaptured import NOT_CAPTURED, check_may_be
 from lightning_piper.session.verification import ACCEPTED, Verify
 from lightning_piper.strategy import _lightning
 from lightning_piper.strategy.checkpoints import (
@@ -40,10 +41,10 @@ from lightning_piper.strategy.checkpoints import (
     save_in_one_go,
     seed_of,
 )
-from lightning_piper.strategy.checks import check_fit, check_optimizers, one_of
+from lightning_piper.strategy.checks import check_fit, one_of, uncapturable
 from lightning_piper.strategy.evaluating import EvaluatingStrategy
 from lightning_piper.strategy.fit import Fit
-from lightning_piper.strategy.phases import Ended, Fitting, Idle, Left, Starting, over
+from lightning_piper.strategy.phases import Eager, Ended, Fitting, Idle, Left, Starting, over
 
 
 class PiperStrategy(EvaluatingStrategy):
@@ -68,6 +69,9 @@ class PiperStrategy(EvaluatingStrategy):
             `sharded`: a directory, in which every process writes what it holds. Both load, whatever this says.
         accumulate: what `Trainer(accumulate_grad_batches=k)` means. `batches`: the mean of the batches' losses, as in Lightning.
             `tokens`: the loss of all of them as one batch, where each weighs by its denominator (tokens that count, samples).
+        capture: what becomes of a step that cannot be captured. `auto`: it runs as it is, with a warning, where the program
+            replicates the whole of it, or there is one device; else it is refused. `always`: it is refused. `never`: all steps run
+            as they are.
         accelerator, parallel_devices, cluster_environment, checkpoint_io, precision_plugin: as for Lightning's own strategies.
 
     Raises:
@@ -89,6 +93,7 @@ class PiperStrategy(EvaluatingStrategy):
         process_group_backend: str | None = None,
         checkpoint: Literal["consolidated", "sharded"] = "consolidated",
         accumulate: Literal["batches", "tokens"] = "batches",
+        capture: Literal["auto", "always", "never"] = "auto",
         accelerator: Accelerator | None = None,
         parallel_devices: list[torch.device] | None = None,
         cluster_environment: ClusterEnvironment | None = None,
@@ -99,6 +104,7 @@ class PiperStrategy(EvaluatingStrategy):
         one_of("transport", transport, ("process", "local"))
         one_of("checkpoint", checkpoint, ("consolidated", "sharded"))
         one_of("accumulate", accumulate, ("batches", "tokens"))
+        one_of("capture", capture, ("auto", "always", "never"))
         if not isinstance(start_method, str) or start_method != "popen":
             raise PiperError(
                 f"PiperStrategy(start_method={shown(start_method)}): a spawned or forked worker cannot hand a module back whose "
@@ -109,7 +115,7 @@ class PiperStrategy(EvaluatingStrategy):
         program = given_or_from_environment(directives)
         schedule_of(profile)
         super().__init__(
-            program, verify, local=transport == "local", timeout=timeout,
+            program, verify, capture, local=transport == "local", timeout=timeout,
             backend=process_group_backend, accelerator=accelerator, parallel_devices=parallel_devices,
             cluster_environment=cluster_environment, checkpoint_io=checkpoint_io, precision_plugin=precision_plugin,
         )  # fmt: skip
@@ -136,17 +142,45 @@ class PiperStrategy(EvaluatingStrategy):
         if self._local:
             self.model_to_device()
         self.setup_optimizers(trainer)
-        check_optimizers(self.optimizers, self.world.size)
-        phase.names = names_in(self.optimizers[0], module)
         self.setup_precision_plugin()
+        problem = uncapturable(module, self.optimizers, self.world.size)
+        if problem is None and self._capture == "never":
+            problem = "capture='never'"
+        if problem is not None:
+            check_may_be(phase.standalone, problem, self._capture)
+            phase.eager = True
+        else:
+            phase.names = names_in(self.optimizers[0], module)
 
     def on_train_batch_start(self, batch: Any, batch_idx: int) -> None:
         """The first batch of a fit brings the shapes: now the step is captured, and the module distributed."""
         if isinstance(self.phase, Fitting):
             self.phase.fit.arrive(batch)
             return
-        start, module, optimizer = self.phase, self.lightning_module, self.optimizers[0]
-        assert isinstance(start, Starting) and module is not None
+        if isinstance(self.phase, Starting):
+            self._first_batch(self.phase, batch)
+        if isinstance(self.phase, Eager):
+            self.phase.share_buffers()
+
+    def on_validation_start(self) -> None:
+        if isinstance(self.phase, Eager):
+            self.phase.share_buffers()
+
+    def _first_batch(self, start: Starting, batch: Any) -> None:
+        if not start.eager:
+            try:
+                self._begin_fit(start, batch)
+                return
+            except NOT_CAPTURED as error:
+                check_may_be(start.standalone, error, self._capture)
+        self.phase = Eager.begin(start.standalone)
+        if start.later is not None:
+            self.load_optimizer_state_dict({"optimizer_states": [start.later]})
+        _lightning.move_optimizers(self.optimizers, self.root_device)
+
+    def _begin_fit(self, start: Starting, batch: Any) -> None:
+        module, optimizer = self.lightning_module, self.optimizers[0]
+        assert module is not None
         names = names_in(optimizer, module, start.names)  # hooks may have changed it
         state = start.resumed(optimizer)
         fit = Fit(module, start.standalone, batch, self._verify, optimizer, names, self.precision_plugin, self._accumulate)
@@ -164,11 +198,30 @@ class PiperStrategy(EvaluatingStrategy):
         assert self.model is not None
         self.model.to(self.root_device)
 
-    def training_step(self, batch: Any, *args: Any, **kwargs: Any) -> torch.Tensor:
-        assert isinstance(self.phase, Fitting) and self.lightning_module is not None
+    def training_step(self, batch: Any, *args: Any, **kwargs: Any) -> Any:
+        assert self.lightning_module is not None
+        if isinstance(self.phase, Eager):
+            manual = not self.lightning_module.automatic_optimization
+            with self.phase.averaging() if manual else contextlib.nullcontext():
+                return super().training_step(batch, *args, **kwargs)
+        assert isinstance(self.phase, Fitting)
         trainer = self.lightning_module.trainer
-        loop = trainer.fit_loop.epoch_loop
-        return self.phase.fit.step(loop.total_batch_idx, loop.batch_idx, trainer.current_epoch, last=not self._accumulating)
+        loop, fit = trainer.fit_loop.epoch_loop, self.phase.fit
+        try:
+            return fit.step(loop.total_batch_idx, loop.batch_idx, trainer.current_epoch, last=not self._accumulating)
+        except (CaptureError, DirectiveError) as error:
+            check_may_be(fit.before, error, self._capture)
+            fit.give_up()
+            self.phase = Eager.begin(fit.before)
+            return self.training_step(batch, *args, **kwargs)
+
+    def backward(self, closure_loss: torch.Tensor, optimizer: Optimizer | None, *args: Any, **kwargs: Any) -> torch.Tensor:
+        # In manual optimisation `training_step` has entered the context.
+        averaging: contextlib.AbstractContextManager[None] = contextlib.nullcontext()
+        if isinstance(self.phase, Eager) and optimizer is not None:
+            averaging = self.phase.averaging(last=not self._accumulating)
+        with averaging:
+            return super().backward(closure_loss, optimizer, *args, **kwargs)
 
     @contextlib.contextmanager
     def block_backward_sync(self) -> Iterator[None]:
@@ -227,6 +280,14 @@ class PiperStrategy(EvaluatingStrategy):
 
     def load_optimizer_state_dict(self, checkpoint: Mapping[str, Any]) -> None:
         states = checkpoint["optimizer_states"]
+        if isinstance(self.phase, Eager) or (isinstance(self.phase, Starting) and self.phase.eager):
+            if any(referenced(state) for state in states):
+                raise PiperError(
+                    "PiperStrategy: a training step that runs as it is cannot be resumed from a sharded checkpoint; save it with "
+                    "checkpoint='consolidated'"
+                )
+            super().load_optimizer_state_dict(checkpoint)
+            return
         if len(states) != 1:
             raise PiperError(f"the checkpoint holds the states of {len(states)} optimizers; resume one of a fit with a single one")
         if isinstance(self.phase, Fitting | Ended):

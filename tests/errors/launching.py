@@ -15,7 +15,8 @@ from torch.optim import LBFGS
 import lightning_piper as piper
 from lightning_piper.holdings.materialize import Known
 from lightning_piper.profile import Schedule
-from lightning_piper.strategy.checks import check_fit, check_optimizers
+from lightning_piper.session.uncaptured import check_may_be
+from lightning_piper.strategy.checks import check_fit, uncapturable
 from tests.errors.case import PLACES, Case, Cases, Elsewhere, fit, net, written
 from tests.strategy.fitting import local, trainer
 
@@ -69,6 +70,13 @@ def over_processes(callback: Callback) -> None:
     check_fit(made, net(), 2, sync_batchnorm=False, known=Known())
 
 
+def of_all_parameters() -> None:
+    module = net()
+    found = uncapturable(module, [LBFGS(module.parameters())], processes=2)
+    assert found is not None
+    check_may_be(None, found, "always")  # type: ignore[arg-type]
+
+
 def interactive() -> None:
     sys.ps1 = ">>> "
     try:
@@ -120,7 +128,7 @@ CASES: Cases = [
     Case("a program for another number of devices than the Trainer has", other_devices),
     Case("`save_on_exception` over processes", lambda: over_processes(ModelCheckpoint("checkpoints", save_on_exception=True))),
     Case("`BatchSizeFinder` over processes", lambda: over_processes(BatchSizeFinder())),
-    Case("an optimizer that looks at all parameters, over processes", lambda: check_optimizers([LBFGS(net().parameters())], 2)),
+    Case("an optimizer that looks at all parameters, over processes", of_all_parameters),
     Elsewhere("a sampler that divides the data between stages", "DistributedSampler splits the data over 2 replicas", "PiperError",
               PROCESSES),
     Elsewhere("training data of different lengths", "have [5, 4] batches", "PiperError", PROCESSES),

@@ -1,0 +1,198 @@
+"""Undoes what tracing a step has done to the user's Python objects, where the step cannot be captured: it then runs as it is, and
+has not run yet."""
+
+from __future__ import annotations
+
+import contextlib
+import copy
+import operator
+import random
+import types
+import warnings
+from collections import deque
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from typing import Any
+
+import numpy as np
+import torch
+from torch import nn
+
+from lightning_piper.errors import CaptureError
+
+MANY = 100_000  # objects that are looked at
+_LARGE = 2**16  # bytes of an array that is not kept
+# Of these packages no object is the user's own state.
+_FOREIGN = ("lightning", "pytorch_lightning", "torch", "logging", "threading", "multiprocessing", "concurrent", "asyncio")
+_PLAIN = (
+    type(None), bool, int, float, complex, str, bytes, type, types.ModuleType, types.FunctionType, types.BuiltinFunctionType,
+    torch.Tensor, torch.dtype, torch.device, torch.Size,
+)  # fmt: skip
+_COPIED = ("builtins", "itertools")  # where iterators are that a copy begins at the same place
+
+
+@contextlib.contextmanager
+def undone(module: nn.Module) -> Iterator[None]:
+    """If what is done inside fails, the objects that a module reaches are as before: its attributes, containers, and objects of the
+    user's classes, with what is in them.
+
+    Raises:
+        CaptureError: an iterator has gone on, and cannot be put back; or nothing failed, and one has gone on.
+    """
+    kept = _Kept(module)
+    try:
+        yield
+    except Exception as error:
+        moved = kept.restore()
+        if moved and isinstance(error, CaptureError):
+            error.late = True
+            error.add_note(f"{moved[0]} has gone on while the step was traced, and cannot be put back; give capture='never'")
+        raise
+    moved = list(kept.moved())
+    if moved:
+        stuck = kept.restore()
+        changed = CaptureError(
+            f"the step takes the next value of {moved[0]}, an iterator; a captured step would go on with the one that it got when "
+            "it was traced. Let the batch bring the value, or keep it in a buffer"
+        )
+        changed.late = bool(stuck)
+        raise changed
+
+
+class _Kept:
+    """The state of all objects that a module reaches."""
+
+    def __init__(self, module: nn.Module) -> None:
+        self._seen: dict[int, Any] = {}
+        self._undo: list[Callable[[], None]] = []
+        self._iterators: list[tuple[str, Any, Any]] = []
+        self._copies: dict[int, Any] = {}
+        # Depth first would be stopped by the limit of recursion.
+        self._waiting: deque[tuple[str, Any]] = deque()
+        for path, part in module.named_modules():
+            self._waiting.append((f"self.{path}" if path else "self", part))
+        while self._waiting and len(self._seen) < MANY:
+            self._keep(*self._waiting.popleft())
+
+    def _keep(self, path: str, value: Any) -> None:
+        if isinstance(value, _PLAIN) or id(value) in self._seen:
+            return
+        self._seen[id(value)] = value
+        if isinstance(value, nn.Module):
+            self._keep_attributes(path, value, {"_trainer", "_fabric", "_parameters", "_buffers", "_modules"})
+        elif isinstance(value, dict | list | deque | set):
+            self._keep_container(path, value)
+        elif isinstance(value, tuple | frozenset):
+            self._wait((f"{path}[{i}]", x) for i, x in enumerate(value))
+        elif isinstance(value, np.ndarray):
+            if value.nbytes <= _LARGE and not value.dtype.hasobject:
+                self._undo.append(_again(value.__setitem__, (Ellipsis, value.copy())))
+        elif isinstance(value, random.Random):
+            self._undo.append(_again(value.setstate, (value.getstate(),)))
+        elif isinstance(value, np.random.RandomState):
+            self._undo.append(_again(value.set_state, (value.get_state(),)))
+        elif isinstance(value, np.random.Generator):
+            bits = value.bit_generator
+            self._undo.append(_again(setattr, (bits, "state", bits.state)))
+        elif isinstance(value, torch.Generator):
+            self._undo.append(_again(value.set_state, (value.get_state(),)))
+        elif hasattr(type(value), "__next__"):
+            self._iterators.append((path, value, _position(value)))
+            if type(value).__module__ in _COPIED and not isinstance(value, types.GeneratorType):
+                with contextlib.suppress(TypeError), warnings.catch_warnings():
+                    warnings.simplefilter("ignore")
+                    self._copies[id(value)] = copy.copy(value)
+        elif type(value).__module__.partition(".")[0] not in _FOREIGN:
+            self._keep_attributes(path, value, set())
+
+    def _wait(self, found: Iterable[tuple[str, Any]]) -> None:
+        self._waiting.extend((path, value) for path, value in found if not isinstance(value, _PLAIN))
+
+    def _keep_attributes(self, path: str, owner: Any, but: set[str]) -> None:
+        values = getattr(owner, "__dict__", None)
+        if not isinstance(values, dict):
+            return
+        before = {name: value for name, value in values.items() if name not in but}
+        self._wait((f"{path}.{name}", value) for name, value in before.items())
+
+        def undo() -> None:
+            now = {name: value for name, value in values.items() if name not in but}
+            if _differ(now, before):
+                for name in now.keys() - before.keys():
+                    del values[name]
+                values.update(before)
+
+        self._undo.append(undo)
+
+    def _keep_container(self, path: str, value: Any) -> None:
+        before = copy.copy(dict(value) if isinstance(value, dict) else list(value))
+        items = before.items() if isinstance(before, dict) else enumerate(before)
+        self._wait((f"{path}[{key!r:.40}]", x) for key, x in items)
+
+        def undo() -> None:
+            now = dict(value) if isinstance(value, dict) else list(value)
+            if len(now) != len(before) or _differ(now, before):
+                value.clear()
+                (value.extend if isinstance(value, list | deque) else value.update)(before)
+
+        self._undo.append(undo)
+
+    def moved(self) -> Iterator[str]:
+        """Iterators that have gone on."""
+        for path, value, position in self._iterators:
+            if _position(value) != position:
+                yield path
+
+    def restore(self) -> list[str]:
+        """Put everything back; gives the iterators for which that cannot be done."""
+        moved = {id(value): path for path, value, position in self._iterators if _position(value) != position}
+        for undo in self._undo:
+            undo()
+        for key in moved.keys() & self._copies.keys():
+            self._replace(self._seen[key], self._copies[key])
+        return [path for key, path in moved.items() if key not in self._copies]
+
+    def _replace(self, old: Any, new: Any) -> None:
+        """Let a copy stand wherever an iterator was found."""
+        for owner in self._seen.values():
+            places = owner if isinstance(owner, dict | list | deque) else getattr(owner, "__dict__", None)
+            if isinstance(places, dict):
+                places.update({name: new for name, x in places.items() if x is old})
+            elif isinstance(places, list | deque):
+                for i, x in enumerate(places):
+                    if x is old:
+                        places[i] = new
+
+
+def _again(function: Callable[..., Any], arguments: tuple[Any, ...]) -> Callable[[], None]:
+    def undo() -> None:
+        function(*arguments)
+
+    return undo
+
+
+def _differ(now: Any, before: Any) -> bool:
+    """Do containers of equal kinds hold other objects?"""
+    if isinstance(now, Mapping):
+        return now.keys() != before.keys() or any(now[key] is not value for key, value in before.items())
+    return len(now) != len(before) or any(x is not y for x, y in zip(now, before, strict=True))
+
+
+def _position(iterator: Any) -> Any:
+    """Another one when the iterator has gone on, as far as can be seen."""
+    if isinstance(iterator, types.GeneratorType):
+        frame = iterator.gi_frame
+        return None if frame is None else (frame.f_lasti, {name: _token(value) for name, value in frame.f_locals.items()})
+    if type(iterator).__module__ in _COPIED:
+        left = operator.length_hint(iterator, -1)
+        if left >= 0:
+            return left
+        with contextlib.suppress(TypeError), warnings.catch_warnings():
+            warnings.simplefilter("ignore")  # itertools will not be copied for ever
+            parts = iterator.__reduce__()[1:]
+            inner = [x for part in parts for x in (part if isinstance(part, tuple) else (part,))]
+            return [_position(x) if hasattr(type(x), "__next__") else _token(x) for x in inner]
+    return {name: _token(value) for name, value in getattr(iterator, "__dict__", {}).items()}
+
+
+def _token(value: Any) -> Any:
+    return value if isinstance(value, int | float | str) else id(value)

@@ -1,0 +1,160 @@
+"""`EagerReplicas`: replicas of a whole module whose training step is not captured. After each backward pass of the user's code a
+plan averages the gradients that it has made.
+
+So whatever the code does (several optimizers, backward passes of its own, branches on values), each process runs it as it stands,
+and what the optimizers see is the mean over the replicas, as with DistributedDataParallel. Which parameters are summed follows from
+`requires_grad` at the time of the backward pass; a program is compiled for each such set.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable, Iterator, Sequence
+from functools import partial
+from typing import Any, cast
+
+import torch
+import torch.distributed as dist
+from torch import nn
+
+from lightning_piper.capture import CapturedStep
+from lightning_piper.capture.eager_step import EagerStep
+from lightning_piper.compiler import Compiled, compile_step
+from lightning_piper.directives import replicas_of
+from lightning_piper.errors import CaptureError, DirectiveError, ExecutionError
+from lightning_piper.processes.world import RANK_ZERO
+from lightning_piper.session.process_runtime import Prepared, ProcessRuntime, Settings, check_devices
+from lightning_piper.session.standalone import Standalone
+
+Local = Callable[..., None]
+
+
+def why_not(module: nn.Module, settings: Settings, device: torch.device) -> str | None:
+    """Why the training step of a module cannot run as it is under a program; None if it can.
+
+    Args:
+        device: of the tensors.
+    """
+    devices = len(replicas_of(settings.program)) or 1
+    step = EagerStep(module, devices, _trained(module), device)
+    try:
+        compiled = _applied(settings, step)
+    except (CaptureError, DirectiveError) as error:
+        return f"as one region the program does not fit it: {error}"
+    if any(plan.shards for plan in compiled.plans.values()):
+        return "only a captured step can have shards of parameters, gradients, or the optimizer's state"
+    return None
+
+
+def _applied(settings: Settings, step: EagerStep) -> Compiled:
+    """A program applied to a step, which stands in for a captured one: nothing here asks for what it has not got."""
+    return compile_step(cast(CapturedStep, step), tuple(settings.program), verify=settings.static)
+
+
+def _trained(module: nn.Module) -> tuple[str, ...]:
+    return tuple(name for name, x in module.named_parameters() if x.requires_grad)
+
+
+class EagerReplicas:
+    """The replicas of a fit. Collective throughout.
+
+    Args:
+        module: that is trained.
+        before: has it as it was until now, and is closed.
+
+    Attributes:
+        ownership: of the module, which every process has whole, with rank 0's values to begin with.
+    """
+
+    def __init__(self, module: nn.Module, before: Standalone) -> None:
+        self._module, self._world, self._settings = module, before.world, before.settings
+        self._runtime = ProcessRuntime(self._settings, self._world)
+        self._prepared: dict[tuple[str, ...], Prepared] = {}
+        first = self._compile(_trained(self._module))
+        check_devices(first, self._world)
+        self.ownership = before.distribute(first)
+        self._runtime.bind(first, self.ownership)
+        self._params = self.ownership.params
+        self._prepared[_trained(self._module)] = self._runtime.prepare(first)
+        self._kept = False  # gradients of this process alone are in the parameters: of batches that are accumulated
+        self._inside = False
+        self._failure: Exception | None = None
+
+    def _compile(self, trained: Sequence[str]) -> Compiled:
+        step = EagerStep(self._module, self._settings.replicas, trained, self._world.device)
+        return self._runtime.compiled(partial(_applied, self._settings, step))
+
+    def share_buffers(self) -> None:
+        """All replicas go on with rank 0's buffers, of which each has those of its own batches."""
+        by_dtype: dict[torch.dtype, list[torch.Tensor]] = {}
+        for buffer in self._module.buffers():
+            by_dtype.setdefault(buffer.dtype, []).append(buffer)
+        for buffers in by_dtype.values():
+            flat = torch.cat([x.detach().reshape(-1) for x in buffers])
+            dist.broadcast(flat, RANK_ZERO)
+            if not self._world.is_rank_zero:
+                with torch.no_grad():
+                    for buffer, values in zip(buffers, flat.split([x.numel() for x in buffers]), strict=True):
+                        buffer.copy_(values.view_as(buffer))
+
+    @contextlib.contextmanager
+    def averaging(self, last: bool = True) -> Iterator[None]:
+        """Meanwhile backward passes leave the mean of all replicas' gradients.
+
+        Args:
+            last: of the batches of a gradient accumulation; else gradients stay with the process that made them.
+        """
+        local = torch.autograd.backward
+        torch.autograd.backward = partial(self._backward, local, last)
+        try:
+            yield
+        finally:
+            torch.autograd.backward = local
+
+    def _backward(self, local: Local, last: bool, *args: Any, **kwargs: Any) -> None:
+        if self._inside or not last:  # recomputed segments have backward passes inside of the step's
+            self._kept |= not self._inside
+            local(*args, **kwargs)
+            return
+        trained = tuple(name for name, x in self._params.items() if x.requires_grad)
+        if trained not in self._prepared:
+            self._prepared[trained] = self._runtime.prepare(self._compile(trained))
+        prepared = self._prepared[trained]
+        step: Any = prepared.compiled.step
+        params = [self._params[name] for name in trained]
+        before = [None if self._kept else x.grad for x in params]
+        step.backward = partial(self._local_gradients, params, partial(local, *args, **kwargs))
+        self._inside = True
+        try:
+            result = self._runtime.run(prepared, [], seed=0)
+        except ExecutionError:
+            if self._failure is not None:
+                raise self._failure from None
+            raise
+        finally:
+            self._inside, self._failure = False, None
+        _, largest, smallest = result.metrics.tolist()
+        found = step.found if largest == smallest else [any(x) for x in zip(*self._world.gather(step.found), strict=True)]
+        for name, param, old, is_found in zip(trained, params, before, found, strict=True):
+            grad = result.grads[name] if is_found else None
+            param.grad = old if grad is None else grad if old is None else old.add_(grad)
+        self._kept = False
+
+    def _local_gradients(self, params: Sequence[nn.Parameter], local: Callable[[], None]) -> list[torch.Tensor | None]:
+        if not self._kept:
+            for param in params:
+                param.grad = None
+        try:
+            with torch.enable_grad():
+                local()
+        except Exception as error:
+            self._failure = error
+            raise
+        return [param.grad for param in params]
+
+    def close(self, failed: bool) -> None:
+        """End the fit. Collective, unless it failed."""
+        self._prepared.clear()
+        if not failed:
+            self.ownership.end()
+        self._runtime.close(failed)

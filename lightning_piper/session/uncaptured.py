@@ -1,0 +1,48 @@
+"""What becomes of a step that cannot be captured: it runs as it is, if the program does no more than replicate the whole of it."""
+
+from __future__ import annotations
+
+from lightning_piper.errors import BatchError, CaptureError, DirectiveError, PiperError
+from lightning_piper.session.eager_replicas import why_not
+from lightning_piper.session.standalone import Standalone
+
+NOT_CAPTURED = (CaptureError, DirectiveError, BatchError)
+
+
+def check_may_be(before: Standalone, problem: str | Exception, capture: str) -> None:
+    """May the training step run as it is? If so, say that it does.
+
+    Args:
+        problem: why it is not captured.
+        capture: as in `PiperStrategy`.
+
+    Raises:
+        PiperError: the problem, if it may not.
+    """
+    error = problem if isinstance(problem, Exception) else PiperError(f"PiperStrategy: no step is captured with {problem}")
+    if capture == "always" or (isinstance(error, CaptureError) and error.late):
+        raise shown(error)
+    reason = why_not(before.module, before.settings, before.world.device)
+    if reason is not None:
+        error.add_note(f"a training step that is not captured runs as it is where the program replicates the whole of it; {reason}")
+        raise shown(error)
+    if capture != "never":
+        before.world.warn(said("training_step", before.world.size, problem))
+
+
+def said(step: str, processes: int, problem: str | Exception) -> str:
+    """What the user is told where a step runs as it is."""
+    where = "on this device" if processes == 1 else "in every replica"
+    lost = "nothing inside of it is checked"
+    if processes > 1:
+        lost += (
+            ", gradients are the mean of the replicas', as with DistributedDataParallel, and a logged value is that of rank 0's "
+            "data, unless sync_dist=True"
+        )
+    return f"{step} is not captured, and runs as it is {where}: {problem}. So {lost}; PiperStrategy(capture='always') refuses it"
+
+
+def shown(error: Exception) -> Exception:
+    """The error to be raised: where the step's own code has raised one, that."""
+    raised = error.raised if isinstance(error, CaptureError) else None
+    return error if raised is None else raised

@@ -1,0 +1,96 @@
+"""Steps that cannot be captured run as they are: on one device as in a Trainer without the strategy, in replicas as with DDP."""
+
+from __future__ import annotations
+
+import warnings
+
+import pytest
+import torch
+
+import lightning_piper as piper
+from lightning_piper.capture.eager_step import number_of
+from tests.distributed.processes import launch_trainings
+from tests.strategy.uncaptured import KINDS, fit, train
+
+# Adam divides the gradient of a bias in front of a batch norm, which is rounding alone, by its size.
+NEAR = {"BatchNorm": 1e-7}
+
+
+@pytest.fixture(scope="module")
+def ranks(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("uncaptured")
+    return launch_trainings(2, train, folder / "run", folder)
+
+
+@pytest.mark.parametrize("kind", [*KINDS, "accumulated"])
+def test_replicas_train_as_with_ddp(kind, ranks):
+    for rank in ranks:
+        own, peer = rank[kind]["replicas"], rank[kind]["ddp"]
+        near = NEAR.get(kind, 1e-12)
+        assert own["seen"].keys() == peer["seen"].keys() and own["states"] == peer["states"]
+        for name, value in peer["seen"].items():
+            assert abs(own["seen"][name] - value) <= near, name
+        for part in ("values", "saved"):
+            assert own[part].keys() == peer[part].keys()
+            for name, value in peer[part].items():
+                # Between two steps each replica has the statistics of its own batches.
+                if part == "saved" or "running" not in name or rank is ranks[0]:
+                    assert torch.allclose(own[part][name], value, rtol=0, atol=near), name
+    if kind != "Later":  # whose first losses are those of all replicas
+        assert all(
+            abs(a - b) <= near
+            for rank in ranks
+            for a, b in zip(*(rank[kind][x]["losses"] for x in ("replicas", "ddp")), strict=True)
+        )
+    assert ranks[0]["Net"]["replicas"]["losses"] != ranks[1]["Net"]["replicas"]["losses"]
+
+
+def test_replicas_without_their_mean_are_others(ranks):
+    """The control: one device trains on half of each batch."""
+    for kind in ("Net", "Gan"):
+        peer = ranks[0][kind]["ddp"]["values"]
+        assert all(
+            torch.equal(ranks[1][kind]["replicas"]["values"][name], ranks[0][kind]["replicas"]["values"][name]) for name in peer
+        )
+
+
+def test_it_is_told_once(ranks):
+    for kind in KINDS:
+        found = ranks[0][kind]["replicas"]["warned"]
+        assert found and not ranks[1][kind]["replicas"]["warned"]
+        assert len(found) == len(set(found)) or len(found) == 2 * len(set(found))  # two fits
+    said = next(text for text in ranks[0]["Net"]["replicas"]["warned"] if text.startswith("training_step"))
+    assert "uncaptured.py:" in said and "if loss.item() > 0.9" in said and "nothing inside of it is checked" in said
+    assert not ranks[0]["never"]["replicas"]["warned"]
+
+
+def test_without_any_capture_it_is_the_same(ranks):
+    never, peer = ranks[0]["never"]["replicas"]["values"], ranks[0]["Later"]["ddp"]["values"]
+    assert all(torch.allclose(never[name], value, rtol=0, atol=1e-12) for name, value in peer.items())
+
+
+@pytest.mark.parametrize("kind, words", [
+    ("stages", "a training step that is not captured runs as it is where the program replicates the whole of it"),
+    ("shards", "only a captured step can have shards of parameters, gradients, or the optimizer's state"),
+    ("always", "if loss.item() > 0.9"),
+])  # fmt: skip
+def test_what_may_not_is_refused_by_all(kind, words, ranks):
+    assert all(words in rank["refused"][kind] for rank in ranks)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_one_device_trains_as_without_the_strategy(kind, tmp_path):
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        plain = fit(kind, lambda: "auto", 1, tmp_path / "plain")
+        own = fit(kind, lambda: piper.PiperStrategy(transport="local"), 1, tmp_path / "own")
+    assert bool(own["warned"]) == (kind != "Lbfgs")  # whose step is captured, where one process has all parameters
+    assert own["seen"] == plain["seen"]
+    assert own["losses"] == plain["losses"]
+    for part in ("values", "saved"):
+        assert all(torch.equal(own[part][name], value) for name, value in plain[part].items())
+
+
+def test_sets_of_parameters_have_numbers():
+    sets = [(True, True, False), (True, False, True), (False, True, True), (True, True, True)]
+    assert len({number_of(found) for found in sets}) == len(sets)

@@ -1,0 +1,252 @@
+"""Modules whose training step no graph can have, as people write them, and trainings of them: by Lightning alone, by its DDP, and
+as replicas of a program. Two processes serve all."""
+
+from __future__ import annotations
+
+import collections
+import random
+import warnings
+from pathlib import Path
+from typing import Any
+
+import lightning.pytorch as L
+import torch
+import torch.nn.functional as F
+from lightning.pytorch.callbacks import ModelCheckpoint
+from lightning.pytorch.strategies import DDPStrategy
+from torch import Tensor, nn
+from torch.utils.data import DataLoader, TensorDataset
+
+import lightning_piper as piper
+
+BATCHES = 3
+
+
+class Net(L.LightningModule):
+    """Asks for values, and returns more than the loss."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.net = nn.Sequential(nn.Linear(4, 8), nn.Tanh(), nn.Linear(8, 4))
+        self.outputs: list[Tensor] = []
+
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        x, y = batch
+        loss = F.mse_loss(self.net(x), y)
+        if loss.item() > 0.9:
+            loss = 2 * loss
+        self.log("train", loss, sync_dist=True)
+        return {"loss": loss, "inputs": x}
+
+    def validation_step(self, batch: Any, batch_idx: int) -> None:
+        x, y = batch
+        self.outputs.append(F.mse_loss(self.net(x), y))
+
+    def on_validation_epoch_end(self) -> None:
+        self.log("validated", torch.stack(self.outputs).mean(), sync_dist=True)
+        self.outputs.clear()
+
+    def configure_optimizers(self) -> Any:
+        return torch.optim.AdamW(self.parameters(), lr=0.01)
+
+
+class Gan(Net):
+    """Two optimizers, of which each sees the gradients of its own pass."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.automatic_optimization = False
+        self.judge = nn.Sequential(nn.Linear(4, 8), nn.ReLU(), nn.Linear(8, 1))
+
+    def training_step(self, batch: Any, batch_idx: int) -> None:
+        x, noise = batch
+        maker, judge = self.optimizers()
+        self.toggle_optimizer(maker)
+        made = F.softplus(-self.judge(self.net(noise))).mean()
+        self.manual_backward(made)
+        self.clip_gradients(maker, gradient_clip_val=0.05)
+        maker.step()
+        maker.zero_grad()
+        self.untoggle_optimizer(maker)
+        self.toggle_optimizer(judge)
+        judged = F.softplus(-self.judge(x)).mean() + F.softplus(self.judge(self.net(noise).detach())).mean()
+        self.pass_back(judged)
+        judge.step()
+        judge.zero_grad()
+        self.untoggle_optimizer(judge)
+        self.log_dict({"made": made, "judged": judged}, sync_dist=True)
+
+    def configure_optimizers(self) -> Any:
+        return torch.optim.Adam(self.net.parameters(), 0.01), torch.optim.Adam(self.judge.parameters(), 0.01)
+
+    def pass_back(self, loss: Tensor) -> None:
+        self.manual_backward(loss)
+
+
+class Raw(Gan):
+    """Not by `manual_backward`, at which DDP fails."""
+
+    def pass_back(self, loss: Tensor) -> None:
+        loss.backward()
+
+
+class BatchNorm(Net):
+    def __init__(self) -> None:
+        super().__init__()
+        self.net = nn.Sequential(nn.Linear(4, 8), nn.BatchNorm1d(8), nn.Tanh(), nn.Linear(8, 4))
+
+
+class Sometimes(Net):
+    """Parameters that are used by one replica, by none in a step, or never; weight decay would change them otherwise."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.extra, self.late, self.never = nn.Linear(4, 4), nn.Linear(4, 4), nn.Linear(2, 2)
+
+    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+        x, y = batch
+        out = self.net(x)
+        if x.sum().item() > 0:
+            out = out + self.extra(x)
+        if self.current_epoch:
+            out = out + self.late(x)
+        return F.mse_loss(out, y)
+
+    def configure_optimizers(self) -> Any:
+        return torch.optim.SGD(self.parameters(), lr=0.01, momentum=0.9, weight_decay=0.1)
+
+
+class Attack(Net):
+    """A backward pass of its own makes the gradient of the input."""
+
+    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+        x, y = batch
+        x = x.clone().requires_grad_()
+        F.mse_loss(self.net(x), y).backward()
+        return F.mse_loss(self.net((x + 0.1 * x.grad.sign()).detach()), y)
+
+
+class Lbfgs(Net):
+    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+        return F.mse_loss(self.net(batch[0]), batch[1])
+
+    def configure_optimizers(self) -> Any:
+        return torch.optim.LBFGS(self.parameters(), lr=0.1)
+
+
+class Memory:
+    def __init__(self) -> None:
+        self.kept: collections.deque[float] = collections.deque([0.5, 1.5, 2.5, 3.5], maxlen=9)
+
+    def step(self, action: bool) -> None:
+        self.kept.append(len(self.kept) * 0.3 + action)
+
+
+class Player(Net):
+    """Objects, containers, iterators and Python's random numbers, which tracing must leave as they were."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.memory, self.seen, self.steps = Memory(), collections.Counter[str](), iter(range(1, 99))
+        self.draw = random.Random(3)
+
+    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+        x, _ = batch
+        self.seen["step"] += 1
+        number = next(self.steps)
+        self.memory.step(bool(self.net(x).sum().item() > 0))
+        wanted = torch.tensor(self.draw.sample(list(self.memory.kept), 4), dtype=x.dtype)
+        return F.mse_loss(self.net(x), wanted.expand(len(x), 4)) * number / self.seen["step"]
+
+
+class Later(Net):
+    """Can be captured in the first epoch, and not in the second."""
+
+    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+        loss = F.mse_loss(self.net(batch[0]), batch[1])
+        return 2 * loss if self.current_epoch and loss.item() > 0.5 else loss
+
+
+KINDS: dict[str, type[Net]] = {kind.__name__: kind for kind in (Net, Gan, Raw, BatchNorm, Sometimes, Attack, Lbfgs, Player, Later)}
+
+
+def data() -> DataLoader[Any]:
+    draw = torch.Generator().manual_seed(1)
+    tensors = (torch.randn(8 * BATCHES, 4, generator=draw, dtype=torch.float64) for _ in range(2))
+    return DataLoader(TensorDataset(*tensors), batch_size=4)
+
+
+class Losses(L.Callback):
+    def __init__(self) -> None:
+        self.seen: list[float] = []
+
+    def on_train_batch_end(self, trainer: Any, module: Any, outputs: Any, batch: Any, batch_idx: int) -> None:
+        self.seen.append(outputs["loss"].item() if outputs else 0.0)
+        assert (
+            not isinstance(module, Net)
+            or type(module) is not Net
+            or trainer.strategy.__class__ is not piper.PiperStrategy
+            or (outputs["inputs"] is batch[0])
+        )
+
+
+def fit(kind: str, strategy: Any, devices: int, folder: Path, accumulate: int = 1, validated: bool = True) -> dict[str, Any]:
+    """Two epochs, and a third one of another Trainer that resumes."""
+    torch.manual_seed(0)
+    module, losses, seen = KINDS[kind]().double(), Losses(), {}
+    warned: list[str] = []
+    for epochs in (2, 3):
+        trainer = L.Trainer(
+            accelerator="cpu", devices=devices, strategy=strategy(), max_epochs=epochs, precision="64-true", logger=False,
+            callbacks=[losses, ModelCheckpoint(folder, filename=f"{kind}-{epochs}")], enable_progress_bar=False,
+            enable_model_summary=False, accumulate_grad_batches=accumulate,
+        )  # fmt: skip
+        with warnings.catch_warnings(record=True) as caught:
+            warnings.simplefilter("always")
+            trainer.fit(module, data(), data() if validated else None, ckpt_path=None if epochs == 2 else folder / f"{kind}-2.ckpt")
+        warned += [str(w.message) for w in caught if "runs as it is" in str(w.message)]
+        seen |= {name: x.item() for name, x in trainer.callback_metrics.items()}
+    saved = torch.load(folder / f"{kind}-3.ckpt", weights_only=False)
+    values = {name: x.detach().clone() for name, x in module.state_dict().items()}
+    return {"losses": losses.seen, "seen": seen, "values": values, "saved": saved["state_dict"], "warned": warned,
+            "states": len(saved["optimizer_states"])}  # fmt: skip
+
+
+def replicas() -> Any:
+    return piper.PiperStrategy()
+
+
+def ddp() -> Any:
+    return DDPStrategy(find_unused_parameters=True, process_group_backend="gloo")
+
+
+def refused(folder: Path) -> dict[str, str]:
+    """What cannot run as it is, and what may not."""
+    stages = [piper.Place(filter={}, devices=[0]), piper.Place(filter={"PP": 1}, devices=[1])]
+    zero = [piper.Place(filter={}, devices=[0, 1]), piper.Replicate(filter={}, devices=[0, 1], shard_optimizer=True)]
+    found = {}
+    for name, make in (
+        ("stages", lambda: piper.PiperStrategy(stages)),
+        ("shards", lambda: piper.PiperStrategy(zero)),
+        ("always", lambda: piper.PiperStrategy(capture="always")),
+    ):
+        try:
+            fit("Net", make, 2, folder / name, validated=False)
+            found[name] = "no error"
+        except piper.PiperError as error:
+            found[name] = "\n".join([str(error), *getattr(error, "__notes__", [])])
+    return found
+
+
+def train(rank: int, folder: Path) -> dict[str, Any]:
+    outcome: dict[str, Any] = {"refused": refused(folder)}
+    for kind in KINDS:
+        peers = (("ddp", ddp), ("replicas", replicas))[kind == "Raw" :]
+        outcome[kind] = {name: fit(kind, make, 2, folder / name) for name, make in peers}
+    outcome["Raw"]["ddp"] = outcome["Gan"]["ddp"]
+    outcome["accumulated"] = {
+        name: fit("Net", make, 2, folder / f"{name} accumulated", accumulate=2)
+        for name, make in (("ddp", ddp), ("replicas", replicas))
+    }
+    outcome["never"] = {"replicas": fit("Later", lambda: piper.PiperStrategy(capture="never"), 2, folder / "never")}
+    return outcome
