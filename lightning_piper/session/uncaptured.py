@@ -9,12 +9,12 @@ from lightning_piper.session.standalone import Standalone
 NOT_CAPTURED = (CaptureError, DirectiveError, BatchError)
 
 
-def check_may_be(before: Standalone, problem: str | Exception, capture: str) -> None:
+def check_may_be(before: Standalone, problem: str | Exception, capture: str, accumulate: str = "batches") -> None:
     """May the training step run as it is? If so, say that it does.
 
     Args:
         problem: why it is not captured.
-        capture: as in `PiperStrategy`.
+        capture, accumulate: as in `PiperStrategy`.
 
     Raises:
         PiperError: the problem, if it may not.
@@ -23,6 +23,8 @@ def check_may_be(before: Standalone, problem: str | Exception, capture: str) -> 
     if capture == "always" or (isinstance(error, CaptureError) and error.late):
         raise shown(error)
     reason = why_not(before.module, before.settings, before.world.device)
+    if accumulate == "tokens":
+        reason = "accumulate='tokens' needs the denominators of a captured loss"
     if reason is not None:
         error.add_note(f"a training step that is not captured runs as it is where the program replicates the whole of it; {reason}")
         raise shown(error)

@@ -147,7 +147,7 @@ class PiperStrategy(EvaluatingStrategy):
         if problem is None and self._capture == "never":
             problem = "capture='never'"
         if problem is not None:
-            check_may_be(phase.standalone, problem, self._capture)
+            check_may_be(phase.standalone, problem, self._capture, self._accumulate)
             phase.eager = True
         else:
             phase.names = names_in(self.optimizers[0], module)
@@ -172,7 +172,7 @@ class PiperStrategy(EvaluatingStrategy):
                 self._begin_fit(start, batch)
                 return
             except NOT_CAPTURED as error:
-                check_may_be(start.standalone, error, self._capture)
+                check_may_be(start.standalone, error, self._capture, self._accumulate)
         self.phase = Eager.begin(start.standalone)
         if start.later is not None:
             self.load_optimizer_state_dict({"optimizer_states": [start.later]})
@@ -210,7 +210,7 @@ class PiperStrategy(EvaluatingStrategy):
         try:
             return fit.step(loop.total_batch_idx, loop.batch_idx, trainer.current_epoch, last=not self._accumulating)
         except (CaptureError, DirectiveError) as error:
-            check_may_be(fit.before, error, self._capture)
+            check_may_be(fit.before, error, self._capture, self._accumulate)
             fit.give_up()
             self.phase = Eager.begin(fit.before)
             return self.training_step(batch, *args, **kwargs)
