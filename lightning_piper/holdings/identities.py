@@ -8,7 +8,7 @@ import torch
 from torch import nn
 
 from lightning_piper.capture import dict_version, storage_id
-from lightning_piper.errors import PiperError
+from lightning_piper.errors import CaptureError
 from lightning_piper.holdings.ownership import Ownership
 
 
@@ -45,7 +45,7 @@ class Identities:
         """Before a step: let the bound tensors have the values that stand in the module.
 
         Raises:
-            PiperError: they cannot; names the parameter or buffer.
+            CaptureError: they cannot; names the parameter or buffer.
         """
         if list(map(dict_version, self._watched)) != self._versions:
             self._put_back()
@@ -56,7 +56,7 @@ class Identities:
             self._take_over()
         for i, storage in self._sharded:
             if storage_id(self._tensors[i]) != storage:
-                raise PiperError(
+                raise CaptureError(
                     f"PiperStrategy: the values of parameter {self._names[i]!r} were replaced (.data = ...), but they are in "
                     "pieces, which do not follow. Change the pieces, in the groups of trainer.optimizers, or drop shard_params for "
                     "its region"
@@ -66,11 +66,11 @@ class Identities:
         """Before a training step.
 
         Raises:
-            PiperError: another set of parameters is to be trained than the captured step trains.
+            CaptureError: another set of parameters is to be trained than the captured step trains.
         """
         if [x.requires_grad for x in self._tensors] != self._trained:
             name = next(n for n, x, was in zip(self._names, self._tensors, self._trained, strict=True) if x.requires_grad != was)
-            raise PiperError(
+            raise CaptureError(
                 f"PiperStrategy: requires_grad of parameter {name!r} changed since the step was captured, and the captured step "
                 "would not follow; make the change before fit, and call fit again after it"
             )
@@ -85,7 +85,7 @@ class Identities:
             if found is None or isinstance(tensor, nn.Parameter):
                 kind = "parameter" if isinstance(tensor, nn.Parameter) else "buffer"
                 what = "is gone" if found is None else "was replaced by another one"
-                raise PiperError(
+                raise CaptureError(
                     f"PiperStrategy: {kind} {name!r} {what} since the first batch (pruning, a parametrization, or an assignment "
                     "in a hook); do that before fit, or in hooks before the first batch, such as on_fit_start. Values can be "
                     "changed: parameter.data = ..., or in place under torch.no_grad()"
@@ -102,13 +102,13 @@ class Identities:
                 known = self._names_in.get(id(store), set())
                 new = next((name for name, x in store.items() if x is not None and name not in known), None)
                 if new is not None:
-                    raise PiperError(
+                    raise CaptureError(
                         f"PiperStrategy: {f'{path}.{new}'.removeprefix('.')!r} is new since the first batch, and no device has it; "
                         "make it before fit, or in hooks before the first batch, such as on_fit_start"
                     )
         for store, _, name in self._entries:
             if id(store) not in here:
-                raise PiperError(
+                raise CaptureError(
                     f"PiperStrategy: the submodule that has {name!r} was taken away since the first batch; do that before fit, or "
                     "in hooks before the first batch, such as on_fit_start"
                 )
@@ -124,12 +124,12 @@ class Identities:
         for other, x in zip(self._names, self._bound, strict=True):
             shared = not x.is_meta and x.numel() and x.untyped_storage().data_ptr() == found.untyped_storage().data_ptr()
             if shared and other != name:
-                raise PiperError(
+                raise CaptureError(
                     f"PiperStrategy: {name!r} was given the memory of {other!r} since the first batch, so that a change of one is "
                     "a change of the other; give it a copy (.clone()), or tie them before fit"
                 )
         if (found.shape, found.dtype, found.device) != (bound.shape, bound.dtype, bound.device):
-            raise PiperError(
+            raise CaptureError(
                 f"PiperStrategy: {name!r} was {bound.dtype}{list(bound.shape)} on {bound.device} when the step was captured, and "
                 f"was replaced by {found.dtype}{list(found.shape)} on {found.device}; keep shape, dtype and device, or call fit "
                 "again"

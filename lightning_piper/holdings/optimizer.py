@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from lightning_piper.compiler import Compiled
-from lightning_piper.errors import PiperError
+from lightning_piper.errors import CaptureError, PiperError
 from lightning_piper.holdings.elementwise import NotElementwise, StateKeys, Untried, remade, sees_others, state_keys
 from lightning_piper.holdings.materialize import places_of, tensor_at
 from lightning_piper.holdings.ownership import Ownership, parts_of
@@ -180,10 +180,10 @@ class ShardedOptimizer:
         """Refuse groups that were given parameters, or lost some, since they were cut.
 
         Raises:
-            PiperError: they were.
+            CaptureError: they were.
         """
         if [len(group["params"]) for group in self.optimizer.param_groups] != self._sizes:
-            raise PiperError(
+            raise CaptureError(
                 "PiperStrategy: the optimizer's parameter groups have changed since the first batch, when they were cut down to "
                 "what each process holds. Change them (add_param_group) before it, up to on_train_start, or call fit again"
             )

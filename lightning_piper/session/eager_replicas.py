@@ -22,7 +22,7 @@ from lightning_piper.capture.eager_step import EagerStep
 from lightning_piper.compiler import Compiled, compile_step
 from lightning_piper.directives import replicas_of
 from lightning_piper.errors import CaptureError, DirectiveError, ExecutionError
-from lightning_piper.processes.world import RANK_ZERO
+from lightning_piper.processes.world import RANK_ZERO, fill
 from lightning_piper.session.process_runtime import Prepared, ProcessRuntime, Settings, check_devices
 from lightning_piper.session.standalone import Standalone
 
@@ -86,16 +86,16 @@ class EagerReplicas:
 
     def share_buffers(self) -> None:
         """All replicas go on with rank 0's buffers, of which each has those of its own batches."""
-        by_dtype: dict[torch.dtype, list[torch.Tensor]] = {}
-        for buffer in self._module.buffers():
-            by_dtype.setdefault(buffer.dtype, []).append(buffer)
-        for buffers in by_dtype.values():
-            flat = torch.cat([x.detach().reshape(-1) for x in buffers])
-            dist.broadcast(flat, RANK_ZERO)
-            if not self._world.is_rank_zero:
-                with torch.no_grad():
-                    for buffer, values in zip(buffers, flat.split([x.numel() for x in buffers]), strict=True):
-                        buffer.copy_(values.view_as(buffer))
+        buffers = [x for x in self._module.buffers() if x.numel()]
+        if not buffers:
+            return
+        # Bytes travel, so every dtype does, whatever the backend.
+        flat = torch.cat([x.detach().contiguous().reshape(-1).view(torch.uint8) for x in buffers])
+        dist.broadcast(flat, RANK_ZERO)
+        if not self._world.is_rank_zero:
+            for buffer, values in zip(buffers, flat.split([x.numel() * x.element_size() for x in buffers]), strict=True):
+                # A copy, for a view of another dtype begins at a multiple of its size.
+                fill(buffer, values.clone().view(buffer.dtype).view(buffer.shape))
 
     @contextlib.contextmanager
     def averaging(self, last: bool = True) -> Iterator[None]:
@@ -117,6 +117,9 @@ class EagerReplicas:
             local(*args, **kwargs)
             return
         trained = tuple(name for name, x in self._params.items() if x.requires_grad)
+        if not trained:
+            local(*args, **kwargs)
+            return
         if trained not in self._prepared:
             self._prepared[trained] = self._runtime.prepare(self._compile(trained))
         prepared = self._prepared[trained]

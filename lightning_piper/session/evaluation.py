@@ -19,7 +19,7 @@ from torch import nn
 
 from lightning_piper.capture import BatchSpec, flatten
 from lightning_piper.compiler import Compiled
-from lightning_piper.errors import PiperError
+from lightning_piper.errors import BatchError, CaptureError
 from lightning_piper.ir.dag import TrainingDAG
 from lightning_piper.processes.agreement import agree_on_batch
 from lightning_piper.processes.world import World
@@ -133,12 +133,12 @@ class Evaluation:
         assert prepared is not None
         variants.ran(prepared.compiled, first_of_epoch=batch_idx == 0)
         if step[0] == "predict_step" and self._world.count > 1 and prepared.compiled.dag.code.metrics.events:
-            raise PiperError(
+            raise CaptureError(
                 "predict_step uses metric objects, which replicas update together, and in prediction one replica may have a batch "
                 "more than others; use them in validation_step or test_step"
             )
         if apart and prepared.replay.tensors and batch_spec.undivided is None:
-            raise PiperError(
+            raise BatchError(
                 f"the replicas have batches of different shapes in {step[0]}, which logs tensors, and small ones would count as "
                 "much as large ones. Use a sampler that divides the data evenly (Lightning's own does), or log in on_..._epoch_end"
             )

@@ -32,6 +32,19 @@ def check_may_be(before: Standalone, problem: str | Exception, capture: str, acc
         before.world.warn(said("training_step", before.world.size, problem))
 
 
+def check_later(before: Standalone, problem: str, capture: str) -> None:
+    """Refuse, at the beginning, what would make the captured step useless in the middle of a fit, unless it then runs as it is.
+
+    Args:
+        problem, capture: as in `check_may_be`.
+
+    Raises:
+        PiperError: the problem.
+    """
+    if capture == "always" or why_not(before.module, before.settings, before.world.device) is not None:
+        raise PiperError(f"PiperStrategy: {problem}")
+
+
 def said(step: str, processes: int, problem: str | Exception) -> str:
     """What the user is told where a step runs as it is."""
     where = "on this device" if processes == 1 else "in every replica"

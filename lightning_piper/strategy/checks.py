@@ -58,12 +58,6 @@ def _problems(trainer: pl.Trainer, module: pl.LightningModule, sync_batchnorm: b
                 f"the callback {type(callback).__name__} copies the module, and a copy is not updated with the stages' "
                 "parameters; leave it out"
             )
-        if is_a(callback, BackboneFinetuning) and _is_reached(callback.unfreeze_backbone_at_epoch, trainer):
-            yield (
-                f"BackboneFinetuning unfreezes parameters at epoch {callback.unfreeze_backbone_at_epoch}, but the captured step "
-                "would not follow; freeze them yourself (requires_grad_(False)), call fit up to that epoch, unfreeze them, and "
-                "call fit again"
-            )
 
 
 def _is_reached(epoch: int, trainer: pl.Trainer) -> bool:
@@ -125,6 +119,18 @@ def uncapturable(module: pl.LightningModule, optimizers: list[torch.optim.Optimi
             "LBFGS over several processes, for it takes inner products over all parameters, which are on them; use an optimizer "
             "that treats each parameter on its own (SGD, AdamW, ...)"
         )
+    return None
+
+
+def changes_later(trainer: pl.Trainer) -> str | None:
+    """What will change in the middle of a fit so that a captured step would not follow; None if nothing is known to."""
+    for callback in trainer.callbacks:  # type: ignore[attr-defined]
+        if is_a(callback, BackboneFinetuning) and _is_reached(callback.unfreeze_backbone_at_epoch, trainer):
+            return (
+                f"BackboneFinetuning unfreezes parameters at epoch {callback.unfreeze_backbone_at_epoch}, but the captured step "
+                "would not follow; freeze them yourself (requires_grad_(False)), call fit up to that epoch, unfreeze them, and "
+                "call fit again"
+            )
     return None
 
 

@@ -15,13 +15,13 @@ from lightning.fabric.plugins import TorchCheckpointIO
 from lightning.pytorch.utilities.rank_zero import rank_zero_info
 
 from lightning_piper.directives import Directive, replicas_of
-from lightning_piper.errors import CaptureError, DirectiveError, PiperError
+from lightning_piper.errors import CaptureError, PiperError
 from lightning_piper.holdings.materialize import is_on_meta, load_state, materialize
 from lightning_piper.holdings.ownership import parts_of, put_together
 from lightning_piper.session.process_runtime import Settings
 from lightning_piper.session.program import for_fit
 from lightning_piper.session.standalone import Standalone
-from lightning_piper.session.uncaptured import said, shown
+from lightning_piper.session.uncaptured import NOT_CAPTURED, said, shown
 from lightning_piper.session.verification import Verify
 from lightning_piper.strategy.checkpoints import Restored
 from lightning_piper.strategy.checks import check_evaluation
@@ -130,18 +130,18 @@ class EvaluatingStrategy(OverProcesses):
                 if self._capture == "never":
                     raise CaptureError("capture='never'")
                 return self.phase.evaluation.step(name, batch, batch_idx, dataloader_idx)
-            except (CaptureError, DirectiveError) as error:
+            except NOT_CAPTURED as error:
                 self._check_eager(name, error)
                 self._eager_steps.add(name)
         arguments = [batch, batch_idx] if dataloader_idx is None else [batch, batch_idx, dataloader_idx]
         run: Callable[..., Any] = getattr(super(), name)
         return run(*arguments)
 
-    def _check_eager(self, name: str, error: CaptureError | DirectiveError) -> None:
+    def _check_eager(self, name: str, error: PiperError) -> None:
         """May a step that cannot be captured run as it is?
 
         Raises:
-            CaptureError, DirectiveError: the error, if it may not.
+            PiperError: the error, if it may not.
         """
         assert self.lightning_module is not None
         if self._capture == "always" or (isinstance(error, CaptureError) and error.late) or self.world.count < self.world.size:

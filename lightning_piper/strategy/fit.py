@@ -211,7 +211,7 @@ class Fit:
                 self.recording.close()
             if compare:
                 self._compare()  # the last step
-                self._check.finish()
+            self._check.finish()
             if (told := self.programs.variants(TRAINING).told()) is not None:
                 rank_zero_info(told)
             self.ownership.end()

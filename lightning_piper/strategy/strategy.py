@@ -28,7 +28,7 @@ from lightning_piper.holdings.optimizer import State, check_groups, names_in
 from lightning_piper.limits import shown
 from lightning_piper.profile import Schedule, schedule_of
 from lightning_piper.session.program import given_or_from_environment
-from lightning_piper.session.uncaptured import NOT_CAPTURED, check_may_be
+from lightning_piper.session.uncaptured import NOT_CAPTURED, check_later, check_may_be
 from lightning_piper.session.verification import ACCEPTED, Verify
 from lightning_piper.strategy import _lightning
 from lightning_piper.strategy.checkpoints import (
@@ -41,7 +41,7 @@ from lightning_piper.strategy.checkpoints import (
     save_in_one_go,
     seed_of,
 )
-from lightning_piper.strategy.checks import check_fit, one_of, uncapturable
+from lightning_piper.strategy.checks import changes_later, check_fit, one_of, uncapturable
 from lightning_piper.strategy.evaluating import EvaluatingStrategy
 from lightning_piper.strategy.fit import Fit
 from lightning_piper.strategy.phases import Eager, Ended, Fitting, Idle, Left, Starting, over
@@ -150,6 +150,9 @@ class PiperStrategy(EvaluatingStrategy):
             check_may_be(phase.standalone, problem, self._capture, self._accumulate)
             phase.eager = True
         else:
+            later = changes_later(trainer)
+            if later is not None:
+                check_later(phase.standalone, later, self._capture)
             phase.names = names_in(self.optimizers[0], module)
 
     def on_train_batch_start(self, batch: Any, batch_idx: int) -> None:
@@ -174,6 +177,8 @@ class PiperStrategy(EvaluatingStrategy):
             except NOT_CAPTURED as error:
                 check_may_be(start.standalone, error, self._capture, self._accumulate)
         self.phase = Eager.begin(start.standalone)
+        if self._profile:
+            self.world.warn("PiperStrategy(profile=...) records plans, and a training step that runs as it is has none to record")
         if start.later is not None:
             self.load_optimizer_state_dict({"optimizer_states": [start.later]})
         _lightning.move_optimizers(self.optimizers, self.root_device)

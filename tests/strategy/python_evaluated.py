@@ -261,7 +261,10 @@ def evaluate(row: type[Evaluated], way: str | None) -> dict[str, Any]:
     options: dict[str, Any] = {**QUIET, "accelerator": "cpu", "precision": "64-true", "devices": 1}
     if way is not None:
         over: dict[str, Any] = {"transport": "local"} if way == "local" else {"timeout": timedelta(seconds=30)}
-        options |= {"strategy": piper.PiperStrategy(WAYS[way][0](1), **over), "devices": 1 if way == "local" else 2}
+        options |= {
+            "strategy": piper.PiperStrategy(WAYS[way][0](1), **{"capture": "always", **over}),
+            "devices": 1 if way == "local" else 2,
+        }
     trainer = L.Trainer(callbacks=[record], max_epochs=2, num_sanity_val_steps=1, **options)
     loaders = [Data(0, 1), Data(1, 2)][: row.loaders]
     with torch.random.fork_rng():

@@ -141,7 +141,10 @@ def train(row: type[Net], way: str | None, still: bool = False, rank: int = 0) -
     if way is not None:
         program, replicas = WAYS[way]
         over: dict[str, Any] = {"transport": "local"} if way == "local" else {"timeout": timedelta(seconds=30)}
-        options |= {"strategy": piper.PiperStrategy(program(row.microbatches), **over), "devices": 1 if way == "local" else 2}
+        options |= {
+            "strategy": piper.PiperStrategy(program(row.microbatches), **{"capture": "always", **over}),
+            "devices": 1 if way == "local" else 2,
+        }
     trainer = L.Trainer(callbacks=[record, *getattr(module, "callbacks", [])], max_epochs=2, **options)
     captures: list[None] = []
     add = Variants.add
