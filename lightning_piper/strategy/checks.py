@@ -18,7 +18,7 @@ from lightning.pytorch.utilities.signature_utils import is_param_in_hook_signatu
 
 from lightning_piper.either_lightning import is_a
 from lightning_piper.errors import PiperError
-from lightning_piper.holdings.materialize import Known, without_initial_values
+from lightning_piper.holdings.materialize import Known, is_on_meta, without_initial_values
 from lightning_piper.limits import shown
 
 
@@ -53,10 +53,17 @@ def _problems(trainer: pl.Trainer, module: pl.LightningModule, sync_batchnorm: b
     if problem is not None:
         yield problem
     for callback in trainer.callbacks:  # type: ignore[attr-defined]
-        if is_a(callback, WeightAveraging, StochasticWeightAveraging):
+        if is_a(callback, WeightAveraging, StochasticWeightAveraging) and is_on_meta(module):
             yield (
-                f"the callback {type(callback).__name__} copies the module, and a copy is not updated with the stages' "
-                "parameters; leave it out"
+                f"the callback {type(callback).__name__} has copied the module, which is on the meta device and has no values yet; "
+                "build it with values"
+            )
+        swa = is_a(callback, StochasticWeightAveraging) and trainer.max_epochs != -1
+        if swa and callback.pl_module_contains_batch_norm(module):
+            yield (
+                f"after the last epoch {type(callback).__name__} takes the statistics of batch norms anew, as means over all "
+                "batches (momentum=None), which take the number of batches out of a tensor, and a captured step has no values; use "
+                "EMAWeightAveraging, which averages these statistics, or another norm"
             )
         if is_a(callback, BackboneFinetuning) and _is_reached(callback.unfreeze_backbone_at_epoch, trainer):
             yield (

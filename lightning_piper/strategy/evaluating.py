@@ -17,7 +17,7 @@ from lightning.pytorch.utilities.rank_zero import rank_zero_info
 from lightning_piper.directives import Directive, replicas_of
 from lightning_piper.errors import CaptureError, DirectiveError, PiperError
 from lightning_piper.holdings.materialize import is_on_meta, load_state, materialize
-from lightning_piper.holdings.ownership import parts_of, put_together
+from lightning_piper.holdings.ownership import Ownership, parts_of, put_together
 from lightning_piper.session.process_runtime import Settings
 from lightning_piper.session.program import for_fit
 from lightning_piper.session.standalone import Standalone
@@ -25,7 +25,7 @@ from lightning_piper.session.uncaptured import said, shown
 from lightning_piper.session.verification import Verify
 from lightning_piper.strategy.checkpoints import Restored
 from lightning_piper.strategy.checks import check_evaluation
-from lightning_piper.strategy.compatibility import count_once, resume, suspend
+from lightning_piper.strategy.compatibility import Averages, count_once, resume, suspend
 from lightning_piper.strategy.data import draw_seed
 from lightning_piper.strategy.parallel import OverProcesses
 from lightning_piper.strategy.phases import Evaluating, Idle, Starting
@@ -49,9 +49,10 @@ class EvaluatingStrategy(OverProcesses):
         self._program, self._verify, self._capture = program, verify, capture
         self._restored = Restored()
         self._eager_steps: set[str] = set()  # that run as they are
+        self._averages: Averages | None = None
 
     def __getstate__(self) -> dict[str, Any]:
-        return {**super().__getstate__(), "_restored": Restored(seed=self._restored.seed)}
+        return {**super().__getstate__(), "_restored": Restored(seed=self._restored.seed), "_averages": None}
 
     def _begin_run(self) -> None:
         """Whatever was before: the module is whole, or its values are known. Collective."""
@@ -96,7 +97,17 @@ class EvaluatingStrategy(OverProcesses):
             count_once(module, world)
         drawn, suspended = draw_seed(world), suspend(module, world)
         seed = drawn if seed is None else seed
-        return Standalone(module, settings, restored.known, seed, drawn, world, restored.read, partial(resume, suspended))
+        self._averages = averages = Averages(trainer, self._in_ranges)
+
+        def distributed(own: Ownership) -> None:
+            restored.read(own)
+            averages.distribute(own)
+
+        return Standalone(module, settings, restored.known, seed, drawn, world, distributed, partial(resume, suspended))
+
+    def _in_ranges(self) -> bool:
+        """Do checkpoints have references to tensors that are saved in ranges?"""
+        return False
 
     @contextlib.contextmanager
     def tensor_init_context(self, empty_init: bool | None = None) -> Iterator[None]:

@@ -42,6 +42,7 @@ from lightning_piper.strategy.checkpoints import (
     seed_of,
 )
 from lightning_piper.strategy.checks import check_fit, one_of, uncapturable
+from lightning_piper.strategy.compatibility import averaging
 from lightning_piper.strategy.evaluating import EvaluatingStrategy
 from lightning_piper.strategy.fit import Fit
 from lightning_piper.strategy.phases import Eager, Ended, Fitting, Idle, Left, Starting, over
@@ -238,6 +239,8 @@ class PiperStrategy(EvaluatingStrategy):
             phase.close(self._failed)
         self._stop_watch()
         self._restored = Restored()
+        if self._averages is not None:
+            self._averages.release()
         assert self.accelerator is not None and self.cluster_environment is not None
         module = self.lightning_module
         if module is not None and is_on_meta(module):
@@ -250,6 +253,9 @@ class PiperStrategy(EvaluatingStrategy):
             super().teardown()
 
     # Checkpoints
+
+    def _in_ranges(self) -> bool:
+        return self._sharded and isinstance(self.phase, Fitting)
 
     def lightning_module_state_dict(self) -> dict[str, Any]:
         """The module's state dict: whole on rank 0, with tensors without data for foreign parts on the others; with references
@@ -306,6 +312,10 @@ class PiperStrategy(EvaluatingStrategy):
 
     def load_model_state_dict(self, checkpoint: Mapping[str, Any], strict: bool = True) -> None:
         parts, restored = self.phase.fit.ownership if isinstance(self.phase, Fitting) else None, self._restored
+        if restored.sharded is not None:
+            assert isinstance(checkpoint, dict) and self.lightning_module is not None
+            current = "current_model_state" in checkpoint and averaging(self.lightning_module.trainer)
+            restored.sharded.read(checkpoint, ["callbacks", *(["state_dict", "current_model_state"] if current else [])])
         if restored.sharded is not None and referenced(checkpoint["state_dict"]):
             assert self.lightning_module is not None
             restored.values = restored.sharded.module(self.lightning_module, checkpoint["state_dict"], strict, parts)
@@ -334,7 +344,9 @@ class PiperStrategy(EvaluatingStrategy):
             assert self.lightning_module is not None
             check_target(filepath, storage_options, self.checkpoint_io)
             fit, running = phase.fit, isinstance(phase, Fitting)
-            tensor_ranges = tensor_ranges_of(self.lightning_module, fit.ownership, fit.optimizer, referenced(checkpoint), running)
+            keys = referenced(checkpoint)
+            tensor_ranges = tensor_ranges_of(self.lightning_module, fit.ownership, fit.optimizer, keys, running)
+            tensor_ranges += self._averages.ranges(keys) if self._averages is not None else []
             save(filepath, tensor_ranges, checkpoint, self.world)
             return
         if self.is_global_zero:
