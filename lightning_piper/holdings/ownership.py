@@ -21,14 +21,12 @@ from lightning_piper.capture import has_gradient_hooks
 from lightning_piper.compiler import Compiled
 from lightning_piper.errors import PiperError
 from lightning_piper.holdings.materialize import Known, empty_like, initialize, like, places_of, put, tensor_at
+from lightning_piper.holdings.parts import PARTS
 from lightning_piper.holdings.placeholders import stand_in
 from lightning_piper.holdings.tensor_map import LocalShard, TensorMap, buckets_of_parameters
 from lightning_piper.ir.buckets import Bucket, flattened, packed, view_as
 from lightning_piper.processes.world import RANK_ZERO, World, fill
 from lightning_piper.runtime import local_shards_of
-
-PARTS = "_piper_parts"  # attribute of a module that is in parts: its `Ownership`
-UNREAD = "_piper_unread"  # attribute of a module on the meta device that has not got the values of a checkpoint
 
 
 class Ownership:
@@ -54,6 +52,7 @@ class Ownership:
         self._stays = False  # in parts when the run is over, for no process may have room for the whole
         self._device = world.device
         self._local_shards: dict[str, nn.Parameter] = {}
+        self._whole_in_shards: dict[str, torch.Tensor] = {}  # room for parameters of which this process's shards have all
         self._pieces: dict[str, torch.Tensor] = {}  # what this process has of what it does not hold whole
         self._before: dict[str, torch.Tensor] = {}  # what was in the module, and will be again: without data meanwhile
         self._versions: list[tuple[str, torch.Tensor, int]] = []  # of what is in the module in the place of sharded parameters
@@ -133,7 +132,10 @@ class Ownership:
                         continue
                     part = flattened(tensor.detach(), self.tensor_map.specs[name])[start:stop] if self._world.is_rank_zero else None
                     self._move(part, RANK_ZERO, rank, into=self._local_shards.get(name))
-            if whole:
+            if name in self._whole_in_shards:
+                fill(self._whole_in_shards[name], tensor.detach())
+                tensor.data = self._whole_in_shards[name]
+            elif whole:
                 tensor.data = tensor.data.to(self._device)
             else:
                 nothing = like(tensor, torch.empty(0, dtype=tensor.dtype, device=self._device))
@@ -226,7 +228,10 @@ class Ownership:
             flat = bucket.empty(self._device)
             own[bucket] = flat if kept else flat.chunk(bucket.members)[bucket.member(plan.replica)].clone()
         for name, view in local_shards_of(plan, own).items():
-            self._local_shards[name] = like(self._get(name), view)  # type: ignore[assignment]
+            if self.tensor_map.holds_whole(name, self._world.rank):
+                self._whole_in_shards[name] = view_as(view, self.tensor_map.specs[name])
+            else:
+                self._local_shards[name] = like(self._get(name), view)  # type: ignore[assignment]
 
     @property
     def can_be_whole(self) -> bool:
@@ -267,6 +272,8 @@ class Ownership:
                 self._set(name, tensor)
             self._before.clear()
             self._pieces.clear()
+            for name in self._whole_in_shards:
+                self._get(name).data = self._get(name).data.clone()  # no longer a part of a larger one
             self.whole = True
         elif self._world.size == 1:
             for bucket in dict.fromkeys(bucket for shards in self.shards.values() for bucket in shards):
@@ -370,36 +377,3 @@ class Ownership:
 
     def _set(self, name: str, tensor: torch.Tensor) -> None:
         put(self.places[name], tensor)
-
-
-def parts_of(module: nn.Module) -> Ownership | None:
-    """How a module's tensors lie over processes; None if all of it is here."""
-    found: Ownership | None = module.__dict__.get(PARTS)
-    return found
-
-
-def put_together(module: nn.Module, known: Known) -> None:
-    """Before a run: if a module is still in parts since one before, give every process the whole again. Collective.
-
-    Args:
-        known: from a checkpoint; if it brings all that is missing, nothing needs to be put together.
-
-    Raises:
-        PiperError: that run has failed, or had no step, before which it would have read a checkpoint's values.
-    """
-    missing = [n for n, at in places_of(module).items() if tensor_at(at).is_meta and n not in known]
-    if missing and module.__dict__.get(UNREAD):
-        raise PiperError(
-            f"PiperStrategy: {missing[0]!r} is on the meta device, among others, and has not got the values of the checkpoint with "
-            "which the run before this one was begun, for that run had no step; give ckpt_path here, too"
-        )
-    module.__dict__.pop(UNREAD, None)
-    parts = module.__dict__.pop(PARTS, None)
-    if parts is None or not missing:
-        return
-    if not parts.ended:
-        raise PiperError(
-            f"PiperStrategy: the module is in parts, since a run has failed: {missing[0]!r} was on another process, among others; "
-            "build it anew, and load a checkpoint"
-        )
-    parts.restore()

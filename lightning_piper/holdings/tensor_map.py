@@ -140,7 +140,7 @@ def _sharded(compiled: Compiled) -> tuple[dict[str, list[HolderGroup]], set[tupl
                     "bucket_size"
                 )
             covered.update((device, name) for device in devices)
-            holder_groups.setdefault(name, []).append(HolderGroup(found, bucket))
+            holder_groups.setdefault(name, []).append(HolderGroup(found, None if bucket.whole_tensors else bucket))
     return holder_groups, covered
 
 

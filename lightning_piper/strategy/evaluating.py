@@ -17,7 +17,8 @@ from lightning.pytorch.utilities.rank_zero import rank_zero_info
 from lightning_piper.directives import Directive, replicas_of
 from lightning_piper.errors import CaptureError, DirectiveError, PiperError
 from lightning_piper.holdings.materialize import is_on_meta, load_state, materialize
-from lightning_piper.holdings.ownership import Ownership, parts_of, put_together
+from lightning_piper.holdings.ownership import Ownership
+from lightning_piper.holdings.parts import parts_of, put_together
 from lightning_piper.session.process_runtime import Settings
 from lightning_piper.session.program import for_fit
 from lightning_piper.session.standalone import Standalone

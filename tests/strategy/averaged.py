@@ -32,6 +32,7 @@ PROGRAMS: dict[str, list[Any]] = {
     "ZeRO-1": replicas(shard_optimizer=True),
     "ZeRO-2": replicas(shard_grads=True),
     "ZeRO-3": replicas(shard_params=True),
+    "ZeRO-3 by parameter": replicas(shard_params=True, shard_by="parameter"),
 }
 Seen = dict[str, Any]
 
