@@ -58,19 +58,6 @@ def _problems(trainer: pl.Trainer, module: pl.LightningModule, sync_batchnorm: b
                 f"the callback {type(callback).__name__} has copied the module, which is on the meta device and has no values yet; "
                 "build it with values"
             )
-        swa = is_a(callback, StochasticWeightAveraging) and trainer.max_epochs != -1
-        if swa and callback.pl_module_contains_batch_norm(module):
-            yield (
-                f"after the last epoch {type(callback).__name__} takes the statistics of batch norms anew, as means over all "
-                "batches (momentum=None), which take the number of batches out of a tensor, and a captured step has no values; use "
-                "EMAWeightAveraging, which averages these statistics, or another norm"
-            )
-        if is_a(callback, BackboneFinetuning) and _is_reached(callback.unfreeze_backbone_at_epoch, trainer):
-            yield (
-                f"BackboneFinetuning unfreezes parameters at epoch {callback.unfreeze_backbone_at_epoch}, but the captured step "
-                "would not follow; freeze them yourself (requires_grad_(False)), call fit up to that epoch, unfreeze them, and "
-                "call fit again"
-            )
 
 
 def _is_reached(epoch: int, trainer: pl.Trainer) -> bool:
@@ -132,7 +119,24 @@ def uncapturable(module: pl.LightningModule, optimizers: list[torch.optim.Optimi
             "LBFGS over several processes, for it takes inner products over all parameters, which are on them; use an optimizer "
             "that treats each parameter on its own (SGD, AdamW, ...)"
         )
-    return None
+    return next(_uncapturable_callbacks(module.trainer), None)
+
+
+def _uncapturable_callbacks(trainer: pl.Trainer) -> Iterator[str]:
+    for callback in trainer.callbacks:  # type: ignore[attr-defined]
+        swa = is_a(callback, StochasticWeightAveraging) and trainer.max_epochs != -1
+        if swa and callback.pl_module_contains_batch_norm(trainer.lightning_module):
+            yield (
+                f"{type(callback).__name__} of a module with batch norms, for after the last epoch it takes their statistics anew, "
+                "as means over all batches (momentum=None), which take the number of batches out of a tensor; use "
+                "EMAWeightAveraging, which averages the statistics, or another norm"
+            )
+        if is_a(callback, BackboneFinetuning) and _is_reached(callback.unfreeze_backbone_at_epoch, trainer):
+            yield (
+                f"BackboneFinetuning, which unfreezes parameters at epoch {callback.unfreeze_backbone_at_epoch}, for a captured "
+                "step would not follow; freeze them yourself (requires_grad_(False)), call fit up to that epoch, unfreeze them, "
+                "and call fit again"
+            )
 
 
 def check_runs_once(fresh: bool, processes: int) -> None:

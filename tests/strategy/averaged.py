@@ -219,6 +219,24 @@ class Averaged(Inside):
         self.average.update_parameters(nn.ModuleList([self.first, self.second]))
 
 
+class Normed(Net):
+    """With a batch norm."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first.append(nn.BatchNorm1d(16))
+
+
+class Finetuned(Net):
+    def __init__(self) -> None:
+        super().__init__()
+        self.backbone = self.first
+
+
+def unfreezing() -> list[Any]:
+    return [cb.BackboneFinetuning(1, backbone_initial_lr=0.05, verbose=False)]
+
+
 def by_hand(run: Run, make: Callable[[], Any], callbacks: Callable[[], list[Any]] = list) -> Seen:
     with torch.random.fork_rng():
         torch.manual_seed(0)
@@ -240,6 +258,8 @@ BY_HAND: dict[str, Callable[[Run], Seen]] = {
     "shadow": lambda run: by_hand(run, Net, lambda: [Shadowed()]),
     "inside": lambda run: by_hand(run, Inside),
     "inside, in torch's class": lambda run: by_hand(run, Averaged),
+    "statistics anew": lambda run: by_hand(run, Normed, lambda: [swa()]),
+    "unfreezing": lambda run: by_hand(run, Finetuned, unfreezing),
     "by norms": lambda run: by_hand(run, Net, by_norms),
 }
 

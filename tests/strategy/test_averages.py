@@ -15,7 +15,12 @@ from tests.strategy.test_options import differences
 JOBS = [(program, name) for program in PROGRAMS for name in TRIALS]
 QUICK = [("ZeRO-3", "ema"), ("PP2", "swa, sharded checkpoint")]
 OWN = [(program, name) for program in PROGRAMS for name in BY_HAND]
-QUICK_OWN = [("DP2", "inside"), ("ZeRO-3", "shadow"), ("PP2", "by norms")]
+WORDS = {
+    "by norms": "WeightAveraging does not average each element of the parameters on its own",
+    "statistics anew": "StochasticWeightAveraging of a module with batch norms",
+    "unfreezing": "BackboneFinetuning, which unfreezes parameters at epoch 1",
+}
+QUICK_OWN = [("DP2", "inside"), ("DP2", "unfreezing"), ("DP2", "statistics anew"), ("ZeRO-3", "shadow"), ("PP2", "by norms")]
 
 
 @pytest.fixture(scope="module")
@@ -69,8 +74,8 @@ def test_averages_by_hand(program, name, ranks, plain):
     for found in ranks((program, name)):
         if program == "DP2":
             assert differences(plain(name), found) == []
-        elif name == "by norms":
-            assert "WeightAveraging does not average each element of the parameters on its own" in found["said"]
+        elif name in WORDS:
+            assert WORDS[name] in found["said"]
         else:
             assert re.search(
                 "the values of '.*' are not whole in this process, for they are another stage's, or in pieces",

@@ -122,7 +122,7 @@ def test_what_is_refused_is_refused_in_both(package: Any, tmp_path: Path) -> Non
     )  # fmt: skip
     module = module_of(package)
     module.norm = torch.nn.BatchNorm1d(2)
-    with pytest.raises(piper.PiperError, match="StochasticWeightAveraging takes the statistics of batch norms anew"):
+    with pytest.raises(piper.PiperError, match="StochasticWeightAveraging of a module with batch norms"):
         trainer.fit(module, [(torch.ones(4, 4), torch.ones(4, 2))])
 
 

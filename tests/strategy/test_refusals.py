@@ -99,9 +99,9 @@ class Finetuned(MLP):
     (Iterating, {}, "dataloader_iter"),
     (Meta, {}, "'gain' of submodule '' .Meta. is on the meta device"),
     (MLP, {"sync_batchnorm": True}, "sync_batchnorm"),
-    (Normed, {"callbacks": [StochasticWeightAveraging(1e-2)], "max_epochs": 2}, "StochasticWeightAveraging takes the statistics"),
+    (Normed, {"callbacks": [StochasticWeightAveraging(1e-2)], "max_epochs": 2}, "StochasticWeightAveraging of a module with"),
     (Meta, {"callbacks": [StochasticWeightAveraging(1e-2)], "max_epochs": 2}, "'gain' of"),
-    (Finetuned, {"callbacks": [BackboneFinetuning(1)], "max_epochs": 2}, "BackboneFinetuning unfreezes parameters at epoch 1"),
+    (Finetuned, {"callbacks": [BackboneFinetuning(1)], "max_epochs": 2}, "BackboneFinetuning, which unfreezes"),
     (MLP, {"precision": "16-true"}, "'16-true'.*'bf16-mixed'"),
 ])  # fmt: skip
 def test_fits(module, options, message):
