@@ -66,11 +66,12 @@ class EagerStep:
         forward = Interface(
             (), (Output(Kind.LOSS, (LOSS,), 0), Output(Kind.SAVED, ("B",))), tuple(self.params), tuple(self.buffers)
         )
-        backward = Interface(((0, "F", 1),), (Output(Kind.GRAD, self.trained), *sets), seeds=(0,))
+        gradients = (Output(Kind.GRAD, self.trained),) if self.trained else ()
+        backward = Interface(((0, "F", 1),), (*gradients, *sets), seeds=(0,))
         empty = torch.fx.Graph()
         code: Mapping[PassKey, Code] = {
             (0, "F"): Code(self._forward, (_SCALAR, ()), empty),
-            (0, "B"): Code(self._backward, (specs, _SCALAR, _SCALAR), empty),
+            (0, "B"): Code(self._backward, (*([specs] if gradients else []), _SCALAR, _SCALAR), empty),
         }
         source = f"{type(self.module).__name__}.{self.name}, which runs as it is"
         terms = (Term(Weighing.SAMPLES, "batches"), *(Term(fold, fold) for fold in _SETS.values()))

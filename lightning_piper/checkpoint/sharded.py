@@ -35,6 +35,7 @@ from lightning_piper.checkpoint.files import (
 )
 from lightning_piper.checkpoint.tensor_ranges import LoadRanges, Reader, SaveRanges, TensorRange, Writer
 from lightning_piper.errors import PiperError
+from lightning_piper.holdings.placeholders import check_values
 from lightning_piper.ir.buckets import flattened, view_as
 from lightning_piper.ir.values import TensorSpec
 from lightning_piper.processes.world import World, of_rank, together
@@ -73,6 +74,7 @@ def _write(path: Path, tensor_ranges: Sequence[TensorRange], common: dict[str, A
         for part in tensor_ranges:
             _check_range(part)
         if world.is_rank_zero:
+            check_values(common)
             prepare(path).mkdir()
             with (folder / META).open("wb") as file:
                 torch.save(common, file)

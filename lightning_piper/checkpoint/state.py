@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from lightning_piper.checkpoint.sharded import fill, open_checkpoint
+from lightning_piper.checkpoint.sharded import fill, open_checkpoint, read_whole
 from lightning_piper.checkpoint.tensor_ranges import TensorRange
 from lightning_piper.errors import PiperError
 from lightning_piper.holdings.materialize import empty_like, is_on_meta, load_state, places_of, put, tensor_at
@@ -99,19 +99,29 @@ def tensor_ranges_of(
         running: the module is distributed, as `ownership` says; else it was.
     """
     tensor_map = ownership.tensor_map
-    if running or not ownership.whole:
-        found = [(f"state_dict.{p.name}", p.name, p.start, p.stop, p.tensor) for p in ownership.local_shards(replicas=True)]
-    else:  # every process has the whole module again, and may have changed it since
+    found: list[tuple[str, str, int, int, torch.Tensor]] = []
+    in_parts = running or not ownership.whole
+    if not in_parts:  # every process has the whole module again, and may have changed it since
         tensors = {**dict(module.named_parameters()), **dict(module.named_buffers())}
         specs = {name: spec for name, spec in tensor_map.specs.items() if name in tensors}
         found = [
             (f"state_dict.{name}", name, 0, spec.numel, flattened(tensors[name].detach(), spec)) for name, spec in specs.items()
         ]
     found += [(f"{OPTIMIZER}.{p.name}.{p.key}", p.name, p.start, p.stop, p.tensor) for p in optimizer.local_shards(replicas=True)]
-    return [
+    tensor_ranges = ranges_of(ownership, "state_dict") if in_parts else []
+    tensor_ranges += [
         TensorRange(key, tensor_map.specs[name].shape, start, stop, tensor, tensor_map.specs[name].dim_order)
         for key, name, start, stop, tensor in found
-        if key in keys
+    ]
+    return [part for part in tensor_ranges if part.key in keys]
+
+
+def ranges_of(ownership: Ownership, prefix: str) -> list[TensorRange]:
+    """What this process has of a distributed module's tensors, under keys that begin with `prefix`."""
+    specs = ownership.tensor_map.specs
+    return [
+        TensorRange(f"{prefix}.{p.name}", p.shape, p.start, p.stop, p.tensor, specs[p.name].dim_order)
+        for p in ownership.local_shards(replicas=True)
     ]
 
 
@@ -138,6 +148,13 @@ class Loading:
         self._opened = open_checkpoint(path, world, weights_only)
         self.content = self._opened.common
         self._waiting: tuple[nn.Module, dict[str, str]] | None = None
+
+    def read(self, content: dict[str, Any], entries: Iterable[str]) -> None:
+        """Put whole tensors in the place of references, in some entries of the content, for code that knows no references.
+        Collective."""
+        keys = {entry: referenced(content.get(entry)) for entry in entries}
+        tensors = read_whole(self._opened, sorted(set().union(*keys.values())))
+        content.update({entry: resolved(content[entry], tensors) for entry, found in keys.items() if found})
 
     @property
     def waiting(self) -> frozenset[str]:

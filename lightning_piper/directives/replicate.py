@@ -20,6 +20,7 @@ from lightning_piper.ir.policies import ShardingPolicy
 from lightning_piper.limits import is_number, shown
 
 MEBI = 2**20
+SHARDS = ("elements", "parameter")
 AVERAGES = ("batch", "replicas")
 REDUCE_DTYPES = ("float16", "bfloat16", "float32", "float64")
 
@@ -42,6 +43,8 @@ class Replicate(Directive):
             parameters are gathered once a step (ZeRO-1).
         shard_grads: also, gradients are summed after each microbatch, and each replica keeps its shard of the sums (ZeRO-2).
         shard_params: also, parameters are gathered for each use, and freed after it (ZeRO-3). Each stage implies those before.
+        shard_by: what a shard is. "elements": of each bucket an equal part, wherever that cuts through parameters. "parameter":
+            each replica has some parameters of each bucket whole, for optimizers that need whole matrices (Muon, Adafactor).
         average: what the loss is. "batch": that of the whole batch, so that a ratio (a mean over tokens that count) is divided by
             what counts in all replicas. "replicas": the mean of the replicas' losses, as DistributedDataParallel has it. The same
             for all replicate directives of a program.
@@ -66,6 +69,7 @@ class Replicate(Directive):
     shard_optimizer: bool = False
     shard_grads: bool = False
     shard_params: bool = False
+    shard_by: str = "elements"
     average: str = "batch"
     reduce_dtype: str | None = None
 
@@ -89,6 +93,10 @@ class Replicate(Directive):
         for field in ("shard_optimizer", "shard_grads", "shard_params"):
             if not isinstance(getattr(self, field), bool):
                 self.refuse(field, shown(getattr(self, field)), "give true or false")
+        if self.shard_by not in SHARDS:
+            self.refuse("shard_by", shown(self.shard_by), f"give one of {', '.join(SHARDS)}")
+        if self.shard_by == "parameter" and not (self.shard_optimizer or self.shard_grads or self.shard_params):
+            self.refuse("shard_by", "nothing is sharded", "set shard_optimizer, shard_grads or shard_params, or leave shard_by out")
         if self.average not in AVERAGES:
             self.refuse("average", shown(self.average), f"give one of {', '.join(AVERAGES)}")
         if self.reduce_dtype is not None and not (isinstance(self.reduce_dtype, str) and self.reduce_dtype in REDUCE_DTYPES):
@@ -154,5 +162,6 @@ class Replicate(Directive):
             reduce_stream=self.reduce_stream,
             gather_stream=self.gather_stream,
             bucket_bytes=int(self.bucket_size * MEBI),
+            by_parameter=self.shard_by == "parameter",
             dtype=None if self.reduce_dtype is None else getattr(torch, self.reduce_dtype),
         )

@@ -157,7 +157,7 @@ def _untrained_buckets(dag: TrainingDAG, devices: Group, regions: set[int], poli
             groups.setdefault(tuple(sorted(readers[name])), []).append(name)
     found: dict[Bucket, None] = {}
     for names in groups.values():
-        found |= dict.fromkeys(_buckets(dag, names, policy.bucket_bytes, None))
+        found |= dict.fromkeys(_buckets(dag, names, policy, None))
     return list(found)
 
 
@@ -176,7 +176,7 @@ def _bucket(dag: TrainingDAG, regions: set[int], policy: ShardingPolicy) -> list
             continue
         disconnect(dag, sums)
         updates = dict.fromkeys(user.id for total in sums for user in dag.users(total))
-        buckets = _buckets(dag, names, policy.bucket_bytes, policy.dtype)
+        buckets = _buckets(dag, names, policy, policy.dtype)
         parts = {total.id: [_packed(dag, total, bucket) for bucket in buckets] for total in sums}
         for update in [dag.nodes[i] for i in updates]:
             for k in range(len(buckets)):
@@ -195,7 +195,7 @@ def _packed(dag: TrainingDAG, total: Accumulate, bucket: Bucket) -> Accumulate:
     return dag.add(Accumulate(inputs=packs, stream=total.stream, **about))  # type: ignore[arg-type]
 
 
-def _buckets(dag: TrainingDAG, names: Iterable[str], size: int, dtype: torch.dtype | None) -> list[Bucket]:
+def _buckets(dag: TrainingDAG, names: Iterable[str], policy: ShardingPolicy, dtype: torch.dtype | None) -> list[Bucket]:
     """Parameters in one bucket are read by the same regions, so that a gather brings nothing that its reader does not read; and
     those which a `shard` may divide lie by themselves."""
     readers = readers_of(dag)
@@ -203,8 +203,9 @@ def _buckets(dag: TrainingDAG, names: Iterable[str], size: int, dtype: torch.dty
     together: dict[tuple[frozenset[int], bool], list[str]] = {}
     for name in names:
         together.setdefault((readers.get(name, frozenset()), name in apart), []).append(name)
-    params = dag.step.params
-    return [b for group in together.values() for b in buckets_of([params[n] for n in group], size, Mesh.flat(dag.replicas), dtype)]
+    params, mesh = dag.step.params, Mesh.flat(dag.replicas)
+    lists = [[params[name] for name in group] for group in together.values()]
+    return [b for group in lists for b in buckets_of(group, policy.bucket_bytes, mesh, dtype, policy.by_parameter)]
 
 
 def readers_of(dag: TrainingDAG) -> Mapping[str, frozenset[int]]:

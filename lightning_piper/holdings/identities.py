@@ -52,10 +52,13 @@ class Identities:
             self._check_parts()
             self._watched = self._all_dicts()
             self._versions = list(map(dict_version, self._watched))
-        if list(map(torch.Tensor.data_ptr, self._tensors)) != self._pointers:
+        with torch._C.DisableTorchFunctionSubclass():  # some are placeholders, which are slow
+            pointers = list(map(torch.Tensor.data_ptr, self._tensors))
+            storages = [storage_id(self._tensors[i]) for i, _ in self._sharded]
+        if pointers != self._pointers:
             self._take_over()
-        for i, storage in self._sharded:
-            if storage_id(self._tensors[i]) != storage:
+        for (i, storage), found in zip(self._sharded, storages, strict=True):
+            if found != storage:
                 raise CaptureError(
                     f"PiperStrategy: the values of parameter {self._names[i]!r} were replaced (.data = ...), but they are in "
                     "pieces, which do not follow. Change the pieces, in the groups of trainer.optimizers, or drop shard_params for "

@@ -88,19 +88,6 @@ def empty_like(tensor: torch.Tensor, device: torch.device | str) -> torch.Tensor
     return like(tensor, data)
 
 
-class ShardedPlaceholder(nn.Parameter):
-    """Stands in the module for a parameter whose values are in local shards. What writes to its `.data`, which has no values,
-    counts as a change of it."""
-
-    @property
-    def data(self) -> torch.Tensor:
-        return self.detach()  # unlike `.data` of another tensor, it counts writes together with this one
-
-    @data.setter
-    def data(self, tensor: torch.Tensor) -> None:
-        nn.Parameter.data.__set__(self, tensor)  # type: ignore[attr-defined]
-
-
 def without_initial_values(module: nn.Module, known: Known) -> str | None:
     """What is wrong with a module of which tensors on the meta device cannot be given initial values; None if nothing is."""
     if hasattr(module, HOOK):

@@ -17,7 +17,8 @@ from lightning_piper.compiler import Compiled
 from lightning_piper.errors import CaptureError, PiperError
 from lightning_piper.holdings.elementwise import NotElementwise, StateKeys, Untried, remade, sees_others, state_keys
 from lightning_piper.holdings.materialize import places_of, tensor_at
-from lightning_piper.holdings.ownership import Ownership, parts_of
+from lightning_piper.holdings.ownership import Ownership
+from lightning_piper.holdings.parts import parts_of
 from lightning_piper.holdings.tensor_map import LocalShard
 from lightning_piper.ir.buckets import flattened, view_as
 from lightning_piper.ir.nodes import Chunk
@@ -84,7 +85,9 @@ class ShardedOptimizer:
         self._labels: list[list[str] | None] = [
             list(g["param_names"]) if "param_names" in g else None for g in optimizer.param_groups
         ]
-        if world.size > 1 and len({frozenset(compiled.params_on(device)) for device in compiled.plans}) > 1:
+        devices, holds_whole = compiled.plans, ownership.tensor_map.holds_whole
+        found = {frozenset((n, holds_whole(n, device)) for n in compiled.params_on(device)) for device in devices}
+        if world.size > 1 and len(found) > 1:
             self._check_alone()
         self._keys = self._checked(compiled)
         owned = ownership.owned_params
@@ -363,8 +366,8 @@ def _refusal(optimizer: str, why: str, name: str, compiled: Compiled) -> str:
     directive = "a directive" if index is None else f"directive {index} ({compiled.program[index].op})"
     return (
         f"PiperStrategy: {optimizer} does not treat each element of a parameter on its own: {why}. But {directive} leaves every "
-        f"process with a piece of {name!r} (region {region.label}). Drop shard_optimizer, shard_grads and shard_params there, "
-        "or use an optimizer that works element by element (SGD, AdamW, ...)"
+        f'process with a piece of {name!r} (region {region.label}). Let it shard whole parameters (shard_by="parameter"), or drop '
+        "shard_optimizer, shard_grads and shard_params there, or use an optimizer that works element by element (SGD, AdamW, ...)"
     )
 
 

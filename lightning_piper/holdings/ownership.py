@@ -20,14 +20,13 @@ from torch import nn
 from lightning_piper.capture import has_gradient_hooks
 from lightning_piper.compiler import Compiled
 from lightning_piper.errors import PiperError
-from lightning_piper.holdings.materialize import Known, ShardedPlaceholder, empty_like, initialize, like, places_of, put, tensor_at
+from lightning_piper.holdings.materialize import Known, empty_like, initialize, like, places_of, put, tensor_at
+from lightning_piper.holdings.parts import PARTS
+from lightning_piper.holdings.placeholders import stand_in
 from lightning_piper.holdings.tensor_map import LocalShard, TensorMap, buckets_of_parameters
 from lightning_piper.ir.buckets import Bucket, flattened, packed, view_as
 from lightning_piper.processes.world import RANK_ZERO, World, fill
 from lightning_piper.runtime import local_shards_of
-
-PARTS = "_piper_parts"  # attribute of a module that is in parts: its `Ownership`
-UNREAD = "_piper_unread"  # attribute of a module on the meta device that has not got the values of a checkpoint
 
 
 class Ownership:
@@ -39,21 +38,28 @@ class Ownership:
         whole: every process holds everything (again).
         places: where the module has each tensor, by canonical name.
         ended: the run has ended, and did not fail.
+        copies: of the module, which lie over the processes as it does until it is put together.
     """
 
-    def __init__(self, module: nn.Module, compiled: Compiled, world: World, spare_everywhere: bool = False) -> None:
-        """`spare_everywhere`: as in `TensorMap`."""
+    def __init__(self, module: nn.Module, compiled: Compiled, world: World) -> None:
         self._module, self._world, self._compiled = module, world, compiled
         self.places = places_of(module)
-        self.tensor_map = TensorMap(compiled, world.size, spare_everywhere)
+        self.tensor_map = TensorMap(compiled, world.size)
         self.shards: dict[int, dict[Bucket, torch.Tensor]] = {}
         self.whole = world.size == 1
         self.ended = False
+        self.copies: list[Ownership] = []
         self._stays = False  # in parts when the run is over, for no process may have room for the whole
+        self._device = world.device
         self._local_shards: dict[str, nn.Parameter] = {}
+        self._whole_in_shards: dict[str, torch.Tensor] = {}  # room for parameters of which this process's shards have all
+        self._pieces: dict[str, torch.Tensor] = {}  # what this process has of what it does not hold whole
         self._before: dict[str, torch.Tensor] = {}  # what was in the module, and will be again: without data meanwhile
         self._versions: list[tuple[str, torch.Tensor, int]] = []  # of what is in the module in the place of sharded parameters
         self._parts: dict[tuple[Bucket, int], torch.Tensor] = {}  # what one process with all devices has of divided parameters
+
+    def __deepcopy__(self, memo: object) -> None:
+        """A copy of the module is not distributed."""
 
     @property
     def params(self) -> dict[str, nn.Parameter]:
@@ -117,7 +123,7 @@ class Ownership:
             tensor = self._get(name)
             whole = self.tensor_map.holds_whole(name, self._world.rank)
             if name in made or (whole and tensor.is_meta):
-                tensor = made[name] if name in made else empty_like(tensor, self._world.device)
+                tensor = made[name] if name in made else empty_like(tensor, self._device)
                 self._set(name, tensor)
             for group in () if name in absent else holder_groups:
                 for rank, (start, stop) in group.ranges.items():
@@ -126,10 +132,15 @@ class Ownership:
                         continue
                     part = flattened(tensor.detach(), self.tensor_map.specs[name])[start:stop] if self._world.is_rank_zero else None
                     self._move(part, RANK_ZERO, rank, into=self._local_shards.get(name))
-            if whole:
-                tensor.data = tensor.data.to(self._world.device)
+            if name in self._whole_in_shards:
+                fill(self._whole_in_shards[name], tensor.detach())
+                tensor.data = self._whole_in_shards[name]
+            elif whole:
+                tensor.data = tensor.data.to(self._device)
             else:
-                self._set(name, empty_like(tensor, "meta"))
+                nothing = like(tensor, torch.empty(0, dtype=tensor.dtype, device=self._device))
+                self._pieces[name] = self._local_shards.get(name, nothing)
+                self._set(name, stand_in(empty_like(tensor, "meta"), name, self.tensor_map.is_sharded(name)))
                 if not tensor.is_meta and before is None:
                     self._before[name] = tensor
                     tensor.data = tensor.data.new_empty(0)
@@ -157,7 +168,7 @@ class Ownership:
         def take(name: str, value: torch.Tensor) -> None:
             spec = self.tensor_map.specs[name]
             if self.tensor_map.holds_whole(name, rank):
-                room = empty_like(self._get(name), self._world.device)
+                room = empty_like(self._get(name), self._device)
                 fill(room, value)
                 made[name] = room
             elif name in self._local_shards:
@@ -178,7 +189,7 @@ class Ownership:
         for bucket, _ in buckets_of_parameters(self._compiled):
             if bucket in flats or bucket.degree > 1:
                 continue
-            flats[bucket] = packed(bucket, {n: self._get(n).detach() for n in bucket.names}, self._world.device)
+            flats[bucket] = packed(bucket, {n: self._get(n).detach() for n in bucket.names}, self._device)
             for name, view in zip(bucket.names, bucket.views(flats[bucket]), strict=True):
                 if name in laid:
                     raise PiperError(f"parameter {name!r} lies in two buckets; give the directives that shard it one bucket_size")
@@ -187,13 +198,13 @@ class Ownership:
         for name in self.tensor_map.holder_groups:
             if name not in laid:
                 tensor = self._get(name)
-                tensor.data = tensor.data.to(self._world.device)
+                tensor.data = tensor.data.to(self._device)
         for device, plan in self._compiled.plans.items():
             own = self.shards[device] = {}
             for bucket, kept in plan.shards.items():
                 if bucket.degree > 1:
                     part = (bucket, bucket.part_of(plan.replica))
-                    flat = self._parts[part] = self._parts.get(part, bucket.empty(self._world.device))
+                    flat = self._parts[part] = self._parts.get(part, bucket.empty(self._device))
                 else:
                     flat = flats[bucket]
                 own[bucket] = flat if kept else flat.chunk(bucket.members)[bucket.member(plan.replica)]
@@ -214,18 +225,37 @@ class Ownership:
         plan = self._compiled.plans[self._world.rank]
         own = self.shards[self._world.rank] = {}
         for bucket, kept in plan.shards.items():
-            flat = bucket.empty(self._world.device)
+            flat = bucket.empty(self._device)
             own[bucket] = flat if kept else flat.chunk(bucket.members)[bucket.member(plan.replica)].clone()
         for name, view in local_shards_of(plan, own).items():
-            self._local_shards[name] = like(self._get(name), view)  # type: ignore[assignment]
+            if self.tensor_map.holds_whole(name, self._world.rank):
+                self._whole_in_shards[name] = view_as(view, self.tensor_map.specs[name])
+            else:
+                self._local_shards[name] = like(self._get(name), view)  # type: ignore[assignment]
 
     @property
     def can_be_whole(self) -> bool:
         """May every process have the whole module?"""
         return not self._stays
 
+    @contextlib.contextmanager
+    def pieces(self) -> Iterator[None]:
+        """What this process holds stands in the module meanwhile, for work on each element: local shards, of one dimension, and
+        in the place of what it does not hold, tensors without elements."""
+        before = {name: self._get(name) for name in self._pieces}
+        for name, piece in self._pieces.items():
+            self._set(name, piece)
+        try:
+            yield
+        finally:
+            for name, tensor in before.items():
+                self._set(name, tensor)
+
     def end(self) -> None:
         """The run is over: give every process the whole module again, unless it was built without data. Collective."""
+        for copy in self.copies:
+            copy.end()
+        self.copies.clear()
         self.ended = True
         if not self._stays:
             self.restore()
@@ -241,6 +271,9 @@ class Ownership:
                 tensor.requires_grad_(found.requires_grad)
                 self._set(name, tensor)
             self._before.clear()
+            self._pieces.clear()
+            for name in self._whole_in_shards:
+                self._get(name).data = self._get(name).data.clone()  # no longer a part of a larger one
             self.whole = True
         elif self._world.size == 1:
             for bucket in dict.fromkeys(bucket for shards in self.shards.values() for bucket in shards):
@@ -277,8 +310,6 @@ class Ownership:
     def _note_versions(self) -> None:
         """Changes of what is in the place of sharded parameters count from now on."""
         found = {name: x for name, x in self.params.items() if x.is_meta and self.tensor_map.is_sharded(name)}
-        for x in found.values():
-            x.__class__ = ShardedPlaceholder
         self._versions = [(name, x, x._version) for name, x in found.items()]
 
     def check_unwritten(self) -> None:
@@ -346,36 +377,3 @@ class Ownership:
 
     def _set(self, name: str, tensor: torch.Tensor) -> None:
         put(self.places[name], tensor)
-
-
-def parts_of(module: nn.Module) -> Ownership | None:
-    """How a module's tensors lie over processes; None if all of it is here."""
-    found: Ownership | None = module.__dict__.get(PARTS)
-    return found
-
-
-def put_together(module: nn.Module, known: Known) -> None:
-    """Before a run: if a module is still in parts since one before, give every process the whole again. Collective.
-
-    Args:
-        known: from a checkpoint; if it brings all that is missing, nothing needs to be put together.
-
-    Raises:
-        PiperError: that run has failed, or had no step, before which it would have read a checkpoint's values.
-    """
-    missing = [n for n, at in places_of(module).items() if tensor_at(at).is_meta and n not in known]
-    if missing and module.__dict__.get(UNREAD):
-        raise PiperError(
-            f"PiperStrategy: {missing[0]!r} is on the meta device, among others, and has not got the values of the checkpoint with "
-            "which the run before this one was begun, for that run had no step; give ckpt_path here, too"
-        )
-    module.__dict__.pop(UNREAD, None)
-    parts = module.__dict__.pop(PARTS, None)
-    if parts is None or not missing:
-        return
-    if not parts.ended:
-        raise PiperError(
-            f"PiperStrategy: the module is in parts, since a run has failed: {missing[0]!r} was on another process, among others; "
-            "build it anew, and load a checkpoint"
-        )
-    parts.restore()

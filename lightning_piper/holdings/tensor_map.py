@@ -11,7 +11,6 @@ from dataclasses import dataclass
 
 import torch
 
-from lightning_piper.capture.metric_objects import metric_objects
 from lightning_piper.compiler import Compiled
 from lightning_piper.errors import PiperError
 from lightning_piper.ir.buckets import Bucket
@@ -72,11 +71,9 @@ class TensorMap:
         specs: canonical name -> spec of the whole tensor.
     """
 
-    def __init__(self, compiled: Compiled, size: int, spare_everywhere: bool = False) -> None:
-        """For `size` processes, of which rank i is logical device i; one process holds everything.
-
-        `spare_everywhere`: all processes hold the parameters that the step does not use, for another step may use them.
-        """
+    def __init__(self, compiled: Compiled, size: int) -> None:
+        """For `size` processes, of which rank i is logical device i; one process holds everything."""
+        self._size = size
         self.specs: dict[str, TensorSpec] = {name: info.spec for name, info in compiled.step.params.items()}
         self.specs |= compiled.step.buffers
         self.holder_groups: dict[str, tuple[HolderGroup, ...]] = {}
@@ -85,7 +82,6 @@ class TensorMap:
             return
         sharded, covered = _sharded(compiled)
         used: dict[str, list[int]] = {}
-        objects = tuple(f"{name}." for name in metric_objects(compiled.step.module))
         for device in sorted(compiled.plans):
             for name in compiled.params_on(device) | compiled.buffers_on(device):
                 if (device, name) not in covered:
@@ -93,10 +89,7 @@ class TensorMap:
         for name, spec in self.specs.items():
             holder_groups = sharded.get(name, [])
             if name not in used and not holder_groups:
-                # What no device uses: parameters stay with rank 0, which saves them; buffers, which hooks may use, everywhere, and
-                # so networks in metric objects.
-                alone = name in compiled.step.params and not spare_everywhere and not name.startswith(objects)
-                used[name] = [RANK_ZERO] if alone else list(range(size))
+                used[name] = list(range(size))  # for hooks, or other steps
             if name in used:
                 holder_groups = [*holder_groups, HolderGroup(dict.fromkeys(used[name], (0, spec.numel)))]
             self.holder_groups[name] = tuple(sorted(holder_groups, key=lambda group: min(group.ranges, default=size)))
@@ -111,6 +104,14 @@ class TensorMap:
     def is_sharded(self, name: str) -> bool:
         """Does any process hold a shard instead of the whole?"""
         return any(group.bucket is not None for group in self.holder_groups[name])
+
+    @property
+    def is_replicated(self) -> bool:
+        """Does every process hold everything whole?"""
+        return all(
+            any(group.bucket is None and len(group.ranges) == self._size for group in groups)
+            for groups in self.holder_groups.values()
+        )
 
     def canonical_range(self, name: str, rank: int) -> Range | None:
         """The elements that a process has as a member of the canonical group: those of `canonical_holders`, or a replica of
@@ -139,7 +140,7 @@ def _sharded(compiled: Compiled) -> tuple[dict[str, list[HolderGroup]], set[tupl
                     "bucket_size"
                 )
             covered.update((device, name) for device in devices)
-            holder_groups.setdefault(name, []).append(HolderGroup(found, bucket))
+            holder_groups.setdefault(name, []).append(HolderGroup(found, None if bucket.whole_tensors else bucket))
     return holder_groups, covered
 
 

@@ -40,12 +40,14 @@ class Bucket:
         mesh: the flat tensor is sharded along `DATA`, and padded until the shards are equal; parameters are divided along its other
             axes.
         dtype: of the flat tensor; gradients may be summed in another dtype than theirs.
+        by_parameter: no shard ends within a tensor: each member has some tensors, whole, about as many elements as the others.
     """
 
     names: tuple[str, ...]
     tensors: tuple[TensorSpec, ...]
     mesh: Mesh
     dtype: torch.dtype
+    by_parameter: bool = False
 
     def __hash__(self) -> int:
         return self._hash
@@ -57,19 +59,42 @@ class Bucket:
     @cached_property
     def offsets(self) -> tuple[int, ...]:
         """Where each tensor begins, in elements."""
-        sizes = (-(-spec.numel // ALIGNMENT) * ALIGNMENT for spec in self.tensors)
-        return tuple(itertools.accumulate(sizes, initial=0))[:-1]
+        if not self.by_parameter:
+            return tuple(itertools.accumulate(self._sizes, initial=0))[:-1]
+        filled = [0] * self.members
+        offsets = []
+        for member, size in zip(self._owners, self._sizes, strict=True):
+            offsets.append(member * self.shard + filled[member])
+            filled[member] += size
+        return tuple(offsets)
+
+    @cached_property
+    def _sizes(self) -> tuple[int, ...]:
+        """Elements that each tensor takes."""
+        return tuple(-(-spec.numel // ALIGNMENT) * ALIGNMENT for spec in self.tensors)
+
+    @cached_property
+    def _owners(self) -> tuple[int, ...]:
+        """The member that has each tensor, where it has all of it: the largest first, to whoever has least."""
+        filled, owners = [0] * self.members, [0] * len(self.tensors)
+        for i in sorted(range(len(self.tensors)), key=lambda i: (-self._sizes[i], i)):
+            owners[i] = min(range(self.members), key=filled.__getitem__)
+            filled[owners[i]] += self._sizes[i]
+        return tuple(owners)
 
     @cached_property
     def gaps(self) -> tuple[tuple[int, int], ...]:
         """Ranges of elements that belong to no tensor."""
-        ends = [start + spec.numel for start, spec in zip(self.offsets, self.tensors, strict=True)]
-        edges = zip(ends, [*self.offsets[1:], self.numel], strict=True)
+        ranges = sorted((start, start + spec.numel) for start, spec in zip(self.offsets, self.tensors, strict=True))
+        edges = zip([0, *(end for _, end in ranges)], [*(start for start, _ in ranges), self.numel], strict=True)
         return tuple((end, start) for end, start in edges if end < start)
 
     @cached_property
     def shard(self) -> int:
         """Elements of one member's part."""
+        if self.by_parameter:
+            pairs = list(zip(self._owners, self._sizes, strict=True))
+            return max(sum(size for owner, size in pairs if owner == member) for member in range(self.members))
         used = self.offsets[-1] + self.tensors[-1].numel
         return -(-used // (self.members * ALIGNMENT)) * ALIGNMENT
 
@@ -106,6 +131,11 @@ class Bucket:
     def wholes(self) -> tuple[TensorSpec, ...]:
         """Specs of the whole parameters."""
         return tuple(replace(s, shape=(s.shape[0] * self.degree, *s.shape[1:])) if self.degree > 1 else s for s in self.tensors)
+
+    @property
+    def whole_tensors(self) -> bool:
+        """Does a shard have whole parameters?"""
+        return self.by_parameter and self.degree == 1
 
     def part_of(self, replica: int) -> int:
         """Which part of the parameters a replica has."""
@@ -187,13 +217,14 @@ def buckets_of(
     size: int,
     mesh: Mesh,
     dtype: torch.dtype | None = None,
+    by_parameter: bool = False,
 ) -> list[Bucket]:
     """Parameters in buckets: of one dtype, in order, each closed as soon as it has `size` bytes.
 
     Args:
         params: that are to lie in buckets; parts of them, where the mesh divides them.
         size: bytes.
-        mesh: as in `Bucket`.
+        mesh, by_parameter: as in `Bucket`.
         dtype: of the flat tensors; None for the parameters' own.
     """
     found: list[list[ParamInfo]] = []
@@ -206,6 +237,6 @@ def buckets_of(
         bucket.append(info)
         open_[info.spec.dtype] = (bucket, filled + info.spec.nbytes)
     return [
-        Bucket(tuple(p.name for p in bucket), tuple(p.spec for p in bucket), mesh, dtype or bucket[0].spec.dtype)
+        Bucket(tuple(p.name for p in bucket), tuple(p.spec for p in bucket), mesh, dtype or bucket[0].spec.dtype, by_parameter)
         for bucket in found
     ]

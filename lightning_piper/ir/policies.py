@@ -15,6 +15,7 @@ class ShardingPolicy:
         optimizer, gradients, parameters: each implies those before it.
         reduce_stream, gather_stream: logical streams.
         bucket_bytes: size of a bucket.
+        by_parameter: each replica has some parameters whole, and not a shard of every one.
         dtype: in which gradients are summed; None for their own.
     """
 
@@ -24,4 +25,5 @@ class ShardingPolicy:
     reduce_stream: str = "reduce"
     gather_stream: str = "gather"
     bucket_bytes: int = 25 * 2**20
+    by_parameter: bool = False
     dtype: torch.dtype | None = None

@@ -6,7 +6,7 @@ from collections.abc import Mapping, Sequence
 
 import torch
 
-from lightning_piper.ir.buckets import Bucket, packed_params, view_as
+from lightning_piper.ir.buckets import Bucket, flattened, packed_params, view_as
 from lightning_piper.plan.plan import Plan
 from lightning_piper.runtime.executor import StepResult
 
@@ -36,6 +36,7 @@ def joined(plans: Sequence[Plan], results: Sequence[StepResult]) -> dict[str, to
             for name, start, stop, _ in bucket.local_shards(plan.replica):
                 if name in found:
                     shard = found.pop(name)
+                    shard = flattened(shard, specs[name]) if bucket.whole_tensors else shard
                     whole = grads.setdefault(name, view_as(shard.new_empty(specs[name].numel), specs[name]))
                     whole.permute(specs[name].dim_order).view(-1)[start:stop] = shard
         for name, grad in found.items():

@@ -6,7 +6,7 @@ from collections.abc import Callable, Iterable, Mapping
 
 import torch
 
-from lightning_piper.ir.buckets import Bucket
+from lightning_piper.ir.buckets import Bucket, view_as
 from lightning_piper.ir.values import Kind
 from lightning_piper.ops.base import Bound, Bundle, Slots, take
 from lightning_piper.plan.instructions import Deliver
@@ -71,7 +71,7 @@ class StepOutputs:
 
     def _deliver_flat(self, instruction: Deliver, bucket: Bucket, taken: Callable[[], Bundle], copy: bool) -> Bound:
         """Hand out parts of a flat tensor, or of a shard of one, in the dtypes of the parameters."""
-        dtypes = {name: spec.dtype for name, spec in zip(bucket.names, bucket.tensors, strict=True)}
+        specs = dict(zip(bucket.names, bucket.tensors, strict=True))
         shard = instruction.shard
         ranges = [] if shard is None else [(name, at, at + stop - start) for name, start, stop, at in bucket.local_shards(shard)]
 
@@ -83,8 +83,10 @@ class StepOutputs:
                 found = zip(bucket.names, bucket.views(flat), strict=True)
             else:
                 found = ((name, flat[start:stop]) for name, start, stop in ranges)  # type: ignore[assignment]
+            if shard is not None and bucket.whole_tensors:
+                found = ((name, view_as(x, specs[name])) for name, x in found)  # type: ignore[assignment]
             for name, x in found:
-                self.grads[name] = x.to(dtypes[name])
+                self.grads[name] = x.to(specs[name].dtype)
 
         return deliver
 

@@ -10,7 +10,8 @@ from lightning_piper.compiler import Compiled
 from lightning_piper.errors import PiperError
 from lightning_piper.holdings.identities import Identities
 from lightning_piper.holdings.materialize import Known, is_on_meta, materialize, places_of, tensor_at
-from lightning_piper.holdings.ownership import UNREAD, Ownership, parts_of
+from lightning_piper.holdings.ownership import Ownership
+from lightning_piper.holdings.parts import UNREAD, parts_of
 from lightning_piper.processes.world import World
 from lightning_piper.session.evaluation import Evaluation
 from lightning_piper.session.process_runtime import ProcessRuntime, Settings, check_devices
@@ -54,7 +55,7 @@ class Standalone:
 
     def _begin(self, first: Compiled) -> None:
         check_devices(first, self.world)
-        self._ownership = own = self._distribute(Ownership(self.module, first, self.world, spare_everywhere=True))
+        self._ownership = own = self._distribute(Ownership(self.module, first, self.world))
         self.evaluation.runtime.bind(first, own)
         self.evaluation.follow = Identities(self.module, own).follow
 
@@ -74,13 +75,8 @@ class Standalone:
         return own
 
     def distribute(self, training: Compiled) -> Ownership:
-        """A fit takes over, and this is closed: distribute the module by the training step. Collective.
-
-        Where each process has a whole replica, it also has what the step does not use, for other steps may run as they are.
-        """
-        shards = any(plan.shards for plan in training.plans.values())
-        whole = self.world.count == self.world.size and not shards
-        return self._distribute(Ownership(self.module, training, self.world, spare_everywhere=whole))
+        """A fit takes over, and this is closed: distribute the module by the training step. Collective."""
+        return self._distribute(Ownership(self.module, training, self.world))
 
     def give_back(self) -> None:
         """An evaluation before the first batch of a fit is over: every process that had the whole module has it again, in host

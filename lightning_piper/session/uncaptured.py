@@ -3,16 +3,18 @@
 from __future__ import annotations
 
 from lightning_piper.errors import BatchError, CaptureError, DirectiveError, PiperError
+from lightning_piper.holdings.materialize import is_on_meta
 from lightning_piper.session.eager_replicas import why_not
 from lightning_piper.session.standalone import Standalone
 
 NOT_CAPTURED = (CaptureError, DirectiveError, BatchError)
 
 
-def check_may_be(before: Standalone, problem: str | Exception, capture: str, accumulate: str = "batches") -> None:
-    """May the training step run as it is? If so, say that it does.
+def check_may_be(before: Standalone, step: str, problem: str | Exception, capture: str, accumulate: str = "batches") -> None:
+    """May a step of a module run as it is? If so, say that it does. Collective.
 
     Args:
+        step: name of the method.
         problem: why it is not captured.
         capture, accumulate: as in `PiperStrategy`.
 
@@ -25,36 +27,25 @@ def check_may_be(before: Standalone, problem: str | Exception, capture: str, acc
     reason = why_not(before.module, before.settings, before.world.device)
     if accumulate == "tokens":
         reason = "accumulate='tokens' needs the denominators of a captured loss"
+    elif not before.world.decide(not is_on_meta(before.module), all=True):
+        reason = reason or "the module has no values yet, for it is on the meta device"
     if reason is not None:
-        error.add_note(f"a training step that is not captured runs as it is where the program replicates the whole of it; {reason}")
+        error.add_note(f"a step that is not captured runs as it is where the program replicates the whole of it; {reason}")
         raise shown(error)
     if capture != "never":
-        before.world.warn(said("training_step", before.world.size, problem))
+        before.world.warn(_said(step, before.world.size, problem))
 
 
-def check_later(before: Standalone, problem: str, capture: str) -> None:
-    """Refuse, at the beginning, what would make the captured step useless in the middle of a fit, unless it then runs as it is.
-
-    Args:
-        problem, capture: as in `check_may_be`.
-
-    Raises:
-        PiperError: the problem.
-    """
-    if capture == "always" or why_not(before.module, before.settings, before.world.device) is not None:
-        raise PiperError(f"PiperStrategy: {problem}")
-
-
-def said(step: str, processes: int, problem: str | Exception) -> str:
+def _said(step: str, processes: int, problem: str | Exception) -> str:
     """What the user is told where a step runs as it is."""
     where = "on this device" if processes == 1 else "in every replica"
-    lost = "nothing inside of it is checked"
+    lost = ["nothing inside of it is checked"]
     if processes > 1:
-        lost += (
-            ", gradients are the mean of the replicas', as with DistributedDataParallel, and a logged value is that of rank 0's "
-            "data, unless sync_dist=True"
-        )
-    return f"{step} is not captured, and runs as it is {where}: {problem}. So {lost}; PiperStrategy(capture='always') refuses it"
+        if step == "training_step":
+            lost.append("gradients are the mean of the replicas', as with DistributedDataParallel")
+        lost.append("a logged value is that of rank 0's data, unless sync_dist=True")
+    found = f"{step} is not captured, and runs as it is {where}: {problem}. So {', and '.join(lost)}"
+    return f"{found}; PiperStrategy(capture='always') refuses it"
 
 
 def shown(error: Exception) -> Exception:

@@ -8,6 +8,8 @@
 - `_init_dist_connection`: makes the default process group of a cluster environment, and ends it with the process.
 - `_optimizers_to_device`: moves optimizers' states as Lightning's own strategies do.
 - `_collect_rng_states`, `_set_rng_states`: the states of the random number generators of torch, numpy and Python.
+- `WeightAveraging._average_model`: its `AveragedModel`, with a copy of the module, from `setup` on;
+  `StochasticWeightAveraging._average_model`: the copy itself; `_avg_fn`: how it averages.
 - `ThroughputMonitor._throughputs`: its measurements by stage, of which each knows how many devices there are.
 """
 
@@ -18,17 +20,21 @@ from collections.abc import Callable, Iterable, Sequence
 from subprocess import Popen
 from typing import Any
 
+import torch
 from lightning.fabric.utilities.distributed import _init_dist_connection as connect
 from lightning.fabric.utilities.optimizer import _optimizers_to_device as move_optimizers
 from lightning.fabric.utilities.seed import _collect_rng_states as collect_rng_states
 from lightning.fabric.utilities.seed import _set_rng_states as set_rng_states
 from lightning.fabric.utilities.throughput import Throughput
-from lightning.pytorch.callbacks import ThroughputMonitor
+from lightning.pytorch.callbacks import StochasticWeightAveraging, ThroughputMonitor, WeightAveraging
 from lightning.pytorch.strategies.launchers.subprocess_script import _SubprocessScriptLauncher
 from lightning.pytorch.strategies.parallel import ParallelStrategy
 from torch.optim import Optimizer
+from torch.optim.swa_utils import AveragedModel
 
-__all__ = ["Strategy", "collect_rng_states", "connect", "move_optimizers", "set_rng_states", "throughputs_of"]
+__all__ = [
+    "Strategy", "collect_rng_states", "connect", "copy_of", "move_optimizers", "set_rng_states", "throughputs_of", "update_of",
+]  # fmt: skip
 
 
 class Strategy(ParallelStrategy):
@@ -79,3 +85,26 @@ class Strategy(ParallelStrategy):
 
 def throughputs_of(monitor: ThroughputMonitor) -> Iterable[Throughput]:
     return monitor._throughputs.values()
+
+
+def copy_of(callback: WeightAveraging | StochasticWeightAveraging) -> torch.nn.Module | None:
+    """The copy of the module in which a callback averages its weights; None outside of a fit."""
+    found = callback._average_model
+    return found.module if isinstance(found, AveragedModel) else found
+
+
+def update_of(callback: WeightAveraging | StochasticWeightAveraging) -> Callable[[torch.nn.Module, torch.nn.Module], None]:
+    """How a callback averages: an average by the current values, as the third ones."""
+    found = callback._average_model
+    if isinstance(found, AveragedModel):
+        avg_fn, multi_avg_fn = found.avg_fn, found.multi_avg_fn
+
+        def update(average: torch.nn.Module, current: torch.nn.Module) -> None:
+            made = AveragedModel(average, avg_fn=avg_fn, multi_avg_fn=multi_avg_fn)
+            made.module = average
+            made.n_averaged += 2
+            made.update_parameters(current)
+
+        return update
+    swa: Any = callback
+    return lambda average, current: swa.update_parameters(average, current, torch.tensor(2), swa._avg_fn)

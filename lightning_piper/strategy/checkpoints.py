@@ -18,6 +18,7 @@ from lightning_piper.checkpoint.state import Loading, referenced, resolved
 from lightning_piper.errors import PiperError
 from lightning_piper.holdings.materialize import Known
 from lightning_piper.holdings.ownership import Ownership
+from lightning_piper.holdings.placeholders import check_values
 from lightning_piper.processes.world import World, together
 
 KEY = "lightning_piper"  # what a plain Trainer does not need: the seed of the steps' random numbers
@@ -52,7 +53,11 @@ def save_in_one_go(io: CheckpointIO, content: dict[str, Any], path: str | Path, 
     """Write under a temporary name and rename: a save that is interrupted leaves the earlier file as it was.
 
     Remote files and other plugins than Lightning's own are written in their own way.
+
+    Raises:
+        PiperError: there are tensors whose values are on other processes.
     """
+    check_values(content)
     if not _is_ours(io, path):
         io.save_checkpoint(content, path, storage_options=storage_options)
         return

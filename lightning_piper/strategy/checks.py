@@ -18,7 +18,7 @@ from lightning.pytorch.utilities.signature_utils import is_param_in_hook_signatu
 
 from lightning_piper.either_lightning import is_a
 from lightning_piper.errors import PiperError
-from lightning_piper.holdings.materialize import Known, without_initial_values
+from lightning_piper.holdings.materialize import Known, is_on_meta, without_initial_values
 from lightning_piper.limits import shown
 
 
@@ -53,10 +53,10 @@ def _problems(trainer: pl.Trainer, module: pl.LightningModule, sync_batchnorm: b
     if problem is not None:
         yield problem
     for callback in trainer.callbacks:  # type: ignore[attr-defined]
-        if is_a(callback, WeightAveraging, StochasticWeightAveraging):
+        if is_a(callback, WeightAveraging, StochasticWeightAveraging) and is_on_meta(module):
             yield (
-                f"the callback {type(callback).__name__} copies the module, and a copy is not updated with the stages' "
-                "parameters; leave it out"
+                f"the callback {type(callback).__name__} has copied the module, which is on the meta device and has no values yet; "
+                "build it with values"
             )
 
 
@@ -119,19 +119,24 @@ def uncapturable(module: pl.LightningModule, optimizers: list[torch.optim.Optimi
             "LBFGS over several processes, for it takes inner products over all parameters, which are on them; use an optimizer "
             "that treats each parameter on its own (SGD, AdamW, ...)"
         )
-    return None
+    return next(_uncapturable_callbacks(module.trainer), None)
 
 
-def changes_later(trainer: pl.Trainer) -> str | None:
-    """What will change in the middle of a fit so that a captured step would not follow; None if nothing is known to."""
+def _uncapturable_callbacks(trainer: pl.Trainer) -> Iterator[str]:
     for callback in trainer.callbacks:  # type: ignore[attr-defined]
-        if is_a(callback, BackboneFinetuning) and _is_reached(callback.unfreeze_backbone_at_epoch, trainer):
-            return (
-                f"BackboneFinetuning unfreezes parameters at epoch {callback.unfreeze_backbone_at_epoch}, but the captured step "
-                "would not follow; freeze them yourself (requires_grad_(False)), call fit up to that epoch, unfreeze them, and "
-                "call fit again"
+        swa = is_a(callback, StochasticWeightAveraging) and trainer.max_epochs != -1
+        if swa and callback.pl_module_contains_batch_norm(trainer.lightning_module):
+            yield (
+                f"{type(callback).__name__} of a module with batch norms, for after the last epoch it takes their statistics anew, "
+                "as means over all batches (momentum=None), which take the number of batches out of a tensor; use "
+                "EMAWeightAveraging, which averages the statistics, or another norm"
             )
-    return None
+        if is_a(callback, BackboneFinetuning) and _is_reached(callback.unfreeze_backbone_at_epoch, trainer):
+            yield (
+                f"BackboneFinetuning, which unfreezes parameters at epoch {callback.unfreeze_backbone_at_epoch}, for a captured "
+                "step would not follow; freeze them yourself (requires_grad_(False)), call fit up to that epoch, unfreeze them, "
+                "and call fit again"
+            )
 
 
 def check_runs_once(fresh: bool, processes: int) -> None:

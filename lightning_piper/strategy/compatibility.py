@@ -2,23 +2,28 @@
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from typing import Any
 
 import lightning.pytorch as pl
 import torch
-from lightning.pytorch.callbacks import ThroughputMonitor
+from lightning.pytorch.callbacks import StochasticWeightAveraging, ThroughputMonitor, WeightAveraging
 from lightning.pytorch.utilities import grad_norm as norm_in_one_process
 from torchmetrics import Metric
 
+from lightning_piper.checkpoint.state import ranges_of, reference
+from lightning_piper.checkpoint.tensor_ranges import TensorRange
 from lightning_piper.either_lightning import is_a
 from lightning_piper.errors import PiperError
+from lightning_piper.holdings.copies import Copy, Refer, averages_each_element
 from lightning_piper.holdings.norms import norms_of_each
+from lightning_piper.holdings.ownership import Ownership
 from lightning_piper.processes.world import World
 from lightning_piper.session.metric_objects import Gather
-from lightning_piper.strategy._lightning import throughputs_of
+from lightning_piper.strategy._lightning import copy_of, throughputs_of, update_of
 
 Suspended = list[tuple[Any, str, Any]]  # what to set again: owner, attribute, value
 
@@ -101,3 +106,89 @@ def grad_norm(module: pl.LightningModule, norm_type: float | str = 2, group_sepa
     if named:
         named[f"grad_{p}_norm_total"] = torch.linalg.vector_norm(torch.stack(list(named.values())), p)
     return named
+
+
+# Averages of the weights
+
+# Hooks in which the module is whole, or the copy's state dict is.
+_AS_THEY_ARE = ("setup", "teardown", "on_load_checkpoint", "on_save_checkpoint")
+
+
+def averaging(trainer: pl.Trainer) -> list[Any]:
+    """Its callbacks that average the module's weights."""
+    return [x for x in trainer.callbacks if is_a(x, WeightAveraging, StochasticWeightAveraging)]  # type: ignore[attr-defined]
+
+
+class Averages:
+    """The callbacks of one run that average the module's weights, and the copies of it that they keep.
+
+    They walk over the tensors of both at once, to update the average, or to put it into the module. So a copy lies over the
+    processes as the module does, and until `release` their hooks have in place what the process holds of both.
+
+    Args:
+        trainer: that runs.
+        in_ranges: are checkpoints to have references to what is saved in ranges?
+    """
+
+    def __init__(self, trainer: pl.Trainer, in_ranges: Callable[[], bool]) -> None:
+        self._callbacks, self._in_ranges = averaging(trainer), in_ranges
+        self._module: Ownership | None = None
+        self._copies: dict[str, Copy] = {}
+        for callback in self._callbacks:
+            for name in _hooks(callback):
+                setattr(callback, name, self._in_pieces(getattr(callback, name)))
+
+    def distribute(self, own: Ownership) -> None:
+        """The module is distributed: so are the copies, until it is put together. Collective.
+
+        Raises:
+            PiperError: a callback averages otherwise than each element on its own, and a process has not got all elements.
+        """
+        if own.whole:
+            return
+        self._module, self._copies = own, {}
+        for number, callback in enumerate(self._callbacks):
+            module = copy_of(callback)
+            if module is None:
+                continue
+            if not own.tensor_map.is_replicated and not averages_each_element(update_of(callback)):
+                raise PiperError(
+                    f"PiperStrategy: {type(callback).__name__} does not average each element of the parameters on its own, but a "
+                    "process has a part of them, for there are stages, or shards. Give it an avg_fn that works element by element "
+                    "(such as torch.optim.swa_utils.get_ema_avg_fn), or replicate the whole module"
+                )
+            prefix = f"averages.{number}"
+            self._copies[prefix] = found = Copy(module, own, functools.partial(self._refer, prefix))
+            found.distribute()
+            own.copies.append(found)
+
+    def _refer(self, prefix: str) -> Refer | None:
+        return (lambda name: reference(f"{prefix}.{name}")) if self._in_ranges() else None
+
+    def ranges(self, keys: Collection[str]) -> list[TensorRange]:
+        """What this process has of the copies' tensors that are to be saved under these keys."""
+        return [x for prefix, found in self._copies.items() for x in ranges_of(found, prefix) if x.key in keys]
+
+    def release(self) -> None:
+        """The run is over: the callbacks' hooks are their own again."""
+        for callback in self._callbacks:
+            for name in _hooks(callback):
+                vars(callback).pop(name, None)
+        self._callbacks = []
+
+    def _in_pieces(self, hook: Callable[..., Any]) -> Callable[..., Any]:
+        @functools.wraps(hook)
+        def run(*args: Any, **kwargs: Any) -> Any:
+            with contextlib.ExitStack() as stack:
+                for own in () if self._module is None else (self._module, *self._module.copies):
+                    own.check_unwritten()
+                    stack.enter_context(own.pieces())
+                return hook(*args, **kwargs)
+
+        return run
+
+
+def _hooks(callback: Any) -> list[str]:
+    """Those that its classes define."""
+    own = [vars(cls) for cls in type(callback).__mro__ if cls.__name__ not in ("Callback", "object")]
+    return sorted({name for names in own for name in names if name.startswith("on_") and name not in _AS_THEY_ARE})

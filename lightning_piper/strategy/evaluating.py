@@ -17,18 +17,19 @@ from lightning.pytorch.utilities.rank_zero import rank_zero_info
 from lightning_piper.directives import Directive, replicas_of
 from lightning_piper.errors import CaptureError, PiperError
 from lightning_piper.holdings.materialize import is_on_meta, load_state, materialize
-from lightning_piper.holdings.ownership import parts_of, put_together
+from lightning_piper.holdings.ownership import Ownership
+from lightning_piper.holdings.parts import parts_of, put_together
 from lightning_piper.session.process_runtime import Settings
 from lightning_piper.session.program import for_fit
 from lightning_piper.session.standalone import Standalone
-from lightning_piper.session.uncaptured import NOT_CAPTURED, said, shown
+from lightning_piper.session.uncaptured import NOT_CAPTURED, check_may_be
 from lightning_piper.session.verification import Verify
 from lightning_piper.strategy.checkpoints import Restored
 from lightning_piper.strategy.checks import check_evaluation
-from lightning_piper.strategy.compatibility import count_once, resume, suspend
+from lightning_piper.strategy.compatibility import Averages, count_once, resume, suspend
 from lightning_piper.strategy.data import draw_seed
 from lightning_piper.strategy.parallel import OverProcesses
-from lightning_piper.strategy.phases import Evaluating, Idle, Starting
+from lightning_piper.strategy.phases import Evaluating, Fitting, Idle, Starting
 from lightning_piper.strategy.precision import check_precision
 
 
@@ -49,9 +50,10 @@ class EvaluatingStrategy(OverProcesses):
         self._program, self._verify, self._capture = program, verify, capture
         self._restored = Restored()
         self._eager_steps: set[str] = set()  # that run as they are
+        self._averages: Averages | None = None
 
     def __getstate__(self) -> dict[str, Any]:
-        return {**super().__getstate__(), "_restored": Restored(seed=self._restored.seed)}
+        return {**super().__getstate__(), "_restored": Restored(seed=self._restored.seed), "_averages": None}
 
     def _begin_run(self) -> None:
         """Whatever was before: the module is whole, or its values are known. Collective."""
@@ -96,7 +98,17 @@ class EvaluatingStrategy(OverProcesses):
             count_once(module, world)
         drawn, suspended = draw_seed(world), suspend(module, world)
         seed = drawn if seed is None else seed
-        return Standalone(module, settings, restored.known, seed, drawn, world, restored.read, partial(resume, suspended))
+        self._averages = averages = Averages(trainer, self._in_ranges)
+
+        def distributed(own: Ownership) -> None:
+            restored.read(own)
+            averages.distribute(own)
+
+        return Standalone(module, settings, restored.known, seed, drawn, world, distributed, partial(resume, suspended))
+
+    def _in_ranges(self) -> bool:
+        """Do checkpoints have references to tensors that are saved in ranges?"""
+        return False
 
     @contextlib.contextmanager
     def tensor_init_context(self, empty_init: bool | None = None) -> Iterator[None]:
@@ -124,33 +136,18 @@ class EvaluatingStrategy(OverProcesses):
 
     def _evaluate(self, name: str, batch: Any, batch_idx: int = 0, dataloader_idx: int | None = None) -> Any:
         """Run a step as a plan; where it cannot be captured, as it is, if every process has the whole module."""
-        assert self.phase.evaluation is not None and self.lightning_module is not None
+        assert isinstance(self.phase, Evaluating | Starting | Fitting) and self.phase.evaluation is not None
         if name not in self._eager_steps:
             try:
                 if self._capture == "never":
                     raise CaptureError("capture='never'")
                 return self.phase.evaluation.step(name, batch, batch_idx, dataloader_idx)
             except NOT_CAPTURED as error:
-                self._check_eager(name, error)
+                check_may_be(self.phase.standalone, name, error, self._capture)
                 self._eager_steps.add(name)
         arguments = [batch, batch_idx] if dataloader_idx is None else [batch, batch_idx, dataloader_idx]
         run: Callable[..., Any] = getattr(super(), name)
         return run(*arguments)
-
-    def _check_eager(self, name: str, error: PiperError) -> None:
-        """May a step that cannot be captured run as it is?
-
-        Raises:
-            PiperError: the error, if it may not.
-        """
-        assert self.lightning_module is not None
-        if self._capture == "always" or (isinstance(error, CaptureError) and error.late) or self.world.count < self.world.size:
-            raise shown(error)
-        if not self.world.decide(not is_on_meta(self.lightning_module), all=True):
-            error.add_note(f"{name} would run as it is if every process had the whole module, but parameters are sharded")
-            raise shown(error)
-        if self._capture != "never":
-            self.world.warn(said(name, self.world.size, error))
 
     def on_validation_end(self) -> None:
         """What follows in a fit, up to the first batch, sees the module as it was before a sanity check."""

@@ -143,6 +143,10 @@ class Fitting(_OfFit):
     """A fit from its first batch on: the module is distributed."""
 
     @property
+    def standalone(self) -> Standalone:
+        return self.fit.before
+
+    @property
     def evaluation(self) -> Evaluation | None:
         return self.fit.evaluation
 

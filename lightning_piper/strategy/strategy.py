@@ -28,7 +28,7 @@ from lightning_piper.holdings.optimizer import State, check_groups, names_in
 from lightning_piper.limits import shown
 from lightning_piper.profile import Schedule, schedule_of
 from lightning_piper.session.program import given_or_from_environment
-from lightning_piper.session.uncaptured import NOT_CAPTURED, check_later, check_may_be
+from lightning_piper.session.uncaptured import NOT_CAPTURED, check_may_be
 from lightning_piper.session.verification import ACCEPTED, Verify
 from lightning_piper.strategy import _lightning
 from lightning_piper.strategy.checkpoints import (
@@ -41,7 +41,8 @@ from lightning_piper.strategy.checkpoints import (
     save_in_one_go,
     seed_of,
 )
-from lightning_piper.strategy.checks import changes_later, check_fit, one_of, uncapturable
+from lightning_piper.strategy.checks import check_fit, one_of, uncapturable
+from lightning_piper.strategy.compatibility import averaging
 from lightning_piper.strategy.evaluating import EvaluatingStrategy
 from lightning_piper.strategy.fit import Fit
 from lightning_piper.strategy.phases import Eager, Ended, Fitting, Idle, Left, Starting, over
@@ -147,12 +148,9 @@ class PiperStrategy(EvaluatingStrategy):
         if problem is None and self._capture == "never":
             problem = "capture='never'"
         if problem is not None:
-            check_may_be(phase.standalone, problem, self._capture, self._accumulate)
+            check_may_be(phase.standalone, "training_step", problem, self._capture, self._accumulate)
             phase.eager = True
         else:
-            later = changes_later(trainer)
-            if later is not None:
-                check_later(phase.standalone, later, self._capture)
             phase.names = names_in(self.optimizers[0], module)
 
     def on_train_batch_start(self, batch: Any, batch_idx: int) -> None:
@@ -175,7 +173,7 @@ class PiperStrategy(EvaluatingStrategy):
                 self._begin_fit(start, batch)
                 return
             except NOT_CAPTURED as error:
-                check_may_be(start.standalone, error, self._capture, self._accumulate)
+                check_may_be(start.standalone, "training_step", error, self._capture, self._accumulate)
         self.phase = Eager.begin(start.standalone)
         if self._profile:
             self.world.warn("PiperStrategy(profile=...) records plans, and a training step that runs as it is has none to record")
@@ -215,7 +213,7 @@ class PiperStrategy(EvaluatingStrategy):
         try:
             return fit.step(loop.total_batch_idx, loop.batch_idx, trainer.current_epoch, last=not self._accumulating)
         except (CaptureError, DirectiveError) as error:
-            check_may_be(fit.before, error, self._capture, self._accumulate)
+            check_may_be(fit.before, "training_step", error, self._capture, self._accumulate)
             fit.give_up()
             self.phase = Eager.begin(fit.before)
             return self.training_step(batch, *args, **kwargs)
@@ -243,6 +241,8 @@ class PiperStrategy(EvaluatingStrategy):
             phase.close(self._failed)
         self._stop_watch()
         self._restored = Restored()
+        if self._averages is not None:
+            self._averages.release()
         assert self.accelerator is not None and self.cluster_environment is not None
         module = self.lightning_module
         if module is not None and is_on_meta(module):
@@ -255,6 +255,9 @@ class PiperStrategy(EvaluatingStrategy):
             super().teardown()
 
     # Checkpoints
+
+    def _in_ranges(self) -> bool:
+        return self._sharded and isinstance(self.phase, Fitting)
 
     def lightning_module_state_dict(self) -> dict[str, Any]:
         """The module's state dict: whole on rank 0, with tensors without data for foreign parts on the others; with references
@@ -311,6 +314,10 @@ class PiperStrategy(EvaluatingStrategy):
 
     def load_model_state_dict(self, checkpoint: Mapping[str, Any], strict: bool = True) -> None:
         parts, restored = self.phase.fit.ownership if isinstance(self.phase, Fitting) else None, self._restored
+        if restored.sharded is not None:
+            assert isinstance(checkpoint, dict) and self.lightning_module is not None
+            current = "current_model_state" in checkpoint and averaging(self.lightning_module.trainer)
+            restored.sharded.read(checkpoint, ["callbacks", *(["state_dict", "current_model_state"] if current else [])])
         if restored.sharded is not None and referenced(checkpoint["state_dict"]):
             assert self.lightning_module is not None
             restored.values = restored.sharded.module(self.lightning_module, checkpoint["state_dict"], strict, parts)
@@ -339,7 +346,9 @@ class PiperStrategy(EvaluatingStrategy):
             assert self.lightning_module is not None
             check_target(filepath, storage_options, self.checkpoint_io)
             fit, running = phase.fit, isinstance(phase, Fitting)
-            tensor_ranges = tensor_ranges_of(self.lightning_module, fit.ownership, fit.optimizer, referenced(checkpoint), running)
+            keys = referenced(checkpoint)
+            tensor_ranges = tensor_ranges_of(self.lightning_module, fit.ownership, fit.optimizer, keys, running)
+            tensor_ranges += self._averages.ranges(keys) if self._averages is not None else []
             save(filepath, tensor_ranges, checkpoint, self.world)
             return
         if self.is_global_zero:

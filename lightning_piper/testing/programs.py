@@ -126,7 +126,9 @@ def _device_groups(draw: Draw, stages: list[int], microbatches: int, replicas: i
     return list(draw(st.permutations(places)))
 
 
-ZERO_STAGES: list[dict[str, Any]] = [{}, {"shard_optimizer": True}, {"shard_grads": True}, {"shard_params": True}]
+ZERO_STAGES: list[dict[str, Any]] = [
+    {}, {"shard_optimizer": True}, {"shard_grads": True}, {"shard_params": True}, {"shard_params": True, "shard_by": "parameter"},
+]  # fmt: skip
 
 
 @st.composite

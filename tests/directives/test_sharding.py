@@ -306,6 +306,9 @@ FIELDS: list[tuple[dict[str, Any], str]] = [
       for value in (0, -1.5, "1", None, True, float("nan"))),
     *(({"reduce_dtype": value}, f"{HERE}'reduce_dtype': {value!r}; give one of float16, bfloat16, float32, float64")
       for value in ("int64", "torch.float32", 32, "", ["float32"], True)),
+    *(({"shard_by": value}, f"{HERE}'shard_by': {value!r}; give one of elements, parameter")
+      for value in ("tensor", 1, None, ["x"])),
+    ({"shard_by": "parameter"}, f"{HERE}'shard_by': nothing is sharded; set shard_optimizer, shard_grads or shard_params"),
     ({"shard_everything": True}, "directive 1 (replicate): field 'shard_everything': unknown; accepted are filter, devices"),
 ]  # fmt: skip
 

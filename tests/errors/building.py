@@ -69,6 +69,7 @@ CASES: Cases = [
     replicate("no bucket size", bucket_size=0),
     replicate("an integer dtype for sums of gradients", reduce_dtype="int8"),
     replicate("a shard switch that is neither true nor false", shard_params="yes"),
+    replicate("whole parameters as shards, and nothing sharded", shard_by="parameter"),
     replicate("a communication stream without a name", reduce_stream=""),
     Case("a builder gets a number for the devices of all stages", lambda: schedules.one_f_one_b(2, 4, devices=2)),
     Case("more passes than a step may have", lambda: schedules.gpipe(2, 10**9)),

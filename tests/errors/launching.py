@@ -9,7 +9,7 @@ from typing import Any
 from unittest import mock
 
 import torch
-from lightning.pytorch.callbacks import BackboneFinetuning, BatchSizeFinder, Callback, EMAWeightAveraging, ModelCheckpoint
+from lightning.pytorch.callbacks import BackboneFinetuning, BatchSizeFinder, Callback, ModelCheckpoint, StochasticWeightAveraging
 from torch.optim import LBFGS
 
 import lightning_piper as piper
@@ -26,6 +26,7 @@ before the first step."""
 
 PROCESSES = "tests/strategy/test_fit_processes.py::test_processes_refuse_together"
 OPTIONS = "tests/strategy/test_options.py::test_refusals"
+AVERAGES = "tests/strategy/test_averages.py::test_averages_by_hand"
 SHARDS = "tests/strategy/test_sharded.py::test_refusals"
 
 
@@ -49,13 +50,19 @@ def from_module(found: Any) -> None:
     fit(module, strategy=piper.PiperStrategy(transport="local"))
 
 
-def on_meta(reset: Any = None) -> None:
+def on_meta(reset: Any = None, **options: Any) -> None:
     module = net()
     module.gain = torch.nn.Module()
     module.gain.weight = torch.nn.Parameter(torch.empty(3, device="meta"))
     if reset is not None:
         module.gain.reset_parameters = reset
-    fit(module)
+    fit(module, **options)
+
+
+def averaged() -> None:
+    module = net()
+    module.norm = torch.nn.BatchNorm1d(4)
+    fit(module, callbacks=[StochasticWeightAveraging(0.1)], max_steps=-1, max_epochs=2)
 
 
 def fine_tuned() -> None:
@@ -74,7 +81,7 @@ def of_all_parameters() -> None:
     module = net()
     found = uncapturable(module, [LBFGS(module.parameters())], processes=2)
     assert found is not None
-    check_may_be(None, found, "always")  # type: ignore[arg-type]
+    check_may_be(None, "training_step", found, "always")  # type: ignore[arg-type]
 
 
 def interactive() -> None:
@@ -120,7 +127,9 @@ CASES: Cases = [
     Case("a submodule on the meta device without `reset_parameters()`", on_meta),
     Case("a `reset_parameters()` that leaves a tensor out", lambda: on_meta(lambda: None)),
     Case("a `reset_parameters()` that fails", lambda: on_meta(lambda: torch.ones(2) + torch.ones(3))),
-    refused("weight averaging", callbacks=[EMAWeightAveraging()]),
+    Case("weight averaging of a module on the meta device",
+         lambda: on_meta(lambda: None, callbacks=[StochasticWeightAveraging(0.1)])),
+    Case("`StochasticWeightAveraging` of a module with batch norms", averaged),
     Case("`BackboneFinetuning` that unfreezes in the middle of a fit", fine_tuned),
     refused("`precision=\"16-true\"`", precision="16-true"),
     Case("`transport=\"process\"` in a notebook", interactive),
@@ -133,6 +142,10 @@ CASES: Cases = [
               PROCESSES),
     Elsewhere("training data of different lengths", "have [5, 4] batches", "PiperError", PROCESSES),
     Elsewhere("another module in one process", "modules differ in names or shapes", "PiperError", PROCESSES),
+    Elsewhere("weight averaging by a function that looks at whole parameters, which are in several processes",
+              "WeightAveraging does not average each element of the parameters on its own", "PiperError", AVERAGES),
+    Elsewhere("a hook that reads parameters of another stage, or in pieces, such as for an average of its own",
+              "are not whole in this process, for they are another stage's, or in pieces", "PiperError", AVERAGES),
     Elsewhere("an optimizer that looks at whole parameters, which are sharded",
               "Lamb does not treat each element of a parameter on its own", "PiperError", SHARDS),
     Elsewhere("an optimizer that looks at all parameters together, which are on several processes",

@@ -39,16 +39,16 @@ def test_each_element_counts_once(program, ranks):
         assert counted(tensor_map.canonical_holders(name).values(), spec.numel) == [1] * spec.numel, name
         (several,) = set(counted([held for rank in range(ranks) if (held := tensor_map.held(name, rank))], spec.numel))
         copies.add((tensor_map.is_sharded(name), several))
-    # What is not sharded lies on both replicas, or, if nothing uses it, on one process.
-    assert copies == {(True, 1), (False, 1), *([(False, 2)] if ranks == 4 else [])}
+    # What is not sharded lies on both replicas, or, if nothing uses it, on all processes.
+    assert copies == {(True, 1), (False, 2), (False, ranks)}
 
 
 def test_what_no_device_uses():
     _, program = compiled(dp2(3))
-    for everywhere in (False, True):
-        tensor_map = TensorMap(program, 2, spare_everywhere=everywhere)
-        assert tensor_map.holds_whole("unused.weight", 0) and tensor_map.holds_whole("unused.weight", 1) == everywhere
-        assert not tensor_map.holds_whole("first.0.weight", 0)
+    tensor_map = TensorMap(program, 2)
+    assert all(tensor_map.holds_whole("unused.weight", rank) for rank in range(2))
+    assert list(tensor_map.canonical_holders("unused.weight")) == [0]
+    assert not tensor_map.holds_whole("first.0.weight", 0)
 
 
 def test_one_process_has_all_in_flat_tensors_until_the_end():

@@ -36,7 +36,8 @@ def specs(draw: Any, dtype: torch.dtype | None = None) -> TensorSpec:
 def buckets(draw: Any) -> Bucket:
     dtype = draw(st.sampled_from(DTYPES))
     tensors = draw(st.lists(specs(dtype), min_size=1, max_size=5))
-    return Bucket(tuple(f"p{i}" for i in range(len(tensors))), tuple(tensors), Mesh.flat(draw(st.integers(1, 5))), dtype)
+    names, mesh = tuple(f"p{i}" for i in range(len(tensors))), Mesh.flat(draw(st.integers(1, 5)))
+    return Bucket(names, tuple(tensors), mesh, dtype, by_parameter=draw(st.booleans()))
 
 
 def spec(*shape: int, dtype: torch.dtype = torch.float32) -> TensorSpec:
@@ -125,10 +126,23 @@ def test_places_do_not_depend_on_the_dtype(bucket: Bucket, dtype: torch.dtype) -
 def test_every_tensor_and_shard_is_aligned(bucket: Bucket) -> None:
     starts = [*bucket.offsets, *(member * bucket.shard for member in range(bucket.members))]
     assert all(start % ALIGNMENT == 0 for start in starts)
-    assert bucket.numel == bucket.shard * bucket.members >= bucket.offsets[-1] + bucket.tensors[-1].numel
-    # No more padding than alignment asks for.
-    used = sum(-(-s.numel // ALIGNMENT) * ALIGNMENT for s in bucket.tensors)
-    assert bucket.numel - used < bucket.members * ALIGNMENT
+    ends = [start + s.numel for start, s in zip(bucket.offsets, bucket.tensors, strict=True)]
+    assert bucket.numel == bucket.shard * bucket.members >= max(ends)
+    # No more padding than alignment asks for, or the largest tensor.
+    sizes = [-(-s.numel // ALIGNMENT) * ALIGNMENT for s in bucket.tensors]
+    least = max(sizes) if bucket.by_parameter else ALIGNMENT
+    assert bucket.numel - sum(sizes) < bucket.members * least
+
+
+def test_members_have_whole_tensors_about_as_many_elements_each() -> None:
+    tensors = (spec(64, 4), spec(64, 3), spec(5), spec(64), spec(64, 2), spec(3))
+    bucket = Bucket(tuple("abcdef"), tensors, Mesh.flat(2), torch.float32, by_parameter=True)
+    held = [{name: (start, stop) for name, start, stop, _ in bucket.local_shards(member)} for member in range(2)]
+    assert held == [{"a": (0, 256), "c": (0, 5), "d": (0, 64)}, {"b": (0, 192), "e": (0, 128), "f": (0, 3)}]
+    assert bucket.shard == 384
+    assert all(stop - start == tensors["abcdef".index(n)].numel for part in held for n, (start, stop) in part.items())
+    cut = replace(bucket, by_parameter=False)
+    assert any(stop - start < tensors["abcdef".index(n)].numel for n, start, stop, _ in cut.local_shards(0))
 
 
 @quick

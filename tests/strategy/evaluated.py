@@ -258,6 +258,12 @@ class Runs:
                 with piper.annotate("PP", 1):
                     return {**found, "more": self.unused(found["out"][:, :3])}
 
+        class Moved(Net):
+            def validation_step(self, batch: Any, batch_idx: int, dataloader_idx: int = 0) -> Any:
+                found = super().validation_step(batch, batch_idx)
+                with piper.annotate("PP", 1):
+                    return {**found, "more": self.first(batch[0])}
+
         class Nothing(Net):
             def predict_step(self, batch: Any, batch_idx: int) -> Tensor:
                 return self.second(self.first(batch[0]))
@@ -277,6 +283,7 @@ class Runs:
             "metric": validate(Metric(), whole),
             "unused alone": validate(Unused(), whole),
             "unused in a fit": error(lambda: self.trainer(max_steps=1).fit(Unused().double(), whole, whole)),
+            "moved in a fit": error(lambda: self.trainer(max_steps=1).fit(Moved().double(), whole, whole)),
             "untagged": error(lambda: self.trainer().predict(Nothing().double(), whole)),
             "values": validate(net(), DataLoader(data(16, seed=rank), batch_size=4)),
             "length": validate(net(), loaders(self.replicas, 16 + 16 * rank)[0]),

@@ -122,8 +122,6 @@ def refusals(run: Run) -> dict[str, str]:
         "in place": said(callbacks=[Writes()]),
         "sync_batchnorm": said(sync_batchnorm=True),
         "batch sizes": said(callbacks=[cb.BatchSizeFinder()], module=Sized()),
-        "swa": said(callbacks=[cb.StochasticWeightAveraging(1e-2)]),
-        "ema": said(callbacks=[cb.EMAWeightAveraging()]),
         "16-true": said(precision="16-true"),
         "closure": said(module=Twice()),
         "together": said(module=Together()),

@@ -27,17 +27,17 @@ from lightning_piper.runtime.process import ProcessEndpoint
 from lightning_piper.strategy import fit as fit_module
 from tests.strategy.fitting import Batches, sharing_captures, trainer, values
 from tests.strategy.models import make
-from tests.strategy.optimizers import Lamb
+from tests.strategy.optimizers import Clipping, Lamb
 
 LEVELS = {0: {}, 1: {"shard_optimizer": True}, 2: {"shard_grads": True}, 3: {"shard_params": True}}
 GROUPS = [[0, 2], [1, 3]]
 
 
-def dp2(level: int, **options: Any) -> list[Directive]:
+def dp2(level: int, bucket_size: float = 0.0005, **options: Any) -> list[Directive]:
     return [
         piper.Place(filter={}, devices=[0, 1]),
         piper.Split(filter={}, dim_name="MB", num_microbatches=2),
-        Replicate(filter={}, devices=[0, 1], bucket_size=0.0005, **LEVELS[level], **options),
+        Replicate(filter={}, devices=[0, 1], bucket_size=bucket_size, **LEVELS[level], **options),
     ]
 
 
@@ -55,6 +55,7 @@ PROGRAMS: dict[str, Callable[[], list[Directive]]] = {
     **{f"pp2 dp2 zero{level}": lambda level=level: pp2_dp2(level, level) for level in (2, 3)},
     "pp2 dp2 zero3, zero1": lambda: pp2_dp2(3, 1),
     "pp2 dp2 zero1, zero2": lambda: pp2_dp2(1, 2),
+    **{f"dp2 zero{level} by parameter": lambda level=level: dp2(level, 0.02, shard_by="parameter") for level in (1, 3)},
     "dp2 zero0 in float32": lambda: dp2(0, reduce_dtype="float32"),
     "dp2 zero2 in float32": lambda: dp2(2, reduce_dtype="float32"),
 }
@@ -111,12 +112,27 @@ def with_adafactor(module: Any) -> None:
     module.configure_optimizers = lambda: torch.optim.Adafactor(module.parameters())
 
 
+def with_muon(module: Any) -> None:
+    for p in module.parameters():
+        p.requires_grad_(p.ndim == 2)
+    module.configure_optimizers = lambda: torch.optim.Muon([p for p in module.parameters() if p.requires_grad], lr=0.02)
+
+
+def with_clipping(module: Any) -> None:
+    module.configure_optimizers = lambda: Clipping(module.parameters())
+
+
 def with_lbfgs(module: Any) -> None:
     module.configure_optimizers = lambda: torch.optim.LBFGS([p for p in module.parameters() if p.requires_grad], lr=0.1)
 
 
 def with_hook(module: Any) -> None:
     module.inner.weight.register_hook(lambda grad: grad * 2)
+
+
+def with_hook_and_sgd(module: Any) -> None:
+    with_hook(module)
+    module.configure_optimizers = lambda: torch.optim.SGD(module.parameters(), lr=0.03)
 
 
 class Holdings(L.Callback):

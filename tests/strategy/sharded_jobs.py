@@ -20,7 +20,7 @@ ACCUMULATED = {"accumulate_grad_batches": 2, "max_steps": -1, "max_epochs": 1, *
 # Measured: 2.8e-6 for five steps in float32, of the largest element of a tensor.
 ROUNDING = 1e-5
 
-PLAIN = [Job(program, program) for program in PROGRAMS if "float32" not in program]
+PLAIN = [Job(program, program) for program in PROGRAMS if "float32" not in program and "by parameter" not in program]
 NORMS = [Job(f"{program}, clipped", program, options=CLIPPED, change=sharded.with_sgd)
          for program in ("dp2 zero3", "pp2 dp2 zero3, zero1")]  # fmt: skip
 OTHERS = [
@@ -28,6 +28,9 @@ OTHERS = [
     Job("adagrad", "dp2 zero2", change=sharded.with_adagrad),
     Job("fused", "dp2 zero3", change=sharded.with_fused),
     Job("reload", "pp2 dp2 zero3, zero1", reload=True),
+    Job("lamb, by parameter", "dp2 zero3 by parameter", change=sharded.with_lamb),
+    Job("hook, by parameter", "dp2 zero3 by parameter", change=sharded.with_hook_and_sgd),
+    Job("muon, by parameter", "dp2 zero1 by parameter", options={"precision": "64-true"}, change=sharded.with_muon),
     Job("other sizes", "dp2 zero3", samples=28, options={"max_steps": -1, "max_epochs": 1}),
 ]
 # The last batch is smaller: gradients of two sizes are accumulated.
@@ -38,6 +41,14 @@ ALONE = Job("alone", "dp2 zero2", scaled=True, alone=True)
 BRAINS = [Job(f"{program}, bf16", program, options={"precision": "bf16-true"})
           for program in ("dp2 zero2", "dp2 zero0 in float32", "dp2 zero2 in float32")]  # fmt: skip
 ON_ONE = Job("one", "dp2 zero0", options=TEN, save=True)
+BY_PARAMETER = [
+    Job("by elements", "dp2 zero3", change=sharded.with_sgd), Job("by parameter", "dp2 zero3 by parameter", change=sharded.with_sgd)
+]  # fmt: skip
+FACTORED = {
+    "saved": Job("adafactor saved", "dp2 zero3 by parameter", options=TEN, save=True, change=sharded.with_adafactor),
+    "resumed": Job("adafactor resumed", "dp2 zero1 by parameter", options=TEN, change=sharded.with_adafactor,
+                   resume="adafactor saved, process, step=5.ckpt"),
+}  # fmt: skip
 SAVED = [Job("saved", "dp2 zero3", options=TEN, save=True), Job("saved by four", "pp2 dp2 zero3, zero1", options=TEN, save=True)]
 RESUMED = [
     Job("zero3 from one", "dp2 zero3", options=TEN, resume="one, None, step=5.ckpt"),
@@ -49,11 +60,16 @@ REFUSED = {
     "lamb": (Job("lamb", "dp2 zero1", change=sharded.with_lamb), "Lamb does not treat each element of a parameter on its own"),
     "adafactor": (Job("adafactor", "dp2 zero3", change=sharded.with_adafactor), "directive 2 (replicate) leaves every process"),
     "lbfgs": (Job("lbfgs", "dp2 zero2", change=sharded.with_lbfgs), "LBFGS"),
+    "together": (
+        Job("together", "dp2 zero3 by parameter", change=sharded.with_clipping),
+        "Clipping updates a parameter otherwise when there are others",
+    ),
     "hook": (Job("hook", "dp2 zero2", change=sharded.with_hook), "'inner.weight' has a gradient hook"),
     "fused and scaled": (Job("fused and scaled", "dp2 zero0", change=sharded.with_fused, scaled=True), "leave out fused=True"),
     "lamb whole": (Job("lamb whole", "dp2 zero0", change=sharded.with_lamb), ""),
 }
-JOBS = [*PLAIN, *NORMS, *OTHERS, *SUMS, *SCALED, ALONE, *BRAINS, *SAVED, *RESUMED, *(job for job, _ in REFUSED.values())]
+JOBS = [*PLAIN, *NORMS, *OTHERS, *SUMS, *SCALED, ALONE, *BRAINS, *BY_PARAMETER, *FACTORED.values(), *SAVED, *RESUMED,
+        *(job for job, _ in REFUSED.values())]  # fmt: skip
 
 
 def trace_all(jobs: Sequence[Job], folder: Path) -> None:

@@ -135,7 +135,8 @@ def test_each_process_holds_its_part_and_saves_the_whole(name, held, ranks, plai
 @pytest.mark.parametrize("what, words", [
     ("metric", "validation_step computes with what self.mean_output gives"),
     ("unused alone", "no error"),
-    ("unused in a fit", "validation_step uses unused.bias, unused.weight on device 1, which does not hold it: training_step does"),
+    ("unused in a fit", "no error"),
+    ("moved in a fit", "validation_step uses first.0.bias, first.0.weight on device 1, which does not hold it: training_step does"),
     ("untagged", "no place of the program selects a region of this step"),
     ("values", "drew different batches (other values) in evaluation step 0"),
     ("length", "data have [2, 4] batches"),

@@ -7,7 +7,7 @@ from datetime import timedelta
 import lightning as L
 import pytest
 import torch
-from lightning.pytorch.callbacks import BackboneFinetuning, EMAWeightAveraging, StochasticWeightAveraging
+from lightning.pytorch.callbacks import BackboneFinetuning, StochasticWeightAveraging
 
 import lightning_piper as piper
 from tests.strategy.fitting import PROGRAM, Batches, local, trainer, values
@@ -81,6 +81,12 @@ class Meta(MLP):
             self.gain = torch.nn.Parameter(torch.empty(3))
 
 
+class Normed(MLP):
+    def __init__(self):
+        super().__init__()
+        self.norm = torch.nn.BatchNorm1d(4)
+
+
 class Finetuned(MLP):
     def __init__(self):
         super().__init__()
@@ -93,9 +99,9 @@ class Finetuned(MLP):
     (Iterating, {}, "dataloader_iter"),
     (Meta, {}, "'gain' of submodule '' .Meta. is on the meta device"),
     (MLP, {"sync_batchnorm": True}, "sync_batchnorm"),
-    (MLP, {"callbacks": [StochasticWeightAveraging(1e-2)]}, "StochasticWeightAveraging"),
-    (Finetuned, {"callbacks": [BackboneFinetuning(1)], "max_epochs": 2}, "BackboneFinetuning unfreezes parameters at epoch 1"),
-    (MLP, {"callbacks": [EMAWeightAveraging()]}, "EMAWeightAveraging"),
+    (Normed, {"callbacks": [StochasticWeightAveraging(1e-2)], "max_epochs": 2}, "StochasticWeightAveraging of a module with"),
+    (Meta, {"callbacks": [StochasticWeightAveraging(1e-2)], "max_epochs": 2}, "'gain' of"),
+    (Finetuned, {"callbacks": [BackboneFinetuning(1)], "max_epochs": 2}, "BackboneFinetuning, which unfreezes"),
     (MLP, {"precision": "16-true"}, "'16-true'.*'bf16-mixed'"),
 ])  # fmt: skip
 def test_fits(module, options, message):

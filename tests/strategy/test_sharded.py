@@ -9,7 +9,7 @@ from tests.strategy import sharded
 from tests.strategy.fitting import distance, same
 from tests.strategy.scenarios import equal
 from tests.strategy.sharded import Job, fit
-from tests.strategy.sharded_jobs import NORMS, OTHERS, PLAIN, REFUSED, RESUMED, ROUNDING, TEN
+from tests.strategy.sharded_jobs import BY_PARAMETER, FACTORED, NORMS, OTHERS, PLAIN, REFUSED, RESUMED, ROUNDING, TEN
 
 
 @pytest.mark.parametrize("job", [*PLAIN, *OTHERS], ids=lambda job: job.name)
@@ -137,6 +137,32 @@ def test_refusals(what, sharded_ranks):
     job, words = REFUSED[what]
     for rank in sharded_ranks[job.name]:
         assert words in rank["error"] if words else "error" not in rank
+
+
+def test_whole_parameters_as_shards_give_the_same_bits(sharded_ranks):
+    """What is added up is the same; and each process has whole parameters, about half of them."""
+    cut, whole = (sharded_ranks[job.name] for job in BY_PARAMETER)
+    for one, other in zip(cut, whole, strict=True):
+        assert same(one["values"], other["values"])
+        assert abs(other["held"] / one["held"] - 1) < 0.4  # shards are as long as the longest
+    assert {len(shape) for rank in cut for group in rank["groups"] for shape, _ in group} == {1}
+    shapes = [tuple(shape) for rank in whole for group in rank["groups"] for shape, _ in group]
+    assert sorted(shapes) == sorted(tuple(x.shape) for n, x in whole[0]["values"].items() if n != "head.weight")
+
+
+def test_an_optimizer_of_whole_matrices_is_saved_and_resumed(sharded_ranks, folder):
+    """Adafactor, whose state has a number for each row and column, from one division to another one."""
+    whole = fit(Job("", "", options=TEN, change=sharded.with_adafactor), folder, None)
+    for job in FACTORED.values():
+        for rank in sharded_ranks[job.name]:
+            assert "error" not in rank, rank
+            assert distance(whole["values"], rank["values"]) < ROUNDING
+    assert len(sharded_ranks[FACTORED["resumed"].name][0]["losses"]) == 5
+    found = torch.load(folder / "adafactor saved, process, step=10.ckpt", weights_only=True)["optimizer_states"][0]["state"]
+    expected = whole["optimizer"]["state"]
+    assert {n: {k: x.shape for k, x in state.items()} for n, state in found.items()} == {
+        n: {k: x.shape for k, x in state.items()} for n, state in expected.items()
+    }
 
 
 @pytest.mark.parametrize("change", [sharded.with_lamb, sharded.with_lbfgs, sharded.with_hook])

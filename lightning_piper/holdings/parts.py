@@ -1,0 +1,49 @@
+"""What a module says of itself while it is in parts, over processes."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from torch import nn
+
+from lightning_piper.errors import PiperError
+from lightning_piper.holdings.materialize import Known, places_of, tensor_at
+
+if TYPE_CHECKING:
+    from lightning_piper.holdings.ownership import Ownership
+
+PARTS = "_piper_parts"  # attribute of a module that is in parts: its `Ownership`
+UNREAD = "_piper_unread"  # attribute of a module on the meta device that has not got the values of a checkpoint
+
+
+def parts_of(module: nn.Module) -> Ownership | None:
+    """How a module's tensors lie over processes; None if all of it is here."""
+    found: Ownership | None = module.__dict__.get(PARTS)
+    return found
+
+
+def put_together(module: nn.Module, known: Known) -> None:
+    """Before a run: if a module is still in parts since one before, give every process the whole again. Collective.
+
+    Args:
+        known: from a checkpoint; if it brings all that is missing, nothing needs to be put together.
+
+    Raises:
+        PiperError: that run has failed, or had no step, before which it would have read a checkpoint's values.
+    """
+    missing = [n for n, at in places_of(module).items() if tensor_at(at).is_meta and n not in known]
+    if missing and module.__dict__.get(UNREAD):
+        raise PiperError(
+            f"PiperStrategy: {missing[0]!r} is on the meta device, among others, and has not got the values of the checkpoint with "
+            "which the run before this one was begun, for that run had no step; give ckpt_path here, too"
+        )
+    module.__dict__.pop(UNREAD, None)
+    parts = module.__dict__.pop(PARTS, None)
+    if parts is None or not missing:
+        return
+    if not parts.ended:
+        raise PiperError(
+            f"PiperStrategy: the module is in parts, since a run has failed: {missing[0]!r} was on another process, among others; "
+            "build it anew, and load a checkpoint"
+        )
+    parts.restore()

@@ -1,0 +1,139 @@
+"""What stands in the module for tensors whose values are on other processes, or here in pieces: tensors on the meta device.
+
+torch computes with these without an error where it writes: `average.mul_(0.9).add_(parameter)` leaves out a parameter on the meta
+device, and what it was to be added to is taken for the result. So a stand-in, and all that is made of it, says so when it meets
+values of this process. What is written into a stand-in is left out, for the process that has the values writes it, too.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import nn
+
+from lightning_piper.errors import PiperError
+
+
+class Placeholder(torch.Tensor):
+    """Stands for values that are not whole in this process.
+
+    Attributes:
+        stands_for: name of the parameter or buffer, in a tuple, for an attribute that is plain counts as a mark by the user.
+    """
+
+    stands_for: tuple[str]
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> torch.Tensor:
+        with torch._C.DisableTorchFunctionSubclass():
+            data = torch.empty_like(self, requires_grad=False)
+            made = nn.Parameter(data, self.requires_grad) if isinstance(self, nn.Parameter) else data
+            found = memo[id(self)] = stand_in(made, _name(self), sharded=False)
+        return found
+
+    @classmethod
+    def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        with torch._C.DisableTorchFunctionSubclass():
+            if func.__name__ == "__get__" or func.__name__ in _OFTEN:
+                return _marked(func(*args, **(kwargs or {})), args)
+            if args and _writes(func.__name__):
+                _check_written(args)
+            try:
+                return _marked(func(*args, **(kwargs or {})), args)
+            except RuntimeError as error:
+                if "meta" not in str(error):
+                    raise
+                if args and _writes(func.__name__) and isinstance(args[0], Placeholder):
+                    return args[0].zero_()  # counts as a change of it
+                raise _refusal(_first([*args, *(kwargs or {}).values()])) from error
+
+
+class ParameterPlaceholder(Placeholder, nn.Parameter):
+    """Stands in the module for a parameter of another process."""
+
+
+class ShardedPlaceholder(ParameterPlaceholder):
+    """Stands in the module for a parameter whose values are in local shards. What writes to its `.data`, which has no values,
+    counts as a change of it."""
+
+    @property
+    def data(self) -> torch.Tensor:
+        return self.detach()  # unlike `.data` of another tensor, it counts writes together with this one
+
+    @data.setter
+    def data(self, tensor: torch.Tensor) -> None:
+        nn.Parameter.data.__set__(self, tensor)  # type: ignore[attr-defined]
+
+
+_OFTEN = ("data_ptr", "numel", "size", "dim", "detach", "untyped_storage")
+
+
+def stand_in(tensor: torch.Tensor, name: str, sharded: bool) -> torch.Tensor:
+    """Let a tensor on the meta device stand for a parameter or buffer."""
+    if isinstance(tensor, nn.Parameter):
+        tensor.__class__ = ShardedPlaceholder if sharded else ParameterPlaceholder
+    else:
+        tensor.__class__ = Placeholder
+    tensor.stands_for = (name,)  # type: ignore[attr-defined]
+    return tensor
+
+
+def check_values(content: Any) -> None:
+    """Refuse to save stand-ins in dicts, lists and tuples.
+
+    Raises:
+        PiperError: there is one.
+    """
+    if isinstance(content, Placeholder):
+        raise _refusal(content)
+    for part in content.values() if isinstance(content, dict) else content if isinstance(content, list | tuple) else ():
+        check_values(part)
+
+
+def _writes(name: str) -> bool:
+    return (name.endswith("_") and not name.endswith("__")) or (name.startswith("__i") and name not in ("__init__", "__int__"))
+
+
+def _check_written(args: Any) -> None:
+    """Values of this process are not written with values that are not here."""
+    target, others = args[0], args[1:]
+    if isinstance(target, torch.Tensor):
+        if not target.is_meta and (found := _first(others)) is not None:
+            raise _refusal(found)
+        return
+    for other in others:  # lists of tensors, as in `torch._foreach_add_`
+        if isinstance(other, list | tuple):
+            for x, y in zip(target, other, strict=False):
+                _check_written((x, y))
+
+
+def _first(args: Any) -> Placeholder | None:
+    for x in args:
+        found = x if isinstance(x, Placeholder) else _first(x) if isinstance(x, list | tuple) else None
+        if found is not None:
+            return found
+    return None
+
+
+def _marked(found: Any, args: Any) -> Any:
+    """What was made of a stand-in is one as well."""
+    if type(found) is torch.Tensor and found.is_meta:
+        made = found.as_subclass(Placeholder)
+        made.stands_for = (_name(_first(args)),)
+        return made
+    if type(found) in (list, tuple) and any(isinstance(x, torch.Tensor) for x in found):
+        return type(found)(_marked(x, args) for x in found)
+    return found
+
+
+def _name(placeholder: Placeholder | None) -> str:
+    return getattr(placeholder, "stands_for", ("",))[0]
+
+
+def _refusal(placeholder: Placeholder | None) -> PiperError:
+    return PiperError(
+        f"PiperStrategy: the values of {_name(placeholder)!r} are not whole in this process, for they are another stage's, or in "
+        "pieces, and cannot be read here. For averages use Lightning's EMAWeightAveraging, WeightAveraging or "
+        "StochasticWeightAveraging; for other work trainer.optimizers have the parameters and pieces of this process, and before "
+        "the first batch (on_fit_start, on_train_start) the module is whole"
+    )

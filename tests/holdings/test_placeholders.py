@@ -1,0 +1,88 @@
+"""What stands for values of other processes: computing with it is refused, where torch would compute something else."""
+
+from __future__ import annotations
+
+import copy
+
+import pytest
+import torch
+from torch import nn
+from torch.optim.swa_utils import AveragedModel, get_ema_avg_fn, get_ema_multi_avg_fn
+
+from lightning_piper.errors import PiperError
+from lightning_piper.holdings.copies import averages_each_element
+from lightning_piper.holdings.placeholders import Placeholder, check_values, stand_in
+
+
+def elsewhere(sharded: bool = False) -> torch.Tensor:
+    return stand_in(nn.Parameter(torch.ones(3, device="meta")), "weight", sharded)
+
+
+READS = {
+    "added": lambda x, p: x.add_(p, alpha=0.1),
+    "what was made of it": lambda x, p: x.add_(p.detach() * 2),
+    "its data": lambda x, p: x.sub_(p.data),
+    "by an operator": lambda x, p: x.__iadd__(p),
+    "in lists": lambda x, p: torch._foreach_add_([x, x], [x, p.data]),
+    "copied": lambda x, p: x.copy_(p),
+    "into a new tensor": lambda x, p: x + p,
+    "interpolated": lambda x, p: x.lerp_(p, 0.1),
+    "at places": lambda x, p: x.__setitem__(slice(1), p.detach()[:1]),
+    "together": lambda x, p: torch.cat([x, p]),
+    "as a number": lambda x, p: p.detach().norm().item(),
+    "by a copy of it": lambda x, p: x.add_(copy.deepcopy(p)),
+    "in a checkpoint": lambda x, p: check_values({"state": [x, (p.detach(),)]}),
+}
+
+
+@pytest.mark.parametrize("read", READS.values(), ids=READS)
+def test_reading_is_refused(read):
+    with torch.no_grad(), pytest.raises(PiperError, match="'weight' are not whole in this process"):
+        read(torch.ones(3), elsewhere())
+
+
+def test_torch_would_leave_it_out():
+    x = torch.ones(3)
+    assert torch.equal(x.add_(torch.ones(3, device="meta")), torch.ones(3))
+
+
+@torch.no_grad()
+def test_writing_and_looking_at_its_shape_are_not():
+    p, x = elsewhere(), torch.ones(3)
+    for _ in (p.copy_(x), p.mul_(x), p.lerp_(x, 0.1), p.data.add_(x)):
+        assert isinstance(_, Placeholder) and p.is_meta
+    assert p.shape == x.shape and torch.equal(x.view_as(p), x) and isinstance(p, nn.Parameter)
+    buffer = stand_in(torch.ones(2, device="meta"), "buffer", False)
+    assert type(copy.deepcopy(buffer)) is Placeholder and not isinstance(buffer, nn.Parameter)
+
+
+@torch.no_grad()
+def test_writes_into_what_is_sharded_are_counted():
+    for write in (lambda p: p.lerp_(torch.ones(3), 0.1), lambda p: p.data.mul_(2), lambda p: p.zero_()):
+        p = elsewhere(sharded=True)
+        before = p._version
+        write(p)
+        assert p._version > before
+
+
+def averaging(**functions):
+    def update(average, current):
+        made = AveragedModel(average, **functions)
+        made.module = average
+        made.n_averaged += 2
+        made.update_parameters(current)
+
+    return update
+
+
+@pytest.mark.parametrize("functions, good", [
+    ({}, True),
+    ({"avg_fn": get_ema_avg_fn(0.9)}, True),
+    ({"multi_avg_fn": get_ema_multi_avg_fn(0.9)}, True),
+    ({"avg_fn": lambda a, p, n: p / p.norm()}, False),
+    ({"avg_fn": lambda a, p, n: torch.where(p.norm() > a.norm(), p, a)}, False),
+    ({"avg_fn": lambda a, p, n: a.lerp(p, 0.1) if p.ndim > 1 else p}, False),
+    ({"multi_avg_fn": lambda a, p, n: torch._foreach_mul_(a, sum(x.sum() for x in p))}, False),
+])  # fmt: skip
+def test_what_averages_each_element_is_told(functions, good):
+    assert averages_each_element(averaging(**functions)) == good
