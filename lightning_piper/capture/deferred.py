@@ -28,6 +28,11 @@ from lightning_piper.errors import CaptureError
 
 LATER = "<value known after the step>"  # stands in texts
 MANY = 1024  # elements of a list
+# They take sizes one by one, and look at them before a mode is asked.
+_SIZED = (
+    *((torch, name) for name in ("zeros", "ones", "empty", "rand", "randn")),
+    *((torch.Tensor, name) for name in ("new_zeros", "new_ones", "new_empty", "expand")),
+)
 Namespace = tuple[dict[str, Any], set[str]]  # globals of code, and the names among them that it calls
 _CONVERSIONS = (torch.tensor, torch.as_tensor, torch.asarray)
 _TEXTS = (torch.Tensor.__format__, torch.Tensor.__repr__, torch.Tensor.__str__)
@@ -164,6 +169,10 @@ def _dtype_beside(number: torch.Tensor, tensors: Iterable[torch.Tensor]) -> torc
 def _filled(size: Any, value: Deferred, dtype: torch.dtype | None = None, device: Any = None, **more: Any) -> torch.Tensor:
     """`torch.full`."""
     return _made(value, dtype, device).expand(size).clone().requires_grad_(more.get("requires_grad", False))
+
+
+def _refused(*args: Any, **kwargs: Any) -> NoReturn:
+    raise refusal()
 
 
 def _made(data: Any, dtype: torch.dtype | None = None, device: Any = None, requires_grad: bool = False) -> torch.Tensor:
@@ -341,6 +350,8 @@ def understood(namespaces: Iterable[Namespace]) -> Iterator[None]:
             computed = functools.partial(_apply, function, exact=False)
             stack.enter_context(mock.patch.object(math, name, _or_deferred(getattr(math, name), computed)))
         stack.enter_context(mock.patch.object(torch, "full", _or_deferred(torch.full, _filled)))
+        for owner, name in _SIZED:
+            stack.enter_context(mock.patch.object(owner, name, _or_deferred(getattr(owner, name), _refused)))
         for names, name in put:
             names[name] = NAMES[name]
         try:

@@ -42,7 +42,7 @@ def known_rows(graph: torch.fx.Graph, size: int) -> set[Node]:
     found: set[Node] = set()
     for node in graph.nodes:
         if node.op == "placeholder":
-            if isinstance(node.meta.get("desc"), _torch.PlainAOTInput) and _shape(node):
+            if isinstance(node.meta.get("desc"), _torch.PlainAOTInput) and shape_of(node):
                 found.add(node)
             continue
         forward = node.op == "call_function" and not _torch.is_backward(node)
@@ -53,21 +53,21 @@ def known_rows(graph: torch.fx.Graph, size: int) -> set[Node]:
 
 def _follows(node: Node, found: set[Node], size: int) -> bool:
     target: Any = node.target
-    shape = _shape(node)
+    shape = shape_of(node)
     if not shape:
         # Of an operation with several results, the first one is asked about.
         return isinstance(node.meta.get("val"), tuple | list) and _operand(node) in found
     source = _operand(node)
     if target in _SHAPED:
-        same = math.prod(shape) == math.prod(_shape(source) or (0,))
-        return source in found and same and shape[0] % size == 0 and (shape[0] == size or _flattens(_shape(source), shape))
-    if target in _ALONG and _along_first(node, len(_shape(source))):
+        same = math.prod(shape) == math.prod(shape_of(source) or (0,))
+        return source in found and same and shape[0] % size == 0 and (shape[0] == size or _flattens(shape_of(source), shape))
+    if target in _ALONG and _along_first(node, len(shape_of(source))):
         return False
     if target in _KEEP:
-        return source in found and (_shape(source) or shape)[0] == shape[0] and shape[0] % size == 0
+        return source in found and (shape_of(source) or shape)[0] == shape[0] and shape[0] % size == 0
     if isinstance(target, torch._ops.OpOverload) and torch.Tag.pointwise in target.tags:
         whole = len(shape)
-        return any(x in found and len(_shape(x)) == whole and _shape(x)[0] == shape[0] for x in node.all_input_nodes)
+        return any(x in found and len(shape_of(x)) == whole and shape_of(x)[0] == shape[0] for x in node.all_input_nodes)
     return False
 
 
@@ -87,7 +87,8 @@ def _operand(node: Node) -> Any:
     return node.args[place] if place < len(node.args) else None
 
 
-def _shape(node: Any) -> tuple[int, ...]:
+def shape_of(node: Any) -> tuple[int, ...]:
+    """Of a value of a graph; of an operation with several results, that of the first one."""
     value = node.meta.get("val") if isinstance(node, Node) else None
     if isinstance(value, tuple | list) and value and isinstance(value[0], torch.Tensor):
         value = value[0]

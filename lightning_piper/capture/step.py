@@ -301,6 +301,7 @@ class CapturedStep:
         return StepCode(
             size, regions, interfaces, code, traced.logs, specs, split_passes, routed, step.rebuild, weighed.terms,
             dataclasses.replace(traced.metrics, terms=terms, whole=counted), self.batch_spec.undivided, weighed.assumed,
+            weighed.meet,
         )  # fmt: skip
 
     def _check_memory(self, code: StepCode) -> None:

@@ -21,7 +21,9 @@ from torch.fx import Node
 from lightning_piper.capture import _torch
 from lightning_piper.capture.denominators import ONE, SAMPLES, Expression, denominator_of, described, simplified, stats_of
 from lightning_piper.capture.following import Ask
+from lightning_piper.capture.meeting import meeting
 from lightning_piper.capture.passes import Names
+from lightning_piper.capture.regions import source_line
 from lightning_piper.capture.tangents import Sums, divide
 from lightning_piper.capture.terms import LINEAR, MIXED, ROWS, WHOLE, Found, Terms
 from lightning_piper.capture.trace import Traced
@@ -41,7 +43,7 @@ class Weighed:
         graph, plain: as of `Traced`; a loss of several terms is several outputs, and so is such a logged value.
         terms: how they are weighed; `Output.term` is a place here.
         tangents: placeholders of the loss's gradients -> the terms that they belong to.
-        assumed: as of `StepCode`.
+        assumed, meet: as of `StepCode`.
     """
 
     graph: torch.fx.Graph
@@ -49,6 +51,7 @@ class Weighed:
     terms: tuple[Term, ...]
     tangents: Mapping[Node, int]
     assumed: bool = False
+    meet: str | None = None
 
 
 def weigh(traced: Traced, size: int, canonical: Mapping[str, str], beside: Ask | None) -> Weighed:
@@ -72,7 +75,7 @@ class _Weighing:
         self.found, self._alike = Terms(traced.graph, size, beside or (lambda known: None)), beside is None
         self.names = Names.of(traced.graph, canonical)
         self.kinds: dict[Any, int] = {}
-        self.assumed = False
+        self.assumed, self.size = False, size
         self.terms: list[Term] = []
         self._denominators: dict[Term, Expression] = {}
 
@@ -81,6 +84,8 @@ class _Weighing:
         results: list[Any] = list(output.args[0])  # type: ignore[arg-type]
         described_as = list(output.meta["desc"])
         tangents = {} if self.names.tangent is None else {self.names.tangent: 0}
+        losses = [x for x, desc in zip(results, described_as, strict=True) if self._is_loss(desc)]
+        met = meeting(self.graph, losses[0], self.size) if losses and not self._alike else None
         for place, (node, desc) in enumerate(zip(list(results), list(described_as), strict=True)):
             if not isinstance(desc, _torch.PlainAOTOutput) or self.plain[desc.idx].kind not in (Kind.LOSS, Kind.LOG, Kind.ARGUMENT):
                 continue
@@ -102,7 +107,17 @@ class _Weighing:
         self._guard()
         output.args = (tuple(results),)
         output.meta["desc"] = described_as
-        return Weighed(self.graph, tuple(self.plain), tuple(self.terms), tangents, self.assumed)
+        return Weighed(
+            self.graph,
+            tuple(self.plain),
+            tuple(self.terms),
+            tangents,
+            self.assumed,
+            None if met is None else f"{met.target} ({source_line(met)})",
+        )
+
+    def _is_loss(self, desc: Any) -> bool:
+        return isinstance(desc, _torch.PlainAOTOutput) and self.plain[desc.idx].kind == Kind.LOSS
 
     def _parts(self, node: Any, made: Output) -> dict[int, Node]:
         """Term -> its part of a result."""

@@ -180,6 +180,7 @@ class StepCode:
         metrics: what it does with metric objects.
         undivided: set where nothing may cut the batch.
         assumed: the loss is weighed as a mean for want of another way: it is no sum of means, sums and ratios.
+        meet: the operation, on the way to the loss, in which samples are taken by their place or compared; None if none is known.
     """
 
     size: int
@@ -195,6 +196,7 @@ class StepCode:
     metrics: MetricCalls = field(default_factory=MetricCalls)
     undivided: Undivided | None = None
     assumed: bool = False
+    meet: str | None = None
 
     def samples(self, leaf: int, part: Slice) -> Slice | None:
         """Which samples of a tensor of the batch the chunks of `part` get; None where they get it whole."""

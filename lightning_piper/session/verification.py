@@ -90,6 +90,11 @@ def _plain_to_see(compiled: Compiled) -> Iterator[str]:
             "the loss is no sum of means, of sums, and of ratios whose denominators follow from the batch: its values on "
             f"microbatches and replicas count as means over samples, and give another one than all {dag.size} samples"
         )
+    if cut and code.meet is not None:
+        yield (
+            f"samples meet on the way to the loss, or are taken by their place, in {code.meet}: microbatches and replicas have "
+            f"their own alone, and give another loss than all {dag.size} samples"
+        )
 
 
 def _statistics(compiled: Compiled) -> Iterator[str]:

@@ -208,6 +208,13 @@ REFUSED: dict[str, tuple[Callable[[Any, Any, Any], Any], str]] = {
     "sorted": (lambda loss, n, h: sorted([loss.item(), n.item()])[0], "asks for a value"),
     "sizes": (lambda loss, n, h: h.split(h.sum(1).long().tolist())[0].sum(), "asks for a value"),
     "shape": (lambda loss, n, h: torch.zeros(int(n)).sum(), "asks for a value"),
+    "shapes": (lambda loss, n, h: torch.zeros(int(n) + 1, 2).sum(), "asks for a value"),
+    "new": (lambda loss, n, h: h.new_zeros(int(n), 2).sum(), "asks for a value"),
+    "expand": (lambda loss, n, h: h[:1].expand(int(n), 6).sum(), "asks for a value"),
+    "list of sizes": (lambda loss, n, h: torch.zeros([n.item(), 2], dtype=h.dtype).sum(), "asks for a value"),
+    "view": (lambda loss, n, h: h.view(n.item(), -1).sum(), "asks for a value"),
+    "arange": (lambda loss, n, h: torch.arange(n.item()).sum(), "asks for a value"),
+    "classes": (lambda loss, n, h: torch.nn.functional.one_hot((h > 0).long(), n.item()).sum(), "asks for a value"),
     "method": (lambda loss, n, h: loss.item().hex(), "asks for a value"),
     "gamma": (lambda loss, n, h: math.gamma(loss.item()), "asks for a value"),
 }  # fmt: skip

@@ -204,9 +204,22 @@ class Rooted(Tokens):
         return super().training_step(batch, batch_idx).sqrt()
 
 
-@pytest.mark.parametrize("module, warned", [(Rooted, True), (Tokens, False)])
-def test_a_loss_that_is_no_sum_of_means_is_warned_of_where_it_is_cut(module: type[Tokens], warned: bool) -> None:
-    words = "the loss is no sum of means"
+class Beside(Tokens):
+    """Compares each sample with the one before."""
+
+    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+        return super().training_step((batch[0].roll(1, 0), *batch[1:]), batch_idx)
+
+
+@pytest.mark.parametrize(
+    "module, words, warned",
+    [
+        (Rooted, "the loss is no sum of means", True), (Tokens, "the loss is no sum of means", False),
+        (Beside, "samples meet on the way to the loss, or are taken by their place, in aten.roll", True),
+        (Tokens, "samples meet", False),
+    ],
+)  # fmt: skip
+def test_a_loss_that_parts_do_not_give_is_warned_of_where_it_is_cut(module: type[Tokens], words: str, warned: bool) -> None:
     for program, cut in (schedules.gpipe(2, 2), True), (schedules.gpipe(2, 1), False):
         with warnings.catch_warnings(record=True) as seen:
             warnings.simplefilter("always")

@@ -1,0 +1,125 @@
+"""What became of a kind at a level: trained as the level says, refused, or other numbers. As a script, says it of some kinds.
+
+python -m tests.zoo.compared [kinds ...] [--levels one,replicate]
+"""
+
+from __future__ import annotations
+
+import argparse
+import logging
+import tempfile
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from tests.zoo.kinds import Kind
+from tests.zoo.train import KINDS, PROGRAMS, Outcome, outcomes
+
+Found = Mapping[tuple[str, str], list[Outcome]]
+LEVELS = ["one", *PROGRAMS]
+# Of the largest value of a tensor. Measured: 2.6e-10, of biases of attention, whose gradients are zero but for rounding, which Adam
+# makes steps of; 5e-16 without them.
+ROUNDING = 2e-9
+SINGLE = 1e-6  # Lightning keeps what `validate` logs in single precision
+PROVED, EXCEPT, EXECUTED = "proved", "verified except", "executed"
+
+
+def references(level: str) -> list[str]:
+    """Levels that a level may be compared with: plain training on one device, or what several make of it."""
+    return ["plain"] if level == "one" else ["ddp", "whole"]
+
+
+def verdict(kind: Kind, level: str, found: Found) -> tuple[str, str]:
+    """In a few words, and at length.
+
+    What is proved is one device's training on the whole batch. What is executed, or verified except for something, is DDP's, which
+    takes the mean of what the replicas compute.
+    """
+    ranks = found[kind.name, level]
+    errors = [outcome for outcome in ranks if "error" in outcome]
+    if errors:
+        said = errors[0]["error"]
+        lightning = any(outcome.get("error") == said for outcome in found[kind.name, references(level)[0]])
+        return ("refused" if lightning or all(outcome.get("known") for outcome in ranks) else "fails"), said
+    how = manner(ranks[0])
+    wanted = "plain" if level == "one" else "whole" if how == PROVED and not kind.mixes else "ddp"
+    one, other, replicas = (mean([seen(x) for x in found[kind.name, at]]) for at in (level, wanted, references(level)[0]))
+    if kind.predict and "predicted" in replicas:  # each process has its own
+        other["predicted"] = replicas["predicted"]
+    left_out = kind.by_replica if wanted == "whole" else ()
+    far = {
+        way: d
+        for way, d in distances(one, other).items()
+        if d > (SINGLE if way.startswith("/validated") else ROUNDING) and way.rpartition("/")[2] not in left_out
+    }
+    if far:
+        return "differs", f"{how}, but from {wanted} by " + ", ".join(f"{way}: {d:.1e}" for way, d in list(far.items())[:4])
+    return how, " ".join(ranks[0]["warned"])
+
+
+def manner(outcome: Outcome) -> str:
+    """How a training was made sure of, by what the package said."""
+    said = " ".join(outcome["warned"])
+    if "as it is" in said:
+        return EXECUTED
+    return EXCEPT if any(words in said for words in ("verified except", "no sum of means", "samples meet")) else PROVED
+
+
+def seen(outcome: Outcome) -> Outcome:
+    return {k: v for k, v in outcome.items() if k not in ("warned", "seconds")}
+
+
+def mean(ranks: Sequence[Any]) -> Any:
+    """Of the processes' numbers; what is no number is that of the first one."""
+    if isinstance(ranks[0], dict):
+        return {k: mean([rank[k] for rank in ranks]) for k in ranks[0]}
+    if isinstance(ranks[0], list):
+        return [mean(list(parts)) for parts in zip(*ranks, strict=True)]
+    if isinstance(ranks[0], float | torch.Tensor) and torch.as_tensor(ranks[0]).is_floating_point():
+        return sum(torch.as_tensor(x).double() for x in ranks) / len(ranks)
+    return ranks[0]
+
+
+def distances(found: Any, wanted: Any, where: str = "") -> dict[str, float]:
+    """Relative distances of all numbers, by the way to them; infinite where something else is there."""
+    if isinstance(wanted, dict) and isinstance(found, dict):
+        pairs = [distances(found.get(k), wanted.get(k), f"{where}/{k}") for k in sorted({*wanted, *found}, key=str)]
+    elif isinstance(wanted, list) and isinstance(found, list) and len(wanted) == len(found):
+        pairs = [distances(x, y, f"{where}/{i}") for i, (x, y) in enumerate(zip(found, wanted, strict=True))]
+    elif isinstance(wanted, float | torch.Tensor) and isinstance(found, float | torch.Tensor):
+        x, y = torch.as_tensor(found).detach().double(), torch.as_tensor(wanted).detach().double()
+        if x.shape != y.shape or not torch.equal(x.isfinite(), y.isfinite()):
+            return {where: float("inf")}
+        x, y = x.nan_to_num(), y.nan_to_num()
+        return {where: float((x - y).abs().max() / y.abs().max().clamp_min(1e-3)) if x.numel() else 0.0}
+    else:
+        return {where: 0.0 if found == wanted else float("inf")}
+    return {way: d for pair in pairs for way, d in pair.items()}
+
+
+def cases(kinds: Sequence[str], levels: Sequence[str]) -> list[tuple[str, str]]:
+    """These, and what they are compared with."""
+    needed = {name: sorted({*levels, *(r for level in levels for r in references(level))}) for name in kinds}
+    return [(name, level) for name in kinds for level in needed[name]]
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser()
+    parser.add_argument("kinds", nargs="*")
+    parser.add_argument("--levels", default=",".join(LEVELS))
+    chosen = parser.parse_args()
+    logging.getLogger("lightning.pytorch").setLevel(logging.ERROR)
+    kinds, levels = chosen.kinds or list(KINDS), chosen.levels.split(",")
+    with tempfile.TemporaryDirectory() as folder:
+        found = outcomes(cases(kinds, levels), Path(folder))
+    for name in kinds:
+        for level in levels:
+            short, long = verdict(KINDS[name], level, found)
+            seconds = found[name, level][0]["seconds"]
+            print(f"{name:20} {level:10} {seconds:4.1f} s  {short}: {' '.join(long.split())[:400]}", flush=True)
+
+
+if __name__ == "__main__":
+    main()

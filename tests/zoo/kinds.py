@@ -1,0 +1,56 @@
+"""What a kind of module is: how it is made, its data, and the Trainer's options."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import lightning as L
+import torch
+from torch import Tensor
+from torch.utils.data import DataLoader, TensorDataset
+
+SAMPLES, BATCH = 24, 4
+
+
+@dataclass(frozen=True)
+class Kind:
+    """A module as people write them.
+
+    Attributes:
+        what: what there is in it that a strategy may stumble over.
+        train, val: make the loaders; without `val` there is no validation.
+        predict: whether there is a `predict_step`, for the batches of `val`.
+        options: of the Trainer.
+        mixes: a hook changes the batch that it sees as a whole, which is a replica's: so it trains as under DDP.
+        by_replica: logged values that are the mean over the replicas, where one device has another one: no sums of means.
+    """
+
+    name: str
+    what: str
+    module: Callable[[], L.LightningModule]
+    train: Callable[[], Any]
+    val: Callable[[], Any] | None = None
+    predict: bool = False
+    options: dict[str, Any] = field(default_factory=dict)
+    mixes: bool = False
+    by_replica: tuple[str, ...] = ()
+
+
+def normal(*shape: int, seed: int = 0) -> Tensor:
+    return torch.randn(*shape, generator=torch.Generator().manual_seed(seed), dtype=torch.float64)
+
+
+def integers(high: int, *shape: int, seed: int = 0, low: int = 0) -> Tensor:
+    return torch.randint(low, high, shape, generator=torch.Generator().manual_seed(seed))
+
+
+def tensors(*made: Tensor) -> Callable[[], Any]:
+    """Makes a loader of samples that are rows of tensors."""
+    return lambda: DataLoader(TensorDataset(*made), batch_size=BATCH)
+
+
+def samples(items: Sequence[Any], collate: Callable[[list[Any]], Any] | None = None) -> Callable[[], Any]:
+    """Makes a loader of samples that are objects."""
+    return lambda: DataLoader(list(items), batch_size=BATCH, collate_fn=collate)  # type: ignore[arg-type]

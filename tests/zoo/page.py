@@ -1,0 +1,89 @@
+"""docs/zoo.md, made from trainings: `python -m tests.zoo.page` runs them all and writes it, with names of kinds only their rows."""
+
+from __future__ import annotations
+
+import logging
+import re
+import sys
+import tempfile
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+
+from tests.zoo.compared import LEVELS, cases, verdict
+from tests.zoo.train import KINDS, MODULES, outcomes
+
+PAGE = Path(__file__).parents[2] / "docs" / "zoo.md"
+AT_ONCE = 4  # kinds in a launch
+HEAD = """# Kinds of modules
+
+What people write as a LightningModule, and what becomes of it under `PiperStrategy`: on one device (`one`), and on two processes as
+data parallelism without directives (`replicate`), and with the optimizer's state, gradients and parameters in shards (`zero1`,
+`zero2`, `zero3`). The modules (`tests/zoo/`) are written in the plain style of Lightning's examples, without regard for this
+package. Each is fitted, validated, saved and resumed, in double precision and with random numbers that are fixed. This page is
+made from these trainings (`python -m tests.zoo.page`), and tests compare it with them.
+
+- **proved**: the step is captured and the program checked. Losses, logged values, buffers and parameters, also after resuming, are
+  those of a plain Trainer on one device with the whole batch.
+- **verified except**: the same, for a loss [that parts cannot give](losses.md#what-it-cannot-see), of which a warning tells. Values
+  are those of DDP, which takes the mean of the replicas' losses.
+- **executed**: a step [is not captured](uncaptured.md) and runs as it is; a warning says why. Values are those of DDP, or, on one
+  device, of a plain Trainer.
+- **refused**: an error of this package, or of Lightning itself, says why in all processes.
+- **fails**: another error, such as torch's where a hook reads parameters that are in [shards](limits.md#programs).
+"""
+COLUMNS = [f"| kind | what there is in it | {' | '.join(LEVELS)} | why |", "|---" * (len(LEVELS) + 3) + "|"]
+Cells = dict[tuple[str, str], tuple[str, str]]
+
+
+def measured(names: Sequence[str]) -> Cells:
+    """The verdicts on kinds, at all levels."""
+    with tempfile.TemporaryDirectory() as folder:
+        trained = outcomes(cases(names, LEVELS), Path(folder))
+    return {(name, level): verdict(KINDS[name], level, trained) for name in names for level in LEVELS}
+
+
+def reason(text: str) -> str:
+    """The first sentence of what was said, without the place of a file."""
+    text = re.sub(r"\S*/(\w+\.py):\d+ \(", r"(", " ".join(text.split()))
+    text = re.sub(r"^.*? runs as it is [^:]*: ", "", re.sub(r"^\w+Error: ", "", text))
+    said = re.split(r"; |\. [A-Z]", text)[0].rstrip(".")
+    return said.replace("|", "\\|").replace("*", "\\*")
+
+
+def row(name: str, found: Mapping[tuple[str, str], tuple[str, str]]) -> str:
+    shorts = [found[name, level][0] for level in LEVELS]
+    why = dict.fromkeys(reason(long) for short, long in (found[name, level] for level in LEVELS) if short != "proved")
+    return f"| {name} | {KINDS[name].what} | {' | '.join(shorts)} | {'<br>'.join(why)} |"
+
+
+def page(rows: Mapping[str, str]) -> str:
+    """The page, of the rows of kinds."""
+    parts = [HEAD]
+    for module in MODULES:
+        title = (module.__doc__ or "").strip().rstrip(".")
+        known = [rows[kind.name] for kind in module.KINDS if kind.name in rows]
+        parts.append("\n".join([f"## {title}\n", *COLUMNS, *known]) + "\n")
+    return "\n".join(parts)
+
+
+def cells(text: str) -> dict[tuple[str, str], str]:
+    """The verdicts that a page has."""
+    rows = [[cell.strip() for cell in line.split(" | ")] for line in text.splitlines() if line.startswith("| ")]
+    return {
+        (row[0][2:], level): short for row in rows if row[0][2:] in KINDS for level, short in zip(LEVELS, row[2:], strict=False)
+    }
+
+
+def main(names: Sequence[str]) -> None:
+    """Measure kinds, a few at a time, and put their rows into the page."""
+    for at in range(0, len(names), AT_ONCE):
+        some = names[at : at + AT_ONCE]
+        found = measured(some)
+        text = PAGE.read_text(encoding="utf-8") if PAGE.exists() else ""
+        rows = {line[2:].split(" | ")[0]: line for line in text.splitlines() if line.startswith("| ")}
+        PAGE.write_text(page({**rows, **{name: row(name, found) for name in some}}), encoding="utf-8")
+
+
+if __name__ == "__main__":
+    logging.getLogger("lightning.pytorch").setLevel(logging.ERROR)
+    main(sys.argv[1:] or list(KINDS))

@@ -1,0 +1,202 @@
+"""Trains kinds of modules at levels: plain, under DDP, and under this package's strategy, many in a launch of processes."""
+
+from __future__ import annotations
+
+import contextlib
+import random
+import time
+import traceback
+import warnings
+from collections.abc import Iterator, Sequence
+from datetime import timedelta
+from pathlib import Path
+from typing import Any
+
+import lightning as L
+import numpy as np
+import torch
+from lightning.pytorch.callbacks import ModelCheckpoint
+from lightning.pytorch.strategies import DDPStrategy
+from lightning.pytorch.utilities import CombinedLoader
+from torch.utils.data import DataLoader, DistributedSampler, IterableDataset
+
+import lightning_piper as piper
+from lightning_piper.errors import PiperError
+from tests.distributed.processes import run_ranks
+from tests.strategy.fitting import QUIET, values
+from tests.zoo import draws, models_generative, models_loops, models_sequences, models_text, models_vision, models_wild
+from tests.zoo.kinds import Kind
+
+Outcome = dict[str, Any]
+MODULES = [models_vision, models_generative, models_text, models_sequences, models_loops, models_wild]
+KINDS: dict[str, Kind] = {kind.name: kind for module in MODULES for kind in module.KINDS}
+PROCESSES = 2
+LIMIT = timedelta(seconds=20)
+
+
+def sharded(**levels: bool) -> list[Any]:
+    return [piper.Place(filter={}, devices=[0, 1]), piper.Replicate(filter={}, devices=[0, 1], **levels)]
+
+
+# Directives of levels over processes; none is data parallelism.
+PROGRAMS: dict[str, list[Any] | None] = {
+    "replicate": None,
+    "zero1": sharded(shard_optimizer=True),
+    "zero2": sharded(shard_grads=True),
+    "zero3": sharded(shard_params=True),
+}
+ALONE = ["plain", "whole", "one"]  # in one process
+OVER = ["ddp", *PROGRAMS]
+
+
+def strategy(level: str) -> Any:
+    if level in ("plain", "whole"):
+        return "auto"
+    if level == "ddp":
+        return DDPStrategy(process_group_backend="gloo", find_unused_parameters=True, timeout=LIMIT)
+    if level == "one":
+        return piper.PiperStrategy()
+    return piper.PiperStrategy(PROGRAMS[level], timeout=LIMIT)
+
+
+class Joined:
+    """The batches that replicas have, joined: as Lightning's samplers divide the samples."""
+
+    def __init__(self, dataset: Any, size: int, shuffle: bool) -> None:
+        self.size, self.sampler = size, self  # Lightning tells a sampler the epoch
+        self.parts = [DistributedSampler(dataset, PROCESSES, rank, shuffle=shuffle) for rank in range(PROCESSES)]
+
+    def set_epoch(self, epoch: int) -> None:
+        for part in self.parts:
+            part.set_epoch(epoch)
+
+    def __len__(self) -> int:
+        return -(-len(self.parts[0]) // self.size)
+
+    def __iter__(self) -> Iterator[list[int]]:
+        parts = [list(part) for part in self.parts]
+        for at in range(0, len(parts[0]), self.size):
+            yield [i for part in parts for i in part[at : at + self.size]]
+
+
+def loader(made: Any, level: str, shuffle: bool) -> Any:
+    if isinstance(made, list):
+        return [loader(each, level, shuffle) for each in made]
+    if isinstance(made, CombinedLoader):
+        return CombinedLoader({k: loader(each, level, shuffle) for k, each in made.iterables.items()}, made._mode)
+    if level != "whole" or made is None or isinstance(made.dataset, IterableDataset):
+        return made
+    batches: Any = Joined(made.dataset, made.batch_size, shuffle)
+    return DataLoader(made.dataset, batch_sampler=batches, collate_fn=made.collate_fn)
+
+
+def plain_numbers(x: Any) -> Any:
+    """What can be written to a file and compared; tensors are copied."""
+    if isinstance(x, torch.Tensor):
+        return x.detach().clone()
+    if isinstance(x, dict):
+        return {k: plain_numbers(v) for k, v in x.items()}
+    if isinstance(x, list | tuple):
+        return [plain_numbers(v) for v in x]
+    return x
+
+
+class Watch(L.Callback):
+    """What the steps returned, and what was logged by the end of each epoch."""
+
+    def __init__(self, seen: Outcome) -> None:
+        self.seen = seen
+
+    def on_train_batch_end(self, trainer: L.Trainer, module: Any, outputs: Any, *args: Any) -> None:
+        self.seen["steps"].append(plain_numbers(outputs))
+
+    def on_train_end(self, trainer: L.Trainer, module: Any) -> None:
+        self.seen["logged"].append(plain_numbers(dict(trainer.callback_metrics)))
+
+
+def module_of(kind: Kind) -> L.LightningModule:
+    seed(3)
+    return kind.module()
+
+
+def seed(number: int) -> None:
+    torch.manual_seed(number)
+    random.seed(number)
+    np.random.seed(number)
+
+
+def work(kind: Kind, level: str, folder: Path) -> Outcome:
+    """Fit two epochs, validate, predict; and the second epoch again, in another module, from the checkpoint of the first one."""
+    seen: Outcome = {"steps": [], "logged": []}
+
+    save = ModelCheckpoint(folder, filename="{epoch}", save_top_k=-1)
+
+    def trainer(*callbacks: L.Callback) -> L.Trainer:
+        devices = PROCESSES if level in OVER else 1
+        options: dict[str, Any] = {**QUIET, "accelerator": "cpu", "precision": "64-true", "devices": devices, **kind.options}
+        options["enable_checkpointing"] = bool(callbacks)
+        seed(9)
+        return L.Trainer(strategy=strategy(level), callbacks=[Watch(seen), *callbacks], max_epochs=2, **options)
+
+    module, fit = module_of(kind), trainer(save)
+    data = [loader(kind.train(), level, True)] + ([loader(kind.val(), level, False)] if kind.val is not None else [])
+    fit.fit(module, *data)
+    seen["first"] = values(module)
+    if kind.val is not None:
+        seen["validated"] = [dict(x) for x in fit.validate(module, data[1], verbose=False)]
+    if kind.predict:
+        seen["predicted"] = plain_numbers(fit.predict(module, kind.val()))  # type: ignore[misc]
+    module = module_of(kind)
+    trainer().fit(module, *data, ckpt_path=str(folder / "epoch=0.ckpt"))
+    return {**seen, "values": values(module)}
+
+
+@contextlib.contextmanager
+def noted(found: Outcome) -> Iterator[None]:
+    """Keep what the package warns of."""
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        yield
+    found["warned"] = sorted({str(w.message) for w in caught if "lightning_piper" in w.filename})
+
+
+def train(kind: Kind, level: str, folder: Path) -> Outcome:
+    """All that one can see of a kind's training, or its error."""
+    folder.mkdir(parents=True, exist_ok=True)
+    found, begun = Outcome(), time.monotonic()
+    with noted(found), draws.fixed(), torch.random.fork_rng():
+        try:
+            found |= work(kind, level, folder)
+        except Exception as error:
+            traceback.print_exc()
+            found |= {"error": f"{type(error).__name__}: {error}", "known": isinstance(error, PiperError)}
+    found["seconds"] = time.monotonic() - begun
+    return found
+
+
+def train_all(rank: int, cases: Sequence[tuple[str, str]], folder: Path) -> dict[tuple[str, str], Outcome]:
+    """One process's side of kinds, each with its level. What became of each is written down at once."""
+    torch.set_num_threads(1)
+    found = {}
+    for name, level in cases:
+        found[name, level] = train(KINDS[name], level, folder / f"{name}-{level}")
+        torch.save(found[name, level], folder / f"{name}-{level}" / f"{rank}.pt")
+    return found
+
+
+def outcomes(cases: Sequence[tuple[str, str]], folder: Path) -> dict[tuple[str, str], list[Outcome]]:
+    """Of each case, what every process saw. After one that ends processes, others take up the rest."""
+    found = {case: [train_all(0, [case], folder)[case]] for case in cases if case[1] in ALONE}
+    over = [case for case in cases if case[1] in OVER]
+    while over:
+        ends = run_ranks(PROCESSES, train_all, folder, over, folder, joined=False, limit=timedelta(seconds=280))
+        for name, level in over:
+            files = [folder / f"{name}-{level}" / f"{rank}.pt" for rank in range(PROCESSES)]
+            found[name, level] = [
+                torch.load(file, weights_only=False) if file.exists() else {"error": f"the process ended: {end.said[-2000:]}"}
+                for file, end in zip(files, ends, strict=True)
+            ]
+            if not all(file.exists() for file in files):
+                break
+        over = [case for case in over if case not in found]
+    return found
