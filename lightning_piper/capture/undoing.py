@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import contextlib
 import copy
+import itertools
 import operator
 import random
 import types
@@ -27,7 +28,6 @@ _PLAIN = (
     type(None), bool, int, float, complex, str, bytes, type, types.ModuleType, types.FunctionType, types.BuiltinFunctionType,
     torch.Tensor, torch.dtype, torch.device, torch.Size,
 )  # fmt: skip
-_COPIED = ("builtins", "itertools")  # where iterators are that a copy begins at the same place
 
 
 @contextlib.contextmanager
@@ -97,9 +97,9 @@ class _Kept:
             self._undo.append(_again(value.set_state, (value.get_state(),)))
         elif hasattr(type(value), "__next__"):
             self._iterators.append((path, value, _position(value)))
-            if type(value).__module__ in _COPIED and not isinstance(value, types.GeneratorType):
-                with contextlib.suppress(TypeError), warnings.catch_warnings():
-                    warnings.simplefilter("ignore")
+            if _stands_alone(value):
+                with warnings.catch_warnings():
+                    warnings.simplefilter("ignore")  # itertools' own will not be copied for ever
                     self._copies[id(value)] = copy.copy(value)
         elif type(value).__module__.partition(".")[0] not in _FOREIGN:
             self._keep_attributes(path, value, set())
@@ -177,17 +177,24 @@ def _differ(now: Any, before: Any) -> bool:
     return len(now) != len(before) or any(x is not y for x, y in zip(now, before, strict=True))
 
 
+def _stands_alone(iterator: Any) -> bool:
+    """Is it over a container, or a count, and not over another iterator? A copy then goes on by itself, from the same place."""
+    if isinstance(iterator, itertools.count | itertools.repeat):
+        return True
+    return type(iterator).__module__ == "builtins" and operator.length_hint(iterator, -1) >= 0
+
+
 def _position(iterator: Any) -> Any:
     """Another one when the iterator has gone on, as far as can be seen."""
     if isinstance(iterator, types.GeneratorType):
         frame = iterator.gi_frame
         return None if frame is None else (frame.f_lasti, {name: _token(value) for name, value in frame.f_locals.items()})
-    if type(iterator).__module__ in _COPIED:
+    if type(iterator).__module__ in ("builtins", "itertools"):
         left = operator.length_hint(iterator, -1)
         if left >= 0:
             return left
         with contextlib.suppress(TypeError), warnings.catch_warnings():
-            warnings.simplefilter("ignore")  # itertools will not be copied for ever
+            warnings.simplefilter("ignore")
             parts = iterator.__reduce__()[1:]
             inner = [x for part in parts for x in (part if isinstance(part, tuple) else (part,))]
             return [_position(x) if hasattr(type(x), "__next__") else _token(x) for x in inner]
