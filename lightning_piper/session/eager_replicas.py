@@ -8,8 +8,7 @@ and what the optimizers see is the mean over the replicas, as with DistributedDa
 
 from __future__ import annotations
 
-import contextlib
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any, cast
 
@@ -79,6 +78,7 @@ class EagerReplicas:
         self._kept = False  # gradients of this process alone are in the parameters: of batches that are accumulated
         self._inside = False
         self._failure: Exception | None = None
+        self._replaced: Local | None = None  # what `torch.autograd.backward` is otherwise
 
     def _compile(self, trained: Sequence[str]) -> Compiled:
         step = EagerStep(self._module, self._settings.replicas, trained, self._world.device)
@@ -97,19 +97,19 @@ class EagerReplicas:
                 # A copy, for a view of another dtype begins at a multiple of its size.
                 fill(buffer, values.clone().view(buffer.dtype).view(buffer.shape))
 
-    @contextlib.contextmanager
-    def averaging(self, last: bool = True) -> Iterator[None]:
-        """Meanwhile backward passes leave the mean of all replicas' gradients.
+    def average(self, last: bool = True) -> None:
+        """From now on, up to `stop_averaging`, backward passes leave the mean of all replicas' gradients.
 
         Args:
             last: of the batches of a gradient accumulation; else gradients stay with the process that made them.
         """
-        local = torch.autograd.backward
-        torch.autograd.backward = partial(self._backward, local, last)
-        try:
-            yield
-        finally:
-            torch.autograd.backward = local
+        self.stop_averaging()
+        self._replaced = torch.autograd.backward
+        torch.autograd.backward = partial(self._backward, self._replaced, last)
+
+    def stop_averaging(self) -> None:
+        if self._replaced is not None:
+            torch.autograd.backward, self._replaced = self._replaced, None
 
     def _backward(self, local: Local, last: bool, *args: Any, **kwargs: Any) -> None:
         if self._inside or not last:  # recomputed segments have backward passes inside of the step's
@@ -157,6 +157,7 @@ class EagerReplicas:
 
     def close(self, failed: bool) -> None:
         """End the fit. Collective, unless it failed."""
+        self.stop_averaging()
         self._prepared.clear()
         if not failed:
             self.ownership.end()

@@ -8,7 +8,6 @@ Idle, Ended --setup--> Starting --first batch--> Fitting --teardown--> Ended
 
 from __future__ import annotations
 
-import contextlib
 from dataclasses import dataclass, field
 
 from torch import nn
@@ -195,9 +194,14 @@ class Eager:
         if self.over is not None:
             self.over.share_buffers()
 
-    def averaging(self, last: bool = True) -> contextlib.AbstractContextManager[None]:
-        """Meanwhile backward passes leave the mean of all replicas' gradients; see `EagerReplicas.averaging`."""
-        return contextlib.nullcontext() if self.over is None else self.over.averaging(last)
+    def average(self, last: bool = True) -> None:
+        """From now on backward passes leave the mean of all replicas' gradients; see `EagerReplicas.average`."""
+        if self.over is not None:
+            self.over.average(last)
+
+    def stop_averaging(self) -> None:
+        if self.over is not None:
+            self.over.stop_averaging()
 
     def close(self, failed: bool) -> None:
         if self.over is not None:

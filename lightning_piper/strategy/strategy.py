@@ -204,9 +204,13 @@ class PiperStrategy(EvaluatingStrategy):
     def training_step(self, batch: Any, *args: Any, **kwargs: Any) -> Any:
         assert self.lightning_module is not None
         if isinstance(self.phase, Eager):
-            manual = not self.lightning_module.automatic_optimization
-            with self.phase.averaging() if manual else contextlib.nullcontext():
+            if self.lightning_module.automatic_optimization:
                 return super().training_step(batch, *args, **kwargs)
+            self.phase.average()
+            try:
+                return super().training_step(batch, *args, **kwargs)
+            finally:
+                self.phase.stop_averaging()
         assert isinstance(self.phase, Fitting)
         trainer = self.lightning_module.trainer
         loop, fit = trainer.fit_loop.epoch_loop, self.phase.fit
@@ -218,13 +222,17 @@ class PiperStrategy(EvaluatingStrategy):
             self.phase = Eager.begin(fit.before)
             return self.training_step(batch, *args, **kwargs)
 
-    def backward(self, closure_loss: torch.Tensor, optimizer: Optimizer | None, *args: Any, **kwargs: Any) -> torch.Tensor:
-        # In manual optimisation `training_step` has entered the context.
-        averaging: contextlib.AbstractContextManager[None] = contextlib.nullcontext()
-        if isinstance(self.phase, Eager) and optimizer is not None:
-            averaging = self.phase.averaging(last=not self._accumulating)
-        with averaging:
-            return super().backward(closure_loss, optimizer, *args, **kwargs)
+    # Around the backward pass of automatic optimisation; what it fails with ends the run.
+
+    def pre_backward(self, closure_loss: torch.Tensor) -> None:
+        assert self.lightning_module is not None
+        if isinstance(self.phase, Eager) and self.lightning_module.automatic_optimization:
+            self.phase.average(last=not self._accumulating)
+
+    def post_backward(self, closure_loss: torch.Tensor) -> None:
+        assert self.lightning_module is not None
+        if isinstance(self.phase, Eager) and self.lightning_module.automatic_optimization:
+            self.phase.stop_averaging()
 
     @contextlib.contextmanager
     def block_backward_sync(self) -> Iterator[None]:
