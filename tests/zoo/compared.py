@@ -44,7 +44,7 @@ def verdict(kind: Kind, level: str, found: Found) -> tuple[str, str]:
         lightning = any(outcome.get("error") == said for outcome in found[kind.name, references(level)[0]])
         return ("refused" if lightning or all(outcome.get("known") for outcome in ranks) else "fails"), said
     how = manner(ranks[0])
-    wanted = "plain" if level == "one" else "whole" if how == PROVED and not kind.mixes else "ddp"
+    wanted = "plain" if level == "one" else "whole" if kind.drifts or (how == PROVED and not kind.mixes) else "ddp"
     one, other, replicas = (mean([seen(x) for x in found[kind.name, at]]) for at in (level, wanted, references(level)[0]))
     if kind.predict and "predicted" in replicas:  # each process has its own
         other["predicted"] = replicas["predicted"]

@@ -24,6 +24,7 @@ class Kind:
         predict: whether there is a `predict_step`, for the batches of `val`.
         options: of the Trainer.
         mixes: a hook changes the batch that it sees as a whole, which is a replica's: so it trains as under DDP.
+        drifts: DDP does not average what is frozen when it begins, so its processes come apart: one device is the reference.
         by_replica: logged values that are the mean over the replicas, where one device has another one: no sums of means.
     """
 
@@ -35,6 +36,7 @@ class Kind:
     predict: bool = False
     options: dict[str, Any] = field(default_factory=dict)
     mixes: bool = False
+    drifts: bool = False
     by_replica: tuple[str, ...] = ()
 
 

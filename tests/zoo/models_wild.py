@@ -110,7 +110,7 @@ class FineTuned(L.LightningModule):
 
     def __init__(self) -> None:
         super().__init__()
-        self.backbone = nn.Sequential(nn.Linear(6, 16), nn.BatchNorm1d(16, track_running_stats=False), nn.ReLU())
+        self.backbone = nn.Sequential(nn.Linear(6, 16), nn.LayerNorm(16), nn.ReLU())
         self.head = nn.Linear(16, 3)
 
     def training_step(self, batch: Any, batch_idx: int) -> Tensor:
@@ -284,7 +284,7 @@ KINDS = [
          options={"accumulate_grad_batches": 2, "gradient_clip_val": 0.5}),
     Kind("branches", "layers chosen by values: other ones in other processes", Branches, data),
     Kind("early_stopping", "`configure_callbacks` with EarlyStopping on a validation", Watched, data, data),
-    Kind("backbone_finetuning", "BackboneFinetuning, batch norm without statistics", FineTuned, data),
+    Kind("backbone_finetuning", "BackboneFinetuning", FineTuned, data, drifts=True),
     Kind("averaged_weights", "`p.data` replaced for validation", AveragedWeights, data, data),
     Kind("semi_supervised", "CombinedLoader of two sets", SemiSupervised, both),
     Kind("sharpness", "manual optimisation, two backward passes, parameters moved between", Sharpness, data),
