@@ -29,7 +29,6 @@ class EagerStep:
     """See `ir.regions.Step`.
 
     Attributes:
-        forward: the user's code, from the forward side of the border on, with the module's parameters as they are there.
         backward: gives the gradients of `trained`, of this process's batch; None for a parameter that has none.
         found: whether the parameters have got gradients, in the last step.
 
@@ -45,7 +44,6 @@ class EagerStep:
     def __init__(self, module: nn.Module, replicas: int, trained: Sequence[str], device: torch.device) -> None:
         self.module, self.size, self.trained, self._device = module, replicas, tuple(trained), device
         self.params, self.buffers, self.canonical, _ = named_tensors(module)
-        self.forward: Callable[[list[torch.Tensor]], None] = lambda given: None
         self.backward: Callable[[], Sequence[torch.Tensor | None]] = lambda: [None] * len(self.trained)
         self.found: tuple[bool, ...] = ()
 
@@ -86,8 +84,7 @@ class EagerStep:
         return self
 
     def _forward(self, given: list[torch.Tensor]) -> tuple[torch.Tensor, ...]:
-        self.forward(given)
-        given.clear()
+        given.clear()  # the user's code has them in the module, and has run
         return (torch.zeros((), dtype=torch.float64, device=self._device),)
 
     def _backward(self, given: list[torch.Tensor]) -> tuple[torch.Tensor, ...]:
