@@ -42,8 +42,6 @@ def check_fit(trainer: pl.Trainer, module: pl.LightningModule, processes: int, s
 
 
 def _problems(trainer: pl.Trainer, module: pl.LightningModule, sync_batchnorm: bool, known: Known) -> Iterator[str]:
-    if is_param_in_hook_signature(module.training_step, "dataloader_iter", explicit=True):
-        yield "training_step(dataloader_iter) draws its own batches, so there is none to capture; take (batch, batch_idx)"
     if sync_batchnorm:
         yield (
             "sync_batchnorm=True is not supported: all microbatches go through every stage of a pipeline, so its batch norms need "
@@ -85,17 +83,18 @@ def _problems_of_evaluation(module: pl.LightningModule, *names: str) -> Iterator
             yield f"{name}(dataloader_iter) draws its own batches, so there is none to capture; take (batch, batch_idx)"
 
 
-def check_evaluation(module: pl.LightningModule, known: Known) -> None:
-    """Refuse an evaluation over processes, without a fit, that would go wrong.
+def check_evaluation(module: pl.LightningModule, known: Known, local: bool) -> None:
+    """Refuse an evaluation without a fit that would go wrong.
 
     Args:
         module: that is to be evaluated.
         known: values from a checkpoint for what is on the meta device.
+        local: in one process, where Lightning runs it.
 
     Raises:
         PiperError: says what, why, and the way out.
     """
-    problem = next(_problems_of_evaluation(module, "validation_step", "test_step", "predict_step"), None)
+    problem = None if local else next(_problems_of_evaluation(module, "validation_step", "test_step", "predict_step"), None)
     if problem is None:
         problem = without_initial_values(module, known)
     if problem is not None:
@@ -108,6 +107,10 @@ def uncapturable(module: pl.LightningModule, optimizers: list[torch.optim.Optimi
         return (
             "manual optimisation (automatic_optimization=False), for a captured training step is one forward and one backward "
             "pass; return the loss and leave backward and optimizer steps to the Trainer"
+        )
+    if is_param_in_hook_signature(module.training_step, "dataloader_iter", explicit=True):
+        return (
+            "training_step(dataloader_iter), which draws its own batches, so that there is none to capture; take (batch, batch_idx)"
         )
     if len(optimizers) != 1:
         return (

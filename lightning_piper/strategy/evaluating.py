@@ -65,7 +65,7 @@ class EvaluatingStrategy(OverProcesses):
         """For `validate`, `test` or `predict` without a fit."""
         module, known = self.lightning_module, self._restored.known
         assert module is not None
-        check_evaluation(module, known)
+        check_evaluation(module, known, self._local)
         if self._local:
             materialize(module, draw_seed(self.world), known)
             super().setup(trainer)

@@ -170,6 +170,7 @@ class Eager:
 
     before: Standalone
     over: EagerReplicas | None
+    left: Left = Left()  # its checkpoints are Lightning's own
     evaluation: None = None
 
     @classmethod
@@ -180,10 +181,6 @@ class Eager:
             return cls(before, EagerReplicas(before.module, before))
         before.module.to(before.world.device)
         return cls(before, None)
-
-    @property
-    def left(self) -> Left:
-        return Left(self.before.seed)
 
     @property
     def replicas(self) -> tuple[int, ...]:

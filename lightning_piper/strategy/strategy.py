@@ -203,17 +203,20 @@ class PiperStrategy(EvaluatingStrategy):
 
     def training_step(self, batch: Any, *args: Any, **kwargs: Any) -> Any:
         assert self.lightning_module is not None
-        if isinstance(self.phase, Eager):
-            if self.lightning_module.automatic_optimization:
-                return super().training_step(batch, *args, **kwargs)
-            self.phase.average()
-            try:
-                return super().training_step(batch, *args, **kwargs)
-            finally:
-                self.phase.stop_averaging()
-        assert isinstance(self.phase, Fitting)
+        if isinstance(self.phase, Fitting):
+            return self._run_plan(self.phase.fit, batch, *args, **kwargs)
+        if not isinstance(self.phase, Eager) or self.lightning_module.automatic_optimization:
+            return super().training_step(batch, *args, **kwargs)
+        self.phase.average()
+        try:
+            return super().training_step(batch, *args, **kwargs)
+        finally:
+            self.phase.stop_averaging()
+
+    def _run_plan(self, fit: Fit, batch: Any, *args: Any, **kwargs: Any) -> Any:
+        assert self.lightning_module is not None
         trainer = self.lightning_module.trainer
-        loop, fit = trainer.fit_loop.epoch_loop, self.phase.fit
+        loop = trainer.fit_loop.epoch_loop
         try:
             return fit.step(loop.total_batch_idx, loop.batch_idx, trainer.current_epoch, last=not self._accumulating)
         except (CaptureError, DirectiveError) as error:
