@@ -117,6 +117,9 @@ def uncapturable(module: pl.LightningModule, optimizers: list[torch.optim.Optimi
             f"{len(optimizers)} optimizers of configure_optimizers; give one, with a parameter group for each part of the "
             "module that is to be treated differently"
         )
+    own = {id(x) for x in module.parameters()}
+    if not any(id(x) in own for group in optimizers[0].param_groups for x in group["params"]):
+        return "an optimizer over none of the module's parameters, which a captured step trains"
     if processes > 1 and isinstance(optimizers[0], torch.optim.LBFGS):
         return (
             "LBFGS over several processes, for it takes inner products over all parameters, which are on them; use an optimizer "

@@ -108,6 +108,7 @@ class OverProcesses(_lightning.Strategy):
             self._watch = FailureWatch(self.world, environment.main_address, self.started)
 
     def on_exception(self, exception: BaseException) -> None:
+        super().on_exception(exception)
         self._failed = True
         if self._watch is not None:
             self._watch.report(exception)

@@ -307,6 +307,8 @@ class PiperStrategy(EvaluatingStrategy):
                 )
             super().load_optimizer_state_dict(checkpoint)
             return
+        if not states:
+            return
         if len(states) != 1:
             raise PiperError(f"the checkpoint holds the states of {len(states)} optimizers; resume one of a fit with a single one")
         if isinstance(self.phase, Fitting | Ended):
