@@ -10,7 +10,7 @@ import torch
 import lightning_piper as piper
 from lightning_piper.capture.eager_step import number_of
 from tests.distributed.processes import launch_trainings
-from tests.strategy.uncaptured import KINDS, fit, train
+from tests.strategy.uncaptured import KINDS, SEEDED, fit, train, train_seeded
 
 # Adam divides the gradient of a bias in front of a batch norm, which is rounding alone, by its size.
 NEAR = {"BatchNorm": 1e-7}
@@ -94,3 +94,17 @@ def test_one_device_trains_as_without_the_strategy(kind, tmp_path):
 def test_sets_of_parameters_have_numbers():
     sets = [(True, True, False), (True, False, True), (False, True, True), (True, True, True)]
     assert len({number_of(found) for found in sets}) == len(sets)
+
+
+@pytest.mark.long
+def test_seeded_bugs_show(tmp_path):
+    ranks = launch_trainings(2, train_seeded, tmp_path / "run", tmp_path)
+    for what, (kind, *_) in SEEDED.items():
+        assert any("error" in rank[what] or far(rank[what], rank[kind]) > 1e-6 for rank in ranks), what
+
+
+def far(one, other):
+    """The largest difference of parameters, buffers, logged values and losses."""
+    values = [(one["values"][name] - x).abs().max() for name, x in other["values"].items()]
+    losses = [abs(a - b) for a, b in zip(one["losses"], other["losses"], strict=True)]
+    return max(*map(float, values), *losses, *(abs(one["seen"][name] - x) for name, x in other["seen"].items()))

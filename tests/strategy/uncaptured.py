@@ -4,10 +4,12 @@ as replicas of a program. Two processes serve all."""
 from __future__ import annotations
 
 import collections
+import contextlib
 import random
 import warnings
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import lightning.pytorch as L
 import torch
@@ -18,6 +20,10 @@ from torch import Tensor, nn
 from torch.utils.data import DataLoader, TensorDataset
 
 import lightning_piper as piper
+from lightning_piper.capture import eager_step
+from lightning_piper.capture.eager_step import EagerStep
+from lightning_piper.session import programs
+from lightning_piper.session.eager_replicas import EagerReplicas
 
 BATCHES = 3
 
@@ -249,4 +255,52 @@ def train(rank: int, folder: Path) -> dict[str, Any]:
         for name, make in (("ddp", ddp), ("replicas", replicas))
     }
     outcome["never"] = {"replicas": fit("Later", lambda: piper.PiperStrategy(capture="never"), 2, folder / "never")}
+    return outcome
+
+
+def _nothing(*args: Any, **kwargs: Any) -> None:
+    pass
+
+
+def _not_weighed(self: EagerStep, given: list[Tensor]) -> tuple[Tensor, ...]:
+    given[0] = torch.ones_like(given[0])
+    return BACKWARD(self, given)
+
+
+def _new_only(self: EagerReplicas, local: Any, last: bool, *args: Any, **kwargs: Any) -> None:
+    self._kept = False
+    LOCAL_BACKWARD(self, local, last, *args, **kwargs)
+
+
+def _all_found(self: EagerStep, given: list[Tensor]) -> tuple[Tensor, ...]:
+    made = BACKWARD(self, given)
+    self.found = (True,) * len(self.found)
+    return made
+
+
+BACKWARD, LOCAL_BACKWARD = EagerStep._backward, EagerReplicas._backward
+# Bugs, and the kind that shows each.
+SEEDED: dict[str, tuple[str, Any, str, Any]] = {
+    "gradients are summed, not averaged": ("Sometimes", EagerStep, "_backward", _not_weighed),
+    "gradients stay in their process": ("Gan", EagerReplicas, "average", _nothing),
+    "each replica believes that others have used what it has": ("Sometimes", eager_step, "number_of", lambda found: 0),
+    "what nobody has used has a gradient": ("Sometimes", EagerStep, "_backward", _all_found),
+    "what earlier batches have left is overwritten": ("accumulated", EagerReplicas, "_backward", _new_only),
+    "buffers stay as each replica made them": ("BatchNorm", EagerReplicas, "share_buffers", _nothing),
+    "what tracing did is not undone": ("Player", programs, "undone", lambda module: contextlib.nullcontext()),
+}
+
+
+def train_seeded(rank: int, folder: Path) -> dict[str, Any]:
+    """Each bug, and what its kind is without it."""
+    outcome: dict[str, Any] = {}
+    for what, (name, owner, attribute, wrong) in SEEDED.items():
+        kind, accumulate = ("Net", 2) if name == "accumulated" else (name, 1)
+        if name not in outcome:
+            outcome[name] = fit(kind, replicas, 2, folder / name, accumulate)
+        with mock.patch.object(owner, attribute, wrong):
+            try:
+                outcome[what] = fit(kind, replicas, 2, folder / str(len(outcome)), accumulate)
+            except Exception as error:
+                outcome[what] = {"error": repr(error)}
     return outcome
