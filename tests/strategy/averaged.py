@@ -272,11 +272,11 @@ def trace_all(*args: Any) -> None:
 @sharing_captures
 def run_all(jobs: Any, folder: Path, local: bool = False) -> dict[tuple[Any, str], Seen]:
     torch.set_num_threads(1)
-    logging.getLogger("lightning.pytorch").setLevel(logging.ERROR)
     every = {**TRIALS, **BY_HAND}
     return {(program, name): every[name](Run(program, folder / str(program) / name, local)) for program, name in jobs}
 
 
 def work(rank: int, jobs: Any, folder: Path) -> dict[tuple[Any, str], Seen]:
     """One process's side."""
+    logging.getLogger("lightning.pytorch").setLevel(logging.ERROR)
     return run_all(jobs, folder)

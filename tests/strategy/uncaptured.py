@@ -162,7 +162,7 @@ class Player(Net):
         number = next(self.steps)
         self.memory.step(bool(self.net(x).sum().item() > 0))
         wanted = torch.tensor(self.draw.sample(list(self.memory.kept), 4), dtype=x.dtype)
-        return F.mse_loss(self.net(x), wanted.expand(len(x), 4)) * number / self.seen["step"]
+        return F.mse_loss(self.net(x), wanted.expand(len(x), 4)) * (number + self.seen["step"])
 
 
 class Later(Net):
