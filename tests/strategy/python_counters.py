@@ -243,7 +243,7 @@ class Clock(Net):
 
 
 class OtherIterator(Net):
-    refused = "is not what was captured: .*" + HERE
+    refused = r"the step takes the next value of self\.it, an iterator"
 
     def build(self) -> None:
         self.it = itertools.count(1)
