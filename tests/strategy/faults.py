@@ -269,7 +269,10 @@ def _judged(fault: Fault, rank: int, end: Ended) -> list[str]:
     if end.exitcode is None:
         return [f"rank {rank} hangs"]
     who = f"rank {fault.rank}: "
-    if not any(words + who in end.said for words in ("irst process to fail was ", "says: PiperError: ", "says: CaptureError: ", "failed on ")):
+    if not any(
+        words + who in end.said
+        for words in ("irst process to fail was ", "says: PiperError: ", "says: CaptureError: ", "failed on ")
+    ):
         return [f"rank {rank} does not name rank {fault.rank}: {end.said[-2500:]}"]
     if fault.kind == "memory" and "MemoryError" not in end.said:
         return [f"rank {rank} does not say that memory was short: {end.said[-2500:]}"]
