@@ -45,8 +45,7 @@ def test_replicas_train_as_with_ddp(kind, ranks):
     assert ranks[0]["Net"]["replicas"]["losses"] != ranks[1]["Net"]["replicas"]["losses"]
 
 
-def test_replicas_without_their_mean_are_others(ranks):
-    """The control: one device trains on half of each batch."""
+def test_replicas_stay_equal_to_the_bit(ranks):
     for kind in ("Net", "Gan"):
         peer = ranks[0][kind]["ddp"]["values"]
         assert all(
