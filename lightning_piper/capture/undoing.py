@@ -41,21 +41,28 @@ def undone(module: nn.Module) -> Iterator[None]:
     kept = _Kept(module)
     try:
         yield
-    except Exception as error:
-        moved = kept.restore()
-        if moved and isinstance(error, CaptureError):
-            error.late = True
-            error.add_note(f"{moved[0]} has gone on while the step was traced, and cannot be put back; give capture='never'")
+    except CaptureError as error:
+        # Two traces that got other values differ in ways that do not name the iterator.
+        if moved := list(kept.moved()):
+            raise _taken(moved[0], kept.restore()) from error
+        kept.restore()
         raise
-    moved = list(kept.moved())
-    if moved:
-        stuck = kept.restore()
-        changed = CaptureError(
-            f"the step takes the next value of {moved[0]}, an iterator; a captured step would go on with the one that it got when "
-            "it was traced. Let the batch bring the value, or keep it in a buffer"
-        )
-        changed.late = bool(stuck)
-        raise changed
+    except Exception:
+        kept.restore()
+        raise
+    if moved := list(kept.moved()):
+        raise _taken(moved[0], kept.restore())
+
+
+def _taken(iterator: str, stuck: list[str]) -> CaptureError:
+    changed = CaptureError(
+        f"the step takes the next value of {iterator}, an iterator; a captured step would go on with the one that it got when "
+        "it was traced. Let the batch bring the value, or keep it in a buffer"
+    )
+    if stuck:
+        changed.late = True
+        changed.add_note(f"{stuck[0]} has gone on while the step was traced, and cannot be put back; give capture='never'")
+    return changed
 
 
 class _Kept:
