@@ -8,6 +8,7 @@ DistributedDataParallel.
 
 from __future__ import annotations
 
+import dataclasses
 import zlib
 from collections.abc import Callable, Iterable, Mapping, Sequence
 
@@ -37,12 +38,16 @@ class EagerStep:
         replicas: how many batches a step gets at once.
         trained: canonical names of the parameters of which it makes gradients.
         device: of the tensors.
+        reads: canonical names of the parameters that it reads; all of them if left out.
     """
 
     name = "training_step"
 
-    def __init__(self, module: nn.Module, replicas: int, trained: Sequence[str], device: torch.device) -> None:
+    def __init__(
+        self, module: nn.Module, replicas: int, trained: Sequence[str], device: torch.device, reads: Sequence[str] | None = None
+    ) -> None:
         self.module, self.size, self.trained, self._device = module, replicas, tuple(trained), device
+        self._reads = reads
         self.params, self.buffers, self.canonical, _ = named_tensors(module)
         self.backward: Callable[[], Sequence[torch.Tensor | None]] = lambda: [None] * len(self.trained)
         self.found: tuple[bool, ...] = ()
@@ -61,9 +66,8 @@ class EagerStep:
         """The region. Its code is the same for any number of batches, of which each replica runs one."""
         specs = tuple(self.params[name].spec for name in self.trained)
         sets = tuple(Output(Kind.LOG, (name,), 1 + i) for i, name in enumerate(_SETS))
-        forward = Interface(
-            (), (Output(Kind.LOSS, (LOSS,), 0), Output(Kind.SAVED, ("B",))), tuple(self.params), tuple(self.buffers)
-        )
+        reads = tuple(self.params) if self._reads is None else tuple(self._reads)
+        forward = Interface((), (Output(Kind.LOSS, (LOSS,), 0), Output(Kind.SAVED, ("B",))), reads, tuple(self.buffers))
         gradients = (Output(Kind.GRAD, self.trained),) if self.trained else ()
         backward = Interface(((0, "F", 1),), (*gradients, *sets), seeds=(0,))
         empty = torch.fx.Graph()
@@ -98,6 +102,33 @@ class EagerStep:
         ]
         number = torch.tensor(float(number_of(self.found)), dtype=torch.float64, device=self._device)
         return (*grads, number, number)
+
+
+class Regather(EagerStep):
+    """What follows an optimizer's step that has updated shards of parameters: a step without a backward pass that reads them whole,
+    so that a program of directives gathers them.
+
+    Args:
+        module, replicas, device: as in `EagerStep`.
+        names: of the parameters.
+    """
+
+    name = "optimizer_step"
+
+    def __init__(self, module: nn.Module, replicas: int, names: Sequence[str], device: torch.device) -> None:
+        super().__init__(module, replicas, (), device, names)
+
+    def at(self, size: int, degrees: tuple[int, ...] = ()) -> StepCode:
+        key, code = (0, "F"), super().at(size, degrees)
+        reads = dataclasses.replace(code.interfaces[key], outputs=(), buffers=())
+        return dataclasses.replace(
+            code, interfaces={key: reads}, code={key: Code(_nothing, (), torch.fx.Graph())}, logs=(), terms=(), rebuild=_nothing
+        )
+
+
+def _nothing(given: list[torch.Tensor]) -> tuple[torch.Tensor, ...]:
+    given.clear()
+    return ()
 
 
 def _dense(grad: torch.Tensor) -> torch.Tensor:

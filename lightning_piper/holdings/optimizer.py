@@ -248,7 +248,7 @@ class ShardedOptimizer:
         others = {n: self.optimizer.state[p] for n, name, p in self.held() if name is None and p in self.optimizer.state}
         numbers = {name: number for number, name in enumerate(name for names in self.names for name in names)}
         state: dict[int, State] = {}
-        for cut, once, not_the_modules in self._world.gather((own, _on_host(self.once()), _on_host(others))):
+        for cut, once, not_the_modules in self._world.gather((own, on_host(self.once()), on_host(others))):
             for name, key in cut:
                 state.setdefault(numbers[name], {})[key] = refer(name, key)
             for (name, key), value in once.items():
@@ -269,7 +269,7 @@ class ShardedOptimizer:
                 number, position = number + 1, position + keep
         found = {number: {self._world.rank: state} for number, state in own.items()}
         for source in range(1, self._world.size):
-            sent = _on_host(own) if self._world.rank == source else None
+            sent = on_host(own) if self._world.rank == source else None
             for number, state in (self._world.move_object(sent, source, RANK_ZERO) or {}).items():
                 found.setdefault(number, {})[source] = state
         flat_names = [name for names in self.names for name in names]
@@ -345,6 +345,22 @@ class ShardedOptimizer:
             groups.append(own)
         self.optimizer.load_state_dict({"state": state, "param_groups": groups})
 
+    def put_back(self, full: State) -> None:
+        """Undo the cut, when every process has the whole module again.
+
+        Args:
+            full: the state in canonical form, whole on every process.
+        """
+        beside, params = {number: p for number, name, p in self.held() if name is None}, self._ownership.params
+        number = 0
+        for group, names, labels in zip(self.optimizer.param_groups, self.names, self._labels, strict=True):
+            group["params"][:] = [beside[i] if n is None else params[n] for i, n in enumerate(names, start=number)]
+            number += len(names)
+            if labels is not None:
+                group["param_names"][:] = labels
+        self.optimizer.state.clear()
+        self.optimizer.load_state_dict(full)
+
     def cut(self, name: str | None, full: State) -> State:
         """This process's part of a parameter's state."""
         tensor_map = self._ownership.tensor_map
@@ -371,12 +387,12 @@ def _refusal(optimizer: str, why: str, name: str, compiled: Compiled) -> str:
     )
 
 
-def _on_host(value: Any) -> Any:
+def on_host(value: Any) -> Any:
     """A copy to be sent, without a device that the receiver may not have."""
     if isinstance(value, Tensor):
         return value.detach().cpu()
     if isinstance(value, dict):
-        return {k: _on_host(v) for k, v in value.items()}
+        return {k: on_host(v) for k, v in value.items()}
     if isinstance(value, list | tuple):
-        return type(value)(_on_host(v) for v in value)
+        return type(value)(on_host(v) for v in value)
     return value

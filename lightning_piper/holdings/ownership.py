@@ -35,7 +35,7 @@ class Ownership:
     Attributes:
         tensor_map: who holds what.
         shards: logical device of this process -> the flat tensor that it keeps of each bucket of which it has a shard.
-        whole: every process holds everything (again).
+        whole: every process holds everything (again, or for a while).
         places: where the module has each tensor, by canonical name.
         ended: the run has ended, and did not fail.
         copies: of the module, which lie over the processes as it does until it is put together.
@@ -283,13 +283,28 @@ class Ownership:
 
     @contextlib.contextmanager
     def whole_on_rank_zero(self) -> Iterator[None]:
-        """Rank 0 has the whole module inside of this context. Collective."""
-        if self.whole:
+        """Rank 0 has the whole module inside of this context, in host memory. Collective."""
+        with self._brought([] if self.whole else [RANK_ZERO]):
             yield
-            return
-        dropped = self._receive([RANK_ZERO])
+
+    @contextlib.contextmanager
+    def whole_everywhere(self) -> Iterator[None]:
+        """Every process has the whole module inside of this context. Collective."""
+        with self._brought(range(self._world.size)) as names:
+            for name in names:
+                self._get(name).data = self._get(name).data.to(self._device)
+            self.whole = True
+            try:
+                yield
+            finally:
+                self.whole = False
+
+    @contextlib.contextmanager
+    def _brought(self, targets: Sequence[int]) -> Iterator[Collection[str]]:
+        """These processes have every tensor; gives the names of those that this one had not."""
+        dropped = self._receive(targets)
         try:
-            yield
+            yield dropped.keys()
         finally:
             for name, tensor in dropped.items():
                 self._set(name, tensor)

@@ -134,20 +134,21 @@ class World:
     def move(self, tensor: torch.Tensor | None, source: int, target: int, into: torch.Tensor | None = None) -> None:
         """Send `tensor` of process `source` into the tensor `into` of process `target`; the others do nothing.
 
-        Bytes travel, so every dtype does, whatever the backend.
+        Bytes travel, so every dtype does, and from host memory to host memory: a backend of devices would make a communicator, with
+        its memory, for each pair of processes that this is ever called for.
         """
         if source == target:
             return
         if self.rank == source:
             assert tensor is not None
             if tensor.numel():
-                dist.send(_bytes(tensor.detach().to(self.device)), target)
+                dist.send(_bytes(tensor.detach().cpu()), target, group=self.host_group)
         elif self.rank == target:
             assert into is not None
-            room = torch.empty(into.shape, dtype=into.dtype, device=self.device)
+            room = torch.empty(into.shape, dtype=into.dtype)
             if room.numel():
-                dist.recv(_bytes(room), source)
-            fill(into, room)
+                dist.recv(_bytes(room), source, group=self.host_group)
+            fill(into, room.to(into.device))
 
     def move_object(self, value: Any, source: int, target: int) -> Any:
         """`value` of process `source`, returned on process `target`; None on the others."""

@@ -10,18 +10,18 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from functools import partial
-from typing import Any, cast
+from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import nn
 
-from lightning_piper.capture import CapturedStep
 from lightning_piper.capture.eager_step import EagerStep
-from lightning_piper.compiler import Compiled, compile_step
+from lightning_piper.compiler import Compiled
 from lightning_piper.directives import replicas_of
 from lightning_piper.errors import CaptureError, DirectiveError, ExecutionError
 from lightning_piper.processes.world import RANK_ZERO, fill
+from lightning_piper.session.eager_optimizer import compiled_eager, divides_optimizer, shards_of, whole
 from lightning_piper.session.process_runtime import Prepared, ProcessRuntime, Settings, check_devices
 from lightning_piper.session.standalone import Standalone
 
@@ -29,25 +29,22 @@ Local = Callable[..., None]
 
 
 def why_not(module: nn.Module, settings: Settings, device: torch.device) -> str | None:
-    """Why the training step of a module cannot run as it is under a program; None if it can.
+    """Why a step of a module cannot run as it is under a program; None if it can.
 
     Args:
         device: of the tensors.
     """
-    devices = len(replicas_of(settings.program)) or 1
+    devices, program = len(replicas_of(settings.program)) or 1, settings.program
     step = EagerStep(module, devices, _trained(module), device)
     try:
-        compiled = _applied(settings, step)
+        plans = compiled_eager(settings, whole(program), step).plans
+        if any(map(shards_of, program)):
+            compiled_eager(settings, divides_optimizer(program), step)
     except (CaptureError, DirectiveError) as error:
         return f"as one region the program does not fit it: {error}"
-    if any(plan.shards for plan in compiled.plans.values()):
+    if any(plan.shards for plan in plans.values()):
         return "only a captured step can have shards of parameters, gradients, or the optimizer's state"
     return None
-
-
-def _applied(settings: Settings, step: EagerStep) -> Compiled:
-    """A program applied to a step, which stands in for a captured one: nothing here asks for what it has not got."""
-    return compile_step(cast(CapturedStep, step), tuple(settings.program), verify=settings.static)
 
 
 def _trained(module: nn.Module) -> tuple[str, ...]:
@@ -69,12 +66,12 @@ class EagerReplicas:
         self._module, self._world, self._settings = module, before.world, before.settings
         self._runtime = ProcessRuntime(self._settings, self._world)
         self._prepared: dict[tuple[str, ...], Prepared] = {}
-        first = self._compile(_trained(self._module))
+        first = self._compile(_trained(module))
         check_devices(first, self._world)
         self.ownership = before.distribute(first)
         self._runtime.bind(first, self.ownership)
         self._params = self.ownership.params
-        self._prepared[_trained(self._module)] = self._runtime.prepare(first)
+        self._prepared[_trained(module)] = self._runtime.prepare(first)
         self._kept = False  # gradients of this process alone are in the parameters: of batches that are accumulated
         self._inside = False
         self._failure: Exception | None = None
@@ -82,7 +79,7 @@ class EagerReplicas:
 
     def _compile(self, trained: Sequence[str]) -> Compiled:
         step = EagerStep(self._module, self._settings.replicas, trained, self._world.device)
-        return self._runtime.compiled(partial(_applied, self._settings, step))
+        return self._runtime.compiled(partial(compiled_eager, self._settings, whole(self._settings.program), step))
 
     def share_buffers(self) -> None:
         """All replicas go on with rank 0's buffers, of which each has those of its own batches."""

@@ -2,8 +2,12 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 from lightning_piper.errors import BatchError, CaptureError, DirectiveError, PiperError
 from lightning_piper.holdings.materialize import is_on_meta
+from lightning_piper.holdings.parts import parts_of
+from lightning_piper.session.eager_optimizer import shards_of
 from lightning_piper.session.eager_replicas import why_not
 from lightning_piper.session.standalone import Standalone
 
@@ -24,25 +28,31 @@ def check_may_be(before: Standalone, step: str, problem: str | Exception, captur
     error = problem if isinstance(problem, Exception) else PiperError(f"PiperStrategy: no step is captured with {problem}")
     if capture == "always" or (isinstance(error, CaptureError) and error.late):
         raise shown(error)
-    reason = why_not(before.module, before.settings, before.world.device)
+    settings, parts = before.settings, parts_of(before.module)
+    reason = why_not(before.module, settings, before.world.device)
     if accumulate == "tokens":
         reason = "accumulate='tokens' needs the denominators of a captured loss"
-    elif not before.world.decide(not is_on_meta(before.module), all=True):
+    elif not before.world.decide(not is_on_meta(before.module) if parts is None else parts.can_be_whole, all=True):
         reason = reason or "the module has no values yet, for it is on the meta device"
     if reason is not None:
         error.add_note(f"a step that is not captured runs as it is where the program replicates the whole of it; {reason}")
         raise shown(error)
     if capture != "never":
-        before.world.warn(_said(step, before.world.size, problem))
+        shards = sorted({field for each in settings.program for field in shards_of(each)} - {"shard_optimizer"})
+        before.world.warn(_said(step, before.world.size, problem, shards))
 
 
-def _said(step: str, processes: int, problem: str | Exception) -> str:
+def _said(step: str, processes: int, problem: str | Exception, shards: Sequence[str]) -> str:
     """What the user is told where a step runs as it is."""
     where = "on this device" if processes == 1 else "in every replica"
     lost = ["nothing inside of it is checked"]
     if processes > 1:
         if step == "training_step":
             lost.append("gradients are the mean of the replicas', as with DistributedDataParallel")
+            if shards:
+                lost.append(
+                    f"parameters and gradients are whole, so that {' and '.join(shards)} divides the optimizer's state alone"
+                )
         lost.append("a logged value is that of rank 0's data, unless sync_dist=True")
     found = f"{step} is not captured, and runs as it is {where}: {problem}. So {', and '.join(lost)}"
     return f"{found}; PiperStrategy(capture='always') refuses it"

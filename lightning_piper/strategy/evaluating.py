@@ -50,10 +50,12 @@ class EvaluatingStrategy(OverProcesses):
         self._program, self._verify, self._capture = program, verify, capture
         self._restored = Restored()
         self._eager_steps: set[str] = set()  # that run as they are
+        self._whole = contextlib.ExitStack()  # entered while they do
         self._averages: Averages | None = None
 
     def __getstate__(self) -> dict[str, Any]:
-        return {**super().__getstate__(), "_restored": Restored(seed=self._restored.seed), "_averages": None}
+        restored = Restored(seed=self._restored.seed)
+        return {**super().__getstate__(), "_restored": restored, "_averages": None, "_whole": contextlib.ExitStack()}
 
     def _begin_run(self) -> None:
         """Whatever was before: the module is whole, or its values are known. Collective."""
@@ -135,7 +137,7 @@ class EvaluatingStrategy(OverProcesses):
         return self.phase.evaluation is None
 
     def _evaluate(self, name: str, batch: Any, batch_idx: int = 0, dataloader_idx: int | None = None) -> Any:
-        """Run a step as a plan; where it cannot be captured, as it is, if every process has the whole module."""
+        """Run a step as a plan; where it cannot be captured, as it is, if every process can have the whole module meanwhile."""
         assert isinstance(self.phase, Evaluating | Starting | Fitting) and self.phase.evaluation is not None
         if name not in self._eager_steps:
             try:
@@ -145,12 +147,28 @@ class EvaluatingStrategy(OverProcesses):
             except NOT_CAPTURED as error:
                 check_may_be(self.phase.standalone, name, error, self._capture)
                 self._eager_steps.add(name)
+        self._bring_together()
         arguments = [batch, batch_idx] if dataloader_idx is None else [batch, batch_idx, dataloader_idx]
         run: Callable[..., Any] = getattr(super(), name)
         return run(*arguments)
 
+    def _bring_together(self) -> None:
+        """Every process has the whole module until the end of the evaluation. Collective, at its first batch."""
+        assert self.lightning_module is not None
+        parts = parts_of(self.lightning_module)
+        if parts is not None and not parts.whole:
+            with torch.inference_mode(False):
+                self._whole.enter_context(parts.whole_everywhere())
+
+    def on_test_end(self) -> None:
+        self._whole.close()
+
+    def on_predict_end(self) -> None:
+        self._whole.close()
+
     def on_validation_end(self) -> None:
         """What follows in a fit, up to the first batch, sees the module as it was before a sanity check."""
+        self._whole.close()
         if isinstance(self.phase, Starting) and self.phase.evaluation is not None:
             self.phase.standalone.give_back()
 

@@ -18,7 +18,7 @@ from lightning_piper.holdings.gradient_injection import GradientInjection
 from lightning_piper.holdings.gradients import absent
 from lightning_piper.holdings.identities import Identities
 from lightning_piper.holdings.norms import GlobalNorms
-from lightning_piper.holdings.optimizer import Names, ShardedOptimizer
+from lightning_piper.holdings.optimizer import Names, ShardedOptimizer, on_host
 from lightning_piper.processes.agreement import Agreed, BatchCheck
 from lightning_piper.processes.settings import settings_of
 from lightning_piper.profile import PiperProfiler, Recording, Schedule, wanted
@@ -193,7 +193,10 @@ class Fit:
                 "PiperStrategy: this step cannot be captured, and cannot run as it is either, for gradients of earlier batches of "
                 "an accumulation wait to be summed, or the module was built on the meta device; give capture='never'"
             )
+        state = None if self.ownership.tensor_map.is_replicated else self.world.broadcast(on_host(self.optimizer.full_state()))
         self.close(failed=False, compare=False)
+        if state is not None:
+            self.optimizer.put_back(state)
 
     def close(self, failed: bool, compare: bool = True) -> None:
         """End the fit; unless it failed, every process that had the whole module has it again. Collective, unless it failed.

@@ -8,6 +8,7 @@ Idle, Ended --setup--> Starting --first batch--> Fitting --teardown--> Ended
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 from torch import nn
@@ -17,6 +18,7 @@ from lightning_piper.checkpoint.state import referenced
 from lightning_piper.errors import PiperError
 from lightning_piper.holdings.materialize import is_on_meta
 from lightning_piper.holdings.optimizer import Names, ShardedOptimizer, State, check_groups, names_in
+from lightning_piper.session.eager_optimizer import EagerOptimizer, divided
 from lightning_piper.session.eager_replicas import EagerReplicas
 from lightning_piper.session.evaluation import Evaluation
 from lightning_piper.session.standalone import Standalone
@@ -29,14 +31,19 @@ class Left:
 
     Attributes:
         seed: of its steps' random numbers; None if there was none.
-        optimizer: the Trainer's, cut down to what this process holds.
+        optimizers: the Trainer's, cut down to what this process holds.
         state: of the optimizer, in canonical form, if the optimizer has not got it: it came from a checkpoint, and there was no
             batch, or it went into a copy.
     """
 
     seed: int | None = None
-    optimizer: ShardedOptimizer | None = None
+    optimizers: tuple[ShardedOptimizer | EagerOptimizer, ...] = ()
     state: State | None = None
+
+    def full_state(self, optimizer: Optimizer) -> State | None:
+        """As in `ShardedOptimizer`; None of an optimizer that is whole. Collective."""
+        found = next((each for each in self.optimizers if each.optimizer is optimizer), None)
+        return None if found is None else found.full_state()
 
 
 @dataclass(frozen=True)
@@ -130,7 +137,7 @@ class _OfFit:
 
     @property
     def left(self) -> Left:
-        return Left(self.fit.seed, self.fit.optimizer)
+        return Left(self.fit.seed, (self.fit.optimizer,))
 
     @property
     def replicas(self) -> tuple[int, ...]:
@@ -160,27 +167,41 @@ class Ended(_OfFit):
     evaluation: None = None
 
 
-@dataclass(frozen=True)
+@dataclass
 class Eager:
     """A fit, from its first batch on, whose training step is not captured. What else it does is Lightning's to do.
 
     Attributes:
         over: averages gradients, where there are several processes.
+        named: optimizers with the names of their parameters, until their state is divided over the replicas.
+        optimizers: whose state is.
     """
 
     before: Standalone
     over: EagerReplicas | None
-    left: Left = Left()  # its checkpoints are Lightning's own
+    named: Sequence[tuple[Optimizer, Names]] = ()
+    optimizers: tuple[EagerOptimizer, ...] = ()
     evaluation: None = None
 
     @classmethod
-    def begin(cls, before: Standalone) -> Eager:
+    def begin(cls, before: Standalone, optimizers: Sequence[Optimizer]) -> Eager:
         """Distribute the module over the replicas. Collective."""
         before.close(failed=False)
-        if before.world.size > 1:
-            return cls(before, EagerReplicas(before.module, before))
-        before.module.to(before.world.device)
-        return cls(before, None)
+        if before.world.size == 1:
+            before.module.to(before.world.device)
+            return cls(before, None)
+        named = [(optimizer, names_in(optimizer, before.module)) for optimizer in optimizers]
+        return cls(before, EagerReplicas(before.module, before), named)
+
+    def arrive(self) -> None:
+        """A batch is next, and no optimizer is in the middle of a step. Collective."""
+        self.share_buffers()
+        self.optimizers += divided(self.before, self.named)
+        self.named = ()
+
+    @property
+    def left(self) -> Left:
+        return Left(optimizers=self.optimizers)  # the rest of its checkpoints is Lightning's own
 
     @property
     def replicas(self) -> tuple[int, ...]:
@@ -200,7 +221,15 @@ class Eager:
         if self.over is not None:
             self.over.stop_averaging()
 
+    def load(self, optimizer: Optimizer, state: State) -> None:
+        """Take over an optimizer's state from a checkpoint."""
+        found = next((each for each in self.optimizers if each.optimizer is optimizer), optimizer)
+        load = found.load_full_state if isinstance(found, EagerOptimizer) else found.load_state_dict
+        load(state)
+
     def close(self, failed: bool) -> None:
+        for optimizer in self.optimizers:
+            optimizer.close(failed)
         if self.over is not None:
             self.over.close(failed)
 
@@ -224,11 +253,11 @@ def copied(phase: Phase, processes: int) -> Idle:
         PiperError: the state is in several processes.
     """
     left = phase.left
-    if left.optimizer is None:
+    if not left.optimizers:
         return Idle(left, phase.replicas)
     if processes > 1:
         raise PiperError(
             "PiperStrategy: a Trainer cannot be copied after a fit over processes, of which each has a part of the optimizer's "
             "state; copy it before, or save a checkpoint and load it into a new one"
         )
-    return Idle(Left(left.seed, state=left.optimizer.full_state()), phase.replicas)
+    return Idle(Left(left.seed, state=left.optimizers[0].full_state()), phase.replicas)  # of one process, which is never eager

@@ -161,7 +161,7 @@ class PiperStrategy(EvaluatingStrategy):
         if isinstance(self.phase, Starting):
             self._first_batch(self.phase, batch)
         if isinstance(self.phase, Eager):
-            self.phase.share_buffers()
+            self.phase.arrive()
 
     def on_validation_start(self) -> None:
         if isinstance(self.phase, Eager):
@@ -174,7 +174,7 @@ class PiperStrategy(EvaluatingStrategy):
                 return
             except NOT_CAPTURED as error:
                 check_may_be(start.standalone, "training_step", error, self._capture, self._accumulate)
-        self.phase = Eager.begin(start.standalone)
+        self.phase = Eager.begin(start.standalone, self.optimizers)
         if self._profile:
             self.world.warn("PiperStrategy(profile=...) records plans, and a training step that runs as it is has none to record")
         if start.later is not None:
@@ -222,7 +222,7 @@ class PiperStrategy(EvaluatingStrategy):
         except (CaptureError, DirectiveError) as error:
             check_may_be(fit.before, "training_step", error, self._capture, self._accumulate)
             fit.give_up()
-            self.phase = Eager.begin(fit.before)
+            self.phase = Eager.begin(fit.before, self.optimizers)
             return self.training_step(batch, *args, **kwargs)
 
     # Around the backward pass of automatic optimisation; what it fails with ends the run.
@@ -247,6 +247,7 @@ class PiperStrategy(EvaluatingStrategy):
             self._accumulating = False
 
     def teardown(self) -> None:
+        self._whole.close()  # after a failure
         phase, self.phase = self.phase, over(self.phase)
         if not isinstance(phase, Idle | Ended):
             phase.close(self._failed)
@@ -292,10 +293,10 @@ class PiperStrategy(EvaluatingStrategy):
                     "has come, and cannot be saved before; save after the first step"
                 )
             return {**super().optimizer_state(optimizer), "state": left.state["state"]}
-        if left.optimizer is None or left.optimizer.optimizer is not optimizer:
-            return super().optimizer_state(optimizer)
-        in_shards = self._sharded and isinstance(self.phase, Fitting | Ended)
-        return optimizer_state(left.optimizer) if in_shards else left.optimizer.full_state()
+        if self._sharded and isinstance(self.phase, Fitting | Ended) and self.phase.fit.optimizer.optimizer is optimizer:
+            return optimizer_state(self.phase.fit.optimizer)
+        state = left.full_state(optimizer)
+        return super().optimizer_state(optimizer) if state is None else state
 
     def load_optimizer_state_dict(self, checkpoint: Mapping[str, Any]) -> None:
         states = checkpoint["optimizer_states"]
@@ -305,7 +306,9 @@ class PiperStrategy(EvaluatingStrategy):
                     "PiperStrategy: a training step that runs as it is cannot be resumed from a sharded checkpoint; save it with "
                     "checkpoint='consolidated'"
                 )
-            super().load_optimizer_state_dict(checkpoint)
+            for optimizer, state in zip(self.optimizers, states, strict=True):
+                self.phase.load(optimizer, state) if isinstance(self.phase, Eager) else optimizer.load_state_dict(state)
+            _lightning.move_optimizers(self.optimizers, self.root_device)
             return
         if not states:
             return

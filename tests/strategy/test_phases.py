@@ -26,7 +26,7 @@ def test_what_a_run_leaves():
     fitting: Any = Fitting(fit)  # type: ignore[arg-type]
     ended = over(fitting)
     assert ended == Ended(fit) and over(ended) is ended  # type: ignore[arg-type]
-    assert fitting.left == ended.left == Left(7, "cut down")  # type: ignore[arg-type]
+    assert fitting.left == ended.left == Left(7, ("cut down",))  # type: ignore[arg-type]
 
 
 def test_who_runs_the_other_steps():

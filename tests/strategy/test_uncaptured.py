@@ -70,7 +70,6 @@ def test_without_any_capture_it_is_the_same(ranks):
 
 @pytest.mark.parametrize("kind, words", [
     ("stages", "a step that is not captured runs as it is where the program replicates the whole of it"),
-    ("shards", "only a captured step can have shards of parameters, gradients, or the optimizer's state"),
     ("always", "if loss.item() > 0.9"),
 ])  # fmt: skip
 def test_what_may_not_is_refused_by_all(kind, words, ranks):

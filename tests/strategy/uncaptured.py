@@ -229,11 +229,9 @@ def ddp() -> Any:
 def refused(folder: Path) -> dict[str, str]:
     """What cannot run as it is, and what may not."""
     stages = [piper.Place(filter={}, devices=[0]), piper.Place(filter={"PP": 1}, devices=[1])]
-    zero = [piper.Place(filter={}, devices=[0, 1]), piper.Replicate(filter={}, devices=[0, 1], shard_optimizer=True)]
     found = {}
     for name, make in (
         ("stages", lambda: piper.PiperStrategy(stages)),
-        ("shards", lambda: piper.PiperStrategy(zero)),
         ("always", lambda: piper.PiperStrategy(capture="always")),
     ):
         try:

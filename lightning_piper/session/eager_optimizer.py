@@ -1,0 +1,208 @@
+"""`EagerOptimizer`: an optimizer of a training step that runs as it is, whose state is divided over the replicas (ZeRO-1).
+
+The user's code sees whole parameters, gradients and groups. Inside of `optimizer.step`, after its closure, the groups have this
+process's shards; when it has returned, a plan gathers what all processes have updated.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from functools import partial
+from typing import Any, cast
+
+import torch
+from torch import nn
+from torch.optim import Optimizer
+
+from lightning_piper.capture import CapturedStep
+from lightning_piper.capture.eager_step import EagerStep, Regather
+from lightning_piper.compiler import Compiled, compile_step
+from lightning_piper.directives import Directive, Replicate
+from lightning_piper.errors import PiperError
+from lightning_piper.holdings.beside import Beside
+from lightning_piper.holdings.optimizer import Names, ShardedOptimizer, State
+from lightning_piper.processes.world import World
+from lightning_piper.session.process_runtime import ProcessRuntime, Settings
+from lightning_piper.session.standalone import Standalone
+
+_WHOLE: Mapping[str, Any] = {"shard_optimizer": False, "shard_grads": False, "shard_params": False}
+
+
+def shards_of(directive: Directive) -> list[str]:
+    """The fields of a directive by which it shards what replicas have."""
+    return [field for field in _WHOLE if isinstance(directive, Replicate) and getattr(directive, field)]
+
+
+def whole(program: Sequence[Directive]) -> tuple[Directive, ...]:
+    """A program whose replicas have everything whole."""
+    return tuple(
+        dataclasses.replace(each, **_WHOLE, shard_by="elements") if isinstance(each, Replicate) else each for each in program
+    )
+
+
+def divides_optimizer(program: Sequence[Directive]) -> tuple[Directive, ...]:
+    """A program that shards the optimizer's state, where it shards something."""
+    return tuple(
+        dataclasses.replace(each, **{**_WHOLE, "shard_optimizer": True})
+        if isinstance(each, Replicate) and shards_of(each) else each
+        for each in program
+    )  # fmt: skip
+
+
+def compiled_eager(settings: Settings, program: Sequence[Directive], step: EagerStep, training: Compiled | None = None) -> Compiled:
+    """A program applied to a step that stands in for a captured one: nothing here asks for what it has not got."""
+    dag = None if training is None else training.dag
+    return compile_step(cast(CapturedStep, step), tuple(program), verify=settings.static, training=dag)
+
+
+def divided(before: Standalone, named: Sequence[tuple[Optimizer, Names]]) -> tuple[EagerOptimizer, ...]:
+    """The optimizers of a module that every process has whole now, if the program shards their state. Collective.
+
+    Args:
+        before: has had the module.
+        named: each with the names of its parameters.
+
+    Raises:
+        PiperError: two of them have a parameter; or one does not treat each element on its own.
+    """
+    module, settings = before.module, before.settings
+    if not any(map(shards_of, settings.program)):
+        return ()
+    found = [name for _, groups in named for name in dict.fromkeys(name for names in groups for name in names if name is not None)]
+    if len(set(found)) < len(found):
+        twice = next(name for name in found if found.count(name) > 1)
+        raise PiperError(
+            f"PiperStrategy: parameter {twice!r} is in several optimizers, of which each would have shards of it; leave shard_* of "
+            "replicate out"
+        )
+    return tuple(
+        EagerOptimizer(module, optimizer, groups, settings, before.world)
+        for optimizer, groups in named
+        if any(name is not None for names in groups for name in names)
+    )
+
+
+class EagerOptimizer:
+    """See above. Collective: all processes make it, and step it, at the same time.
+
+    Args:
+        module: that is trained, which every process has whole.
+        optimizer: of it, whole on every process, with its state if it has one.
+        names: of its parameters.
+        settings, world: of the processes.
+
+    Attributes:
+        optimizer: the same.
+
+    Raises:
+        PiperError: the optimizer does not treat each element on its own.
+    """
+
+    def __init__(self, module: nn.Module, optimizer: Optimizer, names: Names, settings: Settings, world: World) -> None:
+        self.optimizer, state = optimizer, optimizer.state_dict()
+        own = list(dict.fromkeys(name for group in names for name in group if name is not None))
+        program, runtime = divides_optimizer(settings.program), ProcessRuntime(settings, world)
+        step = EagerStep(module, settings.replicas, own, world.device, own)
+        training = runtime.compiled(partial(compiled_eager, settings, program, step))
+        regather = Regather(module, settings.replicas, own, world.device)
+        gathering = runtime.compiled(partial(compiled_eager, settings, program, regather, training))
+        self._runtime, self._tensors = runtime, Beside(module, training, world)
+        runtime.bind(training, self._tensors)
+        self._gathering = runtime.prepare(gathering)
+        self._whole = [list(group["params"]) for group in optimizer.param_groups]
+        self._sharded = ShardedOptimizer(optimizer, names, self._tensors, training, world)
+        self._cut = [list(group["params"]) for group in optimizer.param_groups]
+        if state["state"]:
+            self._sharded.load_full_state(state)
+        self._put(self._whole)
+        self._inside = self._closed = False
+        optimizer.step = self._around(optimizer.step)  # type: ignore[method-assign]
+
+    def _put(self, params: Sequence[Sequence[torch.Tensor]]) -> None:
+        for group, own in zip(self.optimizer.param_groups, params, strict=True):
+            group["params"][:] = own
+
+    def _around(self, step: Callable[..., Any]) -> Callable[..., Any]:
+        """The optimizer's step, whose update is of shards."""
+
+        @functools.wraps(step)  # learning rate schedulers look for a mark on it
+        def stepped(closure: Callable[[], Any] | None = None, *args: Any, **kwargs: Any) -> Any:
+            if self._closed:
+                return step(closure, *args, **kwargs)
+            try:
+                if closure is None:
+                    self._enter()
+                    found = step(*args, **kwargs)
+                else:
+                    found = step(partial(self._once, closure), *args, **kwargs)
+                entered = self._inside
+            finally:
+                self._leave()
+            if not entered:
+                raise PiperError(
+                    f"PiperStrategy: {type(self.optimizer).__name__}.step has not called the closure that it was given, so its "
+                    "state could not be divided over the replicas; leave shard_* of replicate out"
+                )
+            self._runtime.run(self._gathering, [], seed=0)
+            self._tensors.changed()
+            return found
+
+        return stepped
+
+    def _once(self, closure: Callable[[], Any]) -> Any:
+        if self._inside:
+            raise PiperError(
+                f"PiperStrategy: {type(self.optimizer).__name__} runs its closure twice in a step, the second time with parameters "
+                "of which each process has updated its shard alone; leave shard_* of replicate out"
+            )
+        found = closure()
+        self._enter()
+        return found
+
+    def _check_groups_stay(self) -> None:
+        now = [group["params"] for group in self.optimizer.param_groups]
+        if [list(map(id, params)) for params in now] != [list(map(id, params)) for params in self._whole]:
+            raise PiperError(
+                "PiperStrategy: the optimizer's parameter groups have changed since the first batch, when its state was divided "
+                "over the replicas; change them (add_param_group) before, or leave shard_* of replicate out"
+            )
+
+    def _enter(self) -> None:
+        self._check_groups_stay()
+        self._tensors.lay()
+        self._tensors.take_gradients()
+        self._put(self._cut)
+        self._inside = True
+
+    def _leave(self) -> None:
+        if self._inside:
+            self._put(self._whole)
+        self._inside = False
+
+    @contextmanager
+    def _as_cut(self) -> Iterator[ShardedOptimizer]:
+        self._check_groups_stay()
+        self._put(self._cut)
+        try:
+            yield self._sharded
+        finally:
+            self._put(self._whole)
+
+    def full_state(self) -> State:
+        """As in `ShardedOptimizer`: whole on rank 0. Collective."""
+        with self._as_cut() as sharded:
+            return sharded.full_state()
+
+    def load_full_state(self, full: Mapping[str, Any]) -> None:
+        """Load this process's part of a state in canonical form."""
+        with self._as_cut() as sharded:
+            sharded.load_full_state(full)
+
+    def close(self, failed: bool) -> None:
+        """End the fit: the optimizer is as it was, but for its state, which `full_state` has. Collective, unless it failed."""
+        self._closed = True
+        self._tensors.restore()
+        self._runtime.close(failed)

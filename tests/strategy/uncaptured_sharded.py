@@ -1,0 +1,236 @@
+"""Trainings of steps that no graph can have, as replicas of which each has a part of the optimizer's state."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+from unittest import mock
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+import lightning_piper as piper
+from lightning_piper.holdings.beside import Beside
+from lightning_piper.holdings.optimizer import ShardedOptimizer
+from lightning_piper.runtime import StepResult
+from lightning_piper.session.eager_optimizer import EagerOptimizer
+from lightning_piper.session.process_runtime import Prepared, ProcessRuntime
+from tests.strategy import uncaptured
+from tests.strategy.uncaptured import KINDS, Gan, Losses, Net, ddp, fit
+
+LEVELS: dict[str, dict[str, Any]] = {
+    "zero1": {"shard_optimizer": True}, "zero2": {"shard_grads": True}, "zero3": {"shard_params": True},
+    "parameter": {"shard_optimizer": True, "shard_by": "parameter"},
+}  # fmt: skip
+
+
+class Clamped(Gan):
+    """Changes parameters by hand, gives them other memory, and clips what it looks at itself."""
+
+    def training_step(self, batch: Any, batch_idx: int) -> None:
+        super().training_step(batch, batch_idx)
+        with torch.no_grad():
+            for param in self.parameters():
+                param.clamp_(-0.5, 0.5)
+        first = next(iter(self.parameters()))
+        first.data = first.data * 0.99
+
+    def on_before_optimizer_step(self, optimizer: Any) -> None:
+        params = [p for group in optimizer.param_groups for p in group["params"]]
+        norm = nn.utils.clip_grad_norm_(params, 0.1)
+        self.log("norm", norm, sync_dist=True)
+
+
+class Wide(Net):
+    """A parameter that lies in the shards of both processes, in an order of memory that is not that of its dimensions."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        last = nn.Linear(64, 4)
+        last.weight.data = last.weight.data.t().contiguous().t()
+        self.net = nn.Sequential(nn.Linear(4, 64, bias=False), nn.Tanh(), last)
+
+
+class Frozen(Net):
+    """Groups with rates of their own, a parameter without dimensions, one that is frozen, and one that no optimizer has."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.scale = nn.Parameter(torch.ones(()))
+        self.extra, self.rest = nn.Linear(4, 4), nn.Parameter(torch.ones(4))
+        self.extra.weight.requires_grad_(False)
+
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        out = super().training_step((self.extra(batch[0]) * self.rest, batch[1]), batch_idx)
+        return {**out, "loss": out["loss"] * self.scale, "inputs": batch[0]}
+
+    def configure_optimizers(self) -> Any:
+        groups = [{"params": list(self.net.parameters())}, {"params": [*self.extra.parameters(), self.scale], "lr": 0.1}]
+        optimizer = torch.optim.AdamW(groups, lr=0.01)
+        return [optimizer], [torch.optim.lr_scheduler.ExponentialLR(optimizer, 0.5)]
+
+
+class Whole(Net):
+    """An optimizer that looks at whole matrices."""
+
+    def configure_optimizers(self) -> Any:
+        return torch.optim.Adafactor(self.parameters(), lr=0.01)
+
+
+MORE: dict[str, type[Net]] = {kind.__name__: kind for kind in (Clamped, Wide, Frozen, Whole)}
+ROWS = [
+    *((kind, "zero1") for kind in [*KINDS, *MORE] if kind not in ("Lbfgs", "Whole")),
+    ("Gan", "zero2"), ("Net", "zero3"), ("Clamped", "parameter"), ("Whole", "parameter"), ("Later", "zero3"),
+]  # fmt: skip
+
+
+class Parts(Losses):
+    """Also, how many numbers the optimizers' states of this process have."""
+
+    numbers = 0
+
+    def on_train_epoch_end(self, trainer: Any, module: Any) -> None:
+        states = [state for optimizer in trainer.optimizers for state in optimizer.state.values()]
+        self.numbers = sum(x.numel() for state in states for key, x in state.items() if isinstance(x, Tensor) and key != "step")
+
+
+class Inner(torch.optim.SGD):
+    """Looks at the loss again, at other parameters, when it is told to."""
+
+    again = False
+
+    def step(self, closure: Any = None) -> Any:
+        loss = super().step(closure)
+        with torch.enable_grad():
+            return closure() if self.again else loss
+
+
+class Unasked(torch.optim.SGD):
+    """Leaves the closure to somebody else."""
+
+    def step(self, closure: Any = None) -> None:
+        super().step()
+
+
+class Again(Net):
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        self.trainer.optimizers[0].again = True  # type: ignore[attr-defined]
+        return super().training_step(batch, batch_idx)
+
+    def configure_optimizers(self) -> Any:
+        return Inner(self.parameters(), lr=0.01)
+
+
+class Never(Gan):
+    def training_step(self, batch: Any, batch_idx: int) -> None:
+        one, _ = self.optimizers()  # type: ignore[misc]
+        self.manual_backward(F.mse_loss(self.net(batch[0]), batch[1]))
+        one.step(closure=lambda: None)
+
+    def configure_optimizers(self) -> Any:
+        return Unasked(self.net.parameters(), lr=0.01), torch.optim.SGD(self.judge.parameters(), lr=0.01)
+
+
+class Shared(Gan):
+    def configure_optimizers(self) -> Any:
+        return torch.optim.SGD(self.parameters(), lr=0.01), torch.optim.SGD(self.net.parameters(), lr=0.01)
+
+
+class Grown(Net):
+    def on_train_epoch_start(self) -> None:
+        if self.current_epoch == 1:
+            self.trainer.optimizers[0].add_param_group({"params": [nn.Parameter(torch.ones(2))]})
+
+
+REFUSED = {
+    "Again": "Inner runs its closure twice in a step, the second time with parameters of which each process has",
+    "Never": "Unasked.step has not called the closure that it was given",
+    "Shared": "parameter 'net.0.weight' is in several optimizers",
+    "Grown": "the optimizer's parameter groups have changed since the first batch",
+    "Lbfgs": "LBFGS does not treat each element of a parameter on its own",
+    "Whole": "Adafactor does not treat each element of a parameter on its own",
+}
+MORE |= {kind.__name__: kind for kind in (Again, Never, Shared, Grown)}
+
+
+def sharded(level: str) -> Any:
+    program = [piper.Place(filter={}, devices=[0, 1]), piper.Replicate(filter={}, devices=[0, 1], **LEVELS[level])]
+    return lambda: piper.PiperStrategy(program)
+
+
+def trained(kind: str, strategy: Any, folder: Path, accumulate: int = 1) -> dict[str, Any]:
+    parts = Parts()
+    with mock.patch.object(uncaptured, "Losses", lambda: parts), mock.patch.dict(KINDS, MORE):
+        return {**fit(kind, strategy, 2, folder, accumulate), "numbers": parts.numbers}
+
+
+def refused(kind: str, folder: Path) -> str:
+    try:
+        with mock.patch.dict(KINDS, MORE):
+            fit(kind, sharded("zero1"), 2, folder, validated=False)
+    except piper.PiperError as error:
+        return str(error)
+    return "no error"
+
+
+def train(rank: int, folder: Path) -> dict[Any, Any]:
+    outcome: dict[Any, Any] = {}
+    for kind, level in ROWS:
+        if kind not in outcome:
+            outcome[kind] = trained("Gan" if kind == "Raw" else kind, ddp, folder / f"{kind} ddp")
+        outcome[kind, level] = trained(kind, sharded(level), folder / f"{kind} {level}")
+    outcome["accumulated"] = trained("Net", ddp, folder / "accumulated ddp", accumulate=2)
+    outcome["accumulated", "zero1"] = trained("Net", sharded("zero1"), folder / "accumulated", accumulate=2)
+    outcome["refused"] = {kind: refused(kind, folder / f"{kind} refused") for kind in REFUSED}
+    return outcome
+
+
+def _nothing(*args: Any, **kwargs: Any) -> None:
+    pass
+
+
+def _first_of_gradients(self: Beside) -> None:
+    for name, shard in self._local_shards.items():
+        grad = self.params[name].grad
+        shard.grad = None if grad is None else grad.reshape(-1)[: shard.numel()]
+
+
+def _run_but_gathers(self: ProcessRuntime, prepared: Prepared, *args: Any, **kwargs: Any) -> StepResult:
+    return (
+        StepResult({}, torch.zeros(0)) if prepared.compiled.step.name == "optimizer_step" else RUN(self, prepared, *args, **kwargs)
+    )
+
+
+def _lay_once(self: Beside) -> None:
+    if not self.whole:
+        LAY(self)
+
+
+def _own_state(self: EagerOptimizer) -> Any:
+    state = FULL_STATE(self)
+    for each in state["state"].values():
+        each["exp_avg"].zero_()
+    return state
+
+
+RUN, LAY, FULL_STATE = ProcessRuntime.run, Beside.lay, EagerOptimizer.full_state
+# Bugs, and the kind that shows each.
+SEEDED: dict[str, tuple[str, Any, str, Any]] = {
+    "shards are not gathered": ("Gan", ProcessRuntime, "run", _run_but_gathers),
+    "each shard gets the gradient of the first one": ("Wide", Beside, "take_gradients", _first_of_gradients),
+    "shards do not follow other memory": ("Clamped", Beside, "lay", _lay_once),
+    "state from a checkpoint is forgotten": ("Net", ShardedOptimizer, "load_full_state", _nothing),
+    "a checkpoint lacks a part of the state": ("Net", EagerOptimizer, "full_state", _own_state),
+}
+
+
+def train_seeded(rank: int, folder: Path) -> dict[str, Any]:
+    """Each bug, and what its kind is without it."""
+    outcome: dict[str, Any] = {}
+    for what, (kind, owner, attribute, wrong) in SEEDED.items():
+        if kind not in outcome:
+            outcome[kind] = trained(kind, sharded("zero1"), folder / kind)
+        with mock.patch.object(owner, attribute, wrong):
+            outcome[what] = trained(kind, sharded("zero1"), folder / str(len(outcome)))
+    return outcome
