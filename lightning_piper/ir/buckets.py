@@ -173,9 +173,14 @@ class Bucket:
 
     def views(self, flat: torch.Tensor) -> tuple[torch.Tensor, ...]:
         """The tensors in `flat`, with the strides of their specs."""
-        return tuple(
-            view_as(flat[start : start + spec.numel], spec) for spec, start in zip(self.tensors, self.offsets, strict=True)
-        )
+        first = flat.storage_offset()
+        return tuple(flat.as_strided(shape, stride, first + start) for shape, stride, start in self._layout)
+
+    @cached_property
+    def _layout(self) -> tuple[tuple[tuple[int, ...], tuple[int, ...], int], ...]:
+        """Shape, stride and beginning of each tensor."""
+        strides = (view_as(torch.empty(spec.numel, device="meta"), spec).stride() for spec in self.tensors)
+        return tuple((s.shape, stride, start) for s, stride, start in zip(self.tensors, strides, self.offsets, strict=True))
 
     def in_dtype(self, dtype: torch.dtype) -> Bucket:
         """The same parameters, at the same places of a flat tensor of another dtype."""

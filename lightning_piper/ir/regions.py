@@ -10,6 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
+from functools import cached_property
 from typing import Protocol
 
 import torch
@@ -205,6 +206,11 @@ class StepCode:
     @property
     def forward_only(self) -> bool:
         return self.rebuild is not None
+
+    @cached_property
+    def makes_loss(self) -> bool:
+        """Not a step without a backward pass, and not one whose loss is its own affair."""
+        return any(output.kind == Kind.LOSS for interface in self.interfaces.values() for output in interface.outputs)
 
     @property
     def loss_dtype(self) -> torch.dtype:

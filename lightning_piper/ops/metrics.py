@@ -99,13 +99,13 @@ def metrics_value(dag: TrainingDAG) -> Value:
 
 
 def metric_names(code: StepCode) -> tuple[str, ...]:
-    """Places in the metrics vector: the loss, if the step is a training step, then the logged tensors."""
+    """Places in the metrics vector: the loss, if the step makes one, then the logged tensors."""
     return (*[LOSS][: first_log(code)], *(log.name for log in code.logs if log.constant is None))
 
 
 def first_log(code: StepCode) -> int:
     """The place of the first logged tensor; a user may well log something under the loss's name."""
-    return 0 if code.forward_only else 1
+    return 1 if code.makes_loss else 0
 
 
 def folds(code: StepCode) -> tuple[str, ...]:

@@ -16,7 +16,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from lightning_piper.capture.eager_step import EagerStep
+from lightning_piper.capture.eager_step import EagerStep, is_of_none
 from lightning_piper.compiler import Compiled
 from lightning_piper.directives import replicas_of
 from lightning_piper.errors import CaptureError, DirectiveError, ExecutionError
@@ -49,6 +49,14 @@ def why_not(module: nn.Module, settings: Settings, device: torch.device) -> str 
 
 def _trained(module: nn.Module) -> tuple[str, ...]:
     return tuple(name for name, x in module.named_parameters() if x.requires_grad)
+
+
+def _unused(totals: Sequence[tuple[str, torch.Tensor]]) -> set[str]:
+    """Which of these parameters, that this process has not used, has no other one used either?"""
+    if not totals:
+        return set()
+    of_none = torch.stack([is_of_none(total) for _, total in totals]).tolist()
+    return {name for (name, _), none in zip(totals, of_none, strict=True) if none}
 
 
 class EagerReplicas:
@@ -133,10 +141,9 @@ class EagerReplicas:
             raise
         finally:
             self._inside, self._failure = False, None
-        _, largest, smallest = result.metrics.tolist()
-        found = step.found if largest == smallest else [any(x) for x in zip(*self._world.gather(step.found), strict=True)]
-        for name, param, old, is_found in zip(trained, params, before, found, strict=True):
-            grad = result.grads[name] if is_found else None
+        unused = _unused([(name, result.grads[name]) for name, found in zip(trained, step.found, strict=True) if not found])
+        for name, param, old in zip(trained, params, before, strict=True):
+            grad = None if name in unused else result.grads[name]
             param.grad = old if grad is None else grad if old is None else old.add_(grad)
         self._kept = False
 

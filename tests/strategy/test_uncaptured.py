@@ -8,7 +8,6 @@ import pytest
 import torch
 
 import lightning_piper as piper
-from lightning_piper.capture.eager_step import number_of
 from tests.distributed.processes import launch_trainings
 from tests.strategy.uncaptured import KINDS, SEEDED, fit, train, train_seeded
 
@@ -87,11 +86,6 @@ def test_one_device_trains_as_without_the_strategy(kind, tmp_path):
     assert own["losses"] == plain["losses"]
     for part in ("values", "saved"):
         assert all(torch.equal(own[part][name], value) for name, value in plain[part].items())
-
-
-def test_sets_of_parameters_have_numbers():
-    sets = [(True, True, False), (True, False, True), (False, True, True), (True, True, True)]
-    assert len({number_of(found) for found in sets}) == len(sets)
 
 
 @pytest.mark.long

@@ -20,9 +20,8 @@ from torch import Tensor, nn
 from torch.utils.data import DataLoader, TensorDataset
 
 import lightning_piper as piper
-from lightning_piper.capture import eager_step
 from lightning_piper.capture.eager_step import EagerStep
-from lightning_piper.session import programs
+from lightning_piper.session import eager_replicas, programs
 from lightning_piper.session.eager_replicas import EagerReplicas
 
 BATCHES = 3
@@ -260,6 +259,10 @@ def _nothing(*args: Any, **kwargs: Any) -> None:
     pass
 
 
+def _yes(total: Tensor) -> Tensor:
+    return torch.tensor(True)
+
+
 def _not_weighed(self: EagerStep, given: list[Tensor]) -> tuple[Tensor, ...]:
     given[0] = torch.ones_like(given[0])
     return BACKWARD(self, given)
@@ -281,7 +284,12 @@ BACKWARD, LOCAL_BACKWARD = EagerStep._backward, EagerReplicas._backward
 SEEDED: dict[str, tuple[str, Any, str, Any]] = {
     "gradients are summed, not averaged": ("Sometimes", EagerStep, "_backward", _not_weighed),
     "gradients stay in their process": ("Gan", EagerReplicas, "average", _nothing),
-    "each replica believes that others have used what it has": ("Sometimes", eager_step, "number_of", lambda found: 0),
+    "each replica believes that others have used what it has": (
+        "Sometimes",
+        eager_replicas,
+        "is_of_none",
+        lambda total: torch.tensor(True),
+    ),
     "what nobody has used has a gradient": ("Sometimes", EagerStep, "_backward", _all_found),
     "what earlier batches have left is overwritten": ("accumulated", EagerReplicas, "_backward", _new_only),
     "buffers stay as each replica made them": ("BatchNorm", EagerReplicas, "share_buffers", _nothing),
