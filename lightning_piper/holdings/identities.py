@@ -10,6 +10,7 @@ from torch import nn
 from lightning_piper.capture import dict_version, storage_id
 from lightning_piper.errors import CaptureError
 from lightning_piper.holdings.ownership import Ownership
+from lightning_piper.holdings.placeholders import WHOLE
 
 
 class Identities:
@@ -33,7 +34,7 @@ class Identities:
         sharded = [i for i, x in enumerate(self._tensors) if x.is_meta and ownership.tensor_map.is_sharded(self._names[i])]
         self._sharded = [(i, storage_id(self._tensors[i])) for i in sharded]
         self._names_in = {id(store): {name for name, x in store.items() if x is not None} for store in self._stores}
-        self._module = module
+        self._module, self._is_whole = module, ownership.tensor_map.is_replicated
         self._watched = self._all_dicts()
         self._versions = list(map(dict_version, self._watched))
 
@@ -47,6 +48,15 @@ class Identities:
         Raises:
             CaptureError: they cannot; names the parameter or buffer.
         """
+        try:
+            self._follow()
+        except CaptureError as error:
+            if not self._is_whole:  # what was changed is lost: no step can go on from there, captured or not
+                error.late = True
+                error.add_note(f"PiperStrategy(capture='never') {WHOLE}")
+            raise
+
+    def _follow(self) -> None:
         if list(map(dict_version, self._watched)) != self._versions:
             self._put_back()
             self._check_parts()

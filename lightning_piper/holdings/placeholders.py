@@ -14,6 +14,8 @@ from torch import nn
 
 from lightning_piper.errors import PiperError
 
+WHOLE = "keeps parameters whole, where the program replicates the whole step: it divides the optimizer's state alone"
+
 
 class Placeholder(torch.Tensor):
     """Stands for values that are not whole in this process.
@@ -135,5 +137,5 @@ def _refusal(placeholder: Placeholder | None) -> PiperError:
         f"PiperStrategy: the values of {_name(placeholder)!r} are not whole in this process, for they are another stage's, or in "
         "pieces, and cannot be read here. For averages use Lightning's EMAWeightAveraging, WeightAveraging or "
         "StochasticWeightAveraging; for other work trainer.optimizers have the parameters and pieces of this process, and before "
-        "the first batch (on_fit_start, on_train_start) the module is whole"
+        f"the first batch (on_fit_start, on_train_start) the module is whole. PiperStrategy(capture='never') {WHOLE}"
     )
