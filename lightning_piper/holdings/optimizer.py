@@ -23,7 +23,7 @@ from lightning_piper.holdings.tensor_map import LocalShard
 from lightning_piper.ir.buckets import flattened, view_as
 from lightning_piper.ir.nodes import Chunk
 from lightning_piper.ops.gather import Parameters
-from lightning_piper.processes.world import RANK_ZERO, World
+from lightning_piper.processes.world import RANK_ZERO, World, on_host
 
 State = dict[str, Any]
 Names = list[list[str | None]]  # canonical names of the parameters of each group; None for what is not the module's
@@ -40,14 +40,19 @@ def names_in(optimizer: Optimizer, module: nn.Module, before: Names | None = Non
         PiperError: the module is in parts, and the optimizer has other parameters than before.
     """
     if parts_of(module) is None:
-        names = {id(tensor_at(at)): name for name, at in places_of(module).items()}
-        return [[names.get(id(p)) for p in group["params"]] for group in optimizer.param_groups]
+        return whole_names_in(optimizer, module)
     if before is None or [len(group["params"]) for group in optimizer.param_groups] != [len(names) for names in before]:
         raise PiperError(
             "PiperStrategy: the optimizer's parameter groups have changed since a sanity check, after which a module that was "
             "built on the meta device is in parts; change them earlier, or give Trainer(num_sanity_val_steps=0)"
         )
     return before
+
+
+def whole_names_in(optimizer: Optimizer, module: nn.Module) -> Names:
+    """What an optimizer is over, of a module that this process has whole."""
+    names = {id(tensor_at(at)): name for name, at in places_of(module).items()}
+    return [[names.get(id(p)) for p in group["params"]] for group in optimizer.param_groups]
 
 
 def check_groups(names: Names, full: Sequence[State]) -> None:
@@ -385,14 +390,3 @@ def _refusal(optimizer: str, why: str, name: str, compiled: Compiled) -> str:
         f'process with a piece of {name!r} (region {region.label}). Let it shard whole parameters (shard_by="parameter"), or drop '
         "shard_optimizer, shard_grads and shard_params there, or use an optimizer that works element by element (SGD, AdamW, ...)"
     )
-
-
-def on_host(value: Any) -> Any:
-    """A copy to be sent, without a device that the receiver may not have."""
-    if isinstance(value, Tensor):
-        return value.detach().cpu()
-    if isinstance(value, dict):
-        return {k: on_host(v) for k, v in value.items()}
-    if isinstance(value, list | tuple):
-        return type(value)(on_host(v) for v in value)
-    return value

@@ -245,5 +245,16 @@ def of_rank(rank: int, error: PiperError) -> PiperError:
     return error
 
 
+def on_host(value: Any) -> Any:
+    """A copy to be sent, without a device that the receiver may not have."""
+    if isinstance(value, torch.Tensor):
+        return value.detach().cpu()
+    if isinstance(value, dict):
+        return {k: on_host(v) for k, v in value.items()}
+    if isinstance(value, list | tuple):
+        return type(value)(on_host(v) for v in value)
+    return value
+
+
 def _bytes(tensor: torch.Tensor) -> torch.Tensor:
     return tensor.contiguous().reshape(-1).view(torch.uint8)

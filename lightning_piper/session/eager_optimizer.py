@@ -24,7 +24,7 @@ from lightning_piper.directives import Directive, Replicate
 from lightning_piper.errors import PiperError
 from lightning_piper.holdings.beside import Beside
 from lightning_piper.holdings.optimizer import Names, ShardedOptimizer, State
-from lightning_piper.processes.world import World
+from lightning_piper.processes.world import World, on_host
 from lightning_piper.session.process_runtime import ProcessRuntime, Settings
 from lightning_piper.session.standalone import Standalone
 
@@ -102,7 +102,7 @@ class EagerOptimizer:
     """
 
     def __init__(self, module: nn.Module, optimizer: Optimizer, names: Names, settings: Settings, world: World) -> None:
-        self.optimizer, state = optimizer, optimizer.state_dict()
+        self.optimizer, self._world, state = optimizer, world, optimizer.state_dict()
         own = list(dict.fromkeys(name for group in names for name in group if name is not None))
         program, runtime = divides_optimizer(settings.program), ProcessRuntime(settings, world)
         step = EagerStep(module, settings.replicas, own, world.device, own)
@@ -162,12 +162,17 @@ class EagerOptimizer:
         self._enter()
         return found
 
-    def _check_groups_stay(self) -> None:
+    @property
+    def has_changed(self) -> bool:
+        """Have its groups been given parameters, or lost some?"""
         now = [group["params"] for group in self.optimizer.param_groups]
-        if [list(map(id, params)) for params in now] != [list(map(id, params)) for params in self._whole]:
+        return [list(map(id, params)) for params in now] != [list(map(id, params)) for params in self._whole]
+
+    def _check_groups_stay(self) -> None:
+        if self.has_changed:
             raise PiperError(
-                "PiperStrategy: the optimizer's parameter groups have changed since the first batch, when its state was divided "
-                "over the replicas; change them (add_param_group) before, or leave shard_* of replicate out"
+                "PiperStrategy: the optimizer's parameter groups were changed in the middle of a step, when its state was divided "
+                "over the replicas; change them (add_param_group) in a hook before training_step, or leave shard_* of replicate out"
             )
 
     def _enter(self) -> None:
@@ -200,6 +205,18 @@ class EagerOptimizer:
         """Load this process's part of a state in canonical form."""
         with self._as_cut() as sharded:
             sharded.load_full_state(full)
+
+    def end(self) -> None:
+        """The optimizer is whole again, with the groups that it has now: to be divided otherwise. Collective."""
+        now, old = self.optimizer.param_groups, self._whole
+        if len(now) < len(old):
+            self._check_groups_stay()
+        self.optimizer.param_groups = [{**group, "params": list(own)} for group, own in zip(now, old, strict=False)]
+        full = self._world.broadcast(on_host(self.full_state()))
+        self.optimizer.state.clear()
+        self.optimizer.load_state_dict(full)
+        self.optimizer.param_groups = now
+        self.close(failed=False)
 
     def close(self, failed: bool) -> None:
         """End the fit: the optimizer is as it was, but for its state, which `full_state` has. Collective, unless it failed."""

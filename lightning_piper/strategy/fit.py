@@ -18,9 +18,10 @@ from lightning_piper.holdings.gradient_injection import GradientInjection
 from lightning_piper.holdings.gradients import absent
 from lightning_piper.holdings.identities import Identities
 from lightning_piper.holdings.norms import GlobalNorms
-from lightning_piper.holdings.optimizer import Names, ShardedOptimizer, on_host
+from lightning_piper.holdings.optimizer import Names, ShardedOptimizer
 from lightning_piper.processes.agreement import Agreed, BatchCheck
 from lightning_piper.processes.settings import settings_of
+from lightning_piper.processes.world import on_host
 from lightning_piper.profile import PiperProfiler, Recording, Schedule, wanted
 from lightning_piper.session.evaluation import Evaluation
 from lightning_piper.session.process_runtime import Prepared, ProcessRuntime, check_devices

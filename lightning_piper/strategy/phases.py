@@ -17,7 +17,7 @@ from torch.optim import Optimizer
 from lightning_piper.checkpoint.state import referenced
 from lightning_piper.errors import PiperError
 from lightning_piper.holdings.materialize import is_on_meta
-from lightning_piper.holdings.optimizer import Names, ShardedOptimizer, State, check_groups, names_in
+from lightning_piper.holdings.optimizer import Names, ShardedOptimizer, State, check_groups, names_in, whole_names_in
 from lightning_piper.session.eager_optimizer import EagerOptimizer, divided
 from lightning_piper.session.eager_replicas import EagerReplicas
 from lightning_piper.session.evaluation import Evaluation
@@ -196,6 +196,12 @@ class Eager:
     def arrive(self) -> None:
         """A batch is next, and no optimizer is in the middle of a step. Collective."""
         self.share_buffers()
+        changed = [each for each in self.optimizers if each.has_changed]
+        for each in changed:
+            each.end()
+        if changed:
+            self.optimizers = tuple(each for each in self.optimizers if each not in changed)
+            self.named = [(each.optimizer, whole_names_in(each.optimizer, self.before.module)) for each in changed]
         self.optimizers += divided(self.before, self.named)
         self.named = ()
 
