@@ -153,10 +153,12 @@ class EvaluatingStrategy(OverProcesses):
         return run(*arguments)
 
     def _bring_together(self) -> None:
-        """Every process has the whole module until the end of the evaluation. Collective, at its first batch."""
+        """Every process has the whole module, on its device, until the end of the evaluation. Collective, at its first batch."""
         assert self.lightning_module is not None
         parts = parts_of(self.lightning_module)
-        if parts is not None and not parts.whole:
+        if parts is None:
+            self.lightning_module.to(self.root_device)
+        elif not parts.whole:
             with torch.inference_mode(False):
                 self._whole.enter_context(parts.whole_everywhere())
 

@@ -150,6 +150,7 @@ class PiperStrategy(EvaluatingStrategy):
         if problem is not None:
             check_may_be(phase.standalone, "training_step", problem, self._capture, self._accumulate)
             phase.eager = True
+            self.model_to_device()  # a sanity check runs as it is, too
         else:
             phase.names = names_in(self.optimizers[0], module)
 

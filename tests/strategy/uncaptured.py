@@ -160,7 +160,7 @@ class Player(Net):
         self.seen["step"] += 1
         number = next(self.steps)
         self.memory.step(bool(self.net(x).sum().item() > 0))
-        wanted = torch.tensor(self.draw.sample(list(self.memory.kept), 4), dtype=x.dtype)
+        wanted = torch.tensor(self.draw.sample(list(self.memory.kept), 4), dtype=x.dtype, device=x.device)
         return F.mse_loss(self.net(x), wanted.expand(len(x), 4)) * (number + self.seen["step"])
 
 
@@ -195,14 +195,16 @@ class Losses(L.Callback):
         )
 
 
-def fit(kind: str, strategy: Any, devices: int, folder: Path, accumulate: int = 1, validated: bool = True) -> dict[str, Any]:
+def fit(
+    kind: str, strategy: Any, devices: int, folder: Path, accumulate: int = 1, validated: bool = True, accelerator: str = "cpu"
+) -> dict[str, Any]:
     """Two epochs, and a third one of another Trainer that resumes."""
     torch.manual_seed(0)
     module, losses, seen = KINDS[kind]().double(), Losses(), {}
     warned: list[str] = []
     for epochs in (2, 3):
         trainer = L.Trainer(
-            accelerator="cpu", devices=devices, strategy=strategy(), max_epochs=epochs, precision="64-true", logger=False,
+            accelerator=accelerator, devices=devices, strategy=strategy(), max_epochs=epochs, precision="64-true", logger=False,
             callbacks=[losses, ModelCheckpoint(folder, filename=f"{kind}-{epochs}")], enable_progress_bar=False,
             enable_model_summary=False, accumulate_grad_batches=accumulate,
         )  # fmt: skip

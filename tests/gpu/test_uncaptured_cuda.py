@@ -1,0 +1,25 @@
+"""Steps that run as they are, on a GPU: to the bit what Lightning makes of them."""
+
+from __future__ import annotations
+
+import warnings
+from pathlib import Path
+
+import pytest
+import torch
+
+import lightning_piper as piper
+from tests.strategy.uncaptured import KINDS, fit
+
+pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs CUDA")
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_one_gpu_trains_as_without_the_strategy(kind: str, tmp_path: Path) -> None:
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        plain = fit(kind, lambda: "auto", 1, tmp_path / "plain", accelerator="cuda")
+        own = fit(kind, piper.PiperStrategy, 1, tmp_path / "own", accelerator="cuda")
+    assert own["seen"] == plain["seen"] and own["losses"] == plain["losses"]
+    for part in ("values", "saved"):
+        assert all(torch.equal(own[part][name], value) for name, value in plain[part].items())
