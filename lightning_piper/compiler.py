@@ -22,6 +22,7 @@ from lightning_piper.ops.weights import Counts, counted_buffers
 from lightning_piper.passes import run_pipeline
 from lightning_piper.plan import Plan, check_plans, compile_plans
 from lightning_piper.verify import Report, verify_step
+from lightning_piper.verify.executed import verify_executed
 from lightning_piper.verify.hook import check_pass
 
 
@@ -209,6 +210,8 @@ def verify(module: nn.Module, batch: Any, directives: Any, *, seed: int = 0) -> 
     eager execution cannot repeat: it is compared with the captured step on one device. Where microbatches give another result
     than the whole batch, the report names the operations that look across the samples.
 
+    A step that cannot be captured, and that the program only replicates, is run as it is: the report says `executed`, and why.
+
     Raises:
         CaptureError, DirectiveError: as `compile` does.
         VerificationError: the static check fails.
@@ -219,4 +222,7 @@ def verify(module: nn.Module, batch: Any, directives: Any, *, seed: int = 0) -> 
     if integer(seed) is None:
         raise CaptureError(f"verify(seed={shown(seed)}): give an integer")
     device = next((p.device for p in module.parameters()), torch.device("cpu"))
-    return verify_step(capture(module, batch, device=device), module, batch, program, seed=seed)
+    try:
+        return verify_step(capture(module, batch, device=device), module, batch, program, seed=seed)
+    except CaptureError as error:
+        return verify_executed(module, batch, program, error, seed)

@@ -6,7 +6,6 @@ process's shards; when it has returned, a plan gathers what all processes have u
 
 from __future__ import annotations
 
-import dataclasses
 import functools
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -20,36 +19,14 @@ from torch.optim import Optimizer
 from lightning_piper.capture import CapturedStep
 from lightning_piper.capture.eager_step import EagerStep, Regather
 from lightning_piper.compiler import Compiled, compile_step
-from lightning_piper.directives import Directive, Replicate
+from lightning_piper.directives import Directive
+from lightning_piper.directives.levels import divides_optimizer, shards_of
 from lightning_piper.errors import PiperError
 from lightning_piper.holdings.beside import Beside
 from lightning_piper.holdings.optimizer import Names, ShardedOptimizer, State
 from lightning_piper.processes.world import World, on_host
 from lightning_piper.session.process_runtime import ProcessRuntime, Settings
 from lightning_piper.session.standalone import Standalone
-
-_WHOLE: Mapping[str, Any] = {"shard_optimizer": False, "shard_grads": False, "shard_params": False}
-
-
-def shards_of(directive: Directive) -> list[str]:
-    """The fields of a directive by which it shards what replicas have."""
-    return [field for field in _WHOLE if isinstance(directive, Replicate) and getattr(directive, field)]
-
-
-def whole(program: Sequence[Directive]) -> tuple[Directive, ...]:
-    """A program whose replicas have everything whole."""
-    return tuple(
-        dataclasses.replace(each, **_WHOLE, shard_by="elements") if isinstance(each, Replicate) else each for each in program
-    )
-
-
-def divides_optimizer(program: Sequence[Directive]) -> tuple[Directive, ...]:
-    """A program that shards the optimizer's state, where it shards something."""
-    return tuple(
-        dataclasses.replace(each, **{**_WHOLE, "shard_optimizer": True})
-        if isinstance(each, Replicate) and shards_of(each) else each
-        for each in program
-    )  # fmt: skip
 
 
 def compiled_eager(settings: Settings, program: Sequence[Directive], step: EagerStep, training: Compiled | None = None) -> Compiled:

@@ -19,9 +19,10 @@ from torch import nn
 from lightning_piper.capture.eager_step import EagerStep, is_of_none
 from lightning_piper.compiler import Compiled
 from lightning_piper.directives import replicas_of
+from lightning_piper.directives.levels import divides_optimizer, shards_of, whole
 from lightning_piper.errors import CaptureError, DirectiveError, ExecutionError
 from lightning_piper.processes.world import RANK_ZERO, fill
-from lightning_piper.session.eager_optimizer import compiled_eager, divides_optimizer, shards_of, whole
+from lightning_piper.session.eager_optimizer import compiled_eager
 from lightning_piper.session.process_runtime import Prepared, ProcessRuntime, Settings, check_devices
 from lightning_piper.session.standalone import Standalone
 

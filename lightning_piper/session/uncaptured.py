@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
+from lightning_piper.directives.levels import shards_of
 from lightning_piper.errors import BatchError, CaptureError, DirectiveError, PiperError
 from lightning_piper.holdings.materialize import is_on_meta
 from lightning_piper.holdings.parts import parts_of
-from lightning_piper.session.eager_optimizer import shards_of
 from lightning_piper.session.eager_replicas import why_not
 from lightning_piper.session.standalone import Standalone
 

@@ -126,15 +126,11 @@ class _Runner:
             still = self.single(slices, parted)
             others = []
             for _ in range(PERTURBATIONS):
-                moved = {n: _one_ulp(x, generator) if n in self.step.params else x for n, x in self.tensors.items()}
+                moved = {n: one_ulp(x, generator) if n in self.step.params else x for n, x in self.tensors.items()}
                 others.append(self._run_single(moved, slices, parted))
             if not parted and (precise := self._run_in_float64(slices)) is not None:
                 others.append(precise)
-            largest: dict[str, float] = {}
-            for other in others:
-                for name, a, b in _pairs(still, other):
-                    largest[name] = max(largest.get(name, 0.0), _distance(a, b))
-            self._rounding[key] = largest
+            self._rounding[key] = movement(still, others)
         return self._rounding[key]
 
     def _run_in_float64(self, slices: tuple[Slice, ...]) -> Outcome | None:
@@ -175,6 +171,15 @@ def compare(expected: Outcome, found: Outcome, rounding: Mapping[str, float]) ->
     return worst
 
 
+def movement(still: Outcome, others: Sequence[Outcome]) -> dict[str, float]:
+    """By how much each result is another one in the others, at most."""
+    largest: dict[str, float] = {}
+    for other in others:
+        for name, a, b in _pairs(still, other):
+            largest[name] = max(largest.get(name, 0.0), _distance(a, b))
+    return largest
+
+
 def _slack(name: str, x: torch.Tensor, *outcomes: Outcome) -> float:
     """How far apart operations that only approximate may have brought two gradients, as `_distance` measures it."""
     slack, scale = sum(outcome.slack.get(name, 0.0) for outcome in outcomes), float(x.double().abs().max())
@@ -200,7 +205,8 @@ def _distance(a: torch.Tensor, b: torch.Tensor) -> float:
     return difference / scale if scale else (0.0 if difference == 0 else float("inf"))
 
 
-def _one_ulp(x: torch.Tensor, generator: torch.Generator) -> torch.Tensor:
+def one_ulp(x: torch.Tensor, generator: torch.Generator) -> torch.Tensor:
+    """A tensor of which each element is the next number, up or down."""
     up = torch.rand(x.shape, generator=generator).to(x.device) < 0.5
     infinity = torch.full_like(x, float("inf"))
     return torch.where(up, torch.nextafter(x, infinity), torch.nextafter(x, -infinity))

@@ -10,7 +10,7 @@ from lightning_piper.errors import VerificationError
 from lightning_piper.verify.cross_sample import CrossSampleDependence
 
 Agreement = Literal["bitwise equal", "equal within rounding", "equal within the bound", "differs"]
-Verdict = Literal["verified", "verified except", "NOT EQUIVALENT"]
+Verdict = Literal["verified", "verified except", "executed", "NOT EQUIVALENT"]
 
 
 @dataclass(frozen=True)
@@ -72,30 +72,39 @@ class Report:
         whole: the last row's result compared with one device on the whole batch at once.
         causes: where that differs, why: what in the step looks across the samples of a batch, or draws or counts by microbatches.
         couplings: the operations among them.
+        executed: why the step is not captured, if it is not: its border alone was checked, and what it computes was run.
     """
 
     rows: tuple[Row, ...]
     whole: Comparison = Comparison("bitwise equal")
     causes: tuple[str, ...] = ()
     couplings: tuple[CrossSampleDependence, ...] = ()
+    executed: str = ""
 
     @property
     def verdict(self) -> Verdict:
         """`verified`: the program computes what one device computes on the whole batch. `verified except`: what one device computes
-        on the same microbatches, which the step itself makes another result. `NOT EQUIVALENT`: neither, or a directive broke its
-        contract."""
+        on the same microbatches, which the step itself makes another result. `executed`: the step runs as it is, and in replicas it
+        computes the mean of what one device computes of each. `NOT EQUIVALENT`: neither, or a directive broke its contract."""
         if not all(row.ok for row in self.rows):
             return "NOT EQUIVALENT"
+        if self.executed:
+            return "executed"
         return "verified except" if self.whole.verdict in ("equal within the bound", "differs") else "verified"
 
     @property
     def ok(self) -> bool:
-        """The verdict is `verified` or `verified except`."""
+        """The verdict is not `NOT EQUIVALENT`."""
         return self.verdict != "NOT EQUIVALENT"
 
     @property
     def conclusion(self) -> str:
-        """The verdict; for `verified except` with its causes and the size of the difference."""
+        """The verdict; for `verified except` with its causes and the size of the difference, for `executed` with the reason."""
+        if self.verdict == "executed":
+            mean = f"the mean of the replicas' gradients, {self.whole} from one device on the whole batch"
+            if self.whole.verdict == "bitwise equal":
+                mean = "the mean of the replicas' gradients, which is that of one device on the whole batch"
+            return f"executed, not proved: {mean}; the step is not captured: {self.executed}"
         if self.verdict != "verified except":
             return self.verdict
         causes = ", ".join(self.causes) or "an operation that was not found"
@@ -112,7 +121,7 @@ class Report:
         return [*(f"note: {coupling}" for coupling in self.couplings), self.conclusion]
 
     def require(self) -> None:
-        """Raise a VerificationError unless the program is `verified`, or `verified except`."""
+        """Raise a VerificationError if the verdict is `NOT EQUIVALENT`."""
         if not self.ok:
             raise VerificationError(f"the program does not compute what one device computes:\n{self}")
 

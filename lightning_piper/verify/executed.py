@@ -1,0 +1,118 @@
+"""What can be said of a step that is not captured: its border is checked, and what it computes in replicas is compared with one
+device, by running the user's own code."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import nn
+
+from lightning_piper.capture import flatten
+from lightning_piper.capture.calling import arguments
+from lightning_piper.capture.eager import Outcome
+from lightning_piper.capture.eager_step import EagerStep, is_of_none
+from lightning_piper.directives import Directive, replicas_of
+from lightning_piper.directives.levels import whole
+from lightning_piper.errors import CaptureError, DirectiveError
+from lightning_piper.ir.dag import TrainingDAG
+from lightning_piper.passes import Done, run_pipeline
+from lightning_piper.verify.equivalence import PERTURBATIONS, compare, movement, one_ulp
+from lightning_piper.verify.hook import check_pass
+from lightning_piper.verify.interpreter import interpret
+from lightning_piper.verify.report import Report, Row
+
+Grads = dict[str, torch.Tensor]
+
+
+def verify_executed(module: nn.Module, batch: Any, program: Sequence[Directive], why: CaptureError, seed: int = 0) -> Report:
+    """A report on a step that runs as it is: of each replica on its part of the batch, and of the sum of their gradients.
+
+    Args:
+        module: a LightningModule with real parameters; not changed.
+        batch: of all replicas, which share its samples equally.
+        program: replicates the whole step.
+        why: it is not captured.
+        seed: of random numbers.
+
+    Raises:
+        CaptureError: `why`, where the step cannot run as it is, or the program does more than replicate it.
+    """
+    found = replicas_of(program)
+    replicas = max(found.values(), default=0) + 1
+    runs = _Runs(module, batch, seed)
+    if why.late or not getattr(module, "automatic_optimization", True) or runs.spec.undivided or runs.spec.size % replicas:
+        raise why
+    device = next((p.device for p in module.parameters()), torch.device("cpu"))
+    trained = [name for name, x in module.named_parameters() if x.requires_grad]
+    step = EagerStep(module, replicas, trained, device)
+    parts = [runs.of(part, replicas) for part in range(replicas)]
+    tensors = {name: x.detach() for name, x in [*module.named_parameters(), *module.named_buffers()]}
+    turn: Iterator[Grads] = iter(())
+    rows: list[Row] = []
+    single = _outcome(_mean(parts))
+    last = single
+
+    def backward() -> Sequence[torch.Tensor | None]:
+        made = next(turn)
+        return [None if made.get(name) is None else made[name].clone() for name in trained]
+
+    def after(dag: TrainingDAG, done: Done) -> None:
+        nonlocal turn, last
+        check_pass(dag, done)
+        if not done.by.apart:
+            return
+        of_dag = parts if dag.replicas > 1 else [_mean(parts)]
+        turn = iter(of_dag)
+        now = interpret(dag, tensors, runs.leaves, seed)
+        now = _outcome({name: x for name, x in now.grads.items() if not is_of_none(x)})
+        rows.append(Row(done.by.index, done.by.name, done.by.contract, compare(last, now, {}), compare(single, now, {})))
+        last = now
+
+    step.backward = backward
+    try:
+        run_pipeline(step, whole(program), after=after)
+    except DirectiveError as error:
+        why.add_note(f"a step that is not captured runs as it is where the program replicates the whole of it; {error}")
+        raise why from None
+    alone = _outcome(runs.of(0, 1))
+    moved = movement(alone, [_outcome(runs.of(0, 1, nudge)) for nudge in range(1, PERTURBATIONS + 1)])
+    return Report(tuple(rows), compare(alone, last, moved), executed=str(why))
+
+
+class _Runs:
+    """Runs of the user's own code, each with a copy of the module."""
+
+    def __init__(self, module: nn.Module, batch: Any, seed: int) -> None:
+        self._module, self._seed = module, seed
+        self.leaves, self.spec = flatten(batch)
+        self._batch = batch
+
+    def of(self, part: int, parts: int, nudge: int = 0) -> Grads:
+        """Gradients of one of equal parts of the batch; with `nudge`, of parameters that are moved by one ulp."""
+        module = copy.deepcopy(self._module)
+        if nudge:
+            generator = torch.Generator().manual_seed(nudge)
+            with torch.no_grad():
+                for param in module.parameters():
+                    param.copy_(one_ulp(param, generator))
+        leaves = [x.chunk(parts)[part] if x.dim() else x for x in self.leaves]
+        with torch.random.fork_rng(devices=[]), torch.enable_grad():
+            torch.manual_seed(self._seed)
+            given = self._batch if parts == 1 else self.spec.rebuild(leaves)
+            step: Any = module.training_step
+            made = step(*arguments(step, given, 0, None))
+            loss = made["loss"] if isinstance(made, Mapping) else made
+            loss.backward()
+        return {name: x.grad for name, x in module.named_parameters() if x.grad is not None}
+
+
+def _mean(parts: Sequence[Grads]) -> Grads:
+    names = dict.fromkeys(name for part in parts for name in part)
+    return {name: sum(part[name] for part in parts if name in part) / len(parts) for name in names}  # type: ignore[misc]
+
+
+def _outcome(grads: Grads) -> Outcome:
+    return Outcome({}, grads, {})
