@@ -72,7 +72,9 @@ def run_eagerly(
             for name, value in [(LOSS, loss), *_logged(wrapper.logs, logged, in_tensors)]:
                 values.setdefault(name, []).append(value.detach().double())
         buffers = {step.canonical[n]: x.detach() for n, x in step.module.named_buffers()}  # also those that were replaced
-    metrics = {name: merged(folds[name], found, weights[name]) for name, found in values.items()}
+    # What is computed from several values of the whole batch cannot be had from what it is on slices.
+    known = {name: found for name, found in values.items() if name in folds or len(slices) == 1}
+    metrics = {name: merged(folds[name], found, weights[name]) if name in folds else found[0] for name, found in known.items()}
     grads = {name: x.grad for name, x in params.items() if x.grad is not None}
     changed = {n: x for n, x in buffers.items() if n in _changed_names(step)}
     return Outcome(metrics, grads, changed)

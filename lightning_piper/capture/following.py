@@ -117,11 +117,12 @@ class Following:
             missing = [x for x in top.all_input_nodes if x not in self._changes]
             if not missing:
                 stack.pop()
-                self._changes.setdefault(top, any(self._changes[x] for x in top.all_input_nodes) or self._is_made_of_size(top))
+                self._changes.setdefault(top, any(self._changes[x] for x in top.all_input_nodes) or self.is_made_of_size(top))
             stack += missing
         return self._changes[node]
 
-    def _is_made_of_size(self, node: Node) -> bool:
+    def is_made_of_size(self, node: Node) -> bool:
+        """Are its own numbers others with another number of samples?"""
         if node.op == "placeholder":
             return False
         if node.op == "get_attr":

@@ -22,41 +22,73 @@ _ALONG = {
     aten._softmax.default, aten._log_softmax.default,
 }  # fmt: skip
 _POOL = {aten.mean.dim, aten.sum.dim_IntList, aten.amax.default, aten.amin.default, aten.var.correction, aten.std.correction}
+_POOL_ALL = {
+    aten.mean.default, aten.sum.default, aten.std.correction, aten.var.correction, aten.mean.dim, aten.sum.dim_IntList,
+}  # fmt: skip
+_SUMS = {
+    aten.add.Tensor, aten.add.Scalar, aten.sub.Tensor, aten.sub.Scalar, aten.rsub.Scalar, aten.rsub.Tensor, aten.neg.default,
+    aten._to_copy.default, aten.clone.default, aten.detach.default, aten.where.self, aten.masked_fill.Scalar,
+}  # fmt: skip
+_PRODUCTS, _QUOTIENTS = {aten.mul.Tensor, aten.mul.Scalar}, {aten.div.Tensor, aten.div.Scalar}
 _TURN = {aten.t.default, aten.transpose.int, aten.permute.default, aten.unsqueeze.default}
 _PAIRS = {aten.mm.default, aten.addmm.default, aten._cdist_forward.default, aten._euclidean_dist.default}
 
 
-def meeting(graph: torch.fx.Graph, loss: Any, size: int) -> Node | None:
-    """The first operation on the way to the loss of `size` samples in which they certainly meet; None if there is none."""
+def meetings(graph: torch.fx.Graph, size: int) -> dict[Node, int]:
+    """The operations of a graph of `size` samples in which they certainly meet, with their places."""
     if size == 1:
-        return None
+        return {}
     rows = {node for node in known_rows(graph, size) if shape_of(node)[:1] == (size,)}
     across: set[Node] = set()  # made of rows: their samples are in the second dimension now, or gone in sums
-    needed = _needed(loss)
-    node: Node
-    for node in graph.nodes:
-        if node not in needed or node.op != "call_function" or _torch.is_backward(node):
+    numbers: set[Node] = set()  # sums and means of all rows
+    beside: set[Node] = set()  # rows with such a number in each: what is not linear in it lets samples meet
+    found: dict[Node, int] = {}
+    for place, node in enumerate(graph.nodes):
+        if node.op != "call_function" or _torch.is_backward(node):
             continue
         source = node.args[0] if node.args else None
         turned = node.target in _TURN and shape_of(node)[1:2] == (size,) and shape_of(node) != shape_of(source)
         pooled = node.target in _POOL and _along_first(node) and shape_of(node) != ()
         if source in rows and (turned or pooled):
             across.add(node)
+        elif source in rows and shape_of(node) == () and node.target in _POOL_ALL:
+            numbers.add(node)
         elif node.target in _ALONG and source in rows and _along_first(node) and not _is_whole(node):
-            return node
+            found[node] = place
         elif node.target in _PAIRS or _is_pointwise(node):
             own = any(x in rows and len(shape_of(x)) == len(shape_of(node)) for x in node.all_input_nodes)
             others = any(x in across for x in node.all_input_nodes)
             if own and (others or "dist" in str(node.target)):
-                return node
-            if others and _is_pointwise(node):
+                found[node] = place
+            elif others and _is_pointwise(node):
                 across.add(node)
-    return None
+            elif any(x in beside for x in node.all_input_nodes) and not _is_linear(node, beside):
+                found[node] = place
+            elif any(x in numbers or x in beside for x in node.all_input_nodes):
+                (beside if own else numbers).add(node)
+    return found
 
 
-def _needed(loss: Any) -> set[Node]:
+def met(result: Any, found: dict[Node, int]) -> Node | None:
+    """The first operation on the way to a result in which samples meet; None if there is none."""
+    needed = way_to(result) if found else set()
+    return min((node for node in found if node in needed), key=found.__getitem__, default=None)
+
+
+def _is_linear(node: Node, beside: set[Node]) -> bool:
+    """Is it, in what is beside each sample?"""
+    first, second = (*node.args, None, None)[:2]
+    if node.target in _SUMS:
+        return True
+    if node.target in _PRODUCTS:
+        return not (first in beside and second in beside)
+    return node.target in _QUOTIENTS and second not in beside
+
+
+def way_to(result: Any) -> set[Node]:
+    """What a result is made of, and it."""
     found: set[Node] = set()
-    waiting = [loss] if isinstance(loss, Node) else []
+    waiting = [result] if isinstance(result, Node) else []
     while waiting:
         node = waiting.pop()
         if node not in found:

@@ -299,9 +299,9 @@ class CapturedStep:
         interfaces, code = {key: p[0] for key, p in passes.items()}, {key: p[1] for key, p in passes.items()}
         terms = {out.names[0]: out.term for out in weighed.plain if out.kind == Kind.ARGUMENT}
         return StepCode(
-            size, regions, interfaces, code, traced.logs, specs, split_passes, routed, step.rebuild, weighed.terms,
+            size, regions, interfaces, code, weighed.logs, specs, split_passes, routed, step.rebuild, weighed.terms,
             dataclasses.replace(traced.metrics, terms=terms, whole=counted), self.batch_spec.undivided, weighed.assumed,
-            weighed.meet,
+            weighed.unknown, weighed.meet,
         )  # fmt: skip
 
     def _check_memory(self, code: StepCode) -> None:

@@ -13,7 +13,7 @@ from lightning_piper.ir.values import Kind
 def same_structure(a: StepCode, b: StepCode) -> None:
     def shape_of(code: StepCode) -> tuple[Any, ...]:
         tags = tuple(tuple(sorted(r.tags.items())) for r in code.regions)
-        said = (*(log.name for log in code.logs), *map(str, code.metrics.events))
+        said = (*((log.name, log.computed and log.computed.text) for log in code.logs), *map(str, code.metrics.events))
         return tags, said, {key: public(i) for key, i in code.interfaces.items()}
 
     _same_weights(a, b)

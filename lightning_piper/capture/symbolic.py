@@ -35,7 +35,7 @@ from lightning_piper.capture.text import Text, tensors_of, text_of
 from lightning_piper.capture.trace import Traced
 from lightning_piper.capture.weighing import weigh
 from lightning_piper.ir.metric_calls import MetricLog
-from lightning_piper.ir.regions import Code, Logged, StepCode
+from lightning_piper.ir.regions import Code, Computed, Logged, StepCode
 from lightning_piper.ir.terms import Term
 from lightning_piper.ir.values import Kind, TensorSpec
 from lightning_piper.routing import ROUTE
@@ -110,6 +110,7 @@ class SymbolicStep:
         take_numbers(traced.graph, self._numbers)
         self._logs = [(log, {k: self._numbers.of(x) for k, x in log.kwargs.items() if isinstance(x, torch.SymInt)})
                       for log in traced.logs]  # fmt: skip
+        self._computed: dict[str, Computed | None] = {}
         self._holds = symbols.conditions()
 
     def text(self, specs: Specs) -> Text | None:
@@ -152,7 +153,10 @@ class SymbolicStep:
             raise NotSymbolic("weights are calculated with sizes")
         terms = {out.names[0]: out.term for out in weighed.plain if out.kind == Kind.ARGUMENT}
         self.terms, self._metrics = weighed.terms, replace(traced.metrics, terms=terms)
-        self._assumed, self._meet = weighed.assumed, weighed.meet
+        if any(log.computed is not None and "sizes" in log.computed.text for log in weighed.logs):
+            raise NotSymbolic("logged values are calculated with sizes")
+        self._computed = {log.name: log.computed for log in weighed.logs}
+        self._assumed, self._unknown, self._meet = weighed.assumed, weighed.unknown, weighed.meet
         self._regions, passes, split, _ = cut(weighed, canonical)
         self._passes = {key: (*found, self._outputs(found[1])) for key, found in passes.items()}
         self._split = {key: (*found, self._outputs(found[1])) for key, found in split.items()}
@@ -175,10 +179,13 @@ class SymbolicStep:
         interfaces = {key: interface for key, (interface, _, _) in self._passes.items()}
         return StepCode(size, self._regions, interfaces, passes, self._logs_at(known), specs, split, rebuild=self._rebuild,
                         terms=tuple(_numbered_term(term, numbers) for term in self.terms), metrics=self._metrics,
-                        assumed=self._assumed, meet=self._meet)  # fmt: skip
+                        assumed=self._assumed, unknown=self._unknown, meet=self._meet)  # fmt: skip
 
     def _logs_at(self, known: Sequence[Any]) -> tuple[Logged, ...]:
-        return tuple(replace(log, kwargs={**log.kwargs, **{k: known[i] for k, i in sizes.items()}}) for log, sizes in self._logs)
+        return tuple(
+            replace(log, kwargs={**log.kwargs, **{k: known[i] for k, i in sizes.items()}}, computed=self._computed.get(log.name))
+            for log, sizes in self._logs
+        )
 
     def _values(self, specs: Specs) -> tuple[int, ...] | None:
         values = self._symbols.values(specs)

@@ -93,7 +93,7 @@ class Terms:
     """
 
     def __init__(self, graph: torch.fx.Graph, size: int, beside: Ask) -> None:
-        self.size, self._following = size, Following(graph, size, beside)
+        self.size, self.following = size, Following(graph, size, beside)
         self.uses: dict[int, dict[tuple[Node, Node], float]] = {}  # `Stat.key` -> (who reads it, it there) -> what it is of the sum
         self._found: dict[Node, Found] = {}
         self._keys = Keys()
@@ -141,12 +141,12 @@ class Terms:
 
     def _varies(self, value: Any) -> bool:
         """Is it a tensor that is not the same for every part of the batch: of its samples, or of their number?"""
-        return isinstance(value, Node) and (value in self._from_batch or self._following.changes(value))
+        return isinstance(value, Node) and (value in self._from_batch or self.following.changes(value))
 
     def _by_operation(self, node: Node) -> Found:
         target: Any = node.target
         if node.op != "call_function":
-            return Found(ROWS if self._following.has_rows(node) else OTHER)
+            return Found(ROWS if self.following.has_rows(node) else OTHER)
         if target is operator.getitem and isinstance(node.args[0], Node) and node.args[0].target in _NLL:
             return self._nll(node)
         if target in _LOSSES:
@@ -156,7 +156,7 @@ class Terms:
         if target in _EXTREMES and node.meta["val"].ndim == 0:
             inner = self.of(node.args[0])  # type: ignore[arg-type]
             return Found(_EXTREMES[target]) if inner.what == ROWS else Found(OTHER)
-        if node.meta.get("val") is None or (getattr(node.meta["val"], "ndim", False) and self._following.has_rows(node)):
+        if node.meta.get("val") is None or (getattr(node.meta["val"], "ndim", False) and self.following.has_rows(node)):
             return self._rows_of(node)
         if target in _SAME:
             inner = self.of(node.args[0])  # type: ignore[arg-type]
@@ -247,7 +247,7 @@ class Terms:
         inner = self.of(source)
         if inner.what in (LINEAR, MIXED):
             return inner
-        if inner.what != ROWS or (node.meta["val"].ndim and self._following.has_rows(node)):
+        if inner.what != ROWS or (node.meta["val"].ndim and self.following.has_rows(node)):
             return inner
         return Found(LINEAR, times(ONE if node.target in _SUMS else SAMPLES, inner.denominator or ONE))
 
@@ -279,7 +279,7 @@ class Terms:
         condition, value, other = node.args
         if not isinstance(condition, Node) or not isinstance(value, Node) or not isinstance(other, Node):
             return None
-        inner, number, asked = self.of(value), self._following.literal(other), self.expression(condition)
+        inner, number, asked = self.of(value), self.following.literal(other), self.expression(condition)
         if inner.what != LINEAR or inner.denominator is None or number != Number(0) or not isinstance(asked, Operation):
             return None
         counts = asked.target in _ANY and asked.arguments[1] == Number(_ANY[asked.target])
@@ -326,7 +326,7 @@ class Terms:
             known = self.expression(value) if self._varies(value) else ONE
             self._note(known, value, user)
         else:
-            known = self._following.number(value, user, place)
+            known = self.following.number(value, user, place)
         return ONE if isinstance(known, Number) else known
 
     def _note(self, known: Any, value: Any, reader: Node) -> None:
@@ -347,7 +347,7 @@ class Terms:
         value = node.meta.get("val")
         if node in self._from_params or not isinstance(value, torch.Tensor) or value.ndim:
             return None
-        if node not in self._from_batch and (number := self._following.literal(node)) is not None:
+        if node not in self._from_batch and (number := self.following.literal(node)) is not None:
             return number
         target: Any = node.target
         if target in (aten.view.default, aten.clone.default, aten._to_copy.default, aten.detach.default, aten.alias.default,
@@ -364,9 +364,9 @@ class Terms:
         given: list[Any] = []
         for place, argument in enumerate(node.args):
             if isinstance(argument, Node):
-                known = self.expression(argument) if self._varies(argument) else self._following.literal(argument)
+                known = self.expression(argument) if self._varies(argument) else self.following.literal(argument)
             elif isinstance(argument, int | float) and not isinstance(argument, bool):
-                known = self._following.number(argument, node, place)
+                known = self.following.number(argument, node, place)
             else:
                 known = Operation.given(argument)
             if known is None:

@@ -220,7 +220,7 @@ class Step(nn.Module):
                     f"{user_line()}: self.log({name!r}): the value has shape {tuple(value.shape)}; log a single number"
                 )
             self._logged.append(value.detach().reshape(()).clone())
-            self.logs.append(Logged(name, reduce, kwargs))
+            self.logs.append(Logged(name, reduce, kwargs, where=user_line()))
         elif type(value) is Number:
             self.logs.append(Logged(name, reduce, kwargs, constant=value.get))
         elif isinstance(value, numbers.Number):

@@ -21,13 +21,14 @@ from torch.fx import Node
 from lightning_piper.capture import _torch
 from lightning_piper.capture.denominators import ONE, SAMPLES, Expression, denominator_of, described, simplified, stats_of
 from lightning_piper.capture.following import Ask
-from lightning_piper.capture.meeting import meeting
+from lightning_piper.capture.meeting import meetings, met, way_to
 from lightning_piper.capture.passes import Names
 from lightning_piper.capture.regions import source_line
 from lightning_piper.capture.tangents import Sums, divide
 from lightning_piper.capture.terms import LINEAR, MIXED, ROWS, WHOLE, Found, Terms
 from lightning_piper.capture.trace import Traced
-from lightning_piper.ir.regions import Output
+from lightning_piper.capture.whole_values import computation, computed_from
+from lightning_piper.ir.regions import Logged, Output
 from lightning_piper.ir.terms import Term, Weighing
 from lightning_piper.ir.values import Kind
 
@@ -43,14 +44,17 @@ class Weighed:
         graph, plain: as of `Traced`; a loss of several terms is several outputs, and so is such a logged value.
         terms: how they are weighed; `Output.term` is a place here.
         tangents: placeholders of the loss's gradients -> the terms that they belong to.
-        assumed, meet: as of `StepCode`.
+        logs: those of the trace; some are computed from several outputs.
+        assumed, unknown, meet: as of `StepCode`.
     """
 
     graph: torch.fx.Graph
     plain: tuple[Output, ...]
     terms: tuple[Term, ...]
     tangents: Mapping[Node, int]
+    logs: tuple[Logged, ...]
     assumed: bool = False
+    unknown: tuple[str, ...] = ()
     meet: str | None = None
 
 
@@ -71,7 +75,8 @@ def weigh(traced: Traced, size: int, canonical: Mapping[str, str], beside: Ask |
 class _Weighing:
     def __init__(self, traced: Traced, size: int, canonical: Mapping[str, str], beside: Ask | None) -> None:
         self.graph, self.plain = traced.graph, list(traced.plain)
-        self.reduce = {log.name: log.reduce for log in traced.logs}
+        self.logs = {log.name: log for log in traced.logs}
+        self.unknown: list[str] = []
         self.found, self._alike = Terms(traced.graph, size, beside or (lambda known: None)), beside is None
         self.names = Names.of(traced.graph, canonical)
         self.kinds: dict[Any, int] = {}
@@ -85,7 +90,8 @@ class _Weighing:
         described_as = list(output.meta["desc"])
         tangents = {} if self.names.tangent is None else {self.names.tangent: 0}
         losses = [x for x, desc in zip(results, described_as, strict=True) if self._is_loss(desc)]
-        met = meeting(self.graph, losses[0], self.size) if losses and not self._alike else None
+        self._meetings = {} if self._alike else meetings(self.graph, self.size)
+        self._met = met(losses[0], self._meetings) if losses else None
         for place, (node, desc) in enumerate(zip(list(results), list(described_as), strict=True)):
             if not isinstance(desc, _torch.PlainAOTOutput) or self.plain[desc.idx].kind not in (Kind.LOSS, Kind.LOG, Kind.ARGUMENT):
                 continue
@@ -93,17 +99,15 @@ class _Weighing:
             if made.kind == Kind.ARGUMENT:
                 self.plain[desc.idx] = replace(made, term=self._argument(node))
                 continue
+            if made.kind == Kind.LOG:
+                self._hand_out(place, results, described_as, self._log(node, made, losses))
+                continue
             parts = self._parts(node, made)
             if made.kind == Kind.LOSS and self.names.tangent is not None:
                 if len(parts) > 1 and not (tangents := self._divide(node, parts, results)):
                     parts, self.assumed = {self._term(SAMPLES): node}, True
                 tangents = tangents if len(parts) > 1 else {self.names.tangent: next(iter(parts))}
-            (first, results[place]), *others = parts.items()
-            self.plain[desc.idx] = replace(made, term=first)
-            for term, part in others:
-                results.append(part)
-                described_as.append(_torch.PlainAOTOutput(idx=len(self.plain)))
-                self.plain.append(replace(made, term=term))
+            self._hand_out(place, results, described_as, [(made, parts)])
         self._guard()
         output.args = (tuple(results),)
         output.meta["desc"] = described_as
@@ -112,9 +116,47 @@ class _Weighing:
             tuple(self.plain),
             tuple(self.terms),
             tangents,
+            tuple(self.logs.values()),
             self.assumed,
-            None if met is None else f"{met.target} ({source_line(met)})",
+            tuple(self.unknown),
+            None if self._met is None else f"{self._met.target} ({source_line(self._met)})",
         )
+
+    def _hand_out(
+        self, place: int, results: list[Any], described_as: list[Any], values: list[tuple[Output, Mapping[int, Node]]]
+    ) -> None:
+        """Let the graph have these results, each in its parts by term: the first one in this place, the others behind the last."""
+        (first, *others) = [(replace(made, term=term), part) for made, parts in values for term, part in parts.items()]
+        self.plain[described_as[place].idx], results[place] = first
+        for made, part in others:
+            results.append(part)
+            described_as.append(_torch.PlainAOTOutput(idx=len(self.plain)))
+            self.plain.append(made)
+
+    def _log(self, node: Any, made: Output, losses: list[Any]) -> list[tuple[Output, Mapping[int, Node]]]:
+        """A logged value in its parts by term; or those values that it is computed from."""
+        (name,), known = made.names, not isinstance(node, Node) or self._alike or self._is_known(node)
+        sources = None if known else computed_from(node, self.found, self._is_known)
+        meeting = met(node, self._meetings)
+        if not known and sources is None:
+            of_loss = self.assumed and losses[0] in way_to(node)  # which is said of the loss
+            if self.logs[name].reduce == "mean" and not of_loss:
+                self.unknown.append(name)
+        elif meeting is not None and meeting is not self._met:
+            self.unknown.append(name)
+        if not sources:
+            return [(made, self._parts(node, made))]
+        names = tuple(f"{name}, computed from {i}" for i in range(len(sources)))
+        computed = computation(node, sources, names, self.graph.owning_module)
+        self.logs[name] = replace(self.logs[name], computed=computed)
+        return [(replace(made, names=(own,)), self._parts(x, made)) for own, x in zip(names, sources, strict=True)]
+
+    def _is_known(self, node: Node) -> bool:
+        """Can weights put it together?"""
+        found = self.found.of(node)
+        if found.what == MIXED:
+            return self._kinds_in(node) is not None
+        return found.what in ("max", "min", WHOLE) or (found.what == LINEAR and found.denominator is not None)
 
     def _is_loss(self, desc: Any) -> bool:
         return isinstance(desc, _torch.PlainAOTOutput) and self.plain[desc.idx].kind == Kind.LOSS
@@ -131,7 +173,7 @@ class _Weighing:
         is_loss = made.kind == Kind.LOSS
         if is_loss and found.what != WHOLE:
             self.assumed = True
-        reduce = "mean" if is_loss or found.what == WHOLE else self.reduce[made.names[0]]
+        reduce = "mean" if is_loss or found.what == WHOLE else self.logs[made.names[0]].reduce
         return {self._extreme(reduce) if reduce in ("max", "min") else self._term(SAMPLES if reduce == "mean" else ONE): node}
 
     def _argument(self, node: Any) -> int | None:

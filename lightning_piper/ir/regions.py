@@ -8,7 +8,7 @@ depend on the batch size; its code does, because a captured graph has fixed shap
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 from typing import Protocol
@@ -132,6 +132,21 @@ class Code:
 
 
 @dataclass(frozen=True)
+class Computed:
+    """What a logged value is computed from, on the whole batch.
+
+    Attributes:
+        names: of the outputs of kind `log` that it is computed from.
+        of: computes it from their values on the whole batch.
+        text: what it computes.
+    """
+
+    names: tuple[str, ...]
+    of: Callable[[Sequence[torch.Tensor]], torch.Tensor]
+    text: str
+
+
+@dataclass(frozen=True)
 class Logged:
     """One `self.log` call of the step.
 
@@ -141,12 +156,23 @@ class Logged:
             the step does not show how the value of the whole batch comes from them (`Output.term`).
         kwargs: the other arguments of the call, replayed as they were.
         constant: the value, when it was a Python number and not a tensor; a function of nothing, when it changes from step to step.
+        computed: set where it is no output, but is computed from several.
+        where: the user's line.
     """
 
     name: str
     reduce: str
     kwargs: Mapping[str, object]
     constant: float | Callable[[], float] | None = None
+    computed: Computed | None = None
+    where: str = field(default="", compare=False)
+
+    @property
+    def outputs(self) -> tuple[str, ...]:
+        """Names of the outputs that it takes."""
+        if self.computed is not None:
+            return self.computed.names
+        return (self.name,) if self.constant is None else ()
 
 
 @dataclass(frozen=True)
@@ -181,6 +207,7 @@ class StepCode:
         metrics: what it does with metric objects.
         undivided: set where nothing may cut the batch.
         assumed: the loss is weighed as a mean for want of another way: it is no sum of means, sums and ratios.
+        unknown: names of logged values other than the loss that are weighed so.
         meet: the operation, on the way to the loss, in which samples are taken by their place or compared; None if none is known.
     """
 
@@ -197,6 +224,7 @@ class StepCode:
     metrics: MetricCalls = field(default_factory=MetricCalls)
     undivided: Undivided | None = None
     assumed: bool = False
+    unknown: tuple[str, ...] = ()
     meet: str | None = None
 
     def samples(self, leaf: int, part: Slice) -> Slice | None:

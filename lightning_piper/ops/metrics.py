@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, replace
 from typing import ClassVar
 
@@ -100,7 +100,7 @@ def metrics_value(dag: TrainingDAG) -> Value:
 
 def metric_names(code: StepCode) -> tuple[str, ...]:
     """Places in the metrics vector: the loss, if the step makes one, then the logged tensors."""
-    return (*[LOSS][: first_log(code)], *(log.name for log in code.logs if log.constant is None))
+    return (*[LOSS][: first_log(code)], *(name for log in code.logs for name in log.outputs))
 
 
 def first_log(code: StepCode) -> int:
@@ -112,7 +112,15 @@ def folds(code: StepCode) -> tuple[str, ...]:
     """How weighted values of each place of the metrics vector become one."""
     outputs = [out for interface in code.interfaces.values() for out in interface.outputs if out.kind == Kind.LOG]
     found = {out.names[0]: code.terms[out.term].folds for out in outputs if out.term is not None}
-    return (*["sum"][: first_log(code)], *(found[log.name] for log in code.logs if log.constant is None))
+    return (*["sum"][: first_log(code)], *(found[name] for log in code.logs for name in log.outputs))
+
+
+def with_computed(code: StepCode, metrics: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+    """The metrics of the whole batch, with what is logged in the places of what it is computed from."""
+    of = {log.name: log.computed for log in code.logs if log.computed is not None}
+    sources = {source for computed in of.values() for source in computed.names}
+    own = {name: value for name, value in metrics.items() if name not in sources}
+    return {**own, **{name: x.of([metrics[source] for source in x.names]).double() for name, x in of.items()}}
 
 
 # Static rules
@@ -199,7 +207,7 @@ def interpret_report(run: Reference, node: Report) -> Made:
         vector = sum_in_order([run.values[ref, 0] for ref in node.inputs])[0]
         rows = vector.view(run.dag.replicas, -1)
         merged = [_reduced(fold, list(column)) for fold, column in zip(folds(run.dag.code), rows.unbind(1), strict=True)]
-        run.metrics = dict(zip(metric_names(run.dag.code), merged, strict=True))
+        run.metrics = with_computed(run.dag.code, dict(zip(metric_names(run.dag.code), merged, strict=True)))
     return [[] for _ in run.replicas]
 
 

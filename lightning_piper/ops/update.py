@@ -12,9 +12,9 @@ import torch
 from lightning_piper.errors import VerificationError
 from lightning_piper.ir.buckets import Bucket
 from lightning_piper.ir.mesh import DATA
-from lightning_piper.ir.nodes import Node, Turn
+from lightning_piper.ir.nodes import Node, Ref, Turn
 from lightning_piper.ir.values import Kind, Partial, Shard, Slice
-from lightning_piper.ops.base import Binding, Bound, Operation, Planning, Slots, about, register_operation
+from lightning_piper.ops.base import Binding, Bound, Operation, Planning, Slots, about, nothing, register_operation
 from lightning_piper.ops.facts import Contributions, Facts, Origin, names_of
 from lightning_piper.ops.instruction import Instruction, Read
 from lightning_piper.ops.reference import Bundle, Made, Reference, each, sum_in_order
@@ -184,8 +184,8 @@ def _joined(parts: list[Bundle]) -> Bundle:
 # Plans
 
 
-def lower_accumulate(plan: Planning, node: Accumulate) -> None:
-    plan.bind((node.id, 0), plan.add_up(node))
+def produce_accumulate(plan: Planning, node: Accumulate, ref: Ref) -> None:
+    plan.bind(ref, plan.add_up(node))  # not before it is read: a term that is still on its way would be waited for
 
 
 def lower_update(plan: Planning, node: Update) -> None:
@@ -267,6 +267,6 @@ def bind_deliver(instruction: Deliver, on: Binding) -> Any:
 
 
 register_operation(
-    Operation(Accumulate, check_accumulate, interpret_accumulate, lower_accumulate, bind={Add: bind_add}, adds_up=True)
+    Operation(Accumulate, check_accumulate, interpret_accumulate, nothing, produce_accumulate, bind={Add: bind_add}, adds_up=True)
 )
 register_operation(Operation(Update, check_update, interpret_update, lower_update, bind={Deliver: bind_deliver}))

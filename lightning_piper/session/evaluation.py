@@ -27,6 +27,7 @@ from lightning_piper.runtime import StepResult
 from lightning_piper.session.process_runtime import Prepared, ProcessRuntime, Settings
 from lightning_piper.session.programs import Programs, Step
 from lightning_piper.session.replay import Given
+from lightning_piper.session.verification import unlike_one_device
 
 SEEDS = 2**61  # away from those of the training steps
 
@@ -57,6 +58,7 @@ class Evaluation:
         self._programs = Programs(module, runtime, settings, world, training)
         self.follow: Callable[[], None] = lambda: None
         self._steps = 0
+        self._warned: set[Step] = set()
         self._batches: list[list[float]] = []  # of each process, of each of its loaders
         self._seen: Counter[int] = Counter()
 
@@ -126,6 +128,10 @@ class Evaluation:
         self._steps += 1
         if lacking:
             compiled = programs.compile(step, batch_spec, captured, apart)
+            if step not in self._warned:
+                self._warned.add(step)
+                for text in unlike_one_device(compiled):
+                    self._world.warn(text)
             if self._begin is not None:
                 self._begin(compiled)
                 self._begin = None

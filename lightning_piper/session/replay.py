@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -14,7 +14,7 @@ from lightning_piper.compiler import Compiled
 from lightning_piper.errors import PiperError
 from lightning_piper.ir.dag import TrainingDAG
 from lightning_piper.ir.metric_calls import Computed, Later, MetricCall, MetricLog
-from lightning_piper.ir.regions import LOSS
+from lightning_piper.ir.regions import LOSS, Logged
 from lightning_piper.ir.values import Kind
 from lightning_piper.ops.metrics import first_log, metric_names
 from lightning_piper.runtime import StepResult
@@ -78,7 +78,7 @@ class Replay:
         self.tensors = len(names) > first_log(compiled.dag.code)
         self._step, self._objects, self._size = compiled.step, objects, compiled.dag.size
         self._owners, self._wanted = owners_of(compiled.dag), wanted_by_all(compiled.dag.code.metrics, compiled.step.name)
-        self._calls: list[tuple[str, int | float | Callable[[], float], torch.dtype | None, dict[str, Any]]] = []
+        self._calls: list[tuple[str, Callable[[StepResult], Any], dict[str, Any]]] = []
         self._context: Callable[[], contextlib.AbstractContextManager[Any]] = contextlib.nullcontext
         if compiled.dag.code.metrics.events:
             self._context = compiled.step.context
@@ -88,12 +88,9 @@ class Replay:
             apart = compiled.dag.code.undivided is not None and compiled.dag.replicas > 1
             kwargs.setdefault("batch_size", compiled.dag.replicas if apart else compiled.dag.size)
             kwargs["reduce_fx"] = log.reduce
-            if log.constant is None:
-                # Lightning keeps metrics in float32 at least.
-                dtype = torch.promote_types(dtypes[log.name], torch.float32)
-                self._calls.append((log.name, names.index(log.name, first_log(compiled.dag.code)), dtype, kwargs))
-            else:
-                self._calls.append((log.name, log.constant, None, kwargs))
+            places = [names.index(name, first_log(compiled.dag.code)) for name in log.outputs]
+            self._calls.append((log.name, _value(log, places, dtypes), kwargs))
+            if log.constant is not None:
                 self._context = compiled.step.context
 
     def __call__(self, module: nn.Module, result: StepResult, given: Given) -> None:
@@ -108,11 +105,10 @@ class Replay:
         events = list(self._step.at(given.batch_spec.size).metrics.events)
         self._objects.claim(module, self._owners)
         with self._context():  # numbers become tensors of the precision's default dtype
-            for i, (name, value, dtype, kwargs) in enumerate(self._calls):
+            for i, (name, value, kwargs) in enumerate(self._calls):
                 while events and events[0].after <= i:
                     self._repeat(module, events.pop(0), result, given)
-                known = value() if callable(value) else value
-                log(name, known if dtype is None else result.metrics[int(known)].to(dtype), **kwargs)
+                log(name, value(result), **kwargs)
             for event in events:
                 self._repeat(module, event, result, given)
 
@@ -138,6 +134,22 @@ class Replay:
         found = result.results.get(name)
         whole = self._step.at(given.batch_spec.size).metrics.whole
         return found if found is None or name not in whole else whole[name](self._step.inputs(given.leaves)).to(found.device)
+
+
+def _value(log: Logged, places: Sequence[int], dtypes: Mapping[str, torch.dtype]) -> Callable[[StepResult], Any]:
+    """A function that gives what a call logs. Lightning keeps metrics in float32 at least."""
+    constant, computed = log.constant, log.computed
+    if constant is not None:
+        return lambda result: constant() if callable(constant) else constant
+    if computed is None:
+        (place,), dtype = places, torch.promote_types(dtypes[log.name], torch.float32)
+        return lambda result: result.metrics[place].to(dtype)
+
+    def value(result: StepResult) -> torch.Tensor:
+        made = computed.of([result.metrics[place] for place in places])
+        return made.to(torch.promote_types(made.dtype, torch.float32))
+
+    return value
 
 
 def _dtypes(dag: TrainingDAG) -> dict[str, torch.dtype]:

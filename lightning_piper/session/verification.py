@@ -95,6 +95,21 @@ def _plain_to_see(compiled: Compiled) -> Iterator[str]:
             f"samples meet on the way to the loss, or are taken by their place, in {code.meet}: microbatches and replicas have "
             f"their own alone, and give another loss than all {dag.size} samples"
         )
+    yield from unlike_one_device(compiled)
+
+
+def unlike_one_device(compiled: Compiled) -> Iterator[str]:
+    """Logged values that are others than those of one device, as can be seen without running anything."""
+    dag, code = compiled.dag, compiled.dag.code
+    if any(len(parts) > 1 for parts in dag.slices().values()):
+        for log in code.logs:
+            if log.name in code.unknown:
+                yield (
+                    f"self.log({log.name!r}) at {log.where}: the value is not computed from means, sums and ratios over the batch "
+                    "alone. What is logged is the mean over samples of what microbatches and replicas have, not the value of all "
+                    f"{dag.size} samples. Log the means or sums that it is made of, or give its arguments to a metric object "
+                    "(torchmetrics)"
+                )
 
 
 def _statistics(compiled: Compiled) -> Iterator[str]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -54,6 +55,7 @@ class _Runner:
         self.step, self.tensors, self.leaves, self.seed = step, tensors, leaves, seed
         self.random = any(interface.random for interface in step.at(step.size).interfaces.values())
         self.mixed = mixed(step)
+        self.computed = [log.name for log in step.at(step.size).logs if log.computed is not None]
         self.splits: list[Split] = []
         self._single: dict[Any, Outcome] = {}
         self._rounding: dict[Any, dict[str, float]] = {}
@@ -115,7 +117,12 @@ class _Runner:
             return interpret(apply_program(build_dag(self.step), self.splits), tensors, self.leaves, self.seed)
         if self.random or (self.mixed and len(slices) > 1):
             return interpret(accumulating(self.step, slices), tensors, self.leaves, self.seed)
-        return run_eagerly(self.step, tensors, self.leaves, slices)
+        found = run_eagerly(self.step, tensors, self.leaves, slices)
+        if len(slices) > 1 and self.computed:
+            # From values of the whole batch, which what a slice logs does not tell.
+            captured = interpret(accumulating(self.step, slices), tensors, self.leaves, self.seed)
+            found = replace(found, metrics={**found.metrics, **{name: captured.metrics[name] for name in self.computed}})
+        return found
 
     def rounding(self, slices: tuple[Slice, ...], parted: bool = False) -> dict[str, float]:
         """What rounding can do to each result, measured: how far it moves when every parameter moves by one ulp, and how far

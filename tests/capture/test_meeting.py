@@ -24,6 +24,8 @@ MEET: dict[str, tuple[Loss, str]] = {
     "pairs": (lambda net, x, y: (net(x)[:, None] - net(x)[None]).abs().mean(), "sub"),
     "distances": (lambda net, x, y: torch.cdist(net(x), y).mean(), "cdist"),
     "centred": (lambda net, x, y: (net(x) - net(x).mean(0)).square().mean(), "sub"),
+    "around the mean": (lambda net, x, y: (net(x) - net(x).mean()).square().mean(), "pow"),
+    "shares": (lambda net, x, y: ((net(x).exp() / net(x).exp().sum()).log() * y).mean(), "log"),
     "scaled": (lambda net, x, y: F.mse_loss(net(x) / (net(x).std(0) + 1e-3), y), "div"),
 }
 APART: dict[str, Loss] = {
@@ -33,6 +35,8 @@ APART: dict[str, Loss] = {
     "joined": lambda net, x, y: F.mse_loss(*net(torch.cat([x, 2 * x])).chunk(2)),
     "own class": lambda net, x, y: net(x).log_softmax(1)[torch.arange(len(x)), y.argmax(1)].mean(),
     "weights": lambda net, x, y: ((net(x) - y).square() * y.exp()).sum() / y.exp().sum(),
+    "a mean beside each": lambda net, x, y: ((net(x) - y).square() + 0.1 * net(x).abs().mean()).mean(),
+    "the largest taken off": lambda net, x, y: (net(x) - net(x).max()).exp().mean(),
     "attention": lambda net, x, y: (h := net(x)[..., None], (h @ h.mT).softmax(-1).square().mean())[1],
     "only logged": lambda net, x, y: (net(x).detach().mean(0).std(), F.mse_loss(net(x), y))[1],
 }

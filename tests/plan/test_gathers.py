@@ -17,7 +17,7 @@ from lightning_piper.ir.dag import TrainingDAG
 from lightning_piper.ir.nodes import Chunk, Node
 from lightning_piper.ir.values import Shard
 from lightning_piper.ops.gather import AllGather
-from lightning_piper.ops.reduce import ReduceScatter
+from lightning_piper.ops.reduce import ReduceScatter, ReduceScatterInstruction
 from lightning_piper.ops.update import Accumulate
 from lightning_piper.passes import eliminate
 from lightning_piper.plan import Plan, check_plans, compile_plans, global_order
@@ -211,6 +211,20 @@ def test_a_gather_stands_before_the_chunk_that_runs_before_its_reader() -> None:
         assert issued < before, "it has that chunk's time to arrive"
         assert reader < 2 or issued > runs[reader - 2], "and lies there no longer"
         assert before < waits[slot] < runs[reader] or reader == 0, "and is waited for when that chunk is done"
+
+
+@pytest.mark.parametrize("microbatches", [1, 2])
+@pytest.mark.parametrize("level", ["shard_params", "shard_grads"])
+def test_a_sum_of_a_bucket_is_waited_for_after_the_next_chunk(microbatches: int, level: str) -> None:
+    """It has that chunk's time, and its bucket lies there no longer; but for the last one, which no chunk comes after."""
+    plan = compile_plans(on_one_group(chain(6), microbatches, **{"shard_params": False, level: True}))[0]
+    sums = {x.into: i for i, x in enumerate(plan.instructions) if isinstance(x, ReduceScatterInstruction)}
+    waits = {x.into: i for i, x in enumerate(plan.instructions) if isinstance(x, ins.WaitWork)}
+    chunks = [
+        sum(isinstance(x, ins.Run) for x in plan.instructions[start : waits[slot]])
+        for slot, start in sorted(sums.items(), key=lambda item: item[1])
+    ]
+    assert len(chunks) >= 6 and chunks == [1] * (len(chunks) - 1) + [0]
 
 
 def test_all_members_issue_collectives_in_one_order() -> None:

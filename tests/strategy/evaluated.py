@@ -84,6 +84,7 @@ class Net(L.LightningModule):
             loss = F.mse_loss(out, y)
         self.log("val_loss", loss, sync_dist=True, prog_bar=True)
         self.log("by_step", loss * 2, on_step=True, on_epoch=True, sync_dist=True)
+        self.log("root", loss.sqrt())
         self.log("shared", out.abs().mean(), add_dataloader_idx=False, sync_dist=True) if dataloader_idx == 0 else None
         self.log_dict({"largest": out.max(), "constant": 3.0}, reduce_fx="max", sync_dist=True)
         return {"out": out, "target": y, "number": dataloader_idx, "nothing": None}

@@ -1,0 +1,125 @@
+"""Recorded trainings of a small GPT on two processes: its repeated blocks as regions, and all of it as one region."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager, nullcontext
+from pathlib import Path
+from typing import Any
+from unittest import mock
+
+import lightning as L
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.utils.data import DataLoader
+
+import lightning_piper as piper
+from lightning_piper.runtime import collectives
+from tests.distributed.processes import launch_trainings
+from tests.strategy.fitting import QUIET, sharing_captures, trace
+
+WORDS, LENGTH, WIDTH, LAYERS, SAMPLES = 32, 16, 32, 3, 8
+SHARDED = [piper.Place(filter={}, devices=[0, 1]), piper.Replicate(filter={}, devices=[0, 1], shard_params=True)]
+
+
+class Block(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.before, self.between = nn.LayerNorm(WIDTH), nn.LayerNorm(WIDTH)
+        self.qkv, self.out = nn.Linear(WIDTH, 3 * WIDTH), nn.Linear(WIDTH, WIDTH)
+        self.up, self.down = nn.Linear(WIDTH, 4 * WIDTH), nn.Linear(4 * WIDTH, WIDTH)
+
+    def forward(self, x: Tensor) -> Tensor:
+        q, k, v = (part.unflatten(-1, (2, -1)).transpose(1, 2) for part in self.qkv(self.before(x)).chunk(3, -1))
+        x = x + self.out(F.scaled_dot_product_attention(q, k, v, is_causal=True).transpose(1, 2).flatten(-2))
+        return x + self.down(F.gelu(self.up(self.between(x))))
+
+
+class GPT(L.LightningModule):
+    """Without annotations."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.words, self.places = nn.Embedding(WORDS, WIDTH), nn.Embedding(LENGTH, WIDTH)
+        self.blocks = nn.ModuleList([Block() for _ in range(LAYERS)])
+        self.head = nn.Linear(WIDTH, WORDS)
+
+    def training_step(self, batch: Tensor, batch_idx: int) -> Tensor:
+        x = self.words(batch) + self.places.weight
+        for block in self.blocks:
+            x = block(x)
+        return F.cross_entropy(self.head(x).flatten(0, 1), batch.flatten())
+
+    def configure_optimizers(self) -> Any:
+        return torch.optim.SGD(self.parameters(), lr=0.1)
+
+
+class Whole(GPT):
+    """With one annotation around all of it."""
+
+    def training_step(self, batch: Tensor, batch_idx: int) -> Tensor:
+        with piper.annotate("PP", 0):
+            return super().training_step(batch, batch_idx)
+
+
+FITS: dict[str, tuple[type[GPT], dict[str, Any]]] = {  # name -> the model, arguments of the strategy
+    "blocks": (GPT, {}),
+    "one region": (Whole, {}),
+    "sharded": (GPT, {"directives": SHARDED}),
+    "sharded in one region": (Whole, {"directives": SHARDED}),
+}
+
+
+def data() -> Tensor:
+    return torch.randint(WORDS, (3 * SAMPLES, LENGTH), generator=torch.Generator().manual_seed(1))
+
+
+def trace_all(folder: Path) -> None:
+    for model in (GPT, Whole):
+        trace(model(), data()[:SAMPLES], (SAMPLES, SAMPLES // 2), "training_step")
+
+
+@contextmanager
+def arriving(sums: int, arrived: list[int]) -> Iterator[None]:
+    """Before the last of a step's `sums` of buckets is started, all earlier ones are to arrive while nobody waits for them; enters
+    into `arrived` how many did."""
+    works: list[Any] = []
+    start = collectives.dist.all_reduce
+
+    def all_reduce(x: Tensor, **options: Any) -> Any:
+        if x.numel() < WIDTH:  # of the loss
+            return start(x, **options)
+        if len(works) == sums - 1:
+            end = time.monotonic() + 20
+            while not all(work.is_completed() for work in works) and time.monotonic() < end:
+                time.sleep(0.001)
+            arrived.append(sum(work.is_completed() for work in works))
+            works.clear()
+            return start(x, **options)
+        works.append(start(x, **options))
+        return works[-1]
+
+    with mock.patch.object(collectives.dist, "all_reduce", all_reduce):
+        yield
+
+
+@sharing_captures
+def fit_all(rank: int, folder: Path) -> dict[str, Any]:
+    found: dict[str, Any] = {}
+    for name, (model, arguments) in FITS.items():
+        strategy = piper.PiperStrategy(profile=piper.Schedule(wait=0, warmup=1, active=2), **arguments)
+        options: dict[str, Any] = {**QUIET, "accelerator": "cpu", "devices": 2, "max_steps": 3}
+        fit = L.Trainer(strategy=strategy, default_root_dir=folder / name, **options)
+        arrived: list[int] = []
+        with arriving(LAYERS + 2, arrived) if name == "blocks" else nullcontext():
+            fit.fit(model(), DataLoader(data(), batch_size=SAMPLES // 2))
+        found[name] = arrived
+    return found
+
+
+def record_all(folder: Path) -> list[dict[str, Any]]:
+    """Runs of `FITS`, each recorded into a folder of its name below `folder`; what `arriving` found in each, by rank."""
+    return launch_trainings(2, fit_all, folder / "ranks", folder, prepare=trace_all)
