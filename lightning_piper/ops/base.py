@@ -21,7 +21,7 @@ from typing import Any, Protocol
 
 import torch
 
-from lightning_piper.errors import PiperError, VerificationError
+from lightning_piper.errors import ExecutionError, PiperError, VerificationError
 from lightning_piper.ir.buckets import Bucket
 from lightning_piper.ir.dag import TrainingDAG
 from lightning_piper.ir.nodes import Node, Ref
@@ -66,6 +66,20 @@ class Exchange(ABC):
     @abstractmethod
     def join(self, state: Any, received: Sequence[Any]) -> Bundle:
         """The value, from what each member sent; the tensors may be the senders' own, and are not to be changed."""
+
+
+def parts_of(exchange: Exchange, state: Any, members: int) -> Sequence[Any]:
+    """What `Exchange.parts` gives.
+
+    Raises:
+        ExecutionError: it is not one part for each member.
+    """
+    parts = exchange.parts(state)
+    found = len(parts) if hasattr(parts, "__len__") else shown(parts)
+    if found != members:
+        kind = f"{type(exchange).__module__}.{type(exchange).__qualname__}"
+        raise ExecutionError(f"parts() of {kind} gives {found} parts for {members} members; give one for each, in their order")
+    return parts
 
 
 class Endpoint(Protocol):

@@ -23,6 +23,7 @@ def complete(dag: TrainingDAG) -> None:
         for node in (*unplaced, *dag.of_type(Barrier)):
             dag.change(node, devices=(0,))
         place_around(dag, unplaced)
+        _all_have_devices(dag)
         weigh(dag)
         return
     if unplaced:
@@ -32,6 +33,7 @@ def complete(dag: TrainingDAG) -> None:
             f"the program places some regions but leaves {len(regions)} without a device: {shown}. Add a place whose filter "
             'selects them, or annotate that code as a part of a placed region ({"TAG": "-"} selects what does not carry a tag)'
         )
+    _all_have_devices(dag)
     for chunk in dag.of_type(Chunk):
         if len(chunk.devices) != dag.replicas:
             raise DirectiveError(
@@ -52,6 +54,17 @@ def complete(dag: TrainingDAG) -> None:
             f"the program places regions on devices {list(devices)}; use devices 0 to {len(devices) - 1}, without gaps"
         )
     weigh(dag)
+
+
+def _all_have_devices(dag: TrainingDAG) -> None:
+    """Nodes of directives that the package does not have are given devices by these."""
+    for node in dag.nodes.values():
+        if not node.devices:
+            by = "" if node.origin is None else f", made by directive {node.origin},"
+            raise DirectiveError(
+                f"{node.label} %{node.id}{by} has no device: a place moves only what the package has put between chunks. Put the "
+                "directive that makes the node behind every place, and let it give the node the devices of what this reads"
+            )
 
 
 def _shown(dag: TrainingDAG, chunk: Chunk) -> str:

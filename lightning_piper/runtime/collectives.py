@@ -13,7 +13,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from lightning_piper.ops.base import Bound, Bundle, Exchange, Slots
+from lightning_piper.ops.base import Bound, Bundle, Exchange, Slots, parts_of
 
 Finish = Callable[[Any], Bundle]
 
@@ -65,7 +65,7 @@ def bind_collective(exchange: Exchange, into: int, slots: Slots, members: Member
 
     def start() -> None:
         state = exchange.bring()
-        parts = exchange.parts(state)
+        parts = parts_of(exchange, state, len(members.ranks))
         received = exchange.room(state, parts)
         works = members.exchange(parts, received)
         if received[own] is not parts[own]:
@@ -80,7 +80,7 @@ def bind_alone(exchange: Exchange, into: int, slots: Slots) -> Bound:
 
     def start() -> None:
         state = exchange.bring()
-        slots[into] = ([], exchange.join(state, exchange.parts(state)))
+        slots[into] = ([], exchange.join(state, parts_of(exchange, state, 1)))
 
     return start
 
@@ -98,7 +98,7 @@ def _all_reduce(exchange: Exchange, into: int, slots: Slots, members: Members) -
 def _reduce_scatter_nccl(exchange: Exchange, into: int, slots: Slots, members: Members) -> Bound:
     def start() -> None:
         (flat,) = state = exchange.bring()
-        parts = exchange.parts(state)
+        parts = parts_of(exchange, state, len(members.ranks))
         total = torch.empty_like(parts[members.own])
         if members.in_order:
             work = dist.reduce_scatter_tensor(total, flat, group=members.group, async_op=True)
@@ -112,7 +112,7 @@ def _reduce_scatter_nccl(exchange: Exchange, into: int, slots: Slots, members: M
 def _all_gather_nccl(exchange: Exchange, into: int, slots: Slots, members: Members) -> Bound:
     def start() -> None:
         state = exchange.bring()
-        parts = exchange.parts(state)
+        parts = parts_of(exchange, state, len(members.ranks))
         received = exchange.room(state, parts)
         if members.in_order:
             flat = received[0].as_strided((sum(part.numel() for part in received),), (1,))
@@ -127,7 +127,7 @@ def _all_gather_nccl(exchange: Exchange, into: int, slots: Slots, members: Membe
 def _all_to_all_nccl(exchange: Exchange, into: int, slots: Slots, members: Members) -> Bound:
     def start() -> None:
         state = exchange.bring()
-        parts = exchange.parts(state)
+        parts = parts_of(exchange, state, len(members.ranks))
         received = exchange.room(state, parts)
         work = dist.all_to_all(members.by_rank(received), members.by_rank(parts), group=members.group, async_op=True)
         slots[into] = ([work], (state, received, parts))

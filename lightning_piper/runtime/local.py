@@ -9,7 +9,7 @@ from typing import Any
 import torch
 
 from lightning_piper.errors import ExecutionError
-from lightning_piper.ops.base import Exchange
+from lightning_piper.ops.base import Exchange, parts_of
 from lightning_piper.plan.instructions import Collective, Irecv, Send, WaitSend, WaitWork
 from lightning_piper.plan.matching import Matching, Meeting
 from lightning_piper.plan.plan import Plan
@@ -95,10 +95,11 @@ class LocalEndpoint:
         brought = self._transport.collectives[meeting].brought
         self._meet[instruction.node] = (meeting, instruction, exchange)
         states, node, mark = self._state, instruction.node, arrival(self._device)
+        count = len(instruction.members)
 
         def start() -> None:
             state = states[node] = exchange.bring()
-            parts = exchange.parts(state)
+            parts = parts_of(exchange, state, count)
             mark.record()
             brought[member] = (parts, mark)
 

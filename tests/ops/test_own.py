@@ -11,9 +11,9 @@ from unittest import mock
 import pytest
 import torch
 
-from lightning_piper import ops
+from lightning_piper import ir, ops
 from lightning_piper.directives import Directive, parse
-from lightning_piper.errors import ExecutionError, PiperError, VerificationError
+from lightning_piper.errors import DirectiveError, ExecutionError, PiperError, VerificationError
 from lightning_piper.ir import Node, Replicate, TrainingDAG
 from lightning_piper.ir.nodes import Turn
 from lightning_piper.ops import base
@@ -168,6 +168,18 @@ def test_what_a_function_gives_is_looked_at(part: str, function: Callable[..., A
     assert says in str(caught.value)
 
 
+@pytest.mark.parametrize("change, found", [(lambda x: x[1:], "1"), (lambda x: [*x, *x], "4"), (lambda x: None, "None")])
+def test_an_exchange_has_a_part_for_each_member(change: Callable[[Any], Any], found: str) -> None:
+    parts = Exchange.parts
+    with (
+        mock.patch.object(Exchange, "parts", lambda self, state: change(parts(self, state))),
+        pytest.raises(ExecutionError) as caught,
+    ):
+        run_local(executors()[1], [torch.ones(4, 4).double()], seed=0)
+    says = f"parts() of {__name__}.Exchange gives {found} parts for 2 members; give one for each, in their order"
+    assert says in str(caught.value) and "linesum" in str(caught.value)
+
+
 @pytest.mark.parametrize(
     "part, says",
     [
@@ -184,3 +196,27 @@ def test_what_a_function_raises_says_whose_it_is(part: str, says: str) -> None:
     with pytest.raises(KeyError, match="bug") as caught:
         executors()
     assert any(says in note for note in caught.value.__notes__)
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Between(Directive):
+    """Puts a node between the first chunk and those that read it, on the devices of the chunk."""
+
+    op: ClassVar[str] = "between"
+    contract: ClassVar[Any] = "bitwise"
+
+    def apply(self, dag: TrainingDAG) -> None:
+        chunk = next(chunk for chunk in dag.of_type(ir.Chunk) if dag.users(chunk))
+        value, readers = dag.value((chunk.id, 0)), dag.readers((chunk.id, 0))
+        made = dag.add(LineSum(inputs=((chunk.id, 0),), outputs=(value,), devices=chunk.devices, lines=((0,),)))
+        for reader in readers:
+            dag.substitute(reader, (chunk.id, 0), (made.id, 0))
+
+
+def test_a_node_before_the_place_of_what_it_reads_has_no_device() -> None:
+    placing = parse([{"op": "place", "filter": {}, "devices": [0]}])
+    step = captured("exact").step
+    assert run_pipeline(step, [*placing, Between()]).of_type(LineSum), "the control: behind it, it has that of the chunk"
+    for program in ([Between(), *placing], [Between()]):
+        with pytest.raises(DirectiveError, match=r"linesum %.* made by directive 0, has no device: a place moves only what"):
+            run_pipeline(step, program)
