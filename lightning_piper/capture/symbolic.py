@@ -152,7 +152,7 @@ class SymbolicStep:
             raise NotSymbolic("weights are calculated with sizes")
         terms = {out.names[0]: out.term for out in weighed.plain if out.kind == Kind.ARGUMENT}
         self.terms, self._metrics = weighed.terms, replace(traced.metrics, terms=terms)
-        self._assumed, self._meet = weighed.assumed, weighed.meet
+        self._assumed, self._meet, self._local = weighed.assumed, weighed.meet, weighed.local
         self._regions, passes, split, _ = cut(weighed, canonical)
         self._passes = {key: (*found, self._outputs(found[1])) for key, found in passes.items()}
         self._split = {key: (*found, self._outputs(found[1])) for key, found in split.items()}
@@ -175,7 +175,7 @@ class SymbolicStep:
         interfaces = {key: interface for key, (interface, _, _) in self._passes.items()}
         return StepCode(size, self._regions, interfaces, passes, self._logs_at(known), specs, split, rebuild=self._rebuild,
                         terms=tuple(_numbered_term(term, numbers) for term in self.terms), metrics=self._metrics,
-                        assumed=self._assumed, meet=self._meet)  # fmt: skip
+                        assumed=self._assumed, meet=self._meet, local=self._local)  # fmt: skip
 
     def _logs_at(self, known: Sequence[Any]) -> tuple[Logged, ...]:
         return tuple(replace(log, kwargs={**log.kwargs, **{k: known[i] for k, i in sizes.items()}}) for log, sizes in self._logs)

@@ -19,6 +19,7 @@ import torch
 from torch.fx import Node
 
 from lightning_piper.capture import _torch
+from lightning_piper.capture.changed_buffers import changed_buffers, is_local
 from lightning_piper.capture.denominators import ONE, SAMPLES, Expression, denominator_of, described, simplified, stats_of
 from lightning_piper.capture.following import Ask
 from lightning_piper.capture.meeting import meeting
@@ -43,7 +44,7 @@ class Weighed:
         graph, plain: as of `Traced`; a loss of several terms is several outputs, and so is such a logged value.
         terms: how they are weighed; `Output.term` is a place here.
         tangents: placeholders of the loss's gradients -> the terms that they belong to.
-        assumed, meet: as of `StepCode`.
+        assumed, meet, local: as of `StepCode`.
     """
 
     graph: torch.fx.Graph
@@ -52,6 +53,7 @@ class Weighed:
     tangents: Mapping[Node, int]
     assumed: bool = False
     meet: str | None = None
+    local: frozenset[str] = frozenset()
 
 
 def weigh(traced: Traced, size: int, canonical: Mapping[str, str], beside: Ask | None) -> Weighed:
@@ -73,7 +75,7 @@ class _Weighing:
         self.graph, self.plain = traced.graph, list(traced.plain)
         self.reduce = {log.name: log.reduce for log in traced.logs}
         self.found, self._alike = Terms(traced.graph, size, beside or (lambda known: None)), beside is None
-        self.names = Names.of(traced.graph, canonical)
+        self.names, self.canonical = Names.of(traced.graph, canonical), canonical
         self.kinds: dict[Any, int] = {}
         self.assumed, self.size = False, size
         self.terms: list[Term] = []
@@ -84,6 +86,7 @@ class _Weighing:
         results: list[Any] = list(output.args[0])  # type: ignore[arg-type]
         described_as = list(output.meta["desc"])
         tangents = {} if self.names.tangent is None else {self.names.tangent: 0}
+        changed = changed_buffers(zip(results, described_as, strict=True), self.canonical)
         losses = [x for x, desc in zip(results, described_as, strict=True) if self._is_loss(desc)]
         met = meeting(self.graph, losses[0], self.size) if losses and not self._alike else None
         for place, (node, desc) in enumerate(zip(list(results), list(described_as), strict=True)):
@@ -114,6 +117,7 @@ class _Weighing:
             tangents,
             self.assumed,
             None if met is None else f"{met.target} ({source_line(met)})",
+            frozenset(name for name, node in changed.items() if is_local(node, self.found.changes)),
         )
 
     def _is_loss(self, desc: Any) -> bool:
