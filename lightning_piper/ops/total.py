@@ -13,7 +13,7 @@ from lightning_piper.ir.values import Partial, Placement, Replicate, Slice
 from lightning_piper.ops.base import Operation, Planning, register_operation
 from lightning_piper.ops.facts import Facts, carries, slices_of
 from lightning_piper.ops.reduce import AllReduceInstruction, bind_all_reduce
-from lightning_piper.ops.reference import Made, Reference
+from lightning_piper.ops.reference import Made, Reference, sum_in_order
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -93,7 +93,8 @@ def read_as_total(facts: Facts, node: Chunk, ref: Ref, wanted: tuple[int, str, i
 
 
 def interpret(run: Reference, node: Total) -> Made:
-    return [[run.sum_over(node, node.mesh.line(node.axis, replica))] for replica in run.replicas]
+    own = [sum_in_order(run.inputs(node, replica)) for replica in run.replicas]
+    return [[sum_in_order([own[r] for r in node.mesh.line(node.axis, replica)])] for replica in run.replicas]
 
 
 # Plans

@@ -107,8 +107,6 @@ class _Runner:
 
     def _work(self, dag: TrainingDAG) -> tuple[tuple[Slice, ...], bool]:
         """What one device is to work on; random numbers are drawn by slice."""
-        if self.step.at(self.step.size).sums_over_batch and not self.random:
-            return self._whole, False  # eager code gets the whole batch at once, or sums over a part of it
         slices = dag.microbatches()
         return slices or self._whole, slices is None and self.random
 
