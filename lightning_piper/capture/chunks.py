@@ -10,16 +10,18 @@ from torch.fx import Node
 
 from lightning_piper.capture import _torch
 from lightning_piper.capture.backward import save, split_backward, wire
+from lightning_piper.capture.changed_buffers import changed_buffers
 from lightning_piper.capture.extract import extract
 from lightning_piper.capture.metric_objects import object_of, uncopied
 from lightning_piper.capture.passes import Names, OutputRef, Pass, reads_of
-from lightning_piper.capture.regions import Assignment, assign, gradient_terms
+from lightning_piper.capture.regions import Assignment, assign, gradient_terms, source_line
 from lightning_piper.capture.row_independence import refuse_row_dependence
 from lightning_piper.capture.rows import refuse_joined_rows, routed_of, rows_of
 from lightning_piper.capture.weighing import Weighed
 from lightning_piper.errors import CaptureError
 from lightning_piper.ir.regions import Code, Interface, Output, PassKey, Region, Routed
 from lightning_piper.ir.values import Kind
+from lightning_piper.totals import TOTAL
 
 aten = torch.ops.aten
 Extracted = dict[PassKey, tuple[Interface, Code]]
@@ -40,11 +42,7 @@ def cut(
     names = Names.of(graph, canonical, weighed.tangents)
     results = graph.output_node()
     described = list(zip(results.args[0], results.meta["desc"], strict=True))  # type: ignore[arg-type]
-    changed = {
-        canonical[d.mutated_input.target.removeprefix("module.")]: x
-        for x, d in described
-        if isinstance(d, _torch.InputMutationAOTOutput) and isinstance(d.mutated_input, _torch.BufferAOTInput)
-    }
+    changed = changed_buffers(described, canonical)
     _refuse_changed_parameters(described, canonical)
     state = frozenset(n for n, name in names.buffers.items() if name in changed)
     placed = assign(graph, state)
@@ -58,6 +56,7 @@ def cut(
     _results(described, names, changed, placed, passes, plain, routed)
     forward = {key for key, p in passes.items() if key[1] == "F" and p.nodes}
     _drop_unused(passes)
+    _refuse_read_terms(placed)
     parts = _connect(placed, passes, state)
     forward = forward or {(0, "F")}  # a step that computes nothing is a chunk that does nothing
     passes = {key: p for key, p in passes.items() if p.nodes or p.outputs or key in forward}
@@ -91,6 +90,18 @@ def _refuse_changed_parameters(described: list[tuple[Node | None, Any]], canonic
                 f"training_step changes the parameter {name} in place; in a captured step only the optimizer changes parameters. "
                 "Do it in a hook such as on_train_batch_start, or keep the value in a buffer"
             )
+
+
+def _refuse_read_terms(placed: Assignment) -> None:
+    """What a pass makes of a sum over the whole batch is a term: only another pass gets the sum."""
+    for node in placed.of:
+        for user in node.users if node.target is TOTAL else ():
+            here = user in placed.of and placed.of[user] == placed.of[node] and _torch.is_backward(user) == _torch.is_backward(node)
+            if here or user.op == "output":
+                raise CaptureError(
+                    f"{source_line(node)}: a sum over the whole batch is handed out, or read by what makes its terms; compute "
+                    "with it first"
+                )
 
 
 def _results(
@@ -206,7 +217,7 @@ def _connect(placed: Assignment, passes: Mapping[PassKey, Pass], state: frozense
         kind = Kind.COTANGENT if source[1] == "B" else Kind.ACTIVATION
         for reader in crossing[node, source]:
             taken.setdefault(reader, []).append((*source, len(passes[source].outputs)))
-        passes[source].outputs.append((Output(kind, (node.name,)), [node]))
+        passes[source].outputs.append((Output(kind, (node.name,), partial=node.target is TOTAL), [node]))
     backward = {region: p for (region, kind), p in passes.items() if kind == "B" and p.outputs}
     parts: dict[int, dict[str, Pass]] = {}
     for region, p in backward.items():
@@ -222,7 +233,7 @@ def _connect(placed: Assignment, passes: Mapping[PassKey, Pass], state: frozense
 
 def _saved_by(node: Node, region: int, passes: Mapping[PassKey, Pass], placed: Assignment, state: frozenset[Node]) -> bool:
     """Does the region's own forward keep this value for its backward?"""
-    if _torch.is_backward(node):
+    if _torch.is_backward(node) or node.target is TOTAL:
         return False
     if node in placed.of:
         return placed.of[node] == region or node in passes[region, "F"].reads

@@ -49,8 +49,11 @@ def run_eagerly(
         step: names the module and its batch spec; the module itself is not changed.
         tensors: parameters and buffers by canonical name.
         leaves: the batch's tensors.
-        slices: microbatches, in order. Several only if the step is not `mixed`.
+        slices: microbatches, in order. Several only if the step is not `mixed`. A step that sums over the whole batch on its way
+            runs on all of them at once.
     """
+    if step.at(step.size).sums_over_batch:
+        slices = (Slice(slices[0].start, slices[-1].stop),)
     weights, folds = _weights(step, tensors, leaves, slices), _folds(step)
     whole = step.batch_spec.undivided is not None
     params = {n: x.detach().clone().requires_grad_(step.params[n].requires_grad) for n, x in tensors.items() if n in step.params}

@@ -12,6 +12,7 @@ from lightning_piper.capture.rows import arrives, direction_of, leaves, resize, 
 from lightning_piper.ir.regions import Code, Interface
 from lightning_piper.ir.values import Kind, TensorSpec
 from lightning_piper.routing import COMBINE, COUNTS
+from lightning_piper.totals import TOTAL
 
 aten = torch.ops.aten
 CROSSING = (Kind.ACTIVATION, Kind.COTANGENT, Kind.RESULT, Kind.ARGUMENT)  # kinds of values that travel
@@ -70,7 +71,7 @@ def _emit(graph: torch.fx.Graph, env: dict[Node, Node], node: Node) -> Node:
     if node not in env:
         for x in node.all_input_nodes:
             _emit(graph, env, x)
-        if node.target is aten.detach.default:
+        if node.target in (aten.detach.default, TOTAL):  # what sums over the batch is outside of the code
             env[node] = env[node.all_input_nodes[0]]
         elif direction_of(node) is not None:
             env[node] = _arrived(graph, env, node)

@@ -16,6 +16,7 @@ from torch.fx import Node
 from lightning_piper.capture import _torch
 from lightning_piper.capture.denominators import SAMPLES, Expression, Number, over, times
 from lightning_piper.capture.rowwise import known_rows
+from lightning_piper.totals import TOTAL
 
 aten = torch.ops.aten
 Ask = Callable[[bool], tuple[torch.fx.Graph, int] | None]
@@ -114,10 +115,11 @@ class Following:
         stack = [node]
         while stack:
             top = stack[-1]
-            missing = [x for x in top.all_input_nodes if x not in self._changes]
+            inputs = [] if top.target is TOTAL else top.all_input_nodes
+            missing = [x for x in inputs if x not in self._changes]
             if not missing:
                 stack.pop()
-                self._changes.setdefault(top, any(self._changes[x] for x in top.all_input_nodes) or self.is_made_of_size(top))
+                self._changes.setdefault(top, any(self._changes[x] for x in inputs) or self.is_made_of_size(top))
             stack += missing
         return self._changes[node]
 
@@ -185,10 +187,11 @@ def _is_element_by_element(node: Node) -> bool:
 
 
 def results_of(graph: torch.fx.Graph) -> list[Node]:
-    """What the step itself hands out, in order: not gradients."""
+    """What the step itself hands out, in order: also new values of buffers, and not gradients."""
     output = graph.output_node()
     described = zip(output.args[0], output.meta["desc"], strict=True)  # type: ignore[arg-type]
-    return [node for node, desc in described if isinstance(desc, _torch.PlainAOTOutput) and isinstance(node, Node)]
+    kinds = (_torch.PlainAOTOutput, _torch.InputMutationAOTOutput)
+    return [node for node, desc in described if isinstance(desc, kinds) and isinstance(node, Node)]
 
 
 def copied(graph: torch.fx.Graph) -> torch.fx.Graph:

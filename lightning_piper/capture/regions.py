@@ -1,7 +1,8 @@
 """Which region each node of a joint graph belongs to.
 
 Forward nodes come in trace order. A region is a maximal run of nodes with equal tags, so regions depend on each other only
-forwards and their backward passes only in reverse. In such a run, what works on dispatched tokens is a region of its own. Three
+forwards and their backward passes only in reverse. In such a run, what works on dispatched tokens is a region of its own, and so
+is what needs the first sums over the whole batch (`totals.total`), what needs sums of values that need those, and so on. Three
 kinds of nodes have no place of their own:
 
 - *views*: cheap views (or casts) of a parameter or buffer. Each user makes its own; sending them would send the weight.
@@ -26,6 +27,7 @@ from lightning_piper.annotate import META_KEY, SOURCE_KEY
 from lightning_piper.capture import _torch
 from lightning_piper.ir.regions import Region
 from lightning_piper.routing import COMBINE, ROUTE
+from lightning_piper.totals import TOTAL
 
 aten = torch.ops.aten
 VIEWS = {
@@ -82,6 +84,8 @@ def _shared(forward: list[Node], state: frozenset[Node]) -> tuple[set[Node], set
                 weights.add(x)
         if any(x in state or (x.op != "placeholder" and x not in shared) for x in inputs) or _torch.is_random(node):
             continue
+        if node.target is TOTAL:
+            continue
         if inputs and all(x in weights for x in inputs):
             if node.target in VIEWS:
                 shared.add(node)
@@ -92,40 +96,45 @@ def _shared(forward: list[Node], state: frozenset[Node]) -> tuple[set[Node], set
 
 
 def _segments(forward: list[Node], shared: set[Node], weights: set[Node], of: dict[Node, int]) -> list[Region]:
-    regions: list[Region] = []
-    current: tuple[dict[str, int], int] | None = None
-    pending: list[Node] = []  # untagged work before the first region
-    away = _away(forward)
-    parts = _parts([n for n in forward if n in away or not _is_glue(n, away, weights)], away)
-    for node in forward:
-        tags = tags_of(node)
-        inputs = [x for x in node.all_input_nodes if x in of]
-        if node.target is operator.getitem and inputs:
-            of[node] = of[inputs[0]]
-            continue
-        glue = node not in parts
-        if glue and inputs:
-            of[node] = max(of[x] for x in inputs)
-            continue
-        if glue:
-            pending.append(node)
-            continue
-        if (tags, parts[node]) != current:
-            current = (tags, parts[node])
-            regions.append(Region(len(regions), tags, source_line(node)))
-        of[node] = len(regions) - 1
+    places = _places(forward, weights)
+    first: dict[tuple[int, int], Node] = {}  # of each region, its first node that has a place of its own
+    for node, (place, own) in places.items():
+        if own:
+            first.setdefault(place, node)
+    number = {place: i for i, place in enumerate(sorted(first))}
+    regions = [Region(i, tags_of(first[place]), source_line(first[place])) for place, i in number.items()]
+    of |= {node: number[place] for node, (place, _) in places.items()}
     if not regions:  # nothing but glue: the whole step is one untagged region
         regions.append(Region(0, {}, source_line(forward[0]) if forward else "training_step"))
-    for node in reversed(pending):  # users first, and they may be pending, too
+    for node in reversed([node for node in forward if node not in of]):  # users first, and they may be pending, too
         users = [of[u] for u in node.users if u in of]
         of[node] = min(users, default=0)
     return regions
 
 
+def _places(forward: list[Node], weights: set[Node]) -> dict[Node, tuple[tuple[int, int], bool]]:
+    """The place of each node in a run of nodes with equal tags, as (run, how many sums over the whole batch come before it there),
+    and whether it has it by itself. Without untagged work before the first region."""
+    away = _away(forward)
+    parts = _parts([n for n in forward if n in away or not _is_glue(n, away, weights)], away)
+    places: dict[Node, tuple[tuple[int, int], bool]] = {}
+    run, current = -1, None
+    for node in forward:
+        inputs = [places[x][0] for x in node.all_input_nodes if x in places]
+        if inputs and (node not in parts or node.target in (operator.getitem, TOTAL)):
+            places[node] = max(inputs), False  # a term of a sum stays where it is made
+        elif node in parts:
+            if (tags_of(node), parts[node]) != current:
+                run, current = run + 1, (tags_of(node), parts[node])
+            behind = [places[x][0][1] + (x.target is TOTAL) for x in node.all_input_nodes if x in places and places[x][0][0] == run]
+            places[node] = (run, max(behind, default=0)), True
+    return places
+
+
 def _is_glue(node: Node, away: set[Node], weights: set[Node]) -> bool:
-    # What came back is not theirs any more, so it does not go where it was made.
-    came_back = any(x in away for x in node.all_input_nodes)
-    return not tags_of(node) and not came_back and not any(x in weights for x in node.all_input_nodes)
+    # What came back is not theirs any more, so it does not go where it was made; nor does a sum.
+    came_back = any(x in away or x.target is TOTAL for x in node.all_input_nodes)
+    return not tags_of(node) and node.target is not TOTAL and not came_back and not any(x in weights for x in node.all_input_nodes)
 
 
 def _away(forward: list[Node]) -> set[Node]:
@@ -167,9 +176,11 @@ def _assign_backward(backward: list[Node], regions: list[Region], of: dict[Node,
     floating: list[Node] = []
     for node in backward:
         inputs = [x for x in node.all_input_nodes if x in of and _torch.is_backward(x)]
-        bound = min((of[x] for x in inputs), default=last)
+        bound = min((of[x] - (x.target is TOTAL) for x in inputs), default=last)  # before a sum, its terms
         region: int | None
-        if META_KEY in node.meta.get("custom", {}):
+        if node.target is TOTAL:
+            region = bound if inputs else None
+        elif META_KEY in node.meta.get("custom", {}):
             own = tags_of(node)
             region = by_sequence.get(_torch.sequence_number(node))
             if region is None or tags[region] != own:

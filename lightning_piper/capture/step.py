@@ -45,6 +45,7 @@ def capture(
     name: str = "training_step",
     dataloader_idx: int | None = None,
     history: History | None = None,
+    whole_norms: bool = False,
 ) -> CapturedStep:
     """Capture a step of `module` for batches laid out like `batch`: `training_step` with its backward pass, any other one (such as
     `validation_step`) without, in the modes (train or eval) that the submodules are in.
@@ -57,6 +58,7 @@ def capture(
         name: of the method.
         dataloader_idx: that it is given, if there are several loaders.
         history: of earlier captures of the step.
+        whole_norms: all batch norms of a training step take the statistics of the whole batch, as those of `nn.SyncBatchNorm` do.
 
     Raises:
         CaptureError: the step cannot be captured; names the user's line. What the step itself raises stays what it is.
@@ -66,7 +68,7 @@ def capture(
         raise CaptureError(f"{type(module).__name__} has no {name}; give a LightningModule that defines one")
     batch_spec = batch if isinstance(batch, BatchSpec) else flatten(batch)[1]
     if name == Step.name:
-        return CapturedStep(module, batch_spec, torch.device(device), context, history)
+        return CapturedStep(module, batch_spec, torch.device(device), context, history, whole_norms)
     return CapturedForward(module, batch_spec, torch.device(device), context, name, dataloader_idx, history)
 
 
@@ -87,7 +89,8 @@ class CapturedStep:
 
     def __init__(self, module: nn.Module, batch_spec: BatchSpec, device: torch.device,
                  context: Callable[[], contextlib.AbstractContextManager[Any]],
-                 history: History | None = None) -> None:  # fmt: skip
+                 history: History | None = None, whole_norms: bool = False) -> None:  # fmt: skip
+        self._whole_norms = whole_norms
         self.batch_spec, self.size = batch_spec, batch_spec.size
         self.reads = Reads(history)
         if self.reads.history.batch is None:
@@ -129,7 +132,7 @@ class CapturedStep:
         return self._symbolic.others + len(self._symbolic.steps)
 
     def _step(self, degrees: tuple[int, ...]) -> Step:
-        return Step(self.module, self.batch_spec, self.context, degrees, self.reads, self._blocks)
+        return Step(self.module, self.batch_spec, self.context, degrees, self.reads, self._blocks, self._whole_norms)
 
     def inputs(self, leaves: Sequence[torch.Tensor]) -> list[torch.Tensor]:
         """What the code takes for a batch of these tensors: they, and this step's numbers, of those known when it was traced."""
@@ -301,7 +304,7 @@ class CapturedStep:
         return StepCode(
             size, regions, interfaces, code, weighed.logs, specs, split_passes, routed, step.rebuild, weighed.terms,
             dataclasses.replace(traced.metrics, terms=terms, whole=counted), self.batch_spec.undivided, weighed.assumed,
-            weighed.unknown, weighed.meet,
+            weighed.unknown, weighed.meet, weighed.local,
         )  # fmt: skip
 
     def _check_memory(self, code: StepCode) -> None:

@@ -156,7 +156,7 @@ class SymbolicStep:
         if any(log.computed is not None and "sizes" in log.computed.text for log in weighed.logs):
             raise NotSymbolic("logged values are calculated with sizes")
         self._computed = {log.name: log.computed for log in weighed.logs}
-        self._assumed, self._unknown, self._meet = weighed.assumed, weighed.unknown, weighed.meet
+        self._assumed, self._unknown, self._meet, self._local = weighed.assumed, weighed.unknown, weighed.meet, weighed.local
         self._regions, passes, split, _ = cut(weighed, canonical)
         self._passes = {key: (*found, self._outputs(found[1])) for key, found in passes.items()}
         self._split = {key: (*found, self._outputs(found[1])) for key, found in split.items()}
@@ -179,7 +179,7 @@ class SymbolicStep:
         interfaces = {key: interface for key, (interface, _, _) in self._passes.items()}
         return StepCode(size, self._regions, interfaces, passes, self._logs_at(known), specs, split, rebuild=self._rebuild,
                         terms=tuple(_numbered_term(term, numbers) for term in self.terms), metrics=self._metrics,
-                        assumed=self._assumed, unknown=self._unknown, meet=self._meet)  # fmt: skip
+                        assumed=self._assumed, unknown=self._unknown, meet=self._meet, local=self._local)  # fmt: skip
 
     def _logs_at(self, known: Sequence[Any]) -> tuple[Logged, ...]:
         return tuple(

@@ -32,6 +32,7 @@ from lightning_piper.capture.denominators import (
 )
 from lightning_piper.capture.following import CONSTANTS, Ask, Following
 from lightning_piper.capture.keys import Keys
+from lightning_piper.totals import TOTAL
 
 aten = torch.ops.aten
 
@@ -94,6 +95,7 @@ class Terms:
 
     def __init__(self, graph: torch.fx.Graph, size: int, beside: Ask) -> None:
         self.size, self.following = size, Following(graph, size, beside)
+        self.changes = self.following.changes
         self.uses: dict[int, dict[tuple[Node, Node], float]] = {}  # `Stat.key` -> (who reads it, it there) -> what it is of the sum
         self._found: dict[Node, Found] = {}
         self._keys = Keys()
@@ -113,7 +115,7 @@ class Terms:
             elif not isinstance(desc, _torch.BufferAOTInput) or desc.target in changed:
                 self._from_params.add(node)
             return
-        if node.target in CONSTANTS:
+        if node.target in CONSTANTS or node.target is TOTAL:  # a sum over the whole batch is the same on every part
             return
         inputs = node.all_input_nodes
         if any(x in self._from_batch for x in inputs):

@@ -14,6 +14,7 @@ import torch
 from torch import nn
 
 from lightning_piper.annotate import marking, numbering, tag_layers
+from lightning_piper.batch_norms import plain_batch_norms, whole_batch_norms
 from lightning_piper.capture import _torch, _torchmetrics
 from lightning_piper.capture.arrays import ArrayStandIn, from_numpy, to_array
 from lightning_piper.capture.batch import BatchSpec
@@ -126,6 +127,7 @@ class Step(nn.Module):
         degrees: for each call of `dispatch`, into how many parts the parameters of its region are divided.
         reads: takes what the step reads in Python. Without it the step runs as it is, for once.
         blocks: modules whose calls are regions if the step has no annotations, by name.
+        whole_norms: all batch norms take the statistics of the whole batch, as those of `nn.SyncBatchNorm` do.
     """
 
     name = "training_step"
@@ -133,10 +135,10 @@ class Step(nn.Module):
 
     def __init__(self, module: nn.Module, batch_spec: BatchSpec, context: Callable[[], contextlib.AbstractContextManager[Any]],
                  degrees: tuple[int, ...] = (), reads: Reads | None = None,
-                 blocks: Mapping[str, nn.Module] | None = None) -> None:  # fmt: skip
+                 blocks: Mapping[str, nn.Module] | None = None, whole_norms: bool = False) -> None:  # fmt: skip
         super().__init__()
         self.module, self._batch_spec, self._context, self._degrees = module, batch_spec, context, degrees
-        self.reads, self._blocks = reads, blocks or {}
+        self.reads, self._blocks, self._whole_norms = reads, blocks or {}, whole_norms
         self.batch_idx = 0
         self.namespaces: Sequence[Namespace] | None = None  # where it is traced without `reads`
         self.logs: list[Logged] = []
@@ -170,6 +172,7 @@ class Step(nn.Module):
             carrying(self.name, samples, user_line, reads) as carried,
             from_numpy(),
             contextlib.nullcontext() if values else _torchmetrics.without_values(),
+            plain_batch_norms() if values else whole_batch_norms(self._whole_norms),
             running,
             marked,
         ):

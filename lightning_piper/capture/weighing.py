@@ -19,6 +19,7 @@ import torch
 from torch.fx import Node
 
 from lightning_piper.capture import _torch
+from lightning_piper.capture.changed_buffers import changed_buffers, is_local
 from lightning_piper.capture.denominators import ONE, SAMPLES, Expression, denominator_of, described, simplified, stats_of
 from lightning_piper.capture.following import Ask
 from lightning_piper.capture.meeting import meetings, met, way_to
@@ -45,7 +46,7 @@ class Weighed:
         terms: how they are weighed; `Output.term` is a place here.
         tangents: placeholders of the loss's gradients -> the terms that they belong to.
         logs: those of the trace; some are computed from several outputs.
-        assumed, unknown, meet: as of `StepCode`.
+        assumed, unknown, meet, local: as of `StepCode`.
     """
 
     graph: torch.fx.Graph
@@ -56,6 +57,7 @@ class Weighed:
     assumed: bool = False
     unknown: tuple[str, ...] = ()
     meet: str | None = None
+    local: frozenset[str] = frozenset()
 
 
 def weigh(traced: Traced, size: int, canonical: Mapping[str, str], beside: Ask | None) -> Weighed:
@@ -78,7 +80,7 @@ class _Weighing:
         self.logs = {log.name: log for log in traced.logs}
         self.unknown: list[str] = []
         self.found, self._alike = Terms(traced.graph, size, beside or (lambda known: None)), beside is None
-        self.names = Names.of(traced.graph, canonical)
+        self.names, self.canonical = Names.of(traced.graph, canonical), canonical
         self.kinds: dict[Any, int] = {}
         self.assumed, self.size = False, size
         self.terms: list[Term] = []
@@ -89,6 +91,7 @@ class _Weighing:
         results: list[Any] = list(output.args[0])  # type: ignore[arg-type]
         described_as = list(output.meta["desc"])
         tangents = {} if self.names.tangent is None else {self.names.tangent: 0}
+        changed = changed_buffers(zip(results, described_as, strict=True), self.canonical)
         losses = [x for x, desc in zip(results, described_as, strict=True) if self._is_loss(desc)]
         self._meetings = {} if self._alike else meetings(self.graph, self.size)
         self._met = met(losses[0], self._meetings) if losses else None
@@ -120,6 +123,7 @@ class _Weighing:
             self.assumed,
             tuple(self.unknown),
             None if self._met is None else f"{self._met.target} ({source_line(self._met)})",
+            frozenset(name for name, node in changed.items() if is_local(node, self.found.changes)),
         )
 
     def _hand_out(

@@ -8,10 +8,12 @@ import networkx as nx
 
 from lightning_piper.directives.base import Directive
 from lightning_piper.ir.dag import TrainingDAG
+from lightning_piper.ir.mesh import Mesh
 from lightning_piper.ir.nodes import Chunk, Node
-from lightning_piper.ir.values import Kind, Partial, Slice
+from lightning_piper.ir.values import Kind, Partial, Replicate, Slice
 from lightning_piper.ops.metrics import Metrics, MetricsSum, metrics_value
 from lightning_piper.ops.samples import Concat, Cut
+from lightning_piper.ops.total import Total
 
 
 def shard_batch(dag: TrainingDAG, replicas: int, directive: Directive) -> None:
@@ -32,12 +34,13 @@ def shard_batch(dag: TrainingDAG, replicas: int, directive: Directive) -> None:
             "let each replica draw a batch of its own, in a process of its own (transport='process'), or pad them to one",
         )
     for chunk in dag.of_type(Chunk):
-        if dag.interface(chunk).state:
-            changed = ", ".join(dag.interface(chunk).state[:3])
+        if local := [name for name in dag.interface(chunk).state if name in dag.code.local]:
+            changed = ", ".join(local[:3])
             directive.refuse(
                 "filter",
                 f"{chunk.label} changes {changed}, and every replica would in another way",
-                "use a layer without running statistics, such as GroupNorm or LayerNorm",
+                "let batch norms take the statistics of the whole batch (Trainer(sync_batchnorm=True), nn.SyncBatchNorm), or use a "
+                "layer without running statistics, such as GroupNorm or LayerNorm",
             )
         if chunk.slice.start % replicas or chunk.slice.stop % replicas:
             directive.refuse(
@@ -55,9 +58,14 @@ def _shrink(dag: TrainingDAG, node: Node, replicas: int) -> None:
     if isinstance(node, Chunk):
         dag.change(node, slice=_part(node.slice, replicas))
         outputs = tuple(
-            dataclasses.replace(value, tensors=tensors, placement=Partial() if value.kind == Kind.GRAD else value.placement)
-            for value, tensors in zip(node.outputs, dag.code_of(node).outputs, strict=True)
+            dataclasses.replace(
+                value, tensors=tensors, placement=Partial() if value.kind == Kind.GRAD or out.partial else Replicate()
+            )
+            for value, out, tensors in zip(node.outputs, dag.interface(node).outputs, dag.code_of(node).outputs, strict=True)
         )
+    elif isinstance(node, Total):
+        dag.change(node, mesh=Mesh.flat(replicas))
+        outputs = (dataclasses.replace(node.outputs[0], tensors=dag.value(node.inputs[0]).tensors),)
     elif isinstance(node, Metrics):
         dag.change(node, slices=tuple(_part(part, replicas) for part in node.slices))
         outputs = (dataclasses.replace(metrics_value(dag), placement=Partial()),)

@@ -18,6 +18,7 @@ from lightning_piper.ir.regions import Region
 from lightning_piper.ir.values import Kind
 from lightning_piper.limits import shown
 from lightning_piper.ops.order import Barrier
+from lightning_piper.ops.total import Total
 
 
 @register
@@ -150,8 +151,20 @@ class Order(Directive):
         self.refuse(
             "filters",
             f"contradicts what must come first: {''.join(steps)}{_name(dag.nodes[cycle[0][0]])}",
-            _entered_again(dag) or "remove or turn round one of the orders in this cycle",
+            _summed(dag, cycle) or _entered_again(dag) or "remove or turn round one of the orders in this cycle",
         )
+
+
+def _summed(dag: TrainingDAG, cycle: Sequence[tuple[int, int]]) -> str:
+    """What to do where microbatches meet in a sum over the whole batch: of no microbatch what reads it can come before another one
+    has made its term."""
+    if not any(isinstance(dag.nodes[node], Total) for node, _ in cycle):
+        return ""
+    return (
+        "statistics of the whole batch (a synchronised batch norm) need what comes before them of all microbatches first: leave "
+        "the order out, then each part of the step runs for all microbatches before the next one, or let the batch norms take the "
+        "statistics of microbatches"
+    )
 
 
 def _entered_again(dag: TrainingDAG) -> str:

@@ -23,6 +23,7 @@ from lightning_piper.ops.build import build_dag, chain_state
 from lightning_piper.ops.chunk import make_chunk
 from lightning_piper.ops.metrics import Metrics
 from lightning_piper.ops.samples import Concat, Cut
+from lightning_piper.ops.total import Total
 from lightning_piper.ops.update import Accumulate, Update
 
 
@@ -227,7 +228,7 @@ class _Rewrite:
         for place, ref in enumerate(user.inputs):
             if ref[0] not in self.copies:
                 refs = [ref]
-            elif isinstance(user, Accumulate | Metrics | Concat | Arguments):
+            elif isinstance(user, Accumulate | Metrics | Concat | Arguments | Total):
                 refs = [(copy.id, ref[1]) for copy in self.copies[ref[0]]]
             elif isinstance(user, Chunk | Cut):
                 refs = [self._join(ref, user)]

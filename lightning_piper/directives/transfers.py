@@ -16,6 +16,7 @@ from lightning_piper.ops.metrics import Metrics, MetricsSum, Report
 from lightning_piper.ops.p2p import Recv, Send
 from lightning_piper.ops.results import Result
 from lightning_piper.ops.samples import Concat, Cut
+from lightning_piper.ops.total import Total
 from lightning_piper.ops.update import Accumulate, Update
 
 SEND_STREAM, RECV_STREAM = "send", "recv"
@@ -47,7 +48,7 @@ def place_dependents(dag: TrainingDAG, chunks: Iterable[Chunk]) -> list[Node]:
         makers: list[Node] = [chunk]
         while makers:
             for user in dag.users(makers.pop()):
-                if isinstance(user, Accumulate | Metrics | Pack | Update | Result | Arguments) and not user.devices:
+                if isinstance(user, Accumulate | Metrics | Pack | Update | Result | Arguments | Total) and not user.devices:
                     dag.change(user, devices=chunk.devices, placed_by=chunk.placed_by)
                     placed.append(user)
                     makers += [user] if isinstance(user, Pack) else []

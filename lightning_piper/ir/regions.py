@@ -56,11 +56,13 @@ class Output:
         names: what the bundle holds: parameter or buffer names, the log key, or the graph's name of the value. For `saved`,
             whose content is a private matter of the region, the passes of its backward that read it.
         term: of a loss or a logged value, its place in `StepCode.terms`.
+        partial: it is a term of a sum over the whole batch, and whoever reads it gets the sum.
     """
 
     kind: Kind
     names: tuple[str, ...]
     term: int | None = None
+    partial: bool = False
 
 
 @dataclass(frozen=True)
@@ -209,6 +211,8 @@ class StepCode:
         assumed: the loss is weighed as a mean for want of another way: it is no sum of means, sums and ratios.
         unknown: names of logged values other than the loss that are weighed so.
         meet: the operation, on the way to the loss, in which samples are taken by their place or compared; None if none is known.
+        local: the buffers to which the step gives values that follow from the samples it gets, from their number, or from random
+            numbers; all others that it changes have the same values whatever part of the batch it gets.
     """
 
     size: int
@@ -226,6 +230,7 @@ class StepCode:
     assumed: bool = False
     unknown: tuple[str, ...] = ()
     meet: str | None = None
+    local: frozenset[str] = frozenset()
 
     def samples(self, leaf: int, part: Slice) -> Slice | None:
         """Which samples of a tensor of the batch the chunks of `part` get; None where they get it whole."""
@@ -234,6 +239,11 @@ class StepCode:
     @property
     def forward_only(self) -> bool:
         return self.rebuild is not None
+
+    @cached_property
+    def sums_over_batch(self) -> bool:
+        """Is something in it summed over the whole batch, on the way?"""
+        return any(output.partial for interface in self.interfaces.values() for output in interface.outputs)
 
     @cached_property
     def makes_loss(self) -> bool:
@@ -248,6 +258,11 @@ class StepCode:
                 if output.kind == Kind.LOSS:
                     return specs[0].dtype
         return torch.float64
+
+    def goes_on(self, buffer: str) -> bool:
+        """Of a buffer that the step changes: does each microbatch begin with what the one before left? Not where statistics are
+        those of the whole batch: each microbatch then makes the same value of the one before the step."""
+        return buffer in self.local or not self.sums_over_batch
 
     def backward_passes_of(self, region: int) -> tuple[str, ...]:
         """What the backward pass of a region consists of: `BI`, `BW` or both; nothing where it has none."""

@@ -18,6 +18,7 @@ from lightning_piper.ops.reduce import AllReduce, ReduceScatter
 from lightning_piper.ops.reference import Reference
 from lightning_piper.ops.results import Result
 from lightning_piper.ops.samples import Concat, Cut
+from lightning_piper.ops.total import Total
 from lightning_piper.ops.update import Accumulate, Update
 
 __all__ = [
@@ -49,6 +50,7 @@ __all__ = [
     "Report",
     "Result",
     "Send",
+    "Total",
     "Update",
     "build_dag",
     "chain_state",

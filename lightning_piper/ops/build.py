@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from lightning_piper.ir.dag import TrainingDAG
+from lightning_piper.ir.mesh import Mesh
 from lightning_piper.ir.nodes import Chunk, Ref
 from lightning_piper.ir.regions import PassKey, Step
 from lightning_piper.ir.values import Kind, Slice
@@ -10,6 +11,7 @@ from lightning_piper.ops.arguments import Arguments
 from lightning_piper.ops.chunk import make_chunk
 from lightning_piper.ops.metrics import Metrics, Report, first_log, metrics_value
 from lightning_piper.ops.results import Result
+from lightning_piper.ops.total import Total
 from lightning_piper.ops.update import Accumulate, Update
 
 
@@ -33,16 +35,25 @@ def fill(dag: TrainingDAG) -> None:
     code = dag.code
     whole = Slice(0, dag.size)
     chunks: dict[PassKey, Chunk] = {}
+    totals: dict[tuple[int, str, int], Ref] = {}  # of values that are summed over the whole batch
     forward = [(r.index, "F") for r in code.regions if (r.index, "F") in code.interfaces]
     backward = [(r.index, "B") for r in reversed(code.regions) if (r.index, "B") in code.interfaces]
     for key in forward + backward:
-        inputs = tuple((chunks[r, p].id, i) for r, p, i in code.interfaces[key].inputs)
+        inputs = tuple(totals.get(ref, (chunks[ref[:2]].id, ref[2])) for ref in code.interfaces[key].inputs)
         tags: dict[str, int | str] = {**code.regions[key[0]].tags, "PASS": key[1]}
-        chunks[key] = dag.add(make_chunk(dag, key, whole, inputs, tags))
+        chunks[key] = chunk = dag.add(make_chunk(dag, key, whole, inputs, tags))
+        for i, output in enumerate(code.interfaces[key].outputs):
+            if output.partial:
+                totals[(*key, i)] = _total(dag, chunk, i)
     _gradients(dag, chunks)
     chain_state(dag)
     _report(dag, chunks)
     _results(dag, chunks)
+
+
+def _total(dag: TrainingDAG, chunk: Chunk, i: int) -> Ref:
+    total = Total(inputs=((chunk.id, i),), outputs=(chunk.outputs[i],), tags=_own_tags(chunk), stream="total", mesh=Mesh.flat(1))
+    return (dag.add(total).id, 0)
 
 
 def _gradients(dag: TrainingDAG, chunks: dict[PassKey, Chunk]) -> None:
@@ -65,12 +76,13 @@ def _own_tags(chunk: Chunk) -> dict[str, int | str]:
 def chain_state(dag: TrainingDAG) -> None:
     """Connect the buffers that the step changes: each slice's forward reads what the slice before it left.
 
-    One device that accumulates over microbatches does the same. The last value goes to an `Update`.
+    One device that accumulates over microbatches does the same. The last value goes to an `Update`. Where a value is the same
+    whatever part of the batch it is made of, none goes on.
     """
     readers: dict[str, list[Chunk]] = {}
     writers: dict[str, list[tuple[Slice, Ref]]] = {}
     for chunk in dag.of_type(Chunk):
-        for name in dag.interface(chunk).state:
+        for name in filter(dag.code.goes_on, dag.interface(chunk).state):
             readers.setdefault(name, []).append(chunk)
         for i, value in enumerate(chunk.outputs):
             if value.kind == Kind.BUFFER:

@@ -12,14 +12,15 @@ import torch
 from lightning_piper.errors import VerificationError
 from lightning_piper.ir.dag import TrainingDAG
 from lightning_piper.ir.nodes import Chunk, Ref
-from lightning_piper.ir.regions import PassKey
+from lightning_piper.ir.regions import Output, PassKey
 from lightning_piper.ir.seeds import chunk_seed
-from lightning_piper.ir.values import Kind, Partial, Replicate, Slice, Value
+from lightning_piper.ir.values import Kind, Placement, Replicate, Slice, Value
 from lightning_piper.ops import all_to_all
 from lightning_piper.ops.base import Binding, Bound, Operation, Planning, about, register_operation
 from lightning_piper.ops.facts import Facts, Origin, names_of, slices_of, specs_of
 from lightning_piper.ops.instruction import Instruction
 from lightning_piper.ops.reference import Bundle, Made, Reference
+from lightning_piper.ops.total import placement_of_terms, read_as_total
 from lightning_piper.ops.weights import check_reader, implied, share_of
 
 Place = tuple[int, int]  # (index of a bundle in `reads`, tensor in the bundle)
@@ -31,13 +32,17 @@ def make_chunk(
     """A chunk for `part` of the batch, with outputs as its code has them at that size."""
     interface = dag.code.interface_of(key)
     specs = dag.code_at(key, len(part)).outputs
-    shared = Partial() if dag.replicas > 1 else Replicate()  # each replica has the gradients of its own samples
     outputs = tuple(
-        Value(out.kind, out.names, tensors, shared if out.kind == Kind.GRAD else Replicate(), others=dag.others_of(key, i))
+        Value(out.kind, out.names, tensors, _held(dag, out), others=dag.others_of(key, i))
         for i, (out, tensors) in enumerate(zip(interface.outputs, specs, strict=True))
     )
     state = (None,) * len(interface.state)
     return Chunk(region=key[0], kind=key[1], slice=part, inputs=inputs, outputs=outputs, tags=tags, state=state, **more)  # type: ignore[arg-type]
+
+
+def _held(dag: TrainingDAG, output: Output) -> Placement:
+    """Each replica has the gradients of its own samples, and its own terms of what is summed over the batch."""
+    return placement_of_terms(dag) if output.kind == Kind.GRAD or output.partial else Replicate()
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -88,15 +93,20 @@ def check(facts: Facts, node: Chunk) -> Iterable[str]:
     for ref, wanted in zip(node.inputs, interface.inputs, strict=True):
         if facts.origins.get(ref) != wanted:
             yield f"{facts.at(node)} reads {facts.named(ref)} where its region reads {facts.pass_of(wanted)}: let it read that"
-        elif list(facts.parts[ref]) != [node.slice] and not _enters_whole(facts, ref, wanted, node.slice):
+            continue
+        yield from read_as_total(facts, node, ref, wanted)
+        if (
+            list(facts.parts[ref]) != [node.slice]
+            and not _is_total(facts, wanted)
+            and not _enters_whole(facts, ref, wanted, node.slice)
+        ):
             found = slices_of(facts.parts[ref])
             yield f"{facts.at(node)} works on samples {node.slice} but reads {facts.named(ref)} of samples {found}"
     for value, specs, made in zip(node.outputs, dag.code_of(node).outputs, interface.outputs, strict=True):
         if value.tensors != specs:
             says, makes = specs_of(value.tensors), specs_of(specs)
             yield f"{facts.at(node)} names {value.label} {says}; of {node.slice} its code makes {makes}"
-        # Each replica has the gradients of its own samples.
-        held = Partial() if made.kind == Kind.GRAD and dag.replicas > 1 else Replicate()
+        held = _held(dag, made)
         others = dag.others_of(node.key, interface.outputs.index(made))
         if (value.kind, value.names, value.placement, value.bucket, value.others) != (made.kind, made.names, held, None, others):
             yield f"{facts.at(node)} names {value.label} {value.placement} what is {made.kind}:{names_of(made.names)} {held}"
@@ -104,6 +114,10 @@ def check(facts: Facts, node: Chunk) -> Iterable[str]:
     yield from _params(facts, node)
     yield from check_reader(facts, node, node.weights, [(term, node.slice) for term in interface.seeds], seed=True)
     yield from all_to_all.exchanged(facts, node)
+
+
+def _is_total(facts: Facts, wanted: Origin) -> bool:
+    return facts.dag.code.interface_of(wanted[:2]).outputs[wanted[2]].partial
 
 
 def _enters_whole(facts: Facts, ref: Ref, origin: Origin, part: Slice) -> bool:
@@ -117,9 +131,12 @@ def _enters_whole(facts: Facts, ref: Ref, origin: Origin, part: Slice) -> bool:
 
 
 def _state(facts: Facts, node: Chunk) -> Iterable[str]:
-    """Buffers pass from each slice to the next."""
+    """Buffers pass from each slice to the next, where one device changes them once for each."""
     for name, ref in zip(facts.dag.interface(node).state, node.state, strict=True):
-        if ref is None:
+        if not facts.dag.code.goes_on(name):
+            if ref is not None:
+                yield f"{facts.at(node)} reads buffer {name} from {facts.named(ref)}; it changes once in a step, for all samples"
+        elif ref is None:
             if node.slice.start:
                 yield (
                     f"{facts.at(node)} reads buffer {name} as it was before the step, not as the samples before "

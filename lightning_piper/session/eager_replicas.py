@@ -8,7 +8,8 @@ and what the optimizers see is the mean over the replicas, as with DistributedDa
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+import contextlib
+from collections.abc import Callable, Iterator, Sequence
 from functools import partial
 from typing import Any
 
@@ -16,6 +17,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
+from lightning_piper.batch_norms import whole_batch_norms
 from lightning_piper.capture.eager_step import EagerStep, is_of_none
 from lightning_piper.compiler import Compiled
 from lightning_piper.directives import replicas_of
@@ -25,6 +27,7 @@ from lightning_piper.processes.world import RANK_ZERO, fill
 from lightning_piper.session.eager_optimizer import compiled_eager
 from lightning_piper.session.process_runtime import Prepared, ProcessRuntime, Settings, check_devices
 from lightning_piper.session.standalone import Standalone
+from lightning_piper.totals import summing
 
 Local = Callable[..., None]
 
@@ -46,6 +49,13 @@ def why_not(module: nn.Module, settings: Settings, device: torch.device) -> str 
     if any(plan.shards for plan in plans.values()):
         return "only a captured step can have shards of parameters, gradients, or the optimizer's state"
     return None
+
+
+def _sum(x: torch.Tensor) -> torch.Tensor:
+    """Over all processes, of which each is a replica."""
+    total = x.detach().clone(memory_format=torch.contiguous_format)
+    dist.all_reduce(total)
+    return total
 
 
 def _trained(module: nn.Module) -> tuple[str, ...]:
@@ -102,6 +112,12 @@ class EagerReplicas:
             for buffer, values in zip(buffers, flat.split([x.numel() * x.element_size() for x in buffers]), strict=True):
                 # A copy, for a view of another dtype begins at a multiple of its size.
                 fill(buffer, values.clone().view(buffer.dtype).view(buffer.shape))
+
+    @contextlib.contextmanager
+    def batch_norms(self) -> Iterator[None]:
+        """Around a step: batch norms that are to take the statistics of the whole batch take those of all replicas' samples."""
+        with whole_batch_norms(self._settings.whole_norms), summing(_sum):
+            yield
 
     def average(self, last: bool = True) -> None:
         """From now on, up to `stop_averaging`, backward passes leave the mean of all replicas' gradients.

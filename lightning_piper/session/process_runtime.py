@@ -44,6 +44,7 @@ class Settings:
         context, forward_context: entered around the training step, and around the others, while they are captured.
         local: all devices in this process.
         timeout: of communication.
+        whole_norms: all batch norms of the training step take the statistics of the whole batch.
     """
 
     program: Sequence[Directive]
@@ -53,6 +54,7 @@ class Settings:
     forward_context: Context
     local: bool
     timeout: timedelta | None
+    whole_norms: bool = False
 
 
 @dataclass(frozen=True)

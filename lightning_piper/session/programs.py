@@ -134,7 +134,8 @@ class Programs:
         settings = self._settings
         context, (name, loader) = settings.context if step == TRAINING else settings.forward_context, step
         example = batch_spec.times(settings.replicas)
-        found = capture(self._module, example, self._world.device, context, name, loader, history=history)
+        device, norms = self._world.device, settings.whole_norms
+        found = capture(self._module, example, device, context, name, loader, history=history, whole_norms=norms)
         return compile_step(found, tuple(settings.program), verify=settings.static, training=self._training)
 
 

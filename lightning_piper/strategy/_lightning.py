@@ -2,7 +2,7 @@
 
 - `Strategy._configure_launcher`: the Trainer calls it, once, when it knows the devices; `Strategy._launcher`: what the Trainer then
   lets run its entry points, if it is not None; that of this process alone, so no copy has its processes.
-- `ParallelStrategy._layer_sync`: what the Trainer sets for `sync_batchnorm=True`, else None.
+- `ParallelStrategy._layer_sync`: what the Trainer sets for `sync_batchnorm=True`, or a plugin that it was given, else None.
 - `Strategy._reset_optimizers_and_schedulers`: forgets the optimizers of an earlier fit.
 - `_SubprocessScriptLauncher`: starts the script once more for each further device of this machine; `procs` has the processes.
 - `_init_dist_connection`: makes the default process group of a cluster environment, and ends it with the process.
@@ -27,10 +27,13 @@ from lightning.fabric.utilities.seed import _collect_rng_states as collect_rng_s
 from lightning.fabric.utilities.seed import _set_rng_states as set_rng_states
 from lightning.fabric.utilities.throughput import Throughput
 from lightning.pytorch.callbacks import StochasticWeightAveraging, ThroughputMonitor, WeightAveraging
+from lightning.pytorch.plugins.layer_sync import LayerSync, TorchSyncBatchNorm
 from lightning.pytorch.strategies.launchers.subprocess_script import _SubprocessScriptLauncher
 from lightning.pytorch.strategies.parallel import ParallelStrategy
 from torch.optim import Optimizer
 from torch.optim.swa_utils import AveragedModel
+
+from lightning_piper.either_lightning import is_a
 
 __all__ = [
     "Strategy", "collect_rng_states", "connect", "copy_of", "move_optimizers", "set_rng_states", "throughputs_of", "update_of",
@@ -69,8 +72,12 @@ class Strategy(ParallelStrategy):
         return getattr(self._launcher, "procs", ())
 
     @property
+    def layer_sync(self) -> LayerSync | None:
+        return self._layer_sync
+
+    @property
     def syncs_batch_norms(self) -> bool:
-        return self._layer_sync is not None
+        return is_a(self._layer_sync, TorchSyncBatchNorm)
 
     def forget_optimizers(self) -> None:
         self._reset_optimizers_and_schedulers()

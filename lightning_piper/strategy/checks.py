@@ -14,6 +14,7 @@ from lightning.pytorch.callbacks import (
     WeightAveraging,
 )
 from lightning.pytorch.callbacks.batch_size_finder import BatchSizeFinder
+from lightning.pytorch.plugins.layer_sync import LayerSync, TorchSyncBatchNorm
 from lightning.pytorch.utilities.signature_utils import is_param_in_hook_signature
 
 from lightning_piper.either_lightning import is_a
@@ -22,31 +23,37 @@ from lightning_piper.holdings.materialize import Known, is_on_meta, without_init
 from lightning_piper.limits import shown
 
 
-def check_fit(trainer: pl.Trainer, module: pl.LightningModule, processes: int, sync_batchnorm: bool, known: Known) -> None:
+def check_fit(trainer: pl.Trainer, module: pl.LightningModule, processes: int, layer_sync: LayerSync | None, known: Known) -> None:
     """Refuse a fit that would go wrong.
 
     Args:
         trainer, module: of the fit.
         processes: over which the module will be distributed.
-        sync_batchnorm: of the Trainer.
+        layer_sync: of the Trainer: for `sync_batchnorm=True`, Lightning's own.
         known: values from a checkpoint for what is on the meta device.
 
     Raises:
         PiperError: says what, why, and the way out.
     """
-    problem = next(_problems(trainer, module, sync_batchnorm, known), None)
+    problem = next(_problems(trainer, module, layer_sync, known), None)
     if problem is None and processes > 1:
         problem = next(_problems_of_processes(trainer, module), None)
     if problem is not None:
         raise PiperError(f"PiperStrategy: {problem}")
 
 
-def _problems(trainer: pl.Trainer, module: pl.LightningModule, sync_batchnorm: bool, known: Known) -> Iterator[str]:
-    if sync_batchnorm:
+def _problems(trainer: pl.Trainer, module: pl.LightningModule, layer_sync: LayerSync | None, known: Known) -> Iterator[str]:
+    if layer_sync is not None and not is_a(layer_sync, TorchSyncBatchNorm):
         yield (
-            "sync_batchnorm=True is not supported: all microbatches go through every stage of a pipeline, so its batch norms need "
-            "none, and `replicate` refuses batch norms; leave it out"
+            f"the plugin {type(layer_sync).__name__} would replace layers of the module by others that communicate by themselves, "
+            "which no program knows of; give Trainer(sync_batchnorm=True), by which batch norms take statistics of the whole batch"
         )
+    for name, part in module.named_modules():
+        if isinstance(part, torch.nn.SyncBatchNorm) and part.process_group not in (None, torch.distributed.group.WORLD):
+            yield (
+                f"{name} is a SyncBatchNorm over a process group of its own, and its statistics would be those of all replicas; "
+                "give it no process_group"
+            )
     problem = without_initial_values(module, known)
     if problem is not None:
         yield problem

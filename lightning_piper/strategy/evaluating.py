@@ -93,7 +93,7 @@ class EvaluatingStrategy(OverProcesses):
         # Lightning's own precisions have one context for all steps without a backward pass.
         contexts = plugin.train_step_context, plugin.forward_context
         replicas, static = max(found.values(), default=0) + 1, self._verify != "off"
-        settings = Settings(program, replicas, static, *contexts, self._local, self._timeout)
+        settings = Settings(program, replicas, static, *contexts, self._local, self._timeout, self.syncs_batch_norms)
         if restored.sharded is not None and not is_on_meta(module):
             restored.sharded.whole()
         if trainer.ckpt_path is not None:

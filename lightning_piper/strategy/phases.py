@@ -8,12 +8,14 @@ Idle, Ended --setup--> Starting --first batch--> Fitting --teardown--> Ended
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 from torch import nn
 from torch.optim import Optimizer
 
+from lightning_piper.batch_norms import plain_batch_norms
 from lightning_piper.checkpoint.state import referenced
 from lightning_piper.errors import PiperError
 from lightning_piper.holdings.materialize import is_on_meta
@@ -226,6 +228,10 @@ class Eager:
     def stop_averaging(self) -> None:
         if self.over is not None:
             self.over.stop_averaging()
+
+    def batch_norms(self) -> contextlib.AbstractContextManager[None]:
+        """Around the training step: `nn.SyncBatchNorm`, or all batch norms, take the statistics of all replicas' samples."""
+        return plain_batch_norms() if self.over is None else self.over.batch_norms()
 
     def load(self, optimizer: Optimizer, state: State) -> None:
         """Take over an optimizer's state from a checkpoint."""

@@ -138,7 +138,7 @@ class PiperStrategy(EvaluatingStrategy):
         module, restored = self.lightning_module, self._restored
         assert module is not None
         self.phase = Idle(Left(self.phase.left.seed))
-        check_fit(trainer, module, self.world.size, self.syncs_batch_norms, restored.known)
+        check_fit(trainer, module, self.world.size, self.layer_sync, restored.known)
         self.phase = phase = Starting(self._set_up(trainer, restored.seed))
         if self._local:
             self.model_to_device()
@@ -206,13 +206,16 @@ class PiperStrategy(EvaluatingStrategy):
         assert self.lightning_module is not None
         if isinstance(self.phase, Fitting):
             return self._run_plan(self.phase.fit, batch, *args, **kwargs)
-        if not isinstance(self.phase, Eager) or self.lightning_module.automatic_optimization:
+        if not isinstance(self.phase, Eager):
             return super().training_step(batch, *args, **kwargs)
-        self.phase.average()
-        try:
-            return super().training_step(batch, *args, **kwargs)
-        finally:
-            self.phase.stop_averaging()
+        with self.phase.batch_norms():
+            if self.lightning_module.automatic_optimization:
+                return super().training_step(batch, *args, **kwargs)
+            self.phase.average()
+            try:
+                return super().training_step(batch, *args, **kwargs)
+            finally:
+                self.phase.stop_averaging()
 
     def _run_plan(self, fit: Fit, batch: Any, *args: Any, **kwargs: Any) -> Any:
         assert self.lightning_module is not None

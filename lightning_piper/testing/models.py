@@ -38,6 +38,7 @@ BLOCKS = {
     "attention": "softmax over positions",
     "norm": "layer normalisation",
     "batchnorm": "statistics over the batch, and buffers that the step changes",
+    "synced": "statistics over the whole batch, of all its microbatches and replicas",
     "conv": "a convolution over positions",
     "dropout": "random numbers",
     "experts": "a router and four experts, two for each token, which a shard divides",
@@ -58,6 +59,7 @@ LOSSES = {
 }
 EXACT_LOSSES = ("samples", "sum")
 COUPLING_BLOCKS = ("batchnorm",)
+WHOLE_BLOCKS = ("synced",)  # most orders of microbatches contradict them, so programs are drawn for them only where asked to
 
 
 @dataclass(frozen=True)
@@ -194,6 +196,8 @@ def _block(kind: str, shared: nn.Linear) -> nn.Module:
             return nn.Sequential(nn.LayerNorm(WIDTH), nn.Linear(WIDTH, WIDTH))
         case "batchnorm":
             return nn.Sequential(nn.Linear(WIDTH, WIDTH), _OverFeatures(nn.BatchNorm1d(WIDTH)))
+        case "synced":
+            return nn.Sequential(nn.Linear(WIDTH, WIDTH), _OverFeatures(nn.SyncBatchNorm(WIDTH)))
         case "conv":
             return _OverFeatures(nn.Conv1d(WIDTH, WIDTH, 3, padding=1))
         case "experts" | "crowded" | "places":

@@ -15,7 +15,7 @@ from lightning_piper.ir.dag import TrainingDAG
 from lightning_piper.ir.nodes import Chunk
 from lightning_piper.ops.build import build_dag
 from lightning_piper.passes import apply_program
-from lightning_piper.testing.models import BLOCKS, EXACT_BLOCKS, EXACT_LOSSES, LOSSES, ROUTED_BLOCKS, Case, Spec, case
+from lightning_piper.testing.models import BLOCKS, EXACT_BLOCKS, EXACT_LOSSES, LOSSES, ROUTED_BLOCKS, WHOLE_BLOCKS, Case, Spec, case
 
 Draw = Callable[[st.SearchStrategy[Any]], Any]
 JSON = dict[str, Any]
@@ -27,11 +27,12 @@ def specs(draw: Draw, exact: bool | None = None, blocks: Sequence[str] | None = 
 
     Args:
         exact: only exact models, only others, or (None) both.
-        blocks: kinds to draw from; default all that fit.
+        blocks: kinds to draw from; default all that fit, but those in which microbatches meet.
         max_blocks: upper bound of the number of blocks.
     """
     is_exact = draw(st.booleans()) if exact is None else exact
-    kinds = tuple(blocks) if blocks is not None else EXACT_BLOCKS if is_exact else tuple(BLOCKS)
+    others = tuple(kind for kind in BLOCKS if kind not in WHOLE_BLOCKS)
+    kinds = tuple(blocks) if blocks is not None else EXACT_BLOCKS if is_exact else others
     chosen = draw(st.lists(st.sampled_from(kinds), min_size=1, max_size=max_blocks))
     # A model needs something to train.
     if all(kind in ("bare", "frozen") for kind in chosen):

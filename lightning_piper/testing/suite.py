@@ -54,7 +54,7 @@ def check_program(case: Case, program: Sequence[Directive]) -> TrainingDAG:
     if parts is not None:
         # Sums are taken region by region, and replica by replica. Batch norm of a transposed float64 input gives other strides than
         # torch's shape rules say, and with them the captured step chooses other kernels than the eager one.
-        exempt = {"tied", "batchnorm"} & set(case.spec.blocks)
+        exempt = {"tied", "batchnorm", "synced"} & set(case.spec.blocks)
         mode = mode_of(case, bitwise=not exempt and dag.replicas == 1 and not held.regrouped)
         assert_same(single_device(case.spec, case.size, parts), held.last, mode, _terms(dag))
     return dag

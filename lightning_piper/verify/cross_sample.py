@@ -96,7 +96,9 @@ class _Run:
             interface, specs = self.code.interfaces[key], _input_specs(self.code, key)
             inputs = []
             for (source, _, i), spec in zip(interface.inputs, specs, strict=True):
-                if whole is not None and self.code.interfaces[source, "F"].random:
+                if whole is not None and self.code.interfaces[source, "F"].outputs[i].partial:
+                    inputs.append(whole.output(source, i))
+                elif whole is not None and self.code.interfaces[source, "F"].random:
                     inputs.append(_part(whole.output(source, i), spec.shape, part, step.size))
                 else:
                     inputs.append(self.output(source, i))

@@ -20,13 +20,14 @@ from property_tests.mutations import (
     rewrites,
     routed,
     shards,
+    totals,
     zero,
 )
 from property_tests.mutations.scenarios import SCENARIOS, Scenario
 from property_tests.mutations.table import TABLE, Mutation
 
 # What fills the table.
-FILES = (rewrites, borders, arguments, backward, places, zero, plans, executors, shards, routed, drivers, losses)
+FILES = (rewrites, borders, arguments, backward, places, zero, plans, executors, shards, routed, drivers, losses, totals)
 LAYERS = ("static", "interpreter", "plans", "property", "distributed")
 
 

@@ -129,6 +129,8 @@ _ALL = (
              _replicate([0, 1, 2, 3]), Shard(filter={"EP": "*"}, devices=[[0, 3], [1, 2]])]),
     Scenario("places", Spec(("places", "linear"), (0, 0)), 8, [*_groups([0, 1]), _split(2), _replicate([0, 1]),
              Shard(filter={"EP": "*"}, devices=[0, 1])]),
+    Scenario("whole batch", Spec(("synced", "linear", "synced"), (0, 1, 1)), 8,
+             [_split(2), *_groups([0, 2], [1, 3]), _replicate([0, 2], [1, 3])]),
 )  # fmt: skip
 SCENARIOS = {scenario.name: scenario for scenario in _ALL}
 

@@ -1,0 +1,43 @@
+"""The buffers that a step changes, and which of them come out differently on another part of the batch."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Mapping
+from typing import Any
+
+from torch.fx import Node
+
+from lightning_piper.capture import _torch
+from lightning_piper.totals import TOTAL
+
+
+def changed_buffers(described: Iterable[tuple[Any, Any]], canonical: Mapping[str, str]) -> dict[str, Node]:
+    """Canonical name -> new value.
+
+    Args:
+        described: the results of a traced graph, with their descriptors.
+        canonical: every name of a buffer -> the one name it goes by.
+    """
+    return {
+        canonical[desc.mutated_input.target.removeprefix("module.")]: node
+        for node, desc in described
+        if isinstance(desc, _torch.InputMutationAOTOutput) and isinstance(desc.mutated_input, _torch.BufferAOTInput)
+    }
+
+
+def is_local(value: Node, changes: Callable[[Node], bool]) -> bool:
+    """Is it another value for another part of the batch, or for each device that computes it: are there samples in it, their
+    number, or random numbers? Sums over the whole batch are the same everywhere.
+
+    Args:
+        changes: as of `Following`.
+    """
+    stack, seen = [value], {value}
+    while stack:
+        node = stack.pop()
+        if _torch.is_random(node) or isinstance(node.meta.get("desc"), _torch.PlainAOTInput):
+            return True
+        new = [x for x in node.all_input_nodes if x not in seen and node.target is not TOTAL]
+        seen.update(new)
+        stack += new
+    return changes(value)

@@ -1,0 +1,108 @@
+"""Sums over the whole batch on the way through a step: over all microbatches and replicas (`totals.total`)."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass
+from typing import ClassVar
+
+from lightning_piper.ir.dag import TrainingDAG
+from lightning_piper.ir.mesh import DATA, Mesh
+from lightning_piper.ir.nodes import Chunk, Node, Ref, Turn
+from lightning_piper.ir.values import Partial, Placement, Replicate, Slice
+from lightning_piper.ops.base import Operation, Planning, register_operation
+from lightning_piper.ops.facts import Facts, carries, slices_of
+from lightning_piper.ops.reduce import AllReduceInstruction, bind_all_reduce
+from lightning_piper.ops.reference import Made, Reference, sum_in_order
+
+
+@dataclass(frozen=True, kw_only=True)
+class Total(Node):
+    """Sums what chunks make for their samples, over the samples of the whole batch: inputs are the terms of slices, `Partial` where
+    there are replicas; the output is `Replicate`.
+
+    Attributes:
+        mesh, axis: it sums along this axis.
+    """
+
+    turn = Turn.AT_ONCE
+    communicates = True
+
+    mesh: Mesh
+    axis: str = DATA
+
+    def members(self, replica: int) -> tuple[int, ...]:
+        return tuple(self.devices[place] for place in self.mesh.line(self.axis, replica))
+
+
+@dataclass(frozen=True, kw_only=True)
+class TotalInstruction(AllReduceInstruction):
+    """Add up the bundles read, and sum them over the members. Chunks wait for it: it never waits for the last batch of an
+    accumulation."""
+
+    op: ClassVar[str] = "total"
+    sums: ClassVar[bool] = False
+
+
+def placement_of_terms(dag: TrainingDAG) -> Placement:
+    """What replicas hold of what each makes of its own samples."""
+    return Partial() if dag.replicas > 1 else Replicate()
+
+
+# Static rules
+
+
+def check(facts: Facts, node: Total) -> Iterable[str]:
+    """It sums the terms of all samples of all replicas, each once."""
+    dag = facts.dag
+    facts.forward(node)
+    whole = Slice(0, dag.local_batch_size)
+    value, made = dag.value(node.inputs[0]), node.outputs[0]
+    for ref in node.inputs:
+        if facts.origins.get(ref) != facts.origins.get(node.inputs[0]):
+            yield f"{facts.at(node)} adds {facts.named(ref)} to {facts.named(node.inputs[0])}"
+        if dag.value(ref).placement != placement_of_terms(dag):
+            yield f"{facts.at(node)} sums {facts.named(ref)}, which is {dag.value(ref).placement}, and no term of each replica"
+    parts = sorted(part for ref in node.inputs for part in facts.parts.get(ref, {}))
+    edges = [0, *(part.stop for part in parts)]
+    if edges[-1] != whole.stop or [part.start for part in parts] != edges[:-1]:
+        found = ", ".join(map(str, parts)) or "none"
+        yield f"{facts.at(node)} sums {facts.named(node.inputs[0])} of samples {found}, not of each of {whole} once"
+        if dag.nodes[ref[0]].devices != node.devices:
+            yield f"{facts.at(node)} sums {facts.named(ref)}, which lies on devices {list(dag.nodes[ref[0]].devices)}"
+    if (node.mesh, node.axis) != (Mesh.flat(dag.replicas), DATA):
+        found = f"{facts.named(node.inputs[0])} along {node.axis} of {node.mesh}"
+        yield f"{facts.at(node)} sums {found}; the batch is divided over {dag.replicas} replicas"
+    if (*carries(made), made.tensors, made.placement) != (*carries(value), value.tensors, Replicate()):
+        yield f"{facts.at(node)} hands on the sum of {facts.named(node.inputs[0])} as something else than it is"
+    facts.parts[node.id, 0] = {whole: facts.share(whole)}
+
+
+def read_as_total(facts: Facts, node: Chunk, ref: Ref, wanted: tuple[int, str, int]) -> Iterable[str]:
+    """A pass that reads a sum over the whole batch reads the sum, and no term of it."""
+    source = facts.dag.nodes[facts.dag.source(ref)[0]]
+    partial = facts.dag.code.interface_of(wanted[:2]).outputs[wanted[2]].partial
+    if partial and not isinstance(source, Total):
+        found = f"samples {slices_of(facts.parts[ref])}" + (" of each replica" if facts.dag.replicas > 1 else "")
+        yield f"{facts.at(node)} reads {facts.named(ref)} of {found}; sum it over the whole batch first"
+    elif isinstance(source, Total) and not partial:
+        yield f"{facts.at(node)} reads the sum of {facts.named(ref)}, where one device reads it of its own samples"
+
+
+# Reference semantics
+
+
+def interpret(run: Reference, node: Total) -> Made:
+    own = [sum_in_order(run.inputs(node, replica)) for replica in run.replicas]
+    return [[sum_in_order([own[r] for r in node.mesh.line(node.axis, replica)])] for replica in run.replicas]
+
+
+# Plans
+
+
+def lower(plan: Planning, node: Total) -> None:
+    reads = tuple(plan.read(ref, node) for ref in node.inputs)
+    plan.start(node, TotalInstruction, reads, tensors=node.outputs[0].tensors)
+
+
+register_operation(Operation(Total, check, interpret, lower, bind={TotalInstruction: bind_all_reduce}))
