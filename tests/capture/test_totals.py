@@ -125,7 +125,8 @@ def test_a_step_is_cut_where_something_needs_a_sum(lines, regions):
     ("self.seen += x.mean()", {"seen"}),
     ("self.seen += torch.rand(())", {"seen"}),
     ("self.seen += total(x.sum()) / 2", set()),
-    ("h = F.batch_norm(h, self.norm.running_mean, None, training=True)", {"norm.running_mean"}),
+    ("h = F.batch_norm(h, self.norm.running_mean, self.norm.running_var, training=True)",
+     {"norm.running_mean", "norm.running_var"}),
     ("h = self.norm(h)", set()),
 ])  # fmt: skip
 def test_buffers_that_follow_from_a_part_of_the_batch(line, local):
