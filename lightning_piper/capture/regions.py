@@ -25,6 +25,7 @@ from torch.fx import Node
 
 from lightning_piper.annotate import META_KEY, SOURCE_KEY
 from lightning_piper.capture import _torch
+from lightning_piper.errors import CaptureError
 from lightning_piper.ir.regions import Region
 from lightning_piper.routing import COMBINE, ROUTE
 from lightning_piper.totals import TOTAL
@@ -116,6 +117,12 @@ def _places(forward: list[Node], weights: set[Node]) -> dict[Node, tuple[tuple[i
     """The place of each node in a run of nodes with equal tags, as (run, how many sums over the whole batch come before it there),
     and whether it has it by itself. Without untagged work before the first region."""
     away = _away(forward)
+    for node in away:
+        if node.target is TOTAL:
+            raise CaptureError(
+                f"{source_line(node)}: a sum over the whole batch (the statistics of a synchronised batch norm) between dispatch "
+                "and combine, where rows of all devices meet; take a norm over each row, or put it outside"
+            )
     parts = _parts([n for n in forward if n in away or not _is_glue(n, away, weights)], away)
     places: dict[Node, tuple[tuple[int, int], bool]] = {}
     run, current = -1, None

@@ -33,6 +33,11 @@ TIED = [("self.second(h)", "F.linear(h @ self.first.weight, self.first.weight[:1
 ROWS = [("self.first(x))", "self.first(x)).reshape(-1, 3)"), ("self.second(h)", "self.second(h.reshape(-1, 6))")]
 
 
+def whole_batch() -> None:
+    module = net("pass", *BATCH_NORM)
+    compile_step(capture(module, batch(), whole_norms=True), tuple(one_f_one_b(2, 2)))
+
+
 def entered_again() -> None:
     """A step that uses stage 0 before and after stage 1, in a pipeline."""
     line = 'with piper.annotate("PP", 0): loss = loss + self.first(x).mean()'
@@ -55,6 +60,7 @@ CASES: Cases = [
     program("split after the order", *PLACES, ordered(F0, B0), SPLIT),
     program("an order names one pass twice", *PLACES, ordered(F0, {"PP": 0})),
     program("an order against the data", *PLACES, ordered(B0, F0)),
+    Case("an order of microbatches against statistics of the whole batch", whole_batch),
     program("two orders against each other", *PLACES, SPLIT,
             ordered({**B0, "MB": 0}, {**F0, "MB": 1}), ordered({**F1, "MB": 1}, {**B1, "MB": 0})),
     program("an order between devices that data does not bring", *PLACES, SPLIT, ordered({**F1, "MB": 0}, {**F0, "MB": 1})),

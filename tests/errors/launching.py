@@ -10,6 +10,7 @@ from unittest import mock
 
 import torch
 from lightning.pytorch.callbacks import BackboneFinetuning, BatchSizeFinder, Callback, ModelCheckpoint, StochasticWeightAveraging
+from lightning.pytorch.plugins import LayerSync
 from torch.optim import LBFGS
 
 import lightning_piper as piper
@@ -65,6 +66,20 @@ def averaged() -> None:
     fit(module, callbacks=[StochasticWeightAveraging(0.1)], max_steps=-1, max_epochs=2)
 
 
+class Layers(LayerSync):
+    def apply(self, model: torch.nn.Module) -> torch.nn.Module:
+        return model
+
+    def revert(self, model: torch.nn.Module) -> torch.nn.Module:
+        return model
+
+
+def over_a_group() -> None:
+    module = net()
+    module.norm = torch.nn.SyncBatchNorm(4, process_group=object())
+    fit(module)
+
+
 def fine_tuned() -> None:
     module = net()
     module.backbone = module.first
@@ -74,7 +89,7 @@ def fine_tuned() -> None:
 def over_processes(callback: Callback) -> None:
     """What is checked when there is more than one process."""
     made, _ = trainer(local(), [callback], enable_checkpointing=True)
-    check_fit(made, net(), 2, sync_batchnorm=False, known=Known())
+    check_fit(made, net(), 2, layer_sync=None, known=Known())
 
 
 def of_all_parameters() -> None:
@@ -123,7 +138,8 @@ CASES: Cases = [
     refused("manual optimisation", "pass", MANUAL),
     refused("the step draws its own batches", "pass", ("self, batch, batch_idx", "self, dataloader_iter"),
             ("x, y = batch", "(x, y), _, _ = next(dataloader_iter)")),
-    refused("`sync_batchnorm=True`", sync_batchnorm=True),
+    refused("a plugin that replaces layers of the module", plugins=[Layers()]),
+    Case("`SyncBatchNorm` over a process group of its own", over_a_group),
     Case("a submodule on the meta device without `reset_parameters()`", on_meta),
     Case("a `reset_parameters()` that leaves a tensor out", lambda: on_meta(lambda: None)),
     Case("a `reset_parameters()` that fails", lambda: on_meta(lambda: torch.ones(2) + torch.ones(3))),

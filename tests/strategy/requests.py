@@ -120,7 +120,6 @@ def refusals(run: Run) -> dict[str, str]:
         "untouched": said(module=untouched),
         "groups": said(callbacks=[Adds()]),
         "in place": said(callbacks=[Writes()]),
-        "sync_batchnorm": said(sync_batchnorm=True),
         "batch sizes": said(callbacks=[cb.BatchSizeFinder()], module=Sized()),
         "16-true": said(precision="16-true"),
         "closure": said(module=Twice()),

@@ -101,7 +101,6 @@ def test_collectives_in_hooks(program, ranks):
 
 @EACH
 @pytest.mark.parametrize("what, words", [
-    ("sync_batchnorm", "sync_batchnorm=True is not supported"),
     ("batch sizes", "choose batch_size"),
     ("16-true", "precision '16-true' is not supported"),
     ("closure", "SAM (must|does not) treat each .* it runs the closure more than once"),

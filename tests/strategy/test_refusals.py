@@ -87,6 +87,12 @@ class Normed(MLP):
         self.norm = torch.nn.BatchNorm1d(4)
 
 
+class Grouped(MLP):
+    def __init__(self):
+        super().__init__()
+        self.norm = torch.nn.SyncBatchNorm(4, process_group=object())
+
+
 class Finetuned(MLP):
     def __init__(self):
         super().__init__()
@@ -98,7 +104,7 @@ class Finetuned(MLP):
     (Two, {}, "Lightning|optimizers"),
     (Iterating, {}, "dataloader_iter"),
     (Meta, {}, "'gain' of submodule '' .Meta. is on the meta device"),
-    (MLP, {"sync_batchnorm": True}, "sync_batchnorm"),
+    (Grouped, {}, "norm is a SyncBatchNorm over a process group of its own"),
     (Normed, {"callbacks": [StochasticWeightAveraging(1e-2)], "max_epochs": 2}, "StochasticWeightAveraging of a module with"),
     (Meta, {"callbacks": [StochasticWeightAveraging(1e-2)], "max_epochs": 2}, "'gain' of"),
     (Finetuned, {"callbacks": [BackboneFinetuning(1)], "max_epochs": 2}, "BackboneFinetuning, which unfreezes"),

@@ -11,12 +11,19 @@ from lightning_piper.errors import DirectiveError
 from lightning_piper.ops.total import Total
 from lightning_piper.testing import Spec, case
 from lightning_piper.testing.suite import check_program
-from tests.dags import place, split
 
 ONE = Spec(("linear", "synced", "residual"), (0, 0, 1))
 SEVERAL = Spec(("synced", "synced", "dropout", "synced", "conv"), (0, 1, 1, 1, 0))
 LOSSES = Spec(("synced", "auxiliary", "synced"), (0, 1, 1), loss="terms")
 TIED = Spec(("tied", "synced", "tied", "batchnorm"), (0, 0, 1, 1))
+
+
+def split(count: int, **condition: Any) -> piper.Split:
+    return piper.Split(filter=condition, dim_name="MB", num_microbatches=count)
+
+
+def place(*devices: int) -> list[Any]:
+    return [piper.Place(filter={"PP": stage}, devices=[device]) for stage, device in enumerate(devices)]
 
 
 def groups(*of: list[int], **fields: Any) -> list[Any]:
@@ -40,7 +47,7 @@ PROGRAMS: dict[str, list[Any]] = {
     "microbatches, then replicas": [split(2), *groups([0, 2], [1, 3])],
     "replicas, then microbatches": [*groups([0, 2], [1, 3], shard_grads=True), split(2)],
     "shards": [split(2), *groups([0, 2], [1, 3], shard_params=True)],
-    "halves": [piper.Order(filters=[{"PP": 1, "PASS": "BI"}, {"PP": 1, "PASS": "BW"}]), *groups([0, 2], [1, 3])],
+    "halves": [*groups([0, 2], [1, 3]), piper.Order(filters=[{"PP": 0, "PASS": "BI"}, {"PP": 0, "PASS": "BW"}])],
 }
 
 
