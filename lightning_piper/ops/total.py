@@ -63,13 +63,13 @@ def check(facts: Facts, node: Total) -> Iterable[str]:
             yield f"{facts.at(node)} adds {facts.named(ref)} to {facts.named(node.inputs[0])}"
         if dag.value(ref).placement != placement_of_terms(dag):
             yield f"{facts.at(node)} sums {facts.named(ref)}, which is {dag.value(ref).placement}, and no term of each replica"
+        if (devices := dag.nodes[ref[0]].devices) and devices != node.devices:
+            yield f"{facts.at(node)} sums {facts.named(ref)}, which lies on devices {list(devices)}"
     parts = sorted(part for ref in node.inputs for part in facts.parts.get(ref, {}))
     edges = [0, *(part.stop for part in parts)]
     if edges[-1] != whole.stop or [part.start for part in parts] != edges[:-1]:
         found = ", ".join(map(str, parts)) or "none"
         yield f"{facts.at(node)} sums {facts.named(node.inputs[0])} of samples {found}, not of each of {whole} once"
-        if dag.nodes[ref[0]].devices != node.devices:
-            yield f"{facts.at(node)} sums {facts.named(ref)}, which lies on devices {list(dag.nodes[ref[0]].devices)}"
     if (node.mesh, node.axis) != (Mesh.flat(dag.replicas), DATA):
         found = f"{facts.named(node.inputs[0])} along {node.axis} of {node.mesh}"
         yield f"{facts.at(node)} sums {found}; the batch is divided over {dag.replicas} replicas"
