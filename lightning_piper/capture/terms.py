@@ -95,7 +95,6 @@ class Terms:
 
     def __init__(self, graph: torch.fx.Graph, size: int, beside: Ask) -> None:
         self.size, self.following = size, Following(graph, size, beside)
-        self.changes = self.following.changes
         self.uses: dict[int, dict[tuple[Node, Node], float]] = {}  # `Stat.key` -> (who reads it, it there) -> what it is of the sum
         self._found: dict[Node, Found] = {}
         self._keys = Keys()

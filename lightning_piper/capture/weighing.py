@@ -123,7 +123,7 @@ class _Weighing:
             self.assumed,
             tuple(self.unknown),
             None if self._met is None else f"{self._met.target} ({source_line(self._met)})",
-            frozenset(name for name, node in changed.items() if is_local(node, self.found.changes)),
+            frozenset(name for name, node in changed.items() if is_local(node, self.found.following.changes)),
         )
 
     def _hand_out(

@@ -22,6 +22,7 @@ from lightning_piper.ir.values import Partial, Replicate, Shard, Slice
 from lightning_piper.ops.metrics import Metrics, Report
 from lightning_piper.ops.reduce import AllReduce
 from lightning_piper.ops.samples import Concat, Cut
+from lightning_piper.ops.total import Total
 from lightning_piper.ops.update import Accumulate, Update
 from lightning_piper.passes import complete, eliminate
 from lightning_piper.schedules import gpipe
@@ -83,7 +84,7 @@ def changes(dag: TrainingDAG) -> Iterator[Change]:
         if isinstance(node, Chunk):
             yield from chunk_changes(dag, node, slices)
             yield from weight_changes(dag, node)
-        if isinstance(node, Accumulate | Update | AllReduce | Report | Concat | Metrics):
+        if isinstance(node, Accumulate | Update | AllReduce | Report | Concat | Metrics | Total):
             yield from sum_changes(dag, node, slices)
         if isinstance(node, Cut):
             for by in (-1, 1):

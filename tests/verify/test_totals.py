@@ -7,10 +7,14 @@ from typing import Any
 import pytest
 
 import lightning_piper as piper
-from lightning_piper.errors import DirectiveError
+from lightning_piper.errors import DirectiveError, VerificationError
 from lightning_piper.ops.total import Total
-from lightning_piper.testing import Spec, case
+from lightning_piper.passes import run_pipeline
+from lightning_piper.testing import Spec, case, run_interpreter
 from lightning_piper.testing.suite import check_program
+from lightning_piper.verify.equivalence import compare
+from lightning_piper.verify.static import check
+from tests.verify.test_mutations import changes
 
 ONE = Spec(("linear", "synced", "residual"), (0, 0, 1))
 SEVERAL = Spec(("synced", "synced", "dropout", "synced", "conv"), (0, 1, 1, 1, 0))
@@ -67,3 +71,21 @@ def test_statistics_of_a_part_are_still_refused() -> None:
     """A control: what is no sum over the whole batch differs from replica to replica."""
     with pytest.raises(DirectiveError, match=r"directive 2 \(replicate\).*changes blocks\.3.*sync_batchnorm=True"):
         piper.compile(case(TIED, 8).module, case(TIED, 8).batch, PROGRAMS["replicas in stages"])
+
+
+@pytest.mark.parametrize("spec, name", [(Spec(("synced",), (0,)), "replicas on one stage"), (ONE, "microbatches, then replicas")])
+def test_no_single_change_goes_unnoticed(spec: Spec, name: str) -> None:
+    one = case(spec, 8)
+    dag = run_pipeline(one.step, PROGRAMS.get(name, groups([0, 1])))
+    clean, refused, unnoticed = run_interpreter(one, dag), 0, []
+    for what, change in changes(dag):
+        copy = dag.copy()
+        change(copy)
+        try:
+            check(copy, final=True)
+        except VerificationError:
+            refused += 1
+            continue
+        if compare(clean, run_interpreter(one, copy), dict.fromkeys(clean.grads, 1e-12)).verdict == "differs":
+            unnoticed.append(what)
+    assert unnoticed == [] and refused > 100
