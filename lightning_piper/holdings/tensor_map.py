@@ -36,7 +36,7 @@ class HolderGroup:
     @property
     def canonical_holders(self) -> Mapping[int, Range]:
         """The ranks that have each element exactly once."""
-        if self.bucket is not None:
+        if self.bucket is not None or not self.ranges:  # nobody has a part of what has no elements
             return self.ranges
         rank = next(iter(self.ranges))
         return {rank: self.ranges[rank]}

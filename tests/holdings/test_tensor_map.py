@@ -9,7 +9,7 @@ import lightning_piper as piper
 from lightning_piper.compiler import Compiled
 from lightning_piper.holdings.materialize import Known
 from lightning_piper.holdings.ownership import Ownership
-from lightning_piper.holdings.tensor_map import TensorMap
+from lightning_piper.holdings.tensor_map import HolderGroup, TensorMap
 from lightning_piper.processes.world import World
 from tests.strategy.fitting import same, values
 from tests.strategy.models import make
@@ -67,3 +67,7 @@ def test_one_process_has_all_in_flat_tensors_until_the_end():
         for half in halves:
             half.fill_(8)
     assert bool((module.first[0].weight == 7).all())
+
+
+def test_nobody_holds_a_part_of_what_has_no_elements():
+    assert HolderGroup({}).canonical_holders == {} and HolderGroup({1: (0, 4), 2: (0, 4)}).canonical_holders == {1: (0, 4)}

@@ -48,7 +48,7 @@ def verdict(kind: Kind, level: str, found: Found) -> tuple[str, str]:
     one, other, replicas = (mean([seen(x) for x in found[kind.name, at]]) for at in (level, wanted, references(level)[0]))
     if kind.predict and "predicted" in replicas:  # each process has its own
         other["predicted"] = replicas["predicted"]
-    left_out = kind.by_replica if wanted == "whole" else ()
+    left_out = kind.of_batch if how == EXCEPT else ()
     far = {
         way: d
         for way, d in distances(one, other).items()

@@ -25,7 +25,7 @@ class Kind:
         options: of the Trainer.
         mixes: a hook changes the batch that it sees as a whole, which is a replica's: so it trains as under DDP.
         drifts: DDP does not average what is frozen when it begins, so its processes come apart: one device is the reference.
-        by_replica: logged values that are the mean over the replicas, where one device has another one: no sums of means.
+        of_batch: logged values that are those of the whole batch, where DDP has the mean of the replicas': no sums of means.
     """
 
     name: str
@@ -37,7 +37,7 @@ class Kind:
     options: dict[str, Any] = field(default_factory=dict)
     mixes: bool = False
     drifts: bool = False
-    by_replica: tuple[str, ...] = ()
+    of_batch: tuple[str, ...] = ()
 
 
 def normal(*shape: int, seed: int = 0) -> Tensor:

@@ -274,6 +274,6 @@ KINDS = [
     Kind("vae", "logs `.item()`", VAE, data, data),
     Kind("beta_vae", "a counter anneals the loss; it is in the checkpoint", BetaVAE, data, data),
     Kind("ddpm", "random timesteps, EMA that validates", DDPM, data, data),
-    Kind("mdn", "`torch.distributions`; RMSE in validation", MDN, data, data, by_replica=("val_rmse",)),
+    Kind("mdn", "`torch.distributions`; RMSE in validation", MDN, data, data),
     Kind("flow", "loop over layers that return pairs; StepLR", RealNVP, data),
 ]

@@ -306,6 +306,6 @@ KINDS = [
     Kind("dqn", "replay buffer, environment and target network in the step; iterable data", DQN, lambda: None),
     Kind("graphs", "an object with `.to` and `edge_index`; number of graphs from the data", GraphClassifier,
          samples(graphs(), joined), samples(graphs(), joined)),
-    Kind("recommender", "embeddings of users and items, Adagrad", Recommender, rated, rated, by_replica=("rmse",)),
+    Kind("recommender", "embeddings of users and items, Adagrad", Recommender, rated, rated),
     Kind("protonet", "classes found by `torch.unique`", ProtoNet, episodes),
 ]  # fmt: skip

@@ -343,8 +343,7 @@ def labelled(mask: bool) -> list[Any]:
 masked, pairs = samples(masked_texts()), tensors(integers(VOCAB, SAMPLES, LENGTH, low=1), padded_texts())
 texts, attended = samples(labelled(False)), samples(labelled(True))
 KINDS = [
-    Kind("masked_lm", "`ignore_index`; groups of parameters, warm-up", MaskedLM, masked, masked,
-         by_replica=("val_ppl",)),
+    Kind("masked_lm", "`ignore_index`; groups of parameters, warm-up", MaskedLM, masked, masked),
     Kind("causal_lm", "batches padded to their longest, tied weights, gradient norm in a hook", CausalLM,
          samples(list(padded_texts()), pad_together)),
     Kind("fine_tuning", "a model's output object with the loss; dropout; `self.outputs.append`", FineTuning, attended, attended),

@@ -334,7 +334,7 @@ classified = tensors(images, labels)
 masked = tensors(images, (normal(SAMPLES, 1, 8, 8, seed=2) > 0).double())
 KINDS = [
     Kind("resnet", "batch norm, MetricCollection, OneCycleLR", ResNet, classified, classified),
-    Kind("unet", "Dice loss over the batch", UNet, masked, masked),
+    Kind("unet", "Dice loss over the batch", UNet, masked, masked, of_batch=("train_dice", "val_dice")),
     Kind("autoencoder", "the first example of the documentation", AutoEncoder, classified, classified),
     Kind("simclr", "all samples meet; selection by a mask", SimCLR, samples(two_views()), samples(two_views())),
     Kind("byol", "EMA of a target in `on_train_batch_end`", BYOL, samples(two_views())),
