@@ -11,6 +11,7 @@ import inspect
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -32,17 +33,39 @@ _counters: Counter[str] | None = None
 _entered: list[tuple[_EnterRegion, AbstractContextManager[None]]] = []
 
 
+@dataclass
+class Opened:
+    """What a traced run of a step has annotated so far.
+
+    Attributes:
+        tags, marks: how often a region was opened, and how often a repeated block was called (`marking`).
+        last: the annotation that was opened last, as a graph's nodes have it.
+    """
+
+    tags: int = 0
+    marks: int = 0
+    last: Mapping[str, Any] = field(default_factory=dict)
+
+
+_opened = Opened()
+
+
+def opened() -> Opened:
+    """Of the traced run that goes on."""
+    return _opened
+
+
 @contextmanager
 def numbering() -> Iterator[None]:
     """Activate annotations and start numbering from zero; entered once for each traced run of the step."""
-    global _counters, _entered
-    before = _counters, _entered
-    _counters, _entered = Counter(), []
+    global _counters, _entered, _opened
+    before = _counters, _entered, _opened
+    _counters, _entered, _opened = Counter(), [], Opened()
     try:
         yield
     finally:
         _leave(0)  # those that an exception left open: while code is traced, modules call no hooks after one
-        _counters, _entered = before
+        _counters, _entered, _opened = before
 
 
 def _leave(depth: int) -> None:
@@ -81,7 +104,9 @@ def _tagged(tag: str, index: int | None, source: str) -> Iterator[None]:
         index = _counters[tag]
         _counters[tag] += 1
     outer: dict[str, int] = fx_traceback.current_meta.get("custom", {}).get(META_KEY, {})
-    with fx_traceback.annotate({META_KEY: {**outer, tag: index}, SOURCE_KEY: source}):
+    annotation = {META_KEY: {**outer, tag: index}, SOURCE_KEY: source}
+    with fx_traceback.annotate(annotation):
+        _opened.tags, _opened.last = _opened.tags + 1, annotation
         yield
 
 
@@ -184,9 +209,13 @@ def marking(blocks: Mapping[str, nn.Module]) -> Iterator[None]:
 
     def enter(module: nn.Module, args: Any) -> None:
         if id(module) in of:
-            mark = fx_traceback.annotate({LAYER_KEY: of[id(module)]})
+            annotation = {LAYER_KEY: of[id(module)]}
+            mark = fx_traceback.annotate(annotation)
             mark.__enter__()
             marked.append((module, mark))
+            _opened.marks += 1
+            if not _opened.tags:
+                _opened.last = annotation
 
     def leave(module: nn.Module, args: Any, output: Any) -> None:
         if any(other is module for other, _ in marked):

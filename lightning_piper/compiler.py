@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from lightning_piper.capture import BatchSpec, CapturedStep, History, capture
+from lightning_piper.capture import BatchSpec, CapturedStep, History, PartlyCaptured, as_before, capture, flatten
 from lightning_piper.directives import Directive, parse
 from lightning_piper.errors import CaptureError, NodeNotFoundError
 from lightning_piper.ir.dag import TrainingDAG
@@ -225,4 +225,15 @@ def verify(module: nn.Module, batch: Any, directives: Any, *, seed: int = 0) -> 
     try:
         return verify_step(capture(module, batch, device=device), module, batch, program, seed=seed)
     except CaptureError as error:
-        return verify_executed(module, batch, program, error, seed)
+        problem = error
+    try:
+        return verify_executed(module, batch, program, problem, seed)
+    except CaptureError:
+        if problem.late or problem.raised is not None:
+            raise problem from None
+    try:
+        with as_before(module):
+            return verify_step(PartlyCaptured(module, flatten(batch)[1], device), module, batch, program, seed=seed)
+    except CaptureError as other:
+        problem.add_note(f"nor can the calls of annotated modules be captured alone: {other}")
+        raise problem from None

@@ -10,6 +10,8 @@ from collections.abc import Callable
 import torch
 from torch.fx.graph import CodeGen
 
+RUNS_KEY = "piper_runs"  # in the metadata of an operation: the function that runs in its place
+
 
 class _Boxed(CodeGen):
     def gen_fn_def(self, free_vars: list[str], maybe_return_annotation: str, *, expanded_def: bool = False) -> str:
@@ -24,4 +26,10 @@ def compile_boxed(graph: torch.fx.Graph, constants: torch.nn.Module | None = Non
     `constants` holds the tensors that the step makes from Python numbers (`torch.tensor(...)`), by the graph's names.
     """
     graph.set_codegen(_Boxed())
-    return torch.fx.GraphModule(constants or torch.nn.Module(), graph).forward
+    stood = {node: node.target for node in graph.nodes if RUNS_KEY in node.meta}
+    for node in stood:
+        node.target = node.meta[RUNS_KEY]
+    made: Callable[..., tuple[torch.Tensor, ...]] = torch.fx.GraphModule(constants or torch.nn.Module(), graph).forward
+    for node, target in stood.items():
+        node.target = target
+    return made

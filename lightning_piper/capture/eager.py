@@ -9,7 +9,7 @@ from dataclasses import dataclass, field
 import torch
 
 from lightning_piper.capture.step import CapturedStep
-from lightning_piper.capture.trace import Step, as_captured, swapped
+from lightning_piper.capture.trace import as_captured, swapped
 from lightning_piper.ir.regions import LOSS, Logged
 from lightning_piper.ir.terms import Weighing
 from lightning_piper.ir.values import Kind, Slice
@@ -58,7 +58,7 @@ def run_eagerly(
     whole = step.batch_spec.undivided is not None
     params = {n: x.detach().clone().requires_grad_(step.params[n].requires_grad) for n, x in tensors.items() if n in step.params}
     buffers = {n: x.detach().clone() for n, x in tensors.items() if n in step.buffers}
-    wrapper = Step(step.module, step.batch_spec, step.context)
+    wrapper = step.alone()
     wrapper.batch_idx = step.reads.history.batch_idx
     in_tensors = {log.name for log in step.at(step.size).logs if log.constant is None}
     values: dict[str, list[torch.Tensor]] = {}

@@ -12,7 +12,7 @@ import torch
 import torch.fx.traceback as fx_traceback
 
 LINE_KEY = "piper_line"  # in the metadata of an operation: the user's line
-_LIBRARIES = tuple(str(Path(m.__file__).parent) + "/" for m in (torch, contextlib) if m.__file__) + (
+LIBRARIES = tuple(str(Path(m.__file__).parent) + "/" for m in (torch, contextlib) if m.__file__) + (
     str(Path(__file__).parent.parent) + "/",
 )
 
@@ -20,7 +20,7 @@ _LIBRARIES = tuple(str(Path(m.__file__).parent) + "/" for m in (torch, contextli
 def user_line(error: BaseException | None = None) -> str:
     """`file:line (code)` of the innermost frame that is the user's; of an installed package's where there is no other."""
     frames = traceback.extract_tb(error.__traceback__) if error is not None else traceback.extract_stack()
-    found = [f for f in frames if not f.filename.startswith((*_LIBRARIES, "<"))]
+    found = [f for f in frames if not f.filename.startswith((*LIBRARIES, "<"))]
     found = [f for f in found if "/site-packages/lightning" not in f.filename or "/demos/" in f.filename]
     own = [frame for frame in found if "/site-packages/" not in frame.filename] or found
     return f"{own[-1].filename}:{own[-1].lineno} ({own[-1].line})" if own else "in training_step"
@@ -36,7 +36,7 @@ def user_frame() -> str:
     frame = sys._getframe(1)
     while frame is not None:
         name = frame.f_code.co_filename
-        if not name.startswith(_LIBRARIES) and "/site-packages/" not in name and name[0] != "<":
+        if not name.startswith(LIBRARIES) and "/site-packages/" not in name and name[0] != "<":
             return f"{name}:{frame.f_lineno}"
         frame = frame.f_back  # type: ignore[assignment]
     return ""

@@ -83,9 +83,11 @@ class CapturedStep:
         params, buffers: by canonical name, the first under which the module lists them.
         canonical: every name -> canonical name.
         reads: what it has read in Python: while `reads.hold()`, it means what was captured.
+        executed: what of it is not captured, and runs as it is.
     """
 
     name = Step.name
+    executed = ""
 
     def __init__(self, module: nn.Module, batch_spec: BatchSpec, device: torch.device,
                  context: Callable[[], contextlib.AbstractContextManager[Any]],
@@ -133,6 +135,15 @@ class CapturedStep:
 
     def _step(self, degrees: tuple[int, ...]) -> Step:
         return Step(self.module, self.batch_spec, self.context, degrees, self.reads, self._blocks, self._whole_norms)
+
+    def alone(self) -> Step:
+        """The user's code, to be run on one device."""
+        return Step(self.module, self.batch_spec, self.context)
+
+    @property
+    def draws(self) -> bool:
+        """Does it draw random numbers?"""
+        return any(interface.random for interface in self.at(self.size).interfaces.values())
 
     def inputs(self, leaves: Sequence[torch.Tensor]) -> list[torch.Tensor]:
         """What the code takes for a batch of these tensors: they, and this step's numbers, of those known when it was traced."""

@@ -28,6 +28,7 @@ from lightning_piper.capture.raised import is_own, where_kept
 from lightning_piper.capture.reads import Drawn, Reads
 from lightning_piper.capture.selected import Selected
 from lightning_piper.capture.source import user_line
+from lightning_piper.capture.swallowed import refusals
 from lightning_piper.capture.unchanged import attributes, changes, check_unchanged, restored
 from lightning_piper.capture.watch import Watch
 from lightning_piper.errors import CaptureError
@@ -131,6 +132,7 @@ class Step(nn.Module):
     """
 
     name = "training_step"
+    keeps = True  # it may change nothing in Python
     gradients: Callable[[], contextlib.AbstractContextManager[Any]] = torch.enable_grad
 
     def __init__(self, module: nn.Module, batch_spec: BatchSpec, context: Callable[[], contextlib.AbstractContextManager[Any]],
@@ -174,12 +176,20 @@ class Step(nn.Module):
             contextlib.nullcontext() if values else _torchmetrics.without_values(),
             plain_batch_norms() if values else whole_batch_norms(self._whole_norms),
             running,
+            refusals() as caught,
             marked,
         ):
             batch = self._batch_spec.rebuild(leaves, carried, to_array if values else ArrayStandIn)
-            result = step(*arguments(step, batch, batch_idx, dataloader_idx))
-        check_unchanged(self.module, before, self.name)
+            result = self._run(step, arguments(step, batch, batch_idx, dataloader_idx))
+            if (refused := next(caught(), None)) is not None:
+                raise refused
+        if self.keeps:
+            check_unchanged(self.module, before, self.name)
         return result
+
+    def _run(self, step: Callable[..., Any], args: Sequence[Any]) -> Any:
+        """What the user's method returns."""
+        return step(*args)
 
     @property
     def rebuild(self) -> Callable[..., Any] | None:

@@ -54,6 +54,16 @@ def undone(module: nn.Module) -> Iterator[None]:
         raise _taken(moved[0], kept.restore())
 
 
+@contextlib.contextmanager
+def as_before(module: nn.Module) -> Iterator[None]:
+    """The objects that a module reaches are afterwards as before, as far as `undone` can put them back."""
+    kept = _Kept(module)
+    try:
+        yield
+    finally:
+        kept.restore()
+
+
 def _taken(iterator: str, stuck: list[str]) -> CaptureError:
     changed = CaptureError(
         f"the step takes the next value of {iterator}, an iterator; a captured step would go on with the one that it got when "

@@ -45,6 +45,7 @@ class Settings:
         local: all devices in this process.
         timeout: of communication.
         whole_norms: all batch norms of the training step take the statistics of the whole batch.
+        in_part: of a training step that cannot be captured, the calls of annotated modules may be.
     """
 
     program: Sequence[Directive]
@@ -55,6 +56,7 @@ class Settings:
     local: bool
     timeout: timedelta | None
     whole_norms: bool = False
+    in_part: bool = True
 
 
 @dataclass(frozen=True)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Hashable
+from collections.abc import Callable, Hashable
 from typing import Any
 
 from torch import nn
@@ -33,12 +33,15 @@ class Programs:
         runtime: on which they run.
         settings: of the compilation.
         training: the training step's finished DAG, for the other steps of a module that is distributed by it.
+        instead: makes something else of a training step that cannot be captured, or raises what it is given.
     """
 
     def __init__(
-        self, module: nn.Module, runtime: ProcessRuntime, settings: Settings, world: World, training: TrainingDAG | None = None
-    ) -> None:
+        self, module: nn.Module, runtime: ProcessRuntime, settings: Settings, world: World, training: TrainingDAG | None = None,
+        instead: Callable[[CaptureError, BatchSpec, History], Compiled] | None = None,
+    ) -> None:  # fmt: skip
         self._module, self._runtime, self._settings, self._world, self._training = module, runtime, settings, world, training
+        self._instead = instead
         self._variants: dict[Step, Variants] = {}
         self._prepared: dict[tuple[int, Step, Hashable], Prepared] = {}  # by number of the capture, step and batch spec
         self._traced: set[Hashable] = set()  # the batch specs for which a step was traced
@@ -135,8 +138,14 @@ class Programs:
         context, (name, loader) = settings.context if step == TRAINING else settings.forward_context, step
         example = batch_spec.times(settings.replicas)
         device, norms = self._world.device, settings.whole_norms
-        found = capture(self._module, example, device, context, name, loader, history=history, whole_norms=norms)
-        return compile_step(found, tuple(settings.program), verify=settings.static, training=self._training)
+        try:
+            with undone(self._module):
+                found = capture(self._module, example, device, context, name, loader, history=history, whole_norms=norms)
+                return compile_step(found, tuple(settings.program), verify=settings.static, training=self._training)
+        except CaptureError as error:
+            if step != TRAINING or self._instead is None:
+                raise
+            return self._instead(error, example, history)
 
 
 def _family(batch_spec: BatchSpec) -> tuple[Any, ...]:

@@ -21,7 +21,7 @@ from lightning_piper.runtime import StepResult
 from lightning_piper.session.metric_objects import MetricObjects, owners_of, wanted_by_all
 
 # The values that a plan reports are the same in every process; reducing them again would only cost time.
-_NOT_REPLAYED = ("sync_dist", "sync_dist_group", "enable_graph")
+NOT_REPLAYED = ("sync_dist", "sync_dist_group", "enable_graph")
 
 
 class Given:
@@ -83,7 +83,7 @@ class Replay:
         if compiled.dag.code.metrics.events:
             self._context = compiled.step.context
         for log in compiled.dag.code.logs:
-            kwargs: dict[str, Any] = {k: v for k, v in log.kwargs.items() if k not in _NOT_REPLAYED}
+            kwargs: dict[str, Any] = {k: v for k, v in log.kwargs.items() if k not in NOT_REPLAYED}
             # Replicas whose batches cannot be cut count alike, in all processes, whatever the sizes of their tensors.
             apart = compiled.dag.code.undivided is not None and compiled.dag.replicas > 1
             kwargs.setdefault("batch_size", compiled.dag.replicas if apart else compiled.dag.size)

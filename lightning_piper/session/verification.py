@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 from typing import Literal, get_args
@@ -10,6 +11,7 @@ import torch
 from lightning.pytorch.utilities.seed import isolate_rng
 from torch import nn
 
+from lightning_piper.capture import as_before
 from lightning_piper.compiler import Compiled
 from lightning_piper.errors import PiperError, VerificationError
 from lightning_piper.holdings.materialize import is_on_meta
@@ -59,7 +61,7 @@ def verify_by_execution(
             given = given[:1] * len(given)
         parts = zip(*given, strict=True)
         batch = [(torch.cat(xs) if xs[0].ndim else xs[0]).to(world.device) for xs in parts]
-        with isolate_rng():
+        with isolate_rng(), as_before(module) if compiled.step.executed else contextlib.nullcontext():
             report = verify_step(compiled.step, module, compiled.step.batch_spec.rebuild(batch), compiled.program)
         judged = report if how == "each" else replace(report, rows=report.rows[-1:])
         if how == "each":
@@ -85,7 +87,7 @@ def _plain_to_see(compiled: Compiled) -> Iterator[str]:
             f"{dag.size} samples"
         )
     cut = any(len(parts) > 1 for parts in dag.slices().values())
-    if cut and code.assumed:
+    if cut and code.assumed and not compiled.step.executed:
         yield (
             "the loss is no sum of means, of sums, and of ratios whose denominators follow from the batch: its values on "
             f"microbatches and replicas count as means over samples, and give another one than all {dag.size} samples"

@@ -93,7 +93,16 @@ class EvaluatingStrategy(OverProcesses):
         # Lightning's own precisions have one context for all steps without a backward pass.
         contexts = plugin.train_step_context, plugin.forward_context
         replicas, static = max(found.values(), default=0) + 1, self._verify != "off"
-        settings = Settings(program, replicas, static, *contexts, self._local, self._timeout, self.syncs_batch_norms)
+        settings = Settings(
+            program,
+            replicas,
+            static,
+            *contexts,
+            self._local,
+            self._timeout,
+            self.syncs_batch_norms,
+            in_part=self._capture != "always",
+        )
         if restored.sharded is not None and not is_on_meta(module):
             restored.sharded.whole()
         if trainer.ckpt_path is not None:

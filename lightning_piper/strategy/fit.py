@@ -24,6 +24,7 @@ from lightning_piper.processes.settings import settings_of
 from lightning_piper.processes.world import on_host
 from lightning_piper.profile import PiperProfiler, Recording, Schedule, wanted
 from lightning_piper.session.evaluation import Evaluation
+from lightning_piper.session.in_part import InPart
 from lightning_piper.session.process_runtime import Prepared, ProcessRuntime, check_devices
 from lightning_piper.session.programs import TRAINING, Programs
 from lightning_piper.session.replay import Given
@@ -77,7 +78,8 @@ class Fit:
         agreed = self._compare()
         before.close(failed=False)
         self._runtime = ProcessRuntime(settings, world)
-        self.programs = Programs(module, self._runtime, settings, world)
+        self._in_part = InPart(module, settings, world)
+        self.programs = Programs(module, self._runtime, settings, world, instead=self._in_part.compiled)
         self.program = first = self.programs.compile(TRAINING, self._batch_spec, None, agreed.apart)
         if not settings.local:
             check_devices(first, world)
@@ -168,7 +170,9 @@ class Fit:
             self.recording.before(prepared)
         self.ownership.refresh()
         factor, closing = self._weight_of_batch(prepared.compiled, last)
-        result = self._runtime.run(prepared, prepared.compiled.step.inputs(self._leaves), self.seed + number, scale * factor, last)
+        step = prepared.compiled.step
+        with self._in_part.running(step):
+            result = self._runtime.run(prepared, step.inputs(self._leaves), self.seed + number, scale * factor, last)
         if self.recording is not None:
             self.recording.after(prepared, number)
         prepared.replay(self._module, result, Given(self._batch_spec, self._leaves))

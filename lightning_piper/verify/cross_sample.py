@@ -17,6 +17,7 @@ import torch
 from torch.fx import Interpreter, Node
 
 from lightning_piper.capture import CapturedStep
+from lightning_piper.capture.code import RUNS_KEY
 from lightning_piper.capture.eager import term_weights
 from lightning_piper.ir.seeds import seed_of
 from lightning_piper.ir.values import Slice
@@ -188,7 +189,12 @@ class _Recorder(Interpreter):
         self.results: tuple[torch.Tensor, ...] = ()
 
     def run_node(self, n: Node) -> Any:
-        value = super().run_node(n)
+        runs = n.meta.get(RUNS_KEY)
+        if runs is None:
+            value = super().run_node(n)
+        else:
+            args, kwargs = self.fetch_args_kwargs_from_env(n)
+            value = runs(*args, **kwargs)
         self.values[n.name] = value
         if n.op == "output":
             self.results = value

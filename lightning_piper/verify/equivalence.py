@@ -41,7 +41,7 @@ def verify_step(step: CapturedStep, module: nn.Module, batch: Any, program: Sequ
             rows.append(runner.row(dag, done))
 
     dag = run_pipeline(step, program, after=after)
-    return Report(tuple(rows), *runner.against_whole(dag))
+    return Report(tuple(rows), *runner.against_whole(dag), executed=step.executed)
 
 
 class _Runner:
@@ -53,7 +53,7 @@ class _Runner:
 
     def __init__(self, step: CapturedStep, tensors: Mapping[str, torch.Tensor], leaves: Sequence[torch.Tensor], seed: int) -> None:
         self.step, self.tensors, self.leaves, self.seed = step, tensors, leaves, seed
-        self.random = any(interface.random for interface in step.at(step.size).interfaces.values())
+        self.random = step.draws
         self.mixed = mixed(step)
         self.computed = [log.name for log in step.at(step.size).logs if log.computed is not None]
         self.splits: list[Split] = []

@@ -79,7 +79,7 @@ def verify_executed(module: nn.Module, batch: Any, program: Sequence[Directive],
         raise why from None
     alone = _outcome(runs.of(0, 1))
     moved = movement(alone, [_outcome(runs.of(0, 1, nudge)) for nudge in range(1, PERTURBATIONS + 1)])
-    return Report(tuple(rows), compare(alone, last, moved), executed=str(why))
+    return Report(tuple(rows), compare(alone, last, moved), executed=f"the step is not captured: {why}")
 
 
 class _Runs:

@@ -72,7 +72,8 @@ class Report:
         whole: the last row's result compared with one device on the whole batch at once.
         causes: where that differs, why: what in the step looks across the samples of a batch, or draws or counts by microbatches.
         couplings: the operations among them.
-        executed: why the step is not captured, if it is not: its border alone was checked, and what it computes was run.
+        executed: of a step that is not captured, or in part, which and why: of that, its border alone was checked, and what it
+            computes was run.
     """
 
     rows: tuple[Row, ...]
@@ -84,8 +85,9 @@ class Report:
     @property
     def verdict(self) -> Verdict:
         """`verified`: the program computes what one device computes on the whole batch. `verified except`: what one device computes
-        on the same microbatches, which the step itself makes another result. `executed`: the step runs as it is, and in replicas it
-        computes the mean of what one device computes of each. `NOT EQUIVALENT`: neither, or a directive broke its contract."""
+        on the same microbatches, which the step itself makes another result. `executed`: the step, or the rest of
+        it, runs as it is, and computes the mean of what one device computes of each part of the batch. `NOT EQUIVALENT`: neither,
+        or a directive broke its contract."""
         if not all(row.ok for row in self.rows):
             return "NOT EQUIVALENT"
         if self.executed:
@@ -101,10 +103,10 @@ class Report:
     def conclusion(self) -> str:
         """The verdict; for `verified except` with its causes and the size of the difference, for `executed` with the reason."""
         if self.verdict == "executed":
-            mean = f"the mean of the replicas' gradients, {self.whole} from one device on the whole batch"
+            found = f"{self.whole} from one device on the whole batch"
             if self.whole.verdict == "bitwise equal":
-                mean = "the mean of the replicas' gradients, which is that of one device on the whole batch"
-            return f"executed, not proved: {mean}; the step is not captured: {self.executed}"
+                found = "the same as of one device on the whole batch"
+            return f"executed, not proved: the gradients, which are means of those of its parts, are {found}; {self.executed}"
         if self.verdict != "verified except":
             return self.verdict
         causes = ", ".join(self.causes) or "an operation that was not found"

@@ -1,0 +1,319 @@
+"""The rest of a step, of which only calls of modules are captured: the user's own code as one operation of the graph.
+
+It reads what these calls return, the batch, and the parameters and buffers that they do not have; it makes the loss. Its backward
+pass is autograd's. Nothing is known of what is inside: so the loss of a part of the batch counts as a mean over its samples.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import nn
+
+from lightning_piper.capture.batch import BatchSpec
+from lightning_piper.capture.calling import arguments
+from lightning_piper.capture.outer_calls import Key, outermost
+from lightning_piper.errors import CaptureError, PiperError
+
+Tensors = list[torch.Tensor]
+
+
+@torch.library.custom_op("lightning_piper::rest", mutates_args=(), tags=(torch.Tag.nondeterministic_seeded,))
+def rest(trained: Tensors, others: Tensors, dtype: torch.dtype) -> Tensors:
+    """Stands in a graph for the rest of a step.
+
+    Args:
+        trained: of these the backward pass makes gradients.
+        others: what it reads besides.
+        dtype: of the loss.
+
+    Returns:
+        The loss, and what keeps the autograd graph for the backward pass.
+    """
+    raise NotImplementedError("it runs as the code of its step")
+
+
+@torch.library.custom_op("lightning_piper::rest_backward", mutates_args=())
+def rest_backward(gradient: torch.Tensor, kept: torch.Tensor, trained: Tensors) -> Tensors:
+    """Gradients of `trained`."""
+    raise NotImplementedError("it runs as the code of its step")
+
+
+@rest.register_fake
+def _(trained: Tensors, others: Tensors, dtype: torch.dtype) -> Tensors:
+    return [trained[0].new_empty((), dtype=dtype), trained[0].new_empty((0,), dtype=torch.int8)]
+
+
+@rest_backward.register_fake
+def _(gradient: torch.Tensor, kept: torch.Tensor, trained: Tensors) -> Tensors:
+    return [torch.empty_like(x, memory_format=torch.contiguous_format) for x in trained]
+
+
+def _keep(ctx: Any, inputs: Any, output: Tensors) -> None:
+    trained, others, _ = inputs
+    ctx.others = len(others)
+    ctx.save_for_backward(output[1], *trained)
+
+
+def _backward(ctx: Any, gradients: Tensors) -> Any:
+    kept, *trained = ctx.saved_tensors
+    return rest_backward(gradients[0], kept, trained), [None] * ctx.others, None
+
+
+rest.register_autograd(_backward, setup_context=_keep)
+REST, REST_BACKWARD = torch.ops.lightning_piper.rest.default, torch.ops.lightning_piper.rest_backward.default
+
+
+@dataclass(frozen=True)
+class Returned:
+    """What a captured call gives to the code that makes it.
+
+    Attributes:
+        spec: of what it returns; None where another captured call alone reads it.
+        trained: for each tensor of it, whether gradients flow back into it.
+    """
+
+    spec: BatchSpec | None
+    trained: tuple[bool, ...] = ()
+
+
+@dataclass(frozen=True)
+class Log:
+    """A call of `self.log` by the rest of a step.
+
+    Attributes:
+        name, value, kwargs: its arguments.
+        samples: of the part of the batch that it ran on.
+    """
+
+    name: str
+    value: Any
+    kwargs: Mapping[str, Any]
+    samples: int
+
+
+class Rest:
+    """Runs the rest of a step, for one part of the batch after another.
+
+    Args:
+        module: a LightningModule.
+        batch_spec: of its batches.
+        context: entered around the step.
+        batch_idx: gives the number of the batch.
+        trained, others: canonical names of the parameters with gradients, and of the parameters without and the buffers, that the
+            rest may read: those that do not belong to captured calls.
+        names: every name of a parameter or buffer -> canonical name.
+
+    Attributes:
+        returned: by captured call, what it gives; known when the step was traced.
+        logs: of the current step.
+        used: parameters of which gradients were made.
+        failure: with which the user's code has ended the step.
+    """
+
+    def __init__(
+        self, module: nn.Module, batch_spec: BatchSpec, context: Callable[[], contextlib.AbstractContextManager[Any]],
+        batch_idx: Callable[[], int], trained: Sequence[str], others: Sequence[str], names: Mapping[str, str],
+    ) -> None:  # fmt: skip
+        self._module, self._batch_spec, self._context, self._batch_idx = module, batch_spec, context, batch_idx
+        self.trained, self.others, self._names = tuple(trained), tuple(others), names
+        self.returned: dict[Key, Returned] = {}
+        self.logs: list[Log] = []
+        self.used: set[str] = set()
+        self.failure: Exception | None = None
+
+    def begin(self) -> None:
+        """A step begins."""
+        self.logs, self.used, self.failure = [], set(), None
+
+    def forward(self, trained: Tensors, others: Tensors, dtype: torch.dtype) -> Tensors:
+        """In the place of `REST`."""
+        inputs = [x.detach().requires_grad_() for x in trained]
+        made, versions = len(inputs) - len(self.trained), [x._version for x in (*trained, *others)]
+        with torch.enable_grad():
+            given_out: list[torch.Tensor] = [_Same.apply(x) for x in inputs[:made]]  # type: ignore[no-untyped-call]
+        flowing, still = iter([*given_out, *inputs[made:]]), iter(others)
+        given = {key: self._given(key, found, flowing, still) for key, found in self.returned.items()}
+        own = {name: next(flowing) for name in self.trained} | {name: next(still) for name in self.others}
+        leaves = [x.clone() for x in still]  # the step may change its batch
+        try:
+            loss = self._run(given, own, leaves)
+        except Exception as error:
+            self.failure = error
+            raise
+        changed = [x._version != version for x, version in zip((*trained, *others), versions, strict=True)]
+        self._check_unchanged(
+            changed[:made], changed[made:][: len(self.trained)], changed[len(inputs) : len(changed) - len(leaves)]
+        )
+        kept = torch.empty(0, dtype=torch.int8, device=inputs[0].device)
+        kept.autograd = loss, inputs  # type: ignore[attr-defined]
+        return [loss.detach().to(dtype), kept]
+
+    def _run(self, given: Mapping[Key, Any], own: Mapping[str, torch.Tensor], leaves: Tensors) -> torch.Tensor:
+        """The user's code."""
+        samples = next((x.shape[0] for x in leaves if x.ndim), 1)
+        with torch.enable_grad(), self._parameters(own), self._logging(samples), self._context(), self._calls(given):
+            step: Any = self._module.training_step
+            return self._loss(step(*arguments(step, self._batch_spec.rebuild(leaves), self._batch_idx(), None)))
+
+    def backward(self, gradient: torch.Tensor, kept: torch.Tensor, trained: Tensors) -> Tensors:
+        """In the place of `REST_BACKWARD`."""
+        loss, inputs = kept.autograd  # type: ignore[attr-defined]
+        del kept.autograd  # type: ignore[attr-defined]
+        made = torch.autograd.grad(loss, inputs, gradient.to(loss.dtype), allow_unused=True)
+        found = zip(self.trained, made[len(inputs) - len(self.trained) :], strict=True)
+        self.used |= {name for name, grad in found if grad is not None}
+        return [torch.zeros_like(x) if grad is None else grad.contiguous() for x, grad in zip(inputs, made, strict=True)]
+
+    def _given(self, key: Key, found: Returned, flowing: Iterator[torch.Tensor], still: Iterator[torch.Tensor]) -> Any:
+        if found.spec is None:
+            return elsewhere(torch.empty(0), f"what self.{key[0]}(...) returned", f"{_HANDED} self.{key[0]} return it once more")
+        return found.spec.rebuild([next(flowing if each else still) for each in found.trained])
+
+    def _check_unchanged(self, returned: Sequence[bool], params: Sequence[bool], others: Sequence[bool]) -> None:
+        """Where something is changed in place: the batch may be."""
+        names = [name for name, now in zip(self.trained, params, strict=True) if now]
+        names += [name for name, now in zip(self.others, others[len(others) - len(self.others) :], strict=True) if now]
+        if names:
+            raise PiperError(
+                f"training_step, of which only calls of modules are captured, changes {names[0]} where it runs as it is, for each "
+                "microbatch anew; do that in a module whose call is captured (annotate_modules), or in a hook"
+            )
+        if any(returned) or any(others):
+            raise PiperError(
+                "training_step changes in place what a captured call returned, which its backward pass may need; change a clone "
+                "of it (x = x.clone())"
+            )
+
+    def _loss(self, made: Any) -> torch.Tensor:
+        loss = made["loss"] if isinstance(made, Mapping) else made
+        if not isinstance(loss, torch.Tensor) or loss.numel() != 1 or not loss.requires_grad:
+            what = f"a tensor of shape {tuple(loss.shape)}" if isinstance(loss, torch.Tensor) else f"a {type(loss).__name__}"
+            raise PiperError(
+                f"training_step returns {what} as its loss; where a program has stages, it returns a scalar that depends on a "
+                "parameter, for every microbatch"
+            )
+        return loss.reshape(())
+
+    @contextlib.contextmanager
+    def _calls(self, given: Mapping[Key, Any]) -> Iterator[None]:
+        """Inside, captured calls return what they have returned."""
+        missing = set(given)
+
+        def handle(key: Key, call: Callable[[], Any], args: Any, kwargs: Any) -> Any:
+            if key not in given:
+                return call()
+            missing.discard(key)
+            return given[key]
+
+        with outermost(self._module, handle):
+            yield
+        if missing:
+            raise PiperError(
+                f"training_step has not called self.{min(missing)[0]}, as it did when it was captured; which modules it calls may "
+                "not depend on values of tensors, nor on what changes between steps"
+            )
+
+    @contextlib.contextmanager
+    def _parameters(self, own: Mapping[str, torch.Tensor]) -> Iterator[None]:
+        """Inside, the module has these parameters and buffers, and stand-ins for those that it must not read."""
+        kept = []
+        stand_ins: dict[str, torch.Tensor] = {}
+        try:
+            for path, part in self._module.named_modules(remove_duplicate=False):
+                for store in (part._parameters, part._buffers):
+                    for name, tensor in store.items():
+                        if tensor is None:
+                            continue
+                        full = self._names[f"{path}.{name}" if path else name]
+                        if full not in own and full not in stand_ins:
+                            stand_ins[full] = elsewhere(tensor, f"{full!r}", _CAPTURED)
+                        kept.append((store, name, tensor))
+                        store[name] = own.get(full, stand_ins.get(full))
+            yield
+        finally:
+            for store, name, tensor in reversed(kept):
+                store[name] = tensor
+
+    @contextlib.contextmanager
+    def _logging(self, samples: int) -> Iterator[None]:
+        """Inside, `self.log` is noted."""
+
+        def log(name: str, value: Any, *args: Any, **kwargs: Any) -> None:
+            if (
+                args
+                or not isinstance(value, torch.Tensor | int | float)
+                or (isinstance(value, torch.Tensor) and value.numel() != 1)
+            ):
+                raise CaptureError(
+                    f"self.log({name!r}) in a training_step of which only calls of modules are captured: give a number or a tensor "
+                    "with one, and arguments by name; metric objects are updated in captured steps alone"
+                )
+            value = value.detach().reshape(()).clone() if isinstance(value, torch.Tensor) else value
+            self.logs.append(Log(name, value, kwargs, samples))
+
+        def log_dict(values: Mapping[str, Any], *args: Any, **kwargs: Any) -> None:
+            for name, value in values.items():
+                log(name, value, *args, **kwargs)
+
+        own = vars(self._module)
+        own |= {"log": log, "log_dict": log_dict}
+        try:
+            yield
+        finally:
+            del own["log"], own["log_dict"]
+
+
+class _Same(torch.autograd.Function):
+    """The same values, in a tensor that no leaf of autograd's graph is: torch refuses to change leaves in place, in other words."""
+
+    @staticmethod
+    def forward(ctx: Any, x: torch.Tensor) -> torch.Tensor:
+        return x.detach()
+
+    @staticmethod
+    def backward(ctx: Any, gradient: torch.Tensor) -> torch.Tensor:
+        return gradient
+
+
+_CAPTURED = (
+    "belongs to a module whose call is captured; it may be another stage's. Read it in that module (forward), which returns what "
+    "you need of it"
+)
+_HANDED = "was handed to another captured call, and is on another stage; let the last one return what you need of it, or let"
+
+
+class Elsewhere(torch.Tensor):
+    """Stands for values that the rest of a step must not read."""
+
+    problem: tuple[str]
+
+    @classmethod
+    def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        with torch._C.DisableTorchFunctionSubclass():
+            if func.__name__ == "__get__" or func.__name__ in ("numel", "size", "dim", "is_floating_point"):
+                return func(*args, **(kwargs or {}))
+        found = next((x for x in _flat([args, kwargs or {}]) if isinstance(x, Elsewhere)), None)
+        raise PiperError(f"training_step reads {found.problem[0] if found is not None else 'a value that is captured'}")
+
+
+def _flat(nested: Any) -> Iterator[Any]:
+    if isinstance(nested, list | tuple):
+        for x in nested:
+            yield from _flat(x)
+    elif isinstance(nested, dict):
+        yield from _flat(list(nested.values()))
+    else:
+        yield nested
+
+
+def elsewhere(like: torch.Tensor, what: str, why: str) -> torch.Tensor:
+    """A stand-in without data."""
+    with torch._C.DisableTorchFunctionSubclass():
+        made = torch.empty_like(like, device="meta", requires_grad=like.requires_grad).as_subclass(Elsewhere)
+    made.problem = (f"{what}, which {why}",)
+    return made

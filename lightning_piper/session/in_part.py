@@ -1,0 +1,133 @@
+"""A training step that cannot be captured, in a program that cuts it: the calls of its annotated modules are captured, and the rest
+runs as it is, in the region of the last one."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import nn
+
+from lightning_piper.capture import BatchSpec, History, PartlyCaptured
+from lightning_piper.capture.rest import Log
+from lightning_piper.compiler import Compiled, compile_step
+from lightning_piper.directives.levels import shards_of
+from lightning_piper.errors import CaptureError, ExecutionError, PiperError
+from lightning_piper.ir.regions import Step
+from lightning_piper.processes.world import World, on_host
+from lightning_piper.session.eager_replicas import why_not
+from lightning_piper.session.process_runtime import Settings
+from lightning_piper.session.replay import NOT_REPLAYED
+
+
+class InPart:
+    """A fit's training step, where it is captured in part.
+
+    Args:
+        module: whose step it is.
+    """
+
+    def __init__(self, module: nn.Module, settings: Settings, world: World) -> None:
+        self._module, self._settings, self._world = module, settings, world
+        self._told = False
+
+    def compiled(self, error: CaptureError, batch: BatchSpec, history: History) -> Compiled:
+        """Compile a step that cannot be captured as a whole.
+
+        Raises:
+            CaptureError: `error`, where its calls cannot be captured either, or the program cuts nothing and shards no
+                parameters or gradients of annotated modules.
+        """
+        settings, world = self._settings, self._world
+        if not settings.in_part or error.late or error.raised is not None:
+            raise error
+        cuts = why_not(self._module, settings, world.device) is not None
+        # As it is, the whole step would have whole parameters and gradients.
+        gathers = any(field != "shard_optimizer" for each in settings.program for field in shards_of(each))
+        if not cuts and not gathers:
+            raise error
+        try:
+            step = PartlyCaptured(self._module, batch, world.device, settings.context, history, settings.whole_norms)
+            compiled = compile_step(step, tuple(settings.program), verify=settings.static)
+            if not cuts and not all(call.tags for call in step.calls):
+                raise CaptureError("no module is annotated")
+        except PiperError as other:
+            error.add_note(f"nor can the calls of annotated modules be captured alone: {other}")
+            raise error from None
+        if not self._told:
+            self._told = True
+            world.warn(_said(error, step))
+        return compiled
+
+    @contextlib.contextmanager
+    def running(self, step: Step) -> Iterator[None]:
+        """Around a step: its own errors are raised as on one device, and all processes log what it has logged. Collective.
+
+        Raises:
+            PiperError: a parameter has no gradient.
+        """
+        if not isinstance(step, PartlyCaptured):
+            yield
+            return
+        rest, world = step.rest, self._world
+        rest.begin()
+        try:
+            yield
+        except ExecutionError as error:
+            if rest.failure is None:
+                raise
+            rest.failure.add_note(str(error).partition(" failed: ")[0])
+            raise rest.failure from None
+        own = rest.logs, rest.used
+        found = [own] if self._settings.local or world.size == 1 else world.gather(on_host(own))
+        if unused := sorted(set(rest.trained) - set().union(*(used for _, used in found))):
+            raise PiperError(
+                f"training_step, of which only calls of modules are captured, has not used {', '.join(unused[:3])}, and a "
+                "plan gives gradients to all parameters; freeze what is not used (requires_grad_(False))"
+            )
+        log: Any = self._module.log
+        for name, value, kwargs in merged([log for logs, _ in found for log in logs]):
+            log(name, value, **kwargs)
+
+
+def _said(error: CaptureError, step: PartlyCaptured) -> str:
+    """What the user is told."""
+    return (
+        f"training_step is captured in part: {error}. So {step.executed}, once for each microbatch, in the region of "
+        "the last of these calls, and what it writes to the module in Python stays in that process. The loss "
+        "counts as a mean over samples; PiperStrategy(capture='always') refuses it"
+    )
+
+
+def merged(logs: Sequence[Log]) -> Iterator[tuple[str, Any, Mapping[str, Any]]]:
+    """One value for each name, of all parts of the batch.
+
+    Raises:
+        PiperError: it is reduced in a way that is not known.
+    """
+    by_name: dict[str, list[Log]] = {}
+    for log in logs:
+        by_name.setdefault(log.name, []).append(log)
+    for name, found in by_name.items():
+        kwargs = {key: value for key, value in found[0].kwargs.items() if key not in NOT_REPLAYED}
+        how = kwargs.get("reduce_fx", "mean")
+        how = getattr(how, "__name__", how)
+        if how not in _MERGED:
+            raise PiperError(
+                f"self.log({name!r}): values reduced by reduce_fx={how} cannot be merged over microbatches; accepted are 'mean', "
+                "'sum', 'max' and 'min'"
+            )
+        samples = torch.tensor([float(log.samples) for log in found], dtype=torch.float64)
+        values = torch.stack([torch.as_tensor(log.value).to("cpu", torch.float64) for log in found])
+        kwargs["batch_size"] = kwargs.get("batch_size", int(samples.sum()))
+        dtypes = [log.value.dtype for log in found if isinstance(log.value, torch.Tensor) and log.value.is_floating_point()]
+        made = _MERGED[how](values, samples / samples.sum())
+        yield name, made.to(torch.promote_types(torch.float32, dtypes[0] if dtypes else torch.float32)), kwargs
+
+
+_MERGED: Mapping[str, Callable[[torch.Tensor, torch.Tensor], torch.Tensor]] = {
+    "mean": lambda values, shares: (values * shares).sum(), "sum": lambda values, shares: values.sum(),
+    "max": lambda values, shares: values.max(), "min": lambda values, shares: values.min(),
+}  # fmt: skip

@@ -1,0 +1,177 @@
+"""Training steps of which only the calls of annotated modules can be captured, and what one device makes of them."""
+
+from __future__ import annotations
+
+import dataclasses
+from pathlib import Path
+from typing import Any
+
+import lightning as L
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.utils.data import DataLoader, TensorDataset
+
+import lightning_piper as piper
+from lightning_piper import schedules
+
+SAMPLES, BATCH = 24, 8
+LIMIT = 4.0  # of losses, of which some are below it
+
+
+class Body(nn.Module):
+    def __init__(self, inputs: int = 4) -> None:
+        super().__init__()
+        self.first, self.last = nn.Linear(inputs, 8), nn.Linear(8, 4)
+
+    def forward(self, x: Tensor) -> Tensor:
+        made: Tensor = self.last(F.gelu(self.first(x)))
+        return made
+
+
+class Branch(L.LightningModule):
+    """Two stages, and a loss that Python decides."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.body, self.temperature = Body(), nn.Parameter(torch.ones(()))
+        self.seen: list[float] = []
+        piper.annotate_modules(self, "PP", [["body.first"], ["body.last"]])
+
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        loss = self.loss(self.body(batch[0] * 2) * self.temperature, batch[1])
+        self.seen.append(loss.item())
+        self.log("loss", loss)
+        self.log("worst", loss, reduce_fx="max")
+        return {"loss": loss, "inputs": batch[0]}
+
+    def loss(self, out: Tensor, target: Tensor) -> Tensor:
+        loss = F.mse_loss(out, target)
+        return loss * 3 if loss.item() > LIMIT else loss
+
+    def configure_optimizers(self) -> Any:
+        return torch.optim.SGD(self.parameters(), lr=0.01, momentum=0.9)
+
+
+class Twice(Branch):
+    """A module called twice, and an error that is caught."""
+
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        one, two = self.body(batch[0]), self.body(batch[1])
+        try:
+            near = (one - two).pow(2).mean().item() < 1.0
+        except Exception:
+            near = True
+        return (one - two).pow(2).mean() * self.temperature + (0 if near else one.pow(2).mean())
+
+
+class Tied(Branch):
+    """A head outside of the calls, whose weight the first stage has, too."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.body = Body(inputs=4)
+        self.head = nn.Linear(4, 8, bias=False)
+        self.body.first.weight = self.head.weight
+        piper.annotate_modules(self, "PP", [["body.first"], ["body.last"]])
+
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        return self.loss(self.head(self.body(batch[0]))[:, :4] * self.temperature, batch[1])
+
+
+class Chain(Branch):
+    """Calls that hand on to each other; the value of the first is read once more."""
+
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        hidden = self.body.first(batch[0])
+        size = hidden.abs().mean()
+        return self.loss(self.body.last(hidden) * self.temperature, batch[1]) + size
+
+
+@dataclasses.dataclass
+class Found:
+    values: Tensor
+    hidden: Tensor
+    number: int = 3
+
+
+class Structured(Branch):
+    """The module itself is called, and returns an object."""
+
+    def forward(self, x: Tensor) -> Found:
+        hidden = self.body.first(x)
+        return Found(self.body.last(hidden), hidden.detach())
+
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        found = self(batch[0])
+        return self.loss(found.values * self.temperature + found.hidden.mean() / found.number, batch[1])
+
+
+class Blocks(Branch):
+    """Nothing is annotated: the calls of repeated blocks are the regions."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.body = nn.Sequential(*(nn.Sequential(nn.Linear(4, 4), nn.Tanh()) for _ in range(4)))  # type: ignore[assignment]
+
+
+KINDS: dict[str, type[Branch]] = {kind.__name__: kind for kind in (Branch, Twice, Tied, Chain, Structured, Blocks)}
+
+
+def program(kind: str, levels: dict[str, bool] | None = None) -> list[Any]:
+    """Two stages and four microbatches; with `levels`, two replicas of each with two of them."""
+    tags: list[dict[str, int]] = [{"LAYER": i} for i in range(4)] if kind == "Blocks" else [{"PP": 0}, {"PP": 1}]
+    if levels is None and kind != "Blocks":
+        return [*schedules.zero_bubble(2, 4)]
+    stages = [[0, 2], [1, 3]] if levels is not None else [[0], [1]]
+    placed = [piper.Place(filter=tag, devices=stages[2 * i // len(tags)]) for i, tag in enumerate(tags)]
+    split = piper.Split(filter={}, dim_name="MB", num_microbatches=2 if levels is not None else 4)
+    return [*placed, split, *([piper.Replicate(filter={}, devices=stages, **levels)] if levels is not None else [])]
+
+
+def data(batch: int = BATCH) -> DataLoader[Any]:
+    draw = torch.Generator().manual_seed(1)
+    tensors = (torch.randn(SAMPLES, 4, generator=draw, dtype=torch.float64) * 2 for _ in range(2))
+    return DataLoader(TensorDataset(*tensors), batch_size=batch)
+
+
+def fit(module: L.LightningModule, strategy: Any, devices: int = 1, batch: int = BATCH, **options: Any) -> L.Trainer:
+    trainer = L.Trainer(
+        accelerator="cpu", devices=devices, strategy=strategy, max_epochs=2, precision="64-true", logger=False,
+        enable_progress_bar=False, enable_model_summary=False, enable_checkpointing=False, **options,
+    )  # fmt: skip
+    trainer.fit(module, data(batch))
+    return trainer
+
+
+def made(kind: str, parts: int = 0) -> Branch:
+    """A module. With `parts`, its step takes the mean of so many parts of a batch, one after the other."""
+    torch.manual_seed(0)
+    cls = KINDS[kind]
+
+    def training_step(self: Any, batch: Any, batch_idx: int) -> Tensor:
+        found = [cls.training_step(self, part, batch_idx) for part in zip(*(x.chunk(parts) for x in batch), strict=True)]
+        return sum(each["loss"] if isinstance(each, dict) else each for each in found) / parts
+
+    body = {"training_step": training_step, "log": lambda self, *args, **kwargs: None} if parts else {}
+    return type(kind, (cls,), body)().double()  # type: ignore[no-any-return]
+
+
+def train(rank: int, folder: Path) -> dict[str, Any]:
+    """Over two processes: two stages, and replicas with shards, which DDP trains alike."""
+    outcome: dict[str, Any] = {}
+    module = made("Branch")
+    trainer = fit(module, piper.PiperStrategy(program("Branch")), devices=2)
+    seen = {name: x.item() for name, x in trainer.callback_metrics.items()}
+    outcome["stages"] = {"values": module.state_dict(), "seen": seen, "kept": len(module.seen)}
+    sharded = [piper.Place(filter={}, devices=[0, 1]), piper.Replicate(filter={}, devices=[0, 1], shard_params=True)]
+    for name, strategy in (("sharded", piper.PiperStrategy(sharded)), ("ddp", "ddp")):
+        module = made("Tied")
+        held: list[int] = []
+
+        def note(trainer: Any, module: Any, *args: Any, held: list[int] = held) -> None:
+            held.append(sum(x.numel() for x in module.body.parameters() if not x.is_meta))
+
+        fit(module, strategy, devices=2, batch=4, callbacks=[L.pytorch.callbacks.LambdaCallback(on_train_batch_end=note)])
+        outcome[name] = {"values": module.state_dict(), "held": max(held)}
+    return outcome

@@ -1,0 +1,216 @@
+"""Steps that cannot be captured, in programs that cut them: calls of annotated modules are captured, and the rest runs as it is."""
+
+from __future__ import annotations
+
+import warnings
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+import lightning_piper as piper
+from lightning_piper.capture.rest import Rest
+from tests.distributed.processes import launch_trainings
+from tests.strategy.in_part import KINDS, LIMIT, Branch, fit, made, program, train
+
+ROUNDING = 1e-14  # 20 times the largest difference that was measured
+LEVELS = {"replicas": {}, "zero3": {"shard_params": True}}
+
+
+def local(directives: Any, **options: Any) -> piper.PiperStrategy:
+    return piper.PiperStrategy(directives, transport="local", **options)
+
+
+def far(one: Branch, other: Branch) -> float:
+    return max(float((x - y).abs().max()) for x, y in zip(one.state_dict().values(), other.state_dict().values(), strict=True))
+
+
+@pytest.mark.filterwarnings("ignore:training_step is captured in part")
+@pytest.mark.parametrize("level", [None, *LEVELS])
+@pytest.mark.parametrize("kind", KINDS)
+def test_it_trains_as_one_device_that_accumulates(kind, level):
+    module, alone = made(kind), made(kind, parts=4)
+    fit(module, local(program(kind, None if level is None else LEVELS[level])))
+    fit(alone, "auto")
+    assert far(module, alone) < ROUNDING
+    assert far(module, made(kind)) > 1e-3  # it trains
+    if kind == "Branch":
+        assert len(module.seen) == 2 * 3 * 4
+
+
+@pytest.mark.filterwarnings("ignore:training_step is captured in part")
+def test_the_parts_are_told_apart():
+    """A control: with other microbatches, the branch is another one."""
+    module, whole = made("Branch"), made("Branch", parts=1)
+    fit(module, local(program("Branch")))
+    fit(whole, "auto")
+    assert far(module, whole) > 1e-3
+
+
+@pytest.mark.filterwarnings("ignore:training_step is captured in part")
+def test_accumulation_clipping_and_verification():
+    for options, verify in (({"accumulate_grad_batches": 2}, "static"), ({"gradient_clip_val": 0.1}, "first_batch")):
+        module, alone = made("Branch"), made("Branch", parts=4)
+        fit(module, local(program("Branch"), verify=verify), **options)
+        fit(alone, "auto", **options)
+        assert far(module, alone) < ROUNDING
+        assert len(module.seen) == 2 * 3 * 4  # what the verification has run left nothing
+
+
+def test_it_is_told_which_line_it_is_and_what_runs_as_it_is():
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        fit(made("Twice"), local(program("Twice")))
+    (said,) = [str(w.message) for w in caught if "captured in part" in str(w.message)]
+    assert "in_part.py" in said and "if near" in said and "training_step but for self.body(...) runs as it is" in said
+
+
+def test_verify_says_that_it_is_executed():
+    batch = (torch.randn(8, 4, dtype=torch.float64), torch.randn(8, 4, dtype=torch.float64))
+    module = made("Structured")
+    found = piper.verify(module, batch, program("Structured"))
+    assert found.verdict == "executed" and "training_step but for self(...) runs as it is" in found.conclusion
+    assert all(row.single.verdict != "differs" for row in found.rows) and module.seen == []
+    with pytest.raises(piper.CaptureError):
+        piper.compile(module, batch, program("Structured"))
+
+
+class Late(Branch):
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        hidden = self.body.first(batch[0])
+        loss = self.loss(self.body.last(hidden), batch[1]) * self.temperature
+        return loss + hidden.mean()
+
+
+class Penalised(Branch):
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        loss = self.loss(self.body(batch[0]) * self.temperature, batch[1])
+        return loss + sum(x.pow(2).sum() for x in self.body.parameters())
+
+
+class Noisy(Branch):
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        noise = torch.randn_like(batch[0])
+        return self.loss(self.body(batch[0] + noise) * self.temperature, noise)
+
+
+class Skipped(Branch):
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        loss = super().training_step(batch, batch_idx)["loss"]
+        return loss if loss.item() > LIMIT else None
+
+
+class Written(Branch):
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        out = self.body(batch[0]) * 1.0
+        found = self.body(batch[0])
+        found[found.abs() > 1e9] = 0 if out.sum().item() > -1e9 else 1
+        return self.loss(found * self.temperature, batch[1])
+
+
+class Normed(Branch):
+    def __init__(self) -> None:
+        super().__init__()
+        self.norm = nn.BatchNorm1d(4)
+
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        out = self.body(batch[0])
+        return self.loss(self.norm(out if out.sum().item() > -1e9 else out * 2) * self.temperature, batch[1])
+
+
+class Unused(Branch):
+    def __init__(self) -> None:
+        super().__init__()
+        self.other = nn.Linear(4, 4)
+
+
+class Raising(Branch):
+    def loss(self, out: Tensor, target: Tensor) -> Tensor:
+        loss = F.mse_loss(out, target)
+        if loss.item() > -1:
+            raise LookupError("a loss of the user's own")
+        return loss
+
+
+class Metric(Branch):
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        found = super().training_step(batch, batch_idx)
+        self.log("metric", nn.Identity())
+        return found
+
+
+REFUSED = {
+    Late: (piper.PiperError, "reads what self.body.first(...) returned, which was handed to another captured call"),
+    Penalised: (piper.PiperError, "reads 'body.first.weight', which belongs to a module whose call is captured"),
+    Noisy: (piper.CaptureError, "draws random numbers before it calls a module that is captured"),
+    Skipped: (piper.PiperError, "returns a NoneType as its loss"),
+    Written: (piper.PiperError, "changes in place what a captured call returned"),
+    Normed: (piper.PiperError, "changes norm.num_batches_tracked where it runs as it is"),
+    Unused: (piper.PiperError, "has not used other.bias, other.weight"),
+    Raising: (LookupError, "a loss of the user's own"),
+    Metric: (piper.CaptureError, "self.log('metric')"),
+}
+
+
+@pytest.mark.filterwarnings("ignore:training_step is captured in part")
+@pytest.mark.parametrize("kind", REFUSED, ids=lambda kind: kind.__name__)
+def test_what_the_rest_may_not_do_is_refused(kind):
+    error, words = REFUSED[kind]
+    with pytest.raises(error) as found:
+        fit(kind().double(), local(program("Branch")))
+    assert words in "\n".join([str(found.value), *getattr(found.value, "__notes__", [])])
+    if kind is Raising:
+        assert any("F[PP=1,MB=0]" in note for note in found.value.__notes__)
+
+
+def test_a_program_may_refuse_it():
+    with pytest.raises(piper.CaptureError, match=r"loss\.item"):
+        fit(made("Branch"), local(program("Branch"), capture="always"))
+
+
+SEEDED = {
+    "the gradient without the weight of its part": lambda self, gradient, kept, trained: [
+        x / gradient for x in _backward(self, gradient, kept, trained)
+    ],
+    "the gradients of what calls returned alone": lambda self, gradient, kept, trained: [
+        x * (i < len(trained) - len(self.trained)) for i, x in enumerate(_backward(self, gradient, kept, trained))
+    ],
+}
+_backward = Rest.backward
+
+
+@pytest.mark.filterwarnings("ignore:training_step is captured in part")
+@pytest.mark.parametrize("what", SEEDED)
+def test_seeded_bugs_show(what, monkeypatch):
+    alone = made("Branch", parts=4)
+    fit(alone, "auto")
+    monkeypatch.setattr(Rest, "backward", SEEDED[what])
+    module = made("Branch")
+    fit(module, local(program("Branch")))
+    assert far(module, alone) > 1e-4
+
+
+@pytest.fixture(scope="module")
+def ranks(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("in_part")
+    return launch_trainings(2, train, folder / "run", folder)
+
+
+def test_stages_over_processes(ranks):
+    alone = made("Branch", parts=4)
+    fit(alone, "auto")
+    for rank in ranks:
+        found = rank["stages"]["values"]
+        assert max(float((x - found[name]).abs().max()) for name, x in alone.state_dict().items()) < ROUNDING
+        assert rank["stages"]["seen"] == ranks[0]["stages"]["seen"] and rank["stages"]["seen"].keys() == {"loss", "worst"}
+    assert ranks[0]["stages"]["seen"]["worst"] > ranks[0]["stages"]["seen"]["loss"]
+    assert [rank["stages"]["kept"] for rank in ranks] == [0, 2 * 3 * 4]  # the rest runs with the last stage
+
+
+def test_shards_of_parameters_over_processes(ranks):
+    for rank in ranks:
+        for name, value in rank["ddp"]["values"].items():
+            assert torch.allclose(rank["sharded"]["values"][name], value, rtol=0, atol=ROUNDING), name
+        assert rank["sharded"]["held"] == 0 < rank["ddp"]["held"]  # between steps no process has them whole
