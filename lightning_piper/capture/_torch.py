@@ -68,7 +68,7 @@ from torch.nn.utils.prune import BasePruningMethod
 from torch.nn.utils.spectral_norm import SpectralNorm
 from torch.nn.utils.weight_norm import WeightNorm
 from torch.utils._python_dispatch import _disable_current_modes
-from torch.utils._pytree import tree_flatten, tree_unflatten
+from torch.utils._pytree import tree_flatten, tree_map, tree_unflatten
 from torch.utils._sympy.printers import PythonPrinter
 
 __all__ = [
@@ -103,6 +103,7 @@ __all__ = [
     "storage_id",
     "total_norm_replaced",
     "tree_flatten",
+    "tree_map",
     "tree_unflatten",
     "warn_if_newer_torch",
     "with_data",

@@ -14,10 +14,11 @@ from typing import Any
 import torch
 from torch import nn
 
+from lightning_piper.capture import _torch
 from lightning_piper.capture.batch import BatchSpec
 from lightning_piper.capture.calling import arguments
 from lightning_piper.capture.outer_calls import Key, outermost
-from lightning_piper.errors import CaptureError, PiperError
+from lightning_piper.errors import PiperError
 
 Tensors = list[torch.Tensor]
 
@@ -91,7 +92,7 @@ class Log:
     """
 
     name: str
-    value: Any
+    value: torch.Tensor
     kwargs: Mapping[str, Any]
     samples: int
 
@@ -111,6 +112,7 @@ class Rest:
     Attributes:
         returned: by captured call, what it gives; known when the step was traced.
         logs: of the current step.
+        extras: what the step has returned beside the loss, for each part, with the part's number of samples.
         used: parameters of which gradients were made.
         failure: with which the user's code has ended the step.
     """
@@ -123,12 +125,13 @@ class Rest:
         self.trained, self.others, self._names = tuple(trained), tuple(others), names
         self.returned: dict[Key, Returned] = {}
         self.logs: list[Log] = []
+        self.extras: list[tuple[dict[str, Any], int]] = []
         self.used: set[str] = set()
         self.failure: Exception | None = None
 
     def begin(self) -> None:
         """A step begins."""
-        self.logs, self.used, self.failure = [], set(), None
+        self.logs, self.extras, self.used, self.failure = [], [], set(), None
 
     def forward(self, trained: Tensors, others: Tensors, dtype: torch.dtype) -> Tensors:
         """In the place of `REST`."""
@@ -158,7 +161,7 @@ class Rest:
         samples = next((x.shape[0] for x in leaves if x.ndim), 1)
         with torch.enable_grad(), self._parameters(own), self._logging(samples), self._context(), self._calls(given):
             step: Any = self._module.training_step
-            return self._loss(step(*arguments(step, self._batch_spec.rebuild(leaves), self._batch_idx(), None)))
+            return self._loss(step(*arguments(step, self._batch_spec.rebuild(leaves), self._batch_idx(), None)), samples)
 
     def backward(self, gradient: torch.Tensor, kept: torch.Tensor, trained: Tensors) -> Tensors:
         """In the place of `REST_BACKWARD`."""
@@ -189,8 +192,10 @@ class Rest:
                 "of it (x = x.clone())"
             )
 
-    def _loss(self, made: Any) -> torch.Tensor:
+    def _loss(self, made: Any, samples: int) -> torch.Tensor:
         loss = made["loss"] if isinstance(made, Mapping) else made
+        if isinstance(made, Mapping):
+            self.extras.append(({key: _detached(value) for key, value in made.items() if key != "loss"}, samples))
         if not isinstance(loss, torch.Tensor) or loss.numel() != 1 or not loss.requires_grad:
             what = f"a tensor of shape {tuple(loss.shape)}" if isinstance(loss, torch.Tensor) else f"a {type(loss).__name__}"
             raise PiperError(
@@ -249,23 +254,38 @@ class Rest:
                 or not isinstance(value, torch.Tensor | int | float)
                 or (isinstance(value, torch.Tensor) and value.numel() != 1)
             ):
-                raise CaptureError(
+                raise PiperError(
                     f"self.log({name!r}) in a training_step of which only calls of modules are captured: give a number or a tensor "
                     "with one, and arguments by name; metric objects are updated in captured steps alone"
                 )
-            value = value.detach().reshape(()).clone() if isinstance(value, torch.Tensor) else value
+            if not isinstance(value, torch.Tensor):
+                value = torch.tensor(value, dtype=torch.get_default_dtype())  # as Lightning keeps a number
+            value = value.detach().reshape(()).clone()
             self.logs.append(Log(name, value, kwargs, samples))
 
         def log_dict(values: Mapping[str, Any], *args: Any, **kwargs: Any) -> None:
             for name, value in values.items():
                 log(name, value, *args, **kwargs)
 
-        own = vars(self._module)
-        own |= {"log": log, "log_dict": log_dict}
+        def refuse(*args: Any, **kwargs: Any) -> None:
+            raise PiperError(
+                "training_step communicates (all_gather, barrier, broadcast, reduce) where only calls of modules are captured: the "
+                "rest of it runs in the processes of one stage, and the others would not answer; do it in a hook"
+            )
+
+        strategy = getattr(getattr(self._module, "_trainer", None), "strategy", None)
+        together = dict.fromkeys(("all_gather", "barrier", "broadcast", "reduce"), refuse)
+        own: dict[str, Any] = {"log": log, "log_dict": log_dict, "all_gather": refuse}
+        stand_ins: list[tuple[Any, dict[str, Any]]] = [(self._module, own)]
+        stand_ins += [] if strategy is None else [(strategy, together)]
+        for owner, members in stand_ins:
+            vars(owner).update(members)
         try:
             yield
         finally:
-            del own["log"], own["log_dict"]
+            for owner, members in stand_ins:
+                for name in members:
+                    del vars(owner)[name]
 
 
 class _Same(torch.autograd.Function):
@@ -285,6 +305,10 @@ _CAPTURED = (
     "you need of it"
 )
 _HANDED = "was handed to another captured call, and is on another stage; let the last one return what you need of it, or let"
+
+
+def _detached(nested: Any) -> Any:
+    return _torch.tree_map(lambda x: x.detach() if isinstance(x, torch.Tensor) else x, nested)
 
 
 class Elsewhere(torch.Tensor):

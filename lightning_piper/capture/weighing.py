@@ -281,7 +281,9 @@ class _Weighing:
             found = known[id(value)]
             if found is not None or not isinstance(value, Node):
                 return 0 if found is None else found
-            return self._add(aten.zeros_like.default, (value,), value)
+            zeros = self._add(aten.zeros_like.default, (value,), node)  # in the region of its reader: the value may be a parameter
+            zeros.meta["val"] = value.meta["val"]
+            return zeros
 
         def of_argument(value: Any) -> Any:
             return [other(x) for x in value] if isinstance(value, list | tuple) and node.target in _LISTS else other(value)

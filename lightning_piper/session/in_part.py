@@ -27,11 +27,15 @@ class InPart:
 
     Args:
         module: whose step it is.
+
+    Attributes:
+        extras: what the last step has returned beside the loss.
     """
 
     def __init__(self, module: nn.Module, settings: Settings, world: World) -> None:
         self._module, self._settings, self._world = module, settings, world
         self._told = False
+        self.extras: dict[str, Any] = {}
 
     def compiled(self, error: CaptureError, batch: BatchSpec, history: History) -> Compiled:
         """Compile a step that cannot be captured as a whole.
@@ -68,6 +72,7 @@ class InPart:
         Raises:
             PiperError: a parameter has no gradient.
         """
+        self.extras = {}
         if not isinstance(step, PartlyCaptured):
             yield
             return
@@ -80,15 +85,19 @@ class InPart:
                 raise
             rest.failure.add_note(str(error).partition(" failed: ")[0])
             raise rest.failure from None
-        own = rest.logs, rest.used
+        own = rest.logs, rest.used, rest.extras
         found = [own] if self._settings.local or world.size == 1 else world.gather(on_host(own))
-        if unused := sorted(set(rest.trained) - set().union(*(used for _, used in found))):
+        if unused := sorted(set(rest.trained) - set().union(*(used for _, used, _ in found))):
             raise PiperError(
                 f"training_step, of which only calls of modules are captured, has not used {', '.join(unused[:3])}, and a "
                 "plan gives gradients to all parameters; freeze what is not used (requires_grad_(False))"
             )
+        replica = world.replicas[world.rank] if len(found) > 1 else None
+        of_own = [part for rank, (*_, parts) in enumerate(found) if replica in (None, world.replicas[rank]) for part in parts]
+        keys, samples = (of_own[0][0] if of_own else ()), [n for _, n in of_own]
+        self.extras = {key: _joined([part[key] for part, _ in of_own], samples) for key in keys}
         log: Any = self._module.log
-        for name, value, kwargs in merged([log for logs, _ in found for log in logs]):
+        for name, value, kwargs in merged([log for logs, _, _ in found for log in logs]):
             log(name, value, **kwargs)
 
 
@@ -120,11 +129,25 @@ def merged(logs: Sequence[Log]) -> Iterator[tuple[str, Any, Mapping[str, Any]]]:
                 "'sum', 'max' and 'min'"
             )
         samples = torch.tensor([float(log.samples) for log in found], dtype=torch.float64)
-        values = torch.stack([torch.as_tensor(log.value).to("cpu", torch.float64) for log in found])
+        values = torch.stack([log.value.to("cpu", torch.float64) for log in found])
         kwargs["batch_size"] = kwargs.get("batch_size", int(samples.sum()))
-        dtypes = [log.value.dtype for log in found if isinstance(log.value, torch.Tensor) and log.value.is_floating_point()]
         made = _MERGED[how](values, samples / samples.sum())
-        yield name, made.to(torch.promote_types(torch.float32, dtypes[0] if dtypes else torch.float32)), kwargs
+        yield name, made.to(torch.promote_types(torch.float32, found[0].value.dtype)), kwargs
+
+
+def _joined(parts: Sequence[Any], samples: Sequence[int]) -> Any:
+    """What one device would return, of what microbatches return: rows follow each other, numbers are means, and what is the same
+    is that; else, a list of them."""
+    first = parts[0]
+    if len(parts) == 1:
+        return first
+    if isinstance(first, torch.Tensor):
+        if all(x.ndim and x.shape[0] == n for x, n in zip(parts, samples, strict=True)):
+            return torch.cat(list(parts))
+        if all(x.ndim == 0 and x.is_floating_point() for x in parts):
+            return sum(x * n for x, n in zip(parts, samples, strict=True)) / sum(samples)
+        return list(parts)
+    return first if all(type(x) is type(first) and x == first for x in parts) else list(parts)
 
 
 _MERGED: Mapping[str, Callable[[torch.Tensor, torch.Tensor], torch.Tensor]] = {

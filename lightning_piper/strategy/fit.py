@@ -139,8 +139,9 @@ class Fit:
         plans = None if prepared is None else prepared.plans
         return self._check.start(self._batch_spec, self._leaves, settings, captured, state, plans)
 
-    def step(self, number: int, batch_idx: int, epoch: int, last: bool = True) -> torch.Tensor:
-        """Run the plan on the batch that has arrived: logs what the step logs, and returns its loss.
+    def step(self, number: int, batch_idx: int, epoch: int, last: bool = True) -> torch.Tensor | dict[str, Any]:
+        """Run the plan on the batch that has arrived: logs what the step logs, and returns its loss; what runs as it is may return
+        more in a dict.
 
         Args:
             number: of the batch, counted over the whole training, epochs and resumed fits included.
@@ -178,7 +179,8 @@ class Fit:
         prepared.replay(self._module, result, Given(self._batch_spec, self._leaves))
         assert prepared.replay.dtype is not None
         value = result.metrics[0].to(prepared.replay.dtype, copy=True)
-        return self._injection.loss(value, result.grads, scale, prepared.accumulates and not last, closing)
+        loss = self._injection.loss(value, result.grads, scale, prepared.accumulates and not last, closing)
+        return {"loss": loss, **self._in_part.extras} if self._in_part.extras else loss
 
     def _weight_of_batch(self, compiled: Compiled, last: bool) -> tuple[float, float | None]:
         """The factor on this batch's gradients, and that on all of an accumulation with its last batch."""

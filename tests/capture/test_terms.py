@@ -158,7 +158,7 @@ LOSSES: dict[str, tuple[Loss, list[str]]] = {
     "a penalty beside a sum": (lambda m, p, y, r: p.square().sum() + 0.1 * m.second.weight.square().sum() + 2, ["sum", "samples"]),
     "a learned weight": (lambda m, p, y, r: ce(m, p, y, r) * (-m.log_variance).exp() + m.log_variance, ["ratio"]),
     "a learned weight beside": (lambda m, p, y, r: p.square().sum() * (-m.log_variance).exp() + ce(m, p, y, r) + m.log_variance,
-                                ["samples", "ratio", "sum"]),
+                                ["sum", "ratio", "samples"]),
     "learned weights": (lambda m, p, y, r: ((-m.log_variances).exp() * three(m, p, y, r) + m.log_variances).sum(),
                         ["ratio", "sum", "samples"]),
     "learned weights, divided by": (lambda m, p, y, r: (three(m, p, y, r) / (2 * m.log_variances.exp()) - m.log_variances).sum(),
@@ -194,6 +194,7 @@ def test_parts_give_the_whole_batch(name: str) -> None:
     code = step.at(SIZE)
     of_loss = [out.term for interface in code.interfaces.values() for out in interface.outputs if out.kind == "loss"]
     assert [code.terms[term or 0].weighing for term in of_loss] == weighings
+    assert len(code.regions) == 2  # what is put in to take terms apart belongs to the region of its reader
     whole = run_eagerly(step, tensors, batch(), [Slice(0, SIZE)])
     assert distance(whole, interpret(accumulating(step, PARTS), tensors, batch())) < BOUND
     if not mixed(step):

@@ -40,6 +40,25 @@ def test_it_trains_as_one_device_that_accumulates(kind, level):
         assert len(module.seen) == 2 * 3 * 4
 
 
+class Extras(Branch):
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        found = super().training_step(batch, batch_idx)
+        return {**found, "mean": found["loss"].detach(), "note": "text", "sizes": [len(batch[0])], "shape": batch[0].sum(0)}
+
+    def on_train_batch_end(self, outputs: Any, batch: Any, batch_idx: int) -> None:
+        self.found = outputs
+
+
+@pytest.mark.filterwarnings("ignore:training_step is captured in part")
+def test_what_a_step_returns_beside_the_loss_is_joined():
+    module = Extras().double()
+    fit(module, local(program("Branch")))
+    found = module.found
+    assert found["inputs"].shape == (8, 4) and found["note"] == "text" and found["sizes"] == [2]
+    assert float(found["mean"]) == pytest.approx(float(found["loss"]), rel=1e-14)
+    assert [x.shape for x in found["shape"]] == [(4,)] * 4  # of no rows: one of each microbatch
+
+
 @pytest.mark.filterwarnings("ignore:training_step is captured in part")
 def test_the_parts_are_told_apart():
     """A control: with other microbatches, the branch is another one."""
@@ -134,6 +153,13 @@ class Raising(Branch):
         return loss
 
 
+class Together(Branch):
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        found = super().training_step(batch, batch_idx)
+        self.all_gather(found["loss"])
+        return found
+
+
 class Metric(Branch):
     def training_step(self, batch: Any, batch_idx: int) -> Any:
         found = super().training_step(batch, batch_idx)
@@ -150,7 +176,8 @@ REFUSED = {
     Normed: (piper.PiperError, "changes norm.num_batches_tracked where it runs as it is"),
     Unused: (piper.PiperError, "has not used other.bias, other.weight"),
     Raising: (LookupError, "a loss of the user's own"),
-    Metric: (piper.CaptureError, "self.log('metric')"),
+    Together: (piper.PiperError, "training_step communicates"),
+    Metric: (piper.PiperError, "self.log('metric')"),
 }
 
 

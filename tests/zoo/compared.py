@@ -28,7 +28,7 @@ PROVED, EXCEPT, EXECUTED = "proved", "verified except", "executed"
 
 def references(level: str) -> list[str]:
     """Levels that a level may be compared with: plain training on one device, or what several make of it."""
-    return ["plain"] if level == "one" else ["ddp", "whole"]
+    return ["plain"] if level in ("one", "stages") else ["ddp", "whole"]
 
 
 def verdict(kind: Kind, level: str, found: Found) -> tuple[str, str]:
@@ -38,13 +38,15 @@ def verdict(kind: Kind, level: str, found: Found) -> tuple[str, str]:
     takes the mean of what the replicas compute.
     """
     ranks = found[kind.name, level]
+    if "OneModule" in ranks[0].get("error", ""):
+        return "-", ""
     errors = [outcome for outcome in ranks if "error" in outcome]
     if errors:
         said = errors[0]["error"]
         lightning = any(outcome.get("error") == said for outcome in found[kind.name, references(level)[0]])
         return ("refused" if lightning or all(outcome.get("known") for outcome in ranks) else "fails"), said
     how = manner(ranks[0])
-    wanted = "plain" if level == "one" else "whole" if kind.drifts or (how == PROVED and not kind.mixes) else "ddp"
+    wanted = "plain" if level in ("one", "stages") else "whole" if kind.drifts or (how == PROVED and not kind.mixes) else "ddp"
     one, other, replicas = (mean([seen(x) for x in found[kind.name, at]]) for at in (level, wanted, references(level)[0]))
     if kind.predict and "predicted" in replicas:  # each process has its own
         other["predicted"] = replicas["predicted"]
@@ -117,7 +119,7 @@ def main() -> None:
     for name in kinds:
         for level in levels:
             short, long = verdict(KINDS[name], level, found)
-            seconds = found[name, level][0]["seconds"]
+            seconds = found[name, level][0].get("seconds", 0.0)
             print(f"{name:20} {level:10} {seconds:4.1f} s  {short}: {' '.join(long.split())[:400]}", flush=True)
 
 

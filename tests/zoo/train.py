@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import contextlib
+import functools
+import glob
 import random
 import time
 import traceback
@@ -18,6 +20,7 @@ import torch
 from lightning.pytorch.callbacks import ModelCheckpoint
 from lightning.pytorch.strategies import DDPStrategy
 from lightning.pytorch.utilities import CombinedLoader
+from torch import nn
 from torch.utils.data import DataLoader, DistributedSampler, IterableDataset
 
 import lightning_piper as piper
@@ -44,6 +47,7 @@ PROGRAMS: dict[str, list[Any] | None] = {
     "zero1": sharded(shard_optimizer=True),
     "zero2": sharded(shard_grads=True),
     "zero3": sharded(shard_params=True),
+    "stages": [piper.Place(filter={"PP": i}, devices=[i]) for i in range(PROCESSES)],
 }
 ALONE = ["plain", "whole", "one"]  # in one process
 OVER = ["ddp", *PROGRAMS]
@@ -114,9 +118,44 @@ class Watch(L.Callback):
         self.seen["logged"].append(plain_numbers(dict(trainer.callback_metrics)))
 
 
-def module_of(kind: Kind) -> L.LightningModule:
+def module_of(kind: Kind, level: str) -> L.LightningModule:
     seed(3)
-    return kind.module()
+    module = kind.module()
+    if level == "stages":
+        found = list(units("", module))
+        if len(found) < PROCESSES:
+            raise OneModule(found)
+        stages = [found[: len(found) // 2], found[len(found) // 2 :]]
+        piper.annotate_modules(module, "PP", [[*map(glob.escape, names)] for names in stages])
+        cls = type(module)
+        steps = ("training_step", "validation_step", "predict_step")
+        own = {name: last_stage(getattr(cls, name)) for name in steps if getattr(cls, name) is not getattr(L.LightningModule, name)}
+        module.__class__ = type(cls.__name__, (cls,), {**own, "__module__": cls.__module__})
+    return module
+
+
+class OneModule(PiperError):
+    """There are no two modules to make stages of."""
+
+
+def last_stage(step: Any) -> Any:
+    """A step, in which what is in no annotated module belongs to the last stage."""
+
+    @functools.wraps(step)
+    def annotated(self: Any, *args: Any, **kwargs: Any) -> Any:
+        with piper.annotate("PP", PROCESSES - 1):
+            return step(self, *args, **kwargs)
+
+    return annotated
+
+
+def units(name: str, module: nn.Module) -> Iterator[str]:
+    """Names of the modules with parameters that are no containers of torch's, in the order in which they are made."""
+    if not name or isinstance(module, nn.Sequential | nn.ModuleList | nn.ModuleDict):
+        for key, child in module.named_children():
+            yield from units(f"{name}.{key}" if name else key, child)
+    elif any(True for _ in module.parameters()):
+        yield name
 
 
 def seed(number: int) -> None:
@@ -138,7 +177,7 @@ def work(kind: Kind, level: str, folder: Path) -> Outcome:
         seed(9)
         return L.Trainer(strategy=strategy(level), callbacks=[Watch(seen), *callbacks], max_epochs=2, **options)
 
-    module, fit = module_of(kind), trainer(save)
+    module, fit = module_of(kind, level), trainer(save)
     data = [loader(kind.train(), level, True)] + ([loader(kind.val(), level, False)] if kind.val is not None else [])
     fit.fit(module, *data)
     seen["first"] = values(module)
@@ -146,7 +185,7 @@ def work(kind: Kind, level: str, folder: Path) -> Outcome:
         seen["validated"] = [dict(x) for x in fit.validate(module, data[1], verbose=False)]
     if kind.predict:
         seen["predicted"] = plain_numbers(fit.predict(module, kind.val()))  # type: ignore[misc]
-    module = module_of(kind)
+    module = module_of(kind, level)
     trainer().fit(module, *data, ckpt_path=str(folder / "epoch=0.ckpt"))
     return {**seen, "values": values(module)}
 
