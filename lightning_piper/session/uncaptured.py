@@ -29,7 +29,9 @@ def check_may_be(before: Standalone, step: str, problem: str | Exception, captur
     if capture == "always" or (isinstance(error, CaptureError) and error.late):
         raise shown(error)
     settings, parts = before.settings, parts_of(before.module)
-    reason = why_not(before.module, settings, before.world.device)
+    # Without a backward pass, every process can do all of it, whatever the program is; if those of a replica have one batch.
+    trains = step == "training_step" or isinstance(error, BatchError)
+    reason = why_not(before.module, settings, before.world.device) if trains else None
     if accumulate == "tokens":
         reason = "accumulate='tokens' needs the denominators of a captured loss"
     elif not before.world.decide(not is_on_meta(before.module) if parts is None else parts.can_be_whole, all=True):
@@ -44,7 +46,7 @@ def check_may_be(before: Standalone, step: str, problem: str | Exception, captur
 
 def _said(step: str, processes: int, problem: str | Exception, shards: Sequence[str]) -> str:
     """What the user is told where a step runs as it is."""
-    where = "on this device" if processes == 1 else "in every replica"
+    where = "on this device" if processes == 1 else "in every process"
     lost = ["nothing inside of it is checked"]
     if processes > 1:
         if step == "training_step":
@@ -53,6 +55,8 @@ def _said(step: str, processes: int, problem: str | Exception, shards: Sequence[
                 lost.append(
                     f"parameters and gradients are whole, so that {' and '.join(shards)} divides the optimizer's state alone"
                 )
+        else:
+            lost.append("every process has the whole module meanwhile")
         lost.append("a logged value is that of rank 0's data, unless sync_dist=True")
     found = f"{step} is not captured, and runs as it is {where}: {problem}. So {', and '.join(lost)}"
     return f"{found}; PiperStrategy(capture='always') refuses it"

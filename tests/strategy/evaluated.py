@@ -183,11 +183,11 @@ class Runs:
         self.program = None if name is None else PROGRAMS[name][0]
         self.name, self.replicas, self.folder = name, replicas, folder
 
-    def trainer(self, callbacks: Sequence[L.Callback] = (), **options: Any) -> L.Trainer:
+    def trainer(self, callbacks: Sequence[L.Callback] = (), capture: Any = "auto", **options: Any) -> L.Trainer:
         strategy: Any = "auto"
         if self.program is not None:
             kind: Any = "sharded" if self.name == "pp2_zero3" else "consolidated"
-            strategy = piper.PiperStrategy(self.program, timeout=timedelta(seconds=60), checkpoint=kind)
+            strategy = piper.PiperStrategy(self.program, timeout=timedelta(seconds=60), checkpoint=kind, capture=capture)
         devices = 1 if self.program is None else PROCESSES
         options = {**QUIET, "accelerator": "cpu", "precision": "64-true", **options}
         return L.Trainer(strategy=strategy, devices=devices, callbacks=list(callbacks), **options)
@@ -276,16 +276,16 @@ class Runs:
                 return f"{type(found).__name__}: {found}"
             return "no error"
 
-        def validate(module: L.LightningModule, *given: DataLoader[Any]) -> str:
-            return error(lambda: self.trainer().validate(module.double(), *given, verbose=False))
+        def validate(module: L.LightningModule, *given: DataLoader[Any], capture: str = "auto") -> str:
+            return error(lambda: self.trainer(capture=capture).validate(module.double(), *given, verbose=False))
 
         whole = loaders(self.replicas, 16)[0]
         return {
-            "metric": validate(Metric(), whole),
+            "metric": validate(Metric(), whole, capture="always"),
             "unused alone": validate(Unused(), whole),
             "unused in a fit": error(lambda: self.trainer(max_steps=1).fit(Unused().double(), whole, whole)),
             "moved in a fit": error(lambda: self.trainer(max_steps=1).fit(Moved().double(), whole, whole)),
-            "untagged": error(lambda: self.trainer().predict(Nothing().double(), whole)),
+            "untagged": error(lambda: self.trainer(capture="always").predict(Nothing().double(), whole)),
             "values": validate(net(), DataLoader(data(16, seed=rank), batch_size=4)),
             "length": validate(net(), loaders(self.replicas, 16 + 16 * rank)[0]),
             "nothing": validate(net(), whole),

@@ -16,9 +16,10 @@ PAGE = Path(__file__).parents[2] / "docs" / "zoo.md"
 AT_ONCE = 4  # kinds in a launch
 HEAD = """# Kinds of modules
 
-What people write as a LightningModule, and what becomes of it under `PiperStrategy`: on one device (`one`), and on two processes as
-data parallelism without directives (`replicate`), and with the optimizer's state, gradients and parameters in shards (`zero1`,
-`zero2`, `zero3`). The modules (`tests/zoo/`) are written in the plain style of Lightning's examples, without regard for this
+What people write as a LightningModule, and what becomes of it under `PiperStrategy`: on one device (`one`), and on two processes
+as data parallelism without directives (`replicate`), with the optimizer's state, gradients and parameters in shards (`zero1`,
+`zero2`, `zero3`), and in two stages (`stages`: one half of its submodules each, in the order in which they are made; `-` where
+there are no two). The modules (`tests/zoo/`) are written in the plain style of Lightning's examples, without regard for this
 package. Each is fitted, validated, saved and resumed, in double precision and with random numbers that are fixed. This page is
 made from these trainings (`python -m tests.zoo.page`), and tests compare it with them.
 
@@ -26,8 +27,8 @@ made from these trainings (`python -m tests.zoo.page`), and tests compare it wit
   those of a plain Trainer on one device with the whole batch.
 - **verified except**: the same, for a loss [that parts cannot give](losses.md#what-it-cannot-see), of which a warning tells. Values
   are those of DDP, which takes the mean of the replicas' losses.
-- **executed**: a step [is not captured](uncaptured.md) and runs as it is; a warning says why. Values are those of DDP, or, on one
-  device, of a plain Trainer.
+- **executed**: a step [is not captured](uncaptured.md), or in part, and runs as it is; a warning says why. Values are those of DDP,
+  or, on one device and in stages, of a plain Trainer.
 - **refused**: an error of this package, or of Lightning itself, says why in all processes.
 - **fails**: another error, such as torch's where a hook reads parameters that are in [shards](limits.md#programs).
 """
