@@ -31,7 +31,8 @@ _SUMS = {
 }  # fmt: skip
 _PRODUCTS, _QUOTIENTS = {aten.mul.Tensor, aten.mul.Scalar}, {aten.div.Tensor, aten.div.Scalar}
 _TURN = {aten.t.default, aten.transpose.int, aten.permute.default, aten.unsqueeze.default}
-_PAIRS = {aten.mm.default, aten.addmm.default, aten._cdist_forward.default, aten._euclidean_dist.default}
+_PRODUCTS_OF_MATRICES = {aten.mm.default, aten.addmm.default}
+_PAIRS = {*_PRODUCTS_OF_MATRICES, aten._cdist_forward.default, aten._euclidean_dist.default}
 
 
 def meetings(graph: torch.fx.Graph, size: int) -> dict[Node, int]:
@@ -58,7 +59,7 @@ def meetings(graph: torch.fx.Graph, size: int) -> dict[Node, int]:
         elif node.target in _PAIRS or _is_pointwise(node):
             own = any(x in rows and len(shape_of(x)) == len(shape_of(node)) for x in node.all_input_nodes)
             others = any(x in across for x in node.all_input_nodes)
-            if own and (others or "dist" in str(node.target)):
+            if own and (others or "dist" in str(node.target)) and not _is_contracted(node, across):
                 found[node] = place
             elif others and _is_pointwise(node):
                 across.add(node)
@@ -73,6 +74,11 @@ def met(result: Any, found: dict[Node, int]) -> Node | None:
     """The first operation on the way to a result in which samples meet; None if there is none."""
     needed = way_to(result) if found else set()
     return min((node for node in found if node in needed), key=found.__getitem__, default=None)
+
+
+def _is_contracted(node: Node, across: set[Node]) -> bool:
+    """Does a product of matrices sum over samples, as `x.T @ x`, and not compare them, as `x @ x.T`?"""
+    return node.target in _PRODUCTS_OF_MATRICES and node.all_input_nodes[-2] in across
 
 
 def _is_linear(node: Node, beside: set[Node]) -> bool:

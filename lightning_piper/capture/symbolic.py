@@ -153,7 +153,7 @@ class SymbolicStep:
             raise NotSymbolic("weights are calculated with sizes")
         terms = {out.names[0]: out.term for out in weighed.plain if out.kind == Kind.ARGUMENT}
         self.terms, self._metrics = weighed.terms, replace(traced.metrics, terms=terms)
-        if any(log.computed is not None and "sizes" in log.computed.text for log in weighed.logs):
+        if any(said in log.computed.text for log in weighed.logs if log.computed is not None for said in ("samples", "sizes")):
             raise NotSymbolic("logged values are calculated with sizes")
         self._computed = {log.name: log.computed for log in weighed.logs}
         self._assumed, self._unknown, self._meet, self._local = weighed.assumed, weighed.unknown, weighed.meet, weighed.local

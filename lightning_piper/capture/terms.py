@@ -32,41 +32,29 @@ from lightning_piper.capture.denominators import (
 )
 from lightning_piper.capture.following import CONSTANTS, Ask, Following
 from lightning_piper.capture.keys import Keys
+from lightning_piper.capture.operations import (
+    ADDED,
+    ANY,
+    CHAINED,
+    CHOSEN,
+    CONTRACTED,
+    DIVIDED,
+    JOINED,
+    LOSSES,
+    MEANS,
+    MULTIPLIED,
+    NLL,
+    OTHER_END,
+    SAME,
+    SCATTERED,
+    SUMS,
+    extreme_of,
+    is_zero,
+)
 from lightning_piper.totals import TOTAL
 
 aten = torch.ops.aten
 
-# Reductions of losses: operation -> place of its argument `reduction` (0 none, 1 mean, 2 sum).
-_LOSSES = {
-    aten.mse_loss.default: 2, aten.smooth_l1_loss.default: 2, aten.huber_loss.default: 2, aten.soft_margin_loss.default: 2,
-    aten.binary_cross_entropy.default: 3, aten.binary_cross_entropy_with_logits.default: 4,
-    aten.multilabel_margin_loss_forward.default: 2, aten.multi_margin_loss.default: 5,
-}  # fmt: skip
-_NLL = {aten.nll_loss_forward.default, aten.nll_loss2d_forward.default}
-# What hands on a reduced value, or a part of it.
-_SAME = {
-    aten.view.default, aten.reshape.default, aten._unsafe_view.default, aten.clone.default, aten.detach.default,
-    aten.alias.default, aten._to_copy.default, aten.squeeze.default, aten.squeeze.dim, aten.squeeze.dims, aten.unsqueeze.default,
-    aten.neg.default, aten.expand.default, aten.select.int, aten.slice.Tensor, aten.permute.default, aten.t.default,
-    aten.transpose.int, operator.getitem,
-}  # fmt: skip
-_SUMS = {aten.sum.default, aten.sum.dim_IntList}
-_MEANS = {aten.mean.default, aten.mean.dim}
-_EXTREMES = {aten.max.default: "max", aten.amax.default: "max", aten.min.default: "min", aten.amin.default: "min",
-             aten.any.default: "max", aten.all.default: "min"}  # fmt: skip
-_OTHER_END = {"max": "min", "min": "max"}
-# Products of matrices: of two that have the samples where they are summed over, a sum over samples.
-_CONTRACTED = {aten.dot.default, aten.mv.default, aten.mm.default, aten.bmm.default}
-_CHOSEN = {aten.where.self: (1, 2), aten.masked_fill.Scalar: (0, 2), aten.masked_fill.Tensor: (0, 2)}  # among these arguments
-_ANY = {aten.gt.Scalar: 0, aten.ne.Scalar: 0, aten.ge.Scalar: 1}  # by these a number of things is asked whether it is 0
-_ZEROS = {aten.zeros_like.default, aten.new_zeros.default, aten.zeros.default}
-_JOINED = {aten.stack.default, aten.cat.default}
-_ADDED = {aten.add.Tensor: 1.0, aten.add.Scalar: 1.0, aten.sub.Tensor: -1.0, aten.sub.Scalar: -1.0, aten.rsub.Scalar: -1.0,
-          aten.rsub.Tensor: -1.0}  # fmt: skip
-_MULTIPLIED = {aten.mul.Tensor, aten.mul.Scalar}
-_DIVIDED = {aten.div.Tensor, aten.div.Scalar}
-
-_CHAINED = {*_SAME, *_SUMS, *_MEANS, *_JOINED, *_ADDED, *_MULTIPLIED, *_DIVIDED, *_CHOSEN}
 WHOLE, ROWS, LINEAR, MIXED, OTHER = "whole", "rows", "linear", "mixed", "other"
 
 
@@ -127,7 +115,7 @@ class Terms:
         stack = [node]
         while stack:
             top = stack[-1]
-            chained = top.op == "call_function" and top.target in _CHAINED and top in self._from_batch
+            chained = top.op == "call_function" and top.target in CHAINED and top in self._from_batch
             missing = [x for x in top.all_input_nodes if x not in self._found] if chained else []
             if not missing:
                 stack.pop()
@@ -148,29 +136,32 @@ class Terms:
         target: Any = node.target
         if node.op != "call_function":
             return Found(ROWS if self.following.has_rows(node) else OTHER)
-        if target is operator.getitem and isinstance(node.args[0], Node) and node.args[0].target in _NLL:
+        if target is operator.getitem and isinstance(node.args[0], Node) and node.args[0].target in NLL:
             return self._nll(node)
-        if target in _LOSSES:
-            return self._reduced(node, node.args[_LOSSES[target]] if len(node.args) > _LOSSES[target] else 1)
-        if target in _SUMS | _MEANS:
+        if target in LOSSES:
+            return self._reduced(node, node.args[LOSSES[target]] if len(node.args) > LOSSES[target] else 1)
+        if target in SUMS | MEANS:
             return self._summed(node)
-        if target in _EXTREMES and node.meta["val"].ndim == 0:
-            inner = self.of(node.args[0])  # type: ignore[arg-type]
-            return Found(_EXTREMES[target]) if inner.what == ROWS else Found(OTHER)
+        if (extreme := extreme_of(node)) is not None and not self.following.has_rows(node):
+            return Found(extreme[0]) if self.of(extreme[1]).what == ROWS else Found(OTHER)
+        if target is aten.histc.default and node.args[2:] and node.args[2] < node.args[3]:  # type: ignore[operator]
+            return Found(LINEAR, ONE) if self.of(node.args[0]) == Found(ROWS) else Found(OTHER)  # type: ignore[arg-type]
+        if target in SCATTERED and not self.following.has_rows(node):
+            return self._scattered(node)
         if node.meta.get("val") is None or (getattr(node.meta["val"], "ndim", False) and self.following.has_rows(node)):
             return self._rows_of(node)
-        if target in _SAME:
+        if target in SAME:
             inner = self.of(node.args[0])  # type: ignore[arg-type]
-            return Found(_OTHER_END[inner.what]) if target is aten.neg.default and inner.what in _OTHER_END else inner
-        if target in _CONTRACTED and (summed := self._contracted(node)) is not None:
+            return Found(OTHER_END[inner.what]) if target is aten.neg.default and inner.what in OTHER_END else inner
+        if target in CONTRACTED and (summed := self._contracted(node)) is not None:
             return summed
-        if target in _JOINED:
+        if target in JOINED:
             return self._together(node.args[0])  # type: ignore[arg-type]
         if target is aten.where.self and (chosen := self._chosen(node)) is not None:
             return chosen
-        if target in _ADDED:
+        if target in ADDED:
             return self._added(node)
-        if target in _MULTIPLIED | _DIVIDED | _CONTRACTED and (found := self._scaled(node)).what != OTHER:
+        if target in MULTIPLIED | DIVIDED | CONTRACTED and (found := self._scaled(node)).what != OTHER:
             return found
         # What follows from the batch alone is known for the whole of it: d(s) = (n/N) d(s) / d(s_i) d(s_i), summed over the parts.
         value = self.expression(node)
@@ -180,14 +171,14 @@ class Terms:
 
     def _rows_of(self, node: Node) -> Found:
         target: Any = node.target
-        if target in _SAME and target is not operator.getitem:
+        if target in SAME and target is not operator.getitem:
             found = [self._divided(node.args[0])]
-        elif target in _MULTIPLIED | _DIVIDED:
+        elif target in MULTIPLIED | DIVIDED:
             found = [self._multiplied(node)]
-        elif target in _ADDED or target in _JOINED or target in _CHOSEN:
-            arguments: Any = node.args[0] if target in _JOINED else [node.args[i] for i in _CHOSEN.get(target, (0, 1))]
-            found = list({self._divided(x) for x in arguments if not _is_zero(x)})
-            if target in _JOINED and not all(self._varies(x) for x in arguments):
+        elif target in ADDED or target in JOINED or target in CHOSEN:
+            arguments: Any = node.args[0] if target in JOINED else [node.args[i] for i in CHOSEN.get(target, (0, 1))]
+            found = list({self._divided(x) for x in arguments if not is_zero(x)})
+            if target in JOINED and not all(self._varies(x) for x in arguments):
                 found = [None]  # other rows than those of samples
         else:
             found = [ONE]
@@ -207,7 +198,7 @@ class Terms:
         """The same of a product or a quotient."""
         made: Expression = ONE
         for place, value in enumerate(node.args[:2]):
-            divides = place == 1 and node.target in _DIVIDED
+            divides = place == 1 and node.target in DIVIDED
             if isinstance(value, Node) and self.of(value).what == ROWS:
                 by = self._divided(value)
                 divides = not divides
@@ -243,14 +234,25 @@ class Terms:
 
     def _summed(self, node: Node) -> Found:
         source: Any = node.args[0]
-        if _is_zero(source):
+        if is_zero(source):
             return Found(WHOLE)  # however many they are
         inner = self.of(source)
         if inner.what in (LINEAR, MIXED):
             return inner
         if inner.what != ROWS or (node.meta["val"].ndim and self.following.has_rows(node)):
             return inner
-        return Found(LINEAR, times(ONE if node.target in _SUMS else SAMPLES, inner.denominator or ONE))
+        return Found(LINEAR, times(ONE if node.target in SUMS else SAMPLES, inner.denominator or ONE))
+
+    def _scattered(self, node: Node) -> Found:
+        """Rows that are added, where indices say, to what has none."""
+        target: Any = node.target
+        into, source = node.args[0], node.args[SCATTERED[target]]
+        places = [x for x in node.all_input_nodes if x not in (into, source)]
+        overwrites = target is aten.index_put.default and not (len(node.args) > 3 and node.args[3])
+        if overwrites or node.kwargs or not any(map(self.following.has_rows, places)):
+            return Found(OTHER)
+        by, inner = self._divided(source), Found(LINEAR, ONE) if is_zero(into) else self.of(into)  # type: ignore[arg-type]
+        return Found(OTHER) if by is None or inner != Found(LINEAR, by) else inner
 
     def _contracted(self, node: Node) -> Found | None:
         """A sum over samples of products."""
@@ -283,13 +285,13 @@ class Terms:
         inner, number, asked = self.of(value), self.following.literal(other), self.expression(condition)
         if inner.what != LINEAR or inner.denominator is None or number != Number(0) or not isinstance(asked, Operation):
             return None
-        counts = asked.target in _ANY and asked.arguments[1] == Number(_ANY[asked.target])
+        counts = asked.target in ANY and asked.arguments[1] == Number(ANY[asked.target])
         return inner if counts and asked.arguments[0] in stats_of(inner.denominator) else None
 
     def _added(self, node: Node) -> Found:
         first, second = node.args[:2]
-        if not self._varies(second) and isinstance(first, Node) and (inner := self.of(first)).what in _OTHER_END:
-            return Found(_OTHER_END[inner.what]) if node.target in (aten.rsub.Scalar, aten.rsub.Tensor) else inner
+        if not self._varies(second) and isinstance(first, Node) and (inner := self.of(first)).what in OTHER_END:
+            return Found(OTHER_END[inner.what]) if node.target in (aten.rsub.Scalar, aten.rsub.Tensor) else inner
         return self._together([first, second])
 
     def _scaled(self, node: Node) -> Found:
@@ -299,8 +301,8 @@ class Terms:
             return Found(OTHER)
         value, expression = factor
         inner, by = self.of(value), node.args[1]
-        if inner.what in _OTHER_END and isinstance(by, int | float) and expression == ONE:
-            return inner if by > 0 else Found(_OTHER_END[inner.what])
+        if inner.what in OTHER_END and isinstance(by, int | float) and expression == ONE:
+            return inner if by > 0 else Found(OTHER_END[inner.what])
         if inner.what == MIXED:
             return Found(MIXED) if expression == ONE else Found(OTHER)
         if inner.what == WHOLE:  # the same on every part, but for what it is divided by
@@ -312,7 +314,7 @@ class Terms:
     def factor(self, node: Node) -> tuple[Node, Expression] | None:
         """Of a product or a quotient: the operand that is weighed, and what its denominator is multiplied with."""
         first, second = node.args[:2]
-        if node.target in _DIVIDED:
+        if node.target in DIVIDED:
             by = self._constant(second, node, 1) if isinstance(first, Node) else None
             return None if by is None else (first, by)  # type: ignore[return-value]
         ways = [(first, second, 1), (second, first, 0)]
@@ -354,7 +356,7 @@ class Terms:
         if target in (aten.view.default, aten.clone.default, aten._to_copy.default, aten.detach.default, aten.alias.default,
                       aten.squeeze.default):  # fmt: skip
             return self.expression(node.args[0])  # type: ignore[arg-type]
-        if target in _SUMS and self.of(node) == Found(LINEAR, ONE):
+        if target in SUMS and self.of(node) == Found(LINEAR, ONE):
             return Stat(self._keys.of(node), node, "sum")
         if target is aten.mean.default and self.of(node) == Found(LINEAR, SAMPLES):
             source: Any = node.args[0]
@@ -380,10 +382,6 @@ class Terms:
 def _adds_up_to_one(denominator: Expression | None) -> bool:
     # Where something else than labels is counted, a part in which nothing counts has a weight, see `Denominator.of`.
     return denominator == SAMPLES or (isinstance(denominator, Stat) and denominator.how == "labels")
-
-
-def _is_zero(value: Any) -> bool:
-    return value == 0 if isinstance(value, int | float) else value.target in _ZEROS
 
 
 def _hashable(kwargs: Any) -> bool:

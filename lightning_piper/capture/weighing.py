@@ -151,9 +151,21 @@ class _Weighing:
         if not sources:
             return [(made, self._parts(node, made))]
         names = tuple(f"{name}, computed from {i}" for i in range(len(sources)))
-        computed = computation(node, sources, names, self.graph.owning_module)
+        computed = computation(node, sources, names, self.graph.owning_module, self.found.following.is_made_of_size)
         self.logs[name] = replace(self.logs[name], computed=computed)
-        return [(replace(made, names=(own,)), self._parts(x, made)) for own, x in zip(names, sources, strict=True)]
+        outputs = zip(names, self._outputs(sources, node), strict=True)
+        return [(replace(made, names=(own,)), self._parts(x, made)) for own, x in outputs]
+
+    def _outputs(self, sources: list[Node], reader: Node) -> list[Node]:
+        """These as results of the graph, which parameters and buffers are as copies."""
+        made = []
+        for node in sources:
+            made.append(node)
+            if node.op == "placeholder":
+                with self.graph.inserting_before(reader):
+                    made[-1] = self._add(aten.clone.default, (node,), reader)
+                made[-1].meta["val"] = node.meta["val"]
+        return made
 
     def _is_known(self, node: Node) -> bool:
         """Can weights put it together?"""

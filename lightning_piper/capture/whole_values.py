@@ -1,8 +1,10 @@
 """Logged values that no weights put together, but that are computed from values which weights do: the root of a mean, a ratio of
-two sums. What they are computed from is put together over the batch, and the rest is computed of that, once for the whole batch."""
+two sums, a mean of ratios that have the classes along a dimension, what is read off a matrix of counts. What they are computed from
+is put together over the batch, and the rest is computed of that, once for the whole batch."""
 
 from __future__ import annotations
 
+import operator
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -14,18 +16,11 @@ from lightning_piper.capture.code import compile_boxed
 from lightning_piper.capture.terms import OTHER, ROWS, Terms
 from lightning_piper.ir.regions import Computed
 
-aten = torch.ops.aten
-# Beside operations element by element.
-_COMPUTED = {
-    aten.view.default, aten.reshape.default, aten.clone.default, aten.detach.default, aten.alias.default, aten._to_copy.default,
-    aten.squeeze.default, aten.unsqueeze.default, aten.lift_fresh_copy.default, aten.stack.default, aten.cat.default,
-    aten.sum.default, aten.mean.default, aten.amax.default, aten.amin.default, aten.max.default, aten.min.default,
-    aten.full.default, aten.scalar_tensor.default,
-}  # fmt: skip
+MANY = 2**16  # numbers that logged values are computed from: every device gets them
 
 
 def computed_from(value: Node, found: Terms, is_known: Callable[[Node], bool]) -> list[Node] | None:
-    """Numbers that a value is computed from, in the order met; None if it is computed from something else, too, such as samples.
+    """Tensors that a value is computed from, in the order met; None if it is computed from something else, too, such as samples.
 
     Args:
         is_known: is a node put together from its parts, by weights?
@@ -40,36 +35,41 @@ def computed_from(value: Node, found: Terms, is_known: Callable[[Node], bool]) -
         seen.add(node)
         if not _is_constant(node):
             what = found.of(node).what
-            single = node.op == "call_function" and node.meta["val"].numel() == 1
-            if single and what not in (ROWS, OTHER) and is_known(node):
-                sources[node] = None
-                continue
             if what == ROWS:
                 return None
-        if not _is_computed(node, found):
+            if what != OTHER and isinstance(node.meta.get("val"), torch.Tensor) and is_known(node):
+                sources[node] = None
+                continue
+        if not _is_computed(node):
             return None
         stack += reversed(node.all_input_nodes)
-    return list(sources)
+    return list(sources) if sum(node.meta["val"].numel() for node in sources) <= MANY else None
 
 
 def _is_constant(node: Node) -> bool:
     return node.op == "get_attr" or (node.op == "call_function" and not node.all_input_nodes)
 
 
-def _is_computed(node: Node, found: Terms) -> bool:
-    """Does it compute the same of the same numbers, whatever the number of samples?"""
-    if found.following.is_made_of_size(node):
-        return False
-    target: Any = node.target
-    if node.op == "get_attr":
+def _is_computed(node: Node) -> bool:
+    """Does it always compute the same of the same tensors? Where the number of samples is in it, it is that of the whole batch."""
+    if node.op == "get_attr" or node.target is operator.getitem:
         return True
-    pointwise = isinstance(target, torch._ops.OpOverload) and torch.Tag.pointwise in target.tags
-    return (pointwise or target in _COMPUTED) and not _torch.is_random(node) and not target._schema.is_mutable
+    target: Any = node.target
+    if not isinstance(target, torch._ops.OpOverload) or target.namespace != "aten":
+        return False
+    return not (_torch.is_random(node) or target._schema.is_mutable)
 
 
-def computation(value: Node, sources: Sequence[Node], names: tuple[str, ...], constants: torch.nn.Module | None) -> Computed:
-    """What is computed of the sources, as code; `names` are theirs."""
-    graph, made = torch.fx.Graph(), dict[Node, Node]()
+def computation(
+    value: Node, sources: Sequence[Node], names: tuple[str, ...], constants: torch.nn.Module | None, follows: Callable[[Node], bool]
+) -> Computed:
+    """What is computed of the sources, as code.
+
+    Args:
+        names: of the sources.
+        follows: is a node made of the number of samples?
+    """
+    graph, made, said = torch.fx.Graph(), dict[Node, Node](), list[str]()
     for i, node in enumerate(sources):
         made[node] = graph.placeholder(f"of_{i}")
     stack = [value]
@@ -81,14 +81,22 @@ def computation(value: Node, sources: Sequence[Node], names: tuple[str, ...], co
             if node not in made:
                 args, kwargs = torch.fx.map_arg((node.args, dict(node.kwargs)), made.__getitem__)
                 made[node] = graph.create_node(node.op, node.target, args, kwargs)
+                if follows(node):
+                    args, kwargs = torch.fx.node.map_aggregate((args, kwargs), _without_size)
+                said.append(f"{made[node]} = {node.target}{args}{kwargs}")
         stack += missing
     graph.output((made[value],))
-    text = str(graph)
     run, like = compile_boxed(graph, constants), [node.meta["val"] for node in sources]
     given = [(x.dtype, tuple(x.shape)) for x in like]
 
     def of(values: Sequence[torch.Tensor]) -> torch.Tensor:
-        (result,) = run([x.to(dtype).reshape(shape) for x, (dtype, shape) in zip(values, given, strict=True)])
+        # Weights may have rounded what is the same on every part.
+        rounded = [x if dtype.is_floating_point else x.round() for x, (dtype, _) in zip(values, given, strict=True)]
+        (result,) = run([x.to(dtype).reshape(shape) for x, (dtype, shape) in zip(rounded, given, strict=True)])
         return result
 
-    return Computed(names, of, text)
+    return Computed(names, of, "\n".join(said))
+
+
+def _without_size(argument: Any) -> Any:
+    return "samples" if isinstance(argument, int | float) else argument

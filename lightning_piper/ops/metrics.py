@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+import math
+from collections.abc import Iterable
 from dataclasses import dataclass, replace
-from typing import ClassVar
+from typing import Any, ClassVar
 
 import torch
 
@@ -23,10 +24,10 @@ from lightning_piper.ops.weights import check_reader, implied, share_of
 
 @dataclass(frozen=True, kw_only=True)
 class Metrics(Node):
-    """Merges the scalars of one region over slices into a float64 vector with a place for each metric of the step.
+    """Merges the values of one region over slices into a float64 vector with places for each metric of the step.
 
     Attributes:
-        metrics: for each input, which metric it is, by its place in `metric_names`. A loss of several terms has an input for each.
+        metrics: for each input, which metric it is, by its index in `metric_names`. A loss of several terms has an input for each.
         terms: for each input, how it is weighed, by its place in `StepCode.terms`.
         slices: for each input, the samples it is made of.
         weights: for each input, what makes its weight; None: it does not follow from the batch. Empty: none does.
@@ -46,7 +47,7 @@ class Metrics(Node):
 
 @dataclass(frozen=True, kw_only=True)
 class MetricsSum(AllReduce):
-    """Sums the vectors of metrics over all devices of the step: each place is 0 but where its metric is made."""
+    """Sums the vectors of metrics over all devices of the step: each place is 0 but on the devices that make its metric."""
 
     sums = False
     everywhere = True
@@ -66,19 +67,21 @@ class Report(Node):
 
 @dataclass(frozen=True, kw_only=True)
 class Merge(Instruction):
-    """Scalars over slices -> a float64 vector.
+    """Values over slices -> a float64 vector.
 
     Attributes:
-        metrics: for each scalar read, its place in the vector.
-        weights: for each scalar read, its weight, or that it is the next of the bundles read behind the scalars: None.
+        metrics: for each value read, which metric it is.
+        weights: for each value read, its weight, or that it is the next of the bundles read behind the values: None.
         folds: for each metric, how weighted values become one: `sum`, `max` or `min`.
-        replica, replicas: the vector has a place for each metric for each replica in turn; all but this one's are 0.
+        widths: for each metric, how many numbers it is.
+        replica, replicas: the vector has places for all metrics for each replica in turn; all but this one's are 0.
     """
 
     op: ClassVar[str] = "merge"
     metrics: tuple[int, ...]
     weights: tuple[float | None, ...]
     folds: tuple[str, ...]
+    widths: tuple[int, ...]
     replica: int = 0
     replicas: int = 1
 
@@ -89,17 +92,18 @@ class ReportInstruction(Instruction):
 
     op: ClassVar[str] = "report"
     folds: tuple[str, ...] = ()
+    widths: tuple[int, ...] = ()
     replicas: int = 1
 
 
 def metrics_value(dag: TrainingDAG) -> Value:
-    """The vector of metrics: a place for each metric, and that for each replica in turn. All other places are 0."""
-    names = metric_names(dag.code)
-    return Value(Kind.METRICS, names, (TensorSpec((dag.replicas * len(names),), torch.float64, (1,)),))
+    """The vector of metrics: places for each metric, and that for each replica in turn. All other places are 0."""
+    count = dag.replicas * sum(widths(dag.code))
+    return Value(Kind.METRICS, metric_names(dag.code), (TensorSpec((count,), torch.float64, (1,)),))
 
 
 def metric_names(code: StepCode) -> tuple[str, ...]:
-    """Places in the metrics vector: the loss, if the step makes one, then the logged tensors."""
+    """What lies in the metrics vector, in order: the loss, if the step makes one, then the logged tensors."""
     return (*[LOSS][: first_log(code)], *(name for log in code.logs for name in log.outputs))
 
 
@@ -115,8 +119,21 @@ def folds(code: StepCode) -> tuple[str, ...]:
     return (*["sum"][: first_log(code)], *(found[name] for log in code.logs for name in log.outputs))
 
 
-def with_computed(code: StepCode, metrics: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
-    """The metrics of the whole batch, with what is logged in the places of what it is computed from."""
+def widths(code: StepCode) -> tuple[int, ...]:
+    """How many numbers each metric is: the loss and what is logged one, what a logged value is computed from perhaps several."""
+    found = {}
+    for key, interface in code.interfaces.items():
+        for output, specs in zip(interface.outputs, code.code[key].outputs, strict=True):
+            if output.kind == Kind.LOG:
+                found[output.names[0]] = math.prod(specs[0].shape)
+    return (*[1][: first_log(code)], *(found[name] for log in code.logs for name in log.outputs))
+
+
+def named(code: StepCode, vector: torch.Tensor) -> dict[str, torch.Tensor]:
+    """The metrics of the whole batch, from the vector of them, with what is logged in the places of what it is computed from."""
+    sizes = widths(code)
+    parts = (x[0] if width == 1 else x for x, width in zip(vector.split(list(sizes)), sizes, strict=True))
+    metrics = dict(zip(metric_names(code), parts, strict=True))
     of = {log.name: log.computed for log in code.logs if log.computed is not None}
     sources = {source for computed in of.values() for source in computed.names}
     own = {name: value for name, value in metrics.items() if name not in sources}
@@ -185,11 +202,11 @@ def interpret_metrics(run: Reference, node: Metrics) -> Made:
 
 def _merged(run: Reference, node: Metrics, replica: int) -> torch.Tensor:
     how, inputs = folds(run.dag.code), run.inputs(node, replica)
-    vector = torch.zeros(run.dag.replicas * len(how), dtype=torch.float64)
+    vector = torch.zeros(run.dag.replicas, sum(sizes := widths(run.dag.code)), dtype=torch.float64)
     refs = node.weights or (None,) * len(inputs)
     weighted: dict[int, list[torch.Tensor]] = {}
     for bundle, metric, term, part, ref in zip(inputs, node.metrics, node.terms, node.slices, refs, strict=True):
-        value = bundle[0].double().cpu()
+        value = bundle[0].double().cpu().flatten()
         if ref is None:
             of_term = [s for s, t, m in zip(node.slices, node.terms, node.metrics, strict=True) if (t, m) == (term, metric)]
             weight = implied(run, term, part, sorted(of_term), replica)
@@ -197,26 +214,27 @@ def _merged(run: Reference, node: Metrics, replica: int) -> torch.Tensor:
             weight = run.values[ref, replica][0]
         # Where nothing counts, a ratio is no number, and weighs nothing.
         weighted.setdefault(metric, []).append(torch.where(weight == 0, torch.zeros_like(value), value * weight.cpu()))
+    own = vector[replica].split(list(sizes))
     for metric, values in weighted.items():
-        vector[replica * len(how) + metric] = _reduced(how[metric], values)
-    return vector
+        own[metric].copy_(_reduced(how[metric], values))
+    return vector.flatten()
 
 
 def interpret_report(run: Reference, node: Report) -> Made:
     if node.inputs:  # something is logged
         vector = sum_in_order([run.values[ref, 0] for ref in node.inputs])[0]
-        rows = vector.view(run.dag.replicas, -1)
-        merged = [_reduced(fold, list(column)) for fold, column in zip(folds(run.dag.code), rows.unbind(1), strict=True)]
-        run.metrics = with_computed(run.dag.code, dict(zip(metric_names(run.dag.code), merged, strict=True)))
+        columns = vector.view(run.dag.replicas, -1).split(list(widths(run.dag.code)), 1)
+        merged = [_reduced(fold, list(column)) for fold, column in zip(folds(run.dag.code), columns, strict=True)]
+        run.metrics = named(run.dag.code, torch.cat(merged))
     return [[] for _ in run.replicas]
 
 
 def _reduced(fold: str, values: list[torch.Tensor]) -> torch.Tensor:
-    """One number from several, with their weights applied."""
+    """One value from several, with their weights applied."""
     if fold == "sum":
         bundles: list[Bundle] = [[v] for v in values]
         return sum_in_order(bundles)[0]
-    return torch.stack(values).max() if fold == "max" else torch.stack(values).min()
+    return torch.stack(values).amax(0) if fold == "max" else torch.stack(values).amin(0)
 
 
 # Plans
@@ -231,59 +249,53 @@ def lower_metrics(plan: Planning, node: Metrics) -> None:
         raise VerificationError(f"%{node.id} {node.label} weighs a ratio, and no node makes the weight: complete the DAG")
     slot = plan.new_slot((node.id, 0), "sum", node.stream)
     plan.emit(Merge(**about(node), reads=reads, writes=(slot,), metrics=node.metrics, weights=weights,
-                    folds=folds(plan.dag.code), replica=plan.replica, replicas=plan.dag.replicas))  # fmt: skip
+                    folds=folds(plan.dag.code), widths=widths(plan.dag.code), replica=plan.replica,
+                    replicas=plan.dag.replicas))  # fmt: skip
 
 
 def lower_report(plan: Planning, node: Report) -> None:
     own = tuple(plan.read(ref, node) for ref in node.inputs if plan.has(ref))
     if node.inputs and not own:
         raise VerificationError(f"%{node.id} {node.label} has nothing to report on device {plan.device}")
-    plan.emit(ReportInstruction(**about(node), reads=own, folds=folds(plan.dag.code), replicas=plan.dag.replicas))
+    plan.emit(ReportInstruction(**about(node), reads=own, folds=folds(plan.dag.code), widths=widths(plan.dag.code),
+                                replicas=plan.dag.replicas))  # fmt: skip
 
 
 # Runtime
 
 
 def bind_merge(instruction: Merge, on: Binding) -> Bound:
-    """Scalars -> vector. Sums are left folds over the scalars in the order read; places without a scalar are 0."""
-    into, size, count = instruction.into, len(instruction.folds), len(instruction.metrics)
+    """Values -> vector. Sums are left folds over the values in the order read; places without a value are 0."""
+    into, count, size = instruction.into, len(instruction.metrics), sum(instruction.widths)
     reads, weighing = instruction.reads[:count], instruction.reads[count:]
     replica, replicas, slots, device = instruction.replica, instruction.replicas, on.slots, on.device
-    rows: dict[int, list[int]] = {}  # metric -> indices of its scalars
-    for i, metric in enumerate(instruction.metrics):
-        rows.setdefault(metric, []).append(i)
-    weights = [1.0 if w is None else w for w in instruction.weights]
-    weight = torch.tensor([*weights, 0.0], dtype=torch.float64, device=device)
-    made = torch.tensor([i for i, w in enumerate(instruction.weights) if w is None], device=device)
-    # Row k holds the k-th scalar of every metric that is folded; the others point to the zero behind the last scalar.
-    added = {m: row for m, row in rows.items() if instruction.folds[m] == "sum"}
-    depth = max((len(row) for row in added.values()), default=1)
-    table = [[added[m][k] if m in added and k < len(added[m]) else len(weights) for m in range(size)] for k in range(depth)]
-    index = torch.tensor(table, device=device)
-    extremes = [(m, torch.tensor(row, device=device), getattr(torch, f"a{instruction.folds[m]}"))
-                for m, row in rows.items() if m not in added]  # fmt: skip
+    weight, made, factor_of = _weights(instruction, device)
+    index, extremes = _folded(instruction, device)
+    single = max(instruction.widths) == 1
     zero = torch.zeros(1, dtype=torch.float64, device=device)
 
     def merge() -> None:
-        scalars = [slots[read.slot][0] for read in reads]
+        values = [slots[read.slot][0] for read in reads]
         factors = [slots[read.slot][0] for read in weighing]
         for read in instruction.reads:
             if read.last:
                 slots[read.slot] = None
-        if len({x.dtype for x in scalars}) == 1:
-            flat = torch.cat([torch.stack(scalars).double(), zero])
+        if not single:
+            flat = torch.cat([*(x.double().flatten() for x in values), zero])
+        elif len({x.dtype for x in values}) == 1:
+            flat = torch.cat([torch.stack(values).double(), zero])
         else:
-            flat = torch.stack([*(x.double() for x in scalars), zero[0]])
+            flat = torch.stack([*(x.double() for x in values), zero[0]])
         if factors:
-            by = weight.index_put((made,), torch.stack(factors))
+            by = weight.index_put((made,), torch.stack(factors)[factor_of])
             weighted = torch.where(by == 0, 0.0, flat * by)  # where nothing counts, a ratio is no number
         else:
             weighted = flat * weight
         first, *rest = weighted[index].unbind()
         for row in rest:
             first = first + row
-        for metric, where, extreme in extremes:
-            first[metric] = extreme(flat[where])
+        for place, where, extreme in extremes:
+            first[place] = extreme(flat[where], 0)
         if replicas > 1:
             padded = torch.zeros(replicas * size, dtype=torch.float64, device=device)
             padded[replica * size : (replica + 1) * size] = first
@@ -293,9 +305,43 @@ def bind_merge(instruction: Merge, on: Binding) -> Bound:
     return merge
 
 
+def _weights(instruction: Merge, device: torch.device) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """For each number read, and a zero behind the last, its weight; the places of those whose weights are read, and of which of the
+    weights read."""
+    given = [(instruction.widths[m], w) for m, w in zip(instruction.metrics, instruction.weights, strict=True)]
+    weights = [w for width, w in given for _ in range(width)]
+    read = [k for k, width in enumerate(width for width, w in given if w is None) for _ in range(width)]
+    weight = torch.tensor([*(1.0 if w is None else w for w in weights), 0.0], dtype=torch.float64, device=device)
+    made = torch.tensor([i for i, w in enumerate(weights) if w is None], dtype=torch.int64, device=device)
+    return weight, made, torch.tensor(read, dtype=torch.int64, device=device)
+
+
+def _folded(instruction: Merge, device: torch.device) -> tuple[torch.Tensor, list[tuple[torch.Tensor, torch.Tensor, Any]]]:
+    """Which of the numbers read come to which place of the vector.
+
+    Returns:
+        Rows with a number for each place, to be added up; for other metrics their places, such rows, and what makes one of them.
+    """
+    widths = instruction.widths
+    sizes = [widths[metric] for metric in instruction.metrics]
+    rows: dict[int, list[torch.Tensor]] = {}
+    for metric, numbers in zip(instruction.metrics, torch.arange(sum(sizes)).split(sizes), strict=True):
+        rows.setdefault(metric, []).append(numbers)
+    added = {metric: row for metric, row in rows.items() if instruction.folds[metric] == "sum"}
+    depth = max((len(row) for row in added.values()), default=1)
+    index = torch.full((depth, sum(widths)), sum(sizes))  # the zero behind the last
+    places = torch.arange(sum(widths)).split(list(widths))
+    for metric, row in added.items():
+        index[: len(row), places[metric]] = torch.stack(row)
+    extremes = [(places[metric].to(device), torch.stack(row).to(device), getattr(torch, f"a{instruction.folds[metric]}"))
+                for metric, row in rows.items() if metric not in added]  # fmt: skip
+    return index.to(device), extremes
+
+
 def bind_report(instruction: ReportInstruction, on: Binding) -> Bound:
     reads, replicas, slots, step_outputs, device = instruction.reads, instruction.replicas, on.slots, on.step_outputs, on.device
-    extremes = [(m, getattr(torch, f"a{how}")) for m, how in enumerate(instruction.folds) if how != "sum"]
+    places = torch.arange(sum(instruction.widths), device=device).split(list(instruction.widths))
+    extremes = [(at, getattr(torch, f"a{how}")) for at, how in zip(places, instruction.folds, strict=True) if how != "sum"]
 
     def report() -> None:
         if not reads:  # nothing is logged
@@ -312,8 +358,8 @@ def bind_report(instruction: ReportInstruction, on: Binding) -> Bound:
             total = rows[0]
             for row in rows[1:]:  # means have their weights applied
                 total = total + row
-            for metric, extreme in extremes:
-                total[metric] = extreme(rows[:, metric])
+            for place, extreme in extremes:
+                total[place] = extreme(rows[:, place], 0)
         step_outputs.metrics = total
 
     return report

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import itertools
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
@@ -16,7 +17,7 @@ from lightning_piper.ir.dag import TrainingDAG
 from lightning_piper.ir.metric_calls import Computed, Later, MetricCall, MetricLog
 from lightning_piper.ir.regions import LOSS, Logged
 from lightning_piper.ir.values import Kind
-from lightning_piper.ops.metrics import first_log, metric_names
+from lightning_piper.ops.metrics import first_log, metric_names, widths
 from lightning_piper.runtime import StepResult
 from lightning_piper.session.metric_objects import MetricObjects, owners_of, wanted_by_all
 
@@ -73,6 +74,8 @@ class Replay:
 
     def __init__(self, compiled: Compiled, objects: MetricObjects) -> None:
         names = metric_names(compiled.dag.code)
+        ends = list(itertools.accumulate(counts := widths(compiled.dag.code)))
+        slices = [slice(end - count, end) for end, count in zip(ends, counts, strict=True)]
         dtypes = _dtypes(compiled.dag)
         self.dtype = dtypes.get(LOSS)
         self.tensors = len(names) > first_log(compiled.dag.code)
@@ -88,7 +91,7 @@ class Replay:
             apart = compiled.dag.code.undivided is not None and compiled.dag.replicas > 1
             kwargs.setdefault("batch_size", compiled.dag.replicas if apart else compiled.dag.size)
             kwargs["reduce_fx"] = log.reduce
-            places = [names.index(name, first_log(compiled.dag.code)) for name in log.outputs]
+            places = [slices[names.index(name, first_log(compiled.dag.code))] for name in log.outputs]
             self._calls.append((log.name, _value(log, places, dtypes), kwargs))
             if log.constant is not None:
                 self._context = compiled.step.context
@@ -136,13 +139,13 @@ class Replay:
         return found if found is None or name not in whole else whole[name](self._step.inputs(given.leaves)).to(found.device)
 
 
-def _value(log: Logged, places: Sequence[int], dtypes: Mapping[str, torch.dtype]) -> Callable[[StepResult], Any]:
+def _value(log: Logged, places: Sequence[slice], dtypes: Mapping[str, torch.dtype]) -> Callable[[StepResult], Any]:
     """A function that gives what a call logs. Lightning keeps metrics in float32 at least."""
     constant, computed = log.constant, log.computed
     if constant is not None:
         return lambda result: constant() if callable(constant) else constant
     if computed is None:
-        (place,), dtype = places, torch.promote_types(dtypes[log.name], torch.float32)
+        (place,), dtype = (x.start for x in places), torch.promote_types(dtypes[log.name], torch.float32)
         return lambda result: result.metrics[place].to(dtype)
 
     def value(result: StepResult) -> torch.Tensor:

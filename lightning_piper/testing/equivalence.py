@@ -11,7 +11,7 @@ from lightning_piper.capture.eager import Outcome, run_eagerly
 from lightning_piper.directives import accumulating
 from lightning_piper.ir.dag import TrainingDAG
 from lightning_piper.ir.values import Slice
-from lightning_piper.ops.metrics import metric_names
+from lightning_piper.ops.metrics import named
 from lightning_piper.plan import check_plans, compile_plans
 from lightning_piper.runtime import Executor, LocalTransport, joined, run_local, shards_of
 from lightning_piper.testing.models import Case, Spec, case
@@ -86,5 +86,5 @@ def run_plans(case: Case, dag: TrainingDAG) -> Outcome:
         assert torch.equal(result.metrics, results[0].metrics), "devices report different metrics"
     grads = joined(ordered, results)
     changed = {name for interface in dag.code.interfaces.values() for name in interface.state}
-    metrics = dict(zip(metric_names(dag.code), results[0].metrics.unbind(), strict=True))
+    metrics = named(dag.code, results[0].metrics)
     return Outcome(metrics, grads, {name: buffers[name] for name in changed})

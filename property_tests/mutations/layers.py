@@ -19,7 +19,7 @@ from lightning_piper.ir.filters import matches
 from lightning_piper.ir.nodes import Chunk
 from lightning_piper.ir.values import Slice
 from lightning_piper.ops.arguments import Arguments
-from lightning_piper.ops.metrics import metric_names
+from lightning_piper.ops.metrics import named
 from lightning_piper.passes import Done, run_pipeline
 from lightning_piper.plan import Plan, check_plans, compile_plans
 from lightning_piper.plan.instructions import AllGather, Run
@@ -164,13 +164,12 @@ def _train(built: Built) -> None:
     executors = [Executor(plan, case.step, own, buffers, transport, CPU, flats)
                  for plan, own, flats in zip(plans, params, shards, strict=True)]  # fmt: skip
     expected = {name: x.clone() for name, x in case.tensors.items()}
-    names = metric_names(dag.code)
     for number, leaves in enumerate(batches(built.scenario.spec, case.size, STEPS)):
         outcome = interpret(dag, expected, leaves, seed=number)
         results = run_local(executors, leaves, seed=number, scale=SCALE)
         _same_arguments(dag, plans, results, outcome.results)
         for plan, result, own, parts in zip(plans, results, params, pieces, strict=True):
-            for name, value in zip(names, result.metrics.unbind(), strict=True):
+            for name, value in named(dag.code, result.metrics).items():
                 assert torch.equal(value, outcome.metrics[name]), f"step {number}, device {plan.device}: {name} differs"
             # In place, as clipping and unscaling do: a gradient that shares memory is changed twice.
             for grad in result.grads.values():

@@ -26,6 +26,62 @@ from tests.strategy.fitting import Batches, local, trainer
 
 SIZE = 12
 Log = Callable[[nn.Module, Tensor, Tensor], Any]
+
+
+def hits(p: Tensor, y: Tensor) -> tuple[Tensor, Tensor]:
+    """Labels, and which of them were found."""
+    return (known := y.clamp(min=0)), (p.argmax(-1) == known).double()
+
+
+def confusion(p: Tensor, y: Tensor) -> Tensor:
+    return F.one_hot(y.clamp(min=0), 3).double().T @ F.one_hot(p.argmax(-1), 3).double()
+
+
+def added_up(p: Tensor, y: Tensor, put: str) -> Tensor:
+    """The same matrix, cell by cell."""
+    known, found, counts = y.clamp(min=0), p.argmax(-1), torch.zeros(9)
+    if put == "index_put":
+        return counts.view(3, 3).index_put((known, found), torch.ones(()), accumulate=True)
+    return getattr(counts, put)(0, 3 * known + found, torch.ones(len(y))).view(3, 3)
+
+
+def iou(counts: Tensor) -> Tensor:
+    both = counts.diagonal()
+    return (both / (counts.sum(0) + counts.sum(1) - both).clamp(min=1)).mean()
+
+
+def accuracy_by_class(p: Tensor, y: Tensor) -> Tensor:
+    (known, hit), none = hits(p, y), torch.zeros(3).double()
+    return (none.scatter_add(0, known, hit) / none.index_add(0, known, torch.ones_like(hit))).nanmean()
+
+
+def macro_f1(p: Tensor, y: Tensor) -> Tensor:
+    found, there = F.one_hot(p.argmax(-1), 3), F.one_hot(y.clamp(min=0), 3)
+    both, only, missed = ((a * b).sum(0) for a, b in ((found, there), (found, 1 - there), (1 - found, there)))
+    return (2 * both / (2 * both + only + missed)).mean()
+
+
+def kappa(counts: Tensor) -> Tensor:
+    n = counts.sum()
+    agree, chance = counts.diagonal().sum() / n, counts.sum(0) / n @ (counts.sum(1) / n)
+    return (agree - chance) / (1 - chance)
+
+
+def pearson(a: Tensor, b: Tensor) -> Tensor:
+    n = len(a)
+    over = (n * (a * a).sum() - a.sum() ** 2) * (n * (b * b).sum() - b.sum() ** 2)
+    return (n * (a * b).sum() - a.sum() * b.sum()) / over.sqrt()
+
+
+def r_squared(a: Tensor, b: Tensor) -> Tensor:
+    return 1 - (a - b).square().sum() / ((b * b).sum() - b.sum() ** 2 / len(b))
+
+
+def entropy(a: Tensor) -> Tensor:
+    shares = torch.histc(a, bins=4, min=-1, max=1) / len(a)
+    return -torch.special.xlogy(shares, shares).sum()
+
+
 # p: predictions, y: labels, of which some are ignored.
 COMPUTED: dict[str, Log] = {
     "root": lambda m, p, y: F.mse_loss(p[:, 0], y.double()).sqrt(),
@@ -39,17 +95,32 @@ COMPUTED: dict[str, Log] = {
     "product": lambda m, p, y: p.mean() * F.cross_entropy(p, y),
     "with a weight": lambda m, p, y: p.square().mean().sqrt() / m.weight.norm(),
     "in decibels": lambda m, p, y: 10 * torch.log10(1.0 / F.mse_loss(p[:, 0], y.double())),
+    "by the number of samples": lambda m, p, y: p.square().sum().sqrt() / len(p),
+    "mean of ratios": lambda m, p, y: (p.square().sum(0) / p.abs().sum(0)).mean(),
+    "iou": lambda m, p, y: iou(confusion(p, y)),
+    "iou of what is put": lambda m, p, y: iou(added_up(p, y, "index_put")),
+    "iou of what is scattered": lambda m, p, y: iou(added_up(p, y, "scatter_add")),
+    "iou of what is added": lambda m, p, y: iou(added_up(p, y, "index_add")),
+    "accuracy by class": lambda m, p, y: accuracy_by_class(p, y),
+    "macro f1": lambda m, p, y: macro_f1(p, y),
+    "kappa": lambda m, p, y: kappa(confusion(p, y)),
+    "the two most frequent": lambda m, p, y: confusion(p, y).sum(0).topk(2).values.prod().sqrt(),
+    "pearson": lambda m, p, y: pearson(p[:, 0], p[:, 1]),
+    "covariance": lambda m, p, y: (p.T @ p / len(p) - torch.outer(p.mean(0), p.mean(0))).norm(),
+    "range of each": lambda m, p, y: (p.amax(0) - p.min(0).values).mean(),
+    "histogram": lambda m, p, y: entropy(p[:, 0]),
+    "with a parameter": lambda m, p, y: (F.one_hot(p.argmax(-1), 3).sum(0) / (1 + p.abs().sum(0)) * m.bias).sum(),
 }
 NOT: dict[str, Log] = {
     "deviation": lambda m, p, y: p.std(),
-    "by the number of samples": lambda m, p, y: p.square().sum().sqrt() / len(p),
-    "mean of ratios": lambda m, p, y: (p.square().sum(0) / p.abs().sum(0)).mean(),
+    "overwritten": lambda m, p, y: torch.zeros(3).double().index_put((hits(p, y)[0],), p[:, 0]).norm(),
     "around the mean": lambda m, p, y: (p - p.mean()).square().mean(),
     "scaled, then squared": lambda m, p, y: (p / p.sum()).square().sum(),
 }
 KNOWN: dict[str, Log] = {
     "mean": lambda m, p, y: p.mean(),
     "beside the mean": lambda m, p, y: (p - 0.5 * p.mean()).mean(),
+    "r squared": lambda m, p, y: r_squared(p[:, 0], y.clamp(min=0).double()),  # its denominator follows from the batch
     "weights": lambda m, p, y: (y.double() / y.double().sum() * p.square().mean(1)).sum(),
 }
 
@@ -118,7 +189,7 @@ def test_values_of_parts_would_give_another_one() -> None:
         whole, found, unknown = outcomes(COMPUTED)
     assert set(unknown) == set(COMPUTED)
     found_apart = distances(whole, found)
-    assert {name for name in COMPUTED if found_apart[name] > 1e-6} == set(COMPUTED)
+    assert {name for name in COMPUTED if not found_apart[name] <= 1e-6} == set(COMPUTED)
 
 
 def test_what_is_computed_from_something_else_is_known_to_differ() -> None:

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from lightning_piper.capture.eager import Outcome
 from lightning_piper.ir.dag import TrainingDAG
-from lightning_piper.ops.metrics import metric_names
+from lightning_piper.ops.metrics import named
 from lightning_piper.passes.completion import complete
 from lightning_piper.plan import Plan, compile_plans
 from lightning_piper.runtime import Executor, LocalTransport, StepResult, run_local
@@ -55,7 +55,7 @@ def outcome_of(dag: TrainingDAG, results: list[StepResult], buffers: Mapping[str
             assert name not in grads or torch.equal(grads[name], grad), f"devices disagree about {name}"
             grads[name] = grad
         assert torch.equal(result.metrics, results[0].metrics)
-    return Outcome(dict(zip(metric_names(dag.code), results[0].metrics.unbind(), strict=True)), grads, dict(buffers))
+    return Outcome(named(dag.code, results[0].metrics), grads, dict(buffers))
 
 
 def reference(captured: Captured, dag: TrainingDAG, seed: int = 3) -> Outcome:

@@ -1,0 +1,64 @@
+"""What operations mean for the terms of a loss: which of them reduce samples, hand on what is reduced, or calculate with it."""
+
+from __future__ import annotations
+
+import operator
+from typing import Any
+
+import torch
+from torch.fx import Node
+
+aten = torch.ops.aten
+
+# Reductions of losses: operation -> place of its argument `reduction` (0 none, 1 mean, 2 sum).
+LOSSES = {
+    aten.mse_loss.default: 2, aten.smooth_l1_loss.default: 2, aten.huber_loss.default: 2, aten.soft_margin_loss.default: 2,
+    aten.binary_cross_entropy.default: 3, aten.binary_cross_entropy_with_logits.default: 4,
+    aten.multilabel_margin_loss_forward.default: 2, aten.multi_margin_loss.default: 5,
+}  # fmt: skip
+NLL = {aten.nll_loss_forward.default, aten.nll_loss2d_forward.default}
+# What hands on a reduced value, or a part of it.
+SAME = {
+    aten.view.default, aten.reshape.default, aten._unsafe_view.default, aten.clone.default, aten.detach.default,
+    aten.alias.default, aten._to_copy.default, aten.squeeze.default, aten.squeeze.dim, aten.squeeze.dims, aten.unsqueeze.default,
+    aten.neg.default, aten.expand.default, aten.select.int, aten.slice.Tensor, aten.permute.default, aten.t.default,
+    aten.transpose.int, operator.getitem,
+}  # fmt: skip
+SUMS = {aten.sum.default, aten.sum.dim_IntList}
+MEANS = {aten.mean.default, aten.mean.dim}
+_EXTREMES: dict[Any, str] = {
+    aten.max.default: "max", aten.amax.default: "max", aten.any.default: "max", aten.any.dim: "max",
+    aten.min.default: "min", aten.amin.default: "min", aten.all.default: "min", aten.all.dim: "min",
+}  # fmt: skip
+_FIRST_EXTREMES: dict[Any, str] = {aten.max.dim: "max", aten.min.dim: "min"}  # of these, the first result
+OTHER_END = {"max": "min", "min": "max"}
+# Products of matrices: of two that have the samples where they are summed over, a sum over samples.
+CONTRACTED = {aten.dot.default, aten.mv.default, aten.mm.default, aten.bmm.default}
+CHOSEN = {aten.where.self: (1, 2), aten.masked_fill.Scalar: (0, 2), aten.masked_fill.Tensor: (0, 2)}  # among these arguments
+ANY = {aten.gt.Scalar: 0, aten.ne.Scalar: 0, aten.ge.Scalar: 1}  # by these a number of things is asked whether it is 0
+ZEROS = {aten.zeros_like.default, aten.new_zeros.default, aten.zeros.default}
+JOINED = {aten.stack.default, aten.cat.default}
+ADDED = {aten.add.Tensor: 1.0, aten.add.Scalar: 1.0, aten.sub.Tensor: -1.0, aten.sub.Scalar: -1.0, aten.rsub.Scalar: -1.0,
+          aten.rsub.Tensor: -1.0}  # fmt: skip
+MULTIPLIED = {aten.mul.Tensor, aten.mul.Scalar}
+DIVIDED = {aten.div.Tensor, aten.div.Scalar}
+
+# Rows that are added up where indices say: operation -> place of the rows.
+SCATTERED = {aten.scatter_add.default: 3, aten.index_add.default: 3, aten.index_put.default: 2}
+CHAINED = {*SAME, *SUMS, *MEANS, *JOINED, *ADDED, *MULTIPLIED, *DIVIDED, *CHOSEN, *SCATTERED}
+
+
+def is_zero(value: Any) -> bool:
+    """Is a number, or every number of a tensor, 0 by the operation that makes it?"""
+    while isinstance(value, Node) and value.target in SAME:
+        value = value.args[0]
+    if isinstance(value, Node) and value.target is aten.full.default:
+        value = value.args[1]
+    return value == 0 if isinstance(value, int | float) else value.target in ZEROS
+
+
+def extreme_of(node: Node) -> tuple[str, Node] | None:
+    """Whether a node is the largest (`max`) or the smallest of something, and of what."""
+    made: Any = node.args[0] if node.target is operator.getitem and node.args[1] == 0 else node
+    which = _EXTREMES.get(made.target) if made is node else _FIRST_EXTREMES.get(made.target)
+    return None if which is None else (which, made.args[0])
