@@ -19,7 +19,7 @@ from lightning_piper.capture.deferred import is_deferred
 from lightning_piper.capture.listed import Listed, entries, is_object, may_be_read, tensors_of
 from lightning_piper.capture.numbers import Number
 from lightning_piper.capture.opened import Again, Opened, attributes_of
-from lightning_piper.capture.selected import Applied, Selected
+from lightning_piper.capture.selected import Applied, PerSample, Selected
 from lightning_piper.errors import CaptureError
 from lightning_piper.ir.metric_calls import Later
 from lightning_piper.ir.regions import Undivided
@@ -177,6 +177,8 @@ class _Flattening:
             return item.computed
         if isinstance(item, slice):
             return Applied(slice, [self.skeleton(value, path) for value in (item.start, item.stop, item.step)], {})
+        if type(item) is PerSample:
+            return Applied(item.function, [self.skeleton(value, path) for value in item.tensors], {})
         if type(item) is Selected:
             kwargs = {name: self.skeleton(value, path) for name, value in item.kwargs.items()}
             return Applied(item.function, [self.skeleton(value, path) for value in item.args], kwargs)
@@ -291,6 +293,8 @@ def _structure(item: Any) -> Hashable:
     """A hashable form that depends on no `repr` or `==` of a user's class: 1, 1.0 and True differ, a nan is itself."""
     if isinstance(item, _Leaf | Again):
         return item
+    if isinstance(item, Applied):
+        return (item.function, tuple(map(_structure, item.args)), tuple((k, _structure(x)) for k, x in item.kwargs.items()))
     if isinstance(item, Listed):
         return (Listed, type(item.content), None if item.readable is None else _structure(item.content))
     if isinstance(item, Opaque):

@@ -18,6 +18,7 @@ from torch.fx import Node
 
 from lightning_piper.capture.batch import flatten
 from lightning_piper.capture.computed import Awaited
+from lightning_piper.capture.each_sample import stacked
 from lightning_piper.capture.source import user_line
 from lightning_piper.errors import CaptureError
 from lightning_piper.ir.metric_calls import Computed, Later, MetricCall, MetricCalls, MetricLog
@@ -61,8 +62,9 @@ class Recording:
         self._names = {id(part): name for name, part in metric_objects(module).items()}
         self.clear()
 
-    def clear(self) -> None:
-        """Begin anew."""
+    def clear(self, samples: int = 0) -> None:
+        """Begin anew, with a batch of so many samples."""
+        self._samples = samples
         self._events: list[MetricCall | MetricLog] = []
         self._calls = 0
         self._used: set[int] = set()
@@ -82,6 +84,8 @@ class Recording:
     def call(self, metric: nn.Module, method: str, after: int, args: Any, kwargs: Any) -> Any:
         """A call of a metric object."""
         name = self._names[id(metric)]
+        args = tuple(stacked(x, self._samples) for x in args)
+        kwargs = {key: stacked(x, self._samples) for key, x in kwargs.items()}
         leaves, spec = flatten((args, kwargs), f"call of self.{name}")
         names = tuple(f"{name} {len(self.tensors) + i}" for i in range(len(leaves)))  # see `object_of`
         self.tensors += [x.detach().clone() for x in leaves]  # as they are now: the step may write into them

@@ -46,6 +46,19 @@ class Applied:
     kwargs: dict[str, Any]
 
 
+@dataclass(frozen=True, eq=False)
+class PerSample:
+    """Stands for a list with one entry a sample.
+
+    Attributes:
+        function: gives the list, from the tensors.
+        tensors: with the samples in their first dimension.
+    """
+
+    function: Callable[..., Any]
+    tensors: list[torch.Tensor]
+
+
 class Selected:
     """Stands for such a tensor while a step is traced.
 

@@ -19,6 +19,14 @@ def same_structure(a: StepCode, b: StepCode) -> None:
     _same_weights(a, b)
     if shape_of(a) == shape_of(b):
         return
+    for one, other in zip(a.metrics.calls, b.metrics.calls, strict=False):
+        if one.metric == other.metric and len(one.tensors) != len(other.tensors):
+            raise CaptureError(
+                f"the step has another structure for {b.size} samples than for {a.size}: {other.where} gives "
+                f"self.{other.metric}.{other.method} {len(other.tensors)} tensors for {b.size} samples, and {len(one.tensors)} for "
+                f"{a.size}. Give it tensors with the samples in their first dimension, or a list with a dict for each sample, all "
+                "of one form: the same keys, shapes and constants"
+            )
     differing = [f"{b.regions[r].label} {p}" for r, p in sorted(set(a.interfaces) | set(b.interfaces))
                  if r < len(b.regions) and _at(a, (r, p)) != _at(b, (r, p))]  # fmt: skip
     raise CaptureError(

@@ -152,7 +152,6 @@ class Step(nn.Module):
 
     def _call(self, leaves: tuple[torch.Tensor, ...], dataloader_idx: int | None = None) -> Any:
         self.logs, self._logged = [], []  # the tracer runs the step more than once
-        self.metrics.clear()
         step: Callable[..., Any] = getattr(self.module, self.name)
         batch_idx: Any = self.batch_idx
         running: contextlib.AbstractContextManager[None] = contextlib.nullcontext()
@@ -166,6 +165,7 @@ class Step(nn.Module):
         leaves = leaves[:count]
         before = attributes(self.module)
         samples = next((x.shape[0] for x in leaves if x.ndim), 0)
+        self.metrics.clear(samples)
         marked = marking(self._blocks)  # entered last: hooks are among what the step may read
         with (
             numbering(),

@@ -7,12 +7,14 @@ an owner does what a process does under DDP.
 
 Relied on of torchmetrics (tried on 1.9), by name: `Metric.dist_sync_fn`, called to gather a state for a `compute` that syncs;
 `dist_sync_on_step`, which lets `forward` give the value over all replicas; `_forward_cache`, which Lightning logs on each step;
-`_persistent`: the states that a checkpoint has; `_update_count`, behind `update_count` and `update_called`.
+`_persistent`: the states that a checkpoint has; `_reductions` and `_is_synced`, with which `sync` knows how states become one;
+`_update_count`, behind `update_count` and `update_called`.
 """
 
 from __future__ import annotations
 
 import contextlib
+import itertools
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
@@ -69,8 +71,30 @@ class Gather:
         self._world, self._owners = world, owners
 
     def __call__(self, state: torch.Tensor, group: Any | None = None) -> list[torch.Tensor]:
-        found = self._world.gather(state.detach().cpu(), self._owners)
-        return [x.to(state.device) for x in (found if self._owners else [found[rank] for rank in self._world.first_ranks])]
+        return self.all(state.detach())
+
+    def all(self, value: Any) -> list[Any]:
+        """By replica; a list may be of another length in each."""
+        found = self._world.gather(_moved(value, torch.device("cpu")), self._owners)
+        by_replica = found if self._owners else [found[rank] for rank in self._world.first_ranks]
+        return [_moved(x, self._world.device) for x in by_replica]
+
+
+@contextlib.contextmanager
+def whole_lists(metric: Any, gather: Gather) -> Iterator[None]:
+    """While a metric syncs, its states that are lists of what nothing joins (the boxes of each image) are gathered as lists.
+    torchmetrics gathers their entries one by one, as many as the replica has, and another replica may have more or fewer."""
+    own, before = metric._reductions, metric._is_synced
+    names = [name for name, reduction in own.items() if reduction is None and isinstance(getattr(metric, name), list)]
+    metric._reductions = {name: reduction for name, reduction in own.items() if name not in names}
+    try:
+        yield
+    finally:
+        metric._reductions = own
+    if names and metric._is_synced and not before:
+        for name, lists in zip(names, zip(*gather.all([getattr(metric, name) for name in names]), strict=True), strict=True):
+            rounds = itertools.zip_longest(*lists, fillvalue=_MISSING)
+            setattr(metric, name, [x for entries in rounds for x in entries if x is not _MISSING])
 
 
 @dataclass

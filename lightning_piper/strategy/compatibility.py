@@ -22,7 +22,7 @@ from lightning_piper.holdings.copies import Copy, Refer, averages_each_element
 from lightning_piper.holdings.norms import norms_of_each
 from lightning_piper.holdings.ownership import Ownership
 from lightning_piper.processes.world import World
-from lightning_piper.session.metric_objects import Gather
+from lightning_piper.session.metric_objects import Gather, whole_lists
 from lightning_piper.strategy._lightning import copy_of, throughputs_of, update_of
 
 Suspended = list[tuple[Any, str, Any]]  # what to set again: owner, attribute, value
@@ -53,7 +53,9 @@ def _over_replicas(own: Callable[..., None], world: World) -> Callable[..., None
         self: Metric, dist_sync_fn: Callable[..., Any] | None = None, process_group: Any | None = None, should_sync: bool = True,
         distributed_available: Callable[..., Any] | None = None,
     ) -> None:  # fmt: skip
-        own(self, dist_sync_fn or gather, process_group, should_sync and world.count > 1, distributed_available)
+        gathers = dist_sync_fn or gather
+        with whole_lists(self, gathers) if isinstance(gathers, Gather) else contextlib.nullcontext():
+            own(self, gathers, process_group, should_sync and world.count > 1, distributed_available)
 
     return sync
 

@@ -368,3 +368,49 @@ def test_a_mean_over_what_is_not_ignored():
     assert torch.equal(found["mean 0"], interpreted["mean 0"])
     torch.testing.assert_close(found["mean 0"], wanted, rtol=1e-14, atol=0)
     assert not torch.allclose(sum(parts), wanted, rtol=1e-3)
+
+
+class Detecting(Steps):
+    """Gives a metric a dict for each sample; `entry` makes it."""
+
+    def __init__(self, entry):
+        super().__init__()
+        self.mean, self.entry = MeanMetric(), entry
+
+    def training_step(self, batch, batch_idx):
+        x, y = batch
+        out = self(x)
+        self.mean.update([self.entry(out, i) for i in range(len(x))])
+        return F.cross_entropy(out, y)
+
+
+@pytest.mark.parametrize("entry", [
+    lambda out, i: {"boxes": out[i], "score": out[i].sum(), "sure": out[i][out[i] > 0], "what": "image"},
+    lambda out, i: {"inside": [out[i]]},
+])  # fmt: skip
+def test_a_dict_for_each_sample_is_joined_over_microbatches(entry):
+    module = Detecting(entry)
+    dag = compile_step(capture(module, batch()), program(4)).dag
+    (call,) = dag.code.metrics.calls
+    assert len(call.tensors) <= 4 and len(dag.step.at(2).metrics.calls[0].tensors) == len(call.tensors)
+    out = interpret(dag, values(module), flatten(batch())[0])
+    ((found,), _) = call.arguments([out.results[0][name] for name in call.tensors], lambda item: None)
+    logits = module(batch()[0])
+    wanted = [entry(logits, i) for i in range(8)]
+    assert [entry.pop("what", None) for entry in found] == [entry.pop("what", None) for entry in wanted]
+    torch.testing.assert_close(found, wanted)
+
+
+@pytest.mark.parametrize("entry", [
+    lambda out, i: {"boxes": out[i][: i + 1]},  # of several shapes
+    lambda out, i: {"boxes": out[i], "number": i},
+    lambda out, i: {"boxes": out[i], str(i): out[i]},
+    lambda out, i: {"boxes": out[i][out[i] > 0] if i else out[i][out[i] < 0].abs()},
+    lambda out, i: [out[i]],
+])  # fmt: skip
+def test_dicts_of_several_forms_are_not(entry):
+    module = Detecting(entry)
+    (call,) = capture(module, batch()).at(8).metrics.calls
+    assert len(call.tensors) >= 8
+    with pytest.raises(CaptureError, match=r"gives self.mean.update \d+ tensors for 2 samples, and \d+ for 8"):
+        compile_step(capture(module, batch()), program(4))

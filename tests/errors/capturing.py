@@ -31,6 +31,13 @@ def resized() -> None:
     compile_step(step, (piper.Split(**{k: v for k, v in SPLIT.items() if k != "op"}),))
 
 
+def resized_metric() -> None:
+    """The same with a list that has a tensor for each sample."""
+    line = "from torchmetrics import MeanMetric\n        self.mean = MeanMetric()\n        self.seen, "
+    step = capture(net("self.mean.update([row for row in x])", ("self.seen, ", line)), batch())
+    compile_step(step, (piper.Split(**{k: v for k, v in SPLIT.items() if k != "op"}),))
+
+
 def sharing(line: str) -> None:
     """A module with a further line in `__init__`."""
     last = "self.seen, self.plain = [], torch.ones(())"
@@ -119,4 +126,5 @@ CASES: Cases = [
          lambda: uneven({"op": "replicate", "filter": {}, "devices": [0, 1]})),
     given("a batch without samples", batch(0)),
     Case("the step's operations depend on the batch size, in microbatches", resized),
+    Case("a metric object gets more tensors of more samples, in microbatches", resized_metric),
 ]  # fmt: skip

@@ -51,6 +51,30 @@ class Positions(Metric):
         return self.total
 
 
+class Detection(Metric):
+    """Mean average precision in one dimension. Takes what torchmetrics' takes, a dict for each image, and keeps such lists."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        for name in ("found", "scores", "there"):
+            self.add_state(name, [], dist_reduce_fx=None)
+
+    def update(self, preds: list[dict[str, Tensor]], target: list[dict[str, Tensor]]) -> None:
+        assert type(preds) is list and len(preds) == len(target)
+        self.found += [entry["boxes"] for entry in preds]
+        self.scores += [entry["scores"] for entry in preds]
+        self.there += [entry["boxes"] for entry in target]
+
+    def compute(self) -> Tensor:
+        ranked = sorted(
+            (-float(score), abs(float(box) - float(there)) < 0.5)
+            for boxes, scores, there in zip(self.found, self.scores, self.there, strict=True)
+            for box, score in zip(boxes, scores, strict=True)
+        )
+        hits = torch.tensor([hit for _, hit in ranked], dtype=torch.float64)
+        return (hits * hits.cumsum(0) / torch.arange(1, len(hits) + 1)).sum() / len(self.there)
+
+
 class Embedded(Metric):
     """Has a network inside, which no step uses."""
 
@@ -103,7 +127,7 @@ class Metrics(nn.Module):
         self.classwise = ClasswiseWrapper(MulticlassAccuracy(CLASSES, average=None), prefix="of_")
         self.perplexity, self.bleu, self.positions, self.count = Perplexity(), BLEUScore(n_gram=2), Positions(), Count()
         self.confusion = MulticlassConfusionMatrix(CLASSES)
-        self.members, self.embedded = few(""), Embedded()
+        self.members, self.embedded, self.boxes = few(""), Embedded(), Detection()
 
 
 class Net(L.LightningModule):
@@ -163,6 +187,10 @@ class Net(L.LightningModule):
             self.log(f"member {name}", metric, on_step=False, on_epoch=True)
         m.embedded(out)
         self.log("embedded", m.embedded, on_step=True, on_epoch=True)
+        sure = out.detach().softmax(-1)
+        found = [{"boxes": boxes[scores > 0.3], "scores": scores[scores > 0.3]} for boxes, scores in zip(out, sure, strict=True)]
+        m.boxes.update(found, target=[{"boxes": x[i, 0]} for i in range(len(x))])
+        self.log("boxes", m.boxes, on_step=False, on_epoch=True)
         if self.alone:
             m.count.update(out, y)
             m.positions.update(hidden[:, 0])

@@ -101,7 +101,7 @@ def unweighted(values, way, weights):
 
 
 @pytest.mark.parametrize("wrong, shown", [
-    (lost, {"acc", "auroc", "sum", "mse", "positions", "perplexity"}), (turned, {"positions"}),
+    (lost, {"acc", "auroc", "sum", "mse", "positions", "perplexity", "boxes"}), (turned, {"positions"}),
     (unweighted, {"mean_loss_epoch"}),
 ])  # fmt: skip
 def test_wrong_arguments_show(wrong, shown, in_one_process, plain, monkeypatch):
