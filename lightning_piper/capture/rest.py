@@ -110,6 +110,7 @@ class Rest:
         names: every name of a parameter or buffer -> canonical name.
 
     Attributes:
+        everywhere: all processes run it, each for its part of the batch.
         returned: by captured call, what it gives; known when the step was traced.
         logs: of the current step.
         extras: what the step has returned beside the loss, for each part, with the part's number of samples.
@@ -123,6 +124,7 @@ class Rest:
     ) -> None:  # fmt: skip
         self._module, self._batch_spec, self._context, self._batch_idx = module, batch_spec, context, batch_idx
         self.trained, self.others, self._names = tuple(trained), tuple(others), names
+        self.everywhere = False
         self.returned: dict[Key, Returned] = {}
         self.logs: list[Log] = []
         self.extras: list[tuple[dict[str, Any], int]] = []
@@ -249,11 +251,12 @@ class Rest:
         """Inside, `self.log` is noted."""
 
         def log(name: str, value: Any, *args: Any, **kwargs: Any) -> None:
-            if (
-                args
-                or not isinstance(value, torch.Tensor | int | float)
-                or (isinstance(value, torch.Tensor) and value.numel() != 1)
-            ):
+            number = isinstance(value, int | float) or (isinstance(value, torch.Tensor) and value.numel() == 1)
+            if not number and self.everywhere:
+                cls: Any = type(self._module)
+                cls.log(self._module, name, value, *args, **kwargs)
+                return
+            if args or not number:
                 raise PiperError(
                     f"self.log({name!r}) in a training_step of which only calls of modules are captured: give a number or a tensor "
                     "with one, and arguments by name; metric objects are updated in captured steps alone"
@@ -275,9 +278,9 @@ class Rest:
 
         strategy = getattr(getattr(self._module, "_trainer", None), "strategy", None)
         together = dict.fromkeys(("all_gather", "barrier", "broadcast", "reduce"), refuse)
-        own: dict[str, Any] = {"log": log, "log_dict": log_dict, "all_gather": refuse}
-        stand_ins: list[tuple[Any, dict[str, Any]]] = [(self._module, own)]
-        stand_ins += [] if strategy is None else [(strategy, together)]
+        stand_ins: list[tuple[Any, dict[str, Any]]] = [(self._module, {"log": log, "log_dict": log_dict})]
+        if not self.everywhere:
+            stand_ins += [(self._module, {"all_gather": refuse}), *([] if strategy is None else [(strategy, together)])]
         for owner, members in stand_ins:
             vars(owner).update(members)
         try:

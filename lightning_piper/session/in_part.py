@@ -55,8 +55,9 @@ class InPart:
         try:
             step = PartlyCaptured(self._module, batch, world.device, settings.context, history, settings.whole_norms)
             compiled = compile_step(step, tuple(settings.program), verify=settings.static)
-            if not cuts and not all(call.tags for call in step.calls):
-                raise CaptureError("no module is annotated")
+            step.rest.everywhere = not cuts
+            if not cuts and not (all(call.tags for call in step.calls) and step.buffers.keys().isdisjoint(step.rest.others)):
+                raise CaptureError("not all of these modules are annotated, or the rest may change buffers")
         except PiperError as other:
             error.add_note(f"nor can the calls of annotated modules be captured alone: {other}")
             raise error from None

@@ -378,3 +378,31 @@ def test_regions_that_depend_on_the_batch_size() -> None:
     step.at(4), step.at(3)
     with pytest.raises(CaptureError, match=r"another structure for 2 samples than for 4 .*depends on the batch size"):
         step.at(2)
+
+
+CAUGHT = {
+    "a number": lambda x: x.item() > 0.5,
+    "a truth": lambda x: bool(x > 0.5),
+    "a shape": lambda x: x.reshape(1).nonzero().shape[0] > 0,
+    "a list": lambda x: x.reshape(1).tolist()[0] > 0.5,
+}
+
+
+@pytest.mark.parametrize("what", CAUGHT)
+def test_a_refusal_that_the_step_catches_is_none_of_its_errors(what: str) -> None:
+    """Else the step would be captured as what it does after an error that no device raises."""
+
+    class Catches(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.net = nn.Linear(4, 1)
+
+        def training_step(self, batch: torch.Tensor, batch_idx: int) -> torch.Tensor:
+            loss = self.net(batch).mean()
+            try:
+                return loss * 2 if CAUGHT[what](loss) else loss
+            except Exception:
+                return loss * 7
+
+    with pytest.raises(CaptureError, match=r"only known when (it|the step) runs"):
+        capture(Catches(), torch.randn(2, 4)).at(2)

@@ -9,6 +9,7 @@ from typing import Any
 import lightning as L
 import torch
 import torch.nn.functional as F
+import torchmetrics
 from torch import Tensor, nn
 from torch.utils.data import DataLoader, TensorDataset
 
@@ -115,6 +116,21 @@ class Blocks(Branch):
         self.body = nn.Sequential(*(nn.Sequential(nn.Linear(4, 4), nn.Tanh()) for _ in range(4)))  # type: ignore[assignment]
 
 
+class Together(Tied):
+    """What all processes run may communicate, and log a metric object."""
+
+    def __init__(self) -> None:
+        torch.manual_seed(0)
+        super().__init__()
+        self.mean = torchmetrics.MeanMetric()
+
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        loss = super().training_step(batch, batch_idx)
+        self.mean.update(loss)
+        self.log("mean", self.mean, on_step=False, on_epoch=True)
+        return loss + self.all_gather(loss.detach()).sum() * self.temperature
+
+
 KINDS: dict[str, type[Branch]] = {kind.__name__: kind for kind in (Branch, Twice, Tied, Chain, Structured, Blocks)}
 
 
@@ -166,12 +182,13 @@ def train(rank: int, folder: Path) -> dict[str, Any]:
     outcome["stages"] = {"values": module.state_dict(), "seen": seen, "kept": len(module.seen)}
     sharded = [piper.Place(filter={}, devices=[0, 1]), piper.Replicate(filter={}, devices=[0, 1], shard_params=True)]
     for name, strategy in (("sharded", piper.PiperStrategy(sharded)), ("ddp", "ddp")):
-        module = made("Tied")
+        module = Together().double()
         held: list[int] = []
 
         def note(trainer: Any, module: Any, *args: Any, held: list[int] = held) -> None:
             held.append(sum(x.numel() for x in module.body.parameters() if not x.is_meta))
 
-        fit(module, strategy, devices=2, batch=4, callbacks=[L.pytorch.callbacks.LambdaCallback(on_train_batch_end=note)])
-        outcome[name] = {"values": module.state_dict(), "held": max(held)}
+        trainer = fit(module, strategy, devices=2, batch=4, callbacks=[L.pytorch.callbacks.LambdaCallback(on_train_batch_end=note)])
+        seen = {name: x.item() for name, x in trainer.callback_metrics.items()}
+        outcome[name] = {"values": module.state_dict(), "seen": seen, "held": max(held)}
     return outcome

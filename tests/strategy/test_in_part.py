@@ -240,4 +240,5 @@ def test_shards_of_parameters_over_processes(ranks):
     for rank in ranks:
         for name, value in rank["ddp"]["values"].items():
             assert torch.allclose(rank["sharded"]["values"][name], value, rtol=0, atol=ROUNDING), name
+        assert rank["sharded"]["seen"] == pytest.approx(rank["ddp"]["seen"], rel=1e-6) and "mean" in rank["ddp"]["seen"]
         assert rank["sharded"]["held"] == 0 < rank["ddp"]["held"]  # between steps no process has them whole
