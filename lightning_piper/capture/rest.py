@@ -9,6 +9,7 @@ from __future__ import annotations
 import contextlib
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
@@ -17,7 +18,10 @@ from torch import nn
 from lightning_piper.capture import _torch
 from lightning_piper.capture.batch import BatchSpec
 from lightning_piper.capture.calling import arguments
+from lightning_piper.capture.carried import Carried
+from lightning_piper.capture.listed import Listed
 from lightning_piper.capture.outer_calls import Key, outermost
+from lightning_piper.capture.reads import History
 from lightning_piper.errors import PiperError
 
 Tensors = list[torch.Tensor]
@@ -104,7 +108,7 @@ class Rest:
         module: a LightningModule.
         batch_spec: of its batches.
         context: entered around the step.
-        batch_idx: gives the number of the batch.
+        history: has the number of the batch, and what it carries.
         trained, others: canonical names of the parameters with gradients, and of the parameters without and the buffers, that the
             rest may read: those that do not belong to captured calls.
         names: every name of a parameter or buffer -> canonical name.
@@ -120,9 +124,9 @@ class Rest:
 
     def __init__(
         self, module: nn.Module, batch_spec: BatchSpec, context: Callable[[], contextlib.AbstractContextManager[Any]],
-        batch_idx: Callable[[], int], trained: Sequence[str], others: Sequence[str], names: Mapping[str, str],
+        history: History, trained: Sequence[str], others: Sequence[str], names: Mapping[str, str],
     ) -> None:  # fmt: skip
-        self._module, self._batch_spec, self._context, self._batch_idx = module, batch_spec, context, batch_idx
+        self._module, self._batch_spec, self._context, self._history = module, batch_spec, context, history
         self.trained, self.others, self._names = tuple(trained), tuple(others), names
         self.everywhere = False
         self.returned: dict[Key, Returned] = {}
@@ -163,7 +167,20 @@ class Rest:
         samples = next((x.shape[0] for x in leaves if x.ndim), 1)
         with torch.enable_grad(), self._parameters(own), self._logging(samples), self._context(), self._calls(given):
             step: Any = self._module.training_step
-            return self._loss(step(*arguments(step, self._batch_spec.rebuild(leaves), self._batch_idx(), None)), samples)
+            batch = self._batch_spec.rebuild(leaves, partial(self._carried, leaves, samples))
+            return self._loss(step(*arguments(step, batch, self._history.batch_idx, None)), samples)
+
+    def _carried(self, leaves: Tensors, samples: int, item: Carried) -> Any:
+        """What the batch that is there carries in this place: the one that was captured may have carried something else."""
+        batch = self._history.batch
+        assert batch is not None
+        if isinstance(item, Listed) and batch.size != samples:
+            raise PiperError(
+                f"training_step runs as it is for {samples} samples, and batch{item.path} has a list with one entry for each of "
+                f"{batch.size} samples, which no microbatch or replica cuts; make a tensor of it, or, if its entries do not "
+                "belong to samples, a dict"
+            )
+        return batch.contents(leaves)[item.index]
 
     def backward(self, gradient: torch.Tensor, kept: torch.Tensor, trained: Tensors) -> Tensors:
         """In the place of `REST_BACKWARD`."""

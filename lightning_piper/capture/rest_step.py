@@ -7,6 +7,7 @@ rest is the whole of the user's code, run again where these calls return what th
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
@@ -19,7 +20,7 @@ from lightning_piper.capture import _torch
 from lightning_piper.capture.batch import BatchSpec, flatten
 from lightning_piper.capture.code import RUNS_KEY
 from lightning_piper.capture.outer_calls import Call, Followed, Key, outermost
-from lightning_piper.capture.reads import History, without_drawing
+from lightning_piper.capture.reads import History, Reads, without_drawing
 from lightning_piper.capture.rest import REST, REST_BACKWARD, Rest, Returned, rest
 from lightning_piper.capture.sizes import Specs
 from lightning_piper.capture.step import CapturedStep
@@ -41,7 +42,8 @@ class PartlyCaptured(CapturedStep):
                  context: Callable[[], contextlib.AbstractContextManager[Any]] = contextlib.nullcontext,
                  history: History | None = None, whole_norms: bool = False) -> None:  # fmt: skip
         super().__init__(module, batch_spec, device, context, history, whole_norms)
-        followed = _FollowedStep(module, batch_spec, context, (), self.reads, self._blocks, whole_norms)
+        reads = Reads(dataclasses.replace(self.reads.history))  # of the whole step; what the rest reads is no concern of a capture
+        followed = _FollowedStep(module, batch_spec, context, (), reads, self._blocks, whole_norms)
         with contextlib.suppress(Exception), _torch.quietly(), without_drawing():
             trace(followed, self._specs(self.size), device, {})
         self.calls = tuple(followed.followed.captured)
@@ -51,7 +53,7 @@ class PartlyCaptured(CapturedStep):
         free = dict.fromkeys(self.canonical[name] for name in owned)
         trained = [name for name in free if name in self.params and self.params[name].requires_grad]
         others = [name for name in free if name not in trained]
-        self.rest = Rest(module, batch_spec, context, lambda: self.reads.history.batch_idx, trained, others, self.canonical)
+        self.rest = Rest(module, batch_spec, context, self.reads.history, trained, others, self.canonical)
 
     @property
     def executed(self) -> str:  # type: ignore[override]

@@ -145,6 +145,26 @@ def program(kind: str, levels: dict[str, bool] | None = None) -> list[Any]:
     return [*placed, split, *([piper.Replicate(filter={}, devices=stages, **levels)] if levels is not None else [])]
 
 
+class Named(Branch):
+    """A batch that carries texts and an object, and Python state that changes with each step."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.steps, self.texts, self.objects = 0, [], []  # type: ignore[var-annotated]
+
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        loss = self.loss(self.body(batch["x"]) * self.temperature, batch["y"])
+        self.steps += 1
+        self.texts += batch["texts"]
+        self.objects.append(batch["about"])
+        return loss * (1 + self.steps % 2)
+
+
+def named(samples: list[Any]) -> dict[str, Any]:
+    x, y = (torch.stack(parts) for parts in zip(*samples, strict=True))
+    return {"x": x, "y": y, "texts": [f"{float(row[0]):.6f}" for row in x], "about": Path(f"{float(x.sum()):.6f}")}
+
+
 def data(batch: int = BATCH) -> DataLoader[Any]:
     draw = torch.Generator().manual_seed(1)
     tensors = (torch.randn(SAMPLES, 4, generator=draw, dtype=torch.float64) * 2 for _ in range(2))

@@ -5,15 +5,19 @@ from __future__ import annotations
 import warnings
 from typing import Any
 
+import lightning as L
 import pytest
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch.utils.data import DataLoader
 
 import lightning_piper as piper
+from lightning_piper.capture import PartlyCaptured
 from lightning_piper.capture.rest import Rest
 from tests.distributed.processes import launch_trainings
-from tests.strategy.in_part import KINDS, LIMIT, Branch, fit, made, program, train
+from tests.strategy.fitting import QUIET
+from tests.strategy.in_part import KINDS, LIMIT, Branch, Named, data, fit, made, named, program, train
 
 ROUNDING = 1e-14  # 20 times the largest difference that was measured
 LEVELS = {"replicas": {}, "zero3": {"shard_params": True}}
@@ -47,6 +51,24 @@ class Extras(Branch):
 
     def on_train_batch_end(self, outputs: Any, batch: Any, batch_idx: int) -> None:
         self.found = outputs
+
+
+@pytest.mark.filterwarnings("ignore:training_step is captured in part")
+def test_each_batch_brings_what_it_carries_and_what_the_rest_writes_costs_no_capture(monkeypatch):
+    captures, shaped = set(), PartlyCaptured.shaped
+    monkeypatch.setattr(PartlyCaptured, "shaped", lambda self, spec: captures.add(id(self)) or shaped(self, spec))
+    stages = [piper.Place(filter={"PP": i}, devices=[i]) for i in range(2)]
+    found = {}
+    for name, strategy in (("stages", local(stages)), ("alone", "auto")):
+        module = found[name] = Named().double()
+        torch.manual_seed(0)
+        loader = DataLoader(data().dataset, batch_size=8, collate_fn=named)
+        L.Trainer(accelerator="cpu", devices=1, strategy=strategy, max_epochs=2, precision="64-true", **QUIET).fit(module, loader)
+    assert found["stages"].steps == 6 and found["stages"].texts == found["alone"].texts and len(set(found["alone"].texts)) == 24
+    assert found["stages"].objects == found["alone"].objects and len(captures) == 1
+    with pytest.raises(piper.PiperError, match=r"batch\['texts'\] has a list with one entry for each of 8 samples"):
+        trainer = L.Trainer(accelerator="cpu", devices=1, strategy=local(program("Branch")), max_epochs=1, **QUIET)
+        trainer.fit(Named().double(), loader)
 
 
 @pytest.mark.filterwarnings("ignore:training_step is captured in part")
