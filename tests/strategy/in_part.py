@@ -171,9 +171,11 @@ def data(batch: int = BATCH) -> DataLoader[Any]:
     return DataLoader(TensorDataset(*tensors), batch_size=batch)
 
 
-def fit(module: L.LightningModule, strategy: Any, devices: int = 1, batch: int = BATCH, **options: Any) -> L.Trainer:
+def fit(
+    module: L.LightningModule, strategy: Any, devices: int = 1, batch: int = BATCH, accelerator: str = "cpu", **options: Any
+) -> L.Trainer:
     trainer = L.Trainer(
-        accelerator="cpu", devices=devices, strategy=strategy, max_epochs=2, precision="64-true", logger=False,
+        accelerator=accelerator, devices=devices, strategy=strategy, max_epochs=2, precision="64-true", logger=False,
         enable_progress_bar=False, enable_model_summary=False, enable_checkpointing=False, **options,
     )  # fmt: skip
     trainer.fit(module, data(batch))
