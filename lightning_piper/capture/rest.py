@@ -115,6 +115,7 @@ class Rest:
 
     Attributes:
         everywhere: all processes run it, each for its part of the batch.
+        captured: parameters that are read in what is captured, too.
         returned: by captured call, what it gives; known when the step was traced.
         logs: of the current step.
         extras: what the step has returned beside the loss, for each part, with the part's number of samples.
@@ -129,6 +130,7 @@ class Rest:
         self._module, self._batch_spec, self._context, self._history = module, batch_spec, context, history
         self.trained, self.others, self._names = tuple(trained), tuple(others), names
         self.everywhere = False
+        self.captured: set[str] = set()
         self.returned: dict[Key, Returned] = {}
         self.logs: list[Log] = []
         self.extras: list[tuple[dict[str, Any], int]] = []

@@ -77,6 +77,9 @@ class PartlyCaptured(CapturedStep):
     ) -> tuple[Traced, Specs, Step]:
         traced, specs, step = super()._trace(size, parts, degrees, fakes)
         for node in traced.graph.nodes:
+            desc = node.meta.get("desc")
+            if isinstance(desc, _torch.ParamAOTInput) and any(user.target not in (REST, REST_BACKWARD) for user in node.users):
+                self.rest.captured.add(self.canonical[desc.target.removeprefix("module.")])
             if node.target is REST:
                 node.meta[RUNS_KEY] = self.rest.forward
             elif node.target is REST_BACKWARD:

@@ -88,7 +88,7 @@ class InPart:
             raise rest.failure from None
         own = rest.logs, rest.used, rest.extras
         found = [own] if self._settings.local or world.size == 1 else world.gather(on_host(own))
-        if unused := sorted(set(rest.trained) - set().union(*(used for _, used, _ in found))):
+        if unused := sorted(set(rest.trained) - rest.captured.union(*(used for _, used, _ in found))):
             raise PiperError(
                 f"training_step, of which only calls of modules are captured, has not used {', '.join(unused[:3])}, and a "
                 "plan gives gradients to all parameters; freeze what is not used (requires_grad_(False))"

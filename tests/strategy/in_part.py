@@ -108,6 +108,19 @@ class Structured(Branch):
         return self.loss(found.values * self.temperature + found.hidden.mean() / found.number, batch[1])
 
 
+class Before(Branch):
+    """Parameters that are read before the call, and before and after it."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.scale, self.shift = nn.Parameter(torch.ones(4)), nn.Parameter(torch.zeros(4))
+
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        with piper.annotate("PP", 0):
+            x = batch[0] * self.scale + self.shift
+        return self.loss(self.body(x) * self.temperature + self.shift, batch[1])
+
+
 class Blocks(Branch):
     """Nothing is annotated: the calls of repeated blocks are the regions."""
 
@@ -131,7 +144,7 @@ class Together(Tied):
         return loss + self.all_gather(loss.detach()).sum() * self.temperature
 
 
-KINDS: dict[str, type[Branch]] = {kind.__name__: kind for kind in (Branch, Twice, Tied, Chain, Structured, Blocks)}
+KINDS: dict[str, type[Branch]] = {kind.__name__: kind for kind in (Branch, Twice, Tied, Chain, Structured, Before, Blocks)}
 
 
 def program(kind: str, levels: dict[str, bool] | None = None) -> list[Any]:
