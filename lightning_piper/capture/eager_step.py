@@ -17,6 +17,8 @@ from collections.abc import Callable, Mapping, Sequence
 import torch
 from torch import nn
 
+from lightning_piper.capture.batch import BatchSpec
+from lightning_piper.capture.kept import Returned
 from lightning_piper.capture.step import named_tensors
 from lightning_piper.capture.text import Text
 from lightning_piper.ir.regions import Code, Interface, Output, PassKey, Region, StepCode, Undivided
@@ -127,8 +129,15 @@ class Regather(EagerStep):
         key, code = (0, "F"), super().at(size, degrees)
         reads = dataclasses.replace(code.interfaces[key], outputs=(), buffers=())
         return dataclasses.replace(
-            code, interfaces={key: reads}, code={key: Code(_nothing, (), torch.fx.Graph())}, terms=(), rebuild=_nothing
+            code,
+            interfaces={key: reads},
+            code={key: Code(_nothing, (), torch.fx.Graph())},
+            terms=(),
+            rebuild=Returned(_EMPTY, _EMPTY, ()),
         )
+
+
+_EMPTY = BatchSpec(None, (), ())
 
 
 def _nothing(given: list[torch.Tensor]) -> tuple[torch.Tensor, ...]:

@@ -10,9 +10,11 @@ import torch
 from torch import nn
 
 from lightning_piper.capture.batch import BatchSpec, flatten
+from lightning_piper.capture.kept import Keeping, Returned, take_attributes
 from lightning_piper.capture.metric_objects import Recording
 from lightning_piper.capture.reads import Reads
 from lightning_piper.capture.trace import Step
+from lightning_piper.capture.unchanged import Attribute
 from lightning_piper.ir.regions import Output
 from lightning_piper.ir.values import Kind
 
@@ -34,19 +36,31 @@ class ForwardStep(Step):
         super().__init__(module, batch_spec, context, degrees, reads, blocks)
         self.name, self._dataloader_idx = name, dataloader_idx
         self.metrics = Recording(module, name)
-        self._returned = BatchSpec(None, (), ())
+        self._returned = self._kept = BatchSpec(None, (), ())
+        self._keeping = Keeping()
+        if reads is not None:
+            reads.keeping = self._keeping
 
     def forward(self, *leaves: torch.Tensor) -> tuple[torch.Tensor, ...]:
-        found, self._returned = flatten(self._call(leaves, self._dataloader_idx), f"result of {self.name}")
-        self.metrics.use(self._returned.computed)
+        self._keeping.clear()
+        returned = self._call(leaves, self._dataloader_idx)
+        results, self._returned = flatten(returned, f"result of {self.name}")
+        kept, self._kept = flatten(self._keeping.found, f"state that {self.name} keeps")
+        self.metrics.use([*self._returned.computed, *self._kept.computed])
         # Each in memory of its own: the user may change it, and it may be a part of the batch, a buffer, or returned twice.
-        return (*(x.detach().clone() for x in found), *self._logged, *self.metrics.tensors)
+        return (*(x.detach().clone() for x in [*results, *kept]), *self._logged, *self.metrics.tensors)
 
     @property
     def plain(self) -> tuple[Output, ...]:
-        results = (Output(Kind.RESULT, (str(i),)) for i in range(len(self._returned.specs)))
+        results = (Output(Kind.RESULT, (str(i),)) for i in range(len(self._returned.specs) + len(self._kept.specs)))
         return (*results, *self._plain_logs, *self.metrics.outputs)
 
     @property
-    def rebuild(self) -> Callable[..., Any]:
-        return self._returned.rebuild
+    def rebuild(self) -> Returned:
+        return Returned(self._returned, self._kept, self._keeping.places)
+
+    def _take_kept(self, before: list[Attribute]) -> None:
+        if self.reads is not None:
+            take_attributes(
+                self.module, before, self.reads.was_read, lambda place, x: self._keeping.note(place, (), "attribute", x)
+            )

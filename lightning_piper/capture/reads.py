@@ -20,8 +20,9 @@ from lightning_piper.capture import _torch
 from lightning_piper.capture.batch import BatchSpec
 from lightning_piper.capture.carried import Carried, form_of_content
 from lightning_piper.capture.deferred import Namespace, understood
+from lightning_piper.capture.kept import Grows, Keeping, may_grow
 from lightning_piper.capture.numbers import Answer, Inputs
-from lightning_piper.capture.places import GENERATORS, Guard, Guards, Place, changed_numbers, form_of
+from lightning_piper.capture.places import GENERATORS, NUMBERS, Guard, Guards, Place, changed_numbers, form_of
 from lightning_piper.capture.reach import is_users, named_places
 from lightning_piper.capture.recorder import Recorder
 from lightning_piper.capture.source import shown_line
@@ -52,10 +53,12 @@ class History:
         causes: what made a capture necessary -> how often.
         batch_idx: number of the batch in its epoch, as the step is given it.
         batch: spec of the batch, which has what the step carries.
+        growing: lists and dicts to which it adds, by place.
     """
 
     changes: Counter[Any] = field(default_factory=Counter)
     inputs: dict[Any, Place] = field(default_factory=dict)
+    growing: dict[Any, Place] = field(default_factory=dict)
     causes: Counter[str] = field(default_factory=Counter)
     batch_idx: int = 0
     batch: BatchSpec | None = None
@@ -95,6 +98,8 @@ class Reads:
         self._recorder: Recorder | None = None
         self.namespaces: list[Namespace] = []
         self._written: dict[Any, tuple[Guard, Any]] = {}  # what the step has written, undone again
+        self.keeping: Keeping | None = None  # of a step that may keep something, while it is traced
+        self._numbers: list[tuple[Place, Any]] = []  # which stand in their places meanwhile
 
     def hold(self) -> bool:
         """Does the step still mean what was captured?"""
@@ -127,12 +132,18 @@ class Reads:
             recorder.find(named)
             named, self.namespaces = named_places(module, step, recorder)
         put: list[tuple[Place, Any]] = []
+        self._numbers = []
         try:
             for place in self._places.values():
                 if place.takes_number:
                     value = place.get()
-                    place.put(self.inputs.source(place.key, place.where, place.get))
+                    place.put(number := self.inputs.source(place.key, place.where, place.get))
                     put.append((place, value))
+                    self._numbers.append((place, number))
+            if (keeping := self.keeping) is not None:
+                for place in self.history.growing.values():
+                    put.append((place, place.get()))
+                    place.put(keeping.growing(place))
             for where, ask in _OF_TORCH.items():
                 self.inputs.answers.setdefault(("torch", where), Answer(where, ask, ask()))
             for where, hooks in _torch.global_hooks().items():
@@ -156,13 +167,38 @@ class Reads:
         assert self._recorder is not None
         with Refusing(module, step), self.inputs.tracing(numbers), understood(self.namespaces), self._recorder.watching():
             yield
+        if self.keeping is not None:
+            self.keeping.numbers(self._numbers, step)
         for changed in list(self.guards.broken()):
+            if self.keeping is not None and isinstance(changed, Guard):
+                self._learn_kept(changed)
             if isinstance(changed, Guard) and isinstance(changed.value, GENERATORS):
                 raise Drawn(changed.value)
             if isinstance(changed, str) or not changed.written_anew:
                 raise changes(step, changed if isinstance(changed, str) else changed.place.where)
             self._written[changed.place.key] = changed, changed.place.get()
             changed.place.put(changed.value)  # the tracer runs the step more than once
+
+    def _learn_kept(self, changed: Guard) -> None:
+        """The step has changed what it has read: adds it to a list, or counts?
+
+        Raises:
+            Grows: it may.
+        """
+        place = changed.place
+        counts = type(changed.value) in NUMBERS and isinstance(place.get(), (*NUMBERS, torch.Tensor))
+        if may_grow(changed):
+            self.history.growing[place.key] = place
+        elif counts and place.item and place.key not in self._places:
+            self.history.inputs[place.key] = self._places[place.key] = place
+        else:
+            return
+        del self.guards.by_key[place.key]
+        raise Grows
+
+    def was_read(self, place: Place) -> bool:
+        """Has the step read what stands in a place?"""
+        return place.key in self.guards.by_key
 
     def settled(self, step: str, run: Callable[[], T], same: Callable[[T, T], bool]) -> T:
         """What `run` traces of a step that may write a value once, as a model of `transformers` notes which problem it solves. The

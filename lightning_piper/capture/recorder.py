@@ -16,6 +16,7 @@ import torch
 from torch import nn
 
 from lightning_piper.capture import _torch
+from lightning_piper.capture.kept import Growing
 from lightning_piper.capture.metric_objects import metric_objects
 from lightning_piper.capture.numbers import Inputs, Number
 from lightning_piper.capture.places import ALL, VALUES, Guards, Place, is_sequence
@@ -145,7 +146,7 @@ class Recorder:
             return
         if name in entries:
             value = entries[name]
-            if type(value) is not Number and not (isinstance(value, torch.Tensor) and _torch.is_traced(value)):
+            if type(value) not in (Number, Growing) and not (isinstance(value, torch.Tensor) and _torch.is_traced(value)):
                 self._guards.note(Place(where, entries, name))
             return
         if isinstance(owner, nn.Module):

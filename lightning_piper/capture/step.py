@@ -20,6 +20,7 @@ from lightning_piper.capture.batch import BatchSpec, flatten
 from lightning_piper.capture.chunks import cut
 from lightning_piper.capture.following import copied
 from lightning_piper.capture.forward import ForwardStep
+from lightning_piper.capture.kept import Grows
 from lightning_piper.capture.listed import Listed
 from lightning_piper.capture.reads import Drawn, History, Reads, refuse_drawing, without_drawing
 from lightning_piper.capture.sizes import Specs, Symbols
@@ -162,6 +163,8 @@ class CapturedStep:
             try:
                 with without_drawing():
                     traced = self.reads.settled(self.name, run, _is_same)
+            except Grows:
+                continue  # also this has been learned
             except Drawn as error:
                 raise refuse_drawing(self.name, error, run) from error
             except Exception:

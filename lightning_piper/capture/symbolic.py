@@ -35,7 +35,7 @@ from lightning_piper.capture.text import Text, tensors_of, text_of
 from lightning_piper.capture.trace import Traced
 from lightning_piper.capture.weighing import weigh
 from lightning_piper.ir.metric_calls import MetricLog
-from lightning_piper.ir.regions import Code, Computed, Logged, StepCode
+from lightning_piper.ir.regions import Code, Computed, Logged, Rebuild, StepCode
 from lightning_piper.ir.terms import Term
 from lightning_piper.ir.values import Kind, TensorSpec
 from lightning_piper.routing import ROUTE
@@ -99,7 +99,7 @@ class SymbolicStep:
         NotSymbolic: it cannot be had.
     """
 
-    def __init__(self, traced: Traced, symbols: Symbols, rebuild: Callable[..., Any] | None) -> None:
+    def __init__(self, traced: Traced, symbols: Symbols, rebuild: Rebuild | None) -> None:
         if any(node.target is ROUTE for node in traced.graph.nodes):
             raise NotSymbolic("rows are sent, and their number is open")
         kwargs = [event.kwargs for event in traced.metrics.events if isinstance(event, MetricLog)]

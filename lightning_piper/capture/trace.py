@@ -21,6 +21,7 @@ from lightning_piper.capture.batch import BatchSpec
 from lightning_piper.capture.calling import arguments
 from lightning_piper.capture.carried import carrying
 from lightning_piper.capture.deferred import Namespace, deferring, holds_deferred, is_deferred, is_misplaced, refusal
+from lightning_piper.capture.kept import Grows
 from lightning_piper.capture.metric_objects import Recording, noting
 from lightning_piper.capture.numbers import Number
 from lightning_piper.capture.promotions import settle_dtypes
@@ -29,11 +30,11 @@ from lightning_piper.capture.reads import Drawn, Reads
 from lightning_piper.capture.selected import Selected
 from lightning_piper.capture.source import user_line
 from lightning_piper.capture.swallowed import refusals
-from lightning_piper.capture.unchanged import attributes, changes, check_unchanged, restored
+from lightning_piper.capture.unchanged import Attribute, attributes, changes, check_unchanged, restored
 from lightning_piper.capture.watch import Watch
 from lightning_piper.errors import CaptureError
 from lightning_piper.ir.metric_calls import MetricCalls
-from lightning_piper.ir.regions import LOSS, Logged, Output
+from lightning_piper.ir.regions import LOSS, Logged, Output, Rebuild
 from lightning_piper.ir.values import Kind, TensorSpec
 from lightning_piper.routing import exchanging
 
@@ -84,6 +85,8 @@ def trace(
         try:
             graph = _torch.functional_graph(mode, step, inputs)
             tag_layers(graph)
+        except Grows:
+            raise
         except (CaptureError, Drawn) as error:
             _refuse_metric(step, error)
             raise
@@ -183,6 +186,7 @@ class Step(nn.Module):
             result = self._run(step, arguments(step, batch, batch_idx, dataloader_idx))
             if (refused := next(caught(), None)) is not None:
                 raise refused
+        self._take_kept(before)
         if self.keeps:
             check_unchanged(self.module, before, self.name)
         return result
@@ -191,8 +195,11 @@ class Step(nn.Module):
         """What the user's method returns."""
         return step(*args)
 
+    def _take_kept(self, before: list[Attribute]) -> None:
+        """What it has put in attributes is kept, where it may."""
+
     @property
-    def rebuild(self) -> Callable[..., Any] | None:
+    def rebuild(self) -> Rebuild | None:
         """See `StepCode.rebuild`."""
         return None
 

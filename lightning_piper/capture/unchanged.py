@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import copy
-from collections import deque
+from collections import OrderedDict, defaultdict, deque
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -18,6 +18,7 @@ from lightning_piper.capture.deferred import call, is_deferred
 from lightning_piper.capture.source import on_line, user_frame, user_line
 from lightning_piper.errors import CaptureError
 
+_CONTAINERS = (list, deque, dict, OrderedDict, defaultdict, set)
 _COMPARED = (type(None), bool, int, float, str, torch.Tensor)
 Attribute = tuple[str, nn.Module, str, Any, Any]  # path and owner, attribute, object, comparable form
 
@@ -81,8 +82,14 @@ def changes(step: str, where: str) -> CaptureError:
 def restored(module: nn.Module) -> Iterator[None]:
     """Undo what the step does to the module's Python attributes, so that no tensor without data stays in them."""
     kept = [(vars(part), dict(vars(part))) for part in module.modules()]
-    containers = [x for _, entries in kept for x in entries.values() if type(x) in (list, deque, dict, set)]
-    contents = [(value, copy.copy(value)) for value in containers]
+    containers: dict[int, Any] = {}
+    waiting = [x for _, entries in kept for x in entries.values()]
+    while waiting:
+        value = waiting.pop()
+        if type(value) in _CONTAINERS and id(value) not in containers:
+            containers[id(value)] = value
+            waiting += value.values() if isinstance(value, dict) else value
+    contents = [(value, copy.copy(value)) for value in containers.values()]
     try:
         yield
     finally:

@@ -40,7 +40,7 @@ def computed_from(value: Node, found: Terms, is_known: Callable[[Node], bool]) -
             if what != OTHER and isinstance(node.meta.get("val"), torch.Tensor) and is_known(node):
                 sources[node] = None
                 continue
-        if not _is_computed(node):
+        if not _is_computed(node) or not _has_known_numbers(node, found):
             return None
         stack += reversed(node.all_input_nodes)
     return list(sources) if sum(node.meta["val"].numel() for node in sources) <= MANY else None
@@ -58,6 +58,18 @@ def _is_computed(node: Node) -> bool:
     if not isinstance(target, torch._ops.OpOverload) or target.namespace != "aten":
         return False
     return not (_torch.is_random(node) or target._schema.is_mutable)
+
+
+def _has_known_numbers(node: Node, found: Terms) -> bool:
+    """Where its numbers are others for another number of samples, are they multiples or fractions of it?"""
+    if not found.following.is_made_of_size(node):
+        return True
+    if node.op == "get_attr":
+        return found.following.literal(node) is not None
+    if any(isinstance(x, list | tuple) for x in node.args):
+        return False
+    numbers = [(i, x) for i, x in enumerate(node.args) if isinstance(x, int | float)]
+    return all(found.following.number(x, node, i) is not None for i, x in numbers)
 
 
 def computation(

@@ -11,7 +11,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
-from typing import Protocol
+from typing import Any, Protocol
 
 import torch
 
@@ -177,6 +177,16 @@ class Logged:
         return (self.name,) if self.constant is None else ()
 
 
+class Rebuild(Protocol):
+    """See `StepCode.rebuild`."""
+
+    def __call__(self, *given: Any) -> Any: ...
+
+    def and_keep(self, *given: Any) -> Any:
+        """The same; what the step's Python code keeps is put where it keeps it."""
+        ...
+
+
 @dataclass(frozen=True)
 class Undivided:
     """Batches that nothing may cut by samples, for their tensors do not share a first dimension.
@@ -223,7 +233,7 @@ class StepCode:
     batch_specs: tuple[TensorSpec, ...]
     split_passes: Mapping[PassKey, tuple[Interface, Code]] = field(default_factory=dict)
     routed: Mapping[int, Routed] = field(default_factory=dict)
-    rebuild: Callable[..., object] | None = None
+    rebuild: Rebuild | None = None
     terms: tuple[Term, ...] = ()
     metrics: MetricCalls = field(default_factory=MetricCalls)
     undivided: Undivided | None = None

@@ -105,7 +105,7 @@ class Evaluation:
         code = prepared.compiled.step.at(batch_spec.size)
         assert code.rebuild is not None
         returned = [result.results[str(i)] for i in range(sum(name.isdecimal() for name in result.results))]
-        return code.rebuild(returned, given)
+        return code.rebuild.and_keep(returned, given)
 
     def _missing(self, dataloader_idx: int) -> int:
         """After a batch that is the last one of this replica: how many more there are in others."""

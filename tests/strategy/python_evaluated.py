@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+from collections import defaultdict, deque
 from collections.abc import Sequence
 from datetime import timedelta
 from types import SimpleNamespace
@@ -16,6 +17,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 import lightning_piper as piper
+from lightning_piper.capture import kept
 from lightning_piper.capture.step import CapturedStep
 from lightning_piper.errors import PiperError
 from tests.strategy.fitting import QUIET
@@ -41,6 +43,7 @@ class Evaluated(L.LightningModule):
             torch.manual_seed(0)
             self.first, self.second = nn.Linear(4, 5), nn.Linear(5, 2)
             self.evaluated = 0
+            self.kept: list[Any] = []
             self.build()
 
     def build(self) -> None:
@@ -222,14 +225,77 @@ class DrawnByNumpy(Evaluated):
 
 
 class Appends(Evaluated):
-    refused = r"validation_step changes self\.seen"
-
     def build(self) -> None:
         self.seen: list[Any] = []
 
     def factor(self, batch_idx: int, dataloader_idx: int) -> Any:
         self.seen.append(batch_idx)
         return 1.0
+
+    def change(self, n: int) -> None:
+        self.kept.append(float(sum(self.seen)))
+
+
+class Keeps(Evaluated):
+    """In the ways in which people do."""
+
+    loaders = 2
+
+    def build(self) -> None:
+        self.losses: list[Tensor] = []
+        self.last, self.recent = None, deque(maxlen=2)  # type: ignore[var-annotated]
+        self.by_loader, self.count = defaultdict(list), 0  # type: ignore[var-annotated]
+        self.both: Any = {"out": [], "n": 0, "deep": {"out": []}}
+        self.listed: list[list[Tensor]] = [[], []]
+
+    def measured(self, name: str, batch: Any, batch_idx: int, dataloader_idx: int) -> Tensor:
+        out = self.out(batch)
+        with piper.annotate("PP", 1):
+            loss = F.mse_loss(out, batch[1])
+        self.losses.append(loss)
+        self.recent.append({"loss": loss.item(), "out": out, "of": dataloader_idx})
+        self.by_loader[dataloader_idx].append(out.sum(1))
+        self.listed[dataloader_idx] += [loss, 2 * loss]
+        self.both["out"].extend(out[:2])
+        self.both["deep"]["out"].append(batch[1])
+        self.both["n"] = batch_idx
+        self.both.setdefault("new", []).append(loss)
+        self.last, self.fresh = loss.detach(), out
+        self.count += len(out)
+        return loss
+
+    def on_validation_epoch_end(self) -> None:
+        self.kept += [torch.stack(self.losses), list(self.recent), self.last, self.fresh, self.count]
+        self.kept += [torch.cat(x) for x in self.by_loader.values()] + [torch.stack(x) for x in self.listed]
+        self.kept += [torch.stack(self.both["out"]), self.both["deep"]["out"][-1], self.both["n"], torch.stack(self.both["new"])]
+        self.losses.clear()
+        self.both = {"out": [], "n": 0, "deep": {"out": []}}
+        self.count = 10
+
+    on_test_epoch_end = on_validation_epoch_end
+
+
+class ReadsWhatItKeeps(Evaluated):
+    refused = r"python_evaluated\.py:\d+ .*the step reads or changes self\.seen, to which it also adds"
+
+    def build(self) -> None:
+        self.seen: list[Any] = []
+
+    def factor(self, batch_idx: int, dataloader_idx: int) -> Any:
+        self.seen.append(batch_idx)
+        return 1.0 if len(self.seen) < 3 else 2.0
+
+
+class AddsUp(Evaluated):
+    refused = r"validation_step makes self\.total, a number that it reads, a tensor.*torchmetrics"
+
+    def build(self) -> None:
+        self.total: Any = 0.0
+
+    def measured(self, name: str, batch: Any, batch_idx: int, dataloader_idx: int) -> Tensor:
+        loss = super().measured(name, batch, batch_idx, dataloader_idx)
+        self.total += loss
+        return loss
 
 
 class Record(L.Callback):
@@ -277,7 +343,7 @@ def evaluate(row: type[Evaluated], way: str | None) -> dict[str, Any]:
                 raise
             raised: BaseException = error
             return {"error": f"{type(error).__name__}: {raised}", "known": isinstance(error, PiperError)}
-    return {"outputs": record.outputs, "logged": record.logged, "predicted": predicted}
+    return {"outputs": record.outputs, "logged": record.logged, "predicted": predicted, "kept": module.kept}
 
 
 def rows() -> dict[str, type[Evaluated]]:
@@ -285,10 +351,11 @@ def rows() -> dict[str, type[Evaluated]]:
 
 
 def evaluate_all(rank: int, cases: Sequence[tuple[str, str]]) -> dict[tuple[str, str], dict[str, Any]]:
-    """One process's side of rows, each with the way in which it is evaluated: one of `WAYS`, or `unguarded`."""
+    """One process's side of rows, each with the way in which it is evaluated: one of `WAYS`, `unguarded` or `unkept`."""
     found = {}
     for name, way in cases:
         # Guards see what these rows change: that a step is also traced again is looked at elsewhere.
-        with unguarded() if way == "unguarded" else mock.patch.object(CapturedStep, "retrace", lambda self: None):
-            found[name, way] = evaluate(rows()[name], "PP2" if way == "unguarded" else way)
+        wrong = {"unguarded": unguarded, "unkept": lambda: mock.patch.object(kept, "put")}
+        with wrong[way]() if way in wrong else mock.patch.object(CapturedStep, "retrace", lambda self: None):
+            found[name, way] = evaluate(rows()[name], "PP2" if way in wrong else way)
     return found

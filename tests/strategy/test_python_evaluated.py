@@ -16,10 +16,12 @@ from tests.strategy.python_state import WAYS
 ROWS = python_evaluated.rows()
 EVERY = [(name, way) for name in ROWS for way in WAYS if way != "local"]
 FOLLOWED = [name for name, row in ROWS.items() if row.refused is None]
-OF_THEIR_OWN = ("DataloaderIdx", "DataloaderIdxInIf", "SanityChecking")  # captures: of each loader, and of the sanity check
-CONTROLS = [(name, "unguarded") for name in FOLLOWED if name not in OF_THEIR_OWN]
+KEPT = ("Appends", "Keeps")
+OF_THEIR_OWN = ("DataloaderIdx", "DataloaderIdxInIf", "SanityChecking", *KEPT)  # captures: of each loader, and of the sanity check
+CONTROLS = [*((name, "unguarded") for name in FOLLOWED if name not in OF_THEIR_OWN), ("Appends", "unkept")]
 QUICK = [("SanityChecking", "PP2"), ("Attribute", "DP2"), ("BufferReplaced", "ZeRO-3"), ("Clock", "DP2"),
-         ("Attribute", "unguarded")]  # fmt: skip
+         ("Attribute", "unguarded"), ("Keeps", "PP2"), ("Appends", "unkept"),
+         ("ReadsWhatItKeeps", "PP2"), ("AddsUp", "PP2")]  # fmt: skip
 ROUNDING = 1e-14  # of the largest value of a tensor: replicas sum the gradients of the training in another order
 WRONG = 1e-3  # measured, of the controls: 0.2 and more
 
