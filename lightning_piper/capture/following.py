@@ -14,7 +14,7 @@ import torch
 from torch.fx import Node
 
 from lightning_piper.capture import _torch
-from lightning_piper.capture.denominators import SAMPLES, Expression, Number, over, times
+from lightning_piper.capture.denominators import ONE, SAMPLES, Expression, Number, Operation, over, times
 from lightning_piper.capture.rowwise import known_rows
 from lightning_piper.totals import TOTAL
 
@@ -63,8 +63,8 @@ class Following:
         return True  # what follows from samples and is not known to be reduced
 
     def number(self, value: Any, node: Node, place: int | None) -> Expression | None:
-        """A number that the step calculates with: itself, or a multiple or a fraction of the number of samples. None if it is
-        something else that follows it.
+        """A number that the step calculates with: itself, or a multiple or a fraction of the number of samples, or this and a whole
+        number. None if it is something else that follows it.
 
         Args:
             node, place: whose argument it is; without a place, the tensor that was made of it.
@@ -86,7 +86,18 @@ class Following:
             return times(Number(value / self.size), SAMPLES)
         if abs(value * self.size - there * size) <= 1e-9 * abs(value) * size:
             return over(Number(value * self.size), SAMPLES)
-        return None
+        if (less := self._shifted(value, there)) is not None:
+            return less
+        upside_down = self._shifted(1 / value, 1 / there)
+        return None if upside_down is None else over(ONE, upside_down)
+
+    def _shifted(self, value: float, there: float) -> Expression | None:
+        """A number that is that of the samples and a whole one, as the one less by which an unbiased variance is divided."""
+        more = value - self.size
+        same = abs(there - self._other_size - more) <= 1e-9 * abs(there)
+        return (
+            Operation(torch.add, (SAMPLES, Number(round(more)))) if same and abs(more - round(more)) <= 1e-9 * abs(value) else None
+        )
 
     def literal(self, node: Node) -> Expression | None:
         """The number that a tensor without dimensions was made from; None if there is none."""

@@ -57,5 +57,5 @@ def _same_weights(a: StepCode, b: StepCode) -> None:
             f"the loss, or a logged value, weighs parts of the batch in another way for {b.size} samples than for {a.size} "
             f"({' and '.join(label for _, label in differ)}): the step calculates with a number made of the batch size, in "
             "a way that does not show it. Write it as a product or a quotient with the number of samples (len(x)), or declare it "
-            "with piper.mean"
+            "with piper.mean; where it is 0 for so few samples (len(x) - 1), give microbatches more"
         )

@@ -129,6 +129,8 @@ LOSSES: dict[str, tuple[Loss, list[str]]] = {
     "rows over their number": (lambda m, p, y, r: (each(p, y) / len(p)).sum(), ["samples"]),
     "a number over rows": (lambda m, p, y, r: (each(p, y) * r[1] / r[1].numel()).sum(), ["samples"]),
     "pairs of samples": (lambda m, p, y, r: each(p, y).sum() / (len(p) / 2), ["samples"]),
+    "one sample less": (lambda m, p, y, r: p.square().sum() / (len(p) - 1), ["ratio"]),
+    "one sample less, upside down": (lambda m, p, y, r: p.square().sum() * (1 / (len(p) - 1)) + p.mean(), ["ratio", "samples"]),
     "a tensor of their number": (lambda m, p, y, r: each(p, y).sum() / torch.tensor(len(p)), ["samples"]),
     "a tensor of ones": (lambda m, p, y, r: each(p, y).sum() / torch.ones(len(p)).sum(), ["ratio"]),
     "a penalty over their number": (lambda m, p, y, r: p.square().sum() + m.second.weight.norm() / len(p), ["sum", "ratio"]),
@@ -181,7 +183,7 @@ def distance(a: Outcome, b: Outcome) -> float:
 OFTEN = (
     "labels with class weights", "a sum", "a masked mean", "a masked mean of means", "a sum over classes", "two terms",
     "weights that add up to one", "rows over their number", "pairs of samples", "rows with weights, added", "a product of vectors",
-    "a masked mean, if any", "what is not padded",
+    "one sample less", "a masked mean, if any", "what is not padded",
     "learned weights, divided by", "a learned weight beside",
     "three terms, stacked", "a penalty beside a sum", "a learned weight", "a detached term", "logged",
 )  # fmt: skip
@@ -220,7 +222,6 @@ NOT_SEEN: dict[str, Loss] = {
     "a root": lambda m, p, y, r: F.mse_loss(p[:, 0], r[0]).sqrt(),
     "a product of means": lambda m, p, y, r: p.mean() * p.square().mean(),
     "a denominator from parameters": lambda m, p, y, r: (p * (p > 0)).sum() / (p > 0).sum(),
-    "one sample less": lambda m, p, y, r: p.square().sum() / (len(p) - 1),
     "pairs of a batch's halves": lambda m, p, y, r: (torch.sub(*p.chunk(2))).square().mean(),
     "rows and a penalty, joined": lambda m, p, y, r: torch.cat([p.square().mean(1), m.second.weight.square().sum(1)]).mean(),
     "a Dice loss": lambda m, p, y, r: 1 - 2 * (p.sigmoid()[:, 0] * r[1]).sum() / (p.sigmoid()[:, 0].sum() + r[1].sum()),
@@ -234,6 +235,13 @@ def test_what_is_no_sum_of_means_is_verified_except(name: str) -> None:
         module = Model(NOT_SEEN[name])
     report = piper.verify(module, batch(), [piper.Split(filter={}, dim_name="MB", num_microbatches=3)])
     assert report.verdict == "verified except" and report.couplings
+
+
+def test_a_part_of_one_sample_has_no_variance() -> None:
+    step, _ = captured(lambda m, p, y, r: p.square().sum() / (len(p) - 1))
+    assert [term.label for term in step.at(SIZE).terms] == ["add(samples, -1)"]
+    with pytest.raises(CaptureError, match=r"\(add\(samples, -1\) and sum\).* give microbatches more"):
+        step.at(1)
 
 
 def test_a_number_that_turns_out_to_follow_the_size_is_refused() -> None:
