@@ -167,6 +167,20 @@ def check_runs_once(fresh: bool, processes: int) -> None:
         )
 
 
+def check_backend(backend: str | None, device: torch.device) -> None:
+    """Refuse a backend by which the processes of a plan cannot exchange their tensors.
+
+    Raises:
+        PiperError: it has no messages between CUDA devices.
+    """
+    if device.type == "cuda" and backend is not None and "nccl" not in backend:
+        raise PiperError(
+            f"PiperStrategy(process_group_backend={backend!r}): processes with CUDA devices exchange tensors by NCCL, for gloo "
+            "sends none from one CUDA device to another; leave process_group_backend out, or give 'nccl' or 'cpu:gloo,cuda:nccl'. "
+            "Several processes cannot share a GPU: give each one of its own, or take transport='local'"
+        )
+
+
 def one_of(name: str, value: object, accepted: tuple[str, ...]) -> None:
     """Refuse an argument of the strategy that is none of these.
 

@@ -17,6 +17,7 @@ from lightning_piper.processes.failure import FailureWatch
 from lightning_piper.processes.launching import check_one_process, check_script
 from lightning_piper.processes.world import World, store_of_attempt
 from lightning_piper.strategy import _lightning
+from lightning_piper.strategy.checks import check_backend
 from lightning_piper.strategy.data import agree_on_loader
 from lightning_piper.strategy.phases import Idle, Phase, copied
 
@@ -100,6 +101,7 @@ class OverProcesses(_lightning.Strategy):
             return
         self.cluster_environment.validate_settings(num_devices=self.num_processes, num_nodes=self.num_nodes)
         self.set_world_ranks()
+        check_backend(self._backend, self.root_device)
         backend = self._backend or ("nccl" if self.root_device.type == "cuda" else "gloo")
         environment = self.cluster_environment
         store = store_of_attempt(environment.main_address, environment.main_port, self._timeout)

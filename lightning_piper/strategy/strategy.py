@@ -65,7 +65,7 @@ class PiperStrategy(EvaluatingStrategy):
         profile: which steps to record (see `lightning_piper.profile`); True records a few of the first ones.
         timeout: after which communication that nobody answers fails.
         start_method: only `popen`, one new Python process for each device.
-        process_group_backend: of the default process group; `gloo` on CPU and `nccl` on CUDA if left out.
+        process_group_backend: of the default process group; `gloo` on CPU and `nccl` on CUDA if left out. CUDA devices need NCCL.
         checkpoint: what a fit saves. `consolidated`: a plain Lightning checkpoint, gathered in one process and written by it.
             `sharded`: a directory, in which every process writes what it holds. Both load, whatever this says.
         accumulate: what `Trainer(accumulate_grad_batches=k)` means. `batches`: the mean of the batches' losses, as in Lightning.

@@ -10,6 +10,7 @@ import torch
 from lightning.pytorch.callbacks import BackboneFinetuning, StochasticWeightAveraging
 
 import lightning_piper as piper
+from lightning_piper.strategy.checks import check_backend
 from tests.strategy.fitting import PROGRAM, Batches, local, trainer, values
 from tests.strategy.models import MLP, make, vectors
 
@@ -25,6 +26,14 @@ from tests.strategy.models import MLP, make, vectors
 def test_arguments(options, message):
     with pytest.raises(piper.PiperError, match=message):
         piper.PiperStrategy(list(PROGRAM), **options)
+
+
+def test_a_backend_without_messages_between_gpus():
+    cuda = torch.device("cuda", 0)
+    with pytest.raises(piper.PiperError, match=r"process_group_backend='gloo'.* exchange tensors by NCCL.*leave"):
+        check_backend("gloo", cuda)
+    for backend, device in ((None, cuda), ("nccl", cuda), ("cpu:gloo,cuda:nccl", cuda), ("gloo", torch.device("cpu"))):
+        check_backend(backend, device)
 
 
 @pytest.mark.parametrize("program, message", [
