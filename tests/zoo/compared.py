@@ -54,7 +54,8 @@ def verdict(kind: Kind, level: str, found: Found) -> tuple[str, str]:
     far = {
         way: d
         for way, d in distances(one, other).items()
-        if d > (SINGLE if way.startswith("/validated") else ROUNDING) and way.rpartition("/")[2] not in left_out
+        if d > (SINGLE if way.startswith("/validated") or way.rpartition("/")[2] in kind.single else ROUNDING)
+        and way.rpartition("/")[2] not in left_out
     }
     if far:
         return "differs", f"{how}, but from {wanted} by " + ", ".join(f"{way}: {d:.1e}" for way, d in list(far.items())[:4])

@@ -25,6 +25,7 @@ class Kind:
         options: of the Trainer.
         mixes: a hook changes the batch that it sees as a whole, which is a replica's: so it trains as under DDP.
         drifts: DDP does not average what is frozen when it begins, so its processes come apart: one device is the reference.
+        single: Python numbers that a hook logs, which Lightning keeps in single precision: the mean of the replicas' rounds.
         of_batch: logged values that are those of the whole batch, where DDP has the mean of the replicas': no sums of means.
     """
 
@@ -38,6 +39,7 @@ class Kind:
     mixes: bool = False
     drifts: bool = False
     of_batch: tuple[str, ...] = ()
+    single: tuple[str, ...] = ()
 
 
 def normal(*shape: int, seed: int = 0) -> Tensor:
