@@ -35,6 +35,8 @@ from typing import Any
 import torch.distributed as dist
 
 from lightning_piper import runtime
+from lightning_piper.capture.reach import is_users
+from lightning_piper.capture.source import shown_line
 from lightning_piper.errors import PiperError
 from lightning_piper.processes import agreement
 from lightning_piper.processes.world import RANK_ZERO, World
@@ -93,7 +95,7 @@ class FailureWatch:
 
     def report(self, error: BaseException) -> None:
         """Tell the others that this process has failed; if another one did so before, note on the error who and why."""
-        text = f"{type(error).__name__}: {error}"[:LONGEST]
+        text = f"{type(error).__name__}: {error}{_line_of(error)}"[:LONGEST]
         rank = getattr(error, "rank", None)
         _send(self._line, {"failed": text, "rank": self._world.rank if rank is None else rank, "waited": waited(error)})
         if not self._judged.wait(PATIENCE):
@@ -297,3 +299,14 @@ def _receive(line: Connection) -> Message | None:
     except (OSError, EOFError, ValueError):
         return None
     return message if isinstance(message, dict) else None
+
+
+def _line_of(error: BaseException) -> str:
+    """Where in the user's steps, hooks or callbacks an error was raised, for those who do not have its traceback."""
+    line, called = "", False
+    for frame, number in traceback.walk_tb(None if isinstance(error, PiperError) else error.__traceback__):
+        if not is_users(frame.f_code):
+            called = True  # from here on it is Lightning that calls the user's code
+        elif called:
+            line = f", at {shown_line(frame.f_code.co_filename, number)}"
+    return line

@@ -41,6 +41,7 @@ def test_an_error_is_known_to_the_other_process(tmp_path):
     assert isinstance(second.result, ValueError) and isinstance(first.result, PiperError)
     assert "rank 1 says: ValueError: something of the user's" in second.said
     assert "The first process to fail was rank 1: ValueError: something of the user's" in first.said
+    assert re.search(r"something of the user's, at \S+failing\.py:\d+ \(raise ValueError", first.said)
     assert "rank 0 says: ExecutionError: device 0: " in first.said
 
 
