@@ -27,10 +27,10 @@ def same_structure(a: StepCode, b: StepCode) -> None:
                 f"{a.size}. Give it tensors with the samples in their first dimension, or a list with a dict for each sample, all "
                 "of one form: the same keys, shapes and constants"
             )
-    differing = [f"{b.regions[r].label} {p}" for r, p in sorted(set(a.interfaces) | set(b.interfaces))
+    differing = [f"{b.regions[r].label} {p}, {b.regions[r].source}" for r, p in sorted(set(a.interfaces) | set(b.interfaces))
                  if r < len(b.regions) and _at(a, (r, p)) != _at(b, (r, p))]  # fmt: skip
     raise CaptureError(
-        f"the step has another structure for {b.size} samples than for {a.size} (regions {', '.join(differing) or 'differ'}): its "
+        f"the step has another structure for {b.size} samples than for {a.size} (regions {'; '.join(differing) or 'differ'}): its "
         "Python code depends on the batch size. Make it independent, or choose microbatches of one size"
     )
 
