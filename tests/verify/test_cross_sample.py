@@ -83,7 +83,7 @@ def test_without_microbatches_nothing_is_excepted() -> None:
 
 
 class Logging(Model):
-    """Logs a deviation, which no mean over microbatches is, or the largest one of microbatches' sums of columns."""
+    """Logs a deviation, which no mean over microbatches is, or the largest one of microbatches' products of columns."""
 
     def __init__(self, count: bool) -> None:
         super().__init__()
@@ -93,7 +93,7 @@ class Logging(Model):
         loss = super().training_step(batch, batch_idx)
         with annotate("PP", 1):
             if self.count:
-                self.log("largest", batch[0].sum(0).max(), reduce_fx="max")
+                self.log("largest", batch[0].prod(0).max(), reduce_fx="max")
             else:
                 self.log("deviation", batch[0].std())
         return loss
