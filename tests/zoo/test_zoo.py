@@ -21,7 +21,7 @@ def verdicts(tmp_path_factory):
         found = outcomes([case for case in needed if case in wanted], tmp_path_factory.mktemp("zoo"))
         return {(name, level): (verdict(KINDS[name], level, found), found) for name, level in keys}
 
-    return on_demand(grouped(ALL, QUICK, 3 * len(LEVELS)), run)
+    return on_demand(grouped(ALL, QUICK, 2 * len(LEVELS)), run)
 
 
 @pytest.mark.parametrize(("name", "level"), marked(ALL, QUICK))
