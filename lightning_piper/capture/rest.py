@@ -7,6 +7,7 @@ pass is autograd's. Nothing is known of what is inside: so the loss of a part of
 from __future__ import annotations
 
 import contextlib
+import functools
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
@@ -247,23 +248,30 @@ class Rest:
     @contextlib.contextmanager
     def _parameters(self, own: Mapping[str, torch.Tensor]) -> Iterator[None]:
         """Inside, the module has these parameters and buffers, and stand-ins for those that it must not read."""
-        kept = []
-        stand_ins: dict[str, torch.Tensor] = {}
+        kept = [(store, name, store[name]) for store, name, _, _ in self._places]
         try:
-            for path, part in self._module.named_modules(remove_duplicate=False):
-                for store in (part._parameters, part._buffers):
-                    for name, tensor in store.items():
-                        if tensor is None:
-                            continue
-                        full = self._names[f"{path}.{name}" if path else name]
-                        if full not in own and full not in stand_ins:
-                            stand_ins[full] = elsewhere(tensor, f"{full!r}", _CAPTURED)
-                        kept.append((store, name, tensor))
-                        store[name] = own.get(full, stand_ins.get(full))
+            for store, name, full, stand_in in self._places:
+                store[name] = own.get(full, stand_in)
             yield
         finally:
-            for store, name, tensor in reversed(kept):
+            for store, name, tensor in kept:
                 store[name] = tensor
+
+    @functools.cached_property
+    def _places(self) -> list[tuple[dict[str, Any], str, str, torch.Tensor | None]]:
+        """Where parameters and buffers stand in the module: store, name in it, canonical name, and stand-in where it must not be
+        read."""
+        free, found, stand_ins = {*self.trained, *self.others}, [], dict[str, torch.Tensor]()
+        for path, part in self._module.named_modules():
+            for store in (part._parameters, part._buffers):
+                for name, tensor in store.items():
+                    if tensor is None:
+                        continue
+                    full = self._names[f"{path}.{name}" if path else name]
+                    if full not in free and full not in stand_ins:
+                        stand_ins[full] = elsewhere(tensor, f"{full!r}", _CAPTURED)
+                    found.append((store, name, full, stand_ins.get(full)))
+        return found
 
     @contextlib.contextmanager
     def _logging(self, samples: int) -> Iterator[None]:
@@ -343,18 +351,8 @@ class Elsewhere(torch.Tensor):
         with torch._C.DisableTorchFunctionSubclass():
             if func.__name__ == "__get__" or func.__name__ in ("numel", "size", "dim", "is_floating_point"):
                 return func(*args, **(kwargs or {}))
-        found = next((x for x in _flat([args, kwargs or {}]) if isinstance(x, Elsewhere)), None)
+        found = next((x for x in _torch.tree_flatten((args, kwargs))[0] if isinstance(x, Elsewhere)), None)
         raise PiperError(f"training_step reads {found.problem[0] if found is not None else 'a value that is captured'}")
-
-
-def _flat(nested: Any) -> Iterator[Any]:
-    if isinstance(nested, list | tuple):
-        for x in nested:
-            yield from _flat(x)
-    elif isinstance(nested, dict):
-        yield from _flat(list(nested.values()))
-    else:
-        yield nested
 
 
 def elsewhere(like: torch.Tensor, what: str, why: str) -> torch.Tensor:

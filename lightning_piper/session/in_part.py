@@ -4,14 +4,16 @@ runs as it is, in the region of the last one."""
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
 from torch import nn
 
 from lightning_piper.capture import BatchSpec, History, PartlyCaptured
+from lightning_piper.capture.eager import merged
 from lightning_piper.capture.rest import Log
+from lightning_piper.capture.trace import REDUCTIONS
 from lightning_piper.compiler import Compiled, compile_step
 from lightning_piper.directives.levels import shards_of
 from lightning_piper.errors import CaptureError, ExecutionError, PiperError
@@ -95,10 +97,10 @@ class InPart:
             )
         replica = world.replicas[world.rank] if len(found) > 1 else None
         of_own = [part for rank, (*_, parts) in enumerate(found) if replica in (None, world.replicas[rank]) for part in parts]
-        keys, samples = (of_own[0][0] if of_own else ()), [n for _, n in of_own]
-        self.extras = {key: _joined([part[key] for part, _ in of_own], samples) for key in keys}
+        for key in dict.fromkeys(key for part, _ in of_own for key in part):
+            self.extras[key] = _joined(*zip(*((part[key], n) for part, n in of_own if key in part), strict=True))
         log: Any = self._module.log
-        for name, value, kwargs in merged([log for logs, _, _ in found for log in logs]):
+        for name, value, kwargs in _logged([log for logs, _, _ in found for log in logs]):
             log(name, value, **kwargs)
 
 
@@ -111,7 +113,7 @@ def _said(error: CaptureError, step: PartlyCaptured) -> str:
     )
 
 
-def merged(logs: Sequence[Log]) -> Iterator[tuple[str, Any, Mapping[str, Any]]]:
+def _logged(logs: Sequence[Log]) -> Iterator[tuple[str, Any, Mapping[str, Any]]]:
     """One value for each name, of all parts of the batch.
 
     Raises:
@@ -122,18 +124,19 @@ def merged(logs: Sequence[Log]) -> Iterator[tuple[str, Any, Mapping[str, Any]]]:
         by_name.setdefault(log.name, []).append(log)
     for name, found in by_name.items():
         kwargs = {key: value for key, value in found[0].kwargs.items() if key not in NOT_REPLAYED}
-        how = kwargs.get("reduce_fx", "mean")
-        how = getattr(how, "__name__", how)
-        if how not in _MERGED:
+        function = kwargs.get("reduce_fx", "mean")
+        how = REDUCTIONS.get(getattr(function, "__wrapped__", function))
+        if how is None:
             raise PiperError(
-                f"self.log({name!r}): values reduced by reduce_fx={how} cannot be merged over microbatches; accepted are 'mean', "
-                "'sum', 'max' and 'min'"
+                f"self.log({name!r}): values reduced by reduce_fx={getattr(function, '__name__', function)} cannot be merged over "
+                "microbatches; accepted are 'mean', 'sum', 'max' and 'min'"
             )
         samples = torch.tensor([float(log.samples) for log in found], dtype=torch.float64)
-        values = torch.stack([log.value.to("cpu", torch.float64) for log in found])
-        kwargs["batch_size"] = kwargs.get("batch_size", int(samples.sum()))
-        made = _MERGED[how](values, samples / samples.sum())
-        yield name, made.to(torch.promote_types(torch.float32, found[0].value.dtype)), kwargs
+        kwargs.setdefault("batch_size", int(samples.sum()))
+        weights = samples / samples.sum() if how == "mean" else torch.ones_like(samples)
+        values = [log.value.to("cpu", torch.float64) for log in found]
+        value = merged("sum" if how == "mean" else how, values, weights)
+        yield name, value.to(torch.promote_types(torch.float32, found[0].value.dtype)), kwargs
 
 
 def _joined(parts: Sequence[Any], samples: Sequence[int]) -> Any:
@@ -149,9 +152,3 @@ def _joined(parts: Sequence[Any], samples: Sequence[int]) -> Any:
             return sum(x * n for x, n in zip(parts, samples, strict=True)) / sum(samples)
         return list(parts)
     return first if all(type(x) is type(first) and x == first for x in parts) else list(parts)
-
-
-_MERGED: Mapping[str, Callable[[torch.Tensor, torch.Tensor], torch.Tensor]] = {
-    "mean": lambda values, shares: (values * shares).sum(), "sum": lambda values, shares: values.sum(),
-    "max": lambda values, shares: values.max(), "min": lambda values, shares: values.min(),
-}  # fmt: skip

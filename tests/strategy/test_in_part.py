@@ -19,7 +19,7 @@ from tests.distributed.processes import launch_trainings
 from tests.strategy.fitting import QUIET
 from tests.strategy.in_part import KINDS, LIMIT, Branch, Named, data, fit, made, named, program, train
 
-ROUNDING = 1e-14  # 20 times the largest difference that was measured
+ROUNDING = 2e-15  # the largest difference measured is 1.1e-16, with the older processor settings, too
 LEVELS = {"replicas": {}, "zero3": {"shard_params": True}}
 
 
