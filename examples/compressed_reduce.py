@@ -57,7 +57,7 @@ def check(facts: ops.Facts, node: CompressedReduce) -> Iterable[str]:
 
 def interpret(run: ops.Reference, node: CompressedReduce) -> list[list[list[torch.Tensor]]]:
     """The first step, in which there is nothing to feed back. The bound: half an ulp of each member's largest element."""
-    flats = [run.values[node.inputs[0], replica][0] for replica in run.replicas]
+    flats = [run.values[node.inputs[0], replica][0] for replica in run.places]
     bucket = node.outputs[0].bucket
     for flat in flats:
         for name, x in zip(bucket.names, bucket.views(flat), strict=True):

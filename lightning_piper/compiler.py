@@ -19,7 +19,7 @@ from lightning_piper.ir.nodes import Chunk, Node
 from lightning_piper.ir.text import line_of
 from lightning_piper.limits import INDEX, integer, shown
 from lightning_piper.ops.weights import Counts, counted_buffers
-from lightning_piper.passes import run_pipeline
+from lightning_piper.passes import prepared, run_pipeline
 from lightning_piper.plan import Plan, check_plans, compile_plans
 from lightning_piper.verify import Report, verify_step
 from lightning_piper.verify.executed import verify_executed
@@ -188,6 +188,7 @@ def compile_step(
     Args:
         training: for a forward-only step, the training step's finished DAG, if there is one.
     """
+    step = prepared(step, program)
     dag = run_pipeline(step, program, size, training, check_pass if verify else None)
     plans = compile_plans(dag)
     if verify:

@@ -7,10 +7,10 @@ from typing import Any
 import torch
 
 from lightning_piper.capture.eager import Outcome
-from lightning_piper.ir.buckets import view_as
 from lightning_piper.ir.dag import TrainingDAG
 from lightning_piper.ir.nodes import Chunk
 from lightning_piper.ir.regions import LOSS, Step
+from lightning_piper.ir.values import view_as
 from lightning_piper.passes import eliminate
 from lightning_piper.passes.completion import complete
 from lightning_piper.plan import check_plans, compile_plans

@@ -14,13 +14,14 @@ from lightning_piper.capture.changed_buffers import changed_buffers
 from lightning_piper.capture.extract import extract
 from lightning_piper.capture.metric_objects import object_of, uncopied
 from lightning_piper.capture.passes import Names, OutputRef, Pass, reads_of
-from lightning_piper.capture.regions import Assignment, assign, gradient_terms, source_line
+from lightning_piper.capture.regions import BORDERS, Assignment, assign, gradient_terms, source_line
 from lightning_piper.capture.row_independence import refuse_row_dependence
 from lightning_piper.capture.rows import refuse_joined_rows, routed_of, rows_of
 from lightning_piper.capture.weighing import Weighed
 from lightning_piper.errors import CaptureError
 from lightning_piper.ir.regions import Code, Interface, Output, PassKey, Region, Routed
-from lightning_piper.ir.values import Kind
+from lightning_piper.ir.values import Kind, Placement, Replicate, Shard
+from lightning_piper.placements.changing import PLACEMENT, change_of, placement_of
 from lightning_piper.totals import TOTAL
 
 aten = torch.ops.aten
@@ -95,7 +96,7 @@ def _refuse_changed_parameters(described: list[tuple[Node | None, Any]], canonic
 def _refuse_read_terms(placed: Assignment) -> None:
     """What a pass makes of a sum over the whole batch is a term: only another pass gets the sum."""
     for node in placed.of:
-        for user in node.users if node.target is TOTAL else ():
+        for user in node.users if node.target in BORDERS else ():
             here = user in placed.of and placed.of[user] == placed.of[node] and _torch.is_backward(user) == _torch.is_backward(node)
             if here or user.op == "output":
                 raise CaptureError(
@@ -155,13 +156,15 @@ def _results(
     for region, by_param in grads.items():
         # Parameters that the same regions share travel in one bundle, so that a tied one does not delay the others; and those of
         # which a `shard` may divide by themselves, for other devices may have them.
-        bundles: dict[tuple[bool, tuple[int, ...]], list[str]] = {}
-        for param in by_param:
+        bundles: dict[tuple[bool, tuple[int, ...], Placement], list[str]] = {}
+        for param, terms in by_param.items():
             apart = region in routed and param in routed[region].params
-            bundles.setdefault((apart, tuple(sorted(users[param]))), []).append(param)
-        for params in bundles.values():
+            held = placement_of(terms[0])
+            held = Shard(0) if isinstance(held, Shard) else held  # each along its own dimension
+            bundles.setdefault((apart, tuple(sorted(users[param])), held), []).append(param)
+        for (*_, held), params in bundles.items():
             merged = [_sum(by_param[param], passes[region, "B"], placed) for param in params]
-            passes[region, "B"].outputs.append((Output(Kind.GRAD, tuple(params)), merged))
+            passes[region, "B"].outputs.append((Output(Kind.GRAD, tuple(params), held=held), merged))
 
 
 def _region_of(node: Node, placed: Assignment) -> int:
@@ -176,7 +179,7 @@ def _sum(terms: list[Node], into: Pass, placed: Assignment) -> Node:
         graph = total.graph
         with graph.inserting_after(max(total, term)):
             added = graph.call_function(aten.add.Tensor, (total, term))
-        added.meta = {"val": total.meta["val"], "partitioner_tag": "is_backward"}
+        added.meta = {"val": total.meta["val"], "partitioner_tag": "is_backward", PLACEMENT: total.meta.get(PLACEMENT, Replicate())}
         placed.of[added] = into.key[0]  # type: ignore[index]
         into.nodes.append(added)
         total = added
@@ -217,7 +220,10 @@ def _connect(placed: Assignment, passes: Mapping[PassKey, Pass], state: frozense
         kind = Kind.COTANGENT if source[1] == "B" else Kind.ACTIVATION
         for reader in crossing[node, source]:
             taken.setdefault(reader, []).append((*source, len(passes[source].outputs)))
-        passes[source].outputs.append((Output(kind, (node.name,), partial=node.target is TOTAL), [node]))
+        change = change_of(node)
+        held = placement_of(node) if change is None else change[0]
+        out = Output(kind, (node.name,), partial=node.target is TOTAL, held=held, change=change)
+        passes[source].outputs.append((out, [node]))
     backward = {region: p for (region, kind), p in passes.items() if kind == "B" and p.outputs}
     parts: dict[int, dict[str, Pass]] = {}
     for region, p in backward.items():
@@ -233,7 +239,7 @@ def _connect(placed: Assignment, passes: Mapping[PassKey, Pass], state: frozense
 
 def _saved_by(node: Node, region: int, passes: Mapping[PassKey, Pass], placed: Assignment, state: frozenset[Node]) -> bool:
     """Does the region's own forward keep this value for its backward?"""
-    if _torch.is_backward(node) or node.target is TOTAL:
+    if _torch.is_backward(node) or node.target in BORDERS:
         return False
     if node in placed.of:
         return placed.of[node] == region or node in passes[region, "F"].reads

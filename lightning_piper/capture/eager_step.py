@@ -19,8 +19,10 @@ from torch import nn
 
 from lightning_piper.capture.batch import BatchSpec
 from lightning_piper.capture.kept import Returned
-from lightning_piper.capture.step import named_tensors
+from lightning_piper.capture.named import named_tensors
 from lightning_piper.capture.text import Text
+from lightning_piper.errors import CaptureError
+from lightning_piper.ir.division import Division
 from lightning_piper.ir.regions import Code, Interface, Output, PassKey, Region, StepCode, Undivided
 from lightning_piper.ir.terms import Term, Weighing
 from lightning_piper.ir.values import Kind
@@ -42,6 +44,7 @@ class EagerStep:
     """
 
     name = "training_step"
+    division: Division | None = None
 
     def __init__(
         self, module: nn.Module, replicas: int, trained: Sequence[str], device: torch.device, reads: Sequence[str] | None = None
@@ -51,6 +54,13 @@ class EagerStep:
         self.params, self.buffers, self.canonical, _ = named_tensors(module)
         self.backward: Callable[[], Sequence[torch.Tensor | None]] = lambda: [None] * len(self.trained)
         self.found: tuple[bool, ...] = ()
+
+    @property
+    def member(self) -> EagerStep:
+        return self
+
+    def divided(self, division: Division) -> EagerStep:
+        raise CaptureError(f"{self.name} runs as it is, so nothing is known of its tensors that could be divided")
 
     @property
     def said(self) -> Text:

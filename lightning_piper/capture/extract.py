@@ -8,11 +8,12 @@ from torch.fx import Node
 from lightning_piper.capture import _torch
 from lightning_piper.capture.code import compile_boxed
 from lightning_piper.capture.passes import Names, Pass
+from lightning_piper.capture.regions import BORDERS
 from lightning_piper.capture.rows import arrives, direction_of, leaves, resize, spec_of
 from lightning_piper.ir.regions import Code, Interface
 from lightning_piper.ir.values import Kind, TensorSpec
+from lightning_piper.placements.changing import CHANGE
 from lightning_piper.routing import COMBINE, COUNTS
-from lightning_piper.totals import TOTAL
 
 aten = torch.ops.aten
 CROSSING = (Kind.ACTIVATION, Kind.COTANGENT, Kind.RESULT, Kind.ARGUMENT)  # kinds of values that travel
@@ -48,8 +49,8 @@ def extract(
     specs: list[tuple[TensorSpec, ...]] = []
     for out, nodes in p.outputs:
         crosses = out.kind in CROSSING
-        flat += [_crossing(graph, _emit(graph, env, n), _source(n)) if crosses else _emit(graph, env, n) for n in nodes]
-        specs.append(tuple(spec_of(_dense(_source(n)) if crosses else n.meta["val"], rows) for n in nodes))
+        flat += [_crossing(graph, _emit(graph, env, n), n) if crosses else _emit(graph, env, n) for n in nodes]
+        specs.append(tuple(spec_of(_dense(n) if crosses else n.meta["val"], rows) for n in nodes))
     graph.output(tuple(flat))
     if rows is not None:
         resize(graph, {env[n]: n.meta["val"] for n in env if _is_tensor(n) and env[n].op == "placeholder"})
@@ -71,7 +72,7 @@ def _emit(graph: torch.fx.Graph, env: dict[Node, Node], node: Node) -> Node:
     if node not in env:
         for x in node.all_input_nodes:
             _emit(graph, env, x)
-        if node.target in (aten.detach.default, TOTAL):  # what sums over the batch is outside of the code
+        if node.target in (aten.detach.default, *BORDERS):  # what is done between passes is outside of the code
             env[node] = env[node.all_input_nodes[0]]
         elif direction_of(node) is not None:
             env[node] = _arrived(graph, env, node)
@@ -99,8 +100,9 @@ def _is_dense(tensor: torch.Tensor) -> bool:
 
 
 def _crossing(graph: torch.fx.Graph, copied: Node, node: Node) -> Node:
-    """Values that leave a region are dense, so that a transfer can keep their strides: expanded ones are written out."""
-    if _is_dense(node.meta["val"]):
+    """Values that leave a region are dense, so that a transfer can keep their strides: expanded ones are written out. Those that
+    are changed on the way are contiguous."""
+    if _dense(node) is _source(node).meta["val"]:
         return copied
     return graph.call_function(aten.clone.default, (copied,), {"memory_format": torch.contiguous_format})
 
@@ -119,10 +121,13 @@ def _arrived(graph: torch.fx.Graph, env: dict[Node, Node], node: Node) -> Node:
 
 def _source(node: Node) -> Node:
     """What a pass itself makes of an output: rows that leave it, as they are before they travel."""
+    if node.target is CHANGE:
+        return node.all_input_nodes[0]
     divided = direction_of(node) == COMBINE and node.meta["val"].shape != node.all_input_nodes[0].meta["val"].shape
     return node.all_input_nodes[0] if divided else node
 
 
 def _dense(node: Node) -> torch.Tensor:
-    value: torch.Tensor = node.meta["val"]
-    return value if _is_dense(value) else value.contiguous()
+    value: torch.Tensor = _source(node).meta["val"]
+    dense = value.is_contiguous() if node.target is CHANGE else _is_dense(value)
+    return value if dense else value.contiguous()

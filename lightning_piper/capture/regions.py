@@ -27,10 +27,12 @@ from lightning_piper.annotate import META_KEY, SOURCE_KEY
 from lightning_piper.capture import _torch
 from lightning_piper.errors import CaptureError
 from lightning_piper.ir.regions import Region
+from lightning_piper.placements.changing import CHANGE
 from lightning_piper.routing import COMBINE, ROUTE
 from lightning_piper.totals import TOTAL
 
 aten = torch.ops.aten
+BORDERS = (TOTAL, CHANGE)  # what the training DAG does between two passes
 VIEWS = {
     aten.t.default, aten.transpose.int, aten.permute.default, aten.view.default, aten._unsafe_view.default, aten.expand.default,
     aten.unsqueeze.default, aten.squeeze.dim, aten.squeeze.dims, aten.squeeze.default, aten.select.int, aten.slice.Tensor,
@@ -69,8 +71,9 @@ def assign(graph: torch.fx.Graph, state: frozenset[Node]) -> Assignment:
     forward = [n for n in calls if not _torch.is_backward(n)]
     shared, weights = _shared(forward, state)
     of: dict[Node, int] = {}
-    regions = _segments([n for n in forward if n not in shared], shared, weights, of)
-    _assign_backward([n for n in calls if _torch.is_backward(n)], regions, of)
+    backward = [n for n in calls if _torch.is_backward(n)]
+    regions = _segments([n for n in forward if n not in shared], shared, weights, _behind_changes(forward, backward), of)
+    _assign_backward(backward, regions, of)
     return Assignment(tuple(regions), of, frozenset(shared))
 
 
@@ -85,7 +88,7 @@ def _shared(forward: list[Node], state: frozenset[Node]) -> tuple[set[Node], set
                 weights.add(x)
         if any(x in state or (x.op != "placeholder" and x not in shared) for x in inputs) or _torch.is_random(node):
             continue
-        if node.target is TOTAL:
+        if node.target in BORDERS:
             continue
         if inputs and all(x in weights for x in inputs):
             if node.target in VIEWS:
@@ -96,12 +99,16 @@ def _shared(forward: list[Node], state: frozenset[Node]) -> tuple[set[Node], set
     return shared, weights
 
 
-def _segments(forward: list[Node], shared: set[Node], weights: set[Node], of: dict[Node, int]) -> list[Region]:
-    places = _places(forward, weights)
+def _segments(
+    forward: list[Node], shared: set[Node], weights: set[Node], behind: Mapping[Node, set[Node]], of: dict[Node, int]
+) -> list[Region]:
+    places = _places(forward, weights, behind)
     first: dict[tuple[int, int], Node] = {}  # of each region, its first node that has a place of its own
     for node, (place, own) in places.items():
         if own:
             first.setdefault(place, node)
+    for (run, _), node in list(first.items()):
+        first.setdefault((run, 0), node)  # also where only the backward pass has something to do
     number = {place: i for i, place in enumerate(sorted(first))}
     regions = [Region(i, tags_of(first[place]), source_line(first[place])) for place, i in number.items()]
     of |= {node: number[place] for node, (place, _) in places.items()}
@@ -113,35 +120,79 @@ def _segments(forward: list[Node], shared: set[Node], weights: set[Node], of: di
     return regions
 
 
-def _places(forward: list[Node], weights: set[Node]) -> dict[Node, tuple[tuple[int, int], bool]]:
-    """The place of each node in a run of nodes with equal tags, as (run, how many sums over the whole batch come before it there),
-    and whether it has it by itself. Without untagged work before the first region."""
+def _places(forward: list[Node], weights: set[Node], after: Mapping[Node, set[Node]]) -> dict[Node, tuple[tuple[int, int], bool]]:
+    """The place of each node in a run of nodes with equal tags, as (run, how many borders come before it there), and whether it has
+    it by itself. Without untagged work before the first region. `after`: as of `_behind_changes`."""
     away = _away(forward)
     for node in away:
-        if node.target is TOTAL:
+        if node.target in BORDERS:
+            what = "a sum over the whole batch (the statistics of a synchronised batch norm)"
+            what = what if node.target is TOTAL else "a tensor that is divided along an axis"
             raise CaptureError(
-                f"{source_line(node)}: a sum over the whole batch (the statistics of a synchronised batch norm) between dispatch "
-                "and combine, where rows of all devices meet; take a norm over each row, or put it outside"
+                f"{source_line(node)}: {what} between dispatch and combine, where rows of all devices meet; take a norm over each "
+                "row, or put it outside"
             )
     parts = _parts([n for n in forward if n in away or not _is_glue(n, away, weights)], away)
     places: dict[Node, tuple[tuple[int, int], bool]] = {}
     run, current = -1, None
     for node in forward:
         inputs = [places[x][0] for x in node.all_input_nodes if x in places]
-        if inputs and (node not in parts or node.target in (operator.getitem, TOTAL)):
+        if inputs and (node not in parts or node.target in (operator.getitem, *BORDERS)):
             places[node] = max(inputs), False  # a term of a sum stays where it is made
         elif node in parts:
             if (tags_of(node), parts[node]) != current:
                 run, current = run + 1, (tags_of(node), parts[node])
-            behind = [places[x][0][1] + (x.target is TOTAL) for x in node.all_input_nodes if x in places and places[x][0][0] == run]
+            behind = [
+                places[x][0][1] + (x.target in BORDERS) for x in node.all_input_nodes if x in places and places[x][0][0] == run
+            ]
+            for x in after.get(node, ()):
+                if x not in places and tags_of(x) == tags_of(node):
+                    behind.append(1)  # a view of a parameter, whose gradient is made where nothing else is
+                elif x in places and places[x][0][0] == run:
+                    behind.append(places[x][0][1] + 1)
             places[node] = (run, max(behind, default=0)), True
     return places
 
 
+def _behind_changes(forward: list[Node], backward: list[Node]) -> dict[Node, set[Node]]:
+    """Forward nodes -> those that they have to be in a later region than: what comes behind a change on the way back comes before
+    it on the way forth, also where nothing changes there."""
+    found: dict[Node, set[Node]] = {}
+    if not any(node.target is CHANGE for node in backward):
+        return found
+    first: dict[Any, Node] = {}
+    for node in forward:
+        first.setdefault(_torch.sequence_number(node), node)
+
+    def differentiated(nodes: list[Node], onward: bool) -> set[Node]:
+        """Whose gradients these are, or, of additions that merge gradients, those of what leads there (or follows)."""
+        made: set[Node] = set()
+        stack, seen = list(nodes), set(nodes)
+        while stack:
+            node = stack.pop()
+            own = first.get(_torch.sequence_number(node)) if META_KEY in node.meta.get("custom", {}) else None
+            if own is not None:
+                made.add(own)
+                continue
+            for x in node.users if onward else node.all_input_nodes:
+                if x not in seen and x.op == "call_function" and _torch.is_backward(x):
+                    seen.add(x)
+                    stack.append(x)
+        return made
+
+    for node in backward:
+        if node.target is CHANGE:
+            for later in differentiated(node.all_input_nodes, onward=False):
+                found.setdefault(later, set()).update(differentiated(list(node.users), onward=True) - {later})
+    return found
+
+
 def _is_glue(node: Node, away: set[Node], weights: set[Node]) -> bool:
     # What came back is not theirs any more, so it does not go where it was made; nor does a sum.
-    came_back = any(x in away or x.target is TOTAL for x in node.all_input_nodes)
-    return not tags_of(node) and node.target is not TOTAL and not came_back and not any(x in weights for x in node.all_input_nodes)
+    came_back = any(x in away or x.target in BORDERS for x in node.all_input_nodes)
+    return (
+        not tags_of(node) and node.target not in BORDERS and not came_back and not any(x in weights for x in node.all_input_nodes)
+    )
 
 
 def _away(forward: list[Node]) -> set[Node]:
@@ -183,9 +234,9 @@ def _assign_backward(backward: list[Node], regions: list[Region], of: dict[Node,
     floating: list[Node] = []
     for node in backward:
         inputs = [x for x in node.all_input_nodes if x in of and _torch.is_backward(x)]
-        bound = min((of[x] - (x.target is TOTAL) for x in inputs), default=last)  # before a sum, its terms
+        bound = min((of[x] - (x.target in BORDERS) for x in inputs), default=last)  # before a sum, its terms
         region: int | None
-        if node.target is TOTAL:
+        if node.target in BORDERS:
             region = bound if inputs else None
         elif META_KEY in node.meta.get("custom", {}):
             own = tags_of(node)
@@ -217,7 +268,7 @@ def gradient_terms(node: Any, of: Mapping[Node, int]) -> list[Node]:
         and META_KEY not in node.meta.get("custom", {})
         and not node.kwargs
         and len(node.users) == 1
-        and all(isinstance(x, Node) and x in of for x in node.args)
+        and all(isinstance(x, Node) and x in of and x.target not in BORDERS for x in node.args)
         and len({of[x] for x in node.args}) == 2
     ):
         return [*gradient_terms(node.args[0], of), *gradient_terms(node.args[1], of)]

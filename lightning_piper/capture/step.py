@@ -7,7 +7,7 @@ import copy
 import dataclasses
 import re
 from collections.abc import Callable, Mapping, Sequence
-from functools import partial
+from functools import cached_property, partial
 from typing import Any
 
 import torch
@@ -15,13 +15,16 @@ from torch import nn
 
 from lightning_piper.annotate import repeated_blocks
 from lightning_piper.capture import _torch
-from lightning_piper.capture.aliases import Pair, refuse_sharing, sharing_memory
+from lightning_piper.capture.aliases import refuse_sharing
 from lightning_piper.capture.batch import BatchSpec, flatten
 from lightning_piper.capture.chunks import cut
 from lightning_piper.capture.following import copied
 from lightning_piper.capture.forward import ForwardStep
 from lightning_piper.capture.kept import Grows
 from lightning_piper.capture.listed import Listed
+from lightning_piper.capture.named import laid_out, named_tensors, resized
+from lightning_piper.capture.passes import Names
+from lightning_piper.capture.placed import place_values
 from lightning_piper.capture.reads import Drawn, History, Reads, refuse_drawing, without_drawing
 from lightning_piper.capture.sizes import Specs, Symbols
 from lightning_piper.capture.structure import public, same_structure
@@ -29,10 +32,12 @@ from lightning_piper.capture.symbolic import SymbolicStep, SymbolicTraces
 from lightning_piper.capture.text import Text, difference, text_of
 from lightning_piper.capture.trace import Fakes, Step, Traced, fakes_of, trace
 from lightning_piper.capture.unsampled import unsampled
-from lightning_piper.capture.weighing import weigh
+from lightning_piper.capture.weighing import Weighed, weigh
 from lightning_piper.errors import CaptureError
-from lightning_piper.ir.regions import ParamInfo, StepCode
-from lightning_piper.ir.values import Kind, TensorSpec
+from lightning_piper.ir.division import Division
+from lightning_piper.ir.regions import StepCode
+from lightning_piper.ir.values import Kind
+from lightning_piper.placements.local import localize
 
 MANY_SIZES = 8  # numbers of samples for which a step is traced, before it is traced for all
 MANY_SHAPES = 64  # of which code is kept, besides the number of samples
@@ -85,10 +90,13 @@ class CapturedStep:
         canonical: every name -> canonical name.
         reads: what it has read in Python: while `reads.hold()`, it means what was captured.
         executed: what of it is not captured, and runs as it is.
+        division: what members of an axis have parts of; it is cut where they change what they hold.
     """
 
     name = Step.name
     executed = ""
+    division: Division | None = None
+    _whole: CapturedStep | None = None  # of the code of one member of the division's axis, the step of which it has parts
 
     def __init__(self, module: nn.Module, batch_spec: BatchSpec, device: torch.device,
                  context: Callable[[], contextlib.AbstractContextManager[Any]],
@@ -119,7 +127,7 @@ class CapturedStep:
 
     def shaped(self, batch_spec: BatchSpec) -> CapturedStep:
         """The same step for batches of other shapes than it was captured with. Where its code allows, one trace serves them all."""
-        sample = tuple(_resized(spec, 1) for spec in batch_spec.specs)
+        sample = tuple(resized(spec, 1) for spec in batch_spec.specs)
         if sample == self._specs(1):
             return self
         if sample not in self._shaped:
@@ -128,6 +136,21 @@ class CapturedStep:
             other = self._shaped[sample] = copy.copy(self)
             other.batch_spec, other._codes, other._graphs, other._alone = batch_spec, {}, {}, _is_alone(batch_spec)
         return self._shaped[sample]
+
+    def divided(self, division: Division) -> CapturedStep:
+        """The same step, cut where members of an axis have to change what they hold of a value. Its code is that of one device that
+        has everything; that of one of the members is `member`'s."""
+        other = copy.copy(self)
+        other.division, other._codes, other._shaped = division, {}, {}
+        other.params = {name: laid_out(info, division.params.get(name)) for name, info in self.params.items()}
+        return other
+
+    @cached_property
+    def member(self) -> CapturedStep:
+        """The step as one member of the division's axis runs it."""
+        other = copy.copy(self)
+        other._whole, other._codes, other._shaped = self, {}, {}
+        return other
 
     @property
     def traces(self) -> int:
@@ -179,7 +202,7 @@ class CapturedStep:
         """Of the batch's tensors for so many samples; a batch that nothing can cut is what it is."""
         if self.batch_spec.undivided is not None:
             return self.batch_spec.specs
-        return tuple(_resized(spec, size) for spec in self.batch_spec.specs)
+        return tuple(resized(spec, size) for spec in self.batch_spec.specs)
 
     @property
     def said(self) -> Text:
@@ -216,8 +239,8 @@ class CapturedStep:
         if (size, degrees) not in self._codes:
             found = (None if degrees else self._by_substitution(size)) or self._traced(size, degrees)
             self._check_memory(found)
-            if self._codes:
-                first = next(iter(self._codes.values()))
+            if self._codes or self._whole is not None:
+                first = next(iter(self._codes.values())) if self._whole is None else self._whole.at(size, degrees)
                 try:
                     same_structure(first, found)
                 except CaptureError:
@@ -242,7 +265,7 @@ class CapturedStep:
             return None
         # Twice as many: what counts with a half of the samples, or with pairs of them, is followed as well.
         other = 2 * size
-        batch = tuple(_resized(spec, other) for spec in self.batch_spec.specs) + numbers
+        batch = tuple(resized(spec, other) for spec in self.batch_spec.specs) + numbers
         step = self._step(())
         step.reads, step.gradients = None, torch.no_grad  # what it computes is enough
         step.namespaces = self.reads.namespaces
@@ -257,7 +280,7 @@ class CapturedStep:
     def _by_substitution(self, size: int) -> StepCode | None:
         """The code by a trace that has symbols for sizes, if one serves; one is made when other dimensions than that of the samples
         differ, or samples come in many numbers."""
-        if self.batch_spec.undivided is not None:
+        if self.batch_spec.undivided is not None or self.division is not None:
             return None
         numbers = self.reads.inputs.specs()
         found = self._symbolic.find(self._specs(size) + numbers, size)
@@ -312,14 +335,24 @@ class CapturedStep:
         if len(self._graphs) < 2:  # `weigh` changes it
             self._graphs[size] = copied(traced.graph), specs[len(self.batch_spec.specs) :]
         weighed = weigh(traced, size, self.canonical, beside)
+        divided = self._divide(weighed)
         regions, passes, split_passes, routed = cut(weighed, self.canonical, None if whole is None else whole.routed)
         interfaces, code = {key: p[0] for key, p in passes.items()}, {key: p[1] for key, p in passes.items()}
         terms = {out.names[0]: out.term for out in weighed.plain if out.kind == Kind.ARGUMENT}
         return StepCode(
             size, regions, interfaces, code, weighed.logs, specs, split_passes, routed, step.rebuild, weighed.terms,
             dataclasses.replace(traced.metrics, terms=terms, whole=counted), self.batch_spec.undivided, weighed.assumed,
-            weighed.unknown, weighed.meet, weighed.local,
+            weighed.unknown, weighed.meet, weighed.local, divided,
         )  # fmt: skip
+
+    def _divide(self, weighed: Weighed) -> dict[str, int]:
+        """Give the values of a graph their placements. Returns the parameters of which members have parts."""
+        if self.division is None:
+            return {}
+        found = place_values(weighed.graph, self.division, Names.of(weighed.graph, self.canonical, weighed.tangents))
+        if self._whole is not None:
+            localize(weighed.graph, self.division.degree)
+        return found
 
     def _check_memory(self, code: StepCode) -> None:
         outputs = [out for interface in code.interfaces.values() for out in interface.outputs]
@@ -365,32 +398,3 @@ def _is_same(a: Traced, b: Traced) -> bool:
 def _is_alone(batch_spec: BatchSpec) -> bool:
     """Does the batch have a list with one entry a sample, so that no other size has the like?"""
     return any(isinstance(item, Listed) for item in batch_spec.carried)
-
-
-def _resized(spec: TensorSpec, size: int) -> TensorSpec:
-    """The contiguous spec of a batch leaf cut to `size` samples; leaves without dimensions stay whole."""
-    shape = (size, *spec.shape[1:]) if spec.shape else ()
-    return TensorSpec.of(torch.empty(shape, dtype=spec.dtype, device="meta"))
-
-
-def named_tensors(module: nn.Module) -> tuple[dict[str, ParamInfo], dict[str, TensorSpec], dict[str, str], list[Pair]]:
-    """Parameters and buffers by canonical name, every name -> canonical name, and those that share memory."""
-    first: dict[int, str] = {}
-    canonical: dict[str, str] = {}
-    tensors: dict[str, torch.Tensor] = {}
-    for name, tensor in [
-        *module.named_parameters(remove_duplicate=False),
-        *module.named_buffers(remove_duplicate=False),
-    ]:
-        canonical[name] = first.setdefault(id(tensor), name)
-        tensors.setdefault(canonical[name], tensor)
-    aliases: dict[str, list[str]] = {}
-    for name, main in canonical.items():
-        if name != main:
-            aliases.setdefault(main, []).append(name)
-    params = {
-        name: ParamInfo(name, TensorSpec.of(x), x.requires_grad, tuple(aliases.get(name, ())))
-        for name, x in tensors.items() if isinstance(x, nn.Parameter)
-    }  # fmt: skip
-    buffers = {name: TensorSpec.of(x) for name, x in tensors.items() if not isinstance(x, nn.Parameter)}
-    return params, buffers, canonical, sharing_memory(tensors)

@@ -36,8 +36,7 @@ from lightning_piper.checkpoint.files import (
 from lightning_piper.checkpoint.tensor_ranges import LoadRanges, Reader, SaveRanges, TensorRange, Writer
 from lightning_piper.errors import PiperError
 from lightning_piper.holdings.placeholders import check_values
-from lightning_piper.ir.buckets import flattened, view_as
-from lightning_piper.ir.values import TensorSpec
+from lightning_piper.ir.values import TensorSpec, flattened, view_as
 from lightning_piper.processes.world import World, of_rank, together
 from lightning_piper.regular import open_regular
 

@@ -19,8 +19,7 @@ from lightning_piper.holdings.materialize import empty_like, is_on_meta, load_st
 from lightning_piper.holdings.optimizer import ShardedOptimizer
 from lightning_piper.holdings.ownership import Ownership
 from lightning_piper.holdings.tensor_map import TensorMap
-from lightning_piper.ir.buckets import flattened, view_as
-from lightning_piper.ir.values import TensorSpec
+from lightning_piper.ir.values import TensorSpec, flattened, view_as
 from lightning_piper.processes.world import World
 
 REFERENCE = "lightning_piper.tensor"

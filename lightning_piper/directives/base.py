@@ -12,7 +12,7 @@ from lightning_piper.errors import DirectiveError
 from lightning_piper.ir.dag import TrainingDAG
 from lightning_piper.ir.filters import Filter, Index, describe, matches, names_split_backward, problem_with
 from lightning_piper.ir.nodes import Chunk
-from lightning_piper.ir.regions import SPLIT_BACKWARD
+from lightning_piper.ir.regions import SPLIT_BACKWARD, Step
 from lightning_piper.limits import DEVICES, integer, is_name, shown
 
 Contract = Literal["bitwise", "reassociated", "bounded"]
@@ -51,6 +51,10 @@ class Directive:
             DirectiveError: by `self.refuse`, when the directive does not fit this DAG.
         """
 
+    def prepare(self, step: Step, program: Sequence[Directive]) -> Step:
+        """The step as this directive needs it captured, before any directive of the program is applied: by default as it is."""
+        return step
+
     def apply_forward(self, dag: TrainingDAG, training: TrainingDAG | None) -> Contract | None:
         """Rewrite the DAG of a forward-only step, such as `validation_step`, when the directive was written for training: by
         default in the same way. `training`: the finished DAG, if there was a training step to apply the program to.
@@ -65,6 +69,10 @@ class Directive:
 
         Samplers need it before there is a batch to apply the program to.
         """
+        return ()
+
+    def member_lines(self, program: Sequence[Directive]) -> Sequence[Sequence[int]]:
+        """Lines of devices that this directive lets work together on the same samples, if it does: each is one replica's."""
         return ()
 
     def refuse(self, field: str, found: str, accepted: str) -> NoReturn:

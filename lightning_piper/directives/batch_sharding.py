@@ -8,7 +8,7 @@ import networkx as nx
 
 from lightning_piper.directives.base import Directive
 from lightning_piper.ir.dag import TrainingDAG
-from lightning_piper.ir.mesh import Mesh
+from lightning_piper.ir.mesh import DATA, Mesh
 from lightning_piper.ir.nodes import Chunk, Node
 from lightning_piper.ir.values import Kind, Partial, Replicate, Slice
 from lightning_piper.ops.metrics import Metrics, MetricsSum, metrics_value
@@ -16,15 +16,19 @@ from lightning_piper.ops.samples import Concat, Cut
 from lightning_piper.ops.total import Total
 
 
-def shard_batch(dag: TrainingDAG, replicas: int, directive: Directive) -> None:
+def shard_batch(dag: TrainingDAG, mesh: Mesh, directive: Directive) -> None:
     """Give every replica its local batch, for `directive`; all regions at once, since each slice goes through all of them.
+
+    Args:
+        mesh: the places of all groups; replicas are along `DATA`.
 
     Raises:
         DirectiveError: the batch cannot be divided so.
     """
-    if dag.replicas == replicas:
+    if dag.mesh == mesh:
         return
-    if dag.replicas != 1:
+    replicas = mesh.size(DATA)
+    if len(dag.mesh.places) != 1:
         directive.refuse("devices", f"{replicas} replicas, another directive has {dag.replicas}", "divide all regions alike")
     undivided = dag.code.undivided
     if undivided is not None and undivided.batches != replicas:
@@ -48,7 +52,7 @@ def shard_batch(dag: TrainingDAG, replicas: int, directive: Directive) -> None:
                 f"{chunk.label} works on samples {chunk.slice}, which {replicas} replicas cannot divide evenly",
                 f"let batch and microbatches have a multiple of {replicas} samples",
             )
-    dag.replicas = replicas
+    dag.mesh = mesh
     for node_id in list(nx.topological_sort(dag.graph)):
         _shrink(dag, dag.nodes[node_id], replicas)
 
@@ -64,7 +68,7 @@ def _shrink(dag: TrainingDAG, node: Node, replicas: int) -> None:
             for value, out, tensors in zip(node.outputs, dag.interface(node).outputs, dag.code_of(node).outputs, strict=True)
         )
     elif isinstance(node, Total):
-        dag.change(node, mesh=Mesh.flat(replicas))
+        dag.change(node, mesh=dag.mesh)
         outputs = (dataclasses.replace(node.outputs[0], tensors=dag.value(node.inputs[0]).tensors),)
     elif isinstance(node, Metrics):
         dag.change(node, slices=tuple(_part(part, replicas) for part in node.slices))

@@ -11,7 +11,7 @@ This follows from what `dag.meshes` and `dag.policies` say, whichever directive 
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 
 from lightning_piper.directives.sharding import Conflict, Group, gather_at, readers_of, scatter
 from lightning_piper.ir.buckets import Bucket, buckets_of
@@ -31,10 +31,10 @@ def hold_parts(dag: TrainingDAG, regions: Iterable[int]) -> list[Node]:
     Raises:
         Conflict: regions that share parameters are treated differently.
     """
-    readers = readers_of(dag)
+    readers = _users_of(dag)
     families: dict[frozenset[int], list[str]] = {}
-    for region in sorted(set(regions) & dag.meshes.keys()):
-        for name in dag.code.routed[region].params:
+    for region in sorted(set(regions)):
+        for name in [name for name in dag.divided if region in readers[name]]:
             names = families.setdefault(readers[name], [])
             if name not in names:
                 names.append(name)
@@ -45,9 +45,18 @@ def hold_parts(dag: TrainingDAG, regions: Iterable[int]) -> list[Node]:
     return updates
 
 
+def _users_of(dag: TrainingDAG) -> Mapping[str, frozenset[int]]:
+    """The regions that read each parameter, or make a gradient of it."""
+    found = {name: set(regions) for name, regions in readers_of(dag).items()}
+    for (region, _), interface in dag.code.interfaces.items():
+        for name in (name for output in interface.outputs if output.kind == Kind.GRAD for name in output.names):
+            found.setdefault(name, set()).add(region)
+    return {name: frozenset(regions) for name, regions in found.items()}
+
+
 def _hold(dag: TrainingDAG, family: Sequence[int], names: Sequence[str]) -> list[Node]:
     """`names` are the parameters that the regions of `family` share."""
-    mesh = dag.meshes[family[0]]
+    mesh = dag.divided[names[0]]
     policy = _policy(dag, family, names, members=mesh.size(DATA))
     chunks = [chunk for chunk in dag.of_type(Chunk) if chunk.region in family]
     trained = {name for chunk in chunks for value in chunk.outputs if value.kind == Kind.GRAD for name in value.names}

@@ -53,7 +53,7 @@ class Place(Directive):
             if len(shape := _shape(self.devices)) != len(self.axes):
                 found = f"{len(self.axes)} names for the {len(shape)} dimensions of {shown(self.devices)}"
                 self.refuse("axes", found, "give a name for each level of lists, and lists of one length on each")
-            self.check_device_list("devices", self._group())
+            self.check_device_list("devices", self.group)
         else:
             self.check_device_list("devices", self.devices)
         self.check_stream("stream", "compute")
@@ -62,17 +62,23 @@ class Place(Directive):
         good = isinstance(self.axes, list | tuple) and all(map(is_name, self.axes))
         return good and len(set(self.axes)) == len(self.axes)
 
-    def _group(self) -> tuple[int, ...]:
+    @property
+    def group(self) -> tuple[int, ...]:
         """All devices, by place."""
         group = tuple(self.devices)
         for _ in self.axes[1:]:
             group = tuple(device for row in group for device in row)
         return group
 
+    @property
+    def mesh(self) -> Mesh:
+        """The places of the group along the axes."""
+        return Mesh(tuple(self.axes), _shape(self.devices), tuple(range(len(self.group))))
+
     def apply(self, dag: TrainingDAG) -> Contract | None:
-        chunks, group = self.select(dag, "filter", self.filter), self._group()
+        chunks, group = self.select(dag, "filter", self.filter), self.group
         if self.axes:
-            mesh = Mesh(tuple(self.axes), _shape(self.devices), tuple(range(len(group))))
+            mesh = self.mesh
             for chunk in chunks:
                 if (other := dag.arranged.setdefault((chunk.region, group), mesh)) != mesh:
                     self.refuse("axes", f"{chunk.label} is on a mesh {other} already", "give all passes of a region one mesh")

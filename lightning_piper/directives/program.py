@@ -113,9 +113,12 @@ def replicas_of(program: Program) -> dict[int, int]:
         DirectiveError: two directives give a device different indices.
     """
     found: dict[int, int] = {}
+    lines = {device: tuple(line) for directive in program for line in directive.member_lines(program) for device in line}
     for index, directive in enumerate(program):
         for group in directive.replica_groups():
-            for replica, device in enumerate(group):
+            of_line: dict[tuple[int, ...], int] = {}
+            for device in group:
+                replica = of_line.setdefault(lines.get(device, (device,)), len(of_line))
                 if found.setdefault(device, replica) != replica:
                     raise DirectiveError(
                         f"directive {index} ({directive.op}): field 'devices': device {device} is replica {replica} here and "

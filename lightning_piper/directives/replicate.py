@@ -15,6 +15,7 @@ from lightning_piper.directives.sharding import Conflict, gather_as_in_training,
 from lightning_piper.directives.transfers import connect
 from lightning_piper.ir.dag import TrainingDAG
 from lightning_piper.ir.filters import Filter
+from lightning_piper.ir.mesh import Mesh
 from lightning_piper.ir.nodes import Chunk
 from lightning_piper.ir.policies import ShardingPolicy
 from lightning_piper.limits import is_number, shown
@@ -147,7 +148,8 @@ class Replicate(Directive):
         if dag.replicas > 1 and dag.mean_of_replicas != mean:
             self.refuse("average", shown(self.average), "give the same one in all replicate directives")
         dag.mean_of_replicas = mean
-        shard_batch(dag, len(groups[0]), self)
+        known = dag.mesh if dag.member_axis is not None and len(dag.mesh.places) == len(groups[0]) else None
+        shard_batch(dag, known or Mesh.flat(len(groups[0])), self)
         return regions
 
     def replica_groups(self) -> list[tuple[int, ...]]:

@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import dataclasses
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any, ClassVar
 
 from lightning_piper.directives.base import Contract, Directive, register
 from lightning_piper.directives.batch_sharding import shard_batch
 from lightning_piper.directives.divided import hold_parts
+from lightning_piper.directives.member_tensors import check_tensors, divided_step, lines_of, take_parts
 from lightning_piper.directives.sharding import Conflict, gather_as_in_training, readers_of
 from lightning_piper.directives.transfers import connect
 from lightning_piper.ir import values
@@ -17,7 +18,7 @@ from lightning_piper.ir.dag import TrainingDAG
 from lightning_piper.ir.filters import Filter
 from lightning_piper.ir.mesh import DATA, Mesh
 from lightning_piper.ir.nodes import Chunk, Ref
-from lightning_piper.ir.regions import Routed
+from lightning_piper.ir.regions import Routed, Step
 from lightning_piper.ir.values import Kind, Slice, TensorSpec, Value
 from lightning_piper.limits import is_name, shown
 from lightning_piper.ops.all_to_all import AllToAll
@@ -57,8 +58,11 @@ class Shard(Directive):
     devices: Sequence[int] | Sequence[Sequence[int]] | None = None
     axis: str = "ep"
     stream: str = "alltoall"
+    params: Mapping[str, int] | None = None
+    values: Mapping[str, int] | None = None
 
     def check_fields(self) -> None:
+        check_tensors(self)
         self.check_filter("filter", self.filter)
         self.check_stream("stream", "alltoall")
         if not is_name(self.axis) or self.axis == DATA:
@@ -76,6 +80,11 @@ class Shard(Directive):
 
     def apply_forward(self, dag: TrainingDAG, training: TrainingDAG | None) -> None:
         """Experts are divided as in training, and gathered from its shards."""
+        if self.params is not None or self.values is not None:
+            self.apply(dag)
+            if training is not None:
+                gather_as_in_training(dag, training)
+            return
         selected = {chunk.region for chunk in self.select(dag, "filter", self.filter)}
         if not selected & dag.code.routed.keys():
             return
@@ -85,7 +94,17 @@ class Shard(Directive):
         self._divide(dag, selected)
         gather_as_in_training(dag, training)
 
+    def prepare(self, step: Step, program: Sequence[Directive]) -> Step:
+        return step if self.params is None and self.values is None else divided_step(self, step, program)
+
+    def member_lines(self, program: Sequence[Directive]) -> Sequence[Sequence[int]]:
+        return () if self.params is None and self.values is None else lines_of(self, program)
+
     def apply(self, dag: TrainingDAG) -> None:
+        if self.params is not None or self.values is not None:
+            chunks = self.select(dag, "filter", self.filter)
+            take_parts(self, dag, self._mesh(dag, chunks))
+            return
         regions = self._divide(dag, {chunk.region for chunk in self.select(dag, "filter", self.filter)})
         try:
             connect(dag, hold_parts(dag, regions))
@@ -106,7 +125,7 @@ class Shard(Directive):
         for region in regions:
             self._check_region(dag, region, mesh.parts)
         self._check_shared(dag, regions, mesh)
-        shard_batch(dag, len(mesh.places), self)
+        shard_batch(dag, Mesh.flat(len(mesh.places)), self)
         dag.divide(dict.fromkeys(regions, mesh))
         for found in chunks.values():
             self._exchange(dag, found, mesh)

@@ -41,7 +41,7 @@ def reduce_gradients(dag: TrainingDAG, regions: set[int], policy: ShardingPolicy
         Conflict: they are summed already.
     """
     touched = _bucket(dag, regions, policy)
-    totals = [total for total in dag.of_type(Accumulate) if _region_of(dag, total) in regions and not total.outputs[0].others]
+    totals = [total for total in dag.of_type(Accumulate) if _region_of(dag, total) in regions and _is_to_sum(dag, total)]
     touched += disconnect(dag, totals)
     for total in totals:
         value = dag.value((total.id, 0))
@@ -168,7 +168,7 @@ def _bucket(dag: TrainingDAG, regions: set[int], policy: ShardingPolicy) -> list
     """
     totals: dict[tuple[str, ...], list[Accumulate]] = {}
     for total in dag.of_type(Accumulate):
-        if total.outputs[0].kind == Kind.GRAD and total.outputs[0].bucket is None and not total.outputs[0].others:
+        if total.outputs[0].kind == Kind.GRAD and total.outputs[0].bucket is None and _is_to_sum(dag, total):
             totals.setdefault(total.outputs[0].names, []).append(total)
     made: list[Node] = []
     for names, sums in totals.items():
@@ -187,6 +187,13 @@ def _bucket(dag: TrainingDAG, regions: set[int], policy: ShardingPolicy) -> list
     return made
 
 
+def _is_to_sum(dag: TrainingDAG, total: Accumulate) -> bool:
+    """Is it a gradient of what all have, which replicas, or members of an axis, have terms of?"""
+    value = total.outputs[0]
+    alone = dag.member_axis is not None and dag.replicas == 1 and not isinstance(value.placement, Partial)
+    return not value.others and not alone
+
+
 def _packed(dag: TrainingDAG, total: Accumulate, bucket: Bucket) -> Accumulate:
     """The part of a sum of gradients that lies in one bucket."""
     value = Value(Kind.GRAD, bucket.names, (bucket.whole,), Partial(), bucket)
@@ -200,12 +207,14 @@ def _buckets(dag: TrainingDAG, names: Iterable[str], policy: ShardingPolicy, dty
     those which a `shard` may divide lie by themselves."""
     readers = readers_of(dag)
     apart = {name for routed in dag.code.routed.values() for name in routed.params}
-    together: dict[tuple[frozenset[int], bool], list[str]] = {}
+    together: dict[tuple[frozenset[int], bool, Mesh], list[str]] = {}
     for name in names:
-        together.setdefault((readers.get(name, frozenset()), name in apart), []).append(name)
-    params, mesh = dag.step.params, Mesh.flat(dag.replicas)
-    lists = [[params[name] for name in group] for group in together.values()]
-    return [b for group in lists for b in buckets_of(group, policy.bucket_bytes, mesh, dtype, policy.by_parameter)]
+        together.setdefault((readers.get(name, frozenset()), name in apart, dag.mesh_of(name)), []).append(name)
+    lists = [(mesh, [dag.step.params[name] for name in group]) for (*_, mesh), group in together.items()]
+    return [
+        bucket for mesh, params in lists
+        for bucket in buckets_of(params, policy.bucket_bytes, mesh, dtype, policy.by_parameter, parts=False)
+    ]  # fmt: skip
 
 
 def readers_of(dag: TrainingDAG) -> Mapping[str, frozenset[int]]:

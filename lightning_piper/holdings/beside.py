@@ -9,7 +9,7 @@ from torch import nn
 from lightning_piper.compiler import Compiled
 from lightning_piper.holdings.materialize import like
 from lightning_piper.holdings.ownership import Ownership
-from lightning_piper.ir.buckets import flattened
+from lightning_piper.ir.values import flattened
 from lightning_piper.processes.world import World
 from lightning_piper.runtime import local_shards_of
 

@@ -20,8 +20,8 @@ from lightning_piper.holdings.materialize import places_of, tensor_at
 from lightning_piper.holdings.ownership import Ownership
 from lightning_piper.holdings.parts import parts_of
 from lightning_piper.holdings.tensor_map import LocalShard
-from lightning_piper.ir.buckets import flattened, view_as
 from lightning_piper.ir.nodes import Chunk
+from lightning_piper.ir.values import flattened
 from lightning_piper.ops.gather import Parameters
 from lightning_piper.processes.world import RANK_ZERO, World, on_host
 
@@ -297,7 +297,7 @@ class ShardedOptimizer:
                 flat = torch.empty(spec.numel, dtype=first.dtype)
                 for rank, (start, stop) in ranges.items():
                     flat[start:stop] = parts[rank][key]
-                full[key] = view_as(flat, spec)
+                full[key] = self._ownership.tensor_map.whole(name, flat)
             else:
                 full[key] = first
         return full

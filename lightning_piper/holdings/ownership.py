@@ -24,7 +24,8 @@ from lightning_piper.holdings.materialize import Known, empty_like, initialize, 
 from lightning_piper.holdings.parts import PARTS
 from lightning_piper.holdings.placeholders import stand_in
 from lightning_piper.holdings.tensor_map import LocalShard, TensorMap, buckets_of_parameters
-from lightning_piper.ir.buckets import Bucket, flattened, packed, view_as
+from lightning_piper.ir.buckets import Bucket, packed
+from lightning_piper.ir.values import flattened, view_as
 from lightning_piper.processes.world import RANK_ZERO, World, fill
 from lightning_piper.runtime import local_shards_of
 
@@ -203,11 +204,11 @@ class Ownership:
             own = self.shards[device] = {}
             for bucket, kept in plan.shards.items():
                 if bucket.degree > 1:
-                    part = (bucket, bucket.part_of(plan.replica))
+                    part = (bucket, bucket.part_of(plan.place))
                     flat = self._parts[part] = self._parts.get(part, bucket.empty(self._device))
                 else:
                     flat = flats[bucket]
-                own[bucket] = flat if kept else flat.chunk(bucket.members)[bucket.member(plan.replica)]
+                own[bucket] = flat if kept else flat.chunk(bucket.members)[bucket.member(plan.place)]
         self.refresh()
 
     @torch.no_grad()
@@ -215,7 +216,7 @@ class Ownership:
         """Before a step: let what has parts of the module's parameters follow them."""
         for (bucket, part), flat in self._parts.items():
             for name, view in zip(bucket.names, bucket.views(flat), strict=True):
-                view.copy_(self._get(name).chunk(bucket.degree)[part])
+                view.copy_(bucket.cut(name, self._get(name), part))
 
     def _make_local_shards(self) -> None:
         """Make room for this process's shards; the local shards in them are parameters like those that they are cut from."""
@@ -226,7 +227,7 @@ class Ownership:
         own = self.shards[self._world.rank] = {}
         for bucket, kept in plan.shards.items():
             flat = bucket.empty(self._device)
-            own[bucket] = flat if kept else flat.chunk(bucket.members)[bucket.member(plan.replica)].clone()
+            own[bucket] = flat if kept else flat.chunk(bucket.members)[bucket.member(plan.place)].clone()
         for name, view in local_shards_of(plan, own).items():
             if self.tensor_map.holds_whole(name, self._world.rank):
                 self._whole_in_shards[name] = view_as(view, self.tensor_map.specs[name])
@@ -371,7 +372,7 @@ class Ownership:
         if flat is None:
             return None
         before = self._get(name)
-        self._set(name, like(before, view_as(flat, spec)))
+        self._set(name, like(before, self.tensor_map.whole(name, flat)))
         return before
 
     def _part(self, name: str, start: int, stop: int) -> torch.Tensor:

@@ -14,7 +14,7 @@ import torch
 from lightning_piper.compiler import Compiled
 from lightning_piper.errors import PiperError
 from lightning_piper.ir.buckets import Bucket
-from lightning_piper.ir.values import TensorSpec
+from lightning_piper.ir.values import TensorSpec, view_as
 from lightning_piper.ops.gather import Parameters
 from lightning_piper.processes.world import RANK_ZERO
 
@@ -35,11 +35,11 @@ class HolderGroup:
 
     @property
     def canonical_holders(self) -> Mapping[int, Range]:
-        """The ranks that have each element exactly once."""
-        if self.bucket is not None or not self.ranges:  # nobody has a part of what has no elements
-            return self.ranges
-        rank = next(iter(self.ranges))
-        return {rank: self.ranges[rank]}
+        """The ranks that have each element exactly once: of those that have the same ones, the first."""
+        first: dict[Range, int] = {}
+        for rank, elements in self.ranges.items():
+            first.setdefault(elements, rank)
+        return {rank: elements for elements, rank in first.items()}
 
 
 @dataclass(frozen=True)
@@ -76,6 +76,7 @@ class TensorMap:
         self._size = size
         self.specs: dict[str, TensorSpec] = {name: info.spec for name, info in compiled.step.params.items()}
         self.specs |= compiled.step.buffers
+        self._params = compiled.step.params
         self.holder_groups: dict[str, tuple[HolderGroup, ...]] = {}
         if size == 1:
             self.holder_groups = {name: (HolderGroup({RANK_ZERO: (0, spec.numel)}),) for name, spec in self.specs.items()}
@@ -97,6 +98,10 @@ class TensorMap:
     def held(self, name: str, rank: int) -> Range | None:
         """The elements that a process holds; None if it holds none."""
         return next((group.ranges[rank] for group in self.holder_groups[name] if rank in group.ranges), None)
+
+    def whole(self, name: str, flat: torch.Tensor) -> torch.Tensor:
+        """All elements of a tensor, in one dimension -> the tensor as the module has it."""
+        return self._params[name].whole(flat) if name in self._params else view_as(flat, self.specs[name])
 
     def holds_whole(self, name: str, rank: int) -> bool:
         return any(group.bucket is None and rank in group.ranges for group in self.holder_groups[name])
@@ -130,7 +135,7 @@ def _sharded(compiled: Compiled) -> tuple[dict[str, list[HolderGroup]], set[tupl
     for bucket, devices in buckets_of_parameters(compiled):
         ranges: dict[str, dict[int, Range]] = {name: {} for name in bucket.names}
         for device in sorted(devices):
-            for name, start, stop, _ in bucket.local_shards(compiled.plans[device].replica):
+            for name, start, stop, _ in bucket.local_shards(compiled.plans[device].place):
                 ranges[name][device] = (start, stop)
         for name, found in ranges.items():
             twice = [device for device in devices if (device, name) in covered]

@@ -4,7 +4,7 @@ What is communicated together lies together: a bucket is one message. Sharded ov
 wherever that cuts through the parameters (Rajbhandari et al., ZeRO: Memory Optimizations Toward Training Trillion Parameter
 Models, 2020).
 
-Parameters may be divided along another axis of the mesh first: a device has one of equal parts along the first dimension. Then a
+Parameters may be divided along another axis of the mesh first: a device has one of equal parts along a dimension. Then a
 bucket holds such parts, and is sharded along the axis of data, over those who have the same one.
 """
 
@@ -19,7 +19,7 @@ from typing import TYPE_CHECKING
 import torch
 
 from lightning_piper.ir.mesh import DATA, Mesh
-from lightning_piper.ir.values import Shard, TensorSpec
+from lightning_piper.ir.values import Shard, TensorSpec, view_as
 
 if TYPE_CHECKING:
     from lightning_piper.ir.regions import ParamInfo
@@ -40,6 +40,8 @@ class Bucket:
         mesh: the flat tensor is sharded along `DATA`, and padded until the shards are equal; parameters are divided along its other
             axes.
         dtype: of the flat tensor; gradients may be summed in another dtype than theirs.
+        parts: the tensors are parts of parameters, which are divided along the mesh's other axes; False: each place has all of
+            them.
         by_parameter: no shard ends within a tensor: each member has some tensors, whole, about as many elements as the others.
     """
 
@@ -48,6 +50,7 @@ class Bucket:
     mesh: Mesh
     dtype: torch.dtype
     by_parameter: bool = False
+    parts: bool = True
 
     def __hash__(self) -> int:
         return self._hash
@@ -120,17 +123,17 @@ class Bucket:
     @property
     def others(self) -> tuple[tuple[str, Shard], ...]:
         """As in `Value.others`."""
-        return tuple((axis, Shard(0)) for axis in self.mesh.axes if axis != DATA)
+        return tuple((axis, Shard(0)) for axis in self.mesh.axes if axis != DATA) if self.parts else ()
 
     @property
     def degree(self) -> int:
         """Parts into which each parameter is divided."""
-        return self.mesh.parts
+        return self.mesh.parts if self.parts else 1
 
     @property
     def wholes(self) -> tuple[TensorSpec, ...]:
         """Specs of the whole parameters."""
-        return tuple(replace(s, shape=(s.shape[0] * self.degree, *s.shape[1:])) if self.degree > 1 else s for s in self.tensors)
+        return tuple(spec.of_parts(self.degree) if self.degree > 1 else spec for spec in self.tensors)
 
     @property
     def whole_tensors(self) -> bool:
@@ -139,7 +142,7 @@ class Bucket:
 
     def part_of(self, replica: int) -> int:
         """Which part of the parameters a replica has."""
-        return self.mesh.part(replica)
+        return self.mesh.part(replica) if self.parts else 0
 
     def shard_group(self, replica: int) -> tuple[int, ...]:
         """The replicas over which the bucket is sharded that this one has a shard of, in the order of the shards."""
@@ -149,9 +152,17 @@ class Bucket:
         """Which shard a replica has."""
         return self.shard_group(replica).index(replica)
 
-    def own(self, whole: torch.Tensor, replica: int) -> torch.Tensor:
+    def own(self, name: str, whole: torch.Tensor, replica: int) -> torch.Tensor:
         """What a replica has of a parameter: a view of it."""
-        return whole.chunk(self.degree)[self.part_of(replica)] if self.degree > 1 else whole
+        return self.cut(name, whole, self.part_of(replica))
+
+    def cut(self, name: str, whole: torch.Tensor, part: int) -> torch.Tensor:
+        """A part of a parameter, as a view."""
+        return whole.chunk(self.degree, self.dim_of(name))[part] if self.degree > 1 else whole
+
+    def dim_of(self, name: str) -> int:
+        """The dimension along which a parameter is divided: the slowest in memory, so that a part is a run of elements."""
+        return self.tensors[self.names.index(name)].dim_order[0]
 
     def local_shards(self, replica: int) -> Iterator[tuple[str, int, int, int]]:
         """What a replica's shard holds: name, and elements `start:stop` of that parameter (in the order of its memory), which
@@ -187,22 +198,6 @@ class Bucket:
         return replace(self, dtype=dtype)
 
 
-def view_as(flat: torch.Tensor, spec: TensorSpec) -> torch.Tensor:
-    """One dimension -> the spec's shape and strides. Of a tensor with holes in its memory, the strides without the holes."""
-    dim_order = spec.dim_order
-    inverse = sorted(range(len(dim_order)), key=dim_order.__getitem__)
-    view = flat.view([spec.shape[d] for d in dim_order]).permute(inverse)
-    # The stride of a dimension with one element says nothing about memory, but may choose a kernel.
-    if any(n > 1 and a != b for n, a, b in zip(spec.shape, view.stride(), spec.stride, strict=True)):
-        return view
-    return view if view.stride() == spec.stride else flat.as_strided(spec.shape, spec.stride)
-
-
-def flattened(tensor: torch.Tensor, spec: TensorSpec) -> torch.Tensor:
-    """The reverse of `view_as`; a copy where the tensor lies otherwise."""
-    return tensor.permute(spec.dim_order).reshape(-1)
-
-
 @torch.no_grad()
 def packed(bucket: Bucket, tensors: Mapping[str, torch.Tensor], device: torch.device | str) -> torch.Tensor:
     """The named tensors (parts, where the bucket holds parts) in a new flat tensor of a bucket."""
@@ -214,7 +209,7 @@ def packed(bucket: Bucket, tensors: Mapping[str, torch.Tensor], device: torch.de
 
 def packed_params(bucket: Bucket, params: Mapping[str, torch.Tensor], replica: int, device: torch.device | str) -> torch.Tensor:
     """A bucket of whole parameters, as a replica has it: with its parts of them."""
-    return packed(bucket, {name: bucket.own(params[name], replica) for name in bucket.names}, device)
+    return packed(bucket, {name: bucket.own(name, params[name], replica) for name in bucket.names}, device)
 
 
 def buckets_of(
@@ -223,13 +218,14 @@ def buckets_of(
     mesh: Mesh,
     dtype: torch.dtype | None = None,
     by_parameter: bool = False,
+    parts: bool = True,
 ) -> list[Bucket]:
     """Parameters in buckets: of one dtype, in order, each closed as soon as it has `size` bytes.
 
     Args:
         params: that are to lie in buckets; parts of them, where the mesh divides them.
         size: bytes.
-        mesh, by_parameter: as in `Bucket`.
+        mesh, by_parameter, parts: as in `Bucket`.
         dtype: of the flat tensors; None for the parameters' own.
     """
     found: list[list[ParamInfo]] = []
@@ -242,6 +238,6 @@ def buckets_of(
         bucket.append(info)
         open_[info.spec.dtype] = (bucket, filled + info.spec.nbytes)
     return [
-        Bucket(tuple(p.name for p in bucket), tuple(p.spec for p in bucket), mesh, dtype or bucket[0].spec.dtype, by_parameter)
-        for bucket in found
+        Bucket(tuple(p.name for p in each), tuple(p.spec for p in each), mesh, dtype or each[0].spec.dtype, by_parameter, parts)
+        for each in found
     ]

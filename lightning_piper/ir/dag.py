@@ -13,8 +13,8 @@ from lightning_piper.ir.application import Application
 from lightning_piper.ir.mesh import DATA, Mesh
 from lightning_piper.ir.nodes import Chunk, Node, Ref
 from lightning_piper.ir.policies import ShardingPolicy
-from lightning_piper.ir.regions import SPLIT_BACKWARD, Code, Interface, PassKey, Region, Step, StepCode
-from lightning_piper.ir.values import Kind, Placement, Shard, Slice, TensorSpec, Value
+from lightning_piper.ir.regions import SPLIT_BACKWARD, Code, Interface, Output, PassKey, Region, Step, StepCode
+from lightning_piper.ir.values import Kind, Partial, Placement, Replicate, Shard, Slice, TensorSpec, Value
 from lightning_piper.limits import shown
 
 N = TypeVar("N", bound=Node)
@@ -27,7 +27,8 @@ class TrainingDAG:
     Attributes:
         step: the captured step, source of the code of every chunk.
         size: samples in the global batch of one step (N).
-        replicas: data-parallel replicas (R). Replica r has samples [r N/R, (r+1) N/R) and is the r-th device of every node.
+        mesh: the places of every node's group: along `DATA` R replicas, of which replica r has samples [r N/R, (r+1) N/R); along
+            another axis members that have the same samples.
         nodes: by id.
         graph: `networkx` graph of ids. Edge attributes: `data` (it carries a value), `order` (index of the directive that
             ordered it, None where none did). Node attribute: `order` (index of the first directive that named it in an order).
@@ -35,6 +36,7 @@ class TrainingDAG:
         overlaps: groups of an order whose members may interleave: for each filter of the group, its chunks.
         meshes: region -> the mesh along whose other axes its parameters are divided, of regions in which some are.
         divided: the same for these parameters.
+        member_axis: the axis along which chunks work on parts of tensors (`Step.division`); None: they have all.
         arranged: region and its group of devices -> the mesh that their place gave them, of those that it gave one.
         mean_of_replicas: the loss is the mean of the replicas' losses, each a term's own ratio, and not that of the whole batch.
         policies: region -> what its replicate directive shards, and how it communicates.
@@ -44,7 +46,9 @@ class TrainingDAG:
         self.step, self.size = step, size
         self.nodes: dict[int, Node] = {}
         self.graph: nx.DiGraph[int] = nx.DiGraph()
-        self.replicas = 1
+        self.mesh = Mesh.flat(1)
+        self.member_axis: str | None = None
+        self._summed: frozenset[str] = frozenset()  # parameters of whose gradients members of that axis have terms
         self.program = Application(partial)
         self.overlaps: list[tuple[tuple[int, ...], ...]] = []
         self.meshes: dict[int, Mesh] = {}
@@ -77,6 +81,14 @@ class TrainingDAG:
         return self.code.regions
 
     @property
+    def replicas(self) -> int:
+        return self.mesh.size(DATA)
+
+    def replica_of(self, place: int) -> int:
+        """Of a place of the mesh."""
+        return self.mesh.line(DATA, place).index(place)
+
+    @property
     def local_batch_size(self) -> int:
         """Samples of one replica."""
         return self.size // self.replicas
@@ -100,9 +112,17 @@ class TrainingDAG:
         self._degrees = tuple(parts.get(site, 1) for site in range(1 + max(site for r in routed.values() for site in r.sites)))
         self.divided = {name: mesh for region, mesh in self.meshes.items() for name in routed[region].params}
 
+    def take_parts(self, axis: str) -> None:
+        """Let chunks work on parts of tensors, as `Step.division` says; they have other code from now on."""
+        self.member_axis = axis
+        self.divided |= dict.fromkeys(self.code.divided, self.mesh)
+        made = (output for interface in self.code.interfaces.values() for output in interface.outputs if self.is_summed(output))
+        self._summed = frozenset(name for output in made for name in output.names)
+
     def code_at(self, key: PassKey, samples: int) -> Code:
         """The code of a pass for `samples` samples, as the DAG's devices run it."""
-        return self.step.at(samples, self.degrees_of(key[0])).code_of(key)
+        step = self.step if self.member_axis is None else self.step.member
+        return step.at(samples, self.degrees_of(key[0])).code_of(key)
 
     def degrees_of(self, region: int) -> tuple[int, ...]:
         """For each call of `dispatch`, into how many parts what it leads to is divided; empty for a region that is whole."""
@@ -112,22 +132,29 @@ class TrainingDAG:
         return self.code_at(chunk.key, len(chunk.slice))
 
     def others_of(self, key: PassKey, index: int) -> tuple[tuple[str, Placement], ...]:
-        """`Value.others` of an output of a pass: rows of a divided region, and gradients of its divided parameters."""
+        """`Value.others` of an output of a pass: rows and gradients of a divided region, and what members have parts of."""
+        output = self.code.interface_of(key).outputs[index]
+        if self.member_axis is not None:
+            whole = self.is_summed(output) or isinstance(output.held, Replicate)
+            return () if whole else ((self.member_axis, output.held),)
         if key[0] not in self.meshes:
             return ()
-        output = self.code.interface_of(key).outputs[index]
         if output.kind == Kind.GRAD and output.names[0] not in self.divided:
             return ()
         return tuple((axis, Shard(0)) for axis in self.meshes[key[0]].axes if axis != DATA)
 
+    def is_summed(self, output: Output) -> bool:
+        """Is it a gradient of which all places have terms, also those of one replica?"""
+        return self.member_axis is not None and output.kind == Kind.GRAD and isinstance(output.held, Partial)
+
     def mesh_of(self, name: str) -> Mesh:
-        """The mesh along whose other axes a parameter is divided; a flat one where every replica has all of it."""
-        return self.divided.get(name) or Mesh.flat(self.replicas)
+        """The mesh along whose other axes a parameter is divided, if it is. Its gradients are summed along `DATA`."""
+        return self.divided.get(name) or (Mesh.flat(len(self.mesh.places)) if name in self._summed else self.mesh)
 
     def spec_of(self, name: str) -> TensorSpec:
         """The spec of a parameter as each device has it: of its part, where the parameter is divided."""
-        spec, parts = self.step.params[name].spec, self.mesh_of(name).parts
-        return dataclasses.replace(spec, shape=(spec.shape[0] // parts, *spec.shape[1:])) if parts > 1 else spec
+        spec = self.step.params[name].spec
+        return spec if name not in self.divided else spec.part(self.divided[name].parts)
 
     def value(self, ref: Ref) -> Value:
         return self.nodes[ref[0]].outputs[ref[1]]
@@ -353,10 +380,10 @@ class TrainingDAG:
         copy.program = self.program.copy()
         copy.nodes = {i: dataclasses.replace(node) for i, node in self.nodes.items()}
         copy.graph = self.graph.copy()
-        copy._next, copy.replicas, copy.overlaps = self._next, self.replicas, list(self.overlaps)
+        copy._next, copy.mesh, copy.overlaps = self._next, self.mesh, list(self.overlaps)
         copy.meshes, copy.divided, copy._degrees = dict(self.meshes), dict(self.divided), self._degrees
         copy.policies, copy.arranged = dict(self.policies), dict(self.arranged)
-        copy.mean_of_replicas = self.mean_of_replicas
+        copy.mean_of_replicas, copy.member_axis, copy._summed = self.mean_of_replicas, self.member_axis, self._summed
         return copy
 
     def __str__(self) -> str:

@@ -16,9 +16,10 @@ from typing import Any, Protocol
 import torch
 
 from lightning_piper.errors import CaptureError
+from lightning_piper.ir.division import Division
 from lightning_piper.ir.metric_calls import MetricCalls
 from lightning_piper.ir.terms import Term
-from lightning_piper.ir.values import Kind, Slice, TensorSpec
+from lightning_piper.ir.values import Kind, Placement, Replicate, Slice, TensorSpec, view_as
 
 # The name of the loss that the step returns, among the metrics; users may well log something called "loss" themselves.
 LOSS = "returned loss"
@@ -57,12 +58,16 @@ class Output:
             whose content is a private matter of the region, the passes of its backward that read it.
         term: of a loss or a logged value, its place in `StepCode.terms`.
         partial: it is a term of a sum over the whole batch, and whoever reads it gets the sum.
+        held: of a step that is divided along an axis (`Step.division`), what its members hold of it.
+        change: the placement that it has, and the one in which whoever reads it gets it.
     """
 
     kind: Kind
     names: tuple[str, ...]
     term: int | None = None
     partial: bool = False
+    held: Placement = field(default_factory=Replicate)
+    change: tuple[Placement, Placement] | None = None
 
 
 @dataclass(frozen=True)
@@ -223,6 +228,7 @@ class StepCode:
         meet: the operation, on the way to the loss, in which samples are taken by their place or compared; None if none is known.
         local: the buffers to which the step gives values that follow from the samples it gets, from their number, or from random
             numbers; all others that it changes have the same values whatever part of the batch it gets.
+        divided: parameters of which members of an axis have parts -> the dimension along which.
     """
 
     size: int
@@ -241,6 +247,7 @@ class StepCode:
     unknown: tuple[str, ...] = ()
     meet: str | None = None
     local: frozenset[str] = frozenset()
+    divided: Mapping[str, int] = field(default_factory=dict)
 
     def samples(self, leaf: int, part: Slice) -> Slice | None:
         """Which samples of a tensor of the batch the chunks of `part` get; None where they get it whole."""
@@ -307,12 +314,27 @@ class StepCode:
 
 @dataclass(frozen=True)
 class ParamInfo:
-    """One parameter under its canonical name. `aliases` are further names of the same tensor (tied parameters)."""
+    """One parameter.
+
+    Attributes:
+        name: its canonical name.
+        spec: of the whole of it. Its elements are counted in the order of this spec's memory, in which parts are runs.
+        aliases: further names of the same tensor (tied parameters).
+        strides: in the module, where they are others than the spec's.
+    """
 
     name: str
     spec: TensorSpec
     requires_grad: bool
     aliases: tuple[str, ...] = ()
+    strides: tuple[int, ...] | None = None
+
+    def whole(self, flat: torch.Tensor) -> torch.Tensor:
+        """All elements, in one dimension -> the tensor as the module has it."""
+        found = view_as(flat, self.spec)
+        if self.strides is None:
+            return found
+        return flat.new_empty_strided(self.spec.shape, self.strides).copy_(found)
 
 
 class Step(Protocol):
@@ -328,6 +350,20 @@ class Step(Protocol):
 
     @property
     def buffers(self) -> Mapping[str, TensorSpec]: ...
+
+    @property
+    def division(self) -> Division | None:
+        """What members of an axis have parts of; None: nothing is divided."""
+        ...
+
+    @property
+    def member(self) -> Step:
+        """The same step as one member of that axis runs it."""
+        ...
+
+    def divided(self, division: Division) -> Step:
+        """The same step, cut where members of an axis change what they hold of a value."""
+        ...
 
     def at(self, size: int, degrees: tuple[int, ...] = ()) -> StepCode:
         """The step's code for a batch of `size` samples; traced at the first call, then cached.

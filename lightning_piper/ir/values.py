@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import math
 import warnings
-from dataclasses import dataclass, field
+from collections.abc import Callable
+from dataclasses import dataclass, field, replace
 from enum import StrEnum
 from typing import TYPE_CHECKING
 
@@ -39,6 +40,18 @@ class TensorSpec:
         """Dimensions from the slowest to the fastest in memory: `x.permute(dim_order)` is contiguous for a dense tensor."""
         return tuple(sorted(range(len(self.shape)), key=lambda d: (-self.stride[d], d)))
 
+    def part(self, parts: int) -> TensorSpec:
+        """One of equal parts along the slowest dimension, each a run of memory."""
+        return self._scaled(lambda size: size // parts)
+
+    def of_parts(self, parts: int) -> TensorSpec:
+        """What so many parts like this one make up."""
+        return self._scaled(lambda size: size * parts)
+
+    def _scaled(self, by: Callable[[int], int]) -> TensorSpec:
+        slowest = self.dim_order[0]
+        return replace(self, shape=tuple(by(size) if d == slowest else size for d, size in enumerate(self.shape)))
+
     @property
     def layout(self) -> tuple[int, ...]:
         """`dim_order`, by the name that it had before."""
@@ -47,6 +60,22 @@ class TensorSpec:
 
     def __str__(self) -> str:
         return f"{str(self.dtype).removeprefix('torch.')}[{','.join(map(str, self.shape))}]"
+
+
+def view_as(flat: torch.Tensor, spec: TensorSpec) -> torch.Tensor:
+    """One dimension -> the spec's shape and strides. Of a tensor with holes in its memory, the strides without the holes."""
+    dim_order = spec.dim_order
+    inverse = sorted(range(len(dim_order)), key=dim_order.__getitem__)
+    view = flat.view([spec.shape[d] for d in dim_order]).permute(inverse)
+    # The stride of a dimension with one element says nothing about memory, but may choose a kernel.
+    if any(n > 1 and a != b for n, a, b in zip(spec.shape, view.stride(), spec.stride, strict=True)):
+        return view
+    return view if view.stride() == spec.stride else flat.as_strided(spec.shape, spec.stride)
+
+
+def flattened(tensor: torch.Tensor, spec: TensorSpec) -> torch.Tensor:
+    """The reverse of `view_as`; a copy where the tensor lies otherwise."""
+    return tensor.permute(spec.dim_order).reshape(-1)
 
 
 # What each member of a node's device group holds of a value; torch.distributed.tensor's own words.

@@ -163,6 +163,8 @@ def _shape(facts: Facts, node: AllToAll) -> Iterable[str]:
 def exchanged(facts: Facts, node: Chunk) -> Iterable[str]:
     """What a pass of divided experts reads from elsewhere has come by an exchange; no other pass reads rows at their experts."""
     dag = facts.dag
+    if dag.member_axis is not None:
+        return  # nothing travels: see `redistribute.read_as_wanted`
     interface = dag.interface(node)
     divided = node.region in dag.meshes
     for i, ref in enumerate(node.inputs):
@@ -179,7 +181,7 @@ def exchanged(facts: Facts, node: Chunk) -> Iterable[str]:
 
 
 def interpret(run: Reference, node: AllToAll) -> Made:
-    held = [[run.values[ref, r][0] for ref in node.inputs] for r in run.replicas]
+    held = [[run.values[ref, r][0] for ref in node.inputs] for r in run.places]
     return [[[x]] for x in _exchanged_rows(node, run.dag.code.routed[node.region].even, held)]
 
 

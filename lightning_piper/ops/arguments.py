@@ -149,13 +149,12 @@ def undelivered(facts: Facts) -> Iterable[str]:
 def interpret(run: Reference, node: Arguments) -> Made:
     dag, ways = run.dag, ways_of(run.dag, node)
     names, slices = dag.value(node.inputs[0]).names, _slices(dag, node)
-    for replica in run.replicas:
+    for replica in run.places:
         columns = zip(*run.inputs(node, replica), strict=True)
-        first = replica * dag.local_batch_size
-        there = [Slice(first + part.start, first + part.stop) for part in slices]
+        there = [run.samples_of(replica, part) for part in slices]
         for name, way, tensors in zip(names, ways, columns, strict=True):
-            run.results[replica][name] = _merged(run, list(tensors), there, way)
-    return [[] for _ in run.replicas]
+            run.results[dag.replica_of(replica)][name] = _merged(run, list(tensors), there, way)
+    return [[] for _ in run.places]
 
 
 def _merged(run: Reference, tensors: list[torch.Tensor], slices: list[Slice], way: Way) -> torch.Tensor:

@@ -108,12 +108,14 @@ class Planning(Protocol):
     Attributes:
         dag: the finished DAG.
         device: whose plan it is.
+        place: of this device, in the groups that it is in: which shard of a bucket it has, and whom it communicates with.
         replica: which replica this device is a part of, and so which local batch is its own.
         shards: the buckets of parameters that it has one shard of, and whether it keeps the whole of each.
     """
 
     dag: TrainingDAG
     device: int
+    place: int
     replica: int
     shards: dict[Bucket, bool]
 
@@ -216,7 +218,7 @@ class Operation:
     Attributes:
         node: its type.
         check: the static rule: yields what is wrong with a node, and enters what its values are into the facts.
-        interpret: the reference semantics: what a node makes, `[replica][output]`.
+        interpret: the reference semantics: what a node makes, `[place][output]`.
         lower: emits the instructions of a node, at its place in the global order.
         produce: emits those that bring a value of a node into a slot, when it is first read on a device; None where `lower` has
             made it, or nothing reads it.
@@ -304,7 +306,7 @@ def problems_with(facts: Facts, node: Node) -> list[str]:
 
 
 def made_by(run: Reference, node: Node, outputs: Sequence[int]) -> list[list[Held]]:
-    """What the reference semantics of a node's operation make, `[replica][output]`.
+    """What the reference semantics of a node's operation make, `[place][output]`.
 
     Args:
         outputs: those that are read.
@@ -314,15 +316,15 @@ def made_by(run: Reference, node: Node, outputs: Sequence[int]) -> list[list[Hel
     """
     with asked(node, "reference semantics"):
         made = operation_of(node).interpret(run, node)
-    for replica in run.replicas if outputs else ():
+    for place in run.places if outputs else ():
         for i in outputs:
             with contextlib.suppress(TypeError, IndexError):
-                bundle = made[replica][i]
+                bundle = made[place][i]
                 if isinstance(bundle, list | tuple) and all(isinstance(x, torch.Tensor) for x in bundle):
                     continue
             raise VerificationError(
-                f"the reference semantics of {_kind(node)} give no list of tensors for replica {replica}, output {i}; let them "
-                f"return one for each of {len(run.replicas)} replicas and each of {len(node.outputs)} outputs"
+                f"the reference semantics of {_kind(node)} give no list of tensors for place {place}, output {i}; let them "
+                f"return one for each of {len(run.places)} places and each of {len(node.outputs)} outputs"
             )
     return made
 

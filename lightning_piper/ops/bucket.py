@@ -8,7 +8,7 @@ from typing import ClassVar
 
 from lightning_piper.ir.buckets import Bucket, packed
 from lightning_piper.ir.nodes import Node, Ref
-from lightning_piper.ir.values import Partial, Shard
+from lightning_piper.ir.values import Shard
 from lightning_piper.ops.base import Binding, Bound, Operation, Planning, about, bucket_of, nothing, register_operation
 from lightning_piper.ops.facts import Facts, names_of
 from lightning_piper.ops.instruction import Instruction
@@ -39,7 +39,7 @@ def check(facts: Facts, node: Pack) -> Iterable[str]:
         yield f"{facts.at(node)} packs {names_of(made.names)}, which {facts.named(node.inputs[0])} does not hold"
     # What no other replica owns is summed already, and its whole is its only shard.
     alone = made.bucket is not None and made.bucket.degree > 1 and made.bucket.members == 1
-    held = Shard(0) if alone and isinstance(value.placement, Partial) else value.placement
+    held = Shard(0) if alone else value.placement
     if made.placement != held:
         yield f"{facts.at(node)} hands on {held} as {made.placement}"
 

@@ -14,11 +14,12 @@ from lightning_piper.ir.dag import TrainingDAG
 from lightning_piper.ir.nodes import Chunk, Ref
 from lightning_piper.ir.regions import Output, PassKey
 from lightning_piper.ir.seeds import chunk_seed
-from lightning_piper.ir.values import Kind, Placement, Replicate, Slice, Value
+from lightning_piper.ir.values import Kind, Partial, Placement, Replicate, Slice, Value
 from lightning_piper.ops import all_to_all
 from lightning_piper.ops.base import Binding, Bound, Operation, Planning, about, register_operation
 from lightning_piper.ops.facts import Facts, Origin, names_of, slices_of, specs_of
 from lightning_piper.ops.instruction import Instruction
+from lightning_piper.ops.redistribute import read_as_wanted
 from lightning_piper.ops.reference import Bundle, Made, Reference
 from lightning_piper.ops.total import placement_of_terms, read_as_total
 from lightning_piper.ops.weights import check_reader, implied, share_of
@@ -42,6 +43,8 @@ def make_chunk(
 
 def _held(dag: TrainingDAG, output: Output) -> Placement:
     """Each replica has the gradients of its own samples, and its own terms of what is summed over the batch."""
+    if dag.is_summed(output):
+        return Partial()
     return placement_of_terms(dag) if output.kind == Kind.GRAD or output.partial else Replicate()
 
 
@@ -59,6 +62,7 @@ class Run(Instruction):
         params: the same for each parameter in `Interface.params`; None for the device's own copy. Empty: all are.
         seeds: the same for the gradient of each term in `Interface.seeds`; a number is its weight.
         degrees: into how many parts parameters are divided, as in `ir.regions.Step.at`, if this region's are.
+        member: its code is that of one member of an axis (`ir.regions.Step.member`).
     """
 
     op: ClassVar[str] = "run"
@@ -69,6 +73,7 @@ class Run(Instruction):
     params: tuple[Place | None, ...] = ()
     seeds: tuple[Place | float, ...] = ()
     degrees: tuple[int, ...] = ()
+    member: bool = False
 
     def details(self) -> list[str]:
         return [self.label, str(self.slice), *super().details()]
@@ -95,6 +100,7 @@ def check(facts: Facts, node: Chunk) -> Iterable[str]:
             yield f"{facts.at(node)} reads {facts.named(ref)} where its region reads {facts.pass_of(wanted)}: let it read that"
             continue
         yield from read_as_total(facts, node, ref, wanted)
+        yield from read_as_wanted(facts, node, ref, wanted)
         if (
             list(facts.parts[ref]) != [node.slice]
             and not _is_total(facts, wanted)
@@ -167,7 +173,7 @@ def _params(facts: Facts, node: Chunk) -> Iterable[str]:
 
 
 def interpret(run: Reference, chunk: Chunk) -> Made:
-    return [_run(run, chunk, replica) for replica in run.replicas]
+    return [_run(run, chunk, replica) for replica in run.places]
 
 
 def _run(run: Reference, chunk: Chunk, replica: int) -> list[Bundle]:
@@ -178,8 +184,7 @@ def _run(run: Reference, chunk: Chunk, replica: int) -> list[Bundle]:
     for name, ref in zip(interface.state, chunk.state, strict=True):
         old = run.tensors[name] if ref is None else run.values[ref, replica][dag.value(ref).names.index(name)]
         args.append(old)
-    first, part = replica * dag.local_batch_size, chunk.slice
-    samples = Slice(first + part.start, first + part.stop)
+    samples = run.samples_of(replica, chunk.slice)
     for leaf in interface.batch:
         cut = dag.code.samples(leaf, samples)
         args.append(run.leaves[leaf] if cut is None else run.leaves[leaf][cut.start : cut.stop])
@@ -189,7 +194,7 @@ def _run(run: Reference, chunk: Chunk, replica: int) -> list[Bundle]:
     code = dag.code_of(chunk)
     if interface.random:
         with torch.random.fork_rng():
-            torch.manual_seed(chunk_seed(run.seed, chunk, first))
+            torch.manual_seed(chunk_seed(run.seed, chunk, samples.start - chunk.slice.start))
             flat = iter(code.run(args))
     else:
         flat = iter(code.run(args))
@@ -247,7 +252,7 @@ def lower(plan: Planning, node: Chunk) -> None:
     writes = tuple(plan.new_slot(ref, "chunk", node.stream) if plan.is_read(ref) else None for ref in made)
     plan.emit(Run(**about(node), reads=tuple(reads), writes=writes, key=node.key, slice=node.slice, inputs=len(node.inputs),
                   state=tuple(found[0]), params=tuple(found[1]), seeds=tuple(seeds),
-                  degrees=dag.degrees_of(node.region)))  # fmt: skip
+                  degrees=dag.degrees_of(node.region), member=dag.member_axis is not None))  # fmt: skip
     plan.chunk_made(made)
 
 

@@ -87,12 +87,12 @@ def interpret_parameters(run: Reference, node: Parameters) -> Made:
         flat = packed_params(bucket, run.tensors, replica, run.tensors[bucket.names[0]].device)
         return [flat.chunk(bucket.members)[bucket.member(replica)]]
 
-    return [[shard(replica)] for replica in run.replicas]
+    return [[shard(replica)] for replica in run.places]
 
 
 def interpret_all_gather(run: Reference, node: AllGather) -> Made:
     bucket = bucket_of(node)
-    return [[[torch.cat([run.values[node.inputs[0], s][0] for s in bucket.shard_group(r)])]] for r in run.replicas]
+    return [[[torch.cat([run.values[node.inputs[0], s][0] for s in bucket.shard_group(r)])]] for r in run.places]
 
 
 def lower_all_gather(plan: Planning, node: AllGather) -> None:

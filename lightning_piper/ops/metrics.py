@@ -11,6 +11,7 @@ import torch
 
 from lightning_piper.errors import VerificationError
 from lightning_piper.ir.dag import TrainingDAG
+from lightning_piper.ir.mesh import DATA
 from lightning_piper.ir.nodes import Node, Ref, Turn
 from lightning_piper.ir.regions import LOSS, StepCode
 from lightning_piper.ir.values import Kind, Partial, Replicate, Slice, TensorSpec, Value
@@ -75,6 +76,7 @@ class Merge(Instruction):
         folds: for each metric, how weighted values become one: `sum`, `max` or `min`.
         widths: for each metric, how many numbers it is.
         replica, replicas: the vector has places for all metrics for each replica in turn; all but this one's are 0.
+        counts: False: all of them are, for another device has the same.
     """
 
     op: ClassVar[str] = "merge"
@@ -84,6 +86,7 @@ class Merge(Instruction):
     widths: tuple[int, ...]
     replica: int = 0
     replicas: int = 1
+    counts: bool = True
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -193,11 +196,16 @@ def reported(facts: Facts) -> Iterable[str]:
         yield f"{facts.at(reports[0])}: some metrics are made by no region"
 
 
+def counts(dag: TrainingDAG, place: int) -> bool:
+    """Of the members that have the same samples, one counts."""
+    return place in dag.mesh.lines(DATA)[0]
+
+
 # Reference semantics
 
 
 def interpret_metrics(run: Reference, node: Metrics) -> Made:
-    return [[[_merged(run, node, replica)]] for replica in run.replicas]
+    return [[[_merged(run, node, replica)]] for replica in run.places]
 
 
 def _merged(run: Reference, node: Metrics, replica: int) -> torch.Tensor:
@@ -214,7 +222,9 @@ def _merged(run: Reference, node: Metrics, replica: int) -> torch.Tensor:
             weight = run.values[ref, replica][0]
         # Where nothing counts, a ratio is no number, and weighs nothing.
         weighted.setdefault(metric, []).append(torch.where(weight == 0, torch.zeros_like(value), value * weight.cpu()))
-    own = vector[replica].split(list(sizes))
+    if not counts(run.dag, replica):
+        return vector.flatten()
+    own = vector[run.dag.replica_of(replica)].split(list(sizes))
     for metric, values in weighted.items():
         own[metric].copy_(_reduced(how[metric], values))
     return vector.flatten()
@@ -226,7 +236,7 @@ def interpret_report(run: Reference, node: Report) -> Made:
         columns = vector.view(run.dag.replicas, -1).split(list(widths(run.dag.code)), 1)
         merged = [_reduced(fold, list(column)) for fold, column in zip(folds(run.dag.code), columns, strict=True)]
         run.metrics = named(run.dag.code, torch.cat(merged))
-    return [[] for _ in run.replicas]
+    return [[] for _ in run.places]
 
 
 def _reduced(fold: str, values: list[torch.Tensor]) -> torch.Tensor:
@@ -250,7 +260,7 @@ def lower_metrics(plan: Planning, node: Metrics) -> None:
     slot = plan.new_slot((node.id, 0), "sum", node.stream)
     plan.emit(Merge(**about(node), reads=reads, writes=(slot,), metrics=node.metrics, weights=weights,
                     folds=folds(plan.dag.code), widths=widths(plan.dag.code), replica=plan.replica,
-                    replicas=plan.dag.replicas))  # fmt: skip
+                    replicas=plan.dag.replicas, counts=counts(plan.dag, plan.place)))  # fmt: skip
 
 
 def lower_report(plan: Planning, node: Report) -> None:
@@ -296,7 +306,9 @@ def bind_merge(instruction: Merge, on: Binding) -> Bound:
             first = first + row
         for place, where, extreme in extremes:
             first[place] = extreme(flat[where], 0)
-        if replicas > 1:
+        if not instruction.counts:
+            first = torch.zeros(replicas * size, dtype=torch.float64, device=device)
+        elif replicas > 1:
             padded = torch.zeros(replicas * size, dtype=torch.float64, device=device)
             padded[replica * size : (replica + 1) * size] = first
             first = padded

@@ -24,7 +24,7 @@ def check(facts: Facts, node: Barrier) -> Iterable[str]:
 
 
 def interpret(run: Reference, node: Barrier) -> Made:
-    return [[] for _ in run.replicas]
+    return [[] for _ in run.places]
 
 
 register_operation(Operation(Barrier, check, interpret))

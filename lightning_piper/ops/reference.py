@@ -1,8 +1,9 @@
-"""What the reference interpreter keeps of a run, and how it adds up. Values are kept by (ref, replica): what the devices of one
-replica hold of a value is the same."""
+"""What the reference interpreter keeps of a run, and how it adds up. Values are kept by (ref, place): what the devices at
+one place of their groups hold of a value is the same."""
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
@@ -10,10 +11,10 @@ import torch
 
 from lightning_piper.ir.dag import TrainingDAG
 from lightning_piper.ir.nodes import Node, Ref
-from lightning_piper.ir.values import TensorSpec
+from lightning_piper.ir.values import Slice, TensorSpec
 
 Bundle = list[torch.Tensor]
-Made = list[list[Bundle]]  # [replica][output]
+Made = list[list[Bundle]]  # [place][output]
 
 
 class Reference:
@@ -44,28 +45,40 @@ class Reference:
         self.approximate: dict[str, None] = {}
 
     @property
-    def replicas(self) -> range:
-        return range(self.dag.replicas)
+    def places(self) -> range:
+        """Of all groups: one for each replica, or for each member of each."""
+        return range(len(self.dag.mesh.places))
 
-    def inputs(self, node: Node, replica: int) -> list[Bundle]:
-        """What a node reads in a replica."""
-        return [self.values[ref, replica] for ref in node.inputs]
+    @property
+    def replicas(self) -> range:
+        """`places`, by the name that it had before."""
+        warnings.warn("Reference.replicas is Reference.places now; replicas ends with 0.3", DeprecationWarning, stacklevel=2)
+        return self.places
+
+    def samples_of(self, place: int, part: Slice) -> Slice:
+        """The samples of the global batch that a slice of a place's local batch is."""
+        first = self.dag.replica_of(place) * self.dag.local_batch_size
+        return Slice(first + part.start, first + part.stop)
+
+    def inputs(self, node: Node, place: int) -> list[Bundle]:
+        """What a node reads at a place."""
+        return [self.values[ref, place] for ref in node.inputs]
 
     def loosen(self, node: Node, name: str, by: float) -> None:
         """An operation states its bound: what it makes of a parameter's gradient may be off by `by`, in any element."""
         self.slack[name] = self.slack.get(name, 0.0) + by
         self.approximate[node.label] = None
 
-    def sum_over(self, node: Node, replicas: Sequence[int]) -> Bundle:
-        """The sum of all inputs of a node, of some replicas, from the first to the last."""
-        return sum_in_order([self.values[ref, r] for r in replicas for ref in node.inputs])
+    def sum_over(self, node: Node, places: Sequence[int]) -> Bundle:
+        """The sum of all inputs of a node, of some places, from the first to the last."""
+        return sum_in_order([self.values[ref, place] for place in places for ref in node.inputs])
 
 
 def each(made: Callable[[Reference, Any, list[Bundle]], list[Bundle]]) -> Callable[[Reference, Any], Made]:
-    """The semantics of a node that does the same in every replica, with what it reads there."""
+    """The semantics of a node that does the same at every place, with what it reads there."""
 
     def interpret(run: Reference, node: Any) -> Made:
-        return [made(run, node, run.inputs(node, replica)) for replica in run.replicas]
+        return [made(run, node, run.inputs(node, replica)) for replica in run.places]
 
     return interpret
 

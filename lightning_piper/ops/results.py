@@ -50,9 +50,9 @@ def unreturned(facts: Facts, final: bool) -> Iterable[str]:
 
 
 def interpret(run: Reference, node: Result) -> Made:
-    for r in run.replicas:
-        run.results[r] |= zip(run.dag.value(node.inputs[0]).names, run.values[node.inputs[0], r], strict=True)
-    return [[] for _ in run.replicas]
+    for r in run.places:
+        run.results[run.dag.replica_of(r)] |= zip(run.dag.value(node.inputs[0]).names, run.values[node.inputs[0], r], strict=True)
+    return [[] for _ in run.places]
 
 
 def lower(plan: Planning, node: Result) -> None:

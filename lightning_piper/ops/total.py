@@ -70,7 +70,7 @@ def check(facts: Facts, node: Total) -> Iterable[str]:
     if edges[-1] != whole.stop or [part.start for part in parts] != edges[:-1]:
         found = ", ".join(map(str, parts)) or "none"
         yield f"{facts.at(node)} sums {facts.named(node.inputs[0])} of samples {found}, not of each of {whole} once"
-    if (node.mesh, node.axis) != (Mesh.flat(dag.replicas), DATA):
+    if (node.mesh, node.axis) != (dag.mesh, DATA):
         found = f"{facts.named(node.inputs[0])} along {node.axis} of {node.mesh}"
         yield f"{facts.at(node)} sums {found}; the batch is divided over {dag.replicas} replicas"
     if (*carries(made), made.tensors, made.placement) != (*carries(value), value.tensors, Replicate()):
@@ -93,8 +93,8 @@ def read_as_total(facts: Facts, node: Chunk, ref: Ref, wanted: tuple[int, str, i
 
 
 def interpret(run: Reference, node: Total) -> Made:
-    own = [sum_in_order(run.inputs(node, replica)) for replica in run.replicas]
-    return [[sum_in_order([own[r] for r in node.mesh.line(node.axis, replica)])] for replica in run.replicas]
+    own = [sum_in_order(run.inputs(node, replica)) for replica in run.places]
+    return [[sum_in_order([own[r] for r in node.mesh.line(node.axis, replica)])] for replica in run.places]
 
 
 # Plans

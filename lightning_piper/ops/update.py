@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from fractions import Fraction
 from typing import Any, ClassVar
@@ -152,33 +152,35 @@ def interpret_update(run: Reference, node: Update) -> Made:
     value = run.dag.value(node.inputs[0])
     summands: list[list[Bundle]] = []  # of each input, by replica
     for ref in node.inputs:
-        held = [run.values[ref, r] for r in run.replicas]
+        held = [run.values[ref, r] for r in run.places]
         placement = run.dag.value(ref).placement
         if isinstance(placement, Partial):  # not yet summed over the replicas: so it is in a program that is not finished
-            groups = [run.replicas if value.bucket is None else value.bucket.shard_group(r) for r in run.replicas]
+            mesh = value.bucket.mesh if value.bucket else run.dag.mesh_of(value.names[0])
+            groups = [mesh.line(DATA, r) for r in run.places]
             held = [sum_in_order([held[s] for s in group]) for group in groups]
         elif isinstance(placement, Shard):
             assert value.bucket is not None
-            held = [[torch.cat([held[s][0] for s in value.bucket.shard_group(r)])] for r in run.replicas]
+            held = [[torch.cat([held[s][0] for s in value.bucket.shard_group(r)])] for r in run.places]
         summands.append(held)
-    found = [sum_in_order([held[r] for held in summands]) for r in run.replicas]
+    found = [sum_in_order([held[r] for held in summands]) for r in run.places]
     if value.bucket is not None:  # the optimizer takes gradients in the parameters' own dtype
         specs = value.bucket.tensors
         found = [[x.to(s.dtype) for x, s in zip(value.bucket.views(flat[0]), specs, strict=True)] for flat in found]
         if value.bucket.degree > 1:  # those at the same place along the axis of data have all parts together
-            found = [_joined([found[r] for r in group]) for group in zip(*value.bucket.mesh.lines(DATA), strict=True)]
+            dims = [value.bucket.dim_of(name) for name in value.names]
+            found = [_joined([found[r] for r in group], dims) for group in zip(*value.bucket.mesh.lines(DATA), strict=True)]
     into = run.buffers if value.kind == Kind.BUFFER else run.grads
     for bundle in found:
         for name, tensor in zip(value.names, bundle, strict=True):
             if name in into and not torch.equal(into[name], tensor):
                 raise VerificationError(f"devices {node.devices} disagree about the {value.kind} of {name}")
             into[name] = tensor
-    return [[] for _ in run.replicas]
+    return [[] for _ in run.places]
 
 
-def _joined(parts: list[Bundle]) -> Bundle:
-    """Whole tensors from their parts along the first dimension."""
-    return [torch.cat(xs) for xs in zip(*parts, strict=True)]
+def _joined(parts: list[Bundle], dims: Sequence[int]) -> Bundle:
+    """Whole tensors from their parts, each along its dimension."""
+    return [torch.cat(xs, dim) for xs, dim in zip(zip(*parts, strict=True), dims, strict=True)]
 
 
 # Plans
@@ -191,7 +193,7 @@ def produce_accumulate(plan: Planning, node: Accumulate, ref: Ref) -> None:
 def lower_update(plan: Planning, node: Update) -> None:
     value = plan.dag.value(node.inputs[0])
     total = plan.add_up(node)
-    shard = plan.replica if isinstance(value.placement, Shard) else None
+    shard = plan.place if isinstance(value.placement, Shard) else None
     plan.emit(Deliver(**about(node), reads=(Read(total),), kind=value.kind, names=value.names, source=plan.source(total),
                       bucket=value.bucket, shard=shard))  # fmt: skip
 

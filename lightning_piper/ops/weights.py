@@ -15,13 +15,14 @@ from typing import ClassVar
 import torch
 
 from lightning_piper.ir.dag import TrainingDAG
+from lightning_piper.ir.mesh import DATA, Mesh
 from lightning_piper.ir.nodes import Chunk, Node, Ref, Turn
 from lightning_piper.ir.terms import Denominator, Term, Weighing
 from lightning_piper.ir.values import Kind, Partial, Replicate, Slice, TensorSpec, Value
 from lightning_piper.ops.base import Binding, Bound, Operation, Planning, about, register_operation
 from lightning_piper.ops.facts import Facts, slices_of
 from lightning_piper.ops.instruction import Instruction
-from lightning_piper.ops.reduce import AllReduce, check_all_reduce, interpret_all_reduce, lower_all_reduce
+from lightning_piper.ops.reduce import AllReduce, check_all_reduce, lower_all_reduce
 from lightning_piper.ops.reference import Bundle, Made, Reference
 
 
@@ -42,9 +43,18 @@ class Counts(Node):
 
 @dataclass(frozen=True, kw_only=True)
 class CountsSum(AllReduce):
-    """Sums counts over the replicas."""
+    """Sums counts over the replicas.
+
+    Attributes:
+        mesh: those along `DATA` have samples of their own.
+    """
 
     sums = False
+
+    mesh: Mesh
+
+    def members(self, replica: int) -> tuple[int, ...]:
+        return tuple(self.devices[place] for place in self.mesh.line(DATA, replica))
 
     @property
     def label(self) -> str:
@@ -165,6 +175,13 @@ def check_counts(facts: Facts, node: Counts) -> Iterable[str]:
         yield f"{facts.at(node)} names its counts {', '.join(v.label for v in node.outputs)} what they are not"
 
 
+def check_counts_sum(facts: Facts, node: CountsSum) -> Iterable[str]:
+    """It sums what all replicas count, each once."""
+    yield from check_all_reduce(facts, node)
+    if node.mesh != facts.dag.mesh:
+        yield f"{facts.at(node)} sums counts over {node.mesh}, and the batch is divided over {facts.dag.mesh}"
+
+
 def check_weights(facts: Facts, node: Weights) -> Iterable[str]:
     """It reads its own slices' counts, and the sum of all, over the replicas unless their mean is meant."""
     dag = facts.dag
@@ -231,14 +248,13 @@ def wanted_by(dag: TrainingDAG, node: Node) -> list[tuple[tuple[int, Slice], Ref
 
 
 def interpret_counts(run: Reference, node: Counts) -> Made:
-    return [_count(run, node.terms, node.slices, replica) for replica in run.replicas]
+    return [_count(run, node.terms, node.slices, replica) for replica in run.places]
 
 
 def _count(run: Reference, terms: Sequence[int], slices: Sequence[Slice], replica: int) -> list[Bundle]:
-    first = replica * run.dag.local_batch_size
     rows = []
     for part in slices:
-        here = Slice(first + part.start, first + part.stop)
+        here = run.samples_of(replica, part)
         found = [_code(run.dag.step.at(len(part)).terms[term]).counted(run.leaves, run.tensors, here) for term in terms]
         rows.append(torch.cat(found))
     own = torch.stack(rows)
@@ -253,9 +269,13 @@ def _code(term: Term) -> Denominator:
     return term.denominator
 
 
+def interpret_counts_sum(run: Reference, node: CountsSum) -> Made:
+    return [[run.sum_over(node, node.mesh.line(DATA, place))] for place in run.places]
+
+
 def interpret_weights(run: Reference, node: Weights) -> Made:
     made: Made = []
-    for replica in run.replicas:
+    for replica in run.places:
         (own,), (total,) = run.inputs(node, replica)
         found = weights_of([_denominator(run.dag, term) for term in node.terms], own, total, node.parts)
         made.append([[x] for row in found for w in row for x in (w, w.to(run.dag.code.loss_dtype))])
@@ -273,11 +293,11 @@ def implied(run: Reference, term: int, part: Slice, slices: Sequence[Slice], rep
         return torch.tensor(share, dtype=torch.float64)
     key = ("weights", term, tuple(slices))
     if key not in run.kept:
-        run.kept[key] = [_count(run, [term], slices, r) for r in run.replicas]
+        run.kept[key] = [_count(run, [term], slices, r) for r in run.places]
     counts = run.kept[key]
-    total = counts[replica if run.dag.mean_of_replicas else 0][1][0]
-    for other in () if run.dag.mean_of_replicas else counts[1:]:
-        total = total + other[1][0]
+    total = counts[replica if run.dag.mean_of_replicas else run.dag.mesh.line(DATA, replica)[0]][1][0]
+    for other in () if run.dag.mean_of_replicas else run.dag.mesh.line(DATA, replica)[1:]:
+        total = total + counts[other][1][0]
     parts = run.dag.replicas if run.dag.mean_of_replicas else 1
     weights = weights_of([_denominator(run.dag, term)], counts[replica][0][0], total, parts)[0]
     return weights[list(slices).index(part)]
@@ -333,5 +353,5 @@ def bind_weigh(instruction: WeighInstruction, on: Binding) -> Bound:
 
 
 register_operation(Operation(Counts, check_counts, interpret_counts, lower_counts, bind={CountInstruction: bind_count}))
-register_operation(Operation(CountsSum, check_all_reduce, interpret_all_reduce, lower_all_reduce))
+register_operation(Operation(CountsSum, check_counts_sum, interpret_counts_sum, lower_all_reduce))
 register_operation(Operation(Weights, check_weights, interpret_weights, lower_weights, bind={WeighInstruction: bind_weigh}))

@@ -8,6 +8,6 @@ apply_program(dag, program)                    # the directives alone, on a DAG 
 from lightning_piper.passes.base import After, Done, Pass, run_passes
 from lightning_piper.passes.completion import complete
 from lightning_piper.passes.elimination import eliminate
-from lightning_piper.passes.pipeline import apply_program, passes_of, run_pipeline
+from lightning_piper.passes.pipeline import apply_program, passes_of, prepared, run_pipeline
 
-__all__ = ["After", "Done", "Pass", "apply_program", "complete", "eliminate", "passes_of", "run_passes", "run_pipeline"]
+__all__ = ["After", "Done", "Pass", "apply_program", "complete", "eliminate", "passes_of", "prepared", "run_passes", "run_pipeline"]

@@ -35,7 +35,7 @@ def complete(dag: TrainingDAG) -> None:
         )
     _all_have_devices(dag)
     for chunk in dag.of_type(Chunk):
-        if len(chunk.devices) != dag.replicas:
+        if len(chunk.devices) != len(dag.mesh.places):
             raise DirectiveError(
                 f"{chunk.label} is on {len(chunk.devices)} devices, {list(chunk.devices)} (directive {chunk.placed_by}), and the "
                 f"program has {dag.replicas} replica(s): add a replicate that divides the batch over them, or place it on one"

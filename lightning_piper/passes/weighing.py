@@ -56,7 +56,7 @@ def _make(dag: TrainingDAG, group: Group, terms: tuple[int, ...]) -> Weights:
     total: Node = counts
     if dag.replicas > 1 and not dag.mean_of_replicas:
         summed = replace(values[1], placement=Replicate())
-        total = dag.add(CountsSum(inputs=((counts.id, 1),), outputs=(summed,), devices=devices, stream=STREAM))
+        total = dag.add(CountsSum(inputs=((counts.id, 1),), outputs=(summed,), devices=devices, stream=STREAM, mesh=dag.mesh))
     inputs = ((counts.id, 0), (total.id, 0 if total is not counts else 1))
     return dag.add(
         Weights(inputs=inputs, outputs=weighed(dag, terms, slices), devices=devices, terms=terms, slices=slices,

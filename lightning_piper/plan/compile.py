@@ -31,7 +31,7 @@ def compile_plans(dag: TrainingDAG) -> dict[int, Plan]:
         irecvs = lowered.irecvs.values()
         channels = {i.channel for i in instructions if isinstance(i, Send)} | {irecv.channel for irecv in irecvs}
         groups = {i.group for i in instructions if isinstance(i, Collective) and len(i.members) > 1}
-        plans[device] = Plan(device, dag.devices(), dag.size, lowered.replica, dag.replicas, lowered.slots, events,
+        plans[device] = Plan(device, dag.devices(), dag.size, lowered.place, lowered.replica, dag.replicas, lowered.slots, events,
                              tuple(sorted(channels)), tuple(sorted(groups)), lowered.shards, tuple(instructions),
                              sync_only=late)  # fmt: skip
     return plans

@@ -26,7 +26,8 @@ class DevicePlan:
     Attributes:
         instructions: without irecvs, events and lifetimes, which later passes add.
         irecvs: by id of the receiving node, the receive it needs.
-        replica: which replica this device is a part of, and so which local batch is its own.
+        place: of this device, in the groups that it is in.
+        replica: which replica it is a part of, and so which local batch is its own.
         slots: how many there are.
         shards: the buckets of parameters that it has one shard of, and whether it keeps the whole of each.
     """
@@ -35,7 +36,8 @@ class DevicePlan:
         self.dag, self.device, self.send_completion = dag, device, send_completion
         # A device that runs nothing of a forward-only step receives what it returns, if it returns anything.
         working = (node for kind in (Chunk, Result) for node in dag.of_type(kind))
-        self.replica = next((node.devices.index(device) for node in working if device in node.devices), 0)
+        self.place = next((node.devices.index(device) for node in working if device in node.devices), 0)
+        self.replica = dag.replica_of(self.place)
         self.instructions: list[Instruction] = []
         self.irecvs: dict[int, Irecv] = {}
         self.slots = 0
@@ -127,7 +129,7 @@ class DevicePlan:
         if kind.sums and node.outputs[0].bucket is not None and fields.get("bucket") is None:
             raise VerificationError(f"%{node.id} {node.label} is lowered to {kind.op}, which sums a bucket: start it with bucket=")
         slot = self._pending[node.id] = self.new_slot(None, "sum", node.stream)
-        self.emit(kind(**about(node), reads=reads, writes=(slot,), members=node.members(self.replica), **fields))
+        self.emit(kind(**about(node), reads=reads, writes=(slot,), members=node.members(self.place), **fields))
         self.arrives((node.id, 0))
 
     def wait_for_earlier(self, node: Node) -> None:

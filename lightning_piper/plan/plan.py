@@ -17,6 +17,7 @@ class Plan:
         device: the logical device.
         devices: all logical devices of the step.
         size: samples in the global batch of one step.
+        place: of the device in its groups: which shards it has, and whom it communicates with.
         replica, replicas: which local batch is this device's (0 where it works on none), and how many there are.
         slots: number of value slots.
         events: number of events between streams.
@@ -30,6 +31,7 @@ class Plan:
     device: int
     devices: tuple[int, ...]
     size: int
+    place: int
     replica: int
     replicas: int
     slots: int

@@ -44,7 +44,8 @@ class ChunkBinder:
         self.seed = 0
 
     def bind(self, run: Run) -> Bound:
-        code = self._step.at(len(run.slice), run.degrees).code_of(run.key)
+        step = self._step.member if run.member else self._step
+        code = step.at(len(run.slice), run.degrees).code_of(run.key)
         parts = self._arguments(run)
         writes, start = [], 0
         for slot, specs in zip(run.writes, code.outputs, strict=True):

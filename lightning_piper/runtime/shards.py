@@ -6,23 +6,24 @@ from collections.abc import Mapping, Sequence
 
 import torch
 
-from lightning_piper.ir.buckets import Bucket, flattened, packed_params, view_as
+from lightning_piper.ir.buckets import Bucket, packed_params
+from lightning_piper.ir.values import flattened, view_as
 from lightning_piper.plan.plan import Plan
 from lightning_piper.runtime.executor import StepResult
 
 
 def shards_of(plan: Plan, params: Mapping[str, torch.Tensor], device: torch.device) -> dict[Bucket, torch.Tensor]:
     """What an executor keeps of the buckets of which its device has a shard, made of whole parameters (which it copies)."""
-    flats = {bucket: packed_params(bucket, params, plan.replica, device) for bucket in plan.shards}
-    return {b: flat if plan.shards[b] else flat.chunk(b.members)[b.member(plan.replica)].clone() for b, flat in flats.items()}
+    flats = {bucket: packed_params(bucket, params, plan.place, device) for bucket in plan.shards}
+    return {b: flat if plan.shards[b] else flat.chunk(b.members)[b.member(plan.place)].clone() for b, flat in flats.items()}
 
 
 def local_shards_of(plan: Plan, shards: Mapping[Bucket, torch.Tensor]) -> dict[str, torch.Tensor]:
     """What a device's optimizer changes of each parameter that lies in shards: views, of one dimension, of its own shards."""
     found: dict[str, torch.Tensor] = {}
     for bucket, flat in shards.items():
-        shard = flat.chunk(bucket.members)[bucket.member(plan.replica)] if plan.shards[bucket] else flat
-        found |= {name: shard[at : at + stop - start] for name, start, stop, at in bucket.local_shards(plan.replica)}
+        shard = flat.chunk(bucket.members)[bucket.member(plan.place)] if plan.shards[bucket] else flat
+        found |= {name: shard[at : at + stop - start] for name, start, stop, at in bucket.local_shards(plan.place)}
     return found
 
 
@@ -33,7 +34,7 @@ def joined(plans: Sequence[Plan], results: Sequence[StepResult]) -> dict[str, to
         found = dict(result.grads)
         for bucket in plan.shards:
             specs = dict(zip(bucket.names, bucket.wholes, strict=True))
-            for name, start, stop, _ in bucket.local_shards(plan.replica):
+            for name, start, stop, _ in bucket.local_shards(plan.place):
                 if name in found:
                     shard = found.pop(name)
                     shard = flattened(shard, specs[name]) if bucket.whole_tensors else shard

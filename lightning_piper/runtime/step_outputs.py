@@ -6,8 +6,8 @@ from collections.abc import Callable, Iterable, Mapping
 
 import torch
 
-from lightning_piper.ir.buckets import Bucket, view_as
-from lightning_piper.ir.values import Kind
+from lightning_piper.ir.buckets import Bucket
+from lightning_piper.ir.values import Kind, view_as
 from lightning_piper.ops.base import Bound, Bundle, Slots, take
 from lightning_piper.plan.instructions import Deliver
 

@@ -16,7 +16,7 @@ from lightning_piper.ir.dag import TrainingDAG
 from lightning_piper.ir.regions import StepCode
 from lightning_piper.ir.values import Slice
 from lightning_piper.ops.build import build_dag
-from lightning_piper.passes import Done, apply_program, run_pipeline
+from lightning_piper.passes import Done, apply_program, prepared, run_pipeline
 from lightning_piper.verify.cross_sample import CrossSampleDependence, find_dependences
 from lightning_piper.verify.hook import check_pass
 from lightning_piper.verify.interpreter import interpret
@@ -28,6 +28,7 @@ ALLOWANCE = 8  # a result may be off by this many times its largest movement
 
 def verify_step(step: CapturedStep, module: nn.Module, batch: Any, program: Sequence[Directive], *, seed: int = 0) -> Report:
     """`lightning_piper.verify` for a step that is captured already and a parsed program."""
+    step = prepared(step, program)
     leaves = step.inputs(flatten(batch)[0])
     tensors = {step.canonical[n]: x.detach() for n, x in [*module.named_parameters(), *module.named_buffers()]}
     runner = _Runner(step, tensors, leaves, seed)

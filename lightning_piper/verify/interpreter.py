@@ -44,11 +44,11 @@ def interpret(dag: TrainingDAG, tensors: Mapping[str, torch.Tensor], leaves: Seq
             read = [i for i in range(len(node.outputs)) if (node_id, i) in readers]
             made = made_by(run, node, read)
             for i in read:
-                for replica in run.replicas:
-                    run.values[(node_id, i), replica] = made[replica][i]
+                for place in run.places:
+                    run.values[(node_id, i), place] = made[place][i]
             for ref in node.reads:
                 readers[ref] -= 1
                 if not readers[ref]:
-                    for replica in run.replicas:
-                        del run.values[ref, replica]
+                    for place in run.places:
+                        del run.values[ref, place]
     return Outcome(run.metrics, run.grads, run.buffers, run.results, run.slack, tuple(run.approximate))

@@ -114,8 +114,9 @@ def places(facts: Facts) -> Iterable[str]:
     for node in dag.nodes.values():
         if node.everywhere:
             continue
-        if len(node.devices) != dag.replicas:
-            yield f"{facts.at(node)} has {len(node.devices)} devices, and there are {dag.replicas} replicas"
+        if len(node.devices) != len(dag.mesh.places):
+            members = f"{dag.replicas} replicas" if dag.member_axis is None else f"{len(dag.mesh.places)} places ({dag.mesh})"
+            yield f"{facts.at(node)} has {len(node.devices)} devices, and there are {members}"
         for index, device in enumerate(node.devices):
             if replica.setdefault(device, index) != index:
                 yield f"{facts.at(node)} has device {device} as replica {index}, which elsewhere is replica {replica[device]}"

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 import torch
 import torch.distributed as dist
 
-from lightning_piper.ir.buckets import flattened
+from lightning_piper.ir.values import flattened
 from lightning_piper.ops.metrics import metric_names
 from lightning_piper.runtime import Executor, ProcessTransport, shards_of
 from lightning_piper.verify import interpret

@@ -25,8 +25,7 @@ from lightning_piper.checkpoint.files import earlier_of, prepare, publish, remov
 from lightning_piper.checkpoint.sharded import load, open_checkpoint, read_whole, save
 from lightning_piper.checkpoint.tensor_ranges import LoadRanges, Reader, SaveRanges, TensorRange
 from lightning_piper.errors import PiperError
-from lightning_piper.ir.buckets import flattened, view_as
-from lightning_piper.ir.values import TensorSpec
+from lightning_piper.ir.values import TensorSpec, flattened, view_as
 from lightning_piper.processes.world import World
 from tests.groups import marked
 

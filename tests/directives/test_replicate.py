@@ -16,6 +16,7 @@ from lightning_piper.capture.eager import Outcome
 from lightning_piper.directives import parse, replicas_of
 from lightning_piper.errors import DirectiveError, VerificationError
 from lightning_piper.ir.dag import TrainingDAG
+from lightning_piper.ir.mesh import Mesh
 from lightning_piper.ir.nodes import Chunk
 from lightning_piper.ir.values import Partial
 from lightning_piper.ops.reduce import AllReduce
@@ -221,7 +222,7 @@ def still_partial(dag: TrainingDAG) -> None:
 def whole_gradients(dag: TrainingDAG) -> None:
     """As if each replica had the whole batch."""
     chunk = next(c for c in dag.of_type(Chunk) if c.kind == "B")
-    dag.replicas = 1
+    dag.mesh = Mesh.flat(1)
     assert chunk.slice.stop <= dag.size
 
 

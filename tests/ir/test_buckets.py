@@ -12,10 +12,10 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from lightning_piper.ir.buckets import ALIGNMENT, Bucket, buckets_of, flattened, packed, view_as
+from lightning_piper.ir.buckets import ALIGNMENT, Bucket, buckets_of, packed
 from lightning_piper.ir.mesh import Mesh
 from lightning_piper.ir.regions import ParamInfo
-from lightning_piper.ir.values import TensorSpec
+from lightning_piper.ir.values import TensorSpec, flattened, view_as
 
 CPU = torch.device("cpu")
 quick = settings(max_examples=60, derandomize=True, deadline=None, database=None)

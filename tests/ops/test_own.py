@@ -53,7 +53,7 @@ def check(facts: ops.Facts, node: LineSum) -> Iterable[str]:
 
 def reference(run: ops.Reference, node: LineSum) -> list[list[list[torch.Tensor]]]:
     lines = {place: line for line in node.lines for place in line}
-    return [[sum_in_order([run.values[node.inputs[0], r] for r in lines[replica]])] for replica in run.replicas]
+    return [[sum_in_order([run.values[node.inputs[0], r] for r in lines[replica]])] for replica in run.places]
 
 
 def lower(plan: ops.Planning, node: LineSum) -> None:
@@ -150,8 +150,8 @@ NAME = f"{__name__}.LineSum"
         ("check", lambda facts, node: "wrong", VerificationError, f"the static rule of {NAME} gives 'wrong'; let it"),
         ("check", lambda facts, node: [3], VerificationError, f"the static rule of {NAME} gives 3; let it yield sentences"),
         ("interpret", lambda run, node: None, VerificationError, f"the reference semantics of {NAME} give no list of tensors for"),
-        ("interpret", lambda *on: reference(*on)[:1], VerificationError, "replica 1, output 0; let them return one for each of 4"),
-        ("interpret", lambda *on: reference(*on)[0], VerificationError, "give no list of tensors for replica 0"),
+        ("interpret", lambda *on: reference(*on)[:1], VerificationError, "place 1, output 0; let them return one for each of 4"),
+        ("interpret", lambda *on: reference(*on)[0], VerificationError, "give no list of tensors for place 0"),
         ("lower", lambda plan, node: plan.start(node, LineSumInstruction, (plan.read(node.inputs[0], node),)), VerificationError,
          "linesum is lowered to line_sum, which sums a bucket: start it with bucket="),
         ("bind", lambda instruction, on: None, ExecutionError, "linesum, made by directive 2, placed by directive 1 has nothing"),

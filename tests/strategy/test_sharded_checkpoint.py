@@ -17,8 +17,7 @@ import lightning_piper as piper
 from lightning_piper.checkpoint.files import earlier_of, read_manifest, temporary_of
 from lightning_piper.checkpoint.state import key_of
 from lightning_piper.checkpoint.tensor_ranges import Reader
-from lightning_piper.ir.buckets import view_as
-from lightning_piper.ir.values import TensorSpec
+from lightning_piper.ir.values import TensorSpec, view_as
 from lightning_piper.strategy import consolidate
 from tests.distributed.processes import launch
 from tests.strategy.fitting import Batches, distance, local, same, trainer, values

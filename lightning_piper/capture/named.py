@@ -1,0 +1,53 @@
+"""The parameters and buffers of a module by the names that they go by."""
+
+from __future__ import annotations
+
+import dataclasses
+
+import torch
+from torch import nn
+
+from lightning_piper.capture.aliases import Pair, sharing_memory
+from lightning_piper.ir.regions import ParamInfo
+from lightning_piper.ir.values import TensorSpec
+
+
+def named_tensors(module: nn.Module) -> tuple[dict[str, ParamInfo], dict[str, TensorSpec], dict[str, str], list[Pair]]:
+    """Parameters and buffers by canonical name, every name -> canonical name, and those that share memory."""
+    first: dict[int, str] = {}
+    canonical: dict[str, str] = {}
+    tensors: dict[str, torch.Tensor] = {}
+    for name, tensor in [
+        *module.named_parameters(remove_duplicate=False),
+        *module.named_buffers(remove_duplicate=False),
+    ]:
+        canonical[name] = first.setdefault(id(tensor), name)
+        tensors.setdefault(canonical[name], tensor)
+    aliases: dict[str, list[str]] = {}
+    for name, main in canonical.items():
+        if name != main:
+            aliases.setdefault(main, []).append(name)
+    params = {
+        name: ParamInfo(name, TensorSpec.of(x), x.requires_grad, tuple(aliases.get(name, ())))
+        for name, x in tensors.items() if isinstance(x, nn.Parameter)
+    }  # fmt: skip
+    buffers = {name: TensorSpec.of(x) for name, x in tensors.items() if not isinstance(x, nn.Parameter)}
+    return params, buffers, canonical, sharing_memory(tensors)
+
+
+def laid_out(info: ParamInfo, dim: int | None) -> ParamInfo:
+    """A parameter whose parts along a dimension lie one after another: the whole of it is counted in their order."""
+    order = info.spec.dim_order
+    if dim is None or order[0] == dim:
+        return info
+    stride, steps = {}, 1
+    for d in reversed([dim, *(d for d in order if d != dim)]):
+        stride[d], steps = steps, steps * info.spec.shape[d]
+    spec = dataclasses.replace(info.spec, stride=tuple(stride[d] for d in range(len(order))))
+    return dataclasses.replace(info, spec=spec, strides=info.spec.stride)
+
+
+def resized(spec: TensorSpec, size: int) -> TensorSpec:
+    """The contiguous spec of a batch leaf cut to `size` samples; leaves without dimensions stay whole."""
+    shape = (size, *spec.shape[1:]) if spec.shape else ()
+    return TensorSpec.of(torch.empty(shape, dtype=spec.dtype, device="meta"))

@@ -1,0 +1,256 @@
+"""A joint graph of which an axis of devices divides parameters and values: what they hold of every value, with the changes between.
+
+    h[R] -> mm with W[S(1)] -> [S(1)] -> gelu -> [S(1)] -> mm with V[S(0)] -> [P] --change--> [R] -> + x[R]
+
+Operations keep their order and their values; only where one takes sums or parts of what it reads is it written as several (a
+product and a bias; a mask and a product). The graph of one member has the same nodes (`placements.local`).
+"""
+
+from __future__ import annotations
+
+import fnmatch
+import operator
+from typing import Any
+
+import torch
+from torch.fx import Graph, Node
+
+from lightning_piper.annotate import META_KEY
+from lightning_piper.capture import _torch
+from lightning_piper.capture.passes import Names
+from lightning_piper.capture.regions import VIEWS, source_line, tags_of
+from lightning_piper.errors import CaptureError
+from lightning_piper.ir.division import Division
+from lightning_piper.ir.values import Partial, Placement, Replicate, Shard
+from lightning_piper.placements.changing import CHANGE, PLACEMENT, placement_of
+from lightning_piper.placements.choice import choose
+from lightning_piper.placements.proof import prove
+from lightning_piper.placements.rules import made_by, shape_of, tensors_of
+
+aten = torch.ops.aten
+R, P = Replicate(), Partial()
+_VIEWED = {aten.view.default, aten._unsafe_view.default}
+
+
+def place_values(graph: Graph, division: Division, names: Names) -> dict[str, int]:
+    """Give every value of a joint graph a placement (`changing.PLACEMENT`), in place.
+
+    Returns:
+        The parameters that are divided, with their dimensions: those of the division, and biases that follow from them.
+
+    Raises:
+        CaptureError: an operation needs a parameter whole that is divided.
+    """
+    return _Placing(graph, division, names).run()
+
+
+class _Placing:
+    def __init__(self, graph: Graph, division: Division, names: Names) -> None:
+        self.graph, self.division, self.degree = graph, division, division.degree
+        self.names = dict(names.params)
+        self.fixed: set[Node] = set(self.names)  # parameters, and views of them
+        # What is said of a weight says of its bias: a vector of which nothing was said takes what its first reader wants.
+        self.free = {x for x, name in self.names.items() if name not in division.params and len(shape_of(x)) == 1}
+        self.gone: set[Node] = set()  # operations that are done already, with one before
+        self.changes: dict[tuple[Node, Placement, Any], Node] = {}
+        self.along: set[tuple[int, int]] = set()  # rank and dimension of what the user divides
+
+    def run(self) -> dict[str, int]:
+        for node in list(self.graph.nodes):
+            if node.op == "output":
+                self._results(node)
+            elif node.op != "call_function":
+                self._given(node)
+            else:
+                self._operation(node)
+        placed = ((name, placement_of(x)) for x, name in self.names.items())
+        return {name: placement.dim for name, placement in placed if isinstance(placement, Shard)}
+
+    def _given(self, node: Node) -> None:
+        dim = self.division.params.get(self.names.get(node, ""))
+        node.meta[PLACEMENT] = R if dim is None else Shard(dim)
+
+    def _operation(self, node: Node) -> None:
+        if node in self.gone:
+            return
+        if not tensors_of(node) or CHANGE is node.target:
+            if node.target is not CHANGE:
+                node.meta[PLACEMENT] = self._as_made(node)
+            return
+        node = self._without_bias(node)
+        rule = choose(node, placement_of, self.degree, self.fixed, self.free, self.along)
+        if rule is None:
+            raise self._refusal(node)
+        inputs = tensors_of(node)
+        for x, wanted in dict(zip(inputs, rule.inputs, strict=True)).items():
+            if x in self.free:
+                x.meta[PLACEMENT] = wanted
+            elif placement_of(x) != wanted:
+                node.replace_input_with(x, self._changed(x, wanted, node))
+        self.free.difference_update(inputs)
+        if node.target is aten.native_dropout.default and isinstance(rule.inputs[0], Shard):
+            self._drop(node, rule.inputs[0])
+            return
+        prove(node, rule, self.degree)
+        node.meta[PLACEMENT] = rule.outputs if isinstance(node.meta.get("val"), list | tuple) else rule.outputs[0]
+        if node.target in VIEWS and all(x in self.fixed for x in inputs):
+            self.fixed.add(node)
+        self._pin(node)
+
+    def _as_made(self, node: Node) -> Any:
+        """Of what an operation makes of no tensor, or a part of what one makes."""
+        if node.all_input_nodes and isinstance(held := node.all_input_nodes[0].meta.get(PLACEMENT), tuple):
+            return held[int(node.args[1])]  # type: ignore[arg-type]
+        count = len(made_by(node))
+        return (R,) * count if isinstance(node.meta.get("val"), list | tuple) else R
+
+    # Operations in several
+
+    def _without_bias(self, node: Node) -> Node:
+        """`addmm` whose product is a sum over the members: the bias is added to the sum."""
+        if node.target is not aten.addmm.default or node.kwargs:
+            return node
+        bias, x, y = node.args
+        if placement_of(y) != Shard(0):  # type: ignore[arg-type]
+            return node
+        users = list(node.users)
+        viewed = (
+            users[0] if len(users) == 1 and users[0].target in _VIEWED and shape_of(users[0])[-1] == shape_of(node)[-1] else None
+        )
+        last = node if viewed is None else viewed
+        with self.graph.inserting_before(last):
+            made = self._like(node, aten.mm.default, (x, y))
+            self._operation(made)
+            if viewed is not None:  # in its own shape, in which the user may divide it
+                made = self._like(viewed, viewed.target, (made, viewed.args[1]))
+                self._operation(made)
+            total = self._like(last, aten.add.Tensor, (made, bias))
+        last.replace_all_uses_with(total)
+        self.graph.erase_node(last)
+        if viewed is not None:
+            self.graph.erase_node(node)
+            self.gone.add(viewed)
+        return total
+
+    def _drop(self, node: Node, placement: Placement) -> None:
+        """Dropout of parts: the mask is that of the whole value, which every member draws, and takes its part of."""
+        x, probability, train = node.args
+        value, mask_value = node.meta["val"]
+        with self.graph.inserting_before(node):
+            shape = list(x.meta["val"].shape)  # type: ignore[union-attr]
+            about = {"dtype": value.dtype, "device": value.device}
+            ones = self._like(node, aten.ones.default, (shape,), about, value)
+            drawn = self._like(node, aten.native_dropout.default, (ones, probability, train), val=(value, mask_value))
+            mask = self._like(node, operator.getitem, (drawn, 1), val=mask_value)
+            drawn.meta[PLACEMENT] = (R, R)
+            ones.meta[PLACEMENT] = mask.meta[PLACEMENT] = R
+            scale = 0.0 if probability == 1 else 1 / (1 - probability)  # type: ignore[operator]
+            part = self._changed(mask, placement, node)
+            product = self._like(node, aten.mul.Tensor, (x, part), val=value)
+            result = self._like(node, aten.mul.Tensor, (product, scale), val=value)
+            product.meta[PLACEMENT] = result.meta[PLACEMENT] = placement
+        for user in list(node.users):
+            user.replace_all_uses_with(result if user.args[1] == 0 else mask)
+            self.graph.erase_node(user)
+        self.graph.erase_node(node)
+
+    def _like(self, node: Node, target: Any, args: tuple[Any, ...], kwargs: Any = None, val: Any = None) -> Node:
+        made = self.graph.call_function(target, args, kwargs)
+        made.meta = dict(node.meta) | {"val": node.meta["val"] if val is None else val}
+        return made
+
+    # Changes
+
+    def _changed(self, x: Node, wanted: Placement, reader: Node) -> Node:
+        """The same value with another placement; one change for all who want it."""
+        here = _has_place(x)
+        key = (x, wanted, None if here else tuple(sorted(tags_of(reader).items())))
+        if key not in self.changes:
+            at = self._before(x, reader) if not here and _torch.is_backward(reader) else reader
+            with self.graph.inserting_before(at):
+                change = self.graph.call_function(CHANGE, (x, str(placement_of(x)), str(wanted)))
+            about = x.meta if here else reader.meta
+            change.meta = {k: v for k, v in about.items() if k in ("custom", "seq_nr", "stack_trace")}
+            if here and _torch.is_backward(x):
+                change.meta["partitioner_tag"] = "is_backward"
+            change.meta |= {"val": x.meta["val"], PLACEMENT: wanted}
+            self.changes[key] = change
+        found: Node = self.changes[key]
+        return found
+
+    def _before(self, x: Node, reader: Node) -> Node:
+        """Where work of the forward pass begins that has the reader's tags."""
+        found = False
+        for node in self.graph.nodes:
+            found = found or node is x or x.op != "call_function"
+            if found and node.op == "call_function" and (node is reader or tags_of(node) == tags_of(reader)):
+                first: Node = node
+                return first
+        return reader
+
+    def _pin(self, node: Node) -> None:
+        """What a region hands on is divided where the user says so."""
+        value = node.meta.get("val")
+        if not isinstance(value, torch.Tensor) or not self.division.values or _torch.is_backward(node) or node in self.fixed:
+            return
+        own = tags_of(node)
+        label = ",".join(f"{k}={v}" for k, v in own.items()) or "untagged"
+        dims = [dim for pattern, dim in self.division.values.items() if fnmatch.fnmatchcase(label, pattern)]
+        leaves = any(tags_of(user) not in ({}, own) for user in node.users if not _torch.is_backward(user))
+        if not dims or not leaves or not value.is_floating_point() or value.dim() <= dims[0]:
+            return
+        wanted = Shard(dims[0])
+        self.along.add((value.dim(), dims[0]))
+        if placement_of(node) == wanted:
+            return
+        if value.shape[dims[0]] % self.degree:
+            raise CaptureError(
+                f"{source_line(node)}: {label} hands on a value of shape {list(value.shape)}, of which {self.degree} devices along "
+                f"{self.division.axis!r} cannot have equal parts along dimension {dims[0]}; pad it, or divide another dimension"
+            )
+        users = list(node.users)
+        with self.graph.inserting_after(node):
+            change = self._changed(node, wanted, node.next)
+        for user in users:
+            user.replace_input_with(node, change)
+
+    def _results(self, output: Node) -> None:
+        """What the step hands out is whole, but for gradients of what is divided, and of what is summed with the batch."""
+        described = zip(output.args[0], output.meta["desc"], strict=True)  # type: ignore[arg-type]
+        results = list(output.args[0])  # type: ignore[arg-type]
+        for i, (node, desc) in enumerate(described):
+            if not isinstance(node, Node):
+                continue
+            wanted: Placement = R
+            if isinstance(desc, _torch.GradAOTOutput):
+                param = next((x for x in self.names if x.meta["desc"] == desc.grad_of), None)
+                if param is not None:
+                    wanted = placement_of(param)
+                    if wanted == R and placement_of(node) == P:
+                        continue
+            if placement_of(node) != wanted:
+                if isinstance(wanted, Partial):
+                    raise self._refusal(node)
+                with self.graph.inserting_before(output):
+                    changed = self._changed(node, wanted, output)
+                    results[i] = self._like(node, aten.alias.default, (changed,))
+                    results[i].meta[PLACEMENT] = wanted
+        output.args = (tuple(results) if isinstance(output.args[0], tuple) else results,)
+
+    def _refusal(self, node: Node) -> CaptureError:
+        divided = [f"{self._param(x)} as {placement_of(x)}" for x in tensors_of(node) if x in self.fixed and placement_of(x) != R]
+        read = ", ".join(divided) or "what is divided"
+        return CaptureError(
+            f"{source_line(node)}: {node.target} cannot work on parts of {read} along {self.division.axis!r}; leave it out of "
+            "params, or divide it along another dimension"
+        )
+
+    def _param(self, x: Node) -> str:
+        while x not in self.names:
+            x = x.all_input_nodes[0]
+        return self.names[x]
+
+
+def _has_place(x: Node) -> bool:
+    """Is it work of a region by itself, so that what follows from it follows there? Untagged work may be done where it is read."""
+    return x.op == "call_function" and (META_KEY in x.meta.get("custom", {}) or _torch.is_backward(x))

@@ -1,0 +1,248 @@
+"""Values that the members of an axis have parts or terms of, given another placement along it.
+
+P -> R  all-reduce       P -> S(d)  reduce-scatter      S(d) -> R  all-gather      S(d) -> S(e)  all-to-all
+R -> S(d)  each member cuts its part out; nothing is communicated
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from typing import Any, ClassVar
+
+import torch
+
+from lightning_piper.ir.mesh import Mesh
+from lightning_piper.ir.nodes import Chunk, Node, Ref, Turn
+from lightning_piper.ir.values import Partial, Placement, Replicate, Shard, TensorSpec
+from lightning_piper.ops.base import Binding, Bound, Bundle, Exchange, Operation, Planning, about, nothing, register_operation, take
+from lightning_piper.ops.facts import Facts, Origin
+from lightning_piper.ops.instruction import Collective, Instruction
+from lightning_piper.ops.reduce import AllReduceInstruction, bind_all_reduce, summed
+from lightning_piper.ops.reference import Made, Reference, sum_in_order
+
+NAMES = {("P", "R"): "allreduce", ("P", "S"): "reducescatter", ("S", "R"): "allgather", ("S", "S"): "alltoall", ("R", "S"): "cut"}
+
+
+@dataclass(frozen=True, kw_only=True)
+class Redistribute(Node):
+    """Gives a value another placement along an axis.
+
+    Attributes:
+        before, after: the placements.
+        mesh, axis: the members are the lines along this axis.
+    """
+
+    turn = Turn.AT_ONCE
+    communicates = True
+
+    before: Placement
+    after: Placement
+    mesh: Mesh
+    axis: str
+
+    @property
+    def label(self) -> str:
+        return f"{NAMES.get((str(self.before)[0], str(self.after)[0]), 'change')}.{self.axis}"
+
+    @property
+    def details(self) -> str:
+        return f"{self.before} -> {self.after}"
+
+    def members(self, replica: int) -> tuple[int, ...]:
+        return tuple(self.devices[place] for place in self.mesh.line(self.axis, replica))
+
+
+@dataclass(frozen=True, kw_only=True)
+class CutOut(Redistribute):
+    """Each member's part of a value that all have."""
+
+    turn = Turn.SOON
+    communicates = False
+
+
+@dataclass(frozen=True, kw_only=True)
+class RedistributeInstruction(Collective):
+    """Send each member its part of what this one has, and join what all send; see `Redistribute`. Sums of the whole are
+    `PartsInstruction`.
+
+    Attributes:
+        before, after: the placements.
+        tensors: what is made.
+    """
+
+    op: ClassVar[str] = "redistribute"
+    before: Placement
+    after: Placement
+    tensors: tuple[TensorSpec, ...]
+
+    @property
+    def nbytes(self) -> int:
+        return sum(spec.nbytes for spec in self.tensors)
+
+    def details(self) -> list[str]:
+        return [f"{self.before}->{self.after}", *super().details()]
+
+
+@dataclass(frozen=True, kw_only=True)
+class PartsInstruction(AllReduceInstruction):
+    """Sum what the members have. Chunks wait for it: it never waits for the last batch of an accumulation."""
+
+    op: ClassVar[str] = "sum_parts"
+    sums: ClassVar[bool] = False
+
+
+@dataclass(frozen=True, kw_only=True)
+class CutOutInstruction(Instruction):
+    """Cut the part of one of `count` members out of what is read."""
+
+    op: ClassVar[str] = "cut_out"
+    dim: int
+    index: int
+    count: int
+
+
+# Static rules
+
+
+def check(facts: Facts, node: Redistribute) -> Iterable[str]:
+    """It changes what the step says is to be changed, along the axis that divides it, for the readers that want it so."""
+    dag, ref = facts.dag, node.inputs[0]
+    facts.forward(node)
+    value, made = dag.value(ref), node.outputs[0]
+    if node.axis != dag.member_axis or node.mesh != dag.mesh:
+        divided = f"tensors are divided along {dag.member_axis} of {dag.mesh}"
+        yield f"{facts.at(node)} works along {node.axis} of {node.mesh}, where {divided}"
+        return
+    if isinstance(node, CutOut) is not isinstance(node.before, Replicate):
+        yield f"{facts.at(node)} makes {node.after} of {node.before}"
+    if ref in facts.origins and facts.dag.code.interface_of(facts.origins[ref][:2]).outputs[facts.origins[ref][2]].change is None:
+        yield f"{facts.at(node)} changes {facts.named(ref)}, which nobody reads otherwise than it is"
+    for which, placement in ((value, node.before), (made, node.after)):
+        held = () if isinstance(placement, Replicate) else ((node.axis, placement),)
+        if which.others != held:
+            yield f"{facts.at(node)} takes {which.label} for {placement}, which is {dict(which.others).get(node.axis, Replicate())}"
+    if (made.kind, made.names, made.placement, made.bucket) != (value.kind, value.names, value.placement, value.bucket):
+        yield f"{facts.at(node)} hands on {facts.named(ref)} as something else than it is"
+    if made.tensors != changed_specs(value.tensors, node.before, node.after, node.mesh.size(node.axis)):
+        yield f"{facts.at(node)} names {made.label} what {node.before} -> {node.after} does not make"
+
+
+def changed_specs(specs: Sequence[TensorSpec], before: Placement, after: Placement, degree: int) -> tuple[TensorSpec, ...]:
+    """What tensors are with another placement: contiguous."""
+    made = []
+    for spec in specs:
+        shape = list(spec.shape)
+        for placement in (before, after):
+            if isinstance(placement, Shard) and placement.dim >= len(shape):
+                return ()
+        if isinstance(before, Shard):
+            shape[before.dim] *= degree
+        if isinstance(after, Shard):
+            shape[after.dim] //= degree
+        made.append(TensorSpec.of(torch.empty(shape, dtype=spec.dtype, device="meta")))
+    return tuple(made)
+
+
+def read_as_wanted(facts: Facts, node: Chunk, ref: Ref, wanted: Origin) -> Iterable[str]:
+    """A pass that works on parts reads a value with the placement that its code takes."""
+    change = facts.dag.code.interface_of(wanted[:2]).outputs[wanted[2]].change
+    source = facts.dag.nodes[facts.dag.source(ref)[0]]
+    if facts.dag.member_axis is None or change is None:
+        if isinstance(source, Redistribute):
+            yield f"{facts.at(node)} reads {facts.named(ref)} changed, where its code takes it as it is"
+    elif not isinstance(source, Redistribute) or (source.before, source.after) != change:
+        yield f"{facts.at(node)} reads {facts.named(ref)} as {change[0]}, where its code takes {change[1]}: change it before"
+
+
+# Reference semantics
+
+
+def interpret(run: Reference, node: Redistribute) -> Made:
+    made: dict[int, Bundle] = {}
+    for line in node.mesh.lines(node.axis):
+        whole = _whole([run.values[node.inputs[0], place] for place in line], node.before)
+        for index, place in enumerate(line):
+            made[place] = tuple(_part(x, node.after, index, len(line)) for x in whole)
+    return [[list(made[place])] for place in run.places]
+
+
+def _whole(held: Sequence[Sequence[torch.Tensor]], before: Placement) -> Sequence[torch.Tensor]:
+    match before:
+        case Partial():
+            return sum_in_order([list(bundle) for bundle in held])
+        case Shard():
+            return [torch.cat(parts, before.dim) for parts in zip(*held, strict=True)]
+    return held[0]
+
+
+def _part(x: torch.Tensor, after: Placement, index: int, count: int) -> torch.Tensor:
+    return (x.chunk(count, after.dim)[index] if isinstance(after, Shard) else x).contiguous()
+
+
+# Plans
+
+
+def lower(plan: Planning, node: Redistribute) -> None:
+    reads, tensors = (plan.read(node.inputs[0], node),), node.outputs[0].tensors
+    if isinstance(node.before, Partial) and isinstance(node.after, Replicate):
+        plan.start(node, PartsInstruction, reads, tensors=tensors)
+    else:
+        plan.start(node, RedistributeInstruction, reads, before=node.before, after=node.after, tensors=tensors)
+
+
+def produce_cut_out(plan: Planning, node: CutOut, ref: Ref) -> None:
+    line = node.mesh.line(node.axis, plan.place)
+    assert isinstance(node.after, Shard)
+    read = plan.read(node.inputs[0], node)
+    slot = plan.new_slot(ref, "chunk", node.stream)
+    plan.emit(CutOutInstruction(**about(node), reads=(read,), writes=(slot,), dim=node.after.dim,
+                                index=line.index(plan.place), count=len(line)))  # fmt: skip
+
+
+# Runtime
+
+
+class _Redistribute(Exchange):
+    """The state is what this member has."""
+
+    def __init__(self, instruction: RedistributeInstruction, on: Binding) -> None:
+        self._count, self._take = len(instruction.members), take(instruction, on.slots)
+        self._before, self._after = instruction.before, instruction.after
+
+    def bring(self) -> torch.Tensor:
+        (x,) = self._take()
+        return x
+
+    def parts(self, state: torch.Tensor) -> Sequence[torch.Tensor]:
+        if isinstance(self._after, Shard):
+            return [part.contiguous() for part in state.chunk(self._count, self._after.dim)]
+        return [state.contiguous()] * self._count
+
+    def join(self, state: torch.Tensor, received: Sequence[Any]) -> Bundle:
+        if isinstance(self._before, Partial):
+            return summed([(part,) for part in received])
+        assert isinstance(self._before, Shard)
+        return (torch.cat(list(received), self._before.dim),)
+
+
+def bind_redistribute(instruction: RedistributeInstruction, on: Binding) -> Bound | None:
+    return on.endpoint.collective(instruction, _Redistribute(instruction, on), on.slots)
+
+
+def bind_cut_out(instruction: CutOutInstruction, on: Binding) -> Bound:
+    given, into, slots = take(instruction, on.slots), instruction.into, on.slots
+    dim, index, count = instruction.dim, instruction.index, instruction.count
+
+    def cut_out() -> None:
+        (x,) = given()
+        slots[into] = (x.chunk(count, dim)[index].contiguous(),)
+
+    return cut_out
+
+
+register_operation(
+    Operation(Redistribute, check, interpret, lower,
+              bind={RedistributeInstruction: bind_redistribute, PartsInstruction: bind_all_reduce})
+)  # fmt: skip
+register_operation(Operation(CutOut, check, interpret, nothing, produce_cut_out, bind={CutOutInstruction: bind_cut_out}))

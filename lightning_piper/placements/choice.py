@@ -1,0 +1,75 @@
+"""Which rule an operation follows: the one whose changes of placement cost least.
+
+Costs are elements moved, relative to those of the whole value: an all-reduce moves each twice, a reduce-scatter or an all-gather
+once, an all-to-all a part of them, a cut nothing (it is counted a little, so that nothing is cut without need). Members do the same
+work on whole values, or each a part of it; where values are whole, no rule divides them by itself: that is for the user to say.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Collection, Sequence
+
+from torch.fx import Node
+
+from lightning_piper.ir.values import Partial, Placement, Replicate, Shard
+from lightning_piper.placements.rules import Rule, rules_for, shape_of, tensors_of
+
+CUT = 0.01
+Held = Callable[[Node], Placement]
+
+
+def choose(
+    node: Node, held: Held, degree: int, fixed: Collection[Node], free: Collection[Node], along: Collection[tuple[int, int]]
+) -> Rule | None:
+    """The rule for an operation; None if it needs another placement of what is fixed.
+
+    Args:
+        held: the placements of its inputs.
+        fixed: nodes whose placement does not change (parameters).
+        free: parameters of which nothing was said and that nobody has read yet: they take any.
+        along: ranks and dimensions along which the user divides values; sums are divided there rather than made whole.
+    """
+    inputs = tensors_of(node)
+    best: tuple[float, int] | None = None
+    rules = rules_for(node, degree)
+    for index, rule in enumerate(rules):
+        if index and not _wanted(rule, inputs, held, along):
+            continue
+        cost = sum(
+            _cost(held(x), wanted, math.prod(shape_of(x)), degree, x in fixed, x in free)
+            for x, wanted in dict(zip(inputs, rule.inputs, strict=True)).items()
+        )
+        if len({(x, wanted) for x, wanted in zip(inputs, rule.inputs, strict=True)}) > len(set(inputs)):
+            continue  # one value in two placements at once
+        if best is None or (cost, index) < best:
+            best = (cost, index)
+    return None if best is None or math.isinf(best[0]) else rules[best[1]]
+
+
+def _wanted(rule: Rule, inputs: Sequence[Node], held: Held, along: Collection[tuple[int, int]]) -> bool:
+    """Does it take a part that is there? Or divide a sum where the user divides values?"""
+    for x, placement in zip(inputs, rule.inputs, strict=True):
+        have = held(x)
+        if not isinstance(placement, Replicate) and have == placement:
+            return True
+        if isinstance(have, Partial) and isinstance(placement, Shard) and (len(shape_of(x)), placement.dim) in along:
+            return True
+    return False
+
+
+def _cost(have: Placement, want: Placement, elements: int, degree: int, fixed: bool, free: bool) -> float:
+    if have == want:
+        return 0.0
+    if isinstance(want, Partial) or (fixed and not free):
+        return math.inf
+    if free:
+        return 0.0
+    match have, want:
+        case Partial(), Replicate():
+            return 2.0 * elements
+        case (Partial(), Shard()) | (Shard(), Replicate()):
+            return 1.0 * elements
+        case Shard(), Shard():
+            return elements / degree
+    return CUT * elements

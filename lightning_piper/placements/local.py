@@ -1,0 +1,75 @@
+"""The graph as one member runs it: every value is the part that it holds, and arguments that say sizes say those of parts."""
+
+from __future__ import annotations
+
+import contextlib
+from typing import Any
+
+import torch
+from torch.fx import Graph, Node
+
+from lightning_piper.errors import CaptureError
+from lightning_piper.ir.values import Placement
+from lightning_piper.placements.changing import PLACEMENT, change_of, part_shape
+
+aten = torch.ops.aten
+# Operations one of whose arguments is the shape of what they make.
+SHAPED = {
+    aten.view.default: 1, aten._unsafe_view.default: 1, aten.reshape.default: 1, aten.expand.default: 1,
+    aten.slice_backward.default: 1, aten.select_backward.default: 1,
+}  # fmt: skip
+
+
+def localize(graph: Graph, degree: int) -> None:
+    """Let a graph whose values have placements be that of one of `degree` members, in place.
+
+    Raises:
+        CaptureError: an operation makes something else of parts than its rule says.
+    """
+    modes = (getattr(node.meta.get("val"), "fake_mode", None) for node in graph.nodes)
+    with next((mode for mode in modes if mode is not None), contextlib.nullcontext()):
+        for node in graph.nodes:
+            if node.op != "output":
+                _localize(node, degree)
+
+
+def _localize(node: Node, degree: int) -> None:
+    value: Any = node.meta.get("val")
+    placement: Any = node.meta.get(PLACEMENT)
+    if node.op == "placeholder" and isinstance(value, torch.Tensor) and placement is not None:
+        node.meta["val"] = _part(value, placement, degree)
+    if node.op != "call_function":
+        return
+    target: Any = node.target
+    if (change := change_of(node)) is not None:
+        shape = part_shape(tuple(value.shape), change[1], degree)
+        node.meta["val"] = torch.empty(shape, dtype=value.dtype, device=value.device)
+        return
+    if (index := SHAPED.get(target)) is not None:
+        shape = part_shape(tuple(value.shape), placement, degree)
+        node.args = (*node.args[:index], list(shape), *node.args[index + 1 :])
+    if any(p is not None and not _same(p) for p in _tuple(placement)) or _reads_parts(node):
+        args, kwargs = torch.fx.node.map_arg((node.args, node.kwargs), lambda x: x.meta["val"])
+        made = target(*args, **kwargs)
+        for whole, part, held in zip(_tuple(value), _tuple(made), _tuple(placement), strict=True):
+            if isinstance(whole, torch.Tensor) and tuple(part.shape) != part_shape(tuple(whole.shape), held, degree):
+                found = f"{target} makes {list(part.shape)} of parts, where {held} of {list(whole.shape)} was expected"
+                raise CaptureError(f"{found}; the rule of this operation is wrong")
+        node.meta["val"] = made
+
+
+def _same(placement: Placement) -> bool:
+    return str(placement) == "R"
+
+
+def _reads_parts(node: Node) -> bool:
+    return any(not _same(p) for x in node.all_input_nodes for p in _tuple(x.meta.get(PLACEMENT)) if p is not None)
+
+
+def _tuple(value: Any) -> tuple[Any, ...]:
+    return tuple(value) if isinstance(value, list | tuple) else (value,)
+
+
+def _part(value: torch.Tensor, placement: Placement, degree: int) -> torch.Tensor:
+    shape = part_shape(tuple(value.shape), placement, degree)
+    return value if shape == tuple(value.shape) else value.new_empty_strided(shape, value.stride())

@@ -1,0 +1,182 @@
+"""Rules proved by execution: an operation on parts, joined, gives what it gives on the whole.
+
+Each rule that a program uses is tried on drawn values of small shapes that are built like those of the operation, once for an
+operation, its arguments, ranks and placements. Whole numbers in float64 make sums and products exact; where the operation itself
+rounds (an exponential, a norm), the two are equal within `ROUNDING`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch.fx import Graph, Interpreter, Node
+
+from lightning_piper.errors import CaptureError, VerificationError
+from lightning_piper.ir.values import Partial, Placement, Shard
+from lightning_piper.placements.changing import PLACEMENT
+from lightning_piper.placements.local import SHAPED, localize
+from lightning_piper.placements.rules import Rule, regrouped, shape_of, tensors_of
+
+ROUNDING = 1e-12
+SMALL = 1 << 12  # elements of shapes that are taken as they are
+
+aten = torch.ops.aten
+_proved: set[object] = set()
+
+
+def prove(node: Node, rule: Rule, degree: int) -> None:
+    """Compare, unless it is known.
+
+    Raises:
+        VerificationError: parts give another result.
+    """
+    if all(str(p) == "R" for p in rule.inputs):
+        return
+    graph, inputs = _alone(node, degree)
+    shapes = tuple((tuple(x.meta["val"].shape), x.meta["val"].dtype) for x in inputs)
+    call = next(n for n in graph.nodes if n.op == "call_function")
+    arguments = torch.fx.node.map_arg((call.args, call.kwargs), lambda x: x.name)
+    key = (str(node.target), str(arguments), shapes, rule, degree)
+    if key in _proved:
+        return
+    try:
+        found = difference(graph, inputs, rule, degree)
+    except CaptureError as error:
+        found = str(error)
+    if found is not None:
+        placements = ", ".join(map(str, rule.inputs))
+        raise VerificationError(f"the rule of {node.target} for {placements} is wrong: {found}")
+    _proved.add(key)
+
+
+def difference(graph: Graph, inputs: Sequence[Node], rule: Rule, degree: int) -> str | None:
+    """How parts differ from the whole; None if they do not."""
+    generator = torch.Generator().manual_seed(0)
+    values = [_drawn(x.meta["val"], _bound(x), generator) for x in inputs]
+    module = torch.nn.Module()
+    whole = _tuple(Interpreter(torch.fx.GraphModule(module, graph), garbage_collect_values=False).run(*values))
+    call = next(n for n in graph.nodes if n.op == "call_function")
+    for given, taken in zip(inputs, rule.inputs, strict=True):
+        given.meta[PLACEMENT] = taken
+    call.meta[PLACEMENT] = rule.outputs if isinstance(call.meta["val"], list | tuple) else rule.outputs[0]
+    localize(graph, degree)
+    parts = [_parts(x, p, degree, generator) for x, p in zip(values, rule.inputs, strict=True)]
+    runs = Interpreter(torch.fx.GraphModule(module, graph), garbage_collect_values=False)
+    made = [_tuple(runs.run(*(part[i] for part in parts))) for i in range(degree)]
+    for index, (result, placement) in enumerate(zip(whole, rule.outputs, strict=True)):
+        if not isinstance(result, torch.Tensor) or placement is None:
+            continue
+        for joined in _joined([each[index] for each in made], placement):
+            if joined.shape != result.shape:
+                return f"output {index} has shape {list(joined.shape)} and not {list(result.shape)}"
+            if not torch.allclose(joined.double(), result.double(), rtol=ROUNDING, atol=ROUNDING, equal_nan=True):
+                return f"output {index} differs by {(joined.double() - result.double()).abs().max().item():.3g}"
+    return None
+
+
+def _alone(node: Node, degree: int) -> tuple[Graph, list[Node]]:
+    """A graph of this operation alone, on small shapes, and its inputs."""
+    sizes = _sizes(node, degree)
+    graph = Graph()
+    inputs: list[Node] = []
+
+    def given(x: Node) -> Node:
+        value = x.meta["val"]
+        made = graph.placeholder(f"input_{len(inputs)}")
+        dtype = torch.float64 if value.is_floating_point() else value.dtype
+        shape = [sizes.get((x, d), size) for d, size in enumerate(value.shape)]
+        made.meta = {"val": torch.empty(shape, dtype=dtype, device="meta"), "reads": (node.target, len(inputs))}
+        inputs.append(made)
+        return made
+
+    args, kwargs = torch.fx.node.map_arg((node.args, node.kwargs), given)
+    kwargs = {k: torch.float64 if isinstance(v, torch.dtype) and v.is_floating_point else v for k, v in kwargs.items()}
+    kwargs = {k: v for k, v in kwargs.items() if k != "device"}
+    args = tuple(torch.float64 if isinstance(v, torch.dtype) and v.is_floating_point else v for v in args)
+    target: Any = node.target
+    if (index := SHAPED.get(target)) is not None and sizes:
+        args = (*args[:index], [sizes.get((node, d), size) for d, size in enumerate(shape_of(node))], *args[index + 1 :])
+    call = graph.call_function(target, args, kwargs)
+    given_args, given_kwargs = torch.fx.node.map_arg((args, kwargs), lambda x: x.meta["val"])
+    call.meta["val"] = target(*given_args, **given_kwargs)
+    graph.output(call)
+    return graph, inputs
+
+
+def _sizes(node: Node, degree: int) -> dict[tuple[Node, int], int]:
+    """Other sizes of dimensions, where the shapes are large: equal ones stay equal, and multiples of the members."""
+    tensors = [*tensors_of(node), node]
+    known = [x for x in tensors if isinstance(x.meta.get("val"), torch.Tensor)]
+    if sum(x.meta["val"].numel() for x in known) <= SMALL * len(known) or node.target in _BY_SIZE:
+        return {}
+    if node.target in SHAPED and node.target in _VIEWS:
+        return _sizes_of_view(node, degree)
+    distinct = sorted({int(size) for x in known for size in x.meta["val"].shape if size > 1})
+    small = {size: degree * (2 + i) for i, size in enumerate(distinct)}
+    return {(x, d): small[int(size)] for x in known for d, size in enumerate(x.meta["val"].shape) if size > 1}
+
+
+_VIEWS = {aten.view.default, aten._unsafe_view.default, aten.reshape.default}
+# Their other arguments are sizes, or places in a dimension.
+_BY_SIZE = {
+    aten.slice.Tensor, aten.slice_backward.default, aten.select_backward.default, aten.select.int, aten.split.Tensor,
+    aten.split_with_sizes.default, aten.embedding_dense_backward.default, aten.native_layer_norm.default,
+    aten.native_layer_norm_backward.default,
+}  # fmt: skip
+
+
+def _sizes_of_view(node: Node, degree: int) -> dict[tuple[Node, int], int]:
+    (source,) = tensors_of(node)
+    before, after = shape_of(source), shape_of(node)
+    found: dict[tuple[Node, int], int] = {}
+    for mine, theirs in regrouped(before, after):
+        if len(mine) > 1 and len(theirs) > 1:
+            return {}
+        one, many, x, y = (mine, theirs, source, node) if len(mine) == 1 else (theirs, mine, node, source)
+        product = 1
+        for i, d in enumerate(many):
+            found[y, d] = degree * (1 + (i + len(found)) % 3)
+            product *= found[y, d]
+        found[x, one[0]] = product
+    return found
+
+
+def _bound(x: Node) -> int:
+    """Indices are below this."""
+    target, _ = x.meta["reads"]
+    if target is aten.embedding.default:
+        return int(next(iter(x.graph.nodes)).meta["val"].shape[0])
+    if target is aten.embedding_dense_backward.default:
+        return int(next(n for n in x.graph.nodes if n.op == "call_function").args[2])
+    return 2
+
+
+def _drawn(like: torch.Tensor, bound: int, generator: torch.Generator) -> torch.Tensor:
+    if like.is_floating_point():
+        return torch.randint(-3, 4, like.shape, generator=generator).to(like.dtype)
+    return torch.randint(0, bound, like.shape, generator=generator).to(like.dtype)
+
+
+def _parts(x: torch.Tensor, placement: Placement, degree: int, generator: torch.Generator) -> list[torch.Tensor]:
+    match placement:
+        case Shard():
+            return [part.contiguous() for part in x.chunk(degree, placement.dim)]
+        case Partial():
+            terms = [_drawn(x, 2, generator) for _ in range(degree - 1)]
+            return [*terms, x - sum(terms)]
+    return [x] * degree
+
+
+def _joined(parts: Sequence[torch.Tensor], placement: Placement) -> list[torch.Tensor]:
+    match placement:
+        case Shard():
+            return [torch.cat(list(parts), placement.dim)]
+        case Partial():
+            return [torch.stack(list(parts)).sum(0)]
+    return list(parts)
+
+
+def _tuple(value: Any) -> tuple[Any, ...]:
+    return tuple(value) if isinstance(value, list | tuple) else (value,)

@@ -1,0 +1,381 @@
+"""What an operation can do with parts of its tensors: for each, the placements that it may read, and what it makes of them.
+
+Everything may be read whole (`R` of all inputs makes `R`); rules say what else there is. An operation without a rule is run on
+whole tensors, by every member. Sources: the definitions of the operations; what is said here is proved by execution (`proof.py`).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch.fx import Node
+
+from lightning_piper.ir.values import Partial, Placement, Replicate, Shard
+
+aten = torch.ops.aten
+R, P = Replicate(), Partial()
+
+
+@dataclass(frozen=True)
+class Rule:
+    """Placements that an operation takes, and those of what it makes.
+
+    Attributes:
+        inputs: of its tensor inputs, in the order of `tensors_of`.
+        outputs: of the tensors that it makes; None where it makes none.
+    """
+
+    inputs: tuple[Placement, ...]
+    outputs: tuple[Placement | None, ...]
+
+
+def tensors_of(node: Node) -> list[Node]:
+    """Its tensor inputs, in the order of its arguments, each as often as it stands there."""
+    found: list[Node] = []
+    torch.fx.node.map_arg((node.args, node.kwargs), lambda x: found.append(x))
+    return [x for x in found if isinstance(x.meta.get("val"), torch.Tensor)]
+
+
+def shape_of(node: Node) -> tuple[int, ...]:
+    return tuple(int(size) for size in node.meta["val"].shape)
+
+
+def made_by(node: Node) -> list[torch.Tensor | None]:
+    """The tensors that it makes."""
+    value = node.meta.get("val")
+    return list(value) if isinstance(value, list | tuple) else [value]
+
+
+def rules_for(node: Node, degree: int) -> list[Rule]:
+    """The rules by which an operation takes parts; all whole comes first."""
+    inputs, outputs = tensors_of(node), made_by(node)
+    whole = Rule((R,) * len(inputs), tuple(R if isinstance(x, torch.Tensor) else None for x in outputs))
+    target: Any = node.target
+    family = _FAMILIES.get(target)
+    if family is None and isinstance(target, torch._ops.OpOverload) and not target._schema.is_mutable:
+        family = _pointwise if torch.Tag.pointwise in target.tags else None
+    found = [] if family is None else family(node)
+    return [whole, *(rule for rule in dict.fromkeys(found) if _divides(rule, node, inputs, outputs, degree))]
+
+
+def _divides(rule: Rule, node: Node, inputs: Sequence[Node], outputs: Sequence[Any], degree: int) -> bool:
+    """Is every dimension that it divides there, and a multiple of the members?"""
+    held = [*zip(rule.inputs, (shape_of(x) for x in inputs), strict=True)]
+    held += [(p, tuple(x.shape)) for p, x in zip(rule.outputs, outputs, strict=True) if isinstance(x, torch.Tensor) and p]
+    return all(
+        not isinstance(placement, Shard)
+        or (placement.dim < len(shape) and shape[placement.dim] > 1 and shape[placement.dim] % degree == 0)
+        for placement, shape in held
+    )
+
+
+# Elementwise operations
+
+_ADDITIVE = {aten.add.Tensor, aten.sub.Tensor}
+_SCALED = {aten.mul.Tensor, aten.div.Tensor, aten.mul.Scalar, aten.div.Scalar}  # linear in the first input, or the other one
+_LINEAR = {aten.neg.default, aten.clone.default, aten.detach.default, aten.alias.default, aten._to_copy.default}
+
+
+def _pointwise(node: Node) -> Iterator[Rule]:
+    inputs, count = tensors_of(node), len(made_by(node))
+    shapes = [shape_of(x) for x in inputs]
+    rank = max(map(len, shapes), default=0)
+    for d in range(rank):
+        held = tuple(_along(shape, d - (rank - len(shape))) for shape in shapes)
+        if any(isinstance(placement, Shard) for placement in held):
+            yield Rule(held, (Shard(d),) * count)
+    if node.target in _ADDITIVE and len(inputs) == 2:
+        yield Rule((P, P), (P,))
+    elif node.target in _LINEAR and node.meta["val"].is_floating_point():
+        yield Rule((P,), (P,))
+    elif node.target in _SCALED and node.meta["val"].is_floating_point():
+        yield Rule((P, R)[: len(inputs)], (P,))
+        if node.target is aten.mul.Tensor and len(inputs) == 2 and inputs[0] is not inputs[1]:
+            yield Rule((R, P), (P,))
+
+
+def _along(shape: Sequence[int], d: int) -> Placement:
+    """An operand that is broadcast along a dimension is whole there."""
+    return Shard(d) if d >= 0 and shape[d] > 1 else R
+
+
+# Products
+
+
+def _mm(node: Node) -> Iterator[Rule]:
+    yield Rule((Shard(0), R), (Shard(0),))
+    yield Rule((R, Shard(1)), (Shard(1),))
+    yield Rule((Shard(1), Shard(0)), (P,))
+    yield from (Rule((P, R), (P,)), Rule((R, P), (P,)))
+
+
+def _bmm(node: Node) -> Iterator[Rule]:
+    yield Rule((Shard(0), Shard(0)), (Shard(0),))
+    yield Rule((Shard(1), R), (Shard(1),))
+    yield Rule((R, Shard(2)), (Shard(2),))
+    yield Rule((Shard(2), Shard(1)), (P,))
+    yield from (Rule((P, R), (P,)), Rule((R, P), (P,)))
+
+
+def _addmm(node: Node) -> Iterator[Rule]:
+    bias = shape_of(tensors_of(node)[0])
+    last = len(bias) - 1
+    yield Rule((_along(bias, last), R, Shard(1)), (Shard(1),))
+    yield Rule((_along(bias, 0) if last else R, Shard(0), R), (Shard(0),))
+
+
+# Other views of the same elements
+
+
+def regrouped(before: Sequence[int], after: Sequence[int]) -> list[tuple[tuple[int, ...], tuple[int, ...]]]:
+    """Dimensions of a view: those before, and those after, that have the same elements between them. Dimensions of one element
+    are in no group."""
+    groups = []
+    i = j = 0
+    while i < len(before) or j < len(after):
+        mine: list[int] = []
+        theirs: list[int] = []
+        a = b = 1
+        while True:
+            if a == b and mine and theirs:
+                break
+            if (a <= b and i < len(before)) or j >= len(after):
+                if i >= len(before):
+                    break
+                if before[i] != 1:
+                    mine.append(i)
+                    a *= before[i]
+                i += 1
+            else:
+                if after[j] != 1:
+                    theirs.append(j)
+                    b *= after[j]
+                j += 1
+        if mine and theirs:
+            groups.append((tuple(mine), tuple(theirs)))
+    return groups
+
+
+def _view(node: Node) -> Iterator[Rule]:
+    for before, after in regrouped(shape_of(tensors_of(node)[0]), tuple(node.meta["val"].shape)):
+        yield Rule((Shard(before[0]),), (Shard(after[0]),))  # equal parts of the slowest dimension are equal runs of elements
+    yield Rule((P,), (P,))
+
+
+def _moves(order: Callable[[Node, int], Sequence[int | None]], sums: bool = True) -> Callable[[Node], Iterator[Rule]]:
+    """Operations that keep or reorder dimensions. `order`: where each dimension of the input is in the output; None: it may not
+    be divided."""
+
+    def rules(node: Node) -> Iterator[Rule]:
+        outputs = made_by(node)
+        for d, to in enumerate(order(node, len(shape_of(tensors_of(node)[0])))):
+            if to is not None:
+                yield Rule((Shard(d),), (Shard(to),) * len(outputs))
+        if sums and all(isinstance(x, torch.Tensor) and x.is_floating_point() for x in outputs):
+            yield Rule((P,), (P,) * len(outputs))
+
+    return rules
+
+
+def _permuted(node: Node, rank: int) -> list[int | None]:
+    if node.target is aten.t.default:
+        order = list(reversed(range(rank)))
+    elif node.target is aten.transpose.int:
+        order = list(range(rank))
+        a, b = (int(x) % rank for x in node.args[1:3])  # type: ignore[arg-type]
+        order[a], order[b] = order[b], order[a]
+    else:
+        order = [int(x) % rank for x in node.args[1]]  # type: ignore[union-attr, arg-type]
+    return [order.index(d) for d in range(rank)]
+
+
+def _argument(node: Node, index: int, default: Any = None) -> Any:
+    """A positional argument, also where it was left out."""
+    return node.args[index] if len(node.args) > index else default
+
+
+def _but(index: int, default: Any = 0) -> Callable[[Node, int], list[int | None]]:
+    """All dimensions stay where they are, but for one that the operation works along."""
+
+    def order(node: Node, rank: int) -> list[int | None]:
+        along = _argument(node, index, default)
+        found = {int(d) % rank for d in (along if isinstance(along, list | tuple) else [along])} if rank else set()
+        return [None if d in found else d for d in range(rank)]
+
+    return order
+
+
+def _without(node: Node, rank: int) -> list[int | None]:
+    """One dimension goes (`select`, `unbind`)."""
+    gone = int(_argument(node, 1, 0)) % rank
+    return [None if d == gone else d - (d > gone) for d in range(rank)]
+
+
+def _unsqueezed(node: Node, rank: int) -> list[int | None]:
+    at = int(node.args[1]) % (rank + 1)  # type: ignore[arg-type]
+    return [d + (d >= at) for d in range(rank)]
+
+
+def _inserted(node: Node, rank: int) -> list[int | None]:
+    at = int(node.args[2]) % (rank + 1)  # type: ignore[arg-type]
+    return [d + (d >= at) for d in range(rank)]
+
+
+def _expanded(node: Node, rank: int) -> list[int | None]:
+    shape = shape_of(tensors_of(node)[0])
+    more = node.meta["val"].dim() - rank
+    return [d + more if shape[d] > 1 else None for d in range(rank)]
+
+
+def _cat(node: Node) -> Iterator[Rule]:
+    inputs = tensors_of(node)
+    shapes = [shape_of(x) for x in inputs]
+    if len({len(shape) for shape in shapes}) > 1:
+        return
+    along = int(_argument(node, 1, 0)) % len(shapes[0])
+    for d in range(len(shapes[0])):
+        if d != along:
+            yield Rule((Shard(d),) * len(inputs), (Shard(d),))
+    yield Rule((P,) * len(inputs), (P,))
+
+
+# Sums and norms
+
+
+def _sum(node: Node) -> Iterator[Rule]:
+    (x,) = tensors_of(node)
+    rank = len(shape_of(x))
+    dims = _argument(node, 1) if node.target is not aten.sum.default else None
+    gone = {int(d) % rank for d in dims} if dims else set(range(rank))
+    kept = bool(_argument(node, 2, False)) if node.target is not aten.sum.default else False
+    for d in range(rank):
+        if d not in gone:
+            yield Rule((Shard(d),), (Shard(d if kept else d - sum(g < d for g in gone)),))
+        elif node.target is not aten.mean.dim and x.meta["val"].is_floating_point():
+            yield Rule((Shard(d),), (P,))
+    if x.meta["val"].is_floating_point():
+        yield Rule((P,), (P,))
+
+
+def _layer_norm(node: Node) -> Iterator[Rule]:
+    x, *weights = tensors_of(node)
+    rows = len(shape_of(x)) - len(node.args[1])  # type: ignore[arg-type]
+    for d in range(rows):
+        yield Rule((Shard(d), *(R for _ in weights)), (Shard(d),) * 3)
+
+
+def _layer_norm_backward(node: Node) -> Iterator[Rule]:
+    inputs = tensors_of(node)
+    rows = len(shape_of(inputs[0])) - len(node.args[2])  # type: ignore[arg-type]
+    made = [isinstance(x, torch.Tensor) for x in made_by(node)]
+    for d in range(rows):
+        outputs: tuple[Placement, ...] = (Shard(d), P, P)
+        held: tuple[Placement, ...] = (*(Shard(d) for _ in inputs[:4]), *(R for _ in inputs[4:]))
+        yield Rule(held, tuple(p if there else None for p, there in zip(outputs, made, strict=True)))
+
+
+def _rms_norm(node: Node) -> Iterator[Rule]:
+    x, *weights = tensors_of(node)
+    for d in range(len(shape_of(x)) - len(node.args[1])):  # type: ignore[arg-type]
+        yield Rule((Shard(d), *(R for _ in weights)), (Shard(d),) * 2)
+
+
+def _rms_norm_backward(node: Node) -> Iterator[Rule]:
+    inputs = tensors_of(node)
+    made = [isinstance(x, torch.Tensor) for x in made_by(node)]
+    for d in range(len(shape_of(inputs[0])) - len(node.args[2])):  # type: ignore[arg-type]
+        held: tuple[Placement, ...] = (*(Shard(d) for _ in inputs[:3]), *(R for _ in inputs[3:]))
+        outputs: tuple[Placement, ...] = (Shard(d), P)
+        yield Rule(held, tuple(p if there else None for p, there in zip(outputs, made, strict=True)))
+
+
+def _attention(node: Node) -> Iterator[Rule]:
+    """Samples and heads are independent of each other; a mask follows where it is not broadcast."""
+    inputs, outputs = tensors_of(node), made_by(node)
+    batch = shape_of(inputs[0])[:2]
+    for d in range(2):
+        held = [Shard(d) if len(shape_of(x)) > d and shape_of(x)[d] == batch[d] else R for x in inputs]
+        yield Rule(tuple(held), (Shard(d),) * len(outputs))
+
+
+def _dropped(node: Node) -> Iterator[Rule]:
+    """Its mask is drawn whole, and cut (`divide`)."""
+    (x,) = tensors_of(node)
+    for d in range(len(shape_of(x))):
+        yield Rule((Shard(d),), (Shard(d), Shard(d)))
+
+
+def _softmax_backward(node: Node) -> Iterator[Rule]:
+    shape = shape_of(tensors_of(node)[0])
+    along = int(node.args[2]) % len(shape)  # type: ignore[arg-type]
+    for d in range(len(shape)):
+        if d != along:
+            yield Rule((Shard(d), Shard(d)), (Shard(d),))
+
+
+# Lookups
+
+
+def _embedding(node: Node) -> Iterator[Rule]:
+    _, index = tensors_of(node)
+    rank = len(shape_of(index))
+    yield Rule((Shard(1), R), (Shard(rank),))
+    for d in range(rank):
+        yield Rule((R, Shard(d)), (Shard(d),))
+
+
+def _embedding_backward(node: Node) -> Iterator[Rule]:
+    _, index = tensors_of(node)
+    rank = len(shape_of(index))
+    yield Rule((Shard(rank), R), (Shard(1),))
+    if not _argument(node, 4, False):  # scaled by frequency, each part would count its own
+        for d in range(rank):
+            yield Rule((Shard(d), Shard(d)), (P,))
+        yield Rule((P, R), (P,))
+
+
+def _identity(node: Node) -> Iterator[Rule]:
+    for d in range(len(shape_of(tensors_of(node)[0]))):
+        yield Rule((Shard(d),), (Shard(d),))
+    if node.meta["val"].is_floating_point():
+        yield Rule((P,), (P,))
+
+
+_FAMILIES: dict[Any, Callable[[Node], Iterator[Rule]]] = {
+    aten.mm.default: _mm,
+    aten.bmm.default: _bmm,
+    aten.addmm.default: _addmm,
+    aten.native_layer_norm.default: _layer_norm,
+    aten.native_layer_norm_backward.default: _layer_norm_backward,
+    aten._fused_rms_norm.default: _rms_norm,
+    aten._fused_rms_norm_backward.default: _rms_norm_backward,
+    aten._scaled_dot_product_flash_attention_for_cpu.default: _attention,
+    aten._scaled_dot_product_flash_attention_for_cpu_backward.default: _attention,
+    aten.native_dropout.default: _dropped,
+    aten.native_dropout_backward.default: _pointwise,
+    aten.embedding.default: _embedding,
+    aten.embedding_dense_backward.default: _embedding_backward,
+    aten.cat.default: _cat,
+    aten.gelu_backward.default: _pointwise,
+} | dict.fromkeys((aten.view.default, aten._unsafe_view.default, aten.reshape.default), _view)
+_FAMILIES |= dict.fromkeys((aten.sum.default, aten.sum.dim_IntList, aten.mean.dim), _sum)
+_FAMILIES |= dict.fromkeys((aten.t.default, aten.transpose.int, aten.permute.default), _moves(_permuted))
+_FAMILIES |= dict.fromkeys((aten.select.int, aten.unbind.int), _moves(_without))
+_FAMILIES |= dict.fromkeys((aten.split.Tensor, aten.split_with_sizes.default), _moves(_but(2)))
+_FAMILIES |= dict.fromkeys((aten.slice.Tensor,), _moves(_but(1)))
+_FAMILIES |= {aten.slice_backward.default: _moves(_but(2)), aten.select_backward.default: _moves(_inserted)}
+_FAMILIES |= dict.fromkeys((aten._softmax.default, aten._log_softmax.default), _moves(_but(1), sums=False))
+_FAMILIES |= {
+    aten.unsqueeze.default: _moves(_unsqueezed),
+    aten.expand.default: _moves(_expanded),
+    aten.clone.default: _identity,
+    aten.detach.default: _identity,
+    aten.alias.default: _identity,
+    aten._to_copy.default: _identity,
+}
+
+
+_FAMILIES |= dict.fromkeys((aten._softmax_backward_data.default, aten._log_softmax_backward_data.default), _softmax_backward)

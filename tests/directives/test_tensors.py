@@ -1,0 +1,181 @@
+"""Tensors divided along an axis: programs that equal one device, and what is refused or found."""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import Any
+
+import pytest
+import torch
+
+import lightning_piper as piper
+from lightning_piper import Place, Replicate, Shard, Split
+from lightning_piper.errors import CaptureError, DirectiveError, VerificationError
+from lightning_piper.ir.mesh import Mesh
+from lightning_piper.ir.nodes import Chunk
+from lightning_piper.ir.values import Kind
+from lightning_piper.ir.values import Replicate as Whole
+from lightning_piper.ir.values import Shard as Part
+from lightning_piper.ops.redistribute import CutOut, Redistribute
+from lightning_piper.ops.update import Update
+from lightning_piper.verify.interpreter import interpret
+from lightning_piper.verify.static import check
+from tests.tensors import PARAMS, decoder, divided, replicas, stages, tensors
+
+TWO = Place(filter={}, devices=[0, 1])
+FOUR = Place(filter={}, devices=[0, 1, 2, 3])
+PROGRAMS: dict[str, list[Any]] = {
+    "two": [TWO, divided([0, 1])],
+    "four": [FOUR, divided([0, 1, 2, 3])],
+    "sequence": [TWO, divided([0, 1], sequence=True)],
+    "microbatches": [TWO, Split(filter={}, dim_name="MB", num_microbatches=2), divided([0, 1], sequence=True)],
+    "stages": [*stages([[0, 1], [2, 3]]), divided([[0, 1], [2, 3]])],
+    "stages of sequences": [*stages([[0, 1], [3, 2]]), divided([[1, 0], [2, 3]], sequence=True)],
+    "zero1": replicas({"shard_optimizer": True}),
+    "zero3": replicas({"shard_params": True}),
+    "all": [
+        *stages([[0, 1, 2, 3], [4, 5, 6, 7]]), divided([[0, 2], [1, 3], [4, 6], [5, 7]], sequence=True),
+        Replicate(filter={}, devices=[[0, 1, 2, 3], [4, 5, 6, 7]], shard_params=True),
+    ],
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", PROGRAMS)
+def test_it_equals_one_device(name):
+    report = piper.verify(decoder(), tensors(8), PROGRAMS[name])
+    assert report.verdict == "verified" and all(row.single.verdict != "differs" for row in report.rows)
+    assert next(row for row in report.rows if row.name == "capture").single.verdict != "differs"
+
+
+@pytest.mark.parametrize("sequence", [False, True])
+def test_masks_are_those_of_one_device(sequence):
+    """Of values that are whole, and of parts of them, all draw one mask."""
+    report = piper.verify(decoder(dropout=0.3), tensors(8), [TWO, divided([0, 1], sequence=sequence)])
+    assert report.verdict == "verified"
+
+
+def compiled(program: Any, **options: Any) -> Any:
+    return piper.compile(decoder(**options), tensors(8), program)
+
+
+def test_values_change_where_weights_say_and_nowhere_else():
+    """Two sums a block on the way forth, and two on the way back; nothing else travels."""
+    found = [node for node in compiled(PROGRAMS["two"]).dag.of_type(Redistribute)]
+    assert [node.label for node in found] == ["allreduce.tp"] * 8
+    kinds = {kind: [n for n in found if n.outputs[0].kind == kind] for kind in (Kind.ACTIVATION, Kind.COTANGENT)}
+    assert {kind: len(nodes) for kind, nodes in kinds.items()} == {Kind.ACTIVATION: 4, Kind.COTANGENT: 4}
+
+
+def test_a_divided_sequence_travels_in_parts():
+    found = [node.label for node in compiled(PROGRAMS["sequence"]).dag.of_type(Redistribute)]
+    assert "allreduce.tp" not in found and found.count("reducescatter.tp") == 8
+    assert any(isinstance(node, CutOut) for node in compiled(PROGRAMS["sequence"]).dag.of_type(Redistribute))
+
+
+def test_members_have_parts_of_parameters_gradients_and_states():
+    found = compiled(PROGRAMS["zero1"])
+    held = {name: found.dag.spec_of(name).shape for name in found.step.params}
+    assert held["blocks.0.attention.q.weight"] == (4, 8) and held["blocks.0.attention.q.bias"] == (4,)
+    assert held["blocks.0.attention.out.weight"] == (8, 4) and held["blocks.0.attention.out.bias"] == (8,)
+    assert found.step.params["blocks.0.down.weight"].spec.dim_order == (1, 0)
+
+
+# What is refused
+
+
+@pytest.mark.parametrize(
+    ("program", "error", "match"),
+    [
+        ([TWO, divided([0, 1], params={"*.qq.weight": 0})], DirectiveError, r"directive 1 .*'params': '\*.qq.weight' matches no"),
+        ([TWO, divided([0, 1], params={"embed.weight": 2})], DirectiveError, "cannot have equal parts along dimension 2"),
+        ([TWO, divided([0, 1], params={"*.q.weight": "0"})], DirectiveError, "give names, or patterns, with dimensions"),
+        ([FOUR, divided([0, 1, 2, 3], params={"position": 0})], DirectiveError, "position has shape"),
+        ([TWO, divided([0, 1], params={"norm.weight": 0})], CaptureError, "native_layer_norm.*cannot work on parts of norm.weight"),
+        ([TWO, divided(None)], DirectiveError, "no place of the program has an axis 'tp'"),
+        ([TWO, Replicate(filter={}, devices=[0, 1]), divided([0, 1])], DirectiveError, "put the shard before every replicate"),
+        ([TWO, divided([0, 1]), divided([0, 1])], DirectiveError, "say all in one directive"),
+        ([TWO, divided([0, 1]), Split(filter={}, dim_name="MB", num_microbatches=2)], DirectiveError, "split before"),
+    ],
+)  # fmt: skip
+def test_it_is_refused(program, error, match):
+    with pytest.raises(error, match=match):
+        compiled(program)
+
+
+def test_heads_that_cannot_be_divided_are_kept_whole_or_refused():
+    """Three members cannot have two heads: what the heads need is gathered, and the result is that of one device."""
+    report = piper.verify(decoder(heads=1), tensors(4), [TWO, divided([0, 1])])
+    assert report.verdict == "verified"
+
+
+# Seeded faults
+
+
+def dag_of(name: str) -> Any:
+    found = compiled(PROGRAMS[name]).dag
+    return found.copy()
+
+
+def test_what_reads_a_sum_before_it_is_taken_is_found():
+    dag = dag_of("two")
+    for node in list(dag.of_type(Redistribute)):
+        reader = dag.users(node)[0]
+        broken = dag.copy()
+        broken.substitute(broken.nodes[reader.id], (node.id, 0), node.inputs[0])
+        with pytest.raises(VerificationError, match=r"as P\(sum\), where its code takes R: change it before"):
+            check(broken)
+
+
+@pytest.mark.parametrize("change", ["before", "after", "axis", "mesh"])
+def test_another_change_than_the_step_says_is_found(change):
+    dag = dag_of("sequence")
+    other = {"before": Whole(), "after": Part(2), "axis": "data", "mesh": Mesh.flat(2)}[change]
+    for node in list(dag.of_type(Redistribute)):
+        broken = dag.copy()
+        broken.change(broken.nodes[node.id], **{change: other})
+        if getattr(node, change) != other:
+            with pytest.raises(VerificationError):
+                check(broken)
+
+
+def test_weights_of_norms_whose_gradients_nobody_sums_are_found():
+    """In a divided sequence each member has those of its own part: statically, and by what they are."""
+    dag = dag_of("sequence")
+    update = next(u for u in dag.of_type(Update) if "norm.weight" in dag.value(u.inputs[0]).names)
+    (total,) = (dag.nodes[ref[0]] for ref in update.inputs)
+    broken = dag.copy()
+    broken.substitute(broken.nodes[update.id], (total.id, 0), total.inputs[0])
+    with pytest.raises(VerificationError, match="norm"):
+        check(broken, final=True)
+
+
+def test_a_replicated_weight_counts_once():
+    """Members that have the same gradients do not add them."""
+    module, batch = decoder(), tensors(8)
+    found = piper.compile(module, batch, [FOUR, divided([[0, 1], [2, 3]]), Replicate(filter={}, devices=[0, 1, 2, 3])])
+    update = next(u for u in found.dag.of_type(Update) if "head.weight" in found.dag.value(u.inputs[0]).names)
+    summed = found.dag.nodes[update.inputs[0][0]]
+    assert [summed.members(place) for place in range(4)] == [(0, 2), (1, 3), (0, 2), (1, 3)]
+    broken = found.dag.copy()
+    node = broken.nodes[summed.id]
+    bucket = dataclasses.replace(node.outputs[0].bucket, mesh=Mesh.flat(4))
+    broken.change(node, outputs=(dataclasses.replace(node.outputs[0], bucket=bucket),))
+    with pytest.raises(VerificationError, match=r"shards, and there are|hands on|no flat tensor"):
+        check(broken, final=True)
+    tensors_of = {name: x.detach() for name, x in [*module.named_parameters(), *module.named_buffers()]}
+    wrong = interpret(broken, tensors_of, batch).grads["head.weight"]
+    right = interpret(found.dag, tensors_of, batch).grads["head.weight"]
+    assert torch.allclose(wrong, 2 * right)
+
+
+def test_chunks_run_on_parts():
+    found = compiled(PROGRAMS["two"])
+    for chunk in found.dag.of_type(Chunk):
+        grads = [v for v in chunk.outputs if v.kind == Kind.GRAD and v.others]
+        assert all(spec.shape[0] in (4, 16, 8) for v in grads for spec in v.tensors)
+
+
+def test_a_program_reads_back():
+    program = [TWO, divided([0, 1], sequence=True)]
+    assert program[1].to_json()["params"] == PARAMS
+    assert Shard(**{k: v for k, v in program[1].to_json().items() if k != "op"}) == program[1]

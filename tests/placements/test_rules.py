@@ -1,0 +1,116 @@
+"""The rules of operations, each proved by execution on parts; and wrong ones, which execution finds."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from hypothesis import given
+from hypothesis import strategies as st
+from torch.fx import Node
+from torch.fx.experimental.proxy_tensor import make_fx
+
+from lightning_piper.errors import VerificationError
+from lightning_piper.ir.values import Partial, Replicate, Shard
+from lightning_piper.placements import proof
+from lightning_piper.placements.rules import Rule, regrouped, rules_for
+
+aten = torch.ops.aten
+R, P = Replicate(), Partial()
+
+
+def traced(function: Any, *shapes: Any) -> list[Node]:
+    """The operations of a function of tensors."""
+    inputs = [x if isinstance(x, torch.Tensor) else torch.randn(x) for x in shapes]
+    graph = make_fx(function, tracing_mode="fake")(*inputs).graph
+    return [node for node in graph.nodes if node.op == "call_function" and isinstance(node.target, torch._ops.OpOverload)]
+
+
+def backward(function: Any) -> Any:
+    def both(*inputs: torch.Tensor) -> Any:
+        given = [x.detach().requires_grad_() if x.is_floating_point() else x for x in inputs]
+        out = function(*given)
+        return torch.autograd.grad(out.sum() if out.ndim == 0 else (out * out).sum(), [x for x in given if x.requires_grad])
+
+    return both
+
+
+WORDS = torch.randint(0, 8, (4, 8))
+CASES: dict[str, list[Any]] = {
+    "linear": [backward(F.linear), (4, 8, 16), (32, 16), (32,)],
+    "products": [backward(lambda x, y: (x @ y).tanh()), (4, 8, 16), (4, 16, 8)],
+    "gelu": [backward(lambda x, y: F.gelu(x) * y + x / 2), (4, 8), (8,)],
+    "norm": [backward(lambda x, w, b: F.layer_norm(x, (16,), w, b)), (4, 8, 16), (16,), (16,)],
+    "rms": [backward(lambda x, w: F.rms_norm(x, (16,), w)), (4, 8, 16), (16,)],
+    "attention": [backward(lambda q, k, v: F.scaled_dot_product_attention(q, k, v, is_causal=True)), *[(4, 8, 8, 16)] * 3],
+    "softmax": [backward(lambda x: x.softmax(-1).log_softmax(1)), (4, 8, 16)],
+    "lookup": [backward(lambda x, w: F.embedding(x, w)), WORDS, (8, 16)],
+    "views": [backward(lambda x: x.unflatten(-1, (4, 4)).transpose(1, 2).flatten(2).permute(2, 0, 1)), (4, 8, 16)],
+    "pieces": [backward(lambda x: torch.cat([p.sin() for p in x.chunk(2, -1)], 1)[:, 2:].select(2, 1)), (4, 8, 16)],
+    "sums": [backward(lambda x: x.sum(1) * x.mean((0, 1)) + x.sum()), (4, 8, 16)],
+    "shapes": [backward(lambda x: x.unsqueeze(1).expand(4, 4, 8).clone() + x.sum(0, keepdim=True)), (4, 8)],
+    "large": [backward(F.linear), (64, 128, 256), (512, 256), (512,)],
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("degree", [2, 4])
+@pytest.mark.parametrize("name", CASES)
+def test_every_rule_is_what_execution_gives(name, degree):
+    function, *shapes = CASES[name]
+    count = 0
+    for node in traced(function, *shapes):
+        for rule in rules_for(node, degree)[1:]:
+            if node.target is not aten.native_dropout.default:
+                proof.prove(node, rule, degree)
+                count += 1
+    assert count >= 4
+
+
+@pytest.mark.parametrize(
+    ("function", "shapes", "rule"),
+    [
+        (torch.mm, [(4, 8), (8, 4)], Rule((Shard(1), Shard(0)), (R,))),  # a sum that nobody takes
+        (torch.mm, [(4, 8), (8, 4)], Rule((Shard(0), R), (P,))),
+        (lambda x: x.sum(0), [(4, 8)], Rule((Shard(0),), (R,))),
+        (lambda x: x.mean(0, keepdim=True), [(4, 8)], Rule((Shard(0),), (P,))),  # means of parts are no terms of the mean
+        (torch.tanh, [(4, 8)], Rule((P,), (P,))),
+        (torch.add, [(4, 8), (8,)], Rule((P, R), (P,))),  # a bias added on every member
+        (torch.mul, [(4, 8), (4, 8)], Rule((P, P), (P,))),
+        (lambda x: x.view(4, 2, 4), [(4, 8)], Rule((Shard(1),), (Shard(2),))),
+        (lambda x: torch.softmax(x, 1), [(4, 8)], Rule((Shard(1),), (Shard(1),))),  # a local maximum, and a local sum
+        (lambda x: x.flip(0), [(4, 8)], Rule((Shard(0),), (Shard(0),))),  # parts in the wrong order
+    ],
+)
+def test_a_wrong_rule_is_found(function, shapes, rule):
+    node = traced(function, *shapes)[0]
+    with pytest.raises(VerificationError, match="is wrong: "):
+        proof.prove(node, rule, 2)
+
+
+def test_the_biases_gradient_of_a_norm_is_a_term():
+    """Forgetting to sum it over parts of a sequence is the best known silent bug of this family."""
+    norm = next(n for n in traced(*CASES["norm"]) if n.target is aten.native_layer_norm_backward.default)
+    (_, *rules) = rules_for(norm, 2)
+    rule = next(rule for rule in rules if rule.inputs[0] == Shard(1))
+    assert rule.outputs == (Shard(1), P, P)
+    with pytest.raises(VerificationError, match="output 1 differs"):
+        proof.prove(norm, replace(rule, outputs=(Shard(1), R, P)), 2)
+
+
+sizes = st.lists(st.sampled_from([1, 2, 3, 4, 8]), min_size=1, max_size=3)
+
+
+@given(before=sizes, after=sizes)
+def test_a_view_divides_what_it_can(before, after):
+    x = torch.empty(before)
+    if x.numel() != torch.Size(after).numel() or x.numel() < 2:
+        return
+    node = traced(lambda x: x.view(after), x)[0]
+    for mine, theirs in regrouped(before, after):
+        count = [torch.Size(shape[d] for d in dims).numel() for shape, dims in ((before, mine), (after, theirs))]
+        assert count[0] == count[1]
+    for rule in rules_for(node, 2)[1:]:
+        proof.prove(node, rule, 2)

@@ -1,0 +1,118 @@
+"""Trainings of which an axis of devices has parts of tensors: in one process, and over processes."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+import lightning_piper as piper
+from lightning_piper import Place, Replicate
+from tests.distributed.processes import launch_trainings
+from tests.tensors import decoder, divided, far, fit, replicas, stages
+
+ROUNDING = 1e-12
+TWO = Place(filter={}, devices=[0, 1])
+PROGRAMS: dict[str, list[Any]] = {
+    "two": [TWO, divided([0, 1])],
+    "sequence": [TWO, divided([0, 1], sequence=True)],
+    "stages": [*stages([[0, 1], [2, 3]]), divided([[0, 1], [2, 3]], sequence=True)],
+    "all": [
+        *stages([[0, 1, 2, 3], [4, 5, 6, 7]]), divided([[0, 2], [1, 3], [4, 6], [5, 7]]),
+        Replicate(filter={}, devices=[[0, 1, 2, 3], [4, 5, 6, 7]], shard_params=True),
+    ],
+}  # fmt: skip
+
+
+def local(program: Any, **options: Any) -> piper.PiperStrategy:
+    return piper.PiperStrategy(program, transport="local", **options)
+
+
+@pytest.fixture(scope="module")
+def alone():
+    module = decoder()
+    trainer = fit(module, "auto", max_epochs=6)
+    assert trainer.global_step == 30
+    return module
+
+
+@pytest.mark.parametrize("name", PROGRAMS)
+def test_thirty_steps_are_those_of_one_device(name, alone):
+    module = decoder()
+    trainer = fit(module, local(PROGRAMS[name]), max_epochs=6)
+    assert trainer.global_step == 30 and far(module, alone) < ROUNDING
+    assert all(x.is_contiguous() for x in module.parameters())
+
+
+def test_clipping_and_accumulation_count_each_element_once():
+    options: dict[str, Any] = {"max_epochs": 2, "gradient_clip_val": 0.05, "accumulate_grad_batches": 2}
+    module, other, loose = decoder(), decoder(), decoder()
+    fit(module, local(PROGRAMS["sequence"]), **options)
+    fit(other, "auto", **options)
+    fit(loose, "auto", **(options | {"gradient_clip_val": None}))
+    assert far(module, other) < ROUNDING < far(loose, other)
+
+
+def test_evaluation_and_checkpoints_are_those_of_one_device(tmp_path):
+    """Saved by one program, a training goes on under another one, and alone."""
+    first = decoder()
+    trainer = fit(first, local(PROGRAMS["sequence"]), max_epochs=2)
+    trainer.save_checkpoint(tmp_path / "first.ckpt")
+    whole = decoder()
+    fit(whole, "auto", max_epochs=4)
+    for program in ("auto", local(PROGRAMS["stages"]), local(replicas({"shard_grads": True}))):
+        module = decoder()
+        again = torch.load(tmp_path / "first.ckpt", weights_only=False)
+        assert all(x.is_contiguous() for x in again["state_dict"].values())
+        fit(module, program, max_epochs=4, ckpt_path=str(tmp_path / "first.ckpt"))
+        assert far(module, whole) < ROUNDING
+
+
+# Over processes
+
+JOBS: dict[str, tuple[list[Any], int]] = {  # the program, and samples that each process draws
+    "stages": (PROGRAMS["stages"], 8),
+    "plain": (replicas({}), 4),
+    "zero1": (replicas({"shard_optimizer": True}), 4),
+    "zero3": (replicas({"shard_params": True}), 4),
+}
+
+
+def train(rank: int, folder: Path) -> dict[str, Any]:
+    found: dict[str, Any] = {}
+    for name, (program, batch) in JOBS.items():
+        module = decoder()
+        options: dict[str, Any] = {"gradient_clip_val": 0.05} if name == "zero3" else {}
+        options |= {"use_distributed_sampler": False, "replica": rank // 2 if batch == 4 else None}
+        trainer = fit(module, piper.PiperStrategy(program), devices=4, batch=batch, max_epochs=2, **options)
+        trainer.save_checkpoint(folder / f"{name}.ckpt")
+        values = {key: x.item() for key, x in trainer.callback_metrics.items()}
+        found[name] = {"state": module.state_dict(), "values": values}
+    return found
+
+
+@pytest.fixture(scope="module")
+def ranks(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("tensors")
+    return launch_trainings(4, train, folder / "run", folder), folder
+
+
+@pytest.mark.parametrize("name", JOBS)
+def test_processes_train_as_one_device(name, ranks):
+    outcomes, folder = ranks
+    module = decoder()
+    options: dict[str, Any] = {"gradient_clip_val": 0.05} if name == "zero3" else {}
+    trainer = fit(module, "auto", max_epochs=2, **options)
+    for outcome in outcomes:
+        state, values = outcome[name]["state"], outcome[name]["values"]
+        assert max(float((x - state[key]).abs().max()) for key, x in module.state_dict().items()) < ROUNDING
+        assert values == pytest.approx({k: x.item() for k, x in trainer.callback_metrics.items()}, rel=1e-6)
+    saved = torch.load(folder / f"{name}.ckpt", weights_only=False)
+    own = trainer.optimizers[0].state_dict()["state"]
+    states = saved["optimizer_states"][0]["state"]
+    assert states.keys() == own.keys()
+    for number, state in own.items():
+        for key, value in state.items():
+            assert torch.allclose(states[number][key], value, rtol=0, atol=ROUNDING) and states[number][key].shape == value.shape
