@@ -10,6 +10,7 @@ from lightning_piper.grouped import grouped_linear
 from lightning_piper.profile import PiperProfiler, Schedule
 from lightning_piper.routing import combine, dispatch
 from lightning_piper.strategy import PiperStrategy, grad_norm
+from lightning_piper.tensor_parallel import tensor_parallel
 
 __all__ = [
     "CaptureError",
@@ -37,5 +38,6 @@ __all__ = [
     "mean",
     "register",
     "schedules",
+    "tensor_parallel",
     "verify",
 ]

@@ -78,7 +78,7 @@ def _emit(graph: torch.fx.Graph, env: dict[Node, Node], node: Node) -> Node:
             env[node] = _arrived(graph, env, node)
         else:
             env[node] = graph.node_copy(node, env.__getitem__)
-            if node.target is aten.view.default:
+            if node.target in (aten.view.default, aten._unsafe_view.default):
                 # Some kernels give other strides than their fake ones (batch norm's backward in float64), with which the
                 # view that was right while tracing is refused; a reshape copies then, as eager autograd does.
                 env[node].target = aten.reshape.default

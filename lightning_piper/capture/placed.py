@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import fnmatch
 import operator
+from collections.abc import Callable, Collection, Mapping
 from typing import Any
 
 import torch
@@ -25,11 +26,13 @@ from lightning_piper.ir.values import Partial, Placement, Replicate, Shard
 from lightning_piper.placements.changing import CHANGE, PLACEMENT, placement_of
 from lightning_piper.placements.choice import choose
 from lightning_piper.placements.proof import prove
-from lightning_piper.placements.rules import made_by, shape_of, tensors_of
+from lightning_piper.placements.rules import made_by, rules_for, shape_of, tensors_of
 
 aten = torch.ops.aten
 R, P = Replicate(), Partial()
 _VIEWED = {aten.view.default, aten._unsafe_view.default}
+TURNED = {aten.t.default, aten.transpose.int, aten.permute.default}
+PRODUCTS = {aten.mm.default, aten.addmm.default}
 
 
 def place_values(graph: Graph, division: Division, names: Names) -> dict[str, int]:
@@ -44,13 +47,37 @@ def place_values(graph: Graph, division: Division, names: Names) -> dict[str, in
     return _Placing(graph, division, names).run()
 
 
+def find_params(make: Callable[[], tuple[Graph, Names]], axis: str, degree: int, values: Mapping[str, int]) -> dict[str, int]:
+    """Weights that members of an axis may have parts of, with their dimensions: columns of the first product, rows of the next one.
+
+    A weight is left whole where what comes of it is needed whole before another product takes it.
+
+    Args:
+        make: gives a joint graph of the step, a new one each time.
+    """
+    left: set[str] = set()
+    while True:
+        graph, names = make()
+        weights = {name for x, name in names.params.items() if len(shape_of(x)) == 2}
+        placing = _Placing(graph, Division(axis, degree, {}, values), names, weights - left)
+        found = placing.run()
+        needed = {name for x in placing.gathered for name in placing.made_with(x)} & found.keys()
+        if not needed:
+            return {name: dim for name, dim in found.items() if name in weights}
+        left |= needed
+
+
 class _Placing:
-    def __init__(self, graph: Graph, division: Division, names: Names) -> None:
+    def __init__(self, graph: Graph, division: Division, names: Names, seek: Collection[str] = ()) -> None:
         self.graph, self.division, self.degree = graph, division, division.degree
         self.names = dict(names.params)
         self.fixed: set[Node] = set(self.names)  # parameters, and views of them
         # What is said of a weight says of its bias: a vector of which nothing was said takes what its first reader wants.
-        self.free = {x for x, name in self.names.items() if name not in division.params and len(shape_of(x)) == 1}
+        unsaid = {x: name for x, name in self.names.items() if name not in division.params}
+        self.free = {x for x, name in unsaid.items() if len(shape_of(x)) == 1 or name in seek}
+        self.sought = {x for x, name in unsaid.items() if name in seek}
+        self.views: dict[Node, Node] = {}  # of what is still free, and what they are views of
+        self.gathered: list[Node] = []  # on the way forth, parts that somebody needs whole
         self.gone: set[Node] = set()  # operations that are done already, with one before
         self.changes: dict[tuple[Node, Placement, Any], Node] = {}
         self.along: set[tuple[int, int]] = set()  # rank and dimension of what the user divides
@@ -77,17 +104,28 @@ class _Placing:
             if node.target is not CHANGE:
                 node.meta[PLACEMENT] = self._as_made(node)
             return
+        inputs = tensors_of(node)
+        if node.target in TURNED and inputs[0] in self.sought:  # what it is turned for says how it is divided
+            self.views[node] = inputs[0]
+            self.fixed.add(node)
+            self.free.add(node)
+            self.sought.add(node)
+            return
+        if node.target in _VIEWED and self._is_for_columns(node):
+            node.replace_input_with(inputs[0], self._changed(inputs[0], R, node))
         node = self._without_bias(node)
-        rule = choose(node, placement_of, self.degree, self.fixed, self.free, self.along)
+        sought = self.sought if node.target in PRODUCTS else ()
+        about = (self.degree, self.fixed, self.free, self.along, sought)
+        rule = choose(node, placement_of, *about)
         if rule is None:
             raise self._refusal(node)
         inputs = tensors_of(node)
         for x, wanted in dict(zip(inputs, rule.inputs, strict=True)).items():
             if x in self.free:
-                x.meta[PLACEMENT] = wanted
+                self._settle(x, wanted)
             elif placement_of(x) != wanted:
+                self.gathered += [x] if isinstance(placement_of(x), Shard) and wanted == R and not _torch.is_backward(node) else []
                 node.replace_input_with(x, self._changed(x, wanted, node))
-        self.free.difference_update(inputs)
         if node.target is aten.native_dropout.default and isinstance(rule.inputs[0], Shard):
             self._drop(node, rule.inputs[0])
             return
@@ -96,6 +134,37 @@ class _Placing:
         if node.target in VIEWS and all(x in self.fixed for x in inputs):
             self.fixed.add(node)
         self._pin(node)
+
+    def _is_for_columns(self, view: Node) -> bool:
+        """Does a product with columns of a weight read this view of parts? All such products take one change, before the view."""
+        (x,) = tensors_of(view)
+        if not isinstance(placement_of(x), Shard) or x in self.fixed or shape_of(x)[-1] != shape_of(view)[-1]:
+            return False
+        if placement_of(x) == Shard(len(shape_of(x)) - 1):
+            return False
+        rights = [user.args[-1] for user in view.users if user.target in PRODUCTS and user.args[-2] is view]
+        return any(self._has_columns(y) for y in rights if isinstance(y, Node))
+
+    def _has_columns(self, y: Node) -> bool:
+        turned = False
+        while y.target in TURNED:
+            y, turned = y.all_input_nodes[0], not turned
+        return y in self.sought or (y in self.names and placement_of(y) == Shard(0 if turned else 1))
+
+    def _settle(self, x: Node, wanted: Placement) -> None:
+        """A parameter of which nothing was said is divided so, and with it its other views."""
+        if x in self.views:
+            turned = next(rule for rule in rules_for(x, self.degree) if rule.outputs == (wanted,))
+            self._settle(self.views[x], turned.inputs[0])
+            return
+        x.meta[PLACEMENT] = wanted
+        self.free.discard(x)
+        self.sought.discard(x)
+        for view, source in list(self.views.items()):
+            if source is x:
+                del self.views[view]
+                rule = next(rule for rule in rules_for(view, self.degree) if rule.inputs == (wanted,))
+                self._settle(view, rule.outputs[0] or R)
 
     def _as_made(self, node: Node) -> Any:
         """Of what an operation makes of no tensor, or a part of what one makes."""
@@ -111,7 +180,8 @@ class _Placing:
         if node.target is not aten.addmm.default or node.kwargs:
             return node
         bias, x, y = node.args
-        if placement_of(y) != Shard(0):  # type: ignore[arg-type]
+        rows = placement_of(y) == Shard(0) or (y in self.sought and placement_of(x) == Shard(1))  # type: ignore[arg-type]
+        if not rows:
             return node
         users = list(node.users)
         viewed = (
@@ -163,6 +233,12 @@ class _Placing:
 
     def _changed(self, x: Node, wanted: Placement, reader: Node) -> Node:
         """The same value with another placement; one change for all who want it."""
+        if x.target is CHANGE:
+            x = x.all_input_nodes[0]
+            if placement_of(x) == wanted:
+                return x
+        if any(isinstance(p, Shard) and p.blocks > 1 for p in (placement_of(x), wanted)):
+            return self._changed_in_runs(x, wanted, reader)
         here = _has_place(x)
         key = (x, wanted, None if here else tuple(sorted(tags_of(reader).items())))
         if key not in self.changes:
@@ -174,18 +250,38 @@ class _Placing:
             if here and _torch.is_backward(x):
                 change.meta["partitioner_tag"] = "is_backward"
             change.meta |= {"val": x.meta["val"], PLACEMENT: wanted}
+            _on_its_own(change)
             self.changes[key] = change
         found: Node = self.changes[key]
         return found
 
+    def _changed_in_runs(self, x: Node, wanted: Placement, reader: Node) -> Node:
+        """Parts of runs, of which there may be as many as samples, are changed as parts of a dimension of its own."""
+        key = (x, wanted, (tuple(sorted(tags_of(reader).items())), _torch.is_backward(reader)))
+        if key not in self.changes:
+            (runs,) = (p for p in (placement_of(x), wanted) if isinstance(p, Shard) and p.blocks > 1)
+            shape = list(shape_of(x))
+            apart = [*shape[: runs.dim], runs.blocks, shape[runs.dim] // runs.blocks, *shape[runs.dim + 1 :]]
+            before, after = (_in_runs(p, runs) for p in (placement_of(x), wanted))
+            with self.graph.inserting_before(reader):
+                value = x.meta["val"]
+                made = self._like(x if _has_place(x) else reader, aten.view.default, (x, apart), val=value.view(apart))
+                made.meta[PLACEMENT] = before
+                changed = self._changed(made, after, reader)
+                self.changes[key] = self._like(reader, aten.view.default, (changed, shape), val=value)
+                _on_its_own(made)
+                _on_its_own(self.changes[key])
+            self.changes[key].meta[PLACEMENT] = wanted
+        return self.changes[key]
+
     def _before(self, x: Node, reader: Node) -> Node:
         """Where work of the forward pass begins that has the reader's tags."""
-        found = False
+        found = x.op != "call_function"
         for node in self.graph.nodes:
-            found = found or node is x or x.op != "call_function"
             if found and node.op == "call_function" and (node is reader or tags_of(node) == tags_of(reader)):
                 first: Node = node
                 return first
+            found = found or node is x
         return reader
 
     def _pin(self, node: Node) -> None:
@@ -237,6 +333,22 @@ class _Placing:
                     results[i].meta[PLACEMENT] = wanted
         output.args = (tuple(results) if isinstance(output.args[0], tuple) else results,)
 
+    def made_with(self, x: Node) -> set[str]:
+        """The divided weights that make a value what it is, up to the last change."""
+        found: set[str] = set()
+        stack, seen = [x], {x}
+        while stack:
+            node = stack.pop()
+            if node in self.fixed:
+                if isinstance(placement_of(node), Shard):
+                    found.add(self._param(node))
+                continue
+            for source in node.all_input_nodes if node.target is not CHANGE else ():
+                if source not in seen and source.op != "output" and source.meta.get(PLACEMENT) != R:
+                    seen.add(source)
+                    stack.append(source)
+        return found
+
     def _refusal(self, node: Node) -> CaptureError:
         divided = [f"{self._param(x)} as {placement_of(x)}" for x in tensors_of(node) if x in self.fixed and placement_of(x) != R]
         read = ", ".join(divided) or "what is divided"
@@ -249,6 +361,19 @@ class _Placing:
         while x not in self.names:
             x = x.all_input_nodes[0]
         return self.names[x]
+
+
+def _on_its_own(node: Node) -> None:
+    """What is put before an operation is not what its gradient belongs to."""
+    if not _torch.is_backward(node):
+        node.meta["seq_nr"] = (node.name,)
+
+
+def _in_runs(placement: Placement, runs: Shard) -> Placement:
+    """A placement where runs have a dimension of their own."""
+    if not isinstance(placement, Shard):
+        return placement
+    return Shard(placement.dim + (placement.dim > runs.dim or placement == runs))  # parts of the dimension are some of its runs
 
 
 def _has_place(x: Node) -> bool:

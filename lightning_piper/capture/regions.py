@@ -17,7 +17,7 @@ from __future__ import annotations
 import itertools
 import operator
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -25,6 +25,7 @@ from torch.fx import Node
 
 from lightning_piper.annotate import META_KEY, SOURCE_KEY
 from lightning_piper.capture import _torch
+from lightning_piper.capture.behind import behind_changes
 from lightning_piper.errors import CaptureError
 from lightning_piper.ir.regions import Region
 from lightning_piper.placements.changing import CHANGE
@@ -72,8 +73,11 @@ def assign(graph: torch.fx.Graph, state: frozenset[Node]) -> Assignment:
     shared, weights = _shared(forward, state)
     of: dict[Node, int] = {}
     backward = [n for n in calls if _torch.is_backward(n)]
-    regions = _segments([n for n in forward if n not in shared], shared, weights, _behind_changes(forward, backward), of)
+    regions = _segments([n for n in forward if n not in shared], shared, weights, behind_changes(forward, backward, shared), of)
     _assign_backward(backward, regions, of)
+    if (more := -min(of.values(), default=0)) > 0:  # changes on the way back, behind the first region
+        regions = [*(replace(regions[0], index=i) for i in range(more)), *(replace(r, index=r.index + more) for r in regions)]
+        of = {node: i + more for node, i in of.items()}
     return Assignment(tuple(regions), of, frozenset(shared))
 
 
@@ -100,9 +104,13 @@ def _shared(forward: list[Node], state: frozenset[Node]) -> tuple[set[Node], set
 
 
 def _segments(
-    forward: list[Node], shared: set[Node], weights: set[Node], behind: Mapping[Node, set[Node]], of: dict[Node, int]
+    forward: list[Node],
+    shared: set[Node],
+    weights: set[Node],
+    behind: tuple[Mapping[Node, set[Node]], Mapping[Node, int]],
+    of: dict[Node, int],
 ) -> list[Region]:
-    places = _places(forward, weights, behind)
+    places = _places(forward, weights, *behind)
     first: dict[tuple[int, int], Node] = {}  # of each region, its first node that has a place of its own
     for node, (place, own) in places.items():
         if own:
@@ -120,9 +128,11 @@ def _segments(
     return regions
 
 
-def _places(forward: list[Node], weights: set[Node], after: Mapping[Node, set[Node]]) -> dict[Node, tuple[tuple[int, int], bool]]:
+def _places(
+    forward: list[Node], weights: set[Node], after: Mapping[Node, set[Node]], depths: Mapping[Node, int]
+) -> dict[Node, tuple[tuple[int, int], bool]]:
     """The place of each node in a run of nodes with equal tags, as (run, how many borders come before it there), and whether it has
-    it by itself. Without untagged work before the first region. `after`: as of `_behind_changes`."""
+    it by itself. Without untagged work before the first region. `after`: as of `behind.behind_changes`."""
     away = _away(forward)
     for node in away:
         if node.target in BORDERS:
@@ -150,41 +160,8 @@ def _places(forward: list[Node], weights: set[Node], after: Mapping[Node, set[No
                     behind.append(1)  # a view of a parameter, whose gradient is made where nothing else is
                 elif x in places and places[x][0][0] == run:
                     behind.append(places[x][0][1] + 1)
-            places[node] = (run, max(behind, default=0)), True
+            places[node] = (run, max([depths.get(node, 0), *behind])), True
     return places
-
-
-def _behind_changes(forward: list[Node], backward: list[Node]) -> dict[Node, set[Node]]:
-    """Forward nodes -> those that they have to be in a later region than: what comes behind a change on the way back comes before
-    it on the way forth, also where nothing changes there."""
-    found: dict[Node, set[Node]] = {}
-    if not any(node.target is CHANGE for node in backward):
-        return found
-    first: dict[Any, Node] = {}
-    for node in forward:
-        first.setdefault(_torch.sequence_number(node), node)
-
-    def differentiated(nodes: list[Node], onward: bool) -> set[Node]:
-        """Whose gradients these are, or, of additions that merge gradients, those of what leads there (or follows)."""
-        made: set[Node] = set()
-        stack, seen = list(nodes), set(nodes)
-        while stack:
-            node = stack.pop()
-            own = first.get(_torch.sequence_number(node)) if META_KEY in node.meta.get("custom", {}) else None
-            if own is not None:
-                made.add(own)
-                continue
-            for x in node.users if onward else node.all_input_nodes:
-                if x not in seen and x.op == "call_function" and _torch.is_backward(x):
-                    seen.add(x)
-                    stack.append(x)
-        return made
-
-    for node in backward:
-        if node.target is CHANGE:
-            for later in differentiated(node.all_input_nodes, onward=False):
-                found.setdefault(later, set()).update(differentiated(list(node.users), onward=True) - {later})
-    return found
 
 
 def _is_glue(node: Node, away: set[Node], weights: set[Node]) -> bool:

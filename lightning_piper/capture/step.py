@@ -138,8 +138,7 @@ class CapturedStep:
         return self._shaped[sample]
 
     def divided(self, division: Division) -> CapturedStep:
-        """The same step, cut where members of an axis have to change what they hold of a value. Its code is that of one device that
-        has everything; that of one of the members is `member`'s."""
+        """The same step, cut where members of an axis have to change what they hold of a value: as of one that has everything."""
         other = copy.copy(self)
         other.division, other._codes, other._shaped = division, {}, {}
         other.params = {name: laid_out(info, division.params.get(name)) for name, info in self.params.items()}
@@ -147,7 +146,7 @@ class CapturedStep:
 
     @cached_property
     def member(self) -> CapturedStep:
-        """The step as one member of the division's axis runs it."""
+        """The step as one member of that axis runs it."""
         other = copy.copy(self)
         other._whole, other._codes, other._shaped = self, {}, {}
         return other
@@ -185,7 +184,7 @@ class CapturedStep:
             run = partial(trace, step, batch + numbers, self._device, parts, fakes)
             try:
                 with without_drawing():
-                    traced = self.reads.settled(self.name, run, _is_same)
+                    traced = self.reads.settled(self.name, run, lambda a, b: difference(text_of(a), text_of(b)) is None)
             except Grows:
                 continue  # also this has been learned
             except Drawn as error:
@@ -345,6 +344,11 @@ class CapturedStep:
             weighed.unknown, weighed.meet, weighed.local, divided,
         )  # fmt: skip
 
+    def joint_graph(self) -> tuple[torch.fx.Graph, Names]:
+        """Of the batch it was captured with, traced once more, and what its placeholders are."""
+        graph = self._trace(self.size, {}, ())[0].graph
+        return graph, Names.of(graph, self.canonical)
+
     def _divide(self, weighed: Weighed) -> dict[str, int]:
         """Give the values of a graph their placements. Returns the parameters of which members have parts."""
         if self.division is None:
@@ -389,10 +393,6 @@ class CapturedForward(CapturedStep):
     def _step(self, degrees: tuple[int, ...]) -> Step:
         about = (self.name, self.dataloader_idx, self.reads, self._blocks)
         return ForwardStep(self.module, self.batch_spec, self.context, degrees, *about)
-
-
-def _is_same(a: Traced, b: Traced) -> bool:
-    return difference(text_of(a), text_of(b)) is None
 
 
 def _is_alone(batch_spec: BatchSpec) -> bool:

@@ -38,11 +38,8 @@ def hold_parts(dag: TrainingDAG, regions: Iterable[int]) -> list[Node]:
             names = families.setdefault(readers[name], [])
             if name not in names:
                 names.append(name)
-    updates: list[Node] = []
-    for family, names in families.items():
-        _undo(dag, set(names))
-        updates += _hold(dag, sorted(family), names)
-    return updates
+    _undo(dag, {name for names in families.values() for name in names})
+    return [update for family, names in families.items() for update in _hold(dag, sorted(family), names)]
 
 
 def _users_of(dag: TrainingDAG) -> Mapping[str, frozenset[int]]:

@@ -17,7 +17,7 @@ from lightning_piper.directives.base import Directive
 from lightning_piper.directives.batch_sharding import shard_batch
 from lightning_piper.directives.divided import hold_parts
 from lightning_piper.directives.place import Place
-from lightning_piper.directives.sharding import Conflict, reduce_gradients
+from lightning_piper.directives.sharding import Conflict, readers_of, reduce_gradients
 from lightning_piper.directives.transfers import connect, disconnect
 from lightning_piper.ir.dag import TrainingDAG
 from lightning_piper.ir.division import Division
@@ -100,6 +100,9 @@ def take_parts(directive: Shard, dag: TrainingDAG, mesh: Mesh) -> None:
         directive.refuse("filter", "the batch is divided over replicas already", "put the shard before every replicate")
     if dag.member_axis is not None:
         directive.refuse("filter", "tensors are divided already", "say all in one directive")
+    if dag.meshes:
+        directive.refuse("filter", "experts are divided", "divide experts or tensors in a program, not both")
+    _check_selected(directive, dag)
     whole = [chunk for chunk in dag.of_type(Chunk) if len(chunk.devices) != len(mesh.places)]
     if whole:
         where = f"on {list(whole[0].devices)}" if whole[0].devices else "on no device yet"
@@ -120,6 +123,16 @@ def take_parts(directive: Shard, dag: TrainingDAG, mesh: Mesh) -> None:
     except Conflict as conflict:
         directive.refuse("filter", str(conflict), "select all regions that use it")
     connect(dag, [node for node in touched if node.id in dag.nodes])
+
+
+def _check_selected(directive: Shard, dag: TrainingDAG) -> None:
+    """The filter selects all that reads what is divided: what follows from it is divided wherever it goes."""
+    selected = {chunk.region for chunk in directive.select(dag, "filter", directive.filter)}
+    readers = readers_of(dag)
+    for name in dag.code.divided:
+        for region in sorted(readers[name] - selected):
+            found = f"{name} is read in {dag.regions[region].label} too, which it does not select"
+            directive.refuse("filter", found, "select all regions that use it, such as {}")
 
 
 def _follow(dag: TrainingDAG, chunks: Sequence[Chunk]) -> None:

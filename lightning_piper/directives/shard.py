@@ -1,4 +1,5 @@
-"""`shard`: expert parallelism. The experts of a region are divided over devices, and tokens travel to them and back."""
+"""`shard`: experts of a region are divided over devices, and tokens travel to them and back; or tensors are divided, and values
+are exchanged where an operation needs more than its part (`member_tensors.py`)."""
 
 from __future__ import annotations
 
@@ -29,7 +30,7 @@ from lightning_piper.routing import COMBINE, COUNTS, DISPATCH
 @register
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Shard(Directive):
-    """Divide the experts of the regions that `filter` selects over the devices of a group.
+    """Divide the experts of the regions that `filter` selects, or with `params` or `values` tensors, over the devices of a group.
 
         F[EP=0] @0,1     --shard {EP: 0} over [0, 1]-->     all-to-all -> F[EP=0], half of the experts on each @0,1 -> all-to-all
 
@@ -40,7 +41,13 @@ class Shard(Directive):
             i-th of n equal parts. A stage on `[0, 1, 2, 3]` may have its experts twice, on `[0, 1]` and on `[2, 3]`. Left out, the
             groups are the lines along `axis` of the mesh on which the chunks were placed.
         axis: name of the axis along which they are divided.
-        stream: logical stream of the exchanges of tokens.
+        stream: logical stream of the exchanges.
+        params: of tensors: names of parameters, or patterns, with the dimension along which each is divided.
+        values: of tensors: labels of regions, or patterns, with the dimension along which what they hand to others is divided.
+
+    With `params` or `values`, all devices of a line work on the same samples. Placements follow through the captured graph, and
+    where one has to change, a node does it. It comes before every `replicate`, and behind `place` and `split`; all regions are
+    placed on the lines.
 
     Every device works on its own local batch, as under a `replicate` over the same devices. Parameters of a divided region
     whose first dimension is the number of experts, their gradients and optimizer states are divided; gradients are summed over the
@@ -113,6 +120,10 @@ class Shard(Directive):
 
     def _divide(self, dag: TrainingDAG, selected: set[int]) -> list[int]:
         """Let tokens travel. Returns the regions whose experts are divided now."""
+        if dag.member_axis is not None:
+            self.refuse(
+                "filter", f"tensors are divided along {dag.member_axis!r}", "divide experts or tensors in a program, not both"
+            )
         regions = sorted(selected & dag.code.routed.keys())
         if not regions:
             self.refuse(

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 from enum import StrEnum
 from typing import TYPE_CHECKING
@@ -89,12 +89,28 @@ class Replicate:
 
 @dataclass(frozen=True)
 class Shard:
-    """Member i holds the i-th of equal parts along `dim`."""
+    """Member i holds the i-th of equal parts along `dim`; of each of `blocks` equal runs of it, if there are several (heads within
+    samples, where both are one dimension)."""
 
     dim: int
+    blocks: int = 1
 
     def __str__(self) -> str:
-        return f"S({self.dim})"
+        return f"S({self.dim})" if self.blocks == 1 else f"S({self.dim},{self.blocks})"
+
+    def parts(self, whole: torch.Tensor, count: int) -> list[torch.Tensor]:
+        """What each of `count` members holds: contiguous."""
+        if self.blocks == 1:
+            return [part.contiguous() for part in whole.chunk(count, self.dim)]
+        rows = whole.unflatten(self.dim, (self.blocks, count, -1))
+        return [rows.select(self.dim + 1, i).flatten(self.dim, self.dim + 1) for i in range(count)]
+
+    def joined(self, parts: Sequence[torch.Tensor]) -> torch.Tensor:
+        """The whole of what members hold."""
+        if self.blocks == 1:
+            return torch.cat(list(parts), self.dim)
+        rows = [part.unflatten(self.dim, (self.blocks, -1)) for part in parts]
+        return torch.cat(rows, self.dim + 1).flatten(self.dim, self.dim + 1)
 
 
 @dataclass(frozen=True)

@@ -97,7 +97,7 @@ class CutOutInstruction(Instruction):
     """Cut the part of one of `count` members out of what is read."""
 
     op: ClassVar[str] = "cut_out"
-    dim: int
+    after: Shard
     index: int
     count: int
 
@@ -172,12 +172,12 @@ def _whole(held: Sequence[Sequence[torch.Tensor]], before: Placement) -> Sequenc
         case Partial():
             return sum_in_order([list(bundle) for bundle in held])
         case Shard():
-            return [torch.cat(parts, before.dim) for parts in zip(*held, strict=True)]
+            return [before.joined(parts) for parts in zip(*held, strict=True)]
     return held[0]
 
 
 def _part(x: torch.Tensor, after: Placement, index: int, count: int) -> torch.Tensor:
-    return (x.chunk(count, after.dim)[index] if isinstance(after, Shard) else x).contiguous()
+    return after.parts(x, count)[index] if isinstance(after, Shard) else x.contiguous()
 
 
 # Plans
@@ -196,7 +196,7 @@ def produce_cut_out(plan: Planning, node: CutOut, ref: Ref) -> None:
     assert isinstance(node.after, Shard)
     read = plan.read(node.inputs[0], node)
     slot = plan.new_slot(ref, "chunk", node.stream)
-    plan.emit(CutOutInstruction(**about(node), reads=(read,), writes=(slot,), dim=node.after.dim,
+    plan.emit(CutOutInstruction(**about(node), reads=(read,), writes=(slot,), after=node.after,
                                 index=line.index(plan.place), count=len(line)))  # fmt: skip
 
 
@@ -216,14 +216,14 @@ class _Redistribute(Exchange):
 
     def parts(self, state: torch.Tensor) -> Sequence[torch.Tensor]:
         if isinstance(self._after, Shard):
-            return [part.contiguous() for part in state.chunk(self._count, self._after.dim)]
+            return self._after.parts(state, self._count)
         return [state.contiguous()] * self._count
 
     def join(self, state: torch.Tensor, received: Sequence[Any]) -> Bundle:
         if isinstance(self._before, Partial):
             return summed([(part,) for part in received])
         assert isinstance(self._before, Shard)
-        return (torch.cat(list(received), self._before.dim),)
+        return (self._before.joined(received),)
 
 
 def bind_redistribute(instruction: RedistributeInstruction, on: Binding) -> Bound | None:
@@ -232,11 +232,11 @@ def bind_redistribute(instruction: RedistributeInstruction, on: Binding) -> Boun
 
 def bind_cut_out(instruction: CutOutInstruction, on: Binding) -> Bound:
     given, into, slots = take(instruction, on.slots), instruction.into, on.slots
-    dim, index, count = instruction.dim, instruction.index, instruction.count
+    after, index, count = instruction.after, instruction.index, instruction.count
 
     def cut_out() -> None:
         (x,) = given()
-        slots[into] = (x.chunk(count, dim)[index].contiguous(),)
+        slots[into] = (after.parts(x, count)[index],)
 
     return cut_out
 

@@ -38,7 +38,7 @@ def change_of(node: Node) -> tuple[Placement, Placement] | None:
 def parsed(text: str) -> Placement:
     """The placement that is written so."""
     if text.startswith("S("):
-        return Shard(int(text[2:-1]))
+        return Shard(*map(int, text[2:-1].split(",")))
     return Replicate() if text == "R" else Partial()
 
 

@@ -13,14 +13,21 @@ from collections.abc import Callable, Collection, Sequence
 from torch.fx import Node
 
 from lightning_piper.ir.values import Partial, Placement, Replicate, Shard
-from lightning_piper.placements.rules import Rule, rules_for, shape_of, tensors_of
+from lightning_piper.placements.rules import ATTENTION, Rule, rules_for, shape_of, tensors_of
 
 CUT = 0.01
+SOUGHT = 1e-3  # elements: less than any change costs
 Held = Callable[[Node], Placement]
 
 
 def choose(
-    node: Node, held: Held, degree: int, fixed: Collection[Node], free: Collection[Node], along: Collection[tuple[int, int]]
+    node: Node,
+    held: Held,
+    degree: int,
+    fixed: Collection[Node],
+    free: Collection[Node],
+    along: Collection[tuple[int, int]],
+    sought: Collection[Node] = (),
 ) -> Rule | None:
     """The rule for an operation; None if it needs another placement of what is fixed.
 
@@ -29,17 +36,21 @@ def choose(
         fixed: nodes whose placement does not change (parameters).
         free: parameters of which nothing was said and that nobody has read yet: they take any.
         along: ranks and dimensions along which the user divides values; sums are divided there rather than made whole.
+        sought: those of `free` that are divided rather than left whole, where nothing else has to change.
     """
     inputs = tensors_of(node)
     best: tuple[float, int] | None = None
-    rules = rules_for(node, degree)
+    rules = rules_for(node, degree, {placement.blocks for x in inputs if isinstance(placement := held(x), Shard)})
     for index, rule in enumerate(rules):
-        if index and not _wanted(rule, inputs, held, along):
+        seeks = [x for x, placement in zip(inputs, rule.inputs, strict=True) if x in sought and isinstance(placement, Shard)]
+        moves = node.target in ATTENTION and any(isinstance(held(x), Shard) for x in inputs)
+        if index and not seeks and not moves and not _wanted(rule, inputs, held, along):
             continue
         cost = sum(
             _cost(held(x), wanted, math.prod(shape_of(x)), degree, x in fixed, x in free)
             for x, wanted in dict(zip(inputs, rule.inputs, strict=True)).items()
         )
+        cost -= SOUGHT * len(seeks)
         if len({(x, wanted) for x, wanted in zip(inputs, rule.inputs, strict=True)}) > len(set(inputs)):
             continue  # one value in two placements at once
         if best is None or (cost, index) < best:
@@ -71,5 +82,7 @@ def _cost(have: Placement, want: Placement, elements: int, degree: int, fixed: b
         case (Partial(), Shard()) | (Shard(), Replicate()):
             return 1.0 * elements
         case Shard(), Shard():
-            return elements / degree
+            both = have.blocks > 1 and want.blocks > 1
+            apart = have.dim == want.dim and (have.blocks * want.blocks) % degree > 0
+            return math.inf if both or apart else elements / degree
     return CUT * elements

@@ -19,6 +19,8 @@ SHAPED = {
     aten.slice_backward.default: 1, aten.select_backward.default: 1,
 }  # fmt: skip
 
+VIEWS = {aten.view.default, aten._unsafe_view.default}
+
 
 def localize(graph: Graph, degree: int) -> None:
     """Let a graph whose values have placements be that of one of `degree` members, in place.
@@ -50,7 +52,7 @@ def _localize(node: Node, degree: int) -> None:
         node.args = (*node.args[:index], list(shape), *node.args[index + 1 :])
     if any(p is not None and not _same(p) for p in _tuple(placement)) or _reads_parts(node):
         args, kwargs = torch.fx.node.map_arg((node.args, node.kwargs), lambda x: x.meta["val"])
-        made = target(*args, **kwargs)
+        made = (aten.reshape.default if target in VIEWS else target)(*args, **kwargs)  # parts may have holes
         for whole, part, held in zip(_tuple(value), _tuple(made), _tuple(placement), strict=True):
             if isinstance(whole, torch.Tensor) and tuple(part.shape) != part_shape(tuple(whole.shape), held, degree):
                 found = f"{target} makes {list(part.shape)} of parts, where {held} of {list(whole.shape)} was expected"

@@ -16,10 +16,12 @@ from torch.fx import Graph, Interpreter, Node
 from lightning_piper.errors import CaptureError, VerificationError
 from lightning_piper.ir.values import Partial, Placement, Shard
 from lightning_piper.placements.changing import PLACEMENT
-from lightning_piper.placements.local import SHAPED, localize
-from lightning_piper.placements.rules import Rule, regrouped, shape_of, tensors_of
+from lightning_piper.placements.local import SHAPED, VIEWS, localize
+from lightning_piper.placements.rules import Rule, shape_of, tensors_of
+from lightning_piper.placements.views import regrouped
 
 ROUNDING = 1e-12
+RUNS = 3
 SMALL = 1 << 12  # elements of shapes that are taken as they are
 
 aten = torch.ops.aten
@@ -34,7 +36,7 @@ def prove(node: Node, rule: Rule, degree: int) -> None:
     """
     if all(str(p) == "R" for p in rule.inputs):
         return
-    graph, inputs = _alone(node, degree)
+    graph, inputs, rule = _alone(node, rule, degree)
     shapes = tuple((tuple(x.meta["val"].shape), x.meta["val"].dtype) for x in inputs)
     call = next(n for n in graph.nodes if n.op == "call_function")
     arguments = torch.fx.node.map_arg((call.args, call.kwargs), lambda x: x.name)
@@ -76,9 +78,11 @@ def difference(graph: Graph, inputs: Sequence[Node], rule: Rule, degree: int) ->
     return None
 
 
-def _alone(node: Node, degree: int) -> tuple[Graph, list[Node]]:
-    """A graph of this operation alone, on small shapes, and its inputs."""
-    sizes = _sizes(node, degree)
+def _alone(node: Node, rule: Rule, degree: int) -> tuple[Graph, list[Node], Rule]:
+    """A graph of this operation alone, on small shapes, its inputs, and the rule for these shapes."""
+    sizes = _sizes(node, rule, degree)
+    if sizes and node.target not in VIEWS:
+        rule = Rule(tuple(_fewer(p) or p for p in rule.inputs), tuple(map(_fewer, rule.outputs)))
     graph = Graph()
     inputs: list[Node] = []
 
@@ -95,30 +99,35 @@ def _alone(node: Node, degree: int) -> tuple[Graph, list[Node]]:
     kwargs = {k: torch.float64 if isinstance(v, torch.dtype) and v.is_floating_point else v for k, v in kwargs.items()}
     kwargs = {k: v for k, v in kwargs.items() if k != "device"}
     args = tuple(torch.float64 if isinstance(v, torch.dtype) and v.is_floating_point else v for v in args)
-    target: Any = node.target
+    target: Any = aten.reshape.default if node.target in VIEWS else node.target
     if (index := SHAPED.get(target)) is not None and sizes:
         args = (*args[:index], [sizes.get((node, d), size) for d, size in enumerate(shape_of(node))], *args[index + 1 :])
     call = graph.call_function(target, args, kwargs)
     given_args, given_kwargs = torch.fx.node.map_arg((args, kwargs), lambda x: x.meta["val"])
     call.meta["val"] = target(*given_args, **given_kwargs)
     graph.output(call)
-    return graph, inputs
+    return graph, inputs, rule
 
 
-def _sizes(node: Node, degree: int) -> dict[tuple[Node, int], int]:
+def _fewer(placement: Placement | None) -> Placement | None:
+    """Of few runs."""
+    return Shard(placement.dim, RUNS) if isinstance(placement, Shard) and placement.blocks > 1 else placement
+
+
+def _sizes(node: Node, rule: Rule, degree: int) -> dict[tuple[Node, int], int]:
     """Other sizes of dimensions, where the shapes are large: equal ones stay equal, and multiples of the members."""
     tensors = [*tensors_of(node), node]
     known = [x for x in tensors if isinstance(x.meta.get("val"), torch.Tensor)]
     if sum(x.meta["val"].numel() for x in known) <= SMALL * len(known) or node.target in _BY_SIZE:
         return {}
-    if node.target in SHAPED and node.target in _VIEWS:
-        return _sizes_of_view(node, degree)
+    if node.target in VIEWS or node.target is aten.reshape.default:
+        return _sizes_of_view(node, rule)
     distinct = sorted({int(size) for x in known for size in x.meta["val"].shape if size > 1})
-    small = {size: degree * (2 + i) for i, size in enumerate(distinct)}
+    runs = RUNS if any(isinstance(p, Shard) and p.blocks > 1 for p in rule.inputs) else 1
+    small = {size: degree * runs * (2 + i) for i, size in enumerate(distinct)}
     return {(x, d): small[int(size)] for x in known for d, size in enumerate(x.meta["val"].shape) if size > 1}
 
 
-_VIEWS = {aten.view.default, aten._unsafe_view.default, aten.reshape.default}
 # Their other arguments are sizes, or places in a dimension.
 _BY_SIZE = {
     aten.slice.Tensor, aten.slice_backward.default, aten.select_backward.default, aten.select.int, aten.split.Tensor,
@@ -127,19 +136,17 @@ _BY_SIZE = {
 }  # fmt: skip
 
 
-def _sizes_of_view(node: Node, degree: int) -> dict[tuple[Node, int], int]:
+def _sizes_of_view(node: Node, rule: Rule) -> dict[tuple[Node, int], int]:
+    """Dimensions that are regrouped with one that is divided stay as they are; others get shorter."""
     (source,) = tensors_of(node)
-    before, after = shape_of(source), shape_of(node)
+    divided = {p.dim for p in rule.inputs if isinstance(p, Shard)}
     found: dict[tuple[Node, int], int] = {}
-    for mine, theirs in regrouped(before, after):
-        if len(mine) > 1 and len(theirs) > 1:
-            return {}
+    for mine, theirs in regrouped(shape_of(source), shape_of(node)):
+        if divided & set(mine) or (len(mine) > 1 and len(theirs) > 1):
+            continue
         one, many, x, y = (mine, theirs, source, node) if len(mine) == 1 else (theirs, mine, node, source)
-        product = 1
-        for i, d in enumerate(many):
-            found[y, d] = degree * (1 + (i + len(found)) % 3)
-            product *= found[y, d]
-        found[x, one[0]] = product
+        found |= {(y, d): 2 for d in many}
+        found[x, one[0]] = 2 ** len(many)
     return found
 
 
@@ -162,7 +169,7 @@ def _drawn(like: torch.Tensor, bound: int, generator: torch.Generator) -> torch.
 def _parts(x: torch.Tensor, placement: Placement, degree: int, generator: torch.Generator) -> list[torch.Tensor]:
     match placement:
         case Shard():
-            return [part.contiguous() for part in x.chunk(degree, placement.dim)]
+            return placement.parts(x, degree)
         case Partial():
             terms = [_drawn(x, 2, generator) for _ in range(degree - 1)]
             return [*terms, x - sum(terms)]
@@ -172,7 +179,7 @@ def _parts(x: torch.Tensor, placement: Placement, degree: int, generator: torch.
 def _joined(parts: Sequence[torch.Tensor], placement: Placement) -> list[torch.Tensor]:
     match placement:
         case Shard():
-            return [torch.cat(list(parts), placement.dim)]
+            return [placement.joined(parts)]
         case Partial():
             return [torch.stack(list(parts)).sum(0)]
     return list(parts)

@@ -6,7 +6,7 @@ whole tensors, by every member. Sources: the definitions of the operations; what
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -14,6 +14,7 @@ import torch
 from torch.fx import Node
 
 from lightning_piper.ir.values import Partial, Placement, Replicate, Shard
+from lightning_piper.placements.views import regrouping
 
 aten = torch.ops.aten
 R, P = Replicate(), Partial()
@@ -49,16 +50,34 @@ def made_by(node: Node) -> list[torch.Tensor | None]:
     return list(value) if isinstance(value, list | tuple) else [value]
 
 
-def rules_for(node: Node, degree: int) -> list[Rule]:
-    """The rules by which an operation takes parts; all whole comes first."""
+def rules_for(node: Node, degree: int, blocks: Collection[int] = ()) -> list[Rule]:
+    """The rules by which an operation takes parts; all whole comes first.
+
+    Args:
+        blocks: in how many runs its inputs are divided (`Shard.blocks`).
+    """
     inputs, outputs = tensors_of(node), made_by(node)
     whole = Rule((R,) * len(inputs), tuple(R if isinstance(x, torch.Tensor) else None for x in outputs))
     target: Any = node.target
     family = _FAMILIES.get(target)
     if family is None and isinstance(target, torch._ops.OpOverload) and not target._schema.is_mutable:
         family = _pointwise if torch.Tag.pointwise in target.tags else None
-    found = [] if family is None else family(node)
+    found = [] if family is None else list(family(node))
+    if family is _view:
+        pairs = regrouping(shape_of(inputs[0]), shape_of(node), degree, blocks)
+        found += [Rule((before,), (after,)) for before, after in pairs]
+    else:
+        found += [_in_blocks(rule, count) for rule in found for count in blocks if count > 1]
     return [whole, *(rule for rule in dict.fromkeys(found) if _divides(rule, node, inputs, outputs, degree))]
+
+
+def _in_blocks(rule: Rule, count: int) -> Rule:
+    """The same for parts of each of so many runs: along what is divided, an operation does the same everywhere, or sums."""
+
+    def blocked(placement: Placement | None) -> Placement | None:
+        return Shard(placement.dim, count) if isinstance(placement, Shard) else placement
+
+    return Rule(tuple(blocked(p) or R for p in rule.inputs), tuple(map(blocked, rule.outputs)))
 
 
 def _divides(rule: Rule, node: Node, inputs: Sequence[Node], outputs: Sequence[Any], degree: int) -> bool:
@@ -67,7 +86,7 @@ def _divides(rule: Rule, node: Node, inputs: Sequence[Node], outputs: Sequence[A
     held += [(p, tuple(x.shape)) for p, x in zip(rule.outputs, outputs, strict=True) if isinstance(x, torch.Tensor) and p]
     return all(
         not isinstance(placement, Shard)
-        or (placement.dim < len(shape) and shape[placement.dim] > 1 and shape[placement.dim] % degree == 0)
+        or (placement.dim < len(shape) and shape[placement.dim] > 1 and shape[placement.dim] % (degree * placement.blocks) == 0)
         for placement, shape in held
     )
 
@@ -130,38 +149,7 @@ def _addmm(node: Node) -> Iterator[Rule]:
 # Other views of the same elements
 
 
-def regrouped(before: Sequence[int], after: Sequence[int]) -> list[tuple[tuple[int, ...], tuple[int, ...]]]:
-    """Dimensions of a view: those before, and those after, that have the same elements between them. Dimensions of one element
-    are in no group."""
-    groups = []
-    i = j = 0
-    while i < len(before) or j < len(after):
-        mine: list[int] = []
-        theirs: list[int] = []
-        a = b = 1
-        while True:
-            if a == b and mine and theirs:
-                break
-            if (a <= b and i < len(before)) or j >= len(after):
-                if i >= len(before):
-                    break
-                if before[i] != 1:
-                    mine.append(i)
-                    a *= before[i]
-                i += 1
-            else:
-                if after[j] != 1:
-                    theirs.append(j)
-                    b *= after[j]
-                j += 1
-        if mine and theirs:
-            groups.append((tuple(mine), tuple(theirs)))
-    return groups
-
-
 def _view(node: Node) -> Iterator[Rule]:
-    for before, after in regrouped(shape_of(tensors_of(node)[0]), tuple(node.meta["val"].shape)):
-        yield Rule((Shard(before[0]),), (Shard(after[0]),))  # equal parts of the slowest dimension are equal runs of elements
     yield Rule((P,), (P,))
 
 
@@ -233,12 +221,11 @@ def _expanded(node: Node, rank: int) -> list[int | None]:
 def _cat(node: Node) -> Iterator[Rule]:
     inputs = tensors_of(node)
     shapes = [shape_of(x) for x in inputs]
-    if len({len(shape) for shape in shapes}) > 1:
-        return
-    along = int(_argument(node, 1, 0)) % len(shapes[0])
-    for d in range(len(shapes[0])):
-        if d != along:
-            yield Rule((Shard(d),) * len(inputs), (Shard(d),))
+    rank = max(map(len, shapes))
+    along = int(_argument(node, 1, 0)) % rank
+    for d in range(rank):
+        if d != along:  # an empty vector may stand among tensors of any rank
+            yield Rule(tuple(Shard(d) if len(shape) == rank else R for shape in shapes), (Shard(d),))
     yield Rule((P,) * len(inputs), (P,))
 
 
@@ -296,7 +283,7 @@ def _attention(node: Node) -> Iterator[Rule]:
     """Samples and heads are independent of each other; a mask follows where it is not broadcast."""
     inputs, outputs = tensors_of(node), made_by(node)
     batch = shape_of(inputs[0])[:2]
-    for d in range(2):
+    for d in (1, 0):
         held = [Shard(d) if len(shape_of(x)) > d and shape_of(x)[d] == batch[d] else R for x in inputs]
         yield Rule(tuple(held), (Shard(d),) * len(outputs))
 
@@ -344,6 +331,11 @@ def _identity(node: Node) -> Iterator[Rule]:
         yield Rule((P,), (P,))
 
 
+# On whole sequences there is so much to do that their heads are divided, also where parts have to move for it.
+ATTENTION = {
+    aten._scaled_dot_product_flash_attention_for_cpu.default,
+    aten._scaled_dot_product_flash_attention_for_cpu_backward.default,
+}
 _FAMILIES: dict[Any, Callable[[Node], Iterator[Rule]]] = {
     aten.mm.default: _mm,
     aten.bmm.default: _bmm,
@@ -352,8 +344,6 @@ _FAMILIES: dict[Any, Callable[[Node], Iterator[Rule]]] = {
     aten.native_layer_norm_backward.default: _layer_norm_backward,
     aten._fused_rms_norm.default: _rms_norm,
     aten._fused_rms_norm_backward.default: _rms_norm_backward,
-    aten._scaled_dot_product_flash_attention_for_cpu.default: _attention,
-    aten._scaled_dot_product_flash_attention_for_cpu_backward.default: _attention,
     aten.native_dropout.default: _dropped,
     aten.native_dropout_backward.default: _pointwise,
     aten.embedding.default: _embedding,
@@ -361,6 +351,7 @@ _FAMILIES: dict[Any, Callable[[Node], Iterator[Rule]]] = {
     aten.cat.default: _cat,
     aten.gelu_backward.default: _pointwise,
 } | dict.fromkeys((aten.view.default, aten._unsafe_view.default, aten.reshape.default), _view)
+_FAMILIES |= dict.fromkeys(ATTENTION, _attention)
 _FAMILIES |= dict.fromkeys((aten.sum.default, aten.sum.dim_IntList, aten.mean.dim), _sum)
 _FAMILIES |= dict.fromkeys((aten.t.default, aten.transpose.int, aten.permute.default), _moves(_permuted))
 _FAMILIES |= dict.fromkeys((aten.select.int, aten.unbind.int), _moves(_without))

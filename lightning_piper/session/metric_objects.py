@@ -27,6 +27,7 @@ from lightning_piper.capture import _torch
 from lightning_piper.capture.metric_objects import object_of
 from lightning_piper.errors import PiperError
 from lightning_piper.ir.dag import TrainingDAG
+from lightning_piper.ir.mesh import DATA
 from lightning_piper.ir.metric_calls import MetricCall, MetricCalls, MetricLog
 from lightning_piper.ops.arguments import Arguments
 from lightning_piper.processes.world import World
@@ -40,7 +41,11 @@ def owners_of(dag: TrainingDAG) -> dict[str, Ranks]:
     """Name of each metric object that a step updates -> the processes in which its arguments are made, by replica; none where it
     gets no tensors, so that all processes have what it gets."""
     found: dict[str, Ranks] = {call.metric: () for call in dag.code.metrics.calls if call.method in _UPDATING}
-    return found | {object_of(dag.value(node.inputs[0]).names[0]): node.devices for node in dag.of_type(Arguments)}
+    first = dag.mesh.lines(DATA)[0]  # of the members of a replica, which all have the same
+    return found | {
+        object_of(dag.value(node.inputs[0]).names[0]): tuple(node.devices[place] for place in first)
+        for node in dag.of_type(Arguments)
+    }
 
 
 def wanted_by_all(metrics: MetricCalls, step: str) -> frozenset[int]:

@@ -21,6 +21,7 @@ from lightning_piper.holdings.ownership import Ownership
 from lightning_piper.holdings.tensor_map import TensorMap
 from lightning_piper.ir.buckets import Bucket
 from lightning_piper.ir.dag import TrainingDAG
+from lightning_piper.ir.mesh import DATA
 from lightning_piper.ir.nodes import Chunk
 from lightning_piper.ir.values import Slice
 from lightning_piper.ops.arguments import Arguments, join, shares, ways_of
@@ -259,7 +260,7 @@ def arguments_of(
     slices = [Slice(a, b) for a, b in itertools.pairwise(edges)]
     for node in dag.of_type(Arguments):
         for name, way in zip(dag.value(node.inputs[0]).names, ways_of(dag, node), strict=True):
-            held = [results[device].results[name] for device in node.devices]
+            held = [results[node.devices[place]].results[name] for place in dag.mesh.lines(DATA)[0]]
             found[name] = join(held, way, partial(shares, dag.step, way, slices, leaves, buffers))
     return found
 

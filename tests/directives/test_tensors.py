@@ -179,3 +179,20 @@ def test_a_program_reads_back():
     program = [TWO, divided([0, 1], sequence=True)]
     assert program[1].to_json()["params"] == PARAMS
     assert Shard(**{k: v for k, v in program[1].to_json().items() if k != "op"}) == program[1]
+
+
+def test_a_filter_selects_all_that_reads_what_is_divided():
+    with pytest.raises(DirectiveError, match=r"blocks.1.attention.q.weight is read in LAYER=2 too, which it does not select"):
+        compiled([TWO, divided([0, 1], filter={"LAYER": [0, 1]})])
+    some = {f"blocks.0.{pattern.removeprefix('*.')}": dim for pattern, dim in {"*.up.weight": 0, "*.down.weight": 1}.items()}
+    report = piper.verify(decoder(), tensors(8), [TWO, divided([0, 1], filter={"LAYER": 1}, params=some)])
+    assert report.verdict == "verified"
+
+
+def test_a_sequence_is_divided_without_any_weight():
+    """Products work on their rows, and attention takes heads: from parts of the sequence to parts of the heads, and back."""
+    program = [TWO, divided([0, 1], params={}, values={"LAYER=*": 1})]
+    assert piper.verify(decoder(), tensors(8), program).verdict == "verified"
+    found = [node.label for node in compiled(program).dag.of_type(Redistribute)]
+    # q, k and v there and the result back, in each of two blocks, forth and back.
+    assert found.count("alltoall.tp") >= 16 and "allreduce.tp" not in found and "reducescatter.tp" not in found

@@ -16,7 +16,8 @@ from torch.fx.experimental.proxy_tensor import make_fx
 from lightning_piper.errors import VerificationError
 from lightning_piper.ir.values import Partial, Replicate, Shard
 from lightning_piper.placements import proof
-from lightning_piper.placements.rules import Rule, regrouped, rules_for
+from lightning_piper.placements.rules import Rule, rules_for
+from lightning_piper.placements.views import regrouped
 
 aten = torch.ops.aten
 R, P = Replicate(), Partial()

@@ -1,0 +1,52 @@
+"""Views: which dimensions have the same elements between them, and what becomes of parts."""
+
+from __future__ import annotations
+
+import math
+import operator
+from collections.abc import Collection, Iterator, Sequence
+
+from lightning_piper.ir.values import Shard
+
+
+def regrouped(before: Sequence[int], after: Sequence[int]) -> list[tuple[tuple[int, ...], tuple[int, ...]]]:
+    """Dimensions of a view: those before, and those after, that have the same elements between them. Dimensions of one element
+    are in no group."""
+    groups = []
+    i = j = 0
+    while i < len(before) or j < len(after):
+        mine: list[int] = []
+        theirs: list[int] = []
+        a = b = 1
+        while True:
+            if a == b and mine and theirs:
+                break
+            if (a <= b and i < len(before)) or j >= len(after):
+                if i >= len(before):
+                    break
+                if before[i] != 1:
+                    mine.append(i)
+                    a *= before[i]
+                i += 1
+            else:
+                if after[j] != 1:
+                    theirs.append(j)
+                    b *= after[j]
+                j += 1
+        if mine and theirs:
+            groups.append((tuple(mine), tuple(theirs)))
+    return groups
+
+
+def regrouping(before: Sequence[int], after: Sequence[int], degree: int, blocks: Collection[int]) -> Iterator[tuple[Shard, Shard]]:
+    """Parts of a dimension are, among the dimensions that it is regrouped with, parts of runs: heads [samples, heads] become heads
+    of each sample [samples * heads]."""
+    for mine, theirs in regrouped(before, after):
+        for d in mine:
+            for count in {1, *blocks}:
+                runs = math.prod(before[i] for i in mine if i < d) * count
+                length = math.prod(before[i] for i in mine) // runs  # elements of a run
+                for e in theirs:
+                    outer, inner = (math.prod(after[i] for i in theirs if side(i, e)) for side in (operator.lt, operator.gt))
+                    if runs % outer == 0 and after[e] * inner * outer == length * runs and length % (inner * degree) == 0:
+                        yield Shard(d, count), Shard(e, runs // outer)

@@ -1,0 +1,71 @@
+"""`tensor_parallel`: a module and a batch -> the directives that divide its weights over an axis of devices."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+from torch import nn
+
+from lightning_piper.capture import capture
+from lightning_piper.capture.placed import find_params
+from lightning_piper.directives import Directive, Place, Shard
+from lightning_piper.errors import PiperError
+from lightning_piper.limits import integer, shown
+
+AXIS = "tp"
+
+
+def tensor_parallel(module: nn.Module, batch: Any, degree: int, *, sequence: bool = False) -> list[Directive]:
+    """A program in which `degree` devices have parts of a module's weights: the columns of one product, and the rows of the next
+    one that takes what it makes, as far as everything between them works on parts (heads of an attention, a gated product). What
+    cannot be divided so is left whole.
+
+    Args:
+        module: a LightningModule; its parameters may be on the meta device.
+        batch: of one step.
+        degree: devices.
+        sequence: also divide what regions hand to each other along dimension 1, so that norms and residuals work on parts.
+
+    Returns:
+        A `Place` of everything on devices 0 to `degree` - 1, and a `Shard` whose `params` name the weights, with `*` for the number
+        of a layer. Read them, change them, put them where other directives are.
+
+    Raises:
+        CaptureError: the step cannot be captured.
+        PiperError: no weight of the module can be divided.
+    """
+    if (number := integer(degree)) is None or number < 2:
+        raise PiperError(f"tensor_parallel(degree={shown(degree)}): give a number of devices >= 2")
+    device = next((p.device for p in module.parameters()), torch.device("cpu"))
+    step = capture(module, batch, device.type if device.type != "meta" else "cpu")
+    values = {"*": 1} if sequence else {}
+    step.at(step.size)  # what it reads is known then
+    params = find_params(step.joint_graph, AXIS, number, values)
+    if not params:
+        raise PiperError(
+            f"no weight of {type(module).__name__} can be divided over {number} devices: what each product makes is needed whole "
+            "by what comes next; name parameters yourself, shard(params={...}), to be told which operation it is"
+        )
+    devices = list(range(number))
+    return [
+        Place(filter={}, devices=devices, axes=(AXIS,)),
+        Shard(filter={}, devices=devices, axis=AXIS, stream=AXIS, params=_patterns(params, step.params), values=values or None),
+    ]
+
+
+def _patterns(found: Mapping[str, int], names: Mapping[str, Any]) -> dict[str, int]:
+    """Names with their layer's number left out, where all layers are alike."""
+    alike: dict[str, list[str]] = {}
+    for name in names:
+        alike.setdefault(re.sub(r"(?<=\.)\d+(?=\.)", "*", name), []).append(name)
+    made: dict[str, int] = {}
+    for pattern, members in alike.items():
+        dims = {found.get(name) for name in members}
+        if len(dims) == 1 and (dim := dims.pop()) is not None:
+            made[pattern] = dim
+        elif dims:
+            made |= {name: found[name] for name in members if name in found}
+    return made

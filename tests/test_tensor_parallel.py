@@ -1,0 +1,92 @@
+"""`tensor_parallel` finds what can be divided in models as people write them."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import lightning as L
+import pytest
+import torch
+from torch import nn
+
+import lightning_piper as piper
+from lightning_piper import PiperError
+from tests.tensors import PARAMS, Decoder, decoder, fit, tensors
+
+
+@pytest.mark.parametrize("sequence", [False, True])
+def test_it_finds_columns_and_rows(sequence):
+    place, shard = program = piper.tensor_parallel(decoder(), tensors(8), 2, sequence=sequence)
+    assert shard.params == {f"blocks.*.{'' if name in ('up', 'down') else 'attention.'}{name}.weight": dim
+                            for name, dim in ((key.split(".")[1], dim) for key, dim in PARAMS.items())}  # fmt: skip
+    assert list(place.devices) == [0, 1] and shard.values == ({"*": 1} if sequence else None)
+    assert piper.verify(decoder(), tensors(8), program).verdict == "verified"
+
+
+def test_what_it_finds_trains():
+    module, alone = decoder(), decoder()
+    program = piper.tensor_parallel(module, tensors(8), 4)
+    fit(module, piper.PiperStrategy(program, transport="local"), max_epochs=1)
+    fit(alone, "auto", max_epochs=1)
+    assert all(torch.allclose(x, y, rtol=0, atol=1e-12) for x, y in zip(module.parameters(), alone.parameters(), strict=True))
+
+
+def test_a_model_may_be_on_the_meta_device():
+    with torch.device("meta"):
+        module = Decoder()
+    (_, shard) = piper.tensor_parallel(module, tensors(8), 2)
+    assert len(shard.params) == 6
+
+
+class Alone(L.LightningModule):
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = nn.Linear(4, 4)
+
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        return self.layer(batch).softmax(-1).square().mean()
+
+
+def test_what_is_needed_whole_stays_whole():
+    with pytest.raises(PiperError, match="no weight of Alone can be divided over 2 devices"):
+        piper.tensor_parallel(Alone(), torch.randn(4, 4), 2)
+    with pytest.raises(PiperError, match="give a number of devices >= 2"):
+        piper.tensor_parallel(Alone(), torch.randn(4, 4), 1)
+
+
+SIZES: dict[str, Any] = {
+    "vocab_size": 32, "hidden_size": 16, "intermediate_size": 32, "num_hidden_layers": 2, "num_attention_heads": 4,
+    "max_position_embeddings": 16,
+}  # fmt: skip
+
+
+class Model(L.LightningModule):
+    def __init__(self, model: Any) -> None:
+        super().__init__()
+        self.model = model
+
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        return self.model(**batch).loss
+
+
+@pytest.mark.parametrize(
+    "kind", ["llama", "t5", pytest.param("qwen", marks=pytest.mark.long), pytest.param("bert", marks=pytest.mark.long)]
+)
+def test_models_of_hugging_face(kind):
+    found = pytest.importorskip("transformers")
+    torch.manual_seed(0)
+    model = {
+        "llama": lambda: found.LlamaForCausalLM(found.LlamaConfig(**SIZES, num_key_value_heads=2)),
+        "qwen": lambda: found.Qwen2ForCausalLM(found.Qwen2Config(**SIZES, num_key_value_heads=2)),
+        "bert": lambda: found.BertForMaskedLM(found.BertConfig(**SIZES, hidden_dropout_prob=0.0, attention_probs_dropout_prob=0.0)),
+        "t5": lambda: found.T5ForConditionalGeneration(found.T5Config(
+            vocab_size=32, d_model=16, d_kv=4, d_ff=32, num_layers=1, num_heads=4, dropout_rate=0.0, decoder_start_token_id=0)),
+    }[kind]()  # fmt: skip
+    words = torch.randint(1, 32, (4, 8))
+    batch = {"input_ids": words, "labels": words.clone()}
+    program = piper.tensor_parallel(Model(model), batch, 2)
+    names = {name.split(".")[-2] for name in program[1].params}
+    assert names >= {"llama": {"q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj"},
+                     "qwen": {"q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj"},
+                     "bert": {"query", "key", "value", "dense"}, "t5": {"q", "k", "v", "o", "wi", "wo"}}[kind]  # fmt: skip
+    assert piper.verify(Model(model), batch, program).verdict == "verified"
