@@ -237,6 +237,8 @@ class Terms:
         if is_zero(source):
             return Found(WHOLE)  # however many they are
         inner = self.of(source)
+        if inner.what in OTHER_END:
+            return Found(OTHER)  # extremes of columns, of which each may be in another part
         if inner.what in (LINEAR, MIXED):
             return inner
         if inner.what != ROWS or (node.meta["val"].ndim and self.following.has_rows(node)):

@@ -108,6 +108,8 @@ COMPUTED: dict[str, Log] = {
     "pearson": lambda m, p, y: pearson(p[:, 0], p[:, 1]),
     "covariance": lambda m, p, y: (p.T @ p / len(p) - torch.outer(p.mean(0), p.mean(0))).norm(),
     "range of each": lambda m, p, y: (p.amax(0) - p.min(0).values).mean(),
+    "mean of the largest": lambda m, p, y: p.amax(0).mean(),
+    "sum of the smallest": lambda m, p, y: p.min(0).values.sum() * 2,
     "histogram": lambda m, p, y: entropy(p[:, 0]),
     "with a parameter": lambda m, p, y: (F.one_hot(p.argmax(-1), 3).sum(0) / (1 + p.abs().sum(0)) * m.bias).sum(),
 }
