@@ -8,6 +8,7 @@
 - `_init_dist_connection`: makes the default process group of a cluster environment, and ends it with the process.
 - `_optimizers_to_device`: moves optimizers' states as Lightning's own strategies do.
 - `_collect_rng_states`, `_set_rng_states`: the states of the random number generators of torch, numpy and Python.
+- `_EvaluationLoop._results`: what the validation of a fit has logged, with the arguments of each `self.log`.
 - `WeightAveraging._average_model`: its `AveragedModel`, with a copy of the module, from `setup` on;
   `StochasticWeightAveraging._average_model`: the copy itself; `_avg_fn`: how it averages.
 - `ThroughputMonitor._throughputs`: its measurements by stage, of which each knows how many devices there are.
@@ -20,6 +21,7 @@ from collections.abc import Callable, Iterable, Sequence
 from subprocess import Popen
 from typing import Any
 
+import lightning.pytorch as pl
 import torch
 from lightning.fabric.utilities.distributed import _init_dist_connection as connect
 from lightning.fabric.utilities.optimizer import _optimizers_to_device as move_optimizers
@@ -36,7 +38,8 @@ from torch.optim.swa_utils import AveragedModel
 from lightning_piper.either_lightning import is_a
 
 __all__ = [
-    "Strategy", "collect_rng_states", "connect", "copy_of", "move_optimizers", "set_rng_states", "throughputs_of", "update_of",
+    "Strategy", "collect_rng_states", "connect", "copy_of", "forget_validation", "move_optimizers", "set_rng_states",
+    "throughputs_of", "update_of",
 ]  # fmt: skip
 
 
@@ -88,6 +91,12 @@ class Strategy(ParallelStrategy):
             state["_launcher"] = copy.copy(self._launcher)
             state["_launcher"].procs = []
         return state
+
+
+def forget_validation(trainer: pl.Trainer) -> None:
+    """Validations are over and read, and what the next one logs may be given other arguments: those of a capture are without
+    `sync_dist`, and Lightning refuses a change."""
+    trainer.fit_loop.epoch_loop.val_loop._results.clear()
 
 
 def throughputs_of(monitor: ThroughputMonitor) -> Iterable[Throughput]:

@@ -28,6 +28,7 @@ from lightning_piper.holdings.optimizer import State, check_groups, names_in
 from lightning_piper.limits import shown
 from lightning_piper.profile import Schedule, schedule_of
 from lightning_piper.session.program import given_or_from_environment
+from lightning_piper.session.standalone import Standalone
 from lightning_piper.session.uncaptured import NOT_CAPTURED, check_may_be
 from lightning_piper.session.verification import ACCEPTED, Verify
 from lightning_piper.strategy import _lightning
@@ -175,12 +176,17 @@ class PiperStrategy(EvaluatingStrategy):
                 return
             except NOT_CAPTURED as error:
                 check_may_be(start.standalone, "training_step", error, self._capture, self._accumulate)
-        self.phase = Eager.begin(start.standalone, self.optimizers)
+        self._begin_eager(start.standalone)
         if self._profile:
             self.world.warn("PiperStrategy(profile=...) records plans, and a training step that runs as it is has none to record")
         if start.later is not None:
             self.load_optimizer_state_dict({"optimizer_states": [start.later]})
         _lightning.move_optimizers(self.optimizers, self.root_device)
+
+    def _begin_eager(self, before: Standalone) -> None:
+        self.phase = Eager.begin(before, self.optimizers)
+        assert self.lightning_module is not None
+        _lightning.forget_validation(self.lightning_module.trainer)
 
     def _begin_fit(self, start: Starting, batch: Any) -> None:
         module, optimizer = self.lightning_module, self.optimizers[0]
@@ -226,7 +232,7 @@ class PiperStrategy(EvaluatingStrategy):
         except (CaptureError, DirectiveError) as error:
             check_may_be(fit.before, "training_step", error, self._capture, self._accumulate)
             fit.give_up()
-            self.phase = Eager.begin(fit.before, self.optimizers)
+            self._begin_eager(fit.before)
             return self.training_step(batch, *args, **kwargs)
 
     # Around the backward pass of automatic optimisation; what it fails with ends the run.
