@@ -30,6 +30,16 @@ _SUMS = {
     aten._to_copy.default, aten.clone.default, aten.detach.default, aten.where.self, aten.masked_fill.Scalar,
 }  # fmt: skip
 _PRODUCTS, _QUOTIENTS = {aten.mul.Tensor, aten.mul.Scalar}, {aten.div.Tensor, aten.div.Scalar}
+# On numbers of each sample: what is linear in them, and what is not, as they are with a number of the whole batch beside them.
+_LINEAR_IN_EACH = {
+    aten.sum.dim_IntList, aten.mean.dim, aten.cumsum.default, aten.select.int, aten.slice.Tensor, aten.view.default,
+    aten.reshape.default, aten.unsqueeze.default, aten.squeeze.dim, aten.expand.default, aten.cat.default,
+}  # fmt: skip
+_CURVED = {
+    aten.amax.default, aten.amin.default, aten.max.default, aten.min.default, aten.max.dim, aten.min.dim, aten.prod.dim_int,
+    aten.logsumexp.default, aten.linalg_vector_norm.default, aten.var.correction, aten.std.correction, aten.mse_loss.default,
+    aten.smooth_l1_loss.default, aten.huber_loss.default,
+}  # fmt: skip
 _TURN = {aten.t.default, aten.transpose.int, aten.permute.default, aten.unsqueeze.default}
 _PRODUCTS_OF_MATRICES = {aten.mm.default, aten.addmm.default}
 _PAIRS = {*_PRODUCTS_OF_MATRICES, aten._cdist_forward.default, aten._euclidean_dist.default}
@@ -49,6 +59,12 @@ def meetings(graph: torch.fx.Graph, size: int) -> dict[Node, int]:
             continue
         source = node.args[0] if node.args else None
         turned = node.target in _TURN and shape_of(node)[1:2] == (size,) and shape_of(node) != shape_of(source)
+        if source in beside and node.target in _CURVED:
+            found[node] = place
+            continue
+        if source in beside and node.target in _LINEAR_IN_EACH and shape_of(node)[:1] == (size,) and not _along_first(node):
+            beside.add(node)
+            continue
         pooled = node.target in _POOL and _along_first(node) and shape_of(node) != ()
         if source in rows and (turned or pooled):
             across.add(node)

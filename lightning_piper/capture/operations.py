@@ -57,6 +57,17 @@ def is_zero(value: Any) -> bool:
     return value == 0 if isinstance(value, int | float) else value.target in ZEROS
 
 
+def is_coarser(node: Node) -> bool:
+    """Does it make whole numbers of others, or truth values of numbers?"""
+    source: Any = node.args[0]
+    if node.target is not aten._to_copy.default:
+        return False
+    made, given = (x.meta["val"].dtype for x in (node, source))
+    return not (made.is_floating_point or made.is_complex) and (
+        made != given and (made == torch.bool or given.is_floating_point or given.is_complex)
+    )
+
+
 def extreme_of(node: Node) -> tuple[str, Node] | None:
     """Whether a node is the largest (`max`) or the smallest of something, and of what."""
     made: Any = node.args[0] if node.target is operator.getitem and node.args[1] == 0 else node

@@ -21,6 +21,7 @@ from lightning_piper.capture.batch import BatchSpec
 from lightning_piper.capture.calling import arguments
 from lightning_piper.capture.carried import Carried
 from lightning_piper.capture.listed import Listed
+from lightning_piper.capture.metric_objects import metric_objects
 from lightning_piper.capture.outer_calls import Key, outermost
 from lightning_piper.capture.reads import History
 from lightning_piper.errors import PiperError
@@ -121,6 +122,7 @@ class Rest:
         logs: of the current step.
         extras: what the step has returned beside the loss, for each part, with the part's number of samples.
         used: parameters of which gradients were made.
+        updated: metric objects that were updated; None if the rest has not run here.
         failure: with which the user's code has ended the step.
     """
 
@@ -136,11 +138,12 @@ class Rest:
         self.logs: list[Log] = []
         self.extras: list[tuple[dict[str, Any], int]] = []
         self.used: set[str] = set()
+        self.updated: set[str] | None = None
         self.failure: Exception | None = None
 
     def begin(self) -> None:
         """A step begins."""
-        self.logs, self.extras, self.used, self.failure = [], [], set(), None
+        self.logs, self.extras, self.used, self.updated, self.failure = [], [], set(), None, None
 
     def forward(self, trained: Tensors, others: Tensors, dtype: torch.dtype) -> Tensors:
         """In the place of `REST`."""
@@ -152,11 +155,13 @@ class Rest:
         given = {key: self._given(key, found, flowing, still) for key, found in self.returned.items()}
         own = {name: next(flowing) for name in self.trained} | {name: next(still) for name in self.others}
         leaves = [x.clone() for x in still]  # the step may change its batch
+        counts = self._updates()
         try:
             loss = self._run(given, own, leaves)
         except Exception as error:
             self.failure = error
             raise
+        self.updated = (self.updated or set()) | {name for name, count in self._updates().items() if count != counts.get(name)}
         changed = [x._version != version for x, version in zip((*trained, *others), versions, strict=True)]
         self._check_unchanged(
             changed[:made], changed[made:][: len(self.trained)], changed[len(inputs) : len(changed) - len(leaves)]
@@ -172,6 +177,14 @@ class Rest:
             step: Any = self._module.training_step
             batch = self._batch_spec.rebuild(leaves, partial(self._carried, leaves, samples))
             return self._loss(step(*arguments(step, batch, self._history.batch_idx, None)), samples)
+
+    def _updates(self) -> dict[str, int]:
+        """How often each metric object was updated; those inside of others count with them."""
+        found = dict[str, int]()
+        for name, metric in metric_objects(self._module).items():
+            if not any(name.startswith(f"{outer}.") for outer in found):
+                found[name] = sum(getattr(part, "_update_count", 0) for part in metric.modules())
+        return found
 
     def _carried(self, leaves: Tensors, samples: int, item: Carried) -> Any:
         """What the batch that is there carries in this place: the one that was captured may have carried something else."""
@@ -204,10 +217,7 @@ class Rest:
         names = [name for name, now in zip(self.trained, params, strict=True) if now]
         names += [name for name, now in zip(self.others, others[len(others) - len(self.others) :], strict=True) if now]
         if names:
-            raise PiperError(
-                f"training_step, of which only calls of modules are captured, changes {names[0]} where it runs as it is, for each "
-                "microbatch anew; do that in a module whose call is captured (annotate_modules), or in a hook"
-            )
+            raise PiperError(_CHANGES.format(names[0]))
         if any(returned) or any(others):
             raise PiperError(
                 "training_step changes in place what a captured call returned, which its backward pass may need; change a clone "
@@ -233,7 +243,12 @@ class Rest:
 
         def handle(key: Key, call: Callable[[], Any], args: Any, kwargs: Any) -> Any:
             if key not in given:
-                return call()
+                try:
+                    return call()
+                except PiperError as error:
+                    if any(name == key[0] for name, _ in given):
+                        error.add_note(_ONCE_MORE.format(key[0]))
+                    raise
             missing.discard(key)
             return given[key]
 
@@ -249,10 +264,14 @@ class Rest:
     def _parameters(self, own: Mapping[str, torch.Tensor]) -> Iterator[None]:
         """Inside, the module has these parameters and buffers, and stand-ins for those that it must not read."""
         kept = [(store, name, store[name]) for store, name, _, _ in self._places]
+        data = {full: x.data_ptr() for full, x in own.items()}
         try:
             for store, name, full, stand_in in self._places:
                 store[name] = own.get(full, stand_in)
             yield
+            for store, name, full, stand_in in self._places:
+                if store.get(name) is not own.get(full, stand_in) or (full in own and own[full].data_ptr() != data[full]):
+                    raise PiperError(_CHANGES.format(full))
         finally:
             for store, name, tensor in kept:
                 store[name] = tensor
@@ -286,7 +305,7 @@ class Rest:
             if args or not number:
                 raise PiperError(
                     f"self.log({name!r}) in a training_step of which only calls of modules are captured: give a number or a tensor "
-                    "with one, and arguments by name; metric objects are updated in captured steps alone"
+                    "with one, and arguments by name; log what a metric object gives, or it in a hook (on_train_batch_end)"
                 )
             if not isinstance(value, torch.Tensor):
                 value = torch.tensor(value, dtype=torch.get_default_dtype())  # as Lightning keeps a number
@@ -333,6 +352,14 @@ class _Same(torch.autograd.Function):
 _CAPTURED = (
     "belongs to a module whose call is captured; it may be another stage's. Read it in that module (forward), which returns what "
     "you need of it"
+)
+_CHANGES = (
+    "training_step, of which only calls of modules are captured, changes {} where it runs as it is, for each microbatch anew; do "
+    "that in a module whose call is captured (annotate_modules), or in a hook"
+)
+_ONCE_MORE = (
+    "it does so in self.{}(...), which it had not called as often before the line that cannot be captured, when it was captured: "
+    "call it there, and for all batches as often"
 )
 _HANDED = "was handed to another captured call, and is on another stage; let the last one return what you need of it, or let"
 

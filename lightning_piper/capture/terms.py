@@ -49,6 +49,7 @@ from lightning_piper.capture.operations import (
     SCATTERED,
     SUMS,
     extreme_of,
+    is_coarser,
     is_zero,
 )
 from lightning_piper.totals import TOTAL
@@ -152,6 +153,8 @@ class Terms:
             return self._rows_of(node)
         if target in SAME:
             inner = self.of(node.args[0])  # type: ignore[arg-type]
+            if inner.what == ROWS or (inner.what in (LINEAR, MIXED) and is_coarser(node)):  # one of the rows; or parts are rounded
+                return Found(OTHER)
             return Found(OTHER_END[inner.what]) if target is aten.neg.default and inner.what in OTHER_END else inner
         if target in CONTRACTED and (summed := self._contracted(node)) is not None:
             return summed
@@ -237,8 +240,8 @@ class Terms:
         if is_zero(source):
             return Found(WHOLE)  # however many they are
         inner = self.of(source)
-        if inner.what in (LINEAR, MIXED):
-            return inner
+        if inner.what in OTHER_END:
+            return Found(OTHER)  # extremes of columns, of which each may be in another part
         if inner.what != ROWS or (node.meta["val"].ndim and self.following.has_rows(node)):
             return inner
         return Found(LINEAR, times(ONE if node.target in SUMS else SAMPLES, inner.denominator or ONE))

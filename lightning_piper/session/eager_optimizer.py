@@ -10,6 +10,7 @@ import functools
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from functools import partial
+from types import MethodType
 from typing import Any, cast
 
 import torch
@@ -96,7 +97,8 @@ class EagerOptimizer:
             self._sharded.load_full_state(state)
         self._put(self._whole)
         self._inside = self._closed = False
-        optimizer.step = self._around(optimizer.step)  # type: ignore[method-assign]
+        # A method, as schedulers that are made later (SWALR) expect.
+        optimizer.step = MethodType(self._around(optimizer.step), optimizer)  # type: ignore[method-assign]
 
     def _put(self, params: Sequence[Sequence[torch.Tensor]]) -> None:
         for group, own in zip(self.optimizer.param_groups, params, strict=True):
@@ -106,7 +108,7 @@ class EagerOptimizer:
         """The optimizer's step, whose update is of shards."""
 
         @functools.wraps(step)  # learning rate schedulers look for a mark on it
-        def stepped(closure: Callable[[], Any] | None = None, *args: Any, **kwargs: Any) -> Any:
+        def stepped(_: Optimizer, closure: Callable[[], Any] | None = None, *args: Any, **kwargs: Any) -> Any:
             if self._closed:
                 return step(closure, *args, **kwargs)
             try:

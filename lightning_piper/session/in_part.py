@@ -20,6 +20,7 @@ from lightning_piper.errors import CaptureError, ExecutionError, PiperError
 from lightning_piper.ir.regions import Step
 from lightning_piper.processes.world import World, on_host
 from lightning_piper.session.eager_replicas import why_not
+from lightning_piper.session.metric_objects import MetricObjects
 from lightning_piper.session.process_runtime import Settings
 from lightning_piper.session.replay import NOT_REPLAYED
 
@@ -29,13 +30,14 @@ class InPart:
 
     Args:
         module: whose step it is.
+        objects: that its steps update.
 
     Attributes:
         extras: what the last step has returned beside the loss.
     """
 
-    def __init__(self, module: nn.Module, settings: Settings, world: World) -> None:
-        self._module, self._settings, self._world = module, settings, world
+    def __init__(self, module: nn.Module, settings: Settings, world: World, objects: MetricObjects) -> None:
+        self._module, self._settings, self._world, self._objects = module, settings, world, objects
         self._told = False
         self.extras: dict[str, Any] = {}
 
@@ -82,25 +84,30 @@ class InPart:
         rest, world = step.rest, self._world
         rest.begin()
         try:
-            yield
+            with self._objects.alone():
+                yield
         except ExecutionError as error:
             if rest.failure is None:
                 raise
             rest.failure.add_note(str(error).partition(" failed: ")[0])
             raise rest.failure from None
-        own = rest.logs, rest.used, rest.extras
+        own = rest.logs, rest.used, rest.extras, rest.updated
         found = [own] if self._settings.local or world.size == 1 else world.gather(on_host(own))
-        if unused := sorted(set(rest.trained) - rest.captured.union(*(used for _, used, _ in found))):
+        if unused := sorted(set(rest.trained) - rest.captured.union(*(used for _, used, _, _ in found))):
             raise PiperError(
                 f"training_step, of which only calls of modules are captured, has not used {', '.join(unused[:3])}, and a "
                 "plan gives gradients to all parameters; freeze what is not used (requires_grad_(False))"
             )
         replica = world.replicas[world.rank] if len(found) > 1 else None
-        of_own = [part for rank, (*_, parts) in enumerate(found) if replica in (None, world.replicas[rank]) for part in parts]
+        of_own = [part for rank, (_, _, parts, _) in enumerate(found) if replica in (None, world.replicas[rank]) for part in parts]
         for key in dict.fromkeys(key for part, _ in of_own for key in part):
             self.extras[key] = _joined(*zip(*((part[key], n) for part, n in of_own if key in part), strict=True))
+        if not rest.everywhere:
+            owners = tuple(sorted((i for i, (*_, names) in enumerate(found) if names is not None), key=lambda i: world.replicas[i]))
+            updated = sorted(set().union(*(names or () for *_, names in found)))
+            self._objects.updated(self._module, updated, owners)
         log: Any = self._module.log
-        for name, value, kwargs in _logged([log for logs, _, _ in found for log in logs]):
+        for name, value, kwargs in _logged([log for logs, *_ in found for log in logs]):
             log(name, value, **kwargs)
 
 
@@ -141,14 +148,26 @@ def _logged(logs: Sequence[Log]) -> Iterator[tuple[str, Any, Mapping[str, Any]]]
 
 def _joined(parts: Sequence[Any], samples: Sequence[int]) -> Any:
     """What one device would return, of what microbatches return: rows follow each other, numbers are means, and what is the same
-    is that; else, a list of them."""
+    is that, also inside of containers; else, a list of them."""
     first = parts[0]
     if len(parts) == 1:
         return first
     if isinstance(first, torch.Tensor):
         if all(x.ndim and x.shape[0] == n for x, n in zip(parts, samples, strict=True)):
             return torch.cat(list(parts))
-        if all(x.ndim == 0 and x.is_floating_point() for x in parts):
-            return sum(x * n for x, n in zip(parts, samples, strict=True)) / sum(samples)
+        if not all(x.ndim == 0 and x.is_floating_point() for x in parts):
+            return list(parts)
+    if all(isinstance(x, float | torch.Tensor) for x in parts):
+        return sum(x * n for x, n in zip(parts, samples, strict=True)) / sum(samples)
+    if any(type(x) is not type(first) for x in parts):
         return list(parts)
-    return first if all(type(x) is type(first) and x == first for x in parts) else list(parts)
+    if isinstance(first, dict) and all(x.keys() == first.keys() for x in parts):
+        return {key: _joined([x[key] for x in parts], samples) for key in first}
+    if isinstance(first, list) and all(len(x) == n for x, n in zip(parts, samples, strict=True)):
+        return [x for part in parts for x in part]
+    if isinstance(first, list | tuple) and all(len(x) == len(first) for x in parts):
+        made = [_joined(entries, samples) for entries in zip(*parts, strict=True)]
+        return made if isinstance(first, list) else first._make(made) if hasattr(first, "_make") else tuple(made)
+    with contextlib.suppress(ValueError, TypeError):  # of arrays it is not one answer
+        return first if all(x == first for x in parts) else list(parts)
+    return list(parts)

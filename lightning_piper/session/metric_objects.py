@@ -15,7 +15,7 @@ from __future__ import annotations
 
 import contextlib
 import itertools
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
@@ -223,9 +223,7 @@ class MetricObjects:
         if event.method not in _UPDATING:
             return run()
         owners = self._owners(metric)
-        for part in metric.modules() if self._world.rank not in owners else ():
-            if hasattr(part, "_update_count"):
-                part._update_count += 1  # hooks ask `update_called`
+        self._count(metric, owners)
 
         def work() -> Any:
             args, kwargs = event.arguments(tensors, given)
@@ -245,13 +243,34 @@ class MetricObjects:
                 metric.get_submodule(name)._forward_cache = cache
         return value
 
-    def _alone(self, work: Callable[[], Any]) -> Any:
-        """What it gives in this process."""
+    def updated(self, module: nn.Module, names: Sequence[str], owners: Ranks) -> None:
+        """These objects were updated on their owners, by the step's own code. Collective.
+
+        Raises:
+            PiperError: as `claim`.
+        """
+        self.claim(module, dict.fromkeys(names, owners))
+        for name in names:
+            self._count(module.get_submodule(name), owners)
+
+    def _count(self, metric: nn.Module, owners: Ranks) -> None:
+        parts: Iterable[Any] = metric.modules() if self._world.rank not in owners else ()
+        for part in parts:
+            if hasattr(part, "_update_count"):
+                part._update_count += 1  # hooks ask `update_called`
+
+    @contextlib.contextmanager
+    def alone(self) -> Iterator[None]:
+        """Inside, what an object gives is what it gives in this process."""
         before, self._inside = self._inside, True
         try:
-            return work()
+            yield
         finally:
             self._inside = before
+
+    def _alone(self, work: Callable[[], Any]) -> Any:
+        with self.alone():
+            return work()
 
     def _owners(self, metric: nn.Module) -> Ranks:
         return next((self._claims[id(part)].owners for part in metric.modules() if id(part) in self._claims), (0,))
@@ -299,7 +318,7 @@ class MetricObjects:
             if failed or len(claim.owners) == self._world.size:
                 continue
             part, names = claim.part, getattr(claim.part, "_defaults", {})
-            own = {name: getattr(part, name) for name in (*names, *(["_update_count"] if names else []))}
+            own = {name: getattr(part, name) for name in (*names, *(["_update_count", "_computed"] if names else []))}
             found = self._world.gather(_moved(own, torch.device("cpu")) if self._world.rank in claim.owners else None)
             _set(part, _moved(found[claim.owners[self._world.replica]], self._world.device))
 

@@ -8,6 +8,7 @@
 - `_init_dist_connection`: makes the default process group of a cluster environment, and ends it with the process.
 - `_optimizers_to_device`: moves optimizers' states as Lightning's own strategies do.
 - `_collect_rng_states`, `_set_rng_states`: the states of the random number generators of torch, numpy and Python.
+- `_results` of a loop, and of the Trainer for the one that runs: what was logged, with the arguments of each `self.log` (`meta`).
 - `WeightAveraging._average_model`: its `AveragedModel`, with a copy of the module, from `setup` on;
   `StochasticWeightAveraging._average_model`: the copy itself; `_avg_fn`: how it averages.
 - `ThroughputMonitor._throughputs`: its measurements by stage, of which each knows how many devices there are.
@@ -16,10 +17,11 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Collection, Iterable, Sequence
 from subprocess import Popen
 from typing import Any
 
+import lightning.pytorch as pl
 import torch
 from lightning.fabric.utilities.distributed import _init_dist_connection as connect
 from lightning.fabric.utilities.optimizer import _optimizers_to_device as move_optimizers
@@ -36,7 +38,8 @@ from torch.optim.swa_utils import AveragedModel
 from lightning_piper.either_lightning import is_a
 
 __all__ = [
-    "Strategy", "collect_rng_states", "connect", "copy_of", "move_optimizers", "set_rng_states", "throughputs_of", "update_of",
+    "Strategy", "collect_rng_states", "connect", "copy_of", "log_anew", "log_apart", "move_optimizers", "set_rng_states",
+    "throughputs_of", "update_of",
 ]  # fmt: skip
 
 
@@ -88,6 +91,33 @@ class Strategy(ParallelStrategy):
             state["_launcher"] = copy.copy(self._launcher)
             state["_launcher"].procs = []
         return state
+
+
+def log_anew(trainer: pl.Trainer) -> None:
+    """What the loop that runs logs from now on may be given other arguments than before, of which nothing is kept. Those of a
+    capture are without `sync_dist`, and Lightning refuses a change."""
+    results = trainer._results
+    assert results is not None
+    results.clear()
+
+
+def log_apart(trainer: pl.Trainer, synced: Collection[str], processes: int) -> None:
+    """Each process is to log values of its own batches, where all had those of the whole batch so far: of these, each process keeps
+    its share, so that they count as much as they did.
+
+    Args:
+        synced: names of values with `sync_dist`.
+        processes: how many there are.
+    """
+    trainer.fit_loop.epoch_loop.val_loop._results.clear()
+    for metric in trainer.fit_loop.epoch_loop._results.values():
+        if metric.meta.fx != "training_step" or not metric.is_tensor:
+            continue
+        metric.meta.sync.should = processes > 1 and metric.meta.name in synced
+        if metric.meta.is_mean_reduction or metric.meta.is_sum_reduction:
+            metric.value = metric.value / processes
+        if metric.meta.is_mean_reduction:
+            metric.cumulated_batch_size = metric.cumulated_batch_size / processes
 
 
 def throughputs_of(monitor: ThroughputMonitor) -> Iterable[Throughput]:

@@ -24,6 +24,7 @@ from lightning_piper.session.program import for_fit
 from lightning_piper.session.standalone import Standalone
 from lightning_piper.session.uncaptured import NOT_CAPTURED, check_may_be
 from lightning_piper.session.verification import Verify
+from lightning_piper.strategy import _lightning
 from lightning_piper.strategy.checkpoints import Restored
 from lightning_piper.strategy.checks import check_evaluation
 from lightning_piper.strategy.compatibility import Averages, count_once, resume, suspend
@@ -156,6 +157,9 @@ class EvaluatingStrategy(OverProcesses):
             except NOT_CAPTURED as error:
                 check_may_be(self.phase.standalone, name, error, self._capture)
                 self._eager_steps.add(name)
+                if not batch_idx and not dataloader_idx:
+                    assert self.lightning_module is not None
+                    _lightning.log_anew(self.lightning_module.trainer)
         self._bring_together()
         arguments = [batch, batch_idx] if dataloader_idx is None else [batch, batch_idx, dataloader_idx]
         run: Callable[..., Any] = getattr(super(), name)

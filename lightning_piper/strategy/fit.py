@@ -78,7 +78,7 @@ class Fit:
         agreed = self._compare()
         before.close(failed=False)
         self._runtime = ProcessRuntime(settings, world)
-        self._in_part = InPart(module, settings, world)
+        self._in_part = InPart(module, settings, world, self._runtime.metric_objects)
         self.programs = Programs(module, self._runtime, settings, world, instead=self._in_part.compiled)
         self.program = first = self.programs.compile(TRAINING, self._batch_spec, None, agreed.apart)
         if not settings.local:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from datetime import timedelta
 from functools import partial
 from pathlib import Path
@@ -25,9 +25,11 @@ from lightning_piper.either_lightning import is_a
 from lightning_piper.errors import CaptureError, DirectiveError, PiperError
 from lightning_piper.holdings.materialize import is_on_meta
 from lightning_piper.holdings.optimizer import State, check_groups, names_in
+from lightning_piper.ir.regions import Logged
 from lightning_piper.limits import shown
 from lightning_piper.profile import Schedule, schedule_of
 from lightning_piper.session.program import given_or_from_environment
+from lightning_piper.session.standalone import Standalone
 from lightning_piper.session.uncaptured import NOT_CAPTURED, check_may_be
 from lightning_piper.session.verification import ACCEPTED, Verify
 from lightning_piper.strategy import _lightning
@@ -175,12 +177,19 @@ class PiperStrategy(EvaluatingStrategy):
                 return
             except NOT_CAPTURED as error:
                 check_may_be(start.standalone, "training_step", error, self._capture, self._accumulate)
-        self.phase = Eager.begin(start.standalone, self.optimizers)
+        self._begin_eager(start.standalone, [])
         if self._profile:
             self.world.warn("PiperStrategy(profile=...) records plans, and a training step that runs as it is has none to record")
         if start.later is not None:
             self.load_optimizer_state_dict({"optimizer_states": [start.later]})
         _lightning.move_optimizers(self.optimizers, self.root_device)
+
+    def _begin_eager(self, before: Standalone, logs: Sequence[Logged]) -> None:
+        """From now on the training step runs as it is; `logs` were captured before."""
+        self.phase = Eager.begin(before, self.optimizers)
+        assert self.lightning_module is not None
+        synced = [log.name for log in logs if log.kwargs.get("sync_dist")]
+        _lightning.log_apart(self.lightning_module.trainer, synced, self.world.size)
 
     def _begin_fit(self, start: Starting, batch: Any) -> None:
         module, optimizer = self.lightning_module, self.optimizers[0]
@@ -226,7 +235,7 @@ class PiperStrategy(EvaluatingStrategy):
         except (CaptureError, DirectiveError) as error:
             check_may_be(fit.before, "training_step", error, self._capture, self._accumulate)
             fit.give_up()
-            self.phase = Eager.begin(fit.before, self.optimizers)
+            self._begin_eager(fit.before, fit.program.dag.code.logs)
             return self.training_step(batch, *args, **kwargs)
 
     # Around the backward pass of automatic optimisation; what it fails with ends the run.

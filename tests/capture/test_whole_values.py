@@ -108,6 +108,9 @@ COMPUTED: dict[str, Log] = {
     "pearson": lambda m, p, y: pearson(p[:, 0], p[:, 1]),
     "covariance": lambda m, p, y: (p.T @ p / len(p) - torch.outer(p.mean(0), p.mean(0))).norm(),
     "range of each": lambda m, p, y: (p.amax(0) - p.min(0).values).mean(),
+    "mean of the largest": lambda m, p, y: p.amax(0).mean(),
+    "sum of the smallest": lambda m, p, y: p.min(0).values.sum() * 2,
+    "whole number": lambda m, p, y: (10 * p.sum()).long().double(),
     "histogram": lambda m, p, y: entropy(p[:, 0]),
     "with a parameter": lambda m, p, y: (F.one_hot(p.argmax(-1), 3).sum(0) / (1 + p.abs().sum(0)) * m.bias).sum(),
 }
@@ -115,6 +118,10 @@ NOT: dict[str, Log] = {
     "deviation": lambda m, p, y: p.std(),
     "overwritten": lambda m, p, y: torch.zeros(3).double().index_put((hits(p, y)[0],), p[:, 0]).norm(),
     "around the mean": lambda m, p, y: (p - p.mean()).square().mean(),
+    "shares, summed and rooted": lambda m, p, y: (p.abs() / y.double().abs().sum()).sum(1).sqrt().sum(),
+    "largest share": lambda m, p, y: (p / y.double().abs().sum()).amax(),
+    "shares, cumulated": lambda m, p, y: (p / y.double().abs().sum()).cumsum(1).clamp(-0.01, 0.01).sum(),
+    "last sample": lambda m, p, y: p.abs().prod(1)[-1].mean(),
     "scaled, then squared": lambda m, p, y: (p / p.sum()).square().sum(),
 }
 KNOWN: dict[str, Log] = {

@@ -144,6 +144,26 @@ class Together(Tied):
         return loss + self.all_gather(loss.detach()).sum() * self.temperature
 
 
+class Measured(Branch):
+    """Metric objects that the rest updates, and hooks compute."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.mean, self.both = torchmetrics.MeanMetric(), torchmetrics.MetricCollection([torchmetrics.SumMetric()])
+        self.found: list[float] = []
+
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        found = super().training_step(batch, batch_idx)
+        self.mean(batch[0][:, 0] > 0)
+        self.both.update(batch[1].round())
+        return found
+
+    def on_train_epoch_end(self) -> None:
+        if self.mean.update_called:
+            self.found += [float(self.mean.compute()), float(self.both.compute()["SumMetric"])]
+        self.mean.reset()
+
+
 KINDS: dict[str, type[Branch]] = {kind.__name__: kind for kind in (Branch, Twice, Tied, Chain, Structured, Before, Blocks)}
 
 
@@ -215,6 +235,9 @@ def train(rank: int, folder: Path) -> dict[str, Any]:
     trainer = fit(module, piper.PiperStrategy(program("Branch")), devices=2)
     seen = {name: x.item() for name, x in trainer.callback_metrics.items()}
     outcome["stages"] = {"values": module.state_dict(), "seen": seen, "kept": len(module.seen)}
+    measured = Measured().double()
+    fit(measured, piper.PiperStrategy(program("Branch")), devices=2)
+    outcome["measured"] = [*measured.found, float(measured.both.compute()["SumMetric"])]
     sharded = [piper.Place(filter={}, devices=[0, 1]), piper.Replicate(filter={}, devices=[0, 1], shard_params=True)]
     for name, strategy in (("sharded", piper.PiperStrategy(sharded)), ("ddp", "ddp")):
         module = Together().double()

@@ -17,7 +17,7 @@ from lightning_piper.capture import PartlyCaptured
 from lightning_piper.capture.rest import Rest
 from tests.distributed.processes import launch_trainings
 from tests.strategy.fitting import QUIET
-from tests.strategy.in_part import KINDS, LIMIT, Branch, Named, data, fit, made, named, program, train
+from tests.strategy.in_part import KINDS, LIMIT, Branch, Measured, Named, data, fit, made, named, program, train
 
 ROUNDING = 2e-15  # the largest difference measured is 1.1e-16, with the older processor settings, too
 LEVELS = {"replicas": {}, "zero3": {"shard_params": True}}
@@ -47,7 +47,9 @@ def test_it_trains_as_one_device_that_accumulates(kind, level):
 class Extras(Branch):
     def training_step(self, batch: Any, batch_idx: int) -> Any:
         found = super().training_step(batch, batch_idx)
-        return {**found, "mean": found["loss"].detach(), "note": "text", "sizes": [len(batch[0])], "shape": batch[0].sum(0)}
+        loss, rows = found["loss"].detach(), batch[0]
+        inside = {"rows": (rows, rows[:, 0].tolist()), "loss": loss, "number": loss.item(), "array": rows.numpy()}
+        return {**found, "mean": loss, "note": "text", "sizes": [len(rows)], "shape": rows.sum(0), "inside": inside}
 
     def on_train_batch_end(self, outputs: Any, batch: Any, batch_idx: int) -> None:
         self.found = outputs
@@ -79,6 +81,10 @@ def test_what_a_step_returns_beside_the_loss_is_joined():
     assert found["inputs"].shape == (8, 4) and found["note"] == "text" and found["sizes"] == [2]
     assert float(found["mean"]) == pytest.approx(float(found["loss"]), rel=1e-14)
     assert [x.shape for x in found["shape"]] == [(4,)] * 4  # of no rows: one of each microbatch
+    inside = found["inside"]
+    assert inside["rows"][0].equal(found["inputs"]) and inside["rows"][1] == found["inputs"][:, 0].tolist()
+    assert inside["number"] == pytest.approx(float(found["loss"]), rel=1e-14) and float(inside["loss"]) == inside["number"]
+    assert [x.shape for x in inside["array"]] == [(2, 4)] * 4
 
 
 @pytest.mark.filterwarnings("ignore:training_step is captured in part")
@@ -161,6 +167,38 @@ class Normed(Branch):
         return self.loss(self.norm(out if out.sum().item() > -1e9 else out * 2) * self.temperature, batch[1])
 
 
+class Counting(Branch):
+    def __init__(self) -> None:
+        super().__init__()
+        self.register_buffer("count", torch.zeros(()))
+
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        found = super().training_step(batch, batch_idx)
+        self.counted()
+        return found
+
+    def counted(self) -> None:
+        self.count = self.count + 1
+
+
+class Pointed(Counting):
+    def counted(self) -> None:
+        self.count.data = self.count + 1
+
+
+class Replaced(Counting):
+    """A parameter of a module whose call is captured."""
+
+    def counted(self) -> None:
+        self.body.first.bias = nn.Parameter(torch.zeros(8))
+
+
+class Again(Branch):
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        loss = super().training_step(batch, batch_idx)["loss"]
+        return loss + self.body(batch[1]).mean()
+
+
 class Unused(Branch):
     def __init__(self) -> None:
         super().__init__()
@@ -196,6 +234,10 @@ REFUSED = {
     Skipped: (piper.PiperError, "returns a NoneType as its loss"),
     Written: (piper.PiperError, "changes in place what a captured call returned"),
     Normed: (piper.PiperError, "changes norm.num_batches_tracked where it runs as it is"),
+    Counting: (piper.PiperError, "changes count where it runs as it is"),
+    Pointed: (piper.PiperError, "changes count where it runs as it is"),
+    Replaced: (piper.PiperError, "changes body.first.bias where it runs as it is"),
+    Again: (piper.PiperError, "it does so in self.body(...), which it had not called as often"),
     Unused: (piper.PiperError, "has not used other.bias, other.weight"),
     Raising: (LookupError, "a loss of the user's own"),
     Together: (piper.PiperError, "training_step communicates"),
@@ -256,6 +298,14 @@ def test_stages_over_processes(ranks):
         assert rank["stages"]["seen"] == ranks[0]["stages"]["seen"] and rank["stages"]["seen"].keys() == {"loss", "worst"}
     assert ranks[0]["stages"]["seen"]["worst"] > ranks[0]["stages"]["seen"]["loss"]
     assert [rank["stages"]["kept"] for rank in ranks] == [0, 2 * 3 * 4]  # the rest runs with the last stage
+
+
+def test_metric_objects_that_the_rest_updates_are_computed_by_all(ranks):
+    alone = Measured().double()
+    fit(alone, "auto")
+    for rank in ranks:
+        assert rank["measured"][:-1] == alone.found and len(set(alone.found)) == 3
+        assert rank["measured"][-1] == alone.found[-1]  # computed after the fit
 
 
 def test_shards_of_parameters_over_processes(ranks):

@@ -56,7 +56,7 @@ def test_it_is_told_once(ranks):
     for kind in KINDS:
         found = ranks[0][kind]["replicas"]["warned"]
         assert found and not ranks[1][kind]["replicas"]["warned"]
-        assert len(found) == len(set(found)) or len(found) == 2 * len(set(found))  # two fits
+        assert all(found.count(text) <= 2 for text in found)  # two fits
     said = next(text for text in ranks[0]["Net"]["replicas"]["warned"] if text.startswith("training_step"))
     assert "uncaptured.py:" in said and "if loss.item() > 0.9" in said and "nothing inside of it is checked" in said
     assert not ranks[0]["never"]["replicas"]["warned"]

@@ -45,7 +45,9 @@ class Net(L.LightningModule):
 
     def validation_step(self, batch: Any, batch_idx: int) -> None:
         x, y = batch
-        self.outputs.append(F.mse_loss(self.net(x), y))
+        loss = F.mse_loss(self.net(x), y)
+        self.outputs.append(loss)
+        self.log("batches", loss, sync_dist=True)  # captured in the sanity check, and not later
 
     def on_validation_epoch_end(self) -> None:
         self.log("validated", torch.stack(self.outputs).mean(), sync_dist=True)
@@ -165,11 +167,19 @@ class Player(Net):
 
 
 class Later(Net):
-    """Can be captured in the first epoch, and not in the second."""
+    """Can be captured in the first epoch, and up to a batch of the second."""
 
     def training_step(self, batch: Any, batch_idx: int) -> Tensor:
         loss = F.mse_loss(self.net(batch[0]), batch[1])
-        return 2 * loss if self.current_epoch and loss.item() > 0.5 else loss
+        self.log("later", loss, sync_dist=True, on_step=False, on_epoch=True)
+        return 2 * loss if self.current_epoch and batch_idx and loss.item() > 0.5 else loss
+
+    def validation_step(self, batch: Any, batch_idx: int) -> None:
+        loss = F.mse_loss(self.net(batch[0]), batch[1])
+        self.log("validated", loss if self.trainer.sanity_checking or loss.item() > -1 else 0 * loss, sync_dist=True)
+
+    def on_validation_epoch_end(self) -> None:
+        pass
 
 
 KINDS: dict[str, type[Net]] = {kind.__name__: kind for kind in (Net, Gan, Raw, BatchNorm, Sometimes, Attack, Lbfgs, Player, Later)}

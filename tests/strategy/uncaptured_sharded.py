@@ -72,12 +72,14 @@ class Frozen(Net):
 
 
 class Grown(Net):
-    """Groups that get parameters in hooks."""
+    """Groups that get parameters in hooks, and a schedule that is made in one."""
 
     def configure_optimizers(self) -> Any:
         return torch.optim.AdamW([{"params": [self.net[0].weight]}], lr=0.01)
 
     def on_train_epoch_start(self) -> None:
+        if self.current_epoch == 1:
+            torch.optim.lr_scheduler.ExponentialLR(self.trainer.optimizers[0], 0.5)
         if self.current_epoch == 2:
             self.trainer.optimizers[0].add_param_group({"params": list(self.net[2].parameters()), "lr": 0.1})
 
