@@ -22,24 +22,21 @@ from __future__ import annotations
 import argparse
 import contextlib
 import itertools
-import json
 import statistics
-import tempfile
 import time
 from collections.abc import Callable, Mapping
-from pathlib import Path
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from _gpt import Config, Module, Plain, batch, loss_of, stages
 from _launch import is_rank, join, launch
+from _memory import MB, peak_of
 from torch import nn
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.optim import ZeroRedundancyOptimizer
 from torch.distributed.pipelining import PipelineStage, Schedule1F1B
 from torch.nn.parallel import DistributedDataParallel
-from torch.profiler import ProfilerActivity, profile, record_function
 
 import lightning_piper as piper
 from lightning_piper.runtime import Executor, ProcessTransport, local_shards_of, shards_of
@@ -183,7 +180,6 @@ FOUR = {
 GROUPS: dict[str, tuple[int, dict[str, Any]]] = {"two": (2, TWO), "found": (2, FOUND), "four": (4, FOUR)}
 SHARDED = ("DP", "ZeRO-1", "ZeRO-2", "ZeRO-3", "DP, blocks found", "ZeRO-3, blocks found")
 WARM_UP = 2
-MB = 2**20
 
 
 def compare_time(c: Config, group: str, steps: int) -> None:
@@ -216,25 +212,9 @@ def compare_time(c: Config, group: str, steps: int) -> None:
 
 
 def measure_memory(c: Config, group: str, name: str) -> None:
-    with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as profiler:
-        rank, world = join()
-        step = GROUPS[group][1][name][0](c, rank, world)
-        for i in range(2):
-            step(i)
-        with record_function("the measured step"):
-            step(2)
-    with tempfile.TemporaryDirectory() as folder:
-        path = Path(folder) / "trace.json"
-        profiler.export_chrome_trace(str(path))
-        events = json.loads(path.read_text())["traceEvents"]
-    begin = min(float(e["ts"]) for e in events if e.get("name") == "the measured step")
-    live = peak = 0
-    for event in sorted((e for e in events if e.get("name") == "[memory]"), key=lambda e: float(e["ts"])):
-        live += int(event["args"]["Bytes"])
-        if float(event["ts"]) >= begin:
-            peak = max(peak, live)
+    rank, world = join()
     peaks: list[Any] = [None] * world
-    dist.all_gather_object(peaks, peak / MB)
+    dist.all_gather_object(peaks, peak_of(lambda: GROUPS[group][1][name][0](c, rank, world)))
     if rank == 0:
         shown = ", ".join(f"{p:.1f}" for p in peaks)
         wanted = f"   expected {expected(c, name):.1f}" if name in SHARDED else ""

@@ -7,11 +7,12 @@ from typing import Any
 
 import pytest
 import torch
+import torchmetrics
 
 import lightning_piper as piper
 from lightning_piper import Place, Replicate
 from tests.distributed.processes import launch_trainings
-from tests.tensors import decoder, divided, far, fit, replicas, stages
+from tests.tensors import Decoder, decoder, divided, far, fit, replicas, stages
 
 ROUNDING = 1e-12
 TWO = Place(filter={}, devices=[0, 1])
@@ -70,6 +71,31 @@ def test_evaluation_and_checkpoints_are_those_of_one_device(tmp_path):
         assert far(module, whole) < ROUNDING
 
 
+class Counting(Decoder):
+    """Keeps a metric object of what it has seen."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.seen = torchmetrics.SumMetric()
+
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        self.seen((batch[1] >= 0).sum())
+        self.log("seen", self.seen, on_step=False, on_epoch=True)
+        return super().training_step(batch, batch_idx)
+
+
+def counting() -> Counting:
+    torch.manual_seed(0)
+    return Counting().double()
+
+
+def test_metric_objects_see_each_sample_once():
+    found = {}
+    for name, strategy in (("alone", "auto"), ("replicas", local(replicas({}))), ("stages", local(PROGRAMS["stages"]))):
+        found[name] = fit(counting(), strategy, max_epochs=1).callback_metrics["seen"].item()
+    assert found["alone"] > 100 and found == dict.fromkeys(found, found["alone"])
+
+
 # Over processes
 
 JOBS: dict[str, tuple[list[Any], int]] = {  # the program, and samples that each process draws
@@ -83,7 +109,7 @@ JOBS: dict[str, tuple[list[Any], int]] = {  # the program, and samples that each
 def train(rank: int, folder: Path) -> dict[str, Any]:
     found: dict[str, Any] = {}
     for name, (program, batch) in JOBS.items():
-        module = decoder()
+        module = counting()
         options: dict[str, Any] = {"gradient_clip_val": 0.05} if name == "zero3" else {}
         options |= {"use_distributed_sampler": False, "replica": rank // 2 if batch == 4 else None}
         trainer = fit(module, piper.PiperStrategy(program), devices=4, batch=batch, max_epochs=2, **options)
@@ -102,7 +128,7 @@ def ranks(tmp_path_factory):
 @pytest.mark.parametrize("name", JOBS)
 def test_processes_train_as_one_device(name, ranks):
     outcomes, folder = ranks
-    module = decoder()
+    module = counting()
     options: dict[str, Any] = {"gradient_clip_val": 0.05} if name == "zero3" else {}
     trainer = fit(module, "auto", max_epochs=2, **options)
     for outcome in outcomes:

@@ -1,0 +1,34 @@
+"""The largest number of bytes in live tensors during a step, by torch's profiler."""
+
+from __future__ import annotations
+
+import json
+import tempfile
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+from torch.profiler import ProfilerActivity, profile, record_function
+
+MB = 2**20
+
+
+def peak_of(build: Callable[[], Callable[[int], Any]]) -> float:
+    """MB, from before the model is built, in the third step."""
+    with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as profiler:
+        step = build()
+        for i in range(2):
+            step(i)
+        with record_function("the measured step"):
+            step(2)
+    with tempfile.TemporaryDirectory() as folder:
+        path = Path(folder) / "trace.json"
+        profiler.export_chrome_trace(str(path))
+        events = json.loads(path.read_text())["traceEvents"]
+    begin = min(float(e["ts"]) for e in events if e.get("name") == "the measured step")
+    live = peak = 0
+    for event in sorted((e for e in events if e.get("name") == "[memory]"), key=lambda e: float(e["ts"])):
+        live += int(event["args"]["Bytes"])
+        if float(event["ts"]) >= begin:
+            peak = max(peak, live)
+    return peak / MB

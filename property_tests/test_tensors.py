@@ -1,0 +1,148 @@
+"""Drawn modules, of which drawn programs divide drawn tensors: each equals one device, or is refused."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import lightning as L
+import pytest
+import torch
+import torch.nn.functional as F
+from hypothesis import HealthCheck, event, given, settings
+from hypothesis import strategies as st
+from torch import Tensor, nn
+
+import lightning_piper as piper
+from lightning_piper import Place, Replicate, Shard, Split
+from lightning_piper.capture import capture
+from lightning_piper.capture.eager import run_eagerly
+from lightning_piper.errors import CaptureError, DirectiveError
+from lightning_piper.ir.values import Slice
+from lightning_piper.passes import run_pipeline
+from lightning_piper.verify.hook import check_pass
+from lightning_piper.verify.interpreter import interpret
+
+DIM, LENGTH, SAMPLES, HEADS = 8, 4, 8, 4
+KINDS = ("linear", "gelu", "norm", "rms", "attention", "scores", "mlp", "gated", "skip", "mixed", "table", "pooled", "scaled")
+BOUND = 1e-9  # relative; what float64 makes of some thousand operations is below 1e-12
+
+
+class Part(nn.Module):
+    """One step of a drawn module: [samples, 4, 8] -> the same."""
+
+    def __init__(self, kind: str) -> None:
+        super().__init__()
+        self.kind = kind
+        one = lambda a=DIM, b=DIM, bias=True: nn.Linear(a, b, bias)  # noqa: E731
+        if kind in ("attention", "scores"):
+            self.q, self.k, self.v, self.out = one(), one(bias=False), one(), one()
+        elif kind in ("mlp", "gated"):
+            self.up, self.down, self.gate = one(DIM, 2 * DIM), one(2 * DIM, DIM), one(DIM, 2 * DIM, False)
+        elif kind in ("linear", "skip", "mixed", "pooled"):
+            self.weight = one()
+        elif kind == "norm":
+            self.norm: nn.Module = nn.LayerNorm(DIM)
+        elif kind == "rms":
+            self.norm = nn.RMSNorm(DIM)
+        elif kind == "table":
+            self.position = nn.Parameter(torch.randn(LENGTH, DIM))
+        elif kind == "scaled":
+            self.scale = nn.Parameter(torch.randn(DIM))
+
+    def forward(self, x: Tensor) -> Tensor:
+        match self.kind:
+            case "linear":
+                return self.weight(x)  # type: ignore[no-any-return]
+            case "gelu":
+                return F.gelu(x)
+            case "norm" | "rms":
+                return self.norm(x)  # type: ignore[no-any-return]
+            case "attention" | "scores":
+                q, k, v = (part(x).unflatten(-1, (HEADS, -1)).transpose(1, 2) for part in (self.q, self.k, self.v))
+                if self.kind == "attention":
+                    y = F.scaled_dot_product_attention(q, k, v, is_causal=True)
+                else:
+                    y = (q @ k.transpose(-1, -2) / 2).softmax(-1) @ v
+                return x + self.out(y.transpose(1, 2).flatten(2))
+            case "mlp":
+                return x + self.down(F.gelu(self.up(x)))
+            case "gated":
+                return x + self.down(F.silu(self.gate(x)) * self.up(x))
+            case "skip":
+                return x + self.weight(x).tanh()
+            case "mixed":
+                return self.weight(x.transpose(1, 2).reshape(x.shape)).view(x.shape) / 2 + x
+            case "table":
+                return x + self.position
+            case "pooled":
+                return x * self.weight(x.mean(1, keepdim=True)).sigmoid()
+        return x * self.scale
+
+
+class Drawn(L.LightningModule):
+    def __init__(self, kinds: list[str]) -> None:
+        super().__init__()
+        self.parts = nn.ModuleList(map(Part, kinds))
+        self.head = nn.Linear(DIM, 4)
+
+    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+        x, target = batch
+        for i, part in enumerate(self.parts):
+            with piper.annotate("PART", i):
+                x = part(x)
+        with piper.annotate("PART", len(self.parts)):
+            logits = self.head(x)
+            loss = F.cross_entropy(logits.flatten(0, 1), target.flatten())
+            self.log("mean", logits.mean())
+        return loss
+
+
+@st.composite
+def programs(draw: st.DrawFn, module: Drawn) -> list[Any]:
+    degree, replicas = draw(st.sampled_from([(2, 1), (2, 1), (4, 1), (2, 2)]))
+    weights = {name: x.ndim for name, x in module.named_parameters()}
+    names = draw(st.lists(st.sampled_from(sorted(weights)), max_size=6, unique=True))
+    chosen = {name: draw(st.integers(0, weights[name] - 1)) for name in names}
+    labels = st.sampled_from(["*", *(f"PART={i}" for i in range(len(module.parts)))])
+    values = draw(st.dictionaries(labels, st.integers(0, 2), max_size=2))
+    size, last = degree * replicas, len(module.parts)
+    lines = [list(range(r * degree, (r + 1) * degree)) for r in range(replicas)]
+    cut = draw(st.integers(0, last))  # parts up to this one are the first stage
+    groups = [list(range(size))] if cut == last else [list(range(size)), list(range(size, 2 * size))]
+    of_stage = [range(cut + 1), range(cut + 1, last + 1)]
+    program: list[Any] = [Place(filter={"PART": list(p)}, devices=g) for p, g in zip(of_stage, groups, strict=False)]
+    if cut == last:
+        program = [Place(filter={}, devices=groups[0])]
+    if draw(st.booleans()):
+        program.append(Split(filter={}, dim_name="MB", num_microbatches=2))
+    devices = [[stage * size + d for d in line] for stage in range(len(groups)) for line in lines]
+    program.append(Shard(filter={}, devices=devices, axis="tp", stream="tp", params=chosen, values=values))
+    if replicas > 1:
+        level = draw(st.sampled_from([{}, {"shard_optimizer": True}, {"shard_grads": True}, {"shard_params": True}]))
+        program.append(Replicate(filter={}, devices=groups, **level))
+    return program
+
+
+@settings(suppress_health_check=list(HealthCheck))
+@given(data=st.data())
+def test_it_equals_one_device_or_is_refused(data: Any) -> None:
+    torch.manual_seed(0)
+    module = Drawn(data.draw(st.lists(st.sampled_from(KINDS), min_size=1, max_size=4))).double()
+    program = data.draw(programs(module))
+    batch = torch.randn(SAMPLES, LENGTH, DIM, dtype=torch.float64), torch.randint(0, 4, (SAMPLES, LENGTH))
+    step = capture(module, batch)
+    tensors = {name: x.detach() for name, x in module.named_parameters()}
+    try:
+        dag = run_pipeline(step, program, after=check_pass)
+    except (CaptureError, DirectiveError) as error:
+        event(f"refused: {str(error)[:60]}")
+        assert "cannot work on parts" in str(error) or "cannot have equal parts" in str(error) or "matches" in str(error), error
+        return
+    event("equal")
+    found = interpret(dag, tensors, list(batch), seed=0)
+    wanted = run_eagerly(step, tensors, list(batch), (Slice(0, SAMPLES),))
+    assert found.grads.keys() == wanted.grads.keys()
+    for name, grad in wanted.grads.items():
+        assert torch.allclose(found.grads[name], grad, rtol=0, atol=BOUND * max(1.0, float(grad.abs().max()))), name
+    for name, value in wanted.metrics.items():
+        assert found.metrics[name].item() == pytest.approx(value.item(), rel=BOUND), name

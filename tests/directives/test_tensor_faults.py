@@ -1,0 +1,117 @@
+"""Faults of this family as they have happened in other systems, each seeded into the package: what says no."""
+
+from __future__ import annotations
+
+import dataclasses
+import re
+from typing import Any
+
+import pytest
+import torch
+
+import lightning_piper as piper
+from lightning_piper import Place
+from lightning_piper.errors import VerificationError
+from lightning_piper.holdings.tensor_map import HolderGroup
+from lightning_piper.ir.dag import TrainingDAG
+from lightning_piper.ir.mesh import Mesh
+from lightning_piper.ir.values import Partial, Replicate, Shard
+from lightning_piper.ops import metrics, weights
+from lightning_piper.placements import proof, rules
+from lightning_piper.placements.rules import Rule
+from lightning_piper.verify.static import check
+from tests.tensors import decoder, divided, replicas, tensors
+
+aten = torch.ops.aten
+R, P = Replicate(), Partial()
+TWO = Place(filter={}, devices=[0, 1])
+SEQUENCE = [TWO, divided([0, 1], sequence=True)]
+
+
+@pytest.fixture(autouse=True)
+def nothing_is_proved(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(proof, "_proved", set())
+
+
+def bias_on_every_member(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A bias behind a product of rows is added by each member, and so as often as there are members."""
+    original = rules._pointwise
+    monkeypatch.setattr(rules, "_pointwise", lambda node: [*original(node), Rule((P, R), (P,))])
+
+
+def norms_not_summed(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each member keeps the gradient of a norm's weight that its part of the sequence gives."""
+    original = rules._layer_norm_backward
+
+    def whole(node: Any) -> Any:
+        for rule in original(node):
+            yield Rule(rule.inputs, (rule.outputs[0], *(R if p else None for p in rule.outputs[1:])))
+
+    monkeypatch.setitem(rules._FAMILIES, aten.native_layer_norm_backward.default, whole)
+
+
+def local_softmax(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A softmax over the words that a member has: with its own maximum, and its own sum."""
+    along = lambda node: [Rule((Shard(d),), (Shard(d),)) for d in range(len(rules.shape_of(node)))]  # noqa: E731
+    monkeypatch.setitem(rules._FAMILIES, aten._log_softmax.default, along)
+
+
+def terms_left(monkeypatch: pytest.MonkeyPatch) -> None:
+    """What members have terms of is taken for the whole: nobody sums the gradients of the norms."""
+    monkeypatch.setattr(TrainingDAG, "is_summed", lambda dag, output: False)
+
+
+def summed_over_members(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Gradients that all members have are summed over them, too: scaled by the axis."""
+    monkeypatch.setattr(
+        TrainingDAG, "mesh_of", lambda dag, name: dag.divided[name] if name in dag.divided else Mesh.flat(len(dag.mesh.places))
+    )
+
+
+def counted_by_each(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The loss is reported by each member."""
+    monkeypatch.setattr(metrics, "counts", lambda dag, place: True)
+
+
+def gathered_in_the_wrong_order(monkeypatch: pytest.MonkeyPatch) -> None:
+    original = Shard.joined
+    monkeypatch.setattr(Shard, "joined", lambda placement, parts: original(placement, list(parts)[::-1]))
+
+
+FAULTS: list[tuple[Any, list[Any], str]] = [
+    (bias_on_every_member, [TWO, divided([0, 1])], "the rule of aten.add.Tensor for .* is wrong"),
+    (norms_not_summed, SEQUENCE, "the rule of aten.native_layer_norm_backward.default for .* is wrong"),
+    (local_softmax, [TWO, divided([0, 1], params={"head.weight": 0})], "the rule of aten._log_softmax.default for S.* is wrong"),
+    (terms_left, SEQUENCE, "NOT EQUIVALENT|no flat tensor|disagree|reaches|hands on"),
+    (summed_over_members, replicas({}), "shards, and there are|which other replicas have|NOT EQUIVALENT|disagree|sums"),
+    (counted_by_each, [TWO, divided([0, 1])], "NOT EQUIVALENT"),
+    (gathered_in_the_wrong_order, SEQUENCE, "is wrong|NOT EQUIVALENT"),
+]
+
+
+@pytest.mark.parametrize(("fault", "program", "said"), FAULTS, ids=[fault.__name__ for fault, *_ in FAULTS])
+def test_it_is_found(fault, program, said, monkeypatch):
+    assert piper.verify(decoder(), tensors(8), program).verdict == "verified"
+    fault(monkeypatch)
+    proof._proved.clear()
+    try:
+        found = str(piper.verify(decoder(), tensors(8), program))
+    except VerificationError as error:
+        found = str(error)
+    assert re.search(said, found), found
+
+
+def test_tokens_are_counted_once():
+    """Of padded sequences, each member of a line has the same tokens."""
+    dag = piper.compile(decoder(), tensors(8), replicas({})).dag.copy()
+    node = next(dag.of_type(weights.CountsSum))
+    dag.change(node, mesh=Mesh.flat(4))
+    with pytest.raises(VerificationError, match="sums counts over data=4, and the batch is divided over data=2 x tp=2"):
+        check(dag)
+
+
+def test_clipping_counts_each_element_once():
+    """Of shards that several members have alike, one counts."""
+    group = HolderGroup({0: (0, 4), 1: (0, 4), 2: (4, 8), 3: (4, 8)}, None)
+    assert group.canonical_holders == {0: (0, 4), 2: (4, 8)}
+    assert dataclasses.replace(group, ranges={0: (0, 8), 1: (0, 8)}).canonical_holders == {0: (0, 8)}
