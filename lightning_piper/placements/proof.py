@@ -17,7 +17,7 @@ from lightning_piper.errors import CaptureError, VerificationError
 from lightning_piper.ir.values import Partial, Placement, Shard
 from lightning_piper.placements.changing import PLACEMENT
 from lightning_piper.placements.local import SHAPED, VIEWS, localize
-from lightning_piper.placements.rules import Rule, shape_of, tensors_of
+from lightning_piper.placements.rules import Rule, made_by, shape_of, tensors_of
 from lightning_piper.placements.views import regrouped
 
 ROUNDING = 1e-12
@@ -118,22 +118,36 @@ def _sizes(node: Node, rule: Rule, degree: int) -> dict[tuple[Node, int], int]:
     """Other sizes of dimensions, where the shapes are large: equal ones stay equal, and multiples of the members."""
     tensors = [*tensors_of(node), node]
     known = [x for x in tensors if isinstance(x.meta.get("val"), torch.Tensor)]
-    if sum(x.meta["val"].numel() for x in known) <= SMALL * len(known) or node.target in _BY_SIZE:
+    if sum(x.meta["val"].numel() for x in known) <= SMALL * len(known):
         return {}
     if node.target in VIEWS or node.target is aten.reshape.default:
         return _sizes_of_view(node, rule)
     distinct = sorted({int(size) for x in known for size in x.meta["val"].shape if size > 1})
     runs = RUNS if any(isinstance(p, Shard) and p.blocks > 1 for p in rule.inputs) else 1
     small = {size: degree * runs * (2 + i) for i, size in enumerate(distinct)}
+    small |= {size: size for size in _fixed_sizes(node)}
     return {(x, d): small[int(size)] for x in known for d, size in enumerate(x.meta["val"].shape) if size > 1}
 
 
-# Their other arguments are sizes, or places in a dimension.
-_BY_SIZE = {
-    aten.slice.Tensor, aten.slice_backward.default, aten.select_backward.default, aten.select.int, aten.split.Tensor,
-    aten.split_with_sizes.default, aten.embedding_dense_backward.default, aten.native_layer_norm.default,
-    aten.native_layer_norm_backward.default,
-}  # fmt: skip
+def _fixed_sizes(node: Node) -> set[int]:
+    """Sizes that an operation's other arguments are about: of the dimensions that it works along."""
+    target: Any = node.target
+    if target in NORMS:
+        return {int(size) for size in node.args[NORMS[target]]}  # type: ignore[union-attr, arg-type]
+    if target not in ALONG:
+        return set()
+    tensors = [x for x in [*tensors_of(node), node] if isinstance(x.meta.get("val"), torch.Tensor)]
+    dim = node.args[ALONG[target]] if len(node.args) > ALONG[target] else 0
+    rank = max(len(shape_of(x)) for x in tensors)
+    sizes = {shape_of(x)[int(dim) % rank] for x in tensors if len(shape_of(x)) == rank}  # type: ignore[arg-type]
+    return {*sizes, *(int(x.shape[int(dim)]) for x in made_by(node) if x is not None and x.dim() == rank)}  # type: ignore[arg-type]
+
+
+# Where such an argument stands.
+NORMS = {aten.native_layer_norm.default: 1, aten.native_layer_norm_backward.default: 2, aten._fused_rms_norm.default: 1,
+         aten._fused_rms_norm_backward.default: 2}  # fmt: skip
+ALONG = {aten.slice.Tensor: 1, aten.select.int: 1, aten.slice_backward.default: 2, aten.select_backward.default: 2,
+         aten.split.Tensor: 2, aten.split_with_sizes.default: 2}  # fmt: skip
 
 
 def _sizes_of_view(node: Node, rule: Rule) -> dict[tuple[Node, int], int]:

@@ -8,10 +8,10 @@ from collections.abc import Iterator
 from functools import cache
 from types import ModuleType
 
-from tests.errors import applying, building, capturing, checking, commands, dividing, launching, loading, running
+from tests.errors import applying, building, capturing, checking, commands, dividing, launching, loading, running, tensors
 from tests.errors.case import ROOT, TRAIN, Case, Cases, Elsewhere, said
 
-MOMENTS: list[ModuleType] = [building, capturing, applying, dividing, checking, launching, running, loading, commands]
+MOMENTS: list[ModuleType] = [building, capturing, applying, dividing, tensors, checking, launching, running, loading, commands]
 PAGE = ROOT / "docs" / "errors.md"
 HEAD = """# Errors
 

@@ -54,6 +54,9 @@ CASES: dict[str, list[Any]] = {
     "sums": [backward(lambda x: x.sum(1) * x.mean((0, 1)) + x.sum()), (4, 8, 16)],
     "shapes": [backward(lambda x: x.unsqueeze(1).expand(4, 4, 8).clone() + x.sum(0, keepdim=True)), (4, 8)],
     "large": [backward(F.linear), (64, 128, 256), (512, 256), (512,)],
+    "large norm": [backward(lambda x, w, b: F.layer_norm(x, (256,), w, b)), (64, 128, 256), (256,), (256,)],
+    "large pieces": [backward(lambda x: torch.cat([p.sin() for p in x.chunk(2, -1)], 1)[:, 2:].select(2, 1)), (64, 128, 256)],
+    "large views": [backward(lambda x: x.unflatten(-1, (4, 64)).transpose(1, 2).flatten(0, 1).exp()), (64, 128, 256)],
 }  # fmt: skip
 
 
