@@ -90,7 +90,7 @@ class _Placing:
                 self._given(node)
             else:
                 self._operation(node)
-        placed = ((name, placement_of(x)) for x, name in self.names.items())
+        placed = ((name, placement_of(x)) for x, name in self.names.items() if x.users)
         return {name: placement.dim for name, placement in placed if isinstance(placement, Shard)}
 
     def _given(self, node: Node) -> None:

@@ -189,6 +189,15 @@ def test_a_filter_selects_all_that_reads_what_is_divided():
     assert report.verdict == "verified"
 
 
+def test_a_parameter_that_nobody_uses_stays_whole():
+    module = decoder()
+    module.blocks[0].spare = torch.nn.Linear(8, 8).double()
+    program = [TWO, divided([0, 1], params=PARAMS | {"*.spare.weight": 0})]
+    assert piper.verify(module, tensors(8), program).verdict == "verified"
+    found = piper.compile(module, tensors(8), program).dag
+    assert "blocks.0.spare.weight" not in found.divided and found.spec_of("blocks.0.spare.weight").shape == (8, 8)
+
+
 def test_a_sequence_is_divided_without_any_weight():
     """Products work on their rows, and attention takes heads: from parts of the sequence to parts of the heads, and back."""
     program = [TWO, divided([0, 1], params={}, values={"LAYER=*": 1})]
