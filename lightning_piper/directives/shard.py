@@ -150,8 +150,12 @@ class Shard(Directive):
     def _mesh(self, dag: TrainingDAG, chunks: Sequence[Chunk]) -> Mesh:
         """The mesh of the chunks' places, the same one at all of their device groups."""
         found: dict[Mesh, Chunk] = {}
+        places: dict[tuple[int, tuple[int, ...]], Mesh] = {}
         for chunk in chunks:
-            found[self._at(dag, chunk)] = chunk
+            where = (chunk.region if self.devices is None else 0, chunk.devices)
+            if where not in places:
+                places[where] = self._at(dag, chunk)
+            found[places[where]] = chunk
         if len(found) > 1:
             shown = " and ".join(f"{chunk.label} on {list(chunk.devices)}" for chunk in found.values())
             self.refuse(
@@ -169,11 +173,13 @@ class Shard(Directive):
                 found = f"{chunk.label} is {where}, {mesh}"
                 self.refuse("axis", found, f"place it on a mesh that has two devices or more along {self.axis!r}, or give devices")
             return arranged.against(self.axis)
-        here = [group for group in self._groups() if set(group) & set(chunk.devices)]
+        own = set(chunk.devices)
+        here = [group for group in self._groups() if own.intersection(group)]
         if not here or sorted(device for group in here for device in group) != sorted(chunk.devices):
             given = [list(group) for group in self._groups()]
             self.refuse("devices", f"{chunk.label} is {where}", f"place it first; {given} must make up all of its devices")
-        places = sorted(tuple(chunk.devices.index(device) for device in group) for group in here)
+        place_of = {device: place for place, device in enumerate(chunk.devices)}
+        places = sorted(tuple(place_of[device] for device in group) for group in here)
         return Mesh((DATA, self.axis), (len(here), len(here[0])), tuple(place for line in places for place in line))
 
     def _check_region(self, dag: TrainingDAG, region: int, degree: int) -> None:

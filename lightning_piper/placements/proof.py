@@ -17,7 +17,7 @@ from lightning_piper.errors import CaptureError, VerificationError
 from lightning_piper.ir.values import Partial, Placement, Shard
 from lightning_piper.placements.changing import PLACEMENT
 from lightning_piper.placements.local import SHAPED, VIEWS, localize
-from lightning_piper.placements.rules import Rule, made_by, shape_of, tensors_of
+from lightning_piper.placements.rules import ATTENTION, Rule, made_by, shape_of, tensors_of
 from lightning_piper.placements.views import regrouped
 
 ROUNDING = 1e-12
@@ -134,6 +134,8 @@ def _fixed_sizes(node: Node) -> set[int]:
     target: Any = node.target
     if target in NORMS:
         return {int(size) for size in node.args[NORMS[target]]}  # type: ignore[union-attr, arg-type]
+    if target in ATTENTION:  # heads of queries are a multiple of those of keys
+        return {shape_of(x)[1] for x in tensors_of(node) if len(shape_of(x)) == 4}
     if target not in ALONG:
         return set()
     tensors = [x for x in [*tensors_of(node), node] if isinstance(x.meta.get("val"), torch.Tensor)]

@@ -61,7 +61,7 @@ def rules_for(node: Node, degree: int, blocks: Collection[int] = ()) -> list[Rul
     target: Any = node.target
     family = _FAMILIES.get(target)
     if family is None and isinstance(target, torch._ops.OpOverload) and not target._schema.is_mutable:
-        family = _pointwise if torch.Tag.pointwise in target.tags else None
+        family = _pointwise if torch.Tag.pointwise in target.tags and torch.Tag.nondeterministic_seeded not in target.tags else None
     found = [] if family is None else list(family(node))
     if family is _view:
         pairs = regrouping(shape_of(inputs[0]), shape_of(node), degree, blocks)
@@ -280,11 +280,13 @@ def _rms_norm_backward(node: Node) -> Iterator[Rule]:
 
 
 def _attention(node: Node) -> Iterator[Rule]:
-    """Samples and heads are independent of each other; a mask follows where it is not broadcast."""
+    """Samples and heads are independent of each other; a mask follows where it is not broadcast. Dropout draws for all at once."""
+    if _argument(node, 6 if len(tensors_of(node)) > 5 else 3, 0.0):
+        return
     inputs, outputs = tensors_of(node), made_by(node)
-    batch = shape_of(inputs[0])[:2]
     for d in (1, 0):
-        held = [Shard(d) if len(shape_of(x)) > d and shape_of(x)[d] == batch[d] else R for x in inputs]
+        # Fewer heads of keys than of queries are divided alike: each has a run of them.
+        held = [Shard(d) if len(shape_of(x)) > 2 and shape_of(x)[d] > 1 else R for x in inputs]
         yield Rule(tuple(held), (Shard(d),) * len(outputs))
 
 

@@ -47,6 +47,10 @@ CASES: dict[str, list[Any]] = {
     "norm": [backward(lambda x, w, b: F.layer_norm(x, (16,), w, b)), (4, 8, 16), (16,), (16,)],
     "rms": [backward(lambda x, w: F.rms_norm(x, (16,), w)), (4, 8, 16), (16,)],
     "attention": [backward(lambda q, k, v: F.scaled_dot_product_attention(q, k, v, is_causal=True)), *[(4, 8, 8, 16)] * 3],
+    "fewer keys": [
+        backward(lambda q, k, v: F.scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=True)),
+        (4, 16, 8, 16), (4, 8, 8, 16), (4, 8, 8, 16),
+    ],
     "softmax": [backward(lambda x: x.softmax(-1).log_softmax(1)), (4, 8, 16)],
     "lookup": [backward(lambda x, w: F.embedding(x, w)), WORDS, (8, 16)],
     "views": [backward(lambda x: x.unflatten(-1, (4, 4)).transpose(1, 2).flatten(2).permute(2, 0, 1)), (4, 8, 16)],
