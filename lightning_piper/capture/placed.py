@@ -23,7 +23,7 @@ from lightning_piper.capture.regions import VIEWS, source_line, tags_of
 from lightning_piper.errors import CaptureError
 from lightning_piper.ir.division import Division
 from lightning_piper.ir.values import Partial, Placement, Replicate, Shard
-from lightning_piper.placements.changing import CHANGE, PLACEMENT, placement_of
+from lightning_piper.placements.changing import CHANGE, FOLLOWS, PLACEMENT, placement_of
 from lightning_piper.placements.choice import choose
 from lightning_piper.placements.proof import prove
 from lightning_piper.placements.rules import made_by, rules_for, shape_of, tensors_of
@@ -266,9 +266,10 @@ class _Placing:
             with self.graph.inserting_before(reader):
                 value = x.meta["val"]
                 made = self._like(x if _has_place(x) else reader, aten.view.default, (x, apart), val=value.view(apart))
-                made.meta[PLACEMENT] = before
+                made.meta |= {PLACEMENT: before, FOLLOWS: True}
                 changed = self._changed(made, after, reader)
-                self.changes[key] = self._like(reader, aten.view.default, (changed, shape), val=value)
+                after_it = reader if reader.op == "call_function" else x  # a result of the step has no reader
+                self.changes[key] = self._like(after_it, aten.view.default, (changed, shape), val=value)
                 _on_its_own(made)
                 _on_its_own(self.changes[key])
             self.changes[key].meta[PLACEMENT] = wanted

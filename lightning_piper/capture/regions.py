@@ -28,7 +28,7 @@ from lightning_piper.capture import _torch
 from lightning_piper.capture.behind import behind_changes
 from lightning_piper.errors import CaptureError
 from lightning_piper.ir.regions import Region
-from lightning_piper.placements.changing import CHANGE
+from lightning_piper.placements.changing import CHANGE, FOLLOWS
 from lightning_piper.routing import COMBINE, ROUTE
 from lightning_piper.totals import TOTAL
 
@@ -147,7 +147,7 @@ def _places(
     run, current = -1, None
     for node in forward:
         inputs = [places[x][0] for x in node.all_input_nodes if x in places]
-        if inputs and (node not in parts or node.target in (operator.getitem, *BORDERS)):
+        if inputs and (node not in parts or node.target in (operator.getitem, *BORDERS) or FOLLOWS in node.meta):
             places[node] = max(inputs), False  # a term of a sum stays where it is made
         elif node in parts:
             if (tags_of(node), parts[node]) != current:

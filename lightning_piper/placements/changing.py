@@ -10,6 +10,7 @@ from torch.fx import Node
 
 from lightning_piper.ir.values import Partial, Placement, Replicate, Shard
 
+FOLLOWS = "piper_follows"  # in the metadata of a node: it is done where what it reads is made
 PLACEMENT = "piper_placement"  # in the metadata of a node: what members hold of it, or a tuple, for each of its tensors
 
 

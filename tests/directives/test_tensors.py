@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 from typing import Any
 
+import lightning as L
 import pytest
 import torch
 
@@ -205,3 +206,29 @@ def test_a_sequence_is_divided_without_any_weight():
     found = [node.label for node in compiled(program).dag.of_type(Redistribute)]
     # q, k and v there and the result back, in each of two blocks, forth and back.
     assert found.count("alltoall.tp") >= 16 and "allreduce.tp" not in found and "reducescatter.tp" not in found
+
+
+class Turned(L.LightningModule):
+    """Between its products, rows are taken by another dimension: gradients come in parts of runs."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.second, self.head = (torch.nn.Linear(8, 8) for _ in range(3))
+
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        with piper.annotate("LAYER", 0):
+            x = self.first(batch)
+        with piper.annotate("LAYER", 1):
+            x = x + self.second(x.transpose(1, 2).reshape(x.shape)).view(x.shape) / 2
+        with piper.annotate("LAYER", 2):
+            return self.head(x).square().mean()
+
+
+def test_gradients_may_come_in_parts_of_runs():
+    torch.manual_seed(0)
+    module, batch = Turned().double(), torch.randn(8, 4, 8, dtype=torch.float64)
+    params = {"first.weight": 0, "second.weight": 1, "second.bias": 0, "head.weight": 0}
+    assert piper.verify(module, batch, [TWO, divided([0, 1], params=params)]).verdict == "verified"
+    found = piper.compile(module, batch, [TWO, divided([0, 1], params=params)]).dag
+    layers = [region.tags["LAYER"] for region in found.regions]
+    assert layers == sorted(layers)  # what is added goes where it belongs
