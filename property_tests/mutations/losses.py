@@ -123,7 +123,8 @@ def _of_one_replica(dag: TrainingDAG, node: Weights) -> None:
 
 def _summed_again(dag: TrainingDAG, node: Weights) -> None:
     first = dag.nodes[node.inputs[1][0]]
-    again = dag.add(CountsSum(inputs=((first.id, 0),), outputs=first.outputs, devices=first.devices, stream=first.stream))
+    about = {"outputs": first.outputs, "devices": first.devices, "stream": first.stream, "mesh": dag.mesh}
+    again = dag.add(CountsSum(inputs=((first.id, 0),), **about))  # type: ignore[arg-type]
     dag.rewire(node, inputs=(node.inputs[0], (again.id, 0)))
 
 
