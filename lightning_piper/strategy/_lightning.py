@@ -95,10 +95,10 @@ class Strategy(ParallelStrategy):
 
 def log_anew(trainer: pl.Trainer) -> None:
     """What the loop that runs logs from now on may be given other arguments than before, of which nothing is kept. Those of a
-    capture are without `sync_dist`, and Lightning refuses a change."""
+    capture are without `sync_dist`, and Lightning refuses a change. A loop that predicts logs nothing."""
     results = trainer._results
-    assert results is not None
-    results.clear()
+    if results is not None:
+        results.clear()
 
 
 def log_apart(trainer: pl.Trainer, synced: Collection[str], processes: int) -> None:

@@ -10,7 +10,14 @@ from tests.zoo.compared import LEVELS, cases, distances, mean, references, seen,
 from tests.zoo.train import KINDS, outcomes
 
 ALL = [(name, level) for name in KINDS for level in LEVELS]
-QUICK = [("gan", "one"), ("gan", "replicate"), ("sum", "replicate"), ("sum", "zero3"), ("stateful", "replicate")]
+QUICK = [
+    ("gan", "one"),
+    ("cached_positions", "one"),
+    ("gan", "replicate"),
+    ("sum", "replicate"),
+    ("sum", "zero3"),
+    ("stateful", "replicate"),
+]
 
 
 @pytest.fixture(scope="module")
