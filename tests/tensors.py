@@ -19,6 +19,8 @@ WORDS, LENGTH, DIM = 12, 6, 8
 COLUMNS, ROWS = ("q", "k", "v", "up"), ("out", "down")  # by which the weights are divided
 PARAMS = {f"*.{name}.weight": 0 for name in COLUMNS} | {f"*.{name}.weight": 1 for name in ROWS}
 
+VOCABULARY = {"embed.weight": 0, "head.weight": 0}
+
 
 class Attention(nn.Module):
     def __init__(self, heads: int) -> None:

@@ -11,14 +11,14 @@ from torch import nn
 
 import lightning_piper as piper
 from lightning_piper import PiperError
-from tests.tensors import PARAMS, Decoder, decoder, fit, tensors
+from tests.tensors import PARAMS, VOCABULARY, Decoder, decoder, fit, tensors
 
 
 @pytest.mark.parametrize("sequence", [False, True])
 def test_it_finds_columns_and_rows(sequence):
     place, shard = program = piper.tensor_parallel(decoder(), tensors(8), 2, sequence=sequence)
     assert shard.params == {f"blocks.*.{'' if name in ('up', 'down') else 'attention.'}{name}.weight": dim
-                            for name, dim in ((key.split(".")[1], dim) for key, dim in PARAMS.items())}  # fmt: skip
+                            for name, dim in ((key.split(".")[1], dim) for key, dim in PARAMS.items())} | VOCABULARY  # fmt: skip
     assert list(place.devices) == [0, 1] and shard.values == ({"*": 1} if sequence else None)
     assert piper.verify(decoder(), tensors(8), program).verdict == "verified"
 
@@ -35,7 +35,7 @@ def test_a_model_may_be_on_the_meta_device():
     with torch.device("meta"):
         module = Decoder()
     (_, shard) = piper.tensor_parallel(module, tensors(8), 2)
-    assert len(shard.params) == 6
+    assert len(shard.params) == 8
 
 
 class Alone(L.LightningModule):
@@ -86,7 +86,8 @@ def test_models_of_hugging_face(kind):
     batch = {"input_ids": words, "labels": words.clone()}
     program = piper.tensor_parallel(Model(model), batch, 2)
     names = {name.split(".")[-2] for name in program[1].params}
-    assert names >= {"llama": {"q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj"},
-                     "qwen": {"q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj"},
-                     "bert": {"query", "key", "value", "dense"}, "t5": {"q", "k", "v", "o", "wi", "wo"}}[kind]  # fmt: skip
+    of_llama = {"embed_tokens", "lm_head", "q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj"}
+    wanted = {"llama": of_llama, "qwen": of_llama, "bert": {"word_embeddings", "query", "key", "value", "dense"},
+              "t5": {"shared", "q", "k", "v", "o", "wi", "wo"}}  # fmt: skip
+    assert names >= wanted[kind]
     assert piper.verify(Model(model), batch, program).verdict == "verified"

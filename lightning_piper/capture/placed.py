@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import fnmatch
 import operator
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Collection
 from typing import Any
 
 import torch
@@ -20,13 +20,15 @@ from lightning_piper.annotate import META_KEY
 from lightning_piper.capture import _torch
 from lightning_piper.capture.passes import Names
 from lightning_piper.capture.regions import VIEWS, source_line, tags_of
+from lightning_piper.capture.several import Several
 from lightning_piper.errors import CaptureError
 from lightning_piper.ir.division import Division
 from lightning_piper.ir.values import Partial, Placement, Replicate, Shard
 from lightning_piper.placements.changing import CHANGE, FOLLOWS, PLACEMENT, placement_of
 from lightning_piper.placements.choice import choose
 from lightning_piper.placements.proof import prove
-from lightning_piper.placements.rules import made_by, rules_for, shape_of, tensors_of
+from lightning_piper.placements.rule import made_by, shape_of, tensors_of
+from lightning_piper.placements.rules import rules_for
 
 aten = torch.ops.aten
 R, P = Replicate(), Partial()
@@ -44,33 +46,13 @@ def place_values(graph: Graph, division: Division, names: Names) -> dict[str, in
     Raises:
         CaptureError: an operation needs a parameter whole that is divided.
     """
-    return _Placing(graph, division, names).run()
+    return Placing(graph, division, names).run()
 
 
-def find_params(make: Callable[[], tuple[Graph, Names]], axis: str, degree: int, values: Mapping[str, int]) -> dict[str, int]:
-    """Weights that members of an axis may have parts of, with their dimensions: columns of the first product, rows of the next one.
-
-    A weight is left whole where what comes of it is needed whole before another product takes it.
-
-    Args:
-        make: gives a joint graph of the step, a new one each time.
-    """
-    left: set[str] = set()
-    while True:
-        graph, names = make()
-        weights = {name for x, name in names.params.items() if len(shape_of(x)) == 2}
-        placing = _Placing(graph, Division(axis, degree, {}, values), names, weights - left)
-        found = placing.run()
-        needed = {name for x in placing.gathered for name in placing.made_with(x)} & found.keys()
-        if not needed:
-            return {name: dim for name, dim in found.items() if name in weights}
-        left |= needed
-
-
-class _Placing:
+class Placing:
     def __init__(self, graph: Graph, division: Division, names: Names, seek: Collection[str] = ()) -> None:
         self.graph, self.division, self.degree = graph, division, division.degree
-        self.names = dict(names.params)
+        self.names, self.batch = dict(names.params), names.batch
         self.fixed: set[Node] = set(self.names)  # parameters, and views of them
         # What is said of a weight says of its bias: a vector of which nothing was said takes what its first reader wants.
         unsaid = {x: name for x, name in self.names.items() if name not in division.params}
@@ -81,6 +63,7 @@ class _Placing:
         self.gone: set[Node] = set()  # operations that are done already, with one before
         self.changes: dict[tuple[Node, Placement, Any], Node] = {}
         self.along: set[tuple[int, int]] = set()  # rank and dimension of what the user divides
+        self.several = Several(graph, division.degree, self._operation, self._changed)
 
     def run(self) -> dict[str, int]:
         for node in list(self.graph.nodes):
@@ -113,6 +96,14 @@ class _Placing:
             return
         if node.target in _VIEWED and self._is_for_columns(node):
             node.replace_input_with(inputs[0], self._changed(inputs[0], R, node))
+        for x in inputs:  # what was summed for another reader is
+            if placement_of(x) == P and (total := self.changes.get(self._key(x, R, node))) is not None:
+                node.replace_input_with(x, total)
+        inputs = tensors_of(node)
+        if node.target is aten.embedding.default and self._is_vocabulary(node):
+            self._settle(inputs[0], Shard(0))
+        if self.several.write(node):
+            return
         node = self._without_bias(node)
         sought = self.sought if node.target in PRODUCTS else ()
         about = (self.degree, self.fixed, self.free, self.along, sought)
@@ -124,7 +115,8 @@ class _Placing:
             if x in self.free:
                 self._settle(x, wanted)
             elif placement_of(x) != wanted:
-                self.gathered += [x] if isinstance(placement_of(x), Shard) and wanted == R and not _torch.is_backward(node) else []
+                if isinstance(placement_of(x), Shard) and wanted == R and not (_torch.is_backward(node) or self.several.writes):
+                    self.gathered.append(x)
                 node.replace_input_with(x, self._changed(x, wanted, node))
         if node.target is aten.native_dropout.default and isinstance(rule.inputs[0], Shard):
             self._drop(node, rule.inputs[0])
@@ -134,6 +126,19 @@ class _Placing:
         if node.target in VIEWS and all(x in self.fixed for x in inputs):
             self.fixed.add(node)
         self._pin(node)
+
+    def _is_vocabulary(self, node: Node) -> bool:
+        """Are rows of a weight that may be divided looked up by what is in the batch? Few positions are not worth a sum."""
+        table, index, *options = node.args
+        if table not in self.sought or any(options[1:]) or shape_of(table)[0] % self.degree:  # type: ignore[arg-type]
+            return False
+        stack = [index]
+        while stack:
+            x: Any = stack.pop()
+            if x in self.batch:
+                return True
+            stack += x.all_input_nodes
+        return False
 
     def _is_for_columns(self, view: Node) -> bool:
         """Does a product with columns of a weight read this view of parts? All such products take one change, before the view."""
@@ -239,8 +244,7 @@ class _Placing:
                 return x
         if any(isinstance(p, Shard) and p.blocks > 1 for p in (placement_of(x), wanted)):
             return self._changed_in_runs(x, wanted, reader)
-        here = _has_place(x)
-        key = (x, wanted, None if here else tuple(sorted(tags_of(reader).items())))
+        here, key = _has_place(x), self._key(x, wanted, reader)
         if key not in self.changes:
             at = self._before(x, reader) if not here and _torch.is_backward(reader) else reader
             with self.graph.inserting_before(at):
@@ -254,6 +258,10 @@ class _Placing:
             self.changes[key] = change
         found: Node = self.changes[key]
         return found
+
+    def _key(self, x: Node, wanted: Placement, reader: Node) -> tuple[Node, Placement, Any]:
+        """Of one change: work that is nowhere by itself is changed where it is read."""
+        return x, wanted, None if _has_place(x) else tuple(sorted(tags_of(reader).items()))
 
     def _changed_in_runs(self, x: Node, wanted: Placement, reader: Node) -> Node:
         """Parts of runs, of which there may be as many as samples, are changed as parts of a dimension of its own."""
@@ -334,31 +342,15 @@ class _Placing:
                     results[i].meta[PLACEMENT] = wanted
         output.args = (tuple(results) if isinstance(output.args[0], tuple) else results,)
 
-    def made_with(self, x: Node) -> set[str]:
-        """The divided weights that make a value what it is, up to the last change."""
-        found: set[str] = set()
-        stack, seen = [x], {x}
-        while stack:
-            node = stack.pop()
-            if node in self.fixed:
-                if isinstance(placement_of(node), Shard):
-                    found.add(self._param(node))
-                continue
-            for source in node.all_input_nodes if node.target is not CHANGE else ():
-                if source not in seen and source.op != "output" and source.meta.get(PLACEMENT) != R:
-                    seen.add(source)
-                    stack.append(source)
-        return found
-
     def _refusal(self, node: Node) -> CaptureError:
-        divided = [f"{self._param(x)} as {placement_of(x)}" for x in tensors_of(node) if x in self.fixed and placement_of(x) != R]
+        divided = [f"{self.param_of(x)} as {placement_of(x)}" for x in tensors_of(node) if x in self.fixed and placement_of(x) != R]
         read = ", ".join(divided) or "what is divided"
         return CaptureError(
             f"{source_line(node)}: {node.target} cannot work on parts of {read} along {self.division.axis!r}; leave it out of "
             "params, or divide it along another dimension"
         )
 
-    def _param(self, x: Node) -> str:
+    def param_of(self, x: Node) -> str:
         while x not in self.names:
             x = x.all_input_nodes[0]
         return self.names[x]

@@ -13,7 +13,8 @@ from collections.abc import Callable, Collection, Sequence
 from torch.fx import Node
 
 from lightning_piper.ir.values import Partial, Placement, Replicate, Shard
-from lightning_piper.placements.rules import ATTENTION, Rule, rules_for, shape_of, tensors_of
+from lightning_piper.placements.rule import Rule, shape_of, tensors_of
+from lightning_piper.placements.rules import ATTENTION, rules_for
 
 CUT = 0.01
 SOUGHT = 1e-3  # elements: less than any change costs

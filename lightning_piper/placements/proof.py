@@ -17,8 +17,10 @@ from lightning_piper.errors import CaptureError, VerificationError
 from lightning_piper.ir.values import Partial, Placement, Shard
 from lightning_piper.placements.changing import PLACEMENT
 from lightning_piper.placements.local import SHAPED, VIEWS, localize
-from lightning_piper.placements.rules import ATTENTION, Rule, made_by, shape_of, tensors_of
+from lightning_piper.placements.rule import Rule, made_by, shape_of, tensors_of
+from lightning_piper.placements.rules import ATTENTION
 from lightning_piper.placements.views import regrouped
+from lightning_piper.placements.vocabulary import LOOKUPS, SIZES
 
 ROUNDING = 1e-12
 RUNS = 3
@@ -56,7 +58,7 @@ def prove(node: Node, rule: Rule, degree: int) -> None:
 def difference(graph: Graph, inputs: Sequence[Node], rule: Rule, degree: int) -> str | None:
     """How parts differ from the whole; None if they do not."""
     generator = torch.Generator().manual_seed(0)
-    values = [_drawn(x.meta["val"], _bound(x), generator) for x in inputs]
+    values = [_given(x, generator) for x in inputs]
     module = torch.nn.Module()
     whole = _tuple(Interpreter(torch.fx.GraphModule(module, graph), garbage_collect_values=False).run(*values))
     call = next(n for n in graph.nodes if n.op == "call_function")
@@ -132,6 +134,8 @@ def _sizes(node: Node, rule: Rule, degree: int) -> dict[tuple[Node, int], int]:
 def _fixed_sizes(node: Node) -> set[int]:
     """Sizes that an operation's other arguments are about: of the dimensions that it works along."""
     target: Any = node.target
+    if target in SIZES:
+        return {int(node.args[SIZES[target]])}  # type: ignore[arg-type]
     if target in NORMS:
         return {int(size) for size in node.args[NORMS[target]]}  # type: ignore[union-attr, arg-type]
     if target in ATTENTION:  # heads of queries are a multiple of those of keys
@@ -169,11 +173,19 @@ def _sizes_of_view(node: Node, rule: Rule) -> dict[tuple[Node, int], int]:
 def _bound(x: Node) -> int:
     """Indices are below this."""
     target, _ = x.meta["reads"]
+    if target in LOOKUPS:
+        return int(next(y for y in x.graph.nodes if y.meta.get("reads") == (target, 2)).meta["val"].shape[0])
     if target is aten.embedding.default:
         return int(next(iter(x.graph.nodes)).meta["val"].shape[0])
     if target is aten.embedding_dense_backward.default:
         return int(next(n for n in x.graph.nodes if n.op == "call_function").args[2])
     return 2
+
+
+def _given(x: Node, generator: torch.Generator) -> torch.Tensor:
+    if x.meta["reads"][0] in LOOKUPS and x.meta["reads"][1] == 2:
+        return torch.arange(x.meta["val"].shape[0])
+    return _drawn(x.meta["val"], _bound(x), generator)
 
 
 def _drawn(like: torch.Tensor, bound: int, generator: torch.Generator) -> torch.Tensor:

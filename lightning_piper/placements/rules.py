@@ -7,47 +7,17 @@ whole tensors, by every member. Sources: the definitions of the operations; what
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Iterator, Sequence
-from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch.fx import Node
 
-from lightning_piper.ir.values import Partial, Placement, Replicate, Shard
+from lightning_piper.ir.values import Placement, Shard
+from lightning_piper.placements.rule import P, R, Rule, made_by, shape_of, tensors_of
 from lightning_piper.placements.views import regrouping
+from lightning_piper.placements.vocabulary import LOOKUPS
 
 aten = torch.ops.aten
-R, P = Replicate(), Partial()
-
-
-@dataclass(frozen=True)
-class Rule:
-    """Placements that an operation takes, and those of what it makes.
-
-    Attributes:
-        inputs: of its tensor inputs, in the order of `tensors_of`.
-        outputs: of the tensors that it makes; None where it makes none.
-    """
-
-    inputs: tuple[Placement, ...]
-    outputs: tuple[Placement | None, ...]
-
-
-def tensors_of(node: Node) -> list[Node]:
-    """Its tensor inputs, in the order of its arguments, each as often as it stands there."""
-    found: list[Node] = []
-    torch.fx.node.map_arg((node.args, node.kwargs), lambda x: found.append(x))
-    return [x for x in found if isinstance(x.meta.get("val"), torch.Tensor)]
-
-
-def shape_of(node: Node) -> tuple[int, ...]:
-    return tuple(int(size) for size in node.meta["val"].shape)
-
-
-def made_by(node: Node) -> list[torch.Tensor | None]:
-    """The tensors that it makes."""
-    value = node.meta.get("val")
-    return list(value) if isinstance(value, list | tuple) else [value]
 
 
 def rules_for(node: Node, degree: int, blocks: Collection[int] = ()) -> list[Rule]:
@@ -202,6 +172,14 @@ def _without(node: Node, rank: int) -> list[int | None]:
     return [None if d == gone else d - (d > gone) for d in range(rank)]
 
 
+def _squeezed(node: Node, rank: int) -> list[int | None]:
+    shape = shape_of(tensors_of(node)[0])
+    along = _argument(node, 1, list(range(rank)))
+    named = {int(d) % rank for d in (along if isinstance(along, list | tuple) else [along])} if rank else set()
+    gone = {d for d in named if shape[d] == 1}
+    return [None if d in gone else d - sum(g < d for g in gone) for d in range(rank)]
+
+
 def _unsqueezed(node: Node, rank: int) -> list[int | None]:
     at = int(node.args[1]) % (rank + 1)  # type: ignore[arg-type]
     return [d + (d >= at) for d in range(rank)]
@@ -232,6 +210,9 @@ def _cat(node: Node) -> Iterator[Rule]:
 # Sums and norms
 
 
+_SUMS = {aten.sum.default, aten.sum.dim_IntList}
+
+
 def _sum(node: Node) -> Iterator[Rule]:
     (x,) = tensors_of(node)
     rank = len(shape_of(x))
@@ -241,9 +222,9 @@ def _sum(node: Node) -> Iterator[Rule]:
     for d in range(rank):
         if d not in gone:
             yield Rule((Shard(d),), (Shard(d if kept else d - sum(g < d for g in gone)),))
-        elif node.target is not aten.mean.dim and x.meta["val"].is_floating_point():
+        elif node.target in _SUMS and x.meta["val"].is_floating_point():
             yield Rule((Shard(d),), (P,))
-    if x.meta["val"].is_floating_point():
+    if node.target is not aten.amax.default and x.meta["val"].is_floating_point():
         yield Rule((P,), (P,))
 
 
@@ -305,6 +286,11 @@ def _softmax_backward(node: Node) -> Iterator[Rule]:
             yield Rule((Shard(d), Shard(d)), (Shard(d),))
 
 
+def _argmax(node: Node) -> Iterator[Rule]:
+    if _argument(node, 1) is not None and _argument(node, 2, False):
+        yield from _moves(_but(1), sums=False)(node)
+
+
 # Lookups
 
 
@@ -354,13 +340,16 @@ _FAMILIES: dict[Any, Callable[[Node], Iterator[Rule]]] = {
     aten.gelu_backward.default: _pointwise,
 } | dict.fromkeys((aten.view.default, aten._unsafe_view.default, aten.reshape.default), _view)
 _FAMILIES |= dict.fromkeys(ATTENTION, _attention)
-_FAMILIES |= dict.fromkeys((aten.sum.default, aten.sum.dim_IntList, aten.mean.dim), _sum)
+_FAMILIES |= dict.fromkeys((*_SUMS, aten.mean.dim, aten.amax.default), _sum)
+_FAMILIES |= LOOKUPS
 _FAMILIES |= dict.fromkeys((aten.t.default, aten.transpose.int, aten.permute.default), _moves(_permuted))
 _FAMILIES |= dict.fromkeys((aten.select.int, aten.unbind.int), _moves(_without))
 _FAMILIES |= dict.fromkeys((aten.split.Tensor, aten.split_with_sizes.default), _moves(_but(2)))
-_FAMILIES |= dict.fromkeys((aten.slice.Tensor,), _moves(_but(1)))
+_FAMILIES |= dict.fromkeys((aten.slice.Tensor, aten.cumsum.default, aten.flip.default), _moves(_but(1)))
+_FAMILIES |= dict.fromkeys((aten.squeeze.default, aten.squeeze.dim, aten.squeeze.dims), _moves(_squeezed))
 _FAMILIES |= {aten.slice_backward.default: _moves(_but(2)), aten.select_backward.default: _moves(_inserted)}
 _FAMILIES |= dict.fromkeys((aten._softmax.default, aten._log_softmax.default), _moves(_but(1), sums=False))
+_FAMILIES[aten.argmax.default] = _argmax
 _FAMILIES |= {
     aten.unsqueeze.default: _moves(_unsqueezed),
     aten.expand.default: _moves(_expanded),

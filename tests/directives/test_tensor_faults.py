@@ -16,15 +16,16 @@ from lightning_piper.holdings.tensor_map import HolderGroup
 from lightning_piper.ir.dag import TrainingDAG
 from lightning_piper.ir.mesh import Mesh
 from lightning_piper.ir.values import Partial, Replicate, Shard
-from lightning_piper.ops import metrics, weights
-from lightning_piper.placements import proof, rules
-from lightning_piper.placements.rules import Rule
+from lightning_piper.ops import metrics, redistribute, weights
+from lightning_piper.placements import proof, rules, vocabulary
+from lightning_piper.placements.rule import Rule
 from lightning_piper.verify.static import check
-from tests.tensors import decoder, divided, replicas, tensors
+from tests.tensors import VOCABULARY, decoder, divided, replicas, tensors
 
 aten = torch.ops.aten
 R, P = Replicate(), Partial()
 TWO = Place(filter={}, devices=[0, 1])
+WORDS = [TWO, divided([0, 1], params=VOCABULARY)]
 SEQUENCE = [TWO, divided([0, 1], sequence=True)]
 
 
@@ -50,10 +51,42 @@ def norms_not_summed(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(rules._FAMILIES, aten.native_layer_norm_backward.default, whole)
 
 
-def local_softmax(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A softmax over the words that a member has: with its own maximum, and its own sum."""
-    along = lambda node: [Rule((Shard(d),), (Shard(d),)) for d in range(len(rules.shape_of(node)))]  # noqa: E731
-    monkeypatch.setitem(rules._FAMILIES, aten._log_softmax.default, along)
+def local_maximum(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A softmax over words takes the largest one that a member has for the largest of all."""
+    original = rules._sum
+
+    def local(node: Any) -> Any:
+        for rule in original(node):
+            yield Rule(rule.inputs, (R,)) if node.target is aten.amax.default else rule
+
+    monkeypatch.setitem(rules._FAMILIES, aten.amax.default, local)
+
+
+def local_sum(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The sum below a softmax is that of the words that a member has."""
+    original = rules._sum
+
+    def local(node: Any) -> Any:
+        for rule in original(node):
+            yield Rule(rule.inputs, (R,)) if rule.outputs == (P,) else rule
+
+    monkeypatch.setitem(rules._FAMILIES, aten.sum.dim_IntList, local)
+
+
+def rows_of_another_part(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each member looks words up by the numbers of another one."""
+    original = redistribute._part
+
+    def part(x: torch.Tensor, after: Any, index: int, count: int) -> torch.Tensor:
+        return original(x, after, count - 1 - index if x.dtype is torch.int64 else index, count)
+
+    monkeypatch.setattr(redistribute, "_part", part)
+
+
+def row_of_nobody_counts(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Words that are another member's get the first row of this one, and are summed with the right one."""
+    monkeypatch.setattr(vocabulary, "_own", lambda index, ids: torch.ones_like(index, dtype=torch.bool))
+    monkeypatch.setattr(vocabulary, "_local", lambda index, ids, own, size: (index - ids[0]).clamp(0, len(ids) - 1))
 
 
 def terms_left(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -81,7 +114,10 @@ def gathered_in_the_wrong_order(monkeypatch: pytest.MonkeyPatch) -> None:
 FAULTS: list[tuple[Any, list[Any], str]] = [
     (bias_on_every_member, [TWO, divided([0, 1])], "the rule of aten.add.Tensor for .* is wrong"),
     (norms_not_summed, SEQUENCE, "the rule of aten.native_layer_norm_backward.default for .* is wrong"),
-    (local_softmax, [TWO, divided([0, 1], params={"head.weight": 0})], "the rule of aten._log_softmax.default for S.* is wrong"),
+    (local_maximum, WORDS, "the rule of aten.amax.default for S.* is wrong"),
+    (rows_of_another_part, WORDS, "NOT EQUIVALENT"),
+    (row_of_nobody_counts, WORDS, "the rule of lightning_piper.rows.default for .* is wrong"),
+    (local_sum, WORDS, "the rule of aten.sum.dim_IntList for S.* is wrong"),
     (terms_left, SEQUENCE, "NOT EQUIVALENT|no flat tensor|disagree|reaches|hands on"),
     (summed_over_members, replicas({}), "shards, and there are|which other replicas have|NOT EQUIVALENT|disagree|sums"),
     (counted_by_each, [TWO, divided([0, 1])], "NOT EQUIVALENT"),

@@ -21,7 +21,7 @@ from lightning_piper.ops.redistribute import CutOut, Redistribute
 from lightning_piper.ops.update import Update
 from lightning_piper.verify.interpreter import interpret
 from lightning_piper.verify.static import check
-from tests.tensors import PARAMS, decoder, divided, replicas, stages, tensors
+from tests.tensors import PARAMS, VOCABULARY, decoder, divided, replicas, stages, tensors
 
 TWO = Place(filter={}, devices=[0, 1])
 FOUR = Place(filter={}, devices=[0, 1, 2, 3])
@@ -32,6 +32,8 @@ PROGRAMS: dict[str, list[Any]] = {
     "microbatches": [TWO, Split(filter={}, dim_name="MB", num_microbatches=2), divided([0, 1], sequence=True)],
     "stages": [*stages([[0, 1], [2, 3]]), divided([[0, 1], [2, 3]])],
     "stages of sequences": [*stages([[0, 1], [3, 2]]), divided([[1, 0], [2, 3]], sequence=True)],
+    "words": [TWO, divided([0, 1], params=VOCABULARY)],
+    "words of sequences": [*stages([[0, 1], [3, 2]]), divided([[1, 0], [2, 3]], sequence=True, params=PARAMS | VOCABULARY)],
     "zero1": replicas({"shard_optimizer": True}),
     "zero3": replicas({"shard_params": True}),
     "all": [

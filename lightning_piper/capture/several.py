@@ -1,0 +1,191 @@
+"""Operations that work along a dimension of which members of an axis have parts, written as several that take parts.
+
+    log_softmax(x)  ->  low = x - max(x);  low - log(sum(exp(low)))         the maximum and the sum are those of all parts
+    nll_loss(x, target)  ->  nll_loss of the one column that is picked      x has parts of the classes
+    embedding(table, index)  ->  rows(table, index, ids)                    the table has parts of its rows; terms of a sum
+
+So scores for a vocabulary are never put together. What is written here has the rules of its operations (`placements.rules`).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch.fx import Graph, Node
+
+from lightning_piper.ir.values import Placement, Shard
+from lightning_piper.placements.changing import placement_of
+from lightning_piper.placements.rule import shape_of
+from lightning_piper.placements.vocabulary import IGNORED, PICKED, ROWS, ROWS_BACKWARD, SPREAD
+
+aten = torch.ops.aten
+
+
+class Several:
+    """Writes operations in the place of one.
+
+    Args:
+        place: gives an operation its placement.
+        changed: a value with another placement, for a reader.
+    """
+
+    def __init__(
+        self, graph: Graph, degree: int, place: Callable[[Node], None], changed: Callable[[Node, Placement, Node], Node]
+    ) -> None:
+        self.graph, self.degree, self._place, self._changed = graph, degree, place, changed
+        self._at: Any = None
+        self._ids: dict[tuple[int, str], Node] = {}
+        self._rows: set[tuple[Node, int]] = set()  # indices, and how many rows the tables have
+
+    @property
+    def writes(self) -> bool:
+        """Is an operation being written as several?"""
+        return self._at is not None
+
+    def write(self, node: Node) -> bool:
+        """Write a node as several, if it works along what is divided; its readers read what they make."""
+        if (written := _WRITTEN.get(node.target)) is None:
+            return False
+        before, self._at = self._at, node
+        with self.graph.inserting_before(node):
+            found = written(self, node)
+        self._at = before
+        if found is None:
+            return False
+        node.replace_all_uses_with(found)
+        self.graph.erase_node(node)
+        return True
+
+    def __call__(self, target: Any, *args: Any, **kwargs: Any) -> Node:
+        """Write one operation."""
+        value = self._at.meta["val"]
+        made = self.graph.call_function(target, args, kwargs)
+        made.meta = {k: v for k, v in self._at.meta.items() if k not in ("val", "tensor_meta")}
+        given_args, given_kwargs = torch.fx.node.map_arg((args, kwargs), lambda x: x.meta["val"])
+        with (value[0] if isinstance(value, tuple | list) else value).fake_mode:
+            made.meta["val"] = target(*given_args, **given_kwargs)
+        self._place(made)
+        return made
+
+    def ids(self, size: int, like: Node) -> Node:
+        """The numbers of a dimension, of which each member has its part."""
+        key = size, str(self._at.meta.get("custom"))
+        if key not in self._ids:
+            numbers = self(aten.arange.default, size, device=like.meta["val"].device)
+            self._ids[key] = self._changed(numbers, Shard(0), self._at)
+        return self._ids[key]
+
+    def apart(self, x: Node, dim: int) -> Node:
+        """A dimension as two, of which the first one is the members'."""
+        shape = list(shape_of(x))
+        return self(aten.view.default, x, [*shape[:dim], self.degree, shape[dim] // self.degree, *shape[dim + 1 :]])
+
+
+def _along(several: Several, x: Any, dim: Any) -> int | None:
+    """The dimension that an operation works along, if members have parts of it, and it is not less to put them together: for each
+    row, a maximum of each member, two sums on the way forth and one on the way back."""
+    along = int(dim) % len(shape_of(x))
+    return along if placement_of(x) == Shard(along) and shape_of(x)[along] > several.degree + 3 else None
+
+
+def _softmax(several: Several, node: Node) -> Node | None:
+    x, along, raised = node.args
+    if raised or (dim := _along(several, x, along)) is None:
+        return None
+    parts = several(aten.amax.default, several.apart(x, dim), [dim + 1])  # type: ignore[arg-type]
+    low = several(aten.sub.Tensor, x, several(aten.amax.default, parts, [dim], True))
+    high = several(aten.exp.default, low)
+    total = several(aten.sum.dim_IntList, high, [dim], True)
+    if node.target is aten._softmax.default:
+        return several(aten.div.Tensor, high, total)
+    return several(aten.sub.Tensor, low, several(aten.log.default, total))
+
+
+def _softmax_backward(several: Several, node: Node) -> Node | None:
+    grad, made, along, dtype = node.args
+    x: Any = made
+    if dtype != x.meta["val"].dtype or (dim := _along(several, x, along)) is None:
+        return None
+    if node.target is aten._softmax_backward_data.default:
+        product = several(aten.mul.Tensor, grad, x)
+        return several(aten.sub.Tensor, product, several(aten.mul.Tensor, x, several(aten.sum.dim_IntList, product, [dim], True)))
+    total = several(aten.sum.dim_IntList, grad, [dim], True)
+    return several(aten.sub.Tensor, grad, several(aten.mul.Tensor, several(aten.exp.default, x), total))
+
+
+def _argmax(several: Several, node: Node) -> Node | None:
+    """The first of the largest: members have runs in their order."""
+    x: Any = node.args[0]
+    if len(node.args) < 2 or node.args[1] is None or (dim := _along(several, x, node.args[1])) is None:
+        return None
+    parts = several.apart(x, dim)
+    largest, where = several(aten.amax.default, parts, [dim + 1], True), several(aten.argmax.default, parts, dim + 1, True)
+    member = several(aten.argmax.default, largest, dim, True)
+    first = several(aten.mul.Tensor, member, shape_of(x)[dim] // several.degree)
+    found = several(aten.add.Tensor, several(aten.gather.default, where, dim, member), first)
+    return several(aten.view.default, found, list(shape_of(node)))
+
+
+def _nll(several: Several, node: Node) -> Node | None:
+    """Of the column that is picked, the one class that there is."""
+    scores, target, weight, reduction, ignored = node.args
+    x: Any = scores
+    if weight is not None or len(shape_of(x)) < 2 or _along(several, x, 1) is None:
+        return None
+    index, classes = _targets(several, target, ignored)
+    size = shape_of(x)[1]
+    column = several(PICKED, x, index, several.ids(size, x), 1, size)
+    return several(node.target, column, classes, None, reduction, IGNORED)
+
+
+def _nll_backward(several: Several, node: Node) -> Node | None:
+    grad, scores, target, weight, reduction, ignored, total = node.args
+    x: Any = scores
+    if weight is not None or len(shape_of(x)) < 2 or _along(several, x, 1) is None:
+        return None
+    index, classes = _targets(several, target, ignored)
+    about = {"dtype": x.meta["val"].dtype, "device": x.meta["val"].device}
+    column = several(aten.zeros.default, list(shape_of(index)), **about)  # only its shape is read
+    found = several(node.target, grad, column, classes, None, reduction, IGNORED, total)
+    return several(SPREAD, found, index, several.ids(shape_of(x)[1], x), 1)
+
+
+def _targets(several: Several, target: Any, ignored: Any) -> tuple[Node, Node]:
+    """What is picked, with a dimension for the classes, and which class of one column that is."""
+    nothing = several(aten.eq.Scalar, target, ignored)
+    index = several(aten.where.ScalarSelf, nothing, IGNORED, target)
+    return several(aten.unsqueeze.default, index, 1), several(aten.where.Scalar, nothing, IGNORED, 0)
+
+
+def _embedding(several: Several, node: Node) -> Node | None:
+    table, index, *options = node.args
+    x: Any = table
+    if placement_of(x) != Shard(0) or any(options[1:]):
+        return None
+    size = shape_of(x)[0]
+    several._rows.add((index, size))  # type: ignore[arg-type]
+    return several(ROWS, x, index, several.ids(size, x), size)
+
+
+def _embedding_backward(several: Several, node: Node) -> Node | None:
+    grad, index, size, padding, _ = node.args
+    if (index, size) not in several._rows:
+        return None
+    return several(ROWS_BACKWARD, grad, index, several.ids(size, grad), padding)  # type: ignore[arg-type]
+
+
+_WRITTEN: dict[Any, Callable[[Several, Node], Node | None]] = {
+    aten._softmax.default: _softmax,
+    aten._log_softmax.default: _softmax,
+    aten._softmax_backward_data.default: _softmax_backward,
+    aten._log_softmax_backward_data.default: _softmax_backward,
+    aten.argmax.default: _argmax,
+    aten.nll_loss_forward.default: _nll,
+    aten.nll_loss2d_forward.default: _nll,
+    aten.nll_loss_backward.default: _nll_backward,
+    aten.nll_loss2d_backward.default: _nll_backward,
+    aten.embedding.default: _embedding,
+    aten.embedding_dense_backward.default: _embedding_backward,
+}
