@@ -28,7 +28,7 @@ from lightning_piper.placements.changing import CHANGE, FOLLOWS, PLACEMENT, plac
 from lightning_piper.placements.choice import choose
 from lightning_piper.placements.proof import prove
 from lightning_piper.placements.rule import made_by, shape_of, tensors_of
-from lightning_piper.placements.rules import rules_for
+from lightning_piper.placements.rules import ATTENTION, rules_for
 
 aten = torch.ops.aten
 R, P = Replicate(), Partial()
@@ -63,7 +63,7 @@ class Placing:
         self.gone: set[Node] = set()  # operations that are done already, with one before
         self.changes: dict[tuple[Node, Placement, Any], Node] = {}
         self.along: set[tuple[int, int]] = set()  # rank and dimension of what the user divides
-        self.several = Several(graph, division.degree, self._operation, self._changed)
+        self.several = Several(graph, division, self._operation, self._changed)
 
     def run(self) -> dict[str, int]:
         for node in list(self.graph.nodes):
@@ -81,11 +81,12 @@ class Placing:
         node.meta[PLACEMENT] = R if dim is None else Shard(dim)
 
     def _operation(self, node: Node) -> None:
-        if node in self.gone:
+        if node in self.gone or node in self.several.gone:
             return
         if not tensors_of(node) or CHANGE is node.target:
             if node.target is not CHANGE:
                 node.meta[PLACEMENT] = self._as_made(node)
+                self._sum_of_keys(node)
             return
         inputs = tensors_of(node)
         if node.target in TURNED and inputs[0] in self.sought:  # what it is turned for says how it is divided
@@ -96,6 +97,9 @@ class Placing:
             return
         if node.target in _VIEWED and self._is_for_columns(node):
             node.replace_input_with(inputs[0], self._changed(inputs[0], R, node))
+        elif node.target in _VIEWED and (dim := self._is_for_rows(node)) is not None:
+            node.replace_input_with(inputs[0], self._changed(inputs[0], Shard(dim), node))
+        inputs = tensors_of(node)
         for x in inputs:  # what was summed for another reader is
             if placement_of(x) == P and (total := self.changes.get(self._key(x, R, node))) is not None:
                 node.replace_input_with(x, total)
@@ -107,7 +111,7 @@ class Placing:
         node = self._without_bias(node)
         sought = self.sought if node.target in PRODUCTS else ()
         about = (self.degree, self.fixed, self.free, self.along, sought)
-        rule = choose(node, placement_of, *about)
+        rule = choose(node, placement_of, *about, self.division.attention)
         if rule is None:
             raise self._refusal(node)
         inputs = tensors_of(node)
@@ -118,8 +122,7 @@ class Placing:
                 if isinstance(placement_of(x), Shard) and wanted == R and not (_torch.is_backward(node) or self.several.writes):
                     self.gathered.append(x)
                 node.replace_input_with(x, self._changed(x, wanted, node))
-        if node.target is aten.native_dropout.default and isinstance(rule.inputs[0], Shard):
-            self._drop(node, rule.inputs[0])
+        if self.several.write(node):  # of the parts that it reads now
             return
         prove(node, rule, self.degree)
         node.meta[PLACEMENT] = rule.outputs if isinstance(node.meta.get("val"), list | tuple) else rule.outputs[0]
@@ -149,6 +152,25 @@ class Placing:
             return False
         rights = [user.args[-1] for user in view.users if user.target in PRODUCTS and user.args[-2] is view]
         return any(self._has_columns(y) for y in rights if isinstance(y, Node))
+
+    def _is_for_rows(self, view: Node) -> int | None:
+        """Do only products with whole weights read this view of parts, which could be parts along what the user divides? Which
+        dimension that is."""
+        (x,) = tensors_of(view)
+        last = len(shape_of(x)) - 1
+        if placement_of(x) != Shard(last) or x in self.fixed or shape_of(x)[-1] != shape_of(view)[-1]:
+            return None
+        rights = [user.args[-1] for user in view.users if user.target in PRODUCTS and user.args[-2] is view]
+        if not rights or not all(isinstance(y, Node) and self._is_whole(y) for y in rights):
+            return None
+        return next(
+            (d for rank, d in sorted(self.along) if rank == last + 1 and d != last and not shape_of(x)[d] % self.degree), None
+        )
+
+    def _is_whole(self, y: Node) -> bool:
+        while y.target in TURNED:
+            y = y.all_input_nodes[0]
+        return y in self.names and y not in self.sought and placement_of(y) == R
 
     def _has_columns(self, y: Node) -> bool:
         turned = False
@@ -206,28 +228,6 @@ class Placing:
             self.graph.erase_node(node)
             self.gone.add(viewed)
         return total
-
-    def _drop(self, node: Node, placement: Placement) -> None:
-        """Dropout of parts: the mask is that of the whole value, which every member draws, and takes its part of."""
-        x, probability, train = node.args
-        value, mask_value = node.meta["val"]
-        with self.graph.inserting_before(node):
-            shape = list(x.meta["val"].shape)  # type: ignore[union-attr]
-            about = {"dtype": value.dtype, "device": value.device}
-            ones = self._like(node, aten.ones.default, (shape,), about, value)
-            drawn = self._like(node, aten.native_dropout.default, (ones, probability, train), val=(value, mask_value))
-            mask = self._like(node, operator.getitem, (drawn, 1), val=mask_value)
-            drawn.meta[PLACEMENT] = (R, R)
-            ones.meta[PLACEMENT] = mask.meta[PLACEMENT] = R
-            scale = 0.0 if probability == 1 else 1 / (1 - probability)  # type: ignore[operator]
-            part = self._changed(mask, placement, node)
-            product = self._like(node, aten.mul.Tensor, (x, part), val=value)
-            result = self._like(node, aten.mul.Tensor, (product, scale), val=value)
-            product.meta[PLACEMENT] = result.meta[PLACEMENT] = placement
-        for user in list(node.users):
-            user.replace_all_uses_with(result if user.args[1] == 0 else mask)
-            self.graph.erase_node(user)
-        self.graph.erase_node(node)
 
     def _like(self, node: Node, target: Any, args: tuple[Any, ...], kwargs: Any = None, val: Any = None) -> Node:
         made = self.graph.call_function(target, args, kwargs)
@@ -313,6 +313,17 @@ class Placing:
                 f"{source_line(node)}: {label} hands on a value of shape {list(value.shape)}, of which {self.degree} devices along "
                 f"{self.division.axis!r} cannot have equal parts along dimension {dims[0]}; pad it, or divide another dimension"
             )
+        self._hand_on(node, wanted)
+
+    def _sum_of_keys(self, node: Node) -> None:
+        """Gradients of keys and values that were gathered are summed into the parts that they were gathered of."""
+        if placement_of(node) != P or node.target is not operator.getitem or node.all_input_nodes[0].target not in ATTENTION:
+            return
+        if shape_of(node)[2] % self.degree == 0:
+            self._hand_on(node, Shard(2))
+
+    def _hand_on(self, node: Node, wanted: Placement) -> None:
+        """Let all who read a value have it so."""
         users = list(node.users)
         with self.graph.inserting_after(node):
             change = self._changed(node, wanted, node.next)
@@ -337,10 +348,19 @@ class Placing:
                 if isinstance(wanted, Partial):
                     raise self._refusal(node)
                 with self.graph.inserting_before(output):
+                    self._be_somewhere(node)
                     changed = self._changed(node, wanted, output)
                     results[i] = self._like(node, aten.alias.default, (changed,))
                     results[i].meta[PLACEMENT] = wanted
         output.args = (tuple(results) if isinstance(output.args[0], tuple) else results,)
+
+    def _be_somewhere(self, node: Node) -> None:
+        """Work outside of all annotations that is changed behind is done where what it reads is made."""
+        source = node
+        while not _has_place(source) and source.all_input_nodes:
+            source = source.all_input_nodes[0]
+        if source.op == "call_function" and _torch.is_backward(source) == _torch.is_backward(node) and "custom" in source.meta:
+            node.meta["custom"] = source.meta["custom"]
 
     def _refusal(self, node: Node) -> CaptureError:
         divided = [f"{self.param_of(x)} as {placement_of(x)}" for x in tensors_of(node) if x in self.fixed and placement_of(x) != R]

@@ -9,18 +9,25 @@ So scores for a vocabulary are never put together. What is written here has the 
 
 from __future__ import annotations
 
+import math
+import operator
 from collections.abc import Callable
 from typing import Any
 
 import torch
 from torch.fx import Graph, Node
 
-from lightning_piper.ir.values import Placement, Shard
+from lightning_piper.ir.division import Division
+from lightning_piper.ir.values import Placement, Replicate, Shard
 from lightning_piper.placements.changing import placement_of
-from lightning_piper.placements.rule import shape_of
+from lightning_piper.placements.choice import by_keys
+from lightning_piper.placements.rule import shape_of, tensors_of
+from lightning_piper.placements.rules import ATTENTION, attended
 from lightning_piper.placements.vocabulary import IGNORED, PICKED, ROWS, ROWS_BACKWARD, SPREAD
 
 aten = torch.ops.aten
+
+Written = Node | tuple[Node, ...] | None
 
 
 class Several:
@@ -29,13 +36,18 @@ class Several:
     Args:
         place: gives an operation its placement.
         changed: a value with another placement, for a reader.
+
+    Attributes:
+        gone: operations further on that are written, too.
     """
 
     def __init__(
-        self, graph: Graph, degree: int, place: Callable[[Node], None], changed: Callable[[Node, Placement, Node], Node]
+        self, graph: Graph, division: Division, place: Callable[[Node], None], changed: Callable[[Node, Placement, Node], Node]
     ) -> None:
-        self.graph, self.degree, self._place, self._changed = graph, degree, place, changed
+        self.graph, self.degree, self.attention = graph, division.degree, division.attention
+        self._place, self._changed = place, changed
         self._at: Any = None
+        self.gone: set[Node] = set()
         self._ids: dict[tuple[int, str], Node] = {}
         self._rows: set[tuple[Node, int]] = set()  # indices, and how many rows the tables have
 
@@ -54,7 +66,13 @@ class Several:
         self._at = before
         if found is None:
             return False
-        node.replace_all_uses_with(found)
+        if isinstance(found, tuple):  # results that are read one by one
+            for user in list(node.users):
+                user.replace_all_uses_with(found[user.args[1]])  # type: ignore[index]
+                self.graph.erase_node(user)
+                self.gone.add(user)
+        else:
+            node.replace_all_uses_with(found)
         self.graph.erase_node(node)
         return True
 
@@ -68,6 +86,10 @@ class Several:
             made.meta["val"] = target(*given_args, **given_kwargs)
         self._place(made)
         return made
+
+    def whole(self, x: Node) -> Node:
+        """What members have terms of, put together at once."""
+        return x if placement_of(x) == Replicate() else self._changed(x, Replicate(), self._at)
 
     def ids(self, size: int, like: Node) -> Node:
         """The numbers of a dimension, of which each member has its part."""
@@ -128,10 +150,15 @@ def _argmax(several: Several, node: Node) -> Node | None:
     return several(aten.view.default, found, list(shape_of(node)))
 
 
-def _nll(several: Several, node: Node) -> Node | None:
-    """Of the column that is picked, the one class that there is."""
+def _nll(several: Several, node: Node) -> Written:
+    """Of the column that is picked, the one class that there is; of rows, the sum of theirs."""
     scores, target, weight, reduction, ignored = node.args
     x: Any = scores
+    if weight is None and reduction and isinstance(placement_of(x), Shard) and placement_of(x) != Shard(1):
+        rows = several(operator.getitem, several(node.target, x, target, None, 0, ignored), 0)
+        counted = several(aten._to_copy.default, several(aten.ne.Scalar, target, ignored), dtype=x.meta["val"].dtype)
+        loss, total = several.whole(several(aten.sum.default, rows)), several(aten.sum.default, counted)
+        return (several(aten.div.Tensor, loss, total) if reduction == 1 else loss), total
     if weight is not None or len(shape_of(x)) < 2 or _along(several, x, 1) is None:
         return None
     index, classes = _targets(several, target, ignored)
@@ -150,6 +177,34 @@ def _nll_backward(several: Several, node: Node) -> Node | None:
     column = several(aten.zeros.default, list(shape_of(index)), **about)  # only its shape is read
     found = several(node.target, grad, column, classes, None, reduction, IGNORED, total)
     return several(SPREAD, found, index, several.ids(shape_of(x)[1], x), 1)
+
+
+def _attention(several: Several, node: Node) -> Written:
+    """Of parts of queries, with all keys: a causal mask says where they stand."""
+    q, k, _ = attended(node)
+    causal = 7 if tensors_of(node)[0] is not q else 4
+    if len(node.args) <= causal or not node.args[causal] or not by_keys(node, placement_of, several.degree, several.attention):
+        return None
+    about = {"dtype": q.meta["val"].dtype, "device": q.meta["val"].device}
+    query = several(aten.unsqueeze.default, several.ids(shape_of(q)[2], q), 1)
+    seen = several(aten.ge.Tensor, query, several(aten.arange.default, shape_of(k)[2], device=about["device"]))
+    here, hidden = (several(aten.scalar_tensor.default, value, **about) for value in (0.0, -math.inf))
+    mask = several(aten.where.self, seen, here, hidden)
+    args = (*node.args[:causal], False, *node.args[causal + 1 :])
+    return several(node.target, *args, **{**node.kwargs, "attn_mask": mask})
+
+
+def _dropped(several: Several, node: Node) -> Written:
+    """The mask is that of the whole value, which every member draws, and takes its part of."""
+    value, probability, train = node.args
+    x: Any = value
+    if not isinstance(placement_of(x), Shard):
+        return None
+    about = {"dtype": x.meta["val"].dtype, "device": x.meta["val"].device}
+    ones = several(aten.ones.default, list(shape_of(x)), **about)
+    mask = several(operator.getitem, several(node.target, ones, probability, train), 1)
+    scale = 0.0 if probability == 1 else 1 / (1 - probability)  # type: ignore[operator]
+    return several(aten.mul.Tensor, several(aten.mul.Tensor, x, mask), scale), mask
 
 
 def _targets(several: Several, target: Any, ignored: Any) -> tuple[Node, Node]:
@@ -176,7 +231,7 @@ def _embedding_backward(several: Several, node: Node) -> Node | None:
     return several(ROWS_BACKWARD, grad, index, several.ids(size, grad), padding)  # type: ignore[arg-type]
 
 
-_WRITTEN: dict[Any, Callable[[Several, Node], Node | None]] = {
+_WRITTEN: dict[Any, Callable[[Several, Node], Written]] = {
     aten._softmax.default: _softmax,
     aten._log_softmax.default: _softmax,
     aten._softmax_backward_data.default: _softmax_backward,
@@ -186,6 +241,8 @@ _WRITTEN: dict[Any, Callable[[Several, Node], Node | None]] = {
     aten.nll_loss2d_forward.default: _nll,
     aten.nll_loss_backward.default: _nll_backward,
     aten.nll_loss2d_backward.default: _nll_backward,
+    aten.native_dropout.default: _dropped,
+    **dict.fromkeys(ATTENTION, _attention),
     aten.embedding.default: _embedding,
     aten.embedding_dense_backward.default: _embedding_backward,
 }

@@ -42,12 +42,16 @@ def check_tensors(directive: Shard) -> None:
             continue
         if not isinstance(given, Mapping) or not all(isinstance(k, str) and type(v) is int and v >= 0 for k, v in given.items()):
             directive.refuse(field, shown(given), 'give names, or patterns, with dimensions: {"*.q_proj.weight": 0}')
+    if directive.attention not in (None, "keys", "heads"):
+        directive.refuse("attention", shown(directive.attention), "give 'keys' or 'heads'")
+    if directive.attention is not None and directive.values is None:
+        directive.refuse("attention", "no values are divided", "divide sequences: values={'*': 1}")
 
 
 def divided_step(directive: Shard, step: Step, program: Sequence[Directive]) -> Step:
     """The step, cut for this directive."""
     degree = len(lines_of(directive, program)[0])
-    division = Division(directive.axis, degree, _params(directive, step, degree), dict(directive.values or {}))
+    division = Division(directive.axis, degree, _params(directive, step, degree), dict(directive.values or {}), directive.attention)
     if step.division is None:
         return step.divided(division)
     if step.division != division:

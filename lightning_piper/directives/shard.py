@@ -44,6 +44,8 @@ class Shard(Directive):
         stream: logical stream of the exchanges.
         params: of tensors: names of parameters, or patterns, with the dimension along which each is divided.
         values: of tensors: labels of regions, or patterns, with the dimension along which what they hand to others is divided.
+        attention: of tensors: what an attention does with parts of sequences. "keys": each device has its queries, and gathers keys
+            and values; "heads": parts of the sequence are exchanged for heads, and back; None: whichever moves less.
 
     With `params` or `values`, all devices of a line work on the same samples. Placements follow through the captured graph, and
     where one has to change, a node does it. It comes before every `replicate`, and behind `place` and `split`; all regions are
@@ -67,6 +69,7 @@ class Shard(Directive):
     stream: str = "alltoall"
     params: Mapping[str, int] | None = None
     values: Mapping[str, int] | None = None
+    attention: str | None = None
 
     def check_fields(self) -> None:
         check_tensors(self)

@@ -15,9 +15,11 @@ class Division:
         degree: its members.
         params: canonical name of a parameter -> the dimension along which it is divided.
         values: label of a region, or a pattern of labels -> the dimension along which what it hands to other regions is divided.
+        attention: how an attention takes parts of sequences: "keys" (gathered), "heads" (exchanged for), None: what moves less.
     """
 
     axis: str
     degree: int
     params: Mapping[str, int] = field(default_factory=dict)
     values: Mapping[str, int] = field(default_factory=dict)
+    attention: str | None = None

@@ -14,7 +14,7 @@ from torch.fx import Node
 
 from lightning_piper.ir.values import Partial, Placement, Replicate, Shard
 from lightning_piper.placements.rule import Rule, shape_of, tensors_of
-from lightning_piper.placements.rules import ATTENTION, rules_for
+from lightning_piper.placements.rules import ATTENTION, attended, rules_for
 
 CUT = 0.01
 SOUGHT = 1e-3  # elements: less than any change costs
@@ -29,6 +29,7 @@ def choose(
     free: Collection[Node],
     along: Collection[tuple[int, int]],
     sought: Collection[Node] = (),
+    attention: str | None = None,
 ) -> Rule | None:
     """The rule for an operation; None if it needs another placement of what is fixed.
 
@@ -38,6 +39,7 @@ def choose(
         free: parameters of which nothing was said and that nobody has read yet: they take any.
         along: ranks and dimensions along which the user divides values; sums are divided there rather than made whole.
         sought: those of `free` that are divided rather than left whole, where nothing else has to change.
+        attention: see `by_keys`.
     """
     inputs = tensors_of(node)
     best: tuple[float, int] | None = None
@@ -45,6 +47,10 @@ def choose(
     for index, rule in enumerate(rules):
         seeks = [x for x, placement in zip(inputs, rule.inputs, strict=True) if x in sought and isinstance(placement, Shard)]
         moves = node.target in ATTENTION and any(isinstance(held(x), Shard) for x in inputs)
+        if index and node.target in ATTENTION:
+            keys = dict(zip(inputs, rule.inputs, strict=True))[attended(node)[0]] == Shard(2)
+            if keys is not by_keys(node, held, degree, attention):
+                continue
         if index and not seeks and not moves and not _wanted(rule, inputs, held, along):
             continue
         cost = sum(
@@ -57,6 +63,23 @@ def choose(
         if best is None or (cost, index) < best:
             best = (cost, index)
     return None if best is None or math.isinf(best[0]) else rules[best[1]]
+
+
+def by_keys(node: Node, held: Held, degree: int, attention: str | None) -> bool:
+    """Has each member of an attention queries of its part of the sequence, for which keys and values are gathered? Else it gets
+    whole sequences of some heads.
+
+    Args:
+        attention: which of these ("keys", "heads") the user wants; None: what moves less.
+    """
+    q, k, v = attended(node)
+    if held(q) != Shard(2):
+        return False
+    if attention is not None:
+        return attention == "keys"
+    queries, keys = math.prod(shape_of(q)), math.prod(shape_of(k)) + math.prod(shape_of(v))
+    heads = shape_of(q)[1] % degree == shape_of(k)[1] % degree == 0
+    return not heads or keys < (2 * queries + keys) / degree  # what is made of heads goes back
 
 
 def _wanted(rule: Rule, inputs: Sequence[Node], held: Held, along: Collection[tuple[int, int]]) -> bool:

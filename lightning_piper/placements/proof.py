@@ -185,7 +185,10 @@ def _bound(x: Node) -> int:
 def _given(x: Node, generator: torch.Generator) -> torch.Tensor:
     if x.meta["reads"][0] in LOOKUPS and x.meta["reads"][1] == 2:
         return torch.arange(x.meta["val"].shape[0])
-    return _drawn(x.meta["val"], _bound(x), generator)
+    drawn = _drawn(x.meta["val"], _bound(x), generator)
+    if x.meta["reads"] == (aten.div.Tensor, 1):  # terms of a sum may not be divided by zero
+        return drawn.where(drawn != 0, 1)
+    return drawn
 
 
 def _drawn(like: torch.Tensor, bound: int, generator: torch.Generator) -> torch.Tensor:

@@ -260,15 +260,31 @@ def _rms_norm_backward(node: Node) -> Iterator[Rule]:
         yield Rule(held, tuple(p if there else None for p, there in zip(outputs, made, strict=True)))
 
 
+def attended(node: Node) -> list[Node]:
+    """Queries, keys and values of an attention, or of its gradient."""
+    inputs = tensors_of(node)
+    return inputs[:3] if len(inputs) < 5 else inputs[1:4]
+
+
 def _attention(node: Node) -> Iterator[Rule]:
-    """Samples and heads are independent of each other; a mask follows where it is not broadcast. Dropout draws for all at once."""
-    if _argument(node, 6 if len(tensors_of(node)) > 5 else 3, 0.0):
+    """Samples and heads are independent of each other, and so are queries, each of which needs all keys and values; a mask follows
+    where it is not broadcast. Dropout draws for all at once."""
+    backward = len(tensors_of(node)) > 4
+    if _argument(node, 6 if backward else 3, 0.0):
         return
     inputs, outputs = tensors_of(node), made_by(node)
     for d in (1, 0):
         # Fewer heads of keys than of queries are divided alike: each has a run of them.
         held = [Shard(d) if len(shape_of(x)) > 2 and shape_of(x)[d] > 1 else R for x in inputs]
         yield Rule(tuple(held), (Shard(d),) * len(outputs))
+    if _argument(node, 7 if backward else 4, False):
+        return  # which keys a query may see depends on where it stands
+    q = Shard(2)
+    mask = [_along(shape_of(x), len(shape_of(x)) - 2) for x in inputs[6 if backward else 3 :]]
+    if backward:  # of the gradient of the result, of queries, keys, values, the result and its norm
+        yield Rule((q, q, R, R, q, q, *mask), (q, P, P))
+    else:
+        yield Rule((q, R, R, *mask), (q,) * len(outputs))
 
 
 def _dropped(node: Node) -> Iterator[Rule]:
@@ -289,6 +305,23 @@ def _softmax_backward(node: Node) -> Iterator[Rule]:
 def _argmax(node: Node) -> Iterator[Rule]:
     if _argument(node, 1) is not None and _argument(node, 2, False):
         yield from _moves(_but(1), sums=False)(node)
+
+
+def _nll(node: Node) -> Iterator[Rule]:
+    """Rows have losses of their own, where they are not put together."""
+    x, _, *weight = tensors_of(node)
+    if node.args[3] == 0:
+        for d in range(len(shape_of(x))):
+            if d != min(1, len(shape_of(x)) - 1):
+                yield Rule((Shard(d), Shard(max(0, d - (d > 1))), *(R for _ in weight)), (Shard(max(0, d - (d > 1))), R))
+
+
+def _nll_backward(node: Node) -> Iterator[Rule]:
+    grad, x, _, *others = tensors_of(node)
+    for d in range(len(shape_of(x))):
+        if d != min(1, len(shape_of(x)) - 1):
+            row = Shard(max(0, d - (d > 1)))
+            yield Rule((row if shape_of(grad) else R, Shard(d), row, *(R for _ in others)), (Shard(d),))
 
 
 # Lookups
@@ -342,6 +375,8 @@ _FAMILIES: dict[Any, Callable[[Node], Iterator[Rule]]] = {
 _FAMILIES |= dict.fromkeys(ATTENTION, _attention)
 _FAMILIES |= dict.fromkeys((*_SUMS, aten.mean.dim, aten.amax.default), _sum)
 _FAMILIES |= LOOKUPS
+_FAMILIES |= dict.fromkeys((aten.nll_loss_forward.default, aten.nll_loss2d_forward.default), _nll)
+_FAMILIES |= dict.fromkeys((aten.nll_loss_backward.default, aten.nll_loss2d_backward.default), _nll_backward)
 _FAMILIES |= dict.fromkeys((aten.t.default, aten.transpose.int, aten.permute.default), _moves(_permuted))
 _FAMILIES |= dict.fromkeys((aten.select.int, aten.unbind.int), _moves(_without))
 _FAMILIES |= dict.fromkeys((aten.split.Tensor, aten.split_with_sizes.default), _moves(_but(2)))
