@@ -22,8 +22,12 @@ from lightning_piper.passes import run_pipeline
 from lightning_piper.verify.hook import check_pass
 from lightning_piper.verify.interpreter import interpret
 
-DIM, LENGTH, SAMPLES, HEADS = 8, 4, 8, 4
-KINDS = ("linear", "gelu", "norm", "rms", "attention", "scores", "mlp", "gated", "skip", "mixed", "table", "pooled", "scaled")
+DIM, LENGTH, SAMPLES, HEADS, WORDS = 8, 4, 8, 4, 16
+KINDS = (
+    "linear", "gelu", "norm", "rms", "attention", "few", "scores", "mlp", "gated", "skip", "mixed", "table", "pooled", "scaled",
+    "summed", "turned",
+)  # fmt: skip
+LOSSES = ("words", "classes", "smoothed", "added", "squares")
 BOUND = 1e-9  # relative; what float64 makes of some thousand operations is below 1e-12
 
 
@@ -36,6 +40,8 @@ class Part(nn.Module):
         one = lambda a=DIM, b=DIM, bias=True: nn.Linear(a, b, bias)  # noqa: E731
         if kind in ("attention", "scores"):
             self.q, self.k, self.v, self.out = one(), one(bias=False), one(), one()
+        elif kind == "few":
+            self.q, self.kv, self.out = one(), one(DIM, DIM // 2), one()
         elif kind in ("mlp", "gated"):
             self.up, self.down, self.gate = one(DIM, 2 * DIM), one(2 * DIM, DIM), one(DIM, 2 * DIM, False)
         elif kind in ("linear", "skip", "mixed", "pooled"):
@@ -64,6 +70,15 @@ class Part(nn.Module):
                 else:
                     y = (q @ k.transpose(-1, -2) / 2).softmax(-1) @ v
                 return x + self.out(y.transpose(1, 2).flatten(2))
+            case "few":  # one head of keys, and pairs that see each other
+                k, v = (part.unflatten(-1, (1, -1)).transpose(1, 2) for part in self.kv(x).chunk(2, -1))
+                q, at = self.q(x).unflatten(-1, (HEADS, -1)).transpose(1, 2), torch.arange(LENGTH)
+                y = F.scaled_dot_product_attention(q, k, v, (at[:, None] - at).abs() < 3, enable_gqa=True)
+                return x + self.out(y.transpose(1, 2).flatten(2))
+            case "summed":
+                return x + x.flip(1).cumsum(1) / 4
+            case "turned":
+                return torch.cat([-x[..., DIM // 2 :], x[..., : DIM // 2]], -1) + x.squeeze(0)
             case "mlp":
                 return x + self.down(F.gelu(self.up(x)))
             case "gated":
@@ -80,21 +95,39 @@ class Part(nn.Module):
 
 
 class Drawn(L.LightningModule):
-    def __init__(self, kinds: list[str]) -> None:
+    """Batch: words, or vectors, [samples, 4], and classes. `tied`: the scores are made of the table of the words."""
+
+    def __init__(self, kinds: list[str], loss: str, tied: bool) -> None:
         super().__init__()
         self.parts = nn.ModuleList(map(Part, kinds))
-        self.head = nn.Linear(DIM, 4)
+        self.loss, classes = loss, WORDS if loss in ("words", "smoothed", "added") else 4
+        self.embed = nn.Embedding(WORDS, DIM)
+        self.head = nn.Linear(DIM, classes, bias=not tied)
+        if tied and classes == WORDS:
+            self.head.weight = self.embed.weight
 
     def training_step(self, batch: Any, batch_idx: int) -> Tensor:
-        x, target = batch
+        words, target = batch
+        with piper.annotate("PART", 0):
+            x = self.embed(words)
         for i, part in enumerate(self.parts):
             with piper.annotate("PART", i):
                 x = part(x)
         with piper.annotate("PART", len(self.parts)):
             logits = self.head(x)
-            loss = F.cross_entropy(logits.flatten(0, 1), target.flatten())
             self.log("mean", logits.mean())
-        return loss
+            self.log("right", (logits.argmax(-1) == target).double().mean())
+            return self.loss_of(logits.flatten(0, 1), target.flatten())
+
+    def loss_of(self, logits: Tensor, target: Tensor) -> Tensor:
+        match self.loss:
+            case "squares":
+                return F.mse_loss(logits.sigmoid(), F.one_hot(target.clamp(0, 3), 4).to(logits))
+            case "smoothed":
+                return F.cross_entropy(logits, target, label_smoothing=0.1)
+            case "added":
+                return F.cross_entropy(logits, target, reduction="sum") / 8
+        return F.cross_entropy(logits, target.clamp_max(3) if self.loss == "classes" else target)
 
 
 @st.composite
@@ -116,7 +149,8 @@ def programs(draw: st.DrawFn, module: Drawn) -> list[Any]:
     if draw(st.booleans()):
         program.append(Split(filter={}, dim_name="MB", num_microbatches=2))
     devices = [[stage * size + d for d in line] for stage in range(len(groups)) for line in lines]
-    program.append(Shard(filter={}, devices=devices, axis="tp", stream="tp", params=chosen, values=values))
+    program.append(Shard(filter={}, devices=devices, axis="tp", stream="tp", params=chosen, values=values,
+                         attention=draw(st.sampled_from([None, "keys", "heads"]))))  # fmt: skip
     if replicas > 1:
         level = draw(st.sampled_from([{}, {"shard_optimizer": True}, {"shard_grads": True}, {"shard_params": True}]))
         program.append(Replicate(filter={}, devices=groups, **level))
@@ -127,9 +161,12 @@ def programs(draw: st.DrawFn, module: Drawn) -> list[Any]:
 @given(data=st.data())
 def test_it_equals_one_device_or_is_refused(data: Any) -> None:
     torch.manual_seed(0)
-    module = Drawn(data.draw(st.lists(st.sampled_from(KINDS), min_size=1, max_size=4))).double()
+    kinds = data.draw(st.lists(st.sampled_from(KINDS), min_size=1, max_size=4))
+    module = Drawn(kinds, data.draw(st.sampled_from(LOSSES)), data.draw(st.booleans())).double()
     program = data.draw(programs(module))
-    batch = torch.randn(SAMPLES, LENGTH, DIM, dtype=torch.float64), torch.randint(0, 4, (SAMPLES, LENGTH))
+    target = torch.randint(0, WORDS, (SAMPLES, LENGTH))
+    target[torch.rand(target.shape) < 0.2] = -100
+    batch = torch.randint(0, WORDS, (SAMPLES, LENGTH)), target
     step = capture(module, batch)
     tensors = {name: x.detach() for name, x in module.named_parameters()}
     try:
