@@ -13,6 +13,7 @@ from lightning_piper.capture import capture
 from lightning_piper.capture.finding import find_params
 from lightning_piper.directives import Directive, Place, Shard
 from lightning_piper.errors import PiperError
+from lightning_piper.ir.values import Shard as Part
 from lightning_piper.limits import integer, shown
 
 AXIS = "tp"
@@ -56,12 +57,13 @@ def tensor_parallel(module: nn.Module, batch: Any, degree: int, *, sequence: boo
     ]
 
 
-def _patterns(found: Mapping[str, int], names: Mapping[str, Any]) -> dict[str, int]:
+def _patterns(parts: Mapping[str, Part], names: Mapping[str, Any]) -> dict[str, int | tuple[int, int]]:
     """Names with their layer's number left out, where all layers are alike."""
+    found = {name: part.dim if part.blocks == 1 else (part.dim, part.blocks) for name, part in parts.items()}
     alike: dict[str, list[str]] = {}
     for name in names:
         alike.setdefault(re.sub(r"(?<=\.)\d+(?=\.)", "*", name), []).append(name)
-    made: dict[str, int] = {}
+    made: dict[str, int | tuple[int, int]] = {}
     for pattern, members in alike.items():
         dims = {found.get(name) for name in members}
         if len(dims) == 1 and (dim := dims.pop()) is not None:

@@ -11,27 +11,47 @@ from lightning_piper.capture.placed import Placing
 from lightning_piper.ir.division import Division
 from lightning_piper.ir.values import Replicate, Shard
 from lightning_piper.placements.changing import CHANGE, PLACEMENT, placement_of
-from lightning_piper.placements.rule import shape_of
+from lightning_piper.placements.local import SPLIT, VIEWS
+from lightning_piper.placements.rule import made_by, shape_of
+from lightning_piper.placements.views import regrouped
 
 
-def find_params(make: Callable[[], tuple[Graph, Names]], axis: str, degree: int, values: Mapping[str, int]) -> dict[str, int]:
-    """Weights that members of an axis may have parts of, with their dimensions: columns of the first product, rows of the next one.
+def find_params(make: Callable[[], tuple[Graph, Names]], axis: str, degree: int, values: Mapping[str, int]) -> dict[str, Shard]:
+    """Weights that members of an axis may have parts of: columns of the first product, rows of the next one.
 
-    A weight is left whole where what comes of it is needed whole before another product takes it.
+    A weight is left whole where what comes of it is needed whole before another product takes it. If that is because it is several
+    weights beside each other (queries, keys and values), each of these is divided.
 
     Args:
         make: gives a joint graph of the step, a new one each time.
     """
-    left: set[str] = set()
+    runs: dict[str, int] = {}  # 0: left whole
     while True:
         graph, names = make()
         weights = {name for x, name in names.params.items() if len(shape_of(x)) == 2}
-        placing = Placing(graph, Division(axis, degree, {}, values), names, weights - left)
+        seek = {name: runs.get(name, 1) for name in weights if runs.get(name, 1)}
+        placing = Placing(graph, Division(axis, degree, {}, values), names, seek)
         found = placing.run()
-        needed = {name for x in placing.gathered for name in _made_with(placing, x)} & found.keys()
+        needed = {name: _beside(x, reader) for x, reader in placing.gathered for name in _made_with(placing, x) if name in found}
         if not needed:
-            return {name: dim for name, dim in found.items() if name in weights}
-        left |= needed
+            return {name: placement for name, placement in found.items() if name in weights}
+        beside = {name: count for name, count in needed.items() if count > 1 and runs.get(name, 1) == 1}
+        runs |= beside or dict.fromkeys(needed, 0)  # what follows may be otherwise then
+
+
+def _beside(x: Node, reader: Node) -> int:
+    """Of how many equal runs an operation takes what members have one part of; 0 if that is not why it needs all."""
+    placement = placement_of(x)
+    if not isinstance(placement, Shard):
+        return 0
+    if reader.target in SPLIT:
+        sizes = [made.shape[placement.dim] for made in made_by(reader) if made is not None]
+        return len(sizes) if len(sizes) > 1 and len(set(sizes)) == 1 else 0
+    if reader.target in VIEWS:
+        for mine, theirs in regrouped(shape_of(x), shape_of(reader)):
+            if mine == (placement.dim,) and len(theirs) > 1:
+                return shape_of(reader)[theirs[0]]
+    return 0
 
 
 def _made_with(placing: Placing, x: Node) -> set[str]:

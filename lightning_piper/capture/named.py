@@ -9,7 +9,7 @@ from torch import nn
 
 from lightning_piper.capture.aliases import Pair, sharing_memory
 from lightning_piper.ir.regions import ParamInfo
-from lightning_piper.ir.values import TensorSpec
+from lightning_piper.ir.values import Shard, TensorSpec
 
 
 def named_tensors(module: nn.Module) -> tuple[dict[str, ParamInfo], dict[str, TensorSpec], dict[str, str], list[Pair]]:
@@ -35,16 +35,22 @@ def named_tensors(module: nn.Module) -> tuple[dict[str, ParamInfo], dict[str, Te
     return params, buffers, canonical, sharing_memory(tensors)
 
 
-def laid_out(info: ParamInfo, dim: int | None) -> ParamInfo:
-    """A parameter whose parts along a dimension lie one after another: the whole of it is counted in their order."""
+def laid_out(info: ParamInfo, placement: Shard | None, degree: int) -> ParamInfo:
+    """A parameter whose parts lie one after another: the whole of it is counted in their order."""
     order = info.spec.dim_order
-    if dim is None or order[0] == dim:
+    if placement is None:
+        return info
+    dim = placement.dim
+    if placement.blocks > 1:
+        spec = dataclasses.replace(info.spec, runs=(placement.blocks, degree))
+        info = dataclasses.replace(info, spec=spec, strides=info.spec.stride)
+    if order[0] == dim:
         return info
     stride, steps = {}, 1
     for d in reversed([dim, *(d for d in order if d != dim)]):
         stride[d], steps = steps, steps * info.spec.shape[d]
     spec = dataclasses.replace(info.spec, stride=tuple(stride[d] for d in range(len(order))))
-    return dataclasses.replace(info, spec=spec, strides=info.spec.stride)
+    return dataclasses.replace(info, spec=spec, strides=info.strides or info.spec.stride)
 
 
 def resized(spec: TensorSpec, size: int) -> TensorSpec:

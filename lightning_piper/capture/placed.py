@@ -10,25 +10,26 @@ from __future__ import annotations
 
 import fnmatch
 import operator
-from collections.abc import Collection
+from collections.abc import Mapping
 from typing import Any
 
 import torch
 from torch.fx import Graph, Node
 
-from lightning_piper.annotate import META_KEY
 from lightning_piper.capture import _torch
+from lightning_piper.capture.changes import Changes, has_place, like
 from lightning_piper.capture.passes import Names
 from lightning_piper.capture.regions import VIEWS, source_line, tags_of
 from lightning_piper.capture.several import Several
 from lightning_piper.errors import CaptureError
 from lightning_piper.ir.division import Division
 from lightning_piper.ir.values import Partial, Placement, Replicate, Shard
-from lightning_piper.placements.changing import CHANGE, FOLLOWS, PLACEMENT, placement_of
+from lightning_piper.placements.attention import ATTENTION
+from lightning_piper.placements.changing import CHANGE, PLACEMENT, placement_of
 from lightning_piper.placements.choice import choose
 from lightning_piper.placements.proof import prove
 from lightning_piper.placements.rule import made_by, shape_of, tensors_of
-from lightning_piper.placements.rules import ATTENTION, rules_for
+from lightning_piper.placements.rules import rules_for
 
 aten = torch.ops.aten
 R, P = Replicate(), Partial()
@@ -37,11 +38,11 @@ TURNED = {aten.t.default, aten.transpose.int, aten.permute.default}
 PRODUCTS = {aten.mm.default, aten.addmm.default}
 
 
-def place_values(graph: Graph, division: Division, names: Names) -> dict[str, int]:
+def place_values(graph: Graph, division: Division, names: Names) -> dict[str, Shard]:
     """Give every value of a joint graph a placement (`changing.PLACEMENT`), in place.
 
     Returns:
-        The parameters that are divided, with their dimensions: those of the division, and biases that follow from them.
+        The parameters that are divided: those of the division, and biases that follow from them.
 
     Raises:
         CaptureError: an operation needs a parameter whole that is divided.
@@ -50,22 +51,24 @@ def place_values(graph: Graph, division: Division, names: Names) -> dict[str, in
 
 
 class Placing:
-    def __init__(self, graph: Graph, division: Division, names: Names, seek: Collection[str] = ()) -> None:
+    def __init__(self, graph: Graph, division: Division, names: Names, seek: Mapping[str, int] | None = None) -> None:
+        """`seek`: weights that may be divided, each by how many runs of it."""
+        seek = seek or {}
         self.graph, self.division, self.degree = graph, division, division.degree
         self.names, self.batch = dict(names.params), names.batch
         self.fixed: set[Node] = set(self.names)  # parameters, and views of them
         # What is said of a weight says of its bias: a vector of which nothing was said takes what its first reader wants.
         unsaid = {x: name for x, name in self.names.items() if name not in division.params}
         self.free = {x for x, name in unsaid.items() if len(shape_of(x)) == 1 or name in seek}
-        self.sought = {x for x, name in unsaid.items() if name in seek}
+        self.sought = {x: seek[name] for x, name in unsaid.items() if name in seek}
         self.views: dict[Node, Node] = {}  # of what is still free, and what they are views of
-        self.gathered: list[Node] = []  # on the way forth, parts that somebody needs whole
+        self.gathered: list[tuple[Node, Node]] = []  # on the way forth, parts that somebody needs whole, and who
         self.gone: set[Node] = set()  # operations that are done already, with one before
-        self.changes: dict[tuple[Node, Placement, Any], Node] = {}
+        self.changes = Changes(graph)
         self.along: set[tuple[int, int]] = set()  # rank and dimension of what the user divides
-        self.several = Several(graph, division, self._operation, self._changed)
+        self.several = Several(graph, division, self._operation, self.changes.changed)
 
-    def run(self) -> dict[str, int]:
+    def run(self) -> dict[str, Shard]:
         for node in list(self.graph.nodes):
             if node.op == "output":
                 self._results(node)
@@ -74,11 +77,10 @@ class Placing:
             else:
                 self._operation(node)
         placed = ((name, placement_of(x)) for x, name in self.names.items() if x.users)
-        return {name: placement.dim for name, placement in placed if isinstance(placement, Shard)}
+        return {name: placement for name, placement in placed if isinstance(placement, Shard)}
 
     def _given(self, node: Node) -> None:
-        dim = self.division.params.get(self.names.get(node, ""))
-        node.meta[PLACEMENT] = R if dim is None else Shard(dim)
+        node.meta[PLACEMENT] = self.division.params.get(self.names.get(node, ""), R)
 
     def _operation(self, node: Node) -> None:
         if node in self.gone or node in self.several.gone:
@@ -93,15 +95,15 @@ class Placing:
             self.views[node] = inputs[0]
             self.fixed.add(node)
             self.free.add(node)
-            self.sought.add(node)
+            self.sought[node] = self.sought[inputs[0]]
             return
         if node.target in _VIEWED and self._is_for_columns(node):
-            node.replace_input_with(inputs[0], self._changed(inputs[0], R, node))
+            node.replace_input_with(inputs[0], self.changes.changed(inputs[0], R, node))
         elif node.target in _VIEWED and (dim := self._is_for_rows(node)) is not None:
-            node.replace_input_with(inputs[0], self._changed(inputs[0], Shard(dim), node))
+            node.replace_input_with(inputs[0], self.changes.changed(inputs[0], Shard(dim), node))
         inputs = tensors_of(node)
         for x in inputs:  # what was summed for another reader is
-            if placement_of(x) == P and (total := self.changes.get(self._key(x, R, node))) is not None:
+            if placement_of(x) == P and (total := self.changes.made(x, R, node)) is not None:
                 node.replace_input_with(x, total)
         inputs = tensors_of(node)
         if node.target is aten.embedding.default and self._is_vocabulary(node):
@@ -109,7 +111,7 @@ class Placing:
         if self.several.write(node):
             return
         node = self._without_bias(node)
-        sought = self.sought if node.target in PRODUCTS else ()
+        sought = self.sought if node.target in PRODUCTS else {}
         about = (self.degree, self.fixed, self.free, self.along, sought)
         rule = choose(node, placement_of, *about, self.division.attention)
         if rule is None:
@@ -120,8 +122,8 @@ class Placing:
                 self._settle(x, wanted)
             elif placement_of(x) != wanted:
                 if isinstance(placement_of(x), Shard) and wanted == R and not (_torch.is_backward(node) or self.several.writes):
-                    self.gathered.append(x)
-                node.replace_input_with(x, self._changed(x, wanted, node))
+                    self.gathered.append((x, node))
+                node.replace_input_with(x, self.changes.changed(x, wanted, node))
         if self.several.write(node):  # of the parts that it reads now
             return
         prove(node, rule, self.degree)
@@ -176,21 +178,21 @@ class Placing:
         turned = False
         while y.target in TURNED:
             y, turned = y.all_input_nodes[0], not turned
-        return y in self.sought or (y in self.names and placement_of(y) == Shard(0 if turned else 1))
+        return y in self.sought or (y in self.names and _along(y) == (0 if turned else 1))
 
     def _settle(self, x: Node, wanted: Placement) -> None:
         """A parameter of which nothing was said is divided so, and with it its other views."""
         if x in self.views:
-            turned = next(rule for rule in rules_for(x, self.degree) if rule.outputs == (wanted,))
+            turned = next(rule for rule in rules_for(x, self.degree, _blocks(wanted)) if rule.outputs == (wanted,))
             self._settle(self.views[x], turned.inputs[0])
             return
         x.meta[PLACEMENT] = wanted
         self.free.discard(x)
-        self.sought.discard(x)
+        self.sought.pop(x, None)
         for view, source in list(self.views.items()):
             if source is x:
                 del self.views[view]
-                rule = next(rule for rule in rules_for(view, self.degree) if rule.inputs == (wanted,))
+                rule = next(rule for rule in rules_for(view, self.degree, _blocks(wanted)) if rule.inputs == (wanted,))
                 self._settle(view, rule.outputs[0] or R)
 
     def _as_made(self, node: Node) -> Any:
@@ -207,7 +209,7 @@ class Placing:
         if node.target is not aten.addmm.default or node.kwargs:
             return node
         bias, x, y = node.args
-        rows = placement_of(y) == Shard(0) or (y in self.sought and placement_of(x) == Shard(1))  # type: ignore[arg-type]
+        rows = _along(y) == 0 or (y in self.sought and _along(x) == 1)
         if not rows:
             return node
         users = list(node.users)
@@ -216,82 +218,18 @@ class Placing:
         )
         last = node if viewed is None else viewed
         with self.graph.inserting_before(last):
-            made = self._like(node, aten.mm.default, (x, y))
+            made = like(self.graph, node, aten.mm.default, (x, y))
             self._operation(made)
             if viewed is not None:  # in its own shape, in which the user may divide it
-                made = self._like(viewed, viewed.target, (made, viewed.args[1]))
+                made = like(self.graph, viewed, viewed.target, (made, viewed.args[1]))
                 self._operation(made)
-            total = self._like(last, aten.add.Tensor, (made, bias))
+            total = like(self.graph, last, aten.add.Tensor, (made, bias))
         last.replace_all_uses_with(total)
         self.graph.erase_node(last)
         if viewed is not None:
             self.graph.erase_node(node)
             self.gone.add(viewed)
         return total
-
-    def _like(self, node: Node, target: Any, args: tuple[Any, ...], kwargs: Any = None, val: Any = None) -> Node:
-        made = self.graph.call_function(target, args, kwargs)
-        made.meta = dict(node.meta) | {"val": node.meta["val"] if val is None else val}
-        return made
-
-    # Changes
-
-    def _changed(self, x: Node, wanted: Placement, reader: Node) -> Node:
-        """The same value with another placement; one change for all who want it."""
-        if x.target is CHANGE:
-            x = x.all_input_nodes[0]
-            if placement_of(x) == wanted:
-                return x
-        if any(isinstance(p, Shard) and p.blocks > 1 for p in (placement_of(x), wanted)):
-            return self._changed_in_runs(x, wanted, reader)
-        here, key = _has_place(x), self._key(x, wanted, reader)
-        if key not in self.changes:
-            at = self._before(x, reader) if not here and _torch.is_backward(reader) else reader
-            with self.graph.inserting_before(at):
-                change = self.graph.call_function(CHANGE, (x, str(placement_of(x)), str(wanted)))
-            about = x.meta if here else reader.meta
-            change.meta = {k: v for k, v in about.items() if k in ("custom", "seq_nr", "stack_trace")}
-            if here and _torch.is_backward(x):
-                change.meta["partitioner_tag"] = "is_backward"
-            change.meta |= {"val": x.meta["val"], PLACEMENT: wanted}
-            _on_its_own(change)
-            self.changes[key] = change
-        found: Node = self.changes[key]
-        return found
-
-    def _key(self, x: Node, wanted: Placement, reader: Node) -> tuple[Node, Placement, Any]:
-        """Of one change: work that is nowhere by itself is changed where it is read."""
-        return x, wanted, None if _has_place(x) else tuple(sorted(tags_of(reader).items()))
-
-    def _changed_in_runs(self, x: Node, wanted: Placement, reader: Node) -> Node:
-        """Parts of runs, of which there may be as many as samples, are changed as parts of a dimension of its own."""
-        key = (x, wanted, (tuple(sorted(tags_of(reader).items())), _torch.is_backward(reader)))
-        if key not in self.changes:
-            (runs,) = (p for p in (placement_of(x), wanted) if isinstance(p, Shard) and p.blocks > 1)
-            shape = list(shape_of(x))
-            apart = [*shape[: runs.dim], runs.blocks, shape[runs.dim] // runs.blocks, *shape[runs.dim + 1 :]]
-            before, after = (_in_runs(p, runs) for p in (placement_of(x), wanted))
-            with self.graph.inserting_before(reader):
-                value = x.meta["val"]
-                made = self._like(x if _has_place(x) else reader, aten.view.default, (x, apart), val=value.view(apart))
-                made.meta |= {PLACEMENT: before, FOLLOWS: True}
-                changed = self._changed(made, after, reader)
-                after_it = reader if reader.op == "call_function" else x  # a result of the step has no reader
-                self.changes[key] = self._like(after_it, aten.view.default, (changed, shape), val=value)
-                _on_its_own(made)
-                _on_its_own(self.changes[key])
-            self.changes[key].meta[PLACEMENT] = wanted
-        return self.changes[key]
-
-    def _before(self, x: Node, reader: Node) -> Node:
-        """Where work of the forward pass begins that has the reader's tags."""
-        found = x.op != "call_function"
-        for node in self.graph.nodes:
-            if found and node.op == "call_function" and (node is reader or tags_of(node) == tags_of(reader)):
-                first: Node = node
-                return first
-            found = found or node is x
-        return reader
 
     def _pin(self, node: Node) -> None:
         """What a region hands on is divided where the user says so."""
@@ -326,38 +264,39 @@ class Placing:
         """Let all who read a value have it so."""
         users = list(node.users)
         with self.graph.inserting_after(node):
-            change = self._changed(node, wanted, node.next)
+            change = self.changes.changed(node, wanted, node.next)
         for user in users:
             user.replace_input_with(node, change)
 
     def _results(self, output: Node) -> None:
         """What the step hands out is whole, but for gradients of what is divided, and of what is summed with the batch."""
-        described = zip(output.args[0], output.meta["desc"], strict=True)  # type: ignore[arg-type]
+        described = list(zip(output.args[0], output.meta["desc"], strict=True))  # type: ignore[arg-type]
+        params = {x.meta["desc"]: x for x in self.names}
+        of = [params.get(desc.grad_of) if isinstance(desc, _torch.GradAOTOutput) else None for _, desc in described]
+        # Terms of one gradient, made in different regions, are summed with the batch if members have terms of them all.
+        terms = [(x, node) for x, (node, _) in zip(of, described, strict=True) if x is not None and isinstance(node, Node)]
+        whole = {self.names[x] for x, node in terms if placement_of(node) != P}
         results = list(output.args[0])  # type: ignore[arg-type]
-        for i, (node, desc) in enumerate(described):
+        for i, (param, (node, _)) in enumerate(zip(of, described, strict=True)):
             if not isinstance(node, Node):
                 continue
-            wanted: Placement = R
-            if isinstance(desc, _torch.GradAOTOutput):
-                param = next((x for x in self.names if x.meta["desc"] == desc.grad_of), None)
-                if param is not None:
-                    wanted = placement_of(param)
-                    if wanted == R and placement_of(node) == P:
-                        continue
+            wanted = R if param is None else placement_of(param)
+            if param is not None and wanted == R and placement_of(node) == P and self.names[param] not in whole:
+                continue
             if placement_of(node) != wanted:
                 if isinstance(wanted, Partial):
                     raise self._refusal(node)
                 with self.graph.inserting_before(output):
                     self._be_somewhere(node)
-                    changed = self._changed(node, wanted, output)
-                    results[i] = self._like(node, aten.alias.default, (changed,))
+                    changed = self.changes.changed(node, wanted, output)
+                    results[i] = like(self.graph, node, aten.alias.default, (changed,))
                     results[i].meta[PLACEMENT] = wanted
         output.args = (tuple(results) if isinstance(output.args[0], tuple) else results,)
 
     def _be_somewhere(self, node: Node) -> None:
         """Work outside of all annotations that is changed behind is done where what it reads is made."""
         source = node
-        while not _has_place(source) and source.all_input_nodes:
+        while not has_place(source) and source.all_input_nodes:
             source = source.all_input_nodes[0]
         if source.op == "call_function" and _torch.is_backward(source) == _torch.is_backward(node) and "custom" in source.meta:
             node.meta["custom"] = source.meta["custom"]
@@ -376,19 +315,11 @@ class Placing:
         return self.names[x]
 
 
-def _on_its_own(node: Node) -> None:
-    """What is put before an operation is not what its gradient belongs to."""
-    if not _torch.is_backward(node):
-        node.meta["seq_nr"] = (node.name,)
+def _along(x: Any) -> int | None:
+    """The dimension that members have parts of."""
+    placement = placement_of(x)
+    return placement.dim if isinstance(placement, Shard) else None
 
 
-def _in_runs(placement: Placement, runs: Shard) -> Placement:
-    """A placement where runs have a dimension of their own."""
-    if not isinstance(placement, Shard):
-        return placement
-    return Shard(placement.dim + (placement.dim > runs.dim or placement == runs))  # parts of the dimension are some of its runs
-
-
-def _has_place(x: Node) -> bool:
-    """Is it work of a region by itself, so that what follows from it follows there? Untagged work may be done where it is read."""
-    return x.op == "call_function" and (META_KEY in x.meta.get("custom", {}) or _torch.is_backward(x))
+def _blocks(placement: Placement) -> set[int]:
+    return {placement.blocks} if isinstance(placement, Shard) else set()

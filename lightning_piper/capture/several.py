@@ -19,10 +19,10 @@ from torch.fx import Graph, Node
 
 from lightning_piper.ir.division import Division
 from lightning_piper.ir.values import Placement, Replicate, Shard
+from lightning_piper.placements.attention import ATTENTION, attended
 from lightning_piper.placements.changing import placement_of
 from lightning_piper.placements.choice import by_keys
 from lightning_piper.placements.rule import shape_of, tensors_of
-from lightning_piper.placements.rules import ATTENTION, attended
 from lightning_piper.placements.vocabulary import IGNORED, PICKED, ROWS, ROWS_BACKWARD, SPREAD
 
 aten = torch.ops.aten

@@ -36,7 +36,7 @@ from lightning_piper.capture.weighing import Weighed, weigh
 from lightning_piper.errors import CaptureError
 from lightning_piper.ir.division import Division
 from lightning_piper.ir.regions import StepCode
-from lightning_piper.ir.values import Kind
+from lightning_piper.ir.values import Kind, Shard
 from lightning_piper.placements.local import localize
 
 MANY_SIZES = 8  # numbers of samples for which a step is traced, before it is traced for all
@@ -141,7 +141,8 @@ class CapturedStep:
         """The same step, cut where members of an axis have to change what they hold of a value: as of one that has everything."""
         other = copy.copy(self)
         other.division, other._codes, other._shaped = division, {}, {}
-        other.params = {name: laid_out(info, division.params.get(name)) for name, info in self.params.items()}
+        parts = other.at(other.size).divided  # with biases, which follow from their weights
+        other.params = {name: laid_out(info, parts.get(name), division.degree) for name, info in self.params.items()}
         return other
 
     @cached_property
@@ -349,7 +350,7 @@ class CapturedStep:
         graph = self._trace(self.size, {}, ())[0].graph
         return graph, Names.of(graph, self.canonical)
 
-    def _divide(self, weighed: Weighed) -> dict[str, int]:
+    def _divide(self, weighed: Weighed) -> dict[str, Shard]:
         """Give the values of a graph their placements. Returns the parameters of which members have parts."""
         if self.division is None:
             return {}

@@ -150,7 +150,9 @@ class Opened:
     def spec_of(self, key: str) -> TensorSpec:
         """What a tensor was when it was saved."""
         shape = tuple(self._tensor(key)["shape"])
-        return TensorSpec(shape, self.dtype_of(key), _strides(shape, self._tensor(key)["layout"]))
+        runs = self._tensor(key).get("runs")
+        strides = _strides(shape, self._tensor(key)["layout"])
+        return TensorSpec(shape, self.dtype_of(key), strides, None if runs is None else tuple(runs))
 
     def _tensor(self, key: str) -> dict[str, Any]:
         found: dict[str, Any] | None = self.manifest["tensors"].get(key)
@@ -241,7 +243,7 @@ def fill(opened: Opened, wanted: Sequence[TensorRange], world: World) -> None:
     _checkpointed(world, doing, lambda **how: dcp.load({}, **options, **how))
     for part in relaid:
         tensor = view_as(whole[part.key].tensor, opened.spec_of(part.key))
-        target = TensorSpec(part.shape, tensor.dtype, _strides(part.shape, part.dim_order))
+        target = TensorSpec(part.shape, tensor.dtype, _strides(part.shape, part.dim_order), part.runs)
         part.tensor.detach().copy_(flattened(tensor, target)[part.start : part.stop])
 
 
@@ -256,9 +258,9 @@ def _check_wanted(opened: Opened, wanted: Sequence[TensorRange]) -> None:
             )
 
 
-def _order(spec: dict[str, Any]) -> list[int]:
-    """The dimensions as they lie, without those of one element, which make no difference."""
-    return [d for d in spec["layout"] if spec["shape"][d] != 1]
+def _order(spec: dict[str, Any]) -> tuple[list[int], Any]:
+    """The dimensions as they lie, without those of one element, which make no difference; and by which runs."""
+    return [d for d in spec["layout"] if spec["shape"][d] != 1], spec.get("runs")
 
 
 def _strides(shape: Sequence[int], dim_order: Sequence[int] | None) -> tuple[int, ...]:
@@ -273,6 +275,8 @@ def read_whole(opened: Opened, keys: Iterable[str]) -> dict[str, torch.Tensor]:
     """Whole tensors, with the strides that they had when they were saved, in this process alone."""
     specs = {key: opened.spec_of(key) for key in keys}
     flat = {key: torch.empty(spec.numel, dtype=spec.dtype) for key, spec in specs.items()}
-    tensor_ranges = [TensorRange(key, spec.shape, 0, spec.numel, flat[key], spec.dim_order) for key, spec in specs.items()]
+    tensor_ranges = [
+        TensorRange(key, spec.shape, 0, spec.numel, flat[key], spec.dim_order, spec.runs) for key, spec in specs.items()
+    ]
     fill(opened, tensor_ranges, World(0, 1, torch.device("cpu")))
     return {key: view_as(flat[key], spec) for key, spec in specs.items()}

@@ -109,8 +109,9 @@ def tensor_ranges_of(
     found += [(f"{OPTIMIZER}.{p.name}.{p.key}", p.name, p.start, p.stop, p.tensor) for p in optimizer.local_shards(replicas=True)]
     tensor_ranges = ranges_of(ownership, "state_dict") if in_parts else []
     tensor_ranges += [
-        TensorRange(key, tensor_map.specs[name].shape, start, stop, tensor, tensor_map.specs[name].dim_order)
+        TensorRange(key, spec.shape, start, stop, tensor, spec.dim_order, spec.runs)
         for key, name, start, stop, tensor in found
+        for spec in [tensor_map.specs[name]]
     ]
     return [part for part in tensor_ranges if part.key in keys]
 
@@ -119,7 +120,7 @@ def ranges_of(ownership: Ownership, prefix: str) -> list[TensorRange]:
     """What this process has of a distributed module's tensors, under keys that begin with `prefix`."""
     specs = ownership.tensor_map.specs
     return [
-        TensorRange(f"{prefix}.{p.name}", p.shape, p.start, p.stop, p.tensor, specs[p.name].dim_order)
+        TensorRange(f"{prefix}.{p.name}", p.shape, p.start, p.stop, p.tensor, specs[p.name].dim_order, specs[p.name].runs)
         for p in ownership.local_shards(replicas=True)
     ]
 
@@ -215,7 +216,7 @@ class Loading:
             if name in keys:
                 values = tensor.detach()
                 flat = values if values.shape == (stop - start,) else flattened(values, spec)
-                wanted.append((values, spec, TensorRange(keys[name], spec.shape, start, stop, flat, spec.dim_order)))
+                wanted.append((values, spec, TensorRange(keys[name], spec.shape, start, stop, flat, spec.dim_order, spec.runs)))
 
         if parts is None:
             for name, places in places_of(module).items():
@@ -257,7 +258,7 @@ class Loading:
                 spec, held = tensor_map.specs[name], tensor_map.held(name, rank)
                 assert held is not None
                 flat = torch.empty(held[1] - held[0], dtype=self._opened.dtype_of(key))
-                tensor_ranges.append(TensorRange(key, spec.shape, *held, flat, spec.dim_order))
+                tensor_ranges.append(TensorRange(key, spec.shape, *held, flat, spec.dim_order, spec.runs))
                 states[number][kind] = view_as(flat, spec) if tensor_map.holds_whole(name, rank) else flat
         fill(self._opened, tensor_ranges, self._world)
         optimizer.load_parts(saved["param_groups"], states)

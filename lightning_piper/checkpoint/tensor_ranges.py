@@ -59,6 +59,7 @@ class TensorRange:
         start, stop: the elements `start:stop`, in the order in which they lie in memory.
         tensor: their values, of one dimension, on any device.
         dim_order: dimensions of the whole tensor from the slowest to the fastest in memory; None: as they are counted.
+        runs: as of `TensorSpec`.
     """
 
     key: str
@@ -67,12 +68,15 @@ class TensorRange:
     stop: int
     tensor: torch.Tensor
     dim_order: tuple[int, ...] | None = None
+    runs: tuple[int, int] | None = None
 
     @property
     def spec(self) -> dict[str, Any]:
         """What the whole tensor is, in JSON."""
         dim_order = range(len(self.shape)) if self.dim_order is None else self.dim_order
-        return {"shape": list(self.shape), "layout": list(dim_order), "dtype": str(self.tensor.dtype).removeprefix("torch.")}
+        runs = {} if self.runs is None else {"runs": list(self.runs)}
+        dtype = str(self.tensor.dtype).removeprefix("torch.")
+        return {"shape": list(self.shape), "layout": list(dim_order), **runs, "dtype": dtype}
 
 
 class SaveRanges(SavePlanner):

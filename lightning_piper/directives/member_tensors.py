@@ -26,6 +26,7 @@ from lightning_piper.ir.nodes import Chunk, Node, Ref
 from lightning_piper.ir.policies import ShardingPolicy
 from lightning_piper.ir.regions import Step
 from lightning_piper.ir.values import Kind, Partial, Placement, Replicate, Value
+from lightning_piper.ir.values import Shard as Part
 from lightning_piper.limits import shown
 from lightning_piper.ops.chunk import make_chunk
 from lightning_piper.ops.p2p import Recv, Send
@@ -40,12 +41,24 @@ def check_tensors(directive: Shard) -> None:
         given: Any = getattr(directive, field)
         if given is None:
             continue
-        if not isinstance(given, Mapping) or not all(isinstance(k, str) and type(v) is int and v >= 0 for k, v in given.items()):
+        says = _is_dimension if field == "values" else _is_placement
+        if not isinstance(given, Mapping) or not all(isinstance(k, str) and says(v) for k, v in given.items()):
             directive.refuse(field, shown(given), 'give names, or patterns, with dimensions: {"*.q_proj.weight": 0}')
     if directive.attention not in (None, "keys", "heads"):
         directive.refuse("attention", shown(directive.attention), "give 'keys' or 'heads'")
     if directive.attention is not None and directive.values is None:
         directive.refuse("attention", "no values are divided", "divide sequences: values={'*': 1}")
+
+
+def _is_dimension(value: Any) -> bool:
+    return type(value) is int and value >= 0
+
+
+def _is_placement(value: Any) -> bool:
+    """A dimension, or one with a number of runs."""
+    if isinstance(value, Sequence) and len(value) == 2:
+        return _is_dimension(value[0]) and type(value[1]) is int and value[1] > 0
+    return _is_dimension(value)
 
 
 def divided_step(directive: Shard, step: Step, program: Sequence[Directive]) -> Step:
@@ -74,10 +87,10 @@ def lines_of(directive: Shard, program: Sequence[Directive]) -> list[tuple[int, 
     )
 
 
-def _params(directive: Shard, step: Step, degree: int) -> dict[str, int]:
-    """Canonical name of each parameter that is divided -> dimension. Later patterns win."""
-    found: dict[str, int] = {}
-    for pattern, dim in (directive.params or {}).items():
+def _params(directive: Shard, step: Step, degree: int) -> dict[str, Part]:
+    """How each parameter is divided, by its canonical name. Later patterns win."""
+    found: dict[str, Part] = {}
+    for pattern, said in (directive.params or {}).items():
         names = [
             name for name, info in step.params.items()
             if any(fnmatch.fnmatchcase(n, pattern) for n in (name, *info.aliases))
@@ -85,19 +98,23 @@ def _params(directive: Shard, step: Step, degree: int) -> dict[str, int]:
         if not names:
             some = ", ".join(list(step.params)[:3])
             directive.refuse("params", f"{shown(pattern)} matches no parameter", f"the module has {some}, ...")
-        found |= dict.fromkeys(names, dim)
-    for name, dim in found.items():
+        found |= dict.fromkeys(names, Part(said) if isinstance(said, int) else Part(*said))
+    for name, part in found.items():
         shape = step.params[name].spec.shape
-        if dim >= len(shape) or shape[dim] % degree:
-            have = f"{name} has shape {list(shape)}"
+        if part.dim >= len(shape) or shape[part.dim] % (degree * part.blocks):
+            have, runs = f"{name} has shape {list(shape)}", f" of {part.blocks} runs" if part.blocks > 1 else ""
             directive.refuse(
-                "params", f"{have}: {degree} devices cannot have equal parts along dimension {dim}", "give another one"
+                "params", f"{have}: {degree} devices cannot have equal parts{runs} along dimension {part.dim}", "give another one"
             )
     return found
 
 
-def take_parts(directive: Shard, dag: TrainingDAG, mesh: Mesh) -> None:
-    """Let the members of the axis have their parts of tensors, and change what they hold between passes."""
+def take_parts(directive: Shard, dag: TrainingDAG, mesh: Mesh, hold: bool = True) -> None:
+    """Let the members of the axis have their parts of tensors, and change what they hold between passes.
+
+    Args:
+        hold: False for a step that takes parameters as another one holds them.
+    """
     if dag.step.division is None:
         directive.refuse("params", "the step was captured without it", "apply it as a part of the whole program")
     if dag.replicas > 1 and dag.member_axis is None:
@@ -119,6 +136,9 @@ def take_parts(directive: Shard, dag: TrainingDAG, mesh: Mesh) -> None:
         dag.change(chunk, outputs=make_chunk(dag, chunk.key, chunk.slice, (), {}).outputs)
     _follow(dag, chunks)
     changed = [node for chunk in chunks for node in _change(dag, chunk, directive.stream)]
+    if not hold:
+        connect(dag, [node for node in [*disconnected, *chunks, *changed] if node.id in dag.nodes])
+        return
     touched: list[Node] = [*disconnected, *chunks, *changed, *(user for node in changed for user in dag.users(node))]
     try:
         touched += hold_parts(dag, {chunk.region for chunk in chunks})

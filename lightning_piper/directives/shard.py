@@ -42,7 +42,8 @@ class Shard(Directive):
             groups are the lines along `axis` of the mesh on which the chunks were placed.
         axis: name of the axis along which they are divided.
         stream: logical stream of the exchanges.
-        params: of tensors: names of parameters, or patterns, with the dimension along which each is divided.
+        params: of tensors: names of parameters, or patterns, with the dimension along which each is divided; or with (dimension,
+            runs), where several weights lie beside each other in one: `"*.qkv.weight": (0, 3)`.
         values: of tensors: labels of regions, or patterns, with the dimension along which what they hand to others is divided.
         attention: of tensors: what an attention does with parts of sequences. "keys": each device has its queries, and gathers keys
             and values; "heads": parts of the sequence are exchanged for heads, and back; None: whichever moves less.
@@ -67,7 +68,7 @@ class Shard(Directive):
     devices: Sequence[int] | Sequence[Sequence[int]] | None = None
     axis: str = "ep"
     stream: str = "alltoall"
-    params: Mapping[str, int] | None = None
+    params: Mapping[str, int | Sequence[int]] | None = None
     values: Mapping[str, int] | None = None
     attention: str | None = None
 
@@ -91,7 +92,7 @@ class Shard(Directive):
     def apply_forward(self, dag: TrainingDAG, training: TrainingDAG | None) -> None:
         """Experts are divided as in training, and gathered from its shards."""
         if self.params is not None or self.values is not None:
-            self.apply(dag)
+            take_parts(self, dag, self._mesh(dag, self.select(dag, "filter", self.filter)), hold=training is None)
             if training is not None:
                 gather_as_in_training(dag, training)
             return

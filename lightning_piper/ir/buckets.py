@@ -157,12 +157,18 @@ class Bucket:
         return self.cut(name, whole, self.part_of(replica))
 
     def cut(self, name: str, whole: torch.Tensor, part: int) -> torch.Tensor:
-        """A part of a parameter, as a view."""
-        return whole.chunk(self.degree, self.dim_of(name))[part] if self.degree > 1 else whole
+        """A part of a parameter; a view of it, if it is not one of runs."""
+        if self.degree == 1:
+            return whole
+        placement = self.placement_of(name)
+        if placement.blocks > 1:
+            return placement.parts(whole, self.degree)[part]
+        return whole.chunk(self.degree, placement.dim)[part]
 
-    def dim_of(self, name: str) -> int:
-        """The dimension along which a parameter is divided: the slowest in memory, so that a part is a run of elements."""
-        return self.tensors[self.names.index(name)].dim_order[0]
+    def placement_of(self, name: str) -> Shard:
+        """How a parameter is divided: along the slowest dimension in memory, so that a part is a run of elements."""
+        spec = self.tensors[self.names.index(name)]
+        return Shard(spec.dim_order[0], 1 if spec.runs is None else spec.runs[0])
 
     def local_shards(self, replica: int) -> Iterator[tuple[str, int, int, int]]:
         """What a replica's shard holds: name, and elements `start:stop` of that parameter (in the order of its memory), which

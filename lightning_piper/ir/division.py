@@ -5,6 +5,8 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 
+from lightning_piper.ir.values import Shard
+
 
 @dataclass(frozen=True)
 class Division:
@@ -13,13 +15,13 @@ class Division:
     Attributes:
         axis: its name.
         degree: its members.
-        params: canonical name of a parameter -> the dimension along which it is divided.
+        params: canonical name of a parameter -> how it is divided.
         values: label of a region, or a pattern of labels -> the dimension along which what it hands to other regions is divided.
         attention: how an attention takes parts of sequences: "keys" (gathered), "heads" (exchanged for), None: what moves less.
     """
 
     axis: str
     degree: int
-    params: Mapping[str, int] = field(default_factory=dict)
+    params: Mapping[str, Shard] = field(default_factory=dict)
     values: Mapping[str, int] = field(default_factory=dict)
     attention: str | None = None

@@ -19,7 +19,7 @@ from lightning_piper.errors import CaptureError
 from lightning_piper.ir.division import Division
 from lightning_piper.ir.metric_calls import MetricCalls
 from lightning_piper.ir.terms import Term
-from lightning_piper.ir.values import Kind, Placement, Replicate, Slice, TensorSpec, view_as
+from lightning_piper.ir.values import Kind, Placement, Replicate, Shard, Slice, TensorSpec, view_as
 
 # The name of the loss that the step returns, among the metrics; users may well log something called "loss" themselves.
 LOSS = "returned loss"
@@ -228,7 +228,7 @@ class StepCode:
         meet: the operation, on the way to the loss, in which samples are taken by their place or compared; None if none is known.
         local: the buffers to which the step gives values that follow from the samples it gets, from their number, or from random
             numbers; all others that it changes have the same values whatever part of the batch it gets.
-        divided: parameters of which members of an axis have parts -> the dimension along which.
+        divided: parameters of which members of an axis have parts -> which ones.
     """
 
     size: int
@@ -247,7 +247,7 @@ class StepCode:
     unknown: tuple[str, ...] = ()
     meet: str | None = None
     local: frozenset[str] = frozenset()
-    divided: Mapping[str, int] = field(default_factory=dict)
+    divided: Mapping[str, Shard] = field(default_factory=dict)
 
     def samples(self, leaf: int, part: Slice) -> Slice | None:
         """Which samples of a tensor of the batch the chunks of `part` get; None where they get it whole."""

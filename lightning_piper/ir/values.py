@@ -17,11 +17,17 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class TensorSpec:
-    """Shape, dtype and strides (in elements) of one tensor. Strides are kept across devices, for they choose kernels."""
+    """Shape, dtype and strides (in elements) of one tensor. Strides are kept across devices, for they choose kernels.
+
+    Attributes:
+        runs: (of how many equal runs, how many parts): the slowest dimension is counted part by part, each of which has a part of
+            every run. None: as it lies.
+    """
 
     shape: tuple[int, ...]
     dtype: torch.dtype
     stride: tuple[int, ...]
+    runs: tuple[int, int] | None = None
 
     @classmethod
     def of(cls, tensor: torch.Tensor) -> TensorSpec:
@@ -41,7 +47,7 @@ class TensorSpec:
         return tuple(sorted(range(len(self.shape)), key=lambda d: (-self.stride[d], d)))
 
     def part(self, parts: int) -> TensorSpec:
-        """One of equal parts along the slowest dimension, each a run of memory."""
+        """One of equal parts along the slowest dimension, each a run of what is counted."""
         return self._scaled(lambda size: size // parts)
 
     def of_parts(self, parts: int) -> TensorSpec:
@@ -50,7 +56,8 @@ class TensorSpec:
 
     def _scaled(self, by: Callable[[int], int]) -> TensorSpec:
         slowest = self.dim_order[0]
-        return replace(self, shape=tuple(by(size) if d == slowest else size for d, size in enumerate(self.shape)))
+        runs = None if self.runs is None else (self.runs[0], by(self.runs[1]))
+        return replace(self, shape=tuple(by(size) if d == slowest else size for d, size in enumerate(self.shape)), runs=runs)
 
     @property
     def layout(self) -> tuple[int, ...]:
@@ -63,10 +70,15 @@ class TensorSpec:
 
 
 def view_as(flat: torch.Tensor, spec: TensorSpec) -> torch.Tensor:
-    """One dimension -> the spec's shape and strides. Of a tensor with holes in its memory, the strides without the holes."""
+    """One dimension -> the spec's shape and strides; a copy where it is counted by runs. Of a tensor with holes in its memory, the
+    strides without the holes."""
     dim_order = spec.dim_order
     inverse = sorted(range(len(dim_order)), key=dim_order.__getitem__)
-    view = flat.view([spec.shape[d] for d in dim_order]).permute(inverse)
+    sizes = [spec.shape[d] for d in dim_order]
+    if spec.runs is not None:
+        runs, parts = spec.runs
+        flat = flat.view(parts, runs, -1).transpose(0, 1).reshape(-1)
+    view = flat.view(sizes).permute(inverse)
     # The stride of a dimension with one element says nothing about memory, but may choose a kernel.
     if any(n > 1 and a != b for n, a, b in zip(spec.shape, view.stride(), spec.stride, strict=True)):
         return view
@@ -75,7 +87,11 @@ def view_as(flat: torch.Tensor, spec: TensorSpec) -> torch.Tensor:
 
 def flattened(tensor: torch.Tensor, spec: TensorSpec) -> torch.Tensor:
     """The reverse of `view_as`; a copy where the tensor lies otherwise."""
-    return tensor.permute(spec.dim_order).reshape(-1)
+    found = tensor.permute(spec.dim_order)
+    if spec.runs is not None:
+        runs, parts = spec.runs
+        found = found.reshape(runs, parts, -1).transpose(0, 1)
+    return found.reshape(-1)
 
 
 # What each member of a node's device group holds of a value; torch.distributed.tensor's own words.

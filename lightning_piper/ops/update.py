@@ -167,8 +167,8 @@ def interpret_update(run: Reference, node: Update) -> Made:
         specs = value.bucket.tensors
         found = [[x.to(s.dtype) for x, s in zip(value.bucket.views(flat[0]), specs, strict=True)] for flat in found]
         if value.bucket.degree > 1:  # those at the same place along the axis of data have all parts together
-            dims = [value.bucket.dim_of(name) for name in value.names]
-            found = [_joined([found[r] for r in group], dims) for group in zip(*value.bucket.mesh.lines(DATA), strict=True)]
+            held_as = [value.bucket.placement_of(name) for name in value.names]
+            found = [_joined([found[r] for r in group], held_as) for group in zip(*value.bucket.mesh.lines(DATA), strict=True)]
     into = run.buffers if value.kind == Kind.BUFFER else run.grads
     for bundle in found:
         for name, tensor in zip(value.names, bundle, strict=True):
@@ -178,9 +178,9 @@ def interpret_update(run: Reference, node: Update) -> Made:
     return [[] for _ in run.places]
 
 
-def _joined(parts: list[Bundle], dims: Sequence[int]) -> Bundle:
-    """Whole tensors from their parts, each along its dimension."""
-    return [torch.cat(xs, dim) for xs, dim in zip(zip(*parts, strict=True), dims, strict=True)]
+def _joined(parts: list[Bundle], held_as: Sequence[Shard]) -> Bundle:
+    """Whole tensors from their parts."""
+    return [placement.joined(xs) for xs, placement in zip(zip(*parts, strict=True), held_as, strict=True)]
 
 
 # Plans

@@ -8,13 +8,14 @@ work on whole values, or each a part of it; where values are whole, no rule divi
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 
 from torch.fx import Node
 
 from lightning_piper.ir.values import Partial, Placement, Replicate, Shard
+from lightning_piper.placements.attention import ATTENTION, attended
 from lightning_piper.placements.rule import Rule, shape_of, tensors_of
-from lightning_piper.placements.rules import ATTENTION, attended, rules_for
+from lightning_piper.placements.rules import rules_for
 
 CUT = 0.01
 SOUGHT = 1e-3  # elements: less than any change costs
@@ -28,7 +29,7 @@ def choose(
     fixed: Collection[Node],
     free: Collection[Node],
     along: Collection[tuple[int, int]],
-    sought: Collection[Node] = (),
+    sought: Mapping[Node, int] | None = None,
     attention: str | None = None,
 ) -> Rule | None:
     """The rule for an operation; None if it needs another placement of what is fixed.
@@ -38,14 +39,19 @@ def choose(
         fixed: nodes whose placement does not change (parameters).
         free: parameters of which nothing was said and that nobody has read yet: they take any.
         along: ranks and dimensions along which the user divides values; sums are divided there rather than made whole.
-        sought: those of `free` that are divided rather than left whole, where nothing else has to change.
+        sought: those of `free` that are divided rather than left whole, where nothing else has to change; by how many runs.
         attention: see `by_keys`.
     """
     inputs = tensors_of(node)
     best: tuple[float, int] | None = None
-    rules = rules_for(node, degree, {placement.blocks for x in inputs if isinstance(placement := held(x), Shard)})
+    sought = sought or {}
+    blocks = {placement.blocks for x in inputs if isinstance(placement := held(x), Shard)}
+    rules = rules_for(node, degree, blocks | {sought[x] for x in inputs if x in sought})
     for index, rule in enumerate(rules):
-        seeks = [x for x, placement in zip(inputs, rule.inputs, strict=True) if x in sought and isinstance(placement, Shard)]
+        parts = [(x, p.blocks) for x, p in zip(inputs, rule.inputs, strict=True) if x in sought and isinstance(p, Shard)]
+        seeks = [x for x, count in parts if count == sought[x]]
+        if len(seeks) < len(parts):
+            continue
         moves = node.target in ATTENTION and any(isinstance(held(x), Shard) for x in inputs)
         if index and node.target in ATTENTION:
             keys = dict(zip(inputs, rule.inputs, strict=True))[attended(node)[0]] == Shard(2)

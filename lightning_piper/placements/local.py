@@ -9,7 +9,7 @@ import torch
 from torch.fx import Graph, Node
 
 from lightning_piper.errors import CaptureError
-from lightning_piper.ir.values import Placement
+from lightning_piper.ir.values import Placement, Shard
 from lightning_piper.placements.changing import PLACEMENT, change_of, part_shape
 
 aten = torch.ops.aten
@@ -19,6 +19,7 @@ SHAPED = {
     aten.slice_backward.default: 1, aten.select_backward.default: 1,
 }  # fmt: skip
 
+SPLIT = {aten.split.Tensor, aten.split_with_sizes.default}  # where runs are split, sizes are those of parts of them
 VIEWS = {aten.view.default, aten._unsafe_view.default}
 
 
@@ -50,6 +51,8 @@ def _localize(node: Node, degree: int) -> None:
     if (index := SHAPED.get(target)) is not None:
         shape = part_shape(tuple(value.shape), placement, degree)
         node.args = (*node.args[:index], list(shape), *node.args[index + 1 :])
+    if target in SPLIT and node.all_input_nodes[0].meta.get(PLACEMENT) == Shard(_split_along(node), len(_tuple(value))):
+        node.args = (node.args[0], _fewer(node.args[1], degree), *node.args[2:])
     if any(p is not None and not _same(p) for p in _tuple(placement)) or _reads_parts(node):
         args, kwargs = torch.fx.node.map_arg((node.args, node.kwargs), lambda x: x.meta["val"])
         made = (aten.reshape.default if target in VIEWS else target)(*args, **kwargs)  # parts may have holes
@@ -58,6 +61,15 @@ def _localize(node: Node, degree: int) -> None:
                 found = f"{target} makes {list(part.shape)} of parts, where {held} of {list(whole.shape)} was expected"
                 raise CaptureError(f"{found}; the rule of this operation is wrong")
         node.meta["val"] = made
+
+
+def _split_along(node: Node) -> int:
+    dim: Any = node.args[2] if len(node.args) > 2 else 0
+    return int(dim) % node.all_input_nodes[0].meta["val"].dim()  # type: ignore[no-any-return]
+
+
+def _fewer(sizes: Any, degree: int) -> Any:
+    return [size // degree for size in sizes] if isinstance(sizes, list | tuple) else sizes // degree
 
 
 def _same(placement: Placement) -> bool:

@@ -7,6 +7,7 @@ rounds (an exponential, a norm), the two are equal within `ROUNDING`.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from typing import Any
 
@@ -15,10 +16,10 @@ from torch.fx import Graph, Interpreter, Node
 
 from lightning_piper.errors import CaptureError, VerificationError
 from lightning_piper.ir.values import Partial, Placement, Shard
+from lightning_piper.placements.attention import ATTENTION
 from lightning_piper.placements.changing import PLACEMENT
-from lightning_piper.placements.local import SHAPED, VIEWS, localize
+from lightning_piper.placements.local import SHAPED, SPLIT, VIEWS, localize
 from lightning_piper.placements.rule import Rule, made_by, shape_of, tensors_of
-from lightning_piper.placements.rules import ATTENTION
 from lightning_piper.placements.views import regrouped
 from lightning_piper.placements.vocabulary import LOOKUPS, SIZES
 
@@ -84,7 +85,8 @@ def _alone(node: Node, rule: Rule, degree: int) -> tuple[Graph, list[Node], Rule
     """A graph of this operation alone, on small shapes, its inputs, and the rule for these shapes."""
     sizes = _sizes(node, rule, degree)
     if sizes and node.target not in VIEWS:
-        rule = Rule(tuple(_fewer(p) or p for p in rule.inputs), tuple(map(_fewer, rule.outputs)))
+        beside = _beside(node)
+        rule = Rule(tuple(_fewer(p, beside) or p for p in rule.inputs), tuple(_fewer(p, beside) for p in rule.outputs))
     graph = Graph()
     inputs: list[Node] = []
 
@@ -111,9 +113,17 @@ def _alone(node: Node, rule: Rule, degree: int) -> tuple[Graph, list[Node], Rule
     return graph, inputs, rule
 
 
-def _fewer(placement: Placement | None) -> Placement | None:
-    """Of few runs."""
-    return Shard(placement.dim, RUNS) if isinstance(placement, Shard) and placement.blocks > 1 else placement
+def _fewer(placement: Placement | None, beside: int) -> Placement | None:
+    """Of few runs, if they are not those that the operation is about."""
+    fewer = isinstance(placement, Shard) and placement.blocks not in (1, beside)
+    return Shard(placement.dim, RUNS) if isinstance(placement, Shard) and fewer else placement
+
+
+def _beside(node: Node) -> int:
+    """Into how many pieces an operation splits, or how many it puts beside each other."""
+    if node.target in SPLIT:
+        return len(made_by(node))
+    return len(tensors_of(node)) if node.target is aten.cat.default else 1
 
 
 def _sizes(node: Node, rule: Rule, degree: int) -> dict[tuple[Node, int], int]:
@@ -125,7 +135,7 @@ def _sizes(node: Node, rule: Rule, degree: int) -> dict[tuple[Node, int], int]:
     if node.target in VIEWS or node.target is aten.reshape.default:
         return _sizes_of_view(node, rule)
     distinct = sorted({int(size) for x in known for size in x.meta["val"].shape if size > 1})
-    runs = RUNS if any(isinstance(p, Shard) and p.blocks > 1 for p in rule.inputs) else 1
+    runs = math.lcm(RUNS, _beside(node)) if any(isinstance(p, Shard) and p.blocks > 1 for p in rule.inputs) else 1
     small = {size: degree * runs * (2 + i) for i, size in enumerate(distinct)}
     small |= {size: size for size in _fixed_sizes(node)}
     return {(x, d): small[int(size)] for x in known for d, size in enumerate(x.meta["val"].shape) if size > 1}

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch.fx import Node
 
-from lightning_piper.ir.values import Partial, Placement, Replicate
+from lightning_piper.ir.values import Partial, Placement, Replicate, Shard
 
 R, P = Replicate(), Partial()
 
@@ -40,3 +42,13 @@ def made_by(node: Node) -> list[torch.Tensor | None]:
     """The tensors that it makes."""
     value = node.meta.get("val")
     return list(value) if isinstance(value, list | tuple) else [value]
+
+
+def along_of(shape: Sequence[int], d: int) -> Placement:
+    """An operand that is broadcast along a dimension is whole there."""
+    return Shard(d) if d >= 0 and shape[d] > 1 else R
+
+
+def argument(node: Node, index: int, default: Any = None) -> Any:
+    """A positional argument, also where it was left out."""
+    return node.args[index] if len(node.args) > index else default

@@ -13,7 +13,9 @@ import torch
 from torch.fx import Node
 
 from lightning_piper.ir.values import Placement, Shard
-from lightning_piper.placements.rule import P, R, Rule, made_by, shape_of, tensors_of
+from lightning_piper.placements.attention import ATTENTION, attention_rules
+from lightning_piper.placements.local import SPLIT
+from lightning_piper.placements.rule import P, R, Rule, along_of, argument, made_by, shape_of, tensors_of
 from lightning_piper.placements.views import regrouping
 from lightning_piper.placements.vocabulary import LOOKUPS
 
@@ -73,7 +75,7 @@ def _pointwise(node: Node) -> Iterator[Rule]:
     shapes = [shape_of(x) for x in inputs]
     rank = max(map(len, shapes), default=0)
     for d in range(rank):
-        held = tuple(_along(shape, d - (rank - len(shape))) for shape in shapes)
+        held = tuple(along_of(shape, d - (rank - len(shape))) for shape in shapes)
         if any(isinstance(placement, Shard) for placement in held):
             yield Rule(held, (Shard(d),) * count)
     if node.target in _ADDITIVE and len(inputs) == 2:
@@ -84,11 +86,6 @@ def _pointwise(node: Node) -> Iterator[Rule]:
         yield Rule((P, R)[: len(inputs)], (P,))
         if node.target is aten.mul.Tensor and len(inputs) == 2 and inputs[0] is not inputs[1]:
             yield Rule((R, P), (P,))
-
-
-def _along(shape: Sequence[int], d: int) -> Placement:
-    """An operand that is broadcast along a dimension is whole there."""
-    return Shard(d) if d >= 0 and shape[d] > 1 else R
 
 
 # Products
@@ -112,8 +109,8 @@ def _bmm(node: Node) -> Iterator[Rule]:
 def _addmm(node: Node) -> Iterator[Rule]:
     bias = shape_of(tensors_of(node)[0])
     last = len(bias) - 1
-    yield Rule((_along(bias, last), R, Shard(1)), (Shard(1),))
-    yield Rule((_along(bias, 0) if last else R, Shard(0), R), (Shard(0),))
+    yield Rule((along_of(bias, last), R, Shard(1)), (Shard(1),))
+    yield Rule((along_of(bias, 0) if last else R, Shard(0), R), (Shard(0),))
 
 
 # Other views of the same elements
@@ -150,31 +147,35 @@ def _permuted(node: Node, rank: int) -> list[int | None]:
     return [order.index(d) for d in range(rank)]
 
 
-def _argument(node: Node, index: int, default: Any = None) -> Any:
-    """A positional argument, also where it was left out."""
-    return node.args[index] if len(node.args) > index else default
-
-
 def _but(index: int, default: Any = 0) -> Callable[[Node, int], list[int | None]]:
     """All dimensions stay where they are, but for one that the operation works along."""
 
     def order(node: Node, rank: int) -> list[int | None]:
-        along = _argument(node, index, default)
+        along = argument(node, index, default)
         found = {int(d) % rank for d in (along if isinstance(along, list | tuple) else [along])} if rank else set()
         return [None if d in found else d for d in range(rank)]
 
     return order
 
 
+def _split(node: Node) -> Iterator[Rule]:
+    """Parts of runs, into runs."""
+    yield from _moves(_but(2))(node)
+    outputs = made_by(node)
+    along = int(argument(node, 2, 0)) % len(shape_of(tensors_of(node)[0]))
+    if len(outputs) > 1 and len({x.shape[along] for x in outputs if x is not None}) == 1:
+        yield Rule((Shard(along, len(outputs)),), (Shard(along),) * len(outputs))
+
+
 def _without(node: Node, rank: int) -> list[int | None]:
     """One dimension goes (`select`, `unbind`)."""
-    gone = int(_argument(node, 1, 0)) % rank
+    gone = int(argument(node, 1, 0)) % rank
     return [None if d == gone else d - (d > gone) for d in range(rank)]
 
 
 def _squeezed(node: Node, rank: int) -> list[int | None]:
     shape = shape_of(tensors_of(node)[0])
-    along = _argument(node, 1, list(range(rank)))
+    along = argument(node, 1, list(range(rank)))
     named = {int(d) % rank for d in (along if isinstance(along, list | tuple) else [along])} if rank else set()
     gone = {d for d in named if shape[d] == 1}
     return [None if d in gone else d - sum(g < d for g in gone) for d in range(rank)]
@@ -200,10 +201,12 @@ def _cat(node: Node) -> Iterator[Rule]:
     inputs = tensors_of(node)
     shapes = [shape_of(x) for x in inputs]
     rank = max(map(len, shapes))
-    along = int(_argument(node, 1, 0)) % rank
+    along = int(argument(node, 1, 0)) % rank
     for d in range(rank):
         if d != along:  # an empty vector may stand among tensors of any rank
             yield Rule(tuple(Shard(d) if len(shape) == rank else R for shape in shapes), (Shard(d),))
+    if len(set(shapes)) == 1 and len(inputs) > 1:  # runs beside each other
+        yield Rule((Shard(along),) * len(inputs), (Shard(along, len(inputs)),))
     yield Rule((P,) * len(inputs), (P,))
 
 
@@ -216,9 +219,9 @@ _SUMS = {aten.sum.default, aten.sum.dim_IntList}
 def _sum(node: Node) -> Iterator[Rule]:
     (x,) = tensors_of(node)
     rank = len(shape_of(x))
-    dims = _argument(node, 1) if node.target is not aten.sum.default else None
+    dims = argument(node, 1) if node.target is not aten.sum.default else None
     gone = {int(d) % rank for d in dims} if dims else set(range(rank))
-    kept = bool(_argument(node, 2, False)) if node.target is not aten.sum.default else False
+    kept = bool(argument(node, 2, False)) if node.target is not aten.sum.default else False
     for d in range(rank):
         if d not in gone:
             yield Rule((Shard(d),), (Shard(d if kept else d - sum(g < d for g in gone)),))
@@ -260,33 +263,6 @@ def _rms_norm_backward(node: Node) -> Iterator[Rule]:
         yield Rule(held, tuple(p if there else None for p, there in zip(outputs, made, strict=True)))
 
 
-def attended(node: Node) -> list[Node]:
-    """Queries, keys and values of an attention, or of its gradient."""
-    inputs = tensors_of(node)
-    return inputs[:3] if len(inputs) < 5 else inputs[1:4]
-
-
-def _attention(node: Node) -> Iterator[Rule]:
-    """Samples and heads are independent of each other, and so are queries, each of which needs all keys and values; a mask follows
-    where it is not broadcast. Dropout draws for all at once."""
-    backward = len(tensors_of(node)) > 4
-    if _argument(node, 6 if backward else 3, 0.0):
-        return
-    inputs, outputs = tensors_of(node), made_by(node)
-    for d in (1, 0):
-        # Fewer heads of keys than of queries are divided alike: each has a run of them.
-        held = [Shard(d) if len(shape_of(x)) > 2 and shape_of(x)[d] > 1 else R for x in inputs]
-        yield Rule(tuple(held), (Shard(d),) * len(outputs))
-    if _argument(node, 7 if backward else 4, False):
-        return  # which keys a query may see depends on where it stands
-    q = Shard(2)
-    mask = [_along(shape_of(x), len(shape_of(x)) - 2) for x in inputs[6 if backward else 3 :]]
-    if backward:  # of the gradient of the result, of queries, keys, values, the result and its norm
-        yield Rule((q, q, R, R, q, q, *mask), (q, P, P))
-    else:
-        yield Rule((q, R, R, *mask), (q,) * len(outputs))
-
-
 def _dropped(node: Node) -> Iterator[Rule]:
     """Its mask is drawn whole, and cut (`divide`)."""
     (x,) = tensors_of(node)
@@ -303,7 +279,7 @@ def _softmax_backward(node: Node) -> Iterator[Rule]:
 
 
 def _argmax(node: Node) -> Iterator[Rule]:
-    if _argument(node, 1) is not None and _argument(node, 2, False):
+    if argument(node, 1) is not None and argument(node, 2, False):
         yield from _moves(_but(1), sums=False)(node)
 
 
@@ -339,7 +315,7 @@ def _embedding_backward(node: Node) -> Iterator[Rule]:
     _, index = tensors_of(node)
     rank = len(shape_of(index))
     yield Rule((Shard(rank), R), (Shard(1),))
-    if not _argument(node, 4, False):  # scaled by frequency, each part would count its own
+    if not argument(node, 4, False):  # scaled by frequency, each part would count its own
         for d in range(rank):
             yield Rule((Shard(d), Shard(d)), (P,))
         yield Rule((P, R), (P,))
@@ -352,11 +328,6 @@ def _identity(node: Node) -> Iterator[Rule]:
         yield Rule((P,), (P,))
 
 
-# On whole sequences there is so much to do that their heads are divided, also where parts have to move for it.
-ATTENTION = {
-    aten._scaled_dot_product_flash_attention_for_cpu.default,
-    aten._scaled_dot_product_flash_attention_for_cpu_backward.default,
-}
 _FAMILIES: dict[Any, Callable[[Node], Iterator[Rule]]] = {
     aten.mm.default: _mm,
     aten.bmm.default: _bmm,
@@ -372,14 +343,14 @@ _FAMILIES: dict[Any, Callable[[Node], Iterator[Rule]]] = {
     aten.cat.default: _cat,
     aten.gelu_backward.default: _pointwise,
 } | dict.fromkeys((aten.view.default, aten._unsafe_view.default, aten.reshape.default), _view)
-_FAMILIES |= dict.fromkeys(ATTENTION, _attention)
+_FAMILIES |= dict.fromkeys(ATTENTION, attention_rules)
 _FAMILIES |= dict.fromkeys((*_SUMS, aten.mean.dim, aten.amax.default), _sum)
 _FAMILIES |= LOOKUPS
 _FAMILIES |= dict.fromkeys((aten.nll_loss_forward.default, aten.nll_loss2d_forward.default), _nll)
 _FAMILIES |= dict.fromkeys((aten.nll_loss_backward.default, aten.nll_loss2d_backward.default), _nll_backward)
 _FAMILIES |= dict.fromkeys((aten.t.default, aten.transpose.int, aten.permute.default), _moves(_permuted))
 _FAMILIES |= dict.fromkeys((aten.select.int, aten.unbind.int), _moves(_without))
-_FAMILIES |= dict.fromkeys((aten.split.Tensor, aten.split_with_sizes.default), _moves(_but(2)))
+_FAMILIES |= dict.fromkeys(SPLIT, _split)
 _FAMILIES |= dict.fromkeys((aten.slice.Tensor, aten.cumsum.default, aten.flip.default), _moves(_but(1)))
 _FAMILIES |= dict.fromkeys((aten.squeeze.default, aten.squeeze.dim, aten.squeeze.dims), _moves(_squeezed))
 _FAMILIES |= {aten.slice_backward.default: _moves(_but(2)), aten.select_backward.default: _moves(_inserted)}

@@ -7,7 +7,7 @@ from collections.abc import Mapping, Sequence
 import torch
 
 from lightning_piper.ir.buckets import Bucket, packed_params
-from lightning_piper.ir.values import flattened, view_as
+from lightning_piper.ir.values import TensorSpec, flattened, view_as
 from lightning_piper.plan.plan import Plan
 from lightning_piper.runtime.executor import StepResult
 
@@ -30,6 +30,7 @@ def local_shards_of(plan: Plan, shards: Mapping[Bucket, torch.Tensor]) -> dict[s
 def joined(plans: Sequence[Plan], results: Sequence[StepResult]) -> dict[str, torch.Tensor]:
     """The whole gradients of all devices of a step; `results` are those of `plans`, in the same order."""
     grads: dict[str, torch.Tensor] = {}
+    in_shards: dict[str, tuple[torch.Tensor, TensorSpec]] = {}
     for plan, result in zip(plans, results, strict=True):
         found = dict(result.grads)
         for bucket in plan.shards:
@@ -38,8 +39,8 @@ def joined(plans: Sequence[Plan], results: Sequence[StepResult]) -> dict[str, to
                 if name in found:
                     shard = found.pop(name)
                     shard = flattened(shard, specs[name]) if bucket.whole_tensors else shard
-                    whole = grads.setdefault(name, view_as(shard.new_empty(specs[name].numel), specs[name]))
-                    whole.permute(specs[name].dim_order).view(-1)[start:stop] = shard
+                    flat, _ = in_shards.setdefault(name, (shard.new_empty(specs[name].numel), specs[name]))
+                    flat[start:stop] = shard
         for name, grad in found.items():
             grads.setdefault(name, grad)
-    return grads
+    return {**grads, **{name: view_as(flat, spec) for name, (flat, spec) in in_shards.items()}}

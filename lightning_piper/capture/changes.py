@@ -1,0 +1,111 @@
+"""Changes of placements in a joint graph: one for all who want a value so."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch.fx import Graph, Node
+
+from lightning_piper.annotate import META_KEY
+from lightning_piper.capture import _torch
+from lightning_piper.capture.regions import tags_of
+from lightning_piper.ir.values import Placement, Shard
+from lightning_piper.placements.changing import CHANGE, FOLLOWS, PLACEMENT, placement_of
+from lightning_piper.placements.rule import shape_of
+
+aten = torch.ops.aten
+
+
+class Changes:
+    """Those that were put into a graph."""
+
+    def __init__(self, graph: Graph) -> None:
+        self.graph = graph
+        self._made: dict[tuple[Node, Placement, Any], Node] = {}
+
+    def made(self, x: Node, wanted: Placement, reader: Node) -> Node | None:
+        """A change that is there, of which a reader may have the result."""
+        return self._made.get(self._key(x, wanted, reader))
+
+    def changed(self, x: Node, wanted: Placement, reader: Node) -> Node:
+        """The same value with another placement; one change for all who want it."""
+        if x.target is CHANGE:
+            x = x.all_input_nodes[0]
+            if placement_of(x) == wanted:
+                return x
+        if any(isinstance(p, Shard) and p.blocks > 1 for p in (placement_of(x), wanted)):
+            return self._changed_in_runs(x, wanted, reader)
+        here, key = has_place(x), self._key(x, wanted, reader)
+        if key not in self._made:
+            at = self._before(x, reader) if not here and _torch.is_backward(reader) else reader
+            with self.graph.inserting_before(at):
+                change = self.graph.call_function(CHANGE, (x, str(placement_of(x)), str(wanted)))
+            about = x.meta if here else reader.meta
+            change.meta = {k: v for k, v in about.items() if k in ("custom", "seq_nr", "stack_trace")}
+            if here and _torch.is_backward(x):
+                change.meta["partitioner_tag"] = "is_backward"
+            change.meta |= {"val": x.meta["val"], PLACEMENT: wanted}
+            _on_its_own(change)
+            self._made[key] = change
+        found: Node = self._made[key]
+        return found
+
+    def _key(self, x: Node, wanted: Placement, reader: Node) -> tuple[Node, Placement, Any]:
+        """Of one change: work that is nowhere by itself is changed where it is read."""
+        return x, wanted, None if has_place(x) else tuple(sorted(tags_of(reader).items()))
+
+    def _changed_in_runs(self, x: Node, wanted: Placement, reader: Node) -> Node:
+        """Parts of runs, of which there may be as many as samples, are changed as parts of a dimension of its own."""
+        key = (x, wanted, (tuple(sorted(tags_of(reader).items())), _torch.is_backward(reader)))
+        if key not in self._made:
+            (runs,) = (p for p in (placement_of(x), wanted) if isinstance(p, Shard) and p.blocks > 1)
+            shape = list(shape_of(x))
+            apart = [*shape[: runs.dim], runs.blocks, shape[runs.dim] // runs.blocks, *shape[runs.dim + 1 :]]
+            before, after = (_in_runs(p, runs) for p in (placement_of(x), wanted))
+            with self.graph.inserting_before(reader):
+                value = x.meta["val"]
+                made = like(self.graph, x if has_place(x) else reader, aten.view.default, (x, apart), val=value.view(apart))
+                made.meta |= {PLACEMENT: before, FOLLOWS: True}
+                changed = self.changed(made, after, reader)
+                after_it = reader if reader.op == "call_function" else x  # a result of the step has no reader
+                self._made[key] = like(self.graph, after_it, aten.view.default, (changed, shape), val=value)
+                _on_its_own(made)
+                _on_its_own(self._made[key])
+            self._made[key].meta[PLACEMENT] = wanted
+        return self._made[key]
+
+    def _before(self, x: Node, reader: Node) -> Node:
+        """Where work of the forward pass begins that has the reader's tags."""
+        found = x.op != "call_function"
+        for node in self.graph.nodes:
+            if found and node.op == "call_function" and (node is reader or tags_of(node) == tags_of(reader)):
+                first: Node = node
+                return first
+            found = found or node is x
+        return reader
+
+
+def like(graph: Graph, node: Node, target: Any, args: tuple[Any, ...], val: Any = None) -> Node:
+    """An operation in the place of another one, which makes the same, or `val`."""
+    made = graph.call_function(target, args)
+    made.meta = dict(node.meta) | {"val": node.meta["val"] if val is None else val}
+    return made
+
+
+def has_place(x: Node) -> bool:
+    """Is it work of a region by itself, so that what follows from it follows there? Untagged work may be done where it is read."""
+    return x.op == "call_function" and (META_KEY in x.meta.get("custom", {}) or _torch.is_backward(x))
+
+
+def _on_its_own(node: Node) -> None:
+    """What is put before an operation is not what its gradient belongs to."""
+    if not _torch.is_backward(node):
+        node.meta["seq_nr"] = (node.name,)
+
+
+def _in_runs(placement: Placement, runs: Shard) -> Placement:
+    """A placement where runs have a dimension of their own."""
+    if not isinstance(placement, Shard):
+        return placement
+    return Shard(placement.dim + (placement.dim > runs.dim or placement == runs))  # parts of the dimension are some of its runs
