@@ -347,8 +347,7 @@ class CapturedStep:
 
     def joint_graph(self) -> tuple[torch.fx.Graph, Names]:
         """Of the batch it was captured with, traced once more, and what its placeholders are."""
-        graph = self._trace(self.size, {}, ())[0].graph
-        return graph, Names.of(graph, self.canonical)
+        return (graph := self._trace(self.size, {}, ())[0].graph), Names.of(graph, self.canonical)
 
     def _divide(self, weighed: Weighed) -> dict[str, Shard]:
         """Give the values of a graph their placements. Returns the parameters of which members have parts."""
