@@ -20,8 +20,8 @@ PARAMS: dict[str, Any] = {
 class Fused(nn.Module):
     """`kind`: a linear layer, a weight with inputs first, or torch's own attention.
 
-    A bias of keys changes no score: its gradient is nothing but rounding, of which Adam makes steps. Trainings are without it, or have it
-    frozen.
+    A bias of keys changes no score: its gradient is nothing but rounding, of which Adam makes steps. Trainings are without it, or
+    have it frozen.
     """
 
     def __init__(self, kind: str, bias: bool) -> None:
