@@ -10,9 +10,11 @@ from torch.fx import Graph, Node
 from lightning_piper.annotate import META_KEY
 from lightning_piper.capture import _torch
 from lightning_piper.capture.regions import tags_of
-from lightning_piper.ir.values import Placement, Shard
+from lightning_piper.ir.values import Partial, Placement, Shard
 from lightning_piper.placements.changing import CHANGE, FOLLOWS, PLACEMENT, placement_of
+from lightning_piper.placements.local import VIEWS
 from lightning_piper.placements.rule import shape_of
+from lightning_piper.placements.views import regrouping
 
 aten = torch.ops.aten
 
@@ -20,8 +22,8 @@ aten = torch.ops.aten
 class Changes:
     """Those that were put into a graph."""
 
-    def __init__(self, graph: Graph) -> None:
-        self.graph = graph
+    def __init__(self, graph: Graph, degree: int) -> None:
+        self.graph, self.degree = graph, degree
         self._made: dict[tuple[Node, Placement, Any], Node] = {}
 
     def made(self, x: Node, wanted: Placement, reader: Node) -> Node | None:
@@ -34,6 +36,8 @@ class Changes:
             x = x.all_input_nodes[0]
             if placement_of(x) == wanted:
                 return x
+        if (source := self._seen_through(x, wanted)) is not None:
+            return self._changed_before(x, source, wanted, reader)
         if any(isinstance(p, Shard) and p.blocks > 1 for p in (placement_of(x), wanted)):
             return self._changed_in_runs(x, wanted, reader)
         here, key = has_place(x), self._key(x, wanted, reader)
@@ -54,6 +58,35 @@ class Changes:
     def _key(self, x: Node, wanted: Placement, reader: Node) -> tuple[Node, Placement, Any]:
         """Of one change: work that is nowhere by itself is changed where it is read."""
         return x, wanted, None if has_place(x) else tuple(sorted(tags_of(reader).items()))
+
+    def _seen_through(self, x: Node, wanted: Placement) -> Placement | None:
+        """What a view is a view of would have this placement, where no runs are counted: as many as there are samples."""
+        if x.target not in VIEWS:
+            return None
+        (source,) = x.all_input_nodes
+        have, parts = placement_of(x), [p for p in (placement_of(x), wanted) if isinstance(p, Shard)]
+        if isinstance(have, Partial) or len(parts) != 1 or shape_of(source) == shape_of(x):
+            return None
+        pairs = regrouping(shape_of(source), shape_of(x), self.degree, {parts[0].blocks})
+        before = next((p for p, after in pairs if after == parts[0] and p.blocks == 1), None)
+        if before is None or placement_of(source) != (before if isinstance(have, Shard) else have):
+            return None
+        return before if isinstance(wanted, Shard) else wanted
+
+    def _changed_before(self, x: Node, placement: Placement, wanted: Placement, reader: Node) -> Node:
+        """What a view is a view of, changed, and then the view."""
+        key = (x, wanted, (tuple(sorted(tags_of(reader).items())), _torch.is_backward(reader)))
+        if key not in self._made:
+            (source,) = x.all_input_nodes
+            with self.graph.inserting_before(reader):
+                changed = self.changed(source, placement, reader)
+                made = like(
+                    self.graph, reader if reader.op == "call_function" else x, x.target, (changed, x.args[1]), x.meta["val"]
+                )
+            made.meta[PLACEMENT] = wanted
+            _on_its_own(made)
+            self._made[key] = made
+        return self._made[key]
 
     def _changed_in_runs(self, x: Node, wanted: Placement, reader: Node) -> Node:
         """Parts of runs, of which there may be as many as samples, are changed as parts of a dimension of its own."""

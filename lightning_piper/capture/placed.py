@@ -64,7 +64,7 @@ class Placing:
         self.views: dict[Node, Node] = {}  # of what is still free, and what they are views of
         self.gathered: list[tuple[Node, Node]] = []  # on the way forth, parts that somebody needs whole, and who
         self.gone: set[Node] = set()  # operations that are done already, with one before
-        self.changes = Changes(graph)
+        self.changes = Changes(graph, division.degree)
         self.along: set[tuple[int, int]] = set()  # rank and dimension of what the user divides
         self.several = Several(graph, division, self._operation, self.changes.changed)
 

@@ -17,15 +17,18 @@ from lightning_piper.ir.dag import TrainingDAG
 from lightning_piper.ir.mesh import Mesh
 from lightning_piper.ir.values import Partial, Replicate, Shard
 from lightning_piper.ops import metrics, redistribute, weights
-from lightning_piper.placements import proof, rules, vocabulary
+from lightning_piper.placements import attention, proof, rules, vocabulary
 from lightning_piper.placements.rule import Rule
 from lightning_piper.verify.static import check
+from tests.fused import fusing, params
 from tests.tensors import VOCABULARY, decoder, divided, replicas, tensors
 
 aten = torch.ops.aten
 R, P = Replicate(), Partial()
 TWO = Place(filter={}, devices=[0, 1])
 WORDS = [TWO, divided([0, 1], params=VOCABULARY)]
+KEYS = [TWO, divided([0, 1], params={}, values={"*": 1}, attention="keys")]
+FUSED = [TWO, divided([0, 1], params=params(fusing()))]
 SEQUENCE = [TWO, divided([0, 1], sequence=True)]
 
 
@@ -89,6 +92,44 @@ def row_of_nobody_counts(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(vocabulary, "_local", lambda index, ids, own, size: (index - ids[0]).clamp(0, len(ids) - 1))
 
 
+def keys_not_summed(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each member keeps the gradients of keys and values that its own queries give."""
+    original = attention.attention_rules
+
+    def own(node: Any) -> Any:
+        for rule in original(node):
+            yield Rule(rule.inputs, tuple(R if p == P else p for p in rule.outputs))
+
+    monkeypatch.setitem(rules._FAMILIES, aten._scaled_dot_product_flash_attention_for_cpu_backward.default, own)
+
+
+def queries_from_the_beginning(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A causal mask takes each member's queries for the first ones of the sequence: nothing of what came before is seen."""
+    original = redistribute._part
+
+    def part(x: torch.Tensor, after: Any, index: int, count: int) -> torch.Tensor:
+        return original(x, after, 0 if x.dtype is torch.int64 else index, count)
+
+    monkeypatch.setattr(redistribute, "_part", part)
+
+
+def heads_of_another_sample(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Parts of heads, seen with the samples as one dimension, are taken for parts of all of it."""
+    original = rules.regrouping
+
+    def whole(*args: Any) -> Any:
+        for before, after in original(*args):
+            yield before, Shard(after.dim) if after.blocks > 1 else after
+
+    monkeypatch.setattr(rules, "regrouping", whole)
+
+
+def beside_taken_for_one(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of queries, keys and values beside each other, each member gets a run of all, which is no part of each."""
+    original = Shard.parts
+    monkeypatch.setattr(Shard, "parts", lambda placement, whole, count: original(Shard(placement.dim), whole, count))
+
+
 def terms_left(monkeypatch: pytest.MonkeyPatch) -> None:
     """What members have terms of is taken for the whole: nobody sums the gradients of the norms."""
     monkeypatch.setattr(TrainingDAG, "is_summed", lambda dag, output: False)
@@ -118,6 +159,10 @@ FAULTS: list[tuple[Any, list[Any], str]] = [
     (rows_of_another_part, WORDS, "NOT EQUIVALENT"),
     (row_of_nobody_counts, WORDS, "the rule of lightning_piper.rows.default for .* is wrong"),
     (local_sum, WORDS, "the rule of aten.sum.dim_IntList for S.* is wrong"),
+    (keys_not_summed, KEYS, "the rule of aten._scaled_dot_product_flash_attention_for_cpu_backward.default for .* is wrong"),
+    (queries_from_the_beginning, KEYS, "NOT EQUIVALENT"),
+    (heads_of_another_sample, KEYS, "the rule of aten.view.default for .* is wrong"),
+    (beside_taken_for_one, FUSED, "is wrong|NOT EQUIVALENT"),
     (terms_left, SEQUENCE, "NOT EQUIVALENT|no flat tensor|disagree|reaches|hands on"),
     (summed_over_members, replicas({}), "shards, and there are|which other replicas have|NOT EQUIVALENT|disagree|sums"),
     (counted_by_each, [TWO, divided([0, 1])], "NOT EQUIVALENT"),
@@ -127,11 +172,12 @@ FAULTS: list[tuple[Any, list[Any], str]] = [
 
 @pytest.mark.parametrize(("fault", "program", "said"), FAULTS, ids=[fault.__name__ for fault, *_ in FAULTS])
 def test_it_is_found(fault, program, said, monkeypatch):
-    assert piper.verify(decoder(), tensors(8), program).verdict == "verified"
+    make = fusing if program is FUSED else decoder
+    assert piper.verify(make(), tensors(8), program).verdict == "verified"
     fault(monkeypatch)
     proof._proved.clear()
     try:
-        found = str(piper.verify(decoder(), tensors(8), program))
+        found = str(piper.verify(make(), tensors(8), program))
     except VerificationError as error:
         found = str(error)
     assert re.search(said, found), found
