@@ -9,25 +9,18 @@ Memory: one pair of processes for each system; live tensor bytes by torch's prof
 from __future__ import annotations
 
 import argparse
-import json
-import statistics
-import tempfile
-import time
-from collections.abc import Callable
-from pathlib import Path
+from functools import partial
 
 import torch
-import torch.distributed as dist
+from _compared import Step, compare_time, measure_memory
 from _gpt import Config, Module, batch, loss_of, stages
-from _launch import is_rank, join, launch
+from _launch import is_rank, launch
 from torch.distributed.pipelining import PipelineStage, Schedule1F1B
-from torch.profiler import ProfilerActivity, profile
 
 import lightning_piper as piper
 from lightning_piper.runtime import Executor, ProcessTransport
 
 MICROBATCHES, SEQUENCES = 8, 16
-Step = Callable[[int], torch.Tensor | None]  # step number -> loss on the last rank
 
 
 def ours(c: Config, rank: int, world: int) -> Step:
@@ -74,64 +67,7 @@ def torch_1f1b(c: Config, rank: int, world: int) -> Step:
     return step
 
 
-SYSTEMS = {"lightning_piper": ours, "torch Schedule1F1B": torch_1f1b}
-
-
-def compare_time(c: Config, steps: int) -> None:
-    rank, world = join()
-    systems = {name: build(c, rank, world) for name, build in SYSTEMS.items()}
-    seconds: dict[str, list[float]] = {name: [] for name in systems}
-    worst = 0.0
-    for i in range(steps + 3):
-        losses = {}
-        order = list(systems) if i % 2 else list(reversed(systems))
-        for name in order:
-            dist.barrier()
-            start = time.perf_counter()
-            loss = systems[name](i)
-            mine = torch.tensor(time.perf_counter() - start, dtype=torch.float64)
-            dist.all_reduce(mine, dist.ReduceOp.MAX)
-            if i >= 3:
-                seconds[name].append(mine.item())
-            losses[name] = None if loss is None else loss.item()
-        if rank == world - 1:
-            a, b = losses.values()
-            assert a is not None and b is not None
-            worst = max(worst, abs(a - b) / abs(b))
-    if rank == world - 1:
-        median = {name: statistics.median(values) for name, values in seconds.items()}
-        ours_, peer = median.values()
-        pairs = [a / b for a, b in zip(*seconds.values(), strict=True)]
-        print(f"{'':20} median ms a step   min ms")
-        for name, values in seconds.items():
-            print(f"{name:20} {median[name] * 1e3:16.1f} {min(values) * 1e3:8.1f}")
-        paired = statistics.median(pairs)
-        print(f"ratio of medians {ours_ / peer:.3f}, median of paired ratios {paired:.3f}, {steps} pairs of steps")
-        print(f"largest relative difference of the losses over {steps + 3} AdamW steps: {worst:.1e}")
-    dist.barrier()
-    dist.destroy_process_group()
-
-
-def measure_memory(c: Config, name: str) -> None:
-    with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as profiler:
-        rank, world = join()
-        step = SYSTEMS[name](c, rank, world)
-        for i in range(3):
-            step(i)
-    with tempfile.TemporaryDirectory() as folder:
-        path = Path(folder) / "trace.json"
-        profiler.export_chrome_trace(str(path))
-        events = json.loads(path.read_text())["traceEvents"]
-    live = peak = 0
-    for event in sorted((e for e in events if e.get("name") == "[memory]"), key=lambda e: float(e["ts"])):
-        live += int(event["args"]["Bytes"])
-        peak = max(peak, live)
-    peaks: list[float] = [0.0] * world
-    dist.all_gather_object(peaks, peak / 2**20)
-    if rank == 0:
-        print(f"{name:20} peak live tensor MB by rank: {', '.join(f'{p:.1f}' for p in peaks)}", flush=True)
-    dist.barrier()
-    dist.destroy_process_group()
+SYSTEMS = {"lightning_piper": (ours, "torch Schedule1F1B"), "torch Schedule1F1B": (torch_1f1b, "")}
 
 
 def main() -> None:
@@ -147,9 +83,9 @@ def main() -> None:
         for name in SYSTEMS:
             launch(len(config.cut), *shared, "--memory", name)
     elif args.memory:
-        measure_memory(config, args.memory)
+        measure_memory(args.memory, partial(SYSTEMS[args.memory][0], config))
     else:
-        compare_time(config, args.steps)
+        compare_time({name: (partial(build, config), peer) for name, (build, peer) in SYSTEMS.items()}, args.steps)
 
 
 if __name__ == "__main__":

@@ -1,47 +1,45 @@
-"""Tensors divided over two processes, against torch's `parallelize_module`: same model, same cut, batches, threads and optimizer.
+"""Tensors divided over two processes, and in stages over four, against torch's `parallelize_module`: same model, same cut, batches,
+threads and optimizer.
 
-Time: both systems live in the same processes and take turns step by step. Memory: a run of its own for each system. The largest
-difference of losses says that they train alike.
-
-    python benchmarks/tensors.py [--steps 12]
+    python benchmarks/tensors.py [--steps 12] [--group two|four] [--only time|memory]
 
 | ours | peer | what both do |
 |---|---|---|
-| TP2 | ColwiseParallel, RowwiseParallel | columns of q, k, v and up, rows of out and down |
+| TP2 | ColwiseParallel, RowwiseParallel, loss_parallel | columns of q, k, v, up and head, rows of out, down and the embedding |
 | TP2, sequence | the same with SequenceParallel | norms and residuals on parts of the sequence |
+| 1F1B x TP2 | Schedule1F1B over such stages | two stages of two processes, four microbatches |
 """
 
 from __future__ import annotations
 
 import argparse
-import statistics
-import time
-from collections.abc import Callable
+import contextlib
+from collections.abc import Iterable
 from typing import Any
 
 import lightning as L
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
-from _launch import is_rank, join, launch
-from _memory import peak_of
+from _compared import Build, Step, compare_time, measure_memory
+from _launch import is_rank, launch
 from torch import Tensor, nn
+from torch.distributed.pipelining import PipelineStage, Schedule1F1B
 from torch.distributed.tensor import Replicate, Shard
 from torch.distributed.tensor.parallel import (
     ColwiseParallel,
     PrepareModuleInput,
-    PrepareModuleOutput,
     RowwiseParallel,
     SequenceParallel,
+    loss_parallel,
     parallelize_module,
 )
 
 import lightning_piper as piper
 from lightning_piper.runtime import Executor, ProcessTransport, local_shards_of, shards_of
 
-LAYERS, WIDTH, HEADS, LENGTH, WORDS, SAMPLES = 4, 512, 8, 256, 512, 4
+LAYERS, WIDTH, HEADS, LENGTH, WORDS, SAMPLES, MICROBATCHES = 4, 512, 8, 256, 4096, 4, 4
 CPU = torch.device("cpu")
-Step = Callable[[int], Tensor]
 
 
 class Attention(nn.Module):
@@ -87,16 +85,16 @@ class Model(L.LightningModule):
         )
 
     def forward(self, tokens: Tensor) -> Tensor:
-        with piper.annotate("LAYER", 0):
+        with piper.annotate("PP", 0), piper.annotate("LAYER", 0):
             x = self.embed(tokens)
         for i, block in enumerate(self.blocks, 1):
-            with piper.annotate("LAYER", i):
+            with piper.annotate("PP", int(i > LAYERS // 2)), piper.annotate("LAYER", i):
                 x = block(x)
-        with piper.annotate("LAYER", LAYERS + 1):
+        with piper.annotate("PP", 1), piper.annotate("LAYER", LAYERS + 1):
             return self.head(self.norm(x))  # type: ignore[no-any-return]
 
     def training_step(self, given: tuple[Tensor, Tensor], batch_idx: int) -> Tensor:
-        with piper.annotate("LAYER", LAYERS + 1):
+        with piper.annotate("PP", 1), piper.annotate("LAYER", LAYERS + 1):
             return loss_of(self(given[0]), given[1])
 
 
@@ -109,10 +107,16 @@ def batch(i: int) -> tuple[Tensor, Tensor]:
     return words[:, :-1].contiguous(), words[:, 1:].contiguous()
 
 
-def ours(sequence: bool) -> Callable[[int, int], Step]:
+def ours(sequence: bool, stages: bool = False) -> Build:
     def build(rank: int, world: int) -> Step:
         module = Model()
-        compiled = piper.compile(module, batch(0), piper.tensor_parallel(module, batch(0), world, sequence=sequence))
+        place, shard = piper.tensor_parallel(module, batch(0), 2, sequence=sequence)
+        program = [place, shard]
+        if stages:
+            groups = [[0, 1], [2, 3]]
+            shard = piper.Shard(filter={}, devices=groups, axis="tp", stream="tp", params=shard.params, values=shard.values)  # type: ignore[attr-defined]
+            program = [*piper.schedules.one_f_one_b(stages=2, microbatches=MICROBATCHES, devices=groups), shard]
+        compiled = piper.compile(module, batch(0), program)
         plan, params = compiled.plans[rank], dict(module.named_parameters())
         shards = shards_of(plan, params, CPU)
         owned = {n: params[n] for n in compiled.params_on(rank) if not any(n in bucket.names for bucket in shards)}
@@ -137,92 +141,107 @@ def ours(sequence: bool) -> Callable[[int, int], Step]:
     return build
 
 
-def torch_tp(sequence: bool) -> Callable[[int, int], Step]:
+def divide(model: Model, blocks: Iterable[nn.Module], mesh: Any, sequence: bool) -> None:
+    """As torchtitan divides a decoder."""
+    rows: Any = {"output_layouts": Shard(1)} if sequence else {}
+    of_block: dict[str, Any] = {f"attention.{name}": ColwiseParallel() for name in "qkv"}
+    of_block |= {"mlp.up": ColwiseParallel(), "attention.out": RowwiseParallel(**rows), "mlp.down": RowwiseParallel(**rows)}
+    columns: Any = {"output_layouts": Shard(-1), "use_local_output": False}
+    if sequence:
+        whole = PrepareModuleInput(input_layouts=Shard(1), desired_input_layouts=Replicate())
+        of_block |= {"norm1": SequenceParallel(), "norm2": SequenceParallel(), "attention": whole, "mlp": whole}
+        parallelize_module(model, mesh, {"norm": SequenceParallel()})
+        columns["input_layouts"] = Shard(1)
+    embed = RowwiseParallel(input_layouts=Replicate(), **rows)
+    parallelize_module(model, mesh, {"embed": embed, "head": ColwiseParallel(**columns)})
+    for block in blocks:
+        parallelize_module(block, mesh, of_block)
+
+
+def torch_tp(sequence: bool) -> Build:
     def build(rank: int, world: int) -> Step:
         model, mesh = Model(), dist.init_device_mesh("cpu", (world,))
-        rows: Any = {"output_layouts": Shard(1)} if sequence else {}
-        of_block: dict[str, Any] = {f"attention.{name}": ColwiseParallel() for name in "qkv"}
-        of_block |= {"mlp.up": ColwiseParallel(), "attention.out": RowwiseParallel(**rows), "mlp.down": RowwiseParallel(**rows)}
-        if sequence:
-            whole = PrepareModuleInput(input_layouts=Shard(1), desired_input_layouts=Replicate())
-            of_block |= {"norm1": SequenceParallel(), "norm2": SequenceParallel(), "attention": whole, "mlp": whole}
-            parts = PrepareModuleOutput(output_layouts=Replicate(), desired_output_layouts=Shard(1))
-            head = PrepareModuleInput(input_layouts=Shard(1), desired_input_layouts=Replicate(), use_local_output=True)
-            parallelize_module(model, mesh, {"embed": parts, "norm": SequenceParallel(), "head": head})
-        for block in model.blocks:
-            parallelize_module(block, mesh, of_block)
+        divide(model, model.blocks, mesh, sequence)
         optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
 
         def step(i: int) -> Tensor:
             tokens, targets = batch(i)
-            loss = loss_of(model(tokens), targets)
-            loss.backward()
+            with loss_parallel():
+                loss = loss_of(model(tokens), targets)
+                loss.backward()
             optimizer.step()
             optimizer.zero_grad()
-            return loss.detach()
+            return loss.detach().full_tensor()  # type: ignore[attr-defined, no-any-return]
 
         return step
 
     return build
 
 
-SYSTEMS: dict[str, tuple[Any, str]] = {
-    "TP2": (ours(False), "parallelize_module"), "parallelize_module": (torch_tp(False), ""),
-    "TP2, sequence": (ours(True), "parallelize_module, sequence"), "parallelize_module, sequence": (torch_tp(True), ""),
+class Stage(nn.Module):
+    """One half of the model's layers."""
+
+    def __init__(self, model: Model, index: int) -> None:
+        super().__init__()
+        half = LAYERS // 2
+        self.blocks = model.blocks[:half] if index == 0 else model.blocks[half:]
+        self.first, self.last = (model.embed, None) if index == 0 else (None, nn.Sequential(model.norm, model.head))
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = x if self.first is None else self.first(x)
+        for block in self.blocks:
+            x = block(x)
+        return x if self.last is None else self.last(x)  # type: ignore[no-any-return]
+
+
+def torch_stages(rank: int, world: int) -> Step:
+    model, mesh = Model(), dist.init_device_mesh("cpu", (2, 2), mesh_dim_names=("pp", "tp"))
+    divide(model, model.blocks, mesh["tp"], False)
+    index = rank // 2
+    module = Stage(model, index)
+    schedule = Schedule1F1B(PipelineStage(module, index, 2, CPU, group=mesh.get_group("pp")), MICROBATCHES, loss_fn=loss_of)
+    optimizer = torch.optim.AdamW(module.parameters(), lr=1e-3)
+
+    def step(i: int) -> Tensor | None:
+        tokens, targets = batch(i)
+        losses: list[Any] | None = [] if index else None
+        with loss_parallel() if index else contextlib.nullcontext():
+            schedule.step(*([] if index else [tokens]), target=targets if index else None, losses=losses, return_outputs=False)
+        optimizer.step()
+        optimizer.zero_grad()
+        return torch.stack([x.detach().full_tensor() for x in losses]).mean() if losses else None
+
+    return step
+
+
+TORCH = "parallelize_module"
+GROUPS: dict[str, tuple[int, dict[str, tuple[Build, str]]]] = {
+    "two": (2, {
+        "TP2": (ours(False), TORCH), TORCH: (torch_tp(False), ""),
+        "TP2, sequence": (ours(True), f"{TORCH}, sequence"), f"{TORCH}, sequence": (torch_tp(True), ""),
+    }),
+    "four": (4, {"1F1B x TP2": (ours(False, stages=True), f"Schedule1F1B, {TORCH}"), f"Schedule1F1B, {TORCH}": (torch_stages, "")}),
 }  # fmt: skip
-WARM_UP = 2
-
-
-def compare(steps: int) -> None:
-    rank, world = join()
-    systems = {name: build(rank, world) for name, (build, _) in SYSTEMS.items()}
-    seconds: dict[str, list[float]] = {name: [] for name in systems}
-    losses: dict[str, list[float]] = {name: [] for name in systems}
-    names = list(systems)
-    for i in range(steps + WARM_UP):
-        for name in names[i % len(names) :] + names[: i % len(names)]:
-            dist.barrier()
-            start = time.perf_counter()
-            loss = systems[name](i)
-            took = torch.tensor(time.perf_counter() - start, dtype=torch.float64)
-            dist.all_reduce(took, dist.ReduceOp.MAX)
-            if i >= WARM_UP:
-                seconds[name].append(took.item())
-            losses[name].append(loss.item())
-    if rank == 0:
-        median = {name: statistics.median(values) for name, values in seconds.items()}
-        print(f"{'':30} median ms   to its peer: medians, pairs   largest relative difference of losses to {names[0]}")
-        for name, (_, peer) in SYSTEMS.items():
-            ratio = f"{median[name] / median[peer]:14.3f}" if peer else " " * 14
-            pairs = f"{statistics.median(a / b for a, b in zip(seconds[name], seconds[peer], strict=True)):8.3f}" if peer else ""
-            worst = max(abs(a - b) / abs(b) for a, b in zip(losses[name], losses[names[0]], strict=True))
-            print(f"{name:30} {median[name] * 1e3:9.1f} {ratio} {pairs:8}          {worst:.1e}")
-        print(f"{steps} steps of each, in turns", flush=True)
-    dist.barrier()
-    dist.destroy_process_group()
-
-
-def measure_memory(name: str) -> None:
-    rank, world = join()
-    peaks: list[Any] = [None] * world
-    dist.all_gather_object(peaks, peak_of(lambda: SYSTEMS[name][0](rank, world)))
-    if rank == 0:
-        print(f"{name:30} peak live tensor MB of a step, by rank: {', '.join(f'{p:.1f}' for p in peaks)}", flush=True)
-    dist.barrier()
-    dist.destroy_process_group()
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--steps", type=int, default=12)
+    parser.add_argument("--group", choices=list(GROUPS), action="append")
+    parser.add_argument("--only", choices=["time", "memory"])
     parser.add_argument("--memory", default="", help=argparse.SUPPRESS)
     args = parser.parse_args()
+    groups = args.group or list(GROUPS)
     if is_rank():
-        measure_memory(args.memory) if args.memory else compare(args.steps)
+        _, systems = GROUPS[groups[0]]
+        measure_memory(args.memory, systems[args.memory][0]) if args.memory else compare_time(systems, args.steps)
         return
-    launch(2, "--steps", str(args.steps))
-    for name in SYSTEMS:
-        launch(2, "--memory", name)
+    for group in groups:
+        ranks, systems = GROUPS[group]
+        if args.only != "memory":
+            launch(ranks, "--steps", str(args.steps), "--group", group)
+        for name in systems if args.only != "time" else ():
+            launch(ranks, "--group", group, "--memory", name)
 
 
 if __name__ == "__main__":

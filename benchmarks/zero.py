@@ -22,16 +22,16 @@ from __future__ import annotations
 import argparse
 import contextlib
 import itertools
-import statistics
-import time
 from collections.abc import Callable, Mapping
+from functools import partial
 from typing import Any
 
 import torch
 import torch.distributed as dist
+from _compared import Step, compare_time, measure_memory
 from _gpt import Config, Module, Plain, batch, loss_of, stages
-from _launch import is_rank, join, launch
-from _memory import MB, peak_of
+from _launch import is_rank, launch
+from _memory import MB
 from torch import nn
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.optim import ZeroRedundancyOptimizer
@@ -42,7 +42,6 @@ import lightning_piper as piper
 from lightning_piper.runtime import Executor, ProcessTransport, local_shards_of, shards_of
 
 SEQUENCES = 16
-Step = Callable[[int], torch.Tensor | None]  # step number -> loss of this rank's data, where it has it
 CPU = torch.device("cpu")
 
 
@@ -179,48 +178,6 @@ FOUR = {
 }  # fmt: skip
 GROUPS: dict[str, tuple[int, dict[str, Any]]] = {"two": (2, TWO), "found": (2, FOUND), "four": (4, FOUR)}
 SHARDED = ("DP", "ZeRO-1", "ZeRO-2", "ZeRO-3", "DP, blocks found", "ZeRO-3, blocks found")
-WARM_UP = 2
-
-
-def compare_time(c: Config, group: str, steps: int) -> None:
-    rank, world = join()
-    systems = {name: build(c, rank, world) for name, (build, _) in GROUPS[group][1].items()}
-    seconds: dict[str, list[float]] = {name: [] for name in systems}
-    losses: dict[str, list[float]] = {name: [] for name in systems}
-    names = list(systems)
-    for i in range(steps + WARM_UP):
-        for name in names[i % len(names) :] + names[: i % len(names)]:
-            dist.barrier()
-            start = time.perf_counter()
-            loss = systems[name](i)
-            took = torch.tensor(time.perf_counter() - start, dtype=torch.float64)
-            dist.all_reduce(took, dist.ReduceOp.MAX)
-            if i >= WARM_UP:
-                seconds[name].append(took.item())
-            losses[name].append(float("nan") if loss is None else loss.item())
-    if rank == world - 1:
-        median = {name: statistics.median(values) for name, values in seconds.items()}
-        print(f"{'':26} median ms   min ms   to its peer: medians, pairs   largest relative difference of losses to {names[0]}")
-        for name, (_, peer) in GROUPS[group][1].items():
-            ratio = f"{median[name] / median[peer]:14.3f}" if peer else " " * 14
-            pairs = f"{statistics.median(a / b for a, b in zip(seconds[name], seconds[peer], strict=True)):8.3f}" if peer else ""
-            worst = max(abs(a - b) / abs(b) for a, b in zip(losses[name], losses[names[0]], strict=True))
-            print(f"{name:26} {median[name] * 1e3:9.1f} {min(seconds[name]) * 1e3:8.1f} {ratio} {pairs:8}          {worst:.1e}")
-        print(f"{steps} steps of each, in turns; losses over {steps + WARM_UP} AdamW steps", flush=True)
-    dist.barrier()
-    dist.destroy_process_group()
-
-
-def measure_memory(c: Config, group: str, name: str) -> None:
-    rank, world = join()
-    peaks: list[Any] = [None] * world
-    dist.all_gather_object(peaks, peak_of(lambda: GROUPS[group][1][name][0](c, rank, world)))
-    if rank == 0:
-        shown = ", ".join(f"{p:.1f}" for p in peaks)
-        wanted = f"   expected {expected(c, name):.1f}" if name in SHARDED else ""
-        print(f"{name:26} peak live tensor MB of a step, by rank: {shown}{wanted}", flush=True)
-    dist.barrier()
-    dist.destroy_process_group()
 
 
 def expected(c: Config, name: str) -> float:
@@ -254,9 +211,13 @@ def main() -> None:
     groups = args.group or list(GROUPS)
     if is_rank():
         if args.memory:
-            measure_memory(Config() if groups[0] == "four" else Config(seq=4), groups[0], args.memory)
+            c = Config() if groups[0] == "four" else Config(seq=4)
+            note = f"   expected {expected(c, args.memory):.1f}" if args.memory in SHARDED else ""
+            measure_memory(args.memory, partial(GROUPS[groups[0]][1][args.memory][0], c), note)
         else:
-            compare_time(Config(), groups[0], args.steps)
+            compare_time(
+                {name: (partial(build, Config()), peer) for name, (build, peer) in GROUPS[groups[0]][1].items()}, args.steps
+            )
         return
     for group in groups:
         ranks, systems = GROUPS[group]

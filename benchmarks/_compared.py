@@ -1,0 +1,60 @@
+"""Systems that train the same model, side by side: in the same processes, step by step in turns, so that whatever else the machine
+does hits all; and the memory of each, in processes of its own."""
+
+from __future__ import annotations
+
+import statistics
+import time
+from collections.abc import Callable, Mapping
+
+import torch
+import torch.distributed as dist
+from _launch import join
+from _memory import peak_of
+
+Step = Callable[[int], torch.Tensor | None]  # step number -> loss of this rank's data, where it has it
+Build = Callable[[int, int], Step]  # (rank, number of ranks)
+Systems = Mapping[str, tuple[Build, str]]  # name -> how it is built, and the name of its peer
+WARM_UP = 3
+
+
+def compare_time(systems: Systems, steps: int) -> None:
+    """Print medians, ratios to the peer, of medians and of pairs of steps, and how far losses are from those of the first system.
+    The last rank has the loss."""
+    rank, world = join()
+    built = {name: build(rank, world) for name, (build, _) in systems.items()}
+    seconds: dict[str, list[float]] = {name: [] for name in systems}
+    losses: dict[str, list[float]] = {name: [] for name in systems}
+    names = list(systems)
+    for i in range(steps + WARM_UP):
+        for name in names[i % len(names) :] + names[: i % len(names)]:
+            dist.barrier()
+            start = time.perf_counter()
+            loss = built[name](i)
+            took = torch.tensor(time.perf_counter() - start, dtype=torch.float64)
+            dist.all_reduce(took, dist.ReduceOp.MAX)
+            if i >= WARM_UP:
+                seconds[name].append(took.item())
+            losses[name].append(float("nan") if loss is None else loss.item())
+    if rank == world - 1:
+        median = {name: statistics.median(values) for name, values in seconds.items()}
+        print(f"{'':34} median ms   min ms   to its peer: medians, pairs   largest relative difference of losses to {names[0]}")
+        for name, (_, peer) in systems.items():
+            ratio = f"{median[name] / median[peer]:14.3f}" if peer else " " * 14
+            pairs = f"{statistics.median(a / b for a, b in zip(seconds[name], seconds[peer], strict=True)):8.3f}" if peer else ""
+            worst = max(abs(a - b) / abs(b) for a, b in zip(losses[name], losses[names[0]], strict=True))
+            print(f"{name:34} {median[name] * 1e3:9.1f} {min(seconds[name]) * 1e3:8.1f} {ratio} {pairs:8}          {worst:.1e}")
+        print(f"{steps} steps of each, in turns; losses over {steps + WARM_UP} AdamW steps", flush=True)
+    dist.barrier()
+    dist.destroy_process_group()
+
+
+def measure_memory(name: str, build: Build, note: str = "") -> None:
+    """Print the largest number of bytes in live tensors of a step."""
+    rank, world = join()
+    peaks: list[float] = [0.0] * world
+    dist.all_gather_object(peaks, peak_of(lambda: build(rank, world)))
+    if rank == 0:
+        print(f"{name:34} peak live tensor MB of a step, by rank: {', '.join(f'{p:.1f}' for p in peaks)}{note}", flush=True)
+    dist.barrier()
+    dist.destroy_process_group()
