@@ -19,7 +19,7 @@ from torch.fx import Graph, Node
 from lightning_piper.annotate import META_KEY
 from lightning_piper.capture import _torch
 from lightning_piper.capture.passes import Names
-from lightning_piper.capture.regions import VIEWS, source_line, tags_of
+from lightning_piper.capture.regions import VIEWS, own_line, settle_glue, source_line, tags_of
 from lightning_piper.capture.several import Several
 from lightning_piper.errors import CaptureError
 from lightning_piper.ir.division import Division
@@ -60,12 +60,14 @@ class Placing:
         self.sought = {x for x, name in unsaid.items() if name in seek}
         self.views: dict[Node, Node] = {}  # of what is still free, and what they are views of
         self.gathered: list[Node] = []  # on the way forth, parts that somebody needs whole
+        self.refused: Collection[str] = ()  # parameters that an operation needs whole
         self.gone: set[Node] = set()  # operations that are done already, with one before
         self.changes: dict[tuple[Node, Placement, Any], Node] = {}
         self.along: set[tuple[int, int]] = set()  # rank and dimension of what the user divides
         self.several = Several(graph, division, self._operation, self._changed)
 
     def run(self) -> dict[str, int]:
+        settle_glue(self.graph)
         for node in list(self.graph.nodes):
             if node.op == "output":
                 self._results(node)
@@ -363,11 +365,13 @@ class Placing:
             node.meta["custom"] = source.meta["custom"]
 
     def _refusal(self, node: Node) -> CaptureError:
-        divided = [f"{self.param_of(x)} as {placement_of(x)}" for x in tensors_of(node) if x in self.fixed and placement_of(x) != R]
-        read = ", ".join(divided) or "what is divided"
+        held = {self.param_of(x): placement_of(x) for x in tensors_of(node) if x in self.fixed}
+        self.refused = [name for name, placement in held.items() if placement != R]
+        read = ", ".join(f"{name} as {held[name]}" for name in self.refused) or "what is divided"
+        unsaid = ", ".join(name for name in self.refused if name not in self.division.params)
         return CaptureError(
-            f"{source_line(node)}: {node.target} cannot work on parts of {read} along {self.division.axis!r}; leave it out of "
-            "params, or divide it along another dimension"
+            f"{own_line(node)}: {node.target} cannot work on parts of {read} along {self.division.axis!r}; leave it out of "
+            f"params{f' ({unsaid} follows from what it is used with)' if unsaid else ''}, or divide it along another dimension"
         )
 
     def param_of(self, x: Node) -> str:
