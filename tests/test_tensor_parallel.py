@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import operator
 from typing import Any
 
 import lightning as L
@@ -91,3 +92,31 @@ def test_models_of_hugging_face(kind):
               "t5": {"shared", "q", "k", "v", "o", "wi", "wo"}}  # fmt: skip
     assert names >= wanted[kind]
     assert piper.verify(Model(model), batch, program).verdict == "verified"
+
+
+class Penalised(L.LightningModule):
+    """Two gates; of the first one a tensor is needed whole."""
+
+    def __init__(self, name: str) -> None:
+        super().__init__()
+        self.up, self.down, self.other, self.last = (nn.Linear(a, b) for a, b in ((8, 16), (16, 8), (8, 16), (16, 8)))
+        self.name = name
+
+    def training_step(self, batch: Any, batch_idx: int) -> torch.Tensor:
+        hidden = self.down(self.up(batch).relu()).tanh()
+        penalty = torch.linalg.svdvals(operator.attrgetter(self.name)(self).reshape(8, -1)).sum()
+        return self.last(self.other(hidden).relu()).pow(2).mean() + penalty  # type: ignore[no-any-return]
+
+
+@pytest.mark.parametrize(("name", "left"), [("down.weight", {"down.weight"}), ("up.bias", {"up.weight"})])
+def test_a_weight_that_is_needed_whole_itself_is_left(name, left):
+    module, batch = Penalised(name).double(), torch.randn(4, 8, dtype=torch.float64)
+    (_, shard) = program = piper.tensor_parallel(module, batch, 2)
+    assert not left & shard.params.keys() and {"other.weight", "last.weight"} & shard.params.keys()
+    assert piper.verify(module, batch, program).verdict == "verified"
+    named = [program[0], piper.Shard(filter={}, axis="tp", params=dict.fromkeys(left, 1 if name == "down.weight" else 0))]
+    follows = r" \(up.bias follows from what it is used with\)" if name == "up.bias" else ""
+    with pytest.raises(
+        piper.CaptureError, match=rf"svdvals.* cannot work on parts of {name} as .*leave it out of params{follows},"
+    ):
+        piper.compile(module, batch, named)

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Mapping
 
 from torch.fx import Graph, Node
 
 from lightning_piper.capture.passes import Names
 from lightning_piper.capture.placed import Placing
+from lightning_piper.errors import CaptureError
 from lightning_piper.ir.division import Division
 from lightning_piper.ir.values import Replicate, Shard
 from lightning_piper.placements.changing import CHANGE, PLACEMENT, placement_of
@@ -19,8 +20,8 @@ from lightning_piper.placements.views import regrouped
 def find_params(make: Callable[[], tuple[Graph, Names]], axis: str, degree: int, values: Mapping[str, int]) -> dict[str, Shard]:
     """Weights that members of an axis may have parts of: columns of the first product, rows of the next one.
 
-    A weight is left whole where what comes of it is needed whole before another product takes it. If that is because it is several
-    weights beside each other (queries, keys and values), each of these is divided.
+    A weight is left whole where what comes of it, or itself, is needed whole before another product takes it. If that is because it
+    is several weights beside each other (queries, keys and values), each of these is divided.
 
     Args:
         make: gives a joint graph of the step, a new one each time.
@@ -31,7 +32,13 @@ def find_params(make: Callable[[], tuple[Graph, Names]], axis: str, degree: int,
         weights = {name for x, name in names.params.items() if len(shape_of(x)) == 2}
         seek = {name: runs.get(name, 1) for name in weights if runs.get(name, 1)}
         placing = Placing(graph, Division(axis, degree, {}, values), names, seek)
-        found = placing.run()
+        try:
+            found = placing.run()
+        except CaptureError:
+            if not (more := _followed(placing, placing.refused) & seek.keys()):
+                raise
+            runs |= dict.fromkeys(more, 0)
+            continue
         needed = {name: _beside(x, reader) for x, reader in placing.gathered for name in _made_with(placing, x) if name in found}
         if not needed:
             return {name: placement for name, placement in found.items() if name in weights}
@@ -52,6 +59,15 @@ def _beside(x: Node, reader: Node) -> int:
             if mine == (placement.dim,) and len(theirs) > 1:
                 return shape_of(reader)[theirs[0]]
     return 0
+
+
+def _followed(placing: Placing, params: Collection[str]) -> set[str]:
+    """Parameters, and the weights that vectors among them follow."""
+    found = set(params)
+    for x, name in placing.names.items():
+        if name in params and len(shape_of(x)) == 1:
+            found.update(*(_made_with(placing, user) for user in x.users if PLACEMENT in user.meta))
+    return found
 
 
 def _made_with(placing: Placing, x: Node) -> set[str]:

@@ -17,9 +17,9 @@ import torch
 from torch.fx import Graph, Node
 
 from lightning_piper.capture import _torch
-from lightning_piper.capture.changes import Changes, has_place, like
+from lightning_piper.capture.changes import Changes, like
 from lightning_piper.capture.passes import Names
-from lightning_piper.capture.regions import VIEWS, source_line, tags_of
+from lightning_piper.capture.regions import VIEWS, own_line, settle_glue, source_line, tags_of
 from lightning_piper.capture.several import Several
 from lightning_piper.errors import CaptureError
 from lightning_piper.ir.division import Division
@@ -63,12 +63,14 @@ class Placing:
         self.sought = {x: seek[name] for x, name in unsaid.items() if name in seek}
         self.views: dict[Node, Node] = {}  # of what is still free, and what they are views of
         self.gathered: list[tuple[Node, Node]] = []  # on the way forth, parts that somebody needs whole, and who
+        self.refused: list[str] = []  # parameters that an operation needs whole
         self.gone: set[Node] = set()  # operations that are done already, with one before
         self.changes = Changes(graph, division.degree)
         self.along: set[tuple[int, int]] = set()  # rank and dimension of what the user divides
         self.several = Several(graph, division, self._operation, self.changes.changed)
 
     def run(self) -> dict[str, Shard]:
+        settle_glue(self.graph)
         for node in list(self.graph.nodes):
             if node.op == "output":
                 self._results(node)
@@ -287,26 +289,19 @@ class Placing:
                 if isinstance(wanted, Partial):
                     raise self._refusal(node)
                 with self.graph.inserting_before(output):
-                    self._be_somewhere(node)
                     changed = self.changes.changed(node, wanted, output)
                     results[i] = like(self.graph, node, aten.alias.default, (changed,))
                     results[i].meta[PLACEMENT] = wanted
         output.args = (tuple(results) if isinstance(output.args[0], tuple) else results,)
 
-    def _be_somewhere(self, node: Node) -> None:
-        """Work outside of all annotations that is changed behind is done where what it reads is made."""
-        source = node
-        while not has_place(source) and source.all_input_nodes:
-            source = source.all_input_nodes[0]
-        if source.op == "call_function" and _torch.is_backward(source) == _torch.is_backward(node) and "custom" in source.meta:
-            node.meta["custom"] = source.meta["custom"]
-
     def _refusal(self, node: Node) -> CaptureError:
-        divided = [f"{self.param_of(x)} as {placement_of(x)}" for x in tensors_of(node) if x in self.fixed and placement_of(x) != R]
-        read = ", ".join(divided) or "what is divided"
+        held = {self.param_of(x): placement_of(x) for x in tensors_of(node) if x in self.fixed}
+        self.refused = [name for name, placement in held.items() if placement != R]
+        read = ", ".join(f"{name} as {held[name]}" for name in self.refused) or "what is divided"
+        unsaid = ", ".join(name for name in self.refused if name not in self.division.params)
         return CaptureError(
-            f"{source_line(node)}: {node.target} cannot work on parts of {read} along {self.division.axis!r}; leave it out of "
-            "params, or divide it along another dimension"
+            f"{own_line(node)}: {node.target} cannot work on parts of {read} along {self.division.axis!r}; leave it out of "
+            f"params{f' ({unsaid} follows from what it is used with)' if unsaid else ''}, or divide it along another dimension"
         )
 
     def param_of(self, x: Node) -> str:

@@ -26,6 +26,7 @@ from torch.fx import Node
 from lightning_piper.annotate import META_KEY, SOURCE_KEY
 from lightning_piper.capture import _torch
 from lightning_piper.capture.behind import behind_changes
+from lightning_piper.capture.source import LINE_KEY, shown_line
 from lightning_piper.errors import CaptureError
 from lightning_piper.ir.regions import Region
 from lightning_piper.placements.changing import CHANGE, FOLLOWS
@@ -66,6 +67,12 @@ def source_line(node: Node) -> str:
     return str(node.meta.get("custom", {}).get(SOURCE_KEY, "outside of any annotation"))
 
 
+def own_line(node: Node) -> str:
+    """The user's line that an operation is of, or where that is not known, as of `source_line`."""
+    file, _, number = str(node.meta.get("custom", {}).get(LINE_KEY, "")).rpartition(":")
+    return shown_line(file, int(number)) if file else source_line(node)
+
+
 def assign(graph: torch.fx.Graph, state: frozenset[Node]) -> Assignment:
     """Place every node of a joint graph. `state` holds the placeholders of buffers that the step changes."""
     calls = [n for n in graph.nodes if n.op != "placeholder" and n.op != "output"]
@@ -79,6 +86,25 @@ def assign(graph: torch.fx.Graph, state: frozenset[Node]) -> Assignment:
         regions = [*(replace(regions[0], index=i) for i in range(more)), *(replace(r, index=r.index + more) for r in regions)]
         of = {node: i + more for node, i in of.items()}
     return Assignment(tuple(regions), of, frozenset(shared))
+
+
+def settle_glue(graph: torch.fx.Graph) -> None:
+    """Give glue the tags of the region that it belongs to, in place: where members of an axis have parts of what it reads, it may
+    be cut like the rest of that region."""
+    forward = [n for n in graph.nodes if n.op not in ("placeholder", "output") and not _torch.is_backward(n)]
+    shared, weights = _shared(forward, frozenset())
+    runs: dict[Node, tuple[int, Node]] = {}  # the number of a node's run, and a node that has its tags
+    last: tuple[int, Node] | None = None
+    for node in forward:
+        found = [runs[x] for x in node.all_input_nodes if x in runs]
+        if tags_of(node) or any(x in weights for x in node.all_input_nodes):
+            if last is None or tags_of(last[1]) != tags_of(node):
+                last = len(runs), node
+            runs[node] = last
+        elif found and node not in shared:
+            runs[node] = max(found, key=operator.itemgetter(0))
+            about = runs[node][1].meta.get("custom", {})
+            node.meta["custom"] = node.meta.get("custom", {}) | {k: about[k] for k in (META_KEY, SOURCE_KEY) if k in about}
 
 
 def _shared(forward: list[Node], state: frozenset[Node]) -> tuple[set[Node], set[Node]]:

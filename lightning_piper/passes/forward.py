@@ -57,7 +57,7 @@ def forward_passes(program: Program, training: TrainingDAG | None = None) -> lis
 
 def _groups(program: Program, training: TrainingDAG | None) -> list[Group]:
     """The device groups that regions have in training, or would have."""
-    found = [tuple(directive.devices) for directive in program if isinstance(directive, Place)]
+    found = [directive.group for directive in program if isinstance(directive, Place)]
     found += [chunk.devices for chunk in training.of_type(Chunk)] if training is not None else []
     return list(dict.fromkeys(found))
 

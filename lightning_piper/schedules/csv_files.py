@@ -171,7 +171,7 @@ def _devices_of(index: int, action: Action, places: Sequence[Place], tag: str, d
     tags: dict[str, int | str] = {tag: action.stage, dim_name: action.microbatch, "PASS": action.kind}
     for place in places:
         if matches(place.filter, tags):
-            return tuple(place.devices)
+            return place.group
     raise DirectiveError(f"to_csv: directive {index} (order): field 'filters': {_cell(action)} has no place; place it first")
 
 

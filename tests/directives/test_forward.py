@@ -33,6 +33,7 @@ PROGRAMS = {
     "v": zbv(2, 2),
     "halves": [*gpipe(2, 2)[:3], piper.Order(filters=[{"PP": 0, "PASS": "BI"}, {"PP": 0, "PASS": "BW"}])],
     "dp": [*DP, Replicate(filter={}, devices=[0, 1])],
+    "mesh": [piper.Place(filter={}, devices=[[0], [1]], axes=("one", "other")), *DP[1:], Replicate(filter={}, devices=[0, 1])],
     "zero1": [*DP, Replicate(filter={}, devices=[0, 1], shard_optimizer=True)],
     "pp dp": replicated(),
     "pp zero2": replicated(shard_grads=True),
@@ -41,7 +42,7 @@ PROGRAMS = {
               Replicate(filter={"PP": 1}, devices=GROUPS[1], shard_optimizer=True)],
 }  # fmt: skip
 # Where microbatches run at several places, a batch norm in training mode is refused.
-FROZEN = ("dualpipe", "dp", "zero1", "pp dp", "pp zero2", "pp zero3", "mixed")
+FROZEN = ("dualpipe", "dp", "mesh", "zero1", "pp dp", "pp zero2", "pp zero3", "mixed")
 
 
 class Frozen(Steps):

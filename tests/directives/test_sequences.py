@@ -27,9 +27,9 @@ def over(degree: int = 2, **fields: Any) -> list[Any]:
 
 
 def exchanges(module: L.LightningModule, batch: Any, program: Any) -> Counter[str]:
-    """How often there is which kind of exchange, but of single numbers."""
+    """How often which kind of exchange there is, of what has samples."""
     nodes = piper.compile(module, batch, program).dag.of_type(Redistribute)
-    return Counter(n.label for n in nodes if not isinstance(n, CutOut) and len(n.outputs[0].tensors[0].shape) > 2)
+    return Counter(n.label for n in nodes if not isinstance(n, CutOut) and n.outputs[0].tensors[0].shape[:1] == (len(batch[0]),))
 
 
 def test_heads_are_exchanged_for_parts():

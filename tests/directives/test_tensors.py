@@ -225,3 +225,33 @@ def test_gradients_may_come_in_parts_of_runs():
     found = piper.compile(module, batch, [TWO, divided([0, 1], params=params)]).dag
     layers = [region.tags["LAYER"] for region in found.regions]
     assert layers == sorted(layers)  # what is added goes where it belongs
+
+
+class Outside(L.LightningModule):
+    """Its stages are annotated; what comes behind them is not."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.up, self.head = torch.nn.Linear(8, 16), torch.nn.Linear(16, 12)
+
+    def training_step(self, batch: Any, batch_idx: int) -> torch.Tensor:
+        with piper.annotate("PP", 0):
+            hidden = self.up(batch[0]).relu()
+        with piper.annotate("PP", 1):
+            scores = self.head(hidden)
+        self.log("hits", (scores.argmax(-1) == batch[1]).double().mean())
+        self.log("hidden", hidden.softmax(-1).pow(2).mean())
+        return torch.nn.functional.cross_entropy(scores, batch[1])
+
+
+def test_work_outside_of_annotations_is_cut_with_the_region_that_it_follows():
+    torch.manual_seed(0)
+    module, batch = Outside().double(), (torch.randn(4, 8, dtype=torch.float64), torch.arange(4))
+    groups = [[0, 1], [2, 3]]
+    program = [Place(filter={"PP": i}, devices=group) for i, group in enumerate(groups)]
+    program += [divided(groups, params={"*.weight": 0})]
+    assert piper.verify(module, batch, program).verdict == "verified"
+    dag = piper.compile(module, batch, program).dag
+    changes = list(dag.of_type(Redistribute))
+    assert {node.tags["PP"]: node.devices for node in changes} == {0: (0, 1), 1: (2, 3)} and len(changes) > 4
+    assert all("PP" in chunk.tags for chunk in dag.of_type(Chunk))
