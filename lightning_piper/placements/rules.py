@@ -177,8 +177,8 @@ def _squeezed(node: Node, rank: int) -> list[int | None]:
     shape = shape_of(tensors_of(node)[0])
     along = argument(node, 1, list(range(rank)))
     named = {int(d) % rank for d in (along if isinstance(along, list | tuple) else [along])} if rank else set()
-    gone = {d for d in named if shape[d] == 1}
-    return [None if d in gone else d - sum(g < d for g in gone) for d in range(rank)]
+    gone = {d for d in named if shape[d] == 1}  # a part of another one may have one element, and would go, too
+    return [None if d in named else d - sum(g < d for g in gone) for d in range(rank)]
 
 
 def _unsqueezed(node: Node, rank: int) -> list[int | None]:
