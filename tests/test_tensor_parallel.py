@@ -116,5 +116,7 @@ def test_a_weight_that_is_needed_whole_itself_is_left(name, left):
     assert piper.verify(module, batch, program).verdict == "verified"
     named = [program[0], piper.Shard(filter={}, axis="tp", params=dict.fromkeys(left, 1 if name == "down.weight" else 0))]
     follows = r" \(up.bias follows from what it is used with\)" if name == "up.bias" else ""
-    with pytest.raises(piper.CaptureError, match=rf"svdvals.* cannot work on parts of {name} as .*leave it out of params{follows},"):
+    with pytest.raises(
+        piper.CaptureError, match=rf"svdvals.* cannot work on parts of {name} as .*leave it out of params{follows},"
+    ):
         piper.compile(module, batch, named)
