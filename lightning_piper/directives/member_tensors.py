@@ -17,7 +17,7 @@ from lightning_piper.directives.base import Directive
 from lightning_piper.directives.batch_sharding import shard_batch
 from lightning_piper.directives.divided import hold_parts
 from lightning_piper.directives.place import Place
-from lightning_piper.directives.sharding import Conflict, readers_of, reduce_gradients
+from lightning_piper.directives.sharding import Conflict, gather_as_in_training, readers_of, reduce_gradients
 from lightning_piper.directives.transfers import connect, disconnect
 from lightning_piper.ir.dag import TrainingDAG
 from lightning_piper.ir.division import Division
@@ -109,12 +109,9 @@ def _params(directive: Shard, step: Step, degree: int) -> dict[str, Part]:
     return found
 
 
-def take_parts(directive: Shard, dag: TrainingDAG, mesh: Mesh, hold: bool = True) -> None:
-    """Let the members of the axis have their parts of tensors, and change what they hold between passes.
-
-    Args:
-        hold: False for a step that takes parameters as another one holds them.
-    """
+def take_parts(directive: Shard, dag: TrainingDAG, mesh: Mesh, training: TrainingDAG | None = None) -> None:
+    """Let the members of the axis have their parts of tensors, and change what they hold between passes. A step without a backward
+    pass reads parameters as `training` keeps them, if there is one."""
     if dag.step.division is None:
         directive.refuse("params", "the step was captured without it", "apply it as a part of the whole program")
     if dag.replicas > 1 and dag.member_axis is None:
@@ -129,19 +126,19 @@ def take_parts(directive: Shard, dag: TrainingDAG, mesh: Mesh, hold: bool = True
         where = f"on {list(whole[0].devices)}" if whole[0].devices else "on no device yet"
         directive.refuse("devices", f"{whole[0].label} is {where}", f"place every region on groups of {len(mesh.places)} devices")
     shard_batch(dag, mesh, directive)
-    dag.take_parts(directive.axis)
+    dag.take_parts(directive.axis, training)
     chunks = list(dag.of_type(Chunk))
     disconnected = disconnect(dag, chunks)
     for chunk in chunks:
         dag.change(chunk, outputs=make_chunk(dag, chunk.key, chunk.slice, (), {}).outputs)
     _follow(dag, chunks)
     changed = [node for chunk in chunks for node in _change(dag, chunk, directive.stream)]
-    if not hold:
-        connect(dag, [node for node in [*disconnected, *chunks, *changed] if node.id in dag.nodes])
-        return
     touched: list[Node] = [*disconnected, *chunks, *changed, *(user for node in changed for user in dag.users(node))]
     try:
-        touched += hold_parts(dag, {chunk.region for chunk in chunks})
+        if training is not None:
+            gather_as_in_training(dag, training)
+        else:
+            touched += hold_parts(dag, {chunk.region for chunk in chunks})
         if dag.replicas == 1:  # else a replicate sums them with the batch
             touched += reduce_gradients(dag, {chunk.region for chunk in chunks}, ShardingPolicy())
     except Conflict as conflict:

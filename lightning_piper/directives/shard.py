@@ -92,9 +92,8 @@ class Shard(Directive):
     def apply_forward(self, dag: TrainingDAG, training: TrainingDAG | None) -> None:
         """Experts are divided as in training, and gathered from its shards."""
         if self.params is not None or self.values is not None:
-            take_parts(self, dag, self._mesh(dag, self.select(dag, "filter", self.filter)), hold=training is None)
-            if training is not None:
-                gather_as_in_training(dag, training)
+            chunks = self.select(dag, "filter", self.filter)
+            take_parts(self, dag, self._mesh(dag, chunks), training)
             return
         selected = {chunk.region for chunk in self.select(dag, "filter", self.filter)}
         if not selected & dag.code.routed.keys():

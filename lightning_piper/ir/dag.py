@@ -112,12 +112,12 @@ class TrainingDAG:
         self._degrees = tuple(parts.get(site, 1) for site in range(1 + max(site for r in routed.values() for site in r.sites)))
         self.divided = {name: mesh for region, mesh in self.meshes.items() for name in routed[region].params}
 
-    def take_parts(self, axis: str) -> None:
-        """Let chunks work on parts of tensors, as `Step.division` says; they have other code from now on."""
+    def take_parts(self, axis: str, training: TrainingDAG | None = None) -> None:
+        """Let chunks work on parts (`Step.division`). Without a backward pass, `training` says whose gradients are sums."""
         self.member_axis = axis
         self.divided |= dict.fromkeys(self.code.divided, self.mesh)
         made = (output for interface in self.code.interfaces.values() for output in interface.outputs if self.is_summed(output))
-        self._summed = frozenset(name for output in made for name in output.names)
+        self._summed = frozenset(name for output in made for name in output.names) | (training._summed if training else set())
 
     def code_at(self, key: PassKey, samples: int) -> Code:
         """The code of a pass for `samples` samples, as the DAG's devices run it."""

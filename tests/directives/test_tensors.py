@@ -11,12 +11,15 @@ import torch
 
 import lightning_piper as piper
 from lightning_piper import Place, Replicate, Shard, Split
+from lightning_piper.capture import capture
+from lightning_piper.compiler import compile_step
 from lightning_piper.errors import CaptureError, DirectiveError, VerificationError
 from lightning_piper.ir.mesh import Mesh
 from lightning_piper.ir.nodes import Chunk
 from lightning_piper.ir.values import Kind
 from lightning_piper.ir.values import Replicate as Whole
 from lightning_piper.ir.values import Shard as Part
+from lightning_piper.ops.gather import Parameters
 from lightning_piper.ops.redistribute import CutOut, Redistribute
 from lightning_piper.ops.update import Update
 from lightning_piper.verify.interpreter import interpret
@@ -255,3 +258,41 @@ def test_work_outside_of_annotations_is_cut_with_the_region_that_it_follows():
     changes = list(dag.of_type(Redistribute))
     assert {node.tags["PP"]: node.devices for node in changes} == {0: (0, 1), 1: (2, 3)} and len(changes) > 4
     assert all("PP" in chunk.tags for chunk in dag.of_type(Chunk))
+
+
+class Evaluated(L.LightningModule):
+    """Of `up` nothing is trained, so that the training step is cut elsewhere than the other one, which has no backward pass."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.up, self.down, self.norm = torch.nn.Linear(8, 16), torch.nn.Linear(16, 8), torch.nn.LayerNorm(8)
+        self.up.requires_grad_(False)
+
+    def training_step(self, batch: Any, batch_idx: int) -> torch.Tensor:
+        return self.norm(self.down(self.up(batch).relu())).relu().mean()  # type: ignore[no-any-return]
+
+    def validation_step(self, batch: Any, batch_idx: int) -> None:
+        self.log("loss", self.training_step(batch, batch_idx))
+
+
+@pytest.mark.parametrize("levels", [{}, {"shard_optimizer": True}, {"shard_params": True}], ids=str)
+@pytest.mark.parametrize("values", [None, {"*": 1}], ids=str)
+def test_an_evaluation_reads_the_shards_that_training_keeps(levels, values):
+    torch.manual_seed(0)
+    module, batch = Evaluated().double(), torch.randn(4, 6, 8, dtype=torch.float64)
+    place, _, replicate = replicas(levels)
+    division = divided(None, params={"up.weight": 0, "down.weight": 1}, values=values)
+    training = piper.compile(module, batch, [place, division, replicate])
+    step = capture(module.eval(), batch, name="validation_step")
+    dag = compile_step(step, training.program, training=training.dag).dag
+    kept = {node.outputs[0].bucket: node.kept for node in training.dag.of_type(Parameters)}
+    found = {node.outputs[0].bucket: node.kept for node in dag.of_type(Parameters)}
+    assert found.items() <= kept.items() and (found == kept or levels != {"shard_params": True})
+    names = {name for bucket in found for name in bucket.names}
+    assert names == ({*dict(module.named_parameters())} if levels else {"up.weight", "up.bias", "down.weight"})
+    with torch.no_grad():
+        alone = module.training_step(batch, 0)
+    tensors_of = {n: x.detach() for n, x in module.named_parameters()}
+    assert torch.allclose(interpret(dag, tensors_of, [batch]).metrics["loss"], alone, rtol=0, atol=1e-14)
+    moved = tensors_of | {"up.weight": tensors_of["up.weight"].roll(1, 0)}
+    assert not torch.allclose(interpret(dag, moved, [batch]).metrics["loss"], alone, rtol=0, atol=1e-6)
