@@ -135,6 +135,7 @@ class CapturedStep:
                 del self._shaped[next(iter(self._shaped))]
             other = self._shaped[sample] = copy.copy(self)
             other.batch_spec, other._codes, other._graphs, other._alone = batch_spec, {}, {}, _is_alone(batch_spec)
+            vars(other).pop("member", None)  # which is of the shapes of this one
         return self._shaped[sample]
 
     def divided(self, division: Division) -> CapturedStep:
@@ -265,8 +266,7 @@ class CapturedStep:
             return None
         # Twice as many: what counts with a half of the samples, or with pairs of them, is followed as well.
         other = 2 * size
-        batch = tuple(resized(spec, other) for spec in self.batch_spec.specs) + numbers
-        step = self._step(())
+        step, batch = self._step(()), tuple(resized(spec, other) for spec in self.batch_spec.specs) + numbers
         step.reads, step.gradients = None, torch.no_grad  # what it computes is enough
         step.namespaces = self.reads.namespaces
         try:

@@ -5,13 +5,16 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
+import lightning as L
 import pytest
 import torch
 import torchmetrics
+from torch.utils.data import DataLoader
 
 import lightning_piper as piper
 from lightning_piper import Place, Replicate
 from tests.distributed.processes import launch_trainings
+from tests.strategy.fitting import QUIET
 from tests.tensors import Decoder, decoder, divided, far, fit, replicas, stages
 
 ROUNDING = 1e-12
@@ -69,6 +72,36 @@ def test_evaluation_and_checkpoints_are_those_of_one_device(tmp_path):
         assert all(x.is_contiguous() for x in again["state_dict"].values())
         fit(module, program, max_epochs=4, ckpt_path=str(tmp_path / "first.ckpt"))
         assert far(module, whole) < ROUNDING
+
+
+class Gated(L.LightningModule):
+    """Batch: [n, length, 8]."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.up, self.down = torch.nn.Linear(8, 16), torch.nn.Linear(16, 8)
+
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        return self.down(self.up(batch).relu()).pow(2).mean()
+
+    def configure_optimizers(self) -> Any:
+        return torch.optim.SGD(self.parameters(), lr=0.1)
+
+
+@pytest.mark.parametrize("values", [None, {"*": 1}], ids=str)
+def test_batches_may_have_other_lengths(values):
+    """Of each shape, members have code of their own."""
+    found = {}
+    for name, lengths in (("alone", [6, 4, 2, 6]), ("divided", [6, 4, 2, 6]), ("another", [6, 4, 4, 6])):
+        torch.manual_seed(0)
+        found[name] = module = Gated().double()
+        batches = [torch.randn(4, length, 8, dtype=torch.float64) for length in lengths]
+        program = [TWO, divided([0, 1], params={"up.weight": 0, "down.weight": 1}, values=values)]
+        trainer = L.Trainer(
+            accelerator="cpu", devices=1, max_epochs=1, strategy=local(program) if name != "alone" else "auto", **QUIET
+        )
+        trainer.fit(module, DataLoader(batches, batch_size=None))  # type: ignore[arg-type]
+    assert far(found["divided"], found["alone"]) < ROUNDING < 1e-6 < far(found["another"], found["alone"])
 
 
 class Counting(Decoder):
