@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
@@ -60,7 +61,7 @@ def train(rank: int, folder: Path) -> dict[str, Any]:
 
 def test_processes_go_on_with_what_other_programs_have_saved_in_shards(tmp_path):
     """Elements lie in another order in each of the files: of runs over two, over two and shards, over four."""
-    outcomes = launch_trainings(4, train, tmp_path / "run", tmp_path)
+    outcomes = launch_trainings(4, train, tmp_path / "run", tmp_path, limit=timedelta(seconds=280))
     for epochs, name in enumerate(("stages", "zero3", "four"), 1):
         module, _ = alone(max_epochs=epochs, gradient_clip_val=0.1)
         for outcome in outcomes:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
@@ -155,7 +156,7 @@ def train(rank: int, folder: Path) -> dict[str, Any]:
 @pytest.fixture(scope="module")
 def ranks(tmp_path_factory):
     folder = tmp_path_factory.mktemp("tensors")
-    return launch_trainings(4, train, folder / "run", folder), folder
+    return launch_trainings(4, train, folder / "run", folder, limit=timedelta(seconds=280)), folder
 
 
 @pytest.mark.parametrize("name", JOBS)
