@@ -93,6 +93,7 @@ def test_members_have_parts_of_parameters_gradients_and_states():
     ("program", "error", "match"),
     [
         ([TWO, divided([0, 1], params={"*.qq.weight": 0})], DirectiveError, r"directive 1 .*'params': '\*.qq.weight' matches no"),
+        ([TWO, divided([0, 1], values={"LAYERS=*": 1})], DirectiveError, r"'values': 'LAYERS=\*' matches no region; .*LAYER=0"),
         ([TWO, divided([0, 1], params={"embed.weight": 2})], DirectiveError, "cannot have equal parts along dimension 2"),
         ([TWO, divided([0, 1], params={"*.q.weight": "0"})], DirectiveError, "give names, or patterns, with dimensions"),
         ([FOUR, divided([0, 1, 2, 3], params={"position": 0})], DirectiveError, "position has shape"),
