@@ -48,7 +48,8 @@ def laid_out(info: ParamInfo, placement: Shard | None, degree: int) -> ParamInfo
         return info
     stride, steps = {}, 1
     for d in reversed([dim, *(d for d in order if d != dim)]):
-        stride[d], steps = steps, steps * info.spec.shape[d]
+        size = info.spec.shape[d]  # a dimension of one element comes last, wherever it stands
+        stride[d], steps = steps if d == dim or size > 1 else 0, steps * size
     spec = dataclasses.replace(info.spec, stride=tuple(stride[d] for d in range(len(order))))
     return dataclasses.replace(info, spec=spec, strides=info.strides or info.spec.stride)
 

@@ -7,7 +7,7 @@ from typing import Any
 
 from lightning_piper.errors import CaptureError
 from lightning_piper.ir.regions import Interface, Output, PassKey, StepCode
-from lightning_piper.ir.values import Kind
+from lightning_piper.ir.values import Kind, Shard
 
 
 def same_structure(a: StepCode, b: StepCode) -> None:
@@ -29,9 +29,12 @@ def same_structure(a: StepCode, b: StepCode) -> None:
             )
     differing = [f"{b.regions[r].label} {p}, {b.regions[r].source}" for r, p in sorted(set(a.interfaces) | set(b.interfaces))
                  if r < len(b.regions) and _at(a, (r, p)) != _at(b, (r, p))]  # fmt: skip
+    exchanges = any(output.change for interface in b.interfaces.values() for output in interface.outputs)
+    why = "what members exchange of divided tensors, or its Python code," if exchanges else "its Python code"
     raise CaptureError(
-        f"the step has another structure for {b.size} samples than for {a.size} (regions {'; '.join(differing) or 'differ'}): its "
-        "Python code depends on the batch size. Make it independent, or choose microbatches of one size"
+        f"the step has another structure for {b.size} samples than for {a.size} (regions {'; '.join(differing) or 'differ'}): "
+        f"{why} depends on the batch size. Make it independent, or choose microbatches of one size"
+        f"{', of more than one sample' if exchanges and 1 in (a.size, b.size) else ''}"
     )
 
 
@@ -40,10 +43,13 @@ def _at(code: StepCode, key: PassKey) -> Any:
 
 
 def public(interface: Interface) -> Any:
-    """An interface without what is private to a region at a size: the graph's names of values."""
+    """An interface without what is private to a region at a size: the graph's names of values, and how many runs of samples are
+    divided. What is exchanged is the same at all sizes, for one node does it."""
 
-    def kind(output: Output) -> tuple[str, tuple[str, ...], int | None]:
-        return (output.kind, () if output.kind in (Kind.ACTIVATION, Kind.COTANGENT) else output.names, output.term)
+    def kind(output: Output) -> tuple[Any, ...]:
+        names = () if output.kind in (Kind.ACTIVATION, Kind.COTANGENT) else output.names
+        held = output.held.dim if isinstance(output.held, Shard) else output.held
+        return output.kind, names, output.term, held, output.change
 
     return (interface.inputs, tuple(map(kind, interface.outputs)), interface.params, interface.buffers, interface.state,
             interface.batch, interface.seeds)  # fmt: skip

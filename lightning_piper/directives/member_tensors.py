@@ -121,6 +121,10 @@ def take_parts(directive: Shard, dag: TrainingDAG, mesh: Mesh, training: Trainin
     if dag.meshes:
         directive.refuse("filter", "experts are divided", "divide experts or tensors in a program, not both")
     _check_selected(directive, dag)
+    labels = list(dict.fromkeys(region.label for region in dag.regions))
+    for pattern in (directive.values or {}) if not dag.forward_only else ():
+        if not fnmatch.filter(labels, pattern):
+            directive.refuse("values", f"{shown(pattern)} matches no region", f"the step has {', '.join(labels[:3])}")
     whole = [chunk for chunk in dag.of_type(Chunk) if len(chunk.devices) != len(mesh.places)]
     if whole:
         where = f"on {list(whole[0].devices)}" if whole[0].devices else "on no device yet"

@@ -93,6 +93,7 @@ def test_members_have_parts_of_parameters_gradients_and_states():
     ("program", "error", "match"),
     [
         ([TWO, divided([0, 1], params={"*.qq.weight": 0})], DirectiveError, r"directive 1 .*'params': '\*.qq.weight' matches no"),
+        ([TWO, divided([0, 1], values={"LAYERS=*": 1})], DirectiveError, r"'values': 'LAYERS=\*' matches no region; .*LAYER=0"),
         ([TWO, divided([0, 1], params={"embed.weight": 2})], DirectiveError, "cannot have equal parts along dimension 2"),
         ([TWO, divided([0, 1], params={"*.q.weight": "0"})], DirectiveError, "give names, or patterns, with dimensions"),
         ([FOUR, divided([0, 1, 2, 3], params={"position": 0})], DirectiveError, "position has shape"),
@@ -296,3 +297,54 @@ def test_an_evaluation_reads_the_shards_that_training_keeps(levels, values):
     assert torch.allclose(interpret(dag, tensors_of, [batch]).metrics["loss"], alone, rtol=0, atol=1e-14)
     moved = tensors_of | {"up.weight": tensors_of["up.weight"].roll(1, 0)}
     assert not torch.allclose(interpret(dag, moved, [batch]).metrics["loss"], alone, rtol=0, atol=1e-6)
+
+
+class Score(L.LightningModule):
+    """Weights with dimensions of one element."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.up, self.down = torch.nn.Linear(8, 16), torch.nn.Linear(16, 1)
+        self.scale = torch.nn.Parameter(torch.randn(1, 1, 8))
+
+    def training_step(self, batch: Any, batch_idx: int) -> torch.Tensor:
+        return self.down(self.up(batch * self.scale).relu()).pow(2).mean()  # type: ignore[no-any-return]
+
+
+@pytest.mark.parametrize("degree", [2, 8])
+def test_a_dimension_of_one_element_stands_before_the_divided_one(degree):
+    torch.manual_seed(0)
+    module, batch = Score().double(), torch.randn(2, 4, 8, dtype=torch.float64)
+    devices = list(range(degree))
+    program = [Place(filter={}, devices=devices), divided(devices, params={"up.weight": 0, "down.weight": 1, "scale": 2})]
+    assert piper.verify(module, batch, program).verdict == "verified"
+    buckets = {node.outputs[0].bucket for node in piper.compile(module, batch, program).dag.of_type(Parameters)}
+    shapes = {name: spec.shape for bucket in buckets for name, spec in zip(bucket.names, bucket.tensors, strict=True)}
+    assert shapes["down.weight"] == (1, 16 // degree) and shapes["scale"] == (1, 1, 8 // degree)
+
+
+class Labelled(L.LightningModule):
+    """Its labels are those of all samples in one row."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.head = torch.nn.Linear(8, 8)
+
+    def training_step(self, batch: Any, batch_idx: int) -> torch.Tensor:
+        with piper.annotate("PP", 0):
+            hidden = batch[0].tanh() * self.head.weight.mean()
+        with piper.annotate("PP", 1):
+            scores = self.head(hidden).flatten(0, 1)
+            return torch.nn.functional.cross_entropy(scores, batch[1].flatten(), label_smoothing=0.1)
+
+
+@pytest.mark.parametrize("microbatches", [2, 4])
+def test_what_is_exchanged_is_the_same_for_all_sizes(microbatches):
+    """A microbatch of one sample has no runs of samples; what one node exchanges for all may not depend on it."""
+    batch = torch.randn(4, 6, 8, dtype=torch.float64), torch.randint(0, 8, (4, 6))
+    program = [TWO, Split(filter={}, dim_name="MB", num_microbatches=microbatches), divided([0, 1], params={}, values={"*": 1})]
+    if microbatches == 2:
+        assert piper.verify(Labelled().double(), batch, program).verdict == "verified"
+        return
+    with pytest.raises(CaptureError, match=r"for 1 samples than for 4 .*: what members exchange .*, of more than one sample$"):
+        piper.compile(Labelled().double(), batch, program)

@@ -48,6 +48,7 @@ def compiled(*program: Any) -> Any:
 
 CASES: Cases = [
     Case("a pattern names no parameter", lambda: compiled(PLACE, shard(params={"*.up": 0}))),
+    Case("a pattern names no region", lambda: compiled(PLACE, shard(values={"LAYERS=*": 1}))),
     Case("a dimension cannot be divided", lambda: compiled(PLACE, shard(params={"norm.weight": 1}))),
     Case("a dimension is no number", lambda: compiled(PLACE, shard(params={"up.weight": "rows"}))),
     Case("an operation needs a parameter whole", lambda: compiled(PLACE, shard(params={"norm.weight": 0}))),
