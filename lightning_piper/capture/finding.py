@@ -39,9 +39,10 @@ def find_params(make: Callable[[], tuple[Graph, Names]], axis: str, degree: int,
                 raise
             runs |= dict.fromkeys(more, 0)
             continue
-        needed = {name: _beside(x, reader) for x, reader in placing.gathered for name in _made_with(placing, x) if name in found}
+        parts = found.keys() & seek.keys()
+        needed = {name: _beside(x, reader) for x, reader in placing.gathered for name in _made_with(placing, x) if name in parts}
         if not needed:
-            return {name: placement for name, placement in found.items() if name in weights}
+            return {name: found[name] for name in weights if name in found}
         beside = {name: count for name, count in needed.items() if count > 1 and runs.get(name, 1) == 1}
         runs |= beside or dict.fromkeys(needed, 0)  # what follows may be otherwise then
 
