@@ -3,18 +3,20 @@ does hits all; and the memory of each, in processes of its own."""
 
 from __future__ import annotations
 
+import argparse
 import statistics
 import time
 from collections.abc import Callable, Mapping
 
 import torch
 import torch.distributed as dist
-from _launch import join
+from _launch import is_rank, join, launch
 from _memory import peak_of
 
 Step = Callable[[int], torch.Tensor | None]  # step number -> loss of this rank's data, where it has it
 Build = Callable[[int, int], Step]  # (rank, number of ranks)
 Systems = Mapping[str, tuple[Build, str]]  # name -> how it is built, and the name of its peer
+Groups = Mapping[str, tuple[int, Systems]]  # name -> how many processes, and what is compared on them
 WARM_UP = 3
 
 
@@ -58,3 +60,34 @@ def measure_memory(name: str, build: Build, note: str = "") -> None:
         print(f"{name:34} peak live tensor MB of a step, by rank: {', '.join(f'{p:.1f}' for p in peaks)}{note}", flush=True)
     dist.barrier()
     dist.destroy_process_group()
+
+
+def run(
+    doc: str | None, groups: Groups, small: Groups | None = None, note: Callable[[str, str], str] = lambda group, name: ""
+) -> None:
+    """A script that compares the systems of groups, time and memory.
+
+    Args:
+        small: for memory, where other sizes show more.
+        note: what is to be said of the memory of a system of a group.
+    """
+    parser = argparse.ArgumentParser(description=doc, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--steps", type=int, default=12)
+    parser.add_argument("--group", choices=list(groups), action="append")
+    parser.add_argument("--only", choices=["time", "memory"])
+    parser.add_argument("--memory", default="", help=argparse.SUPPRESS)
+    args = parser.parse_args()
+    chosen = args.group or list(groups)
+    if is_rank():
+        if args.memory:
+            build, _ = (small or groups)[chosen[0]][1][args.memory]
+            measure_memory(args.memory, build, note(chosen[0], args.memory))
+        else:
+            compare_time(groups[chosen[0]][1], args.steps)
+        return
+    for group in chosen:
+        ranks, systems = groups[group]
+        if args.only != "memory":
+            launch(ranks, "--steps", str(args.steps), "--group", group)
+        for name in systems if args.only != "time" else ():
+            launch(ranks, "--group", group, "--memory", name)

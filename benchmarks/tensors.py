@@ -12,7 +12,6 @@ threads and optimizer.
 
 from __future__ import annotations
 
-import argparse
 import contextlib
 from collections.abc import Iterable
 from typing import Any
@@ -21,8 +20,7 @@ import lightning as L
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
-from _compared import Build, Step, compare_time, measure_memory
-from _launch import is_rank, launch
+from _compared import Build, Step, run
 from torch import Tensor, nn
 from torch.distributed.pipelining import PipelineStage, Schedule1F1B
 from torch.distributed.tensor import Replicate, Shard
@@ -224,25 +222,5 @@ GROUPS: dict[str, tuple[int, dict[str, tuple[Build, str]]]] = {
 }  # fmt: skip
 
 
-def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--steps", type=int, default=12)
-    parser.add_argument("--group", choices=list(GROUPS), action="append")
-    parser.add_argument("--only", choices=["time", "memory"])
-    parser.add_argument("--memory", default="", help=argparse.SUPPRESS)
-    args = parser.parse_args()
-    groups = args.group or list(GROUPS)
-    if is_rank():
-        _, systems = GROUPS[groups[0]]
-        measure_memory(args.memory, systems[args.memory][0]) if args.memory else compare_time(systems, args.steps)
-        return
-    for group in groups:
-        ranks, systems = GROUPS[group]
-        if args.only != "memory":
-            launch(ranks, "--steps", str(args.steps), "--group", group)
-        for name in systems if args.only != "time" else ():
-            launch(ranks, "--group", group, "--memory", name)
-
-
 if __name__ == "__main__":
-    main()
+    run(__doc__, GROUPS)

@@ -19,7 +19,6 @@ same sequences as for time.
 
 from __future__ import annotations
 
-import argparse
 import contextlib
 import itertools
 from collections.abc import Callable, Mapping
@@ -28,9 +27,8 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from _compared import Step, compare_time, measure_memory
+from _compared import Step, run
 from _gpt import Config, Module, Plain, batch, loss_of, stages
-from _launch import is_rank, launch
 from _memory import MB
 from torch import nn
 from torch.distributed.fsdp import fully_shard
@@ -201,31 +199,21 @@ def expected(c: Config, name: str) -> float:
     return whole * total + in_flight
 
 
-def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--steps", type=int, default=12)
-    parser.add_argument("--group", choices=list(GROUPS), action="append")
-    parser.add_argument("--only", choices=["time", "memory"])
-    parser.add_argument("--memory", default="", help=argparse.SUPPRESS)
-    args = parser.parse_args()
-    groups = args.group or list(GROUPS)
-    if is_rank():
-        if args.memory:
-            c = Config() if groups[0] == "four" else Config(seq=4)
-            note = f"   expected {expected(c, args.memory):.1f}" if args.memory in SHARDED else ""
-            measure_memory(args.memory, partial(GROUPS[groups[0]][1][args.memory][0], c), note)
-        else:
-            compare_time(
-                {name: (partial(build, Config()), peer) for name, (build, peer) in GROUPS[groups[0]][1].items()}, args.steps
-            )
-        return
-    for group in groups:
-        ranks, systems = GROUPS[group]
-        if args.only != "memory":
-            launch(ranks, "--steps", str(args.steps), "--group", group)
-        for name in systems if args.only != "time" else ():
-            launch(ranks, "--group", group, "--memory", name)
+def groups(of: Callable[[str], Config]) -> dict[str, tuple[int, dict[str, tuple[Any, str]]]]:
+    return {
+        group: (ranks, {name: (partial(build, of(group)), peer) for name, (build, peer) in systems.items()})
+        for group, (ranks, systems) in GROUPS.items()
+    }
+
+
+def small(group: str) -> Config:
+    """For memory: on two processes, sequences so short that activations do not count."""
+    return Config() if group == "four" else Config(seq=4)
+
+
+def note(group: str, name: str) -> str:
+    return f"   expected {expected(small(group), name):.1f}" if name in SHARDED else ""
 
 
 if __name__ == "__main__":
-    main()
+    run(__doc__, groups(lambda group: Config()), groups(small), note)
