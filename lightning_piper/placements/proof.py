@@ -60,6 +60,7 @@ def difference(graph: Graph, inputs: Sequence[Node], rule: Rule, degree: int) ->
     """How parts differ from the whole; None if they do not."""
     generator = torch.Generator().manual_seed(0)
     values = [_given(x, generator) for x in inputs]
+    _attend(next(n for n in graph.nodes if n.op == "call_function"), inputs, values)
     module = torch.nn.Module()
     whole = _tuple(Interpreter(torch.fx.GraphModule(module, graph), garbage_collect_values=False).run(*values))
     call = next(n for n in graph.nodes if n.op == "call_function")
@@ -199,6 +200,17 @@ def _given(x: Node, generator: torch.Generator) -> torch.Tensor:
     if x.meta["reads"] == (aten.div.Tensor, 1):  # terms of a sum may not be divided by zero
         return drawn.where(drawn != 0, 1)
     return drawn
+
+
+def _attend(call: Node, inputs: Sequence[Node], values: list[torch.Tensor]) -> None:
+    """The gradient of an attention reads what the attention made: of other numbers, its weights are exponentials of any size."""
+    if call.target is not aten._scaled_dot_product_flash_attention_for_cpu_backward.default:
+        return
+    given = dict(zip(inputs, values, strict=True))
+    (_, q, k, v, out, norm, drop, causal), kwargs = torch.fx.node.map_arg((call.args, call.kwargs), lambda x: given[x])
+    made = aten._scaled_dot_product_flash_attention_for_cpu.default(q, k, v, drop, causal, **kwargs)
+    for old, new in zip((out, norm), made, strict=True):
+        values[next(i for i, x in enumerate(values) if x is old)] = new
 
 
 def _drawn(like: torch.Tensor, bound: int, generator: torch.Generator) -> torch.Tensor:
