@@ -44,7 +44,7 @@ def tensor_parallel(module: nn.Module, batch: Any, degree: int, *, sequence: boo
     step = capture(module, batch, device.type if device.type != "meta" else "cpu")
     values = {"*": 1} if sequence else {}
     step.at(step.size)  # what it reads is known then
-    params = find_params(step.joint_graph, AXIS, number, values)
+    params = find_params(step.joint_graph, AXIS, number, {name: Part(dim) for name, dim in values.items()})
     if not params:
         raise PiperError(
             f"no weight of {type(module).__name__} can be divided over {number} devices: what each product makes is needed whole "

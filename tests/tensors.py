@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -109,12 +110,21 @@ def replicas(levels: Mapping[str, Any]) -> list[Directive]:
     return [place, divided(None), Replicate(filter={}, devices=[0, 1, 2, 3], **levels)]
 
 
+def grid(chosen: Mapping[str, Any] | None = None, start: int = 0, **axes: int) -> Place:
+    """Devices from `start` on, along axes of these sizes."""
+    devices: Any = list(range(start, start + math.prod(axes.values())))
+    for size in reversed(list(axes.values())[1:]):
+        devices = [devices[i : i + size] for i in range(0, len(devices), size)]
+    return Place(filter=chosen or {}, devices=devices, axes=list(axes))
+
+
 def fit(
     module: L.LightningModule, strategy: Any, devices: int = 1, batch: int = 8, ckpt_path: str | None = None,
     replica: int | None = None, **options: Any,
 ) -> L.Trainer:  # fmt: skip
     """`replica`: of two, which draws every other sample."""
-    trainer = L.Trainer(accelerator="cpu", devices=devices, strategy=strategy, precision="64-true", **(QUIET | options))
+    about: dict[str, Any] = QUIET | {"precision": "64-true"} | options
+    trainer = L.Trainer(accelerator="cpu", devices=devices, strategy=strategy, **about)
     data = TensorDataset(*(x if replica is None else x[replica::2] for x in tensors(40)))
     loader = DataLoader(data, batch_size=batch)
     trainer.fit(module, loader, DataLoader(TensorDataset(*tensors(12)), batch_size=4), ckpt_path=ckpt_path, weights_only=False)

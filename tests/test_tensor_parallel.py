@@ -94,6 +94,23 @@ def test_models_of_hugging_face(kind):
     assert piper.verify(Model(model), batch, program).verdict == "verified"
 
 
+def test_keys_go_round_in_models_of_hugging_face():
+    """A cache that is new adds nothing to them, so it does not gather them."""
+    found = pytest.importorskip("transformers")
+    torch.manual_seed(0)
+    model = Model(found.LlamaForCausalLM(found.LlamaConfig(**SIZES, num_key_value_heads=2)))
+    words = torch.randint(1, 32, (4, 8))
+    batch = {"input_ids": words, "labels": words.clone()}
+    program = [
+        piper.Place(filter={}, devices=[[0, 1], [2, 3]], axes=["cp", "tp"]),
+        piper.Shard(filter={}, axis="tp", params=piper.tensor_parallel(model, batch, 2)[1].params),
+        piper.Shard(filter={}, axis="cp", values={"*": 1}, attention="ring"),
+    ]
+    assert piper.verify(model, batch, program).verdict == "verified"
+    labels = [node.label for node in piper.compile(model, batch, program).dag.nodes.values()]
+    assert labels.count("shift.cp") >= 6
+
+
 class Penalised(L.LightningModule):
     """Two gates; of the first one a tensor is needed whole."""
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable, Collection
 from typing import Any
 
 import torch
@@ -10,20 +11,30 @@ from torch.fx import Graph, Node
 from lightning_piper.annotate import META_KEY
 from lightning_piper.capture import _torch
 from lightning_piper.capture.regions import tags_of
-from lightning_piper.ir.values import Partial, Placement, Shard
-from lightning_piper.placements.changing import CHANGE, FOLLOWS, PLACEMENT, placement_of
+from lightning_piper.ir.values import Partial, Placement, Replicate, Shard, is_shift
+from lightning_piper.placements.changing import CHANGE, FOLLOWS, Held
 from lightning_piper.placements.local import VIEWS
 from lightning_piper.placements.rule import shape_of
 from lightning_piper.placements.views import regrouping
 
 aten = torch.ops.aten
+PLACE = ("custom", "seq_nr", "stack_trace", "partitioner_tag")  # in the metadata of a node: where it stands
 
 
 class Changes:
-    """Those that were put into a graph."""
+    """Those that were put into a graph, along one axis.
 
-    def __init__(self, graph: Graph, degree: int) -> None:
-        self.graph, self.degree = graph, degree
+    Args:
+        held: the placements along it.
+        runs: of how many the user has parts, whatever the number of samples is.
+        beside: gives what is written the placements along the other axes.
+    """
+
+    def __init__(
+        self, graph: Graph, axis: str, degree: int, held: Held, runs: Collection[int], beside: Callable[[Node], None]
+    ) -> None:
+        self.graph, self.axis, self.degree, self.held, self.runs = graph, axis, degree, held, {1, *runs}
+        self._beside = beside
         self._made: dict[tuple[Node, Placement, Any], Node] = {}
 
     def made(self, x: Node, wanted: Placement, reader: Node) -> Node | None:
@@ -32,25 +43,28 @@ class Changes:
 
     def changed(self, x: Node, wanted: Placement, reader: Node) -> Node:
         """The same value with another placement; one change for all who want it."""
-        if x.target is CHANGE:
+        if x.target is CHANGE and x.args[1] == self.axis:
             x = x.all_input_nodes[0]
-            if placement_of(x) == wanted:
+            if self.held[x] == wanted:
                 return x
         if (source := self._seen_through(x, wanted)) is not None:
             return self._changed_before(x, source, wanted, reader)
-        if any(isinstance(p, Shard) and p.blocks > 1 for p in (placement_of(x), wanted)):
+        runs = sum(isinstance(p, Shard) and p.blocks > 1 for p in (self.held[x], wanted))
+        if runs == 2 and not is_shift(self.held[x], wanted):
+            return self._changed_by_whole(x, wanted, reader)
+        if runs and not is_shift(self.held[x], wanted):
             return self._changed_in_runs(x, wanted, reader)
         here, key = has_place(x), self._key(x, wanted, reader)
         if key not in self._made:
             at = self._before(x, reader) if not here and _torch.is_backward(reader) else reader
             with self.graph.inserting_before(at):
-                change = self.graph.call_function(CHANGE, (x, str(placement_of(x)), str(wanted)))
+                change = self.graph.call_function(CHANGE, (x, self.axis, str(self.held[x]), str(wanted)))
             about = x.meta if here else reader.meta
             change.meta = {k: v for k, v in about.items() if k in ("custom", "seq_nr", "stack_trace")}
             if here and _torch.is_backward(x):
                 change.meta["partitioner_tag"] = "is_backward"
-            change.meta |= {"val": x.meta["val"], PLACEMENT: wanted}
-            _on_its_own(change)
+            change.meta["val"] = x.meta["val"]
+            self._place(change, wanted)
             self._made[key] = change
         found: Node = self._made[key]
         return found
@@ -61,15 +75,15 @@ class Changes:
 
     def _seen_through(self, x: Node, wanted: Placement) -> Placement | None:
         """What a view is a view of would have this placement, where no runs are counted: as many as there are samples."""
-        if x.target not in VIEWS:
+        if x.target not in VIEWS or FOLLOWS in x.meta:  # which is what runs are changed as
             return None
         (source,) = x.all_input_nodes
-        have, parts = placement_of(x), [p for p in (placement_of(x), wanted) if isinstance(p, Shard)]
+        have, parts = self.held[x], [p for p in (self.held[x], wanted) if isinstance(p, Shard)]
         if isinstance(have, Partial) or len(parts) != 1 or shape_of(source) == shape_of(x):
             return None
-        pairs = regrouping(shape_of(source), shape_of(x), self.degree, {parts[0].blocks})
-        before = next((p for p, after in pairs if after == parts[0] and p.blocks == 1), None)
-        if before is None or placement_of(source) != (before if isinstance(have, Shard) else have):
+        pairs = regrouping(shape_of(source), shape_of(x), self.degree, {parts[0].blocks, *self.runs})
+        before = next((p for p, after in pairs if after == parts[0] and p.blocks in self.runs), None)
+        if before is None or self.held[source] != (before if isinstance(have, Shard) else have):
             return None
         return before if isinstance(wanted, Shard) else wanted
 
@@ -83,30 +97,44 @@ class Changes:
                 made = like(
                     self.graph, reader if reader.op == "call_function" else x, x.target, (changed, x.args[1]), x.meta["val"]
                 )
-            made.meta[PLACEMENT] = wanted
-            _on_its_own(made)
+            self._place(made, wanted)
             self._made[key] = made
         return self._made[key]
+
+    def _changed_by_whole(self, x: Node, wanted: Placement, reader: Node) -> Node:
+        """From parts of some runs to parts of others: put together, of which each member has its part."""
+        whole = self.changed(x, Replicate(), reader)
+        with self.graph.inserting_before(reader):
+            at = reader if reader.op == "call_function" else x
+            made = like(self.graph, at, aten.alias.default, (whole,), val=x.meta["val"])
+        self._place(made, Replicate())
+        return self.changed(made, wanted, reader)
 
     def _changed_in_runs(self, x: Node, wanted: Placement, reader: Node) -> Node:
         """Parts of runs, of which there may be as many as samples, are changed as parts of a dimension of its own."""
         key = (x, wanted, (tuple(sorted(tags_of(reader).items())), _torch.is_backward(reader)))
         if key not in self._made:
-            (runs,) = (p for p in (placement_of(x), wanted) if isinstance(p, Shard) and p.blocks > 1)
+            (runs,) = (p for p in (self.held[x], wanted) if isinstance(p, Shard) and p.blocks > 1)
             shape = list(shape_of(x))
             apart = [*shape[: runs.dim], runs.blocks, shape[runs.dim] // runs.blocks, *shape[runs.dim + 1 :]]
-            before, after = (_in_runs(p, runs) for p in (placement_of(x), wanted))
+            before, after = (_in_runs(p, runs) for p in (self.held[x], wanted))
             with self.graph.inserting_before(reader):
                 value = x.meta["val"]
                 made = like(self.graph, x if has_place(x) else reader, aten.view.default, (x, apart), val=value.view(apart))
-                made.meta |= {PLACEMENT: before, FOLLOWS: True}
+                made.meta[FOLLOWS] = True
+                self._place(made, before)
                 changed = self.changed(made, after, reader)
                 after_it = reader if reader.op == "call_function" else x  # a result of the step has no reader
                 self._made[key] = like(self.graph, after_it, aten.view.default, (changed, shape), val=value)
-                _on_its_own(made)
-                _on_its_own(self._made[key])
-            self._made[key].meta[PLACEMENT] = wanted
+                self._place(self._made[key], wanted)
         return self._made[key]
+
+    def _place(self, node: Node, placement: Placement) -> None:
+        """Of what is put before an operation: it is not what that operation's gradient belongs to."""
+        self.held[node] = placement
+        if not _torch.is_backward(node):
+            node.meta["seq_nr"] = (node.name,)
+        self._beside(node)
 
     def _before(self, x: Node, reader: Node) -> Node:
         """Where work of the forward pass begins that has the reader's tags."""
@@ -122,7 +150,7 @@ class Changes:
 def like(graph: Graph, node: Node, target: Any, args: tuple[Any, ...], val: Any = None) -> Node:
     """An operation in the place of another one, which makes the same, or `val`."""
     made = graph.call_function(target, args)
-    made.meta = dict(node.meta) | {"val": node.meta["val"] if val is None else val}
+    made.meta = {key: node.meta[key] for key in PLACE if key in node.meta} | {"val": node.meta["val"] if val is None else val}
     return made
 
 
@@ -131,14 +159,9 @@ def has_place(x: Node) -> bool:
     return x.op == "call_function" and (META_KEY in x.meta.get("custom", {}) or _torch.is_backward(x))
 
 
-def _on_its_own(node: Node) -> None:
-    """What is put before an operation is not what its gradient belongs to."""
-    if not _torch.is_backward(node):
-        node.meta["seq_nr"] = (node.name,)
-
-
 def _in_runs(placement: Placement, runs: Shard) -> Placement:
     """A placement where runs have a dimension of their own."""
     if not isinstance(placement, Shard):
         return placement
-    return Shard(placement.dim + (placement.dim > runs.dim or placement == runs))  # parts of the dimension are some of its runs
+    dim = placement.dim + (placement.dim > runs.dim or placement == runs)  # parts of the dimension are some of its runs
+    return Shard(dim, turn=placement.turn)

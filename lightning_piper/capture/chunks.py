@@ -20,8 +20,8 @@ from lightning_piper.capture.rows import refuse_joined_rows, routed_of, rows_of
 from lightning_piper.capture.weighing import Weighed
 from lightning_piper.errors import CaptureError
 from lightning_piper.ir.regions import Code, Interface, Output, PassKey, Region, Routed
-from lightning_piper.ir.values import Kind, Placement, Replicate, Shard
-from lightning_piper.placements.changing import PLACEMENT, change_of, placement_of
+from lightning_piper.ir.values import Kind, Placement, Shard
+from lightning_piper.placements.changing import CHANGE, PLACEMENTS, changes_of, unchanged
 from lightning_piper.totals import TOTAL
 
 aten = torch.ops.aten
@@ -96,7 +96,7 @@ def _refuse_changed_parameters(described: list[tuple[Node | None, Any]], canonic
 def _refuse_read_terms(placed: Assignment) -> None:
     """What a pass makes of a sum over the whole batch is a term: only another pass gets the sum."""
     for node in placed.of:
-        for user in node.users if node.target in BORDERS else ():
+        for user in [x for x in node.users if x.target is not CHANGE] if node.target in BORDERS else ():
             here = user in placed.of and placed.of[user] == placed.of[node] and _torch.is_backward(user) == _torch.is_backward(node)
             if here or user.op == "output":
                 raise CaptureError(
@@ -156,11 +156,11 @@ def _results(
     for region, by_param in grads.items():
         # Parameters that the same regions share travel in one bundle, so that a tied one does not delay the others; and those of
         # which a `shard` may divide by themselves, for other devices may have them.
-        bundles: dict[tuple[bool, tuple[int, ...], Placement], list[str]] = {}
+        bundles: dict[tuple[bool, tuple[int, ...], tuple[tuple[str, Placement], ...]], list[str]] = {}
         for param, terms in by_param.items():
             apart = region in routed and param in routed[region].params
-            held = placement_of(terms[0])
-            held = Shard(0) if isinstance(held, Shard) else held  # each along its own dimension
+            held = terms[0].meta.get(PLACEMENTS, ())
+            held = tuple((axis, Shard(0) if isinstance(p, Shard) else p) for axis, p in held)  # each along its own dimension
             bundles.setdefault((apart, tuple(sorted(users[param])), held), []).append(param)
         for (*_, held), params in bundles.items():
             merged = [_sum(by_param[param], passes[region, "B"], placed) for param in params]
@@ -179,7 +179,7 @@ def _sum(terms: list[Node], into: Pass, placed: Assignment) -> Node:
         graph = total.graph
         with graph.inserting_after(max(total, term)):
             added = graph.call_function(aten.add.Tensor, (total, term))
-        added.meta = {"val": total.meta["val"], "partitioner_tag": "is_backward", PLACEMENT: total.meta.get(PLACEMENT, Replicate())}
+        added.meta = {"val": total.meta["val"], "partitioner_tag": "is_backward", PLACEMENTS: total.meta.get(PLACEMENTS, ())}
         placed.of[added] = into.key[0]  # type: ignore[index]
         into.nodes.append(added)
         total = added
@@ -220,9 +220,8 @@ def _connect(placed: Assignment, passes: Mapping[PassKey, Pass], state: frozense
         kind = Kind.COTANGENT if source[1] == "B" else Kind.ACTIVATION
         for reader in crossing[node, source]:
             taken.setdefault(reader, []).append((*source, len(passes[source].outputs)))
-        change = change_of(node)
-        held = placement_of(node) if change is None else change[0]
-        out = Output(kind, (node.name,), partial=node.target is TOTAL, held=held, change=change)
+        held = unchanged(node).meta.get(PLACEMENTS, ())
+        out = Output(kind, (node.name,), partial=node.target is TOTAL, held=held, changes=changes_of(node))
         passes[source].outputs.append((out, [node]))
     backward = {region: p for (region, kind), p in passes.items() if kind == "B" and p.outputs}
     parts: dict[int, dict[str, Pass]] = {}

@@ -44,7 +44,7 @@ class EagerStep:
     """
 
     name = "training_step"
-    division: Division | None = None
+    divisions: tuple[Division, ...] = ()
 
     def __init__(
         self, module: nn.Module, replicas: int, trained: Sequence[str], device: torch.device, reads: Sequence[str] | None = None
@@ -59,7 +59,7 @@ class EagerStep:
     def member(self) -> EagerStep:
         return self
 
-    def divided(self, division: Division) -> EagerStep:
+    def divided(self, divisions: Sequence[Division]) -> EagerStep:
         raise CaptureError(f"{self.name} runs as it is, so nothing is known of its tensors that could be divided")
 
     @property

@@ -12,7 +12,7 @@ from lightning_piper.capture.regions import BORDERS
 from lightning_piper.capture.rows import arrives, direction_of, leaves, resize, spec_of
 from lightning_piper.ir.regions import Code, Interface
 from lightning_piper.ir.values import Kind, TensorSpec
-from lightning_piper.placements.changing import CHANGE
+from lightning_piper.placements.changing import CHANGE, unchanged
 from lightning_piper.routing import COMBINE, COUNTS
 
 aten = torch.ops.aten
@@ -121,8 +121,7 @@ def _arrived(graph: torch.fx.Graph, env: dict[Node, Node], node: Node) -> Node:
 
 def _source(node: Node) -> Node:
     """What a pass itself makes of an output: rows that leave it, as they are before they travel."""
-    if node.target is CHANGE:
-        return node.all_input_nodes[0]
+    node = unchanged(node)
     divided = direction_of(node) == COMBINE and node.meta["val"].shape != node.all_input_nodes[0].meta["val"].shape
     return node.all_input_nodes[0] if divided else node
 

@@ -7,17 +7,17 @@ from collections.abc import Callable, Collection, Mapping
 from torch.fx import Graph, Node
 
 from lightning_piper.capture.passes import Names
-from lightning_piper.capture.placed import Placing
+from lightning_piper.capture.placed import Placing, place_all
 from lightning_piper.errors import CaptureError
 from lightning_piper.ir.division import Division
 from lightning_piper.ir.values import Replicate, Shard
-from lightning_piper.placements.changing import CHANGE, PLACEMENT, placement_of
+from lightning_piper.placements.changing import CHANGE
 from lightning_piper.placements.local import SPLIT, VIEWS
 from lightning_piper.placements.rule import made_by, shape_of
 from lightning_piper.placements.views import regrouped
 
 
-def find_params(make: Callable[[], tuple[Graph, Names]], axis: str, degree: int, values: Mapping[str, int]) -> dict[str, Shard]:
+def find_params(make: Callable[[], tuple[Graph, Names]], axis: str, degree: int, values: Mapping[str, Shard]) -> dict[str, Shard]:
     """Weights that members of an axis may have parts of: columns of the first product, rows of the next one.
 
     A weight is left whole where what comes of it, or itself, is needed whole before another product takes it. If that is because it
@@ -33,23 +33,26 @@ def find_params(make: Callable[[], tuple[Graph, Names]], axis: str, degree: int,
         seek = {name: runs.get(name, 1) for name in weights if runs.get(name, 1)}
         placing = Placing(graph, Division(axis, degree, {}, values), names, seek)
         try:
-            found = placing.run()
+            place_all(graph, [placing])
         except CaptureError:
             if not (more := _followed(placing, placing.refused) & seek.keys()):
                 raise
             runs |= dict.fromkeys(more, 0)
             continue
+        found = placing.params
         parts = found.keys() & seek.keys()
-        needed = {name: _beside(x, reader) for x, reader in placing.gathered for name in _made_with(placing, x) if name in parts}
+        needed = {
+            name: _beside(placing, x, reader) for x, reader in placing.gathered for name in _made_with(placing, x) if name in parts
+        }
         if not needed:
             return {name: found[name] for name in weights if name in found}
         beside = {name: count for name, count in needed.items() if count > 1 and runs.get(name, 1) == 1}
         runs |= beside or dict.fromkeys(needed, 0)  # what follows may be otherwise then
 
 
-def _beside(x: Node, reader: Node) -> int:
+def _beside(placing: Placing, x: Node, reader: Node) -> int:
     """Of how many equal runs an operation takes what members have one part of; 0 if that is not why it needs all."""
-    placement = placement_of(x)
+    placement = placing.held[x]
     if not isinstance(placement, Shard):
         return 0
     if reader.target in SPLIT:
@@ -67,7 +70,7 @@ def _followed(placing: Placing, params: Collection[str]) -> set[str]:
     found = set(params)
     for x, name in placing.names.items():
         if name in params and len(shape_of(x)) == 1:
-            found.update(*(_made_with(placing, user) for user in x.users if PLACEMENT in user.meta))
+            found.update(*(_made_with(placing, user) for user in x.users if user in placing.held))
     return found
 
 
@@ -78,11 +81,11 @@ def _made_with(placing: Placing, x: Node) -> set[str]:
     while stack:
         node = stack.pop()
         if node in placing.fixed:
-            if isinstance(placement_of(node), Shard):
+            if isinstance(placing.held[node], Shard):
                 found.add(placing.param_of(node))
             continue
         for source in node.all_input_nodes if node.target is not CHANGE else ():
-            if source not in seen and source.op != "output" and source.meta.get(PLACEMENT) != Replicate():
+            if source not in seen and source.op != "output" and placing.held.get(source) != Replicate():
                 seen.add(source)
                 stack.append(source)
     return found

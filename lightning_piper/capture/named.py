@@ -35,12 +35,9 @@ def named_tensors(module: nn.Module) -> tuple[dict[str, ParamInfo], dict[str, Te
     return params, buffers, canonical, sharing_memory(tensors)
 
 
-def laid_out(info: ParamInfo, placement: Shard | None, degree: int) -> ParamInfo:
+def laid_out(info: ParamInfo, placement: Shard, degree: int) -> ParamInfo:
     """A parameter whose parts lie one after another: the whole of it is counted in their order."""
-    order = info.spec.dim_order
-    if placement is None:
-        return info
-    dim = placement.dim
+    order, dim = info.spec.dim_order, placement.dim
     if placement.blocks > 1:
         spec = dataclasses.replace(info.spec, runs=(placement.blocks, degree))
         info = dataclasses.replace(info, spec=spec, strides=info.spec.stride)

@@ -29,7 +29,7 @@ from lightning_piper.capture.behind import behind_changes
 from lightning_piper.capture.source import LINE_KEY, shown_line
 from lightning_piper.errors import CaptureError
 from lightning_piper.ir.regions import Region
-from lightning_piper.placements.changing import CHANGE, FOLLOWS
+from lightning_piper.placements.changing import AFTER, CHANGE, FOLLOWS
 from lightning_piper.routing import COMBINE, ROUTE
 from lightning_piper.totals import TOTAL
 
@@ -173,7 +173,8 @@ def _places(
     run, current = -1, None
     for node in forward:
         inputs = [places[x][0] for x in node.all_input_nodes if x in places]
-        if inputs and (node not in parts or node.target in (operator.getitem, *BORDERS) or FOLLOWS in node.meta):
+        follows = FOLLOWS in node.meta and not any(x.target in BORDERS for x in node.all_input_nodes)
+        if inputs and (node not in parts or node.target in (operator.getitem, *BORDERS) or follows):
             places[node] = max(inputs), False  # a term of a sum stays where it is made
         elif node in parts:
             if (tags_of(node), parts[node]) != current:
@@ -186,12 +187,16 @@ def _places(
                     behind.append(1)  # a view of a parameter, whose gradient is made where nothing else is
                 elif x in places and places[x][0][0] == run:
                     behind.append(places[x][0][1] + 1)
+            for x, by in node.meta.get(AFTER, {}).items():
+                behind.append(by + (places[x][0][1] if x in places and places[x][0][0] == run else 0))
             places[node] = (run, max([depths.get(node, 0), *behind])), True
     return places
 
 
 def _is_glue(node: Node, away: set[Node], weights: set[Node]) -> bool:
     # What came back is not theirs any more, so it does not go where it was made; nor does a sum.
+    if AFTER in node.meta:
+        return False
     came_back = any(x in away or x.target in BORDERS for x in node.all_input_nodes)
     return (
         not tags_of(node) and node.target not in BORDERS and not came_back and not any(x in weights for x in node.all_input_nodes)
@@ -237,9 +242,13 @@ def _assign_backward(backward: list[Node], regions: list[Region], of: dict[Node,
     floating: list[Node] = []
     for node in backward:
         inputs = [x for x in node.all_input_nodes if x in of and _torch.is_backward(x)]
-        bound = min((of[x] - (x.target in BORDERS) for x in inputs), default=last)  # before a sum, its terms
+        bound = min(
+            (of[x] - (x.target in BORDERS and node.target is not CHANGE) for x in inputs), default=last
+        )  # before a sum, its terms
         region: int | None
-        if node.target in BORDERS:
+        if AFTER in node.meta:
+            region = min(bound, *(of[x] - by for x, by in node.meta[AFTER].items()))
+        elif node.target in BORDERS:
             region = bound if inputs else None
         elif META_KEY in node.meta.get("custom", {}):
             own = tags_of(node)

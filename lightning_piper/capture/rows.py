@@ -20,6 +20,7 @@ from lightning_piper.capture.regions import source_line
 from lightning_piper.errors import CaptureError
 from lightning_piper.ir.regions import PassKey, Routed
 from lightning_piper.ir.values import TensorSpec
+from lightning_piper.placements.changing import unchanged
 from lightning_piper.routing import COMBINE, COUNTS, DISPATCH, ROUTE, ROWS
 
 aten = torch.ops.aten
@@ -43,7 +44,7 @@ def arrives(node: Node, p: Pass) -> str:
 
 def leaves(nodes: Iterable[Node]) -> str:
     """What an output of a pass is to its exchanges."""
-    return COMBINE if {direction_of(node) for node in nodes} == {COMBINE} else ""
+    return COMBINE if {direction_of(unchanged(node)) for node in nodes} == {COMBINE} else ""
 
 
 def routed_of(passes: Mapping[PassKey, Pass], params: Mapping[Node, str], shared: Collection[Node]) -> dict[int, Routed]:

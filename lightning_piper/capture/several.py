@@ -12,15 +12,18 @@ from __future__ import annotations
 import math
 import operator
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Any
 
 import torch
 from torch.fx import Graph, Node
 
+from lightning_piper.capture import _torch
+from lightning_piper.capture.attending import attend, attend_backward, goes_round, is_backward
 from lightning_piper.ir.division import Division
 from lightning_piper.ir.values import Placement, Replicate, Shard
 from lightning_piper.placements.attention import ATTENTION, attended
-from lightning_piper.placements.changing import placement_of
+from lightning_piper.placements.changing import Held
 from lightning_piper.placements.choice import by_keys
 from lightning_piper.placements.rule import shape_of, tensors_of
 from lightning_piper.placements.vocabulary import IGNORED, PICKED, ROWS, ROWS_BACKWARD, SPREAD
@@ -34,21 +37,22 @@ class Several:
     """Writes operations in the place of one.
 
     Args:
-        place: gives an operation its placement.
+        held: the placements along the axis.
+        gone: gets the operations that are written otherwise, with what stands for them.
+        place: gives an operation its placement, along all axes.
         changed: a value with another placement, for a reader.
-
-    Attributes:
-        gone: operations further on that are written, too.
     """
 
     def __init__(
-        self, graph: Graph, division: Division, place: Callable[[Node], None], changed: Callable[[Node, Placement, Node], Node]
-    ) -> None:
-        self.graph, self.degree, self.attention = graph, division.degree, division.attention
+        self, graph: Graph, division: Division, held: Held, gone: dict[Node, Written], place: Callable[[Node], None],
+        changed: Callable[[Node, Placement, Node], Node],
+    ) -> None:  # fmt: skip
+        self.graph, self.degree, self.attention, self.held = graph, division.degree, division.attention, held
         self._place, self._changed = place, changed
         self._at: Any = None
-        self.gone: set[Node] = set()
-        self._ids: dict[tuple[int, str], Node] = {}
+        self._gone = gone
+        self._ids: dict[tuple[int, Placement, str], Node] = {}
+        self.dense: dict[Node, Node] = {}  # values that travel, as they do
         self._rows: set[tuple[Node, int]] = set()  # indices, and how many rows the tables have
 
     @property
@@ -66,37 +70,51 @@ class Several:
         self._at = before
         if found is None:
             return False
+        results = found if isinstance(found, tuple) else (found,)
+        results[0].meta["seq_nr"] = node.meta.get("seq_nr")  # the gradient is that of the result
         if isinstance(found, tuple):  # results that are read one by one
             for user in list(node.users):
                 user.replace_all_uses_with(found[user.args[1]])  # type: ignore[index]
                 self.graph.erase_node(user)
-                self.gone.add(user)
+                self._gone[user] = found[user.args[1]]  # type: ignore[index]
         else:
             node.replace_all_uses_with(found)
         self.graph.erase_node(node)
+        self._gone[node] = found
         return True
 
     def __call__(self, target: Any, *args: Any, **kwargs: Any) -> Node:
-        """Write one operation."""
+        """Write one operation, which may be written as several in its turn, for another axis."""
+        if target is operator.getitem and isinstance(args[0], tuple):
+            return args[0][args[1]]  # type: ignore[no-any-return]
         value = self._at.meta["val"]
         made = self.graph.call_function(target, args, kwargs)
         made.meta = {k: v for k, v in self._at.meta.items() if k not in ("val", "tensor_meta")}
+        if not _torch.is_backward(self._at):
+            made.meta["seq_nr"] = (made.name,)
         given_args, given_kwargs = torch.fx.node.map_arg((args, kwargs), lambda x: x.meta["val"])
         with (value[0] if isinstance(value, tuple | list) else value).fake_mode:
             made.meta["val"] = target(*given_args, **given_kwargs)
         self._place(made)
-        return made
+        stands: Any = self._gone.get(made, made)
+        return stands  # type: ignore[no-any-return]
 
     def whole(self, x: Node) -> Node:
         """What members have terms of, put together at once."""
-        return x if placement_of(x) == Replicate() else self._changed(x, Replicate(), self._at)
+        return x if self.held[x] == Replicate() else self._changed(x, Replicate(), self._at)
 
-    def ids(self, size: int, like: Node) -> Node:
-        """The numbers of a dimension, of which each member has its part."""
-        key = size, str(self._at.meta.get("custom"))
+    def changed(self, x: Node, wanted: Placement) -> Node:
+        """With another placement, for what is written."""
+        return self._changed(x, wanted, self._at)
+
+    def ids(self, size: int, like: Node, part: Shard | None = None) -> Node:
+        """The numbers of a dimension, of which each member has its part; `part`: as a sequence is divided that is dimension 2."""
+        wanted = Shard(0) if part is None else replace(part, dim=0)
+        key, whole = ((size, held, str(self._at.meta.get("custom"))) for held in (wanted, Replicate()))
+        if whole not in self._ids:
+            self._ids[whole] = self(aten.arange.default, size, device=like.meta["val"].device)
         if key not in self._ids:
-            numbers = self(aten.arange.default, size, device=like.meta["val"].device)
-            self._ids[key] = self._changed(numbers, Shard(0), self._at)
+            self._ids[key] = self._changed(self._ids[whole], wanted, self._at)
         return self._ids[key]
 
     def apart(self, x: Node, dim: int) -> Node:
@@ -109,7 +127,7 @@ def _along(several: Several, x: Any, dim: Any) -> int | None:
     """The dimension that an operation works along, if members have parts of it, and it is not less to put them together: for each
     row, a maximum of each member, two sums on the way forth and one on the way back."""
     along = int(dim) % len(shape_of(x))
-    return along if placement_of(x) == Shard(along) and shape_of(x)[along] > several.degree + 3 else None
+    return along if several.held[x] == Shard(along) and shape_of(x)[along] > several.degree + 3 else None
 
 
 def _softmax(several: Several, node: Node) -> Node | None:
@@ -154,7 +172,7 @@ def _nll(several: Several, node: Node) -> Written:
     """Of the column that is picked, the one class that there is; of rows, the sum of theirs."""
     scores, target, weight, reduction, ignored = node.args
     x: Any = scores
-    if weight is None and reduction and isinstance(placement_of(x), Shard) and placement_of(x) != Shard(1):
+    if weight is None and reduction and isinstance(several.held[x], Shard) and several.held[x] != Shard(1):
         rows = several(operator.getitem, several(node.target, x, target, None, 0, ignored), 0)
         counted = several(aten._to_copy.default, several(aten.ne.Scalar, target, ignored), dtype=x.meta["val"].dtype)
         loss, total = several.whole(several(aten.sum.default, rows)), several(aten.sum.default, counted)
@@ -180,13 +198,18 @@ def _nll_backward(several: Several, node: Node) -> Node | None:
 
 
 def _attention(several: Several, node: Node) -> Written:
-    """Of parts of queries, with all keys: a causal mask says where they stand."""
+    """Of parts of queries, with all keys: a causal mask says where they stand. Or keys go round."""
+    if (part := goes_round(several, node)) is not None:
+        return attend_backward(several, node, part) if is_backward(node) else attend(several, node, part)
     q, k, _ = attended(node)
     causal = 7 if tensors_of(node)[0] is not q else 4
-    if len(node.args) <= causal or not node.args[causal] or not by_keys(node, placement_of, several.degree, several.attention):
+    if len(node.args) <= causal or not node.args[causal]:
+        return None
+    if not by_keys(node, several.held, several.degree, several.attention):
         return None
     about = {"dtype": q.meta["val"].dtype, "device": q.meta["val"].device}
-    query = several(aten.unsqueeze.default, several.ids(shape_of(q)[2], q), 1)
+    held = several.held[q]
+    query = several(aten.unsqueeze.default, several.ids(shape_of(q)[2], q, held if isinstance(held, Shard) else None), 1)
     seen = several(aten.ge.Tensor, query, several(aten.arange.default, shape_of(k)[2], device=about["device"]))
     here, hidden = (several(aten.scalar_tensor.default, value, **about) for value in (0.0, -math.inf))
     mask = several(aten.where.self, seen, here, hidden)
@@ -198,7 +221,7 @@ def _dropped(several: Several, node: Node) -> Written:
     """The mask is that of the whole value, which every member draws, and takes its part of."""
     value, probability, train = node.args
     x: Any = value
-    if not isinstance(placement_of(x), Shard):
+    if not isinstance(several.held[x], Shard):
         return None
     about = {"dtype": x.meta["val"].dtype, "device": x.meta["val"].device}
     ones = several(aten.ones.default, list(shape_of(x)), **about)
@@ -217,7 +240,7 @@ def _targets(several: Several, target: Any, ignored: Any) -> tuple[Node, Node]:
 def _embedding(several: Several, node: Node) -> Node | None:
     table, index, *options = node.args
     x: Any = table
-    if placement_of(x) != Shard(0) or any(options[1:]):
+    if several.held[x] != Shard(0) or any(options[1:]):
         return None
     size = shape_of(x)[0]
     several._rows.add((index, size))  # type: ignore[arg-type]

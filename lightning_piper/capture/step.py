@@ -90,13 +90,13 @@ class CapturedStep:
         canonical: every name -> canonical name.
         reads: what it has read in Python: while `reads.hold()`, it means what was captured.
         executed: what of it is not captured, and runs as it is.
-        division: what members of an axis have parts of; it is cut where they change what they hold.
+        divisions: what members of axes have parts of; it is cut where they change what they hold.
     """
 
     name = Step.name
     executed = ""
-    division: Division | None = None
-    _whole: CapturedStep | None = None  # of the code of one member of the division's axis, the step of which it has parts
+    divisions: tuple[Division, ...] = ()
+    _whole: CapturedStep | None = None  # of the code of one member of these axes, the step of which it has parts
 
     def __init__(self, module: nn.Module, batch_spec: BatchSpec, device: torch.device,
                  context: Callable[[], contextlib.AbstractContextManager[Any]],
@@ -138,17 +138,18 @@ class CapturedStep:
             vars(other).pop("member", None)  # which is of the shapes of this one
         return self._shaped[sample]
 
-    def divided(self, division: Division) -> CapturedStep:
-        """The same step, cut where members of an axis have to change what they hold of a value: as of one that has everything."""
+    def divided(self, divisions: Sequence[Division]) -> CapturedStep:
+        """The same step, cut where members of axes have to change what they hold of a value: as of one that has everything."""
         other = copy.copy(self)
-        other.division, other._codes, other._shaped = division, {}, {}
-        parts = other.at(other.size).divided  # with biases, which follow from their weights
-        other.params = {name: laid_out(info, parts.get(name), division.degree) for name, info in self.params.items()}
+        other.divisions, other._codes, other._shaped = tuple(divisions), {}, {}
+        degrees = {each.axis: each.degree for each in divisions}
+        parts = {name: (part, degrees[axis]) for name, (axis, part) in other.at(other.size).divided.items()}  # also of biases
+        other.params = {name: laid_out(info, *parts[name]) if name in parts else info for name, info in self.params.items()}
         return other
 
     @cached_property
     def member(self) -> CapturedStep:
-        """The step as one member of that axis runs it."""
+        """The step as one member of these axes runs it."""
         other = copy.copy(self)
         other._whole, other._codes, other._shaped = self, {}, {}
         return other
@@ -280,7 +281,7 @@ class CapturedStep:
     def _by_substitution(self, size: int) -> StepCode | None:
         """The code by a trace that has symbols for sizes, if one serves; one is made when other dimensions than that of the samples
         differ, or samples come in many numbers."""
-        if self.batch_spec.undivided is not None or self.division is not None:
+        if self.batch_spec.undivided is not None or self.divisions:
             return None
         numbers = self.reads.inputs.specs()
         found = self._symbolic.find(self._specs(size) + numbers, size)
@@ -349,14 +350,13 @@ class CapturedStep:
         """Of the batch it was captured with, traced once more, and what its placeholders are."""
         return (graph := self._trace(self.size, {}, ())[0].graph), Names.of(graph, self.canonical)
 
-    def _divide(self, weighed: Weighed) -> dict[str, Shard]:
+    def _divide(self, weighed: Weighed) -> dict[str, tuple[str, Shard]]:
         """Give the values of a graph their placements. Returns the parameters of which members have parts."""
-        if self.division is None:
-            return {}
-        found = place_values(weighed.graph, self.division, Names.of(weighed.graph, self.canonical, weighed.tangents))
-        if self._whole is not None:
-            localize(weighed.graph, self.division.degree)
-        return found
+        names = Names.of(weighed.graph, self.canonical, weighed.tangents)
+        placings = place_values(weighed.graph, self.divisions, names) if self.divisions else []
+        for placing in placings if self._whole is not None else ():
+            localize(weighed.graph, placing.held, placing.degree)
+        return {name: (placing.division.axis, part) for placing in placings for name, part in placing.params.items()}
 
     def _check_memory(self, code: StepCode) -> None:
         outputs = [out for interface in code.interfaces.values() for out in interface.outputs]

@@ -29,7 +29,7 @@ def same_structure(a: StepCode, b: StepCode) -> None:
             )
     differing = [f"{b.regions[r].label} {p}, {b.regions[r].source}" for r, p in sorted(set(a.interfaces) | set(b.interfaces))
                  if r < len(b.regions) and _at(a, (r, p)) != _at(b, (r, p))]  # fmt: skip
-    exchanges = any(output.change for interface in b.interfaces.values() for output in interface.outputs)
+    exchanges = any(output.changes for interface in b.interfaces.values() for output in interface.outputs)
     why = "what members exchange of divided tensors, or its Python code," if exchanges else "its Python code"
     raise CaptureError(
         f"the step has another structure for {b.size} samples than for {a.size} (regions {'; '.join(differing) or 'differ'}): "
@@ -48,8 +48,8 @@ def public(interface: Interface) -> Any:
 
     def kind(output: Output) -> tuple[Any, ...]:
         names = () if output.kind in (Kind.ACTIVATION, Kind.COTANGENT) else output.names
-        held = output.held.dim if isinstance(output.held, Shard) else output.held
-        return output.kind, names, output.term, held, output.change
+        held = tuple((axis, part.dim if isinstance(part, Shard) else part) for axis, part in output.held)
+        return output.kind, names, output.term, held, output.changes
 
     return (interface.inputs, tuple(map(kind, interface.outputs)), interface.params, interface.buffers, interface.state,
             interface.batch, interface.seeds)  # fmt: skip

@@ -37,7 +37,7 @@ def shard_batch(dag: TrainingDAG, mesh: Mesh, directive: Directive) -> None:
             f"{replicas} replicas, and the batch's tensors share no first dimension to divide it by: {undivided.found}",
             "let each replica draw a batch of its own, in a process of its own (transport='process'), or pad them to one",
         )
-    for chunk in dag.of_type(Chunk):
+    for chunk in dag.of_type(Chunk) if replicas > 1 else ():
         if local := [name for name in dag.interface(chunk).state if name in dag.code.local]:
             changed = ", ".join(local[:3])
             directive.refuse(

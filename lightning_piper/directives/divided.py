@@ -16,7 +16,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from lightning_piper.directives.sharding import Conflict, Group, gather_at, readers_of, scatter
 from lightning_piper.ir.buckets import Bucket, buckets_of
 from lightning_piper.ir.dag import TrainingDAG
-from lightning_piper.ir.mesh import DATA
+from lightning_piper.ir.mesh import DATA, Mesh
 from lightning_piper.ir.nodes import Chunk, Node, Ref
 from lightning_piper.ir.policies import ShardingPolicy
 from lightning_piper.ir.values import Kind, Partial, Shard, Value
@@ -32,14 +32,14 @@ def hold_parts(dag: TrainingDAG, regions: Iterable[int]) -> list[Node]:
         Conflict: regions that share parameters are treated differently.
     """
     readers = _users_of(dag)
-    families: dict[frozenset[int], list[str]] = {}
+    families: dict[tuple[frozenset[int], Mesh, tuple[str, ...]], list[str]] = {}
     for region in sorted(set(regions)):
         for name in [name for name in dag.divided if region in readers[name]]:
-            names = families.setdefault(readers[name], [])
+            names = families.setdefault((readers[name], dag.mesh_of(name), dag.divided[name]), [])
             if name not in names:
                 names.append(name)
     _undo(dag, {name for names in families.values() for name in names})
-    return [update for family, names in families.items() for update in _hold(dag, sorted(family), names)]
+    return [update for (family, *_), names in families.items() for update in _hold(dag, sorted(family), names)]
 
 
 def _users_of(dag: TrainingDAG) -> Mapping[str, frozenset[int]]:
@@ -53,7 +53,7 @@ def _users_of(dag: TrainingDAG) -> Mapping[str, frozenset[int]]:
 
 def _hold(dag: TrainingDAG, family: Sequence[int], names: Sequence[str]) -> list[Node]:
     """`names` are the parameters that the regions of `family` share."""
-    mesh = dag.divided[names[0]]
+    mesh = dag.mesh_of(names[0])
     policy = _policy(dag, family, names, members=mesh.size(DATA))
     chunks = [chunk for chunk in dag.of_type(Chunk) if chunk.region in family]
     trained = {name for chunk in chunks for value in chunk.outputs if value.kind == Kind.GRAD for name in value.names}
@@ -61,7 +61,7 @@ def _hold(dag: TrainingDAG, family: Sequence[int], names: Sequence[str]) -> list
     buckets: list[Bucket] = []
     for some in ([n for n in names if n in trained], [n for n in names if n not in trained]):
         params = [dataclasses.replace(dag.step.params[name], spec=dag.spec_of(name)) for name in some]
-        buckets += buckets_of(params, policy.bucket_bytes, mesh)
+        buckets += buckets_of(params, policy.bucket_bytes, mesh, along=dag.divided[names[0]])
     for bucket in buckets:
         if bucket.names[0] in trained:
             updates += _sum(dag, family, chunks, bucket if policy.dtype is None else bucket.in_dtype(policy.dtype), policy)

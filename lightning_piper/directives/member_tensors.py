@@ -19,18 +19,20 @@ from lightning_piper.directives.divided import hold_parts
 from lightning_piper.directives.place import Place
 from lightning_piper.directives.sharding import Conflict, gather_as_in_training, readers_of, reduce_gradients
 from lightning_piper.directives.transfers import connect, disconnect
+from lightning_piper.ir import parts
 from lightning_piper.ir.dag import TrainingDAG
-from lightning_piper.ir.division import Division
+from lightning_piper.ir.division import Change, Division
 from lightning_piper.ir.mesh import DATA, Mesh
 from lightning_piper.ir.nodes import Chunk, Node, Ref
 from lightning_piper.ir.policies import ShardingPolicy
 from lightning_piper.ir.regions import Step
-from lightning_piper.ir.values import Kind, Partial, Placement, Replicate, Value
+from lightning_piper.ir.values import Kind, Partial, Replicate, Value
 from lightning_piper.ir.values import Shard as Part
 from lightning_piper.limits import shown
 from lightning_piper.ops.chunk import make_chunk
 from lightning_piper.ops.p2p import Recv, Send
-from lightning_piper.ops.redistribute import CutOut, Redistribute, changed_specs
+from lightning_piper.ops.redistribute import CutOut, Redistribute, changed_specs, held_after
+from lightning_piper.ops.total import Total
 
 if TYPE_CHECKING:
     from lightning_piper.directives.shard import Shard
@@ -41,11 +43,10 @@ def check_tensors(directive: Shard) -> None:
         given: Any = getattr(directive, field)
         if given is None:
             continue
-        says = _is_dimension if field == "values" else _is_placement
-        if not isinstance(given, Mapping) or not all(isinstance(k, str) and says(v) for k, v in given.items()):
+        if not isinstance(given, Mapping) or not all(isinstance(k, str) and _is_placement(v) for k, v in given.items()):
             directive.refuse(field, shown(given), 'give names, or patterns, with dimensions: {"*.q_proj.weight": 0}')
-    if directive.attention not in (None, "keys", "heads"):
-        directive.refuse("attention", shown(directive.attention), "give 'keys' or 'heads'")
+    if directive.attention not in (None, "keys", "heads", "ring"):
+        directive.refuse("attention", shown(directive.attention), "give 'keys', 'heads' or 'ring'")
     if directive.attention is not None and directive.values is None:
         directive.refuse("attention", "no values are divided", "divide sequences: values={'*': 1}")
 
@@ -61,25 +62,65 @@ def _is_placement(value: Any) -> bool:
     return _is_dimension(value)
 
 
+def _part(said: int | Sequence[int]) -> Part:
+    return Part(said) if isinstance(said, int) else Part(*said)
+
+
 def divided_step(directive: Shard, step: Step, program: Sequence[Directive]) -> Step:
-    """The step, cut for this directive."""
-    degree = len(lines_of(directive, program)[0])
-    division = Division(directive.axis, degree, _params(directive, step, degree), dict(directive.values or {}), directive.attention)
-    if step.division is None:
-        return step.divided(division)
-    if step.division != division:
-        directive.refuse("params", f"another directive divides tensors along {step.division.axis!r}", "say all in one directive")
-    return step
+    """The step, cut for all directives that divide tensors, by the last one of them."""
+    divisions = []
+    if sum(other.axis == directive.axis for other in _dividing(program)) > 1:
+        directive.refuse("axis", f"several directives divide tensors along {directive.axis!r}", "say all in one directive")
+    for other in _dividing(program):
+        degree = len(lines_of(other, program)[0])
+        if degree < 2:
+            directive.refuse("axis", f"one device along {other.axis!r}", "give it two or more, or leave this directive out")
+        values = {pattern: _part(said) for pattern, said in (other.values or {}).items()}
+        divisions.append(Division(other.axis, degree, _params(other, step, degree), values, other.stream, other.attention))
+        if other is directive:
+            break  # each says what is wrong with it itself
+    _check_together(directive, divisions)
+    return step.divided(tuple(divisions)) if len(divisions) == len(_dividing(program)) else step
 
 
-def lines_of(directive: Shard, program: Sequence[Directive]) -> list[tuple[int, ...]]:
-    """The lines of devices along the axis, of all groups."""
+def _dividing(program: Sequence[Directive]) -> list[Shard]:
+    """The directives of a program that divide tensors."""
+    shards: list[Any] = [directive for directive in program if directive.op == "shard"]
+    return [directive for directive in shards if directive.divides_tensors]
+
+
+def _check_together(directive: Shard, divisions: Sequence[Division]) -> None:
+    """Axes divide different parameters, and different dimensions of values."""
+    *earlier, mine = divisions
+    for other in earlier:
+        if both := sorted(mine.params.keys() & other.params.keys()):
+            directive.refuse("params", f"{both[0]} is divided along {other.axis!r}", "divide each parameter along one axis")
+        if dims := {part.dim for part in mine.values.values()} & {part.dim for part in other.values.values()}:
+            found = f"dimension {min(dims)} of values is divided along {other.axis!r}"
+            directive.refuse("values", found, "divide each dimension along one axis")
+
+
+def blocks_of(directive: Shard, program: Sequence[Directive]) -> list[tuple[int, ...]]:
+    """The devices that work on the same samples, of all groups: blocks along all axes along which a program divides tensors."""
+    return lines_of(directive, program, [other.axis for other in _dividing(program)])
+
+
+def lines_of(directive: Shard, program: Sequence[Directive], axes: Sequence[str] = ()) -> list[tuple[int, ...]]:
+    """The lines of devices along the axis, of all groups; or the blocks along several axes, which it is one of."""
+    axes = axes or [directive.axis]
     if directive.devices is not None:
+        if len(_dividing(program)) > 1:
+            advice = "leave it out, and name the axes of all of them in place(axes=...)"
+            directive.refuse("devices", "several directives divide tensors", advice)
         return directive._groups()
-    found = []
+    found: list[tuple[int, ...]] = []
     for place in program:
         if isinstance(place, Place) and directive.axis in place.axes:
-            found += [tuple(place.group[p] for p in line) for line in place.mesh.lines(directive.axis)]
+            if missing := [axis for axis in axes if axis not in place.axes]:
+                directive.refuse(
+                    "axis", f"a place has the axes {list(place.axes)}", f"name {missing[0]!r} in it too: one mesh for all"
+                )
+            found += [tuple(place.group[p] for p in block) for block in place.mesh.blocks(axes)]
     if found:
         return found
     directive.refuse(
@@ -98,7 +139,7 @@ def _params(directive: Shard, step: Step, degree: int) -> dict[str, Part]:
         if not names:
             some = ", ".join(list(step.params)[:3])
             directive.refuse("params", f"{shown(pattern)} matches no parameter", f"the module has {some}, ...")
-        found |= dict.fromkeys(names, Part(said) if isinstance(said, int) else Part(*said))
+        found |= dict.fromkeys(names, _part(said))
     for name, part in found.items():
         shape = step.params[name].spec.shape
         if part.dim >= len(shape) or shape[part.dim] % (degree * part.blocks):
@@ -112,31 +153,31 @@ def _params(directive: Shard, step: Step, degree: int) -> dict[str, Part]:
 def take_parts(directive: Shard, dag: TrainingDAG, mesh: Mesh, training: TrainingDAG | None = None) -> None:
     """Let the members of the axis have their parts of tensors, and change what they hold between passes. A step without a backward
     pass reads parameters as `training` keeps them, if there is one."""
-    if dag.step.division is None:
+    if not dag.step.divisions:
         directive.refuse("params", "the step was captured without it", "apply it as a part of the whole program")
-    if dag.replicas > 1 and dag.member_axis is None:
+    if dag.replicas > 1 and not dag.member_axes:
         directive.refuse("filter", "the batch is divided over replicas already", "put the shard before every replicate")
-    if dag.member_axis is not None:
-        directive.refuse("filter", "tensors are divided already", "say all in one directive")
-    if dag.meshes:
-        directive.refuse("filter", "experts are divided", "divide experts or tensors in a program, not both")
     _check_selected(directive, dag)
     labels = list(dict.fromkeys(region.label for region in dag.regions))
     for pattern in (directive.values or {}) if not dag.forward_only else ():
         if not fnmatch.filter(labels, pattern):
             directive.refuse("values", f"{shown(pattern)} matches no region", f"the step has {', '.join(labels[:3])}")
+    _check_divided(directive, dag)
+    if dag.member_axes:
+        return  # the first one has done it for all axes
     whole = [chunk for chunk in dag.of_type(Chunk) if len(chunk.devices) != len(mesh.places)]
     if whole:
         where = f"on {list(whole[0].devices)}" if whole[0].devices else "on no device yet"
         directive.refuse("devices", f"{whole[0].label} is {where}", f"place every region on groups of {len(mesh.places)} devices")
     shard_batch(dag, mesh, directive)
-    dag.take_parts(directive.axis, training)
+    parts.take_parts(dag, training)
     chunks = list(dag.of_type(Chunk))
     disconnected = disconnect(dag, chunks)
     for chunk in chunks:
         dag.change(chunk, outputs=make_chunk(dag, chunk.key, chunk.slice, (), {}).outputs)
     _follow(dag, chunks)
-    changed = [node for chunk in chunks for node in _change(dag, chunk, directive.stream)]
+    streams = {division.axis: division.stream for division in dag.step.divisions}
+    changed = [node for chunk in chunks for node in _change(dag, chunk, streams)]
     touched: list[Node] = [*disconnected, *chunks, *changed, *(user for node in changed for user in dag.users(node))]
     try:
         if training is not None:
@@ -150,11 +191,25 @@ def take_parts(directive: Shard, dag: TrainingDAG, mesh: Mesh, training: Trainin
     connect(dag, [node for node in touched if node.id in dag.nodes])
 
 
+def _check_divided(directive: Shard, dag: TrainingDAG) -> None:
+    """What regions hand on has a dimension that is to be divided."""
+    ranks = {
+        len(specs[0].shape)
+        for key, interface in dag.code.interfaces.items()
+        for output, specs in zip(interface.outputs, dag.code.code[key].outputs, strict=True)
+        if output.kind == Kind.ACTIVATION
+    }
+    dims = {_part(said).dim for said in (directive.values or {}).values()}
+    if dims and ranks and min(dims) >= max(ranks):
+        found = f"no region hands on a value that has a dimension {min(dims)}; they have {max(ranks)} at most"
+        directive.refuse("values", found, "name one that is there: 1 is that of positions in [samples, positions, features]")
+
+
 def _check_selected(directive: Shard, dag: TrainingDAG) -> None:
     """The filter selects all that reads what is divided: what follows from it is divided wherever it goes."""
     selected = {chunk.region for chunk in directive.select(dag, "filter", directive.filter)}
     readers = readers_of(dag)
-    for name in dag.code.divided:
+    for name in (name for name, (axis, _) in dag.code.divided.items() if axis == directive.axis):
         for region in sorted(readers[name] - selected):
             found = f"{name} is read in {dag.regions[region].label} too, which it does not select"
             directive.refuse("filter", found, "select all regions that use it, such as {}")
@@ -170,38 +225,39 @@ def _follow(dag: TrainingDAG, chunks: Sequence[Chunk]) -> None:
         value = dag.value(node.inputs[0])
         old = node.outputs[0]
         if value.kind in (Kind.GRAD, Kind.ACTIVATION, Kind.COTANGENT) and old.bucket is None and len(node.outputs) == 1:
-            new = dataclasses.replace(old, tensors=value.tensors, placement=value.placement, others=value.others)
+            placement = old.placement if isinstance(node, Total) else value.placement
+            new = dataclasses.replace(old, tensors=value.tensors, placement=placement, others=value.others)
             if new != old:
                 dag.change(node, outputs=(new,))
                 stack += dag.users(node)
 
 
-def _change(dag: TrainingDAG, chunk: Chunk, stream: str) -> list[Node]:
+def _change(dag: TrainingDAG, chunk: Chunk, streams: Mapping[str, str]) -> list[Node]:
     """Put a change behind each output whose readers want another placement than it has."""
     made: list[Node] = []
     for i, output in enumerate(dag.interface(chunk).outputs):
         readers = dag.readers((chunk.id, i))
-        if output.change is None or not readers:
+        if not output.changes or not readers:
             continue
-        before, after = output.change
-        value = chunk.outputs[i]
-        specs = changed_specs(value.tensors, before, after, dag.mesh.size(dag.member_axis or ""))
-        changed = dataclasses.replace(value, tensors=specs, others=_others(dag, after))
-        kind = CutOut if isinstance(before, Replicate) else Redistribute
-        tags = {tag: index for tag, index in chunk.tags.items() if tag != "PASS"}
-        node = dag.add(
-            kind(inputs=((chunk.id, i),), outputs=(changed,), tags=tags, devices=chunk.devices, placed_by=dag.origin,
-                 stream="compute" if kind is CutOut else stream, before=before, after=after, mesh=dag.mesh,
-                 axis=dag.member_axis or "")
-        )  # fmt: skip
+        ref = (chunk.id, i)
+        for change in output.changes:
+            node = _changed(dag, chunk, ref, change, streams[change.axis])
+            made.append(node)
+            ref = (node.id, 0)
         for reader in readers:
-            dag.substitute(reader, (chunk.id, i), (node.id, 0))
-        made.append(node)
+            dag.substitute(reader, (chunk.id, i), ref)
     return made
 
 
-def _others(dag: TrainingDAG, placement: Placement) -> tuple[tuple[str, Placement], ...]:
-    return () if isinstance(placement, Replicate) or dag.member_axis is None else ((dag.member_axis, placement),)
+def _changed(dag: TrainingDAG, chunk: Chunk, ref: Ref, change: Change, stream: str) -> Redistribute:
+    """A value that a chunk makes, with another placement."""
+    value, about = dag.value(ref), {"before": change.before, "after": change.after, "mesh": dag.mesh, "axis": change.axis}
+    specs = changed_specs(value.tensors, change.before, change.after, dag.mesh.size(change.axis))
+    changed = dataclasses.replace(value, tensors=specs, others=held_after(value.others, change.axis, change.after))
+    kind = CutOut if isinstance(change.before, Replicate) else Redistribute
+    tags = {tag: index for tag, index in chunk.tags.items() if tag != "PASS"}
+    return dag.add(kind(inputs=(ref,), outputs=(changed,), tags=tags, devices=chunk.devices, placed_by=dag.origin,
+                        stream="compute" if kind is CutOut else stream, **about))  # type: ignore[arg-type] # fmt: skip
 
 
 __all__ = ["DATA", "Partial", "Recv", "Ref", "Send", "Value", "check_tensors", "divided_step", "take_parts"]

@@ -144,11 +144,14 @@ class Replicate(Directive):
                     f"{chunk.label}, of the same region, is {where}",
                     "replicate a region on all of its device groups at once",
                 )
+        if dag.member_axes and dag.replicas == 1:
+            found = f"all devices of {list(groups[0])} work on the same samples, as members of {', '.join(dag.member_axes)}"
+            self.refuse("devices", found, "leave the replicate out, or name an axis of replicas in place(axes=...)")
         mean = self.average == "replicas"
         if dag.replicas > 1 and dag.mean_of_replicas != mean:
             self.refuse("average", shown(self.average), "give the same one in all replicate directives")
         dag.mean_of_replicas = mean
-        known = dag.mesh if dag.member_axis is not None and len(dag.mesh.places) == len(groups[0]) else None
+        known = dag.mesh if dag.member_axes and len(dag.mesh.places) == len(groups[0]) else None
         shard_batch(dag, known or Mesh.flat(len(groups[0])), self)
         return regions
 

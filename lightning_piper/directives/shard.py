@@ -11,7 +11,7 @@ from typing import Any, ClassVar
 from lightning_piper.directives.base import Contract, Directive, register
 from lightning_piper.directives.batch_sharding import shard_batch
 from lightning_piper.directives.divided import hold_parts
-from lightning_piper.directives.member_tensors import check_tensors, divided_step, lines_of, take_parts
+from lightning_piper.directives.member_tensors import blocks_of, check_tensors, divided_step, take_parts
 from lightning_piper.directives.sharding import Conflict, gather_as_in_training, readers_of
 from lightning_piper.directives.transfers import connect
 from lightning_piper.ir import values
@@ -44,13 +44,17 @@ class Shard(Directive):
         stream: logical stream of the exchanges.
         params: of tensors: names of parameters, or patterns, with the dimension along which each is divided; or with (dimension,
             runs), where several weights lie beside each other in one: `"*.qkv.weight": (0, 3)`.
-        values: of tensors: labels of regions, or patterns, with the dimension along which what they hand to others is divided.
+        values: of tensors: labels of regions, or patterns, with the dimension along which what they hand to others is divided; or
+            with (dimension, runs): each device has a part of each of so many runs of a sequence, so that all have as much to do
+            where a query sees only the keys before it.
         attention: of tensors: what an attention does with parts of sequences. "keys": each device has its queries, and gathers keys
-            and values; "heads": parts of the sequence are exchanged for heads, and back; None: whichever moves less.
+            and values; "heads": parts of the sequence are exchanged for heads, and back; "ring": keys and values go round the
+            devices, each of which has those of one other at a time; None: "keys" or "heads", whichever moves less.
 
-    With `params` or `values`, all devices of a line work on the same samples. Placements follow through the captured graph, and
-    where one has to change, a node does it. It comes before every `replicate`, and behind `place` and `split`; all regions are
-    placed on the lines.
+    With `params` or `values`, all devices of a line work on the same samples, and with several such directives, which divide
+    other parameters and other dimensions along other axes of one mesh, all devices of a block of these axes. Placements follow
+    through the captured graph, and where one has to change, a node does it. It comes before every `replicate`, and behind `place`
+    and `split`; all regions are placed on the lines.
 
     Every device works on its own local batch, as under a `replicate` over the same devices. Parameters of a divided region
     whose first dimension is the number of experts, their gradients and optimizer states are divided; gradients are summed over the
@@ -69,7 +73,7 @@ class Shard(Directive):
     axis: str = "ep"
     stream: str = "alltoall"
     params: Mapping[str, int | Sequence[int]] | None = None
-    values: Mapping[str, int] | None = None
+    values: Mapping[str, int | Sequence[int]] | None = None
     attention: str | None = None
 
     def check_fields(self) -> None:
@@ -91,7 +95,7 @@ class Shard(Directive):
 
     def apply_forward(self, dag: TrainingDAG, training: TrainingDAG | None) -> None:
         """Experts are divided as in training, and gathered from its shards."""
-        if self.params is not None or self.values is not None:
+        if self.divides_tensors:
             chunks = self.select(dag, "filter", self.filter)
             take_parts(self, dag, self._mesh(dag, chunks), training)
             return
@@ -105,13 +109,18 @@ class Shard(Directive):
         gather_as_in_training(dag, training)
 
     def prepare(self, step: Step, program: Sequence[Directive]) -> Step:
-        return step if self.params is None and self.values is None else divided_step(self, step, program)
+        return divided_step(self, step, program) if self.divides_tensors else step
 
     def member_lines(self, program: Sequence[Directive]) -> Sequence[Sequence[int]]:
-        return () if self.params is None and self.values is None else lines_of(self, program)
+        return blocks_of(self, program) if self.divides_tensors else ()
+
+    @property
+    def divides_tensors(self) -> bool:
+        """Tensors, and not experts."""
+        return self.params is not None or self.values is not None
 
     def apply(self, dag: TrainingDAG) -> None:
-        if self.params is not None or self.values is not None:
+        if self.divides_tensors:
             chunks = self.select(dag, "filter", self.filter)
             take_parts(self, dag, self._mesh(dag, chunks))
             return
@@ -123,10 +132,8 @@ class Shard(Directive):
 
     def _divide(self, dag: TrainingDAG, selected: set[int]) -> list[int]:
         """Let tokens travel. Returns the regions whose experts are divided now."""
-        if dag.member_axis is not None:
-            self.refuse(
-                "filter", f"tensors are divided along {dag.member_axis!r}", "divide experts or tensors in a program, not both"
-            )
+        if len(dag.member_axes) < len(dag.step.divisions):
+            self.refuse("filter", "a later directive divides tensors", "put this one behind it")
         regions = sorted(selected & dag.code.routed.keys())
         if not regions:
             self.refuse(
@@ -137,9 +144,9 @@ class Shard(Directive):
         chunks = {region: [c for c in dag.of_type(Chunk) if c.region == region] for region in regions}
         mesh = self._mesh(dag, [chunk for found in chunks.values() for chunk in found])
         for region in regions:
-            self._check_region(dag, region, mesh.parts)
+            self._check_region(dag, region, mesh.size(self.axis))
         self._check_shared(dag, regions, mesh)
-        shard_batch(dag, Mesh.flat(len(mesh.places)), self)
+        shard_batch(dag, dag.mesh if dag.member_axes else Mesh.flat(len(mesh.places)), self)
         dag.divide(dict.fromkeys(regions, mesh))
         for found in chunks.values():
             self._exchange(dag, found, mesh)
@@ -175,7 +182,10 @@ class Shard(Directive):
                 mesh = f"a mesh {arranged}" if arranged else "no mesh"
                 found = f"{chunk.label} is {where}, {mesh}"
                 self.refuse("axis", found, f"place it on a mesh that has two devices or more along {self.axis!r}, or give devices")
-            return arranged.against(self.axis)
+            members = [division.axis for division in dag.step.divisions]
+            return arranged.against(*members if self.divides_tensors else (self.axis, *members))
+        if dag.step.divisions and not self.divides_tensors:
+            self.refuse("devices", "tensors are divided, too", "leave it out, and name the axes of both in place(axes=...)")
         own = set(chunk.devices)
         here = [group for group in self._groups() if own.intersection(group)]
         if not here or sorted(device for group in here for device in group) != sorted(chunk.devices):
@@ -279,15 +289,17 @@ class Shard(Directive):
 
     def _counts(self, value: Value, experts: Routed, mesh: Mesh) -> Value:
         """`[devices of the line, experts of each]`."""
-        here = experts.count // mesh.parts
-        spec = TensorSpec((mesh.parts, here), value.tensors[0].dtype, (here, 1))
+        owners = mesh.size(self.axis)
+        here = experts.count // owners
+        spec = TensorSpec((owners, here), value.tensors[0].dtype, (here, 1))
         return dataclasses.replace(value, tensors=(spec,), others=((self.axis, values.Shard(0)),))
 
     def _sent(self, value: Value, experts: Routed, mesh: Mesh) -> Value:
         """Rows at their experts; where their number is open, as many as at the source, which is the balanced case."""
         (spec,), shape = value.tensors, value.tensors[0].shape
         if experts.even:
-            shape = (shape[0] // mesh.parts, shape[1] * mesh.parts, *shape[2:])
+            owners = mesh.size(self.axis)
+            shape = (shape[0] // owners, shape[1] * owners, *shape[2:])
         stride, steps = [], 1
         for size in reversed(shape):
             stride.append(steps)

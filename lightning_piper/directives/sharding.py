@@ -190,7 +190,7 @@ def _bucket(dag: TrainingDAG, regions: set[int], policy: ShardingPolicy) -> list
 def _is_to_sum(dag: TrainingDAG, total: Accumulate) -> bool:
     """Is it a gradient of what all have, which replicas, or members of an axis, have terms of?"""
     value = total.outputs[0]
-    alone = dag.member_axis is not None and dag.replicas == 1 and not isinstance(value.placement, Partial)
+    alone = bool(dag.member_axes) and dag.replicas == 1 and not isinstance(value.placement, Partial)
     return not value.others and not alone
 
 
@@ -213,7 +213,7 @@ def _buckets(dag: TrainingDAG, names: Iterable[str], policy: ShardingPolicy, dty
     lists = [(mesh, [dag.step.params[name] for name in group]) for (*_, mesh), group in together.items()]
     return [
         bucket for mesh, params in lists
-        for bucket in buckets_of(params, policy.bucket_bytes, mesh, dtype, policy.by_parameter, parts=False)
+        for bucket in buckets_of(params, policy.bucket_bytes, mesh, dtype, policy.by_parameter)
     ]  # fmt: skip
 
 

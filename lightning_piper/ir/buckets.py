@@ -11,6 +11,7 @@ bucket holds such parts, and is sharded along the axis of data, over those who h
 from __future__ import annotations
 
 import itertools
+import math
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
@@ -37,11 +38,10 @@ class Bucket:
         names: of the parameters, in the order in which they lie.
         tensors: their specs (of their parts). Each is laid out in the order of its own memory, so that its view has its own
             strides.
-        mesh: the flat tensor is sharded along `DATA`, and padded until the shards are equal; parameters are divided along its other
-            axes.
+        mesh: the flat tensor is sharded along `DATA`, and padded until the shards are equal.
         dtype: of the flat tensor; gradients may be summed in another dtype than theirs.
-        parts: the tensors are parts of parameters, which are divided along the mesh's other axes; False: each place has all of
-            them.
+        along: the other axes of the mesh along which the parameters are divided, so that the tensors are parts of them; along the
+            rest of them, all places have the same.
         by_parameter: no shard ends within a tensor: each member has some tensors, whole, about as many elements as the others.
     """
 
@@ -50,7 +50,7 @@ class Bucket:
     mesh: Mesh
     dtype: torch.dtype
     by_parameter: bool = False
-    parts: bool = True
+    along: tuple[str, ...] = ()
 
     def __hash__(self) -> int:
         return self._hash
@@ -123,12 +123,12 @@ class Bucket:
     @property
     def others(self) -> tuple[tuple[str, Shard], ...]:
         """As in `Value.others`."""
-        return tuple((axis, Shard(0)) for axis in self.mesh.axes if axis != DATA) if self.parts else ()
+        return tuple((axis, Shard(0)) for axis in self.along)
 
     @property
     def degree(self) -> int:
         """Parts into which each parameter is divided."""
-        return self.mesh.parts if self.parts else 1
+        return math.prod(map(self.mesh.size, self.along))
 
     @property
     def wholes(self) -> tuple[TensorSpec, ...]:
@@ -142,7 +142,7 @@ class Bucket:
 
     def part_of(self, replica: int) -> int:
         """Which part of the parameters a replica has."""
-        return self.mesh.part(replica) if self.parts else 0
+        return self.mesh.part(replica, self.along)
 
     def shard_group(self, replica: int) -> tuple[int, ...]:
         """The replicas over which the bucket is sharded that this one has a shard of, in the order of the shards."""
@@ -224,14 +224,14 @@ def buckets_of(
     mesh: Mesh,
     dtype: torch.dtype | None = None,
     by_parameter: bool = False,
-    parts: bool = True,
+    along: tuple[str, ...] = (),
 ) -> list[Bucket]:
     """Parameters in buckets: of one dtype, in order, each closed as soon as it has `size` bytes.
 
     Args:
         params: that are to lie in buckets; parts of them, where the mesh divides them.
         size: bytes.
-        mesh, by_parameter, parts: as in `Bucket`.
+        mesh, by_parameter, along: as in `Bucket`.
         dtype: of the flat tensors; None for the parameters' own.
     """
     found: list[list[ParamInfo]] = []
@@ -244,6 +244,6 @@ def buckets_of(
         bucket.append(info)
         open_[info.spec.dtype] = (bucket, filled + info.spec.nbytes)
     return [
-        Bucket(tuple(p.name for p in each), tuple(p.spec for p in each), mesh, dtype or each[0].spec.dtype, by_parameter, parts)
+        Bucket(tuple(p.name for p in each), tuple(p.spec for p in each), mesh, dtype or each[0].spec.dtype, by_parameter, along)
         for each in found
     ]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import math
 import warnings
 from collections.abc import Iterable, Iterator, Mapping
 from typing import TypeVar
@@ -13,8 +14,8 @@ from lightning_piper.ir.application import Application
 from lightning_piper.ir.mesh import DATA, Mesh
 from lightning_piper.ir.nodes import Chunk, Node, Ref
 from lightning_piper.ir.policies import ShardingPolicy
-from lightning_piper.ir.regions import SPLIT_BACKWARD, Code, Interface, Output, PassKey, Region, Step, StepCode
-from lightning_piper.ir.values import Kind, Partial, Placement, Replicate, Shard, Slice, TensorSpec, Value
+from lightning_piper.ir.regions import SPLIT_BACKWARD, Code, Interface, PassKey, Region, Step, StepCode
+from lightning_piper.ir.values import Slice, TensorSpec, Value
 from lightning_piper.limits import shown
 
 N = TypeVar("N", bound=Node)
@@ -35,8 +36,9 @@ class TrainingDAG:
         program: the application of a program to this graph, as far as it has come.
         overlaps: groups of an order whose members may interleave: for each filter of the group, its chunks.
         meshes: region -> the mesh along whose other axes its parameters are divided, of regions in which some are.
-        divided: the same for these parameters.
-        member_axis: the axis along which chunks work on parts of tensors (`Step.division`); None: they have all.
+        divided: parameters of which devices have parts -> the axes along which they are divided.
+        member_axes: the axes along which chunks work on parts of tensors (`Step.divisions`); without any, they have all.
+        param_meshes: of parameters, where their gradients are summed over other places than those along `DATA` of `mesh`.
         arranged: region and its group of devices -> the mesh that their place gave them, of those that it gave one.
         mean_of_replicas: the loss is the mean of the replicas' losses, each a term's own ratio, and not that of the whole batch.
         policies: region -> what its replicate directive shards, and how it communicates.
@@ -47,12 +49,12 @@ class TrainingDAG:
         self.nodes: dict[int, Node] = {}
         self.graph: nx.DiGraph[int] = nx.DiGraph()
         self.mesh = Mesh.flat(1)
-        self.member_axis: str | None = None
-        self._summed: frozenset[str] = frozenset()  # parameters of whose gradients members of that axis have terms
+        self.member_axes: tuple[str, ...] = ()
+        self.param_meshes: dict[str, Mesh] = {}
         self.program = Application(partial)
         self.overlaps: list[tuple[tuple[int, ...], ...]] = []
         self.meshes: dict[int, Mesh] = {}
-        self.divided: dict[str, Mesh] = {}
+        self.divided: dict[str, tuple[str, ...]] = {}
         self.arranged: dict[tuple[int, tuple[int, ...]], Mesh] = {}
         self._degrees: tuple[int, ...] = ()  # for each call of `dispatch`, into how many parts what it leads to is divided
         self.policies: dict[int, ShardingPolicy] = {}
@@ -108,20 +110,20 @@ class TrainingDAG:
         """Divide the parameters of some regions; their chunks have other code from now on."""
         self.meshes |= meshes
         routed = self.code.routed
-        parts = {site: mesh.parts for region, mesh in self.meshes.items() for site in routed[region].sites}
+        members = {mesh: math.prod(map(mesh.size, self.routed_axes(mesh))) for mesh in self.meshes.values()}
+        parts = {site: members[mesh] for region, mesh in self.meshes.items() for site in routed[region].sites}
         self._degrees = tuple(parts.get(site, 1) for site in range(1 + max(site for r in routed.values() for site in r.sites)))
-        self.divided = {name: mesh for region, mesh in self.meshes.items() for name in routed[region].params}
+        for region, mesh in meshes.items():
+            self.param_meshes |= dict.fromkeys(routed[region].params, mesh)
+            self.divided |= dict.fromkeys(routed[region].params, self.routed_axes(mesh))
 
-    def take_parts(self, axis: str, training: TrainingDAG | None = None) -> None:
-        """Let chunks work on parts (`Step.division`). Without a backward pass, `training` says whose gradients are sums."""
-        self.member_axis = axis
-        self.divided |= dict.fromkeys(self.code.divided, self.mesh)
-        made = (output for interface in self.code.interfaces.values() for output in interface.outputs if self.is_summed(output))
-        self._summed = frozenset(name for output in made for name in output.names) | (training._summed if training else set())
+    def routed_axes(self, mesh: Mesh) -> tuple[str, ...]:
+        """The axes of the mesh of a region along which rows are sent to it, and its parameters divided."""
+        return tuple(axis for axis in mesh.axes if axis not in (DATA, *self.member_axes))
 
     def code_at(self, key: PassKey, samples: int) -> Code:
         """The code of a pass for `samples` samples, as the DAG's devices run it."""
-        step = self.step if self.member_axis is None else self.step.member
+        step = self.step.member if self.member_axes else self.step
         return step.at(samples, self.degrees_of(key[0])).code_of(key)
 
     def degrees_of(self, region: int) -> tuple[int, ...]:
@@ -131,30 +133,14 @@ class TrainingDAG:
     def code_of(self, chunk: Chunk) -> Code:
         return self.code_at(chunk.key, len(chunk.slice))
 
-    def others_of(self, key: PassKey, index: int) -> tuple[tuple[str, Placement], ...]:
-        """`Value.others` of an output of a pass: rows and gradients of a divided region, and what members have parts of."""
-        output = self.code.interface_of(key).outputs[index]
-        if self.member_axis is not None:
-            whole = self.is_summed(output) or isinstance(output.held, Replicate)
-            return () if whole else ((self.member_axis, output.held),)
-        if key[0] not in self.meshes:
-            return ()
-        if output.kind == Kind.GRAD and output.names[0] not in self.divided:
-            return ()
-        return tuple((axis, Shard(0)) for axis in self.meshes[key[0]].axes if axis != DATA)
-
-    def is_summed(self, output: Output) -> bool:
-        """Is it a gradient of which all places have terms, also those of one replica?"""
-        return self.member_axis is not None and output.kind == Kind.GRAD and isinstance(output.held, Partial)
-
     def mesh_of(self, name: str) -> Mesh:
-        """The mesh along whose other axes a parameter is divided, if it is. Its gradients are summed along `DATA`."""
-        return self.divided.get(name) or (Mesh.flat(len(self.mesh.places)) if name in self._summed else self.mesh)
+        """The mesh of a parameter: its gradients are summed along `DATA`, and it may be divided along the other axes."""
+        return self.param_meshes.get(name, self.mesh)
 
     def spec_of(self, name: str) -> TensorSpec:
         """The spec of a parameter as each device has it: of its part, where the parameter is divided."""
         spec = self.step.params[name].spec
-        return spec if name not in self.divided else spec.part(self.divided[name].parts)
+        return spec.part(math.prod(map(self.mesh_of(name).size, self.divided[name]))) if name in self.divided else spec
 
     def value(self, ref: Ref) -> Value:
         return self.nodes[ref[0]].outputs[ref[1]]
@@ -383,7 +369,11 @@ class TrainingDAG:
         copy._next, copy.mesh, copy.overlaps = self._next, self.mesh, list(self.overlaps)
         copy.meshes, copy.divided, copy._degrees = dict(self.meshes), dict(self.divided), self._degrees
         copy.policies, copy.arranged = dict(self.policies), dict(self.arranged)
-        copy.mean_of_replicas, copy.member_axis, copy._summed = self.mean_of_replicas, self.member_axis, self._summed
+        copy.mean_of_replicas, copy.member_axes, copy.param_meshes = (
+            self.mean_of_replicas,
+            self.member_axes,
+            dict(self.param_meshes),
+        )
         return copy
 
     def __str__(self) -> str:

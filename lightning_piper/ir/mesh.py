@@ -11,6 +11,8 @@ same parameters and other samples. Along other axes parameters may be divided.
 
 from __future__ import annotations
 
+import math
+from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cache, cached_property
 
@@ -41,10 +43,19 @@ class Mesh:
         """All places along `DATA`."""
         return Mesh((DATA,), (size,), tuple(range(size)))
 
-    def against(self, axis: str) -> Mesh:
-        """The same places along `DATA` and one axis; what is along all others is along `DATA`."""
-        lines = self.lines(axis)
-        return Mesh((DATA, axis), (len(lines), self.size(axis)), tuple(place for line in lines for place in line))
+    def against(self, *axes: str) -> Mesh:
+        """The same places along `DATA` and some axes; what is along all others is along `DATA`."""
+        blocks = self.blocks(axes)
+        shape = (len(blocks), *map(self.size, axes))
+        return Mesh((DATA, *axes), shape, tuple(place for block in blocks for place in block))
+
+    def blocks(self, axes: Sequence[str]) -> tuple[Line, ...]:
+        """Places that differ along some axes only, in row-major order of their coordinates there, block by block."""
+        kept = [self.axes.index(axis) for axis in axes]
+        grid = np.array(self.places).reshape(self.shape)
+        order = [*(d for d in range(len(self.axes)) if d not in kept), *kept]
+        rows = grid.transpose(order).reshape(-1, math.prod(map(self.size, axes)))
+        return tuple(map(tuple, rows.tolist()))
 
     def size(self, axis: str) -> int:
         """Places along an axis; 1 along one that the mesh does not have."""
@@ -63,9 +74,12 @@ class Mesh:
         """Into how many parts a parameter is that is divided along all axes but `DATA`."""
         return len(self.places) // self.size(DATA)
 
-    def part(self, place: int) -> int:
-        """Which of these parts a place has: the same one along `DATA`."""
-        return self.lines(DATA).index(self.line(DATA, place))
+    def part(self, place: int, axes: Sequence[str]) -> int:
+        """Which part a place has of what is divided along these axes: its row-major place in their block."""
+        found = 0
+        for axis in axes:
+            found = found * self.size(axis) + self.line(axis, place).index(place)
+        return found
 
     @cached_property
     def _lines(self) -> dict[str, tuple[Line, ...]]:

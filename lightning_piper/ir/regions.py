@@ -16,10 +16,10 @@ from typing import Any, Protocol
 import torch
 
 from lightning_piper.errors import CaptureError
-from lightning_piper.ir.division import Division
+from lightning_piper.ir.division import Change, Division
 from lightning_piper.ir.metric_calls import MetricCalls
 from lightning_piper.ir.terms import Term
-from lightning_piper.ir.values import Kind, Placement, Replicate, Shard, Slice, TensorSpec, view_as
+from lightning_piper.ir.values import Kind, Placement, Shard, Slice, TensorSpec, view_as
 
 # The name of the loss that the step returns, among the metrics; users may well log something called "loss" themselves.
 LOSS = "returned loss"
@@ -58,16 +58,17 @@ class Output:
             whose content is a private matter of the region, the passes of its backward that read it.
         term: of a loss or a logged value, its place in `StepCode.terms`.
         partial: it is a term of a sum over the whole batch, and whoever reads it gets the sum.
-        held: of a step that is divided along an axis (`Step.division`), what its members hold of it.
-        change: the placement that it has, and the one in which whoever reads it gets it.
+        held: of a step that is divided along axes (`Step.divisions`), what their members hold of it: by axis, of those along which
+            they do not all have it.
+        changes: what becomes of that on the way to whoever reads it, one after another.
     """
 
     kind: Kind
     names: tuple[str, ...]
     term: int | None = None
     partial: bool = False
-    held: Placement = field(default_factory=Replicate)
-    change: tuple[Placement, Placement] | None = None
+    held: tuple[tuple[str, Placement], ...] = ()
+    changes: tuple[Change, ...] = ()
 
 
 @dataclass(frozen=True)
@@ -228,7 +229,7 @@ class StepCode:
         meet: the operation, on the way to the loss, in which samples are taken by their place or compared; None if none is known.
         local: the buffers to which the step gives values that follow from the samples it gets, from their number, or from random
             numbers; all others that it changes have the same values whatever part of the batch it gets.
-        divided: parameters of which members of an axis have parts -> which ones.
+        divided: parameters of which members of an axis have parts -> the axis, and which ones.
     """
 
     size: int
@@ -247,7 +248,7 @@ class StepCode:
     unknown: tuple[str, ...] = ()
     meet: str | None = None
     local: frozenset[str] = frozenset()
-    divided: Mapping[str, Shard] = field(default_factory=dict)
+    divided: Mapping[str, tuple[str, Shard]] = field(default_factory=dict)
 
     def samples(self, leaf: int, part: Slice) -> Slice | None:
         """Which samples of a tensor of the batch the chunks of `part` get; None where they get it whole."""
@@ -352,17 +353,17 @@ class Step(Protocol):
     def buffers(self) -> Mapping[str, TensorSpec]: ...
 
     @property
-    def division(self) -> Division | None:
-        """What members of an axis have parts of; None: nothing is divided."""
+    def divisions(self) -> tuple[Division, ...]:
+        """What members of axes have parts of, axis by axis; nothing is divided without any."""
         ...
 
     @property
     def member(self) -> Step:
-        """The same step as one member of that axis runs it."""
+        """The same step as one member of these axes runs it."""
         ...
 
-    def divided(self, division: Division) -> Step:
-        """The same step, cut where members of an axis change what they hold of a value."""
+    def divided(self, divisions: Sequence[Division]) -> Step:
+        """The same step, cut where members of axes change what they hold of a value."""
         ...
 
     def at(self, size: int, degrees: tuple[int, ...] = ()) -> StepCode:

@@ -106,23 +106,30 @@ class Replicate:
 @dataclass(frozen=True)
 class Shard:
     """Member i holds the i-th of equal parts along `dim`; of each of `blocks` equal runs of it, if there are several (heads within
-    samples, where both are one dimension)."""
+    samples, where both are one dimension). Turned by t, it holds part i - t, counted round: that of a member before it."""
 
     dim: int
     blocks: int = 1
+    turn: int = 0
 
     def __str__(self) -> str:
-        return f"S({self.dim})" if self.blocks == 1 else f"S({self.dim},{self.blocks})"
+        turned = f"+{self.turn}" if self.turn else ""
+        return (f"S({self.dim})" if self.blocks == 1 else f"S({self.dim},{self.blocks})") + turned
 
     def parts(self, whole: torch.Tensor, count: int) -> list[torch.Tensor]:
         """What each of `count` members holds: contiguous."""
+        if self.turn:
+            own = replace(self, turn=0).parts(whole, count)
+            return [own[(i - self.turn) % count] for i in range(count)]
         if self.blocks == 1:
             return [part.contiguous() for part in whole.chunk(count, self.dim)]
         rows = whole.unflatten(self.dim, (self.blocks, count, -1))
-        return [rows.select(self.dim + 1, i).flatten(self.dim, self.dim + 1) for i in range(count)]
+        return [rows.select(self.dim + 1, i).flatten(self.dim, self.dim + 1).contiguous() for i in range(count)]
 
     def joined(self, parts: Sequence[torch.Tensor]) -> torch.Tensor:
         """The whole of what members hold."""
+        if self.turn:
+            return replace(self, turn=0).joined([parts[(i + self.turn) % len(parts)] for i in range(len(parts))])
         if self.blocks == 1:
             return torch.cat(list(parts), self.dim)
         rows = [part.unflatten(self.dim, (self.blocks, -1)) for part in parts]
@@ -138,6 +145,13 @@ class Partial:
 
 
 Placement = Replicate | Shard | Partial
+
+
+def is_shift(before: Placement, after: Placement) -> bool:
+    """Does each member send its part, as it is, to one other, when it gets another placement?"""
+    if not isinstance(before, Shard) or not isinstance(after, Shard):
+        return False
+    return before != after and replace(before, turn=0) == replace(after, turn=0)
 
 
 @dataclass(frozen=True, order=True)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import warnings
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
@@ -100,10 +101,11 @@ def division(facts: Facts) -> Iterable[str]:
     dag = facts.dag
     for region, mesh in dag.meshes.items():
         label, experts = dag.regions[region].label, dag.code.routed[region]
-        if sorted(mesh.places) != list(range(dag.replicas)):
+        owners = mesh.parts // math.prod(map(mesh.size, dag.member_axes))
+        if sorted(mesh.places) != list(range(len(dag.mesh.places))):
             yield f"the experts of {label} are owned by replicas {mesh.places}: each of {dag.replicas} replicas needs one place"
-        elif experts.count % mesh.parts:
-            yield f"the {experts.count} experts of {label} cannot be owned in equal parts by {mesh.parts} replicas"
+        elif experts.count % owners:
+            yield f"the {experts.count} experts of {label} cannot be owned in equal parts by {owners} replicas"
 
 
 def check(facts: Facts, node: AllToAll) -> Iterable[str]:
@@ -163,8 +165,6 @@ def _shape(facts: Facts, node: AllToAll) -> Iterable[str]:
 def exchanged(facts: Facts, node: Chunk) -> Iterable[str]:
     """What a pass of divided experts reads from elsewhere has come by an exchange; no other pass reads rows at their experts."""
     dag = facts.dag
-    if dag.member_axis is not None:
-        return  # nothing travels: see `redistribute.read_as_wanted`
     interface = dag.interface(node)
     divided = node.region in dag.meshes
     for i, ref in enumerate(node.inputs):
@@ -173,7 +173,7 @@ def exchanged(facts: Facts, node: Chunk) -> Iterable[str]:
         if direction:
             if not isinstance(source, AllToAll) or (source.direction, source.region) != (direction, node.region):
                 yield f"{facts.at(node)} reads {facts.named(ref)} as it is at its source: its experts are on several devices"
-        elif bool(value.others) != divided:
+        elif any(axis not in dag.member_axes for axis, _ in value.others) != divided:
             yield f"{facts.at(node)} reads {facts.named(ref)}, whose rows are at experts; combine them first"
 
 

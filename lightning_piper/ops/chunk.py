@@ -12,6 +12,7 @@ import torch
 from lightning_piper.errors import VerificationError
 from lightning_piper.ir.dag import TrainingDAG
 from lightning_piper.ir.nodes import Chunk, Ref
+from lightning_piper.ir.parts import is_summed, others_of
 from lightning_piper.ir.regions import Output, PassKey
 from lightning_piper.ir.seeds import chunk_seed
 from lightning_piper.ir.values import Kind, Partial, Placement, Replicate, Slice, Value
@@ -34,7 +35,7 @@ def make_chunk(
     interface = dag.code.interface_of(key)
     specs = dag.code_at(key, len(part)).outputs
     outputs = tuple(
-        Value(out.kind, out.names, tensors, _held(dag, out), others=dag.others_of(key, i))
+        Value(out.kind, out.names, tensors, _held(dag, out), others=others_of(dag, key, i))
         for i, (out, tensors) in enumerate(zip(interface.outputs, specs, strict=True))
     )
     state = (None,) * len(interface.state)
@@ -43,7 +44,7 @@ def make_chunk(
 
 def _held(dag: TrainingDAG, output: Output) -> Placement:
     """Each replica has the gradients of its own samples, and its own terms of what is summed over the batch."""
-    if dag.is_summed(output):
+    if is_summed(dag, output):
         return Partial()
     return placement_of_terms(dag) if output.kind == Kind.GRAD or output.partial else Replicate()
 
@@ -113,7 +114,7 @@ def check(facts: Facts, node: Chunk) -> Iterable[str]:
             says, makes = specs_of(value.tensors), specs_of(specs)
             yield f"{facts.at(node)} names {value.label} {says}; of {node.slice} its code makes {makes}"
         held = _held(dag, made)
-        others = dag.others_of(node.key, interface.outputs.index(made))
+        others = others_of(dag, node.key, interface.outputs.index(made))
         if (value.kind, value.names, value.placement, value.bucket, value.others) != (made.kind, made.names, held, None, others):
             yield f"{facts.at(node)} names {value.label} {value.placement} what is {made.kind}:{names_of(made.names)} {held}"
     yield from _state(facts, node)
@@ -252,7 +253,7 @@ def lower(plan: Planning, node: Chunk) -> None:
     writes = tuple(plan.new_slot(ref, "chunk", node.stream) if plan.is_read(ref) else None for ref in made)
     plan.emit(Run(**about(node), reads=tuple(reads), writes=writes, key=node.key, slice=node.slice, inputs=len(node.inputs),
                   state=tuple(found[0]), params=tuple(found[1]), seeds=tuple(seeds),
-                  degrees=dag.degrees_of(node.region), member=dag.member_axis is not None))  # fmt: skip
+                  degrees=dag.degrees_of(node.region), member=bool(dag.member_axes)))  # fmt: skip
     plan.chunk_made(made)
 
 

@@ -87,12 +87,14 @@ class Collective(Instruction):
     Attributes:
         rings: how often a ring of n members goes round, each time in n - 1 steps, in which every member sends 1/n of the bytes to
             the next (Patarasuk and Yuan 2009): what the simulator knows of its cost.
+        direct: every member sends all of the bytes to one other, in one step.
         sums: it sums a bucket of gradients over replicas, which can wait for the last batch of an accumulation.
         members: devices, in the order of what they bring.
         bucket: that is communicated, if it is one.
     """
 
     rings: ClassVar[int] = 1
+    direct: ClassVar[bool] = False
     sums: ClassVar[bool] = False
     colour: ClassVar[str] = "#b4a7d6"
 

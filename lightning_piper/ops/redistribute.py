@@ -2,6 +2,7 @@
 
 P -> R  all-reduce       P -> S(d)  reduce-scatter      S(d) -> R  all-gather      S(d) -> S(e)  all-to-all
 R -> S(d)  each member cuts its part out; nothing is communicated
+S(d) -> S(d)+i  shift: each member sends its part to the i-th behind it, and nothing to anybody else
 """
 
 from __future__ import annotations
@@ -12,9 +13,11 @@ from typing import Any, ClassVar
 
 import torch
 
+from lightning_piper.ir.division import Change
 from lightning_piper.ir.mesh import Mesh
 from lightning_piper.ir.nodes import Chunk, Node, Ref, Turn
-from lightning_piper.ir.values import Partial, Placement, Replicate, Shard, TensorSpec
+from lightning_piper.ir.values import Partial, Placement, Replicate, Shard, TensorSpec, is_shift
+from lightning_piper.ops.all_to_all import AllToAll
 from lightning_piper.ops.base import Binding, Bound, Bundle, Exchange, Operation, Planning, about, nothing, register_operation, take
 from lightning_piper.ops.facts import Facts, Origin
 from lightning_piper.ops.instruction import Collective, Instruction
@@ -43,7 +46,8 @@ class Redistribute(Node):
 
     @property
     def label(self) -> str:
-        return f"{NAMES.get((str(self.before)[0], str(self.after)[0]), 'change')}.{self.axis}"
+        name = NAMES.get((str(self.before)[0], str(self.after)[0]), "change")
+        return f"{'shift' if is_shift(self.before, self.after) else name}.{self.axis}"
 
     @property
     def details(self) -> str:
@@ -85,6 +89,19 @@ class RedistributeInstruction(Collective):
 
 
 @dataclass(frozen=True, kw_only=True)
+class ShiftInstruction(RedistributeInstruction):
+    """Send what this member has to one other, and receive what another one has."""
+
+    op: ClassVar[str] = "shift"
+    direct: ClassVar[bool] = True
+
+    @property
+    def steps(self) -> int:
+        """How far behind this member the one is that it sends to."""
+        return _steps(self.before, self.after)
+
+
+@dataclass(frozen=True, kw_only=True)
 class PartsInstruction(AllReduceInstruction):
     """Sum what the members have. Chunks wait for it: it never waits for the last batch of an accumulation."""
 
@@ -110,18 +127,21 @@ def check(facts: Facts, node: Redistribute) -> Iterable[str]:
     dag, ref = facts.dag, node.inputs[0]
     facts.forward(node)
     value, made = dag.value(ref), node.outputs[0]
-    if node.axis != dag.member_axis or node.mesh != dag.mesh:
-        divided = f"tensors are divided along {dag.member_axis} of {dag.mesh}"
+    if node.axis not in dag.member_axes or node.mesh != dag.mesh:
+        divided = f"tensors are divided along {', '.join(dag.member_axes) or 'no axis'} of {dag.mesh}"
         yield f"{facts.at(node)} works along {node.axis} of {node.mesh}, where {divided}"
         return
+    if is_shift(node.before, node.after) and _steps(node.before, node.after) % node.mesh.size(node.axis) == 0:
+        yield f"{facts.at(node)} shifts {node.before} to {node.after}, which is where it is: there are as many members"
     if isinstance(node, CutOut) is not isinstance(node.before, Replicate):
         yield f"{facts.at(node)} makes {node.after} of {node.before}"
-    if ref in facts.origins and facts.dag.code.interface_of(facts.origins[ref][:2]).outputs[facts.origins[ref][2]].change is None:
+    if ref in facts.origins and not facts.dag.code.interface_of(facts.origins[ref][:2]).outputs[facts.origins[ref][2]].changes:
         yield f"{facts.at(node)} changes {facts.named(ref)}, which nobody reads otherwise than it is"
-    for which, placement in ((value, node.before), (made, node.after)):
-        held = () if isinstance(placement, Replicate) else ((node.axis, placement),)
-        if which.others != held:
-            yield f"{facts.at(node)} takes {which.label} for {placement}, which is {dict(which.others).get(node.axis, Replicate())}"
+    found = dict(value.others).get(node.axis, Replicate())
+    if found != node.before:
+        yield f"{facts.at(node)} takes {value.label} for {node.before}, which is {found}"
+    if made.others != (wanted := held_after(value.others, node.axis, node.after)):
+        yield f"{facts.at(node)} names {made.label} {dict(made.others)}, which is {dict(wanted)}"
     if (made.kind, made.names, made.placement, made.bucket) != (value.kind, value.names, value.placement, value.bucket):
         yield f"{facts.at(node)} hands on {facts.named(ref)} as something else than it is"
     if made.tensors != changed_specs(value.tensors, node.before, node.after, node.mesh.size(node.axis)):
@@ -144,15 +164,33 @@ def changed_specs(specs: Sequence[TensorSpec], before: Placement, after: Placeme
     return tuple(made)
 
 
+def held_after(others: tuple[tuple[str, Placement], ...], axis: str, placement: Placement) -> tuple[tuple[str, Placement], ...]:
+    """`Value.others` of what has another placement along an axis now."""
+    found = {held_along: held for held_along, held in others if held_along != axis}
+    return tuple(sorted((found if isinstance(placement, Replicate) else found | {axis: placement}).items()))
+
+
 def read_as_wanted(facts: Facts, node: Chunk, ref: Ref, wanted: Origin) -> Iterable[str]:
     """A pass that works on parts reads a value with the placement that its code takes."""
-    change = facts.dag.code.interface_of(wanted[:2]).outputs[wanted[2]].change
+    changes = facts.dag.code.interface_of(wanted[:2]).outputs[wanted[2]].changes if facts.dag.member_axes else ()
+    found: list[Change] = []
     source = facts.dag.nodes[facts.dag.source(ref)[0]]
-    if facts.dag.member_axis is None or change is None:
+    while isinstance(source, Redistribute | AllToAll):
         if isinstance(source, Redistribute):
-            yield f"{facts.at(node)} reads {facts.named(ref)} changed, where its code takes it as it is"
-    elif not isinstance(source, Redistribute) or (source.before, source.after) != change:
-        yield f"{facts.at(node)} reads {facts.named(ref)} as {change[0]}, where its code takes {change[1]}: change it before"
+            found.append(Change(source.axis, source.before, source.after))
+        source = facts.dag.nodes[facts.dag.source(source.inputs[0])[0]]
+    if tuple(reversed(found)) == changes:
+        return
+    if found and not changes:
+        yield f"{facts.at(node)} reads {facts.named(ref)} changed, where its code takes it as it is"
+    else:
+        takes = ", and ".join(f"as {each.before}, where its code takes {each.after}" for each in changes)
+        yield f"{facts.at(node)} reads {facts.named(ref)} {takes}: change it before"
+
+
+def _steps(before: Placement, after: Placement) -> int:
+    assert isinstance(before, Shard) and isinstance(after, Shard)
+    return after.turn - before.turn
 
 
 # Reference semantics
@@ -188,7 +226,8 @@ def lower(plan: Planning, node: Redistribute) -> None:
     if isinstance(node.before, Partial) and isinstance(node.after, Replicate):
         plan.start(node, PartsInstruction, reads, tensors=tensors)
     else:
-        plan.start(node, RedistributeInstruction, reads, before=node.before, after=node.after, tensors=tensors)
+        kind = ShiftInstruction if is_shift(node.before, node.after) else RedistributeInstruction
+        plan.start(node, kind, reads, before=node.before, after=node.after, tensors=tensors)
 
 
 def produce_cut_out(plan: Planning, node: CutOut, ref: Ref) -> None:
@@ -226,8 +265,30 @@ class _Redistribute(Exchange):
         return (self._before.joined(received),)
 
 
+class _Shift(_Redistribute):
+    """Members to whom nothing goes get empty tensors, which are not sent."""
+
+    def __init__(self, instruction: ShiftInstruction, on: Binding) -> None:
+        super().__init__(instruction, on)
+        own = instruction.members.index(on.own)
+        self._to, self._of = ((own + by) % self._count for by in (instruction.steps, -instruction.steps))
+
+    def parts(self, state: torch.Tensor) -> Sequence[torch.Tensor]:
+        return [state.contiguous() if i == self._to else state.new_empty(0) for i in range(self._count)]
+
+    def room(self, state: torch.Tensor, parts: Sequence[torch.Tensor]) -> list[torch.Tensor]:
+        return [torch.empty_like(parts[self._to]) if i == self._of else state.new_empty(0) for i in range(self._count)]
+
+    def join(self, state: torch.Tensor, received: Sequence[Any]) -> Bundle:
+        return (received[self._of],)
+
+
 def bind_redistribute(instruction: RedistributeInstruction, on: Binding) -> Bound | None:
     return on.endpoint.collective(instruction, _Redistribute(instruction, on), on.slots)
+
+
+def bind_shift(instruction: ShiftInstruction, on: Binding) -> Bound | None:
+    return on.endpoint.collective(instruction, _Shift(instruction, on), on.slots)
 
 
 def bind_cut_out(instruction: CutOutInstruction, on: Binding) -> Bound:
@@ -243,6 +304,7 @@ def bind_cut_out(instruction: CutOutInstruction, on: Binding) -> Bound:
 
 register_operation(
     Operation(Redistribute, check, interpret, lower,
-              bind={RedistributeInstruction: bind_redistribute, PartsInstruction: bind_all_reduce})
+              bind={RedistributeInstruction: bind_redistribute, ShiftInstruction: bind_shift,
+                    PartsInstruction: bind_all_reduce})
 )  # fmt: skip
 register_operation(Operation(CutOut, check, interpret, nothing, produce_cut_out, bind={CutOutInstruction: bind_cut_out}))

@@ -166,9 +166,9 @@ def interpret_update(run: Reference, node: Update) -> Made:
     if value.bucket is not None:  # the optimizer takes gradients in the parameters' own dtype
         specs = value.bucket.tensors
         found = [[x.to(s.dtype) for x, s in zip(value.bucket.views(flat[0]), specs, strict=True)] for flat in found]
-        if value.bucket.degree > 1:  # those at the same place along the axis of data have all parts together
+        if value.bucket.degree > 1:  # those that differ along its axes only have all parts together
             held_as = [value.bucket.placement_of(name) for name in value.names]
-            found = [_joined([found[r] for r in group], held_as) for group in zip(*value.bucket.mesh.lines(DATA), strict=True)]
+            found = [_joined([found[r] for r in group], held_as) for group in value.bucket.mesh.blocks(value.bucket.along)]
     into = run.buffers if value.kind == Kind.BUFFER else run.grads
     for bundle in found:
         for name, tensor in zip(value.names, bundle, strict=True):

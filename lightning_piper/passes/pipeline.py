@@ -25,7 +25,7 @@ def passes_of(
     Args:
         forward_only: the step has no backward pass.
         training: the training step's finished DAG then, if there is one.
-        divided: tensors of the step are divided along an axis (`Step.division`).
+        divided: tensors of the step are divided along axes (`Step.divisions`).
 
     Raises:
         DirectiveError: two directives contradict each other; names an index.
@@ -60,7 +60,7 @@ def run_pipeline(
     """
     dag = empty_dag(prepared(step, program), size)
     dag.program.ops = tuple(directive.op for directive in program)
-    return run_passes(dag, passes_of(program, dag.forward_only, training, dag.step.division is not None), after)
+    return run_passes(dag, passes_of(program, dag.forward_only, training, bool(dag.step.divisions)), after)
 
 
 def prepared(step: S, program: Program) -> S:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+from collections.abc import Mapping
 from typing import Any
 
 import torch
@@ -10,7 +11,8 @@ from torch.fx import Graph, Node
 
 from lightning_piper.errors import CaptureError
 from lightning_piper.ir.values import Placement, Shard
-from lightning_piper.placements.changing import PLACEMENT, change_of, part_shape
+from lightning_piper.placements.changing import CHANGE, part_shape
+from lightning_piper.placements.ring import PARTS
 
 aten = torch.ops.aten
 # Operations one of whose arguments is the shape of what they make.
@@ -23,8 +25,11 @@ SPLIT = {aten.split.Tensor, aten.split_with_sizes.default}  # where runs are spl
 VIEWS = {aten.view.default, aten._unsafe_view.default}
 
 
-def localize(graph: Graph, degree: int) -> None:
+def localize(graph: Graph, held: Mapping[Node, Any], degree: int) -> None:
     """Let a graph whose values have placements be that of one of `degree` members, in place.
+
+    Args:
+        held: what members hold of each value, or, of one that is several tensors, a tuple with what they hold of each.
 
     Raises:
         CaptureError: an operation makes something else of parts than its rule says.
@@ -33,32 +38,35 @@ def localize(graph: Graph, degree: int) -> None:
     with next((mode for mode in modes if mode is not None), contextlib.nullcontext()):
         for node in graph.nodes:
             if node.op != "output":
-                _localize(node, degree)
+                _localize(node, held, degree)
 
 
-def _localize(node: Node, degree: int) -> None:
+def _localize(node: Node, held: Mapping[Node, Any], degree: int) -> None:
     value: Any = node.meta.get("val")
-    placement: Any = node.meta.get(PLACEMENT)
+    placement: Any = held.get(node)
     if node.op == "placeholder" and isinstance(value, torch.Tensor) and placement is not None:
         node.meta["val"] = _part(value, placement, degree)
     if node.op != "call_function":
         return
     target: Any = node.target
-    if (change := change_of(node)) is not None:
-        shape = part_shape(tuple(value.shape), change[1], degree)
+    if node.target is CHANGE:
+        shape = part_shape(tuple(value.shape), placement, degree)
         node.meta["val"] = torch.empty(shape, dtype=value.dtype, device=value.device)
         return
     if (index := SHAPED.get(target)) is not None:
         shape = part_shape(tuple(value.shape), placement, degree)
         node.args = (*node.args[:index], list(shape), *node.args[index + 1 :])
-    if target in SPLIT and node.all_input_nodes[0].meta.get(PLACEMENT) == Shard(_split_along(node), len(_tuple(value))):
+    along = _tuple(placement)[0]
+    if (at := PARTS.get(target)) is not None and isinstance(along, Shard) and along.dim == 2:
+        node.args = (*node.args[:at], 1, node.args[at + 1], 0)
+    if target in SPLIT and held.get(node.all_input_nodes[0]) == Shard(_split_along(node), len(_tuple(value))):
         node.args = (node.args[0], _fewer(node.args[1], degree), *node.args[2:])
-    if any(p is not None and not _same(p) for p in _tuple(placement)) or _reads_parts(node):
+    if any(p is not None and not _same(p) for p in _tuple(placement)) or _reads_parts(node, held):
         args, kwargs = torch.fx.node.map_arg((node.args, node.kwargs), lambda x: x.meta["val"])
         made = (aten.reshape.default if target in VIEWS else target)(*args, **kwargs)  # parts may have holes
-        for whole, part, held in zip(_tuple(value), _tuple(made), _tuple(placement), strict=True):
-            if isinstance(whole, torch.Tensor) and tuple(part.shape) != part_shape(tuple(whole.shape), held, degree):
-                found = f"{target} makes {list(part.shape)} of parts, where {held} of {list(whole.shape)} was expected"
+        for whole, part, share in zip(_tuple(value), _tuple(made), _tuple(placement), strict=True):
+            if isinstance(whole, torch.Tensor) and tuple(part.shape) != part_shape(tuple(whole.shape), share, degree):
+                found = f"{target} makes {list(part.shape)} of parts, where {share} of {list(whole.shape)} was expected"
                 raise CaptureError(f"{found}; the rule of this operation is wrong")
         node.meta["val"] = made
 
@@ -76,8 +84,8 @@ def _same(placement: Placement) -> bool:
     return str(placement) == "R"
 
 
-def _reads_parts(node: Node) -> bool:
-    return any(not _same(p) for x in node.all_input_nodes for p in _tuple(x.meta.get(PLACEMENT)) if p is not None)
+def _reads_parts(node: Node, held: Mapping[Node, Any]) -> bool:
+    return any(not _same(p) for x in node.all_input_nodes for p in _tuple(held.get(x)) if p is not None)
 
 
 def _tuple(value: Any) -> tuple[Any, ...]:

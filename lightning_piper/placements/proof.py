@@ -17,8 +17,8 @@ from torch.fx import Graph, Interpreter, Node
 from lightning_piper.errors import CaptureError, VerificationError
 from lightning_piper.ir.values import Partial, Placement, Shard
 from lightning_piper.placements.attention import ATTENTION
-from lightning_piper.placements.changing import PLACEMENT
 from lightning_piper.placements.local import SHAPED, SPLIT, VIEWS, localize
+from lightning_piper.placements.ring import ATTEND, ATTEND_BACKWARD, NUMBERS, PARTS
 from lightning_piper.placements.rule import Rule, made_by, shape_of, tensors_of
 from lightning_piper.placements.views import regrouped
 from lightning_piper.placements.vocabulary import LOOKUPS, SIZES
@@ -64,10 +64,9 @@ def difference(graph: Graph, inputs: Sequence[Node], rule: Rule, degree: int) ->
     module = torch.nn.Module()
     whole = _tuple(Interpreter(torch.fx.GraphModule(module, graph), garbage_collect_values=False).run(*values))
     call = next(n for n in graph.nodes if n.op == "call_function")
-    for given, taken in zip(inputs, rule.inputs, strict=True):
-        given.meta[PLACEMENT] = taken
-    call.meta[PLACEMENT] = rule.outputs if isinstance(call.meta["val"], list | tuple) else rule.outputs[0]
-    localize(graph, degree)
+    held: dict[Node, Any] = dict(zip(inputs, rule.inputs, strict=True))
+    held[call] = rule.outputs if isinstance(call.meta["val"], list | tuple) else rule.outputs[0]
+    localize(graph, held, degree)
     parts = [_parts(x, p, degree, generator) for x, p in zip(values, rule.inputs, strict=True)]
     runs = Interpreter(torch.fx.GraphModule(module, graph), garbage_collect_values=False)
     made = [_tuple(runs.run(*(part[i] for part in parts))) for i in range(degree)]
@@ -124,6 +123,10 @@ def _beside(node: Node) -> int:
     """Into how many pieces an operation splits, or how many it puts beside each other."""
     if node.target in SPLIT:
         return len(made_by(node))
+    target: Any = node.target
+    if target in PARTS:
+        runs: Any = node.args[PARTS[target] + 1]
+        return int(runs)
     return len(tensors_of(node)) if node.target is aten.cat.default else 1
 
 
@@ -137,6 +140,9 @@ def _sizes(node: Node, rule: Rule, degree: int) -> dict[tuple[Node, int], int]:
         return _sizes_of_view(node, rule)
     distinct = sorted({int(size) for x in known for size in x.meta["val"].shape if size > 1})
     runs = math.lcm(RUNS, _beside(node)) if any(isinstance(p, Shard) and p.blocks > 1 for p in rule.inputs) else 1
+    target: Any = node.target
+    if target in PARTS:  # sequences are cut by itself, too
+        runs *= math.prod(node.args[PARTS[target] : PARTS[target] + 2])  # type: ignore[arg-type]
     small = {size: degree * runs * (2 + i) for i, size in enumerate(distinct)}
     small |= {size: size for size in _fixed_sizes(node)}
     return {(x, d): small[int(size)] for x in known for d, size in enumerate(x.meta["val"].shape) if size > 1}
@@ -149,7 +155,7 @@ def _fixed_sizes(node: Node) -> set[int]:
         return {int(node.args[SIZES[target]])}  # type: ignore[arg-type]
     if target in NORMS:
         return {int(size) for size in node.args[NORMS[target]]}  # type: ignore[union-attr, arg-type]
-    if target in ATTENTION:  # heads of queries are a multiple of those of keys
+    if target in ATTENTION or target in PARTS:  # heads of queries are a multiple of those of keys
         return {shape_of(x)[1] for x in tensors_of(node) if len(shape_of(x)) == 4}
     if target not in ALONG:
         return set()
@@ -194,7 +200,8 @@ def _bound(x: Node) -> int:
 
 
 def _given(x: Node, generator: torch.Generator) -> torch.Tensor:
-    if x.meta["reads"][0] in LOOKUPS and x.meta["reads"][1] == 2:
+    target, index = x.meta["reads"]
+    if (target in LOOKUPS and index == 2) or index in NUMBERS.get(target, ()):
         return torch.arange(x.meta["val"].shape[0])
     drawn = _drawn(x.meta["val"], _bound(x), generator)
     if x.meta["reads"] == (aten.div.Tensor, 1):  # terms of a sum may not be divided by zero
@@ -202,13 +209,20 @@ def _given(x: Node, generator: torch.Generator) -> torch.Tensor:
     return drawn
 
 
+_FORWARD: dict[Any, Any] = {
+    aten._scaled_dot_product_flash_attention_for_cpu_backward.default: aten._scaled_dot_product_flash_attention_for_cpu.default,
+    ATTEND_BACKWARD: ATTEND,
+}
+
+
 def _attend(call: Node, inputs: Sequence[Node], values: list[torch.Tensor]) -> None:
     """The gradient of an attention reads what the attention made: of other numbers, its weights are exponentials of any size."""
-    if call.target is not aten._scaled_dot_product_flash_attention_for_cpu_backward.default:
+    forward: Any = _FORWARD.get(call.target)
+    if forward is None:
         return
     given = dict(zip(inputs, values, strict=True))
-    (_, q, k, v, out, norm, drop, causal), kwargs = torch.fx.node.map_arg((call.args, call.kwargs), lambda x: given[x])
-    made = aten._scaled_dot_product_flash_attention_for_cpu.default(q, k, v, drop, causal, **kwargs)
+    (_, q, k, v, out, norm, *others), kwargs = torch.fx.node.map_arg((call.args, call.kwargs), lambda x: given[x])
+    made = forward(q, k, v, *others, **kwargs)
     for old, new in zip((out, norm), made, strict=True):
         values[next(i for i, x in enumerate(values) if x is old)] = new
 

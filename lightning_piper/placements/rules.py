@@ -6,7 +6,9 @@ whole tensors, by every member. Sources: the definitions of the operations; what
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Collection, Iterator, Sequence
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -15,6 +17,7 @@ from torch.fx import Node
 from lightning_piper.ir.values import Placement, Shard
 from lightning_piper.placements.attention import ATTENTION, attention_rules
 from lightning_piper.placements.local import SPLIT
+from lightning_piper.placements.ring import PARTS, RING
 from lightning_piper.placements.rule import P, R, Rule, along_of, argument, made_by, shape_of, tensors_of
 from lightning_piper.placements.views import regrouping
 from lightning_piper.placements.vocabulary import LOOKUPS
@@ -38,7 +41,7 @@ def rules_for(node: Node, degree: int, blocks: Collection[int] = ()) -> list[Rul
     if family is _view:
         pairs = regrouping(shape_of(inputs[0]), shape_of(node), degree, blocks)
         found += [Rule((before,), (after,)) for before, after in pairs]
-    else:
+    elif target not in PARTS:  # which says of how many runs itself
         found += [_in_blocks(rule, count) for rule in found for count in blocks if count > 1]
     return [whole, *(rule for rule in dict.fromkeys(found) if _divides(rule, node, inputs, outputs, degree))]
 
@@ -47,7 +50,7 @@ def _in_blocks(rule: Rule, count: int) -> Rule:
     """The same for parts of each of so many runs: along what is divided, an operation does the same everywhere, or sums."""
 
     def blocked(placement: Placement | None) -> Placement | None:
-        return Shard(placement.dim, count) if isinstance(placement, Shard) else placement
+        return replace(placement, blocks=count) if isinstance(placement, Shard) else placement
 
     return Rule(tuple(blocked(p) or R for p in rule.inputs), tuple(map(blocked, rule.outputs)))
 
@@ -167,6 +170,17 @@ def _split(node: Node) -> Iterator[Rule]:
         yield Rule((Shard(along, len(outputs)),), (Shard(along),) * len(outputs))
 
 
+def _slice(node: Node) -> Iterator[Rule]:
+    """Of all of a dimension, it leaves everything where it is."""
+    x = tensors_of(node)[0]
+    start, stop, step = (argument(node, i, default) for i, default in ((2, None), (3, None), (4, 1)))
+    size = shape_of(x)[int(argument(node, 1, 0))]
+    if not start and (stop is None or stop >= size) and step == 1:
+        yield from _identity(node)
+    else:
+        yield from _moves(_but(1))(node)
+
+
 def _without(node: Node, rank: int) -> list[int | None]:
     """One dimension goes (`select`, `unbind`)."""
     gone = int(argument(node, 1, 0)) % rank
@@ -202,12 +216,25 @@ def _cat(node: Node) -> Iterator[Rule]:
     shapes = [shape_of(x) for x in inputs]
     rank = max(map(len, shapes))
     along = int(argument(node, 1, 0)) % rank
+    alone = sum(math.prod(shape) > 0 for shape in shapes) == 1  # nothing is added to it, as to keys by a cache that is new
     for d in range(rank):
-        if d != along:  # an empty vector may stand among tensors of any rank
+        if alone:
+            yield Rule(tuple(Shard(d) if math.prod(shape) else R for shape in shapes), (Shard(d),))
+        elif d != along:  # an empty vector may stand among tensors of any rank
             yield Rule(tuple(Shard(d) if len(shape) == rank else R for shape in shapes), (Shard(d),))
     if len(set(shapes)) == 1 and len(inputs) > 1:  # runs beside each other
         yield Rule((Shard(along),) * len(inputs), (Shard(along, len(inputs)),))
     yield Rule((P,) * len(inputs), (P,))
+
+
+def _stack(node: Node) -> Iterator[Rule]:
+    """One more dimension, which nobody has parts of."""
+    count = len(tensors_of(node))
+    rank = len(made_by(node)[0].shape)  # type: ignore[union-attr]
+    along = int(argument(node, 1, 0)) % rank
+    for d in range(rank - 1):
+        yield Rule((Shard(d),) * count, (Shard(d + (d >= along)),))
+    yield Rule((P,) * count, (P,))
 
 
 # Sums and norms
@@ -341,17 +368,19 @@ _FAMILIES: dict[Any, Callable[[Node], Iterator[Rule]]] = {
     aten.embedding.default: _embedding,
     aten.embedding_dense_backward.default: _embedding_backward,
     aten.cat.default: _cat,
+    aten.stack.default: _stack,
     aten.gelu_backward.default: _pointwise,
 } | dict.fromkeys((aten.view.default, aten._unsafe_view.default, aten.reshape.default), _view)
 _FAMILIES |= dict.fromkeys(ATTENTION, attention_rules)
 _FAMILIES |= dict.fromkeys((*_SUMS, aten.mean.dim, aten.amax.default), _sum)
-_FAMILIES |= LOOKUPS
+_FAMILIES |= LOOKUPS | RING
 _FAMILIES |= dict.fromkeys((aten.nll_loss_forward.default, aten.nll_loss2d_forward.default), _nll)
 _FAMILIES |= dict.fromkeys((aten.nll_loss_backward.default, aten.nll_loss2d_backward.default), _nll_backward)
 _FAMILIES |= dict.fromkeys((aten.t.default, aten.transpose.int, aten.permute.default), _moves(_permuted))
 _FAMILIES |= dict.fromkeys((aten.select.int, aten.unbind.int), _moves(_without))
 _FAMILIES |= dict.fromkeys(SPLIT, _split)
-_FAMILIES |= dict.fromkeys((aten.slice.Tensor, aten.cumsum.default, aten.flip.default), _moves(_but(1)))
+_FAMILIES |= dict.fromkeys((aten.cumsum.default, aten.flip.default), _moves(_but(1)))
+_FAMILIES[aten.slice.Tensor] = _slice
 _FAMILIES |= dict.fromkeys((aten.squeeze.default, aten.squeeze.dim, aten.squeeze.dims), _moves(_squeezed))
 _FAMILIES |= {aten.slice_backward.default: _moves(_but(2)), aten.select_backward.default: _moves(_inserted)}
 _FAMILIES |= dict.fromkeys((aten._softmax.default, aten._log_softmax.default), _moves(_but(1), sums=False))

@@ -64,7 +64,9 @@ class Network:
         return self.channels.get(channel, self.link).time(nbytes)
 
     def collective(self, instruction: Collective) -> Number:
-        """From the moment when all members are ready: `Collective.rings` rounds of the ring."""
+        """From the moment when all members are ready: `Collective.rings` rounds of the ring, or one message."""
         n = len(instruction.members)
         link = self.groups.get(instruction.members, self.link)
+        if instruction.direct:
+            return link.time(instruction.nbytes)
         return instruction.rings * (n - 1) * link.time(instruction.nbytes, n)

@@ -115,7 +115,7 @@ def places(facts: Facts) -> Iterable[str]:
         if node.everywhere:
             continue
         if len(node.devices) != len(dag.mesh.places):
-            members = f"{dag.replicas} replicas" if dag.member_axis is None else f"{len(dag.mesh.places)} places ({dag.mesh})"
+            members = f"{dag.replicas} replicas" if not dag.member_axes else f"{len(dag.mesh.places)} places ({dag.mesh})"
             yield f"{facts.at(node)} has {len(node.devices)} devices, and there are {members}"
         for index, device in enumerate(node.devices):
             if replica.setdefault(device, index) != index:

@@ -149,9 +149,9 @@ _rewrite_bug("experts' sums unfinished", "an owner's sum is passed off as a part
 @mutation("experts summed over all", "gradients of different experts are added up", "rewrite", (divided, "buckets_of"),
           scenario=TWICE)  # fmt: skip
 def _experts_summed_over_all(original: Function, seeded: Seeded) -> Function:
-    def buckets_of(params: Any, size: int, mesh: Mesh) -> Any:
+    def buckets_of(params: Any, size: int, mesh: Mesh, **about: Any) -> Any:
         seeded.hit()
-        return original(params, size, Mesh.flat(len(mesh.places)))
+        return original(params, size, Mesh.flat(len(mesh.places)), **about)
 
     return buckets_of
 

@@ -52,7 +52,7 @@ def test_they_go_with_other_directives():
 
 def test_members_have_a_part_of_each():
     dag = piper.compile(fusing("turned"), tensors(8), over("turned")).dag
-    assert dag.code.divided["blocks.0.turned"] == Part(1, 3) and dag.code.divided["blocks.0.bias"] == Part(0, 3)
+    assert dag.code.divided["blocks.0.turned"] == ("tp", Part(1, 3)) and dag.code.divided["blocks.0.bias"] == ("tp", Part(0, 3))
     assert dag.spec_of("blocks.0.turned").shape == (8, 12)
 
 

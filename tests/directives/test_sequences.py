@@ -118,7 +118,7 @@ def test_lengths_that_cannot_be_divided_are_refused():
 
 
 def test_what_is_no_way_to_attend_is_refused():
-    with pytest.raises(DirectiveError, match="give 'keys' or 'heads'"):
+    with pytest.raises(DirectiveError, match="give 'keys', 'heads' or 'ring'"):
         piper.verify(decoder(), tensors(8), over(attention="around"))
     with pytest.raises(DirectiveError, match="divide sequences"):
         piper.verify(decoder(), tensors(8), over(attention="keys", values=None))
@@ -127,7 +127,7 @@ def test_what_is_no_way_to_attend_is_refused():
 def test_a_mask_of_another_part_is_found(monkeypatch):
     """Queries that are taken for the first ones of the sequence see too few keys."""
     original = several.Several.ids
-    late = lambda self, size, like: self(torch.ops.aten.sub.Tensor, original(self, size, like), 1)  # noqa: E731
+    late = lambda self, *about: self(torch.ops.aten.sub.Tensor, original(self, *about), 1)  # noqa: E731
     monkeypatch.setattr(several.Several, "ids", late)
     report = piper.verify(decoder(), tensors(8), over(attention="keys"))
     assert report.verdict == "NOT EQUIVALENT"

@@ -191,7 +191,7 @@ def test_nothing_is_summed_that_nobody_else_owns() -> None:
 def test_owned_pieces_are_every_element_once() -> None:
     mesh = Mesh((DATA, "ep"), (2, 2), (0, 3, 1, 2))
     tensors = (TensorSpec((2, 50), torch.float32, (50, 1)), TensorSpec((3,), torch.float32, (1,)))
-    bucket = Bucket(("a", "b"), tensors, mesh, torch.float32)
+    bucket = Bucket(("a", "b"), tensors, mesh, torch.float32, along=("ep",))
     found: dict[str, list[int]] = {"a": [], "b": []}
     for replica in range(4):
         for name, start, stop, _ in bucket.local_shards(replica):

@@ -11,13 +11,15 @@ import torch
 
 import lightning_piper as piper
 from lightning_piper import Place
+from lightning_piper.capture import attending
 from lightning_piper.errors import VerificationError
 from lightning_piper.holdings.tensor_map import HolderGroup
+from lightning_piper.ir import parts
 from lightning_piper.ir.dag import TrainingDAG
 from lightning_piper.ir.mesh import Mesh
 from lightning_piper.ir.values import Partial, Replicate, Shard
-from lightning_piper.ops import metrics, redistribute, weights
-from lightning_piper.placements import attention, proof, rules, vocabulary
+from lightning_piper.ops import chunk, metrics, redistribute, weights
+from lightning_piper.placements import attention, proof, ring, rules, vocabulary
 from lightning_piper.placements.rule import Rule
 from lightning_piper.verify.static import check
 from tests.fused import fusing, params
@@ -26,8 +28,10 @@ from tests.tensors import VOCABULARY, decoder, divided, replicas, tensors
 aten = torch.ops.aten
 R, P = Replicate(), Partial()
 TWO = Place(filter={}, devices=[0, 1])
+THREE = Place(filter={}, devices=[0, 1, 2])
 WORDS = [TWO, divided([0, 1], params=VOCABULARY)]
 KEYS = [TWO, divided([0, 1], params={}, values={"*": 1}, attention="keys")]
+RING = [THREE, divided([0, 1, 2], params={}, values={"*": 1}, attention="ring")]
 FUSED = [TWO, divided([0, 1], params=params(fusing()))]
 SEQUENCE = [TWO, divided([0, 1], sequence=True)]
 
@@ -132,19 +136,65 @@ def beside_taken_for_one(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def terms_left(monkeypatch: pytest.MonkeyPatch) -> None:
     """What members have terms of is taken for the whole: nobody sums the gradients of the norms."""
-    monkeypatch.setattr(TrainingDAG, "is_summed", lambda dag, output: False)
+    for module in (parts, chunk):
+        monkeypatch.setattr(module, "is_summed", lambda dag, output: False)
 
 
 def summed_over_members(monkeypatch: pytest.MonkeyPatch) -> None:
     """Gradients that all members have are summed over them, too: scaled by the axis."""
     monkeypatch.setattr(
-        TrainingDAG, "mesh_of", lambda dag, name: dag.divided[name] if name in dag.divided else Mesh.flat(len(dag.mesh.places))
+        TrainingDAG, "mesh_of", lambda dag, name: dag.mesh if name in dag.divided else Mesh.flat(len(dag.mesh.places))
     )
 
 
 def counted_by_each(monkeypatch: pytest.MonkeyPatch) -> None:
     """The loss is reported by each member."""
     monkeypatch.setattr(metrics, "counts", lambda dag, place: True)
+
+
+def shifted_too_far(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Keys come from another member than the one whose turn it is."""
+    original = redistribute._part
+
+    def part(x: torch.Tensor, after: Any, index: int, count: int) -> torch.Tensor:
+        far = isinstance(after, Shard) and after.turn and x.is_floating_point()
+        return original(x, dataclasses.replace(after, turn=after.turn + 1) if far else after, index, count)
+
+    monkeypatch.setattr(redistribute, "_part", part)
+
+
+def keys_taken_for_the_own_ones(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A causal mask takes the keys that came for those of this member's part of the sequence."""
+    original = redistribute._part
+
+    def part(x: torch.Tensor, after: Any, index: int, count: int) -> torch.Tensor:
+        return original(x, dataclasses.replace(after, turn=0) if x.dtype is torch.int64 else after, index, count)
+
+    monkeypatch.setattr(redistribute, "_part", part)
+
+
+def every_part_counts_alike(monkeypatch: pytest.MonkeyPatch) -> None:
+    """What queries attend to in two parts of the keys is averaged, whatever the sums of their weights are."""
+    monkeypatch.setattr(ring, "_shares", lambda lse, other: (*(torch.full_like(lse, 0.5),) * 2, torch.logaddexp(lse, other)))
+
+
+def sums_of_the_last_part(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The way back takes the weights' sum of one part for that of all."""
+    original = ring._shares
+    monkeypatch.setattr(ring, "_shares", lambda lse, other: (*original(lse, other)[:2], other.clone()))
+
+
+def gradients_not_brought_back(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A member adds the gradients of keys that it was sent to those of its own."""
+    original = attending._turned
+
+    def kept(several: Any, x: Any, part: Any, turn: int) -> Any:
+        if turn or several.held[x] == part:
+            return original(several, x, part, turn)
+        several.held[x] = part
+        return x
+
+    monkeypatch.setattr(attending, "_turned", kept)
 
 
 def gathered_in_the_wrong_order(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -161,6 +211,11 @@ FAULTS: list[tuple[Any, list[Any], str]] = [
     (local_sum, WORDS, "the rule of aten.sum.dim_IntList for S.* is wrong"),
     (keys_not_summed, KEYS, "the rule of aten._scaled_dot_product_flash_attention_for_cpu_backward.default for .* is wrong"),
     (queries_from_the_beginning, KEYS, "NOT EQUIVALENT"),
+    (shifted_too_far, RING, "NOT EQUIVALENT"),
+    (keys_taken_for_the_own_ones, RING, "NOT EQUIVALENT"),
+    (every_part_counts_alike, RING, "NOT EQUIVALENT"),
+    (sums_of_the_last_part, RING, "NOT EQUIVALENT"),
+    (gradients_not_brought_back, RING, "NOT EQUIVALENT"),
     (heads_of_another_sample, KEYS, "the rule of aten.view.default for .* is wrong"),
     (beside_taken_for_one, FUSED, "is wrong|NOT EQUIVALENT"),
     (terms_left, SEQUENCE, "NOT EQUIVALENT|no flat tensor|disagree|reaches|hands on"),

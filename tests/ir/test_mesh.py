@@ -25,14 +25,22 @@ def test_lines_join_the_places_that_differ_in_one_coordinate(data: st.DataObject
         for place in places:
             others = [q for q in places if all(at[q][j] == at[place][j] for j in range(len(shape)) if j != i)]
             assert mesh.line(axis, place) == tuple(sorted(others, key=lambda q: at[q][i]))
-    parts = {place: mesh.part(place) for place in places}
+    parts = {place: mesh.part(place, axes[1:]) for place in places}
     assert set(parts.values()) == set(range(mesh.parts)) and mesh.parts * mesh.size(DATA) == len(places)
     assert all((parts[p] == parts[q]) == (at[p][1:] == at[q][1:]) for p in places for q in places)
+    for block in mesh.blocks(axes[1:]):
+        assert [parts[place] for place in block] == list(range(mesh.parts)) and len({at[place][0] for place in block}) == 1
 
 
 def test_a_flat_mesh_has_one_line_and_one_part() -> None:
     mesh = Mesh.flat(3)
-    assert mesh.lines(DATA) == ((0, 1, 2),) and mesh.parts == 1 and mesh.part(2) == 0 and str(mesh) == "data=3"
+    assert (
+        mesh.lines(DATA) == ((0, 1, 2),)
+        and mesh.parts == 1
+        and mesh.part(2, ()) == 0
+        and mesh.blocks(()) == ((0,), (1,), (2,))
+        and str(mesh) == "data=3"
+    )
     assert mesh.size("ep") == 1
 
 
@@ -40,3 +48,4 @@ def test_one_axis_against_all_others() -> None:
     mesh = Mesh(("node", "ep", "dp"), (2, 2, 2), tuple(range(8)))
     assert mesh.against("ep") == Mesh((DATA, "ep"), (4, 2), (0, 2, 1, 3, 4, 6, 5, 7))
     assert mesh.against("ep").lines(DATA) == ((0, 1, 4, 5), (2, 3, 6, 7))
+    assert mesh.against("ep", "node") == Mesh((DATA, "ep", "node"), (2, 2, 2), (0, 4, 2, 6, 1, 5, 3, 7))

@@ -56,6 +56,7 @@ CASES: dict[str, list[Any]] = {
     "lookup": [backward(lambda x, w: F.embedding(x, w)), WORDS, (8, 16)],
     "views": [backward(lambda x: x.unflatten(-1, (4, 4)).transpose(1, 2).flatten(2).permute(2, 0, 1)), (4, 8, 16)],
     "pieces": [backward(lambda x: torch.cat([p.sin() for p in x.chunk(2, -1)], 1)[:, 2:].select(2, 1)), (4, 8, 16)],
+    "cache": [lambda x: torch.ops.aten.slice.Tensor(torch.cat([torch.empty(0), x], -2), 1, 0, 8).sin(), (4, 8, 16)],
     "sums": [backward(lambda x: x.sum(1) * x.mean((0, 1)) + x.sum()), (4, 8, 16)],
     "shapes": [backward(lambda x: x.unsqueeze(1).expand(4, 4, 8).clone() + x.sum(0, keepdim=True)), (4, 8)],
     "in order": [backward(lambda x: x.flip(1).cumsum(1).unsqueeze(1).sin().squeeze(1)), (4, 8, 16)],

@@ -13,10 +13,11 @@ import torchmetrics
 from torch.utils.data import DataLoader
 
 import lightning_piper as piper
-from lightning_piper import Place, Replicate
+from lightning_piper import Place, Replicate, Split
+from tests.axes import EXPERTS, HEADS, columns, everywhere, sequences, sparse
 from tests.distributed.processes import launch_trainings
 from tests.strategy.fitting import QUIET
-from tests.tensors import Decoder, decoder, divided, far, fit, replicas, stages
+from tests.tensors import DIM, Decoder, decoder, divided, far, fit, grid, replicas, stages
 
 ROUNDING = 1e-12
 TWO = Place(filter={}, devices=[0, 1])
@@ -27,6 +28,11 @@ PROGRAMS: dict[str, list[Any]] = {
     "all": [
         *stages([[0, 1, 2, 3], [4, 5, 6, 7]]), divided([[0, 2], [1, 3], [4, 6], [5, 7]]),
         Replicate(filter={}, devices=[[0, 1, 2, 3], [4, 5, 6, 7]], shard_params=True),
+    ],
+    "axes": [grid(cp=2, tp=2), columns(), sequences()],
+    "axes of stages": [
+        *(grid({"LAYER": [2 * i, 2 * i + 1]}, start=4 * i, cp=2, tp=2) for i in range(2)),
+        Split(filter={}, dim_name="MB", num_microbatches=2), columns(), sequences("heads"),
     ],
 }  # fmt: skip
 
@@ -75,6 +81,15 @@ def test_evaluation_and_checkpoints_are_those_of_one_device(tmp_path):
         assert far(module, whole) < ROUNDING
 
 
+@pytest.mark.parametrize("levels", [{}, {"shard_params": True}], ids=str)
+def test_thirty_steps_with_experts_are_those_of_one_device(levels):
+    program = [grid(ep=2, tp=2), columns(params=HEADS), EXPERTS, everywhere(4, **levels)]
+    module, other, less = sparse(), sparse(), sparse()
+    assert fit(module, local(program), max_epochs=6).global_step == fit(other, "auto", max_epochs=6).global_step == 30
+    fit(less, "auto", max_epochs=5)
+    assert far(module, other) < ROUNDING < 1e-6 < far(less, other)
+
+
 class Gated(L.LightningModule):
     """Batch: [n, length, 8]."""
 
@@ -105,6 +120,59 @@ def test_batches_may_have_other_lengths(values):
     assert far(found["divided"], found["alone"]) < ROUNDING < 1e-6 < far(found["another"], found["alone"])
 
 
+class Stepping(Decoder):
+    def configure_optimizers(self) -> Any:
+        return torch.optim.SGD(self.parameters(), lr=0.05)
+
+
+@pytest.mark.parametrize("name", ["two", "sequence", "axes"])
+def test_mixed_precision_rounds_as_on_one_device(name):
+    """Weights and biases are cast where they are read. What is left is of the size of what the precision itself does (1.4 times of
+    it at most, as seen)."""
+    found = {}
+    for key, strategy, precision, epochs in (
+        ("single", "auto", "32-true", 2), ("mixed", "auto", "bf16-mixed", 2), ("less", "auto", "bf16-mixed", 1),
+        ("divided", local(PROGRAMS[name]), "bf16-mixed", 2),
+    ):  # fmt: skip
+        torch.manual_seed(0)
+        found[key] = Stepping()
+        fit(found[key], strategy, max_epochs=epochs, precision=precision)
+    rounding = far(found["single"], found["mixed"])
+    assert far(found["divided"], found["mixed"]) < 3 * rounding < far(found["less"], found["mixed"]) / 10
+
+
+class Normed(Decoder):
+    def __init__(self) -> None:
+        super().__init__()
+        self.batch_norm = torch.nn.BatchNorm1d(DIM)
+
+    def loss_of(self, batch: Any) -> Any:
+        with piper.annotate("LAYER", 0):
+            x = self.embed(batch[0])
+        for i, block in enumerate(self.blocks, 1):
+            with piper.annotate("LAYER", i):
+                x = block(x)
+        with piper.annotate("LAYER", 3):
+            x = self.batch_norm(x.transpose(1, 2)).transpose(1, 2)
+            return torch.nn.functional.cross_entropy(self.head(x).flatten(0, 1), batch[1].flatten())
+
+    def configure_optimizers(self) -> Any:
+        return torch.optim.SGD(self.parameters(), lr=0.05)
+
+
+@pytest.mark.parametrize(
+    "program, options", [(PROGRAMS["two"], {}), (PROGRAMS["sequence"], {}), (replicas({}), {"sync_batchnorm": True})]
+)
+def test_batch_norms_have_the_statistics_of_the_batch(program, options):
+    """Which all members of a line have; with replicas, if they exchange them."""
+    found = []
+    for strategy in ("auto", local(program)):
+        torch.manual_seed(0)
+        found.append(Normed().double())
+        fit(found[-1], strategy, max_epochs=2, **options)
+    assert far(*found) < ROUNDING and float(found[0].batch_norm.running_mean.abs().max()) > 0.1
+
+
 class Counting(Decoder):
     """Keeps a metric object of what it has seen."""
 
@@ -132,20 +200,28 @@ def test_metric_objects_see_each_sample_once():
 
 # Over processes
 
-JOBS: dict[str, tuple[list[Any], int]] = {  # the program, and samples that each process draws
-    "stages": (PROGRAMS["stages"], 8),
-    "plain": (replicas({}), 4),
-    "zero1": (replicas({"shard_optimizer": True}), 4),
-    "zero3": (replicas({"shard_params": True}), 4),
+JOBS: dict[str, tuple[Any, list[Any], int]] = {  # the module, its program, and samples that each process draws
+    "stages": (counting, PROGRAMS["stages"], 8),
+    "plain": (counting, replicas({}), 4),
+    "zero1": (counting, replicas({"shard_optimizer": True}), 4),
+    "zero3": (counting, replicas({"shard_params": True}), 4),
+}
+LONG_JOBS: dict[str, tuple[Any, list[Any], int]] = {
+    "axes": (counting, PROGRAMS["axes"], 8),
+    "experts": (sparse, [grid(ep=2, tp=2), columns(params=HEADS), EXPERTS, everywhere(4, shard_grads=True)], 4),
+    "experts of parts of sequences": (sparse, [grid(ep=2, cp=2), sequences(), EXPERTS, everywhere(4)], 4),
 }
 
 
-def train(rank: int, folder: Path) -> dict[str, Any]:
+def options_of(name: str) -> dict[str, Any]:
+    return {"gradient_clip_val": 0.05} if name == "zero3" else {}
+
+
+def train(rank: int, folder: Path, jobs: dict[str, Any]) -> dict[str, Any]:
     found: dict[str, Any] = {}
-    for name, (program, batch) in JOBS.items():
-        module = counting()
-        options: dict[str, Any] = {"gradient_clip_val": 0.05} if name == "zero3" else {}
-        options |= {"use_distributed_sampler": False, "replica": rank // 2 if batch == 4 else None}
+    for name, (make, program, batch) in jobs.items():
+        module = make()
+        options = options_of(name) | {"use_distributed_sampler": False, "replica": rank // 2 if batch == 4 else None}
         trainer = fit(module, piper.PiperStrategy(program), devices=4, batch=batch, max_epochs=2, **options)
         trainer.save_checkpoint(folder / f"{name}.ckpt")
         values = {key: x.item() for key, x in trainer.callback_metrics.items()}
@@ -156,15 +232,29 @@ def train(rank: int, folder: Path) -> dict[str, Any]:
 @pytest.fixture(scope="module")
 def ranks(tmp_path_factory):
     folder = tmp_path_factory.mktemp("tensors")
-    return launch_trainings(4, train, folder / "run", folder, limit=timedelta(seconds=280)), folder
+    return launch_trainings(4, train, folder / "run", folder, JOBS, limit=timedelta(seconds=280)), folder
+
+
+@pytest.fixture(scope="module")
+def more_ranks(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("axes")
+    return launch_trainings(4, train, folder / "run", folder, LONG_JOBS, limit=timedelta(seconds=280)), folder
 
 
 @pytest.mark.parametrize("name", JOBS)
 def test_processes_train_as_one_device(name, ranks):
-    outcomes, folder = ranks
-    module = counting()
-    options: dict[str, Any] = {"gradient_clip_val": 0.05} if name == "zero3" else {}
-    trainer = fit(module, "auto", max_epochs=2, **options)
+    assert_one_device(name, JOBS[name][0], *ranks)
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("name", LONG_JOBS)
+def test_processes_with_several_axes_train_as_one_device(name, more_ranks):
+    assert_one_device(name, LONG_JOBS[name][0], *more_ranks)
+
+
+def assert_one_device(name: str, make: Any, outcomes: Any, folder: Path) -> None:
+    module = make()
+    trainer = fit(module, "auto", max_epochs=2, **options_of(name))
     for outcome in outcomes:
         state, values = outcome[name]["state"], outcome[name]["values"]
         assert max(float((x - state[key]).abs().max()) for key, x in module.state_dict().items()) < ROUNDING

@@ -1,0 +1,139 @@
+"""Attention whose keys go round: each member has its queries, and gets the keys and values of one other at a time.
+
+    k, v[S(2)] -> shift -> k, v[S(2)+1] -> attend -\\
+    q, k, v[S(2)] -> attend ------------------------+-> merge -> ...
+
+Every shift is of the owner's part: none waits for another one. Each part of the keys is worked on in a region of its own, while the
+next one arrives, which is sent when the part before is done: so a member has room for two at most. On the way back keys are sent
+once more, and their gradients go back to them.
+"""
+
+from __future__ import annotations
+
+import operator
+from collections.abc import Sequence
+from dataclasses import replace
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch.fx import Node
+
+from lightning_piper.capture import _torch
+from lightning_piper.ir.values import Shard
+from lightning_piper.placements.attention import attended
+from lightning_piper.placements.changing import AFTER
+from lightning_piper.placements.ring import ATTEND, ATTEND_BACKWARD, MERGE
+from lightning_piper.placements.rule import argument, shape_of, tensors_of
+
+if TYPE_CHECKING:
+    from lightning_piper.capture.several import Several
+
+aten = torch.ops.aten
+
+
+def goes_round(several: Several, node: Node) -> Shard | None:
+    """How the sequence is divided, of an attention whose keys may go round: queries, keys and values are parts of it alike, and
+    nothing is dropped."""
+    backward = is_backward(node)
+    held = {several.held[x] for x in attended(node)}
+    (part, *others) = held
+    if several.attention != "ring" or others or not isinstance(part, Shard) or part.dim != 2:
+        return None
+    mask: Any = node.kwargs.get("attn_mask")
+    if argument(node, 6 if backward else 3, 0.0) or (mask is not None and not mask.meta["val"].is_floating_point()):
+        return None
+    return part
+
+
+def attend(several: Several, node: Node, part: Shard) -> tuple[Node, Node]:
+    """All keys, one member's after another's; each as soon as those before it are done."""
+    q, k, v = attended(node)
+    about = _about(several, node, 4, part)
+    own = [_dense(several, x) for x in (k, v)]
+    done: list[Node] = []
+    out = lse = q
+    for turn in range(several.degree):
+        keys = _arrived(several, own, part, turn, done[turn - 2] if turn > 1 else None)
+        made = several(ATTEND, q, *keys, *_ids(several, q, k, part, turn), *about, turn)
+        made.meta[AFTER] = {done[-1] if done else k: 1}
+        found, sums = (several(operator.getitem, made, i) for i in range(2))
+        if turn:
+            made = several(MERGE, out, lse, found, sums)
+            found, sums = (several(operator.getitem, made, i) for i in range(2))
+        out, lse = found, sums
+        done.append(made)
+    out, lse = _cast(several, out, q.meta["val"].dtype), several(aten.alias.default, lse)
+    out.meta[AFTER] = lse.meta[AFTER] = {done[-1]: 1}
+    return out, lse
+
+
+def attend_backward(several: Several, node: Node, part: Shard) -> tuple[Node, ...]:
+    """In the same order. What comes back to keys is added when the next part is done: it has that long to arrive."""
+    grad, q, k, v, *kept = tensors_of(node)[:6]
+    out, lse = (_itself(x) for x in kept)  # as they were kept
+    node.meta["seq_nr"] = (node.name,)  # `AFTER` says where it is done
+    about = _about(several, node, 7, part)
+    own = [_dense(several, x) for x in (k, v)]
+    dtype = torch.promote_types(q.meta["val"].dtype, torch.float32)
+    done: list[Node] = [grad]
+    total: list[Node] = []
+    for turn in range(several.degree):
+        keys = _arrived(several, own, part, turn, done[max(turn - 1, 0)])  # of the way back: those of the way forth are gone
+        made = several(ATTEND_BACKWARD, grad, q, *keys, out, lse, *_ids(several, q, k, part, turn), *about, turn)
+        made.meta[AFTER] = {done[-1]: 1}
+        done.append(made)
+        term, *terms = (several(operator.getitem, made, i) for i in range(3))
+        back = [_cast(several, _turned(several, x, part, 0), dtype) for x in terms]
+        for x in back if turn else ():
+            x.meta[AFTER] = {made: min(2, several.degree - turn)}
+        total = [several(aten.add.Tensor, x, y) for x, y in zip(total, (term, *back), strict=True)] if turn else [term, *back]
+    of_all = zip(total, (q, k, v), strict=True)
+    return tuple(_cast(several, x, like.meta["val"].dtype) for x, like in of_all)
+
+
+def _about(several: Several, node: Node, causal: int, part: Shard) -> tuple[Any, ...]:
+    mask, scale = (node.kwargs.get(name) for name in ("attn_mask", "scale"))
+    return mask, bool(argument(node, causal, False)), scale, several.degree, part.blocks
+
+
+def _ids(several: Several, q: Node, k: Node, part: Shard, turn: int) -> tuple[Node, Node]:
+    return several.ids(shape_of(q)[2], q, part), several.ids(shape_of(k)[2], k, replace(part, turn=turn))
+
+
+def _arrived(several: Several, own: Sequence[Node], part: Shard, turn: int, when: Node | None) -> list[Node]:
+    """Keys and values of another member, sent where `when` is made; at once, if that is nowhere."""
+    if turn == 0:
+        return list(own)
+    sent = list(own) if when is None else [several(aten.alias.default, x) for x in own]
+    for x in sent if when is not None else ():
+        x.meta[AFTER] = {when: 0}
+    return [_turned(several, x, part, turn) for x in sent]
+
+
+def _dense(several: Several, x: Node) -> Node:
+    """As it travels: one copy for all shifts, of a view of what a product makes."""
+    if x not in several.dense:
+        dense = x.meta["val"].is_contiguous()
+        several.dense[x] = x if dense else several(aten.clone.default, x, memory_format=torch.contiguous_format)
+    return several.dense[x]
+
+
+def _turned(several: Several, x: Node, part: Shard, turn: int) -> Node:
+    wanted = replace(part, turn=turn)
+    return x if several.held[x] == wanted else several.changed(x, wanted)
+
+
+def _cast(several: Several, x: Node, dtype: torch.dtype) -> Node:
+    if x.meta["val"].dtype == dtype:
+        return several(aten.alias.default, x)
+    return several(aten._to_copy.default, x, dtype=dtype)
+
+
+def _itself(x: Node) -> Node:
+    while x.target in (aten.detach.default, aten.alias.default) and _torch.is_backward(x):
+        (x,) = x.all_input_nodes
+    return x
+
+
+def is_backward(node: Node) -> bool:
+    return tensors_of(node)[0] is not attended(node)[0]

@@ -1,0 +1,224 @@
+"""Attention of a part of the queries to a part of the keys, and one result of several (Liu et al., Ring Attention, 2023).
+
+    out, lse = attend(q, k, v, query_ids, key_ids, mask, causal, scale, parts, runs, turn)
+    out, lse = merge(out, lse, another out, another lse)
+    dq, dk, dv = attend_backward(grad, q, k, v, out, lse, query_ids, key_ids, mask, causal, scale, parts, runs, turn)
+
+On whole sequences, the queries of the r-th of `parts` (each of so many runs) attend to the keys of the part that is `turn` before
+it, counted round, and to no others. A member of an axis has one part of each, for which that is all there is. `*_ids` say where in
+the sequence queries and keys stand: so a causal mask is known, and keys that none of the queries sees are left out of the work.
+`lse` is the logarithm of the sum of exponentials that weights are divided by: minus infinity where a query sees nothing.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.fx import Node
+
+from lightning_piper.ir.values import Placement, Shard
+from lightning_piper.placements.rule import R, Rule, along_of, shape_of, tensors_of
+
+aten = torch.ops.aten
+
+
+@torch.library.custom_op("lightning_piper::attend", mutates_args=())
+def _attend(
+    q: Tensor, k: Tensor, v: Tensor, query_ids: Tensor, key_ids: Tensor, mask: Tensor | None, causal: bool, scale: float | None,
+    parts: int, runs: int, turn: int,
+) -> tuple[Tensor, Tensor]:  # fmt: skip
+    """q [n, heads, length, size], k and v the same, of as many heads or fewer; ids [length]; mask [..., length, all keys] is added.
+
+    Returns:
+        What is attended to, and `lse` [n, heads, length], both in float32 or more.
+    """
+    of_queries, of_keys = Shard(2, runs), Shard(2, runs, turn)
+    columns: Iterator[Any] = zip(
+        of_queries.parts(q, parts), of_keys.parts(k, parts), of_keys.parts(v, parts), _ids(query_ids, of_queries, parts),
+        _ids(key_ids, of_keys, parts), _rows(mask, of_queries, parts), strict=True,
+    )  # fmt: skip
+    found = [_attend_part(causal, scale, *column) for column in columns]
+    out, lse = (of_queries.joined(each) for each in zip(*found, strict=True))
+    return out, lse
+
+
+@_attend.register_fake
+def _(
+    q: Tensor, k: Tensor, v: Tensor, query_ids: Tensor, key_ids: Tensor, mask: Tensor | None, causal: bool, scale: float | None,
+    parts: int, runs: int, turn: int,
+) -> tuple[Tensor, Tensor]:  # fmt: skip
+    dtype = _precise(q)
+    return q.new_empty(q.shape, dtype=dtype), q.new_empty(q.shape[:3], dtype=dtype)
+
+
+@torch.library.custom_op("lightning_piper::attend_backward", mutates_args=())
+def _attend_backward(
+    grad: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, query_ids: Tensor, key_ids: Tensor,
+    mask: Tensor | None, causal: bool, scale: float | None, parts: int, runs: int, turn: int,
+) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
+    """The terms of gradients that these keys give. `out` and `lse` are those of all keys.
+
+    Returns:
+        Of the queries, in float32 or more; of the keys and of the values, where these stand.
+    """
+    of_queries, of_keys = Shard(2, runs), Shard(2, runs, turn)
+    columns: Iterator[Any] = zip(
+        *(of_queries.parts(x, parts) for x in (grad, q, out, lse)), *(of_keys.parts(x, parts) for x in (k, v)),
+        _ids(query_ids, of_queries, parts), _ids(key_ids, of_keys, parts), _rows(mask, of_queries, parts), strict=True,
+    )  # fmt: skip
+    found = [_attend_part_backward(causal, scale, *column) for column in columns]
+    dq, dk, dv = zip(*found, strict=True)
+    return of_queries.joined(dq), of_keys.joined(dk), of_keys.joined(dv)
+
+
+@_attend_backward.register_fake
+def _(
+    grad: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, query_ids: Tensor, key_ids: Tensor,
+    mask: Tensor | None, causal: bool, scale: float | None, parts: int, runs: int, turn: int,
+) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
+    return q.new_empty(q.shape, dtype=_precise(q)), k.new_empty(k.shape), v.new_empty(v.shape)
+
+
+@torch.library.custom_op("lightning_piper::merge", mutates_args=())
+def _merge(out: Tensor, lse: Tensor, more: Tensor, other: Tensor) -> tuple[Tensor, Tensor]:
+    """What queries attend to, of two sets of keys; each set counts as much as its weights' sum."""
+    one, two, total = _shares(lse, other)
+    return out * one.unsqueeze(-1) + more * two.unsqueeze(-1), total
+
+
+@_merge.register_fake
+def _(out: Tensor, lse: Tensor, more: Tensor, other: Tensor) -> tuple[Tensor, Tensor]:
+    return out.new_empty(out.shape), lse.new_empty(lse.shape)
+
+
+ATTEND = torch.ops.lightning_piper.attend.default
+ATTEND_BACKWARD = torch.ops.lightning_piper.attend_backward.default
+MERGE = torch.ops.lightning_piper.merge.default
+# Where these operations say into how many parts sequences are cut, of how many runs, and how far keys are turned.
+PARTS = {ATTEND: 8, ATTEND_BACKWARD: 11}
+# Which of their tensors are numbers of a sequence.
+NUMBERS = {ATTEND: (3, 4), ATTEND_BACKWARD: (6, 7)}
+
+
+def work(query_ids: Sequence[int], key_ids: Sequence[int], causal: bool) -> int:
+    """Pairs of a query and a key that are computed."""
+    return sum((stop - start) * seen for start, stop, seen, _ in _runs(list(query_ids), list(key_ids), causal))
+
+
+def _runs(queries: list[int], keys: list[int], causal: bool) -> Iterator[tuple[int, int, int, bool]]:
+    """Runs of queries that stand beside each other, with how many of the keys, which are in their order, any of them sees, and
+    whether some of them see fewer."""
+    if not causal:
+        yield 0, len(queries), len(keys), False
+        return
+    starts = [0, *(i for i in range(1, len(queries)) if queries[i] != queries[i - 1] + 1)]
+    for start, stop in zip(starts, [*starts[1:], len(queries)], strict=True):
+        seen = sum(key <= queries[stop - 1] for key in keys)
+        if seen:
+            yield start, stop, seen, keys[seen - 1] > queries[start]
+
+
+def _shares(lse: Tensor, other: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    """Of each of two sums in that of both, and the logarithm of this; of nothing at all, nothing."""
+    total = torch.logaddexp(lse, other)
+    return (lse - total).exp().nan_to_num(0), (other - total).exp().nan_to_num(0), total
+
+
+def _attend_part(
+    causal: bool, scale: float | None, q: Tensor, k: Tensor, v: Tensor, queries: Tensor, keys: Tensor, mask: Tensor | None
+) -> tuple[Tensor, Tensor]:
+    dtype = _precise(q)
+    out, lse = q.new_zeros(q.shape, dtype=dtype), q.new_full(q.shape[:3], -math.inf, dtype=dtype)
+    for start, stop, seen, some in _runs(queries.tolist(), keys.tolist(), causal):
+        hidden = _hidden(mask, queries[start:stop], keys[:seen], slice(start, stop), some, q.dtype)
+        about = {"attn_mask": hidden, "scale": scale}
+        made, sums = aten._scaled_dot_product_flash_attention_for_cpu(
+            q[:, :, start:stop], k[:, :, :seen], v[:, :, :seen], 0.0, False, **about
+        )
+        out[:, :, start:stop] = made
+        lse[:, :, start:stop] = sums if hidden is None else sums.masked_fill(_blind(hidden, sums), -math.inf)
+    return out, lse
+
+
+def _attend_part_backward(
+    causal: bool, scale: float | None, grad: Tensor, q: Tensor, out: Tensor, lse: Tensor, k: Tensor, v: Tensor, queries: Tensor,
+    keys: Tensor, mask: Tensor | None,
+) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
+    dtype = _precise(q)
+    dq, dk, dv = (x.new_zeros(x.shape, dtype=dtype) for x in (q, k, v))
+    lse = lse.masked_fill(lse == -math.inf, 0)  # of a query that sees nothing, all weights are to be 0
+    for start, stop, seen, some in _runs(queries.tolist(), keys.tolist(), causal):
+        hidden = _hidden(mask, queries[start:stop], keys[:seen], slice(start, stop), some, q.dtype)
+        rows, about = slice(start, stop), {"attn_mask": hidden, "scale": scale}
+        of_queries, of_keys, of_values = aten._scaled_dot_product_flash_attention_for_cpu_backward(
+            grad[:, :, rows], q[:, :, rows], k[:, :, :seen], v[:, :, :seen], out[:, :, rows], lse[:, :, rows], 0.0, False, **about
+        )
+        dq[:, :, rows] = of_queries
+        dk[:, :, :seen] += of_keys
+        dv[:, :, :seen] += of_values
+    return dq, dk.to(k.dtype), dv.to(v.dtype)
+
+
+def _hidden(mask: Tensor | None, queries: Tensor, keys: Tensor, rows: slice, causal: bool, dtype: torch.dtype) -> Tensor | None:
+    """What is added to the scores of these queries and keys."""
+    found = None
+    if mask is not None:
+        found = mask[..., rows, :] if mask.shape[-2] > 1 else mask
+        found = found.index_select(-1, keys) if mask.shape[-1] > 1 else found
+    if causal:
+        later = torch.zeros(len(queries), len(keys), dtype=dtype).masked_fill_(keys > queries[:, None], -math.inf)
+        found = later if found is None else found + later
+    return None if found is None else found.expand(*found.shape[:-2], len(queries), len(keys))
+
+
+def _blind(hidden: Tensor, like: Tensor) -> Tensor:
+    """Queries that see nothing, of which the kernel says another number."""
+    return (hidden == -math.inf).all(-1).expand(like.shape)
+
+
+def _precise(x: Tensor) -> torch.dtype:
+    return torch.promote_types(x.dtype, torch.float32)
+
+
+def _ids(ids: Tensor, placement: Shard, parts: int) -> list[Tensor]:
+    return Shard(0, placement.blocks, placement.turn).parts(ids, parts)
+
+
+def _rows(mask: Tensor | None, placement: Shard, parts: int) -> Sequence[Tensor | None]:
+    if mask is None or mask.shape[-2] == 1:
+        return [mask] * parts
+    return Shard(mask.dim() - 2, placement.blocks).parts(mask, parts)
+
+
+# Rules
+
+
+def _attend_rules(node: Node) -> Iterator[Rule]:
+    at = PARTS[node.target]  # type: ignore[index]
+    runs, turn = (int(x) for x in node.args[at + 1 : at + 3])  # type: ignore[arg-type]
+    q, k = Shard(2, runs), Shard(2, runs, turn)
+    ids: tuple[Placement, ...] = (Shard(0, runs), Shard(0, runs, turn))
+    masks = [shape_of(x) for x in tensors_of(node)[NUMBERS[node.target][1] + 1 :]]  # type: ignore[index]
+    rows = tuple(Shard(len(s) - 2, runs) if along_of(s, len(s) - 2) != R else R for s in masks)
+    if node.target is ATTEND:
+        yield Rule((q, k, k, *ids, *rows), (q, q))
+    else:
+        yield Rule((q, q, k, k, q, q, *ids, *rows), (q, k, k))
+    count = NUMBERS[node.target][0]  # type: ignore[index]
+    for d in (1, 0):  # heads, and samples, are independent of each other
+        mask = tuple(along_of(s, len(s) - 4 + d) for s in masks)
+        yield Rule(((Shard(d),) * count + (R, R, *mask)), (Shard(d),) * (2 if node.target is ATTEND else 3))
+
+
+def _merge_rules(node: Node) -> Iterator[Rule]:
+    for d in range(len(shape_of(tensors_of(node)[1]))):
+        yield Rule((Shard(d),) * 4, (Shard(d),) * 2)
+
+
+RING: dict[Any, Callable[[Node], Iterator[Rule]]] = {
+    ATTEND: _attend_rules, ATTEND_BACKWARD: _attend_rules, MERGE: _merge_rules,
+}  # fmt: skip

@@ -1,0 +1,65 @@
+"""Trainings in which keys go round, over processes."""
+
+from __future__ import annotations
+
+from datetime import timedelta
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+import lightning_piper as piper
+from lightning_piper import Place, Replicate, schedules
+from tests.distributed.processes import launch_trainings
+from tests.ring import around, fit, long, sequences
+from tests.tensors import far
+
+ROUNDING = 1e-13  # 2e-15 measured, after six steps
+PAIRS = [[0, 1], [2, 3]]
+JOBS: dict[str, tuple[list[Any], bool]] = {  # the program, and whether the batch is divided
+    "four": (around(4), False),
+    "runs": (around(4, runs=2), False),
+    "1f1b": ([*schedules.one_f_one_b(stages=2, microbatches=4, devices=PAIRS), sequences(PAIRS, runs=2)], False),
+    "zero1": ([Place(filter={}, devices=PAIRS, axes=["data", "cp"]), sequences(None),
+               Replicate(filter={}, devices=[0, 1, 2, 3], shard_optimizer=True)], True),
+    "zero3": ([Place(filter={}, devices=PAIRS, axes=["data", "cp"]), sequences(None, runs=4),
+               Replicate(filter={}, devices=[0, 1, 2, 3], shard_params=True)], True),
+}  # fmt: skip
+
+
+def train(rank: int, folder: Path) -> dict[str, Any]:
+    found: dict[str, Any] = {}
+    for name, (program, divides) in JOBS.items():
+        module = long()
+        replica = rank // 2 if divides else None
+        trainer = fit(module, piper.PiperStrategy(program), 4, replica, max_epochs=2, use_distributed_sampler=False)
+        trainer.save_checkpoint(folder / f"{name}.ckpt")
+        found[name] = module.state_dict()
+    return found
+
+
+@pytest.fixture(scope="module")
+def ranks(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("ring")
+    return launch_trainings(4, train, folder / "run", folder, limit=timedelta(seconds=280))
+
+
+@pytest.mark.parametrize("name", JOBS)
+def test_processes_train_as_one_device(name, ranks):
+    module, fewer = long(), long()
+    fit(module, "auto", max_epochs=2)
+    fit(fewer, "auto", max_epochs=1)
+    for outcome in ranks:
+        trained = long()
+        trained.load_state_dict(outcome[name])
+        assert far(trained, module) < ROUNDING < 1e-3 < far(trained, fewer)
+
+
+def test_one_process_trains_alike():
+    module, alone = long(dropout=0.2), long()
+    fit(module, piper.PiperStrategy(around(4, runs=2), transport="local"), max_epochs=1)
+    fit(alone, "auto", max_epochs=1)
+    assert far(module, alone) > 1e-3, "the control: without dropout it is another training"
+    plain = long()
+    fit(plain, piper.PiperStrategy(around(4, runs=2), transport="local"), max_epochs=1)
+    assert far(plain, alone) < ROUNDING
