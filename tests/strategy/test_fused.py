@@ -43,27 +43,23 @@ def test_it_trains_as_one_device_and_goes_on_alone(name, tmp_path):
     assert far(again, through) < ROUNDING
 
 
-def train(rank: int, folder: Path) -> dict[str, Any]:
-    found = {}
-    for name in ("stages", "zero3", "four"):
-        options: dict[str, Any] = {"batch": 4, "replica": rank // 2} if name == "zero3" else {}
-        before = {"stages": None, "zero3": "stages", "four": "zero3"}[name]  # each goes on with what the one before has saved
-        module = fusing(bias=False)
-        trainer = fit(
-            module, piper.PiperStrategy(PROGRAMS[name], checkpoint="sharded"), devices=4, use_distributed_sampler=False,
-            max_epochs=1 if before is None else 2 if name == "zero3" else 3, ckpt_path=before and str(folder / f"{before}.ckpt"),
-            gradient_clip_val=0.1, **options,
-        )  # fmt: skip
-        trainer.save_checkpoint(folder / f"{name}.ckpt")
-        found[name] = module.state_dict()
-    return found
+def train(rank: int, folder: Path, name: str, epochs: int, before: str | None) -> dict[str, Any]:
+    options: dict[str, Any] = {"batch": 4, "replica": rank // 2} if name == "zero3" else {}
+    module = fusing(bias=False)
+    trainer = fit(
+        module, piper.PiperStrategy(PROGRAMS[name], checkpoint="sharded"), devices=4, use_distributed_sampler=False,
+        max_epochs=epochs, ckpt_path=before and str(folder / f"{before}.ckpt"), gradient_clip_val=0.1, **options,
+    )  # fmt: skip
+    trainer.save_checkpoint(folder / f"{name}.ckpt")
+    return module.state_dict()
 
 
 def test_processes_go_on_with_what_other_programs_have_saved_in_shards(tmp_path):
     """Elements lie in another order in each of the files: of runs over two, over two and shards, over four."""
-    outcomes = launch_trainings(4, train, tmp_path / "run", tmp_path, limit=timedelta(seconds=280))
+    before = None
     for epochs, name in enumerate(("stages", "zero3", "four"), 1):
-        module, _ = alone(max_epochs=epochs, gradient_clip_val=0.1)
+        outcomes = launch_trainings(4, train, tmp_path / name, tmp_path, name, epochs, before, limit=timedelta(seconds=280))
+        module, before = alone(max_epochs=epochs, gradient_clip_val=0.1)[0], name
         for outcome in outcomes:
-            assert max(float((x - outcome[name][key]).abs().max()) for key, x in module.state_dict().items()) < ROUNDING
-    assert torch.equal(outcomes[0]["four"]["blocks.0.qkv.weight"], outcomes[3]["four"]["blocks.0.qkv.weight"])
+            assert max(float((x - outcome[key]).abs().max()) for key, x in module.state_dict().items()) < ROUNDING
+    assert torch.equal(outcomes[0]["blocks.0.qkv.weight"], outcomes[3]["blocks.0.qkv.weight"])
