@@ -1,10 +1,11 @@
-"""What people do with a Trainer, under every kind of strategy: `train` runs all scenarios of some strategies, one after another in
-the same processes; `one_device` does the same with a plain Trainer, on the batches of all replicas together.
+"""What people do with a Trainer, under every kind of strategy: `train` runs all scenarios of some rows, one after another in the
+same processes; `one_device` does the same with a plain Trainer, on the batches of all replicas together.
 """
 
 from __future__ import annotations
 
 import os
+import warnings
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from datetime import timedelta
@@ -14,76 +15,51 @@ from typing import Any
 import lightning as L
 import torch
 from lightning.pytorch.callbacks import EarlyStopping, ModelCheckpoint
-from torch import Tensor
 from torch.utils.data import DataLoader, Dataset, DistributedSampler, TensorDataset
 
 import lightning_piper as piper
 from lightning_piper.directives import Directive
 from tests.strategy import evaluated
 from tests.strategy.fitting import QUIET, Record, sharing_captures, trace, values
+from tests.strategy.matrix_nets import KINDS, Net, Optimizer, adamw, sgd
 from tests.strategy.replicated import dp2
-from tests.strategy.sharded import pp2_dp2
+from tests.strategy.sharded import LEVELS, pp2_dp2
 
 Outcome = dict[str, Any]
-Optimizer = Callable[[Any], torch.optim.Optimizer]
 
 
 @dataclass(frozen=True)
-class Strategy:
-    """Directives, on how many processes, and whose batches these draw."""
+class Row:
+    """What is trained, by which directives, on how many processes, and whose batches these draw."""
 
+    kind: str
     program: Callable[[], list[Directive]]
     processes: int
     replicas: int
 
 
-STRATEGIES = {
-    "PP2": Strategy(lambda: piper.schedules.one_f_one_b(stages=2, microbatches=2), 2, 1),
-    "DP2": Strategy(dp2, 2, 2),
-    **{f"PP2xDP2 ZeRO-{level}": Strategy(lambda level=level: pp2_dp2(level, level), 4, 2) for level in (1, 2, 3)},  # type: ignore[misc]
-}
-ONE_DEVICE = Strategy(list, 1, 1)
-UNDIVIDED = Strategy(lambda: piper.schedules.one_f_one_b(stages=2, microbatches=2)[:2], 2, 1)  # no microbatches
+def replicas(level: int) -> list[Directive]:
+    """Of a whole step, which no microbatches divide."""
+    return [piper.Place(filter={}, devices=[0, 1]), piper.Replicate(filter={}, devices=[0, 1], **LEVELS[level])]
 
 
-def adamw(params: Any) -> torch.optim.Optimizer:
-    return torch.optim.AdamW(params, lr=0.02, weight_decay=0.1)
+ROWS = {
+    "PP2": Row("captured", lambda: piper.schedules.one_f_one_b(stages=2, microbatches=2), 2, 1),
+    "DP2": Row("captured", dp2, 2, 2),
+    **{f"PP2xDP2 ZeRO-{level}": Row("captured", lambda level=level: pp2_dp2(level, level), 4, 2) for level in (1, 2, 3)},  # type: ignore[misc]
+    **{
+        f"{kind}, DP2{f' ZeRO-{level}' if level else ''}": Row(kind, lambda level=level: replicas(level), 2, 2)  # type: ignore[misc]
+        for kind in KINDS if not KINDS[kind].captured for level in LEVELS
+    },
+}  # fmt: skip
+ONE_DEVICE = {kind: Row(kind, list, 1, 1) for kind in KINDS}
+UNDIVIDED = Row("captured", lambda: piper.schedules.one_f_one_b(stages=2, microbatches=2)[:2], 2, 1)  # no microbatches
 
 
-def sgd(params: Any) -> torch.optim.Optimizer:
-    """An optimizer to which the scale of the gradients matters."""
-    return torch.optim.SGD(params, lr=0.1, momentum=0.9)
-
-
-class Net(evaluated.Net):
-    """Also: logs its loss, and has its metrics in double precision."""
-
-    def __init__(self, optimizer: Optimizer) -> None:
-        super().__init__()
-        self.optimizer = optimizer
-
-    def on_validation_epoch_start(self) -> None:
-        for metric in (self.mean_output, self.mean_target):
-            metric.set_dtype(torch.float64)  # which moving them to a device undoes
-
-    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
-        loss = super().training_step(batch, batch_idx)
-        with piper.annotate("PP", 1):
-            self.log("train_loss", loss, on_step=True, on_epoch=True)
-        return loss
-
-    def test_step(self, batch: Any, batch_idx: int) -> None:
-        super().test_step(batch, batch_idx)
-        self.log("test_loss", super().training_step(batch, batch_idx), sync_dist=True)
-
-    def configure_optimizers(self) -> torch.optim.Optimizer:
-        return self.optimizer(self.parameters())
-
-
-def net(optimizer: Optimizer = sgd, seed: int = 0) -> Net:
+def net(kind: str, optimizer: Optimizer = sgd, seed: int = 0) -> Net:
     with torch.random.fork_rng():
         torch.manual_seed(seed)
-        return Net(optimizer)
+        return KINDS[kind].module(optimizer)
 
 
 def data(samples: int, seed: int) -> Dataset[Any]:
@@ -106,27 +82,33 @@ class Norms(L.Callback):
 class Run:
     """How a scenario runs, and where it may write."""
 
-    strategy: Strategy
+    row: Row
     folder: Path
 
+    @property
+    def on_one_device(self) -> bool:
+        return self.row.processes == 1
+
+    def net(self, optimizer: Optimizer = sgd, seed: int = 0) -> Net:
+        return net(self.row.kind, optimizer, seed)
+
     def trainer(self, callbacks: Sequence[L.Callback] = (), **options: Any) -> L.Trainer:
-        one, strategy = self.strategy is ONE_DEVICE, self.strategy
-        how: Any = "auto" if one else piper.PiperStrategy(strategy.program(), timeout=timedelta(seconds=60))
+        how: Any = "auto" if self.on_one_device else piper.PiperStrategy(self.row.program(), timeout=timedelta(seconds=60))
         options = {**QUIET, "accelerator": "cpu", "precision": "64-true", **options}
-        return L.Trainer(strategy=how, devices=strategy.processes, callbacks=list(callbacks), **options)
+        return L.Trainer(strategy=how, devices=self.row.processes, callbacks=list(callbacks), **options)
 
     def batches(self, found: Dataset[Any]) -> DataLoader[Any]:
         """Of 8 samples over all replicas. For validation, test and prediction, Lightning gives every replica its own."""
-        return DataLoader(found, batch_size=8 // self.strategy.replicas)
+        return DataLoader(found, batch_size=8 // self.row.replicas)
 
     def training_data(self, seed: int) -> DataLoader[Any]:
         """Three batches of an epoch, the last of them half as large. A sampler of Lightning's would shuffle them."""
-        found, strategy = data(20, seed), self.strategy
-        if strategy.replicas == 1:
+        found, row = data(20, seed), self.row
+        if row.replicas == 1:
             return self.batches(found)
-        replica = int(os.environ["LOCAL_RANK"]) * strategy.replicas // strategy.processes
-        sampler: DistributedSampler[Any] = DistributedSampler(found, strategy.replicas, replica, shuffle=False)
-        return DataLoader(found, batch_size=8 // strategy.replicas, sampler=sampler)
+        replica = int(os.environ["LOCAL_RANK"]) * row.replicas // row.processes
+        sampler: DistributedSampler[Any] = DistributedSampler(found, row.replicas, replica, shuffle=False)
+        return DataLoader(found, batch_size=8 // row.replicas, sampler=sampler)
 
     def validation_data(self) -> DataLoader[Any]:
         return self.batches(data(14, seed=1))
@@ -143,7 +125,7 @@ class Run:
 
 
 def fit_and_validate(run: Run, seed: int = 0, optimizer: Optimizer = adamw, precision: Any = "64-true", **options: Any) -> Outcome:
-    module = net(optimizer)
+    module = run.net(optimizer)
     found = run.fit(module, seed=seed, precision=precision, **options)
     dtypes = {x.dtype for x in module.outputs}
     again = run.trainer(precision=precision).validate(module, run.validation_data(), verbose=False)
@@ -156,35 +138,36 @@ def bf16_mixed(run: Run, seed: int = 0, precision: Any = "bf16-mixed") -> Outcom
 
 def test(run: Run, seed: int = 2) -> Outcome:
     trainer = run.trainer()
-    found = trainer.test(net(), run.batches(data(14, seed)), verbose=False)
+    found = trainer.test(run.net(), run.batches(data(14, seed)), verbose=False)
     return {"result": found, "metrics": {k: x.clone() for k, x in trainer.callback_metrics.items()}}
 
 
 def predict(run: Run, seed: int = 3) -> Outcome:
     """One replica has more samples than the other."""
-    found: Any = run.trainer().predict(net(), run.batches(data(13, seed)))
+    found: Any = run.trainer().predict(run.net(), run.batches(data(13, seed)))
     return {"result": [torch.cat(parts) for parts in zip(*found, strict=True)]}
 
 
 def resume(run: Run, forget: bool = False) -> Outcome:
     """Two epochs, and one more by another Trainer with another module; on one device, all at once, unless the optimizer is to
     `forget`."""
-    if run.strategy is ONE_DEVICE and not forget:
-        found = run.fit(net(adamw), max_epochs=3)
+    if run.on_one_device and not forget:
+        found = run.fit(run.net(adamw), max_epochs=3)
         found = {k: x[2 * len(x) // 3 :] if isinstance(x, list) else x for k, x in found.items()}
     else:
         save = ModelCheckpoint(run.folder)
-        run.fit(net(adamw), [save], enable_checkpointing=True)
+        run.fit(run.net(adamw), [save], enable_checkpointing=True)
         path = Path(save.best_model_path)
         if forget:
             content = torch.load(path, weights_only=True)
-            content["optimizer_states"][0]["state"].clear()
+            for state in content["optimizer_states"]:
+                state["state"].clear()
             torch.save(content, path)
         # In single precision, it would round what it loads.
-        found = run.fit(net(adamw, seed=1).double(), max_epochs=3, resumed=path)
+        found = run.fit(run.net(adamw, seed=1).double(), max_epochs=3, resumed=path)
     # What was logged in the epoch before is shown until there is something new, but it is not kept in a checkpoint.
-    logged = [{"train_loss_step": seen["train_loss_step"]} for seen in found["logged"]]
-    validations = [{k: x for k, x in seen.items() if not k.startswith("train_loss")} for seen in found["validations"]]
+    logged = [{k: x for k, x in seen.items() if k.startswith("train_") and k.endswith("_step")} for seen in found["logged"]]
+    validations = [{k: x for k, x in seen.items() if not k.startswith("train_")} for seen in found["validations"]]
     return {**found, "logged": logged, "validations": validations}
 
 
@@ -193,16 +176,16 @@ LARGEST = 0.1  # norm of the gradients
 
 def clip(run: Run, largest: float | None = LARGEST) -> Outcome:
     norms = Norms()
-    return {**run.fit(net(), [norms], max_epochs=1, gradient_clip_val=largest), "norms": norms.norms}
+    return {**run.fit(run.net(), [norms], max_epochs=1, gradient_clip_val=largest), "norms": norms.norms}
 
 
 def accumulate(run: Run, batches: int = 2) -> Outcome:
-    return run.fit(net(), accumulate_grad_batches=batches)
+    return run.fit(run.net(), accumulate_grad_batches=batches)
 
 
 def early_stopping(run: Run, patience: int = 1) -> Outcome:
     stop = EarlyStopping("val_loss", patience=patience)
-    found = run.fit(net(), [stop], max_epochs=8)
+    found = run.fit(run.net(), [stop], max_epochs=8)
     return {**found, "stopped": stop.stopped_epoch, "best": float(stop.best_score), "waited": stop.wait_count}
 
 
@@ -217,26 +200,38 @@ CONTROLS: dict[str, dict[str, Any]] = {
 }  # fmt: skip
 
 
-def one_device(folder: Path) -> dict[str, Outcome]:
-    return {name: work(Run(ONE_DEVICE, folder / name)) for name, work in SCENARIOS.items()}
+def scenarios(kind: str) -> list[str]:
+    return [name for name in SCENARIOS if name not in KINDS[kind].without]
 
 
-def controls(folder: Path) -> dict[str, Outcome]:
-    return {name: work(Run(ONE_DEVICE, folder / name), **CONTROLS[name]) for name, work in SCENARIOS.items()}
+def one_device(kind: str, folder: Path) -> dict[str, Outcome]:
+    return {name: SCENARIOS[name](Run(ONE_DEVICE[kind], folder / name)) for name in scenarios(kind)}
+
+
+def controls(kind: str, folder: Path) -> dict[str, Outcome]:
+    return {name: SCENARIOS[name](Run(ONE_DEVICE[kind], folder / name), **CONTROLS[name]) for name in scenarios(kind)}
 
 
 def trace_all(names: list[str], folder: Path) -> None:
-    """Every step, of batches and of their parts."""
-    for precision in ("64-true", "bf16-mixed"):
-        trace(net(), data(8, 0)[:], (8, 4, 2, 1), "training_step", precision=precision)
-        for name in ("validation_step", "test_step", "predict_step")[: 3 if precision == "64-true" else 1]:
-            trace(net(), data(8, 0)[:], (8, 6, 4, 3), name, None, precision=precision)
+    """Every step that is captured, of batches and of their parts."""
+    for kind in {ROWS[name].kind for name in names}:
+        for precision in ("64-true", "bf16-mixed"):
+            if KINDS[kind].captured:
+                trace(net(kind), data(8, 0)[:], (8, 4, 2, 1), "training_step", precision=precision)
+            for name in ("validation_step", "test_step", "predict_step")[: 3 if precision == "64-true" else 1]:
+                trace(net(kind), data(8, 0)[:], (8, 6, 4, 3), name, None, precision=precision)
 
 
 @sharing_captures
-def train(rank: int, names: list[str], folder: Path) -> dict[str, dict[str, Outcome]]:
-    """One process's side of all scenarios under some strategies."""
-    found = {name: {what: work(Run(STRATEGIES[name], folder / name / what)) for what, work in SCENARIOS.items()} for name in names}
+def train(rank: int, names: list[str], folder: Path) -> dict[str, dict[str, Any]]:
+    """One process's side of all scenarios of some rows, and what it was told of steps that run as they are."""
+    found: dict[str, dict[str, Any]] = {}
+    for name in names:
+        row = ROWS[name]
+        with warnings.catch_warnings(record=True) as caught:
+            warnings.simplefilter("always")
+            found[name] = {what: SCENARIOS[what](Run(row, folder / name / what)) for what in scenarios(row.kind)}
+        found[name]["told"] = {str(w.message) for w in caught if "runs as it is" in str(w.message)}
     if "PP2" in found:
         found["PP2"]["undivided"] = bf16_mixed(Run(UNDIVIDED, folder / "undivided"))
     return found
