@@ -9,17 +9,16 @@ import pytest
 import torch
 from torch import Tensor, nn
 from torch.utils.data import DataLoader
+from torchmetrics.detection import mean_ap
 
 import lightning_piper as piper
 from tests.distributed.processes import launch_trainings
 from tests.groups import marked
-from tests.strategy import metric_jobs
 from tests.strategy.fitting import QUIET
 from tests.strategy.metric_jobs import PROGRAMS
 
 for package in ("pycocotools", "torchvision"):
     pytest.importorskip(package, reason="torchmetrics computes mean average precision with it")
-from torchmetrics.detection import MeanAveragePrecision
 
 BATCH, BOXES, CLASSES = 8, 3, 2
 
@@ -30,7 +29,8 @@ class Detector(L.LightningModule):
     def __init__(self) -> None:
         super().__init__()
         self.first, self.second = nn.Sequential(nn.Linear(6, 16), nn.Tanh()), nn.Linear(16, BOXES * (4 + CLASSES))
-        self.found = nn.ModuleDict({step: MeanAveragePrecision(box_format="cxcywh") for step in ("fit", "validate", "test")})
+        precision = {step: mean_ap.MeanAveragePrecision(box_format="cxcywh") for step in ("fit", "validate", "test")}
+        self.found = nn.ModuleDict(precision)
 
     def _shared(self, batch: Any, step: str) -> Tensor:
         x, boxes, classes = batch
