@@ -11,6 +11,7 @@ once more, and their gradients go back to them.
 from __future__ import annotations
 
 import operator
+import warnings
 from collections.abc import Sequence
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
@@ -19,6 +20,7 @@ import torch
 from torch.fx import Node
 
 from lightning_piper.capture import _torch
+from lightning_piper.capture.regions import own_line
 from lightning_piper.ir.values import Shard
 from lightning_piper.placements.attention import attended
 from lightning_piper.placements.changing import AFTER
@@ -33,16 +35,25 @@ aten = torch.ops.aten
 
 def goes_round(several: Several, node: Node) -> Shard | None:
     """How the sequence is divided, of an attention whose keys may go round: queries, keys and values are parts of it alike, and
-    nothing is dropped."""
-    backward = is_backward(node)
-    held = {several.held[x] for x in attended(node)}
-    (part, *others) = held
-    if several.attention != "ring" or others or not isinstance(part, Shard) or part.dim != 2:
+    nothing is dropped. Warns where queries are parts of sequences, and keys cannot."""
+    held = [several.held[x] for x in attended(node)]
+    part, backward = held[0], is_backward(node)
+    if several.attention != "ring" or not isinstance(part, Shard) or part.dim != 2:
         return None
     mask: Any = node.kwargs.get("attn_mask")
-    if argument(node, 6 if backward else 3, 0.0) or (mask is not None and not mask.meta["val"].is_floating_point()):
-        return None
-    return part
+    why = None
+    if held != [part] * 3:
+        why = "keys and values are not divided as queries are"
+    elif argument(node, 6 if backward else 3, 0.0):
+        why = "weights are dropped"
+    elif mask is not None and not mask.meta["val"].is_floating_point():
+        why = "its mask is not one of numbers that are added"
+    if why is None:
+        return part
+    if not backward:
+        instead = "so keys are gathered, or exchanged for heads, in the attention"
+        warnings.warn(f"attention='ring': {why}, {instead} at {own_line(node)}", stacklevel=2)
+    return None
 
 
 def attend(several: Several, node: Node, part: Shard) -> tuple[Node, Node]:

@@ -8,7 +8,6 @@ product and a bias; a mask and a product). The graph of one member has the same 
 
 from __future__ import annotations
 
-import fnmatch
 import operator
 from collections.abc import Mapping, Sequence
 from typing import Any
@@ -19,7 +18,8 @@ from torch.fx import Graph, Node
 from lightning_piper.capture import _torch
 from lightning_piper.capture.changes import Changes, like
 from lightning_piper.capture.passes import Names
-from lightning_piper.capture.regions import VIEWS, own_line, settle_glue, source_line, tags_of
+from lightning_piper.capture.pinning import label_of, pinning
+from lightning_piper.capture.regions import VIEWS, own_line, settle_glue, source_line
 from lightning_piper.capture.several import Several
 from lightning_piper.errors import CaptureError
 from lightning_piper.ir.division import Division
@@ -113,6 +113,7 @@ class Placing:
         self.gone: dict[Node, Any] = {} if len(self.axes) == 1 else self.axes[0].gone
         runs = {part.blocks for part in division.values.values()}
         self.changes = Changes(graph, division.axis, division.degree, self.held, runs, self._beside)
+        self._pinned = pinning(graph, division.values)
         self.along: set[tuple[int, Shard]] = set()  # ranks of what the user divides, and how
         self.several = Several(graph, division, self.held, self.gone, self.place, self.changes.changed)
 
@@ -131,9 +132,10 @@ class Placing:
                 placing.held[node] = placing.division.params.get(placing.names.get(node, ""), R)
             elif node not in self.gone:
                 placing._operation(node)
+        made = self.gone.get(node, node)  # what stands for it
         for placing in self.axes:
-            if node.op == "call_function" and node not in self.gone and node.target is not CHANGE:
-                placing._hand_out(node)
+            if isinstance(made, Node) and made.op == "call_function" and made.target is not CHANGE:
+                placing._hand_out(made)
 
     def _beside(self, node: Node) -> None:
         """Place what is put into the graph for this axis along the others: a change, or a view before or behind one."""
@@ -303,25 +305,19 @@ class Placing:
 
     def _pin(self, node: Node) -> None:
         """What a region hands on is divided where the user says so."""
-        value = node.meta.get("val")
-        if not isinstance(value, torch.Tensor) or not self.division.values or _torch.is_backward(node) or node in self.fixed:
+        wanted = self._pinned(node)
+        if wanted is None or node in self.fixed:
             return
-        own = tags_of(node)
-        label = ",".join(f"{k}={v}" for k, v in own.items()) or "untagged"
-        parts = [part for pattern, part in self.division.values.items() if fnmatch.fnmatchcase(label, pattern)]
-        leaves = any(tags_of(user) not in ({}, own) for user in node.users if not _torch.is_backward(user))
-        if not parts or not leaves or not value.is_floating_point() or value.dim() <= parts[0].dim:
-            return
-        wanted = parts[0]
-        self.along.add((value.dim(), wanted))
+        shape = shape_of(node)
+        self.along.add((len(shape), wanted))
         if self.held[node] == wanted:
             return
-        if value.shape[wanted.dim] % (self.degree * wanted.blocks):
+        if shape[wanted.dim] % (self.degree * wanted.blocks):
             runs = f" of {wanted.blocks} runs" if wanted.blocks > 1 else ""
             raise CaptureError(
-                f"{source_line(node)}: {label} hands on a value of shape {list(value.shape)}, of which {self.degree} devices along "
-                f"{self.division.axis!r} cannot have equal parts{runs} along dimension {wanted.dim}; pad it, or divide another "
-                "dimension"
+                f"{source_line(node)}: {label_of(node)} hands on a value of shape {list(shape)}, of which {self.degree} devices "
+                f"along {self.division.axis!r} cannot have equal parts{runs} along dimension {wanted.dim}; pad it, or divide "
+                "another dimension"
             )
         self._hand_on(node, wanted)
 

@@ -141,8 +141,9 @@ def _segments(
     for node, (place, own) in places.items():
         if own:
             first.setdefault(place, node)
-    for (run, _), node in list(first.items()):
-        first.setdefault((run, 0), node)  # also where only the backward pass has something to do
+    for (run, depth), node in list(first.items()):
+        for before in range(depth):  # also where only the backward pass has something to do
+            first.setdefault((run, before), node)
     number = {place: i for i, place in enumerate(sorted(first))}
     regions = [Region(i, tags_of(first[place]), source_line(first[place])) for place, i in number.items()]
     of |= {node: number[place] for node, (place, _) in places.items()}
@@ -189,7 +190,7 @@ def _places(
                     behind.append(places[x][0][1] + 1)
             for x, by in node.meta.get(AFTER, {}).items():
                 behind.append(by + (places[x][0][1] if x in places and places[x][0][0] == run else 0))
-            places[node] = (run, max([depths.get(node, 0), *behind])), True
+            places[node] = (run, depths.get(node, 0) + max(behind, default=0)), True
     return places
 
 

@@ -169,7 +169,7 @@ class Shard(Directive):
         if len(found) > 1:
             shown = " and ".join(f"{chunk.label} on {list(chunk.devices)}" for chunk in found.values())
             self.refuse(
-                "devices", f"{shown} would have their experts at different places", "list the devices of all groups in one order"
+                "devices", f"{shown} have {self.axis!r} at different places", "list devices, and axes, of all groups in one order"
             )
         return next(iter(found))
 

@@ -82,7 +82,9 @@ class RedistributeInstruction(Collective):
 
     @property
     def nbytes(self) -> int:
-        return sum(spec.nbytes for spec in self.tensors)
+        """Of what is gathered; of all terms' parts, where these are summed; of one member's part, where parts change."""
+        made = sum(spec.nbytes for spec in self.tensors)
+        return made * len(self.members) if isinstance(self.before, Partial) else made
 
     def details(self) -> list[str]:
         return [f"{self.before}->{self.after}", *super().details()]

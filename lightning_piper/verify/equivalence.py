@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
+from functools import cached_property
 from typing import Any
 
 import torch
@@ -68,16 +69,16 @@ class _Runner:
         now, moved = interpret(dag, self.tensors, self.leaves, self.seed), self.rounding(*self._work(dag))
         last, before = self._last or (now, moved)
         self._last = now, moved
-        compared = compare(last, now, _larger(before, moved))
+        compared = self._compared(last, now, _larger(before, moved))
         return Row(done.by.index, done.by.name, done.contract, compared, self.against_single(dag, now))
 
     def against_single(self, dag: TrainingDAG, outcome: Outcome) -> Comparison:
         """With one device on the same microbatches."""
         work = self._work(dag)
-        found = compare(self.single(*work), outcome, self.rounding(*work))
+        found = self._compared(self.single(*work), outcome, self.rounding(*work))
         if found.verdict == "differs" and not self.random and dag.microbatches() is None and self.couplings(dag):
             # One device cannot take the whole batch in one region and parts of it in another one, unless the captured step does.
-            found = compare(self.single(self._whole, parted=True), outcome, self.rounding(self._whole, parted=True))
+            found = self._compared(self.single(self._whole, parted=True), outcome, self.rounding(self._whole, parted=True))
         return found
 
     def against_whole(self, dag: TrainingDAG) -> tuple[Comparison, tuple[str, ...], tuple[CrossSampleDependence, ...]]:
@@ -93,9 +94,25 @@ class _Runner:
         couplings = self.couplings(dag)
         causes = [f"{c.operation} in region {c.region}" for c in couplings] + _by_microbatch(code, "random")
         causes = causes or _by_microbatch(code, "state")
-        if not causes:  # perhaps sums in a dtype that the step fixes, which its parameters' rounding does not tell of
-            found = compare(alone, outcome, _larger(moved, dict.fromkeys(moved, _coarsest(code))))
+        if not causes:
+            found = self._compared(alone, outcome, moved)
         return found, tuple(dict.fromkeys(causes)), couplings
+
+    def _compared(self, expected: Outcome, found: Outcome, moved: Mapping[str, float]) -> Comparison:
+        """As `compare`, also where the step computes in a dtype that it fixes, which its parameters' rounding does not tell of."""
+        compared = compare(expected, found, moved)
+        if compared.verdict == "differs":
+            coarse = dict.fromkeys(expected.metrics.keys() | expected.grads.keys() | expected.buffers.keys(), self._coarsest)
+            compared = compare(expected, found, _larger(moved, coarse))
+        return compared
+
+    @cached_property
+    def _coarsest(self) -> float:
+        """The rounding unit of the least precise values that the step computes."""
+        code = self.step.at(self.step.size)
+        values = [node.meta.get("val") for passed in code.code.values() for node in passed.graph.nodes]
+        dtypes = {x.dtype for x in values if isinstance(x, torch.Tensor) and x.is_floating_point()}
+        return max((torch.finfo(dtype).eps for dtype in dtypes), default=0.0)
 
     def couplings(self, dag: TrainingDAG) -> tuple[CrossSampleDependence, ...]:
         """The operations that look across samples which the DAG takes apart."""
@@ -229,9 +246,3 @@ def _by_microbatch(code: StepCode, what: str) -> list[str]:
     shown = {"random": "random numbers", "state": "buffers"}[what]
     forward = [(region, interface) for (region, kind), interface in code.interfaces.items() if kind == "F"]
     return [f"{shown} in region {code.regions[region].label}" for region, interface in forward if getattr(interface, what)]
-
-
-def _coarsest(code: StepCode) -> float:
-    """The rounding unit of the least precise values that the step hands on."""
-    specs = [spec for passed in code.code.values() for bundle in passed.outputs for spec in bundle]
-    return max((torch.finfo(spec.dtype).eps for spec in specs if spec.dtype.is_floating_point), default=0.0)

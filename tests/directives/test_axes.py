@@ -145,6 +145,7 @@ ROUTED: dict[str, list[Any]] = {
     "words": [grid(ep=2, tp=2), columns(params=HEADS | VOCABULARY), EXPERTS, everywhere(4, shard_optimizer=True)],
     "sequences": [grid(ep=2, tp=2), columns(params=HEADS, values={"LAYER=*": 1}), EXPERTS, everywhere(4)],
     "parts of sequences": [grid(ep=2, cp=2), sequences(), EXPERTS, everywhere(4)],
+    "parts of runs": [grid(ep=2, cp=2), sequences(values={"*": (1, 3)}), EXPERTS, everywhere(4)],
     "microbatches": [grid(ep=2, tp=2), SPLIT, columns(params=HEADS), EXPERTS, everywhere(4)],
     "zero3": [grid(data=2, ep=2, tp=2), columns(params=HEADS), EXPERTS, everywhere(8, shard_params=True)],
     "all": [grid(ep=2, cp=2, tp=2), sequences(), columns(params=HEADS), EXPERTS, everywhere(8, shard_params=True)],

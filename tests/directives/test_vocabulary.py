@@ -44,6 +44,7 @@ LOSSES: dict[str, Callable[[Tensor, Tensor], Tensor]] = {
     "sum": lambda x, y: mean(x, y, reduction="sum") / 10,
     "each": lambda x, y: mean(x, y, reduction="none").square().mean(),
     "another padding": lambda x, y: mean(x, y.clamp_min(0), ignore_index=0),
+    "in single precision": lambda x, y: mean(x.float(), y),
     "smoothed": lambda x, y: mean(x, y, label_smoothing=0.1),
     "by class": lambda x, y: mean(x, y, weight=torch.arange(WORDS, dtype=x.dtype)),
     "of images": lambda x, y: mean(x.unflatten(0, (-1, 5)).transpose(1, 2).unsqueeze(-1), y.view(-1, 5, 1)),
