@@ -183,6 +183,13 @@ REFUSED = (
     "would be divided along",
     "divide each dimension along one",
 )
+OF_RUNS = "has another structure"  # where regions have parts of other runs, and microbatches as many samples as runs
+
+
+def runs_of(program: list[Any]) -> set[int]:
+    """In how many runs values are divided."""
+    shards = [directive for directive in program if isinstance(directive, Shard)]
+    return {1 if isinstance(said, int) else said[1] for shard in shards for said in (shard.values or {}).values()}
 
 
 @settings(suppress_health_check=list(HealthCheck))
@@ -201,7 +208,7 @@ def test_it_equals_one_device_or_is_refused(data: Any) -> None:
         dag = run_pipeline(step, program, after=check_pass)
     except (CaptureError, DirectiveError) as error:
         event(f"refused: {str(error)[:60]}")
-        assert any(text in str(error) for text in REFUSED), error
+        assert any(text in str(error) for text in (*REFUSED, *([OF_RUNS] if len(runs_of(program)) > 1 else []))), error
         return
     event("equal")
     found = interpret(dag, tensors, list(batch), seed=0)

@@ -26,14 +26,14 @@ class Changes:
 
     Args:
         held: the placements along it.
-        runs: of how many the user has parts, whatever the number of samples is.
+        said: the parts of values that the user names.
         beside: gives what is written the placements along the other axes.
     """
 
     def __init__(
-        self, graph: Graph, axis: str, degree: int, held: Held, runs: Collection[int], beside: Callable[[Node], None]
+        self, graph: Graph, axis: str, degree: int, held: Held, said: Collection[Shard], beside: Callable[[Node], None]
     ) -> None:
-        self.graph, self.axis, self.degree, self.held, self.runs = graph, axis, degree, held, {1, *runs}
+        self.graph, self.axis, self.degree, self.held, self.said = graph, axis, degree, held, said
         self._beside = beside
         self._made: dict[tuple[Node, Placement, Any], Node] = {}
 
@@ -81,11 +81,16 @@ class Changes:
         have, parts = self.held[x], [p for p in (self.held[x], wanted) if isinstance(p, Shard)]
         if isinstance(have, Partial) or len(parts) != 1 or shape_of(source) == shape_of(x):
             return None
-        pairs = regrouping(shape_of(source), shape_of(x), self.degree, {parts[0].blocks, *self.runs})
-        before = next((p for p, after in pairs if after == parts[0] and p.blocks in self.runs), None)
+        runs = {1, parts[0].blocks, *(said.blocks for said in self.said)}
+        pairs = regrouping(shape_of(source), shape_of(x), self.degree, runs)
+        before = next((p for p, after in pairs if after == parts[0] and self._of_any_size(p)), None)
         if before is None or self.held[source] != (before if isinstance(have, Shard) else have):
             return None
         return before if isinstance(wanted, Shard) else wanted
+
+    def _of_any_size(self, part: Shard) -> bool:
+        """Are there as many runs whatever the number of samples is? In one dimension of samples and positions there are not."""
+        return part.blocks == 1 or any(part.blocks == said.blocks and (part.dim > 0 or said.dim == 0) for said in self.said)
 
     def _changed_before(self, x: Node, placement: Placement, wanted: Placement, reader: Node) -> Node:
         """What a view is a view of, changed, and then the view."""

@@ -111,8 +111,8 @@ class Placing:
         self.refused: list[str] = []  # parameters that an operation needs whole
         # Operations that were written otherwise, with what stands for them.
         self.gone: dict[Node, Any] = {} if len(self.axes) == 1 else self.axes[0].gone
-        runs = {part.blocks for part in division.values.values()}
-        self.changes = Changes(graph, division.axis, division.degree, self.held, runs, self._beside)
+        said = set(division.values.values())
+        self.changes = Changes(graph, division.axis, division.degree, self.held, said, self._beside)
         self._pinned = pinning(graph, division.values)
         self.along: set[tuple[int, Shard]] = set()  # ranks of what the user divides, and how
         self.several = Several(graph, division, self.held, self.gone, self.place, self.changes.changed)

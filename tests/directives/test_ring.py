@@ -113,6 +113,13 @@ def test_weights_are_divided_beside_parts_of_runs():
     verified(decoder(), tensors(8), [*program[:1], *whole])
 
 
+@pytest.mark.parametrize("values", [{"*": 1, "PP=1,LAYER=2": (1, 2)}, {"PP=0,LAYER=1": (1, 2), "*": 1}], ids=str)
+def test_runs_of_positions_are_not_taken_for_samples(values):
+    """Of which there are as many in a microbatch."""
+    program = [around(2)[0], Split(filter={}, dim_name="MB", num_microbatches=4), dataclasses.replace(around(2)[1], values=values)]
+    verified(long(keys=1), words(), program)
+
+
 def test_runs_that_cannot_be_divided_are_refused():
     with pytest.raises(CaptureError, match="2 devices along 'cp' cannot have equal parts of 4 runs along dimension 1; pad it"):
         piper.verify(long(), words(length=12), around(2, runs=4))
