@@ -192,6 +192,7 @@ def runs_of(program: list[Any]) -> set[int]:
     return {1 if isinstance(said, int) else said[1] for shard in shards for said in (shard.values or {}).values()}
 
 
+@pytest.mark.filterwarnings("ignore:attention='ring'")
 @settings(suppress_health_check=list(HealthCheck))
 @given(data=st.data())
 def test_it_equals_one_device_or_is_refused(data: Any) -> None:

@@ -43,7 +43,7 @@ def regrouping(before: Sequence[int], after: Sequence[int], degree: int, blocks:
     of each sample [samples * heads]."""
     for mine, theirs in regrouped(before, after):
         for d in mine:
-            for count in {1, *blocks}:
+            for count in (n for n in {1, *blocks} if before[d] % (n * degree) == 0):
                 runs = math.prod(before[i] for i in mine if i < d) * count
                 length = math.prod(before[i] for i in mine) // runs  # elements of a run
                 for e in theirs:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import replace
 from typing import Any
 
@@ -18,7 +19,7 @@ from lightning_piper.ir.values import Partial, Replicate, Shard
 from lightning_piper.placements import proof
 from lightning_piper.placements.rule import Rule
 from lightning_piper.placements.rules import rules_for
-from lightning_piper.placements.views import regrouped
+from lightning_piper.placements.views import regrouped, regrouping
 
 aten = torch.ops.aten
 R, P = Replicate(), Partial()
@@ -131,3 +132,18 @@ def test_a_view_divides_what_it_can(before, after):
         assert count[0] == count[1]
     for rule in rules_for(node, 2)[1:]:
         proof.prove(node, rule, 2)
+
+
+VIEWS = [((2, 2), (4,)), ((2, 8), (16,)), ((8, 4), (2, 4, 4)), ((16,), (4, 4)), ((2, 4, 2), (8, 2))]
+
+
+@pytest.mark.parametrize("before, after", VIEWS)
+def test_parts_of_runs_stay_parts_of_runs(before, after):
+    """Members have the same elements before and after, and equal parts of both."""
+    x = torch.arange(math.prod(before)).view(before)
+    pairs = list(regrouping(before, after, 2, {1, 2}))
+    assert pairs
+    for one, other in pairs:
+        assert before[one.dim] % (2 * one.blocks) == 0
+        for mine, theirs in zip(one.parts(x, 2), other.parts(x.view(after), 2), strict=True):
+            assert torch.equal(mine.flatten(), theirs.flatten()) and len(mine.flatten()) == x.numel() // 2
