@@ -1,4 +1,4 @@
-"""A directive of one's own: `recompute` runs a region's forward again just before its backward instead of keeping activations.
+"""A directive of one's own: `checkpoint` runs a region's forward again just before its backward instead of keeping activations.
 
 Nothing in the package knows of it. It is a rewrite of the training DAG, registered under a name that JSON can use, held to its
 contract by `directive_suite` (see tests/examples), and run by the same executor as every other program.
@@ -21,10 +21,10 @@ from lightning_piper.ir import Chunk, TrainingDAG
 
 @piper.register
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class Recompute(piper.Directive):
+class Checkpoint(piper.Directive):
     """Let the backward of the regions that `filter` selects read the activations of a second forward.
 
-        F -> saved -> B      --recompute-->      F     F' -> saved -> B        (F' waits for the gradient that B waits for)
+        F -> saved -> B      --checkpoint-->      F     F' -> saved -> B        (F' waits for the gradient that B waits for)
 
     The second forward reads the same inputs, buffers and random seed, so it makes the same bits. Use it after place and split.
 
@@ -32,7 +32,7 @@ class Recompute(piper.Directive):
         filter: selects chunks; the backward passes among them are served.
     """
 
-    op: ClassVar[str] = "recompute"
+    op: ClassVar[str] = "checkpoint"
     contract: ClassVar[Any] = "bitwise"
 
     filter: Any
@@ -84,7 +84,7 @@ class Regressor(L.LightningModule):
 def main() -> None:
     torch.manual_seed(0)
     module, data = Regressor(), TensorDataset(torch.randn(256, 64), torch.randn(256, 64))
-    program = [*piper.schedules.one_f_one_b(stages=2, microbatches=4), Recompute(filter={"PP": 0})]
+    program = [*piper.schedules.one_f_one_b(stages=2, microbatches=4), Checkpoint(filter={"PP": 0})]
     loader = DataLoader(data, batch_size=32)
     print(piper.verify(module, next(iter(loader)), program))
     strategy = piper.PiperStrategy(directives=program, transport="local")

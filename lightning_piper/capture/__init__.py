@@ -2,9 +2,10 @@
 
 from lightning_piper.capture._torch import dict_version, has_gradient_hooks, storage_id, total_norm_replaced
 from lightning_piper.capture.batch import BatchSpec, flatten
+from lightning_piper.capture.capturing import capture
 from lightning_piper.capture.reads import History
 from lightning_piper.capture.rest_step import PartlyCaptured
-from lightning_piper.capture.step import CapturedStep, capture
+from lightning_piper.capture.step import CapturedStep
 from lightning_piper.capture.text import difference
 from lightning_piper.capture.undoing import as_before
 

@@ -28,6 +28,8 @@
 - `torch.utils._pytree`: takes nested arguments of an operation apart, and puts them together.
 - `torch.nn.utils.clip_grad._get_total_norm`: what `clip_grad_norm_`, wherever it was imported, measures gradients with.
 - `Tensor._backward_hooks`, `Tensor._post_accumulate_grad_hooks`: what `register_hook` and its kin have registered.
+- `torch._functorch.partitioners`: `classify_nodes` and `choose_saved_values_set`, which read `node.dist_from_bw`: what of a forward
+  pass to keep for the backward pass.
 - `node.meta["partitioner_tag"]`: `is_backward` on nodes traced by autograd; `node.meta["seq_nr"]`: the same number on a
   forward operation and on the nodes of its backward.
 """
@@ -56,6 +58,7 @@ from torch._functorch._aot_autograd.descriptors import (
     TangentAOTInput,
 )
 from torch._functorch.aot_autograd import aot_export_joint_with_descriptors
+from torch._functorch.partitioners import choose_saved_values_set, classify_nodes
 from torch._subclasses.fake_tensor import (
     DataDependentOutputException,
     DynamicOutputShapeException,
@@ -99,6 +102,7 @@ __all__ = [
     "operands",
     "quietly",
     "recomputed",
+    "saved_values",
     "sequence_number",
     "storage_id",
     "total_norm_replaced",
@@ -315,3 +319,23 @@ def is_random(node: torch.fx.Node) -> bool:
             given = node.args[place] if place < len(node.args) else node.kwargs.get("dropout_p", argument.default_value)
             return bool(given != 0)
     return True
+
+
+def saved_values(graph: torch.fx.Graph, results: int, budget: float) -> list[torch.fx.Node]:
+    """What a forward pass keeps for the backward pass behind it, by the min-cut partitioner.
+
+    Args:
+        graph: of both; placeholders that the backward pass alone takes have "tangents" in their names.
+        results: how many of its outputs are those of the forward pass.
+        budget: see `Recompute.keep`.
+    """
+    far = 10**9  # as the partitioner has it
+    info = classify_nodes(torch.fx.GraphModule(torch.nn.Module(), graph), [], results)
+    if not info.inputs:  # there is nothing else that could be kept
+        return list(info.required_fw_nodes)
+    for node in reversed(graph.nodes):
+        distance = 0 if node.op != "output" and not info.is_required_fw(node) else far
+        if distance and node.op != "output":
+            distance = min([far, *(user.dist_from_bw + 1 for user in node.users)])
+        node.dist_from_bw = distance
+    return choose_saved_values_set(graph, info, budget)

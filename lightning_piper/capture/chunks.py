@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -14,11 +14,13 @@ from lightning_piper.capture.changed_buffers import changed_buffers
 from lightning_piper.capture.extract import extract
 from lightning_piper.capture.metric_objects import object_of, uncopied
 from lightning_piper.capture.passes import Names, OutputRef, Pass, reads_of
+from lightning_piper.capture.recomputed import check_names, computed_again
 from lightning_piper.capture.regions import BORDERS, Assignment, assign, gradient_terms, source_line
 from lightning_piper.capture.row_independence import refuse_row_dependence
 from lightning_piper.capture.rows import refuse_joined_rows, routed_of, rows_of
 from lightning_piper.capture.weighing import Weighed
 from lightning_piper.errors import CaptureError
+from lightning_piper.ir.recomputation import Recomputation
 from lightning_piper.ir.regions import Code, Interface, Output, PassKey, Region, Routed
 from lightning_piper.ir.values import Kind, Placement, Shard
 from lightning_piper.placements.changing import CHANGE, PLACEMENTS, changes_of, unchanged
@@ -29,8 +31,9 @@ Extracted = dict[PassKey, tuple[Interface, Code]]
 
 
 def cut(
-    weighed: Weighed, canonical: Mapping[str, str], routed: Mapping[int, Routed] | None = None
-) -> tuple[tuple[Region, ...], Extracted, Extracted, Mapping[int, Routed]]:
+    weighed: Weighed, canonical: Mapping[str, str], routed: Mapping[int, Routed] | None = None,
+    recomputed: Sequence[Recomputation] = (),
+) -> tuple[tuple[Region, ...], Extracted, Extracted, Mapping[int, Routed]]:  # fmt: skip
     """Cut a joint graph into passes: regions, their passes F and B, the parts BI and BW of a split B, and the regions that get
     rows.
 
@@ -38,6 +41,7 @@ def cut(
         weighed: a traced step.
         canonical: every name of a parameter or buffer -> the one name it goes by.
         routed: these regions, where the graph has only parts of their parameters; None if it has all.
+        recomputed: what backward passes compute again.
     """
     graph, plain = weighed.graph, weighed.plain
     names = Names.of(graph, canonical, weighed.tangents)
@@ -58,7 +62,8 @@ def cut(
     forward = {key for key, p in passes.items() if key[1] == "F" and p.nodes}
     _drop_unused(passes)
     _refuse_read_terms(placed)
-    parts = _connect(placed, passes, state)
+    check_names(passes, placed.regions, recomputed)
+    parts = _connect(placed, passes, state, recomputed)
     forward = forward or {(0, "F")}  # a step that computes nothing is a chunk that does nothing
     passes = {key: p for key, p in passes.items() if p.nodes or p.outputs or key in forward}
     rows = {region: rows_of(passes[region, "F"]) for region in routed}
@@ -200,14 +205,21 @@ def _drop_unused(passes: Mapping[PassKey, Pass]) -> None:
         p.nodes = [node for node in p.nodes if node in used]
 
 
-def _connect(placed: Assignment, passes: Mapping[PassKey, Pass], state: frozenset[Node]) -> dict[int, dict[str, Pass]]:
+def _connect(
+    placed: Assignment, passes: Mapping[PassKey, Pass], state: frozenset[Node], recomputed: Sequence[Recomputation]
+) -> dict[int, dict[str, Pass]]:
     """Find what each pass reads from elsewhere and make the passes that have it hand it out. Returns the parts of the backward
     passes, by region and name."""
     crossing: dict[tuple[Node, PassKey], list[PassKey]] = {}
     # Backward passes take what their own forward made or was given; forward passes take from the forward that made it.
     kept: dict[int, dict[Node, None]] = {}
+    shared: dict[int, Collection[Node]] = {}  # what backward passes compute for themselves
     for (region, kind), p in passes.items():
         p.reads = reads_of(p.nodes, p.outputs, placed.shared)
+        if kind == "B":
+            again = computed_again(placed.regions[region], passes[region, "F"], p, placed.shared, recomputed)
+            shared[region] = placed.shared | again
+            p.reads = reads_of(p.nodes, p.outputs, shared[region]) if again else p.reads
         for node in p.reads:
             if kind == "B" and _saved_by(node, region, passes, placed, state):
                 kept.setdefault(region, {})[node] = None
@@ -226,7 +238,7 @@ def _connect(placed: Assignment, passes: Mapping[PassKey, Pass], state: frozense
     backward = {region: p for (region, kind), p in passes.items() if kind == "B" and p.outputs}
     parts: dict[int, dict[str, Pass]] = {}
     for region, p in backward.items():
-        parts[region] = split_backward(p, placed.shared, kept.get(region, {}))
+        parts[region] = split_backward(p, shared[region], kept.get(region, {}))
         save(passes[region, "F"], parts[region], kept.get(region, {}))
     for region, p in backward.items():
         wire(p, parts[region], passes, taken.get(p.key, ()))

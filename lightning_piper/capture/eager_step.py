@@ -23,6 +23,7 @@ from lightning_piper.capture.named import named_tensors
 from lightning_piper.capture.text import Text
 from lightning_piper.errors import CaptureError
 from lightning_piper.ir.division import Division
+from lightning_piper.ir.recomputation import Recomputation
 from lightning_piper.ir.regions import Code, Interface, Output, PassKey, Region, StepCode, Undivided
 from lightning_piper.ir.terms import Term, Weighing
 from lightning_piper.ir.values import Kind
@@ -61,6 +62,9 @@ class EagerStep:
 
     def divided(self, divisions: Sequence[Division]) -> EagerStep:
         raise CaptureError(f"{self.name} runs as it is, so nothing is known of its tensors that could be divided")
+
+    def recomputing(self, recomputation: Recomputation) -> EagerStep:
+        raise CaptureError(f"{self.name} runs as it is, so nothing is known of what it keeps that could be computed again")
 
     @property
     def said(self) -> Text:

@@ -1,4 +1,4 @@
-"""`capture`: a module and one batch -> the code of its step, for any batch size."""
+"""A training step that was traced, as code by batch size."""
 
 from __future__ import annotations
 
@@ -16,10 +16,9 @@ from torch import nn
 from lightning_piper.annotate import repeated_blocks
 from lightning_piper.capture import _torch
 from lightning_piper.capture.aliases import refuse_sharing
-from lightning_piper.capture.batch import BatchSpec, flatten
+from lightning_piper.capture.batch import BatchSpec
 from lightning_piper.capture.chunks import cut
 from lightning_piper.capture.following import copied
-from lightning_piper.capture.forward import ForwardStep
 from lightning_piper.capture.kept import Grows
 from lightning_piper.capture.listed import Listed
 from lightning_piper.capture.named import laid_out, named_tensors, resized
@@ -35,47 +34,13 @@ from lightning_piper.capture.unsampled import unsampled
 from lightning_piper.capture.weighing import Weighed, weigh
 from lightning_piper.errors import CaptureError
 from lightning_piper.ir.division import Division
+from lightning_piper.ir.recomputation import Recomputation
 from lightning_piper.ir.regions import StepCode
 from lightning_piper.ir.values import Kind, Shard
 from lightning_piper.placements.local import localize
 
 MANY_SIZES = 8  # numbers of samples for which a step is traced, before it is traced for all
 MANY_SHAPES = 64  # of which code is kept, besides the number of samples
-
-
-def capture(
-    module: nn.Module,
-    batch: Any,
-    device: torch.device | str = "cpu",
-    context: Callable[[], contextlib.AbstractContextManager[Any]] = contextlib.nullcontext,
-    name: str = "training_step",
-    dataloader_idx: int | None = None,
-    history: History | None = None,
-    whole_norms: bool = False,
-) -> CapturedStep:
-    """Capture a step of `module` for batches laid out like `batch`: `training_step` with its backward pass, any other one (such as
-    `validation_step`) without, in the modes (train or eval) that the submodules are in.
-
-    Args:
-        module: a LightningModule (anything with `training_step`); it is neither run with data nor changed.
-        batch: dicts, lists, tuples, dataclasses and objects that hold tensors, nested; or the spec of such batches.
-        device: device type on which the captured code will run.
-        context: entered around the step while it is traced, e.g. an autocast context.
-        name: of the method.
-        dataloader_idx: that it is given, if there are several loaders.
-        history: of earlier captures of the step.
-        whole_norms: all batch norms of a training step take the statistics of the whole batch, as those of `nn.SyncBatchNorm` do.
-
-    Raises:
-        CaptureError: the step cannot be captured; names the user's line. What the step itself raises stays what it is.
-    """
-    _torch.warn_if_newer_torch()
-    if getattr(type(module), name, None) is None:
-        raise CaptureError(f"{type(module).__name__} has no {name}; give a LightningModule that defines one")
-    batch_spec = batch if isinstance(batch, BatchSpec) else flatten(batch)[1]
-    if name == Step.name:
-        return CapturedStep(module, batch_spec, torch.device(device), context, history, whole_norms)
-    return CapturedForward(module, batch_spec, torch.device(device), context, name, dataloader_idx, history)
 
 
 class CapturedStep:
@@ -91,11 +56,13 @@ class CapturedStep:
         reads: what it has read in Python: while `reads.hold()`, it means what was captured.
         executed: what of it is not captured, and runs as it is.
         divisions: what members of axes have parts of; it is cut where they change what they hold.
+        recomputed: what backward passes compute again, instead of keeping it.
     """
 
     name = Step.name
     executed = ""
     divisions: tuple[Division, ...] = ()
+    recomputed: tuple[Recomputation, ...] = ()
     _whole: CapturedStep | None = None  # of the code of one member of these axes, the step of which it has parts
 
     def __init__(self, module: nn.Module, batch_spec: BatchSpec, device: torch.device,
@@ -145,6 +112,13 @@ class CapturedStep:
         degrees = {each.axis: each.degree for each in divisions}
         parts = {name: (part, degrees[axis]) for name, (axis, part) in other.at(other.size).divided.items()}  # also of biases
         other.params = {name: laid_out(info, *parts[name]) if name in parts else info for name, info in self.params.items()}
+        return other
+
+    def recomputing(self, recomputation: Recomputation) -> CapturedStep:
+        """The same step, whose backward passes compute some of what they need again."""
+        other = copy.copy(self)
+        other.recomputed, other._codes, other._shaped = (*self.recomputed, recomputation), {}, {}
+        other._symbolic = SymbolicTraces()
         return other
 
     @cached_property
@@ -249,7 +223,8 @@ class CapturedStep:
                     self.retrace()  # if it has become another step at any size, that says more
                     raise
                 # Without those that read other parameters, say: no program may ask for them.
-                alike = {key: p for key, p in found.split_passes.items() if public(p[0]) == public(first.split_passes[key][0])}
+                split = first.split_passes
+                alike = {key: p for key, p in found.split_passes.items() if key in split and public(p[0]) == public(split[key][0])}
                 found = dataclasses.replace(found, split_passes=alike)
             self._codes[size, degrees] = found
         return self._codes[size, degrees]
@@ -305,7 +280,7 @@ class CapturedStep:
             if text is None:
                 text, said = made.text(specs), text_of(self._trace(hint, {}, ())[0])
             if text is not None and (text.lines, text.specs) == (said.lines, said.specs):
-                made.cut(self.canonical, specs, hint, partial(self._beside, hint))
+                made.cut(self.canonical, specs, hint, partial(self._beside, hint), self.recomputed)
                 alike = first._codes[samples, ()]
                 same = [(x.weighing, x.label) for x in made.terms] == [(x.weighing, x.label) for x in alike.terms]
                 if same and not alike.metrics.whole:  # which are made of sizes
@@ -337,7 +312,9 @@ class CapturedStep:
             self._graphs[size] = copied(traced.graph), specs[len(self.batch_spec.specs) :]
         weighed = weigh(traced, size, self.canonical, beside)
         divided = self._divide(weighed)
-        regions, passes, split_passes, routed = cut(weighed, self.canonical, None if whole is None else whole.routed)
+        regions, passes, split_passes, routed = cut(
+            weighed, self.canonical, None if whole is None else whole.routed, self.recomputed
+        )
         interfaces, code = {key: p[0] for key, p in passes.items()}, {key: p[1] for key, p in passes.items()}
         terms = {out.names[0]: out.term for out in weighed.plain if out.kind == Kind.ARGUMENT}
         return StepCode(
@@ -373,26 +350,6 @@ class CapturedStep:
             if degree > 1:
                 found |= dict.fromkeys(routed.params, degree)
         return {name: found[main] for name, main in self.canonical.items() if main in found}
-
-
-class CapturedForward(CapturedStep):
-    """A step without a backward pass, e.g. `validation_step`.
-
-    Attributes:
-        dataloader_idx: that it is given, if there are several loaders.
-    """
-
-    def __init__(
-        self, module: nn.Module, batch_spec: BatchSpec, device: torch.device,
-        context: Callable[[], contextlib.AbstractContextManager[Any]], name: str, dataloader_idx: int | None,
-        history: History | None = None,
-    ) -> None:  # fmt: skip
-        super().__init__(module, batch_spec, device, context, history)
-        self.name, self.dataloader_idx = name, dataloader_idx
-
-    def _step(self, degrees: tuple[int, ...]) -> Step:
-        about = (self.name, self.dataloader_idx, self.reads, self._blocks)
-        return ForwardStep(self.module, self.batch_spec, self.context, degrees, *about)
 
 
 def _is_alone(batch_spec: BatchSpec) -> bool:

@@ -35,6 +35,7 @@ from lightning_piper.capture.text import Text, tensors_of, text_of
 from lightning_piper.capture.trace import Traced
 from lightning_piper.capture.weighing import weigh
 from lightning_piper.ir.metric_calls import MetricLog
+from lightning_piper.ir.recomputation import Recomputation
 from lightning_piper.ir.regions import Code, Computed, Logged, Rebuild, StepCode
 from lightning_piper.ir.terms import Term
 from lightning_piper.ir.values import Kind, TensorSpec
@@ -132,11 +133,11 @@ class SymbolicStep:
         known = sizes.at(values)[0]
         return lambda tensor: spec_at(places(sizes, TensorSpec.of(tensor)), known)
 
-    def cut(self, canonical: Mapping[str, str], specs: Specs, size: int, beside: Ask) -> None:
+    def cut(self, canonical: Mapping[str, str], specs: Specs, size: int, beside: Ask, recomputed: Sequence[Recomputation]) -> None:
         """Make the code.
 
         Args:
-            canonical: as for `chunks.cut`.
+            canonical, recomputed: as for `chunks.cut`.
             specs, size: of the batch that was traced, and its samples.
             beside: as for `weighing.weigh`.
 
@@ -157,7 +158,7 @@ class SymbolicStep:
             raise NotSymbolic("logged values are calculated with sizes")
         self._computed = {log.name: log.computed for log in weighed.logs}
         self._assumed, self._unknown, self._meet, self._local = weighed.assumed, weighed.unknown, weighed.meet, weighed.local
-        self._regions, passes, split, _ = cut(weighed, canonical)
+        self._regions, passes, split, _ = cut(weighed, canonical, recomputed=recomputed)
         self._passes = {key: (*found, self._outputs(found[1])) for key, found in passes.items()}
         self._split = {key: (*found, self._outputs(found[1])) for key, found in split.items()}
         self._holds = self._symbols.conditions()

@@ -4,6 +4,7 @@ from lightning_piper.directives.base import Directive, known, register
 from lightning_piper.directives.order import Order
 from lightning_piper.directives.place import Place
 from lightning_piper.directives.program import Program, parse, replicas_of, to_json
+from lightning_piper.directives.recompute import Recompute
 from lightning_piper.directives.replicate import Replicate
 from lightning_piper.directives.shard import Shard
 from lightning_piper.directives.split import Split, accumulating
@@ -13,6 +14,7 @@ __all__ = [
     "Order",
     "Place",
     "Program",
+    "Recompute",
     "Replicate",
     "Shard",
     "Split",

@@ -1,7 +1,7 @@
 """Filters select nodes by their tags.
 
 `{"PP": 1}` an index, `{"PP": [0, 1]}` any of them, `{"PP": "*"}` any index, `{"PP": "-"}` the tag is absent, `{}` everything.
-`PASS` is `F`, `B`, `BI` or `BW`.
+`PASS` is `F`, `B`, `BI` or `BW`, or `R`: a forward pass again (`recompute`).
 """
 
 from __future__ import annotations
@@ -14,7 +14,8 @@ from lightning_piper.ir.regions import SPLIT_BACKWARD
 from lightning_piper.limits import INDEX, SHOWN, is_name, shown
 
 Filter = Mapping[str, object]
-PASSES = ("F", "B", *SPLIT_BACKWARD)
+AGAIN = "R"  # a forward pass that runs again
+PASSES = ("F", "B", *SPLIT_BACKWARD, AGAIN)
 
 
 def problem_with(condition: object) -> str | None:

@@ -135,7 +135,7 @@ class Chunk(Node):
     @property
     def label(self) -> str:
         tags = ",".join(f"{k}={v}" for k, v in self.tags.items() if k != "PASS")
-        return f"{self.kind}[{tags}]"
+        return f"{self.tags.get('PASS', self.kind)}[{tags}]"
 
     @property
     def details(self) -> str:

@@ -18,6 +18,7 @@ import torch
 from lightning_piper.errors import CaptureError
 from lightning_piper.ir.division import Change, Division
 from lightning_piper.ir.metric_calls import MetricCalls
+from lightning_piper.ir.recomputation import Recomputation
 from lightning_piper.ir.terms import Term
 from lightning_piper.ir.values import Kind, Placement, Shard, Slice, TensorSpec, view_as
 
@@ -364,6 +365,10 @@ class Step(Protocol):
 
     def divided(self, divisions: Sequence[Division]) -> Step:
         """The same step, cut where members of axes change what they hold of a value."""
+        ...
+
+    def recomputing(self, recomputation: Recomputation) -> Step:
+        """The same step, whose backward passes compute some of what they need again."""
         ...
 
     def at(self, size: int, degrees: tuple[int, ...] = ()) -> StepCode:

@@ -8,7 +8,7 @@ from typing import Any
 import networkx as nx
 import pytest
 
-from examples.custom_directive import Recompute
+from examples.custom_directive import Checkpoint
 from lightning_piper.directives import Order, Place, Replicate, Split
 from lightning_piper.errors import DirectiveError
 from lightning_piper.ir.dag import TrainingDAG
@@ -246,7 +246,7 @@ def test_halves_of_replicas() -> None:
 def test_what_a_directive_lets_wait_for_the_whole_waits_for_both_halves() -> None:
     """The second forward of stage 0 was to come after the backward of stage 1, on the same device."""
     one = case(POOL[0], 8)
-    program = [Place(filter={}, devices=[0]), Split(filter={}, dim_name="MB", num_microbatches=2), Recompute(filter={"PP": 0}),
+    program = [Place(filter={}, devices=[0]), Split(filter={}, dim_name="MB", num_microbatches=2), Checkpoint(filter={"PP": 0}),
                Order(filters=[bi(1, 0), bw(1, 0)])]  # fmt: skip
     dag = check_program(one, program)
     (again,) = [c for c in dag.of_type(Chunk) if "RECOMPUTED" in c.tags and c.tags["MB"] == 0]
@@ -256,7 +256,7 @@ def test_what_a_directive_lets_wait_for_the_whole_waits_for_both_halves() -> Non
 def test_halves_of_a_second_forward() -> None:
     """Both halves read the one second forward."""
     program = [Place(filter={}, devices=[0]), Split(filter={}, dim_name="MB", num_microbatches=2),
-               Order(filters=[bi(1, 0), bw(1, 0)]), Recompute(filter={"PP": 1})]  # fmt: skip
+               Order(filters=[bi(1, 0), bw(1, 0)]), Checkpoint(filter={"PP": 1})]  # fmt: skip
     dag = check_program(case(POOL[0], 8), program)
     second = [c for c in dag.of_type(Chunk) if "RECOMPUTED" in c.tags and c.tags["MB"] == 0]
     assert len(second) == 1 and {user.label for user in dag.users(second[0])} == {"BI[PP=1,MB=0]", "BW[PP=1,MB=0]"}

@@ -10,7 +10,7 @@ from typing import Any, ClassVar
 import pytest
 import torch
 
-from examples.custom_directive import Recompute
+from examples.custom_directive import Checkpoint
 from lightning_piper import verify
 from lightning_piper.capture.eager import Outcome
 from lightning_piper.directives import Directive, parse
@@ -252,7 +252,7 @@ class Twice(Directive):
     lame: bool = False
 
     def apply(self, dag: TrainingDAG) -> None:
-        Recompute(filter={}).apply(dag)
+        Checkpoint(filter={}).apply(dag)
         again = [chunk for chunk in dag.of_type(Chunk) if "RECOMPUTED" in chunk.tags]
         for chunk in again if self.lame else []:
             dag.change(chunk, slice=again[0].slice)

@@ -1,0 +1,73 @@
+"""`capture`: a module and one batch -> the code of its step, for any batch size."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import nn
+
+from lightning_piper.capture import _torch
+from lightning_piper.capture.batch import BatchSpec, flatten
+from lightning_piper.capture.forward import ForwardStep
+from lightning_piper.capture.reads import History
+from lightning_piper.capture.step import CapturedStep
+from lightning_piper.capture.trace import Step
+from lightning_piper.errors import CaptureError
+
+
+def capture(
+    module: nn.Module,
+    batch: Any,
+    device: torch.device | str = "cpu",
+    context: Callable[[], contextlib.AbstractContextManager[Any]] = contextlib.nullcontext,
+    name: str = "training_step",
+    dataloader_idx: int | None = None,
+    history: History | None = None,
+    whole_norms: bool = False,
+) -> CapturedStep:
+    """Capture a step of `module` for batches laid out like `batch`: `training_step` with its backward pass, any other one (such as
+    `validation_step`) without, in the modes (train or eval) that the submodules are in.
+
+    Args:
+        module: a LightningModule (anything with `training_step`); it is neither run with data nor changed.
+        batch: dicts, lists, tuples, dataclasses and objects that hold tensors, nested; or the spec of such batches.
+        device: device type on which the captured code will run.
+        context: entered around the step while it is traced, e.g. an autocast context.
+        name: of the method.
+        dataloader_idx: that it is given, if there are several loaders.
+        history: of earlier captures of the step.
+        whole_norms: all batch norms of a training step take the statistics of the whole batch, as those of `nn.SyncBatchNorm` do.
+
+    Raises:
+        CaptureError: the step cannot be captured; names the user's line. What the step itself raises stays what it is.
+    """
+    _torch.warn_if_newer_torch()
+    if getattr(type(module), name, None) is None:
+        raise CaptureError(f"{type(module).__name__} has no {name}; give a LightningModule that defines one")
+    batch_spec = batch if isinstance(batch, BatchSpec) else flatten(batch)[1]
+    if name == Step.name:
+        return CapturedStep(module, batch_spec, torch.device(device), context, history, whole_norms)
+    return CapturedForward(module, batch_spec, torch.device(device), context, name, dataloader_idx, history)
+
+
+class CapturedForward(CapturedStep):
+    """A step without a backward pass, e.g. `validation_step`.
+
+    Attributes:
+        dataloader_idx: that it is given, if there are several loaders.
+    """
+
+    def __init__(
+        self, module: nn.Module, batch_spec: BatchSpec, device: torch.device,
+        context: Callable[[], contextlib.AbstractContextManager[Any]], name: str, dataloader_idx: int | None,
+        history: History | None = None,
+    ) -> None:  # fmt: skip
+        super().__init__(module, batch_spec, device, context, history)
+        self.name, self.dataloader_idx = name, dataloader_idx
+
+    def _step(self, degrees: tuple[int, ...]) -> Step:
+        about = (self.name, self.dataloader_idx, self.reads, self._blocks)
+        return ForwardStep(self.module, self.batch_spec, self.context, degrees, *about)

@@ -1,0 +1,112 @@
+"""Which values of a region's forward pass its backward pass computes again, so that they are not kept."""
+
+from __future__ import annotations
+
+import fnmatch
+import operator
+from collections.abc import Callable, Collection, Mapping, Sequence
+
+import torch
+from torch.fx import Node
+
+from lightning_piper.capture import _torch
+from lightning_piper.capture.passes import Pass
+from lightning_piper.capture.regions import BORDERS
+from lightning_piper.errors import CaptureError
+from lightning_piper.ir.filters import describe, matches
+from lightning_piper.ir.recomputation import Recomputation
+from lightning_piper.ir.regions import PassKey, Region
+from lightning_piper.routing import ROUTE
+
+
+def computed_again(
+    region: Region, forward: Pass, backward: Pass, shared: Collection[Node], wanted: Sequence[Recomputation]
+) -> set[Node]:
+    """The nodes of a forward pass that its backward pass computes again, of what it would keep for it.
+
+    Args:
+        forward, backward: with what they read.
+        shared: nodes that every pass computes for itself.
+        wanted: what the user says; of several that select the region, the last one.
+    """
+    said = next((each for each in reversed(wanted) if matches(each.filter, region.tags)), None)
+    own = {node for node in forward.nodes if not _torch.is_random(node) and node.target not in (*BORDERS, ROUTE)}
+    waiting = [node for node in backward.reads if node in own]
+    if said is None or not waiting:
+        return set()
+    keeps = _keeps_by_name(said.keep) if isinstance(said.keep, tuple) else _keeps_by_budget(said, region, forward, backward, shared)
+    again: set[Node] = set()
+    while waiting:
+        node = waiting.pop()
+        if node in again or node not in own or keeps(node):
+            continue
+        if node.target is operator.getitem and node.all_input_nodes[0] not in own | set(shared):
+            continue  # of several results, which cannot be computed again
+        again.add(node)
+        waiting += [x for x in node.all_input_nodes if x in own]
+    return again
+
+
+def check_names(passes: Mapping[PassKey, Pass], regions: Sequence[Region], wanted: Sequence[Recomputation]) -> None:
+    """Each pattern names an operation of a region that is selected.
+
+    Raises:
+        CaptureError: it does not.
+    """
+    for said in wanted:
+        selected = [region for region in regions if matches(said.filter, region.tags) and (region.index, "F") in passes]
+        nodes = [node for region in selected for node in passes[region.index, "F"].nodes if node.target not in BORDERS]
+        names = {_name(node) for node in nodes}
+        for pattern in said.keep if isinstance(said.keep, tuple) and selected else ():
+            if not fnmatch.filter(names, pattern):
+                raise CaptureError(
+                    f"recompute of {describe(said.filter)}: keep has {pattern!r}, which names no operation of what is selected; "
+                    f"there are {', '.join(sorted(names))}"
+                )
+
+
+def _keeps_by_name(patterns: Sequence[str]) -> Callable[[Node], bool]:
+    return lambda node: any(fnmatch.fnmatchcase(_name(node), pattern) for pattern in patterns)
+
+
+def _name(node: Node) -> str:
+    """Of an operation, without its namespace and overload: `mm`. Of one of several results, that of the operation."""
+    if node.target is operator.getitem:
+        return _name(node.all_input_nodes[0])
+    return str(node.target).split(".")[1] if str(node.target).count(".") == 2 else node.name
+
+
+def _keeps_by_budget(
+    said: Recomputation, region: Region, forward: Pass, backward: Pass, shared: Collection[Node]
+) -> Callable[[Node], bool]:
+    if region.index not in said.chosen:
+        assert isinstance(said.keep, float)
+        said.chosen[region.index] = frozenset(node.name for node in _chosen(forward, backward, shared, said.keep))
+    names = said.chosen[region.index]
+    return lambda node: node.name in names
+
+
+def _chosen(forward: Pass, backward: Pass, shared: Collection[Node], budget: float) -> list[Node]:
+    """What torch's partitioner keeps of the region by itself: its forward and its backward pass, as one graph."""
+    graph = torch.fx.Graph()
+    env: dict[Node, Node] = {}
+    inside = {*forward.nodes, *backward.nodes}
+
+    def emit(node: Node) -> Node:
+        if node not in env:
+            if node in inside or node in shared:
+                for x in node.all_input_nodes:
+                    emit(x)
+                env[node] = graph.node_copy(node, env.__getitem__)
+            else:
+                env[node] = graph.placeholder(("tangents_" if _torch.is_backward(node) else "primals_") + node.name)
+                env[node].meta = dict(node.meta)
+        return env[node]
+
+    reads = [*forward.reads, *(node for node in backward.reads if node not in inside and node not in forward.reads)]
+    for node in sorted(reads, key=_torch.is_backward):
+        emit(node)
+    results = [[emit(node) for _, nodes in p.outputs for node in nodes] for p in (forward, backward)]
+    graph.output((*results[0], *results[1]))
+    back = {copied: node for node, copied in env.items()}
+    return [back[node] for node in _torch.saved_values(graph, len(results[0]), budget)]

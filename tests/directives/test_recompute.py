@@ -1,0 +1,185 @@
+"""Backward passes that compute again what forward passes would have kept."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import strategies as st
+
+import lightning_piper as piper
+from lightning_piper import Order, Place, Recompute, Replicate, Split, schedules
+from lightning_piper.errors import CaptureError, DirectiveError, VerificationError
+from lightning_piper.ir.nodes import Chunk
+from lightning_piper.ir.values import Kind
+from lightning_piper.testing import Case, directive_suite
+from tests.axes import EXPERTS, HEADS, columns, everywhere, sparse
+from tests.groups import marked
+from tests.ring import long, words
+from tests.strategy.test_tensors import PROGRAMS as DIVIDED
+from tests.tensors import decoder, far, fit, grid, tensors
+
+KEEP: dict[str, Any] = {"nothing": None, "products": ["*mm"], "half": 0.5, "inputs": 0.0, "fast": 1.0}
+ONE = Place(filter={}, devices=[0])
+TWO = Place(filter={}, devices=[0, 1])
+SPLIT = Split(filter={}, dim_name="MB", num_microbatches=2)
+
+
+def again(keep: Any = None, **chosen: Any) -> Recompute:
+    return Recompute(filter=chosen, keep=keep)
+
+
+def kept(dag: Any) -> int:
+    """Bytes that first forward passes hand to backward passes."""
+    first = {chunk.id for chunk in dag.of_type(Chunk) if chunk.kind == "F" and chunk.tags.get("PASS") != "R"}
+    backward = [chunk for chunk in dag.of_type(Chunk) if chunk.kind != "F"]
+    refs = {ref for chunk in backward for ref in chunk.inputs if ref[0] in first and dag.value(ref).kind == Kind.SAVED}
+    return sum(dag.value(ref).nbytes for ref in refs)
+
+
+def verified(module: Any, batch: Any, program: Any) -> None:
+    report = piper.verify(module, batch, program)
+    own = next(row for row in report.rows if row.name == "recompute")
+    assert report.verdict == "verified" and own.before.verdict == "bitwise equal", str(report)
+
+
+@pytest.mark.parametrize("name", KEEP)
+def test_it_keeps_less_and_makes_the_same_bits(name):
+    verified(decoder(), tensors(8), [ONE, SPLIT, again(KEEP[name])])
+    sizes = [kept(piper.compile(decoder(), tensors(8), [ONE, SPLIT, *more]).dag) for more in ([again(KEEP[name])], [])]
+    assert sizes[0] < sizes[1] * {"nothing": 0.01, "products": 0.75, "half": 0.6, "inputs": 0.55, "fast": 0.75}[name]
+
+
+def test_a_larger_fraction_keeps_more():
+    sizes = [kept(piper.compile(decoder(), tensors(8), [ONE, again(keep)]).dag) for keep in (0.0, 0.3, 0.6, 1.0)]
+    assert sizes == sorted(sizes) and len(set(sizes)) > 2
+
+
+@pytest.mark.parametrize("keep", [None, ["*mm"], 0.2], ids=str)
+def test_masks_are_drawn_alike(keep):
+    report = piper.verify(decoder(dropout=0.3), tensors(8), [ONE, again(keep)])
+    assert report.verdict == "verified" and report.rows[-1].single.verdict == "bitwise equal"
+
+
+BW = [{"LAYER": 1, "MB": 0, "PASS": part} for part in ("BI", "BW")]
+PROGRAMS: dict[str, list[Any]] = {
+    **{
+        f"{place} {level}": [TWO, SPLIT, *((again(), replicas) if place == "before" else (replicas, again()))]
+        for level in ("shard_optimizer", "shard_grads", "shard_params")
+        for place, replicas in (
+            (place, Replicate(filter={}, devices=[0, 1], **{level: True}))
+            for place in ("before", "behind")  # type: ignore[arg-type]
+        )
+    },
+    "halves": [ONE, SPLIT, again(LAYER=1), Order(filters=BW)],
+    "halves first": [ONE, SPLIT, Order(filters=BW), again(LAYER=1)],
+    "one microbatch": [ONE, SPLIT, again(LAYER=1, MB=0)],
+    "columns": [*DIVIDED["two"], again()],
+    "sequences": [*DIVIDED["sequence"][:-1], again(), DIVIDED["sequence"][-1]],
+    "axes": [*DIVIDED["axes"], again()],
+}
+
+
+@pytest.mark.parametrize("name", marked(PROGRAMS, ["behind shard_params", "halves first", "sequences", "axes"]))
+@pytest.mark.parametrize("keep", marked({"None": None, "*mm": ["*mm"], "0.3": 0.3}, ["None", "0.3"]))
+def test_it_goes_with_all_else(name, keep):
+    wanted = {"None": None, "*mm": ["*mm"], "0.3": 0.3}[keep]
+    if wanted is not None and name == "one microbatch":
+        return  # refused; see below
+    program = [Recompute(filter=each.filter, keep=wanted) if isinstance(each, Recompute) else each for each in PROGRAMS[name]]
+    verified(decoder(), tensors(8), program)
+
+
+@pytest.mark.parametrize("keep", [None, 0.3], ids=str)
+def test_experts_get_their_tokens_once(keep):
+    program = [grid(ep=2, tp=2), columns(params=HEADS), EXPERTS, everywhere(4, shard_params=True), again(keep)]
+    verified(sparse(), tensors(8), program)
+    exchanges = [
+        sum(node.label.startswith("alltoall") for node in piper.compile(sparse(), tensors(8), each).dag.nodes.values())
+        for each in (program, program[:-1])
+    ]
+    assert exchanges[0] == exchanges[1] > 0
+
+
+@pytest.mark.parametrize("schedule", marked(["gpipe", "one_f_one_b", "zero_bubble"], ["zero_bubble"]))
+def test_stages_recompute_when_their_gradient_is_there(schedule):
+    program = [*getattr(schedules, schedule)(stages=2, microbatches=4), again(PP=0)]
+    verified(long(), words(), program)
+    dag = piper.compile(long(), words(), program).dag
+    for second in (chunk for chunk in dag.of_type(Chunk) if chunk.tags.get("PASS") == "R"):
+        (backward, *_) = dag.users(second)
+        awaited = {ref[0] for ref in backward.inputs} - {second.id}
+        assert awaited and awaited <= set(dag.graph.predecessors(second.id))
+
+
+def test_an_order_may_name_second_passes():
+    """Before the gradient is there, for instance; but not against the data."""
+    second = {"LAYER": 1, "MB": 0, "PASS": "R"}
+    verified(decoder(), tensors(8), [ONE, SPLIT, again(LAYER=1), Order(filters=[second, {"LAYER": 1, "MB": 1, "PASS": "B"}])])
+    with pytest.raises(DirectiveError, match=r"R\[LAYER=1,MB=0\]@0 -> \(data\) B\[LAYER=1,MB=0\]"):
+        piper.compile(decoder(), tensors(8), [ONE, SPLIT, again(LAYER=1), Order(filters=[{**second, "PASS": "B"}, second])])
+
+
+def test_a_second_pass_of_other_samples_is_found(monkeypatch):
+    def lame(self: Any, dag: Any) -> None:
+        original(self, dag)
+        seconds = [chunk for chunk in dag.of_type(Chunk) if chunk.tags.get("PASS") == "R"]
+        dag.change(seconds[0], slice=seconds[1].slice)
+
+    original = Recompute.apply
+    monkeypatch.setattr(Recompute, "apply", lame)
+    with pytest.raises(VerificationError):
+        piper.compile(decoder(), tensors(8), [ONE, SPLIT, again(LAYER=1)])
+
+
+@pytest.mark.parametrize("keep", [None, ["*mm", "*attention*"], 0.2], ids=str)
+def test_trainings_are_those_of_one_device(keep):
+    module, other, less = decoder(), decoder(), decoder()
+    options: dict[str, Any] = {"gradient_clip_val": 0.05, "accumulate_grad_batches": 2}
+    program = [TWO, again(keep), Replicate(filter={}, devices=[0, 1], shard_params=True)]
+    fit(module, piper.PiperStrategy(program, transport="local"), max_epochs=2, **options)
+    fit(other, "auto", max_epochs=2, **options)
+    fit(less, "auto", max_epochs=1, **options)
+    assert far(module, other) < 1e-12 < 1e-6 < far(less, other)
+
+
+@pytest.mark.parametrize(
+    "fields, expected",
+    [
+        ({"keep": 1.5}, "give patterns of names of operations, or a fraction between 0 and 1"),
+        ({"keep": float("nan")}, "fraction between 0 and 1"),
+        ({"keep": []}, "leave it out to keep nothing"),
+        ({"keep": [3]}, "give patterns"),
+        ({"keep": True}, "give patterns"),
+        ({"filter": {"LAYER": 9}}, "LAYER"),
+        ({"filter": {"LAYER": 1, "MB": 0}, "keep": 0.5}, "runs the same code as others of its region"),
+    ],
+)
+def test_what_is_wrong_is_refused(fields, expected):
+    with pytest.raises(DirectiveError, match=expected):
+        piper.compile(decoder(), tensors(8), [ONE, SPLIT, Recompute(**{"filter": {}, **fields})])
+
+
+def test_names_of_no_operation_are_refused():
+    with pytest.raises(CaptureError, match=r"keep has 'mul_mat', which names no operation of what is selected; there are .*mm"):
+        piper.compile(decoder(), tensors(8), [ONE, again(["mul_mat"])])
+
+
+def test_a_region_is_recomputed_once():
+    with pytest.raises(DirectiveError, match=r"B\[LAYER=1\] is served by R\[LAYER=1\] already"):
+        piper.compile(decoder(), tensors(8), [ONE, again(LAYER=1), again(LAYER=[1, 2])])
+
+
+def recomputes(case: Case, dag: Any) -> st.SearchStrategy[Recompute]:
+    stages = sorted({chunk.tags["PP"] for chunk in dag.of_type(Chunk) if "PP" in chunk.tags}, key=str)
+    filters = st.sampled_from([{}, *({"PP": stage} for stage in stages)])
+    return st.builds(lambda chosen, keep: Recompute(filter=chosen, keep=keep), filters, st.sampled_from([None, 0.0, 0.5]))
+
+
+TestRecompute = directive_suite(Recompute, recomputes)
+
+
+def test_it_trains_in_single_precision_too():
+    torch.manual_seed(0)
+    assert piper.verify(decoder().float(), tensors(8), [ONE, again(0.3)]).verdict == "verified"
