@@ -49,11 +49,13 @@ class Changes:
                 return x
         if (source := self._seen_through(x, wanted)) is not None:
             return self._changed_before(x, source, wanted, reader)
-        runs = sum(isinstance(p, Shard) and p.blocks > 1 for p in (self.held[x], wanted))
-        if runs == 2 and not is_shift(self.held[x], wanted):
-            return self._changed_by_whole(x, wanted, reader)
+        parts = [p for p in (self.held[x], wanted) if isinstance(p, Shard)]
+        runs = [p.blocks for p in parts if p.blocks > 1]
         if runs and not is_shift(self.held[x], wanted):
-            return self._changed_in_runs(x, wanted, reader)
+            # Whole runs of a dimension are parts of it where members can have as many of them each.
+            along = len({p.dim for p in parts}) < len(parts)
+            by_whole = len(runs) == 2 or (along and runs[0] % self.degree)
+            return (self._changed_by_whole if by_whole else self._changed_in_runs)(x, wanted, reader)
         here, key = has_place(x), self._key(x, wanted, reader)
         if key not in self._made:
             at = self._before(x, reader) if not here and _torch.is_backward(reader) else reader

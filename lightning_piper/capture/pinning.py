@@ -19,7 +19,7 @@ def pinning(graph: Graph, values: Mapping[str, Shard]) -> Callable[[Node], Shard
     """A function that gives how a value is divided by what the first pattern that names its region says; None if it is not.
 
     Of values with fewer dimensions than others that the pattern names, the last one is none of positions: tokens
-    [n * length, features] beside [n, length, features].
+    [n * length, features] beside [n, length, features]. Nor is one of a single element, as of masks [n, 1, length, length].
     """
     ranks: dict[str, int] = defaultdict(int)
     for node in graph.nodes if values else ():
@@ -33,7 +33,8 @@ def pinning(graph: Graph, values: Mapping[str, Shard]) -> Callable[[Node], Shard
         rank, label = len(shape_of(node)), label_of(node)
         for pattern, part in values.items():
             if fnmatch.fnmatchcase(label, pattern):
-                return part if part.dim < rank - (rank < most[pattern]) else None
+                there = part.dim < rank - (rank < most[pattern]) and shape_of(node)[part.dim] > 1
+                return part if there else None
         return None
 
     return pinned

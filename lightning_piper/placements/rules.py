@@ -47,10 +47,11 @@ def rules_for(node: Node, degree: int, blocks: Collection[int] = ()) -> list[Rul
 
 
 def _in_blocks(rule: Rule, count: int) -> Rule:
-    """The same for parts of each of so many runs: along what is divided, an operation does the same everywhere, or sums."""
+    """The same for parts of each of so many runs: along what is divided, an operation does the same everywhere, or sums, or puts
+    runs beside each other."""
 
     def blocked(placement: Placement | None) -> Placement | None:
-        return replace(placement, blocks=count) if isinstance(placement, Shard) else placement
+        return replace(placement, blocks=placement.blocks * count) if isinstance(placement, Shard) else placement
 
     return Rule(tuple(blocked(p) or R for p in rule.inputs), tuple(map(blocked, rule.outputs)))
 
@@ -218,7 +219,7 @@ def _cat(node: Node) -> Iterator[Rule]:
     along = int(argument(node, 1, 0)) % rank
     alone = sum(math.prod(shape) > 0 for shape in shapes) == 1  # nothing is added to it, as to keys by a cache that is new
     for d in range(rank):
-        if alone:
+        if alone and d == along:
             yield Rule(tuple(Shard(d) if math.prod(shape) else R for shape in shapes), (Shard(d),))
         elif d != along:  # an empty vector may stand among tensors of any rank
             yield Rule(tuple(Shard(d) if len(shape) == rank else R for shape in shapes), (Shard(d),))

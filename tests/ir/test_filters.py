@@ -64,7 +64,7 @@ def test_the_empty_filter_selects_everything(experts: TrainingDAG) -> None:
         ({"PP": "1"}, "tag 'PP' has '1'"),
         ({"PP": None}, "tag 'PP' has None"),
         ({"PP": [0, "*"]}, r"tag 'PP' has '\*'"),
-        ({"PASS": "Bi"}, r"PASS 'Bi' is unknown; accepted are F, B, BI, BW and '\*'"),
+        ({"PASS": "Bi"}, r"PASS 'Bi' is unknown; accepted are F, B, BI, BW, R and '\*'"),
         ({"PASS": 0}, "PASS 0 is unknown"),
         ({"PASS": "-"}, "PASS '-' is unknown"),
     ],
