@@ -45,8 +45,9 @@ class Sparse(nn.Module):
 
 
 class SparseDecoder(L.LightningModule):
-    def __init__(self) -> None:
+    def __init__(self, label_smoothing: float = 0.0) -> None:
         super().__init__()
+        self.label_smoothing = label_smoothing
         self.embed, self.head = nn.Embedding(WORDS, DIM), nn.Linear(DIM, WORDS, bias=False)
         self.attentions, self.mixed = nn.ModuleList(Attention(4) for _ in range(2)), nn.ModuleList(Sparse() for _ in range(2))
         self.norms = nn.ModuleList(nn.RMSNorm(DIM) for _ in range(4))
@@ -59,16 +60,16 @@ class SparseDecoder(L.LightningModule):
                 x = x + self.attentions[layer](self.norms[2 * layer](x))
                 x = x + self.mixed[layer](self.norms[2 * layer + 1](x))
                 if layer:
-                    return F.cross_entropy(self.head(x).flatten(0, 1), target.flatten())
+                    return F.cross_entropy(self.head(x).flatten(0, 1), target.flatten(), label_smoothing=self.label_smoothing)
         raise AssertionError
 
     def configure_optimizers(self) -> Any:
         return torch.optim.AdamW(self.parameters(), lr=1e-2)
 
 
-def sparse() -> SparseDecoder:
+def sparse(**options: Any) -> SparseDecoder:
     torch.manual_seed(0)
-    return SparseDecoder().double()
+    return SparseDecoder(**options).double()
 
 
 HEADS = {"*.q.weight": 0, "*.k.weight": 0, "*.v.weight": 0, "*.out.weight": 1}

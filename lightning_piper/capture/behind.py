@@ -12,6 +12,9 @@ from lightning_piper.annotate import META_KEY
 from lightning_piper.capture import _torch
 from lightning_piper.placements.changing import CHANGE
 
+aten = torch.ops.aten
+VIEWED = {aten.view.default, aten._unsafe_view.default, aten.alias.default}
+
 
 def behind_changes(
     forward: list[Node], backward: list[Node], shared: Collection[Node]
@@ -57,5 +60,7 @@ def behind_changes(
 
 
 def _merges(node: Node) -> bool:
-    """Does it add gradients of a value that is used twice?"""
-    return node.target is torch.ops.aten.add.Tensor and META_KEY not in node.meta.get("custom", {})
+    """Does it add gradients of a value that is used twice, or is it a view of one of them?"""
+    if META_KEY in node.meta.get("custom", {}):
+        return False
+    return node.target is aten.add.Tensor or (node.target in VIEWED and bool(node.users) and all(map(_merges, node.users)))

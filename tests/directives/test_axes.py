@@ -162,6 +162,13 @@ def test_experts_and_tensors_are_divided_together(name):
     assert report.verdict == "verified" and all(row.single.verdict != "differs" for row in report.rows)
 
 
+def test_losses_with_several_terms_are_computed_outside_of_experts():
+    """Gradients of scores are merged where parts of sequences begin."""
+    program = [*ROUTED["parts of sequences"][:1], sequences("ring"), *ROUTED["parts of sequences"][2:]]
+    report = piper.verify(sparse(label_smoothing=0.1), tensors(8), program)
+    assert report.verdict == "verified" and all(row.single.verdict != "differs" for row in report.rows)
+
+
 def test_experts_are_owned_along_their_axis_and_tokens_travel_along_it():
     dag = piper.compile(sparse(), tensors(8), ROUTED["zero3"]).dag
     assert dag.spec_of("mixed.0.up").shape == (2, 16, 8) and dag.spec_of("attentions.0.q.weight").shape == (4, 8)
