@@ -94,6 +94,23 @@ def test_models_of_hugging_face(kind):
     assert piper.verify(Model(model), batch, program).verdict == "verified"
 
 
+@pytest.mark.long
+@pytest.mark.parametrize("kind", ["Phi3", "Gemma2", "Bloom", "GptOss"])
+def test_masks_and_positions_of_models_of_hugging_face_are_no_sequences(kind):
+    """Masks and biases of one head, and parts of heads that have no positions, are beside sequences."""
+    found = pytest.importorskip("transformers")
+    torch.manual_seed(0)
+    about: dict[str, Any] = SIZES | {"num_key_value_heads": 2}
+    own = {"Phi3": {"pad_token_id": 0}, "Gemma2": {"head_dim": 4}, "GptOss": {"head_dim": 4, "num_local_experts": 4}}
+    about |= own.get(kind, {})
+    if kind == "Bloom":
+        about = {"vocab_size": 32, "hidden_size": 16, "n_layer": 2, "n_head": 4, "hidden_dropout": 0.0, "attention_dropout": 0.0}
+    model = Model(getattr(found, f"{kind}ForCausalLM")(getattr(found, f"{kind}Config")(**about)))
+    words = torch.randint(1, 32, (4, 8))
+    batch = {"input_ids": words, "labels": words.clone()}
+    assert piper.verify(model, batch, piper.tensor_parallel(model, batch, 2, sequence=True)).verdict == "verified"
+
+
 def test_keys_go_round_in_models_of_hugging_face():
     """A cache that is new adds nothing to them, so it does not gather them."""
     found = pytest.importorskip("transformers")
