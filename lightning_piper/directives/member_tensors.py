@@ -69,7 +69,7 @@ def _part(said: int | Sequence[int]) -> Part:
 def divided_step(directive: Shard, step: Step, program: Sequence[Directive]) -> Step:
     """The step, cut for all directives that divide tensors, by the last one of them."""
     divisions = []
-    blocks_of(directive, program)  # refuses axes that are named twice
+    _axes_of(directive, program)
     for other in _dividing(program):
         degree = len(lines_of(other, program)[0])
         if degree < 2:
@@ -101,10 +101,15 @@ def _check_together(directive: Shard, divisions: Sequence[Division]) -> None:
 
 def blocks_of(directive: Shard, program: Sequence[Directive]) -> list[tuple[int, ...]]:
     """The devices that work on the same samples, of all groups: blocks along all axes along which a program divides tensors."""
+    return lines_of(directive, program, _axes_of(directive, program))
+
+
+def _axes_of(directive: Shard, program: Sequence[Directive]) -> list[str]:
+    """Along which a program divides tensors; each by one directive."""
     axes = [other.axis for other in _dividing(program)]
     if axes.count(directive.axis) > 1:
         directive.refuse("axis", f"several directives divide tensors along {directive.axis!r}", "say all in one directive")
-    return lines_of(directive, program, axes)
+    return axes
 
 
 def lines_of(directive: Shard, program: Sequence[Directive], axes: Sequence[str] = ()) -> list[tuple[int, ...]]:
