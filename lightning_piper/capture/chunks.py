@@ -218,7 +218,7 @@ def _connect(
         p.reads = reads_of(p.nodes, p.outputs, placed.shared)
         if kind == "B":
             again = computed_again(placed.regions[region], passes[region, "F"], p, placed.shared, recomputed)
-            shared[region] = placed.shared | again
+            shared[region] = placed.shared | again if again else placed.shared
             p.reads = reads_of(p.nodes, p.outputs, shared[region]) if again else p.reads
         for node in p.reads:
             if kind == "B" and _saved_by(node, region, passes, placed, state):

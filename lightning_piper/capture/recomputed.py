@@ -30,9 +30,11 @@ def computed_again(
         wanted: what the user says; of several that select the region, the last one.
     """
     said = next((each for each in reversed(wanted) if matches(each.filter, region.tags)), None)
+    if said is None:
+        return set()
     own = {node for node in forward.nodes if not _torch.is_random(node) and node.target not in (*BORDERS, ROUTE)}
     waiting = [node for node in backward.reads if node in own]
-    if said is None or not waiting:
+    if not waiting:
         return set()
     keeps = _keeps_by_name(said.keep) if isinstance(said.keep, tuple) else _keeps_by_budget(said, region, forward, backward, shared)
     again: set[Node] = set()
@@ -40,7 +42,7 @@ def computed_again(
         node = waiting.pop()
         if node in again or node not in own or keeps(node):
             continue
-        if node.target is operator.getitem and node.all_input_nodes[0] not in own | set(shared):
+        if node.target is operator.getitem and not (node.all_input_nodes[0] in own or node.all_input_nodes[0] in shared):
             continue  # of several results, which cannot be computed again
         again.add(node)
         waiting += [x for x in node.all_input_nodes if x in own]
