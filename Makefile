@@ -34,21 +34,23 @@ demo: $(INSTALLED)
 # kinds that are here.
 test: $(INSTALLED)
 	@$(if $(COVERAGE),rm -rf build/coverage)
-	@$(MAKE) -j3 $(if $(filter output-sync,$(.FEATURES)),--output-sync=target) --no-print-directory lint test-processes test-others
+	@$(MAKE) -j3 $(SYNCED) --no-print-directory lint test-processes test-others
 	@$(if $(COVERAGE),$(BIN)/python -m coverage combine --quiet && $(BIN)/python -m coverage report)
 
 # With COVERAGE=1 the tests are measured, which makes them slower by about a half.
 MEASURED := $(if $(COVERAGE),-m coverage run)
 PROCESSES := tests/strategy tests/distributed property_tests/mutations
+MARKED := not long
+SYNCED := $(if $(filter output-sync,$(.FEATURES)),--output-sync=target)
 
 test-processes:
-	$(BIN)/python $(MEASURED) -m pytest -m "not long" $(PROCESSES)
+	$(BIN)/python $(MEASURED) -m pytest -m "$(MARKED)" $(PROCESSES)
 
 test-others:
-	$(BIN)/python $(MEASURED) -m pytest -m "not long" $(foreach folder,$(PROCESSES),--ignore $(folder))
+	$(BIN)/python $(MEASURED) -m pytest -m "$(MARKED)" $(foreach folder,$(PROCESSES),--ignore $(folder))
 
 test-long: $(INSTALLED)
-	$(BIN)/python -m pytest -m long
+	@$(MAKE) -j2 $(SYNCED) --no-print-directory test-processes test-others MARKED=long
 
 coverage:
 	@$(MAKE) --no-print-directory test COVERAGE=1

@@ -44,7 +44,7 @@ def check_tensors(directive: Shard) -> None:
         if given is None:
             continue
         if not isinstance(given, Mapping) or not all(isinstance(k, str) and _is_placement(v) for k, v in given.items()):
-            directive.refuse(field, shown(given), 'give names, or patterns, with dimensions: {"*.q_proj.weight": 0}')
+            directive.refuse(field, shown(given), 'give names, or patterns, with dimensions counted from 0: {"*.q_proj.weight": 0}')
     if directive.attention not in (None, "keys", "heads", "ring"):
         directive.refuse("attention", shown(directive.attention), "give 'keys', 'heads' or 'ring'")
     if directive.attention is not None and directive.values is None:
