@@ -50,13 +50,13 @@ def computed_again(
 
 
 def check_names(passes: Mapping[PassKey, Pass], regions: Sequence[Region], wanted: Sequence[Recomputation]) -> None:
-    """Each pattern names an operation of a region that is selected.
+    """Each pattern names an operation of a region that is selected, if the step has a backward pass.
 
     Raises:
         CaptureError: it does not.
     """
     for said in wanted:
-        selected = [region for region in regions if matches(said.filter, region.tags) and (region.index, "F") in passes]
+        selected = [region for region in regions if matches(said.filter, region.tags) and passes[region.index, "B"].nodes]
         nodes = [node for region in selected for node in passes[region.index, "F"].nodes if node.target not in BORDERS]
         names = {_name(node) for node in nodes}
         for pattern in said.keep if isinstance(said.keep, tuple) and selected else ():

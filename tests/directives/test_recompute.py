@@ -18,7 +18,7 @@ from tests.axes import EXPERTS, HEADS, columns, everywhere, sparse
 from tests.groups import marked
 from tests.ring import long, words
 from tests.strategy.test_tensors import PROGRAMS as DIVIDED
-from tests.tensors import decoder, far, fit, grid, tensors
+from tests.tensors import Decoder, decoder, far, fit, grid, tensors
 
 KEEP: dict[str, Any] = {"nothing": None, "products": ["*mm"], "half": 0.5, "inputs": 0.0, "fast": 1.0}
 ONE = Place(filter={}, devices=[0])
@@ -164,6 +164,19 @@ def test_what_is_wrong_is_refused(fields, expected):
 def test_names_of_no_operation_are_refused():
     with pytest.raises(CaptureError, match=r"keep has 'mul_mat', which names no operation of what is selected; there are .*mm"):
         piper.compile(decoder(), tensors(8), [ONE, again(["mul_mat"])])
+
+
+class Scoring(Decoder):
+    def validation_step(self, batch: Any, batch_idx: int) -> None:
+        with piper.annotate("LAYER", 1):
+            self.log("scores", self.embed(batch[0]).sum())
+
+
+def test_validation_has_operations_of_its_own():
+    torch.manual_seed(0)
+    module = Scoring().double()
+    trainer = fit(module, piper.PiperStrategy([ONE, again(["*mm"], LAYER=1)], transport="local"), max_epochs=1)
+    assert "scores" in trainer.callback_metrics
 
 
 def test_a_region_is_recomputed_once():
