@@ -15,7 +15,7 @@ from lightning_piper.capture.extract import extract
 from lightning_piper.capture.metric_objects import object_of, uncopied
 from lightning_piper.capture.passes import Names, OutputRef, Pass, reads_of
 from lightning_piper.capture.recomputed import check_names, computed_again
-from lightning_piper.capture.regions import BORDERS, Assignment, assign, gradient_terms, source_line
+from lightning_piper.capture.regions import BORDERS, Assignment, assign, gradient_terms, own_line
 from lightning_piper.capture.row_independence import refuse_row_dependence
 from lightning_piper.capture.rows import refuse_joined_rows, routed_of, rows_of
 from lightning_piper.capture.weighing import Weighed
@@ -104,10 +104,8 @@ def _refuse_read_terms(placed: Assignment) -> None:
         for user in [x for x in node.users if x.target is not CHANGE] if node.target in BORDERS else ():
             here = user in placed.of and placed.of[user] == placed.of[node] and _torch.is_backward(user) == _torch.is_backward(node)
             if here or user.op == "output":
-                raise CaptureError(
-                    f"{source_line(node)}: a sum over the whole batch is handed out, or read by what makes its terms; compute "
-                    "with it first"
-                )
+                what = "a sum over the whole batch" if node.target is TOTAL else f"what members of {node.args[1]!r} exchange"
+                raise CaptureError(f"{own_line(node)}: {what} is handed out, or read by what makes it; compute with it first")
 
 
 def _results(
