@@ -321,16 +321,17 @@ def is_random(node: torch.fx.Node) -> bool:
     return True
 
 
-def saved_values(graph: torch.fx.Graph, results: int, budget: float) -> list[torch.fx.Node]:
+def saved_values(graph: torch.fx.Graph, constants: nn.Module | None, results: int, budget: float) -> list[torch.fx.Node]:
     """What a forward pass keeps for the backward pass behind it, by the min-cut partitioner.
 
     Args:
         graph: of both; placeholders that the backward pass alone takes have "tangents" in their names.
+        constants: holds the tensors that it has as attributes.
         results: how many of its outputs are those of the forward pass.
         budget: see `Recompute.keep`.
     """
     far = 10**9  # as the partitioner has it
-    info = classify_nodes(torch.fx.GraphModule(torch.nn.Module(), graph), [], results)
+    info = classify_nodes(torch.fx.GraphModule(constants or nn.Module(), graph), [], results)
     if not info.inputs:  # there is nothing else that could be kept
         return list(info.required_fw_nodes)
     for node in reversed(graph.nodes):

@@ -58,7 +58,7 @@ def check_names(passes: Mapping[PassKey, Pass], regions: Sequence[Region], wante
     for said in wanted:
         selected = [region for region in regions if matches(said.filter, region.tags) and passes[region.index, "B"].nodes]
         nodes = [node for region in selected for node in passes[region.index, "F"].nodes if node.target not in BORDERS]
-        names = {_name(node) for node in nodes}
+        names = {_name(node) for node in nodes if node.op == "call_function"}
         for pattern in said.keep if isinstance(said.keep, tuple) and selected else ():
             if not fnmatch.filter(names, pattern):
                 raise CaptureError(
@@ -111,4 +111,5 @@ def _chosen(forward: Pass, backward: Pass, shared: Collection[Node], budget: flo
     results = [[emit(node) for _, nodes in p.outputs for node in nodes] for p in (forward, backward)]
     graph.output((*results[0], *results[1]))
     back = {copied: node for node, copied in env.items()}
-    return [back[node] for node in _torch.saved_values(graph, len(results[0]), budget)]
+    constants = forward.nodes[0].graph.owning_module
+    return [back[node] for node in _torch.saved_values(graph, constants, len(results[0]), budget)]

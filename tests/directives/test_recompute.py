@@ -166,6 +166,24 @@ def test_names_of_no_operation_are_refused():
         piper.compile(decoder(), tensors(8), [ONE, again(["mul_mat"])])
 
 
+class Scaled(Decoder):
+    """Makes a tensor of Python numbers."""
+
+    def loss_of(self, batch: Any) -> Any:
+        with piper.annotate("LAYER", 1):
+            x = (self.embed(batch[0]) * torch.tensor([1.0, 2.0] * 4, dtype=torch.float64)).tanh().exp()
+        with piper.annotate("LAYER", 2):
+            return self.head(x).logsumexp(-1).mean()
+
+
+@pytest.mark.parametrize("keep", [["*mm"], 0.0, 0.5], ids=str)
+def test_constants_are_there_again(keep):
+    torch.manual_seed(0)
+    module = Scaled().double().requires_grad_(False)
+    module.embed.requires_grad_(True), module.head.requires_grad_(True)  # the rest is not used
+    assert piper.verify(module, tensors(8), [ONE, again(keep)]).verdict == "verified"
+
+
 class Scoring(Decoder):
     def validation_step(self, batch: Any, batch_idx: int) -> None:
         with piper.annotate("LAYER", 1):
