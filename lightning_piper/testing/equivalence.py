@@ -78,7 +78,7 @@ def run_plans(case: Case, dag: TrainingDAG) -> Outcome:
     transport = LocalTransport(plans)
     ordered = [plans[d] for d in sorted(plans)]
     executors = [
-        Executor(plan, case.step, case.tensors, buffers, transport, device, shards_of(plan, case.tensors, device))
+        Executor(plan, dag.step, case.tensors, buffers, transport, device, shards_of(plan, case.tensors, device))
         for plan in ordered
     ]
     results = run_local(executors, case.leaves, seed=0, scale=1.0)
