@@ -66,12 +66,11 @@ class Recompute(Directive):
 
     def apply(self, dag: TrainingDAG) -> None:
         chosen = {(chunk.region, chunk.slice) for chunk in self.select(dag, "filter", self.filter)}
-        backward = [chunk for chunk in dag.of_type(Chunk) if chunk.kind != "F" and (chunk.region, chunk.slice) in chosen]
         if self.keep is not None:
             self._check_whole(dag, chosen)
             return
         second: dict[int, Chunk] = {}  # of each forward
-        for chunk in backward:
+        for chunk in [c for c in dag.of_type(Chunk) if c.kind != "F" and (c.region, c.slice) in chosen]:
             self._recompute(dag, chunk, second)
         if not second:
             self.refuse("filter", "no backward pass of what it selects reads anything that is kept", "select a region that trains")
@@ -81,7 +80,7 @@ class Recompute(Directive):
             forward = dag.nodes[ref[0]]
             if not isinstance(forward, Chunk) or forward.kind != "F" or dag.value(ref).kind != Kind.SAVED:
                 continue
-            if forward.tags.get("PASS") == AGAIN and forward.id not in {again.id for again in second.values()}:
+            if forward.tags.get("PASS") == AGAIN:
                 self.refuse("filter", f"{backward.label} is served by {forward.label} already", "recompute each region once")
             if forward.id not in second:
                 again = second[forward.id] = dag.duplicate(forward)
