@@ -18,7 +18,7 @@ ROOMS = [
     "limits", "errors", "either_lightning", "regular", "reading", "routing", "totals", "batch_norms", "grouped", "averages",
     "ir", "placements", "annotate", "capture", "huggingface", "ops",
     "directives", "schedules", "plan", "passes", "verify",
-    "runtime", "simulate", "viz", "compiler", "tensor_parallel",
+    "runtime", "simulate", "viz", "compiler", "tensor_parallel", "search",
     "profile", "processes", "holdings", "checkpoint", "session", "strategy", "cli", "testing",
     "lightning_piper",
 ]  # fmt: skip
