@@ -29,8 +29,8 @@ class Hardware:
     flops: Mapping[str, float]
     bandwidth: float
     links: tuple[tuple[int, Link], ...]
-    host: Link = Link()
-    host_memory: int = 0
+    host: Link
+    host_memory: int
     efficiency: float = 1.0
 
     def link(self, first: int, last: int) -> Link:
