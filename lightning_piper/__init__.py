@@ -4,7 +4,7 @@ from lightning_piper import schedules
 from lightning_piper.annotate import annotate, annotate_modules
 from lightning_piper.averages import mean
 from lightning_piper.compiler import Compiled, compile, verify
-from lightning_piper.directives import Directive, Order, Place, Recompute, Replicate, Shard, Split, register
+from lightning_piper.directives import Directive, Offload, Order, Place, Recompute, Replicate, Shard, Split, register
 from lightning_piper.errors import CaptureError, DirectiveError, ExecutionError, PiperError, VerificationError
 from lightning_piper.grouped import grouped_linear
 from lightning_piper.profile import PiperProfiler, Schedule
@@ -18,6 +18,7 @@ __all__ = [
     "Directive",
     "DirectiveError",
     "ExecutionError",
+    "Offload",
     "Order",
     "PiperError",
     "PiperProfiler",

@@ -1,6 +1,7 @@
 """Directives: each file is one rewrite of the training DAG with its fields and its checks."""
 
 from lightning_piper.directives.base import Directive, known, register
+from lightning_piper.directives.offload import Offload
 from lightning_piper.directives.order import Order
 from lightning_piper.directives.place import Place
 from lightning_piper.directives.program import Program, parse, replicas_of, to_json
@@ -11,6 +12,7 @@ from lightning_piper.directives.split import Split, accumulating
 
 __all__ = [
     "Directive",
+    "Offload",
     "Order",
     "Place",
     "Program",

@@ -21,7 +21,7 @@ class Turn(Enum):
     """When a node comes in the one order of the whole step, of those that could come next (`plan.order`)."""
 
     FIRST = "before everything else: it reads nothing"
-    AHEAD = "during the chunk before the one that reads it: it waits for nothing in the step"
+    AHEAD = "some chunks before the one that reads it (`Node.ahead`): what it waits for is there long before"
     AT_ONCE = "before all others, what most chunks wait for first: communication that chunks wait for"
     WHEN_NEEDED = "at once if a chunk waits for it, else with the bookkeeping: sums over members"
     SOON = "before the next chunk: bookkeeping"
@@ -49,6 +49,7 @@ class Node:
     What a kind of node is to the rest of the system:
 
     turn: when it comes in the global order.
+    ahead: how many chunks before its first reader it is issued, where its turn is `AHEAD`.
     communicates: it moves data between devices.
     moves: it hands on what it reads, unchanged.
     sums: it sums what its members hold of a bucket, over replicas.
@@ -58,6 +59,7 @@ class Node:
     """
 
     turn: ClassVar[Turn] = Turn.SOON
+    ahead: ClassVar[int] = 1
     communicates: ClassVar[bool] = False
     moves: ClassVar[bool] = False
     sums: ClassVar[bool] = False

@@ -10,6 +10,7 @@ from lightning_piper.ops.build import build_dag, chain_state
 from lightning_piper.ops.chunk import make_chunk
 from lightning_piper.ops.facts import Facts
 from lightning_piper.ops.gather import AllGather, Parameters
+from lightning_piper.ops.host import Fetch, Store
 from lightning_piper.ops.instruction import Collective, Instruction, Read
 from lightning_piper.ops.metrics import Metrics, MetricsSum, Report
 from lightning_piper.ops.order import Barrier
@@ -36,6 +37,7 @@ __all__ = [
     "Cut",
     "Exchange",
     "Facts",
+    "Fetch",
     "Instruction",
     "Metrics",
     "MetricsSum",
@@ -50,6 +52,7 @@ __all__ = [
     "Report",
     "Result",
     "Send",
+    "Store",
     "Total",
     "Update",
     "build_dag",

@@ -10,6 +10,7 @@ from dataclasses import dataclass
 from typing import ClassVar
 
 from lightning_piper.ir.buckets import Bucket
+from lightning_piper.ir.values import TensorSpec
 
 Channel = tuple[int, int]  # (sending device, receiving device)
 Group = tuple[tuple[int, ...], str]  # devices that communicate together, on a logical stream: one communicator
@@ -33,6 +34,8 @@ class Instruction:
     Attributes:
         op: the operation, in texts, figures and recordings.
         colour: in pictures of what a device does; None for bookkeeping.
+        paced: it begins no sooner than the chunk that was issued last is done, whatever its own stream could do: what it makes room
+            for would lie there unused.
         node: id of the DAG's node it belongs to.
         label: the node's label, for messages.
         stream: the logical stream it runs on.
@@ -43,6 +46,7 @@ class Instruction:
 
     op: ClassVar[str]
     colour: ClassVar[str | None] = None
+    paced: ClassVar[bool] = False
 
     node: int
     label: str
@@ -121,3 +125,21 @@ class WaitWork(Instruction):
     """Wait for what an `Irecv` or a `Collective` of the same node started; the slot is readable afterwards."""
 
     op: ClassVar[str] = "wait"
+
+
+@dataclass(frozen=True, kw_only=True)
+class HostCopy(Instruction):
+    """Copy a bundle between the device and the memory of its host; does not wait.
+
+    Attributes:
+        to_host: what it makes lies there.
+        tensors: specs of what is copied.
+    """
+
+    to_host: ClassVar[bool] = False
+
+    tensors: tuple[TensorSpec, ...]
+
+    @property
+    def nbytes(self) -> int:
+        return sum(spec.nbytes for spec in self.tensors)

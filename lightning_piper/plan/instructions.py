@@ -9,7 +9,9 @@ from lightning_piper.ops.all_to_all import AllToAllInstruction as AllToAll
 from lightning_piper.ops.bucket import PackInstruction as Pack
 from lightning_piper.ops.chunk import Place, Run
 from lightning_piper.ops.gather import AllGatherInstruction as AllGather
-from lightning_piper.ops.instruction import Channel, Collective, Group, Instruction, Read, WaitWork
+from lightning_piper.ops.host import FetchInstruction as Fetch
+from lightning_piper.ops.host import StoreInstruction as Store
+from lightning_piper.ops.instruction import Channel, Collective, Group, HostCopy, Instruction, Read, WaitWork
 from lightning_piper.ops.metrics import Merge
 from lightning_piper.ops.metrics import ReportInstruction as Report
 from lightning_piper.ops.p2p import Irecv, WaitSend
@@ -30,7 +32,9 @@ __all__ = [
     "Concat",
     "Cut",
     "Deliver",
+    "Fetch",
     "Group",
+    "HostCopy",
     "Instruction",
     "Irecv",
     "Merge",
@@ -42,6 +46,7 @@ __all__ = [
     "Report",
     "Run",
     "Send",
+    "Store",
     "WaitEvent",
     "WaitSend",
     "WaitWork",

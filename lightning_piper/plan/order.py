@@ -80,31 +80,41 @@ class _Ready:
 
 def global_order(dag: TrainingDAG) -> list[Node]:
     """A topological order of the DAG by `priority` (Kahn 1962, with a heap), n log n in its nodes. Chunks of overlap groups take
-    turns, see `overlap`. Gathers of parameters, which wait for nothing, come where `with_gathers` puts them.
+    turns, see `overlap`. What is brought ahead of its readers comes where `with_gathers` puts it.
 
     Raises:
         VerificationError: the edges have a cycle, which is printed.
     """
-    missing = {node_id: degree for node_id, degree in dag.graph.in_degree() if degree}
+    missing = dict(dag.graph.in_degree())
     order = [node for node in dag.nodes.values() if node.turn is Turn.FIRST]
-    gathers = [node for node in dag.nodes.values() if node.turn is Turn.AHEAD]
-    for source in (*order, *gathers):
-        for successor in dag.graph.successors(source.id):
-            missing[successor] -= 1
-            if not missing[successor]:
-                del missing[successor]
-    apart = {node.id for node in (*order, *gathers)}
-    ready = _Ready(dag)
-    for node_id in dag.nodes:
-        if node_id not in missing and node_id not in apart:
+    ready, apart = _Ready(dag), 0
+
+    def come(node_id: int) -> int:
+        """A node waits for nothing more. Returns how many are put off: what is brought ahead of its readers is as good as there."""
+        turn = dag.nodes[node_id].turn
+        if turn is Turn.AHEAD:
+            return 1 + done(node_id)
+        if turn is not Turn.FIRST:
             ready.add(node_id)
-    while (node := ready.pop()) is not None:
-        order.append(node)
-        for successor in dag.graph.successors(node.id):
+        return 0
+
+    def done(node_id: int) -> int:
+        apart = 0
+        for successor in dag.graph.successors(node_id):
             missing[successor] -= 1
             if not missing[successor]:
-                ready.add(successor)
-    if len(order) + len(gathers) < len(dag.nodes):
+                apart += come(successor)
+        return apart
+
+    sources = [node_id for node_id, degree in missing.items() if not degree]
+    for node in order:
+        apart += done(node.id)
+    for node_id in sources:
+        apart += come(node_id)
+    while (following := ready.pop()) is not None:
+        order.append(following)
+        apart += done(following.id)
+    if len(order) + apart < len(dag.nodes):
         cycle = [a for a, _ in nx.find_cycle(dag.graph.subgraph([i for i, degree in missing.items() if degree]))]
         shown = " -> ".join(f"%{i} {dag.nodes[i].label}" for i in [*cycle, cycle[0]])
         raise VerificationError(f"the training DAG has a cycle: {shown}")

@@ -1,7 +1,8 @@
 """Events where a value crosses logical streams, and only there.
 
 Work on one stream runs in the order in which it was issued. A reader on another stream needs an event recorded after the
-value was made and waited for before it is read; one event serves all values that were made before it.
+value was made and waited for before it is read; one event serves all values that were made before it. An instruction that keeps
+pace with chunks (`Instruction.paced`) waits for the one issued last, too.
 """
 
 from __future__ import annotations
@@ -9,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
-from lightning_piper.plan.instructions import Instruction, Record, WaitEvent, WaitWork
+from lightning_piper.plan.instructions import Instruction, Record, Run, WaitEvent, WaitWork
 
 
 def add_events(instructions: Sequence[Instruction]) -> tuple[list[Instruction], int]:
@@ -18,14 +19,18 @@ def add_events(instructions: Sequence[Instruction]) -> tuple[list[Instruction], 
     waited: dict[tuple[str, str], int] = {}  # (reading stream, making stream) -> last index it has waited for
     records: dict[int, int] = {}  # index -> event
     waits: dict[int, list[tuple[int, list[int]]]] = {}  # index -> (index waited for, slots)
+    ran: int | None = None  # the last chunk
     for i, instruction in enumerate(instructions):
         crossing: dict[str, list[int]] = {}
         for slot in _touched(instruction):
             source = instructions[made[slot]]
             if source.stream != instruction.stream:
                 crossing.setdefault(source.stream, []).append(slot)
+        if instruction.paced and ran is not None and instructions[ran].stream != instruction.stream:
+            crossing.setdefault(instructions[ran].stream, [])
         for stream, slots in crossing.items():
-            index = max(made[slot] for slot in slots)
+            behind = [ran] if instruction.paced and ran is not None and instructions[ran].stream == stream else []
+            index = max([made[slot] for slot in slots] + behind)
             if waited.get((instruction.stream, stream), -1) >= index:
                 index = waited[instruction.stream, stream]  # nothing to wait for, but the slots are shared from here on
             else:
@@ -35,6 +40,8 @@ def add_events(instructions: Sequence[Instruction]) -> tuple[list[Instruction], 
         for written in instruction.writes:
             if written is not None:
                 made[written] = i
+        if isinstance(instruction, Run):
+            ran = i
     return _insert(instructions, records, waits), len(records)
 
 

@@ -90,7 +90,8 @@ class CudaStreams(Streams):
             stream.wait_event(event)
             for slot in shared:
                 for x in slots[slot]:
-                    x.record_stream(stream)
+                    if x.is_cuda:
+                        x.record_stream(stream)
 
         return wait
 

@@ -101,9 +101,9 @@ class Work:
                 )
         return rules
 
-    def of(self, instruction: Instruction) -> Number:
-        """How long the instruction occupies its stream."""
-        return self._nodes.get(instruction.node, self._ops.get(instruction.op, 0))
+    def of(self, instruction: Instruction, otherwise: Number = 0) -> Number:
+        """How long the instruction occupies its stream; `otherwise` where nothing is given for it."""
+        return self._nodes.get(instruction.node, self._ops.get(instruction.op, otherwise))
 
     def measured(self, node: int) -> Number | None:
         """How long the communication of a node takes, if the table says so."""

@@ -24,7 +24,18 @@ from typing import Any, NamedTuple
 from lightning_piper.errors import VerificationError
 from lightning_piper.ir.dag import TrainingDAG
 from lightning_piper.ir.nodes import Chunk
-from lightning_piper.plan.instructions import Collective, Instruction, Irecv, Record, Run, Send, WaitEvent, WaitSend, WaitWork
+from lightning_piper.plan.instructions import (
+    Collective,
+    HostCopy,
+    Instruction,
+    Irecv,
+    Record,
+    Run,
+    Send,
+    WaitEvent,
+    WaitSend,
+    WaitWork,
+)
 from lightning_piper.plan.matching import Matching, Meeting, parties
 from lightning_piper.plan.plan import Plan
 from lightning_piper.simulate.durations import Number, Work
@@ -182,7 +193,8 @@ class _World:
             self.trace.held.append(Held(*about, node, self._dag.nodes[node].origin))
 
     def _occupy(self, device: int, instruction: Instruction, clock: _Clock) -> None:
-        start, duration = clock.time, self._work.of(instruction)
+        copying = self._network.host.time(instruction.nbytes) if isinstance(instruction, HostCopy) else 0
+        start, duration = clock.time, self._work.of(instruction, copying)
         if duration:
             clock.time = clock.since = start + duration
         if duration or isinstance(instruction, Run):

@@ -5,7 +5,8 @@ the transfer) to the end of the last that reads it; what was sent, until its sen
 handed out, to the end of the step. Bundles are counted one by one, so memory that two of them share counts twice.
 
 Kinds of values: `activations` (what passes hand to each other and save for their backward), `gradients`, `gathered` (parameters
-brought together from shards), `other` (metrics, new values of buffers).
+brought together from shards), `other` (metrics, new values of buffers); and `host`: what waits in the memory of the host, which
+counts for itself.
 """
 
 from __future__ import annotations
@@ -16,13 +17,13 @@ from dataclasses import dataclass
 from lightning_piper.ir.dag import TrainingDAG
 from lightning_piper.ir.nodes import Chunk
 from lightning_piper.ir.values import Kind, Slice
-from lightning_piper.plan.instructions import Add, Deliver, Instruction, Irecv, Send, WaitSend
+from lightning_piper.plan.instructions import Add, Deliver, HostCopy, Instruction, Irecv, Send, WaitSend
 from lightning_piper.plan.plan import Plan
 from lightning_piper.simulate.durations import Number
 from lightning_piper.simulate.engine import Trace
 
 Curve = tuple[tuple[Number, int], ...]  # (time, value from then on), of one moment possibly several in their order
-KINDS = ("activations", "gradients", "gathered", "other")
+KINDS = ("activations", "gradients", "gathered", "other", "host")
 _KIND_OF = {Kind.ACTIVATION: "activations", Kind.SAVED: "activations", Kind.COTANGENT: "activations", Kind.GRAD: "gradients",
             Kind.PARAM: "gathered"}  # fmt: skip
 _Moment = tuple[Number, int, int]  # time; instruction; 0 for its start, 1 for its end
@@ -74,7 +75,7 @@ def curves(dag: TrainingDAG, plan: Plan, trace: Trace) -> tuple[Curve, dict[str,
             use(sent[instruction.node], (end, i, 1), last=True)
     changes.sort(key=lambda change: change[0])
     by_kind = {kind: _bytes_over_time([c for c in changes if c[2].kind == kind]) for kind in KINDS}
-    return _bytes_over_time(changes), by_kind, _in_flight_over_time(changes)
+    return _bytes_over_time([c for c in changes if c[2].kind != "host"]), by_kind, _in_flight_over_time(changes)
 
 
 def _nbytes(dag: TrainingDAG, instruction: Instruction, k: int, held: dict[int, _Held]) -> int:
@@ -90,6 +91,8 @@ def _nbytes(dag: TrainingDAG, instruction: Instruction, k: int, held: dict[int, 
 
 
 def _kind(dag: TrainingDAG, instruction: Instruction, k: int) -> str:
+    if isinstance(instruction, HostCopy) and instruction.to_host:
+        return "host"
     node = dag.nodes[instruction.node]
     # A sum that belongs to no value of its own is one of what its node reads.
     value = node.outputs[k] if k < len(node.outputs) else dag.value(node.inputs[0])

@@ -44,6 +44,7 @@ class Network:
         link: of every channel and group that is not named.
         channels: by (sending device, receiving device).
         groups: between neighbours in the ring, by the group's devices.
+        host: between each device and the memory of its host, for one copy in each direction at once.
 
     Raises:
         SimulationError: something else than Links is given.
@@ -52,12 +53,16 @@ class Network:
     link: Link = Link()
     channels: Mapping[Channel, Link] = field(default_factory=dict)
     groups: Mapping[tuple[int, ...], Link] = field(default_factory=dict)
+    host: Link = Link()
 
     def __post_init__(self) -> None:
-        for name, links in (("link", {"": self.link}), ("channels", self.channels), ("groups", self.groups)):
+        single, several = {"link": self.link, "host": self.host}, {"channels": self.channels, "groups": self.groups}
+        for name, link in single.items():
+            if not isinstance(link, Link):
+                raise SimulationError(f"Network({name}={shown(link)}): give a Link")
+        for name, links in several.items():
             if not isinstance(links, Mapping) or not all(isinstance(link, Link) for link in links.values()):
-                what = "a Link" if name == "link" else "a mapping from devices to Links"
-                raise SimulationError(f"Network({name}={shown(getattr(self, name))}): give {what}")
+                raise SimulationError(f"Network({name}={shown(links)}): give a mapping from devices to Links")
 
     def transfer(self, channel: Channel, nbytes: int) -> Number:
         """From the moment when both sides are ready."""

@@ -1,0 +1,120 @@
+"""`offload`: what forward passes keep waits in the memory of the host."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Iterable, Mapping
+from typing import Any, ClassVar
+
+import networkx as nx
+
+from lightning_piper.directives.base import Contract, Directive, register
+from lightning_piper.ir.dag import TrainingDAG
+from lightning_piper.ir.filters import AGAIN, Filter
+from lightning_piper.ir.nodes import Chunk, Node, Ref
+from lightning_piper.ir.values import Kind, Slice
+from lightning_piper.limits import integer, shown
+from lightning_piper.ops.host import Fetch, Store
+
+AHEAD = 64  # chunks
+
+
+@register
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Offload(Directive):
+    """Copy what forward passes keep for backward passes to the memory of the host, and bring it back in time.
+
+        F -> saved -> B      --offload-->      F -> saved -> store      fetch -> saved -> B
+
+    Attributes:
+        filter: selects chunks; what their forward passes save, and what these read and later passes of the same region and slice
+            read again (of recomputed regions, their inputs), is stored as soon as it is there. Where PASS names BI, also what BI
+            keeps for BW.
+        ahead: when a value is fetched: so many chunks of the same device before the first one that reads it; or before the chunk of
+            that device which this filter selects.
+        store_stream, fetch_stream: logical streams of the copies.
+
+    It comes behind `place`, `split`, `shard` and `recompute`. On CUDA the host's memory is pinned and copies run beside other work;
+    on a CPU they take the time of a copy. The bits do not change.
+    Source: Rhu et al., vDNN: Virtualized Deep Neural Networks for Scalable, Memory-Efficient Neural Network Design, 2016.
+    """
+
+    op: ClassVar[str] = "offload"
+    contract: ClassVar[Contract] = "bitwise"
+
+    filter: Filter
+    ahead: int | Filter = 1
+    store_stream: str = "store"
+    fetch_stream: str = "fetch"
+
+    def check_fields(self) -> None:
+        self.check_filter("filter", self.filter)
+        self.check_stream("store_stream", "store")
+        self.check_stream("fetch_stream", "fetch")
+        if isinstance(self.ahead, Mapping):
+            self.check_filter("ahead", self.ahead)
+        elif (number := integer(self.ahead)) is None or not 0 <= number <= AHEAD:
+            self.refuse("ahead", shown(self.ahead), f"give a number of chunks from 0 to {AHEAD}, or a filter that selects one")
+
+    def apply_forward(self, dag: TrainingDAG, training: TrainingDAG | None) -> None:
+        """Nothing: without backward passes, nothing is kept."""
+
+    def apply(self, dag: TrainingDAG) -> None:
+        later: dict[tuple[int, Slice], list[Chunk]] = {}  # of a region and slice, what runs on the way back
+        for chunk in dag.of_type(Chunk):
+            if not _is_first(chunk):
+                later.setdefault((chunk.region, chunk.slice), []).append(chunk)
+        named = self.filter.get("PASS")
+        halves = "BI" in (named if isinstance(named, list | tuple) else [named])
+        stores: dict[Ref, Node] = {}
+        for chunk in self.select(dag, "filter", self.filter):
+            if _is_first(chunk) or (halves and chunk.kind == "BI"):
+                for ref, readers in _kept(dag, chunk, later.get((chunk.region, chunk.slice), ())).items():
+                    if ref not in stores:
+                        stores[ref] = self._store(dag, chunk, ref)
+                    self._fetch(dag, stores[ref], ref, readers)
+        if not stores:
+            found = "nothing of what it selects is kept for a backward pass"
+            self.refuse("filter", found, "select forward passes of regions that train")
+        if isinstance(self.ahead, Mapping) and not nx.is_directed_acyclic_graph(dag.graph):
+            found = "it selects a chunk that runs before what is to be fetched has been stored"
+            self.refuse("ahead", found, "select one that runs later, or give a number of chunks")
+
+    def _store(self, dag: TrainingDAG, chunk: Chunk, ref: Ref) -> Node:
+        store = dag.add(Store(inputs=(ref,), stream=self.store_stream, **_about(dag, chunk, ref)))
+        if ref[0] != chunk.id:
+            dag.order(chunk, store, dag.origin)  # what is received is waited for where it is computed with
+        return store
+
+    def _fetch(self, dag: TrainingDAG, store: Node, ref: Ref, readers: list[Chunk]) -> None:
+        ahead = 1 if isinstance(self.ahead, Mapping) else self.ahead
+        fetch = Fetch(inputs=((store.id, 0),), stream=self.fetch_stream, ahead=ahead, **_about(dag, readers[0], ref))
+        dag.add(fetch)
+        for reader in readers:
+            dag.substitute(reader, ref, (fetch.id, 0))
+        if isinstance(self.ahead, Mapping):
+            for other in self.select(dag, "ahead", self.ahead):
+                if other.devices == fetch.devices and other not in readers:
+                    dag.order(fetch, other, dag.origin)
+
+
+def _is_first(chunk: Chunk) -> bool:
+    """It is a forward pass, and no second one."""
+    return chunk.kind == "F" and chunk.tags.get("PASS") != AGAIN
+
+
+def _kept(dag: TrainingDAG, chunk: Chunk, later: Iterable[Chunk]) -> dict[Ref, list[Chunk]]:
+    """What is kept for later passes: values that a chunk saves or reads itself, and who reads them then."""
+    kept: dict[Ref, list[Chunk]] = {}
+    for reader in later:
+        for ref in dict.fromkeys(reader.inputs):
+            value = dag.value(ref)
+            own = ref[0] == chunk.id and value.kind == Kind.SAVED
+            if (own or (ref in chunk.inputs and value.kind == Kind.ACTIVATION)) and any(spec.numel for spec in value.tensors):
+                kept.setdefault(ref, []).append(reader)
+    return kept
+
+
+def _about(dag: TrainingDAG, chunk: Chunk, ref: Ref) -> dict[str, Any]:
+    tags = {tag: value for tag, value in chunk.tags.items() if tag != "PASS"}
+    return {"outputs": (dag.value(ref),), "tags": tags, "devices": chunk.devices, "placed_by": chunk.placed_by}

@@ -1,0 +1,217 @@
+"""Values that wait in the memory of the host: a store and a fetch, each on a logical stream of its own."""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass
+from typing import ClassVar, NamedTuple
+
+import torch
+
+from lightning_piper.ir.nodes import Node, Turn
+from lightning_piper.ops.base import Binding, Bound, Operation, Planning, about, register_operation, take
+from lightning_piper.ops.facts import Facts
+from lightning_piper.ops.instruction import HostCopy
+from lightning_piper.ops.reference import Bundle, Reference, each
+
+
+@dataclass(frozen=True, kw_only=True)
+class Store(Node):
+    """Copies a value to the memory of the host, and lets go of it. Only a `Fetch` reads what it makes."""
+
+    turn = Turn.SOON
+    moves = True
+
+
+@dataclass(frozen=True, kw_only=True)
+class Fetch(Node):
+    """Brings a stored value back.
+
+    Attributes:
+        ahead: how many chunks of its devices run between its issue and its first reader.
+    """
+
+    turn = Turn.AHEAD
+    moves = True
+
+    ahead: int = 1  # type: ignore[misc]
+
+
+@dataclass(frozen=True, kw_only=True)
+class StoreInstruction(HostCopy):
+    """Copy a bundle to the host; does not wait."""
+
+    op: ClassVar[str] = "store"
+    colour: ClassVar[str] = "#d5c4a1"
+    to_host: ClassVar[bool] = True
+
+
+@dataclass(frozen=True, kw_only=True)
+class FetchInstruction(HostCopy):
+    """Bring a bundle back from the host; does not wait."""
+
+    op: ClassVar[str] = "fetch"
+    colour: ClassVar[str] = "#c9b38c"
+    paced: ClassVar[bool] = True
+
+
+def check_store(facts: Facts, node: Store) -> Iterable[str]:
+    """It keeps what its own devices made, for fetches."""
+    yield from _same(facts, node)
+    for user in facts.dag.users(node):
+        if not isinstance(user, Fetch):
+            yield f"{facts.at(user)} reads what {facts.at(node)} has put into the memory of the host; let it read a fetch of it"
+
+
+def check_fetch(facts: Facts, node: Fetch) -> Iterable[str]:
+    """It brings back what its own devices stored."""
+    yield from _same(facts, node)
+    source = facts.dag.nodes[node.inputs[0][0]]
+    if not isinstance(source, Store):
+        yield f"{facts.at(node)} fetches from {facts.at(source)}, which stores nothing in the memory of the host"
+
+
+def _same(facts: Facts, node: Store | Fetch) -> Iterable[str]:
+    facts.forward(node)
+    source = facts.dag.nodes[node.inputs[0][0]]
+    if node.outputs[0] != facts.dag.value(node.inputs[0]):
+        yield f"{facts.at(node)} hands on {facts.named(node.inputs[0])} as something else than it is"
+    if node.devices != source.devices:
+        yield f"{facts.at(node)} reads what lies on devices {list(source.devices)}"
+
+
+@each
+def interpret(run: Reference, node: Store | Fetch, inputs: list[Bundle]) -> list[Bundle]:
+    return inputs
+
+
+def lower_store(plan: Planning, node: Store) -> None:
+    source = plan.read(node.inputs[0], node)
+    slot = plan.new_slot((node.id, 0), "host", node.stream)
+    plan.emit(StoreInstruction(**about(node), reads=(source,), writes=(slot,), tensors=node.outputs[0].tensors))
+
+
+def lower_fetch(plan: Planning, node: Fetch) -> None:
+    source = plan.read(node.inputs[0], node)
+    slot = plan.new_slot((node.id, 0), "host", node.stream)
+    plan.emit(FetchInstruction(**about(node), reads=(source,), writes=(slot,), tensors=node.outputs[0].tensors))
+
+
+# What runs them
+
+
+class _View(NamedTuple):
+    """A tensor in the memory that its storage spans in a bundle."""
+
+    storage: int
+    size: Sequence[int]
+    stride: Sequence[int]
+    offset: int
+
+    @property
+    def end(self) -> int:
+        return self.offset + 1 + sum((n - 1) * stride for n, stride in zip(self.size, self.stride, strict=True))
+
+    def of(self, span: torch.Tensor, first: int) -> torch.Tensor:
+        return span.as_strided(self.size, self.stride, self.offset - first)
+
+
+class Stored:
+    """A bundle in the memory of the host. Tensors that share memory share it afterwards, and strides stay: they choose kernels, and
+    so bits.
+
+    Attributes:
+        spans: by storage, what the bundle spans of it, in one dimension, and the offset of its first element.
+        views: its tensors; one that lies on the host anyway, or is empty, is itself.
+    """
+
+    __slots__ = ("spans", "views")
+
+    def __init__(self, spans: dict[int, tuple[torch.Tensor, int]], views: list[_View | torch.Tensor]) -> None:
+        self.spans, self.views = spans, views
+
+    def __iter__(self) -> Iterator[torch.Tensor]:
+        return (span for span, _ in self.spans.values())
+
+
+class HostPool:
+    """Memory of the host that stored bundles lie in: what was fetched makes room for what is stored next.
+
+    Where copies are issued to streams, room is given back with the moment from which it may be written again.
+
+    Attributes:
+        nbytes: that were allocated so far.
+    """
+
+    def __init__(self, device: torch.device) -> None:
+        self._device, self._asynchronous = device, device.type != "cpu"
+        self._free: dict[tuple[int, torch.dtype], list[tuple[torch.Tensor, torch.Event | None]]] = defaultdict(list)
+        self.nbytes = 0
+
+    def store(self, bundle: Iterable[torch.Tensor]) -> Stored:
+        views: list[_View | torch.Tensor] = []
+        ranges: dict[int, tuple[torch.Tensor, int, int]] = {}  # by storage: one of its tensors, first element, end
+        for x in bundle:
+            if x.device.type != self._device.type or not x.numel():
+                views.append(x)
+                continue
+            view = _View(x.untyped_storage().data_ptr(), x.shape, x.stride(), int(x.storage_offset()))
+            one, first, end = ranges.get(view.storage, (x, view.offset, view.end))
+            if one.dtype != x.dtype:  # offsets count elements
+                x = x.clone(memory_format=torch.preserve_format)
+                view = _View(x.untyped_storage().data_ptr(), x.shape, x.stride(), 0)
+                one, first, end = x, 0, view.end
+            ranges[view.storage] = one, min(first, view.offset), max(end, view.end)
+            views.append(view)
+        spans = {storage: (one.as_strided((end - first,), (1,), first), first) for storage, (one, first, end) in ranges.items()}
+        return Stored({storage: (self._kept(span), first) for storage, (span, first) in spans.items()}, views)
+
+    def _kept(self, span: torch.Tensor) -> torch.Tensor:
+        free = self._free[span.numel(), span.dtype]
+        if free:
+            room, moment = free.pop()
+            if moment is not None:
+                moment.wait()
+        else:
+            room = torch.empty(span.numel(), dtype=span.dtype, pin_memory=self._asynchronous)
+            self.nbytes += room.nbytes
+        return room.copy_(span, non_blocking=self._asynchronous)
+
+    def fetch(self, stored: Stored, last: bool) -> tuple[torch.Tensor, ...]:
+        """The bundle on the device; the `last` fetch of it gives its room back."""
+        spans: dict[int, tuple[torch.Tensor, int]] = {}
+        for storage, (room, first) in stored.spans.items():
+            spans[storage] = torch.empty_like(room, device=self._device).copy_(room, non_blocking=self._asynchronous), first
+        moment = torch.accelerator.current_stream(self._device).record_event() if self._asynchronous else None
+        for room in stored if last else ():
+            self._free[room.numel(), room.dtype].append((room, moment))
+        return tuple(view.of(*spans[view.storage]) if isinstance(view, _View) else view for view in stored.views)
+
+
+def _pool(on: Binding) -> HostPool:
+    found: HostPool = on.common.setdefault("host", HostPool(on.device))
+    return found
+
+
+def bind_store(instruction: StoreInstruction, on: Binding) -> Bound:
+    read, slots, into, pool = take(instruction, on.slots), on.slots, instruction.into, _pool(on)
+
+    def store() -> None:
+        slots[into] = pool.store(read())
+
+    return store
+
+
+def bind_fetch(instruction: FetchInstruction, on: Binding) -> Bound:
+    read, slots, into, pool = take(instruction, on.slots), on.slots, instruction.into, _pool(on)
+    last = instruction.reads[0].last
+
+    def fetch() -> None:
+        slots[into] = pool.fetch(read(), last)  # type: ignore[arg-type]
+
+    return fetch
+
+
+register_operation(Operation(Store, check_store, interpret, lower_store, bind={StoreInstruction: bind_store}))
+register_operation(Operation(Fetch, check_fetch, interpret, lower_fetch, bind={FetchInstruction: bind_fetch}))
