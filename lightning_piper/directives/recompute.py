@@ -10,11 +10,12 @@ from typing import Any, ClassVar
 from lightning_piper.directives.base import Contract, Directive, register
 from lightning_piper.ir.dag import TrainingDAG
 from lightning_piper.ir.filters import AGAIN, Filter, matches
-from lightning_piper.ir.nodes import Chunk
+from lightning_piper.ir.nodes import Chunk, Ref
 from lightning_piper.ir.recomputation import Recomputation
 from lightning_piper.ir.regions import Step
 from lightning_piper.ir.values import Kind
 from lightning_piper.limits import shown
+from lightning_piper.ops.host import Fetch
 
 
 @register
@@ -76,12 +77,11 @@ class Recompute(Directive):
             self.refuse("filter", "no backward pass of what it selects reads anything that is kept", "select a region that trains")
 
     def _recompute(self, dag: TrainingDAG, backward: Chunk, second: dict[int, Chunk]) -> None:
-        for ref in dict.fromkeys(backward.inputs):
-            forward = dag.nodes[ref[0]]
-            if not isinstance(forward, Chunk) or forward.kind != "F" or dag.value(ref).kind != Kind.SAVED:
+        served = [(ref, forward) for ref in dict.fromkeys(backward.inputs) if (forward := self._kept_by(dag, backward, ref))]
+        keeping = {forward.id for ref, forward in served if any(spec.numel for spec in dag.value(ref).tensors)}
+        for ref, forward in served:
+            if forward.id not in keeping | second.keys():
                 continue
-            if forward.tags.get("PASS") == AGAIN:
-                self.refuse("filter", f"{backward.label} is served by {forward.label} already", "recompute each region once")
             if forward.id not in second:
                 again = second[forward.id] = dag.duplicate(forward)
                 dag.change(again, tags={**forward.tags, "PASS": AGAIN})
@@ -89,6 +89,18 @@ class Recompute(Directive):
                     if dag.nodes[source].devices == again.devices:
                         dag.order(dag.nodes[source], again, dag.origin)
             dag.substitute(backward, ref, (second[forward.id].id, ref[1]))
+
+    def _kept_by(self, dag: TrainingDAG, backward: Chunk, ref: Ref) -> Chunk | None:
+        """The forward pass that keeps a value for a backward pass."""
+        forward = dag.nodes[dag.source(ref)[0]]
+        if not isinstance(forward, Chunk) or forward.kind != "F" or dag.value(ref).kind != Kind.SAVED:
+            return None
+        if isinstance(copy := dag.nodes[ref[0]], Fetch):
+            found = f"what {forward.label} keeps is offloaded by directive {copy.origin}"
+            self.refuse("filter", found, "recompute before the offload")
+        if forward.tags.get("PASS") == AGAIN:
+            self.refuse("filter", f"{backward.label} is served by {forward.label} already", "recompute each region once")
+        return forward
 
     def _check_whole(self, dag: TrainingDAG, chosen: set[Any]) -> None:
         """All microbatches run one code."""

@@ -24,6 +24,7 @@ from lightning_piper.ir.values import Kind, Slice, TensorSpec, Value
 from lightning_piper.limits import is_name, shown
 from lightning_piper.ops.all_to_all import AllToAll
 from lightning_piper.ops.chunk import make_chunk
+from lightning_piper.ops.host import Store
 from lightning_piper.routing import COMBINE, COUNTS, DISPATCH
 
 
@@ -120,6 +121,8 @@ class Shard(Directive):
         return self.params is not None or self.values is not None
 
     def apply(self, dag: TrainingDAG) -> None:
+        for store in dag.of_type(Store):
+            self.refuse("filter", f"what passes keep is offloaded by directive {store.origin}", "shard before the offload")
         if self.divides_tensors:
             chunks = self.select(dag, "filter", self.filter)
             take_parts(self, dag, self._mesh(dag, chunks))

@@ -21,6 +21,7 @@ from lightning_piper.ops.arguments import Arguments
 from lightning_piper.ops.bucket import Pack
 from lightning_piper.ops.build import build_dag, chain_state
 from lightning_piper.ops.chunk import make_chunk
+from lightning_piper.ops.host import Store
 from lightning_piper.ops.metrics import Metrics
 from lightning_piper.ops.samples import Concat, Cut
 from lightning_piper.ops.total import Total
@@ -120,6 +121,10 @@ class Split(Directive):
                         f"selects {chunk.label} but not {other.label}",
                         "both passes of a region are split together",
                     )
+            if (copy := next((user for user in dag.users(chunk) if isinstance(user, Store)), None)) is not None:
+                self.refuse(
+                    "filter", f"what {chunk.label} keeps is offloaded by directive {copy.origin}", "split before the offload"
+                )
             if (by := dag.ordered_by(chunk)) is not None:
                 self.refuse(
                     "filter",

@@ -12,6 +12,7 @@ from lightning_piper.ir.nodes import Chunk, Node, Ref
 from lightning_piper.ir.values import Partial, Replicate
 from lightning_piper.ops.arguments import Arguments
 from lightning_piper.ops.bucket import Pack
+from lightning_piper.ops.host import Fetch, Store
 from lightning_piper.ops.metrics import Metrics, MetricsSum, Report
 from lightning_piper.ops.p2p import Recv, Send
 from lightning_piper.ops.results import Result
@@ -20,6 +21,7 @@ from lightning_piper.ops.total import Total
 from lightning_piper.ops.update import Accumulate, Update
 
 SEND_STREAM, RECV_STREAM = "send", "recv"
+FOLLOW = (Accumulate, Metrics, Pack, Update, Result, Arguments, Total, Store, Fetch)  # nodes that lie where what they read is made
 
 
 def place_around(dag: TrainingDAG, chunks: list[Chunk]) -> bool:
@@ -48,10 +50,10 @@ def place_dependents(dag: TrainingDAG, chunks: Iterable[Chunk]) -> list[Node]:
         makers: list[Node] = [chunk]
         while makers:
             for user in dag.users(makers.pop()):
-                if isinstance(user, Accumulate | Metrics | Pack | Update | Result | Arguments | Total) and not user.devices:
+                if isinstance(user, FOLLOW) and not user.devices:
                     dag.change(user, devices=chunk.devices, placed_by=chunk.placed_by)
                     placed.append(user)
-                    makers += [user] if isinstance(user, Pack) else []
+                    makers += [user] if isinstance(user, Pack | Store) else []
     return placed
 
 

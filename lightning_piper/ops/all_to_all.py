@@ -169,7 +169,7 @@ def exchanged(facts: Facts, node: Chunk) -> Iterable[str]:
     divided = node.region in dag.meshes
     for i, ref in enumerate(node.inputs):
         direction = interface.arrives[i] if divided and i < len(interface.arrives) else ""
-        source, value = dag.nodes[ref[0]], dag.value(ref)
+        source, value = dag.nodes[dag.source(ref)[0]], dag.value(ref)
         if direction:
             if not isinstance(source, AllToAll) or (source.direction, source.region) != (direction, node.region):
                 yield f"{facts.at(node)} reads {facts.named(ref)} as it is at its source: its experts are on several devices"

@@ -15,6 +15,8 @@ from lightning_piper.ops.facts import Facts
 from lightning_piper.ops.instruction import HostCopy
 from lightning_piper.ops.reference import Bundle, Reference, each
 
+ALIGNED = 64  # bytes, as allocators align
+
 
 @dataclass(frozen=True, kw_only=True)
 class Store(Node):
@@ -102,19 +104,28 @@ def lower_fetch(plan: Planning, node: Fetch) -> None:
 
 
 class _View(NamedTuple):
-    """A tensor in the memory that its storage spans in a bundle."""
+    """A tensor in the bytes that a bundle spans of its storage: a storage may have tensors of several types.
+
+    Attributes:
+        offset: of its first element, in elements from the start of the storage.
+    """
 
     storage: int
+    dtype: torch.dtype
     size: Sequence[int]
     stride: Sequence[int]
     offset: int
 
     @property
     def end(self) -> int:
-        return self.offset + 1 + sum((n - 1) * stride for n, stride in zip(self.size, self.stride, strict=True))
+        """Behind its last byte."""
+        last = self.offset + sum((n - 1) * stride for n, stride in zip(self.size, self.stride, strict=True))
+        return (last + 1) * self.dtype.itemsize
 
     def of(self, span: torch.Tensor, first: int) -> torch.Tensor:
-        return span.as_strided(self.size, self.stride, self.offset - first)
+        """The tensor in a span that begins with byte `first`."""
+        offset = self.offset - first // self.dtype.itemsize
+        return torch.empty(0, dtype=self.dtype, device=span.device).set_(span.untyped_storage(), offset, self.size, self.stride)
 
 
 class Stored:
@@ -122,7 +133,7 @@ class Stored:
     so bits.
 
     Attributes:
-        spans: by storage, what the bundle spans of it, in one dimension, and the offset of its first element.
+        spans: by storage, the bytes that the bundle spans of it, and where in it they begin.
         views: its tensors; one that lies on the host anyway, or is empty, is itself.
     """
 
@@ -146,35 +157,33 @@ class HostPool:
 
     def __init__(self, device: torch.device) -> None:
         self._device, self._asynchronous = device, device.type != "cpu"
-        self._free: dict[tuple[int, torch.dtype], list[tuple[torch.Tensor, torch.Event | None]]] = defaultdict(list)
+        self._free: dict[int, list[tuple[torch.Tensor, torch.Event | None]]] = defaultdict(list)  # by number of bytes
         self.nbytes = 0
 
     def store(self, bundle: Iterable[torch.Tensor]) -> Stored:
         views: list[_View | torch.Tensor] = []
-        ranges: dict[int, tuple[torch.Tensor, int, int]] = {}  # by storage: one of its tensors, first element, end
+        spans: dict[int, tuple[torch.UntypedStorage, int, int]] = {}  # with the first byte, and the end
         for x in bundle:
             if x.device.type != self._device.type or not x.numel():
                 views.append(x)
                 continue
-            view = _View(x.untyped_storage().data_ptr(), x.shape, x.stride(), int(x.storage_offset()))
-            one, first, end = ranges.get(view.storage, (x, view.offset, view.end))
-            if one.dtype != x.dtype:  # offsets count elements
-                x = x.clone(memory_format=torch.preserve_format)
-                view = _View(x.untyped_storage().data_ptr(), x.shape, x.stride(), 0)
-                one, first, end = x, 0, view.end
-            ranges[view.storage] = one, min(first, view.offset), max(end, view.end)
+            storage = x.untyped_storage()
+            view = _View(storage.data_ptr(), x.dtype, x.shape, x.stride(), int(x.storage_offset()))
+            first = view.offset * x.dtype.itemsize // ALIGNED * ALIGNED
+            _, least, most = spans.get(view.storage, (storage, first, view.end))
+            spans[view.storage] = storage, min(least, first), max(most, view.end)
             views.append(view)
-        spans = {storage: (one.as_strided((end - first,), (1,), first), first) for storage, (one, first, end) in ranges.items()}
-        return Stored({storage: (self._kept(span), first) for storage, (span, first) in spans.items()}, views)
+        return Stored({at: (self._kept(storage, first, end), first) for at, (storage, first, end) in spans.items()}, views)
 
-    def _kept(self, span: torch.Tensor) -> torch.Tensor:
-        free = self._free[span.numel(), span.dtype]
+    def _kept(self, storage: torch.UntypedStorage, first: int, end: int) -> torch.Tensor:
+        span = torch.empty(0, dtype=torch.uint8, device=self._device).set_(storage, first, (end - first,), (1,))
+        free = self._free[end - first]
         if free:
             room, moment = free.pop()
             if moment is not None:
                 moment.wait()
         else:
-            room = torch.empty(span.numel(), dtype=span.dtype, pin_memory=self._asynchronous)
+            room = torch.empty(end - first, dtype=torch.uint8, pin_memory=self._asynchronous)
             self.nbytes += room.nbytes
         return room.copy_(span, non_blocking=self._asynchronous)
 
@@ -185,7 +194,7 @@ class HostPool:
             spans[storage] = torch.empty_like(room, device=self._device).copy_(room, non_blocking=self._asynchronous), first
         moment = torch.accelerator.current_stream(self._device).record_event() if self._asynchronous else None
         for room in stored if last else ():
-            self._free[room.numel(), room.dtype].append((room, moment))
+            self._free[room.nbytes].append((room, moment))
         return tuple(view.of(*spans[view.storage]) if isinstance(view, _View) else view for view in stored.views)
 
 

@@ -1,0 +1,248 @@
+"""What forward passes keep, in the memory of the host."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+import lightning_piper as piper
+from lightning_piper import Offload, Place, Recompute, Replicate, schedules
+from lightning_piper.errors import DirectiveError, VerificationError
+from lightning_piper.ir.nodes import Chunk
+from lightning_piper.ops.host import Fetch, HostPool, Store
+from lightning_piper.plan.instructions import HostCopy, Run
+from lightning_piper.simulate import Link, Network, simulate
+from lightning_piper.testing import Case, directive_suite
+from tests.axes import EXPERTS, HEADS, columns, everywhere, sparse
+from tests.directives.test_recompute import ONE, PROGRAMS, SPLIT, TWO, again
+from tests.groups import marked
+from tests.ring import long, words
+from tests.tensors import decoder, far, fit, grid, tensors
+
+Figures = dict[str, Any]
+LAYER_1 = {"LAYER": 1, "MB": 0, "PASS": "B"}
+
+
+def off(ahead: Any = 1, **chosen: Any) -> Offload:
+    return Offload(filter=chosen, ahead=ahead)
+
+
+def verified(module: Any, batch: Any, program: Any) -> None:
+    report = piper.verify(module, batch, program)
+    own = next(row for row in report.rows if row.name == "offload")
+    assert report.verdict == "verified" and own.before.verdict == "bitwise equal", str(report)
+
+
+def peaks(program: Any, network: Network | None = None) -> tuple[int, int]:
+    """Bytes of the first device, and of its host."""
+    compiled = piper.compile(decoder(), tensors(8), program)
+    figures = simulate(compiled.dag, compiled.plans, network=network).devices[0]
+    return figures.peak_bytes, max(n for _, n in figures.memory_by_kind["host"])
+
+
+def test_less_is_kept_on_the_device():
+    before, nothing = peaks([ONE, SPLIT])
+    device, host = peaks([ONE, SPLIT, off()])
+    assert nothing == 0 and device < 0.65 * before and before < device + host
+    both, less = peaks([ONE, SPLIT, again(), off()])
+    assert both < device and less < 0.1 * host  # of recomputed layers, their inputs
+
+
+def test_sooner_fetched_is_longer_kept():
+    sizes = [peaks([ONE, SPLIT, off(ahead)])[0] for ahead in (0, 1, 2, 64)]
+    assert sizes == sorted(sizes) and len(set(sizes)) > 2
+
+
+def issued_between(program: Any) -> set[int]:
+    """How many chunks are issued between a fetch and its reader."""
+    compiled = piper.compile(decoder(), tensors(8), program)
+    instructions = compiled.plans[0].instructions
+    found = set()
+    for fetch in compiled.dag.of_type(Fetch):
+        reader = compiled.dag.users(fetch)[0].id
+        ids = [i.node for i in instructions if isinstance(i, Run | HostCopy)]
+        between = ids[ids.index(fetch.id) : ids.index(reader)]
+        found.add(sum(isinstance(compiled.dag.nodes[i], Chunk) for i in between))
+    return found
+
+
+def test_it_is_fetched_in_time():
+    assert issued_between([ONE, SPLIT, off(0)]) == {0}
+    assert issued_between([ONE, SPLIT, off(2)]) == {2}
+    (distance,) = issued_between([ONE, SPLIT, off({"LAYER": 3, "MB": 0, "PASS": "B"}, LAYER=1, MB=0)])
+    assert distance == 2
+
+
+def test_copies_take_time_beside_chunks():
+    """Of a slow link the step waits; of a fast one it does not."""
+    compiled = piper.compile(decoder(), tensors(8), [ONE, SPLIT, off()])
+    steps = [
+        simulate(compiled.dag, compiled.plans, network=Network(host=Link(bandwidth=b))).step_time for b in (None, 10**7, 10**3)
+    ]
+    assert steps[0] == simulate(compiled.dag, compiled.plans).step_time == 24
+    assert steps[1] < 24.1 < 40 < steps[2]
+
+
+WITH = [name for name in PROGRAMS if name != "sequences"]
+
+
+@pytest.mark.parametrize("name", marked(WITH, ["halves first", "axes"]))
+def test_it_goes_with_all_else(name):
+    verified(decoder(), tensors(8), [off() if isinstance(each, Recompute) else each for each in PROGRAMS[name]])
+
+
+@pytest.mark.parametrize("program", [[off()], [off(), ONE], [off(LAYER=2), Place(filter={"LAYER": [0, 1]}, devices=[0]),
+                                                Place(filter={"LAYER": [2, 3]}, devices=[1])]], ids=str)  # fmt: skip
+def test_a_place_may_follow(program):
+    verified(decoder(), tensors(8), program)
+
+
+def test_experts_and_second_passes():
+    program = [grid(ep=2, tp=2), columns(params=HEADS), EXPERTS, everywhere(4, shard_params=True), again(), off()]
+    verified(sparse(), tensors(8), program)
+
+
+@pytest.mark.parametrize("schedule", marked(["gpipe", "one_f_one_b", "zero_bubble"], ["zero_bubble"]))
+def test_stages(schedule):
+    stages = getattr(schedules, schedule)(stages=2, microbatches=4)
+    verified(long(), words(), [*stages, off(3)])
+    verified(long(), words(), [*stages, again(PP=0), off()])
+
+
+def test_halves_of_a_backward_pass_keep_something_too():
+    program = [*schedules.zero_bubble(stages=2, microbatches=4), Offload(filter={"PASS": ["F", "BI"]})]
+    verified(long(), words(), program)
+    dag = piper.compile(long(), words(), program).dag
+    assert {dag.nodes[store.inputs[0][0]].tags["PASS"] for store in dag.of_type(Store)} == {"F", "BI"}
+
+
+def test_one_store_serves_all_readers():
+    """A region's input that two later passes read is stored once."""
+    dag = piper.compile(long(), words(), [*schedules.gpipe(stages=2, microbatches=4), again(), off()]).dag
+    stored = [store.inputs[0] for store in dag.of_type(Store)]
+    assert len(stored) == len(set(stored)) > 0
+
+
+def lame(monkeypatch: pytest.MonkeyPatch, spoil: Any) -> None:
+    original = Offload.apply
+
+    def apply(self: Any, dag: Any) -> None:
+        original(self, dag)
+        spoil(dag, list(dag.of_type(Store)), list(dag.of_type(Fetch)))
+
+    monkeypatch.setattr(Offload, "apply", apply)
+
+
+def swap(dag: Any, one: Any, other: Any) -> None:
+    dag.substitute(dag.users(one)[0], (one.id, 0), (other.id, 0))
+
+
+SPOILED: dict[str, Any] = {
+    "another microbatch's": lambda dag, stores, fetches: dag.rewire(fetches[0], inputs=fetches[1].inputs),
+    "read on the host": lambda dag, stores, fetches: dag.substitute(
+        dag.users(fetches[0])[0], (fetches[0].id, 0), (stores[0].id, 0)
+    ),
+    "not stored": lambda dag, stores, fetches: dag.rewire(fetches[0], inputs=stores[0].inputs),
+    "elsewhere": lambda dag, stores, fetches: dag.change(fetches[0], devices=(1,)),
+    "something else": lambda dag, stores, fetches: dag.change(stores[0], outputs=stores[1].outputs),
+}
+
+
+@pytest.mark.parametrize("name", SPOILED)
+def test_what_is_wrong_is_found(name, monkeypatch):
+    lame(monkeypatch, SPOILED[name])
+    with pytest.raises(VerificationError, match=r"store|fetch|saved"):
+        piper.compile(decoder(), tensors(8), [ONE, SPLIT, off(LAYER=2)])
+
+
+@pytest.mark.parametrize(
+    "program, expected",
+    [
+        ([ONE, off(-1)], "give a number of chunks from 0 to 64, or a filter that selects one"),
+        ([ONE, off(True)], "give a number of chunks"),
+        ([ONE, off("soon")], "give a number of chunks"),
+        ([ONE, off({"LAYER": 9})], "matches nothing"),
+        ([ONE, off({"LAYER": 0, "PASS": "F"})], "runs before what is to be fetched has been stored"),
+        ([ONE, Offload(filter={}, store_stream="")], "is not a stream"),
+        ([ONE, off(PASS="B")], "nothing of what it selects is kept"),
+        ([ONE, off(), off()], "nothing of what it selects is kept"),
+        ([ONE, off(), SPLIT], "is offloaded by directive 1; split before the offload"),
+        ([ONE, off(), again()], "is offloaded by directive 1; recompute before the offload"),
+        ([TWO, off(), Place(filter={}, devices=[0])], "already on device"),
+        ([*PROGRAMS["columns"][:1], off(), *PROGRAMS["columns"][1:-1]], "is offloaded by directive 1; shard before the offload"),
+    ],
+)
+def test_what_cannot_be_is_refused(program, expected):
+    with pytest.raises(DirectiveError, match=expected):
+        piper.compile(decoder(), tensors(8), program)
+
+
+def test_trainings_are_those_of_one_device():
+    module, other, less = decoder(), decoder(), decoder()
+    options: dict[str, Any] = {"gradient_clip_val": 0.05, "accumulate_grad_batches": 2}
+    program = [TWO, Replicate(filter={}, devices=[0, 1], shard_params=True), again(LAYER=2), off()]
+    fit(module, piper.PiperStrategy(program, transport="local"), max_epochs=2, **options)
+    fit(other, "auto", max_epochs=2, **options)
+    fit(less, "auto", max_epochs=1, **options)
+    assert far(module, other) < 1e-12 < 1e-6 < far(less, other)
+
+
+def offloads(case: Case, dag: Any) -> st.SearchStrategy[Offload]:
+    stages = sorted({chunk.tags["PP"] for chunk in dag.of_type(Chunk) if "PP" in chunk.tags}, key=str)
+    filters = st.sampled_from([{}, *({"PP": stage} for stage in stages)])
+    return st.builds(lambda chosen, ahead: Offload(filter=chosen, ahead=ahead), filters, st.integers(0, 3))
+
+
+TestOffload = directive_suite(Offload, offloads)
+
+
+# The pool
+
+
+@st.composite
+def bundles(draw: Any) -> list[torch.Tensor]:
+    """Tensors as passes keep them: views of some storages, with holes, transposed, expanded, empty."""
+    found: list[torch.Tensor] = []
+    for _ in range(draw(st.integers(1, 3))):
+        base = torch.arange(24.0, dtype=draw(st.sampled_from([torch.float32, torch.float64, torch.int64]))).view(2, 3, 4)
+        views = {
+            "itself": base, "turned": base.transpose(0, 2), "columns": base[..., 1:3], "a row": base[1], "empty": base[:0],
+            "expanded": base[:1].expand(5, 3, 4), "windows": base.view(-1).unfold(0, 4, 2), "a number": base[1, 1, 1],
+            "bits": base.view(torch.uint8),
+        }  # fmt: skip
+        found += [views[name] for name in draw(st.lists(st.sampled_from(list(views)), min_size=1, max_size=4))]
+    return found
+
+
+@given(bundles())
+@settings(deadline=None)
+def test_what_comes_back_is_what_was_stored(bundle):
+    pool = HostPool(torch.device("cpu"))
+    before = [x.clone() for x in bundle]
+    stored = pool.store(bundle)
+    for x in bundle:
+        if x._base is None and x.numel():
+            x.zero_()  # and so its views
+    for last in (False, True):
+        for x, old, new in zip(bundle, before, pool.fetch(stored, last=last), strict=True):
+            assert torch.equal(old, new) and new.stride() == x.stride() and new.dtype == x.dtype
+
+
+def test_views_of_one_storage_share_it_again():
+    base = torch.arange(12.0)
+    one, other = HostPool(torch.device("cpu")).fetch(HostPool(torch.device("cpu")).store([base[2:8], base[4:]]), last=True)
+    one[2] = -1
+    assert other[0] == -1 and one.untyped_storage().nbytes() == 48
+
+
+def test_room_is_used_again():
+    pool = HostPool(torch.device("cpu"))
+    for _ in range(3):
+        first, second = pool.store([torch.ones(10)]), pool.store([torch.zeros(10)])
+        assert pool.fetch(first, last=False)[0].sum() == pool.fetch(first, last=True)[0].sum() == 10
+        assert pool.fetch(second, last=True)[0].sum() == 0
+    assert pool.nbytes == 80  # of ten numbers each

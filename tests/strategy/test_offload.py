@@ -1,0 +1,37 @@
+"""Trainings in which what forward passes keep waits on the host, over processes."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+import lightning_piper as piper
+from lightning_piper import Offload, Place, Recompute, Replicate, schedules
+from tests.distributed.processes import launch_trainings
+from tests.ring import fit, long
+from tests.tensors import far
+
+ROUNDING = 1e-14  # 2e-16 measured
+ZERO3 = [Place(filter={}, devices=[0, 1]), Replicate(filter={}, devices=[0, 1], shard_params=True)]
+JOBS: dict[str, tuple[list[Any], bool]] = {  # the program, and whether processes draw batches of their own
+    "zero3": ([*ZERO3, Recompute(filter={}), Offload(filter={})], True),
+    "stages": ([*schedules.zero_bubble(stages=2, microbatches=4), Offload(filter={}, ahead=2)], False),
+}
+
+
+def train(rank: int, name: str) -> dict[str, Any]:
+    module, (program, draws) = long(dropout=0.0), JOBS[name]
+    fit(module, piper.PiperStrategy(program), 2, rank if draws else None, max_epochs=2, use_distributed_sampler=False)
+    return module.state_dict()
+
+
+@pytest.mark.parametrize("name", JOBS)
+def test_processes_train_as_one_device(name, tmp_path):
+    module, fewer = long(), long()
+    fit(module, "auto", max_epochs=2)
+    fit(fewer, "auto", max_epochs=1)
+    for outcome in launch_trainings(2, train, tmp_path, name):
+        trained = long()
+        trained.load_state_dict(outcome)
+        assert far(trained, module) < ROUNDING < 1e-3 < far(trained, fewer)
