@@ -15,6 +15,7 @@ from lightning_piper.ir.nodes import Chunk, Node, Ref
 from lightning_piper.ir.values import Kind, Slice
 from lightning_piper.limits import integer, shown
 from lightning_piper.ops.host import Fetch, Store
+from lightning_piper.ops.update import Update
 
 AHEAD = 64  # chunks
 
@@ -32,6 +33,8 @@ class Offload(Directive):
             keeps for BW.
         ahead: when a value is fetched: so many chunks of the same device before the first one that reads it; or before the chunk of
             that device which this filter selects.
+        saved: store what is kept, as said.
+        states: the optimizer's states of the parameters of what is selected wait on the host, too, but for the time of the update.
         store_stream, fetch_stream: logical streams of the copies.
 
     It comes behind `place`, `split`, `shard` and `recompute`. On CUDA the host's memory is pinned and copies run beside other work;
@@ -44,11 +47,17 @@ class Offload(Directive):
 
     filter: Filter
     ahead: int | Filter = 1
+    saved: bool = True
+    states: bool = False
     store_stream: str = "store"
     fetch_stream: str = "fetch"
 
     def check_fields(self) -> None:
         self.check_filter("filter", self.filter)
+        if not isinstance(self.saved, bool) or not isinstance(self.states, bool) or not (self.saved or self.states):
+            self.refuse(
+                "saved", f"saved={shown(self.saved)}, states={shown(self.states)}", "give True for one of them, or for both"
+            )
         self.check_stream("store_stream", "store")
         self.check_stream("fetch_stream", "fetch")
         if isinstance(self.ahead, Mapping):
@@ -60,6 +69,20 @@ class Offload(Directive):
         """Nothing: without backward passes, nothing is kept."""
 
     def apply(self, dag: TrainingDAG) -> None:
+        chunks = self.select(dag, "filter", self.filter)
+        if self.states:
+            self._keep_states(dag, chunks)
+        if self.saved:
+            self._keep_saved(dag, chunks)
+
+    def _keep_states(self, dag: TrainingDAG, chunks: list[Chunk]) -> None:
+        updated = {name for update in dag.of_type(Update) for ref in update.inputs for name in dag.value(ref).names}
+        names = {name for chunk in chunks for name in dag.interface(chunk).params} & updated
+        if not names:
+            self.refuse("states", "nothing of what it selects has parameters that are trained", "select regions that have")
+        dag.hosted |= names
+
+    def _keep_saved(self, dag: TrainingDAG, chunks: list[Chunk]) -> None:
         later: dict[tuple[int, Slice], list[Chunk]] = {}  # of a region and slice, what runs on the way back
         for chunk in dag.of_type(Chunk):
             if not _is_first(chunk):
@@ -67,7 +90,7 @@ class Offload(Directive):
         named = self.filter.get("PASS")
         halves = "BI" in (named if isinstance(named, list | tuple) else [named])
         stores: dict[Ref, Node] = {}
-        for chunk in self.select(dag, "filter", self.filter):
+        for chunk in chunks:
             if _is_first(chunk) or (halves and chunk.kind == "BI"):
                 for ref, readers in _kept(dag, chunk, later.get((chunk.region, chunk.slice), ())).items():
                     if ref not in stores:

@@ -40,6 +40,7 @@ class TrainingDAG:
         member_axes: the axes along which chunks work on parts of tensors (`Step.divisions`); without any, they have all.
         param_meshes: of parameters, where their gradients are summed over other places than those along `DATA` of `mesh`.
         arranged: region and its group of devices -> the mesh that their place gave them, of those that it gave one.
+        hosted: parameters whose optimizer states wait in the memory of the host between steps.
         mean_of_replicas: the loss is the mean of the replicas' losses, each a term's own ratio, and not that of the whole batch.
         policies: region -> what its replicate directive shards, and how it communicates.
     """
@@ -58,6 +59,7 @@ class TrainingDAG:
         self.arranged: dict[tuple[int, tuple[int, ...]], Mesh] = {}
         self._degrees: tuple[int, ...] = ()  # for each call of `dispatch`, into how many parts what it leads to is divided
         self.policies: dict[int, ShardingPolicy] = {}
+        self.hosted: frozenset[str] = frozenset()
         self.mean_of_replicas = False
         self._next = 0
 
@@ -369,6 +371,7 @@ class TrainingDAG:
         copy._next, copy.mesh, copy.overlaps = self._next, self.mesh, list(self.overlaps)
         copy.meshes, copy.divided, copy._degrees = dict(self.meshes), dict(self.divided), self._degrees
         copy.policies, copy.arranged = dict(self.policies), dict(self.arranged)
+        copy.hosted = self.hosted
         copy.mean_of_replicas, copy.member_axes, copy.param_meshes = (
             self.mean_of_replicas,
             self.member_axes,

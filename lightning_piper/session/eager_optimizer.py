@@ -24,6 +24,7 @@ from lightning_piper.directives import Directive
 from lightning_piper.directives.levels import divides_optimizer, shards_of
 from lightning_piper.errors import PiperError
 from lightning_piper.holdings.beside import Beside
+from lightning_piper.holdings.host_states import HostStates
 from lightning_piper.holdings.optimizer import Names, ShardedOptimizer, State
 from lightning_piper.processes.world import World, on_host
 from lightning_piper.session.process_runtime import ProcessRuntime, Settings
@@ -92,6 +93,8 @@ class EagerOptimizer:
         self._gathering = runtime.prepare(gathering)
         self._whole = [list(group["params"]) for group in optimizer.param_groups]
         self._sharded = ShardedOptimizer(optimizer, names, self._tensors, training, world)
+        if training.dag.hosted:
+            HostStates(self._sharded, training.dag.hosted, world.device)
         self._cut = [list(group["params"]) for group in optimizer.param_groups]
         if state["state"]:
             self._sharded.load_full_state(state)

@@ -16,6 +16,7 @@ from lightning_piper.compiler import Compiled
 from lightning_piper.errors import PiperError
 from lightning_piper.holdings.gradient_injection import GradientInjection
 from lightning_piper.holdings.gradients import absent
+from lightning_piper.holdings.host_states import HostStates
 from lightning_piper.holdings.identities import Identities
 from lightning_piper.holdings.norms import GlobalNorms
 from lightning_piper.holdings.optimizer import Names, ShardedOptimizer
@@ -101,6 +102,8 @@ class Fit:
         self._factor = self._injection.factor
         self._epoch = -1
         self.optimizer = ShardedOptimizer(optimizer, names, self.ownership, first, world)
+        if first.dag.hosted:
+            HostStates(self.optimizer, first.dag.hosted, world.device)
         self._scaling = LossScaling(plugin, optimizer, world)  # all processes skip the same steps
         self._tokens = TokenAccumulation(world, self.ownership, settings.local) if accumulate == "tokens" else None
         self._norms = GlobalNorms(self.optimizer, self.ownership, first, world, self._injection.keeps)

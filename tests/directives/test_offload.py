@@ -12,6 +12,7 @@ from hypothesis import strategies as st
 import lightning_piper as piper
 from lightning_piper import Offload, Place, Recompute, Replicate, schedules
 from lightning_piper.errors import DirectiveError, VerificationError
+from lightning_piper.holdings.host_states import HostStates
 from lightning_piper.ir.nodes import Chunk
 from lightning_piper.ops.host import Fetch, HostPool, Store
 from lightning_piper.plan.instructions import HostCopy, Run
@@ -168,6 +169,7 @@ def test_what_is_wrong_is_found(name, monkeypatch):
         ([ONE, off({"LAYER": 9})], "matches nothing"),
         ([ONE, off({"LAYER": 0, "PASS": "F"})], "runs before what is to be fetched has been stored"),
         ([ONE, Offload(filter={}, store_stream="")], "is not a stream"),
+        ([ONE, Offload(filter={}, saved=False)], "give True for one of them, or for both"),
         ([ONE, off(PASS="B")], "nothing of what it selects is kept"),
         ([ONE, off(), off()], "nothing of what it selects is kept"),
         ([ONE, off(), SPLIT], "is offloaded by directive 1; split before the offload"),
@@ -189,6 +191,35 @@ def test_trainings_are_those_of_one_device():
     fit(other, "auto", max_epochs=2, **options)
     fit(less, "auto", max_epochs=1, **options)
     assert far(module, other) < 1e-12 < 1e-6 < far(less, other)
+
+
+@pytest.mark.parametrize("level", [{}, {"shard_optimizer": True}, {"shard_params": True}], ids=str)
+def test_states_wait_on_the_host(level, monkeypatch):
+    """They are there for the update alone; and what is trained is the same."""
+    module, other, less = decoder(), decoder(), decoder()
+    seen: list[tuple[bool, ...]] = []
+
+    def spy(name: str) -> None:
+        original = getattr(HostStates, name)
+
+        def run(self: Any, *args: Any) -> Any:
+            made = original(self, *args)
+            seen.append(tuple(self._room.get((p, key)) is value for p, key, value in self._states()))
+            return made
+
+        monkeypatch.setattr(HostStates, name, run)
+
+    spy("_bring"), spy("_after")
+    program = [TWO, Replicate(filter={}, devices=[0, 1], **level), Offload(filter={"LAYER": [1, 2]}, saved=False, states=True)]
+    fit(module, piper.PiperStrategy(program, transport="local"), max_epochs=2)
+    fit(other, "auto", max_epochs=2)
+    fit(less, "auto", max_epochs=1)
+    assert far(module, other) < 1e-12 < 1e-6 < far(less, other)
+    assert (
+        seen[0] == ()
+        and any(seen)
+        and all(not any(brought) and all(kept) for brought, kept in zip(seen[::2], seen[1::2], strict=True))
+    )
 
 
 def offloads(case: Case, dag: Any) -> st.SearchStrategy[Offload]:
