@@ -9,7 +9,7 @@ from typing import Any, ClassVar
 from lightning_piper.directives.base import Contract, Directive, register
 from lightning_piper.directives.transfers import place_around
 from lightning_piper.ir.dag import TrainingDAG
-from lightning_piper.ir.filters import Filter
+from lightning_piper.ir.filters import AGAIN, Filter
 from lightning_piper.ir.mesh import Mesh
 from lightning_piper.ir.nodes import Chunk
 from lightning_piper.limits import is_name, shown
@@ -88,6 +88,10 @@ class Place(Directive):
                     "filter",
                     f"{chunk.label} is already on device {_shown(chunk.devices)} (directive {chunk.placed_by})",
                     "place each chunk once",
+                )
+            if chunk.tags.get("PASS") == AGAIN:
+                self.refuse(
+                    "filter", f"{chunk.label} runs a forward pass again (directive {chunk.origin})", "place before the recompute"
                 )
             if (by := dag.ordered_by(chunk)) is not None:
                 self.refuse("filter", f"{chunk.label} is already ordered by directive {by}", "place before the order that names it")

@@ -12,7 +12,7 @@ import networkx as nx
 from lightning_piper.directives.base import Contract, Directive, register
 from lightning_piper.directives.transfers import connect, disconnect
 from lightning_piper.ir.dag import TrainingDAG
-from lightning_piper.ir.filters import Filter
+from lightning_piper.ir.filters import AGAIN, Filter
 from lightning_piper.ir.nodes import Chunk, Node, Ref
 from lightning_piper.ir.regions import Step
 from lightning_piper.ir.values import Kind, Slice
@@ -107,6 +107,10 @@ class Split(Directive):
 
     def _check(self, dag: TrainingDAG, chunks: list[Chunk]) -> None:
         selected = {chunk.id for chunk in chunks}
+        for chunk in chunks:
+            if chunk.tags.get("PASS") == AGAIN:
+                found = f"{chunk.label} runs a forward pass again (directive {chunk.origin})"
+                self.refuse("filter", found, "split before the recompute")
         for chunk in chunks:
             if self.dim_name in chunk.tags:
                 self.refuse(

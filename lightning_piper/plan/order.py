@@ -13,6 +13,7 @@ import networkx as nx
 
 from lightning_piper.errors import VerificationError
 from lightning_piper.ir.dag import TrainingDAG
+from lightning_piper.ir.filters import AGAIN
 from lightning_piper.ir.nodes import Chunk, Node, Turn
 from lightning_piper.plan.gathers import with_gathers
 from lightning_piper.plan.overlap import Turns, heights
@@ -25,7 +26,8 @@ def priority(dag: TrainingDAG, node: Node, height: int) -> Priority:
     """Of nodes that could come next, the smallest does.
 
     Communication as soon as it can be issued, what most chunks wait for first (`height`, see `overlap.heights`); sums over
-    replicas, for which no chunk waits, and bookkeeping after it; then chunks: forward before backward, by slice, by id. Nothing
+    replicas, for which no chunk waits, and bookkeeping after it; then chunks: forward before backward, by slice, by id; a forward
+    pass that runs again comes with the backward pass that it serves, for what it makes lies there until then. Nothing
     but an optimizer waits for gradients of weights (BW), so they run when no other chunk can: unless an order says otherwise,
     at the end, while devices that come later in the backward direction are still busy.
     Updates and results come last, for nothing in the step needs them and they may have to wait for another device; so does
@@ -33,7 +35,9 @@ def priority(dag: TrainingDAG, node: Node, height: int) -> Priority:
     """
     turn = node.turn
     if isinstance(node, Chunk):
-        return (2, _RANK[node.kind], node.slice.start, node.id)
+        again = node.tags.get("PASS") == AGAIN
+        served = [_RANK[user.kind] for user in dag.users(node) if isinstance(user, Chunk)] if again else []
+        return (2, min(served, default=_RANK[node.kind]), node.slice.start, node.id)
     if turn is Turn.AT_ONCE or (turn is Turn.WHEN_NEEDED and height):
         return (0, -height, 0, node.id)
     if turn is Turn.LATE or (turn is Turn.IF_HERE and any(dag.nodes[source].reads_from == "channel" for source, _ in node.inputs)):

@@ -17,6 +17,7 @@ from property_tests.mutations import (
     places,
     plans,
     processes,
+    recomputed,
     rewrites,
     routed,
     shards,
@@ -27,7 +28,8 @@ from property_tests.mutations.scenarios import SCENARIOS, Scenario
 from property_tests.mutations.table import TABLE, Mutation
 
 # What fills the table.
-FILES = (rewrites, borders, arguments, backward, places, zero, plans, executors, shards, routed, drivers, losses, totals)
+FILES = (rewrites, borders, arguments, backward, places, zero, plans, executors, shards, routed, drivers, losses, totals,
+         recomputed)  # fmt: skip
 LAYERS = ("static", "interpreter", "plans", "property", "distributed")
 
 

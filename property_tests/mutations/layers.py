@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import fnmatch
 import itertools
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -11,13 +12,14 @@ from hypothesis import HealthCheck, Phase, given, settings
 from hypothesis import strategies as st
 
 from lightning_piper.capture.eager import Outcome, run_eagerly
-from lightning_piper.directives import Order, Place
+from lightning_piper.directives import Order, Place, Recompute
 from lightning_piper.directives.base import Contract
 from lightning_piper.ir.buckets import Bucket, packed_params
 from lightning_piper.ir.dag import TrainingDAG
-from lightning_piper.ir.filters import matches
+from lightning_piper.ir.filters import AGAIN, matches
 from lightning_piper.ir.nodes import Chunk
-from lightning_piper.ir.values import Slice
+from lightning_piper.ir.regions import PassKey
+from lightning_piper.ir.values import Kind, Slice
 from lightning_piper.ops.arguments import Arguments
 from lightning_piper.ops.metrics import named
 from lightning_piper.passes import Done, run_pipeline
@@ -108,6 +110,7 @@ def _terms(dag: TrainingDAG) -> int:
 def plans(built: Built) -> None:
     """The plans keep the directives' promises, give what the interpreter gives, and go on doing so while parameters change."""
     _kept(built)
+    _forgotten(built)
     for plan in built.plans.values():
         _frugal(plan)
     before = torch.get_rng_state()
@@ -136,6 +139,49 @@ def _kept(built: Built) -> None:
                     assert not late, f"{a.label} runs after {b.label}, against the order"
 
 
+def _forgotten(built: Built) -> None:
+    """What `recompute` forgets is not kept: backward passes read second passes alone, which run right before them. Where a part is
+    kept, that is what is named, or less than all."""
+    dag = built.dag
+    runs = {device: [x.node for x in plan.instructions if isinstance(x, Run)] for device, plan in built.plans.items()}
+    for said in [directive for directive in built.scenario.program if isinstance(directive, Recompute)]:
+        chosen = [c for c in dag.of_type(Chunk) if c.kind != "F" and matches(said.filter, dag.regions[c.region].tags)]
+        if said.keep is not None:
+            _kept_as_said(built, {chunk.key for chunk in chosen}, said)
+            continue
+        for backward in chosen:
+            sources = [dag.nodes[ref[0]] for ref in backward.inputs if dag.value(ref).tensors]
+            for second in [x for x in sources if isinstance(x, Chunk) and x.key == (backward.region, "F")]:
+                assert second.tags.get("PASS") == AGAIN, f"{backward.label} reads what {second.label} has kept"
+                readers = {user.id for user in dag.users(second)}
+                for device in second.devices:
+                    after = runs[device][runs[device].index(second.id) + 1]
+                    assert after in readers, f"{second.label} runs before {dag.nodes[after].label}, which does not need it"
+
+
+def _kept_as_said(built: Built, backward: set[PassKey], said: Recompute) -> None:
+    """Less is kept than without the directive; and what is named is not computed once more."""
+    code, whole = built.dag.code, built.case.step.at(built.dag.code.size)
+    kept, all_kept = (
+        sum(spec.nbytes for region, _ in backward
+            for out, specs in zip(step.interface_of((region, "F")).outputs, step.code_of((region, "F")).outputs, strict=True)
+            if out.kind == Kind.SAVED for spec in specs)
+        for step in (code, whole)
+    )  # fmt: skip
+    assert kept < all_kept, f"{kept} bytes are kept, and without a recompute {all_kept}"
+    for region, kind in backward if isinstance(said.keep, list) else ():
+        first, then = (
+            {
+                node.name: getattr(node.target, "__name__", "")
+                for node in code.code_of(key).graph.nodes
+                if node.op == "call_function"
+            }
+            for key in ((region, "F"), (region, kind))
+        )
+        again = [name for name in first.keys() & then if any(fnmatch.fnmatch(then[name].split(".")[0], p) for p in said.keep)]
+        assert not again, f"{again} are to be kept, and the backward pass of region {region} computes them again"
+
+
 def _frugal(plan: Plan) -> None:
     """What is gathered for its uses alone is there for the chunk that runs, or the next one that reads parameters; no longer."""
     gathers = {x.into: i for i, x in enumerate(plan.instructions) if isinstance(x, AllGather) and not x.kept}
@@ -161,7 +207,7 @@ def _train(built: Built) -> None:
     params = [whole_params(plan, case.tensors) for plan in plans]
     buffers = {name: case.tensors[name].clone() for name in case.step.buffers}
     transport = LocalTransport(built.plans)
-    executors = [Executor(plan, case.step, own, buffers, transport, CPU, flats)
+    executors = [Executor(plan, dag.step, own, buffers, transport, CPU, flats)
                  for plan, own, flats in zip(plans, params, shards, strict=True)]  # fmt: skip
     expected = {name: x.clone() for name, x in case.tensors.items()}
     for number, leaves in enumerate(batches(built.scenario.spec, case.size, STEPS)):

@@ -8,8 +8,8 @@ from dataclasses import dataclass
 from typing import Any
 
 from lightning_piper.capture import capture
-from lightning_piper.directives import Directive, Order, Place, Replicate, Shard, Split
-from lightning_piper.schedules import one_f_one_b
+from lightning_piper.directives import Directive, Order, Place, Recompute, Replicate, Shard, Split
+from lightning_piper.schedules import one_f_one_b, zero_bubble
 from lightning_piper.testing import POOL, Case, Model, Spec, case, make_batch
 
 
@@ -131,6 +131,19 @@ _ALL = (
              Shard(filter={"EP": "*"}, devices=[0, 1])]),
     Scenario("whole batch", Spec(("synced", "linear", "synced"), (0, 1, 1)), 8,
              [_split(2), *_groups([0, 2], [1, 3]), _replicate([0, 2], [1, 3])]),
+    # Forward passes that run again, and backward passes that compute a part of them.
+    Scenario("second passes", Spec(("residual", "norm"), (0, 1)), 5, [*one_f_one_b(2, 3), Recompute(filter={})]),
+    Scenario("second passes with dropout", Spec(("dropout", "dropout"), (0, 1)), 5, [*one_f_one_b(2, 3), Recompute(filter={})]),
+    Scenario("second passes with buffers", Spec(("batchnorm", "linear"), (0, 1)), 5, [*one_f_one_b(2, 3), Recompute(filter={})]),
+    Scenario("second passes in halves", Spec(("attention", "residual"), (0, 1)), 5, [*zero_bubble(2, 3), Recompute(filter={})]),
+    Scenario("second passes, sharded", Spec(("linear", "residual", "residual", "linear"), (0, 1, 2, 3)), 8,
+             [*_groups([0, 1]), _split(2), _replicate([0, 1], shard_params=True, bucket_size=1e-6), Recompute(filter={})]),
+    Scenario("computed again, by name", Spec(("attention", "branch"), (0, 1)), 5,
+             [*one_f_one_b(2, 3), Recompute(filter={}, keep=["*mm"])]),
+    Scenario("computed again, a fraction", Spec(("attention", "norm"), (0, 1)), 5,
+             [*one_f_one_b(2, 3), Recompute(filter={}, keep=0.3)]),
+    Scenario("random numbers kept", Spec(("dropout", "attention"), (0, 1)), 5,
+             [*one_f_one_b(2, 3), Recompute(filter={}, keep=0.0)]),
 )  # fmt: skip
 SCENARIOS = {scenario.name: scenario for scenario in _ALL}
 

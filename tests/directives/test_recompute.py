@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from typing import Any
 
 import pytest
@@ -13,7 +14,12 @@ from lightning_piper import Order, Place, Recompute, Replicate, Split, schedules
 from lightning_piper.errors import CaptureError, DirectiveError, VerificationError
 from lightning_piper.ir.nodes import Chunk
 from lightning_piper.ir.values import Kind
+from lightning_piper.plan import order
+from lightning_piper.plan.instructions import Run
+from lightning_piper.runtime import Executor, LocalTransport, run_local
+from lightning_piper.runtime.chunks import ChunkBinder
 from lightning_piper.testing import Case, directive_suite
+from lightning_piper.verify import interpret
 from tests.axes import EXPERTS, HEADS, columns, everywhere, sparse
 from tests.groups import marked
 from tests.ring import long, words
@@ -113,6 +119,84 @@ def test_stages_recompute_when_their_gradient_is_there(schedule):
         (backward, *_) = dag.users(second)
         awaited = {ref[0] for ref in backward.inputs} - {second.id}
         assert awaited and awaited <= set(dag.graph.predecessors(second.id))
+
+
+@pytest.mark.parametrize("schedule", ["gpipe", "one_f_one_b"])
+def test_second_passes_come_right_before_their_backward(schedule, monkeypatch):
+    """Also on the last stage, whose backward passes wait for no other stage; the control lets them come as first passes do."""
+
+    def early() -> list[str]:
+        compiled = piper.compile(long(), words(), [*getattr(schedules, schedule)(stages=2, microbatches=4), again()])
+        dag, found = compiled.dag, []
+        for plan in compiled.plans.values():
+            runs = [dag.nodes[i.node] for i in plan.instructions if isinstance(i, Run)]
+            pairs = [(a, b) for a, b in itertools.pairwise(runs) if a.tags.get("PASS") == "R"]
+            assert pairs
+            found += [a.label for a, b in pairs if b not in dag.users(a)]
+        return found
+
+    assert not early()
+    ranked = order.priority
+    monkeypatch.setattr(order, "priority", lambda dag, node, height: (*ranked(dag, node, height)[:1], 0, 0, node.id))
+    assert early()
+
+
+class Counting(Decoder):
+    """What it computes depends on a buffer that it changes."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.register_buffer("scale", torch.ones((), dtype=torch.float64))
+
+    def loss_of(self, batch: Any) -> Any:
+        with piper.annotate("LAYER", 1):
+            x = (self.embed(batch[0]) * self.scale.clone()).tanh().exp()
+            self.scale.mul_(0.5)
+        with piper.annotate("LAYER", 2):
+            return self.head(x).logsumexp(-1).mean()
+
+
+@pytest.mark.parametrize("keep", [None, 0.0], ids=str)
+def test_second_passes_read_buffers_as_first_ones_did(keep, monkeypatch):
+    """The control changes the module's buffers as soon as a forward pass has made new values."""
+    torch.manual_seed(0)
+    module = Counting().double().requires_grad_(False)
+    module.embed.requires_grad_(True), module.head.requires_grad_(True)
+    program = [ONE, SPLIT, again(keep)]
+    compiled = piper.compile(module, tensors(8), program)
+    expected = interpret(compiled.dag, tensors_of(module), list(tensors(8)))
+
+    def executed() -> dict[str, torch.Tensor]:
+        buffers = {"scale": module.scale.clone()}
+        transport, cpu = LocalTransport(compiled.plans), torch.device("cpu")
+        executor = Executor(compiled.plans[0], compiled.dag.step, tensors_of(module), buffers, transport, cpu)
+        (result,) = run_local([executor], list(tensors(8)), seed=0)
+        assert buffers["scale"] == 0.25
+        return result.grads
+
+    def same() -> bool:
+        return all(torch.equal(x, expected.grads[name]) for name, x in executed().items())
+
+    assert same()
+    bind = ChunkBinder.bind
+
+    def at_once(self: Any, run: Run) -> Any:
+        bound, outputs = bind(self, run), self._whole.interface_of(run.key).outputs
+        slots = [slot for slot, out in zip(run.writes, outputs, strict=True) if out.kind == Kind.BUFFER and slot is not None]
+
+        def in_place() -> None:
+            bound()
+            for slot in slots:
+                self._buffers["scale"].copy_(self._slots[slot][0])
+
+        return in_place
+
+    monkeypatch.setattr(ChunkBinder, "bind", at_once)
+    assert keep is not None or not same()  # without a second pass, nothing reads the module's buffers again
+
+
+def tensors_of(module: torch.nn.Module) -> dict[str, torch.Tensor]:
+    return {name: x.detach() for name, x in (*module.named_parameters(), *module.named_buffers())}
 
 
 def test_an_order_may_name_second_passes():

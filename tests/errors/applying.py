@@ -21,6 +21,7 @@ def ordered(*filters: object) -> dict[str, object]:
     return {"op": "order", "filters": list(filters)}
 
 
+AGAIN = {"op": "recompute", "filter": {}}
 F0, B0, F1, B1 = ({"PP": i, "PASS": kind} for i in (0, 1) for kind in "FB")
 BATCH_NORM = [
     ("torch.tanh(self.first(x))", "F.batch_norm(self.first(x), self.mean, self.var, training=True)"),
@@ -58,6 +59,8 @@ CASES: Cases = [
     program("one batch split twice by one tag", *PLACES, SPLIT, SPLIT),
     program("one pass of a stage is split alone", *PLACES, {**SPLIT, "filter": F0}),
     program("split after the order", *PLACES, ordered(F0, B0), SPLIT),
+    program("split after the recompute", *PLACES, AGAIN, SPLIT),
+    program("a stage is placed after the recompute", AGAIN, *PLACES),
     program("an order names one pass twice", *PLACES, ordered(F0, {"PP": 0})),
     program("an order against the data", *PLACES, ordered(B0, F0)),
     Case("an order of microbatches against statistics of the whole batch", whole_batch),
