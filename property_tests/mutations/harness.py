@@ -14,6 +14,7 @@ from property_tests.mutations import (
     executors,
     layers,
     losses,
+    offloaded,
     places,
     plans,
     processes,
@@ -29,7 +30,7 @@ from property_tests.mutations.table import TABLE, Mutation
 
 # What fills the table.
 FILES = (rewrites, borders, arguments, backward, places, zero, plans, executors, shards, routed, drivers, losses, totals,
-         recomputed)  # fmt: skip
+         recomputed, offloaded)  # fmt: skip
 LAYERS = ("static", "interpreter", "plans", "property", "distributed")
 
 

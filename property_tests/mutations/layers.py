@@ -12,7 +12,7 @@ from hypothesis import HealthCheck, Phase, given, settings
 from hypothesis import strategies as st
 
 from lightning_piper.capture.eager import Outcome, run_eagerly
-from lightning_piper.directives import Order, Place, Recompute
+from lightning_piper.directives import Offload, Order, Place, Recompute
 from lightning_piper.directives.base import Contract
 from lightning_piper.ir.buckets import Bucket, packed_params
 from lightning_piper.ir.dag import TrainingDAG
@@ -21,10 +21,11 @@ from lightning_piper.ir.nodes import Chunk
 from lightning_piper.ir.regions import PassKey
 from lightning_piper.ir.values import Kind, Slice
 from lightning_piper.ops.arguments import Arguments
+from lightning_piper.ops.host import Fetch
 from lightning_piper.ops.metrics import named
 from lightning_piper.passes import Done, run_pipeline
 from lightning_piper.plan import Plan, check_plans, compile_plans
-from lightning_piper.plan.instructions import AllGather, Run
+from lightning_piper.plan.instructions import AllGather, HostCopy, Run
 from lightning_piper.runtime import Executor, LocalTransport, StepResult, local_shards_of, run_local, shards_of
 from lightning_piper.testing import POOL, Case, assert_same, cases, check_program, programs, run_plans, single_device
 from lightning_piper.verify import interpret
@@ -111,6 +112,7 @@ def plans(built: Built) -> None:
     """The plans keep the directives' promises, give what the interpreter gives, and go on doing so while parameters change."""
     _kept(built)
     _forgotten(built)
+    _stored(built)
     for plan in built.plans.values():
         _frugal(plan)
     before = torch.get_rng_state()
@@ -180,6 +182,28 @@ def _kept_as_said(built: Built, backward: set[PassKey], said: Recompute) -> None
         )
         again = [name for name in first.keys() & then if any(fnmatch.fnmatch(then[name].split(".")[0], p) for p in said.keep)]
         assert not again, f"{again} are to be kept, and the backward pass of region {region} computes them again"
+
+
+def _stored(built: Built) -> None:
+    """What `offload` stores is kept nowhere else, and comes when it is to come: so many chunks before it is read."""
+    dag = built.dag
+    for said in [directive for directive in built.scenario.program if isinstance(directive, Offload)]:
+        for back in [c for c in dag.of_type(Chunk) if c.kind != "F" and matches(said.filter, dag.regions[c.region].tags)]:
+            for ref in [ref for ref in back.inputs if dag.value(ref).kind == Kind.SAVED and dag.value(ref).nbytes]:
+                made = dag.nodes[ref[0]]
+                again = made.tags.get("PASS") == AGAIN or getattr(made, "kind", "") == "BI"
+                assert again or isinstance(made, Fetch), f"{back.label} reads what {made.label} has kept on the device"
+    for plan in built.plans.values():
+        chunks: list[int] = []
+        fetched: dict[int, int] = {}  # node -> chunks before it
+        for x in plan.instructions:
+            if isinstance(x, HostCopy) and not x.to_host:
+                fetched[x.node] = len(chunks)
+            elif isinstance(x, Run):
+                for fetch in [f for ref in dict.fromkeys(dag.nodes[x.node].reads) if isinstance(f := dag.nodes[ref[0]], Fetch)]:
+                    between = len(chunks) - fetched.pop(fetch.id, len(chunks))
+                    assert between <= fetch.ahead, f"%{fetch.id} fetches {between} chunks before {x.label}, not {fetch.ahead}"
+                chunks.append(x.node)
 
 
 def _frugal(plan: Plan) -> None:

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from lightning_piper.capture import capture
-from lightning_piper.directives import Directive, Order, Place, Recompute, Replicate, Shard, Split
+from lightning_piper.directives import Directive, Offload, Order, Place, Recompute, Replicate, Shard, Split
 from lightning_piper.schedules import one_f_one_b, zero_bubble
 from lightning_piper.testing import POOL, Case, Model, Spec, case, make_batch
 
@@ -138,6 +138,11 @@ _ALL = (
     Scenario("second passes in halves", Spec(("attention", "residual"), (0, 1)), 5, [*zero_bubble(2, 3), Recompute(filter={})]),
     Scenario("second passes, sharded", Spec(("linear", "residual", "residual", "linear"), (0, 1, 2, 3)), 8,
              [*_groups([0, 1]), _split(2), _replicate([0, 1], shard_params=True, bucket_size=1e-6), Recompute(filter={})]),
+    # What passes keep waits on the host.
+    Scenario("stored on the host", Spec(("attention", "residual", "norm"), (0, 1, 1)), 6,
+             [*one_f_one_b(2, 3), Offload(filter={}, ahead=1)]),
+    Scenario("inputs of second passes stored", Spec(("linear", "residual", "norm"), (0, 1, 1)), 6,
+             [*zero_bubble(2, 3), Recompute(filter={}), Offload(filter={}, ahead=2)]),
     Scenario("computed again, by name", Spec(("attention", "branch"), (0, 1)), 5,
              [*one_f_one_b(2, 3), Recompute(filter={}, keep=["*mm"])]),
     Scenario("computed again, a fraction", Spec(("attention", "norm"), (0, 1)), 5,
