@@ -15,6 +15,7 @@ from typing import Any
 from torch import nn
 
 from lightning_piper.annotate import repeated_blocks
+from lightning_piper.errors import CaptureError
 from lightning_piper.ir.values import TensorSpec
 
 OF_EACH_KIND = 3  # links that a shortened model keeps: the first may do more than others; two more must be alike
@@ -92,10 +93,18 @@ def _has_parameters(module: nn.Module) -> bool:
 
 
 def copy_of(module: nn.Module) -> nn.Module:
-    """A copy whose parameters and buffers are the module's own."""
+    """A copy whose parameters and buffers are the module's own.
+
+    Raises:
+        CaptureError: it cannot be copied.
+    """
     kept: list[Any] = [*module.parameters(), *module.buffers()]
     kept += [vars(module)[name] for name in ("_trainer", "_fabric") if vars(module).get(name) is not None]
-    return copy.deepcopy(module, {id(x): x for x in kept})
+    try:
+        return copy.deepcopy(module, {id(x): x for x in kept})
+    except Exception as error:
+        found = f"{type(module).__name__} cannot be copied ({type(error).__name__}: {error})"
+        raise CaptureError(f"{found}; let its attributes be such that copy.deepcopy takes them") from error
 
 
 def shortened(module: nn.Module) -> Shortened:

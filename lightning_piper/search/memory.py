@@ -53,7 +53,7 @@ def stage_memory(
         waiting: further microbatches, of which BI is done and BW is not.
         tensor, experts: members of these axes, which have parts of `Block.divided` and `Block.experts`.
         replicas: devices between which ZeRO divides.
-        level: of ZeRO: 1 divides the optimizer's states, 2 gradients as well, 3 parameters as well; those of two blocks are gathered.
+        level: of ZeRO: 1 divides the optimizer's states, 2 gradients as well, 3 parameters as well, gathered for two blocks.
         states: bytes of the optimizer's state for one of parameters.
 
     Raises:
