@@ -18,8 +18,8 @@ ROOMS = [
     "limits", "errors", "either_lightning", "regular", "reading", "routing", "totals", "batch_norms", "grouped", "averages",
     "ir", "placements", "annotate", "capture", "huggingface", "ops",
     "directives", "schedules", "plan", "passes", "verify",
-    "runtime", "simulate", "viz", "compiler", "tensor_parallel", "search",
-    "profile", "processes", "holdings", "checkpoint", "session", "strategy", "cli", "testing",
+    "runtime", "simulate", "viz", "compiler", "tensor_parallel",
+    "profile", "search", "processes", "holdings", "checkpoint", "session", "strategy", "cli", "testing",
     "lightning_piper",
 ]  # fmt: skip
 

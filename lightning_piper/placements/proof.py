@@ -157,6 +157,8 @@ def _fixed_sizes(node: Node) -> set[int]:
         return {int(size) for size in node.args[NORMS[target]]}  # type: ignore[union-attr, arg-type]
     if target in ATTENTION or target in PARTS:  # heads of queries are a multiple of those of keys
         return {shape_of(x)[1] for x in tensors_of(node) if len(shape_of(x)) == 4}
+    if target is aten.unbind.int:  # it makes as many
+        return {len(made_by(node))}
     if target not in ALONG:
         return set()
     tensors = [x for x in [*tensors_of(node), node] if isinstance(x.meta.get("val"), torch.Tensor)]

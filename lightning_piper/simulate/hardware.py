@@ -2,10 +2,23 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import os
+import time
+from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass
+from os import PathLike
+from pathlib import Path
+from typing import Any
 
+import torch
+
+from lightning_piper.errors import SimulationError
+from lightning_piper.limits import integer, shown
+from lightning_piper.reading import name_of, read_json
+from lightning_piper.simulate.durations import checked
 from lightning_piper.simulate.network import Link
+
+LARGEST = 10**18  # of a figure of a device
 
 
 @dataclass(frozen=True)
@@ -33,6 +46,126 @@ class Hardware:
     host_memory: int
     efficiency: float = 1.0
 
+    @classmethod
+    def read(cls, name: str | PathLike[str]) -> Hardware:
+        """From a file: one of the package's own by its name (`known()` lists them), or a JSON file by its path.
+
+        Raises:
+            SimulationError: there is no such file, or it does not say what a Hardware is.
+        """
+        own = [path for path in _FOLDER.glob("*.json") if path.stem == name]
+        if not own and (not isinstance(name, str | PathLike) or not str(name).endswith(".json")):
+            names = ", ".join(known())
+            raise SimulationError(f"there is no hardware {shown(name)}; give one of {names}, or the path of a JSON file")
+        try:
+            content = read_json(own[0] if own else name)
+        except FileNotFoundError:
+            raise SimulationError(f"hardware file {name_of(name)} does not exist") from None
+        except (OSError, ValueError) as error:
+            raise SimulationError(f"hardware file {name_of(name)} cannot be read as JSON: {error}") from None
+        return _hardware(f"hardware file {name_of(name)}", content)
+
+    @classmethod
+    def measure(cls) -> Hardware:
+        """This machine's CPU, as one device: products of two matrices in float32, float64 and bfloat16, copies of memory; and its
+        memory, as the system says it. Links are copies of memory, as messages between processes of one machine are."""
+        bandwidth = _copied()
+        link = Link(1e-5, bandwidth / 2)  # into shared memory, and out of it
+        memory = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+        flops = {str(dtype).removeprefix("torch."): _multiplied(dtype) for dtype in (torch.float32, torch.float64, torch.bfloat16)}
+        return cls("this machine's CPU", memory, flops, bandwidth, ((65536, link),), link, memory)
+
+    def flops_of(self, dtype: torch.dtype) -> float:
+        """Floating point operations a second on tensors of a data type.
+
+        Raises:
+            SimulationError: it is not known.
+        """
+        name = str(dtype).removeprefix("torch.")
+        if name not in self.flops:
+            raise SimulationError(f"{self.name}: flops has no {name!r}, only {', '.join(self.flops)}; name it there")
+        return self.flops[name]
+
     def link(self, first: int, last: int) -> Link:
         """The link that joins these two devices, and so a ring of all between them."""
         return next((link for n, link in self.links if first // n == last // n), self.links[-1][1])
+
+
+def known() -> list[str]:
+    """Names of the hardware that the package has figures of."""
+    return sorted(path.stem for path in _FOLDER.glob("*.json"))
+
+
+_FOLDER = Path(__file__).with_name("hardware")
+_KEYS = ("name", "source", "memory", "flops", "bandwidth", "links", "host", "host_memory")
+
+
+def _hardware(where: str, content: Any) -> Hardware:
+    _check_keys(where, content, _KEYS, ("efficiency",))
+    if not isinstance(content["name"], str) or not isinstance(content["flops"], dict) or not content["flops"]:
+        raise SimulationError(f"{where}: give a text as name, and as flops an object of data types")
+    if not isinstance(content["links"], list) or not content["links"]:
+        raise SimulationError(f"{where}: links is {shown(content['links'])}; give a list of at least one link")
+    flops = {dtype: _number(where, f"flops of {shown(dtype)}", x) for dtype, x in content["flops"].items()}
+    for dtype in flops:
+        if dtype != "tfloat32" and not isinstance(getattr(torch, dtype, None), torch.dtype):
+            raise SimulationError(f"{where}: flops has {shown(dtype)}, which is no data type; give names such as 'bfloat16'")
+    links = tuple(_link(f"{where}: links[{i}]", link, ("devices",)) for i, link in enumerate(content["links"]))
+    counts = [n for n, _ in links]
+    if counts != sorted(set(counts)):
+        raise SimulationError(f"{where}: links join {counts} devices; give the nearest first, each joining more")
+    efficiency = _number(where, "efficiency", content.get("efficiency", 1.0))
+    if efficiency > 1:
+        raise SimulationError(f"{where}: efficiency is {efficiency}; give a share, at most 1")
+    whole = {key: int(_number(where, key, content[key])) for key in ("memory", "host_memory")}
+    host = _link(f"{where}: host", content["host"], ())[1]
+    bandwidth = _number(where, "bandwidth", content["bandwidth"])
+    return Hardware(content["name"], whole["memory"], flops, bandwidth, links, host, whole["host_memory"], efficiency)
+
+
+def _link(where: str, content: Any, more: tuple[str, ...]) -> tuple[int, Link]:
+    _check_keys(where, content, (*more, "latency", "bandwidth"), ("source",))
+    devices = integer(content["devices"]) if more else 1
+    if devices is None or devices < 1:
+        raise SimulationError(f"{where}: devices is {shown(content['devices'])}; give an integer >= 1")
+    latency = checked(f"{where}: latency", content["latency"])
+    return devices, Link(latency, _number(where, "bandwidth", content["bandwidth"]))
+
+
+def _check_keys(where: str, content: Any, keys: Collection[str], optional: Collection[str]) -> None:
+    if not isinstance(content, dict):
+        raise SimulationError(f"{where} is a {type(content).__name__}; give an object with {', '.join(keys)}")
+    if missing := [key for key in keys if key not in content]:
+        raise SimulationError(f"{where} lacks {missing[0]!r}; give an object with {', '.join(keys)}")
+    if unknown := [key for key in content if key not in keys and key not in optional]:
+        raise SimulationError(f"{where} has {shown(unknown[0])}; accepted are {', '.join((*keys, *optional))}")
+
+
+def _number(where: str, what: str, value: Any) -> float:
+    # Figures of large clusters lie above what a duration may be.
+    if isinstance(value, bool) or not isinstance(value, int | float) or not 0 < value < LARGEST:
+        raise SimulationError(f"{where}: {what} is {shown(value)}; give a number > 0")
+    return value
+
+
+def _best(run: Callable[[], object], calls: int = 5) -> float:
+    """Seconds of the fastest of some calls, after one to warm up."""
+    run()
+    found = []
+    for _ in range(calls):
+        start = time.perf_counter()
+        run()
+        found.append(time.perf_counter() - start)
+    return min(found)
+
+
+def _multiplied(dtype: torch.dtype, size: int = 512) -> float:
+    a = torch.ones(size, size, dtype=dtype)
+    return 2 * size**3 / _best(lambda: a @ a)
+
+
+def _copied(nbytes: int = 1 << 26) -> float:
+    """Bytes read and written a second."""
+    source = torch.ones(nbytes, dtype=torch.uint8)
+    target = torch.empty_like(source)
+    return 2 * nbytes / _best(lambda: target.copy_(source))

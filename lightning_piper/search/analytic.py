@@ -1,0 +1,159 @@
+"""A workload by calculation: what the operations of each block cost on given hardware. Nothing is run, and tensors need no data."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from fractions import Fraction
+from typing import Any
+
+import torch
+from torch import nn
+
+from lightning_piper.capture import CapturedStep
+from lightning_piper.capture.finding import find_params
+from lightning_piper.capture.trace import fakes_of
+from lightning_piper.errors import CaptureError
+from lightning_piper.ir.division import Change, Division
+from lightning_piper.ir.regions import Code, Output, PassKey, StepCode
+from lightning_piper.ir.values import Partial, Replicate, Shard, TensorSpec
+from lightning_piper.search.blocks import TAG, Cut, blocks_of, bytes_of
+from lightning_piper.search.costs import alone, checked_samples, seconds_of, total, workload
+from lightning_piper.search.counting import Cost, Counting, seconds
+from lightning_piper.search.walking import walk
+from lightning_piper.search.workload import Work, Workload
+from lightning_piper.simulate.durations import Number
+from lightning_piper.simulate.hardware import Hardware
+
+AXIS = "tp"
+
+
+def analytic(
+    module: nn.Module, batch: Any, hardware: Hardware, samples: Sequence[int] = (1, 2), tensor: Sequence[int] = (2, 4, 8),
+    states: float = 2.0, cut: Cut | None = None,
+) -> Workload:  # fmt: skip
+    """What a training step costs on paper.
+
+    Args:
+        module: a LightningModule; its parameters may be on the meta device.
+        batch: of one step.
+        hardware: on which it is to run. Of each operation, the time is that of its arithmetic or that of its memory, whichever is
+            longer; see `counting`.
+        samples: of microbatches for which work is calculated.
+        tensor: numbers of members of a tensor axis, which divides what `tensor_parallel` proposes. Work is that of the code of one
+            member. A number by which not all can be divided that the smallest one divides is left out.
+        states: bytes of the optimizer's state for one of parameters; 2 for Adam.
+        cut: of the same module and batch, if there is one.
+
+    Raises:
+        CaptureError: the step cannot be captured.
+        SimulationError: the hardware has no figure for a data type.
+    """
+    cut = cut or blocks_of(module, batch)
+    numbers = checked_samples(cut, samples)
+    works = {(n, 1): _works(cut, cut.step, n, hardware) for n in numbers}
+    divided: dict[str, Shard] = {}
+    parts: frozenset[str] = frozenset()
+    for degree in sorted(tensor):
+        params = _proposed(cut, degree)
+        divided = divided or params
+        if params and params == divided:
+            member = cut.step.divided([Division(AXIS, degree, params)]).member
+            works |= {(n, degree): _works(cut, member, n, hardware, degree) for n in numbers}
+            parts = cut.all_named(member.at(numbers[0]).divided)
+    return workload(cut, works, states, parts)
+
+
+def _proposed(cut: Cut, degree: int) -> dict[str, Shard]:
+    """What `tensor_parallel` would divide; nothing where nothing can be."""
+    try:
+        return find_params(cut.step.joint_graph, AXIS, degree, {})
+    except CaptureError:
+        return {}
+
+
+def _works(cut: Cut, step: CapturedStep, samples: int, hardware: Hardware, degree: int = 1) -> list[Work]:
+    """Of each block."""
+    code = step.at(samples)
+    passes: dict[int, dict[str, float]] = {}
+    for (region, kind), costs in costs_of(step, samples, degree).items():
+        passes.setdefault(region, {})[kind] = seconds(costs, hardware)
+    # Where members change what they hold, there are more regions; those of a block have its tags.
+    regions = cut.regions if degree == 1 else _regions_by_tag(cut, code)
+    exchanged = [sum(_exchanged(code, region, degree) for region in block) for block in regions]
+    for region, found in passes.items():
+        found |= alone(code, region, found)
+    times = [total(seconds_of(passes.get(region, {})) for region in block) for block in regions]
+    return [Work(*t, *b, x) for t, b, x in zip(times, bytes_of(code, regions), exchanged, strict=True)]
+
+
+def _regions_by_tag(cut: Cut, code: StepCode) -> tuple[tuple[int, ...], ...]:
+    """The regions of each block in code that has more of them than `cut.step`: runs of them that begin with the same tag."""
+    whole = cut.step.at(code.size).regions
+    owner: dict[int | None, tuple[int, ...]] = {}
+    for block in cut.regions:
+        owner |= {whole[region].tags.get(TAG): block for region in block}
+    found: dict[tuple[int, ...], list[int]] = {block: [] for block in cut.regions}
+    for region in code.regions:
+        found[owner[region.tags.get(TAG)]].append(region.index)
+    return tuple(tuple(found[block]) for block in cut.regions)
+
+
+def costs_of(step: CapturedStep, samples: int, degree: int = 1) -> dict[PassKey, list[Cost]]:
+    """The operations of every pass of a step, of so many samples.
+
+    Args:
+        degree: members of the axis along which it is divided, of whom one is calculated.
+    """
+    code = step.at(samples)
+    specs = {name: info.spec for name, info in step.params.items()} | step.buffers
+    specs |= {name: _part(specs[name], part.dim, degree) for name, (_, part) in code.divided.items()}
+    device = next((x.device for x in step.module.parameters() if not x.is_meta), torch.device("cpu"))
+    mode, fakes = fakes_of((*specs.values(), *code.batch_specs), device)
+    mode.allow_non_fake_inputs = True  # constants of the step
+    tensors, leaves = dict(zip(specs, fakes, strict=False)), fakes[len(specs) :]
+    found: dict[PassKey, list[Cost]] = {}
+
+    def run(key: PassKey, of_pass: Code, args: list[torch.Tensor]) -> tuple[torch.Tensor, ...]:
+        with Counting() as counting:
+            made = of_pass.run(args)
+        found[key] = counting.costs
+        return made
+
+    def arrive(output: Output, bundle: tuple[torch.Tensor, ...]) -> tuple[torch.Tensor, ...]:
+        if not output.changes:
+            return bundle
+        return tuple(x.new_empty(_changed(tuple(x.shape), output.changes, degree)) for x in bundle)
+
+    with mode, torch.no_grad():
+        for split in (False, True):
+            walk(code, tensors, leaves, run, arrive, split)
+    return found
+
+
+def _part(spec: TensorSpec, dim: int, degree: int) -> TensorSpec:
+    shape = tuple(n // degree if d == dim else n for d, n in enumerate(spec.shape))
+    return TensorSpec.of(torch.empty(shape, dtype=spec.dtype, device="meta"))
+
+
+def _changed(shape: tuple[int, ...], changes: Sequence[Change], degree: int) -> tuple[int, ...]:
+    """What members hold after exchanges."""
+    sizes = list(shape)
+    for change in changes:
+        if isinstance(change.before, Shard):
+            sizes[change.before.dim] *= degree
+        if isinstance(change.after, Shard):
+            sizes[change.after.dim] //= degree
+    return tuple(sizes)
+
+
+def _exchanged(code: StepCode, region: int, degree: int) -> Number:
+    """Bytes of the sums within the forward pass of a region. A gather, or a sum of which members get parts, is half of one."""
+    found: Number = 0
+    for output, specs in zip(code.interfaces[region, "F"].outputs, code.code[region, "F"].outputs, strict=True):
+        for change in output.changes:
+            nbytes = sum(spec.nbytes for spec in specs)
+            if isinstance(change.before, Partial):
+                found += nbytes if isinstance(change.after, Replicate) else Fraction(nbytes, 2)
+            elif isinstance(change.before, Shard):
+                found += Fraction(nbytes * degree, 2)
+    return found

@@ -1,0 +1,287 @@
+"""A module that says nothing of stages -> its blocks: the parts between which borders may lie, and the bytes that these cost.
+
+cut = blocks_of(module, batch)
+piper.annotate_modules(module, "PP", cut.stages([3, 5]))      # blocks 0-2, 3-4, and the rest
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+import torch
+from torch import nn
+
+from lightning_piper.annotate import annotate_modules
+from lightning_piper.capture import CapturedStep, capture
+from lightning_piper.errors import CaptureError
+from lightning_piper.ir.regions import StepCode
+from lightning_piper.ir.values import Kind
+from lightning_piper.limits import shown
+from lightning_piper.search.chain import Shortened, copy_of, links, shortened
+
+TAG = "BLOCK"
+
+Groups = tuple[tuple[str, ...], ...]
+
+
+class Bytes(NamedTuple):
+    """What one block keeps and hands on, in bytes; as the fields of `Work` of these names."""
+
+    saved: int
+    saved_for_weights: int
+    output: int
+
+
+@dataclass(frozen=True)
+class Cut:
+    """A training step as a chain of blocks.
+
+    Attributes:
+        names: of the blocks, in the order in which the forward pass runs them.
+        groups: names of the modules of each block, none of them within another one. A block without any is work of the step itself.
+        regions: of `step`, those of each block; blocks that are alike have the same ones.
+        params: bytes of each parameter that a block uses, by name.
+        routed: of these, those between `dispatch` and `combine`, of which devices may have parts.
+        trains: names of parameters that get gradients.
+        untagged: blocks that have work with parameters outside of all modules that are named; it is in regions without the tag.
+        renamed: parameter of `step` -> names of the parameters that it stands for.
+        step: the captured step, cut into blocks by the tag `TAG`; it may have fewer layers than the module.
+        module: what `step` was captured of: a copy that shares the module's tensors.
+    """
+
+    names: tuple[str, ...]
+    groups: Groups
+    regions: tuple[tuple[int, ...], ...]
+    params: tuple[Mapping[str, int], ...]
+    routed: tuple[frozenset[str], ...]
+    trains: frozenset[str]
+    untagged: frozenset[int]
+    renamed: Mapping[str, frozenset[str]]
+    step: CapturedStep
+    module: nn.Module
+
+    def stages(self, borders: Sequence[int]) -> list[list[str]]:
+        """`groups` for `annotate_modules`: stages that begin with block 0 and with each of these blocks.
+
+        Raises:
+            CaptureError: these are no borders.
+        """
+        ends = [0, *borders, len(self.names)]
+        if any(a >= b for a, b in itertools.pairwise(ends)):
+            raise CaptureError(f"stages({shown(borders)}): give rising numbers of blocks from 1 to {len(self.names) - 1}")
+        return [[name for group in self.groups[a:b] for name in group] for a, b in itertools.pairwise(ends)]
+
+    def bytes(self, samples: int) -> tuple[Bytes, ...]:
+        """What each block keeps and hands on, of so many samples."""
+        return bytes_of(self.step.at(samples), self.regions)
+
+    def all_named(self, params: Iterable[str]) -> frozenset[str]:
+        """The names of the module's parameters for which those of `step` stand."""
+        return frozenset(name for param in params for name in self.renamed.get(param, ()))
+
+    def sent(self, samples: int) -> tuple[int, ...]:
+        """Bytes of the rows that each block dispatches, and combines, in a forward pass."""
+        code = self.step.at(samples)
+        return tuple(sum(_sent(code, region) for region in regions) for regions in self.regions)
+
+
+def blocks_of(module: nn.Module, batch: Any, short: bool = True) -> Cut:
+    """Find the blocks of a module's training step. The module is not changed, and not run.
+
+    Args:
+        module: a LightningModule; its parameters may be on the meta device.
+        batch: of one step.
+        short: trace a copy with fewer layers, where layers are alike.
+
+    Raises:
+        CaptureError: the step cannot be captured.
+    """
+    with torch.random.fork_rng(devices=[]):
+        if short and (made := shortened(module)).left_out:
+            try:
+                return _cut(made, batch)
+            except Exception:  # the step's code counts its layers, or layers are not what they seem: all of them, then
+                pass
+        return _cut(Shortened(copy_of(module)), batch)
+
+
+def _cut(made: Shortened, batch: Any) -> Cut:
+    groups: Groups = tuple((name,) for name in links(made.module))
+    while True:
+        annotated = copy_of(made.module)
+        if groups:
+            annotate_modules(annotated, TAG, groups)
+        step = capture(annotated, batch, _device_of(annotated))
+        code = step.at(step.size)
+        runs = _runs(code)
+        if all(len(run.tags) <= 1 for run in runs):
+            break
+        groups = tuple(tuple(name for tag in run.tags for name in groups[tag]) for run in runs)
+    blocks = [_Block(groups[run.tags[0]] if run.tags else (), run) for run in runs]
+    return _assembled(made, step, annotated, _with_left_out(made, blocks, code))
+
+
+def _device_of(module: nn.Module) -> str:
+    kind = next((p.device.type for p in module.parameters()), "cpu")
+    return "cpu" if kind == "meta" else kind
+
+
+@dataclass(frozen=True)
+class _Run:
+    """Regions, one after another, that no border may divide.
+
+    Attributes:
+        tags: of the groups of modules that they belong to.
+        untagged: some belong to none.
+    """
+
+    tags: tuple[int, ...]
+    regions: tuple[int, ...]
+    untagged: bool
+
+
+def _runs(code: StepCode) -> list[_Run]:
+    """Where work comes back to modules that ran before, all in between is one run. Untagged work belongs to what is before it."""
+    tags = [region.tags.get(TAG) for region in code.regions]
+    last = {tag: i for i, tag in enumerate(tags)}
+    runs: list[_Run] = []
+    start, until = 0, -1
+    for i, tag in enumerate(tags):
+        named = any(x is not None for x in tags[start:i])
+        if i > until and tag is not None and named:
+            runs.append(_run(tags, start, i))
+            start = i
+        until = max(until, i if tag is None else last[tag])
+    return [*runs, _run(tags, start, len(tags))]
+
+
+def _run(tags: Sequence[int | None], start: int, stop: int) -> _Run:
+    here = tags[start:stop]
+    return _Run(tuple(dict.fromkeys(tag for tag in here if tag is not None)), tuple(range(start, stop)), None in here)
+
+
+@dataclass(frozen=True)
+class _Block:
+    """A block, and if a layer that is left out stands for it, which one: (its name, the name of the one that is like it)."""
+
+    group: tuple[str, ...]
+    run: _Run
+    renamed: tuple[str, str] | None = None
+
+
+def _with_left_out(made: Shortened, blocks: Sequence[_Block], code: StepCode) -> list[_Block]:
+    """The chain with the layers that the copy lacks.
+
+    Raises:
+        CaptureError: layers are no blocks, or those that should be alike are not.
+    """
+    by_name = {block.group[0]: block for block in blocks if len(block.group) == 1}
+    more: dict[str, list[_Block]] = {}
+    texts: dict[str, str] = {}
+    for name, layer in made.left_out.items():
+        if not {layer.after, *layer.like} <= by_name.keys():
+            raise CaptureError(f"the layers beside {made.original(layer.after)} are no blocks by themselves")
+        for like in layer.like:
+            texts.setdefault(like, "\n".join(text_of(code, region) for region in by_name[like].run.regions))
+        if len({texts[like] for like in layer.like}) > 1:
+            raise CaptureError(f"{made.original(layer.like[0])} and {made.original(layer.like[1])} are not alike")
+        like = layer.like[-1]
+        more.setdefault(layer.after, []).append(_Block((name,), by_name[like].run, (name, like)))
+    return [x for block in blocks for x in (block, *more.get(block.group[0] if block.group else "", ()))]
+
+
+def text_of(code: StepCode, region: int) -> str:
+    """What the passes of a region compute, operation by operation: equal for equal layers."""
+    lines: list[str] = []
+    for kind in ("F", "B"):
+        if (region, kind) not in code.interfaces:
+            continue
+        places = {node: f"%{i}" for i, node in enumerate(code.code[region, kind].graph.nodes)}
+        for node in places:
+            args = torch.fx.node.map_arg((node.args, node.kwargs), places.__getitem__)
+            lines.append(f"{kind} {node.op} {'' if node.op == 'placeholder' else node.target} {args!r}")
+        lines += [str(tensor) for bundle in code.code[region, kind].outputs for tensor in bundle]
+    return "\n".join(lines)
+
+
+def _assembled(made: Shortened, step: CapturedStep, annotated: nn.Module, blocks: Sequence[_Block]) -> Cut:
+    code = step.at(step.size)
+
+    def name_of(block: _Block, name: str) -> str:
+        if block.renamed is not None and name.startswith(f"{block.renamed[1]}."):
+            return block.renamed[0] + name.removeprefix(block.renamed[1])
+        return made.original(name)
+
+    params: list[dict[str, int]] = []
+    routed: list[frozenset[str]] = []
+    renamed: dict[str, set[str]] = {}
+    for block in blocks:
+        own = {n for r in block.run.regions for kind in "FB" for n in _params(code, (r, kind))}
+        parts = {n for r in block.run.regions if r in code.routed for n in code.routed[r].params}
+        params.append({name_of(block, n): step.params[n].spec.nbytes for n in step.params if n in own})
+        routed.append(frozenset(name_of(block, n) for n in parts))
+        for n in own:
+            renamed.setdefault(n, set()).add(name_of(block, n))
+    groups = tuple((block.renamed[0],) if block.renamed else tuple(made.original(name) for name in block.group) for block in blocks)
+    return Cut(
+        names=tuple(group[0] if group else "training_step" for group in groups), groups=groups,
+        regions=tuple(block.run.regions for block in blocks), params=tuple(params), routed=tuple(routed),
+        trains=frozenset(x for n, found in renamed.items() if step.params[n].requires_grad for x in found),
+        renamed={n: frozenset(found) for n, found in renamed.items()},
+        untagged=frozenset(i for i, block in enumerate(blocks) if block.run.untagged),
+        step=step, module=annotated,
+    )  # fmt: skip
+
+
+def _params(code: StepCode, key: tuple[int, str]) -> tuple[str, ...]:
+    return code.interfaces[key].params if key in code.interfaces else ()
+
+
+# Bytes
+
+
+def bytes_of(code: StepCode, blocks: Sequence[tuple[int, ...]]) -> tuple[Bytes, ...]:
+    """What blocks keep and hand on; each is given by its regions. What a bundle holds counts once for each bundle, as in
+    `simulate.memory`. A block hands on all that blocks behind it read of what it, or a block before it, has made."""
+    crossing = _crossing(code)
+    found = []
+    for regions in blocks:
+        saved = [(out.names, n) for r in regions for out, n in _outputs(code, (r, "F")) if out.kind == Kind.SAVED]
+        made = [n for r in regions for out, n in _outputs(code, (r, "BI")) if out.kind == Kind.SAVED]
+        for_weights = sum(n for names, n in saved if "BW" in names) + sum(made)
+        found.append(Bytes(sum(n for _, n in saved), for_weights, crossing[regions[-1]]))
+    return tuple(found)
+
+
+def _outputs(code: StepCode, key: tuple[int, str]) -> Iterator[tuple[Any, int]]:
+    if key not in code.interfaces and key not in code.split_passes:
+        return
+    made = zip(code.interface_of(key).outputs, code.code_of(key).outputs, strict=True)
+    yield from ((out, sum(spec.nbytes for spec in specs)) for out, specs in made)
+
+
+def _crossing(code: StepCode) -> list[int]:
+    """For each region, the bytes made until its end that forward passes read behind it."""
+    last: dict[tuple[int, int], int] = {}  # (region, output) -> the last region that reads it
+    for (region, kind), interface in code.interfaces.items():
+        for source, _, index in interface.inputs if kind == "F" else ():
+            last[source, index] = max(region, last.get((source, index), 0))
+    change = [0] * (len(code.regions) + 1)
+    for (source, index), reader in last.items():
+        nbytes = sum(spec.nbytes for spec in code.code[source, "F"].outputs[index])
+        change[source] += nbytes
+        change[reader] -= nbytes
+    return list(itertools.accumulate(change))[:-1]
+
+
+def _sent(code: StepCode, region: int) -> int:
+    """Bytes of the rows that come to a region, and go back from it."""
+    if region not in code.routed:
+        return 0
+    interface, made = code.interfaces[region, "F"], code.code[region, "F"].outputs
+    given = [code.code[source, kind].outputs[index] for source, kind, index in interface.inputs]
+    ways = [*zip(interface.arrives, given, strict=True), *zip(interface.leaves, made, strict=True)]
+    return sum(spec.nbytes for way, specs in ways if way in ("dispatch", "combine") for spec in specs)

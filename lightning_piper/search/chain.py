@@ -1,0 +1,161 @@
+"""Which modules of a model stand one after another: the parts that borders between stages may lie between.
+
+A model is taken apart as far as it is a chain: lists of modules, what holds such lists, and what holds most of the parameters. Its
+links are what is left: a layer, an embedding, a norm, a head. Where layers of one kind repeat, a shorter model with a few of each
+kind costs less to trace, and says the same of all.
+"""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Collection, Iterator, Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+from torch import nn
+
+from lightning_piper.annotate import repeated_blocks
+from lightning_piper.errors import CaptureError
+from lightning_piper.ir.values import TensorSpec
+
+OF_EACH_KIND = 3  # links that a shortened model keeps: the first may do more than others; two more must be alike
+
+_PLAIN = (int, float, str, bool, tuple, type(None))
+_LISTS = (nn.ModuleList, nn.ModuleDict, nn.Sequential)
+
+
+@dataclass(frozen=True)
+class LeftOut:
+    """Where a layer stood, by names in the copy.
+
+    Attributes:
+        after: the last one before it that is still there.
+        like: two layers of its kind, which must be alike.
+    """
+
+    after: str
+    like: tuple[str, str]
+
+
+@dataclass(frozen=True)
+class Shortened:
+    """A copy of a module, whose tensors are the module's own, with fewer layers.
+
+    Attributes:
+        module: the copy.
+        names: name of a layer in the copy -> its name in the module, where they differ.
+        left_out: the layers that the copy lacks, by name, in the order of their lists.
+    """
+
+    module: nn.Module
+    names: Mapping[str, str] = field(default_factory=dict)
+    left_out: Mapping[str, LeftOut] = field(default_factory=dict)
+
+    def original(self, name: str) -> str:
+        """The module's name for a parameter or submodule of the copy."""
+        for here, there in self.names.items():
+            if name == here or name.startswith(f"{here}."):
+                return there + name.removeprefix(here)
+        return name
+
+
+def links(module: nn.Module) -> list[str]:
+    """Names of the modules with parameters that a model is a chain of, none within another, in the order of the module's lists."""
+    repeated = {id(block) for block in repeated_blocks(module).values()}
+    inside = {id(x) for name, block in repeated_blocks(module).items() for x in block.modules()}
+    total = sum(p.numel() for p in module.parameters())
+
+    def opens(part: nn.Module) -> bool:
+        """Is it taken apart?"""
+        children = [child for child in part.children() if _has_parameters(child)]
+        if id(part) in repeated or not children:
+            return False
+        if isinstance(part, _LISTS) or any(isinstance(x, _LISTS) and id(x) not in inside for x in part.modules()):
+            return True
+        most = 2 * sum(p.numel() for p in part.parameters()) > total
+        return most and sum(p.numel() for p in part.parameters(recurse=False)) == 0
+
+    def found(part: nn.Module, name: str) -> Iterator[str]:
+        for key, child in part.named_children():
+            inner = f"{name}.{key}" if name else key
+            if not _has_parameters(child):
+                continue
+            if opens(child):
+                yield from found(child, inner)
+            else:
+                yield inner
+
+    return list(found(module, ""))
+
+
+def _has_parameters(module: nn.Module) -> bool:
+    return any(True for _ in module.parameters())
+
+
+def copy_of(module: nn.Module) -> nn.Module:
+    """A copy whose parameters and buffers are the module's own.
+
+    Raises:
+        CaptureError: it cannot be copied.
+    """
+    kept: list[Any] = [*module.parameters(), *module.buffers()]
+    kept += [vars(module)[name] for name in ("_trainer", "_fabric") if vars(module).get(name) is not None]
+    try:
+        return copy.deepcopy(module, {id(x): x for x in kept})
+    except Exception as error:
+        found = f"{type(module).__name__} cannot be copied ({type(error).__name__}: {error})"
+        raise CaptureError(f"{found}; let its attributes be such that copy.deepcopy takes them") from error
+
+
+def shortened(module: nn.Module) -> Shortened:
+    """The module with `OF_EACH_KIND` layers of each kind, of the lists of repeated blocks."""
+    made = copy_of(module)
+    names: dict[str, str] = {}
+    left_out: dict[str, LeftOut] = {}
+    blocks = repeated_blocks(made)
+    for name in dict.fromkeys(block.rpartition(".")[0] for block in blocks):
+        parent = made.get_submodule(name)
+        prefix = f"{name}." if name else ""
+        if len({*parent._modules.values()}) < len(parent._modules) or prefix + next(iter(parent._modules)) not in blocks:
+            continue  # one module under several names
+        counts = _counts(dict(parent.named_children()))
+        kinds: dict[str, list[str]] = {}  # -> names in the copy
+        keep: list[tuple[str, nn.Module]] = []
+        for key, child in parent.named_children():
+            of_kind = kinds.setdefault(_kind(child, counts), [])
+            if len(of_kind) < OF_EACH_KIND:
+                of_kind.append(f"{prefix}{len(keep)}")
+                keep.append((key, child))
+            else:
+                left_out[prefix + key] = LeftOut(f"{prefix}{len(keep) - 1}", (of_kind[-2], of_kind[-1]))
+        names |= {f"{prefix}{i}": prefix + key for i, (key, _) in enumerate(keep) if str(i) != key}
+        parent._modules = {str(i): child for i, (_, child) in enumerate(keep)}
+    return Shortened(made, names, left_out)
+
+
+def _kind(module: nn.Module, counts: Collection[tuple[str, str]]) -> str:
+    """What layers have in common that do the same: classes, tensors and attributes, but for those that count layers."""
+    return "\n".join(
+        f"{name} {type(part).__qualname__} {part.training} {part.extra_repr()} {_tensors(part)} "
+        f"{sorted((attr, repr(v)) for attr, v in _plain(part).items() if (name, attr) not in counts)}"
+        for name, part in module.named_modules()
+    )
+
+
+def _counts(layers: Mapping[str, nn.Module]) -> set[tuple[str, str]]:
+    """Attributes, by name of the part of a layer, that are its place in the list in every layer."""
+    found = [
+        {(name, attr) for name, part in layer.named_modules() for attr, v in _plain(part).items() if repr(v) == key}
+        for key, layer in layers.items()
+    ]
+    return set.intersection(*found)
+
+
+def _plain(part: nn.Module) -> dict[str, Any]:
+    """Attributes that are Python's own values."""
+    return {attr: v for attr, v in vars(part).items() if attr != "training" and type(v) in _PLAIN}
+
+
+def _tensors(part: nn.Module) -> list[tuple[str, str, bool]]:
+    own = [*part.named_parameters(recurse=False), *part.named_buffers(recurse=False)]
+    return [(name, f"{TensorSpec.of(x)}", x.requires_grad) for name, x in own]

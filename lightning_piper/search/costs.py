@@ -1,0 +1,74 @@
+"""Seconds of the passes of regions -> the work of blocks."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from typing import NamedTuple
+
+from lightning_piper.errors import CaptureError
+from lightning_piper.ir.regions import StepCode
+from lightning_piper.limits import integer, shown
+from lightning_piper.search.blocks import Cut
+from lightning_piper.search.workload import Block, Work, Workload
+from lightning_piper.simulate.durations import Number
+
+
+class Seconds(NamedTuple):
+    """Of the passes of one region, or of a block."""
+
+    forward: Number = 0
+    backward_input: Number = 0
+    backward_weights: Number = 0
+
+
+def seconds_of(passes: Mapping[str, Number]) -> Seconds:
+    """From the times of a region's passes, by name. BI and BW share the time of B as their own times say: apart, both do some work
+    again that B does once."""
+    forward, whole, parts = passes.get("F", 0), passes.get("B", 0), [passes.get("BI", 0), passes.get("BW", 0)]
+    if not sum(parts):
+        return Seconds(forward, whole, 0)
+    return Seconds(forward, *(part * whole / sum(parts) for part in parts))
+
+
+def alone(code: StepCode, region: int, passes: Mapping[str, float]) -> dict[str, float]:
+    """The parts of a backward pass that has only one: this one is all of it."""
+    parts = code.backward_passes_of(region)
+    return {parts[0]: passes["B"]} if len(parts) == 1 else {}
+
+
+def total(found: Iterable[Seconds]) -> Seconds:
+    """The sum."""
+    return Seconds(*(sum(column) for column in zip(Seconds(), *found, strict=True)))
+
+
+def checked_samples(cut: Cut, samples: Iterable[int]) -> list[int]:
+    """The numbers of samples that are asked for.
+
+    Raises:
+        CaptureError: these are none.
+    """
+    found = sorted({number if (number := integer(x)) is not None else 0 for x in samples})
+    if not found or found[0] < 1:
+        raise CaptureError(f"samples={shown(samples)}: give numbers of samples >= 1")
+    return [cut.step.size] if cut.step.batch_spec.undivided is not None else found
+
+
+def workload(
+    cut: Cut, works: Mapping[tuple[int, int], list[Work]], states: float, divided: frozenset[str] = frozenset()
+) -> Workload:  # fmt: skip
+    """Put blocks together.
+
+    Args:
+        works: by samples and members of a tensor axis, of each block.
+        states: bytes of the optimizer's state for one of parameters.
+        divided: parameters of which members of the tensor axis have parts.
+    """
+    sent = cut.sent(cut.step.size)
+    blocks = tuple(
+        Block(
+            name, {key: found[i] for key, found in works.items()}, cut.params[i], divided & cut.params[i].keys(), cut.routed[i],
+            sent[i] / cut.step.size,
+        )
+        for i, name in enumerate(cut.names)
+    )  # fmt: skip
+    return Workload(blocks, cut.step.size, states)

@@ -1,0 +1,99 @@
+"""What operations cost on paper: floating point operations, and bytes that go through memory.
+
+Products and attention are counted by the formulas of `torch.utils.flop_counter`: 2 for a multiplication and an addition, and an
+attention with a causal mask as one without. Other operations count no floating point operations: what they cost is memory. Each
+operation reads its operands and writes its results once; views cost nothing. Nothing is fused: captured code runs operation by
+operation.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from typing import Any, NamedTuple
+
+import torch
+from torch.utils import _pytree as pytree
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils.flop_counter import flop_registry, sdpa_backward_flop_count, sdpa_flop_count
+
+import lightning_piper.grouped  # noqa: F401  (registers its operations)
+from lightning_piper.simulate.hardware import Hardware
+
+aten, _ops = torch.ops.aten, torch.ops.lightning_piper
+_FREE = {aten._unsafe_view.default, aten.detach.default, aten.empty.memory_format, aten.empty_strided.default}
+
+
+class Cost(NamedTuple):
+    """One operation: its name, floating point operations, their data type, and bytes read and written."""
+
+    name: str
+    flops: int
+    dtype: torch.dtype
+    nbytes: int
+
+
+class Counting(TorchDispatchMode):
+    """Notes what each operation costs; tensors need no data.
+
+    Attributes:
+        costs: of the operations so far.
+    """
+
+    def __init__(self) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self.costs: list[Cost] = []
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        made = func(*args, **(kwargs or {}))
+        if not _is_view(func):
+            given, results = _tensors((args, kwargs)), _tensors(made)
+            nbytes = sum(_nbytes(x) for x in {id(x): x for x in (*given, *results)}.values())
+            dtype = next((x.dtype for x in (*results, *given) if x.is_floating_point()), torch.float32)
+            self.costs.append(Cost(str(func), _flops(func, args, kwargs or {}, made), dtype, nbytes))
+        return made
+
+
+def seconds(costs: Iterable[Cost], hardware: Hardware) -> float:
+    """The time of operations, one after another: of each, the time of its arithmetic or that of its memory, whichever is longer.
+
+    Raises:
+        SimulationError: the hardware has no figure for a data type that products are of.
+    """
+    total = 0.0
+    for cost in costs:
+        arithmetic = cost.flops / hardware.flops_of(cost.dtype) if cost.flops else 0.0
+        total += max(arithmetic, cost.nbytes / hardware.bandwidth) / hardware.efficiency
+    return total
+
+
+def _is_view(func: Any) -> bool:
+    returns = func._schema.returns
+    return func in _FREE or (bool(returns) and all(x.alias_info is not None and not x.alias_info.is_write for x in returns))
+
+
+def _tensors(tree: Any) -> list[torch.Tensor]:
+    return [x for x in pytree.tree_leaves(tree) if isinstance(x, torch.Tensor)]
+
+
+def _nbytes(x: torch.Tensor) -> int:
+    """Of what is read: a dimension that is expanded lies in memory once."""
+    numel = 1
+    for size, stride in zip(x.shape, x.stride(), strict=True):
+        numel *= size if stride else min(size, 1)
+    return numel * x.element_size()
+
+
+def _flops(func: Any, args: Any, kwargs: Any, made: Any) -> int:
+    packet = func.overloadpacket
+    if packet in flop_registry:
+        return int(flop_registry[packet](*args, **kwargs, out_val=made))
+    if packet is aten._scaled_dot_product_flash_attention_for_cpu:
+        q, k, v = args[:3]
+        return int(sdpa_flop_count(q.shape, k.shape, v.shape))
+    if packet is aten._scaled_dot_product_flash_attention_for_cpu_backward:
+        grad, q, k, v = args[:4]
+        return int(sdpa_backward_flop_count(grad.shape, q.shape, k.shape, v.shape))
+    if func in (_ops.grouped_mm.default, _ops.grouped_outer.default):  # each row of x meets one matrix; each of x one of y
+        x, y = args[:2]
+        return 2 * int(x.shape[0] * x.shape[1] * y.shape[-1])
+    return 0

@@ -1,0 +1,99 @@
+"""A workload by measurement: every pass of every block is run on this machine, with what it gets in a real step.
+
+The step runs a few times, pass by pass, on the real batch, and each pass is timed where it stands: with its own inputs, and with
+memory and caches as the passes before have left them; called again and again on the same inputs it would take less. Nothing is
+kept but what the step itself keeps. Layers that compute the same are one measurement: the median over all of them.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Sequence
+from statistics import median
+from typing import Any
+
+import torch
+from torch import nn
+
+from lightning_piper.capture import flatten
+from lightning_piper.errors import CaptureError
+from lightning_piper.ir.regions import Code, PassKey
+from lightning_piper.ir.values import Slice
+from lightning_piper.limits import integer, shown
+from lightning_piper.search.blocks import Cut, blocks_of, text_of
+from lightning_piper.search.costs import alone, checked_samples, seconds_of, total, workload
+from lightning_piper.search.walking import walk
+from lightning_piper.search.workload import Work, Workload
+
+
+def measured(
+    module: nn.Module, batch: Any, samples: Sequence[int] = (1, 2), calls: int = 5, states: float = 2.0, cut: Cut | None = None
+) -> Workload:
+    """What a training step costs on this machine. The module is not changed.
+
+    Args:
+        module: a LightningModule with real parameters, on the device that is to be measured.
+        batch: of one step, with data.
+        samples: of microbatches that are measured: the first ones of the batch.
+        calls: runs of the step, after one that warms up; the median of each pass counts.
+        states: bytes of the optimizer's state for one of parameters; 2 for Adam.
+        cut: of the same module and batch, if there is one.
+
+    Raises:
+        CaptureError: the step cannot be captured, tensors have no data, or the batch has fewer samples.
+    """
+    if integer(calls) is None or calls < 1:
+        raise CaptureError(f"measured(calls={shown(calls)}): give an integer >= 1")
+    cut = cut or blocks_of(module, batch)
+    leaves = flatten(batch)[0]
+    if any(x.is_meta for x in (*leaves, *cut.module.parameters())):
+        raise CaptureError("measured: there are tensors on the meta device, without data; use analytic")
+    works: dict[tuple[int, int], list[Work]] = {}
+    for n in checked_samples(cut, samples):
+        if n > cut.step.size:
+            raise CaptureError(f"measured(samples={shown(samples)}): the batch has {cut.step.size} samples; ask for no more")
+        passes = seconds_of_passes(cut, leaves, n, calls)
+        times = [total(seconds_of(passes.get(region, {})) for region in block) for block in cut.regions]
+        works[n, 1] = [Work(*t, *b) for t, b in zip(times, cut.bytes(n), strict=True)]
+    return workload(cut, works, states)
+
+
+def seconds_of_passes(cut: Cut, leaves: Sequence[torch.Tensor], samples: int, calls: int) -> dict[int, dict[str, float]]:
+    """Region -> seconds of each of its passes.
+
+    Args:
+        leaves: the tensors of the batch.
+    """
+    code = cut.step.at(samples)
+    cuts = [code.samples(i, Slice(0, samples)) for i in range(len(leaves))]
+    given = [x if part is None else x[:samples] for x, part in zip(leaves, cuts, strict=True)]
+    device = given[0].device
+    tensors = {cut.step.canonical[n]: x.detach() for n, x in [*cut.module.named_parameters(), *cut.module.named_buffers()]}
+    texts = {region.index: text_of(code, region.index) for region in code.regions}
+    times: dict[tuple[str, str], list[float]] = {}
+
+    def run(key: PassKey, of_pass: Code, args: list[torch.Tensor]) -> tuple[torch.Tensor, ...]:
+        _wait(device)
+        start = time.perf_counter()
+        made = of_pass.run(args)
+        _wait(device)
+        times.setdefault((texts[key[0]], key[1]), []).append(time.perf_counter() - start)
+        return made
+
+    devices = [device] if device.type == "cuda" else []
+    with torch.no_grad(), torch.random.fork_rng(devices=devices):
+        for i in range(calls + 1):
+            for split in (False, True):
+                walk(code, tensors, cut.step.inputs(given), run, split=split)
+            if i == 0:  # to warm up
+                times.clear()
+    found: dict[int, dict[str, float]] = {}
+    for region, text in texts.items():
+        passes = {kind: median(times[text, kind]) for kind in ("F", "B", "BI", "BW") if (text, kind) in times}
+        found[region] = passes | alone(code, region, passes)
+    return found
+
+
+def _wait(device: torch.device) -> None:
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)

@@ -1,0 +1,102 @@
+"""A workload by a recorded run: what the stages of a program took on real devices, spread over the blocks that they consist of."""
+
+from __future__ import annotations
+
+import dataclasses
+import re
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from statistics import median
+from typing import Any
+
+from lightning_piper.errors import PiperError
+from lightning_piper.limits import shown
+from lightning_piper.profile.files import read_json, steps_in
+from lightning_piper.search.workload import Block, Work, Workload
+from lightning_piper.simulate.durations import Number
+
+_FIELDS = {"F": ("forward",), "B": ("backward_input", "backward_weights"), "BI": ("backward_input",), "BW": ("backward_weights",)}
+_SAMPLES = re.compile(r"\s(\d+):(\d+)\s")
+_Recorded = dict[tuple[int, str], float]  # (stage, pass) -> seconds of one microbatch
+
+
+def from_recording(folder: str | Path, workload: Workload, stages: Sequence[Sequence[int]], tag: str = "PP") -> Workload:
+    """A workload whose blocks take, stage by stage and pass by pass, what was recorded.
+
+    Args:
+        folder: the log directory of a run with `PiperStrategy(profile=...)`.
+        workload: of the same module, measured or analytic: within a stage, it says how the recorded seconds are spread, and beyond
+            the recorded number of samples, how they grow.
+        stages: of the recorded program, the blocks that ran under `tag` = 0, 1, ...; each block in one stage.
+        tag: the one that stages of the program have.
+
+    Raises:
+        PiperError: there is no recording, or its stages are not these.
+    """
+    if sorted(block for stage in stages for block in stage) != list(range(len(workload.blocks))):
+        raise PiperError(f"from_recording(stages={shown(stages)}): name each of the {len(workload.blocks)} blocks once")
+    paths = steps_in(Path(folder))
+    if not paths:
+        raise PiperError(
+            f"there is no recording in {str(folder)!r}; give the log directory of a run with PiperStrategy(profile=...)"
+        )
+    found: dict[tuple[int, str], list[float]] = {}
+    sizes: set[int] = set()
+    for path in paths:
+        try:
+            sizes.add(_read(path, read_json(path), tag, found))
+        except (KeyError, TypeError, ValueError, IndexError, AttributeError) as error:
+            raise PiperError(
+                f"{str(path)!r} or its plan is not as a recording is written ({type(error).__name__}: {error})"
+            ) from error
+    if len(sizes) > 1:
+        raise PiperError(f"the recorded steps have microbatches of {sorted(sizes)} samples; record batches of one size")
+    recorded = {key: median(seconds) for key, seconds in found.items()}
+    if {stage for stage, _ in recorded} != set(range(len(stages))):
+        there = sorted({stage for stage, _ in recorded})
+        raise PiperError(f"the recorded program has stages {tag}={there}, and {len(stages)} are given; give those of this program")
+    blocks = list(workload.blocks)
+    for number, stage in enumerate(stages):
+        for i, block in zip(stage, _scaled([blocks[i] for i in stage], number, recorded, sizes.copy().pop()), strict=True):
+            blocks[i] = block
+    return dataclasses.replace(workload, blocks=tuple(blocks))
+
+
+def _read(path: Path, step: Mapping[str, Any], tag: str, found: dict[tuple[int, str], list[float]]) -> int:
+    """Add the seconds of each microbatch; returns the samples of one."""
+    if Path(step["plan"]).name != step["plan"]:
+        raise ValueError(f"the plan is {step['plan']!r}, not a file beside it")
+    plan = read_json(path.parent / step["plan"])
+    seconds: dict[tuple[int, str, int], float] = {}  # also by microbatch: a stage may have several regions
+    sizes: set[int] = set()
+    for number, node in plan["nodes"].items():
+        duration = step["durations"].get(f"%{number}")
+        if node["kind"] in _FIELDS and tag in node["tags"] and duration is not None:
+            key = node["tags"][tag], node["kind"], node["tags"].get("MB", 0)
+            seconds[key] = seconds.get(key, 0.0) + float(duration)
+            start, stop = map(int, _SAMPLES.findall(node["text"])[0])
+            sizes.add(stop - start)
+    if len(sizes) != 1:
+        raise PiperError(
+            f"{str(path)!r} has microbatches of {sorted(sizes)} samples under {tag!r}; record microbatches of one size"
+        )
+    for (stage, kind, _), duration in seconds.items():
+        found.setdefault((stage, kind), []).append(duration)
+    return sizes.pop()
+
+
+def _scaled(blocks: Sequence[Block], stage: int, recorded: _Recorded, samples: int) -> list[Block]:
+    """The blocks of a stage, so that their sum is what was recorded."""
+    factors: dict[str, Number] = {}
+    for kind, fields in _FIELDS.items():
+        if (stage, kind) not in recorded:
+            continue
+        known = sum(getattr(work, field) for block in blocks for field in fields if (work := block.at(samples)) is not None)
+        if not known:
+            raise PiperError(f"{kind} of stage {stage} was recorded, and the workload says that it takes no time; measure it")
+        factors |= dict.fromkeys(fields, recorded[stage, kind] / float(known))
+
+    def scaled(work: Work) -> Work:
+        return work._replace(**{field: getattr(work, field) * factor for field, factor in factors.items()})
+
+    return [dataclasses.replace(block, work={key: scaled(work) for key, work in block.work.items()}) for block in blocks]

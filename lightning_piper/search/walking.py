@@ -1,0 +1,66 @@
+"""The passes of a captured step, one after another on one device: each is given what it reads."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Callable, Iterator, Mapping, Sequence
+
+import torch
+
+from lightning_piper.ir.regions import Code, Interface, Output, PassKey, StepCode
+
+Run = Callable[[PassKey, Code, list[torch.Tensor]], tuple[torch.Tensor, ...]]
+_Ref = tuple[int, str, int]
+
+
+Arrive = Callable[[Output, tuple[torch.Tensor, ...]], tuple[torch.Tensor, ...]]
+
+
+def walk(
+    step: StepCode, tensors: Mapping[str, torch.Tensor], leaves: Sequence[torch.Tensor], run: Run,
+    arrive: Arrive = lambda output, bundle: bundle, split: bool = False,
+) -> None:  # fmt: skip
+    """Run all passes: F of each region, then B of each, from the last region to the first. Values go with their last reader.
+
+    Args:
+        step: the code.
+        tensors: parameters and buffers by canonical name.
+        leaves: the tensors of the batch, and the step's numbers.
+        run: is given a pass and its arguments, and returns what the code makes of them.
+        arrive: what becomes of an output on the way to its readers.
+        split: run BI and BW in the place of B.
+    """
+    order = list(_order(step, split))
+    readers = Counter(step.whole(*ref) for key in order for ref in step.interface_of(key).inputs)
+    values: dict[_Ref, tuple[torch.Tensor, ...]] = {}
+    for key in order:
+        interface, code = step.interface_of(key), step.code_of(key)
+        given = [x for ref in interface.inputs for x in values[step.whole(*ref)]]
+        made = iter(run(key, code, given + _own(step, interface, tensors, leaves)))
+        for i, (output, specs) in enumerate(zip(interface.outputs, code.outputs, strict=True)):
+            bundle = tuple(next(made) for _ in specs)
+            made_here = step.whole(*key, i)  # a gradient counts as one of B, also where B is split
+            if readers[made_here]:
+                values[made_here] = arrive(output, bundle)
+        for read in (step.whole(*ref) for ref in interface.inputs):
+            readers[read] -= 1
+            if not readers[read]:
+                del values[read]
+
+
+def _order(step: StepCode, split: bool) -> Iterator[PassKey]:
+    regions = range(len(step.regions))
+    yield from ((region, "F") for region in regions if (region, "F") in step.interfaces)
+    for region in reversed(regions):
+        if (region, "B") in step.interfaces:
+            parts = step.backward_passes_of(region)
+            yield from ((region, part) for part in (parts if split and len(parts) > 1 else ("B",)))
+
+
+def _own(
+    step: StepCode, interface: Interface, tensors: Mapping[str, torch.Tensor], leaves: Sequence[torch.Tensor]
+) -> list[torch.Tensor]:
+    found = [tensors[name] for name in (*interface.params, *interface.buffers, *interface.state)]
+    found += [leaves[leaf] for leaf in interface.batch]
+    device = (found or list(leaves))[0].device
+    return found + [torch.ones((), dtype=step.loss_dtype, device=device) for _ in interface.seeds]

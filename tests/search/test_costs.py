@@ -1,0 +1,169 @@
+"""Operations and bytes of blocks against closed forms; measurements against the step itself."""
+
+from __future__ import annotations
+
+from fractions import Fraction
+from typing import Any
+
+import lightning as L
+import pytest
+import torch
+from torch import Tensor, nn
+
+import lightning_piper as piper
+from lightning_piper.errors import CaptureError, SimulationError
+from lightning_piper.search.analytic import analytic, costs_of
+from lightning_piper.search.blocks import blocks_of
+from lightning_piper.search.counting import Cost, Counting, seconds
+from lightning_piper.search.measuring import measured
+from lightning_piper.search.walking import walk
+from lightning_piper.simulate.hardware import Hardware
+from tests.search.nets import GPT, SEQ, WIDTH, Module, tokens
+
+SAMPLES = 4
+CPU = Hardware.read("cpu")
+
+
+def flops_of(cut: Any, block: int, samples: int) -> dict[str, int]:
+    costs = costs_of(cut.step, samples)
+    (region,) = cut.regions[block]
+    return {kind: sum(cost.flops for cost in found) for (r, kind), found in costs.items() if r == region}
+
+
+@pytest.mark.parametrize("samples", [1, SAMPLES])
+def test_a_layer_takes_two_for_each_weight_and_token(samples: int) -> None:
+    """And attention 4 for each pair of tokens and each channel; in BI twice as many, and half as many to make its weights anew."""
+    cut = blocks_of(Module(GPT(5)), tokens(SAMPLES))
+    weights = 12 * WIDTH**2  # of one layer's matrices
+    products, attention = 2 * weights * samples * SEQ, 4 * samples * SEQ**2 * WIDTH
+    expected = {"F": products + attention, "BI": products + 5 * attention // 2, "BW": products}
+    for block in (1, 3, 5):
+        found = flops_of(cut, block, samples)
+        assert {kind: found[kind] for kind in expected} == expected
+        assert found["B"] == expected["BI"] + expected["BW"]
+    assert flops_of(cut, 0, samples)["F"] == 0
+    assert flops_of(cut, 7, samples)["F"] == 2 * 20 * WIDTH * samples * SEQ != expected["F"]
+
+
+def test_bytes_are_those_of_operands_and_results() -> None:
+    x, w = torch.ones(3, 4), torch.ones(4, 5)
+    with Counting() as counting:
+        x.t().contiguous()
+        x @ w
+        x + torch.ones(1).expand(3, 4)
+        x.add_(1)
+    found = [(cost.name, cost.nbytes) for cost in counting.costs if "ones" not in cost.name and "fill" not in cost.name]
+    assert found == [
+        ("aten.clone.default", 2 * 48), ("aten.mm.default", 4 * (12 + 20 + 15)), ("aten.add.Tensor", 4 * (12 + 1 + 12)),
+        ("aten.add_.Tensor", 48),
+    ]  # fmt: skip
+    assert counting.costs[1].flops == 0 or counting.costs[1].name == "aten.mm.default"
+
+
+def test_time_is_the_longer_of_arithmetic_and_memory() -> None:
+    cost = Cost("mm", 1000, torch.float32, 100)
+    slow = Hardware("slow", 1, {"float32": 10.0}, 10.0, CPU.links, CPU.host, 1)
+    assert seconds([cost, cost], slow) == 200.0
+    assert seconds([cost._replace(flops=0)], slow) == 10.0
+    assert seconds([cost], Hardware("half", 1, {"float32": 10.0}, 10.0, CPU.links, CPU.host, 1, 0.5)) == 200.0
+    with pytest.raises(SimulationError, match="slow: flops has no 'bfloat16', only float32"):
+        seconds([cost._replace(dtype=torch.bfloat16)], slow)
+
+
+def test_works_on_the_meta_device() -> None:
+    """The same figures, and the module's parameters stay without data."""
+    real = Module(GPT(5))
+    with torch.device("meta"):
+        empty = Module(GPT(5))
+    assert analytic(empty, tokens(SAMPLES), CPU) == analytic(real, tokens(SAMPLES), CPU)
+    assert all(p.is_meta for p in empty.parameters())
+    with pytest.raises(CaptureError, match="without data; use analytic"):
+        measured(empty, tokens(SAMPLES))
+
+
+def test_members_of_a_tensor_axis() -> None:
+    """The two halves of a layer are divided; each ends in a sum of what the residual stream has."""
+    found = analytic(Module(GPT(5)), tokens(SAMPLES), CPU, samples=(SAMPLES,), tensor=(2, 4))
+    layer = found.blocks[3]
+    assert {name.rpartition(".")[0].removeprefix("net.layers.2.") for name in layer.divided} == {"qkv", "proj", "up", "down"}
+    stream = SAMPLES * SEQ * WIDTH * 4
+    assert layer.work[SAMPLES, 1].output == stream and layer.work[SAMPLES, 1].exchanged == 0
+    assert layer.work[SAMPLES, 2].exchanged == 2 * stream
+    assert layer.work[SAMPLES, 2].saved < layer.work[SAMPLES, 1].saved
+    assert layer.work[SAMPLES, 2].forward < layer.work[SAMPLES, 1].forward
+    assert not [key for key in layer.work if key[1] == 4], "there are two heads: attention cannot be divided by four"
+
+
+class Routed(L.LightningModule):
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.last = nn.Linear(8, 8), nn.Linear(8, 8)
+        self.inner = Inner()
+
+    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+        x = self.inner(self.first(batch[0]))
+        return self.last(x).square().mean()
+
+
+class Inner(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.randn(2, 8, 8))
+
+    def forward(self, x: Tensor) -> Tensor:
+        rows = piper.dispatch(x.transpose(0, 1))
+        return piper.combine(torch.bmm(rows, self.weight)).transpose(0, 1)
+
+
+def test_rows_that_are_sent() -> None:
+    found = analytic(Routed(), (torch.randn(SAMPLES, 2, 8),), CPU, tensor=())
+    assert [block.name for block in found.blocks] == ["first", "inner", "last"]
+    assert [block.routed for block in found.blocks] == [0, 2 * 2 * 8 * 4, 0]
+    assert found.blocks[1].experts == {"inner.weight"}
+
+
+def test_passes_one_after_another_are_the_step() -> None:
+    """Gradients that passes make where they are measured are those of the step, whether B is split or not. In float64: sums in
+    another order differ by few bits."""
+    module, batch = Module(GPT(3)).double(), tokens(SAMPLES)
+    loss = module.training_step(batch, 0)
+    loss.backward()  # type: ignore[no-untyped-call]
+    cut = blocks_of(module, batch)
+    code = cut.step.at(SAMPLES)
+    tensors = {name: p.detach() for name, p in cut.module.named_parameters()}
+    for split in (False, True):
+        grads: dict[str, Tensor] = {}
+
+        def run(key: Any, of_pass: Any, args: Any, grads: dict[str, Tensor] = grads) -> Any:
+            made = of_pass.run(args)
+            flat = iter(made)
+            for output, specs in zip(code.interface_of(key).outputs, of_pass.outputs, strict=True):
+                bundle = [next(flat) for _ in specs]
+                if output.kind == "grad":
+                    for name, x in zip(output.names, bundle, strict=True):
+                        grads[name] = grads.get(name, 0) + x
+            return made
+
+        with torch.no_grad():
+            walk(code, tensors, batch, run, split=split)
+        assert grads.keys() == {name for name, _ in module.named_parameters()}
+        for name, p in module.named_parameters():
+            assert p.grad is not None
+            assert float((grads[name] - p.grad).abs().max()) <= 1e-14 * max(1.0, float(p.grad.abs().max()))
+            assert float((2 * grads[name] - p.grad).abs().max()) > 1e-9
+
+
+def test_what_is_measured() -> None:
+    module, batch = Module(GPT(5)), tokens(SAMPLES)
+    found = measured(module, batch, samples=(1, SAMPLES), calls=1)
+    for block, other in zip(found.blocks, analytic(module, batch, CPU, samples=(1, SAMPLES), tensor=()).blocks, strict=True):
+        assert (block.name, block.params, block.work.keys()) == (other.name, other.params, other.work.keys())
+        for key, work in block.work.items():
+            assert work[3:] == other.work[key][3:] and work.forward > 0 and work.backward_input + work.backward_weights > 0
+            assert all(x > 0 for x, y in zip(work[:3], other.work[key][:3], strict=True) if y > 0)
+    assert found.blocks[1].work == found.blocks[4].work, "layers that compute the same are one measurement"
+    assert Fraction(found.blocks[1].work[1, 1].saved) * SAMPLES != found.blocks[0].work[SAMPLES, 1].saved
+    with pytest.raises(CaptureError, match="the batch has 4 samples"):
+        measured(module, batch, samples=(5,))
+    with pytest.raises(CaptureError, match=r"samples=\(0,\): give numbers of samples >= 1"):
+        measured(module, batch, samples=(0,))

@@ -1,0 +1,76 @@
+"""Durations of a recorded run, spread over blocks."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+import lightning_piper as piper
+from lightning_piper.errors import PiperError
+from lightning_piper.ir.nodes import Chunk
+from lightning_piper.profile.files import plan_json
+from lightning_piper.search.analytic import analytic
+from lightning_piper.search.blocks import blocks_of
+from lightning_piper.search.recorded import from_recording
+from lightning_piper.search.workload import Workload
+from lightning_piper.simulate.hardware import Hardware
+from tests.search.nets import GPT, Module, tokens
+
+STAGES = [[0, 1, 2], [3, 4, 5, 6]]
+SECONDS = {"F": 1.0, "B": 4.0}
+
+
+def recorded(folder: Path) -> Workload:
+    """Two stages of two microbatches; stage 1 takes ten times as long as stage 0."""
+    module, batch = Module(GPT(4)), tokens(4)
+    workload = analytic(module, batch, Hardware.read("cpu"), samples=(1, 2, 4), tensor=())
+    piper.annotate_modules(module, "PP", blocks_of(module, batch).stages([3]))
+    program: list[Any] = [piper.Place(filter={"PP": i}, devices=[i]) for i in range(2)]
+    compiled = piper.compile(module, batch, [*program, piper.Split(filter={}, dim_name="MB", num_microbatches=2)])
+    (folder / "piper").mkdir()
+    (folder / "piper" / "plan.json").write_text(json.dumps(plan_json(compiled, {}, None)))
+    durations = {f"%{chunk.id}": SECONDS[chunk.kind] * 10 ** chunk.tags["PP"] for chunk in compiled.dag.of_type(Chunk)}
+    step = {"version": 1, "kind": "step", "plan": "plan.json", "number": 3, "durations": durations}
+    (folder / "piper" / "step_3.json").write_text(json.dumps(step))
+    return workload
+
+
+def sums(workload: Workload, samples: int) -> list[float]:
+    """F and B of stage 0, and of stage 1."""
+    found = []
+    for stage in STAGES:
+        works = [work for i in stage if (work := workload.blocks[i].at(samples)) is not None]
+        found += [sum(w.forward for w in works), sum(w.backward_input + w.backward_weights for w in works)]
+    return [float(x) for x in found]
+
+
+def test_stages_take_what_was_recorded(tmp_path: Path) -> None:
+    before = recorded(tmp_path)
+    after = from_recording(tmp_path, before, STAGES)
+    assert sums(after, 2) == pytest.approx([1.0, 4.0, 10.0, 40.0], rel=1e-12)
+    assert sums(before, 2) != pytest.approx([1.0, 4.0, 10.0, 40.0], rel=0.1)
+    for old, new in zip(before.blocks, after.blocks, strict=True):
+        assert {key: work[3:] for key, work in new.work.items()} == {key: work[3:] for key, work in old.work.items()}
+        a, b, c, d = (block.work[n, 1].forward for block in (old, new) for n in (1, 4))
+        assert a * d == pytest.approx(float(b * c), rel=1e-12)  # as it grew with samples before
+
+
+def test_refusals(tmp_path: Path) -> None:
+    workload = recorded(tmp_path)
+    with pytest.raises(PiperError, match="name each of the 7 blocks once"):
+        from_recording(tmp_path, workload, [[0, 1], [1]])
+    with pytest.raises(PiperError, match=r"has stages PP=\[0, 1\], and 1 are given"):
+        from_recording(tmp_path, workload, [list(range(7))])
+    with pytest.raises(PiperError, match="there is no recording in"):
+        from_recording(tmp_path / "elsewhere", workload, STAGES)
+    path = tmp_path / "piper" / "step_3.json"
+    step = json.loads(path.read_text())
+    path.write_text(json.dumps({**step, "plan": "../plan.json"}))
+    with pytest.raises(PiperError, match="not a file beside it"):
+        from_recording(tmp_path, workload, STAGES)
+    path.write_text(json.dumps({key: value for key, value in step.items() if key != "durations"}))
+    with pytest.raises(PiperError, match="not as a recording is written"):
+        from_recording(tmp_path, workload, STAGES)
