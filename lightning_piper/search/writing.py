@@ -1,0 +1,104 @@
+"""A candidate -> the program that does what it says."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from torch import nn
+
+from lightning_piper import schedules
+from lightning_piper.annotate import annotate_modules
+from lightning_piper.directives import Directive, Offload, Order, Place, Recompute, Replicate, Shard, Split
+from lightning_piper.directives.program import to_json
+from lightning_piper.search.space import Candidate
+
+TAG, MICROBATCH, TENSOR = "PP", "MB", "tp"
+LEVELS: tuple[Mapping[str, bool], ...] = ({}, {"shard_optimizer": True}, {"shard_grads": True}, {"shard_params": True})
+Params = Mapping[str, int | Sequence[int]]
+
+
+@dataclass(frozen=True)
+class Written:
+    """A program, with the annotations that it needs.
+
+    Attributes:
+        stages: of each stage, names of modules, for `annotate_modules`; empty where there is one stage.
+        directives: of it.
+        replicas: among which it divides the batch.
+    """
+
+    stages: tuple[tuple[str, ...], ...]
+    directives: tuple[Directive, ...]
+    replicas: int
+
+    def annotate(self, module: nn.Module) -> None:
+        """Tag the modules of the stages."""
+        if self.stages:
+            annotate_modules(module, TAG, self.stages)
+
+    def to_json(self) -> dict[str, Any]:
+        return {"version": 1, "annotate": {TAG: [list(stage) for stage in self.stages]}, "directives": to_json(self.directives)}
+
+    def __str__(self) -> str:
+        """As Python."""
+        lines = [f"piper.annotate_modules(module, {TAG!r}, {[list(stage) for stage in self.stages]!r})"] if self.stages else []
+        return "\n".join([*lines, "directives = [", *(f"    {shown(directive)}," for directive in self.directives), "]"])
+
+
+def shown(directive: Directive) -> str:
+    """A directive as Python: its class, and the fields that have no default."""
+    given = directive.to_json()
+    op = given.pop("op")
+    return f"piper.{op.title()}({', '.join(f'{name}={value!r}' for name, value in given.items())})"
+
+
+def write(
+    candidate: Candidate, stages: Sequence[Sequence[str]], params: Params | None = None, unnamed: int | None = None
+) -> Written:
+    """The program of a candidate.
+
+    Args:
+        candidate: that a search has chosen.
+        stages: names of the modules of each of its stages.
+        params: what members of the tensor axis have parts of, as in `Shard`.
+        unnamed: the stage that has the work outside of all these modules, if there is any.
+    """
+    layout = candidate.layout
+    groups = [_devices(candidate, rank) for rank in range(layout.ranks)]
+    filters: list[dict[str, Any]] = [{}]
+    if layout.stages > 1:
+        builder = getattr(schedules, layout.schedule)
+        built: list[Directive] = builder(layout.stages, layout.microbatches, devices=groups, tag=TAG, dim_name=MICROBATCH)
+        filters = [{TAG: stage} for stage in range(layout.stages)]
+    else:
+        built = [Place(filter={}, devices=groups[0])]
+        if layout.microbatches > 1:
+            built.append(Split(filter={}, dim_name=MICROBATCH, num_microbatches=layout.microbatches))
+    orders = [directive for directive in built if isinstance(directive, Order)]
+    placed = [directive for directive in built if not isinstance(directive, Order)]
+    if unnamed is not None and layout.stages > 1:
+        where = next(p for p in placed if isinstance(p, Place) and p.filter == {TAG: unnamed})
+        placed.insert(0, Place(filter={TAG: "-"}, devices=where.devices))
+    more: list[Directive] = []
+    if layout.tensor > 1 and params:
+        lines = [group[i : i + layout.tensor] for group in groups for i in range(0, len(group), layout.tensor)]
+        more.append(Shard(filter={}, devices=lines, axis=TENSOR, stream=TENSOR, params=params))
+    if layout.replicas > 1:
+        more.append(Replicate(filter={}, devices=groups if len(groups) > 1 else groups[0], **LEVELS[candidate.zero]))
+    again, away = candidate.recomputed, candidate.offloaded
+    more += [Recompute(filter=chosen) for chosen in filters[:again]]
+    more += [Offload(filter=chosen) for chosen in filters[again : again + away]]
+    named = tuple(map(tuple, stages)) if layout.stages > 1 else ()
+    return Written(named, (*placed, *more, *orders), layout.replicas)
+
+
+def _devices(candidate: Candidate, rank: int) -> list[int]:
+    """The devices of one rank of all pipelines, replica by replica, and within one along the tensor axis."""
+    layout = candidate.layout
+    found = []
+    for replica in range(layout.replicas):
+        place = rank * layout.replicas + replica if layout.data_inside else replica * layout.ranks + rank
+        found += [place * layout.tensor + member for member in range(layout.tensor)]
+    return found
