@@ -166,7 +166,7 @@ CALLS: dict[str, tuple[Callable[..., Any], Callable[[], dict[str, Any]]]] = {
             getattr(schedules, name),
             lambda: {"stages": 2, "microbatches": 4, "devices": None, "tag": "PP", "dim_name": "MB"},
         )
-        for name in ("gpipe", "one_f_one_b", "zero_bubble", "zbv", "dualpipe", "dualpipev")
+        for name in ("gpipe", "one_f_one_b", "zero_bubble", "zb_h2", "zbv", "v_half", "v_min", "dualpipe", "dualpipev")
     },
     "interleaved_one_f_one_b": (
         schedules.interleaved_one_f_one_b,
