@@ -166,11 +166,25 @@ CALLS: dict[str, tuple[Callable[..., Any], Callable[[], dict[str, Any]]]] = {
             getattr(schedules, name),
             lambda: {"stages": 2, "microbatches": 4, "devices": None, "tag": "PP", "dim_name": "MB"},
         )
-        for name in ("gpipe", "one_f_one_b", "zero_bubble", "zbv", "dualpipe", "dualpipev")
+        for name in ("gpipe", "one_f_one_b", "zero_bubble", "zb_h2", "zbv", "v_half", "v_min", "dualpipe", "dualpipev")
     },
     "interleaved_one_f_one_b": (
         schedules.interleaved_one_f_one_b,
         lambda: {"stages": 4, "microbatches": 4, "stages_per_device": 2, "devices": None, "tag": "PP", "dim_name": "MB"},
+    ),
+    "fitted": (
+        schedules.fitted,
+        lambda: {
+            "costs": [schedules.StageCosts(1, 1, 1, saved=1)] * 4, "microbatches": 4, "ranks": [0, 1, 1, 0], "memory": 8,
+            "devices": None, "tag": "PP", "dim_name": "MB",
+        },
+    ),
+    "StageCosts": (
+        schedules.StageCosts,
+        lambda: {
+            "forward": 1, "backward_input": 1, "backward_weights": 1, "backward": 2, "saved": 1, "saved_for_weights": 1,
+            "transfer": 1, "static": 1,
+        },
     ),
     "from_csv": (schedules.from_csv, lambda: {"path_or_text": "0F0,0B0\n", "devices": None, "tag": "PP", "dim_name": "MB"}),
     "to_csv": (schedules.to_csv, lambda: {"program": schedules.gpipe(1, 2), "path": None, "tag": "PP", "dim_name": "MB"}),

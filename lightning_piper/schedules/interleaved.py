@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from lightning_piper.directives import Directive
 from lightning_piper.errors import DirectiveError
-from lightning_piper.schedules.actions import Action, Devices, counts, one_by_one, program_of, ranks_of
+from lightning_piper.schedules.actions import Action, Devices, Row, counts, one_by_one, program_of, ranks_of
 
 
 def interleaved_one_f_one_b(
@@ -43,6 +43,11 @@ def interleaved_one_f_one_b(
             f"{name}: {microbatches} microbatches on {ranks} ranks go in {rounds} rounds of one size; give a multiple of {rounds}, "
             f"such as {microbatches - microbatches % rounds}"
         )
+    return program_of(interleaved_rows(ranks, microbatches, stages_per_device), microbatches, devices, tag, dim_name, name)
+
+
+def interleaved_rows(ranks: int, microbatches: int, stages_per_device: int) -> list[Row]:
+    stages, rounds = ranks * stages_per_device, max(1, microbatches // ranks)
     size = microbatches // rounds
     rows = []
     for rank in range(ranks):
@@ -52,7 +57,7 @@ def interleaved_one_f_one_b(
         warmup = min((stages_per_device - 1) * size + 2 * (ranks - 1 - rank), len(forward))
         steady = [action for pair in zip(forward[warmup:], backward, strict=False) for action in pair]
         rows.append(one_by_one(*forward[:warmup], *steady, *backward[len(forward) - warmup :]))
-    return program_of(rows, microbatches, devices, tag, dim_name, name)
+    return rows
 
 
 def _rounds(stages: range, kind: str, rounds: int, size: int) -> list[Action]:

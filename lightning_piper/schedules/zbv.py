@@ -23,8 +23,11 @@ def zbv(stages: int, microbatches: int, devices: Devices | None = None, tag: str
     """
     stages, microbatches = counts("zbv", stages=stages, microbatches=microbatches)
     ranks = ranks_of("zbv", stages, 2)
-    rows = [_row(ranks, rank, microbatches) for rank in range(ranks)]
-    return program_of(rows, microbatches, devices, tag, dim_name, "zbv")
+    return program_of(zbv_rows(ranks, microbatches), microbatches, devices, tag, dim_name, "zbv")
+
+
+def zbv_rows(ranks: int, microbatches: int) -> list[Row]:
+    return [_row(ranks, rank, microbatches) for rank in range(ranks)]
 
 
 def _row(ranks: int, rank: int, microbatches: int) -> Row:

@@ -15,14 +15,25 @@ from lightning_piper.ops.build import build_dag
 from lightning_piper.ops.update import Accumulate, Update
 from lightning_piper.passes import apply_program, complete
 from lightning_piper.plan import check_plans, compile_plans
-from lightning_piper.schedules import dualpipe, dualpipev, gpipe, interleaved_one_f_one_b, one_f_one_b, zbv, zero_bubble
+from lightning_piper.schedules import (
+    dualpipe,
+    dualpipev,
+    gpipe,
+    interleaved_one_f_one_b,
+    one_f_one_b,
+    v_half,
+    v_min,
+    zb_h2,
+    zbv,
+    zero_bubble,
+)
 from lightning_piper.testing import Case, Spec, case
 from lightning_piper.testing.equivalence import assert_same, run_interpreter, run_plans
 from lightning_piper.verify.interpreter import interpret
 from lightning_piper.verify.static import check
 from tests.groups import marked
 
-BUILDERS = [gpipe, one_f_one_b, zero_bubble, interleaved_one_f_one_b, zbv, dualpipev, dualpipe]
+BUILDERS = [gpipe, one_f_one_b, zero_bubble, zb_h2, interleaved_one_f_one_b, zbv, v_half, v_min, dualpipev, dualpipe]
 STAGES, TIMES = (2, 4, 8), (2, 3, 4)
 
 

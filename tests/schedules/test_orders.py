@@ -11,7 +11,7 @@ import pytest
 
 from lightning_piper.directives import Order, Place, Split, parse, to_json
 from lightning_piper.errors import DirectiveError
-from lightning_piper.schedules import dualpipe, dualpipev, interleaved_one_f_one_b, to_csv, zbv, zero_bubble
+from lightning_piper.schedules import dualpipe, dualpipev, interleaved_one_f_one_b, to_csv, v_half, v_min, zb_h2, zbv, zero_bubble
 from tests.schedules.torch_schedules import cells, schedule
 
 
@@ -57,6 +57,57 @@ def test_zero_bubble_written_out() -> None:
     ]
 
 
+def test_zb_h2_written_out() -> None:
+    assert [" ".join(row) for row in rows(zb_h2(2, 4))] == [
+        "0F0 0F1 0F2 0I0 0W0 0F3 0I1 0W1 0I2 0W2 0I3 0W3",
+        "1F0 1I0 1F1 1I1 1F2 1I2 1W0 1F3 1I3 1W1 1W2 1W3",
+    ]
+
+
+@pytest.mark.parametrize("builder", [zb_h2, v_half, v_min])
+@pytest.mark.parametrize("ranks", [1, 2, 3, 4, 5, 6, 9, 12])
+@pytest.mark.parametrize("microbatches", [1, 2, 5, 13, 24])
+def test_each_pass_is_there_once_and_the_ranks_wait_for_no_circle(
+    builder: Callable[..., Any], ranks: int, microbatches: int
+) -> None:
+    stages = ranks * (1 if builder is zb_h2 else 2)
+    found = [[parse_cell(cell) for cell in row] for row in rows(builder(stages, microbatches))]
+    everything = {(s, kind, mb) for s in range(stages) for kind in ("F", "I", "W") for mb in range(microbatches)}
+    assert sorted(action for row in found for action in row) == sorted(everything)
+    assert {(r, s) for r, row in enumerate(found) for s, _, _ in row} == {
+        (r, s) for r in range(ranks) for s in ({r} if builder is zb_h2 else {r, stages - 1 - r})
+    }
+    assert not undone(found, stages)
+    found[0].reverse()  # the control: backward passes before their forward passes
+    assert undone(found, stages)
+
+
+def parse_cell(cell: str) -> tuple[int, str, int]:
+    kind = next(c for c in cell if c.isalpha())
+    stage, mb = map(int, cell.split(kind))
+    return stage, kind, mb
+
+
+def undone(rows: list[list[tuple[int, str, int]]], stages: int) -> int:
+    """Actions that never run, when each rank runs its row in order and waits for what its passes read."""
+    done: set[tuple[int, str, int]] = set()
+    position = [0] * len(rows)
+
+    def ready(s: int, kind: str, mb: int) -> bool:
+        sources = {"F": [(s - 1, "F", mb)], "I": [(s, "F", mb), (s + 1, "I", mb)], "W": [(s, "I", mb)]}[kind]
+        return all(source in done for source in sources if 0 <= source[0] < stages)
+
+    moved = True
+    while moved:
+        moved = False
+        for r, row in enumerate(rows):
+            while position[r] < len(row) and ready(*row[position[r]]):
+                done.add(row[position[r]])
+                position[r] += 1
+                moved = True
+    return sum(map(len, rows)) - len(done)
+
+
 @pytest.mark.parametrize(("stages", "microbatches"), [(2, 4), (4, 8), (4, 14), (8, 16), (8, 22)])
 def test_dualpipe_is_two_dualpipev_that_share_their_ranks(stages: int, microbatches: int) -> None:
     """Rank r < stages / 2 does what rank r of DualPipeV does with half of the microbatches: its stage of the way down is that of
@@ -88,7 +139,7 @@ def test_dualpipe_places_each_stage_on_two_ranks() -> None:
     assert [type(directive) for directive in program[9:]] == [Order] * 4
 
 
-@pytest.mark.parametrize("builder", [zero_bubble, interleaved_one_f_one_b, zbv, dualpipev, dualpipe])
+@pytest.mark.parametrize("builder", [zero_bubble, zb_h2, interleaved_one_f_one_b, zbv, v_half, v_min, dualpipev, dualpipe])
 def test_programs_are_json_and_devices_and_tags_are_the_users(builder: Callable[..., Any]) -> None:
     program = builder(4, 8)
     assert parse(to_json(program)) == program
@@ -106,6 +157,10 @@ def test_programs_are_json_and_devices_and_tags_are_the_users(builder: Callable[
         (interleaved_one_f_one_b, (4, 5), "5 microbatches on 2 ranks go in 2 rounds of one size; give a multiple of 2, such as 4"),
         (interleaved_one_f_one_b, (4, 4, 0), "stages_per_device=0; give an integer >= 1"),
         (zbv, (3, 8), "3 stages, 2 on each rank; give a multiple of 2 stages"),
+        (v_half, (3, 8), "3 stages, 2 on each rank; give a multiple of 2 stages"),
+        (v_min, (1, 8), "1 stages, 2 on each rank; give a multiple of 2 stages"),
+        (v_min, (True, 8), "stages=True; give an integer >= 1"),
+        (zb_h2, (2, -1), "microbatches=-1; give an integer >= 1"),
         (dualpipev, (3, 8), "3 stages, 2 on each rank; give a multiple of 2 stages"),
         (dualpipev, (4, 3), "3 microbatches for 4 stages; give at least 4"),
         (dualpipe, (3, 8), "3 stages, 2 on each rank; give a multiple of 2 stages"),

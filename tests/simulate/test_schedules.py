@@ -28,7 +28,7 @@ def run(schedule: str, stages: int, microbatches: int, times: Times, pair: Numbe
     f, i, w = times
     program = pipeline(schedule, stages, microbatches)
     table: dict[str, Any] = {"F": f, "B": i + w, "BI": i, "BW": w}
-    table |= {"BW[PP=0]": i + w} if schedule in ("zero_bubble", "zbv", "dualpipev", "dualpipe") else {}
+    table |= {"BW[PP=0]": i + w} if schedule in ("zero_bubble", "zb_h2", "zbv", "v_half", "v_min", "dualpipev", "dualpipe") else {}
     return simulate(program.dag, program.plans, table | ({} if pair is None else {"F&B": pair}))
 
 
@@ -70,6 +70,60 @@ def test_zbv(stages: int, each: int) -> None:
     """With F = BI = W, each device waits only until its first microbatch comes, or at the end: (PP / 2 - 1) F."""
     for times in EQUAL:
         assert bubbles(run("zbv", stages, each * stages, times)) == [(stages // 2 - 1) * times[0]] * (stages // 2)
+
+
+@pytest.mark.parametrize(("stages", "each"), GRID)
+def test_zb_h2(stages: int, each: int) -> None:
+    """With F = BI = W and 2 PP - 1 microbatches or more, each device waits only at the begin and the end: (PP - 1) F, for the
+    optimizer runs when all gradients are there. It keeps 2 PP - 1 microbatches."""
+    count = each * stages
+    for times in EQUAL:
+        result = run("zb_h2", stages, count, times)
+        assert bubbles(result) == [(stages - 1) * times[0]] * stages
+        assert [activations(result, device) for device in result.devices] == [2 * stages - 1] * stages
+        assert [figures.peak_in_flight for figures in result.devices.values()] == [2 * stages - 1] * stages
+    assert min(bubbles(run("zb_h2", stages, 1, (1, 1, 1)))) > stages - 1, "the control: too few microbatches to fill it"
+    for times in ((3, 3, 1), (3, 2, 1), (1, 2, 3)):
+        assert run("zb_h2", stages, count, times).step_time < run("zero_bubble", stages, count, times).step_time
+
+
+V_RANKS = [1, 2, 3, 4, 5, 6, 8]
+
+
+@pytest.mark.parametrize("ranks", V_RANKS)
+@pytest.mark.parametrize("each", [2, 3])
+def test_v_min(ranks: int, each: int) -> None:
+    """With F = BI = W, activations are the paper's floor((R + 4) / 3) microbatches of both stages of a rank, and the bubble is its
+    2 / 3 of 1F1B's: (4R - 5) F, and one or two more if 3 divides R."""
+    for times in EQUAL:
+        result = run("v_min", 2 * ranks, each * ranks, times)
+        more = {3: 1, 6: 2}.get(ranks, 0)
+        expected = (4 * ranks - 5 + more) * times[0] if ranks > 1 else 0
+        assert bubbles(result) == [expected] * ranks
+        assert max(activations(result, device) for device in result.devices) == 2 * ((ranks + 4) // 3)
+    assert ranks == 1 or expected < bubbles(run("one_f_one_b", ranks, each * ranks, (2 * times[0],) * 3))[0]
+
+
+@pytest.mark.parametrize("ranks", V_RANKS)
+@pytest.mark.parametrize("each", [2, 3])
+def test_v_half(ranks: int, each: int) -> None:
+    """With F = BI = W, activations are the paper's floor((R + 2) / 2) microbatches of both stages of a rank, and the bubble is at
+    most half of 1F1B's 6 R F."""
+    for times in EQUAL:
+        result = run("v_half", 2 * ranks, each * ranks, times)
+        assert max(bubbles(result)) == min(bubbles(result)) <= 3 * ranks * times[0]
+        assert max(activations(result, device) for device in result.devices) == 2 * ((ranks + 2) // 2)
+
+
+def test_v_schedules_keep_a_third_and_a_half() -> None:
+    """Of what ZB-V keeps, which is what 1F1B keeps; of six ranks, so that floors cut off little. They pay in time."""
+    kept, time = {}, {}
+    for name in ("v_min", "v_half", "zbv"):
+        result = run(name, 16, 24, (1, 1, 1))
+        kept[name] = max(activations(result, device) for device in result.devices)
+        time[name] = result.step_time
+    assert kept == {"v_min": 8, "v_half": 10, "zbv": 16}
+    assert time["v_min"] > time["v_half"] > time["zbv"]
 
 
 @pytest.mark.parametrize(("stages", "each"), GRID)

@@ -1,0 +1,263 @@
+"""Rows made by list scheduling: of what a rank could do next, it does what a rule prefers.
+
+Microbatches are alike, so a stage takes them in their order, in each kind of pass: any schedule can be renamed to that, with the
+same times. What has been done is therefore a few counts for each stage.
+"""
+
+from __future__ import annotations
+
+import heapq
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import NamedTuple
+
+from lightning_piper.schedules.actions import Action, Row
+from lightning_piper.schedules.timing import Number, StageCosts, Times, change, times_of
+
+Step = tuple[int, str]  # a stage and a pass
+_Channel = tuple[int, int]
+
+
+@dataclass(frozen=True)
+class Chain:
+    """Stages on ranks, and how much each rank may keep.
+
+    Attributes:
+        ranks: of each stage.
+        local: stages of each rank, in order.
+        room: of each rank, memory for what is saved; None is unlimited.
+    """
+
+    costs: Sequence[StageCosts]
+    times: Times
+    microbatches: int
+    ranks: Sequence[int]
+    local: Sequence[Sequence[int]]
+    room: Sequence[int | None]
+    changes: Sequence[dict[str, int]]
+
+    @property
+    def actions(self) -> int:
+        """Passes of a step, if all backward passes are split."""
+        return 3 * len(self.ranks) * self.microbatches
+
+
+def chain_of(costs: Sequence[StageCosts], microbatches: int, ranks: Sequence[int], memory: Sequence[int | None]) -> Chain:
+    local = [[s for s, rank in enumerate(ranks) if rank == r] for r in range(max(ranks) + 1)]
+    room = [None if m is None else m - sum(costs[s].static for s in own) for m, own in zip(memory, local, strict=True)]
+    changes = [{kind: change(costs, s, kind) for kind in ("F", "BI", "BW", "B")} for s in range(len(costs))]
+    return Chain(costs, times_of(costs), microbatches, ranks, local, room, changes)
+
+
+class World:
+    """What has been done so far, and when each rank is free. Messages travel as in `timing.timed`."""
+
+    __slots__ = ("_chain", "_free", "_queues", "_there", "backward", "clock", "forward", "kept", "taken", "weights")
+
+    def __init__(self, chain: Chain) -> None:
+        stages, ranks = len(chain.ranks), len(chain.local)
+        self._chain = chain
+        # Passes done; a B counts as both halves.
+        self.forward, self.backward, self.weights = [0] * stages, [0] * stages, [0] * stages
+        self.clock: list[Number] = [0] * ranks
+        self.taken: list[Number] = [0] * ranks
+        self.kept = [0] * ranks
+        self._there: list[tuple[Number, ...]] = [()] * (2 * stages)  # by stage, forward and backward: messages received, not read
+        self._queues: dict[_Channel, tuple[tuple[Number, int, Number], ...]] = {}
+        self._free: dict[_Channel, Number] = {}
+
+    def copy(self) -> World:
+        other = World.__new__(World)
+        other._chain = self._chain
+        other.forward, other.backward, other.weights = self.forward[:], self.backward[:], self.weights[:]
+        other.clock, other.taken, other.kept, other._there = self.clock[:], self.taken[:], self.kept[:], self._there[:]
+        other._queues, other._free = self._queues.copy(), self._free.copy()
+        return other
+
+    def key(self) -> object:
+        """Equal for worlds that can go on in the same ways, at the same times."""
+        return (*self.forward, *self.backward, *self.weights, *self.clock, *self.taken, *self._there, *self._queues.values())
+
+    def start(self, stage: int, kind: str) -> Number | None:
+        """When the pass could begin; None if what it reads is not on its way."""
+        chain = self._chain
+        rank = chain.ranks[stage]
+        if kind == "F":
+            if self.forward[stage] == chain.microbatches:
+                return None
+            return self.clock[rank] if stage == 0 else self._arrival(rank, 2 * stage)
+        if kind == "BW":
+            return self.clock[rank] if self.backward[stage] > self.weights[stage] else None
+        if self.backward[stage] == self.forward[stage]:
+            return None
+        return self.clock[rank] if stage == len(chain.ranks) - 1 else self._arrival(rank, 2 * stage + 1)
+
+    def _arrival(self, rank: int, slot: int) -> Number | None:
+        clock = self.clock[rank]
+        if there := self._there[slot]:
+            return max(clock, there[0])
+        channel = (self._chain.ranks[slot // 2 + (1 if slot % 2 else -1)], rank)
+        free, taken = self._free.get(channel, 0), self.taken[rank]
+        for sent, other, transfer in self._queues.get(channel, ()):
+            free = max(sent, free, taken) + transfer
+            if other == slot:
+                return max(clock, free)
+        return None
+
+    def fits(self, stage: int) -> bool:
+        """Is there room for what the next F keeps, and can all microbatches still be finished with it?
+
+        A microbatch gives nothing back before it has been through all stages of the rank, and no later one gives anything back
+        before it does. So for each that has yet to go on, what it and later ones keep, and will need for it, must fit. That is the
+        banker's algorithm (Dijkstra 1965), with one order in which all can finish.
+        """
+        chain = self._chain
+        rank = chain.ranks[stage]
+        room = chain.room[rank]
+        if room is None:
+            return True
+        if self.kept[rank] + chain.costs[stage].saved > room:
+            return False
+        own = chain.local[rank]
+        if len(own) == 1:
+            return True
+        saved = [(chain.costs[s].saved, self.forward[s] + (s == stage)) for s in own]
+        return all(sum(n * max(1, f - mb) for n, f in saved) <= room for mb in range(saved[-1][1], saved[0][1]))
+
+    def run(self, stage: int, kind: str) -> int:
+        """Do a pass that has a start. Returns the rank that gets a message, or its own."""
+        chain = self._chain
+        rank = chain.ranks[stage]
+        if kind != "BW" and stage != (0 if kind == "F" else len(chain.ranks) - 1):
+            self._read(rank, 2 * stage + (kind != "F"))
+        self.clock[rank] += chain.times.passes[stage][kind]
+        self.kept[rank] += chain.changes[stage][kind]
+        if kind == "BW":
+            self.weights[stage] += 1
+            return rank
+        if kind == "F":
+            self.forward[stage] += 1
+            return self._hand_on(rank, stage, stage + 1)
+        self.backward[stage] += 1
+        self.weights[stage] += kind == "B"
+        return self._hand_on(rank, stage, stage - 1)
+
+    def _read(self, rank: int, slot: int) -> None:
+        neighbour = self._chain.ranks[slot // 2 + (1 if slot % 2 else -1)]
+        if not self._there[slot]:
+            channel = (neighbour, rank)
+            queue = list(self._queues[channel])
+            while not self._there[slot]:
+                sent, other, transfer = queue.pop(0)
+                self._free[channel] = max(sent, self._free.get(channel, 0), self.taken[rank]) + transfer
+                self._there[other] += (self._free[channel],)
+            self._queues[channel] = tuple(queue)
+        time, *rest = self._there[slot]
+        self._there[slot] = tuple(rest)
+        if neighbour != rank:
+            self.taken[rank] = max(self.taken[rank], time)
+        self.clock[rank] = max(self.clock[rank], time)
+
+    def _hand_on(self, rank: int, stage: int, reader: int) -> int:
+        chain = self._chain
+        if not 0 <= reader < len(chain.ranks):
+            return rank
+        slot, to = 2 * reader + (reader < stage), chain.ranks[reader]
+        if to == rank:
+            self._there[slot] += (self.clock[rank],)
+        else:
+            message = (self.clock[rank], slot, chain.times.transfer[min(stage, reader)])
+            self._queues[rank, to] = (*self._queues.get((rank, to), ()), message)
+        return to
+
+
+class Rule(NamedTuple):
+    """What a rank prefers.
+
+    Attributes:
+        prefer: kinds of passes, the best first.
+        kept: passes in flight on a rank, at most; None is any number.
+        patience: how long a rank waits for what it prefers, as a share of the pass that it could begin now.
+        whole: backward passes are not split.
+    """
+
+    prefer: str
+    kept: int | None
+    patience: float
+    whole: bool
+
+
+def listed(chain: Chain, rule: Rule) -> list[Step] | None:
+    """All steps in an order in which they can run; None if the memory does not let them."""
+    world = World(chain)
+    done: list[Step] = []
+    heap: list[tuple[Number, int, int]] = []
+    turn = [0] * len(chain.local)  # entries of a rank from before its last change are void
+    chosen: list[Step | None] = [None] * len(chain.local)
+
+    def look(rank: int) -> None:
+        turn[rank] += 1
+        found = _choice(world, chain, rank, rule)
+        if found is not None:
+            chosen[rank] = found[1]
+            heapq.heappush(heap, (found[0], rank, turn[rank]))
+
+    for rank in range(len(chain.local)):
+        look(rank)
+    while heap:
+        _, rank, of = heapq.heappop(heap)
+        step = chosen[rank]
+        if of != turn[rank] or step is None:
+            continue
+        other = world.run(*step)
+        done.append(step)
+        look(rank)
+        if other != rank:
+            look(other)
+    return done if min(world.weights) == chain.microbatches else None
+
+
+def _choice(world: World, chain: Chain, rank: int, rule: Rule) -> tuple[Number, Step] | None:
+    """What the rank does next, and when."""
+    options: list[tuple[Number, int, int, str]] = []
+    own = chain.local[rank]
+    flying = sum(world.forward[s] - world.weights[s] for s in own)
+    for later, stage in enumerate(reversed(own)):
+        if (rule.kept is None or flying + later < max(rule.kept, len(own))) and world.fits(stage):
+            start = world.start(stage, "F")
+            if start is not None:
+                options.append((start, rule.prefer.index("F"), -stage, "F"))
+        kind = "B" if stage == 0 or rule.whole else "BI"
+        start = world.start(stage, kind)
+        if start is not None:
+            options.append((start, rule.prefer.index("I"), stage, kind))
+        if world.backward[stage] > world.weights[stage]:
+            options.append((world.clock[rank], rule.prefer.index("W"), stage, "BW"))
+    if not options:
+        return None
+    first = min(options)
+    limit = first[0] + rule.patience * chain.times.passes[abs(first[2])][first[3]]
+    start, _, stage, kind = min((o for o in options if o[0] <= limit), key=lambda o: o[1:])
+    return start, (abs(stage), kind)
+
+
+def rows_of(chain: Chain, steps: Sequence[Step]) -> list[Row]:
+    """The rows of steps in an order in which they can run, with the microbatches that each is for."""
+    rows: list[Row] = [[] for _ in chain.local]
+    forward, backward = [0] * len(chain.ranks), [0] * len(chain.ranks)
+    halves: list[list[int]] = [[] for _ in chain.ranks]  # microbatches whose BW is to come
+    position = [0] * len(chain.ranks)
+    for stage, kind in steps:
+        if kind == "F":
+            mb = forward[stage]
+            forward[stage] += 1
+        elif kind == "BW":
+            mb = halves[stage][position[stage]]
+            position[stage] += 1
+        else:
+            mb = backward[stage]
+            backward[stage] += 1
+            if kind == "BI":
+                halves[stage].append(mb)
+        rows[chain.ranks[stage]].append((Action(stage, kind, mb),))
+    return rows

@@ -1,0 +1,253 @@
+"""How long rows take, and what they keep, for given costs of each stage: fast enough to be called thousands of times.
+
+What is counted is what the simulator counts for the compiled program: passes occupy their rank one after the other; messages take
+turns in each direction between two ranks; and a rank takes messages one after the other, in the order in which it needs them.
+"""
+
+from __future__ import annotations
+
+import math
+from collections import deque
+from collections.abc import Sequence
+from dataclasses import dataclass
+from fractions import Fraction
+from typing import NamedTuple
+
+from lightning_piper.errors import DirectiveError
+from lightning_piper.limits import integer, is_number, shown
+from lightning_piper.schedules.actions import Row
+
+Number = int | float | Fraction
+
+
+@dataclass(frozen=True)
+class StageCosts:
+    """What the passes of one stage take for one microbatch. Times in any one unit, memory in bytes (or any one unit).
+
+    Attributes:
+        forward: time of F.
+        backward_input: time of BI.
+        backward_weights: time of BW.
+        backward: time of a whole B; the sum of both halves when left out. The first stage hands on no gradient, so its backward
+            pass is always whole.
+        saved: memory that F keeps for the backward pass.
+        saved_for_weights: what is left of it from the end of BI to the end of BW.
+        transfer: time of one message between this stage and the next one, in either direction; within a rank it is none.
+        static: memory that is always there: parameters, gradients, the optimizer's part, and what passes need while they run.
+
+    Raises:
+        DirectiveError: something is no number, or negative.
+    """
+
+    forward: Number
+    backward_input: Number
+    backward_weights: Number
+    backward: Number | None = None
+    saved: int = 0
+    saved_for_weights: int = 0
+    transfer: Number = 0
+    static: int = 0
+
+    def __post_init__(self) -> None:
+        for name in ("forward", "backward_input", "backward_weights", "transfer", "backward"):
+            value = getattr(self, name)
+            if not is_number(value) and not (name == "backward" and value is None):
+                raise DirectiveError(f"StageCosts({name}={shown(value)}); give a time, a number >= 0, from 1e-15 to 1e15")
+        for name in ("saved", "saved_for_weights", "static"):
+            value = integer(getattr(self, name))
+            if value is None or value < 0:
+                raise DirectiveError(f"StageCosts({name}={shown(getattr(self, name))}); give bytes, an integer >= 0")
+
+    @property
+    def whole(self) -> Number:
+        """Time of a whole backward pass."""
+        return self.backward_input + self.backward_weights if self.backward is None else self.backward
+
+
+class Timed(NamedTuple):
+    """Figures of rows.
+
+    Attributes:
+        end: when the last pass is done.
+        busy: by rank, time of its passes.
+        peak: by rank, the largest memory: `static` of its stages, and what is saved.
+    """
+
+    end: Number
+    busy: tuple[Number, ...]
+    peak: tuple[int, ...]
+
+
+class Times(NamedTuple):
+    """Of each stage, in integers where costs are exact: by pass, and of the message to or from the next stage."""
+
+    passes: list[dict[str, Number]]
+    transfer: list[Number]
+    unit: int
+
+
+def times_of(costs: Sequence[StageCosts]) -> Times:
+    """Exact times, multiplied by what makes integers of them all; floats, where some are floats."""
+    given = [t for c in costs for t in (c.forward, c.backward_input, c.backward_weights, c.whole, c.transfer)]
+    rough = any(isinstance(t, float) for t in given)
+    unit = 1 if rough else math.lcm(*(Fraction(t).denominator for t in given))
+
+    def scaled(time: Number) -> Number:
+        return float(time) if rough else int(time * unit)
+
+    passes = [{"F": scaled(c.forward), "BI": scaled(c.backward_input), "BW": scaled(c.backward_weights), "B": scaled(c.whole)}
+              for c in costs]  # fmt: skip
+    passes[0] |= {"BI": 0, "BW": passes[0]["B"]}
+    return Times(passes, [scaled(c.transfer) for c in costs], unit)
+
+
+def plain_time(time: Number, unit: int) -> Number:
+    """The time in the unit of the costs."""
+    if unit == 1 or isinstance(time, float):
+        return time
+    found = Fraction(time, unit)
+    return found.numerator if found.denominator == 1 else found
+
+
+def timed(rows: Sequence[Row], costs: Sequence[StageCosts], times: Times | None = None) -> Timed:
+    """Run the rows in virtual time; linear in the number of actions. Exact for int and Fraction.
+
+    A BI of the first stage is passed over, and its BW is the whole backward pass, as in the compiled program.
+
+    Args:
+        rows: by rank, one action an entry; each stage on one rank.
+        costs: by stage.
+        times: `times_of(costs)`, if it is there already.
+
+    Raises:
+        DirectiveError: actions that overlap, a stage without costs or on two ranks, or ranks that wait for each other.
+    """
+    times = times_of(costs) if times is None else times
+    ranks = _ranks(rows, len(costs))
+    walk = _Walk(rows, ranks, times)
+    walk.run()
+    busy = tuple(plain_time(sum(times.passes[a.stage][a.kind] for (a,) in row), times.unit) for row in rows)
+    return Timed(plain_time(max(walk.clock), times.unit), busy, peaks(rows, costs))
+
+
+def peaks(rows: Sequence[Row], costs: Sequence[StageCosts]) -> tuple[int, ...]:
+    """The largest memory of each rank. A rank does one thing at a time, so only the order counts."""
+    found = []
+    for row in rows:
+        now = most = sum(costs[stage].static for stage in {action.stage for (action,) in row})
+        for ((stage, kind, _),) in row:
+            now += change(costs, stage, kind)
+            most = max(most, now)
+        found.append(most)
+    return tuple(found)
+
+
+def change(costs: Sequence[StageCosts], stage: int, kind: str) -> int:
+    """What a pass adds to its rank's memory: F when it begins, others when they end."""
+    cost = costs[stage]
+    if kind == "F":
+        return cost.saved
+    if kind == "B" or (stage == 0 and kind == "BW"):
+        return -cost.saved
+    if stage == 0:
+        return 0
+    return cost.saved_for_weights - cost.saved if kind == "BI" else -cost.saved_for_weights
+
+
+def _ranks(rows: Sequence[Row], stages: int) -> list[int]:
+    """The rank of each stage."""
+    found: dict[int, int] = {}
+    for rank, row in enumerate(rows):
+        for group in row:
+            if len(group) != 1:
+                raise DirectiveError(f"timed: rank {rank} overlaps {shown(group)}; give rows with one action an entry")
+            stage = group[0].stage
+            if not 0 <= stage < stages or found.setdefault(stage, rank) != rank:
+                raise DirectiveError(f"timed: stage {stage} on rank {rank}; give costs of each stage, and each stage one rank")
+    return [found.get(stage, -1) for stage in range(stages)]
+
+
+_Message = tuple[int, bool, int]  # the stage that reads it, forward or backward, microbatch
+
+
+class _Walk:
+    """Clocks of all ranks, and messages between them."""
+
+    def __init__(self, rows: Sequence[Row], ranks: list[int], times: Times) -> None:
+        self._rows, self._ranks, self._times = rows, ranks, times
+        self.clock: list[Number] = [0] * len(rows)
+        self._taken: list[Number] = [0] * len(rows)  # by rank: when the last of the messages that it has read was there
+        self._there: dict[_Message, Number] = {}  # handed on within a rank, or received
+        self._sent: set[_Message] = set()
+        self._channels: dict[tuple[int, int], deque[tuple[Number, _Message, Number]]] = {}
+        self._free: dict[tuple[int, int], Number] = {}
+        self._done: set[tuple[int, str, int]] = set()
+        self._waiting: dict[_Message, int] = {}
+
+    def run(self) -> None:
+        position = [0] * len(self._rows)
+        ready = deque(range(len(self._rows)))
+        while ready:
+            rank = ready.popleft()
+            row = self._rows[rank]
+            while position[rank] < len(row):
+                ((stage, kind, mb),) = row[position[rank]]
+                if not self._enter(rank, stage, kind, mb):
+                    break
+                position[rank] += 1
+                freed = self._leave(rank, stage, kind, mb)
+                if freed is not None:
+                    ready.append(freed)
+        stuck = [(rank, row[position[rank]][0]) for rank, row in enumerate(self._rows) if position[rank] < len(row)]
+        if stuck:
+            waits = "; ".join(f"rank {rank} at {a.kind} of stage {a.stage}, microbatch {a.microbatch}" for rank, a in stuck[:8])
+            raise DirectiveError(f"timed: the ranks wait for each other: {waits}; give each pass after what it reads")
+
+    def _enter(self, rank: int, stage: int, kind: str, mb: int) -> bool:
+        """Wait for what the pass reads; False if that is not there, or not sent."""
+        if stage == 0 and kind == "BI":
+            return True
+        before = "F" if kind in ("B", "BI") or stage == 0 else "BI"
+        if kind != "F" and (stage, before, mb) not in self._done:
+            return False
+        if kind == "BW" and stage:
+            return True
+        if stage == (0 if kind == "F" else len(self._ranks) - 1):
+            return True
+        message = (stage, kind == "F", mb)
+        if message not in self._there:
+            if message not in self._sent:
+                self._waiting[message] = rank
+                return False
+            self._receive(rank, message)
+        if message in self._sent:
+            self._taken[rank] = max(self._taken[rank], self._there[message])
+        self.clock[rank] = max(self.clock[rank], self._there[message])
+        return True
+
+    def _receive(self, rank: int, message: _Message) -> None:
+        """With those sent before it on its channel: none can overtake another."""
+        stage, forward, _ = message
+        channel = (self._ranks[stage - 1 if forward else stage + 1], rank)
+        queue = self._channels[channel]
+        while message not in self._there:
+            sent, other, transfer = queue.popleft()
+            self._free[channel] = max(sent, self._free.get(channel, 0), self._taken[rank]) + transfer
+            self._there[other] = self._free[channel]
+
+    def _leave(self, rank: int, stage: int, kind: str, mb: int) -> int | None:
+        """The pass is done. Returns a rank that waits for what it hands on."""
+        self.clock[rank] += self._times.passes[stage][kind]
+        self._done.add((stage, kind, mb))
+        forward = kind == "F"
+        reader = stage + 1 if forward else stage - 1
+        if kind == "BW" or not 0 <= reader < len(self._ranks):
+            return None
+        message, to = (reader, forward, mb), self._ranks[reader]
+        if to == rank:
+            self._there[message] = self.clock[rank]
+        else:
+            transfer = self._times.transfer[min(stage, reader)]
+            self._channels.setdefault((rank, to), deque()).append((self.clock[rank], message, transfer))
+            self._sent.add(message)
+        return self._waiting.pop(message, None)
