@@ -32,3 +32,23 @@ def peak_of(build: Callable[[], Callable[[int], Any]]) -> float:
         if float(event["ts"]) >= begin:
             peak = max(peak, live)
     return peak / MB
+
+
+def growth_of(step: Callable[[], Any]) -> int:
+    """Bytes that the step has allocated more than freed, at most."""
+    with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as profiler:
+        result = step()
+    del result
+    grown = most = 0
+    for event in _allocations(profiler):
+        grown += int(event["args"]["Bytes"])
+        most = max(most, grown)
+    return most
+
+
+def _allocations(profiler: Any) -> list[Any]:
+    with tempfile.TemporaryDirectory() as folder:
+        path = Path(folder) / "trace.json"
+        profiler.export_chrome_trace(str(path))
+        events = json.loads(path.read_text())["traceEvents"]
+    return sorted((e for e in events if e.get("name") == "[memory]"), key=lambda e: float(e["ts"]))

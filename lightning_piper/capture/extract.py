@@ -41,7 +41,8 @@ def extract(
 
     graph = torch.fx.Graph()
     env: dict[Node, Node] = {}
-    for node in (*given, *params, *constant, *current, *batch, *seeds):
+    arguments = (*given, *params, *constant, *current, *batch, *seeds)
+    for node in arguments:
         env[node] = graph.placeholder(node.name)
     for node in p.nodes:
         _emit(graph, env, node)
@@ -64,7 +65,8 @@ def extract(
         arrives=tuple(arrives(n[0], p) if len(n) == 1 else "" for n in p.inputs.values()) if routed else (),
         leaves=tuple(leaves(n) for _, n in p.outputs) if routed else (),
     )  # fmt: skip
-    return interface, Code(compile_boxed(graph, constants), tuple(specs), graph)
+    given_specs = tuple(spec_of(node.meta["val"], rows) for node in arguments)
+    return interface, Code(compile_boxed(graph, constants), tuple(specs), graph, given_specs)
 
 
 def _emit(graph: torch.fx.Graph, env: dict[Node, Node], node: Node) -> Node:

@@ -159,8 +159,8 @@ class SymbolicStep:
         self._computed = {log.name: log.computed for log in weighed.logs}
         self._assumed, self._unknown, self._meet, self._local = weighed.assumed, weighed.unknown, weighed.meet, weighed.local
         self._regions, passes, split, _ = cut(weighed, canonical, recomputed=recomputed)
-        self._passes = {key: (*found, self._outputs(found[1])) for key, found in passes.items()}
-        self._split = {key: (*found, self._outputs(found[1])) for key, found in split.items()}
+        self._passes = {key: (*found, self._specs(found[1])) for key, found in passes.items()}
+        self._split = {key: (*found, self._specs(found[1])) for key, found in split.items()}
         self._holds = self._symbols.conditions()
 
     def at(self, specs: Specs, size: int) -> StepCode | None:
@@ -172,8 +172,8 @@ class SymbolicStep:
 
         def code(symbolic: Code, outputs: Outputs) -> Code:
             run: Callable[..., tuple[torch.Tensor, ...]] = symbolic.run
-            specs = tuple(tuple(spec_at(spec, known) for spec in bundle) for bundle in outputs)
-            return Code(partial(run, sizes=numbers), specs, symbolic.graph)
+            *specs, inputs = (tuple(spec_at(spec, known) for spec in bundle) for bundle in outputs)
+            return Code(partial(run, sizes=numbers), tuple(specs), symbolic.graph, inputs, numbers)
 
         passes = {key: code(symbolic, outputs) for key, (_, symbolic, outputs) in self._passes.items()}
         split = {key: (interface, code(symbolic, outputs)) for key, (interface, symbolic, outputs) in self._split.items()}
@@ -192,8 +192,9 @@ class SymbolicStep:
         values = self._symbols.values(specs)
         return values if values is not None and self._holds(*values) else None
 
-    def _outputs(self, code: Code) -> Outputs:
-        return tuple(tuple(places(self._numbers, spec) for spec in specs) for specs in code.outputs)
+    def _specs(self, code: Code) -> Outputs:
+        """Of its outputs, and last of its inputs."""
+        return tuple(tuple(places(self._numbers, spec) for spec in specs) for specs in (*code.outputs, code.inputs))
 
 
 def _numbered_term(term: Term, numbers: Sequence[Any]) -> Term:

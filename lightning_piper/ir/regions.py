@@ -132,12 +132,16 @@ class Code:
     Attributes:
         run: takes a list of tensors, empties it, returns the flat tuple of outputs; frees what it no longer needs on the way.
         outputs: specs of the tensors of each output bundle, in the order of `Interface.outputs`.
-        graph: the functional graph, for printing; where it serves many shapes, sizes that differ are places: `sizes[3]`.
+        graph: the functional graph; where it serves many shapes, sizes that differ are places: `sizes[3]`.
+        inputs: specs of its arguments.
+        sizes: what is at these places.
     """
 
     run: Callable[[list[torch.Tensor]], tuple[torch.Tensor, ...]]
     outputs: tuple[tuple[TensorSpec, ...], ...]
     graph: torch.fx.Graph
+    inputs: tuple[TensorSpec, ...] = ()
+    sizes: tuple[Any, ...] = ()
 
 
 @dataclass(frozen=True)

@@ -1,0 +1,92 @@
+"""What `simulate` says that a step's values need, against what they need: two processes over gloo, one step of a GPT.
+
+Measured is by how many bytes torch's allocator has more than before the step, at most, by torch's profiler: also what kernels take
+for themselves. Parameters and the optimizer are there before. Of the two devices, the one that is further off.
+
+    python benchmarks/memory_prediction.py [--sequences 16]
+"""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from _gpt import Config, Module, batch
+from _launch import is_rank, join, launch
+from _memory import MB, growth_of
+
+import lightning_piper as piper
+from lightning_piper import Place, Recompute, Replicate, Shard, Split, schedules
+from lightning_piper.runtime import Executor, ProcessTransport, shards_of
+from lightning_piper.simulate import simulate
+
+CPU = torch.device("cpu")
+CONFIG = Config(cut=(2, 2), d=256, heads=4, seq=128, vocab=2048)
+KEPT: dict[str, list[Any]] = {
+    "all kept": [],
+    "recomputed": [Recompute(filter={})],
+    "but products": [Recompute(filter={}, keep=["*mm"])],
+    "a fraction": [Recompute(filter={}, keep=0.3)],
+}
+
+
+def replicas(**level: Any) -> list[Any]:
+    place, split = Place(filter={}, devices=[0, 1]), Split(filter={}, dim_name="MB", num_microbatches=2)
+    return [place, split, Replicate(filter={}, devices=[0, 1], **level)]
+
+
+def programs() -> dict[str, list[Any]]:
+    divided = {"*.up.weight": 0, "*.down.weight": 1}
+    tensor = [Place(filter={}, devices=[0, 1]), Shard(filter={}, devices=[0, 1], params=divided)]
+    return {
+        "1F1B": schedules.one_f_one_b(stages=2, microbatches=4),
+        "GPipe": schedules.gpipe(stages=2, microbatches=4),
+        "zero bubble": schedules.zero_bubble(stages=2, microbatches=4),
+        "replicas": replicas(),
+        "ZeRO-1": replicas(shard_optimizer=True),
+        "ZeRO-3": replicas(shard_params=True),
+        "tensor axis": tensor,
+    }
+
+
+def measured(module: Module, program: list[Any], rank: int, sequences: int) -> tuple[int, int]:
+    """Bytes on this device: predicted, and allocated."""
+    leaves = batch(CONFIG, 0, sequences)
+    compiled = piper.compile(module, leaves, program)
+    plan, params = compiled.plans[rank], {name: p.detach() for name, p in module.named_parameters()}
+    transport = ProcessTransport(compiled.plans, ranks=range(2), device=CPU)
+    executor = Executor(plan, compiled.dag.step, params, {}, transport, CPU, shards_of(plan, params, CPU))
+    own = slice(plan.replica * plan.local_batch_size, (plan.replica + 1) * plan.local_batch_size)
+    mine = [x[own] for x in leaves]
+    executor.step(mine, seed=0)
+    grown = growth_of(lambda: executor.step(mine, seed=0))
+    transport.close()
+    return simulate(compiled.dag, compiled.plans).devices[rank].peak_bytes, grown
+
+
+def work(sequences: int) -> None:
+    rank, _ = join()
+    module = Module(CONFIG, layers=True)
+    if not rank:
+        print(f"{'program':14} {'kept':14} {'predicted MB':>13} {'measured MB':>12} {'ratio':>7}")
+    for name, program in programs().items():
+        for kept, more in KEPT.items():
+            here = torch.tensor(measured(module, [*program, *more], rank, sequences))
+            both = [torch.empty_like(here) for _ in range(2)]
+            dist.all_gather(both, here)
+            predicted, found = max((x.tolist() for x in both), key=lambda pair: abs(pair[0] / pair[1] - 1))
+            if not rank:
+                print(f"{name:14} {kept:14} {predicted / MB:13.2f} {found / MB:12.2f} {predicted / found:7.3f}", flush=True)
+
+
+if __name__ == "__main__":
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--sequences", type=int, default=16)
+    sequences = parser.parse_args().sequences
+    if is_rank():
+        work(sequences)
+    else:
+        launch(2, *sys.argv[1:])
