@@ -1,7 +1,7 @@
 """What `simulate` says that a step's values need, against what they need: two processes over gloo, one step of a GPT.
 
-Measured is by how many bytes torch's allocator has more than before the step, at most, by torch's profiler: also what kernels take for
-themselves. Parameters and the optimizer are there before. Of the two devices, the one that is further off.
+Measured is by how many bytes torch's allocator has more than before the step, at most, by torch's profiler: also what kernels take
+for themselves. Parameters and the optimizer are there before. Of the two devices, the one that is further off.
 
     python benchmarks/memory_prediction.py [--sequences 16]
 """
