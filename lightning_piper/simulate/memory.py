@@ -1,9 +1,9 @@
 """What the values of a step need on one device, over virtual time.
 
-Memory is counted by storages: tensors that share one count once, in whatever values they are. A storage is there from the start of
-the instruction that makes it (a received one: of the transfer; what a collective makes, not before the pass is done that the plan
-has before it) to the end of the last that reads a value on it; what was sent, until its send is waited for; gradients and buffers
-that are handed out, to the end of the step. What lies on parameters, buffers of the module or the batch needs nothing.
+Memory is counted by storages: tensors that share one count once, in whatever values they are. A storage is there from the start
+of the instruction that makes it (a received one: of the transfer; what a collective makes, not before the pass is done that the
+plan has before it) to the end of the last that reads a value on it; what was sent, until its send is waited for; gradients and
+buffers that are handed out, to the end of the step. What lies on parameters, buffers of the module or the batch needs nothing.
 
 While a pass runs, the curve is what is there in the moment in which most is (`footprint`): what it lets go of before does not
 count, nor what it makes later; what it makes for itself alone is `workspace`. So it is while two bundles of gradients are added.
@@ -223,7 +223,7 @@ class _Work:
         return self._made[number]
 
     def most(self, gone: Sequence[_Storage]) -> tuple[int, list[tuple[str, int]]]:
-        """When most is there: bytes that it has for itself alone; and of what it makes or lets go of, by kind, what is not."""
+        """When most is there: bytes that it has for itself alone; and what is not there of what it makes or lets go of, by kind."""
         group = {storage: i for i, storage in enumerate(gone)}
         given = [None if storage is None else group.get(storage) for storage in self._arguments]
         peak = self._found.peak(given, tuple(storage.nbytes for storage in gone))

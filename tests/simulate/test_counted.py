@@ -23,9 +23,8 @@ LOOP = [Order(filters=[{"MB": i, "PASS": kind} for i in range(4) for kind in "FB
 HALVES = [Order(filters=[{"LAYER": 1, "MB": i, "PASS": kind} for i in range(4) for kind in ("BI", "BW")])]
 AGAIN: dict[str, list[Any]] = {"all": [], "again": [Recompute(filter={})], "products": [Recompute(filter={}, keep=["*mm"])],
                                "half": [Recompute(filter={}, keep=0.5)]}  # fmt: skip
-PROGRAMS = {f"{order}, {kept}": [*HEAD, *more, *directives]
-            for order, directives in {"free": [], "loop": LOOP, "halves": HALVES}.items()
-            for kept, more in AGAIN.items()}  # fmt: skip
+ORDERS: dict[str, list[Any]] = {"free": [], "loop": LOOP, "halves": HALVES}
+PROGRAMS = {f"{order}, {kept}": [*HEAD, *AGAIN[kept], *ORDERS[order]] for order in ORDERS for kept in AGAIN}
 
 
 class Live(TorchDispatchMode):
