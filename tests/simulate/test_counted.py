@@ -11,7 +11,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 import lightning_piper as piper
-from lightning_piper import Order, Place, Recompute, Split
+from lightning_piper import Offload, Order, Place, Recompute, Split
 from lightning_piper.runtime import Executor, LocalTransport, run_local
 from lightning_piper.simulate import simulate
 from lightning_piper.simulate.footprint import Footprint
@@ -22,7 +22,8 @@ HEAD = [Place(filter={}, devices=[0]), Split(filter={}, dim_name="MB", num_micro
 LOOP = [Order(filters=[{"MB": i, "PASS": kind} for i in range(4) for kind in "FB"])]
 HALVES = [Order(filters=[{"LAYER": 1, "MB": i, "PASS": kind} for i in range(4) for kind in ("BI", "BW")])]
 AGAIN: dict[str, list[Any]] = {"all": [], "again": [Recompute(filter={})], "products": [Recompute(filter={}, keep=["*mm"])],
-                               "half": [Recompute(filter={}, keep=0.5)]}  # fmt: skip
+                               "half": [Recompute(filter={}, keep=0.5)], "away": [Offload(filter={})],
+                               "inputs away": [Recompute(filter={}), Offload(filter={}, ahead=2)]}  # fmt: skip
 ORDERS: dict[str, list[Any]] = {"free": [], "loop": LOOP, "halves": HALVES}
 PROGRAMS = {f"{order}, {kept}": [*HEAD, *AGAIN[kept], *ORDERS[order]] for order in ORDERS for kept in AGAIN}
 
@@ -64,7 +65,7 @@ def counted(program: list[Any]) -> tuple[int, int]:
     return simulate(compiled.dag, compiled.plans).devices[0].peak_bytes, live.most
 
 
-QUICK = {"free, all", "loop, again", "halves, half"}
+QUICK = {"free, all", "free, away", "loop, again", "halves, half"}
 
 
 @pytest.mark.parametrize("name", [name if name in QUICK else pytest.param(name, marks=pytest.mark.long) for name in PROGRAMS])
