@@ -18,16 +18,16 @@ class _Bound:
     def __init__(self, chain: Chain) -> None:
         passes, stages = chain.times.passes, len(chain.ranks)
         self._chain = chain
-        self._forward = [p["F"] for p in passes]
+        self.forward = [p["F"] for p in passes]
         self._through = [passes[0]["B"] if s == 0 else min(passes[s]["BI"], passes[s]["B"]) for s in range(stages)]
-        self._both = [passes[0]["B"] if s == 0 else min(p["BI"] + p["BW"], p["B"]) for s, p in enumerate(passes)]
-        hop = [chain.times.transfer[s] if chain.ranks[s] != chain.ranks[s + 1] else 0 for s in range(stages - 1)]
+        self.both = [passes[0]["B"] if s == 0 else min(p["BI"] + p["BW"], p["B"]) for s, p in enumerate(passes)]
+        self.hop = [chain.times.transfer[s] if chain.ranks[s] != chain.ranks[s + 1] else 0 for s in range(stages - 1)]
         self._back: list[Number] = [0] * stages  # from the end of the backward pass of a stage to the end of that of the first one
         for s in range(1, stages):
-            self._back[s] = self._back[s - 1] + self._through[s - 1] + hop[s - 1]
+            self._back[s] = self._back[s - 1] + self._through[s - 1] + self.hop[s - 1]
         self._turn: list[Number] = [0] * stages  # from the end of F of a stage to the begin of its backward pass
         for s in reversed(range(stages - 1)):
-            self._turn[s] = 2 * hop[s] + self._forward[s + 1] + self._turn[s + 1] + self._through[s + 1]
+            self._turn[s] = 2 * self.hop[s] + self.forward[s + 1] + self._turn[s + 1] + self._through[s + 1]
 
     def of(self, world: World, now: Number) -> tuple[Number, Number]:
         """The bound, if nothing begins before `now` any more; and when all ranks could be done, added up: less, if less idled."""
@@ -38,14 +38,24 @@ class _Bound:
             clock = work = max(world.clock[rank], now)
             for s in own:
                 f, b, w = m - world.forward[s], m - world.backward[s], world.backward[s] - world.weights[s]
-                work += f * self._forward[s] + b * self._both[s] + w * chain.times.passes[s]["BW"]
+                work += f * self.forward[s] + b * self.both[s] + w * chain.times.passes[s]["BW"]
                 if b:
-                    end = clock + f * self._forward[s] + b * self._through[s] + self._back[s]
-                    last = clock + f * self._forward[s] + self._turn[s] + self._through[s] + self._back[s] if f else 0
+                    end = clock + f * self.forward[s] + b * self._through[s] + self._back[s]
+                    last = clock + f * self.forward[s] + self._turn[s] + self._through[s] + self._back[s] if f else 0
                     worst = max(worst, end, last)
             worst = max(worst, work)
             total += work
         return worst, total
+
+
+def shortest(chain: Chain) -> Number:
+    """No schedule ends before: each rank has its work to do, once the first microbatch has come to it."""
+    bound = _Bound(chain)
+    way: list[Number] = [0]  # to each stage
+    for forward, hop in zip(bound.forward, bound.hop, strict=False):
+        way.append(way[-1] + forward + hop)
+    work = [way[own[0]] + chain.microbatches * sum(bound.forward[s] + bound.both[s] for s in own) for own in chain.local]
+    return max(*work, bound.of(World(chain), 0)[0])
 
 
 def searched(chain: Chain, width: int, best: Number) -> list[Step] | None:

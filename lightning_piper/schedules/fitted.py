@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 
 from lightning_piper.directives import Directive
 from lightning_piper.errors import DirectiveError
 from lightning_piper.limits import integer, shown
 from lightning_piper.schedules.actions import Action, Devices, Row, counts, one_by_one, program_of
-from lightning_piper.schedules.beam import searched
+from lightning_piper.schedules.beam import searched, shortest
 from lightning_piper.schedules.interleaved import interleaved_rows
 from lightning_piper.schedules.listing import Chain, Rule, chain_of, listed, rows_of
 from lightning_piper.schedules.pipeline import gpipe_rows, one_f_one_b_rows, zb_h2_rows, zero_bubble_rows
@@ -17,7 +17,8 @@ from lightning_piper.schedules.timing import Number, StageCosts, peaks, timed
 from lightning_piper.schedules.vshape import v_rows
 from lightning_piper.schedules.zbv import zbv_rows
 
-LISTED = 60_000  # passes that list scheduling may place, over all its rules
+LISTED = 40_000  # passes that list scheduling may place, over all its rules
+TUNED = 40_000  # passes that it may place while it changes the rule of one rank at a time
 SEARCHED = 40_000  # steps that the search may try
 WIDEST = 400  # orders that the search follows at a time
 MERGED = 40_000  # passes that may be timed to find out where whole backward passes are better
@@ -36,7 +37,8 @@ def fitted(
     that keeps within the memory.
 
     It is the best of all builders' rows, of list scheduling under several rules, and of a search; which passes are split is chosen
-    with it. The work is bounded, whatever the times are, and the same arguments always give the same schedule.
+    with it. It stops as soon as nothing can be shorter. The work is bounded, whatever the times are, and the same arguments always
+    give the same schedule.
 
     Args:
         costs: of each stage.
@@ -80,15 +82,9 @@ def fitted_rows(
     found = _Best(chain, limits)
     for rows in _builders(chain):
         found.offer(rows)
-    for rule in itertools.islice(_rules(chain), max(1, LISTED // chain.actions)):
-        steps = listed(chain, rule)
-        if steps is not None:
-            found.offer(rows_of(chain, steps))
-    width = min(WIDEST, SEARCHED // (chain.actions * len(where)))
-    steps = searched(chain, width, found.end * chain.times.unit) if width > 1 else None
-    if steps is not None:
-        found.offer(rows_of(chain, steps))
-    _merge(chain, found)
+    for improve in (_list, _search, _merge):
+        if found.end * chain.times.unit > shortest(chain):
+            improve(chain, found)
     return found.rows
 
 
@@ -173,6 +169,48 @@ def _rules(chain: Chain) -> Iterator[Rule]:
     first = [("IFW", False), ("FIW", False), ("IFW", True), ("IWF", False), ("FIW", True)]
     for patience, most, (prefer, whole) in itertools.product((0.0, 0.5, 1.0), kept, first):
         yield Rule(prefer, most, patience, whole)
+
+
+def _list(chain: Chain, found: _Best) -> None:
+    """List scheduling under one rule for all ranks, and from the best one on, with another rule for one rank after the other."""
+    ends: dict[Rule, Number] = {}
+
+    def tried(rules: Sequence[Rule]) -> Number:
+        rows = rows_of(chain, listed(chain, rules))
+        found.offer(rows)
+        return timed(rows, chain.costs, chain.times).end
+
+    for rule in itertools.islice(_rules(chain), max(1, LISTED // chain.actions)):
+        ends[rule] = tried([rule] * len(chain.local))
+    best = min(ends, key=lambda rule: ends[rule])
+    end, rules = ends[best], [best] * len(chain.local)
+    for other, rank in itertools.islice(_changes(chain), TUNED // chain.actions):
+        changed = [*rules[:rank], other(rules[rank]), *rules[rank + 1 :]]
+        time = tried(changed) if changed != rules else end
+        if time < end:
+            end, rules = time, changed
+
+
+def _search(chain: Chain, found: _Best) -> None:
+    """Follow as many orders at a time as the work allows."""
+    width = min(WIDEST, SEARCHED // (chain.actions * len(chain.local)))
+    steps = searched(chain, width, found.end * chain.times.unit) if width > 1 else None
+    if steps is not None:
+        found.offer(rows_of(chain, steps))
+
+
+def _changes(chain: Chain) -> Iterator[tuple[Callable[[Rule], Rule], int]]:
+    """Changes of the rule of one rank, all of them of all ranks, again and again."""
+    ranks = range(len(chain.local))
+    most = chain.microbatches * max(map(len, chain.local))
+
+    def kept(by: int) -> Callable[[Rule], Rule]:
+        return lambda rule: rule._replace(kept=max(1, min(most, (rule.kept or most) + by)))
+
+    orders = [lambda rule, prefer=prefer: rule._replace(prefer=prefer) for prefer in ("IFW", "FIW", "IWF")]
+    waits = [lambda rule, patience=patience: rule._replace(patience=patience) for patience in (0.0, 0.5, 1.0)]
+    whole = [lambda rule: rule._replace(whole=not rule.whole)]
+    return itertools.cycle(itertools.product([kept(-1), kept(1), *orders, *waits, *whole, kept(-2), kept(2)], ranks))
 
 
 def _merge(chain: Chain, found: _Best) -> None:

@@ -187,8 +187,8 @@ class Rule(NamedTuple):
     whole: bool
 
 
-def listed(chain: Chain, rule: Rule) -> list[Step] | None:
-    """All steps in an order in which they can run; None if the memory does not let them."""
+def listed(chain: Chain, rules: Sequence[Rule]) -> list[Step]:
+    """All steps in an order in which they can run. `rules`: of each rank."""
     world = World(chain)
     done: list[Step] = []
     heap: list[tuple[Number, int, int]] = []
@@ -197,7 +197,7 @@ def listed(chain: Chain, rule: Rule) -> list[Step] | None:
 
     def look(rank: int) -> None:
         turn[rank] += 1
-        found = _choice(world, chain, rank, rule)
+        found = _choice(world, chain, rank, rules[rank])
         if found is not None:
             chosen[rank] = found[1]
             heapq.heappush(heap, (found[0], rank, turn[rank]))
@@ -214,7 +214,7 @@ def listed(chain: Chain, rule: Rule) -> list[Step] | None:
         look(rank)
         if other != rank:
             look(other)
-    return done if min(world.weights) == chain.microbatches else None
+    return done
 
 
 def _choice(world: World, chain: Chain, rank: int, rule: Rule) -> tuple[Number, Step] | None:
