@@ -55,6 +55,25 @@ def test_what_is_needed_whole_stays_whole():
         piper.tensor_parallel(Alone(), torch.randn(4, 4), 1)
 
 
+class Unbound(L.LightningModule):
+    """Queries, keys and values are one product, taken apart by `unbind`, in shapes that are too large to be tried as they are."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.qkv, self.proj = nn.Linear(32, 96), nn.Linear(32, 32)
+
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        b, t, d = batch.shape
+        q, k, v = self.qkv(batch).view(b, t, 3, 4, d // 4).permute(2, 0, 3, 1, 4).unbind(0)
+        mixed = nn.functional.scaled_dot_product_attention(q, k, v, is_causal=True)
+        return self.proj(mixed.transpose(1, 2).reshape(b, t, d)).square().mean()
+
+
+def test_large_values_may_be_unbound():
+    (_, shard) = piper.tensor_parallel(Unbound(), torch.randn(4, 32, 32), 2)
+    assert shard.params == {"qkv.weight": (0, 3), "proj.weight": 1}
+
+
 SIZES: dict[str, Any] = {
     "vocab_size": 32, "hidden_size": 16, "intermediate_size": 32, "num_hidden_layers": 2, "num_attention_heads": 4,
     "max_position_embeddings": 16,

@@ -7,6 +7,7 @@ kept but what the step itself keeps. Layers that compute the same are one measur
 
 from __future__ import annotations
 
+import itertools
 import time
 from collections.abc import Sequence
 from statistics import median
@@ -18,7 +19,7 @@ from torch import nn
 from lightning_piper.capture import flatten
 from lightning_piper.errors import CaptureError
 from lightning_piper.ir.regions import Code, PassKey
-from lightning_piper.ir.values import Slice
+from lightning_piper.ir.values import Kind, Slice
 from lightning_piper.limits import integer, shown
 from lightning_piper.search.assembling import alone, checked_samples, seconds_of, total, workload
 from lightning_piper.search.blocks import Cut, blocks_of, text_of
@@ -71,6 +72,7 @@ def seconds_of_passes(cut: Cut, leaves: Sequence[torch.Tensor], samples: int, ca
     tensors = {cut.step.canonical[n]: x.detach() for n, x in [*cut.module.named_parameters(), *cut.module.named_buffers()]}
     texts = {region.index: text_of(code, region.index) for region in code.regions}
     times: dict[tuple[str, str], list[float]] = {}
+    grads: list[torch.Tensor] = []  # to the end of a step, as in a real one: memory that is new costs time
 
     def run(key: PassKey, of_pass: Code, args: list[torch.Tensor]) -> tuple[torch.Tensor, ...]:
         _wait(device)
@@ -78,6 +80,9 @@ def seconds_of_passes(cut: Cut, leaves: Sequence[torch.Tensor], samples: int, ca
         made = of_pass.run(args)
         _wait(device)
         times.setdefault((texts[key[0]], key[1]), []).append(time.perf_counter() - start)
+        kinds = zip(code.interface_of(key).outputs, of_pass.outputs, strict=True)
+        kept = [output.kind == Kind.GRAD for output, specs in kinds for _ in specs]
+        grads.extend(itertools.compress(made, kept))
         return made
 
     devices = [device] if device.type == "cuda" else []
@@ -85,6 +90,7 @@ def seconds_of_passes(cut: Cut, leaves: Sequence[torch.Tensor], samples: int, ca
         for i in range(calls + 1):
             for split in (False, True):
                 walk(code, tensors, cut.step.inputs(given), run, split=split)
+                grads.clear()
             if i == 0:  # to warm up
                 times.clear()
     found: dict[int, dict[str, float]] = {}
