@@ -22,7 +22,7 @@ from bisect import bisect_left
 from collections.abc import Callable, Iterator, Sequence
 
 from lightning_piper.search.costs import Costs, Model, Span
-from lightning_piper.search.estimate import passes_of, rows_for, saved_bytes
+from lightning_piper.search.estimate import AGAIN, AWAY, PLAIN, Way, passes_of, rows_for, saved_bytes
 from lightning_piper.search.rows import BI, BW, SHAPES, B, F, Kept, rows_of
 from lightning_piper.search.space import Candidate, Layout
 from lightning_piper.simulate.durations import Number
@@ -59,15 +59,15 @@ def bound_of(model: Model, candidate: Candidate) -> Number:
 
 
 class Cutting:
-    """All cuts of the blocks for a layout, a level of ZeRO, and what is recomputed and offloaded; or, if that is None, for anything
-    of it: each stage then counts with the least time and the fewest bytes that it has in any way.
+    """All cuts of the blocks for a layout, a level of ZeRO, and some ways to keep less; a stage for which these differ counts with the
+    best way in which it fits.
 
     Attributes:
         costs: of the layout.
     """
 
-    def __init__(self, model: Model, layout: Layout, zero: int, kept: tuple[int, int] | None, by_memory: bool) -> None:
-        self.layout, self.zero, self.kept = layout, zero, kept
+    def __init__(self, model: Model, layout: Layout, zero: int, ways: Sequence[Sequence[Way]], by_memory: bool) -> None:
+        self.layout, self.zero, self._ways = layout, zero, ways
         self.costs: Costs = model.costs(layout)
         self._rows = rows_of(layout.schedule, layout.per_rank, layout.ranks, layout.microbatches)
         self._limit, self._margin, self._by_memory = model.space.memory, 1 + model.space.margin, by_memory
@@ -81,14 +81,14 @@ class Cutting:
         self._pairs = [self._pairs_of(s) for s in range(layout.stages)]
         self._states = [self._states_of(s) for s in range(layout.stages)]
 
-    def _pairs_of(self, stage: int) -> list[tuple[tuple[int, int], tuple[int, int], list[int]]]:
+    def _pairs_of(self, stage: int) -> list[tuple[tuple[int, int], tuple[int, int], list[tuple[int, int]]]]:
         found = []
         for first, last, passes in self._rows.between[self._rows.rank[stage]]:
             count = [0, 0, 0, 0]
             for s, kind, n in passes:
                 if s == stage:
                     count[kind] = n
-            found.append((first, last, count))
+            found.append((first, last, [(kind, n) for kind, n in enumerate(count) if n]))
         return found
 
     def _states_of(self, stage: int) -> list[tuple[int, Kept]]:
@@ -97,81 +97,75 @@ class Cutting:
         own = [(runs if runs == stage else -1, (state[place],)) for runs, state in self._rows.kept[rank]]
         return list(dict.fromkeys(own))
 
-    def _way(self, stage: int) -> tuple[bool, bool]:
-        if self.kept is None:
-            return False, False
-        return stage < self.kept[0], self.kept[0] <= stage < sum(self.kept)
-
     def stage(self, s: int, i: int, j: int) -> tuple[Number, bool]:
         """A bound of the objective if stage s has the blocks from i to j, and whether it can fit."""
         found = self._known.get((s, i, j))
         if found is None:
-            memory, host = self.bytes(s, i, j)
-            value = memory if self._by_memory else self._time(s, i, j)
-            found = self._known[s, i, j] = (value, memory <= self._limit and host <= self._host)
+            found = self._known[s, i, j] = self._stage(s, i, j)
         return found
 
-    def _time(self, s: int, i: int, j: int) -> Number:
+    def _stage(self, s: int, i: int, j: int) -> tuple[Number, bool]:
+        least: Number = INFINITE
+        fitting: Number = INFINITE
+        for way in self._ways[s]:
+            memory, host = self._bytes(s, (i, j), way)
+            value = memory if self._by_memory else self._time(s, i, j, way)
+            least = min(least, value)
+            if memory <= self._limit and host <= self._host:
+                fitting = min(fitting, value)
+                if way == PLAIN and not self._by_memory:  # no other way takes less time
+                    break
+        return (least, False) if fitting == INFINITE else (fitting, True)
+
+    def _time(self, s: int, i: int, j: int, way: Way) -> Number:
         """The larger of two bounds, both of which grow with the stage: with heads and tails that know where it lies, and passes as
         long as their work; and with passes as long as they are, wherever it lies."""
-        hops, recomputed = self._hops, self._way(s)[0]
-        plain = self.costs.passes((i, j), 0, recomputed, False)
-        passes = self.costs.passes((i, j), self.zero, *self._way(s))
-        reduction = self.costs.reduction((i, j), self.zero)
+        hops = self._hops
+        plain = self.costs.passes((i, j), 0, way == AGAIN, False)
+        passes = plain if way != AWAY and self.zero < 3 else self.costs.passes((i, j), self.zero, way == AGAIN, way == AWAY)
+        reduction = self.costs.reduction((i, j), self.zero) if self.layout.replicas > 1 else 0
         before, behind = self._backward(0, i) + hops[s], self._backward(j, self.costs.blocks)
         most: Number = 0
         for (first, kind), (last, ends), count in self._pairs[s]:
-            own, last_own = first == s, last == s
             head, tail = hops[first], 0 if ends == BW else hops[last]
             if kind != F:
                 head = self.costs.forward[-1] + hops[-1] + hops[-1] - hops[first]
-            known = head + (0 if not own else self.costs.forward[i] if kind == F else behind)
-            summed = reduction if last_own and ends != BI else 0
-            placed = before if last_own and ends != BW else tail
-            most = max(
-                most,
-                known + sum(n * plain[k] for k, n in enumerate(count) if n) + max(placed, summed),
-                head + sum(n * passes[k] for k, n in enumerate(count) if n) + max(tail, summed),
-            )
+            summed = reduction if last == s and ends != BI else 0
+            if passes is not plain:
+                most = max(most, head + sum([n * passes[k] for k, n in count]) + max(tail, summed))
+            if first == s:
+                head += self.costs.forward[i] if kind == F else behind
+            if last == s and ends != BW:
+                tail = before
+            most = max(most, head + sum([n * plain[k] for k, n in count]) + max(tail, summed))
         return most
 
     def _backward(self, i: int, j: int) -> Number:
         found = self.costs.inputs[j] - self.costs.inputs[i]
         return found if self._back == BI else found + self.costs.weights[j] - self.costs.weights[i]
 
-    def bytes(self, s: int, i: int, j: int) -> tuple[Number, Number]:
+    def _bytes(self, s: int, span: Span, way: Way) -> tuple[Number, Number]:
         """Of the rank of stage s, and of its host, at least."""
-        static = self.costs.static(((i, j),), self.zero) + (2 * self.costs.least_output if self.layout.ranks > 1 else 0)
-        saved, host = self._saved([(s, (i, j))], self._states[s])
+        static = self.costs.static((span,), self.zero) + (2 * self.costs.least_output if self.layout.ranks > 1 else 0)
+        saved, host = saved_bytes(self.costs, [(s, span, way)], self._states[s], least=True)
         return (static + saved) * self._margin, host
 
-    def _saved(self, stages: Sequence[tuple[int, Span]], states: Sequence[tuple[int, Kept]]) -> tuple[Number, Number]:
-        if self.kept is not None:
-            candidate = Candidate(self.layout, self.zero, *self.kept, ())
-            return saved_bytes(self.costs, candidate, stages, states, least=True)
-        everything = self.layout.stages
-        ways = [Candidate(self.layout, self.zero, *way, ()) for way in ((0, 0), (everything, 0), (0, everything))]
-        # Several stages of a rank may be served in several ways: each alone needs no less than this.
-        of_each = [min(saved_bytes(self.costs, way, [own], self._states[own[0]], least=True)[0] for way in ways) for own in stages]
-        return max(of_each), 0
-
-    def reach(self, limit: Number, fit: bool = True) -> list[int] | None:
+    def reach(self, limit: Number) -> list[int] | None:
         """The first block from which the stages s, s + 1, ... can cover the rest, with the objective below the limit, for each s; None
-        if none can. Without `fit`, whatever memory they need. Stages may be empty here, so that whatever begins later can cover the
-        rest, too."""
+        if none can. Stages may be empty here, so that whatever begins later can cover the rest, too."""
         stages, blocks = self.layout.stages, self.costs.blocks
         low = [blocks] * (stages + 1)
         for s in range(stages - 1, -1, -1):
             starts = range(s, 1 if s == 0 else blocks - (stages - s) + 1)
-            k = bisect_left(starts, True, key=lambda i, s=s: i >= low[s + 1] or self._below(s, i, low[s + 1], limit, fit))  # type: ignore[misc]
+            k = bisect_left(starts, True, key=lambda i, s=s: i >= low[s + 1] or self._below(s, i, low[s + 1], limit))  # type: ignore[misc]
             if k == len(starts):
                 return None
             low[s] = starts[k]
         return low if self._average() < limit else None
 
-    def _below(self, s: int, i: int, j: int, limit: Number, fit: bool) -> bool:
+    def _below(self, s: int, i: int, j: int, limit: Number) -> bool:
         value, fits = self.stage(s, i, j)
-        return (fits or not fit) and value < limit
+        return fits and value < limit
 
     def _average(self) -> Number:
         """The ranks' mean work bounds the busiest rank's; nothing is said of memory."""
@@ -180,18 +174,18 @@ class Cutting:
         work = self.costs.forward[-1] + self.costs.inputs[-1] + self.costs.weights[-1]
         return self.layout.microbatches * work / self.layout.ranks
 
-    def least(self, low: Number, high: Number, fit: bool = True) -> tuple[Number, Number]:
+    def least(self, low: Number, high: Number) -> tuple[Number, Number]:
         """Two limits, from `low` on: no cut can stay below the first one; below the second one some may. Both are `high` if none can
         stay below that."""
-        if self.reach(high, fit) is None:
+        if self.reach(high) is None:
             return high, high
         if high == INFINITE:
             high = 2 * low if low else 1
-            while self.reach(high, fit) is None:
+            while self.reach(high) is None:
                 low, high = high, 2 * high
         for _ in range(10):
             middle = (low + high) / 2
-            if self.reach(middle, fit) is None:
+            if self.reach(middle) is None:
                 low = middle
             else:
                 high = middle
@@ -235,9 +229,13 @@ class Cutting:
             return 0
         edges = [0, *ends, j]
         spans = [(edges[t], edges[t + 1]) for t in local]
-        places = [self._rows.local[rank].index(t) for t in local]
-        states = [(runs if runs in local else -1, tuple(state[p] for p in places)) for runs, state in self._rows.kept[rank]]
-        saved, host = self._saved(list(zip(local, spans, strict=True)), states)
+        saved: Number = 0
+        host: Number = 0
+        if all(len(self._ways[t]) == 1 for t in local):
+            places = [self._rows.local[rank].index(t) for t in local]
+            states = [(runs if runs in local else -1, tuple(state[p] for p in places)) for runs, state in self._rows.kept[rank]]
+            stages = [(t, span, self._ways[t][0]) for t, span in zip(local, spans, strict=True)]
+            saved, host = saved_bytes(self.costs, stages, states, least=True)
         memory = (self.costs.static(spans, self.zero) + saved + 2 * self.costs.least_output) * self._margin
         if memory > self._limit or host > self._host:
             return INFINITE
@@ -245,6 +243,9 @@ class Cutting:
             return memory
         work: Number = 0
         for t, span in zip(local, spans, strict=True):
-            f, b, bi, bw = self.costs.passes(span, self.zero, *self._way(t))
-            work += f + (b if self._back == B else min(b, bi + bw))
+            work += min(self._work(span, way) for way in self._ways[t])
         return self.costs.forward[spans[0][0]] + self.layout.microbatches * work
+
+    def _work(self, span: Span, way: Way) -> Number:
+        f, b, bi, bw = self.costs.passes(span, self.zero, way == AGAIN, way == AWAY)
+        return f + (b if self._back == B else min(b, bi + bw))

@@ -6,7 +6,7 @@ import functools
 from fractions import Fraction
 from typing import NamedTuple
 
-from lightning_piper.search.costs import Model
+from lightning_piper.search.costs import Model, ring
 from lightning_piper.search.rows import SHAPES
 from lightning_piper.search.space import Layout
 from lightning_piper.simulate.durations import Number
@@ -35,11 +35,13 @@ class Coarse:
 
     def _sums_of(self, samples: int, tensor: int, split: bool) -> _Sums:
         works = [work for block in self._space.workload.blocks if (work := block.at(samples, tensor)) is not None]
-        backward = [w.backward_input if split else w.backward_input + w.backward_weights for w in works]
-        forward = sum((w.forward for w in works), start=0)
-        return _Sums(
-            forward + sum(w.backward_input + w.backward_weights for w in works), forward + sum(backward), max(backward)
-        )  # fmt: skip
+        links = [link for _, link in self._space.hardware.links]
+        moved = [2 * min(ring(link, work.exchanged, tensor) for link in links) for work in works]
+        inputs = [work.backward_input + m for work, m in zip(works, moved, strict=True)]
+        weights = [work.backward_weights for work in works]
+        backward = inputs if split else [b + w for b, w in zip(inputs, weights, strict=True)]
+        forward = sum((work.forward for work in works), start=sum(moved))
+        return _Sums(forward + sum(inputs) + sum(weights), forward + sum(backward), max(backward))
 
     def time(self, layout: Layout) -> Number:
         """Seconds of a step, at least: the mean work of the ranks; one microbatch's way, with all others on the rank of the block
@@ -63,7 +65,6 @@ class Coarse:
         params = self._model.params(layout.tensor, layout.routed)
         whole, routed = params.of(((0, len(self._space.workload.blocks)),))
         n, level, states = layout.replicas, max(self._space.levels_of(layout)), self._space.workload.states
-        full = Fraction(whole + routed)
-        shard = Fraction(whole, n) + Fraction(routed, n // layout.routed)
+        full, shard = whole + routed, whole // n + routed // (n // layout.routed)
         parts = (shard if level == 3 else full), (shard if level > 1 else full), states * (shard if level else full)
         return sum(parts) * (1 + self._space.margin) / layout.ranks

@@ -22,6 +22,10 @@ from lightning_piper.search.space import Candidate
 from lightning_piper.simulate.durations import Number
 
 
+Way = int
+PLAIN, AGAIN, AWAY = range(3)  # what a stage keeps on the device: what its forward pass saves, its input, or nothing for long
+
+
 @dataclass(frozen=True)
 class Estimate:
     """What a candidate needs.
@@ -69,10 +73,19 @@ def estimate(model: Model, candidate: Candidate) -> Estimate:
     return Estimate(time_of(model, candidate), memory, host, tuple(busy), ideal, transferred)
 
 
+def ways_of(candidate: Candidate) -> list[Way]:
+    """Of each stage."""
+    again, away = candidate.recomputed, candidate.offloaded
+    return [AGAIN] * again + [AWAY] * away + [PLAIN] * (candidate.layout.stages - again - away)
+
+
 def passes_of(costs: Costs, candidate: Candidate) -> list[tuple[Number, Number, Number, Number]]:
     """Seconds of F, B, BI and BW of each stage."""
-    k, o = candidate.recomputed, candidate.offloaded
-    return [costs.passes(span, candidate.zero, s < k, k <= s < k + o) for s, span in enumerate(candidate.spans(costs.blocks))]
+    spans = candidate.spans(costs.blocks)
+    return [
+        costs.passes(span, candidate.zero, way == AGAIN, way == AWAY)
+        for span, way in zip(spans, ways_of(candidate), strict=True)
+    ]
 
 
 def _hops(costs: Costs, candidate: Candidate) -> list[Number]:
@@ -206,33 +219,32 @@ def memory_of(model: Model, candidate: Candidate) -> tuple[tuple[Number, ...], t
     """Bytes of a device of each rank, with the margin, and of the host for it."""
     rows, costs = rows_for(candidate), model.costs(candidate.layout)
     spans = candidate.spans(costs.blocks)
-    keep = 1 + model.space.margin
+    ways, keep = ways_of(candidate), 1 + model.space.margin
     found = []
     for stages, states in zip(rows.local, rows.kept, strict=True):
         own = [spans[s] for s in stages]
-        saved, host = saved_bytes(costs, candidate, [(s, spans[s]) for s in stages], states)
+        saved, host = saved_bytes(costs, [(s, spans[s], ways[s]) for s in stages], states)
         found.append(((costs.static(own, candidate.zero) + saved + 2 * _border(costs, own)) * keep, host))
     return tuple(m for m, _ in found), tuple(h for _, h in found)
 
 
 def saved_bytes(
-    costs: Costs, candidate: Candidate, stages: Sequence[tuple[int, Span]], states: Sequence[tuple[int, Kept]], least: bool = False
+    costs: Costs, stages: Sequence[tuple[int, Span, Way]], states: Sequence[tuple[int, Kept]], least: bool = False
 ) -> tuple[Number, Number]:
     """The most that a rank with these stages keeps for its backward passes, on the device and on its host. What lies on the host is
     on the device for two microbatches: one that leaves and one that comes. With `least`, inputs of stages are the smallest there are.
     """
-    k, o = candidate.recomputed, candidate.offloaded
     device: list[tuple[Number, Number, Number, bool]] = []  # saved for BI, for BW, while a backward pass runs, on the host
-    for s, (i, j) in stages:
+    for _, (i, j), way in stages:
         saved, kept = costs.saved[j] - costs.saved[i], costs.kept[j] - costs.kept[i]
         entry = costs.least_output if least else costs.output[i - 1]
-        device.append((entry if i else 0, kept, saved, False) if s < k else (saved, kept, 0, k <= s < k + o))
+        device.append((entry if i else 0, kept, saved, False) if way == AGAIN else (saved, kept, 0, way == AWAY))
     most: Number = 0
     host: Number = 0
     for runs, state in states:
         here: Number = 0
         there: Number = 0
-        for (s, _), (a, w), (saved, kept, again, moved) in zip(stages, state, device, strict=True):
+        for (s, _, _), (a, w), (saved, kept, again, moved) in zip(stages, state, device, strict=True):
             here += saved * (min(a, 2) if moved else a) + kept * w + (again if runs == s else 0)
             there += saved * a if moved else 0
         most, host = max(most, here), max(host, there)

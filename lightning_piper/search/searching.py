@@ -9,8 +9,9 @@ under a branch is made when its bound is the lowest one left, so what is left at
 from __future__ import annotations
 
 import heapq
+from bisect import bisect_left
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from itertools import count
 from typing import NamedTuple
@@ -20,7 +21,7 @@ from lightning_piper.limits import integer, is_number, shown
 from lightning_piper.search.bounds import INFINITE, Cutting, bound_of
 from lightning_piper.search.coarse import Coarse
 from lightning_piper.search.costs import Model
-from lightning_piper.search.estimate import estimate, memory_of, time_of
+from lightning_piper.search.estimate import AGAIN, AWAY, PLAIN, Way, estimate, memory_of, time_of
 from lightning_piper.search.report import Found, Row, reason
 from lightning_piper.search.rows import SHAPES
 from lightning_piper.search.space import Candidate, Layout, Space, bytes_of
@@ -30,7 +31,8 @@ from lightning_piper.simulate.hardware import Hardware
 
 OBJECTIVES = ("time", "memory")
 TABLE = 20  # candidates that are shown
-STEPS = 200  # stages that are looked at for each candidate of the budget
+STEPS = 10  # stages that are looked at for the cuts of one branch, for each candidate of the budget
+FIRST = 2000  # stages that are looked at for the first cut of a branch
 Progress = Callable[[int, float, float], None]
 
 
@@ -39,27 +41,39 @@ class _Exhausted(Exception):
 
 
 class _Choice(NamedTuple):
-    """What is recomputed and offloaded, and all that recomputes or offloads more."""
+    """Stages before `again` recompute, and those from there to `away` offload. Each of both is one of a range, both ends included."""
 
     layout: Layout
     zero: int
-    recomputed: int
-    offloaded: int
+    again: tuple[int, int]
+    away: tuple[int, int]
 
     @property
     def kinds(self) -> int:
-        """How many there are."""
-        left = self.layout.stages - self.recomputed
-        return left - self.offloaded + 1 if self.offloaded else (left + 1) * (left + 2) // 2
+        """How many pairs of them there are: `again` is no larger than `away`."""
+        return sum(max(0, self.away[1] - max(k, self.away[0]) + 1) for k in range(self.again[0], self.again[1] + 1))
 
-    def more(self) -> list[_Choice]:
-        """The next ones; each choice follows one other."""
-        found = []
-        if self.recomputed + self.offloaded < self.layout.stages:
-            found.append(self._replace(offloaded=self.offloaded + 1))
-            if not self.offloaded:
-                found.append(self._replace(recomputed=self.recomputed + 1))
-        return found
+    def ways(self) -> list[list[Way]]:
+        """In which ways each stage may keep less; the fastest first."""
+        return [
+            [PLAIN] * (s >= self.away[0]) + [AGAIN] * (s < self.again[1]) + [AWAY] * (self.again[0] <= s < self.away[1])
+            for s in range(self.layout.stages)
+        ]
+
+    def halves(self) -> list[_Choice]:
+        """Two smaller ones; none if this is one."""
+        wide = max(("again", "away"), key=lambda name: getattr(self, name)[1] - getattr(self, name)[0])
+        low, high = getattr(self, wide)
+        if low == high:
+            return []
+        middle = (low + high) // 2
+        both = (self._replace(**{wide: (low, middle)}), self._replace(**{wide: (middle + 1, high)}))
+        return [half for half in both if half.kinds]
+
+    def candidate(self, cuts: tuple[int, ...], again: int | None = None) -> Candidate:
+        """With as little recomputed and offloaded as it has, or so much recomputed and nothing offloaded."""
+        k = self.again[0] if again is None else again
+        return Candidate(self.layout, self.zero, k, max(self.away[0] - k, 0) if again is None else 0, cuts)
 
 
 @dataclass
@@ -97,7 +111,7 @@ def search(
         schedules, levels: that are considered: names of builders, levels of ZeRO.
         margin: share of the estimated memory to keep free beside it.
         gap: how far from the best one what is found may be: 0.01 for one percent.
-        budget: candidates whose time is estimated, at most; what is proved by then is in the result.
+        budget: branches that are looked at, and candidates whose time is estimated, at most; what is proved by then is in the result.
         progress: called with the number of candidates estimated, the lowest bound of what is left, and the best so far.
 
     Raises:
@@ -133,9 +147,9 @@ class _Search:
         self.value: Number = INFINITE
         self.evaluated = 0
         self.cut: Counter[str] = Counter()
-        self.tried: dict[_Choice, tuple[Number, Candidate]] = {}  # the best of each choice
+        self.tried: dict[tuple[object, ...], tuple[Number, Candidate]] = {}  # the best of each choice of everything but the cuts
         self.over: list[tuple[Number, Candidate]] = []  # bound, and one that does not fit
-        self._left, self._steps = budget, STEPS * budget
+        self._budget = self._left = budget
         self._heap: list[tuple[Number, int, int, Layout | _Choice | _Cuts]] = []  # bound, the finest first, number
         self._number = count()
         self._lowest: Number = INFINITE  # bound of what was left out
@@ -145,20 +159,35 @@ class _Search:
         """None if nothing fits."""
         for layout in self.space.layouts():
             self._layout(layout)
-        exhausted = False
+        self._begin()
         while self._heap:
             bound, _, _, branch = heapq.heappop(self._heap)
-            if exhausted or self._is_excluded(bound):
+            if self._left < 0 or self._is_excluded(bound):
                 self._lowest = min(self._lowest, bound)
                 self._leave("bound" if self._is_excluded(bound) else "left", branch)
                 continue
-            try:
-                self._branch(bound, branch)
-            except _Exhausted:
-                exhausted = True
+            self._branch(bound, branch)
             if self.progress:
                 self.progress(self.evaluated, float(bound), float(self.value))
         return self._found()
+
+    def _begin(self) -> None:
+        """First candidates, so that bounds have something to exclude: for each number of replicas and degree of the tensor axis, those
+        of the chain with the lowest bound; 1F1B, if that may be used, for it keeps least."""
+        schedule = "one_f_one_b" if "one_f_one_b" in self.space.schedules else self.space.schedules[0]
+        lowest: dict[tuple[int, int], tuple[Number, int, Layout]] = {}
+        for bound, _, number, branch in self._heap:
+            if isinstance(branch, Layout) and branch.schedule == schedule and branch.stages * branch.microbatches <= FIRST:
+                key = (branch.replicas, branch.tensor)
+                lowest[key] = min(lowest.get(key, (INFINITE, 0, branch)), (bound, number, branch))
+        for _, _, layout in sorted(lowest.values(), key=lambda entry: entry[:2]):
+            zero = max(self.space.levels_of(layout))
+            choice = _Choice(layout, zero, (0, layout.stages), (0, layout.stages))
+            cutting = Cutting(self.model, layout, zero, choice.ways(), self.by_memory)
+            low, high = cutting.least(0, self.value)
+            first = self._first(cutting, high) if low < high else None
+            if first is not None:
+                self._dive(choice, first)
 
     def _is_excluded(self, bound: Number) -> bool:
         return bound * (1 + self.gap) >= self.value
@@ -187,88 +216,109 @@ class _Search:
     def _branch(self, bound: Number, branch: Layout | _Choice | _Cuts) -> None:
         if isinstance(branch, Layout):
             for zero in self.space.levels_of(branch):
-                self._level(bound, _Choice(branch, zero, 0, 0))
+                self._choose(bound, _Choice(branch, zero, (0, branch.stages), (0, branch.stages)))
         elif isinstance(branch, _Choice):
-            self._choose(bound, branch)
+            for half in branch.halves():
+                self._choose(bound, half)
         else:
             self._enumerate(bound, branch)
 
-    def _level(self, bound: Number, choice: _Choice) -> None:
-        """Can anything of a level fit, and be good enough?"""
-        cutting = Cutting(self.model, choice.layout, choice.zero, None, self.by_memory)
+    def _choose(self, bound: Number, choice: _Choice) -> None:
+        """Into the branches, if anything of it can fit and be good enough; with the cuts that its bound is of as a first try."""
+        self._left -= 1
+        cutting = Cutting(self.model, choice.layout, choice.zero, choice.ways(), self.by_memory)
         if cutting.reach(INFINITE) is None:
             self._leave("memory", choice)
             self._over(bound, choice)
             return
-        low, _ = cutting.least(bound, self.value)
-        self._push(max(bound, low), choice)
-
-    def _choose(self, bound: Number, choice: _Choice) -> None:
-        """Its own cuts, and the choices that recompute or offload more: these take no less time, but maybe fewer bytes."""
-        cutting = Cutting(self.model, choice.layout, choice.zero, (choice.recomputed, choice.offloaded), self.by_memory)
-        least = bound if self.by_memory else cutting.least(bound, self.value, fit=False)[0]
-        for more in choice.more():
-            self._push(least, more)
-        size = self.space.cuts(choice.layout)
-        if cutting.reach(INFINITE) is None:
-            self.cut["memory"] += size
-            self._over(least, choice)
-            return
-        low, high = cutting.least(least, self.value)
-        branch = _Cuts(choice, cutting, size)
+        low, high = cutting.least(bound, self.value)
+        one = choice.kinds == 1
+        branch = _Cuts(choice, cutting, self.space.cuts(choice.layout)) if one else choice
         self._push(low, branch)
-        first = next(cutting.cuts(high, self._spend), None) if low < high else None
-        if first is not None:
-            self._try(branch, first[1])
+        first = self._first(cutting, high) if low < high else None
+        if first is not None and isinstance(branch, _Cuts):
+            self._try(branch, first)
+        elif first is not None and choice.again[0] == 0:
+            self._dive(choice, first)
+
+    def _first(self, cutting: Cutting, limit: Number) -> tuple[int, ...] | None:
+        """Some cut below a limit, if one is found soon: none may be left out for want of it."""
+        steps = iter(range(FIRST))
+        try:
+            return next((cuts for _, cuts in cutting.cuts(limit, lambda: self._spend(steps))), None)
+        except _Exhausted:
+            return None
+
+    def _dive(self, choice: _Choice, cuts: tuple[int, ...]) -> None:
+        """A first good candidate: with these cuts, and as many stages recomputed as it takes to fit. It is met again in its branch."""
+        found = bisect_left(range(choice.layout.stages + 1), True, key=lambda k: self._fits(choice.candidate(cuts, k)))
+        if found > choice.layout.stages:
+            return
+        candidate = choice.candidate(cuts, found)
+        if not self._is_excluded(self._bound(candidate)):
+            self._improve(candidate)
+
+    def _fits(self, candidate: Candidate) -> bool:
+        memory, host = memory_of(self.model, candidate)
+        return max(memory) <= self.space.memory and max(host) <= self.space.hardware.host_memory
+
+    def _bound(self, candidate: Candidate) -> Number:
+        return max(memory_of(self.model, candidate)[0]) if self.by_memory else bound_of(self.model, candidate)
+
+    def _improve(self, candidate: Candidate) -> None:
+        """Estimate a candidate that fits."""
+        value = max(memory_of(self.model, candidate)[0]) if self.by_memory else time_of(self.model, candidate)
+        key = candidate[:4]
+        if value < self.tried.get(key, (INFINITE, None))[0]:
+            self.tried[key] = (value, candidate)
+        if value < self.value:
+            self.value, self.best = value, candidate
 
     def _enumerate(self, bound: Number, branch: _Cuts) -> None:
         """All cuts below a limit that rises towards the best so far: then nothing below it is left."""
         known = self.value < INFINITE
         limit = min(self.value, bound + max(bound / 64, (self.value - bound) / 4)) if known else INFINITE
+        steps = iter(range(STEPS * self._budget))
         try:
-            for value, cuts in branch.cutting.cuts(limit, self._spend):
+            for value, cuts in branch.cutting.cuts(limit, lambda: self._spend(steps)):
                 if value >= bound:
                     self._try(branch, cuts)
                 if not known and self.value < INFINITE:
                     limit = bound
                     break
         except _Exhausted:
-            self._push(bound, branch)
-            raise
+            self._lowest = min(self._lowest, bound)
+            self._leave("left", branch)
+            return
         if limit < INFINITE:
             self._push(limit, branch)
         else:
             self._leave("memory", branch)
 
-    def _spend(self) -> None:
-        self._steps -= 1
-        if self._steps < 0:
+    def _spend(self, steps: Iterator[int]) -> None:
+        if next(steps, None) is None:
             raise _Exhausted
 
     def _try(self, branch: _Cuts, cuts: tuple[int, ...]) -> None:
         """Estimate one candidate, if nothing excludes it. Bounds come first: they cost less."""
         if cuts in branch.seen:
             return
-        candidate = Candidate(*branch.choice, cuts)
-        memory, host = memory_of(self.model, candidate)
-        if max(memory) > self.space.memory or max(host) > self.space.hardware.host_memory:
+        candidate = branch.choice.candidate(cuts)
+        bound = self._bound(candidate)
+        if not self._fits(candidate):
             self._count(branch, cuts, "memory")
-            self._over(bound_of(self.model, candidate), branch.choice, candidate)
+            self._over(bound, branch.choice, candidate)
             return
-        bound = bound_of(self.model, candidate)
-        if not self.by_memory and self._is_excluded(bound):
+        if self._is_excluded(bound):
             self._lowest = min(self._lowest, bound)
             self._count(branch, cuts, "bound")
             return
         self._left -= 1
         if self._left < 0:
-            raise _Exhausted
+            self._push(bound, branch)
+            return
         self._count(branch, cuts, None)
-        value = max(memory) if self.by_memory else time_of(self.model, candidate)
-        if value < self.tried.get(branch.choice, (INFINITE, None))[0]:
-            self.tried[branch.choice] = (value, candidate)
-        if value < self.value:
-            self.value, self.best = value, candidate
+        self._improve(candidate)
 
     def _count(self, branch: _Cuts, cuts: tuple[int, ...], why: str | None) -> None:
         branch.seen.add(cuts)
@@ -282,7 +332,7 @@ class _Search:
         """Remember what would be good and does not fit: of a choice none of which does, with stages of equally many blocks."""
         stages, blocks = choice.layout.stages, len(self.space.workload.blocks)
         even = tuple(blocks * s // stages for s in range(1, stages))
-        self.over.append((bound, candidate or Candidate(*choice, even)))
+        self.over.append((bound, candidate or choice.candidate(even)))
         if len(self.over) > 10 * TABLE:
             self.over = heapq.nsmallest(TABLE, self.over, key=lambda item: item[0])
 
