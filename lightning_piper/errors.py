@@ -52,6 +52,10 @@ class SimulationError(PiperError):
     """Durations or a network that a simulation cannot use; names the entry and what would be accepted."""
 
 
+class SearchError(PiperError):
+    """A search that cannot begin, or that finds nothing; names the argument, or the least memory that would do."""
+
+
 class CheckpointNotFoundError(PiperError, FileNotFoundError):
     """There is no checkpoint where one is to be loaded from."""
 

@@ -1,0 +1,74 @@
+"""How long a search takes, and what it proves: models that are written down as data, on machines that are, too.
+
+    python benchmarks/search.py [seconds of the longest search, to leave out longer ones]
+"""
+
+from __future__ import annotations
+
+import argparse
+import time
+
+from lightning_piper.search import Block, Work, Workload, search
+from lightning_piper.simulate import Link
+from lightning_piper.simulate.hardware import Hardware
+
+H100 = Hardware(
+    "H100-80GB", 80 * 2**30, {"bfloat16": 989e12}, 3.35e12, ((8, Link(5e-6, 400e9)), (65536, Link(1e-5, 50e9))), Link(1e-5, 50e9), 2**38, 0.5
+)  # fmt: skip
+
+
+def transformer(
+    layers: int, width: int, hidden: int, share: int, vocabulary: int, length: int, samples: int, degrees: tuple[int, ...] = (1, 2, 4, 8)
+) -> Workload:
+    """A Llama-like model in bfloat16 with states in float32, as Megatron-LM counts its operations and, with attention that keeps no
+    scores, its activations (Korthikanti et al. 2022).
+
+    Args:
+        layers, width, hidden, vocabulary: of the model.
+        share: heads that share keys and values.
+        length: tokens of a sample.
+        samples: of a step.
+        degrees: of the tensor axis.
+    """
+    rate = H100.flops["bfloat16"] * H100.efficiency
+    layer = 2 * width * width + 2 * width * width // share + 3 * width * hidden
+    passed = 2 * length * width
+
+    def work(params: int, kept: int, attends: bool, t: int) -> Work:
+        seconds = (2 * params + (2 * length * width if attends else 0)) * length / rate / t
+        return Work(seconds, seconds, 2 * params * length / rate / t, kept // t, kept // t // 2, passed, 2 * passed if attends else passed)
+
+    kept = length * (16 * width + 6 * hidden)
+    one = {(1, t): work(layer, kept, True, t) for t in degrees}
+    ends = {(1, t): work(width * vocabulary, 4 * length * vocabulary, False, t) for t in degrees}
+    first = {(1, t): Work(1e-6, 0.0, 1e-6, passed, passed, passed, passed) for t in degrees}
+    table, words = 2 * width * vocabulary, frozenset({"embed", "head"})
+    blocks = (
+        Block("embed", first, {"embed": table}, words),
+        *(Block(f"layers.{k}", one, {f"layers.{k}": 2 * layer}, frozenset({f"layers.{k}"})) for k in range(layers)),
+        Block("head", ends, {"head": table}, words),
+    )
+    return Workload(blocks, samples, 6.0)
+
+
+CASES = {
+    "Llama-3-405B, 1,024 devices": (lambda: transformer(126, 16384, 53248, 16, 128256, 8192, 1024), 1024, 60),
+    "64 layers of 8192, 4,096 devices": (lambda: transformer(64, 8192, 28672, 8, 128256, 8192, 4096), 4096, 300),
+}
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--gap", type=float, default=0.0)
+    parser.add_argument("--budget", type=int, default=2000)
+    parser.add_argument("--case", choices=[*CASES], action="append")
+    given = parser.parse_args()
+    for name in given.case or CASES:
+        make, devices, promised = CASES[name]
+        start = time.perf_counter()
+        found = search(make(), H100, devices, gap=given.gap, budget=given.budget, margin=0.05)
+        print(f"{name}: {time.perf_counter() - start:.1f} s ({promised} are promised)\n{found}\n")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,251 @@
+"""What no candidate of a kind can be better than. A search leaves out what these exclude, and nothing else.
+
+A rank cannot begin before its first pass has what it reads, runs all of its passes one after the other, and after its last one the
+stages before must still run theirs. This holds from any of its passes to any later one; `Rows.between` has the four pairs that say
+most: from its first pass, or its first backward pass, to its last pass, or its last that makes gradients of inputs. Hence
+
+    time >= head(first) + work of the passes between + tail(last)
+
+    head(F of s)   forward passes and messages of the stages before s; not before the parameters of a stage are gathered
+    head(B of s)   all forward passes, and backward passes and messages of the stages behind s
+    tail(B of s)   backward passes and messages of the stages before s, or the sum of the gradients of s over the replicas
+
+`bound_of` takes them of whole candidates. `Cutting` takes what is known of one stage: where the others are cut does not matter, for
+work before and behind it is a sum over blocks, and borders cost at least the smallest message. Its bound of stage s over the blocks
+i to j grows with j and falls with i, and so do the bytes of its rank. So which cuts can stay below a limit follows from the end of
+the chain to its beginning: the last stage must begin no earlier than some block, hence the one before it, and so on.
+"""
+
+from __future__ import annotations
+
+from bisect import bisect_left
+from collections.abc import Callable, Iterator, Sequence
+
+from lightning_piper.search.costs import Costs, Model, Span
+from lightning_piper.search.estimate import AGAIN, AWAY, PLAIN, Way, passes_of, rows_for, saved_bytes
+from lightning_piper.search.rows import BI, BW, SHAPES, B, F, Kept, rows_of
+from lightning_piper.search.space import Candidate, Layout
+from lightning_piper.simulate.durations import Number
+
+INFINITE = float("inf")
+
+
+def bound_of(model: Model, candidate: Candidate) -> Number:
+    """Seconds that a candidate needs at least; see above. Linear in stages."""
+    rows, costs, zero = rows_for(candidate), model.costs(candidate.layout), candidate.zero
+    spans, passes = candidate.spans(costs.blocks), passes_of(costs, candidate)
+    back = BI if SHAPES[candidate.layout.schedule].split else B
+    hops = [costs.hop(border, block) for border, block in enumerate(candidate.cuts)]
+    forward: list[Number] = []
+    for s, span in enumerate(spans):
+        gather = costs.ring(span) if zero in (1, 2) else 0
+        forward.append(max(gather, forward[-1] + passes[s - 1][F] + hops[s - 1]) if s else gather)
+    backward = [forward[-1] + passes[-1][F]]
+    for s in range(rows.stages - 2, -1, -1):
+        backward.append(backward[-1] + passes[s + 1][back] + hops[s])
+    backward.reverse()
+    behind: list[Number] = [0]
+    for s in range(1, rows.stages):
+        behind.append(behind[-1] + hops[s - 1] + passes[s - 1][back])
+    most: Number = 0
+    for pairs in rows.between:
+        for (first, kind), (last, ends), count in pairs:
+            tail = behind[last] if ends != BW else 0
+            if ends != BI:
+                tail = max(tail, costs.reduction(spans[last], zero))
+            work = sum((n * passes[s][k] for s, k, n in count), start=0)
+            most = max(most, (forward if kind == F else backward)[first] + work + tail)
+    return most
+
+
+class Cutting:
+    """All cuts of the blocks for a layout, a level of ZeRO, and some ways to keep less; a stage for which these differ counts with the
+    best way in which it fits.
+
+    Attributes:
+        costs: of the layout.
+    """
+
+    def __init__(self, model: Model, layout: Layout, zero: int, ways: Sequence[Sequence[Way]], by_memory: bool) -> None:
+        self.layout, self.zero, self._ways = layout, zero, ways
+        self.costs: Costs = model.costs(layout)
+        self._rows = rows_of(layout.schedule, layout.per_rank, layout.ranks, layout.microbatches)
+        self._limit, self._margin, self._by_memory = model.space.memory, 1 + model.space.margin, by_memory
+        self._host = model.space.hardware.host_memory
+        self._back = BI if SHAPES[layout.schedule].split else B
+        hops = [self.costs.least_hop(border) for border in range(layout.stages - 1)]
+        self._hops: list[Number] = [0]
+        for hop in hops:
+            self._hops.append(self._hops[-1] + hop)
+        self._known: dict[tuple[int, int, int], tuple[Number, bool]] = {}
+        self._pairs = [self._pairs_of(s) for s in range(layout.stages)]
+        self._states = [self._states_of(s) for s in range(layout.stages)]
+
+    def _pairs_of(self, stage: int) -> list[tuple[tuple[int, int], tuple[int, int], list[tuple[int, int]]]]:
+        found = []
+        for first, last, passes in self._rows.between[self._rows.rank[stage]]:
+            count = [0, 0, 0, 0]
+            for s, kind, n in passes:
+                if s == stage:
+                    count[kind] = n
+            found.append((first, last, [(kind, n) for kind, n in enumerate(count) if n]))
+        return found
+
+    def _states_of(self, stage: int) -> list[tuple[int, Kept]]:
+        rank = self._rows.rank[stage]
+        place = self._rows.local[rank].index(stage)
+        own = [(runs if runs == stage else -1, (state[place],)) for runs, state in self._rows.kept[rank]]
+        return list(dict.fromkeys(own))
+
+    def stage(self, s: int, i: int, j: int) -> tuple[Number, bool]:
+        """A bound of the objective if stage s has the blocks from i to j, and whether it can fit."""
+        found = self._known.get((s, i, j))
+        if found is None:
+            found = self._known[s, i, j] = self._stage(s, i, j)
+        return found
+
+    def _stage(self, s: int, i: int, j: int) -> tuple[Number, bool]:
+        least: Number = INFINITE
+        fitting: Number = INFINITE
+        for way in self._ways[s]:
+            memory, host = self._bytes(s, (i, j), way)
+            value = memory if self._by_memory else self._time(s, i, j, way)
+            least = min(least, value)
+            if memory <= self._limit and host <= self._host:
+                fitting = min(fitting, value)
+                if way == PLAIN and not self._by_memory:  # no other way takes less time
+                    break
+        return (least, False) if fitting == INFINITE else (fitting, True)
+
+    def _time(self, s: int, i: int, j: int, way: Way) -> Number:
+        """The larger of two bounds, both of which grow with the stage: with heads and tails that know where it lies, and passes as
+        long as their work; and with passes as long as they are, wherever it lies."""
+        hops = self._hops
+        plain = self.costs.passes((i, j), 0, way == AGAIN, False)
+        passes = plain if way != AWAY and self.zero < 3 else self.costs.passes((i, j), self.zero, way == AGAIN, way == AWAY)
+        reduction = self.costs.reduction((i, j), self.zero) if self.layout.replicas > 1 else 0
+        before, behind = self._backward(0, i) + hops[s], self._backward(j, self.costs.blocks)
+        most: Number = 0
+        for (first, kind), (last, ends), count in self._pairs[s]:
+            head, tail = hops[first], 0 if ends == BW else hops[last]
+            if kind != F:
+                head = self.costs.forward[-1] + hops[-1] + hops[-1] - hops[first]
+            summed = reduction if last == s and ends != BI else 0
+            if passes is not plain:
+                most = max(most, head + sum([n * passes[k] for k, n in count]) + max(tail, summed))
+            if first == s:
+                head += self.costs.forward[i] if kind == F else behind
+            if last == s and ends != BW:
+                tail = before
+            most = max(most, head + sum([n * plain[k] for k, n in count]) + max(tail, summed))
+        return most
+
+    def _backward(self, i: int, j: int) -> Number:
+        found = self.costs.inputs[j] - self.costs.inputs[i]
+        return found if self._back == BI else found + self.costs.weights[j] - self.costs.weights[i]
+
+    def _bytes(self, s: int, span: Span, way: Way) -> tuple[Number, Number]:
+        """Of the rank of stage s, and of its host, at least."""
+        static = self.costs.static((span,), self.zero) + (2 * self.costs.least_output if self.layout.ranks > 1 else 0)
+        saved, host = saved_bytes(self.costs, [(s, span, way)], self._states[s], least=True)
+        return (static + saved) * self._margin, host
+
+    def reach(self, limit: Number) -> list[int] | None:
+        """The first block from which the stages s, s + 1, ... can cover the rest, with the objective below the limit, for each s; None
+        if none can. Stages may be empty here, so that whatever begins later can cover the rest, too."""
+        stages, blocks = self.layout.stages, self.costs.blocks
+        low = [blocks] * (stages + 1)
+        for s in range(stages - 1, -1, -1):
+            starts = range(s, 1 if s == 0 else blocks - (stages - s) + 1)
+            k = bisect_left(starts, True, key=lambda i, s=s: i >= low[s + 1] or self._below(s, i, low[s + 1], limit))  # type: ignore[misc]
+            if k == len(starts):
+                return None
+            low[s] = starts[k]
+        return low if self._average() < limit else None
+
+    def _below(self, s: int, i: int, j: int, limit: Number) -> bool:
+        value, fits = self.stage(s, i, j)
+        return fits and value < limit
+
+    def _average(self) -> Number:
+        """The ranks' mean work bounds the busiest rank's; nothing is said of memory."""
+        if self._by_memory:
+            return 0
+        work = self.costs.forward[-1] + self.costs.inputs[-1] + self.costs.weights[-1]
+        return self.layout.microbatches * work / self.layout.ranks
+
+    def least(self, low: Number, high: Number) -> tuple[Number, Number]:
+        """Two limits, from `low` on: no cut can stay below the first one; below the second one some may. Both are `high` if none can
+        stay below that."""
+        if self.reach(high) is None:
+            return high, high
+        if high == INFINITE:
+            high = 2 * low if low else 1
+            while self.reach(high) is None:
+                low, high = high, 2 * high
+        for _ in range(10):
+            middle = (low + high) / 2
+            if self.reach(middle) is None:
+                low = middle
+            else:
+                high = middle
+        return low, high
+
+    def cuts(self, limit: Number, spend: Callable[[], None]) -> Iterator[tuple[Number, tuple[int, ...]]]:
+        """All cuts whose bound is below the limit, each with it. `spend` is called for each stage that is looked at."""
+        low = self.reach(limit)
+        if low is None:
+            return
+        stages, blocks = self.layout.stages, self.costs.blocks
+        ends: list[int] = []
+        bounds: list[Number] = [0]
+        at = [max(1, low[1])]
+        while at:
+            spend()
+            s, j, i = len(at) - 1, at[-1], ends[-1] if ends else 0
+            value, fits = self.stage(s, i, j) if j <= blocks - (stages - 1 - s) else (limit, False)
+            if not fits or value >= limit:  # and so it is for any larger j
+                at.pop()
+                if ends:
+                    ends.pop()
+                    bounds.pop()
+                continue
+            at[-1] = j + 1
+            value = max(bounds[-1], value, self._together(s, j, ends))
+            if value >= limit:
+                continue
+            if s == stages - 1:
+                yield value, tuple(ends)
+                continue
+            ends.append(j)
+            bounds.append(value)
+            at.append(max(j + 1, low[s + 2]))
+
+    def _together(self, s: int, j: int, ends: Sequence[int]) -> Number:
+        """A bound of the objective for the rank of stage s, with the stages that it has so far; infinite if they do not fit."""
+        rank = self._rows.rank[s]
+        local = [t for t in self._rows.local[rank] if t <= s]
+        if len(local) == 1:
+            return 0
+        edges = [0, *ends, j]
+        spans = [(edges[t], edges[t + 1]) for t in local]
+        saved: Number = 0
+        host: Number = 0
+        if all(len(self._ways[t]) == 1 for t in local):
+            places = [self._rows.local[rank].index(t) for t in local]
+            states = [(runs if runs in local else -1, tuple(state[p] for p in places)) for runs, state in self._rows.kept[rank]]
+            stages = [(t, span, self._ways[t][0]) for t, span in zip(local, spans, strict=True)]
+            saved, host = saved_bytes(self.costs, stages, states, least=True)
+        memory = (self.costs.static(spans, self.zero) + saved + 2 * self.costs.least_output) * self._margin
+        if memory > self._limit or host > self._host:
+            return INFINITE
+        if self._by_memory:
+            return memory
+        work: Number = 0
+        for t, span in zip(local, spans, strict=True):
+            work += min(self._work(span, way) for way in self._ways[t])
+        return self.costs.forward[spans[0][0]] + self.layout.microbatches * work
+
+    def _work(self, span: Span, way: Way) -> Number:
+        f, b, bi, bw = self.costs.passes(span, self.zero, way == AGAIN, way == AWAY)
+        return f + (b if self._back == B else min(b, bi + bw))

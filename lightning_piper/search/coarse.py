@@ -1,0 +1,70 @@
+"""Bounds of whole layouts, however blocks are cut: from sums over the model, in constant time once these are made."""
+
+from __future__ import annotations
+
+import functools
+from fractions import Fraction
+from typing import NamedTuple
+
+from lightning_piper.search.costs import Model, ring
+from lightning_piper.search.rows import SHAPES
+from lightning_piper.search.space import Layout
+from lightning_piper.simulate.durations import Number
+
+
+class _Sums(NamedTuple):
+    """Of all blocks, on one microbatch.
+
+    Attributes:
+        work: seconds of all passes.
+        path: seconds of the forward passes, and of backward passes as far as the stages before wait for them.
+        longest: seconds of the longest such backward pass of one block.
+    """
+
+    work: Number
+    path: Number
+    longest: Number
+
+
+class Coarse:
+    """Bounds of the layouts of a model's space."""
+
+    def __init__(self, model: Model) -> None:
+        self._model, self._space = model, model.space
+        self._sums = functools.cache(self._sums_of)
+
+    def _sums_of(self, samples: int, tensor: int, split: bool) -> _Sums:
+        works = [work for block in self._space.workload.blocks if (work := block.at(samples, tensor)) is not None]
+        links = [link for _, link in self._space.hardware.links]
+        moved = [2 * min(ring(link, work.exchanged, tensor) for link in links) for work in works]
+        inputs = [work.backward_input + m for work, m in zip(works, moved, strict=True)]
+        weights = [work.backward_weights for work in works]
+        backward = inputs if split else [b + w for b, w in zip(inputs, weights, strict=True)]
+        forward = sum((work.forward for work in works), start=sum(moved))
+        return _Sums(forward + sum(inputs) + sum(weights), forward + sum(backward), max(backward))
+
+    def time(self, layout: Layout) -> Number:
+        """Seconds of a step, at least: the mean work of the ranks; one microbatch's way, with all others on the rank of the block
+        that works longest; and, in a chain whose backward passes are whole, what follows from
+
+            time >= w(0) + ... + w(r - 1) + m w(r)     for every rank r of n, with work w on each of m microbatches.
+
+        So W(r) = w(0) + ... + w(r) is at most (1 - 1/m) W(r - 1) + time/m, and the whole work at most (1 - (1 - 1/m)^n) time.
+        """
+        shape, m = SHAPES[layout.schedule], layout.microbatches
+        samples = self._space.workload.samples // layout.replicas // m
+        sums = self._sums(samples, layout.tensor, shape.split)
+        found = max(m * sums.work / layout.ranks, sums.path + (m - 1) * sums.longest)
+        if not shape.split and layout.per_rank == 1:
+            left = Fraction(m - 1, m) ** layout.ranks
+            found = max(found, sums.work / (1 - left if isinstance(sums.work, Fraction | int) else float(1 - left)))
+        return found
+
+    def memory(self, layout: Layout) -> Number:
+        """Bytes of the device that has most, at least: the mean of parameters, gradients and states, at the highest level."""
+        params = self._model.params(layout.tensor, layout.routed)
+        whole, routed = params.of(((0, len(self._space.workload.blocks)),))
+        n, level, states = layout.replicas, max(self._space.levels_of(layout)), self._space.workload.states
+        full, shard = whole + routed, whole // n + routed // (n // layout.routed)
+        parts = (shard if level == 3 else full), (shard if level > 1 else full), states * (shard if level else full)
+        return sum(parts) * (1 + self._space.margin) / layout.ranks

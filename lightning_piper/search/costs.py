@@ -1,0 +1,205 @@
+"""What stages cost under a layout: any run of blocks in constant time, from sums over the chain."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Sequence
+from itertools import accumulate
+from typing import NamedTuple
+
+from lightning_piper.errors import SearchError
+from lightning_piper.search.rows import SHAPES, rank_of
+from lightning_piper.search.space import Layout, Space
+from lightning_piper.search.workload import Workload
+from lightning_piper.simulate.durations import Number
+from lightning_piper.simulate.hardware import Hardware
+from lightning_piper.simulate.network import Link
+
+Span = tuple[int, int]  # a stage: its first block, and the one behind its last
+
+
+def message(link: Link, nbytes: Number, parts: int = 1) -> Number:
+    """Of `nbytes / parts` bytes, as `Link.time`, for any number of bytes."""
+    if isinstance(nbytes, int):
+        return link.time(nbytes, parts)
+    return link.latency if link.bandwidth is None else link.latency + nbytes / parts / link.bandwidth
+
+
+def ring(link: Link, nbytes: Number, members: int) -> Number:
+    """A reduce-scatter or an all-gather of `nbytes` (Patarasuk and Yuan 2009): n - 1 messages of 1/n of them, one after the other."""
+    return (members - 1) * message(link, nbytes, members) if members > 1 and nbytes else 0
+
+
+class Links(NamedTuple):
+    """The links of a layout: the farthest of all groups that an axis has.
+
+    Attributes:
+        tensor, data, routed: between all members of a group.
+        hops: of each border between stages; None where both stages are on one rank.
+        ends: between any two ranks.
+    """
+
+    tensor: Link
+    data: Link
+    routed: Link
+    hops: tuple[Link | None, ...]
+    ends: Link
+
+
+def links_of(hardware: Hardware, layout: Layout) -> Links:
+    """Every device of a rank is at the same place of its own pipeline, so what the slowest pair needs is what all wait for."""
+    t, n, ranks = layout.tensor, layout.replicas, layout.ranks
+
+    def device(replica: int, rank: int) -> int:
+        return t * (replica + n * rank if layout.data_inside else rank + ranks * replica)
+
+    def farthest(pairs: Sequence[tuple[int, int]]) -> Link:
+        order = [link for _, link in hardware.links]
+        return max((hardware.link(min(a, b), max(a, b) + t - 1) for a, b in pairs), key=order.index)
+
+    everywhere = [(x, r) for r in range(ranks) for x in range(n)]
+    folded = SHAPES[layout.schedule].folded
+    places = [rank_of(stage, ranks, folded) for stage in range(layout.stages)]
+    hops: dict[tuple[int, int], Link | None] = {
+        (a, b): None if a == b else farthest([(device(x, a), device(x, b)) for x in range(n)])
+        for a, b in set(zip(places, places[1:], strict=False))
+    }
+    return Links(
+        farthest([(device(x, r), device(x, r)) for x, r in everywhere]),
+        farthest([(device(0, r), device(n - 1, r)) for r in range(ranks)]),
+        farthest([(device(x, r), device(x + layout.routed - 1, r)) for x, r in everywhere if x % layout.routed == 0]),
+        tuple(hops[pair] for pair in zip(places, places[1:], strict=False)),
+        farthest([(device(x, 0), device(x, ranks - 1)) for x in range(n)]),
+    )
+
+
+class Params:
+    """Bytes of parameters on one device: a tied one counts once on each rank that uses it.
+
+    Attributes:
+        tied: (name, bytes, whether it is routed, blocks) of those that several blocks use.
+        largest: bytes of each block.
+    """
+
+    def __init__(self, workload: Workload, tensor: int, routed: int) -> None:
+        users: dict[str, list[int]] = {}
+        for k, block in enumerate(workload.blocks):
+            for name in block.params:
+                users.setdefault(name, []).append(k)
+        alone = [[0, 0] for _ in workload.blocks]
+        self.largest = [0] * len(workload.blocks)
+        self.tied: list[tuple[str, int, bool, tuple[int, ...]]] = []
+        for name, blocks in users.items():
+            block = workload.blocks[blocks[0]]
+            is_routed = name in block.experts
+            parts = (tensor if name in block.divided else 1) * (routed if is_routed else 1)
+            nbytes = -(-block.params[name] // parts)
+            for k in blocks:
+                self.largest[k] += nbytes
+            if len(blocks) > 1:
+                self.tied.append((name, nbytes, is_routed, tuple(blocks)))
+            else:
+                alone[blocks[0]][is_routed] += nbytes
+        self._alone = [[0, *accumulate(own[k] for own in alone)] for k in (0, 1)]
+
+    def of(self, spans: Sequence[Span], tied: bool = True) -> tuple[int, int]:
+        """Bytes of whole parameters and of routed ones, on a rank with these stages; without tied ones if these are left out."""
+        found = [sum(own[j] - own[i] for i, j in spans) for own in self._alone]
+        for _, nbytes, is_routed, blocks in self.tied if tied else ():
+            if any(i <= k < j for k in blocks for i, j in spans):
+                found[is_routed] += nbytes
+        return found[0], found[1]
+
+
+class Costs:
+    """Stages of one layout. Everything grows with the blocks of a stage.
+
+    Attributes:
+        layout: that the stages are of.
+        links: between its devices.
+        blocks: how many there are.
+        params: bytes on one device.
+        output: bytes that each block hands on.
+    """
+
+    def __init__(self, space: Space, layout: Layout, params: Params, links: Links) -> None:
+        workload = space.workload
+        self.layout, self.params, self.links = layout, params, links
+        self.host, self.states, self.blocks = space.hardware.host, workload.states, len(workload.blocks)
+        samples = workload.samples // layout.replicas // layout.microbatches
+        sums: list[list[Number]] = [[], [], [], [], []]
+        self.output: list[Number] = []
+        for block in workload.blocks:
+            work = block.at(samples, layout.tensor)
+            if work is None:
+                raise SearchError(f"block {block.name!r}: no work is known of {layout.tensor} members of the tensor axis")
+            moved = 2 * ring(links.tensor, work.exchanged, layout.tensor)
+            if layout.routed > 1 and block.routed:  # out and back
+                moved += 2 * message(links.routed, block.routed * samples * (layout.routed - 1), layout.routed)
+            own = (work.forward + moved, work.backward_input + moved, work.backward_weights, work.saved, work.saved_for_weights)
+            for column, value in zip(sums, own, strict=True):
+                column.append(value)
+            self.output.append(work.output)
+        self.forward, self.inputs, self.weights, self.saved, self.kept = ([0, *accumulate(column)] for column in sums)
+        self.least_output = min(self.output)
+
+    def passes(self, span: Span, zero: int, recomputed: bool, offloaded: bool) -> tuple[Number, Number, Number, Number]:
+        """Seconds of F, B, BI and BW, with what overlaps with them: a pass takes as long as the longest of its work, the transfer of
+        what it saves to the host or back, and (level 3) the gather of its parameters, block by block."""
+        i, j = span
+        f, bi, bw = (column[j] - column[i] for column in (self.forward, self.inputs, self.weights))
+        extra = f if recomputed else 0
+        b, bi = bi + bw + extra, bi + extra
+        if offloaded:
+            moved = message(self.host, self.saved[j] - self.saved[i])
+            f, b, bi = max(f, moved), max(b, moved), max(bi, moved)
+        if zero == 3:
+            gather = self.ring(span)
+            f, b, bi, bw = max(f, gather), max(b, gather), max(bi, gather), max(bw, gather)
+        return f, b, bi, bw
+
+    def ring(self, span: Span) -> Number:
+        """Seconds of a reduce-scatter of a stage's gradients, or of an all-gather of its parameters, over the replicas."""
+        whole, routed = self.params.of((span,))
+        n, e = self.layout.replicas, self.layout.routed
+        return ring(self.links.data, whole, n) + ring(self.links.data, routed, n // e)
+
+    def reduction(self, span: Span, zero: int) -> Number:
+        """Seconds of the sum of a stage's gradients."""
+        return self.ring(span) * (2 if zero == 0 else 1)
+
+    def hop(self, border: int, block: int) -> Number:
+        """Seconds of a message over the border behind stage `border`, which `block` follows."""
+        link = self.links.hops[border]
+        return 0 if link is None else message(link, self.output[block - 1])
+
+    def least_hop(self, border: int) -> Number:
+        """Wherever the border is."""
+        link = self.links.hops[border]
+        return 0 if link is None else message(link, self.least_output)
+
+    def static(self, spans: Sequence[Span], zero: int, tied: bool = True) -> Number:
+        """Bytes of parameters, gradients and states of a rank with these stages. With gradients or parameters shared, two blocks of
+        either are whole at a time."""
+        whole, routed = self.params.of(spans, tied)
+        n, own = self.layout.replicas, self.layout.replicas // self.layout.routed
+        full, shard = whole + routed, -(-whole // n) - (-routed // own)
+        states = self.states * (shard if zero else full)
+        two = min(full, 2 * max(max(self.params.largest[i:j]) for i, j in spans)) if zero > 1 and tied else 0
+        return (shard if zero == 3 else full) + (shard if zero > 1 else full) + states + two * max(zero - 1, 0)
+
+
+class Model:
+    """A space, and the costs of its layouts and the bytes of its parameters, each made once."""
+
+    def __init__(self, space: Space) -> None:
+        self.space = space
+        self.params = functools.cache(functools.partial(Params, space.workload))
+        self._links = functools.cache(functools.partial(links_of, space.hardware))
+        self.costs = functools.lru_cache(maxsize=4096)(self._costs)
+
+    def _costs(self, layout: Layout) -> Costs:
+        # Links depend on neither the schedule's name nor the microbatches: what is equal is made once.
+        name = "zbv" if SHAPES[layout.schedule].folded else "one_f_one_b"
+        links = self._links(layout._replace(schedule=name, microbatches=1))
+        return Costs(self.space, layout, self.params(layout.tensor, layout.routed), links)

@@ -1,0 +1,257 @@
+"""A candidate's time and memory: its schedule's rows in virtual time, as `simulate` runs the plans of its program.
+
+Each rank runs its passes one after the other. A message leaves when its pass is done, takes the time of its link while both sides go
+on computing, and waits for the one before it on its channel, and for the receiver to be ready for it (`plan.irecv`). Gradients of a
+stage are summed over the replicas when its last pass is done (level 2 and 3: after each run of its backward passes), one stage of a
+rank after the other. With levels 1 and 2 parameters are gathered at the beginning of the step. What is not as in the simulator:
+
+- level 3: here a pass takes no less time than the gather of its parameters, which is on its way while the pass before runs, block by
+  block; in the simulator gathers run as far ahead as their stream allows, and take place once for a rank of one region;
+- a tied parameter's gradients meet after the sums over replicas, and cross from the first rank to the last one;
+- every stage's gradients are one bucket; the sum of logged values is left out.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from lightning_piper.search.costs import Costs, Model, Span, message
+from lightning_piper.search.rows import BW, B, F, Kept, Rows, rows_of
+from lightning_piper.search.space import Candidate
+from lightning_piper.simulate.durations import Number
+
+
+Way = int
+PLAIN, AGAIN, AWAY = range(3)  # what a stage keeps on the device: what its forward pass saves, its input, or nothing for long
+
+
+@dataclass(frozen=True)
+class Estimate:
+    """What a candidate needs.
+
+    Attributes:
+        time: seconds of a step.
+        memory: bytes of a device of each rank, the margin included.
+        host: bytes of the host for a device of each rank.
+        busy: seconds that each rank computes.
+        ideal: seconds of the step, if no message, gather or sum took any time.
+        transferred: seconds of the step, if only messages did.
+    """
+
+    time: Number
+    memory: tuple[Number, ...]
+    host: tuple[Number, ...]
+    busy: tuple[Number, ...]
+    ideal: Number
+    transferred: Number
+
+    @property
+    def bubble(self) -> float:
+        """Share of the ranks' time that is idle for want of work, whatever the links."""
+        return float(1 - sum(self.busy) / (len(self.busy) * self.ideal)) if self.ideal else 0.0
+
+    @property
+    def exposed(self) -> float:
+        """Share of the step in which communication is waited for."""
+        return float(1 - self.ideal / self.time) if self.time else 0.0
+
+
+def rows_for(candidate: Candidate) -> Rows:
+    layout = candidate.layout
+    return rows_of(layout.schedule, layout.per_rank, layout.ranks, layout.microbatches)
+
+
+def estimate(model: Model, candidate: Candidate) -> Estimate:
+    """Time and memory of a candidate of the model's space. Linear in the passes of one pipeline."""
+    rows, costs = rows_for(candidate), model.costs(candidate.layout)
+    passes = passes_of(costs, candidate)
+    ideal = virtual_time(rows, passes, [0] * rows.stages)[0]
+    transferred = virtual_time(rows, passes, _hops(costs, candidate))[0]
+    busy = [sum((passes[step.stage][step.kind] for step in row), start=0) for row in rows.steps]
+    memory, host = memory_of(model, candidate)
+    return Estimate(time_of(model, candidate), memory, host, tuple(busy), ideal, transferred)
+
+
+def ways_of(candidate: Candidate) -> list[Way]:
+    """Of each stage."""
+    again, away = candidate.recomputed, candidate.offloaded
+    return [AGAIN] * again + [AWAY] * away + [PLAIN] * (candidate.layout.stages - again - away)
+
+
+def passes_of(costs: Costs, candidate: Candidate) -> list[tuple[Number, Number, Number, Number]]:
+    """Seconds of F, B, BI and BW of each stage."""
+    spans = candidate.spans(costs.blocks)
+    return [
+        costs.passes(span, candidate.zero, way == AGAIN, way == AWAY)
+        for span, way in zip(spans, ways_of(candidate), strict=True)
+    ]
+
+
+def _hops(costs: Costs, candidate: Candidate) -> list[Number]:
+    return [costs.hop(border, block) for border, block in enumerate(candidate.cuts)]
+
+
+def time_of(model: Model, candidate: Candidate) -> Number:
+    """Seconds of a step."""
+    rows, costs, zero = rows_for(candidate), model.costs(candidate.layout), candidate.zero
+    spans = candidate.spans(costs.blocks)
+    hops = _hops(costs, candidate)
+    sums = [costs.reduction(span, zero) for span in spans]
+    gathers = [costs.ring(span) if zero in (1, 2) else 0 for span in spans]
+    end, done = virtual_time(rows, passes_of(costs, candidate), hops, sums, gathers, zero > 1)
+    for _, nbytes, _, blocks in costs.params.tied:
+        users = {s for s, (i, j) in enumerate(spans) if any(i <= block < j for block in blocks)}
+        if len({rows.rank[s] for s in users}) > 1:
+            end = max(end, max(done[s] for s in users) + message(costs.links.ends, nbytes))
+    return end
+
+
+def virtual_time(
+    rows: Rows, passes: Sequence[Sequence[Number]], hops: Sequence[Number], sums: Sequence[Number] = (),
+    gathers: Sequence[Number] = (), each: bool = False,
+) -> tuple[Number, list[Number]]:  # fmt: skip
+    """When the last rank is done, and when the gradients of each stage are.
+
+    Args:
+        rows: what each rank does.
+        passes: seconds of F, B, BI and BW, of each stage.
+        hops: seconds of a message over each border between stages.
+        sums: seconds of the sum over replicas, of each stage.
+        gathers: seconds of the gather before a stage's first pass, of each stage.
+        each: sums follow every run of backward passes of a stage, not only the last one.
+    """
+    run = _Run(rows, passes, hops, sums or [0] * rows.stages, gathers or [0] * rows.stages, each)
+    ready = list(range(rows.ranks))
+    while ready:
+        run.advance(ready.pop(), ready)
+    return max(*run.time, *run.done), run.done
+
+
+class _Run:
+    """Clocks of all ranks. A message has an `end` when both sides have met."""
+
+    def __init__(
+        self, rows: Rows, passes: Sequence[Sequence[Number]], hops: Sequence[Number], sums: Sequence[Number],
+        gathers: Sequence[Number], each: bool,
+    ) -> None:  # fmt: skip
+        self._rows, self._passes, self._hops, self._sums, self._each = rows, passes, hops, sums, each
+        n = len(rows.messages)
+        self._sent: list[Number | None] = [None] * n
+        self._posted: list[Number | None] = [None] * n
+        self._end: list[Number | None] = [None] * n
+        self._free: list[Number] = [0] * rows.channels
+        self._waiting: list[int | None] = [None] * n
+        for row in rows.at_once:
+            for m in row:
+                self._posted[m] = 0
+        self._position = [0] * rows.ranks
+        self._received: list[Number] = [0] * rows.ranks
+        self.time: list[Number] = [0] * rows.ranks
+        self.done: list[Number] = [0] * rows.stages
+        self._lane: list[Number] = [0] * rows.ranks  # when the last sum is over
+        self._arriving: list[Number] = [0] * rows.ranks  # the last sum, if something is added to it after the next pass
+        self._terms = [0] * rows.stages
+        self._left = [0] * rows.stages  # passes that make gradients of weights
+        self._first: list[Number | None] = [None] * rows.stages  # when the parameters are there
+        for row in rows.steps:
+            there: Number = 0
+            for step in row:
+                if step.kind in (B, BW):
+                    self._left[step.stage] += 1
+                if self._first[step.stage] is None:
+                    there = self._first[step.stage] = there + gathers[step.stage]
+
+    def advance(self, rank: int, ready: list[int]) -> None:
+        """Run a rank until it waits for a message whose sender is not so far; ranks that can go on are made ready."""
+        steps, passes, messages = self._rows.steps[rank], self._passes, self._rows.messages
+        time, received, position = self.time[rank], self._received[rank], self._position[rank]
+        arriving, first = self._arriving[rank], self._first
+        while position < len(steps):
+            stage, kind, needs, posts, sends, complete = steps[position]
+            if needs >= 0:
+                end = self._end[needs]
+                if end is None:
+                    self._waiting[needs] = rank
+                    break
+                received = max(received, end)
+                time = max(time, received)
+            for m in posts:
+                self._posted[m] = received
+                if self._sent[m] is not None:
+                    self._meet(m, ready)
+            if kind == F and first[stage] is not None:
+                time, first[stage] = max(time, first[stage] or 0), None
+            time += passes[stage][kind]
+            if sends >= 0:
+                self._sent[sends] = time
+                if self._posted[sends] is not None:
+                    self._meet(sends, ready)
+            made = time
+            if arriving > time:
+                time = arriving
+            arriving = 0
+            if kind in (B, BW):
+                self._left[stage] -= 1
+                if (complete and self._each) or not self._left[stage]:
+                    arriving = self._sum(rank, stage, made, messages)
+            position += 1
+        self.time[rank], self._received[rank], self._position[rank], self._arriving[rank] = time, received, position, arriving
+
+    def _sum(self, rank: int, stage: int, made: Number, messages: object) -> Number:
+        """A sum of gradients; returns when compute goes on after the next pass."""
+        end = self._lane[rank] = max(made, self._lane[rank]) + self._sums[stage]
+        self.done[stage] = end
+        self._terms[stage] += 1
+        return end if self._terms[stage] > 1 else 0
+
+    def _meet(self, m: int, ready: list[int]) -> None:
+        channel, border, _, _ = self._rows.messages[m]
+        sent, posted = self._sent[m], self._posted[m]
+        assert sent is not None and posted is not None
+        end = self._end[m] = self._free[channel] = max(sent, posted, self._free[channel]) + self._hops[border]
+        self._waiting[m], waiting = None, self._waiting[m]
+        if waiting is not None:
+            ready.append(waiting)
+
+
+def memory_of(model: Model, candidate: Candidate) -> tuple[tuple[Number, ...], tuple[Number, ...]]:
+    """Bytes of a device of each rank, with the margin, and of the host for it."""
+    rows, costs = rows_for(candidate), model.costs(candidate.layout)
+    spans = candidate.spans(costs.blocks)
+    ways, keep = ways_of(candidate), 1 + model.space.margin
+    found = []
+    for stages, states in zip(rows.local, rows.kept, strict=True):
+        own = [spans[s] for s in stages]
+        saved, host = saved_bytes(costs, [(s, spans[s], ways[s]) for s in stages], states)
+        found.append(((costs.static(own, candidate.zero) + saved + 2 * _border(costs, own)) * keep, host))
+    return tuple(m for m, _ in found), tuple(h for _, h in found)
+
+
+def saved_bytes(
+    costs: Costs, stages: Sequence[tuple[int, Span, Way]], states: Sequence[tuple[int, Kept]], least: bool = False
+) -> tuple[Number, Number]:
+    """The most that a rank with these stages keeps for its backward passes, on the device and on its host. What lies on the host is
+    on the device for two microbatches: one that leaves and one that comes. With `least`, inputs of stages are the smallest there are.
+    """
+    device: list[tuple[Number, Number, Number, bool]] = []  # saved for BI, for BW, while a backward pass runs, on the host
+    for _, (i, j), way in stages:
+        saved, kept = costs.saved[j] - costs.saved[i], costs.kept[j] - costs.kept[i]
+        entry = costs.least_output if least else costs.output[i - 1]
+        device.append((entry if i else 0, kept, saved, False) if way == AGAIN else (saved, kept, 0, way == AWAY))
+    most: Number = 0
+    host: Number = 0
+    for runs, state in states:
+        here: Number = 0
+        there: Number = 0
+        for (s, _, _), (a, w), (saved, kept, again, moved) in zip(stages, state, device, strict=True):
+            here += saved * (min(a, 2) if moved else a) + kept * w + (again if runs == s else 0)
+            there += saved * a if moved else 0
+        most, host = max(most, here), max(host, there)
+    return most, host
+
+
+def _border(costs: Costs, spans: Sequence[Span]) -> Number:
+    """The largest message of a rank."""
+    ends = [block for i, j in spans for block in (i, j) if 0 < block < costs.blocks]
+    return max((costs.output[block - 1] for block in ends), default=0)

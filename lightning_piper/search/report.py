@@ -1,0 +1,124 @@
+"""What a search has found, and why it is that."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+from lightning_piper.search.estimate import Estimate
+from lightning_piper.search.space import Candidate, Space
+from lightning_piper.simulate.durations import Number
+
+_WHY = {
+    "bound": "excluded by the bound of their objective",
+    "memory": "that cannot fit",
+    "left": "not excluded when the budget was spent",
+}
+
+
+@dataclass(frozen=True)
+class Row:
+    """A candidate of the table, what it needs, and why it is not the best one."""
+
+    candidate: Candidate
+    estimate: Estimate
+    reason: str
+
+
+@dataclass(frozen=True)
+class Found:
+    """The result of a search; `print` shows it.
+
+    Attributes:
+        best: the best candidate that was found.
+        estimate: what it needs.
+        gap: how much less the best one of the space may need, at most, as a share; 0 if this is the best one.
+        table: the best of each choice of everything but the cuts, and candidates that would be better and do not fit.
+        size: candidates of the space.
+        cut: why candidates were left out, and how many were.
+        evaluated: candidates whose time was estimated. Together with those that were left out they are all.
+        space: that was searched.
+    """
+
+    best: Candidate
+    estimate: Estimate
+    gap: Number
+    table: tuple[Row, ...]
+    size: int
+    cut: Mapping[str, int]
+    evaluated: int
+    space: Space
+
+    def __str__(self) -> str:
+        proved = "nothing of the space is better" if not self.gap else f"at most {float(self.gap):.2%} from the best of the space"
+        lines = [f"{described(self.best, len(self.space.workload.blocks))}", f"{_needs(self.estimate)}; {proved}", ""]
+        head = ("time", "bubble", "exposed", "memory", "program", "why not")
+        rows = [head] + [
+            (f"{float(row.estimate.time):.4g} s", f"{row.estimate.bubble:.1%}", f"{row.estimate.exposed:.1%}",
+             size(max(row.estimate.memory)), described(row.candidate), row.reason)
+            for row in self.table
+        ]  # fmt: skip
+        widths = [max(len(row[k]) for row in rows) for k in range(len(head))]
+        lines += ["  ".join(x.ljust(w) for x, w in zip(row, widths, strict=True)).rstrip() for row in rows]
+        lines += ["", f"{self.size:,} candidates: {self.evaluated:,} estimated in their turn"]
+        lines += [f"  {n:,} {_WHY[why]}" for why, n in sorted(self.cut.items()) if n]
+        return "\n".join(lines)
+
+
+def described(candidate: Candidate, blocks: int | None = None) -> str:
+    """In words; with the number of blocks, also how many each stage has."""
+    layout = candidate.layout
+    parts = [f"{layout.schedule}, {layout.stages} stages on {layout.ranks} ranks, {layout.microbatches} microbatches"]
+    if layout.replicas > 1:
+        parts.append(f"{layout.replicas} replicas at ZeRO {candidate.zero}{', next to each other' if layout.data_inside else ''}")
+    if layout.tensor > 1:
+        parts.append(f"{layout.tensor} members of the tensor axis")
+    if layout.routed > 1:
+        parts.append(f"routed parameters divided by {layout.routed}")
+    if candidate.recomputed:
+        parts.append(f"the first {candidate.recomputed} stages recompute")
+    if candidate.offloaded:
+        parts.append(f"{'the next' if candidate.recomputed else 'the first'} {candidate.offloaded} stages offload")
+    if blocks is not None:
+        parts.append("blocks " + "+".join(str(j - i) for i, j in candidate.spans(blocks)))
+    return "; ".join(parts)
+
+
+def _needs(estimate: Estimate) -> str:
+    return (f"{float(estimate.time):.4g} s a step, bubble {estimate.bubble:.1%}, exposed communication {estimate.exposed:.1%}, "
+            f"{size(max(estimate.memory))} of a device")  # fmt: skip
+
+
+def size(nbytes: Number) -> str:
+    """Bytes as people read them."""
+    value, unit = float(nbytes), "B"
+    for larger in ("KiB", "MiB", "GiB", "TiB"):
+        if value < 1024:
+            break
+        value, unit = value / 1024, larger
+    return f"{value:.4g} {unit}"
+
+
+def reason(space: Space, estimate: Estimate, best: Estimate, by_memory: bool) -> str:
+    """Why a candidate with this estimate lost: it does not fit, or where it needs most more than the best one."""
+    over = [(m - space.memory, rank) for rank, m in enumerate(estimate.memory)]
+    if max(over)[0] > 0:
+        return f"memory of rank {max(over)[1]} over by {size(max(over)[0])}"
+    if max(estimate.host) > space.hardware.host_memory:
+        return f"host memory over by {size(max(estimate.host) - space.hardware.host_memory)}"
+    if by_memory:
+        return f"{size(max(estimate.memory) - max(best.memory))} more of a device"
+    own, other = _parts(estimate), _parts(best)
+    most = max(own, key=lambda part: own[part] - other[part])
+    share = float((own[most] - other[most]) / best.time) if best.time else 0.0
+    return f"{most}: {share:.1%} of the best step's time more" if share > 0 else "as good as the best one"
+
+
+def _parts(estimate: Estimate) -> dict[str, Number]:
+    work = sum(estimate.busy) / len(estimate.busy)
+    return {
+        "work of a rank": work,
+        "bubble": estimate.ideal - work,
+        "exposed transfers": estimate.transferred - estimate.ideal,
+        "exposed sums and gathers over replicas": estimate.time - estimate.transferred,
+    }

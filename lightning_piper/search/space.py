@@ -1,0 +1,193 @@
+"""What a search chooses among."""
+
+from __future__ import annotations
+
+import math
+import re
+from collections.abc import Iterator
+from dataclasses import dataclass
+from fractions import Fraction
+from itertools import combinations
+from typing import NamedTuple
+
+from lightning_piper.errors import SearchError
+from lightning_piper.limits import DEVICES, integer, is_number, shown
+from lightning_piper.search.rows import SHAPES, is_possible
+from lightning_piper.search.workload import Workload
+from lightning_piper.simulate.durations import Number
+from lightning_piper.simulate.hardware import Hardware
+
+_UNITS = {"": 1, "B": 1, **{f"{letter}{i}B": (1024 if i else 1000) ** (n + 1) for n, letter in enumerate("KMGT") for i in ("", "i")}}
+_SIZE = re.compile(r"\s*(\d+(?:\.\d+)?)\s*([A-Za-z]*)\s*")
+
+
+class Layout(NamedTuple):
+    """How devices are divided. Device numbers count the tensor axis first. Then come the replicas and then the ranks
+    (`data_inside`), or the ranks first: so it is the replicas or the pipeline that have the better links.
+
+    Attributes:
+        schedule: name of a builder in `lightning_piper.schedules`.
+        per_rank: stages on each rank.
+        ranks: of one pipeline.
+        replicas: pipelines, each with an equal part of the samples.
+        tensor: members of the tensor axis.
+        routed: replicas among which blocks that route samples divide the parameters that samples are routed to.
+        microbatches: of each replica.
+        data_inside: replicas are numbered before ranks.
+    """
+
+    schedule: str
+    per_rank: int
+    ranks: int
+    replicas: int
+    tensor: int
+    routed: int
+    microbatches: int
+    data_inside: bool
+
+    @property
+    def stages(self) -> int:
+        return self.ranks * self.per_rank
+
+    @property
+    def devices(self) -> int:
+        return self.ranks * self.replicas * self.tensor
+
+
+class Candidate(NamedTuple):
+    """A program that a search can choose.
+
+    Attributes:
+        layout: how devices are divided.
+        zero: what replicas share of parameters, gradients and states: ZeRO's level, 0 to 3.
+        recomputed: that many stages, from the first one on, keep nothing but their input and run their forward pass again.
+        offloaded: that many stages after these keep what they save in the host's memory.
+        cuts: the first block of each stage but the first.
+    """
+
+    layout: Layout
+    zero: int
+    recomputed: int
+    offloaded: int
+    cuts: tuple[int, ...]
+
+    def spans(self, blocks: int) -> list[tuple[int, int]]:
+        """First and last block (not included) of each stage."""
+        return list(zip((0, *self.cuts), (*self.cuts, blocks), strict=True))
+
+
+@dataclass(frozen=True)
+class Space:
+    """All candidates for a workload on some devices. Not every device need be used.
+
+    Attributes:
+        workload, hardware: what is divided, and among what.
+        devices: how many there are.
+        memory: bytes that a candidate may use of each.
+        schedules: names of schedules.
+        levels: of ZeRO.
+        margin: share of what the estimate says that is kept free beside it.
+
+    Raises:
+        SearchError: there is nothing to divide or nothing to divide it among, or a name is not known.
+    """
+
+    workload: Workload
+    hardware: Hardware
+    devices: int
+    memory: Number
+    schedules: tuple[str, ...] = tuple(SHAPES)
+    levels: tuple[int, ...] = (0, 1, 2, 3)
+    margin: Number = 0
+
+    def __post_init__(self) -> None:
+        if not isinstance(self.workload, Workload) or not self.workload.blocks:
+            raise SearchError(f"search: the workload has no blocks ({shown(self.workload)}); give a Workload of one at least")
+        if not isinstance(self.hardware, Hardware) or not self.hardware.links:
+            raise SearchError("search: the hardware has no links; give a Hardware with one at least")
+        for what, value, most in (("devices", self.devices, DEVICES), ("samples", self.workload.samples, None)):
+            number = integer(value)
+            if number is None or number < 1 or (most is not None and number > most):
+                raise SearchError(f"search: {what}={shown(value)}; give an integer from 1{f' to {most}' if most else ' on'}")
+        if not isinstance(self.memory, int | float | Fraction) or isinstance(self.memory, bool) or not self.memory > 0:
+            raise SearchError(f"search: memory={shown(self.memory)}; give bytes above 0, or text such as '80GiB'")
+        if not is_number(self.margin):
+            raise SearchError(f"search: margin={shown(self.margin)}; give a share such as 0.05")
+        unknown = [name for name in self.schedules if name not in SHAPES]
+        if unknown or not self.schedules:
+            raise SearchError(f"search: schedules={shown(self.schedules)}; give some of {', '.join(SHAPES)}")
+        if not self.levels or not set(self.levels) <= {0, 1, 2, 3}:
+            raise SearchError(f"search: levels={shown(self.levels)}; give some of 0, 1, 2, 3")
+
+    def layouts(self) -> Iterator[Layout]:
+        """Each once. Microbatches are whole samples, and work on them is known."""
+        for tensor in self._degrees():
+            for replicas in _divisors(self.workload.samples, self.devices // tensor):
+                for microbatches in _divisors(self.workload.samples // replicas):
+                    if all(b.at(self.workload.samples // replicas // microbatches, tensor) for b in self.workload.blocks):
+                        yield from self._layouts(tensor, replicas, microbatches)
+
+    def _layouts(self, tensor: int, replicas: int, microbatches: int) -> Iterator[Layout]:
+        blocks = len(self.workload.blocks)
+        degrees = _divisors(replicas) if any(block.routed for block in self.workload.blocks) else [1]
+        for ranks in range(1, min(blocks, self.devices // tensor // replicas) + 1):
+            inside = (True, False) if ranks > 1 and replicas > 1 else (True,)
+            for name in self.schedules:
+                for per_rank in SHAPES[name].per_rank:
+                    if ranks * per_rank <= blocks and is_possible(name, per_rank, ranks, microbatches):
+                        for routed in degrees:
+                            for data_inside in inside:
+                                yield Layout(name, per_rank, ranks, replicas, tensor, routed, microbatches, data_inside)
+
+    def _degrees(self) -> list[int]:
+        known = [{members for _, members in block.work} for block in self.workload.blocks]
+        return sorted(t for t in set.intersection(*known) if t <= self.devices)
+
+    def levels_of(self, layout: Layout) -> tuple[int, ...]:
+        """Replicas share something where there are several. One alone has level 0, whatever is allowed."""
+        return self.levels if layout.replicas > 1 else (0,)
+
+    def cuts(self, layout: Layout) -> int:
+        """How many ways there are to cut the blocks."""
+        return math.comb(len(self.workload.blocks) - 1, layout.stages - 1)
+
+    def candidates(self, layout: Layout) -> int:
+        """How many candidates have this layout."""
+        kinds = (layout.stages + 1) * (layout.stages + 2) // 2
+        return len(self.levels_of(layout)) * kinds * self.cuts(layout)
+
+    @property
+    def size(self) -> int:
+        """How many candidates there are."""
+        return sum(map(self.candidates, self.layouts()))
+
+    def __iter__(self) -> Iterator[Candidate]:
+        """All candidates: for small spaces."""
+        for layout in self.layouts():
+            for zero in self.levels_of(layout):
+                for recomputed in range(layout.stages + 1):
+                    for offloaded in range(layout.stages - recomputed + 1):
+                        for cuts in combinations(range(1, len(self.workload.blocks)), layout.stages - 1):
+                            yield Candidate(layout, zero, recomputed, offloaded, cuts)
+
+
+def bytes_of(size: str | Number) -> Number:
+    """A number of bytes: of "24GiB", "80GB", "512 MiB", or the number itself.
+
+    Raises:
+        SearchError: it is something else.
+    """
+    match = _SIZE.fullmatch(size) if isinstance(size, str) else None
+    if match and match[2] in _UNITS:
+        exact = Fraction(match[1]) * _UNITS[match[2]]
+        if exact > 0:
+            return int(exact)
+    if isinstance(size, int | float | Fraction) and not isinstance(size, bool) and is_number(size, positive=True):
+        return size
+    raise SearchError(f"memory {shown(size)}: give bytes above 0, or text such as '24GiB' or '80GB'")
+
+
+def _divisors(n: int, most: int | None = None) -> list[int]:
+    limit = n if most is None else min(n, most)
+    small = [d for d in range(1, math.isqrt(n) + 1) if n % d == 0]
+    return [d for d in sorted({*small, *(n // d for d in small)}) if d <= limit]

@@ -1,0 +1,77 @@
+"""Small problems for a search, and what is best of all their candidates."""
+
+from __future__ import annotations
+
+import random
+from fractions import Fraction
+from typing import Any
+
+from lightning_piper.search import Block, Found, Space, Work, Workload, search
+from lightning_piper.search.costs import Model
+from lightning_piper.search.estimate import memory_of, time_of
+from lightning_piper.search.space import Candidate
+from lightning_piper.simulate import Link, Number
+from lightning_piper.simulate.hardware import Hardware
+
+SCHEDULES = ("gpipe", "one_f_one_b", "zero_bubble", "interleaved_one_f_one_b", "zbv", "dualpipev")
+
+
+def fraction(rng: random.Random, most: int = 12) -> Fraction:
+    return Fraction(rng.randint(1, most), rng.randint(1, 4))
+
+
+def link(rng: random.Random) -> Link:
+    return Link(rng.choice([0, fraction(rng, 3)]), rng.choice([None, Fraction(rng.randint(8, 200))]))
+
+
+def problem(seed: int, blocks: int | None = None, most: int = 8) -> Space:
+    """Works in fractions; memory that may bind, or be too little; slow links; sometimes a tied parameter, tensors that can be divided,
+    and parameters that samples are routed to."""
+    rng = random.Random(seed)
+    n, samples, divides = blocks or rng.choice([3, 3, 4, 4, 5, 6]), rng.choice([2, 3, 4]), rng.random() < 0.2
+    most = most if n < 5 else 4
+    routed = rng.random() < 0.2
+    chain = []
+    for k in range(n):
+        work = {(1, 1): _work(rng)}
+        if divides:
+            work[1, 2] = Work(*(x / 2 for x in work[1, 1][:6]), fraction(rng, 20))
+        params = {f"w{k}": rng.randint(1, 40)}
+        if routed:
+            params[f"r{k}"] = rng.randint(1, 40)
+        if rng.random() < 0.5 and k in (0, n - 1):
+            params["tied"] = 16
+        chain.append(Block(f"block {k}", work, params, frozenset({f"w{k}"}), frozenset({f"r{k}"} if routed else ()), 4 * routed))
+    near = rng.choice([1, 2, 4])
+    hardware = Hardware("device", 1, {}, 1.0, ((near, link(rng)), (8, link(rng))), link(rng), rng.choice([60, 10**6]))
+    schedules = (rng.choice(("gpipe", "one_f_one_b")), rng.choice(SCHEDULES[2:]))
+    memory = rng.choice([100, 200, 300, 500, 10**6])
+    levels = tuple(sorted(rng.sample(range(4), 2)))
+    margin = rng.choice([0, Fraction(1, 10)])
+    return Space(Workload(tuple(chain), samples, 2), hardware, rng.randint(1, most), memory, schedules, levels, margin)
+
+
+def _work(rng: random.Random) -> Work:
+    saved = rng.randint(1, 30)
+    numbers = (saved, rng.randint(0, saved), rng.randint(1, 16))  # as fractions, so that work on other numbers of samples is exact
+    return Work(fraction(rng), fraction(rng), fraction(rng), *map(Fraction, numbers))
+
+
+def found(space: Space, **more: Any) -> Found:
+    """What a search of a space finds."""
+    return search(space.workload, space.hardware, space.devices, space.memory, schedules=space.schedules, levels=space.levels,
+                  margin=space.margin, **more)  # fmt: skip
+
+
+def fits(space: Space, model: Model, candidate: Candidate) -> bool:
+    memory, host = memory_of(model, candidate)
+    return max(memory) <= space.memory and max(host) <= space.hardware.host_memory
+
+
+def best_of_all(space: Space, by_memory: bool = False) -> Number | None:
+    """Every candidate, one after the other; None if none fits."""
+    model = Model(space)
+    values = [
+        max(memory_of(model, c)[0]) if by_memory else time_of(model, c) for c in space if fits(space, model, c)
+    ]  # fmt: skip
+    return min(values, default=None)

@@ -1,0 +1,231 @@
+"""A search finds the best of all candidates, proves it by bounds that hold, and says what it left out and why."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Iterator
+from dataclasses import replace
+from fractions import Fraction
+from typing import Any
+
+import pytest
+
+from lightning_piper.errors import SearchError
+from lightning_piper.search import Block, Candidate, Layout, Space, Work, Workload, bytes_of, search, searching
+from lightning_piper.search.bounds import INFINITE, Cutting, bound_of
+from lightning_piper.search.coarse import Coarse
+from lightning_piper.search.costs import Model
+from lightning_piper.search.estimate import memory_of, time_of, ways_of
+from tests.search.problems import best_of_all, fits, found, problem
+
+PARTS = 8  # of the problems, for tests that run side by side
+
+
+def equal(seed: int, by_memory: bool) -> bool:
+    """Does the search of a problem find what trying everything finds?"""
+    space = problem(seed)
+    wanted = best_of_all(space, by_memory)
+    try:
+        result = found(space, objective="memory" if by_memory else "time", budget=10**6)
+    except SearchError as error:
+        return wanted is None and "the least that would do is" in str(error)
+    value = max(result.estimate.memory) if by_memory else result.estimate.time
+    assert result.gap == 0 and fits(space, Model(space), result.best)
+    assert result.evaluated + sum(result.cut.values()) == result.size == space.size == sum(1 for _ in space)
+    return value == wanted
+
+
+@pytest.mark.parametrize("part", range(PARTS))
+def test_nothing_of_the_space_is_better(part: int) -> None:
+    assert not [seed for seed in range(part, 200, PARTS) if not equal(seed, False)]
+
+
+def test_nothing_of_the_space_needs_less_memory() -> None:
+    assert not [seed for seed in range(200, 240) if not equal(seed, True)]
+
+
+def test_problems_are_of_every_kind() -> None:
+    spaces = [problem(seed) for seed in range(200)]
+    results = [best_of_all(space) for space in spaces[:40]]
+    assert sum(result is None for result in results) >= 4 and sum(result is not None for result in results) >= 20
+    assert sum(any("tied" in block.params for block in space.workload.blocks) for space in spaces) > 50
+    assert {len(space.workload.blocks) for space in spaces} == {3, 4, 5, 6} and {space.devices for space in spaces} == {*range(1, 9)}
+
+
+def test_a_bound_that_is_too_high_loses_the_best(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The negative control."""
+    monkeypatch.setattr(searching, "bound_of", lambda model, candidate: 2 * bound_of(model, candidate))
+    monkeypatch.setattr(Cutting, "least", lambda self, low, high: (high, high))
+    assert [seed for seed in range(60) if not equal(seed, False)]
+
+
+def some(seed: int) -> Iterator[tuple[Model, Candidate]]:
+    """Candidates of a problem, whether they fit or not."""
+    space, rng = problem(seed, blocks=5), random.Random(seed)
+    model, layouts = Model(space), list(space.layouts())
+    for layout in rng.sample(layouts, min(6, len(layouts))):
+        for _ in range(3):
+            recomputed = rng.randint(0, layout.stages)
+            offloaded = rng.randint(0, layout.stages - recomputed)
+            cuts = tuple(sorted(rng.sample(range(1, 5), layout.stages - 1)))
+            yield model, Candidate(layout, rng.choice(space.levels_of(layout)), recomputed, offloaded, cuts)
+
+
+def broken(factor: Fraction = Fraction(1)) -> tuple[int, int]:
+    """How many bounds were taken, and how many were above what they bound."""
+    taken = wrong = 0
+    for seed in range(100):
+        for model, candidate in some(seed):
+            time, memory, coarse = time_of(model, candidate), max(memory_of(model, candidate)[0]), Coarse(model)
+            pairs = [(bound_of(model, candidate), time), (coarse.time(candidate.layout), time), (coarse.memory(candidate.layout), memory)]
+            for ways in ([[way] for way in ways_of(candidate)], [[0, 1, 2]] * candidate.layout.stages):
+                for by_memory, value in ((False, time), (True, memory)):
+                    unlimited = Model(replace(model.space, memory=INFINITE))
+                    cutting = Cutting(unlimited, candidate.layout, candidate.zero, ways, by_memory)
+                    pairs += [(cutting.stage(s, i, j)[0], value) for s, (i, j) in enumerate(candidate.spans(5))]
+                    within = [bound for bound, cuts in cutting.cuts(INFINITE, lambda: None) if cuts == candidate.cuts]
+                    pairs += [(within[0], value)] if within else []
+                    wrong += not within and model.space.hardware.host_memory > 1000
+            taken += len(pairs)
+            wrong += sum(bound * factor > value for bound, value in pairs)
+    return taken, wrong
+
+
+def test_bounds_are_never_above_what_they_bound() -> None:
+    taken, wrong = broken()
+    assert taken > 10_000 and wrong == 0
+
+
+def test_bounds_are_close() -> None:
+    """The control: a few percent more, and they would be wrong."""
+    assert broken(Fraction(101, 100))[1] > 100
+
+
+@pytest.mark.parametrize("seed", range(0, 40, 4))
+def test_a_stage_bound_grows_with_the_stage(seed: int) -> None:
+    """What the reach of a cut relies on."""
+    for model, candidate in some(seed):
+        for by_memory in (False, True):
+            cutting = Cutting(model, candidate.layout, candidate.zero, [[way] for way in ways_of(candidate)], by_memory)
+            for s in range(candidate.layout.stages):
+                first = range(1) if s == 0 else range(s, 5)
+                for i in first:
+                    values = [cutting.stage(s, i, j) for j in range(i + 1, 6)]
+                    assert values == sorted(values, key=lambda found: (not found[1], found[0])) or not by_memory
+                    assert [value for value, _ in values] == sorted(value for value, _ in values)
+                    assert i + 1 not in first or all(
+                        cutting.stage(s, i + 1, j)[0] <= cutting.stage(s, i, j)[0] for j in range(i + 2, 6)
+                    )
+
+
+def chain(blocks: int = 6, samples: int = 8, params: int = 10) -> Workload:
+    work = {(1, 1): Work(Fraction(1), Fraction(1), Fraction(1), Fraction(4), Fraction(2), Fraction(1))}
+    return Workload(tuple(Block(f"{k}", work, {f"{k}": params}) for k in range(blocks)), samples, 2)
+
+
+def test_a_small_budget_says_how_far_it_may_be() -> None:
+    space = problem(0)
+    best = found(space, budget=10**6)
+    some = found(space, budget=3)
+    assert some.cut["left"] > 0 and some.gap > 0 and some.estimate.time <= best.estimate.time * (1 + some.gap)
+    assert "from the best of the space" in str(some) and "nothing of the space is better" in str(best)
+    assert some.evaluated + sum(some.cut.values()) == some.size
+
+
+def test_a_gap_is_kept_and_saves_work() -> None:
+    for seed in range(30):
+        space = problem(seed)
+        wanted = best_of_all(space)
+        if wanted is not None:
+            result = found(space, budget=10**6, gap=Fraction(1, 4))
+            assert wanted <= result.estimate.time <= wanted * (1 + result.gap) and result.gap <= Fraction(1, 4)
+
+
+def test_a_table_says_why_others_lost() -> None:
+    hardware = problem(0).hardware
+    result = search(chain(), hardware, 4, 200)
+    assert 1 < len(result.table) <= 20 and result.table[0].estimate.time <= result.table[-1].estimate.time
+    reasons = [row.reason for row in result.table]
+    assert reasons.count("") == 1 and any("over by" in why for why in reasons)
+    text = str(result)
+    assert f"{result.size:,} candidates" in text and "memory of rank" in text and "bubble" in text
+    for row in result.table:
+        assert ("over by" in row.reason) == (max(row.estimate.memory) > 200 or max(row.estimate.host) > hardware.host_memory)
+
+
+def test_progress_is_told_and_nothing_is_printed(capsys: pytest.CaptureFixture[str]) -> None:
+    told: list[tuple[int, float, float]] = []
+    result = search(chain(), problem(0).hardware, 4, 10**6, progress=lambda *now: told.append(now))
+    assert told and [bound for _, bound, _ in told] == sorted(bound for _, bound, _ in told)
+    assert told[-1][2] == float(result.estimate.time) and not capsys.readouterr().out
+
+
+def test_the_space_counts_its_candidates() -> None:
+    space = Space(chain(3, 2), problem(0).hardware, 2, 10**6, ("gpipe",), (0, 1))
+    assert space.size == sum(1 for _ in space)
+    # One rank: 3 choices of the stage, for 2 microbatches or 1. Two replicas: 2 levels, 3 choices. Two ranks: 6 choices, 2 cuts.
+    assert space.size == 2 * 3 + 2 * 3 + 2 * 6 * 2
+
+
+def test_more_memory_is_asked_for() -> None:
+    with pytest.raises(SearchError, match=r"nothing fits in 20 bytes; the least that would do is (\S+) bytes") as raised:
+        search(chain(), problem(0).hardware, 2, 20)
+    least = Fraction(str(raised.value).split("do is ")[1].split(" ")[0])
+    assert max(search(chain(), problem(0).hardware, 2, least).estimate.memory) == least
+    with pytest.raises(SearchError):
+        search(chain(), problem(0).hardware, 2, least - 1)
+
+
+def test_axes_lie_on_the_links_of_their_distance() -> None:
+    """Where neighbours are joined better, the axis that moves more is numbered first."""
+    for inside, params in ((True, 10**6), (False, 1)):
+        hardware = replace(problem(0).hardware, links=((2, searching_link(10**9)), (4, searching_link(1000))), memory=10**9)
+        layouts = [Layout("gpipe", 1, 2, 2, 1, 1, 4, order) for order in (True, False)]
+        model = Model(Space(chain(params=params), hardware, 4, 10**9))
+        times = {layout.data_inside: time_of(model, Candidate(layout, 0, 0, 0, (3,))) for layout in layouts}
+        assert times[inside] < times[not inside]
+
+
+def searching_link(bandwidth: int) -> Any:
+    from lightning_piper.simulate import Link
+
+    return Link(0, Fraction(bandwidth))
+
+
+@pytest.mark.parametrize(("text", "nbytes"), [("24GiB", 24 * 2**30), ("80GB", 80 * 10**9), (" 1.5 KiB ", 1536), ("7", 7), (2.5, 2.5)])
+def test_sizes_are_read(text: Any, nbytes: float) -> None:
+    assert bytes_of(text) == nbytes
+
+
+@pytest.mark.parametrize("value", ["", "GiB", "-1GiB", "1 GigaByte", "0", "0GiB", "1e9", None, True, float("nan"), -3, [1]])
+def test_other_sizes_are_refused(value: Any) -> None:
+    with pytest.raises(SearchError, match="give bytes above 0"):
+        bytes_of(value)
+
+
+@pytest.mark.parametrize(("given", "told"), [
+    ({"devices": 0}, "devices=0; give an integer from 1 to"),
+    ({"devices": True}, "devices=True"),
+    ({"devices": 2.5}, "devices=2.5"),
+    ({"memory": "lots"}, "'lots': give bytes"),
+    ({"objective": "speed"}, "objective='speed'; give one of time, memory"),
+    ({"workload": Workload((), 4)}, "the workload has no blocks"),
+    ({"workload": replace(chain(), samples=0)}, "samples=0"),
+    ({"workload": None}, "give a Workload"),
+    ({"hardware": None}, "give a Hardware"),
+    ({"schedules": ("fast",)}, "schedules=.*give some of gpipe"),
+    ({"levels": (4,)}, "levels=.*give some of 0, 1, 2, 3"),
+    ({"gap": -1}, "gap=-1"),
+    ({"budget": 0}, "budget=0"),
+    ({"margin": "much"}, "margin='much'"),
+])  # fmt: skip
+def test_arguments_are_looked_at(given: dict[str, Any], told: str) -> None:
+    good: dict[str, Any] = {"workload": chain(), "hardware": problem(0).hardware, "devices": 2, "memory": 1000}
+    with pytest.raises(SearchError, match=told):
+        search(**{**good, **given})
+
+
+def test_everything_that_fits_nowhere_is_told() -> None:
+    hardware = problem(0).hardware
+    with pytest.raises(SearchError, match="no schedule"):
+        search(chain(), hardware, 1, 10**6, schedules=("zbv",))
