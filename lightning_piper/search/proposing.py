@@ -1,0 +1,194 @@
+"""`search`: a module, a batch and devices -> the fastest program that fits, checked."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Literal
+
+import torch
+from torch import nn
+
+from lightning_piper.capture.finding import find_params
+from lightning_piper.compiler import compile, verify
+from lightning_piper.directives import Directive
+from lightning_piper.errors import PiperError, SearchError
+from lightning_piper.ir.values import Shard as Part
+from lightning_piper.limits import shown
+from lightning_piper.search.analytic import analytic
+from lightning_piper.search.blocks import Cut, blocks_of
+from lightning_piper.search.chain import copy_of
+from lightning_piper.search.measuring import measured
+from lightning_piper.search.report import Found, described
+from lightning_piper.search.searching import best_of
+from lightning_piper.search.space import Candidate
+from lightning_piper.search.workload import Workload
+from lightning_piper.search.writing import TENSOR, Params, Written, write
+from lightning_piper.simulate.durations import Number
+from lightning_piper.simulate.hardware import Hardware
+
+TRIED = 20  # candidates that are written and checked, at most, until one passes
+CALLS = 3  # steps of each size that are measured
+Check = Literal["static", "run", "off"]
+
+
+@dataclass(frozen=True)
+class Proposal:
+    """What a search proposes; `print` shows it.
+
+    Attributes:
+        found: the search's result: the table of the best candidates, and why each of them is not the one.
+        chosen: the candidate that is proposed: the best one, unless its program was refused.
+        written: its program.
+        workload: what the step costs.
+        refused: candidates that were better, and why their programs are refused.
+        checked: how the program was checked.
+    """
+
+    found: Found
+    chosen: Candidate
+    written: Written
+    workload: Workload
+    refused: tuple[tuple[Candidate, str], ...]
+    checked: Check
+
+    @property
+    def directives(self) -> tuple[Directive, ...]:
+        return self.written.directives
+
+    @property
+    def time(self) -> float:
+        """Seconds of a step, predicted."""
+        return float(self._row.estimate.time)
+
+    @property
+    def memory(self) -> float:
+        """Bytes of the fullest device, predicted."""
+        return float(max(self._row.estimate.memory))
+
+    @property
+    def _row(self) -> Any:
+        return next((row for row in self.found.table if row.candidate == self.chosen), self.found)
+
+    def annotate(self, module: nn.Module) -> None:
+        """Tag the module's stages, as the program needs them."""
+        self.written.annotate(module)
+
+    def save(self, path: str | Path) -> None:
+        """As JSON: `annotate`, for `annotate_modules`, and `directives`."""
+        Path(path).write_text(json.dumps(self.written.to_json(), indent=1) + "\n", encoding="utf-8")
+
+    def __str__(self) -> str:
+        lines = [str(self.found), ""]
+        lines += [f"refused: {described(candidate)}: {why}" for candidate, why in self.refused]
+        how = {"static": "checked statically", "run": "executed, and equal to one device", "off": "not checked"}[self.checked]
+        return "\n".join([*lines, f"the program of {described(self.chosen)}, {how}:", "", str(self.written)])
+
+
+def search(
+    module: nn.Module, batch: Any, devices: int, memory: str | Number | None = None, *, hardware: Hardware | str | None = None,
+    objective: str = "time", workload: Workload | None = None, check: Check = "static", all_devices: bool = False,
+    progress: Callable[[str], None] | None = None, **options: Any,
+) -> Proposal:  # fmt: skip
+    """Find the program of a module's training step that takes least time, of those that fit, and write it.
+
+    Stages are cut at any border between blocks, of any lengths; with them are chosen the schedule and its microbatches, replicas and
+    the level of ZeRO, members of a tensor axis, stages that recompute or offload. Candidates are excluded by bounds that are proved
+    (`bounds`), so nothing of the space is better than the result, or by so much as the result says.
+
+    Args:
+        module: a LightningModule, without annotations of its own; its parameters may be on the meta device where `hardware` is given.
+        batch: of one step: all samples that it has, on all devices.
+        devices: how many there are.
+        memory: of each device, bytes or text such as "24GiB"; that of the hardware when left out.
+        hardware: a Hardware, the name of one of the package's files, or the path of one: costs are calculated from its figures. Left
+            out, they are measured on this machine.
+        objective: "time", or "memory": the least for the fullest device.
+        workload: the step's costs, where they are known already, as from a recording.
+        check: of the winner: its program is checked as every program is ("static"), or also executed and compared with one device
+            ("run"); a program that is refused gives way to the next best.
+        all_devices: consider only programs that use every device.
+        progress: told what is done.
+        options: `schedules`, `levels`, `margin`, `gap` and `budget` of `best_of`.
+
+    Raises:
+        SearchError: an argument cannot be used, or nothing fits: says the least memory that would do.
+        CaptureError: the step cannot be captured.
+    """
+    if check not in ("static", "run", "off"):
+        raise SearchError(f"search: check={shown(check)}; give 'static', 'run' or 'off'")
+    say = progress or (lambda text: None)
+    say("tracing the step")
+    cut = blocks_of(module, batch)
+    on = Hardware.measure() if hardware is None else Hardware.read(hardware) if isinstance(hardware, str) else hardware
+    if workload is None:
+        say(f"{len(cut.names)} blocks; {'measuring' if hardware is None else 'calculating'} what they cost")
+        sizes = _sizes(cut.step.size)
+        workload = (
+            measured(module, batch, sizes, CALLS, cut=cut) if hardware is None else analytic(module, batch, on, sizes, cut=cut)
+        )
+
+    def told(evaluated: int, bound: float, best: float) -> None:
+        say(f"{evaluated} candidates estimated; at least {bound:.4g}, best so far {best:.4g}")
+
+    found = best_of(workload, on, devices, memory, objective, progress=told, all_devices=all_devices, **options)
+    refused: list[tuple[Candidate, str]] = []
+    for candidate in _in_turn(found):
+        say(f"checking {described(candidate)}")
+        try:
+            written = _written(candidate, cut)
+            _check(written, module, batch, check)
+        except PiperError as error:
+            refused.append((candidate, " ".join(str(error).split())[:300]))
+            continue
+        return Proposal(found, candidate, written, workload, tuple(refused), check)
+    raise SearchError(f"search: the programs of the {len(refused)} best candidates are refused; of the best one: {refused[0][1]}")
+
+
+def _sizes(samples: int) -> list[int]:
+    """Numbers of samples for which costs are found: microbatches are parts of the batch."""
+    return sorted({max(1, samples // parts) for parts in (1, 2, 4, 8)})
+
+
+def _in_turn(found: Found) -> list[Candidate]:
+    """Candidates that fit, the best first."""
+    fitting = [row.candidate for row in found.table if max(row.estimate.memory) <= found.space.memory]
+    return list(dict.fromkeys([found.best, *fitting]))[:TRIED]
+
+
+def _written(candidate: Candidate, cut: Cut) -> Written:
+    """
+    Raises:
+        SearchError: work outside of all modules would be in several stages.
+    """
+    stages = cut.stages(candidate.cuts)
+    unnamed = {stage for stage, (a, b) in enumerate(candidate.spans(len(cut.names))) for block in cut.untagged if a <= block < b}
+    if len(unnamed) > 1:
+        raise SearchError(f"stages {sorted(unnamed)} have work with parameters outside of all submodules, which no tag can divide")
+    return write(candidate, stages, _params(cut, candidate.layout.tensor), next(iter(unnamed), None))
+
+
+def _params(cut: Cut, degree: int) -> Params | None:
+    if degree == 1:
+        return None
+    parts: dict[str, Part] = find_params(cut.step.joint_graph, TENSOR, degree, {})
+    return {name: part.dim if part.blocks == 1 else (part.dim, part.blocks) for n, part in parts.items() for name in cut.all_named([n])}
+
+
+def _check(written: Written, module: nn.Module, batch: Any, check: Check) -> None:
+    """
+    Raises:
+        PiperError: the program is refused, or is not equivalent.
+    """
+    if check == "off":
+        return
+    annotated = copy_of(module)
+    written.annotate(annotated)
+    with torch.random.fork_rng(devices=[]):
+        if check == "run":
+            verify(annotated, batch, written.directives).require()
+        else:
+            compile(annotated, batch, written.directives)
+
