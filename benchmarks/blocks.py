@@ -3,7 +3,8 @@ whole step on one device, forward and backward, as torch runs it.
 
     python benchmarks/blocks.py
 
-Whole steps and measurements take turns; medians. Threads: one.
+Whole steps and measurements take turns; medians. One thread, and seconds of its own work alone: what else the machine does would
+stretch a whole step more than a short pass.
 """
 
 from __future__ import annotations
@@ -94,9 +95,9 @@ def whole(module: L.LightningModule, batch: Any) -> Callable[[], None]:
 
 
 def seconds(run: Callable[[], None]) -> float:
-    start = time.perf_counter()
+    start = time.process_time()
     run()
-    return time.perf_counter() - start
+    return time.process_time() - start
 
 
 def main() -> None:
@@ -112,8 +113,8 @@ def main() -> None:
         step()
         steps, sums = [], []
         for _ in range(args.rounds):
-            own = min(seconds(step) for _ in range(3))
-            found = measured(module, data, samples=[cut.step.size], cut=cut)
+            own = median(seconds(step) for _ in range(5))
+            found = measured(module, data, samples=[cut.step.size], cut=cut, clock=time.process_time)
             works = [block.work[cut.step.size, 1] for block in found.blocks]
             steps.append(own)
             sums.append(float(sum(w.forward + w.backward_input + w.backward_weights for w in works)))

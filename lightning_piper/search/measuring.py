@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import itertools
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from statistics import median
 from typing import Any
 
@@ -28,8 +28,9 @@ from lightning_piper.search.workload import Work, Workload
 
 
 def measured(
-    module: nn.Module, batch: Any, samples: Sequence[int] = (1, 2), calls: int = 5, states: float = 2.0, cut: Cut | None = None
-) -> Workload:
+    module: nn.Module, batch: Any, samples: Sequence[int] = (1, 2), calls: int = 5, states: float = 2.0, cut: Cut | None = None,
+    clock: Callable[[], float] = time.perf_counter,
+) -> Workload:  # fmt: skip
     """What a training step costs on this machine. The module is not changed.
 
     Args:
@@ -39,6 +40,7 @@ def measured(
         calls: runs of the step, after one that warms up; the median of each pass counts.
         states: bytes of the optimizer's state for one of parameters; 2 for Adam.
         cut: of the same module and batch, if there is one.
+        clock: in seconds. On a CPU that others use, too, with one thread: `time.process_time`, which counts what is computed here.
 
     Raises:
         CaptureError: the step cannot be captured, tensors have no data, or the batch has fewer samples.
@@ -53,13 +55,15 @@ def measured(
     for n in checked_samples(cut, samples):
         if n > cut.step.size:
             raise CaptureError(f"measured(samples={shown(samples)}): the batch has {cut.step.size} samples; ask for no more")
-        passes = seconds_of_passes(cut, leaves, n, calls)
+        passes = seconds_of_passes(cut, leaves, n, calls, clock)
         times = [total(seconds_of(passes.get(region, {})) for region in block) for block in cut.regions]
         works[n, 1] = [Work(*t, *b) for t, b in zip(times, cut.bytes(n), strict=True)]
     return workload(cut, works, states)
 
 
-def seconds_of_passes(cut: Cut, leaves: Sequence[torch.Tensor], samples: int, calls: int) -> dict[int, dict[str, float]]:
+def seconds_of_passes(
+    cut: Cut, leaves: Sequence[torch.Tensor], samples: int, calls: int, clock: Callable[[], float]
+) -> dict[int, dict[str, float]]:
     """Region -> seconds of each of its passes.
 
     Args:
@@ -76,10 +80,10 @@ def seconds_of_passes(cut: Cut, leaves: Sequence[torch.Tensor], samples: int, ca
 
     def run(key: PassKey, of_pass: Code, args: list[torch.Tensor]) -> tuple[torch.Tensor, ...]:
         _wait(device)
-        start = time.perf_counter()
+        start = clock()
         made = of_pass.run(args)
         _wait(device)
-        times.setdefault((texts[key[0]], key[1]), []).append(time.perf_counter() - start)
+        times.setdefault((texts[key[0]], key[1]), []).append(clock() - start)
         kinds = zip(code.interface_of(key).outputs, of_pass.outputs, strict=True)
         kept = [output.kind == Kind.GRAD for output, specs in kinds for _ in specs]
         grads.extend(itertools.compress(made, kept))
