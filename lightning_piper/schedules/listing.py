@@ -7,6 +7,8 @@ same times. What has been done is therefore a few counts for each stage.
 from __future__ import annotations
 
 import heapq
+import itertools
+from collections import deque
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
@@ -62,21 +64,26 @@ class World:
         self.clock: list[Number] = [0] * ranks
         self.taken: list[Number] = [0] * ranks
         self.kept = [0] * ranks
-        self._there: list[tuple[Number, ...]] = [()] * (2 * stages)  # by stage, forward and backward: messages received, not read
-        self._queues: dict[_Channel, tuple[tuple[Number, int, Number], ...]] = {}
-        self._free: dict[_Channel, Number] = {}
+        # By stage, forward and backward: messages that are there, and not read.
+        self._there: list[deque[Number]] = [deque() for _ in range(2 * stages)]
+        pairs = [pair for a, b in itertools.pairwise(chain.ranks) for pair in ((a, b), (b, a)) if a != b]
+        self._queues: dict[_Channel, deque[tuple[Number, int, Number]]] = {pair: deque() for pair in pairs}
+        self._free: dict[_Channel, Number] = dict.fromkeys(pairs, 0)
 
     def copy(self) -> World:
         other = World.__new__(World)
         other._chain = self._chain
         other.forward, other.backward, other.weights = self.forward[:], self.backward[:], self.weights[:]
-        other.clock, other.taken, other.kept, other._there = self.clock[:], self.taken[:], self.kept[:], self._there[:]
-        other._queues, other._free = self._queues.copy(), self._free.copy()
+        other.clock, other.taken, other.kept = self.clock[:], self.taken[:], self.kept[:]
+        other._there = [there.copy() for there in self._there]
+        other._queues = {channel: queue.copy() for channel, queue in self._queues.items()}
+        other._free = self._free.copy()
         return other
 
     def key(self) -> object:
         """Equal for worlds that can go on in the same ways, at the same times."""
-        return (*self.forward, *self.backward, *self.weights, *self.clock, *self.taken, *self._there, *self._queues.values())
+        travelling = (*map(tuple, self._there), *map(tuple, self._queues.values()), *self._free.values())
+        return (*self.forward, *self.backward, *self.weights, *self.clock, *self.taken, *travelling)
 
     def start(self, stage: int, kind: str) -> Number | None:
         """When the pass could begin; None if what it reads is not on its way."""
@@ -97,8 +104,10 @@ class World:
         if there := self._there[slot]:
             return max(clock, there[0])
         channel = (self._chain.ranks[slot // 2 + (1 if slot % 2 else -1)], rank)
-        free, taken = self._free.get(channel, 0), self.taken[rank]
-        for sent, other, transfer in self._queues.get(channel, ()):
+        if channel not in self._queues:
+            return None  # a stage of the same rank, which has not handed it on
+        free, taken = self._free[channel], self.taken[rank]
+        for sent, other, transfer in self._queues[channel]:
             free = max(sent, free, taken) + transfer
             if other == slot:
                 return max(clock, free)
@@ -108,8 +117,8 @@ class World:
         """Is there room for what the next F keeps, and can all microbatches still be finished with it?
 
         A microbatch gives nothing back before it has been through all stages of the rank, and no later one gives anything back
-        before it does. So for each that has yet to go on, what it and later ones keep, and will need for it, must fit. That is the
-        banker's algorithm (Dijkstra 1965), with one order in which all can finish.
+        before it does. So for the first that has yet to go on, what it and later ones keep, and what it still needs, must fit;
+        later ones need no more. That is the banker's algorithm (Dijkstra 1965), with one order in which all can finish.
         """
         chain = self._chain
         rank = chain.ranks[stage]
@@ -122,7 +131,8 @@ class World:
         if len(own) == 1:
             return True
         saved = [(chain.costs[s].saved, self.forward[s] + (s == stage)) for s in own]
-        return all(sum(n * max(1, f - mb) for n, f in saved) <= room for mb in range(saved[-1][1], saved[0][1]))
+        first = saved[-1][1]
+        return sum(n * max(1, f - first) for n, f in saved) <= room
 
     def run(self, stage: int, kind: str) -> int:
         """Do a pass that has a start. Returns the rank that gets a message, or its own."""
@@ -146,14 +156,12 @@ class World:
         neighbour = self._chain.ranks[slot // 2 + (1 if slot % 2 else -1)]
         if not self._there[slot]:
             channel = (neighbour, rank)
-            queue = list(self._queues[channel])
+            queue = self._queues[channel]
             while not self._there[slot]:
-                sent, other, transfer = queue.pop(0)
-                self._free[channel] = max(sent, self._free.get(channel, 0), self.taken[rank]) + transfer
-                self._there[other] += (self._free[channel],)
-            self._queues[channel] = tuple(queue)
-        time, *rest = self._there[slot]
-        self._there[slot] = tuple(rest)
+                sent, other, transfer = queue.popleft()
+                self._free[channel] = max(sent, self._free[channel], self.taken[rank]) + transfer
+                self._there[other].append(self._free[channel])
+        time = self._there[slot].popleft()
         if neighbour != rank:
             self.taken[rank] = max(self.taken[rank], time)
         self.clock[rank] = max(self.clock[rank], time)
@@ -164,10 +172,10 @@ class World:
             return rank
         slot, to = 2 * reader + (reader < stage), chain.ranks[reader]
         if to == rank:
-            self._there[slot] += (self.clock[rank],)
+            self._there[slot].append(self.clock[rank])
         else:
             message = (self.clock[rank], slot, chain.times.transfer[min(stage, reader)])
-            self._queues[rank, to] = (*self._queues.get((rank, to), ()), message)
+            self._queues[rank, to].append(message)
         return to
 
 
