@@ -18,6 +18,7 @@ import torch
 import torch.fx.traceback as fx_traceback
 from torch import nn
 from torch.nn.modules.module import register_module_forward_hook, register_module_forward_pre_hook
+from torch.utils.hooks import RemovableHandle
 
 from lightning_piper.errors import CaptureError
 from lightning_piper.limits import INDEX, integer, is_name, shown
@@ -133,7 +134,7 @@ class _ExitRegion:
             _leave(depths[-1])
 
 
-def annotate_modules(model: nn.Module, tag: str, groups: Sequence[Sequence[str]]) -> None:
+def annotate_modules(model: nn.Module, tag: str, groups: Sequence[Sequence[str]]) -> list[RemovableHandle]:
     """Tag modules by name, for models whose code cannot be edited.
 
     Args:
@@ -141,6 +142,9 @@ def annotate_modules(model: nn.Module, tag: str, groups: Sequence[Sequence[str]]
         tag: the tag's name.
         groups: `groups[i]` lists glob patterns (as `fnmatch` knows them: `layers.[0-1]`, `layers.*`); every module whose
             qualified name matches one of them runs under `tag=i`.
+
+    Returns:
+        Handles of the hooks: `handle.remove()` of each takes the tags away again.
 
     Raises:
         CaptureError: a pattern matches no module, or a module is matched by two groups.
@@ -171,11 +175,13 @@ def annotate_modules(model: nn.Module, tag: str, groups: Sequence[Sequence[str]]
                         f"annotate_modules({tag!r}): module {name!r} is matched by groups {chosen[name]} and {index}; "
                         "a module belongs to one group"
                     )
+    handles: list[RemovableHandle] = []
     for name, index in chosen.items():
         enter = _EnterRegion(tag, index, name)
         # First in, last out: the region also covers the module's other hooks.
-        names[name].register_forward_pre_hook(enter, prepend=True)
-        names[name].register_forward_hook(_ExitRegion(enter), always_call=True)
+        handles.append(names[name].register_forward_pre_hook(enter, prepend=True))
+        handles.append(names[name].register_forward_hook(_ExitRegion(enter), always_call=True))
+    return handles
 
 
 # A step that is not annotated

@@ -94,7 +94,7 @@ def zb_h2(stages: int, microbatches: int, devices: Devices | None = None, tag: s
     The paper has these gaps filled with the next step's work: its optimizer does not wait for all gradients, and is validated,
     and rolled back, later. Here the optimizer runs when all gradients are there, as on one device. So each step pays this bubble of
     `stages` - 1 passes, in the steady state, too, where the paper's has none.
-    With equal times a step is therefore as long as under `zero_bubble`; it is shorter where they differ.
+    With equal times a step is therefore as long as under `zero_bubble`; it is shorter for some of those that differ.
 
     Arguments and errors as for `gpipe`.
 

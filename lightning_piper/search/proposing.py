@@ -10,6 +10,7 @@ from typing import Any, Literal
 
 import torch
 from torch import nn
+from torch.utils.hooks import RemovableHandle
 
 from lightning_piper.capture.finding import find_params
 from lightning_piper.compiler import compile, verify
@@ -72,9 +73,9 @@ class Proposal:
     def _row(self) -> Any:
         return next((row for row in self.found.table if row.candidate == self.chosen), self.found)
 
-    def annotate(self, module: nn.Module) -> None:
-        """Tag the module's stages, as the program needs them."""
-        self.written.annotate(module)
+    def annotate(self, module: nn.Module) -> list[RemovableHandle]:
+        """Tag the module's stages, as the program needs them; `annotate_modules` says what it returns."""
+        return self.written.annotate(module)
 
     def save(self, path: str | Path) -> None:
         """As JSON: `annotate`, for `annotate_modules`, and `directives`."""

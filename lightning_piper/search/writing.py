@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from torch import nn
+from torch.utils.hooks import RemovableHandle
 
 from lightning_piper import schedules
 from lightning_piper.annotate import annotate_modules
@@ -33,10 +34,9 @@ class Written:
     directives: tuple[Directive, ...]
     replicas: int
 
-    def annotate(self, module: nn.Module) -> None:
-        """Tag the modules of the stages."""
-        if self.stages:
-            annotate_modules(module, TAG, self.stages)
+    def annotate(self, module: nn.Module) -> list[RemovableHandle]:
+        """Tag the modules of the stages; `annotate_modules` says what it returns."""
+        return annotate_modules(module, TAG, self.stages) if self.stages else []
 
     def to_json(self) -> dict[str, Any]:
         return {"version": 1, "annotate": {TAG: [list(stage) for stage in self.stages]}, "directives": to_json(self.directives)}

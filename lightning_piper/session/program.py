@@ -11,6 +11,7 @@ from torch import nn
 from lightning_piper.directives import Directive, Place, Replicate, parse
 from lightning_piper.errors import DirectiveError
 
+AUTO = "auto"  # in the place of directives: a search finds them, at the first batch of a fit
 VARIABLE = "PIPER_DIRECTIVES"
 ATTRIBUTE = "piper_directives"
 
@@ -21,13 +22,23 @@ def given_or_from_environment(directives: Any | None) -> list[Directive] | None:
     Raises:
         DirectiveError: they are malformed.
     """
-    if directives is not None:
+    if directives is not None and not (isinstance(directives, str) and directives == AUTO):
         return parse(directives)
     path = os.environ.get(VARIABLE)
-    return _parsed(path, f"environment variable {VARIABLE}") if path else None
+    return _parsed(path, f"environment variable {VARIABLE}") if path and path != AUTO else None
 
 
-def for_fit(given: list[Directive] | None, module: nn.Module, devices: int, say: Callable[[str], None]) -> list[Directive]:
+def is_searched(directives: Any | None, module: nn.Module) -> bool:
+    """Is a search to find the directives, because nobody else gives any?"""
+    if given_or_from_environment(directives) is not None:
+        return False
+    own = _own(module)
+    return AUTO in (directives, os.environ.get(VARIABLE)) if own is None else isinstance(own, str) and own == AUTO
+
+
+def for_fit(
+    given: list[Directive] | None, module: nn.Module, devices: int, say: Callable[[str], None], searched: bool = False
+) -> list[Directive]:
     """The directives of a fit: what `given_or_from_environment` found, else those that the module brings along, else data
     parallelism.
 
@@ -36,28 +47,34 @@ def for_fit(given: list[Directive] | None, module: nn.Module, devices: int, say:
     Args:
         devices: of which each is a replica, if nobody says anything.
         say: tells the user.
+        searched: others may take their place at the first batch.
 
     Raises:
         DirectiveError: they are malformed.
     """
     name = type(module).__name__
-    found = getattr(module, ATTRIBUTE, None)
     if given is not None:
-        if found is not None:
+        if getattr(module, ATTRIBUTE, None) is not None:
             first = f"those of the strategy, or of {VARIABLE}, come first"
             say(f"PiperStrategy: the {ATTRIBUTE} of {name} are not used; {first}")
         return given
-    if callable(found):
-        found = found()
-    if found is None:
+    found = _own(module)
+    if found is not None and found != AUTO:
+        return _parsed(found, f"{name}.{ATTRIBUTE}")
+    if not searched:
         say(
             f"PiperStrategy has no directives: data parallelism over {devices} device(s). Others come from "
-            f"PiperStrategy(directives=[...]), {name}.{ATTRIBUTE}, or a JSON file that {VARIABLE} names"
+            f"PiperStrategy(directives=[...]), {name}.{ATTRIBUTE}, a JSON file that {VARIABLE} names, or PiperStrategy({AUTO!r})"
         )
-        everywhere = list(range(devices))
-        replicas = [Replicate(filter={}, devices=everywhere)] if devices > 1 else []
-        return [Place(filter={}, devices=everywhere), *replicas]
-    return _parsed(found, f"{name}.{ATTRIBUTE}")
+    everywhere = list(range(devices))
+    replicas = [Replicate(filter={}, devices=everywhere)] if devices > 1 else []
+    return [Place(filter={}, devices=everywhere), *replicas]
+
+
+def _own(module: nn.Module) -> Any:
+    """What a module says of its directives."""
+    found = getattr(module, ATTRIBUTE, None)
+    return found() if callable(found) else found
 
 
 def _parsed(source: Any, where: str) -> list[Directive]:

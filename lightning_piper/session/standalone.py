@@ -78,6 +78,13 @@ class Standalone:
         """A fit takes over, and this is closed: distribute the module by the training step. Collective."""
         return self._distribute(Ownership(self.module, training, self.world))
 
+    def under(self, settings: Settings, world: World) -> Standalone:
+        """The same module under another program, of which nothing has run yet."""
+        self.evaluation.close()
+        return Standalone(
+            self.module, settings, self.known, self.seed, self._drawn, world, self._distributed, self._resume
+        )  # fmt: skip
+
     def give_back(self) -> None:
         """An evaluation before the first batch of a fit is over: every process that had the whole module has it again, in host
         memory, for hooks may look at it and change it. Collective."""

@@ -20,7 +20,7 @@ from lightning_piper.holdings.materialize import is_on_meta, load_state, materia
 from lightning_piper.holdings.ownership import Ownership
 from lightning_piper.holdings.parts import parts_of, put_together
 from lightning_piper.session.process_runtime import Settings
-from lightning_piper.session.program import for_fit
+from lightning_piper.session.program import for_fit, given_or_from_environment, is_searched
 from lightning_piper.session.standalone import Standalone
 from lightning_piper.session.uncaptured import NOT_CAPTURED, check_may_be
 from lightning_piper.session.verification import Verify
@@ -40,15 +40,16 @@ class EvaluatingStrategy(OverProcesses):
     Where all devices are in one process the module is whole, and evaluation is as with any strategy.
 
     Args:
-        program: the directives; None: those that the module brings along.
+        directives: as given to `PiperStrategy`.
         verify: how what is compiled is verified.
         capture: what becomes of a step that cannot be captured, as in `PiperStrategy`.
         options: of `OverProcesses`.
     """
 
-    def __init__(self, program: list[Directive] | None, verify: Verify, capture: str, **options: Any) -> None:
+    def __init__(self, directives: Any | None, verify: Verify, capture: str, **options: Any) -> None:
         super().__init__(**options)
-        self._program, self._verify, self._capture = program, verify, capture
+        self._directives, self._verify, self._capture = directives, verify, capture
+        self._program: list[Directive] | None = given_or_from_environment(directives)
         self._restored = Restored()
         self._eager_steps: set[str] = set()  # that run as they are
         self._whole = contextlib.ExitStack()  # entered while they do
@@ -61,7 +62,7 @@ class EvaluatingStrategy(OverProcesses):
     def _begin_run(self) -> None:
         """Whatever was before: the module is whole, or its values are known. Collective."""
         assert self.lightning_module is not None
-        self._failed, self.phase, self._eager_steps = False, Idle(self.phase.left), set()
+        self._failed, self.phase, self._eager_steps, self._join = False, Idle(self.phase.left), set(), None
         put_together(self.lightning_module, self._restored.known)
 
     def _setup_evaluation(self, trainer: pl.Trainer) -> None:
@@ -88,7 +89,8 @@ class EvaluatingStrategy(OverProcesses):
         self.accelerator.setup(trainer)
         check_precision(plugin)
         self.model = plugin.convert_module(module)
-        program = for_fit(self._program, module, 1 if self._local else self.world.size, rank_zero_info)
+        processes = 1 if self._local else self.world.size
+        program = for_fit(self._program, module, processes, rank_zero_info, is_searched(self._directives, module))
         found = {} if self._local else replicas_of(program)
         world = self._world_of(tuple(found.get(rank, 0) for rank in range(self.world.size)))
         # Lightning's own precisions have one context for all steps without a backward pass.
@@ -153,7 +155,7 @@ class EvaluatingStrategy(OverProcesses):
             try:
                 if self._capture == "never":
                     raise CaptureError("capture='never'")
-                return self.phase.evaluation.step(name, batch, batch_idx, dataloader_idx)
+                return self.phase.evaluation.step(name, self._joined(batch), batch_idx, dataloader_idx)
             except NOT_CAPTURED as error:
                 check_may_be(self.phase.standalone, name, error, self._capture)
                 self._eager_steps.add(name)

@@ -14,6 +14,7 @@ from lightning.pytorch.utilities.rank_zero import rank_zero_only
 
 from lightning_piper.errors import PiperError
 from lightning_piper.processes.failure import FailureWatch
+from lightning_piper.processes.joining import BatchJoin
 from lightning_piper.processes.launching import check_one_process, check_script
 from lightning_piper.processes.world import World, store_of_attempt
 from lightning_piper.strategy import _lightning
@@ -42,11 +43,12 @@ class OverProcesses(_lightning.Strategy):
         self._local, self._timeout, self._backend = local, timeout, backend
         self.phase: Phase = Idle()
         self._failed = False  # the run
+        self._join: BatchJoin | None = None  # where each process draws data of its own for a pipeline
         self._watch: FailureWatch | None = None
 
     def __getstate__(self) -> dict[str, Any]:
         phase = copied(self.phase, 1 if self._local else self.world_size)
-        return {**super().__getstate__(), "phase": phase, "_watch": None}
+        return {**super().__getstate__(), "phase": phase, "_watch": None, "_join": None}
 
     @property
     def is_distributed(self) -> bool:
@@ -54,11 +56,11 @@ class OverProcesses(_lightning.Strategy):
 
         Without replicas all processes are stages of one pipeline: they read the same data in the order that the user chose.
         """
-        return max(self.phase.replicas, default=0) > 0
+        return self._join is not None or max(self.phase.replicas, default=0) > 0
 
     @property
     def distributed_sampler_kwargs(self) -> dict[str, Any]:
-        return {"num_replicas": self.world.count, "rank": self.world.replica}
+        return {"num_replicas": self._drawing.count, "rank": self._drawing.replica}
 
     @property
     def root_device(self) -> torch.device:
@@ -68,6 +70,15 @@ class OverProcesses(_lightning.Strategy):
     @property
     def world(self) -> World:
         return self._world_of(self.phase.replicas)
+
+    @property
+    def _drawing(self) -> World:
+        """The processes, with what each draws data for."""
+        return self.world if self._join is None else self._world_of(tuple(range(self.world_size)))
+
+    def _joined(self, batch: Any) -> Any:
+        """The batch of all processes that work on one. Collective."""
+        return batch if self._join is None else self._join.joined(batch)
 
     def _world_of(self, replicas: tuple[int, ...]) -> World:
         return World(self.global_rank, 1 if self._local else self.world_size, self.root_device, self._timeout, replicas)
@@ -122,7 +133,7 @@ class OverProcesses(_lightning.Strategy):
 
     def process_dataloader(self, dataloader: object) -> object:
         assert self.lightning_module is not None
-        return agree_on_loader(dataloader, self.world, apart=self.lightning_module.trainer.state.fn == TrainerFn.PREDICTING)
+        return agree_on_loader(dataloader, self._drawing, apart=self.lightning_module.trainer.state.fn == TrainerFn.PREDICTING)
 
     # Collectives. What is reduced is reduced over replicas: the processes of one have the same.
 

@@ -1,0 +1,80 @@
+"""One batch from those of several processes: what the ranks of a pipeline work on, where each process draws data of its own."""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from lightning_piper.capture import flatten
+from lightning_piper.capture.batch import BatchSpec
+from lightning_piper.errors import PiperError
+from lightning_piper.processes.world import World
+
+
+class BatchJoin:
+    """Puts the batches of the processes of a replica together, in the order of their ranks. Collective, over all processes.
+
+    Args:
+        world: its `replicas` say which processes belong together.
+    """
+
+    def __init__(self, world: World) -> None:
+        self._world = world
+        members = [[rank for rank in range(world.size) if world.replicas[rank] == replica] for replica in range(world.count)]
+        self._groups = [world.group_of(ranks) for ranks in members]
+        self._ranks, self._group = members[world.replica], self._groups[world.replica]
+
+    def joined(self, batch: Any) -> Any:
+        """The batch of all of them.
+
+        Raises:
+            PiperError: they differ in more than their number, or nothing says where their samples are.
+        """
+        leaves, spec = flatten(batch)
+        self._check(spec)
+        made = [self._gathered(x) if x.ndim else x for x in leaves]
+        carried = self._world.gather(spec.contents(leaves), self._ranks) if spec.carried else []
+        places = {id(item): i for i, item in enumerate(spec.carried)}
+
+        def content(item: Any) -> Any:
+            found = [each[places[id(item)]] for each in carried]
+            return [x for each in found for x in each] if isinstance(found[0], list) else found[0]
+
+        return spec.rebuild(made, content)
+
+    def _gathered(self, x: torch.Tensor) -> torch.Tensor:
+        own = x.cpu() if x.device.type != "cpu" else x
+        parts = [torch.empty_like(own) for _ in self._ranks]
+        dist.all_gather(parts, own, group=self._group)
+        return torch.cat(parts).to(x.device)
+
+    def _check(self, spec: BatchSpec) -> None:
+        """All processes find the same."""
+        mark = int.from_bytes(hashlib.blake2b(repr(spec.key).encode(), digest_size=7).digest(), "big")
+        own = torch.tensor([mark, spec.undivided is not None])
+        found = [torch.empty_like(own) for _ in range(self._world.size)]
+        dist.all_gather(found, own, group=self._world.host_group)
+        if any(bool(each[1]) for each in found):
+            raise PiperError(
+                f"{_CHOSEN}, but the tensors of a batch share no first dimension along which they could be put together; {_ADVICE}"
+            )
+        if any(each[0] != found[0][0] for each in found):
+            shapes = self._world.gather(_shapes(spec))
+            first = next(rank for rank, each in enumerate(found) if each[0] != found[0][0])
+            raise PiperError(
+                f"{_CHOSEN}, but rank 0 has drawn a batch of {shapes[0]} and rank {first} one of {shapes[first]}; pad batches to one "
+                f"shape, or {_ADVICE}"
+            )
+
+
+_CHOSEN = "PiperStrategy('auto') has chosen a pipeline, whose ranks work on the batches of several processes as one"
+_ADVICE = "give PiperStrategy() for data parallelism"
+
+
+def _shapes(spec: BatchSpec) -> str:
+    shown: Sequence[str] = [f"{path or 'batch'} {tensor}" for path, tensor in zip(spec.paths, spec.specs, strict=True)]
+    return ", ".join(shown[:4])

@@ -1,0 +1,141 @@
+"""What `PiperStrategy("auto")` does at the first batch of a fit: rank 0 searches a program, and all processes take it over."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+import platform
+import resource
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+
+from lightning_piper.capture import flatten
+from lightning_piper.checkpoint.files import write_whole
+from lightning_piper.directives import Directive, parse
+from lightning_piper.errors import CaptureError, PiperError
+from lightning_piper.holdings.materialize import is_on_meta
+from lightning_piper.processes.joining import BatchJoin
+from lightning_piper.processes.world import World
+from lightning_piper.search.proposing import Proposal, search
+from lightning_piper.search.report import described, size
+from lightning_piper.search.writing import TAG, Written
+
+CACHE = "XDG_CACHE_HOME"  # names the folder in which the folder of this package is; ~/.cache if it is not set
+SPARED = 0.1  # share of a device's memory that the search leaves to what it does not know: the interpreter, kernels, other callbacks
+
+
+@dataclass(frozen=True)
+class Choice:
+    """What was chosen, and why in some lines."""
+
+    written: Written
+    lines: tuple[str, ...]
+
+
+def choose(module: nn.Module, batch: Any, world: World, alone: World) -> Choice | None:
+    """The program for a fit; None where data parallelism is all that there can be, because the step cannot be captured. Collective.
+
+    Args:
+        module: whole, in every process.
+        batch: this process's first one.
+        world: the processes, each of which draws data of its own.
+        alone: the same as one replica.
+
+    Raises:
+        SearchError: nothing fits: says the least memory that would do.
+    """
+    every = BatchJoin(alone).joined(batch)
+
+    def work() -> Choice | None:
+        path = _file(module, every, world)
+        found = _read(path)
+        if found is None:
+            try:
+                found = _told(search(module, every, world.size, _memory(world), all_devices=True))
+            except CaptureError:
+                return None  # whoever runs the step says why
+            _write(path, found)
+        return found
+
+    return world.on_rank_zero(work)
+
+
+def _told(proposal: Proposal) -> Choice:
+    chosen, found = proposal.chosen, proposal.found
+    others = [row for row in found.table if row.candidate != chosen]
+    lines = [
+        f"PiperStrategy chose {described(chosen)}",
+        f"  predicted: {proposal.time * 1e3:.4g} ms a step, {size(proposal.memory)} on the fullest device",
+        *(f"  and not {described(row.candidate)}: {row.estimate.time * 1e3:.4g} ms, {row.reason}" for row in others[:1]),
+        f"  of {found.size:,} programs, {found.evaluated:,} were estimated; the rest was excluded by bounds",
+        f"  it is checked, and kept in {_folder()}: PiperStrategy(directives=...) takes it from there",
+    ]
+    return Choice(proposal.written, tuple(lines))
+
+
+# Memory
+
+
+def _memory(world: World) -> int:
+    """Bytes that the search may use of each device: of a GPU its own, else a part of the host's memory that this process may use."""
+    if world.device.type == "cuda":
+        return int(torch.cuda.mem_get_info(world.device)[1] * (1 - SPARED))
+    local = int(os.environ.get("LOCAL_WORLD_SIZE", world.size))
+    found = [os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") // local]
+    for name in ("/sys/fs/cgroup/memory.max", "/sys/fs/cgroup/memory/memory.limit_in_bytes"):
+        text = Path(name).read_text().strip() if Path(name).is_file() else ""
+        found += [int(text) // local] if text.isdecimal() else []
+    limit, _ = resource.getrlimit(resource.RLIMIT_AS)
+    if limit != resource.RLIM_INFINITY:
+        # Address space that the interpreter and its libraries have taken already is no memory of the training's.
+        pages = int(Path("/proc/self/statm").read_text().split()[0]) if Path("/proc/self/statm").is_file() else 0
+        found.append(max(limit - pages * os.sysconf("SC_PAGE_SIZE"), 1))
+    return int(min(found) * (1 - SPARED))
+
+
+# The cache: by model and machine
+
+
+def _folder() -> Path:
+    return Path(os.environ.get(CACHE) or Path.home() / ".cache") / "lightning_piper" / "programs"
+
+
+def _file(module: nn.Module, batch: Any, world: World) -> Path:
+    """Named by all that the choice follows from: modules and their tensors, the batch, versions, devices and their memory."""
+    spec = flatten(batch)[1]
+    about = [
+        *(f"{name} {type(part).__qualname__}" for name, part in module.named_modules()),
+        *(f"{name} {tuple(x.shape)} {x.dtype} {x.requires_grad}" for name, x in module.named_parameters()),
+        repr(spec.key), torch.__version__, platform.node(), platform.processor(), str(os.cpu_count()),
+        torch.cuda.get_device_name(world.device) if world.device.type == "cuda" else "cpu",
+        str(world.size), str(torch.get_num_threads()), str(round(_memory(world), -8)),
+    ]  # fmt: skip
+    return _folder() / f"{hashlib.blake2b(chr(10).join(about).encode(), digest_size=16).hexdigest()}.json"
+
+
+def _read(path: Path) -> Choice | None:
+    """What was chosen before; None if there is nothing that can be used."""
+    try:
+        content = json.loads(path.read_text(encoding="utf-8"))
+        directives: tuple[Directive, ...] = tuple(parse(content["directives"]))
+        stages = tuple(tuple(map(str, stage)) for stage in content["annotate"][TAG])
+        return Choice(Written(stages, directives, int(content["replicas"])), tuple(map(str, content["lines"])))
+    except (OSError, ValueError, KeyError, TypeError, AttributeError, PiperError):
+        return None
+
+
+def _write(path: Path, choice: Choice) -> None:
+    content = choice.written.to_json() | {"replicas": choice.written.replicas, "lines": list(choice.lines)}
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        write_whole(path, json.dumps(content, indent=1).encode())
+    except OSError:
+        pass  # the next fit searches again
+
+
+__all__ = ["Choice", "choose", "is_on_meta"]
