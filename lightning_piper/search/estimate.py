@@ -2,8 +2,9 @@
 
 Each rank runs its passes one after the other. A message leaves when its pass is done, takes the time of its link while both sides
 go on computing, and waits for the one before it on its channel, and for the receiver to be ready for it (`plan.irecv`). Gradients
-of a stage are summed over the replicas when its last pass is done (level 2 and 3: after each run of its backward passes), one stage
-of a rank after the other. With levels 1 and 2 parameters are gathered at the beginning of the step. What is not as in the simulator:
+of a stage are summed over the replicas when its last pass is done (level 2 and 3: after each run of its backward passes), one
+stage of a rank after the other. With levels 1 and 2 parameters are gathered at the beginning of the step. What is
+not as in the simulator:
 
 - level 3: here a pass takes no less time than the gather of its parameters, which is on its way while the pass before runs, block
   by block; in the simulator gathers run as far ahead as their stream allows, and take place once for a rank of one region;
