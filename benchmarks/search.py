@@ -1,6 +1,6 @@
 """How long a search takes, and what it proves: models that are written down as data, on machines that are, too.
 
-    python benchmarks/search.py [seconds of the longest search, to leave out longer ones]
+python benchmarks/search.py [seconds of the longest search, to leave out longer ones]
 """
 
 from __future__ import annotations
@@ -12,13 +12,19 @@ from lightning_piper.search import Block, Work, Workload, search
 from lightning_piper.simulate import Link
 from lightning_piper.simulate.hardware import Hardware
 
-H100 = Hardware(
-    "H100-80GB", 80 * 2**30, {"bfloat16": 989e12}, 3.35e12, ((8, Link(5e-6, 400e9)), (65536, Link(1e-5, 50e9))), Link(1e-5, 50e9), 2**38, 0.5
-)  # fmt: skip
+LINKS = ((8, Link(5e-6, 400e9)), (65536, Link(1e-5, 50e9)))
+H100 = Hardware("H100-80GB", 80 * 2**30, {"bfloat16": 989e12}, 3.35e12, LINKS, Link(1e-5, 50e9), 2**38, 0.5)
 
 
 def transformer(
-    layers: int, width: int, hidden: int, share: int, vocabulary: int, length: int, samples: int, degrees: tuple[int, ...] = (1, 2, 4, 8)
+    layers: int,
+    width: int,
+    hidden: int,
+    share: int,
+    vocabulary: int,
+    length: int,
+    samples: int,
+    degrees: tuple[int, ...] = (1, 2, 4, 8),
 ) -> Workload:
     """A Llama-like model in bfloat16 with states in float32, as Megatron-LM counts its operations and, with attention that keeps no
     scores, its activations (Korthikanti et al. 2022).
@@ -36,7 +42,9 @@ def transformer(
 
     def work(params: int, kept: int, attends: bool, t: int) -> Work:
         seconds = (2 * params + (2 * length * width if attends else 0)) * length / rate / t
-        return Work(seconds, seconds, 2 * params * length / rate / t, kept // t, kept // t // 2, passed, 2 * passed if attends else passed)
+        return Work(
+            seconds, seconds, 2 * params * length / rate / t, kept // t, kept // t // 2, passed, 2 * passed if attends else passed
+        )
 
     kept = length * (16 * width + 6 * hidden)
     one = {(1, t): work(layer, kept, True, t) for t in degrees}
@@ -60,7 +68,7 @@ CASES = {
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--gap", type=float, default=0.0)
-    parser.add_argument("--budget", type=int, default=2000)
+    parser.add_argument("--budget", type=int, default=300)
     parser.add_argument("--case", choices=[*CASES], action="append")
     given = parser.parse_args()
     for name in given.case or CASES:

@@ -59,8 +59,8 @@ def bound_of(model: Model, candidate: Candidate) -> Number:
 
 
 class Cutting:
-    """All cuts of the blocks for a layout, a level of ZeRO, and some ways to keep less; a stage for which these differ counts with the
-    best way in which it fits.
+    """All cuts of the blocks for a layout, a level of ZeRO, and some ways to keep less; a stage for which these differ counts
+    with the best way in which it fits.
 
     Attributes:
         costs: of the layout.
@@ -151,8 +151,8 @@ class Cutting:
         return (static + saved) * self._margin, host
 
     def reach(self, limit: Number) -> list[int] | None:
-        """The first block from which the stages s, s + 1, ... can cover the rest, with the objective below the limit, for each s; None
-        if none can. Stages may be empty here, so that whatever begins later can cover the rest, too."""
+        """The first block from which the stages s, s + 1, ... can cover the rest, with the objective below the limit, for each s;
+        None if none can. Stages may be empty here, so that whatever begins later can cover the rest, too."""
         stages, blocks = self.layout.stages, self.costs.blocks
         low = [blocks] * (stages + 1)
         for s in range(stages - 1, -1, -1):
@@ -175,8 +175,8 @@ class Cutting:
         return self.layout.microbatches * work / self.layout.ranks
 
     def least(self, low: Number, high: Number) -> tuple[Number, Number]:
-        """Two limits, from `low` on: no cut can stay below the first one; below the second one some may. Both are `high` if none can
-        stay below that."""
+        """Two limits, from `low` on: no cut can stay below the first one; below the second one some may. Both are `high` if none
+        can stay below that."""
         if self.reach(high) is None:
             return high, high
         if high == INFINITE:

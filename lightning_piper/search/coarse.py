@@ -54,7 +54,7 @@ class Coarse:
         shape, m = SHAPES[layout.schedule], layout.microbatches
         samples = self._space.workload.samples // layout.replicas // m
         sums = self._sums(samples, layout.tensor, shape.split)
-        found = max(m * sums.work / layout.ranks, sums.path + (m - 1) * sums.longest)
+        found: Number = max(m * sums.work / layout.ranks, sums.path + (m - 1) * sums.longest)
         if not shape.split and layout.per_rank == 1:
             left = Fraction(m - 1, m) ** layout.ranks
             found = max(found, sums.work / (1 - left if isinstance(sums.work, Fraction | int) else float(1 - left)))

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Sequence
-from itertools import accumulate
+from itertools import accumulate, pairwise
 from typing import NamedTuple
 
 from lightning_piper.errors import SearchError
@@ -26,7 +26,7 @@ def message(link: Link, nbytes: Number, parts: int = 1) -> Number:
 
 
 def ring(link: Link, nbytes: Number, members: int) -> Number:
-    """A reduce-scatter or an all-gather of `nbytes` (Patarasuk and Yuan 2009): n - 1 messages of 1/n of them, one after the other."""
+    """A reduce-scatter or an all-gather of `nbytes` (Patarasuk and Yuan 2009): n - 1 messages of 1/n of them in turn."""
     return (members - 1) * message(link, nbytes, members) if members > 1 and nbytes else 0
 
 
@@ -61,14 +61,13 @@ def links_of(hardware: Hardware, layout: Layout) -> Links:
     folded = SHAPES[layout.schedule].folded
     places = [rank_of(stage, ranks, folded) for stage in range(layout.stages)]
     hops: dict[tuple[int, int], Link | None] = {
-        (a, b): None if a == b else farthest([(device(x, a), device(x, b)) for x in range(n)])
-        for a, b in set(zip(places, places[1:], strict=False))
+        (a, b): None if a == b else farthest([(device(x, a), device(x, b)) for x in range(n)]) for a, b in set(pairwise(places))
     }
     return Links(
         farthest([(device(x, r), device(x, r)) for x, r in everywhere]),
         farthest([(device(0, r), device(n - 1, r)) for r in range(ranks)]),
         farthest([(device(x, r), device(x + layout.routed - 1, r)) for x, r in everywhere if x % layout.routed == 0]),
-        tuple(hops[pair] for pair in zip(places, places[1:], strict=False)),
+        tuple(hops[pair] for pair in pairwise(places)),
         farthest([(device(x, 0), device(x, ranks - 1)) for x in range(n)]),
     )
 
@@ -144,8 +143,8 @@ class Costs:
         self.least_output = min(self.output)
 
     def passes(self, span: Span, zero: int, recomputed: bool, offloaded: bool) -> tuple[Number, Number, Number, Number]:
-        """Seconds of F, B, BI and BW, with what overlaps with them: a pass takes as long as the longest of its work, the transfer of
-        what it saves to the host or back, and (level 3) the gather of its parameters, block by block."""
+        """Seconds of F, B, BI and BW, with what overlaps with them: a pass takes as long as the longest of its work, the
+        transfer of what it saves to the host or back, and (level 3) the gather of its parameters, block by block."""
         i, j = span
         f, bi, bw = (column[j] - column[i] for column in (self.forward, self.inputs, self.weights))
         extra = f if recomputed else 0

@@ -1,12 +1,13 @@
 """A candidate's time and memory: its schedule's rows in virtual time, as `simulate` runs the plans of its program.
 
-Each rank runs its passes one after the other. A message leaves when its pass is done, takes the time of its link while both sides go
-on computing, and waits for the one before it on its channel, and for the receiver to be ready for it (`plan.irecv`). Gradients of a
-stage are summed over the replicas when its last pass is done (level 2 and 3: after each run of its backward passes), one stage of a
-rank after the other. With levels 1 and 2 parameters are gathered at the beginning of the step. What is not as in the simulator:
+Each rank runs its passes one after the other. A message leaves when its pass is done, takes the time of its link while both sides
+go on computing, and waits for the one before it on its channel, and for the receiver to be ready for it (`plan.irecv`). Gradients
+of a stage are summed over the replicas when its last pass is done (level 2 and 3: after each run of its backward passes), one
+stage of a rank after the other. With levels 1 and 2 parameters are gathered at the beginning of the step. What is
+not as in the simulator:
 
-- level 3: here a pass takes no less time than the gather of its parameters, which is on its way while the pass before runs, block by
-  block; in the simulator gathers run as far ahead as their stream allows, and take place once for a rank of one region;
+- level 3: here a pass takes no less time than the gather of its parameters, which is on its way while the pass before runs, block
+  by block; in the simulator gathers run as far ahead as their stream allows, and take place once for a rank of one region;
 - a tied parameter's gradients meet after the sums over replicas, and cross from the first rank to the last one;
 - every stage's gradients are one bucket; the sum of logged values is left out.
 """
@@ -20,7 +21,6 @@ from lightning_piper.search.costs import Costs, Model, Span, message
 from lightning_piper.search.rows import BW, B, F, Kept, Rows, rows_of
 from lightning_piper.search.space import Candidate
 from lightning_piper.simulate.durations import Number
-
 
 Way = int
 PLAIN, AGAIN, AWAY = range(3)  # what a stage keeps on the device: what its forward pass saves, its input, or nothing for long
@@ -83,8 +83,7 @@ def passes_of(costs: Costs, candidate: Candidate) -> list[tuple[Number, Number, 
     """Seconds of F, B, BI and BW of each stage."""
     spans = candidate.spans(costs.blocks)
     return [
-        costs.passes(span, candidate.zero, way == AGAIN, way == AWAY)
-        for span, way in zip(spans, ways_of(candidate), strict=True)
+        costs.passes(span, candidate.zero, way == AGAIN, way == AWAY) for span, way in zip(spans, ways_of(candidate), strict=True)
     ]
 
 
@@ -142,8 +141,8 @@ class _Run:
         self._end: list[Number | None] = [None] * n
         self._free: list[Number] = [0] * rows.channels
         self._waiting: list[int | None] = [None] * n
-        for row in rows.at_once:
-            for m in row:
+        for at_once in rows.at_once:
+            for m in at_once:
                 self._posted[m] = 0
         self._position = [0] * rows.ranks
         self._received: list[Number] = [0] * rows.ranks
@@ -164,7 +163,7 @@ class _Run:
 
     def advance(self, rank: int, ready: list[int]) -> None:
         """Run a rank until it waits for a message whose sender is not so far; ranks that can go on are made ready."""
-        steps, passes, messages = self._rows.steps[rank], self._passes, self._rows.messages
+        steps, passes = self._rows.steps[rank], self._passes
         time, received, position = self.time[rank], self._received[rank], self._position[rank]
         arriving, first = self._arriving[rank], self._first
         while position < len(steps):
@@ -194,11 +193,11 @@ class _Run:
             if kind in (B, BW):
                 self._left[stage] -= 1
                 if (complete and self._each) or not self._left[stage]:
-                    arriving = self._sum(rank, stage, made, messages)
+                    arriving = self._sum(rank, stage, made)
             position += 1
         self.time[rank], self._received[rank], self._position[rank], self._arriving[rank] = time, received, position, arriving
 
-    def _sum(self, rank: int, stage: int, made: Number, messages: object) -> Number:
+    def _sum(self, rank: int, stage: int, made: Number) -> Number:
         """A sum of gradients; returns when compute goes on after the next pass."""
         end = self._lane[rank] = max(made, self._lane[rank]) + self._sums[stage]
         self.done[stage] = end
@@ -209,7 +208,7 @@ class _Run:
         channel, border, _, _ = self._rows.messages[m]
         sent, posted = self._sent[m], self._posted[m]
         assert sent is not None and posted is not None
-        end = self._end[m] = self._free[channel] = max(sent, posted, self._free[channel]) + self._hops[border]
+        self._end[m] = self._free[channel] = max(sent, posted, self._free[channel]) + self._hops[border]
         self._waiting[m], waiting = None, self._waiting[m]
         if waiting is not None:
             ready.append(waiting)
@@ -232,7 +231,7 @@ def saved_bytes(
     costs: Costs, stages: Sequence[tuple[int, Span, Way]], states: Sequence[tuple[int, Kept]], least: bool = False
 ) -> tuple[Number, Number]:
     """The most that a rank with these stages keeps for its backward passes, on the device and on its host. What lies on the host is
-    on the device for two microbatches: one that leaves and one that comes. With `least`, inputs of stages are the smallest there are.
+    on the device for two microbatches: one that leaves and one that comes. With `least`, inputs are the smallest there are.
     """
     device: list[tuple[Number, Number, Number, bool]] = []  # saved for BI, for BW, while a backward pass runs, on the host
     for _, (i, j), way in stages:

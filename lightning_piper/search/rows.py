@@ -146,7 +146,9 @@ def _rows(actions: Sequence[Sequence[tuple[int, int, int]]], stages: int) -> Row
             if kind != BW and 0 <= to < stages and rank[to] != r:
                 number = made[int(kind != F), to, mb] = (len(messages), min(stage, to))
                 channel = queues.setdefault((r, rank[to]), [])
-                messages.append((list(queues).index((r, rank[to])) if not channel else messages[channel[0]][0], number[1], rank[to]))
+                messages.append(
+                    (list(queues).index((r, rank[to])) if not channel else messages[channel[0]][0], number[1], rank[to])
+                )
                 channel.append(number[0])
     at: list[int] = [0] * len(messages)
     for row in actions:

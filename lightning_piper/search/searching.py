@@ -2,12 +2,13 @@
 
     layout  ->  level of ZeRO  ->  what is recomputed and offloaded  ->  cuts below a limit, which rises
 
-A branch is left out when its bound is no better than the best candidate so far, or when no cut of it can fit; see `bounds`. What lies
-under a branch is made when its bound is the lowest one left, so what is left at any time is no better than that bound.
+A branch is left out when its bound is no better than the best candidate so far, or when no cut of it can fit; see `bounds`. What
+lies under a branch is made when its bound is the lowest one left, so what is left at any time is no better than that bound.
 """
 
 from __future__ import annotations
 
+import contextlib
 import heapq
 from bisect import bisect_left
 from collections import Counter
@@ -41,7 +42,7 @@ class _Exhausted(Exception):
 
 
 class _Choice(NamedTuple):
-    """Stages before `again` recompute, and those from there to `away` offload. Each of both is one of a range, both ends included."""
+    """Stages before `again` recompute, and those from there to `away` offload. Each is one of a range, both ends included."""
 
     layout: Layout
     zero: int
@@ -62,12 +63,15 @@ class _Choice(NamedTuple):
 
     def halves(self) -> list[_Choice]:
         """Two smaller ones; none if this is one."""
-        wide = max(("again", "away"), key=lambda name: getattr(self, name)[1] - getattr(self, name)[0])
-        low, high = getattr(self, wide)
-        if low == high:
-            return []
-        middle = (low + high) // 2
-        both = (self._replace(**{wide: (low, middle)}), self._replace(**{wide: (middle + 1, high)}))
+        (k, most), (o, far) = self.again, self.away
+        if most - k >= far - o:
+            if k == most:
+                return []
+            middle = (k + most) // 2
+            both = [self._replace(again=(k, middle)), self._replace(again=(middle + 1, most))]
+        else:
+            middle = (o + far) // 2
+            both = [self._replace(away=(o, middle)), self._replace(away=(middle + 1, far))]
         return [half for half in both if half.kinds]
 
     def candidate(self, cuts: tuple[int, ...], again: int | None = None) -> Candidate:
@@ -78,12 +82,18 @@ class _Choice(NamedTuple):
 
 @dataclass
 class _Cuts:
-    """Cuts of one choice whose bound is no less than that of this branch. `seen`: those that were tried before, `left`: how many
-    were not."""
+    """Cuts of one choice. Some have a bound below that of the branch, which may know more.
+
+    Attributes:
+        left: how many were not tried.
+        done: the limit below which all were.
+        seen: those that were.
+    """
 
     choice: _Choice
     cutting: Cutting
     left: int
+    done: Number = 0
     seen: set[tuple[int, ...]] = field(default_factory=set)
 
 
@@ -111,7 +121,7 @@ def search(
         schedules, levels: that are considered: names of builders, levels of ZeRO.
         margin: share of the estimated memory to keep free beside it.
         gap: how far from the best one what is found may be: 0.01 for one percent.
-        budget: branches that are looked at, and candidates whose time is estimated, at most; what is proved by then is in the result.
+        budget: branches that are looked at, and candidates whose time is estimated, at most; what is proved by then is told.
         progress: called with the number of candidates estimated, the lowest bound of what is left, and the best so far.
 
     Raises:
@@ -172,8 +182,8 @@ class _Search:
         return self._found()
 
     def _begin(self) -> None:
-        """First candidates, so that bounds have something to exclude: for each number of replicas and degree of the tensor axis, those
-        of the chain with the lowest bound; 1F1B, if that may be used, for it keeps least."""
+        """First candidates, so that bounds have something to exclude: for each number of replicas and degree of the tensor axis,
+        those of the chain with the lowest bound; 1F1B, if that may be used, for it keeps least."""
         schedule = "one_f_one_b" if "one_f_one_b" in self.space.schedules else self.space.schedules[0]
         lowest: dict[tuple[int, int], tuple[Number, int, Layout]] = {}
         for bound, _, number, branch in self._heap:
@@ -237,7 +247,8 @@ class _Search:
         self._push(low, branch)
         first = self._first(cutting, high) if low < high else None
         if first is not None and isinstance(branch, _Cuts):
-            self._try(branch, first)
+            with contextlib.suppress(_Exhausted):
+                self._try(branch, first)
         elif first is not None and choice.again[0] == 0:
             self._dive(choice, first)
 
@@ -250,7 +261,7 @@ class _Search:
             return None
 
     def _dive(self, choice: _Choice, cuts: tuple[int, ...]) -> None:
-        """A first good candidate: with these cuts, and as many stages recomputed as it takes to fit. It is met again in its branch."""
+        """A first good candidate: with these cuts, and as many stages recomputed as it takes to fit. Its branch meets it again."""
         found = bisect_left(range(choice.layout.stages + 1), True, key=lambda k: self._fits(choice.candidate(cuts, k)))
         if found > choice.layout.stages:
             return
@@ -281,7 +292,7 @@ class _Search:
         steps = iter(range(STEPS * self._budget))
         try:
             for value, cuts in branch.cutting.cuts(limit, lambda: self._spend(steps)):
-                if value >= bound:
+                if value >= branch.done:
                     self._try(branch, cuts)
                 if not known and self.value < INFINITE:
                     limit = bound
@@ -291,6 +302,7 @@ class _Search:
             self._leave("left", branch)
             return
         if limit < INFINITE:
+            branch.done = max(branch.done, limit if limit > bound else 0)
             self._push(limit, branch)
         else:
             self._leave("memory", branch)
@@ -315,8 +327,7 @@ class _Search:
             return
         self._left -= 1
         if self._left < 0:
-            self._push(bound, branch)
-            return
+            raise _Exhausted
         self._count(branch, cuts, None)
         self._improve(candidate)
 

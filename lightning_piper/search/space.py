@@ -17,7 +17,11 @@ from lightning_piper.search.workload import Workload
 from lightning_piper.simulate.durations import Number
 from lightning_piper.simulate.hardware import Hardware
 
-_UNITS = {"": 1, "B": 1, **{f"{letter}{i}B": (1024 if i else 1000) ** (n + 1) for n, letter in enumerate("KMGT") for i in ("", "i")}}
+_UNITS = {
+    "": 1,
+    "B": 1,
+    **{f"{letter}{i}B": (1024 if i else 1000) ** (n + 1) for n, letter in enumerate("KMGT") for i in ("", "i")},
+}
 _SIZE = re.compile(r"\s*(\d+(?:\.\d+)?)\s*([A-Za-z]*)\s*")
 
 

@@ -25,8 +25,8 @@ def link(rng: random.Random) -> Link:
 
 
 def problem(seed: int, blocks: int | None = None, most: int = 8) -> Space:
-    """Works in fractions; memory that may bind, or be too little; slow links; sometimes a tied parameter, tensors that can be divided,
-    and parameters that samples are routed to."""
+    """Works in fractions; memory that may bind, or be too little; slow links; sometimes a tied parameter, tensors that can be
+    divided, and parameters that samples are routed to."""
     rng = random.Random(seed)
     n, samples, divides = blocks or rng.choice([3, 3, 4, 4, 5, 6]), rng.choice([2, 3, 4]), rng.random() < 0.2
     most = most if n < 5 else 4

@@ -76,8 +76,8 @@ def case(name: str, per_rank: int, ranks: int, microbatches: int, replicas: int,
 @pytest.mark.parametrize("shaped", SHAPED, ids=str)
 @pytest.mark.parametrize(("replicas", "zero"), [(1, 0), (2, 0), (2, 1), (2, 2)])
 def test_time_is_that_of_the_simulator(shaped: tuple[str, int, int, int], replicas: int, zero: int) -> None:
-    """Exactly. With gradients shared and backward passes split, the first stage of a program has no BI, so that more of its sums are
-    joined than the estimate joins: there it may say more, 5.1% at most where it was measured."""
+    """Exactly. With gradients shared and backward passes split, the first stage of a program has no BI, so that more of its sums
+    are joined than the estimate joins: there it may say more, 5.1% at most where it was measured."""
     space, candidate, result = case(*shaped, replicas, zero)
     found = time_of(Model(space), candidate)
     assert isinstance(found, int | Fraction)
@@ -100,7 +100,10 @@ def test_a_slower_link_is_noticed() -> None:
     """The negative control: with a latency that the simulator does not have, times differ."""
     space, candidate, result = case("one_f_one_b", 1, 3, 6, 2, 0)
     (near, data), (far, hop) = space.hardware.links
-    for links in (((near, Link(data.latency + 1, data.bandwidth)), (far, hop)), ((near, data), (far, Link(hop.latency + 1, hop.bandwidth)))):
+    for links in (
+        ((near, Link(data.latency + 1, data.bandwidth)), (far, hop)),
+        ((near, data), (far, Link(hop.latency + 1, hop.bandwidth))),
+    ):
         hardware = Hardware("device", 1, {}, 1.0, links, Link(), 1)
         slower = Space(space.workload, hardware, space.devices, space.memory)
         assert time_of(Model(slower), candidate) > result.step_time
@@ -117,7 +120,7 @@ def test_what_is_saved_is_what_the_timeline_says(shaped: tuple[str, int, int, in
         without = {span.label[2:] for span in result.timeline if span.kind in ("B", "BI")}
         for span in (span for span in result.timeline if span.device == rank and span.kind in ("F", "B", "BI", "BW")):
             work = space.workload.blocks[int(span.label.split("PP=")[1].split(",")[0].rstrip("]"))].work[1, 1]
-            where = span.label[span.label.index("["):]
+            where = span.label[span.label.index("[") :]
             had = any(label.endswith(where) for label in without)
             if span.kind == "F":
                 changes.append((span.start, 1, work.saved))
@@ -139,13 +142,16 @@ def test_what_is_saved_is_what_the_timeline_says(shaped: tuple[str, int, int, in
 
 
 def test_memory_computed_by_hand() -> None:
-    """Two stages under GPipe, two microbatches, parameters of 100 and 60 bytes, states twice as large, two replicas that share states."""
+    """Two stages under GPipe, two microbatches, 100 and 60 bytes of parameters, states twice as large, two replicas at level 1."""
     blocks = tuple(Block(f"{k}", {(1, 1): Work(1, 1, 1, 7, 0, 5)}, {f"{k}": n}) for k, n in enumerate((100, 60)))
     hardware = Hardware("device", 1, {}, 1.0, ((4, Link()),), Link(0, 7), 100)
     space = Space(Workload(blocks, 4, 2), hardware, 4, 1000, margin=Fraction(1, 10))
     candidate = Candidate(Layout("gpipe", 1, 2, 2, 1, 1, 2, True), 1, 0, 0, (1,))
     memory, host = memory_of(Model(space), candidate)
-    assert memory == ((100 + 100 + 100 + 14 + 10) * Fraction(11, 10), (60 + 60 + 60 + 14 + 10) * Fraction(11, 10)) and host == (0, 0)
+    assert memory == ((100 + 100 + 100 + 14 + 10) * Fraction(11, 10), (60 + 60 + 60 + 14 + 10) * Fraction(11, 10)) and host == (
+        0,
+        0,
+    )
     recomputed, _ = memory_of(Model(space), candidate._replace(recomputed=2))
     assert recomputed == ((300 + 0 + 7 + 10) * Fraction(11, 10), (180 + 2 * 5 + 7 + 10) * Fraction(11, 10))
     shared, _ = memory_of(Model(space), candidate._replace(zero=3))
@@ -159,7 +165,10 @@ def test_a_tied_parameter_counts_once_on_a_rank_and_crosses_between_ranks() -> N
         blocks = tuple(Block(f"{k}", {(1, 1): Work(1, 1, 1, 0, 0, 0)}, {name: 64}) for k, name in enumerate(("a", tied)))
         return Space(Workload(blocks, 2, 0), Hardware("device", 1, {}, 1.0, ((2, Link(0, 16)),), Link(), 1), 2, 10**6)
 
-    one, two = Candidate(Layout("gpipe", 1, 1, 1, 1, 1, 2, True), 0, 0, 0, ()), Candidate(Layout("gpipe", 1, 2, 1, 1, 1, 2, True), 0, 0, 0, (1,))
+    one, two = (
+        Candidate(Layout("gpipe", 1, 1, 1, 1, 1, 2, True), 0, 0, 0, ()),
+        Candidate(Layout("gpipe", 1, 2, 1, 1, 1, 2, True), 0, 0, 0, (1,)),
+    )
     alone, tied = Model(space("b")), Model(space("a"))
     assert memory_of(alone, one)[0] == (256,) and memory_of(tied, one)[0] == (128,) == memory_of(tied, two)[0][:1]
     assert time_of(tied, one) == time_of(alone, one) and time_of(tied, two) == time_of(alone, two) + 4
