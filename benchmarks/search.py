@@ -8,7 +8,7 @@ from __future__ import annotations
 import argparse
 import time
 
-from lightning_piper.search import Block, Work, Workload, search
+from lightning_piper.search import Block, Work, Workload, best_of
 from lightning_piper.simulate import Link
 from lightning_piper.simulate.hardware import Hardware
 
@@ -74,7 +74,7 @@ def main() -> None:
     for name in given.case or CASES:
         make, devices, promised = CASES[name]
         start = time.perf_counter()
-        found = search(make(), H100, devices, gap=given.gap, budget=given.budget, margin=0.05)
+        found = best_of(make(), H100, devices, gap=given.gap, budget=given.budget, margin=0.05)
         print(f"{name}: {time.perf_counter() - start:.1f} s ({promised} are promised)\n{found}\n")
 
 

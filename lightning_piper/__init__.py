@@ -9,6 +9,7 @@ from lightning_piper.errors import CaptureError, DirectiveError, ExecutionError,
 from lightning_piper.grouped import grouped_linear
 from lightning_piper.profile import PiperProfiler, Schedule
 from lightning_piper.routing import combine, dispatch
+from lightning_piper.search import search
 from lightning_piper.strategy import PiperStrategy, grad_norm
 from lightning_piper.tensor_parallel import tensor_parallel
 
@@ -40,6 +41,7 @@ __all__ = [
     "mean",
     "register",
     "schedules",
+    "search",
     "tensor_parallel",
     "verify",
 ]

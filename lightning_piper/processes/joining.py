@@ -66,7 +66,7 @@ class BatchJoin:
             shapes = self._world.gather(_shapes(spec))
             first = next(rank for rank, each in enumerate(found) if each[0] != found[0][0])
             raise PiperError(
-                f"{_CHOSEN}, but rank 0 has drawn a batch of {shapes[0]} and rank {first} one of {shapes[first]}; pad batches to one "
+                f"{_CHOSEN}, but rank 0 has drawn a batch of {shapes[0]} and rank {first} one of {shapes[first]}; pad them to one "
                 f"shape, or {_ADVICE}"
             )
 

@@ -30,6 +30,9 @@ from lightning_piper.search.writing import TENSOR, Params, Written, write
 from lightning_piper.simulate.durations import Number
 from lightning_piper.simulate.hardware import Hardware
 
+# Of memory, as a share of what is needed: what an allocator keeps and cannot use. An assumption: torch's rounds what is more than
+# 1 MiB up to a multiple of 2 MiB, and cannot join what lies apart.
+FRAGMENTATION = 0.05
 TRIED = 20  # candidates that are written and checked, at most, until one passes
 CALLS = 3  # steps of each size that are measured
 Check = Literal["static", "run", "off"]
@@ -95,17 +98,18 @@ def search(
 ) -> Proposal:  # fmt: skip
     """Find the program of a module's training step that takes least time, of those that fit, and write it.
 
-    Stages are cut at any border between blocks, of any lengths; with them are chosen the schedule and its microbatches, replicas and
-    the level of ZeRO, members of a tensor axis, stages that recompute or offload. Candidates are excluded by bounds that are proved
-    (`bounds`), so nothing of the space is better than the result, or by so much as the result says.
+    Stages are cut at any border between blocks, of any lengths; with them are chosen the schedule and its microbatches, replicas
+    and the level of ZeRO, members of a tensor axis, stages that recompute or offload. Candidates are excluded by bounds that are
+    proved (`bounds`), so nothing of the space is better than the result, or by so much as the result says.
 
     Args:
-        module: a LightningModule, without annotations of its own; its parameters may be on the meta device where `hardware` is given.
+        module: a LightningModule, without annotations of its own; where `hardware` is given, its parameters may be on the meta
+            device.
         batch: of one step: all samples that it has, on all devices.
         devices: how many there are.
         memory: of each device, bytes or text such as "24GiB"; that of the hardware when left out.
-        hardware: a Hardware, the name of one of the package's files, or the path of one: costs are calculated from its figures. Left
-            out, they are measured on this machine.
+        hardware: a Hardware, the name of one of the package's files, or the path of one: costs are calculated from its figures.
+            Left out, they are measured on this machine.
         objective: "time", or "memory": the least for the fullest device.
         workload: the step's costs, where they are known already, as from a recording.
         check: of the winner: its program is checked as every program is ("static"), or also executed and compared with one device
@@ -134,6 +138,7 @@ def search(
     def told(evaluated: int, bound: float, best: float) -> None:
         say(f"{evaluated} candidates estimated; at least {bound:.4g}, best so far {best:.4g}")
 
+    options = {"margin": FRAGMENTATION, **options}
     found = best_of(workload, on, devices, memory, objective, progress=told, all_devices=all_devices, **options)
     refused: list[tuple[Candidate, str]] = []
     for candidate in _in_turn(found):
@@ -175,7 +180,9 @@ def _params(cut: Cut, degree: int) -> Params | None:
     if degree == 1:
         return None
     parts: dict[str, Part] = find_params(cut.step.joint_graph, TENSOR, degree, {})
-    return {name: part.dim if part.blocks == 1 else (part.dim, part.blocks) for n, part in parts.items() for name in cut.all_named([n])}
+    return {
+        name: part.dim if part.blocks == 1 else (part.dim, part.blocks) for n, part in parts.items() for name in cut.all_named([n])
+    }
 
 
 def _check(written: Written, module: nn.Module, batch: Any, check: Check) -> None:
@@ -192,4 +199,3 @@ def _check(written: Written, module: nn.Module, batch: Any, check: Check) -> Non
             verify(annotated, batch, written.directives).require()
         else:
             compile(annotated, batch, written.directives)
-

@@ -33,7 +33,10 @@ SHAPES = {
     "one_f_one_b": Shape((1,), False, False),
     "zero_bubble": Shape((1,), False, True),
     "interleaved_one_f_one_b": Shape((2, 3, 4, 5, 6, 7, 8), False, False),
+    "zb_h2": Shape((1,), False, True),
     "zbv": Shape((2,), True, True),
+    "v_half": Shape((2,), True, True),
+    "v_min": Shape((2,), True, True),
     "dualpipev": Shape((2,), True, True),
 }
 

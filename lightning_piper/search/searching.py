@@ -97,7 +97,7 @@ class _Cuts:
     seen: set[tuple[int, ...]] = field(default_factory=set)
 
 
-def search(
+def best_of(
     workload: Workload,
     hardware: Hardware,
     devices: int,
@@ -107,6 +107,7 @@ def search(
     schedules: tuple[str, ...] = tuple(SHAPES),
     levels: tuple[int, ...] = (0, 1, 2, 3),
     margin: Number = 0,
+    all_devices: bool = False,
     gap: Number = 0,
     budget: int = 5000,
     progress: Progress | None = None,
@@ -120,6 +121,7 @@ def search(
         objective: "time", or "memory": the largest of any device.
         schedules, levels: that are considered: names of builders, levels of ZeRO.
         margin: share of the estimated memory to keep free beside it.
+        all_devices: consider only programs that use every device.
         gap: how far from the best one what is found may be: 0.01 for one percent.
         budget: branches that are looked at, and candidates whose time is estimated, at most; what is proved by then is told.
         progress: called with the number of candidates estimated, the lowest bound of what is left, and the best so far.
@@ -128,7 +130,7 @@ def search(
         SearchError: an argument cannot be used; or nothing fits: says the least memory that would do.
     """
     limit = bytes_of(hardware.memory if memory is None and isinstance(hardware, Hardware) else memory or 0)
-    space = Space(workload, hardware, devices, limit, tuple(schedules), tuple(levels), margin)
+    space = Space(workload, hardware, devices, limit, tuple(schedules), tuple(levels), margin, all_devices)
     if objective not in OBJECTIVES:
         raise SearchError(f"search: objective={shown(objective)}; give one of {', '.join(OBJECTIVES)}")
     if not is_number(gap):
@@ -140,7 +142,7 @@ def search(
         return found
     if limit == INFINITE:
         raise SearchError(f"search: no schedule of {', '.join(schedules)} exists for this workload on {devices} devices")
-    everything = Space(workload, hardware, devices, INFINITE, tuple(schedules), tuple(levels), margin)
+    everything = Space(workload, hardware, devices, INFINITE, tuple(schedules), tuple(levels), margin, all_devices)
     least = _Search(everything, True, 0, budget, None).run()
     if least is None:
         raise SearchError(f"search: nothing fits in the {hardware.host_memory} bytes of the host, or no schedule exists")

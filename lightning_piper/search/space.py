@@ -82,7 +82,7 @@ class Candidate(NamedTuple):
 
 @dataclass(frozen=True)
 class Space:
-    """All candidates for a workload on some devices. Not every device need be used.
+    """All candidates for a workload on some devices. Not every device need be used, unless `all_devices` says so.
 
     Attributes:
         workload, hardware: what is divided, and among what.
@@ -91,6 +91,7 @@ class Space:
         schedules: names of schedules.
         levels: of ZeRO.
         margin: share of what the estimate says that is kept free beside it.
+        all_devices: only candidates that use every device.
 
     Raises:
         SearchError: there is nothing to divide or nothing to divide it among, or a name is not known.
@@ -103,6 +104,7 @@ class Space:
     schedules: tuple[str, ...] = tuple(SHAPES)
     levels: tuple[int, ...] = (0, 1, 2, 3)
     margin: Number = 0
+    all_devices: bool = False
 
     def __post_init__(self) -> None:
         if not isinstance(self.workload, Workload) or not self.workload.blocks:
@@ -134,7 +136,10 @@ class Space:
     def _layouts(self, tensor: int, replicas: int, microbatches: int) -> Iterator[Layout]:
         blocks = len(self.workload.blocks)
         degrees = _divisors(replicas) if any(block.routed for block in self.workload.blocks) else [1]
-        for ranks in range(1, min(blocks, self.devices // tensor // replicas) + 1):
+        most = min(blocks, self.devices // tensor // replicas)
+        for ranks in range(1, most + 1):
+            if self.all_devices and ranks * tensor * replicas != self.devices:
+                continue
             inside = (True, False) if ranks > 1 and replicas > 1 else (True,)
             for name in self.schedules:
                 for per_rank in SHAPES[name].per_rank:

@@ -16,7 +16,7 @@ from lightning_piper.directives.program import to_json
 from lightning_piper.search.space import Candidate
 
 TAG, MICROBATCH, TENSOR = "PP", "MB", "tp"
-LEVELS: tuple[Mapping[str, bool], ...] = ({}, {"shard_optimizer": True}, {"shard_grads": True}, {"shard_params": True})
+LEVELS: tuple[Mapping[str, Any], ...] = ({}, {"shard_optimizer": True}, {"shard_grads": True}, {"shard_params": True})
 Params = Mapping[str, int | Sequence[int]]
 
 

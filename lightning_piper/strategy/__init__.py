@@ -24,5 +24,6 @@ for registry in (StrategyRegistry, pytorch_lightning.strategies.StrategyRegistry
         registry.register(
             PiperStrategy.strategy_name,
             PiperStrategy,
-            description="A program of directives, checked against what one device computes",
+            description="A program of directives, checked against what one device computes; a search finds it, if nobody gives one",
+            directives="auto",
         )

@@ -53,11 +53,18 @@ class EvaluatingStrategy(OverProcesses):
         self._restored = Restored()
         self._eager_steps: set[str] = set()  # that run as they are
         self._whole = contextlib.ExitStack()  # entered while they do
+        self._chosen = contextlib.ExitStack()  # closed, it takes the tags away that a searched program needs
         self._averages: Averages | None = None
 
     def __getstate__(self) -> dict[str, Any]:
         restored = Restored(seed=self._restored.seed)
-        return {**super().__getstate__(), "_restored": restored, "_averages": None, "_whole": contextlib.ExitStack()}
+        return {
+            **super().__getstate__(),
+            "_restored": restored,
+            "_averages": None,
+            "_whole": contextlib.ExitStack(),
+            "_chosen": contextlib.ExitStack(),
+        }
 
     def _begin_run(self) -> None:
         """Whatever was before: the module is whole, or its values are known. Collective."""

@@ -9,7 +9,8 @@ Idle, Ended --setup--> Starting --first batch--> Fitting --teardown--> Ended
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Sequence
+import dataclasses
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
 from torch import nn
@@ -17,9 +18,13 @@ from torch.optim import Optimizer
 
 from lightning_piper.batch_norms import plain_batch_norms
 from lightning_piper.checkpoint.state import referenced
+from lightning_piper.directives import replicas_of
 from lightning_piper.errors import PiperError
 from lightning_piper.holdings.materialize import is_on_meta
 from lightning_piper.holdings.optimizer import Names, ShardedOptimizer, State, check_groups, names_in, whole_names_in
+from lightning_piper.processes.joining import BatchJoin
+from lightning_piper.processes.world import World
+from lightning_piper.search import Written
 from lightning_piper.session.eager_optimizer import EagerOptimizer, divided
 from lightning_piper.session.eager_replicas import EagerReplicas
 from lightning_piper.session.evaluation import Evaluation
@@ -110,6 +115,23 @@ class Starting:
     @property
     def evaluation(self) -> Evaluation | None:
         return None if self.standalone.settings.local or self.eager else self.standalone.evaluation
+
+    def take_over(
+        self, written: Written, world_of: Callable[[tuple[int, ...]], World], tags: contextlib.ExitStack
+    ) -> BatchJoin | None:  # fmt: skip
+        """Go on under a program that was searched. Returns what joins the batches of processes that work on one. Collective.
+
+        Args:
+            world_of: the processes, by the replicas that they are parts of.
+            tags: gets what takes the stages' tags away again.
+        """
+        before, found = self.standalone, replicas_of(written.directives)
+        for handle in written.annotate(before.module):
+            tags.callback(handle.remove)
+        world = world_of(tuple(found.get(rank, 0) for rank in range(before.world.size)))
+        settings = dataclasses.replace(before.settings, program=written.directives, replicas=world.count)
+        self.standalone = before.under(settings, world)
+        return BatchJoin(world) if world.count < world.size else None
 
     def load(self, state: State, optimizer: Optimizer, module: nn.Module) -> None:
         """Take over an optimizer's state from a checkpoint: at once if that can be, for hooks may look at it and change it.

@@ -17,6 +17,7 @@ from lightning.pytorch.accelerators import Accelerator
 from lightning.pytorch.core.optimizer import LightningOptimizer
 from lightning.pytorch.plugins.precision import Precision
 from lightning.pytorch.trainer.states import TrainerFn
+from lightning.pytorch.utilities.rank_zero import rank_zero_info
 from torch.optim import Optimizer
 
 from lightning_piper.checkpoint.sharded import save
@@ -28,7 +29,8 @@ from lightning_piper.holdings.optimizer import State, check_groups, names_in
 from lightning_piper.ir.regions import Logged
 from lightning_piper.limits import shown
 from lightning_piper.profile import Schedule, schedule_of
-from lightning_piper.session.program import given_or_from_environment
+from lightning_piper.session.choosing import choose
+from lightning_piper.session.program import is_searched
 from lightning_piper.session.standalone import Standalone
 from lightning_piper.session.uncaptured import NOT_CAPTURED, check_may_be
 from lightning_piper.session.verification import ACCEPTED, Verify
@@ -60,7 +62,8 @@ class PiperStrategy(EvaluatingStrategy):
     Args:
         directives: a list of directives or JSON objects, the path of a JSON file, or what a schedule builder returns. Left out:
             the file that the environment variable PIPER_DIRECTIVES names, else the module's `piper_directives`, else data
-            parallelism over all processes.
+            parallelism over all processes. "auto": the same, but what a search finds at the first batch in the place of data
+            parallelism; processes draw data as under it, whatever is chosen.
         verify: `static` checks every rewrite and plan without running it; `first_batch` also runs the finished program on one
             batch and compares with one device; `each` does so after every directive and prints the report; `off` checks nothing.
         transport: `process` has a process for each logical device; `local` runs all of them in this one, with `devices=1`.
@@ -115,10 +118,9 @@ class PiperStrategy(EvaluatingStrategy):
             )
         if not isinstance(timeout, timedelta) or timeout <= timedelta(0):
             raise PiperError(f"PiperStrategy(timeout={shown(timeout)}): give a positive datetime.timedelta")
-        program = given_or_from_environment(directives)
         schedule_of(profile)
         super().__init__(
-            program, verify, capture, local=transport == "local", timeout=timeout,
+            directives, verify, capture, local=transport == "local", timeout=timeout,
             backend=process_group_backend, accelerator=accelerator, parallel_devices=parallel_devices,
             cluster_environment=cluster_environment, checkpoint_io=checkpoint_io, precision_plugin=precision_plugin,
         )  # fmt: skip
@@ -159,7 +161,7 @@ class PiperStrategy(EvaluatingStrategy):
     def on_train_batch_start(self, batch: Any, batch_idx: int) -> None:
         """The first batch of a fit brings the shapes: now the step is captured, and the module distributed."""
         if isinstance(self.phase, Fitting):
-            self.phase.fit.arrive(batch)
+            self.phase.fit.arrive(self._joined(batch))
             return
         if isinstance(self.phase, Starting):
             self._first_batch(self.phase, batch)
@@ -173,7 +175,7 @@ class PiperStrategy(EvaluatingStrategy):
     def _first_batch(self, start: Starting, batch: Any) -> None:
         if not start.eager:
             try:
-                self._begin_fit(start, batch)
+                self._begin_fit(start, self._choose(start, batch))
                 return
             except NOT_CAPTURED as error:
                 check_may_be(start.standalone, "training_step", error, self._capture, self._accumulate)
@@ -183,6 +185,15 @@ class PiperStrategy(EvaluatingStrategy):
         if start.later is not None:
             self.load_optimizer_state_dict({"optimizer_states": [start.later]})
         _lightning.move_optimizers(self.optimizers, self.root_device)
+
+    def _choose(self, start: Starting, batch: Any) -> Any:
+        """Let a search find the program, if nobody gives one; returns the batch as the program works on it. Collective."""
+        assert self.lightning_module is not None
+        if self.world.size > 1 and is_searched(self._directives, self.lightning_module):
+            choice = choose(self.lightning_module, batch, self.world, self._world_of(()), rank_zero_info)
+            if choice is not None:
+                self._join = start.take_over(choice.written, self._world_of, self._chosen)
+        return self._joined(batch)
 
     def _begin_eager(self, before: Standalone, logs: Sequence[Logged]) -> None:
         """From now on the training step runs as it is; `logs` were captured before."""
@@ -261,6 +272,7 @@ class PiperStrategy(EvaluatingStrategy):
 
     def teardown(self) -> None:
         self._whole.close()  # after a failure
+        self._chosen.close()
         phase, self.phase = self.phase, over(self.phase)
         if not isinstance(phase, Idle | Ended):
             phase.close(self._failed)

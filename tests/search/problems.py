@@ -6,7 +6,7 @@ import random
 from fractions import Fraction
 from typing import Any
 
-from lightning_piper.search import Block, Found, Space, Work, Workload, search
+from lightning_piper.search import Block, Found, Space, Work, Workload, best_of
 from lightning_piper.search.costs import Model
 from lightning_piper.search.estimate import memory_of, time_of
 from lightning_piper.search.space import Candidate
@@ -59,7 +59,7 @@ def _work(rng: random.Random) -> Work:
 
 def found(space: Space, **more: Any) -> Found:
     """What a search of a space finds."""
-    return search(space.workload, space.hardware, space.devices, space.memory, schedules=space.schedules, levels=space.levels,
+    return best_of(space.workload, space.hardware, space.devices, space.memory, schedules=space.schedules, levels=space.levels,
                   margin=space.margin, **more)  # fmt: skip
 
 

@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 
 from lightning_piper.errors import SearchError
-from lightning_piper.search import Block, Candidate, Layout, Space, Work, Workload, bytes_of, search, searching
+from lightning_piper.search import Block, Candidate, Layout, Space, Work, Workload, best_of, bytes_of, searching
 from lightning_piper.search.bounds import INFINITE, Cutting, bound_of
 from lightning_piper.search.coarse import Coarse
 from lightning_piper.search.costs import Model
@@ -150,7 +150,7 @@ def test_a_gap_is_kept_and_saves_work() -> None:
 
 def test_a_table_says_why_others_lost() -> None:
     hardware = problem(0).hardware
-    result = search(chain(), hardware, 4, 200, schedules=CHAINS, levels=(0, 1))
+    result = best_of(chain(), hardware, 4, 200, schedules=CHAINS, levels=(0, 1))
     assert 1 < len(result.table) <= 20 and result.table[0].estimate.time <= result.table[-1].estimate.time
     reasons = [row.reason for row in result.table]
     assert reasons.count("") == 1 and any("over by" in why for why in reasons)
@@ -162,7 +162,7 @@ def test_a_table_says_why_others_lost() -> None:
 
 def test_progress_is_told_and_nothing_is_printed(capsys: pytest.CaptureFixture[str]) -> None:
     told: list[tuple[int, float, float]] = []
-    result = search(chain(), problem(0).hardware, 4, 10**6, schedules=CHAINS, levels=(0,), progress=lambda *now: told.append(now))
+    result = best_of(chain(), problem(0).hardware, 4, 10**6, schedules=CHAINS, levels=(0,), progress=lambda *now: told.append(now))
     assert told and [bound for _, bound, _ in told] == sorted(bound for _, bound, _ in told)
     assert told[-1][2] == float(result.estimate.time) and not capsys.readouterr().out
 
@@ -176,11 +176,11 @@ def test_the_space_counts_its_candidates() -> None:
 
 def test_more_memory_is_asked_for() -> None:
     with pytest.raises(SearchError, match=r"nothing fits in 20 bytes; the least that would do is (\S+) bytes") as raised:
-        search(chain(), problem(0).hardware, 2, 20, schedules=CHAINS)
+        best_of(chain(), problem(0).hardware, 2, 20, schedules=CHAINS)
     least = Fraction(str(raised.value).split("do is ")[1].split(" ")[0])
-    assert max(search(chain(), problem(0).hardware, 2, least, schedules=CHAINS).estimate.memory) == least
+    assert max(best_of(chain(), problem(0).hardware, 2, least, schedules=CHAINS).estimate.memory) == least
     with pytest.raises(SearchError):
-        search(chain(), problem(0).hardware, 2, least - 1, schedules=CHAINS)
+        best_of(chain(), problem(0).hardware, 2, least - 1, schedules=CHAINS)
 
 
 def test_axes_lie_on_the_links_of_their_distance() -> None:
@@ -231,10 +231,10 @@ def test_other_sizes_are_refused(value: Any) -> None:
 def test_arguments_are_looked_at(given: dict[str, Any], told: str) -> None:
     good: dict[str, Any] = {"workload": chain(), "hardware": problem(0).hardware, "devices": 2, "memory": 1000}
     with pytest.raises(SearchError, match=told):
-        search(**{**good, **given})
+        best_of(**{**good, **given})
 
 
 def test_everything_that_fits_nowhere_is_told() -> None:
     hardware = problem(0).hardware
     with pytest.raises(SearchError, match="no schedule"):
-        search(chain(), hardware, 1, 10**6, schedules=("zbv",))
+        best_of(chain(), hardware, 1, 10**6, schedules=("zbv",))

@@ -7,6 +7,7 @@ import json
 import os
 import platform
 import resource
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -15,10 +16,8 @@ import torch
 from torch import nn
 
 from lightning_piper.capture import flatten
-from lightning_piper.checkpoint.files import write_whole
 from lightning_piper.directives import Directive, parse
 from lightning_piper.errors import CaptureError, PiperError
-from lightning_piper.holdings.materialize import is_on_meta
 from lightning_piper.processes.joining import BatchJoin
 from lightning_piper.processes.world import World
 from lightning_piper.search.proposing import Proposal, search
@@ -26,7 +25,9 @@ from lightning_piper.search.report import described, size
 from lightning_piper.search.writing import TAG, Written
 
 CACHE = "XDG_CACHE_HOME"  # names the folder in which the folder of this package is; ~/.cache if it is not set
-SPARED = 0.1  # share of a device's memory that the search leaves to what it does not know: the interpreter, kernels, other callbacks
+SPARED = (
+    0.1  # share of a device's memory that the search leaves to what it does not know: the interpreter, kernels, other callbacks
+)
 
 
 @dataclass(frozen=True)
@@ -37,19 +38,24 @@ class Choice:
     lines: tuple[str, ...]
 
 
-def choose(module: nn.Module, batch: Any, world: World, alone: World) -> Choice | None:
-    """The program for a fit; None where data parallelism is all that there can be, because the step cannot be captured. Collective.
+def choose(module: nn.Module, batch: Any, world: World, alone: World, say: Callable[[str], None]) -> Choice | None:
+    """The program for a fit; None where there can be data parallelism alone: the step cannot be captured, or batches of several
+    processes are not one. Collective.
 
     Args:
         module: whole, in every process.
         batch: this process's first one.
         world: the processes, each of which draws data of its own.
         alone: the same as one replica.
+        say: tells the user what was chosen.
 
     Raises:
         SearchError: nothing fits: says the least memory that would do.
     """
-    every = BatchJoin(alone).joined(batch)
+    try:
+        every = BatchJoin(alone).joined(batch)
+    except PiperError:
+        return None
 
     def work() -> Choice | None:
         path = _file(module, every, world)
@@ -62,7 +68,10 @@ def choose(module: nn.Module, batch: Any, world: World, alone: World) -> Choice 
             _write(path, found)
         return found
 
-    return world.on_rank_zero(work)
+    choice = world.on_rank_zero(work)
+    if choice is not None:
+        say("\n".join(choice.lines))
+    return choice
 
 
 def _told(proposal: Proposal) -> Choice:
@@ -82,7 +91,7 @@ def _told(proposal: Proposal) -> Choice:
 
 
 def _memory(world: World) -> int:
-    """Bytes that the search may use of each device: of a GPU its own, else a part of the host's memory that this process may use."""
+    """Bytes that the search may use of each device: of a GPU its own, else what this process may use of the host."""
     if world.device.type == "cuda":
         return int(torch.cuda.mem_get_info(world.device)[1] * (1 - SPARED))
     local = int(os.environ.get("LOCAL_WORLD_SIZE", world.size))
@@ -133,9 +142,8 @@ def _write(path: Path, choice: Choice) -> None:
     content = choice.written.to_json() | {"replicas": choice.written.replicas, "lines": list(choice.lines)}
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
-        write_whole(path, json.dumps(content, indent=1).encode())
+        temporary = path.with_suffix(f".{os.getpid()}")
+        temporary.write_text(json.dumps(content, indent=1), encoding="utf-8")
+        temporary.replace(path)
     except OSError:
         pass  # the next fit searches again
-
-
-__all__ = ["Choice", "choose", "is_on_meta"]

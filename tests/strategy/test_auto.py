@@ -1,0 +1,120 @@
+"""Programs that a search finds at the first batch of a fit, in processes that draw data of their own."""
+
+from __future__ import annotations
+
+import json
+import os
+from pathlib import Path
+from typing import Any
+
+import lightning as L
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.utils.data import DataLoader, TensorDataset
+
+import lightning_piper as piper
+from lightning_piper.search.proposing import search
+from lightning_piper.session import choosing
+from lightning_piper.simulate import Link
+from lightning_piper.simulate.hardware import Hardware
+from tests.distributed.processes import launch_trainings
+from tests.strategy.fitting import QUIET
+from tests.tensors import far
+
+ROUNDING = 1e-14  # 6e-17 measured
+WIDTH, SAMPLES = 16, 24
+
+
+class Net(L.LightningModule):
+    """Says nothing of stages. Its loss is a mean over what counts, of which processes have different numbers."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first = nn.Linear(6, WIDTH)
+        self.layers = nn.ModuleList(nn.Linear(WIDTH, WIDTH) for _ in range(4))
+        self.last = nn.Linear(WIDTH, 3)
+        self.seen: list[float] = []
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.first(x)
+        for layer in self.layers:
+            x = x + layer(x).tanh()
+        return self.last(x)
+
+    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+        loss = F.cross_entropy(self(batch[0]), batch[1])
+        self.log("loss", loss, on_epoch=True, sync_dist=True)
+        return loss
+
+    def validation_step(self, batch: Any, batch_idx: int) -> None:
+        self.log("score", self(batch[0]).square().mean(), sync_dist=True)
+
+    def configure_optimizers(self) -> Any:
+        return torch.optim.AdamW(self.parameters(), lr=1e-2)
+
+
+def net() -> Net:
+    torch.manual_seed(0)
+    return Net().double()
+
+
+def data() -> TensorDataset:
+    draw = torch.Generator().manual_seed(1)
+    y = torch.randint(0, 3, (SAMPLES,), generator=draw)
+    y[::5] = -100
+    return TensorDataset(torch.randn(SAMPLES, 6, generator=draw, dtype=torch.float64), y)
+
+
+def fit(module: L.LightningModule, strategy: Any, rank: int | None = None, **options: Any) -> L.Trainer:
+    """`rank`: of two, which draws every other sample."""
+    about: dict[str, Any] = QUIET | {"max_epochs": 2, "num_sanity_val_steps": 1, "use_distributed_sampler": False} | options
+    processes = 1 if rank is None else 2
+    trainer = L.Trainer(accelerator="cpu", devices=processes, strategy=strategy, precision="64-true", **about)
+    own = TensorDataset(*(x if rank is None else x[rank::2] for x in data().tensors))
+    loaders = [DataLoader(own, batch_size=8 // processes) for _ in range(2)]
+    trainer.fit(module, *loaders)
+    return trainer
+
+
+# Sums over replicas are slow where links are; messages between stages are shorter.
+LINKS = {"pipeline": Link(1e-7, 1e6), "replicas": Link(0, 1e15)}
+
+
+def looking_at(kind: str) -> Any:
+    hardware = Hardware("some", 2**30, {"float64": 1e9}, 1e10, ((64, LINKS[kind]),), Link(), 2**30)
+
+    def found(*args: Any, **options: Any) -> Any:
+        return search(*args, **options, hardware=hardware)
+
+    return found
+
+
+def train(rank: int, kind: str, cache: str, strategy: str = "auto") -> dict[str, Any]:
+    os.environ[choosing.CACHE] = cache
+    choosing.search = looking_at(kind)  # type: ignore[attr-defined]
+    module = net()
+    trainer = fit(module, piper.PiperStrategy("auto") if strategy == "auto" else strategy, rank)
+    values = {name: float(x) for name, x in trainer.callback_metrics.items()}
+    (path,) = Path(cache).rglob("*.json")
+    return {"state": module.state_dict(), "values": values, "chosen": json.loads(path.read_text()), "hooks": hooks(module)}
+
+
+def hooks(module: nn.Module) -> int:
+    return sum(len(part._forward_hooks) + len(part._forward_pre_hooks) for part in module.modules())
+
+
+@pytest.mark.parametrize("kind", LINKS)
+def test_what_is_chosen_trains_as_one_device(kind, tmp_path):
+    """On the batches of both processes as one."""
+    outcomes = launch_trainings(2, train, tmp_path, kind, str(tmp_path), "piper" if kind == "replicas" else "auto")
+    one, fewer = net(), net()
+    values = {name: float(x) for name, x in fit(one, "auto").callback_metrics.items()}
+    fit(fewer, "auto", max_epochs=1)
+    for outcome in outcomes:
+        trained = net()
+        trained.load_state_dict(outcome["state"])
+        assert outcome["hooks"] == 0 and (outcome["chosen"]["replicas"] == 2) == (kind == "replicas")
+        assert far(trained, one) < ROUNDING < 1e-3 < far(trained, fewer)
+        assert outcome["values"]["score"] == pytest.approx(values["score"], rel=1e-12)
