@@ -265,6 +265,8 @@ class Ownership:
         """Give every process the whole module again, in the same parameters: optimizers may have been made of them. Collective."""
         self._module.__dict__.pop(PARTS, None)
         if not self.whole:
+            for held in self.owned_params.values():
+                held.grad = None  # room for what comes
             self._receive(range(self._world.size))
             for name, tensor in self._before.items():
                 found = self._get(name)

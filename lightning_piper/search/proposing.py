@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
@@ -12,19 +12,21 @@ import torch
 from torch import nn
 from torch.utils.hooks import RemovableHandle
 
+from lightning_piper.capture import flatten
 from lightning_piper.capture.finding import find_params
 from lightning_piper.compiler import compile, verify
 from lightning_piper.directives import Directive
 from lightning_piper.errors import PiperError, SearchError
 from lightning_piper.ir.values import Shard as Part
 from lightning_piper.limits import shown
+from lightning_piper.search.accounting import bytes_needed
 from lightning_piper.search.analytic import analytic
 from lightning_piper.search.blocks import Cut, blocks_of
 from lightning_piper.search.chain import copy_of
 from lightning_piper.search.measuring import measured
-from lightning_piper.search.report import Found, described
+from lightning_piper.search.report import Found, Row, described, size
 from lightning_piper.search.searching import best_of
-from lightning_piper.search.space import Candidate
+from lightning_piper.search.space import Candidate, bytes_of
 from lightning_piper.search.workload import Workload
 from lightning_piper.search.writing import TENSOR, Params, Written, write
 from lightning_piper.simulate.durations import Number
@@ -33,6 +35,7 @@ from lightning_piper.simulate.hardware import Hardware
 # Of memory, as a share of what is needed: what an allocator keeps and cannot use. An assumption: torch's rounds what is more than
 # 1 MiB up to a multiple of 2 MiB, and cannot join what lies apart.
 FRAGMENTATION = 0.05
+ROUNDS = 5  # searches, each within less memory than the one before, until the plan of what is found fits
 TRIED = 20  # candidates that are written and checked, at most, until one passes
 CALLS = 3  # steps of each size that are measured
 Check = Literal["static", "run", "off"]
@@ -47,6 +50,7 @@ class Proposal:
         chosen: the candidate that is proposed: the best one, unless its program was refused.
         written: its program.
         workload: what the step costs.
+        needed: bytes of the fullest device, as the program's plan says; 0 if it was not checked.
         refused: candidates that were better, and why their programs are refused.
         checked: how the program was checked.
     """
@@ -55,6 +59,7 @@ class Proposal:
     chosen: Candidate
     written: Written
     workload: Workload
+    needed: int
     refused: tuple[tuple[Candidate, str], ...]
     checked: Check
 
@@ -68,12 +73,12 @@ class Proposal:
         return float(self._row.estimate.time)
 
     @property
-    def memory(self) -> float:
+    def memory(self) -> int:
         """Bytes of the fullest device, predicted."""
-        return float(max(self._row.estimate.memory))
+        return self.needed or int(max(self._row.estimate.memory))
 
     @property
-    def _row(self) -> Any:
+    def _row(self) -> Row | Found:
         return next((row for row in self.found.table if row.candidate == self.chosen), self.found)
 
     def annotate(self, module: nn.Module) -> list[RemovableHandle]:
@@ -130,7 +135,7 @@ def search(
     on = Hardware.measure() if hardware is None else Hardware.read(hardware) if isinstance(hardware, str) else hardware
     if workload is None:
         say(f"{len(cut.names)} blocks; {'measuring' if hardware is None else 'calculating'} what they cost")
-        sizes = _sizes(cut.step.size)
+        sizes = sizes_of(batch)
         workload = (
             measured(module, batch, sizes, CALLS, cut=cut) if hardware is None else analytic(module, batch, on, sizes, cut=cut)
         )
@@ -139,29 +144,40 @@ def search(
         say(f"{evaluated} candidates estimated; at least {bound:.4g}, best so far {best:.4g}")
 
     options = {"margin": FRAGMENTATION, **options}
-    found = best_of(workload, on, devices, memory, objective, progress=told, all_devices=all_devices, **options)
+    limit = within = bytes_of(on.memory if memory is None else memory)
     refused: list[tuple[Candidate, str]] = []
-    for candidate in _in_turn(found):
-        say(f"checking {described(candidate)}")
-        try:
-            written = _written(candidate, cut)
-            _check(written, module, batch, check)
-        except PiperError as error:
-            refused.append((candidate, " ".join(str(error).split())[:300]))
-            continue
-        return Proposal(found, candidate, written, workload, tuple(refused), check)
+    for _ in range(ROUNDS):
+        found = best_of(workload, on, devices, within, objective, progress=told, all_devices=all_devices, **options)
+        needed: Number = 0
+        for candidate in _in_turn(found, refused):
+            say(f"checking {described(candidate)}")
+            try:
+                written = _written(candidate, cut)
+                needed = _checked(written, module, batch, check, workload.states) * (1 + options["margin"])
+            except PiperError as error:
+                refused.append((candidate, " ".join(str(error).split())[:300]))
+                continue
+            if needed <= limit:
+                return Proposal(found, candidate, written, workload, int(needed), tuple(refused), check)
+            refused.append((candidate, f"by its plan it needs {size(needed)} of a device, more than the estimate said"))
+            break
+        if not needed:
+            break
+        within = within * limit / needed
     raise SearchError(f"search: the programs of the {len(refused)} best candidates are refused; of the best one: {refused[0][1]}")
 
 
-def _sizes(samples: int) -> list[int]:
+def sizes_of(batch: Any) -> list[int]:
     """Numbers of samples for which costs are found: microbatches are parts of the batch."""
+    samples = flatten(batch)[1].size
     return sorted({max(1, samples // parts) for parts in (1, 2, 4, 8)})
 
 
-def _in_turn(found: Found) -> list[Candidate]:
-    """Candidates that fit, the best first."""
+def _in_turn(found: Found, refused: Sequence[tuple[Candidate, str]]) -> list[Candidate]:
+    """Candidates that fit, the best first, of those that were not refused."""
     fitting = [row.candidate for row in found.table if max(row.estimate.memory) <= found.space.memory]
-    return list(dict.fromkeys([found.best, *fitting]))[:TRIED]
+    before = {candidate for candidate, _ in refused}
+    return [candidate for candidate in dict.fromkeys([found.best, *fitting]) if candidate not in before][:TRIED]
 
 
 def _written(candidate: Candidate, cut: Cut) -> Written:
@@ -185,17 +201,18 @@ def _params(cut: Cut, degree: int) -> Params | None:
     }
 
 
-def _check(written: Written, module: nn.Module, batch: Any, check: Check) -> None:
-    """
+def _checked(written: Written, module: nn.Module, batch: Any, check: Check, states: float) -> int:
+    """Bytes that the program needs of its fullest device; 0 if nothing is checked.
+
     Raises:
         PiperError: the program is refused, or is not equivalent.
     """
     if check == "off":
-        return
+        return 0
     annotated = copy_of(module)
     written.annotate(annotated)
     with torch.random.fork_rng(devices=[]):
+        compiled = compile(annotated, batch, written.directives)
         if check == "run":
             verify(annotated, batch, written.directives).require()
-        else:
-            compile(annotated, batch, written.directives)
+    return max(bytes_needed(compiled, states).values())

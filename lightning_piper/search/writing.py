@@ -67,11 +67,9 @@ def write(
     """
     layout = candidate.layout
     groups = [_devices(candidate, rank) for rank in range(layout.ranks)]
-    filters: list[dict[str, Any]] = [{}]
     if layout.stages > 1:
         builder = getattr(schedules, layout.schedule)
         built: list[Directive] = builder(layout.stages, layout.microbatches, devices=groups, tag=TAG, dim_name=MICROBATCH)
-        filters = [{TAG: stage} for stage in range(layout.stages)]
     else:
         built = [Place(filter={}, devices=groups[0])]
         if layout.microbatches > 1:
@@ -88,10 +86,16 @@ def write(
     if layout.replicas > 1:
         more.append(Replicate(filter={}, devices=groups if len(groups) > 1 else groups[0], **LEVELS[candidate.zero]))
     again, away = candidate.recomputed, candidate.offloaded
-    more += [Recompute(filter=chosen) for chosen in filters[:again]]
-    more += [Offload(filter=chosen) for chosen in filters[again : again + away]]
+    if again:
+        more.append(Recompute(filter=_of_stages(candidate, 0, again)))
+    if away:
+        more.append(Offload(filter=_of_stages(candidate, again, again + away)))
     named = tuple(map(tuple, stages)) if layout.stages > 1 else ()
     return Written(named, (*placed, *more, *orders), layout.replicas)
+
+
+def _of_stages(candidate: Candidate, start: int, stop: int) -> dict[str, Any]:
+    return {} if candidate.layout.stages == 1 else {TAG: list(range(start, stop))}
 
 
 def _devices(candidate: Candidate, rank: int) -> list[int]:

@@ -2,17 +2,21 @@
 
 from __future__ import annotations
 
+import dataclasses
 import hashlib
 import json
 import os
 import platform
 import resource
+import time
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
+from statistics import median
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import nn
 
 from lightning_piper.capture import flatten
@@ -20,11 +24,15 @@ from lightning_piper.directives import Directive, parse
 from lightning_piper.errors import CaptureError, PiperError
 from lightning_piper.processes.joining import BatchJoin
 from lightning_piper.processes.world import World
-from lightning_piper.search.proposing import Proposal, search
+from lightning_piper.search.measuring import measured
+from lightning_piper.search.proposing import CALLS, Proposal, search, sizes_of
 from lightning_piper.search.report import described, size
 from lightning_piper.search.writing import TAG, Written
+from lightning_piper.simulate import Link
+from lightning_piper.simulate.hardware import Hardware
 
 CACHE = "XDG_CACHE_HOME"  # names the folder in which the folder of this package is; ~/.cache if it is not set
+MESSAGE, ROUNDS = 1 << 22, 5  # bytes, and how often they are sent to and fro, to measure a link
 SPARED = (
     0.1  # share of a device's memory that the search leaves to what it does not know: the interpreter, kernels, other callbacks
 )
@@ -57,12 +65,16 @@ def choose(module: nn.Module, batch: Any, world: World, alone: World, say: Calla
     except PiperError:
         return None
 
+    link, memory = _link(alone), _memory(module, world)  # now: what is measured takes some
+
     def work() -> Choice | None:
-        path = _file(module, every, world)
+        path = _file(module, every, world, memory)
         found = _read(path)
         if found is None:
             try:
-                found = _told(search(module, every, world.size, _memory(world), all_devices=True))
+                hardware = dataclasses.replace(Hardware.measure(), links=((world.size, link),))
+                costs = measured(module, every, sizes_of(every), CALLS)
+                found = _told(search(module, every, world.size, memory, hardware=hardware, workload=costs, all_devices=True))
             except CaptureError:
                 return None  # whoever runs the step says why
             _write(path, found)
@@ -87,10 +99,28 @@ def _told(proposal: Proposal) -> Choice:
     return Choice(proposal.written, tuple(lines))
 
 
-# Memory
+# What there is
 
 
-def _memory(world: World) -> int:
+def _link(world: World) -> Link:
+    """Between the first process and the last one, for tensors of the host: seconds of a message, and bytes a second. Collective."""
+    last, small, large = world.size - 1, torch.zeros(1), torch.zeros(MESSAGE // 4)
+    times: dict[int, list[float]] = {1: [], MESSAGE: []}
+    for _ in range(ROUNDS + 1):
+        for nbytes, x in ((1, small), (MESSAGE, large)):
+            start = time.perf_counter()
+            if world.rank == 0:
+                dist.send(x, last, group=world.host_group)
+                dist.recv(x, last, group=world.host_group)
+            elif world.rank == last:
+                dist.recv(x, 0, group=world.host_group)
+                dist.send(x, 0, group=world.host_group)
+            times[nbytes].append((time.perf_counter() - start) / 2)
+    latency, whole = (median(times[nbytes][1:]) for nbytes in (1, MESSAGE))
+    return Link(latency, MESSAGE / max(whole - latency, 1e-9))
+
+
+def _memory(module: nn.Module, world: World) -> int:
     """Bytes that the search may use of each device: of a GPU its own, else what this process may use of the host."""
     if world.device.type == "cuda":
         return int(torch.cuda.mem_get_info(world.device)[1] * (1 - SPARED))
@@ -101,9 +131,10 @@ def _memory(world: World) -> int:
         found += [int(text) // local] if text.isdecimal() else []
     limit, _ = resource.getrlimit(resource.RLIMIT_AS)
     if limit != resource.RLIM_INFINITY:
-        # Address space that the interpreter and its libraries have taken already is no memory of the training's.
+        # Address space that the interpreter and its libraries have taken already is not for training, but the module's is.
         pages = int(Path("/proc/self/statm").read_text().split()[0]) if Path("/proc/self/statm").is_file() else 0
-        found.append(max(limit - pages * os.sysconf("SC_PAGE_SIZE"), 1))
+        own = sum(x.nbytes for x in (*module.parameters(), *module.buffers()) if x.device.type == "cpu")
+        found.append(max(limit - pages * os.sysconf("SC_PAGE_SIZE") + own, 1))
     return int(min(found) * (1 - SPARED))
 
 
@@ -114,7 +145,7 @@ def _folder() -> Path:
     return Path(os.environ.get(CACHE) or Path.home() / ".cache") / "lightning_piper" / "programs"
 
 
-def _file(module: nn.Module, batch: Any, world: World) -> Path:
+def _file(module: nn.Module, batch: Any, world: World, memory: int) -> Path:
     """Named by all that the choice follows from: modules and their tensors, the batch, versions, devices and their memory."""
     spec = flatten(batch)[1]
     about = [
@@ -122,7 +153,7 @@ def _file(module: nn.Module, batch: Any, world: World) -> Path:
         *(f"{name} {tuple(x.shape)} {x.dtype} {x.requires_grad}" for name, x in module.named_parameters()),
         repr(spec.key), torch.__version__, platform.node(), platform.processor(), str(os.cpu_count()),
         torch.cuda.get_device_name(world.device) if world.device.type == "cuda" else "cpu",
-        str(world.size), str(torch.get_num_threads()), str(round(_memory(world), -8)),
+        str(world.size), str(torch.get_num_threads()), str(round(memory, -8)),
     ]  # fmt: skip
     return _folder() / f"{hashlib.blake2b(chr(10).join(about).encode(), digest_size=16).hexdigest()}.json"
 

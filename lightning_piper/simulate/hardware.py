@@ -68,12 +68,13 @@ class Hardware:
     @classmethod
     def measure(cls) -> Hardware:
         """This machine's CPU, as one device: products of two matrices in float32, float64 and bfloat16, copies of memory; and its
-        memory, as the system says it. Links are copies of memory, as messages between processes of one machine are."""
+        memory, as the system says it. Links are copies of memory, as messages between processes of one machine are. The host has
+        nothing that the device has not."""
         bandwidth = _copied()
         link = Link(1e-5, bandwidth / 2)  # into shared memory, and out of it
         memory = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
         flops = {str(dtype).removeprefix("torch."): _multiplied(dtype) for dtype in (torch.float32, torch.float64, torch.bfloat16)}
-        return cls("this machine's CPU", memory, flops, bandwidth, ((65536, link),), link, memory)
+        return cls("this machine's CPU", memory, flops, bandwidth, ((65536, link),), link, 0)
 
     def flops_of(self, dtype: torch.dtype) -> float:
         """Floating point operations a second on tensors of a data type.

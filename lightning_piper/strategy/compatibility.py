@@ -73,6 +73,19 @@ def resume(suspended: Suspended) -> None:
         setattr(owner, name, value)
 
 
+# Where Lightning's own hooks are defined, which do nothing, or what is usual.
+_HOOKS = {f"{package}.{name}" for package in ("lightning.pytorch", "pytorch_lightning")
+          for name in ("core.module", "core.hooks", "callbacks.callback")}  # fmt: skip
+
+
+def drops_gradients(module: pl.LightningModule) -> bool:
+    """Will gradients of the step before be dropped unseen, when the next backward pass begins? Not where a hook looks at them then,
+    or a module has its own way to."""
+    trainer: Any = module.trainer
+    hooks = [module.optimizer_zero_grad, *(x.on_before_zero_grad for x in (module, *trainer.callbacks))]
+    return module.automatic_optimization and all(hook.__module__ in _HOOKS for hook in hooks)
+
+
 def count_replicas(trainer: pl.Trainer, world: World) -> None:
     """Let monitors of the throughput multiply what a process sees by the number of replicas, not of processes. What they call a
     device is then a replica."""

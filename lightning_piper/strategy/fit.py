@@ -33,7 +33,7 @@ from lightning_piper.session.standalone import Standalone
 from lightning_piper.session.token_accumulation import TokenAccumulation
 from lightning_piper.session.verification import Verify, verify_by_execution
 from lightning_piper.strategy.checks import check_runs_once
-from lightning_piper.strategy.compatibility import count_replicas, resume, suspend
+from lightning_piper.strategy.compatibility import count_replicas, drops_gradients, resume, suspend
 from lightning_piper.strategy.precision import Clipping, LossScaling
 
 
@@ -101,6 +101,7 @@ class Fit:
         self._injection = GradientInjection(self.ownership.owned_params, world.device, absent(self.ownership, first))
         self._factor = self._injection.factor
         self._epoch = -1
+        self._drops = drops_gradients(module)
         self.optimizer = ShardedOptimizer(optimizer, names, self.ownership, first, world)
         if first.dag.hosted:
             HostStates(self.optimizer, first.dag.hosted, world.device)
@@ -154,6 +155,8 @@ class Fit:
         """
         check_runs_once(self._fresh, self.world.size)
         self._fresh = False
+        if self._drops and batch_idx % self._module.trainer.accumulate_grad_batches == 0:
+            self._optimizer.zero_grad()  # Lightning will, when the plan has made others: so both would be there
         self.optimizer.check_groups_stay()
         self.ownership.check_unwritten()
         self._identities.follow()

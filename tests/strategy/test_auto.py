@@ -15,6 +15,7 @@ from torch import Tensor, nn
 from torch.utils.data import DataLoader, TensorDataset
 
 import lightning_piper as piper
+from lightning_piper.search.analytic import analytic
 from lightning_piper.search.proposing import search
 from lightning_piper.session import choosing
 from lightning_piper.simulate import Link
@@ -78,15 +79,17 @@ def fit(module: L.LightningModule, strategy: Any, rank: int | None = None, **opt
     return trainer
 
 
-# Sums over replicas are slow where links are; messages between stages are shorter.
-LINKS = {"pipeline": Link(1e-7, 1e6), "replicas": Link(0, 1e15)}
+# Sums over replicas are slow where links are; messages between stages are shorter. Where links cost nothing, a tensor axis divides
+# the work on parameters, too, if it may.
+LINKS = {"pipeline": Link(1e-7, 1e6), "replicas": Link(0, 1e15), "tensors": Link(0, 1e15)}
 
 
 def looking_at(kind: str) -> Any:
     hardware = Hardware("some", 2**30, {"float64": 1e9}, 1e10, ((64, LINKS[kind]),), Link(), 2**30)
 
-    def found(*args: Any, **options: Any) -> Any:
-        return search(*args, **options, hardware=hardware)
+    def found(module: Any, batch: Any, *args: Any, **options: Any) -> Any:
+        workload = analytic(module, batch, hardware, (1, 2, 4, 8), tensor=(2,) if kind == "tensors" else ())
+        return search(module, batch, *args, **options, hardware=hardware, workload=workload)
 
     return found
 
@@ -115,6 +118,8 @@ def test_what_is_chosen_trains_as_one_device(kind, tmp_path):
     for outcome in outcomes:
         trained = net()
         trained.load_state_dict(outcome["state"])
-        assert outcome["hooks"] == 0 and (outcome["chosen"]["replicas"] == 2) == (kind == "replicas")
+        ops = {directive["op"] for directive in outcome["chosen"]["directives"]}
+        made = {"pipeline": outcome["chosen"]["annotate"]["PP"], "replicas": "replicate" in ops, "tensors": "shard" in ops}
+        assert outcome["hooks"] == 0 and [name for name, there in made.items() if there] == [kind]
         assert far(trained, one) < ROUNDING < 1e-3 < far(trained, fewer)
         assert outcome["values"]["score"] == pytest.approx(values["score"], rel=1e-12)
