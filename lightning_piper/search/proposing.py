@@ -170,7 +170,7 @@ def search(
 def sizes_of(batch: Any) -> list[int]:
     """Numbers of samples for which costs are found: microbatches are parts of the batch."""
     samples = flatten(batch)[1].size
-    return sorted({max(1, samples // parts) for parts in (1, 2, 4, 8)})
+    return sorted({max(1, samples // parts) for parts in (1, 2, 4, 8, 16)})
 
 
 def _in_turn(found: Found, refused: Sequence[tuple[Candidate, str]]) -> list[Candidate]:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
+from fractions import Fraction
 from typing import NamedTuple
 
 from lightning_piper.simulate.durations import Number
@@ -50,8 +51,8 @@ class Block:
     routed: Number = 0
 
     def at(self, samples: int, tensor: int = 1) -> Work | None:
-        """The work on `samples` samples; on a line through the two nearest numbers that are known, in proportion if one is. None
-        if nothing is known of so many members."""
+        """The work on `samples` samples; on a line through the two nearest numbers that are known, in proportion if one is, and no
+        less than in proportion below both: few samples are not faster than many. None if nothing is known of so many members."""
         if (samples, tensor) in self.work:
             return self.work[samples, tensor]
         known = sorted((n for n, members in self.work if members == tensor), key=lambda n: (abs(n - samples), n))[:2]
@@ -60,7 +61,8 @@ class Block:
         if len(known) == 1:
             return Work(*(x * samples / known[0] for x in self.work[known[0], tensor]))
         (low, a), (high, b) = sorted((n, self.work[n, tensor]) for n in known)
-        return Work(*(max(x + (y - x) * (samples - low) / (high - low), 0) for x, y in zip(a, b, strict=True)))
+        least = Fraction(min(samples, low), low) if samples < low else 0
+        return Work(*(max(x + (y - x) * (samples - low) / (high - low), x * least) for x, y in zip(a, b, strict=True)))
 
 
 @dataclass(frozen=True)

@@ -27,6 +27,7 @@ from lightning_piper.processes.world import World
 from lightning_piper.search.measuring import measured
 from lightning_piper.search.proposing import CALLS, Proposal, search, sizes_of
 from lightning_piper.search.report import described, size
+from lightning_piper.search.workload import Workload
 from lightning_piper.search.writing import TAG, Written
 from lightning_piper.simulate import Link
 from lightning_piper.simulate.hardware import Hardware
@@ -65,25 +66,39 @@ def choose(module: nn.Module, batch: Any, world: World, alone: World, say: Calla
     except PiperError:
         return None
 
-    link, memory = _link(alone), _memory(module, world)  # now: what is measured takes some
-
-    def work() -> Choice | None:
-        path = _file(module, every, world, memory)
-        found = _read(path)
-        if found is None:
-            try:
-                hardware = dataclasses.replace(Hardware.measure(), links=((world.size, link),))
-                costs = measured(module, every, sizes_of(every), CALLS)
-                found = _told(search(module, every, world.size, memory, hardware=hardware, workload=costs, all_devices=True))
-            except CaptureError:
-                return None  # whoever runs the step says why
+    memory = _memory(module, world)
+    path = _file(module, every, world, memory)
+    found = world.on_rank_zero(lambda: _read(path))
+    if found is None:
+        try:
+            costs = measured_together(module, every, alone)
+        except CaptureError:
+            return None  # whoever runs the step says why; it is alike in all processes
+        found = world.on_rank_zero(lambda: _searched(module, every, world.size, memory, *costs))
+        assert found is not None
+        if world.is_rank_zero:
             _write(path, found)
-        return found
+    say("\n".join(found.lines))
+    return found
 
-    choice = world.on_rank_zero(work)
-    if choice is not None:
-        say("\n".join(choice.lines))
-    return choice
+
+def measured_together(module: nn.Module, batch: Any, world: World) -> tuple[Workload, Link]:
+    """What a step's blocks cost, and a message, while all processes are at work, as they are in training: cores share caches,
+    memory and clocks. Of the slowest process. Collective.
+
+    Args:
+        world: as one replica.
+    """
+    link = _link(world)
+    world.gather(None)  # begin together
+    workload = measured(module, batch, sizes_of(batch), CALLS)
+    found = world.gather(workload)
+    return max(found, key=lambda each: sum(sum(work[:3]) for block in each.blocks for work in block.work.values())), link
+
+
+def _searched(module: nn.Module, batch: Any, devices: int, memory: int, workload: Workload, link: Link) -> Choice:
+    hardware = dataclasses.replace(Hardware.measure(), links=((devices, link),))
+    return _told(search(module, batch, devices, memory, hardware=hardware, workload=workload, all_devices=True))
 
 
 def _told(proposal: Proposal) -> Choice:
@@ -103,21 +118,22 @@ def _told(proposal: Proposal) -> Choice:
 
 
 def _link(world: World) -> Link:
-    """Between the first process and the last one, for tensors of the host: seconds of a message, and bytes a second. Collective."""
-    last, small, large = world.size - 1, torch.zeros(1), torch.zeros(MESSAGE // 4)
-    times: dict[int, list[float]] = {1: [], MESSAGE: []}
+    """Between the first process and the last one, for tensors of the host, while messages go both ways: seconds of a message, and
+    bytes a second. Collective."""
+    other = {0: world.size - 1, world.size - 1: 0}.get(world.rank)
+    times: dict[int, list[float]] = {1: [], MESSAGE // 4: []}
     for _ in range(ROUNDS + 1):
-        for nbytes, x in ((1, small), (MESSAGE, large)):
+        for count in times:
+            own, theirs = torch.zeros(count), torch.empty(count)
             start = time.perf_counter()
-            if world.rank == 0:
-                dist.send(x, last, group=world.host_group)
-                dist.recv(x, last, group=world.host_group)
-            elif world.rank == last:
-                dist.recv(x, 0, group=world.host_group)
-                dist.send(x, 0, group=world.host_group)
-            times[nbytes].append((time.perf_counter() - start) / 2)
-    latency, whole = (median(times[nbytes][1:]) for nbytes in (1, MESSAGE))
-    return Link(latency, MESSAGE / max(whole - latency, 1e-9))
+            if other is not None:
+                sent = dist.isend(own, other, group=world.host_group)
+                dist.recv(theirs, other, group=world.host_group)
+                assert sent is not None
+                sent.wait()
+            times[count].append(time.perf_counter() - start)
+    latency, whole = (median(found[1:]) for found in times.values())
+    return world.broadcast(Link(latency, MESSAGE / max(whole - latency, 1e-9)))
 
 
 def _memory(module: nn.Module, world: World) -> int:
