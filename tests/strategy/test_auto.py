@@ -89,7 +89,7 @@ def looking_at(kind: str) -> Any:
 
     def found(module: Any, batch: Any, *args: Any, **options: Any) -> Any:
         workload = analytic(module, batch, hardware, (1, 2, 4, 8), tensor=(2,) if kind == "tensors" else ())
-        return search(module, batch, *args, **options, hardware=hardware, workload=workload)
+        return search(module, batch, *args, **(options | {"hardware": hardware, "workload": workload}))
 
     return found
 
