@@ -132,8 +132,9 @@ def _link(world: World) -> Link:
                 assert sent is not None
                 sent.wait()
             times[count].append(time.perf_counter() - start)
-    latency, whole = (median(found[1:]) for found in times.values())
-    return world.broadcast(Link(latency, MESSAGE / max(whole - latency, 1e-9)))
+    small, large = (found[1:] for found in times.values())
+    latency, whole = min(small), median(large)
+    return world.broadcast(Link(latency, MESSAGE / max(whole - latency, whole / 2)))
 
 
 def _memory(module: nn.Module, world: World) -> int:
