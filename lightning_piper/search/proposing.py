@@ -130,7 +130,7 @@ def search(
     on = Hardware.measure() if hardware is None else Hardware.read(hardware) if isinstance(hardware, str) else hardware
     if workload is None:
         say(f"{len(cut.names)} blocks; {'measuring' if hardware is None else 'calculating'} what they cost")
-        sizes = _sizes(cut.step.size)
+        sizes = sizes_of(cut.step.size)
         workload = (
             measured(module, batch, sizes, CALLS, cut=cut) if hardware is None else analytic(module, batch, on, sizes, cut=cut)
         )
@@ -153,7 +153,7 @@ def search(
     raise SearchError(f"search: the programs of the {len(refused)} best candidates are refused; of the best one: {refused[0][1]}")
 
 
-def _sizes(samples: int) -> list[int]:
+def sizes_of(samples: int) -> list[int]:
     """Numbers of samples for which costs are found: microbatches are parts of the batch."""
     return sorted({max(1, samples // parts) for parts in (1, 2, 4, 8)})
 

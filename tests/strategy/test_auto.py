@@ -115,6 +115,6 @@ def test_what_is_chosen_trains_as_one_device(kind, tmp_path):
     for outcome in outcomes:
         trained = net()
         trained.load_state_dict(outcome["state"])
-        assert outcome["hooks"] == 0 and (outcome["chosen"]["replicas"] == 2) == (kind == "replicas")
+        assert outcome["hooks"] == 0 and (outcome["chosen"]["about"]["replicas"] == 2) == (kind == "replicas")
         assert far(trained, one) < ROUNDING < 1e-3 < far(trained, fewer)
         assert outcome["values"]["score"] == pytest.approx(values["score"], rel=1e-12)
