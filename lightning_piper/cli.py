@@ -1,4 +1,4 @@
-"""`lightning-piper check | plan | viz | simulate | explain`: a program on a module, without processes and without training.
+"""`lightning-piper check | plan | viz | simulate | explain | search`: programs on a module, without processes and training.
 
 Exit status: 0; 1 when a check fails, with the error's text on stderr; 2 when the command line is wrong.
 """
@@ -6,9 +6,6 @@ Exit status: 0; 1 when a check fails, with the error's text on stderr; 2 when th
 from __future__ import annotations
 
 import argparse
-import importlib
-import importlib.util
-import inspect
 import json
 import shutil
 import sys
@@ -19,23 +16,20 @@ from typing import Any
 from torch import nn
 
 from lightning_piper.capture import capture
+from lightning_piper.cli_search import add_machine, add_search, run_compare, run_search
 from lightning_piper.compiler import Compiled, compile
 from lightning_piper.directives import Directive, parse
+from lightning_piper.directives.program import annotate_as, annotations_of
 from lightning_piper.errors import PiperError
 from lightning_piper.passes import run_pipeline
 from lightning_piper.plan import check_plans, compile_plans
 from lightning_piper.profile.explain import when_it_ran
 from lightning_piper.simulate import DEFAULT, Link, Network, Number, Simulation, read_durations, simulate
+from lightning_piper.targets import TARGET, UsageError, made, module_of, program_of
 from lightning_piper.verify import verify_step
 from lightning_piper.verify.hook import check_pass
 from lightning_piper.verify.passes import Passes
 from lightning_piper.viz import dot_graph, svg_chart, text_chart
-
-_TARGET = "package.module:name or path/to/file.py:name"
-
-
-class _UsageError(Exception):
-    """The command line names something that is not there."""
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -47,24 +41,29 @@ def main(argv: Sequence[str] | None = None) -> int:
     Raises:
         SystemExit: the command line is wrong (status 2), or help was asked for.
     """
-    parser = _parser()
-    args = parser.parse_args(argv)
+    given = sys.argv[1:] if argv is None else list(argv)
+    parser = _parser(any(text.partition("=")[0] == "--run" for text in given))
+    args = parser.parse_args(given)
     try:
         text = args.run(args)
-    except _UsageError as error:
+    except UsageError as error:
         parser.error(str(error))
     except PiperError as error:
         print(error, file=sys.stderr)
         return 1
-    if getattr(args, "output", None) is None:
+    if text:
         print(text)
     return 0
 
 
-def _parser() -> argparse.ArgumentParser:
+def _parser(of_run: bool = False) -> argparse.ArgumentParser:
+    """
+    Args:
+        of_run: `explain` is about a recorded run and not about a node.
+    """
     parser = argparse.ArgumentParser(
         prog="lightning-piper",
-        description="Check, show and simulate a program of directives, without processes and without training.",
+        description="Check, show, simulate and find a program of directives, without processes and without training.",
     )
     commands = parser.add_subparsers(required=True, metavar="command")
 
@@ -75,9 +74,10 @@ def _parser() -> argparse.ArgumentParser:
         sub.set_defaults(run=run)
         if first is not None:
             sub.add_argument(first, type=_node, metavar=first.upper(), help="as plans and recordings print it: %%12, or 12")
-        sub.add_argument("module", help=f"a LightningModule class, or a function that makes one: {_TARGET}")
+        sub.add_argument("module", help=f"a LightningModule class, or a function that makes one: {TARGET}")
         sub.add_argument("--batch", required=True, help="function that makes the batch of one step, spelled alike")
-        sub.add_argument("--directives", required=True, help="JSON file, or a function that makes the list, spelled alike")
+        if name != "search":
+            sub.add_argument("--directives", required=True, help="JSON file, or a function that makes the list, spelled alike")
         return sub
 
     check = command("check", _check, "capture the training step, apply the directives, run all static checks")
@@ -91,8 +91,16 @@ def _parser() -> argparse.ArgumentParser:
     viz.add_argument("--dag", type=int, metavar="DEVICE", help="the training DAG of one device instead, for Graphviz")
     figures = command("simulate", _simulate, "print step time, bubbles, exposed communication and memory")
     figures.add_argument("--json", action="store_true", help="all figures and the timeline as JSON")
-    why = command("explain", _explain, "say why a node is there, what it waits for, and when it ran", "node")
+    why = command(
+        "explain", run_compare if of_run else _explain, "say why a node is there, or how a run differs from what was predicted",
+        None if of_run else "node",
+    )  # fmt: skip
     why.add_argument("--log-dir", type=Path, help="of a training that was recorded with this program")
+    why.add_argument(
+        "--run", dest="recorded", type=Path, metavar="LOGDIR", help="in place of a node: compare this recorded run with its costs"
+    )
+    add_machine(why)
+    add_search(command("search", run_search, "find the fastest program that fits, check it, and say why others lost"))
     for sub in (viz, figures):
         sub.add_argument("--durations", type=Path, help='JSON file such as {"F": 1, "B": 2, "F[PP=0]": 1.5}; docs/simulate.md')
         sub.add_argument("--latency", type=number, default=0, help="of each message, in the unit of the durations")
@@ -116,71 +124,11 @@ def _compiled(args: argparse.Namespace) -> Compiled:
 
 
 def _given(args: argparse.Namespace) -> tuple[nn.Module, Any, tuple[Directive, ...]]:
-    """The module, the batch and the program."""
-    module = _made(args.module)
-    if not isinstance(module, nn.Module):
-        raise _UsageError(f"{args.module} gives {type(module).__name__}; name a LightningModule class or a function that makes one")
-    batch = _made(args.batch)
-    return module, batch, tuple(parse(args.directives if args.directives.endswith(".json") else _made(args.directives)))
-
-
-def _made(target: str) -> Any:
-    """What a class or function gives when it is called without arguments; anything else as it is."""
-    found = _found(target)
-    if not callable(found) or isinstance(found, nn.Module):
-        return found
-    try:
-        inspect.signature(found).bind()
-    except TypeError as error:
-        raise _UsageError(f"{target} cannot be called without arguments: {error}; name a function that can") from None
-    return found()
-
-
-def _found(target: str) -> Any:
-    place, _, name = target.rpartition(":")
-    if not place or not name:
-        raise _UsageError(f"{target!r} names nothing to import; give {_TARGET}")
-    found = _from_file(Path(place)) if place.endswith(".py") else _from_package(place)
-    for part in name.split("."):
-        if not hasattr(found, part):
-            there = ", ".join([other for other in vars(found) if not other.startswith("_")][:8])
-            raise _UsageError(f"{place} has no {name!r}; it has {there or 'nothing'}")
-        found = getattr(found, part)
-    return found
-
-
-def _from_package(name: str) -> Any:
-    _importable(Path.cwd())
-    if not all(part.isidentifier() for part in name.split(".")):
-        raise _UsageError(f"{name!r} is no name of a module; give {_TARGET}")
-    try:
-        return importlib.import_module(name)
-    except ModuleNotFoundError as error:
-        if error.name is None or not f"{name}.".startswith(f"{error.name}."):
-            raise  # the module is there, something that it imports is not
-        raise _UsageError(f"there is no module {error.name!r} in the current directory or installed") from None
-
-
-def _from_file(path: Path) -> Any:
-    name = str(path.resolve())  # also its name as a module: the module and the batch may come from one file
-    if name not in sys.modules:
-        spec = importlib.util.spec_from_file_location(name, path)
-        if not path.is_file() or spec is None or spec.loader is None:
-            raise _UsageError(f"there is no file {str(path)!r}")
-        _importable(Path.cwd())
-        _importable(path.resolve().parent)
-        sys.modules[name] = importlib.util.module_from_spec(spec)
-        try:
-            spec.loader.exec_module(sys.modules[name])
-        except BaseException:
-            del sys.modules[name]
-            raise
-    return sys.modules[name]
-
-
-def _importable(folder: Path) -> None:
-    if str(folder) not in sys.path:
-        sys.path.insert(0, str(folder))
+    """The module, tagged as the program needs it, the batch and the program."""
+    module, batch, source = module_of(args.module), made(args.batch), program_of(args.directives)
+    program = tuple(parse(source))
+    annotate_as(module, annotations_of(source))
+    return module, batch, program
 
 
 # The commands: each returns what is printed
@@ -212,7 +160,7 @@ def _passes(args: argparse.Namespace) -> Passes | None:
     try:
         return Passes(args.dump) if args.passes or args.dump is not None else None
     except PiperError as error:
-        raise _UsageError(str(error)) from None
+        raise UsageError(str(error)) from None
 
 
 def _plan(args: argparse.Namespace) -> str:
@@ -234,7 +182,8 @@ def _viz(args: argparse.Namespace) -> str:
         try:
             args.output.write_text(text, encoding="utf-8")
         except (OSError, ValueError) as error:
-            raise _UsageError(f"{str(args.output)!r} cannot be written: {getattr(error, 'strerror', error)}") from None
+            raise UsageError(f"{str(args.output)!r} cannot be written: {getattr(error, 'strerror', error)}") from None
+        return ""
     return text.rstrip("\n")
 
 
@@ -249,7 +198,7 @@ def _explain(args: argparse.Namespace) -> str:
     try:
         lines = [compiled.explain(args.node)]
     except KeyError as error:
-        raise _UsageError(error.args[0].replace("print(compiled.dag) lists them", "`lightning-piper plan` shows them")) from None
+        raise UsageError(error.args[0].replace("print(compiled.dag) lists them", "`lightning-piper plan` shows them")) from None
     if args.log_dir is not None:
         lines += [f"  {line}" for line in when_it_ran(compiled, args.node, args.log_dir)]
     return "\n".join(lines)
@@ -262,7 +211,7 @@ def _simulation(compiled: Compiled, args: argparse.Namespace) -> Simulation:
 
 def _device(compiled: Compiled, device: int) -> int:
     if device not in compiled.plans:
-        raise _UsageError(f"there is no device {device}; the program uses {', '.join(map(str, compiled.plans))}")
+        raise UsageError(f"there is no device {device}; the program uses {', '.join(map(str, compiled.plans))}")
     return device
 
 

@@ -3,33 +3,35 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from os import PathLike
 from typing import Any
 
-from torch import Tensor
+from torch import Tensor, nn
+from torch.utils.hooks import RemovableHandle
 
+from lightning_piper.annotate import annotate_modules
 from lightning_piper.directives.base import Directive, check_class, find, known
 from lightning_piper.errors import DirectiveError
-from lightning_piper.limits import DIRECTIVES, integer, shown
+from lightning_piper.limits import DIRECTIVES, integer, is_name, shown
 from lightning_piper.reading import read_json
 
 Program = Sequence[Directive]
 VERSION = 1  # of programs as JSON objects
+KEYS = ("version", "annotate", "directives", "about")  # of these; `about` is for people
+Annotations = Mapping[str, Sequence[Sequence[str]]]  # tag -> groups of names of modules, as in `annotate_modules`
 
 
 def parse(source: Any) -> list[Directive]:
     """A program from a list that mixes directives and JSON objects, from an object `{"version": 1, "directives": [...]}`, or from
-    the path of a JSON file that holds either.
+    the path of a JSON file that holds either. What the object's `annotate` asks of a module is `annotations_of`.
 
     Raises:
         DirectiveError: names the entry's index and field, what was found and what would be accepted.
     """
-    where = "the program"
-    if isinstance(source, str | PathLike):
-        where = f"directives file {shown(str(source))}"
-        source = _read(source, where)
+    source, where = _content(source)
     if isinstance(source, dict):
+        _annotations_of(source, where)
         source = _directives_of(source, where)
     if not isinstance(source, Iterable) or isinstance(source, Directive | Tensor):
         raise DirectiveError(f"a program is a list of directives or the path of a JSON file; found {type(source).__name__}")
@@ -45,6 +47,32 @@ def parse(source: Any) -> list[Directive]:
             raise DirectiveError(f"directive {index} {error}") from None
         program.append(directive)
     return program
+
+
+def annotations_of(source: Any) -> Annotations:
+    """What a program's object says of the module: `{"annotate": {"PP": [["first"], ["layers.*"]]}}`; nothing for any other program.
+
+    Args:
+        source: what `parse` takes. An iterator is left as it is.
+
+    Raises:
+        DirectiveError: it is not as `annotate_modules` takes it.
+    """
+    content, where = _content(source)
+    return _annotations_of(content, where) if isinstance(content, dict) else {}
+
+
+def annotate_as(module: nn.Module, annotations: Annotations) -> list[RemovableHandle]:
+    """Tag a module as a program needs it; `annotate_modules` says what this returns and raises."""
+    return [handle for tag, groups in annotations.items() for handle in annotate_modules(module, tag, groups)]
+
+
+def _content(source: Any) -> tuple[Any, str]:
+    """What a file holds, or what is given, and how messages name it."""
+    if not isinstance(source, str | PathLike):
+        return source, "the program"
+    where = f"directives file {shown(str(source))}"
+    return _read(source, where), where
 
 
 def _read(path: str | PathLike[str], where: str) -> Any:
@@ -67,13 +95,27 @@ def _directives_of(program: dict[Any, Any], where: str) -> Sequence[Any]:
     if integer(program["version"]) != VERSION:
         raise DirectiveError(f"{where}: version {shown(program['version'])} is unknown; accepted is {VERSION}")
     for key in program:
-        if key not in ("version", "directives"):
-            raise DirectiveError(f"{where}: the key {shown(key)} is unknown; accepted are version, directives")
+        if key not in KEYS:
+            raise DirectiveError(f"{where}: the key {shown(key)} is unknown; accepted are {', '.join(KEYS)}")
     found = program.get("directives")
     if not isinstance(found, list | tuple):
         state = shown(found) if "directives" in program else "missing"
         raise DirectiveError(f"{where}: the key 'directives' is {state}; give a list of directives")
     return found
+
+
+def _annotations_of(program: dict[Any, Any], where: str) -> Annotations:
+    found = program.get("annotate", {})
+    if not isinstance(found, dict) or not all(is_name(tag) and _are_groups(groups) for tag, groups in found.items()):
+        wanted = 'an object of lists of lists of names of modules, such as {"PP": [["first"], ["layers.*"]]}'
+        raise DirectiveError(f"{where}: the key 'annotate' is {shown(found)}; give {wanted}")
+    return {tag: groups for tag, groups in found.items() if groups}
+
+
+def _are_groups(groups: Any) -> bool:
+    return isinstance(groups, list) and all(
+        isinstance(group, list) and all(isinstance(name, str) for name in group) for group in groups
+    )
 
 
 def _from_json(entry: Any) -> Directive:

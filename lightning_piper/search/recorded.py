@@ -15,7 +15,7 @@ from lightning_piper.profile.files import read_json, steps_in
 from lightning_piper.search.workload import Block, Work, Workload
 from lightning_piper.simulate.durations import Number
 
-_FIELDS = {"F": ("forward",), "B": ("backward_input", "backward_weights"), "BI": ("backward_input",), "BW": ("backward_weights",)}
+FIELDS = {"F": ("forward",), "B": ("backward_input", "backward_weights"), "BI": ("backward_input",), "BW": ("backward_weights",)}
 _SAMPLES = re.compile(r"\s(\d+):(\d+)\s")
 _Recorded = dict[tuple[int, str], float]  # (stage, pass) -> seconds of one microbatch
 
@@ -27,7 +27,8 @@ def from_recording(folder: str | Path, workload: Workload, stages: Sequence[Sequ
         folder: the log directory of a run with `PiperStrategy(profile=...)`.
         workload: of the same module, measured or analytic: within a stage, it says how the recorded seconds are spread, and beyond
             the recorded number of samples, how they grow.
-        stages: of the recorded program, the blocks that ran under `tag` = 0, 1, ...; each block in one stage.
+        stages: of the recorded program, the blocks that ran under `tag` = 0, 1, ...; each block in one stage. Where there is one
+            stage, the program need not have the tag.
         tag: the one that stages of the program have.
 
     Raises:
@@ -44,7 +45,7 @@ def from_recording(folder: str | Path, workload: Workload, stages: Sequence[Sequ
     sizes: set[int] = set()
     for path in paths:
         try:
-            sizes.add(_read(path, read_json(path), tag, found))
+            sizes.add(_read(path, read_json(path), tag, found, None if len(stages) > 1 else 0))
         except (KeyError, TypeError, ValueError, IndexError, AttributeError) as error:
             raise PiperError(
                 f"{str(path)!r} or its plan is not as a recording is written ({type(error).__name__}: {error})"
@@ -62,17 +63,20 @@ def from_recording(folder: str | Path, workload: Workload, stages: Sequence[Sequ
     return dataclasses.replace(workload, blocks=tuple(blocks))
 
 
-def _read(path: Path, step: Mapping[str, Any], tag: str, found: dict[tuple[int, str], list[float]]) -> int:
-    """Add the seconds of each microbatch; returns the samples of one."""
+def _read(
+    path: Path, step: Mapping[str, Any], tag: str, found: dict[tuple[int, str], list[float]], untagged: int | None
+) -> int:  # fmt: skip
+    """Add the seconds of each microbatch; returns the samples of one. Work without the tag is that of the stage `untagged`."""
     if Path(step["plan"]).name != step["plan"]:
         raise ValueError(f"the plan is {step['plan']!r}, not a file beside it")
     plan = read_json(path.parent / step["plan"])
     seconds: dict[tuple[int, str, int], float] = {}  # also by microbatch: a stage may have several regions
     sizes: set[int] = set()
     for number, node in plan["nodes"].items():
-        duration = step["durations"].get(f"%{number}")
-        if node["kind"] in _FIELDS and tag in node["tags"] and duration is not None:
-            key = node["tags"][tag], node["kind"], node["tags"].get("MB", 0)
+        duration, stage = step["durations"].get(f"%{number}"), node["tags"].get(tag, untagged)
+        again = node["tags"].get("PASS", node["kind"]) != node["kind"]  # a second forward pass, which a search adds by itself
+        if node["kind"] in FIELDS and stage is not None and duration is not None and not again:
+            key = stage, node["kind"], node["tags"].get("MB", 0)
             seconds[key] = seconds.get(key, 0.0) + float(duration)
             start, stop = map(int, _SAMPLES.findall(node["text"])[0])
             sizes.add(stop - start)
@@ -88,7 +92,7 @@ def _read(path: Path, step: Mapping[str, Any], tag: str, found: dict[tuple[int, 
 def _scaled(blocks: Sequence[Block], stage: int, recorded: _Recorded, samples: int) -> list[Block]:
     """The blocks of a stage, so that their sum is what was recorded."""
     factors: dict[str, Number] = {}
-    for kind, fields in _FIELDS.items():
+    for kind, fields in FIELDS.items():
         if (stage, kind) not in recorded:
             continue
         known = sum(getattr(work, field) for block in blocks for field in fields if (work := block.at(samples)) is not None)

@@ -181,13 +181,13 @@ def _read(path: Path) -> Choice | None:
         content = json.loads(path.read_text(encoding="utf-8"))
         directives: tuple[Directive, ...] = tuple(parse(content["directives"]))
         stages = tuple(tuple(map(str, stage)) for stage in content["annotate"][TAG])
-        return Choice(Written(stages, directives, int(content["replicas"])), tuple(map(str, content["lines"])))
+        return Choice(Written(stages, directives, int(content["about"]["replicas"])), tuple(map(str, content["about"]["lines"])))
     except (OSError, ValueError, KeyError, TypeError, AttributeError, PiperError):
         return None
 
 
 def _write(path: Path, choice: Choice) -> None:
-    content = choice.written.to_json() | {"replicas": choice.written.replicas, "lines": list(choice.lines)}
+    content = choice.written.to_json() | {"about": {"replicas": choice.written.replicas, "lines": list(choice.lines)}}
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
         temporary = path.with_suffix(f".{os.getpid()}")

@@ -9,6 +9,7 @@ from typing import Any
 from torch import nn
 
 from lightning_piper.directives import Directive, Place, Replicate, parse
+from lightning_piper.directives.program import Annotations, annotations_of
 from lightning_piper.errors import DirectiveError
 
 AUTO = "auto"  # in the place of directives: a search finds them, at the first batch of a fit
@@ -26,6 +27,14 @@ def given_or_from_environment(directives: Any | None) -> list[Directive] | None:
         return parse(directives)
     path = os.environ.get(VARIABLE)
     return _parsed(path, f"environment variable {VARIABLE}") if path and path != AUTO else None
+
+
+def annotations_given(directives: Any | None) -> Annotations:
+    """What the program that `given_or_from_environment` finds says of the module."""
+    if directives is not None and not (isinstance(directives, str) and directives == AUTO):
+        return annotations_of(directives)
+    path = os.environ.get(VARIABLE)
+    return annotations_of(path) if path and path != AUTO else {}
 
 
 def is_searched(directives: Any | None, module: nn.Module) -> bool:
@@ -69,6 +78,17 @@ def for_fit(
     everywhere = list(range(devices))
     replicas = [Replicate(filter={}, devices=everywhere)] if devices > 1 else []
     return [Place(filter={}, devices=everywhere), *replicas]
+
+
+def annotations_for_fit(given: list[Directive] | None, annotations: Annotations, module: nn.Module) -> Annotations:
+    """Of the program that `for_fit` chooses.
+
+    Args:
+        given: what `given_or_from_environment` found.
+        annotations: those of this.
+    """
+    found = _own(module) if given is None else None
+    return annotations if found is None or (isinstance(found, str) and found == AUTO) else annotations_of(found)
 
 
 def _own(module: nn.Module) -> Any:

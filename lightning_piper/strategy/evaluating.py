@@ -15,12 +15,13 @@ from lightning.fabric.plugins import TorchCheckpointIO
 from lightning.pytorch.utilities.rank_zero import rank_zero_info
 
 from lightning_piper.directives import Directive, replicas_of
+from lightning_piper.directives.program import annotate_as
 from lightning_piper.errors import CaptureError, PiperError
 from lightning_piper.holdings.materialize import is_on_meta, load_state, materialize
 from lightning_piper.holdings.ownership import Ownership
 from lightning_piper.holdings.parts import parts_of, put_together
 from lightning_piper.session.process_runtime import Settings
-from lightning_piper.session.program import for_fit, given_or_from_environment, is_searched
+from lightning_piper.session.program import annotations_for_fit, annotations_given, for_fit, given_or_from_environment, is_searched
 from lightning_piper.session.standalone import Standalone
 from lightning_piper.session.uncaptured import NOT_CAPTURED, check_may_be
 from lightning_piper.session.verification import Verify
@@ -50,10 +51,11 @@ class EvaluatingStrategy(OverProcesses):
         super().__init__(**options)
         self._directives, self._verify, self._capture = directives, verify, capture
         self._program: list[Directive] | None = given_or_from_environment(directives)
+        self._annotations = annotations_given(directives)
         self._restored = Restored()
         self._eager_steps: set[str] = set()  # that run as they are
         self._whole = contextlib.ExitStack()  # entered while they do
-        self._chosen = contextlib.ExitStack()  # closed, it takes the tags away that a searched program needs
+        self._chosen = contextlib.ExitStack()  # closed, it takes the tags away that a program has brought
         self._averages: Averages | None = None
 
     def __getstate__(self) -> dict[str, Any]:
@@ -98,6 +100,8 @@ class EvaluatingStrategy(OverProcesses):
         self.model = plugin.convert_module(module)
         processes = 1 if self._local else self.world.size
         program = for_fit(self._program, module, processes, rank_zero_info, is_searched(self._directives, module))
+        for handle in annotate_as(module, annotations_for_fit(self._program, self._annotations, module)):
+            self._chosen.callback(handle.remove)
         found = {} if self._local else replicas_of(program)
         world = self._world_of(tuple(found.get(rank, 0) for rank in range(self.world.size)))
         # Lightning's own precisions have one context for all steps without a backward pass.

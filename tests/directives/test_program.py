@@ -112,7 +112,10 @@ def test_a_file_may_say_its_version(tmp_path: Path) -> None:
         ({"version": "1", "directives": JSON}, r": version '1' is unknown; accepted is 1$"),
         ({"version": True, "directives": JSON}, r": version True is unknown"),
         ({"version": 1.0, "directives": JSON}, r": version 1.0 is unknown"),
-        ({"version": 1, "directives": JSON, "name": "gpipe"}, r": the key 'name' is unknown; accepted are version, directives$"),
+        (
+            {"version": 1, "directives": JSON, "name": "gpipe"},
+            r": the key 'name' is unknown; accepted are version, annotate, directives, about$",
+        ),
         ({"version": 1}, r": the key 'directives' is missing; give a list of directives$"),
         ({"version": 1, "directives": JSON[0]}, r": the key 'directives' is {'op': 'place', .*}; give a list of directives$"),
         ({"version": 1, "directives": None}, r": the key 'directives' is None; give"),

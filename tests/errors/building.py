@@ -46,6 +46,7 @@ CASES: Cases = [
     file("a program of another version", '{"version": 2, "directives": []}'),
     file("a program with another key", '{"version": 1, "directives": [], "name": "mine"}'),
     file("a program without its list", '{"version": 1}'),
+    file("a program whose annotations are none", '{"version": 1, "annotate": ["first"], "directives": []}'),
     Case("a directive is given instead of a list of them", lambda: parse(piper.Place(filter={}, devices=[0]))),
     entry("an entry is no directive", "place"),
     entry("an unknown `op`", {"op": "plaice", "filter": {}}),

@@ -13,7 +13,9 @@ from lightning_piper.cli import main
 from lightning_piper.compiler import compile_step
 from lightning_piper.directives import parse
 from lightning_piper.profile.explain import when_it_ran
+from lightning_piper.search import Block, Work, Workload, best_of
 from lightning_piper.simulate import Link, Network, read_durations, simulate
+from lightning_piper.simulate.hardware import Hardware
 from tests.errors.case import PLACES, SPLIT, TRAIN, Case, Cases, CommandLine, Elsewhere, captured_step, written
 
 CONFIGURATION = "tests/strategy/test_command_line.py"
@@ -41,16 +43,24 @@ def command(what: str, *more: str, name: str = "check", module: str = "train.py:
         Path("notes").mkdir()
         written("notes/todo.txt", "")
         written("program.json", PLACES if program is None else program)
-        out = io.StringIO()
-        try:
-            with contextlib.redirect_stderr(out):
-                status = main([*name.split(), module, "--batch", "train.py:batch", "--directives", "program.json", *more])
-        except SystemExit as ended:
-            status = ended.code
-        if status:
-            raise CommandLine(out.getvalue().rstrip().splitlines()[-1])
+        ended([*name.split(), module, "--batch", "train.py:batch", "--directives", "program.json", *more])
 
     return Case(what, run)
+
+
+def ended(argv: list[str]) -> None:
+    """
+    Raises:
+        CommandLine: by something else than 0.
+    """
+    out = io.StringIO()
+    try:
+        with contextlib.redirect_stderr(out):
+            status = main(argv)
+    except SystemExit as stopped:
+        status = stopped.code
+    if status:
+        raise CommandLine(out.getvalue().rstrip().splitlines()[-1])
 
 
 def compiled() -> Any:
@@ -75,6 +85,23 @@ def recorded(content: Any) -> None:
     when_it_ran(compiled(), 1, Path())
 
 
+WORKLOAD = Workload((Block("only", {(1, 1): Work(1, 1, 1, 1, 1, 1)}, {}),), 2)
+
+
+def search(what: str, *more: str) -> Case:
+    def run() -> None:
+        written("train.py", FILES)
+        ended(["search", "train.py:Net", "--batch", "train.py:batch", "--hardware", "cpu", *more])
+
+    return Case(what, run)
+
+
+def explained_run() -> None:
+    written("train.py", FILES)
+    written("program.json", [*PLACES, SPLIT])
+    ended(["explain", "--run", "lightning_logs", "train.py:Net", "--batch", "train.py:batch", "--directives", "program.json"])
+
+
 CASES: Cases = [
     command("a check that fails", program=[{"op": "place", "filter": {"PP": 7}, "devices": [0]}]),
     command("a target without a name", module="train"),
@@ -89,6 +116,15 @@ CASES: Cases = [
     command("an output that cannot be written", "-o", "nowhere/step.svg", name="viz"),
     command("`--dump` names a file", "--dump", "train.py"),
     command("`--dump` names a folder with other files", "--dump", "notes"),
+    search("a search on no devices", "--devices", "0"),
+    search("a size of memory that is none", "--devices", "2", "--memory", "much"),
+    search("a search in too little memory", "--devices", "2", "--memory", "64"),
+    search("hardware that is not known", "--devices", "2", "--hardware", "abacus"),
+    search("`search -o` names a folder that is not there", "--devices", "2", "-o", "nowhere/program.json"),
+    Case("a search for another objective", lambda: best_of(WORKLOAD, Hardware.read("cpu"), 2, objective="money")),
+    Case("a search with a gap that is none", lambda: best_of(WORKLOAD, Hardware.read("cpu"), 2, gap=-1)),
+    Case("a search among schedules that are not known", lambda: best_of(WORKLOAD, Hardware.read("cpu"), 2, schedules=("2f2b",))),
+    Case("`explain --run` without a recording", lambda: explained_run()),
     Case("a file of durations that does not exist", lambda: read_durations("durations.json")),
     Case("a file of durations that holds no object", lambda: read_durations(written("durations.json", json.dumps([1])))),
     table("a pass without a duration", {"F": 1}),

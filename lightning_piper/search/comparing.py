@@ -1,0 +1,242 @@
+"""What was predicted of a program beside what was recorded of it, and what a search chooses when it knows the recorded costs."""
+
+from __future__ import annotations
+
+import json
+from collections import Counter
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from statistics import median
+from typing import Any, NamedTuple
+
+from torch import nn
+
+from lightning_piper.compiler import Compiled, compile
+from lightning_piper.directives import Directive, Shard, to_json
+from lightning_piper.directives.program import Annotations, annotate_as
+from lightning_piper.errors import PiperError
+from lightning_piper.ir.nodes import Chunk
+from lightning_piper.plan.instructions import Collective, Send
+from lightning_piper.plan.plan import Plan
+from lightning_piper.profile.files import read_json, steps_in
+from lightning_piper.search.analytic import analytic
+from lightning_piper.search.blocks import Cut, blocks_of
+from lightning_piper.search.chain import copy_of
+from lightning_piper.search.measuring import measured
+from lightning_piper.search.proposing import CALLS, Proposal, search, sizes_of
+from lightning_piper.search.recorded import FIELDS, from_recording
+from lightning_piper.search.report import described
+from lightning_piper.search.workload import Workload
+from lightning_piper.search.writing import TAG
+from lightning_piper.simulate import Link, Network, Simulation, simulate
+from lightning_piper.simulate.durations import Number
+from lightning_piper.simulate.hardware import Hardware
+
+Stages = Sequence[Sequence[int]]  # of each stage, its blocks
+
+
+class Row(NamedTuple):
+    """Seconds of a step."""
+
+    what: str
+    predicted: float
+    recorded: float
+
+    @property
+    def difference(self) -> float:
+        return self.recorded - self.predicted
+
+
+@dataclass(frozen=True)
+class Comparison:
+    """A program's prediction beside its recording; `print` shows it. Rows come with the largest differences first.
+
+    Attributes:
+        step: the whole step.
+        passes: of each stage, all microbatches together.
+        devices: what each one's time consists of.
+        time: seconds of this program's step with the recorded costs, predicted.
+        proposal: of a search with these costs.
+        same: it proposes this program.
+    """
+
+    step: Row
+    passes: tuple[Row, ...]
+    devices: tuple[Row, ...]
+    time: float
+    proposal: Proposal
+    same: bool
+
+    def __str__(self) -> str:
+        rows = [("", "predicted", "recorded", "difference")]
+        for row in (self.step, *self.passes, *self.devices):
+            rows.append((row.what, _ms(row.predicted), _ms(row.recorded), f"{row.difference * 1e3:+.3f} ms"))
+        widths = [max(len(row[k]) for row in rows) for k in range(4)]
+        lines = [
+            "  ".join(x.rjust(w) if k else x.ljust(w) for k, (x, w) in enumerate(zip(row, widths, strict=True))) for row in rows
+        ]
+        lines += ["", f"with the recorded costs, this program is predicted to take {_ms(self.time)} a step; a search chooses"]
+        if self.same:
+            return "\n".join([*lines, "the same"])
+        chosen = described(self.proposal.chosen, len(self.proposal.workload.blocks))
+        return "\n".join([*lines, f"{chosen}: {_ms(self.proposal.time)} a step", "", str(self.proposal.written)])
+
+
+def _ms(seconds: float) -> str:
+    return f"{seconds * 1e3:.3f} ms"
+
+
+def compare(
+    folder: Path, module: nn.Module, batch: Any, program: Sequence[Directive], annotations: Annotations,
+    hardware: str | None = None, memory: str | Number | None = None, progress: Callable[[str], None] | None = None,
+) -> Comparison:  # fmt: skip
+    """Compare a recorded program with what its blocks' costs predict, and search again with what was recorded.
+
+    Args:
+        folder: the log directory of a run with `PiperStrategy(profile=...)`.
+        module: a LightningModule, without the annotations of the program.
+        batch: of one step.
+        program, annotations: that were recorded. The search has as many devices as it uses.
+        hardware, memory, progress: as in `search`; without hardware, costs are measured on this machine.
+
+    Raises:
+        PiperError: the recording is not of this program, or the program divides tensors: what members do is no part of a block.
+    """
+    if any(isinstance(directive, Shard) for directive in program):
+        raise PiperError("a program with a shard cannot be compared with its costs: these are of blocks whose tensors are whole")
+    annotated = copy_of(module)
+    annotate_as(annotated, annotations)
+    compiled = compile(annotated, batch, program)
+    steps = _steps(folder, compiled)
+    cut = blocks_of(annotated, batch, short=False)
+    stages = stages_of(cut)
+    on = Hardware.measure() if hardware is None else Hardware.read(hardware)
+    sizes = sorted({*sizes_of(batch), *(_samples(chunk) for chunk in compiled.dag.of_type(Chunk))})
+    before = measured(module, batch, sizes, CALLS, cut=cut) if hardware is None else analytic(module, batch, on, sizes, cut=cut)
+    after = from_recording(folder, before, stages)
+    predicted, now = _simulated(compiled, before, stages, on), _simulated(compiled, after, stages, on)
+    found = search(module, batch, len(compiled.plans), memory, hardware=on, workload=after, progress=progress)
+    spans = [list(range(*span)) for span in found.chosen.spans(len(cut.names))]
+    same = found.directives == tuple(program) and spans == [list(stage) for stage in stages]
+    whole = Row("step", float(predicted.step_time), median(float(step["step_time"]) for step in steps))
+    passes = _largest_first(_passes(compiled, before, after, stages))
+    return Comparison(whole, passes, _largest_first(_devices(predicted, steps)), float(now.step_time), found, same)
+
+
+def _steps(folder: Path, compiled: Compiled) -> list[Mapping[str, Any]]:
+    """Figures of the recorded steps.
+
+    Raises:
+        PiperError: there are none, or they are of another program or batch size.
+    """
+    found = []
+    for path in steps_in(folder):
+        try:
+            content = read_json(path)
+            plan = read_json(path.parent / Path(content["plan"]).name)
+            same = plan["directives"] == json.loads(json.dumps(to_json(compiled.program))) and plan["samples"] == compiled.dag.size
+            step = content["step"]
+            float(step["step_time"])
+            for device in compiled.plans if same else ():
+                [float(step["devices"][str(device)][what]) for what in ("busy", "exposed", "bubble")]
+        except (KeyError, TypeError, ValueError, IndexError, AttributeError) as error:
+            found_there = f"{type(error).__name__}: {error}"
+            raise PiperError(f"{str(path)!r} or its plan is not as a recording is written ({found_there})") from error
+        if not same:
+            raise PiperError(
+                f"{str(path)!r} was recorded with another program or batch size; give the directives of that run, and a batch of "
+                f"{plan['samples']} samples"
+            )
+        found.append(step)
+    if not found:
+        raise PiperError(
+            f"there is no recording in {str(folder)!r}; give the log directory of a run with PiperStrategy(profile=...)"
+        )
+    return found
+
+
+def stages_of(cut: Cut) -> list[list[int]]:
+    """The blocks of each stage of an annotated module; a block that has no tag belongs to the stage before it.
+
+    Raises:
+        PiperError: a border between stages is inside of a block.
+    """
+    regions = cut.step.at(cut.step.size).regions
+    found: dict[int, list[int]] = {}
+    stage = 0
+    for block, numbers in enumerate(cut.regions):
+        tags = sorted({regions[number].tags[TAG] for number in numbers if TAG in regions[number].tags})
+        if len(tags) > 1:
+            raise PiperError(f"the border between stages {TAG}={tags} is inside of the block {cut.names[block]!r}")
+        stage = tags[0] if tags else stage
+        found.setdefault(stage, []).append(block)
+    return [found[stage] for stage in sorted(found)]
+
+
+def _samples(chunk: Chunk) -> int:
+    return chunk.slice.stop - chunk.slice.start
+
+
+def _stage(chunk: Chunk, stages: Stages) -> int | None:
+    found = chunk.tags.get(TAG, None if len(stages) > 1 else 0)
+    return found if isinstance(found, int) else None
+
+
+def _seconds(workload: Workload, blocks: Sequence[int], kind: str, samples: int) -> float:
+    """Of one microbatch's pass of a stage."""
+    works = [work for block in blocks if (work := workload.blocks[block].at(samples)) is not None]
+    return float(sum(getattr(work, field) for work in works for field in FIELDS[kind]))
+
+
+def _simulated(compiled: Compiled, workload: Workload, stages: Stages, hardware: Hardware) -> Simulation:
+    """The program with these costs. A stage's pass that is cut into several nodes is divided among them."""
+
+    def key(chunk: Chunk) -> tuple[Any, ...]:
+        return _stage(chunk, stages), chunk.kind, chunk.slice, chunk.tags.get("PASS")
+
+    nodes = Counter(key(chunk) for chunk in compiled.dag.of_type(Chunk))
+
+    def duration(chunk: Chunk) -> float:
+        stage = _stage(chunk, stages)
+        return 0.0 if stage is None else _seconds(workload, stages[stage], chunk.kind, _samples(chunk)) / nodes[key(chunk)]
+
+    return simulate(compiled.dag, compiled.plans, duration, _network(compiled.plans, hardware))
+
+
+def _network(plans: Mapping[int, Plan], hardware: Hardware) -> Network:
+    channels: dict[tuple[int, int], Link] = {}
+    groups: dict[tuple[int, ...], Link] = {}
+    for plan in plans.values():
+        for instruction in plan.instructions:
+            if isinstance(instruction, Send):
+                channels[instruction.channel[:2]] = hardware.link(min(instruction.channel[:2]), max(instruction.channel[:2]))
+            elif isinstance(instruction, Collective):
+                groups[instruction.members] = hardware.link(min(instruction.members), max(instruction.members))
+    return Network(channels=channels, groups=groups, host=hardware.host)
+
+
+def _passes(compiled: Compiled, before: Workload, after: Workload, stages: Stages) -> list[Row]:
+    times: dict[tuple[int, str], dict[Any, int]] = {}  # -> samples of each microbatch
+    for chunk in compiled.dag.of_type(Chunk):
+        stage = _stage(chunk, stages)
+        if stage is not None and chunk.tags.get("PASS", chunk.kind) == chunk.kind:
+            times.setdefault((stage, chunk.kind), {})[chunk.slice] = _samples(chunk)
+    return [
+        Row(f"{kind} of stage {stage}", *(sum(_seconds(x, stages[stage], kind, n) for n in of.values()) for x in (before, after)))
+        for (stage, kind), of in sorted(times.items())
+    ]
+
+
+def _devices(predicted: Simulation, steps: Sequence[Mapping[str, Any]]) -> list[Row]:
+    return [
+        Row(
+            f"device {device}, {what}", float(getattr(figures, what)), median(float(s["devices"][str(device)][what]) for s in steps)
+        )
+        for device, figures in predicted.devices.items()
+        for what in ("busy", "exposed", "bubble")
+    ]
+
+
+def _largest_first(rows: Sequence[Row]) -> tuple[Row, ...]:
+    return tuple(sorted(rows, key=lambda row: -abs(row.difference)))

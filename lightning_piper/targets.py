@@ -1,0 +1,93 @@
+"""What names on a command line stand for: `package.module:name`, `path/to/file.py:name`."""
+
+from __future__ import annotations
+
+import importlib
+import importlib.util
+import inspect
+import sys
+from pathlib import Path
+from typing import Any
+
+from torch import nn
+
+TARGET = "package.module:name or path/to/file.py:name"
+
+
+class UsageError(Exception):
+    """The command line names something that is not there."""
+
+
+def module_of(target: str) -> nn.Module:
+    """
+    Raises:
+        UsageError: it is no module.
+    """
+    module = made(target)
+    if not isinstance(module, nn.Module):
+        raise UsageError(f"{target} gives {type(module).__name__}; name a LightningModule class or a function that makes one")
+    return module
+
+
+def program_of(target: str) -> Any:
+    """What a program is read from: the path of a JSON file, or what a function gives."""
+    return target if target.endswith(".json") else made(target)
+
+
+def made(target: str) -> Any:
+    """What a class or function gives when it is called without arguments; anything else as it is."""
+    found = _found(target)
+    if not callable(found) or isinstance(found, nn.Module):
+        return found
+    try:
+        inspect.signature(found).bind()
+    except TypeError as error:
+        raise UsageError(f"{target} cannot be called without arguments: {error}; name a function that can") from None
+    return found()
+
+
+def _found(target: str) -> Any:
+    place, _, name = target.rpartition(":")
+    if not place or not name:
+        raise UsageError(f"{target!r} names nothing to import; give {TARGET}")
+    found = _from_file(Path(place)) if place.endswith(".py") else _from_package(place)
+    for part in name.split("."):
+        if not hasattr(found, part):
+            there = ", ".join([other for other in vars(found) if not other.startswith("_")][:8])
+            raise UsageError(f"{place} has no {name!r}; it has {there or 'nothing'}")
+        found = getattr(found, part)
+    return found
+
+
+def _from_package(name: str) -> Any:
+    _importable(Path.cwd())
+    if not all(part.isidentifier() for part in name.split(".")):
+        raise UsageError(f"{name!r} is no name of a module; give {TARGET}")
+    try:
+        return importlib.import_module(name)
+    except ModuleNotFoundError as error:
+        if error.name is None or not f"{name}.".startswith(f"{error.name}."):
+            raise  # the module is there, something that it imports is not
+        raise UsageError(f"there is no module {error.name!r} in the current directory or installed") from None
+
+
+def _from_file(path: Path) -> Any:
+    name = str(path.resolve())  # also its name as a module: the module and the batch may come from one file
+    if name not in sys.modules:
+        spec = importlib.util.spec_from_file_location(name, path)
+        if not path.is_file() or spec is None or spec.loader is None:
+            raise UsageError(f"there is no file {str(path)!r}")
+        _importable(Path.cwd())
+        _importable(path.resolve().parent)
+        sys.modules[name] = importlib.util.module_from_spec(spec)
+        try:
+            spec.loader.exec_module(sys.modules[name])
+        except BaseException:
+            del sys.modules[name]
+            raise
+    return sys.modules[name]
+
+
+def _importable(folder: Path) -> None:
+    if str(folder) not in sys.path:
+        sys.path.insert(0, str(folder))
