@@ -28,8 +28,11 @@ from lightning_piper.simulate.durations import Number
 
 TABLE = 20  # candidates that are shown
 OVER = 5  # candidates that would be better and do not fit, beside them
-ALTERNATIVES = 500  # of the budget, once the best is known
+ALTERNATIVES = 1000  # of the budget, once the best is known
+UNIT = 200  # of a branch's stages, times microbatches and what each stage costs beside them: one of the budget
 STEPS = 10  # stages that are looked at for the cuts of one branch, for each candidate of the budget
+BEGIN = 12  # layouts that are tried before anything else
+PASSES = 5000  # forward passes that these have, at most
 FIRST = 2000  # stages that are looked at for the first cut of a branch
 Progress = Callable[[int, float, float], None]
 _Branch = Layout | Choice | Cuts
@@ -57,6 +60,8 @@ class Search:
         self._number = count()
         self._lowest: Number = INFINITE  # bound of what was left out
         self._size = 0
+        self._even_ones: list[tuple[Number, Candidate]] = []  # bounds, and candidates that fit
+        self._looked_at: set[Layout] = set()  # with the rows of their schedule
         self._proved = False
 
     def run(self, table: bool = True) -> Found | None:
@@ -89,6 +94,10 @@ class Search:
             bound, _, _, branch = heapq.heappop(self._heap)
             if bound < self._limit(branch):
                 self._branch(bound, branch)
+        for _, candidate in self._even_ones:  # of a large space, where the budget did not reach twenty
+            if len(self.tried) >= TABLE:
+                break
+            self._improve(candidate)
 
     def _limit(self, branch: _Branch | None) -> Number:
         """What is no better than this does not matter: than the best so far; later, than the last one of the table, or than what is
@@ -102,22 +111,38 @@ class Search:
         return limit
 
     def _begin(self) -> None:
-        """First candidates, so that bounds have something to exclude: for each number of replicas and degree of the tensor axis,
-        those of the chain with the lowest bound; 1F1B, if that may be used, for it keeps least."""
-        schedule = "one_f_one_b" if "one_f_one_b" in self.space.schedules else self.space.schedules[0]
-        lowest: dict[tuple[int, int], tuple[Number, int, Layout]] = {}
-        for bound, _, number, branch in self._heap:
-            if isinstance(branch, Layout) and branch.schedule == schedule and branch.stages * branch.microbatches <= FIRST:
-                key = (branch.replicas, branch.tensor)
-                lowest[key] = min(lowest.get(key, (INFINITE, 0, branch)), (bound, number, branch))
-        for _, _, layout in sorted(lowest.values(), key=lambda entry: entry[:2]):
-            zero = max(self.space.levels_of(layout))
-            choice = Choice(layout, zero, (0, layout.stages), (0, layout.stages))
-            cutting = Cutting(self.model, layout, zero, choice.ways(), self.by_memory)
-            low, high = cutting.least(0, self.value)
-            first = self._first(cutting, high) if low < high else None
-            if first is not None:
-                self._dive(choice, first)
+        """First candidates, so that bounds have something to exclude: for each schedule, number of replicas and degree of the
+        tensor axis, of the layout with the lowest bound and, of equal ones, with most microbatches, which keep least. Even cuts say
+        which layouts are good; these are cut with care."""
+        lowest: dict[tuple[str, int, int], tuple[Number, int, Layout]] = {}
+        for bound, _, _, branch in self._heap:
+            if isinstance(branch, Layout) and branch.stages * branch.microbatches <= PASSES:
+                key = (branch.schedule, branch.replicas, branch.tensor)
+                lowest[key] = min(lowest.get(key, (INFINITE, 0, branch)), (bound, -branch.microbatches, branch))
+        for _, _, layout in lowest.values():
+            choice = self._whole(layout, max(self.space.levels_of(layout)))
+            self._even_ones += [(self._bound(candidate), candidate) for candidate in self._fitting(choice, self._even(layout))]
+        self._even_ones.sort()
+        for layout in list(dict.fromkeys(candidate.layout for _, candidate in self._even_ones))[:BEGIN]:
+            for zero in self.space.levels_of(layout):
+                choice = self._whole(layout, zero)
+                self._dive(choice, self._even(layout))
+                cutting = Cutting(self.model, layout, zero, choice.ways(), self.by_memory)
+                low, high = cutting.least(0, self.value)
+                cuts = self._first(cutting, high) if low < high else None
+                if cuts is not None:
+                    self._dive(choice, cuts)
+
+    def _whole(self, layout: Layout, zero: int) -> Choice:
+        return Choice(layout, zero, (0, layout.stages), (0, layout.stages))
+
+    def _even(self, layout: Layout) -> tuple[int, ...]:
+        """Stages of equally many blocks."""
+        return tuple(len(self.space.workload.blocks) * s // layout.stages for s in range(1, layout.stages))
+
+    def _raised(self, bound: Number, layout: Layout) -> Number:
+        """With what the rows of its schedule say of all ranks together."""
+        return bound if self.by_memory else max(bound, self.coarse.shares(layout))
 
     def _is_excluded(self, bound: Number, branch: _Branch | None = None) -> bool:
         return bound >= self._limit(branch) if self._proved else bound * (1 + self.gap) >= self.value
@@ -145,8 +170,12 @@ class Search:
 
     def _branch(self, bound: Number, branch: _Branch) -> None:
         if isinstance(branch, Layout):
+            if branch not in self._looked_at:
+                self._looked_at.add(branch)
+                self._push(self._raised(bound, branch), branch)
+                return
             for zero in self.space.levels_of(branch):
-                self._choose(bound, Choice(branch, zero, (0, branch.stages), (0, branch.stages)))
+                self._choose(bound, self._whole(branch, zero))
         elif isinstance(branch, Choice):
             for half in branch.halves():
                 self._choose(bound, half)
@@ -155,7 +184,7 @@ class Search:
 
     def _choose(self, bound: Number, choice: Choice) -> None:
         """Into the branches, if anything of it can fit and be good enough; with the cuts that its bound is of as a first try."""
-        self._left -= 1
+        self._left -= 1 + choice.layout.stages * (choice.layout.microbatches + 100) // UNIT
         cutting = Cutting(self.model, choice.layout, choice.zero, choice.ways(), self.by_memory)
         if cutting.reach(INFINITE) is None:
             self._leave("memory", choice)
@@ -279,9 +308,7 @@ class Search:
 
     def _over(self, bound: Number, choice: Choice, candidate: Candidate | None = None) -> None:
         """Remember what would be good and does not fit: of a choice none of which does, with stages of equally many blocks."""
-        stages, blocks = choice.layout.stages, len(self.space.workload.blocks)
-        even = tuple(blocks * s // stages for s in range(1, stages))
-        self.over.append((bound, candidate or choice.candidate(even)))
+        self.over.append((bound, candidate or choice.candidate(self._even(choice.layout))))
         if len(self.over) > 10 * TABLE:
             self.over = heapq.nsmallest(TABLE, self.over, key=lambda item: item[0])
 

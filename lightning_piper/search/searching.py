@@ -42,7 +42,8 @@ def best_of(
         margin: share of the estimated memory to keep free beside it.
         all_devices: consider only programs that use every device.
         gap: how far from the best one what is found may be: 0.01 for one percent.
-        budget: branches that are looked at, and candidates whose time is estimated, at most; what is proved by then is told.
+        budget: how much is looked at, at most: one for each candidate that is estimated, and for each branch one and more, as it
+            has more stages and microbatches. What is proved by then is told.
         progress: called with the number of candidates estimated, the lowest bound of what is left, and the best so far.
 
     Raises:

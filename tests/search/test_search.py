@@ -16,7 +16,7 @@ from lightning_piper.search.bounds import INFINITE, Cutting, bound_of
 from lightning_piper.search.coarse import Coarse
 from lightning_piper.search.costs import Model
 from lightning_piper.search.estimate import memory_of, time_of, ways_of
-from lightning_piper.search.rows import rows_of
+from lightning_piper.search.rows import SHAPES, rows_of
 from lightning_piper.simulate import Number
 from tests.search.problems import best_of_all, fits, found, problem
 
@@ -85,6 +85,7 @@ def broken(factor: Fraction = Fraction(1)) -> tuple[int, int]:
             pairs = [
                 (bound_of(model, candidate), time),
                 (coarse.time(candidate.layout), time),
+                (coarse.shares(candidate.layout), time),
                 (coarse.memory(candidate.layout), memory),
             ]
             for ways in ([[way] for way in ways_of(candidate)], [[0, 1, 2]] * candidate.layout.stages):
@@ -103,6 +104,15 @@ def broken(factor: Fraction = Fraction(1)) -> tuple[int, int]:
 def test_bounds_are_never_above_what_they_bound() -> None:
     taken, wrong = broken()
     assert taken > 10_000 and wrong == 0
+
+
+def test_what_all_ranks_do_together_says_more() -> None:
+    """Than the mean work of the ranks: it knows of the bubble that split backward passes leave."""
+    model = Model(Space(chain(8), problem(0).hardware, 4, 10**9))
+    for name in ("zero_bubble", "zb_h2", "zbv", "v_half", "v_min"):
+        layout = Layout(name, SHAPES[name].per_rank[0], 4, 1, 1, 1, 4, True)
+        coarse, cuts = Coarse(model), tuple(range(8 // layout.stages, 8, 8 // layout.stages))
+        assert coarse.time(layout) * 1.05 < coarse.shares(layout) < time_of(model, Candidate(layout, 0, 0, 0, cuts))
 
 
 def test_bounds_are_close() -> None:
