@@ -1,6 +1,6 @@
 """How long a search takes, and what it proves: models that are written down as data, on machines that are, too.
 
-python benchmarks/search.py [seconds of the longest search, to leave out longer ones]
+python benchmarks/search.py [--case NAME] [--gap SHARE] [--budget N]
 """
 
 from __future__ import annotations
@@ -68,7 +68,7 @@ CASES = {
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--gap", type=float, default=0.0)
-    parser.add_argument("--budget", type=int, default=300)
+    parser.add_argument("--budget", type=int, default=5000)
     parser.add_argument("--case", choices=[*CASES], action="append")
     given = parser.parse_args()
     for name in given.case or CASES:

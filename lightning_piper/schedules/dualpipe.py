@@ -29,8 +29,11 @@ def dualpipev(
     ranks = ranks_of("dualpipev", stages, 2)
     if microbatches < stages:
         raise DirectiveError(f"dualpipev: {microbatches} microbatches for {stages} stages; give at least {stages}")
-    rows = [_crossing(ranks, rank, (rank, stages - 1 - rank), (0, 0), microbatches) for rank in range(ranks)]
-    return program_of(rows, microbatches, devices, tag, dim_name, "dualpipev")
+    return program_of(dualpipev_rows(ranks, microbatches), microbatches, devices, tag, dim_name, "dualpipev")
+
+
+def dualpipev_rows(ranks: int, microbatches: int) -> list[Row]:
+    return [_crossing(ranks, rank, (rank, 2 * ranks - 1 - rank), (0, 0), microbatches) for rank in range(ranks)]
 
 
 def dualpipe(

@@ -168,11 +168,14 @@ class Cutting:
         return fits and value < limit
 
     def _average(self) -> Number:
-        """The ranks' mean work bounds the busiest rank's; nothing is said of memory."""
+        """The ranks' mean work bounds the busiest rank's; nothing is said of memory. At level 3 passes of all stages take no less
+        than the gather of all parameters."""
         if self._by_memory:
             return 0
-        work = self.costs.forward[-1] + self.costs.inputs[-1] + self.costs.weights[-1]
-        return self.layout.microbatches * work / self.layout.ranks
+        f, bi, bw = self.costs.forward[-1], self.costs.inputs[-1], self.costs.weights[-1]
+        parts = (f, bi, bw) if self._back == BI and self.layout.schedule != "dualpipev" else (f, bi + bw)
+        gather = self.costs.ring((0, self.costs.blocks)) if self.zero == 3 else 0
+        return self.layout.microbatches * sum(max(part, gather) for part in parts) / self.layout.ranks
 
     def least(self, low: Number, high: Number) -> tuple[Number, Number]:
         """Two limits, from `low` on: no cut can stay below the first one; below the second one some may. Both are `high` if none

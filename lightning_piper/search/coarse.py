@@ -1,4 +1,4 @@
-"""Bounds of whole layouts, however blocks are cut: from sums over the model, in constant time once these are made."""
+"""Bounds of whole layouts, however blocks are cut: from sums over the model."""
 
 from __future__ import annotations
 
@@ -8,6 +8,7 @@ from typing import NamedTuple
 
 from lightning_piper.search.costs import Model, ring
 from lightning_piper.search.rows import SHAPES
+from lightning_piper.search.shares import shares
 from lightning_piper.search.space import Layout
 from lightning_piper.simulate.durations import Number
 
@@ -31,17 +32,20 @@ class Coarse:
 
     def __init__(self, model: Model) -> None:
         self._model, self._space = model, model.space
+        self._works = functools.cache(self._works_of)
         self._sums = functools.cache(self._sums_of)
 
     def _sums_of(self, samples: int, tensor: int, split: bool) -> _Sums:
+        forward, inputs, weights = map(list, zip(*self._works(samples, tensor), strict=True))
+        backward = inputs if split else [b + w for b, w in zip(inputs, weights, strict=True)]
+        return _Sums(sum(forward) + sum(inputs) + sum(weights), sum(forward) + sum(backward), max(backward))
+
+    def _works_of(self, samples: int, tensor: int) -> list[tuple[Number, Number, Number]]:
+        """Seconds of F, BI and BW of each block on one microbatch, at least."""
         works = [work for block in self._space.workload.blocks if (work := block.at(samples, tensor)) is not None]
         links = [link for _, link in self._space.hardware.links]
         moved = [2 * min(ring(link, work.exchanged, tensor) for link in links) for work in works]
-        inputs = [work.backward_input + m for work, m in zip(works, moved, strict=True)]
-        weights = [work.backward_weights for work in works]
-        backward = inputs if split else [b + w for b, w in zip(inputs, weights, strict=True)]
-        forward = sum((work.forward for work in works), start=sum(moved))
-        return _Sums(forward + sum(inputs) + sum(weights), forward + sum(backward), max(backward))
+        return [(x.forward + m, x.backward_input + m, x.backward_weights) for x, m in zip(works, moved, strict=True)]
 
     def time(self, layout: Layout) -> Number:
         """Seconds of a step, at least: the mean work of the ranks; one microbatch's way, with all others on the rank of the block
@@ -59,6 +63,12 @@ class Coarse:
             left = Fraction(m - 1, m) ** layout.ranks
             found = max(found, sums.work / (1 - left if isinstance(sums.work, Fraction | int) else float(1 - left)))
         return found
+
+    def shares(self, layout: Layout) -> Number:
+        """Seconds of a step, at least: see `shares`. It takes longer than `time`, for it reads the rows."""
+        samples = self._space.workload.samples // layout.replicas // layout.microbatches
+        work = [(float(f), float(bi), float(bw)) for f, bi, bw in self._works(samples, layout.tensor)]
+        return shares((layout.schedule, layout.per_rank, layout.ranks, layout.microbatches), work)
 
     def memory(self, layout: Layout) -> Number:
         """Bytes of the device that has most, at least: the mean of parameters, gradients and states, at the highest level."""

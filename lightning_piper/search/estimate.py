@@ -68,7 +68,7 @@ def estimate(model: Model, candidate: Candidate) -> Estimate:
     passes = passes_of(costs, candidate)
     ideal = virtual_time(rows, passes, [0] * rows.stages)[0]
     transferred = virtual_time(rows, passes, _hops(costs, candidate))[0]
-    busy = [sum((passes[step.stage][step.kind] for step in row), start=0) for row in rows.steps]
+    busy = [sum((passes[step.stage][step.kind] for step in row), start=0) for row in rows.wires.steps]
     memory, host = memory_of(model, candidate)
     return Estimate(time_of(model, candidate), memory, host, tuple(busy), ideal, transferred)
 
@@ -134,14 +134,14 @@ class _Run:
         self, rows: Rows, passes: Sequence[Sequence[Number]], hops: Sequence[Number], sums: Sequence[Number],
         gathers: Sequence[Number], each: bool,
     ) -> None:  # fmt: skip
-        self._rows, self._passes, self._hops, self._sums, self._each = rows, passes, hops, sums, each
-        n = len(rows.messages)
+        self._wires, self._passes, self._hops, self._sums, self._each = rows.wires, passes, hops, sums, each
+        n = len(self._wires.messages)
         self._sent: list[Number | None] = [None] * n
         self._posted: list[Number | None] = [None] * n
         self._end: list[Number | None] = [None] * n
-        self._free: list[Number] = [0] * rows.channels
+        self._free: list[Number] = [0] * self._wires.channels
         self._waiting: list[int | None] = [None] * n
-        for at_once in rows.at_once:
+        for at_once in self._wires.at_once:
             for m in at_once:
                 self._posted[m] = 0
         self._position = [0] * rows.ranks
@@ -153,7 +153,7 @@ class _Run:
         self._terms = [0] * rows.stages
         self._left = [0] * rows.stages  # passes that make gradients of weights
         self._first: list[Number | None] = [None] * rows.stages  # when the parameters are there
-        for row in rows.steps:
+        for row in self._wires.steps:
             there: Number = 0
             for step in row:
                 if step.kind in (B, BW):
@@ -163,7 +163,7 @@ class _Run:
 
     def advance(self, rank: int, ready: list[int]) -> None:
         """Run a rank until it waits for a message whose sender is not so far; ranks that can go on are made ready."""
-        steps, passes = self._rows.steps[rank], self._passes
+        steps, passes = self._wires.steps[rank], self._passes
         time, received, position = self.time[rank], self._received[rank], self._position[rank]
         arriving, first = self._arriving[rank], self._first
         while position < len(steps):
@@ -205,7 +205,7 @@ class _Run:
         return end if self._terms[stage] > 1 else 0
 
     def _meet(self, m: int, ready: list[int]) -> None:
-        channel, border, _, _ = self._rows.messages[m]
+        channel, border, _, _ = self._wires.messages[m]
         sent, posted = self._sent[m], self._posted[m]
         assert sent is not None and posted is not None
         self._end[m] = self._free[channel] = max(sent, posted, self._free[channel]) + self._hops[border]

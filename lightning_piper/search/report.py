@@ -33,10 +33,12 @@ class Found:
         best: the best candidate that was found.
         estimate: what it needs.
         gap: how much less the best one of the space may need, at most, as a share; 0 if this is the best one.
-        table: the best of each choice of everything but the cuts, and candidates that would be better and do not fit.
+        table: the best twenty that fit, one of each choice of everything but the cuts, and at most five that would be better and
+            do not fit. Of a large space, the best that the budget reached.
         size: candidates of the space.
         cut: why candidates were left out, and how many were.
-        evaluated: candidates whose time was estimated. Together with those that were left out they are all.
+        evaluated: candidates whose time was estimated before the best was known. Together with those that were left out they are
+            all.
         space: that was searched.
     """
 

@@ -6,14 +6,18 @@ All of it follows from the order of the passes alone, not from how long they tak
 from __future__ import annotations
 
 import functools
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
-from lightning_piper import schedules
-from lightning_piper.directives import Order
 from lightning_piper.errors import DirectiveError
 from lightning_piper.limits import PASSES
+from lightning_piper.schedules.actions import Row
+from lightning_piper.schedules.dualpipe import dualpipev_rows
+from lightning_piper.schedules.interleaved import interleaved_rows
+from lightning_piper.schedules.pipeline import gpipe_rows, one_f_one_b_rows, zb_h2_rows, zero_bubble_rows
+from lightning_piper.schedules.vshape import v_rows
+from lightning_piper.schedules.zbv import zbv_rows
 
 KINDS = ("F", "B", "BI", "BW")  # in this order wherever passes are numbered
 F, B, BI, BW = range(4)
@@ -38,6 +42,18 @@ SHAPES = {
     "v_half": Shape((2,), True, True),
     "v_min": Shape((2,), True, True),
     "dualpipev": Shape((2,), True, True),
+}
+
+_BUILDERS: dict[str, Callable[[int, int, int], list[Row]]] = {  # of stages on each rank, ranks, and microbatches
+    "gpipe": lambda _, ranks, m: gpipe_rows(ranks, m),
+    "one_f_one_b": lambda _, ranks, m: one_f_one_b_rows(ranks, m),
+    "zero_bubble": lambda _, ranks, m: zero_bubble_rows(ranks, m),
+    "interleaved_one_f_one_b": lambda each, ranks, m: interleaved_rows(ranks, m, each),
+    "zb_h2": lambda _, ranks, m: zb_h2_rows(ranks, m),
+    "zbv": lambda _, ranks, m: zbv_rows(ranks, m),
+    "v_half": lambda _, ranks, m: v_rows("v_half", ranks, m),
+    "v_min": lambda _, ranks, m: v_rows("v_min", ranks, m),
+    "dualpipev": lambda _, ranks, m: dualpipev_rows(ranks, m),
 }
 
 
@@ -85,61 +101,89 @@ class Between(NamedTuple):
 
 
 Kept = tuple[tuple[int, int], ...]  # of each stage of a rank: microbatches that wait for B or BI, and those that wait for BW
+_Action = tuple[int, int, int]  # stage, kind, microbatch
 
 
 @dataclass(frozen=True)
-class Rows:
-    """A schedule of `stages` stages on `ranks` ranks.
+class Wires:
+    """The passes of a schedule, and the messages between them.
 
     Attributes:
-        rank: of each stage.
-        local: stages of each rank.
         steps: of each rank, one after the other.
         at_once: of each rank, the messages for which it is ready before its first pass.
         messages: of each message: channel (an index), border (of stages b and b + 1), receiver, and its step there.
         channels: how many there are.
-        between: of each rank; see `Between`.
-        kept: of each rank, the largest states of what is kept: (stage whose backward pass runs, or -1; what is kept).
     """
 
-    ranks: int
-    stages: int
-    rank: tuple[int, ...]
-    local: tuple[tuple[int, ...], ...]
     steps: tuple[tuple[Step, ...], ...]
     at_once: tuple[tuple[int, ...], ...]
     messages: tuple[tuple[int, int, int, int], ...]
     channels: int
+
+
+@dataclass(frozen=True)
+class Rows:
+    """A schedule of `stages` stages on `ranks` ranks: what bounds and bytes need to know of it.
+
+    Attributes:
+        key: its name, stages on each rank, ranks, and microbatches.
+        rank: of each stage.
+        local: stages of each rank.
+        between: of each rank; see `Between`.
+        kept: of each rank, the largest states of what is kept: (stage whose backward pass runs, or -1; what is kept).
+    """
+
+    key: tuple[str, int, int, int]
+    ranks: int
+    stages: int
+    rank: tuple[int, ...]
+    local: tuple[tuple[int, ...], ...]
     between: tuple[tuple[Between, ...], ...]
     kept: tuple[tuple[tuple[int, Kept], ...], ...]
 
+    @property
+    def wires(self) -> Wires:
+        """Made when it is asked for: it is much larger than the rest, and few candidates come so far."""
+        return wires_of(*self.key)
 
-@functools.lru_cache(maxsize=128)
+
+@functools.lru_cache(maxsize=2048)
 def rows_of(name: str, per_rank: int, ranks: int, microbatches: int) -> Rows:
     """The rows of a schedule. Linear in its passes.
 
     Raises:
-        DirectiveError: the schedule does not exist for these numbers; see its builder.
+        DirectiveError: the schedule does not exist for these numbers.
+    """
+    actions = _actions(name, per_rank, ranks, microbatches)
+    rank = {stage: r for r, row in enumerate(actions) for stage, _, _ in row}
+    local = tuple(tuple(sorted({stage for stage, _, _ in row})) for row in actions)
+    kept = tuple(_kept(row, own) for row, own in zip(actions, local, strict=True))
+    key, stages = (name, per_rank, ranks, microbatches), ranks * per_rank
+    return Rows(key, ranks, stages, tuple(rank[s] for s in range(stages)), local, tuple(map(_between, actions)), kept)
+
+
+@functools.lru_cache(maxsize=16)
+def wires_of(name: str, per_rank: int, ranks: int, microbatches: int) -> Wires:
+    """The passes of a schedule, and the messages between them. Linear in its passes."""
+    return _wires(_actions(name, per_rank, ranks, microbatches), ranks * per_rank)
+
+
+def _actions(name: str, per_rank: int, ranks: int, microbatches: int) -> list[list[_Action]]:
+    """What each rank runs. Passes that may overlap stand one after the other.
+
+    Raises:
+        DirectiveError: the schedule does not exist for these numbers.
     """
     if name not in SHAPES:
         raise DirectiveError(f"schedule {name!r} is not known; give one of {', '.join(SHAPES)}")
-    more = {"stages_per_device": per_rank} if name == "interleaved_one_f_one_b" else {}
-    program = getattr(schedules, name)(ranks * per_rank, microbatches, **more)
-    orders = [directive for directive in program if isinstance(directive, Order)]
-    return _rows([_actions(order) for order in orders], ranks * per_rank)
+    if per_rank not in SHAPES[name].per_rank or not is_possible(name, per_rank, ranks, microbatches):
+        raise DirectiveError(f"{name}: {ranks} ranks with {per_rank} stages each and {microbatches} microbatches; see its builder")
+    rows = _BUILDERS[name](per_rank, ranks, microbatches)
+    return [[(stage, KINDS.index(kind), mb) for group in row for stage, kind, mb in group] for row in rows]
 
 
-def _actions(order: Order) -> list[tuple[int, int, int]]:
-    """Stage, kind and microbatch of each pass. Passes that may overlap stand one after the other."""
-    flat: list[Any] = []
-    for item in order.filters:
-        flat += item if isinstance(item, list | tuple) else [item]
-    return [(item["PP"], KINDS.index(item["PASS"]), item["MB"]) for item in flat]
-
-
-def _rows(actions: Sequence[Sequence[tuple[int, int, int]]], stages: int) -> Rows:
+def _wires(actions: Sequence[Sequence[_Action]], stages: int) -> Wires:
     rank = {stage: r for r, row in enumerate(actions) for stage, _, _ in row}
-    local = tuple(tuple(sorted({stage for stage, _, _ in row})) for row in actions)
     made: dict[tuple[int, int, int], tuple[int, int]] = {}  # forward (0) or not (1), stage, microbatch -> message, border
     queues: dict[tuple[int, int], list[int]] = {}  # channel -> its messages, as they are sent
     messages: list[tuple[int, int, int]] = []  # channel, border, receiver
@@ -149,9 +193,8 @@ def _rows(actions: Sequence[Sequence[tuple[int, int, int]]], stages: int) -> Row
             if kind != BW and 0 <= to < stages and rank[to] != r:
                 number = made[int(kind != F), to, mb] = (len(messages), min(stage, to))
                 channel = queues.setdefault((r, rank[to]), [])
-                messages.append(
-                    (list(queues).index((r, rank[to])) if not channel else messages[channel[0]][0], number[1], rank[to])
-                )
+                index = messages[channel[0]][0] if channel else len(queues) - 1
+                messages.append((index, number[1], rank[to]))
                 channel.append(number[0])
     at: list[int] = [0] * len(messages)
     for row in actions:
@@ -165,14 +208,11 @@ def _rows(actions: Sequence[Sequence[tuple[int, int, int]]], stages: int) -> Row
         at_once.append(at_start)
         steps.append(tuple(_step(row, p, stages, made, rank, found.get(p, ())) for p in range(len(row))))
     full = tuple((channel, border, to, at[m]) for m, (channel, border, to) in enumerate(messages))
-    return Rows(
-        len(actions), stages, tuple(rank[s] for s in range(stages)), local, tuple(steps), tuple(at_once), full, len(queues),
-        tuple(map(_between, actions)), tuple(_kept(row, own) for row, own in zip(actions, local, strict=True)),
-    )  # fmt: skip
+    return Wires(tuple(steps), tuple(at_once), full, len(queues))
 
 
 def _step(
-    row: Sequence[tuple[int, int, int]], p: int, stages: int, made: dict[tuple[int, int, int], tuple[int, int]],
+    row: Sequence[_Action], p: int, stages: int, made: dict[tuple[int, int, int], tuple[int, int]],
     rank: dict[int, int], posts: tuple[int, ...],
 ) -> Step:  # fmt: skip
     stage, kind, mb = row[p]
@@ -203,7 +243,7 @@ def _posts(
     return found
 
 
-def _between(row: Sequence[tuple[int, int, int]]) -> tuple[Between, ...]:
+def _between(row: Sequence[_Action]) -> tuple[Between, ...]:
     """From the first pass, or the first backward pass, to the last pass, or the last one that makes gradients of inputs."""
     backward = [p for p, (_, kind, _) in enumerate(row) if kind in (B, BI)]
     found = []
@@ -217,7 +257,7 @@ def _between(row: Sequence[tuple[int, int, int]]) -> tuple[Between, ...]:
     return tuple(found)
 
 
-def _kept(row: Sequence[tuple[int, int, int]], local: Sequence[int]) -> tuple[tuple[int, Kept], ...]:
+def _kept(row: Sequence[_Action], local: Sequence[int]) -> tuple[tuple[int, Kept], ...]:
     """States of what a rank keeps while its passes run, without those that another one exceeds everywhere."""
     place = {stage: k for k, stage in enumerate(local)}
     now = [[0, 0] for _ in local]

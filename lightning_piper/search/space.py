@@ -22,6 +22,7 @@ _UNITS = {
     "B": 1,
     **{f"{letter}{i}B": (1024 if i else 1000) ** (n + 1) for n, letter in enumerate("KMGT") for i in ("", "i")},
 }
+_ALIKE = {"one_f_one_b": "gpipe", "zb_h2": "zero_bubble"}  # the same passes in the same order, if there is one microbatch
 _SIZE = re.compile(r"\s*(\d+(?:\.\d+)?)\s*([A-Za-z]*)\s*")
 
 
@@ -140,13 +141,21 @@ class Space:
         for ranks in range(1, most + 1):
             if self.all_devices and ranks * tensor * replicas != self.devices:
                 continue
-            inside = (True, False) if ranks > 1 and replicas > 1 else (True,)
-            for name in self.schedules:
+            # Where all devices are equally far apart, their numbers do not matter.
+            last = ranks * replicas * tensor - 1
+            far = ranks > 1 and replicas > 1 and self.hardware.link(0, last) != self.hardware.link(0, 1)
+            inside = (True, False) if far else (True,)
+            for name in self._different(microbatches):
                 for per_rank in SHAPES[name].per_rank:
                     if ranks * per_rank <= blocks and is_possible(name, per_rank, ranks, microbatches):
                         for routed in degrees:
                             for data_inside in inside:
                                 yield Layout(name, per_rank, ranks, replicas, tensor, routed, microbatches, data_inside)
+
+    def _different(self, microbatches: int) -> list[str]:
+        """Schedules that are programs of their own: with one microbatch, some are others under a second name."""
+        same = _ALIKE if microbatches == 1 else {}
+        return [name for name in self.schedules if same.get(name) not in self.schedules]
 
     def _degrees(self) -> list[int]:
         known = [{members for _, members in block.work} for block in self.workload.blocks]

@@ -1,0 +1,332 @@
+"""The best candidate of a space, by branch and bound, the lowest bound first (Land and Doig 1960).
+
+    layout  ->  level of ZeRO  ->  what is recomputed and offloaded  ->  cuts below a limit, which rises
+
+A branch is left out when its bound is no better than the best candidate so far, or when no cut of it can fit; see `bounds`. What
+lies under a branch is made when its bound is the lowest one left, so what is left at any time is no better than that bound.
+
+What was left out comes back when that is proved: the search goes on in the same way until the next best choices are known, too.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import heapq
+from bisect import bisect_left
+from collections import Counter
+from collections.abc import Callable, Iterator
+from itertools import count
+
+from lightning_piper.search.bounds import INFINITE, Cutting, bound_of
+from lightning_piper.search.choices import Choice, Cuts
+from lightning_piper.search.coarse import Coarse
+from lightning_piper.search.costs import Model
+from lightning_piper.search.estimate import Estimate, estimate, memory_of, time_of
+from lightning_piper.search.report import Found, Row, reason
+from lightning_piper.search.space import Candidate, Layout, Space
+from lightning_piper.simulate.durations import Number
+
+TABLE = 20  # candidates that are shown
+OVER = 5  # candidates that would be better and do not fit, beside them
+ALTERNATIVES = 1000  # of the budget, once the best is known
+UNIT = 200  # of a branch's stages, times microbatches and what each stage costs beside them: one of the budget
+STEPS = 10  # stages that are looked at for the cuts of one branch, for each candidate of the budget
+BEGIN = 12  # layouts that are tried before anything else
+PASSES = 5000  # forward passes that these have, at most
+FIRST = 2000  # stages that are looked at for the first cut of a branch
+Progress = Callable[[int, float, float], None]
+_Branch = Layout | Choice | Cuts
+
+
+class _Exhausted(Exception):
+    """The budget is."""
+
+
+class Search:
+    """One search of a space; see `best_of` for its arguments."""
+
+    def __init__(self, space: Space, by_memory: bool, gap: Number, budget: int, progress: Progress | None) -> None:
+        self.space, self.by_memory, self.gap, self.progress = space, by_memory, gap, progress
+        self.model = Model(space)
+        self.coarse = Coarse(self.model)
+        self.best: Candidate | None = None
+        self.value: Number = INFINITE
+        self.evaluated = 0
+        self.cut: Counter[str] = Counter()
+        self.tried: dict[tuple[object, ...], tuple[Number, Candidate]] = {}  # the best of each choice of everything but the cuts
+        self.over: list[tuple[Number, Candidate]] = []  # bound, and one that does not fit
+        self._budget = self._left = budget
+        self._heap: list[tuple[Number, int, int, _Branch]] = []  # bound, the finest first, number
+        self._number = count()
+        self._lowest: Number = INFINITE  # bound of what was left out
+        self._size = 0
+        self._even_ones: list[tuple[Number, Candidate]] = []  # bounds, and candidates that fit
+        self._looked_at: set[Layout] = set()  # with the rows of their schedule
+        self._proved = False
+
+    def run(self, table: bool = True) -> Found | None:
+        """What was found, with the next best choices if there is to be a table; None if nothing fits."""
+        for layout in self.space.layouts():
+            self._layout(layout)
+        self._begin()
+        while self._heap and self._left >= 0 and not self._is_excluded(self._heap[0][0]):
+            bound, _, _, branch = heapq.heappop(self._heap)
+            self._branch(bound, branch)
+            if self.progress:
+                self.progress(self.evaluated, float(bound), float(self.value))
+        for bound, _, _, branch in self._heap:
+            self._lowest = min(self._lowest, bound)
+            self._leave("bound" if self._is_excluded(bound) else "left", branch)
+        if self.best is None:
+            return None
+        evaluated, cut = self.evaluated, dict(self.cut)
+        if table:
+            self._go_on()
+        return self._found(evaluated, cut)
+
+    def _go_on(self) -> None:
+        """Find the next best choices. What is proved was written down before."""
+        self._proved, self._left = True, min(self._budget, ALTERNATIVES)
+        for _, _, _, branch in self._heap:
+            if isinstance(branch, Cuts):
+                branch.again()
+        while self._heap and self._left >= 0 and self._heap[0][0] < self._limit(None):
+            bound, _, _, branch = heapq.heappop(self._heap)
+            if bound < self._limit(branch):
+                self._branch(bound, branch)
+        for _, candidate in self._even_ones:  # of a large space, where the budget did not reach twenty
+            if len(self.tried) >= TABLE:
+                break
+            self._improve(candidate)
+
+    def _limit(self, branch: _Branch | None) -> Number:
+        """What is no better than this does not matter: than the best so far; later, than the last one of the table, or than what is
+        known of the same choice."""
+        if not self._proved:
+            return self.value
+        last = heapq.nsmallest(TABLE, (value for value, _ in self.tried.values()))
+        limit = last[-1] if len(last) == TABLE else INFINITE
+        if isinstance(branch, Cuts):
+            limit = min(limit, self.tried.get(branch.choice.candidate(())[:4], (INFINITE, None))[0])
+        return limit
+
+    def _begin(self) -> None:
+        """First candidates, so that bounds have something to exclude: for each schedule, number of replicas and degree of the
+        tensor axis, of the layout with the lowest bound and, of equal ones, with most microbatches, which keep least. Even cuts say
+        which layouts are good; these are cut with care."""
+        lowest: dict[tuple[str, int, int], tuple[Number, int, Layout]] = {}
+        for bound, _, _, branch in self._heap:
+            if isinstance(branch, Layout) and branch.stages * branch.microbatches <= PASSES:
+                key = (branch.schedule, branch.replicas, branch.tensor)
+                lowest[key] = min(lowest.get(key, (INFINITE, 0, branch)), (bound, -branch.microbatches, branch))
+        for _, _, layout in lowest.values():
+            choice = self._whole(layout, max(self.space.levels_of(layout)))
+            self._even_ones += [(self._bound(candidate), candidate) for candidate in self._fitting(choice, self._even(layout))]
+        self._even_ones.sort()
+        for layout in list(dict.fromkeys(candidate.layout for _, candidate in self._even_ones))[:BEGIN]:
+            for zero in self.space.levels_of(layout):
+                choice = self._whole(layout, zero)
+                self._dive(choice, self._even(layout))
+                cutting = Cutting(self.model, layout, zero, choice.ways(), self.by_memory)
+                low, high = cutting.least(0, self.value)
+                cuts = self._first(cutting, high) if low < high else None
+                if cuts is not None:
+                    self._dive(choice, cuts)
+
+    def _whole(self, layout: Layout, zero: int) -> Choice:
+        return Choice(layout, zero, (0, layout.stages), (0, layout.stages))
+
+    def _even(self, layout: Layout) -> tuple[int, ...]:
+        """Stages of equally many blocks."""
+        return tuple(len(self.space.workload.blocks) * s // layout.stages for s in range(1, layout.stages))
+
+    def _raised(self, bound: Number, layout: Layout) -> Number:
+        """With what the rows of its schedule say of all ranks together."""
+        return bound if self.by_memory else max(bound, self.coarse.shares(layout))
+
+    def _is_excluded(self, bound: Number, branch: _Branch | None = None) -> bool:
+        return bound >= self._limit(branch) if self._proved else bound * (1 + self.gap) >= self.value
+
+    def _leave(self, why: str, branch: _Branch) -> None:
+        if isinstance(branch, Layout):
+            self.cut[why] += self.space.candidates(branch)
+        elif isinstance(branch, Choice):
+            self.cut[why] += branch.kinds * self.space.cuts(branch.layout)
+        else:
+            self.cut[why] += branch.left
+
+    def _push(self, bound: Number, branch: _Branch) -> None:
+        depth = (Layout, Choice, Cuts).index(type(branch))
+        heapq.heappush(self._heap, (bound, -depth, next(self._number), branch))
+
+    def _layout(self, layout: Layout) -> None:
+        """Into the branches that will be looked at, if any can fit."""
+        self._size += self.space.candidates(layout)
+        coarse = self.coarse.memory(layout)
+        if coarse > self.space.memory:
+            self._leave("memory", layout)
+        else:
+            self._push(coarse if self.by_memory else self.coarse.time(layout), layout)
+
+    def _branch(self, bound: Number, branch: _Branch) -> None:
+        if isinstance(branch, Layout):
+            if branch not in self._looked_at:
+                self._looked_at.add(branch)
+                self._push(self._raised(bound, branch), branch)
+                return
+            for zero in self.space.levels_of(branch):
+                self._choose(bound, self._whole(branch, zero))
+        elif isinstance(branch, Choice):
+            for half in branch.halves():
+                self._choose(bound, half)
+        else:
+            self._enumerate(bound, branch)
+
+    def _choose(self, bound: Number, choice: Choice) -> None:
+        """Into the branches, if anything of it can fit and be good enough; with the cuts that its bound is of as a first try."""
+        self._left -= 1 + choice.layout.stages * (choice.layout.microbatches + 100) // UNIT
+        cutting = Cutting(self.model, choice.layout, choice.zero, choice.ways(), self.by_memory)
+        if cutting.reach(INFINITE) is None:
+            self._leave("memory", choice)
+            self._over(bound, choice)
+            return
+        one = choice.kinds == 1
+        branch = Cuts(choice, cutting, self.space.cuts(choice.layout)) if one else choice
+        low, high = cutting.least(bound, self._limit(branch))
+        self._push(low, branch)
+        first = self._first(cutting, high) if low < high else None
+        if first is not None and isinstance(branch, Cuts):
+            with contextlib.suppress(_Exhausted):
+                self._try(branch, first)
+        elif first is not None and choice.again[0] == choice.away[0] == 0:
+            self._dive(choice, first)
+
+    def _first(self, cutting: Cutting, limit: Number) -> tuple[int, ...] | None:
+        """Some cut below a limit, if one is found soon: none may be left out for want of it."""
+        steps = iter(range(FIRST))
+        try:
+            return next((cuts for _, cuts in cutting.cuts(limit, lambda: self._spend(steps))), None)
+        except _Exhausted:
+            return None
+
+    def _dive(self, choice: Choice, cuts: tuple[int, ...]) -> None:
+        """A first good candidate with these cuts. Its branch meets it again."""
+        fitting = [(self._bound(candidate), candidate) for candidate in self._fitting(choice, cuts)]
+        for bound, candidate in sorted(fitting):
+            if not self._is_excluded(bound):
+                self._improve(candidate)
+
+    def _fitting(self, choice: Choice, cuts: tuple[int, ...]) -> Iterator[Candidate]:
+        """With as many stages recomputed as it takes to fit; and with those that the host has no room for, and as many others
+        offloaded as it takes."""
+        stages = choice.layout.stages
+        plain = Candidate(choice.layout, choice.zero, 0, 0, cuts)
+
+        def first(fits: Callable[[int], bool], most: int) -> int:
+            return bisect_left(range(most + 1), True, key=fits)
+
+        again = first(lambda k: self._fits(plain._replace(recomputed=k)), stages)
+        if again <= stages:
+            yield plain._replace(recomputed=again)
+        k = first(lambda k: self._fits(plain._replace(recomputed=k, offloaded=stages - k)), stages)
+        if again and k < stages:
+            rest = plain._replace(recomputed=k)
+            yield rest._replace(offloaded=first(lambda o: self._fits(rest._replace(offloaded=o)), stages - k))
+
+    def _fits(self, candidate: Candidate) -> bool:
+        memory, host = memory_of(self.model, candidate)
+        return max(memory) <= self.space.memory and max(host) <= self.space.hardware.host_memory
+
+    def _bound(self, candidate: Candidate) -> Number:
+        return max(memory_of(self.model, candidate)[0]) if self.by_memory else bound_of(self.model, candidate)
+
+    def _improve(self, candidate: Candidate) -> None:
+        """Estimate a candidate that fits."""
+        value = max(memory_of(self.model, candidate)[0]) if self.by_memory else time_of(self.model, candidate)
+        key = candidate[:4]
+        if value < self.tried.get(key, (INFINITE, None))[0]:
+            self.tried[key] = (value, candidate)
+        if value < self.value:
+            self.value, self.best = value, candidate
+
+    def _enumerate(self, bound: Number, branch: Cuts) -> None:
+        """All cuts below a limit that rises towards what matters: then nothing below it is left."""
+        most = self._limit(branch)
+        known = most < INFINITE
+        limit = min(most, bound + max(bound / 64, (most - bound) / 4)) if known else INFINITE
+        steps = iter(range(STEPS * self._budget))
+        try:
+            for value, cuts in branch.cutting.cuts(limit, lambda: self._spend(steps)):
+                if value >= branch.done:
+                    self._try(branch, cuts)
+                if not known and self._limit(branch) < INFINITE:
+                    limit = bound
+                    break
+        except _Exhausted:
+            self._lowest = min(self._lowest, bound)
+            self._leave("left", branch)
+            return
+        if limit < INFINITE:
+            branch.done = max(branch.done, limit if limit > bound else 0)
+            self._push(limit, branch)
+        else:
+            self._leave("memory", branch)
+
+    def _spend(self, steps: Iterator[int]) -> None:
+        if next(steps, None) is None:
+            raise _Exhausted
+
+    def _try(self, branch: Cuts, cuts: tuple[int, ...]) -> None:
+        """Estimate one candidate, if nothing excludes it. Bounds come first: they cost less."""
+        if cuts in branch.seen:
+            return
+        candidate = branch.choice.candidate(cuts)
+        bound = self._bound(candidate)
+        if not self._fits(candidate):
+            self._count(branch, cuts, "memory")
+            self._over(bound, branch.choice, candidate)
+            return
+        if self._is_excluded(bound, branch):
+            if not self._proved:
+                self._lowest = min(self._lowest, bound)
+            self._count(branch, cuts, "bound")
+            branch.above.add(cuts)
+            return
+        self._left -= 1
+        if self._left < 0:
+            raise _Exhausted
+        self._count(branch, cuts, None)
+        self._improve(candidate)
+
+    def _count(self, branch: Cuts, cuts: tuple[int, ...], why: str | None) -> None:
+        branch.seen.add(cuts)
+        branch.left -= 1
+        if why is None:
+            self.evaluated += 1
+        else:
+            self.cut[why] += 1
+
+    def _over(self, bound: Number, choice: Choice, candidate: Candidate | None = None) -> None:
+        """Remember what would be good and does not fit: of a choice none of which does, with stages of equally many blocks."""
+        self.over.append((bound, candidate or choice.candidate(self._even(choice.layout))))
+        if len(self.over) > 10 * TABLE:
+            self.over = heapq.nsmallest(TABLE, self.over, key=lambda item: item[0])
+
+    def _found(self, evaluated: int, cut: dict[str, int]) -> Found:
+        """The result; the table has the best of those that fit, and a few that would be better and do not."""
+        assert self.best is not None
+        best = estimate(self.model, self.best)
+        fitting = heapq.nsmallest(TABLE, self.tried.values(), key=lambda item: item[0])
+        over = heapq.nsmallest(TABLE, (item for item in self.over if item[0] < self.value), key=lambda item: item[0])
+        rows = [self._row(candidate, best) for _, candidate in fitting]
+        better = [row for row in (self._row(candidate, best) for _, candidate in over) if self._of(row) < self.value]
+        rows = sorted(rows + better[:OVER], key=lambda row: (self._of(row), row.reason != ""))
+        gap = self.value / self._lowest - 1 if 0 < self._lowest < self.value else 0
+        return Found(self.best, best, gap, tuple(rows), self._size, cut, evaluated, self.space)
+
+    def _row(self, candidate: Candidate, best: Estimate) -> Row:
+        own = estimate(self.model, candidate)
+        return Row(candidate, own, "" if candidate == self.best else reason(self.space, own, best, self.by_memory))
+
+    def _of(self, row: Row) -> Number:
+        return max(row.estimate.memory) if self.by_memory else row.estimate.time
