@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any, Literal
 
@@ -143,27 +144,39 @@ def search(
     def told(evaluated: int, bound: float, best: float) -> None:
         say(f"{evaluated} candidates estimated; at least {bound:.4g}, best so far {best:.4g}")
 
-    options = {"margin": FRAGMENTATION, **options}
-    limit = within = bytes_of(on.memory if memory is None else memory)
+    options = {"margin": FRAGMENTATION, "all_devices": all_devices, "progress": told, **options}
+    limit = bytes_of(on.memory if memory is None else memory)
+    return _proposed(module, batch, cut, partial(best_of, workload, on, devices, objective=objective, **options), limit, check, say)
+
+
+def _proposed(
+    module: nn.Module, batch: Any, cut: Cut, find: Callable[[Number], Found], limit: Number, check: Check, say: Callable[[str], None]
+) -> Proposal:  # fmt: skip
+    """The best program that passes, and whose plan fits into `limit` bytes; `find` gives the best ones within some bytes.
+
+    Raises:
+        SearchError: there is none.
+    """
     refused: list[tuple[Candidate, str]] = []
+    within = limit
     for _ in range(ROUNDS):
-        found = best_of(workload, on, devices, within, objective, progress=told, all_devices=all_devices, **options)
-        needed: Number = 0
+        found, needed = find(within), 0.0
+        states, keep = found.space.workload.states, 1 + found.space.margin
         for candidate in _in_turn(found, refused):
             say(f"checking {described(candidate)}")
             try:
                 written = _written(candidate, cut)
-                needed = _checked(written, module, batch, check, workload.states) * (1 + options["margin"])
+                needed = float(_checked(written, module, batch, check, states) * keep)
             except PiperError as error:
                 refused.append((candidate, " ".join(str(error).split())[:300]))
                 continue
             if needed <= limit:
-                return Proposal(found, candidate, written, workload, int(needed), tuple(refused), check)
+                return Proposal(found, candidate, written, found.space.workload, int(needed), tuple(refused), check)
             refused.append((candidate, f"by its plan it needs {size(needed)} of a device, more than the estimate said"))
             break
         if not needed:
             break
-        within = within * limit / needed
+        within = float(within) * float(limit) / needed
     raise SearchError(f"search: the programs of the {len(refused)} best candidates are refused; of the best one: {refused[0][1]}")
 
 
