@@ -150,7 +150,8 @@ def search(
 
 
 def _proposed(
-    module: nn.Module, batch: Any, cut: Cut, find: Callable[[Number], Found], limit: Number, check: Check, say: Callable[[str], None]
+    module: nn.Module, batch: Any, cut: Cut, find: Callable[[Number], Found], limit: Number, check: Check,
+    say: Callable[[str], None],
 ) -> Proposal:  # fmt: skip
     """The best program that passes, and whose plan fits into `limit` bytes; `find` gives the best ones within some bytes.
 
