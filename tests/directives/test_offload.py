@@ -46,9 +46,9 @@ def peaks(program: Any, network: Network | None = None) -> tuple[int, int]:
 
 
 def test_less_is_kept_on_the_device():
-    before, nothing = peaks([ONE, SPLIT])
+    before, nothing = peaks([ONE, SPLIT])  # with gradients, and what passes need for themselves
     device, host = peaks([ONE, SPLIT, off()])
-    assert nothing == 0 and device < 0.65 * before and before < device + host
+    assert nothing == 0 and device < 0.7 * before and before < device + host
     both, less = peaks([ONE, SPLIT, again(), off()])
     assert both < device and less < 0.1 * host  # of recomputed layers, their inputs
 

@@ -138,7 +138,7 @@ def test_second_passes_come_right_before_their_backward(schedule, monkeypatch):
     assert not early()
     ranked = order.priority
     monkeypatch.setattr(order, "priority", lambda dag, node, height: (*ranked(dag, node, height)[:1], 0, 0, node.id))
-    assert early()
+    assert bool(early()) == (schedule == "gpipe")  # the orders of 1F1B leave second passes no other place
 
 
 class Counting(Decoder):
