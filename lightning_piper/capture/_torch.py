@@ -20,10 +20,11 @@
 - `torch.distributions.Distribution._validate_args`: whether distributions look at the values of their arguments where the user
   does not say.
 - `torch.nn.utils.prune.BasePruningMethod._tensor_name`: the attribute that such a hook sets before each forward.
-- `OpOverload._schema`: names, order and defaults of an operation's arguments.
+- `OpOverload._schema`: names, order and defaults of an operation's arguments; which results are views of which arguments.
 - `torch._C._dynamo.guards.dict_version`: a number that differs after each write to a dict.
 - `torch.nn.modules.module._global_forward_hooks` and its kin: the hooks of all modules.
 - `torch.utils._python_dispatch._disable_current_modes`: code inside sees real tensors, also while a step is traced.
+  `TorchDispatchMode`: sees each operation with its tensors.
 - `UntypedStorage._cdata`: its address.
 - `torch.utils._pytree`: takes nested arguments of an operation apart, and puts them together.
 - `torch.nn.utils.clip_grad._get_total_norm`: what `clip_grad_norm_`, wherever it was imported, measures gradients with.
@@ -70,8 +71,8 @@ from torch.fx.experimental.symbolic_shapes import SYMPY_INTERP, DimDynamic, Shap
 from torch.nn.utils.prune import BasePruningMethod
 from torch.nn.utils.spectral_norm import SpectralNorm
 from torch.nn.utils.weight_norm import WeightNorm
-from torch.utils._python_dispatch import _disable_current_modes
-from torch.utils._pytree import tree_flatten, tree_map, tree_unflatten
+from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
+from torch.utils._pytree import tree_flatten, tree_leaves, tree_map, tree_unflatten
 from torch.utils._sympy.printers import PythonPrinter
 
 __all__ = [
@@ -88,6 +89,7 @@ __all__ = [
     "PlainAOTOutput",
     "ShapeSymbols",
     "TangentAOTInput",
+    "TorchDispatchMode",
     "dict_version",
     "evaluator",
     "expression",
@@ -99,6 +101,7 @@ __all__ = [
     "is_kept_tensor",
     "is_random",
     "is_traced",
+    "is_view",
     "operands",
     "quietly",
     "recomputed",
@@ -107,6 +110,7 @@ __all__ = [
     "storage_id",
     "total_norm_replaced",
     "tree_flatten",
+    "tree_leaves",
     "tree_map",
     "tree_unflatten",
     "warn_if_newer_torch",
@@ -319,6 +323,12 @@ def is_random(node: torch.fx.Node) -> bool:
             given = node.args[place] if place < len(node.args) else node.kwargs.get("dropout_p", argument.default_value)
             return bool(given != 0)
     return True
+
+
+def is_view(target: Any) -> bool:
+    """Are all results of an operation views of its arguments?"""
+    returns = target._schema.returns
+    return bool(returns) and all(x.alias_info is not None and not x.alias_info.is_write for x in returns)
 
 
 def saved_values(graph: torch.fx.Graph, constants: nn.Module | None, results: int, budget: float) -> list[torch.fx.Node]:

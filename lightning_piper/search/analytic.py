@@ -16,7 +16,7 @@ from lightning_piper.errors import CaptureError
 from lightning_piper.ir.division import Change, Division
 from lightning_piper.ir.regions import Code, Output, PassKey, StepCode
 from lightning_piper.ir.values import Partial, Replicate, Shard, TensorSpec
-from lightning_piper.search.assembling import alone, checked_samples, seconds_of, total, workload
+from lightning_piper.search.block_work import alone, checked_samples, seconds_of, total, workload
 from lightning_piper.search.blocks import TAG, Cut, blocks_of, bytes_of
 from lightning_piper.search.counting import Cost, Counting, seconds
 from lightning_piper.search.walking import walk

@@ -21,10 +21,10 @@ from __future__ import annotations
 from bisect import bisect_left
 from collections.abc import Callable, Iterator, Sequence
 
-from lightning_piper.search.costs import Costs, Model, Span
 from lightning_piper.search.estimate import AGAIN, AWAY, PLAIN, Way, passes_of, rows_for, saved_bytes
 from lightning_piper.search.rows import BI, BW, SHAPES, B, F, Kept, rows_of
 from lightning_piper.search.space import Candidate, Layout
+from lightning_piper.search.stage_costs import Costs, Model, Span
 from lightning_piper.simulate.durations import Number
 
 INFINITE = float("inf")

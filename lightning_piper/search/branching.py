@@ -20,10 +20,10 @@ from itertools import count
 from lightning_piper.search.bounds import INFINITE, Cutting, bound_of
 from lightning_piper.search.choices import Choice, Cuts
 from lightning_piper.search.coarse import Coarse
-from lightning_piper.search.costs import Model
 from lightning_piper.search.estimate import Estimate, estimate, memory_of, time_of
 from lightning_piper.search.report import Found, Row, reason
 from lightning_piper.search.space import Candidate, Layout, Space
+from lightning_piper.search.stage_costs import Model
 from lightning_piper.simulate.durations import Number
 
 TABLE = 20  # candidates that are shown

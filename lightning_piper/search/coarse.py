@@ -6,10 +6,10 @@ import functools
 from fractions import Fraction
 from typing import NamedTuple
 
-from lightning_piper.search.costs import Model, ring
 from lightning_piper.search.rows import SHAPES
 from lightning_piper.search.shares import shares
 from lightning_piper.search.space import Layout
+from lightning_piper.search.stage_costs import Model, ring
 from lightning_piper.simulate.durations import Number
 
 

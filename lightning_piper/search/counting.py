@@ -12,11 +12,10 @@ from collections.abc import Iterable
 from typing import Any, NamedTuple
 
 import torch
-from torch.utils import _pytree as pytree
-from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.flop_counter import flop_registry, sdpa_backward_flop_count, sdpa_flop_count
 
 import lightning_piper.grouped  # noqa: F401  (registers its operations)
+from lightning_piper.capture import _torch
 from lightning_piper.simulate.hardware import Hardware
 
 aten, _ops = torch.ops.aten, torch.ops.lightning_piper
@@ -32,7 +31,7 @@ class Cost(NamedTuple):
     nbytes: int
 
 
-class Counting(TorchDispatchMode):
+class Counting(_torch.TorchDispatchMode):
     """Notes what each operation costs; tensors need no data.
 
     Attributes:
@@ -45,7 +44,7 @@ class Counting(TorchDispatchMode):
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         made = func(*args, **(kwargs or {}))
-        if not _is_view(func):
+        if func not in _FREE and not _torch.is_view(func):
             given, results = _tensors((args, kwargs)), _tensors(made)
             nbytes = sum(_nbytes(x) for x in {id(x): x for x in (*given, *results)}.values())
             dtype = next((x.dtype for x in (*results, *given) if x.is_floating_point()), torch.float32)
@@ -66,13 +65,8 @@ def seconds(costs: Iterable[Cost], hardware: Hardware) -> float:
     return total
 
 
-def _is_view(func: Any) -> bool:
-    returns = func._schema.returns
-    return func in _FREE or (bool(returns) and all(x.alias_info is not None and not x.alias_info.is_write for x in returns))
-
-
 def _tensors(tree: Any) -> list[torch.Tensor]:
-    return [x for x in pytree.tree_leaves(tree) if isinstance(x, torch.Tensor)]
+    return [x for x in _torch.tree_leaves(tree) if isinstance(x, torch.Tensor)]
 
 
 def _nbytes(x: torch.Tensor) -> int:

@@ -17,9 +17,9 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from lightning_piper.search.costs import Costs, Model, Span, message
 from lightning_piper.search.rows import BW, B, F, Kept, Rows, rows_of
 from lightning_piper.search.space import Candidate
+from lightning_piper.search.stage_costs import Costs, Model, Span, message
 from lightning_piper.simulate.durations import Number
 
 Way = int

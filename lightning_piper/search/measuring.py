@@ -21,7 +21,7 @@ from lightning_piper.errors import CaptureError
 from lightning_piper.ir.regions import Code, PassKey
 from lightning_piper.ir.values import Kind, Slice
 from lightning_piper.limits import integer, shown
-from lightning_piper.search.assembling import alone, checked_samples, seconds_of, total, workload
+from lightning_piper.search.block_work import alone, checked_samples, seconds_of, total, workload
 from lightning_piper.search.blocks import Cut, blocks_of, text_of
 from lightning_piper.search.walking import walk
 from lightning_piper.search.workload import Work, Workload

@@ -16,7 +16,6 @@ from weakref import WeakKeyDictionary
 
 import torch
 from torch.fx import Node
-from torch.utils._pytree import tree_leaves
 
 from lightning_piper.capture import _torch
 from lightning_piper.capture.code import RUNS_KEY
@@ -184,7 +183,7 @@ class _Walk:
 
     def _hold(self, node: Node, value: Any) -> None:
         self._values[node] = value
-        for storage in {_storage(x): x for x in tree_leaves(value) if isinstance(x, torch.Tensor)}.items():
+        for storage in {_storage(x): x for x in _torch.tree_leaves(value) if isinstance(x, torch.Tensor)}.items():
             number = self._number.get(storage[0])
             if number is None:
                 number = self._number[storage[0]] = self._next
@@ -196,7 +195,7 @@ class _Walk:
 
     def _drop(self, node: Node) -> None:
         value = self._values.pop(node)
-        for storage in {_storage(x) for x in tree_leaves(value) if isinstance(x, torch.Tensor)}:
+        for storage in {_storage(x) for x in _torch.tree_leaves(value) if isinstance(x, torch.Tensor)}:
             number = self._number[storage]
             self._users[number] -= 1
             if not self._users[number]:

@@ -7,9 +7,9 @@ from fractions import Fraction
 from typing import Any
 
 from lightning_piper.search import Block, Found, Space, Work, Workload, best_of
-from lightning_piper.search.costs import Model
 from lightning_piper.search.estimate import memory_of, time_of
 from lightning_piper.search.space import Candidate
+from lightning_piper.search.stage_costs import Model
 from lightning_piper.simulate import Link, Number
 from lightning_piper.simulate.hardware import Hardware
 

@@ -13,9 +13,9 @@ from lightning_piper import Replicate, schedules
 from lightning_piper.compiler import Compiled, compile_step
 from lightning_piper.ir.nodes import Chunk
 from lightning_piper.search import Block, Candidate, Layout, Space, Work, Workload
-from lightning_piper.search.costs import Model
 from lightning_piper.search.estimate import estimate, memory_of, rows_for, saved_bytes, time_of
 from lightning_piper.search.rows import SHAPES, is_possible
+from lightning_piper.search.stage_costs import Model
 from lightning_piper.simulate import Link, Network, Simulation, simulate
 from lightning_piper.simulate.hardware import Hardware
 from tests.search.problems import SCHEDULES, fraction

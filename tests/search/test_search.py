@@ -14,9 +14,9 @@ from lightning_piper.errors import SearchError
 from lightning_piper.search import Block, Candidate, Layout, Space, Work, Workload, best_of, branching, bytes_of
 from lightning_piper.search.bounds import INFINITE, Cutting, bound_of
 from lightning_piper.search.coarse import Coarse
-from lightning_piper.search.costs import Model
 from lightning_piper.search.estimate import memory_of, time_of, ways_of
 from lightning_piper.search.rows import SHAPES, rows_of
+from lightning_piper.search.stage_costs import Model
 from lightning_piper.simulate import Number
 from tests.search.problems import best_of_all, fits, found, problem
 

@@ -17,7 +17,7 @@ from torch.utils.data import DataLoader, TensorDataset
 import lightning_piper as piper
 from lightning_piper.search.analytic import analytic
 from lightning_piper.search.proposing import search
-from lightning_piper.session import choosing
+from lightning_piper.session import cached, choosing
 from lightning_piper.simulate import Link
 from lightning_piper.simulate.hardware import Hardware
 from tests.distributed.processes import launch_trainings
@@ -95,7 +95,7 @@ def looking_at(kind: str) -> Any:
 
 
 def train(rank: int, kind: str, cache: str, strategy: str = "auto") -> dict[str, Any]:
-    os.environ[choosing.CACHE] = cache
+    os.environ[cached.CACHE] = cache
     choosing.search = looking_at(kind)  # type: ignore[attr-defined]
     module = net()
     trainer = fit(module, piper.PiperStrategy("auto") if strategy == "auto" else strategy, rank)

@@ -1,0 +1,32 @@
+"""Memory that a search may use of each device."""
+
+from __future__ import annotations
+
+import os
+import resource
+from pathlib import Path
+
+import torch
+from torch import nn
+
+from lightning_piper.processes.world import World
+
+SPARED = 0.1  # share of it that is left to what a search does not know: the interpreter, kernels, other callbacks
+
+
+def memory_of(module: nn.Module, world: World) -> int:
+    """Bytes that the search may use of each device: of a GPU its own, else what this process may use of the host."""
+    if world.device.type == "cuda":
+        return int(torch.cuda.mem_get_info(world.device)[1] * (1 - SPARED))
+    local = int(os.environ.get("LOCAL_WORLD_SIZE", world.size))
+    found = [os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") // local]
+    for name in ("/sys/fs/cgroup/memory.max", "/sys/fs/cgroup/memory/memory.limit_in_bytes"):
+        text = Path(name).read_text().strip() if Path(name).is_file() else ""
+        found += [int(text) // local] if text.isdecimal() else []
+    limit, _ = resource.getrlimit(resource.RLIMIT_AS)
+    if limit != resource.RLIM_INFINITY:
+        # Address space that the interpreter and its libraries have taken already is not for training, but the module's is.
+        pages = int(Path("/proc/self/statm").read_text().split()[0]) if Path("/proc/self/statm").is_file() else 0
+        own = sum(x.nbytes for x in (*module.parameters(), *module.buffers()) if x.device.type == "cpu")
+        found.append(max(limit - pages * os.sysconf("SC_PAGE_SIZE") + own, 1))
+    return int(min(found) * (1 - SPARED))

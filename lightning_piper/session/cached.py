@@ -1,0 +1,69 @@
+"""Programs that were chosen before, in files: by model, batch and machine."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+import platform
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+
+from lightning_piper.capture import flatten
+from lightning_piper.directives import Directive, parse
+from lightning_piper.errors import PiperError
+from lightning_piper.processes.world import World
+from lightning_piper.search.writing import TAG, Written
+
+CACHE = "XDG_CACHE_HOME"  # names the folder in which the folder of this package is; ~/.cache if it is not set
+
+
+@dataclass(frozen=True)
+class Choice:
+    """What was chosen, and why in some lines."""
+
+    written: Written
+    lines: tuple[str, ...]
+
+
+def folder() -> Path:
+    return Path(os.environ.get(CACHE) or Path.home() / ".cache") / "lightning_piper" / "programs"
+
+
+def file_of(module: nn.Module, batch: Any, world: World, memory: int) -> Path:
+    """Named by all that the choice follows from: modules and their tensors, the batch, versions, devices and their memory."""
+    spec = flatten(batch)[1]
+    about = [
+        *(f"{name} {type(part).__qualname__}" for name, part in module.named_modules()),
+        *(f"{name} {tuple(x.shape)} {x.dtype} {x.requires_grad}" for name, x in module.named_parameters()),
+        repr(spec.key), torch.__version__, platform.node(), platform.processor(), str(os.cpu_count()),
+        torch.cuda.get_device_name(world.device) if world.device.type == "cuda" else "cpu",
+        str(world.size), str(torch.get_num_threads()), str(round(memory, -8)),
+    ]  # fmt: skip
+    return folder() / f"{hashlib.blake2b(chr(10).join(about).encode(), digest_size=16).hexdigest()}.json"
+
+
+def read(path: Path) -> Choice | None:
+    """What was chosen before; None if there is nothing that can be used."""
+    try:
+        content = json.loads(path.read_text(encoding="utf-8"))
+        directives: tuple[Directive, ...] = tuple(parse(content["directives"]))
+        stages = tuple(tuple(map(str, stage)) for stage in content["annotate"][TAG])
+        return Choice(Written(stages, directives, int(content["about"]["replicas"])), tuple(map(str, content["about"]["lines"])))
+    except (OSError, ValueError, KeyError, TypeError, AttributeError, PiperError):
+        return None
+
+
+def write(path: Path, choice: Choice) -> None:
+    content = choice.written.to_json() | {"about": {"replicas": choice.written.replicas, "lines": list(choice.lines)}}
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        temporary = path.with_suffix(f".{os.getpid()}")
+        temporary.write_text(json.dumps(content, indent=1), encoding="utf-8")
+        temporary.replace(path)
+    except OSError:
+        pass  # the next fit searches again
