@@ -13,7 +13,7 @@ from torch.utils.data import DataLoader, TensorDataset
 
 import lightning_piper as piper
 from lightning_piper import Place, Shard
-from tests.strategy.fitting import QUIET
+from tests.strategy.fitting import QUIET, traced_once
 
 WORDS, DIM, LENGTH = 12, 8, 16
 
@@ -94,6 +94,7 @@ def stages(groups: Sequence[Sequence[int]]) -> list[Any]:
     return [Place(filter={"PP": stage}, devices=list(group)) for stage, group in enumerate(groups)]
 
 
+@traced_once
 def fit(module: L.LightningModule, strategy: Any, devices: int = 1, replica: int | None = None, **options: Any) -> L.Trainer:
     """`replica`: of two, which draws every other sample."""
     trainer = L.Trainer(accelerator="cpu", devices=devices, strategy=strategy, precision="64-true", **(QUIET | options))

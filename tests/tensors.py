@@ -14,7 +14,7 @@ from torch.utils.data import DataLoader, TensorDataset
 
 import lightning_piper as piper
 from lightning_piper import Directive, Place, Replicate, Shard, Split
-from tests.strategy.fitting import QUIET
+from tests.strategy.fitting import QUIET, traced_once
 
 WORDS, LENGTH, DIM = 12, 6, 8
 COLUMNS, ROWS = ("q", "k", "v", "up"), ("out", "down")  # by which the weights are divided
@@ -118,6 +118,7 @@ def grid(chosen: Mapping[str, Any] | None = None, start: int = 0, **axes: int) -
     return Place(filter=chosen or {}, devices=devices, axes=list(axes))
 
 
+@traced_once
 def fit(
     module: L.LightningModule, strategy: Any, devices: int = 1, batch: int = 8, ckpt_path: str | None = None,
     replica: int | None = None, **options: Any,

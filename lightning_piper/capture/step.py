@@ -106,7 +106,10 @@ class CapturedStep:
         return self._shaped[sample]
 
     def divided(self, divisions: Sequence[Division]) -> CapturedStep:
-        """The same step, cut where members of axes have to change what they hold of a value: as of one that has everything."""
+        """The same step, cut where members of axes have to change what they hold of a value: as of one that has everything. If
+        it is cut so already, itself."""
+        if tuple(divisions) == self.divisions:
+            return self
         other = copy.copy(self)
         other.divisions, other._codes, other._shaped = tuple(divisions), {}, {}
         degrees = {each.axis: each.degree for each in divisions}
@@ -115,7 +118,9 @@ class CapturedStep:
         return other
 
     def recomputing(self, recomputation: Recomputation) -> CapturedStep:
-        """The same step, whose backward passes compute some of what they need again."""
+        """The same step, whose backward passes compute some of what they need again; itself, if they do so already."""
+        if recomputation in self.recomputed:
+            return self
         other = copy.copy(self)
         other.recomputed, other._codes, other._shaped = (*self.recomputed, recomputation), {}, {}
         other._symbolic = SymbolicTraces()

@@ -11,9 +11,12 @@ from hypothesis import strategies as st
 
 import lightning_piper as piper
 from lightning_piper import Order, Place, Recompute, Replicate, Split, schedules
+from lightning_piper.capture import capture
+from lightning_piper.directives import parse
 from lightning_piper.errors import CaptureError, DirectiveError, VerificationError
 from lightning_piper.ir.nodes import Chunk
 from lightning_piper.ir.values import Kind
+from lightning_piper.passes import prepared
 from lightning_piper.plan import order
 from lightning_piper.plan.instructions import Run
 from lightning_piper.runtime import Executor, LocalTransport, run_local
@@ -197,6 +200,14 @@ def test_second_passes_read_buffers_as_first_ones_did(keep, monkeypatch):
 
 def tensors_of(module: torch.nn.Module) -> dict[str, torch.Tensor]:
     return {name: x.detach() for name, x in (*module.named_parameters(), *module.named_buffers())}
+
+
+def test_a_step_is_cut_for_a_program_once():
+    """By whoever prepares it first: each cut is a trace."""
+    step, program = capture(decoder(), tensors(8)), parse([*DIVIDED["two"], again(["*mm"])])
+    cut = prepared(step, program)
+    assert prepared(cut, program) is cut is not step
+    assert prepared(cut, parse([*DIVIDED["two"], again(["*mm"]), again(0.5)])) is not cut
 
 
 def test_an_order_may_name_second_passes():

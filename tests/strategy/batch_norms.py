@@ -16,6 +16,7 @@ from torch.utils.data import DataLoader
 
 import lightning_piper as piper
 from lightning_piper.directives import Directive
+from tests.strategy.fitting import traced_once
 
 STEPS = 4
 EVEN, UNEVEN = (4, 4), (5, 3)  # samples that each of two replicas draws
@@ -169,6 +170,7 @@ def batches(samples: Sequence[int], replica: int | None) -> DataLoader[Any]:
     return DataLoader(whole, batch_size=None)  # type: ignore[arg-type]
 
 
+@traced_once
 def train(module: Net, samples: Sequence[int], strategy: Any, replica: int | None, folder: Path,
           resumed: Path | None = None, **options: Any) -> dict[str, Any]:  # fmt: skip
     loader = batches(samples, replica)

@@ -143,6 +143,12 @@ def sharing_captures(work: Callable[..., T]) -> Callable[..., T]:
     return work
 
 
+def traced_once(work: Callable[..., T]) -> Callable[..., T]:
+    """Decorates trainings of steps that read nothing that changes. Now and then a step is traced again, to see whether it is still
+    what was captured: that would take most of a short training's time, and is looked at where guards are."""
+    return mock.patch.object(CapturedStep, "retrace", lambda self: None)(work)
+
+
 def values(module: torch.nn.Module) -> dict[str, Tensor]:
     return {name: x.detach().clone() for name, x in module.state_dict().items()}
 
