@@ -32,7 +32,7 @@
 - `torch._functorch.partitioners`: `classify_nodes` and `choose_saved_values_set`, which read `node.dist_from_bw`: what of a forward
   pass to keep for the backward pass.
 - `torch._inductor`, imported when it is used: `compile_fx_inner` compiles a graph of ATen operations for fake inputs, and gives a
-  boxed function; outputs named in `user_visible_output_idxs` keep their strides; `select_decomp_table` says what it wants decomposed.
+  boxed function; outputs named in `user_visible_output_idxs` keep their strides; `select_decomp_table` says what to decompose.
 - `torch._guards.tracing`, `TracingContext`: tell it which fake tensors are used.
 - `node.meta["partitioner_tag"]`: `is_backward` on nodes traced by autograd; `node.meta["seq_nr"]`: the same number on a
   forward operation and on the nodes of its backward.

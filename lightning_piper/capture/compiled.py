@@ -1,8 +1,8 @@
 """The code of passes, compiled for the machine that it runs on.
 
 Each pass is one graph of ATen operations, so Inductor is called with it directly: no frame is watched, and no guard is asked in a
-step. Fused kernels round in places of their own: results are equal within the rounding of the dtype, not to the bit. What is drawn at
-random is drawn by ATen's own operations, so masks are the same.
+step. Fused kernels round in places of their own: results are equal within the rounding of the dtype, not to the bit. Random numbers
+are drawn by ATen's own operations, so masks are the same.
 """
 
 from __future__ import annotations
