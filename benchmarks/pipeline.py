@@ -1,9 +1,10 @@
-"""1F1B on two processes, against torch.distributed.pipelining's Schedule1F1B: same model, cut, microbatches and threads.
+"""1F1B on two processes, against torch.distributed.pipelining's Schedule1F1B: same model, cut, microbatches and threads; both also
+compiled (`PiperStrategy(compile=True)` and torch.compile).
 
 Time: both systems live in the same processes and take turns step by step, so that whatever else the machine does hits both.
 Memory: one pair of processes for each system; live tensor bytes by torch's profiler, from before the model is built.
 
-    python benchmarks/pipeline.py [--steps 20] [--cut 4,4]
+    python benchmarks/pipeline.py [--steps 20] [--cut 4,4] [--plain]
 """
 
 from __future__ import annotations
@@ -18,12 +19,13 @@ from _launch import is_rank, launch
 from torch.distributed.pipelining import PipelineStage, Schedule1F1B
 
 import lightning_piper as piper
+from lightning_piper.capture.compiled import ChunkCompiler
 from lightning_piper.runtime import Executor, ProcessTransport
 
 MICROBATCHES, SEQUENCES = 8, 16
 
 
-def ours(c: Config, rank: int, world: int) -> Step:
+def ours(c: Config, rank: int, world: int, compiled_code: bool = False) -> Step:
     module = Module(c)
     program = piper.schedules.one_f_one_b(stages=world, microbatches=MICROBATCHES)
     compiled = piper.compile(module, batch(c, 0, SEQUENCES), program)
@@ -34,7 +36,8 @@ def ours(c: Config, rank: int, world: int) -> Step:
             param.data = torch.empty(0)
     device = torch.device("cpu")
     transport = ProcessTransport(compiled.plans, ranks=list(range(world)), device=device)
-    executor = Executor(compiled.plans[rank], compiled.step, params, {}, transport, device)
+    compiler = ChunkCompiler({}, device) if compiled_code else None
+    executor = Executor(compiled.plans[rank], compiled.step, params, {}, transport, device, compiler=compiler)
     optimizer = torch.optim.AdamW([params[name] for name in owned], lr=1e-3)
 
     def step(i: int) -> torch.Tensor:
@@ -48,8 +51,10 @@ def ours(c: Config, rank: int, world: int) -> Step:
     return step
 
 
-def torch_1f1b(c: Config, rank: int, world: int) -> Step:
+def torch_1f1b(c: Config, rank: int, world: int, compiled_code: bool = False) -> Step:
     module = stages(c)[rank]
+    if compiled_code:
+        module.compile()
     stage = PipelineStage(module, rank, world, torch.device("cpu"))
     schedule = Schedule1F1B(stage, MICROBATCHES, loss_fn=loss_of)
     optimizer = torch.optim.AdamW(module.parameters(), lr=1e-3)
@@ -68,24 +73,30 @@ def torch_1f1b(c: Config, rank: int, world: int) -> Step:
 
 
 SYSTEMS = {"lightning_piper": (ours, "torch Schedule1F1B"), "torch Schedule1F1B": (torch_1f1b, "")}
+COMPILED = {
+    "lightning_piper, compiled": (partial(ours, compiled_code=True), "torch Schedule1F1B, compiled"),
+    "torch Schedule1F1B, compiled": (partial(torch_1f1b, compiled_code=True), "torch Schedule1F1B"),
+}
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--steps", type=int, default=20)
     parser.add_argument("--cut", default="4,4", help="layers of each stage")
+    parser.add_argument("--plain", action="store_true", help="nothing compiled")
     parser.add_argument("--memory", default="", help=argparse.SUPPRESS)
     args = parser.parse_args()
     config = Config(cut=tuple(int(n) for n in args.cut.split(",")))
     if not is_rank():
-        shared = ["--steps", str(args.steps), "--cut", args.cut]
+        shared = ["--steps", str(args.steps), "--cut", args.cut, *(["--plain"] if args.plain else [])]
         launch(len(config.cut), *shared)
         for name in SYSTEMS:
             launch(len(config.cut), *shared, "--memory", name)
     elif args.memory:
         measure_memory(args.memory, partial(SYSTEMS[args.memory][0], config))
     else:
-        compare_time({name: (partial(build, config), peer) for name, (build, peer) in SYSTEMS.items()}, args.steps)
+        systems = SYSTEMS | ({} if args.plain else COMPILED)
+        compare_time({name: (partial(build, config), peer) for name, (build, peer) in systems.items()}, args.steps)
 
 
 if __name__ == "__main__":

@@ -8,7 +8,7 @@ import torch
 
 from lightning_piper.errors import ExecutionError
 from lightning_piper.ir.nodes import Chunk
-from lightning_piper.ir.regions import Step, StepCode
+from lightning_piper.ir.regions import Code, Step, StepCode
 from lightning_piper.ir.seeds import chunk_seed
 from lightning_piper.ir.terms import Denominator
 from lightning_piper.ir.values import Slice
@@ -18,6 +18,7 @@ from lightning_piper.plan.plan import Plan
 from lightning_piper.runtime.transport import Bound, Slots
 
 Part = tuple[int, int | None]  # (slot, tensor of its bundle, or None for all of them)
+Compiler = Callable[[Code], Callable[[list[torch.Tensor]], Sequence[torch.Tensor]]]  # gives what runs in the place of `Code.run`
 
 
 class ChunkBinder:
@@ -31,8 +32,8 @@ class ChunkBinder:
     """
 
     def __init__(self, plan: Plan, step: Step, params: Mapping[str, torch.Tensor], buffers: Mapping[str, torch.Tensor],
-                 slots: Slots, device: torch.device) -> None:  # fmt: skip
-        self._plan, self._step, self._slots, self._device = plan, step, slots, device
+                 slots: Slots, device: torch.device, compiler: Compiler | None = None) -> None:  # fmt: skip
+        self._plan, self._step, self._slots, self._device, self._compiler = plan, step, slots, device, compiler
         self._params, self._buffers = params, buffers
         self._whole = step.at(plan.size)
         self._leaves: dict[tuple[int, Slice | None], int] = {}  # (leaf, samples or None for all) -> slot
@@ -53,7 +54,9 @@ class ChunkBinder:
                 writes.append((slot, start, start + len(specs)))
             start += len(specs)
         dropped = [read.slot for read in run.reads if read.last]
-        call = _bind_code(code.run, self._slots, parts, dropped, writes)
+        # With divided parameters a region takes any number of rows, and compiled code one number.
+        function = code.run if self._compiler is None or run.degrees else self._compiler(code)
+        call = _bind_code(function, self._slots, parts, dropped, writes)
         return self._seeded(call, run) if self._whole.interface_of(run.key).random else call
 
     def _arguments(self, run: Run) -> list[Part]:

@@ -16,7 +16,7 @@ from lightning_piper.ops.base import BINDERS, Binding
 from lightning_piper.plan import instructions as ins
 from lightning_piper.plan.instructions import Instruction
 from lightning_piper.plan.plan import Plan
-from lightning_piper.runtime.chunks import ChunkBinder
+from lightning_piper.runtime.chunks import ChunkBinder, Compiler
 from lightning_piper.runtime.gradient_buffer import (
     GradientBuffer,
     bind_accumulate,
@@ -65,6 +65,7 @@ class Executor:
             this device's shard up to date, or that shard alone. Bound once, like `params`.
         gradient_buffer: where a step that is not the last one of an accumulation keeps gradients that are to be summed over
             replicas. Executors of one device, for batches of other sizes, share it.
+        compiler: makes what runs in the place of a chunk's code; None: the code runs as it is.
 
     Attributes:
         accumulates: there are such gradients.
@@ -77,7 +78,7 @@ class Executor:
     def __init__(
         self, plan: Plan, step: Step, params: Mapping[str, torch.Tensor], buffers: Mapping[str, torch.Tensor],
         transport: Transport, device: torch.device, shards: Mapping[Bucket, torch.Tensor] | None = None,
-        gradient_buffer: GradientBuffer | None = None,
+        gradient_buffer: GradientBuffer | None = None, compiler: Compiler | None = None,
     ) -> None:  # fmt: skip
         if device.type == "cuda" and device.index is None:
             device = torch.device("cuda", torch.cuda.current_device())
@@ -85,7 +86,7 @@ class Executor:
         self._specs = step.at(plan.local_batch_size).batch_specs
         self._device = device
         self._slots: Slots = [None] * plan.slots
-        self._chunks = ChunkBinder(plan, step, params, buffers, self._slots, device)
+        self._chunks = ChunkBinder(plan, step, params, buffers, self._slots, device, compiler)
         self._step_outputs = StepOutputs(buffers, self._chunks.given)
         self._endpoint = transport.endpoint(plan, device)
         self._binding = Binding(self._slots, device, plan.device, self._endpoint, _checked(plan, shards or {}), self._chunks,

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import itertools
+import warnings
 import zlib
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
@@ -14,6 +15,7 @@ from typing import Any
 import torch
 
 from lightning_piper.capture import difference
+from lightning_piper.capture.compiled import ChunkCompiler
 from lightning_piper.compiler import Compiled
 from lightning_piper.directives import Directive
 from lightning_piper.errors import CaptureError, DirectiveError, PiperError
@@ -47,6 +49,7 @@ class Settings:
         timeout: of communication.
         whole_norms: all batch norms of the training step take the statistics of the whole batch.
         in_part: of a training step that cannot be captured, the calls of annotated modules may be.
+        compile: Inductor's options, where it compiles the code of passes; None: it does not.
     """
 
     program: Sequence[Directive]
@@ -58,6 +61,7 @@ class Settings:
     timeout: timedelta | None
     whole_norms: bool = False
     in_part: bool = True
+    compile: Mapping[str, Any] | None = None
 
 
 @dataclass(frozen=True)
@@ -97,6 +101,8 @@ class ProcessRuntime:
         self._gradient_buffers: dict[int, GradientBuffer] = {}
         self._transport: ProcessTransport | None = None
         self._last: Prepared | None = None  # that ran
+        self._compiler = None if settings.compile is None else ChunkCompiler(settings.compile, world.device)
+        self._told = False  # which passes could not be compiled
 
     def compiled(self, work: Callable[[], Compiled], apart: bool = False) -> Compiled:
         """Compile on all processes, and check that all compiled the same for the same module. If one fails, all do. Collective.
@@ -179,6 +185,9 @@ class ProcessRuntime:
             self.check_held(compiled)
             self._transport.connect(compiled.plans)
             executors = [self._executor(compiled, self._world.rank, self._transport)]
+        if self._compiler is not None and not self._told and (report := self._compiler.report) is not None:
+            self._told = True
+            warnings.warn(report, stacklevel=2)
         return Prepared(compiled, executors, Replay(compiled, self.metric_objects))
 
     def run(
@@ -206,8 +215,9 @@ class ProcessRuntime:
         trains = compiled.step.name == self._first.step.name  # an evaluation in the middle of an accumulation leaves it as it is
         shards, buffer = self._shards.get(device, {}), self._gradient_buffers.setdefault(device, {}) if trains else {}
         return Executor(
-            compiled.plans[device], compiled.step, self._params, self._buffers, transport, self._world.device, shards, buffer
-        )
+            compiled.plans[device], compiled.step, self._params, self._buffers, transport, self._world.device, shards, buffer,
+            self._compiler,
+        )  # fmt: skip
 
     def _check_shards(self, compiled: Compiled) -> None:
         """All programs work on the flat tensors of the first one's buckets."""

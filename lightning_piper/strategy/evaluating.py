@@ -14,6 +14,7 @@ import torch
 from lightning.fabric.plugins import TorchCheckpointIO
 from lightning.pytorch.utilities.rank_zero import rank_zero_info
 
+from lightning_piper.capture.compiled import checked_options
 from lightning_piper.directives import Directive, replicas_of
 from lightning_piper.directives.program import annotate_as
 from lightning_piper.errors import CaptureError, PiperError
@@ -44,12 +45,13 @@ class EvaluatingStrategy(OverProcesses):
         directives: as given to `PiperStrategy`.
         verify: how what is compiled is verified.
         capture: what becomes of a step that cannot be captured, as in `PiperStrategy`.
+        compile: whether Inductor compiles the code of passes, or its options.
         options: of `OverProcesses`.
     """
 
-    def __init__(self, directives: Any | None, verify: Verify, capture: str, **options: Any) -> None:
+    def __init__(self, directives: Any | None, verify: Verify, capture: str, compile: Any, **options: Any) -> None:
         super().__init__(**options)
-        self._directives, self._verify, self._capture = directives, verify, capture
+        self._directives, self._verify, self._capture, self._compile = directives, verify, capture, checked_options(compile)
         self._program: list[Directive] | None = given_or_from_environment(directives)
         self._annotations = annotations_given(directives)
         self._restored = Restored()
@@ -116,6 +118,7 @@ class EvaluatingStrategy(OverProcesses):
             self._timeout,
             self.syncs_batch_norms,
             in_part=self._capture != "always",
+            compile=self._compile,
         )
         if restored.sharded is not None and not is_on_meta(module):
             restored.sharded.whole()

@@ -62,8 +62,7 @@ class PiperStrategy(EvaluatingStrategy):
     Args:
         directives: a list of directives or JSON objects, the path of a JSON file, or what a schedule builder returns. Left out:
             the file that the environment variable PIPER_DIRECTIVES names, else the module's `piper_directives`, else data
-            parallelism over all processes. "auto": the same, but what a search finds at the first batch in the place of data
-            parallelism; processes draw data as under it, whatever is chosen.
+            parallelism over all processes. "auto": the same, but what a search finds at the first batch, on data drawn as under it.
         verify: `static` checks every rewrite and plan without running it; `first_batch` also runs the finished program on one
             batch and compares with one device; `each` does so after every directive and prints the report; `off` checks nothing.
         transport: `process` has a process for each logical device; `local` runs all of them in this one, with `devices=1`.
@@ -76,8 +75,8 @@ class PiperStrategy(EvaluatingStrategy):
         accumulate: what `Trainer(accumulate_grad_batches=k)` means. `batches`: the mean of the batches' losses, as in Lightning.
             `tokens`: the loss of all of them as one batch, where each weighs by its denominator (tokens that count, samples).
         capture: what becomes of a step that cannot be captured. `auto`: it runs as it is, with a warning, where the program
-            replicates the whole of it, or there is one device; else it is refused. `always`: it is refused. `never`: all steps run
-            as they are.
+            replicates all of it, or there is one device; else it is refused. `always`: it is refused. `never`: all run as they are.
+        compile: True, or options of Inductor: it compiles each pass at the first batch. Results are equal within rounding.
         accelerator, parallel_devices, cluster_environment, checkpoint_io, precision_plugin: as for Lightning's own strategies.
 
     Raises:
@@ -100,6 +99,7 @@ class PiperStrategy(EvaluatingStrategy):
         checkpoint: Literal["consolidated", "sharded"] = "consolidated",
         accumulate: Literal["batches", "tokens"] = "batches",
         capture: Literal["auto", "always", "never"] = "auto",
+        compile: bool | dict[str, Any] = False,
         accelerator: Accelerator | None = None,
         parallel_devices: list[torch.device] | None = None,
         cluster_environment: ClusterEnvironment | None = None,
@@ -120,7 +120,7 @@ class PiperStrategy(EvaluatingStrategy):
             raise PiperError(f"PiperStrategy(timeout={shown(timeout)}): give a positive datetime.timedelta")
         schedule_of(profile)
         super().__init__(
-            directives, verify, capture, local=transport == "local", timeout=timeout,
+            directives, verify, capture, compile, local=transport == "local", timeout=timeout,
             backend=process_group_backend, accelerator=accelerator, parallel_devices=parallel_devices,
             cluster_environment=cluster_environment, checkpoint_io=checkpoint_io, precision_plugin=precision_plugin,
         )  # fmt: skip

@@ -1,0 +1,82 @@
+"""Chunks that Inductor has compiled give what the captured code gives, within rounding; what it cannot compile runs as it is."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import lightning as L
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+import lightning_piper as piper
+from lightning_piper.capture import _torch
+from lightning_piper.capture.compiled import ChunkCompiler
+from lightning_piper.compiler import Compiled
+from lightning_piper.errors import PiperError
+from lightning_piper.runtime import Executor, LocalTransport, StepResult
+from tests.runtime.steps import CPU
+
+ROUNDING = 1e-14  # float64; 2e-16 measured
+
+
+class Net(L.LightningModule):
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.norm, self.last = nn.Linear(8, 16), nn.LayerNorm(16), nn.Linear(16, 4)
+
+    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+        x, y = batch
+        with piper.annotate("PP", 0):
+            h = F.dropout(F.gelu(self.norm(self.first(x))), 0.3)
+            return F.cross_entropy(self.last(h), y)
+
+
+def single() -> tuple[Compiled, dict[str, Tensor], list[Tensor]]:
+    torch.manual_seed(0)
+    module = Net().double()
+    batch = (torch.randn(6, 8, dtype=torch.float64), torch.randint(0, 4, (6,)))
+    compiled = piper.compile(module, batch, [piper.Split(filter={}, dim_name="MB", num_microbatches=2)])
+    return compiled, {name: x.detach() for name, x in module.named_parameters()}, list(batch)
+
+
+def step(compiler: ChunkCompiler | None, seed: int = 3) -> StepResult:
+    compiled, tensors, leaves = single()
+    transport = LocalTransport(compiled.plans)
+    return Executor(compiled.plans[0], compiled.step, tensors, {}, transport, CPU, compiler=compiler).step(leaves, seed)
+
+
+def distance(a: StepResult, b: StepResult) -> float:
+    assert a.grads.keys() == b.grads.keys()
+    pairs = [(a.metrics, b.metrics), *((a.grads[name], b.grads[name]) for name in a.grads)]
+    return max(float((x - y).abs().max()) for x, y in pairs)
+
+
+def test_compiled_chunks_give_the_same_within_rounding() -> None:
+    compiler = ChunkCompiler({}, CPU)
+    found, plain = step(compiler), step(None)
+    assert (compiler.compiled, compiler.report) == (2, None)  # F and B, each once for both microbatches
+    assert distance(found, plain) < ROUNDING
+    assert distance(found, step(None, seed=4)) > 1e-3  # other random masks
+
+
+def test_what_cannot_be_compiled_runs_as_it_was_captured(monkeypatch: pytest.MonkeyPatch) -> None:
+    def refuse(*args: Any) -> Any:
+        raise RuntimeError("no kernel for this\nand more")
+
+    monkeypatch.setattr(_torch, "through_inductor", refuse)
+    compiler = ChunkCompiler({}, CPU)
+    assert distance(step(compiler), step(None)) == 0
+    assert compiler.report == (
+        "compile: 2 of 2 passes run as they were captured, for they could not be compiled (RuntimeError: no kernel for this)"
+    )
+
+
+@pytest.mark.parametrize("given, text", [
+    (3, r"PiperStrategy\(compile=3\): give True, False, or a dict"),
+    ({"max_autotun": True}, "Inductor has no option 'max_autotun'"),
+])  # fmt: skip
+def test_other_options_are_refused(given: Any, text: str) -> None:
+    with pytest.raises(PiperError, match=text):
+        piper.PiperStrategy([], compile=given)
