@@ -6,6 +6,9 @@ Every process draws its own batches. What cannot be made equal (a dataset that r
 is noticed: a checksum of each batch goes round, in the background, while the step runs. Nobody waits for it, except where a batch
 has another batch spec than the one before: then a step on different plans could hang.
 
+Where each process is a replica of its own, and sums what it reports with the others, a note goes with that instead: a checksum of
+all that is compared but the values of the batches (`note`). The whole comparison follows where notes differ, and now and then.
+
 Once replicas had batches of different shapes, all wait in each step, for one may need a program that others have, and they compile
 together. In the first such step, some may have gone on: those whose batch is as the one before. Until then all had the same plans,
 so who needs a program compiles it alone, and it must have these plans.
@@ -95,6 +98,7 @@ class BatchCheck:
         self._others: BatchSpec | None = None  # the spec of the others, if theirs is not new
         self._changed = False
         self._captured = 0
+        self._noted: tuple[BatchSpec | None, int] = (None, 0)
         self._running: tuple[dist.Work, torch.Tensor, Settings] | None = None
         self._warned = False
 
@@ -103,9 +107,23 @@ class BatchCheck:
         """Are values in the memory of a GPU compared with the next batch?"""
         return self._steps == 1 or self._steps % ON_GPU_EVERY == 0
 
+    def note(self, batch_spec: BatchSpec, settings: Settings, state: int, plans: int) -> int:
+        """A checksum, never 0, of what `start` would compare, but for values."""
+        self.finish()
+        self._steps += 1
+        if batch_spec is not self._noted[0]:
+            self._noted = (batch_spec, _sum((batch_spec.key, batch_spec.undivided is not None)))
+        return 1 + _sum((settings, self._noted[1], state, plans))
+
+    @property
+    def may_note(self) -> bool:
+        """May notes do in the next step? The same in all processes."""
+        steps = self._steps
+        return steps > 2 and steps & (steps - 1) > 0 and not self._apart and self._world.count == self._world.size
+
     def start(
         self, batch_spec: BatchSpec, leaves: Sequence[torch.Tensor], settings: Settings, captured: int = 0, state: int = 0,
-        plans: int | None = None,
+        plans: int | None = None, noted: bool = False,
     ) -> Agreed:  # fmt: skip
         """Begin to compare this step's batch, and finish with the last one's.
 
@@ -115,6 +133,7 @@ class BatchCheck:
             captured: number of the capture that is to run; -1 for one that is to be made.
             state: checksum of what the step reads in Python.
             plans: checksum of the plans that are to run; None if they are to be compiled.
+            noted: in this step, the processes have brought different notes.
 
         Raises:
             PiperError: the batches or settings differ.
@@ -130,10 +149,12 @@ class BatchCheck:
             whole = batch_spec.undivided is not None
             self._sums = _sum((shapes, rest) if whole else shapes), _sum(form), _sum(rest)
         # In the second step the factors of `backward` are known.
-        at_once = self._changed or self._steps == 1 or captured < 0 or captured != self._captured or plans is None or self._apart
+        at_once = (
+            noted or self._changed or self._steps == 1 or captured < 0 or captured != self._captured or plans is None or self._apart
+        )
         self._captured = captured
         own = (_checksum(leaves, self._steps), self._sums[0], state)
-        self._steps += 1
+        self._steps += not noted
         sums = [NOTHING] * 6 * self._world.count  # of each replica; the largest count, and the smallest
         sums[6 * self._world.replica : 6 * self._world.replica + 6] = [end for x in own for end in (x, -x)]
         run = [NOTHING, NOTHING] if plans is None else [plans, -plans]

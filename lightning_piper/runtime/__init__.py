@@ -30,12 +30,14 @@ from lightning_piper.runtime.executor import Executor, StepResult
 from lightning_piper.runtime.gradient_buffer import GradientBuffer
 from lightning_piper.runtime.local import LocalTransport, run_local
 from lightning_piper.runtime.process import ProcessTransport
+from lightning_piper.runtime.riding import OtherNotes
 from lightning_piper.runtime.shards import joined, local_shards_of, shards_of
 
 __all__ = [
     "Executor",
     "GradientBuffer",
     "LocalTransport",
+    "OtherNotes",
     "ProcessTransport",
     "StepResult",
     "joined",

@@ -25,6 +25,7 @@ from lightning_piper.runtime.gradient_buffer import (
     keys_of,
     slots_made_by_sync,
 )
+from lightning_piper.runtime.riding import OtherNotes
 from lightning_piper.runtime.step_outputs import StepOutputs
 from lightning_piper.runtime.streams import streams_of
 from lightning_piper.runtime.transport import BLOCKED, Bound, Slots, Transport
@@ -150,7 +151,12 @@ class Executor:
             raise ExecutionError(f"device {self.plan.device}: {instruction.where} is bound to {shown(bound)}; give a function")
         return bound
 
-    def step(self, leaves: Sequence[torch.Tensor], seed: int, scale: float = 1.0, last: bool = True) -> StepResult:
+    @property
+    def rides(self) -> bool:
+        """Does a note of each process ride in a step that begins now, and is the last one of an accumulation?"""
+        return self._endpoint.ride is not None and not self._gradient_buffer
+
+    def step(self, leaves: Sequence[torch.Tensor], seed: int, scale: float = 1.0, last: bool = True, note: int = 1) -> StepResult:
         """Run one training step; the module's buffers have their new values afterwards.
 
         Args:
@@ -159,16 +165,24 @@ class Executor:
             scale: factor on the gradient of the loss.
             last: of the batches over which gradients are accumulated. In the others, gradients that are summed over replicas are
                 kept back, unless they are sharded; the last one brings the sum over all batches.
+            note: not 0; to be the same in all processes, if it rides.
 
         Raises:
             ExecutionError: names the device, the node and its directives; its cause is the original error.
+            OtherNotes: the processes have brought different notes, or one has stood in; nothing has changed.
         """
-        self.begin(leaves, seed, scale, last)
+        self.begin(leaves, seed, scale, last, note)
         if not self.advance():
             raise ExecutionError(f"{self.waiting_for}: drive all devices of a LocalTransport together, with run_local")
+        if self._endpoint.ride is not None and not self._endpoint.ride.agreed:
+            raise OtherNotes
         return self.end()
 
-    def begin(self, leaves: Sequence[torch.Tensor], seed: int, scale: float = 1.0, last: bool = True) -> None:
+    def stand_in(self) -> None:
+        """Take part in a step that other processes may run, and this one cannot: it becomes void for them, too."""
+        self._endpoint.stand_in()
+
+    def begin(self, leaves: Sequence[torch.Tensor], seed: int, scale: float = 1.0, last: bool = True, note: int = 1) -> None:
         """Start a step, to be driven by `advance`. Clears what a step that failed has left."""
         if self._running:
             self._slots[: self.plan.slots] = [None] * self.plan.slots
@@ -179,6 +193,8 @@ class Executor:
         if self.observer is not None:
             self._code = self.observer(self._code, self._source)
         self._running, self.position = True, 0
+        if self._endpoint.ride is not None:
+            self._endpoint.ride.begin(note, last)
         leaves = [x.to(self._device) for x in leaves]
         self._step_outputs.open()
         self._chunks.begin(leaves, seed, scale)

@@ -54,9 +54,12 @@ class LocalTransport:
 
 
 class LocalEndpoint:
-    """See `transport.Endpoint`."""
+    """See `transport.Endpoint`. Nothing rides, for nothing is sent."""
 
     hands_over = True
+    ride = None
+
+    def stand_in(self) -> None: ...
 
     def __init__(self, transport: LocalTransport, plan: Plan, device: torch.device) -> None:
         self._transport, self._plan, self._device = transport, plan, device

@@ -13,6 +13,7 @@ from lightning_piper.ops.base import Bound, Exchange, Slots
 from lightning_piper.plan.instructions import Channel, Collective, Group, Irecv, Send, WaitSend, WaitWork
 from lightning_piper.plan.plan import Plan
 from lightning_piper.runtime.collectives import Finish, Members, bind_alone, bind_collective
+from lightning_piper.runtime.riding import Ride, ride_of
 from lightning_piper.runtime.wire import packer, unpacker
 
 
@@ -80,7 +81,7 @@ class ProcessTransport:
         missing += [g for g in plan.groups if g not in self._groups]
         if missing:
             raise ExecutionError(f"device {plan.device}: {missing[0]} is not connected; call connect with all plans, on every rank")
-        return ProcessEndpoint(self, device)
+        return ProcessEndpoint(self, device, ride_of(plan, device))
 
     def members(self, key: Group) -> Members:
         group = self._groups[key]
@@ -93,12 +94,16 @@ class ProcessTransport:
 
 
 class ProcessEndpoint:
-    """See `transport.Endpoint`. A pending slot holds the works and the tensors they fill."""
+    """See `transport.RidingEndpoint`. A pending slot holds the works and the tensors they fill.
+
+    Attributes:
+        ride: what rides in the steps of the plan.
+    """
 
     hands_over = False
 
-    def __init__(self, transport: ProcessTransport, device: torch.device) -> None:
-        self._transport, self._device = transport, device
+    def __init__(self, transport: ProcessTransport, device: torch.device, ride: Ride | None) -> None:
+        self._transport, self._device, self.ride = transport, device, ride
         self._sent: dict[int, list[tuple[dist.Work, torch.Tensor, torch.Tensor]]] = {}  # send -> works and the tensors they read
         self._finish: dict[int, Finish] = {}  # collective -> what makes its value when its works are done
 
@@ -157,11 +162,20 @@ class ProcessEndpoint:
     def collective(self, instruction: Collective, exchange: Exchange, slots: Slots) -> Bound:
         if len(instruction.members) == 1:  # of what nobody else has
             return bind_alone(exchange, instruction.into, slots)
-        members = self._transport.members(instruction.group)
+        members, ride = self._transport.members(instruction.group), self.ride
         start, finish = bind_collective(exchange, instruction.into, slots, members)
+        if ride is not None and instruction.node == ride.host:
+            start, finish = ride.bind_host(exchange, instruction.into, slots, members.group), ride.finish_host
+        elif ride is not None and instruction.node == ride.rider:
+            start, finish = ride.bind_rider(exchange, instruction.into, slots, start), ride.finish_rider
         if finish is not None:
             self._finish[instruction.node] = finish
         return start
+
+    def stand_in(self) -> None:
+        """Take part in a step that the others may run, and this process does not; something rides in it."""
+        assert self.ride is not None
+        self.ride.stand_in(lambda each: self._transport.members(each.group).group)
 
     def wait(self, instruction: WaitWork, slots: Slots) -> Bound:
         into, finish = instruction.into, self._finish.get(instruction.node)

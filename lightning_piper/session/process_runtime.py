@@ -190,16 +190,23 @@ class ProcessRuntime:
             warnings.warn(report, stacklevel=2)
         return Prepared(compiled, executors, Replay(compiled, self.metric_objects))
 
+    @property
+    def riding(self) -> Prepared | None:
+        """What ran last, if a note of each process rides with its sums; the same in all processes."""
+        last = self._last
+        rides = last is not None and not self._settings.local and last.executors[0].rides
+        return last if rides else None
+
     def run(
-        self, prepared: Prepared, leaves: Sequence[torch.Tensor], seed: int, scale: float = 1.0, last: bool = True
+        self, prepared: Prepared, leaves: Sequence[torch.Tensor], seed: int, scale: float = 1.0, last: bool = True, note: int = 1
     ) -> StepResult:
-        """One step; gradients of what this process holds. `scale`, `last`: as in `Executor.step`."""
+        """One step; gradients of what this process holds. `scale`, `last`, `note`: as in `Executor.step`."""
         self._last = prepared
         if self._settings.local:
             results = run_local(prepared.executors, leaves, seed, scale, last)
             grads = joined([executor.plan for executor in prepared.executors], results)
             return StepResult(grads, results[0].metrics, arguments_of(prepared.compiled.dag, results, leaves, self._buffers))
-        return prepared.executors[0].step(leaves, seed, scale, last)
+        return prepared.executors[0].step(leaves, seed, scale, last, note)
 
     def close(self, failed: bool = False) -> None:
         """Give the communicators back, and drop what was prepared. Collective, unless it failed: then communicators end with the

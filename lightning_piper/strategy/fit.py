@@ -11,7 +11,7 @@ from lightning.pytorch.plugins.precision import Precision
 from lightning.pytorch.utilities.rank_zero import rank_zero_info
 from torch.optim import Optimizer
 
-from lightning_piper.capture import flatten
+from lightning_piper.capture import PartlyCaptured, flatten
 from lightning_piper.compiler import Compiled
 from lightning_piper.errors import PiperError
 from lightning_piper.holdings.gradient_injection import GradientInjection
@@ -21,9 +21,10 @@ from lightning_piper.holdings.identities import Identities
 from lightning_piper.holdings.norms import GlobalNorms
 from lightning_piper.holdings.optimizer import Names, ShardedOptimizer
 from lightning_piper.processes.agreement import Agreed, BatchCheck
-from lightning_piper.processes.settings import settings_of
+from lightning_piper.processes.settings import Settings, settings_of
 from lightning_piper.processes.world import on_host
 from lightning_piper.profile import PiperProfiler, Recording, Schedule, wanted
+from lightning_piper.runtime import OtherNotes, StepResult
 from lightning_piper.session.evaluation import Evaluation
 from lightning_piper.session.in_part import InPart
 from lightning_piper.session.process_runtime import Prepared, ProcessRuntime, check_devices
@@ -130,18 +131,22 @@ class Fit:
         self._leaves, self._batch_spec = flatten(batch)
         self._fresh, self._compared = True, False
 
-    def _compare(self, captured: int = 0, state: int = 0, prepared: Prepared | None = None) -> Agreed:
+    def _compare(
+        self, captured: int = 0, state: int = 0, prepared: Prepared | None = None, noted: bool = False
+    ) -> Agreed:  # fmt: skip
         """Is this batch the others', does the step read what theirs does, and has the last one been made as theirs? Collective.
 
         Args:
-            captured, state: as in `BatchCheck.start`.
+            captured, state, noted: as in `BatchCheck.start`.
             prepared: what is to run.
         """
         self._compared = True
-        read = self._check.reads
-        settings = settings_of(self._optimizer, self._factor(read), read) if self.world.size > 1 else ()
         plans = None if prepared is None else prepared.plans
-        return self._check.start(self._batch_spec, self._leaves, settings, captured, state, plans)
+        return self._check.start(self._batch_spec, self._leaves, self._settings(), captured, state, plans, noted)
+
+    def _settings(self) -> Settings:
+        read = self._check.reads
+        return settings_of(self._optimizer, self._factor(read), read) if self.world.size > 1 else ()
 
     def step(self, number: int, batch_idx: int, epoch: int, last: bool = True) -> torch.Tensor | dict[str, Any]:
         """Run the plan on the batch that has arrived: logs what the step logs, and returns its loss; what runs as it is may return
@@ -164,29 +169,67 @@ class Fit:
         programs, variants = self.programs, self.programs.variants(TRAINING)
         captured = programs.find(TRAINING, self._batch_spec, batch_idx)
         prepared = programs.prepared(TRAINING, self._batch_spec)
-        agreed = Agreed(False)
-        if not self._compared or variants.number != 0:  # the first batch was compared before it was captured
-            agreed = self._compare(variants.number, variants.state(captured), prepared)
-        if prepared is None or agreed.together:
-            compiled = programs.compile(TRAINING, self._batch_spec, captured, agreed.apart, alone=not agreed.together)
-            prepared = programs.prepare(TRAINING, self._batch_spec, compiled)
-        variants.ran(prepared.compiled, first_of_epoch=epoch != self._epoch)
-        self._epoch = epoch
+        state = variants.state(captured)
         scale = self._scaling.scale / self._module.trainer.accumulate_grad_batches  # what `backward` will bring
-        if self.recording is not None:
-            self.recording.before(prepared)
-        self.ownership.refresh()
-        factor, closing = self._weight_of_batch(prepared.compiled, last)
-        step = prepared.compiled.step
-        with self._in_part.running(step):
-            result = self._runtime.run(prepared, step.inputs(self._leaves), self.seed + number, scale * factor, last)
-        if self.recording is not None:
-            self.recording.after(prepared, number)
+        closing: float | None = None
+        first, self._epoch = epoch != self._epoch, epoch
+        riding, result = self._riding(last), None
+        if riding is not None:
+            result = self._run_noted(prepared, riding, state, number, scale, first)
+        if result is None:
+            agreed = Agreed(False)
+            if not self._compared or variants.number != 0:  # the first batch was compared before it was captured
+                agreed = self._compare(variants.number, state, prepared, noted=riding is not None)
+            if prepared is None or agreed.together:
+                compiled = programs.compile(TRAINING, self._batch_spec, captured, agreed.apart, alone=not agreed.together)
+                prepared = programs.prepare(TRAINING, self._batch_spec, compiled)
+            if riding is None or prepared.plans != riding.plans:
+                variants.ran(prepared.compiled, first)
+            if self.recording is not None:
+                self.recording.before(prepared)
+            self.ownership.refresh()
+            factor, closing = self._weight_of_batch(prepared.compiled, last)
+            result = self._run(prepared, number, scale * factor, last)
+            if self.recording is not None:
+                self.recording.after(prepared, number)
+        assert prepared is not None
         prepared.replay(self._module, result, Given(self._batch_spec, self._leaves))
         assert prepared.replay.dtype is not None
         value = result.metrics[0].to(prepared.replay.dtype, copy=True)
         loss = self._injection.loss(value, result.grads, scale, prepared.accumulates and not last, closing)
         return {"loss": loss, **self._in_part.extras} if self._in_part.extras else loss
+
+    def _run(self, prepared: Prepared, number: int, scale: float, last: bool = True, note: int = 1) -> StepResult:
+        step = prepared.compiled.step
+        with self._in_part.running(step):
+            return self._runtime.run(prepared, step.inputs(self._leaves), self.seed + number, scale, last, note)
+
+    def _riding(self, last: bool) -> Prepared | None:
+        """What ran last, if notes that ride with its sums do for a comparison of this step; the same in all processes."""
+        if not last or self._compared or self.recording is not None or self._tokens is not None or not self._check.may_note:
+            return None
+        riding = self._runtime.riding
+        return None if riding is None or isinstance(riding.compiled.step, PartlyCaptured) else riding
+
+    def _run_noted(
+        self, prepared: Prepared | None, riding: Prepared, state: int, number: int, scale: float, first_of_epoch: bool
+    ) -> StepResult | None:
+        """Run a step in which notes ride; None if the processes have to compare what they have first, for then it is void.
+
+        Args:
+            prepared: what is to run. Only where it has the plans that ran last can others run theirs with it.
+            riding: what ran last.
+        """
+        note = self._check.note(self._batch_spec, self._settings(), state, 0 if prepared is None else prepared.plans)
+        if prepared is None or prepared.plans != riding.plans:
+            riding.executors[0].stand_in()
+            return None
+        self.programs.variants(TRAINING).ran(prepared.compiled, first_of_epoch)
+        self.ownership.refresh()
+        try:
+            return self._run(prepared, number, scale, note=note)
+        except OtherNotes:
+            return None
 
     def _weight_of_batch(self, compiled: Compiled, last: bool) -> tuple[float, float | None]:
         """The factor on this batch's gradients, and that on all of an accumulation with its last batch."""

@@ -1,10 +1,16 @@
-"""Training steps that are not captured, in replicas on two processes: seconds a step of a Trainer under PiperStrategy and under
-Lightning's DDPStrategy, which take turns.
+"""Replicas on two processes under the Trainer: seconds a step under PiperStrategy and under Lightning's DDPStrategy, fits of which
+take turns in the same processes.
 
-A GAN with two optimizers (manual optimisation), a small residual network with batch norm, whose statistics no replicated graph can
-have, and a tiny network that asks for a value, where a step is all overhead.
+| kind | what it is | peer |
+|---|---|---|
+| tiny | two small layers, where a step is all overhead | DDP |
+| tiny_eager | the same, but it asks for a value, so it runs as it is | DDP |
+| GAN | two optimizers, manual optimisation | DDP that looks for unused parameters |
+| ResNet | batch norms, whose statistics no replicated graph can have | DDP |
+| GPT | the model of the other benchmarks | DDP |
+| ZeRO-1, ZeRO-1_eager | the same with shards of AdamW's state, captured and as it is | DDP with torch's ZeroRedundancyOptimizer |
 
-    python benchmarks/uncaptured.py [--rounds 5] [--steps 40]
+    python benchmarks/trainer.py [--rounds 7] [--steps 60] [--kind tiny]
 """
 
 from __future__ import annotations
@@ -15,15 +21,18 @@ import os
 import statistics
 import time
 import warnings
+from collections.abc import Callable
 from typing import Any
 
 import lightning.pytorch as L
 import torch
 import torch.nn.functional as F
+from _gpt import Config, Module, batch
 from _launch import is_rank, launch
 from lightning.pytorch.plugins.environments import LightningEnvironment
 from lightning.pytorch.strategies import DDPStrategy
 from torch import Tensor, nn
+from torch.distributed.optim import ZeroRedundancyOptimizer
 from torch.utils.data import DataLoader, TensorDataset
 
 import lightning_piper as piper
@@ -34,12 +43,17 @@ class Tiny(L.LightningModule):
         super().__init__()
         self.net = nn.Sequential(nn.Linear(32, 32), nn.ReLU(), nn.Linear(32, 32))
 
-    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
-        loss = self.net(batch[0]).square().mean()
-        return loss if loss.item() < 1e3 else loss * 0.5
+    def training_step(self, batch: Any, batch_idx: int) -> Tensor | None:
+        return self.net(batch[0]).square().mean()
 
     def configure_optimizers(self) -> Any:
         return torch.optim.SGD(self.parameters(), lr=0.01)
+
+
+class TinyEager(Tiny):
+    def training_step(self, batch: Any, batch_idx: int) -> Tensor | None:
+        loss = self.net(batch[0]).square().mean()
+        return loss if loss.item() < 1e3 else loss * 0.5
 
 
 class Gan(Tiny):
@@ -95,7 +109,42 @@ class ResNet(Tiny):
         return F.cross_entropy(self.net(batch[0]), batch[1])
 
 
-KINDS: dict[str, tuple[type[Tiny], bool]] = {"tiny": (Tiny, False), "GAN": (Gan, False), "ResNet": (ResNet, True)}
+class Gpt(Module):
+    """Six layers, without stages. `divided`: by torch's own optimizer."""
+
+    def __init__(self, divided: bool = False) -> None:
+        super().__init__(Config(cut=(6,), d=128, seq=64, vocab=1024))
+        self.divided = divided
+
+    def configure_optimizers(self) -> Any:
+        if self.divided:
+            return ZeroRedundancyOptimizer(self.parameters(), torch.optim.AdamW, lr=1e-3)
+        return torch.optim.AdamW(self.parameters(), lr=1e-3)
+
+
+class GptEager(Gpt):
+    def training_step(self, batch: tuple[Tensor, Tensor], batch_idx: int) -> Tensor:
+        loss = super().training_step(batch, batch_idx)
+        return loss if loss.item() < 1e3 else loss * 0.5
+
+
+def vectors(n: int) -> tuple[Tensor, ...]:
+    return torch.randn(n, 32), torch.randn(n, 32)
+
+
+def images(n: int) -> tuple[Tensor, ...]:
+    return torch.randn(n, 3, 16, 16), torch.randint(10, (n,))
+
+
+def words(n: int) -> tuple[Tensor, ...]:
+    return batch(Config(seq=64, vocab=1024), 0, n)
+
+
+Data = Callable[[int], tuple[Tensor, ...]]
+KINDS: dict[str, tuple[type[L.LightningModule], Data]] = {
+    "tiny": (Tiny, vectors), "tiny_eager": (TinyEager, vectors), "GAN": (Gan, vectors), "ResNet": (ResNet, images),
+    "GPT": (Gpt, words), "ZeRO-1": (Gpt, words), "ZeRO-1_eager": (GptEager, words),
+}  # fmt: skip
 
 
 class Clock(L.Callback):
@@ -106,22 +155,21 @@ class Clock(L.Callback):
         self.seen.append(time.perf_counter())
 
 
-def data(images: bool, steps: int) -> DataLoader[Any]:
+def loader(make: Data, steps: int) -> DataLoader[Any]:
     torch.manual_seed(1)
-    n = 32 * steps
-    x = torch.randn(n, 3, 16, 16) if images else torch.randn(n, 32)
-    return DataLoader(TensorDataset(x, torch.randint(10, (n,)) if images else torch.randn(n, 32)), batch_size=16)
+    return DataLoader(TensorDataset(*make(32 * steps)), batch_size=16)
 
 
-def fit(kind: str, strategy: Any, steps: int) -> float:
+def fit(kind: str, peer: bool, steps: int) -> float:
     """Median of the seconds a step, without the first ones."""
     torch.manual_seed(0)
-    module, images = KINDS[kind]
+    module, make = KINDS[kind]
+    made = module(divided=True) if peer and kind in ZERO else module()
     clock = Clock()
     L.Trainer(
-        accelerator="cpu", devices=2, strategy=strategy, max_epochs=1, callbacks=[clock], logger=False, enable_checkpointing=False,
-        enable_progress_bar=False, enable_model_summary=False, plugins=[Environment()],
-    ).fit(module(), data(images, steps))  # fmt: skip
+        accelerator="cpu", devices=2, strategy=(ddp if peer else ours)(kind), max_epochs=1, callbacks=[clock], logger=False,
+        enable_checkpointing=False, enable_progress_bar=False, enable_model_summary=False, plugins=[Environment()],
+    ).fit(made, loader(make, steps))  # fmt: skip
     times = [b - a for a, b in zip(clock.seen, clock.seen[1:], strict=False)]
     return statistics.median(times[5:])
 
@@ -137,17 +185,25 @@ class Environment(LightningEnvironment):
         return int(os.environ["RANK"])
 
 
+ZERO = ("ZeRO-1", "ZeRO-1_eager")
+
+
 def ddp(kind: str) -> Any:
     return DDPStrategy(process_group_backend="gloo", find_unused_parameters=kind == "GAN")
 
 
+def ours(kind: str) -> Any:
+    both: dict[str, Any] = {"filter": {}, "devices": [0, 1]}
+    return piper.PiperStrategy([piper.Place(**both), piper.Replicate(**both, shard_optimizer=kind in ZERO)])
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--rounds", type=int, default=5)
-    parser.add_argument("--steps", type=int, default=40)
-    parser.add_argument("--kind", choices=list(KINDS))
+    parser.add_argument("--rounds", type=int, default=7)
+    parser.add_argument("--steps", type=int, default=60)
+    parser.add_argument("--kind", choices=list(KINDS), action="append")
     given = parser.parse_args()
-    kinds = [given.kind] if given.kind else list(KINDS)
+    kinds = given.kind or list(KINDS)
     if not is_rank():
         for kind in kinds:
             launch(2, f"--rounds={given.rounds}", f"--steps={given.steps}", f"--kind={kind}")
@@ -155,16 +211,16 @@ def main() -> None:
     logging.getLogger("lightning.pytorch").setLevel(logging.ERROR)
     warnings.simplefilter("ignore")
     torch.set_num_threads(1)
-    found: dict[str, list[float]] = {"DDP": [], "replicas": []}
-    for _ in range(given.rounds):
-        found["DDP"].append(fit(kinds[0], ddp(kinds[0]), given.steps))
-        found["replicas"].append(fit(kinds[0], piper.PiperStrategy(), given.steps))
+    (kind,) = kinds
+    pairs = [(fit(kind, False, given.steps), fit(kind, True, given.steps)) for _ in range(given.rounds)]
     if os.environ["RANK"] == "0":
-        medians = {name: statistics.median(times) for name, times in found.items()}
-        ratios = sorted(a / b for a, b in zip(found["replicas"], found["DDP"], strict=True))
-        shown = ", ".join(f"{name} {1e3 * x:.2f} ms" for name, x in medians.items())
-        ratio = medians["replicas"] / medians["DDP"]
-        print(f"{kinds[0]:8} {shown}; ratio of medians {ratio:.3f}, of pairs {', '.join(f'{r:.3f}' for r in ratios)}")
+        own, other = (1e3 * statistics.median(times) for times in zip(*pairs, strict=True))
+        ratios = sorted(a / b for a, b in pairs)
+        print(
+            f"{kind:13} PiperStrategy {own:.2f} ms, peer {other:.2f} ms; ratio of medians {own / other:.3f}, "
+            f"median of ratios {statistics.median(ratios):.3f} ({ratios[0]:.3f} to {ratios[-1]:.3f})",
+            flush=True,
+        )
 
 
 if __name__ == "__main__":

@@ -1,0 +1,137 @@
+"""A small sum that rides with a larger one: what a step reports goes behind the gradients, in one message over gloo.
+
+A sum over gloo wakes threads in all processes, and where cores are few that takes as long as a tiny step. So where replicas sum a
+small bucket of gradients and what they report, one message does both. It has room for a note of each process, too: processes that
+bring the same note have agreed on something, without a message of its own. One that cannot run the step sends zeros in its place
+(`stand_in`), which is no note; then the step is void for all.
+
+What is reported has a place for each replica, and zeros in those of the others. It rides as bytes: whole numbers up to 255 are
+exact in every dtype, and so is their sum with zeros.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+
+import torch
+import torch.distributed as dist
+
+from lightning_piper.ops.base import Bundle, Exchange, Slots
+from lightning_piper.plan.instructions import AllReduce, Collective, Merge, Send, WaitWork
+from lightning_piper.plan.plan import Plan
+
+SMALL = 2**16  # elements of a bucket that is copied for it
+NOTES = 2**9  # numbers of 8 bytes that ride
+Start = Callable[[], None]
+
+
+class OtherNotes(Exception):
+    """The processes have brought different notes, so the step is void: nothing of it is kept."""
+
+
+class Ride:
+    """What rides in the steps of one plan.
+
+    Attributes:
+        rider, host: the sums, by their nodes: of what is reported, and of the gradients with which it goes.
+        agreed: all processes have brought the same note.
+
+    Args:
+        sums: all sums over processes of the plan, in their order.
+        rider, host: of these.
+        replicas, replica: how many processes there are, and which one this is.
+    """
+
+    def __init__(self, sums: Sequence[Collective], rider: AllReduce, host: Collective, replicas: int, replica: int) -> None:
+        assert host.bucket is not None
+        self.rider, self.host = rider.node, host.node
+        self._sums = [each for each in sums if each is not rider]
+        self._numel, self._dtype, self._reported = host.bucket.numel, host.bucket.dtype, rider.tensors[0].numel
+        self._replica = replica
+        self._message = torch.zeros(self._reported + replicas, dtype=torch.int64)
+        self._received: Bundle = ()
+        self._on = False
+        self.agreed = True
+
+    def begin(self, note: int, on: bool) -> None:
+        """A step begins.
+
+        Args:
+            note: not 0; of this process.
+            on: gradients are summed in it.
+        """
+        self._on, self.agreed = on, True
+        self._message[self._reported + self._replica] = note
+
+    def bind_rider(self, exchange: Exchange, into: int, slots: Slots, own: Start) -> Start:
+        """In the place of the sum of what is reported, which `own` starts."""
+
+        def start() -> None:
+            if not self._on:
+                own()
+                return
+            (vector,) = exchange.bring()
+            self._message[: self._reported] = vector.view(torch.int64)
+            slots[into] = ([], ())
+
+        return start
+
+    def finish_rider(self, values: Bundle) -> Bundle:
+        return self._received if self._on else values
+
+    def bind_host(self, exchange: Exchange, into: int, slots: Slots, group: dist.ProcessGroup) -> Start:
+        def start() -> None:
+            (flat,) = exchange.bring()
+            message = torch.cat([flat, self._message.view(torch.uint8).to(self._dtype)])
+            slots[into] = ([group.allreduce([message])], (message,))
+
+        return start
+
+    def finish_host(self, values: Bundle) -> Bundle:
+        (message,) = values
+        found = message[self._numel :].to(torch.uint8).view(torch.int64)
+        notes = found[self._reported :].tolist()
+        self.agreed = notes.count(notes[0]) == len(notes)
+        self._received = (found[: self._reported].view(torch.float64),)
+        return (message[: self._numel],)
+
+    def stand_in(self, group_of: Callable[[Collective], dist.ProcessGroup]) -> None:
+        """Take part in the sums of a step that the others may run, and this process does not."""
+        works = []
+        for each in self._sums:
+            assert each.bucket is not None
+            more = self._message.numel() * 8 if each.node == self.host else 0
+            works.append(group_of(each).allreduce([torch.zeros(each.bucket.numel + more, dtype=each.bucket.dtype)]))
+        for work in works:
+            work.wait()
+
+
+def ride_of(plan: Plan, device: torch.device) -> Ride | None:
+    """What rides in a plan; None if nothing does: a plan of replicas on CPUs that communicate by sums over all of them alone, with
+    a small bucket that is summed between the start and the end of what is reported."""
+    if device.type != "cpu" or plan.replicas < 2 or any(isinstance(each, Send) for each in plan.instructions):
+        return None
+    sums = [each for each in plan.instructions if isinstance(each, Collective)]
+    reported = [each for each in sums if isinstance(each, AllReduce) and each.bucket is None]
+    merges = [each for each in plan.instructions if isinstance(each, Merge)]
+    if len(reported) != 1 or len(merges) != 1 or not merges[0].counts:
+        return None
+    if [read.slot for read in reported[0].reads] != [merges[0].into]:
+        return None
+    (rider,), last = reported, _wait(plan, reported[0])
+    if len(rider.members) != plan.replicas or len(rider.tensors) != 1 or rider.tensors[0].dtype != torch.float64:
+        return None
+    if rider.tensors[0].numel + plan.replicas > NOTES or not all(isinstance(each, AllReduce) for each in sums):
+        return None
+    if any(each.members != rider.members for each in sums):
+        return None
+    first = plan.instructions.index(rider)
+    for each in sums:
+        small = each.bucket is not None and each.bucket.numel <= SMALL and each.bucket.dtype.is_floating_point
+        if small and first < plan.instructions.index(each) and _wait(plan, each) < last:
+            return Ride(sums, rider, each, plan.replicas, plan.replica)
+    return None
+
+
+def _wait(plan: Plan, collective: Collective) -> int:
+    return next(i for i, each in enumerate(plan.instructions) if isinstance(each, WaitWork) and each.node == collective.node)
