@@ -108,7 +108,24 @@ class BatchSpec:
         """Equal for batches that differ in their tensors and in what they carry alone."""
         return _structure(self.skeleton)
 
-    @property
+    def leaves_of(self, batch: Any) -> list[torch.Tensor] | None:
+        """The tensors of another batch that is a plain container of tensors alone, if `flatten` would give this spec for it, too;
+        None where it has to be asked."""
+        skeleton, given = self.skeleton, batch
+        if type(batch) is not type(skeleton) or type(batch) not in (list, tuple, dict) or len(batch) != len(self.specs):
+            return None
+        if type(batch) is dict:
+            if list(batch) != list(skeleton):
+                return None
+            skeleton, given = skeleton.values(), batch.values()
+        for i, (leaf, x, spec) in enumerate(zip(skeleton, given, self.specs, strict=True)):
+            if leaf != _Leaf(i) or type(x) is not torch.Tensor or x.layout is not torch.strided or x.is_nested:
+                return None
+            if x.shape != spec.shape or x.dtype != spec.dtype or not x.is_contiguous() or x.stride() != spec.stride:
+                return None
+        return list(given)
+
+    @cached_property
     def key(self) -> tuple[Any, ...]:
         """Equal for batches that one captured graph can serve. Its `repr` is the same in all processes."""
         return (self.structure, tuple((spec.shape, spec.dtype) for spec in self.specs))

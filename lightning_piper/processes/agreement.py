@@ -98,7 +98,7 @@ class BatchCheck:
         self._others: BatchSpec | None = None  # the spec of the others, if theirs is not new
         self._changed = False
         self._captured = 0
-        self._noted: tuple[BatchSpec | None, int] = (None, 0)
+        self._noted: tuple[BatchSpec | None, Settings, int] = (None, (), 0)
         self._running: tuple[dist.Work, torch.Tensor, Settings] | None = None
         self._warned = False
 
@@ -111,9 +111,9 @@ class BatchCheck:
         """A checksum, never 0, of what `start` would compare, but for values."""
         self.finish()
         self._steps += 1
-        if batch_spec is not self._noted[0]:
-            self._noted = (batch_spec, _sum((batch_spec.key, batch_spec.undivided is not None)))
-        return 1 + _sum((settings, self._noted[1], state, plans))
+        if batch_spec is not self._noted[0] or settings is not self._noted[1]:
+            self._noted = (batch_spec, settings, _sum((batch_spec.key, batch_spec.undivided is not None, settings)))
+        return 1 + hash((self._noted[2], state, plans)) % 2**62
 
     @property
     def may_note(self) -> bool:

@@ -27,12 +27,35 @@ def settings_of(optimizer: Optimizer, factor: float | None, read: bool = True) -
     return (*found, ("the factor that backward brought to the last loss", repr(factor)))
 
 
+class Watched:
+    """`settings_of` an optimizer; asked again where one of its options is another one than before."""
+
+    def __init__(self, optimizer: Optimizer) -> None:
+        self._optimizer = optimizer
+        self._found: tuple[str, Settings] | None = None
+
+    def __call__(self, factor: float | None, read: bool = True) -> Settings:
+        values = [x for options in self._options() for key, x in options.items() if key not in _NAMES]
+        if any(isinstance(x, torch.Tensor) for x in values):  # their texts are not all of them
+            return settings_of(self._optimizer, factor, read)
+        now = repr((values, factor))
+        if self._found is None or self._found[0] != now:
+            self._found = (now, settings_of(self._optimizer, factor, read))
+        return self._found[1]
+
+    def _options(self) -> list[dict[str, Any]]:
+        return [self._optimizer.defaults, *self._optimizer.param_groups]
+
+
+_NAMES = ("params", "param_names")
+
+
 def _plain(options: dict[str, Any], read: bool) -> list[tuple[str, str]]:
     found = {k: x for k, x in options.items() if all(isinstance(y, _PLAIN) for y in (x if isinstance(x, list | tuple) else [x]))}
     for key, x in options.items():
         if isinstance(x, torch.Tensor) and x.numel() == 1 and (read or x.device.type == "cpu"):
             found[key] = x.item()
-    return [(key, repr(found[key])) for key in sorted(found) if key not in ("params", "param_names")]
+    return [(key, repr(found[key])) for key in sorted(found) if key not in _NAMES]
 
 
 def check_alike(by_rank: list[Settings]) -> None:

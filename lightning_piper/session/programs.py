@@ -44,6 +44,7 @@ class Programs:
         self._instead = instead
         self._variants: dict[Step, Variants] = {}
         self._prepared: dict[tuple[int, Step, Hashable], Prepared] = {}  # by number of the capture, step and batch spec
+        self._last: tuple[BatchSpec | None, Hashable] = (None, None)  # that was looked for last, and its family
         self._traced: set[Hashable] = set()  # the batch specs for which a step was traced
 
     @property
@@ -67,7 +68,9 @@ class Programs:
         """
         variants = self.variants(step)
         variants.history.batch_idx, variants.history.batch = batch_idx, batch_spec
-        return variants.find(_family(batch_spec))
+        if self._last[0] is not batch_spec:
+            self._last = (batch_spec, _family(batch_spec))
+        return variants.find(self._last[1])
 
     def prepared(self, step: Step, batch_spec: BatchSpec) -> Prepared | None:
         """What runs a batch of this spec, under the capture that was found last; None where it is still to be compiled."""

@@ -21,7 +21,7 @@ from lightning_piper.holdings.identities import Identities
 from lightning_piper.holdings.norms import GlobalNorms
 from lightning_piper.holdings.optimizer import Names, ShardedOptimizer
 from lightning_piper.processes.agreement import Agreed, BatchCheck
-from lightning_piper.processes.settings import Settings, settings_of
+from lightning_piper.processes.settings import Settings, Watched
 from lightning_piper.processes.world import on_host
 from lightning_piper.profile import PiperProfiler, Recording, Schedule, wanted
 from lightning_piper.runtime import OtherNotes, StepResult
@@ -74,7 +74,8 @@ class Fit:
     ) -> None:  # fmt: skip
         self._module, self.before, self.world, self.seed = module, before, before.world, before.seed
         settings, world = before.settings, before.world
-        self._check, self._optimizer = BatchCheck(world), optimizer
+        self._check, self._optimizer, self._watched = BatchCheck(world), optimizer, Watched(optimizer)
+        self._leaves, self._batch_spec = flatten(batch)
         self._factor: Callable[[bool], float | None] = lambda read: None  # of the last loss
         self.arrive(batch)
         agreed = self._compare()
@@ -128,7 +129,8 @@ class Fit:
         Args:
             batch: on this process's device.
         """
-        self._leaves, self._batch_spec = flatten(batch)
+        leaves = self._batch_spec.leaves_of(batch)
+        self._leaves, self._batch_spec = flatten(batch) if leaves is None else (leaves, self._batch_spec)
         self._fresh, self._compared = True, False
 
     def _compare(
@@ -146,7 +148,7 @@ class Fit:
 
     def _settings(self) -> Settings:
         read = self._check.reads
-        return settings_of(self._optimizer, self._factor(read), read) if self.world.size > 1 else ()
+        return self._watched(self._factor(read), read) if self.world.size > 1 else ()
 
     def step(self, number: int, batch_idx: int, epoch: int, last: bool = True) -> torch.Tensor | dict[str, Any]:
         """Run the plan on the batch that has arrived: logs what the step logs, and returns its loss; what runs as it is may return
