@@ -90,7 +90,7 @@ def _all_reduce(exchange: Exchange, into: int, slots: Slots, members: Members) -
 
     def start() -> None:
         values = exchange.bring()
-        slots[into] = ([dist.all_reduce(x, group=group, async_op=True) for x in values], values)
+        slots[into] = ([group.allreduce([torch.view_as_real(x) if x.is_complex() else x]) for x in values], values)
 
     return start
 

@@ -58,6 +58,16 @@ def _sum(x: torch.Tensor) -> torch.Tensor:
     return total
 
 
+def _buffers(module: nn.Module, found: dict[int, torch.Tensor], seen: set[int]) -> dict[int, torch.Tensor]:
+    """By identity. In each step, so without the names that `module.buffers()` makes."""
+    seen.add(id(module))
+    found.update((id(x), x) for x in module._buffers.values() if x is not None)
+    for child in module._modules.values():
+        if child is not None and id(child) not in seen:
+            _buffers(child, found, seen)
+    return found
+
+
 def _trained(module: nn.Module) -> tuple[str, ...]:
     return tuple(name for name, x in module.named_parameters() if x.requires_grad)
 
@@ -102,7 +112,7 @@ class EagerReplicas:
 
     def share_buffers(self) -> None:
         """All replicas go on with rank 0's buffers, of which each has those of its own batches."""
-        buffers = [x for x in self._module.buffers() if x.numel()]
+        buffers = [x for x in _buffers(self._module, {}, set()).values() if x.numel()]
         if not buffers:
             return
         # Bytes travel, so every dtype does, whatever the backend.

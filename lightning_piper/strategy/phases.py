@@ -226,8 +226,9 @@ class Eager:
         if changed:
             self.optimizers = tuple(each for each in self.optimizers if each not in changed)
             self.named = [(each.optimizer, whole_names_in(each.optimizer, self.before.module)) for each in changed]
-        self.optimizers += divided(self.before, self.named)
-        self.named = ()
+        if self.named:
+            self.optimizers += divided(self.before, self.named)
+            self.named = ()
 
     @property
     def left(self) -> Left:

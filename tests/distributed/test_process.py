@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -11,9 +12,9 @@ import torch
 
 from lightning_piper.errors import ExecutionError
 from lightning_piper.plan import compile_plans
-from lightning_piper.runtime import Executor, ProcessTransport
+from lightning_piper.runtime import Executor, OtherNotes, ProcessTransport
 from tests.distributed.processes import LIMIT, launch
-from tests.distributed.training import CPU, Job, Trained, compile_all, train, train_by_reference
+from tests.distributed.training import CPU, Job, Trained, compile_all, plans_of, train, train_by_reference
 from tests.groups import marked, on_demand
 from tests.models import captured
 from tests.plan.programs import pipeline
@@ -128,6 +129,32 @@ def test_a_rank_that_fails_does_not_leave_the_others_waiting(tmp_path: Path) -> 
     assert "device 1: run %" in str(second) and "made by directive 2, placed by directive 1 failed: seeded" in str(second)
     assert isinstance(first, ExecutionError)
     assert "device 0: wait %" in str(first)
+
+
+NOTED = Job("mlp", microbatches=2, shape="DP2")
+
+
+def bring_notes(rank: int) -> Any:
+    """Steps of two replicas that bring the same note, others, none on rank 1, and the same again: what comes out."""
+    model, plans = captured(NOTED.name), plans_of(NOTED)
+    transport = ProcessTransport(plans, [0, 1], CPU, timeout=LIMIT)
+    executor = Executor(plans[rank], model.step, model.tensors, model.tensors, transport, CPU)
+    leaves = [x.chunk(2)[rank].contiguous() if x.ndim else x for x in model.leaves]
+    assert executor.rides
+
+    def step(note: int) -> Any:
+        try:
+            return executor.step(leaves, seed=0, note=note).metrics
+        except OtherNotes:
+            return "void"
+
+    return [step(7), step(7 + rank), executor.stand_in() if rank else step(7), step(8)]
+
+
+def test_a_step_is_void_where_notes_differ(tmp_path: Path) -> None:
+    first, second = launch(2, bring_notes, tmp_path, prepare=partial(compile_all, [NOTED]))
+    assert first[1:3] == ["void", "void"] and second[1:3] == ["void", None]
+    assert torch.equal(first[0], first[3]) and torch.equal(first[0], second[0])
 
 
 def use_unconnected(rank: int) -> Any:
