@@ -45,6 +45,7 @@ class EagerStep:
     """
 
     name = "training_step"
+    batch_spec = BatchSpec(None, (), ())  # nobody looks into its batch
     divisions: tuple[Division, ...] = ()
 
     def __init__(
@@ -147,11 +148,8 @@ class Regather(EagerStep):
             interfaces={key: reads},
             code={key: Code(_nothing, (), torch.fx.Graph())},
             terms=(),
-            rebuild=Returned(_EMPTY, _EMPTY, ()),
+            rebuild=Returned(self.batch_spec, self.batch_spec, ()),
         )
-
-
-_EMPTY = BatchSpec(None, (), ())
 
 
 def _nothing(given: list[torch.Tensor]) -> tuple[torch.Tensor, ...]:

@@ -6,8 +6,8 @@ Under the trainer's log directory: `piper/plan.json`, `piper/step_*.json` (see `
 and `piper/trace_*.json` for Perfetto. Figures, pictures and texts are where the trainer logs.
 """
 
-from lightning_piper.profile.profiler import PiperProfiler, wanted
+from lightning_piper.profile.profiler import PiperProfiler, recording_of
 from lightning_piper.profile.recording import Recording
 from lightning_piper.profile.schedule import Schedule, schedule_of
 
-__all__ = ["PiperProfiler", "Recording", "Schedule", "schedule_of", "wanted"]
+__all__ = ["PiperProfiler", "Recording", "Schedule", "recording_of", "schedule_of"]

@@ -23,7 +23,8 @@ def scalars(step: Mapping[str, Any]) -> dict[str, float]:
     }
     if step["batch_time"]:
         found["piper/batch_time"] = step["batch_time"]
-        found["piper/samples_per_second"] = step["samples_per_second"]
+        if step["samples_per_second"]:
+            found["piper/samples_per_second"] = step["samples_per_second"]
         if step["tokens_per_second"]:
             found["piper/tokens_per_second"] = step["tokens_per_second"]
     found |= {f"piper/bytes_moved/{kind}": n for kind, n in step["bytes_moved"].items()}

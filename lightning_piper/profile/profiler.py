@@ -4,8 +4,10 @@ from __future__ import annotations
 
 from pathlib import Path
 
+import lightning.pytorch as pl
 from lightning.pytorch.profilers import Profiler
 
+from lightning_piper.profile.clock import Processes
 from lightning_piper.profile.recording import Recording
 from lightning_piper.profile.schedule import Schedule, schedule_of
 
@@ -50,11 +52,24 @@ class PiperProfiler(Profiler):
         return f"{steps}; the last one, in seconds:\n{self.recording.last}"
 
 
-def wanted(profile: object, profiler: object) -> Schedule | None:
-    """What is to be recorded, by `PiperStrategy(profile=...)` or `Trainer(profiler=...)`; the strategy's comes first.
+def recording_of(
+    profile: Schedule | bool | None, trainer: pl.Trainer, world: Processes, verification: str | None
+) -> Recording | None:
+    """What records the steps that `PiperStrategy(profile=...)` or `Trainer(profiler=...)` asks for, the strategy's first; None if
+    nothing does. Collective.
+
+    Args:
+        verification: the report of a verification by execution, on rank 0.
 
     Raises:
         PiperError: `profile` is no schedule.
     """
-    given = schedule_of(profile)
-    return profiler.schedule if given is None and isinstance(profiler, PiperProfiler) else given
+    given, profiler = schedule_of(profile), getattr(trainer, "profiler", None)
+    own = profiler if isinstance(profiler, PiperProfiler) else None
+    schedule = own.schedule if given is None and own is not None else given
+    if schedule is None:
+        return None
+    recording = Recording(schedule, trainer, world, verification)
+    if own is not None:
+        own.recording = recording
+    return recording

@@ -155,7 +155,8 @@ class Recording:
             self._board.texts(plan, step.global_step)
         else:
             plan = plan_json(step.compiled, {}, None)
-        rate = None if step.batch_time is None else dag.size / step.batch_time
+        known = step.compiled.step.batch_spec.specs  # else nobody knows how many samples there are
+        rate = dag.size / step.batch_time if known and step.batch_time is not None else None
         tokens = _tokens_of(step.compiled)
         content = {
             "version": 1, "kind": "step", "plan": self._name(step.compiled), "number": step.number,

@@ -16,7 +16,7 @@ from collections.abc import Callable, Sequence
 import torch
 import torch.distributed as dist
 
-from lightning_piper.ops.base import Bundle, Exchange, Slots
+from lightning_piper.ops.base import Bound, Bundle, Exchange, Slots
 from lightning_piper.plan.instructions import AllReduce, Collective, Merge, Send, WaitWork
 from lightning_piper.plan.plan import Plan
 
@@ -63,7 +63,7 @@ class Ride:
         self._on, self.agreed = on, True
         self._message[self._reported + self._replica] = note
 
-    def bind_rider(self, exchange: Exchange, into: int, slots: Slots, own: Start) -> Start:
+    def bind_rider(self, exchange: Exchange, into: int, slots: Slots, own: Bound) -> Start:
         """In the place of the sum of what is reported, which `own` starts."""
 
         def start() -> None:

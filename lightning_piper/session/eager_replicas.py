@@ -24,6 +24,7 @@ from lightning_piper.directives import replicas_of
 from lightning_piper.directives.levels import divides_optimizer, shards_of, whole
 from lightning_piper.errors import CaptureError, DirectiveError, ExecutionError
 from lightning_piper.processes.world import RANK_ZERO, fill
+from lightning_piper.profile import Recording
 from lightning_piper.session.eager_optimizer import compiled_eager
 from lightning_piper.session.process_runtime import Prepared, ProcessRuntime, Settings, check_devices
 from lightning_piper.session.standalone import Standalone
@@ -89,7 +90,10 @@ class EagerReplicas:
 
     Attributes:
         ownership: of the module, which every process has whole, with rank 0's values to begin with.
+        recording: what records the passes, if anything does.
     """
+
+    recording: Recording | None = None
 
     def __init__(self, module: nn.Module, before: Standalone) -> None:
         self._module, self._world, self._settings = module, before.world, before.settings
@@ -103,6 +107,7 @@ class EagerReplicas:
         self._prepared[_trained(module)] = self._runtime.prepare(first)
         self._kept = False  # gradients of this process alone are in the parameters: of batches that are accumulated
         self._inside = False
+        self._passes = 0  # that were averaged
         self._failure: Exception | None = None
         self._replaced: Local | None = None  # what `torch.autograd.backward` is otherwise
 
@@ -159,6 +164,8 @@ class EagerReplicas:
         params = [self._params[name] for name in trained]
         before = [None if self._kept else x.grad for x in params]
         step.backward = partial(self._local_gradients, params, partial(local, *args, **kwargs))
+        if self.recording is not None:
+            self.recording.before(prepared)
         self._inside = True
         try:
             result = self._runtime.run(prepared, [], seed=0)
@@ -168,6 +175,9 @@ class EagerReplicas:
             raise
         finally:
             self._inside, self._failure = False, None
+        if self.recording is not None:
+            self.recording.after(prepared, self._passes)
+        self._passes += 1
         unused = _unused([(name, result.grads[name]) for name, found in zip(trained, step.found, strict=True) if not found])
         for name, param, old in zip(trained, params, before, strict=True):
             grad = None if name in unused else result.grads[name]
@@ -189,7 +199,9 @@ class EagerReplicas:
     def close(self, failed: bool) -> None:
         """End the fit. Collective, unless it failed."""
         self.stop_averaging()
-        self._prepared.clear()
         if not failed:
+            if self.recording is not None:
+                self.recording.close()
             self.ownership.end()
+        self._prepared.clear()
         self._runtime.close(failed)

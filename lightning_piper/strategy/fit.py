@@ -23,7 +23,7 @@ from lightning_piper.holdings.optimizer import Names, ShardedOptimizer
 from lightning_piper.processes.agreement import Agreed, BatchCheck
 from lightning_piper.processes.settings import Settings, Watched
 from lightning_piper.processes.world import on_host
-from lightning_piper.profile import PiperProfiler, Recording, Schedule, wanted
+from lightning_piper.profile import Recording, Schedule, recording_of
 from lightning_piper.runtime import OtherNotes, StepResult
 from lightning_piper.session.evaluation import Evaluation
 from lightning_piper.session.in_part import InPart
@@ -113,15 +113,8 @@ class Fit:
         self._clipping = Clipping(plugin, self._norms, world)
 
     def record(self, profile: Schedule | bool | None) -> None:
-        """Record the steps that the strategy's argument or the Trainer's profiler asks for."""
-        trainer = self._module.trainer
-        profiler = getattr(trainer, "profiler", None)
-        schedule = wanted(profile, profiler)
-        if schedule is None:
-            return
-        self.recording = Recording(schedule, trainer, self.world, self.report)
-        if isinstance(profiler, PiperProfiler):
-            profiler.recording = self.recording
+        """Record the steps that the strategy's argument or the Trainer's profiler asks for. Collective."""
+        self.recording = recording_of(profile, self._module.trainer, self.world, self.report)
 
     def arrive(self, batch: Any) -> None:
         """A batch is next.

@@ -13,6 +13,7 @@ import dataclasses
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
+import lightning.pytorch as pl
 from torch import nn
 from torch.optim import Optimizer
 
@@ -24,6 +25,7 @@ from lightning_piper.holdings.materialize import is_on_meta
 from lightning_piper.holdings.optimizer import Names, ShardedOptimizer, State, check_groups, names_in, whole_names_in
 from lightning_piper.processes.joining import BatchJoin
 from lightning_piper.processes.world import World
+from lightning_piper.profile import Schedule, recording_of
 from lightning_piper.search import Written
 from lightning_piper.session.eager_optimizer import EagerOptimizer, divided
 from lightning_piper.session.eager_replicas import EagerReplicas
@@ -216,6 +218,13 @@ class Eager:
             return cls(before, None)
         named = [(optimizer, names_in(optimizer, before.module)) for optimizer in optimizers]
         return cls(before, EagerReplicas(before.module, before), named)
+
+    def record(self, profile: Schedule | bool | None, trainer: pl.Trainer) -> None:
+        """Record the passes that the strategy's argument or the Trainer's profiler asks for. Collective."""
+        if self.over is not None:
+            self.over.recording = recording_of(profile, trainer, self.before.world, None)
+        elif profile:
+            self.before.world.warn("PiperStrategy(profile=...) records plans, and on one device a step that runs as it is has none")
 
     def arrive(self) -> None:
         """A batch is next, and no optimizer is in the middle of a step. Collective."""

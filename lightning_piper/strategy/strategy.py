@@ -180,8 +180,6 @@ class PiperStrategy(EvaluatingStrategy):
             except NOT_CAPTURED as error:
                 check_may_be(start.standalone, "training_step", error, self._capture, self._accumulate)
         self._begin_eager(start.standalone, [])
-        if self._profile:
-            self.world.warn("PiperStrategy(profile=...) records plans, and a training step that runs as it is has none to record")
         if start.later is not None:
             self.load_optimizer_state_dict({"optimizer_states": [start.later]})
         _lightning.move_optimizers(self.optimizers, self.root_device)
@@ -199,6 +197,7 @@ class PiperStrategy(EvaluatingStrategy):
         """From now on the training step runs as it is; `logs` were captured before."""
         self.phase = Eager.begin(before, self.optimizers)
         assert self.lightning_module is not None
+        self.phase.record(self._profile, self.lightning_module.trainer)
         synced = [log.name for log in logs if log.kwargs.get("sync_dist")]
         _lightning.log_apart(self.lightning_module.trainer, synced, self.world.size)
 
