@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import warnings
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
@@ -11,8 +12,9 @@ import torch
 from torch import nn
 
 from lightning_piper.capture import BatchSpec, CapturedStep, History, PartlyCaptured, as_before, capture, flatten
-from lightning_piper.directives import Directive, parse
-from lightning_piper.errors import CaptureError, NodeNotFoundError
+from lightning_piper.directives import Directive, Place, Replicate, parse
+from lightning_piper.directives.levels import shards_of
+from lightning_piper.errors import CaptureError, NodeNotFoundError, PiperError
 from lightning_piper.ir.dag import TrainingDAG
 from lightning_piper.ir.filters import describe, matches
 from lightning_piper.ir.nodes import Chunk, Node
@@ -147,6 +149,10 @@ def compile(
 ) -> Compiled:
     """Capture a step of the module and apply a program to it.
 
+    Of a `training_step` that cannot be captured and that the program cuts (stages, microbatches, shards of parameters), the calls
+    of annotated modules are captured, and the rest runs as it is: a warning names the line. A program that only replicates has no
+    graph of such a step; `PiperStrategy` runs it as it is.
+
     Args:
         module: a LightningModule; neither run nor changed.
         batch: the global batch of one step, as the DataLoader would give it to one device.
@@ -173,7 +179,35 @@ def compile(
         raise CaptureError(f"compile(step={shown(step)}): give the name of a step, such as 'validation_step'")
     if not callable(context):
         raise CaptureError(f"compile(context={shown(context)}): give a function that makes a context manager")
-    return compile_step(capture(module, batch, kind, context, step, history=history), program, verify=verify)
+    try:
+        return compile_step(capture(module, batch, kind, context, step, history=history), program, verify=verify)
+    except CaptureError as problem:
+        if step != "training_step" or problem.late or problem.raised is not None:
+            raise
+        return _compile_in_part(problem, module, batch, program, verify, kind, context, history)
+
+
+def _compile_in_part(
+    problem: CaptureError, module: nn.Module, batch: Any, program: tuple[Directive, ...], verify: bool, device: torch.device,
+    context: Callable[[], contextlib.AbstractContextManager[Any]], history: History | None,
+) -> Compiled:  # fmt: skip
+    """Compile a training step that cannot be captured as a whole.
+
+    Raises:
+        CaptureError: `problem`, where its calls cannot be captured alone, or do not fit the program, or it cuts nothing.
+    """
+    if all(isinstance(each, Place | Replicate) and not each.filter and not shards_of(each) for each in program):
+        problem.add_note("The program cuts nothing, so no graph is needed: PiperStrategy runs the step as it is")
+        raise problem
+    try:
+        with as_before(module):
+            step = PartlyCaptured(module, flatten(batch)[1], device, context, history)
+            compiled = compile_step(step, program, verify=verify)
+    except PiperError as other:
+        problem.add_note(f"nor can the calls of annotated modules be captured alone: {other}")
+        raise problem from None
+    warnings.warn(f"training_step is captured in part: {problem}. So {step.executed}", stacklevel=3)
+    return compiled
 
 
 def compile_step(

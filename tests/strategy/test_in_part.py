@@ -44,6 +44,18 @@ def test_it_trains_as_one_device_that_accumulates(kind, level):
         assert len(module.seen) == 2 * 3 * 4
 
 
+def test_compile_does_it_too():
+    """`piper.compile` has plans of the stages, and its rest is in the last one; a program that cuts nothing has no graph."""
+    module, batch = made("Branch"), next(iter(data()))
+    with pytest.warns(UserWarning, match=r"captured in part: .*in_part.py.* training_step but for self.body"):
+        compiled = piper.compile(module, batch, program("Branch"))
+    assert isinstance(compiled.step, PartlyCaptured) and sorted(compiled.plans) == [0, 1] and module.seen == []
+    assert {"temperature", "body.last.weight"} <= compiled.params_on(1) and "body.first.weight" in compiled.params_on(0)
+    with pytest.raises(piper.CaptureError, match="only known when it runs") as refused:
+        piper.compile(module, batch, [piper.Place(filter={}, devices=[0])])
+    assert "PiperStrategy runs the step as it is" in refused.value.__notes__[0]
+
+
 class Extras(Branch):
     def training_step(self, batch: Any, batch_idx: int) -> Any:
         found = super().training_step(batch, batch_idx)
