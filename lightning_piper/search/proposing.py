@@ -17,7 +17,7 @@ from lightning_piper.capture import flatten
 from lightning_piper.capture.finding import find_params
 from lightning_piper.compiler import compile, verify
 from lightning_piper.directives import Directive
-from lightning_piper.errors import PiperError, SearchError
+from lightning_piper.errors import NoProgram, PiperError, SearchError
 from lightning_piper.ir.values import Shard as Part
 from lightning_piper.limits import shown
 from lightning_piper.search.accounting import bytes_needed
@@ -130,10 +130,12 @@ def search(
     """
     if check not in ("static", "run", "off"):
         raise SearchError(f"search: check={shown(check)}; give 'static', 'run' or 'off'")
+    if memory is not None:
+        bytes_of(memory)  # what cannot be used is told before a model is traced and measured
     say = progress or (lambda text: None)
+    on = Hardware.measure() if hardware is None else Hardware.read(hardware) if isinstance(hardware, str) else hardware
     say("tracing the step")
     cut = blocks_of(module, batch)
-    on = Hardware.measure() if hardware is None else Hardware.read(hardware) if isinstance(hardware, str) else hardware
     if workload is None:
         say(f"{len(cut.names)} blocks; {'measuring' if hardware is None else 'calculating'} what they cost")
         sizes = sizes_of(batch)
@@ -156,7 +158,7 @@ def _proposed(
     """The best program that passes, and whose plan fits into `limit` bytes; `find` gives the best ones within some bytes.
 
     Raises:
-        SearchError: there is none.
+        NoProgram: there is none.
     """
     refused: list[tuple[Candidate, str]] = []
     within = limit
@@ -178,7 +180,7 @@ def _proposed(
         if not needed:
             break
         within = float(within) * float(limit) / needed
-    raise SearchError(f"search: the programs of the {len(refused)} best candidates are refused; of the best one: {refused[0][1]}")
+    raise NoProgram(f"search: the programs of the {len(refused)} best candidates are refused; of the best one: {refused[0][1]}")
 
 
 def sizes_of(batch: Any) -> list[int]:
