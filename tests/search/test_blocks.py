@@ -15,10 +15,12 @@ import lightning_piper as piper
 from lightning_piper.errors import CaptureError
 from lightning_piper.ir.nodes import Chunk
 from lightning_piper.ir.values import Kind
+from lightning_piper.search import proposing
 from lightning_piper.search.analytic import analytic
 from lightning_piper.search.blocks import Cut, blocks_of
 from lightning_piper.search.chain import shortened
 from lightning_piper.search.space import Space
+from lightning_piper.search.writing import Written
 from lightning_piper.simulate.hardware import Hardware
 from tests.search.nets import GPT, Layer, Module, ResNet, Returning, Towers, images, pairs, tokens
 
@@ -242,3 +244,13 @@ def test_a_step_that_one_sample_does_not_have():
     assert microbatches == {1, 2}
     with pytest.raises(ValueError, match="more than 1 value"):
         analytic(module, batch, Hardware.read("cpu"), [1])
+
+
+@pytest.mark.parametrize("microbatches", [1, 2])
+def test_what_the_execution_of_a_program_says(microbatches):
+    """The statistics of a batch norm are those of a microbatch: no proposal says that they are one device's."""
+    batch = torch.randn(SAMPLES, 4, generator=torch.Generator().manual_seed(0))
+    split = [piper.Split(filter={}, dim_name="MB", num_microbatches=microbatches)]
+    written = Written((), (piper.Place(filter={}, devices=[0]), *split), 1)
+    _, verdict = proposing._checked(written, Squares(), batch, "run", 2.0)
+    assert verdict.startswith("verified except") if microbatches > 1 else verdict == ""
