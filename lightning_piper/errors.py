@@ -56,6 +56,10 @@ class SearchError(PiperError):
     """A search that cannot begin, or that finds nothing; names the argument, or the least memory that would do."""
 
 
+class NoProgram(SearchError):
+    """A search finds no program on so many devices, or none that passes; replicas may still run the step as it is."""
+
+
 class CheckpointNotFoundError(PiperError, FileNotFoundError):
     """There is no checkpoint where one is to be loaded from."""
 

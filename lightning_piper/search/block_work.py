@@ -42,7 +42,7 @@ def total(found: Iterable[Seconds]) -> Seconds:
 
 
 def checked_samples(cut: Cut, samples: Iterable[int]) -> list[int]:
-    """The numbers of samples that are asked for.
+    """The numbers of samples that are asked for, but for those up to the largest one of which the step is another one, or none.
 
     Raises:
         CaptureError: these are none.
@@ -50,7 +50,12 @@ def checked_samples(cut: Cut, samples: Iterable[int]) -> list[int]:
     found = sorted({number if (number := integer(x)) is not None else 0 for x in samples})
     if not found or found[0] < 1:
         raise CaptureError(f"samples={shown(samples)}: give numbers of samples >= 1")
-    return [cut.step.size] if cut.step.batch_spec.undivided is not None else found
+    if cut.step.batch_spec.undivided is not None:
+        return [cut.step.size]
+    why = {n: error for n in found if n != cut.step.size and (error := cut.refuses(n)) is not None}
+    if kept := [n for n in found if n > max(why, default=0)]:
+        return kept
+    raise why[found[-1]]
 
 
 def workload(
@@ -64,6 +69,7 @@ def workload(
         divided: parameters of which members of the tensor axis have parts.
     """
     sent = cut.sent(cut.step.size)
+    least = 1 if cut.refuses(1) is None else min(samples for samples, _ in works)
     blocks = tuple(
         Block(
             name, {key: found[i] for key, found in works.items()}, cut.params[i], divided & cut.params[i].keys(), cut.routed[i],
@@ -71,4 +77,4 @@ def workload(
         )
         for i, name in enumerate(cut.names)
     )  # fmt: skip
-    return Workload(blocks, cut.step.size, states)
+    return Workload(blocks, cut.step.size, states, least=least)

@@ -74,6 +74,15 @@ class Cut:
             raise CaptureError(f"stages({shown(borders)}): give rising numbers of blocks from 1 to {len(self.names) - 1}")
         return [[name for group in self.groups[a:b] for name in group] for a, b in itertools.pairwise(ends)]
 
+    def refuses(self, samples: int) -> Exception | None:
+        """Why there is no step of so many samples; None if there is one. Anything can be why: a batch norm wants two at least."""
+        try:
+            with torch.random.fork_rng(devices=[]):
+                self.step.at(samples)
+        except Exception as error:
+            return error
+        return None
+
     def bytes(self, samples: int) -> tuple[Bytes, ...]:
         """What each block keeps and hands on, of so many samples."""
         return bytes_of(self.step.at(samples), self.regions)
@@ -144,7 +153,8 @@ class _Run:
 
 
 def _runs(code: StepCode) -> list[_Run]:
-    """Where work comes back to modules that ran before, all in between is one run. Untagged work belongs to what is before it."""
+    """Where work comes back to modules that ran before, all in between is one run. Untagged work belongs to what is before it;
+    all of it is in one stage, so from the first to the last of it is one run, too."""
     tags = [region.tags.get(TAG) for region in code.regions]
     last = {tag: i for i, tag in enumerate(tags)}
     runs: list[_Run] = []
@@ -155,7 +165,12 @@ def _runs(code: StepCode) -> list[_Run]:
             runs.append(_run(tags, start, i))
             start = i
         until = max(until, i if tag is None else last[tag])
-    return [*runs, _run(tags, start, len(tags))]
+    runs.append(_run(tags, start, len(tags)))
+    apart = [i for i, run in enumerate(runs) if run.untagged]
+    if len(apart) > 1:
+        begin, end = apart[0], apart[-1]
+        runs[begin : end + 1] = [_run(tags, runs[begin].regions[0], runs[end].regions[-1] + 1)]
+    return runs
 
 
 def _run(tags: Sequence[int | None], start: int, stop: int) -> _Run:

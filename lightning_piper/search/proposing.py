@@ -17,7 +17,7 @@ from lightning_piper.capture import flatten
 from lightning_piper.capture.finding import find_params
 from lightning_piper.compiler import compile, verify
 from lightning_piper.directives import Directive
-from lightning_piper.errors import PiperError, SearchError
+from lightning_piper.errors import NoProgram, PiperError, SearchError
 from lightning_piper.ir.values import Shard as Part
 from lightning_piper.limits import shown
 from lightning_piper.search.accounting import bytes_needed
@@ -54,6 +54,7 @@ class Proposal:
         needed: bytes of the fullest device, as the program's plan says; 0 if it was not checked.
         refused: candidates that were better, and why their programs are refused.
         checked: how the program was checked.
+        verdict: of its execution, if it is not that it is equal to one device: `verified except`, and why.
     """
 
     found: Found
@@ -63,6 +64,7 @@ class Proposal:
     needed: int
     refused: tuple[tuple[Candidate, str], ...]
     checked: Check
+    verdict: str = ""
 
     @property
     def directives(self) -> tuple[Directive, ...]:
@@ -93,7 +95,10 @@ class Proposal:
     def __str__(self) -> str:
         lines = [str(self.found), ""]
         lines += [f"refused: {described(candidate)}: {why}" for candidate, why in self.refused]
-        how = {"static": "checked statically", "run": "executed, and equal to one device", "off": "not checked"}[self.checked]
+        how = (
+            self.verdict
+            or {"static": "checked statically", "run": "executed, and equal to one device", "off": "not checked"}[self.checked]
+        )
         return "\n".join([*lines, f"the program of {described(self.chosen)}, {how}:", "", str(self.written)])
 
 
@@ -130,10 +135,12 @@ def search(
     """
     if check not in ("static", "run", "off"):
         raise SearchError(f"search: check={shown(check)}; give 'static', 'run' or 'off'")
+    if memory is not None:
+        bytes_of(memory)  # what cannot be used is told before a model is traced and measured
     say = progress or (lambda text: None)
+    on = Hardware.measure() if hardware is None else Hardware.read(hardware) if isinstance(hardware, str) else hardware
     say("tracing the step")
     cut = blocks_of(module, batch)
-    on = Hardware.measure() if hardware is None else Hardware.read(hardware) if isinstance(hardware, str) else hardware
     if workload is None:
         say(f"{len(cut.names)} blocks; {'measuring' if hardware is None else 'calculating'} what they cost")
         sizes = sizes_of(batch)
@@ -156,7 +163,8 @@ def _proposed(
     """The best program that passes, and whose plan fits into `limit` bytes; `find` gives the best ones within some bytes.
 
     Raises:
-        SearchError: there is none.
+        NoProgram: the best ones are refused.
+        SearchError: by their plans none fits.
     """
     refused: list[tuple[Candidate, str]] = []
     within = limit
@@ -167,18 +175,20 @@ def _proposed(
             say(f"checking {described(candidate)}")
             try:
                 written = _written(candidate, cut)
-                needed = float(_checked(written, module, batch, check, states) * keep)
+                used, verdict = _checked(written, module, batch, check, states)
+                needed = float(used * keep)
             except PiperError as error:
                 refused.append((candidate, " ".join(str(error).split())[:300]))
                 continue
             if needed <= limit:
-                return Proposal(found, candidate, written, found.space.workload, int(needed), tuple(refused), check)
+                return Proposal(found, candidate, written, found.space.workload, int(needed), tuple(refused), check, verdict)
             refused.append((candidate, f"by its plan it needs {size(needed)} of a device, more than the estimate said"))
             break
         if not needed:
             break
         within = float(within) * float(limit) / needed
-    raise SearchError(f"search: the programs of the {len(refused)} best candidates are refused; of the best one: {refused[0][1]}")
+    kind = SearchError if needed else NoProgram
+    raise kind(f"search: the programs of the {len(refused)} best candidates are refused; of the best one: {refused[0][1]}")
 
 
 def sizes_of(batch: Any) -> list[int]:
@@ -215,18 +225,21 @@ def _params(cut: Cut, degree: int) -> Params | None:
     }
 
 
-def _checked(written: Written, module: nn.Module, batch: Any, check: Check, states: float) -> int:
-    """Bytes that the program needs of its fullest device; 0 if nothing is checked.
+def _checked(written: Written, module: nn.Module, batch: Any, check: Check, states: float) -> tuple[int, str]:
+    """Bytes that the program needs of its fullest device, 0 if nothing is checked; and the verdict, if it is not `verified`.
 
     Raises:
         PiperError: the program is refused, or is not equivalent.
     """
     if check == "off":
-        return 0
+        return 0, ""
     annotated = copy_of(module)
     written.annotate(annotated)
+    verdict = ""
     with torch.random.fork_rng(devices=[]):
         compiled = compile(annotated, batch, written.directives)
         if check == "run":
-            verify(annotated, batch, written.directives).require()
-    return max(bytes_needed(compiled, states).values())
+            report = verify(annotated, batch, written.directives)
+            report.require()
+            verdict = "" if report.verdict == "verified" else report.conclusion
+    return max(bytes_needed(compiled, states).values()), verdict

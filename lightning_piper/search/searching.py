@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from lightning_piper.errors import SearchError
+from lightning_piper.errors import NoProgram, SearchError
 from lightning_piper.limits import integer, is_number, shown
 from lightning_piper.search.bounds import INFINITE
 from lightning_piper.search.branching import Progress, Search
@@ -61,10 +61,11 @@ def best_of(
     if found is not None:
         return found
     if limit == INFINITE:
-        raise SearchError(f"search: no schedule of {', '.join(schedules)} exists for this workload on {devices} devices")
+        raise NoProgram(f"search: no schedule of {', '.join(schedules)} exists for this workload on {devices} devices")
     everything = Space(workload, hardware, devices, INFINITE, tuple(schedules), tuple(levels), margin, all_devices)
     least = Search(everything, True, 0, budget, None).run(table=False)
     if least is None:
-        raise SearchError(f"search: nothing fits in the {hardware.host_memory} bytes of the host, or no schedule exists")
+        on = f"that uses all {devices} devices" if all_devices else f"on {devices} devices"
+        raise NoProgram(f"search: there is no program {on}, or none fits in the {hardware.host_memory} bytes of the host")
     needed, about = max(least.estimate.memory), "" if least.gap == 0 else f", or {float(least.gap):.1%} less"
     raise SearchError(f"search: nothing fits in {limit} bytes; the least that would do is {needed} bytes of each device{about}")

@@ -73,8 +73,10 @@ class Workload:
         blocks: in the order in which the forward pass runs them.
         samples: of one step, on all devices.
         states: bytes of the optimizer's state for one byte of parameters; 2 for Adam.
+        least: samples of a microbatch, at least: of fewer, the step is another one, or none.
     """
 
     blocks: tuple[Block, ...]
     samples: int
     states: float = 2.0
+    least: int = 1

@@ -17,6 +17,7 @@ from lightning_piper.capture import flatten
 from lightning_piper.directives import Directive, parse
 from lightning_piper.errors import PiperError
 from lightning_piper.processes.world import World
+from lightning_piper.search.blocks import Cut, text_of
 from lightning_piper.search.writing import TAG, Written
 
 CACHE = "XDG_CACHE_HOME"  # names the folder in which the folder of this package is; ~/.cache if it is not set
@@ -34,10 +35,12 @@ def folder() -> Path:
     return Path(os.environ.get(CACHE) or Path.home() / ".cache") / "lightning_piper" / "programs"
 
 
-def file_of(module: nn.Module, batch: Any, world: World, memory: int) -> Path:
-    """Named by all that the choice follows from: modules and their tensors, the batch, versions, devices and their memory."""
-    spec = flatten(batch)[1]
+def file_of(module: nn.Module, batch: Any, cut: Cut, world: World, memory: int) -> Path:
+    """Named by all that the choice follows from: modules, their tensors and what the step computes, the batch, versions, devices
+    and their memory."""
+    spec, code = flatten(batch)[1], cut.step.at(cut.step.size)
     about = [
+        repr(cut.groups), *(text_of(code, region.index) for region in code.regions),
         *(f"{name} {type(part).__qualname__}" for name, part in module.named_modules()),
         *(f"{name} {tuple(x.shape)} {x.dtype} {x.requires_grad}" for name, x in module.named_parameters()),
         repr(spec.key), torch.__version__, platform.node(), platform.processor(), str(os.cpu_count()),
@@ -59,6 +62,8 @@ def read(path: Path) -> Choice | None:
 
 
 def write(path: Path, choice: Choice) -> None:
+    if path.is_dir():
+        return
     content = choice.written.to_json() | {"about": {"replicas": choice.written.replicas, "lines": list(choice.lines)}}
     try:
         path.parent.mkdir(parents=True, exist_ok=True)

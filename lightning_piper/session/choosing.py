@@ -12,9 +12,10 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from lightning_piper.errors import CaptureError, PiperError
+from lightning_piper.errors import NoProgram, PiperError
 from lightning_piper.processes.joining import BatchJoin
 from lightning_piper.processes.world import World
+from lightning_piper.search.blocks import Cut, blocks_of
 from lightning_piper.search.measuring import measured
 from lightning_piper.search.proposing import CALLS, Proposal, search, sizes_of
 from lightning_piper.search.report import described, size
@@ -28,8 +29,8 @@ MESSAGE, ROUNDS = 1 << 22, 5  # bytes, and how often they are sent to and fro, t
 
 
 def choose(module: nn.Module, batch: Any, world: World, alone: World, say: Callable[[str], None]) -> Choice | None:
-    """The program for a fit; None where there can be data parallelism alone: the step cannot be captured, or batches of several
-    processes are not one. Collective.
+    """The program for a fit; None where there can be data parallelism alone: the step cannot be captured, batches of several
+    processes are not one, or no other program passes. Collective.
 
     Args:
         module: whole, in every process.
@@ -43,47 +44,51 @@ def choose(module: nn.Module, batch: Any, world: World, alone: World, say: Calla
     """
     try:
         every = BatchJoin(alone).joined(batch)
+        cut = blocks_of(module, every)
     except PiperError:
-        return None
+        return None  # whoever runs the step says why; it is alike in all processes
 
     memory = memory_of(module, world)
-    path = file_of(module, every, world, memory)
+    path = file_of(module, every, cut, world, memory)
     found = world.on_rank_zero(lambda: read(path))
     if found is None:
-        try:
-            costs = measured_together(module, every, alone)
-        except CaptureError:
-            return None  # whoever runs the step says why; it is alike in all processes
+        costs = measured_together(module, every, alone, cut)
         found = world.on_rank_zero(lambda: _searched(module, every, world.size, memory, *costs))
-        assert found is not None
+        if found is None:
+            say("PiperStrategy: of the programs that a search finds, none passes the checks; so the processes are replicas")
+            return None
         if world.is_rank_zero:
             write(path, found)
     say("\n".join(found.lines))
     return found
 
 
-def measured_together(module: nn.Module, batch: Any, world: World) -> tuple[Workload, Link]:
+def measured_together(module: nn.Module, batch: Any, world: World, cut: Cut | None = None) -> tuple[Workload, Link]:
     """What a step's blocks cost, and a message, while all processes are at work, as they are in training: cores share caches,
     memory and clocks. Of the slowest process. Collective.
 
     Args:
         world: as one replica.
+        cut: of the module and the batch, if there is one.
     """
     link = _link(world)
     world.gather(None)  # begin together
-    workload = measured(module, batch, sizes_of(batch), CALLS)
+    workload = measured(module, batch, sizes_of(batch), CALLS, cut=cut)
     found = world.gather(workload)
     return max(found, key=lambda each: sum(sum(work[:3]) for block in each.blocks for work in block.work.values())), link
 
 
-def _searched(module: nn.Module, batch: Any, devices: int, memory: int, workload: Workload, link: Link) -> Choice:
+def _searched(module: nn.Module, batch: Any, devices: int, memory: int, workload: Workload, link: Link) -> Choice | None:
     hardware = dataclasses.replace(Hardware.measure(), links=((devices, link),))
-    return _told(search(module, batch, devices, memory, hardware=hardware, workload=workload, all_devices=True))
+    try:
+        return _told(search(module, batch, devices, memory, hardware=hardware, workload=workload, all_devices=True))
+    except NoProgram:
+        return None
 
 
 def _told(proposal: Proposal) -> Choice:
     chosen, found = proposal.chosen, proposal.found
-    others = [row for row in found.table if row.candidate != chosen]
+    others = [row for row in found.table if row.candidate not in (chosen, *(refused for refused, _ in proposal.refused))]
     lines = [
         f"PiperStrategy chose {described(chosen)}",
         f"  predicted: {proposal.time * 1e3:.4g} ms a step, {size(proposal.memory)} on the fullest device",

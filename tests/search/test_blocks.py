@@ -15,8 +15,13 @@ import lightning_piper as piper
 from lightning_piper.errors import CaptureError
 from lightning_piper.ir.nodes import Chunk
 from lightning_piper.ir.values import Kind
+from lightning_piper.search import proposing
+from lightning_piper.search.analytic import analytic
 from lightning_piper.search.blocks import Cut, blocks_of
 from lightning_piper.search.chain import shortened
+from lightning_piper.search.space import Space
+from lightning_piper.search.writing import Written
+from lightning_piper.simulate.hardware import Hardware
 from tests.search.nets import GPT, Layer, Module, ResNet, Returning, Towers, images, pairs, tokens
 
 SAMPLES = 4
@@ -193,3 +198,59 @@ def test_a_module_that_cannot_be_copied() -> None:
     module.source = (i for i in range(3))  # type: ignore[assignment]
     with pytest.raises(CaptureError, match=r"Module cannot be copied .TypeError: cannot pickle 'generator' object"):
         blocks_of(module, batch)
+
+
+class Apart(L.LightningModule):
+    """Has parameters of its own where its step begins, and if `ends`, also where it ends."""
+
+    def __init__(self, ends: bool) -> None:
+        super().__init__()
+        self.scale, self.shift, self.ends = nn.Parameter(torch.ones(4)), nn.Parameter(torch.zeros(4)), ends
+        self.layers = nn.ModuleList(nn.Linear(4, 4) for _ in range(4))
+
+    def training_step(self, batch: Any, batch_idx: int) -> torch.Tensor:
+        x = batch * self.scale
+        for layer in self.layers[:3]:
+            x = layer(x).tanh()
+        x = x + self.shift if self.ends else x
+        return self.layers[3](x).square().mean()
+
+
+@pytest.mark.parametrize("ends", [False, True])
+def test_what_no_tag_divides_is_one_block(ends):
+    """Work outside of all submodules is in one stage: borders lie before it or behind it."""
+    cut = blocks_of(Apart(ends), torch.zeros(SAMPLES, 4))
+    whole = [tuple(f"layers.{i}" for i in range(3)), ("layers.3",)]
+    assert cut.groups == (tuple(whole) if ends else tuple((f"layers.{i}",) for i in range(4)))
+    assert cut.untagged == {0}
+
+
+class Squares(L.LightningModule):
+    def __init__(self) -> None:
+        super().__init__()
+        self.net = nn.Sequential(nn.Linear(4, 4), nn.BatchNorm1d(4), nn.Linear(4, 4))
+
+    def training_step(self, batch: Any, batch_idx: int) -> torch.Tensor:
+        loss: torch.Tensor = self.net(batch).square().mean()
+        return loss
+
+
+def test_a_step_that_one_sample_does_not_have():
+    """A batch norm refuses it: so microbatches have more."""
+    module, batch = Squares(), torch.zeros(SAMPLES, 4)
+    workload = analytic(module, batch, Hardware.read("cpu"), [1, 2, 4])
+    assert workload.least == 2 and {samples for samples, _ in workload.blocks[0].work} == {2, 4}
+    microbatches = {layout.microbatches for layout in Space(workload, Hardware.read("cpu"), 1, 2**30).layouts()}
+    assert microbatches == {1, 2}
+    with pytest.raises(ValueError, match="more than 1 value"):
+        analytic(module, batch, Hardware.read("cpu"), [1])
+
+
+@pytest.mark.parametrize("microbatches", [1, 2])
+def test_what_the_execution_of_a_program_says(microbatches):
+    """The statistics of a batch norm are those of a microbatch: no proposal says that they are one device's."""
+    batch = torch.randn(SAMPLES, 4, generator=torch.Generator().manual_seed(0))
+    split = [piper.Split(filter={}, dim_name="MB", num_microbatches=microbatches)]
+    written = Written((), (piper.Place(filter={}, devices=[0]), *split), 1)
+    _, verdict = proposing._checked(written, Squares(), batch, "run", 2.0)
+    assert verdict.startswith("verified except") if microbatches > 1 else verdict == ""

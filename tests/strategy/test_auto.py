@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import lightning as L
@@ -15,7 +16,10 @@ from torch import Tensor, nn
 from torch.utils.data import DataLoader, TensorDataset
 
 import lightning_piper as piper
+from lightning_piper.errors import NoProgram, PiperError
+from lightning_piper.search import proposing
 from lightning_piper.search.analytic import analytic
+from lightning_piper.search.blocks import blocks_of
 from lightning_piper.search.proposing import search
 from lightning_piper.session import cached, choosing
 from lightning_piper.simulate import Link
@@ -123,3 +127,36 @@ def test_what_is_chosen_trains_as_one_device(kind, tmp_path):
         assert outcome["hooks"] == 0 and [name for name, there in made.items() if there] == [kind]
         assert far(trained, one) < ROUNDING < 1e-3 < far(trained, fewer)
         assert outcome["values"]["score"] == pytest.approx(values["score"], rel=1e-12)
+
+
+def test_a_step_that_has_changed_is_searched_again():
+    """A file of chosen programs is named by what the step computes, so that the program of another one is not taken."""
+
+    def named(module: L.LightningModule) -> Path:
+        batch = list(data()[:4])
+        cut = blocks_of(module, batch)
+        return cached.file_of(module, batch, cut, SimpleNamespace(size=2, device=torch.device("cpu")), 2**30)  # type: ignore[arg-type]
+
+    class Changed(Net):
+        def forward(self, x: Tensor) -> Tensor:
+            for layer in self.layers:
+                x = layer(self.first(x).tanh()) if layer is self.layers[0] else x + layer(x).tanh()
+            return self.last(x)
+
+    Changed.__qualname__, changed = Net.__qualname__, Changed().double()
+    assert named(net()) == named(net()) != named(changed)
+
+
+@pytest.mark.parametrize("devices", [1, 7])
+def test_a_search_that_finds_no_program(devices, monkeypatch):
+    """Too few blocks and samples for all devices, or a check that refuses all: `auto` tells it from what does not fit."""
+    monkeypatch.setattr(proposing, "compile", refused)
+    batch = [x[:1] for x in data().tensors]
+    with pytest.raises(
+        NoProgram, match="are refused; of the best one: no" if devices == 1 else "no program that uses all 7 devices"
+    ):
+        search(net(), batch, devices, hardware="cpu", all_devices=True, schedules=("gpipe",), budget=50)
+
+
+def refused(*_: Any) -> None:
+    raise PiperError("no")
