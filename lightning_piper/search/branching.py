@@ -16,6 +16,7 @@ from bisect import bisect_left
 from collections import Counter
 from collections.abc import Callable, Iterator
 from itertools import count
+from operator import length_hint
 
 from lightning_piper.search.bounds import INFINITE, Cutting, bound_of
 from lightning_piper.search.choices import Choice, Cuts
@@ -24,15 +25,18 @@ from lightning_piper.search.estimate import Estimate, estimate, memory_of, time_
 from lightning_piper.search.report import Found, Row, reason
 from lightning_piper.search.space import Candidate, Layout, Space
 from lightning_piper.search.stage_costs import Model
+from lightning_piper.search.together import Together
 from lightning_piper.simulate.durations import Number
 
 TABLE = 20  # candidates that are shown
 OVER = 5  # candidates that would be better and do not fit, beside them
 ALTERNATIVES = 1000  # of the budget, once the best is known
 UNIT = 200  # of a branch's stages, times microbatches and what each stage costs beside them: one of the budget
-STEPS = 10  # stages that are looked at for the cuts of one branch, for each candidate of the budget
-BEGIN = 12  # layouts that are tried before anything else
-PASSES = 5000  # forward passes that these have, at most
+ROWS = 400  # passes of a schedule whose rows are made: one of the budget
+STEPS = 50  # stages that are looked at for cuts: one of the budget
+BEGIN = 400  # layouts of each degree of the tensor axis that are tried before anything else
+REFINED, NEIGHBOURS = 5, 150  # best ones of these, and how many candidates are looked at beside each
+PASSES = 2500  # forward passes that these have, at most
 FIRST = 2000  # stages that are looked at for the first cut of a branch
 Progress = Callable[[int, float, float], None]
 _Branch = Layout | Choice | Cuts
@@ -48,7 +52,7 @@ class Search:
     def __init__(self, space: Space, by_memory: bool, gap: Number, budget: int, progress: Progress | None) -> None:
         self.space, self.by_memory, self.gap, self.progress = space, by_memory, gap, progress
         self.model = Model(space)
-        self.coarse = Coarse(self.model)
+        self.coarse, self.together = Coarse(self.model), Together(self.model)
         self.best: Candidate | None = None
         self.value: Number = INFINITE
         self.evaluated = 0
@@ -61,7 +65,7 @@ class Search:
         self._lowest: Number = INFINITE  # bound of what was left out
         self._size = 0
         self._even_ones: list[tuple[Number, Candidate]] = []  # bounds, and candidates that fit
-        self._looked_at: set[Layout] = set()  # with the rows of their schedule
+        self._looked_at: set[Layout | Choice] = set()  # together
         self._proved = False
 
     def run(self, table: bool = True) -> Found | None:
@@ -69,6 +73,7 @@ class Search:
         for layout in self.space.layouts():
             self._layout(layout)
         self._begin()
+        self._refine()
         while self._heap and self._left >= 0 and not self._is_excluded(self._heap[0][0]):
             bound, _, _, branch = heapq.heappop(self._heap)
             self._branch(bound, branch)
@@ -111,27 +116,53 @@ class Search:
         return limit
 
     def _begin(self) -> None:
-        """First candidates, so that bounds have something to exclude: for each schedule, number of replicas and degree of the
-        tensor axis, of the layout with the lowest bound and, of equal ones, with most microbatches, which keep least. Even cuts say
-        which layouts are good; these are cut with care."""
-        lowest: dict[tuple[str, int, int], tuple[Number, int, Layout]] = {}
+        """First candidates, so that bounds have something to exclude: of each degree of the tensor axis, of the layouts with the
+        lowest bounds, those which keep least, in even cuts."""
+        degrees: dict[int, list[tuple[Number, Layout]]] = {}
         for bound, _, _, branch in self._heap:
             if isinstance(branch, Layout) and branch.stages * branch.microbatches <= PASSES:
-                key = (branch.schedule, branch.replicas, branch.tensor)
-                lowest[key] = min(lowest.get(key, (INFINITE, 0, branch)), (bound, -branch.microbatches, branch))
-        for _, _, layout in lowest.values():
-            choice = self._whole(layout, max(self.space.levels_of(layout)))
-            self._even_ones += [(self._bound(candidate), candidate) for candidate in self._fitting(choice, self._even(layout))]
+                degrees.setdefault(branch.tensor, []).append((bound, branch))
+        lowest = [item for group in degrees.values() for item in heapq.nsmallest(BEGIN, group)]
+        for bound, layout in sorted(lowest, key=lambda item: item[1].stages * item[1].microbatches):  # the cheapest first
+            if self._is_excluded(self._raised(bound, layout)):
+                continue
+            levels = sorted(self.space.levels_of(layout))
+            for zero in {levels[-1], *levels[:2][-1:]}:  # that shares most, and next to nothing
+                for candidate in self._fitting(self._whole(layout, zero), self._even(layout)):
+                    self._even_ones.append((self._bound(candidate), candidate))
+                    if not self._is_excluded(self._even_ones[-1][0]):
+                        self._improve(candidate)
         self._even_ones.sort()
-        for layout in list(dict.fromkeys(candidate.layout for _, candidate in self._even_ones))[:BEGIN]:
-            for zero in self.space.levels_of(layout):
-                choice = self._whole(layout, zero)
-                self._dive(choice, self._even(layout))
-                cutting = Cutting(self.model, layout, zero, choice.ways(), self.by_memory)
-                low, high = cutting.least(0, self.value)
-                cuts = self._first(cutting, high) if low < high else None
-                if cuts is not None:
-                    self._dive(choice, cuts)
+
+    def _refine(self) -> None:
+        """Look for what is better beside the best candidates: a border moved by a block, another level, a stage more or less that
+        recomputes or offloads."""
+        for _, candidate in heapq.nsmallest(REFINED, self.tried.values()):
+            left = NEIGHBOURS
+            beside = self._beside(candidate)
+            while left and (other := next(beside, None)) is not None:
+                left -= 1
+                before = self._value_of(candidate)
+                if self._bound(other) < before and self._fits(other):
+                    self._improve(other)
+                    if self._value_of(other) < before:
+                        candidate, beside = other, self._beside(other)
+
+    def _value_of(self, candidate: Candidate) -> Number:
+        """Of a choice that was tried, the best."""
+        return self.tried[candidate[:4]][0]
+
+    def _beside(self, candidate: Candidate) -> Iterator[Candidate]:
+        layout, zero, again, away, cuts = candidate
+        yield from (candidate._replace(zero=other) for other in self.space.levels_of(layout) if other != zero)
+        for more, further in ((-1, 0), (0, -1), (-1, 1), (1, -1)):
+            if again + more >= 0 and away + further >= 0:
+                yield candidate._replace(recomputed=again + more, offloaded=away + further)
+        edges = (0, *cuts, len(self.space.workload.blocks))
+        for s in range(1, layout.stages):
+            for block in (edges[s] - 1, edges[s] + 1):
+                if edges[s - 1] < block < edges[s + 1]:
+                    yield candidate._replace(cuts=(*cuts[: s - 1], block, *cuts[s:]))
 
     def _whole(self, layout: Layout, zero: int) -> Choice:
         return Choice(layout, zero, (0, layout.stages), (0, layout.stages))
@@ -140,9 +171,12 @@ class Search:
         """Stages of equally many blocks."""
         return tuple(len(self.space.workload.blocks) * s // layout.stages for s in range(1, layout.stages))
 
-    def _raised(self, bound: Number, layout: Layout) -> Number:
-        """With what the rows of its schedule say of all ranks together."""
-        return bound if self.by_memory else max(bound, self.coarse.shares(layout))
+    def _raised(self, bound: Number, branch: Layout | Choice) -> Number:
+        """With what all ranks together have to do and to keep."""
+        if self.by_memory:
+            return bound
+        layout, zero, ways = (branch, None, None) if isinstance(branch, Layout) else (branch.layout, branch.zero, branch.ways())
+        return max(bound, self.together.time(layout, zero, ways, float(self._limit(None))))
 
     def _is_excluded(self, bound: Number, branch: _Branch | None = None) -> bool:
         return bound >= self._limit(branch) if self._proved else bound * (1 + self.gap) >= self.value
@@ -169,18 +203,19 @@ class Search:
             self._push(coarse if self.by_memory else self.coarse.time(layout), layout)
 
     def _branch(self, bound: Number, branch: _Branch) -> None:
-        if isinstance(branch, Layout):
-            if branch not in self._looked_at:
-                self._looked_at.add(branch)
-                self._push(self._raised(bound, branch), branch)
-                return
-            for zero in self.space.levels_of(branch):
-                self._choose(bound, self._whole(branch, zero))
-        elif isinstance(branch, Choice):
-            for half in branch.halves():
-                self._choose(bound, half)
-        else:
+        if isinstance(branch, Cuts):
             self._enumerate(bound, branch)
+        elif branch not in self._looked_at:
+            self._looked_at.add(branch)
+            self._left -= 1 + (branch.stages * branch.microbatches // ROWS if isinstance(branch, Layout) else 0)
+            self._push(self._raised(bound, branch), branch)
+        elif isinstance(branch, Layout):
+            for zero in self.space.levels_of(branch):
+                choice = self._whole(branch, zero)
+                self._dive(choice, self._even(branch))
+                self._push(bound, choice)
+        else:
+            self._choose(bound, branch)
 
     def _choose(self, bound: Number, choice: Choice) -> None:
         """Into the branches, if anything of it can fit and be good enough; with the cuts that its bound is of as a first try."""
@@ -193,7 +228,10 @@ class Search:
         one = choice.kinds == 1
         branch = Cuts(choice, cutting, self.space.cuts(choice.layout)) if one else choice
         low, high = cutting.least(bound, self._limit(branch))
-        self._push(low, branch)
+        if isinstance(branch, Cuts):
+            self._push(low, branch)
+        for half in [] if one else choice.halves():
+            self._push(low, half)
         first = self._first(cutting, high) if low < high else None
         if first is not None and isinstance(branch, Cuts):
             with contextlib.suppress(_Exhausted):
@@ -254,7 +292,8 @@ class Search:
         most = self._limit(branch)
         known = most < INFINITE
         limit = min(most, bound + max(bound / 64, (most - bound) / 4)) if known else INFINITE
-        steps = iter(range(STEPS * self._budget))
+        most_steps = STEPS * max(self._left, 1)
+        steps = iter(range(most_steps))
         try:
             for value, cuts in branch.cutting.cuts(limit, lambda: self._spend(steps)):
                 if value >= branch.done:
@@ -266,6 +305,8 @@ class Search:
             self._lowest = min(self._lowest, bound)
             self._leave("left", branch)
             return
+        finally:
+            self._left -= (most_steps - length_hint(steps)) // STEPS
         if limit < INFINITE:
             branch.done = max(branch.done, limit if limit > bound else 0)
             self._push(limit, branch)

@@ -7,7 +7,6 @@ from fractions import Fraction
 from typing import NamedTuple
 
 from lightning_piper.search.rows import SHAPES
-from lightning_piper.search.shares import shares
 from lightning_piper.search.space import Layout
 from lightning_piper.search.stage_costs import Model, ring
 from lightning_piper.simulate.durations import Number
@@ -34,6 +33,7 @@ class Coarse:
         self._model, self._space = model, model.space
         self._works = functools.cache(self._works_of)
         self._sums = functools.cache(self._sums_of)
+        self._busiest = functools.cache(self._busiest_of)
 
     def _sums_of(self, samples: int, tensor: int, split: bool) -> _Sums:
         forward, inputs, weights = map(list, zip(*self._works(samples, tensor), strict=True))
@@ -47,9 +47,15 @@ class Coarse:
         moved = [2 * min(ring(link, work.exchanged, tensor) for link in links) for work in works]
         return [(x.forward + m, x.backward_input + m, x.backward_weights) for x, m in zip(works, moved, strict=True)]
 
+    def _busiest_of(self, samples: int, tensor: int, ranks: int) -> Number:
+        """Seconds of the rank with most work on one microbatch, at least, for blocks are whole: of the k n + 1 longest ones, some
+        rank of n has k + 1."""
+        works = sorted((sum(work) for work in self._works(samples, tensor)), reverse=True)
+        return max(sum(works[n - 1 - (n - 1) // ranks : n]) for n in range(1, len(works) + 1, ranks))
+
     def time(self, layout: Layout) -> Number:
-        """Seconds of a step, at least: the mean work of the ranks; one microbatch's way, with all others on the rank of the block
-        that works longest; and, in a chain whose backward passes are whole, what follows from
+        """Seconds of a step, at least: the work of the rank that has most; one microbatch's way, with all others on the rank of the
+        block that works longest; and, in a chain whose backward passes are whole, what follows from
 
             time >= w(0) + ... + w(r - 1) + m w(r)     for every rank r of n, with work w on each of m microbatches.
 
@@ -58,17 +64,12 @@ class Coarse:
         shape, m = SHAPES[layout.schedule], layout.microbatches
         samples = self._space.workload.samples // layout.replicas // m
         sums = self._sums(samples, layout.tensor, shape.split)
-        found: Number = max(m * sums.work / layout.ranks, sums.path + (m - 1) * sums.longest)
+        busiest = self._busiest(samples, layout.tensor, layout.ranks)
+        found: Number = max(m * sums.work / layout.ranks, m * busiest, sums.path + (m - 1) * sums.longest)
         if not shape.split and layout.per_rank == 1:
             left = Fraction(m - 1, m) ** layout.ranks
             found = max(found, sums.work / (1 - left if isinstance(sums.work, Fraction | int) else float(1 - left)))
         return found
-
-    def shares(self, layout: Layout) -> Number:
-        """Seconds of a step, at least: see `shares`. It takes longer than `time`, for it reads the rows."""
-        samples = self._space.workload.samples // layout.replicas // layout.microbatches
-        work = [(float(f), float(bi), float(bw)) for f, bi, bw in self._works(samples, layout.tensor)]
-        return shares((layout.schedule, layout.per_rank, layout.ranks, layout.microbatches), work)
 
     def memory(self, layout: Layout) -> Number:
         """Bytes of the device that has most, at least: the mean of parameters, gradients and states, at the highest level."""

@@ -8,6 +8,7 @@ from __future__ import annotations
 import functools
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from operator import ge
 from typing import NamedTuple
 
 from lightning_piper.errors import DirectiveError
@@ -258,24 +259,24 @@ def _between(row: Sequence[_Action]) -> tuple[Between, ...]:
 
 
 def _kept(row: Sequence[_Action], local: Sequence[int]) -> tuple[tuple[int, Kept], ...]:
-    """States of what a rank keeps while its passes run, without those that another one exceeds everywhere."""
+    """States of what a rank keeps while its passes run, without those that another one exceeds everywhere: so before a forward
+    pass there is none, for after it there is more."""
     place = {stage: k for k, stage in enumerate(local)}
-    now = [[0, 0] for _ in local]
-    states: dict[tuple[int, Kept], None] = {}
+    now = [0] * (2 * len(local))
+    states: dict[tuple[int, tuple[int, ...]], None] = {}
     for stage, kind, _ in row:
-        own = now[place[stage]]
-        own[0] += kind == F
-        states[-1 if kind in (F, BW) else stage, tuple((a, w) for a, w in now)] = None
-        if kind in (B, BI):
-            own[0] -= 1
-            own[1] += kind == BI
-        own[1] -= kind == BW
-    largest: list[tuple[int, Kept]] = []
-    for runs, state in sorted(states, key=lambda s: -sum(map(sum, s[1]))):
-        if not any(runs in (-1, other) and _covers(more, state) for other, more in largest):
+        own = 2 * place[stage]
+        if kind == F:
+            now[own] += 1
+            continue
+        states[-1 if kind == BW else stage, tuple(now)] = None
+        if kind == BW:
+            now[own + 1] -= 1
+        else:
+            now[own] -= 1
+            now[own + 1] += kind == BI
+    largest: list[tuple[int, tuple[int, ...]]] = []
+    for runs, state in sorted(states, key=lambda s: -sum(s[1])):
+        if not any((runs == -1 or runs == other) and all(map(ge, more, state)) for other, more in largest):
             largest.append((runs, state))
-    return tuple(largest)
-
-
-def _covers(more: Kept, state: Kept) -> bool:
-    return all(a >= x and b >= y for (a, b), (x, y) in zip(more, state, strict=True))
+    return tuple((runs, tuple(zip(state[::2], state[1::2], strict=True))) for runs, state in largest)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from itertools import accumulate, pairwise
 from typing import NamedTuple
 
@@ -53,23 +53,28 @@ def links_of(hardware: Hardware, layout: Layout) -> Links:
     def device(replica: int, rank: int) -> int:
         return t * (replica + n * rank if layout.data_inside else rank + ranks * replica)
 
-    def farthest(pairs: Sequence[tuple[int, int]]) -> Link:
-        order = [link for _, link in hardware.links]
-        return max((hardware.link(min(a, b), max(a, b) + t - 1) for a, b in pairs), key=order.index)
+    order = [link for _, link in hardware.links]
 
-    everywhere = [(x, r) for r in range(ranks) for x in range(n)]
+    def farthest(pairs: Iterable[tuple[int, int]]) -> Link:
+        most = 0
+        for a, b in pairs:
+            most = max(most, order.index(hardware.link(min(a, b), max(a, b) + t - 1)))
+            if most == len(order) - 1:
+                break
+        return order[most]
+
     folded = SHAPES[layout.schedule].folded
     places = [rank_of(stage, ranks, folded) for stage in range(layout.stages)]
     hops: dict[tuple[int, int], Link | None] = {
-        (a, b): None if a == b else farthest([(device(x, a), device(x, b)) for x in range(n)]) for a, b in set(pairwise(places))
+        (a, b): None if a == b else farthest((device(x, a), device(x, b)) for x in range(n)) for a, b in set(pairwise(places))
     }
-    return Links(
-        farthest([(device(x, r), device(x, r)) for x, r in everywhere]),
-        farthest([(device(0, r), device(n - 1, r)) for r in range(ranks)]),
-        farthest([(device(x, r), device(x + layout.routed - 1, r)) for x, r in everywhere if x % layout.routed == 0]),
-        tuple(hops[pair] for pair in pairwise(places)),
-        farthest([(device(x, 0), device(x, ranks - 1)) for x in range(n)]),
-    )
+
+    def within(members: int) -> Link:
+        """Groups of so many replicas."""
+        return farthest((device(x, r), device(x + members - 1, r)) for r in range(ranks) for x in range(0, n, members))
+
+    return Links(within(1), within(n), within(layout.routed), tuple(hops[pair] for pair in pairwise(places)),
+                 farthest((device(x, 0), device(x, ranks - 1)) for x in range(n)))  # fmt: skip
 
 
 class Params:

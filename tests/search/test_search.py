@@ -17,6 +17,7 @@ from lightning_piper.search.coarse import Coarse
 from lightning_piper.search.estimate import memory_of, time_of, ways_of
 from lightning_piper.search.rows import SHAPES, rows_of
 from lightning_piper.search.stage_costs import Model
+from lightning_piper.search.together import Together
 from lightning_piper.simulate import Number
 from tests.groups import marked
 from tests.search.problems import best_of_all, fits, found, problem
@@ -86,10 +87,12 @@ def broken(factor: Fraction = Fraction(1)) -> tuple[int, int]:
             pairs = [
                 (bound_of(model, candidate), time),
                 (coarse.time(candidate.layout), time),
-                (coarse.shares(candidate.layout), time),
                 (coarse.memory(candidate.layout), memory),
             ]
             for ways in ([[way] for way in ways_of(candidate)], [[0, 1, 2]] * candidate.layout.stages):
+                together = Together(model if fits(model.space, model, candidate) else Model(replace(model.space, memory=INFINITE)))
+                if fits(together.space, model, candidate):
+                    pairs += [(together.time(candidate.layout, zero, ways, time * 2), time) for zero in (None, candidate.zero)]
                 for by_memory, value in ((False, time), (True, memory)):
                     unlimited = Model(replace(model.space, memory=INFINITE))
                     cutting = Cutting(unlimited, candidate.layout, candidate.zero, ways, by_memory)
@@ -108,12 +111,16 @@ def test_bounds_are_never_above_what_they_bound() -> None:
 
 
 def test_what_all_ranks_do_together_says_more() -> None:
-    """Than the mean work of the ranks: it knows of the bubble that split backward passes leave."""
+    """Than the mean work of the ranks: it knows of the bubble that split backward passes leave, and of memory."""
     model = Model(Space(chain(8), problem(0).hardware, 4, 10**9))
     for name in ("zero_bubble", "zb_h2", "zbv", "v_half", "v_min"):
         layout = Layout(name, SHAPES[name].per_rank[0], 4, 1, 1, 1, 4, True)
-        coarse, cuts = Coarse(model), tuple(range(8 // layout.stages, 8, 8 // layout.stages))
-        assert coarse.time(layout) * 1.05 < coarse.shares(layout) < time_of(model, Candidate(layout, 0, 0, 0, cuts))
+        cuts = tuple(range(8 // layout.stages, 8, 8 // layout.stages))
+        least, time = Together(model).time(layout, 0, None, INFINITE), time_of(model, Candidate(layout, 0, 0, 0, cuts))
+        assert Coarse(model).time(layout) * 1.05 < least < time
+        memory, _ = memory_of(model, Candidate(layout, 0, 0, 0, cuts))
+        scarce = Together(Model(replace(model.space, memory=0.8 * max(memory))))
+        assert scarce.time(layout, 0, [[0]] * layout.stages, INFINITE) > 1.02 * least
 
 
 def test_bounds_are_close() -> None:

@@ -1,0 +1,328 @@
+"""A bound of whole layouts and choices, however blocks are cut, from what all ranks together have to do and to keep.
+
+`bounds` says of each rank: head + work of the passes between + tail <= time. Heads, work and tails are sums over stages of how
+often a pass of the stage counts; so are the bytes that a rank keeps in a state of its schedule. So any weights p >= 0 of the first
+inequalities, 1 together, and q >= 0 of the second ones, in seconds for all of a device's memory, give one more. Wherever a block
+lies, and in whatever way its stage keeps less, it adds no less than where it adds least:
+
+    time >= sum over blocks of the least over stages and ways of  (p counts passes + q counts bytes / memory)  -  sum of q
+
+No stage is empty. So a block can only lie where enough blocks are before it and behind it; and what the first block of a stage adds
+may be less by u >= 0 of this stage, if the sum of u is added.
+
+That holds for any weights. The best ones solve a linear program: the dual of blocks that may lie in parts in several stages. A few
+steps of the simplex method come close, and each one is a bound; for them, ranks next to each other have one weight, and blocks that
+are much alike count as equal. What they find is then evaluated for the blocks as they are.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Sequence
+from typing import NamedTuple
+
+import numpy as np
+from numpy.typing import NDArray
+
+from lightning_piper.search.estimate import AGAIN, AWAY, PLAIN, Way
+from lightning_piper.search.rows import BI, BW, SHAPES, B, F, Rows, rows_of
+from lightning_piper.search.space import Layout
+from lightning_piper.search.stage_costs import Costs, Model
+from lightning_piper.simulate.network import Link
+
+WAYS = (PLAIN, AGAIN, AWAY)
+GROUPS = 10  # of ranks that have one weight
+KINDS = 4  # of blocks that count as equal
+STATES = 3  # of each rank that are looked at
+STEPS = 400  # of the simplex method
+DEAR = 20.0  # times the step's time that all of the memory may cost
+_ROUNDING = 1 - 1e-9  # sums of a few thousand doubles are closer than that
+Array = NDArray[np.float64]
+Key = tuple[str, int, int, int]  # schedule, stages on each rank, ranks, microbatches
+
+
+class _Table(NamedTuple):
+    """Inequalities of a schedule. Those of a group of ranks are the mean of theirs.
+
+    Attributes:
+        passes: how often F, BI and BW of each stage count (time inequalities, 3, stages).
+        sums: how often the sum of a stage's gradients does (time inequalities, stages).
+        borders: how often a message over each border does (time inequalities, stages - 1).
+        saved, kept: how many microbatches' bytes count, by stage and way (memory inequalities, stages, 3).
+        static: whether parameters of a stage count (memory inequalities, stages).
+        hosts: how many of those, from the last one back, are of the host.
+    """
+
+    passes: Array
+    sums: Array
+    borders: Array
+    saved: Array
+    kept: Array
+    static: Array
+    hosts: int
+
+
+class _Blocks(NamedTuple):
+    """Of each block, or each kind of them: seconds of F, BI and BW in each way (blocks, 3, 3), of the sum of gradients, and bytes
+    that are saved, kept for BW, and of parameters, gradients and states."""
+
+    passes: Array
+    sums: Array
+    saved: Array
+    kept: Array
+    static: Array
+
+
+class Together:
+    """Bounds of layouts of a model's space."""
+
+    def __init__(self, model: Model) -> None:
+        self._model, self.space = model, model.space
+
+    def time(self, layout: Layout, zero: int | None, ways: Sequence[Sequence[Way]] | None, enough: float) -> float:
+        """Seconds of a step, at least.
+
+        Args:
+            zero: level of ZeRO; None for any of the space's.
+            ways: in which each stage may keep less; None for all.
+            enough: seconds, above which it does not matter by how much.
+        """
+        costs = self._model.costs(layout)
+        table = _table((layout.schedule, layout.per_rank, layout.ranks, layout.microbatches))
+        blocks = self._blocks(costs, zero)
+        constant = 2 * float(costs.least_output) if layout.ranks > 1 else 0.0
+        room = float(self.space.memory) / (1 + float(self.space.margin)) - constant
+        limits = np.full(len(table.saved), room)
+        if table.hosts:
+            limits[-table.hosts :] = float(self.space.hardware.host_memory)
+        if room <= 0:
+            return 0.0  # who looks at stages says that nothing fits
+        finite = np.isfinite(limits)
+        inverse = np.where(finite, 1 / np.where(finite, limits, 1), 0)
+        hops = np.array([float(costs.least_hop(border)) for border in range(layout.stages - 1)])
+        before = table.borders @ hops if len(hops) else np.zeros(len(table.passes))
+        allowed = np.ones((layout.stages, 3), dtype=bool) if ways is None else _allowed(ways)
+        inside = _inside(len(blocks.sums), layout.stages)
+        counts, kinds, members = _alike(blocks)
+        places = (members.T @ inside > 0)[:, :, None] & allowed  # (kinds, stages, ways)
+        p, q, u = _weights(_columns(table, kinds, inverse), counts, places, before, enough)
+        if not p.sum() > 0:
+            return 0.0
+        each = _each(table, blocks, p, q * inverse) - u[:, None]
+        least = np.where(inside[:, :, None] & allowed, each, np.inf).min(axis=(1, 2)).sum()
+        return float((least + u.sum() + p @ before - q[finite].sum()) / p.sum()) * _ROUNDING
+
+    def _blocks(self, costs: Costs, zero: int | None) -> _Blocks:
+        """The passes of a stage take no less than the longest of its work, what it moves to the host, and the gather of its
+        parameters; of a whole model it is decided once which one counts."""
+        n, least = len(self.space.workload.blocks), max(self.space.levels_of(costs.layout)) if zero is None else zero
+        f, bi, bw, saved, kept = (np.diff(np.array(column, dtype=np.float64)) for column in _sums(costs))
+        owned = np.array([costs.params.of(((k, k + 1),), tied=False) for k in range(n)], dtype=np.float64).reshape(n, 2)
+        replicas, routed = costs.layout.replicas, costs.layout.replicas // costs.layout.routed
+        ring = _moved(costs.links.data, owned[:, 0]) * (replicas - 1) / replicas + _moved(costs.links.data, owned[:, 1]) * (
+            (routed - 1) / routed
+        )
+        gather = ring if zero == 3 else np.zeros(n)
+        away = _moved(costs.host, saved)
+        rows = rows_of(costs.layout.schedule, costs.layout.per_rank, costs.layout.ranks, costs.layout.microbatches)
+        passes = np.stack([_passes(_pass_kinds(rows), f, bi, bw, way, gather, away) for way in WAYS], axis=1)
+        full, shard = owned.sum(axis=1), owned[:, 0] / replicas + owned[:, 1] / routed
+        states = float(costs.states) * (shard if least else full)
+        static = (shard if least == 3 else full) + (shard if least > 1 else full) + states
+        return _Blocks(passes, ring * (2 if zero == 0 else 1), saved, kept, static)
+
+
+def _sums(costs: Costs) -> tuple[Sequence[float], ...]:
+    return tuple(
+        [float(x) for x in column] for column in (costs.forward, costs.inputs, costs.weights, costs.saved, costs.kept)
+    )  # fmt: skip
+
+
+def _moved(link: Link, nbytes: Array) -> Array:
+    """Seconds, without what a message takes whatever its size."""
+    return np.zeros_like(nbytes) if link.bandwidth is None else nbytes / float(link.bandwidth)
+
+
+def _pass_kinds(rows: Rows) -> frozenset[int]:
+    return frozenset(kind for pairs in rows.between for pair in pairs for _, kind, _ in pair.passes)
+
+
+def _passes(kinds: frozenset[int], f: Array, bi: Array, bw: Array, way: Way, gather: Array, away: Array) -> Array:
+    """Seconds of F, BI and BW of each block (blocks, 3); where a schedule has whole passes, BI and BW together are B."""
+    extra = f if way == AGAIN else np.zeros_like(f)
+    moved = away if way == AWAY else np.zeros_like(f)
+    forward = _longest(f, moved, gather)
+    if BI not in kinds:
+        return np.stack([forward, _longest(bi + bw + extra, moved, gather), np.zeros_like(f)], axis=1)
+    if B in kinds:
+        return np.stack([forward, bi + extra, bw], axis=1)
+    return np.stack([forward, _longest(bi + extra, moved, gather), _longest(bw, gather)], axis=1)
+
+
+def _longest(*columns: Array) -> Array:
+    """The column with the largest sum: whatever lies in a stage, the longest of all takes no less."""
+    return max(columns, key=lambda column: float(column.sum()))
+
+
+def _allowed(ways: Sequence[Sequence[Way]]) -> NDArray[np.bool_]:
+    return np.array([[way in own for way in WAYS] for own in ways])
+
+
+def _inside(blocks: int, stages: int) -> NDArray[np.bool_]:
+    """Which stages a block can lie in, where none is empty (blocks, stages)."""
+    block, stage = np.arange(blocks)[:, None], np.arange(stages)[None]
+    found: NDArray[np.bool_] = (stage <= block) & (stages - stage <= blocks - block)
+    return found
+
+
+def _alike(blocks: _Blocks) -> tuple[Array, _Blocks, Array]:
+    """How many blocks are of each kind, what these have on average, and which they are (blocks, kinds). Equal ones are of
+    one kind, if there are few."""
+    every = np.concatenate([blocks.passes.reshape(len(blocks.sums), -1), *(column[:, None] for column in blocks[1:])], axis=1)
+    scale = every.sum(axis=0)
+    _, kind = np.unique(np.round(every / np.where(scale > 0, scale, 1), 12), axis=0, return_inverse=True)
+    kind = kind.reshape(-1)
+    if kind.max() >= KINDS:
+        work = blocks.passes[:, PLAIN].sum(axis=1)
+        kind = np.searchsorted(np.quantile(work, np.arange(1, KINDS) / KINDS), work)
+        kind = np.unique(kind, return_inverse=True)[1].reshape(-1)
+    members = np.eye(kind.max() + 1)[kind]
+    counts = members.sum(axis=0)
+    return counts, _Blocks(*(np.tensordot(members / counts, column, axes=([0], [0])) for column in blocks)), members
+
+
+def _columns(table: _Table, kinds: _Blocks, inverse: Array) -> Array:
+    """What a block of each kind adds to each inequality (inequalities, kinds, stages, ways)."""
+    time = np.einsum("ics,kwc->iksw", table.passes, kinds.passes)
+    time += np.einsum("is,k->iks", table.sums, kinds.sums)[:, :, :, None]
+    memory = np.einsum("isw,k->iksw", table.saved, kinds.saved) + np.einsum("isw,k->iksw", table.kept, kinds.kept)
+    memory += np.einsum("is,k->iks", table.static, kinds.static)[:, :, :, None]
+    return np.concatenate([time, memory * inverse[:, None, None, None]])
+
+
+def _each(table: _Table, blocks: _Blocks, p: Array, q: Array) -> Array:
+    """What each block adds to the weighted sum of all inequalities (blocks, stages, ways)."""
+    passes = np.tensordot(p, table.passes, axes=(0, 0))  # (3, stages)
+    found: Array = np.einsum("cs,kwc->ksw", passes, blocks.passes)
+    found += (blocks.sums[:, None] * (p @ table.sums))[:, :, None]
+    found += blocks.saved[:, None, None] * np.tensordot(q, table.saved, axes=(0, 0))
+    found += blocks.kept[:, None, None] * np.tensordot(q, table.kept, axes=(0, 0))
+    found += (blocks.static[:, None] * (q @ table.static))[:, :, None]
+    return found
+
+
+def _weights(columns: Array, counts: Array, places: NDArray[np.bool_], before: Array, enough: float) -> tuple[Array, Array, Array]:
+    """Good weights p, q and u: with the largest sum of what kinds v add at least, where v is no more than what a block adds in any
+    stage and way. Time inequalities come first; theirs are 1 together at most."""
+    rows, kinds, stages, _ = columns.shape
+    times, constraints = len(before), int(places.sum())
+    scale = float(columns[:times].mean() * counts.sum()) or 1.0
+    a = np.zeros((constraints + 2, kinds + rows + stages))
+    kind, stage, _ = np.nonzero(places)
+    a[np.arange(constraints), kind] = 1
+    a[:-2, kinds : kinds + rows] = -columns[:, places].T
+    a[np.arange(constraints), kinds + rows + stage] = 1
+    a[-2, kinds : kinds + times] = 1
+    a[-1, kinds + times : kinds + rows] = 1
+    small = 1e-7 * scale / float(counts.sum()) * (1 + np.random.default_rng(0).random(constraints))
+    gains = np.concatenate([counts, before, -np.ones(rows - times), np.ones(stages)])
+    found = _maximized(gains, a, np.append(small, [1, DEAR * scale]), enough * (1 + 1e-4))[kinds:]
+    return found[:times], found[times:rows], found[rows:]
+
+
+def _maximized(gains: Array, a: Array, limits: Array, enough: float) -> Array:
+    """Some y >= 0 with a y <= limits, where limits >= 0, with a large `gains` y: by steps of the simplex method (Dantzig 1951)."""
+    rows, columns = a.shape
+    table = np.concatenate([np.concatenate([a, limits[:, None]], axis=1), np.append(gains, 0.0)[None]])
+    inside, outside = np.arange(columns, columns + rows), np.arange(columns)
+    for _ in range(STEPS):
+        j = int(table[-1, :-1].argmax())
+        if table[-1, j] <= 1e-12 or -table[-1, -1] >= enough:
+            break
+        column = table[:-1, j]
+        ratios = np.divide(table[:-1, -1], column, out=np.full(rows, np.inf), where=column > 1e-11)
+        r = int(ratios.argmin())
+        if not np.isfinite(ratios[r]):
+            break
+        pivot = table[r, j]
+        old = table[:, j].copy()
+        row = table[r] / pivot
+        table -= old[:, None] * row
+        table[:, j] = -old / pivot
+        table[r] = row
+        table[r, j] = 1 / pivot
+        inside[r], outside[j] = outside[j], inside[r]
+    found = np.zeros(columns + rows)
+    found[inside] = np.maximum(table[:-1, -1], 0)
+    return found[:columns]
+
+
+# Inequalities of schedules
+
+
+@functools.lru_cache(maxsize=256)
+def _table(key: Key) -> _Table:
+    rows = rows_of(*key)
+    group = [rank * GROUPS // max(rows.ranks, GROUPS) for rank in range(rows.ranks)]
+    times: dict[tuple[object, ...], list[tuple[Array, Array, Array]]] = {}
+    bytes_: dict[tuple[object, ...], list[tuple[Array, Array, Array]]] = {}
+    back = slice(1, 2) if SHAPES[key[0]].split else slice(1, 3)  # what other stages wait for
+    for rank, pairs in enumerate(rows.between):
+        for place, ((first, kind), (last, ends), passes) in enumerate(pairs):
+            found, sums, borders = np.zeros((3, rows.stages)), np.zeros(rows.stages), np.zeros(max(rows.stages - 1, 0))
+            if kind == F:
+                found[0, :first] += 1
+                borders[:first] += 1
+            else:
+                found[0] += 1
+                found[back, first + 1 :] += 1
+                borders += 1
+                borders[first:] += 1
+            for stage, which, n in passes:
+                found[_PARTS[which], stage] += n
+            if ends != BI and rows.stages:
+                sums[last] += 1
+                times.setdefault((group[rank], place, "sum"), []).append((found.copy(), sums, borders.copy()))
+            if ends != BW:
+                found[back, :last] += 1
+                borders[:last] += 1
+            times.setdefault((group[rank], place, "pass"), []).append((found, np.zeros(rows.stages), borders))
+        for number, (own, state) in enumerate(_largest(rows, rank)):
+            bytes_.setdefault((0, group[rank], number), []).append(_counted(rows, rank, own, state))
+        bytes_.setdefault((1, group[rank]), []).append(_on_host(rows, rank))
+    time, memory = [_mean(times[name]) for name in times], [_mean(bytes_[name]) for name in sorted(bytes_, key=str)]
+    hosts = sum(name[0] == 1 for name in bytes_)
+    passes_, sums_, borders_ = (np.stack(column) for column in zip(*time, strict=True))
+    saved, kept, static = (np.stack(column) for column in zip(*memory, strict=True))
+    return _Table(passes_, sums_, borders_, saved, kept, static, hosts)
+
+
+def _mean(found: Sequence[tuple[Array, Array, Array]]) -> tuple[Array, Array, Array]:
+    first, second, third = (np.mean(np.stack(column), axis=0) for column in zip(*found, strict=True))
+    return first, second, third
+
+
+def _largest(rows: Rows, rank: int) -> list[tuple[int, tuple[tuple[int, int], ...]]]:
+    """States in which a rank keeps most."""
+    return sorted(rows.kept[rank], key=lambda item: -sum(2 * a + w for a, w in item[1]))[:STATES]
+
+
+def _counted(rows: Rows, rank: int, own: int, state: tuple[tuple[int, int], ...]) -> tuple[Array, Array, Array]:
+    """As `saved_bytes`: microbatches whose bytes are on the device."""
+    saved, kept, static = np.zeros((rows.stages, 3)), np.zeros((rows.stages, 3)), np.zeros(rows.stages)
+    for stage, (a, w) in zip(rows.local[rank], state, strict=True):
+        saved[stage, [PLAIN, AGAIN, AWAY]] = a, own == stage, min(a, 2)
+        kept[stage] = w
+        static[stage] = 1
+    return saved, kept, static
+
+
+def _on_host(rows: Rows, rank: int) -> tuple[Array, Array, Array]:
+    saved, none = np.zeros((rows.stages, 3)), np.zeros((rows.stages, 3))
+    _, state = max(rows.kept[rank], key=lambda item: sum(a for a, _ in item[1]))
+    for stage, (a, _) in zip(rows.local[rank], state, strict=True):
+        saved[stage, AWAY] = a
+    return saved, none, np.zeros(rows.stages)
+
+
+_PARTS = {F: slice(0, 1), B: slice(1, 3), BI: slice(1, 2), BW: slice(2, 3)}
