@@ -5,10 +5,11 @@ from __future__ import annotations
 from collections import defaultdict
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
-from typing import ClassVar, NamedTuple
+from typing import Any, ClassVar, NamedTuple
 
 import torch
 
+from lightning_piper.accelerators import accelerator_of
 from lightning_piper.ir.nodes import Node, Turn
 from lightning_piper.ops.base import Binding, Bound, Operation, Planning, about, register_operation, take
 from lightning_piper.ops.facts import Facts
@@ -156,8 +157,8 @@ class HostPool:
     """
 
     def __init__(self, device: torch.device) -> None:
-        self._device, self._asynchronous = device, device.type != "cpu"
-        self._free: dict[int, list[tuple[torch.Tensor, torch.Event | None]]] = defaultdict(list)  # by number of bytes
+        self._device, self._api = device, accelerator_of(device)
+        self._free: dict[int, list[tuple[torch.Tensor, Any]]] = defaultdict(list)  # by number of bytes
         self.nbytes = 0
 
     def store(self, bundle: Iterable[torch.Tensor]) -> Stored:
@@ -183,16 +184,16 @@ class HostPool:
             if moment is not None:
                 moment.wait()
         else:
-            room = torch.empty(end - first, dtype=torch.uint8, pin_memory=self._asynchronous)
+            room = torch.empty(end - first, dtype=torch.uint8, pin_memory=self._api is not None)
             self.nbytes += room.nbytes
-        return room.copy_(span, non_blocking=self._asynchronous)
+        return room.copy_(span, non_blocking=self._api is not None)
 
     def fetch(self, stored: Stored, last: bool) -> tuple[torch.Tensor, ...]:
         """The bundle on the device; the `last` fetch of it gives its room back."""
         spans: dict[int, tuple[torch.Tensor, int]] = {}
         for storage, (room, first) in stored.spans.items():
-            spans[storage] = torch.empty_like(room, device=self._device).copy_(room, non_blocking=self._asynchronous), first
-        moment = torch.accelerator.current_stream(self._device).record_event() if self._asynchronous else None
+            spans[storage] = torch.empty_like(room, device=self._device).copy_(room, non_blocking=self._api is not None), first
+        moment = None if self._api is None else self._api.current_stream(self._device).record_event()
         for room in stored if last else ():
             self._free[room.nbytes].append((room, moment))
         return tuple(view.of(*spans[view.storage]) if isinstance(view, _View) else view for view in stored.views)

@@ -1,4 +1,5 @@
-"""Logical streams: CUDA streams and events, or nothing at all on a CPU, where instructions run in the order of the plan."""
+"""Logical streams: streams and events of an accelerator, or nothing at all on a CPU, where instructions run in the order of the
+plan."""
 
 from __future__ import annotations
 
@@ -7,6 +8,7 @@ from functools import partial
 
 import torch
 
+from lightning_piper.accelerators import Accelerator, accelerator_of
 from lightning_piper.plan.instructions import Record, WaitEvent
 from lightning_piper.plan.plan import Plan
 from lightning_piper.runtime.transport import Bound, Bundle, Slots
@@ -38,8 +40,8 @@ class Streams:
         return None
 
 
-class CudaStreams(Streams):
-    """The CUDA streams of one executor, and the events between them.
+class DeviceStreams(Streams):
+    """The streams of one executor, and the events between them.
 
     Memory: the caching allocator gives a freed block to the stream it came from at once. So a tensor that another stream
     reads is recorded there (`record_stream`), and results are recorded on the caller's stream.
@@ -48,50 +50,50 @@ class CudaStreams(Streams):
         own_compute: `compute` gets a stream of its own; else it is the caller's, which saves that bookkeeping.
     """
 
-    def __init__(self, plan: Plan, device: torch.device, own_compute: bool) -> None:
-        self._device = device
-        self._caller = torch.cuda.current_stream(device)
-        self._streams = {name: torch.cuda.Stream(device) for name in plan.streams if own_compute or name != "compute"}
+    def __init__(self, api: Accelerator, plan: Plan, device: torch.device, own_compute: bool) -> None:
+        self._api, self._device = api, device
+        self._caller = api.current_stream(device)
+        self._streams = {name: api.Stream(device) for name in plan.streams if own_compute or name != "compute"}
         self._streams.setdefault("compute", self._caller)
-        self._events = [torch.cuda.Event() for _ in range(plan.events)]
+        self._events = [api.Event() for _ in range(plan.events)]
 
     def begin(self) -> None:
-        caller = torch.cuda.current_stream(self._device)
+        caller = self._api.current_stream(self._device)
         for stream in self._streams.values():
             if stream != caller:
                 stream.wait_stream(caller)
 
     def end(self, results: Iterable[torch.Tensor]) -> None:
-        caller = torch.cuda.current_stream(self._device)
+        caller = self._api.current_stream(self._device)
         for stream in self._streams.values():
             if stream != caller:
                 caller.wait_stream(stream)
         if self._streams["compute"] != caller:
             for x in results:
-                x.record_stream(caller)
+                self._api.record_stream(x, caller)
 
     def enter(self, stream: str) -> None:
-        self._caller = torch.cuda.current_stream(self._device)
-        torch.cuda.set_stream(self._streams[stream])
+        self._caller = self._api.current_stream(self._device)
+        self._api.set_stream(self._streams[stream])
 
     def leave(self) -> None:
-        torch.cuda.set_stream(self._caller)
+        self._api.set_stream(self._caller)
 
     def switch(self, stream: str) -> Bound:
-        return partial(torch.cuda.set_stream, self._streams[stream])
+        return partial(self._api.set_stream, self._streams[stream])
 
     def record(self, instruction: Record) -> Bound:
         return partial(self._events[instruction.event].record, self._streams[instruction.stream])
 
     def wait(self, instruction: WaitEvent, slots: Slots) -> Bound:
         stream, event, shared = self._streams[instruction.stream], self._events[instruction.event], instruction.shared
+        record_stream = self._api.record_stream
 
         def wait() -> None:
             stream.wait_event(event)
             for slot in shared:
                 for x in slots[slot]:
-                    if x.is_cuda:
-                        x.record_stream(stream)
+                    record_stream(x, stream)
 
         return wait
 
@@ -107,30 +109,33 @@ class Arrival:
         return bundle
 
 
-class _CudaArrival(Arrival):
-    def __init__(self) -> None:
-        self._event = torch.cuda.Event()
+class _DeviceArrival(Arrival):
+    def __init__(self, api: Accelerator) -> None:
+        self._api, self._event = api, api.Event()
 
     def record(self) -> None:
         self._event.record()
 
     def take(self, bundle: Bundle, device: torch.device) -> Bundle:
-        stream = torch.cuda.current_stream(device)
+        api = self._api
+        stream = api.current_stream(device)
         stream.wait_event(self._event)
         taken = []
         for x in bundle:
             if x.device == device:
-                x.record_stream(stream)
+                api.record_stream(x, stream)
             else:
-                x.record_stream(torch.cuda.current_stream(x.device))  # the stream that torch copies on
+                api.record_stream(x, api.current_stream(x.device))  # the stream that torch copies on
                 x = x.to(device, non_blocking=True)
             taken.append(x)
         return tuple(taken)
 
 
 def arrival(device: torch.device) -> Arrival:
-    return _CudaArrival() if device.type == "cuda" else Arrival()
+    api = accelerator_of(device)
+    return Arrival() if api is None else _DeviceArrival(api)
 
 
 def streams_of(plan: Plan, device: torch.device, own_compute: bool) -> Streams:
-    return CudaStreams(plan, device, own_compute) if device.type == "cuda" else Streams()
+    api = accelerator_of(device)
+    return Streams() if api is None else DeviceStreams(api, plan, device, own_compute)

@@ -1,0 +1,188 @@
+"""Operations that are put into a queue: what they will make is there at once, as poison."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterator
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+import torch
+
+from lightning_piper.accelerators.memory import Block, Spec
+from lightning_piper.accelerators.queues import Work
+
+if TYPE_CHECKING:
+    from lightning_piper.accelerators.simulated import Simulated
+
+_VIEW = object()  # in place of specs: what the operation returns is a view, though it does not say so
+
+
+class _Kind(NamedTuple):
+    """What is known of an operation.
+
+    Attributes:
+        at_once: it computes nothing: it makes a view, or changes how a tensor lies in its memory.
+        read: the host waits for what it returns.
+        random: it draws.
+        returns: for each thing it returns, the name of the argument that this is; None: it is new.
+    """
+
+    at_once: bool
+    read: bool
+    random: bool
+    returns: tuple[str | None, ...]
+
+    def new(self, found: Any) -> list[Any]:
+        """Of what it has returned, what is new."""
+        return [x for x, name in zip(found if len(self.returns) > 1 else (found,), self.returns, strict=True) if name is None]
+
+
+class Issuing:
+    """The operations of one simulated accelerator."""
+
+    def __init__(self, simulated: Simulated) -> None:
+        self._simulated = simulated
+        self._kinds: dict[Any, _Kind] = {}
+        self._made: dict[Any, Any] = {}  # operation and specs of its arguments -> specs of what it makes
+
+    def issue(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """Returns what the operation returns. To be called inside of the simulation's own code (`Host.inside`)."""
+        kind = self._kinds.get(func)
+        if kind is None:
+            kind = self._kinds[func] = _kind_of(func)
+        if kind.at_once:
+            return func(*args, **kwargs)
+        if kind.read or _chooses(func, args):
+            self._simulated.wait_for_current()
+            return func(*args, **kwargs)
+        specs = self._specs(func, args, kwargs, kind) if None in kind.returns else []
+        if specs is _VIEW:
+            return func(*args, **kwargs)
+        touched: list[Block] = []
+        given = _mapped((args, kwargs), lambda x: self._of_work(x, touched) if isinstance(x, torch.Tensor) else x)
+        state = torch.get_rng_state() if kind.random else None
+        if state is not None:
+            _tried(func, args, kwargs)  # the program's next draw comes behind this one
+        into: list[Block | None] = []
+        made = _mapped(specs, lambda spec: self._new(spec, into, str(func)) if isinstance(spec, Spec) else spec)
+        touched += [block for block in into if block is not None]
+        queue = self._simulated.host.current.queue
+        queue.issue(Work(str(func), lambda: self._run(f"{func} on {queue.name}", func, kind, given, into, touched, state)))
+        return _returned(func, kind, args, kwargs, made)
+
+    def _new(self, spec: Spec, into: list[Block | None], made: str) -> torch.Tensor:
+        tensor, block = self._simulated.memory.new(spec, self._simulated.host.current.queue, made)
+        into.append(block)
+        return tensor
+
+    def _of_work(self, x: torch.Tensor, touched: list[Block]) -> torch.Tensor:
+        """A tensor as the device's work sees it, which does not keep the memory for the program."""
+        if not x.numel():
+            return x
+        block = self._simulated.memory.of(x)
+        if block is not None:
+            touched.append(block)
+        storage = x.untyped_storage() if block is None else block.storage
+        return torch.empty(0, dtype=x.dtype).set_(storage, x.storage_offset(), x.shape, x.stride())  # type: ignore[call-overload]
+
+    def _run(self, where: str, func: Any, kind: _Kind, given: Any, into: list[Block | None], touched: list[Block],
+             state: torch.Tensor | None) -> None:  # fmt: skip
+        """The work. Whoever waits for it stands anywhere in the program."""
+        simulated, before = self._simulated, None if state is None else torch.get_rng_state()
+        simulated.faults += [f"{where} meets memory that {b.made} made on {b.owner.name} and that is in use again"
+                             for b in touched if b.gone]  # fmt: skip
+        try:
+            if state is not None:
+                torch.set_rng_state(state)
+            with torch.no_grad():
+                found = func(*given[0], **given[1])
+            if into:
+                for block, x in zip(into, _tensors(kind.new(found)), strict=True):
+                    if block is not None:
+                        block.storage.copy_(x.untyped_storage())
+        except Exception as error:  # poison where numbers were expected
+            simulated.faults.append(f"{where} failed: {error}")
+        finally:
+            if before is not None:
+                torch.set_rng_state(before)
+
+    def _specs(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], kind: _Kind) -> Any:
+        """What an operation makes of such arguments: found by running it on numbers that are no one's."""
+        key = (func, _key(args), _key(kwargs))
+        if key not in self._made:
+            state = torch.get_rng_state()
+            found, theirs = _tried(func, args, kwargs)
+            torch.set_rng_state(state)
+            new = kind.new(found)
+            view = any(x.numel() and x.untyped_storage().data_ptr() in theirs for x in _tensors(new))
+            self._made[key] = _VIEW if view else _mapped(new, lambda x: Spec.of(x) if isinstance(x, torch.Tensor) else x)
+        return self._made[key]
+
+
+def _kind_of(func: Any) -> _Kind:
+    schema, tags = func._schema, set(func.tags)
+    infos = [r.alias_info for r in schema.returns]
+    view = bool(infos) and all(info is not None and not info.is_write for info in infos)
+    names: list[str | None] = []
+    for info in infos:
+        same = [a.name for a in schema.arguments if info and a.alias_info and a.alias_info.before_set == info.before_set]
+        names.append(same[0] if same else None)
+    read = torch.Tag.data_dependent_output in tags or torch.Tag.dynamic_output_shape in tags and func.name() != "aten::index.Tensor"
+    at_once = view or torch.Tag.inplace_view in tags or func.name().startswith("aten::set_.")
+    return _Kind(at_once, read, torch.Tag.nondeterministic_seeded in tags, tuple(names))
+
+
+def _chooses(func: Any, args: tuple[Any, ...]) -> bool:
+    """Is it indexing by a mask, whose result is as large as the mask says?"""
+    return func is torch.ops.aten.index.Tensor and any(x is not None and x.dtype in (torch.bool, torch.uint8) for x in args[1])
+
+
+def _tried(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Any, set[int]]:
+    """What an operation makes of other numbers, and where these lie."""
+    theirs: set[int] = set()
+
+    def other(x: Any) -> Any:
+        if not isinstance(x, torch.Tensor):
+            return x
+        size = 1 + sum((n - 1) * s for n, s in zip(x.shape, x.stride(), strict=True)) if x.numel() else 0
+        like = torch.zeros(size, dtype=x.dtype).as_strided(x.shape, x.stride())
+        theirs.add(like.untyped_storage().data_ptr())
+        return like
+
+    like = _mapped((args, kwargs), other)
+    with torch.no_grad():
+        return func(*like[0], **like[1]), theirs
+
+
+def _returned(func: Any, kind: _Kind, args: tuple[Any, ...], kwargs: dict[str, Any], made: list[Any]) -> Any:
+    """New tensors and arguments, in their places."""
+    new = iter(made)
+    names = [a.name for a in func._schema.arguments]
+    found = [next(new) if name is None else kwargs[name] if name in kwargs else args[names.index(name)] for name in kind.returns]
+    return tuple(found) if len(found) > 1 else found[0] if found else None
+
+
+def _mapped(value: Any, change: Callable[[Any], Any]) -> Any:
+    if type(value) in (list, tuple):
+        return type(value)(_mapped(x, change) for x in value)
+    if isinstance(value, dict):
+        return {name: _mapped(x, change) for name, x in value.items()}
+    return change(value)
+
+
+def _tensors(value: Any) -> Iterator[torch.Tensor]:
+    for x in value:
+        if isinstance(x, torch.Tensor):
+            yield x
+        elif type(x) in (list, tuple):
+            yield from _tensors(x)
+
+
+def _key(value: Any) -> Any:
+    if isinstance(value, torch.Tensor):
+        return (tuple(value.shape), value.stride(), value.dtype)
+    if type(value) in (list, tuple):
+        return tuple(map(_key, value))
+    if isinstance(value, dict):
+        return tuple((name, _key(x)) for name, x in value.items())
+    return (type(value), "nan" if isinstance(value, float) and math.isnan(value) else value)

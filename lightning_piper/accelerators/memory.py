@@ -1,0 +1,104 @@
+"""Memory of a simulated accelerator, as a caching allocator gives it out.
+
+Memory belongs to the stream on which it was made. When nothing refers to it any more it goes back to that stream at once, and what
+this stream makes next may lie there, though another stream has not read it yet: unless that one was recorded (`record_stream`).
+Here it is overwritten then. New memory is full of `POISON`, too: numbers that are no numbers, or the largest and smallest.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import weakref
+from collections.abc import Callable
+from typing import NamedTuple
+
+import torch
+
+from lightning_piper.accelerators.queues import Moment, Queue, Scheduler, Work
+
+POISON = 0xFF  # of every byte: NaN in every floating point type, -1, 255, True
+ALIGNED = 64  # bytes, as torch aligns memory of the host: kernels choose by it, and so bits
+
+
+class Spec(NamedTuple):
+    """A tensor that is to be made, and how large its storage is."""
+
+    shape: tuple[int, ...]
+    stride: tuple[int, ...]
+    dtype: torch.dtype
+    offset: int
+    nbytes: int
+
+    @classmethod
+    def of(cls, x: torch.Tensor) -> Spec:
+        return cls(tuple(x.shape), x.stride(), x.dtype, int(x.storage_offset()), x.untyped_storage().nbytes())
+
+    def on(self, storage: torch.UntypedStorage) -> torch.Tensor:
+        return torch.empty(0, dtype=self.dtype).set_(storage, self.offset, self.shape, self.stride)  # type: ignore[call-overload]
+
+
+class Block:
+    """Memory of one storage.
+
+    Attributes:
+        storage: of the device's work, which may come to it when the program has long let go of its own.
+        owner: the stream that made it.
+        made: what it was made by.
+        gone: it is in use again.
+        uses: other streams that were recorded.
+    """
+
+    __slots__ = ("gone", "made", "owner", "storage", "uses")
+
+    def __init__(self, storage: torch.UntypedStorage, owner: Queue, made: str) -> None:
+        self.storage, self.owner, self.made = storage, owner, made
+        self.gone, self.uses = False, set[Queue]()
+
+    def overwrite(self) -> None:
+        self.gone = True
+        ctypes.memset(self.storage.data_ptr(), POISON, self.storage.nbytes())
+
+
+class Memory:
+    """The blocks that a program refers to, by the address of their storage."""
+
+    def __init__(self, scheduler: Scheduler) -> None:
+        self._scheduler = scheduler
+        self._blocks: dict[int, Block] = {}
+        self.closed = False
+
+    def new(self, spec: Spec, owner: Queue, made: str) -> tuple[torch.Tensor, Block | None]:
+        """A tensor, and its block; None if it is empty."""
+        while owner.returned:
+            owner.returned.pop()()
+        if not spec.nbytes:
+            return torch.empty_strided(spec.shape, spec.stride, dtype=spec.dtype), None
+        room = bytearray(spec.nbytes + ALIGNED)
+        first = -ctypes.addressof(ctypes.c_char.from_buffer(room)) % ALIGNED
+        of_program, of_work = ((ctypes.c_char * spec.nbytes).from_buffer(room, first) for _ in range(2))
+        ctypes.memset(of_work, POISON, spec.nbytes)
+        block = Block(torch.frombuffer(of_work, dtype=torch.uint8).untyped_storage(), owner, made)
+        address = block.storage.data_ptr()
+        self._blocks[address] = block
+        weakref.finalize(of_program, self._released, address, block).atexit = False
+        return spec.on(torch.frombuffer(of_program, dtype=torch.uint8).untyped_storage()), block
+
+    def of(self, x: torch.Tensor) -> Block | None:
+        """The block of a tensor; None if it was not made here."""
+        return self._blocks.get(x.untyped_storage().data_ptr())
+
+    def _released(self, address: int, block: Block) -> None:
+        """Nothing in the program refers to the memory any more."""
+        if self.closed:
+            return
+        self._blocks.pop(address, None)
+        block.owner.returned.append(self._giving_back(block, [queue.now for queue in block.uses]))
+
+    def _giving_back(self, block: Block, used: list[Moment]) -> Callable[[], None]:
+        def give_back() -> None:
+            if used:
+                self._scheduler.later.append(([block.owner.now, *used], block.overwrite))
+            else:
+                block.owner.issue(Work("reuse of memory", block.overwrite))
+
+        return give_back

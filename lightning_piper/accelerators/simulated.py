@@ -1,0 +1,225 @@
+"""A simulated accelerator: what a program computes inside of it is done late, in a drawn order that respects streams and events alone.
+
+    with Simulated(order=7) as device:
+        results = run_local(executors, leaves, seed=0)
+        device.synchronize()
+
+The program's tensors are tensors of the CPU. Every operation on them is put into the queue of the current stream, and its outputs
+are poison until it has run (`queues`, `memory`). Views are made at once. What the host reads (`item`, `tolist`, `cpu`) waits for the
+current stream, as on CUDA, and for nothing else. So a missing event, a wait that is left out, or memory that is given back too early
+gives other numbers in some order, and where an operation meets memory that is in use again, that is said (`faults`).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch.overrides import TorchFunctionMode
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from lightning_piper.accelerators import in_use
+from lightning_piper.accelerators.issuing import Issuing
+from lightning_piper.accelerators.memory import Memory
+from lightning_piper.accelerators.queues import Moment, Queue, Scheduler
+from lightning_piper.errors import ExecutionError
+
+QUEUES = 32  # that CUDA has for each device: streams take them in turn
+
+
+class Stream:
+    """A stream of the program: one of the hardware's queues, which other streams may be, too."""
+
+    def __init__(self, simulated: Simulated, queue: Queue) -> None:
+        self._simulated, self.queue = simulated, queue
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, Stream) and other.queue is self.queue
+
+    def __hash__(self) -> int:
+        return id(self.queue)
+
+    def wait_stream(self, other: Stream) -> None:
+        self.queue.wait(other.queue.now)
+
+    def wait_event(self, event: Event) -> None:
+        if event.moment is not None:  # one that was never recorded is past
+            self.queue.wait(event.moment)
+
+    def record_event(self) -> Event:
+        event = Event(self._simulated)
+        event.record(self)
+        return event
+
+
+class Event:
+    """A moment of a queue, once it is recorded."""
+
+    def __init__(self, simulated: Simulated) -> None:
+        self._simulated = simulated
+        self.moment: Moment | None = None
+
+    def record(self, stream: Stream | None = None) -> None:
+        self.moment = (self._simulated.host.current if stream is None else stream).queue.now
+
+    def wait(self, stream: Stream | None = None) -> None:
+        (self._simulated.host.current if stream is None else stream).wait_event(self)
+
+
+class Host:
+    """One device, and what its program knows of it.
+
+    Attributes:
+        caller: the stream that is there from the start.
+        current: the stream that it issues to.
+        inside: it is in the simulation's own code.
+    """
+
+    def __init__(self, simulated: Simulated, name: str, queues: int) -> None:
+        self._simulated, self._name = simulated, name
+        self._pool: list[Stream | None] = [None] * queues
+        self._next = simulated.scheduler.first(queues)
+        self.caller = Stream(simulated, simulated.scheduler.new(f"{name}caller", queues))
+        self.current, self.inside = self.caller, False
+
+    def stream(self) -> Stream:
+        """The next one of the pool."""
+        place = self._next
+        self._next = (place + 1) % len(self._pool)
+        if (found := self._pool[place]) is None:
+            queue = self._simulated.scheduler.new(f"{self._name}stream {place}", place)
+            found = self._pool[place] = Stream(self._simulated, queue)
+        return found
+
+
+class Simulated:
+    """See above. In use inside of `with`; by one thread.
+
+    Args:
+        order: number of the order in which work is done.
+        queues: in the hardware.
+
+    Attributes:
+        faults: operations that met memory which was in use again, or that failed.
+        host: the device that is issued to.
+    """
+
+    def __init__(self, order: int, queues: int = QUEUES) -> None:
+        self.faults: list[str] = []
+        self.scheduler = Scheduler(order)
+        self.memory = Memory(self.scheduler)
+        self.queues = queues
+        self.host = Host(self, "", queues)
+        self._issuing = Issuing(self)
+        self._modes: list[Any] = []
+
+    # What `torch.cuda` has
+
+    def Stream(self, device: torch.device | None = None) -> Stream:
+        return self.host.stream()
+
+    def Event(self) -> Event:
+        return Event(self)
+
+    def current_stream(self, device: torch.device | None = None) -> Stream:
+        return self.host.current
+
+    def set_stream(self, stream: Stream) -> None:
+        self.host.current = stream
+
+    def record_stream(self, x: torch.Tensor, stream: Stream) -> None:
+        block = self.memory.of(x)
+        if block is not None and block.owner is not stream.queue:
+            block.uses.add(stream.queue)
+
+    def synchronize(self) -> None:
+        """Wait for everything that was issued.
+
+        Raises:
+            ExecutionError: queues wait for each other, or an operation met memory that was in use again.
+        """
+        self._wait(lambda: self.scheduler.idle)
+        if self.faults:
+            raise ExecutionError(f"on the simulated accelerator, {self.faults[0]} (and {len(self.faults) - 1} more)")
+
+    def wait_for_current(self) -> None:
+        """As a host that reads a tensor does.
+
+        Raises:
+            ExecutionError: queues wait for each other.
+        """
+        moment = self.host.current.queue.now
+        self._wait(lambda: moment.past)
+
+    def _wait(self, enough: Callable[[], bool]) -> None:
+        host, inside = self.host, self.host.inside
+        host.inside = True
+        try:
+            if not self.scheduler.run(enough):
+                raise ExecutionError("the simulated accelerator cannot go on: " + "; ".join(self.scheduler.standing()))
+        finally:
+            host.inside = inside
+
+    # In use
+
+    def __enter__(self) -> Simulated:
+        self._modes = [_Functions(self), _Operations(self)]
+        for mode in self._modes:
+            mode.__enter__()
+        in_use.append(self)
+        return self
+
+    def __exit__(self, kind: Any, *error: Any) -> None:
+        in_use.remove(self)
+        while self._modes:
+            self._modes.pop().__exit__(None, None, None)
+        try:
+            if kind is None:
+                self.synchronize()
+        finally:
+            self.memory.closed = True
+
+    def dispatched(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """An operation of the program."""
+        host = self.host
+        if host.inside:
+            return func(*args, **kwargs)
+        host.inside = True
+        try:
+            return self._issuing.issue(func, args, kwargs)
+        finally:
+            host.inside = False
+
+
+class _Operations(TorchDispatchMode):
+    def __init__(self, simulated: Simulated) -> None:
+        super().__init__()
+        self._simulated = simulated
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None) -> Any:
+        return self._simulated.dispatched(func, args, kwargs or {})
+
+
+_READING: set[Callable[..., Any]] = {torch.Tensor.tolist, torch.Tensor.cpu, torch.Tensor.numpy, torch.Tensor.__deepcopy__}
+
+
+class _Functions(TorchFunctionMode):
+    """Reads of the host that are no operations of the CPU, and memory of the host."""
+
+    def __init__(self, simulated: Simulated) -> None:
+        super().__init__()
+        self._simulated = simulated
+
+    def __torch_function__(self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        if not self._simulated.host.inside:
+            if func in _READING:
+                self._simulated.wait_for_current()
+            elif kwargs.get("pin_memory") and func is torch.empty:  # no memory of the device, and never used again too early
+                self._simulated.host.inside = True
+                try:
+                    return torch.zeros(*args, **(kwargs | {"pin_memory": False}))
+                finally:
+                    self._simulated.host.inside = False
+        return func(*args, **kwargs)
