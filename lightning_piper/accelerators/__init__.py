@@ -1,13 +1,14 @@
 """What has streams: CUDA, and a simulated accelerator for whoever has none.
 
     api = accelerator_of(device)        # None: work is done when it is issued, as on a CPU
-    stream, event = api.Stream(device), api.Event()
+    stream, event = api.stream(device, (0, "compute")), api.new_event()
 
 `accelerators.simulated` has the other one; while it is in use, tensors on the CPU are its tensors.
 """
 
 from __future__ import annotations
 
+import functools
 from typing import Any, Protocol
 
 import torch
@@ -16,8 +17,12 @@ import torch
 class Accelerator(Protocol):
     """Streams, events, and whose memory a tensor is: as `torch.cuda` has them."""
 
-    Stream: Any
-    Event: Any
+    def stream(self, device: torch.device, name: object) -> Any:
+        """The process's stream of this name on the device. CUDA has 32 for all that ask: a stream that another one is may stand
+        behind a message for which it does not wait, so no more are taken than there are names."""
+        ...
+
+    def new_event(self) -> Any: ...
 
     def current_stream(self, device: torch.device) -> Any: ...
 
@@ -29,9 +34,14 @@ class Accelerator(Protocol):
 
 
 class _Cuda:
-    Stream, Event = torch.cuda.Stream, torch.cuda.Event
+    new_event = staticmethod(torch.cuda.Event)
     current_stream = staticmethod(torch.cuda.current_stream)
     set_stream = staticmethod(torch.cuda.set_stream)
+
+    @staticmethod
+    @functools.cache
+    def stream(device: torch.device, name: object) -> Any:
+        return torch.cuda.Stream(device)
 
     @staticmethod
     def record_stream(x: torch.Tensor, stream: Any) -> None:

@@ -59,7 +59,7 @@ class Issuing:
         if specs is _VIEW:
             return func(*args, **kwargs)
         touched: list[Block] = []
-        given = _mapped((args, kwargs), lambda x: self._of_work(x, touched) if isinstance(x, torch.Tensor) else x)
+        given = _mapped((args, kwargs), lambda x: self._simulated.of_work(x, touched) if isinstance(x, torch.Tensor) else x)
         state = torch.get_rng_state() if kind.random else None
         if state is not None:
             _tried(func, args, kwargs)  # the program's next draw comes behind this one
@@ -75,22 +75,11 @@ class Issuing:
         into.append(block)
         return tensor
 
-    def _of_work(self, x: torch.Tensor, touched: list[Block]) -> torch.Tensor:
-        """A tensor as the device's work sees it, which does not keep the memory for the program."""
-        if not x.numel():
-            return x
-        block = self._simulated.memory.of(x)
-        if block is not None:
-            touched.append(block)
-        storage = x.untyped_storage() if block is None else block.storage
-        return torch.empty(0, dtype=x.dtype).set_(storage, x.storage_offset(), x.shape, x.stride())  # type: ignore[call-overload]
-
     def _run(self, where: str, func: Any, kind: _Kind, given: Any, into: list[Block | None], touched: list[Block],
              state: torch.Tensor | None) -> None:  # fmt: skip
         """The work. Whoever waits for it stands anywhere in the program."""
         simulated, before = self._simulated, None if state is None else torch.get_rng_state()
-        simulated.faults += [f"{where} meets memory that {b.made} made on {b.owner.name} and that is in use again"
-                             for b in touched if b.gone]  # fmt: skip
+        simulated.check(where, touched)
         try:
             if state is not None:
                 torch.set_rng_state(state)
@@ -111,11 +100,17 @@ class Issuing:
         key = (func, _key(args), _key(kwargs))
         if key not in self._made:
             state = torch.get_rng_state()
-            found, theirs = _tried(func, args, kwargs)
-            torch.set_rng_state(state)
+            try:
+                found, theirs = _tried(func, args, kwargs)
+            except Exception:  # it looks at the numbers, so what it makes may depend on them
+                self._simulated.wait_for_current()
+                with torch.no_grad():
+                    return _mapped(kind.new(func(*args, **kwargs)), _spec)
+            finally:
+                torch.set_rng_state(state)
             new = kind.new(found)
             view = any(x.numel() and x.untyped_storage().data_ptr() in theirs for x in _tensors(new))
-            self._made[key] = _VIEW if view else _mapped(new, lambda x: Spec.of(x) if isinstance(x, torch.Tensor) else x)
+            self._made[key] = _VIEW if view else _mapped(new, _spec)
         return self._made[key]
 
 
@@ -127,7 +122,8 @@ def _kind_of(func: Any) -> _Kind:
     for info in infos:
         same = [a.name for a in schema.arguments if info and a.alias_info and a.alias_info.before_set == info.before_set]
         names.append(same[0] if same else None)
-    read = torch.Tag.data_dependent_output in tags or torch.Tag.dynamic_output_shape in tags and func.name() != "aten::index.Tensor"
+    open_shape = torch.Tag.dynamic_output_shape in tags and func.name() != "aten::index.Tensor"
+    read = torch.Tag.data_dependent_output in tags or open_shape
     at_once = view or torch.Tag.inplace_view in tags or func.name().startswith("aten::set_.")
     return _Kind(at_once, read, torch.Tag.nondeterministic_seeded in tags, tuple(names))
 
@@ -152,6 +148,10 @@ def _tried(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[An
     like = _mapped((args, kwargs), other)
     with torch.no_grad():
         return func(*like[0], **like[1]), theirs
+
+
+def _spec(x: Any) -> Any:
+    return Spec.of(x) if isinstance(x, torch.Tensor) else x
 
 
 def _returned(func: Any, kind: _Kind, args: tuple[Any, ...], kwargs: dict[str, Any], made: list[Any]) -> Any:

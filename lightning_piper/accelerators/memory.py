@@ -34,7 +34,7 @@ class Spec(NamedTuple):
         return cls(tuple(x.shape), x.stride(), x.dtype, int(x.storage_offset()), x.untyped_storage().nbytes())
 
     def on(self, storage: torch.UntypedStorage) -> torch.Tensor:
-        return torch.empty(0, dtype=self.dtype).set_(storage, self.offset, self.shape, self.stride)  # type: ignore[call-overload]
+        return torch.empty(0, dtype=self.dtype).set_(storage, self.offset, self.shape, self.stride)
 
 
 class Block:

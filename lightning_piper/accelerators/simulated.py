@@ -1,18 +1,20 @@
-"""A simulated accelerator: what a program computes inside of it is done late, in a drawn order that respects streams and events alone.
+"""A simulated accelerator: what a program computes inside of it is done late, in a drawn order that respects streams and events
+alone.
 
     with Simulated(order=7) as device:
         results = run_local(executors, leaves, seed=0)
         device.synchronize()
 
 The program's tensors are tensors of the CPU. Every operation on them is put into the queue of the current stream, and its outputs
-are poison until it has run (`queues`, `memory`). Views are made at once. What the host reads (`item`, `tolist`, `cpu`) waits for the
-current stream, as on CUDA, and for nothing else. So a missing event, a wait that is left out, or memory that is given back too early
-gives other numbers in some order, and where an operation meets memory that is in use again, that is said (`faults`).
+are poison until it has run (`queues`, `memory`). Views are made at once. What the host reads (`item`, `tolist`, `cpu`) waits for
+the current stream, as on CUDA, and for nothing else. So a missing event, a wait that is left out, or memory that is given back too
+early gives other numbers in some order, and where an operation meets memory that is in use again, that is said (`faults`).
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import contextlib
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
@@ -21,7 +23,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from lightning_piper.accelerators import in_use
 from lightning_piper.accelerators.issuing import Issuing
-from lightning_piper.accelerators.memory import Memory
+from lightning_piper.accelerators.memory import Block, Memory
 from lightning_piper.accelerators.queues import Moment, Queue, Scheduler
 from lightning_piper.errors import ExecutionError
 
@@ -74,23 +76,40 @@ class Host:
         caller: the stream that is there from the start.
         current: the stream that it issues to.
         inside: it is in the simulation's own code.
+        named: the streams that were asked for by a name.
     """
 
     def __init__(self, simulated: Simulated, name: str, queues: int) -> None:
-        self._simulated, self._name = simulated, name
-        self._pool: list[Stream | None] = [None] * queues
-        self._next = simulated.scheduler.first(queues)
+        first = simulated.scheduler.first(queues)
+        self._pools = {kind: _Pool(simulated, f"{name}{kind}", queues, first) for kind in ("stream", "communicator")}
         self.caller = Stream(simulated, simulated.scheduler.new(f"{name}caller", queues))
         self.current, self.inside = self.caller, False
+        self.named: dict[object, Stream] = {}
 
-    def stream(self) -> Stream:
-        """The next one of the pool."""
+    def stream(self, name: object) -> Stream:
+        """The stream of this name."""
+        return self.named[name] if name in self.named else self.named.setdefault(name, self._pools["stream"].next())
+
+    def for_communicator(self) -> Stream:
+        """A stream for a communicator: these have another priority, and queues of their own."""
+        return self._pools["communicator"].next()
+
+
+class _Pool:
+    """The queues of one priority, which are given out in turn."""
+
+    def __init__(self, simulated: Simulated, name: str, queues: int, first: int) -> None:
+        self._simulated, self._name = simulated, name
+        self._queues: list[Queue | None] = [None] * queues
+        self._next = first
+
+    def next(self) -> Stream:
         place = self._next
-        self._next = (place + 1) % len(self._pool)
-        if (found := self._pool[place]) is None:
-            queue = self._simulated.scheduler.new(f"{self._name}stream {place}", place)
-            found = self._pool[place] = Stream(self._simulated, queue)
-        return found
+        self._next = (place + 1) % len(self._queues)
+        queue = self._queues[place]
+        if queue is None:
+            queue = self._queues[place] = self._simulated.scheduler.new(f"{self._name} {place}", place)
+        return Stream(self._simulated, queue)
 
 
 class Simulated:
@@ -98,7 +117,7 @@ class Simulated:
 
     Args:
         order: number of the order in which work is done.
-        queues: in the hardware.
+        queues: in the hardware, for streams of one priority.
 
     Attributes:
         faults: operations that met memory which was in use again, or that failed.
@@ -112,14 +131,16 @@ class Simulated:
         self.queues = queues
         self.host = Host(self, "", queues)
         self._issuing = Issuing(self)
-        self._modes: list[Any] = []
+        self._modes = self.modes()
+        self.others: Callable[[Callable[[], ExecutionError]], None] | None = None  # let other hosts go on; see `together`
+        self.progressed: Callable[[], None] = lambda: None
 
-    # What `torch.cuda` has
+    # What an accelerator has
 
-    def Stream(self, device: torch.device | None = None) -> Stream:
-        return self.host.stream()
+    def stream(self, device: torch.device, name: object) -> Stream:
+        return self.host.stream(name)
 
-    def Event(self) -> Event:
+    def new_event(self) -> Event:
         return Event(self)
 
     def current_stream(self, device: torch.device | None = None) -> Stream:
@@ -156,24 +177,48 @@ class Simulated:
         host, inside = self.host, self.host.inside
         host.inside = True
         try:
-            if not self.scheduler.run(enough):
-                raise ExecutionError("the simulated accelerator cannot go on: " + "; ".join(self.scheduler.standing()))
+            while not self.scheduler.run(enough):
+                if self.others is None:
+                    raise self._standing()
+                self.others(self._standing)
+            self.progressed()
         finally:
             host.inside = inside
 
+    def _standing(self) -> ExecutionError:
+        return ExecutionError("the simulated accelerator cannot go on: " + "; ".join(self.scheduler.standing()))
+
+    def of_work(self, x: torch.Tensor, touched: list[Block]) -> torch.Tensor:
+        """A tensor as the device's work sees it: it does not keep the memory for the program. Its block is added to `touched`."""
+        if not x.numel():
+            return x
+        block = self.memory.of(x)
+        if block is not None:
+            touched.append(block)
+        storage = x.untyped_storage() if block is None else block.storage
+        return torch.empty(0, dtype=x.dtype).set_(storage, x.storage_offset(), x.shape, x.stride())
+
+    def check(self, where: str, touched: list[Block]) -> None:
+        """Work comes to memory."""
+        self.faults += [f"{where} meets memory that {block.made} made on {block.owner.name} and that is in use again"
+                        for block in touched if block.gone]  # fmt: skip
+
     # In use
 
+    @contextlib.contextmanager
+    def modes(self) -> Iterator[None]:
+        """What this thread computes is computed here."""
+        with _Functions(self), _Operations(self):
+            yield
+
     def __enter__(self) -> Simulated:
-        self._modes = [_Functions(self), _Operations(self)]
-        for mode in self._modes:
-            mode.__enter__()
+        self._modes.__enter__()
         in_use.append(self)
         return self
 
     def __exit__(self, kind: Any, *error: Any) -> None:
         in_use.remove(self)
-        while self._modes:
-            self._modes.pop().__exit__(None, None, None)
+        self._modes.__exit__(None, None, None)
         try:
             if kind is None:
                 self.synchronize()
@@ -208,7 +253,7 @@ class _Functions(TorchFunctionMode):
     """Reads of the host that are no operations of the CPU, and memory of the host."""
 
     def __init__(self, simulated: Simulated) -> None:
-        super().__init__()
+        super().__init__()  # type: ignore[no-untyped-call]
         self._simulated = simulated
 
     def __torch_function__(self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None) -> Any:

@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from dataclasses import replace
 from itertools import zip_longest
 
 from lightning_piper.errors import VerificationError
+from lightning_piper.plan.clocks import problems_of
 from lightning_piper.plan.deadlock import run_symbolically
 from lightning_piper.plan.instructions import (
     Add,
@@ -14,14 +16,14 @@ from lightning_piper.plan.instructions import (
     Group,
     Instruction,
     Irecv,
-    Record,
     Report,
     Send,
-    WaitEvent,
     WaitSend,
     WaitWork,
 )
+from lightning_piper.plan.not_last import not_last
 from lightning_piper.plan.plan import Plan
+from lightning_piper.plan.queues import check_queues
 
 _PENDING, _READY = "pending", "ready"
 
@@ -29,13 +31,24 @@ _PENDING, _READY = "pending", "ready"
 def check_plans(plans: Mapping[int, Plan]) -> None:
     """Check the plans of all devices of one step.
 
-    Every slot is written before it is read, never read after its last read, and empty at the end; every read on another
-    stream is ordered by an event; every channel's messages are sent and received in one order, with the same shapes; every
-    group communicates in one order; every send is waited for; every device reports once; and no device waits forever.
+    Every slot is written before it is read, never read after its last read, and empty at the end; whatever streams do, values are
+    read when they are made, and changed or given back when they are read (`clocks`); every channel's messages are sent and
+    received in one order, with the same shapes; every group communicates in one order; every send is waited for; every device
+    reports once; no device waits forever, and no stream of the hardware does. Where a batch that is not the last one of an
+    accumulation runs less, the same holds for that.
 
     Raises:
         VerificationError: names the device, the instruction and what is wrong.
     """
+    _check(plans)
+    if any(plan.sync_only for plan in plans.values()):
+        try:
+            _check({device: replace(plan, instructions=tuple(x for _, x in not_last(plan))) for device, plan in plans.items()})
+        except VerificationError as error:
+            raise VerificationError(f"with a batch that is not the last one of an accumulation: {error}") from None
+
+
+def _check(plans: Mapping[int, Plan]) -> None:
     for plan in plans.values():
         _check_slots(plan)
         _check_streams(plan)
@@ -43,6 +56,7 @@ def check_plans(plans: Mapping[int, Plan]) -> None:
     _check_channels(plans)
     _check_groups(plans)
     run_symbolically(plans)
+    check_queues(plans)
 
 
 def _refuse(device: int, index: int, instruction: Instruction, problem: str) -> None:
@@ -89,26 +103,8 @@ def _check_slots(plan: Plan) -> None:
 
 
 def _check_streams(plan: Plan) -> None:
-    """Every slot's maker is behind an event that the reader's stream has waited for."""
-    made: dict[int, tuple[str, int]] = {}  # slot -> stream and index of its last writer
-    recorded: dict[int, tuple[str, int]] = {}  # event -> stream and index
-    seen: dict[tuple[str, str], int] = {}  # (reading stream, making stream) -> index
-    for i, instruction in enumerate(plan.instructions):
-        stream = instruction.stream
-        if isinstance(instruction, Record):
-            recorded[instruction.event] = (stream, i)
-        elif isinstance(instruction, WaitEvent):
-            if instruction.event not in recorded:
-                _refuse(plan.device, i, instruction, f"event e{instruction.event} is awaited before it is recorded")
-            source, index = recorded[instruction.event]
-            seen[stream, source] = max(index, seen.get((stream, source), -1))
-        written = [slot for slot in instruction.writes if slot is not None]
-        for slot in [read.slot for read in instruction.reads] + [slot for slot in written if slot in made]:
-            source, index = made[slot]
-            if source != stream and seen.get((stream, source), -1) < index:
-                _refuse(plan.device, i, instruction, f"slot s{slot} was made on stream {source} and no event orders the two")
-        for slot in written:
-            made[slot] = (stream, i)
+    for i, instruction, problem in problems_of(plan):
+        _refuse(plan.device, i, instruction, problem)
 
 
 def _check_sends(plan: Plan) -> None:

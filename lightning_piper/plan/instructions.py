@@ -37,6 +37,7 @@ __all__ = [
     "HostCopy",
     "Instruction",
     "Irecv",
+    "Keep",
     "Merge",
     "Pack",
     "Place",
@@ -62,6 +63,13 @@ class Record(Instruction):
 
     def details(self) -> list[str]:
         return [f"e{self.event}"]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Keep(Instruction):
+    """Keep a flat gradient for the last batch of an accumulation, in place of its sum over replicas; see `plan.not_last`."""
+
+    op: ClassVar[str] = "keep"
 
 
 @dataclass(frozen=True, kw_only=True)

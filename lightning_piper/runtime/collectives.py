@@ -17,6 +17,10 @@ from lightning_piper.ops.base import Bound, Bundle, Exchange, Slots, parts_of
 
 Finish = Callable[[Any], Bundle]
 
+# Since torch 2.13 these have other names.
+_reduce_scatter_flat = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
+_all_gather_flat = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
+
 
 class Members:
     """A communicator and its members, seen from one of them.
@@ -24,12 +28,13 @@ class Members:
     Attributes:
         group: the communicator.
         ranks: rank in it of each member, in the order of the members.
+        nccl: it has NCCL's operations.
         own: position of this process.
     """
 
-    def __init__(self, group: dist.ProcessGroup, ranks: list[int]) -> None:
-        self.group, self.ranks = group, ranks
-        self.own = ranks.index(dist.get_rank(group))
+    def __init__(self, group: dist.ProcessGroup, ranks: list[int], rank: int, nccl: bool) -> None:
+        self.group, self.ranks, self.nccl = group, ranks, nccl
+        self.own = ranks.index(rank)
 
     @property
     def others(self) -> list[int]:
@@ -54,7 +59,7 @@ def bind_collective(exchange: Exchange, into: int, slots: Slots, members: Member
     something is the value."""
     if exchange.kind == "all_reduce":
         return _all_reduce(exchange, into, slots, members), None
-    if dist.get_backend(members.group) == "nccl":
+    if members.nccl:
         if exchange.kind == "reduce_scatter":
             return _reduce_scatter_nccl(exchange, into, slots, members), lambda pair: pair[:1]
         if exchange.kind == "all_gather":
@@ -101,7 +106,7 @@ def _reduce_scatter_nccl(exchange: Exchange, into: int, slots: Slots, members: M
         parts = parts_of(exchange, state, len(members.ranks))
         total = torch.empty_like(parts[members.own])
         if members.in_order:
-            work = dist.reduce_scatter_tensor(total, flat, group=members.group, async_op=True)
+            work = _reduce_scatter_flat(total, flat, group=members.group, async_op=True)
         else:
             work = dist.reduce_scatter(total, members.by_rank(parts), group=members.group, async_op=True)
         slots[into] = ([work], (total, flat))
@@ -116,7 +121,7 @@ def _all_gather_nccl(exchange: Exchange, into: int, slots: Slots, members: Membe
         received = exchange.room(state, parts)
         if members.in_order:
             flat = received[0].as_strided((sum(part.numel() for part in received),), (1,))
-            work = dist.all_gather_into_tensor(flat, parts[members.own], group=members.group, async_op=True)
+            work = _all_gather_flat(flat, parts[members.own], group=members.group, async_op=True)
         else:
             work = dist.all_gather(members.by_rank(received), parts[members.own], group=members.group, async_op=True)
         slots[into] = ([work], (state, received))

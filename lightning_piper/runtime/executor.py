@@ -15,16 +15,10 @@ from lightning_piper.limits import shown
 from lightning_piper.ops.base import BINDERS, Binding
 from lightning_piper.plan import instructions as ins
 from lightning_piper.plan.instructions import Instruction
+from lightning_piper.plan.not_last import keys_of, not_last
 from lightning_piper.plan.plan import Plan
 from lightning_piper.runtime.chunks import ChunkBinder, Compiler
-from lightning_piper.runtime.gradient_buffer import (
-    GradientBuffer,
-    bind_accumulate,
-    bind_add_accumulated,
-    is_sync_only,
-    keys_of,
-    slots_made_by_sync,
-)
+from lightning_piper.runtime.gradient_buffer import GradientBuffer, bind_add_accumulated, bind_keep
 from lightning_piper.runtime.riding import OtherNotes
 from lightning_piper.runtime.step_outputs import StepOutputs
 from lightning_piper.runtime.streams import streams_of
@@ -108,18 +102,16 @@ class Executor:
         """The code of a step that is, or is not, the last one of an accumulation, and the index in the plan of each call in it."""
         code: list[Bound] = []
         source: list[int] = []
-        stream, late = None, set() if last else slots_made_by_sync(self.plan)
-        for i, (instruction, ready) in enumerate(zip(self.plan.instructions, bound, strict=True)):
-            parts: list[Bound | None] = [ready]
+        stream = None
+        for i, instruction in enumerate(self.plan.instructions) if last else not_last(self.plan):
+            parts: list[Bound | None] = [bound[i]]
             key = self._buffer_keys.get(instruction.node)
-            if isinstance(instruction, ins.Collective) and key is not None:
-                bind = bind_add_accumulated if last else bind_accumulate
-                parts = [bind(instruction, key, self._slots, self._gradient_buffer), *(parts if last else ())]
-            elif not last and is_sync_only(self.plan, instruction):
-                continue
+            if isinstance(instruction, ins.Keep) and key is not None:
+                parts = [bind_keep(instruction, key, self._slots, self._gradient_buffer, self._streams)]
+            elif isinstance(instruction, ins.Collective) and key is not None:
+                parts.insert(0, bind_add_accumulated(instruction, key, self._slots, self._gradient_buffer, self._streams))
             elif not last and isinstance(instruction, ins.WaitEvent):
-                there = tuple(slot for slot in instruction.shared if slot not in late)
-                parts = [self._streams.wait(dataclasses.replace(instruction, shared=there), self._slots)]
+                parts = [self._streams.wait(instruction, self._slots)]
             parts = [part for part in parts if part is not None]
             if not parts:
                 continue

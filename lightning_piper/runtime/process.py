@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from datetime import timedelta
+from typing import Protocol
 
 import torch
 import torch.distributed as dist
@@ -15,6 +16,16 @@ from lightning_piper.plan.plan import Plan
 from lightning_piper.runtime.collectives import Finish, Members, bind_alone, bind_collective
 from lightning_piper.runtime.riding import Ride, ride_of
 from lightning_piper.runtime.wire import packer, unpacker
+
+
+class Communicators(Protocol):
+    """What an endpoint needs of a transport."""
+
+    def members(self, key: Group) -> Members: ...
+
+    def channel(self, channel: Channel, end: int) -> tuple[dist.ProcessGroup, int]:
+        """The channel's communicator and the rank in it of its sender (`end` 0) or receiver (`end` 1)."""
+        ...
 
 
 class ProcessTransport:
@@ -66,7 +77,10 @@ class ProcessTransport:
     def _new_group(self, members: Sequence[int]) -> dist.ProcessGroup:
         backend = "nccl" if self._device.type == "cuda" else "gloo"
         ranks = sorted(self._ranks[d] for d in members)
-        group: dist.ProcessGroup = dist.new_group(ranks, timeout=self._timeout, backend=backend)
+        options = None
+        if backend == "nccl":  # of a priority of their own, so that no receive which waits shares a queue with a logical stream
+            options = dist.ProcessGroupNCCL.Options(is_high_priority_stream=True)
+        group: dist.ProcessGroup = dist.new_group(ranks, timeout=self._timeout, backend=backend, pg_options=options)
         return group
 
     def close(self) -> None:
@@ -85,7 +99,8 @@ class ProcessTransport:
 
     def members(self, key: Group) -> Members:
         group = self._groups[key]
-        return Members(group, [dist.get_group_rank(group, self._ranks[device]) for device in key[0]])
+        ranks = [dist.get_group_rank(group, self._ranks[device]) for device in key[0]]
+        return Members(group, ranks, dist.get_rank(group), dist.get_backend(group) == "nccl")
 
     def channel(self, channel: Channel, end: int) -> tuple[dist.ProcessGroup, int]:
         """The channel's communicator and the rank in it of its sender (`end` 0) or receiver (`end` 1)."""
@@ -102,7 +117,7 @@ class ProcessEndpoint:
 
     hands_over = False
 
-    def __init__(self, transport: ProcessTransport, device: torch.device, ride: Ride | None) -> None:
+    def __init__(self, transport: Communicators, device: torch.device, ride: Ride | None = None) -> None:
         self._transport, self._device, self.ride = transport, device, ride
         self._sent: dict[int, list[tuple[dist.Work, torch.Tensor, torch.Tensor]]] = {}  # send -> works and the tensors they read
         self._finish: dict[int, Finish] = {}  # collective -> what makes its value when its works are done

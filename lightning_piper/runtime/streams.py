@@ -33,6 +33,9 @@ class Streams:
         """`enter`, bound."""
         return None
 
+    def use(self, x: torch.Tensor) -> None:
+        """The stream that is issued to uses a tensor of another step, which another stream may have made."""
+
     def record(self, instruction: Record) -> Bound | None:
         return None
 
@@ -53,9 +56,10 @@ class DeviceStreams(Streams):
     def __init__(self, api: Accelerator, plan: Plan, device: torch.device, own_compute: bool) -> None:
         self._api, self._device = api, device
         self._caller = api.current_stream(device)
-        self._streams = {name: api.Stream(device) for name in plan.streams if own_compute or name != "compute"}
+        names = [name for name in plan.streams if own_compute or name != "compute"]
+        self._streams = {name: api.stream(device, (plan.device, name)) for name in names}
         self._streams.setdefault("compute", self._caller)
-        self._events = [api.Event() for _ in range(plan.events)]
+        self._events = [api.new_event() for _ in range(plan.events)]
 
     def begin(self) -> None:
         caller = self._api.current_stream(self._device)
@@ -78,6 +82,9 @@ class DeviceStreams(Streams):
 
     def leave(self) -> None:
         self._api.set_stream(self._caller)
+
+    def use(self, x: torch.Tensor) -> None:
+        self._api.record_stream(x, self._api.current_stream(self._device))
 
     def switch(self, stream: str) -> Bound:
         return partial(self._api.set_stream, self._streams[stream])
@@ -111,7 +118,7 @@ class Arrival:
 
 class _DeviceArrival(Arrival):
     def __init__(self, api: Accelerator) -> None:
-        self._api, self._event = api, api.Event()
+        self._api, self._event = api, api.new_event()
 
     def record(self) -> None:
         self._event.record()

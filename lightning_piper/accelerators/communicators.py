@@ -1,0 +1,168 @@
+"""Communicators of a simulated accelerator, as NCCL has them: each has a stream of its own on every member.
+
+An operation begins after what the member's current stream has issued. It occupies the communicator's stream on each member until all
+members have come to it, and what stands behind it there waits. So does a receive until it is matched, and a send. `Work.wait` lets
+the current stream wait; the host never does. What travels is kept until then.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+
+import torch
+
+from lightning_piper.accelerators.memory import Block
+from lightning_piper.accelerators.queues import Moment, Queue, Work
+from lightning_piper.accelerators.simulated import Simulated, Stream
+
+Tensors = Sequence[torch.Tensor]
+Exchange = Callable[
+    [list[tuple[list[torch.Tensor], list[torch.Tensor]]]], None
+]  # of all members: what they bring, and where it goes
+
+
+@dataclass
+class Meeting:
+    """One operation of several members.
+
+    Attributes:
+        count: of members.
+        works: what each has issued, by its place.
+        brought: what each brings and where it wants the result, as the device's work sees it.
+    """
+
+    count: int
+    works: dict[int, tuple[Queue, Work]] = field(default_factory=dict)
+    brought: dict[int, tuple[list[torch.Tensor], list[torch.Tensor]]] = field(default_factory=dict)
+    touched: list[Block] = field(default_factory=list)
+    done: bool = False
+
+    @property
+    def complete(self) -> bool:
+        """Everybody has come to it."""
+        return self.done or (len(self.works) == self.count and all(q.work[0] is work for q, work in self.works.values()))
+
+
+class Communicator:
+    """What its members share.
+
+    Args:
+        members: their names, in the order of their ranks.
+        order: of their terms in a sum.
+    """
+
+    def __init__(self, name: str, count: int, order: Sequence[int]) -> None:
+        self.name, self.count, self.order = name, count, order
+        self.meetings: dict[object, Meeting] = {}
+
+    def meeting(self, key: object, count: int) -> Meeting:
+        return self.meetings.setdefault(key, Meeting(count))
+
+
+class Issued:
+    """What `torch.distributed` calls a work: the end of one operation, for one member."""
+
+    def __init__(self, simulated: Simulated, end: Moment, kept: object) -> None:
+        self._simulated, self._end, self._kept = simulated, end, kept
+
+    def wait(self, timeout: object = None) -> bool:
+        self._simulated.host.current.queue.wait(self._end)
+        self._kept = None
+        return True
+
+
+class Member:
+    """A communicator as one of its members has it: the part of a process group that transports use."""
+
+    def __init__(self, simulated: Simulated, communicator: Communicator, rank: int, stream: Stream) -> None:
+        self._simulated, self._communicator, self._rank, self._stream = simulated, communicator, rank, stream
+        self._number: Counter[object] = Counter()
+
+    def send(self, tensors: Tensors, peer: int, tag: int) -> Issued:
+        return self._meet("send", (self._rank, peer), 0, 2, list(tensors), [], _message)
+
+    def recv(self, tensors: Tensors, peer: int, tag: int) -> Issued:
+        return self._meet("recv", (peer, self._rank), 1, 2, [], list(tensors), _message)
+
+    def allreduce(self, tensors: Tensors, opts: object = None) -> Issued:
+        return self._all(list(tensors), list(tensors), self._sum)
+
+    def reduce_scatter_single(self, into: torch.Tensor, flat: torch.Tensor, opts: object = None) -> Issued:
+        return self._all(list(flat.chunk(self._communicator.count)), [into], self._scatter)
+
+    def reduce_scatter(self, into: Tensors, parts: Sequence[Tensors], opts: object = None) -> Issued:
+        return self._all(list(parts[0]), list(into), self._scatter)
+
+    def all_gather_single(self, into: torch.Tensor, part: torch.Tensor, opts: object = None) -> Issued:
+        return self._all([part], list(into.chunk(self._communicator.count)), _gather)
+
+    def allgather(self, into: Sequence[Tensors], part: Tensors, opts: object = None) -> Issued:
+        return self._all(list(part), list(into[0]), _gather)
+
+    def alltoall(self, into: Tensors, parts: Tensors, opts: object = None) -> Issued:
+        return self._all(list(parts), list(into), _transpose)
+
+    _reduce_scatter_base, _allgather_base = reduce_scatter_single, all_gather_single  # their names before torch 2.13
+
+    def _all(self, given: list[torch.Tensor], into: list[torch.Tensor], exchange: Exchange) -> Issued:
+        return self._meet("collective", "all", self._rank, self._communicator.count, given, into, exchange)
+
+    def _meet(self, what: str, key: object, place: int, count: int, given: list[torch.Tensor], into: list[torch.Tensor],
+              exchange: Exchange) -> Issued:  # fmt: skip
+        simulated, queue = self._simulated, self._stream.queue
+        queue.wait(simulated.host.current.queue.now)
+        self._number[key] += 1
+        meeting = self._communicator.meeting((key, self._number[key]), count)
+        touched = meeting.touched
+        meeting.brought[place] = tuple([simulated.of_work(x, touched) for x in xs] for xs in (given, into))  # type: ignore[assignment]
+        where = f"{what} of {self._communicator.name} on {queue.name}"
+
+        def run() -> None:
+            if not meeting.done:
+                meeting.done = True
+                simulated.check(where, meeting.touched)
+                exchange([meeting.brought[i] for i in range(count)])
+
+        work = Work(where, run, ready=lambda: meeting.complete)
+        meeting.works[place] = queue, work
+        return Issued(simulated, queue.issue(work), (given, into))
+
+    def _sum(self, brought: list[tuple[list[torch.Tensor], list[torch.Tensor]]]) -> None:
+        for x, *terms in zip(*(into for _, into in brought), strict=True):
+            total = self._added([x, *terms])
+            for target in (x, *terms):
+                target.copy_(total)
+
+    def _scatter(self, brought: list[tuple[list[torch.Tensor], list[torch.Tensor]]]) -> None:
+        totals = [self._added([given[i] for given, _ in brought]) for i in range(len(brought))]
+        for (_, (target,)), total in zip(brought, totals, strict=True):
+            target.copy_(total)
+
+    def _added(self, terms: list[torch.Tensor]) -> torch.Tensor:
+        """From the first member to the last, as devices of one process do it."""
+        first, *rest = (terms[rank] for rank in self._communicator.order)
+        total = first.clone()
+        for x in rest:
+            total.add_(x)
+        return total
+
+
+def _message(brought: list[tuple[list[torch.Tensor], list[torch.Tensor]]]) -> None:
+    (given, _), (_, into) = brought
+    for x, target in zip(given, into, strict=True):
+        target.copy_(x)
+
+
+def _gather(brought: list[tuple[list[torch.Tensor], list[torch.Tensor]]]) -> None:
+    parts = [given[0].clone() for given, _ in brought]
+    for _, into in brought:
+        for target, part in zip(into, parts, strict=True):
+            target.copy_(part)
+
+
+def _transpose(brought: list[tuple[list[torch.Tensor], list[torch.Tensor]]]) -> None:
+    for i, (_, into) in enumerate(brought):
+        for target, (given, _) in zip(into, brought, strict=True):
+            target.copy_(given[i])

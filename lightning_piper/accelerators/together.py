@@ -1,0 +1,98 @@
+"""Programs of several simulated devices, each on a thread of its own, of which one runs at a time.
+
+A program goes on until its host waits for something that the others have not issued yet; then another one has its turn. Which
+one is always the same, so that a run can be repeated.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Sequence
+
+import torch
+
+from lightning_piper.accelerators.simulated import Host, Simulated
+
+
+class _Turns:
+    """Whose turn it is."""
+
+    def __init__(self, count: int) -> None:
+        self._changed = threading.Condition()
+        self._turn: int | None = 0
+        self._running = list(range(count))
+        self.stuck: set[int] = set()  # those who could not go on since anybody did
+        self.failed: BaseException | None = None
+
+    def begin(self, own: int) -> None:
+        with self._changed:
+            self._changed.wait_for(lambda: self._turn == own)
+
+    def give(self, own: int) -> None:
+        """Let the next one go on, and come back."""
+        state = torch.get_rng_state()
+        self._pass(own)
+        self.begin(own)
+        torch.set_rng_state(state)
+        if self.failed is not None:
+            raise self.failed
+
+    def end(self, own: int) -> None:
+        self.stuck.clear()
+        self._pass(own, leave=True)
+
+    def _pass(self, own: int, leave: bool = False) -> None:
+        with self._changed:
+            place = self._running.index(own)
+            following = self._running[(place + 1) % len(self._running)]
+            if leave:
+                self._running.remove(own)
+            self._turn = following if self._running else None
+            self._changed.notify_all()
+
+    @property
+    def all_stuck(self) -> bool:
+        return self.stuck.issuperset(self._running)
+
+
+def run_together(simulated: Simulated, hosts: Sequence[Host], programs: Sequence[Callable[[], object]]) -> list[object]:
+    """Run each host's program. Returns what they return.
+
+    Raises:
+        BaseException: what the first of them that failed has raised.
+    """
+    turns = _Turns(len(hosts))
+    results: list[object] = [None] * len(hosts)
+    errors: list[BaseException] = []
+
+    def run(own: int) -> None:
+        turns.begin(own)
+        simulated.host = hosts[own]
+        try:
+            with simulated.modes():
+                results[own] = programs[own]()
+        except BaseException as error:
+            errors.append(error)
+            turns.failed = turns.failed or error
+        finally:
+            turns.end(own)
+
+    def others(stand: Callable[[], BaseException]) -> None:
+        own = hosts.index(simulated.host)
+        turns.stuck.add(own)
+        if turns.all_stuck:
+            raise stand()
+        turns.give(own)
+        simulated.host = hosts[own]
+
+    before, simulated.others = simulated.host, others
+    simulated.progressed = turns.stuck.clear
+    threads = [threading.Thread(target=run, args=(i,)) for i in range(len(hosts))]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    simulated.host, simulated.others = before, None
+    if errors:
+        raise errors[0]
+    return results

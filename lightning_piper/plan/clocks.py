@@ -1,0 +1,124 @@
+"""Streams and memory of one device's plan, proved for every order in which streams can run.
+
+Streams go on by themselves; what holds one back is what stands before it there, and events. A clock says for each stream how much of
+the others is certainly done when it comes to its next instruction (Fidge 1988, Mattern 1989): one entry a stream, so the check is
+linear in instructions times streams. With it, each value is
+
+- read when it is made, and by no stream that does not wait for its maker;
+- changed in place, or its memory given to the next gather, when everybody has read it;
+- kept, though nothing refers to it any more, until everybody has read it. An allocator gives memory back to the stream that made
+  it, at once, unless a stream that reads it was recorded: `WaitEvent.shared`. What a chunk makes may lie in the memory of what it
+  read; as each stream that reads a slot has recorded it, and a chunk's stream what it read, that holds for views, too.
+
+What is sent is read until it was waited for (`WaitSend`), on the stream that made it, which gets the memory back. What a step hands
+out is handed out on `compute`, behind which the caller's stream waits.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from lightning_piper.ir.buckets import Bucket
+from lightning_piper.plan.instructions import (
+    AllGather,
+    AllReduce,
+    Deliver,
+    Instruction,
+    Record,
+    Report,
+    Send,
+    WaitEvent,
+    WaitSend,
+    WaitWork,
+)
+from lightning_piper.plan.plan import Plan
+
+Clock = dict[str, int]  # stream -> index of an instruction of it; that one and all before it are done
+
+
+class Streams:
+    """What is certain so far about one device's streams and slots. `problems` says what is wrong with the next instruction."""
+
+    def __init__(self) -> None:
+        self._clocks: dict[str, Clock] = {}
+        self._recorded: dict[int, Clock] = {}  # event -> what was done
+        self._made: dict[int, tuple[str, int]] = {}  # slot -> stream and index of its last writer
+        self._owner: dict[int, str] = {}  # slot -> stream that made it
+        self._readers: dict[int, Clock] = {}  # slot -> who read it, and when for the last time
+        self._shared: set[tuple[int, str]] = set()  # slots, and streams on which their memory is recorded
+        self._sending: dict[int, int] = {}  # send -> its slot
+        self._gathered: dict[Bucket, int] = {}  # bucket that is kept -> slot of its last gather
+
+    def problems(self, i: int, instruction: Instruction) -> Iterator[str]:
+        stream = instruction.stream
+        clock = self._clocks.setdefault(stream, {})
+        match instruction:
+            case Record():
+                self._recorded[instruction.event] = {**clock, stream: i}
+            case WaitEvent():
+                if instruction.event not in self._recorded:
+                    yield f"event e{instruction.event} is awaited before it is recorded"
+                    return
+                for other, index in self._recorded[instruction.event].items():
+                    if index > clock.get(other, -1):
+                        clock[other] = index
+                self._shared.update((slot, stream) for slot in instruction.shared)
+            case WaitSend():
+                slot = self._sending.pop(instruction.node, None)
+                if slot is not None and self._owner[slot] != stream:
+                    owner = self._owner[slot]
+                    yield f"it gives slot s{slot} back on stream {stream}; stream {owner} made it, and does not wait for the message"
+            case Deliver() | Report():
+                if stream != "compute":
+                    yield f"it hands out what the caller reads on stream {stream}; the caller reads behind compute"
+        yield from self._reads(i, instruction, clock)
+        yield from self._writes(i, instruction, clock)
+
+    def _reads(self, i: int, instruction: Instruction, clock: Clock) -> Iterator[str]:
+        stream = instruction.stream
+        for slot in [read.slot for read in instruction.reads]:
+            yield from self._is_made(slot, stream, clock)
+            if stream != self._owner[slot] and (slot, stream) not in self._shared:
+                yield f"slot s{slot} was made on stream {self._owner[slot]}, which may use its memory again: no await on {stream} shares it"
+            self._readers.setdefault(slot, {})[stream] = i
+        if isinstance(instruction, Send):
+            self._sending[instruction.node] = instruction.reads[0].slot
+        elif isinstance(instruction, AllReduce) and instruction.bucket is not None and len(instruction.reads) == 1:
+            yield from self._is_read(instruction.reads[0].slot, stream, clock)  # it is summed in place
+        elif isinstance(instruction, AllGather) and instruction.kept:
+            assert instruction.bucket is not None
+            if instruction.bucket in self._gathered:
+                yield from self._is_read(self._gathered[instruction.bucket], stream, clock)
+            self._gathered[instruction.bucket] = instruction.into
+
+    def _writes(self, i: int, instruction: Instruction, clock: Clock) -> Iterator[str]:
+        stream = instruction.stream
+        for slot in instruction.writes:
+            if slot is None:
+                continue
+            if slot in self._made:  # in place, or completed
+                yield from self._is_made(slot, stream, clock)
+                yield from self._is_read(slot, stream, clock)
+                if slot in self._sending.values():
+                    yield f"slot s{slot} is changed while it is sent"
+            if slot not in self._made or isinstance(instruction, WaitWork):
+                self._owner[slot] = stream
+            self._made[slot] = (stream, i)
+
+    def _is_made(self, slot: int, stream: str, clock: Clock) -> Iterator[str]:
+        source, index = self._made[slot]
+        if source != stream and clock.get(source, -1) < index:
+            yield f"slot s{slot} was made on stream {source} and no event orders the two"
+
+    def _is_read(self, slot: int, stream: str, clock: Clock) -> Iterator[str]:
+        for reader, index in self._readers.get(slot, {}).items():
+            if reader != stream and clock.get(reader, -1) < index:
+                yield f"slot s{slot} is changed here, and stream {reader} may not have read it yet"
+
+
+def problems_of(plan: Plan) -> Iterator[tuple[int, Instruction, str]]:
+    """What is wrong with the streams and the memory of a plan, whose slots are written before they are read."""
+    streams = Streams()
+    for i, instruction in enumerate(plan.instructions):
+        for problem in streams.problems(i, instruction):
+            yield i, instruction, problem

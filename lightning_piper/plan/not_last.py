@@ -1,0 +1,54 @@
+"""What of a plan runs with a batch that is not the last one of an accumulation: its sums over replicas wait, and what they would sum
+is kept."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Iterator
+
+from lightning_piper.ir.buckets import Bucket
+from lightning_piper.plan.instructions import Collective, Instruction, Keep, Record, WaitEvent
+from lightning_piper.plan.plan import Plan
+
+# Bucket, members of the group that sums it, and which of several such sums of a step it is: the same for every size of a batch.
+BufferKey = tuple[Bucket, tuple[int, ...], int]
+
+
+def keys_of(plan: Plan) -> dict[int, BufferKey]:
+    """Node of each sum over replicas that waits for the last batch -> where its terms are kept until then. Of sums of sums, such as
+    first within machines and then between them, the first keeps its terms; the next has none until the last batch."""
+    found: dict[int, BufferKey] = {}
+    late = _made_by_last(plan)
+    counts: dict[tuple[Bucket, tuple[int, ...]], int] = {}
+    for instruction in plan.instructions:
+        if isinstance(instruction, Collective) and instruction.sums and instruction.node in plan.sync_only:
+            if instruction.reads[0].slot in late:
+                continue
+            assert instruction.bucket is not None
+            place = (instruction.bucket, instruction.members)
+            number = counts[place] = counts.get(place, -1) + 1
+            found[instruction.node] = (*place, number)
+    return found
+
+
+def not_last(plan: Plan) -> Iterator[tuple[int, Instruction]]:
+    """The instructions of such a batch, each with its index in the plan. Events stay: they order what runs in every batch, too."""
+    keys, late = keys_of(plan), _made_by_last(plan)
+    for i, instruction in enumerate(plan.instructions):
+        if isinstance(instruction, Collective) and instruction.node in keys:
+            about = {name: getattr(instruction, name) for name in ("node", "label", "stream", "origin", "placed_by", "reads")}
+            yield i, Keep(**about)
+        elif isinstance(instruction, WaitEvent):
+            yield i, dataclasses.replace(instruction, shared=tuple(slot for slot in instruction.shared if slot not in late))
+        elif not _last_only(plan, instruction):
+            yield i, instruction
+
+
+def _made_by_last(plan: Plan) -> set[int]:
+    """Slots that are written in the last batch alone."""
+    found = [instruction for instruction in plan.instructions if _last_only(plan, instruction)]
+    return {slot for instruction in found for slot in instruction.writes if slot is not None}
+
+
+def _last_only(plan: Plan, instruction: Instruction) -> bool:
+    return instruction.node in plan.sync_only and not isinstance(instruction, Record | WaitEvent)

@@ -1,0 +1,102 @@
+"""Can plans go on where streams share queues of the hardware?
+
+An accelerator has so many queues for streams, and gives them out in turn. A communicator has a stream of its own, on which a receive
+waits until it is matched: what shares its queue waits, too. As long as a device has no more communicators than queues, none share one
+(logical streams have queues of their own, of another priority), and there is nothing to show. Else what stands in each queue is a
+chain of instructions, and messages and collectives tie chains of several devices together: plans go on if these ties make no circle.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Hashable, Mapping
+
+from lightning_piper.errors import VerificationError
+from lightning_piper.plan.instructions import Collective, Irecv, Record, Send, WaitEvent, WaitSend, WaitWork
+from lightning_piper.plan.matching import Matching
+from lightning_piper.plan.plan import Plan
+
+QUEUES = 32  # of a CUDA device, for the streams of one priority
+
+
+def check_queues(plans: Mapping[int, Plan], queues: int = QUEUES) -> None:
+    """Linear in instructions.
+
+    Raises:
+        VerificationError: instructions of several devices wait for each other, in queues that streams share.
+    """
+    if all(len(plan.channels) + len(plan.groups) <= queues for plan in plans.values()):
+        return
+    graph = _Graph()
+    for plan in plans.values():
+        _enter(plan, queues, graph)
+    found = graph.circle()
+    if found:
+        raise VerificationError(
+            f"more than {queues} communicators on a device share queues, in which these wait for each other: {found}; place what "
+            "they serve on fewer groups of devices"
+        )
+
+
+class _Graph:
+    """What is done before what. Parties of a meeting are one node."""
+
+    def __init__(self) -> None:
+        self._behind: dict[Hashable, list[Hashable]] = {}
+        self._missing: dict[Hashable, int] = {}
+        self.shown: dict[Hashable, str] = {}
+
+    def order(self, first: Hashable, second: Hashable) -> None:
+        self._behind.setdefault(first, []).append(second)
+        self._missing[second] = self._missing.get(second, 0) + 1
+        self._missing.setdefault(first, 0)
+
+    def circle(self) -> str:
+        """What can never be done; empty if all can."""
+        ready = [node for node, count in self._missing.items() if not count]
+        while ready:
+            node = ready.pop()
+            del self._missing[node]
+            for following in self._behind.get(node, ()):
+                self._missing[following] -= 1
+                if not self._missing[following]:
+                    ready.append(following)
+        return "; ".join([self.shown[node] for node in self._missing if node in self.shown][:4])
+
+
+def _enter(plan: Plan, queues: int, graph: _Graph) -> None:
+    """The chains of one device: of each logical stream, and of each queue that communicators share."""
+    queue = {key: i % queues for i, key in enumerate([*plan.channels, *plan.groups])}
+    last: dict[Hashable, Hashable] = {}  # chain -> what stands last in it
+    begun: dict[int, Hashable] = {}  # node -> its meeting
+    events: dict[int, Hashable] = {}
+    matching = Matching()
+
+    def append(chain: Hashable, node: Hashable) -> None:
+        if chain in last:
+            graph.order(last[chain], node)
+        last[chain] = node
+
+    for i, instruction in enumerate(plan.instructions):
+        stream, here = (plan.device, instruction.stream), (plan.device, i)
+        match instruction:
+            case Record():
+                events[instruction.event] = last.get(stream)
+            case WaitEvent():
+                append(stream, here)
+                if (source := events.get(instruction.event)) is not None:
+                    graph.order(source, here)
+            case WaitWork() | WaitSend():
+                append(stream, here)
+                if instruction.node in begun:
+                    graph.order(begun[instruction.node], here)
+            case Send() | Irecv() | Collective():
+                append(stream, here)
+                key = instruction.group if isinstance(instruction, Collective) else instruction.channel
+                if key in queue:
+                    meeting = ("meeting", matching.of(instruction))
+                    begun[instruction.node] = meeting
+                    graph.shown[meeting] = instruction.where
+                    graph.order(here, meeting)
+                    append((plan.device, queue[key]), meeting)
+            case _:
+                append(stream, here)

@@ -1,0 +1,92 @@
+"""Plans of several devices on a simulated accelerator, each with streams and memory of its own, over communicators as NCCL's."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import Any
+
+import torch
+
+from lightning_piper.accelerators.communicators import Communicator, Member
+from lightning_piper.accelerators.simulated import Host, Simulated
+from lightning_piper.accelerators.together import run_together
+from lightning_piper.plan.instructions import Channel, Group
+from lightning_piper.plan.plan import Plan
+from lightning_piper.runtime.collectives import Members
+from lightning_piper.runtime.process import ProcessEndpoint
+
+
+class SimulatedTransport:
+    """Connects the plans of all devices, as `ProcessTransport` does with NCCL: the same endpoints, on communicators that are
+    simulated.
+
+    Attributes:
+        hosts: by logical device.
+    """
+
+    def __init__(self, simulated: Simulated, plans: Mapping[int, Plan]) -> None:
+        self._simulated = simulated
+        self.hosts = {device: Host(simulated, f"device {device}, ", simulated.queues) for device in sorted(plans)}
+        self._members: dict[tuple[Channel | Group, int], Member] = {}
+        self._shared: dict[Channel | Group, Communicator] = {}
+        self.connect(plans)
+
+    def connect(self, plans: Mapping[int, Plan]) -> None:
+        """Add the communicators that these plans need and earlier ones did not."""
+        channels = sorted({c for plan in plans.values() for c in plan.channels})
+        for channel in channels:
+            self._join(channel, channel)
+        for group in sorted({g for plan in plans.values() for g in plan.groups}):
+            self._join(group, group[0])
+
+    def _join(self, key: Any, members: Sequence[int]) -> None:
+        if key in self._shared:
+            return
+        ranks = sorted(members)
+        order = [ranks.index(device) for device in members]
+        shared = self._shared[key] = Communicator(f"communicator {key}", len(members), order)
+        for device in members:
+            stream = self.hosts[device].for_communicator()
+            self._members[key, device] = Member(self._simulated, shared, ranks.index(device), stream)
+
+    def endpoint(self, plan: Plan, device: torch.device) -> ProcessEndpoint:
+        return ProcessEndpoint(_Side(self, plan.device), device)
+
+    def member(self, key: Channel | Group, device: int) -> Member:
+        return self._members[key, device]
+
+    @contextlib.contextmanager
+    def on(self, device: int) -> Iterator[None]:
+        """What is issued here is issued to this device."""
+        before, self._simulated.host = self._simulated.host, self.hosts[device]
+        try:
+            yield
+        finally:
+            self._simulated.host = before
+
+    def run(self, programs: Mapping[int, Callable[[], Any]]) -> list[Any]:
+        """Run a program on each device. Returns what they return, in the order of the devices."""
+        devices = sorted(programs)
+        return run_together(self._simulated, [self.hosts[d] for d in devices], [programs[d] for d in devices])
+
+
+class _Side:
+    """A transport as one device has it."""
+
+    def __init__(self, transport: SimulatedTransport, device: int) -> None:
+        self._transport, self._device = transport, device
+
+    def members(self, key: Group) -> Members:
+        ranks = sorted(key[0])
+        member: Any = self._transport.member(key, self._device)
+        return Members(member, [ranks.index(device) for device in key[0]], ranks.index(self._device), nccl=True)
+
+    def channel(self, channel: Channel, end: int) -> tuple[Any, int]:
+        return self._transport.member(channel, self._device), sorted(channel).index(channel[end])
+
+
+def samples_of(plan: Plan, leaves: Sequence[torch.Tensor]) -> list[torch.Tensor]:
+    """The local batch of a plan's replica."""
+    first = plan.replica * plan.local_batch_size
+    return list(leaves) if plan.replicas == 1 else [x.narrow(0, first, plan.local_batch_size) if x.ndim else x for x in leaves]
