@@ -18,8 +18,8 @@ class Accelerator(Protocol):
     """Streams, events, and whose memory a tensor is: as `torch.cuda` has them."""
 
     def stream(self, device: torch.device, name: object) -> Any:
-        """The process's stream of this name on the device. CUDA has 32 for all that ask: a stream that another one is may stand
-        behind a message for which it does not wait, so no more are taken than there are names."""
+        """The process's stream of this name on the device. There is one, whoever asks: what one executor has recorded on it is
+        recorded for the others, and CUDA has 32 for all."""
         ...
 
     def new_event(self) -> Any: ...

@@ -1,8 +1,8 @@
 """Communicators of a simulated accelerator, as NCCL has them: each has a stream of its own on every member.
 
-An operation begins after what the member's current stream has issued. It occupies the communicator's stream on each member until all
-members have come to it, and what stands behind it there waits. So does a receive until it is matched, and a send. `Work.wait` lets
-the current stream wait; the host never does. What travels is kept until then.
+An operation begins after what the member's current stream has issued. It occupies the communicator's stream on each member until
+all members have come to it, and what stands behind it there waits. So does a receive until it is matched, and a send. `Work.wait`
+lets the current stream wait; the host never does. What travels is kept until then.
 """
 
 from __future__ import annotations

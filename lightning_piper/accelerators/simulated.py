@@ -239,7 +239,7 @@ class Simulated:
 
 class _Operations(TorchDispatchMode):
     def __init__(self, simulated: Simulated) -> None:
-        super().__init__()
+        super().__init__()  # type: ignore[no-untyped-call]
         self._simulated = simulated
 
     def __torch_dispatch__(self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None) -> Any:
@@ -253,7 +253,7 @@ class _Functions(TorchFunctionMode):
     """Reads of the host that are no operations of the CPU, and memory of the host."""
 
     def __init__(self, simulated: Simulated) -> None:
-        super().__init__()  # type: ignore[no-untyped-call]
+        super().__init__()
         self._simulated = simulated
 
     def __torch_function__(self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None) -> Any:

@@ -1,8 +1,8 @@
 """Streams and memory of one device's plan, proved for every order in which streams can run.
 
-Streams go on by themselves; what holds one back is what stands before it there, and events. A clock says for each stream how much of
-the others is certainly done when it comes to its next instruction (Fidge 1988, Mattern 1989): one entry a stream, so the check is
-linear in instructions times streams. With it, each value is
+Streams go on by themselves; what holds one back is what stands before it there, and events. A clock says for each stream how much
+of the others is certainly done when it comes to its next instruction (Fidge 1988, Mattern 1989): one entry a stream, so the check
+is linear in instructions times streams. It shows that each value is
 
 - read when it is made, and by no stream that does not wait for its maker;
 - changed in place, or its memory given to the next gather, when everybody has read it;
@@ -29,7 +29,6 @@ from lightning_piper.plan.instructions import (
     Send,
     WaitEvent,
     WaitSend,
-    WaitWork,
 )
 from lightning_piper.plan.plan import Plan
 
@@ -66,8 +65,8 @@ class Streams:
             case WaitSend():
                 slot = self._sending.pop(instruction.node, None)
                 if slot is not None and self._owner[slot] != stream:
-                    owner = self._owner[slot]
-                    yield f"it gives slot s{slot} back on stream {stream}; stream {owner} made it, and does not wait for the message"
+                    made = f"stream {self._owner[slot]} made it, and does not wait for the message"
+                    yield f"it gives slot s{slot} back on stream {stream}; {made}"
             case Deliver() | Report():
                 if stream != "compute":
                     yield f"it hands out what the caller reads on stream {stream}; the caller reads behind compute"
@@ -79,7 +78,8 @@ class Streams:
         for slot in [read.slot for read in instruction.reads]:
             yield from self._is_made(slot, stream, clock)
             if stream != self._owner[slot] and (slot, stream) not in self._shared:
-                yield f"slot s{slot} was made on stream {self._owner[slot]}, which may use its memory again: no await on {stream} shares it"
+                made = f"slot s{slot} was made on stream {self._owner[slot]}, which may use its memory again"
+                yield f"{made}: no await on {stream} shares it"
             self._readers.setdefault(slot, {})[stream] = i
         if isinstance(instruction, Send):
             self._sending[instruction.node] = instruction.reads[0].slot
@@ -101,8 +101,7 @@ class Streams:
                 yield from self._is_read(slot, stream, clock)
                 if slot in self._sending.values():
                     yield f"slot s{slot} is changed while it is sent"
-            if slot not in self._made or isinstance(instruction, WaitWork):
-                self._owner[slot] = stream
+            self._owner.setdefault(slot, stream)
             self._made[slot] = (stream, i)
 
     def _is_made(self, slot: int, stream: str, clock: Clock) -> Iterator[str]:

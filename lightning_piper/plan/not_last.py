@@ -1,5 +1,5 @@
-"""What of a plan runs with a batch that is not the last one of an accumulation: its sums over replicas wait, and what they would sum
-is kept."""
+"""What of a plan runs with a batch that is not the last one of an accumulation: sums over replicas wait, what they would sum is
+kept."""
 
 from __future__ import annotations
 

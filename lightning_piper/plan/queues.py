@@ -1,9 +1,10 @@
 """Can plans go on where streams share queues of the hardware?
 
-An accelerator has so many queues for streams, and gives them out in turn. A communicator has a stream of its own, on which a receive
-waits until it is matched: what shares its queue waits, too. As long as a device has no more communicators than queues, none share one
-(logical streams have queues of their own, of another priority), and there is nothing to show. Else what stands in each queue is a
-chain of instructions, and messages and collectives tie chains of several devices together: plans go on if these ties make no circle.
+An accelerator has so many queues for streams, and gives them out in turn. A communicator has a stream of its own, on which a
+receive waits until it is matched: what shares its queue waits, too. As long as a device has no more communicators than queues, none
+share one (logical streams have queues of their own, of another priority), and there is nothing to show. Else what stands in each
+queue is a chain of instructions, and messages and collectives tie chains of several devices together: plans go on if these ties
+make no circle.
 """
 
 from __future__ import annotations

@@ -19,6 +19,7 @@ def add_events(instructions: Sequence[Instruction]) -> tuple[list[Instruction], 
     waited: dict[tuple[str, str], int] = {}  # (reading stream, making stream) -> last index it has waited for
     records: dict[int, int] = {}  # index -> event
     waits: dict[int, list[tuple[int, list[int]]]] = {}  # index -> (index waited for, slots)
+    shared: set[tuple[int, str]] = set()  # slots, and streams that their memory is recorded on
     ran: int | None = None  # the last chunk
     for i, instruction in enumerate(instructions):
         crossing: dict[str, list[int]] = {}
@@ -31,12 +32,16 @@ def add_events(instructions: Sequence[Instruction]) -> tuple[list[Instruction], 
         for stream, slots in crossing.items():
             behind = [ran] if instruction.paced and ran is not None and instructions[ran].stream == stream else []
             index = max([made[slot] for slot in slots] + behind)
-            if waited.get((instruction.stream, stream), -1) >= index:
-                index = waited[instruction.stream, stream]  # nothing to wait for, but the slots are shared from here on
-            else:
+            new = [slot for slot in dict.fromkeys(slots) if (slot, instruction.stream) not in shared]
+            shared.update((slot, instruction.stream) for slot in new)
+            if waited.get((instruction.stream, stream), -1) < index:
                 waited[instruction.stream, stream] = index
                 records.setdefault(index, len(records))
-            waits.setdefault(i, []).append((index, slots))
+            elif new:
+                index = waited[instruction.stream, stream]  # nothing to wait for, but the slots are shared from here on
+            else:
+                continue
+            waits.setdefault(i, []).append((index, new))
         for written in instruction.writes:
             if written is not None:
                 made[written] = i

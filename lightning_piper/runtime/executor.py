@@ -107,9 +107,9 @@ class Executor:
             parts: list[Bound | None] = [bound[i]]
             key = self._buffer_keys.get(instruction.node)
             if isinstance(instruction, ins.Keep) and key is not None:
-                parts = [bind_keep(instruction, key, self._slots, self._gradient_buffer, self._streams)]
+                parts = [bind_keep(instruction, key, self._slots, self._gradient_buffer)]
             elif isinstance(instruction, ins.Collective) and key is not None:
-                parts.insert(0, bind_add_accumulated(instruction, key, self._slots, self._gradient_buffer, self._streams))
+                parts.insert(0, bind_add_accumulated(instruction, key, self._slots, self._gradient_buffer))
             elif not last and isinstance(instruction, ins.WaitEvent):
                 parts = [self._streams.wait(instruction, self._slots)]
             parts = [part for part in parts if part is not None]

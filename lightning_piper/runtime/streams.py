@@ -33,9 +33,6 @@ class Streams:
         """`enter`, bound."""
         return None
 
-    def use(self, x: torch.Tensor) -> None:
-        """The stream that is issued to uses a tensor of another step, which another stream may have made."""
-
     def record(self, instruction: Record) -> Bound | None:
         return None
 
@@ -82,9 +79,6 @@ class DeviceStreams(Streams):
 
     def leave(self) -> None:
         self._api.set_stream(self._caller)
-
-    def use(self, x: torch.Tensor) -> None:
-        self._api.record_stream(x, self._api.current_stream(self._device))
 
     def switch(self, stream: str) -> Bound:
         return partial(self._api.set_stream, self._streams[stream])
