@@ -15,7 +15,15 @@ from torch.optim import Optimizer
 
 from lightning_piper.compiler import Compiled
 from lightning_piper.errors import CaptureError, PiperError
-from lightning_piper.holdings.elementwise import NotElementwise, StateKeys, Untried, remade, sees_others, state_keys
+from lightning_piper.holdings.elementwise import (
+    NotElementwise,
+    StateKeys,
+    Untried,
+    goes_in_parts,
+    remade,
+    sees_others,
+    state_keys,
+)
 from lightning_piper.holdings.materialize import places_of, tensor_at
 from lightning_piper.holdings.ownership import Ownership
 from lightning_piper.holdings.parts import parts_of
@@ -162,6 +170,10 @@ class ShardedOptimizer:
         except NotElementwise as error:
             name = next((name for name in found if sharded[name] is error.param), found[0])
             raise PiperError(_refusal(type(self.optimizer).__name__, str(error), name, compiled)) from error.__cause__
+
+    def goes_in_parts(self) -> bool:
+        """Are some parameters, and then the others, updated bit by bit as all are at once?"""
+        return goes_in_parts(self.optimizer, self._of_groups(), self._world.device)
 
     def _of_groups(self, only: Mapping[str, Tensor] | None = None) -> list[list[Tensor]]:
         """The parameters of each group, in their full shapes. `only`: of the module, these and no others."""
