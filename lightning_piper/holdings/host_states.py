@@ -13,6 +13,7 @@ from torch import Tensor
 from torch.optim import Optimizer
 
 from lightning_piper.capture._torch import own_step, register_first_post_hook
+from lightning_piper.holdings.elementwise import goes_in_parts
 from lightning_piper.holdings.in_parts import only
 from lightning_piper.holdings.optimizer import ShardedOptimizer
 
@@ -40,8 +41,8 @@ class HostStates:
         self._room: dict[tuple[Tensor, str], Tensor] = {}
         self._part: list[Tensor] = []  # hosted parameters that are updated now
         self._rest = ExitStack()  # puts the groups together again
-        self._apart = len(list(self._parts())) > 1 and optimizer.goes_in_parts()
         own = optimizer.optimizer
+        self._apart = len(list(self._parts())) > 1 and goes_in_parts(own, optimizer.of_groups(), device)
         own.register_step_pre_hook(self._before)
         register_first_post_hook(own, self._after)  # others see all parameters
         # A method, as schedulers that are made later (SWALR) expect.

@@ -15,15 +15,7 @@ from torch.optim import Optimizer
 
 from lightning_piper.compiler import Compiled
 from lightning_piper.errors import CaptureError, PiperError
-from lightning_piper.holdings.elementwise import (
-    NotElementwise,
-    StateKeys,
-    Untried,
-    goes_in_parts,
-    remade,
-    sees_others,
-    state_keys,
-)
+from lightning_piper.holdings.elementwise import NotElementwise, StateKeys, Untried, remade, sees_others, state_keys
 from lightning_piper.holdings.materialize import places_of, tensor_at
 from lightning_piper.holdings.ownership import Ownership
 from lightning_piper.holdings.parts import parts_of
@@ -144,7 +136,7 @@ class ShardedOptimizer:
         """The processes have different parameters. All processes find the same."""
         name = type(self.optimizer).__name__
         try:
-            together = sees_others(self.optimizer, self._of_groups(), self._world.device)
+            together = sees_others(self.optimizer, self.of_groups(), self._world.device)
         except Untried as error:
             raise PiperError(
                 f"PiperStrategy: {name} must treat each parameter on its own, for each process has those of its stage, but this "
@@ -166,16 +158,12 @@ class ShardedOptimizer:
         if not found:
             return StateKeys()
         try:
-            return state_keys(self.optimizer, self._of_groups(sharded), self._world.device)
+            return state_keys(self.optimizer, self.of_groups(sharded), self._world.device)
         except NotElementwise as error:
             name = next((name for name in found if sharded[name] is error.param), found[0])
             raise PiperError(_refusal(type(self.optimizer).__name__, str(error), name, compiled)) from error.__cause__
 
-    def goes_in_parts(self) -> bool:
-        """Are some parameters, and then the others, updated bit by bit as all are at once?"""
-        return goes_in_parts(self.optimizer, self._of_groups(), self._world.device)
-
-    def _of_groups(self, only: Mapping[str, Tensor] | None = None) -> list[list[Tensor]]:
+    def of_groups(self, only: Mapping[str, Tensor] | None = None) -> list[list[Tensor]]:
         """The parameters of each group, in their full shapes. `only`: of the module, these and no others."""
         params = self._ownership.params if only is None else only
         return [
