@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
+from typing import Any
 
 from torch import Tensor
 from torch.optim import Optimizer
@@ -20,3 +21,10 @@ def only(optimizer: Optimizer, chosen: Iterable[Tensor]) -> Iterator[None]:
     finally:
         for group, params in zip(optimizer.param_groups, whole, strict=True):
             group["params"][:] = params
+
+
+def own_step(optimizer: Optimizer) -> Callable[[Optimizer], Any]:
+    """The step of its class: without hooks, and without what learning rate schedulers count."""
+    step: Any = type(optimizer).step
+    own: Callable[[Optimizer], Any] = step.__wrapped__ if getattr(step, "hooked", False) else step  # as torch marks it
+    return own

@@ -14,8 +14,7 @@ from lightning.pytorch.utilities.seed import isolate_rng
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from lightning_piper.capture._torch import own_step
-from lightning_piper.holdings.in_parts import only
+from lightning_piper.holdings.in_parts import only, own_step
 
 SIDE, FEW, LEAST = 128, 2, 8192  # of sides of matrices, of other dimensions, and of all elements: see `reduced`
 

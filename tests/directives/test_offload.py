@@ -89,12 +89,12 @@ def test_an_order_names_what_is_fetched_and_stored():
     assert issued_between([ONE, SPLIT, one, later]) == {1} != issued_between([ONE, SPLIT, one])
     assert issued_between([ONE, SPLIT, off(0, LAYER=1, MB=0), sooner]) == {2}
     program = [ONE, SPLIT, one, Order(filters=[named("F", 3), named("STORE", 1), named("B", 3)]), later]
-    ids = [i.node for i in piper.compile(decoder(), tensors(8), program).plans[0].instructions]
-    dag = piper.compile(decoder(), tensors(8), program).dag
+    compiled = compiled_for(program)
+    ids, dag = [i.node for i in compiled.plans[0].instructions], compiled.dag
     chunks = {(c.tags["LAYER"], c.tags["MB"], c.tags["PASS"]): ids.index(c.id) for c in dag.of_type(Chunk)}
     stores = [ids.index(store.id) for store in dag.of_type(Store)]
     assert stores and all(chunks[3, 0, "F"] < at < chunks[3, 0, "B"] for at in stores)
-    verified(decoder(), tensors(8), program)
+    verified(report_of(program))
 
 
 def test_copies_take_time_beside_chunks():
