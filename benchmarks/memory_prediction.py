@@ -3,13 +3,16 @@
 Measured is by how many bytes torch's allocator has more than before the step, at most, by torch's profiler: also what kernels take
 for themselves. Parameters and the optimizer are there before. Of the two devices, the one that is further off.
 
-    python benchmarks/memory_prediction.py [--sequences 16]
+With `Offload`, what waits on the host is no part of either: its room is there since the step before.
+
+    python benchmarks/memory_prediction.py [--sequences 16] [--programs ZeRO-3 "tensor axis"]
 """
 
 from __future__ import annotations
 
 import argparse
 import sys
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -19,7 +22,7 @@ from _launch import is_rank, join, launch
 from _memory import MB, growth_of
 
 import lightning_piper as piper
-from lightning_piper import Place, Recompute, Replicate, Shard, Split, schedules
+from lightning_piper import Offload, Place, Recompute, Replicate, Shard, Split, schedules
 from lightning_piper.runtime import Executor, ProcessTransport, shards_of
 from lightning_piper.simulate import simulate
 
@@ -30,6 +33,8 @@ KEPT: dict[str, list[Any]] = {
     "recomputed": [Recompute(filter={})],
     "but products": [Recompute(filter={}, keep=["*mm"])],
     "a fraction": [Recompute(filter={}, keep=0.3)],
+    "offloaded": [Offload(filter={})],
+    "both": [Recompute(filter={}), Offload(filter={}, ahead=2)],
 }
 
 
@@ -38,9 +43,10 @@ def replicas(**level: Any) -> list[Any]:
     return [place, split, Replicate(filter={}, devices=[0, 1], **level)]
 
 
-def programs() -> dict[str, list[Any]]:
+def programs(module: Module, sequences: int) -> dict[str, list[Any]]:
     divided = {"*.up.weight": 0, "*.down.weight": 1}
     tensor = [Place(filter={}, devices=[0, 1]), Shard(filter={}, devices=[0, 1], params=divided)]
+    along = piper.tensor_parallel(module, batch(CONFIG, 0, sequences), degree=2, sequence=True)
     return {
         "1F1B": schedules.one_f_one_b(stages=2, microbatches=4),
         "GPipe": schedules.gpipe(stages=2, microbatches=4),
@@ -49,6 +55,7 @@ def programs() -> dict[str, list[Any]]:
         "ZeRO-1": replicas(shard_optimizer=True),
         "ZeRO-3": replicas(shard_params=True),
         "tensor axis": tensor,
+        "sequences": along,
     }
 
 
@@ -67,13 +74,13 @@ def measured(module: Module, program: list[Any], rank: int, sequences: int) -> t
     return simulate(compiled.dag, compiled.plans).devices[rank].peak_bytes, grown
 
 
-def work(sequences: int) -> None:
+def work(sequences: int, chosen: Sequence[str]) -> None:
     rank, _ = join()
     module = Module(CONFIG, layers=True)
     if not rank:
         print(f"{'program':14} {'kept':14} {'predicted MB':>13} {'measured MB':>12} {'ratio':>7}")
-    for name, program in programs().items():
-        for kept, more in KEPT.items():
+    for name, program in programs(module, sequences).items():
+        for kept, more in KEPT.items() if name in chosen or not chosen else ():
             here = torch.tensor(measured(module, [*program, *more], rank, sequences))
             both = [torch.empty_like(here) for _ in range(2)]
             dist.all_gather(both, here)
@@ -85,8 +92,9 @@ def work(sequences: int) -> None:
 if __name__ == "__main__":
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--sequences", type=int, default=16)
-    sequences = parser.parse_args().sequences
+    parser.add_argument("--programs", nargs="*", default=[], help="of the first column; all, when left out")
+    arguments = parser.parse_args()
     if is_rank():
-        work(sequences)
+        work(arguments.sequences, arguments.programs)
     else:
         launch(2, *sys.argv[1:])

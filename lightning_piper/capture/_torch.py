@@ -34,6 +34,7 @@
 - `torch._inductor`, imported when it is used: `compile_fx_inner` compiles a graph of ATen operations for fake inputs, and gives a
   boxed function; outputs named in `user_visible_output_idxs` keep their strides; `select_decomp_table` says what to decompose.
 - `torch._guards.tracing`, `TracingContext`: tell it which fake tensors are used.
+- `Optimizer._optimizer_step_post_hooks`: in the order of calls.
 - `node.meta["partitioner_tag"]`: `is_backward` on nodes traced by autograd; `node.meta["seq_nr"]`: the same number on a
   forward operation and on the nodes of its backward.
 """
@@ -286,6 +287,12 @@ def has_gradient_hooks(tensor: torch.Tensor) -> bool:
 def storage_id(tensor: torch.Tensor) -> int:
     """Another number for other memory, also on the meta device, while the memory is there."""
     return int(tensor.untyped_storage()._cdata)
+
+
+def register_first_post_hook(optimizer: torch.optim.Optimizer, hook: Callable[..., None]) -> None:
+    """As `register_step_post_hook`, but it is called before those that are there."""
+    handle = optimizer.register_step_post_hook(hook)
+    optimizer._optimizer_step_post_hooks.move_to_end(handle.id, last=False)  # type: ignore[attr-defined]
 
 
 @contextlib.contextmanager

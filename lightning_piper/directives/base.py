@@ -90,8 +90,8 @@ class Directive:
 
     # For the rewrites of subclasses
 
-    def check_filter(self, field: str, condition: Any) -> None:
-        if problem := problem_with(condition):
+    def check_filter(self, field: str, condition: Any, copies: bool = False) -> None:
+        if problem := problem_with(condition, copies):
             self.refuse(field, problem, 'for instance {"PP": 0, "PASS": "F"}')
 
     def check_device_list(self, field: str, devices: Any) -> None:
@@ -118,7 +118,7 @@ class Directive:
         may lack any part of the training step."""
         index = index or Index(dag)
         chunks = index.select(condition)
-        if chunks or dag.forward_only or _names_absent(dag, condition):
+        if chunks or dag.forward_only or names_absent(dag, condition):
             return chunks
         anyhow = {tag: wanted for tag, wanted in condition.items() if tag != "PASS"}
         there = index.select(anyhow) if "PASS" in condition else []
@@ -135,7 +135,8 @@ class Directive:
         return chunks
 
 
-def _names_absent(dag: TrainingDAG, condition: Filter) -> bool:
+def names_absent(dag: TrainingDAG, condition: Filter) -> bool:
+    """Does a filter name what a smaller batch lacks?"""
     for tag, absent in dag.program.absent.items():
         wanted = condition.get(tag)
         if any(w in absent for w in (wanted if isinstance(wanted, list | tuple) else [wanted])):

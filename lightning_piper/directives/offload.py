@@ -10,7 +10,7 @@ import networkx as nx
 
 from lightning_piper.directives.base import Contract, Directive, register
 from lightning_piper.ir.dag import TrainingDAG
-from lightning_piper.ir.filters import AGAIN, Filter
+from lightning_piper.ir.filters import AGAIN, FETCH, STORE, Filter
 from lightning_piper.ir.nodes import Chunk, Node, Ref
 from lightning_piper.ir.values import Kind, Slice
 from lightning_piper.limits import integer, shown
@@ -104,14 +104,14 @@ class Offload(Directive):
             self.refuse("ahead", found, "select one that runs later, or give a number of chunks")
 
     def _store(self, dag: TrainingDAG, chunk: Chunk, ref: Ref) -> Node:
-        store = dag.add(Store(inputs=(ref,), stream=self.store_stream, **_about(dag, chunk, ref)))
+        store = dag.add(Store(inputs=(ref,), stream=self.store_stream, **_about(dag, chunk, ref, STORE)))
         if ref[0] != chunk.id:
             dag.order(chunk, store, dag.origin)  # what is received is waited for where it is computed with
         return store
 
     def _fetch(self, dag: TrainingDAG, store: Node, ref: Ref, readers: list[Chunk]) -> None:
         ahead = 1 if isinstance(self.ahead, Mapping) else self.ahead
-        fetch = Fetch(inputs=((store.id, 0),), stream=self.fetch_stream, ahead=ahead, **_about(dag, readers[0], ref))
+        fetch = Fetch(inputs=((store.id, 0),), stream=self.fetch_stream, ahead=ahead, **_about(dag, readers[0], ref, FETCH))
         dag.add(fetch)
         for reader in readers:
             dag.substitute(reader, ref, (fetch.id, 0))
@@ -138,6 +138,10 @@ def _kept(dag: TrainingDAG, chunk: Chunk, later: Iterable[Chunk]) -> dict[Ref, l
     return kept
 
 
-def _about(dag: TrainingDAG, chunk: Chunk, ref: Ref) -> dict[str, Any]:
-    tags = {tag: value for tag, value in chunk.tags.items() if tag != "PASS"}
-    return {"outputs": (dag.value(ref),), "tags": tags, "devices": chunk.devices, "placed_by": chunk.placed_by}
+def _about(dag: TrainingDAG, chunk: Chunk, ref: Ref, what: str) -> dict[str, Any]:
+    return {
+        "outputs": (dag.value(ref),),
+        "tags": {**chunk.tags, "PASS": what},
+        "devices": chunk.devices,
+        "placed_by": chunk.placed_by,
+    }

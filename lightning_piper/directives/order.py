@@ -10,9 +10,18 @@ from typing import Any, ClassVar
 import networkx as nx
 
 from lightning_piper.directives.backward import split_backward
-from lightning_piper.directives.base import Contract, Directive, register
+from lightning_piper.directives.base import Contract, Directive, names_absent, register
 from lightning_piper.ir.dag import TrainingDAG
-from lightning_piper.ir.filters import Filter, Index, describe, names_split_backward
+from lightning_piper.ir.filters import (
+    AGAIN,
+    Filter,
+    Index,
+    copies,
+    describe,
+    names_again,
+    names_copies,
+    names_split_backward,
+)
 from lightning_piper.ir.nodes import Chunk, Node
 from lightning_piper.ir.regions import Region
 from lightning_piper.ir.values import Kind
@@ -37,6 +46,11 @@ class Order(Directive):
     gradients that other regions wait for, BW makes those of the weights. One that a region does not have is passed over: a
     first stage hands on no gradient, so all of its backward is BW. One that no order names runs by the default order.
 
+    A filter whose PASS is `R` selects second forward passes (`recompute`); they no longer wait for gradients then.
+
+    A filter whose PASS is `STORE` or `FETCH` selects what an `offload` before this order copies to the host, or brings back for the
+    backward passes of what the filter names: a group of its own between groups of chunks.
+
     Order is kept between chunks of one device. Between devices it may only repeat what the data demands anyway. The bits do
     not change: sums of gradients keep their own order.
     """
@@ -54,7 +68,15 @@ class Order(Directive):
             if not isinstance(members, list | tuple) or not members:
                 self.refuse(f"filters[{i}]", f"{shown(group)} is not a group", "give a filter or a non-empty list of filters")
             for condition in members:
-                self.check_filter(f"filters[{i}]", condition)
+                self.check_filter(f"filters[{i}]", condition, copies=True)
+        copying = [any(names_copies(condition) for condition in _members(group)) for group in self.filters]
+        for i, group in enumerate(self.filters):
+            if copying[i] and (len(_members(group)) > 1 or any(copying[i - 1 : i])):  # there is no order among what is brought
+                self.refuse(
+                    f"filters[{i}]",
+                    "STORE or FETCH beside another filter, or behind another one",
+                    "let each be a group of its own, with groups of chunks between them",
+                )
 
     def apply_forward(self, dag: TrainingDAG, training: TrainingDAG | None) -> None:
         """Nothing: without microbatches and backward passes, the data's own order is the only one."""
@@ -62,10 +84,14 @@ class Order(Directive):
     def apply(self, dag: TrainingDAG) -> None:
         self._split_backward(dag)
         index = Index(dag)
-        groups: list[dict[int, Chunk]] = []
+        groups: list[dict[int, Node]] = []
         seen: dict[int, int] = {}
         for i, group in enumerate(self.filters):
-            lanes = [self.select(dag, f"filters[{i}]", condition, index) for condition in _members(group)]
+            lanes = [self._selected(dag, f"filters[{i}]", condition, index) for condition in _members(group)]
+            for condition, lane in zip(_members(group), lanes, strict=True):
+                for chunk in lane if names_again(condition) else ():
+                    if chunk.tags["PASS"] == AGAIN:
+                        dag.release(chunk)
             chunks = {chunk.id: chunk for lane in lanes for chunk in lane}
             for chunk in chunks.values():
                 if chunk.id in seen:
@@ -76,13 +102,23 @@ class Order(Directive):
                     )
                 seen[chunk.id] = i
                 dag.name(chunk, dag.origin)
-            if chunks:
+            if groups and chunks and all(_is_copy(node) for node in (*groups[-1].values(), *chunks.values())):
+                groups[-1] |= chunks  # a smaller batch lacks the chunks between them
+            elif chunks:
                 groups.append(chunks)
             if sum(map(bool, lanes)) > 1:
                 dag.overlaps.append(tuple(tuple(chunk.id for chunk in lane) for lane in lanes if lane))
         for before, after in itertools.pairwise(groups):
             self._sequence(dag, list(before.values()), list(after.values()))
         self._refuse_cycle(dag)
+
+    def _selected(self, dag: TrainingDAG, field: str, condition: Filter, index: Index) -> Sequence[Node]:
+        if not names_copies(condition):
+            return self.select(dag, field, condition, index)
+        found = copies(dag, condition)
+        if not found and not names_absent(dag, condition):
+            self.refuse(field, f"{describe(condition)} matches nothing", "name what an offload before this order has selected")
+        return found
 
     def _split_backward(self, dag: TrainingDAG) -> None:
         """Split the backward chunks that filters select by the passes of a split backward."""
@@ -102,9 +138,9 @@ class Order(Directive):
                 chosen[chunk.id] = chunk
         split_backward(dag, list(chosen.values()))
 
-    def _sequence(self, dag: TrainingDAG, before: list[Chunk], after: list[Chunk]) -> None:
+    def _sequence(self, dag: TrainingDAG, before: list[Node], after: list[Node]) -> None:
         """Temporal edges between all of `before` and all of `after`, device by device; m + n of them, not m * n."""
-        by_device: dict[tuple[int, ...], tuple[list[Chunk], list[Chunk]]] = {}
+        by_device: dict[tuple[int, ...], tuple[list[Node], list[Node]]] = {}
         for side, chunks in enumerate((before, after)):
             for chunk in chunks:
                 by_device.setdefault(chunk.devices, ([], []))[side].append(chunk)
@@ -119,7 +155,7 @@ class Order(Directive):
         if len(by_device) > 1:
             self._across(dag, before, after)
 
-    def _across(self, dag: TrainingDAG, before: list[Chunk], after: list[Chunk]) -> None:
+    def _across(self, dag: TrainingDAG, before: list[Node], after: list[Node]) -> None:
         """Between devices nothing but data makes one wait for another: demand that it does."""
         bit = {chunk.id: 1 << i for i, chunk in enumerate(before)}
         reached: dict[int, int] = {}
@@ -182,6 +218,10 @@ def _entered_again(dag: TrainingDAG) -> str:
 
 def _members(group: Filter | Sequence[Filter]) -> Sequence[Filter]:
     return [group] if isinstance(group, Mapping) else group
+
+
+def _is_copy(node: Node) -> bool:
+    return names_copies(node.tags)
 
 
 def _why(dag: TrainingDAG, before: int, after: int) -> str:

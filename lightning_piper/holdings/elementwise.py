@@ -18,7 +18,7 @@ from torch.optim import Optimizer
 
 from lightning_piper.holdings.trial import COURSES, Kind, Run, kinds_of, remade, run
 
-__all__ = ["NotElementwise", "StateKeys", "Untried", "remade", "sees_others", "state_keys"]
+__all__ = ["NotElementwise", "StateKeys", "Untried", "goes_in_parts", "remade", "sees_others", "state_keys"]
 
 # The same kernels may round an element differently at the end of a longer vector; a norm changes it by more than a tenth.
 RTOL, ATOL = 1e-9, 1e-12
@@ -165,3 +165,23 @@ def _sees_others(optimizer: Optimizer, kinds: Sequence[Kind], device: torch.devi
             if not all(close):
                 return True
     return False
+
+
+def goes_in_parts(optimizer: Optimizer, chosen: Sequence[Sequence[Tensor]], device: torch.device) -> bool:
+    """Is a step of some parameters, and then one of the others, bit by bit a step of all? False also if copies cannot be run.
+
+    One that counts its steps in a group (not with each parameter), or that runs its closure again, is not.
+
+    Args:
+        optimizer, chosen, device: as for `sees_others`.
+    """
+    kinds = kinds_of(chosen) * 2
+    try:
+        for course in COURSES:
+            whole = run(optimizer, kinds, course, device, dtype=torch.float32)
+            parts = run(optimizer, kinds, course, device, whole.before, whole.grads, dtype=torch.float32, apart=True)
+            if any(not torch.equal(x, parts.params[i]) for i, x in whole.params.items()):
+                return False
+    except Exception:
+        return False
+    return True

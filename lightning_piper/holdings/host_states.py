@@ -2,22 +2,32 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Collection, Iterator
+from contextlib import ExitStack
+from types import MethodType
 from typing import Any
 
 import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
+from lightning_piper.capture._torch import register_first_post_hook
+from lightning_piper.holdings.elementwise import goes_in_parts
+from lightning_piper.holdings.in_parts import only, own_step
 from lightning_piper.holdings.optimizer import ShardedOptimizer
+
+PART = 32 * 2**20  # bytes of parameters whose states are on the device at once
 
 
 class HostStates:
     """The states of some parameters: on the device while the optimizer updates them, else on the host.
 
-    A step's closure runs forward and backward passes: states come to the device when it has returned, and are copied back behind
-    the update. Room on the host is kept, pinned where copies are asynchronous. States that a checkpoint brings stay on the device
-    up to the next step.
+    Parameters are updated part by part, in their order: fetch the states of a part, update, store them. An optimizer that would
+    compute something else then (`goes_in_parts`) updates all at once. A step's closure runs forward and backward passes, so states
+    come when it has returned. The last part is updated by the step that was called, with its hooks; those before it by the step of
+    the optimizer's class alone. Room on the host is kept, pinned where copies are asynchronous. States that a checkpoint brings
+    stay on the device up to the next step.
 
     Args:
         optimizer: cut down to what this process holds.
@@ -29,37 +39,82 @@ class HostStates:
         self._optimizer, self._names, self._device = optimizer, frozenset(names), device
         self._pinned = device.type != "cpu"
         self._room: dict[tuple[Tensor, str], Tensor] = {}
-        optimizer.optimizer.register_step_pre_hook(self._before)
-        optimizer.optimizer.register_step_post_hook(self._after)
+        self._part: list[Tensor] = []  # hosted parameters that are updated now
+        self._rest = ExitStack()  # puts the groups together again
+        own = optimizer.optimizer
+        self._apart = len(list(self._parts())) > 1 and goes_in_parts(own, optimizer.of_groups(), device)
+        own.register_step_pre_hook(self._before)
+        register_first_post_hook(own, self._after)  # others see all parameters
+        # A method, as schedulers that are made later (SWALR) expect.
+        own.step = MethodType(self._around(own.step), own)  # type: ignore[method-assign]
 
     @property
     def nbytes(self) -> int:
         """Of the host's memory."""
         return sum(room.nbytes for room in self._room.values())
 
-    def _states(self) -> Iterator[tuple[Tensor, str, Tensor]]:
-        """Parameter, key and tensor; numbers, such as counts of steps, stay where they are."""
+    def _parts(self) -> Iterator[tuple[list[Tensor], list[Tensor]]]:
+        """All parameters, cut behind each `PART` bytes of hosted ones, and which of them are hosted."""
+        params: list[Tensor] = []
+        hosted: list[Tensor] = []
         for _, name, p in self._optimizer.held():
-            if name in self._names:
-                for key, value in self._optimizer.optimizer.state.get(p, {}).items():
-                    if isinstance(value, Tensor) and value.numel() > 1:
-                        yield p, key, value
+            if name in self._names and sum(x.nbytes for x in hosted) + p.nbytes > PART and hosted:
+                yield params, hosted
+                params, hosted = [], []
+            params.append(p)
+            hosted += [p] if name in self._names else []
+        yield params, hosted
+
+    def _states(self) -> Iterator[tuple[Tensor, str, Tensor]]:
+        """Of this part, parameter, key and tensor; numbers, such as counts of steps, stay where they are."""
+        for p in self._part:
+            for key, value in self._optimizer.optimizer.state.get(p, {}).items():
+                if isinstance(value, Tensor) and value.numel() > 1:
+                    yield p, key, value
+
+    def _around(self, step: Callable[..., Any]) -> Callable[..., Any]:
+        """The optimizer's step, behind which its groups are whole, however it ends."""
+
+        @functools.wraps(step)  # learning rate schedulers look for a mark on it
+        def stepped(_: Optimizer, *args: Any, **kwargs: Any) -> Any:
+            try:
+                return step(*args, **kwargs)
+            finally:
+                self._rest.close()
+
+        return stepped
 
     def _before(self, optimizer: Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Any, dict[str, Any]]:
         if args and callable(args[0]):
-            return (self._bringing(args[0]), *args[1:]), kwargs
+            return (self._updating(args[0]), *args[1:]), kwargs
         if callable(kwargs.get("closure")):
-            return args, kwargs | {"closure": self._bringing(kwargs["closure"])}
-        self._bring()
+            return args, kwargs | {"closure": self._updating(kwargs["closure"])}
+        self._update()
         return args, kwargs
 
-    def _bringing(self, closure: Callable[[], Any]) -> Callable[[], Any]:
+    def _updating(self, closure: Callable[[], Any]) -> Callable[[], Any]:
         def run() -> Any:
             loss = closure()
-            self._bring()
+            self._update()
             return loss
 
         return run
+
+    def _update(self) -> None:
+        """Gradients are there: update all parts but the last one."""
+        optimizer = self._optimizer.optimizer
+        self._rest.close()
+        parts = list(self._parts())
+        if not self._apart:
+            parts = [([p for params, _ in parts for p in params], [p for _, hosted in parts for p in hosted])]
+        for params, self._part in parts[:-1]:
+            with only(optimizer, params):
+                self._bring()
+                own_step(optimizer)(optimizer)
+                self._store()
+        params, self._part = parts[-1]
+        self._rest.enter_context(only(optimizer, params))
+        self._bring()
 
     def _bring(self) -> None:
         for p, key, value in list(self._states()):
@@ -68,12 +123,16 @@ class HostStates:
                     value, non_blocking=self._pinned
                 )
 
-    def _after(self, optimizer: Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+    def _store(self) -> None:
         for p, key, value in list(self._states()):
             room = self._room.get((p, key))
             if room is None or room.shape != value.shape or room.dtype != value.dtype:
                 room = self._room[p, key] = torch.empty_like(value, device="cpu", pin_memory=self._pinned)
             if room is not value:
                 self._optimizer.optimizer.state[p][key] = room.copy_(value, non_blocking=self._pinned)
+
+    def _after(self, optimizer: Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        self._store()
+        self._rest.close()
         if self._pinned:
             torch.accelerator.current_stream(self._device).synchronize()  # whoever reads a state finds it whole

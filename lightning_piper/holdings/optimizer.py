@@ -136,7 +136,7 @@ class ShardedOptimizer:
         """The processes have different parameters. All processes find the same."""
         name = type(self.optimizer).__name__
         try:
-            together = sees_others(self.optimizer, self._of_groups(), self._world.device)
+            together = sees_others(self.optimizer, self.of_groups(), self._world.device)
         except Untried as error:
             raise PiperError(
                 f"PiperStrategy: {name} must treat each parameter on its own, for each process has those of its stage, but this "
@@ -158,12 +158,12 @@ class ShardedOptimizer:
         if not found:
             return StateKeys()
         try:
-            return state_keys(self.optimizer, self._of_groups(sharded), self._world.device)
+            return state_keys(self.optimizer, self.of_groups(sharded), self._world.device)
         except NotElementwise as error:
             name = next((name for name in found if sharded[name] is error.param), found[0])
             raise PiperError(_refusal(type(self.optimizer).__name__, str(error), name, compiled)) from error.__cause__
 
-    def _of_groups(self, only: Mapping[str, Tensor] | None = None) -> list[list[Tensor]]:
+    def of_groups(self, only: Mapping[str, Tensor] | None = None) -> list[list[Tensor]]:
         """The parameters of each group, in their full shapes. `only`: of the module, these and no others."""
         params = self._ownership.params if only is None else only
         return [

@@ -14,6 +14,8 @@ from lightning.pytorch.utilities.seed import isolate_rng
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
+from lightning_piper.holdings.in_parts import only, own_step
+
 SIDE, FEW, LEAST = 128, 2, 8192  # of sides of matrices, of other dimensions, and of all elements: see `reduced`
 
 
@@ -121,6 +123,7 @@ def run(
     grads: Sequence[Mapping[int, Tensor]] = (),
     seed: int = 0,
     dtype: torch.dtype = torch.float64,
+    apart: bool = False,
 ) -> Run:
     """Run a copy of an optimizer.
 
@@ -130,6 +133,7 @@ def run(
         grads: of each step; left out: the course's.
         seed: of the optimizer's random numbers.
         dtype: of the parameters.
+        apart: update one parameter after another, each in a step of its own.
 
     Raises:
         Exception: whatever making a copy or its step raises; or it leaves everything as it is, or runs the closure again.
@@ -152,7 +156,7 @@ def run(
                 scale = course.scales[number % len(course.scales)]
                 given = {i: scale * _gradient(kinds[i], p.detach(), course, draw) for i, p in params.items()}
             seen.append(grads[number] if grads else given)
-            _step(made, [(p, seen[-1][i]) for i, p in params.items()])
+            _step(made, [(p, seen[-1][i]) for i, p in params.items()], apart)
     moving = any(grad.any() for step in seen for grad in step.values())
     if moving and all(torch.equal(p, before[i]) for i, p in params.items()):
         raise RuntimeError("it leaves the copies of its parameters as they are")
@@ -183,7 +187,7 @@ def _gradient(kind: Kind, value: Tensor, course: Course, draw: torch.Generator) 
     return grad
 
 
-def _step(optimizer: Optimizer, grads: Sequence[tuple[nn.Parameter, Tensor]]) -> None:
+def _step(optimizer: Optimizer, grads: Sequence[tuple[nn.Parameter, Tensor]], apart: bool) -> None:
     """As the Trainer makes it: gradients come with the closure."""
     calls = 0
 
@@ -195,7 +199,11 @@ def _step(optimizer: Optimizer, grads: Sequence[tuple[nn.Parameter, Tensor]]) ->
         return grads[0][1].new_ones(())
 
     closure()
-    optimizer.step(closure=closure)
+    for p, _ in grads[:-1] if apart else ():
+        with only(optimizer, [p]):
+            own_step(optimizer)(optimizer)
+    with only(optimizer, [p for p, _ in (grads[-1:] if apart else grads)]):
+        optimizer.step(closure=closure)
     if calls > 2:
         raise RuntimeError("it runs the closure more than once")
 

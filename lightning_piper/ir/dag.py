@@ -319,8 +319,13 @@ class TrainingDAG:
         elif self.graph.edges[before.id, after.id]["order"] is None:
             self.graph.edges[before.id, after.id]["order"] = origin
 
-    def name(self, chunk: Chunk, by: int | None) -> None:
-        """An order names a chunk; the first one counts."""
+    def release(self, node: Node) -> None:
+        """Let a node wait for its data alone, and no longer for what the directive that made it put before it."""
+        edges = self.graph.in_edges(node.id, data=True)
+        self.graph.remove_edges_from([(a, b) for a, b, edge in edges if not edge["data"] and edge["order"] == node.origin])
+
+    def name(self, chunk: Node, by: int | None) -> None:
+        """An order names a chunk, or a copy to the host or back; the first one counts."""
         if self.graph.nodes[chunk.id]["order"] is None:
             self.graph.nodes[chunk.id]["order"] = by
 

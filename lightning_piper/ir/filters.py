@@ -1,7 +1,8 @@
 """Filters select nodes by their tags.
 
 `{"PP": 1}` an index, `{"PP": [0, 1]}` any of them, `{"PP": "*"}` any index, `{"PP": "-"}` the tag is absent, `{}` everything.
-`PASS` is `F`, `B`, `BI` or `BW`, or `R`: a forward pass again (`recompute`).
+`PASS` is `F`, `B`, `BI` or `BW`, or `R`: a forward pass again (`recompute`). In an order it may be `STORE` or `FETCH`: what waits
+on the host (`offload`).
 """
 
 from __future__ import annotations
@@ -9,17 +10,28 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 
 from lightning_piper.ir.dag import TrainingDAG
-from lightning_piper.ir.nodes import Chunk
+from lightning_piper.ir.nodes import Chunk, Node
 from lightning_piper.ir.regions import SPLIT_BACKWARD
 from lightning_piper.limits import INDEX, SHOWN, is_name, shown
 
 Filter = Mapping[str, object]
 AGAIN = "R"  # a forward pass that runs again
+STORE, FETCH = COPIES = ("STORE", "FETCH")  # what waits on the host: no chunks, only orders name them
 PASSES = ("F", "B", *SPLIT_BACKWARD, AGAIN)
 
 
-def problem_with(condition: object) -> str | None:
-    """Why something is not a filter, or None."""
+def names_copies(condition: Filter) -> bool:
+    return condition.get("PASS") in COPIES
+
+
+def names_again(condition: Filter) -> bool:
+    """Does a filter ask for second forward passes by their own name?"""
+    wanted = condition.get("PASS")
+    return AGAIN in (wanted if isinstance(wanted, list | tuple) else (wanted,))
+
+
+def problem_with(condition: object, copies: bool = False) -> str | None:
+    """Why something is not a filter, or None. `copies`: it may name stores or fetches."""
     if not isinstance(condition, Mapping):
         return f'{shown(condition)} is not a filter; give an object such as {{"PP": 0}}'
     for tag, wanted in condition.items():
@@ -30,8 +42,11 @@ def problem_with(condition: object) -> str | None:
             return f"tag {tag!r} has an empty list; name at least one index"
         for option in options:
             if tag == "PASS":
+                if copies and wanted in COPIES:
+                    continue
                 if not isinstance(option, str) or option not in (*PASSES, "*"):
-                    return f"PASS {shown(option)} is unknown; accepted are {', '.join(PASSES)} and '*'"
+                    more = ", and each for itself STORE and FETCH" if copies else ""
+                    return f"PASS {shown(option)} is unknown; accepted are {', '.join(PASSES)} and '*'{more}"
             elif isinstance(wanted, str) and option in ("*", "-"):
                 continue
             elif isinstance(option, bool) or not isinstance(option, int) or not 0 <= option < INDEX:
@@ -77,6 +92,11 @@ class Index:
             if isinstance(wanted, int) or (tag == "PASS" and wanted in PASSES):
                 pools.append(self._by.get((tag, wanted), []))
         return [chunk for chunk in min(pools, key=len) if matches(condition, chunk.tags)]
+
+
+def copies(dag: TrainingDAG, condition: Filter) -> list[Node]:
+    """Stores or fetches that match, in order of creation."""
+    return [node for node in dag.nodes.values() if node.tags.get("PASS") in COPIES and matches(condition, node.tags)]
 
 
 def describe(condition: Filter) -> str:

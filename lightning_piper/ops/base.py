@@ -44,8 +44,8 @@ class Exchange(ABC):
 
     Attributes:
         kind: where an operation of torch.distributed does the same, its name: a transport may take that one. `all_reduce`: the
-            state is the tensors, and what they are when all are summed is the value. `reduce_scatter`: the state is the flat
-            tensor, of which the parts are equal ones. `all_gather`: all rooms are equal parts of one flat tensor, in their order.
+            state is the tensors, and what they are when all are summed is the value. `reduce_scatter`: the state begins with the
+            flat tensor, of which the parts are equal ones. `all_gather`: all rooms are equal parts of one flat tensor, in order.
             `all_to_all`: nothing more. None: parts go from each member to the others.
     """
 

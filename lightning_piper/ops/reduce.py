@@ -165,30 +165,34 @@ class _AllReduce(Exchange):
 
 
 class _ReduceScatter(Exchange):
+    """The state is the flat tensor, and where one of the first two parts is received, if it is: the sum is put there."""
+
     kind = "reduce_scatter"
 
     def __init__(self, instruction: ReduceScatterInstruction, on: Binding) -> None:
         self._count, self._own = len(instruction.members), instruction.members.index(on.own)
         self._take = take(instruction, on.slots)
 
-    def bring(self) -> Bundle:
-        return self._take()
+    def bring(self) -> list[Any]:
+        return [*self._take(), None]
 
-    def parts(self, state: Bundle) -> Sequence[torch.Tensor]:
-        return state[0].chunk(self._count)
+    def parts(self, state: list[Any]) -> Sequence[torch.Tensor]:
+        return state[0].chunk(self._count)  # type: ignore[no-any-return]
 
-    def room(self, state: Bundle, parts: Sequence[Any]) -> list[torch.Tensor]:
-        return [part if i == self._own else torch.empty_like(part) for i, part in enumerate(parts)]
+    def room(self, state: list[Any], parts: Sequence[Any]) -> list[torch.Tensor]:
+        rooms = [part if i == self._own else torch.empty_like(part) for i, part in enumerate(parts)]
+        state[1] = rooms[0 if self._own else 1]
+        return rooms
 
-    def join(self, state: Bundle, received: Sequence[torch.Tensor]) -> Bundle:
-        return summed([(part,) for part in received])
+    def join(self, state: list[Any], received: Sequence[torch.Tensor]) -> Bundle:
+        return summed([(part,) for part in received], into=(state[1],))
 
 
-def summed(parts: Sequence[Bundle]) -> Bundle:
-    """The sum in tensors of its own, from the first member to the last."""
+def summed(parts: Sequence[Bundle], into: Sequence[torch.Tensor | None] | None = None) -> Bundle:
+    """The sum in tensors of its own, from the first member to the last. `into`: where the sums are put; parts may lie there."""
     if len(parts) == 1:
         return tuple(x.clone() for x in parts[0])
-    total = tuple(torch.add(x, y) for x, y in zip(parts[0], parts[1], strict=True))
+    total = tuple(torch.add(x, y, out=z) for x, y, z in zip(parts[0], parts[1], into or [None] * len(parts[0]), strict=True))
     for part in parts[2:]:
         for x, y in zip(total, part, strict=True):
             x.add_(y)

@@ -102,8 +102,8 @@ def _all_reduce(exchange: Exchange, into: int, slots: Slots, members: Members) -
 
 def _reduce_scatter_nccl(exchange: Exchange, into: int, slots: Slots, members: Members) -> Bound:
     def start() -> None:
-        (flat,) = state = exchange.bring()
-        parts = parts_of(exchange, state, len(members.ranks))
+        state = exchange.bring()
+        flat, parts = state[0], parts_of(exchange, state, len(members.ranks))
         total = torch.empty_like(parts[members.own])
         if members.in_order:
             work = _reduce_scatter_flat(total, flat, group=members.group, async_op=True)

@@ -10,7 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import lightning_piper as piper
-from lightning_piper import Offload, Place, Recompute, Replicate, schedules
+from lightning_piper import Offload, Order, Place, Recompute, Replicate, schedules
 from lightning_piper.errors import DirectiveError, VerificationError
 from lightning_piper.holdings.host_states import HostStates
 from lightning_piper.ir.nodes import Chunk
@@ -76,6 +76,25 @@ def test_it_is_fetched_in_time():
     assert issued_between([ONE, SPLIT, off(2)]) == {2}
     (distance,) = issued_between([ONE, SPLIT, off({"LAYER": 3, "MB": 0, "PASS": "B"}, LAYER=1, MB=0)])
     assert distance == 2
+
+
+def named(what: str, layer: int) -> dict[str, Any]:
+    return {"LAYER": layer, "MB": 0, "PASS": what}
+
+
+def test_an_order_names_what_is_fetched_and_stored():
+    one = off(64, LAYER=1, MB=0)
+    sooner = Order(filters=[named("FETCH", 1), named("B", 3)])
+    later = Order(filters=[named("B", 3), named("FETCH", 1), named("B", 2)])
+    assert issued_between([ONE, SPLIT, one, later]) == {1} != issued_between([ONE, SPLIT, one])
+    assert issued_between([ONE, SPLIT, off(0, LAYER=1, MB=0), sooner]) == {2}
+    program = [ONE, SPLIT, one, Order(filters=[named("F", 3), named("STORE", 1), named("B", 3)]), later]
+    compiled = compiled_for(program)
+    ids, dag = [i.node for i in compiled.plans[0].instructions], compiled.dag
+    chunks = {(c.tags["LAYER"], c.tags["MB"], c.tags["PASS"]): ids.index(c.id) for c in dag.of_type(Chunk)}
+    stores = [ids.index(store.id) for store in dag.of_type(Store)]
+    assert stores and all(chunks[3, 0, "F"] < at < chunks[3, 0, "B"] for at in stores)
+    verified(report_of(program))
 
 
 def test_copies_take_time_beside_chunks():
@@ -172,6 +191,12 @@ def test_what_is_wrong_is_found(name, monkeypatch):
         ([ONE, Offload(filter={}, saved=False)], "give True for one of them, or for both"),
         ([ONE, off(PASS="B")], "nothing of what it selects is kept"),
         ([ONE, off(), off()], "nothing of what it selects is kept"),
+        ([ONE, SPLIT, Order(filters=[{"PASS": "FETCH"}, LAYER_1])], "PASS: FETCH} matches nothing; name what an offload before"),
+        ([ONE, SPLIT, off(), Order(filters=[LAYER_1, {**LAYER_1, "PASS": "FETCH"}])], "contradicts what must come first"),
+        ([ONE, SPLIT, off(), Order(filters=[[LAYER_1, {"PASS": "STORE"}], {"PASS": "B"}])], "let each be a group of its own"),
+        ([ONE, SPLIT, off(), Order(filters=[{"PASS": "STORE"}, {"PASS": "FETCH"}])], "let each be a group of its own"),
+        ([ONE, SPLIT, off(), Order(filters=[{"PASS": ["B", "FETCH"]}, LAYER_1])], "each for itself STORE and FETCH"),
+        ([ONE, off(), off(PASS="FETCH")], "PASS 'FETCH' is unknown"),
         ([ONE, off(), SPLIT], "is offloaded by directive 1; split before the offload"),
         ([ONE, off(), again()], "is offloaded by directive 1; recompute before the offload"),
         ([TWO, off(), Place(filter={}, devices=[0])], "already on device"),
@@ -194,32 +219,55 @@ def test_trainings_are_those_of_one_device():
 
 
 @pytest.mark.parametrize("level", [{}, {"shard_optimizer": True}, {"shard_params": True}], ids=str)
-def test_states_wait_on_the_host(level, monkeypatch):
-    """They are there for the update alone; and what is trained is the same."""
+@pytest.mark.parametrize("part", [1, 2**30])
+def test_states_wait_on_the_host(level, part, monkeypatch):
+    """They are there for the update of their part alone; and what is trained is the same."""
     module, other, less = decoder(), decoder(), decoder()
-    seen: list[tuple[bool, ...]] = []
+    on_device, whole = [], []
+    bring, after = HostStates._bring, HostStates._after
 
-    def spy(name: str) -> None:
-        original = getattr(HostStates, name)
+    def spy(self: Any) -> None:
+        bring(self)
+        state = self._optimizer.optimizer.state
+        on_device.append(sum(state[p][key].nbytes for (p, key), room in self._room.items() if state[p][key] is not room))
+        whole.append(self.nbytes)
 
-        def run(self: Any, *args: Any) -> Any:
-            made = original(self, *args)
-            seen.append(tuple(self._room.get((p, key)) is value for p, key, value in self._states()))
-            return made
+    def seen(self: Any, optimizer: Any, *args: Any) -> None:
+        after(self, optimizer, *args)
+        assert all(optimizer.state[p][key] is room for (p, key), room in self._room.items()) and self._room
 
-        monkeypatch.setattr(HostStates, name, run)
-
-    spy("_bring"), spy("_after")
+    monkeypatch.setattr(HostStates, "_bring", spy)
+    monkeypatch.setattr(HostStates, "_after", seen)
+    monkeypatch.setattr("lightning_piper.holdings.host_states.PART", part)
     program = [TWO, Replicate(filter={}, devices=[0, 1], **level), Offload(filter={"LAYER": [1, 2]}, saved=False, states=True)]
     fit(module, piper.PiperStrategy(program, transport="local"), max_epochs=2)
     fit(other, "auto", max_epochs=2)
     fit(less, "auto", max_epochs=1)
     assert far(module, other) < 1e-12 < 1e-6 < far(less, other)
-    assert (
-        seen[0] == ()
-        and any(seen)
-        and all(not any(brought) and all(kept) for brought, kept in zip(seen[::2], seen[1::2], strict=True))
-    )
+    assert 0 < max(on_device) < 0.5 * max(whole) if part == 1 else max(on_device) == max(whole)
+
+
+def test_hooks_and_schedules_see_one_step(monkeypatch):
+    """Of all parameters, though they are updated part by part; and so when a step fails in the middle."""
+    monkeypatch.setattr("lightning_piper.holdings.host_states.PART", 1)
+    module, other, seen = decoder(), decoder(), []
+
+    def scheduled(self: Any) -> Any:
+        optimizer = torch.optim.AdamW(self.parameters(), lr=1e-2)
+        optimizer.register_step_post_hook(lambda o, *_: seen.append(sum(len(group["params"]) for group in o.param_groups)))
+        return [optimizer], [torch.optim.lr_scheduler.StepLR(optimizer, 1)]
+
+    monkeypatch.setattr(type(module), "configure_optimizers", scheduled)
+    program = [ONE, Offload(filter={}, saved=False, states=True)]
+    trainer = fit(module, piper.PiperStrategy(program, transport="local"), max_epochs=2)
+    assert seen == [len(list(module.parameters()))] * trainer.global_step
+    fit(other, "auto", max_epochs=2)
+    assert far(module, other) < 1e-12
+    (optimizer,) = trainer.optimizers
+    monkeypatch.setattr(HostStates, "_store", lambda self: 1 / 0)
+    with pytest.raises(ZeroDivisionError):
+        optimizer.step()
+    assert len(optimizer.param_groups[0]["params"]) == seen[0]
 
 
 def offloads(case: Case, dag: Any) -> st.SearchStrategy[Offload]:

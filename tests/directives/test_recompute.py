@@ -218,6 +218,21 @@ def test_an_order_may_name_second_passes():
         piper.compile(decoder(), tensors(8), [ONE, SPLIT, again(LAYER=1), Order(filters=[{**second, "PASS": "B"}, second])])
 
 
+def test_a_second_pass_that_an_order_names_waits_for_no_gradient():
+    """Layers of one device too, whose gradients come from the next one."""
+
+    def first(*filters: Any) -> bool:
+        compiled = piper.compile(decoder(), tensors(8), [ONE, SPLIT, again(), Order(filters=filters)])
+        ids = [i.node for i in compiled.plans[0].instructions if isinstance(i, Run)]
+        at = {(c.tags["LAYER"], c.tags["MB"], c.tags["PASS"]): ids.index(c.id) for c in compiled.dag.of_type(Chunk)}
+        return at[1, 0, "R"] < at[3, 0, "B"]
+
+    last = {"LAYER": 3, "MB": 0, "PASS": "B"}
+    program = [ONE, SPLIT, again(), Order(filters=[{"LAYER": 1, "MB": 0, "PASS": "R"}, last])]
+    verified(decoder(), tensors(8), program)
+    assert first(*program[-1].filters) and not first({"LAYER": 1, "MB": 0, "PASS": "F"}, last)
+
+
 def test_a_second_pass_of_other_samples_is_found(monkeypatch):
     def lame(self: Any, dag: Any) -> None:
         original(self, dag)

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+from functools import partial
+
 import pytest
 import torch
 from torch import nn, optim
 
-from lightning_piper.holdings.elementwise import NotElementwise, Untried, remade, sees_others, state_keys
+from lightning_piper.holdings.elementwise import NotElementwise, Untried, goes_in_parts, remade, sees_others, state_keys
 from lightning_piper.holdings.trial import reduced
 from tests.strategy import optimizers as own
 
@@ -139,6 +141,26 @@ def test_parameter_by_parameter(name):
 def test_all_parameters_together(name):
     optimizer = made(TOGETHER[name], {})
     assert sees_others(optimizer, chosen(optimizer), CPU)
+
+
+class Counting(optim.SGD):
+    """Its rate falls with the steps that its groups have counted."""
+
+    def step(self, closure=None):
+        loss = super().step(closure)
+        for group in self.param_groups:
+            group["k"] = group.get("k", 0) + 1
+            group["lr"] = 0.1 / group["k"]
+        return loss
+
+
+@pytest.mark.parametrize("kind, parts", [
+    *((own.Lion, True), (optim.AdamW, True), (partial(optim.SGD, momentum=0.9), True), (own.Lamb, True), (optim.Muon, True)),
+    *((own.Clipping, False), (Counting, False), (own.Lookahead, False), (optim.LBFGS, False)),
+])  # fmt: skip
+def test_part_by_part(kind, parts):
+    optimizer = made(lookahead if kind is own.Lookahead else kind, {}, shapes=((5, 3), (6, 4)))
+    assert goes_in_parts(optimizer, chosen(optimizer), CPU) == parts
 
 
 @pytest.mark.parametrize("kind, options, words", [

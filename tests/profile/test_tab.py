@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import shutil
 import subprocess
 import sys
 import urllib.error
@@ -137,14 +138,66 @@ def test_runs_can_be_switched_and_compared(browser: Browser, site: Site) -> None
     assert boxes(browser, "measured") == len(recorded["boxes"])
     devices = f"{FRAME} return page.querySelectorAll('#devices tbody tr').length"
     assert browser.wait("the table", devices) == 3
+    choose(browser, "step", "step_2.json")
     choose(browser, "other-run", run_name(site, site.demo))
-    browser.wait("the comparison", f"{FRAME} return page.querySelector('#compared')?.dataset.drawMs")
+    choose(browser, "other-step", "step_3.json")
+    wanted = f"other\nstep_2.json\n{run_name(site, site.demo)}\nstep_3.json"
+    now = f"page.querySelector('#body').dataset.shown === {json.dumps(wanted)}"
+    browser.wait("the comparison", f"{FRAME} return {now} && page.querySelector('#compared')?.dataset.drawMs")
     assert boxes(browser, "compared") == len(steps(site.demo)[0]["step"]["boxes"])
+    assert boxes(browser, "planned-other") == len(plan(site.demo)["step"]["boxes"])
     assert "→" in browser.run(f"(() => {{ {FRAME} return page.querySelector('#devices').textContent }})()")
     browser.screenshot(ARTIFACTS / "piper_tab_compare.png")
+    check_side_by_side(table(browser), [site.other, site.demo])
+    both = [plan(run)["step"]["step_time"] for run in (site.other, site.demo)] + [recorded["step_time"]]
+    assert browser.run(f"(() => {{ {FRAME} return piper.view.end }})()") >= max(both)  # one scale for all of it
     choose(browser, "other-run", "")
     shown(browser, run_name(site, site.demo))
     assert boxes(browser, "measured") == len(steps(site.demo)[0]["step"]["boxes"]) != len(recorded["boxes"])
+
+
+def table(browser: Browser) -> dict[str, list[str]]:
+    """Of the two programs: name of a figure -> its cells."""
+    rows = "[...page.querySelectorAll('#side-by-side tbody tr')].map(row => [...row.cells].map(cell => cell.innerText))"
+    return {name: cells for name, *cells in browser.run(f"(() => {{ {FRAME} return {rows} }})()")}
+
+
+def check_side_by_side(found: dict[str, list[str]], runs: list[Path]) -> None:
+    """Planned, measured, and the difference, of both; then the differences between them: as their files have them."""
+
+    def value(text: str) -> float:
+        number, unit = text.split()[:2]
+        return float(number) * {"s": 1, "ms": 1e-3, "µs": 1e-6, "B": 1, "KiB": 2**10, "MiB": 2**20}[unit]
+
+    def mean(step: Any, key: str) -> float:
+        return sum(figures[key] for figures in step["devices"].values()) / len(step["devices"])
+
+    steps_of = [step for run in runs for step in (plan(run)["step"], steps(run)[0]["step"])]
+    wanted = {"step time": [step["step_time"] for step in steps_of]}
+    for name, key in {"busy": "busy", "bubble": "bubble", "exposed communication": "exposed"}.items():
+        wanted[name] = [mean(step, key) for step in steps_of]
+    fixed = [sum(steps(run)[0]["fixed"]["1"].values()) for run in runs for _ in range(2)]
+    wanted["memory of device 1"] = [x["devices"]["1"]["peak_bytes"] + n for x, n in zip(steps_of, fixed, strict=True)]
+    for name, (a, b, c, d) in wanted.items():
+        whole = [a, b, b - a, c, d, d - c, c - a, d - b]
+        assert [value(text) for text in found[name]] == pytest.approx(whole, rel=0.02, abs=1e-8), name  # three digits are written
+    assert found["memory of device 2"][3:] == ["-"] * 5 and "-" not in found["memory of device 2"][:3]  # the demo has two devices
+
+
+def test_a_run_that_is_deleted_while_it_is_compared(browser: Browser, site: Site) -> None:
+    gone = site.other.parent / "gone"
+    write_large(gone, 80)
+    shown(browser, "other")
+    choose(browser, "other-run", "gone")  # known after the next look
+    shown(browser, "other")
+    choose(browser, "other-run", "gone")
+    browser.wait("the comparison", f"{FRAME} return page.querySelector('#compared')?.dataset.boxes === '80'")
+    assert table(browser)["memory of device 7"][:3] == ["-"] * 3
+    shutil.rmtree(gone)
+    choose(browser, "other-run", "gone")
+    left = f"{FRAME} return !page.querySelector('#other-run').value && !page.querySelector('#compared')"
+    browser.wait("the other alone", f"{left} && page.querySelector('#measured')?.dataset.drawMs")
+    assert all("gone" not in key for key in browser.run(f"(() => {{ {FRAME} return [...piper.cache.keys()] }})()"))
 
 
 def test_zooming_shows_less_in_more_detail(browser: Browser, site: Site) -> None:

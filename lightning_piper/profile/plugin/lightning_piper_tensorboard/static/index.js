@@ -1,7 +1,8 @@
-// The PIPER tab: choose a run and a step, see the planned step above the measured one, and compare two.
+// The PIPER tab: choose a run and a step, see the planned step above the measured one, and two programs side by side.
 
 import {checkName, checkPlan, checkRecord} from "./check.js";
 import {KINDS, Memory} from "./memory.js";
+import {sideBySide} from "./compared.js";
 import {about, deviceTable, directiveTable, make, neighbourhood, summary} from "./panels.js";
 import {Timeline, navigate, seconds} from "./timeline.js";
 
@@ -59,6 +60,8 @@ function select() {
 
 async function refresh() {
   state.runs = (await get("./runs")).runs;
+  const there = new Set(state.runs.map(({name}) => name));
+  for (const key of state.cache.keys()) if (!there.has(JSON.parse(key)[0])) state.cache.delete(key);  // its name may come again
   select();
   if (!state.runs.length) throw new Error("There is no recording in the log directory. Give PiperStrategy(profile=True).");
   const {run, step, otherRun, otherStep} = state.parts;
@@ -72,7 +75,7 @@ async function show(wanted) {
   const other = otherRun.value ? await load(otherRun.value, otherStep.value) : null;
   if (turn !== state.turn) return;  // another choice was made meanwhile
   state.shown = wanted;
-  state.whole = Math.max(one.plan.step.step_time, one.record.step.step_time, other?.record.step.step_time || 0) * 1.01;
+  state.whole = 1.01 * Math.max(...[one, ...(other ? [other] : [])].flatMap(({plan, record}) => [plan, record].map((x) => x.step.step_time)));
   state.view = {start: 0, end: state.whole};
   tip(null, null);
   build(one, other);
@@ -97,6 +100,7 @@ function timeline(title, id, {plan, record}, step) {
     if (box) choose(plan, box[3]);
   });
   state.charts.push(chart);
+  chart.plan = plan;
   return [make("h2", {}, title, make("small", {}, `${summary(step)}, ${step.boxes.length} boxes`)), canvas];
 }
 
@@ -115,49 +119,60 @@ function tip(event, text) {
 }
 
 function choose(plan, node) {
-  for (const chart of state.charts) chart.chosen = node;
+  for (const chart of state.charts) chart.chosen = chart.plan === plan ? node : null;  // another program has other nodes
   const panel = neighbourhood(plan, node, plan.colours, (next) => choose(plan, next));
   state.parts.node.replaceChildren(make("h2", {}, `node %${node}`), panel);
   redraw();
 }
 
-function legend(plan, step) {
-  const kinds = new Set(step.boxes.map((box) => box[4]));
-  return Object.entries(plan.colours).filter(([kind]) => kinds.has(kind)).map(([kind, colour]) => make("span", {}, make("i", {colour}), kind));
+function legend(both) {
+  const kinds = new Set(both.flatMap(({record}) => record.step.boxes.map((box) => box[4])));
+  const colours = Object.assign({}, ...both.map(({plan}) => plan.colours).reverse());
+  return Object.entries(colours).filter(([kind]) => kinds.has(kind)).map(([kind, colour]) => make("span", {}, make("i", {colour}), kind));
+}
+
+function memory(title, id, {record}) {
+  const strips = new Memory(make("canvas", {id}), state.view);
+  strips.show(record);
+  navigate(strips.canvas, state.view, () => state.whole, redraw);
+  strips.canvas.addEventListener("mousemove", (event) => tip(event, strips.at(event.offsetX, event.offsetY)));
+  strips.canvas.addEventListener("mouseleave", () => tip(null, null));
+  state.memory.push(strips);
+  return [make("h2", {}, title), strips.canvas];
 }
 
 function build(one, other) {
-  const {body} = state.parts, {plan, record} = one;
+  const {plan, record} = one, compared = other?.record.step;
   state.charts = [];
-  state.memory = new Memory(make("canvas", {id: "memory"}), state.view);
-  state.memory.show(record);
-  navigate(state.memory.canvas, state.view, () => state.whole, redraw);
-  state.memory.canvas.addEventListener("mousemove", (event) => tip(event, state.memory.at(event.offsetX, event.offsetY)));
-  state.memory.canvas.addEventListener("mouseleave", () => tip(null, null));
+  state.memory = [];
   state.parts.node = make("div");
-  const compared = other?.record.step;
-  const title = compared ? `, compared with ${other.run}, step ${other.record.number}` : "";
+  const of = other ? [" of A", " of B"] : [""];
+  const name = ({run, record}) => `${run}, step ${record.number}`;
+  const beside = other ? [make("h2", {}, `A: ${name(one)}; B: ${name(other)}`), sideBySide(one, other)] : [];
   const bands = KINDS.map(([kind, colour]) => make("span", {}, make("i", {colour}), kind));
-  body.replaceChildren(
-    make("div", {class: "legend"}, ...legend(plan, record.step)),
-    ...timeline("planned", "planned", one, plan.step),
-    ...timeline("measured", "measured", one, record.step),
-    ...(other ? timeline(`measured: ${other.run}, step ${other.record.number}`, "compared", other, compared) : []),
-    make("h2", {}, "memory"), make("div", {class: "legend"}, ...bands), state.memory.canvas,
+  state.parts.body.replaceChildren(
+    make("div", {class: "legend"}, ...legend(other ? [one, other] : [one])),
+    ...beside,
+    ...timeline(`planned${of[0]}`, "planned", one, plan.step),
+    ...(other ? timeline(`planned${of[1]}`, "planned-other", other, other.plan.step) : []),
+    ...timeline(`measured${of[0]}`, "measured", one, record.step),
+    ...(other ? timeline(`measured${of[1]}`, "compared", other, compared) : []),
+    make("div", {class: "legend"}, ...bands),
+    ...memory(`memory${of[0]}`, "memory", one),
+    ...(other ? memory(`memory${of[1]}`, "memory-other", other) : []),
     state.parts.node,
     make("div", {class: "tables"},
-      make("section", {}, make("h2", {}, `by device${title}`), deviceTable(record.step, compared)),
-      make("section", {}, make("h2", {}, `by directive${title}`), directiveTable(plan, record.step, compared))),
+      make("section", {}, make("h2", {}, `by device${other ? ", A → B" : ""}`), deviceTable(record.step, compared)),
+      make("section", {}, make("h2", {}, `by directive${other ? ", A → B" : ""}`), directiveTable(one, other))),
   );
-  body.dataset.shown = state.shown;
+  state.parts.body.dataset.shown = state.shown;
 }
 
 function redraw() {
   if (state.frame) return;
   state.frame = requestAnimationFrame(() => {
     state.frame = 0;
-    for (const chart of state.charts) chart.draw();
-    state.memory.draw();
+    for (const drawn of [...state.charts, ...state.memory]) drawn.draw();
   });
 }
 

@@ -5,7 +5,7 @@ import {LEFT, seconds} from "./timeline.js";
 const STRIP = 64, TOP = 6;
 export const KINDS = [
   ["parameters", "#8da0cb"], ["optimizer", "#bcbddc"], ["activations", "#9cc3e6"], ["gradients", "#f6b26b"],
-  ["gathered", "#a9d18e"], ["other", "#cccccc"],
+  ["gathered", "#a9d18e"], ["workspace", "#e3c6d9"], ["other", "#cccccc"],
 ];
 
 /** 1536 -> "1.5 KiB". */

@@ -15,7 +15,7 @@ export function make(tag, attributes = {}, ...children) {
   return element;
 }
 
-const percent = (share) => `${(100 * share).toFixed(1)}%`;
+export const percent = (share) => `${(100 * share).toFixed(1)}%`;
 
 /** Cells "value" or, with another record to compare with, "value (difference)". Less is better. */
 function cell(value, other, text) {
@@ -24,9 +24,10 @@ function cell(value, other, text) {
   return make("td", {}, `${text(value)} `, make("span", {class: tone}, `→ ${text(other)}`));
 }
 
-function table(heads, rows) {
+/** `above`: lines of the head above that of `heads`. */
+export function table(heads, rows, ...above) {
   const head = make("tr", {}, ...heads.map((text) => make("th", {}, text)));
-  return make("table", {}, make("thead", {}, head), make("tbody", {}, ...rows.map((cells) => make("tr", {}, ...cells))));
+  return make("table", {}, make("thead", {}, ...above, head), make("tbody", {}, ...rows.map((cells) => make("tr", {}, ...cells))));
 }
 
 /** Bubble and exposed communication by device. */
@@ -44,16 +45,30 @@ export function deviceTable(step, other) {
   return result;
 }
 
-/** The same by directive, added up over the devices. */
-export function directiveTable(plan, step, other) {
-  const rows = step.directives.map((row) => {
-    const compared = other?.directives.find((candidate) => candidate.directive === row.directive);
-    const name = row.directive === null ? "capture, and waiting for nothing" : `${row.directive} ${JSON.stringify(plan.directives[row.directive])}`;
-    return [make("td", {title: name}, name), ...["busy", "exposed", "bubble"].map((key) => cell(row[key], compared?.[key], seconds))];
+/** The same by directive, added up over the devices. Programs are compared by what their directives say, not by their numbers. */
+export function directiveTable(one, other) {
+  const first = rowsOf(one), second = other ? rowsOf(other) : new Map();
+  const keys = ["busy", "exposed", "bubble"];
+  const rows = [...new Set([...first.keys(), ...second.keys()])].map((says) => {
+    const mine = first.get(says), theirs = second.get(says), name = (mine || theirs).name;
+    const cells = keys.map((key) => mine ? cell(mine[key], theirs?.[key], seconds) : make("td", {}, `→ ${seconds(theirs[key])}`));
+    return [make("td", {title: name}, name), ...cells];
   });
-  const result = table(["directive", "busy", "exposed", "bubble"], rows);
+  const result = table(["directive", ...keys], rows);
   result.id = "directives";
   return result;
+}
+
+/** What a directive says -> its figures. Of several that say the same, the second is another. */
+function rowsOf({plan, record}) {
+  const found = new Map();
+  for (const {directive, ...figures} of record.step.directives) {
+    let says = directive === null ? "capture, and waiting for nothing" : JSON.stringify(plan.directives[directive]);
+    const name = directive === null ? says : `${directive} ${says}`;
+    while (found.has(says)) says += " again";
+    found.set(says, {name, ...figures});
+  }
+  return found;
 }
 
 /** One line on a step, as a heading has it. */

@@ -1,0 +1,30 @@
+"""An optimizer's step as several: some of the parameters, then the next ones."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+from torch import Tensor
+from torch.optim import Optimizer
+
+
+@contextmanager
+def only(optimizer: Optimizer, chosen: Iterable[Tensor]) -> Iterator[None]:
+    """Its groups have of their parameters these alone."""
+    whole, chosen = [list(group["params"]) for group in optimizer.param_groups], set(chosen)
+    try:
+        for group, params in zip(optimizer.param_groups, whole, strict=True):
+            group["params"][:] = [p for p in params if p in chosen]
+        yield
+    finally:
+        for group, params in zip(optimizer.param_groups, whole, strict=True):
+            group["params"][:] = params
+
+
+def own_step(optimizer: Optimizer) -> Callable[[Optimizer], Any]:
+    """The step of its class: without hooks, and without what learning rate schedulers count."""
+    step: Any = type(optimizer).step
+    own: Callable[[Optimizer], Any] = step.__wrapped__ if getattr(step, "hooked", False) else step  # as torch marks it
+    return own
