@@ -13,6 +13,7 @@ from torch.fx import Node
 
 from lightning_piper.capture import _torch
 from lightning_piper.capture.rowwise import known_rows, shape_of
+from lightning_piper.ir.regions import PassKey, StepCode
 
 aten = torch.ops.aten
 # They take rows by their place, put them elsewhere, or look across them, if they work along the first dimension.
@@ -142,3 +143,9 @@ def _is_whole(node: Node) -> bool:
 
 def _is_pointwise(node: Node) -> bool:
     return isinstance(node.target, torch._ops.OpOverload) and torch.Tag.pointwise in node.target.tags
+
+
+def takes_statistics(code: StepCode, key: PassKey) -> bool:
+    """Is it a forward pass with a batch norm that takes its statistics from the samples that it gets?"""
+    names = [str(node.target) for node in code.code[key].graph.nodes] if key[1] == "F" else []
+    return any("batch_norm" in name and (code.interfaces[key].state or "no_stats" in name) for name in names)

@@ -9,6 +9,7 @@ from lightning_piper.errors import CaptureError
 from lightning_piper.ir.regions import StepCode
 from lightning_piper.limits import integer, shown
 from lightning_piper.search.blocks import Cut
+from lightning_piper.search.meeting import meets
 from lightning_piper.search.workload import Block, Work, Workload
 from lightning_piper.simulate.durations import Number
 
@@ -59,7 +60,8 @@ def checked_samples(cut: Cut, samples: Iterable[int]) -> list[int]:
 
 
 def workload(
-    cut: Cut, works: Mapping[tuple[int, int], list[Work]], states: float, divided: frozenset[str] = frozenset()
+    cut: Cut, works: Mapping[tuple[int, int], list[Work]], states: float, divided: frozenset[str] = frozenset(),
+    meet: bool | None = None,
 ) -> Workload:  # fmt: skip
     """Put blocks together.
 
@@ -67,6 +69,7 @@ def workload(
         works: by samples and members of a tensor axis, of each block.
         states: bytes of the optimizer's state for one of parameters.
         divided: parameters of which members of the tensor axis have parts.
+        meet: whether samples look at each other; None: as far as operations show it.
     """
     sent = cut.sent(cut.step.size)
     least = 1 if cut.refuses(1) is None else min(samples for samples, _ in works)
@@ -77,4 +80,4 @@ def workload(
         )
         for i, name in enumerate(cut.names)
     )  # fmt: skip
-    return Workload(blocks, cut.step.size, states, least=least)
+    return Workload(blocks, cut.step.size, states, least=least, meets=meets(cut) if meet is None else meet)

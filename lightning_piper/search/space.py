@@ -127,10 +127,10 @@ class Space:
             raise SearchError(f"search: levels={shown(self.levels)}; give some of 0, 1, 2, 3")
 
     def layouts(self) -> Iterator[Layout]:
-        """Each once. Microbatches are whole samples, not too few, and work on them is known."""
+        """Each once. Microbatches are whole samples, not too few, and work on them is known; where samples meet, there is one."""
         for tensor in self._degrees():
             for replicas in _divisors(self.workload.samples, self.devices // tensor):
-                for microbatches in _divisors(self.workload.samples // replicas):
+                for microbatches in _divisors(self.workload.samples // replicas, 1 if self.workload.meets else None):
                     samples = self.workload.samples // replicas // microbatches
                     if samples >= self.workload.least and all(b.at(samples, tensor) for b in self.workload.blocks):
                         yield from self._layouts(tensor, replicas, microbatches)

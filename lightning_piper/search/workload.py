@@ -74,9 +74,11 @@ class Workload:
         samples: of one step, on all devices.
         states: bytes of the optimizer's state for one byte of parameters; 2 for Adam.
         least: samples of a microbatch, at least: of fewer, the step is another one, or none.
+        meets: samples look at each other, so microbatches would compute something else; replicas do as data parallelism does.
     """
 
     blocks: tuple[Block, ...]
     samples: int
     states: float = 2.0
     least: int = 1
+    meets: bool = False

@@ -12,6 +12,7 @@ from lightning.pytorch.utilities.seed import isolate_rng
 from torch import nn
 
 from lightning_piper.capture import as_before
+from lightning_piper.capture.meeting import takes_statistics
 from lightning_piper.compiler import Compiled
 from lightning_piper.errors import PiperError, VerificationError
 from lightning_piper.holdings.materialize import is_on_meta
@@ -118,8 +119,5 @@ def _statistics(compiled: Compiled) -> Iterator[str]:
     """Regions whose statistics are those of a microbatch, as can be seen without running anything."""
     dag, code = compiled.dag, compiled.dag.code
     for (region, kind), parts in dag.slices().items():
-        if kind != "F" or len(parts) == 1:
-            continue
-        names = [str(node.target) for node in code.code[region, kind].graph.nodes]
-        if any("batch_norm" in name and (code.interfaces[region, kind].state or "no_stats" in name) for name in names):
+        if len(parts) > 1 and (region, kind) in code.code and takes_statistics(code, (region, kind)):
             yield f"{code.regions[region].label} ({code.regions[region].source})"

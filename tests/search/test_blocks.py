@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import dataclasses
 from collections.abc import Callable
 from typing import Any
 
@@ -19,6 +20,7 @@ from lightning_piper.search import proposing
 from lightning_piper.search.analytic import analytic
 from lightning_piper.search.blocks import Cut, blocks_of
 from lightning_piper.search.chain import shortened
+from lightning_piper.search.meeting import meets
 from lightning_piper.search.space import Space
 from lightning_piper.search.writing import Written
 from lightning_piper.simulate.hardware import Hardware
@@ -240,10 +242,36 @@ def test_a_step_that_one_sample_does_not_have():
     module, batch = Squares(), torch.zeros(SAMPLES, 4)
     workload = analytic(module, batch, Hardware.read("cpu"), [1, 2, 4])
     assert workload.least == 2 and {samples for samples, _ in workload.blocks[0].work} == {2, 4}
-    microbatches = {layout.microbatches for layout in Space(workload, Hardware.read("cpu"), 1, 2**30).layouts()}
+    apart = dataclasses.replace(workload, meets=False)
+    microbatches = {layout.microbatches for layout in Space(apart, Hardware.read("cpu"), 1, 2**30).layouts()}
     assert microbatches == {1, 2}
     with pytest.raises(ValueError, match="more than 1 value"):
         analytic(module, batch, Hardware.read("cpu"), [1])
+
+
+class Distances(Squares):
+    """What no rule knows: each sample with each other."""
+
+    def training_step(self, batch: Any, batch_idx: int) -> torch.Tensor:
+        made = self.net[0](batch)
+        return torch.cdist(made, made).mean()
+
+
+class Rows(Squares):
+    def training_step(self, batch: Any, batch_idx: int) -> torch.Tensor:
+        loss: torch.Tensor = self.net[0](batch).square().mean()
+        return loss
+
+
+@pytest.mark.parametrize("kind, meet", [(Squares, True), (Distances, True), (Rows, False)])
+def test_samples_that_meet_are_not_cut_apart(kind, meet):
+    """By its operations, and by running it in two halves: there is one microbatch then, and replicas."""
+    module, batch = kind(), torch.randn(SAMPLES, 4, generator=torch.Generator().manual_seed(0))
+    cut = blocks_of(module, batch)
+    assert meets(cut) == meets(cut, [batch]) == meet
+    layouts = list(Space(analytic(module, batch, Hardware.read("cpu"), [2, 4], cut=cut), Hardware.read("cpu"), 2, 2**30).layouts())
+    assert (max(layout.microbatches for layout in layouts) == 1) == meet
+    assert max(layout.replicas for layout in layouts) == 2
 
 
 @pytest.mark.parametrize("microbatches", [1, 2])

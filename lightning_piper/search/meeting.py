@@ -1,0 +1,37 @@
+"""Do samples of a step look at each other? Then microbatches would compute something else, whatever they take."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+
+from lightning_piper.capture.meeting import takes_statistics
+from lightning_piper.ir.values import Slice
+from lightning_piper.search.blocks import Cut
+from lightning_piper.verify.cross_sample import find_dependences
+
+
+def meets(cut: Cut, leaves: Sequence[torch.Tensor] = ()) -> bool:
+    """Does an operation on the way to the loss look across the samples of the batch, such as a batch norm, or in-batch negatives?
+
+    Args:
+        leaves: the tensors of the batch; with them the step is run in two halves, which shows what its operations do not.
+    """
+    size = cut.step.size
+    code = cut.step.at(size)
+    if code.meet is not None or any(takes_statistics(code, key) for key in code.code) or (code.assumed and not leaves):
+        return True
+    half = size // 2
+    if (
+        not leaves
+        or not half
+        or code.undivided is not None
+        or cut.refuses(half) is not None
+        or cut.refuses(size - half) is not None
+    ):
+        return False
+    names = [*cut.module.named_parameters(), *cut.module.named_buffers()]
+    tensors = {cut.step.canonical[name]: x.detach() for name, x in names}
+    with torch.no_grad():
+        return bool(find_dependences(cut.step, tensors, cut.step.inputs(leaves), [Slice(0, half), Slice(half, size)]))
