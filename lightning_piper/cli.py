@@ -27,7 +27,7 @@ from lightning_piper.profile.explain import when_it_ran
 from lightning_piper.simulate import DEFAULT, Link, Network, Number, Simulation, read_durations, simulate
 from lightning_piper.targets import TARGET, UsageError, made, module_of, program_of
 from lightning_piper.verify import verify_step
-from lightning_piper.verify.hook import check_pass
+from lightning_piper.verify.hook import StaticCheck
 from lightning_piper.verify.passes import Passes
 from lightning_piper.viz import dot_graph, svg_chart, text_chart
 
@@ -140,8 +140,9 @@ def _check(args: argparse.Namespace) -> str:
     report = None
     try:
         step = capture(module, batch)
-        dag = run_pipeline(step, program, after=check_pass if passes is None else passes)
-        check_plans(compile_plans(dag))
+        dag = run_pipeline(step, program, after=StaticCheck() if passes is None else passes)
+        plans = compile_plans(dag)
+        check_plans(plans.representatives, plans.image)
         if args.execute:
             report = verify_step(step, module, batch, program)
             report.require()

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import contextlib
 import warnings
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
+from functools import cached_property
 from typing import Any
 
 import torch
@@ -22,10 +23,10 @@ from lightning_piper.ir.text import line_of
 from lightning_piper.limits import INDEX, integer, shown
 from lightning_piper.ops.weights import Counts, counted_buffers
 from lightning_piper.passes import prepared, run_pipeline
-from lightning_piper.plan import Plan, check_plans, compile_plans
+from lightning_piper.plan import Plans, check_plans, compile_plans
 from lightning_piper.verify import Report, verify_step
 from lightning_piper.verify.executed import verify_executed
-from lightning_piper.verify.hook import check_pass
+from lightning_piper.verify.hook import StaticCheck
 
 
 @dataclass(frozen=True)
@@ -36,15 +37,17 @@ class Compiled:
         step: the captured step.
         program: the directives.
         dag: the finished training DAG; `print(dag)` shows it.
-        plans: the instructions of each logical device.
+        plans: the instructions of each logical device, made when they are asked for.
         training: of a forward-only step, the training step's finished DAG, if its program was applied to one.
+        device: the logical device that this process is, if it is one: plans are checked where it stands.
     """
 
     step: CapturedStep
     program: tuple[Directive, ...]
     dag: TrainingDAG
-    plans: Mapping[int, Plan]
+    plans: Plans
     training: TrainingDAG | None = None
+    device: int | None = None
 
     def at(self, size: int, verify: bool = True) -> Compiled:
         """The same program for a batch of `size` samples, such as a smaller last one.
@@ -55,26 +58,33 @@ class Compiled:
         number = integer(size)
         if number is None or not 0 < number < INDEX:
             raise CaptureError(f"Compiled.at(size={shown(size)}): give a number of samples >= 1")
-        return self if number == self.dag.size else compile_step(self.step, self.program, number, verify, self.training)
+        return self if number == self.dag.size else self._sized(self.step, number, verify)
 
     def shaped(self, batch_spec: BatchSpec, verify: bool = True) -> Compiled:
         """The same program for batches like this one, in whose tensors other dimensions than that of the samples may differ."""
         step = self.step.shaped(batch_spec)
-        return (
-            self.at(batch_spec.size, verify)
-            if step is self.step
-            else compile_step(step, self.program, batch_spec.size, verify, self.training)
-        )
+        return self.at(batch_spec.size, verify) if step is self.step else self._sized(step, batch_spec.size, verify)
+
+    def _sized(self, step: CapturedStep, size: int, verify: bool) -> Compiled:
+        return compile_step(step, self.program, size, verify, self.training, self.device)
 
     def params_on(self, device: int) -> frozenset[str]:
         """Canonical names of the parameters that a device uses, and so holds."""
-        return frozenset(name for chunk in self._chunks(device) for name in self.dag.interface(chunk).params)
+        return self._used[0].get(device, frozenset())
 
     def buffers_on(self, device: int) -> frozenset[str]:
         """Canonical names of the buffers that a device uses, and so holds."""
-        used = {n for c in self._chunks(device) for n in self.dag.interface(c).buffers + self.dag.interface(c).state}
-        counting = [node for node in self.dag.of_type(Counts) if device in node.devices]
-        return frozenset(used | {name for node in counting for name in counted_buffers(self.dag, node)})
+        return self._used[1].get(device, frozenset())
+
+    @cached_property
+    def _used(self) -> tuple[dict[int, frozenset[str]], dict[int, frozenset[str]]]:
+        """Parameters, and buffers, by device; found once for each group of devices."""
+        dag = self.dag
+        passes = {(chunk.devices, chunk.key): dag.interface(chunk) for chunk in dag.of_type(Chunk)}
+        params = [(devices, interface.params) for (devices, _), interface in passes.items()]
+        buffers = [(devices, interface.buffers + interface.state) for (devices, _), interface in passes.items()]
+        buffers += [(node.devices, tuple(counted_buffers(dag, node))) for node in dag.of_type(Counts)]
+        return _by_device(params), _by_device(buffers)
 
     def explain(self, node: int) -> str:
         """Why a node is there: its line, the directives behind it, what it waits for and what waits for it.
@@ -132,8 +142,16 @@ class Compiled:
             readers = [u for reader in readers for u in (self.dag.users(reader) if reader.communicates else [reader])]
         return source, readers
 
-    def _chunks(self, device: int) -> list[Chunk]:
-        return [chunk for chunk in self.dag.of_type(Chunk) if device in chunk.devices]
+
+def _by_device(named: Iterable[tuple[tuple[int, ...], tuple[str, ...]]]) -> dict[int, frozenset[str]]:
+    groups: dict[tuple[int, ...], set[str]] = {}
+    for devices, names in named:
+        groups.setdefault(devices, set()).update(names)
+    found: dict[int, frozenset[str]] = {}
+    for devices, together in groups.items():
+        own = frozenset(together)
+        found |= {device: found[device] | own if device in found else own for device in devices}
+    return found
 
 
 def compile(
@@ -216,18 +234,20 @@ def compile_step(
     size: int | None = None,
     verify: bool = True,
     training: TrainingDAG | None = None,
+    device: int | None = None,
 ) -> Compiled:
     """`compile` for a step that is captured already, for `size` samples (default: as captured).
 
     Args:
         training: for a forward-only step, the training step's finished DAG, if there is one.
+        device: the logical device that this process is, if it is one.
     """
     step = prepared(step, program)
-    dag = run_pipeline(step, program, size, training, check_pass if verify else None)
-    plans = compile_plans(dag)
+    dag = run_pipeline(step, program, size, training, StaticCheck() if verify else None)
+    plans = compile_plans(dag, device)
     if verify:
-        check_plans(plans)
-    return Compiled(step, program, dag, plans, training)
+        check_plans(plans.representatives, plans.image)
+    return Compiled(step, program, dag, plans, training, device)
 
 
 def verify(module: nn.Module, batch: Any, directives: Any, *, seed: int = 0) -> Report:

@@ -187,7 +187,8 @@ class TrainingDAG:
         return next((by for edge in edges if (by := self.graph.edges[edge]["order"]) is not None), None)
 
     def devices(self) -> tuple[int, ...]:
-        return tuple(sorted({d for node in self.nodes.values() for d in node.devices}))
+        groups = {id(node.devices): node.devices for node in self.nodes.values()}  # most nodes share theirs
+        return tuple(sorted(set().union(*groups.values())))
 
     def slices(self) -> dict[PassKey, tuple[Slice, ...]]:
         """The slices of the global batch that each pass works on, in order; also if it runs on one twice (recomputation)."""

@@ -325,4 +325,4 @@ def bind_all_to_all(instruction: AllToAllInstruction, on: Binding) -> Bound | No
     return on.endpoint.collective(instruction, Travel(instruction, on.slots, sizes), on.slots)
 
 
-register_operation(Operation(AllToAll, check, interpret, lower, bind={AllToAllInstruction: bind_all_to_all}))
+register_operation(Operation(AllToAll, check, interpret, lower, bind={AllToAllInstruction: bind_all_to_all}, alike=True))

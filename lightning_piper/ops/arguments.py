@@ -223,4 +223,4 @@ def join(values: Sequence[torch.Tensor], way: Way, weights: Callable[[], Sequenc
     return first
 
 
-register_operation(Operation(Arguments, check, interpret, lower, bind={JoinArguments: bind_join}))
+register_operation(Operation(Arguments, check, interpret, lower, bind={JoinArguments: bind_join}, alike=True))

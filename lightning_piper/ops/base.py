@@ -224,6 +224,8 @@ class Operation:
             made it, or nothing reads it.
         bind: for each kind of instruction that it has, what runs it; the function returns None where there is nothing to do.
         adds_up: it makes the sum of its inputs over slices, which is taken term by term as they come (`Planning.add_up`).
+        alike: at all places of a group, `lower` and `produce` make the same instructions, but for the names of devices and which
+            part, shard or replica is meant. Then plans are checked at one place that stands for all; else at every place.
     """
 
     node: type[Node]
@@ -233,6 +235,7 @@ class Operation:
     produce: Callable[[Planning, Any, Ref], None] | None = None
     bind: Mapping[type[Instruction], Callable[[Any, Binding], Bound | None]] = field(default_factory=dict)
     adds_up: bool = False
+    alike: bool = False
 
 
 OPERATIONS: dict[type[Node], Operation] = {}

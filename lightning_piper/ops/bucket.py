@@ -79,4 +79,4 @@ def bind_pack(instruction: PackInstruction, on: Binding) -> Bound:
     return pack
 
 
-register_operation(Operation(Pack, check, interpret, nothing, produce, bind={PackInstruction: bind_pack}))
+register_operation(Operation(Pack, check, interpret, nothing, produce, bind={PackInstruction: bind_pack}, alike=True))

@@ -265,4 +265,4 @@ def bind_run(instruction: Run, on: Binding) -> Bound:
     return bound
 
 
-register_operation(Operation(Chunk, check, interpret, lower, bind={Run: bind_run}))
+register_operation(Operation(Chunk, check, interpret, lower, bind={Run: bind_run}, alike=True))

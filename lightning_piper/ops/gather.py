@@ -139,7 +139,14 @@ def bind_all_gather(instruction: AllGatherInstruction, on: Binding) -> Bound | N
     return on.endpoint.collective(instruction, exchange, on.slots)
 
 
-register_operation(Operation(Parameters, check_parameters, interpret_parameters))
+register_operation(Operation(Parameters, check_parameters, interpret_parameters, alike=True))
 register_operation(
-    Operation(AllGather, check_all_gather, interpret_all_gather, lower_all_gather, bind={AllGatherInstruction: bind_all_gather})
+    Operation(
+        AllGather,
+        check_all_gather,
+        interpret_all_gather,
+        lower_all_gather,
+        bind={AllGatherInstruction: bind_all_gather},
+        alike=True,
+    )
 )

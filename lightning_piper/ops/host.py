@@ -223,5 +223,5 @@ def bind_fetch(instruction: FetchInstruction, on: Binding) -> Bound:
     return fetch
 
 
-register_operation(Operation(Store, check_store, interpret, lower_store, bind={StoreInstruction: bind_store}))
-register_operation(Operation(Fetch, check_fetch, interpret, lower_fetch, bind={FetchInstruction: bind_fetch}))
+register_operation(Operation(Store, check_store, interpret, lower_store, bind={StoreInstruction: bind_store}, alike=True))
+register_operation(Operation(Fetch, check_fetch, interpret, lower_fetch, bind={FetchInstruction: bind_fetch}, alike=True))

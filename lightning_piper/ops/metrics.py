@@ -377,6 +377,8 @@ def bind_report(instruction: ReportInstruction, on: Binding) -> Bound:
     return report
 
 
-register_operation(Operation(Metrics, check_metrics, interpret_metrics, lower_metrics, bind={Merge: bind_merge}))
-register_operation(Operation(MetricsSum, check_all_reduce, interpret_all_reduce, lower_all_reduce))
-register_operation(Operation(Report, check_report, interpret_report, lower_report, bind={ReportInstruction: bind_report}))
+register_operation(Operation(Metrics, check_metrics, interpret_metrics, lower_metrics, bind={Merge: bind_merge}, alike=True))
+register_operation(Operation(MetricsSum, check_all_reduce, interpret_all_reduce, lower_all_reduce, alike=True))
+register_operation(
+    Operation(Report, check_report, interpret_report, lower_report, bind={ReportInstruction: bind_report}, alike=True)
+)

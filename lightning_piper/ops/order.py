@@ -27,4 +27,4 @@ def interpret(run: Reference, node: Barrier) -> Made:
     return [[] for _ in run.places]
 
 
-register_operation(Operation(Barrier, check, interpret))
+register_operation(Operation(Barrier, check, interpret, alike=True))

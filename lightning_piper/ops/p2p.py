@@ -138,11 +138,11 @@ register_operation(
     Operation(Send, check_send, interpret, lower_send, bind={
         SendInstruction: lambda instruction, on: on.endpoint.send(instruction, on.slots),
         WaitSend: lambda instruction, on: on.endpoint.wait_send(instruction),
-    })
+    }, alike=True)
 )  # fmt: skip
 register_operation(
     Operation(Recv, check_recv, interpret, lower_recv, produce_recv, bind={
         Irecv: lambda instruction, on: on.endpoint.irecv(instruction, on.slots),
         WaitWork: lambda instruction, on: on.endpoint.wait(instruction, on.slots),
-    })
+    }, alike=True)
 )  # fmt: skip

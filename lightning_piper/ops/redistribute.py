@@ -307,6 +307,8 @@ def bind_cut_out(instruction: CutOutInstruction, on: Binding) -> Bound:
 register_operation(
     Operation(Redistribute, check, interpret, lower,
               bind={RedistributeInstruction: bind_redistribute, ShiftInstruction: bind_shift,
-                    PartsInstruction: bind_all_reduce})
+                    PartsInstruction: bind_all_reduce}, alike=True)
 )  # fmt: skip
-register_operation(Operation(CutOut, check, interpret, nothing, produce_cut_out, bind={CutOutInstruction: bind_cut_out}))
+register_operation(
+    Operation(CutOut, check, interpret, nothing, produce_cut_out, bind={CutOutInstruction: bind_cut_out}, alike=True)
+)

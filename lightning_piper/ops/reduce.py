@@ -208,9 +208,16 @@ def bind_reduce_scatter(instruction: ReduceScatterInstruction, on: Binding) -> B
 
 
 register_operation(
-    Operation(AllReduce, check_all_reduce, interpret_all_reduce, lower_all_reduce, bind={AllReduceInstruction: bind_all_reduce})
+    Operation(
+        AllReduce,
+        check_all_reduce,
+        interpret_all_reduce,
+        lower_all_reduce,
+        bind={AllReduceInstruction: bind_all_reduce},
+        alike=True,
+    )
 )
 register_operation(
     Operation(ReduceScatter, check_reduce_scatter, interpret_reduce_scatter, lower_reduce_scatter,
-              bind={ReduceScatterInstruction: bind_reduce_scatter})
+              bind={ReduceScatterInstruction: bind_reduce_scatter}, alike=True)
 )  # fmt: skip

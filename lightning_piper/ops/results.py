@@ -60,4 +60,4 @@ def lower(plan: Planning, node: Result) -> None:
     plan.emit(Deliver(**about(node), reads=(read,), kind=value.kind, names=value.names, source=plan.source(read.slot)))
 
 
-register_operation(Operation(Result, check, interpret, lower))
+register_operation(Operation(Result, check, interpret, lower, alike=True))

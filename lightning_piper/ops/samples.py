@@ -177,7 +177,7 @@ def restrided(x: torch.Tensor, spec: TensorSpec) -> torch.Tensor:
     return torch.empty_strided(spec.shape, spec.stride, dtype=x.dtype, device=x.device).copy_(x)
 
 
-register_operation(Operation(Cut, check_cut, interpret_cut, nothing, produce_cut, bind={CutInstruction: bind_cut}))
+register_operation(Operation(Cut, check_cut, interpret_cut, nothing, produce_cut, bind={CutInstruction: bind_cut}, alike=True))
 register_operation(
-    Operation(Concat, check_concat, interpret_concat, nothing, produce_concat, bind={ConcatInstruction: bind_concat})
+    Operation(Concat, check_concat, interpret_concat, nothing, produce_concat, bind={ConcatInstruction: bind_concat}, alike=True)
 )

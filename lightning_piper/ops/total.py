@@ -105,4 +105,4 @@ def lower(plan: Planning, node: Total) -> None:
     plan.start(node, TotalInstruction, reads, tensors=node.outputs[0].tensors)
 
 
-register_operation(Operation(Total, check, interpret, lower, bind={TotalInstruction: bind_all_reduce}))
+register_operation(Operation(Total, check, interpret, lower, bind={TotalInstruction: bind_all_reduce}, alike=True))

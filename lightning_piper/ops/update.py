@@ -269,6 +269,15 @@ def bind_deliver(instruction: Deliver, on: Binding) -> Any:
 
 
 register_operation(
-    Operation(Accumulate, check_accumulate, interpret_accumulate, nothing, produce_accumulate, bind={Add: bind_add}, adds_up=True)
+    Operation(
+        Accumulate,
+        check_accumulate,
+        interpret_accumulate,
+        nothing,
+        produce_accumulate,
+        bind={Add: bind_add},
+        adds_up=True,
+        alike=True,
+    )
 )
-register_operation(Operation(Update, check_update, interpret_update, lower_update, bind={Deliver: bind_deliver}))
+register_operation(Operation(Update, check_update, interpret_update, lower_update, bind={Deliver: bind_deliver}, alike=True))

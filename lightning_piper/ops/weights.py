@@ -352,6 +352,8 @@ def bind_weigh(instruction: WeighInstruction, on: Binding) -> Bound:
     return weigh
 
 
-register_operation(Operation(Counts, check_counts, interpret_counts, lower_counts, bind={CountInstruction: bind_count}))
-register_operation(Operation(CountsSum, check_counts_sum, interpret_counts_sum, lower_all_reduce))
-register_operation(Operation(Weights, check_weights, interpret_weights, lower_weights, bind={WeighInstruction: bind_weigh}))
+register_operation(Operation(Counts, check_counts, interpret_counts, lower_counts, bind={CountInstruction: bind_count}, alike=True))
+register_operation(Operation(CountsSum, check_counts_sum, interpret_counts_sum, lower_all_reduce, alike=True))
+register_operation(
+    Operation(Weights, check_weights, interpret_weights, lower_weights, bind={WeighInstruction: bind_weigh}, alike=True)
+)

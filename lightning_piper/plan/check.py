@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import replace
 from itertools import zip_longest
 
@@ -28,8 +28,11 @@ from lightning_piper.plan.queues import check_queues
 _PENDING, _READY = "pending", "ready"
 
 
-def check_plans(plans: Mapping[int, Plan]) -> None:
-    """Check the plans of all devices of one step.
+Image = Callable[[int], int]
+
+
+def check_plans(plans: Mapping[int, Plan], image: Image = lambda device: device) -> None:
+    """Check the plans of all devices of one step, or those that stand for all.
 
     Every slot is written before it is read, never read after its last read, and empty at the end; whatever streams do, values are
     read when they are made, and changed or given back when they are read (`clocks`); every channel's messages are sent and
@@ -37,25 +40,28 @@ def check_plans(plans: Mapping[int, Plan]) -> None:
     reports once; no device waits forever, and no stream of the hardware does. Where a batch that is not the last one of an
     accumulation runs less, the same holds for that.
 
+    Args:
+        image: of each device, the one whose plan stands for it (`Plans.image`).
+
     Raises:
         VerificationError: names the device, the instruction and what is wrong.
     """
-    _check(plans)
+    _check(plans, image)
     if any(plan.sync_only for plan in plans.values()):
         try:
-            _check({device: replace(plan, instructions=tuple(x for _, x in not_last(plan))) for device, plan in plans.items()})
+            _check({device: replace(plan, instructions=tuple(x for _, x in not_last(plan))) for device, plan in plans.items()}, image)
         except VerificationError as error:
             raise VerificationError(f"with a batch that is not the last one of an accumulation: {error}") from None
 
 
-def _check(plans: Mapping[int, Plan]) -> None:
+def _check(plans: Mapping[int, Plan], image: Image) -> None:
     for plan in plans.values():
         _check_slots(plan)
         _check_streams(plan)
         _check_sends(plan)
     _check_channels(plans)
-    _check_groups(plans)
-    run_symbolically(plans)
+    _check_groups(plans, image)
+    run_symbolically(plans, image)
     check_queues(plans)
 
 
@@ -148,7 +154,7 @@ def _check_channels(plans: Mapping[int, Plan]) -> None:
                 raise VerificationError(f"{where}: {send.where} and {irecv.where} disagree on what travels")
 
 
-def _check_groups(plans: Mapping[int, Plan]) -> None:
+def _check_groups(plans: Mapping[int, Plan], image: Image) -> None:
     orders: dict[Group, dict[int, list[int]]] = {}
     for plan in plans.values():
         for i, instruction in enumerate(plan.instructions):
@@ -158,12 +164,13 @@ def _check_groups(plans: Mapping[int, Plan]) -> None:
                 orders.setdefault(instruction.group, {}).setdefault(plan.device, []).append(instruction.node)
     for group, by_device in sorted(orders.items()):
         members, stream = group
-        first = by_device.get(members[0], [])
-        for device in members:
+        own = list(dict.fromkeys(map(image, members)))
+        first = by_device.get(own[0], [])
+        for device in own:
             found = by_device.get(device, [])
             if found != first:
                 raise VerificationError(
-                    f"group {members}, stream {stream}: device {device} runs {found}, device {members[0]} runs {first}"
+                    f"group {members}, stream {stream}: device {device} runs {found}, device {own[0]} runs {first}"
                 )
 
 

@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator, Mapping
+
 from lightning_piper.ir.dag import TrainingDAG
+from lightning_piper.plan.columns import Column, columns_of
 from lightning_piper.plan.instructions import Collective, Send
 from lightning_piper.plan.irecv import place_irecvs
 from lightning_piper.plan.lifetimes import mark_last_reads
@@ -10,28 +13,77 @@ from lightning_piper.plan.lower import lower
 from lightning_piper.plan.no_sync import sync_only
 from lightning_piper.plan.order import global_order
 from lightning_piper.plan.plan import Plan
+from lightning_piper.plan.send_completion import LeavesColumnError
 from lightning_piper.plan.streams import add_events
 
 
-def compile_plans(dag: TrainingDAG) -> dict[int, Plan]:
-    """One plan for each logical device of the DAG; about n log n in its nodes. The same DAG always gives the same plans.
+def compile_plans(dag: TrainingDAG, device: int | None = None) -> Plans:
+    """One plan for each logical device of the DAG; about n log n in its nodes for each column of devices whose plans are asked for.
+    The same DAG always gives the same plans.
+
+    Args:
+        device: whose column is to represent the others; the first one if None.
 
     Raises:
         VerificationError: the DAG cannot be executed: a cycle, a node without device, a value that is not where it is read.
     """
-    order = global_order(dag)
-    lowerings = lower(dag, order)
-    rank = {node.id: i for i, node in enumerate(order)}
-    late = sync_only(dag)
-    plans: dict[int, Plan] = {}
-    for device, lowered in lowerings.items():
-        instructions = place_irecvs(lowered.instructions, lowered.irecvs, rank)
-        instructions = mark_last_reads(device, instructions)
-        instructions, events = add_events(instructions)
-        irecvs = lowered.irecvs.values()
-        channels = {i.channel for i in instructions if isinstance(i, Send)} | {irecv.channel for irecv in irecvs}
-        groups = {i.group for i in instructions if isinstance(i, Collective) and len(i.members) > 1}
-        plans[device] = Plan(device, dag.devices(), dag.size, lowered.place, lowered.replica, dag.replicas, lowered.slots, events,
-                             tuple(sorted(channels)), tuple(sorted(groups)), lowered.shards, tuple(instructions),
-                             sync_only=late)  # fmt: skip
-    return plans
+    return Plans(dag, device)
+
+
+class Plans(Mapping[int, Plan]):
+    """The plan of each logical device. Those of a column (`plan.columns`) are made together, when one of them is first asked for.
+
+    Attributes:
+        order: all nodes, in the order in which every device takes its own.
+        representatives: plans that stand for all others: those of one column where all columns are alike, else all.
+    """
+
+    def __init__(self, dag: TrainingDAG, device: int | None = None) -> None:
+        self._dag, self.order, self._late = dag, global_order(dag), sync_only(dag)
+        self._rank = {node.id: i for i, node in enumerate(self.order)}
+        self._devices, self._columns = dag.devices(), columns_of(dag)
+        self._made: dict[int, Plan] = {}
+        try:
+            self.representatives: Mapping[int, Plan] = self._represent(device)
+        except LeavesColumnError:  # by an operation that somebody else registered
+            self._columns = self._columns.together()
+            self._made.clear()
+            self.representatives = self._represent(device)
+
+    def _represent(self, device: int | None) -> dict[int, Plan]:
+        first = device if device is not None and device in self._columns.index else self._devices[0]
+        return {d: self[d] for d in (self._columns.column_of(first) if self._columns.alike else self._devices)}
+
+    def __getitem__(self, device: int) -> Plan:
+        if device not in self._made:
+            self._make(self._columns.column_of(device))
+        return self._made[device]
+
+    def __iter__(self) -> Iterator[int]:
+        return iter(self._devices)
+
+    def __len__(self) -> int:
+        return len(self._devices)
+
+    def place_of(self, device: int) -> int:
+        """As `Plan.place`, without the plan."""
+        return self._columns.place[device]
+
+    def image(self, device: int) -> int:
+        """The device whose plan stands for that of another one."""
+        if device in self.representatives:
+            return device
+        return tuple(self.representatives)[self._columns.index[device][1]]
+
+    def _make(self, column: Column) -> None:
+        for device, lowered in lower(self._dag, self.order, self._columns, column).items():
+            instructions = place_irecvs(lowered.instructions, lowered.irecvs, self._rank)
+            instructions = mark_last_reads(device, instructions)
+            instructions, events = add_events(instructions)
+            irecvs = lowered.irecvs.values()
+            channels = {i.channel for i in instructions if isinstance(i, Send)} | {irecv.channel for irecv in irecvs}
+            groups = {i.group for i in instructions if isinstance(i, Collective) and len(i.members) > 1}
+            self._made[device] = Plan(
+                device, self._devices, self._dag.size, lowered.place, lowered.replica, self._dag.replicas, lowered.slots, events,
+                tuple(sorted(channels)), tuple(sorted(groups)), lowered.shards, tuple(instructions), sync_only=self._late,
+            )  # fmt: skip

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter, deque
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 
 from lightning_piper.errors import VerificationError
 from lightning_piper.plan.instructions import Collective, Instruction, Irecv, Send, WaitSend, WaitWork
@@ -16,10 +16,13 @@ class _World:
 
     A wait needs the message to have been sent; the wait for a send needs the receive to have been started; a collective needs all
     members: each needs all parties of the exchange that its node has begun. Nothing else blocks.
+
+    Where some devices stand for all (`image`), all columns run in step: a member has joined when the one that stands for it has.
     """
 
-    def __init__(self) -> None:
-        self._matching = Matching()
+    def __init__(self, image: Callable[[int], int]) -> None:
+        self._matching, self._image = Matching(), image
+        self._parties: dict[tuple[int, ...], int] = {}  # of the members of a collective
         self._joined: Counter[Meeting] = Counter()
         self._begun: dict[tuple[int, int], Meeting] = {}  # (device, node) -> its exchange
         self.met: set[Meeting] = set()
@@ -34,19 +37,27 @@ class _World:
             return None
         meeting = self._begun[device, instruction.node] = self._matching.of(instruction)
         self._joined[meeting] += 1
-        if self._joined[meeting] < parties(instruction):
+        if self._joined[meeting] < self._needed(instruction):
             return None
         self.met.add(meeting)
         return meeting
 
+    def _needed(self, instruction: Send | Irecv | Collective) -> int:
+        if not isinstance(instruction, Collective):
+            return parties(instruction)
+        members = instruction.members
+        if members not in self._parties:
+            self._parties[members] = len(set(map(self._image, members)))
+        return self._parties[members]
 
-def run_symbolically(plans: Mapping[int, Plan]) -> None:
+
+def run_symbolically(plans: Mapping[int, Plan], image: Callable[[int], int] = lambda device: device) -> None:
     """Run all plans; a device that must wait lets others go on. Linear in the number of instructions.
 
     Raises:
         VerificationError: devices wait for each other; names what each of them waits for.
     """
-    world = _World()
+    world = _World(image)
     position = dict.fromkeys(plans, 0)
     waiting: dict[Meeting, list[int]] = {}
     ready = deque(plans)

@@ -8,12 +8,11 @@ from typing import Any
 
 from lightning_piper.errors import VerificationError
 from lightning_piper.ir.dag import TrainingDAG
-from lightning_piper.ir.nodes import Chunk, Node, Ref
+from lightning_piper.ir.nodes import Node, Ref
 from lightning_piper.ops.base import about, bucket_of, operation_of
 from lightning_piper.ops.gather import Parameters
 from lightning_piper.ops.instruction import Channel, Collective, Instruction, Read, WaitWork
 from lightning_piper.ops.p2p import Irecv, WaitSend
-from lightning_piper.ops.results import Result
 from lightning_piper.plan.accumulation import Accumulation
 from lightning_piper.plan.send_completion import SendCompletion
 
@@ -32,12 +31,13 @@ class DevicePlan:
         shards: the buckets of parameters that it has one shard of, and whether it keeps the whole of each.
     """
 
-    def __init__(self, dag: TrainingDAG, device: int, send_completion: SendCompletion) -> None:
-        self.dag, self.device, self.send_completion = dag, device, send_completion
-        # A device that runs nothing of a forward-only step receives what it returns, if it returns anything.
-        working = (node for kind in (Chunk, Result) for node in dag.of_type(kind))
-        self.place = next((node.devices.index(device) for node in working if device in node.devices), 0)
-        self.replica = dag.replica_of(self.place)
+    def __init__(
+        self, dag: TrainingDAG, device: int, place: int, send_completion: SendCompletion,
+        members: dict[tuple[int, ...], tuple[int, ...]],
+    ) -> None:  # fmt: skip
+        """`members`: of collectives, each tuple once, for they may be long."""
+        self.dag, self.device, self.place, self.send_completion, self._members = dag, device, place, send_completion, members
+        self.replica = dag.replica_of(place)
         self.instructions: list[Instruction] = []
         self.irecvs: dict[int, Irecv] = {}
         self.slots = 0
@@ -129,7 +129,9 @@ class DevicePlan:
         if kind.sums and node.outputs[0].bucket is not None and fields.get("bucket") is None:
             raise VerificationError(f"%{node.id} {node.label} is lowered to {kind.op}, which sums a bucket: start it with bucket=")
         slot = self._pending[node.id] = self.new_slot(None, "sum", node.stream)
-        self.emit(kind(**about(node), reads=reads, writes=(slot,), members=node.members(self.place), **fields))
+        members = node.members(self.place)
+        members = self._members.setdefault(members, members)
+        self.emit(kind(**about(node), reads=reads, writes=(slot,), members=members, **fields))
         self.arrives((node.id, 0))
 
     def wait_for_earlier(self, node: Node) -> None:

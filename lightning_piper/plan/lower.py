@@ -1,4 +1,4 @@
-"""Nodes -> instructions: the training DAG in one global order, each node on each of its devices."""
+"""Nodes -> instructions: the training DAG in one global order, each node on those of its devices that are in a column."""
 
 from __future__ import annotations
 
@@ -8,29 +8,35 @@ from lightning_piper.errors import VerificationError
 from lightning_piper.ir.dag import TrainingDAG
 from lightning_piper.ir.nodes import Node
 from lightning_piper.ops.base import asked, operation_of
+from lightning_piper.plan.columns import Column, Columns
 from lightning_piper.plan.device import DevicePlan
 from lightning_piper.plan.send_completion import SendCompletion
 
 
-def lower(dag: TrainingDAG, order: Sequence[Node]) -> dict[int, DevicePlan]:
-    """The instructions of each device.
+def lower(dag: TrainingDAG, order: Sequence[Node], columns: Columns, column: Column) -> dict[int, DevicePlan]:
+    """The instructions of each device of a column.
 
     Raises:
         VerificationError: a node has no device, or reads what is not there.
+        LeavesColumn: a message leaves the column.
     """
-    send_completion = SendCompletion(dag.devices())
-    plans = {device: DevicePlan(dag, device, send_completion) for device in dag.devices()}
+    send_completion = SendCompletion(column)
+    members: dict[tuple[int, ...], tuple[int, ...]] = {}
+    plans = {device: DevicePlan(dag, device, columns.place[device], send_completion, members) for device in column}
+    here: dict[int, list[DevicePlan]] = {}  # by identity of a group: those of its devices that are in the column
     for node in dag.nodes.values():
         if not node.devices:
             raise VerificationError(f"%{node.id} {node.label} has no device")
+        if id(node.devices) not in here:
+            here[id(node.devices)] = [plans[device] for device in node.devices if device in plans]
         if node.reads_from != "channel":  # it reads the channel, not the value
-            for device in node.devices:
-                plans[device].expect(node)
+            for plan in here[id(node.devices)]:
+                plan.expect(node)
     for node in order:
         emit = operation_of(node).lower
         with asked(node, "lowering"):
-            for device in node.devices:
-                emit(plans[device], node)
+            for plan in here[id(node.devices)]:
+                emit(plan, node)
     for plan in plans.values():
         plan.finish()
     return plans

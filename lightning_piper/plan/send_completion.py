@@ -15,8 +15,13 @@ from collections.abc import Sequence
 from lightning_piper.plan.instructions import Channel
 
 
+class LeavesColumnError(Exception):
+    """A message goes to, or comes from, a device that is not among those whose plans are made together."""
+
+
 class SendCompletion:
-    """Which sends are complete, as far as the sender can know: follows sends and receives in an order that respects causality.
+    """Which sends are complete, as far as the sender can know: follows sends and receives, of all devices that a message can
+    reach from one of them, in an order that respects causality.
 
     `clock[a][b]` is how many of b's receives device a knows of. Messages are named by their channel and the id of
     their send: replicas send the same on channels of their own.
@@ -31,12 +36,16 @@ class SendCompletion:
         self._pending: dict[Channel, deque[int]] = {}
 
     def send(self, channel: Channel, message: int) -> None:
+        if channel[1] not in self._index:
+            raise LeavesColumnError
         self._known_by[channel, message] = self._clock[self._index[channel[0]]].copy()
         self._pending.setdefault(channel, deque()).append(message)
 
     def receive(self, channel: Channel, message: int) -> list[int]:
         """The receiver has the message. Returns the messages it has sent that it now knows have arrived."""
         device = channel[1]
+        if channel[0] not in self._index:
+            raise LeavesColumnError
         me = self._index[device]
         clock = self._clock[me]
         clock[me] += 1

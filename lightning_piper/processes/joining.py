@@ -24,9 +24,8 @@ class BatchJoin:
 
     def __init__(self, world: World) -> None:
         self._world = world
-        members = [[rank for rank in range(world.size) if world.replicas[rank] == replica] for replica in range(world.count)]
-        self._groups = [world.group_of(ranks) for ranks in members]
-        self._ranks, self._group = members[world.replica], self._groups[world.replica]
+        self._ranks = [rank for rank in range(world.size) if world.replicas[rank] == world.replica]
+        self._group = world.group_of(self._ranks)
 
     def joined(self, batch: Any) -> Any:
         """The batch of all of them.

@@ -15,6 +15,7 @@ import torch
 import torch.distributed as dist
 
 from lightning_piper.errors import PiperError
+from lightning_piper.runtime.groups import local_group
 
 T = TypeVar("T")
 RANK_ZERO = 0
@@ -75,7 +76,7 @@ class World:
         return self.group_of(range(self.size))
 
     def group_of(self, ranks: Iterable[int]) -> dist.ProcessGroup:
-        """A group over some processes for tensors in host memory. The first use is collective, over all processes."""
+        """A group over some processes, this one among them, for tensors in host memory. The first use is collective, over them."""
         global _host
         default = dist.group.WORLD
         assert default is not None
@@ -83,7 +84,7 @@ class World:
             _host = (default, {})
         members, groups = tuple(sorted(ranks)), _host[1]
         if members not in groups:
-            groups[members] = dist.new_group(list(members), backend="gloo", timeout=self._timeout)
+            groups[members] = local_group(members, "tensors in host memory", "gloo", self._timeout)
         return groups[members]
 
     def warn(self, text: str) -> None:

@@ -14,6 +14,7 @@ from lightning_piper.ops.base import Bound, Exchange, Slots
 from lightning_piper.plan.instructions import Channel, Collective, Group, Irecv, Send, WaitSend, WaitWork
 from lightning_piper.plan.plan import Plan
 from lightning_piper.runtime.collectives import Finish, Members, bind_alone, bind_collective
+from lightning_piper.runtime.groups import local_group
 from lightning_piper.runtime.riding import Ride, ride_of
 from lightning_piper.runtime.wire import packer, unpacker
 
@@ -26,6 +27,15 @@ class Communicators(Protocol):
     def channel(self, channel: Channel, end: int) -> tuple[dist.ProcessGroup, int]:
         """The channel's communicator and the rank in it of its sender (`end` 0) or receiver (`end` 1)."""
         ...
+def in_order(plan: Plan) -> list[Channel | Group]:
+    """What a device communicates in, in the order in which it connects: the same for all devices, as far as they have it in common,
+    and so that those which have nothing in common connect at once.
+
+    Channels between i and j come by i xor j, for pairs that have that number in common have no device in common: in a pipeline
+    there are about log n such numbers. Groups come stream by stream, for on one stream they are most often disjoint.
+    """
+    channels = sorted(plan.channels, key=lambda channel: (channel[0] ^ channel[1], channel))
+    return [*channels, *sorted(plan.groups, key=lambda group: (group[1], group[0]))]
 
 
 class ProcessTransport:
@@ -33,12 +43,13 @@ class ProcessTransport:
     and one for each group that communicates on a stream of its own.
 
     Args:
-        plans: of all devices, the same in every process.
+        plans: of the devices; that of this process is asked for.
         ranks: the global rank of each logical device.
         device: of this process; decides between gloo (cpu) and NCCL (cuda).
         timeout: after which an operation that nobody answers fails; torch's default if None.
 
-    Making one is collective: every process of the default group takes part, also those without a device of these plans.
+    Making one is collective over the devices of the plans: a process makes the communicators that it is in, and no others. Each is
+    kept for later plans.
     """
 
     def __init__(
@@ -51,50 +62,57 @@ class ProcessTransport:
         self._ranks = dict(ranks) if isinstance(ranks, Mapping) else dict(enumerate(ranks))
         if len(set(self._ranks.values())) < len(self._ranks):
             raise ExecutionError(f"two devices have the same rank: {self._ranks}")
+        self._own = {rank: device for device, rank in self._ranks.items()}.get(dist.get_rank())
         self._device, self._timeout = device, timeout
         self._groups: dict[Group, dist.ProcessGroup] = {}  # channels are pairs, and groups of two are kept apart below
         self._channels: dict[Channel, dist.ProcessGroup] = {}
         self.connect(plans)
 
     def connect(self, plans: Mapping[int, Plan]) -> None:
-        """Add what these plans need and earlier ones did not. Collective, like the constructor.
+        """Add what the plan of this process needs and earlier ones did not. Collective, like the constructor.
 
-        The order is the same in all processes. Each communicator carries one message at once: NCCL connects when it is
-        first used, and in the middle of a step that could wait for a device that is waiting for this one.
+        Each communicator carries one message at once: NCCL connects when it is first used, and in the middle of a step that could
+        wait for a device that is waiting for this one.
         """
-        for channel in sorted({c for plan in plans.values() for c in plan.channels} - set(self._channels)):
-            group = self._channels[channel] = self._new_group(channel)
-            if dist.get_rank() in (self._ranks[channel[0]], self._ranks[channel[1]]):
-                probe = torch.zeros(1, device=self._device)
-                sending = dist.get_rank() == self._ranks[channel[0]]
-                peer = dist.get_group_rank(group, self._ranks[channel[1 if sending else 0]])
-                (group.send if sending else group.recv)([probe], peer, 0).wait()
-        for key in sorted({g for plan in plans.values() for g in plan.groups} - set(self._groups)):
-            group = self._groups[key] = self._new_group(key[0])
-            if dist.get_rank() in [self._ranks[d] for d in key[0]]:
-                dist.all_reduce(torch.zeros(1, device=self._device), group=group)
+        if self._own is None or self._own not in plans:
+            return
+        for key in in_order(plans[self._own]):
+            if isinstance(key[0], tuple):
+                self._connect_group(key)  # type: ignore[arg-type]
+            else:
+                self._connect_channel(key)  # type: ignore[arg-type]
 
-    def _new_group(self, members: Sequence[int]) -> dist.ProcessGroup:
+    def _connect_channel(self, channel: Channel) -> None:
+        if channel in self._channels:
+            return
+        group = self._channels[channel] = self._new_group(channel, f"channel {channel[0]}>{channel[1]}")
+        sending = self._own == channel[0]
+        peer = dist.get_group_rank(group, self._ranks[channel[1 if sending else 0]])
+        (group.send if sending else group.recv)([torch.zeros(1, device=self._device)], peer, 0).wait()
+
+    def _connect_group(self, key: Group) -> None:
+        if key not in self._groups:
+            group = self._groups[key] = self._new_group(key[0], f"stream {key[1]}")
+            dist.all_reduce(torch.zeros(1, device=self._device), group=group)
+
+    def _new_group(self, members: Sequence[int], purpose: str) -> dist.ProcessGroup:
         backend = "nccl" if self._device.type == "cuda" else "gloo"
-        ranks = sorted(self._ranks[d] for d in members)
         options = None
         if backend == "nccl":  # of a priority of their own, so that no receive which waits shares a queue with a logical stream
             options = dist.ProcessGroupNCCL.Options(is_high_priority_stream=True)
-        group: dist.ProcessGroup = dist.new_group(ranks, timeout=self._timeout, backend=backend, pg_options=options)
-        return group
+        return local_group([self._ranks[d] for d in members], purpose, backend, self._timeout, options)
 
     def close(self) -> None:
         """Give the communicators back. Collective."""
         for group in [*self._channels.values(), *self._groups.values()]:
-            if dist.get_rank(group) >= 0:
-                dist.destroy_process_group(group)
+            dist.destroy_process_group(group)
         self._channels, self._groups = {}, {}
 
     def endpoint(self, plan: Plan, device: torch.device) -> ProcessEndpoint:
         missing: list[object] = [c for c in plan.channels if c not in self._channels]
         missing += [g for g in plan.groups if g not in self._groups]
         if missing:
-            raise ExecutionError(f"device {plan.device}: {missing[0]} is not connected; call connect with all plans, on every rank")
+            raise ExecutionError(f"device {plan.device}: {missing[0]} is not connected; call connect with the plans, on every rank")
         return ProcessEndpoint(self, device, ride_of(plan, device))
 
     def members(self, key: Group) -> Members:

@@ -34,7 +34,7 @@ from lightning_piper.session.standalone import Standalone
 def compiled_eager(settings: Settings, program: Sequence[Directive], step: EagerStep, training: Compiled | None = None) -> Compiled:
     """A program applied to a step that stands in for a captured one: nothing here asks for what it has not got."""
     dag = None if training is None else training.dag
-    return compile_step(cast(CapturedStep, step), tuple(program), verify=settings.static, training=dag)
+    return compile_step(cast(CapturedStep, step), tuple(program), None, settings.static, dag, settings.device)
 
 
 def divided(before: Standalone, named: Sequence[tuple[Optimizer, Names]]) -> tuple[EagerOptimizer, ...]:

@@ -47,7 +47,7 @@ def why_not(module: nn.Module, settings: Settings, device: torch.device) -> str 
             compiled_eager(settings, divides_optimizer(program), step)
     except (CaptureError, DirectiveError) as error:
         return f"as one region the program does not fit it: {error}"
-    if any(plan.shards for plan in plans.values()):
+    if any(plan.shards for plan in plans.representatives.values()):
         return "only a captured step can have shards of parameters, gradients, or the optimizer's state"
     return None
 

@@ -58,7 +58,7 @@ class InPart:
             raise error
         try:
             step = PartlyCaptured(self._module, batch, world.device, settings.context, history, settings.whole_norms)
-            compiled = compile_step(step, tuple(settings.program), verify=settings.static)
+            compiled = compile_step(step, tuple(settings.program), verify=settings.static, device=settings.device)
             step.rest.everywhere = not cuts
             if not cuts and not (all(call.tags for call in step.calls) and step.buffers.keys().isdisjoint(step.rest.others)):
                 raise CaptureError("not all of these modules are annotated, or the rest may change buffers")

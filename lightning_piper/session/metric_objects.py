@@ -184,7 +184,8 @@ class MetricObjects:
                 )
             return
         ranks = ranks or self._world.first_ranks
-        self._world.group_of(ranks)
+        if self._world.rank in ranks:
+            self._world.group_of(ranks)
         self._claims[id(part)] = claim = _Claim(name, part, ranks)
         claim.set("compute", partial(self._compute, claim, part.compute))
         if isinstance(getattr(part, "dist_sync_fn", self), Gather | None):

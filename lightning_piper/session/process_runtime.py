@@ -6,7 +6,7 @@ import contextlib
 import itertools
 import warnings
 import zlib
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from datetime import timedelta
 from functools import cached_property, partial
@@ -50,6 +50,7 @@ class Settings:
         whole_norms: all batch norms of the training step take the statistics of the whole batch.
         in_part: of a training step that cannot be captured, the calls of annotated modules may be.
         compile: Inductor's options, where it compiles the code of passes; None: it does not.
+        device: the logical device that this process is; None where all are in it.
     """
 
     program: Sequence[Directive]
@@ -62,6 +63,7 @@ class Settings:
     whole_norms: bool = False
     in_part: bool = True
     compile: Mapping[str, Any] | None = None
+    device: int | None = None
 
 
 @dataclass(frozen=True)
@@ -229,7 +231,7 @@ class ProcessRuntime:
     def _check_shards(self, compiled: Compiled) -> None:
         """All programs work on the flat tensors of the first one's buckets."""
         assert self._first is not None
-        for device, plan in compiled.plans.items():
+        for device, plan in compiled.plans.representatives.items():
             others = sorted({n for b, _ in plan.shards.items() - self._first.plans[device].shards.items() for n in b.names})
             if others:
                 raise PiperError(
@@ -239,7 +241,7 @@ class ProcessRuntime:
                 )
 
     def check_held(self, compiled: Compiled, alone: bool = False) -> None:
-        """Every process holds what its plan works on. Each checks for all of them, so that all fail together.
+        """Every process holds what its plan works on. Each checks for those that stand for all, so that all fail together.
 
         Args:
             compiled: another program than the first one.
@@ -250,7 +252,7 @@ class ProcessRuntime:
         """
         assert self._tensor_map is not None and self._first is not None
         by, step = self._first.step.name, compiled.step.name
-        for device, plan in sorted(compiled.plans.items()):
+        for device, plan in sorted(compiled.plans.representatives.items()):
             needed = compiled.params_on(device) | compiled.buffers_on(device)
             needed -= {name for bucket in plan.shards for name in bucket.names}
             if alone:
@@ -283,12 +285,20 @@ def arguments_of(
 
 
 def _sum_of_plans(compiled: Compiled) -> int:
-    """Of what runs, in which order, and where, whatever the shapes are. The plans of a batch that nothing can cut name its size."""
-    if compiled.dag.code.undivided is None:
-        return _sum(*map(str, compiled.plans.values()))
-    return _sum(*(
-        f"{type(node).__name__} {node.devices} {node.inputs} {[(value.kind, value.names) for value in node.outputs]}"
-        for node in compiled.dag.nodes.values()
+    """Of what plans are made of: what runs, in which order, and where, whatever the shapes are. The number of samples is not a part
+    of it for a batch that nothing can cut."""
+    dag, texts = compiled.dag, dict[int, str]()
+
+    def text(part: tuple[Any, ...], parts: Iterable[object]) -> str:
+        """Many nodes have the same, which may be long."""
+        if id(part) not in texts:
+            texts[id(part)] = str(list(parts))
+        return texts[id(part)]
+
+    return _sum(str(dag.size if dag.code.undivided is None else 0), *(
+        f"{node.id} {type(node).__name__} {node.key if isinstance(node, Chunk) else ''} {text(node.devices, node.devices)} "
+        f"{node.stream} {node.reads} {text(node.outputs, ((value.kind, value.names) for value in node.outputs))}"
+        for node in compiled.plans.order
     ))  # fmt: skip
 
 
@@ -309,7 +319,7 @@ def check_devices(first: Compiled, world: World) -> None:
             f"Trainer(devices={devices}), or all devices in one process with PiperStrategy(transport='local') and devices=1"
         )
     working = {device for chunk in first.dag.of_type(Chunk) for device in chunk.devices}
-    if any(first.plans[device].replica != world.replicas[device] for device in working):
+    if any(first.dag.replica_of(first.plans.place_of(device)) != world.replicas[device] for device in working):
         raise PiperError(
             "a directive makes replicas that its replica_groups() does not name, so the processes' data cannot be told apart; give "
             "the directive's class this method"

@@ -144,7 +144,7 @@ class Programs:
         try:
             with undone(self._module):
                 found = capture(self._module, example, device, context, name, loader, history=history, whole_norms=norms)
-                return compile_step(found, tuple(settings.program), verify=settings.static, training=self._training)
+                return compile_step(found, tuple(settings.program), None, settings.static, self._training, settings.device)
         except CaptureError as error:
             if step != TRAINING or self._instead is None:
                 raise

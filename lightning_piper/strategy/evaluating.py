@@ -119,6 +119,7 @@ class EvaluatingStrategy(OverProcesses):
             self.syncs_batch_norms,
             in_part=self._capture != "always",
             compile=self._compile,
+            device=None if self._local else world.rank,
         )
         if restored.sharded is not None and not is_on_meta(module):
             restored.sharded.whole()

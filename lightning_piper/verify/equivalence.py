@@ -19,7 +19,7 @@ from lightning_piper.ir.values import Slice
 from lightning_piper.ops.build import build_dag
 from lightning_piper.passes import Done, apply_program, prepared, run_pipeline
 from lightning_piper.verify.cross_sample import CrossSampleDependence, find_dependences
-from lightning_piper.verify.hook import check_pass
+from lightning_piper.verify.hook import StaticCheck
 from lightning_piper.verify.interpreter import interpret
 from lightning_piper.verify.report import Agreement, Comparison, Report, Row
 
@@ -35,8 +35,10 @@ def verify_step(step: CapturedStep, module: nn.Module, batch: Any, program: Sequ
     runner = _Runner(step, tensors, leaves, seed)
     rows: list[Row] = []
 
+    static_check = StaticCheck()
+
     def after(dag: TrainingDAG, done: Done) -> None:
-        check_pass(dag, done)
+        static_check(dag, done)
         if done.by.index is not None and isinstance(directive := program[done.by.index], Split):
             runner.splits.append(directive)
         if done.by.apart:

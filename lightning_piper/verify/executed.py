@@ -20,7 +20,7 @@ from lightning_piper.errors import CaptureError, DirectiveError
 from lightning_piper.ir.dag import TrainingDAG
 from lightning_piper.passes import Done, run_pipeline
 from lightning_piper.verify.equivalence import PERTURBATIONS, compare, movement, one_ulp
-from lightning_piper.verify.hook import check_pass
+from lightning_piper.verify.hook import StaticCheck
 from lightning_piper.verify.interpreter import interpret
 from lightning_piper.verify.report import Report, Row
 
@@ -59,9 +59,11 @@ def verify_executed(module: nn.Module, batch: Any, program: Sequence[Directive],
         made = next(turn)
         return [None if made.get(name) is None else made[name].clone() for name in trained]
 
+    static_check = StaticCheck()
+
     def after(dag: TrainingDAG, done: Done) -> None:
         nonlocal turn, last
-        check_pass(dag, done)
+        static_check(dag, done)
         if not done.by.apart:
             return
         of_dag = parts if dag.replicas > 1 else [_mean(parts)]

@@ -111,9 +111,11 @@ def places(facts: Facts) -> Iterable[str]:
     """Each device is the same replica in all groups that it is in: its local batch and its shards depend on it."""
     dag = facts.dag
     replica: dict[int, int] = {}
+    seen: set[int] = set()  # groups, by identity: most nodes share theirs
     for node in dag.nodes.values():
-        if node.everywhere:
+        if node.everywhere or id(node.devices) in seen:
             continue
+        seen.add(id(node.devices))
         if len(node.devices) != len(dag.mesh.places):
             members = f"{dag.replicas} replicas" if not dag.member_axes else f"{len(dag.mesh.places)} places ({dag.mesh})"
             yield f"{facts.at(node)} has {len(node.devices)} devices, and there are {members}"

@@ -34,7 +34,19 @@ def check(dag: TrainingDAG, final: bool = False) -> None:
     Raises:
         VerificationError: lists what is wrong, where, and which directive brought it in.
     """
-    problems = list(_problems(Facts(dag), final))
+    _refuse(list(_problems(Facts(dag), final)))
+
+
+def check_structure(dag: TrainingDAG) -> None:
+    """Check the edges alone: what is read exists, comes first, and nothing waits for itself.
+
+    Raises:
+        VerificationError: as `check` does.
+    """
+    _refuse(list(_structure(Facts(dag))))
+
+
+def _refuse(problems: list[str]) -> None:
     if problems:
         shown = "\n  ".join(problems[:10]) + (f"\n  ... and {len(problems) - 10} more" if len(problems) > 10 else "")
         raise VerificationError(f"the training DAG does not compute what one device computes:\n  {shown}")
@@ -72,7 +84,7 @@ def _devices(facts: Facts, node: Node) -> Iterable[str]:
         return
     for ref in node.reads:
         source = facts.dag.nodes[ref[0]]
-        if not source.devices:
+        if not source.devices or source.devices is node.devices:
             continue
         if node.reads_from == "members":
             good = set(source.devices) <= set(node.devices)

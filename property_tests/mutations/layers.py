@@ -29,7 +29,7 @@ from lightning_piper.plan.instructions import AllGather, HostCopy, Run
 from lightning_piper.runtime import Executor, LocalTransport, StepResult, local_shards_of, run_local, shards_of
 from lightning_piper.testing import POOL, Case, assert_same, cases, check_program, programs, run_plans, single_device
 from lightning_piper.verify import interpret
-from lightning_piper.verify.hook import check_pass
+from lightning_piper.verify.hook import StaticCheck
 from property_tests.mutations.scenarios import Scenario, batches
 
 CPU = torch.device("cpu")
@@ -60,9 +60,10 @@ def static(scenario: Scenario, recapture: bool = False) -> Built:
     """Nothing runs: the DAG is checked after each directive, then the plans."""
     case = scenario.case(recapture)
     stages: list[tuple[Done, TrainingDAG]] = []
+    static_check = StaticCheck()
 
     def after(dag: TrainingDAG, done: Done) -> None:
-        check_pass(dag, done)
+        static_check(dag, done)
         stages.append((done, dag.copy()))
 
     dag = run_pipeline(case.step, scenario.program, after=after)

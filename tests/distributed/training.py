@@ -121,7 +121,7 @@ def model(name: str) -> Captured:
 
 @functools.cache
 def plans_of(job: Job) -> dict[int, Plan]:
-    plans = compile_plans(job.dag())
+    plans = dict(compile_plans(job.dag()))
     if job.fault:
         plans[1] = edited(plans[1], FAULTS[job.fault])
     return plans

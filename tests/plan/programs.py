@@ -64,7 +64,7 @@ def pipeline(name: str, devices: int, microbatches: int, ordered: bool = True) -
 
 
 def plans_of(name: str, devices: int, microbatches: int, ordered: bool = True) -> dict[int, Plan]:
-    return compile_plans(pipeline(name, devices, microbatches, ordered))
+    return dict(compile_plans(pipeline(name, devices, microbatches, ordered)))
 
 
 def edited(plan: Plan, edit: Callable[[list[Instruction]], None]) -> Plan:

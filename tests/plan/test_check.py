@@ -8,7 +8,7 @@ from collections.abc import Callable
 import pytest
 
 from lightning_piper.errors import VerificationError
-from lightning_piper.plan import Plan, check_plans, compile_plans
+from lightning_piper.plan import check_plans, compile_plans
 from lightning_piper.plan.deadlock import run_symbolically
 from lightning_piper.plan.instructions import (
     Add,
@@ -136,7 +136,7 @@ FAULTS: dict[str, tuple[int, Edit, str]] = {
 @pytest.mark.parametrize("fault", FAULTS)
 def test_a_fault_is_found(fault: str) -> None:
     device, edit, message = FAULTS[fault]
-    plans: dict[int, Plan] = plans_of("mlp", 2, 3)
+    plans = plans_of("mlp", 2, 3)
     check_plans(plans)
     plans[device] = edited(plans[device], edit)
     with pytest.raises(VerificationError, match=message):

@@ -83,7 +83,7 @@ def other_samples(instructions: list[Instruction]) -> None:
 @pytest.mark.parametrize("device", [0, 1])
 def test_a_wrong_plan_gives_other_numbers(edit: Callable[[list[Instruction]], None], device: int) -> None:
     model, dag = captured("mlp"), pipeline("mlp", 2, 4, ordered=False)
-    plans = compile_plans(dag)
+    plans = dict(compile_plans(dag))
     plans[device] = edited(plans[device], edit)
     assert differences(reference(model, dag), rig(model, dag, plans).outcome()) != []
 

@@ -1,0 +1,129 @@
+"""One process's way from a captured step to its checked plan, by the number of devices: 16 stages, 64 microbatches, ZeRO-3. And
+from nothing to a checked plan for Llama-3-405B on 16 stages of 8 replicas. Times are of one core (CPU seconds).
+
+    python benchmarks/plans.py [--replicas 8 64 1024] [--llama] [--layers 126]
+"""
+
+from __future__ import annotations
+
+import argparse
+import resource
+import time
+from collections.abc import Callable
+from typing import Any
+
+import lightning as L
+import torch
+import torch.nn.functional as F
+from _chain import Chain
+from torch import Tensor, nn
+
+import lightning_piper as piper
+from lightning_piper.capture import capture
+from lightning_piper.directives import Directive, parse
+from lightning_piper.passes import prepared, run_pipeline
+from lightning_piper.plan import check_plans, compile_plans
+from lightning_piper.verify.hook import StaticCheck
+
+HEAD = "| devices | nodes | instructions | capture s | program s | static check s | plan s | plan check s | sum s | MB |"
+
+
+class Layer(nn.Module):
+    """A layer of Llama 3: grouped heads, SwiGLU."""
+
+    def __init__(self, width: int, hidden: int, heads: int, share: int) -> None:
+        super().__init__()
+        self.heads, self.share = heads, share
+        self.norms = nn.ModuleList(nn.RMSNorm(width) for _ in range(2))
+        self.q, self.k, self.v = (nn.Linear(width, width // n, bias=False) for n in (1, share, share))
+        self.out, self.down = nn.Linear(width, width, bias=False), nn.Linear(hidden, width, bias=False)
+        self.gate, self.up = nn.Linear(width, hidden, bias=False), nn.Linear(width, hidden, bias=False)
+
+    def forward(self, x: Tensor) -> Tensor:
+        y, size = self.norms[0](x), x.shape[-1] // self.heads
+        q, k, v = (f(y).unflatten(-1, (-1, size)).transpose(1, 2) for f in (self.q, self.k, self.v))
+        mixed = F.scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=True)
+        x = x + self.out(mixed.transpose(1, 2).flatten(-2))
+        y = self.norms[1](x)
+        return x + self.down(F.silu(self.gate(y)) * self.up(y))
+
+
+class Llama(L.LightningModule):
+    """Llama-3-405B, in stages; without data."""
+
+    def __init__(self, stages: int, layers: int, width: int = 16384, hidden: int = 53248, vocabulary: int = 128256) -> None:
+        super().__init__()
+        self.embed, self.head = nn.Embedding(vocabulary, width), nn.Linear(width, vocabulary, bias=False)
+        self.layers = nn.ModuleList(Layer(width, hidden, 128, 16) for _ in range(layers))
+        self.stages = stages
+
+    def training_step(self, batch: Tensor, batch_idx: int) -> Tensor:
+        x, count = batch[:, :-1], len(self.layers)
+        for stage in range(self.stages):
+            with piper.annotate("PP", stage):
+                x = self.embed(x) if stage == 0 else x
+                for layer in self.layers[stage * count // self.stages : (stage + 1) * count // self.stages]:
+                    x = layer(x)
+                if stage == self.stages - 1:
+                    return F.cross_entropy(self.head(x).flatten(0, 1), batch[:, 1:].flatten())
+        raise AssertionError
+
+
+def zero3(stages: int, replicas: int, microbatches: int, bucket: float = 25.0) -> tuple[Directive, ...]:
+    """A pipeline under 1F1B whose stages are replicated with shards of parameters."""
+    groups = [list(range(stage * replicas, (stage + 1) * replicas)) for stage in range(stages)]
+    program = piper.schedules.one_f_one_b(stages, microbatches, groups)
+    replicate = piper.Replicate(filter={}, devices=groups, shard_params=True, bucket_size=bucket)
+    return tuple(parse([*program[:stages], replicate, *program[stages:]]))
+
+
+def row(make: Callable[[], Any], program: tuple[Directive, ...]) -> str:
+    """Times of what `compile` does, for a process in the middle of the cluster. `make`: the captured step."""
+    start = time.process_time()
+    step = make()
+    times, checking, check = [time.process_time() - start], [0.0], StaticCheck()
+
+    def after(*done: Any) -> None:
+        begin = time.process_time()
+        check(*done)
+        checking[0] += time.process_time() - begin
+
+    start = time.process_time()
+    dag = run_pipeline(prepared(step, program), program, after=after)
+    times += [time.process_time() - start - checking[0], checking[0]]
+    start = time.process_time()
+    plans = compile_plans(dag, len(dag.devices()) // 2)
+    times.append(time.process_time() - start)
+    start = time.process_time()
+    check_plans(plans.representatives, plans.image)
+    times.append(time.process_time() - start)
+    count = sum(len(plan.instructions) for plan in plans.representatives.values())
+    peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1024
+    shown = " | ".join(f"{t:.2f}" for t in (*times, sum(times[1:])))
+    return f"| {len(plans)} | {len(dag.nodes)} | {count} | {shown} | {peak:.0f} |"
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--replicas", type=int, nargs="*", default=[8, 64, 1024])
+    parser.add_argument("--llama", action="store_true")
+    parser.add_argument("--layers", type=int, default=126)
+    args = parser.parse_args()
+    torch.set_num_threads(1)
+    print(HEAD)
+    print("|---" * 10 + "|")
+    for replicas in args.replicas:
+        batch = torch.randn(replicas * 64, 4)
+        print(row(lambda batch=batch: capture(Chain(16, 4), batch), zero3(16, replicas, 64)), flush=True)
+    if args.llama:
+
+        def make() -> Any:
+            with torch.device("meta"):
+                module, tokens = Llama(16, args.layers).bfloat16(), torch.zeros(8 * 16, 8193, dtype=torch.long)
+            return capture(module, tokens)
+
+        print(row(make, zero3(16, 8, 16)), flush=True)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,87 @@
+"""The devices of a step, column by column: whose plans are made together, and whose are alike.
+
+A node lists the devices of its group by place, and a device has one place in all of its groups. The devices that have a place are a
+*column*; the groups are rows.
+
+                 place 0   1   2   3
+    group PP=0         0   1   2   3      messages go from row to row, within a column
+    group PP=1         4   5   6   7      collectives join the members of a row, across columns
+                       column 1 is 1, 5
+
+So the plans of a column are made without looking at any other one. And where rows meet in every column in the same way, columns are
+*alike*: one becomes the other when devices get other names.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+from functools import cached_property
+
+from lightning_piper.ir.dag import TrainingDAG
+from lightning_piper.ir.nodes import Chunk, Node
+from lightning_piper.ops.base import nothing, operation_of
+from lightning_piper.ops.results import Result
+
+Column = tuple[int, ...]
+
+
+@dataclass(frozen=True)
+class Columns:
+    """Which devices make their plans together.
+
+    Attributes:
+        columns: every device is in one of them. One column of all devices, where a device has several places.
+        alike: all columns are images of each other: the i-th device of one does what the i-th of another does.
+        place: of each device in the groups that it works in.
+    """
+
+    columns: tuple[Column, ...]
+    alike: bool
+    place: Mapping[int, int]
+
+    @cached_property
+    def index(self) -> Mapping[int, tuple[int, int]]:
+        """Device -> its column, and which of the column's devices it is."""
+        return {device: (c, i) for c, column in enumerate(self.columns) for i, device in enumerate(column)}
+
+    def column_of(self, device: int) -> Column:
+        return self.columns[self.index[device][0]]
+
+    def together(self) -> Columns:
+        """The same devices in one column."""
+        return Columns((tuple(sorted(self.index)),), True, self.place)
+
+
+def columns_of(dag: TrainingDAG) -> Columns:
+    """The columns of a finished DAG. Linear in its nodes and in the sizes of its groups."""
+    everybody = dag.devices()
+    place: dict[int, int] = {}
+    # A device that runs nothing of a forward-only step receives what it returns, if it returns anything.
+    for row in _distinct(node for kind in (Chunk, Result) for node in dag.of_type(kind)):
+        for p, device in enumerate(row):
+            place.setdefault(device, p)
+    for device in everybody:
+        place.setdefault(device, 0)
+    rows = _distinct(node for node in dag.nodes.values() if not node.everywhere)
+    size = len(dag.mesh.places)
+    columns = tuple(tuple(dict.fromkeys(row[p] for row in rows)) for p in range(min(map(len, rows), default=0)))
+    regular = all(len(row) == size and all(place[device] == p for p, device in enumerate(row)) for row in rows)
+    if not regular or sum(map(len, columns)) != len(everybody):
+        return Columns((everybody,), True, place)
+    kinds = {type(node): node for node in dag.nodes.values()}
+    meet = {tuple(column.index(row[p]) for row in rows) for p, column in enumerate(columns)}
+    # What runs everywhere joins whole rows.
+    whole = all(group == everybody for group in _distinct(node for node in dag.nodes.values() if _joins_rows(node)))
+    alike = len(meet) == 1 and whole and all(operation_of(node).alike for node in kinds.values())
+    return Columns(columns, alike, place)
+
+
+def _joins_rows(node: Node) -> bool:
+    return node.everywhere and operation_of(node).lower is not nothing
+
+
+def _distinct(nodes: Iterable[Node]) -> list[tuple[int, ...]]:
+    """The different groups of some nodes, in the order in which they come."""
+    by_identity = {id(node.devices): node.devices for node in nodes}  # most nodes share theirs: long ones are not compared
+    return list(dict.fromkeys(by_identity.values()))
