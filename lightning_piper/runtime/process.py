@@ -78,9 +78,9 @@ class ProcessTransport:
             return
         for key in in_order(plans[self._own]):
             if isinstance(key[0], tuple):
-                self._connect_group(key)  # type: ignore[arg-type]
+                self._connect_group(key)
             else:
-                self._connect_channel(key)  # type: ignore[arg-type]
+                self._connect_channel(key)
 
     def _connect_channel(self, channel: Channel) -> None:
         if channel in self._channels:
