@@ -14,7 +14,7 @@ import torch.distributed as dist
 import torch.distributed.distributed_c10d as c10d
 
 
-def new_group_of_members(ranks: list[int], name: str, backend: str, timeout: timedelta | None) -> dist.ProcessGroup:
+def new_group_of_members(ranks: list[int], name: str, backend: str, timeout: timedelta | None, options: Any) -> dist.ProcessGroup:
     """What `dist.new_group` makes. Only the members call it, and give it the same name.
 
     Args:
@@ -24,7 +24,12 @@ def new_group_of_members(ranks: list[int], name: str, backend: str, timeout: tim
     assert default is not None
     _, store = c10d._world.pg_map[default]
     kind, rank = c10d.Backend(backend), ranks.index(dist.get_rank())
-    about: dict[str, Any] = {"store": store, "group_name": name, "timeout": timeout or c10d._get_default_timeout(kind)}
+    about: dict[str, Any] = {
+        "store": store,
+        "group_name": name,
+        "backend_options": options,
+        "timeout": timeout or c10d._get_default_timeout(kind),
+    }
     # Bound to a device, NCCL would split the default communicator, in which all processes have to take part.
     bound, default.bound_device_id = default.bound_device_id, None
     group: dist.ProcessGroup

@@ -49,7 +49,9 @@ def check_plans(plans: Mapping[int, Plan], image: Image = lambda device: device)
     _check(plans, image)
     if any(plan.sync_only for plan in plans.values()):
         try:
-            _check({device: replace(plan, instructions=tuple(x for _, x in not_last(plan))) for device, plan in plans.items()}, image)
+            _check(
+                {device: replace(plan, instructions=tuple(x for _, x in not_last(plan))) for device, plan in plans.items()}, image
+            )
         except VerificationError as error:
             raise VerificationError(f"with a batch that is not the last one of an accumulation: {error}") from None
 

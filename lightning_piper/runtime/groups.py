@@ -12,6 +12,7 @@ import hashlib
 from collections import Counter
 from collections.abc import Iterable
 from datetime import timedelta
+from typing import Any
 
 import torch.distributed as dist
 
@@ -21,7 +22,9 @@ from lightning_piper.capture._torch_groups import new_group_of_members
 _made: tuple[dist.ProcessGroup, Counter[str]] | None = None
 
 
-def local_group(ranks: Iterable[int], purpose: str, backend: str, timeout: timedelta | None = None) -> dist.ProcessGroup:
+def local_group(
+    ranks: Iterable[int], purpose: str, backend: str, timeout: timedelta | None = None, options: Any = None
+) -> dist.ProcessGroup:
     """A group of these processes. Collective over them: each makes the groups that it has in common with another one in one order.
 
     Args:
@@ -29,6 +32,7 @@ def local_group(ranks: Iterable[int], purpose: str, backend: str, timeout: timed
         purpose: that tells it from other groups of the same processes.
         backend: "gloo" or "nccl".
         timeout: of its operations; torch's default if None.
+        options: of the backend.
     """
     global _made
     default = dist.group.WORLD
@@ -38,4 +42,4 @@ def local_group(ranks: Iterable[int], purpose: str, backend: str, timeout: timed
     members = sorted(ranks)
     name = hashlib.sha1(f"{purpose} {members}".encode(), usedforsecurity=False).hexdigest()
     _made[1][name] += 1
-    return new_group_of_members(members, f"{name}-{_made[1][name]}", backend, timeout)
+    return new_group_of_members(members, f"{name}-{_made[1][name]}", backend, timeout, options)

@@ -27,6 +27,8 @@ class Communicators(Protocol):
     def channel(self, channel: Channel, end: int) -> tuple[dist.ProcessGroup, int]:
         """The channel's communicator and the rank in it of its sender (`end` 0) or receiver (`end` 1)."""
         ...
+
+
 def in_order(plan: Plan) -> list[Channel | Group]:
     """What a device communicates in, in the order in which it connects: the same for all devices, as far as they have it in common,
     and so that those which have nothing in common connect at once.
