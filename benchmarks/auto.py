@@ -1,9 +1,11 @@
-"""Predicted against measured: the programs that a search finds best, run in two processes over gloo.
+"""Predicted against measured: the programs that a search finds best, in processes over gloo, beside torch's own ways to train.
 
-For each model the search proposes programs from costs measured in one process and a link measured between two. Each is trained for
-some steps, in turns, and the median time of its plan (without the optimizer's update) is compared with the predicted one.
+For each model the search proposes programs from costs that were measured while all processes were at work. The best ones, DDP,
+FSDP2, Schedule1F1B and DualPipeV (with the cuts that the same costs say are best) live in the same processes and take turns, some
+steps each, so that whatever else the machine does hits all. A step is all that a user waits for: gradients and the optimizer's
+update.
 
-    python benchmarks/auto.py [--steps 12] [--programs 5] [--models gpt,mlp]
+    python benchmarks/auto.py [--ranks 2] [--steps 8] [--programs 5] [--models gpt,moe]
 """
 
 from __future__ import annotations
@@ -15,179 +17,174 @@ import statistics
 import time
 import warnings
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
-import lightning as L
 import torch
-import torch.nn.functional as F
-from _gpt import Config, Module, batch
+import torch.distributed as dist
 from _launch import is_rank, join, launch
-from torch import Tensor, nn
-from torch.utils.data import DataLoader, Dataset
+from _models import MODELS, Chain
+from _systems import Batch, Step, data_parallel, ours, pipeline
 
 import lightning_piper as piper
-from lightning_piper.directives import Directive
 from lightning_piper.processes.world import World
-from lightning_piper.search import Written, best_of
+from lightning_piper.search import Candidate, Written, best_of
 from lightning_piper.search.blocks import blocks_of
 from lightning_piper.search.report import described
+from lightning_piper.search.workload import Workload
 from lightning_piper.search.writing import write
-from lightning_piper.session.choosing import measured_together
+from lightning_piper.session.together import measured_together
 from lightning_piper.simulate.hardware import Hardware
-from lightning_piper.strategy.fit import Fit
 
-SAMPLES = 16
-QUIET: dict[str, Any] = {
-    "logger": False,
-    "enable_checkpointing": False,
-    "enable_progress_bar": False,
-    "enable_model_summary": False,
-}
+TURN = 3  # steps in a row; the first one finds caches and memory as another system left them, and does not count
 
 
-class Stack(L.LightningModule):
-    """Layers of different sizes, and a head."""
+@dataclasses.dataclass
+class System:
+    """What is run.
 
-    def __init__(self, first: nn.Module, layers: list[nn.Module], last: nn.Module) -> None:
-        super().__init__()
-        self.first, self.layers, self.last = first, nn.ModuleList(layers), last
+    Attributes:
+        predicted: seconds, of ours.
+        build: makes the step.
+        seconds: of each step, of the slowest rank.
+    """
 
-    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
-        x = self.first(batch[0])
-        for layer in self.layers:
-            x = layer(x)
-        return F.cross_entropy(self.last(x), batch[1])
+    name: str
+    predicted: float | None
+    build: Callable[[], Any]
+    candidate: Candidate | None = None
+    step: Step | None = None
+    executor: Any = None
+    seconds: list[float] = dataclasses.field(default_factory=list)
 
-    def configure_optimizers(self) -> Any:
-        return torch.optim.SGD(self.parameters(), lr=1e-3)
-
-
-class Residual(nn.Module):
-    def __init__(self, channels: int) -> None:
-        super().__init__()
-        self.one, self.two = (nn.Conv2d(channels, channels, 3, padding=1) for _ in range(2))
-
-    def forward(self, x: Tensor) -> Tensor:
-        return x + self.two(F.gelu(self.one(F.gelu(x))))
+    @property
+    def median(self) -> float:
+        return statistics.median(self.seconds)
 
 
-def gpt() -> tuple[L.LightningModule, Any]:
-    return Module(Config()), batch(Config(), 0, SAMPLES)
-
-
-def mlp() -> tuple[L.LightningModule, Any]:
-    layers: list[nn.Module] = [nn.Sequential(nn.Linear(1024, 1024), nn.GELU()) for _ in range(6)]
-    module = Stack(nn.Linear(256, 1024), layers, nn.Linear(1024, 10))
-    return module, (torch.randn(512, 256), torch.randint(0, 10, (512,)))
-
-
-def resnet() -> tuple[L.LightningModule, Any]:
-    first, last = nn.Conv2d(3, 32, 3, padding=1), nn.Sequential(nn.AdaptiveAvgPool2d(1), nn.Flatten(), nn.Linear(32, 10))
-    module = Stack(first, [Residual(32) for _ in range(6)], last)
-    return module, (torch.randn(SAMPLES, 3, 32, 32), torch.randint(0, 10, (SAMPLES,)))
-
-
-def uneven() -> tuple[L.LightningModule, Any]:
-    """A table of words that is larger than all the rest."""
-    layers: list[nn.Module] = [nn.Sequential(nn.Linear(256, 1024), nn.GELU(), nn.Linear(1024, 256)) for _ in range(4)]
-    module = Stack(nn.EmbeddingBag(60000, 256), layers, nn.Linear(256, 100))
-    return module, (torch.randint(0, 60000, (256, 32)), torch.randint(0, 100, (256,)))
-
-
-MODELS: dict[str, Callable[[], tuple[L.LightningModule, Any]]] = {"gpt": gpt, "mlp": mlp, "resnet": resnet, "uneven": uneven}
-
-
-class Same(Dataset[Any]):
-    """The same batch again and again, or a replica's part of it."""
-
-    def __init__(self, leaves: Any, steps: int) -> None:
-        self.leaves, self.steps = leaves, steps
-
-    def __len__(self) -> int:
-        return self.steps
-
-    def __getitem__(self, i: int) -> Any:
-        return tuple(self.leaves)
-
-
-def seconds(make: Callable[[], tuple[L.LightningModule, Any]], written: Written, rank: int, steps: int) -> float:
-    """Median time of a step's plan in this process."""
+def proposed(
+    chain: Chain, batch: Batch, world: World, programs: int
+) -> tuple[list[tuple[Candidate, Written, float]], list[Any], Any]:
+    """The best programs, the cuts for torch's pipelines, and the space."""
     torch.manual_seed(0)
-    module, leaves = make()
-    written.annotate(module)
-    if written.replicas > 1:
-        part = leaves[0].shape[0] // written.replicas
-        leaves = [x[rank * part : (rank + 1) * part] for x in leaves]
-    times: list[float] = []
-    original = Fit.step
-
-    def timed(self: Fit, *args: Any, **options: Any) -> Any:
-        torch.distributed.barrier()
-        start = time.perf_counter()
-        result = original(self, *args, **options)
-        times.append(time.perf_counter() - start)
-        return result
-
-    Fit.step = timed  # type: ignore[method-assign]
-    try:
-        strategy = piper.PiperStrategy(list[Directive](written.directives))
-        trainer = L.Trainer(accelerator="cpu", devices=2, strategy=strategy, max_steps=steps, **QUIET)
-        trainer.fit(module, DataLoader(Same(leaves, steps), batch_size=None))
-    finally:
-        Fit.step = original  # type: ignore[method-assign]
-    return statistics.median(times[3:])
-
-
-def compare(name: str, rank: int, world: World, steps: int, programs: int) -> None:
-    make = MODELS[name]
-    torch.manual_seed(0)
-    module, leaves = make()
-    workload, link = measured_together(module, leaves, world)
-
-    def find() -> list[tuple[Written, float, str]]:
-        cut = blocks_of(module, leaves)
-        hardware = dataclasses.replace(Hardware.measure(), links=((2, link),))
-        found = best_of(workload, hardware, 2, "8GiB", all_devices=True)
-        rows = [row for row in found.table if max(row.estimate.memory) <= found.space.memory and row.candidate.layout.tensor == 1]
-        chosen: dict[str, tuple[Written, float, str]] = {}
-        for row in rows:
-            made = write(row.candidate, cut.stages(row.candidate.cuts))
-            chosen.setdefault(str(made), (made, float(row.estimate.time), described(row.candidate)))
-        return list(chosen.values())[:programs]
-
-    found = world.on_rank_zero(find)
+    costs = measured_together(chain, batch, world)
+    found = world.on_rank_zero(lambda: _searched(chain, batch, world.size, programs, *costs))
     assert found is not None
-    if rank == 0:
-        print(f"{name}: link {float(link.latency) * 1e6:.0f} us, {float(link.bandwidth or 0) / 1e9:.2f} GB/s", flush=True)
-    for written, predicted, what in found:
+    return found
+
+
+def _searched(chain: Chain, batch: Batch, ranks: int, programs: int, workload: Workload, hardware: Hardware) -> Any:
+    cut = blocks_of(chain, batch)
+    find = partial(best_of, workload, hardware, ranks, "8GiB", all_devices=True)
+    found = find()
+    chosen: dict[str, tuple[Candidate, Written, float]] = {}
+    for row in found.table:
+        if max(row.estimate.memory) <= found.space.memory:
+            made = write(row.candidate, cut.stages(row.candidate.cuts))
+            chosen.setdefault(str(made), (row.candidate, made, float(row.estimate.time)))
+    peers = []
+    for name, schedule in (("Schedule1F1B", "one_f_one_b"), ("DualPipeV", "dualpipev")):
         try:
-            own = seconds(make, written, rank, steps)
-        except piper.PiperError as error:
-            own = float("nan")
-            what = f"{what}: {str(error)[:100]}"
-        slowest = max(world.gather(own))
+            table = find(schedules=(schedule,), levels=(0,), budget=500).table
+        except piper.SearchError:
+            continue
+        whole = [
+            row.candidate
+            for row in table
+            if (lay := row.candidate.layout).ranks == ranks
+            and lay.microbatches >= lay.stages
+            and not row.candidate.recomputed + row.candidate.offloaded
+        ]
+        peers += [(f"torch {name}, {c.layout.microbatches} microbatches", c.cuts, c.layout.microbatches) for c in whole[:2]]
+    return list(chosen.values())[:programs], peers, found.space
+
+
+def compare(name: str, rank: int, world: World, args: argparse.Namespace) -> None:
+    torch.manual_seed(0)
+    chain, batch = MODELS[name]()
+    start = time.perf_counter()
+    programs, pipelines, space = proposed(chain, batch, world, args.programs)
+    if rank == 0:
+        print(
+            f"\n{name}, {world.size} processes: searched in {time.perf_counter() - start:.1f} s; {shown_links(space.hardware)}",
+            flush=True,
+        )
+    systems = [
+        System(described(c, len(space.workload.blocks)), predicted, partial(ours, chain, batch, w, rank, world.size), c)
+        for c, w, predicted in programs
+    ]
+    systems.append(System("torch DDP", None, partial(data_parallel, chain, batch, rank, world.size, False)))
+    systems.append(System("torch FSDP2", None, partial(data_parallel, chain, batch, rank, world.size, True)))
+    systems += [
+        System(f"{n}, cut {cuts}", None, partial(pipeline, chain, batch, cuts, mb, rank, world.size)) for n, cuts, mb in pipelines
+    ]
+    ready = [system for system in systems if built(system, rank)]
+    turns(ready, args.steps)
+    if rank == 0:
+        show(ready)
+
+
+def shown_links(hardware: Hardware) -> str:
+    named = {"message": hardware.links[-1][1]}
+    named |= {f"{kind} of {n}": getattr(links, kind) for n, links in hardware.collectives.items() for kind in links._fields}
+    return "; ".join(f"{name} {float(x.latency) * 1e6:.0f} us, {float(x.bandwidth) / 1e9:.2f} GB/s" for name, x in named.items())
+
+
+def built(system: System, rank: int) -> bool:
+    try:
+        made = system.build()
+    except piper.PiperError as error:
         if rank == 0:
-            print(
-                f"  {predicted * 1e3:8.2f} ms predicted {slowest * 1e3:8.2f} measured {predicted / slowest:6.3f}  {what}",
-                flush=True,
-            )
+            print(f"  refused: {system.name}: {' '.join(str(error).split())[:200]}")
+        return False
+    system.step, system.executor = made if isinstance(made, tuple) else (made, None)
+    return True
+
+
+def turns(systems: list[System], steps: int) -> None:
+    for i in range(steps // (TURN - 1) + 1):
+        for system in systems[i % len(systems) :] + systems[: i % len(systems)]:
+            for k in range(TURN):
+                dist.barrier()
+                start = time.perf_counter()
+                assert system.step is not None
+                system.step()
+                took = torch.tensor(time.perf_counter() - start, dtype=torch.float64)
+                dist.all_reduce(took, dist.ReduceOp.MAX)
+                if i and k:
+                    system.seconds.append(took.item())
+
+
+def show(systems: list[System]) -> None:
+    own = [s for s in systems if s.predicted is not None]
+    best, peer = min(own, key=lambda s: s.median), min((s for s in systems if s.predicted is None), key=lambda s: s.median)
+    print("  predicted  measured (ms)  least  ratio")
+    for s in systems:
+        ahead = f"{s.predicted * 1e3:9.2f}" if s.predicted else " " * 9
+        ratio = f"{s.predicted / s.median:6.3f}" if s.predicted else " " * 6
+        print(f"  {ahead} {s.median * 1e3:9.2f} {min(s.seconds) * 1e3:9.2f}  {ratio}  {s.name}")
+    print(f"  chosen / best of ours {own[0].median / best.median:.3f}", end="; ")
+    print(f"chosen / best of torch's ({peer.name}) {own[0].median / peer.median:.3f}", flush=True)
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--steps", type=int, default=12)
+    parser.add_argument("--ranks", type=int, default=2)
+    parser.add_argument("--steps", type=int, default=8)
     parser.add_argument("--programs", type=int, default=5)
     parser.add_argument("--models", default=",".join(MODELS))
     args = parser.parse_args()
     if not is_rank():
-        launch(2, "--steps", str(args.steps), "--programs", str(args.programs), "--models", args.models)
+        launch(args.ranks, "--steps", str(args.steps), "--programs", str(args.programs), "--models", args.models)
         return
     warnings.filterwarnings("ignore")
     os.environ |= {"NODE_RANK": "0", "LOCAL_RANK": os.environ["RANK"]}
     rank, size = join()
     world = World(rank, size, torch.device("cpu"))
     for name in args.models.split(","):
-        compare(name, rank, world, args.steps, args.programs)
+        compare(name, rank, world, args)
+    dist.barrier()
+    dist.destroy_process_group()
 
 
 if __name__ == "__main__":

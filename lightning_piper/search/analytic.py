@@ -19,6 +19,7 @@ from lightning_piper.ir.values import Partial, Replicate, Shard, TensorSpec
 from lightning_piper.search.block_work import alone, checked_samples, seconds_of, total, workload
 from lightning_piper.search.blocks import TAG, Cut, blocks_of, bytes_of
 from lightning_piper.search.counting import Cost, Counting, seconds
+from lightning_piper.search.parameters import calculated
 from lightning_piper.search.walking import walk
 from lightning_piper.search.workload import Work, Workload
 from lightning_piper.simulate.durations import Number
@@ -60,7 +61,7 @@ def analytic(
             member = cut.step.divided([Division(AXIS, degree, params)]).member
             works |= {(n, degree): _works(cut, member, n, hardware, degree) for n in numbers}
             parts = cut.all_named(member.at(numbers[0]).divided)
-    return workload(cut, works, states, parts)
+    return workload(cut, works, states, calculated(cut, hardware, states), parts)
 
 
 def _proposed(cut: Cut, degree: int) -> dict[str, Shard]:
@@ -83,7 +84,7 @@ def _works(cut: Cut, step: CapturedStep, samples: int, hardware: Hardware, degre
     for region, found in passes.items():
         found |= alone(code, region, found)
     times = [total(seconds_of(passes.get(region, {})) for region in block) for block in regions]
-    return [Work(*t, *b, x) for t, b, x in zip(times, bytes_of(code, regions), exchanged, strict=True)]
+    return [Work(*t[:3], *b, x, t.apart) for t, b, x in zip(times, bytes_of(code, regions), exchanged, strict=True)]
 
 
 def _regions_by_tag(cut: Cut, code: StepCode) -> tuple[tuple[int, ...], ...]:

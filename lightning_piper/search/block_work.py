@@ -10,6 +10,7 @@ from lightning_piper.ir.regions import StepCode
 from lightning_piper.limits import integer, shown
 from lightning_piper.search.blocks import Cut
 from lightning_piper.search.meeting import meets
+from lightning_piper.search.parameters import OfParam
 from lightning_piper.search.workload import Block, Work, Workload
 from lightning_piper.simulate.durations import Number
 
@@ -20,15 +21,16 @@ class Seconds(NamedTuple):
     forward: Number = 0
     backward_input: Number = 0
     backward_weights: Number = 0
+    apart: Number = 0
 
 
 def seconds_of(passes: Mapping[str, Number]) -> Seconds:
-    """From the times of a region's passes, by name. BI and BW share the time of B as their own times say: apart, both do some work
-    again that B does once."""
-    forward, whole, parts = passes.get("F", 0), passes.get("B", 0), [passes.get("BI", 0), passes.get("BW", 0)]
-    if not sum(parts):
-        return Seconds(forward, whole, 0)
-    return Seconds(forward, *(part * whole / sum(parts) for part in parts))
+    """From the times of a region's passes, by name. What BI and BW take more than B is work that both do, and B does once."""
+    forward, whole, first, second = (passes.get(kind, 0) for kind in ("F", "B", "BI", "BW"))
+    if not first + second:
+        return Seconds(forward, whole)
+    first = min(first, whole)
+    return Seconds(forward, first, whole - first, max(first + second - whole, 0))
 
 
 def alone(code: StepCode, region: int, passes: Mapping[str, float]) -> dict[str, float]:
@@ -60,23 +62,29 @@ def checked_samples(cut: Cut, samples: Iterable[int]) -> list[int]:
 
 
 def workload(
-    cut: Cut, works: Mapping[tuple[int, int], list[Work]], states: float, divided: frozenset[str] = frozenset(),
-    meet: bool | None = None,
+    cut: Cut, works: Mapping[tuple[int, int], list[Work]], states: float, of_param: OfParam,
+    divided: frozenset[str] = frozenset(), meet: bool | None = None,
 ) -> Workload:  # fmt: skip
     """Put blocks together.
 
     Args:
         works: by samples and members of a tensor axis, of each block.
         states: bytes of the optimizer's state for one of parameters.
+        of_param: seconds that a parameter takes beside passes.
         divided: parameters of which members of the tensor axis have parts.
         meet: whether samples look at each other; None: as far as operations show it.
     """
     sent = cut.sent(cut.step.size)
     least = 1 if cut.refuses(1) is None else min(samples for samples, _ in works)
+    before = [set().union(*cut.params[:i]) for i in range(len(cut.params))]
+    packed = [sum(of_param(name).packed for name in params) for params in cut.params]
+    added = [sum(of_param(name).added for name in params) for params in cut.params]
+    new = [[of_param(n) for n in params if n not in known] for params, known in zip(cut.params, before, strict=True)]
+    updated = [(sum(each.updated for each in found), sum(each.in_parts for each in found)) for found in new]
     blocks = tuple(
         Block(
             name, {key: found[i] for key, found in works.items()}, cut.params[i], divided & cut.params[i].keys(), cut.routed[i],
-            sent[i] / cut.step.size,
+            sent[i] / cut.step.size, packed[i], added[i], *updated[i],
         )
         for i, name in enumerate(cut.names)
     )  # fmt: skip

@@ -48,11 +48,11 @@ def bound_of(model: Model, candidate: Candidate) -> Number:
     for s in range(1, rows.stages):
         behind.append(behind[-1] + hops[s - 1] + passes[s - 1][back])
     most: Number = 0
-    for pairs in rows.between:
+    for local, pairs in zip(rows.local, rows.between, strict=True):
+        update = costs.update([spans[s] for s in local], zero)
         for (first, kind), (last, ends), count in pairs:
             tail = behind[last] if ends != BW else 0
-            if ends != BI:
-                tail = max(tail, costs.reduction(spans[last], zero))
+            tail = max(tail, update + (costs.reduction(spans[last], zero) if ends != BI else 0))
             work = sum((n * passes[s][k] for s, k, n in count), start=0)
             most = max(most, (forward if kind == F else backward)[first] + work + tail)
     return most
@@ -124,13 +124,14 @@ class Cutting:
         plain = self.costs.passes((i, j), 0, way == AGAIN, False)
         passes = plain if way != AWAY and self.zero < 3 else self.costs.passes((i, j), self.zero, way == AGAIN, way == AWAY)
         reduction = self.costs.reduction((i, j), self.zero) if self.layout.replicas > 1 else 0
+        update = self.costs.update(((i, j),), self.zero)
         before, behind = self._backward(0, i) + hops[s], self._backward(j, self.costs.blocks)
         most: Number = 0
         for (first, kind), (last, ends), count in self._pairs[s]:
             head, tail = hops[first], 0 if ends == BW else hops[last]
             if kind != F:
                 head = self.costs.forward[-1] + hops[-1] + hops[-1] - hops[first]
-            summed = reduction if last == s and ends != BI else 0
+            summed = update + (reduction if last == s and ends != BI else 0)
             if passes is not plain:
                 most = max(most, head + sum([n * passes[k] for k, n in count]) + max(tail, summed))
             if first == s:

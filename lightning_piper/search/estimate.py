@@ -8,6 +8,7 @@ not as in the simulator:
 
 - level 3: here a pass takes no less time than the gather of its parameters, which is on its way while the pass before runs, block
   by block; in the simulator gathers run as far ahead as their stream allows, and take place once for a rank of one region;
+  where processes share cores, who gathers does not compute: there the first gathers are waited for, as with levels 1 and 2;
 - a tied parameter's gradients meet after the sums over replicas, and cross from the first rank to the last one;
 - every stage's gradients are one bucket; the sum of logged values is left out.
 """
@@ -22,6 +23,7 @@ from lightning_piper.search.space import Candidate
 from lightning_piper.search.stage_costs import Costs, Model, Span, message
 from lightning_piper.simulate.durations import Number
 
+Interval = tuple[Number, Number]  # from when to when
 Way = int
 PLAIN, AGAIN, AWAY = range(3)  # what a stage keeps on the device: what its forward pass saves, its input, or nothing for long
 
@@ -66,9 +68,16 @@ def estimate(model: Model, candidate: Candidate) -> Estimate:
     """Time and memory of a candidate of the model's space. Linear in the passes of one pipeline."""
     rows, costs = rows_for(candidate), model.costs(candidate.layout)
     passes = passes_of(costs, candidate)
-    ideal = virtual_time(rows, passes, [0] * rows.stages)[0]
-    transferred = virtual_time(rows, passes, _hops(costs, candidate))[0]
-    busy = [sum((passes[step.stage][step.kind] for step in row), start=0) for row in rows.wires.steps]
+    updates = _updates(costs, rows, candidate)
+
+    def until(hops: Sequence[Number]) -> Number:
+        return _updated(model, candidate, *virtual_time(rows, passes, hops)[::2], updates)
+
+    ideal, transferred = until([0] * rows.stages), until(_hops(costs, candidate))
+    busy = [
+        sum((passes[step.stage][step.kind] for step in row), start=update)
+        for row, update in zip(rows.wires.steps, updates, strict=True)
+    ]
     memory, host = memory_of(model, candidate)
     return Estimate(time_of(model, candidate), memory, host, tuple(busy), ideal, transferred)
 
@@ -97,20 +106,54 @@ def time_of(model: Model, candidate: Candidate) -> Number:
     spans = candidate.spans(costs.blocks)
     hops = _hops(costs, candidate)
     sums = [costs.reduction(span, zero) for span in spans]
-    gathers = [costs.ring(span) if zero in (1, 2) else 0 for span in spans]
-    end, done = virtual_time(rows, passes_of(costs, candidate), hops, sums, gathers, zero > 1)
+    first = zero in (1, 2) or (zero == 3 and model.space.hardware.at_once is not None)
+    gathers = [costs.ring(span) if first else 0 for span in spans]
+    ends, done, busy = virtual_time(rows, passes_of(costs, candidate), hops, sums, gathers, zero > 1)
     for _, nbytes, _, blocks in costs.params.tied:
         users = {s for s, (i, j) in enumerate(spans) if any(i <= block < j for block in blocks)}
-        if len({rows.rank[s] for s in users}) > 1:
-            end = max(end, max(done[s] for s in users) + message(costs.links.ends, nbytes))
+        ranks = {rows.rank[s] for s in users}
+        if len(ranks) > 1:
+            met = max(done[s] for s in users) + message(costs.links.ends, nbytes)
+            for rank in ranks:
+                ends[rank] = max(ends[rank], met)
+    return _updated(model, candidate, ends, busy, _updates(costs, rows, candidate))
+
+
+def _updated(
+    model: Model, candidate: Candidate, ends: Sequence[Number], busy: Sequence[Interval], updates: Sequence[Number]
+) -> Number:
+    """When the last rank has updated its parameters. Where more devices than cores have work, all of them take longer in the same
+    proportion, so that everything happens in the same order: it is time itself that goes by more slowly.
+
+    Args:
+        ends: when ranks have their gradients.
+        busy: when ranks compute until then, each by itself.
+    """
+    end = max(end + update for end, update in zip(ends, updates, strict=True))
+    layout, cores = candidate.layout, model.space.hardware.at_once
+    if cores is None or layout.devices <= cores:
+        return end
+    found = [*busy, *((end, end + update) for end, update in zip(ends, updates, strict=True))]
+    changes = sorted([(start, 1) for start, _ in found] + [(stop, -1) for _, stop in found])
+    at_work, before = 0, changes[0][0]
+    for moment, change in changes:
+        if (share := at_work * layout.replicas * layout.tensor) > cores:
+            end += (moment - before) * (share - cores) / cores
+        at_work, before = at_work + change, moment
     return end
+
+
+def _updates(costs: Costs, rows: Rows, candidate: Candidate) -> list[Number]:
+    """Seconds that the optimizer takes on each rank."""
+    spans = candidate.spans(costs.blocks)
+    return [costs.update([spans[s] for s in local], candidate.zero) for local in rows.local]
 
 
 def virtual_time(
     rows: Rows, passes: Sequence[Sequence[Number]], hops: Sequence[Number], sums: Sequence[Number] = (),
     gathers: Sequence[Number] = (), each: bool = False,
-) -> tuple[Number, list[Number]]:  # fmt: skip
-    """When the last rank is done, and when the gradients of each stage are.
+) -> tuple[list[Number], list[Number], list[Interval]]:  # fmt: skip
+    """When each rank is done, when the gradients of each stage are, and when ranks compute.
 
     Args:
         rows: what each rank does.
@@ -124,7 +167,8 @@ def virtual_time(
     ready = list(range(rows.ranks))
     while ready:
         run.advance(ready.pop(), ready)
-    return max(*run.time, *run.done), run.done
+    ends = [max(time, *(run.done[s] for s in local)) for time, local in zip(run.time, rows.local, strict=True)]
+    return ends, run.done, run.busy
 
 
 class _Run:
@@ -148,6 +192,7 @@ class _Run:
         self._received: list[Number] = [0] * rows.ranks
         self.time: list[Number] = [0] * rows.ranks
         self.done: list[Number] = [0] * rows.stages
+        self.busy: list[Interval] = []
         self._lane: list[Number] = [0] * rows.ranks  # when the last sum is over
         self._arriving: list[Number] = [0] * rows.ranks  # the last sum, if something is added to it after the next pass
         self._terms = [0] * rows.stages
@@ -181,7 +226,8 @@ class _Run:
                     self._meet(m, ready)
             if kind == F and first[stage] is not None:
                 time, first[stage] = max(time, first[stage] or 0), None
-            time += passes[stage][kind]
+            start, time = time, time + passes[stage][kind]
+            self.busy.append((start, time))
             if sends >= 0:
                 self._sent[sends] = time
                 if self._posted[sends] is not None:

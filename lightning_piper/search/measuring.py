@@ -7,7 +7,6 @@ kept but what the step itself keeps. Layers that compute the same are one measur
 
 from __future__ import annotations
 
-import itertools
 import time
 from collections.abc import Callable, Sequence
 from statistics import median
@@ -19,17 +18,19 @@ from torch import nn
 from lightning_piper.capture import flatten
 from lightning_piper.errors import CaptureError
 from lightning_piper.ir.regions import Code, PassKey
-from lightning_piper.ir.values import Kind, Slice
+from lightning_piper.ir.values import Slice
 from lightning_piper.limits import integer, shown
 from lightning_piper.search.block_work import alone, checked_samples, seconds_of, total, workload
 from lightning_piper.search.blocks import Cut, blocks_of, text_of
+from lightning_piper.search.meeting import meets
+from lightning_piper.search.parameters import Optimizer, timed, wait
 from lightning_piper.search.walking import walk
 from lightning_piper.search.workload import Work, Workload
 
 
 def measured(
     module: nn.Module, batch: Any, samples: Sequence[int] = (1, 2), calls: int = 5, states: float = 2.0, cut: Cut | None = None,
-    clock: Callable[[], float] = time.perf_counter,
+    clock: Callable[[], float] = time.perf_counter, optimizer: Optimizer = torch.optim.AdamW,
 ) -> Workload:  # fmt: skip
     """What a training step costs on this machine. The module is not changed.
 
@@ -40,6 +41,7 @@ def measured(
         calls: runs of the step, after one that warms up; the median of each pass counts.
         states: bytes of the optimizer's state for one of parameters; 2 for Adam.
         cut: of the same module and batch, if there is one.
+        optimizer: makes the optimizer of parameters.
         clock: in seconds. On a CPU that others use, too, with one thread: `time.process_time`, which counts what is computed here.
 
     Raises:
@@ -57,8 +59,8 @@ def measured(
             raise CaptureError(f"measured(samples={shown(samples)}): the batch has {cut.step.size} samples; ask for no more")
         passes = seconds_of_passes(cut, leaves, n, calls, clock)
         times = [total(seconds_of(passes.get(region, {})) for region in block) for block in cut.regions]
-        works[n, 1] = [Work(*t, *b) for t, b in zip(times, cut.bytes(n), strict=True)]
-    return workload(cut, works, states)
+        works[n, 1] = [Work(*t[:3], *b, apart=t.apart) for t, b in zip(times, cut.bytes(n), strict=True)]
+    return workload(cut, works, states, timed(cut, optimizer, calls, clock), meet=meets(cut, leaves))
 
 
 def seconds_of_passes(
@@ -76,17 +78,13 @@ def seconds_of_passes(
     tensors = {cut.step.canonical[n]: x.detach() for n, x in [*cut.module.named_parameters(), *cut.module.named_buffers()]}
     texts = {region.index: text_of(code, region.index) for region in code.regions}
     times: dict[tuple[str, str], list[float]] = {}
-    grads: list[torch.Tensor] = []  # to the end of a step, as in a real one: memory that is new costs time
 
     def run(key: PassKey, of_pass: Code, args: list[torch.Tensor]) -> tuple[torch.Tensor, ...]:
-        _wait(device)
+        wait(device)
         start = clock()
         made = of_pass.run(args)
-        _wait(device)
+        wait(device)
         times.setdefault((texts[key[0]], key[1]), []).append(clock() - start)
-        kinds = zip(code.interface_of(key).outputs, of_pass.outputs, strict=True)
-        kept = [output.kind == Kind.GRAD for output, specs in kinds for _ in specs]
-        grads.extend(itertools.compress(made, kept))
         return made
 
     devices = [device] if device.type == "cuda" else []
@@ -94,7 +92,6 @@ def seconds_of_passes(
         for i in range(calls + 1):
             for split in (False, True):
                 walk(code, tensors, cut.step.inputs(given), run, split=split)
-                grads.clear()
             if i == 0:  # to warm up
                 times.clear()
     found: dict[int, dict[str, float]] = {}
@@ -102,8 +99,3 @@ def seconds_of_passes(
         passes = {kind: median(times[text, kind]) for kind in ("F", "B", "BI", "BW") if (text, kind) in times}
         found[region] = passes | alone(code, region, passes)
     return found
-
-
-def _wait(device: torch.device) -> None:
-    if device.type == "cuda":
-        torch.cuda.synchronize(device)

@@ -33,5 +33,5 @@ def meets(cut: Cut, leaves: Sequence[torch.Tensor] = ()) -> bool:
         return False
     names = [*cut.module.named_parameters(), *cut.module.named_buffers()]
     tensors = {cut.step.canonical[name]: x.detach() for name, x in names}
-    with torch.no_grad():
+    with torch.no_grad(), torch.random.fork_rng(devices=[]):
         return bool(find_dependences(cut.step, tensors, cut.step.inputs(leaves), [Slice(0, half), Slice(half, size)]))

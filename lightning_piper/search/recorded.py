@@ -15,7 +15,12 @@ from lightning_piper.profile.files import read_json, steps_in
 from lightning_piper.search.workload import Block, Work, Workload
 from lightning_piper.simulate.durations import Number
 
-FIELDS = {"F": ("forward",), "B": ("backward_input", "backward_weights"), "BI": ("backward_input",), "BW": ("backward_weights",)}
+FIELDS = {
+    "F": ("forward",),
+    "B": ("backward_input", "backward_weights"),
+    "BI": ("backward_input",),
+    "BW": ("backward_weights", "apart"),
+}
 _SAMPLES = re.compile(r"\s(\d+):(\d+)\s")
 _Recorded = dict[tuple[int, str], float]  # (stage, pass) -> seconds of one microbatch
 

@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Iterable, Sequence
+from fractions import Fraction
 from itertools import accumulate, pairwise
 from typing import NamedTuple
 
 from lightning_piper.errors import SearchError
 from lightning_piper.search.rows import SHAPES, rank_of
 from lightning_piper.search.space import Layout, Space
-from lightning_piper.search.workload import Workload
+from lightning_piper.search.workload import Block, Workload
 from lightning_piper.simulate.durations import Number
 from lightning_piper.simulate.hardware import Hardware
 from lightning_piper.simulate.network import Link
@@ -77,12 +78,29 @@ def links_of(hardware: Hardware, layout: Layout) -> Links:
                  farthest((device(x, 0), device(x, ranks - 1)) for x in range(n)))  # fmt: skip
 
 
+def _held(block: Block, tensor: int, routed: int) -> tuple[Number, Number]:
+    """What a device has of a block's bytes, as a share: of whole parameters, and of routed ones."""
+    found = [0, 0]
+    for name, nbytes in block.params.items():
+        is_routed = name in block.experts
+        found[is_routed] += nbytes // ((tensor if name in block.divided else 1) * (routed if is_routed else 1))
+    whole = sum(block.params.values()) or 1
+    return Fraction(found[0], whole), Fraction(found[1], whole)
+
+
+def _part(seconds: Number, share: Number) -> Number:
+    return seconds * share if seconds and share else 0
+
+
 class Params:
     """Bytes of parameters on one device: a tied one counts once on each rank that uses it.
 
     Attributes:
         tied: (name, bytes, whether it is routed, blocks) of those that several blocks use.
         largest: bytes of each block.
+        packed, added: seconds to lay the gradients of each block into a bucket, and to add them to others.
+        updated, in_parts: sums over the chain of the seconds of updates, of whole parameters and of routed ones; of parameters as
+            they are, and of pieces of them, all together.
     """
 
     def __init__(self, workload: Workload, tensor: int, routed: int) -> None:
@@ -105,6 +123,11 @@ class Params:
             else:
                 alone[blocks[0]][is_routed] += nbytes
         self._alone = [[0, *accumulate(own[k] for own in alone)] for k in (0, 1)]
+        held = [(block, _held(block, tensor, routed)) for block in workload.blocks]
+        self.packed = [_part(block.packed, sum(share)) for block, share in held]
+        self.added = [_part(block.added, sum(share)) for block, share in held]
+        self.updated = [[0, *accumulate(_part(block.updated, share[k]) for block, share in held)] for k in (0, 1)]
+        self.in_parts = [[0, *accumulate(_part(block.updated_in_parts, share[k]) for block, share in held)] for k in (0, 1)]
 
     def of(self, spans: Sequence[Span], tied: bool = True) -> tuple[int, int]:
         """Bytes of whole parameters and of routed ones, on a rank with these stages; without tied ones if these are left out."""
@@ -130,21 +153,24 @@ class Costs:
         workload = space.workload
         self.layout, self.params, self.links = layout, params, links
         self.host, self.states, self.blocks = space.hardware.host, workload.states, len(workload.blocks)
+        self._collectives = space.hardware.collectives
         samples = workload.samples // layout.replicas // layout.microbatches
-        sums: list[list[Number]] = [[], [], [], [], []]
+        sums: list[list[Number]] = [[], [], [], [], [], []]
         self.output: list[Number] = []
-        for block in workload.blocks:
+        for k, block in enumerate(workload.blocks):
             work = block.at(samples, layout.tensor)
             if work is None:
                 raise SearchError(f"block {block.name!r}: no work is known of {layout.tensor} members of the tensor axis")
             moved = 2 * ring(links.tensor, work.exchanged, layout.tensor)
             if layout.routed > 1 and block.routed:  # out and back
                 moved += 2 * message(links.routed, block.routed * samples * (layout.routed - 1), layout.routed)
-            own = (work.forward + moved, work.backward_input + moved, work.backward_weights, work.saved, work.saved_for_weights)
+            beside = (params.packed[k] if layout.replicas > 1 else 0) + params.added[k] * (layout.microbatches - 1)
+            weights = work.backward_weights + (beside / layout.microbatches if beside else 0)
+            own = (work.forward + moved, work.backward_input + moved, weights, work.saved, work.saved_for_weights, work.apart)
             for column, value in zip(sums, own, strict=True):
                 column.append(value)
             self.output.append(work.output)
-        self.forward, self.inputs, self.weights, self.saved, self.kept = ([0, *accumulate(column)] for column in sums)
+        self.forward, self.inputs, self.weights, self.saved, self.kept, self._apart = ([0, *accumulate(column)] for column in sums)
         self.least_output = min(self.output)
 
     def passes(self, span: Span, zero: int, recomputed: bool, offloaded: bool) -> tuple[Number, Number, Number, Number]:
@@ -153,7 +179,7 @@ class Costs:
         i, j = span
         f, bi, bw = (column[j] - column[i] for column in (self.forward, self.inputs, self.weights))
         extra = f if recomputed else 0
-        b, bi = bi + bw + extra, bi + extra
+        b, bi, bw = bi + bw + extra, bi + extra, bw + self._apart[j] - self._apart[i]
         if offloaded:
             moved = message(self.host, self.saved[j] - self.saved[i])
             f, b, bi = max(f, moved), max(b, moved), max(bi, moved)
@@ -163,14 +189,33 @@ class Costs:
         return f, b, bi, bw
 
     def ring(self, span: Span) -> Number:
-        """Seconds of a reduce-scatter of a stage's gradients, or of an all-gather of its parameters, over the replicas."""
-        whole, routed = self.params.of((span,))
-        n, e = self.layout.replicas, self.layout.routed
-        return ring(self.links.data, whole, n) + ring(self.links.data, routed, n // e)
+        """Seconds of an all-gather of a stage's parameters, over the replicas."""
+        return self._collective(span, "gather", 1)
 
     def reduction(self, span: Span, zero: int) -> Number:
         """Seconds of the sum of a stage's gradients."""
-        return self.ring(span) * (2 if zero == 0 else 1)
+        return self._collective(span, "scatter", 1) if zero else self._collective(span, "sum", 2)
+
+    def _collective(self, span: Span, kind: str, rings: int) -> Number:
+        found: Number = 0
+        n = self.layout.replicas
+        for nbytes, members in zip(self.params.of((span,)), (n, n // self.layout.routed), strict=True):
+            known = self._collectives.get(members)
+            if nbytes and members > 1 and known is not None:
+                found += message(getattr(known, kind), nbytes)
+            else:
+                found += rings * ring(self.links.data, nbytes, members)
+        return found
+
+    def update(self, spans: Sequence[Span], zero: int) -> Number:
+        """Seconds that the optimizer takes on a rank with these stages."""
+        n = self.layout.replicas
+        found: Number = 0
+        columns = self.params.in_parts if zero else self.params.updated
+        for sums, members in zip(columns, (n, n // self.layout.routed), strict=True):
+            whole = sum((sums[j] - sums[i] for i, j in spans), start=0)
+            found += whole / members if zero and whole else whole
+        return found
 
     def hop(self, border: int, block: int) -> Number:
         """Seconds of a message over the border behind stage `border`, which `block` follows."""

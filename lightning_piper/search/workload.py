@@ -19,6 +19,7 @@ class Work(NamedTuple):
         saved_for_weights: bytes that are kept until BW is done: of `saved`, and of what BI makes.
         output: bytes handed on to the next block; the gradient that comes back has as many.
         exchanged: bytes of the sums along the tensor axis within a forward pass; a backward pass has as many.
+        apart: seconds more that BW takes where it is a pass of its own: work that B does once for both of its parts.
     """
 
     forward: Number
@@ -28,6 +29,7 @@ class Work(NamedTuple):
     saved_for_weights: Number
     output: Number
     exchanged: Number = 0
+    apart: Number = 0
 
 
 @dataclass(frozen=True)
@@ -41,6 +43,11 @@ class Block:
         divided: parameters of which members of the tensor axis have parts.
         experts: parameters of which members of an expert axis have parts.
         routed: bytes that one sample sends to experts, and gets back from them, within a forward pass.
+        packed: seconds to lay gradients of all parameters into buckets, for sums over replicas.
+        added: seconds to add gradients of all parameters to those of the microbatches before, on one device.
+        updated: seconds that the optimizer takes for all parameters on one device. A parameter that several blocks use counts
+            with the first one.
+        updated_in_parts: the same for pieces of them, as replicas have that share states: all pieces together.
     """
 
     name: str
@@ -49,6 +56,10 @@ class Block:
     divided: frozenset[str] = frozenset()
     experts: frozenset[str] = frozenset()
     routed: Number = 0
+    packed: Number = 0
+    added: Number = 0
+    updated: Number = 0
+    updated_in_parts: Number = 0
 
     def at(self, samples: int, tensor: int = 1) -> Work | None:
         """The work on `samples` samples; on a line through the two nearest numbers that are known, in proportion if one is, and no

@@ -69,7 +69,8 @@ def write(
     groups = [_devices(candidate, rank) for rank in range(layout.ranks)]
     if layout.stages > 1:
         builder = getattr(schedules, layout.schedule)
-        built: list[Directive] = builder(layout.stages, layout.microbatches, devices=groups, tag=TAG, dim_name=MICROBATCH)
+        each = {"stages_per_device": layout.per_rank} if layout.schedule == "interleaved_one_f_one_b" else {}
+        built: list[Directive] = builder(layout.stages, layout.microbatches, devices=groups, tag=TAG, dim_name=MICROBATCH, **each)
     else:
         built = [Place(filter={}, devices=groups[0])]
         if layout.microbatches > 1:

@@ -35,7 +35,7 @@ def folder() -> Path:
     return Path(os.environ.get(CACHE) or Path.home() / ".cache") / "lightning_piper" / "programs"
 
 
-def file_of(module: nn.Module, batch: Any, cut: Cut, world: World, memory: int) -> Path:
+def file_of(module: nn.Module, batch: Any, cut: Cut, world: World, memory: int, optimizer: torch.optim.Optimizer) -> Path:
     """Named by all that the choice follows from: modules, their tensors and what the step computes, the batch, versions, devices
     and their memory."""
     spec, code = flatten(batch)[1], cut.step.at(cut.step.size)
@@ -43,7 +43,7 @@ def file_of(module: nn.Module, batch: Any, cut: Cut, world: World, memory: int) 
         repr(cut.groups), *(text_of(code, region.index) for region in code.regions),
         *(f"{name} {type(part).__qualname__}" for name, part in module.named_modules()),
         *(f"{name} {tuple(x.shape)} {x.dtype} {x.requires_grad}" for name, x in module.named_parameters()),
-        repr(spec.key), torch.__version__, platform.node(), platform.processor(), str(os.cpu_count()),
+        type(optimizer).__qualname__, repr(spec.key), torch.__version__, platform.node(), platform.processor(), str(os.cpu_count()),
         torch.cuda.get_device_name(world.device) if world.device.type == "cuda" else "cpu",
         str(world.size), str(torch.get_num_threads()), str(round(memory, -8)),
     ]  # fmt: skip

@@ -5,10 +5,10 @@ from __future__ import annotations
 import os
 import time
 from collections.abc import Callable, Collection, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from os import PathLike
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 
@@ -19,6 +19,20 @@ from lightning_piper.simulate.durations import checked
 from lightning_piper.simulate.network import Link
 
 LARGEST = 10**18  # of a figure of a device
+
+
+class Collectives(NamedTuple):
+    """What a collective takes, as a message over a link: so many bytes of the whole tensor, once for all members.
+
+    Attributes:
+        sum: every member gets the sum of whole tensors.
+        scatter: every member gets its part of the sum.
+        gather: every member gets the whole of all parts.
+    """
+
+    sum: Link
+    scatter: Link
+    gather: Link
 
 
 @dataclass(frozen=True)
@@ -35,6 +49,8 @@ class Hardware:
         host: between a device and the memory of its host.
         host_memory: bytes of the host for each device.
         efficiency: share of `flops` and `bandwidth` that real operations reach.
+        collectives: of so many members, where they were measured. Others take what rings over `links` do.
+        at_once: devices that compute at full speed at the same time, if these are processes that share so many cores; else None.
     """
 
     name: str
@@ -45,6 +61,8 @@ class Hardware:
     host: Link
     host_memory: int
     efficiency: float = 1.0
+    collectives: Mapping[int, Collectives] = field(default_factory=dict)
+    at_once: int | None = None
 
     @classmethod
     def read(cls, name: str | PathLike[str]) -> Hardware:

@@ -188,7 +188,7 @@ class PiperStrategy(EvaluatingStrategy):
         """Let a search find the program, if nobody gives one; returns the batch as the program works on it. Collective."""
         assert self.lightning_module is not None
         if self.world.size > 1 and is_searched(self._directives, self.lightning_module):
-            choice = choose(self.lightning_module, batch, self.world, self._world_of(()), rank_zero_info)
+            choice = choose(self.lightning_module, batch, self.world, self._world_of(()), rank_zero_info, self.optimizers[0])
             if choice is not None:
                 self._join = start.take_over(choice.written, self._world_of, self._chosen)
         return self._joined(batch)

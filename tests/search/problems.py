@@ -11,7 +11,7 @@ from lightning_piper.search.estimate import memory_of, time_of
 from lightning_piper.search.space import Candidate
 from lightning_piper.search.stage_costs import Model
 from lightning_piper.simulate import Link, Number
-from lightning_piper.simulate.hardware import Hardware
+from lightning_piper.simulate.hardware import Collectives, Hardware
 
 SCHEDULES = ("gpipe", "one_f_one_b", "zero_bubble", "interleaved_one_f_one_b", "zbv", "dualpipev")
 
@@ -25,9 +25,9 @@ def link(rng: random.Random) -> Link:
 
 
 def problem(seed: int, blocks: int | None = None, most: int = 8) -> Space:
-    """Works in fractions; memory that may bind, or be too little; slow links; sometimes a tied parameter, tensors that can be
-    divided, and parameters that samples are routed to."""
-    rng = random.Random(seed)
+    """Works in fractions; memory that may bind, or be too little; slow links, measured collectives, updates; sometimes a tied
+    parameter, tensors that can be divided, and parameters that samples are routed to."""
+    rng, own = random.Random(seed), random.Random(-1 - seed)
     n, samples, divides = blocks or rng.choice([3, 3, 4, 4, 5, 6]), rng.choice([2, 3, 4]), rng.random() < 0.2
     most = most if n < 5 else 4
     routed = rng.random() < 0.2
@@ -35,15 +35,19 @@ def problem(seed: int, blocks: int | None = None, most: int = 8) -> Space:
     for k in range(n):
         work = {(1, 1): _work(rng)}
         if divides:
-            work[1, 2] = Work(*(x / 2 for x in work[1, 1][:6]), fraction(rng, 20))
+            work[1, 2] = Work(*(x / 2 for x in work[1, 1][:6]), fraction(rng, 20), work[1, 1].apart / 2)
         params = {f"w{k}": rng.randint(1, 40)}
         if routed:
             params[f"r{k}"] = rng.randint(1, 40)
         if rng.random() < 0.5 and k in (0, n - 1):
             params["tied"] = 16
-        chain.append(Block(f"block {k}", work, params, frozenset({f"w{k}"}), frozenset({f"r{k}"} if routed else ()), 4 * routed))
+        beside = [fraction(own) if own.random() < 0.5 else 0 for _ in range(4)]
+        experts = frozenset({f"r{k}"} if routed else ())
+        chain.append(Block(f"block {k}", work, params, frozenset({f"w{k}"}), experts, 4 * routed, *beside))
     near = rng.choice([1, 2, 4])
-    hardware = Hardware("device", 1, {}, 1.0, ((near, link(rng)), (8, link(rng))), link(rng), rng.choice([60, 10**6]))
+    links, collectives = ((near, link(rng)), (8, link(rng))), {2: Collectives(link(own), link(own), link(own))}
+    more = {"collectives": collectives if own.random() < 0.5 else {}, "at_once": own.choice([None, None, 2])}
+    hardware = Hardware("device", 1, {}, 1.0, links, link(rng), rng.choice([60, 10**6]), **more)  # type: ignore[arg-type]
     schedules = (rng.choice(("gpipe", "one_f_one_b")), rng.choice(SCHEDULES[2:]))
     memory = rng.choice([100, 200, 300, 500, 10**6])
     levels = tuple(sorted(rng.sample(range(4), 2)))
@@ -54,7 +58,8 @@ def problem(seed: int, blocks: int | None = None, most: int = 8) -> Space:
 def _work(rng: random.Random) -> Work:
     saved = rng.randint(1, 30)
     numbers = (saved, rng.randint(0, saved), rng.randint(1, 16))  # as fractions, so that work on other numbers of samples is exact
-    return Work(fraction(rng), fraction(rng), fraction(rng), *map(Fraction, numbers))
+    apart = Fraction(saved % 3, 2)
+    return Work(fraction(rng), fraction(rng), fraction(rng), *map(Fraction, numbers), Fraction(0), apart)
 
 
 def found(space: Space, **more: Any) -> Found:

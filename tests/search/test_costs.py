@@ -16,6 +16,7 @@ from lightning_piper.search.analytic import analytic, costs_of
 from lightning_piper.search.blocks import blocks_of
 from lightning_piper.search.counting import Cost, Counting, seconds
 from lightning_piper.search.measuring import measured
+from lightning_piper.search.parameters import like
 from lightning_piper.search.walking import walk
 from lightning_piper.simulate.hardware import Hardware
 from tests.search.nets import GPT, SEQ, WIDTH, Module, tokens
@@ -153,13 +154,36 @@ def test_passes_one_after_another_are_the_step() -> None:
             assert float((2 * grads[name] - p.grad).abs().max()) > 1e-9
 
 
+def test_parameters_that_do_not_train_are_not_updated() -> None:
+    """And of two blocks with a parameter in common the first one updates it; both add gradients to it."""
+    frozen, tied = Module(GPT(3)), Module(GPT(3, tied=True))
+    frozen.net.head.requires_grad_(False)
+    whole, still, shared = (analytic(module, tokens(SAMPLES), CPU, tensor=()).blocks for module in (Module(GPT(3)), frozen, tied))
+    assert still[-1].updated == still[-1].added == 0 < whole[-1].added < whole[-1].updated
+    assert shared[-1].updated == 0 < shared[-1].added == whole[-1].added
+
+
+def test_an_optimizer_like_another_one() -> None:
+    params = [nn.Parameter(torch.ones(3))]
+    made = like(torch.optim.SGD(params, lr=0.25, momentum=0.5))([nn.Parameter(torch.ones(2))])
+    assert type(made) is torch.optim.SGD and made.defaults["lr"] == 0.25 and made.defaults["momentum"] == 0.5
+    assert type(like(torch.optim.AdamW(params))([nn.Parameter(torch.ones(2))])) is torch.optim.AdamW
+
+    class Odd(torch.optim.SGD):
+        def __init__(self, first: Any, second: int) -> None:
+            super().__init__(first, lr=second)
+
+    assert type(like(Odd(params, 1))([nn.Parameter(torch.ones(2))])) is torch.optim.AdamW
+
+
 def test_what_is_measured() -> None:
     module, batch = Module(GPT(5)), tokens(SAMPLES)
     found = measured(module, batch, samples=(1, SAMPLES), calls=1)
     for block, other in zip(found.blocks, analytic(module, batch, CPU, samples=(1, SAMPLES), tensor=()).blocks, strict=True):
         assert (block.name, block.params, block.work.keys()) == (other.name, other.params, other.work.keys())
+        assert (block.added > 0) == (block.packed > 0) == (other.added > 0) == bool(block.params) == (block.updated > 0)
         for key, work in block.work.items():
-            assert work[3:] == other.work[key][3:] and work.forward > 0 and work.backward_input + work.backward_weights > 0
+            assert work[3:7] == other.work[key][3:7] and work.forward > 0 and work.backward_input + work.backward_weights > 0
             assert all(x > 0 for x, y in zip(work[:3], other.work[key][:3], strict=True) if y > 0)
     assert found.blocks[1].work == found.blocks[4].work, "layers that compute the same are one measurement"
     assert Fraction(found.blocks[1].work[1, 1].saved) * SAMPLES != found.blocks[0].work[SAMPLES, 1].saved

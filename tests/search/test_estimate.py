@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import functools
 import random
+from dataclasses import replace
 from fractions import Fraction
+from fractions import Fraction as F
 from typing import NamedTuple
 
 import pytest
@@ -16,8 +18,8 @@ from lightning_piper.search import Block, Candidate, Layout, Space, Work, Worklo
 from lightning_piper.search.estimate import estimate, memory_of, rows_for, saved_bytes, time_of
 from lightning_piper.search.rows import SHAPES, is_possible
 from lightning_piper.search.stage_costs import Model
-from lightning_piper.simulate import Link, Network, Simulation, simulate
-from lightning_piper.simulate.hardware import Hardware
+from lightning_piper.simulate import Link, Network, Number, Simulation, simulate
+from lightning_piper.simulate.hardware import Collectives, Hardware
 from tests.search.problems import SCHEDULES, fraction
 from tests.simulate.programs import ROW, chain
 
@@ -172,6 +174,56 @@ def test_a_tied_parameter_counts_once_on_a_rank_and_crosses_between_ranks() -> N
     alone, tied = Model(space("b")), Model(space("a"))
     assert memory_of(alone, one)[0] == (256,) and memory_of(tied, one)[0] == (128,) == memory_of(tied, two)[0][:1]
     assert time_of(tied, one) == time_of(alone, one) and time_of(tied, two) == time_of(alone, two) + 4
+
+
+def test_gradients_are_added_and_parameters_updated() -> None:
+    """Two stages under GPipe, two microbatches: each rank adds once, and updates when it is done; the first one is done last. Two
+    replicas with one microbatch each pack once, and wait for the sum; at level 1 they gather before, and update a half."""
+    work = {(1, 1): Work(1, 1, 1, 0, 0, 0)}
+    blocks = tuple(
+        Block(f"{k}", work, {f"{k}": 8}, packed=F(k, 5), added=F(k, 10), updated=F(k), updated_in_parts=F(k)) for k in (1, 2)
+    )
+    hardware = Hardware("device", 1, {}, 1.0, ((4, Link()),), Link(), 1, collectives={2: Collectives(Link(4), Link(2), Link(1))})
+    model = Model(Space(Workload(blocks, 2, 2), hardware, 4, 10**6))
+    alone = Candidate(Layout("gpipe", 1, 2, 1, 1, 1, 2, True), 0, 0, 0, (1,))
+    assert time_of(model, alone) == (3 + 2 * F(22, 10) - F(1, 10) * 2) + F(205, 100) + 1
+    two = alone._replace(layout=alone.layout._replace(replicas=2, microbatches=1))
+    assert time_of(model, two) == 2 + F(24, 10) + F(22, 10) + 4 + 1
+    assert time_of(model, two._replace(zero=1)) == 1 + 2 + F(24, 10) + F(22, 10) + 2 + F(1, 2)
+    later = replace(model.space.workload, blocks=(blocks[0], replace(blocks[1], updated=F(10))))
+    late = Model(replace(model.space, workload=later))
+    assert time_of(late, alone) == 3 + 2 * F(21, 10) + 10
+
+
+def test_split_backward_passes_take_what_they_take() -> None:
+    """BI and BW together may take more than B, which then does something once for both."""
+
+    def times(apart: int) -> list[Number]:
+        blocks = tuple(Block(f"{k}", {(1, 1): Work(1, 1, 1, 0, 0, 0, apart=apart)}, {f"{k}": 8}) for k in (1, 2))
+        model = Model(Space(Workload(blocks, 2, 2), Hardware("device", 1, {}, 1.0, ((4, Link()),), Link(), 1), 2, 10**6))
+        layouts = [Layout(name, 1, 2, 1, 1, 1, 2, True) for name in ("one_f_one_b", "zero_bubble")]
+        return [time_of(model, Candidate(layout, 0, 0, 0, (1,))) for layout in layouts]
+
+    assert times(0) == [9, 7] and times(3) == [9, 13]
+
+
+def test_where_cores_are_shared_gathers_are_waited_for() -> None:
+    """With devices of their own, a gather is on its way while something else is computed."""
+    space, candidate, _ = case("gpipe", 1, 2, 2, 2, 3)
+    own, shared = (Model(replace(space, hardware=replace(space.hardware, at_once=cores))) for cores in (None, 4))
+    assert time_of(shared, candidate) == time_of(own, candidate) + own.costs(candidate.layout).ring((0, 1))
+
+
+def test_devices_that_share_a_core_take_turns() -> None:
+    """One core: the step takes as long as all work of all ranks. With a core for each, as long as the pipeline does."""
+    space, candidate, result = case("one_f_one_b", 1, 3, 6, 1, 0)
+    work = sum(figures.busy for figures in result.devices.values())
+    for cores in (1, 2, 3):
+        found = time_of(Model(replace(space, hardware=replace(space.hardware, at_once=cores))), candidate)
+        waits = result.step_time - result.devices[0].busy  # at most: when nobody has work
+        assert {1: work <= found <= work + waits, 2: max(result.step_time, work / 2) < found < work, 3: found == result.step_time}[
+            cores
+        ]
 
 
 def test_what_an_estimate_says_of_a_step() -> None:

@@ -10,6 +10,7 @@ from typing import Any
 
 import pytest
 
+from lightning_piper.directives import Place
 from lightning_piper.errors import SearchError
 from lightning_piper.search import Block, Candidate, Layout, Space, Work, Workload, best_of, branching, bytes_of
 from lightning_piper.search.bounds import INFINITE, Cutting, bound_of
@@ -18,6 +19,7 @@ from lightning_piper.search.estimate import memory_of, time_of, ways_of
 from lightning_piper.search.rows import SHAPES, rows_of
 from lightning_piper.search.stage_costs import Model
 from lightning_piper.search.together import Together
+from lightning_piper.search.writing import write
 from lightning_piper.simulate import Number
 from tests.groups import marked
 from tests.search.problems import best_of_all, fits, found, problem
@@ -309,3 +311,11 @@ def test_everything_that_fits_nowhere_is_told() -> None:
     hardware = problem(0).hardware
     with pytest.raises(SearchError, match="no schedule"):
         best_of(chain(), hardware, 1, 10**6, schedules=("zbv",))
+
+
+@pytest.mark.parametrize("per_rank", [2, 3])
+def test_interleaved_stages_are_written_on_their_ranks(per_rank: int) -> None:
+    layout = Layout("interleaved_one_f_one_b", per_rank, 2, 1, 1, 1, 2, True)
+    written = write(Candidate(layout, 0, 0, 0, tuple(range(1, 2 * per_rank))), [[f"{s}"] for s in range(2 * per_rank)])
+    places = [directive.devices for directive in written.directives if isinstance(directive, Place)]
+    assert places == [[s % 2] for s in range(2 * per_rank)]

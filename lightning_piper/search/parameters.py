@@ -1,0 +1,142 @@
+"""What is done with parameters beside passes: their gradients are added to those of the microbatches before, and the optimizer
+changes them."""
+
+from __future__ import annotations
+
+import functools
+import inspect
+import time
+from collections.abc import Callable
+from statistics import median
+from typing import NamedTuple
+
+import torch
+
+from lightning_piper.search.blocks import Cut
+from lightning_piper.simulate.durations import Number
+from lightning_piper.simulate.hardware import Hardware
+
+MOVED = 1 << 27  # bytes that one measurement touches, if the tensor is smaller: several times what caches hold
+MOST = 32  # tensors of one measurement
+PIECES = 2
+BUCKET, PART = 25 << 20, 1 << 20  # bytes of a bucket, as `Replicate` has them, and of a tensor that is laid into it
+Optimizer = Callable[[list[torch.nn.Parameter]], torch.optim.Optimizer]
+
+
+class Changes(NamedTuple):
+    """Seconds that one parameter takes: to lay a gradient into a new bucket, to add one to another one, to be updated, and to be
+    updated in pieces, one after the other. (What an optimizer makes on its way is new memory, and may cost more if it is large.)"""
+
+    packed: Number
+    added: Number
+    updated: Number
+    in_parts: Number
+
+
+OfParam = Callable[[str], Changes]  # of the parameter of this name
+
+
+def like(optimizer: torch.optim.Optimizer) -> Optimizer:
+    """Makes optimizers of the same class and options; AdamW, if that class is made in another way than torch's are."""
+    known = inspect.signature(type(optimizer)).parameters
+    options = {name: value for name, value in optimizer.defaults.items() if name in known}
+
+    def make(params: list[torch.nn.Parameter]) -> torch.optim.Optimizer:
+        try:
+            return type(optimizer)(params, **options)
+        except (TypeError, ValueError):
+            return torch.optim.AdamW(params)
+
+    return make
+
+
+def calculated(cut: Cut, hardware: Hardware, states: float) -> OfParam:
+    """By the bytes that are read and written. An update reads the gradient, and changes the parameter and its states."""
+    bandwidth = hardware.bandwidth * hardware.efficiency
+    nbytes = {name: n for params in cut.params for name, n in params.items() if name in cut.trains}
+
+    def of_param(name: str) -> Changes:
+        n = nbytes.get(name, 0) / bandwidth
+        return Changes(2 * n, 3 * n, (3 + 2 * states) * n, (3 + 2 * states) * n)
+
+    return of_param
+
+
+def timed(cut: Cut, optimizer: Optimizer, calls: int = 3, clock: Callable[[], float] = time.perf_counter) -> OfParam:
+    """By tensors of the same size, and a bucket as `Replicate` makes them. With an update, gradients are dropped.
+    (Tensors of zeros would not do: who touches them first pays for their pages.)
+
+    Args:
+        optimizer: makes one of parameters.
+        calls: of each measurement, after one that warms up; the median counts.
+    """
+    device = next(cut.module.parameters()).device
+    specs = {name: cut.step.params[own].spec for own, names in cut.renamed.items() for name in names if name in cut.trains}
+    sizes = [spec.nbytes for spec in specs.values()]
+    bucket = max(PART, min(sum(sizes), max(BUCKET, *sizes, 0)))
+    packed = _packed(bucket, device, calls, clock) / bucket
+
+    @functools.cache
+    def of(numel: int, dtype: torch.dtype) -> tuple[float, float]:
+        return _timed(functools.partial(torch.full, (numel,), 1e-3, dtype=dtype, device=device), optimizer, calls, clock)
+
+    def of_param(name: str) -> Changes:
+        if name not in specs:
+            return Changes(0, 0, 0, 0)
+        spec = specs[name]
+        pieces = PIECES if spec.nbytes > PART else 1  # small ones take as long as their number says
+        return Changes(spec.nbytes * packed, *of(spec.numel, spec.dtype), pieces * of(spec.numel // pieces, spec.dtype)[1])
+
+    return of_param
+
+
+def _packed(nbytes: int, device: torch.device, calls: int, clock: Callable[[], float]) -> float:
+    """To make a bucket of tensors that are there."""
+    parts = torch.full((nbytes,), 1, dtype=torch.uint8, device=device).split(PART)
+
+    def pack() -> None:
+        for x, y in zip(torch.empty(nbytes, dtype=torch.uint8, device=device).split(PART), parts, strict=True):
+            x.copy_(y)
+
+    return median([_seconds(pack, device, clock) for _ in range(calls + 1)][1:])
+
+
+def _timed(like: Callable[[], torch.Tensor], optimizer: Optimizer, calls: int, clock: Callable[[], float]) -> tuple[float, float]:
+    """To add a gradient to another one, and to update a parameter; `like` makes a tensor such as it."""
+    first = torch.nn.Parameter(like())
+    count = max(1, min(MOST, MOVED // max(1, 4 * first.nbytes)))
+    params = [first, *(torch.nn.Parameter(like()) for _ in range(count - 1))]
+    changes = optimizer(params)
+
+    def add() -> None:
+        for x in params:
+            assert x.grad is not None
+            x.grad.add_(x.detach())
+
+    def update() -> None:
+        changes.step()
+        changes.zero_grad()
+
+    found = []
+    for _ in range(calls + 1):
+        for x in params:
+            x.grad = like()
+        with torch.no_grad():
+            added = _seconds(add, first.device, clock)
+        found.append((added / count, _seconds(update, first.device, clock) / count))
+    adding, updating = zip(*found[1:], strict=True)
+    return median(adding), median(updating)
+
+
+def _seconds(work: Callable[[], None], device: torch.device, clock: Callable[[], float]) -> float:
+    wait(device)
+    start = clock()
+    work()
+    wait(device)
+    return clock() - start
+
+
+def wait(device: torch.device) -> None:
+    """Until what was issued is done."""
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)

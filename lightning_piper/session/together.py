@@ -1,0 +1,127 @@
+"""What a step's parts cost while all processes are at work, as they are in training: cores share caches, memory and clocks.
+
+Where there are more processes than cores, as many measure at once as there are cores: how they share them depends on the schedule,
+and the estimate says it.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import os
+import time
+from collections.abc import Callable
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import nn
+
+from lightning_piper.processes.world import World
+from lightning_piper.runtime.collectives import Members
+from lightning_piper.search.blocks import Cut
+from lightning_piper.search.measuring import measured
+from lightning_piper.search.parameters import Optimizer
+from lightning_piper.search.proposing import CALLS, sizes_of
+from lightning_piper.search.workload import Workload
+from lightning_piper.simulate import Link
+from lightning_piper.simulate.hardware import Collectives, Hardware
+
+SMALL, LARGE, ROUNDS = 1 << 10, 1 << 22, 7  # bytes that are sent to and fro, and how often, to measure a link
+MOST = 1 << 26  # bytes of a collective that is measured; if there are fewer parameters, as many as these
+
+
+def measured_together(
+    module: nn.Module, batch: Any, world: World, optimizer: Optimizer = torch.optim.AdamW, cut: Cut | None = None
+) -> tuple[Workload, Hardware]:
+    """The costs of a step, and this machine with its links. Collective.
+
+    Args:
+        world: as one replica.
+        optimizer: as in `measured`.
+        cut: of the module and the batch, if there is one.
+    """
+    link = _link_of(world, world.size, LARGE, _messages)
+    large = min(MOST, max(LARGE, sum(x.nbytes for x in module.parameters()))) // 1024 * 1024
+    degrees = [n for n in range(2, world.size + 1) if world.size % n == 0] if world.device.type == "cpu" else []
+    collectives = {n: Collectives(*(_link_of(world, n, large, each) for each in (_sums, _scatters, _gathers))) for n in degrees}
+    at_once = _cores(world)
+    workload = None
+    for turn in range(0, world.size, at_once):
+        world.gather(None)  # begin together
+        if turn <= world.rank < turn + at_once:
+            workload = measured(module, batch, sizes_of(batch), CALLS, cut=cut, optimizer=optimizer)
+    found = [each for each in world.gather(workload) if each is not None]
+    slowest = max(found, key=lambda each: sum(sum(work[:3]) for block in each.blocks for work in block.work.values()))
+    hardware = world.on_rank_zero(Hardware.measure)
+    assert hardware is not None
+    return slowest, dataclasses.replace(hardware, links=((world.size, link),), collectives=collectives, at_once=at_once)
+
+
+def _cores(world: World) -> int:
+    """Processes that can compute at once. On a CPU, those of one machine share its cores."""
+    if world.device.type != "cpu":
+        return world.size
+    return max(1, min(world.size, len(os.sched_getaffinity(0)) // torch.get_num_threads()))
+
+
+Exchange = Callable[[Members, torch.Tensor], Callable[[], object]]  # members and bytes -> what they do with them
+
+
+def _link_of(world: World, members: int, large: int, exchange: Exchange) -> Link:
+    """What an exchange takes within groups of so many neighbours, all at once: of a small tensor and of a large one. Collective."""
+    groups = [range(start, start + members) for start in range(0, world.size, members)]
+    made = [world.group_of(ranks) for ranks in groups]  # every process makes all of them
+    group = made[world.rank // members]
+    own = Members(group, list(range(members)))
+    runs = [(exchange(own, torch.zeros(nbytes // 4)), list[float]()) for nbytes in (SMALL, large)]
+    for _ in range(ROUNDS + 1):
+        for run, times in runs:
+            dist.barrier(group=group)
+            start = time.perf_counter()
+            run()
+            times.append(time.perf_counter() - start)
+    first, last = (min(times[1:]) for _, times in runs)  # whatever else runs only adds to it
+    found = world.gather((first, last))
+    latency, whole = max(x for x, _ in found), max(x for _, x in found)
+    return Link(latency, large / max(whole - latency, whole / 2))
+
+
+def _messages(members: Members, x: torch.Tensor) -> Callable[[], object]:
+    """The first and the last one to each other, both at once."""
+    other = {0: len(members.ranks) - 1, len(members.ranks) - 1: 0}.get(members.own)
+
+    def run() -> None:
+        works = [] if other is None else [members.group.recv([torch.empty_like(x)], other, 0), members.group.send([x], other, 0)]
+        for work in works:
+            work.wait()
+
+    return run
+
+
+def _sums(members: Members, x: torch.Tensor) -> Callable[[], object]:
+    return lambda: dist.all_reduce(x, group=members.group)
+
+
+def _scatters(members: Members, x: torch.Tensor) -> Callable[[], object]:
+    parts = x.chunk(len(members.ranks))
+
+    def run() -> None:
+        rooms = [torch.empty_like(part) for part in parts]
+        for work in members.exchange(parts, rooms):
+            work.wait()
+        for i in members.others:
+            parts[members.own].add_(rooms[i])
+
+    return run
+
+
+def _gathers(members: Members, x: torch.Tensor) -> Callable[[], object]:
+    part = x.chunk(len(members.ranks))[members.own]
+
+    def run() -> None:
+        rooms = torch.empty_like(x).chunk(len(members.ranks))
+        for work in members.exchange([part] * len(members.ranks), rooms):
+            work.wait()
+        rooms[members.own].copy_(part)
+
+    return run
