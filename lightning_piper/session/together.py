@@ -69,10 +69,9 @@ Exchange = Callable[[Members, torch.Tensor], Callable[[], object]]  # members an
 
 def _link_of(world: World, members: int, large: int, exchange: Exchange) -> Link:
     """What an exchange takes within groups of so many neighbours, all at once: of a small tensor and of a large one. Collective."""
-    groups = [range(start, start + members) for start in range(0, world.size, members)]
-    made = [world.group_of(ranks) for ranks in groups]  # every process makes all of them
-    group = made[world.rank // members]
-    own = Members(group, list(range(members)))
+    first = world.rank - world.rank % members
+    group = world.group_of(range(first, first + members))
+    own = Members(group, list(range(members)), world.rank - first, nccl=False)
     runs = [(exchange(own, torch.zeros(nbytes // 4)), list[float]()) for nbytes in (SMALL, large)]
     for _ in range(ROUNDS + 1):
         for run, times in runs:
@@ -80,8 +79,8 @@ def _link_of(world: World, members: int, large: int, exchange: Exchange) -> Link
             start = time.perf_counter()
             run()
             times.append(time.perf_counter() - start)
-    first, last = (min(times[1:]) for _, times in runs)  # whatever else runs only adds to it
-    found = world.gather((first, last))
+    small, whole = (min(times[1:]) for _, times in runs)  # whatever else runs only adds to it
+    found = world.gather((small, whole))
     latency, whole = max(x for x, _ in found), max(x for _, x in found)
     return Link(latency, large / max(whole - latency, whole / 2))
 
