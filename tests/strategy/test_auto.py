@@ -135,7 +135,9 @@ def test_a_step_that_has_changed_is_searched_again():
     def named(module: L.LightningModule) -> Path:
         batch = list(data()[:4])
         cut = blocks_of(module, batch)
-        return cached.file_of(module, batch, cut, SimpleNamespace(size=2, device=torch.device("cpu")), 2**30)  # type: ignore[arg-type]
+        return cached.file_of(
+            module, batch, cut, SimpleNamespace(size=2, device=torch.device("cpu")), 2**30, torch.optim.SGD(module.parameters())
+        )  # type: ignore[arg-type]
 
     class Changed(Net):
         def forward(self, x: Tensor) -> Tensor:
