@@ -259,7 +259,8 @@ def test_more_memory_is_asked_for() -> None:
 def test_axes_lie_on_the_links_of_their_distance() -> None:
     """Where neighbours are joined better, the axis that moves more is numbered first."""
     for inside, params in ((True, 10**6), (False, 0)):
-        hardware = replace(problem(0).hardware, links=((2, searching_link(10**9)), (4, searching_link(1000))), memory=10**9)
+        links = ((2, searching_link(10**9)), (4, searching_link(1000)))
+        hardware = replace(problem(0).hardware, links=links, memory=10**9, collectives={}, at_once=None)
         layouts = [Layout("gpipe", 1, 2, 2, 1, 1, 4, order) for order in (True, False)]
         model = Model(Space(chain(params=params), hardware, 4, 10**9))
         times = {layout.data_inside: time_of(model, Candidate(layout, 0, 0, 0, (3,))) for layout in layouts}
