@@ -206,10 +206,11 @@ def test_a_broken_rewrite_is_found_after_its_directive(monkeypatch: pytest.Monke
 
 def test_every_stage_is_checked(monkeypatch: pytest.MonkeyPatch) -> None:
     calls: list[str] = []
-    for owner, name in ((hook, "check"), (compiler, "check_plans")):
-        monkeypatch.setattr(owner, name, lambda _, final=False, name=name: calls.append(name))
+    for owner, name in ((hook, "check"), (hook, "check_structure"), (compiler, "check_plans")):
+        monkeypatch.setattr(owner, name, lambda *_, final=False, name=name: calls.append(name))
     of("mlp", gpipe(2, 2))
-    assert calls == ["check"] * (1 + 5 + 1) + ["check_plans"]
+    # After the capture and three directives, after two that only order, and the finished program.
+    assert calls == ["check"] * (1 + 3) + ["check_structure"] * 2 + ["check", "check_plans"]
     calls.clear()
     of("mlp", gpipe(2, 2), verify=False)
     assert calls == []

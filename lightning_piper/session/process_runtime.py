@@ -25,7 +25,7 @@ from lightning_piper.ir.buckets import Bucket
 from lightning_piper.ir.dag import TrainingDAG
 from lightning_piper.ir.mesh import DATA
 from lightning_piper.ir.nodes import Chunk
-from lightning_piper.ir.values import Slice
+from lightning_piper.ir.values import Kind, Slice
 from lightning_piper.ops.arguments import Arguments, join, shares, ways_of
 from lightning_piper.processes.agreement import other_plans
 from lightning_piper.processes.world import World, described, of_rank
@@ -288,6 +288,7 @@ def _sum_of_plans(compiled: Compiled) -> int:
     """Of what plans are made of: what runs, in which order, and where, whatever the shapes are. The number of samples is not a part
     of it for a batch that nothing can cut."""
     dag, texts = compiled.dag, dict[int, str]()
+    inner = (Kind.ACTIVATION, Kind.COTANGENT)  # their names are those of the trace, others for other shapes
 
     def text(part: tuple[Any, ...], parts: Iterable[object]) -> str:
         """Many nodes have the same, which may be long."""
@@ -297,7 +298,8 @@ def _sum_of_plans(compiled: Compiled) -> int:
 
     return _sum(str(dag.size if dag.code.undivided is None else 0), *(
         f"{node.id} {type(node).__name__} {node.key if isinstance(node, Chunk) else ''} {text(node.devices, node.devices)} "
-        f"{node.stream} {node.reads} {text(node.outputs, ((value.kind, value.names) for value in node.outputs))}"
+        f"{node.stream} {node.reads} "
+        f"{text(node.outputs, ((v.kind, len(v.names) if v.kind in inner else v.names) for v in node.outputs))}"
         for node in compiled.plans.order
     ))  # fmt: skip
 

@@ -6,6 +6,7 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
+import torch.distributed as dist
 
 from lightning_piper.plan import instructions as ins
 from lightning_piper.runtime import executor, process
@@ -127,16 +128,16 @@ def _strides_lost_on_the_wire(original: Function, seeded: Seeded) -> Function:
 
 
 @mutation("processes do not sum the loss", "each process reports its own part of the loss", "executor",
-          (process.dist, "all_reduce"), processes=True)  # fmt: skip
+          (dist.ProcessGroup, "allreduce"), processes=True)  # fmt: skip
 def _processes_do_not_sum_the_loss(original: Function, seeded: Seeded) -> Function:
     class Done:
         def wait(self) -> None:
             pass
 
-    def all_reduce(x: torch.Tensor, group: Any = None, async_op: bool = False) -> Any:
-        if not async_op:
-            return original(x, group=group)
+    def allreduce(group: Any, tensors: list[torch.Tensor], *options: Any) -> Any:
+        if options:  # not of a plan
+            return original(group, tensors, *options)
         seeded.hit()
         return Done()
 
-    return all_reduce
+    return allreduce

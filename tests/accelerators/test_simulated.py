@@ -78,7 +78,7 @@ def test_random_numbers_are_those_of_the_cpu() -> None:
 
 def batches_of(name: str, edit: Callable[[list[Instruction]], None] | None = None) -> list[Batch]:
     dag = pipeline(name, 2, 3)
-    plans = compile_plans(dag)
+    plans = dict(compile_plans(dag))
     if edit is not None:
         plans[1] = edited(plans[1], edit)
     leaves = captured(name).leaves

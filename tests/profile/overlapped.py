@@ -11,12 +11,12 @@ from unittest import mock
 
 import lightning as L
 import torch
+import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.utils.data import DataLoader
 
 import lightning_piper as piper
-from lightning_piper.runtime import collectives
 from tests.distributed.processes import launch_trainings
 from tests.strategy.fitting import QUIET, sharing_captures, trace
 
@@ -87,22 +87,22 @@ def arriving(sums: int, arrived: list[int]) -> Iterator[None]:
     """Before the last of a step's `sums` of buckets is started, all earlier ones are to arrive while nobody waits for them; enters
     into `arrived` how many did."""
     works: list[Any] = []
-    start = collectives.dist.all_reduce
+    start = dist.ProcessGroup.allreduce
 
-    def all_reduce(x: Tensor, **options: Any) -> Any:
-        if x.numel() < WIDTH:  # of the loss
-            return start(x, **options)
+    def allreduce(group: Any, tensors: list[Tensor], *options: Any) -> Any:
+        if options or tensors[0].numel() < WIDTH:  # not of a plan, or of the loss
+            return start(group, tensors, *options)
         if len(works) == sums - 1:
             end = time.monotonic() + 20
             while not all(work.is_completed() for work in works) and time.monotonic() < end:
                 time.sleep(0.001)
             arrived.append(sum(work.is_completed() for work in works))
             works.clear()
-            return start(x, **options)
-        works.append(start(x, **options))
+            return start(group, tensors)
+        works.append(start(group, tensors))
         return works[-1]
 
-    with mock.patch.object(collectives.dist, "all_reduce", all_reduce):
+    with mock.patch.object(dist.ProcessGroup, "allreduce", allreduce):
         yield
 
 

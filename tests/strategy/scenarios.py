@@ -30,6 +30,7 @@ from torch.utils.data import DataLoader
 from torchmetrics import MeanMetric, SumMetric
 
 import lightning_piper as piper
+from lightning_piper.runtime import groups
 from tests.strategy.fitting import PROGRAM, Batches, Record, sharing_captures, trainer, values
 from tests.strategy.models import MLP, Tied, make, vectors
 
@@ -255,8 +256,10 @@ def communicators(setting: Setting) -> Outcome:
     """Those that live on after runs whose Trainers do, if nothing looks for cycles."""
     made: list[weakref.ref[Any]] = []
 
+    make = groups.new_group_of_members
+
     def new_group(*args: Any, **options: Any) -> Any:
-        group = dist.distributed_c10d.new_group(*args, **options)
+        group = make(*args, **options)
         made.append(weakref.ref(group))
         return group
 
@@ -264,7 +267,7 @@ def communicators(setting: Setting) -> Outcome:
     kept = []
     gc.collect()
     gc.disable()
-    with mock.patch("torch.distributed.new_group", new_group):
+    with mock.patch.object(groups, "new_group_of_members", new_group):
         for callbacks in ([], [Stops()]):
             fit, _ = setting.trainer(callbacks=callbacks, limit_val_batches=2, profiler=piper.PiperProfiler())
             module = Validated()
