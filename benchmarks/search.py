@@ -1,6 +1,8 @@
 """How long a search takes, and what it proves: models that are written down as data, on machines that are, too.
 
-python benchmarks/search.py [--case NAME] [--gap SHARE] [--budget N]
+For each case: its time, the best step found, and how far that may be from the best of the space.
+
+    python benchmarks/search.py [--case NAME] [--gap SHARE] [--budget N]
 """
 
 from __future__ import annotations
