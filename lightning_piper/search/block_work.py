@@ -29,7 +29,8 @@ def seconds_of(passes: Mapping[str, Number]) -> Seconds:
     forward, whole, first, second = (passes.get(kind, 0) for kind in ("F", "B", "BI", "BW"))
     if not first + second:
         return Seconds(forward, whole)
-    first = min(first, whole)
+    if first >= whole:  # as a clock on a busy machine has it
+        first = whole * first / (first + second)
     return Seconds(forward, first, whole - first, max(first + second - whole, 0))
 
 
@@ -76,10 +77,10 @@ def workload(
     """
     sent = cut.sent(cut.step.size)
     least = 1 if cut.refuses(1) is None else min(samples for samples, _ in works)
-    before = [set().union(*cut.params[:i]) for i in range(len(cut.params))]
+    first = {name: i for i, params in reversed([*enumerate(cut.params)]) for name in params}  # a tied one is updated once
     packed = [sum(of_param(name).packed for name in params) for params in cut.params]
     added = [sum(of_param(name).added for name in params) for params in cut.params]
-    new = [[of_param(n) for n in params if n not in known] for params, known in zip(cut.params, before, strict=True)]
+    new = [[of_param(name) for name in params if first[name] == i] for i, params in enumerate(cut.params)]
     updated = [(sum(each.updated for each in found), sum(each.in_parts for each in found)) for found in new]
     blocks = tuple(
         Block(
