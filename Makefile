@@ -14,7 +14,7 @@ PYTHON ?= $(firstword $(foreach name,python3.11 python3,$(shell $(name) -c \
 # One thread for each process: the processes are the parallelism, and figures do not depend on the number of cores.
 export OMP_NUM_THREADS := 1
 
-.PHONY: help demo test test-processes test-others test-long coverage property-tests docs lint bench clean
+.PHONY: help demo test test-processes test-programs test-others test-long coverage property-tests docs lint bench clean
 
 help:
 	@echo "make demo    train a small GPT on two processes and compare it with one device"
@@ -30,27 +30,31 @@ help:
 demo: $(INSTALLED)
 	$(BIN)/python examples/demo.py
 
-# At once, on two cores: tests that start processes of their own, all others, and at first lint. What is marked as long is more of the
-# kinds that are here.
+# At once: tests that start processes of their own, those of programs, all others, and at first lint. They are three so that two cores
+# have work until the end. What is marked as long is more of the kinds that are here.
 test: $(INSTALLED)
 	@$(if $(COVERAGE),rm -rf build/coverage)
-	@$(MAKE) -j3 $(SYNCED) --no-print-directory lint test-processes test-others
+	@$(MAKE) -j4 $(SYNCED) --no-print-directory lint test-processes test-programs test-others
 	@$(if $(COVERAGE),$(BIN)/python -m coverage combine --quiet && $(BIN)/python -m coverage report)
 
 # With COVERAGE=1 the tests are measured, which makes them slower by about a half.
 MEASURED := $(if $(COVERAGE),-m coverage run)
 PROCESSES := tests/strategy tests/distributed property_tests/mutations
+PROGRAMS := tests/directives tests/search tests/zoo $(wildcard property_tests/test_*.py)
 MARKED := not long
 SYNCED := $(if $(filter output-sync,$(.FEATURES)),--output-sync=target)
 
 test-processes:
 	$(BIN)/python $(MEASURED) -m pytest -m "$(MARKED)" $(PROCESSES)
 
+test-programs:
+	$(BIN)/python $(MEASURED) -m pytest -m "$(MARKED)" $(PROGRAMS)
+
 test-others:
-	$(BIN)/python $(MEASURED) -m pytest -m "$(MARKED)" $(foreach folder,$(PROCESSES),--ignore $(folder))
+	$(BIN)/python $(MEASURED) -m pytest -m "$(MARKED)" $(foreach path,$(PROCESSES) $(PROGRAMS),--ignore $(path))
 
 test-long: $(INSTALLED)
-	@$(MAKE) -j2 $(SYNCED) --no-print-directory test-processes test-others MARKED=long
+	@$(MAKE) -j3 $(SYNCED) --no-print-directory test-processes test-programs test-others MARKED=long
 
 coverage:
 	@$(MAKE) --no-print-directory test COVERAGE=1

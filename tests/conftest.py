@@ -8,13 +8,18 @@ from collections.abc import Iterator
 import pytest
 import torch
 
+from tests import profiles
+
+profiles.load()
 torch.set_num_threads(1)  # as in all processes that tests start: another number adds up in another order
 
 
 def pytest_collection_finish() -> None:
-    """What was imported stays: no collection of garbage needs to go through it."""
+    """What was imported stays: no collection of garbage needs to go through it. Captures make many small objects that stay for a
+    while, too: collections are rarer."""
     gc.collect()
     gc.freeze()
+    gc.set_threshold(50_000, 20, 20)
 
 
 @pytest.fixture(autouse=True)

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import functools
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import lightning as L
@@ -14,6 +15,10 @@ from torch.utils.data import DataLoader, TensorDataset
 
 import lightning_piper as piper
 from lightning_piper import Directive, Place, Replicate, Shard, Split
+from lightning_piper.capture import CapturedStep, capture
+from lightning_piper.compiler import Compiled, compile_step
+from lightning_piper.directives import parse
+from lightning_piper.verify import Report, verify_step
 from tests.strategy.fitting import QUIET, traced_once
 
 WORDS, LENGTH, DIM = 12, 6, 8
@@ -89,6 +94,23 @@ def tensors(count: int) -> tuple[Tensor, Tensor]:
     target = words[:, 1:].clone()
     target[torch.rand(target.shape, generator=draw) < 0.2] = -100
     return words[:, :-1].contiguous(), target
+
+
+@functools.cache
+def captured(make: Callable[[], L.LightningModule] = decoder) -> CapturedStep:
+    """A model's step for eight samples, traced once for all tests of programs, which change nothing of it."""
+    return capture(make(), tensors(8))
+
+
+def compiled_for(program: Any, make: Callable[[], L.LightningModule] = decoder) -> Compiled:
+    """As `piper.compile` says."""
+    return compile_step(captured(make), tuple(parse(program)))
+
+
+def report_of(program: Any, make: Callable[[], L.LightningModule] = decoder) -> Report:
+    """As `piper.verify` says."""
+    step = captured(make)
+    return verify_step(step, step.module, tensors(8), parse(program))
 
 
 def divided(devices: Any, sequence: bool = False, **fields: Any) -> Shard:

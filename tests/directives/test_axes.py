@@ -21,7 +21,7 @@ from lightning_piper.ops.update import Update
 from lightning_piper.verify.static import check
 from tests.axes import EXPERTS, HEADS, columns, everywhere, sequences, sparse
 from tests.groups import marked
-from tests.tensors import DIM, PARAMS, VOCABULARY, WORDS, decoder, grid, tensors
+from tests.tensors import DIM, PARAMS, VOCABULARY, WORDS, compiled_for, decoder, grid, report_of, tensors
 
 LEVELS: dict[str, dict[str, Any]] = {"plain": {}, "zero1": {"shard_optimizer": True}, "zero3": {"shard_params": True}}
 SPLIT = Split(filter={}, dim_name="MB", num_microbatches=2)
@@ -44,7 +44,7 @@ PROGRAMS: dict[str, list[Any]] = {
 
 @pytest.mark.parametrize("name", marked(PROGRAMS, ["keys", "ring of runs", "sequences first", "replicas, zero3", "stages"]))
 def test_two_axes_equal_one_device(name):
-    report = piper.verify(decoder(), tensors(8), PROGRAMS[name])
+    report = report_of(PROGRAMS[name])
     assert report.verdict == "verified" and all(row.single.verdict != "differs" for row in report.rows)
 
 
@@ -74,7 +74,7 @@ def test_masks_are_those_of_one_device():
 
 def test_each_axis_exchanges_what_it_would_by_itself():
     """Two sums a block forth and back along one; two gathers, and as many sums into parts on the way back, along the other."""
-    dag = piper.compile(decoder(), tensors(8), [grid(cp=2, tp=2), columns(params=PARAMS), sequences("keys")]).dag
+    dag = compiled_for([grid(cp=2, tp=2), columns(params=PARAMS), sequences("keys")]).dag
     nodes = [node for node in dag.of_type(Redistribute) if node.outputs[0].tensors[0].shape[:1] == (8,)]
     assert Counter(node.label for node in nodes if not isinstance(node, CutOut)) == {
         "allreduce.tp": 8, "allgather.cp": 4, "reducescatter.cp": 4
@@ -86,7 +86,7 @@ def test_each_axis_exchanges_what_it_would_by_itself():
 
 def test_gradients_are_summed_over_those_who_have_terms():
     """A divided weight over the other axis and the replicas; a norm's over both axes that its values are divided along."""
-    dag = piper.compile(decoder(), tensors(8), PROGRAMS["replicas, plain"]).dag
+    dag = compiled_for(PROGRAMS["replicas, plain"]).dag
     found = {name: dag.mesh_of(name) for update in dag.of_type(Update) for name in dag.value(update.inputs[0]).names}
     assert found["blocks.0.up.weight"].axes == ("data", "tp") and found["blocks.0.up.weight"].shape == (4, 2)
     assert found["norm.weight"].axes == ("data", "tp") and found["norm.weight"].size("data") == 4
@@ -98,11 +98,11 @@ def test_a_sum_over_too_few_is_found(monkeypatch):
     monkeypatch.setattr("lightning_piper.ir.parts.is_summed", lambda dag, output: False)
     monkeypatch.setattr("lightning_piper.ops.chunk.is_summed", lambda dag, output: False)
     with pytest.raises(VerificationError):
-        piper.verify(decoder(), tensors(8), PROGRAMS["keys"])
+        report_of(PROGRAMS["keys"])
 
 
 def test_a_change_along_another_axis_is_found():
-    dag = piper.compile(decoder(), tensors(8), PROGRAMS["keys"]).dag
+    dag = compiled_for(PROGRAMS["keys"]).dag
     for node in [node for node in dag.of_type(Redistribute) if not isinstance(node, CutOut)][::4]:
         broken = dag.copy()
         broken.change(broken.nodes[node.id], axis="cp" if node.axis == "tp" else "tp")
@@ -113,13 +113,13 @@ def test_a_change_along_another_axis_is_found():
 def test_one_dimension_has_one_axis(monkeypatch):
     """Whose part would come first? Said of directives; and where it follows from what operations do."""
     with pytest.raises(DirectiveError, match=r"directive 2 .*dimension 1 of values is divided along 'tp'; divide each"):
-        piper.compile(decoder(), tensors(8), [grid(cp=2, tp=2), columns(values={"*": 1}), sequences()])
+        compiled_for([grid(cp=2, tp=2), columns(values={"*": 1}), sequences()])
     both = [grid(cp=2, tp=2), columns(), Shard(filter={}, axis="cp", params={"blocks.0.up.weight": 0})]
     with pytest.raises(DirectiveError, match=r"blocks\.0\.up\.weight is divided along 'tp'; divide each parameter along one axis"):
-        piper.compile(decoder(), tensors(8), both)
+        compiled_for(both)
     monkeypatch.setattr(member_tensors, "_check_together", lambda *about: None)
     with pytest.raises(CaptureError, match=r"dimension 1 of .* would be divided along 'tp' and 'cp' at once; divide"):
-        piper.compile(decoder(), tensors(8), [grid(cp=2, tp=2), columns(values={"*": 1}), sequences()])
+        compiled_for([grid(cp=2, tp=2), columns(values={"*": 1}), sequences()])
 
 
 @pytest.mark.parametrize(
@@ -134,7 +134,7 @@ def test_one_dimension_has_one_axis(monkeypatch):
 )  # fmt: skip
 def test_what_does_not_fit_is_refused(program, expected):
     with pytest.raises(DirectiveError, match=expected):
-        piper.compile(decoder(), tensors(8), program)
+        compiled_for(program)
 
 
 # Beside experts
@@ -158,7 +158,7 @@ ROUTED: dict[str, list[Any]] = {
 
 @pytest.mark.parametrize("name", marked(ROUTED, ["heads", "sequences", "zero3", "stages"]))
 def test_experts_and_tensors_are_divided_together(name):
-    report = piper.verify(sparse(), tensors(8), ROUTED[name])
+    report = report_of(ROUTED[name], sparse)
     assert report.verdict == "verified" and all(row.single.verdict != "differs" for row in report.rows)
 
 
@@ -170,7 +170,7 @@ def test_losses_with_several_terms_are_computed_outside_of_experts():
 
 
 def test_experts_are_owned_along_their_axis_and_tokens_travel_along_it():
-    dag = piper.compile(sparse(), tensors(8), ROUTED["zero3"]).dag
+    dag = compiled_for(ROUTED["zero3"], sparse).dag
     assert dag.spec_of("mixed.0.up").shape == (2, 16, 8) and dag.spec_of("attentions.0.q.weight").shape == (4, 8)
     assert dag.mesh_of("mixed.0.up").shape == (2, 2, 2) and dag.divided["mixed.0.up"] == ("ep",)
     assert {node.mesh.line("ep", 0) for node in dag.of_type(AllToAll)} == {(0, 2)}
@@ -187,22 +187,22 @@ def test_experts_are_owned_along_their_axis_and_tokens_travel_along_it():
 )  # fmt: skip
 def test_what_does_not_go_with_experts_is_refused(program, expected):
     with pytest.raises(DirectiveError, match=expected):
-        piper.compile(sparse(), tensors(8), program)
+        compiled_for(program, sparse)
 
 
 def test_a_dimension_that_no_value_has_is_refused():
     with pytest.raises(DirectiveError, match="field 'values': no region hands on a value that has a dimension 5; they have 3"):
-        piper.compile(decoder(), tensors(8), [grid(cp=2), sequences(values={"*": 5})])
+        compiled_for([grid(cp=2), sequences(values={"*": 5})])
 
 
 def test_members_are_no_replicas():
     with pytest.raises(DirectiveError, match="work on the same samples, as members of tp, cp; leave the replicate out"):
-        piper.compile(decoder(), tensors(8), [grid(cp=2, tp=2), columns(), sequences(), everywhere(4)])
+        compiled_for([grid(cp=2, tp=2), columns(), sequences(), everywhere(4)])
 
 
 def test_one_device_is_no_axis():
     with pytest.raises(DirectiveError, match="one device along 'cp'; give it two or more"):
-        piper.compile(decoder(), tensors(8), [grid(cp=1, tp=2), columns(), sequences()])
+        compiled_for([grid(cp=1, tp=2), columns(), sequences()])
 
 
 @pytest.mark.parametrize("count", [5, 3])

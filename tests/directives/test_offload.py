@@ -18,11 +18,12 @@ from lightning_piper.ops.host import Fetch, HostPool, Store
 from lightning_piper.plan.instructions import HostCopy, Run
 from lightning_piper.simulate import Link, Network, simulate
 from lightning_piper.testing import Case, directive_suite
+from lightning_piper.verify import Report
 from tests.axes import EXPERTS, HEADS, columns, everywhere, sparse
 from tests.directives.test_recompute import ONE, PROGRAMS, SPLIT, TWO, again
 from tests.groups import marked
 from tests.ring import long, words
-from tests.tensors import decoder, far, fit, grid, tensors
+from tests.tensors import compiled_for, decoder, far, fit, grid, report_of
 
 Figures = dict[str, Any]
 LAYER_1 = {"LAYER": 1, "MB": 0, "PASS": "B"}
@@ -32,15 +33,14 @@ def off(ahead: Any = 1, **chosen: Any) -> Offload:
     return Offload(filter=chosen, ahead=ahead)
 
 
-def verified(module: Any, batch: Any, program: Any) -> None:
-    report = piper.verify(module, batch, program)
+def verified(report: Report) -> None:
     own = next(row for row in report.rows if row.name == "offload")
     assert report.verdict == "verified" and own.before.verdict == "bitwise equal", str(report)
 
 
 def peaks(program: Any, network: Network | None = None) -> tuple[int, int]:
     """Bytes of the first device, and of its host."""
-    compiled = piper.compile(decoder(), tensors(8), program)
+    compiled = compiled_for(program)
     figures = simulate(compiled.dag, compiled.plans, network=network).devices[0]
     return figures.peak_bytes, max(n for _, n in figures.memory_by_kind["host"])
 
@@ -60,7 +60,7 @@ def test_sooner_fetched_is_longer_kept():
 
 def issued_between(program: Any) -> set[int]:
     """How many chunks are issued between a fetch and its reader."""
-    compiled = piper.compile(decoder(), tensors(8), program)
+    compiled = compiled_for(program)
     instructions = compiled.plans[0].instructions
     found = set()
     for fetch in compiled.dag.of_type(Fetch):
@@ -80,7 +80,7 @@ def test_it_is_fetched_in_time():
 
 def test_copies_take_time_beside_chunks():
     """Of a slow link the step waits; of a fast one it does not."""
-    compiled = piper.compile(decoder(), tensors(8), [ONE, SPLIT, off()])
+    compiled = compiled_for([ONE, SPLIT, off()])
     steps = [
         simulate(compiled.dag, compiled.plans, network=Network(host=Link(bandwidth=b))).step_time for b in (None, 10**7, 10**3)
     ]
@@ -93,30 +93,30 @@ WITH = [name for name in PROGRAMS if name != "sequences"]
 
 @pytest.mark.parametrize("name", marked(WITH, ["halves first", "axes"]))
 def test_it_goes_with_all_else(name):
-    verified(decoder(), tensors(8), [off() if isinstance(each, Recompute) else each for each in PROGRAMS[name]])
+    verified(report_of([off() if isinstance(each, Recompute) else each for each in PROGRAMS[name]]))
 
 
 @pytest.mark.parametrize("program", [[off()], [off(), ONE], [off(LAYER=2), Place(filter={"LAYER": [0, 1]}, devices=[0]),
                                                 Place(filter={"LAYER": [2, 3]}, devices=[1])]], ids=str)  # fmt: skip
 def test_a_place_may_follow(program):
-    verified(decoder(), tensors(8), program)
+    verified(report_of(program))
 
 
 def test_experts_and_second_passes():
     program = [grid(ep=2, tp=2), columns(params=HEADS), EXPERTS, everywhere(4, shard_params=True), again(), off()]
-    verified(sparse(), tensors(8), program)
+    verified(report_of(program, sparse))
 
 
 @pytest.mark.parametrize("schedule", marked(["gpipe", "one_f_one_b", "zero_bubble"], ["zero_bubble"]))
 def test_stages(schedule):
     stages = getattr(schedules, schedule)(stages=2, microbatches=4)
-    verified(long(), words(), [*stages, off(3)])
-    verified(long(), words(), [*stages, again(PP=0), off()])
+    verified(piper.verify(long(), words(), [*stages, off(3)]))
+    verified(piper.verify(long(), words(), [*stages, again(PP=0), off()]))
 
 
 def test_halves_of_a_backward_pass_keep_something_too():
     program = [*schedules.zero_bubble(stages=2, microbatches=4), Offload(filter={"PASS": ["F", "BI"]})]
-    verified(long(), words(), program)
+    verified(piper.verify(long(), words(), program))
     dag = piper.compile(long(), words(), program).dag
     assert {dag.nodes[store.inputs[0][0]].tags["PASS"] for store in dag.of_type(Store)} == {"F", "BI"}
 
@@ -157,7 +157,7 @@ SPOILED: dict[str, Any] = {
 def test_what_is_wrong_is_found(name, monkeypatch):
     lame(monkeypatch, SPOILED[name])
     with pytest.raises(VerificationError, match=r"store|fetch|saved"):
-        piper.compile(decoder(), tensors(8), [ONE, SPLIT, off(LAYER=2)])
+        compiled_for([ONE, SPLIT, off(LAYER=2)])
 
 
 @pytest.mark.parametrize(
@@ -180,7 +180,7 @@ def test_what_is_wrong_is_found(name, monkeypatch):
 )
 def test_what_cannot_be_is_refused(program, expected):
     with pytest.raises(DirectiveError, match=expected):
-        piper.compile(decoder(), tensors(8), program)
+        compiled_for(program)
 
 
 def test_trainings_are_those_of_one_device():

@@ -24,7 +24,7 @@ from lightning_piper.ops.redistribute import CutOut, Redistribute
 from lightning_piper.ops.update import Update
 from lightning_piper.verify.interpreter import interpret
 from lightning_piper.verify.static import check
-from tests.tensors import PARAMS, VOCABULARY, decoder, divided, replicas, stages, tensors
+from tests.tensors import PARAMS, VOCABULARY, compiled_for, decoder, divided, replicas, report_of, stages, tensors
 
 TWO = Place(filter={}, devices=[0, 1])
 FOUR = Place(filter={}, devices=[0, 1, 2, 3])
@@ -48,7 +48,7 @@ PROGRAMS: dict[str, list[Any]] = {
 
 @pytest.mark.parametrize("name", PROGRAMS)
 def test_it_equals_one_device(name):
-    report = piper.verify(decoder(), tensors(8), PROGRAMS[name])
+    report = report_of(PROGRAMS[name])
     assert report.verdict == "verified" and all(row.single.verdict != "differs" for row in report.rows)
     assert next(row for row in report.rows if row.name == "capture").single.verdict != "differs"
 
@@ -61,7 +61,7 @@ def test_masks_are_those_of_one_device(sequence):
 
 
 def compiled(program: Any, **options: Any) -> Any:
-    return piper.compile(decoder(**options), tensors(8), program)
+    return piper.compile(decoder(**options), tensors(8), program) if options else compiled_for(program)
 
 
 def test_values_change_where_weights_say_and_nowhere_else():
@@ -192,7 +192,7 @@ def test_a_filter_selects_all_that_reads_what_is_divided():
     with pytest.raises(DirectiveError, match=r"blocks.1.attention.q.weight is read in LAYER=2 too, which it does not select"):
         compiled([TWO, divided([0, 1], filter={"LAYER": [0, 1]})])
     some = {f"blocks.0.{pattern.removeprefix('*.')}": dim for pattern, dim in {"*.up.weight": 0, "*.down.weight": 1}.items()}
-    report = piper.verify(decoder(), tensors(8), [TWO, divided([0, 1], filter={"LAYER": 1}, params=some)])
+    report = report_of([TWO, divided([0, 1], filter={"LAYER": 1}, params=some)])
     assert report.verdict == "verified"
 
 

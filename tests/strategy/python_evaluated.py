@@ -326,7 +326,7 @@ def evaluate(row: type[Evaluated], way: str | None) -> dict[str, Any]:
     module, record = row(), Record()
     options: dict[str, Any] = {**QUIET, "accelerator": "cpu", "precision": "64-true", "devices": 1}
     if way is not None:
-        over: dict[str, Any] = {"transport": "local"} if way == "local" else {"timeout": timedelta(seconds=30)}
+        over: dict[str, Any] = {"transport": "local"} if way == "local" else {"timeout": timedelta(seconds=120)}
         options |= {
             "strategy": piper.PiperStrategy(WAYS[way][0](1), **{"capture": "always", **over}),
             "devices": 1 if way == "local" else 2,

@@ -140,7 +140,7 @@ def train(row: type[Net], way: str | None, still: bool = False, rank: int = 0) -
     options: dict[str, Any] = {**QUIET, "accelerator": "cpu", "precision": "64-true", "devices": 1}
     if way is not None:
         program, replicas = WAYS[way]
-        over: dict[str, Any] = {"transport": "local"} if way == "local" else {"timeout": timedelta(seconds=30)}
+        over: dict[str, Any] = {"transport": "local"} if way == "local" else {"timeout": timedelta(seconds=120)}
         options |= {
             "strategy": piper.PiperStrategy(program(row.microbatches), **{"capture": "always", **over}),
             "devices": 1 if way == "local" else 2,

@@ -42,7 +42,7 @@ def plain():
 def ranks(tmp_path_factory):
     def run(cases):
         folder = tmp_path_factory.mktemp("evaluated")
-        found = launch_trainings(2, python_evaluated.evaluate_all, folder, cases, limit=timedelta(seconds=280))
+        found = launch_trainings(2, python_evaluated.evaluate_all, folder, cases, limit=timedelta(seconds=800))
         return {case: [rank[case] for rank in found] for case in cases}
 
     return on_demand(grouped(EVERY + CONTROLS, QUICK, 12), run)

@@ -40,7 +40,7 @@ def test_processes_train_as_one_device(name, tmp_path):
     module, fewer = long(), long()
     fit(module, "auto", max_epochs=2)
     fit(fewer, "auto", max_epochs=1)
-    for outcome in launch_trainings(4, train, tmp_path, name, limit=timedelta(seconds=280)):
+    for outcome in launch_trainings(4, train, tmp_path, name, limit=timedelta(seconds=800)):
         trained = long()
         trained.load_state_dict(outcome)
         assert far(trained, module) < ROUNDING < 1e-3 < far(trained, fewer)

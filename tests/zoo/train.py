@@ -34,7 +34,7 @@ Outcome = dict[str, Any]
 MODULES = [models_vision, models_generative, models_text, models_sequences, models_loops, models_wild]
 KINDS: dict[str, Kind] = {kind.name: kind for module in MODULES for kind in module.KINDS}
 PROCESSES = 2
-LIMIT = timedelta(seconds=20)
+LIMIT = timedelta(seconds=60)  # of communication
 
 
 def sharded(**levels: bool) -> list[Any]:
@@ -230,7 +230,7 @@ def outcomes(cases: Sequence[tuple[str, str]], folder: Path) -> dict[tuple[str, 
     found = {case: [train_all(0, [case], folder)[case]] for case in cases if case[1] in ALONE}
     over = [case for case in cases if case[1] in OVER]
     while over:
-        ends = run_ranks(PROCESSES, train_all, folder, over, folder, joined=False, limit=timedelta(seconds=280))
+        ends = run_ranks(PROCESSES, train_all, folder, over, folder, joined=False, limit=timedelta(seconds=800))
         for name, level in over:
             files = [folder / f"{name}-{level}" / f"{rank}.pt" for rank in range(PROCESSES)]
             found[name, level] = [

@@ -1,0 +1,16 @@
+"""Hypothesis profiles: `ci` (default: the same examples each time, inside `make test`) and `deep` (`make property-tests`). Both
+conftest.py load them, so that a test draws as many examples whatever else is run."""
+
+from __future__ import annotations
+
+import os
+
+from hypothesis import HealthCheck, settings
+
+slow = [HealthCheck.too_slow, HealthCheck.data_too_large, HealthCheck.large_base_example]
+settings.register_profile("ci", max_examples=25, derandomize=True, deadline=None, suppress_health_check=slow)
+settings.register_profile("deep", max_examples=2000, deadline=None, suppress_health_check=slow)
+
+
+def load() -> None:
+    settings.load_profile(os.environ.get("HYPOTHESIS_PROFILE", "ci"))
