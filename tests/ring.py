@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Sequence
 from typing import Any
 
@@ -13,6 +14,10 @@ from torch.utils.data import DataLoader, TensorDataset
 
 import lightning_piper as piper
 from lightning_piper import Place, Shard
+from lightning_piper.capture import CapturedStep, capture
+from lightning_piper.compiler import Compiled
+from lightning_piper.verify import Report
+from tests import programs
 from tests.strategy.fitting import QUIET, traced_once
 
 WORDS, DIM, LENGTH = 12, 8, 16
@@ -77,6 +82,19 @@ def words(count: int = 8, length: int = LENGTH) -> tuple[Tensor, Tensor]:
     target = found[:, 1:].clone()
     target[torch.rand(target.shape, generator=draw) < 0.2] = -100
     return found[:, :-1].contiguous(), target
+
+
+@functools.cache
+def captured(**options: Any) -> CapturedStep:
+    return capture(long(**options), words())
+
+
+def compiled_for(program: Any, **options: Any) -> Compiled:
+    return programs.compiled(captured(**options), program)
+
+
+def report_of(program: Any, **options: Any) -> Report:
+    return programs.report(captured(**options), words(), program)
 
 
 def sequences(devices: Any, attention: str | None = "ring", runs: int = 1) -> Shard:

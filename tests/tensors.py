@@ -16,9 +16,9 @@ from torch.utils.data import DataLoader, TensorDataset
 import lightning_piper as piper
 from lightning_piper import Directive, Place, Replicate, Shard, Split
 from lightning_piper.capture import CapturedStep, capture
-from lightning_piper.compiler import Compiled, compile_step
-from lightning_piper.directives import parse
-from lightning_piper.verify import Report, verify_step
+from lightning_piper.compiler import Compiled
+from lightning_piper.verify import Report
+from tests import programs
 from tests.strategy.fitting import QUIET, traced_once
 
 WORDS, LENGTH, DIM = 12, 6, 8
@@ -98,19 +98,16 @@ def tensors(count: int) -> tuple[Tensor, Tensor]:
 
 @functools.cache
 def captured(make: Callable[[], L.LightningModule] = decoder) -> CapturedStep:
-    """A model's step for eight samples, traced once for all tests of programs, which change nothing of it."""
+    """A model's step for eight samples."""
     return capture(make(), tensors(8))
 
 
 def compiled_for(program: Any, make: Callable[[], L.LightningModule] = decoder) -> Compiled:
-    """As `piper.compile` says."""
-    return compile_step(captured(make), tuple(parse(program)))
+    return programs.compiled(captured(make), program)
 
 
 def report_of(program: Any, make: Callable[[], L.LightningModule] = decoder) -> Report:
-    """As `piper.verify` says."""
-    step = captured(make)
-    return verify_step(step, step.module, tensors(8), parse(program))
+    return programs.report(captured(make), tensors(8), program)
 
 
 def divided(devices: Any, sequence: bool = False, **fields: Any) -> Shard:

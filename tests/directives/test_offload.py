@@ -19,10 +19,10 @@ from lightning_piper.plan.instructions import HostCopy, Run
 from lightning_piper.simulate import Link, Network, simulate
 from lightning_piper.testing import Case, directive_suite
 from lightning_piper.verify import Report
+from tests import ring
 from tests.axes import EXPERTS, HEADS, columns, everywhere, sparse
 from tests.directives.test_recompute import ONE, PROGRAMS, SPLIT, TWO, again
 from tests.groups import marked
-from tests.ring import long, words
 from tests.tensors import compiled_for, decoder, far, fit, grid, report_of
 
 Figures = dict[str, Any]
@@ -110,20 +110,20 @@ def test_experts_and_second_passes():
 @pytest.mark.parametrize("schedule", marked(["gpipe", "one_f_one_b", "zero_bubble"], ["zero_bubble"]))
 def test_stages(schedule):
     stages = getattr(schedules, schedule)(stages=2, microbatches=4)
-    verified(piper.verify(long(), words(), [*stages, off(3)]))
-    verified(piper.verify(long(), words(), [*stages, again(PP=0), off()]))
+    verified(ring.report_of([*stages, off(3)]))
+    verified(ring.report_of([*stages, again(PP=0), off()]))
 
 
 def test_halves_of_a_backward_pass_keep_something_too():
     program = [*schedules.zero_bubble(stages=2, microbatches=4), Offload(filter={"PASS": ["F", "BI"]})]
-    verified(piper.verify(long(), words(), program))
-    dag = piper.compile(long(), words(), program).dag
+    verified(ring.report_of(program))
+    dag = ring.compiled_for(program).dag
     assert {dag.nodes[store.inputs[0][0]].tags["PASS"] for store in dag.of_type(Store)} == {"F", "BI"}
 
 
 def test_one_store_serves_all_readers():
     """A region's input that two later passes read is stored once."""
-    dag = piper.compile(long(), words(), [*schedules.gpipe(stages=2, microbatches=4), again(), off()]).dag
+    dag = ring.compiled_for([*schedules.gpipe(stages=2, microbatches=4), again(), off()]).dag
     stored = [store.inputs[0] for store in dag.of_type(Store)]
     assert len(stored) == len(set(stored)) > 0
 

@@ -23,9 +23,9 @@ from lightning_piper.runtime import Executor, LocalTransport, run_local
 from lightning_piper.runtime.chunks import ChunkBinder
 from lightning_piper.testing import Case, directive_suite
 from lightning_piper.verify import Report, interpret
+from tests import ring
 from tests.axes import EXPERTS, HEADS, columns, everywhere, sparse
 from tests.groups import marked
-from tests.ring import long, words
 from tests.strategy.test_tensors import PROGRAMS as DIVIDED
 from tests.tensors import Decoder, compiled_for, decoder, far, fit, grid, report_of, tensors
 
@@ -115,8 +115,8 @@ def test_experts_get_their_tokens_once(keep):
 @pytest.mark.parametrize("schedule", marked(["gpipe", "one_f_one_b", "zero_bubble"], ["zero_bubble"]))
 def test_stages_recompute_when_their_gradient_is_there(schedule):
     program = [*getattr(schedules, schedule)(stages=2, microbatches=4), again(PP=0)]
-    verified(piper.verify(long(), words(), program))
-    dag = piper.compile(long(), words(), program).dag
+    verified(ring.report_of(program))
+    dag = ring.compiled_for(program).dag
     for second in (chunk for chunk in dag.of_type(Chunk) if chunk.tags.get("PASS") == "R"):
         (backward, *_) = dag.users(second)
         awaited = {ref[0] for ref in backward.inputs} - {second.id}
@@ -128,7 +128,7 @@ def test_second_passes_come_right_before_their_backward(schedule, monkeypatch):
     """Also on the last stage, whose backward passes wait for no other stage; the control lets them come as first passes do."""
 
     def early() -> list[str]:
-        compiled = piper.compile(long(), words(), [*getattr(schedules, schedule)(stages=2, microbatches=4), again()])
+        compiled = ring.compiled_for([*getattr(schedules, schedule)(stages=2, microbatches=4), again()])
         dag, found = compiled.dag, []
         for plan in compiled.plans.values():
             runs = [dag.nodes[i.node] for i in plan.instructions if isinstance(i, Run)]
