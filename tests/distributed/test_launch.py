@@ -41,7 +41,7 @@ def test_each_launch_is_a_fresh_one(tmp_path: Path) -> None:
     with pytest.raises(AssertionError, match=r"rank 1 of 2 ended with -9; it said:\nrank 1 will die"):
         launch(2, work, tmp_path / "die", "die", prepare=prepare)
     with pytest.raises(AssertionError, match=r"rank 1 of 2 hangs; it said:\nrank 1 will hang"):
-        launch(2, work, tmp_path / "hang", "hang", prepare=prepare, joined=False, limit=timedelta(seconds=3))
+        launch(2, work, tmp_path / "hang", "hang", prepare=prepare, joined=False, limit=timedelta(seconds=10))
     with pytest.raises(AssertionError, match=r"(?s)prepare .* ended with 1; it said:.*TypeError"):
         launch(2, work, tmp_path / "other", prepare=prepare)
     first, second = run_ranks(2, work, tmp_path / "raise", "raise", prepare=prepare)
