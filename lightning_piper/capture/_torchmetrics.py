@@ -11,6 +11,7 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 import re
 import sys
 from collections.abc import Iterator
@@ -24,12 +25,8 @@ _VALIDATION = re.compile(r"_\w+_tensor_validation")
 @contextlib.contextmanager
 def without_values() -> Iterator[None]:
     """Inside, functional metrics do not look at values."""
-    put: list[tuple[dict[str, Any], str, Any]] = []
-    for name, module in list(sys.modules.items()):
-        if not name.startswith("torchmetrics."):
-            continue
-        names = vars(module)
-        put += [(names, key, names[key]) for key in names if key in _REPLACED or _VALIDATION.fullmatch(key)]
+    found = _replaced_in(tuple(name for name in sys.modules if name.startswith("torchmetrics.")))
+    put = [(names, key, names[key]) for names, key in found]
     for names, key, _ in put:
         names[key] = _REPLACED.get(key, _validation)
     try:
@@ -37,6 +34,13 @@ def without_values() -> Iterator[None]:
     finally:
         for names, key, own in put:
             names[key] = own
+
+
+@functools.lru_cache(1)
+def _replaced_in(modules: tuple[str, ...]) -> list[tuple[dict[str, Any], str]]:
+    """Where in these modules something is to be replaced; a step is traced often, and they are hundreds."""
+    names = [vars(sys.modules[name]) for name in modules]
+    return [(own, key) for own in names for key in own if key in _REPLACED or _VALIDATION.fullmatch(key)]
 
 
 def _validation(*args: Any, **kwargs: Any) -> None:

@@ -22,12 +22,12 @@ from lightning_piper.plan.instructions import Run
 from lightning_piper.runtime import Executor, LocalTransport, run_local
 from lightning_piper.runtime.chunks import ChunkBinder
 from lightning_piper.testing import Case, directive_suite
-from lightning_piper.verify import interpret
+from lightning_piper.verify import Report, interpret
+from tests import ring
 from tests.axes import EXPERTS, HEADS, columns, everywhere, sparse
 from tests.groups import marked
-from tests.ring import long, words
 from tests.strategy.test_tensors import PROGRAMS as DIVIDED
-from tests.tensors import Decoder, decoder, far, fit, grid, tensors
+from tests.tensors import Decoder, compiled_for, decoder, far, fit, grid, report_of, tensors
 
 KEEP: dict[str, Any] = {"nothing": None, "products": ["*mm"], "half": 0.5, "inputs": 0.0, "fast": 1.0}
 ONE = Place(filter={}, devices=[0])
@@ -47,21 +47,20 @@ def kept(dag: Any) -> int:
     return sum(dag.value(ref).nbytes for ref in refs)
 
 
-def verified(module: Any, batch: Any, program: Any) -> None:
-    report = piper.verify(module, batch, program)
+def verified(report: Report) -> None:
     own = next(row for row in report.rows if row.name == "recompute")
     assert report.verdict == "verified" and own.before.verdict == "bitwise equal", str(report)
 
 
 @pytest.mark.parametrize("name", KEEP)
 def test_it_keeps_less_and_makes_the_same_bits(name):
-    verified(decoder(), tensors(8), [ONE, SPLIT, again(KEEP[name])])
-    sizes = [kept(piper.compile(decoder(), tensors(8), [ONE, SPLIT, *more]).dag) for more in ([again(KEEP[name])], [])]
+    verified(report_of([ONE, SPLIT, again(KEEP[name])]))
+    sizes = [kept(compiled_for([ONE, SPLIT, *more]).dag) for more in ([again(KEEP[name])], [])]
     assert sizes[0] < sizes[1] * {"nothing": 0.01, "products": 0.75, "half": 0.6, "inputs": 0.55, "fast": 0.75}[name]
 
 
 def test_a_larger_fraction_keeps_more():
-    sizes = [kept(piper.compile(decoder(), tensors(8), [ONE, again(keep)]).dag) for keep in (0.0, 0.3, 0.6, 1.0)]
+    sizes = [kept(compiled_for([ONE, again(keep)]).dag) for keep in (0.0, 0.3, 0.6, 1.0)]
     assert sizes == sorted(sizes) and len(set(sizes)) > 2
 
 
@@ -99,15 +98,15 @@ GOES = [(name, part) for name in PROGRAMS for part in PARTS if name != "one micr
 @pytest.mark.parametrize("name, part", [pair if pair in QUICK else pytest.param(*pair, marks=pytest.mark.long) for pair in GOES])
 def test_it_goes_with_all_else(name, part):
     changed = (Recompute(filter=each.filter, keep=PARTS[part]) if isinstance(each, Recompute) else each for each in PROGRAMS[name])
-    verified(decoder(), tensors(8), list(changed))
+    verified(report_of(list(changed)))
 
 
 @pytest.mark.parametrize("keep", [None, 0.3], ids=str)
 def test_experts_get_their_tokens_once(keep):
     program = [grid(ep=2, tp=2), columns(params=HEADS), EXPERTS, everywhere(4, shard_params=True), again(keep)]
-    verified(sparse(), tensors(8), program)
+    verified(report_of(program, sparse))
     exchanges = [
-        sum(node.label.startswith("alltoall") for node in piper.compile(sparse(), tensors(8), each).dag.nodes.values())
+        sum(node.label.startswith("alltoall") for node in compiled_for(each, sparse).dag.nodes.values())
         for each in (program, program[:-1])
     ]
     assert exchanges[0] == exchanges[1] > 0
@@ -116,8 +115,8 @@ def test_experts_get_their_tokens_once(keep):
 @pytest.mark.parametrize("schedule", marked(["gpipe", "one_f_one_b", "zero_bubble"], ["zero_bubble"]))
 def test_stages_recompute_when_their_gradient_is_there(schedule):
     program = [*getattr(schedules, schedule)(stages=2, microbatches=4), again(PP=0)]
-    verified(long(), words(), program)
-    dag = piper.compile(long(), words(), program).dag
+    verified(ring.report_of(program))
+    dag = ring.compiled_for(program).dag
     for second in (chunk for chunk in dag.of_type(Chunk) if chunk.tags.get("PASS") == "R"):
         (backward, *_) = dag.users(second)
         awaited = {ref[0] for ref in backward.inputs} - {second.id}
@@ -129,7 +128,7 @@ def test_second_passes_come_right_before_their_backward(schedule, monkeypatch):
     """Also on the last stage, whose backward passes wait for no other stage; the control lets them come as first passes do."""
 
     def early() -> list[str]:
-        compiled = piper.compile(long(), words(), [*getattr(schedules, schedule)(stages=2, microbatches=4), again()])
+        compiled = ring.compiled_for([*getattr(schedules, schedule)(stages=2, microbatches=4), again()])
         dag, found = compiled.dag, []
         for plan in compiled.plans.values():
             runs = [dag.nodes[i.node] for i in plan.instructions if isinstance(i, Run)]
@@ -213,9 +212,9 @@ def test_a_step_is_cut_for_a_program_once():
 def test_an_order_may_name_second_passes():
     """Before the gradient is there, for instance; but not against the data."""
     second = {"LAYER": 1, "MB": 0, "PASS": "R"}
-    verified(decoder(), tensors(8), [ONE, SPLIT, again(LAYER=1), Order(filters=[second, {"LAYER": 1, "MB": 1, "PASS": "B"}])])
+    verified(report_of([ONE, SPLIT, again(LAYER=1), Order(filters=[second, {"LAYER": 1, "MB": 1, "PASS": "B"}])]))
     with pytest.raises(DirectiveError, match=r"R\[LAYER=1,MB=0\]@0 -> \(data\) B\[LAYER=1,MB=0\]"):
-        piper.compile(decoder(), tensors(8), [ONE, SPLIT, again(LAYER=1), Order(filters=[{**second, "PASS": "B"}, second])])
+        compiled_for([ONE, SPLIT, again(LAYER=1), Order(filters=[{**second, "PASS": "B"}, second])])
 
 
 def test_a_second_pass_that_an_order_names_waits_for_no_gradient():
@@ -242,7 +241,7 @@ def test_a_second_pass_of_other_samples_is_found(monkeypatch):
     original = Recompute.apply
     monkeypatch.setattr(Recompute, "apply", lame)
     with pytest.raises(VerificationError):
-        piper.compile(decoder(), tensors(8), [ONE, SPLIT, again(LAYER=1)])
+        compiled_for([ONE, SPLIT, again(LAYER=1)])
 
 
 @pytest.mark.parametrize("keep", [None, ["*mm", "*attention*"], 0.2], ids=str)
@@ -270,12 +269,12 @@ def test_trainings_are_those_of_one_device(keep):
 )
 def test_what_is_wrong_is_refused(fields, expected):
     with pytest.raises(DirectiveError, match=expected):
-        piper.compile(decoder(), tensors(8), [ONE, SPLIT, Recompute(**{"filter": {}, **fields})])
+        compiled_for([ONE, SPLIT, Recompute(**{"filter": {}, **fields})])
 
 
 def test_names_of_no_operation_are_refused():
     with pytest.raises(CaptureError, match=r"keep has 'mul_mat', which names no operation of what is selected; there are .*mm"):
-        piper.compile(decoder(), tensors(8), [ONE, again(["mul_mat"])])
+        compiled_for([ONE, again(["mul_mat"])])
 
 
 class Scaled(Decoder):
@@ -311,7 +310,7 @@ def test_validation_has_operations_of_its_own():
 
 def test_a_region_is_recomputed_once():
     with pytest.raises(DirectiveError, match=r"B\[LAYER=1\] is served by R\[LAYER=1\] already"):
-        piper.compile(decoder(), tensors(8), [ONE, again(LAYER=1), again(LAYER=[1, 2])])
+        compiled_for([ONE, again(LAYER=1), again(LAYER=[1, 2])])
 
 
 def recomputes(case: Case, dag: Any) -> st.SearchStrategy[Recompute]:

@@ -16,7 +16,7 @@ from lightning_piper import Place, Replicate, Split
 from lightning_piper.capture import several
 from lightning_piper.errors import CaptureError, DirectiveError
 from lightning_piper.ops.redistribute import CutOut, Redistribute
-from tests.tensors import LENGTH, VOCABULARY, decoder, divided, stages, tensors
+from tests.tensors import LENGTH, VOCABULARY, decoder, divided, report_of, stages, tensors
 
 SEQUENCES: dict[str, Any] = {"params": {}, "values": {"*": 1}}
 
@@ -35,14 +35,14 @@ def exchanges(module: L.LightningModule, batch: Any, program: Any) -> Counter[st
 def test_heads_are_exchanged_for_parts():
     """q, k and v there and the result back, in each of two blocks, forth and back (Jacobs et al., DeepSpeed Ulysses, 2023)."""
     program = over(attention="heads")
-    assert piper.verify(decoder(), tensors(8), program).verdict == "verified"
+    assert report_of(program).verdict == "verified"
     assert exchanges(decoder(), tensors(8), program) == {"alltoall.tp": 16}
 
 
 def test_keys_are_gathered():
     """k and v, in each of two blocks, and their gradients back into the parts."""
     program = over(attention="keys")
-    assert piper.verify(decoder(), tensors(8), program).verdict == "verified"
+    assert report_of(program).verdict == "verified"
     assert exchanges(decoder(), tensors(8), program) == {"allgather.tp": 4, "reducescatter.tp": 4}
 
 
@@ -60,7 +60,7 @@ def test_keys_are_gathered():
 )  # fmt: skip
 def test_they_go_with_other_directives(program, attention):
     made = program(SEQUENCES | {"attention": attention})
-    assert piper.verify(decoder(), tensors(8), made).verdict == "verified"
+    assert report_of(made).verdict == "verified"
 
 
 def test_few_keys_are_gathered_and_one_head_has_no_parts():
@@ -114,14 +114,14 @@ def test_every_mask_says_what_a_query_may_see(mask, attention):
 
 def test_lengths_that_cannot_be_divided_are_refused():
     with pytest.raises(CaptureError, match="4 devices along 'tp' cannot have equal parts along dimension 1; pad it"):
-        piper.verify(decoder(), tensors(8), over(4))
+        report_of(over(4))
 
 
 def test_what_is_no_way_to_attend_is_refused():
     with pytest.raises(DirectiveError, match="give 'keys', 'heads' or 'ring'"):
-        piper.verify(decoder(), tensors(8), over(attention="around"))
+        report_of(over(attention="around"))
     with pytest.raises(DirectiveError, match="divide sequences"):
-        piper.verify(decoder(), tensors(8), over(attention="keys", values=None))
+        report_of(over(attention="keys", values=None))
 
 
 def test_a_mask_of_another_part_is_found(monkeypatch):

@@ -23,7 +23,7 @@ from lightning_piper.placements import attention, proof, ring, rules, vocabulary
 from lightning_piper.placements.rule import Rule
 from lightning_piper.verify.static import check
 from tests.fused import fusing, params
-from tests.tensors import VOCABULARY, decoder, divided, replicas, tensors
+from tests.tensors import VOCABULARY, compiled_for, decoder, divided, replicas, tensors
 
 aten = torch.ops.aten
 R, P = Replicate(), Partial()
@@ -240,7 +240,7 @@ def test_it_is_found(fault, program, said, monkeypatch):
 
 def test_tokens_are_counted_once():
     """Of padded sequences, each member of a line has the same tokens."""
-    dag = piper.compile(decoder(), tensors(8), replicas({})).dag.copy()
+    dag = compiled_for(replicas({})).dag.copy()
     node = next(dag.of_type(weights.CountsSum))
     dag.change(node, mesh=Mesh.flat(4))
     with pytest.raises(VerificationError, match="sums counts over data=4, and the batch is divided over data=2 x tp=2"):

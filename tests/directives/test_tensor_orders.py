@@ -6,10 +6,9 @@ from typing import Any
 
 import pytest
 
-import lightning_piper as piper
 from lightning_piper import Order, Place, Split, schedules
 from lightning_piper.simulate import Link, Network, simulate
-from tests.tensors import decoder, divided, tensors
+from tests.tensors import compiled_for, divided, report_of
 
 PAIRS = [[0, 1], [2, 3], [4, 5], [6, 7]]
 BUILDERS: dict[str, tuple[Any, list[list[int]], dict[str, Any]]] = {
@@ -29,7 +28,7 @@ def test_every_schedule_takes_them(name, sequence):
     """Also of microbatches of one sample, whose rows have no runs."""
     build, groups, about = BUILDERS[name]
     program = [*build(stages=4, devices=groups, tag="LAYER", **about), divided(groups, sequence=sequence)]
-    assert piper.verify(decoder(), tensors(8), program).verdict == "verified"
+    assert report_of(program).verdict == "verified"
 
 
 @pytest.mark.parametrize("attention", ["keys", "heads"])
@@ -39,7 +38,7 @@ def test_one_sample_is_cut_as_many_are(attention):
         Split(filter={}, dim_name="MB", num_microbatches=8),
         divided([0, 1], params={}, values={"*": 1}, attention=attention),
     ]
-    assert piper.verify(decoder(), tensors(8), program).verdict == "verified"
+    assert report_of(program).verdict == "verified"
 
 
 def of(batch: int, kind: str) -> dict[str, Any]:
@@ -56,8 +55,8 @@ def test_microbatches_that_take_turns_hide_what_is_exchanged(sequence):
     turns = Order(filters=[[of(0, "F"), of(1, "F")], [of(0, "B"), of(1, "B")]])
     exposed = []
     for program in (begin, [*begin, turns]):
-        made = piper.compile(decoder(), tensors(8), program)
+        made = compiled_for(program)
         figures = simulate(made.dag, made.plans, {"F": 2, "B": 4}, Network(Link(latency=2)))
         exposed.append(figures.exposed_fraction)
     assert exposed[1] < exposed[0] / 2  # 1/9 of 1/3; of sequences 1/20 of 1/3
-    assert piper.verify(decoder(), tensors(8), [*begin, turns]).verdict == "verified"
+    assert report_of([*begin, turns]).verdict == "verified"
