@@ -47,13 +47,15 @@ HUNG_FOR = 2 * TIMEOUT + ENDED_IN  # seconds from the moment at which a rank han
 
 @dataclass(frozen=True)
 class Fault:
-    """`position`: of the instruction, for `step`, and of the call that changes files, for `checkpoint`."""
+    """`position`: of the instruction, for `step`, and of the call that changes files, for `checkpoint`; `behind`: checkpoints are
+    written behind the training, and what happens at `checkpoint` happens there."""
 
     rank: int
     kind: str
     moment: str
     checkpoint: str = "consolidated"
     position: int = 0
+    behind: bool = False
 
 
 @dataclass(frozen=True)
@@ -68,8 +70,12 @@ class Outcome:
     wrong: list[str]
 
 
-def draw(count: int, seed: int) -> list[Fault]:
-    """All pairs of a kind and a moment come up before one does again."""
+def draw(count: int, seed: int, behind: bool = False) -> list[Fault]:
+    """All pairs of a kind and a moment come up before one does again.
+
+    Args:
+        behind: checkpoints are written behind the training.
+    """
     chance = random.Random(seed)
     pairs: list[tuple[str, str]] = []
     faults = []
@@ -79,7 +85,7 @@ def draw(count: int, seed: int) -> list[Fault]:
             chance.shuffle(pairs)
         kind, moment = pairs.pop()
         faults.append(
-            Fault(chance.randrange(RANKS), kind, moment, chance.choice(("consolidated", "sharded")), chance.randrange(30))
+            Fault(chance.randrange(RANKS), kind, moment, chance.choice(("consolidated", "sharded")), chance.randrange(30), behind)
         )
     return faults
 
