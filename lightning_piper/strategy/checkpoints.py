@@ -95,8 +95,8 @@ class Saves:
     """How a strategy's checkpoints get to their files: at once, or, with Lightning's `AsyncCheckpointIO`, behind the training.
 
     Then what is saved is copied, in host memory that each checkpoint uses again, and written by a thread, in the way in which it
-    would be written at once: so it is whole or absent. There is one write at a time. What fails is raised by the next save, or at the
-    end of the run.
+    would be written at once: so it is whole or absent. There is one write at a time. What fails is raised by the next save, or at
+    the end of the run.
     """
 
     def __init__(self) -> None:
