@@ -30,12 +30,12 @@ class Members:
     Attributes:
         group: the communicator.
         ranks: rank in it of each member, in the order of the members.
-        nccl: it has NCCL's operations.
+        native: its backend has an operation for each kind of collective, as NCCL has; gloo has not.
         own: position of this process.
     """
 
-    def __init__(self, group: dist.ProcessGroup, ranks: list[int], rank: int, nccl: bool) -> None:
-        self.group, self.ranks, self.nccl = group, ranks, nccl
+    def __init__(self, group: dist.ProcessGroup, ranks: list[int], rank: int, native: bool) -> None:
+        self.group, self.ranks, self.native = group, ranks, native
         self.own = ranks.index(rank)
 
     @property
@@ -91,13 +91,13 @@ def bind_collective(exchange: Exchange, into: int, slots: Slots, members: Member
     something is the value."""
     if exchange.kind == "all_reduce":
         return _all_reduce(exchange, into, slots, members), None
-    if members.nccl:
+    if members.native:
         if exchange.kind == "reduce_scatter":
-            return _reduce_scatter_nccl(exchange, into, slots, members), lambda pair: pair[:1]
+            return _reduce_scatter(exchange, into, slots, members), lambda pair: pair[:1]
         if exchange.kind == "all_gather":
-            return _all_gather_nccl(exchange, into, slots, members), lambda pending: exchange.join(*pending)
+            return _all_gather(exchange, into, slots, members), lambda pending: exchange.join(*pending)
         # What was sent is kept until then: it is read on another stream.
-        return _all_to_all_nccl(exchange, into, slots, members), lambda pending: exchange.join(pending[0], pending[1])
+        return _all_to_all(exchange, into, slots, members), lambda pending: exchange.join(pending[0], pending[1])
     own = members.own
 
     def start() -> None:
@@ -130,7 +130,7 @@ def _all_reduce(exchange: Exchange, into: int, slots: Slots, members: Members) -
     return start
 
 
-def _reduce_scatter_nccl(exchange: Exchange, into: int, slots: Slots, members: Members) -> Bound:
+def _reduce_scatter(exchange: Exchange, into: int, slots: Slots, members: Members) -> Bound:
     def start() -> None:
         state = exchange.bring()
         flat, parts = state[0], parts_of(exchange, state, len(members.ranks))
@@ -144,7 +144,7 @@ def _reduce_scatter_nccl(exchange: Exchange, into: int, slots: Slots, members: M
     return start
 
 
-def _all_gather_nccl(exchange: Exchange, into: int, slots: Slots, members: Members) -> Bound:
+def _all_gather(exchange: Exchange, into: int, slots: Slots, members: Members) -> Bound:
     def start() -> None:
         state = exchange.bring()
         parts = parts_of(exchange, state, len(members.ranks))
@@ -159,7 +159,7 @@ def _all_gather_nccl(exchange: Exchange, into: int, slots: Slots, members: Membe
     return start
 
 
-def _all_to_all_nccl(exchange: Exchange, into: int, slots: Slots, members: Members) -> Bound:
+def _all_to_all(exchange: Exchange, into: int, slots: Slots, members: Members) -> Bound:
     def start() -> None:
         state = exchange.bring()
         parts = parts_of(exchange, state, len(members.ranks))

@@ -95,7 +95,7 @@ class Fit:
         self.programs.prepare(TRAINING, self._batch_spec, first)
         self._identities = Identities(module, self.ownership)
         self.evaluation: Evaluation | None = None
-        if not settings.local:
+        if settings.evaluates:
             self.evaluation = Evaluation(module, self._runtime, settings, world, self.seed, first.dag)
             self.evaluation.follow = self._identities.follow
         for program in [*before.programs, *before.evaluation.programs]:
