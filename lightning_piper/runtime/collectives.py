@@ -51,7 +51,7 @@ class Members:
         """Start to sum a tensor in place, of which each member has one of its shape; all get the same bits."""
         x = torch.view_as_real(x) if x.is_complex() else x
         few = x.numel() * x.element_size() * (len(self.ranks) - 1) <= FEW
-        return _Sum(self, x) if few and not self.nccl else self.group.allreduce([x])
+        return _Sum(self, x) if few and not self.native else self.group.allreduce([x])
 
     def by_rank(self, parts: Sequence[torch.Tensor]) -> list[torch.Tensor]:
         """The members' parts in the order of their ranks."""
