@@ -18,6 +18,7 @@ from lightning.fabric.utilities.rank_zero import rank_zero_only as fabric_rank_z
 from lightning.pytorch.trainer.states import TrainerFn
 from lightning.pytorch.utilities.rank_zero import rank_zero_only
 
+from lightning_piper.accelerators.kinds import check_kind
 from lightning_piper.either_lightning import is_a
 from lightning_piper.errors import PiperError
 from lightning_piper.processes.failure import FailureWatch
@@ -25,7 +26,7 @@ from lightning_piper.processes.joining import BatchJoin
 from lightning_piper.processes.launching import check_one_process, check_script
 from lightning_piper.processes.world import World, store_of_attempt
 from lightning_piper.strategy import _lightning
-from lightning_piper.strategy.checks import check_backend
+from lightning_piper.strategy.checks import checked_backend
 from lightning_piper.strategy.data import agree_on_loader
 from lightning_piper.strategy.phases import Idle, Phase, copied
 
@@ -112,6 +113,7 @@ class OverProcesses(_lightning.Strategy):
 
     def setup_environment(self) -> None:
         super().setup_environment()
+        check_kind(self.root_device)
         assert self.cluster_environment is not None
         if self._local:
             if (started := self.cluster_environment.world_size()) != 1:
@@ -119,8 +121,7 @@ class OverProcesses(_lightning.Strategy):
             return
         self.cluster_environment.validate_settings(num_devices=self.num_processes, num_nodes=self.num_nodes)
         self.set_world_ranks()
-        check_backend(self._backend, self.root_device)
-        backend = self._backend or ("nccl" if self.root_device.type == "cuda" else "gloo")
+        backend = checked_backend(self._backend, self.root_device, self.world_size)
         environment = self.cluster_environment
         store = store_of_attempt(environment.main_address, environment.main_port, self._timeout)
         _lightning.connect(environment, backend, timeout=self._timeout, store=store)
@@ -156,17 +157,12 @@ class OverProcesses(_lightning.Strategy):
     def barrier(self, name: str | None = None) -> None:
         if self._local or not dist.is_initialized():
             return
-        if dist.get_backend() == "nccl":
-            dist.barrier(device_ids=[self.root_device.index])
-        else:
-            dist.barrier()
+        dist.barrier(group=self.world.host_group)
 
     def broadcast(self, obj: T, src: int = 0) -> T:
         if self._local or not dist.is_initialized():
             return obj
-        box = [obj]
-        dist.broadcast_object_list(box, src)
-        return box[0]
+        return self.world.broadcast(obj, src)
 
 
 class Requeue(pl.Callback):

@@ -35,7 +35,7 @@ from lightning_piper.session.uncaptured import NOT_CAPTURED, check_may_be
 from lightning_piper.session.verification import ACCEPTED, Verify
 from lightning_piper.strategy import _lightning
 from lightning_piper.strategy.checkpoints import KEY, Restored, Saves, check_target, found_at, is_behind, read_plain, seed_of
-from lightning_piper.strategy.checks import check_fit, one_of, uncapturable
+from lightning_piper.strategy.checks import check_fit, checked_capture, one_of, uncapturable
 from lightning_piper.strategy.compatibility import averaging
 from lightning_piper.strategy.evaluating import EvaluatingStrategy
 from lightning_piper.strategy.fit import Fit
@@ -57,6 +57,7 @@ class PiperStrategy(EvaluatingStrategy):
         verify: `static` checks every rewrite and plan without running it; `first_batch` also runs the finished program on one
             batch and compares with one device; `each` does so after every directive and prints the report; `off` checks nothing.
         transport: `process` has a process for each logical device; `local` runs all of them in this one, with `devices=1`.
+            `simulated`: so, too, on a simulated accelerator, each step in another order of its streams: the CPU's bits or an error.
         profile: which steps to record (see `lightning_piper.profile`); True records a few of the first ones.
         timeout: after which communication that nobody answers fails.
         start_method: only `popen`, one new Python process for each device.
@@ -82,7 +83,7 @@ class PiperStrategy(EvaluatingStrategy):
         directives: Any | None = None,
         *,
         verify: Verify = "static",
-        transport: Literal["process", "local"] = "process",
+        transport: Literal["process", "local", "simulated"] = "process",
         profile: Schedule | bool | None = None,
         timeout: timedelta = default_pg_timeout,
         start_method: Literal["popen"] = "popen",
@@ -98,7 +99,7 @@ class PiperStrategy(EvaluatingStrategy):
         precision_plugin: Precision | None = None,
     ) -> None:
         one_of("verify", verify, ACCEPTED)
-        one_of("transport", transport, ("process", "local"))
+        one_of("transport", transport, ("process", "local", "simulated"))
         one_of("checkpoint", checkpoint, ("consolidated", "sharded"))
         one_of("accumulate", accumulate, ("batches", "tokens"))
         one_of("capture", capture, ("auto", "always", "never"))
@@ -111,18 +112,18 @@ class PiperStrategy(EvaluatingStrategy):
             raise PiperError(f"PiperStrategy(timeout={shown(timeout)}): give a positive datetime.timedelta")
         schedule_of(profile)
         super().__init__(
-            directives, verify, capture, compile, local=transport == "local", timeout=timeout,
-            backend=process_group_backend, accelerator=accelerator, parallel_devices=parallel_devices,
-            cluster_environment=cluster_environment, checkpoint_io=checkpoint_io, precision_plugin=precision_plugin,
+            directives, verify, checked_capture(transport, capture, compile), compile, simulated=transport == "simulated",
+            local=transport != "process", timeout=timeout, backend=process_group_backend, accelerator=accelerator,
+            parallel_devices=parallel_devices, cluster_environment=cluster_environment, checkpoint_io=checkpoint_io,
+            precision_plugin=precision_plugin,
         )  # fmt: skip
-        self._profile, self._sharded = profile, checkpoint == "sharded"
+        self._profile, self._sharded, self._transport = profile, checkpoint == "sharded", transport
         self._accumulating, self._accumulate = False, accumulate
         self._saves, self._requeue = Saves(), Requeue()
 
     def __repr__(self) -> str:
         given = "no directives of its own" if self._program is None else f"{len(self._program)} directives"
-        transport = "local" if self._local else "process"
-        return f"<PiperStrategy: {given}, transport={transport!r}>"
+        return f"<PiperStrategy: {given}, transport={self._transport!r}>"
 
     # Fit
 
