@@ -198,7 +198,7 @@ class ProcessEndpoint:
         members, ride = self._transport.members(instruction.group), self.ride
         start, finish = bind_collective(exchange, instruction.into, slots, members)
         if ride is not None and instruction.node == ride.host:
-            start, finish = ride.bind_host(exchange, instruction.into, slots, members.group), ride.finish_host
+            start, finish = ride.bind_host(exchange, instruction.into, slots, members), ride.finish_host
         elif ride is not None and instruction.node == ride.rider:
             start, finish = ride.bind_rider(exchange, instruction.into, slots, start), ride.finish_rider
         if finish is not None:
@@ -208,7 +208,7 @@ class ProcessEndpoint:
     def stand_in(self) -> None:
         """Take part in a step that the others may run, and this process does not; something rides in it."""
         assert self.ride is not None
-        self.ride.stand_in(lambda each: self._transport.members(each.group).group)
+        self.ride.stand_in(lambda each: self._transport.members(each.group))
 
     def wait(self, instruction: WaitWork, slots: Slots) -> Bound:
         into, finish = instruction.into, self._finish.get(instruction.node)
