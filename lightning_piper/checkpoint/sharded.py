@@ -66,19 +66,30 @@ def save(path: str | Path, tensor_ranges: Sequence[TensorRange], common: dict[st
 class Saving:
     """A checkpoint of which is planned who writes what, and that is still to be written. Making one is collective.
 
-    Args: as of `save`.
+    Args:
+        path, tensor_ranges, common, world: as of `save`.
+        before: the one before of these processes. If all hold what they held then, its plan is taken.
 
     Raises:
         PiperError: on every process, if one has what cannot be saved, or nobody holds some elements of a tensor.
     """
 
-    def __init__(self, path: str | Path, tensor_ranges: Sequence[TensorRange], common: dict[str, Any], world: World) -> None:
+    def __init__(
+        self,
+        path: str | Path,
+        tensor_ranges: Sequence[TensorRange],
+        common: dict[str, Any],
+        world: World,
+        before: Saving | None = None,
+    ) -> None:
         self._path = Path(os.path.abspath(world.broadcast(os.fspath(path))))
         self._doing = f"saving {self._path}"
         self._planner, self._writer = SaveRanges(tensor_ranges), Writer(temporary_of(self._path))
-        self._common, self._metadata = b"", Metadata({})
+        self._common, self._metadata, self._plan = b"", Metadata({}), SavePlan([])
 
-        def begin() -> None:
+        self._held = [(part.key, part.start, part.stop, part.spec) for part in tensor_ranges]
+
+        def begin() -> bool:
             for part in tensor_ranges:
                 _check_range(part)
             if world.is_rank_zero:
@@ -86,8 +97,12 @@ class Saving:
                 content = io.BytesIO()
                 torch.save(common, content)
                 self._common = content.getvalue()
+            return before is not None and before._held == self._held
 
-        together(world, self._doing, begin)
+        if all(together(world, self._doing, begin)):
+            assert before is not None
+            self._plan, self._metadata, self._planner.specs = before._plan, before._metadata, before._planner.specs
+            return
         held = world.to_rank_zero(self._planner.create_local_plan())
 
         plans: list[SavePlan] = []
@@ -98,7 +113,7 @@ class Saving:
                 plans.extend(self._writer.prepare_global_plan(divided))
 
         together(world, self._doing, plan)
-        self._plan: SavePlan = world.from_rank_zero(plans or None)
+        self._plan = world.from_rank_zero(plans or None)
 
     def copy(self, room: HostRoom) -> None:
         """From now on what this process writes is what it holds now, whatever becomes of that."""
@@ -116,6 +131,9 @@ class Saving:
             if world.is_rank_zero:
                 _discard(self._path)
             raise
+        finally:  # the next one may take the plan, and nothing else
+            self._planner.release()
+            self._common = b""
 
     def _write(self, world: World) -> None:
         folder, own = temporary_of(self._path), f"__{world.rank}_0.distcp"

@@ -103,6 +103,10 @@ class SaveRanges(SavePlanner):
             copies.setdefault(key, []).append(part)
         self._parts = copies
 
+    def release(self) -> None:
+        """The tensors are written, and their memory may go."""
+        self._parts = {}
+
     def set_up_planner(self, state_dict: Any, storage_meta: StorageMeta | None = None, is_coordinator: bool = False) -> None:
         pass
 

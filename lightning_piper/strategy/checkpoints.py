@@ -101,6 +101,7 @@ class Saves:
 
     def __init__(self) -> None:
         self._behind, self._room = Behind("piper-checkpoints"), HostRoom()
+        self._planned: Saving | None = None
 
     def __reduce__(self) -> Any:
         return Saves, ()  # a copy of the strategy writes for itself
@@ -133,7 +134,7 @@ class Saves:
             PiperError: on every process: it cannot be saved, or the one before could not.
         """
         self.wait()
-        saving = Saving(path, ranges, content, world)
+        self._planned = saving = Saving(path, ranges, content, world, self._planned)
         if not behind:
             saving.write(world)
             return
@@ -165,7 +166,7 @@ class Saves:
             if not failed:
                 raise
             warnings.warn(f"the last checkpoint is not complete, use the one before: {type(error).__name__}: {error}", stacklevel=2)
-        self._room = HostRoom()
+        self._room, self._planned = HostRoom(), None
 
 
 def found_at(path: str | Path, io: CheckpointIO, world: World) -> tuple[str, bool]:

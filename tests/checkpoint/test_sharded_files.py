@@ -22,7 +22,7 @@ from lightning.pytorch.callbacks import ModelCheckpoint
 
 from lightning_piper.checkpoint import tensor_ranges as ranges_module
 from lightning_piper.checkpoint.files import earlier_of, prepare, publish, remove, temporary_of
-from lightning_piper.checkpoint.sharded import load, open_checkpoint, read_whole, save
+from lightning_piper.checkpoint.sharded import Saving, load, open_checkpoint, read_whole, save
 from lightning_piper.checkpoint.tensor_ranges import LoadRanges, Reader, SaveRanges, TensorRange
 from lightning_piper.errors import PiperError
 from lightning_piper.ir.values import TensorSpec, flattened, view_as
@@ -308,6 +308,23 @@ def test_a_failed_save_leaves_the_earlier_checkpoint(saved, where, monkeypatch):
             save(saved, example(1), COMMON, ALONE)
     assert torch.equal(values(saved), expected(0))
     assert list(saved.parent.iterdir()) == [saved]
+
+
+def test_a_plan_is_made_again_only_for_what_is_held_otherwise(tmp_path):
+    planned = mock.patch.object(SaveRanges, "create_global_plan", autospec=True, side_effect=SaveRanges.create_global_plan)
+    path = tmp_path / "a.ckpt"
+    with planned as plans:
+        before = None
+        for seed, calls in ((0, 1), (1, 1)):
+            before = Saving(path, example(seed), COMMON, ALONE, before)
+            before.write(ALONE)
+            assert plans.call_count == calls and torch.equal(values(path), expected(seed))
+        other = [TensorRange("x", (3,), 0, 3, torch.arange(3.0))]
+        Saving(path, other, COMMON, ALONE, before).write(ALONE)
+        assert plans.call_count == 2
+    room = torch.empty(3)
+    load(path, [TensorRange("x", (3,), 0, 3, room)], ALONE)
+    assert torch.equal(room, torch.arange(3.0))
 
 
 CHANGES = {"mkdir", "rename", "replace", "unlink", "rmdir", "open", "close", "fsync"}
