@@ -33,7 +33,7 @@ class HostRoom:
 
     def copied(self, tensor: torch.Tensor) -> torch.Tensor:
         """A contiguous copy of a tensor."""
-        storage = self.take(tensor.numel() * tensor.itemsize, tensor.is_cuda)
+        storage = self.take(tensor.numel() * tensor.itemsize, tensor.device.type != "cpu")
         return torch.empty(0, dtype=tensor.dtype).set_(storage, 0, tensor.shape).copy_(tensor.detach())  # type: ignore[call-overload, no-any-return]
 
 
@@ -45,7 +45,7 @@ def snapshot(content: Any, room: HostRoom) -> Any:
     for tensor in _tensors(content):
         storage = tensor.untyped_storage()
         if (address := storage.data_ptr()) not in storages:
-            storages[address] = room.take(storage.nbytes(), tensor.is_cuda)
+            storages[address] = room.take(storage.nbytes(), tensor.device.type != "cpu")
             storages[address].copy_(storage)
         like = torch.empty(0, dtype=tensor.dtype)
         memo[id(tensor)] = like.set_(storages[address], tensor.storage_offset(), tensor.shape, tensor.stride())
