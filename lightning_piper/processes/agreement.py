@@ -216,18 +216,22 @@ class BatchCheck:
             return
         found = self._difference(going_on)
         if what == "shapes" and self._world.count > 1 and all(shapes):
-            raise BatchError(
+            error = BatchError(
                 f"the processes drew batches of different shapes in training batch {self._steps - 1} of this fit{found}, but every "
                 "replica needs as many samples as the others, in tensors of as many dimensions and of the same dtypes. Use a "
                 "sampler that divides the data evenly (Lightning's own does), or give PiperStrategy(capture='never')"
             )
+            error.late = going_on
+            raise error
         if what == "numbers or strings" and self._world.count > 1:
-            raise BatchError(
+            error = BatchError(
                 f"the processes drew batches with different numbers or strings in training batch {self._steps - 1} of this fit"
                 f"{found}; these are a part of the captured step, and all replicas run the same one. Make tensors of them in the "
                 "collate function (one without dimensions is passed whole), or a list with an entry for each sample, which the "
                 "step does not read; or leave them out; or give PiperStrategy(capture='never')"
             )
+            error.late = going_on
+            raise error
         self._refuse(what, shapes if what == "shapes" else data, found)
 
     def _refuse(self, what: str, alike: Sequence[bool], found: str) -> NoReturn:
