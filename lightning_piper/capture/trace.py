@@ -86,7 +86,7 @@ def trace(
     with step.gradients(), restored(module), reading, _without_data(module, mode, device, parts), as_captured(module, step):
         try:
             make = partial(_torch.functional_graph, mode, step, inputs)
-            other = partial(_without_data, module, device=device, parts=parts)
+            other = partial(_without_data, module, device=device, parts={})  # of those that stand there, which are parts
             graph = traced_once(module, step, inputs, device, other, make) if step.rehearsed and fakes is fakes_of else make()
             tag_layers(graph)
         except Grows:
