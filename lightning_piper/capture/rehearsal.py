@@ -38,7 +38,8 @@ def notes_of(module: nn.Module, run: Callable[[], Sequence[Any]], inputs: Sequen
     Raises:
         Unknown: something of it cannot be noted. What the step itself raises stays what it is.
     """
-    with _Notes(own) as notes:
+    notes = _Notes(own)
+    with notes:
         for named in (module.named_parameters, module.named_buffers):
             for name, tensor in named(remove_duplicate=False):
                 notes.enter(name, tensor)
@@ -55,7 +56,7 @@ def notes_of(module: nn.Module, run: Callable[[], Sequence[Any]], inputs: Sequen
 
 class _Notes(_torch.TorchDispatchMode):
     def __init__(self, own: torch.device) -> None:
-        super().__init__()
+        super().__init__()  # type: ignore[no-untyped-call]
         self._own = own
         self._hash = hashlib.sha256()
         self._numbers: dict[int, int] = {}  # of tensors, by identity

@@ -14,7 +14,7 @@ from typing import Any
 
 import torch
 from torch import nn
-from torch.fx import Graph, Node
+from torch.fx import Graph, GraphModule, Node
 
 from lightning_piper.capture import _torch
 
@@ -134,7 +134,7 @@ class _Reading:
         self._own = own
         self._mode = _torch.FakeTensorMode()
         self._nodes: list[Node] = []
-        self._constants = nn.Module()
+        self._constants = GraphModule({}, Graph())
         self._values: dict[str, torch.Tensor] = {}
 
     def graph(self, found: Any) -> Graph:
