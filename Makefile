@@ -5,6 +5,10 @@ VENV := .venv
 BIN := $(VENV)/bin
 INSTALLED := $(VENV)/.installed
 DOCS_INSTALLED := $(VENV)/.docs-installed
+GPU_VENV := .venv-gpu
+GPU_INSTALLED := $(GPU_VENV)/.installed
+GPU_INDEX :=
+NVIDIA_SMI := nvidia-smi
 BENCHMARKS := $(sort $(filter-out benchmarks/_%,$(wildcard benchmarks/*.py)))
 
 # The first of these that runs, is recent enough and can make a virtual environment.
@@ -14,7 +18,7 @@ PYTHON ?= $(firstword $(foreach name,python3.11 python3,$(shell $(name) -c \
 # One thread for each process: the processes are the parallelism, and figures do not depend on the number of cores.
 export OMP_NUM_THREADS := 1
 
-.PHONY: help demo test test-processes test-programs test-others test-long coverage property-tests docs lint bench clean
+.PHONY: help demo test test-processes test-programs test-others test-long coverage property-tests docs lint bench gpu clean
 
 help:
 	@echo "make demo    train a small GPT on two processes and compare it with one device"
@@ -25,6 +29,7 @@ help:
 	@echo "make docs    run the tutorial's commands and the notebook, build the documentation into build/site"
 	@echo "make lint    ruff, its formatter, and mypy"
 	@echo "make bench   all benchmarks"
+	@echo "make gpu     on a machine with an NVIDIA GPU: tests and comparisons on it, and a report of them in build/gpu"
 	@echo "make clean   remove the virtual environment and the tools' caches"
 
 demo: $(INSTALLED)
@@ -75,8 +80,15 @@ lint: $(INSTALLED)
 bench: $(INSTALLED)
 	@set -e; for script in $(BENCHMARKS); do echo "== $$script"; $(BIN)/python $$script; done
 
+# With a build of torch for CUDA, in a virtual environment of its own: that of PyPI, or of the index that GPU_INDEX names, such as
+# https://download.pytorch.org/whl/cu130. At most eight minutes, once it is installed.
+gpu:
+	@$(NVIDIA_SMI) -L >/dev/null 2>&1 || { echo "make gpu: $(NVIDIA_SMI) finds no NVIDIA GPU here; nothing was installed or run" >&2; exit 1; }
+	@$(MAKE) --no-print-directory $(GPU_INSTALLED)
+	$(GPU_VENV)/bin/python -m tests.gpu.report
+
 clean:
-	rm -rf $(VENV) build/site build/coverage .mypy_cache .pytest_cache .ruff_cache .hypothesis
+	rm -rf $(VENV) $(GPU_VENV) build/site build/coverage build/gpu .mypy_cache .pytest_cache .ruff_cache .hypothesis
 
 # torch comes first and by itself, at the pinned version: resolving the other packages must not choose another build.
 $(INSTALLED): pyproject.toml constraints.txt
@@ -84,6 +96,15 @@ $(INSTALLED): pyproject.toml constraints.txt
 	$(BIN)/python -m pip --version >/dev/null 2>&1 || $(PYTHON) -m venv --clear $(VENV)
 	$(BIN)/python -m pip install $(shell grep '^torch==' constraints.txt)
 	$(BIN)/python -m pip install -c constraints.txt -e ".[test,dev]"
+	@touch $@
+
+$(GPU_INSTALLED): pyproject.toml constraints.txt
+	@test -n "$(PYTHON)" || { echo "make: no Python >= 3.11 with its venv module found" >&2; exit 1; }
+	$(GPU_VENV)/bin/python -m pip --version >/dev/null 2>&1 || $(PYTHON) -m venv --clear $(GPU_VENV)
+	$(GPU_VENV)/bin/python -m pip install $(if $(GPU_INDEX),--index-url $(GPU_INDEX)) $(shell grep '^torch==' constraints.txt)
+	@$(GPU_VENV)/bin/python -c "import sys, torch; sys.exit(torch.version.cuda is None and \
+		f'make gpu: torch {torch.__version__} is built without CUDA; give GPU_INDEX=https://download.pytorch.org/whl/cu130')"
+	$(GPU_VENV)/bin/python -m pip install -c constraints.txt -e ".[test]"
 	@touch $@
 
 $(DOCS_INSTALLED): $(INSTALLED)

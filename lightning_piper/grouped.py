@@ -70,8 +70,8 @@ def _grouped_outer(x: torch.Tensor, y: torch.Tensor, counts: torch.Tensor) -> to
 
 
 def _has_kernel(*operands: torch.Tensor) -> bool:
-    return all(
-        x.is_cuda and x.dtype in _KERNEL and (x.shape[-1] * x.element_size()) % _ALIGNMENT == 0 and x.numel() > 0 for x in operands
+    return all(x.device.type != "cpu" and x.dtype in _KERNEL and x.numel() > 0 for x in operands) and all(
+        (x.shape[-1] * x.element_size()) % _ALIGNMENT == 0 for x in operands
     )
 
 

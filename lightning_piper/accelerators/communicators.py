@@ -13,6 +13,7 @@ from dataclasses import dataclass, field
 
 import torch
 
+from lightning_piper.accelerators.conflicts import Note, accesses_of
 from lightning_piper.accelerators.memory import Block
 from lightning_piper.accelerators.queues import Moment, Queue, Work
 from lightning_piper.accelerators.simulated import Simulated, Stream
@@ -37,6 +38,7 @@ class Meeting:
     works: dict[int, tuple[Queue, Work]] = field(default_factory=dict)
     brought: dict[int, tuple[list[torch.Tensor], list[torch.Tensor]]] = field(default_factory=dict)
     touched: list[Block] = field(default_factory=list)
+    notes: list[Note] = field(default_factory=list)
     done: bool = False
 
     @property
@@ -118,11 +120,14 @@ class Member:
         touched = meeting.touched
         meeting.brought[place] = tuple([simulated.of_work(x, touched) for x in xs] for xs in (given, into))  # type: ignore[assignment]
         where = f"{what} of {self._communicator.name} on {queue.name}"
+        comes_to = [*((x, False) for x in given), *((x, True) for x in into)]
+        meeting.notes.append(simulated.note(f"{what} of {self._communicator.name}", queue, accesses_of(comes_to)))
 
         def run() -> None:
             if not meeting.done:
                 meeting.done = True
-                simulated.check(where, meeting.touched)
+                for i, note in enumerate(meeting.notes):
+                    simulated.check(note, [] if i else meeting.touched)
                 exchange([meeting.brought[i] for i in range(count)])
 
         work = Work(where, run, ready=lambda: meeting.complete)

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 
+from lightning_piper.accelerators.conflicts import Note, accesses_of
 from lightning_piper.accelerators.memory import Block, Spec
 from lightning_piper.accelerators.queues import Work
 
@@ -25,12 +26,21 @@ class _Kind(NamedTuple):
         read: the host waits for what it returns.
         random: it draws.
         returns: for each thing it returns, the name of the argument that this is; None: it is new.
+        changes: names of the arguments that it changes.
+        names: of the arguments, in order.
     """
 
     at_once: bool
     read: bool
     random: bool
     returns: tuple[str | None, ...]
+    changes: frozenset[str]
+    names: tuple[str, ...]
+
+    def tensors(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Iterator[tuple[torch.Tensor, bool]]:
+        """The tensors among its arguments, and whether it changes them."""
+        for name, value in (*zip(self.names, args, strict=False), *kwargs.items()):
+            yield from ((x, name in self.changes) for x in _tensors([value]))
 
     def new(self, found: Any) -> list[Any]:
         """Of what it has returned, what is new."""
@@ -50,10 +60,11 @@ class Issuing:
         kind = self._kinds.get(func)
         if kind is None:
             kind = self._kinds[func] = _kind_of(func)
-        if kind.at_once:
+        if kind.at_once or _is_meta(kwargs.get("device")):
             return func(*args, **kwargs)
         if kind.read or _chooses(func, args):
             self._simulated.wait_for_current()
+            self._simulated.read(str(func), accesses_of(kind.tensors(args, kwargs)))
             return func(*args, **kwargs)
         specs = self._specs(func, args, kwargs, kind) if None in kind.returns else []
         if specs is _VIEW:
@@ -67,7 +78,9 @@ class Issuing:
         made = _mapped(specs, lambda spec: self._new(spec, into, str(func)) if isinstance(spec, Spec) else spec)
         touched += [block for block in into if block is not None]
         queue = self._simulated.host.current.queue
-        queue.issue(Work(str(func), lambda: self._run(f"{func} on {queue.name}", func, kind, given, into, touched, state)))
+        comes_to = [*kind.tensors(args, kwargs), *((x, True) for x in _tensors(made))]
+        note = self._simulated.note(str(func), queue, accesses_of(comes_to))
+        queue.issue(Work(str(func), lambda: self._run(note, func, kind, given, into, touched, state)))
         return _returned(func, kind, args, kwargs, made)
 
     def _new(self, spec: Spec, into: list[Block | None], made: str) -> torch.Tensor:
@@ -75,11 +88,11 @@ class Issuing:
         into.append(block)
         return tensor
 
-    def _run(self, where: str, func: Any, kind: _Kind, given: Any, into: list[Block | None], touched: list[Block],
+    def _run(self, note: Note, func: Any, kind: _Kind, given: Any, into: list[Block | None], touched: list[Block],
              state: torch.Tensor | None) -> None:  # fmt: skip
         """The work. Whoever waits for it stands anywhere in the program."""
         simulated, before = self._simulated, None if state is None else torch.get_rng_state()
-        simulated.check(where, touched)
+        simulated.check(note, touched)
         try:
             if state is not None:
                 torch.set_rng_state(state)
@@ -90,7 +103,7 @@ class Issuing:
                     if block is not None:
                         block.storage.copy_(x.untyped_storage())
         except Exception as error:  # poison where numbers were expected
-            simulated.faults.append(f"{where} failed: {error}")
+            simulated.faults.append(f"{note.what} failed: {error}")
         finally:
             if before is not None:
                 torch.set_rng_state(before)
@@ -125,7 +138,14 @@ def _kind_of(func: Any) -> _Kind:
     open_shape = torch.Tag.dynamic_output_shape in tags and func.name() != "aten::index.Tensor"
     read = torch.Tag.data_dependent_output in tags or open_shape
     at_once = view or torch.Tag.inplace_view in tags or func.name().startswith("aten::set_.")
-    return _Kind(at_once, read, torch.Tag.nondeterministic_seeded in tags, tuple(names))
+    changes = frozenset(a.name for a in schema.arguments if a.alias_info and a.alias_info.is_write)
+    arguments = tuple(a.name for a in schema.arguments)
+    return _Kind(at_once, read, torch.Tag.nondeterministic_seeded in tags, tuple(names), changes, arguments)
+
+
+def _is_meta(device: Any) -> bool:
+    """Has what is made no data?"""
+    return device is not None and torch.device(device).type == "meta"
 
 
 def _chooses(func: Any, args: tuple[Any, ...]) -> bool:

@@ -82,10 +82,16 @@ class Scheduler:
     """Takes up the work of all queues, in the order of number `order`."""
 
     def __init__(self, order: int) -> None:
+        self.queues: list[Queue] = []
+        self.redraw(order)
+        self.later: list[tuple[list[Moment], Callable[[], None]]] = []  # done as soon as these moments are past
+
+    def redraw(self, order: int) -> None:
+        """Go on in another order."""
         self._draw = random.Random(order)
         self._order, self._changes = order, self._draw.choice((0.0, 0.0, 0.02, 0.2))
-        self.queues: list[Queue] = []
-        self.later: list[tuple[list[Moment], Callable[[], None]]] = []  # done as soon as these moments are past
+        for queue in self.queues:
+            self._place(queue)
 
     def first(self, count: int) -> int:
         """Which of `count` queues is given out first."""

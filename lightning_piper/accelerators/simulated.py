@@ -8,7 +8,8 @@ alone.
 The program's tensors are tensors of the CPU. Every operation on them is put into the queue of the current stream, and its outputs
 are poison until it has run (`queues`, `memory`). Views are made at once. What the host reads (`item`, `tolist`, `cpu`) waits for
 the current stream, as on CUDA, and for nothing else. So a missing event, a wait that is left out, or memory that is given back too
-early gives other numbers in some order, and where an operation meets memory that is in use again, that is said (`faults`).
+early gives other numbers in some order; where an operation meets memory that is in use again, or does not wait for one that comes
+to the same memory first, that is said (`faults`, `conflicts`).
 """
 
 from __future__ import annotations
@@ -22,6 +23,7 @@ from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from lightning_piper.accelerators import in_use
+from lightning_piper.accelerators.conflicts import Access, Conflicts, Note
 from lightning_piper.accelerators.issuing import Issuing
 from lightning_piper.accelerators.memory import Block, Memory
 from lightning_piper.accelerators.queues import Moment, Queue, Scheduler
@@ -88,7 +90,11 @@ class Host:
 
     def stream(self, name: object) -> Stream:
         """The stream of this name."""
-        return self.named[name] if name in self.named else self.named.setdefault(name, self._pools["stream"].next())
+        if name not in self.named:
+            self.named[name] = stream = self._pools["stream"].next()
+            if isinstance(name, tuple):
+                stream.queue.name += f" ({', '.join(map(str, name))})"
+        return self.named[name]
 
     def for_communicator(self) -> Stream:
         """A stream for a communicator: these have another priority, and queues of their own."""
@@ -121,17 +127,20 @@ class Simulated:
 
     Attributes:
         faults: operations that met memory which was in use again, or that failed.
+        conflicts: what waits to run, and the memory that it comes to.
         host: the device that is issued to.
+        doing: the instruction that issues, where somebody says it.
     """
 
     def __init__(self, order: int, queues: int = QUEUES) -> None:
         self.faults: list[str] = []
+        self.conflicts = Conflicts()
+        self.doing = ""
         self.scheduler = Scheduler(order)
         self.memory = Memory(self.scheduler)
         self.queues = queues
         self.host = Host(self, "", queues)
         self._issuing = Issuing(self)
-        self._modes = self.modes()
         self.others: Callable[[Callable[[], ExecutionError]], None] | None = None  # let other hosts go on; see `together`
         self.progressed: Callable[[], None] = lambda: None
 
@@ -163,6 +172,10 @@ class Simulated:
         self._wait(lambda: self.scheduler.idle)
         if self.faults:
             raise ExecutionError(f"on the simulated accelerator, {self.faults[0]} (and {len(self.faults) - 1} more)")
+
+    def read(self, what: str, accesses: list[Access]) -> None:
+        """The host comes to memory, when its current stream is done."""
+        self.faults += self.conflicts.before(f"the host, which reads ({what}{self.doing and f' of {self.doing}'}),", accesses)
 
     def wait_for_current(self) -> None:
         """As a host that reads a tensor does.
@@ -198,9 +211,14 @@ class Simulated:
         storage = x.untyped_storage() if block is None else block.storage
         return torch.empty(0, dtype=x.dtype).set_(storage, x.storage_offset(), x.shape, x.stride())
 
-    def check(self, where: str, touched: list[Block]) -> None:
+    def note(self, what: str, queue: Queue, accesses: list[Access]) -> Note:
+        """Work is issued."""
+        return self.conflicts.issued(f"{what}{self.doing and f' of {self.doing}'} on {queue.name}", accesses)
+
+    def check(self, note: Note, touched: list[Block]) -> None:
         """Work comes to memory."""
-        self.faults += [f"{where} meets memory that {block.made} made on {block.owner.name} and that is in use again"
+        self.faults += self.conflicts.ran(note)
+        self.faults += [f"{note.what} meets memory that {block.made} made on {block.owner.name} and that is in use again"
                         for block in touched if block.gone]  # fmt: skip
 
     # In use
@@ -211,7 +229,29 @@ class Simulated:
         with _Functions(self), _Operations(self):
             yield
 
+    @contextlib.contextmanager
+    def bound(self) -> Iterator[None]:
+        """Executors that are made here will issue to this accelerator; nothing is computed on it yet."""
+        in_use.append(self)
+        try:
+            yield
+        finally:
+            in_use.remove(self)
+
+    @contextlib.contextmanager
+    def step(self, order: int) -> Iterator[None]:
+        """In use once more, in another order. Everything is done at the end, and memory stays known to it.
+
+        Raises:
+            ExecutionError: see `synchronize`.
+        """
+        self.scheduler.redraw(order)
+        with self.bound(), self.modes():
+            yield
+        self.synchronize()
+
     def __enter__(self) -> Simulated:
+        self._modes = self.modes()
         self._modes.__enter__()
         in_use.append(self)
         return self
@@ -261,6 +301,7 @@ class _Functions(TorchFunctionMode):
         if not self._simulated.host.inside:
             if func in _READING:
                 self._simulated.wait_for_current()
+                self._simulated.read(str(getattr(func, "__name__", func)), [Access.of(args[0], False)])
             elif kwargs.get("pin_memory") and func is torch.empty:  # no memory of the device, and never used again too early
                 self._simulated.host.inside = True
                 try:

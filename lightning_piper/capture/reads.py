@@ -30,11 +30,12 @@ from lightning_piper.capture.unchanged import Refusing, changes
 from lightning_piper.errors import CaptureError
 
 T = TypeVar("T")
+_KINDS = ["cpu", *([found.type] if (found := torch.accelerator.current_accelerator()) else [])]  # of devices that steps run on
 # What of torch's own state decides which operations a step is made of.
 _OF_TORCH: dict[str, Callable[[], Any]] = {
     "torch.get_default_dtype()": torch.get_default_dtype,
-    **{f"torch.is_autocast_enabled({kind!r})": partial(torch.is_autocast_enabled, kind) for kind in ("cpu", "cuda")},
-    **{f"torch.get_autocast_dtype({kind!r})": partial(torch.get_autocast_dtype, kind) for kind in ("cpu", "cuda")},
+    **{f"torch.is_autocast_enabled({kind!r})": partial(torch.is_autocast_enabled, kind) for kind in _KINDS},
+    **{f"torch.get_autocast_dtype({kind!r})": partial(torch.get_autocast_dtype, kind) for kind in _KINDS},
 }
 BECOMES_INPUT = 2  # changes of a number after which it is an input of the graph
 

@@ -41,7 +41,7 @@ def refuse_row_dependence(p: Pass, interface: Interface, code: Code, names: Name
     divided = any(_spec(node).shape != _spec(node.args[0]).shape for node in sent)
     if not divided or not experts.params or not all(interface.arrives) or interface.random or interface.batch or interface.state:
         return  # on one device; or a `shard` refuses them for that
-    if _spec(sent[0]).device.type == "cuda" and not torch.cuda.is_available():
+    if _spec(sent[0]).device.type != "cpu" and not torch.accelerator.is_available():
         return
     given = {name: node for held in (names.params, names.buffers) for node, name in held.items()}
     fixed = [_spec(given[name]) for name in (*interface.params, *interface.buffers)]

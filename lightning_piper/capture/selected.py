@@ -12,6 +12,7 @@ from typing import Any, NoReturn
 
 import torch
 
+from lightning_piper.accelerators.kinds import MOVES
 from lightning_piper.capture import _torch
 from lightning_piper.capture.source import user_line
 from lightning_piper.errors import CaptureError
@@ -23,13 +24,13 @@ SELECTING = frozenset({
 # By name, functions that give one tensor, change none and draw nothing.
 _FOLLOWED = frozenset({
     "__getitem__", "masked_select", "nonzero", "argmax", "argmin", "argsort", "softmax", "log_softmax", "sigmoid", "logsigmoid",
-    "relu", "tanh", "exp", "log", "sqrt", "abs", "neg", "detach", "clone", "contiguous", "cpu", "cuda", "to", "type", "type_as",
+    "relu", "tanh", "exp", "log", "sqrt", "abs", "neg", "detach", "clone", "contiguous", "cpu", "to", "type", "type_as",
     "float", "double", "half", "bfloat16", "long", "int", "short", "bool", "round", "floor", "ceil", "clamp", "sum", "mean",
     "amax", "amin", "norm", "view", "reshape", "flatten", "squeeze", "unsqueeze", "permute", "transpose", "t", "cat", "concat",
     "stack", "one_hot", "logical_not", "logical_and", "logical_or", "isnan", "isfinite", "eq", "ne", "lt", "le", "gt", "ge",
     "add", "sub", "mul", "div", "pow", "where", "__eq__", "__ne__", "__lt__", "__le__", "__gt__", "__ge__", "__add__",
     "__radd__", "__sub__", "__rsub__", "__mul__", "__rmul__", "__truediv__", "__rtruediv__", "__pow__", "__neg__", "__abs__",
-    "__and__", "__or__", "__invert__",
+    "__and__", "__or__", "__invert__", *MOVES,
 })  # fmt: skip
 
 

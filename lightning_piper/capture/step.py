@@ -193,7 +193,8 @@ class CapturedStep:
     @property
     def text(self) -> str:
         """What the step says, where it was traced first: equal for the same step, on any process."""
-        return re.sub(r"cuda:\d+", "cuda", "\n".join(self.said.lines))
+        kind = self._device.type
+        return re.sub(rf"{kind}:\d+", kind, "\n".join(self.said.lines))
 
     def retrace(self) -> None:
         """Trace the step once more, and compare: the guards may have missed something that it reads.

@@ -58,7 +58,7 @@ class Denominator:
         given = [leaves[i][part.start : part.stop].contiguous() if leaves[i].ndim else leaves[i] for i in self.batch]
         made = self.run([*given, *(buffers[name] for name in self.buffers)])
         device = leaves[0].device
-        return torch.stack([*(x.double() for x in made), torch.tensor(float(len(part)), dtype=torch.float64, device=device)])
+        return torch.stack([*(x.double() for x in made), torch.full((), float(len(part)), dtype=torch.float64, device=device)])
 
 
 @dataclass(frozen=True)

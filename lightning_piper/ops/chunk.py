@@ -9,6 +9,7 @@ from typing import ClassVar
 
 import torch
 
+from lightning_piper.accelerators import seeded
 from lightning_piper.errors import VerificationError
 from lightning_piper.ir.dag import TrainingDAG
 from lightning_piper.ir.nodes import Chunk, Ref
@@ -194,8 +195,7 @@ def _run(run: Reference, chunk: Chunk, replica: int) -> list[Bundle]:
         args.append(_seed(run, chunk, term, replica).to(device) if ref is None else run.values[ref, replica][0])
     code = dag.code_of(chunk)
     if interface.random:
-        with torch.random.fork_rng():
-            torch.manual_seed(chunk_seed(run.seed, chunk, samples.start - chunk.slice.start))
+        with seeded(chunk_seed(run.seed, chunk, samples.start - chunk.slice.start), device):
             flat = iter(code.run(args))
     else:
         flat = iter(code.run(args))

@@ -281,6 +281,7 @@ def bind_merge(instruction: Merge, on: Binding) -> Bound:
     replica, replicas, slots, device = instruction.replica, instruction.replicas, on.slots, on.device
     weight, made, factor_of = _weights(instruction, device)
     index, extremes = _folded(instruction, device)
+    each_once = index.shape[0] == 1 and index[0].tolist() == list(range(size))  # nothing to add up, and nothing is missing
     single = max(instruction.widths) == 1
     zero = torch.zeros(1, dtype=torch.float64, device=device)
 
@@ -301,7 +302,7 @@ def bind_merge(instruction: Merge, on: Binding) -> Bound:
             weighted = torch.where(by == 0, 0.0, flat * by)  # where nothing counts, a ratio is no number
         else:
             weighted = flat * weight
-        first, *rest = weighted[index].unbind()
+        first, *rest = (weighted[:size],) if each_once else weighted[index].unbind()
         for row in rest:
             first = first + row
         for place, where, extreme in extremes:

@@ -5,8 +5,7 @@ from __future__ import annotations
 import tempfile
 from pathlib import Path
 
-import torch
-from torch.profiler import ProfilerActivity, profile
+from torch.profiler import profile, supported_activities
 
 
 class Kernels:
@@ -18,8 +17,7 @@ class Kernels:
     def start(self) -> None:
         """Start, unless it runs already."""
         if self._profile is None:
-            activities = [ProfilerActivity.CPU] + [ProfilerActivity.CUDA] * torch.cuda.is_available()
-            self._profile = profile(activities=activities, acc_events=True)
+            self._profile = profile(activities=supported_activities(), acc_events=True)
             self._profile.start()
 
     def stop(self) -> str | None:

@@ -14,6 +14,7 @@ from typing import Any
 
 import torch
 
+from lightning_piper.accelerators import synchronize
 from lightning_piper.plan.instructions import Instruction, WaitWork
 from lightning_piper.plan.plan import Plan
 from lightning_piper.runtime import Executor
@@ -48,7 +49,7 @@ class Recorder:
 
     def __init__(self, executor: Executor, device: torch.device, labels: bool = False) -> None:
         self._executor, self._plan = executor, executor.plan
-        self._cuda = device if device.type == "cuda" else None
+        self._accelerator = device if device.type != "cpu" else None
         self._labels = labels
         self._room = Times([0] * len(self._plan.instructions), [0] * len(self._plan.instructions))
         self._nothing = tuple(self._room.start)
@@ -67,14 +68,14 @@ class Recorder:
         """The times of the last step; on CUDA asking for them waits for the device, so that is left for later."""
         assert self._take is not None
         found, self._take = self._take, None
-        if self._cuda is not None:
+        if self._accelerator is not None:
             return found
         times = found()
         return lambda: times
 
     def _observe(self, code: Sequence[Bound], source: Sequence[int]) -> list[Bound]:
-        if self._cuda is not None:
-            bind, self._take = _cuda(self._plan, self._cuda)
+        if self._accelerator is not None:
+            bind, self._take = _on_streams(self._plan, self._accelerator)
             return self._observed(code, source, bind)
         if id(code) not in self._bound:
             self._bound[id(code)] = self._observed(code, source, partial(_clocked, self._plan, self._room))
@@ -93,7 +94,7 @@ class Recorder:
         stream = None
         for i, parts in groups.items():
             instruction = self._plan.instructions[i]
-            switched = self._cuda is not None and instruction.stream != stream  # the first part goes over to the stream
+            switched = self._accelerator is not None and instruction.stream != stream  # the first part goes over to the stream
             stream = instruction.stream
             parts[switched:] = bind(i, parts[switched:])
             observed += parts if not self._labels else [self._labelled(instruction, part) for part in parts]
@@ -139,16 +140,16 @@ def _clocked(plan: Plan, room: Times, i: int, parts: list[Bound]) -> list[Bound]
     return [tried if isinstance(plan.instructions[i], WaitWork) else timed]
 
 
-def _cuda(plan: Plan, device: torch.device) -> tuple[_Binder, Callable[[], Times]]:
+def _on_streams(plan: Plan, device: torch.device) -> tuple[_Binder, Callable[[], Times]]:
     events: dict[int, tuple[Any, Any]] = {}
-    origin = torch.cuda.Event(enable_timing=True)
-    torch.cuda.synchronize(device)  # the event and the clock below are one moment
-    origin.record(torch.cuda.current_stream(device))
+    origin = torch.Event(device, enable_timing=True)
+    synchronize(device)  # the event and the clock below are one moment
+    origin.record(torch.accelerator.current_stream(device))
     origin.synchronize()
     zero = now()
 
     def bind(i: int, parts: list[Bound]) -> list[Bound]:
-        begin, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
+        begin, end = torch.Event(device, enable_timing=True), torch.Event(device, enable_timing=True)
         events[i] = (begin, end)
         first, last = parts[0], parts[-1]
         tried = False
@@ -171,7 +172,7 @@ def _cuda(plan: Plan, device: torch.device) -> tuple[_Binder, Callable[[], Times
         return [timed] if len(parts) == 1 else [timed, *parts[1:-1], ended]
 
     def take() -> Times:
-        torch.cuda.synchronize(device)
+        synchronize(device)
         found = Times([0] * len(plan.instructions), [0] * len(plan.instructions))
         for i, pair in events.items():
             found.start[i], found.end[i] = (zero + round(origin.elapsed_time(event) * 1e6) for event in pair)

@@ -142,7 +142,7 @@ class Recording:
 
     def _write(self, step: _Step, times: Mapping[int, Times], fixed: Mapping[str, Mapping[str, int]]) -> None:
         dag, plans = step.compiled.dag, step.compiled.plans
-        measured = Measured(dag, plans, times, serial=self._world.device.type != "cuda")
+        measured = Measured(dag, plans, times, serial=self._world.device.type == "cpu")
         real = self.last = figures(dag, plans, measured.trace)
         self._board = self._board or Board(self._trainer, self.folder.parent)
         durations = measured.durations()

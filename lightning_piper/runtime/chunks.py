@@ -6,6 +6,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 
 import torch
 
+from lightning_piper.accelerators import generators_of, seeded
 from lightning_piper.errors import ExecutionError
 from lightning_piper.ir.nodes import Chunk
 from lightning_piper.ir.regions import Code, Step, StepCode
@@ -123,22 +124,16 @@ class ChunkBinder:
         return len(self._slots) - 1
 
     def _seeded(self, call: Bound, run: Run) -> Bound:
-        """Under the chunk's own seed; the generator is afterwards as if nothing had been drawn."""
+        """Under the chunk's own seed; generators are afterwards as if nothing had been drawn."""
         chunk, first = Chunk(region=run.key[0], kind=run.key[1], slice=run.slice), self._plan.replica * self._plan.local_batch_size
-        if self._device.type == "cuda":
-            generator = torch.cuda.default_generators[self._device.index or 0]
-        else:
-            generator = torch.default_generator
+        device = self._device
+        generators_of(device)  # refuses now what could not be seeded in a step
 
-        def seeded() -> None:
-            state = generator.get_state()
-            generator.manual_seed(chunk_seed(self.seed, chunk, first))
-            try:
+        def drawing() -> None:
+            with seeded(chunk_seed(self.seed, chunk, first), device):
                 call()
-            finally:
-                generator.set_state(state)
 
-        return seeded
+        return drawing
 
     def begin(self, leaves: list[torch.Tensor], seed: int, scale: float) -> None:
         """Bring in what a step depends on."""

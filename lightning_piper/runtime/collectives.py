@@ -2,13 +2,14 @@
 
 gloo has no reduce-scatter of its own (torch makes it from an all-reduce, twice the bytes), and its all-gather copies. So parts go
 straight from each member to the one that wants them, and are put together in the order of the members: the bits do not depend on
-which came first. NCCL has an operation for each kind, and takes it; so does gloo for sums of the whole.
+which came first. NCCL has an operation for each kind, and takes it; so does gloo for sums of the whole, unless they are of few
+bytes: then its rounds take longer than the bytes, and each member sends its own to all others and adds up by itself.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 import torch.distributed as dist
@@ -16,6 +17,7 @@ import torch.distributed as dist
 from lightning_piper.ops.base import Bound, Bundle, Exchange, Slots, parts_of
 
 Finish = Callable[[Any], Bundle]
+FEW = 2**15  # bytes that a member sends at most in a sum that each makes by itself; with more, gloo's own is faster
 
 # Since torch 2.13 these have other names.
 _reduce_scatter_flat = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
@@ -28,12 +30,12 @@ class Members:
     Attributes:
         group: the communicator.
         ranks: rank in it of each member, in the order of the members.
-        nccl: it has NCCL's operations.
+        native: its backend has an operation for each kind of collective, as NCCL has; gloo has not.
         own: position of this process.
     """
 
-    def __init__(self, group: dist.ProcessGroup, ranks: list[int], rank: int, nccl: bool) -> None:
-        self.group, self.ranks, self.nccl = group, ranks, nccl
+    def __init__(self, group: dist.ProcessGroup, ranks: list[int], rank: int, native: bool) -> None:
+        self.group, self.ranks, self.native = group, ranks, native
         self.own = ranks.index(rank)
 
     @property
@@ -45,6 +47,12 @@ class Members:
         works: list[Any] = [self.group.recv([received[i]], self.ranks[i], 0) for i in self.others if received[i].numel()]
         return works + [self.group.send([sent[i]], self.ranks[i], 0) for i in self.others if sent[i].numel()]
 
+    def add_up(self, x: torch.Tensor) -> Work:
+        """Start to sum a tensor in place, of which each member has one of its shape; all get the same bits."""
+        x = torch.view_as_real(x) if x.is_complex() else x
+        few = x.numel() * x.element_size() * (len(self.ranks) - 1) <= FEW
+        return _Sum(self, x) if few and not self.native else self.group.allreduce([x])
+
     def by_rank(self, parts: Sequence[torch.Tensor]) -> list[torch.Tensor]:
         """The members' parts in the order of their ranks."""
         return [part for _, part in sorted(zip(self.ranks, parts, strict=True), key=lambda pair: pair[0])]
@@ -54,18 +62,42 @@ class Members:
         return self.ranks == sorted(self.ranks)
 
 
+class Work(Protocol):
+    """What is under way: see `torch.distributed.Work`."""
+
+    def wait(self) -> Any: ...
+
+
+class _Sum:
+    """The sum of few bytes: received whole from each member, and added in their order."""
+
+    def __init__(self, members: Members, x: torch.Tensor) -> None:
+        self._x, self._own = x, members.own
+        self._parts = [x if i == members.own else torch.empty_like(x) for i in range(len(members.ranks))]
+        self._works = members.exchange([x] * len(self._parts), self._parts)
+
+    def wait(self) -> None:
+        for work in self._works:
+            work.wait()
+        total, *others = self._parts
+        for part in others:
+            total.add_(part)
+        if self._own != 0:
+            self._x.copy_(total)
+
+
 def bind_collective(exchange: Exchange, into: int, slots: Slots, members: Members) -> tuple[Bound, Finish | None]:
     """What starts the operation, leaving works and something to finish it with in the slot, and what finishes it; None if that
     something is the value."""
     if exchange.kind == "all_reduce":
         return _all_reduce(exchange, into, slots, members), None
-    if members.nccl:
+    if members.native:
         if exchange.kind == "reduce_scatter":
-            return _reduce_scatter_nccl(exchange, into, slots, members), lambda pair: pair[:1]
+            return _reduce_scatter(exchange, into, slots, members), lambda pair: pair[:1]
         if exchange.kind == "all_gather":
-            return _all_gather_nccl(exchange, into, slots, members), lambda pending: exchange.join(*pending)
+            return _all_gather(exchange, into, slots, members), lambda pending: exchange.join(*pending)
         # What was sent is kept until then: it is read on another stream.
-        return _all_to_all_nccl(exchange, into, slots, members), lambda pending: exchange.join(pending[0], pending[1])
+        return _all_to_all(exchange, into, slots, members), lambda pending: exchange.join(pending[0], pending[1])
     own = members.own
 
     def start() -> None:
@@ -91,16 +123,14 @@ def bind_alone(exchange: Exchange, into: int, slots: Slots) -> Bound:
 
 
 def _all_reduce(exchange: Exchange, into: int, slots: Slots, members: Members) -> Bound:
-    group = members.group
-
     def start() -> None:
         values = exchange.bring()
-        slots[into] = ([group.allreduce([torch.view_as_real(x) if x.is_complex() else x]) for x in values], values)
+        slots[into] = ([members.add_up(x) for x in values], values)
 
     return start
 
 
-def _reduce_scatter_nccl(exchange: Exchange, into: int, slots: Slots, members: Members) -> Bound:
+def _reduce_scatter(exchange: Exchange, into: int, slots: Slots, members: Members) -> Bound:
     def start() -> None:
         state = exchange.bring()
         flat, parts = state[0], parts_of(exchange, state, len(members.ranks))
@@ -114,7 +144,7 @@ def _reduce_scatter_nccl(exchange: Exchange, into: int, slots: Slots, members: M
     return start
 
 
-def _all_gather_nccl(exchange: Exchange, into: int, slots: Slots, members: Members) -> Bound:
+def _all_gather(exchange: Exchange, into: int, slots: Slots, members: Members) -> Bound:
     def start() -> None:
         state = exchange.bring()
         parts = parts_of(exchange, state, len(members.ranks))
@@ -129,7 +159,7 @@ def _all_gather_nccl(exchange: Exchange, into: int, slots: Slots, members: Membe
     return start
 
 
-def _all_to_all_nccl(exchange: Exchange, into: int, slots: Slots, members: Members) -> Bound:
+def _all_to_all(exchange: Exchange, into: int, slots: Slots, members: Members) -> Bound:
     def start() -> None:
         state = exchange.bring()
         parts = parts_of(exchange, state, len(members.ranks))

@@ -8,6 +8,7 @@ from dataclasses import dataclass
 
 import torch
 
+from lightning_piper.accelerators import with_index
 from lightning_piper.errors import ExecutionError, OutOfMemoryError, PiperError
 from lightning_piper.ir.buckets import Bucket
 from lightning_piper.ir.regions import Step
@@ -75,8 +76,7 @@ class Executor:
         transport: Transport, device: torch.device, shards: Mapping[Bucket, torch.Tensor] | None = None,
         gradient_buffer: GradientBuffer | None = None, compiler: Compiler | None = None,
     ) -> None:  # fmt: skip
-        if device.type == "cuda" and device.index is None:
-            device = torch.device("cuda", torch.cuda.current_device())
+        device = with_index(device)
         self.plan = plan
         self._specs = step.at(plan.local_batch_size).batch_specs
         self._device = device

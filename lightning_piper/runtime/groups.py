@@ -30,7 +30,7 @@ def local_group(
     Args:
         ranks: of the default group, this process among them.
         purpose: that tells it from other groups of the same processes.
-        backend: "gloo" or "nccl".
+        backend: of `torch.distributed`.
         timeout: of its operations; torch's default if None.
         options: of the backend.
     """

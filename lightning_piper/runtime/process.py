@@ -1,4 +1,4 @@
-"""One process for each device: `torch.distributed`, gloo on CPU and NCCL on CUDA."""
+"""One process for each device: `torch.distributed`, gloo on CPU and NCCL on CUDA, say."""
 
 from __future__ import annotations
 
@@ -9,6 +9,7 @@ from typing import Protocol
 import torch
 import torch.distributed as dist
 
+from lightning_piper.accelerators.kinds import HOST, backend_of, options_of
 from lightning_piper.errors import ExecutionError
 from lightning_piper.ops.base import Bound, Exchange, Slots
 from lightning_piper.plan.instructions import Channel, Collective, Group, Irecv, Send, WaitSend, WaitWork
@@ -47,7 +48,7 @@ class ProcessTransport:
     Args:
         plans: of the devices; that of this process is asked for.
         ranks: the global rank of each logical device.
-        device: of this process; decides between gloo (cpu) and NCCL (cuda).
+        device: of this process; decides which backend (`kinds.backend_of`).
         timeout: after which an operation that nobody answers fails; torch's default if None.
 
     Making one is collective over the devices of the plans: a process makes the communicators that it is in, and no others. Each is
@@ -98,11 +99,8 @@ class ProcessTransport:
             dist.all_reduce(torch.zeros(1, device=self._device), group=group)
 
     def _new_group(self, members: Sequence[int], purpose: str) -> dist.ProcessGroup:
-        backend = "nccl" if self._device.type == "cuda" else "gloo"
-        options = None
-        if backend == "nccl":  # of a priority of their own, so that no receive which waits shares a queue with a logical stream
-            options = dist.ProcessGroupNCCL.Options(is_high_priority_stream=True)
-        return local_group([self._ranks[d] for d in members], purpose, backend, self._timeout, options)
+        backend = backend_of(self._device)
+        return local_group([self._ranks[d] for d in members], purpose, backend, self._timeout, options_of(backend))
 
     def close(self) -> None:
         """Give the communicators back. Collective."""
@@ -120,7 +118,7 @@ class ProcessTransport:
     def members(self, key: Group) -> Members:
         group = self._groups[key]
         ranks = [dist.get_group_rank(group, self._ranks[device]) for device in key[0]]
-        return Members(group, ranks, dist.get_rank(group), dist.get_backend(group) == "nccl")
+        return Members(group, ranks, dist.get_rank(group), dist.get_backend(group) != HOST)
 
     def channel(self, channel: Channel, end: int) -> tuple[dist.ProcessGroup, int]:
         """The channel's communicator and the rank in it of its sender (`end` 0) or receiver (`end` 1)."""
@@ -162,7 +160,7 @@ class ProcessEndpoint:
             for x, pack, full in zip(bundle, packers, filled, strict=True):
                 if full:
                     message = pack(x)
-                    # The value itself is kept too: on CUDA a packed copy is read on another stream.
+                    # The value itself is kept too: on a device a packed copy is read on another stream.
                     sent.append((isend([message], peer, 0), message, x))
 
         return send
@@ -200,7 +198,7 @@ class ProcessEndpoint:
         members, ride = self._transport.members(instruction.group), self.ride
         start, finish = bind_collective(exchange, instruction.into, slots, members)
         if ride is not None and instruction.node == ride.host:
-            start, finish = ride.bind_host(exchange, instruction.into, slots, members.group), ride.finish_host
+            start, finish = ride.bind_host(exchange, instruction.into, slots, members), ride.finish_host
         elif ride is not None and instruction.node == ride.rider:
             start, finish = ride.bind_rider(exchange, instruction.into, slots, start), ride.finish_rider
         if finish is not None:
@@ -210,7 +208,7 @@ class ProcessEndpoint:
     def stand_in(self) -> None:
         """Take part in a step that the others may run, and this process does not; something rides in it."""
         assert self.ride is not None
-        self.ride.stand_in(lambda each: self._transport.members(each.group).group)
+        self.ride.stand_in(lambda each: self._transport.members(each.group))
 
     def wait(self, instruction: WaitWork, slots: Slots) -> Bound:
         into, finish = instruction.into, self._finish.get(instruction.node)

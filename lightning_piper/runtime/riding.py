@@ -14,11 +14,11 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 
 import torch
-import torch.distributed as dist
 
 from lightning_piper.ops.base import Bound, Bundle, Exchange, Slots
 from lightning_piper.plan.instructions import AllReduce, Collective, Merge, Send, WaitWork
 from lightning_piper.plan.plan import Plan
+from lightning_piper.runtime.collectives import Members
 
 SMALL = 2**16  # elements of a bucket that is copied for it
 NOTES = 2**9  # numbers of 8 bytes that ride
@@ -47,8 +47,9 @@ class Ride:
         self.rider, self.host = rider.node, host.node
         self._sums = [each for each in sums if each is not rider]
         self._numel, self._dtype, self._reported = host.bucket.numel, host.bucket.dtype, rider.tensors[0].numel
-        self._replica = replica
         self._message = torch.zeros(self._reported + replicas, dtype=torch.int64)
+        self._note = self._message[self._reported + replica]
+        self._riding = self._message.view(torch.uint8)
         self._received: Bundle = ()
         self._on = False
         self.agreed = True
@@ -61,7 +62,7 @@ class Ride:
             on: gradients are summed in it.
         """
         self._on, self.agreed = on, True
-        self._message[self._reported + self._replica] = note
+        self._note.fill_(note)
 
     def bind_rider(self, exchange: Exchange, into: int, slots: Slots, own: Bound) -> Start:
         """In the place of the sum of what is reported, which `own` starts."""
@@ -79,11 +80,11 @@ class Ride:
     def finish_rider(self, values: Bundle) -> Bundle:
         return self._received if self._on else values
 
-    def bind_host(self, exchange: Exchange, into: int, slots: Slots, group: dist.ProcessGroup) -> Start:
+    def bind_host(self, exchange: Exchange, into: int, slots: Slots, members: Members) -> Start:
         def start() -> None:
             (flat,) = exchange.bring()
-            message = torch.cat([flat, self._message.view(torch.uint8).to(self._dtype)])
-            slots[into] = ([group.allreduce([message])], (message,))
+            message = torch.cat([flat, self._riding.to(self._dtype)])
+            slots[into] = ([members.add_up(message)], (message,))
 
         return start
 
@@ -95,13 +96,13 @@ class Ride:
         self._received = (found[: self._reported].view(torch.float64),)
         return (message[: self._numel],)
 
-    def stand_in(self, group_of: Callable[[Collective], dist.ProcessGroup]) -> None:
+    def stand_in(self, members_of: Callable[[Collective], Members]) -> None:
         """Take part in the sums of a step that the others may run, and this process does not."""
         works = []
         for each in self._sums:
             assert each.bucket is not None
             more = self._message.numel() * 8 if each.node == self.host else 0
-            works.append(group_of(each).allreduce([torch.zeros(each.bucket.numel + more, dtype=each.bucket.dtype)]))
+            works.append(members_of(each).add_up(torch.zeros(each.bucket.numel + more, dtype=each.bucket.dtype)))
         for work in works:
             work.wait()
 

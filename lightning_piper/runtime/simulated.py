@@ -80,7 +80,7 @@ class _Side:
     def members(self, key: Group) -> Members:
         ranks = sorted(key[0])
         member: Any = self._transport.member(key, self._device)
-        return Members(member, [ranks.index(device) for device in key[0]], ranks.index(self._device), nccl=True)
+        return Members(member, [ranks.index(device) for device in key[0]], ranks.index(self._device), native=True)
 
     def channel(self, channel: Channel, end: int) -> tuple[Any, int]:
         return self._transport.member(channel, self._device), sorted(channel).index(channel[end])

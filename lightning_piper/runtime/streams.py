@@ -125,7 +125,7 @@ class _DeviceArrival(Arrival):
         for x in bundle:
             if x.device == device:
                 api.record_stream(x, stream)
-            else:
+            elif x.device.type != "cpu":  # a number that a step keeps on the host stays there
                 api.record_stream(x, api.current_stream(x.device))  # the stream that torch copies on
                 x = x.to(device, non_blocking=True)
             taken.append(x)

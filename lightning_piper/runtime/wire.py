@@ -12,17 +12,22 @@ import torch
 
 from lightning_piper.ir.values import TensorSpec
 
-# What NCCL transfers under its own name; everything else travels as bytes. gloo takes all of them.
-_NCCL = {torch.float16, torch.bfloat16, torch.float32, torch.float64, torch.int8, torch.uint8, torch.int32, torch.int64,
+# What the backends of devices transfer under its own name; everything else travels as bytes. gloo takes all of them.
+_NAMED = {torch.float16, torch.bfloat16, torch.float32, torch.float64, torch.int8, torch.uint8, torch.int32, torch.int64,
          torch.bool}  # fmt: skip
 
 
 def _as_bytes(spec: TensorSpec, device: torch.device) -> bool:
-    return device.type == "cuda" and spec.dtype not in _NCCL
+    return device.type != "cpu" and spec.dtype not in _NAMED
 
 
 def packer(spec: TensorSpec, device: torch.device) -> Callable[[torch.Tensor], torch.Tensor]:
-    """A function from a tensor of this spec to the message."""
+    """A function from a tensor of this spec to the message, which is on `device`, also where a step keeps a number on the host."""
+    pack = _packer(spec, device)
+    return pack if device.type == "cpu" else lambda x: pack(x.to(device))
+
+
+def _packer(spec: TensorSpec, device: torch.device) -> Callable[[torch.Tensor], torch.Tensor]:
     dim_order = spec.dim_order
     if _as_bytes(spec, device):
         return lambda x: x.permute(dim_order).contiguous().view(-1).view(torch.uint8)

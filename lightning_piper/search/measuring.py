@@ -15,6 +15,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from lightning_piper.accelerators import seeded
 from lightning_piper.capture import flatten
 from lightning_piper.errors import CaptureError
 from lightning_piper.ir.regions import Code, PassKey
@@ -87,8 +88,7 @@ def seconds_of_passes(
         times.setdefault((texts[key[0]], key[1]), []).append(clock() - start)
         return made
 
-    devices = [device] if device.type == "cuda" else []
-    with torch.no_grad(), torch.random.fork_rng(devices=devices):
+    with torch.no_grad(), seeded(0, device):
         for i in range(calls + 1):
             for split in (False, True):
                 walk(code, tensors, cut.step.inputs(given), run, split=split)

@@ -12,6 +12,7 @@ from typing import NamedTuple
 
 import torch
 
+from lightning_piper.accelerators import synchronize
 from lightning_piper.search.blocks import Cut
 from lightning_piper.simulate.durations import Number
 from lightning_piper.simulate.hardware import Hardware
@@ -138,5 +139,4 @@ def _seconds(work: Callable[[], None], device: torch.device, clock: Callable[[],
 
 def wait(device: torch.device) -> None:
     """Until what was issued is done."""
-    if device.type == "cuda":
-        torch.cuda.synchronize(device)
+    synchronize(device)

@@ -15,9 +15,9 @@ SPARED = 0.1  # share of it that is left to what a search does not know: the int
 
 
 def memory_of(module: nn.Module, world: World) -> int:
-    """Bytes that the search may use of each device: of a GPU its own, else what this process may use of the host."""
-    if world.device.type == "cuda":
-        return int(torch.cuda.mem_get_info(world.device)[1] * (1 - SPARED))
+    """Bytes that the search may use of each device: of an accelerator its own, else what this process may use of the host."""
+    if world.device.type != "cpu":
+        return int(torch.accelerator.get_memory_info(world.device)[1] * (1 - SPARED))
     local = int(os.environ.get("LOCAL_WORLD_SIZE", world.size))
     found = [os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") // local]
     for name in ("/sys/fs/cgroup/memory.max", "/sys/fs/cgroup/memory/memory.limit_in_bytes"):

@@ -14,6 +14,7 @@ import torch
 from torch import nn
 
 from lightning_piper import cache
+from lightning_piper.accelerators.kinds import name_of
 from lightning_piper.capture import flatten
 from lightning_piper.directives import Directive, parse
 from lightning_piper.errors import PiperError
@@ -43,7 +44,7 @@ def file_of(module: nn.Module, batch: Any, cut: Cut, world: World, memory: int, 
         *(f"{name} {type(part).__qualname__}" for name, part in module.named_modules()),
         *(f"{name} {tuple(x.shape)} {x.dtype} {x.requires_grad}" for name, x in module.named_parameters()),
         type(optimizer).__qualname__, repr(spec.key), torch.__version__, platform.node(), platform.processor(), str(os.cpu_count()),
-        torch.cuda.get_device_name(world.device) if world.device.type == "cuda" else "cpu",
+        name_of(world.device),
         str(world.size), str(torch.get_num_threads()), str(round(memory, -8)),
     ]  # fmt: skip
     return folder() / f"{hashlib.blake2b(chr(10).join(about).encode(), digest_size=16).hexdigest()}.json"

@@ -17,7 +17,7 @@ import torch
 from lightning_piper.capture import difference
 from lightning_piper.capture.compiled import ChunkCompiler
 from lightning_piper.compiler import Compiled
-from lightning_piper.directives import Directive
+from lightning_piper.directives import Directive, replicas_of
 from lightning_piper.errors import CaptureError, DirectiveError, PiperError
 from lightning_piper.holdings.ownership import Ownership
 from lightning_piper.holdings.tensor_map import TensorMap
@@ -30,6 +30,7 @@ from lightning_piper.ops.arguments import Arguments, join, shares, ways_of
 from lightning_piper.processes.agreement import other_plans
 from lightning_piper.processes.world import World, described, of_rank
 from lightning_piper.runtime import Executor, GradientBuffer, LocalTransport, ProcessTransport, StepResult, joined, run_local
+from lightning_piper.runtime.on_simulated import OnSimulated
 from lightning_piper.session.metric_objects import MetricObjects
 from lightning_piper.session.replay import Replay
 
@@ -46,6 +47,7 @@ class Settings:
         static: run the static check on everything that is compiled.
         context, forward_context: entered around the training step, and around the others, while they are captured.
         local: all devices in this process.
+        simulated: and on a simulated accelerator.
         timeout: of communication.
         whole_norms: all batch norms of the training step take the statistics of the whole batch.
         in_part: of a training step that cannot be captured, the calls of annotated modules may be.
@@ -64,6 +66,13 @@ class Settings:
     in_part: bool = True
     compile: Mapping[str, Any] | None = None
     device: int | None = None
+    simulated: bool = False
+
+    @property
+    def evaluates(self) -> bool:
+        """Do steps without a backward pass run as programs, too? Else Lightning runs them, on the whole module: where all devices
+        are in this process, which draws one batch for all replicas."""
+        return not self.local or (self.simulated and not any(replicas_of(self.program).values()))
 
 
 @dataclass(frozen=True)
@@ -104,6 +113,7 @@ class ProcessRuntime:
         self._transport: ProcessTransport | None = None
         self._last: Prepared | None = None  # that ran
         self._compiler = None if settings.compile is None else ChunkCompiler(settings.compile, world.device)
+        self._simulated = OnSimulated() if settings.simulated else None
         self._told = False  # which passes could not be compiled
 
     def compiled(self, work: Callable[[], Compiled], apart: bool = False) -> Compiled:
@@ -181,7 +191,8 @@ class ProcessRuntime:
         self._check_shards(compiled)
         if self._settings.local:
             local = LocalTransport(compiled.plans)
-            executors = [self._executor(compiled, device, local) for device in sorted(compiled.plans)]
+            with contextlib.nullcontext() if self._simulated is None else self._simulated.bound():
+                executors = [self._executor(compiled, device, local) for device in sorted(compiled.plans)]
         else:
             assert self._transport is not None
             self.check_held(compiled)
@@ -205,9 +216,11 @@ class ProcessRuntime:
         """One step; gradients of what this process holds. `scale`, `last`, `note`: as in `Executor.step`."""
         self._last = prepared
         if self._settings.local:
-            results = run_local(prepared.executors, leaves, seed, scale, last)
+            with contextlib.nullcontext() if self._simulated is None else self._simulated.step(prepared.executors):
+                results = run_local(prepared.executors, leaves, seed, scale, last)
             grads = joined([executor.plan for executor in prepared.executors], results)
-            return StepResult(grads, results[0].metrics, arguments_of(prepared.compiled.dag, results, leaves, self._buffers))
+            found = results[0].results | arguments_of(prepared.compiled.dag, results, leaves, self._buffers)
+            return StepResult(grads, results[0].metrics, found)
         return prepared.executors[0].step(leaves, seed, scale, last, note)
 
     def close(self, failed: bool = False) -> None:

@@ -54,7 +54,8 @@ class Standalone:
         return Evaluation(self.module, runtime, self.settings, self.world, self.seed, begin=self._begin)
 
     def _begin(self, first: Compiled) -> None:
-        check_devices(first, self.world)
+        if not self.settings.local:
+            check_devices(first, self.world)
         self._ownership = own = self._distribute(Ownership(self.module, first, self.world))
         self.evaluation.runtime.bind(first, own)
         self.evaluation.follow = Identities(self.module, own).follow

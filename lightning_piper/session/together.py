@@ -71,7 +71,7 @@ def _link_of(world: World, members: int, large: int, exchange: Exchange) -> Link
     """What an exchange takes within groups of so many neighbours, all at once: of a small tensor and of a large one. Collective."""
     first = world.rank - world.rank % members
     group = world.group_of(range(first, first + members))
-    own = Members(group, list(range(members)), world.rank - first, nccl=False)
+    own = Members(group, list(range(members)), world.rank - first, native=False)
     runs = [(exchange(own, torch.zeros(nbytes // 4)), list[float]()) for nbytes in (SMALL, large)]
     for _ in range(ROUNDS + 1):
         for run, times in runs:
@@ -98,7 +98,7 @@ def _messages(members: Members, x: torch.Tensor) -> Callable[[], object]:
 
 
 def _sums(members: Members, x: torch.Tensor) -> Callable[[], object]:
-    return lambda: dist.all_reduce(x, group=members.group)
+    return lambda: members.add_up(x).wait()
 
 
 def _scatters(members: Members, x: torch.Tensor) -> Callable[[], object]:

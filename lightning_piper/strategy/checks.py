@@ -17,10 +17,12 @@ from lightning.pytorch.callbacks.batch_size_finder import BatchSizeFinder
 from lightning.pytorch.plugins.layer_sync import LayerSync, TorchSyncBatchNorm
 from lightning.pytorch.utilities.signature_utils import is_param_in_hook_signature
 
+from lightning_piper.accelerators.kinds import HOST, backend_of
 from lightning_piper.either_lightning import is_a
 from lightning_piper.errors import PiperError
 from lightning_piper.holdings.materialize import Known, is_on_meta, without_initial_values
 from lightning_piper.limits import shown
+from lightning_piper.strategy.checkpoints import is_behind
 
 
 def check_fit(trainer: pl.Trainer, module: pl.LightningModule, processes: int, layer_sync: LayerSync | None, known: Known) -> None:
@@ -57,7 +59,13 @@ def _problems(trainer: pl.Trainer, module: pl.LightningModule, layer_sync: Layer
     problem = without_initial_values(module, known)
     if problem is not None:
         yield problem
+    behind = is_behind(trainer.strategy.checkpoint_io, "")
     for callback in trainer.callbacks:  # type: ignore[attr-defined]
+        if behind and is_a(callback, ModelCheckpoint) and callback.save_last == "link":
+            yield (
+                "ModelCheckpoint(save_last='link') links to the checkpoint that AsyncCheckpointIO has yet to write, so if that "
+                "fails there is no last one; give save_last=True"
+            )
         if is_a(callback, WeightAveraging, StochasticWeightAveraging) and is_on_meta(module):
             yield (
                 f"the callback {type(callback).__name__} has copied the module, which is on the meta device and has no values yet; "
@@ -167,18 +175,46 @@ def check_runs_once(fresh: bool, processes: int) -> None:
         )
 
 
-def check_backend(backend: str | None, device: torch.device) -> None:
-    """Refuse a backend by which the processes of a plan cannot exchange their tensors.
+def checked_backend(given: str | None, device: torch.device, processes: int) -> str:
+    """The backend of the default process group.
+
+    Args:
+        given: by the user.
+        device: of this process.
+        processes: of the run; one alone exchanges nothing.
 
     Raises:
-        PiperError: it has no messages between CUDA devices.
+        PiperError: by this one the processes of a plan cannot exchange their tensors, or there is none by which they could.
     """
-    if device.type == "cuda" and backend is not None and "nccl" not in backend:
+    if device.type == "cpu" or processes == 1:
+        return given or torch.distributed.Backend.default_device_backend_map.get(device.type, HOST)
+    own = backend_of(device)
+    if given is not None and own not in given:
         raise PiperError(
-            f"PiperStrategy(process_group_backend={backend!r}): processes with CUDA devices exchange tensors by NCCL, for gloo "
-            "sends none from one CUDA device to another; leave process_group_backend out, or give 'nccl' or 'cpu:gloo,cuda:nccl'. "
-            "Several processes cannot share a GPU: give each one of its own, or take transport='local'"
+            f"PiperStrategy(process_group_backend={given!r}): processes with {device.type} devices exchange tensors by {own}, for "
+            f"{given} sends none from one such device to another; leave process_group_backend out, or give {own!r} or "
+            f"'cpu:{HOST},{device.type}:{own}'. Several processes cannot share a device: give each one of its own, or take "
+            "transport='local'"
         )
+    return given or own
+
+
+def checked_capture(transport: str, capture: str, compile: object) -> str:
+    """The argument `capture` as it is meant: on a simulated accelerator, whatever runs is captured.
+
+    Raises:
+        PiperError: something would run beside that accelerator.
+    """
+    if transport != "simulated":
+        return capture
+    if capture == "never":
+        raise PiperError("PiperStrategy(transport='simulated', capture='never'): what runs there is captured; leave capture out")
+    if compile:
+        raise PiperError(
+            "PiperStrategy(transport='simulated', compile=...): compiled passes run at once, beside the simulated accelerator, "
+            "which takes operations one by one; leave compile out"
+        )
+    return "always"
 
 
 def one_of(name: str, value: object, accepted: tuple[str, ...]) -> None:

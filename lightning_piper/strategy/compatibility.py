@@ -78,12 +78,13 @@ _HOOKS = {f"{package}.{name}" for package in ("lightning.pytorch", "pytorch_ligh
           for name in ("core.module", "core.hooks", "callbacks.callback")}  # fmt: skip
 
 
-def drops_gradients(module: pl.LightningModule) -> bool:
+def drops_gradients(module: pl.LightningModule, optimizer: torch.optim.Optimizer) -> bool:
     """Will gradients of the step before be dropped unseen, when the next backward pass begins? Not where a hook looks at them then,
-    or a module has its own way to."""
+    or the module or its optimizer has its own way to."""
     trainer: Any = module.trainer
     hooks = [module.optimizer_zero_grad, *(x.on_before_zero_grad for x in (module, *trainer.callbacks))]
-    return module.automatic_optimization and all(hook.__module__ in _HOOKS for hook in hooks)
+    own = type(optimizer).zero_grad is not torch.optim.Optimizer.zero_grad or "zero_grad" in vars(optimizer)
+    return module.automatic_optimization and not own and all(hook.__module__ in _HOOKS for hook in hooks)
 
 
 def count_replicas(trainer: pl.Trainer, world: World) -> None:

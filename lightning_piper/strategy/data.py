@@ -15,6 +15,7 @@ from lightning.fabric.utilities.seed import pl_worker_init_function
 from lightning.pytorch.utilities.seed import isolate_rng
 from torch.utils.data import DataLoader, DistributedSampler
 
+from lightning_piper import accelerators
 from lightning_piper.errors import PiperError
 from lightning_piper.processes.world import World
 from lightning_piper.strategy._lightning import collect_rng_states, set_rng_states
@@ -24,9 +25,11 @@ def share_random_state(world: World) -> None:
     """All processes continue with rank 0's random numbers (torch, numpy, Python). Collective."""
     if world.size == 1:
         return
-    set_rng_states(world.broadcast(collect_rng_states(include_cuda=False)))
-    if world.device.type == "cuda":
-        torch.cuda.set_rng_state(world.broadcast(torch.cuda.get_rng_state(world.device)), world.device)
+    # Of the host; then of the device.
+    set_rng_states(world.broadcast(collect_rng_states(False)))
+    if world.device.type != "cpu":
+        generator, _ = accelerators.generators_of(world.device)
+        generator.set_state(world.broadcast(generator.get_state()))
 
 
 def draw_seed(world: World) -> int:

@@ -11,7 +11,6 @@ from typing import Any
 
 import lightning.pytorch as pl
 import torch
-from lightning.fabric.plugins import TorchCheckpointIO
 from lightning.pytorch.utilities.rank_zero import rank_zero_info
 
 from lightning_piper.capture.compiled import checked_options
@@ -27,7 +26,7 @@ from lightning_piper.session.standalone import Standalone
 from lightning_piper.session.uncaptured import NOT_CAPTURED, check_may_be
 from lightning_piper.session.verification import Verify
 from lightning_piper.strategy import _lightning
-from lightning_piper.strategy.checkpoints import Restored
+from lightning_piper.strategy.checkpoints import Restored, of_files
 from lightning_piper.strategy.checks import check_evaluation
 from lightning_piper.strategy.compatibility import Averages, count_once, resume, suspend
 from lightning_piper.strategy.data import draw_seed
@@ -46,11 +45,13 @@ class EvaluatingStrategy(OverProcesses):
         verify: how what is compiled is verified.
         capture: what becomes of a step that cannot be captured, as in `PiperStrategy`.
         compile: whether Inductor compiles the code of passes, or its options.
+        simulated: all devices are in this process, on a simulated accelerator.
         options: of `OverProcesses`.
     """
 
-    def __init__(self, directives: Any | None, verify: Verify, capture: str, compile: Any, **options: Any) -> None:
+    def __init__(self, directives: Any | None, verify: Verify, capture: str, compile: Any, simulated: bool, **options: Any) -> None:
         super().__init__(**options)
+        self._simulated = simulated
         self._directives, self._verify, self._capture, self._compile = directives, verify, capture, checked_options(compile)
         self._program: list[Directive] | None = given_or_from_environment(directives)
         self._annotations = annotations_given(directives)
@@ -59,6 +60,14 @@ class EvaluatingStrategy(OverProcesses):
         self._whole = contextlib.ExitStack()  # entered while they do
         self._chosen = contextlib.ExitStack()  # closed, it takes the tags away that a program has brought
         self._averages: Averages | None = None
+
+    def setup_environment(self) -> None:
+        super().setup_environment()
+        if self._simulated and self.root_device.type != "cpu":
+            raise PiperError(
+                f"PiperStrategy(transport='simulated') on {self.root_device}: the simulated accelerator has tensors of the CPU; "
+                "give Trainer(accelerator='cpu')"
+            )
 
     def __getstate__(self) -> dict[str, Any]:
         restored = Restored(seed=self._restored.seed)
@@ -81,12 +90,19 @@ class EvaluatingStrategy(OverProcesses):
         module, known = self.lightning_module, self._restored.known
         assert module is not None
         check_evaluation(module, known, self._local)
-        if self._local:
+        if self._evaluates_plainly(module):
             materialize(module, draw_seed(self.world), known)
             super().setup(trainer)
             return
         self.phase = Evaluating(self._set_up(trainer), self.phase.left)
         self.setup_precision_plugin()
+
+    def _evaluates_plainly(self, module: pl.LightningModule) -> bool:
+        """Does Lightning run steps without a backward pass, on the whole module?"""
+        if not self._simulated:
+            return self._local
+        program = for_fit(self._program, module, 1, lambda text: None, is_searched(self._directives, module))
+        return any(replicas_of(program).values())
 
     def _set_up(self, trainer: pl.Trainer, seed: int | None = None) -> Standalone:
         """The module as it is to begin with; the first step that is run distributes it.
@@ -120,6 +136,7 @@ class EvaluatingStrategy(OverProcesses):
             in_part=self._capture != "always",
             compile=self._compile,
             device=None if self._local else world.rank,
+            simulated=self._simulated,
         )
         if restored.sharded is not None and not is_on_meta(module):
             restored.sharded.whole()
@@ -228,7 +245,7 @@ class EvaluatingStrategy(OverProcesses):
 
     def load_checkpoint(self, checkpoint_path: str | Path, weights_only: bool | None = None) -> dict[str, Any]:
         """A plain checkpoint. For a module on the meta device its tensors stay in the file, and are read where they are used."""
-        ours = type(self.checkpoint_io) is TorchCheckpointIO and zipfile.is_zipfile(checkpoint_path)
+        ours = of_files(self.checkpoint_io, checkpoint_path) is not None and zipfile.is_zipfile(checkpoint_path)
         if not ours or self.world.size == 1 or self.lightning_module is None or not is_on_meta(self.lightning_module):
             return super().load_checkpoint(checkpoint_path, weights_only)
         content: dict[str, Any] = torch.load(checkpoint_path, map_location="cpu", mmap=True, weights_only=weights_only)

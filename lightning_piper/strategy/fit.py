@@ -95,7 +95,7 @@ class Fit:
         self.programs.prepare(TRAINING, self._batch_spec, first)
         self._identities = Identities(module, self.ownership)
         self.evaluation: Evaluation | None = None
-        if not settings.local:
+        if settings.evaluates:
             self.evaluation = Evaluation(module, self._runtime, settings, world, self.seed, first.dag)
             self.evaluation.follow = self._identities.follow
         for program in [*before.programs, *before.evaluation.programs]:
@@ -103,7 +103,7 @@ class Fit:
         self._injection = GradientInjection(self.ownership.owned_params, world.device, absent(self.ownership, first))
         self._factor = self._injection.factor
         self._epoch = -1
-        self._drops = drops_gradients(module)
+        self._drops = drops_gradients(module, optimizer)
         self.optimizer = ShardedOptimizer(optimizer, names, self.ownership, first, world)
         if first.dag.hosted:
             HostStates(self.optimizer, first.dag.hosted, world.device)
@@ -156,7 +156,7 @@ class Fit:
         check_runs_once(self._fresh, self.world.size)
         self._fresh = False
         if self._drops and batch_idx % self._module.trainer.accumulate_grad_batches == 0:
-            self._optimizer.zero_grad()  # Lightning will, when the plan has made others: so both would be there
+            self._drop_gradients()
         self.optimizer.check_groups_stay()
         self.ownership.check_unwritten()
         self._identities.follow()
@@ -193,6 +193,12 @@ class Fit:
         value = result.metrics[0].to(prepared.replay.dtype, copy=True)
         loss = self._injection.loss(value, result.grads, scale, prepared.accumulates and not last, closing)
         return {"loss": loss, **self._in_part.extras} if self._in_part.extras else loss
+
+    def _drop_gradients(self) -> None:
+        """Lightning will, when the plan has made others: so both would be there."""
+        for group in self._optimizer.param_groups:
+            for param in group["params"]:
+                param.grad = None
 
     def _run(self, prepared: Prepared, number: int, scale: float, last: bool = True, note: int = 1) -> StepResult:
         step = prepared.compiled.step

@@ -116,7 +116,7 @@ class Starting:
 
     @property
     def evaluation(self) -> Evaluation | None:
-        return None if self.standalone.settings.local or self.eager else self.standalone.evaluation
+        return None if self.eager or not self.standalone.settings.evaluates else self.standalone.evaluation
 
     def take_over(
         self, written: Written, world_of: Callable[[tuple[int, ...]], World], tags: contextlib.ExitStack

@@ -20,7 +20,6 @@ from lightning.pytorch.trainer.states import TrainerFn
 from lightning.pytorch.utilities.rank_zero import rank_zero_info
 from torch.optim import Optimizer
 
-from lightning_piper.checkpoint.sharded import save
 from lightning_piper.checkpoint.state import Loading, module_state, optimizer_state, referenced, tensor_ranges_of
 from lightning_piper.either_lightning import is_a
 from lightning_piper.errors import CaptureError, DirectiveError, PiperError
@@ -35,20 +34,12 @@ from lightning_piper.session.standalone import Standalone
 from lightning_piper.session.uncaptured import NOT_CAPTURED, check_may_be
 from lightning_piper.session.verification import ACCEPTED, Verify
 from lightning_piper.strategy import _lightning
-from lightning_piper.strategy.checkpoints import (
-    KEY,
-    Restored,
-    check_target,
-    found_at,
-    read_plain,
-    remove_in_one_go,
-    save_in_one_go,
-    seed_of,
-)
-from lightning_piper.strategy.checks import check_fit, one_of, uncapturable
+from lightning_piper.strategy.checkpoints import KEY, Restored, Saves, check_target, found_at, is_behind, read_plain, seed_of
+from lightning_piper.strategy.checks import check_fit, checked_capture, one_of, uncapturable
 from lightning_piper.strategy.compatibility import averaging
 from lightning_piper.strategy.evaluating import EvaluatingStrategy
 from lightning_piper.strategy.fit import Fit
+from lightning_piper.strategy.parallel import Requeue
 from lightning_piper.strategy.phases import Eager, Ended, Fitting, Idle, Left, Starting, over
 
 
@@ -66,6 +57,7 @@ class PiperStrategy(EvaluatingStrategy):
         verify: `static` checks every rewrite and plan without running it; `first_batch` also runs the finished program on one
             batch and compares with one device; `each` does so after every directive and prints the report; `off` checks nothing.
         transport: `process` has a process for each logical device; `local` runs all of them in this one, with `devices=1`.
+            `simulated`: so, too, on a simulated accelerator, each step in another order of its streams: the CPU's bits or an error.
         profile: which steps to record (see `lightning_piper.profile`); True records a few of the first ones.
         timeout: after which communication that nobody answers fails.
         start_method: only `popen`, one new Python process for each device.
@@ -91,7 +83,7 @@ class PiperStrategy(EvaluatingStrategy):
         directives: Any | None = None,
         *,
         verify: Verify = "static",
-        transport: Literal["process", "local"] = "process",
+        transport: Literal["process", "local", "simulated"] = "process",
         profile: Schedule | bool | None = None,
         timeout: timedelta = default_pg_timeout,
         start_method: Literal["popen"] = "popen",
@@ -107,7 +99,7 @@ class PiperStrategy(EvaluatingStrategy):
         precision_plugin: Precision | None = None,
     ) -> None:
         one_of("verify", verify, ACCEPTED)
-        one_of("transport", transport, ("process", "local"))
+        one_of("transport", transport, ("process", "local", "simulated"))
         one_of("checkpoint", checkpoint, ("consolidated", "sharded"))
         one_of("accumulate", accumulate, ("batches", "tokens"))
         one_of("capture", capture, ("auto", "always", "never"))
@@ -120,17 +112,18 @@ class PiperStrategy(EvaluatingStrategy):
             raise PiperError(f"PiperStrategy(timeout={shown(timeout)}): give a positive datetime.timedelta")
         schedule_of(profile)
         super().__init__(
-            directives, verify, capture, compile, local=transport == "local", timeout=timeout,
-            backend=process_group_backend, accelerator=accelerator, parallel_devices=parallel_devices,
-            cluster_environment=cluster_environment, checkpoint_io=checkpoint_io, precision_plugin=precision_plugin,
+            directives, verify, checked_capture(transport, capture, compile), compile, simulated=transport == "simulated",
+            local=transport != "process", timeout=timeout, backend=process_group_backend, accelerator=accelerator,
+            parallel_devices=parallel_devices, cluster_environment=cluster_environment, checkpoint_io=checkpoint_io,
+            precision_plugin=precision_plugin,
         )  # fmt: skip
-        self._profile, self._sharded = profile, checkpoint == "sharded"
+        self._profile, self._sharded, self._transport = profile, checkpoint == "sharded", transport
         self._accumulating, self._accumulate = False, accumulate
+        self._saves, self._requeue = Saves(), Requeue()
 
     def __repr__(self) -> str:
         given = "no directives of its own" if self._program is None else f"{len(self._program)} directives"
-        transport = "local" if self._local else "process"
-        return f"<PiperStrategy: {given}, transport={transport!r}>"
+        return f"<PiperStrategy: {given}, transport={self._transport!r}>"
 
     # Fit
 
@@ -157,6 +150,10 @@ class PiperStrategy(EvaluatingStrategy):
             self.model_to_device()  # a sanity check runs as it is, too
         else:
             phase.names = names_in(self.optimizers[0], module)
+
+    def on_train_start(self) -> None:
+        assert self.lightning_module is not None
+        self._requeue = Requeue.of(self.lightning_module.trainer, self.world)
 
     def on_train_batch_start(self, batch: Any, batch_idx: int) -> None:
         """The first batch of a fit brings the shapes: now the step is captured, and the module distributed."""
@@ -270,6 +267,7 @@ class PiperStrategy(EvaluatingStrategy):
             self._accumulating = False
 
     def teardown(self) -> None:
+        self._saves.end(self._failed)
         self._whole.close()  # after a failure
         self._chosen.close()
         phase, self.phase = self.phase, over(self.phase)
@@ -368,6 +366,7 @@ class PiperStrategy(EvaluatingStrategy):
             restored.values = {}
 
     def load_checkpoint(self, checkpoint_path: str | Path, weights_only: bool | None = None) -> dict[str, Any]:
+        self._saves.wait()
         world, restored = self.world, self._restored
         place, sharded = found_at(checkpoint_path, self.checkpoint_io, world)
         restored.sharded = Loading(place, world, weights_only is not False) if sharded else None
@@ -379,21 +378,22 @@ class PiperStrategy(EvaluatingStrategy):
         return content
 
     def save_checkpoint(self, checkpoint: dict[str, Any], filepath: str | Path, storage_options: Any | None = None) -> None:
-        phase = self.phase
+        phase, io = self.phase, self.checkpoint_io
+        # Outside of a run nobody would wait for the end.
+        behind = is_behind(io, filepath) and not isinstance(phase, Idle | Ended) and not self._requeue.saves
         if phase.left.seed is not None:
             checkpoint[KEY] = {"seed": phase.left.seed}
         if self._sharded and isinstance(phase, Fitting | Ended):
             assert self.lightning_module is not None
-            check_target(filepath, storage_options, self.checkpoint_io)
+            check_target(filepath, storage_options, io)
             fit, running = phase.fit, isinstance(phase, Fitting)
             keys = referenced(checkpoint)
             tensor_ranges = tensor_ranges_of(self.lightning_module, fit.ownership, fit.optimizer, keys, running)
             tensor_ranges += self._averages.ranges(keys) if self._averages is not None else []
-            save(filepath, tensor_ranges, checkpoint, self.world)
-            return
-        if self.is_global_zero:
-            save_in_one_go(self.checkpoint_io, checkpoint, filepath, storage_options)
+            self._saves.sharded(filepath, tensor_ranges, checkpoint, self.world, behind)
+        elif self.is_global_zero:
+            self._saves.plain(io, checkpoint, filepath, storage_options, behind)
 
     def remove_checkpoint(self, filepath: str | Path) -> None:
         if self.is_global_zero:
-            remove_in_one_go(self.checkpoint_io, filepath)
+            self._saves.remove(self.checkpoint_io, filepath)

@@ -16,6 +16,7 @@ from typing import Any
 import torch
 from torch.fx import Interpreter, Node
 
+from lightning_piper.accelerators import seeded
 from lightning_piper.capture import CapturedStep
 from lightning_piper.capture.code import RUNS_KEY
 from lightning_piper.capture.eager import term_weights
@@ -90,6 +91,7 @@ class _Run:
                  whole: _Run | None) -> None:  # fmt: skip
         self.code = step.at(len(part))
         self.recorders: dict[int, _Recorder] = {}
+        device = leaves[0].device if leaves else torch.device("cpu")
         for region in self.code.regions:
             key = (region.index, "F")
             if key not in self.code.interfaces:
@@ -108,8 +110,7 @@ class _Run:
             batch = [x if cut is None else x[cut.start : cut.stop] for x, cut in cuts]
             graph = self.code.code[key].graph
             recorder = _Recorder(torch.fx.GraphModule(graph.owning_module or torch.nn.Module(), _plain(graph)))
-            with torch.no_grad(), torch.random.fork_rng():
-                torch.manual_seed(seed_of(0, *key, 0))
+            with torch.no_grad(), seeded(seed_of(0, *key, 0), device):
                 recorder.run(*inputs, *fixed, *batch)
             self.recorders[region.index] = recorder
 

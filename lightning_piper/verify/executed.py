@@ -10,6 +10,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from lightning_piper.accelerators import seeded
 from lightning_piper.capture import flatten
 from lightning_piper.capture.calling import arguments
 from lightning_piper.capture.eager import Outcome
@@ -101,8 +102,8 @@ class _Runs:
                 for param in module.parameters():
                     param.copy_(one_ulp(param, generator))
         leaves = [x.chunk(parts)[part] if x.dim() else x for x in self.leaves]
-        with torch.random.fork_rng(devices=[]), torch.enable_grad():
-            torch.manual_seed(self._seed)
+        device = leaves[0].device if leaves else torch.device("cpu")
+        with seeded(self._seed, device), torch.enable_grad():
             given = self._batch if parts == 1 else self.spec.rebuild(leaves)
             step: Any = module.training_step
             made = step(*arguments(step, given, 0, None))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 from collections.abc import Callable
 
@@ -29,7 +30,7 @@ def on(device: Simulated, name: str) -> None:
 def test_a_stream_sees_what_another_one_made_if_it_waits(waits: bool) -> None:
     seen = []
     for order in ORDERS:
-        with Simulated(order) as device:
+        with contextlib.suppress(*([] if waits else [ExecutionError])), Simulated(order) as device:
             on(device, "one")
             x = torch.ones(4) * 2
             event = device.current_stream().record_event()

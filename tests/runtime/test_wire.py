@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+from types import SimpleNamespace
+
 import pytest
 import torch
 
 from lightning_piper.ir.values import TensorSpec
 from lightning_piper.ops.samples import restrided as restride
-from lightning_piper.runtime import wire
+from lightning_piper.runtime import streams, wire
 from lightning_piper.runtime.wire import packer, unpacker
 
 CPU = torch.device("cpu")
@@ -66,6 +68,24 @@ def test_only_what_nccl_cannot_name_travels_as_bytes() -> None:
     as_bytes = {d for d in DTYPES if wire._as_bytes(TensorSpec((2,), d, (1,)), cuda)}
     assert as_bytes == {torch.int16, torch.uint16, torch.complex64, torch.float8_e4m3fn}
     assert not any(wire._as_bytes(TensorSpec((2,), d, (1,)), CPU) for d in DTYPES)
+
+
+def test_a_number_that_is_kept_on_the_host() -> None:
+    number, meta, unused = torch.tensor(2.0), torch.device("meta"), object()
+    assert wire.packer(TensorSpec.of(number), meta)(number).device == meta
+    assert wire.packer(TensorSpec.of(number), CPU)(number) is number
+    api = SimpleNamespace(new_event=lambda: unused, current_stream=lambda device: Waits(), record_stream=refuse)
+    assert streams._DeviceArrival(api).take((number,), meta) == (number,)  # type: ignore[arg-type]
+    with pytest.raises(ValueError, match="recorded"):
+        streams._DeviceArrival(api).take((number,), CPU)  # type: ignore[arg-type]
+
+
+class Waits:
+    def wait_event(self, event: object) -> None: ...
+
+
+def refuse(x: torch.Tensor, stream: object) -> None:
+    raise ValueError("recorded")
 
 
 def test_restride() -> None:

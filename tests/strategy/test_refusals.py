@@ -10,7 +10,7 @@ import torch
 from lightning.pytorch.callbacks import BackboneFinetuning, StochasticWeightAveraging
 
 import lightning_piper as piper
-from lightning_piper.strategy.checks import check_backend
+from lightning_piper.strategy.checks import checked_backend
 from tests.strategy.fitting import PROGRAM, Batches, local, trainer, values
 from tests.strategy.models import MLP, make, vectors
 
@@ -28,12 +28,19 @@ def test_arguments(options, message):
         piper.PiperStrategy(list(PROGRAM), **options)
 
 
-def test_a_backend_without_messages_between_gpus():
-    cuda = torch.device("cuda", 0)
-    with pytest.raises(piper.PiperError, match=r"process_group_backend='gloo'.* exchange tensors by NCCL.*leave"):
-        check_backend("gloo", cuda)
-    for backend, device in ((None, cuda), ("nccl", cuda), ("cpu:gloo,cuda:nccl", cuda), ("gloo", torch.device("cpu"))):
-        check_backend(backend, device)
+def test_a_backend_without_messages_between_gpus(monkeypatch):
+    cpu, cuda = torch.device("cpu"), torch.device("cuda", 0)
+    monkeypatch.setattr(torch.distributed, "is_backend_available", lambda name: name == "nccl")
+    with pytest.raises(piper.PiperError, match=r"process_group_backend='gloo'.* exchange tensors by nccl.*leave"):
+        checked_backend("gloo", cuda, 2)
+    assert checked_backend(None, cuda, 2) == checked_backend("nccl", cuda, 2) == checked_backend(None, cuda, 1) == "nccl"
+    assert checked_backend("cpu:gloo,cuda:nccl", cuda, 2) == "cpu:gloo,cuda:nccl"
+    assert checked_backend(None, cpu, 2) == checked_backend("gloo", cpu, 2) == "gloo"
+    with pytest.raises(piper.PiperError, match=r"xccl, without which this torch was built.*transport='local'"):
+        checked_backend(None, torch.device("xpu", 0), 2)
+    with pytest.raises(piper.PiperError, match=r"several processes cannot train on mps.*no backend.*transport='local'"):
+        checked_backend(None, torch.device("mps", 0), 2)
+    assert checked_backend(None, torch.device("mps", 0), 1) == "gloo"
 
 
 @pytest.mark.parametrize("program, message", [

@@ -1,0 +1,147 @@
+"""One GPU, one GPT: plain Lightning, PiperStrategy, and torch's Schedule1F1B; milliseconds and peak memory of a step, and how far
+losses are from Lightning's.
+
+    python benchmarks/one_gpu.py [--steps 20] [--device cuda] [--json]      # --device cpu: small, to see that it runs
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import logging
+import statistics
+import sys
+import time
+import warnings
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import lightning as L
+import torch
+import torch.distributed as dist
+from _gpt import Config, Module, batch, loss_of, stages
+from torch import Tensor, nn
+from torch.distributed.pipelining import PipelineStage, Schedule1F1B
+from torch.utils.data import DataLoader
+
+import lightning_piper as piper
+from lightning_piper.accelerators import synchronize
+
+MICROBATCHES, WARM_UP, MB = 4, 3, 1e6
+LARGE, SMALL = Config(cut=(4, 4), d=1024, heads=16, seq=512, vocab=32768), Config(cut=(1, 1), d=32, heads=2, seq=16, vocab=64)
+SEQUENCES = 8
+
+
+class Clock(L.Callback):
+    """Seconds and loss of every batch, with its optimizer's step."""
+
+    def __init__(self, device: torch.device) -> None:
+        self.device, self.seconds, self.losses = device, list[float](), list[float]()
+
+    def on_train_batch_start(self, *args: Any) -> None:
+        synchronize(self.device)
+        if len(self.seconds) == WARM_UP and self.device.type != "cpu":
+            torch.accelerator.reset_peak_memory_stats(self.device)
+        self.start = time.perf_counter()
+
+    def on_train_batch_end(self, trainer: L.Trainer, module: L.LightningModule, outputs: Any, *args: Any) -> None:
+        synchronize(self.device)
+        self.seconds.append(time.perf_counter() - self.start)
+        self.losses.append(float(outputs["loss"]))
+
+
+class Trained(Module):
+    def configure_optimizers(self) -> torch.optim.Optimizer:
+        return torch.optim.AdamW(self.parameters(), lr=1e-3)
+
+
+def under(strategy: Callable[[], Any]) -> Callable[[Config, int, torch.device], Clock]:
+    """A fit with this strategy."""
+
+    def fit(c: Config, steps: int, device: torch.device) -> Clock:
+        clock = Clock(device)
+        trainer = L.Trainer(
+            accelerator=device.type, devices=1, strategy=strategy(), max_steps=steps, callbacks=[clock], logger=False,
+            enable_checkpointing=False, enable_progress_bar=False, enable_model_summary=False,
+        )  # fmt: skip
+        trainer.fit(Trained(c), DataLoader([batch(c, i, SEQUENCES) for i in range(steps)], batch_size=None))  # type: ignore[arg-type]
+        return clock
+
+    return fit
+
+
+def torchs(c: Config, steps: int, device: torch.device) -> Clock:
+    """torch's schedule, with the whole model as its one stage."""
+    clock = Clock(device)
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    try:
+        model = nn.Sequential(*stages(c)).to(device)
+        schedule = Schedule1F1B(PipelineStage(model, 0, 1, device), MICROBATCHES, loss_fn=loss_of)
+        optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
+        for i in range(steps):
+            tokens, targets = (x.to(device) for x in batch(c, i, SEQUENCES))
+            losses: list[Tensor] = []
+            clock.on_train_batch_start()
+            schedule.step(tokens, target=targets, losses=losses, return_outputs=False)
+            optimizer.step()
+            optimizer.zero_grad()
+            clock.on_train_batch_end(None, None, {"loss": torch.stack(losses).detach().mean()})  # type: ignore[arg-type]
+    finally:
+        dist.destroy_process_group()
+    return clock
+
+
+def ours(program: list[Any], **options: Any) -> Callable[[Config, int, torch.device], Clock]:
+    return under(lambda: piper.PiperStrategy(list(program), transport="local", **options))
+
+
+WHOLE = [piper.Place(filter={}, devices=[0])]
+CUT = [*WHOLE, piper.Split(filter={}, dim_name="MB", num_microbatches=MICROBATCHES)]
+SYSTEMS: dict[str, Callable[[Config, int, torch.device], Clock]] = {
+    "Lightning": under(lambda: "auto"),
+    "PiperStrategy": ours(WHOLE),
+    f"torch Schedule1F1B, {MICROBATCHES} microbatches": torchs,
+    f"PiperStrategy, {MICROBATCHES} microbatches": ours(CUT),
+    f"PiperStrategy, 1F1B of 2 stages, {MICROBATCHES} microbatches": ours(piper.schedules.one_f_one_b(2, MICROBATCHES)),
+    "PiperStrategy, compiled": ours(WHOLE, compile=True),  # the last one, for to compile takes longest
+}
+
+
+def measured(steps: int, device: torch.device) -> Iterator[dict[str, Any]]:
+    """What each system took, one after another. A captured step is traced again at batches 1, 2, 4, 8 ..., which no median of
+    twenty steps shows."""
+    losses: list[float] = []
+    for name, run in SYSTEMS.items():
+        if device.type != "cpu":
+            torch.accelerator.empty_cache()
+        clock = run(SMALL if device.type == "cpu" else LARGE, steps + WARM_UP, device)
+        losses = losses or clock.losses
+        far = max(abs(a - b) / abs(b) for a, b in zip(clock.losses, losses, strict=True))
+        found = {"name": name, "ms": statistics.median(clock.seconds[WARM_UP:]) * 1e3, "loss": far}
+        if device.type != "cpu":
+            found["peak"] = torch.accelerator.max_memory_allocated(device) / MB
+        yield found
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--steps", type=int, default=20)
+    parser.add_argument("--device", default="")
+    parser.add_argument("--json", action="store_true", help="an object a line on the standard output, and nothing else")
+    options = parser.parse_args()
+    if not options.device and not torch.accelerator.is_available():
+        print(f"skipped: torch {torch.__version__} finds no accelerator here", file=sys.stderr)
+        return
+    kind = options.device or torch.accelerator.current_accelerator().type  # type: ignore[union-attr]
+    device = torch.device(kind, None if kind == "cpu" else 0)
+    logging.getLogger("lightning.pytorch").setLevel(logging.ERROR)
+    warnings.simplefilter("ignore")
+    if not options.json:
+        print(f"{'':46} {'ms':>9} {'peak MB':>9} {'loss':>9}")
+    for row in measured(options.steps, device):
+        shown = f"{row['name']:46} {row['ms']:9.1f} {row.get('peak', float('nan')):9.1f} {row['loss']:9.1e}"
+        print(json.dumps(row) if options.json else shown, flush=True)
+
+
+if __name__ == "__main__":
+    main()
