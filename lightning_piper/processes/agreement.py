@@ -24,7 +24,7 @@ import torch
 import torch.distributed as dist
 
 from lightning_piper.capture import BatchSpec
-from lightning_piper.errors import BatchError, PiperError
+from lightning_piper.errors import BatchError, CaptureError, PiperError
 from lightning_piper.processes.settings import Settings, check_alike
 from lightning_piper.processes.world import World
 
@@ -171,6 +171,7 @@ class BatchCheck:
 
         Raises:
             PiperError: the batches or settings differ.
+            CaptureError: replicas read different Python state, and all have waited to know.
         """
         if self._running is None:
             return Agreed(False)
@@ -187,7 +188,9 @@ class BatchCheck:
         self._apart |= apart or bool(whole)
         # With other shapes, code may have read other state.
         if not all(states) or (len(set(of_replicas[2::3])) > 1 and not self._apart):
-            raise PiperError(
+            # Where all wait here, none has run it, and replicas may go on without a captured step.
+            kind = CaptureError if self._world.count == self._world.size and not going_on else PiperError
+            raise kind(
                 f"the processes read different Python state in training batch {self._steps - 1} of this fit (attributes, counters, "
                 "rates that training_step looks at), but all run one step. Let it not depend on the rank, on time, or on random "
                 "numbers that differ"
