@@ -25,7 +25,7 @@ from lightning_piper.capture import _torch
 from lightning_piper.capture.kept import Grows
 from lightning_piper.capture.reads import Drawn
 from lightning_piper.capture.rehearsal import notes_of
-from lightning_piper.capture.unchanged import restored
+from lightning_piper.capture.unchanged import attributes, check_unchanged, restored
 from lightning_piper.capture.written import NotData, read, written
 from lightning_piper.errors import CaptureError
 
@@ -35,14 +35,14 @@ _known: dict[str, bytes] = {}
 
 
 def traced_once(
-    module: nn.Module, step: Callable[..., Sequence[Any]], inputs: Sequence[torch.Tensor], device: torch.device,
+    module: nn.Module, step: Any, inputs: Sequence[torch.Tensor], device: torch.device,
     without_data: Callable[[Any], AbstractContextManager[None]], trace: Callable[[], Graph],
 ) -> Graph:  # fmt: skip
     """The graph of a step.
 
     Args:
         module: the user's.
-        step: gives its results.
+        step: gives its results; see `trace.Step`.
         inputs: it is given tensors like these.
         device: for which it is traced.
         without_data: lets the module have tensors of a fake mode meanwhile: a rehearsal has its own, for it may write to them.
@@ -53,7 +53,10 @@ def traced_once(
         with restored(module), without_data(mode), mode:
             others = [torch.empty_strided(x.shape, x.stride(), dtype=x.dtype, device=x.device) for x in inputs]
             own = torch.empty((), device=device).device  # with its number
+            before = attributes(module)
             digest = notes_of(module, lambda: step(*others), others, own)
+            if step.keeps:
+                check_unchanged(module, before, step.name)  # also by hooks of the backward pass
     except (Grows, Drawn, CaptureError, *_torch.WITHOUT_VALUES):  # what the step does is refused, and may have been done
         raise
     except Exception:  # a trace says what is wrong, if anything is

@@ -21,6 +21,7 @@ from lightning_piper.capture import _torch, capture, once
 from lightning_piper.capture.text import text_of
 from lightning_piper.capture.trace import Step, Traced
 from lightning_piper.capture.written import NotData, read, written
+from lightning_piper.errors import CaptureError
 from lightning_piper.testing.models import BLOCKS, Model, Spec, make_batch
 
 CPU = torch.device("cpu")
@@ -174,6 +175,24 @@ def test_guards_are_recorded_beside_a_known_graph(traces):
     assert step.reads.hold()
     net.scale = 2.0
     assert not step.reads.hold()
+
+
+class Counting(Net):
+    def training_step(self, batch: tuple[Tensor], batch_idx: int) -> Tensor:
+        loss = super().training_step(batch, batch_idx)
+
+        def count(gradient: Tensor) -> None:
+            self.count = 1
+
+        loss.register_hook(count)
+        return loss
+
+
+def test_what_a_backward_pass_changes_is_refused_again(traces):
+    trace(Net(), batch())  # the same graph
+    for _ in range(2):
+        with pytest.raises(CaptureError, match=r"changes self\.count"):
+            trace(Counting(), batch())
 
 
 def damage_truncated(path: Path) -> None:
