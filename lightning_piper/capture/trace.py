@@ -8,6 +8,7 @@ import numbers
 import traceback
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
@@ -24,6 +25,7 @@ from lightning_piper.capture.deferred import Namespace, deferring, holds_deferre
 from lightning_piper.capture.kept import Grows
 from lightning_piper.capture.metric_objects import Recording, noting
 from lightning_piper.capture.numbers import Number
+from lightning_piper.capture.once import traced_once
 from lightning_piper.capture.promotions import settle_dtypes
 from lightning_piper.capture.raised import is_own, where_kept
 from lightning_piper.capture.reads import Drawn, Reads
@@ -84,7 +86,9 @@ def trace(
     with step.gradients(), restored(module), reading, _without_data(module, mode, device, parts), as_captured(module, step):
         before = attributes(module)
         try:
-            graph = _torch.functional_graph(mode, step, inputs)
+            make = partial(_torch.functional_graph, mode, step, inputs)
+            other = partial(_without_data, module, device=device, parts={})  # of those that stand there, which are parts
+            graph = traced_once(module, step, inputs, device, other, make) if step.rehearsed and fakes is fakes_of else make()
             tag_layers(graph)
             if step.keeps:
                 check_unchanged(module, before, step.name)  # by hooks of the backward pass
@@ -139,6 +143,7 @@ class Step(nn.Module):
 
     name = "training_step"
     keeps = True  # it may change nothing in Python
+    rehearsed = True  # its graph may be known by what it does
     gradients: Callable[[], contextlib.AbstractContextManager[Any]] = torch.enable_grad
 
     def __init__(self, module: nn.Module, batch_spec: BatchSpec, context: Callable[[], contextlib.AbstractContextManager[Any]],
