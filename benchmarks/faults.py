@@ -1,10 +1,11 @@
 """What becomes of a training when something goes wrong on one of its processes.
 
-    python benchmarks/faults.py [count] [seed]
+    python benchmarks/faults.py [count] [seed] [behind]
 
 Draws faults (rank x kind x moment) in a training of PP2 x DP2 with ZeRO-3 and ZeRO-1 stages on four processes, lets each happen,
 and checks that all other processes end in time and name the right rank, that no process and no damaged checkpoint is left, and
-that a training that goes on from the last checkpoint ends bitwise like an undisturbed one. See `tests/strategy/faults.py`.
+that a training that goes on from the last checkpoint ends bitwise like an undisturbed one. `behind`: checkpoints are written behind
+the training. See `tests/strategy/faults.py`.
 
 Prints the seconds from each fault until the last other process had ended, by kind and moment; ends with 1 if anything was wrong.
 """
@@ -32,11 +33,11 @@ def table(outcomes: list[Outcome]) -> str:
     return "\n".join(lines)
 
 
-def main(count: int, seed: int) -> int:
+def main(count: int, seed: int, behind: bool) -> int:
     outcomes = []
     with tempfile.TemporaryDirectory() as folder:
         wanted = undisturbed(Path(folder, "undisturbed"))
-        for i, fault in enumerate(draw(count, seed)):
+        for i, fault in enumerate(draw(count, seed, behind)):
             began = time.monotonic()
             outcome = inject(fault, Path(folder, str(i)), wanted)
             outcomes.append(outcome)
@@ -50,4 +51,5 @@ def main(count: int, seed: int) -> int:
 
 
 if __name__ == "__main__":
-    sys.exit(main(int(sys.argv[1]) if len(sys.argv) > 1 else 8, int(sys.argv[2]) if len(sys.argv) > 2 else 0))
+    given = [int(text) for text in sys.argv[1:] if text.isdigit()]
+    sys.exit(main(given[0] if given else 8, given[1] if given[1:] else 0, "behind" in sys.argv))

@@ -35,8 +35,9 @@ BLOCK = 1 << 20  # bytes read at once for a checksum
 
 
 def temporary_of(path: Path) -> Path:
-    """Where a checkpoint is written, and where one that is removed waits for its end: never loaded, free to be deleted."""
-    return path.with_name(f".{path.name}.tmp")
+    """Where a checkpoint is written, and where one that is removed waits for its end: never loaded, free to be deleted. Lightning
+    takes any name with `hpc_ckpt_` in it for one to resume from."""
+    return path.with_name(f".{path.name.replace('ckpt_', 'ckpt-')}.tmp")
 
 
 def earlier_of(path: Path) -> Path:

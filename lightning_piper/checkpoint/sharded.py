@@ -10,20 +10,24 @@ A checkpoint is a directory of
 
 from __future__ import annotations
 
+import io
 import math
 import os
 import pickle
 import uuid
 import warnings
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import torch
 import torch.distributed.checkpoint as dcp
+from torch.distributed.checkpoint import Metadata, SavePlan
+from torch.distributed.checkpoint.storage import WriteResult
 
 from lightning_piper.checkpoint.files import (
+    Fingerprint,
     fingerprint,
     located,
     prepare,
@@ -33,6 +37,7 @@ from lightning_piper.checkpoint.files import (
     verify,
     write_manifest,
 )
+from lightning_piper.checkpoint.snapshot import HostRoom
 from lightning_piper.checkpoint.tensor_ranges import LoadRanges, Reader, SaveRanges, TensorRange, Writer
 from lightning_piper.errors import PiperError
 from lightning_piper.holdings.placeholders import check_values
@@ -55,44 +60,98 @@ def save(path: str | Path, tensor_ranges: Sequence[TensorRange], common: dict[st
     Raises:
         PiperError: on every process, if one fails; or if nobody holds some elements of a tensor.
     """
-    path = Path(os.path.abspath(world.broadcast(os.fspath(path))))
-    doing = f"saving {path}"
-    try:
-        _write(path, tensor_ranges, common, world, doing)
-    except PiperError:
-        if world.is_rank_zero:
-            _discard(path)
-        raise
+    Saving(path, tensor_ranges, common, world).write(world)
 
 
-def _write(path: Path, tensor_ranges: Sequence[TensorRange], common: dict[str, Any], world: World, doing: str) -> None:
-    planner, identity = SaveRanges(tensor_ranges), uuid.uuid4().hex
-    folder = temporary_of(path)
+class Saving:
+    """A checkpoint of which is planned who writes what, and that is still to be written. Making one is collective.
 
-    def begin() -> None:
-        for part in tensor_ranges:
-            _check_range(part)
-        if world.is_rank_zero:
-            check_values(common)
-            prepare(path).mkdir()
-            with (folder / META).open("wb") as file:
-                torch.save(common, file)
-                file.flush()
-                os.fsync(file.fileno())
+    Args: as of `save`.
 
-    together(world, doing, begin)
-    options: dict[str, Any] = {"storage_writer": Writer(folder), "planner": planner}
-    _checkpointed(world, doing, lambda **how: dcp.save({}, **options, **how))
-    own = [f"__{world.rank}_0.distcp", *([".metadata", META] if world.is_rank_zero else [])]
-    found = together(world, doing, lambda: {name: fingerprint(folder / name) for name in own})
+    Raises:
+        PiperError: on every process, if one has what cannot be saved, or nobody holds some elements of a tensor.
+    """
 
-    def finish() -> None:
-        if world.is_rank_zero:
-            files = {name: value for part in found for name, value in part.items()}
-            write_manifest(folder, {"id": identity, "processes": world.size, "tensors": planner.specs}, files)
-            publish(folder, path)
+    def __init__(self, path: str | Path, tensor_ranges: Sequence[TensorRange], common: dict[str, Any], world: World) -> None:
+        self._path = Path(os.path.abspath(world.broadcast(os.fspath(path))))
+        self._doing = f"saving {self._path}"
+        self._planner, self._writer = SaveRanges(tensor_ranges), Writer(temporary_of(self._path))
+        self._common, self._metadata = b"", Metadata({})
 
-    together(world, doing, finish)
+        def begin() -> None:
+            for part in tensor_ranges:
+                _check_range(part)
+            if world.is_rank_zero:
+                check_values(common)
+                content = io.BytesIO()
+                torch.save(common, content)
+                self._common = content.getvalue()
+
+        together(world, self._doing, begin)
+        held = world.to_rank_zero(self._planner.create_local_plan())
+
+        plans: list[SavePlan] = []
+
+        def plan() -> None:
+            if held is not None:
+                divided, self._metadata = self._planner.create_global_plan(held)
+                plans.extend(self._writer.prepare_global_plan(divided))
+
+        together(world, self._doing, plan)
+        self._plan: SavePlan = world.from_rank_zero(plans or None)
+
+    def copy(self, room: HostRoom) -> None:
+        """From now on what this process writes is what it holds now, whatever becomes of that."""
+        self._planner.copy(self._plan, room)
+
+    def write(self, world: World) -> None:
+        """Write it. Collective, over the processes that made it.
+
+        Raises:
+            PiperError: on every process, if one fails.
+        """
+        try:
+            self._write(world)
+        except PiperError:
+            if world.is_rank_zero:
+                _discard(self._path)
+            raise
+
+    def _write(self, world: World) -> None:
+        folder, own = temporary_of(self._path), f"__{world.rank}_0.distcp"
+        written: list[WriteResult] = []
+
+        def begin() -> None:
+            if world.is_rank_zero:
+                prepare(self._path).mkdir()
+                with (folder / META).open("wb") as file:
+                    file.write(self._common)
+                    file.flush()
+                    os.fsync(file.fileno())
+
+        def write() -> Fingerprint:
+            folder.mkdir(
+                parents=True, exist_ok=True
+            )  # a network file system may show rank 0's later; if none does, `finish` says so
+            self._writer.set_up_storage_writer(world.is_rank_zero)
+            written.extend(self._writer.write_data(self._plan, self._planner).wait())
+            return fingerprint(folder / own)
+
+        together(world, self._doing, begin)
+        found = together(world, self._doing, write)
+        results = world.to_rank_zero(written)
+
+        def finish() -> None:
+            if results is None:
+                return
+            self._writer.finish(self._metadata, results)
+            files = {f"__{rank}_0.distcp": value for rank, value in enumerate(found)}
+            files |= {name: fingerprint(folder / name) for name in (".metadata", META)}
+            content = {"id": uuid.uuid4().hex, "processes": world.size, "tensors": self._planner.specs}
+            write_manifest(folder, content, files)
+            publish(folder, self._path)
+
+        together(world, self._doing, finish)
 
 
 def _discard(path: Path) -> None:
@@ -113,12 +172,13 @@ def _check_range(part: TensorRange) -> None:
         )
 
 
-def _checkpointed(world: World, doing: str, call: Callable[..., object]) -> None:
-    """A call of `torch.distributed.checkpoint`. If it fails on one process, it does on all, with what all others met as well."""
+def _loaded(world: World, doing: str, reader: Reader, planner: LoadRanges) -> None:
+    """Read by `torch.distributed.checkpoint`. If it fails on one process, it does on all, with what all others met as well."""
     try:
         with warnings.catch_warnings():
             warnings.filterwarnings("ignore", message="torch.distributed is disabled")  # true, and intended
-            call(process_group=world.host_group if world.size > 1 else None, no_dist=world.size == 1)
+            group = world.host_group if world.size > 1 else None
+            dcp.load({}, storage_reader=reader, planner=planner, process_group=group, no_dist=world.size == 1)
     except dcp.CheckpointException as error:
         rank, (first, _) = min(error.failures.items())
         text = str(first) if isinstance(first, PiperError) else f"{doing} failed on rank {rank}: {type(first).__name__}: {first}"
@@ -239,8 +299,7 @@ def fill(opened: Opened, wanted: Sequence[TensorRange], world: World) -> None:
             numel = math.prod(part.shape)
             whole[part.key] = TensorRange(part.key, part.shape, 0, numel, torch.empty(numel, dtype=part.tensor.dtype))
         relaid.append(part)
-    options: dict[str, Any] = {"storage_reader": Reader(opened.folder), "planner": LoadRanges([*read, *whole.values()])}
-    _checkpointed(world, doing, lambda **how: dcp.load({}, **options, **how))
+    _loaded(world, doing, Reader(opened.folder), LoadRanges([*read, *whole.values()]))
     for part in relaid:
         tensor = view_as(whole[part.key].tensor, opened.spec_of(part.key))
         target = TensorSpec(part.shape, tensor.dtype, _strides(part.shape, part.dim_order), part.runs)

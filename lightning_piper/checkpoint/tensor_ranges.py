@@ -40,6 +40,7 @@ from torch.distributed.checkpoint.metadata import MetadataIndex, StorageMeta, Te
 from torch.distributed.checkpoint.planner import TensorWriteData, WriteItemType
 from torch.distributed.checkpoint.planner_helpers import create_read_items_for_chunk_list
 
+from lightning_piper.checkpoint.snapshot import HostRoom
 from lightning_piper.errors import PiperError
 from lightning_piper.regular import open_regular
 
@@ -92,6 +93,16 @@ class SaveRanges(SavePlanner):
             self._parts.setdefault(part.key, []).append(part)
         self.specs: dict[str, dict[str, Any]] = {}
 
+    def copy(self, plan: SavePlan, room: HostRoom) -> None:
+        """From now on give copies of what this process is to write."""
+        room.begin()
+        copies: dict[str, list[TensorRange]] = {}
+        for item in plan.items:
+            key, (start, stop) = item.index.fqn, _range(item)
+            part = TensorRange(key, self._parts[key][0].shape, start, stop, room.copied(self.resolve_data(item)))
+            copies.setdefault(key, []).append(part)
+        self._parts = copies
+
     def set_up_planner(self, state_dict: Any, storage_meta: StorageMeta | None = None, is_coordinator: bool = False) -> None:
         pass
 
@@ -110,7 +121,7 @@ class SaveRanges(SavePlanner):
     def finish_plan(self, new_plan: SavePlan) -> SavePlan:
         return new_plan
 
-    def resolve_data(self, write_item: WriteItem) -> torch.Tensor | io.BytesIO:
+    def resolve_data(self, write_item: WriteItem) -> torch.Tensor:
         start, stop = _range(write_item)
         for part in self._parts[write_item.index.fqn]:
             if part.start <= start and stop <= part.stop:

@@ -39,6 +39,7 @@ from lightning_piper.capture.reach import is_users
 from lightning_piper.capture.source import shown_line
 from lightning_piper.errors import PiperError
 from lightning_piper.processes import agreement
+from lightning_piper.processes.behind import AWAITED
 from lightning_piper.processes.world import RANK_ZERO, World
 
 GRACE = 5.0  # seconds for a process to fail by itself, with a better message
@@ -249,7 +250,8 @@ def waited(error: BaseException) -> bool:
 
 
 def place_of(thread: int) -> Message:
-    """What a thread is doing."""
+    """What a thread is doing, or the one that it waits for."""
+    thread = AWAITED.get(thread, thread)
     frame = sys._current_frames().get(thread)
     if frame is None:
         return {"waits": False, "at": "its thread has ended"}

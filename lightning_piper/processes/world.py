@@ -5,6 +5,7 @@ With one process (`transport="local"`) every operation is the identity, so its c
 
 from __future__ import annotations
 
+import copy
 import os
 import warnings
 from collections.abc import Callable, Iterable, Sequence
@@ -23,7 +24,7 @@ _MEANS = (None, "mean", "avg", dist.ReduceOp.AVG)
 _SUMS = {"sum": dist.ReduceOp.SUM, "max": dist.ReduceOp.MAX, "min": dist.ReduceOp.MIN}
 
 # Groups for host tensors by their ranks, for as long as the default group lives: fits and strategies of a process share them.
-_host: tuple[dist.ProcessGroup, dict[tuple[int, ...], dist.ProcessGroup]] | None = None
+_host: tuple[dist.ProcessGroup, dict[tuple[str, tuple[int, ...]], dist.ProcessGroup]] | None = None
 
 
 @torch.no_grad()
@@ -49,7 +50,17 @@ class World:
     ) -> None:
         self.rank, self.size, self.device = rank, size, device
         self._timeout = timeout
+        self._purpose = "tensors in host memory"
         self.replicas = tuple(replicas) or (0,) * size
+
+    def apart(self, purpose: str) -> World:
+        """The same processes, whose `broadcast`, `gather`, `to_rank_zero` and `from_rank_zero` are in groups of their own: a thread
+        may call them whatever this one does. Collective."""
+        other = copy.copy(self)
+        other._purpose = purpose
+        if self.size > 1:
+            assert other.host_group is not None  # made now
+        return other
 
     @property
     def is_rank_zero(self) -> bool:
@@ -83,9 +94,10 @@ class World:
         if _host is None or _host[0] is not default:
             _host = (default, {})
         members, groups = tuple(sorted(ranks)), _host[1]
-        if members not in groups:
-            groups[members] = local_group(members, "tensors in host memory", "gloo", self._timeout)
-        return groups[members]
+        key = self._purpose, members
+        if key not in groups:
+            groups[key] = local_group(members, self._purpose, "gloo", self._timeout)
+        return groups[key]
 
     def warn(self, text: str) -> None:
         """Warn once, not in every process: of the code that calls this."""
@@ -109,6 +121,24 @@ class World:
         values: list[Any] = [None] * len(members)
         dist.all_gather_object(values, value, group=self.host_group if ranks is None else self.group_of(members))
         return values if ranks is None else [values[members.index(rank)] for rank in ranks]
+
+    def to_rank_zero(self, value: T) -> list[T] | None:
+        """Every process's value, by rank, on rank 0; None on the others."""
+        if self.size == 1:
+            return [value]
+        values: list[Any] | None = [None] * self.size if self.is_rank_zero else None
+        dist.gather_object(value, values, dst=RANK_ZERO, group=self.host_group)
+        return values
+
+    def from_rank_zero(self, values: list[T] | None) -> T:
+        """Of the values that rank 0 has for all, by rank, the one of this process."""
+        if self.size == 1:
+            assert values is not None
+            return values[0]
+        box: list[Any] = [None]
+        dist.scatter_object_list(box, values, src=RANK_ZERO, group=self.host_group)
+        value: T = box[0]
+        return value
 
     def on_rank_zero(self, work: Callable[[], T], share: bool = True) -> T | None:
         """What `work` gives on rank 0, on every process (`share=False`: on rank 0; the others get None).

@@ -4,6 +4,7 @@
   lets run its entry points, if it is not None; that of this process alone, so no copy has its processes.
 - `ParallelStrategy._layer_sync`: what the Trainer sets for `sync_batchnorm=True`, or a plugin that it was given, else None.
 - `Strategy._reset_optimizers_and_schedulers`: forgets the optimizers of an earlier fit.
+- `Strategy._checkpoint_io`: the plugin, as it was given; `_WrappingCheckpointIO`: one that writes by another one.
 - `_SubprocessScriptLauncher`: starts the script once more for each further device of this machine; `procs` has the processes.
 - `_init_dist_connection`: makes the default process group of a cluster environment, and ends it with the process.
 - `_optimizers_to_device`: moves optimizers' states as Lightning's own strategies do.
@@ -11,35 +12,41 @@
 - `_results` of a loop, and of the Trainer for the one that runs: what was logged, with the arguments of each `self.log` (`meta`).
 - `WeightAveraging._average_model`: its `AveragedModel`, with a copy of the module, from `setup` on;
   `StochasticWeightAveraging._average_model`: the copy itself; `_avg_fn`: how it averages.
+- `_HandlersCompose`: what a Trainer makes the handler of a signal, if there was none.
 - `ThroughputMonitor._throughputs`: its measurements by stage, of which each knows how many devices there are.
 """
 
 from __future__ import annotations
 
 import copy
+import signal
 from collections.abc import Callable, Collection, Iterable, Sequence
 from subprocess import Popen
+from types import FrameType
 from typing import Any
 
 import lightning.pytorch as pl
 import torch
+from lightning.fabric.plugins import CheckpointIO, TorchCheckpointIO
 from lightning.fabric.utilities.distributed import _init_dist_connection as connect
 from lightning.fabric.utilities.optimizer import _optimizers_to_device as move_optimizers
 from lightning.fabric.utilities.seed import _collect_rng_states as collect_rng_states
 from lightning.fabric.utilities.seed import _set_rng_states as set_rng_states
 from lightning.fabric.utilities.throughput import Throughput
 from lightning.pytorch.callbacks import StochasticWeightAveraging, ThroughputMonitor, WeightAveraging
+from lightning.pytorch.plugins.io.wrapper import _WrappingCheckpointIO
 from lightning.pytorch.plugins.layer_sync import LayerSync, TorchSyncBatchNorm
 from lightning.pytorch.strategies.launchers.subprocess_script import _SubprocessScriptLauncher
 from lightning.pytorch.strategies.parallel import ParallelStrategy
+from lightning.pytorch.trainer.connectors.signal_connector import _HandlersCompose
 from torch.optim import Optimizer
 from torch.optim.swa_utils import AveragedModel
 
 from lightning_piper.either_lightning import is_a
 
 __all__ = [
-    "Strategy", "collect_rng_states", "connect", "copy_of", "log_anew", "log_apart", "move_optimizers", "set_rng_states",
-    "throughputs_of", "update_of",
+    "Strategy", "collect_rng_states", "connect", "copy_of", "handler_of", "log_anew", "log_apart", "move_optimizers",
+    "set_rng_states", "throughputs_of", "update_of",
 ]  # fmt: skip
 
 
@@ -68,6 +75,17 @@ class Strategy(ParallelStrategy):
         """As in the base class, which asserts that the module is one of its own package's."""
         model = model or self.lightning_module
         return self.precision_plugin.optimizer_step(optimizer, model=model, closure=closure, **kwargs)
+
+    @property
+    def checkpoint_io(self) -> CheckpointIO:
+        """As in the base class, which gives plugins of its own package alone the plugin that they wrap if they have none."""
+        if is_a(self._checkpoint_io, _WrappingCheckpointIO):
+            self._checkpoint_io.checkpoint_io = TorchCheckpointIO()
+        return super().checkpoint_io
+
+    @checkpoint_io.setter
+    def checkpoint_io(self, io: CheckpointIO) -> None:
+        self._checkpoint_io = io
 
     @property
     def started(self) -> Sequence[Popen[Any]]:
@@ -118,6 +136,12 @@ def log_apart(trainer: pl.Trainer, synced: Collection[str], processes: int) -> N
             metric.value = metric.value / processes
         if metric.meta.is_mean_reduction:
             metric.cumulated_batch_size = metric.cumulated_batch_size / processes
+
+
+def handler_of(number: int) -> Callable[[int, FrameType | None], Any] | None:
+    """A Trainer's handler of a signal; None if it has another one."""
+    found = signal.getsignal(number)
+    return found if is_a(found, _HandlersCompose) else None  # type: ignore[return-value]
 
 
 def throughputs_of(monitor: ThroughputMonitor) -> Iterable[Throughput]:

@@ -3,22 +3,29 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Mapping
+import warnings
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 import torch
 from lightning.fabric.plugins import CheckpointIO, TorchCheckpointIO
+from lightning.pytorch.plugins import AsyncCheckpointIO
 
 from lightning_piper.checkpoint.files import MANIFEST, located, prepare, publish, remove
 from lightning_piper.checkpoint.records import check_records
-from lightning_piper.checkpoint.sharded import open_checkpoint, read_whole
+from lightning_piper.checkpoint.sharded import Saving, open_checkpoint, read_whole
+from lightning_piper.checkpoint.snapshot import HostRoom, snapshot
 from lightning_piper.checkpoint.state import Loading, referenced, resolved
+from lightning_piper.checkpoint.tensor_ranges import TensorRange
+from lightning_piper.either_lightning import is_exactly
 from lightning_piper.errors import PiperError
 from lightning_piper.holdings.materialize import Known
 from lightning_piper.holdings.ownership import Ownership
 from lightning_piper.holdings.placeholders import check_values
+from lightning_piper.processes.behind import Behind
+from lightning_piper.processes.failure import GRACE
 from lightning_piper.processes.world import World, together
 
 KEY = "lightning_piper"  # what a plain Trainer does not need: the seed of the steps' random numbers
@@ -58,10 +65,11 @@ def save_in_one_go(io: CheckpointIO, content: dict[str, Any], path: str | Path, 
         PiperError: there are tensors whose values are on other processes.
     """
     check_values(content)
-    if not _is_ours(io, path):
+    plain = of_files(io, path)
+    if plain is None:
         io.save_checkpoint(content, path, storage_options=storage_options)
         return
-    path = Path(path)
+    io, path = plain, Path(path)
     temporary = prepare(path)
     try:
         io.save_checkpoint(content, temporary, storage_options=storage_options)
@@ -77,10 +85,87 @@ def save_in_one_go(io: CheckpointIO, content: dict[str, Any], path: str | Path, 
 
 def remove_in_one_go(io: CheckpointIO, path: str | Path) -> None:
     """Remove a file or directory."""
-    if not _is_ours(io, path) and not _is_sharded(Path(path)):
+    if of_files(io, path) is None and not _is_sharded(Path(path)):
         io.remove_checkpoint(path)
     else:
         remove(Path(path))
+
+
+class Saves:
+    """How a strategy's checkpoints get to their files: at once, or, with Lightning's `AsyncCheckpointIO`, behind the training.
+
+    Then what is saved is copied, in host memory that each checkpoint uses again, and written by a thread, in the way in which it
+    would be written at once: so it is whole or absent. There is one write at a time. What fails is raised by the next save, or at
+    the end of the run.
+    """
+
+    def __init__(self) -> None:
+        self._behind, self._room = Behind("piper-checkpoints"), HostRoom()
+
+    def __reduce__(self) -> Any:
+        return Saves, ()  # a copy of the strategy writes for itself
+
+    def plain(self, io: CheckpointIO, content: dict[str, Any], path: str | Path, storage_options: Any | None, behind: bool) -> None:
+        """Save a checkpoint that is one file.
+
+        Args:
+            behind: write it behind the training.
+
+        Raises:
+            Exception: it cannot be saved, or the one before could not.
+        """
+        self.wait()
+        if not behind:
+            save_in_one_go(io, content, path, storage_options)
+            return
+        check_values(content)
+        copy = snapshot(content, self._room)
+        self._behind.start(lambda: save_in_one_go(io, copy, path, storage_options))
+
+    def sharded(self, path: str | Path, ranges: Sequence[TensorRange], content: dict[str, Any], world: World, behind: bool) -> None:
+        """Save a sharded checkpoint. Collective.
+
+        Args:
+            ranges, content: as `tensor_ranges` and `common` of `checkpoint.sharded.save`.
+            behind: write it behind the training.
+
+        Raises:
+            PiperError: on every process: it cannot be saved, or the one before could not.
+        """
+        self.wait()
+        saving = Saving(path, ranges, content, world)
+        if not behind:
+            saving.write(world)
+            return
+        saving.copy(self._room)
+        apart = world.apart("checkpoints behind the training")
+        self._behind.start(lambda: saving.write(apart))
+
+    def remove(self, io: CheckpointIO, path: str | Path) -> None:
+        """Remove a checkpoint: not before the one that is being written is whole."""
+        self._behind.then(lambda: remove_in_one_go(io, path))
+
+    def wait(self) -> None:
+        """Until everything is written.
+
+        Raises:
+            Exception: with which that has failed.
+        """
+        self._behind.wait()
+
+    def end(self, failed: bool) -> None:
+        """The run is over. After a failure a write gets as long as other processes then have.
+
+        Raises:
+            Exception: the last write has failed; after a failure this is a warning.
+        """
+        try:
+            self._behind.wait(GRACE if failed else None)
+        except Exception as error:
+            if not failed:
+                raise
+            warnings.warn(f"the last checkpoint is not complete, use the one before: {type(error).__name__}: {error}", stacklevel=2)
+        self._room = HostRoom()
 
 
 def found_at(path: str | Path, io: CheckpointIO, world: World) -> tuple[str, bool]:
@@ -94,7 +179,7 @@ def found_at(path: str | Path, io: CheckpointIO, world: World) -> tuple[str, boo
     def look() -> tuple[str, bool]:
         if "://" in str(path):
             return str(path), False
-        if _is_ours(io, path):
+        if of_files(io, path) is not None:
             place = located(Path(path))
             return str(place), place.is_dir()
         return str(path), _is_sharded(Path(path))
@@ -113,7 +198,7 @@ def read_plain(path: str | Path, io: CheckpointIO, world: World, read: Callable[
     Raises:
         PiperError: on every process, if on one it is damaged or cannot be read.
     """
-    if not _is_ours(io, path):
+    if of_files(io, path) is None:
         return read()
     check_records(path, world)
     content: dict[str, Any] = {}
@@ -129,10 +214,10 @@ def check_target(path: str | Path, storage_options: Any | None, io: CheckpointIO
     """
     if "://" in str(path):
         raise PiperError(f"a sharded checkpoint cannot be written to {path}; give a directory that all processes share")
-    if storage_options is not None or type(io) is not TorchCheckpointIO:
+    if storage_options is not None or of_files(io, path) is None:
         raise PiperError(
             "PiperStrategy(checkpoint='sharded') writes by torch.distributed.checkpoint: storage_options and checkpoint plugins "
-            f"({type(io).__name__}) do not apply; leave them out, or use checkpoint='consolidated'"
+            f"but AsyncCheckpointIO() ({type(io).__name__}) do not apply; leave them out, or use checkpoint='consolidated'"
         )
 
 
@@ -141,8 +226,15 @@ def _is_sharded(path: Path) -> bool:
     return (path / MANIFEST).is_file()
 
 
-def _is_ours(io: CheckpointIO, path: str | Path) -> bool:
-    return type(io) is TorchCheckpointIO and "://" not in str(path)
+def of_files(io: CheckpointIO, path: str | Path) -> TorchCheckpointIO | None:
+    """Lightning's own plugin for files, if it is what writes there, at once or behind the training."""
+    found = io.checkpoint_io if is_exactly(io, AsyncCheckpointIO) else io  # type: ignore[attr-defined]
+    return found if type(found) is TorchCheckpointIO and "://" not in str(path) else None
+
+
+def is_behind(io: CheckpointIO, path: str | Path) -> bool:
+    """Is what is saved there to be written behind the training, in the way of this package?"""
+    return is_exactly(io, AsyncCheckpointIO) and of_files(io, path) is not None
 
 
 def seed_of(content: Mapping[str, Any]) -> int | None:

@@ -22,6 +22,7 @@ from lightning_piper.either_lightning import is_a
 from lightning_piper.errors import PiperError
 from lightning_piper.holdings.materialize import Known, is_on_meta, without_initial_values
 from lightning_piper.limits import shown
+from lightning_piper.strategy.checkpoints import is_behind
 
 
 def check_fit(trainer: pl.Trainer, module: pl.LightningModule, processes: int, layer_sync: LayerSync | None, known: Known) -> None:
@@ -58,7 +59,13 @@ def _problems(trainer: pl.Trainer, module: pl.LightningModule, layer_sync: Layer
     problem = without_initial_values(module, known)
     if problem is not None:
         yield problem
+    behind = is_behind(trainer.strategy.checkpoint_io, "")
     for callback in trainer.callbacks:  # type: ignore[attr-defined]
+        if behind and is_a(callback, ModelCheckpoint) and callback.save_last == "link":
+            yield (
+                "ModelCheckpoint(save_last='link') links to the checkpoint that AsyncCheckpointIO has yet to write, so if that "
+                "fails there is no last one; give save_last=True"
+            )
         if is_a(callback, WeightAveraging, StochasticWeightAveraging) and is_on_meta(module):
             yield (
                 f"the callback {type(callback).__name__} has copied the module, which is on the meta device and has no values yet; "
@@ -153,14 +160,14 @@ def _uncapturable_callbacks(trainer: pl.Trainer) -> Iterator[str]:
             )
 
 
-def check_runs_once(fresh: bool, processes: int) -> None:
-    """Refuse to run the step again on one batch: who does so (LBFGS, SAM) moves the parameters in between by a measure of all of
-    them, and a process has some.
+def check_runs_once(fresh: bool) -> None:
+    """Refuse to run the step again on one batch where a process has some of the parameters: who does so (LBFGS, SAM) moves them in
+    between by a measure of all of them.
 
     Raises:
-        PiperError: it was run before, on several processes.
+        PiperError: it was run before.
     """
-    if not fresh and processes > 1:
+    if not fresh:
         raise PiperError(
             "PiperStrategy: the optimizer, or an optimizer_step of the module, ran the closure twice on one batch. Optimizers "
             "that do (LBFGS, SAM) take norms or inner products over all parameters, which are on several processes; use one that "

@@ -11,7 +11,6 @@ from typing import Any
 
 import lightning.pytorch as pl
 import torch
-from lightning.fabric.plugins import TorchCheckpointIO
 from lightning.pytorch.utilities.rank_zero import rank_zero_info
 
 from lightning_piper.capture.compiled import checked_options
@@ -27,7 +26,7 @@ from lightning_piper.session.standalone import Standalone
 from lightning_piper.session.uncaptured import NOT_CAPTURED, check_may_be
 from lightning_piper.session.verification import Verify
 from lightning_piper.strategy import _lightning
-from lightning_piper.strategy.checkpoints import Restored
+from lightning_piper.strategy.checkpoints import Restored, of_files
 from lightning_piper.strategy.checks import check_evaluation
 from lightning_piper.strategy.compatibility import Averages, count_once, resume, suspend
 from lightning_piper.strategy.data import draw_seed
@@ -246,7 +245,7 @@ class EvaluatingStrategy(OverProcesses):
 
     def load_checkpoint(self, checkpoint_path: str | Path, weights_only: bool | None = None) -> dict[str, Any]:
         """A plain checkpoint. For a module on the meta device its tensors stay in the file, and are read where they are used."""
-        ours = type(self.checkpoint_io) is TorchCheckpointIO and zipfile.is_zipfile(checkpoint_path)
+        ours = of_files(self.checkpoint_io, checkpoint_path) is not None and zipfile.is_zipfile(checkpoint_path)
         if not ours or self.world.size == 1 or self.lightning_module is None or not is_on_meta(self.lightning_module):
             return super().load_checkpoint(checkpoint_path, weights_only)
         content: dict[str, Any] = torch.load(checkpoint_path, map_location="cpu", mmap=True, weights_only=weights_only)

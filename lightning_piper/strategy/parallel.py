@@ -2,17 +2,24 @@
 
 from __future__ import annotations
 
+import signal
 import sys
+from collections.abc import Callable
 from datetime import timedelta
+from functools import partial
+from types import FrameType
 from typing import Any, TypeVar
 
+import lightning.pytorch as pl
 import torch
 import torch.distributed as dist
+from lightning.fabric.plugins.environments import SLURMEnvironment
 from lightning.fabric.utilities.rank_zero import rank_zero_only as fabric_rank_zero_only
 from lightning.pytorch.trainer.states import TrainerFn
 from lightning.pytorch.utilities.rank_zero import rank_zero_only
 
 from lightning_piper.accelerators.kinds import check_kind
+from lightning_piper.either_lightning import is_a
 from lightning_piper.errors import PiperError
 from lightning_piper.processes.failure import FailureWatch
 from lightning_piper.processes.joining import BatchJoin
@@ -156,3 +163,61 @@ class OverProcesses(_lightning.Strategy):
         if self._local or not dist.is_initialized():
             return obj
         return self.world.broadcast(obj, src)
+
+
+class Requeue(pl.Callback):
+    """A job of SLURM that is told to end soon: it saves, and is put into the queue again.
+
+    Lightning does that in a signal handler, wherever the process is: in the middle of a step, whose messages other processes wait
+    for, and they would not come to a save that needs all. So the signal is only noted, and Lightning's handler runs on all
+    processes at the end of one and the same batch, after all other callbacks.
+
+    Args:
+        requeue: what Lightning does when the signal comes; None where the run is not to be requeued.
+        world: the processes; None where the run is not to be requeued.
+        every: of how many batches an accumulation is.
+
+    Attributes:
+        saves: the handler runs. What it saves must be whole when it returns, for then the job ends.
+    """
+
+    def __init__(self, requeue: Callable[[], object] | None = None, world: World | None = None, every: int = 1) -> None:
+        self._requeue, self._world, self._every = requeue, world, every
+        self._told = False
+        self.saves = False
+
+    @classmethod
+    def of(cls, trainer: pl.Trainer, world: World) -> Requeue:
+        """Take the signal over, until the Trainer restores the handlers that were there before the run."""
+        callbacks: list[pl.Callback] = trainer.callbacks  # type: ignore[attr-defined]
+        callbacks[:] = [callback for callback in callbacks if not isinstance(callback, Requeue)]
+        environment = trainer.strategy.cluster_environment  # type: ignore[attr-defined]
+        if not is_a(environment, SLURMEnvironment) or not environment.auto_requeue or environment.requeue_signal is None:
+            return cls()
+        number = environment.requeue_signal
+        handler = _lightning.handler_of(number)
+        if handler is None:  # it is one of the user's, which Lightning leaves in its place
+            return cls()
+        taken = cls(partial(handler, number, None), world, trainer.accumulate_grad_batches)
+        signal.signal(number, taken.note)
+        callbacks.append(taken)
+        return taken
+
+    def __reduce__(self) -> Any:
+        return Requeue, ()  # signals are for one process
+
+    def note(self, number: int, frame: FrameType | None) -> None:
+        """The signal came."""
+        self._told = True
+
+    def on_train_batch_end(self, trainer: pl.Trainer, module: pl.LightningModule, outputs: Any, batch: Any, batch_idx: int) -> None:
+        """Save and requeue, if a process has got the signal. Collective."""
+        if self._requeue is None or self._world is None or (batch_idx + 1) % self._every:
+            return
+        if not self._world.decide(self._told, all=False):
+            return
+        self._told, self.saves = False, True
+        try:
+            self._requeue()
+        finally:
+            self.saves = False

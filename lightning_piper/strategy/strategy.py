@@ -20,10 +20,9 @@ from lightning.pytorch.trainer.states import TrainerFn
 from lightning.pytorch.utilities.rank_zero import rank_zero_info
 from torch.optim import Optimizer
 
-from lightning_piper.checkpoint.sharded import save
 from lightning_piper.checkpoint.state import Loading, module_state, optimizer_state, referenced, tensor_ranges_of
 from lightning_piper.either_lightning import is_a
-from lightning_piper.errors import CaptureError, DirectiveError, PiperError
+from lightning_piper.errors import PiperError
 from lightning_piper.holdings.materialize import is_on_meta
 from lightning_piper.holdings.optimizer import State, check_groups, names_in
 from lightning_piper.ir.regions import Logged
@@ -35,20 +34,12 @@ from lightning_piper.session.standalone import Standalone
 from lightning_piper.session.uncaptured import NOT_CAPTURED, check_may_be
 from lightning_piper.session.verification import ACCEPTED, Verify
 from lightning_piper.strategy import _lightning
-from lightning_piper.strategy.checkpoints import (
-    KEY,
-    Restored,
-    check_target,
-    found_at,
-    read_plain,
-    remove_in_one_go,
-    save_in_one_go,
-    seed_of,
-)
+from lightning_piper.strategy.checkpoints import KEY, Restored, Saves, check_target, found_at, is_behind, read_plain, seed_of
 from lightning_piper.strategy.checks import check_fit, checked_capture, one_of, uncapturable
 from lightning_piper.strategy.compatibility import averaging
 from lightning_piper.strategy.evaluating import EvaluatingStrategy
 from lightning_piper.strategy.fit import Fit
+from lightning_piper.strategy.parallel import Requeue
 from lightning_piper.strategy.phases import Eager, Ended, Fitting, Idle, Left, Starting, over
 
 
@@ -128,6 +119,7 @@ class PiperStrategy(EvaluatingStrategy):
         )  # fmt: skip
         self._profile, self._sharded, self._transport = profile, checkpoint == "sharded", transport
         self._accumulating, self._accumulate = False, accumulate
+        self._saves, self._requeue = Saves(), Requeue()
 
     def __repr__(self) -> str:
         given = "no directives of its own" if self._program is None else f"{len(self._program)} directives"
@@ -158,6 +150,10 @@ class PiperStrategy(EvaluatingStrategy):
             self.model_to_device()  # a sanity check runs as it is, too
         else:
             phase.names = names_in(self.optimizers[0], module)
+
+    def on_train_start(self) -> None:
+        assert self.lightning_module is not None
+        self._requeue = Requeue.of(self.lightning_module.trainer, self.world)
 
     def on_train_batch_start(self, batch: Any, batch_idx: int) -> None:
         """The first batch of a fit brings the shapes: now the step is captured, and the module distributed."""
@@ -243,7 +239,7 @@ class PiperStrategy(EvaluatingStrategy):
         loop = trainer.fit_loop.epoch_loop
         try:
             return fit.step(loop.total_batch_idx, loop.batch_idx, trainer.current_epoch, last=not self._accumulating)
-        except (CaptureError, DirectiveError) as error:
+        except NOT_CAPTURED as error:
             check_may_be(fit.before, "training_step", error, self._capture, self._accumulate)
             fit.give_up()
             self._begin_eager(fit.before, fit.program.dag.code.logs)
@@ -271,6 +267,7 @@ class PiperStrategy(EvaluatingStrategy):
             self._accumulating = False
 
     def teardown(self) -> None:
+        self._saves.end(self._failed)
         self._whole.close()  # after a failure
         self._chosen.close()
         phase, self.phase = self.phase, over(self.phase)
@@ -369,6 +366,7 @@ class PiperStrategy(EvaluatingStrategy):
             restored.values = {}
 
     def load_checkpoint(self, checkpoint_path: str | Path, weights_only: bool | None = None) -> dict[str, Any]:
+        self._saves.wait()
         world, restored = self.world, self._restored
         place, sharded = found_at(checkpoint_path, self.checkpoint_io, world)
         restored.sharded = Loading(place, world, weights_only is not False) if sharded else None
@@ -380,21 +378,22 @@ class PiperStrategy(EvaluatingStrategy):
         return content
 
     def save_checkpoint(self, checkpoint: dict[str, Any], filepath: str | Path, storage_options: Any | None = None) -> None:
-        phase = self.phase
+        phase, io = self.phase, self.checkpoint_io
+        # Outside of a run nobody would wait for the end.
+        behind = is_behind(io, filepath) and not isinstance(phase, Idle | Ended) and not self._requeue.saves
         if phase.left.seed is not None:
             checkpoint[KEY] = {"seed": phase.left.seed}
         if self._sharded and isinstance(phase, Fitting | Ended):
             assert self.lightning_module is not None
-            check_target(filepath, storage_options, self.checkpoint_io)
+            check_target(filepath, storage_options, io)
             fit, running = phase.fit, isinstance(phase, Fitting)
             keys = referenced(checkpoint)
             tensor_ranges = tensor_ranges_of(self.lightning_module, fit.ownership, fit.optimizer, keys, running)
             tensor_ranges += self._averages.ranges(keys) if self._averages is not None else []
-            save(filepath, tensor_ranges, checkpoint, self.world)
-            return
-        if self.is_global_zero:
-            save_in_one_go(self.checkpoint_io, checkpoint, filepath, storage_options)
+            self._saves.sharded(filepath, tensor_ranges, checkpoint, self.world, behind)
+        elif self.is_global_zero:
+            self._saves.plain(io, checkpoint, filepath, storage_options, behind)
 
     def remove_checkpoint(self, filepath: str | Path) -> None:
         if self.is_global_zero:
-            remove_in_one_go(self.checkpoint_io, filepath)
+            self._saves.remove(self.checkpoint_io, filepath)

@@ -15,7 +15,7 @@ import socket
 import sys
 import time
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from datetime import timedelta
 from pathlib import Path
 from typing import Any
@@ -24,9 +24,11 @@ from unittest import mock
 import lightning as L
 import torch
 from lightning.pytorch.callbacks import ModelCheckpoint
+from lightning.pytorch.plugins import AsyncCheckpointIO
 
 import lightning_piper as piper
 from lightning_piper.checkpoint.files import read_manifest, verify
+from lightning_piper.processes.behind import Behind
 from lightning_piper.session import programs
 from lightning_piper.strategy.fit import Fit
 from tests.distributed.processes import Ended, run_ranks
@@ -47,13 +49,15 @@ HUNG_FOR = 2 * TIMEOUT + ENDED_IN  # seconds from the moment at which a rank han
 
 @dataclass(frozen=True)
 class Fault:
-    """`position`: of the instruction, for `step`, and of the call that changes files, for `checkpoint`."""
+    """`position`: of the instruction, for `step`, and of the call that changes files, for `checkpoint`; `behind`: checkpoints are
+    written behind the training, and what happens at `checkpoint` happens there."""
 
     rank: int
     kind: str
     moment: str
     checkpoint: str = "consolidated"
     position: int = 0
+    behind: bool = False
 
 
 @dataclass(frozen=True)
@@ -68,8 +72,12 @@ class Outcome:
     wrong: list[str]
 
 
-def draw(count: int, seed: int) -> list[Fault]:
-    """All pairs of a kind and a moment come up before one does again."""
+def draw(count: int, seed: int, behind: bool = False) -> list[Fault]:
+    """All pairs of a kind and a moment come up before one does again.
+
+    Args:
+        behind: checkpoints are written behind the training.
+    """
     chance = random.Random(seed)
     pairs: list[tuple[str, str]] = []
     faults = []
@@ -79,7 +87,7 @@ def draw(count: int, seed: int) -> list[Fault]:
             chance.shuffle(pairs)
         kind, moment = pairs.pop()
         faults.append(
-            Fault(chance.randrange(RANKS), kind, moment, chance.choice(("consolidated", "sharded")), chance.randrange(30))
+            Fault(chance.randrange(RANKS), kind, moment, chance.choice(("consolidated", "sharded")), chance.randrange(30), behind)
         )
     return faults
 
@@ -164,10 +172,10 @@ CHANGES = {"mkdir", "rename", "replace", "unlink", "rmdir", "open", "close", "fs
 
 
 def while_saving(trouble: Trouble) -> Any:
-    """Replaces `save_checkpoint`: before some call that changes files, or when all is done."""
-    save, saves = piper.PiperStrategy.save_checkpoint, 0
+    """Replaces what writes: before some call that changes files, or when all is done."""
+    saves = 0
 
-    def saving(*args: Any, **kwargs: Any) -> None:
+    def saving(write: Callable[[], object]) -> None:
         nonlocal saves
         saves += 1
         left: int | None = trouble.fault.position
@@ -182,12 +190,17 @@ def while_saving(trouble: Trouble) -> Any:
 
         sys.setprofile(profile if saves == 2 * EPOCH + 1 else None)  # each epoch saves one of its own and the last one
         try:
-            save(*args, **kwargs)
+            write()
         finally:
             sys.setprofile(None)
         trouble.at("checkpoint", saves == 2 * EPOCH + 1 and left is not None)
 
-    return mock.patch.object(piper.PiperStrategy, "save_checkpoint", saving)
+    # A process that writes nothing behind the training has its fault where all save.
+    if trouble.fault.behind and (trouble.fault.checkpoint == "sharded" or trouble.fault.rank == 0):
+        start = Behind.start
+        return mock.patch.object(Behind, "start", lambda behind, work: start(behind, lambda: saving(work)))
+    save = piper.PiperStrategy.save_checkpoint
+    return mock.patch.object(piper.PiperStrategy, "save_checkpoint", lambda *args, **how: saving(lambda: save(*args, **how)))
 
 
 @sharing_captures
@@ -208,7 +221,8 @@ def train(rank: int, folder: Path, fault: Fault, checkpoint: str, ranks: int = R
     module, loader = make("dropout", samples=16, batch_size=4)
     seconds = TIMEOUT if fault.kind in HANGS else 120
     program = pp2_dp2(3, 1) if ranks == RANKS else dp2(3)
-    strategy = piper.PiperStrategy(program, timeout=timedelta(seconds=seconds), checkpoint=checkpoint)  # type: ignore[arg-type]
+    io = AsyncCheckpointIO() if fault.behind else None
+    strategy = piper.PiperStrategy(program, timeout=timedelta(seconds=seconds), checkpoint=checkpoint, checkpoint_io=io)  # type: ignore[arg-type]
     save = ModelCheckpoint(folder / "checkpoints", filename="{epoch}", save_last=True, save_top_k=-1)
     callbacks = [trouble, save] if own else [save]
     fit, record = trainer(strategy, callbacks, devices=ranks, max_steps=-1, max_epochs=EPOCHS, enable_checkpointing=True)
@@ -256,7 +270,8 @@ def inject(fault: Fault, folder: Path, wanted: dict[str, Any]) -> Outcome:
     if ends[fault.rank].exitcode is None and fault.kind != "stop":
         wrong.append("the rank itself is left")
     wrong += _damaged(folder / "checkpoints")
-    again = run_ranks(RANKS, train, folder, folder, NONE, fault.checkpoint, joined=False)
+    none = replace(NONE, behind=fault.behind)
+    again = run_ranks(RANKS, train, folder, folder, none, fault.checkpoint, joined=False)
     for rank, end in enumerate(again):
         if end.exitcode or not isinstance(end.result, dict):
             wrong.append(f"after it rank {rank} did not train: {end.said[-1000:]}")

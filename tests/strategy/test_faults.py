@@ -24,6 +24,7 @@ pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="breaks connecti
 FAULTS = [
     Fault(0, "kill", "checkpoint", "sharded", 12),
     Fault(3, "link", "step", "sharded", 9),
+    Fault(0, "kill", "checkpoint", "sharded", 12, behind=True),
     Fault(1, "raise", "compile"),
     Fault(2, "memory", "forward"),
     Fault(0, "exit", "optimizer"),
@@ -39,7 +40,7 @@ def wanted(tmp_path_factory):
 @pytest.mark.parametrize(
     "fault",
     marked(FAULTS, FAULTS[:3]),
-    ids=lambda fault: f"{fault.kind} {fault.moment}",
+    ids=lambda fault: f"{fault.kind} {fault.moment}{' behind' * fault.behind}",
 )
 def test_a_fault(fault, wanted, tmp_path):
     assert faults.inject(fault, tmp_path, wanted).wrong == []

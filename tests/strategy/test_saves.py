@@ -1,0 +1,194 @@
+"""Checkpoints that are written behind the training: the same ones, whole or absent, and nothing that fails is lost."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
+from pathlib import Path
+from typing import Any
+from unittest import mock
+
+import lightning as L
+import pytest
+import pytorch_lightning
+import torch
+from lightning.pytorch.callbacks import ModelCheckpoint
+from lightning.pytorch.plugins.io import AsyncCheckpointIO, TorchCheckpointIO
+
+import lightning_piper as piper
+from lightning_piper.checkpoint.sharded import Saving
+from lightning_piper.processes.behind import Behind
+from lightning_piper.strategy import checkpoints, consolidate
+from tests.strategy.fitting import local, sharing_captures, trainer, values
+from tests.strategy.models import make
+from tests.strategy.scenarios import equal
+from tests.strategy.sharded import dp2
+
+KINDS = ("consolidated", "sharded")
+PATIENCE = 60.0  # seconds
+
+
+class Gate(L.Callback):
+    """What is written behind the training from a step on waits until a later one is over."""
+
+    def __init__(self, opens: int) -> None:
+        self.opens, self.gate = opens, threading.Event()
+        self.seen: dict[int, set[str]] = {}
+
+    def holding(self) -> Any:
+        start = Behind.start
+
+        def held(behind: Behind, work: Callable[[], object]) -> None:
+            start(behind, lambda: (self.gate.wait(PATIENCE), work()))
+
+        return mock.patch.object(Behind, "start", held)
+
+    def on_train_batch_end(self, trainer: L.Trainer, *args: Any) -> None:
+        folder = Path(trainer.default_root_dir)
+        self.seen[trainer.global_step] = {path.name for path in folder.glob("*.ckpt")}
+        if trainer.global_step >= self.opens:
+            self.gate.set()
+
+
+class SaveAt(L.Callback):
+    def __init__(self, *steps: int) -> None:
+        self.steps = steps
+
+    def on_train_batch_end(self, trainer: L.Trainer, *args: Any) -> None:
+        if trainer.global_step in self.steps:
+            trainer.save_checkpoint(Path(trainer.default_root_dir, f"{trainer.global_step}.ckpt"))
+
+
+@sharing_captures
+def fit(folder: Path, kind: Any, io: Any, *callbacks: L.Callback, steps: int = 4, **options: Any) -> tuple[L.Trainer, Any]:
+    """A training of ZeRO-1, all devices in this process."""
+    module, loader = make("dropout", samples=16, batch_size=8)  # two steps an epoch
+    strategy = local(dp2(1), checkpoint=kind, checkpoint_io=io)
+    torch.manual_seed(3)
+    saves = any(isinstance(callback, ModelCheckpoint) for callback in callbacks)
+    run, _ = trainer(strategy, callbacks, max_steps=steps, default_root_dir=folder, enable_checkpointing=saves)
+    run.fit(module, loader, **options)
+    return run, values(module)
+
+
+def content(path: Path, kind: str) -> dict[str, Any]:
+    if kind == "sharded":
+        assert path.is_dir()
+        consolidate(path, path := path.with_suffix(".plain"))
+    found: dict[str, Any] = torch.load(path, weights_only=True)
+    return found
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_what_is_written_later_is_what_was_there(kind: str, tmp_path: Path) -> None:
+    """Also while two more steps change all of it; without the copies these are seen."""
+    fit(tmp_path / "now", kind, None, SaveAt(1))
+    expected = content(tmp_path / "now" / "1.ckpt", kind)
+    for copied in (True, False):
+        folder, gate = tmp_path / f"later {copied}", Gate(3)
+        without: AbstractContextManager[Any] = nullcontext()
+        if not copied:
+            owner: Any = Saving if kind == "sharded" else checkpoints
+            name = "copy" if kind == "sharded" else "snapshot"
+            without = mock.patch.object(owner, name, lambda content, room: content)
+        with gate.holding(), without:
+            fit(folder, kind, AsyncCheckpointIO(), SaveAt(1), gate)
+        assert gate.seen == {1: set(), 2: set(), 3: set(), 4: gate.seen[4]}
+        found = content(folder / "1.ckpt", kind)
+        assert equal(found, expected) == copied
+        assert found.keys() == expected.keys()
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_the_only_valid_checkpoint_is_not_removed(kind: str, tmp_path: Path) -> None:
+    """`save_top_k=1` removes the first one when the second one is whole, which waits until after the third step."""
+    gate, start, count = Gate(3), Behind.start, 0
+
+    def second_is_held(behind: Behind, work: Callable[[], object]) -> None:
+        nonlocal count
+        count += 1
+        start(behind, work if count != 2 else lambda: (gate.gate.wait(PATIENCE), work()))
+
+    class Fewer(ModelCheckpoint):
+        def on_train_batch_end(self, trainer: L.Trainer, *args: Any) -> None:
+            if trainer.global_step in (1, 2, 4):
+                super().on_train_batch_end(trainer, *args)
+
+    keep = Fewer(tmp_path, filename="{step}", every_n_train_steps=1, save_top_k=1, monitor=None)
+    with mock.patch.object(Behind, "start", second_is_held):
+        fit(tmp_path, kind, AsyncCheckpointIO(), keep, gate)
+    assert gate.seen[3] == {"step=1.ckpt"}
+    assert {path.name for path in tmp_path.glob("*.ckpt")} == {"step=4.ckpt"}
+
+
+def full(*args: Any, **options: Any) -> None:
+    raise OSError(28, "No space left on device")
+
+
+def where(kind: str) -> Any:
+    owner: Any = torch.distributed.checkpoint.FileSystemWriter if kind == "sharded" else TorchCheckpointIO
+    return mock.patch.object(owner, "write_data" if kind == "sharded" else "save_checkpoint", full)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("steps, saved", [((2, 3), 3), ((2,), 4)])
+def test_a_full_disk_is_an_error_of_the_next_save_or_of_the_fit(kind: str, steps: Any, saved: int, tmp_path: Path) -> None:
+    fit(tmp_path, kind, AsyncCheckpointIO(), SaveAt(1), steps=1)
+    reached = []
+
+    class Counting(L.Callback):
+        def on_train_batch_end(self, trainer: L.Trainer, *args: Any) -> None:
+            reached.append(trainer.global_step)
+
+    with where(kind), pytest.raises((OSError, piper.PiperError), match="No space left on device"):
+        fit(tmp_path, kind, AsyncCheckpointIO(), Counting(), SaveAt(*steps))
+    assert reached[-1] == saved
+    assert [path.name for path in tmp_path.iterdir()] == ["1.ckpt"]
+    assert content(tmp_path / "1.ckpt", kind)["global_step"] == 1
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_write_that_fails_with_the_training_is_a_warning(kind: str, tmp_path: Path) -> None:
+    class Failing(L.Callback):
+        def on_train_batch_end(self, trainer: L.Trainer, *args: Any) -> None:
+            if trainer.global_step == 3:
+                raise ValueError("of the user's")
+
+    warned = pytest.warns(UserWarning, match=r"is not complete, use the one before: .*No space left")
+    with where(kind), warned, pytest.raises(ValueError, match="of the user's"):
+        fit(tmp_path, kind, AsyncCheckpointIO(), SaveAt(2), Failing())
+    assert not list(tmp_path.iterdir())
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_the_last_one_is_the_newest_that_is_whole(kind: str, tmp_path: Path) -> None:
+    save = ModelCheckpoint(tmp_path, filename="{step}", every_n_train_steps=1, save_last=True, save_top_k=-1)
+    _, expected = fit(tmp_path / "whole", kind, AsyncCheckpointIO(), steps=4)
+    fit(tmp_path, kind, AsyncCheckpointIO(), save, steps=2)
+    save = ModelCheckpoint(tmp_path, filename="{step}", every_n_train_steps=4, save_last=True, save_top_k=-1)
+    with where(kind), pytest.raises((OSError, piper.PiperError), match="No space left"):
+        fit(tmp_path, kind, AsyncCheckpointIO(), save, steps=4, ckpt_path="last")
+    run, found = fit(tmp_path, kind, AsyncCheckpointIO(), save, steps=4, ckpt_path="last")
+    assert equal(found, expected)
+    run.save_checkpoint(tmp_path / "after.ckpt")  # nothing waits for it, so it is there now
+    assert content(tmp_path / "after.ckpt", kind)["global_step"] == 4
+
+
+def test_a_link_to_what_is_not_there_is_refused(tmp_path: Path) -> None:
+    save = ModelCheckpoint(tmp_path, save_last="link")
+    with pytest.raises(piper.PiperError, match=r"save_last='link'.*give save_last=True"):
+        fit(tmp_path, "consolidated", AsyncCheckpointIO(), save)
+    fit(tmp_path, "consolidated", None, save)
+
+
+def test_which_plugins_write_behind_the_training_in_this_way() -> None:
+    class Own(TorchCheckpointIO):
+        pass
+
+    assert checkpoints.is_behind(AsyncCheckpointIO(TorchCheckpointIO()), "a.ckpt")
+    assert not checkpoints.is_behind(AsyncCheckpointIO(TorchCheckpointIO()), "memory://a.ckpt")
+    assert not checkpoints.is_behind(AsyncCheckpointIO(Own()), "a.ckpt")
+    assert not checkpoints.is_behind(TorchCheckpointIO(), "a.ckpt")
+    theirs = piper.PiperStrategy(checkpoint_io=pytorch_lightning.plugins.AsyncCheckpointIO())
+    assert checkpoints.is_behind(theirs.checkpoint_io, "a.ckpt")
