@@ -48,8 +48,9 @@ def traced_once(
         without_data: lets the module have tensors of a fake mode meanwhile: a rehearsal has its own, for it may write to them.
         trace: makes the graph where it is not known.
     """
-    mode = _torch.FakeTensorMode()
-    try:
+
+    def rehearsed() -> tuple[str, torch.device]:
+        mode = _torch.FakeTensorMode()
         with restored(module), without_data(mode), mode:
             others = [torch.empty_strided(x.shape, x.stride(), dtype=x.dtype, device=x.device) for x in inputs]
             own = torch.empty((), device=device).device  # with its number
@@ -57,11 +58,15 @@ def traced_once(
             digest = notes_of(module, lambda: step(*others), others, own)
             if step.keeps:
                 check_unchanged(module, before, step.name)  # also by hooks of the backward pass
+        return digest, own
+
+    try:
+        digest, own = rehearsed()
     except (Grows, Drawn, CaptureError, *_torch.WITHOUT_VALUES):  # what the step does is refused, and may have been done
         raise
     except Exception:  # a trace says what is wrong, if anything is
         return trace()
-    return _graph(digest, own, trace)
+    return _graph(digest, own, trace, lambda: rehearsed()[0] == digest)
 
 
 def forget() -> None:
@@ -69,8 +74,8 @@ def forget() -> None:
     _known.clear()
 
 
-def _graph(digest: str, own: torch.device, trace: Callable[[], Graph]) -> Graph:
-    """The graph of a step that does what the digest stands for."""
+def _graph(digest: str, own: torch.device, trace: Callable[[], Graph], same: Callable[[], bool]) -> Graph:
+    """The graph of a step that does what the digest stands for. `same`: does it still?"""
     name = hashlib.sha256(f"{_versions()}\n{digest}".encode()).hexdigest()
     path = cache.folder("graphs") / name
     content = _known.get(name) or cache.read(path)
@@ -80,7 +85,7 @@ def _graph(digest: str, own: torch.device, trace: Callable[[], Graph]) -> Graph:
             content = cache.read(path)
             graph = _read(content, own)
             if graph is None and content != REFUSED:
-                content, graph = _made(path, own, trace)
+                content, graph = _made(path, own, trace, same)
     if graph is None:
         return trace()
     if content:
@@ -97,9 +102,11 @@ def _read(content: bytes | None, own: torch.device) -> Graph | None:
         return None
 
 
-def _made(path: Path, own: torch.device, trace: Callable[[], Graph]) -> tuple[bytes, Graph]:
+def _made(path: Path, own: torch.device, trace: Callable[[], Graph], same: Callable[[], bool]) -> tuple[bytes, Graph]:
     """Trace, and write it down. What was written goes on, so that a first run has what a later one reads."""
     graph = trace()
+    if not same():  # it follows a clock or a file, say, and the graph may be that of another time
+        return REFUSED, graph
     try:
         content = written(graph, own)
         graph = read(content, own)

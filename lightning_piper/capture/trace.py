@@ -32,7 +32,7 @@ from lightning_piper.capture.reads import Drawn, Reads
 from lightning_piper.capture.selected import Selected
 from lightning_piper.capture.source import user_line
 from lightning_piper.capture.swallowed import refusals
-from lightning_piper.capture.unchanged import Attribute, attributes, changes, check_unchanged, restored
+from lightning_piper.capture.unchanged import Attribute, attributes, changes, check_unchanged, leaving_tensors, restored
 from lightning_piper.capture.watch import Watch
 from lightning_piper.errors import CaptureError
 from lightning_piper.ir.metric_calls import MetricCalls
@@ -86,7 +86,7 @@ def trace(
     with step.gradients(), restored(module), reading, _without_data(module, mode, device, parts), as_captured(module, step):
         before = attributes(module)
         try:
-            make = partial(_torch.functional_graph, mode, step, inputs)
+            make = partial(leaving_tensors, module, partial(_torch.functional_graph, mode, step, inputs))
             other = partial(_without_data, module, device=device, parts={})  # of those that stand there, which are parts
             graph = traced_once(module, step, inputs, device, other, make) if step.rehearsed and fakes is fakes_of else make()
             tag_layers(graph)

@@ -195,6 +195,32 @@ def test_what_a_backward_pass_changes_is_refused_again(traces):
             trace(Counting(), batch())
 
 
+class Reading(Net):
+    """Reads what no guard sees."""
+
+    def training_step(self, batch: tuple[Tensor], batch_idx: int) -> Tensor:
+        return super().training_step(batch, batch_idx) * float(os.environ["PIPER_TEST_SCALE"])
+
+
+@pytest.mark.parametrize("when", ["between", "before"])
+def test_a_graph_of_another_time_is_not_kept(when, traces, monkeypatch):
+    """What it reads changes between the rehearsal and the trace; or before both."""
+    monkeypatch.setenv("PIPER_TEST_SCALE", "1.0" if when == "between" else "2.0")
+    own = _torch.functional_graph
+
+    def later(*args: Any) -> torch.fx.Graph:
+        monkeypatch.setenv("PIPER_TEST_SCALE", "2.0")
+        return own(*args)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(_torch, "functional_graph", later)
+        second = trace(Reading(), batch())
+    again = trace(Reading(), batch())
+    assert len(traces) == (2 if when == "between" else 1)
+    monkeypatch.setenv("PIPER_TEST_SCALE", "1.0")
+    assert described(trace(Reading(), batch()).graph) != described(second.graph) == described(again.graph)
+
+
 def damage_truncated(path: Path) -> None:
     path.write_bytes(path.read_bytes()[:-7])
 
