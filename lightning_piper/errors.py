@@ -28,7 +28,13 @@ class CaptureError(PiperError):
 
 
 class BatchError(PiperError):
-    """The batches of the replicas do not fit one captured step; names where they differ."""
+    """The batches of the replicas do not fit one captured step; names where they differ.
+
+    Attributes:
+        late: other processes may go on.
+    """
+
+    late = False
 
 
 class DirectiveError(PiperError):

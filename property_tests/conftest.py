@@ -2,15 +2,18 @@
 
 from __future__ import annotations
 
+import os
 from collections import Counter
 from collections.abc import Iterator
 
 import pytest
 import torch
 
+from lightning_piper.cache import CACHE
 from tests import profiles
 
 profiles.load()
+os.environ[CACHE] = os.devnull  # nothing is kept from run to run: what is seeded into the package is no change of its files
 torch.set_num_threads(1)
 
 counts: Counter[str] = Counter()

@@ -2,15 +2,22 @@
 
 from __future__ import annotations
 
+import atexit
 import gc
+import os
+import shutil
+import tempfile
 from collections.abc import Iterator
 
 import pytest
 import torch
 
+from lightning_piper.cache import CACHE
 from tests import profiles
 
 profiles.load()
+os.environ[CACHE] = tempfile.mkdtemp()  # what tests keep is not the user's
+atexit.register(shutil.rmtree, os.environ[CACHE], ignore_errors=True)
 torch.set_num_threads(1)  # as in all processes that tests start: another number adds up in another order
 
 

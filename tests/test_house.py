@@ -16,7 +16,7 @@ ROOT = Path(__file__).parents[1] / "lightning_piper"
 # rooms. Of what does not import each other, either may come first.
 ROOMS = [
     "limits", "errors", "either_lightning", "regular", "reading", "routing", "totals", "batch_norms", "grouped", "averages",
-    "accelerators",
+    "cache", "accelerators",
     "ir", "placements", "annotate", "capture", "huggingface", "ops",
     "directives", "schedules", "plan", "passes", "verify",
     "runtime", "simulate", "viz", "compiler", "tensor_parallel",

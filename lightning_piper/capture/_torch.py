@@ -8,7 +8,7 @@
 - `ShapeEnv`, `DimDynamic`, `StatelessSymbolicContext`: sizes of such tensors as symbols, those of one name where they are equal
   (duck shaping); `guards` are the conditions under which a trace took the way it took, and `var_to_range` the ranges that it took
   for granted. `SymInt.node.expr` is a sympy expression, `PythonPrinter` writes it as Python, to be evaluated in `SYMPY_INTERP`.
-- `torch.compiler._is_compiling_flag`, `_is_exporting_flag`: make `torch.compiler.is_compiling()` and `is_exporting()` true, as
+- `torch.compiler._is_compiling_flag`, `_is_exporting_flag`: make `torch.compiler.is_compiling()` and `isexporting()` true, as
   torch.export does, for code (Hugging Face's masks) that then avoids asking for tensor values.
 - `torch.nn.modules.transformer._detect_is_causal_mask`: asks whether a mask that `nn.Transformer` and its parts are given is the
   causal one, by its values, to choose a faster kernel. "Not that I know" is a right answer to any mask.
@@ -97,6 +97,7 @@ __all__ = [
     "TorchDispatchMode",
     "dict_version",
     "evaluator",
+    "exporting",
     "expression",
     "functional_graph",
     "global_hooks",
@@ -153,7 +154,7 @@ def functional_graph(mode: FakeTensorMode, module: nn.Module, args: tuple[torch.
     """The functional graph of `module(*args)`, with fake tensors of `mode` throughout; and of its backward, unless gradients are
     off (`torch.no_grad`)."""
     with contextlib.ExitStack() as stack:
-        stack.enter_context(_exporting())
+        stack.enter_context(exporting())
         stack.enter_context(fx_traceback.preserve_node_meta())
         stack.enter_context(mode)
         graph = aot_export_joint_with_descriptors(stack, module, args).graph_module.graph
@@ -236,7 +237,7 @@ def evaluator(symbols: Sequence[str], expressions: Sequence[str]) -> Callable[..
 
 
 @contextlib.contextmanager
-def _exporting() -> Iterator[None]:
+def exporting() -> Iterator[None]:
     flags = torch.compiler._is_compiling_flag, torch.compiler._is_exporting_flag
     detect, onednn = transformer._detect_is_causal_mask, torch.backends.mkldnn.enabled
     validates = torch.distributions.Distribution._validate_args

@@ -35,6 +35,16 @@ def is_users(code: types.CodeType) -> bool:
 _OWN = (str(Path(__file__).parent.parent) + "/", "<frozen")
 
 
+def reached(module: nn.Module, step: str, recorder: Recorder) -> tuple[list[Place], list[Namespace]]:
+    """As `named_places`, when `recorder` has found what stands in these places, too."""
+    (named, namespaces), known = named_places(module, step, recorder), -1
+    while known != len(recorder.objects):  # what is found may have code that names more
+        known = len(recorder.objects)
+        recorder.find(named)
+        named, namespaces = named_places(module, step, recorder)
+    return named, namespaces
+
+
 def named_places(module: nn.Module, step: str, recorder: Recorder) -> tuple[list[Place], list[Namespace]]:
     """Globals, cells of closures and attributes of classes and Python modules that the step's code names, and what code of objects
     and functions names that `recorder` has found; if they hold data or functions. And the globals of all this code, with the names

@@ -23,7 +23,7 @@ from lightning_piper.capture.deferred import Namespace, understood
 from lightning_piper.capture.kept import Grows, Keeping, may_grow
 from lightning_piper.capture.numbers import Answer, Inputs
 from lightning_piper.capture.places import GENERATORS, NUMBERS, Guard, Guards, Place, changed_numbers, form_of
-from lightning_piper.capture.reach import is_users, named_places
+from lightning_piper.capture.reach import is_users, reached
 from lightning_piper.capture.recorder import Recorder
 from lightning_piper.capture.source import shown_line
 from lightning_piper.capture.unchanged import Refusing, changes
@@ -97,6 +97,7 @@ class Reads:
         self.guards = Guards(inputs=self._places)
         self.inputs = Inputs()
         self._recorder: Recorder | None = None
+        self._backwards, self._behind = False, contextlib.ExitStack()  # is the backward pass traced? Entered meanwhile
         self.namespaces: list[Namespace] = []
         self._written: dict[Any, tuple[Guard, Any]] = {}  # what the step has written, undone again
         self.keeping: Keeping | None = None  # of a step that may keep something, while it is traced
@@ -127,11 +128,7 @@ class Reads:
     def tracing(self, module: nn.Module, step: str) -> Iterator[None]:
         """Around a trace: numbers that are inputs stand in their places, and reads can be recorded."""
         self._recorder = recorder = Recorder(module, self.guards, self.inputs)
-        (named, self.namespaces), known = named_places(module, step, recorder), -1
-        while known != len(recorder.objects):  # what is found may have code that names more
-            known = len(recorder.objects)
-            recorder.find(named)
-            named, self.namespaces = named_places(module, step, recorder)
+        named, self.namespaces = reached(module, step, recorder)
         put: list[tuple[Place, Any]] = []
         self._numbers = []
         try:
@@ -153,8 +150,11 @@ class Reads:
                 if place.key not in {place.key for place, _ in put}:
                     self.guards.note(place)
             yield
+            if self._backwards and (changed := next(self.guards.broken(), None)) is not None:
+                raise changes(step, changed if isinstance(changed, str) else changed.place.where)
         finally:
-            self._recorder = None
+            self._behind.close()
+            self._recorder, self._backwards = None, False
             for place, value in put:
                 place.put(value)
 
@@ -166,6 +166,7 @@ class Reads:
             CaptureError: it changes what it has read.
         """
         assert self._recorder is not None
+        self._behind.close()  # the tracer runs the step more than once
         with Refusing(module, step), self.inputs.tracing(numbers), understood(self.namespaces), self._recorder.watching():
             yield
         if self.keeping is not None:
@@ -179,6 +180,14 @@ class Reads:
                 raise changes(step, changed if isinstance(changed, str) else changed.place.where)
             self._written[changed.place.key] = changed, changed.place.get()
             changed.place.put(changed.value)  # the tracer runs the step more than once
+
+    def goes_back(self, numbers: Sequence[torch.Tensor]) -> None:
+        """The user's code has run, inside of `tracing`. What follows is the backward pass: its hooks are the user's code, too.
+        `numbers`: as for `running`."""
+        assert self._recorder is not None
+        self._backwards = True
+        for context in (self.inputs.tracing(numbers), understood(self.namespaces), self._recorder.watching()):
+            self._behind.enter_context(context)
 
     def _learn_kept(self, changed: Guard) -> None:
         """The step has changed what it has read: adds it to a list, or counts?

@@ -120,6 +120,8 @@ class _Whole(Step):
 class _FollowedStep(Step):
     """The step, to see what it calls before it comes to what cannot be captured."""
 
+    rehearsed = False
+
     def __init__(self, *args: Any) -> None:
         super().__init__(*args)
         self.followed = Followed()
@@ -140,6 +142,8 @@ class _RestStep(Step):
         calls: that are captured.
         rest: gets to know what they return.
     """
+
+    rehearsed = False
 
     def __init__(self, *args: Any, calls: Sequence[Call], rest: Rest) -> None:
         super().__init__(*args)

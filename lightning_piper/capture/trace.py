@@ -8,6 +8,7 @@ import numbers
 import traceback
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
@@ -24,13 +25,14 @@ from lightning_piper.capture.deferred import Namespace, deferring, holds_deferre
 from lightning_piper.capture.kept import Grows
 from lightning_piper.capture.metric_objects import Recording, noting
 from lightning_piper.capture.numbers import Number
+from lightning_piper.capture.once import traced_once
 from lightning_piper.capture.promotions import settle_dtypes
 from lightning_piper.capture.raised import is_own, where_kept
 from lightning_piper.capture.reads import Drawn, Reads
 from lightning_piper.capture.selected import Selected
 from lightning_piper.capture.source import user_line
 from lightning_piper.capture.swallowed import refusals
-from lightning_piper.capture.unchanged import Attribute, attributes, changes, check_unchanged, restored
+from lightning_piper.capture.unchanged import Attribute, attributes, changes, check_unchanged, leaving_tensors, restored
 from lightning_piper.capture.watch import Watch
 from lightning_piper.errors import CaptureError
 from lightning_piper.ir.metric_calls import MetricCalls
@@ -82,9 +84,14 @@ def trace(
     (mode, inputs), module = fakes(specs, device), step.module
     reading = step.reads.tracing(module, step.name) if step.reads is not None else contextlib.nullcontext()
     with step.gradients(), restored(module), reading, _without_data(module, mode, device, parts), as_captured(module, step):
+        before = attributes(module)
         try:
-            graph = _torch.functional_graph(mode, step, inputs)
+            make = partial(leaving_tensors, module, partial(_torch.functional_graph, mode, step, inputs))
+            other = partial(_without_data, module, device=device, parts={})  # of those that stand there, which are parts
+            graph = traced_once(module, step, inputs, device, other, make) if step.rehearsed and fakes is fakes_of else make()
             tag_layers(graph)
+            if step.keeps:
+                check_unchanged(module, before, step.name)  # by hooks of the backward pass
         except Grows:
             raise
         except (CaptureError, Drawn) as error:
@@ -136,6 +143,7 @@ class Step(nn.Module):
 
     name = "training_step"
     keeps = True  # it may change nothing in Python
+    rehearsed = True  # its graph may be known by what it does
     gradients: Callable[[], contextlib.AbstractContextManager[Any]] = torch.enable_grad
 
     def __init__(self, module: nn.Module, batch_spec: BatchSpec, context: Callable[[], contextlib.AbstractContextManager[Any]],
@@ -148,10 +156,14 @@ class Step(nn.Module):
         self.namespaces: Sequence[Namespace] | None = None  # where it is traced without `reads`
         self.logs: list[Logged] = []
         self._logged: list[torch.Tensor] = []
+        self._runs = False  # its method, and not its backward pass
         self.metrics = Recording(module, self.name)
 
     def forward(self, *leaves: torch.Tensor) -> tuple[torch.Tensor, ...]:
-        return (_loss_of(self._call(leaves)), *self._logged, *self.metrics.tensors)
+        results = (_loss_of(self._call(leaves)), *self._logged, *self.metrics.tensors)
+        if self.reads is not None and self.keeps:
+            self.reads.goes_back(leaves[len(self._batch_spec.specs) :])
+        return results
 
     def _call(self, leaves: tuple[torch.Tensor, ...], dataloader_idx: int | None = None) -> Any:
         self.logs, self._logged = [], []  # the tracer runs the step more than once
@@ -169,6 +181,7 @@ class Step(nn.Module):
         before = attributes(self.module)
         samples = next((x.shape[0] for x in leaves if x.ndim), 0)
         self.metrics.clear(samples)
+        self._runs = True
         marked = marking(self._blocks)  # entered last: hooks are among what the step may read
         with (
             numbering(),
@@ -186,6 +199,7 @@ class Step(nn.Module):
             result = self._run(step, arguments(step, batch, batch_idx, dataloader_idx))
             if (refused := next(caught(), None)) is not None:
                 raise refused
+        self._runs = False
         self._take_kept(before)
         if self.keeps:
             check_unchanged(self.module, before, self.name)
@@ -213,6 +227,11 @@ class Step(nn.Module):
         return (Output(Kind.LOG, (log.name,)) for log in self.logs if log.constant is None)
 
     def log(self, name: str, value: Any, call: Mapping[str, Any]) -> None:
+        if not self._runs:
+            raise CaptureError(
+                f"{user_line()}: self.log({name!r}) is called in the backward pass, by a hook; a captured step logs what its "
+                "method logs. Log it in on_after_backward"
+            )
         if holds_deferred(name) or holds_deferred(list(call.values())):
             raise CaptureError(
                 f"{user_line()}: self.log({name!r}): its name, or an argument beside its value, is made of the value of a tensor, "

@@ -6,7 +6,7 @@ import contextlib
 import copy
 from collections import OrderedDict, defaultdict, deque
 from collections.abc import Callable, Iterator
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 from torch import nn
@@ -20,6 +20,7 @@ from lightning_piper.errors import CaptureError
 
 _CONTAINERS = (list, deque, dict, OrderedDict, defaultdict, set)
 _COMPARED = (type(None), bool, int, float, str, torch.Tensor)
+T = TypeVar("T")
 Attribute = tuple[str, nn.Module, str, Any, Any]  # path and owner, attribute, object, comparable form
 
 
@@ -76,6 +77,17 @@ def changes(step: str, where: str) -> CaptureError:
         f"{step} changes {where}; a captured step runs in Python only once, so the change would not be repeated. "
         "Keep such state in a registered buffer (register_buffer), log it, or update it in a hook"
     )
+
+
+def leaving_tensors(module: nn.Module, run: Callable[[], T]) -> T:
+    """What `run` gives; parameters and buffers stand where they stood. A tracer leaves others in the place of those that have two
+    names."""
+    kept = [(store, dict(store)) for part in module.modules() for store in (part._parameters, part._buffers)]
+    try:
+        return run()
+    finally:
+        for store, tensors in kept:
+            store.update(tensors)  # type: ignore[arg-type]
 
 
 @contextlib.contextmanager

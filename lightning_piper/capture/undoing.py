@@ -18,6 +18,10 @@ import numpy as np
 import torch
 from torch import nn
 
+from lightning_piper.capture.numbers import Inputs
+from lightning_piper.capture.places import Guards, Place
+from lightning_piper.capture.reach import reached
+from lightning_piper.capture.recorder import Recorder
 from lightning_piper.errors import CaptureError
 
 MANY = 100_000  # objects that are looked at
@@ -31,14 +35,14 @@ _PLAIN = (
 
 
 @contextlib.contextmanager
-def undone(module: nn.Module) -> Iterator[None]:
+def undone(module: nn.Module, step: str = "training_step") -> Iterator[None]:
     """If what is done inside fails, the objects that a module reaches are as before: its attributes, containers, and objects of the
-    user's classes, with what is in them.
+    user's classes, with what is in them; and so are globals and closures that the code of a step names.
 
     Raises:
         CaptureError: an iterator has gone on, and cannot be put back; or nothing failed, and one has gone on.
     """
-    kept = _Kept(module)
+    kept = _Kept(module, step)
     try:
         yield
     except CaptureError as error:
@@ -56,8 +60,8 @@ def undone(module: nn.Module) -> Iterator[None]:
 
 @contextlib.contextmanager
 def as_before(module: nn.Module) -> Iterator[None]:
-    """The objects that a module reaches are afterwards as before, as far as `undone` can put them back."""
-    kept = _Kept(module)
+    """What a module and the code of its training step reach is afterwards as before, as far as `undone` can put it back."""
+    kept = _Kept(module, "training_step")
     try:
         yield
     finally:
@@ -76,9 +80,9 @@ def _taken(iterator: str, stuck: list[str]) -> CaptureError:
 
 
 class _Kept:
-    """The state of all objects that a module reaches."""
+    """The state of all objects that a module, and the code of its step, reach."""
 
-    def __init__(self, module: nn.Module) -> None:
+    def __init__(self, module: nn.Module, step: str) -> None:
         self._seen: dict[int, Any] = {}
         self._undo: list[Callable[[], None]] = []
         self._iterators: list[tuple[str, Any, Any]] = []
@@ -87,6 +91,8 @@ class _Kept:
         self._waiting: deque[tuple[str, Any]] = deque()
         for path, part in module.named_modules():
             self._waiting.append((f"self.{path}" if path else "self", part))
+        for place in reached(module, step, Recorder(module, Guards(), Inputs()))[0]:
+            self._keep_place(place, place.get())
         while self._waiting and len(self._seen) < MANY:
             self._keep(*self._waiting.popleft())
 
@@ -120,6 +126,14 @@ class _Kept:
                     self._copies[id(value)] = copy.copy(value)
         elif type(value).__module__.partition(".")[0] not in _FOREIGN:
             self._keep_attributes(path, value, set())
+
+    def _keep_place(self, place: Place, before: Any) -> None:
+        def undo() -> None:
+            if place.get() is not before:
+                place.put(before)
+
+        self._undo.append(undo)
+        self._wait([(place.where, before)])
 
     def _wait(self, found: Iterable[tuple[str, Any]]) -> None:
         self._waiting.extend((path, value) for path, value in found if not isinstance(value, _PLAIN))

@@ -265,12 +265,14 @@ class Ownership:
         """Give every process the whole module again, in the same parameters: optimizers may have been made of them. Collective."""
         self._module.__dict__.pop(PARTS, None)
         if not self.whole:
-            for held in self.owned_params.values():
-                held.grad = None  # room for what comes
+            keeps = self.tensor_map.is_replicated
+            if not keeps:
+                for held in self.owned_params.values():
+                    held.grad = None  # room for what comes
             self._receive(range(self._world.size))
             for name, tensor in self._before.items():
                 found = self._get(name)
-                tensor.data, tensor.grad = found.data, None
+                tensor.data, tensor.grad = found.data, found.grad if keeps else None
                 tensor.requires_grad_(found.requires_grad)
                 self._set(name, tensor)
             self._before.clear()

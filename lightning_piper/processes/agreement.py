@@ -24,7 +24,7 @@ import torch
 import torch.distributed as dist
 
 from lightning_piper.capture import BatchSpec
-from lightning_piper.errors import BatchError, PiperError
+from lightning_piper.errors import BatchError, CaptureError, PiperError
 from lightning_piper.processes.settings import Settings, check_alike
 from lightning_piper.processes.world import World
 
@@ -171,6 +171,7 @@ class BatchCheck:
 
         Raises:
             PiperError: the batches or settings differ.
+            CaptureError: replicas read different Python state, and all have waited to know.
         """
         if self._running is None:
             return Agreed(False)
@@ -187,7 +188,9 @@ class BatchCheck:
         self._apart |= apart or bool(whole)
         # With other shapes, code may have read other state.
         if not all(states) or (len(set(of_replicas[2::3])) > 1 and not self._apart):
-            raise PiperError(
+            # Where all wait here, none has run it, and replicas may go on without a captured step.
+            kind = CaptureError if self._world.count == self._world.size and not going_on else PiperError
+            raise kind(
                 f"the processes read different Python state in training batch {self._steps - 1} of this fit (attributes, counters, "
                 "rates that training_step looks at), but all run one step. Let it not depend on the rank, on time, or on random "
                 "numbers that differ"
@@ -213,18 +216,22 @@ class BatchCheck:
             return
         found = self._difference(going_on)
         if what == "shapes" and self._world.count > 1 and all(shapes):
-            raise BatchError(
+            error = BatchError(
                 f"the processes drew batches of different shapes in training batch {self._steps - 1} of this fit{found}, but every "
                 "replica needs as many samples as the others, in tensors of as many dimensions and of the same dtypes. Use a "
                 "sampler that divides the data evenly (Lightning's own does), or give PiperStrategy(capture='never')"
             )
+            error.late = going_on
+            raise error
         if what == "numbers or strings" and self._world.count > 1:
-            raise BatchError(
+            error = BatchError(
                 f"the processes drew batches with different numbers or strings in training batch {self._steps - 1} of this fit"
                 f"{found}; these are a part of the captured step, and all replicas run the same one. Make tensors of them in the "
                 "collate function (one without dimensions is passed whole), or a list with an entry for each sample, which the "
                 "step does not read; or leave them out; or give PiperStrategy(capture='never')"
             )
+            error.late = going_on
+            raise error
         self._refuse(what, shapes if what == "shapes" else data, found)
 
     def _refuse(self, what: str, alike: Sequence[bool], found: str) -> NoReturn:

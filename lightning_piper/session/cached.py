@@ -13,6 +13,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from lightning_piper import cache
 from lightning_piper.accelerators.kinds import name_of
 from lightning_piper.capture import flatten
 from lightning_piper.directives import Directive, parse
@@ -20,8 +21,6 @@ from lightning_piper.errors import PiperError
 from lightning_piper.processes.world import World
 from lightning_piper.search.blocks import Cut, text_of
 from lightning_piper.search.writing import TAG, Written
-
-CACHE = "XDG_CACHE_HOME"  # names the folder in which the folder of this package is; ~/.cache if it is not set
 
 
 @dataclass(frozen=True)
@@ -33,7 +32,7 @@ class Choice:
 
 
 def folder() -> Path:
-    return Path(os.environ.get(CACHE) or Path.home() / ".cache") / "lightning_piper" / "programs"
+    return cache.folder("programs")
 
 
 def file_of(module: nn.Module, batch: Any, cut: Cut, world: World, memory: int, optimizer: torch.optim.Optimizer) -> Path:

@@ -144,6 +144,11 @@ class ProcessRuntime:
         if len(set(zip(together, found, strict=True))) > len(set(together)) or len({sums[3] for _, sums in found}) > 1:
             texts = self._world.gather(step.said)
             where = next((f": {d}" for text in texts if (d := difference(texts[0], text)) is not None), "")
+            if self._world.count == self._world.size and len({sums[3] for _, sums in found}) == 1:
+                raise CaptureError(
+                    f"{compiled.step.name} is another step in another process{where}; a captured step is the same in all replicas. "
+                    "Let it not depend on the rank"
+                )
             raise PiperError(
                 "the processes compiled different plans, or their modules differ in names or shapes, or in what the step reads in "
                 f"Python{where}. Build the module in the same way in every process, not depending on the rank"

@@ -92,7 +92,7 @@ class Programs:
             if known is not None:
                 return known.compiled
             try:
-                with undone(self._module):
+                with undone(self._module, step[0]):
                     found = self.variants(step).add(_family(batch_spec), batch_spec) if captured is None else captured
                     return found.shaped(batch_spec.times(self._settings.replicas), verify=self._settings.static)
             except PiperError:
@@ -142,7 +142,7 @@ class Programs:
         example = batch_spec.times(settings.replicas)
         device, norms = self._world.device, settings.whole_norms
         try:
-            with undone(self._module):
+            with undone(self._module, name):
                 found = capture(self._module, example, device, context, name, loader, history=history, whole_norms=norms)
                 return compile_step(found, tuple(settings.program), None, settings.static, self._training, settings.device)
         except CaptureError as error:

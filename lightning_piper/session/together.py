@@ -10,6 +10,7 @@ import dataclasses
 import os
 import time
 from collections.abc import Callable
+from statistics import median
 from typing import Any
 
 import torch
@@ -79,7 +80,7 @@ def _link_of(world: World, members: int, large: int, exchange: Exchange) -> Link
             start = time.perf_counter()
             run()
             times.append(time.perf_counter() - start)
-    small, whole = (min(times[1:]) for _, times in runs)  # whatever else runs only adds to it
+    small, whole = (median(times[1:]) for _, times in runs)
     found = world.gather((small, whole))
     latency, whole = max(x for x, _ in found), max(x for _, x in found)
     return Link(latency, large / max(whole - latency, whole / 2))

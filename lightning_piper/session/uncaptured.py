@@ -26,7 +26,7 @@ def check_may_be(before: Standalone, step: str, problem: str | Exception, captur
         PiperError: the problem, if it may not.
     """
     error = problem if isinstance(problem, Exception) else PiperError(f"PiperStrategy: no step is captured with {problem}")
-    if capture == "always" or (isinstance(error, CaptureError) and error.late):
+    if capture == "always" or (isinstance(error, CaptureError | BatchError) and error.late):
         raise shown(error)
     settings, parts = before.settings, parts_of(before.module)
     # Without a backward pass, every process can do all of it, whatever the program is; if those of a replica have one batch.

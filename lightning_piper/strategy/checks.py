@@ -160,14 +160,14 @@ def _uncapturable_callbacks(trainer: pl.Trainer) -> Iterator[str]:
             )
 
 
-def check_runs_once(fresh: bool, processes: int) -> None:
-    """Refuse to run the step again on one batch: who does so (LBFGS, SAM) moves the parameters in between by a measure of all of
-    them, and a process has some.
+def check_runs_once(fresh: bool) -> None:
+    """Refuse to run the step again on one batch where a process has some of the parameters: who does so (LBFGS, SAM) moves them in
+    between by a measure of all of them.
 
     Raises:
-        PiperError: it was run before, on several processes.
+        PiperError: it was run before.
     """
-    if not fresh and processes > 1:
+    if not fresh:
         raise PiperError(
             "PiperStrategy: the optimizer, or an optimizer_step of the module, ran the closure twice on one batch. Optimizers "
             "that do (LBFGS, SAM) take norms or inner products over all parameters, which are on several processes; use one that "

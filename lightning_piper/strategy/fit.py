@@ -153,7 +153,8 @@ class Fit:
             epoch: current one.
             last: of the batches of a gradient accumulation.
         """
-        check_runs_once(self._fresh, self.world.size)
+        if self.world.size > 1 and not self.ownership.tensor_map.is_replicated:
+            check_runs_once(self._fresh)
         self._fresh = False
         if self._drops and batch_idx % self._module.trainer.accumulate_grad_batches == 0:
             self._drop_gradients()

@@ -22,7 +22,7 @@ from torch.optim import Optimizer
 
 from lightning_piper.checkpoint.state import Loading, module_state, optimizer_state, referenced, tensor_ranges_of
 from lightning_piper.either_lightning import is_a
-from lightning_piper.errors import CaptureError, DirectiveError, PiperError
+from lightning_piper.errors import PiperError
 from lightning_piper.holdings.materialize import is_on_meta
 from lightning_piper.holdings.optimizer import State, check_groups, names_in
 from lightning_piper.ir.regions import Logged
@@ -239,7 +239,7 @@ class PiperStrategy(EvaluatingStrategy):
         loop = trainer.fit_loop.epoch_loop
         try:
             return fit.step(loop.total_batch_idx, loop.batch_idx, trainer.current_epoch, last=not self._accumulating)
-        except (CaptureError, DirectiveError) as error:
+        except NOT_CAPTURED as error:
             check_may_be(fit.before, "training_step", error, self._capture, self._accumulate)
             fit.give_up()
             self._begin_eager(fit.before, fit.program.dag.code.logs)

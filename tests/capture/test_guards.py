@@ -228,3 +228,36 @@ def test_what_the_next_step_would_do_otherwise_is_refused(body: Any, where: str)
     with pytest.raises(CaptureError, match=rf"training_step changes self\.config\.{where}"):
         captured(module)
     assert (module.config.steps, module.config.first) == (0, True)
+
+
+SEEN: list[int] = []
+
+
+def hooked(self: Any, x: Tensor) -> Tensor:
+    x.register_hook(lambda gradient: self.hook(self, gradient))
+    return x
+
+
+@pytest.mark.parametrize(
+    "hook, where",
+    [
+        (lambda self, gradient: self.seen.append(1), r"self\.seen"),
+        (lambda self, gradient: setattr(self, "last", gradient), r"self\.last"),
+        (lambda self, gradient: setattr(self.config, "steps", self.config.steps + 1), r"self\.config\.steps"),
+        (lambda self, gradient: SEEN.append(1), "SEEN"),
+    ],
+)
+def test_what_a_hook_of_the_backward_pass_changes_is_refused(hook: Any, where: str) -> None:
+    with pytest.raises(CaptureError, match=f"training_step changes {where}"):
+        captured(Module(hooked, hook=hook, seen=[], last=None, config=Config()))
+    SEEN.clear()
+
+
+def test_what_it_logs_is_refused_and_what_it_reads_is_guarded() -> None:
+    with pytest.raises(CaptureError, match=r"self\.log\('size'\) is called in the backward pass"):
+        captured(Module(hooked, hook=lambda self, gradient: self.log("size", gradient.norm())))
+    module = Module(hooked, hook=lambda self, gradient: gradient * self.factor, factor=0.5)
+    step = captured(module)
+    assert step.reads.hold() and "0.5" in step.text
+    module.factor = 0.25
+    assert not step.reads.hold()

@@ -78,6 +78,27 @@ def test_all_is_as_before_when_it_failed(error):
     assert not getattr(error, "late", False)
 
 
+SEEN, COUNT = [1], 1
+
+
+def test_so_are_globals_and_closures_that_the_step_names():
+    kept: list[int] = []
+
+    class Counting(nn.Module):
+        def training_step(self):
+            global COUNT
+            COUNT += 1
+            SEEN.append(2)
+            kept.append(3)
+
+    module = Counting()
+    with pytest.raises(CaptureError), undone(module):
+        module.training_step()
+        assert (COUNT, SEEN, kept) == (2, [1, 2], [3])  # the control
+        raise CaptureError("no")
+    assert (COUNT, SEEN, kept) == (1, [1], [])
+
+
 def test_what_did_not_fail_stays():
     holder = Holder()
     before = seen(holder)

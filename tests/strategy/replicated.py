@@ -21,6 +21,7 @@ from lightning_piper.directives import Directive, Replicate, replicate
 from lightning_piper.passes import pipeline
 from tests.strategy.fitting import Batches, Record, sharing_captures, trainer, values
 from tests.strategy.models import MLP, make, texts, vectors
+from tests.strategy.optimizers import Sharp
 
 Program = list[Directive]
 Outcome = dict[str, Any]
@@ -69,6 +70,11 @@ def with_sgd(module: L.LightningModule) -> None:
     module.configure_optimizers = lambda: torch.optim.SGD(module.parameters(), lr=1.0)  # type: ignore[method-assign]
 
 
+def with_sharp(module: L.LightningModule) -> None:
+    """An optimizer that runs the step twice on one batch."""
+    module.configure_optimizers = lambda: Sharp(module.parameters())  # type: ignore[method-assign]
+
+
 def five_steps(name: str, change: Callable[[Any], None] = lambda module: None, **options: Any) -> Outcome:
     module, loader = make(name, samples=44, batch_size=4)
     change(module)
@@ -96,6 +102,10 @@ def tied() -> Outcome:
 
 def clipped() -> Outcome:
     return five_steps("tied", change=with_sgd, gradient_clip_val=0.05)
+
+
+def twice() -> Outcome:
+    return five_steps("mlp", change=with_sharp)
 
 
 def accumulated() -> Outcome:
@@ -240,7 +250,7 @@ def refused() -> Outcome:
     }
 
 
-ALL = [mlp, dropout, tied, clipped, accumulated, without_sum, long, ddp, last_smaller, counting, checkpoints, refused]
+ALL = [mlp, dropout, tied, clipped, twice, accumulated, without_sum, long, ddp, last_smaller, counting, checkpoints, refused]
 SCENARIOS = {work.__name__: work for work in ALL}
 
 

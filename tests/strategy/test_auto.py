@@ -16,6 +16,7 @@ from torch import Tensor, nn
 from torch.utils.data import DataLoader, TensorDataset
 
 import lightning_piper as piper
+from lightning_piper.cache import CACHE
 from lightning_piper.errors import NoProgram, PiperError
 from lightning_piper.search import proposing
 from lightning_piper.search.analytic import analytic
@@ -99,7 +100,7 @@ def looking_at(kind: str) -> Any:
 
 
 def train(rank: int, kind: str, cache: str, strategy: str = "auto") -> dict[str, Any]:
-    os.environ[cached.CACHE] = cache
+    os.environ[CACHE] = cache
     choosing.search = looking_at(kind)  # type: ignore[attr-defined]
     module = net()
     trainer = fit(module, piper.PiperStrategy("auto") if strategy == "auto" else strategy, rank)

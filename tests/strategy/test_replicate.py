@@ -14,7 +14,7 @@ from tests.distributed.processes import launch_trainings
 from tests.groups import marked
 from tests.strategy.fitting import Batches, distance, local, same, sharing_captures, trainer, values
 from tests.strategy.models import make, texts, vectors
-from tests.strategy.replicated import PROGRAMS, SCENARIOS, dp2, joined, pp2_dp2, train, with_sgd
+from tests.strategy.replicated import PROGRAMS, SCENARIOS, dp2, joined, pp2_dp2, train, with_sgd, with_sharp
 from tests.strategy.scenarios import equal
 
 FOUR = pytest.param(4, marks=pytest.mark.long)
@@ -27,7 +27,7 @@ OPTIONS = {
     "long": {"max_steps": 20},
     "last_smaller": {"max_steps": 6},
 }
-ONLY = {"ddp": 2, "clipped": 4}  # on so many processes; all others on both numbers
+ONLY = {"ddp": 2, "twice": 2, "clipped": 4}  # on so many processes; all others on both numbers
 MODEL = {"accumulated": "mlp", "long": "mlp", "last_smaller": "mlp", "clipped": "tied", "ddp": "mlp"}
 
 
@@ -137,6 +137,19 @@ def test_clipping_counts_every_parameter_once(ranks):
         fit, _ = trainer(gradient_clip_val=bound)
         fit.fit(module, Batches(batches))
         assert (distance(values(module), found[0]["clipped"]["values"]) < 1e-5) == good
+
+
+def test_an_optimizer_may_run_the_step_twice(ranks):
+    """On replicas of the whole step each process has all parameters."""
+    found = ranks(2)
+    for change in (with_sharp, with_sgd):
+        module, _ = make("mlp")
+        change(module)
+        fit, record = trainer(max_steps=5)
+        fit.fit(module, Batches(global_batches(found, "twice")))
+        assert (distance(values(module), found[0]["twice"]["values"]) < 1e-5) == (change is with_sharp)
+        if change is with_sharp:
+            torch.testing.assert_close(torch.stack(found[1]["twice"]["losses"]), torch.stack(record.losses), rtol=1e-5, atol=1e-6)
 
 
 @BOTH

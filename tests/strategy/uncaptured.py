@@ -166,6 +166,15 @@ class Player(Net):
         return F.mse_loss(self.net(x), wanted.expand(len(x), 4)) * (number + self.seen["step"])
 
 
+class Ranked(Net):
+    """Each process runs another step, of which each could be captured."""
+
+    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+        loss = F.mse_loss(self.net(batch[0]), batch[1])
+        self.log(f"loss of rank {self.global_rank}", loss)
+        return loss * (1 + self.global_rank)
+
+
 class Later(Net):
     """Can be captured in the first epoch, and up to a batch of the second."""
 
@@ -182,7 +191,9 @@ class Later(Net):
         pass
 
 
-KINDS: dict[str, type[Net]] = {kind.__name__: kind for kind in (Net, Gan, Raw, BatchNorm, Sometimes, Attack, Lbfgs, Player, Later)}
+KINDS: dict[str, type[Net]] = {
+    kind.__name__: kind for kind in (Net, Gan, Raw, BatchNorm, Sometimes, Attack, Lbfgs, Player, Ranked, Later)
+}
 
 
 def data() -> DataLoader[Any]:
@@ -305,7 +316,7 @@ SEEDED: dict[str, tuple[str, Any, str, Any]] = {
     "what nobody has used has a gradient": ("Sometimes", EagerStep, "_backward", _all_found),
     "what earlier batches have left is overwritten": ("accumulated", EagerReplicas, "_backward", _new_only),
     "buffers stay as each replica made them": ("BatchNorm", EagerReplicas, "share_buffers", _nothing),
-    "what tracing did is not undone": ("Player", programs, "undone", lambda module: contextlib.nullcontext()),
+    "what tracing did is not undone": ("Player", programs, "undone", lambda *_: contextlib.nullcontext()),
 }
 
 

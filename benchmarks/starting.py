@@ -1,0 +1,97 @@
+"""What the start of a fit costs each process, in CPU seconds: until the first step has run, and until the third one has. With no
+cache of graphs (each process traces), with an empty one (one process traces for all), and again with what that has left.
+
+    python benchmarks/starting.py [--processes 2 4] [--models gpt gpt2] [--layers 12]
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import tempfile
+import time
+from pathlib import Path
+from typing import Any
+
+import lightning as L
+import torch
+from _gpt import Config, Module, batch
+from _launch import is_rank, launch
+from torch import Tensor
+
+import lightning_piper as piper
+
+IMPORTED = time.process_time()
+
+
+class GPT2(L.LightningModule):
+    def __init__(self, layers: int) -> None:
+        super().__init__()
+        from transformers import GPT2Config, GPT2LMHeadModel
+
+        torch.manual_seed(0)
+        self.model = GPT2LMHeadModel(GPT2Config(n_layer=layers, n_embd=64, n_head=4, vocab_size=512))
+
+    def training_step(self, batch: tuple[Tensor, Tensor], batch_idx: int) -> Tensor:
+        loss: Tensor = self.model(input_ids=batch[0], labels=batch[1]).loss
+        return loss
+
+
+class Watched(L.Callback):
+    """CPU seconds after each step."""
+
+    def __init__(self) -> None:
+        self.seconds: list[float] = []
+
+    def on_train_batch_end(self, *args: Any) -> None:
+        self.seconds.append(time.process_time() - IMPORTED)
+
+
+def start(model: str, layers: int, out: Path) -> None:
+    torch.set_num_threads(1)
+    os.environ["LOCAL_RANK"] = os.environ["RANK"]  # so that Lightning starts no processes of its own
+    size, c = int(os.environ["WORLD_SIZE"]), Config(cut=(layers // 2, layers - layers // 2), d=64, seq=32, vocab=512)
+    module = Module(c) if model == "gpt" else GPT2(layers)
+    module.configure_optimizers = lambda: torch.optim.SGD(module.parameters(), lr=0.1)  # type: ignore[method-assign]
+    devices = list(range(size))
+    program = [piper.Place(filter={}, devices=devices), piper.Replicate(filter={}, devices=devices, shard_params=True)]
+    watched = Watched()
+    trainer = L.Trainer(
+        strategy=piper.PiperStrategy(program), accelerator="cpu", devices=size, max_steps=3, logger=False, callbacks=[watched],
+        enable_progress_bar=False, enable_model_summary=False, enable_checkpointing=False,
+    )  # fmt: skip
+    data = torch.utils.data.TensorDataset(*batch(c, 0, 3 * 2 * size))
+    before = time.process_time()
+    trainer.fit(module, torch.utils.data.DataLoader(data, batch_size=2))
+    built = before - IMPORTED
+    found = [IMPORTED, built, watched.seconds[0] - built, watched.seconds[2] - built]
+    (out / f"{os.environ['RANK']}.json").write_text(json.dumps(found))
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--processes", type=int, nargs="*", default=[2, 4])
+    parser.add_argument("--models", nargs="*", default=["gpt", "gpt2"])
+    parser.add_argument("--layers", type=int, default=12)
+    parser.add_argument("--out", type=Path, help=argparse.SUPPRESS)
+    args = parser.parse_args()
+    if is_rank():
+        start(args.models[0], args.layers, args.out)
+        return
+    print("| model | processes | cache | imports | to the first step, each | all | to the third step, each | all |")
+    print("|---|---|---|---|---|---|---|---|")
+    for model in args.models:
+        for size in args.processes:
+            with tempfile.TemporaryDirectory() as folder:
+                for kept in ("none", "empty", "full"):
+                    os.environ["XDG_CACHE_HOME"] = os.devnull if kept == "none" else folder
+                    launch(size, "--models", model, "--layers", str(args.layers), "--out", folder)
+                    ranks = [json.loads(Path(folder, f"{rank}.json").read_text()) for rank in range(size)]
+                    imports, _, first, third = zip(*ranks, strict=True)
+                    cells = [" ".join(f"{x:.1f}" for x in found) + f" | {sum(found):.1f}" for found in (first, third)]
+                    print(f"| {model} | {size} | {kept} | {sum(imports):.1f} | {cells[0]} | {cells[1]} |", flush=True)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,118 @@
+"""What a step does, written down without tracing it: it runs once, forward and backward, on tensors without data.
+
+A trace makes a graph of the operations that the step's code calls, and takes a hundred times as long as calling them. So each
+operation is noted with its arguments, marks and results, and a digest of these notes stands for the graph: the same operations
+on the same tensors, under the same versions, are the same graph. What the code reads in Python decides which operations it calls,
+and what it is guarded by is recorded meanwhile, as in a trace. So nothing has to be known of the code itself.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any
+
+import torch
+import torch.fx.traceback as fx_traceback
+from torch import nn
+
+from lightning_piper.capture import _torch
+from lightning_piper.capture.written import bytes_of, is_constant, name_of
+
+_PLAIN = (type(None), bool, int, float, complex, str, torch.dtype, torch.layout, torch.memory_format)
+
+
+class Unknown(Exception):
+    """The step does something of which no note can be made."""
+
+
+def notes_of(module: nn.Module, run: Callable[[], Sequence[Any]], inputs: Sequence[torch.Tensor], own: torch.device) -> str:
+    """Run a step once, and return a digest of all that it does.
+
+    Args:
+        module: whose parameters and buffers it works on.
+        run: gives its results, the loss first where it has a backward pass.
+        inputs: what it is given besides.
+        own: the device for which it is traced, whose number says nothing.
+
+    Raises:
+        Unknown: something of it cannot be noted. What the step itself raises stays what it is.
+    """
+    notes = _Notes(own)
+    with notes:
+        for named in (module.named_parameters, module.named_buffers):
+            for name, tensor in named(remove_duplicate=False):
+                notes.enter(name, tensor)
+        for tensor in inputs:
+            notes.enter("input", tensor)
+        with _torch.exporting(), fx_traceback.preserve_node_meta():
+            results = run()
+            notes.say("results", results)
+            if torch.is_grad_enabled():
+                trained = [x for x in module.parameters() if x.requires_grad]
+                notes.say("gradients", torch.autograd.grad(results[0], trained, allow_unused=True))
+    return notes.digest()
+
+
+class _Notes(_torch.TorchDispatchMode):
+    def __init__(self, own: torch.device) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self._own = own
+        self._hash = hashlib.sha256()
+        self._numbers: dict[int, int] = {}  # of tensors, by identity
+        self._storages: dict[int, int] = {}
+        self._kept: list[torch.Tensor] = []  # so that no other one gets its identity
+
+    def digest(self) -> str:
+        return self._hash.hexdigest()
+
+    def enter(self, name: str, tensor: torch.Tensor) -> None:
+        """A tensor is there before the step."""
+        self._numbers.setdefault(id(tensor), len(self._kept))
+        self._kept.append(tensor)
+        self.say(name, tensor)
+
+    def say(self, what: str, about: Any) -> None:
+        self._hash.update(f"{what}({','.join(self._shown(about))})\n".encode())
+
+    def __torch_dispatch__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        self.say(f"{function} {torch.is_grad_enabled()} {fx_traceback.current_meta.get('custom')}", (args, kwargs))
+        made = function(*args, **kwargs)
+        for x in _torch.tree_leaves(made):
+            if isinstance(x, torch.Tensor) and id(x) not in self._numbers:
+                self._numbers[id(x)] = len(self._kept)
+                self._kept.append(x)
+        self.say("gives", made)
+        return made
+
+    def _shown(self, value: Any) -> Iterator[str]:
+        if isinstance(value, torch.Tensor):
+            yield self._tensor(value)
+        elif isinstance(value, list | tuple):
+            yield f"{type(value).__name__}["
+            for x in value:
+                yield from self._shown(x)
+            yield "]"
+        elif isinstance(value, dict):
+            for key, x in value.items():
+                yield f"{key}="
+                yield from self._shown(x)
+        elif isinstance(value, torch.device):
+            yield name_of(value, self._own)
+        elif type(value) in _PLAIN:
+            yield repr(value)
+        else:
+            raise Unknown(f"a {type(value).__name__}")
+
+    def _tensor(self, x: torch.Tensor) -> str:
+        number = self._numbers.get(id(x))
+        if number is None:
+            if not is_constant(x):
+                raise Unknown("a tensor that was made elsewhere")
+            return f"constant {x.dtype}{tuple(x.shape)}{bytes_of(x)}"
+        if x.layout is not torch.strided:
+            return f"%{number} {x.layout}"
+        address = _torch.storage_id(x)
+        storage, device = self._storages.setdefault(address, len(self._storages)), name_of(x.device, self._own)
+        return f"%{number} of {storage} {tuple(x.shape)} {x.stride()} {x.storage_offset()} {x.dtype} {device} {x.requires_grad}"
