@@ -134,6 +134,11 @@ class EagerReplicas:
         with whole_batch_norms(self._settings.whole_norms), summing(_sum):
             yield
 
+    @property
+    def averages(self) -> bool:
+        """Do backward passes leave the mean of all replicas' gradients?"""
+        return self._replaced is not None
+
     def average(self, last: bool = True) -> None:
         """From now on, up to `stop_averaging`, backward passes leave the mean of all replicas' gradients.
 

@@ -208,6 +208,7 @@ class Eager:
     named: Sequence[tuple[Optimizer, Names]] = ()
     optimizers: tuple[EagerOptimizer, ...] = ()
     evaluation: None = None
+    _one_pass: bool = False
 
     @classmethod
     def begin(cls, before: Standalone, optimizers: Sequence[Optimizer]) -> Eager:
@@ -260,6 +261,17 @@ class Eager:
     def stop_averaging(self) -> None:
         if self.over is not None:
             self.over.stop_averaging()
+
+    def before_pass(self, last: bool) -> None:
+        """A backward pass begins that Lightning knows of. Those of a manual step are averaged all along, others one by one: also
+        where a hook makes them, outside of a step."""
+        self._one_pass = self.over is not None and not self.over.averages
+        if self._one_pass:
+            self.average(last)
+
+    def after_pass(self) -> None:
+        if self._one_pass:
+            self.stop_averaging()
 
     def batch_norms(self) -> contextlib.AbstractContextManager[None]:
         """Around the training step: `nn.SyncBatchNorm`, or all batch norms, take the statistics of all replicas' samples."""

@@ -245,17 +245,15 @@ class PiperStrategy(EvaluatingStrategy):
             self._begin_eager(fit.before, fit.program.dag.code.logs)
             return self.training_step(batch, *args, **kwargs)
 
-    # Around the backward pass of automatic optimisation; what it fails with ends the run.
+    # Around a backward pass, by automatic optimisation or `manual_backward`; what it fails with ends the run.
 
     def pre_backward(self, closure_loss: torch.Tensor) -> None:
-        assert self.lightning_module is not None
-        if isinstance(self.phase, Eager) and self.lightning_module.automatic_optimization:
-            self.phase.average(last=not self._accumulating)
+        if isinstance(self.phase, Eager):
+            self.phase.before_pass(last=not self._accumulating)
 
     def post_backward(self, closure_loss: torch.Tensor) -> None:
-        assert self.lightning_module is not None
-        if isinstance(self.phase, Eager) and self.lightning_module.automatic_optimization:
-            self.phase.stop_averaging()
+        if isinstance(self.phase, Eager):
+            self.phase.after_pass()
 
     @contextlib.contextmanager
     def block_backward_sync(self) -> Iterator[None]:

@@ -23,6 +23,7 @@ import lightning_piper as piper
 from lightning_piper.capture.eager_step import EagerStep
 from lightning_piper.session import eager_replicas, programs
 from lightning_piper.session.eager_replicas import EagerReplicas
+from lightning_piper.strategy.phases import Eager
 
 BATCHES = 3
 
@@ -95,6 +96,20 @@ class Raw(Gan):
 
     def pass_back(self, loss: Tensor) -> None:
         loss.backward()
+
+
+class Afterwards(Gan):
+    """With one more backward pass and update in a hook behind the step."""
+
+    def training_step(self, batch: Any, batch_idx: int) -> None:
+        super().training_step(batch, batch_idx)
+        self.made = self.judge(self.net(batch[0])).square().mean()
+
+    def on_train_batch_end(self, outputs: Any, batch: Any, batch_idx: int) -> None:
+        optimizer = self.optimizers()[0]
+        optimizer.zero_grad()
+        self.manual_backward(self.made)
+        optimizer.step()
 
 
 class BatchNorm(Net):
@@ -192,7 +207,7 @@ class Later(Net):
 
 
 KINDS: dict[str, type[Net]] = {
-    kind.__name__: kind for kind in (Net, Gan, Raw, BatchNorm, Sometimes, Attack, Lbfgs, Player, Ranked, Later)
+    kind.__name__: kind for kind in (Net, Gan, Raw, Afterwards, BatchNorm, Sometimes, Attack, Lbfgs, Player, Ranked, Later)
 }
 
 
@@ -307,6 +322,7 @@ BACKWARD, LOCAL_BACKWARD = EagerStep._backward, EagerReplicas._backward
 SEEDED: dict[str, tuple[str, Any, str, Any]] = {
     "gradients are summed, not averaged": ("Sometimes", EagerStep, "_backward", _not_weighed),
     "gradients stay in their process": ("Gan", EagerReplicas, "average", _nothing),
+    "gradients of hooks stay in their process": ("Afterwards", Eager, "before_pass", _nothing),
     "each replica believes that others have used what it has": (
         "Sometimes",
         eager_replicas,
