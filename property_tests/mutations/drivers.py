@@ -6,10 +6,10 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
-import torch.distributed as dist
 
 from lightning_piper.plan import instructions as ins
 from lightning_piper.runtime import executor, process
+from lightning_piper.runtime.collectives import Members
 from property_tests.mutations.table import Function, Seeded, Wrap, mutation
 
 BEGIN, INIT, END = ((executor.Executor, name) for name in ("begin", "__init__", "end"))
@@ -128,16 +128,14 @@ def _strides_lost_on_the_wire(original: Function, seeded: Seeded) -> Function:
 
 
 @mutation("processes do not sum the loss", "each process reports its own part of the loss", "executor",
-          (dist.ProcessGroup, "allreduce"), processes=True)  # fmt: skip
+          (Members, "add_up"), processes=True)  # fmt: skip
 def _processes_do_not_sum_the_loss(original: Function, seeded: Seeded) -> Function:
     class Done:
         def wait(self) -> None:
             pass
 
-    def allreduce(group: Any, tensors: list[torch.Tensor], *options: Any) -> Any:
-        if options:  # not of a plan
-            return original(group, tensors, *options)
+    def add_up(members: Members, x: torch.Tensor) -> Done:
         seeded.hit()
         return Done()
 
-    return allreduce
+    return add_up
