@@ -48,6 +48,8 @@ def call(function: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, 
     try:
         return function(*args, **kwargs)
     except _torch.WITHOUT_VALUES:
+        if function is torch.Tensor.__bool__:
+            raise refusal() from None
         if function is torch.Tensor.item:
             return deferred(args[0])
         if function is torch.Tensor.tolist and args[0].numel() <= MANY:

@@ -85,7 +85,7 @@ CASES: Cases = [
          lambda: fit(net("loss = loss * next(self.n)", ("self.seen,", "self.n = iter(range(1, 9))\n        self.seen,")))),
     Case("the step depends on something that no capture sees (here: a file)",
          lambda: fit(net("loss = loss * self.n.read(1)[0]",
-                         ("self.seen,", "self.n = __import__('io').BytesIO(bytes(range(1, 9)))\n        self.seen,")))),
+                         ("self.seen,", "self.n = __import__('io').BytesIO(bytes(range(1, 99)))\n        self.seen,")))),
     Case("a parameter group is added after the first batch", grouped),
     Case("a parameter is frozen after the capture", lambda: switched("self.first.requires_grad_(self.current_epoch == 0)")),
     Case("a later batch has a layout in which stages use other parameters, which are sharded", other_shards),
