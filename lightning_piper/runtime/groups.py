@@ -16,7 +16,7 @@ from typing import Any
 
 import torch.distributed as dist
 
-from lightning_piper.capture._torch_groups import new_group_of_members
+from lightning_piper.accelerators._torch_groups import new_group_of_members
 
 # How often each was made, for as long as the default group lives.
 _made: tuple[dist.ProcessGroup, Counter[str]] | None = None

@@ -1,4 +1,4 @@
-"""What `_torch` is for the rest of torch, for groups of processes. Tried on torch 2.13; relied on is:
+"""What `capture._torch` is for the rest of torch, for groups of processes. Tried on torch 2.13; relied on is:
 
 - `_new_process_group_helper`: what `new_group` does for the members of a group, under a name that is given to it.
 - `_world.pg_map` and `_world.pg_group_ranks`: where it finds the store of the default group, and keeps the ranks of members.
