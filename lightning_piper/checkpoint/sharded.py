@@ -148,9 +148,8 @@ class Saving:
                     os.fsync(file.fileno())
 
         def write() -> Fingerprint:
-            folder.mkdir(
-                parents=True, exist_ok=True
-            )  # a network file system may show rank 0's later; if none does, `finish` says so
+            # A network file system may show rank 0's later; if none does, `finish` says so.
+            folder.mkdir(parents=True, exist_ok=True)
             self._writer.set_up_storage_writer(world.is_rank_zero)
             written.extend(self._writer.write_data(self._plan, self._planner).wait())
             return fingerprint(folder / own)
