@@ -103,6 +103,7 @@ class Fit:
         self._injection = GradientInjection(self.ownership.owned_params, world.device, absent(self.ownership, first))
         self._factor = self._injection.factor
         self._epoch = -1
+        self._in_parts = self.world.size > 1 and not self.ownership.tensor_map.is_replicated
         self._drops = drops_gradients(module, optimizer)
         self.optimizer = ShardedOptimizer(optimizer, names, self.ownership, first, world)
         if first.dag.hosted:
@@ -153,7 +154,7 @@ class Fit:
             epoch: current one.
             last: of the batches of a gradient accumulation.
         """
-        if self.world.size > 1 and not self.ownership.tensor_map.is_replicated:
+        if self._in_parts:
             check_runs_once(self._fresh)
         self._fresh = False
         if self._drops and batch_idx % self._module.trainer.accumulate_grad_batches == 0:
