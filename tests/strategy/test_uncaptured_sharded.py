@@ -10,6 +10,10 @@ from tests.distributed.processes import launch_trainings
 from tests.strategy.test_uncaptured import far
 from tests.strategy.uncaptured_sharded import REFUSED, ROWS, SEEDED, train, train_seeded
 
+# A captured step adds up in another order. Of gradients that two passes of a step leave in one parameter, DDP averages the sum of
+# what each process has so far; here each pass is averaged, and then added.
+ROUNDED = ("Later", "Afterwards")
+
 
 @pytest.fixture(scope="module")
 def ranks(tmp_path_factory):
@@ -29,7 +33,7 @@ def test_it_trains_as_with_ddp(kind, level, ranks):
             for name, value in peer[part].items():
                 # Between two steps each replica has the statistics of its own batches.
                 if part == "saved" or "running" not in name or rank is ranks[0]:
-                    assert torch.allclose(own[part][name], value, rtol=0, atol=0 if kind != "Later" else 1e-12), name
+                    assert torch.allclose(own[part][name], value, rtol=0, atol=1e-12 if kind in ROUNDED else 0), name
 
 
 @pytest.mark.parametrize(("kind", "level"), ROWS)
