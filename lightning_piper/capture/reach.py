@@ -24,6 +24,7 @@ from lightning_piper.capture.recorder import Recorder, is_library
 _ATTRIBUTES = ("LOAD_ATTR", "LOAD_METHOD", "STORE_ATTR", "IMPORT_FROM")
 _IMPORT, _TEXT = "IMPORT_NAME", "LOAD_CONST"
 _GLOBALS = ("LOAD_GLOBAL", "LOAD_NAME", "STORE_GLOBAL")
+MEMOISED = type(functools.cache(len))  # functions that keep what they have returned
 
 
 def is_users(code: types.CodeType) -> bool:
@@ -140,9 +141,9 @@ class _Reach:
                 self._seen.add(id(value))
                 self._classes += [c for c in value.__mro__ if not is_library(c.__module__) and c not in self._classes]
             return
-        if self.follow(value) and isinstance(place.owner, type) and place.name != "__call__":
+        if self.follow(value) and isinstance(place.owner, type) and place.name != "__call__" and type(value) is not MEMOISED:
             return  # methods are noted where they are read
-        if hasattr(type(value), "__get__") and not isinstance(value, types.FunctionType):
+        if hasattr(type(value), "__get__") and type(value) not in (types.FunctionType, MEMOISED):
             return
         self.places[place.key] = place
         if not is_library(type(value).__module__):
