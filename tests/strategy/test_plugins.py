@@ -63,15 +63,18 @@ def test_plugins_write_and_read_in_their_own_way(kind, tmp_path):
 
 
 @sharing_captures
-def test_a_plugin_whose_save_was_replaced_says_so(tmp_path):
-    plugin, later = TorchCheckpointIO(), []
-    plugin.save_checkpoint = lambda *args, **options: later.append(args)
+@pytest.mark.parametrize("kind", [TorchCheckpointIO, AsyncCheckpointIO])
+def test_a_plugin_that_was_given_another_method_writes_in_its_own_way(kind, tmp_path):
+    plugin, later = kind(), []
     module, loader = make("tied")
     fit, _ = trainer(local(checkpoint_io=plugin), max_steps=1)
     fit.fit(module, loader)
-    with pytest.raises(piper.PiperError, match=r"TorchCheckpointIO\.save_checkpoint has been replaced.*a subclass of"):
-        fit.save_checkpoint(tmp_path / "a.ckpt")
-    assert later and not list(tmp_path.iterdir())
+    fit.save_checkpoint(tmp_path / "a.ckpt")
+    plugin.teardown()
+    plugin.save_checkpoint = lambda *args, **options: later.append((args[1], options))
+    fit.save_checkpoint(tmp_path / "b.ckpt", storage_options="mine")
+    assert later == [(tmp_path / "b.ckpt", {"storage_options": "mine"})]
+    assert [path.name for path in tmp_path.iterdir()] == ["a.ckpt"]
 
 
 @pytest.mark.parametrize("strategy", ["auto", "piper"])
