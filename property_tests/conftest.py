@@ -13,10 +13,18 @@ from lightning_piper.cache import CACHE
 from tests import profiles
 
 profiles.load()
-os.environ[CACHE] = os.devnull  # nothing is kept from run to run: what is seeded into the package is no change of its files
 torch.set_num_threads(1)
 
 counts: Counter[str] = Counter()
+
+
+@pytest.fixture(scope="module", autouse=True)
+def nothing_kept() -> Iterator[None]:
+    """What is seeded into the package is no change of its files, by which a graph that is kept is known. Other tests that run with
+    these keep theirs."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv(CACHE, os.devnull)
+        yield
 
 
 @pytest.fixture(scope="session")

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 
+from lightning_piper.accelerators._torch_dispatch import schema_of
 from lightning_piper.accelerators.conflicts import Note, accesses_of
 from lightning_piper.accelerators.memory import Block, Spec
 from lightning_piper.accelerators.queues import Work
@@ -128,7 +129,7 @@ class Issuing:
 
 
 def _kind_of(func: Any) -> _Kind:
-    schema, tags = func._schema, set(func.tags)
+    schema, tags = schema_of(func), set(func.tags)
     infos = [r.alias_info for r in schema.returns]
     view = bool(infos) and all(info is not None and not info.is_write for info in infos)
     names: list[str | None] = []
@@ -177,7 +178,7 @@ def _spec(x: Any) -> Any:
 def _returned(func: Any, kind: _Kind, args: tuple[Any, ...], kwargs: dict[str, Any], made: list[Any]) -> Any:
     """New tensors and arguments, in their places."""
     new = iter(made)
-    names = [a.name for a in func._schema.arguments]
+    names = [a.name for a in schema_of(func).arguments]
     found = [next(new) if name is None else kwargs[name] if name in kwargs else args[names.index(name)] for name in kind.returns]
     return tuple(found) if len(found) > 1 else found[0] if found else None
 

@@ -60,11 +60,19 @@ class Block:
 
 
 class Memory:
-    """The blocks that a program refers to, by the address of their storage."""
+    """The blocks that a program refers to, by the address of their storage.
+
+    Attributes:
+        held: bytes that no allocation may take: the program refers to them, or has let go of them, and a stream that was recorded
+            was not done when memory was asked for last.
+        most: bytes that were held at once.
+    """
 
     def __init__(self, scheduler: Scheduler) -> None:
         self._scheduler = scheduler
         self._blocks: dict[int, Block] = {}
+        self._awaited: list[tuple[list[Moment], int]] = []  # bytes that were let go of, and what is to be done first
+        self.held = self.most = 0
         self.closed = False
 
     def new(self, spec: Spec, owner: Queue, made: str) -> tuple[torch.Tensor, Block | None]:
@@ -73,6 +81,7 @@ class Memory:
             owner.returned.pop()()
         if not spec.nbytes:
             return torch.empty_strided(spec.shape, spec.stride, dtype=spec.dtype), None
+        self._take(spec.nbytes)
         room = bytearray(spec.nbytes + ALIGNED)
         first = -ctypes.addressof(ctypes.c_char.from_buffer(room)) % ALIGNED
         of_program, of_work = ((ctypes.c_char * spec.nbytes).from_buffer(room, first) for _ in range(2))
@@ -83,6 +92,19 @@ class Memory:
         weakref.finalize(of_program, self._released, address, block).atexit = False
         return spec.on(torch.frombuffer(of_program, dtype=torch.uint8).untyped_storage()), block
 
+    def _take(self, nbytes: int) -> None:
+        awaited, self._awaited = self._awaited, []
+        for moments, returned in awaited:
+            self._let_go(moments, returned)
+        self.held += nbytes
+        self.most = max(self.most, self.held)
+
+    def _let_go(self, moments: list[Moment], nbytes: int) -> None:
+        if all(moment.past for moment in moments):
+            self.held -= nbytes
+        else:
+            self._awaited.append((moments, nbytes))
+
     def of(self, x: torch.Tensor) -> Block | None:
         """The block of a tensor; None if it was not made here."""
         return self._blocks.get(x.untyped_storage().data_ptr())
@@ -92,7 +114,9 @@ class Memory:
         if self.closed:
             return
         self._blocks.pop(address, None)
-        block.owner.returned.append(self._giving_back(block, [queue.now for queue in block.uses]))
+        used = [queue.now for queue in block.uses]
+        self._let_go(used, block.storage.nbytes())
+        block.owner.returned.append(self._giving_back(block, used))
 
     def _giving_back(self, block: Block, used: list[Moment]) -> Callable[[], None]:
         def give_back() -> None:

@@ -20,9 +20,9 @@ from typing import Any
 
 import torch
 from torch.overrides import TorchFunctionMode
-from torch.utils._python_dispatch import TorchDispatchMode
 
 from lightning_piper.accelerators import in_use
+from lightning_piper.accelerators._torch_dispatch import TorchDispatchMode
 from lightning_piper.accelerators.conflicts import Access, Conflicts, Note
 from lightning_piper.accelerators.issuing import Issuing
 from lightning_piper.accelerators.memory import Block, Memory

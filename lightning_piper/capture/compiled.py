@@ -14,8 +14,8 @@ from typing import Any
 import torch
 
 from lightning_piper.capture import _torch
-from lightning_piper.capture.code import RUNS_KEY
 from lightning_piper.errors import PiperError
+from lightning_piper.ir.boxed import RUNS_KEY
 from lightning_piper.ir.regions import Code
 from lightning_piper.limits import shown
 

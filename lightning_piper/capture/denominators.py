@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from torch.fx import Node
 
-from lightning_piper.capture.code import compile_boxed
+from lightning_piper.ir.boxed import compile_boxed
 from lightning_piper.ir.terms import Denominator
 
 aten = torch.ops.aten

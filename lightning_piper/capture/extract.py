@@ -6,10 +6,10 @@ import torch
 from torch.fx import Node
 
 from lightning_piper.capture import _torch
-from lightning_piper.capture.code import compile_boxed
 from lightning_piper.capture.passes import Names, Pass
 from lightning_piper.capture.regions import BORDERS
 from lightning_piper.capture.rows import arrives, direction_of, leaves, resize, spec_of
+from lightning_piper.ir.boxed import compile_boxed
 from lightning_piper.ir.regions import Code, Interface
 from lightning_piper.ir.values import Kind, TensorSpec
 from lightning_piper.placements.changing import CHANGE, unchanged

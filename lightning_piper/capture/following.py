@@ -88,7 +88,7 @@ class Following:
             return over(Number(value * self.size), SAMPLES)
         if (less := self._shifted(value, there)) is not None:
             return less
-        upside_down = self._shifted(1 / value, 1 / there)
+        upside_down = self._shifted(1 / value, 1 / there) if there else None
         return None if upside_down is None else over(ONE, upside_down)
 
     def _shifted(self, value: float, there: float) -> Expression | None:

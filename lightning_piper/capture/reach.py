@@ -15,6 +15,7 @@ from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import Any
 
+import torch
 from torch import nn
 
 from lightning_piper.capture.deferred import Namespace
@@ -140,6 +141,9 @@ class _Reach:
             if id(value) not in self._seen and not is_library(value.__module__):
                 self._seen.add(id(value))
                 self._classes += [c for c in value.__mro__ if not is_library(c.__module__) and c not in self._classes]
+                if issubclass(value, torch.autograd.Function):  # which torch calls
+                    for name in ("setup_context", "backward"):
+                        self.follow(getattr(value, name))
             return
         if self.follow(value) and isinstance(place.owner, type) and place.name != "__call__" and type(value) is not MEMOISED:
             return  # methods are noted where they are read

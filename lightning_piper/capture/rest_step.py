@@ -18,7 +18,6 @@ from torch import nn
 from lightning_piper.annotate import opened
 from lightning_piper.capture import _torch
 from lightning_piper.capture.batch import BatchSpec, flatten
-from lightning_piper.capture.code import RUNS_KEY
 from lightning_piper.capture.outer_calls import Call, Followed, Key, outermost
 from lightning_piper.capture.reads import History, Reads, without_drawing
 from lightning_piper.capture.rest import REST, REST_BACKWARD, Rest, Returned, rest
@@ -26,6 +25,7 @@ from lightning_piper.capture.sizes import Specs
 from lightning_piper.capture.step import CapturedStep
 from lightning_piper.capture.trace import Fakes, Step, Traced, fakes_of, trace
 from lightning_piper.errors import CaptureError
+from lightning_piper.ir.boxed import RUNS_KEY
 
 CALL_KEY = "piper_call"  # in the metadata of what is traced inside of a captured call
 

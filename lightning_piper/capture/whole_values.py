@@ -12,8 +12,8 @@ import torch
 from torch.fx import Node
 
 from lightning_piper.capture import _torch
-from lightning_piper.capture.code import compile_boxed
 from lightning_piper.capture.terms import OTHER, ROWS, Terms
+from lightning_piper.ir.boxed import compile_boxed
 from lightning_piper.ir.regions import Computed
 
 MANY = 2**16  # numbers that logged values are computed from: every device gets them

@@ -143,8 +143,16 @@ class Planning(Protocol):
 
     def emit(self, instruction: Instruction) -> None: ...
 
-    def start(self, node: Node, kind: type[Collective], reads: tuple[Read, ...], **fields: Any) -> None:
-        """Start a collective; whoever reads its value waits for it."""
+    def start(self, node: Node, kind: type[Collective], reads: tuple[Read, ...], stream: str | None = None, **fields: Any) -> None:
+        """Start a collective; whoever reads its value waits for it.
+
+        Args:
+            stream: that issues it; None: the node's. It begins behind what this one has issued, and takes memory of this one.
+        """
+        ...
+
+    def stream_of(self, slot: int) -> str:
+        """The stream that makes what is in a slot."""
         ...
 
     def wait_for_earlier(self, node: Node) -> None:

@@ -66,6 +66,15 @@ def produce(plan: Planning, node: Pack, ref: Ref) -> None:
 def bind_pack(instruction: PackInstruction, on: Binding) -> Bound:
     (source,), into, bucket, take = instruction.reads, instruction.into, instruction.bucket, instruction.take
     slots, device = on.slots, on.device
+    there: frozenset[int] = on.chunks.laid.get(instruction.node, frozenset())
+    others = [(place, i) for place, i in enumerate(take) if place not in there]
+
+    def complete() -> None:
+        bundle, views = slots[source.slot], bucket.views(slots[into][0])
+        if source.last:
+            slots[source.slot] = None
+        for place, i in others:
+            views[place].copy_(bundle[i])
 
     def pack() -> None:
         bundle = slots[source.slot]
@@ -76,7 +85,7 @@ def bind_pack(instruction: PackInstruction, on: Binding) -> Bound:
             view.copy_(bundle[i])
         slots[into] = (flat,)
 
-    return pack
+    return complete if there else pack
 
 
 register_operation(Operation(Pack, check, interpret, nothing, produce, bind={PackInstruction: bind_pack}, alike=True))

@@ -96,8 +96,11 @@ def interpret_all_gather(run: Reference, node: AllGather) -> Made:
 
 
 def lower_all_gather(plan: Planning, node: AllGather) -> None:
-    # It reads no slot: the shard is no value of the step.
-    plan.start(node, AllGatherInstruction, (), bucket=bucket_of(node), kept=plan.shards[bucket_of(node)])
+    # It reads no slot: the shard is no value of the step. What is not kept is made by its reader's stream, and goes back to it.
+    # So a bucket begins to arrive when those before it are read, in the memory that they leave.
+    kept = plan.shards[bucket_of(node)]
+    stream = node.stream if kept else plan.dag.users(node)[0].stream
+    plan.start(node, AllGatherInstruction, (), stream=stream, bucket=bucket_of(node), kept=kept)
 
 
 class _AllGather(Exchange):

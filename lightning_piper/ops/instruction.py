@@ -13,7 +13,7 @@ from lightning_piper.ir.buckets import Bucket
 from lightning_piper.ir.values import TensorSpec
 
 Channel = tuple[int, int]  # (sending device, receiving device)
-Group = tuple[tuple[int, ...], str]  # devices that communicate together, on a logical stream: one communicator
+Group = tuple[tuple[int, ...], str]  # devices that communicate together, and the name of their communicator
 
 
 @dataclass(frozen=True, slots=True)
@@ -64,6 +64,11 @@ class Instruction:
         return f"{self.op} %{self.node} {self.label}{made}{placed}"
 
     @property
+    def row(self) -> str:
+        """Where pictures show it: the stream or the communicator that does the work."""
+        return self.stream
+
+    @property
     def into(self) -> int:
         """The slot written, of an instruction that writes one."""
         (slot,) = self.writes
@@ -94,6 +99,7 @@ class Collective(Instruction):
         direct: every member sends all of the bytes to one other, in one step.
         sums: it sums a bucket of gradients over replicas, which can wait for the last batch of an accumulation.
         members: devices, in the order of what they bring.
+        communicator: its name; it has a stream of its own.
         bucket: that is communicated, if it is one.
     """
 
@@ -103,11 +109,16 @@ class Collective(Instruction):
     colour: ClassVar[str] = "#b4a7d6"
 
     members: tuple[int, ...]
+    communicator: str
     bucket: Bucket | None = None
 
     @property
     def group(self) -> Group:
-        return (self.members, self.stream)
+        return (self.members, self.communicator)
+
+    @property
+    def row(self) -> str:
+        return self.communicator
 
     @property
     def nbytes(self) -> int:
@@ -117,7 +128,8 @@ class Collective(Instruction):
         return self.bucket.whole.nbytes
 
     def details(self) -> list[str]:
-        return [*super().details(), "over", ",".join(map(str, self.members))]
+        apart = [f"communicator={self.communicator}"] if self.communicator != self.stream else []
+        return [*super().details(), "over", ",".join(map(str, self.members)), *apart]
 
 
 @dataclass(frozen=True, kw_only=True)

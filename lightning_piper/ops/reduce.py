@@ -120,7 +120,9 @@ def lower_all_reduce(plan: Planning, node: Node) -> None:
 
 
 def lower_reduce_scatter(plan: Planning, node: ReduceScatter) -> None:
-    plan.start(node, ReduceScatterInstruction, (plan.read(node.inputs[0], node),), bucket=bucket_of(node))
+    # On the stream that made the bucket, so that this one has its memory again when it has waited for the sum.
+    read = plan.read(node.inputs[0], node)
+    plan.start(node, ReduceScatterInstruction, (read,), stream=plan.stream_of(read.slot), bucket=bucket_of(node))
     plan.wait_for_earlier(node)
 
 

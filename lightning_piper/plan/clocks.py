@@ -6,6 +6,8 @@ is linear in instructions times streams. It shows that each value is
 
 - read when it is made, and by no stream that does not wait for its maker;
 - changed in place, or its memory given to the next gather, when everybody has read it;
+- where it is a whole bucket, gathered or to be summed and scattered, in memory of the stream that works with it: such a bucket is
+  given back, and the next one made, in the order of that stream, however far ahead of it the host is;
 - kept, though nothing refers to it any more, until everybody has read it. An allocator gives memory back to the stream that made
   it, at once, unless a stream that reads it was recorded: `WaitEvent.shared`. What a chunk makes may lie in the memory of what it
   read; as each stream that reads a slot has recorded it, and a chunk's stream what it read, that holds for views, too.
@@ -25,10 +27,12 @@ from lightning_piper.plan.instructions import (
     Deliver,
     Instruction,
     Record,
+    ReduceScatter,
     Report,
     Send,
     WaitEvent,
     WaitSend,
+    WaitWork,
 )
 from lightning_piper.plan.plan import Plan
 
@@ -47,6 +51,7 @@ class Streams:
         self._shared: set[tuple[int, str]] = set()  # slots, and streams on which their memory is recorded
         self._sending: dict[int, int] = {}  # send -> its slot
         self._gathered: dict[Bucket, int] = {}  # bucket that is kept -> slot of its last gather
+        self._passing: set[int] = set()  # slots of gathered buckets that are given back
 
     def problems(self, i: int, instruction: Instruction) -> Iterator[str]:
         stream = instruction.stream
@@ -75,17 +80,25 @@ class Streams:
 
     def _reads(self, i: int, instruction: Instruction, clock: Clock) -> Iterator[str]:
         stream = instruction.stream
-        for slot in [read.slot for read in instruction.reads]:
+        for read in instruction.reads:
+            slot = read.slot
             yield from self._is_made(slot, stream, clock)
             if stream != self._owner[slot] and (slot, stream) not in self._shared:
                 made = f"slot s{slot} was made on stream {self._owner[slot]}, which may use its memory again"
                 yield f"{made}: no await on {stream} shares it"
             self._readers.setdefault(slot, {})[stream] = i
+            if slot in self._passing and read.last and self._owner[slot] not in self._readers[slot]:
+                made = f"slot s{slot}, a gathered bucket, was made on stream {self._owner[slot]}"
+                yield f"{made}, where no reader stands: the next one does not wait for its memory"
         if isinstance(instruction, Send):
             self._sending[instruction.node] = instruction.reads[0].slot
         elif isinstance(instruction, AllReduce) and instruction.bucket is not None and len(instruction.reads) == 1:
             yield from self._is_read(instruction.reads[0].slot, stream, clock)  # it is summed in place
-        elif isinstance(instruction, AllGather) and instruction.kept:
+        elif isinstance(instruction, ReduceScatter) and stream != (made := self._owner[instruction.reads[0].slot]):
+            yield f"it sums a bucket that stream {made} made, and is issued on {stream}: the next one does not wait for its memory"
+        elif isinstance(instruction, AllGather) and not instruction.kept:
+            self._passing.add(instruction.into)
+        elif isinstance(instruction, AllGather):
             assert instruction.bucket is not None
             if instruction.bucket in self._gathered:
                 yield from self._is_read(self._gathered[instruction.bucket], stream, clock)
@@ -99,6 +112,9 @@ class Streams:
             if slot in self._made:  # in place, or completed
                 yield from self._is_made(slot, stream, clock)
                 yield from self._is_read(slot, stream, clock)
+                if isinstance(instruction, WaitWork) and self._owner[slot] != stream:
+                    started = f"stream {self._owner[slot]} started it, and gets the memory back"
+                    yield f"it is waited for on stream {stream}; {started}"
                 if slot in self._sending.values():
                     yield f"slot s{slot} is changed while it is sent"
             self._owner.setdefault(slot, stream)

@@ -86,6 +86,9 @@ class DevicePlan:
     def source(self, slot: int) -> str:
         return self._source[slot]
 
+    def stream_of(self, slot: int) -> str:
+        return self._stream[slot]
+
     def read(self, ref: Ref, reader: Node) -> Read:
         if ref not in self._slot:
             maker = self.dag.nodes[ref[0]]
@@ -97,7 +100,8 @@ class DevicePlan:
             produce = operation_of(maker).produce
             if maker.id in self._pending:
                 self._slot[ref] = self._pending.pop(maker.id)
-                self.emit(WaitWork(**about(maker), writes=(self._slot[ref],)))
+                started = {"stream": self._stream[self._slot[ref]]}
+                self.emit(WaitWork(**(about(maker) | started), writes=(self._slot[ref],)))
             elif produce is not None:
                 produce(self, maker, ref)
             else:
@@ -125,13 +129,15 @@ class DevicePlan:
 
     # Collectives
 
-    def start(self, node: Node, kind: type[Collective], reads: tuple[Read, ...], **fields: Any) -> None:
+    def start(self, node: Node, kind: type[Collective], reads: tuple[Read, ...], stream: str | None = None, **fields: Any) -> None:
         if kind.sums and node.outputs[0].bucket is not None and fields.get("bucket") is None:
             raise VerificationError(f"%{node.id} {node.label} is lowered to {kind.op}, which sums a bucket: start it with bucket=")
-        slot = self._pending[node.id] = self.new_slot(None, "sum", node.stream)
+        stream = stream or node.stream
+        slot = self._pending[node.id] = self.new_slot(None, "sum", stream)
         members = node.members(self.place)
         members = self._members.setdefault(members, members)
-        self.emit(kind(**about(node), reads=reads, writes=(slot,), members=members, **fields))
+        about_both = about(node) | {"stream": stream, "communicator": node.stream}
+        self.emit(kind(**about_both, reads=reads, writes=(slot,), members=members, **fields))
         self.arrives((node.id, 0))
 
     def wait_for_earlier(self, node: Node) -> None:

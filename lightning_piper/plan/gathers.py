@@ -2,7 +2,7 @@
 
 It could be issued as soon as what it reads is there: but then the value would lie there unused. Instead it is issued some chunks
 before the one that reads it, and has their time to arrive. Of gathers two buckets are in flight at once, the one in use and the
-next one.
+next one; `ops.gather` issues them on the stream that reads them, so that it is the same on a device that falls behind its host.
 """
 
 from __future__ import annotations

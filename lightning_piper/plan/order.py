@@ -30,8 +30,8 @@ def priority(dag: TrainingDAG, node: Node, height: int) -> Priority:
     pass that runs again comes with the backward pass that it serves, for what it makes lies there until then. Nothing
     but an optimizer waits for gradients of weights (BW), so they run when no other chunk can: unless an order says otherwise,
     at the end, while devices that come later in the backward direction are still busy.
-    Updates and results come last, for nothing in the step needs them and they may have to wait for another device; so does
-    bookkeeping that has to.
+    Updates, results and weights come last, for they may have to wait for another device, and forward passes do not need them; so
+    does other bookkeeping that has to wait.
     """
     turn = node.turn
     if isinstance(node, Chunk):

@@ -49,8 +49,13 @@ class Plan:
 
     @property
     def streams(self) -> tuple[str, ...]:
-        """Logical streams, sorted."""
+        """Logical streams that issue, sorted."""
         return tuple(sorted({i.stream for i in self.instructions}))
+
+    @property
+    def rows(self) -> tuple[str, ...]:
+        """What goes on by itself, sorted: streams, and communicators."""
+        return tuple(sorted({i.row for i in self.instructions} | set(self.streams)))
 
     def __str__(self) -> str:
         """One line an instruction: operation, node, what it reads (`!` for the last time) and writes."""

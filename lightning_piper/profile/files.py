@@ -96,7 +96,7 @@ def rows_of(plans: Mapping[int, Plan]) -> list[Row]:
     """Device and stream of each row of a timeline: the stream of the chunks comes first."""
     found = []
     for device, plan in sorted(plans.items()):
-        found += [(device, stream) for stream in sorted(plan.streams, key=lambda stream: (stream != "compute", stream))]
+        found += [(device, stream) for stream in sorted(plan.rows, key=lambda stream: (stream != "compute", stream))]
     return found
 
 

@@ -150,7 +150,7 @@ class Measured:
 
     def _span(self, device: int, instruction: Instruction, kind: str, start: float, end: float) -> None:
         about = (instruction.node, instruction.label, kind, instruction.origin)
-        self.trace.spans.append(Span(device, instruction.stream, start, end, *about))
+        self.trace.spans.append(Span(device, instruction.row, start, end, *about))
 
     def durations(self) -> dict[str, float]:
         """The table that `simulate` takes: chunks and transfers by node, other work by operation; in seconds.

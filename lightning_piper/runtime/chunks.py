@@ -14,8 +14,9 @@ from lightning_piper.ir.seeds import chunk_seed
 from lightning_piper.ir.terms import Denominator
 from lightning_piper.ir.values import Slice
 from lightning_piper.ops.arguments import Way, shares
-from lightning_piper.plan.instructions import Run
+from lightning_piper.plan.instructions import Pack, Run
 from lightning_piper.plan.plan import Plan
+from lightning_piper.runtime.laid import laid, packs_of
 from lightning_piper.runtime.transport import Bound, Slots
 
 Part = tuple[int, int | None]  # (slot, tensor of its bundle, or None for all of them)
@@ -30,6 +31,7 @@ class ChunkBinder:
         seed: of the current step.
         scale: factor on the gradient of its loss.
         loss_dtype: of the loss.
+        laid: node of a pack -> the tensors of its bucket that are in the flat tensor already, which is in its slot.
     """
 
     def __init__(self, plan: Plan, step: Step, params: Mapping[str, torch.Tensor], buffers: Mapping[str, torch.Tensor],
@@ -37,6 +39,8 @@ class ChunkBinder:
         self._plan, self._step, self._slots, self._device, self._compiler = plan, step, slots, device, compiler
         self._params, self._buffers = params, buffers
         self._whole = step.at(plan.size)
+        self._packs = packs_of(plan)
+        self.laid: dict[int, frozenset[int]] = {}
         self._leaves: dict[tuple[int, Slice | None], int] = {}  # (leaf, samples or None for all) -> slot
         self._gradients: dict[float, int] = {}  # weight -> slot of the loss gradient
         self._batch: list[torch.Tensor] = []
@@ -49,16 +53,34 @@ class ChunkBinder:
         step = self._step.member if run.member else self._step
         code = step.at(len(run.slice), run.degrees).code_of(run.key)
         parts = self._arguments(run)
+        # With divided parameters a region takes any number of rows, and compiled code one number.
+        function = code.run if self._compiler is None or run.degrees else self._compiler(code)
         writes, start = [], 0
         for slot, specs in zip(run.writes, code.outputs, strict=True):
             if slot is not None:
                 writes.append((slot, start, start + len(specs)))
+                if slot in self._packs and function is code.run:
+                    function = self._lay(code, self._packs[slot], start)
             start += len(specs)
         dropped = [read.slot for read in run.reads if read.last]
-        # With divided parameters a region takes any number of rows, and compiled code one number.
-        function = code.run if self._compiler is None or run.degrees else self._compiler(code)
         call = _bind_code(function, self._slots, parts, dropped, writes)
         return self._seeded(call, run) if self._whole.interface_of(run.key).random else call
+
+    def _lay(self, code: Code, pack: Pack, first: int) -> Callable[[list[torch.Tensor]], Sequence[torch.Tensor]]:
+        """The code, with gradients in a new flat tensor of their bucket, as far as it can write them there."""
+        found, slots, device = laid(code, pack, first), self._slots, self._device
+        if found is None:
+            return code.run
+        self.laid[pack.node] = found.places
+        run, layouts, into, bucket = found.run, found.layouts, pack.into, pack.bucket
+
+        def run_into(args: list[torch.Tensor]) -> Sequence[torch.Tensor]:
+            flat = bucket.empty(device)
+            slots[into] = (flat,)
+            args += [flat.as_strided(*layout) for layout in layouts]
+            return run(args)
+
+        return run_into
 
     def _arguments(self, run: Run) -> list[Part]:
         """Where the code's arguments are, in the order of `Interface`."""

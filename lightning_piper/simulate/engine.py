@@ -204,7 +204,7 @@ class _World:
 
     def _span(self, device: int, instruction: Instruction, kind: str, start: Number, end: Number) -> None:
         about = (instruction.node, instruction.label, kind, instruction.origin)
-        self.trace.spans.append(Span(device, instruction.stream, start, end, *about))
+        self.trace.spans.append(Span(device, instruction.row, start, end, *about))
 
     def _exchange(self, instruction: Send | Irecv | Collective) -> _Exchange:
         meeting = self._matching.of(instruction)

@@ -185,7 +185,7 @@ def _figures(dag: TrainingDAG, plan: Plan, trace: Trace, spans: list[Span], held
             parts.append(_Part(wait.since, wait.end, _EXPOSED, wait.origin))
     directives = _shares(parts, trace.end)
     busy, exposed, bubble = (sum(column) for column in zip(*directives.values(), strict=True))
-    by_stream: dict[str, list[Interval]] = {stream: [] for stream in plan.streams}
+    by_stream: dict[str, list[Interval]] = {row: [] for row in plan.rows}
     for span in spans:
         by_stream[span.stream].append((span.start, span.end))
     lengths = {stream: _length(intervals) for stream, intervals in by_stream.items()}

@@ -18,8 +18,8 @@ import torch
 from torch.fx import Node
 
 from lightning_piper.capture import _torch
-from lightning_piper.capture.code import RUNS_KEY
 from lightning_piper.capture.sizes import filled
+from lightning_piper.ir.boxed import RUNS_KEY
 from lightning_piper.ir.regions import Code
 
 Group = int  # of arguments that share a storage

@@ -45,7 +45,7 @@ from torch.optim.swa_utils import AveragedModel
 from lightning_piper.either_lightning import is_a
 
 __all__ = [
-    "Strategy", "collect_rng_states", "connect", "copy_of", "handler_of", "log_anew", "log_apart", "move_optimizers",
+    "Strategy", "collect_rng_states", "connect", "copy_of", "forget_logs", "handler_of", "log_anew", "log_apart", "move_optimizers",
     "set_rng_states", "throughputs_of", "update_of",
 ]  # fmt: skip
 
@@ -109,6 +109,14 @@ class Strategy(ParallelStrategy):
             state["_launcher"] = copy.copy(self._launcher)
             state["_launcher"].procs = []
         return state
+
+
+def forget_logs(trainer: pl.Trainer) -> None:
+    """Of earlier runs: steps may run in another way than in these, and Lightning refuses values that are logged with another
+    `sync_dist` than before."""
+    loops = (trainer.fit_loop.epoch_loop, trainer.fit_loop.epoch_loop.val_loop, trainer.validate_loop, trainer.test_loop)
+    for loop in loops:
+        loop._results.clear()
 
 
 def log_anew(trainer: pl.Trainer) -> None:

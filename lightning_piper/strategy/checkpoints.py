@@ -229,8 +229,13 @@ def _is_sharded(path: Path) -> bool:
 
 def of_files(io: CheckpointIO, path: str | Path) -> TorchCheckpointIO | None:
     """Lightning's own plugin for files, if it is what writes there, at once or behind the training."""
-    found = io.checkpoint_io if is_exactly(io, AsyncCheckpointIO) else io  # type: ignore[attr-defined]
-    return found if type(found) is TorchCheckpointIO and "://" not in str(path) else None
+    found = io.checkpoint_io if is_exactly(io, AsyncCheckpointIO) and not _is_changed(io) else io  # type: ignore[attr-defined]
+    return found if type(found) is TorchCheckpointIO and not _is_changed(found) and "://" not in str(path) else None
+
+
+def _is_changed(io: CheckpointIO) -> bool:
+    """A plugin of the user's is also one of Lightning's that was given other methods."""
+    return any(name in vars(io) for name in ("save_checkpoint", "load_checkpoint", "remove_checkpoint"))
 
 
 def is_behind(io: CheckpointIO, path: str | Path) -> bool:

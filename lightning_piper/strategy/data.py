@@ -39,11 +39,12 @@ def draw_seed(world: World) -> int:
         return int(torch.randint(2**62, ()))
 
 
-def agree_on_loader(loader: object, world: World, apart: bool = False) -> object:
+def agree_on_loader(loader: object, world: World, limit: float = 1.0, apart: bool = False) -> object:
     """Make a DataLoader give the same batches in all processes of a replica. Collective.
 
     Args:
         loader, world: of this process.
+        limit: how many of the batches are drawn, as the Trainer has it: an int is a number, a float a share.
         apart: replicas may have different numbers of batches.
 
     Raises:
@@ -52,7 +53,7 @@ def agree_on_loader(loader: object, world: World, apart: bool = False) -> object
     if world.size == 1:
         return loader
     share_random_state(world)
-    sizes = world.gather(_length(loader))
+    sizes = world.gather(_length(loader, limit))
     of_replicas = set(zip(world.replicas, sizes, strict=True))
     if len(of_replicas) > world.count or (len(set(sizes)) > 1 and not apart):
         why = "all stages of a pipeline read the same ones" if world.count == 1 else "every replica needs as many as the others"
@@ -92,8 +93,10 @@ def generators_of(loader: DataLoader[Any]) -> list[torch.Generator]:
     return [g for g in (getattr(x, "generator", None) for x in owners) if isinstance(g, torch.Generator)]
 
 
-def _length(loader: Any) -> int | None:
+def _length(loader: Any, limit: float) -> int | None:
+    """How many batches are drawn of it; None if nobody knows."""
     try:
-        return len(loader)
+        length = len(loader)
     except (TypeError, NotImplementedError):
         return None
+    return min(length, limit) if isinstance(limit, int) else int(length * limit)

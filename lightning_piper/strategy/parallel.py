@@ -141,7 +141,9 @@ class OverProcesses(_lightning.Strategy):
 
     def process_dataloader(self, dataloader: object) -> object:
         assert self.lightning_module is not None
-        return agree_on_loader(dataloader, self._drawing, apart=self.lightning_module.trainer.state.fn == TrainerFn.PREDICTING)
+        trainer, stage = self.lightning_module.trainer, self.lightning_module.trainer.state.stage
+        limit = 1.0 if stage is None else getattr(trainer, f"limit_{stage.dataloader_prefix}_batches")
+        return agree_on_loader(dataloader, self._drawing, limit, apart=trainer.state.fn == TrainerFn.PREDICTING)
 
     # Collectives. What is reduced is reduced over replicas: the processes of one have the same.
 

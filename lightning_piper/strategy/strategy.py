@@ -129,6 +129,7 @@ class PiperStrategy(EvaluatingStrategy):
 
     def setup(self, trainer: pl.Trainer) -> None:
         self._begin_run()
+        _lightning.forget_logs(trainer)
         if trainer.state.fn != TrainerFn.FITTING:
             self._setup_evaluation(trainer)
             return

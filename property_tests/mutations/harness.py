@@ -10,6 +10,7 @@ from property_tests.mutations import (
     arguments,
     backward,
     borders,
+    buckets,
     drivers,
     executors,
     layers,
@@ -30,7 +31,7 @@ from property_tests.mutations.table import TABLE, Mutation
 
 # What fills the table.
 FILES = (rewrites, borders, arguments, backward, places, zero, plans, executors, shards, routed, drivers, losses, totals,
-         recomputed, offloaded)  # fmt: skip
+         recomputed, offloaded, buckets)  # fmt: skip
 LAYERS = ("static", "interpreter", "plans", "property", "distributed")
 
 

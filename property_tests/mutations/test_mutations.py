@@ -37,16 +37,28 @@ def test_control_in_processes(name: str, ran: dict[str, list[Any]]) -> None:
     processes.compare(SCENARIOS[name], ran[name])
 
 
+@pytest.mark.parametrize("name", [*TABLE][::4])
+def test_some_mutations_are_caught(name: str, request: pytest.FixtureRequest) -> None:
+    """In `make test`; of each file of them some."""
+    who_catches(name, request)
+
+
+@pytest.mark.long
 @pytest.mark.parametrize("name", TABLE)
 def test_mutation_is_caught(name: str, found: dict[str, Caught], request: pytest.FixtureRequest) -> None:
+    found[name] = who_catches(name, request)
+
+
+def who_catches(name: str, request: pytest.FixtureRequest) -> Caught:
     mutation = TABLE[name]
     caught = first_layer(mutation)
     if caught is None and mutation.processes:
         caught = on_processes(mutation, request.getfixturevalue("ran")[name])
     assert caught is not None, f"nothing notices {name!r}: {mutation.what}"
-    found[name] = caught
+    return caught
 
 
+@pytest.mark.long
 def test_the_static_layer_catches_most(found: dict[str, Caught]) -> None:
     if found.keys() != TABLE.keys():
         pytest.skip("needs all mutations of this run")

@@ -18,6 +18,7 @@ import lightning_piper as piper
 from lightning_piper.capture import capture, flatten
 from lightning_piper.compiler import compile
 from lightning_piper.errors import CaptureError
+from tests.groups import marked
 from tests.models import MLP
 
 A, B = torch.arange(6.0).reshape(3, 2), torch.arange(3)
@@ -163,7 +164,7 @@ READS: dict[str, Any] = {
 }
 
 
-@pytest.mark.parametrize("name", READS)
+@pytest.mark.parametrize("name", marked(READS, [*READS][::3]))
 def test_a_list_with_one_entry_a_sample_cannot_be_read_in_microbatches_and_replicas(name: str) -> None:
     """What it would give is that of the whole batch that was captured."""
     module = Named()

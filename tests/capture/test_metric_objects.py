@@ -19,6 +19,7 @@ from lightning_piper.ops.arguments import Arguments
 from lightning_piper.runtime import Executor, LocalTransport, run_local
 from lightning_piper.verify import check, interpret
 from tests.forward import Steps
+from tests.groups import marked
 
 
 class Net(Steps):
@@ -156,12 +157,15 @@ def selecting(use):
     return Selecting()
 
 
-@pytest.mark.parametrize("use", [
+SELECTED = [
     lambda module, out, y, mask: module.acc(out[mask], y[mask]),
     lambda module, out, y, mask: module.acc(out[mask].softmax(-1)[:, :2].detach().cpu(), y[mask].int().flatten()),
     lambda module, out, y, mask: module.acc(2 * out[mask, :] + 1, torch.masked_select(y, mask)),
     lambda module, out, y, mask: [(kept := out * 1), (some := kept[mask]), kept.neg_(), module.acc(some, y[mask])],
-])  # fmt: skip
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("use", marked(SELECTED, SELECTED[2:]))
 def test_arguments_may_be_selected_by_values(use):
     module = selecting(lambda *args: use(*args) is None or None)
     (x, y), results = batch(), run(module, 8, 2)[1]
@@ -401,13 +405,16 @@ def test_a_dict_for_each_sample_is_joined_over_microbatches(entry):
     torch.testing.assert_close(found, wanted)
 
 
-@pytest.mark.parametrize("entry", [
+FORMS = [
     lambda out, i: {"boxes": out[i][: i + 1]},  # of several shapes
     lambda out, i: {"boxes": out[i], "number": i},
     lambda out, i: {"boxes": out[i], str(i): out[i]},
     lambda out, i: {"boxes": out[i][out[i] > 0] if i else out[i][out[i] < 0].abs()},
     lambda out, i: [out[i]],
-])  # fmt: skip
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("entry", marked(FORMS, FORMS[:2]))
 def test_dicts_of_several_forms_are_not(entry):
     module = Detecting(entry)
     (call,) = capture(module, batch()).at(8).metrics.calls

@@ -25,6 +25,7 @@ from lightning_piper.capture.trace import Step, Traced
 from lightning_piper.capture.written import NotData, read, written
 from lightning_piper.errors import CaptureError
 from lightning_piper.testing.models import BLOCKS, Model, Spec, make_batch
+from tests.groups import marked
 
 CPU = torch.device("cpu")
 SPEC = Spec(tuple(BLOCKS), tuple(range(len(BLOCKS))), loss="terms")
@@ -106,7 +107,11 @@ def described(graph: torch.fx.Graph) -> list[str]:
     return lines
 
 
-@pytest.mark.parametrize(("module", "given"), [(Net(), batch()), (Model(SPEC), make_batch(SPEC, 4))], ids=["net", "all blocks"])
+@pytest.mark.parametrize(
+    ("module", "given"),
+    [(Net(), batch()), pytest.param(Model(SPEC), make_batch(SPEC, 4), marks=pytest.mark.long)],
+    ids=["net", "all blocks"],
+)
 def test_graph_from_a_file_is_the_graph_that_was_traced(module, given, traces, monkeypatch):
     with monkeypatch.context() as patch:
         patch.setattr(Step, "rehearsed", False)
@@ -140,7 +145,7 @@ CHANGES: dict[str, Callable[[Net, pytest.MonkeyPatch], object]] = {
 }
 
 
-@pytest.mark.parametrize("change", CHANGES)
+@pytest.mark.parametrize("change", marked(CHANGES, [*CHANGES][::2]))
 def test_a_step_that_does_something_else_is_traced(change, traces, monkeypatch):
     first = trace(Net(), batch())
     trace(Net(), batch())

@@ -113,7 +113,7 @@ MEET_TOO = [
 ]  # fmt: skip
 
 
-@pytest.mark.parametrize("line", marked([*MEET, *MEET_TOO], MEET))
+@pytest.mark.parametrize("line", marked([*MEET, *MEET_TOO], MEET[::2]))
 def test_rows_that_meet_are_refused(line: str) -> None:
     """Also where as many come out as go in, and where a row's place or the number of rows is all that counts."""
     with pytest.raises(CaptureError, match=r"moe\.py:21"):
@@ -121,13 +121,19 @@ def test_rows_that_meet_are_refused(line: str) -> None:
     captured((GELU, f"{GELU}; {line}")).at(8)
 
 
-@pytest.mark.parametrize(
-    "line", ["rows = rows.softmax(-1)", "rows = F.layer_norm(rows, (6,))", "rows = rows.cumsum(1).flip(1)", "rows = rows.sqrt()",
-             "rows = rows / rows.norm(dim=1, keepdim=True)", "rows = torch.cat([rows, rows], 1)[:, :6]", "rows = rows.log()",
-             "rows = rows.to(torch.bfloat16).float()", "rows = rows * (rows > rows.mean(1, keepdim=True))", "rows = rows.round()",
-             "rows = rows + rows.argsort(1).argsort(1)", "rows = F.silu(rows) * rows.flip(1)",
-             "rows = rows + self.up[:, 0, :6].repeat_interleave(sizes, dim=0, output_size=rows.shape[0])"],
-)  # fmt: skip
+APART = [
+    "rows = F.layer_norm(rows, (6,))", "rows = torch.cat([rows, rows], 1)[:, :6]",
+    "rows = rows * (rows > rows.mean(1, keepdim=True))",
+    "rows = rows + self.up[:, 0, :6].repeat_interleave(sizes, dim=0, output_size=rows.shape[0])",
+]  # fmt: skip
+APART_TOO = [
+    "rows = rows.softmax(-1)", "rows = rows.cumsum(1).flip(1)", "rows = rows.sqrt()", "rows = rows.log()", "rows = rows.round()",
+    "rows = rows / rows.norm(dim=1, keepdim=True)", "rows = rows.to(torch.bfloat16).float()",
+    "rows = rows + rows.argsort(1).argsort(1)", "rows = F.silu(rows) * rows.flip(1)",
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("line", marked([*APART, *APART_TOO], APART))
 def test_what_works_on_each_row_is_accepted(line: str) -> None:
     assert captured((GELU, f"{GELU}; {line}")).at(8, (2,)).routed
 

@@ -18,6 +18,7 @@ from lightning_piper.ir.values import Slice
 from lightning_piper.ops.build import build_dag
 from lightning_piper.passes import apply_program
 from lightning_piper.verify.interpreter import interpret
+from tests.groups import marked
 from tests.models import CASES, DETERMINISTIC, Captured, captured, fresh
 from tests.reference import differences, distance, plain
 
@@ -35,6 +36,10 @@ def uneven(size: int) -> list[int]:
     return {4: [2, 1, 1], 8: [3, 3, 2]}[size]
 
 
+SUMMED = [name for name in CASES if CASES[name].reassociates and name != "terms"]
+BITWISE = [name for name in DETERMINISTIC if not CASES[name].reassociates]
+
+
 @pytest.mark.parametrize("name", DETERMINISTIC)
 def test_the_whole_batch_gives_the_bits_of_eager_autograd(name: str) -> None:
     c = captured(name)
@@ -48,7 +53,7 @@ def test_the_whole_batch_gives_the_bits_of_eager_autograd(name: str) -> None:
     assert LOSS in differences(found, less) and len(differences(found, less)) > len(found.grads) / 2
 
 
-@pytest.mark.parametrize("name", [name for name in DETERMINISTIC if not CASES[name].reassociates])
+@pytest.mark.parametrize("name", marked(BITWISE, BITWISE[::2]))
 def test_microbatches_give_the_bits_of_eager_accumulation(name: str) -> None:
     c = captured(name)
     sizes = uneven(c.case.size)
@@ -66,7 +71,7 @@ def test_the_weights_of_uneven_microbatches_matter() -> None:
     assert distance(run(c, [2, 1, 1]), wrong) > 1e-2
 
 
-@pytest.mark.parametrize("name", [name for name in CASES if CASES[name].reassociates and name != "terms"])
+@pytest.mark.parametrize("name", marked(SUMMED, SUMMED[1::2]))
 def test_a_parameter_of_several_regions_is_summed_region_by_region(name: str) -> None:
     """One device sums slice by slice, so the last bit may differ; in float64 it is the same sum."""
     c = captured(name, double=True)

@@ -214,7 +214,7 @@ def warned() -> Iterator[list[str]]:
     found += [str(each.message) for each in seen if "self.log(" in str(each.message)]
 
 
-@pytest.mark.parametrize("program", [None, PROGRAM], ids=["one device", "program"])
+@pytest.mark.parametrize("program", [pytest.param(None, marks=pytest.mark.long), PROGRAM], ids=["one device", "program"])
 def test_a_fit_logs_what_one_device_logs(program: Any) -> None:
     options: dict[str, Any] = {"max_steps": 2}
     logged = []

@@ -54,8 +54,11 @@ WORK: dict[str, Callable[[Tensor], Tensor]] = {
 OVER = {"two": (2, 8, 1), "three": (3, 12, 1), "four": (4, 16, 1), "runs": (2, 12, 2), "odd": (2, 6, 1)}
 
 
-@pytest.mark.parametrize("name", WORK)
-@pytest.mark.parametrize("over", marked(OVER, ["three", "runs"]))
+EVERY = [(over, name) for over in OVER for name in WORK]
+OFTEN = [*EVERY[len(WORK) : 2 * len(WORK)], *EVERY[3 * len(WORK) : 4 * len(WORK)]][::2]  # of three members, and of runs
+
+
+@pytest.mark.parametrize("over, name", marked(EVERY, OFTEN))
 def test_it_equals_one_device(over, name):
     degree, length, runs = OVER[over]
     torch.manual_seed(0)

@@ -192,7 +192,10 @@ LEVELS: list[dict[str, Any]] = [{}, {"shard_optimizer": True}, {"shard_grads": T
 
 
 @pytest.mark.parametrize("level", LEVELS, ids=lambda level: next(iter(level), "whole"))
-@pytest.mark.parametrize("blocks", [("linear", "residual"), ("tied", "tied"), ("frozen", "tied")])
+@pytest.mark.parametrize(
+    "blocks",
+    [("tied", "tied"), *(pytest.param(blocks, marks=pytest.mark.long) for blocks in (("linear", "residual"), ("frozen", "tied")))],
+)
 def test_homes_may_be_groups_over_which_the_batch_is_divided(blocks: tuple[str, ...], level: dict[str, Any]) -> None:
     one = case(spec(*blocks), 8)
     dag = apply_program(build_dag(one.step), [*CROSSED_GROUPS, Replicate(filter={}, devices=GROUPS, bucket_size=1e-4, **level)])

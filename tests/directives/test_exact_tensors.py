@@ -11,6 +11,7 @@ from torch import Tensor, nn
 
 import lightning_piper as piper
 from lightning_piper import Place, Replicate, Split
+from tests.groups import marked
 from tests.tensors import divided, stages
 
 WORDS, DIM, LENGTH = 16, 8, 4
@@ -78,7 +79,7 @@ PROGRAMS: dict[str, list[Any]] = {
 }  # fmt: skip
 
 
-@pytest.mark.parametrize("name", PROGRAMS)
+@pytest.mark.parametrize("name", marked(PROGRAMS, [*PROGRAMS][::2]))
 def test_every_bit_is_that_of_one_device(name):
     report = piper.verify(whole(), batch(), PROGRAMS[name])
     assert report.verdict == "verified"

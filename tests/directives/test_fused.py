@@ -12,6 +12,7 @@ from lightning_piper.errors import DirectiveError
 from lightning_piper.ir.values import Shard as Part
 from lightning_piper.ops.redistribute import Redistribute
 from tests.fused import fusing, params
+from tests.groups import marked
 from tests.tensors import divided, stages, tensors
 
 KINDS = ("linear", "turned", "own")
@@ -22,7 +23,7 @@ def over(kind: str, degree: int = 2, **fields: Any) -> list[Any]:
     return [Place(filter={}, devices=devices), divided(devices, **({"params": params(fusing(kind))} | fields))]
 
 
-@pytest.mark.parametrize("degree", [2, 4])
+@pytest.mark.parametrize("degree", marked([2, 4], [4]))
 @pytest.mark.parametrize("kind", KINDS)
 def test_they_are_those_of_one_device(kind, degree):
     assert piper.verify(fusing(kind), tensors(8), over(kind, degree)).verdict == "verified"

@@ -59,13 +59,13 @@ def verified(report: Report) -> None:
     assert report.verdict == "verified" and all(row.single.verdict != "differs" for row in report.rows), str(report)
 
 
-@pytest.mark.parametrize("name", PROGRAMS)
+@pytest.mark.parametrize("name", marked(PROGRAMS, ["microbatches", "zero bubble", "zero3", "two of runs"]))
 def test_it_equals_one_device(name):
     verified(report_of(PROGRAMS[name]))
 
 
 @pytest.mark.parametrize("name, degree", marked([(name, degree) for name in MODELS for degree in (2, 4)],
-                                                [("causal", 2), *((name, 4) for name in MODELS)]))  # fmt: skip
+                                                [("causal", 2), *((name, 4) for name in [*MODELS][2:])]))  # fmt: skip
 def test_every_attention_goes_round(name, degree):
     """Over four members keys go on from one that has not made them; over two they do not."""
     program = around(degree)
@@ -101,7 +101,7 @@ def test_lengths_that_cannot_be_divided_are_refused():
         piper.verify(long(), words(length=18), around(4))
 
 
-@pytest.mark.parametrize("name", MODELS)
+@pytest.mark.parametrize("name", marked(MODELS, [*MODELS][::3]))
 @pytest.mark.parametrize("attention", marked(["ring", "keys", "heads"], ["ring"]))
 def test_every_attention_takes_parts_of_runs(attention, name):
     verified(report_of(around(2, attention=attention, runs=4), **MODELS[name]))

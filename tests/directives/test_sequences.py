@@ -16,6 +16,7 @@ from lightning_piper import Place, Replicate, Split
 from lightning_piper.capture import several
 from lightning_piper.errors import CaptureError, DirectiveError
 from lightning_piper.ops.redistribute import CutOut, Redistribute
+from tests.groups import marked
 from tests.tensors import LENGTH, VOCABULARY, decoder, divided, report_of, stages, tensors
 
 SEQUENCES: dict[str, Any] = {"params": {}, "values": {"*": 1}}
@@ -104,7 +105,7 @@ def attends(mask: str) -> tuple[L.LightningModule, tuple[Tensor, Tensor]]:
 
 
 @pytest.mark.parametrize("mask", ["causal", "none", "keys", "pairs"])
-@pytest.mark.parametrize("attention", ["keys", None])
+@pytest.mark.parametrize("attention", marked(["keys", None], ["keys"]))
 def test_every_mask_says_what_a_query_may_see(mask, attention):
     module, batch = attends(mask)
     program = over(attention=attention, values={"LAYER=*": 1})

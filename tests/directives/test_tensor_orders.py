@@ -8,6 +8,7 @@ import pytest
 
 from lightning_piper import Order, Place, Split, schedules
 from lightning_piper.simulate import Link, Network, simulate
+from tests.groups import marked
 from tests.tensors import compiled_for, divided, report_of
 
 PAIRS = [[0, 1], [2, 3], [4, 5], [6, 7]]
@@ -22,7 +23,7 @@ BUILDERS: dict[str, tuple[Any, list[list[int]], dict[str, Any]]] = {
 }
 
 
-@pytest.mark.parametrize("sequence", [False, True])
+@pytest.mark.parametrize("sequence", marked([False, True], [True]))
 @pytest.mark.parametrize("name", BUILDERS)
 def test_every_schedule_takes_them(name, sequence):
     """Also of microbatches of one sample, whose rows have no runs."""

@@ -15,6 +15,7 @@ from lightning_piper.plan import compile_plans
 from lightning_piper.plan.instructions import Run
 from lightning_piper.testing.equivalence import run_plans
 from tests.dags import zero_bubble
+from tests.groups import marked
 from tests.models import captured
 from tests.plan.programs import Program, dag_of, split
 from tests.sharded import LEVELS, NAMES, distance, finished, replicate, run, stages, trained_alone, trained_in_shards
@@ -33,7 +34,7 @@ def zero_bubble_program(step: Any, level: dict[str, Any], first: bool, microbatc
 
 @by_place
 @by_level
-@pytest.mark.parametrize("name", ["mlp", "losses", "used_twice"])
+@pytest.mark.parametrize("name", marked(["mlp", "losses", "used_twice"], ["losses"]))
 def test_equals_one_device(name: str, level: dict[str, Any], first: bool) -> None:
     model = captured(name, 8, double=True)
     dag = finished(model, zero_bubble_program(model.step, level, first))

@@ -63,6 +63,7 @@ def exchanged(before: Shard, after: Shard, members: int, kind: type[_Redistribut
         before=before,
         after=after,
         members=devices,
+        communicator="ring",
         tensors=(spec,),
     )
     ends = [kind(instruction, Bound(d, x)) for d, x in zip(devices, before.parts(WHOLE, members), strict=True)]  # type: ignore[arg-type]
@@ -87,7 +88,8 @@ def test_each_member_sends_its_part_once(before, after):
 def test_a_shift_takes_the_time_of_one_message():
     spec = TensorSpec.of(torch.empty(2, 6))
     turned = Shard(1, turn=1)
-    instruction = ShiftInstruction(node=0, label="shift", before=Shard(1), after=turned, members=(0, 1, 2, 3), tensors=(spec,))
+    about = {"node": 0, "label": "shift", "members": (0, 1, 2, 3), "communicator": "ring", "tensors": (spec,)}
+    instruction = ShiftInstruction(before=Shard(1), after=turned, **about)
     network = Network(link=Link(latency=1, bandwidth=spec.nbytes))
     assert network.collective(instruction) == 2
     assert changed_specs([spec], Shard(1), Shard(1, turn=1), 4) == (spec,)

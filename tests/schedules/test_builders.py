@@ -54,7 +54,7 @@ def single(one: Case, microbatches: int) -> Outcome:
 
 
 @pytest.mark.parametrize("builder", BUILDERS)
-@pytest.mark.parametrize("stages", STAGES)
+@pytest.mark.parametrize("stages", marked(STAGES, STAGES[:2]))
 @pytest.mark.parametrize("times", TIMES)
 def test_the_static_check_passes_and_no_plan_deadlocks(builder: Callable[..., Any], stages: int, times: int) -> None:
     dag = finished(chain(stages, times * stages), builder, stages, times * stages)

@@ -113,7 +113,7 @@ def test_collectives_go_round_a_ring() -> None:
     network = Network(groups={(0, 1, 2, 3): Link(latency=1, bandwidth=10)})
     spec = TensorSpec((10,), torch.float64, (1,))
     bucket = Bucket(("weight",), (TensorSpec((2560,), torch.uint8, (1,)),), Mesh.flat(4), torch.uint8)
-    about = {"node": 0, "label": "", "writes": (0,), "members": (0, 1, 2, 3)}
+    about = {"node": 0, "label": "", "writes": (0,), "members": (0, 1, 2, 3), "communicator": "data"}
     assert network.collective(AllReduce(**about, tensors=(spec,))) == 18
     gather, scatter = AllGather(**about, bucket=bucket, kept=False), ReduceScatter(**about, bucket=bucket)
     assert gather.nbytes == scatter.nbytes == 2560

@@ -13,6 +13,7 @@ from typing import Any
 import pytest
 
 from lightning_piper.simulate import Number, Simulation, simulate
+from tests.groups import marked
 from tests.simulate.programs import pipeline
 
 GRID: list[tuple[int, int]] = [(2, 2), (2, 4), (4, 2), (4, 4), (8, 2)]  # stages, and microbatches for each stage
@@ -90,7 +91,7 @@ def test_zb_h2(stages: int, each: int) -> None:
 V_RANKS = [1, 2, 3, 4, 5, 6, 8]
 
 
-@pytest.mark.parametrize("ranks", V_RANKS)
+@pytest.mark.parametrize("ranks", marked(V_RANKS, V_RANKS[:4]))
 @pytest.mark.parametrize("each", [2, 3])
 def test_v_min(ranks: int, each: int) -> None:
     """With F = BI = W, activations are the paper's floor((R + 4) / 3) microbatches of both stages of a rank, and the bubble is its
@@ -104,7 +105,7 @@ def test_v_min(ranks: int, each: int) -> None:
     assert ranks == 1 or expected < bubbles(run("one_f_one_b", ranks, each * ranks, (2 * times[0],) * 3))[0]
 
 
-@pytest.mark.parametrize("ranks", V_RANKS)
+@pytest.mark.parametrize("ranks", marked(V_RANKS, V_RANKS[:4]))
 @pytest.mark.parametrize("each", [2, 3])
 def test_v_half(ranks: int, each: int) -> None:
     """With F = BI = W, activations are the paper's floor((R + 2) / 2) microbatches of both stages of a rank, and the bubble is at

@@ -10,6 +10,7 @@ from functools import partial
 from typing import Any, ClassVar, NamedTuple
 
 import numpy as np
+import torch
 from torch import Tensor
 from torch.nn import functional as F
 
@@ -253,6 +254,34 @@ class ClassAttribute(Net):
 
     def change(self, step: int) -> None:
         ClassAttribute.scale += 0.25
+
+
+class Weighing(torch.autograd.Function):
+    scale: ClassVar[float] = 1.0
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor) -> Tensor:
+        return x.clone()
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor) -> Tensor:
+        return gradients[0] * Weighing.scale
+
+
+class InBackward(Net):
+    """An attribute that is named in a backward pass of the user's own, and nowhere else."""
+
+    captures = 6
+
+    def build(self) -> None:
+        Weighing.scale = 1.0
+
+    def hidden(self, x: Tensor) -> Tensor:
+        made: Tensor = Weighing.apply(super().hidden(x))  # type: ignore[no-untyped-call]
+        return made
+
+    def change(self, step: int) -> None:
+        Weighing.scale += 0.25
 
 
 class Default(Net):

@@ -236,9 +236,11 @@ def refused() -> Outcome:
     parts = [b for i, b in enumerate(vectors(samples=80)) if i % 2 == replica]
     late = [[x + (rank == PROCESSES - 1 and i == 2) for x in b] for i, b in enumerate(parts)]
     single = DataLoader(data.dataset, batch_size=8)
+    late_end = [[4 * replica + k for k in range(4)], [0, 1]][: 2 - replica]
     return {
         "sampler": error(DataLoader(data.dataset, batch_size=8, sampler=sampler)),
         "length": error(DataLoader(data.dataset, batch_sampler=[[0, 1], [2, 3]][: 2 - replica]), use_distributed_sampler=False),
+        "limited": error(DataLoader(data.dataset, batch_sampler=late_end), use_distributed_sampler=False, limit_train_batches=1),
         "size": error(DataLoader(data.dataset, batch_size=3)),
         "devices": error(data, pp2_dp2() if PROCESSES == 2 else dp2()),
         "same": error(single, use_distributed_sampler=False),

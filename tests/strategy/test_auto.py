@@ -26,6 +26,7 @@ from lightning_piper.session import cached, choosing
 from lightning_piper.simulate import Link
 from lightning_piper.simulate.hardware import Hardware
 from tests.distributed.processes import launch_trainings
+from tests.groups import marked
 from tests.strategy.fitting import QUIET
 from tests.tensors import far
 
@@ -113,7 +114,7 @@ def hooks(module: nn.Module) -> int:
     return sum(len(part._forward_hooks) + len(part._forward_pre_hooks) for part in module.modules())
 
 
-@pytest.mark.parametrize("kind", LINKS)
+@pytest.mark.parametrize("kind", marked(LINKS, ["pipeline"]))
 def test_what_is_chosen_trains_as_one_device(kind, tmp_path):
     """On the batches of both processes as one."""
     outcomes = launch_trainings(2, train, tmp_path, kind, str(tmp_path), "piper" if kind == "replicas" else "auto")

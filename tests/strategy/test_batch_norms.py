@@ -11,7 +11,7 @@ from tests.strategy.batch_norms import TRAININGS, alone, work
 NEAR = 1e-13  # float64, after some steps
 OWN = "each replica's own"
 NAMES = [(name, processes) for processes, names in TRAININGS.items() for name in names if name != OWN]
-QUICK = ["DP2, residual", "DP2, microbatches", "ZeRO-3", "as it is, uneven", OWN]
+QUICK = ["DP2, residual", "ZeRO-3", "as it is, uneven", OWN]
 
 
 @pytest.fixture(scope="module")

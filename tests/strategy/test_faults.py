@@ -39,7 +39,7 @@ def wanted(tmp_path_factory):
 
 @pytest.mark.parametrize(
     "fault",
-    marked(FAULTS, FAULTS[:3]),
+    marked(FAULTS, FAULTS[:2]),
     ids=lambda fault: f"{fault.kind} {fault.moment}{' behind' * fault.behind}",
 )
 def test_a_fault(fault, wanted, tmp_path):

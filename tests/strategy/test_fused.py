@@ -54,10 +54,13 @@ def train(rank: int, folder: Path, name: str, epochs: int, before: str | None) -
     return module.state_dict()
 
 
-def test_processes_go_on_with_what_other_programs_have_saved_in_shards(tmp_path):
+@pytest.mark.parametrize(
+    "names", [("zero3", "four"), pytest.param(("stages", "zero3", "four"), marks=pytest.mark.long)], ids=" ".join
+)
+def test_processes_go_on_with_what_other_programs_have_saved_in_shards(names, tmp_path):
     """Elements lie in another order in each of the files: of runs over two, over two and shards, over four."""
     before = None
-    for epochs, name in enumerate(("stages", "zero3", "four"), 1):
+    for epochs, name in enumerate(names, 1):
         outcomes = launch_trainings(4, train, tmp_path / name, tmp_path, name, epochs, before, limit=timedelta(seconds=800))
         module, before = alone(max_epochs=epochs, gradient_clip_val=0.1)[0], name
         for outcome in outcomes:

@@ -16,6 +16,7 @@ import lightning_piper as piper
 from lightning_piper.capture import PartlyCaptured
 from lightning_piper.capture.rest import Rest
 from tests.distributed.processes import launch_trainings
+from tests.groups import marked
 from tests.strategy.fitting import QUIET
 from tests.strategy.in_part import KINDS, LIMIT, Branch, Measured, Named, data, fit, made, named, program, train
 
@@ -31,9 +32,11 @@ def far(one: Branch, other: Branch) -> float:
     return max(float((x - y).abs().max()) for x, y in zip(one.state_dict().values(), other.state_dict().values(), strict=True))
 
 
+EACH = [(kind, level) for kind in KINDS for level in (None, *LEVELS)]
+
+
 @pytest.mark.filterwarnings("ignore:training_step is captured in part")
-@pytest.mark.parametrize("level", [None, *LEVELS])
-@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("kind, level", marked(EACH, [*EACH[::3], ("Branch", "replicas"), ("Tied", "zero3")]))
 def test_it_trains_as_one_device_that_accumulates(kind, level):
     module, alone = made(kind), made(kind, parts=4)
     fit(module, local(program(kind, None if level is None else LEVELS[level])))

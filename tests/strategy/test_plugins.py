@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import shutil
 from pathlib import Path
+from unittest import mock
 
 import pytest
 import torch
@@ -63,15 +64,31 @@ def test_plugins_write_and_read_in_their_own_way(kind, tmp_path):
 
 
 @sharing_captures
-def test_a_plugin_whose_save_was_replaced_says_so(tmp_path):
-    plugin, later = TorchCheckpointIO(), []
-    plugin.save_checkpoint = lambda *args, **options: later.append(args)
+@pytest.mark.parametrize("kind", [TorchCheckpointIO, AsyncCheckpointIO])
+def test_a_plugin_that_was_given_another_method_writes_in_its_own_way(kind, tmp_path):
+    plugin, later = kind(), []
     module, loader = make("tied")
     fit, _ = trainer(local(checkpoint_io=plugin), max_steps=1)
     fit.fit(module, loader)
-    with pytest.raises(piper.PiperError, match=r"TorchCheckpointIO\.save_checkpoint has been replaced.*a subclass of"):
+    fit.save_checkpoint(tmp_path / "a.ckpt")
+    plugin.teardown()
+    plugin.save_checkpoint = lambda *args, **options: later.append((args[1], options))
+    fit.save_checkpoint(tmp_path / "b.ckpt", storage_options="mine")
+    assert later == [(tmp_path / "b.ckpt", {"storage_options": "mine"})]
+    assert [path.name for path in tmp_path.iterdir()] == ["a.ckpt"]
+
+
+@sharing_captures
+def test_a_class_whose_save_was_replaced_says_so(tmp_path):
+    module, loader = make("tied")
+    fit, _ = trainer(local(), max_steps=1)
+    fit.fit(module, loader)
+    with (
+        mock.patch.object(TorchCheckpointIO, "save_checkpoint") as save,
+        pytest.raises(piper.PiperError, match=r"TorchCheckpointIO\.save_checkpoint has been replaced.*a subclass of"),
+    ):
         fit.save_checkpoint(tmp_path / "a.ckpt")
-    assert later and not list(tmp_path.iterdir())
+    assert save.called and not list(tmp_path.iterdir())
 
 
 @pytest.mark.parametrize("strategy", ["auto", "piper"])

@@ -20,7 +20,7 @@ QUICK_APART = ["ForwardHook", "Pruning", "BufferReplaced", "BufferIsNone", "Targ
 QUICK = [*QUICK_APART, "ParameterReplaced", "LayerReplaced", "ForwardReplaced", "Frozen", "BatchIdxInIf", "LogNamedByEpoch",
          "Metrics", "Cosine", "Appends", "IncrementsAGlobal", "SetsAnAttributeOfTheTrainer",
          "ReadsAGradient", "Dict", "Array", "Closure",
-         "ClassAttribute", "Partial", "Bool", "DropoutP", "Hparams", "Dataclass", "Slots", "Cached"]  # fmt: skip
+         "ClassAttribute", "InBackward", "Partial", "Bool", "DropoutP", "Hparams", "Dataclass", "Slots", "Cached"]  # fmt: skip
 ROUNDING = 1e-14  # of the largest value of a tensor. Measured: 4.2e-16
 QUICK_OVER = [
     (name, way) for i, name in enumerate(QUICK_APART) for way in python_state.ways(name)

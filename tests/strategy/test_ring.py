@@ -34,7 +34,7 @@ def train(rank: int, name: str) -> dict[str, Any]:
 
 
 @pytest.mark.parametrize(
-    "name", ["runs", "zero3", *(pytest.param(name, marks=pytest.mark.long) for name in ("four", "1f1b", "zero1"))]
+    "name", ["zero3", *(pytest.param(name, marks=pytest.mark.long) for name in ("runs", "four", "1f1b", "zero1"))]
 )
 def test_processes_train_as_one_device(name, tmp_path):
     module, fewer = long(), long()

@@ -9,6 +9,7 @@ import torch
 
 import lightning_piper as piper
 from tests.distributed.processes import launch_trainings
+from tests.groups import marked
 from tests.strategy.uncaptured import KINDS, SEEDED, fit, train, train_seeded
 
 # Adam divides the gradient of a bias in front of a batch norm, which is rounding alone, by its size.
@@ -75,7 +76,7 @@ def test_what_may_not_is_refused_by_all(kind, words, ranks):
     assert all(words in rank["refused"][kind] for rank in ranks)
 
 
-@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("kind", marked(KINDS, [*KINDS][::2]))
 def test_one_device_trains_as_without_the_strategy(kind, tmp_path):
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")

@@ -115,3 +115,19 @@ def test_what_a_validation_returns_are_numbers() -> None:
     found: Any = compiled.dag.code.rebuild([outcome.results[0][str(i)] for i in range(len(outcome.results[0]))])  # type: ignore[misc]
     module.log = lambda *args, **kwargs: None  # type: ignore[method-assign, assignment]
     assert found == module.validation_step(batch, 0) and type(found["loss"]) is float and type(found["rows"][1]) is int
+
+
+def test_a_counter_in_a_tensor_is_logged() -> None:
+    """As large as the batch in its second step, and 0 in the first, of which there is a trace with other samples."""
+
+    class Counting(Classifier):
+        def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+            number = torch.tensor(batch_idx, dtype=torch.long)
+            self.log("first", number, on_step=False, on_epoch=True, reduce_fx=min)
+            self.log("last", number, on_step=False, on_epoch=True, reduce_fx=max)
+            return F.cross_entropy(self.logits(batch[0]), batch[1])
+
+    data = [(torch.randn(1, 4, dtype=torch.float64), torch.tensor([k])) for k in range(3)]
+    fit, _ = trainer(local(ONE, capture="always"), max_steps=-1, max_epochs=1)
+    fit.fit(Counting(), Batches(data))
+    assert {name: float(x) for name, x in fit.callback_metrics.items()} == {"first": 0, "last": 2}

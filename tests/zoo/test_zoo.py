@@ -12,11 +12,9 @@ from tests.zoo.train import KINDS, outcomes
 ALL = [(name, level) for name in KINDS for level in LEVELS]
 QUICK = [
     ("gan", "one"),
-    ("cached_positions", "one"),
     ("gan", "replicate"),
     ("sum", "replicate"),
     ("sum", "zero3"),
-    ("stateful", "replicate"),
 ]
 
 
