@@ -73,6 +73,11 @@ def save_in_one_go(io: CheckpointIO, content: dict[str, Any], path: str | Path, 
     temporary = prepare(path)
     try:
         io.save_checkpoint(content, temporary, storage_options=storage_options)
+        if not temporary.exists():
+            raise PiperError(
+                f"{type(io).__name__}.save_checkpoint has been replaced, and wrote nothing to {temporary}; write elsewhere, or "
+                "later, in a plugin of your own: a subclass of TorchCheckpointIO or CheckpointIO"
+            )
         publish(temporary, path)
     finally:
         temporary.unlink(missing_ok=True)

@@ -1,5 +1,5 @@
-"""A Trainer that fits several times, its step captured in one fit and run as it is in another: nothing of what an earlier fit
-logged is left, for the arguments of `self.log` are others."""
+"""A Trainer that fits several times, its step captured in one fit and run as it is in another: of what an earlier fit logged, with
+other arguments of `self.log`, nothing is left."""
 
 from __future__ import annotations
 

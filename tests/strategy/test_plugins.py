@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import shutil
 from pathlib import Path
+from unittest import mock
 
 import pytest
 import torch
@@ -75,6 +76,19 @@ def test_a_plugin_that_was_given_another_method_writes_in_its_own_way(kind, tmp_
     fit.save_checkpoint(tmp_path / "b.ckpt", storage_options="mine")
     assert later == [(tmp_path / "b.ckpt", {"storage_options": "mine"})]
     assert [path.name for path in tmp_path.iterdir()] == ["a.ckpt"]
+
+
+@sharing_captures
+def test_a_class_whose_save_was_replaced_says_so(tmp_path):
+    module, loader = make("tied")
+    fit, _ = trainer(local(), max_steps=1)
+    fit.fit(module, loader)
+    with (
+        mock.patch.object(TorchCheckpointIO, "save_checkpoint") as save,
+        pytest.raises(piper.PiperError, match=r"TorchCheckpointIO\.save_checkpoint has been replaced.*a subclass of"),
+    ):
+        fit.save_checkpoint(tmp_path / "a.ckpt")
+    assert save.called and not list(tmp_path.iterdir())
 
 
 @pytest.mark.parametrize("strategy", ["auto", "piper"])
