@@ -22,8 +22,11 @@ except ImportError:  # Windows, where processes do not wait for each other
 
 CACHE = "XDG_CACHE_HOME"  # names the folder in which the folder of this package is; ~/.cache if it is not set
 MANY = 256  # files of a folder
+LARGE = 1 << 26  # bytes of a file; what is larger is not kept
+DAY = 86400.0  # seconds; no two clocks differ by so many
 PATIENCE = 120.0  # seconds to wait for another process that makes a file
 _SUM = hashlib.sha256
+_LOCKING = os.O_RDWR | os.O_CREAT | getattr(os, "O_NOFOLLOW", 0) | getattr(os, "O_NONBLOCK", 0)  # a pipe there would be waited for
 _READING = os.O_RDONLY | getattr(os, "O_NOFOLLOW", 0) | getattr(os, "O_NONBLOCK", 0) | getattr(os, "O_BINARY", 0)
 
 
@@ -40,7 +43,7 @@ def read(path: Path) -> bytes | None:
     try:
         with open(os.open(path, _READING), "rb") as file:
             status = os.fstat(file.fileno())
-            if not (stat.S_ISREG(status.st_mode) and _is_own(status) and _is_own(os.stat(path.parent))):
+            if not (stat.S_ISREG(status.st_mode) and _is_own(status) and _is_own(os.stat(path.parent))) or status.st_size > LARGE:
                 return None
             found = file.read()
     except OSError:
@@ -51,6 +54,8 @@ def read(path: Path) -> bytes | None:
 
 def write(path: Path, content: bytes) -> None:
     """Put a file there, in place of another one. Others see the old one or the new one. If it cannot be done, it is not."""
+    if len(content) > LARGE - _SUM().digest_size:
+        return
     try:
         path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
         number, name = tempfile.mkstemp(dir=path.parent)
@@ -77,7 +82,7 @@ def alone(path: Path) -> Iterator[None]:
             path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
             if not _is_own(os.stat(path.parent)):
                 raise PermissionError  # nothing is read from there, so there is nothing to wait for
-            file = stack.enter_context(open(path.parent / "lock", "ab"))
+            file = stack.enter_context(open(os.open(path.parent / "lock", _LOCKING, 0o600), "ab"))
             # A byte for each path, which nobody has to be there to give back.
             place, until = int.from_bytes(_SUM(path.name.encode()).digest()[:4], "big"), time.monotonic() + PATIENCE
             while time.monotonic() < until:
@@ -100,8 +105,13 @@ def _is_own(status: os.stat_result) -> bool:
 
 
 def _clear(where: Path) -> None:
-    """Remove the oldest files, where there are many."""
-    found = [entry for entry in os.scandir(where) if entry.name != "lock"]
-    if len(found) > MANY:
-        for entry in sorted(found, key=lambda entry: entry.stat().st_mtime)[: len(found) - MANY]:
-            os.unlink(entry.path)
+    """Remove the oldest files, where there are many; first those of a day to come, which a wrong clock has dated."""
+    now, found = time.time(), []
+    for entry in os.scandir(where):
+        with contextlib.suppress(OSError):  # another process has removed it
+            if entry.name != "lock" and not entry.is_dir(follow_symlinks=False):
+                written = entry.stat(follow_symlinks=False).st_mtime
+                found.append((written <= now + DAY, written, entry.path))
+    for _, _, path in sorted(found)[: max(len(found) - MANY, 0)]:
+        with contextlib.suppress(OSError):
+            os.unlink(path)

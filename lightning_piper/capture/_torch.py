@@ -24,7 +24,8 @@
 - `torch._C._dynamo.guards.dict_version`: a number that differs after each write to a dict.
 - `torch.nn.modules.module._global_forward_hooks` and its kin: the hooks of all modules.
 - `torch.utils._python_dispatch._disable_current_modes`: code inside sees real tensors, also while a step is traced.
-  `TorchDispatchMode`: sees each operation with its tensors.
+  `TorchDispatchMode`: sees each operation with its tensors; in one that does not say `ignore_compile_internals`, Dynamo skips
+  the code that it meets, and goes on to do so afterwards.
 - `UntypedStorage._cdata`: its address.
 - `torch.utils._pytree`: takes nested arguments of an operation apart, and puts them together.
 - `torch.nn.utils.clip_grad._get_total_norm`: what `clip_grad_norm_`, wherever it was imported, measures gradients with.

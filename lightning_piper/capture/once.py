@@ -8,7 +8,6 @@ process and on this day.
 
 from __future__ import annotations
 
-import functools
 import hashlib
 import sys
 from collections.abc import Callable, Sequence
@@ -76,7 +75,7 @@ def forget() -> None:
 
 def _graph(digest: str, own: torch.device, trace: Callable[[], Graph], same: Callable[[], bool]) -> Graph:
     """The graph of a step that does what the digest stands for. `same`: does it still?"""
-    name = hashlib.sha256(f"{_versions()}\n{digest}".encode()).hexdigest()
+    name = hashlib.sha256(f"{VERSIONS}\n{digest}".encode()).hexdigest()
     path = cache.folder("graphs") / name
     content = _known.get(name) or cache.read(path)
     graph = _read(content, own)
@@ -116,12 +115,14 @@ def _made(path: Path, own: torch.device, trace: Callable[[], Graph], same: Calla
     return content, graph
 
 
-@functools.cache
 def _versions() -> str:
     """Of all that makes a graph out of what a step does."""
     package = Path(__file__).parents[1]
     sources = hashlib.sha256()
-    for source in sorted(package.rglob("*.py")):
+    for source in sorted(package.rglob("*.py")) or sorted(package.rglob("*.pyc")):  # or is it there without?
         sources.update(source.read_bytes())
     about = torch.__version__, torch.version.git_version, sys.version, sys.platform, sources.hexdigest()
     return "\n".join(about)
+
+
+VERSIONS = _versions()  # as of now: the package may be replaced by another version while this one, which was imported, runs

@@ -25,6 +25,7 @@ from lightning_piper.capture.recorder import Recorder, is_library
 _ATTRIBUTES = ("LOAD_ATTR", "LOAD_METHOD", "STORE_ATTR", "IMPORT_FROM")
 _IMPORT, _TEXT = "IMPORT_NAME", "LOAD_CONST"
 _GLOBALS = ("LOAD_GLOBAL", "LOAD_NAME", "STORE_GLOBAL")
+MEMOISED = type(functools.cache(len))  # functions that keep what they have returned
 
 
 def is_users(code: types.CodeType) -> bool:
@@ -144,9 +145,9 @@ class _Reach:
                     for name in ("setup_context", "backward"):
                         self.follow(getattr(value, name))
             return
-        if self.follow(value) and isinstance(place.owner, type) and place.name != "__call__":
+        if self.follow(value) and isinstance(place.owner, type) and place.name != "__call__" and type(value) is not MEMOISED:
             return  # methods are noted where they are read
-        if hasattr(type(value), "__get__") and not isinstance(value, types.FunctionType):
+        if hasattr(type(value), "__get__") and type(value) not in (types.FunctionType, MEMOISED):
             return
         self.places[place.key] = place
         if not is_library(type(value).__module__):

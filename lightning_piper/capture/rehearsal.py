@@ -63,6 +63,10 @@ class _Notes(_torch.TorchDispatchMode):
         self._storages: dict[int, int] = {}
         self._kept: list[torch.Tensor] = []  # so that no other one gets its identity
 
+    @classmethod
+    def ignore_compile_internals(cls) -> bool:
+        return True  # else Dynamo notes, of code that it meets meanwhile, that it is never to be compiled
+
     def digest(self) -> str:
         return self._hash.hexdigest()
 

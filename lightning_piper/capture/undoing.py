@@ -20,7 +20,7 @@ from torch import nn
 
 from lightning_piper.capture.numbers import Inputs
 from lightning_piper.capture.places import Guards, Place
-from lightning_piper.capture.reach import reached
+from lightning_piper.capture.reach import MEMOISED, reached
 from lightning_piper.capture.recorder import Recorder
 from lightning_piper.errors import CaptureError
 
@@ -37,7 +37,8 @@ _PLAIN = (
 @contextlib.contextmanager
 def undone(module: nn.Module, step: str = "training_step") -> Iterator[None]:
     """If what is done inside fails, the objects that a module reaches are as before: its attributes, containers, and objects of the
-    user's classes, with what is in them; and so are globals and closures that the code of a step names.
+    user's classes, with what is in them; and so are globals and closures that the code of a step names. Functions that keep what
+    they return (`functools.cache`) forget it, if they have been asked for something new.
 
     Raises:
         CaptureError: an iterator has gone on, and cannot be put back; or nothing failed, and one has gone on.
@@ -87,6 +88,7 @@ class _Kept:
         self._undo: list[Callable[[], None]] = []
         self._iterators: list[tuple[str, Any, Any]] = []
         self._copies: dict[int, Any] = {}
+        self._places: list[tuple[Place, Any]] = []
         # Depth first would be stopped by the limit of recursion.
         self._waiting: deque[tuple[str, Any]] = deque()
         for path, part in module.named_modules():
@@ -118,6 +120,8 @@ class _Kept:
             self._undo.append(_again(setattr, (bits, "state", bits.state)))
         elif isinstance(value, torch.Generator):
             self._undo.append(_again(value.set_state, (value.get_state(),)))
+        elif isinstance(value, MEMOISED):
+            self._keep_memoised(value)
         elif hasattr(type(value), "__next__"):
             self._iterators.append((path, value, _position(value)))
             if _stands_alone(value):
@@ -133,7 +137,17 @@ class _Kept:
                 place.put(before)
 
         self._undo.append(undo)
+        self._places.append((place, before))
         self._wait([(place.where, before)])
+
+    def _keep_memoised(self, function: Any) -> None:
+        before = function.cache_info().misses
+
+        def undo() -> None:
+            if function.cache_info().misses != before:  # it may keep tensors without data
+                function.cache_clear()
+
+        self._undo.append(undo)
 
     def _wait(self, found: Iterable[tuple[str, Any]]) -> None:
         self._waiting.extend((path, value) for path, value in found if not isinstance(value, _PLAIN))
@@ -178,20 +192,24 @@ class _Kept:
         moved = {id(value): path for path, value, position in self._iterators if _position(value) != position}
         for undo in self._undo:
             undo()
-        for key in moved.keys() & self._copies.keys():
-            self._replace(self._seen[key], self._copies[key])
-        return [path for key, path in moved.items() if key not in self._copies]
+        replaced = {key for key in moved.keys() & self._copies.keys() if self._replace(self._seen[key], self._copies[key])}
+        return [path for key, path in moved.items() if key not in replaced]
 
-    def _replace(self, old: Any, new: Any) -> None:
-        """Let a copy stand wherever an iterator was found."""
+    def _replace(self, old: Any, new: Any) -> bool:
+        """Let a copy stand wherever an iterator was found; False if that is nowhere where it may stand."""
+        found = False
+        for place, before in self._places:
+            if before is old:
+                place.put(new)
+                found = True
         for owner in self._seen.values():
             places = owner if isinstance(owner, dict | list | deque) else getattr(owner, "__dict__", None)
-            if isinstance(places, dict):
-                places.update({name: new for name, x in places.items() if x is old})
-            elif isinstance(places, list | deque):
-                for i, x in enumerate(places):
+            if isinstance(places, dict | list | deque):
+                for key, x in list(places.items() if isinstance(places, dict) else enumerate(places)):
                     if x is old:
-                        places[i] = new
+                        places[key] = new
+                        found = True
+        return found
 
 
 def _again(function: Callable[..., Any], arguments: tuple[Any, ...]) -> Callable[[], None]:

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import subprocess
 import sys
+import time
 import zlib
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -139,7 +141,7 @@ CHANGES: dict[str, Callable[[Net, pytest.MonkeyPatch], object]] = {
     "dropout": lambda net, _: setattr(net.drop, "p", 0.2),
     "a dtype": lambda net, _: net.double(),
     "a mode": lambda net, _: net.eval(),
-    "versions": lambda _, monkeypatch: monkeypatch.setattr(once, "_versions", lambda: "others"),
+    "versions": lambda _, monkeypatch: monkeypatch.setattr(once, "VERSIONS", "others"),
 }
 
 
@@ -198,6 +200,16 @@ def test_what_a_backward_pass_changes_is_refused_again(traces):
     for _ in range(2):
         with pytest.raises(CaptureError, match=r"changes self\.count"):
             trace(Counting(), batch())
+
+
+@pytest.mark.filterwarnings("ignore:Dynamo does not know")
+def test_code_is_compiled_after_a_rehearsal(traces):
+    """Dynamo meets it there first, and remembers what it was not to compile."""
+    net = Net()
+    net.act = torch.compile(lambda x: torch.cos(x), backend="eager", fullgraph=True)
+    with contextlib.suppress(CaptureError):
+        trace(net, batch())
+    net.act(torch.ones(3))  # or raises that it could not be compiled
 
 
 class Reading(Net):
@@ -349,9 +361,56 @@ def test_others_wait_for_who_makes_a_file(tmp_path, monkeypatch):
             assert cache.read(path) == b"made"
 
 
-def test_folder_does_not_grow_without_end(tmp_path, monkeypatch):
+@pytest.mark.parametrize("beside", ["nothing", "a folder", "files of a day to come"])
+def test_folder_does_not_grow_without_end(beside, tmp_path, monkeypatch):
+    """Nor does what else is in it hinder that, or push out what is new."""
     monkeypatch.setattr(cache, "MANY", 3)
+    own, later = tmp_path / "own", time.time() + 10 * cache.DAY
+    if beside == "a folder":
+        (own / "older").mkdir(0o700, parents=True)
+        os.utime(own / "older", (0, 0))
     for i in range(5):
-        cache.write(tmp_path / "own" / str(i), b"x")
-        os.utime(tmp_path / "own" / str(i), (i, i))
-    assert sorted(x.name for x in (tmp_path / "own").iterdir()) == ["2", "3", "4"]
+        at = later if beside == "files of a day to come" and i < 3 else i
+        cache.write(own / str(i), b"x")
+        os.utime(own / str(i), (at, at))
+    cache.write(own / "5", b"x")
+    left = {"nothing": ["3", "4", "5"], "a folder": ["3", "4", "5", "older"], "files of a day to come": ["3", "4", "5"]}
+    assert sorted(x.name for x in own.iterdir()) == left[beside]
+
+
+def test_large_files_are_not_kept(tmp_path, monkeypatch):
+    path = tmp_path / "own" / "file"
+    cache.write(path, b"x" * 1000)
+    assert cache.read(path) == b"x" * 1000  # the control
+    monkeypatch.setattr(cache, "LARGE", 500)
+    assert cache.read(path) is None
+    cache.write(path, b"y" * 499)  # with its checksum it is larger
+    monkeypatch.undo()
+    assert cache.read(path) == b"x" * 1000
+
+
+@pytest.mark.parametrize("kind", ["pipe", "link", "folder"])
+def test_what_is_no_lock_is_not_waited_for(kind, tmp_path):
+    (own := tmp_path / "own").mkdir(0o700)
+    match kind:
+        case "pipe":
+            os.mkfifo(own / "lock")
+        case "link":
+            (own / "lock").symlink_to(own / "nowhere")
+        case "folder":
+            (own / "lock").mkdir()
+    with cache.alone(own / "file"):
+        cache.write(own / "file", b"made")
+    assert cache.read(own / "file") == b"made"
+    assert not (own / "nowhere").exists()
+
+
+def test_versions_are_those_that_were_imported(traces, monkeypatch):
+    """The package is replaced while it runs: what the old one traces is not the new one's."""
+    monkeypatch.setattr(Path, "read_bytes", lambda path: b"another version")
+    assert once._versions() != once.VERSIONS  # the control
+    trace(Net(), batch())
+    monkeypatch.setattr(once, "VERSIONS", once._versions())
+    once.forget()
+    trace(Net(), batch())
+    assert len(traces) == 2

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import collections
+import functools
 import itertools
 import random
 from typing import Any
@@ -127,6 +128,59 @@ def test_iterators_over_containers_are_put_back(name):
         raise CaptureError("no")
     assert not caught.value.late
     assert [next(holder.kept[0]) for _ in range(3)] == [next(again) for _ in range(3)]
+
+
+COUNTER, PAIR = itertools.count(1), (itertools.count(1), 0)
+
+
+class OfGlobals(nn.Module):
+    def training_step(self) -> int:
+        return next(COUNTER)
+
+
+class OfATuple(nn.Module):
+    def training_step(self) -> int:
+        return next(PAIR[0])
+
+
+def test_an_iterator_that_a_global_names_is_put_back():
+    module = OfGlobals()
+    with pytest.raises(CaptureError) as caught, undone(module):
+        assert [module.training_step() for _ in range(3)] == [1, 2, 3]
+        raise CaptureError("no")
+    assert not caught.value.late and next(COUNTER) == 1
+
+
+def test_where_no_copy_may_stand_an_iterator_cannot_be_put_back():
+    module = OfATuple()
+    with pytest.raises(CaptureError) as caught, undone(module):
+        module.training_step()
+        raise CaptureError("no")
+    assert caught.value.late
+
+
+@functools.cache
+def table(size: int) -> torch.Tensor:
+    return torch.arange(size)
+
+
+class Memoised(nn.Module):
+    @functools.lru_cache  # noqa: B019
+    def mask(self, size: int) -> torch.Tensor:
+        return torch.ones(size)
+
+    def training_step(self, size: int) -> torch.Tensor:
+        return table(size) + self.mask(size)
+
+
+def test_functions_forget_what_they_were_asked_for_without_data():
+    module = Memoised()
+    known = module.training_step(2), table(2), module.mask(2)
+    for size, kept in ((2, True), (3, False)):  # the first one is known
+        with pytest.raises(CaptureError), undone(module):
+            module.training_step(size)
+            raise CaptureError("no")
+        assert (table(2) is known[1], module.mask(2) is known[2]) == (kept, kept)
 
 
 @pytest.mark.parametrize("name", OVER_OTHERS)

@@ -23,10 +23,7 @@ LEFT_OUT = "not spike and not ddp and not spawn and not fsdp and not multi_gpu"
 # What fails, by a pattern of its name, and why.
 KNOWN = {
     r"test_pytorch_profiler_trainer_fit": "looks for the name of Lightning's own strategy in what is profiled",
-    r"test_trainer_model_hook_system_fit\[": "counts calls of forward: a captured step runs Python once, and not in each step",
     r"test_trainer_model_hook_system_fit_no_val_and_resume": "compares a checkpoint's keys, of which there is one more: the seed",
-    r"test_train_loop_system": "expects the optimizer to ask for the step; its first run is before, for its batch is captured",
-    r"test_detect_anomaly_nan": "wants the name of the operation that made a NaN, which a captured backward pass hides",
     r"test_trainer_save_checkpoint_storage_options": "a CheckpointIO that writes nothing is refused",
     r"test_workers_are_shutdown": "passes alone: it depends on when Python collects garbage",
     r"gated_val_check|test_timer_stops_training": "is timed, and the first step takes longer, for it is captured",
