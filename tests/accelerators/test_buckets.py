@@ -100,7 +100,7 @@ def test_a_host_that_is_far_ahead_takes_no_more_memory(level: str) -> None:
     dag, plans, held, leaves = program(level)
     check_plans(plans)
     needed = simulate(dag, plans).devices[0].peak_bytes
-    assert all(needed <= most(level, plans, order) < needed + REPORTED for order in ORDERS)
+    assert all(needed - BUCKET < most(level, plans, order) < needed + REPORTED for order in ORDERS)
     assert first_difference([Batch(dag, plans, leaves)] * 2, held, ORDERS) is None
 
 
