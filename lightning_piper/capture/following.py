@@ -15,6 +15,7 @@ from torch.fx import Node
 
 from lightning_piper.capture import _torch
 from lightning_piper.capture.denominators import ONE, SAMPLES, Expression, Number, Operation, over, times
+from lightning_piper.capture.operations import DIVIDED, MULTIPLIED
 from lightning_piper.capture.rowwise import known_rows
 from lightning_piper.totals import TOTAL
 
@@ -40,6 +41,7 @@ class Following:
         self.graph, self.size, self._ask = graph, size, ask
         self._changes: dict[Node, bool] = {}
         self._has_rows: dict[Node, bool] = {}
+        self._unscaled: set[Node] = set()  # they and what they are made of
 
     def has_rows(self, node: Node) -> bool:
         """Is there a dimension in it that follows the samples?"""
@@ -155,6 +157,31 @@ class Following:
             return True
         pairs = zip(_flat(node.args), _flat(other.args), strict=False)
         return any(isinstance(a, int | float) and a != b for a, b in pairs)
+
+    def is_scaled_by_size(self, rows: Node) -> bool:
+        """Are rows multiplied by the number of samples, or divided by it, before other operations: `torch.relu(x / len(x))`, or the
+        gradient of a mean? Then the sum of all is not the sum of the parts'."""
+        stack = [rows]
+        while stack:
+            node = stack.pop()
+            if node in self._unscaled:
+                continue
+            self._unscaled.add(node)
+            stack += node.all_input_nodes
+            for place, value in enumerate(node.args[:2] if node.target in MULTIPLIED | DIVIDED else ()):
+                if self._may_follow(value, node, place):
+                    self._unscaled.clear()
+                    return True
+        return False
+
+    def _may_follow(self, value: Any, node: Node, place: int) -> bool:
+        """Does a number follow that of the samples, as far as can be seen?"""
+        made = self.number_in(value, self.graph) if isinstance(value, Node) else value
+        if not isinstance(made, int | float):
+            return False
+        if not isinstance(self.number(made, node, None if isinstance(value, Node) else place), Number):
+            return True
+        return self._is_of_size(made) and self._beside is None
 
     def _is_of_size(self, value: float) -> bool:
         """May it be made of the number of samples? Half of it, one less, the root of it, and numbers over these."""

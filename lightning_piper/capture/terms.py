@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import functools
 import operator
-from collections.abc import Iterable
+from collections.abc import Hashable, Iterable
 from dataclasses import dataclass
 from typing import Any
 
@@ -244,6 +244,8 @@ class Terms:
             return Found(OTHER)  # extremes of columns, of which each may be in another part
         if inner.what != ROWS or (node.meta["val"].ndim and self.following.has_rows(node)):
             return inner
+        if node.target in SUMS and inner.denominator is None and self.following.is_scaled_by_size(source):
+            return Found(OTHER)
         return Found(LINEAR, times(ONE if node.target in SUMS else SAMPLES, inner.denominator or ONE))
 
     def _scattered(self, node: Node) -> Found:
@@ -379,20 +381,13 @@ class Terms:
                 return None
             self._note(known, argument, node)
             given.append(known)
-        return Operation(target, tuple(given), tuple(sorted(node.kwargs.items()))) if _hashable(node.kwargs) else None
+        known_by_value = all(isinstance(x, Hashable) for x in node.kwargs.values())
+        return Operation(target, tuple(given), tuple(sorted(node.kwargs.items()))) if known_by_value else None
 
 
 def _adds_up_to_one(denominator: Expression | None) -> bool:
     # Where something else than labels is counted, a part in which nothing counts has a weight, see `Denominator.of`.
     return denominator == SAMPLES or (isinstance(denominator, Stat) and denominator.how == "labels")
-
-
-def _hashable(kwargs: Any) -> bool:
-    try:
-        hash(tuple(sorted(kwargs.items())))
-    except TypeError:
-        return False
-    return True
 
 
 def _changed_buffers(graph: torch.fx.Graph) -> set[str]:

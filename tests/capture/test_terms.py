@@ -234,6 +234,32 @@ def test_what_is_no_sum_of_means_is_verified_except(name: str) -> None:
     assert report.verdict == "verified except" and report.couplings
 
 
+def inside(m: Any, p: Tensor, y: Tensor, r: Any) -> Tensor:
+    """The gradient of a mean, whose parts are as large as the whole."""
+    loss = p.square().mean()
+    (grad,) = torch.autograd.grad(loss, p, create_graph=True)
+    return loss + grad.relu().sum()
+
+
+SCALED: dict[str, tuple[Loss, str]] = {
+    "rows over their number, chosen": (lambda m, p, y, r: torch.relu(p / len(p)).sum(), "samples"),
+    "rows over their number, multiplied": (lambda m, p, y, r: ((p / len(p)) @ m.second.weight).sum(), "samples"),
+    "a gradient of a mean": (inside, "samples"),
+    "rows over another number": (lambda m, p, y, r: torch.relu(p / 7.3).sum(), "sum"),
+}
+
+
+@pytest.mark.parametrize("name", SCALED)
+def test_the_sum_of_rows_that_were_scaled_by_their_number_is_no_sum_of_parts(name: str) -> None:
+    loss, weighing = SCALED[name]
+    step, _ = captured(loss)
+    code = step.at(SIZE)
+    of_loss = [out.term for interface in code.interfaces.values() for out in interface.outputs if out.kind == "loss"]
+    assert [code.terms[term or 0].weighing for term in of_loss] == [weighing]
+    report = piper.verify(Model(loss), batch(), [piper.Split(filter={}, dim_name="MB", num_microbatches=3)])
+    assert report.verdict == "verified"
+
+
 def test_a_part_of_one_sample_has_no_variance() -> None:
     step, _ = captured(lambda m, p, y, r: p.square().sum() / (len(p) - 1))
     assert [term.label for term in step.at(SIZE).terms] == ["add(samples, -1)"]
