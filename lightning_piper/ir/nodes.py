@@ -27,7 +27,8 @@ class Turn(Enum):
     SOON = "before the next chunk: bookkeeping"
     IF_HERE = "before the next chunk, unless what it reads comes from another device"
     BY_PASS = "forward before backward, by samples: chunks"
-    LATE = "after the chunks that could run: what it reads may be on its way from another device"
+    BEHIND_FORWARD = "after the forward passes that could run, before all other chunks: backward passes wait for it"
+    LATE = "after the chunks that could run: nothing in the step needs it, and it may wait for another device"
     LAST = "when there is nothing else: the report"
 
 

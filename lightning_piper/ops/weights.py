@@ -72,7 +72,7 @@ class Weights(Node):
     For each term, for each slice in turn, it makes the weight, and the gradient of the loss that has this weight.
     """
 
-    turn = Turn.LATE  # no forward pass waits for it, and meanwhile the counts of other replicas arrive
+    turn = Turn.BEHIND_FORWARD  # meanwhile the counts of other replicas arrive
 
     terms: tuple[int, ...]
     slices: tuple[Slice, ...]

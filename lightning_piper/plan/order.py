@@ -30,8 +30,8 @@ def priority(dag: TrainingDAG, node: Node, height: int) -> Priority:
     pass that runs again comes with the backward pass that it serves, for what it makes lies there until then. Nothing
     but an optimizer waits for gradients of weights (BW), so they run when no other chunk can: unless an order says otherwise,
     at the end, while devices that come later in the backward direction are still busy.
-    Updates, results and weights come last, for they may have to wait for another device, and forward passes do not need them; so
-    does other bookkeeping that has to wait.
+    Weights come behind forward passes, which do not need them. Updates and results come last, for nothing in the step needs them
+    and they may have to wait for another device; so does bookkeeping that has to.
     """
     turn = node.turn
     if isinstance(node, Chunk):
@@ -40,6 +40,8 @@ def priority(dag: TrainingDAG, node: Node, height: int) -> Priority:
         return (2, min(served, default=_RANK[node.kind]), node.slice.start, node.id)
     if turn is Turn.AT_ONCE or (turn is Turn.WHEN_NEEDED and height):
         return (0, -height, 0, node.id)
+    if turn is Turn.BEHIND_FORWARD:
+        return (2, _RANK["F"], dag.local_batch_size, node.id)
     if turn is Turn.LATE or (turn is Turn.IF_HERE and any(dag.nodes[source].reads_from == "channel" for source, _ in node.inputs)):
         return (3, 0, 0, node.id)
     return (4 if turn is Turn.LAST else 1, 0, 0, node.id)
