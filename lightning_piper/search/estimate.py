@@ -194,8 +194,7 @@ class _Run:
         self.done: list[Number] = [0] * rows.stages
         self.busy: list[Interval] = []
         self._lane: list[Number] = [0] * rows.ranks  # when the last sum is over
-        self._arriving: list[Number] = [0] * rows.ranks  # the last sum, if something is added to it after the next pass
-        self._terms = [0] * rows.stages
+        self._arriving: list[Number] = [0] * rows.ranks  # the last sum, if it is one of several of its stage
         self._left = [0] * rows.stages  # passes that make gradients of weights
         self._first: list[Number | None] = [None] * rows.stages  # when the parameters are there
         for row in self._wires.steps:
@@ -205,6 +204,7 @@ class _Run:
                     self._left[step.stage] += 1
                 if self._first[step.stage] is None:
                     there = self._first[step.stage] = there + gathers[step.stage]
+        self._summed_often = [each and left > 1 for left in self._left]
 
     def advance(self, rank: int, ready: list[int]) -> None:
         """Run a rank until it waits for a message whose sender is not so far; ranks that can go on are made ready."""
@@ -244,11 +244,10 @@ class _Run:
         self.time[rank], self._received[rank], self._position[rank], self._arriving[rank] = time, received, position, arriving
 
     def _sum(self, rank: int, stage: int, made: Number) -> Number:
-        """A sum of gradients; returns when compute goes on after the next pass."""
+        """A sum of gradients; returns when compute goes on after the next pass: when it is over, and its bucket is given back."""
         end = self._lane[rank] = max(made, self._lane[rank]) + self._sums[stage]
         self.done[stage] = end
-        self._terms[stage] += 1
-        return end if self._terms[stage] > 1 else 0
+        return end if self._summed_often[stage] else 0
 
     def _meet(self, m: int, ready: list[int]) -> None:
         channel, border, _, _ = self._wires.messages[m]
