@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import copy
-from collections import OrderedDict, defaultdict, deque
+from collections import Counter, OrderedDict, defaultdict, deque
 from collections.abc import Callable, Iterator
 from typing import Any, TypeVar
 
@@ -32,7 +32,9 @@ def attributes(module: nn.Module) -> list[Attribute]:
         for name, value in {**vars(part), **part._parameters, **part._buffers}.items():
             if name in skipped or name.startswith(("_forward", "_backward")):
                 continue
-            if isinstance(value, list | set | deque):
+            if isinstance(value, set):  # without an order: that of a set that was filled again is another one
+                found.append((path, part, name, value, Counter(_entry(x) for x in value)))
+            elif isinstance(value, list | deque):
                 found.append((path, part, name, value, [_entry(x) for x in value]))
             elif isinstance(value, dict):
                 found.append((path, part, name, value, [(k, _entry(v)) for k, v in value.items()]))

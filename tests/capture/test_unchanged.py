@@ -11,6 +11,7 @@ from torch import nn
 
 from lightning_piper import verify
 from lightning_piper.capture import capture
+from lightning_piper.capture.unchanged import attributes, check_unchanged
 from lightning_piper.errors import CaptureError
 from lightning_piper.ops.build import build_dag
 from tests.groups import marked
@@ -156,3 +157,20 @@ def test_evaluation_mode_is_captured_as_it_is() -> None:
     assert changed(module) == {"one", "two"}
     module.one.eval()
     assert changed(module) == {"two"}
+
+
+def test_a_set_that_is_filled_again_in_another_order_is_the_same() -> None:
+    module, _ = fresh("mlp")
+    module.seen = set(range(100))
+    for number in range(100):
+        if number not in (9, 16):
+            module.seen.discard(number)
+    before, order = attributes(module), list(module.seen)
+    content = {*module.seen}
+    module.seen.clear()
+    module.seen.update(content)
+    assert list(module.seen) != order, "in a smaller set"
+    check_unchanged(module, before, "training_step")
+    module.seen.add(17)
+    with pytest.raises(CaptureError, match=r"changes self\.seen"):
+        check_unchanged(module, before, "training_step")
