@@ -6,6 +6,7 @@ so that nothing is copied, and their memory is there once. The bits are the same
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -68,9 +69,12 @@ def laid(code: Code, pack: Pack, first: int) -> Laid | None:
     graph.output(graph.graph_copy(code.graph, copies))
     last = [node for node in graph.nodes if node.op == "placeholder"][-1:]
     views = pack.bucket.views(torch.empty(pack.bucket.numel, dtype=pack.bucket.dtype, device="meta"))
+    output: Any = code.graph.output_node()
+    often = Counter(output.args[0])
     layouts: dict[int, Layout] = {}
     for place, (index, view) in enumerate(zip(pack.take, views, strict=True)):
-        made = _written_for(code, first + index, view)
+        result = output.args[0][first + index]
+        made = _written_for(result, output, view) if often[result] == 1 else None
         if made is None or not last:
             continue
         with graph.inserting_after(last[0]):
@@ -86,12 +90,10 @@ def laid(code: Code, pack: Pack, first: int) -> Laid | None:
     return Laid(compile_boxed(graph, module), tuple(layouts.values()), frozenset(layouts))
 
 
-def _written_for(code: Code, index: int, view: torch.Tensor) -> Node | None:
-    """The operation that makes an output and nothing else, and can write it into `view`; None if there is none."""
-    (output,) = (node for node in code.graph.nodes if node.op == "output")
-    node, reader = output.args[0][index], output
-    if [x for x in output.args[0] if x is node] != [node]:
-        return None
+def _written_for(result: Any, output: Node, view: torch.Tensor) -> Node | None:
+    """The operation that makes a result and nothing else, and can write it into `view`; None if there is none."""
+    node: Any = result
+    reader = output
     while isinstance(node, Node) and list(node.users) == [reader]:
         like = node.meta.get("val")
         if not isinstance(like, torch.Tensor) or (reader is output and not _is(like, view)):
