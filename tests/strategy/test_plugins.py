@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import shutil
+import threading
 from pathlib import Path
 from unittest import mock
 
@@ -28,16 +29,24 @@ class Renaming(TorchCheckpointIO):
 
 
 class InFolders(TorchCheckpointIO):
+    """Its folders are written as a whole or not at all: AsyncCheckpointIO saves in a thread, and removes in another."""
+
+    def __init__(self):
+        super().__init__()
+        self.one_at_a_time = threading.Lock()
+
     def save_checkpoint(self, checkpoint, path, storage_options=None):
-        Path(path).mkdir(exist_ok=True)
-        super().save_checkpoint(checkpoint, Path(path) / "content", storage_options)
+        with self.one_at_a_time:
+            Path(path).mkdir(exist_ok=True)
+            super().save_checkpoint(checkpoint, Path(path) / "content", storage_options)
 
     def load_checkpoint(self, path, *args, **options):
         return super().load_checkpoint(Path(path) / "content", *args, **options)
 
     def remove_checkpoint(self, path):
         self.removed = str(path)
-        shutil.rmtree(path, ignore_errors=True)  # another thread may be writing into it
+        with self.one_at_a_time:
+            shutil.rmtree(path, ignore_errors=True)  # it may be not there yet
 
 
 def folders_later():
