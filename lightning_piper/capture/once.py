@@ -1,6 +1,8 @@
 """Graphs of steps, each traced once: by this process, by another one of this machine, or in an earlier run.
 
-    rehearse the step -> digest of what it does -> graph: known here, in a file, or traced and written down
+    rehearse the step -> digest of what it does -> graph: known here, in a file, or made and written down
+
+It is made of what the rehearsal has noted (`calls.py`), or by a trace.
 
 Only the graph comes from elsewhere. What the step reads and logs, and what it returns beside tensors, is of the rehearsal, in this
 process and on this day.
@@ -48,24 +50,39 @@ def traced_once(
         trace: makes the graph where it is not known.
     """
 
-    def rehearsed() -> tuple[str, torch.device]:
+    def rehearsed() -> tuple[str, Graph | None, torch.device]:
         mode = _torch.FakeTensorMode()
         with restored(module), without_data(mode), mode:
+            _untie(module)
             others = [torch.empty_strided(x.shape, x.stride(), dtype=x.dtype, device=x.device) for x in inputs]
             own = torch.empty((), device=device).device  # with its number
             before = attributes(module)
-            digest = notes_of(module, lambda: step(*others), others, own)
+            digest, graph = notes_of(step, others, own)
             if step.keeps:
                 check_unchanged(module, before, step.name)  # also by hooks of the backward pass
-        return digest, own
+        return digest, graph, own
 
     try:
-        digest, own = rehearsed()
+        digest, graph, own = rehearsed()
     except (Grows, Drawn, CaptureError, *_torch.WITHOUT_VALUES):  # what the step does is refused, and may have been done
         raise
     except Exception:  # a trace says what is wrong, if anything is
         return trace()
+    if graph is not None:
+        return _graph(digest, own, lambda: graph, lambda: True)
     return _graph(digest, own, trace, lambda: rehearsed()[0] == digest)
+
+
+def _untie(module: nn.Module) -> None:
+    """Let places that hold one tensor hold one each, as in a trace, which names tensors by their places."""
+    seen: set[int] = set()
+    for part in module.modules():
+        for store in (part._parameters, part._buffers):
+            for name, x in store.items():
+                if id(x) in seen and x is not None:
+                    made = torch.empty_strided(x.shape, x.stride(), dtype=x.dtype, device=x.device)
+                    store[name] = nn.Parameter(made, x.requires_grad) if isinstance(x, nn.Parameter) else made  # type: ignore[assignment]
+                seen.add(id(x))
 
 
 def forget() -> None:
@@ -102,7 +119,7 @@ def _read(content: bytes | None, own: torch.device) -> Graph | None:
 
 
 def _made(path: Path, own: torch.device, trace: Callable[[], Graph], same: Callable[[], bool]) -> tuple[bytes, Graph]:
-    """Trace, and write it down. What was written goes on, so that a first run has what a later one reads."""
+    """Make it, and write it down. What was written goes on, so that a first run has what a later one reads."""
     graph = trace()
     if not same():  # it follows a clock or a file, say, and the graph may be that of another time
         return REFUSED, graph

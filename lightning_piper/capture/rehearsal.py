@@ -8,15 +8,18 @@ and what it is guarded by is recorded meanwhile, as in a trace. So nothing has t
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
 import torch.fx.traceback as fx_traceback
 from torch import nn
+from torch.fx import Graph
 
-from lightning_piper.capture import _torch
+from lightning_piper.capture import _torch, _torch_calls
+from lightning_piper.capture.calls import Calls, NotPlain
 from lightning_piper.capture.written import bytes_of, is_constant, name_of
 
 _PLAIN = (type(None), bool, int, float, complex, str, torch.dtype, torch.layout, torch.memory_format)
@@ -26,37 +29,44 @@ class Unknown(Exception):
     """The step does something of which no note can be made."""
 
 
-def notes_of(module: nn.Module, run: Callable[[], Sequence[Any]], inputs: Sequence[torch.Tensor], own: torch.device) -> str:
-    """Run a step once, and return a digest of all that it does.
+def notes_of(step: nn.Module, inputs: Sequence[torch.Tensor], own: torch.device) -> tuple[str, Graph | None]:
+    """Run a step once, and return a digest of all that it does; and its graph, where that is what it does (`calls.py`).
 
     Args:
-        module: whose parameters and buffers it works on.
-        run: gives its results, the loss first where it has a backward pass.
-        inputs: what it is given besides.
+        step: gives its results, the loss first where it has a backward pass.
+        inputs: what it is given besides its parameters and buffers.
         own: the device for which it is traced, whose number says nothing.
 
     Raises:
         Unknown: something of it cannot be noted. What the step itself raises stays what it is.
     """
-    notes = _Notes(own)
-    with notes:
-        for named in (module.named_parameters, module.named_buffers):
+    joint = torch.is_grad_enabled()
+    notes = _Notes(own, step, inputs, joint)
+    gradients: dict[int, torch.Tensor | None] = {}
+    with _torch_calls.as_traced(), notes:
+        for named in (step.named_parameters, step.named_buffers):
             for name, tensor in named(remove_duplicate=False):
                 notes.enter(name, tensor)
         for tensor in inputs:
             notes.enter("input", tensor)
         with _torch.exporting(), fx_traceback.preserve_node_meta():
-            results = run()
+            results = step(*inputs)
             notes.say("results", results)
-            if torch.is_grad_enabled():
-                trained = [x for x in module.parameters() if x.requires_grad]
-                notes.say("gradients", torch.autograd.grad(results[0], trained, allow_unused=True))
-    return notes.digest()
+            if joint:
+                trained = [x for x in step.parameters() if x.requires_grad]
+                tangent = notes.goes_back(results)
+                found = torch.autograd.grad(results[0], trained, tangent, allow_unused=True)
+                notes.say("gradients", found)
+                gradients = {id(x): gradient for x, gradient in zip(trained, found, strict=True)}
+    return notes.digest(), notes.graph(results, gradients)
 
 
 class _Notes(_torch.TorchDispatchMode):
-    def __init__(self, own: torch.device) -> None:
+    def __init__(self, own: torch.device, step: nn.Module, inputs: Sequence[torch.Tensor], joint: bool) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
+        self._calls: Calls | None = None
+        with contextlib.suppress(NotPlain):
+            self._calls = Calls(step, inputs, joint)
         self._own = own
         self._hash = hashlib.sha256()
         self._numbers: dict[int, int] = {}  # of tensors, by identity
@@ -76,11 +86,32 @@ class _Notes(_torch.TorchDispatchMode):
         self._kept.append(tensor)
         self.say(name, tensor)
 
+    def goes_back(self, results: Sequence[torch.Tensor]) -> torch.Tensor:
+        """The backward pass begins. The gradient of the loss, which stands before the step."""
+        loss = results[0]
+        with _torch.with_data(), loss.fake_mode:  # type: ignore[attr-defined]
+            tangent = torch.empty_strided(loss.shape, loss.stride(), dtype=loss.dtype, device=loss.device)
+        self.enter("tangent", tangent)
+        if self._calls is not None and not any(x.requires_grad for x in results[1:]):
+            self._calls.goes_back(loss, tangent)
+        else:
+            self._calls = None
+        return tangent
+
+    def graph(self, results: Sequence[torch.Tensor], gradients: Mapping[int, torch.Tensor | None]) -> Graph | None:
+        """The graph, if it is known. `gradients`: as for `Calls.graph`."""
+        try:
+            return None if self._calls is None else self._calls.graph(results, gradients)
+        except NotPlain:
+            return None
+
     def say(self, what: str, about: Any) -> None:
         self._hash.update(f"{what}({','.join(self._shown(about))})\n".encode())
 
     def __torch_dispatch__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
+        if _torch_calls.only_asks(function):  # about a tensor of which all is noted
+            return function(*args, **kwargs)
         self.say(f"{function} {torch.is_grad_enabled()} {fx_traceback.current_meta.get('custom')}", (args, kwargs))
         made = function(*args, **kwargs)
         for x in _torch.tree_leaves(made):
@@ -88,6 +119,11 @@ class _Notes(_torch.TorchDispatchMode):
                 self._numbers[id(x)] = len(self._kept)
                 self._kept.append(x)
         self.say("gives", made)
+        if self._calls is not None:
+            try:
+                self._calls.note(function, args, kwargs, made)
+            except NotPlain:
+                self._calls = None
         return made
 
     def _shown(self, value: Any) -> Iterator[str]:

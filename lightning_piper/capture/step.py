@@ -5,8 +5,9 @@ from __future__ import annotations
 import contextlib
 import copy
 import dataclasses
+import gc
 import re
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import cached_property, partial
 from typing import Any
 
@@ -219,7 +220,8 @@ class CapturedStep:
         if self.batch_spec.undivided is not None and size != self.batch_spec.size:
             return dataclasses.replace(self.at(self.batch_spec.size, degrees), size=size)
         if (size, degrees) not in self._codes:
-            found = (None if degrees else self._by_substitution(size)) or self._traced(size, degrees)
+            with _uncollected():
+                found = (None if degrees else self._by_substitution(size)) or self._traced(size, degrees)
             self._check_memory(found)
             if self._codes or self._whole is not None:
                 first = next(iter(self._codes.values())) if self._whole is None else self._whole.at(size, degrees)
@@ -356,6 +358,18 @@ class CapturedStep:
             if degree > 1:
                 found |= dict.fromkeys(routed.params, degree)
         return {name: found[main] for name, main in self.canonical.items() if main in found}
+
+
+@contextlib.contextmanager
+def _uncollected() -> Iterator[None]:
+    """Without collections of garbage: little of a trace is garbage before it is over, and they take a quarter of the time."""
+    enabled = gc.isenabled()
+    gc.disable()
+    try:
+        yield
+    finally:
+        if enabled:
+            gc.enable()
 
 
 def _is_alone(batch_spec: BatchSpec) -> bool:

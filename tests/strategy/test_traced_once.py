@@ -14,7 +14,7 @@ from torch.utils.data import DataLoader, TensorDataset
 import lightning_piper as piper
 from lightning_piper import Place, Replicate
 from lightning_piper.cache import CACHE
-from lightning_piper.capture import _torch, once
+from lightning_piper.capture import once
 from tests.distributed.processes import launch_trainings
 from tests.strategy.fitting import QUIET
 
@@ -58,13 +58,13 @@ def fit(name: str, scale: float = 1.5) -> dict[str, Tensor]:
 
 
 def train(rank: int, folder: str) -> dict[str, Any]:
-    counted, own = [0], _torch.functional_graph
+    counted, own = [0], once._made
 
-    def counting(*args: Any) -> torch.fx.Graph:
+    def counting(*args: Any) -> tuple[bytes, torch.fx.Graph]:
         counted[0] += 1
         return own(*args)
 
-    _torch.functional_graph = counting
+    once._made = counting
     found: dict[str, Any] = {}
     for name in PROGRAMS:
         for kept, scale in (("nowhere", 1.5), ("first", 1.5), ("again", 1.5), ("other", 2.5)):
