@@ -38,13 +38,13 @@ def folder(kind: str) -> Path:
 
 
 def read(path: Path) -> bytes | None:
-    """The content of a file that `write` has written; None if it is not what was written under this name, or as for `read_plain`."""
+    """What `write` has put there; None if it is not what was written under this name, or as for `read_plain`."""
     found, size = read_plain(path) or b"", _SUM().digest_size
     return found[size:] if found[:size] == _sum(path, found[size:]) else None
 
 
 def read_plain(path: Path) -> bytes | None:
-    """The content of a file that `write_plain` has written; None if there is none, if others may have written it, or if it is too
+    """What `write_plain` has put there; None if there is none, if others may have written it, or if it is too
     large."""
     try:
         with open(os.open(path, _READING), "rb") as file:
@@ -62,7 +62,7 @@ def write(path: Path, content: bytes) -> None:
 
 
 def write_plain(path: Path, content: bytes) -> None:
-    """The same without a sum, for what others read, too. Who reads sees the old file or the new one, and has to find damage itself."""
+    """The same without a sum, for what others read, too. They see the old file or the new one, and find damage themselves."""
     if len(content) > LARGE:
         return
     try:

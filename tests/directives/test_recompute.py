@@ -71,7 +71,7 @@ def test_masks_are_drawn_alike(keep):
 
 
 BW = [{"LAYER": 1, "MB": 0, "PASS": part} for part in ("BI", "BW")]
-LATER = "the half that hands on no gradient comes late"
+LATER = "a late half"  # the one that hands on no gradient
 LATE = [{"LAYER": layer, "MB": 0, "PASS": part} for layer, part in [(3, "BI"), (2, "BI"), (3, "BW")]]
 PROGRAMS: dict[str, list[Any]] = {
     **{
@@ -93,7 +93,9 @@ PROGRAMS: dict[str, list[Any]] = {
 
 
 PARTS: dict[str, Any] = {"all": None, "but products": ["*mm"], "a part": 0.3}
-QUICK = {("behind shard_params", "a part"), ("halves first", "all"), (LATER, "all"), ("sequences", "all"), ("axes", "a part"), ("axes", "all")}
+QUICK = {
+    ("behind shard_params", "a part"), ("halves first", "all"), (LATER, "all"), ("sequences", "all"), ("axes", "a part"), ("axes", "all")
+}  # fmt: skip
 # With `keep`, microbatches have one code; see below.
 GOES = [(name, part) for name in PROGRAMS for part in PARTS if name != "one microbatch" or part == "all"]
 
