@@ -71,6 +71,8 @@ def test_masks_are_drawn_alike(keep):
 
 
 BW = [{"LAYER": 1, "MB": 0, "PASS": part} for part in ("BI", "BW")]
+LATER = "a late half"  # the one that hands on no gradient
+LATE = [{"LAYER": layer, "MB": 0, "PASS": part} for layer, part in [(3, "BI"), (2, "BI"), (3, "BW")]]
 PROGRAMS: dict[str, list[Any]] = {
     **{
         f"{place} {level}": [TWO, SPLIT, *((again(), replicas) if place == "before" else (replicas, again()))]
@@ -81,6 +83,7 @@ PROGRAMS: dict[str, list[Any]] = {
         )
     },
     "halves": [ONE, SPLIT, again(LAYER=1), Order(filters=BW)],
+    LATER: [ONE, SPLIT, again(LAYER=2), Order(filters=LATE)],
     "halves first": [ONE, SPLIT, Order(filters=BW), again(LAYER=1)],
     "one microbatch": [ONE, SPLIT, again(LAYER=1, MB=0)],
     "columns": [*DIVIDED["two"], again()],
@@ -90,7 +93,8 @@ PROGRAMS: dict[str, list[Any]] = {
 
 
 PARTS: dict[str, Any] = {"all": None, "but products": ["*mm"], "a part": 0.3}
-QUICK = {("behind shard_params", "a part"), ("halves first", "all"), ("sequences", "all"), ("axes", "all")}
+QUICK = {("behind shard_params", "a part"), ("sequences", "all")}
+QUICK |= {(name, "all") for name in ("halves first", LATER, "axes")}
 # With `keep`, microbatches have one code; see below.
 GOES = [(name, part) for name in PROGRAMS for part in PARTS if name != "one microbatch" or part == "all"]
 
