@@ -58,8 +58,8 @@ class Home:
 
 
 def homes_of(plan: Plan, sums: bool) -> dict[int, Home]:
-    """Slots of gradients that a chunk makes, and a pack (or with `sums` a sum of such) alone reads, on the same stream -> where they
-    lie in the end."""
+    """Slots of gradients that a chunk makes, and a pack (or with `sums` a sum of such) alone reads, on the same stream -> where
+    they lie in the end."""
     makers = {slot: (i, each) for i, each in enumerate(plan.instructions) if isinstance(each, Run) for slot in each.writes}
     readers: dict[int, list[Instruction]] = {}
     ends: dict[int, list[Pack | Add]] = {}  # by the slot in which they lie
