@@ -16,7 +16,7 @@ from typing import Any, NamedTuple
 
 import pytest
 
-from tests.profile.board import ROOT, environment, installed, tensorboard
+from tests.profile.board import LIMIT, ROOT, environment, installed, tensorboard
 from tests.profile.browser import Browser, found_browser
 from tests.profile.page import judged
 from tests.profile.recorded import plan, record_demo, record_local, steps, write_large
@@ -38,7 +38,7 @@ class Site(NamedTuple):
         """Status and content of an answer of the tab."""
         url = f"{self.url}data/plugin/piper/{path}?{urllib.parse.urlencode(query)}"
         try:
-            with urllib.request.urlopen(url, timeout=30) as answer:
+            with urllib.request.urlopen(url, timeout=LIMIT) as answer:
                 return answer.status, answer.read().decode()
         except urllib.error.HTTPError as error:
             return error.code, error.read().decode()
@@ -288,7 +288,7 @@ def python(code: str, *args: str, paths: list[str]) -> subprocess.CompletedProce
     from textwrap import dedent
 
     env = environment(paths)
-    return subprocess.run([sys.executable, "-c", dedent(code), *args], env=env, capture_output=True, text=True, timeout=60)
+    return subprocess.run([sys.executable, "-c", dedent(code), *args], env=env, capture_output=True, text=True, timeout=LIMIT)
 
 
 def test_log_directories_by_name() -> None:
