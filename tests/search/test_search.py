@@ -9,6 +9,7 @@ from dataclasses import replace
 from fractions import Fraction
 from typing import Any
 
+import numpy as np
 import pytest
 
 from lightning_piper.directives import Place
@@ -127,6 +128,18 @@ def test_what_all_ranks_do_together_says_more() -> None:
         memory, _ = memory_of(model, Candidate(layout, 0, 0, 0, cuts))
         scarce = Together(Model(replace(model.space, memory=0.8 * max(memory))))
         assert scarce.time(layout, 0, [[0]] * layout.stages, INFINITE) > 1.02 * least
+
+
+def test_a_host_without_room_is_a_limit_too() -> None:
+    """As that of a measured CPU is, whose memory is the device's. With room, something may be offloaded."""
+
+    def least(room: int) -> float:
+        hardware = replace(problem(0).hardware, host_memory=room)
+        model = Model(Space(chain(8), hardware, 4, 100))
+        with np.errstate(all="raise"):
+            return Together(model).time(Layout("zero_bubble", 1, 4, 1, 1, 1, 4, True), 0, None, INFINITE)
+
+    assert INFINITE > least(0) == least(1) > least(10**6) > 0
 
 
 def test_bounds_are_close() -> None:
