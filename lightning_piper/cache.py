@@ -38,30 +38,39 @@ def folder(kind: str) -> Path:
 
 
 def read(path: Path) -> bytes | None:
-    """The content of a file; None if there is none, if others may have written it, or if it is not what was written under this
-    name."""
+    """What `write` has put there; None if it is not what was written under this name, or as for `read_plain`."""
+    found, size = read_plain(path) or b"", _SUM().digest_size
+    return found[size:] if found[:size] == _sum(path, found[size:]) else None
+
+
+def read_plain(path: Path) -> bytes | None:
+    """What `write_plain` has put there; None if there is none, if others may have written it, or if it is too
+    large."""
     try:
         with open(os.open(path, _READING), "rb") as file:
             status = os.fstat(file.fileno())
             if not (stat.S_ISREG(status.st_mode) and _is_own(status) and _is_own(os.stat(path.parent))) or status.st_size > LARGE:
                 return None
-            found = file.read()
+            return file.read()
     except OSError:
         return None
-    size = _SUM().digest_size
-    return found[size:] if found[:size] == _sum(path, found[size:]) else None
 
 
 def write(path: Path, content: bytes) -> None:
-    """Put a file there, in place of another one. Others see the old one or the new one. If it cannot be done, it is not."""
-    if len(content) > LARGE - _SUM().digest_size:
+    """Put a file there, in place of another one, with a sum by which damage is found. If it cannot be done, it is not."""
+    write_plain(path, _sum(path, content) + content)
+
+
+def write_plain(path: Path, content: bytes) -> None:
+    """The same without a sum, for what others read, too. They see the old file or the new one, and find damage themselves."""
+    if len(content) > LARGE:
         return
     try:
         path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
         number, name = tempfile.mkstemp(dir=path.parent)
         try:
             with open(number, "wb") as file:
-                file.write(_sum(path, content) + content)
+                file.write(content)
             os.replace(name, path)
         except OSError:
             os.unlink(name)

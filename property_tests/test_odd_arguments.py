@@ -28,7 +28,7 @@ from lightning_piper.simulate import Link, Network, read_durations, simulate
 from lightning_piper.testing import POOL, Case, Model, Spec, case, cases, make_batch, programs
 from lightning_piper.viz import dot_graph, text_chart
 
-SECONDS = 2.0  # of one call, of processor time; most need milliseconds
+SECONDS = 20.0  # of one call, of processor time, also of a slow one; most need milliseconds
 JSON = Any
 
 

@@ -81,13 +81,16 @@ def test_a_search_prints_and_writes_what_it_proposes(project: Path, capsys: pyte
     assert text == f"{wanted}\n" and "why not" in text and "piper.annotate_modules(module, 'PP', [['net.embed'" in text
     assert json.loads(Path("found.json").read_text()) == json.loads(json.dumps(wanted.written.to_json()))
     assert ran(capsys, "check", *BATCH, "--directives", "found.json", "--run").rstrip().endswith("verified")
+
+
+@pytest.mark.long
+def test_the_objective_may_be_memory(project: Path, capsys: pytest.CaptureFixture[str]) -> None:
     least = ran(capsys, "search", *BATCH, "--devices", "2", "--hardware", "slow.json", "--objective", "memory", "--check", "off")
-    assert "not checked" in least and "more of a device" in least and least != text
+    assert "not checked" in least and "more of a device" in least
 
 
 def test_progress_is_for_terminals(project: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
     argv = ("search", *BATCH, "--devices", "1", "--hardware", "cpu")
-    ran(capsys, *argv)  # asserts that there is nothing
     monkeypatch.setattr(sys.stderr, "isatty", lambda: True)
     assert main(argv) == 0
     lines = capsys.readouterr().err.split("\r\x1b[K")

@@ -67,8 +67,8 @@ def test_a_part_that_fails_or_is_stopped_is_a_row() -> None:
     assert run("pass", seconds=0) == [("part", "skipped", "no time was left")]
     printed = f"print({json.dumps(SYSTEMS[0])!r}, flush=True)"
     assert run(printed, read=True) == [("Lightning", "passed", "")]
-    stopped = run(printed + "; import time; time.sleep(60)", seconds=2, read=True)
-    assert stopped == [("Lightning", "passed", ""), ("part", "failed", "stopped after 2 s")]
+    stopped = run(printed + "; import time; time.sleep(60)", seconds=5, read=True)
+    assert stopped == [("Lightning", "passed", ""), ("part", "failed", "stopped after 5 s")]
     assert run(printed + "; raise SystemExit('late')", read=True)[1] == ("part", "failed", "exit status 1: late")
 
 

@@ -20,12 +20,14 @@ from lightning_piper.simulate import Link, read_durations
 
 PLACE = '{"op": "place", "filter": {"PP": 0}, "devices": [0]'
 
+SECONDS = 10.0  # of processor time, also of a slow one; most need milliseconds, and what is refused would need far more
+
 
 def soon(call: Callable[[], object], says: str) -> None:
     before, start = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss, time.process_time()
     with pytest.raises(piper.PiperError, match=says) as raised:
         call()
-    assert time.process_time() - start < 1
+    assert time.process_time() - start < SECONDS
     assert resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before < 500 * 2**10  # KiB
     assert len(str(raised.value)) < 1000
 

@@ -21,7 +21,7 @@ FILE = r"`(?P<file>\w+\.py)`[^`]*?:\n\n```python\n(?P<content>.*?)```"
 COMMAND = r"```\n\$ (?P<command>.*?)\n(?P<output>.*?)```"
 STEP = re.compile(f"{FILE}|{COMMAND}", re.DOTALL)
 NUMBER = re.compile(r"\d\.\de[+-]\d\d|\d+\.\d+")
-LIMIT = 300.0  # seconds for a command
+LIMIT = 800.0  # seconds for a command, also on a slow machine
 
 
 def follow(text: str, folder: Path, run: Callable[[str], str]) -> str:

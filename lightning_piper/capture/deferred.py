@@ -17,11 +17,9 @@ from typing import Any, NoReturn
 from unittest import mock
 
 import torch
-from torch.overrides import TorchFunctionMode
 
 from lightning_piper.capture import _torch
-from lightning_piper.capture.arrays import converted
-from lightning_piper.capture.numbers import Number
+from lightning_piper.capture.numbers import Number, holds_number
 from lightning_piper.capture.selected import SELECTING, Selected
 from lightning_piper.capture.source import user_line
 from lightning_piper.errors import CaptureError
@@ -41,7 +39,7 @@ _CLASSES: dict[torch.dtype, type] = {torch.float64: float, torch.int64: int, tor
 
 def call(function: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     """Call a function of torch in a step: where it asks for the value of a tensor, the answer is deferred."""
-    if function in _CONVERSIONS and args and holds_deferred(args[0]):
+    if function in _CONVERSIONS and args and (holds_deferred(args[0]) or holds_number(args[0])):
         return _made(args[0], *args[1:], **kwargs)
     if function in _TEXTS and _torch.is_traced(args[0]):
         return LATER
@@ -180,16 +178,18 @@ def _refused(*args: Any, **kwargs: Any) -> NoReturn:
 def _made(data: Any, dtype: torch.dtype | None = None, device: Any = None, requires_grad: bool = False) -> torch.Tensor:
     """`torch.tensor` of a number or of lists of such."""
 
-    def stacked(data: Any) -> torch.Tensor:
+    def stacked(data: Any) -> Any:
         if isinstance(data, list | tuple):
             parts = [stacked(x) for x in data]
             common = functools.reduce(torch.promote_types, (x.dtype for x in parts))
             return torch.stack([x.to(common) for x in parts])
-        return data.tensor if is_deferred(data) else torch.as_tensor(data, dtype=torch.float64 if type(data) is float else None)
+        if is_deferred(data) or type(data) is Number:
+            return _tensor_of(data)
+        return torch.as_tensor(data, dtype=torch.float64 if type(data) is float else None)
 
-    found = stacked(data)
+    found: torch.Tensor = stacked(data)
     inexact = torch.get_default_dtype() if found.is_floating_point() else found.dtype
-    return found.to(device, dtype or inexact).requires_grad_(requires_grad)
+    return found.to(device, dtype or inexact, copy=True).requires_grad_(requires_grad)  # which the step may change in place
 
 
 # Arithmetic
@@ -322,21 +322,6 @@ NAMES: dict[str, Any] = {
     "float": _stand_in(builtins.float), "int": _stand_in(builtins.int), "max": _extreme(builtins.max, operator.gt),
     "min": _extreme(builtins.min, operator.lt),
 }  # fmt: skip
-
-
-class _Answering(TorchFunctionMode):
-    def __torch_function__(
-        self, function: Callable[..., Any], types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
-    ) -> Any:
-        found = converted(function, args, kwargs or {})
-        return call(function, args, kwargs or {}) if found is None else found
-
-
-@contextlib.contextmanager
-def deferring(namespaces: Iterable[Namespace]) -> Iterator[None]:
-    """Around a step that is traced without guards: what it asks tensors for is answered."""
-    with _Answering(), understood(namespaces):
-        yield
 
 
 @contextlib.contextmanager

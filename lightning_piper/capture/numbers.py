@@ -205,6 +205,11 @@ def _is_number(value: Any) -> bool:
     return type(value) is Number
 
 
+def holds_number(value: Any) -> bool:
+    """Is it one, or a list or tuple that has such?"""
+    return any(map(holds_number, value)) if type(value) in (list, tuple) else _is_number(value) and value.inputs.active
+
+
 def _told(value: Any) -> Any:
     return value.ask() if _is_number(value) else value
 

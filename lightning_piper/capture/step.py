@@ -173,9 +173,10 @@ class CapturedStep:
             except Drawn as error:
                 raise refuse_drawing(self.name, error, run) from error
             except Exception:
-                if self.reads.inputs.plain or not self.reads.inputs.given:
+                inputs = self.reads.inputs
+                if inputs.plain or not (inputs.given or inputs.numbers):
                     raise
-                self.reads.inputs.plain = True  # some code takes no stand-in
+                inputs.plain = True  # some code takes no stand-in
                 continue
             if numbers == self.reads.inputs.specs():
                 return traced, batch + numbers, step
@@ -251,8 +252,8 @@ class CapturedStep:
         # Twice as many: what counts with a half of the samples, or with pairs of them, is followed as well.
         other = 2 * size
         step, batch = self._step(()), tuple(resized(spec, other) for spec in self.batch_spec.specs) + numbers
-        step.reads, step.gradients = None, torch.no_grad  # what it computes is enough
-        step.namespaces = self.reads.namespaces
+        step.gradients = torch.no_grad  # what it computes is enough
+        forget = self.reads.inputs.remember()
         try:
             with _torch.quietly():
                 self._graphs[other] = trace(step, batch, self._device, {}).graph, numbers
@@ -260,6 +261,8 @@ class CapturedStep:
         except Exception:  # the user's code takes no other size
             self._alone = True
             return None
+        finally:
+            forget()
 
     def _by_substitution(self, size: int) -> StepCode | None:
         """The code by a trace that has symbols for sizes, if one serves; one is made when other dimensions than that of the samples

@@ -21,7 +21,7 @@ from lightning_piper.capture.arrays import ArrayStandIn, from_numpy, to_array
 from lightning_piper.capture.batch import BatchSpec
 from lightning_piper.capture.calling import arguments
 from lightning_piper.capture.carried import carrying
-from lightning_piper.capture.deferred import Namespace, deferring, holds_deferred, is_deferred, is_misplaced, refusal
+from lightning_piper.capture.deferred import holds_deferred, is_deferred, is_misplaced, refusal
 from lightning_piper.capture.kept import Grows
 from lightning_piper.capture.metric_objects import Recording, noting
 from lightning_piper.capture.numbers import Number
@@ -153,7 +153,6 @@ class Step(nn.Module):
         self.module, self._batch_spec, self._context, self._degrees = module, batch_spec, context, degrees
         self.reads, self._blocks, self._whole_norms = reads, blocks or {}, whole_norms
         self.batch_idx = 0
-        self.namespaces: Sequence[Namespace] | None = None  # where it is traced without `reads`
         self.logs: list[Logged] = []
         self._logged: list[torch.Tensor] = []
         self._runs = False  # its method, and not its backward pass
@@ -174,9 +173,7 @@ class Step(nn.Module):
         if (reads := self.reads) is not None:
             batch_idx = reads.source("batch_idx", lambda: reads.history.batch_idx)
             running = reads.running(self.module, self.name, leaves[count:])
-        elif self.namespaces is not None:
-            running = deferring(self.namespaces)
-        values = reads is None and self.namespaces is None
+        values = reads is None
         leaves = leaves[:count]
         before = attributes(self.module)
         samples = next((x.shape[0] for x in leaves if x.ndim), 0)

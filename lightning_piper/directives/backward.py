@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from lightning_piper.ir.dag import TrainingDAG
+from lightning_piper.ir.filters import AGAIN
 from lightning_piper.ir.nodes import Chunk, Node, Ref
 from lightning_piper.ir.values import Kind
 from lightning_piper.ops.chunk import make_chunk
@@ -42,9 +43,11 @@ def _replace(dag: TrainingDAG, chunk: Chunk) -> dict[Ref, Ref]:
                           stream=chunk.stream, placed_by=chunk.placed_by, origin=dag.origin, params=anew)  # fmt: skip
         if parts:
             dag.add(part)
-            for later in list(dag.graph.successors(chunk.id)):  # what a directive lets wait for B
-                if (by := dag.graph.edges[chunk.id, later]["order"]) is not None:
-                    dag.order(part, dag.nodes[later], by)
+            for later in map(dag.nodes.__getitem__, list(dag.graph.successors(chunk.id))):  # what a directive lets wait for B
+                by = dag.graph.edges[chunk.id, later.id]["order"]
+                # A second forward pass waits for the gradient that a backward pass hands on, which the first part makes.
+                if by is not None and not (later.tags.get("PASS") == AGAIN and by == later.origin):
+                    dag.order(part, later, by)
         else:
             dag.rewire(chunk, inputs=inputs, params=part.params)
             dag.change(chunk, kind=kind, tags=part.tags, outputs=part.outputs, origin=dag.origin)

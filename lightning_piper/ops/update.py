@@ -202,10 +202,11 @@ def lower_update(plan: Planning, node: Update) -> None:
 
 
 def bind_add(instruction: Add, on: Binding) -> Bound:
+    there: frozenset[int] = on.chunks.laid.get(instruction.node, frozenset())
     if instruction.bucket is not None:
-        return _bind_add_flat(instruction, instruction.bucket, on.slots, on.device)
+        return _bind_add_flat(instruction, instruction.bucket, on.slots, on.device, there)
     if instruction.in_place:
-        return _bind_add_in_place(instruction, on.slots)
+        return _bind_add_in_place(instruction, on.slots, there)
     (left, right), into, slots = instruction.reads, instruction.into, on.slots
 
     def add() -> None:
@@ -214,43 +215,51 @@ def bind_add(instruction: Add, on: Binding) -> Bound:
             slots[left.slot] = None
         if right.last:
             slots[right.slot] = None
+        made = slots[into]  # None, but for what is there
         a.reverse()
         b.reverse()
-        total = []
+        total: list[torch.Tensor] = []
         while a:  # each pair of terms is freed before the next sum is made
-            total.append(torch.add(a.pop(), b.pop()))
+            x, y = a.pop(), b.pop()
+            total.append(made[len(total)] if len(total) in there else torch.add(x, y))
         slots[into] = tuple(total)
 
     return add
 
 
-def _bind_add_in_place(instruction: Add, slots: Slots) -> Bound:
+def _bind_add_in_place(instruction: Add, slots: Slots, there: frozenset[int]) -> Bound:
     (term,), into = instruction.reads, instruction.into
     source, last = term.slot, term.last
 
     def add() -> None:
-        for x, y in zip(slots[into], slots[source], strict=True):
-            x.add_(y)
+        for i, (x, y) in enumerate(zip(slots[into], slots[source], strict=True)):
+            if i not in there:
+                x.add_(y)
         if last:
             slots[source] = None
 
     return add
 
 
-def _bind_add_flat(instruction: Add, bucket: Bucket, slots: Slots, device: torch.device) -> Bound:
-    """Terms are bundles, the sum is one flat tensor."""
-    reads, into, take = instruction.reads, instruction.into, instruction.take
+def _bind_add_flat(instruction: Add, bucket: Bucket, slots: Slots, device: torch.device, there: frozenset[int]) -> Bound:
+    """Terms are bundles, the sum is one flat tensor. `there`: tensors of it that chunks add to themselves."""
+    reads, into = instruction.reads, instruction.into
+    take = [(place, i) for place, i in enumerate(instruction.take) if place not in there]
     alike = all(spec.dtype == bucket.dtype for spec in bucket.tensors)
 
     def read(k: int) -> list[torch.Tensor]:
         bundle = slots[reads[k].slot]
         if reads[k].last:
             slots[reads[k].slot] = None
-        return [bundle[i] for i in take]
+        return [bundle[i] for _, i in take]
+
+    def views(flat: torch.Tensor) -> list[torch.Tensor]:
+        found = bucket.views(flat)
+        return [found[place] for place, _ in take]
 
     def begin() -> None:
-        flat = bucket.empty(device)
-        for view, x, y in zip(bucket.views(flat), read(0), read(1), strict=True):
+        flat = slots[into][0] if there else bucket.empty(device)
+        for view, x, y in zip(views(flat), read(0), read(1), strict=True):
             if alike:
                 torch.add(x, y, out=view)
             else:  # in the dtype of the sum, not in that of the terms
@@ -258,7 +267,7 @@ def _bind_add_flat(instruction: Add, bucket: Bucket, slots: Slots, device: torch
         slots[into] = (flat,)
 
     def add() -> None:
-        for view, x in zip(bucket.views(slots[into][0]), read(0), strict=True):
+        for view, x in zip(views(slots[into][0]), read(0), strict=True):
             view.add_(x)
 
     return add if instruction.in_place else begin

@@ -14,13 +14,14 @@ from lightning_piper.ir.seeds import chunk_seed
 from lightning_piper.ir.terms import Denominator
 from lightning_piper.ir.values import Slice
 from lightning_piper.ops.arguments import Way, shares
-from lightning_piper.plan.instructions import Pack, Run
+from lightning_piper.plan.instructions import Run
 from lightning_piper.plan.plan import Plan
-from lightning_piper.runtime.laid import laid, packs_of
+from lightning_piper.runtime.laid import Home, Laid, homes_of, laid
 from lightning_piper.runtime.transport import Bound, Slots
 
 Part = tuple[int, int | None]  # (slot, tensor of its bundle, or None for all of them)
-Compiler = Callable[[Code], Callable[[list[torch.Tensor]], Sequence[torch.Tensor]]]  # gives what runs in the place of `Code.run`
+Function = Callable[[list[torch.Tensor]], Sequence[torch.Tensor]]
+Compiler = Callable[[Code], Function]  # gives what runs in the place of `Code.run`
 
 
 class ChunkBinder:
@@ -31,7 +32,7 @@ class ChunkBinder:
         seed: of the current step.
         scale: factor on the gradient of its loss.
         loss_dtype: of the loss.
-        laid: node of a pack -> the tensors of its bucket that are in the flat tensor already, which is in its slot.
+        laid: node of a pack, or of a sum -> the tensors of its bucket or bundle that chunks write there, which is in its slot.
     """
 
     def __init__(self, plan: Plan, step: Step, params: Mapping[str, torch.Tensor], buffers: Mapping[str, torch.Tensor],
@@ -39,7 +40,8 @@ class ChunkBinder:
         self._plan, self._step, self._slots, self._device, self._compiler = plan, step, slots, device, compiler
         self._params, self._buffers = params, buffers
         self._whole = step.at(plan.size)
-        self._packs = packs_of(plan)
+        self._homes = homes_of(plan, sums=compiler is not None)
+        self._in_homes: dict[int, Laid | None] = {}  # by the slot of the home
         self.laid: dict[int, frozenset[int]] = {}
         self._leaves: dict[tuple[int, Slice | None], int] = {}  # (leaf, samples or None for all) -> slot
         self._gradients: dict[float, int] = {}  # weight -> slot of the loss gradient
@@ -50,35 +52,47 @@ class ChunkBinder:
         self.seed = 0
 
     def bind(self, run: Run) -> Bound:
-        step = self._step.member if run.member else self._step
-        code = step.at(len(run.slice), run.degrees).code_of(run.key)
+        code = self._code_of(run)
         parts = self._arguments(run)
-        # With divided parameters a region takes any number of rows, and compiled code one number.
-        function = code.run if self._compiler is None or run.degrees else self._compiler(code)
+        function: Function | None = None
         writes, start = [], 0
         for slot, specs in zip(run.writes, code.outputs, strict=True):
             if slot is not None:
                 writes.append((slot, start, start + len(specs)))
-                if slot in self._packs and function is code.run:
-                    function = self._lay(code, self._packs[slot], start)
+                if function is None and slot in self._homes:
+                    function = self._lay(run, self._homes[slot], code, start)
             start += len(specs)
+        if function is None:
+            function = self._compiled(code, run)
         dropped = [read.slot for read in run.reads if read.last]
         call = _bind_code(function, self._slots, parts, dropped, writes)
         return self._seeded(call, run) if self._whole.interface_of(run.key).random else call
 
-    def _lay(self, code: Code, pack: Pack, first: int) -> Callable[[list[torch.Tensor]], Sequence[torch.Tensor]]:
-        """The code, with gradients in a new flat tensor of their bucket, as far as it can write them there."""
-        found, slots, device = laid(code, pack, first), self._slots, self._device
+    def _code_of(self, run: Run) -> Code:
+        step = self._step.member if run.member else self._step
+        return step.at(len(run.slice), run.degrees).code_of(run.key)
+
+    def _compiled(self, code: Code, run: Run) -> Function:
+        # With divided parameters a region takes any number of rows, and compiled code one number.
+        return code.run if self._compiler is None or run.degrees else self._compiler(code)
+
+    def _lay(self, run: Run, home: Home, code: Code, first: int) -> Function | None:
+        """The code, with gradients where they lie in the end, as far as it can write them there; None if it can write none."""
+        if home.into not in self._in_homes:
+            alike = all(self._code_of(each) is code for each in home.runs)
+            self._in_homes[home.into] = laid(code, home, first, adds=self._compiler is not None) if alike else None
+        found = self._in_homes[home.into]
         if found is None:
-            return code.run
-        self.laid[pack.node] = found.places
-        run, layouts, into, bucket = found.run, found.layouts, pack.into, pack.bucket
+            return None
+        self.laid[home.node] = frozenset(found.places)
+        slots, device, into, bucket, begins = self._slots, self._device, home.into, home.bucket, home.runs[0] is run
+        function, new, views = self._compiled(found.code, run), found.new, found.views
 
         def run_into(args: list[torch.Tensor]) -> Sequence[torch.Tensor]:
-            flat = bucket.empty(device)
-            slots[into] = (flat,)
-            args += [flat.as_strided(*layout) for layout in layouts]
-            return run(args)
+            if begins:
+                slots[into] = new(bucket, device)
+            args += views(slots[into])
+            return function(args)
 
         return run_into
 

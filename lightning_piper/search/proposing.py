@@ -169,7 +169,15 @@ def _proposed(
     refused: list[tuple[Candidate, str]] = []
     within = limit
     for _ in range(ROUNDS):
-        found, needed = find(within), 0.0
+        try:
+            found, needed = find(within), 0.0
+        except SearchError as error:
+            if within == limit:
+                raise
+            candidate, why = refused[-1]
+            raise SearchError(
+                f"search: nothing fits in {size(limit)}: of {described(candidate)}, the estimate said that it does, and {why}"
+            ) from error
         states, keep = found.space.workload.states, 1 + found.space.margin
         for candidate in _in_turn(found, refused):
             say(f"checking {described(candidate)}")

@@ -10,7 +10,7 @@ from statistics import median
 from typing import Any
 
 from lightning_piper.errors import PiperError
-from lightning_piper.limits import shown
+from lightning_piper.limits import is_number, shown
 from lightning_piper.profile.files import read_json, steps_in
 from lightning_piper.search.workload import Block, Work, Workload
 from lightning_piper.simulate.durations import Number
@@ -81,6 +81,8 @@ def _read(
         duration, stage = step["durations"].get(f"%{number}"), node["tags"].get(tag, untagged)
         again = node["tags"].get("PASS", node["kind"]) != node["kind"]  # a second forward pass, which a search adds by itself
         if node["kind"] in FIELDS and stage is not None and duration is not None and not again:
+            if not is_number(duration):
+                raise ValueError(f"%{number} takes {shown(duration)} seconds")
             key = stage, node["kind"], node["tags"].get("MB", 0)
             seconds[key] = seconds.get(key, 0.0) + float(duration)
             start, stop = map(int, _SAMPLES.findall(node["text"])[0])

@@ -94,7 +94,8 @@ class Together:
         room = float(self.space.memory) / (1 + float(self.space.margin)) - constant
         limits = np.full(len(table.saved), room)
         if table.hosts:
-            limits[-table.hosts :] = float(self.space.hardware.host_memory)
+            # Inequalities are divided by their limit; with a byte more, a bound still is one.
+            limits[-table.hosts :] = max(float(self.space.hardware.host_memory), 1.0)
         if room <= 0:
             return 0.0  # who looks at stages says that nothing fits
         finite = np.isfinite(limits)

@@ -16,6 +16,7 @@ from torch import nn
 from lightning_piper import cache
 from lightning_piper.accelerators.kinds import name_of
 from lightning_piper.capture import flatten
+from lightning_piper.capture.once import VERSIONS
 from lightning_piper.directives import Directive, parse
 from lightning_piper.errors import PiperError
 from lightning_piper.processes.world import World
@@ -43,7 +44,7 @@ def file_of(module: nn.Module, batch: Any, cut: Cut, world: World, memory: int, 
         repr(cut.groups), *(text_of(code, region.index) for region in code.regions),
         *(f"{name} {type(part).__qualname__}" for name, part in module.named_modules()),
         *(f"{name} {tuple(x.shape)} {x.dtype} {x.requires_grad}" for name, x in module.named_parameters()),
-        type(optimizer).__qualname__, repr(spec.key), torch.__version__, platform.node(), platform.processor(), str(os.cpu_count()),
+        type(optimizer).__qualname__, repr(spec.key), VERSIONS, platform.node(), platform.processor(), str(os.cpu_count()),
         name_of(world.device),
         str(world.size), str(torch.get_num_threads()), str(round(memory, -8)),
     ]  # fmt: skip
@@ -53,22 +54,15 @@ def file_of(module: nn.Module, batch: Any, cut: Cut, world: World, memory: int, 
 def read(path: Path) -> Choice | None:
     """What was chosen before; None if there is nothing that can be used."""
     try:
-        content = json.loads(path.read_text(encoding="utf-8"))
+        content = json.loads(cache.read_plain(path) or "")
         directives: tuple[Directive, ...] = tuple(parse(content["directives"]))
         stages = tuple(tuple(map(str, stage)) for stage in content["annotate"][TAG])
         return Choice(Written(stages, directives, int(content["about"]["replicas"])), tuple(map(str, content["about"]["lines"])))
-    except (OSError, ValueError, KeyError, TypeError, AttributeError, PiperError):
+    except (ValueError, KeyError, TypeError, AttributeError, RecursionError, PiperError):
         return None
 
 
 def write(path: Path, choice: Choice) -> None:
-    if path.is_dir():
-        return
+    """As JSON, which `PiperStrategy(directives=...)` reads, too. If it cannot be done, the next fit searches again."""
     content = choice.written.to_json() | {"about": {"replicas": choice.written.replicas, "lines": list(choice.lines)}}
-    try:
-        path.parent.mkdir(parents=True, exist_ok=True)
-        temporary = path.with_suffix(f".{os.getpid()}")
-        temporary.write_text(json.dumps(content, indent=1), encoding="utf-8")
-        temporary.replace(path)
-    except OSError:
-        pass  # the next fit searches again
+    cache.write_plain(path, json.dumps(content, indent=1).encode())

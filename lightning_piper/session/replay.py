@@ -78,6 +78,9 @@ class Replay:
         slices = [slice(end - count, end) for end, count in zip(ends, counts, strict=True)]
         dtypes = _dtypes(compiled.dag)
         self.dtype = dtypes.get(LOSS)
+        with compiled.step.context():  # Lightning keeps in this dtype what is logged in neither
+            wide = torch.promote_types(torch.get_default_dtype(), torch.float32)
+            kept = {name: dtype if dtype in (torch.float32, torch.float64) else wide for name, dtype in dtypes.items()}
         self.tensors = len(names) > first_log(compiled.dag.code)
         self._step, self._objects, self._size = compiled.step, objects, compiled.dag.size
         self._owners, self._wanted = owners_of(compiled.dag), wanted_by_all(compiled.dag.code.metrics, compiled.step.name)
@@ -92,7 +95,7 @@ class Replay:
             kwargs.setdefault("batch_size", compiled.dag.replicas if apart else compiled.dag.size)
             kwargs["reduce_fx"] = log.reduce
             places = [slices[names.index(name, first_log(compiled.dag.code))] for name in log.outputs]
-            self._calls.append((log.name, _value(log, places, dtypes), kwargs))
+            self._calls.append((log.name, _value(log, places, kept, wide), kwargs))
             if log.constant is not None:
                 self._context = compiled.step.context
 
@@ -139,18 +142,23 @@ class Replay:
         return found if found is None or name not in whole else whole[name](self._step.inputs(given.leaves)).to(found.device)
 
 
-def _value(log: Logged, places: Sequence[slice], dtypes: Mapping[str, torch.dtype]) -> Callable[[StepResult], Any]:
-    """A function that gives what a call logs. Lightning keeps metrics in float32 at least."""
+def _value(log: Logged, places: Sequence[slice], kept: Mapping[str, torch.dtype], wide: torch.dtype) -> Callable[[StepResult], Any]:
+    """A function that gives what a call logs.
+
+    Args:
+        kept: the dtype of each value of the step.
+        wide: of computed values in neither float32 nor float64.
+    """
     constant, computed = log.constant, log.computed
     if constant is not None:
         return lambda result: constant() if callable(constant) else constant
     if computed is None:
-        (place,), dtype = (x.start for x in places), torch.promote_types(dtypes[log.name], torch.float32)
+        (place,), dtype = (x.start for x in places), kept[log.name]
         return lambda result: result.metrics[place].to(dtype)
 
     def value(result: StepResult) -> torch.Tensor:
         made = computed.of([result.metrics[place] for place in places])
-        return made.to(torch.promote_types(made.dtype, torch.float32))
+        return made if made.dtype in (torch.float32, torch.float64) else made.to(wide)
 
     return value
 

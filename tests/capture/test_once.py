@@ -325,7 +325,7 @@ def test_writers_at_once_leave_a_whole_file(tmp_path):
     path = tmp_path / "own" / "file"
     where = str(Path(cache.__file__).parent)  # without torch
     running = [subprocess.Popen([sys.executable, "-c", WRITE, where, str(path), letter]) for letter in "ab"]
-    assert [process.wait(100) for process in running] == [0, 0]
+    assert [process.wait(400) for process in running] == [0, 0]
     assert (cache.read(path) or b"")[:1] in (b"a", b"b")
     assert [x.name for x in path.parent.iterdir()] == ["file"]
 

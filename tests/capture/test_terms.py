@@ -170,6 +170,7 @@ LOSSES: dict[str, tuple[Loss, list[str]]] = {
     "a term twice": (lambda m, p, y, r: (lambda a: a + 0.5 * (a + p.square().sum()))(ce(m, p, y, r)), ["ratio", "sum"]),
     "a sum in place": (in_place, ["ratio", "sum"]),
     "a detached term": (lambda m, p, y, r: ce(m, p, y, r) + p.square().sum().detach(), ["ratio", "sum"]),
+    "with a number that changes": (lambda m, p, y, r: ce(m, p, y, r) / 6 * (m.current_epoch + 1.0), ["ratio"]),
     "logged": (logging, ["ratio"]),
 }  # fmt: skip
 
@@ -182,7 +183,7 @@ def distance(a: Outcome, b: Outcome) -> float:
 
 OFTEN = (
     "labels with class weights", "a sum", "a masked mean of means", "two terms", "rows over their number", "pairs of samples",
-    "one sample less", "a learned weight beside", "a penalty beside a sum", "logged",
+    "one sample less", "a learned weight beside", "a penalty beside a sum", "with a number that changes", "logged",
 )  # fmt: skip
 
 

@@ -42,7 +42,7 @@ PROGRAMS: dict[str, list[Any]] = {
 }  # fmt: skip
 
 
-@pytest.mark.parametrize("name", marked(PROGRAMS, ["ring of runs", "replicas, zero3", "stages"]))
+@pytest.mark.parametrize("name", marked(PROGRAMS, ["stages"]))
 def test_two_axes_equal_one_device(name):
     report = report_of(PROGRAMS[name])
     assert report.verdict == "verified" and all(row.single.verdict != "differs" for row in report.rows)
@@ -156,7 +156,7 @@ ROUTED: dict[str, list[Any]] = {
 }  # fmt: skip
 
 
-@pytest.mark.parametrize("name", marked(ROUTED, ["heads", "zero3"]))
+@pytest.mark.parametrize("name", marked(ROUTED, ["zero3"]))
 def test_experts_and_tensors_are_divided_together(name):
     report = report_of(ROUTED[name], sparse)
     assert report.verdict == "verified" and all(row.single.verdict != "differs" for row in report.rows)
@@ -205,7 +205,7 @@ def test_one_device_is_no_axis():
         compiled_for([grid(cp=1, tp=2), columns(), sequences()])
 
 
-@pytest.mark.parametrize("count", [5, 3])
+@pytest.mark.parametrize("count", marked([5, 3], [3]))
 def test_odd_batches_have_the_same_exchanges(count):
     """Also of attention whose gradient arrives in parts, in a region that is whole."""
     batch = tensors(count)

@@ -109,8 +109,11 @@ def spec(*blocks: str, stages: tuple[int, ...] = (0, 1)) -> Spec:
 CROSSED = [Split(filter={}, dim_name="MB", num_microbatches=4), *parse(CROSSING)[1:]]
 
 
-@pytest.mark.parametrize("blocks", [("linear", "residual"), ("tied", "tied"), ("frozen", "linear"), ("dropout", "dropout"),
-    ("auxiliary", "attention"), ("conv", "skip"), ("batchnorm", "linear"), ("linear", "batchnorm")])  # fmt: skip
+BLOCKS = [("linear", "residual"), ("tied", "tied"), ("frozen", "linear"), ("dropout", "dropout"), ("auxiliary", "attention"),
+          ("conv", "skip"), ("batchnorm", "linear"), ("linear", "batchnorm")]  # fmt: skip
+
+
+@pytest.mark.parametrize("blocks", [x if i in (1, 3, 7) else pytest.param(x, marks=pytest.mark.long) for i, x in enumerate(BLOCKS)])
 def test_homes_compute_what_one_device_computes(blocks: tuple[str, ...]) -> None:
     one = case(spec(*blocks), 8)
     dag = apply_program(build_dag(one.step), CROSSED)

@@ -24,7 +24,7 @@ def over(kind: str, degree: int = 2, **fields: Any) -> list[Any]:
 
 
 @pytest.mark.parametrize("degree", marked([2, 4], [4]))
-@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("kind", marked(KINDS, ["linear", "own"]))
 def test_they_are_those_of_one_device(kind, degree):
     assert piper.verify(fusing(kind), tensors(8), over(kind, degree)).verdict == "verified"
     moved = [n for n in piper.compile(fusing(kind), tensors(8), over(kind, degree)).dag.of_type(Redistribute)]

@@ -71,6 +71,8 @@ def test_masks_are_drawn_alike(keep):
 
 
 BW = [{"LAYER": 1, "MB": 0, "PASS": part} for part in ("BI", "BW")]
+LATER = "a late half"  # the one that hands on no gradient
+LATE = [{"LAYER": layer, "MB": 0, "PASS": part} for layer, part in [(3, "BI"), (2, "BI"), (3, "BW")]]
 PROGRAMS: dict[str, list[Any]] = {
     **{
         f"{place} {level}": [TWO, SPLIT, *((again(), replicas) if place == "before" else (replicas, again()))]
@@ -81,6 +83,7 @@ PROGRAMS: dict[str, list[Any]] = {
         )
     },
     "halves": [ONE, SPLIT, again(LAYER=1), Order(filters=BW)],
+    LATER: [ONE, SPLIT, again(LAYER=2), Order(filters=LATE)],
     "halves first": [ONE, SPLIT, Order(filters=BW), again(LAYER=1)],
     "one microbatch": [ONE, SPLIT, again(LAYER=1, MB=0)],
     "columns": [*DIVIDED["two"], again()],
@@ -90,7 +93,8 @@ PROGRAMS: dict[str, list[Any]] = {
 
 
 PARTS: dict[str, Any] = {"all": None, "but products": ["*mm"], "a part": 0.3}
-QUICK = {("behind shard_params", "a part"), ("halves first", "all"), ("sequences", "all"), ("axes", "a part"), ("axes", "all")}
+QUICK = {("behind shard_params", "a part"), ("sequences", "all")}
+QUICK |= {(name, "all") for name in ("halves first", LATER, "axes")}
 # With `keep`, microbatches have one code; see below.
 GOES = [(name, part) for name in PROGRAMS for part in PARTS if name != "one microbatch" or part == "all"]
 
@@ -101,7 +105,7 @@ def test_it_goes_with_all_else(name, part):
     verified(report_of(list(changed)))
 
 
-@pytest.mark.parametrize("keep", [None, 0.3], ids=str)
+@pytest.mark.parametrize("keep", marked([None, 0.3], [0.3]), ids=str)
 def test_experts_get_their_tokens_once(keep):
     program = [grid(ep=2, tp=2), columns(params=HEADS), EXPERTS, everywhere(4, shard_params=True), again(keep)]
     verified(report_of(program, sparse))
@@ -319,7 +323,8 @@ def recomputes(case: Case, dag: Any) -> st.SearchStrategy[Recompute]:
     return st.builds(lambda chosen, keep: Recompute(filter=chosen, keep=keep), filters, st.sampled_from([None, 0.0, 0.5]))
 
 
-TestRecompute = directive_suite(Recompute, recomputes)
+# Of those in `make test` the one of an example, which draws the same.
+TestRecompute = pytest.mark.long(directive_suite(Recompute, recomputes))
 
 
 def test_it_trains_in_single_precision_too():

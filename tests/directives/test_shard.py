@@ -84,7 +84,7 @@ QUICK = [name for name in PROGRAMS if name not in ("ep2", "ep2 dp2")]
 EITHER = list(itertools.product((EXACT, ROUNDED), PROGRAMS))
 
 
-@pytest.mark.parametrize("spec, name", marked(EITHER, [*itertools.product([EXACT], QUICK), (ROUNDED, "pp2 ep2")]),
+@pytest.mark.parametrize("spec, name", marked(EITHER, [*itertools.product([EXACT], QUICK), (ROUNDED, "ep4")]),
                          ids=[f"{'exact' if spec is EXACT else 'rounded'}-{name}" for spec, name in EITHER])  # fmt: skip
 def test_the_result_is_that_of_one_device_in_either_order(spec: Spec, name: str) -> None:
     """Losses, gradients of routers, experts and all else; with exact arithmetic bit for bit. And both orders make the same of the
@@ -155,7 +155,7 @@ def test_a_mesh_that_does_not_fit_is_refused(devices: Any, axes: Any, axis: str,
         compile_step(case(EXACT, 8).step, tuple(parse(program)))
 
 
-@pytest.mark.parametrize("name", ["ep2", "ep4", "ep2 dp2", "ep2 dp2 zero3", "pp2 ep2"])
+@pytest.mark.parametrize("name", marked(["ep2", "ep4", "ep2 dp2", "ep2 dp2 zero3", "pp2 ep2"], ["ep4", "ep2 dp2 zero3"]))
 def test_each_device_keeps_its_part(name: str) -> None:
     """1/EP of the stage's experts; a shard of that where several own the same and the directive shards parameters."""
     made = compiled(name, ROUNDED, False)
@@ -208,7 +208,7 @@ class Evaluated(Model):
 EVALUATED = list(itertools.product(("ep2, turned", "ep2 dp2 zero3", "pp2 ep2", "two device groups"), (False, True), (False, True)))
 
 
-@pytest.mark.parametrize("name, turned, fit", marked(EVALUATED, EVALUATED[6::5]))
+@pytest.mark.parametrize("name, turned, fit", marked(EVALUATED, [("ep2 dp2 zero3", True, False)]))
 def test_evaluates_as_one_device(name: str, turned: bool, fit: bool) -> None:
     """In a fit from the shards of training."""
     head, pair = PROGRAMS[name]

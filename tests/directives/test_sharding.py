@@ -153,7 +153,7 @@ EQUAL = [
 
 
 @by_level
-@pytest.mark.parametrize("name, shape", marked(EQUAL, EQUAL[::3]))
+@pytest.mark.parametrize("name, shape", marked(EQUAL, EQUAL[3::7]))
 def test_equals_one_device(name: str, shape: str, level: dict[str, Any]) -> None:
     model = captured(name, double=True)
     alone = run(model, dag_of(model.step, []))

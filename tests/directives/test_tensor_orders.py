@@ -24,7 +24,7 @@ BUILDERS: dict[str, tuple[Any, list[list[int]], dict[str, Any]]] = {
 
 
 @pytest.mark.parametrize("sequence", marked([False, True], [True]))
-@pytest.mark.parametrize("name", BUILDERS)
+@pytest.mark.parametrize("name", marked(BUILDERS, ["zero_bubble", "dualpipe"]))
 def test_every_schedule_takes_them(name, sequence):
     """Also of microbatches of one sample, whose rows have no runs."""
     build, groups, about = BUILDERS[name]

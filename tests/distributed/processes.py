@@ -29,6 +29,7 @@ import torch
 import torch.distributed as dist
 
 LIMIT = timedelta(seconds=400)  # nothing here takes that long, also on a slow machine; a test that hangs ends
+PATIENCE = timedelta(seconds=300)  # of communication: what waits in vain says so before the limit is over
 IMPORTS = ["torch", "torch.distributed", "lightning", "lightning_piper"]  # and what a conftest.py adds
 
 

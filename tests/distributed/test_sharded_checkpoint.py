@@ -9,7 +9,6 @@ import os
 import random
 import signal
 import tempfile
-from datetime import timedelta
 from pathlib import Path
 
 import pytest
@@ -22,7 +21,7 @@ from lightning_piper.checkpoint.sharded import load, save
 from lightning_piper.checkpoint.tensor_ranges import SaveRanges, TensorRange
 from lightning_piper.errors import PiperError
 from lightning_piper.processes.world import World
-from tests.distributed.processes import launch
+from tests.distributed.processes import LIMIT, PATIENCE, launch
 
 SHAPES = {"state_dict.a": (7, 5), "state_dict.b": (301,), "optimizer_states.0.a.exp_avg": (7, 5), "state_dict.empty": (0, 3)}
 SIZES = (4, 2, 1, 3)
@@ -103,7 +102,7 @@ def test_other_numbers_of_processes(tmp_path):
 
 
 def everybody(rank):
-    return World(rank, dist.get_world_size(), torch.device("cpu"), timedelta(seconds=60))
+    return World(rank, dist.get_world_size(), torch.device("cpu"), PATIENCE)
 
 
 def attempt(work):
@@ -181,9 +180,7 @@ def dying(rank, folder, victim, event, changes):
     import sys
 
     torch.set_num_threads(1)
-    dist.init_process_group(
-        "gloo", init_method=f"file://{folder}/rendezvous", rank=rank, world_size=2, timeout=timedelta(seconds=60)
-    )
+    dist.init_process_group("gloo", init_method=f"file://{folder}/rendezvous", rank=rank, world_size=2, timeout=PATIENCE)
     world = everybody(rank)
     save(f"{folder}/last.ckpt", held(rank, 2, 0, 1), {}, world)
     count = 0
@@ -209,7 +206,7 @@ def test_a_process_is_killed(victim, event, tmp_path):
     for worker in workers:
         worker.start()
     for worker in workers:
-        worker.join(100)
+        worker.join(LIMIT.total_seconds())
     assert workers[victim].exitcode == -signal.SIGKILL
     assert workers[1 - victim].exitcode == 1  # it fails, it does not hang
     room = torch.empty(301)

@@ -26,6 +26,7 @@ from lightning_piper.processes.failure import (
     waited,
 )
 
+PATIENCE = 300.0  # seconds; longer than any machine needs for what is waited for here
 TOKEN = "token of this run"
 TIMED_OUT = "ExecutionError: device 0: recv failed: Timed out waiting 6000ms for recv operation to complete"
 CLOSED = "ExecutionError: device 0: recv failed: Connection closed by peer"
@@ -37,7 +38,8 @@ class Ranks:
     def __init__(self) -> None:
         server = _listen()
         self.port = server.getsockname()[1]
-        self.thread = threading.Thread(target=_Judge(server, 3, TOKEN).run, daemon=True)
+        self.judge = _Judge(server, 3, TOKEN)
+        self.thread = threading.Thread(target=self.judge.run, daemon=True)
         self.thread.start()
         self.lines: dict[int, Connection] = {}
 
@@ -50,7 +52,7 @@ class Ranks:
         _send(self.lines[rank], {"failed": why, "rank": rank, "waited": waited})
 
     def hear(self, rank: int) -> dict[str, Any]:
-        assert self.lines[rank].poll(30)
+        assert self.lines[rank].poll(PATIENCE)
         message = _receive(self.lines[rank])
         assert message is not None
         return message
@@ -58,6 +60,14 @@ class Ranks:
     def answer(self, rank: int, waits: bool) -> None:
         assert self.hear(rank) == {"where": True}
         _send(self.lines[rank], {"waits": waits, "at": f"place of {rank}"})
+
+    def settle(self, *heard: int) -> None:
+        """The time for words of others is over, when the judge has those of these ranks, some of which answered."""
+        while not all(rank in self.judge.places or rank in self.judge.failed for rank in heard):
+            pass
+        self.judge._until = 0.0
+        rank, answer = next(iter(self.judge.places.items()))
+        _send(self.lines[rank], answer)  # once more: it looks at the clock
 
     def verdict(self, rank: int) -> tuple[int, str]:
         while "first" not in (message := self.hear(rank)):
@@ -67,13 +77,13 @@ class Ranks:
 
 @pytest.fixture
 def ranks(monkeypatch: pytest.MonkeyPatch) -> Iterator[Ranks]:
-    monkeypatch.setattr(failure, "GRACE", 1.0)
-    monkeypatch.setattr(failure, "SETTLE", 1.0)
+    monkeypatch.setattr(failure, "GRACE", PATIENCE)
+    monkeypatch.setattr(failure, "SETTLE", PATIENCE)
     made = Ranks()
     yield made
     for line in made.lines.values():
         line.close()
-    made.thread.join(30)
+    made.thread.join(PATIENCE)
     assert not made.thread.is_alive()
 
 
@@ -97,6 +107,7 @@ def test_the_one_who_waits_for_nobody_hangs(ranks):
     ranks.failed(0, TIMED_OUT)
     ranks.answer(1, waits=True)
     ranks.answer(2, waits=False)
+    ranks.settle(0, 1, 2)
     assert ranks.verdict(0) == (2, "it hangs, or takes longer than the timeout of communication: place of 2")
 
 
@@ -105,6 +116,7 @@ def test_without_a_timeout_nobody_hangs(ranks):
     ranks.failed(1, CLOSED)
     ranks.answer(0, waits=False)
     ranks.answer(2, waits=True)
+    ranks.settle(0, 1, 2)
     assert ranks.verdict(0) == (1, CLOSED)
 
 
@@ -112,6 +124,7 @@ def test_who_does_not_answer_is_stopped(ranks):
     ranks.connect(0, 1, 2)
     ranks.failed(1, TIMED_OUT)
     ranks.answer(0, waits=False)
+    ranks.settle(0, 1)
     assert ranks.verdict(0) == (2, SILENT)
 
 
@@ -122,6 +135,7 @@ def test_who_has_ended_well_is_not_blamed(ranks):
     ranks.lines.pop(0).close()
     ranks.failed(1, CLOSED)
     ranks.answer(2, waits=True)
+    ranks.settle(1, 2)
     assert ranks.verdict(2) == (1, CLOSED)
 
 
@@ -136,7 +150,7 @@ def test_one_who_comes_after_the_verdict_hears_it(ranks):
 def test_strangers_are_not_heard(ranks):
     stranger = _connect("localhost", ranks.port)
     _send(stranger, {"token": "", "rank": 0})
-    assert stranger.poll(30) and _receive(stranger) is None
+    assert stranger.poll(PATIENCE) and _receive(stranger) is None
     _connect("localhost", ranks.port).close()
     ranks.connect(0, 1, 2)
     ranks.failed(0, "ValueError: x", waited=False)
@@ -154,7 +168,7 @@ class Lead:
 
 
 def test_the_lead_stays_until_all_have_heard(monkeypatch):
-    monkeypatch.setattr(failure, "SETTLE", 60.0)  # longer than any machine needs for the rest
+    monkeypatch.setattr(failure, "SETTLE", PATIENCE)
     world = Lead()
     watch = FailureWatch(world, "localhost", [])  # type: ignore[arg-type]
     other = _connect("localhost", world.port)
@@ -164,10 +178,10 @@ def test_the_lead_stays_until_all_have_heard(monkeypatch):
     leaving.start()
     leaving.join(0.3)
     assert leaving.is_alive()
-    assert other.poll(30)
+    assert other.poll(PATIENCE)
     assert _receive(other) == {"first": 0, "why": "ValueError: of its own", "silent": []}
     other.close()
-    leaving.join(30)
+    leaving.join(PATIENCE)
     assert not leaving.is_alive()
 
 

@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any
 
 NAMES = ("chromium", "chromium-headless-shell", "chromium-browser", "google-chrome")
-LIMIT = 60.0  # seconds; nothing here takes that long
+LIMIT = 300.0  # seconds; nothing here takes that long, also on a slow machine
 
 
 def found_browser() -> str | None:

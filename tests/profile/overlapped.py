@@ -18,7 +18,7 @@ from torch.utils.data import DataLoader
 
 import lightning_piper as piper
 from lightning_piper.runtime import collectives
-from tests.distributed.processes import launch_trainings
+from tests.distributed.processes import PATIENCE, launch_trainings
 from tests.strategy.fitting import QUIET, sharing_captures, trace
 
 WORDS, LENGTH, WIDTH, LAYERS, SAMPLES = 32, 16, 32, 3, 8
@@ -94,7 +94,7 @@ def arriving(sums: int, arrived: list[int]) -> Iterator[None]:
         if options or tensors[0].numel() < WIDTH:  # not of a plan, or of the loss
             return start(group, tensors, *options)
         if len(works) == sums - 1:
-            end = time.monotonic() + 20
+            end = time.monotonic() + PATIENCE.total_seconds()
             while not all(work.is_completed() for work in works) and time.monotonic() < end:
                 time.sleep(0.001)
             arrived.append(sum(work.is_completed() for work in works))

@@ -171,4 +171,4 @@ def _offsets(rank: int) -> list[int]:
 def test_clocks_are_brought_to_one(tmp_path: Path) -> None:
     for offsets in launch(2, _offsets, tmp_path):
         assert offsets[0] == 0
-        assert abs(offsets[1] + SHIFT) < 5_000_000  # half of a round trip, on a machine that may be busy
+        assert abs(offsets[1] + SHIFT) < SHIFT / 10  # half of a round trip, which takes its time on a machine that is busy

@@ -16,7 +16,7 @@ from typing import Any, NamedTuple
 
 import pytest
 
-from tests.profile.board import ROOT, environment, installed, tensorboard
+from tests.profile.board import LIMIT, ROOT, environment, installed, tensorboard
 from tests.profile.browser import Browser, found_browser
 from tests.profile.page import judged
 from tests.profile.recorded import plan, record_demo, record_local, steps, write_large
@@ -38,7 +38,7 @@ class Site(NamedTuple):
         """Status and content of an answer of the tab."""
         url = f"{self.url}data/plugin/piper/{path}?{urllib.parse.urlencode(query)}"
         try:
-            with urllib.request.urlopen(url, timeout=30) as answer:
+            with urllib.request.urlopen(url, timeout=LIMIT) as answer:
                 return answer.status, answer.read().decode()
         except urllib.error.HTTPError as error:
             return error.code, error.read().decode()
@@ -210,18 +210,24 @@ def test_zooming_shows_less_in_more_detail(browser: Browser, site: Site) -> None
     assert view["start"] < (found["box"][1] + found["box"][2]) / 2 < view["end"]
 
 
-def test_ten_thousand_boxes_are_drawn_within_a_frame(browser: Browser) -> None:
+def test_ten_thousand_boxes_are_drawn_about_as_fast_as_rectangles(browser: Browser) -> None:
+    """Compared with bare rectangles of four colours, as many, drawn by turns: how fast the machine is does not matter."""
     shown(browser, "large")
     assert boxes(browser, "measured") == LARGE
     # Reading a pixel back makes the browser finish its drawing; without it the time would be that of queuing it.
     times = browser.run(
-        f"(() => {{ {FRAME} const times = []; for (let i = 0; i < 30; i++) {{ piper.view.end *= 0.97; const t = performance.now();"
-        "for (const c of piper.charts) { c.draw(); c.canvas.getContext('2d').getImageData(0, 0, 1, 1); }"
-        "times.push(performance.now() - t); } return times; })()"
+        f"(() => {{ {FRAME} const bare = document.createElement('canvas'); bare.width = 800; bare.height = 400;"
+        "const context = bare.getContext('2d'), times = [];"
+        "const timed = work => { const t = performance.now(); work(); return performance.now() - t; };"
+        f"const rectangles = () => {{ for (let k = 0; k < {2 * LARGE}; k++) {{"
+        "context.fillStyle = ['#123', '#456', '#789', '#abc'][k % 4]; context.fillRect(k % 800, k % 400, 3, 12); }"
+        "context.getImageData(0, 0, 1, 1); };"
+        "const drawn = () => { for (const c of piper.charts) { c.draw(); c.canvas.getContext('2d').getImageData(0, 0, 1, 1); } };"
+        "for (let i = 0; i < 30; i++) { piper.view.end *= 0.97; times.push([timed(drawn), timed(rectangles)]); } return times; })()"
     )
-    each = sorted(times)[len(times) // 2] / 2  # two timelines of 10,000 boxes
-    print(f"{LARGE} boxes: {each:.1f} ms a frame, at most {max(times) / 2:.1f} ms")
-    assert each < 16
+    drawn, bare = map(min, zip(*times, strict=True))
+    print(f"{LARGE} boxes: {drawn / 2:.1f} ms a frame, bare rectangles {bare / 2:.1f} ms")
+    assert drawn < 4 * bare  # measured: 0.9
 
 
 def test_the_page_has_no_errors(browser: Browser) -> None:
@@ -288,7 +294,7 @@ def python(code: str, *args: str, paths: list[str]) -> subprocess.CompletedProce
     from textwrap import dedent
 
     env = environment(paths)
-    return subprocess.run([sys.executable, "-c", dedent(code), *args], env=env, capture_output=True, text=True, timeout=60)
+    return subprocess.run([sys.executable, "-c", dedent(code), *args], env=env, capture_output=True, text=True, timeout=LIMIT)
 
 
 def test_log_directories_by_name() -> None:

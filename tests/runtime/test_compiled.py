@@ -67,7 +67,7 @@ def test_what_cannot_be_compiled_runs_as_it_was_captured(monkeypatch: pytest.Mon
 
     monkeypatch.setattr(_torch, "through_inductor", refuse)
     compiler = ChunkCompiler({}, CPU)
-    assert distance(step(compiler), step(None)) == 0
+    assert distance(step(compiler), step(None)) < ROUNDING  # products are added to sums nevertheless
     assert compiler.report == (
         "compile: 2 of 2 passes run as they were captured, for they could not be compiled (RuntimeError: no kernel for this)"
     )

@@ -71,6 +71,9 @@ def test_refusals(tmp_path: Path) -> None:
     path.write_text(json.dumps({**step, "plan": "../plan.json"}))
     with pytest.raises(PiperError, match="not a file beside it"):
         from_recording(tmp_path, workload, STAGES)
+    path.write_text(json.dumps({**step, "durations": dict.fromkeys(step["durations"], -1)}))
+    with pytest.raises(PiperError, match=r"%\d+ takes -1 seconds"):
+        from_recording(tmp_path, workload, STAGES)
     path.write_text(json.dumps({key: value for key, value in step.items() if key != "durations"}))
     with pytest.raises(PiperError, match="not as a recording is written"):
         from_recording(tmp_path, workload, STAGES)

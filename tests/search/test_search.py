@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import functools
 import random
 from collections.abc import Iterator
 from dataclasses import replace
 from fractions import Fraction
 from typing import Any
 
+import numpy as np
 import pytest
 
 from lightning_piper.directives import Place
@@ -25,7 +27,7 @@ from tests.groups import marked
 from tests.search.problems import best_of_all, fits, found, problem
 
 CHAINS = ("gpipe", "one_f_one_b")
-PARTS = 8  # of the problems, for tests that run side by side
+PARTS = 16  # of the problems: one is in `make test`
 
 
 def equal(seed: int, by_memory: bool) -> bool:
@@ -47,8 +49,9 @@ def test_nothing_of_the_space_is_better(part: int) -> None:
     assert not [seed for seed in range(part, 200, PARTS) if not equal(seed, False)]
 
 
-def test_nothing_of_the_space_needs_less_memory() -> None:
-    assert not [seed for seed in range(200, 240) if not equal(seed, True)]
+@pytest.mark.parametrize("part", marked(range(4), [0]))
+def test_nothing_of_the_space_needs_less_memory(part: int) -> None:
+    assert not [seed for seed in range(200 + part, 240, 4) if not equal(seed, True)]
 
 
 def test_problems_are_of_every_kind() -> None:
@@ -80,9 +83,10 @@ def some(seed: int) -> Iterator[tuple[Model, Candidate]]:
             yield model, Candidate(layout, rng.choice(space.levels_of(layout)), recomputed, offloaded, cuts)
 
 
-def broken(factor: Fraction = Fraction(1)) -> tuple[int, int]:
-    """How many bounds were taken, and how many were above what they bound."""
-    taken = wrong = 0
+@functools.cache
+def broken() -> tuple[int, int, int]:
+    """How many bounds were taken, how many were above what they bound, and how many would be if they were one percent more."""
+    taken = wrong = more = 0
     for seed in range(100):
         for model, candidate in some(seed):
             time, memory, coarse = time_of(model, candidate), max(memory_of(model, candidate)[0]), Coarse(model)
@@ -103,12 +107,13 @@ def broken(factor: Fraction = Fraction(1)) -> tuple[int, int]:
                     pairs += [(within[0], value)] if within else []
                     wrong += not within and model.space.hardware.host_memory > 1000
             taken += len(pairs)
-            wrong += sum(bound * factor > value for bound, value in pairs)
-    return taken, wrong
+            wrong += sum(bound > value for bound, value in pairs)
+            more += sum(bound * Fraction(101, 100) > value for bound, value in pairs)
+    return taken, wrong, more
 
 
 def test_bounds_are_never_above_what_they_bound() -> None:
-    taken, wrong = broken()
+    taken, wrong, _ = broken()
     assert taken > 10_000 and wrong == 0
 
 
@@ -125,9 +130,21 @@ def test_what_all_ranks_do_together_says_more() -> None:
         assert scarce.time(layout, 0, [[0]] * layout.stages, INFINITE) > 1.02 * least
 
 
+def test_a_host_without_room_is_a_limit_too() -> None:
+    """As that of a measured CPU is, whose memory is the device's. With room, something may be offloaded."""
+
+    def least(room: int) -> float:
+        hardware = replace(problem(0).hardware, host_memory=room)
+        model = Model(Space(chain(8), hardware, 4, 100))
+        with np.errstate(all="raise"):
+            return Together(model).time(Layout("zero_bubble", 1, 4, 1, 1, 1, 4, True), 0, None, INFINITE)
+
+    assert INFINITE > least(0) == least(1) > least(10**6) > 0
+
+
 def test_bounds_are_close() -> None:
-    """The control: a few percent more, and they would be wrong."""
-    assert broken(Fraction(101, 100))[1] > 100
+    """The control: one percent more, and they would be wrong."""
+    assert broken()[2] > 100
 
 
 @pytest.mark.parametrize("seed", range(0, 40, 4))
@@ -161,8 +178,9 @@ def test_a_small_budget_says_how_far_it_may_be() -> None:
     assert some.evaluated + sum(some.cut.values()) == some.size
 
 
-def test_a_gap_is_kept_and_saves_work() -> None:
-    for seed in range(30):
+@pytest.mark.parametrize("part", marked(range(3), [0]))
+def test_a_gap_is_kept_and_saves_work(part: int) -> None:
+    for seed in range(part, 30, 3):
         space = problem(seed)
         wanted = best_of_all(space)
         if wanted is not None:
@@ -182,8 +200,10 @@ def test_a_table_says_why_others_lost() -> None:
         assert ("over by" in row.reason) == (max(row.estimate.memory) > 108 or max(row.estimate.host) > hardware.host_memory)
 
 
-def best_choices(space: Space) -> list[Number]:
+@functools.cache
+def best_choices(seed: int) -> list[Number]:
     """The least time of each choice of everything but the cuts, for the best twenty: every candidate, one after the other."""
+    space = problem(seed)
     model, least = Model(space), dict[tuple[object, ...], Number]()
     for candidate in space:
         if fits(space, model, candidate):
@@ -206,7 +226,7 @@ def shown(seed: int) -> tuple[list[Number], bool]:
 def tables(monkeypatch: pytest.MonkeyPatch) -> list[int]:
     """Problems whose table is not what trying everything finds."""
     monkeypatch.setattr(branching, "ALTERNATIVES", 10**6)
-    wanted = {seed: best_choices(problem(seed)) for seed in range(24)}
+    wanted = {seed: best_choices(seed) for seed in range(24)}
     return [seed for seed, times in wanted.items() if times and shown(seed) != (times, True)]
 
 

@@ -7,7 +7,6 @@ from __future__ import annotations
 import copy
 import logging
 from collections.abc import Callable
-from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
@@ -18,6 +17,7 @@ from torch import nn
 from torch.optim.swa_utils import AveragedModel, get_ema_avg_fn, get_ema_multi_avg_fn
 
 import lightning_piper as piper
+from tests.distributed.processes import PATIENCE
 from tests.strategy.fitting import PROGRAM, QUIET, sharing_captures, trace, values
 from tests.strategy.models import MLP, vectors
 
@@ -86,7 +86,7 @@ class Run:
             transport = "local" if self.local else "process"
             strategy = piper.PiperStrategy(
                 PROGRAMS[self.program],
-                timeout=timedelta(seconds=60),
+                timeout=PATIENCE,
                 checkpoint=checkpoint,
                 transport=transport,  # type: ignore[arg-type]
             )

@@ -6,7 +6,6 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable, Sequence
-from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
@@ -20,6 +19,7 @@ from torchmetrics import MeanMetric
 
 import lightning_piper as piper
 from lightning_piper.directives import Directive, Replicate
+from tests.distributed.processes import PATIENCE
 from tests.strategy.fitting import QUIET, sharing_captures, trace, values
 
 Program = list[Directive]
@@ -187,7 +187,7 @@ class Runs:
         strategy: Any = "auto"
         if self.program is not None:
             kind: Any = "sharded" if self.name == "pp2_zero3" else "consolidated"
-            strategy = piper.PiperStrategy(self.program, timeout=timedelta(seconds=60), checkpoint=kind, capture=capture)
+            strategy = piper.PiperStrategy(self.program, timeout=PATIENCE, checkpoint=kind, capture=capture)
         devices = 1 if self.program is None else PROCESSES
         options = {**QUIET, "accelerator": "cpu", "precision": "64-true", **options}
         return L.Trainer(strategy=strategy, devices=devices, callbacks=list(callbacks), **options)

@@ -13,6 +13,8 @@ import lightning as L
 import torch
 
 import lightning_piper as piper
+from lightning_piper.processes import failure
+from tests.distributed.processes import LIMIT
 from tests.strategy.fitting import PROGRAM, Batches, trainer
 from tests.strategy.models import MLP, vectors
 from tests.strategy.replicated import dp2
@@ -49,8 +51,12 @@ def train(rank: int, kind: str) -> None:
 
 def main(kind: str) -> None:
     program = dp2() if kind == "other shapes of replicas" else list(PROGRAM)
+    # Who is only slow, on a loaded machine, is not to be taken for one who hangs.
+    failure.GRACE = failure.SETTLE = 20.0
+    failure.PATIENCE = 100.0
     # The timeout also limits how much later one process may start than the other, which is long by Lightning's launcher.
-    strategy = piper.PiperStrategy(program, timeout=timedelta(seconds={"hang on 0": 5, "stop on 1": 20}.get(kind, 120)))
+    seconds = {"hang on 0": 20, "stop on 1": 60}.get(kind, 2 * LIMIT.total_seconds())
+    strategy = piper.PiperStrategy(program, timeout=timedelta(seconds=seconds))
     fit, _ = trainer(strategy, [Trouble(kind)], devices=2)
     try:
         fit.fit(MLP(), data(kind))

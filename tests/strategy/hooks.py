@@ -5,7 +5,6 @@ from __future__ import annotations
 import contextlib
 import functools
 import os
-from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
@@ -14,6 +13,7 @@ import torch
 from lightning.pytorch.callbacks import ModelCheckpoint
 
 import lightning_piper as piper
+from tests.distributed.processes import PATIENCE
 from tests.strategy.fitting import PROGRAM, sharing_captures, trace, trainer, values
 from tests.strategy.models import MLP, vectors
 
@@ -108,7 +108,7 @@ def made(name: str, callbacks: list[L.Callback], **options: Any) -> tuple[L.Trai
         module = noting(Module, calls)()
     strategy: Any = "ddp_find_unused_parameters_true"
     if STRATEGIES[name] is not None:
-        strategy = piper.PiperStrategy(STRATEGIES[name], timeout=timedelta(seconds=60))
+        strategy = piper.PiperStrategy(STRATEGIES[name], timeout=PATIENCE)
     options = {"devices": 2, "precision": "64-true", "use_distributed_sampler": False, **options}
     return trainer(strategy, [noting(Callback, calls)(), *callbacks], **options)[0], module, calls
 

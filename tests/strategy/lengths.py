@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Sequence
-from datetime import timedelta
 from typing import Any
 
 import torch
 from torch import Tensor
 
 import lightning_piper as piper
+from tests.distributed.processes import PATIENCE
 from tests.lengths import Causal, Deeper, tokens
 from tests.strategy.fitting import Batches, sharing_captures, trainer, values
 from tests.strategy.replicated import PROGRAMS
@@ -61,7 +61,7 @@ def by_hand(name: str, replicas: Sequence[int] = (0, 1), even: bool = False) -> 
 
 
 def strategy(processes: int, **options: Any) -> piper.PiperStrategy:
-    return piper.PiperStrategy(PROGRAMS[processes](), timeout=timedelta(seconds=60), **options)
+    return piper.PiperStrategy(PROGRAMS[processes](), timeout=PATIENCE, **options)
 
 
 def refused(processes: int, replica: int) -> str:

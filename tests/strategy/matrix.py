@@ -8,7 +8,6 @@ import os
 import warnings
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
@@ -19,6 +18,7 @@ from torch.utils.data import DataLoader, Dataset, DistributedSampler, TensorData
 
 import lightning_piper as piper
 from lightning_piper.directives import Directive
+from tests.distributed.processes import PATIENCE
 from tests.strategy import evaluated
 from tests.strategy.fitting import QUIET, Record, sharing_captures, trace, values
 from tests.strategy.matrix_nets import KINDS, Net, Optimizer, adamw, sgd
@@ -93,7 +93,7 @@ class Run:
         return net(self.row.kind, optimizer, seed)
 
     def trainer(self, callbacks: Sequence[L.Callback] = (), **options: Any) -> L.Trainer:
-        how: Any = "auto" if self.on_one_device else piper.PiperStrategy(self.row.program(), timeout=timedelta(seconds=60))
+        how: Any = "auto" if self.on_one_device else piper.PiperStrategy(self.row.program(), timeout=PATIENCE)
         options = {**QUIET, "accelerator": "cpu", "precision": "64-true", **options}
         return L.Trainer(strategy=how, devices=self.row.processes, callbacks=list(callbacks), **options)
 

@@ -5,7 +5,6 @@ from __future__ import annotations
 import os
 import traceback
 from collections.abc import Callable, Sequence
-from datetime import timedelta
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -31,6 +30,7 @@ from torchmetrics.wrappers import ClasswiseWrapper, MetricTracker, MinMaxMetric
 
 import lightning_piper as piper
 from lightning_piper.directives import Replicate
+from tests.distributed.processes import PATIENCE
 from tests.strategy.fitting import QUIET, sharing_captures, trace
 
 CLASSES, SAMPLES, BATCH = 3, 24, 8
@@ -387,7 +387,7 @@ def train(rank: int, names: Sequence[str], folder: Path) -> dict[str, Any]:
     found: dict[str, Any] = {}
     for name in names:
         program, devices, replicas = PROGRAMS[name]
-        strategy = partial(piper.PiperStrategy, program(), timeout=timedelta(seconds=60))
+        strategy = partial(piper.PiperStrategy, program(), timeout=PATIENCE)
         (folder / name).mkdir(exist_ok=True, parents=True)
         runs = Runs(strategy, devices, replicas, folder / name)
         try:

@@ -6,7 +6,6 @@ from __future__ import annotations
 
 import os
 import sys
-from datetime import timedelta
 from pathlib import Path
 
 import torch
@@ -14,6 +13,7 @@ from lightning.fabric.plugins.environments import SLURMEnvironment, TorchElastic
 
 import lightning_piper as piper
 from lightning_piper.directives import Replicate
+from tests.distributed.processes import PATIENCE
 from tests.strategy.fitting import sharing_captures, trainer, values
 from tests.strategy.models import make
 
@@ -28,7 +28,7 @@ def fit(nodes: int, sharded: bool) -> dict[str, torch.Tensor]:
         Replicate(filter={}, devices=GROUPS, shard_params=sharded),
     ]
     module, loader = make("mlp", samples=44, batch_size=4)
-    strategy = piper.PiperStrategy(program, timeout=timedelta(seconds=60))
+    strategy = piper.PiperStrategy(program, timeout=PATIENCE)
     fit, record = trainer(strategy, devices=4 // nodes, num_nodes=nodes, max_steps=7)
     torch.manual_seed(9)
     fit.fit(module, loader)

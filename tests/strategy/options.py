@@ -18,6 +18,7 @@ from torch.nn.utils import clip_grad_norm_
 from torch.optim import lr_scheduler
 
 import lightning_piper as piper
+from tests.distributed.processes import PATIENCE
 from tests.strategy.fitting import PROGRAM, QUIET, trace, values
 from tests.strategy.models import MLP, vectors
 
@@ -92,7 +93,7 @@ class Run:
     def trainer(self, **options: Any) -> L.Trainer:
         strategy: Any = "auto"
         if self.program is not None:
-            strategy = piper.PiperStrategy(PROGRAMS[self.program], timeout=timedelta(seconds=60))
+            strategy = piper.PiperStrategy(PROGRAMS[self.program], timeout=PATIENCE)
         options = {**QUIET, "accelerator": "cpu", "devices": 1 if self.program is None else 2, "precision": "64-true",
                    "use_distributed_sampler": False, "default_root_dir": self.folder, **options}  # fmt: skip
         return L.Trainer(strategy=strategy, **options)

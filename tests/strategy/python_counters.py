@@ -45,6 +45,34 @@ class BatchIdx(Net):
         return (batch_idx + 1) * 0.5
 
 
+class TensorOfBatchIdx(Net):
+    microbatches = 2
+    captures = 1
+
+    def factor(self, batch_idx: int) -> Any:
+        number = torch.tensor(batch_idx)
+        number += 1  # it is the step's own
+        return 0.25 * number + torch.tensor([[batch_idx, 0.5], [1.0, self.global_step / 4]]).sum()
+
+
+class PlaceInATable(Net):
+    captures = 3  # torch asks for the number
+
+    def factor(self, batch_idx: int) -> Any:
+        return torch.tensor([0.5, 1.5, 2.5])[torch.tensor(batch_idx)]
+
+
+class ANumberBehindOneLikeThatOfTheSamples(Net):
+    """A half may be made of the number of samples."""
+
+    microbatches = 2
+    captures = 1
+
+    def loss(self, out: Tensor, y: Tensor, batch_idx: int) -> Tensor:
+        kept = (y > 0).double()
+        return (F.mse_loss(out, y, reduction="none") * kept).sum() / kept.sum() * 0.5 * (1 + math.cos(self.global_step / 10))
+
+
 class BatchIdxInIf(Net):
     captures = 2
 

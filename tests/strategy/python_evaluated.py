@@ -5,7 +5,6 @@ from __future__ import annotations
 import time
 from collections import defaultdict, deque
 from collections.abc import Sequence
-from datetime import timedelta
 from types import SimpleNamespace
 from typing import Any, ClassVar
 from unittest import mock
@@ -20,6 +19,7 @@ import lightning_piper as piper
 from lightning_piper.capture import kept
 from lightning_piper.capture.step import CapturedStep
 from lightning_piper.errors import PiperError
+from tests.distributed.processes import PATIENCE
 from tests.strategy.fitting import QUIET
 from tests.strategy.python_state import WAYS, Data, unguarded
 
@@ -326,7 +326,7 @@ def evaluate(row: type[Evaluated], way: str | None) -> dict[str, Any]:
     module, record = row(), Record()
     options: dict[str, Any] = {**QUIET, "accelerator": "cpu", "precision": "64-true", "devices": 1}
     if way is not None:
-        over: dict[str, Any] = {"transport": "local"} if way == "local" else {"timeout": timedelta(seconds=120)}
+        over: dict[str, Any] = {"transport": "local"} if way == "local" else {"timeout": PATIENCE}
         options |= {
             "strategy": piper.PiperStrategy(WAYS[way][0](1), **{"capture": "always", **over}),
             "devices": 1 if way == "local" else 2,

@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Callable, Iterator, Sequence
-from datetime import timedelta
 from typing import Any, ClassVar
 from unittest import mock
 
@@ -24,6 +23,7 @@ from lightning_piper.directives import Directive
 from lightning_piper.errors import PiperError
 from lightning_piper.holdings.identities import Identities
 from lightning_piper.session.variants import Variants
+from tests.distributed.processes import PATIENCE
 from tests.strategy import replicated, sharded
 from tests.strategy.fitting import QUIET, Record, values
 
@@ -140,7 +140,7 @@ def train(row: type[Net], way: str | None, still: bool = False, rank: int = 0) -
     options: dict[str, Any] = {**QUIET, "accelerator": "cpu", "precision": "64-true", "devices": 1}
     if way is not None:
         program, replicas = WAYS[way]
-        over: dict[str, Any] = {"transport": "local"} if way == "local" else {"timeout": timedelta(seconds=120)}
+        over: dict[str, Any] = {"transport": "local"} if way == "local" else {"timeout": PATIENCE}
         options |= {
             "strategy": piper.PiperStrategy(program(row.microbatches), **{"capture": "always", **over}),
             "devices": 1 if way == "local" else 2,

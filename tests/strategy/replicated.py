@@ -5,7 +5,6 @@ from __future__ import annotations
 import os
 import warnings
 from collections.abc import Callable
-from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
@@ -19,6 +18,7 @@ from torchmetrics import SumMetric
 import lightning_piper as piper
 from lightning_piper.directives import Directive, Replicate, replicate
 from lightning_piper.passes import pipeline
+from tests.distributed.processes import PATIENCE
 from tests.strategy.fitting import Batches, Record, sharing_captures, trainer, values
 from tests.strategy.models import MLP, make, texts, vectors
 from tests.strategy.optimizers import Sharp
@@ -59,7 +59,7 @@ class Seen(L.Callback):
 def processes(program: Program | None = None, callbacks: Any = (), **options: Any) -> tuple[L.Trainer, Record, Seen]:
     own = {k: options.pop(k) for k in ("verify",) if k in options}
     program = PROGRAMS[PROCESSES]() if program is None else program
-    strategy = piper.PiperStrategy(program, timeout=timedelta(seconds=60), **own)
+    strategy = piper.PiperStrategy(program, timeout=PATIENCE, **own)
     seen = Seen()
     fit, record = trainer(strategy, [seen, *callbacks], devices=PROCESSES, **options)
     return fit, record, seen

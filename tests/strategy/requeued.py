@@ -5,7 +5,6 @@ from __future__ import annotations
 import os
 import signal
 from collections.abc import Callable
-from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
@@ -15,6 +14,7 @@ from lightning.fabric.plugins.environments import SLURMEnvironment
 from lightning.pytorch.plugins.io import AsyncCheckpointIO
 
 import lightning_piper as piper
+from tests.distributed.processes import PATIENCE
 from tests.strategy.fitting import sharing_captures, trainer, values
 from tests.strategy.models import make
 from tests.strategy.sharded import dp2
@@ -66,7 +66,7 @@ def train(rank: int, folder: Path, checkpoint: Any, told: bool) -> dict[str, Any
     }
     assert SLURMEnvironment.detect()
     module, loader = make("dropout", samples=8 * SAVED, batch_size=4)  # of two replicas
-    strategy = piper.PiperStrategy(dp2(1), timeout=timedelta(seconds=60), checkpoint=checkpoint, checkpoint_io=AsyncCheckpointIO())
+    strategy = piper.PiperStrategy(dp2(1), timeout=PATIENCE, checkpoint=checkpoint, checkpoint_io=AsyncCheckpointIO())
     callbacks = [Told()] if told else []
     fit, record = trainer(strategy, callbacks, devices=2, max_steps=STEPS, default_root_dir=folder)
     torch.manual_seed(9)

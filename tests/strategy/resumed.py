@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
@@ -13,6 +12,7 @@ from lightning.pytorch.callbacks import ModelCheckpoint
 
 import lightning_piper as piper
 from lightning_piper.directives import Directive, Replicate
+from tests.distributed.processes import PATIENCE
 from tests.strategy.fitting import Batches, sharing_captures, trainer, values
 from tests.strategy.models import make
 
@@ -80,7 +80,7 @@ def train(
     strategy = piper.PiperStrategy(
         setting.program(),
         transport="process" if setting.processes else "local",
-        timeout=timedelta(seconds=60),
+        timeout=PATIENCE,
         checkpoint=kind,  # type: ignore[arg-type]
     )
     save = ModelCheckpoint(path.parent, filename=path.stem, save_top_k=-1)

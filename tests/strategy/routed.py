@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
-from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
@@ -15,6 +14,7 @@ from lightning.pytorch.callbacks import ModelCheckpoint
 import lightning_piper as piper
 from lightning_piper.directives import Directive
 from lightning_piper.testing import Model, Spec, make_batch
+from tests.distributed.processes import PATIENCE
 from tests.strategy.fitting import Batches, sharing_captures, trace, trainer, values
 
 SAMPLES, STEPS, SAVED = 8, 5, 3
@@ -94,7 +94,7 @@ def fit(job: Job, folder: Path, rank: int = 0) -> dict[str, Any]:
     strategy: Any = "auto"
     if program is not None:
         kind: Any = job.save or "consolidated"
-        strategy = piper.PiperStrategy(program(), timeout=timedelta(seconds=60), checkpoint=kind)
+        strategy = piper.PiperStrategy(program(), timeout=PATIENCE, checkpoint=kind)
     held = Held()
     callbacks: list[L.Callback] = [held] if program is not None else []
     if job.save:

@@ -15,7 +15,6 @@ import traceback
 import weakref
 from collections.abc import Callable
 from dataclasses import dataclass
-from datetime import timedelta
 from pathlib import Path
 from typing import Any
 from unittest import mock
@@ -31,6 +30,7 @@ from torchmetrics import MeanMetric, SumMetric
 
 import lightning_piper as piper
 from lightning_piper.runtime import groups
+from tests.distributed.processes import LIMIT, PATIENCE
 from tests.strategy.fitting import PROGRAM, Batches, Record, sharing_captures, trainer, values
 from tests.strategy.models import MLP, Tied, make, vectors
 
@@ -48,7 +48,7 @@ class Setting:
     def trainer(self, program: Any = PROGRAM, callbacks: Any = (), **options: Any) -> tuple[L.Trainer, Record]:
         own = {k: options.pop(k) for k in ("verify",) if k in options}
         transport: Any = "local" if self.local else "process"
-        strategy = piper.PiperStrategy(list(program), transport=transport, timeout=timedelta(seconds=60), **own)
+        strategy = piper.PiperStrategy(list(program), transport=transport, timeout=PATIENCE, **own)
         return trainer(strategy, callbacks, devices=1 if self.local else 2, **options)
 
 
@@ -350,7 +350,7 @@ def launch_script(names: list[str], folder: Path, torchrun: bool) -> list[dict[s
     command = [sys.executable, *command, __file__, str(folder), *names]
     done = popen(command)
     try:
-        said, _ = done.communicate(timeout=240)
+        said, _ = done.communicate(timeout=LIMIT.total_seconds())
     finally:
         done.kill()
     if done.returncode:

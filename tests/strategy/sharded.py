@@ -9,7 +9,6 @@ import dataclasses
 import os
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, field
-from datetime import timedelta
 from pathlib import Path
 from typing import Any
 from unittest import mock
@@ -25,6 +24,7 @@ from lightning_piper.directives import Directive, Replicate
 from lightning_piper.holdings.tensor_map import LocalShard
 from lightning_piper.runtime.process import ProcessEndpoint
 from lightning_piper.strategy import fit as fit_module
+from tests.distributed.processes import PATIENCE
 from tests.strategy.fitting import Batches, sharing_captures, trainer, values
 from tests.strategy.models import make
 from tests.strategy.optimizers import Clipping, Lamb
@@ -241,7 +241,7 @@ def _fit(job: Job, folder: Path, transport: str | None, share: Callable[[Any], A
         callbacks.append(Reload(values(module)))
     strategy: Any = "auto"
     if transport is not None:
-        strategy = piper.PiperStrategy(PROGRAMS[job.program](), transport=transport, timeout=timedelta(seconds=60))  # type: ignore[arg-type]
+        strategy = piper.PiperStrategy(PROGRAMS[job.program](), transport=transport, timeout=PATIENCE)  # type: ignore[arg-type]
     options: dict[str, Any] = {**job.options}
     if job.scaled:
         callbacks.append(overflow)

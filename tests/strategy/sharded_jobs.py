@@ -1,9 +1,9 @@
-"""The trainings of `sharded`, each run once for all tests: two launches of processes, one after another in each."""
+"""The trainings of `sharded`, each run once for all tests, one after another in launches of two and four processes."""
 
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -11,6 +11,7 @@ import pytest
 import torch
 
 from tests.distributed.processes import launch
+from tests.groups import on_demand
 from tests.strategy import sharded
 from tests.strategy.sharded import PROCESSES, PROGRAMS, Job, fit, train
 
@@ -70,6 +71,10 @@ REFUSED = {
 }
 JOBS = [*PLAIN, *NORMS, *OTHERS, *SUMS, *SCALED, ALONE, *BRAINS, *BY_PARAMETER, *FACTORED.values(), *SAVED, *RESUMED,
         *(job for job, _ in REFUSED.values())]  # fmt: skip
+# In `make test`: what tests of their own read, and of each list some.
+QUICK = [*PLAIN, NORMS[1], *(job for job in OTHERS if job.name in ("by value", "fused", "muon, by parameter", "other sizes")),
+         *SUMS[2:], SCALED[0], ALONE, BRAINS[2], SAVED[0], *RESUMED[1:3],
+         *(REFUSED[what][0] for what in ("adafactor", "hook"))]  # fmt: skip
 
 
 def trace_all(jobs: Sequence[Job], folder: Path) -> None:
@@ -85,15 +90,17 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.fixture(scope="session")
-def sharded_ranks(folder: Path) -> dict[str, list[dict[str, Any]]]:
-    """What every rank saw of each job, by its name."""
+def sharded_ranks(folder: Path) -> Callable[[str], list[dict[str, Any]]]:
+    """What every rank saw of a job, by its name."""
     with torch.random.fork_rng():
         fit(ON_ONE, folder, None)
-    found = {}
-    for size in (2, 4):
-        jobs = [job for job in JOBS if PROCESSES[job.program] == size]
-        by_rank = launch(size, train, folder / str(size), jobs, folder, prepare=trace_all)
+
+    def run(names: list[str]) -> dict[str, list[dict[str, Any]]]:
+        jobs = [job for job in JOBS if job.name in names]
+        by_rank = launch(PROCESSES[jobs[0].program], train, folder / f"ranks of {names[0]}", jobs, folder, prepare=trace_all)
         for result in by_rank:
             assert isinstance(result, list), result
-        found |= {job.name: [result[i] for result in by_rank] for i, job in enumerate(jobs)}
-    return found
+        return {job.name: [result[i] for result in by_rank] for i, job in enumerate(jobs)}
+
+    groups = [(size, quick) for quick in (True, False) for size in (2, 4)]
+    return on_demand([[job.name for job in JOBS if (PROCESSES[job.program], job in QUICK) == group] for group in groups], run)

@@ -10,28 +10,29 @@ import torch
 from lightning.pytorch.plugins import MixedPrecision
 
 import lightning_piper as piper
+from tests.groups import marked
 from tests.strategy.fitting import PROGRAM, distance, local, sharing_captures, trainer
 from tests.strategy.models import MLP, Model, vectors
 from tests.strategy.replicated import dp2
 from tests.strategy.sharded import fit
-from tests.strategy.sharded_jobs import ALONE, BRAINS, ROUNDING, SCALED, SUMS, Job
+from tests.strategy.sharded_jobs import ALONE, BRAINS, QUICK, ROUNDING, SCALED, SUMS, Job
 
 
 def test_accumulation_with_clipping_is_that_of_one_device(sharded_ranks, folder):
     """With two kinds of shards, and a parameter that both stages use."""
     job = SUMS[-1]
     one = fit(job, folder, None)
-    for rank in sharded_ranks[job.name]:
+    for rank in sharded_ranks(job.name):
         assert distance(one["values"], rank["values"]) < ROUNDING
     # Negative control: without accumulation.
     other = fit(Job("", "", samples=28, options={**job.options, "accumulate_grad_batches": 1}, change=job.change), folder, None)
-    assert distance(other["values"], sharded_ranks[job.name][0]["values"]) > 1e-3
+    assert distance(other["values"], sharded_ranks(job.name)[0]["values"]) > 1e-3
 
 
-@pytest.mark.parametrize("job", SUMS, ids=lambda job: job.name)
+@pytest.mark.parametrize("job", marked(SUMS, QUICK), ids=lambda job: job.name)
 def test_what_is_not_sharded_is_summed_once(job, sharded_ranks):
     """Buckets summed after each of four batches, of which two and two are accumulated."""
-    for rank, outcome in enumerate(sharded_ranks[job.name]):
+    for rank, outcome in enumerate(sharded_ranks(job.name)):
         first, second, third, fourth = outcome["sums"]
         assert second > 1 and (third, fourth) == (second + first, 2 * second)
         if job.program in ("dp2 zero0", "dp2 zero1"):
@@ -105,11 +106,11 @@ def test_factors_may_differ_where_nothing_is_kept():
 # Loss scale
 
 
-@pytest.mark.parametrize("job", SCALED, ids=lambda job: job.name)
+@pytest.mark.parametrize("job", marked(SCALED, QUICK), ids=lambda job: job.name)
 def test_an_overflow_on_one_rank_is_one_of_all(job, sharded_ranks, folder):
     one, half = fit(job, folder, None), fit(job, folder, "local")
     assert one["scales"] == [1024.0, 2048.0, 1024.0, 1024.0, 2048.0]
-    for rank in sharded_ranks[job.name]:
+    for rank in sharded_ranks(job.name):
         assert rank["scales"] == one["scales"]
         # float16: 2**-11 of a number, more for sums of them. Measured: 1.2e-3 after four steps.
         assert distance(one["values"], rank["values"]) < 5e-3
@@ -123,15 +124,15 @@ def test_an_overflow_on_one_rank_is_one_of_all(job, sharded_ranks, folder):
 
 def test_ranks_that_do_not_agree_train_something_else(sharded_ranks, folder):
     one = fit(ALONE, folder, None)
-    first, second = sharded_ranks[ALONE.name]
+    first, second = sharded_ranks(ALONE.name)
     assert first["scales"] != second["scales"]
     assert distance(one["values"], first["values"]) > 0.05
 
 
-@pytest.mark.parametrize("job", BRAINS, ids=lambda job: job.name)
+@pytest.mark.parametrize("job", marked(BRAINS, QUICK), ids=lambda job: job.name)
 def test_gradients_summed_in_another_dtype(job, sharded_ranks, folder):
     one, same = fit(job, folder, None), fit(job, folder, "local")
-    for rank in sharded_ranks[job.name]:
+    for rank in sharded_ranks(job.name):
         assert {x.dtype for x in rank["values"].values()} == {torch.bfloat16}
         assert distance(same["values"], rank["values"]) == 0
         assert distance(one["values"], rank["values"]) < 0.05  # bfloat16: 2**-8 of a number; measured 0.02

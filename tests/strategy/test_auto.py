@@ -16,12 +16,15 @@ from torch import Tensor, nn
 from torch.utils.data import DataLoader, TensorDataset
 
 import lightning_piper as piper
+from lightning_piper import cache
 from lightning_piper.cache import CACHE
+from lightning_piper.directives import parse
 from lightning_piper.errors import NoProgram, PiperError
 from lightning_piper.search import proposing
 from lightning_piper.search.analytic import analytic
 from lightning_piper.search.blocks import blocks_of
 from lightning_piper.search.proposing import search
+from lightning_piper.search.writing import Written
 from lightning_piper.session import cached, choosing
 from lightning_piper.simulate import Link
 from lightning_piper.simulate.hardware import Hardware
@@ -100,13 +103,13 @@ def looking_at(kind: str) -> Any:
     return found
 
 
-def train(rank: int, kind: str, cache: str, strategy: str = "auto") -> dict[str, Any]:
-    os.environ[CACHE] = cache
+def train(rank: int, kind: str, folder: str, strategy: str = "auto") -> dict[str, Any]:
+    os.environ[CACHE] = folder
     choosing.search = looking_at(kind)  # type: ignore[attr-defined]
     module = net()
     trainer = fit(module, piper.PiperStrategy("auto") if strategy == "auto" else strategy, rank)
     values = {name: float(x) for name, x in trainer.callback_metrics.items()}
-    (path,) = Path(cache).rglob("*.json")
+    (path,) = Path(folder).rglob("*.json")
     return {"state": module.state_dict(), "values": values, "chosen": json.loads(path.read_text()), "hooks": hooks(module)}
 
 
@@ -149,6 +152,33 @@ def test_a_step_that_has_changed_is_searched_again():
 
     Changed.__qualname__, changed = Net.__qualname__, Changed().double()
     assert named(net()) == named(net()) != named(changed)
+
+
+def test_programs_are_kept_as_graphs_are(tmp_path, monkeypatch):
+    """Nothing is read that others can write or that is damaged; the file is one of directives, and their number is bounded."""
+    monkeypatch.setenv(CACHE, str(tmp_path))
+    choice = cached.Choice(Written((), (piper.Place(filter={}, devices=[0]),), 1), ("why",))
+    path = cached.folder() / "0.json"
+    cached.write(path, choice)
+    assert cached.read(path) == choice and not path.parent.stat().st_mode & 0o077
+    assert parse(path) == list(choice.written.directives)
+    for where, mode in ((path, 0o620), (path.parent, 0o770)):
+        own = where.stat().st_mode
+        where.chmod(mode)
+        assert cached.read(path) is None
+        where.chmod(own)
+    for content in (b"", b"{", b"[" * 100_000, b"\xff", path.read_bytes()[:-9], b'{"directives": 3}'):
+        (path.parent / "1.json").write_bytes(content)
+        assert cached.read(path.parent / "1.json") is None
+    (path.parent / "2.json").symlink_to(path)
+    assert cached.read(path.parent / "2.json") is None and cached.read(path) == choice
+    (path.parent / "3.json").mkdir()
+    cached.write(path.parent / "3.json", choice)
+    monkeypatch.setattr(cache, "MANY", 3)
+    for i in range(4, 9):
+        cached.write(path.parent / f"{i}.json", choice)
+    files = [x for x in path.parent.iterdir() if x.is_file()]
+    assert len(files) == 3 and cached.read(path.parent / "8.json") == choice
 
 
 @pytest.mark.parametrize("devices", [1, 7])

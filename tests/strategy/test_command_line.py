@@ -136,7 +136,7 @@ def test_two_processes_from_a_configuration(folder: Path) -> None:
     (folder / "two.yaml").write_text(json.dumps({"trainer": {"devices": 2, "strategy": config}}))
     command = [sys.executable, command_line.__file__, "fit", "--config", "two.yaml"]
     environment = {**os.environ, "PYTHONPATH": str(ROOT)}
-    done = subprocess.run(command, capture_output=True, text=True, env=environment, timeout=200)
+    done = subprocess.run(command, capture_output=True, text=True, env=environment, timeout=400)
     assert done.returncode == 0, done.stderr[-3000:]
     wanted = fitted(*GIVEN["short name"])
     for rank in range(2):

@@ -5,22 +5,19 @@ from __future__ import annotations
 import re
 import signal
 import sys
-from datetime import timedelta
 from pathlib import Path
 
 import pytest
 
 from lightning_piper.errors import PiperError
 from lightning_piper.processes.failure import SILENT
-from tests.distributed.processes import Ended, run_ranks
+from tests.distributed.processes import LIMIT, Ended, run_ranks
 from tests.strategy import failing
 from tests.strategy.scenarios import popen
 
-LIMIT = 100  # seconds; the timeout of communication is 120 seconds, except for a process that hangs
-
 
 def run(kind: str, folder: Path) -> list[Ended]:
-    return run_ranks(2, failing.train, folder, kind, joined=False, limit=timedelta(seconds=LIMIT))
+    return run_ranks(2, failing.train, folder, kind, joined=False)
 
 
 def launched(kind: str) -> tuple[int, str]:
@@ -30,7 +27,7 @@ def launched(kind: str) -> tuple[int, str]:
     """
     running = popen([sys.executable, failing.__file__, kind])
     try:
-        said, _ = running.communicate(timeout=LIMIT)
+        said, _ = running.communicate(timeout=LIMIT.total_seconds())
     finally:
         running.kill()
     return running.returncode, said

@@ -10,13 +10,11 @@ import pytest
 import torch
 
 from lightning_piper.processes import failure
-from tests.distributed.processes import Ended, launch
+from tests.distributed.processes import LIMIT, Ended, launch
 from tests.groups import marked
 from tests.strategy import faults, restarted
 from tests.strategy.faults import KINDS, MOMENTS, NONE, Fault, draw
 from tests.strategy.scenarios import equal, popen
-
-LIMIT = 120
 
 pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="breaks connections and looks for stopped processes in /proc")
 
@@ -72,7 +70,7 @@ def test_torchrun_restarts(tmp_path):
     command = ["-m", "torch.distributed.run", "--nproc-per-node=2", "--max-restarts=1", "--monitor-interval=0.1", "--standalone"]
     run = popen([sys.executable, *command, restarted.__file__, str(tmp_path), "1", "kill"], GLOO_SOCKET_IFNAME="lo")
     try:
-        said, _ = run.communicate(timeout=LIMIT)
+        said, _ = run.communicate(timeout=LIMIT.total_seconds())
     finally:
         run.kill()
     assert run.returncode == 0, said[-8000:]

@@ -219,6 +219,24 @@ def test_precisions(precision, bound):
         assert not torch.equal(torch.stack(record.losses), losses)  # autocast was really on
 
 
+@pytest.mark.parametrize("precision", ["64-true", "32-true"])
+@sharing_captures
+def test_whole_numbers_are_logged_in_the_dtype_of_lightning(precision):
+    class Counts(MLP):
+        def training_step(self, batch, batch_idx):
+            seen = torch.full((len(batch[0]),), 2**24 + 1).max()  # float32 has no such number
+            self.log("seen", seen, on_step=True, on_epoch=True, reduce_fx="max")
+            return super().training_step(batch, batch_idx)
+
+    found = []
+    for strategy in ("auto", local()):
+        fit, _ = trainer(strategy, precision=precision)
+        fit.fit(Counts(), vectors())
+        found.append({name: (float(x), x.dtype) for name, x in fit.logged_metrics.items() if name.startswith("seen")})
+    assert found[0] == found[1] and len(found[0]) == 2
+    assert found[0]["seen_step"][0] == 2**24 + (precision == "64-true")
+
+
 @sharing_captures
 def test_early_stopping_and_plateau_see_the_logged_values():
     class Plateau(MLP):

@@ -16,11 +16,9 @@ from pathlib import Path
 import pytest
 import torch
 
-from tests.distributed.processes import free_port, launch
+from tests.distributed.processes import LIMIT, free_port, launch
 from tests.strategy import nodes
 from tests.strategy.scenarios import equal, popen
-
-LIMIT = 180
 
 
 @dataclass(frozen=True)
@@ -82,7 +80,7 @@ def on_two_nodes(folder: Path, torchrun: bool, network: Network = LOOPBACK) -> l
         command = [*network.enter[node], sys.executable, *command, nodes.__file__, str(folder), "2"]
         running.append(popen(command, GLOO_SOCKET_IFNAME=network.interfaces[node], **more))
     try:
-        said = [process.communicate(timeout=LIMIT)[0] for process in running]
+        said = [process.communicate(timeout=LIMIT.total_seconds())[0] for process in running]
     finally:
         for process in running:
             process.kill()

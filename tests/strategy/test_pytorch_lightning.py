@@ -99,6 +99,7 @@ def test_trains_as_a_plain_trainer_and_as_under_the_other(tmp_path: Path, precis
     )
 
 
+@pytest.mark.long
 def test_trains_over_processes(tmp_path: Path) -> None:
     for rank in launch_trainings(2, train, tmp_path / "run", tmp_path):
         for name in (*PROGRAMS, "by name"):

@@ -26,7 +26,7 @@ from tests.strategy.scenarios import equal
 from tests.strategy.sharded import dp2
 
 KINDS = ("consolidated", "sharded")
-PATIENCE = 60.0  # seconds
+PATIENCE = 300.0  # seconds
 
 
 class Gate(L.Callback):

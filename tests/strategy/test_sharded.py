@@ -5,17 +5,18 @@ from __future__ import annotations
 import pytest
 import torch
 
+from tests.groups import marked
 from tests.strategy import sharded
 from tests.strategy.fitting import distance, same
 from tests.strategy.scenarios import equal
 from tests.strategy.sharded import Job, fit
-from tests.strategy.sharded_jobs import BY_PARAMETER, FACTORED, NORMS, OTHERS, PLAIN, REFUSED, RESUMED, ROUNDING, TEN
+from tests.strategy.sharded_jobs import BY_PARAMETER, FACTORED, NORMS, OTHERS, PLAIN, QUICK, REFUSED, RESUMED, ROUNDING, TEN
 
 
-@pytest.mark.parametrize("job", [*PLAIN, *OTHERS], ids=lambda job: job.name)
+@pytest.mark.parametrize("job", marked([*PLAIN, *OTHERS], QUICK), ids=lambda job: job.name)
 def test_processes_give_what_one_process_gives(job, sharded_ranks, folder):
     local, one = fit(job, folder, "local"), fit(job, folder, None)
-    for rank in sharded_ranks[job.name]:
+    for rank in sharded_ranks(job.name):
         assert "error" not in rank, rank
         assert equal(local["losses"], rank["losses"])
         assert same(local["values"], rank["values"])
@@ -26,28 +27,28 @@ def test_processes_give_what_one_process_gives(job, sharded_ranks, folder):
 def test_half_of_the_data_gives_something_else(sharded_ranks, folder):
     half = fit(PLAIN[0], folder, None, lambda batch: {name: x.chunk(2)[0] for name, x in batch.items()})
     for job in PLAIN:
-        assert distance(half["values"], sharded_ranks[job.name][0]["values"]) > 1e-3
+        assert distance(half["values"], sharded_ranks(job.name)[0]["values"]) > 1e-3
 
 
-@pytest.mark.parametrize("job", NORMS, ids=lambda job: job.name)
+@pytest.mark.parametrize("job", marked(NORMS, QUICK), ids=lambda job: job.name)
 def test_clipping_counts_every_element_once(job, sharded_ranks, folder):
     """Over stages, shards, replicas and the tied parameter. With each replica's gradients counted, the norm would be sqrt(2) times
     as large."""
     for bound, good in ((0.05, True), (0.05 / 2**0.5, False)):
         one = fit(Job("", "", options={"gradient_clip_val": bound}, change=sharded.with_sgd), folder, None)
-        for rank in sharded_ranks[job.name]:
+        for rank in sharded_ranks(job.name):
             assert (distance(one["values"], rank["values"]) < ROUNDING) == good
 
 
 def test_clipping_by_value_matters(sharded_ranks, folder):
     free = fit(Job("", "", change=sharded.with_sgd), folder, None)
-    assert distance(free["values"], sharded_ranks["by value"][0]["values"]) > 1e-2
+    assert distance(free["values"], sharded_ranks("by value")[0]["values"]) > 1e-2
 
 
 def test_a_process_holds_its_part_between_steps(sharded_ranks):
     """Parameters and the two tensors of AdamW's state; buckets are padded."""
     held = {
-        program: [rank["held"] for rank in sharded_ranks[program]]
+        program: [rank["held"] for rank in sharded_ranks(program)]
         for program in ("dp2 zero0", "dp2 zero1", "dp2 zero2", "dp2 zero3")
     }
     (whole, _) = held["dp2 zero0"]
@@ -57,16 +58,16 @@ def test_a_process_holds_its_part_between_steps(sharded_ranks):
 
 
 def test_pieces_keep_their_groups_and_marks(sharded_ranks):
-    whole = [group for group in sharded_ranks["dp2 zero0"][0]["groups"]]
+    whole = [group for group in sharded_ranks("dp2 zero0")[0]["groups"]]
     for program in ("dp2 zero1", "dp2 zero3"):
-        for rank in sharded_ranks[program]:
+        for rank in sharded_ranks(program):
             assert len(rank["groups"]) == 2
             for i, group in enumerate(rank["groups"]):
                 assert {decays for _, decays in group} == {i == 0}
                 assert all(len(shape) == 1 for shape, _ in group)
         for i, group in enumerate(whole):
             total = sum(torch.Size(shape).numel() for shape, _ in group)
-            assert sum(shape[0] for rank in sharded_ranks[program] for shape, _ in rank["groups"][i]) == total
+            assert sum(shape[0] for rank in sharded_ranks(program) for shape, _ in rank["groups"][i]) == total
 
 
 def whole_of(local_shards):
@@ -84,7 +85,7 @@ def whole_of(local_shards):
 
 @pytest.mark.parametrize("program", [job.program for job in PLAIN])
 def test_shards_of_all_processes_are_every_element_once(program, sharded_ranks, folder):
-    ranks = sharded_ranks[program]
+    ranks = sharded_ranks(program)
     found, counts = whole_of(shard for rank in ranks for shard in rank["pieces"])
     assert all((count == 1).all() for count in counts.values())
     expected, _ = whole_of(fit(Job("", program), folder, "local")["pieces"])
@@ -100,18 +101,18 @@ def test_shards_of_all_processes_are_every_element_once(program, sharded_ranks, 
     assert sorted(x[:2] for x in once if x[1] != "step") == [("temperature", "exp_avg"), ("temperature", "exp_avg_sq")]
 
 
-@pytest.mark.parametrize("job", RESUMED, ids=lambda job: job.name)
+@pytest.mark.parametrize("job", marked(RESUMED, QUICK), ids=lambda job: job.name)
 def test_checkpoints_between_one_device_and_shards(job, sharded_ranks, folder):
     whole = fit(Job("", "", options=TEN), folder, None)
-    for rank in sharded_ranks[job.name]:
+    for rank in sharded_ranks(job.name):
         assert len(rank["losses"]) == 5
         assert distance(whole["values"], rank["values"]) < ROUNDING
 
 
-@pytest.mark.parametrize("name", ["saved", "saved by four"])
+@pytest.mark.parametrize("name", marked(["saved", "saved by four"], ["saved"]))
 def test_checkpoints_of_shards_are_those_of_one_device(name, sharded_ranks, folder):
     whole = fit(Job("", "", options=TEN), folder, None)
-    assert distance(whole["values"], sharded_ranks[name][0]["values"]) < ROUNDING
+    assert distance(whole["values"], sharded_ranks(name)[0]["values"]) < ROUNDING
     resumed = fit(Job("", "", options=TEN, resume=f"{name}, process, step=5.ckpt"), folder, None)
     assert len(resumed["losses"]) == 5
     assert distance(whole["values"], resumed["values"]) < ROUNDING
@@ -132,16 +133,17 @@ def test_checkpoints_of_shards_are_those_of_one_device(name, sharded_ranks, fold
     assert distance(whole["values"], wrong["values"]) > 1e-4
 
 
-@pytest.mark.parametrize("what", REFUSED)
+@pytest.mark.parametrize("what", marked(REFUSED, ["adafactor", "hook"]))
 def test_refusals(what, sharded_ranks):
     job, words = REFUSED[what]
-    for rank in sharded_ranks[job.name]:
+    for rank in sharded_ranks(job.name):
         assert words in rank["error"] if words else "error" not in rank
 
 
+@pytest.mark.long
 def test_whole_parameters_as_shards_give_the_same_bits(sharded_ranks):
     """What is added up is the same; and each process has whole parameters, about half of them."""
-    cut, whole = (sharded_ranks[job.name] for job in BY_PARAMETER)
+    cut, whole = (sharded_ranks(job.name) for job in BY_PARAMETER)
     for one, other in zip(cut, whole, strict=True):
         assert same(one["values"], other["values"])
         assert abs(other["held"] / one["held"] - 1) < 0.4  # shards are as long as the longest
@@ -150,14 +152,15 @@ def test_whole_parameters_as_shards_give_the_same_bits(sharded_ranks):
     assert sorted(shapes) == sorted(tuple(x.shape) for n, x in whole[0]["values"].items() if n != "head.weight")
 
 
+@pytest.mark.long
 def test_an_optimizer_of_whole_matrices_is_saved_and_resumed(sharded_ranks, folder):
     """Adafactor, whose state has a number for each row and column, from one division to another one."""
     whole = fit(Job("", "", options=TEN, change=sharded.with_adafactor), folder, None)
     for job in FACTORED.values():
-        for rank in sharded_ranks[job.name]:
+        for rank in sharded_ranks(job.name):
             assert "error" not in rank, rank
             assert distance(whole["values"], rank["values"]) < ROUNDING
-    assert len(sharded_ranks[FACTORED["resumed"].name][0]["losses"]) == 5
+    assert len(sharded_ranks(FACTORED["resumed"].name)[0]["losses"]) == 5
     found = torch.load(folder / "adafactor saved, process, step=10.ckpt", weights_only=True)["optimizer_states"][0]["state"]
     expected = whole["optimizer"]["state"]
     assert {n: {k: x.shape for k, x in state.items()} for n, state in found.items()} == {

@@ -202,10 +202,10 @@ def test_metric_objects_see_each_sample_once():
 
 LIMIT = timedelta(seconds=800)  # one takes 20 s where nothing else runs
 JOBS: dict[str, tuple[Any, list[Any], int]] = {  # the module, its program, and samples that each process draws
-    "stages": (counting, PROGRAMS["stages"], 8),
     "zero3": (counting, replicas({"shard_params": True}), 4),
 }
 LONG_JOBS: dict[str, tuple[Any, list[Any], int]] = {
+    "stages": (counting, PROGRAMS["stages"], 8),
     "plain": (counting, replicas({}), 4),
     "zero1": (counting, replicas({"shard_optimizer": True}), 4),
     "axes": (counting, PROGRAMS["axes"], 8),

@@ -25,7 +25,7 @@ from torch.utils.data import DataLoader, DistributedSampler, IterableDataset
 
 import lightning_piper as piper
 from lightning_piper.errors import PiperError
-from tests.distributed.processes import run_ranks
+from tests.distributed.processes import PATIENCE, run_ranks
 from tests.strategy.fitting import QUIET, traced_once, values
 from tests.zoo import draws, models_generative, models_loops, models_sequences, models_text, models_vision, models_wild
 from tests.zoo.kinds import Kind
@@ -34,7 +34,6 @@ Outcome = dict[str, Any]
 MODULES = [models_vision, models_generative, models_text, models_sequences, models_loops, models_wild]
 KINDS: dict[str, Kind] = {kind.name: kind for module in MODULES for kind in module.KINDS}
 PROCESSES = 2
-LIMIT = timedelta(seconds=60)  # of communication
 
 
 def sharded(**levels: bool) -> list[Any]:
@@ -57,10 +56,10 @@ def strategy(level: str) -> Any:
     if level in ("plain", "whole"):
         return "auto"
     if level == "ddp":
-        return DDPStrategy(process_group_backend="gloo", find_unused_parameters=True, timeout=LIMIT)
+        return DDPStrategy(process_group_backend="gloo", find_unused_parameters=True, timeout=PATIENCE)
     if level == "one":
         return piper.PiperStrategy()
-    return piper.PiperStrategy(PROGRAMS[level], timeout=LIMIT)
+    return piper.PiperStrategy(PROGRAMS[level], timeout=PATIENCE)
 
 
 class Joined:
