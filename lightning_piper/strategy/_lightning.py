@@ -20,7 +20,7 @@ from __future__ import annotations
 
 import copy
 import signal
-from collections.abc import Callable, Collection, Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from subprocess import Popen
 from types import FrameType
 from typing import Any
@@ -43,6 +43,7 @@ from torch.optim import Optimizer
 from torch.optim.swa_utils import AveragedModel
 
 from lightning_piper.either_lightning import is_a
+from lightning_piper.ir.regions import Logged
 
 __all__ = [
     "Strategy", "collect_rng_states", "connect", "copy_of", "forget_logs", "handler_of", "log_anew", "log_apart", "move_optimizers",
@@ -127,17 +128,22 @@ def log_anew(trainer: pl.Trainer) -> None:
         results.clear()
 
 
-def log_apart(trainer: pl.Trainer, synced: Collection[str], processes: int) -> None:
+def log_apart(trainer: pl.Trainer, step: str, logs: Sequence[Logged], processes: int) -> None:
     """Each process is to log values of its own batches, where all had those of the whole batch so far: of these, each process keeps
     its share, so that they count as much as they did.
 
     Args:
-        synced: names of values with `sync_dist`.
+        step: name of the one that runs.
+        logs: of its captures.
         processes: how many there are.
     """
-    trainer.fit_loop.epoch_loop.val_loop._results.clear()
-    for metric in trainer.fit_loop.epoch_loop._results.values():
-        if metric.meta.fx != "training_step" or not metric.is_tensor:
+    synced = {log.name for log in logs if log.kwargs.get("sync_dist")}
+    results = trainer._results
+    if step == "training_step":
+        results = trainer.fit_loop.epoch_loop._results
+        trainer.fit_loop.epoch_loop.val_loop._results.clear()
+    for metric in results.values() if results is not None else ():
+        if metric.meta.fx != step or not metric.is_tensor:
             continue
         metric.meta.sync.should = processes > 1 and metric.meta.name in synced
         if metric.meta.is_mean_reduction or metric.meta.is_sum_reduction:

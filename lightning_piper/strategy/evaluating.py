@@ -191,9 +191,12 @@ class EvaluatingStrategy(OverProcesses):
             except NOT_CAPTURED as error:
                 check_may_be(self.phase.standalone, name, error, self._capture)
                 self._eager_steps.add(name)
+                assert self.lightning_module is not None
+                trainer = self.lightning_module.trainer
                 if not batch_idx and not dataloader_idx:
-                    assert self.lightning_module is not None
-                    _lightning.log_anew(self.lightning_module.trainer)
+                    _lightning.log_anew(trainer)
+                else:
+                    _lightning.log_apart(trainer, name, self.phase.evaluation.logs(name), self.world.size)
         self._bring_together()
         arguments = [batch, batch_idx] if dataloader_idx is None else [batch, batch_idx, dataloader_idx]
         run: Callable[..., Any] = getattr(super(), name)

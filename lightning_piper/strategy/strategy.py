@@ -196,8 +196,7 @@ class PiperStrategy(EvaluatingStrategy):
         self.phase = Eager.begin(before, self.optimizers)
         assert self.lightning_module is not None
         self.phase.record(self._profile, self.lightning_module.trainer)
-        synced = [log.name for log in logs if log.kwargs.get("sync_dist")]
-        _lightning.log_apart(self.lightning_module.trainer, synced, self.world.size)
+        _lightning.log_apart(self.lightning_module.trainer, "training_step", logs, self.world.size)
 
     def _begin_fit(self, start: Starting, batch: Any) -> None:
         module, optimizer = self.lightning_module, self.optimizers[0]

@@ -245,6 +245,27 @@ class Runs:
             evaluation = [DataLoader(Subset(data(21, 0), [*range(21), 0]), batch_size=8)]
         return {"validated": self.trainer().validate(net(), evaluation, verbose=False)}
 
+    def uneven(self) -> Outcome:
+        """The last batches have 4 samples and 1: the step, which was captured at the first ones, runs as it is from there."""
+        whole: dict[str, Any] = {"filter": {}, "devices": [0, 1]}
+        self.program = self.program and [piper.Place(**whole), Replicate(**whole)]
+
+        class Uneven(Net):
+            def validation_step(self, batch: Any, batch_idx: int) -> None:
+                out = self(batch[0])
+                self.log("loss", F.mse_loss(out, batch[1]), sync_dist=True)
+                self.log("largest", out.max(), reduce_fx="max", sync_dist=True)
+
+            on_validation_batch_end, on_validation_epoch_end = L.LightningModule.on_validation_batch_end, lambda self: None
+
+        torch.manual_seed(0)
+        samples: Any = data(13, 0)
+        if self.program is not None:
+            samples = Subset(samples, [[0, 1, 2, 3, 8, 9, 10, 11], [4, 5, 6, 7, 12]][int(os.environ["LOCAL_RANK"])])
+        loader = DataLoader(samples, batch_size=13 if self.program is None else 4)
+        trainer = self.trainer(use_distributed_sampler=False)
+        return {"validated": trainer.validate(Uneven().double(), loader, verbose=False)}
+
     def refused(self) -> Outcome:
         """Errors that all processes raise alike, and after which they go on."""
         rank = int(os.environ.get("LOCAL_RANK", 0))
@@ -293,11 +314,12 @@ class Runs:
 
 
 SCENARIOS = ("fresh", "fitted", "predicted", "repeated")
+MORE = {"pp2": ["refused"], "dp2": ["uneven"]}  # under one program
 
 
 def one_device(folder: Path) -> dict[str, Outcome]:
     runs = Runs(None, 1, folder)
-    return {name: getattr(runs, name)() for name in SCENARIOS if name != "predicted"}
+    return {name: getattr(runs, name)() for name in [*SCENARIOS, "uneven"] if name != "predicted"}
 
 
 def trace_all(names: list[str], folder: Path, processes: int) -> None:
@@ -318,6 +340,5 @@ def train(rank: int, names: list[str], folder: Path, processes: int) -> dict[str
     results: dict[str, dict[str, Outcome]] = {}
     for name in names:
         runs = Runs(name, PROGRAMS[name][1], folder / name)
-        more = ["refused"] if name == "pp2" else []
-        results[name] = {scenario: getattr(runs, scenario)() for scenario in [*SCENARIOS, *more]}
+        results[name] = {scenario: getattr(runs, scenario)() for scenario in [*SCENARIOS, *MORE.get(name, [])]}
     return results

@@ -112,6 +112,11 @@ def test_predictions_are_those_of_the_replicas_own_samples(name, ranks):
     assert sorted(set(counts)) == ([21] if replicas == 1 else [10, 11])
 
 
+def test_last_batches_of_different_sizes_count_by_their_samples(ranks, plain):
+    for rank in ranks("dp2"):
+        assert_near(rank["uneven"], plain["uneven"])
+
+
 @pytest.mark.parametrize("name", marked(REPLICATED, QUICK))
 def test_an_uneven_share_repeats_samples_as_lightnings_sampler_does(name, ranks, plain):
     for rank in ranks(name):
