@@ -78,7 +78,9 @@ class Replay:
         slices = [slice(end - count, end) for end, count in zip(ends, counts, strict=True)]
         dtypes = _dtypes(compiled.dag)
         self.dtype = dtypes.get(LOSS)
-        with compiled.step.context():  # Lightning keeps in this dtype what is logged in neither
+        logs = compiled.dag.code.logs
+        with compiled.step.context() if logs else contextlib.nullcontext():  # a step that runs as it is logs by itself
+            # Lightning keeps in this dtype what is logged in neither.
             wide = torch.promote_types(torch.get_default_dtype(), torch.float32)
             kept = {name: dtype if dtype in (torch.float32, torch.float64) else wide for name, dtype in dtypes.items()}
         self.tensors = len(names) > first_log(compiled.dag.code)
@@ -88,7 +90,7 @@ class Replay:
         self._context: Callable[[], contextlib.AbstractContextManager[Any]] = contextlib.nullcontext
         if compiled.dag.code.metrics.events:
             self._context = compiled.step.context
-        for log in compiled.dag.code.logs:
+        for log in logs:
             kwargs: dict[str, Any] = {k: v for k, v in log.kwargs.items() if k not in NOT_REPLAYED}
             # Replicas whose batches cannot be cut count alike, in all processes, whatever the sizes of their tensors.
             apart = compiled.dag.code.undivided is not None and compiled.dag.replicas > 1
