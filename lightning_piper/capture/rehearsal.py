@@ -49,8 +49,11 @@ def notes_of(step: nn.Module, inputs: Sequence[torch.Tensor], own: torch.device)
                 notes.enter(name, tensor)
         for tensor in inputs:
             notes.enter("input", tensor)
+        before = [x.grad for x in step.parameters()]
         with _torch.exporting(), fx_traceback.preserve_node_meta():
             results = step(*inputs)
+            if any(x.grad is not was for x, was in zip(step.parameters(), before, strict=True)):
+                notes.leave_graph()  # a backward pass of the step's own has put something there, which no graph says
             notes.say("results", results)
             if joint:
                 trained = [x for x in step.parameters() if x.requires_grad]
@@ -97,6 +100,10 @@ class _Notes(_torch.TorchDispatchMode):
         else:
             self._calls = None
         return tangent
+
+    def leave_graph(self) -> None:
+        """The operations are not all that the step does."""
+        self._calls = None
 
     def graph(self, results: Sequence[torch.Tensor], gradients: Mapping[int, torch.Tensor | None]) -> Graph | None:
         """The graph, if it is known. `gradients`: as for `Calls.graph`."""

@@ -69,6 +69,26 @@ def checkpointed(net: Net, x: Tensor) -> Tensor:
     return checkpoint(lambda y: torch.sin(net.second(y)), x, use_reentrant=False)  # type: ignore[no-any-return]
 
 
+def penalised(net: Net, x: Tensor) -> Tensor:
+    return x + torch.autograd.grad(net.second(x).square().sum(), x, create_graph=True)[0]
+
+
+def attacked(net: Net, x: Tensor) -> Tensor:
+    given = x.detach().clone().requires_grad_()
+    (gradient,) = torch.autograd.grad(net.second(given).square().sum(), given)
+    return net.second((given + 0.1 * gradient.sign()).detach()) + x
+
+
+def hooked(net: Net, x: Tensor) -> Tensor:
+    y = x * 2
+    y.register_hook(lambda gradient: gradient * 3)
+    return y + x
+
+
+def of_each_sample(net: Net, x: Tensor) -> Tensor:
+    return torch.func.vmap(torch.func.grad(lambda row: row.sin().sum()))(x) + x
+
+
 PLAIN: dict[str, Callable[[Net, Tensor], Tensor]] = {
     "masks": masked,
     "in place": changed_in_place,
@@ -76,6 +96,10 @@ PLAIN: dict[str, Callable[[Net, Tensor], Tensor]] = {
     "several results": halves,
     "attention": attending,
     "a checkpoint": checkpointed,
+    "a gradient in the loss": penalised,
+    "a gradient inside": attacked,
+    "a hook": hooked,
+    "functions of samples": of_each_sample,
     "a function of its own": lambda net, x: Scaled.apply(x),
     "without gradients": lambda net, x: x.detach() + x,
     "autocast": lambda net, x: torch.autocast("cpu", torch.bfloat16).__call__(net.third)(x).float(),
