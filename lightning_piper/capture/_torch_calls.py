@@ -1,8 +1,9 @@
 """torch's private names for what a graph out of operations needs. Tried on torch 2.13; each entry says what is relied on.
 
-- `torch.fx.proxy._get_seq_nr`: the number that `node.meta["seq_nr"]` of an operation would be now, in a trace or outside of one.
-- `setup_stacktrace_preservation_hooks`: lets a backward pass say meanwhile which forward operation's it is (`seq_nr`), and
-  `GRADIENT_ACC_SPECIAL_STACK` where it adds gradients of one value.
+- `torch.autograd._get_sequence_nr`: the number that the next operation with a gradient will have. A trace gives an operation
+  that of the last one, and one of a backward pass that of its forward operation (`node.meta["seq_nr"]`).
+- `setup_stacktrace_preservation_hooks`: lets a backward pass say meanwhile in `current_meta` that it runs (`in_grad_fn`), of which
+  forward operation (`grad_fn_seq_nr`), and `GRADIENT_ACC_SPECIAL_STACK` where it adds gradients of one value.
 - `FunctionalTensor.metadata_fns`: operations that only ask about a tensor; so does `prim.device`.
 - `torch._C._dispatch_has_kernel_for_dispatch_key`, `autograd_would_have_decomposed`: is an operation made of others
   (`CompositeImplicitAutograd`), and is that how it runs?
@@ -23,7 +24,6 @@ from torch._dispatch.python import enable_python_dispatcher
 from torch._dynamo.utils import _disable_saved_tensors_hooks_during_tracing
 from torch._functorch._aot_autograd.logging_utils import setup_stacktrace_preservation_hooks
 from torch._subclasses.functional_tensor import FunctionalTensor
-from torch.fx.proxy import _get_seq_nr
 from torch.utils._python_dispatch import autograd_would_have_decomposed
 
 __all__ = ["as_traced", "is_taken_apart", "merges_gradients", "number_backward", "only_asks", "sequence_now"]
@@ -43,8 +43,11 @@ def only_asks(function: Any) -> bool:
     return function in _ASKING
 
 
-def sequence_now() -> int | None:
-    return _get_seq_nr()
+def sequence_now() -> int:
+    """The number that a trace would give an operation now."""
+    about = fx_traceback.current_meta
+    found: int = about["grad_fn_seq_nr"][-1] if about.get("in_grad_fn", 0) else torch.autograd._get_sequence_nr() - 1
+    return found
 
 
 def number_backward(loss: torch.Tensor) -> None:
