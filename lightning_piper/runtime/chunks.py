@@ -12,7 +12,7 @@ from lightning_piper.ir.nodes import Chunk
 from lightning_piper.ir.regions import Code, Step, StepCode
 from lightning_piper.ir.seeds import chunk_seed
 from lightning_piper.ir.terms import Denominator
-from lightning_piper.ir.values import Slice
+from lightning_piper.ir.values import Slice, TensorSpec
 from lightning_piper.ops.arguments import Way, shares
 from lightning_piper.plan.instructions import Run
 from lightning_piper.plan.plan import Plan
@@ -60,7 +60,7 @@ class ChunkBinder:
             if slot is not None:
                 writes.append((slot, start, start + len(specs)))
                 if function is None and slot in self._homes:
-                    function = self._lay(run, self._homes[slot], code, start)
+                    function = self._lay(run, self._homes[slot], code, start, specs)
             start += len(specs)
         if function is None:
             function = self._compiled(code, run)
@@ -76,11 +76,11 @@ class ChunkBinder:
         # With divided parameters a region takes any number of rows, and compiled code one number.
         return code.run if self._compiler is None or run.degrees else self._compiler(code)
 
-    def _lay(self, run: Run, home: Home, code: Code, first: int) -> Function | None:
+    def _lay(self, run: Run, home: Home, code: Code, first: int, own: Sequence[TensorSpec]) -> Function | None:
         """The code, with gradients where they lie in the end, as far as it can write them there; None if it can write none."""
         if home.into not in self._in_homes:
             alike = all(self._code_of(each) is code for each in home.runs)
-            self._in_homes[home.into] = laid(code, home, first, adds=self._compiler is not None) if alike else None
+            self._in_homes[home.into] = laid(code, home, first, own, self._compiler is not None) if alike else None
         found = self._in_homes[home.into]
         if found is None:
             return None

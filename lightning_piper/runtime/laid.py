@@ -118,11 +118,12 @@ class Laid:
         return [made[0].as_strided(*layout) for layout in self.layouts]
 
 
-def laid(code: Code, home: Home, first: int, adds: bool) -> Laid | None:
+def laid(code: Code, home: Home, first: int, own: Sequence[TensorSpec], adds: bool) -> Laid | None:
     """The code with those gradients of a bundle written where they lie in the end that it can write there; None if there are none.
 
     Args:
         first: where the bundle begins among the outputs.
+        own: its specs.
         adds: it adds to what is there.
     """
     module = getattr(code.run, "__self__", None)  # None: its sizes are open, or it runs the user's code
@@ -131,7 +132,6 @@ def laid(code: Code, home: Home, first: int, adds: bool) -> Laid | None:
     graph, copies = torch.fx.Graph(), dict[Node, Node]()
     graph.output(graph.graph_copy(code.graph, copies))
     last = [node for node in graph.nodes if node.op == "placeholder"][-1:]
-    own: list[TensorSpec] = next((list(bundle) for start, bundle in _bundles(code) if start == first), [])
     output: Any = code.graph.output_node()
     often = Counter(output.args[0])
     layouts: dict[int, Layout] = {}
@@ -158,15 +158,6 @@ def laid(code: Code, home: Home, first: int, adds: bool) -> Laid | None:
     specs = () if home.bucket is not None else tuple(spec if i in layouts else None for i, spec in enumerate(own))
     other = replace(code, run=compile_boxed(graph, module), graph=graph, inputs=(*code.inputs, *inputs))
     return Laid(other, tuple(layouts), tuple(layouts.values()), specs, adds)
-
-
-def _bundles(code: Code) -> list[tuple[int, tuple[TensorSpec, ...]]]:
-    """The bundles of outputs, and where they begin."""
-    found, start = [], 0
-    for specs in code.outputs:
-        found.append((start, specs))
-        start += len(specs)
-    return found
 
 
 def _wanted(home: Home, own: Sequence[TensorSpec]) -> list[tuple[int, torch.Tensor]]:
