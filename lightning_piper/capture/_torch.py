@@ -31,9 +31,6 @@
 - `Tensor._backward_hooks`, `Tensor._post_accumulate_grad_hooks`: what `register_hook` and its kin have registered.
 - `torch._functorch.partitioners`: `classify_nodes` and `choose_saved_values_set`, which read `node.dist_from_bw`: what of a forward
   pass to keep for the backward pass.
-- `torch._inductor`, imported when it is used: `compile_fx_inner` compiles a graph of ATen operations for fake inputs, and gives a
-  boxed function; outputs named in `user_visible_output_idxs` keep their strides; `select_decomp_table` says what to decompose.
-- `torch._guards.tracing`, `TracingContext`: tell it which fake tensors are used.
 - `Optimizer._optimizer_step_post_hooks`: in the order of calls.
 - `node.meta["partitioner_tag"]`: `is_backward` on nodes traced by autograd; `node.meta["seq_nr"]`: the same number on a
   forward operation and on the nodes of its backward.
@@ -44,7 +41,7 @@ from __future__ import annotations
 import contextlib
 import logging
 import warnings
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from typing import Any
 
 import torch
@@ -71,7 +68,6 @@ from torch._subclasses.fake_tensor import (
     FakeTensorMode,
 )
 from torch._subclasses.functional_tensor import FunctionalTensor
-from torch.fx.experimental.proxy_tensor import make_fx
 from torch.fx.experimental.symbolic_shapes import SYMPY_INTERP, DimDynamic, ShapeEnv, StatelessSymbolicContext
 from torch.nn.utils.prune import BasePruningMethod
 from torch.nn.utils.spectral_norm import SpectralNorm
@@ -362,39 +358,3 @@ def saved_values(graph: torch.fx.Graph, constants: nn.Module | None, results: in
             distance = min([far, *(user.dist_from_bw + 1 for user in node.users)])
         node.dist_from_bw = distance
     return choose_saved_values_set(graph, info, budget)
-
-
-def inductor_options() -> set[str]:
-    """Names of Inductor's options."""
-    from torch._inductor import config
-
-    return set(config.get_config_copy())
-
-
-def through_inductor(
-    run: Callable[[list[torch.Tensor]], Sequence[torch.Tensor]], inputs: Sequence[torch.Tensor], options: Mapping[str, Any]
-) -> Callable[[list[torch.Tensor]], Sequence[torch.Tensor]]:
-    """A boxed function of tensors, compiled for inputs like these. Random numbers are drawn as ATen's operations draw them, and
-    outputs have the strides that they have now.
-
-    Args:
-        run: the function, of ATen operations.
-        inputs: without data.
-        options: of Inductor, by name.
-    """
-    from torch._guards import TracingContext, tracing
-    from torch._inductor import config
-    from torch._inductor.compile_fx import compile_fx_inner
-    from torch._inductor.decomposition import select_decomp_table
-
-    # In this process: each rank compiles, and a pool of workers for each of them is more than the cores can do.
-    with config.patch({"fallback_random": True, "compile_threads": 1, **options}), torch.no_grad():
-        mode = FakeTensorMode(allow_non_fake_inputs=True)
-        fakes = [mode.from_tensor(x) for x in inputs]
-        traced = make_fx(lambda *args: tuple(run(list(args))), decomposition_table=select_decomp_table())(*fakes)
-        (made_of,) = traced.graph.output_node().args
-        assert isinstance(made_of, Sequence)
-        traced.graph.output_node().meta["user_visible_output_idxs"] = list(range(len(made_of)))
-        with tracing(TracingContext(mode)):
-            made: Callable[[list[torch.Tensor]], Sequence[torch.Tensor]] = compile_fx_inner(traced, fakes)
-    return made

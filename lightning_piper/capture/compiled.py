@@ -13,7 +13,7 @@ from typing import Any
 
 import torch
 
-from lightning_piper.capture import _torch
+from lightning_piper.capture import _torch_inductor
 from lightning_piper.errors import PiperError
 from lightning_piper.ir.boxed import RUNS_KEY
 from lightning_piper.ir.regions import Code
@@ -32,7 +32,7 @@ def checked_options(value: Any) -> Mapping[str, Any] | None:
         return {} if value else None
     if not isinstance(value, Mapping):
         raise PiperError(f"PiperStrategy(compile={shown(value)}): give True, False, or a dict of Inductor's options")
-    unknown = sorted(map(str, value.keys() - _torch.inductor_options()))
+    unknown = sorted(map(str, value.keys() - _torch_inductor.inductor_options()))
     if unknown:
         raise PiperError(f"PiperStrategy(compile=...): Inductor has no option {unknown[0]!r}; see torch._inductor.config")
     return dict(value)
@@ -68,7 +68,7 @@ class ChunkCompiler:
             return code.run
         inputs = [torch.empty_strided(x.shape, x.stride, dtype=x.dtype, device=self._device) for x in code.inputs]
         try:
-            made = _torch.through_inductor(code.run, inputs, self._options)
+            made = _torch_inductor.through_inductor(code.run, inputs, self._options)
         except Exception as error:  # whatever a compiler meets, the code as it was captured runs
             text = (str(error) or type(error).__name__).splitlines()[0]
             self.refused[f"{type(error).__name__}: {text[:200]}"] += 1

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import subprocess
+import sys
 from typing import Any
 
 import lightning as L
@@ -11,13 +13,20 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 import lightning_piper as piper
-from lightning_piper.capture import _torch
+from lightning_piper.capture import _torch_inductor
 from lightning_piper.capture.compiled import ChunkCompiler
 from lightning_piper.compiler import Compiled
 from lightning_piper.errors import PiperError
 from lightning_piper.runtime import Executor, LocalTransport, StepResult
+from tests.distributed.processes import PATIENCE
 from tests.runtime.steps import CPU
 
+_COMPILES = """
+from tests.runtime.test_compiled import CPU, ChunkCompiler, step
+compiler = ChunkCompiler({}, CPU)
+step(compiler)
+print(compiler.compiled, compiler.report)
+"""
 ROUNDING = 1e-14  # float64; 2e-16 measured
 
 
@@ -61,11 +70,19 @@ def test_compiled_chunks_give_the_same_within_rounding() -> None:
     assert distance(found, step(None, seed=4)) > 1e-3  # other random masks
 
 
+def test_compilers_of_builds_that_are_tested_automatically_take_the_same(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Inductor is stricter where the environment variable CI is set; in a process of its own, for it asks once for an operation."""
+    monkeypatch.setenv("CI", "true")
+    monkeypatch.setenv("TORCHINDUCTOR_FORCE_DISABLE_CACHES", "1")
+    found = subprocess.run([sys.executable, "-c", _COMPILES], capture_output=True, text=True, timeout=PATIENCE.total_seconds())
+    assert (found.returncode, found.stdout.strip()) == (0, "2 None"), found.stderr
+
+
 def test_what_cannot_be_compiled_runs_as_it_was_captured(monkeypatch: pytest.MonkeyPatch) -> None:
     def refuse(*args: Any) -> Any:
         raise RuntimeError("no kernel for this\nand more")
 
-    monkeypatch.setattr(_torch, "through_inductor", refuse)
+    monkeypatch.setattr(_torch_inductor, "through_inductor", refuse)
     compiler = ChunkCompiler({}, CPU)
     assert distance(step(compiler), step(None)) < ROUNDING  # products are added to sums nevertheless
     assert compiler.report == (
