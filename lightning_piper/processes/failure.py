@@ -8,7 +8,8 @@ failed first:
 - who says that it failed, with an error of its own;
 - else, whose line breaks: it was killed;
 - where all that is said is that communication timed out: who does not answer on the line (a stopped process), or answers that
-  it is not waiting for anybody; failing that, who said so first.
+  it is not waiting for anybody; failing that, who said so first;
+- now and then all are asked where they are: who has left the training loop while others wait for it in a batch (`progress`).
 
 All are told the verdict. It becomes a note on their own errors, and one that has not ended by itself a few seconds later is ended.
 """
@@ -25,7 +26,7 @@ import sys
 import threading
 import time
 import traceback
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from multiprocessing.connection import Connection, wait
 from pathlib import Path
 from subprocess import Popen
@@ -40,11 +41,13 @@ from lightning_piper.capture.source import shown_line
 from lightning_piper.errors import PiperError
 from lightning_piper.processes import agreement
 from lightning_piper.processes.behind import AWAITED
+from lightning_piper.processes.progress import Progress, parted
 from lightning_piper.processes.world import RANK_ZERO, World
 
 GRACE = 5.0  # seconds for a process to fail by itself, with a better message
 SETTLE = 2.0  # seconds from the first word of a communication that failed until the verdict
 PATIENCE = 5.0  # seconds for rank 0 to answer
+EVERY = 5.0  # seconds, after which all are asked where they are
 LONGEST = 2000  # characters of an error that are passed on; a message is then one write, whichever thread sends it
 
 GONE = "it ended without a word (killed, or short of memory), or lost its connection"
@@ -61,6 +64,7 @@ class FailureWatch:
         world: more than one process.
         host: address of rank 0.
         children: that this process has started and has to end, by rank, from the next one on.
+        progress: says how far this process has come; None: it does not train.
 
     Making one is collective.
 
@@ -68,8 +72,8 @@ class FailureWatch:
         PiperError: a process cannot reach rank 0.
     """
 
-    def __init__(self, world: World, host: str, children: Sequence[Popen[Any]]) -> None:
-        self._world = world
+    def __init__(self, world: World, host: str, children: Sequence[Popen[Any]], progress: Callable[[], Progress | None]) -> None:
+        self._world, self._progress = world, progress
         self._children = dict(enumerate(children, world.rank + 1))
         self._fitting = threading.get_ident()
         self._over, self._judged = threading.Event(), threading.Event()
@@ -88,7 +92,7 @@ class FailureWatch:
     def stop(self) -> None:
         """The fit has ended on this process, well or not."""
         self._over.set()
-        _send(self._line, {"over": True})
+        _send(self._line, {"over": True, "progress": self._progress()})
         if self._first is None:  # else rank 0 may be one that does not answer
             self._thread.join(PATIENCE)
         elif self._judging is not None:  # a rank 0 that is gone before all have heard the verdict looks like the one that failed
@@ -98,33 +102,40 @@ class FailureWatch:
         """Tell the others that this process has failed; if another one did so before, note on the error who and why."""
         text = f"{type(error).__name__}: {error}{_line_of(error)}"[:LONGEST]
         rank = getattr(error, "rank", None)
-        _send(self._line, {"failed": text, "rank": self._world.rank if rank is None else rank, "waited": waited(error)})
+        rank = self._world.rank if rank is None else rank
+        _send(self._line, {"failed": text, "rank": rank, "waited": waited(error), "progress": self._progress()})
         if not self._judged.wait(PATIENCE):
             self._first = (RANK_ZERO, SILENT)
         assert self._first is not None
         first, why = self._first
-        if first != self._world.rank and why != text:
+        if why != text:
             error.add_note(f"The first process to fail was rank {first}: {why}")
 
     def _listen(self) -> None:
-        lead_left = False
+        lead_left, lead = False, None
         while True:
             message = _receive(self._line)
             if message is None or "first" in message:
                 break
             if "where" in message:
-                _send(self._line, place_of(self._fitting))
-            lead_left |= "left" in message
+                _send(self._line, {**place_of(self._fitting), "progress": self._progress()})
+            if "left" in message:
+                lead_left, lead = True, message["left"]
         self._line.close()
         if message is None and (lead_left or self._over.is_set()):
+            if (found := parted({RANK_ZERO: lead, self._world.rank: self._progress()})) is not None:
+                self._first = found
+                self._judged.set()
             return
         self._first = (RANK_ZERO, GONE) if message is None else (message["first"], message["why"])
         self._judged.set()
         for rank in () if message is None else message["silent"]:
             if rank in self._children:
                 self._children[rank].kill()
-        if not self._over.wait(GRACE):
-            first, why = self._first
+        first, why = self._first
+        # Who has left the others would wait in vain; when it is gone, their waits break, and they fail by themselves.
+        leaves = message is not None and message["parted"] and first == self._world.rank
+        if not self._over.wait(0.0 if leaves else GRACE):
             said = f"rank {self._world.rank} ends, for it would wait in vain: the first process to fail was rank {first}: {why}"
             print(f"lightning_piper: {said}", file=sys.stderr, flush=True)
             os._exit(1)
@@ -138,7 +149,8 @@ class _Judge:
         awaited: ranks that have not said so yet.
         ended: ranks whose fit is over.
         failed: what ranks said whose communication failed, in the order in which they did.
-        places: where ranks are, of those that answered.
+        places: where ranks are, of those that answered when they were asked last.
+        progress: how far ranks have come, as they said last.
         verdict: as all are told.
     """
 
@@ -149,13 +161,18 @@ class _Judge:
         self.ended: set[int] = set()
         self.failed: dict[int, str] = {}
         self.places: dict[int, Message] = {}
+        self.progress: dict[int, Progress | None] = {}
         self.verdict: Message | None = None
         self._until: float | None = None  # when the verdict is due; after it, when nobody is awaited any longer
+        self._asks = time.monotonic() + EVERY  # when all are asked where they are
+        self._before: dict[int, Message] = {}  # the places of the time before
 
     def run(self) -> None:
         # To the end of all lines, also after the verdict: a line that breaks would look like the end of rank 0.
         while self.awaited or any(rank is not None for rank in self.lines.values()):
-            patience = None if self._until is None else max(0.0, self._until - time.monotonic())
+            asking = self._until is None and self.verdict is None and not self.awaited
+            due = self._asks if asking else self._until
+            patience = None if due is None else max(0.0, due - time.monotonic())
             for ready in wait([*self.lines, *([self._server] if self.awaited else [])], patience):
                 if isinstance(ready, Connection):
                     self._heard(ready)
@@ -167,12 +184,16 @@ class _Judge:
                     self._judge(*self._of_waiting())
                 else:
                     self.awaited, self._until = set(), None
+            elif asking and time.monotonic() >= self._asks:
+                self._look()
         for line in [*self.lines]:
             self._drop(line)
         self._server.close()
 
     def _heard(self, line: Connection) -> None:
         rank, message = self.lines[line], _receive(line)
+        if rank is not None and message is not None and "progress" in message:
+            self.progress[rank] = message["progress"]
         if message is None:
             self._drop(line)
             if rank is not None and rank not in self.failed:
@@ -182,7 +203,7 @@ class _Judge:
         elif "over" in message:
             self.ended.add(rank)
             if rank == RANK_ZERO:
-                self._tell({"left": True})
+                self._tell({"left": message["progress"]})
             self._drop(line)
         elif "at" in message:
             self.places[rank] = message
@@ -191,7 +212,7 @@ class _Judge:
         else:
             self.failed.setdefault(rank, message["failed"])
             if self._until is None:
-                self._until = time.monotonic() + SETTLE
+                self._until, self.places = time.monotonic() + SETTLE, {}
                 self._tell({"where": True})
 
     def _greeted(self, line: Connection, message: Message) -> None:
@@ -201,16 +222,30 @@ class _Judge:
         self.lines[line] = message["rank"]
         self.awaited.discard(message["rank"])
         if RANK_ZERO in self.ended:
-            _send(line, {"left": True})
+            _send(line, {"left": self.progress[RANK_ZERO]})
         if self.verdict is not None:
             _send(line, self.verdict)
         elif self._until is not None:
             _send(line, {"where": True})
 
-    def _judge(self, rank: int, why: str) -> None:
-        """The first verdict stands."""
+    def _look(self) -> None:
+        """Have processes parted that wait for each other? They are where they were the time before, and wait. Else ask again."""
+        places, self._asks = self.places, time.monotonic() + EVERY
+        waiting = all(rank in self.ended or (rank in places and places[rank]["waits"]) for rank in range(self._size))
+        if waiting and places == self._before and (found := parted(self.progress)) is not None:
+            self._judge(*found, parted=True)
+            return
+        self._before, self.places = places, {}
+        self._tell({"where": True})
+
+    def _judge(self, rank: int, why: str, parted: bool = False) -> None:
+        """The first verdict stands.
+
+        Args:
+            parted: the rank has left others that wait for it.
+        """
         if self.verdict is None:
-            self.verdict = {"first": rank, "why": why, "silent": self._silent() if why == SILENT else []}
+            self.verdict = {"first": rank, "why": why, "silent": self._silent() if why == SILENT else [], "parted": parted}
             self._tell(self.verdict)
             self._until = time.monotonic() + GRACE
 
@@ -218,6 +253,8 @@ class _Judge:
         """The verdict where nothing has failed but communication."""
         if silent := self._silent():
             return silent[0], SILENT
+        if (found := parted(self.progress)) is not None:
+            return found
         if any(re.search(r"time(d )?out", text, re.IGNORECASE) for text in self.failed.values()):
             for rank, place in sorted(self.places.items()):
                 if not place["waits"] and rank not in self.failed and rank not in self.ended:

@@ -13,6 +13,8 @@
 - `WeightAveraging._average_model`: its `AveragedModel`, with a copy of the module, from `setup` on;
   `StochasticWeightAveraging._average_model`: the copy itself; `_avg_fn`: how it averages.
 - `_HandlersCompose`: what a Trainer makes the handler of a signal, if there was none.
+- `_can_stop_early` of the loop over epochs: it may end where `should_stop` is set; `_num_ready_batches_reached` of the one over
+  batches: it has drawn all that its epoch has.
 - `ThroughputMonitor._throughputs`: its measurements by stage, of which each knows how many devices there are.
 """
 
@@ -39,15 +41,17 @@ from lightning.pytorch.plugins.layer_sync import LayerSync, TorchSyncBatchNorm
 from lightning.pytorch.strategies.launchers.subprocess_script import _SubprocessScriptLauncher
 from lightning.pytorch.strategies.parallel import ParallelStrategy
 from lightning.pytorch.trainer.connectors.signal_connector import _HandlersCompose
+from lightning.pytorch.trainer.states import TrainerFn
 from torch.optim import Optimizer
 from torch.optim.swa_utils import AveragedModel
 
 from lightning_piper.either_lightning import is_a
 from lightning_piper.ir.regions import Logged
+from lightning_piper.processes.progress import Progress, progress
 
 __all__ = [
     "Strategy", "collect_rng_states", "connect", "copy_of", "forget_logs", "handler_of", "log_anew", "log_apart", "move_optimizers",
-    "set_rng_states", "throughputs_of", "update_of",
+    "progress_of", "set_rng_states", "throughputs_of", "update_of",
 ]  # fmt: skip
 
 
@@ -156,6 +160,29 @@ def handler_of(number: int) -> Callable[[int, FrameType | None], Any] | None:
     """A Trainer's handler of a signal; None if it has another one."""
     found = signal.getsignal(number)
     return found if is_a(found, _HandlersCompose) else None  # type: ignore[return-value]
+
+
+def progress_of(trainer: pl.Trainer) -> Progress | None:
+    """How far a fit has come; asked by another thread than the one that trains."""
+    if trainer.state.fn != TrainerFn.FITTING or trainer.sanity_checking:
+        return None
+    loop = trainer.fit_loop.epoch_loop
+    counts: Any = loop.batch_progress.current  # declared as trackers that count less than these
+    epochs: Any = trainer.fit_loop.epoch_progress.current
+    done = loop.batch_progress.total.completed
+    if epochs.ready > epochs.started:  # the counts are of the epoch before
+        return progress(done, epochs.ready, 0)
+    left, over = None, False
+    if counts.processed == counts.ready > counts.started:
+        left = "its on_train_batch_start returned -1"
+    elif counts.completed == counts.ready > 0:
+        if trainer.should_stop and trainer.fit_loop._can_stop_early:
+            left, over = "its trainer.should_stop was set", True
+        elif 0 <= loop.max_steps <= loop.global_step:
+            left, over = f"it had done max_steps={loop.max_steps}", True
+        elif loop._num_ready_batches_reached() or epochs.processed == epochs.ready:
+            left = "its data had ended"
+    return progress(done, epochs.ready, counts.completed, left, over)
 
 
 def throughputs_of(monitor: ThroughputMonitor) -> Iterable[Throughput]:

@@ -126,7 +126,9 @@ class OverProcesses(_lightning.Strategy):
         store = store_of_attempt(environment.main_address, environment.main_port, self._timeout)
         _lightning.connect(environment, backend, timeout=self._timeout, store=store)
         if self.world_size > 1:
-            self._watch = FailureWatch(self.world, environment.main_address, self.started)
+            assert self.lightning_module is not None
+            progress = partial(_lightning.progress_of, self.lightning_module.trainer)
+            self._watch = FailureWatch(self.world, environment.main_address, self.started, progress)
 
     def on_exception(self, exception: BaseException) -> None:
         super().on_exception(exception)

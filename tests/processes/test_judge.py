@@ -25,6 +25,7 @@ from lightning_piper.processes.failure import (
     place_of,
     waited,
 )
+from lightning_piper.processes.progress import Progress, parted, progress
 
 PATIENCE = 300.0  # seconds; longer than any machine needs for what is waited for here
 TOKEN = "token of this run"
@@ -48,8 +49,8 @@ class Ranks:
             self.lines[rank] = _connect("localhost", self.port)
             _send(self.lines[rank], {"token": TOKEN, "rank": rank})
 
-    def failed(self, rank: int, why: str, waited: bool = True) -> None:
-        _send(self.lines[rank], {"failed": why, "rank": rank, "waited": waited})
+    def failed(self, rank: int, why: str, waited: bool = True, progress: Progress | None = None) -> None:
+        _send(self.lines[rank], {"failed": why, "rank": rank, "waited": waited, "progress": progress})
 
     def hear(self, rank: int) -> dict[str, Any]:
         assert self.lines[rank].poll(PATIENCE)
@@ -130,8 +131,8 @@ def test_who_does_not_answer_is_stopped(ranks):
 
 def test_who_has_ended_well_is_not_blamed(ranks):
     ranks.connect(0, 1, 2)
-    _send(ranks.lines[0], {"over": True})
-    assert ranks.hear(1) == ranks.hear(2) == {"left": True}
+    _send(ranks.lines[0], {"over": True, "progress": None})
+    assert ranks.hear(1) == ranks.hear(2) == {"left": None}
     ranks.lines.pop(0).close()
     ranks.failed(1, CLOSED)
     ranks.answer(2, waits=True)
@@ -157,6 +158,64 @@ def test_strangers_are_not_heard(ranks):
     assert ranks.verdict(2) == (0, "ValueError: x")
 
 
+def look(judge: _Judge, *progress: Progress | None, waits: bool = True, at: str = "a collective") -> int | None:
+    """All ranks say where they are, and the judge looks; the rank that it judges."""
+    judge.places = {rank: {"waits": waits, "at": at, "progress": each} for rank, each in enumerate(progress)}
+    judge.progress = dict(enumerate(progress))
+    judge._look()
+    return None if judge.verdict is None else judge.verdict["first"]
+
+
+@pytest.fixture
+def judge() -> Iterator[_Judge]:
+    server = _listen()
+    yield _Judge(server, 2, TOKEN)
+    server.close()
+
+
+LEFT, GOING_ON = progress(6, 2, 3, "its data had ended"), progress(6, 2, 3)
+
+
+def test_who_has_left_the_others_is_judged_when_all_have_waited_for_some_time(judge):
+    assert look(judge, GOING_ON, LEFT) is None
+    assert look(judge, GOING_ON, LEFT) == 1
+    assert judge.verdict == {"first": 1, "why": parted({0: GOING_ON, 1: LEFT})[1], "silent": [], "parted": True}
+    assert (
+        "it has left the training loop after 6 batches (3 in its last epoch), for its data had ended, while rank 0"
+        in (judge.verdict["why"])
+    )
+
+
+def test_one_who_is_only_late_has_not_been_left(judge):
+    for _ in range(2):
+        assert look(judge, progress(5, 2, 2), LEFT) is None  # in the last batch
+        assert look(judge, GOING_ON, LEFT, waits=False) is None  # drawing one more than there is, as far as anybody knows
+        assert look(judge, LEFT, LEFT) is None
+        assert look(judge, progress(6, 3, 0), LEFT) is None  # ahead, in the next epoch
+        assert look(judge, progress(6, 3, 0), progress(6, 3, 0)) is None
+        assert look(judge, None, LEFT) is None
+    assert look(judge, GOING_ON, LEFT, at="one place") is None
+    assert look(judge, GOING_ON, LEFT, at="another") is None
+
+
+def test_who_goes_on_after_the_fit_of_another_has_been_left(judge):
+    ended = progress(6, 2, 3, "its trainer.should_stop was set", over=True)
+    assert look(judge, progress(6, 3, 0), ended) is None
+    assert look(judge, progress(6, 3, 0), ended) == 1
+
+
+def test_who_has_ended_and_left_the_others_is_named_when_their_communication_breaks(ranks):
+    ranks.connect(0, 1, 2)
+    _send(ranks.lines[1], {"over": True, "progress": LEFT})
+    for rank in (0, 2):
+        ranks.failed(rank, CLOSED, progress=GOING_ON)
+    while not {0, 2} <= {*ranks.judge.failed}:
+        pass
+    ranks.judge._until = 0.0
+    ranks.failed(0, CLOSED, progress=GOING_ON)  # once more: it looks at the clock
+    assert ranks.verdict(2) == (1, parted({0: GOING_ON, 1: LEFT})[1])
+
+
 class Lead:
     """A world of two, of which this is rank 0."""
 
@@ -170,7 +229,7 @@ class Lead:
 def test_the_lead_stays_until_all_have_heard(monkeypatch):
     monkeypatch.setattr(failure, "SETTLE", PATIENCE)
     world = Lead()
-    watch = FailureWatch(world, "localhost", [])  # type: ignore[arg-type]
+    watch = FailureWatch(world, "localhost", [], lambda: None)  # type: ignore[arg-type]
     other = _connect("localhost", world.port)
     _send(other, {"token": world.token, "rank": 1})
     watch.report(ValueError("of its own"))
@@ -179,7 +238,7 @@ def test_the_lead_stays_until_all_have_heard(monkeypatch):
     leaving.join(0.3)
     assert leaving.is_alive()
     assert other.poll(PATIENCE)
-    assert _receive(other) == {"first": 0, "why": "ValueError: of its own", "silent": []}
+    assert _receive(other) == {"first": 0, "why": "ValueError: of its own", "silent": [], "parted": False}
     other.close()
     leaving.join(PATIENCE)
     assert not leaving.is_alive()

@@ -21,7 +21,7 @@ from tests.strategy.replicated import dp2
 
 
 class Trouble(L.Callback):
-    """What happens in the third batch, and on which rank: "die on 0, hang on 1"."""
+    """What happens in the third batch, and on which rank: "die on 0, hang on 1"; or at its end: "leave on 1"."""
 
     def __init__(self, kind: str) -> None:
         self.kind = kind
@@ -37,11 +37,16 @@ class Trouble(L.Callback):
             if trouble == f"hang on {trainer.global_rank}":
                 time.sleep(1000)
 
+    def on_train_batch_end(self, trainer: L.Trainer, module: Any, outputs: Any, batch: Any, batch_idx: int) -> None:
+        trainer.should_stop |= batch_idx == 2 and self.kind == f"leave on {trainer.global_rank}"
+
 
 def data(kind: str) -> Any:
     batches = list(vectors())
     if kind.startswith("other shapes") and os.environ.get("LOCAL_RANK") == "1":
         batches[2] = [x[:6] for x in batches[2]]
+    if kind == f"end on {os.environ.get('LOCAL_RANK')}":
+        del batches[2:]
     return Batches(batches)
 
 
@@ -50,14 +55,16 @@ def train(rank: int, kind: str) -> None:
 
 
 def main(kind: str) -> None:
-    program = dp2() if kind == "other shapes of replicas" else list(PROGRAM)
+    program = dp2() if kind == "other shapes of replicas" or kind[:-2] in ("end on", "leave on") else list(PROGRAM)
     # Who is only slow, on a loaded machine, is not to be taken for one who hangs.
     failure.GRACE = failure.SETTLE = 20.0
     failure.PATIENCE = 100.0
+    failure.EVERY = 0.5
     # The timeout also limits how much later one process may start than the other, which is long by Lightning's launcher.
     seconds = {"hang on 0": 20, "stop on 1": 60}.get(kind, 2 * LIMIT.total_seconds())
     strategy = piper.PiperStrategy(program, timeout=timedelta(seconds=seconds))
-    fit, _ = trainer(strategy, [Trouble(kind)], devices=2)
+    options = {"max_steps": -1, "max_epochs": 1} if kind.startswith("end") else {}
+    fit, _ = trainer(strategy, [Trouble(kind)], devices=2, **options)
     try:
         fit.fit(MLP(), data(kind))
     except Exception as error:

@@ -88,6 +88,25 @@ def test_a_process_that_hangs_does_not_outlive_the_one_that_launched_it():
     assert "rank 1 ends, for it would wait in vain: the first process to fail was rank 0: it ended without a word" in said
 
 
+def check_left(left: Ended, other: Ended, rank: int, batches: int, why: str) -> None:
+    """One has left, and is ended; so the other one's wait breaks."""
+    said = (
+        f"rank {rank}: it has left the training loop after {batches} batches ({batches} in its last epoch), for {why}, while rank "
+    )
+    assert left.exitcode == 1 and f"rank {rank} ends, for it would wait in vain: the first process to fail was {said}" in left.said
+    assert isinstance(other.result, PiperError) and f"The first process to fail was {said}" in other.said
+
+
+def test_a_process_whose_data_end_before_the_others(tmp_path):
+    other, left = run("end on 1", tmp_path)
+    check_left(left, other, 1, 2, "its data had ended")
+
+
+def test_a_process_that_stops_before_the_others(tmp_path):
+    left, other = run("leave on 0", tmp_path)
+    check_left(left, other, 0, 3, "its trainer.should_stop was set")
+
+
 def test_batches_of_other_shapes(tmp_path):
     first, second = run("other shapes", tmp_path)
     assert isinstance(first.result, PiperError) and isinstance(second.result, PiperError)
