@@ -93,8 +93,8 @@ def alone(path: Path) -> Iterator[None]:
                 raise PermissionError  # nothing is read from there, so there is nothing to wait for
             file = stack.enter_context(open(os.open(path.parent / "lock", _LOCKING, 0o600), "ab"))
             # A byte for each path, which nobody has to be there to give back.
-            place, until = int.from_bytes(_SUM(path.name.encode()).digest()[:4], "big"), time.monotonic() + PATIENCE
-            while time.monotonic() < until:
+            place, until = int.from_bytes(_SUM(path.name.encode()).digest()[:4], "big"), time.perf_counter() + PATIENCE
+            while time.perf_counter() < until:
                 try:
                     fcntl.lockf(file, fcntl.LOCK_EX | fcntl.LOCK_NB, 1, place)
                     break

@@ -373,7 +373,7 @@ class PiperStrategy(EvaluatingStrategy):
         else:
             content = restored.sharded.content
         restored.seed = seed_of(content)
-        return content
+        return {key: value for key, value in content.items() if key != KEY}  # hooks get what another strategy gives them
 
     def save_checkpoint(self, checkpoint: dict[str, Any], filepath: str | Path, storage_options: Any | None = None) -> None:
         phase, io = self.phase, self.checkpoint_io

@@ -34,6 +34,7 @@ now: dict[str, Any] = {}
 
 def pytest_configure(config: pytest.Config) -> None:
     torch.set_num_threads(1)
+    _seed()  # some make their data when they are imported
     _give_strategies()
     _note(piper.PiperStrategy if PIPER else SingleDeviceStrategy)
 
@@ -83,6 +84,10 @@ def _note(kind: Any) -> None:
 
 @pytest.fixture(autouse=True)
 def _seeded() -> None:
+    _seed()
+
+
+def _seed() -> None:
     torch.manual_seed(1)
     np.random.seed(1)
     random.seed(1)

@@ -23,11 +23,17 @@ LEFT_OUT = "not spike and not ddp and not spawn and not fsdp and not multi_gpu"
 # What fails, by a pattern of its name, and why.
 KNOWN = {
     r"test_pytorch_profiler_trainer_fit": "looks for the name of Lightning's own strategy in what is profiled",
-    r"test_trainer_model_hook_system_fit_no_val_and_resume": "compares a checkpoint's keys, of which there is one more: the seed",
+    r"test_skip_training_step_not_allowed": "sets strategy.world_size, which no strategy of several processes lets anyone set",
+    r"test_cpu_slurm_save_load|test_hpc_restore_attempt": "says that SLURM is there, and gives none of its variables",
     r"test_trainer_save_checkpoint_storage_options": "a CheckpointIO that writes nothing is refused",
     r"test_workers_are_shutdown": "passes alone: it depends on when Python collects garbage",
-    r"gated_val_check|test_timer_stops_training": "is timed, and the first step takes longer, for it is captured",
+    r"test_timer_stops_training": "is timed, and the first step takes longer, for it is captured",
     r"test_models\[": "needs the network",
+}
+# Whose numbers differ, and why.
+APART = {
+    r"test_timer_(stops|resume)_training": "trains until a time is over",
+    r"test_fit_ckpt_path_epoch_restored": "resumes from the files of a set, in any order",
 }
 
 pytestmark = [
@@ -43,7 +49,7 @@ def outcomes(strategy: str, file: Path, tests: Path) -> dict[str, dict[str, Any]
         "OWN_STRATEGY": strategy, "OWN_OUTCOMES": str(file), "OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": "",
         "PYTHONPATH": os.pathsep.join([str(ROOT), str(tests), os.environ.get("PYTHONPATH", "")]),
     }  # fmt: skip
-    options = ["-q", "-p", "tests.lightning_own.plugin", "-p", "no:cacheprovider", "--timeout=120", "-k", LEFT_OUT, "--tb=short"]
+    options = ["-q", "-p", "tests.lightning_own.plugin", "-p", "no:cacheprovider", "--timeout=300", "-k", LEFT_OUT, "--tb=native"]
     config = ["-c", str(tests.parent / "pyproject.toml"), f"--rootdir={tests.parent}", f"--basetemp={file.parent / strategy}"]
     subprocess.run([sys.executable, "-m", "pytest", *options, *config, "tests_pytorch"], cwd=tests, env=environ, check=False)
     return {found["id"]: found for found in map(json.loads, file.read_text().splitlines())}
@@ -59,6 +65,7 @@ def test_they_pass_and_leave_the_same_numbers(tmp_path):
     assert len(used) > 1000
     unknown = {name: own[name]["said"] for name in failing if not any(re.search(pattern, name) for pattern in KNOWN)}
     assert not unknown
-    assert len(failing) <= 0.03 * len(used)
-    apart = [name for name in used if name not in failing and own[name]["runs"] != plain[name]["runs"]]
-    assert len(apart) <= 0.03 * len(used), apart
+    assert len(failing) <= 0.02 * len(used)
+    # As texts, where a nan is equal to itself.
+    apart = [name for name in used if name not in failing and repr(own[name]["runs"]) != repr(plain[name]["runs"])]
+    assert not [name for name in apart if not any(re.search(pattern, name) for pattern in APART)]

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 from pathlib import Path
+from unittest import mock
 
 import lightning as L
 import pytest
 import torch
-from lightning.pytorch.callbacks import ModelCheckpoint
+from lightning.pytorch.callbacks import LambdaCallback, ModelCheckpoint
+from lightning.pytorch.plugins.io import TorchCheckpointIO
 
 import lightning_piper as piper
 from tests.strategy.fitting import PROGRAM, apart, distance, local, same, sharing_captures, trainer, values
@@ -67,6 +69,22 @@ def test_loads_into_the_plain_module(tmp_path):
     assert all(states[0][i].keys() == states[1][i].keys() for i in states[0])
 
 
+def test_hooks_are_given_the_keys_of_a_plain_trainer(tmp_path):
+    """Also by a plugin that keeps what it was given, and from which the seed may not go."""
+    found = []
+    for how, strategy in (("plain", "auto"), ("1F1B", local())):
+        _, path, _ = run(how, tmp_path, 1)
+        content = torch.load(path, weights_only=True)
+        saved = list(content)
+        hook = LambdaCallback(on_load_checkpoint=lambda trainer, module, content: found.append(list(content)))
+        module, loader = make("tied")
+        fit, _ = trainer(strategy, [hook], max_steps=2)
+        with mock.patch.object(TorchCheckpointIO, "load_checkpoint", return_value=content):
+            fit.fit(module, loader, ckpt_path=path)
+        assert list(content) == saved
+    assert found[0] == found[1] and "loops" in found[0]
+
+
 def test_dropout_goes_on_with_the_same_masks(tmp_path):
     torch.manual_seed(3)
     whole, _, _ = run("1F1B", tmp_path / "whole", 10, name="dropout")
@@ -83,8 +101,6 @@ def test_dropout_goes_on_with_the_same_masks(tmp_path):
 
 
 def test_an_interrupted_save_leaves_the_earlier_file(tmp_path, monkeypatch):
-    from lightning.fabric.plugins import TorchCheckpointIO
-
     _, path, _ = run("1F1B", tmp_path, 1)
     before = Path(path).read_bytes()
 

@@ -2,14 +2,19 @@
 
 from __future__ import annotations
 
+import itertools
 import re
+from datetime import timedelta
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
 
 from tests.distributed.processes import launch_trainings
 from tests.groups import marked, on_demand
+from tests.strategy.fitting import local, trainer
+from tests.strategy.models import MLP, vectors
 from tests.strategy.options import PROGRAMS, TRIALS, run_all, trace_all
 from tests.strategy.requests import work
 
@@ -135,3 +140,27 @@ def test_parameters_in_pieces_changed_in_place(program, ranks):
     words = "^nothing$" if program == "PP2" else "parameter 'first.0.weight' was changed in place"
     for found in ranks(program):
         assert re.search(words, found["refusals"]["in place"])
+
+
+class Validated(MLP):
+    def __init__(self) -> None:
+        super().__init__()
+        self.at: list[int] = []
+
+    def validation_step(self, batch: Any, batch_idx: int) -> None:
+        pass
+
+    def on_validation_start(self) -> None:
+        self.at.append(self.global_step)
+
+
+def test_a_validation_by_time_comes_after_the_same_batches():
+    """By a clock that goes on when it is asked, as Lightning does after each batch: nobody else asks it."""
+    found = []
+    for strategy in ("auto", local()):
+        module = Validated()
+        with mock.patch("time.monotonic", side_effect=itertools.count()):
+            options = {"val_check_interval": timedelta(seconds=3), "limit_val_batches": 1, "num_sanity_val_steps": 0}
+            trainer(strategy, max_steps=20, **options)[0].fit(module, vectors(), vectors())
+        found.append(module.at)
+    assert found[0] == found[1] and len(found[0]) > 2
