@@ -133,7 +133,7 @@ class Late:
 
 class LateMembers(Members):
     def __init__(self, members: Members, channel: Channel) -> None:
-        super().__init__(members.group, members.ranks, members.ranks[members.own], members.native)
+        super().__init__(members.messages, members.ranks, members.ranks[members.own], members.native)
         self._channel = channel
 
     def exchange(self, sent: list[Tensor], received: list[Tensor]) -> list[Any]:

@@ -3,18 +3,21 @@
 gloo has no reduce-scatter of its own (torch makes it from an all-reduce, twice the bytes), and its all-gather copies. So parts go
 straight from each member to the one that wants them, and are put together in the order of the members: the bits do not depend on
 which came first. NCCL has an operation for each kind, and takes it; so does gloo for sums of the whole, unless they are of few
-bytes: then its rounds take longer than the bytes, and each member sends its own to all others and adds up by itself.
+bytes, for then its rounds take longer than the bytes, or members can read each other's memory: then each member sends its own to
+all others and adds up by itself.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 import torch.distributed as dist
 
 from lightning_piper.ops.base import Bound, Bundle, Exchange, Slots, parts_of
+from lightning_piper.runtime.messages import Messages, Work
+from lightning_piper.runtime.shared_memory import DIRECT, SharedMessages, SharedSum
 
 Finish = Callable[[Any], Bundle]
 FEW = 2**15  # bytes that a member sends at most in a sum that each makes by itself; with more, gloo's own is faster
@@ -28,30 +31,44 @@ class Members:
     """A communicator and its members, seen from one of them.
 
     Attributes:
+        messages: between them.
         group: the communicator.
         ranks: rank in it of each member, in the order of the members.
         native: its backend has an operation for each kind of collective, as NCCL has; gloo has not.
         own: position of this process.
     """
 
-    def __init__(self, group: dist.ProcessGroup, ranks: list[int], rank: int, native: bool) -> None:
-        self.group, self.ranks, self.native = group, ranks, native
+    def __init__(self, messages: Messages, ranks: list[int], rank: int, native: bool) -> None:
+        self.messages, self.group = messages, messages.group
+        self.ranks, self.native = ranks, native
         self.own = ranks.index(rank)
 
     @property
     def others(self) -> list[int]:
         return [i for i in range(len(self.ranks)) if i != self.own]
 
-    def exchange(self, sent: Sequence[torch.Tensor], received: Sequence[torch.Tensor]) -> list[Any]:
+    def exchange(self, sent: Sequence[torch.Tensor], received: Sequence[torch.Tensor]) -> list[Work]:
         """Start to send `sent[i]` to member i and to receive its answer into `received[i]`, for all others; nothing, if empty."""
-        works: list[Any] = [self.group.recv([received[i]], self.ranks[i], 0) for i in self.others if received[i].numel()]
-        return works + [self.group.send([sent[i]], self.ranks[i], 0) for i in self.others if sent[i].numel()]
+        works = [self.messages.receive(received[i], self.ranks[i]) for i in self.others if received[i].numel()]
+        by_part: dict[int, tuple[torch.Tensor, list[int]]] = {}  # what goes to several members is sent once
+        for i in self.others:
+            if sent[i].numel():
+                by_part.setdefault(id(sent[i]), (sent[i], []))[1].append(self.ranks[i])
+        for part, ranks in by_part.values():
+            works += self.messages.send(part, ranks)
+        return works
 
     def add_up(self, x: torch.Tensor) -> Work:
         """Start to sum a tensor in place, of which each member has one of its shape; all get the same bits."""
         x = torch.view_as_real(x) if x.is_complex() else x
-        few = x.numel() * x.element_size() * (len(self.ranks) - 1) <= FEW
+        if isinstance(self.messages, SharedMessages) and x.nbytes > DIRECT and x.is_contiguous():
+            return SharedSum(self.messages, self.ranks, self.own, x)
+        few = x.nbytes * (len(self.ranks) - 1) <= FEW
         return _Sum(self, x) if few and not self.native else self.group.allreduce([x])
+
+    def without_memory(self) -> Members:
+        """The same members, whose messages go through the backend alone."""
+        return Members(Messages(self.group), self.ranks, self.ranks[self.own], self.native)
 
     def by_rank(self, parts: Sequence[torch.Tensor]) -> list[torch.Tensor]:
         """The members' parts in the order of their ranks."""
@@ -60,12 +77,6 @@ class Members:
     @property
     def in_order(self) -> bool:
         return self.ranks == sorted(self.ranks)
-
-
-class Work(Protocol):
-    """What is under way: see `torch.distributed.Work`."""
-
-    def wait(self) -> Any: ...
 
 
 class _Sum:

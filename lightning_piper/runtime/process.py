@@ -16,7 +16,9 @@ from lightning_piper.plan.instructions import Channel, Collective, Group, Irecv,
 from lightning_piper.plan.plan import Plan
 from lightning_piper.runtime.collectives import Finish, Members, bind_alone, bind_collective
 from lightning_piper.runtime.groups import local_group
+from lightning_piper.runtime.messages import Messages, Work
 from lightning_piper.runtime.riding import Ride, ride_of
+from lightning_piper.runtime.shared_memory import messages_of
 from lightning_piper.runtime.wire import packer, unpacker
 
 
@@ -25,8 +27,8 @@ class Communicators(Protocol):
 
     def members(self, key: Group) -> Members: ...
 
-    def channel(self, channel: Channel, end: int) -> tuple[dist.ProcessGroup, int]:
-        """The channel's communicator and the rank in it of its sender (`end` 0) or receiver (`end` 1)."""
+    def channel(self, channel: Channel, end: int) -> tuple[Messages, int]:
+        """The channel's messages and the rank in its communicator of its sender (`end` 0) or receiver (`end` 1)."""
         ...
 
 
@@ -67,8 +69,8 @@ class ProcessTransport:
             raise ExecutionError(f"two devices have the same rank: {self._ranks}")
         self._own = {rank: device for device, rank in self._ranks.items()}.get(dist.get_rank())
         self._device, self._timeout = device, timeout
-        self._groups: dict[Group, dist.ProcessGroup] = {}  # channels are pairs, and groups of two are kept apart below
-        self._channels: dict[Channel, dist.ProcessGroup] = {}
+        self._groups: dict[Group, Messages] = {}  # channels are pairs, and groups of two are kept apart below
+        self._channels: dict[Channel, Messages] = {}
         self.connect(plans)
 
     def connect(self, plans: Mapping[int, Plan]) -> None:
@@ -88,24 +90,27 @@ class ProcessTransport:
     def _connect_channel(self, channel: Channel) -> None:
         if channel in self._channels:
             return
-        group = self._channels[channel] = self._new_group(channel, f"channel {channel[0]}>{channel[1]}")
+        messages = self._channels[channel] = self._new_messages(channel, f"channel {channel[0]}>{channel[1]}")
         sending = self._own == channel[0]
-        peer = dist.get_group_rank(group, self._ranks[channel[1 if sending else 0]])
-        (group.send if sending else group.recv)([torch.zeros(1, device=self._device)], peer, 0).wait()
+        peer = dist.get_group_rank(messages.group, self._ranks[channel[1 if sending else 0]])
+        first = torch.zeros(1, device=self._device)
+        for work in messages.send(first, [peer]) if sending else [messages.receive(first, peer)]:
+            work.wait()
 
     def _connect_group(self, key: Group) -> None:
         if key not in self._groups:
-            group = self._groups[key] = self._new_group(key[0], f"stream {key[1]}")
-            dist.all_reduce(torch.zeros(1, device=self._device), group=group)
+            messages = self._groups[key] = self._new_messages(key[0], f"stream {key[1]}")
+            dist.all_reduce(torch.zeros(1, device=self._device), group=messages.group)
 
-    def _new_group(self, members: Sequence[int], purpose: str) -> dist.ProcessGroup:
+    def _new_messages(self, members: Sequence[int], purpose: str) -> Messages:
         backend = backend_of(self._device)
-        return local_group([self._ranks[d] for d in members], purpose, backend, self._timeout, options_of(backend))
+        group = local_group([self._ranks[d] for d in members], purpose, backend, self._timeout, options_of(backend))
+        return messages_of(group) if backend == HOST else Messages(group)
 
     def close(self) -> None:
         """Give the communicators back. Collective."""
-        for group in [*self._channels.values(), *self._groups.values()]:
-            dist.destroy_process_group(group)
+        for messages in [*self._channels.values(), *self._groups.values()]:
+            dist.destroy_process_group(messages.group)
         self._channels, self._groups = {}, {}
 
     def endpoint(self, plan: Plan, device: torch.device) -> ProcessEndpoint:
@@ -116,14 +121,17 @@ class ProcessTransport:
         return ProcessEndpoint(self, device, ride_of(plan, device))
 
     def members(self, key: Group) -> Members:
-        group = self._groups[key]
-        ranks = [dist.get_group_rank(group, self._ranks[device]) for device in key[0]]
-        return Members(group, ranks, dist.get_rank(group), dist.get_backend(group) != HOST)
+        messages = self._groups[key]
+        ranks = [dist.get_group_rank(messages.group, self._ranks[device]) for device in key[0]]
+        return Members(messages, ranks, dist.get_rank(messages.group), dist.get_backend(messages.group) != HOST)
 
-    def channel(self, channel: Channel, end: int) -> tuple[dist.ProcessGroup, int]:
-        """The channel's communicator and the rank in it of its sender (`end` 0) or receiver (`end` 1)."""
-        group = self._channels[channel]
-        return group, dist.get_group_rank(group, self._ranks[channel[end]])
+    def channel(self, channel: Channel, end: int) -> tuple[Messages, int]:
+        """The channel's messages and the rank in its communicator of its sender (`end` 0) or receiver (`end` 1)."""
+        messages = self._channels[channel]
+        return messages, dist.get_group_rank(messages.group, self._ranks[channel[end]])
+
+
+MOST = 2**28  # bytes of gradients that are summed in a step through memory of their own
 
 
 class ProcessEndpoint:
@@ -137,21 +145,23 @@ class ProcessEndpoint:
 
     def __init__(self, transport: Communicators, device: torch.device, ride: Ride | None = None) -> None:
         self._transport, self._device, self.ride = transport, device, ride
-        self._sent: dict[int, list[tuple[dist.Work, torch.Tensor, torch.Tensor]]] = {}  # send -> works and the tensors they read
+        self._sent: dict[int, list[tuple[list[Work], torch.Tensor, torch.Tensor]]] = {}  # send -> works and the tensors they read
         self._finish: dict[int, Finish] = {}  # collective -> what makes its value when its works are done
+        self._members: dict[int, Members] = {}  # of each collective
+        self._summed = 0  # bytes of sums of a step that go through memory
 
     def reset(self) -> None:
         for sent in self._sent.values():
             sent.clear()
 
     def send(self, instruction: Send, slots: Slots) -> Bound:
-        group, peer = self._transport.channel(instruction.channel, 1)
+        messages, peer = self._transport.channel(instruction.channel, 1)
         (read,) = instruction.reads
         source, last = read.slot, read.last
         packers = [packer(spec, self._device) for spec in instruction.tensors]
         filled = [spec.numel > 0 for spec in instruction.tensors]
         sent = self._sent[instruction.node] = []
-        isend = group.send
+        to = [peer]
 
         def send() -> None:
             bundle = slots[source]
@@ -161,7 +171,7 @@ class ProcessEndpoint:
                 if full:
                     message = pack(x)
                     # The value itself is kept too: on a device a packed copy is read on another stream.
-                    sent.append((isend([message], peer, 0), message, x))
+                    sent.append((messages.send(message, to), message, x))
 
         return send
 
@@ -169,24 +179,24 @@ class ProcessEndpoint:
         sent = self._sent[instruction.node]
 
         def wait_send() -> None:
-            for work, *_ in sent:
-                work.wait()
+            for works, *_ in sent:
+                for work in works:
+                    work.wait()
             sent.clear()
 
         return wait_send
 
     def irecv(self, instruction: Irecv, slots: Slots) -> Bound:
-        group, peer = self._transport.channel(instruction.channel, 0)
+        messages, peer = self._transport.channel(instruction.channel, 0)
         into = instruction.into
         rooms = [(unpacker(spec, self._device), spec.numel > 0) for spec in instruction.tensors]
-        receive = group.recv
 
         def irecv() -> None:
             works, values = [], []
             for room, full in rooms:
                 message, value = room()
                 if full:
-                    works.append(receive([message], peer, 0))
+                    works.append(messages.receive(message, peer))
                 values.append(value)
             slots[into] = (works, tuple(values))
 
@@ -195,7 +205,7 @@ class ProcessEndpoint:
     def collective(self, instruction: Collective, exchange: Exchange, slots: Slots) -> Bound:
         if len(instruction.members) == 1:  # of what nobody else has
             return bind_alone(exchange, instruction.into, slots)
-        members, ride = self._transport.members(instruction.group), self.ride
+        members, ride = self._members_of(instruction, exchange), self.ride
         start, finish = bind_collective(exchange, instruction.into, slots, members)
         if ride is not None and instruction.node == ride.host:
             start, finish = ride.bind_host(exchange, instruction.into, slots, members), ride.finish_host
@@ -205,10 +215,20 @@ class ProcessEndpoint:
             self._finish[instruction.node] = finish
         return start
 
+    def _members_of(self, instruction: Collective, exchange: Exchange) -> Members:
+        """Sums may all be under way at once: with very large gradients, those beyond `MOST` bytes are left to the backend."""
+        members = self._transport.members(instruction.group)
+        if exchange.kind == "all_reduce":
+            self._summed += instruction.nbytes
+            if self._summed > MOST:
+                members = members.without_memory()
+        self._members[instruction.node] = members
+        return members
+
     def stand_in(self) -> None:
         """Take part in a step that the others may run, and this process does not; something rides in it."""
         assert self.ride is not None
-        self.ride.stand_in(lambda each: self._transport.members(each.group))
+        self.ride.stand_in(lambda each: self._members[each.node])
 
     def wait(self, instruction: WaitWork, slots: Slots) -> Bound:
         into, finish = instruction.into, self._finish.get(instruction.node)

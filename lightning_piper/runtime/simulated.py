@@ -14,6 +14,7 @@ from lightning_piper.accelerators.together import run_together
 from lightning_piper.plan.instructions import Channel, Group
 from lightning_piper.plan.plan import Plan
 from lightning_piper.runtime.collectives import Members
+from lightning_piper.runtime.messages import Messages
 from lightning_piper.runtime.process import ProcessEndpoint
 
 
@@ -80,10 +81,11 @@ class _Side:
     def members(self, key: Group) -> Members:
         ranks = sorted(key[0])
         member: Any = self._transport.member(key, self._device)
-        return Members(member, [ranks.index(device) for device in key[0]], ranks.index(self._device), native=True)
+        return Members(Messages(member), [ranks.index(device) for device in key[0]], ranks.index(self._device), native=True)
 
-    def channel(self, channel: Channel, end: int) -> tuple[Any, int]:
-        return self._transport.member(channel, self._device), sorted(channel).index(channel[end])
+    def channel(self, channel: Channel, end: int) -> tuple[Messages, int]:
+        member: Any = self._transport.member(channel, self._device)
+        return Messages(member), sorted(channel).index(channel[end])
 
 
 def samples_of(plan: Plan, leaves: Sequence[torch.Tensor]) -> list[torch.Tensor]:

@@ -19,6 +19,7 @@ from torch import nn
 
 from lightning_piper.processes.world import World
 from lightning_piper.runtime.collectives import Members
+from lightning_piper.runtime.shared_memory import messages_of
 from lightning_piper.search.blocks import Cut
 from lightning_piper.search.measuring import measured
 from lightning_piper.search.parameters import Optimizer
@@ -72,7 +73,7 @@ def _link_of(world: World, members: int, large: int, exchange: Exchange) -> Link
     """What an exchange takes within groups of so many neighbours, all at once: of a small tensor and of a large one. Collective."""
     first = world.rank - world.rank % members
     group = world.group_of(range(first, first + members))
-    own = Members(group, list(range(members)), world.rank - first, native=False)
+    own = Members(messages_of(group), list(range(members)), world.rank - first, native=False)
     runs = [(exchange(own, torch.zeros(nbytes // 4)), list[float]()) for nbytes in (SMALL, large)]
     for _ in range(ROUNDS + 1):
         for run, times in runs:
@@ -91,9 +92,10 @@ def _messages(members: Members, x: torch.Tensor) -> Callable[[], object]:
     other = {0: len(members.ranks) - 1, len(members.ranks) - 1: 0}.get(members.own)
 
     def run() -> None:
-        works = [] if other is None else [members.group.recv([torch.empty_like(x)], other, 0), members.group.send([x], other, 0)]
-        for work in works:
-            work.wait()
+        if other is not None:
+            messages = members.messages
+            for work in [messages.receive(torch.empty_like(x), other), *messages.send(x, [other])]:
+                work.wait()
 
     return run
 

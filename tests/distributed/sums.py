@@ -6,6 +6,7 @@ import torch
 import torch.distributed as dist
 
 from lightning_piper.runtime.collectives import FEW, Members
+from lightning_piper.runtime.messages import Messages
 
 SIZE = 3
 
@@ -19,7 +20,7 @@ def values(rank: int, dtype: torch.dtype, numel: int) -> torch.Tensor:
 def sums(rank: int) -> list[tuple[bool, torch.Tensor]]:
     """Of each dtype and size: was it made by exchange, and the sum. The members are not in the order of their ranks."""
     order = [2, 0, 1]
-    members = Members(dist.group.WORLD, order, rank, native=False)
+    members = Members(Messages(dist.group.WORLD), order, rank, native=False)
     found = []
     for dtype in (torch.float32, torch.float64, torch.bfloat16, torch.complex64):
         many = FEW // (SIZE - 1) // dtype.itemsize

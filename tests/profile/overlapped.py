@@ -11,13 +11,13 @@ from unittest import mock
 
 import lightning as L
 import torch
-import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.utils.data import DataLoader
 
 import lightning_piper as piper
-from lightning_piper.runtime import collectives
+from lightning_piper.runtime import collectives, shared_memory
+from lightning_piper.runtime.shared_memory import SharedSum
 from tests.distributed.processes import PATIENCE, launch_trainings
 from tests.strategy.fitting import QUIET, sharing_captures, trace
 
@@ -85,26 +85,28 @@ def trace_all(folder: Path) -> None:
 
 @contextmanager
 def arriving(sums: int, arrived: list[int]) -> Iterator[None]:
-    """Before the last of a step's `sums` of buckets is started, all earlier ones are to arrive while nobody waits for them; enters
-    into `arrived` how many did."""
-    works: list[Any] = []
-    start = dist.ProcessGroup.allreduce
+    """Before the last of a step's `sums` of buckets is started, what others bring to all earlier ones is to arrive while nobody
+    waits for it; enters into `arrived` of how many it did."""
+    under_way: list[SharedSum] = []
 
-    def allreduce(group: Any, tensors: list[Tensor], *options: Any) -> Any:
-        if options or tensors[0].numel() < WIDTH:  # not of a plan, or of the loss
-            return start(group, tensors, *options)
-        if len(works) == sums - 1:
-            end = time.monotonic() + PATIENCE.total_seconds()
-            while not all(work.is_completed() for work in works) and time.monotonic() < end:
-                time.sleep(0.001)
-            arrived.append(sum(work.is_completed() for work in works))
-            works.clear()
-            return start(group, tensors)
-        works.append(start(group, tensors))
-        return works[-1]
+    def there() -> int:
+        return sum(all(incoming._note.any() for incoming in each._incoming.values()) for each in under_way)
 
-    # All by gloo: what is exchanged cannot be asked whether it has arrived.
-    with mock.patch.object(collectives, "FEW", 0), mock.patch.object(dist.ProcessGroup, "allreduce", allreduce):
+    class Watched(SharedSum):
+        def __init__(self, *args: Any) -> None:
+            last = len(under_way) == sums - 1
+            if last:
+                end = time.monotonic() + PATIENCE.total_seconds()
+                while there() < len(under_way) and time.monotonic() < end:
+                    time.sleep(0.001)
+                arrived.append(there())
+                under_way.clear()
+            super().__init__(*args)
+            if not last:
+                under_way.append(self)
+
+    few = {module: mock.patch.object(module, "DIRECT", 4 * WIDTH) for module in (collectives, shared_memory)}  # not the loss
+    with mock.patch.object(collectives, "SharedSum", Watched), few[collectives], few[shared_memory]:
         yield
 
 

@@ -59,7 +59,7 @@ def test_the_sum_of_one_region_overlaps_nothing(recorded: tuple[Path, list[dict[
 
 
 def test_sums_arrive_while_nobody_waits_for_them(recorded: tuple[Path, list[dict[str, Any]]]) -> None:
-    """That a sum is on its way from its start to its wait is more than a drawing: it is done before anybody waits."""
+    """That a sum is on its way from its start to its wait is more than a drawing: what is added is there before anybody waits."""
     for found in recorded[1]:
         assert found["blocks"] == [LAYERS + 1] * 3, "in each step, all but the last one"
 

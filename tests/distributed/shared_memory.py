@@ -1,0 +1,107 @@
+"""What ranks do in test_shared_memory.py."""
+
+from __future__ import annotations
+
+import os
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from lightning_piper.runtime import shared_memory
+from lightning_piper.runtime.collectives import Members
+from lightning_piper.runtime.shared_memory import DIRECT, PIECE, SharedMessages, messages_of
+
+SIZE = 3
+ORDER = [2, 0, 1]
+DTYPES = (torch.float32, torch.float64, torch.bfloat16, torch.complex64, torch.int64)
+
+
+def values(rank: int, dtype: torch.dtype, numel: int) -> torch.Tensor:
+    """Of magnitudes so different that the order in which they are added shows."""
+    made = torch.randn(numel, generator=torch.Generator().manual_seed(rank), dtype=torch.float64)
+    return (made * 10.0 ** (3 * rank)).to(dtype)
+
+
+def sizes(dtype: torch.dtype) -> list[int]:
+    """On both sides of the size from which on memory is used, and of several pieces, the last one not full."""
+    few = DIRECT // dtype.itemsize
+    return [few, few + 1, 2 * (PIECE // dtype.itemsize) + 3]
+
+
+def _shared() -> SharedMessages:
+    messages = messages_of(dist.group.WORLD)
+    assert isinstance(messages, SharedMessages)
+    return messages
+
+
+def sums(rank: int) -> list[torch.Tensor]:
+    members = Members(_shared(), ORDER, rank, native=False)
+    made = [values(rank, dtype, numel) for dtype in DTYPES for numel in sizes(dtype)]
+    for work in [members.add_up(x) for x in made]:  # all of them are under way at once
+        work.wait()
+    return made
+
+
+def exchanges(rank: int) -> list[list[torch.Tensor]]:
+    """To each member another part, of another size; and to all the same."""
+    members = Members(_shared(), ORDER, rank, native=False)
+    numel = DIRECT // 4
+    apart = [torch.full((numel + 1 + i + members.own,), 10.0 * members.own + i) for i in range(SIZE)]
+    rooms = [torch.zeros(numel + 1 + members.own + i) for i in range(SIZE)]
+    same, others = torch.full((2 * numel,), float(members.own)), [torch.zeros(2 * numel) for _ in range(SIZE)]
+    works = members.exchange(apart, rooms) + members.exchange([same] * SIZE, others)
+    for part in (*apart, same):
+        part.zero_()  # what is sent was taken already
+    for work in works:
+        work.wait()
+    return [rooms, others]
+
+
+def growth(rank: int) -> tuple[list[int], torch.Tensor]:
+    """Bytes of this process's memory after rounds of sums of sizes that change, and the last sum."""
+    members = Members(_shared(), ORDER, rank, native=False)
+    ends = []
+    for round_ in range(12):
+        for numel in (30_000, 50_000, 30_001, 70_000 + round_):
+            x = values(rank, torch.float64, numel)
+            members.add_up(x).wait()
+        ends.append(os.fstat(shared_memory._memory().file).st_size)
+    return ends, x
+
+
+def reach(rank: int, kind: str) -> str:
+    """How messages travel where the processes are not on one machine, or one of them can make no such memory."""
+    if kind == "another machine" and rank == 1:
+        shared_memory._machine = lambda: 7  # type: ignore[assignment]
+    if kind == "no memory" and rank == 2:
+
+        def refused(name: str) -> int:
+            raise OSError("no such call")
+
+        os.memfd_create = refused  # type: ignore[assignment]
+    if kind == "another file" and rank == 0:
+        real = shared_memory._address
+        shared_memory._address = lambda: [*real()[:3], real()[3] ^ 1]  # type: ignore[assignment]
+    messages = messages_of(dist.group.WORLD)
+    x = torch.full((DIRECT,), float(rank))
+    Members(messages, ORDER, rank, native=False).add_up(x).wait()
+    assert float(x[0]) == float(x[-1]) == 3.0
+    return type(messages).__name__
+
+
+def broken(rank: int) -> str:
+    """What is said where a rank's memory is gone in the middle of a message."""
+    members: Any = Members(_shared(), ORDER, rank, native=False)
+    x = torch.ones(DIRECT)
+    work = members.add_up(x)
+    dist.barrier()
+    if rank == 1:
+        os.ftruncate(shared_memory._memory().file, 0)
+    dist.barrier()
+    try:
+        if rank != 1:
+            work.wait()
+    except RuntimeError as error:
+        return str(error)
+    return ""

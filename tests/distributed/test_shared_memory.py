@@ -1,0 +1,57 @@
+"""Messages between processes of one machine go through memory, and what arrives is what gloo would have brought."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import torch
+
+from tests.distributed import shared_memory as work
+from tests.distributed.processes import launch
+
+
+def test_sums_are_added_in_the_order_of_the_members(tmp_path: Path) -> None:
+    found = launch(work.SIZE, work.sums, tmp_path)
+    cases = [(dtype, numel) for dtype in work.DTYPES for numel in work.sizes(dtype)]
+    reordered = 0
+    for (dtype, numel), ranks in zip(cases, zip(*found, strict=True), strict=True):
+        parts = [work.values(rank, dtype, numel) for rank in range(work.SIZE)]
+        for x in ranks:
+            assert torch.equal(x, parts[2] + parts[0] + parts[1]), (dtype, numel)
+        reordered += not torch.equal(ranks[0], parts[0] + parts[1] + parts[2])
+    assert reordered, "in another order the bits would be others"
+
+
+def test_parts_arrive_where_they_belong(tmp_path: Path) -> None:
+    for rank, (apart, same) in enumerate(launch(work.SIZE, work.exchanges, tmp_path)):
+        own = work.ORDER.index(rank)
+        for i in range(work.SIZE):
+            if i != own:
+                assert torch.equal(apart[i], torch.full_like(apart[i], 10.0 * i + own))
+                assert torch.equal(same[i], torch.full_like(same[i], float(i)))
+
+
+def test_memory_is_used_again(tmp_path: Path) -> None:
+    for ends, last in launch(work.SIZE, work.growth, tmp_path):
+        assert ends[2:] == [ends[2]] * 10, "what the first rounds needed is enough for all others"
+        assert ends[0] > 8 * 70_000
+        parts = [work.values(rank, torch.float64, 70_011) for rank in range(work.SIZE)]
+        assert torch.equal(last, parts[2] + parts[0] + parts[1])
+
+
+@pytest.mark.parametrize("kind, name", [
+    ("one machine", "SharedMessages"),
+    ("another machine", "Messages"),
+    ("no memory", "Messages"),
+    ("another file", "Messages"),
+])  # fmt: skip
+def test_all_members_agree_on_how_messages_travel(kind: str, name: str, tmp_path: Path) -> None:
+    assert launch(work.SIZE, work.reach, tmp_path, kind) == [name] * work.SIZE
+
+
+def test_memory_that_is_gone_is_an_error(tmp_path: Path) -> None:
+    first, gone, last = launch(work.SIZE, work.broken, tmp_path)
+    assert gone == ""
+    for said in (first, last):
+        assert said == "a message between processes ends before its end: the memory that it lies in was made smaller"
