@@ -9,7 +9,6 @@ are messages under way at once. Messages of few bytes gloo carries itself.
 
 from __future__ import annotations
 
-import bisect
 import contextlib
 import hashlib
 import mmap
@@ -36,7 +35,6 @@ class _Block:
 
     def __init__(self, file: int, begin: int, size: int) -> None:
         memory = mmap.mmap(file, size, offset=begin)
-        self.size = size
         self.bytes = torch.frombuffer(memory, dtype=torch.uint8)[_HEAD:]
         self._read = memoryview(memory)[:_HEAD].cast("q")
         self._begin, self._number, self._readers = begin, 0, tuple[int, ...]()
@@ -52,30 +50,37 @@ class _Block:
 
 
 class _Memory:
-    """This process's memory for messages. It grows by what is needed at once, for blocks are used again."""
+    """This process's memory for messages. Blocks are of sizes that are powers of two, and are used again, so it grows with what is
+    under way at once, also where messages get longer and longer. Pages of a block that nothing was laid in are not there."""
 
     def __init__(self) -> None:
         self.file = os.memfd_create(_NAME)
         self.token = int.from_bytes(os.urandom(7), "little")
         os.pwrite(self.file, self.token.to_bytes(8, "little"), 0)
         self._end = mmap.PAGESIZE
-        self._blocks: list[_Block] = []  # by size
+        self._blocks: dict[int, list[_Block]] = {}  # by size
 
     def lay(self, x: torch.Tensor, readers: Sequence[int]) -> torch.Tensor:
-        """Copy a contiguous tensor there, for these ranks. Returns the note of it."""
-        need = x.nbytes + _HEAD
-        first = bisect.bisect_left(self._blocks, need, key=lambda block: block.size)
-        for block in self._blocks[first:]:
-            if block.size > 2 * need:
-                break
-            if block.free:
-                return block.lay(x, readers)
-        size = -(-need // mmap.PAGESIZE) * mmap.PAGESIZE
-        os.ftruncate(self.file, self._end + size)
-        made = _Block(self.file, self._end, size)
+        """Copy a contiguous tensor there, for these ranks. Returns the note of it.
+
+        Raises:
+            OutOfMemoryError: of torch.
+        """
+        size = 1 << (x.nbytes + _HEAD - 1).bit_length()
+        blocks = self._blocks.setdefault(size, [])
+        block = next((block for block in blocks if block.free), None)
+        if block is None:
+            blocks.append(block := self._new(size))
+        return block.lay(x, readers)
+
+    def _new(self, size: int) -> _Block:
+        try:
+            os.ftruncate(self.file, self._end + size)
+            made = _Block(self.file, self._end, size)
+        except OSError as error:
+            raise torch.OutOfMemoryError(f"no memory for a message of up to {size} bytes to another process ({error})") from error
         self._end += size
-        self._blocks.insert(first, made)
-        return made.lay(x, readers)
+        return made
 
 
 def _memory() -> _Memory:
@@ -166,7 +171,11 @@ def messages_of(group: dist.ProcessGroup) -> Messages:
 
 def _address() -> list[int]:
     """Where other processes find this one's memory: on which machine, in which process and file, and what it begins with."""
-    with contextlib.suppress(OSError, AttributeError):  # AttributeError: not on Linux
+    with contextlib.suppress(OSError, AttributeError, ImportError):  # the last two: not on Linux
+        import resource
+
+        if resource.getrlimit(resource.RLIMIT_FSIZE)[0] != resource.RLIM_INFINITY:
+            return [0, 0, 0, 0]  # this file would be limited, too
         return [_machine(), os.getpid(), _memory().file, _memory().token]
     return [0, 0, 0, 0]
 

@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import mmap
 import os
+import resource
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -63,7 +66,7 @@ def growth(rank: int) -> tuple[list[int], torch.Tensor]:
     members = Members(_shared(), ORDER, rank, native=False)
     ends = []
     for round_ in range(12):
-        for numel in (30_000, 50_000, 30_001, 70_000 + round_):
+        for numel in (30_000, 50_000, 30_001, 70_000 + 1000 * round_):
             x = values(rank, torch.float64, numel)
             members.add_up(x).wait()
         ends.append(os.fstat(shared_memory._memory().file).st_size)
@@ -80,6 +83,8 @@ def reach(rank: int, kind: str) -> str:
             raise OSError("no such call")
 
         os.memfd_create = refused  # type: ignore[assignment]
+    if kind == "files of few bytes" and rank == 0:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (1 << 20, resource.RLIM_INFINITY))
     if kind == "another file" and rank == 0:
         real = shared_memory._address
         shared_memory._address = lambda: [*real()[:3], real()[3] ^ 1]  # type: ignore[assignment]
@@ -88,6 +93,20 @@ def reach(rank: int, kind: str) -> str:
     Members(messages, ORDER, rank, native=False).add_up(x).wait()
     assert float(x[0]) == float(x[-1]) == 3.0
     return type(messages).__name__
+
+
+def full(rank: int) -> str:
+    """What is said where there is no more address space for a message."""
+    members = Members(_shared(), ORDER, rank, native=False)
+    x = torch.ones(2**22)
+    resource.setrlimit(resource.RLIMIT_AS, (int(Path("/proc/self/statm").read_text().split()[0]) * mmap.PAGESIZE, -1))
+    try:
+        members.add_up(x)
+    except torch.OutOfMemoryError as error:
+        return str(error)
+    finally:
+        resource.setrlimit(resource.RLIMIT_AS, (-1, -1))
+    return ""
 
 
 def broken(rank: int) -> str:

@@ -36,7 +36,7 @@ def test_memory_is_used_again(tmp_path: Path) -> None:
     for ends, last in launch(work.SIZE, work.growth, tmp_path):
         assert ends[2:] == [ends[2]] * 10, "what the first rounds needed is enough for all others"
         assert ends[0] > 8 * 70_000
-        parts = [work.values(rank, torch.float64, 70_011) for rank in range(work.SIZE)]
+        parts = [work.values(rank, torch.float64, 81_000) for rank in range(work.SIZE)]
         assert torch.equal(last, parts[2] + parts[0] + parts[1])
 
 
@@ -45,9 +45,15 @@ def test_memory_is_used_again(tmp_path: Path) -> None:
     ("another machine", "Messages"),
     ("no memory", "Messages"),
     ("another file", "Messages"),
+    ("files of few bytes", "Messages"),
 ])  # fmt: skip
 def test_all_members_agree_on_how_messages_travel(kind: str, name: str, tmp_path: Path) -> None:
     assert launch(work.SIZE, work.reach, tmp_path, kind) == [name] * work.SIZE
+
+
+def test_no_memory_for_a_message_is_said(tmp_path: Path) -> None:
+    for said in launch(work.SIZE, work.full, tmp_path):
+        assert said.startswith("no memory for a message of up to 33554432 bytes to another process (")
 
 
 def test_memory_that_is_gone_is_an_error(tmp_path: Path) -> None:
