@@ -21,7 +21,6 @@ from lightning_piper.capture import BatchSpec, flatten
 from lightning_piper.compiler import Compiled
 from lightning_piper.errors import BatchError, CaptureError
 from lightning_piper.ir.dag import TrainingDAG
-from lightning_piper.ir.regions import Logged
 from lightning_piper.processes.agreement import agree_on_batch
 from lightning_piper.processes.world import World
 from lightning_piper.runtime import StepResult
@@ -68,9 +67,9 @@ class Evaluation:
         """What was compiled, one for each kind of step and batch."""
         return self._programs.compiled
 
-    def logs(self, name: str) -> list[Logged]:
-        """What the captures of a step log."""
-        return [log for compiled in self.programs if compiled.step.name == name for log in compiled.dag.code.logs]
+    def captures(self, name: str) -> list[Compiled]:
+        """Of a step."""
+        return [compiled for compiled in self.programs if compiled.step.name == name]
 
     def close(self, failed: bool = False) -> None:
         """No steps are run any more, here or by others on its runtime. Collective, unless it failed."""

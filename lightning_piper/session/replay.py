@@ -15,7 +15,9 @@ from lightning_piper.compiler import Compiled
 from lightning_piper.errors import PiperError
 from lightning_piper.ir.dag import TrainingDAG
 from lightning_piper.ir.metric_calls import Computed, Later, MetricCall, MetricLog
+from lightning_piper.ir.nodes import Chunk
 from lightning_piper.ir.regions import LOSS, Logged
+from lightning_piper.ir.terms import Weighing
 from lightning_piper.ir.values import Kind
 from lightning_piper.ops.metrics import first_log, metric_names, widths
 from lightning_piper.runtime import StepResult
@@ -78,7 +80,7 @@ class Replay:
         slices = [slice(end - count, end) for end, count in zip(ends, counts, strict=True)]
         dtypes = _dtypes(compiled.dag)
         self.dtype = dtypes.get(LOSS)
-        logs = compiled.dag.code.logs
+        logs, alike = compiled.dag.code.logs, _alike(compiled.dag, lambda log: log.kwargs.get("batch_size"))
         with compiled.step.context() if logs else contextlib.nullcontext():  # a step that runs as it is logs by itself
             # Lightning keeps in this dtype what is logged in neither.
             wide = torch.promote_types(torch.get_default_dtype(), torch.float32)
@@ -95,6 +97,8 @@ class Replay:
             # Replicas whose batches cannot be cut count alike, in all processes, whatever the sizes of their tensors.
             apart = compiled.dag.code.undivided is not None and compiled.dag.replicas > 1
             kwargs.setdefault("batch_size", compiled.dag.replicas if apart else compiled.dag.size)
+            if log.name in alike:
+                kwargs["batch_size"] *= compiled.dag.replicas
             kwargs["reduce_fx"] = log.reduce
             places = [slices[names.index(name, first_log(compiled.dag.code))] for name in log.outputs]
             self._calls.append((log.name, _value(log, places, kept, wide), kwargs))
@@ -142,6 +146,29 @@ class Replay:
         found = result.results.get(name)
         whole = self._step.at(given.batch_spec.size).metrics.whole
         return found if found is None or name not in whole else whole[name](self._step.inputs(given.leaves)).to(found.device)
+
+
+def added(dag: TrainingDAG) -> set[str]:
+    """Logs whose values on parts of the batch add up to that of the whole batch: sums over samples, not means."""
+    code = dag.code
+    outputs = [out for interface in code.interfaces.values() for out in interface.outputs if out.kind == Kind.LOG]
+    sums = {out.names[0] for out in outputs if out.term is not None and code.terms[out.term].weighing == Weighing.SUM}
+    alike = _alike(dag, _constant)
+    return {log.name for log in code.logs if (log.name not in alike if log.constant is not None else sums.issuperset(log.outputs))}
+
+
+def _constant(log: Logged) -> float | None:
+    return log.constant() if callable(log.constant) else log.constant
+
+
+def _alike(dag: TrainingDAG, number: Callable[[Logged], Any]) -> set[str]:
+    """Logs of which this number is the same for the whole batch of all replicas and for a part of it: it is not made of the batch's
+    size, and each replica has it."""
+    if dag.replicas == 1 or all(number(log) is None for log in dag.code.logs):
+        return set()
+    part = dag.step.at(min(len(chunk.slice) for chunk in dag.of_type(Chunk)))
+    pairs = zip(dag.code.logs, part.logs, strict=True)
+    return {log.name for log, of_part in pairs if number(log) is not None and number(log) == number(of_part)}
 
 
 def _value(log: Logged, places: Sequence[slice], kept: Mapping[str, torch.dtype], wide: torch.dtype) -> Callable[[StepResult], Any]:

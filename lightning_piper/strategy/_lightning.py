@@ -45,9 +45,10 @@ from lightning.pytorch.trainer.states import TrainerFn
 from torch.optim import Optimizer
 from torch.optim.swa_utils import AveragedModel
 
+from lightning_piper.compiler import Compiled
 from lightning_piper.either_lightning import is_a
-from lightning_piper.ir.regions import Logged
 from lightning_piper.processes.progress import Progress, progress
+from lightning_piper.session.replay import added
 
 __all__ = [
     "Strategy", "collect_rng_states", "connect", "copy_of", "forget_logs", "handler_of", "log_anew", "log_apart", "move_optimizers",
@@ -132,16 +133,18 @@ def log_anew(trainer: pl.Trainer) -> None:
         results.clear()
 
 
-def log_apart(trainer: pl.Trainer, step: str, logs: Sequence[Logged], processes: int) -> None:
+def log_apart(trainer: pl.Trainer, step: str, captures: Sequence[Compiled], processes: int) -> None:
     """Each process is to log values of its own batches, where all had those of the whole batch so far: of these, each process keeps
     its share, so that they count as much as they did.
 
     Args:
         step: name of the one that runs.
-        logs: of its captures.
+        captures: of it.
         processes: how many there are.
     """
+    logs = [log for compiled in captures for log in compiled.dag.code.logs]
     synced = {log.name for log in logs if log.kwargs.get("sync_dist")}
+    sums = {name for compiled in captures for name in added(compiled.dag)}
     results = trainer._results
     if step == "training_step":
         results = trainer.fit_loop.epoch_loop._results
@@ -150,7 +153,7 @@ def log_apart(trainer: pl.Trainer, step: str, logs: Sequence[Logged], processes:
         if metric.meta.fx != step or not metric.is_tensor:
             continue
         metric.meta.sync.should = processes > 1 and metric.meta.name in synced
-        if metric.meta.is_mean_reduction or metric.meta.is_sum_reduction:
+        if metric.meta.is_mean_reduction or (metric.meta.is_sum_reduction and metric.meta.name in sums):
             metric.value = metric.value / processes
         if metric.meta.is_mean_reduction:
             metric.cumulated_batch_size = metric.cumulated_batch_size / processes

@@ -196,7 +196,7 @@ class EvaluatingStrategy(OverProcesses):
                 if not batch_idx and not dataloader_idx:
                     _lightning.log_anew(trainer)
                 else:
-                    _lightning.log_apart(trainer, name, self.phase.evaluation.logs(name), self.world.size)
+                    _lightning.log_apart(trainer, name, self.phase.evaluation.captures(name), self.world.size)
         self._bring_together()
         arguments = [batch, batch_idx] if dataloader_idx is None else [batch, batch_idx, dataloader_idx]
         run: Callable[..., Any] = getattr(super(), name)

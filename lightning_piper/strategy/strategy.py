@@ -21,11 +21,11 @@ from lightning.pytorch.utilities.rank_zero import rank_zero_info
 from torch.optim import Optimizer
 
 from lightning_piper.checkpoint.state import Loading, module_state, optimizer_state, referenced, tensor_ranges_of
+from lightning_piper.compiler import Compiled
 from lightning_piper.either_lightning import is_a
 from lightning_piper.errors import PiperError
 from lightning_piper.holdings.materialize import is_on_meta
 from lightning_piper.holdings.optimizer import State, check_groups, names_in
-from lightning_piper.ir.regions import Logged
 from lightning_piper.limits import shown
 from lightning_piper.profile import Schedule, schedule_of
 from lightning_piper.session.choosing import choose
@@ -191,12 +191,12 @@ class PiperStrategy(EvaluatingStrategy):
                 self._join = start.take_over(choice.written, self._world_of, self._chosen)
         return self._joined(batch)
 
-    def _begin_eager(self, before: Standalone, logs: Sequence[Logged]) -> None:
-        """From now on the training step runs as it is; `logs` were captured before."""
+    def _begin_eager(self, before: Standalone, captures: Sequence[Compiled]) -> None:
+        """From now on the training step runs as it is; `captures` of it ran before."""
         self.phase = Eager.begin(before, self.optimizers)
         assert self.lightning_module is not None
         self.phase.record(self._profile, self.lightning_module.trainer)
-        _lightning.log_apart(self.lightning_module.trainer, "training_step", logs, self.world.size)
+        _lightning.log_apart(self.lightning_module.trainer, "training_step", captures, self.world.size)
 
     def _begin_fit(self, start: Starting, batch: Any) -> None:
         module, optimizer = self.lightning_module, self.optimizers[0]
@@ -242,7 +242,7 @@ class PiperStrategy(EvaluatingStrategy):
         except NOT_CAPTURED as error:
             check_may_be(fit.before, "training_step", error, self._capture, self._accumulate)
             fit.give_up()
-            self._begin_eager(fit.before, fit.program.dag.code.logs)
+            self._begin_eager(fit.before, [fit.program])
             return self.training_step(batch, *args, **kwargs)
 
     # Around a backward pass, by automatic optimisation or `manual_backward`; what it fails with ends the run.

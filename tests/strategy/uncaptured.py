@@ -196,6 +196,13 @@ class Later(Net):
     def training_step(self, batch: Any, batch_idx: int) -> Tensor:
         loss = F.mse_loss(self.net(batch[0]), batch[1])
         self.log("later", loss, sync_dist=True, on_step=False, on_epoch=True)
+        of_epoch: dict[str, Any] = {"sync_dist": True, "on_step": False, "on_epoch": True}
+        self.log("weighed", loss, batch_size=7, **of_epoch)
+        self.log("weighed by samples", loss, batch_size=len(batch[0]), **of_epoch)
+        # In a captured step these are of one device, and of all replicas: of what leaves its capture in the second batch, the first
+        # one's are the same in all.
+        for name, value in {"mean": loss * 0 + 1, "sum": batch[0].sum(), "constant": 1.0, "samples": float(len(batch[0]))}.items():
+            self.log(f"sum of {name}", value, reduce_fx="sum", **of_epoch)
         return 2 * loss if self.current_epoch and batch_idx and loss.item() > 0.5 else loss
 
     def validation_step(self, batch: Any, batch_idx: int) -> None:
