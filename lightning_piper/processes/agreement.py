@@ -17,7 +17,7 @@ so who needs a program compiles it alone, and it must have these plans.
 from __future__ import annotations
 
 import zlib
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import NamedTuple, NoReturn
 
 import torch
@@ -25,7 +25,7 @@ import torch.distributed as dist
 
 from lightning_piper.capture import BatchSpec
 from lightning_piper.errors import BatchError, CaptureError, PiperError
-from lightning_piper.processes.settings import Settings, check_alike
+from lightning_piper.processes.settings import Settings, always_alike, check_alike
 from lightning_piper.processes.world import World
 
 NOTHING = torch.iinfo(torch.int64).min
@@ -87,10 +87,16 @@ class Agreed(NamedTuple):
 
 class BatchCheck:
     """Compares the batches of all processes: values and shapes within each replica, numbers of samples and dtypes everywhere, but
-    for batches that nothing can cut by samples (graphs, say). And how they train, which is the same everywhere."""
+    for batches that nothing can cut by samples (graphs, say). And how they train, which is the same everywhere.
 
-    def __init__(self, world: World) -> None:
-        self._world = world
+    Args:
+        world: the processes.
+        whole: is each process a replica of the whole module? Then it may update its own in another way than the others.
+    """
+
+    def __init__(self, world: World, whole: Callable[[], bool] = lambda: False) -> None:
+        self._world, self._whole = world, whole
+        self._drift = False  # replicas update their parameters in different ways
         self._steps = 0
         self._batch_spec: BatchSpec | None = None
         self._sums = (0, 0, 0)  # of the spec's shapes, of what all replicas have alike of them, and of the rest of it
@@ -112,7 +118,7 @@ class BatchCheck:
         self.finish()
         self._steps += 1
         if batch_spec is not self._noted[0] or settings is not self._noted[1]:
-            self._noted = (batch_spec, settings, _sum((batch_spec.key, batch_spec.undivided is not None, settings)))
+            self._noted = (batch_spec, settings, _sum((batch_spec.key, batch_spec.undivided is not None, self._compared(settings))))
         return 1 + hash((self._noted[2], state, plans)) % 2**62
 
     @property
@@ -158,7 +164,7 @@ class BatchCheck:
         sums = [NOTHING] * 6 * self._world.count  # of each replica; the largest count, and the smallest
         sums[6 * self._world.replica : 6 * self._world.replica + 6] = [end for x in own for end in (x, -x)]
         run = [NOTHING, NOTHING] if plans is None else [plans, -plans]
-        same = [end for x in (_sum(settings), *self._sums[1:]) for end in (x, -x)]
+        same = [end for x in (_sum(self._compared(settings)), *self._sums[1:]) for end in (x, -x)]
         undivided = int(batch_spec.undivided is not None)
         message = torch.tensor([int(not at_once), int(plans is None), undivided, *run, *same, *sums])
         work = dist.all_reduce(message, op=dist.ReduceOp.MAX, group=self._world.host_group, async_op=True)
@@ -180,7 +186,7 @@ class BatchCheck:
         going_on, lacking, whole, *found = message.tolist()
         plans, alike, form, rest, *sums = (high == -low for high, low in zip(found[::2], found[1::2], strict=True))
         if not alike:  # all processes see it
-            check_alike(self._world.gather(settings))
+            self._warn_of_drift(check_alike(self._world.gather(settings), self._world.count == self._world.size and self._whole()))
         data, shapes, states = sums[::3], sums[1::3], sums[2::3]
         self._check_batches(form or bool(whole), rest or bool(whole), data, shapes, bool(going_on))
         of_replicas = found[8::2]
@@ -257,6 +263,17 @@ class BatchCheck:
                 if one != two:
                     return f" (batch{path}: {one} and {two})"
         return ""
+
+    def _compared(self, settings: Settings) -> Settings:
+        return always_alike(settings) if self._drift else settings
+
+    def _warn_of_drift(self, found: str | None) -> None:
+        self._drift, self._noted = True, (None, (), 0)
+        self._world.warn(
+            f"{found}. So each replica updates its own copy of the parameters in its own way, and the copies drift apart, as with "
+            "DistributedDataParallel; rank 0's are saved. Where this is not meant, let it depend neither on the rank nor on random "
+            "numbers that were not seeded"
+        )
 
     def _warn_of_same(self, data: Sequence[int]) -> None:
         if len(data) > 1 and len(set(data)) == 1 and data[0] and not self._warned:

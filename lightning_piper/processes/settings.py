@@ -9,6 +9,7 @@ from torch.optim import Optimizer
 
 from lightning_piper.errors import PiperError
 
+_CLASS, _FACTOR = _SAME = "the class of the optimizer", "the factor that backward brought to the last loss"
 _PLAIN = (bool, int, float, str, type(None))
 Settings = tuple[tuple[str, str], ...]  # (what, its value)
 
@@ -20,11 +21,11 @@ def settings_of(optimizer: Optimizer, factor: float | None, read: bool = True) -
         factor: that; None if nothing did.
         read: also numbers in tensors, which makes the host wait for a GPU.
     """
-    found = [("the class of the optimizer", f"{type(optimizer).__module__}.{type(optimizer).__qualname__}")]
+    found = [(_CLASS, f"{type(optimizer).__module__}.{type(optimizer).__qualname__}")]
     found += [(f"the optimizer's default {key!r}", x) for key, x in _plain(optimizer.defaults, read)]
     for number, group in enumerate(optimizer.param_groups):
         found += [(f"{key!r} of the optimizer's parameter group {number}", x) for key, x in _plain(group, read)]
-    return (*found, ("the factor that backward brought to the last loss", repr(factor)))
+    return (*found, (_FACTOR, repr(factor)))
 
 
 class Watched:
@@ -58,18 +59,33 @@ def _plain(options: dict[str, Any], read: bool) -> list[tuple[str, str]]:
     return [(key, repr(found[key])) for key in sorted(found) if key not in _NAMES]
 
 
-def check_alike(by_rank: list[Settings]) -> None:
+def check_alike(by_rank: list[Settings], apart: bool = False) -> str | None:
     """Refuse settings that differ.
 
+    Args:
+        apart: options of the optimizer may, for each process has all parameters, and updates its own.
+
+    Returns:
+        Which options do; None if none.
+
     Raises:
-        PiperError: names one, and two ranks that differ.
+        PiperError: names a setting, and two ranks that differ.
     """
-    first = dict(by_rank[0])
+    first, text = dict(by_rank[0]), None
     for rank, settings in enumerate(by_rank):
         own = dict(settings)
         for what in (*first, *own):
-            if (one := first.get(what, "absent")) != (other := own.get(what, "absent")):
+            if (one := first.get(what, "absent")) == (other := own.get(what, "absent")):
+                continue
+            text = text or f"{what} is {one} on rank 0, and {other} on rank {rank}"
+            if not apart or what in _SAME:
                 raise PiperError(
                     f"PiperStrategy: {what} is {one} on rank 0, and {other} on rank {rank}, but all processes train one module in "
                     "one way. Let it depend neither on the rank nor on random numbers that were not seeded"
                 )
+    return text
+
+
+def always_alike(settings: Settings) -> Settings:
+    """Those that may not differ."""
+    return tuple((what, value) for what, value in settings if what in _SAME)

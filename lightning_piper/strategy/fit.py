@@ -13,6 +13,7 @@ from torch.optim import Optimizer
 
 from lightning_piper.capture import PartlyCaptured, flatten
 from lightning_piper.compiler import Compiled
+from lightning_piper.directives.levels import shards_of
 from lightning_piper.errors import PiperError
 from lightning_piper.holdings.gradient_injection import GradientInjection
 from lightning_piper.holdings.gradients import absent
@@ -25,6 +26,7 @@ from lightning_piper.processes.settings import Settings, Watched
 from lightning_piper.processes.world import on_host
 from lightning_piper.profile import Recording, Schedule, recording_of
 from lightning_piper.runtime import OtherNotes, StepResult
+from lightning_piper.session.eager_replicas import why_not
 from lightning_piper.session.evaluation import Evaluation
 from lightning_piper.session.in_part import InPart
 from lightning_piper.session.process_runtime import Prepared, ProcessRuntime, check_devices
@@ -74,7 +76,10 @@ class Fit:
     ) -> None:  # fmt: skip
         self._module, self.before, self.world, self.seed = module, before, before.world, before.seed
         settings, world = before.settings, before.world
-        self._check, self._optimizer, self._watched = BatchCheck(world), optimizer, Watched(optimizer)
+        self._check = BatchCheck(
+            world, lambda: not any(map(shards_of, settings.program)) and not why_not(module, settings, world.device)
+        )
+        self._optimizer, self._watched = optimizer, Watched(optimizer)
         self._leaves, self._batch_spec = flatten(batch)
         self._factor: Callable[[bool], float | None] = lambda read: None  # of the last loss
         self.arrive(batch)

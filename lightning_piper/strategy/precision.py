@@ -15,7 +15,7 @@ from lightning_piper.errors import PiperError
 from lightning_piper.holdings.norms import GlobalNorms
 from lightning_piper.processes.world import World
 
-ACCEPTED = "'32-true', '64-true', 'bf16-true', 'bf16-mixed' and '16-mixed'"
+ACCEPTED = "'32-true', '64-true', '16-true', 'bf16-true', 'bf16-mixed' and '16-mixed'"
 
 
 def check_precision(plugin: Precision) -> None:
@@ -25,11 +25,10 @@ def check_precision(plugin: Precision) -> None:
         PiperError: names the precision.
     """
     good = is_exactly(plugin, Precision, DoublePrecision) or (
-        is_a(plugin, HalfPrecision, MixedPrecision) and plugin.precision in ("bf16-true", "bf16-mixed", "16-mixed")
+        is_a(plugin, HalfPrecision, MixedPrecision) and plugin.precision in ("16-true", "bf16-true", "bf16-mixed", "16-mixed")
     )
     if not good:
-        reason = " (gradients in float16 need a loss scale, which it has not)" if str(plugin.precision).startswith("16") else ""
-        raise PiperError(f"precision {plugin.precision!r} is not supported{reason}; accepted are {ACCEPTED}")
+        raise PiperError(f"precision {plugin.precision!r} is not supported; accepted are {ACCEPTED}")
 
 
 class LossScaling:

@@ -11,6 +11,7 @@ from unittest import mock
 import torch
 from lightning.pytorch.callbacks import BackboneFinetuning, BatchSizeFinder, Callback, ModelCheckpoint, StochasticWeightAveraging
 from lightning.pytorch.plugins import LayerSync
+from lightning.pytorch.plugins.precision import Precision
 from torch.optim import LBFGS
 
 import lightning_piper as piper
@@ -33,6 +34,10 @@ SHARDS = "tests/strategy/test_sharded.py::test_refusals"
 
 def strategy(what: str, **options: Any) -> Case:
     return Case(what, lambda: piper.PiperStrategy(PLACES, **options))
+
+
+class Eighths(Precision):
+    precision = "8-true"  # type: ignore[assignment]
 
 
 def refused(what: str, line: str = "pass", *changes: tuple[str, str], **options: Any) -> Case:
@@ -147,7 +152,7 @@ CASES: Cases = [
          lambda: on_meta(lambda: None, callbacks=[StochasticWeightAveraging(0.1)])),
     Case("`StochasticWeightAveraging` of a module with batch norms", averaged),
     Case("`BackboneFinetuning` that unfreezes in the middle of a fit", fine_tuned),
-    refused("`precision=\"16-true\"`", precision="16-true"),
+    Case("a precision of one's own (`plugins=[...]`)", lambda: fit(net(), plugins=[Eighths()])),
     Case("`transport=\"process\"` in a notebook", interactive),
     Case("`transport=\"process\"` in a program that is no file (`python -c`, a pipe, a zip archive)", without_a_script),
     Case("a program for another number of devices than the Trainer has", other_devices),

@@ -9,7 +9,7 @@ import torch
 from torch import nn
 
 from lightning_piper.errors import PiperError
-from lightning_piper.processes.settings import check_alike, settings_of
+from lightning_piper.processes.settings import always_alike, check_alike, settings_of
 from lightning_piper.processes.world import World, together
 
 
@@ -45,6 +45,17 @@ def test_processes_that_train_in_other_ways(other, says):
     check_alike([one, settings_of(torch.optim.SGD(params, 0.1), 1.0)])
     with pytest.raises(PiperError, match=says):
         check_alike([one, settings_of(*other(params))])
+
+
+def test_replicas_that_update_their_own_parameters_may_have_options_of_their_own():
+    params = list(nn.Linear(2, 2).parameters())
+    one, other = settings_of(torch.optim.SGD(params, 0.1), 1.0), settings_of(torch.optim.SGD(params, 0.2), 1.0)
+    assert check_alike([one, other], apart=True) == "the optimizer's default 'lr' is 0.1 on rank 0, and 0.2 on rank 1"
+    assert check_alike([one, one], apart=True) is None and always_alike(one) == always_alike(other)
+    for bad in (settings_of(torch.optim.SGD(params, 0.2), 0.5), settings_of(torch.optim.Adam(params, 0.1), 1.0)):
+        assert always_alike(one) != always_alike(bad)
+        with pytest.raises(PiperError, match=r"(factor|class) .* on rank 0, and .* on rank 1"):
+            check_alike([one, bad], apart=True)
 
 
 def test_replicas_count_once():

@@ -121,7 +121,6 @@ def refusals(run: Run) -> dict[str, str]:
         "groups": said(callbacks=[Adds()]),
         "in place": said(callbacks=[Writes()]),
         "batch sizes": said(callbacks=[cb.BatchSizeFinder()], module=Sized()),
-        "16-true": said(precision="16-true"),
         "closure": said(module=Twice()),
         "together": said(module=Together()),
         "penalty": said(module=Foreign()),

@@ -8,6 +8,7 @@ import lightning as L
 import pytest
 import torch
 from lightning.pytorch.callbacks import BackboneFinetuning, StochasticWeightAveraging
+from lightning.pytorch.plugins.precision import Precision
 
 import lightning_piper as piper
 from lightning_piper.strategy.checks import checked_backend
@@ -109,6 +110,10 @@ class Grouped(MLP):
         self.norm = torch.nn.SyncBatchNorm(4, process_group=object())
 
 
+class Eighths(Precision):
+    precision = "8-true"
+
+
 class Finetuned(MLP):
     def __init__(self):
         super().__init__()
@@ -124,7 +129,7 @@ class Finetuned(MLP):
     (Normed, {"callbacks": [StochasticWeightAveraging(1e-2)], "max_epochs": 2}, "StochasticWeightAveraging of a module with"),
     (Meta, {"callbacks": [StochasticWeightAveraging(1e-2)], "max_epochs": 2}, "'gain' of"),
     (Finetuned, {"callbacks": [BackboneFinetuning(1)], "max_epochs": 2}, "BackboneFinetuning, which unfreezes"),
-    (MLP, {"precision": "16-true"}, "'16-true'.*'bf16-mixed'"),
+    (MLP, {"plugins": [Eighths()]}, "'8-true' is not supported; accepted are .*'bf16-mixed'"),
 ])  # fmt: skip
 def test_fits(module, options, message):
     fit, record = trainer(local(), options.pop("callbacks", ()), **options)

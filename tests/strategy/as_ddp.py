@@ -1,0 +1,72 @@
+"""Trainings on two processes, in replicas and under DistributedDataParallel: what is to have the same bits in each process."""
+
+from __future__ import annotations
+
+import warnings
+from pathlib import Path
+from typing import Any
+
+import lightning as L
+import torch
+import torch.nn.functional as F
+from lightning.pytorch.strategies import DDPStrategy
+from torch import Tensor, nn
+from torch.utils.data import DataLoader, TensorDataset
+
+import lightning_piper as piper
+from tests.strategy.fitting import QUIET
+
+
+class Net(L.LightningModule):
+    """Learns at a rate that depends on the rank from some step on; None: at one rate."""
+
+    def __init__(self, apart: int | None = None) -> None:
+        super().__init__()
+        self.net = nn.Sequential(nn.Linear(4, 8), nn.Tanh(), nn.Linear(8, 4))
+        self.apart = apart
+
+    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+        return F.mse_loss(self.net(batch[0]), batch[1])
+
+    def configure_optimizers(self) -> Any:
+        return torch.optim.SGD(self.parameters(), 0.1 * (1 + self.global_rank) if self.apart == 0 else 0.1, momentum=0.9)
+
+    def on_train_batch_end(self, *args: Any) -> None:
+        if self.global_step == self.apart:
+            self.optimizers().param_groups[0]["lr"] = 0.1 * (1 + self.global_rank)  # type: ignore[union-attr, index]
+
+
+def replicas(**options: Any) -> list[Any]:
+    return [piper.Place(filter={}, devices=[0, 1]), piper.Replicate(filter={}, devices=[0, 1], **options)]
+
+
+WHOLE, ZERO3 = replicas(), replicas(shard_optimizer=True, shard_grads=True, shard_params=True)
+# module, precision, programs
+KINDS: dict[str, tuple[Any, Any, list[Any]]] = {
+    "a rate of each rank": (lambda: Net(0), "32-true", [WHOLE]),
+    "a rate of each rank, later": (lambda: Net(5), "32-true", [WHOLE]),
+    "half precision": (Net, "16-true", [WHOLE, ZERO3]),
+}
+
+
+def fit(module: L.LightningModule, strategy: Any, precision: Any) -> tuple[dict[str, Tensor], list[str]]:
+    trainer = L.Trainer(
+        accelerator="cpu", devices=2, strategy=strategy, max_epochs=2, precision=precision, **QUIET
+    )  # fmt: skip
+    draw = torch.Generator().manual_seed(1)
+    data = TensorDataset(*(torch.randn(40, 4, generator=draw) for _ in range(2)))
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        trainer.fit(module, DataLoader(data, batch_size=4))
+    said = [str(each.message) for each in caught if "DistributedDataParallel" in str(each.message)]
+    return {name: x.detach().clone() for name, x in module.named_parameters()}, said
+
+
+def train(rank: int, folder: Path) -> dict[str, Any]:
+    found: dict[str, Any] = {}
+    for kind, (module, precision, programs) in KINDS.items():
+        found[kind] = []
+        for strategy in (DDPStrategy(), *map(piper.PiperStrategy, programs)):
+            torch.manual_seed(0)
+            found[kind].append(fit(module(), strategy, precision))
+    return found

@@ -1,0 +1,32 @@
+"""What trains under DistributedDataParallel in a way that one device has not, trains so here."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from tests.distributed.processes import launch_trainings
+from tests.strategy.as_ddp import KINDS, train
+
+
+@pytest.fixture(scope="module")
+def ranks(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("as_ddp")
+    return launch_trainings(2, train, folder / "run", folder)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_each_process_has_the_bits_of_ddp(kind, ranks):
+    for found in ranks:
+        (wanted, _), *others = found[kind]
+        for values, _ in others:
+            assert all(torch.equal(values[name], value) for name, value in wanted.items())
+
+
+def test_copies_that_drift_apart_are_told_of(ranks):
+    for kind in KINDS:
+        drifts = "rate" in kind
+        (first, said), (other, silent) = (found[kind][1] for found in ranks)
+        assert drifts != all(torch.equal(first[name], other[name]) for name in first)
+        assert len(said) == drifts and all("0.1 on rank 0, and 0.2 on rank 1. So each replica updates" in text for text in said)
+        assert not silent
