@@ -24,7 +24,7 @@ CACHE = "XDG_CACHE_HOME"  # names the folder in which the folder of this package
 MANY = 256  # files of a folder
 LARGE = 1 << 26  # bytes of a file; what is larger is not kept
 DAY = 86400.0  # seconds; no two clocks differ by so many
-PATIENCE = 120.0  # seconds to wait for another process that makes a file
+PATIENCE = 120 * 10**9  # nanoseconds to wait for another process that makes a file
 _SUM = hashlib.sha256
 _LOCKING = os.O_RDWR | os.O_CREAT | getattr(os, "O_NOFOLLOW", 0) | getattr(os, "O_NONBLOCK", 0)  # a pipe there would be waited for
 _READING = os.O_RDONLY | getattr(os, "O_NOFOLLOW", 0) | getattr(os, "O_NONBLOCK", 0) | getattr(os, "O_BINARY", 0)
@@ -93,8 +93,8 @@ def alone(path: Path) -> Iterator[None]:
                 raise PermissionError  # nothing is read from there, so there is nothing to wait for
             file = stack.enter_context(open(os.open(path.parent / "lock", _LOCKING, 0o600), "ab"))
             # A byte for each path, which nobody has to be there to give back.
-            place, until = int.from_bytes(_SUM(path.name.encode()).digest()[:4], "big"), time.perf_counter() + PATIENCE
-            while time.perf_counter() < until:
+            place, until = int.from_bytes(_SUM(path.name.encode()).digest()[:4], "big"), time.monotonic_ns() + PATIENCE
+            while time.monotonic_ns() < until:
                 try:
                     fcntl.lockf(file, fcntl.LOCK_EX | fcntl.LOCK_NB, 1, place)
                     break

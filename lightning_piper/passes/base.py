@@ -64,13 +64,13 @@ def run_passes(dag: TrainingDAG, passes: Iterable[Pass], after: After | None = N
         VerificationError: `after` raises it; names the directive that was applied last.
     """
     for each in passes:
-        start = time.perf_counter()
+        start = time.monotonic_ns()  # not one of the clocks that Lightning asks, which tests replace
         with _applying(dag, each):
             contract = each.run(dag)
             if contract is not None and contract not in get_args(Contract):
                 accepted = " or ".join(map(repr, get_args(Contract)))
                 raise DirectiveError(f"({each.name}): apply returned {shown(contract)}; return {accepted}, or nothing")
-        done = Done(each, contract or each.contract, time.perf_counter() - start)
+        done = Done(each, contract or each.contract, (time.monotonic_ns() - start) / 1e9)
         if after is None:
             continue
         try:

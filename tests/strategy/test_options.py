@@ -153,13 +153,13 @@ class Validated(MLP):
         self.at.append(self.global_step)
 
 
-def test_a_validation_by_time_comes_after_the_same_batches():
-    """By a clock that goes on when it is asked, as Lightning does after each batch: nobody else asks it."""
+def test_nobody_but_lightning_asks_its_clocks():
+    """With clocks that go on when they are asked, what is done by time is done after the same batches."""
     found = []
     for strategy in ("auto", local()):
-        module = Validated()
-        with mock.patch("time.monotonic", side_effect=itertools.count()):
+        module, clocks = Validated(), [itertools.count(), itertools.count()]
+        with mock.patch("time.monotonic", side_effect=clocks[0]), mock.patch("time.perf_counter", side_effect=clocks[1]):
             options = {"val_check_interval": timedelta(seconds=3), "limit_val_batches": 1, "num_sanity_val_steps": 0}
             trainer(strategy, max_steps=20, **options)[0].fit(module, vectors(), vectors())
-        found.append(module.at)
-    assert found[0] == found[1] and len(found[0]) > 2
+        found.append((module.at, *map(next, clocks)))
+    assert found[0] == found[1] and len(found[0][0]) > 2
