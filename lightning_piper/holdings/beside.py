@@ -25,6 +25,7 @@ class Beside(Ownership):
     """
 
     def __init__(self, module: nn.Module, compiled: Compiled, world: World) -> None:
+        self._divided: dict[str, nn.Parameter] = {}
         super().__init__(module, compiled, world)
         plan = compiled.plans[world.rank]
         assert all(plan.shards.values()), "the whole of a bucket is kept between steps"
@@ -35,6 +36,15 @@ class Beside(Ownership):
             if not self.tensor_map.holds_whole(name, world.rank):
                 self._local_shards[name] = like(self._get(name), view)  # type: ignore[assignment]
         self.whole = True
+
+    def _get(self, name: str) -> torch.Tensor:
+        """The parameter that had this name, which the optimizer has, also where a hook has given it another one (pruning)."""
+        if name not in self._divided:
+            found = super()._get(name)
+            if not isinstance(found, nn.Parameter):
+                return found
+            self._divided[name] = found
+        return self._divided[name]
 
     @torch.no_grad()
     def lay(self) -> None:

@@ -9,6 +9,7 @@ from typing import Any
 import lightning as L
 import torch
 import torch.nn.functional as F
+from lightning.pytorch.callbacks import ModelPruning
 from lightning.pytorch.strategies import DDPStrategy
 from torch import Tensor, nn
 from torch.utils.data import DataLoader, TensorDataset
@@ -36,16 +37,22 @@ class Net(L.LightningModule):
             self.optimizers().param_groups[0]["lr"] = 0.1 * (1 + self.global_rank)  # type: ignore[union-attr, index]
 
 
+class Pruned(Net):
+    def configure_callbacks(self) -> Any:
+        return [ModelPruning("l1_unstructured", amount=0.3, use_lottery_ticket_hypothesis=False)]
+
+
 def replicas(**options: Any) -> list[Any]:
     return [piper.Place(filter={}, devices=[0, 1]), piper.Replicate(filter={}, devices=[0, 1], **options)]
 
 
 WHOLE, ZERO3 = replicas(), replicas(shard_optimizer=True, shard_grads=True, shard_params=True)
-# module, precision, programs
-KINDS: dict[str, tuple[Any, Any, list[Any]]] = {
-    "a rate of each rank": (lambda: Net(0), "32-true", [WHOLE]),
-    "a rate of each rank, later": (lambda: Net(5), "32-true", [WHOLE]),
-    "half precision": (Net, "16-true", [WHOLE, ZERO3]),
+# module, precision, arguments of strategies
+KINDS: dict[str, tuple[Any, Any, list[dict[str, Any]]]] = {
+    "a rate of each rank": (lambda: Net(0), "32-true", [{"directives": WHOLE}]),
+    "a rate of each rank, later": (lambda: Net(5), "32-true", [{"directives": WHOLE}]),
+    "half precision": (Net, "16-true", [{"directives": WHOLE}, {"directives": ZERO3}]),
+    "pruned": (Pruned, "64-true", [{"directives": ZERO3, "capture": "never"}]),
 }
 
 
@@ -54,7 +61,9 @@ def fit(module: L.LightningModule, strategy: Any, precision: Any) -> tuple[dict[
         accelerator="cpu", devices=2, strategy=strategy, max_epochs=2, precision=precision, **QUIET
     )  # fmt: skip
     draw = torch.Generator().manual_seed(1)
-    data = TensorDataset(*(torch.randn(40, 4, generator=draw) for _ in range(2)))
+    data = TensorDataset(
+        *(torch.randn(40, 4, generator=draw, dtype=torch.float64 if precision == "64-true" else None) for _ in range(2))
+    )
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
         trainer.fit(module, DataLoader(data, batch_size=4))
@@ -64,9 +73,9 @@ def fit(module: L.LightningModule, strategy: Any, precision: Any) -> tuple[dict[
 
 def train(rank: int, folder: Path) -> dict[str, Any]:
     found: dict[str, Any] = {}
-    for kind, (module, precision, programs) in KINDS.items():
+    for kind, (module, precision, given) in KINDS.items():
         found[kind] = []
-        for strategy in (DDPStrategy(), *map(piper.PiperStrategy, programs)):
+        for strategy in (DDPStrategy(), *(piper.PiperStrategy(**each) for each in given)):
             torch.manual_seed(0)
             found[kind].append(fit(module(), strategy, precision))
     return found
