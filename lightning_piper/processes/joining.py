@@ -70,7 +70,7 @@ class BatchJoin:
             )
 
 
-_CHOSEN = "PiperStrategy('auto') has chosen a pipeline, whose ranks work on the batches of several processes as one"
+_CHOSEN = "the ranks of a pipeline that PiperStrategy('auto') chooses work on the batches of several processes as one"
 _ADVICE = "give PiperStrategy() for data parallelism"
 
 

@@ -26,7 +26,7 @@ from lightning_piper.search.blocks import Cut, blocks_of
 from lightning_piper.search.chain import copy_of
 from lightning_piper.search.measuring import measured
 from lightning_piper.search.report import Found, Row, described, size
-from lightning_piper.search.searching import best_of
+from lightning_piper.search.searching import best_of, check_asked
 from lightning_piper.search.space import Candidate, bytes_of
 from lightning_piper.search.workload import Workload
 from lightning_piper.search.writing import TENSOR, Params, Written, write
@@ -39,6 +39,7 @@ FRAGMENTATION = 0.05
 ROUNDS = 5  # searches, each within less memory than the one before, until the plan of what is found fits
 TRIED = 20  # candidates that are written and checked, at most, until one passes
 CALLS = 3  # steps of each size that are measured
+OPTIONS = ("schedules", "levels", "margin", "gap", "budget")  # of `best_of`
 Check = Literal["static", "run", "off"]
 
 
@@ -105,7 +106,7 @@ class Proposal:
 def search(
     module: nn.Module, batch: Any, devices: int, memory: str | Number | None = None, *, hardware: Hardware | str | None = None,
     objective: str = "time", workload: Workload | None = None, check: Check = "static", all_devices: bool = False,
-    progress: Callable[[str], None] | None = None, **options: Any,
+    progress: Callable[[str], None] | None = None, cut: Cut | None = None, **options: Any,
 ) -> Proposal:  # fmt: skip
     """Find the program of a module's training step that takes least time, of those that fit, and write it.
 
@@ -127,6 +128,7 @@ def search(
             ("run"); a program that is refused gives way to the next best.
         all_devices: consider only programs that use every device.
         progress: told what is done.
+        cut: of the module and the batch, if there is one.
         options: `schedules`, `levels`, `margin`, `gap` and `budget` of `best_of`.
 
     Raises:
@@ -135,12 +137,19 @@ def search(
     """
     if check not in ("static", "run", "off"):
         raise SearchError(f"search: check={shown(check)}; give 'static', 'run' or 'off'")
+    # What cannot be used is told before a model is traced and measured.
+    if unknown := options.keys() - OPTIONS:
+        raise SearchError(f"search: there is no argument {min(unknown)!r}; options are {', '.join(OPTIONS)}")
+    check_asked(devices, objective, **options)
     if memory is not None:
-        bytes_of(memory)  # what cannot be used is told before a model is traced and measured
+        bytes_of(memory)
+    if not isinstance(hardware, Hardware | str | None):
+        raise SearchError(f"search: hardware={shown(hardware)}; give a Hardware, a name, or the path of a JSON file")
     say = progress or (lambda text: None)
     on = Hardware.measure() if hardware is None else Hardware.read(hardware) if isinstance(hardware, str) else hardware
-    say("tracing the step")
-    cut = blocks_of(module, batch)
+    if cut is None:
+        say("tracing the step")
+        cut = blocks_of(module, batch)
     if workload is None:
         say(f"{len(cut.names)} blocks; {'measuring' if hardware is None else 'calculating'} what they cost")
         sizes = sizes_of(batch)
@@ -190,11 +199,12 @@ def _proposed(
                 continue
             if needed <= limit:
                 return Proposal(found, candidate, written, found.space.workload, int(needed), tuple(refused), check, verdict)
-            refused.append((candidate, f"by its plan it needs {size(needed)} of a device, more than the estimate said"))
+            within = float(within) * float(limit) / needed
+            why = f"by its plan it needs {size(needed)} of a device, more than was estimated"
+            refused.append((candidate, f"{why}; so estimates may be {size(within)} at most"))
             break
         if not needed:
             break
-        within = float(within) * float(limit) / needed
     kind = SearchError if needed else NoProgram
     raise kind(f"search: the programs of the {len(refused)} best candidates are refused; of the best one: {refused[0][1]}")
 

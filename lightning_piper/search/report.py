@@ -62,8 +62,8 @@ class Found:
         ]  # fmt: skip
         widths = [max(len(row[k]) for row in rows) for k in range(len(head))]
         lines += ["  ".join(x.ljust(w) for x, w in zip(row, widths, strict=True)).rstrip() for row in rows]
-        lines += ["", f"{self.size:,} candidates: {self.evaluated:,} estimated in their turn"]
-        lines += [f"  {n:,} {_WHY[why]}" for why, n in sorted(self.cut.items()) if n]
+        counts = [(self.evaluated, "estimated in their turn"), *((n, _WHY[why]) for why, n in sorted(self.cut.items()))]
+        lines += ["", f"{self.size:,} candidate{'s' * (self.size != 1)}:", *(f"  {n:,} {what}" for n, what in counts if n)]
         return "\n".join(lines)
 
 

@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 from lightning_piper.errors import NoProgram, SearchError
 from lightning_piper.limits import integer, is_number, shown
 from lightning_piper.search.bounds import INFINITE
 from lightning_piper.search.branching import Progress, Search
 from lightning_piper.search.report import Found
 from lightning_piper.search.rows import SHAPES
-from lightning_piper.search.space import Space, bytes_of
+from lightning_piper.search.space import Space, bytes_of, check_choices
 from lightning_piper.search.workload import Workload
 from lightning_piper.simulate.durations import Number
 from lightning_piper.simulate.hardware import Hardware
@@ -49,14 +51,9 @@ def best_of(
     Raises:
         SearchError: an argument cannot be used; or nothing fits: says the least memory that would do.
     """
+    check_asked(devices, objective, schedules=schedules, levels=levels, margin=margin, gap=gap, budget=budget)
     limit = bytes_of(hardware.memory if memory is None and isinstance(hardware, Hardware) else memory or 0)
     space = Space(workload, hardware, devices, limit, tuple(schedules), tuple(levels), margin, all_devices)
-    if objective not in OBJECTIVES:
-        raise SearchError(f"search: objective={shown(objective)}; give one of {', '.join(OBJECTIVES)}")
-    if not is_number(gap):
-        raise SearchError(f"search: gap={shown(gap)}; give a share such as 0.01")
-    if (integer(budget) or 0) < 1:
-        raise SearchError(f"search: budget={shown(budget)}; give an integer >= 1")
     found = Search(space, objective == "memory", gap, budget, progress).run()
     if found is not None:
         return found
@@ -69,3 +66,21 @@ def best_of(
         raise NoProgram(f"search: there is no program {on}, or none fits in the {hardware.host_memory} bytes of the host")
     needed, about = max(least.estimate.memory), "" if least.gap == 0 else f", or {float(least.gap):.1%} less"
     raise SearchError(f"search: nothing fits in {limit} bytes; the least that would do is {needed} bytes of each device{about}")
+
+
+def check_asked(
+    devices: int, objective: str = "time", *, schedules: Sequence[str] = tuple(SHAPES), levels: Sequence[int] = (0,),
+    margin: Number = 0, gap: Number = 0, budget: int = 1,
+) -> None:  # fmt: skip
+    """Can these be arguments of `best_of`?
+
+    Raises:
+        SearchError: one of them cannot.
+    """
+    check_choices(devices, schedules, levels, margin)
+    if not isinstance(objective, str) or objective not in OBJECTIVES:
+        raise SearchError(f"search: objective={shown(objective)}; give one of {', '.join(OBJECTIVES)}")
+    if not is_number(gap):
+        raise SearchError(f"search: gap={shown(gap)}; give a share such as 0.01")
+    if (integer(budget) or 0) < 1:
+        raise SearchError(f"search: budget={shown(budget)}; give an integer >= 1")

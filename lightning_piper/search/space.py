@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import re
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from fractions import Fraction
 from itertools import combinations
@@ -112,19 +112,10 @@ class Space:
             raise SearchError(f"search: the workload has no blocks ({shown(self.workload)}); give a Workload of one at least")
         if not isinstance(self.hardware, Hardware) or not self.hardware.links:
             raise SearchError("search: the hardware has no links; give a Hardware with one at least")
-        for what, value, most in (("devices", self.devices, DEVICES), ("samples", self.workload.samples, None)):
-            number = integer(value)
-            if number is None or number < 1 or (most is not None and number > most):
-                raise SearchError(f"search: {what}={shown(value)}; give an integer from 1{f' to {most}' if most else ' on'}")
+        _check_number("samples", self.workload.samples)
+        check_choices(self.devices, self.schedules, self.levels, self.margin)
         if not isinstance(self.memory, int | float | Fraction) or isinstance(self.memory, bool) or not self.memory > 0:
             raise SearchError(f"search: memory={shown(self.memory)}; give bytes above 0, or text such as '80GiB'")
-        if not is_number(self.margin):
-            raise SearchError(f"search: margin={shown(self.margin)}; give a share such as 0.05")
-        unknown = [name for name in self.schedules if name not in SHAPES]
-        if unknown or not self.schedules:
-            raise SearchError(f"search: schedules={shown(self.schedules)}; give some of {', '.join(SHAPES)}")
-        if not self.levels or not set(self.levels) <= {0, 1, 2, 3}:
-            raise SearchError(f"search: levels={shown(self.levels)}; give some of 0, 1, 2, 3")
 
     def layouts(self) -> Iterator[Layout]:
         """Each once. Microbatches are whole samples, not too few, and work on them is known; where samples meet, there is one."""
@@ -188,6 +179,27 @@ class Space:
                     for offloaded in range(layout.stages - recomputed + 1):
                         for cuts in combinations(range(1, len(self.workload.blocks)), layout.stages - 1):
                             yield Candidate(layout, zero, recomputed, offloaded, cuts)
+
+
+def check_choices(devices: int, schedules: Sequence[str], levels: Sequence[int], margin: Number) -> None:
+    """What a space is made of, beside a workload and its hardware.
+
+    Raises:
+        SearchError: one of them cannot be used.
+    """
+    _check_number("devices", devices, DEVICES)
+    if not is_number(margin):
+        raise SearchError(f"search: margin={shown(margin)}; give a share such as 0.05")
+    if isinstance(schedules, str) or not schedules or any(name not in SHAPES for name in schedules):
+        raise SearchError(f"search: schedules={shown(schedules)}; give some of {', '.join(SHAPES)}")
+    if not levels or not set(levels) <= {0, 1, 2, 3}:
+        raise SearchError(f"search: levels={shown(levels)}; give some of 0, 1, 2, 3")
+
+
+def _check_number(what: str, value: object, most: int | None = None) -> None:
+    number = integer(value)
+    if number is None or number < 1 or (most is not None and number > most):
+        raise SearchError(f"search: {what}={shown(value)}; give an integer from 1{f' to {most}' if most else ' on'}")
 
 
 def bytes_of(size: str | Number) -> Number:

@@ -44,11 +44,25 @@ def file_of(module: nn.Module, batch: Any, cut: Cut, world: World, memory: int, 
         repr(cut.groups), *(text_of(code, region.index) for region in code.regions),
         *(f"{name} {type(part).__qualname__}" for name, part in module.named_modules()),
         *(f"{name} {tuple(x.shape)} {x.dtype} {x.requires_grad}" for name, x in module.named_parameters()),
-        type(optimizer).__qualname__, repr(spec.key), VERSIONS, platform.node(), platform.processor(), str(os.cpu_count()),
+        *_about(optimizer), repr(spec.key), VERSIONS, platform.node(), platform.processor(), str(os.cpu_count()),
         name_of(world.device),
         str(world.size), str(torch.get_num_threads()), str(round(memory, -8)),
     ]  # fmt: skip
     return folder() / f"{hashlib.blake2b(chr(10).join(about).encode(), digest_size=16).hexdigest()}.json"
+
+
+def _about(optimizer: torch.optim.Optimizer) -> list[str]:
+    """Its class, and of the options that it runs with what decides what it keeps and computes: of numbers, whether they are 0."""
+    return [type(optimizer).__qualname__, *sorted({
+        f"{name} {value if isinstance(value, bool | str | None) else _some(value)}"
+        for group in optimizer.param_groups for name, value in group.items() if name != "params"
+    })]  # fmt: skip
+
+
+def _some(value: Any) -> Any:
+    if isinstance(value, tuple | list):
+        return [_some(x) for x in value]
+    return bool(value) if isinstance(value, int | float) else type(value).__qualname__
 
 
 def read(path: Path) -> Choice | None:

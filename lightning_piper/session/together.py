@@ -17,7 +17,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from lightning_piper.processes.world import World
+from lightning_piper.processes.world import World, together
 from lightning_piper.runtime.collectives import Members
 from lightning_piper.runtime.shared_memory import messages_of
 from lightning_piper.search.blocks import Cut
@@ -41,18 +41,31 @@ def measured_together(
         world: as one replica.
         optimizer: as in `measured`.
         cut: of the module and the batch, if there is one.
+
+    Raises:
+        PiperError: in one process, which it names, the step cannot be measured.
     """
     link = _link_of(world, world.size, LARGE, _messages)
     large = min(MOST, max(LARGE, sum(x.nbytes for x in module.parameters()))) // 1024 * 1024
     degrees = [n for n in range(2, world.size + 1) if world.size % n == 0] if world.device.type == "cpu" else []
     collectives = {n: Collectives(*(_link_of(world, n, large, each) for each in (_sums, _scatters, _gathers))) for n in degrees}
     at_once = _cores(world)
-    workload = None
+    workload: Workload | None = None
+    failure: Exception | None = None
     for turn in range(0, world.size, at_once):
         world.gather(None)  # begin together
         if turn <= world.rank < turn + at_once:
-            workload = measured(module, batch, sizes_of(batch), CALLS, cut=cut, optimizer=optimizer)
-    found = [each for each in world.gather(workload) if each is not None]
+            try:
+                workload = measured(module, batch, sizes_of(batch), CALLS, cut=cut, optimizer=optimizer)
+            except Exception as error:  # told when the others have had their turns
+                failure = error
+
+    def outcome() -> Workload | None:
+        if failure is not None:
+            raise failure
+        return workload
+
+    found = [each for each in together(world, "measuring the step", outcome) if each is not None]
     slowest = max(found, key=lambda each: sum(sum(work[:3]) for block in each.blocks for work in block.work.values()))
     hardware = world.on_rank_zero(Hardware.measure)
     assert hardware is not None

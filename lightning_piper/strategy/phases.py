@@ -98,6 +98,7 @@ class Starting:
         resumes: the optimizer has its state from a checkpoint.
         later: the state from a checkpoint that it gets when the first batch has come.
         eager: the training step is known to run as it is.
+        replicas_alone: had the module before a searched program took over.
     """
 
     standalone: Standalone
@@ -105,6 +106,7 @@ class Starting:
     resumes: bool = False
     later: State | None = None
     eager: bool = False
+    replicas_alone: Standalone | None = None
 
     @property
     def left(self) -> Left:
@@ -132,8 +134,17 @@ class Starting:
             tags.callback(handle.remove)
         world = world_of(tuple(found.get(rank, 0) for rank in range(before.world.size)))
         settings = dataclasses.replace(before.settings, program=written.directives, replicas=world.count)
-        self.standalone = before.under(settings, world)
+        self.standalone, self.replicas_alone = before.under(settings, world), before
         return BatchJoin(world) if world.count < world.size else None
+
+    def give_back(self, tags: contextlib.ExitStack, say: Callable[[str], None]) -> BatchJoin | None:
+        """If a searched program has taken over, go on without it, for it cannot run. Then nothing joins batches."""
+        before, self.replicas_alone = self.replicas_alone, None
+        if before is not None:
+            say("PiperStrategy gives up the program that it chose, so the processes are replicas")
+            tags.close()
+            self.standalone = self.standalone.under(before.settings, before.world)
+        return None
 
     def load(self, state: State, optimizer: Optimizer, module: nn.Module) -> None:
         """Take over an optimizer's state from a checkpoint: at once if that can be, for hooks may look at it and change it.

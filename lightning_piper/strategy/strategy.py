@@ -149,6 +149,8 @@ class PiperStrategy(EvaluatingStrategy):
             check_may_be(phase.standalone, "training_step", problem, self._capture, self._accumulate)
             phase.eager = True
             self.model_to_device()  # a sanity check runs as it is, too
+            if self.world.size > 1 and is_searched(self._directives, module):
+                rank_zero_info(f"PiperStrategy searches no program, so the processes are replicas: {problem}")
         else:
             phase.names = names_in(self.optimizers[0], module)
 
@@ -176,6 +178,7 @@ class PiperStrategy(EvaluatingStrategy):
                 self._begin_fit(start, self._choose(start, batch))
                 return
             except NOT_CAPTURED as error:
+                self._join = start.give_back(self._chosen, rank_zero_info)
                 check_may_be(start.standalone, "training_step", error, self._capture, self._accumulate)
         self._begin_eager(start.standalone, [])
         if start.later is not None:

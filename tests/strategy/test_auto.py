@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import json
 import os
+import re
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
+from unittest import mock
 
 import lightning as L
 import pytest
@@ -19,15 +21,17 @@ import lightning_piper as piper
 from lightning_piper import cache
 from lightning_piper.cache import CACHE
 from lightning_piper.directives import parse
-from lightning_piper.errors import NoProgram, PiperError
+from lightning_piper.errors import NoProgram, PiperError, SearchError
 from lightning_piper.search import proposing
 from lightning_piper.search.analytic import analytic
 from lightning_piper.search.blocks import blocks_of
 from lightning_piper.search.proposing import search
+from lightning_piper.search.report import size
 from lightning_piper.search.writing import Written
 from lightning_piper.session import cached, choosing
 from lightning_piper.simulate import Link
 from lightning_piper.simulate.hardware import Hardware
+from lightning_piper.strategy import strategy
 from tests.distributed.processes import launch_trainings
 from tests.groups import marked
 from tests.strategy.fitting import QUIET
@@ -97,17 +101,18 @@ def looking_at(kind: str) -> Any:
     hardware = Hardware("some", 2**30, {"float64": 1e9}, 1e10, ((64, LINKS[kind]),), Link(), 2**30)
 
     def found(module: Any, batch: Any, *args: Any, **options: Any) -> Any:
-        workload = analytic(module, batch, hardware, (1, 2, 4, 8), tensor=(2,) if kind == "tensors" else ())
+        degrees = (2,) if kind == "tensors" else ()
+        workload = analytic(module, batch, hardware, (1, 2, 4, 8), tensor=degrees, cut=options["cut"])  # traced once
         return search(module, batch, *args, **(options | {"hardware": hardware, "workload": workload}))
 
     return found
 
 
-def train(rank: int, kind: str, folder: str, strategy: str = "auto") -> dict[str, Any]:
+def train(rank: int, kind: str, folder: str, name: str = "auto") -> dict[str, Any]:
     os.environ[CACHE] = folder
     choosing.search = looking_at(kind)  # type: ignore[attr-defined]
     module = net()
-    trainer = fit(module, piper.PiperStrategy("auto") if strategy == "auto" else strategy, rank)
+    trainer = fit(module, piper.PiperStrategy("auto") if name == "auto" else name, rank)
     values = {name: float(x) for name, x in trainer.callback_metrics.items()}
     (path,) = Path(folder).rglob("*.json")
     return {"state": module.state_dict(), "values": values, "chosen": json.loads(path.read_text()), "hooks": hooks(module)}
@@ -134,14 +139,65 @@ def test_what_is_chosen_trains_as_one_device(kind, tmp_path):
         assert outcome["values"]["score"] == pytest.approx(values["score"], rel=1e-12)
 
 
+class Asks(nn.Linear):
+    """Cannot be captured, nor can the calls of other modules without it, if it asks for a value."""
+
+    asks = False
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = super().forward(x)
+        return x * 2 if self.asks and x.sum().item() > 1e9 else x
+
+
+def choose_before_it_asks(module: Any, *args: Any) -> Any:
+    found = choosing.choose(module, *args)
+    module.last.asks = True
+    return found
+
+
+def train_asking(rank: int, folder: str) -> dict[str, Any]:
+    os.environ[CACHE] = folder
+    choosing.search = looking_at("pipeline")  # type: ignore[attr-defined]
+    outcome: dict[str, Any] = {}
+    for kind, given in (("one", "auto"), ("later", "auto"), ("replicas", None)):
+        torch.manual_seed(0)
+        module = Net()
+        module.last = Asks(WIDTH, 3)
+        module.double()
+        module.last.asks = kind == "replicas" or (kind == "one" and rank == 1)
+        told: list[str] = []
+        with (
+            mock.patch.object(strategy, "rank_zero_info", told.append),
+            mock.patch.object(strategy, "choose", choose_before_it_asks if kind == "later" else choosing.choose),
+        ):
+            fit(module, piper.PiperStrategy(given), rank, max_epochs=1)
+        outcome[kind] = module.state_dict(), "\n".join(told), hooks(module)
+    return outcome
+
+
+def test_a_step_that_cannot_be_captured_trains_in_replicas(tmp_path):
+    """Also where it is captured in some processes, which would wait for the others, or until a program has been chosen."""
+    for outcome in launch_trainings(2, train_asking, tmp_path, str(tmp_path)):
+        wanted = outcome["replicas"][0]
+        assert "searches no program, so the processes are replicas: rank 1: " in outcome["one"][1]
+        assert "stages on 2 ranks" in outcome["later"][1] and "gives up the program" in outcome["later"][1]
+        for state, _, left in outcome.values():
+            assert left == 0 and all(torch.equal(x, wanted[name]) for name, x in state.items())
+
+
 def test_a_step_that_has_changed_is_searched_again():
     """A file of chosen programs is named by what the step computes, so that the program of another one is not taken."""
 
-    def named(module: L.LightningModule) -> Path:
+    def named(module: L.LightningModule, optimizer: Any = torch.optim.SGD, **options: Any) -> Path:
         batch = list(data()[:4])
         cut = blocks_of(module, batch)
         return cached.file_of(
-            module, batch, cut, SimpleNamespace(size=2, device=torch.device("cpu")), 2**30, torch.optim.SGD(module.parameters())
+            module,
+            batch,
+            cut,
+            SimpleNamespace(size=2, device=torch.device("cpu")),
+            2**30,
+            optimizer(module.parameters(), **options),
         )  # type: ignore[arg-type]
 
     class Changed(Net):
@@ -151,7 +207,11 @@ def test_a_step_that_has_changed_is_searched_again():
             return self.last(x)
 
     Changed.__qualname__, changed = Net.__qualname__, Changed().double()
-    assert named(net()) == named(net()) != named(changed)
+    assert named(net()) == named(net(), lr=0.5) != named(changed)
+    with_states = [named(net(), momentum=x) for x in (0.9, 0.5)] + [
+        named(net(), torch.optim.AdamW, amsgrad=x) for x in (False, True)
+    ]
+    assert with_states[0] == with_states[1] and len({named(net()), *with_states}) == 4
 
 
 def test_programs_are_kept_as_graphs_are(tmp_path, monkeypatch):
@@ -190,6 +250,42 @@ def test_a_search_that_finds_no_program(devices, monkeypatch):
         NoProgram, match="are refused; of the best one: no" if devices == 1 else "no program that uses all 7 devices"
     ):
         search(net(), batch, devices, hardware="cpu", all_devices=True, schedules=("gpipe",), budget=50)
+
+
+@pytest.mark.parametrize(
+    ("given", "told"),
+    [
+        ({"devices": 0}, "devices=0"), ({"objective": "speed"}, "objective='speed'; give one of time, memory"),
+        ({"memory": "24XB"}, "memory '24XB'"), ({"hardware": 3}, "hardware=3"), ({"gap": "x"}, "gap='x'"),
+        ({"schedules": "gpipe"}, "schedules='gpipe'; give some of"), ({"levels": (4,)}, "levels="),
+        ({"bugdet": 3}, "'bugdet'; options are"),
+    ],
+)  # fmt: skip
+def test_what_cannot_be_used_is_told_before_anything_is_traced(given, told, monkeypatch):
+    monkeypatch.setattr(proposing, "blocks_of", None)
+    with pytest.raises(SearchError, match=re.escape(told)):
+        search(net(), list(data()[:4]), **{"devices": 2, "hardware": "cpu", **given})
+
+
+def test_a_plan_that_needs_more_than_was_estimated(monkeypatch):
+    """The search goes on within less, and both are told; without it, that nothing is better."""
+    batch = list(data()[:8])
+    plain = search(net(), batch, 2, hardware="cpu", all_devices=True)
+    keep, factors = 1 + plain.found.space.margin, iter([2.0, 1.0])
+    used = plain.memory / keep
+    monkeypatch.setattr(proposing, "bytes_needed", lambda compiled, states: {0: used * next(factors)})
+    limit = int(plain.memory * 1.5)
+    found = search(net(), batch, 2, limit, hardware="cpu", all_devices=True)
+    ((_, why),) = found.refused
+    told = (
+        f"by its plan it needs {size(2 * plain.memory)} of a device, more than was estimated; "
+        f"so estimates may be {size(found.found.space.memory)} at most"
+    )
+    assert why == told and told in str(found) and told in "\n".join(choosing._told(found).lines)
+    assert float(found.found.space.memory) == pytest.approx(limit * limit / (2 * plain.memory), rel=1e-6)
+    lines = choosing._told(plain).lines
+    assert f"  of {plain.found.size:,} programs, none is predicted to be better" in lines and "0 were" not in "".join(lines)
+    assert f"{plain.found.size:,} candidates:\n" in str(plain) and "\n  0 " not in str(plain)
 
 
 def refused(*_: Any) -> None:
