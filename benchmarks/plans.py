@@ -21,6 +21,7 @@ from torch import Tensor, nn
 import lightning_piper as piper
 from lightning_piper.capture import capture
 from lightning_piper.directives import Directive, parse
+from lightning_piper.garbage import uncollected
 from lightning_piper.passes import prepared, run_pipeline
 from lightning_piper.plan import check_plans, compile_plans
 from lightning_piper.verify.hook import StaticCheck
@@ -88,15 +89,16 @@ def row(make: Callable[[], Any], program: tuple[Directive, ...]) -> str:
         check(*done)
         checking[0] += time.process_time() - begin
 
-    start = time.process_time()
-    dag = run_pipeline(prepared(step, program), program, after=after)
-    times += [time.process_time() - start - checking[0], checking[0]]
-    start = time.process_time()
-    plans = compile_plans(dag, len(dag.devices()) // 2)
-    times.append(time.process_time() - start)
-    start = time.process_time()
-    check_plans(plans.representatives, plans.image)
-    times.append(time.process_time() - start)
+    with uncollected():
+        start = time.process_time()
+        dag = run_pipeline(prepared(step, program), program, after=after)
+        times += [time.process_time() - start - checking[0], checking[0]]
+        start = time.process_time()
+        plans = compile_plans(dag, len(dag.devices()) // 2)
+        times.append(time.process_time() - start)
+        start = time.process_time()
+        check_plans(plans.representatives, plans.image)
+        times.append(time.process_time() - start)
     count = sum(len(plan.instructions) for plan in plans.representatives.values())
     peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1024
     shown = " | ".join(f"{t:.2f}" for t in (*times, sum(times[1:])))

@@ -21,6 +21,7 @@ from lightning_piper.compiler import Compiled, compile
 from lightning_piper.directives import Directive, parse
 from lightning_piper.directives.program import annotate_as, annotations_of
 from lightning_piper.errors import PiperError
+from lightning_piper.garbage import uncollected
 from lightning_piper.passes import run_pipeline
 from lightning_piper.plan import check_plans, compile_plans
 from lightning_piper.profile.explain import when_it_ran
@@ -140,9 +141,10 @@ def _check(args: argparse.Namespace) -> str:
     report = None
     try:
         step = capture(module, batch)
-        dag = run_pipeline(step, program, after=StaticCheck() if passes is None else passes)
-        plans = compile_plans(dag)
-        check_plans(plans.representatives, plans.image)
+        with uncollected():
+            dag = run_pipeline(step, program, after=StaticCheck() if passes is None else passes)
+            plans = compile_plans(dag)
+            check_plans(plans.representatives, plans.image)
         if args.execute:
             report = verify_step(step, module, batch, program)
             report.require()

@@ -16,6 +16,7 @@ from lightning_piper.capture import BatchSpec, CapturedStep, History, PartlyCapt
 from lightning_piper.directives import Directive, Place, Replicate, parse
 from lightning_piper.directives.levels import shards_of
 from lightning_piper.errors import CaptureError, NodeNotFoundError, PiperError
+from lightning_piper.garbage import uncollected
 from lightning_piper.ir.dag import TrainingDAG
 from lightning_piper.ir.filters import describe, matches
 from lightning_piper.ir.nodes import Chunk, Node
@@ -242,11 +243,12 @@ def compile_step(
         training: for a forward-only step, the training step's finished DAG, if there is one.
         device: the logical device that this process is, if it is one.
     """
-    step = prepared(step, program)
-    dag = run_pipeline(step, program, size, training, StaticCheck() if verify else None)
-    plans = compile_plans(dag, device)
-    if verify:
-        check_plans(plans.representatives, plans.image)
+    with uncollected():
+        step = prepared(step, program)
+        dag = run_pipeline(step, program, size, training, StaticCheck() if verify else None)
+        plans = compile_plans(dag, device)
+        if verify:
+            check_plans(plans.representatives, plans.image)
     return Compiled(step, program, dag, plans, training, device)
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import json
 import sys
 from pathlib import Path
@@ -52,6 +53,19 @@ def test_options_reach_the_capture() -> None:
     c = captured("autocast")
     plain, cast = (compile(c.module, c.batch, [], context=context) for context in (CASES["mlp"].context, c.case.context))
     assert ["bfloat16" in str(x.dag) for x in (plain, cast)] == [False, True]
+
+
+def test_nothing_looks_for_garbage_meanwhile(monkeypatch: pytest.MonkeyPatch) -> None:
+    seen: list[bool] = []
+    monkeypatch.setattr(compiler, "check_plans", lambda plans, image: seen.append(gc.isenabled()))
+    of("mlp", one_f_one_b(2, 2))
+    assert (seen, gc.isenabled()) == ([False], True)
+    gc.disable()
+    try:
+        of("mlp", one_f_one_b(2, 2))
+        assert not gc.isenabled()  # it is left to who has said so
+    finally:
+        gc.enable()
 
 
 def test_a_program_without_a_place_gives_one_plan() -> None:

@@ -5,9 +5,8 @@ from __future__ import annotations
 import contextlib
 import copy
 import dataclasses
-import gc
 import re
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from functools import cached_property, partial
 from typing import Any
 
@@ -34,6 +33,7 @@ from lightning_piper.capture.trace import Fakes, Step, Traced, fakes_of, trace
 from lightning_piper.capture.unsampled import unsampled
 from lightning_piper.capture.weighing import Weighed, weigh
 from lightning_piper.errors import CaptureError
+from lightning_piper.garbage import uncollected
 from lightning_piper.ir.division import Division
 from lightning_piper.ir.recomputation import Recomputation
 from lightning_piper.ir.regions import StepCode
@@ -221,7 +221,7 @@ class CapturedStep:
         if self.batch_spec.undivided is not None and size != self.batch_spec.size:
             return dataclasses.replace(self.at(self.batch_spec.size, degrees), size=size)
         if (size, degrees) not in self._codes:
-            with _uncollected():
+            with uncollected():
                 found = (None if degrees else self._by_substitution(size)) or self._traced(size, degrees)
             self._check_memory(found)
             if self._codes or self._whole is not None:
@@ -361,18 +361,6 @@ class CapturedStep:
             if degree > 1:
                 found |= dict.fromkeys(routed.params, degree)
         return {name: found[main] for name, main in self.canonical.items() if main in found}
-
-
-@contextlib.contextmanager
-def _uncollected() -> Iterator[None]:
-    """Without collections of garbage: little of a trace is garbage before it is over, and they take a quarter of the time."""
-    enabled = gc.isenabled()
-    gc.disable()
-    try:
-        yield
-    finally:
-        if enabled:
-            gc.enable()
 
 
 def _is_alone(batch_spec: BatchSpec) -> bool:

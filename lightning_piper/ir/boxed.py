@@ -5,12 +5,15 @@ The generated code drops every intermediate after its last use, so nothing outli
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import threading
+from collections.abc import Callable, Sequence
+from typing import Any
 
 import torch
 from torch.fx.graph import CodeGen
 
 RUNS_KEY = "piper_runs"  # in the metadata of an operation: the function that runs in its place
+_making = threading.Lock()  # devices of one process are threads
 
 
 class _Boxed(CodeGen):
@@ -20,16 +23,37 @@ class _Boxed(CodeGen):
         return f"def {self._func_name}(self, args, sizes=()):{unpack}\n    args.clear()"
 
 
+class _Module(torch.fx.GraphModule):
+    """A graph whose code is made where it first runs: of the passes of a step, at all sizes, a process runs few."""
+
+    _is_made = False
+
+    def recompile(self) -> torch.fx.graph.PythonCode:  # type: ignore[empty-body]
+        """Called where the module gets its graph."""
+
+    def run(self, args: list[torch.Tensor], sizes: Sequence[Any] = ()) -> tuple[torch.Tensor, ...]:
+        if not self._is_made:
+            with _making:
+                self._make()
+        made: tuple[torch.Tensor, ...] = self.forward(args, sizes)
+        return made
+
+    def _make(self) -> None:
+        if self._is_made:  # by another thread
+            return
+        stood = {node: node.target for node in self.graph.nodes if RUNS_KEY in node.meta}
+        for node in stood:
+            node.target = node.meta[RUNS_KEY]
+        super().recompile()
+        for node, target in stood.items():
+            node.target = target
+        self._is_made = True
+
+
 def compile_boxed(graph: torch.fx.Graph, constants: torch.nn.Module | None = None) -> Callable[..., tuple[torch.Tensor, ...]]:
     """The graph as a function of a list of tensors; the list is empty afterwards.
 
     `constants` holds the tensors that the step makes from Python numbers (`torch.tensor(...)`), by the graph's names.
     """
     graph.set_codegen(_Boxed())
-    stood = {node: node.target for node in graph.nodes if RUNS_KEY in node.meta}
-    for node in stood:
-        node.target = node.meta[RUNS_KEY]
-    made: Callable[..., tuple[torch.Tensor, ...]] = torch.fx.GraphModule(constants or torch.nn.Module(), graph).forward
-    for node, target in stood.items():
-        node.target = target
-    return made
+    return _Module(constants or torch.nn.Module(), graph).run
