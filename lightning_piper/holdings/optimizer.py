@@ -20,6 +20,7 @@ from lightning_piper.holdings.materialize import places_of, tensor_at
 from lightning_piper.holdings.ownership import Ownership
 from lightning_piper.holdings.parts import parts_of
 from lightning_piper.holdings.tensor_map import LocalShard
+from lightning_piper.holdings.trial import AGAIN
 from lightning_piper.ir.nodes import Chunk
 from lightning_piper.ir.values import flattened
 from lightning_piper.ops.gather import Parameters
@@ -385,8 +386,10 @@ def _refusal(optimizer: str, why: str, name: str, compiled: Compiled) -> str:
     chunk = next(c for c in compiled.dag.of_type(Chunk) if name in compiled.dag.interface(c).params)
     region = compiled.dag.regions[chunk.region]
     directive = "a directive" if index is None else f"directive {index} ({compiled.program[index].op})"
+    # Between runs of a closure, parameters move by a measure of all of them, also where each is whole.
+    whole = "Drop" if AGAIN in why else 'Let it shard whole parameters (shard_by="parameter"), or drop'
     return (
         f"PiperStrategy: {optimizer} does not treat each element of a parameter on its own: {why}. But {directive} leaves every "
-        f'process with a piece of {name!r} (region {region.label}). Let it shard whole parameters (shard_by="parameter"), or drop '
-        "shard_optimizer, shard_grads and shard_params there, or use an optimizer that works element by element (SGD, AdamW, ...)"
+        f"process with a piece of {name!r} (region {region.label}). {whole} shard_optimizer, shard_grads and shard_params there, or "
+        "use an optimizer that works element by element (SGD, AdamW, ...)"
     )

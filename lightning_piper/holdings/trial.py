@@ -17,6 +17,7 @@ from torch.optim import Optimizer
 from lightning_piper.holdings.in_parts import only, own_step
 
 SIDE, FEW, LEAST = 128, 2, 8192  # of sides of matrices, of other dimensions, and of all elements: see `reduced`
+AGAIN = "it runs the closure more than once"
 
 
 @dataclass(frozen=True)
@@ -205,7 +206,7 @@ def _step(optimizer: Optimizer, grads: Sequence[tuple[nn.Parameter, Tensor]], ap
     with only(optimizer, [p for p, _ in (grads[-1:] if apart else grads)]):
         optimizer.step(closure=closure)
     if calls > 2:
-        raise RuntimeError("it runs the closure more than once")
+        raise RuntimeError(AGAIN)
 
 
 def remade(optimizer: Optimizer, groups: Sequence[Mapping[str, Any]]) -> Optimizer:
