@@ -31,7 +31,12 @@ class Beside(Ownership):
         assert all(plan.shards.values()), "the whole of a bucket is kept between steps"
         flats = {bucket: bucket.empty(world.device) for bucket in plan.shards}
         self.shards[world.rank] = flats
-        self.lay()
+        self._views = {name: x for bucket in flats for name, x in zip(bucket.names, bucket.views(flats[bucket]), strict=True)}
+        self._elsewhere: set[str] = set()
+        with torch.no_grad():
+            for name, view in self._views.items():
+                view.copy_(self._get(name))
+                self._get(name).data = view
         for name, view in local_shards_of(plan, flats).items():
             if not self.tensor_map.holds_whole(name, world.rank):
                 self._local_shards[name] = like(self._get(name), view)  # type: ignore[assignment]
@@ -48,13 +53,13 @@ class Beside(Ownership):
 
     @torch.no_grad()
     def lay(self) -> None:
-        """Let parameters lie in the memory of the shards: also again, for users' code may have given them other memory."""
-        for bucket, flat in self.shards[self._world.rank].items():
-            for name, view in zip(bucket.names, bucket.views(flat), strict=True):
-                param = self._get(name)
-                if param.data_ptr() != view.data_ptr():
-                    view.copy_(param)
-                    param.data = view
+        """Take over the values of parameters to which users' code has given other memory (`param.data = ...`). They stay there, for
+        something else may lie there, too: what ModelPruning rewinds to, say."""
+        self._elsewhere.clear()
+        for name, view in self._views.items():
+            if self._get(name).data_ptr() != view.data_ptr():
+                view.copy_(self._get(name))
+                self._elsewhere.add(name)
 
     def take_gradients(self) -> None:
         """Give each local shard its part of the whole parameter's gradient."""
@@ -66,9 +71,11 @@ class Beside(Ownership):
         """Shards were updated and gathered: parameters have other values, which autograd must know where it has saved them."""
         for shard in self._local_shards.values():
             shard.grad = None
-        for bucket in self.shards[self._world.rank]:
-            for name in bucket.names:
-                torch.autograd.graph.increment_version(self._get(name))
+        for name in self._views:
+            param = self._get(name)
+            if name in self._elsewhere:
+                param.data.copy_(self._views[name])
+            torch.autograd.graph.increment_version(param)
 
     def _range(self, name: str) -> tuple[int, int]:
         held = self.tensor_map.held(name, self._world.rank)
@@ -77,7 +84,6 @@ class Beside(Ownership):
 
     def restore(self) -> None:
         """Parameters lie in memory of their own again."""
-        for bucket in self.shards[self._world.rank]:
-            for name in bucket.names:
-                param = self._get(name)
-                param.data = param.data.clone()
+        for name, view in self._views.items():
+            if self._get(name).data_ptr() == view.data_ptr():
+                self._get(name).data = view.clone()

@@ -390,6 +390,6 @@ def _refusal(optimizer: str, why: str, name: str, compiled: Compiled) -> str:
     whole = "Drop" if AGAIN in why else 'Let it shard whole parameters (shard_by="parameter"), or drop'
     return (
         f"PiperStrategy: {optimizer} does not treat each element of a parameter on its own: {why}. But {directive} leaves every "
-        f"process with a piece of {name!r} (region {region.label}). {whole} shard_optimizer, shard_grads and shard_params there, or "
-        "use an optimizer that works element by element (SGD, AdamW, ...)"
+        f"process with a piece of {name!r} (region {region.label}). {whole} shard_optimizer, shard_grads and shard_params there, "
+        "or use an optimizer that works element by element (SGD, AdamW, ...)"
     )

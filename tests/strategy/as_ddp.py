@@ -38,8 +38,14 @@ class Net(L.LightningModule):
 
 
 class Pruned(Net):
+    """`rewound`: to the values before; they lie in the memory of the parameters from then on, and are trained, too."""
+
+    def __init__(self, rewound: bool) -> None:
+        super().__init__()
+        self.rewound = rewound
+
     def configure_callbacks(self) -> Any:
-        return [ModelPruning("l1_unstructured", amount=0.3, use_lottery_ticket_hypothesis=False)]
+        return [ModelPruning("l1_unstructured", amount=0.3, use_lottery_ticket_hypothesis=self.rewound)]
 
 
 def replicas(**options: Any) -> list[Any]:
@@ -52,7 +58,8 @@ KINDS: dict[str, tuple[Any, Any, list[dict[str, Any]]]] = {
     "a rate of each rank": (lambda: Net(0), "32-true", [{"directives": WHOLE}]),
     "a rate of each rank, later": (lambda: Net(5), "32-true", [{"directives": WHOLE}]),
     "half precision": (Net, "16-true", [{"directives": WHOLE}, {"directives": ZERO3}]),
-    "pruned": (Pruned, "64-true", [{"directives": ZERO3, "capture": "never"}]),
+    "pruned": (lambda: Pruned(False), "64-true", [{"directives": ZERO3, "capture": "never"}]),
+    "pruned and rewound": (lambda: Pruned(True), "32-true", [{"directives": ZERO3, "capture": "never"}]),
 }
 
 
