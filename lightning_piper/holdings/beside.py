@@ -67,6 +67,12 @@ class Beside(Ownership):
             grad, (start, stop) = self._get(name).grad, self._range(name)
             shard.grad = None if grad is None else flattened(grad, self.tensor_map.specs[name])[start:stop]
 
+    @torch.no_grad()
+    def updated(self) -> None:
+        """The optimizer has made its step: of parameters that this process has whole, with these themselves."""
+        for name in self._elsewhere - self._local_shards.keys():
+            self._views[name].copy_(self._get(name))
+
     def changed(self) -> None:
         """Shards were updated and gathered: parameters have other values, which autograd must know where it has saved them."""
         for shard in self._local_shards.values():

@@ -128,6 +128,7 @@ class EagerOptimizer:
                     f"PiperStrategy: {type(self.optimizer).__name__}.step has not called the closure that it was given, so its "
                     "state could not be divided over the replicas; leave shard_* of replicate out"
                 )
+            self._tensors.updated()
             self._runtime.run(self._gathering, [], seed=0)
             self._tensors.changed()
             return found

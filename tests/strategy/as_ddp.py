@@ -53,13 +53,18 @@ def replicas(**options: Any) -> list[Any]:
 
 
 WHOLE, ZERO3 = replicas(), replicas(shard_optimizer=True, shard_grads=True, shard_params=True)
+BY_PARAMETER = replicas(shard_optimizer=True, shard_by="parameter")
 # module, precision, arguments of strategies
 KINDS: dict[str, tuple[Any, Any, list[dict[str, Any]]]] = {
     "a rate of each rank": (lambda: Net(0), "32-true", [{"directives": WHOLE}]),
     "a rate of each rank, later": (lambda: Net(5), "32-true", [{"directives": WHOLE}]),
     "half precision": (Net, "16-true", [{"directives": WHOLE}, {"directives": ZERO3}]),
     "pruned": (lambda: Pruned(False), "64-true", [{"directives": ZERO3, "capture": "never"}]),
-    "pruned and rewound": (lambda: Pruned(True), "32-true", [{"directives": ZERO3, "capture": "never"}]),
+    "pruned and rewound": (
+        lambda: Pruned(True),
+        "32-true",
+        [{"directives": each, "capture": "never"} for each in (ZERO3, BY_PARAMETER)],
+    ),
 }
 
 
