@@ -66,7 +66,7 @@ class _Memory:
         Raises:
             OutOfMemoryError: of torch.
         """
-        size = 1 << (x.nbytes + _HEAD - 1).bit_length()
+        size = max(mmap.PAGESIZE, 1 << (x.nbytes + _HEAD - 1).bit_length())
         blocks = self._blocks.setdefault(size, [])
         block = next((block for block in blocks if block.free), None)
         if block is None:
