@@ -110,7 +110,10 @@ def _parser(of_run: bool = False) -> argparse.ArgumentParser:
 
 
 def _node(text: str) -> int:
-    return int(text.removeprefix("%"))
+    try:
+        return int(text.removeprefix("%"))
+    except ValueError:
+        raise argparse.ArgumentTypeError(f"{text!r} is no node; give its number as plans print it, such as %12") from None
 
 
 def number(text: str) -> Number:

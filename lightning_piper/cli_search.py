@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import os
 import sys
 import time
 from collections.abc import Callable
@@ -38,8 +39,8 @@ def add_machine(sub: argparse.ArgumentParser) -> None:
 def run_search(args: argparse.Namespace) -> str:
     """The table, why others lost, and the program as Python. `-o` gets it as JSON."""
     module, batch = module_of(args.module), made(args.batch)
-    if args.output is not None and not args.output.parent.is_dir():
-        raise UsageError(f"{str(args.output)!r} cannot be written: there is no folder {str(args.output.parent)!r}")
+    if args.output is not None:
+        _check_output(args.output)
     tell = progress()
     try:
         found = search(
@@ -52,8 +53,26 @@ def run_search(args: argparse.Namespace) -> str:
         try:
             found.save(args.output)
         except OSError as error:
+            print(found)  # what took so long to find is not lost
             raise UsageError(f"{str(args.output)!r} cannot be written: {error.strerror}") from None
     return str(found)
+
+
+def _check_output(path: Path) -> None:
+    """Refuse a file that cannot be written before anything is searched.
+
+    Raises:
+        UsageError: that.
+    """
+    problem = None
+    if not path.parent.is_dir():
+        problem = f"there is no folder {str(path.parent)!r}"
+    elif path.is_dir():
+        problem = "it is a folder"
+    elif not os.access(path if path.exists() else path.parent, os.W_OK):
+        problem = "that is not permitted"
+    if problem is not None:
+        raise UsageError(f"{str(path)!r} cannot be written: {problem}")
 
 
 def run_compare(args: argparse.Namespace) -> str:

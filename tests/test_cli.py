@@ -255,6 +255,7 @@ USAGE = {
     "no device": (arguments("plan", "--device", "5"), "there is no device 5; the program uses 0, 1"),
     "no device to draw": (arguments("viz", "--dag", "5"), "there is no device 5; the program uses 0, 1"),
     "no number": (arguments("simulate", "--latency", "soon"), "argument --latency: invalid number value: 'soon'"),
+    "no node": (["explain", "abc", *arguments("")[1:]], "argument NODE: 'abc' is no node; give its number as plans print it"),
     "a file for a folder": (arguments("check", "--dump", "stages.py"), "'stages.py' is a file; give a folder"),
     "no folder": (arguments("viz", "-o", "nowhere/step.svg"), "'nowhere/step.svg' cannot be written: No such file"),
 }

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import json
 import re
 import sys
@@ -25,7 +26,7 @@ from lightning_piper.profile.files import plan_json
 from lightning_piper.search.analytic import analytic
 from lightning_piper.search.blocks import blocks_of
 from lightning_piper.search.comparing import Comparison, compare
-from lightning_piper.search.proposing import search, sizes_of
+from lightning_piper.search.proposing import Proposal, search, sizes_of
 from lightning_piper.search.recorded import FIELDS
 from lightning_piper.simulate import simulate
 from tests.search.nets import GPT, Module, tokens
@@ -103,7 +104,7 @@ USAGE = {
     "another objective": (["--devices", "2", "--objective", "money"], "argument --objective: invalid choice: 'money'"),
     "another check": (["--devices", "2", "--check", "never"], "argument --check: invalid choice: 'never'"),
     "no folder": (["--devices", "2", "-o", "nowhere/x.json"], "'nowhere/x.json' cannot be written: there is no folder 'nowhere'"),
-    "a folder": (["--devices", "1", "--hardware", "cpu", "-o", "."], "'.' cannot be written: Is a directory"),
+    "a folder": (["--devices", "2", "-o", "."], "'.' cannot be written: it is a folder"),
     "directives": (["--devices", "2", "--directives", "two.json"], "unrecognized arguments: --directives two.json"),
 }
 REFUSED = {
@@ -121,6 +122,20 @@ def test_a_wrong_command_line(name: str, project: Path, capsys: pytest.CaptureFi
     with pytest.raises(SystemExit) as ended:
         main(["search", *BATCH, *more])
     assert ended.value.code == 2 and message in capsys.readouterr().err
+
+
+def test_what_was_found_is_told_where_it_cannot_be_kept(
+    project: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:  # fmt: skip
+    def full(*args: Any) -> None:
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    monkeypatch.setattr(Proposal, "save", full)
+    with pytest.raises(SystemExit) as ended:
+        main(["search", *BATCH, "--devices", "1", "--hardware", "cpu", "-o", "x.json"])
+    said = capsys.readouterr()
+    assert ended.value.code == 2 and "'x.json' cannot be written: No space left on device" in said.err
+    assert "directives = [" in said.out
 
 
 @pytest.mark.parametrize("name", REFUSED)
