@@ -32,3 +32,7 @@ class Messages:
     def receive(self, into: torch.Tensor, rank: int) -> Work:
         """Start to receive what this rank sends, which has this size and dtype, into a contiguous tensor."""
         return self.group.recv([into], rank, 0)
+
+    def close(self) -> None:
+        """Give the communicator back. Collective."""
+        dist.destroy_process_group(self.group)

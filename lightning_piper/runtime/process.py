@@ -110,7 +110,7 @@ class ProcessTransport:
     def close(self) -> None:
         """Give the communicators back. Collective."""
         for messages in [*self._channels.values(), *self._groups.values()]:
-            dist.destroy_process_group(messages.group)
+            messages.close()
         self._channels, self._groups = {}, {}
 
     def endpoint(self, plan: Plan, device: torch.device) -> ProcessEndpoint:

@@ -34,9 +34,9 @@ class _Block:
     """Room for one message. The note says where it begins, and which one it is."""
 
     def __init__(self, file: int, begin: int, size: int) -> None:
-        memory = mmap.mmap(file, size, offset=begin)
-        self.bytes = torch.frombuffer(memory, dtype=torch.uint8)[_HEAD:]
-        self._read = memoryview(memory)[:_HEAD].cast("q")
+        self._memory = mmap.mmap(file, size, offset=begin)
+        self.bytes = torch.frombuffer(self._memory, dtype=torch.uint8)[_HEAD:]
+        self._read = memoryview(self._memory)[:_HEAD].cast("q")
         self._begin, self._number, self._readers = begin, 0, tuple[int, ...]()
 
     @property
@@ -47,6 +47,11 @@ class _Block:
         self.bytes[: x.nbytes].view(x.dtype).copy_(x.view(-1))
         self._number, self._readers = self._number + 1, tuple(readers)
         return torch.tensor([self._begin, self._number])
+
+    def give_back(self) -> None:
+        """Let the system have its pages; they are zeros when they are used again."""
+        self._memory.madvise(mmap.MADV_REMOVE)
+        self._number, self._readers = 0, ()
 
 
 class _Memory:
@@ -72,6 +77,13 @@ class _Memory:
         if block is None:
             blocks.append(block := self._new(size))
         return block.lay(x, readers)
+
+    def give_back(self) -> None:
+        """Give the pages back that messages lay in, but for those that are still to be read."""
+        for blocks in self._blocks.values():
+            for block in blocks:
+                if block.free:
+                    block.give_back()
 
     def _new(self, size: int) -> _Block:
         try:
@@ -149,6 +161,10 @@ class SharedMessages(Messages):
 
     def receive(self, into: torch.Tensor, rank: int) -> Work:
         return super().receive(into, rank) if into.nbytes <= DIRECT else _Into(self.incoming(rank), into)
+
+    def close(self) -> None:
+        super().close()
+        _memory().give_back()
 
     def incoming(self, rank: int) -> Incoming:
         """What this rank sends, more than `DIRECT` bytes, to be read piece by piece."""

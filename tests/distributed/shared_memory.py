@@ -73,6 +73,22 @@ def growth(rank: int) -> tuple[list[int], torch.Tensor]:
     return ends, x
 
 
+def given_back(rank: int) -> list[int]:
+    """Bytes of this process's memory that are there after a sum, after a group is closed, and after another sum, which is right."""
+    found = []
+    for turn in range(2):
+        group = dist.new_group()
+        messages = messages_of(group)
+        x = torch.full((2**20,), 1.0 + turn)
+        Members(messages, ORDER, rank, native=False).add_up(x).wait()
+        assert torch.equal(x, torch.full_like(x, 3.0 + 3 * turn))
+        dist.barrier()  # all have read
+        found.append(os.fstat(shared_memory._memory().file).st_blocks * 512)
+        messages.close()
+        found.append(os.fstat(shared_memory._memory().file).st_blocks * 512)
+    return found
+
+
 def reach(rank: int, kind: str) -> str:
     """How messages travel where the processes are not on one machine, or one of them can make no such memory."""
     if kind == "another machine" and rank == 1:

@@ -40,6 +40,12 @@ def test_memory_is_used_again(tmp_path: Path) -> None:
         assert torch.equal(last, parts[2] + parts[0] + parts[1])
 
 
+def test_memory_is_given_back(tmp_path: Path) -> None:
+    for first, closed, again, end in launch(work.SIZE, work.given_back, tmp_path):
+        assert min(first, again) >= 4 * 2**20
+        assert closed < first and end < again
+
+
 @pytest.mark.parametrize("kind, name", [
     ("one machine", "SharedMessages"),
     ("another machine", "Messages"),
