@@ -49,9 +49,10 @@ class _Block:
         return torch.tensor([self._begin, self._number])
 
     def give_back(self) -> None:
-        """Let the system have its pages; they are zeros when they are used again."""
-        self._memory.madvise(mmap.MADV_REMOVE)
-        self._number, self._readers = 0, ()
+        """Let the system have its pages, if it takes them; they are zeros when they are used again."""
+        with contextlib.suppress(OSError):
+            self._memory.madvise(mmap.MADV_REMOVE)
+            self._number, self._readers = 0, ()
 
 
 class _Memory:

@@ -15,6 +15,8 @@ from lightning_piper.runtime import shared_memory
 from lightning_piper.runtime.collectives import Members
 from lightning_piper.runtime.shared_memory import DIRECT, PIECE, SharedMessages, messages_of
 
+# Not without memfd_create and /proc, nor where files are limited.
+POSSIBLE = shared_memory._opened(*shared_memory._address()) is not None
 SIZE = 3
 ORDER = [2, 0, 1]
 DTYPES = (torch.float32, torch.float64, torch.bfloat16, torch.complex64, torch.int64)

@@ -8,6 +8,7 @@ from typing import Any, NamedTuple
 
 import pytest
 
+from tests.distributed.shared_memory import POSSIBLE
 from tests.profile.overlapped import FITS, LAYERS, Block, record_all
 from tests.profile.recorded import plan, steps
 
@@ -58,6 +59,7 @@ def test_the_sum_of_one_region_overlaps_nothing(recorded: tuple[Path, list[dict[
         assert len(chunks) == len(sums) == 1 and sums[0].start >= chunks[0].end
 
 
+@pytest.mark.skipif(not POSSIBLE, reason="processes of this machine cannot share memory")
 def test_sums_arrive_while_nobody_waits_for_them(recorded: tuple[Path, list[dict[str, Any]]]) -> None:
     """That a sum is on its way from its start to its wait is more than a drawing: what is added is there before anybody waits."""
     for found in recorded[1]:
