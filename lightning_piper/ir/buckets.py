@@ -183,7 +183,10 @@ class Bucket:
 
     def empty(self, device: torch.device | str) -> torch.Tensor:
         """A flat tensor without content, but for zeros in the gaps."""
-        flat = torch.empty(self.numel, dtype=self.dtype, device=device)
+        return self.without_gaps(torch.empty(self.numel, dtype=self.dtype, device=device))
+
+    def without_gaps(self, flat: torch.Tensor) -> torch.Tensor:
+        """The flat tensor, with zeros in the gaps."""
         for start, stop in self.gaps:
             flat[start:stop].zero_()
         return flat

@@ -87,6 +87,10 @@ class Endpoint(Protocol):
 
     hands_over: bool  # received tensors may be the sender's own
 
+    def flat(self, bucket: Bucket) -> torch.Tensor:
+        """A new flat tensor of a bucket of gradients, with zeros in the gaps, where it is best sent from."""
+        ...
+
     def send(self, instruction: Any, slots: Slots) -> Bound | None: ...
 
     def wait_send(self, instruction: Any) -> Bound | None: ...

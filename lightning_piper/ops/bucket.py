@@ -65,7 +65,7 @@ def produce(plan: Planning, node: Pack, ref: Ref) -> None:
 
 def bind_pack(instruction: PackInstruction, on: Binding) -> Bound:
     (source,), into, bucket, take = instruction.reads, instruction.into, instruction.bucket, instruction.take
-    slots, device = on.slots, on.device
+    slots, new = on.slots, on.endpoint.flat
     there: frozenset[int] = on.chunks.laid.get(instruction.node, frozenset())
     others = [(place, i) for place, i in enumerate(take) if place not in there]
 
@@ -80,7 +80,7 @@ def bind_pack(instruction: PackInstruction, on: Binding) -> Bound:
         bundle = slots[source.slot]
         if source.last:
             slots[source.slot] = None
-        flat = bucket.empty(device)
+        flat = new(bucket)
         for view, i in zip(bucket.views(flat), take, strict=True):
             view.copy_(bundle[i])
         slots[into] = (flat,)

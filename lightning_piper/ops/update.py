@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from fractions import Fraction
 from typing import Any, ClassVar
@@ -204,7 +204,7 @@ def lower_update(plan: Planning, node: Update) -> None:
 def bind_add(instruction: Add, on: Binding) -> Bound:
     there: frozenset[int] = on.chunks.laid.get(instruction.node, frozenset())
     if instruction.bucket is not None:
-        return _bind_add_flat(instruction, instruction.bucket, on.slots, on.device, there)
+        return _bind_add_flat(instruction, instruction.bucket, on.slots, on.endpoint.flat, there)
     if instruction.in_place:
         return _bind_add_in_place(instruction, on.slots, there)
     (left, right), into, slots = instruction.reads, instruction.into, on.slots
@@ -241,7 +241,9 @@ def _bind_add_in_place(instruction: Add, slots: Slots, there: frozenset[int]) ->
     return add
 
 
-def _bind_add_flat(instruction: Add, bucket: Bucket, slots: Slots, device: torch.device, there: frozenset[int]) -> Bound:
+def _bind_add_flat(
+    instruction: Add, bucket: Bucket, slots: Slots, new: Callable[[Bucket], torch.Tensor], there: frozenset[int]
+) -> Bound:
     """Terms are bundles, the sum is one flat tensor. `there`: tensors of it that chunks add to themselves."""
     reads, into = instruction.reads, instruction.into
     take = [(place, i) for place, i in enumerate(instruction.take) if place not in there]
@@ -258,7 +260,7 @@ def _bind_add_flat(instruction: Add, bucket: Bucket, slots: Slots, device: torch
         return [found[place] for place, _ in take]
 
     def begin() -> None:
-        flat = slots[into][0] if there else bucket.empty(device)
+        flat = slots[into][0] if there else new(bucket)
         for view, x, y in zip(views(flat), read(0), read(1), strict=True):
             if alike:
                 torch.add(x, y, out=view)

@@ -8,6 +8,7 @@ import torch
 
 from lightning_piper.accelerators import generators_of, seeded
 from lightning_piper.errors import ExecutionError
+from lightning_piper.ir.buckets import Bucket
 from lightning_piper.ir.nodes import Chunk
 from lightning_piper.ir.regions import Code, Step, StepCode
 from lightning_piper.ir.seeds import chunk_seed
@@ -36,8 +37,10 @@ class ChunkBinder:
     """
 
     def __init__(self, plan: Plan, step: Step, params: Mapping[str, torch.Tensor], buffers: Mapping[str, torch.Tensor],
-                 slots: Slots, device: torch.device, compiler: Compiler | None = None) -> None:  # fmt: skip
+                 slots: Slots, device: torch.device, flat_of: Callable[[Bucket], torch.Tensor],
+                 compiler: Compiler | None = None) -> None:  # fmt: skip
         self._plan, self._step, self._slots, self._device, self._compiler = plan, step, slots, device, compiler
+        self._flat_of = flat_of
         self._params, self._buffers = params, buffers
         self._whole = step.at(plan.size)
         self._homes = homes_of(plan, sums=compiler is not None)
@@ -86,11 +89,11 @@ class ChunkBinder:
             return None
         self.laid[home.node] = frozenset(found.places)
         slots, device, into, bucket, begins = self._slots, self._device, home.into, home.bucket, home.runs[0] is run
-        function, new, views = self._compiled(found.code, run), found.new, found.views
+        function, new, views, flat_of = self._compiled(found.code, run), found.new, found.views, self._flat_of
 
         def run_into(args: list[torch.Tensor]) -> Sequence[torch.Tensor]:
             if begins:
-                slots[into] = new(bucket, device)
+                slots[into] = new(bucket, device, flat_of)
             args += views(slots[into])
             return function(args)
 

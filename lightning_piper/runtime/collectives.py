@@ -58,13 +58,18 @@ class Members:
             works += self.messages.send(part, ranks)
         return works
 
-    def add_up(self, x: torch.Tensor) -> Work:
-        """Start to sum a tensor in place, of which each member has one of its shape; all get the same bits."""
-        x = torch.view_as_real(x) if x.is_complex() else x
+    def add_up(self, x: torch.Tensor) -> tuple[Work, torch.Tensor]:
+        """Start to sum a tensor, of which each member has one of its shape; all get the same bits. Returns the work, and where the
+        sum will be: in the place of `x`, unless the others read it there.
+        """
+        if x.is_complex():
+            work, total = self.add_up(torch.view_as_real(x))
+            return work, torch.view_as_complex(total)
         if isinstance(self.messages, SharedMessages) and x.nbytes > DIRECT and x.is_contiguous():
-            return SharedSum(self.messages, self.ranks, self.own, x)
+            shared = SharedSum(self.messages, self.ranks, self.own, x)
+            return shared, shared.total
         few = x.nbytes * (len(self.ranks) - 1) <= FEW
-        return _Sum(self, x) if few and not self.native else self.group.allreduce([x])
+        return _Sum(self, x) if few and not self.native else self.group.allreduce([x]), x
 
     def without_memory(self) -> Members:
         """The same members, whose messages go through the backend alone."""
@@ -135,8 +140,8 @@ def bind_alone(exchange: Exchange, into: int, slots: Slots) -> Bound:
 
 def _all_reduce(exchange: Exchange, into: int, slots: Slots, members: Members) -> Bound:
     def start() -> None:
-        values = exchange.bring()
-        slots[into] = ([members.add_up(x) for x in values], values)
+        sums = [members.add_up(x) for x in exchange.bring()]
+        slots[into] = ([work for work, _ in sums], tuple(total for _, total in sums))
 
     return start
 

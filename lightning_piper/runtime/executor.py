@@ -81,9 +81,9 @@ class Executor:
         self._specs = step.at(plan.local_batch_size).batch_specs
         self._device = device
         self._slots: Slots = [None] * plan.slots
-        self._chunks = ChunkBinder(plan, step, params, buffers, self._slots, device, compiler)
-        self._step_outputs = StepOutputs(buffers, self._chunks.given)
         self._endpoint = transport.endpoint(plan, device)
+        self._chunks = ChunkBinder(plan, step, params, buffers, self._slots, device, self._endpoint.flat, compiler)
+        self._step_outputs = StepOutputs(buffers, self._chunks.given)
         self._binding = Binding(self._slots, device, plan.device, self._endpoint, _checked(plan, shards or {}), self._chunks,
                                 self._step_outputs)  # fmt: skip
         self._streams = streams_of(plan, device, own_compute=self._endpoint.hands_over)

@@ -98,14 +98,16 @@ class Laid:
     specs: tuple[TensorSpec | None, ...]
     adds: bool
 
-    def new(self, bucket: Bucket | None, device: torch.device) -> tuple[torch.Tensor | None, ...]:
+    def new(
+        self, bucket: Bucket | None, device: torch.device, flat_of: Callable[[Bucket], torch.Tensor]
+    ) -> tuple[torch.Tensor | None, ...]:
         """What is written into, with zeros where it is added to."""
         if bucket is None:
             return tuple(
                 None if spec is None else torch.empty_strided(spec.shape, spec.stride, dtype=spec.dtype, device=device).zero_()
                 for spec in self.specs
             )
-        flat = bucket.empty(device)
+        flat = flat_of(bucket)
         if self.adds:
             for view in self.views((flat,)):
                 view.zero_()

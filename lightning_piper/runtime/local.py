@@ -9,6 +9,7 @@ from typing import Any
 import torch
 
 from lightning_piper.errors import ExecutionError
+from lightning_piper.ir.buckets import Bucket
 from lightning_piper.ops.base import Exchange, parts_of
 from lightning_piper.plan.instructions import Collective, Irecv, Send, WaitSend, WaitWork
 from lightning_piper.plan.matching import Matching, Meeting
@@ -61,6 +62,9 @@ class LocalEndpoint:
     ride: Ride | None = None
 
     def stand_in(self) -> None: ...
+
+    def flat(self, bucket: Bucket) -> torch.Tensor:
+        return bucket.empty(self._device)
 
     def __init__(self, transport: LocalTransport, plan: Plan, device: torch.device) -> None:
         self._transport, self._plan, self._device = transport, plan, device

@@ -11,6 +11,7 @@ import torch.distributed as dist
 
 from lightning_piper.accelerators.kinds import HOST, backend_of, options_of
 from lightning_piper.errors import ExecutionError
+from lightning_piper.ir.buckets import Bucket
 from lightning_piper.ops.base import Bound, Exchange, Slots
 from lightning_piper.plan.instructions import Channel, Collective, Group, Irecv, Send, WaitSend, WaitWork
 from lightning_piper.plan.plan import Plan
@@ -18,7 +19,8 @@ from lightning_piper.runtime.collectives import Finish, Members, bind_alone, bin
 from lightning_piper.runtime.groups import local_group
 from lightning_piper.runtime.messages import Messages, Work
 from lightning_piper.runtime.riding import Ride, ride_of
-from lightning_piper.runtime.shared_memory import messages_of
+from lightning_piper.runtime.shared_blocks import shared_blocks
+from lightning_piper.runtime.shared_memory import SharedMessages, messages_of
 from lightning_piper.runtime.wire import packer, unpacker
 
 
@@ -105,7 +107,7 @@ class ProcessTransport:
     def _new_messages(self, members: Sequence[int], purpose: str) -> Messages:
         backend = backend_of(self._device)
         group = local_group([self._ranks[d] for d in members], purpose, backend, self._timeout, options_of(backend))
-        return messages_of(group) if backend == HOST else Messages(group)
+        return messages_of(group, self._timeout) if backend == HOST else Messages(group)
 
     def close(self) -> None:
         """Give the communicators back. Collective."""
@@ -149,6 +151,12 @@ class ProcessEndpoint:
         self._finish: dict[int, Finish] = {}  # collective -> what makes its value when its works are done
         self._members: dict[int, Members] = {}  # of each collective
         self._summed = 0  # bytes of sums of a step that go through memory
+        self._read_in_place: set[Bucket] = set()  # gradients that others read where they are packed
+
+    def flat(self, bucket: Bucket) -> torch.Tensor:
+        if bucket in self._read_in_place:
+            return bucket.without_gaps(shared_blocks().empty(bucket.numel, bucket.dtype))
+        return bucket.empty(self._device)
 
     def reset(self) -> None:
         for sent in self._sent.values():
@@ -217,11 +225,13 @@ class ProcessEndpoint:
 
     def _members_of(self, instruction: Collective, exchange: Exchange) -> Members:
         """Sums may all be under way at once: with very large gradients, those beyond `MOST` bytes are left to the backend."""
-        members = self._transport.members(instruction.group)
-        if exchange.kind == "all_reduce":
+        members, bucket = self._transport.members(instruction.group), instruction.bucket
+        if exchange.kind == "all_reduce" or instruction.sums:
             self._summed += instruction.nbytes
             if self._summed > MOST:
-                members = members.without_memory()
+                members = members.without_memory() if exchange.kind == "all_reduce" else members
+            elif bucket is not None and isinstance(members.messages, SharedMessages):
+                self._read_in_place.add(bucket)
         self._members[instruction.node] = members
         return members
 

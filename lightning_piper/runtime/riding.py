@@ -84,7 +84,8 @@ class Ride:
         def start() -> None:
             (flat,) = exchange.bring()
             message = torch.cat([flat, self._riding.to(self._dtype)])
-            slots[into] = ([members.add_up(message)], (message,))
+            work, total = members.add_up(message)
+            slots[into] = ([work], (total,))
 
         return start
 
@@ -102,7 +103,7 @@ class Ride:
         for each in self._sums:
             assert each.bucket is not None
             more = self._message.numel() * 8 if each.node == self.host else 0
-            works.append(members_of(each).add_up(torch.zeros(each.bucket.numel + more, dtype=each.bucket.dtype)))
+            works.append(members_of(each).add_up(torch.zeros(each.bucket.numel + more, dtype=each.bucket.dtype))[0])
         for work in works:
             work.wait()
 

@@ -114,7 +114,7 @@ def _messages(members: Members, x: torch.Tensor) -> Callable[[], object]:
 
 
 def _sums(members: Members, x: torch.Tensor) -> Callable[[], object]:
-    return lambda: members.add_up(x).wait()
+    return lambda: members.add_up(x)[0].wait()
 
 
 def _scatters(members: Members, x: torch.Tensor) -> Callable[[], object]:

@@ -13,6 +13,7 @@ import torch.distributed as dist
 
 from lightning_piper.runtime import shared_memory
 from lightning_piper.runtime.collectives import Members
+from lightning_piper.runtime.shared_blocks import shared_blocks
 from lightning_piper.runtime.shared_memory import DIRECT, PIECE, SharedMessages, messages_of
 
 # Not without memfd_create and /proc, nor where files are limited.
@@ -43,9 +44,65 @@ def _shared() -> SharedMessages:
 def sums(rank: int) -> list[torch.Tensor]:
     members = Members(_shared(), ORDER, rank, native=False)
     made = [values(rank, dtype, numel) for dtype in DTYPES for numel in sizes(dtype)]
-    for work in [members.add_up(x) for x in made]:  # all of them are under way at once
+    sums = [members.add_up(x) for x in made]  # all of them are under way at once
+    for work, _ in sums:
         work.wait()
-    return made
+    return [total for _, total in sums]
+
+
+def sums_in_place(rank: int) -> list[tuple[torch.Tensor, torch.Tensor, bool, int]]:
+    """Of tensors that lie where the others read them: the sum, what has been summed, does the sum lie in its place, and the blocks
+    that were made for it."""
+    members, found = Members(_shared(), ORDER, rank, native=False), []
+    for dtype in DTYPES:
+        numel = sizes(dtype)[-1]
+        x = shared_blocks().empty(numel, dtype)
+        x.copy_(values(rank, dtype, numel))
+        before = len(shared_blocks()._at)
+        work, total = members.add_up(x)
+        work.wait()
+        dist.barrier()
+        found.append((total.clone(), x.clone(), total.data_ptr() == x.data_ptr(), len(shared_blocks()._at) - before))
+    return found
+
+
+def parts_in_place(rank: int) -> tuple[list[torch.Tensor], list[torch.Tensor], int]:
+    """Parts of a tensor that lies where the others read it, sent twice, with a change in between; and the blocks made for each."""
+    messages = _shared()
+    others = [other for other in range(SIZE) if other != rank]
+    numel = 2 * DIRECT
+    x = shared_blocks().empty(SIZE * numel, torch.float32)
+    blocks = len(shared_blocks()._at)
+    rounds = []
+    for turn in range(2):
+        x.copy_(torch.arange(SIZE).repeat_interleave(numel) + 10 * rank + 100 * turn)
+        rooms = [torch.empty(numel) for _ in others]
+        for other in others:
+            messages.send(x[other * numel : (other + 1) * numel], [other])
+        for room, other in zip(rooms, others, strict=True):
+            messages.receive(room, other).wait()
+        dist.barrier()
+        rounds.append(rooms)
+        assert len(shared_blocks()._at) == blocks + turn * len(others)
+    return rounds[0], rounds[1], rank
+
+
+def lent_again(rank: int) -> list[bool]:
+    """Is a block lent again: while a view of what lies in it is there, while another has not read it, and after both."""
+    messages, numel = _shared(), 3 * DIRECT
+    x = shared_blocks().empty(numel, torch.float32).fill_(float(rank))
+    place, view = x.data_ptr(), x[5:7]
+    messages.send(x, [(rank + 1) % SIZE])
+    del x
+    found = [shared_blocks().empty(numel, torch.float32).data_ptr() == place]
+    del view
+    found.append(shared_blocks().empty(numel, torch.float32).data_ptr() == place)
+    room, before = torch.empty(numel), (rank - 1) % SIZE
+    messages.receive(room, before).wait()
+    assert torch.equal(room, torch.full_like(room, before))
+    dist.barrier()
+    taken = [shared_blocks().empty(numel, torch.float32) for _ in range(3)]
+    return [*found, any(each.data_ptr() == place for each in taken)]
 
 
 def exchanges(rank: int) -> list[list[torch.Tensor]]:
@@ -70,8 +127,8 @@ def growth(rank: int) -> tuple[list[int], torch.Tensor]:
     for round_ in range(12):
         for numel in (30_000, 50_000, 30_001, 70_000 + 1000 * round_):
             x = values(rank, torch.float64, numel)
-            members.add_up(x).wait()
-        ends.append(os.fstat(shared_memory._memory().file).st_size)
+            members.add_up(x)[0].wait()
+        ends.append(os.fstat(shared_blocks().file).st_size)
     return ends, x
 
 
@@ -82,12 +139,12 @@ def given_back(rank: int) -> list[int]:
         group = dist.new_group()
         messages = messages_of(group)
         x = torch.full((2**20,), 1.0 + turn)
-        Members(messages, ORDER, rank, native=False).add_up(x).wait()
+        Members(messages, ORDER, rank, native=False).add_up(x)[0].wait()
         assert torch.equal(x, torch.full_like(x, 3.0 + 3 * turn))
         dist.barrier()  # all have read
-        found.append(os.fstat(shared_memory._memory().file).st_blocks * 512)
+        found.append(os.fstat(shared_blocks().file).st_blocks * 512)
         messages.close()
-        found.append(os.fstat(shared_memory._memory().file).st_blocks * 512)
+        found.append(os.fstat(shared_blocks().file).st_blocks * 512)
     return found
 
 
@@ -108,7 +165,7 @@ def reach(rank: int, kind: str) -> str:
         shared_memory._address = lambda: [*real()[:3], real()[3] ^ 1]  # type: ignore[assignment]
     messages = messages_of(dist.group.WORLD)
     x = torch.full((DIRECT,), float(rank))
-    Members(messages, ORDER, rank, native=False).add_up(x).wait()
+    Members(messages, ORDER, rank, native=False).add_up(x)[0].wait()
     assert float(x[0]) == float(x[-1]) == 3.0
     return type(messages).__name__
 
@@ -131,10 +188,10 @@ def broken(rank: int) -> str:
     """What is said where a rank's memory is gone in the middle of a message."""
     members: Any = Members(_shared(), ORDER, rank, native=False)
     x = torch.ones(DIRECT)
-    work = members.add_up(x)
+    work, _ = members.add_up(x)
     dist.barrier()
     if rank == 1:
-        os.ftruncate(shared_memory._memory().file, 0)
+        os.ftruncate(shared_blocks().file, 0)
     dist.barrier()
     try:
         if rank != 1:

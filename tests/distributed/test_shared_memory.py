@@ -25,6 +25,28 @@ def test_sums_are_added_in_the_order_of_the_members(tmp_path: Path) -> None:
     assert reordered, "in another order the bits would be others"
 
 
+def test_what_others_read_in_place_is_not_copied_nor_changed(tmp_path: Path) -> None:
+    found = launch(work.SIZE, work.sums_in_place, tmp_path)
+    for dtype, ranks in zip(work.DTYPES, zip(*found, strict=True), strict=True):
+        parts = [work.values(rank, dtype, work.sizes(dtype)[-1]) for rank in range(work.SIZE)]
+        for (total, x, same_place, blocks), part in zip(ranks, parts, strict=True):
+            assert torch.equal(total, parts[2] + parts[0] + parts[1]), dtype
+            assert torch.equal(x, part) and not same_place
+            assert blocks <= 1, "for the sum alone"
+
+
+def test_a_part_that_is_sent_again_is_copied(tmp_path: Path) -> None:
+    for first, second, rank in launch(work.SIZE, work.parts_in_place, tmp_path):
+        others = [other for other in range(work.SIZE) if other != rank]
+        for turn, rooms in enumerate((first, second)):
+            for room, other in zip(rooms, others, strict=True):
+                assert torch.equal(room, torch.full_like(room, rank + 10 * other + 100 * turn))
+
+
+def test_memory_is_lent_again_when_nothing_lies_there_and_all_have_read_it(tmp_path: Path) -> None:
+    assert launch(work.SIZE, work.lent_again, tmp_path) == [[False, False, True]] * work.SIZE
+
+
 def test_parts_arrive_where_they_belong(tmp_path: Path) -> None:
     for rank, (apart, same) in enumerate(launch(work.SIZE, work.exchanges, tmp_path)):
         own = work.ORDER.index(rank)
@@ -61,7 +83,7 @@ def test_all_members_agree_on_how_messages_travel(kind: str, name: str, tmp_path
 
 def test_no_memory_for_a_message_is_said(tmp_path: Path) -> None:
     for said in launch(work.SIZE, work.full, tmp_path):
-        assert said.startswith("no memory for a message of up to 33554432 bytes to another process (")
+        assert said.startswith("no memory for a message of 16777216 bytes to another process (")
 
 
 def test_memory_that_is_gone_is_an_error(tmp_path: Path) -> None:

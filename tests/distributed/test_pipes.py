@@ -1,0 +1,115 @@
+"""Pipes bring messages in their order, hold up nobody who sends, and say who does not answer."""
+
+from __future__ import annotations
+
+import os
+import threading
+from collections.abc import Iterator
+
+import pytest
+import torch
+
+from lightning_piper.errors import ExecutionError
+from lightning_piper.runtime import pipes
+from lightning_piper.runtime.pipes import MOST, Inbox, Outbox, opened, pipe
+
+Pair = tuple[Outbox, Inbox]
+PATIENCE = 300.0
+
+
+def connected(timeout: float = PATIENCE) -> Pair:
+    reading, writing = pipe()
+    file = opened(os.getpid(), writing)
+    assert file is not None
+    os.close(writing)
+    return Outbox(file, "rank 1", timeout), Inbox(reading, "rank 2", timeout)
+
+
+@pytest.fixture
+def pair() -> Iterator[Pair]:
+    outbox, inbox = connected()
+    yield outbox, inbox
+    outbox.close()
+    inbox.close()
+
+
+@pytest.mark.parametrize("dtype", [torch.float64, torch.bfloat16, torch.int8, torch.bool, torch.complex64])
+def test_messages_arrive_in_their_order(pair: Pair, dtype: torch.dtype) -> None:
+    outbox, inbox = pair
+    sent = [(torch.arange(n) % 2).to(dtype) for n in (1, 7, MOST // dtype.itemsize)]
+    rooms = [torch.empty_like(x) for x in sent]
+    works = [inbox.receive(room) for room in rooms]
+    for x in sent:
+        assert outbox.send(x.clone()) == []
+    works[-1].wait()  # the last one first
+    for room, x, work in zip(rooms, sent, works, strict=True):
+        assert torch.equal(room, x)
+        work.wait()
+
+
+def test_who_sends_more_than_a_pipe_holds_goes_on(pair: Pair) -> None:
+    outbox, inbox = pair
+    sent = [torch.full((MOST // 8,), i) for i in range(64)]
+    left = [work for x in sent for work in outbox.send(x)]
+    assert 0 < len(left) < len(sent)
+    rooms = [torch.empty_like(x) for x in sent]
+    for work in [inbox.receive(room) for room in rooms]:  # whoever waits writes what is left
+        work.wait()
+    for work in left:
+        work.wait()
+    assert all(map(torch.equal, rooms, sent))
+    assert not pipes._full
+
+
+def test_what_is_left_is_written_while_another_message_is_waited_for() -> None:
+    (outbox, inbox), (back, answer) = connected(), connected()
+    sent = [torch.full((MOST // 8,), i) for i in range(64)]
+    for x in sent:
+        outbox.send(x)
+
+    def other() -> None:
+        for x in sent:
+            inbox.receive(x.clone()).wait()
+        back.send(torch.ones(1))
+
+    reading = threading.Thread(target=other)
+    reading.start()
+    answer.receive(torch.empty(1)).wait()
+    reading.join()
+    for end in (outbox, inbox, back, answer):
+        end.close()
+
+
+def test_a_process_that_is_gone_is_named() -> None:
+    outbox, inbox = connected()
+    outbox.send(torch.ones(2))
+    outbox.close()
+    room = torch.empty(2)
+    inbox.receive(room).wait()  # what it had sent is there
+    assert room.tolist() == [1.0, 1.0]
+    with pytest.raises(ExecutionError, match=r"^connection closed by rank 2$"):
+        inbox.receive(room).wait()
+    inbox.close()
+    outbox, inbox = connected()
+    inbox.close()
+    with pytest.raises(ExecutionError, match=r"^connection closed by rank 1$"):
+        outbox.send(room)
+    outbox.close()
+
+
+def test_a_process_that_does_not_answer_is_named() -> None:
+    outbox, inbox = connected(timeout=0.05)
+    with pytest.raises(ExecutionError, match=r"^timed out after 0.05 s: rank 2 does not answer$"):
+        inbox.receive(torch.empty(1)).wait()
+    left = [work for _ in range(64) for work in outbox.send(torch.zeros(MOST // 8))]
+    with pytest.raises(ExecutionError, match=r"^timed out after 0.05 s: rank 1 does not answer$"):
+        left[0].wait()
+    outbox.close()
+    inbox.close()
+    assert not pipes._full
+
+
+def test_what_is_no_pipe_is_not_opened() -> None:
+    with open(os.devnull) as file:
+        assert opened(os.getpid(), file.fileno()) is None
+    assert opened(os.getpid(), 10**6) is None
