@@ -10,6 +10,7 @@ import contextlib
 import os
 import select
 import time
+import weakref
 from collections import deque
 
 import torch
@@ -27,7 +28,7 @@ def _bytes_of(x: torch.Tensor) -> memoryview:
 
 
 class _End:
-    """One end of a pipe.
+    """One end of a pipe, closed at the latest when nothing refers to it any more.
 
     Args:
         file: of the pipe.
@@ -37,9 +38,10 @@ class _End:
 
     def __init__(self, file: int, peer: str, timeout: float) -> None:
         self.file, self._peer, self._timeout = file, peer, timeout
+        self._closing = weakref.finalize(self, os.close, file)
 
     def close(self) -> None:
-        os.close(self.file)
+        self._closing()
 
     def _sleep(self, until: float | None, event: int) -> float:
         """Until it can be read or written, or what this process has left can be written elsewhere. Returns when the time is over.

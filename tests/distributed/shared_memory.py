@@ -50,40 +50,47 @@ def sums(rank: int) -> list[torch.Tensor]:
     return [total for _, total in sums]
 
 
+def _taken() -> int:
+    """Blocks that are in use."""
+    return sum(not block.free for block in shared_blocks()._at.values())
+
+
 def sums_in_place(rank: int) -> list[tuple[torch.Tensor, torch.Tensor, bool, int]]:
-    """Of tensors that lie where the others read them: the sum, what has been summed, does the sum lie in its place, and the blocks
-    that were made for it."""
+    """Of tensors that lie where the others read them: the sum, what has been summed, does the sum lie in its place, and how many
+    blocks it took."""
     members, found = Members(_shared(), ORDER, rank, native=False), []
     for dtype in DTYPES:
         numel = sizes(dtype)[-1]
         x = shared_blocks().empty(numel, dtype)
         x.copy_(values(rank, dtype, numel))
-        before = len(shared_blocks()._at)
+        taken = _taken()
         work, total = members.add_up(x)
+        more = _taken() - taken
         work.wait()
         dist.barrier()
-        found.append((total.clone(), x.clone(), total.data_ptr() == x.data_ptr(), len(shared_blocks()._at) - before))
+        found.append((total.clone(), x.clone(), total.data_ptr() == x.data_ptr(), more))
+        del work, total
     return found
 
 
 def parts_in_place(rank: int) -> tuple[list[torch.Tensor], list[torch.Tensor], int]:
-    """Parts of a tensor that lies where the others read it, sent twice, with a change in between; and the blocks made for each."""
+    """Parts of a tensor that lies where the others read it, sent twice, with a change in between: what came from the others."""
     messages = _shared()
     others = [other for other in range(SIZE) if other != rank]
     numel = 2 * DIRECT
     x = shared_blocks().empty(SIZE * numel, torch.float32)
-    blocks = len(shared_blocks()._at)
-    rounds = []
+    rounds, taken = [], _taken()
     for turn in range(2):
         x.copy_(torch.arange(SIZE).repeat_interleave(numel) + 10 * rank + 100 * turn)
         rooms = [torch.empty(numel) for _ in others]
         for other in others:
             messages.send(x[other * numel : (other + 1) * numel], [other])
+        assert _taken() == taken + turn * len(others)
+        dist.barrier()
         for room, other in zip(rooms, others, strict=True):
             messages.receive(room, other).wait()
         dist.barrier()
         rounds.append(rooms)
-        assert len(shared_blocks()._at) == blocks + turn * len(others)
     return rounds[0], rounds[1], rank
 
 
@@ -97,11 +104,12 @@ def lent_again(rank: int) -> list[bool]:
     found = [shared_blocks().empty(numel, torch.float32).data_ptr() == place]
     del view
     found.append(shared_blocks().empty(numel, torch.float32).data_ptr() == place)
+    dist.barrier()  # nobody has read before
     room, before = torch.empty(numel), (rank - 1) % SIZE
     messages.receive(room, before).wait()
     assert torch.equal(room, torch.full_like(room, before))
     dist.barrier()
-    taken = [shared_blocks().empty(numel, torch.float32) for _ in range(3)]
+    taken = [shared_blocks().empty(numel, torch.float32) for _ in shared_blocks()._at.copy()]
     return [*found, any(each.data_ptr() == place for each in taken)]
 
 
