@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import fnmatch
 import inspect
+import warnings
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
@@ -233,7 +234,10 @@ def marking(blocks: Mapping[str, nn.Module]) -> Iterator[None]:
     # Not the modules' own hooks, which a step may look at.
     handles = [register_module_forward_pre_hook(enter), register_module_forward_hook(leave, always_call=True)]
     try:
-        yield
+        with warnings.catch_warnings():
+            # A module that the user has compiled tells the user of these hooks.
+            warnings.filterwarnings("ignore", message=r"Using `torch\.compile\(module\)` when there are global hooks")
+            yield
     finally:
         for handle in handles:
             handle.remove()

@@ -26,6 +26,11 @@ def is_exactly(value: object, *classes: type) -> bool:
     return _name(type(value)) in map(_name, classes)
 
 
+def package_of(value: object) -> str:
+    """The package that the value's class is derived from, for functions that take what is of their own package alone."""
+    return next(package for each in type(value).__mro__ for package in PACKAGES if each.__module__.startswith(f"{package}."))
+
+
 def _name(of: type) -> tuple[str, str]:
     module = of.__module__
     package = next((package for package in PACKAGES if module.startswith(f"{package}.")), None)

@@ -242,7 +242,8 @@ def exporting() -> Iterator[None]:
     torch.compiler._is_compiling_flag = torch.compiler._is_exporting_flag = True
     transformer._detect_is_causal_mask = _only_if_told
     try:
-        yield
+        with torch.compiler.set_stance("force_eager"):  # what the user has compiled is code like any other
+            yield
     finally:
         torch.compiler._is_compiling_flag, torch.compiler._is_exporting_flag = flags
         transformer._detect_is_causal_mask, torch.backends.mkldnn.enabled = detect, onednn

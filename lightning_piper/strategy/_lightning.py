@@ -2,6 +2,8 @@
 
 - `Strategy._configure_launcher`: the Trainer calls it, once, when it knows the devices; `Strategy._launcher`: what the Trainer then
   lets run its entry points, if it is not None; that of this process alone, so no copy has its processes.
+- `Strategy._lightning_module`: what the Trainer sets to the module of a run, before it looks whether it is compiled
+  (`LightningModule._compiler_ctx`), which it allows with some strategies of its own alone.
 - `ParallelStrategy._layer_sync`: what the Trainer sets for `sync_batchnorm=True`, or a plugin that it was given, else None.
 - `Strategy._reset_optimizers_and_schedulers`: forgets the optimizers of an earlier fit.
 - `Strategy._checkpoint_io`: the plugin, as it was given; `_WrappingCheckpointIO`: one that writes by another one.
@@ -23,6 +25,7 @@ from __future__ import annotations
 import copy
 import signal
 from collections.abc import Callable, Iterable, Sequence
+from importlib import import_module
 from subprocess import Popen
 from types import FrameType
 from typing import Any
@@ -42,11 +45,12 @@ from lightning.pytorch.strategies.launchers.subprocess_script import _Subprocess
 from lightning.pytorch.strategies.parallel import ParallelStrategy
 from lightning.pytorch.trainer.connectors.signal_connector import _HandlersCompose
 from lightning.pytorch.trainer.states import TrainerFn
+from lightning.pytorch.utilities.rank_zero import rank_zero_warn
 from torch.optim import Optimizer
 from torch.optim.swa_utils import AveragedModel
 
 from lightning_piper.compiler import Compiled
-from lightning_piper.either_lightning import is_a
+from lightning_piper.either_lightning import is_a, package_of
 from lightning_piper.processes.progress import Progress, progress
 from lightning_piper.session.replay import added
 
@@ -65,6 +69,21 @@ class Strategy(ParallelStrategy):
     def num_processes(self) -> int:
         """On this machine."""
         return len(self.parallel_devices) if self.parallel_devices is not None else 0
+
+    @property
+    def _lightning_module(self) -> pl.LightningModule | None:
+        module: pl.LightningModule | None = vars(self).get("_lightning_module")
+        return module
+
+    @_lightning_module.setter
+    def _lightning_module(self, module: pl.LightningModule | None) -> None:
+        if module is not None and module._compiler_ctx is not None:
+            import_module(f"{package_of(module)}.utilities.compile").to_uncompiled(module)
+            rank_zero_warn(
+                "PiperStrategy: torch.compile(module) is taken apart, for the strategy captures the module's steps itself; for "
+                "compiled code, give PiperStrategy(compile=True)"
+            )
+        vars(self)["_lightning_module"] = module
 
     def _configure_launcher(self) -> None:
         self.configure_launcher()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Callable
 from typing import Any
 
@@ -72,6 +73,20 @@ def test_each_block_is_a_region(name: str) -> None:
     assert tags(model, batch, name) == LAYERED
     assert not torch_module._global_forward_hooks and not torch_module._global_forward_pre_hooks
     assert not any(block._forward_hooks or block._forward_pre_hooks for block in model.blocks)
+
+
+def in_place() -> nn.Module:
+    block = Block()
+    block.compile(backend="eager", fullgraph=True)
+    return block
+
+
+@pytest.mark.parametrize("make", [lambda: torch.compile(Block(), backend="eager", fullgraph=True), in_place])
+def test_so_is_a_block_that_the_user_has_compiled(make: Callable[[], nn.Module]) -> None:
+    model, batch = made(make=make)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")  # of hooks on all modules
+        assert tags(model, batch) == LAYERED
 
 
 def test_a_block_that_runs_twice_is_two_regions() -> None:

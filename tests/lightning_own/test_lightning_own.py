@@ -24,7 +24,7 @@ LEFT_OUT = "not spike and not ddp and not spawn and not fsdp and not multi_gpu"
 KNOWN = {
     r"test_pytorch_profiler_trainer_fit": "looks for the name of Lightning's own strategy in what is profiled",
     r"test_skip_training_step_not_allowed": "sets strategy.world_size, which no strategy of several processes lets anyone set",
-    r"test_cpu_slurm_save_load|test_hpc_restore_attempt": "says that SLURM is there, and gives none of its variables",
+    r"test_cpu_slurm_save_load|test_hpc_restore_attempt|test_lightning_cli_args_cluster": "SLURM is there without its variables",
     r"test_trainer_save_checkpoint_storage_options": "a CheckpointIO that writes nothing is refused",
     r"test_workers_are_shutdown": "passes alone: it depends on when Python collects garbage",
     r"test_timer_stops_training": "is timed, and the first step takes longer, for it is captured",
