@@ -30,8 +30,16 @@ def module_of(target: str) -> nn.Module:
 
 
 def program_of(target: str) -> Any:
-    """What a program is read from: the path of a JSON file, or what a function gives."""
-    return target if target.endswith(".json") else made(target)
+    """What a program is read from: the path of a JSON file, or what a function gives.
+
+    Raises:
+        UsageError: it can be neither.
+    """
+    if target.endswith(".json"):
+        return target
+    if ":" not in target:
+        raise UsageError(f"{target!r} is no program; give the path of a JSON file (*.json), or a function that makes one, {TARGET}")
+    return made(target)
 
 
 def made(target: str) -> Any:

@@ -247,6 +247,10 @@ def test_files_that_are_not_there_fail(project: Path, capsys: pytest.CaptureFixt
 USAGE = {
     "no command": ([], "the following arguments are required: command"),
     "no target": (arguments("check", module="stages"), "'stages' names nothing to import; give package.module:name or"),
+    "no program": (
+        arguments("check", directives="programs"),
+        "'programs' is no program; give the path of a JSON file (*.json), or",
+    ),
     "no module": (arguments("check", module="nowhere:module"), "there is no module 'nowhere' in the current directory"),
     "no file": (arguments("check", module="nowhere.py:module"), "there is no file 'nowhere.py'"),
     "no name": (arguments("check", module="stages:nothing"), "stages has no 'nothing'"),

@@ -11,7 +11,7 @@ def bytes_needed(compiled: Compiled, states: float) -> dict[int, int]:
     gradients included.
 
     Args:
-        states: bytes of the optimizer's state for one of parameters.
+        states: bytes of the optimizer's state for one of parameters that get gradients.
     """
     figures = simulate(compiled.dag, compiled.plans).devices
     found = {}
@@ -21,7 +21,7 @@ def bytes_needed(compiled: Compiled, states: float) -> dict[int, int]:
         for bucket, kept in plan.shards.items():
             shard = bucket.whole.nbytes * bucket.shard / bucket.numel
             params += bucket.whole.nbytes if kept else shard
-            trained += shard
+            trained += shard if compiled.step.params[bucket.names[0]].requires_grad else 0  # a bucket has either kind
         for name in compiled.params_on(device) - sharded:
             nbytes = compiled.dag.spec_of(name).nbytes
             params += nbytes

@@ -85,7 +85,7 @@ def workload(
     blocks = tuple(
         Block(
             name, {key: found[i] for key, found in works.items()}, cut.params[i], divided & cut.params[i].keys(), cut.routed[i],
-            sent[i] / cut.step.size, packed[i], added[i], *updated[i],
+            sent[i] / cut.step.size, packed[i], added[i], *updated[i], frozenset(cut.params[i]) - cut.trains,
         )
         for i, name in enumerate(cut.names)
     )  # fmt: skip

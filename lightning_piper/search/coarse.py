@@ -73,9 +73,12 @@ class Coarse:
 
     def memory(self, layout: Layout) -> Number:
         """Bytes of the device that has most, at least: the mean of parameters, gradients and states, at the highest level."""
-        params = self._model.params(layout.tensor, layout.routed)
-        whole, routed = params.of(((0, len(self._space.workload.blocks)),))
+        params, every = self._model.params(layout.tensor, layout.routed), ((0, len(self._space.workload.blocks)),)
         n, level, states = layout.replicas, max(self._space.levels_of(layout)), self._space.workload.states
-        full, shard = whole + routed, whole // n + routed // (n // layout.routed)
-        parts = (shard if level == 3 else full), (shard if level > 1 else full), states * (shard if level else full)
+
+        def nbytes(shared: bool, trained: bool = True) -> int:
+            whole, routed = params.of(every, trained=trained)
+            return whole // n + routed // (n // layout.routed) if shared else whole + routed
+
+        parts = nbytes(level == 3, trained=False), nbytes(level > 1), states * nbytes(level > 0)
         return sum(parts) * (1 + self._space.margin) / layout.ranks

@@ -20,11 +20,9 @@ from lightning_piper.ir.nodes import Chunk
 from lightning_piper.plan.instructions import Collective, Send
 from lightning_piper.plan.plan import Plan
 from lightning_piper.profile.files import read_json, steps_in
-from lightning_piper.search.analytic import analytic
 from lightning_piper.search.blocks import Cut, blocks_of
 from lightning_piper.search.chain import copy_of
-from lightning_piper.search.measuring import measured
-from lightning_piper.search.proposing import CALLS, Proposal, search, sizes_of
+from lightning_piper.search.proposing import Proposal, search, sizes_of, work_of
 from lightning_piper.search.recorded import FIELDS, from_recording
 from lightning_piper.search.report import described
 from lightning_piper.search.workload import Workload
@@ -113,7 +111,7 @@ def compare(
     stages = stages_of(cut)
     on = Hardware.measure() if hardware is None else Hardware.read(hardware)
     sizes = sorted({*sizes_of(batch), *(_samples(chunk) for chunk in compiled.dag.of_type(Chunk))})
-    before = measured(module, batch, sizes, CALLS, cut=cut) if hardware is None else analytic(module, batch, on, sizes, cut=cut)
+    before = work_of(module, batch, None if hardware is None else on, sizes, cut)
     after = from_recording(folder, before, stages)
     predicted, now = _simulated(compiled, before, stages, on), _simulated(compiled, after, stages, on)
     found = search(module, batch, len(compiled.plans), memory, hardware=on, workload=after, progress=progress)

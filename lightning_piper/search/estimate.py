@@ -109,11 +109,11 @@ def time_of(model: Model, candidate: Candidate) -> Number:
     first = zero in (1, 2) or (zero == 3 and model.space.hardware.at_once is not None)
     gathers = [costs.ring(span) if first else 0 for span in spans]
     ends, done, busy = virtual_time(rows, passes_of(costs, candidate), hops, sums, gathers, zero > 1)
-    for _, nbytes, _, blocks in costs.params.tied:
-        users = {s for s, (i, j) in enumerate(spans) if any(i <= block < j for block in blocks)}
+    for tied in costs.params.tied:
+        users = {s for s, (i, j) in enumerate(spans) if any(i <= block < j for block in tied.blocks)}
         ranks = {rows.rank[s] for s in users}
-        if len(ranks) > 1:
-            met = max(done[s] for s in users) + message(costs.links.ends, nbytes)
+        if len(ranks) > 1 and tied.trains:
+            met = max(done[s] for s in users) + message(costs.links.ends, tied.nbytes)
             for rank in ranks:
                 ends[rank] = max(ends[rank], met)
     return _updated(model, candidate, ends, busy, _updates(costs, rows, candidate))

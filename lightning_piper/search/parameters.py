@@ -8,7 +8,7 @@ import inspect
 import time
 from collections.abc import Callable
 from statistics import median
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 
@@ -39,8 +39,7 @@ OfParam = Callable[[str], Changes]  # of the parameter of this name
 
 def like(optimizer: torch.optim.Optimizer) -> Optimizer:
     """Makes optimizers of the same class and options; AdamW, if that class is made in another way than torch's are."""
-    known = inspect.signature(type(optimizer)).parameters
-    options = {name: value for name, value in optimizer.defaults.items() if name in known}
+    options = options_of(optimizer)
 
     def make(params: list[torch.nn.Parameter]) -> torch.optim.Optimizer:
         try:
@@ -49,6 +48,12 @@ def like(optimizer: torch.optim.Optimizer) -> Optimizer:
             return torch.optim.AdamW(params)
 
     return make
+
+
+def options_of(optimizer: torch.optim.Optimizer) -> dict[str, Any]:
+    """Of its defaults, those that its class takes."""
+    known = inspect.signature(type(optimizer)).parameters
+    return {name: value for name, value in optimizer.defaults.items() if name in known}
 
 
 def calculated(cut: Cut, hardware: Hardware, states: float) -> OfParam:

@@ -25,6 +25,8 @@ from lightning_piper.search.analytic import analytic
 from lightning_piper.search.blocks import Cut, blocks_of
 from lightning_piper.search.chain import copy_of
 from lightning_piper.search.measuring import measured
+from lightning_piper.search.optimizers import optimizer_of, states_of
+from lightning_piper.search.parameters import like
 from lightning_piper.search.report import Found, Row, described, size
 from lightning_piper.search.searching import best_of, check_asked
 from lightning_piper.search.space import Candidate, bytes_of
@@ -152,10 +154,7 @@ def search(
         cut = blocks_of(module, batch)
     if workload is None:
         say(f"{len(cut.names)} blocks; {'measuring' if hardware is None else 'calculating'} what they cost")
-        sizes = sizes_of(batch)
-        workload = (
-            measured(module, batch, sizes, CALLS, cut=cut) if hardware is None else analytic(module, batch, on, sizes, cut=cut)
-        )
+        workload = work_of(module, batch, None if hardware is None else on, sizes_of(batch), cut)
 
     def told(evaluated: int, bound: float, best: float) -> None:
         say(f"{evaluated} candidates estimated; at least {bound:.4g}, best so far {best:.4g}")
@@ -207,6 +206,20 @@ def _proposed(
             break
     kind = SearchError if needed else NoProgram
     raise kind(f"search: the programs of the {len(refused)} best candidates are refused; of the best one: {refused[0][1]}")
+
+
+def work_of(module: nn.Module, batch: Any, on: Hardware | None, samples: Sequence[int], cut: Cut) -> Workload:
+    """What the step costs, with the optimizer that the module makes; AdamW where it makes none that can be tried.
+
+    Args:
+        on: for which it is calculated; None: it is measured on this machine.
+    """
+    optimizer = optimizer_of(module)
+    states = states_of(optimizer, module)
+    if on is not None:
+        return analytic(module, batch, on, samples, states=states, cut=cut)
+    updates = torch.optim.AdamW if optimizer is None else like(optimizer)
+    return measured(module, batch, samples, CALLS, states, cut, optimizer=updates)
 
 
 def sizes_of(batch: Any) -> list[int]:

@@ -92,12 +92,21 @@ def _part(seconds: Number, share: Number) -> Number:
     return seconds * share if seconds and share else 0
 
 
+class Tied(NamedTuple):
+    """A parameter that several blocks use: its bytes, whether it is routed, and whether it gets gradients."""
+
+    nbytes: int
+    is_routed: bool
+    trains: bool
+    blocks: tuple[int, ...]
+
+
 class Params:
     """Bytes of parameters on one device: a tied one counts once on each rank that uses it.
 
     Attributes:
-        tied: (name, bytes, whether it is routed, blocks) of those that several blocks use.
-        largest: bytes of each block.
+        tied: those that several blocks use.
+        largest, largest_trained: bytes of each block, of all of its parameters and of those that get gradients.
         packed, added: seconds to lay the gradients of each block into a bucket, and to add them to others.
         updated, in_parts: sums over the chain of the seconds of updates, of whole parameters and of routed ones; of parameters as
             they are, and of pieces of them, all together.
@@ -108,33 +117,39 @@ class Params:
         for k, block in enumerate(workload.blocks):
             for name in block.params:
                 users.setdefault(name, []).append(k)
-        alone = [[0, 0] for _ in workload.blocks]
-        self.largest = [0] * len(workload.blocks)
-        self.tied: list[tuple[str, int, bool, tuple[int, ...]]] = []
+        alone = [[0, 0, 0, 0] for _ in workload.blocks]  # of whole parameters and of routed ones; of those that get gradients
+        self.largest, self.largest_trained = [0] * len(workload.blocks), [0] * len(workload.blocks)
+        self.tied: list[Tied] = []
         for name, blocks in users.items():
             block = workload.blocks[blocks[0]]
-            is_routed = name in block.experts
+            is_routed, trains = name in block.experts, name not in block.frozen
             parts = (tensor if name in block.divided else 1) * (routed if is_routed else 1)
             nbytes = -(-block.params[name] // parts)
             for k in blocks:
                 self.largest[k] += nbytes
+                self.largest_trained[k] += nbytes * trains
             if len(blocks) > 1:
-                self.tied.append((name, nbytes, is_routed, tuple(blocks)))
+                self.tied.append(Tied(nbytes, is_routed, trains, tuple(blocks)))
             else:
                 alone[blocks[0]][is_routed] += nbytes
-        self._alone = [[0, *accumulate(own[k] for own in alone)] for k in (0, 1)]
+                alone[blocks[0]][2 + is_routed] += nbytes * trains
+        self._alone = [[0, *accumulate(own[k] for own in alone)] for k in range(4)]
         held = [(block, _held(block, tensor, routed)) for block in workload.blocks]
         self.packed = [_part(block.packed, sum(share)) for block, share in held]
         self.added = [_part(block.added, sum(share)) for block, share in held]
         self.updated = [[0, *accumulate(_part(block.updated, share[k]) for block, share in held)] for k in (0, 1)]
         self.in_parts = [[0, *accumulate(_part(block.updated_in_parts, share[k]) for block, share in held)] for k in (0, 1)]
 
-    def of(self, spans: Sequence[Span], tied: bool = True) -> tuple[int, int]:
-        """Bytes of whole parameters and of routed ones, on a rank with these stages; without tied ones if these are left out."""
-        found = [sum(own[j] - own[i] for i, j in spans) for own in self._alone]
-        for _, nbytes, is_routed, blocks in self.tied if tied else ():
-            if any(i <= k < j for k in blocks for i, j in spans):
-                found[is_routed] += nbytes
+    def of(self, spans: Sequence[Span], tied: bool = True, trained: bool = False) -> tuple[int, int]:
+        """Bytes of whole parameters and of routed ones, on a rank with these stages; without tied ones if these are left out.
+
+        Args:
+            trained: only of those that get gradients.
+        """
+        found = [sum(own[j] - own[i] for i, j in spans) for own in (self._alone[2:] if trained else self._alone[:2])]
+        for each in self.tied if tied else ():
+            if (each.trains or not trained) and any(i <= k < j for k in each.blocks for i, j in spans):
+                found[each.is_routed] += each.nbytes
         return found[0], found[1]
 
 
@@ -199,7 +214,7 @@ class Costs:
     def _collective(self, span: Span, kind: str, rings: int) -> Number:
         found: Number = 0
         n = self.layout.replicas
-        for nbytes, members in zip(self.params.of((span,)), (n, n // self.layout.routed), strict=True):
+        for nbytes, members in zip(self.params.of((span,), trained=kind != "gather"), (n, n // self.layout.routed), strict=True):
             known = self._collectives.get(members)
             if nbytes and members > 1 and known is not None:
                 found += message(getattr(known, kind), nbytes)
@@ -230,12 +245,18 @@ class Costs:
     def static(self, spans: Sequence[Span], zero: int, tied: bool = True) -> Number:
         """Bytes of parameters, gradients and states of a rank with these stages. With gradients or parameters shared, two blocks of
         either are whole at a time."""
-        whole, routed = self.params.of(spans, tied)
+        params, grads = self.params.of(spans, tied), self.params.of(spans, tied, trained=True)
         n, own = self.layout.replicas, self.layout.replicas // self.layout.routed
-        full, shard = whole + routed, -(-whole // n) - (-routed // own)
-        states = self.states * (shard if zero else full)
-        two = min(full, 2 * max(max(self.params.largest[i:j]) for i, j in spans)) if zero > 1 and tied else 0
-        return (shard if zero == 3 else full) + (shard if zero > 1 else full) + states + two * max(zero - 1, 0)
+
+        def shard(nbytes: tuple[int, int]) -> int:
+            return -(-nbytes[0] // n) - (-nbytes[1] // own)
+
+        def two(nbytes: tuple[int, int], largest: Sequence[int]) -> int:
+            return min(sum(nbytes), 2 * max(max(largest[i:j]) for i, j in spans)) if tied else 0
+
+        found: Number = self.states * (shard(grads) if zero else sum(grads))
+        found += shard(params) + two(params, self.params.largest) if zero == 3 else sum(params)
+        return found + (shard(grads) + two(grads, self.params.largest_trained) if zero > 1 else sum(grads))
 
 
 class Model:

@@ -118,19 +118,25 @@ class Together:
         parameters; of a whole model it is decided once which one counts."""
         n, least = len(self.space.workload.blocks), max(self.space.levels_of(costs.layout)) if zero is None else zero
         f, bi, bw, saved, kept = (np.diff(np.array(column, dtype=np.float64)) for column in _sums(costs))
-        owned = np.array([costs.params.of(((k, k + 1),), tied=False) for k in range(n)], dtype=np.float64).reshape(n, 2)
-        replicas, routed = costs.layout.replicas, costs.layout.replicas // costs.layout.routed
-        ring = _moved(costs.links.data, owned[:, 0]) * (replicas - 1) / replicas + _moved(costs.links.data, owned[:, 1]) * (
-            (routed - 1) / routed
+        owned, trained = (
+            np.array([costs.params.of(((k, k + 1),), False, only) for k in range(n)], dtype=np.float64).reshape(n, 2)
+            for only in (False, True)
         )
-        gather = ring if zero == 3 else np.zeros(n)
+        replicas, routed = costs.layout.replicas, costs.layout.replicas // costs.layout.routed
+
+        def ring(nbytes: Array) -> Array:
+            whole, shared = (_moved(costs.links.data, nbytes[:, k]) for k in (0, 1))
+            return whole * (replicas - 1) / replicas + shared * ((routed - 1) / routed)
+
+        def held(nbytes: Array, shared: bool) -> Array:
+            return nbytes[:, 0] / replicas + nbytes[:, 1] / routed if shared else nbytes.sum(axis=1)
+
+        gather = ring(owned) if zero == 3 else np.zeros(n)
         away = _moved(costs.host, saved)
         rows = rows_of(costs.layout.schedule, costs.layout.per_rank, costs.layout.ranks, costs.layout.microbatches)
         passes = np.stack([_passes(_pass_kinds(rows), f, bi, bw, way, gather, away) for way in WAYS], axis=1)
-        full, shard = owned.sum(axis=1), owned[:, 0] / replicas + owned[:, 1] / routed
-        states = float(costs.states) * (shard if least else full)
-        static = (shard if least == 3 else full) + (shard if least > 1 else full) + states
-        return _Blocks(passes, ring * (2 if zero == 0 else 1), saved, kept, static)
+        static = held(owned, least == 3) + held(trained, least > 1) + float(costs.states) * held(trained, least > 0)
+        return _Blocks(passes, ring(trained) * (2 if zero == 0 else 1), saved, kept, static)
 
 
 def _sums(costs: Costs) -> tuple[Sequence[float], ...]:

@@ -48,6 +48,7 @@ class Block:
         updated: seconds that the optimizer takes for all parameters on one device. A parameter that several blocks use counts
             with the first one.
         updated_in_parts: the same for pieces of them, as replicas have that share states: all pieces together.
+        frozen: parameters that get no gradients: there are no sums, and no states, of them.
     """
 
     name: str
@@ -60,6 +61,7 @@ class Block:
     added: Number = 0
     updated: Number = 0
     updated_in_parts: Number = 0
+    frozen: frozenset[str] = frozenset()
 
     def at(self, samples: int, tensor: int = 1) -> Work | None:
         """The work on `samples` samples; on a line through the two nearest numbers that are known, in proportion if one is, and no
@@ -83,7 +85,7 @@ class Workload:
     Attributes:
         blocks: in the order in which the forward pass runs them.
         samples: of one step, on all devices.
-        states: bytes of the optimizer's state for one byte of parameters; 2 for Adam.
+        states: bytes of the optimizer's state for one byte of parameters that get gradients; 2 for Adam.
         least: samples of a microbatch, at least: of fewer, the step is another one, or none.
         meets: samples look at each other, so microbatches would compute something else; replicas do as data parallelism does.
     """

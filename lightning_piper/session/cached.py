@@ -36,15 +36,17 @@ def folder() -> Path:
     return cache.folder("programs")
 
 
-def file_of(module: nn.Module, batch: Any, cut: Cut, world: World, memory: int, optimizer: torch.optim.Optimizer) -> Path:
-    """Named by all that the choice follows from: modules, their tensors and what the step computes, the batch, versions, devices
-    and their memory."""
+def file_of(
+    module: nn.Module, batch: Any, cut: Cut, world: World, memory: int, optimizer: torch.optim.Optimizer, states: float
+) -> Path:  # fmt: skip
+    """Named by all that the choice follows from: modules, their tensors and what the step computes, the batch, the optimizer and
+    what it keeps of the parameters, versions, devices and their memory."""
     spec, code = flatten(batch)[1], cut.step.at(cut.step.size)
     about = [
         repr(cut.groups), *(text_of(code, region.index) for region in code.regions),
         *(f"{name} {type(part).__qualname__}" for name, part in module.named_modules()),
         *(f"{name} {tuple(x.shape)} {x.dtype} {x.requires_grad}" for name, x in module.named_parameters()),
-        *_about(optimizer), repr(spec.key), VERSIONS, platform.node(), platform.processor(), str(os.cpu_count()),
+        *_about(optimizer), repr(states), repr(spec.key), VERSIONS, platform.node(), platform.processor(), str(os.cpu_count()),
         name_of(world.device),
         str(world.size), str(torch.get_num_threads()), str(round(memory, -8)),
     ]  # fmt: skip

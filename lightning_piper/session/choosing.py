@@ -15,6 +15,7 @@ from lightning_piper.processes.joining import BatchJoin
 from lightning_piper.processes.world import World
 from lightning_piper.processes.world import described as text_of
 from lightning_piper.search.blocks import Cut, blocks_of
+from lightning_piper.search.optimizers import states_of
 from lightning_piper.search.parameters import like
 from lightning_piper.search.proposing import Proposal, search
 from lightning_piper.search.report import described, size
@@ -50,11 +51,12 @@ def choose(
         return None
 
     memory = memory_of(module, world)
-    path = file_of(module, every, cut, world, memory, optimizer)
+    states = states_of(optimizer, module)
+    path = file_of(module, every, cut, world, memory, optimizer, states)
     found = world.on_rank_zero(lambda: read(path))
     if found is None:
         try:
-            costs = measured_together(module, every, alone, like(optimizer), cut)
+            costs = measured_together(module, every, alone, like(optimizer), states, cut)
         except PiperError as error:
             say(f"PiperStrategy cannot measure the step, so the processes are replicas: {error}")
             return None

@@ -22,6 +22,7 @@ from lightning_piper.runtime.collectives import Members
 from lightning_piper.runtime.shared_memory import messages_of
 from lightning_piper.search.blocks import Cut
 from lightning_piper.search.measuring import measured
+from lightning_piper.search.optimizers import ADAM
 from lightning_piper.search.parameters import Optimizer
 from lightning_piper.search.proposing import CALLS, sizes_of
 from lightning_piper.search.workload import Workload
@@ -33,13 +34,14 @@ MOST = 1 << 26  # bytes of a collective that is measured; if there are fewer par
 
 
 def measured_together(
-    module: nn.Module, batch: Any, world: World, optimizer: Optimizer = torch.optim.AdamW, cut: Cut | None = None
-) -> tuple[Workload, Hardware]:
+    module: nn.Module, batch: Any, world: World, optimizer: Optimizer = torch.optim.AdamW, states: float = ADAM,
+    cut: Cut | None = None,
+) -> tuple[Workload, Hardware]:  # fmt: skip
     """The costs of a step, and this machine with its links. Collective.
 
     Args:
         world: as one replica.
-        optimizer: as in `measured`.
+        optimizer, states: as in `measured`.
         cut: of the module and the batch, if there is one.
 
     Raises:
@@ -56,7 +58,7 @@ def measured_together(
         world.gather(None)  # begin together
         if turn <= world.rank < turn + at_once:
             try:
-                workload = measured(module, batch, sizes_of(batch), CALLS, cut=cut, optimizer=optimizer)
+                workload = measured(module, batch, sizes_of(batch), CALLS, states, cut, optimizer=optimizer)
             except Exception as error:  # told when the others have had their turns
                 failure = error
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import random
 from fractions import Fraction
 from typing import Any
@@ -26,7 +27,7 @@ def link(rng: random.Random) -> Link:
 
 def problem(seed: int, blocks: int | None = None, most: int = 8) -> Space:
     """Works in fractions; memory that may bind, or be too little; slow links, measured collectives, updates; sometimes a tied
-    parameter, tensors that can be divided, and parameters that samples are routed to."""
+    parameter, parameters that get no gradients, tensors that can be divided, and parameters that samples are routed to."""
     rng, own = random.Random(seed), random.Random(-1 - seed)
     n, samples, divides = blocks or rng.choice([3, 3, 4, 4, 5, 6]), rng.choice([2, 3, 4]), rng.random() < 0.2
     most = most if n < 5 else 4
@@ -44,6 +45,9 @@ def problem(seed: int, blocks: int | None = None, most: int = 8) -> Space:
         beside = [fraction(own) if own.random() < 0.5 else 0 for _ in range(4)]
         experts = frozenset({f"r{k}"} if routed else ())
         chain.append(Block(f"block {k}", work, params, frozenset({f"w{k}"}), experts, 4 * routed, *beside))
+    if own.random() < 0.3:  # what several blocks have is frozen in all of them
+        frozen = {name for name in ("tied", *(f"{kind}{k}" for kind in "wr" for k in range(n))) if own.random() < 0.5}
+        chain = [dataclasses.replace(block, frozen=block.params.keys() & frozen) for block in chain]
     near = rng.choice([1, 2, 4])
     links, collectives = ((near, link(rng)), (8, link(rng))), {2: Collectives(link(own), link(own), link(own))}
     more = {"collectives": collectives if own.random() < 0.5 else {}, "at_once": own.choice([None, None, 2])}

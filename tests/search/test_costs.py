@@ -12,11 +12,14 @@ from torch import Tensor, nn
 
 import lightning_piper as piper
 from lightning_piper.errors import CaptureError, SimulationError
+from lightning_piper.search.accounting import bytes_needed
 from lightning_piper.search.analytic import analytic, costs_of
 from lightning_piper.search.blocks import blocks_of
 from lightning_piper.search.counting import Cost, Counting, seconds
 from lightning_piper.search.measuring import measured
+from lightning_piper.search.optimizers import optimizer_of, states_of
 from lightning_piper.search.parameters import like
+from lightning_piper.search.proposing import work_of
 from lightning_piper.search.walking import walk
 from lightning_piper.simulate.hardware import Hardware
 from tests.search.nets import GPT, SEQ, WIDTH, Module, tokens
@@ -176,6 +179,79 @@ def test_an_optimizer_like_another_one() -> None:
             super().__init__(first, lr=second)
 
     assert type(like(Odd(params, 1))([nn.Parameter(torch.ones(2))])) is torch.optim.AdamW
+
+
+def _on(module: nn.Module, make: Any) -> Any:
+    """A module that says how its optimizer is made."""
+    module.configure_optimizers = lambda: make(module.parameters())  # type: ignore[assignment]
+    return module
+
+
+STATES: dict[str, tuple[Any, float]] = {
+    "sgd": (lambda params: torch.optim.SGD(params, lr=0.1), 0.0),
+    "momentum": (lambda params: [torch.optim.SGD(params, lr=0.1, momentum=0.9)], 1.0),
+    "adam": (lambda params: {"optimizer": torch.optim.Adam(params), "lr_scheduler": None}, 2.0),
+    "amsgrad": (lambda params: ([torch.optim.AdamW(params, amsgrad=True)], []), 3.0),
+    "none": (lambda params: None, 2.0),
+    "two": (lambda params: [torch.optim.SGD([p], lr=0.1) for p in params], 2.0),
+    "one of a closure": (lambda params: torch.optim.LBFGS(params), 2.0),
+    "asks a Trainer": (lambda params: None.steps, 2.0),  # type: ignore[attr-defined]
+}
+
+
+@pytest.mark.parametrize("kind", STATES)
+@pytest.mark.parametrize("device", ["cpu", "meta"])
+def test_states_are_those_of_the_optimizer(kind: str, device: str) -> None:
+    """Adam's two bytes for each of parameters, where it cannot be known."""
+    make, expected = STATES[kind]
+    with torch.device(device):
+        module = _on(Module(GPT(1)), make)
+    assert states_of(optimizer_of(module), module) == expected
+
+
+def test_a_search_counts_the_states_of_the_module_s_optimizer() -> None:
+    """Measured and calculated."""
+    for states, make in ((1.0, lambda params: torch.optim.SGD(params, lr=0.1, momentum=0.9)), (2.0, torch.optim.AdamW)):
+        module = _on(Module(GPT(1)), make)
+        cut = blocks_of(module, tokens(SAMPLES))
+        assert [work_of(module, tokens(SAMPLES), on, [SAMPLES], cut).states for on in (CPU, None)] == [states, states]
+
+
+def test_states_of_parameters_that_are_trained() -> None:
+    """Of half-precision parameters with states in float32, of two groups, and of parameters that nothing trains."""
+    module = nn.Sequential(nn.Linear(100, 100, bias=False), nn.Linear(100, 100, bias=False), nn.Linear(100, 300, bias=False))
+    first, second, last = module.parameters()
+    last.requires_grad_(False)
+    groups = [{"params": [first], "momentum": 0.9}, {"params": [second, last]}]
+    assert states_of(torch.optim.SGD(groups, lr=0.1), module) == 0.5
+    assert states_of(torch.optim.AdamW([first]), module) == 1.0
+
+    class Master(torch.optim.SGD):
+        def step(self, closure: Any = None) -> None:
+            for p in self.param_groups[0]["params"]:
+                self.state[p] = {"master": p.detach().float(), "step": torch.zeros(())}
+
+    module.bfloat16()
+    assert states_of(Master([first, second]), module) == 2.0
+
+
+class Layers(L.LightningModule):
+    def __init__(self) -> None:
+        super().__init__()
+        self.net = nn.Sequential(*(nn.Linear(8, 8, bias=False) for _ in range(3)))
+
+    def training_step(self, batch: Tensor, batch_idx: int) -> Tensor:
+        return self.net(batch).square().mean()
+
+
+def test_a_plan_keeps_no_states_of_what_is_frozen() -> None:
+    """Also where replicas have shards of it: a third of three layers, in padded shards of two."""
+    module = Layers()
+    module.net[1].requires_grad_(False)
+    program = [piper.Place(filter={}, devices=[0, 1]), piper.Replicate(filter={}, devices=[0, 1], shard_params=True)]
+    compiled = piper.compile(module, torch.ones(4, 8), program)
+    without, states = (bytes_needed(compiled, x) for x in (0, 2))
+    assert {device: states[device] - without[device] for device in states} == dict.fromkeys((0, 1), 2 * 2 * 8 * 8 * 4 // 2)
 
 
 def test_what_is_measured() -> None:

@@ -162,6 +162,20 @@ def test_memory_computed_by_hand() -> None:
     assert host == (14, 0) and offloaded == memory
 
 
+def test_what_is_frozen_has_no_gradients_and_no_states() -> None:
+    """100 bytes of parameters, of which 40 are frozen, states twice as large; alone, and on two replicas at each level."""
+    block = Block("0", {(1, 1): Work(1, 1, 1, 0, 0, 0)}, {"a": 60, "b": 40}, frozen=frozenset({"b"}))
+    hardware = Hardware("device", 1, {}, 1.0, ((4, Link()),), Link(0, 7), 100, collectives={2: Collectives(*(Link(0, 1),) * 3)})
+    model = Model(Space(Workload((block,), 4, 2), hardware, 2, 1000))
+    candidate = Candidate(Layout("gpipe", 1, 1, 1, 1, 1, 1, True), 0, 0, 0, ())
+    assert memory_of(model, candidate)[0] == (100 + 60 + 120,)
+    replicas = candidate._replace(layout=candidate.layout._replace(replicas=2))
+    levels = [memory_of(model, replicas._replace(zero=level))[0][0] for level in range(4)]
+    assert levels == [280, 100 + 60 + 60, 100 + (30 + 60) + 60, (50 + 100) + (30 + 60) + 60]
+    costs = model.costs(replicas.layout)
+    assert costs.reduction((0, 1), 0) == 60 and costs.ring((0, 1)) == 100
+
+
 def test_a_tied_parameter_counts_once_on_a_rank_and_crosses_between_ranks() -> None:
     def space(tied: str) -> Space:
         blocks = tuple(Block(f"{k}", {(1, 1): Work(1, 1, 1, 0, 0, 0)}, {name: 64}) for k, name in enumerate(("a", tied)))

@@ -25,6 +25,7 @@ from lightning_piper.errors import NoProgram, PiperError, SearchError
 from lightning_piper.search import proposing
 from lightning_piper.search.analytic import analytic
 from lightning_piper.search.blocks import blocks_of
+from lightning_piper.search.optimizers import states_of
 from lightning_piper.search.proposing import search
 from lightning_piper.search.report import size
 from lightning_piper.search.writing import Written
@@ -197,7 +198,8 @@ def test_a_step_that_has_changed_is_searched_again():
             cut,
             SimpleNamespace(size=2, device=torch.device("cpu")),
             2**30,
-            optimizer(module.parameters(), **options),
+            made := optimizer(module.parameters(), **options),
+            states_of(made, module),
         )  # type: ignore[arg-type]
 
     class Changed(Net):
