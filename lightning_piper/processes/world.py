@@ -42,6 +42,7 @@ class World:
     Attributes:
         rank, size: of this process and of the run.
         device: on which this process keeps its tensors.
+        timeout: of communication; torch's default if None.
         replicas: of every process, by rank: which data-parallel replica it is a part of. Each replica draws batches of its own.
     """
 
@@ -49,7 +50,7 @@ class World:
         self, rank: int, size: int, device: torch.device, timeout: timedelta | None = None, replicas: Sequence[int] = ()
     ) -> None:
         self.rank, self.size, self.device = rank, size, device
-        self._timeout = timeout
+        self.timeout = timeout
         self._purpose = "tensors in host memory"
         self.replicas = tuple(replicas) or (0,) * size
 
@@ -96,7 +97,7 @@ class World:
         members, groups = tuple(sorted(ranks)), _host[1]
         key = self._purpose, members
         if key not in groups:
-            groups[key] = local_group(members, self._purpose, "gloo", self._timeout)
+            groups[key] = local_group(members, self._purpose, "gloo", self.timeout)
         return groups[key]
 
     def warn(self, text: str) -> None:

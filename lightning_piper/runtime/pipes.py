@@ -12,6 +12,7 @@ import select
 import time
 import weakref
 from collections import deque
+from collections.abc import Iterable
 
 import torch
 
@@ -134,7 +135,8 @@ class Inbox(_End):
     def receive(self, into: torch.Tensor) -> Expected:
         """The next message is of this size, which is at most `MOST` bytes, and goes there; contiguous."""
         expected = Expected(self, _bytes_of(into))
-        self._expected.append(expected)
+        if expected.room:
+            self._expected.append(expected)
         return expected
 
     def wait(self, expected: Expected) -> None:
@@ -158,11 +160,14 @@ class Inbox(_End):
                 self._expected.popleft()
 
 
-def pipe() -> tuple[int, int]:
-    """To read from and to write to."""
-    reading, writing = os.pipe()
-    os.set_blocking(reading, False)
-    return reading, writing
+def pipes_for(peers: Iterable[int]) -> dict[int, tuple[int, int]]:
+    """A pipe for each: to read from, and to write to. Without those that the system does not give."""
+    made = {}
+    with contextlib.suppress(OSError):
+        for peer in peers:
+            made[peer] = os.pipe()
+            os.set_blocking(made[peer][0], False)
+    return made
 
 
 def opened(process: int, file: int) -> int | None:

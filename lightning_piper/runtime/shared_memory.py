@@ -19,11 +19,12 @@ from torch.distributed.constants import default_pg_timeout
 
 from lightning_piper.errors import ExecutionError
 from lightning_piper.runtime.messages import Messages, Work
-from lightning_piper.runtime.pipes import MOST, Inbox, Outbox, opened, pipe
+from lightning_piper.runtime.pipes import MOST, Inbox, Outbox, opened, pipes_for
 from lightning_piper.runtime.shared_blocks import NAME, NOTE, READERS, shared_blocks
 
 DIRECT = MOST  # bytes of a message that a pipe carries
 PIECE = 2**18  # bytes that are read at once where they are added: they stay in a cache
+NOWHERE = [0, 0, 0, 0]  # the address of memory that nobody reads
 
 
 class Incoming:
@@ -112,9 +113,9 @@ def messages_of(group: dist.ProcessGroup, timeout: timedelta | None = None) -> M
     if size > READERS:
         return Messages(group)
     ranks = [rank for rank in range(size) if rank != own]
-    pipes = {rank: pipe() for rank in ranks}
+    pipes = pipes_for(ranks)
     ends = [pipes[rank][1] if rank in pipes else 0 for rank in range(size)]
-    address = torch.tensor([*_address(), *ends])
+    address = torch.tensor([*(_address() if len(pipes) == len(ranks) else NOWHERE), *ends])
     found = [torch.empty_like(address) for _ in range(size)]
     dist.all_gather(found, address, group=group)
     addresses = [each.tolist() for each in found]
@@ -145,9 +146,9 @@ def _address() -> list[int]:
         import resource
 
         if resource.getrlimit(resource.RLIMIT_FSIZE)[0] != resource.RLIM_INFINITY:
-            return [0, 0, 0, 0]  # this file would be limited, too
+            return NOWHERE  # this file would be limited, too
         return [_machine(), os.getpid(), shared_blocks().file, shared_blocks().token]
-    return [0, 0, 0, 0]
+    return NOWHERE
 
 
 def _machine() -> int:

@@ -88,7 +88,7 @@ def _link_of(world: World, members: int, large: int, exchange: Exchange) -> Link
     """What an exchange takes within groups of so many neighbours, all at once: of a small tensor and of a large one. Collective."""
     first = world.rank - world.rank % members
     group = world.group_of(range(first, first + members))
-    own = Members(messages_of(group), list(range(members)), world.rank - first, native=False)
+    own = Members(messages_of(group, world.timeout), list(range(members)), world.rank - first, native=False)
     runs = [(exchange(own, torch.zeros(nbytes // 4)), list[float]()) for nbytes in (SMALL, large)]
     for _ in range(ROUNDS + 1):
         for run, times in runs:

@@ -160,12 +160,14 @@ def reach(rank: int, kind: str) -> str:
     """How messages travel where the processes are not on one machine, or one of them can make no such memory."""
     if kind == "another machine" and rank == 1:
         shared_memory._machine = lambda: 7  # type: ignore[assignment]
+
+    def refused(*args: Any) -> Any:
+        raise OSError("no such call")
+
     if kind == "no memory" and rank == 2:
-
-        def refused(name: str) -> int:
-            raise OSError("no such call")
-
         os.memfd_create = refused  # type: ignore[assignment]
+    if kind == "no pipes" and rank == 1:
+        os.pipe = refused  # type: ignore[assignment]
     if kind == "files of few bytes" and rank == 0:
         resource.setrlimit(resource.RLIMIT_FSIZE, (1 << 20, resource.RLIM_INFINITY))
     if kind == "another file" and rank == 0:

@@ -11,14 +11,14 @@ import torch
 
 from lightning_piper.errors import ExecutionError
 from lightning_piper.runtime import pipes
-from lightning_piper.runtime.pipes import MOST, Inbox, Outbox, opened, pipe
+from lightning_piper.runtime.pipes import MOST, Inbox, Outbox, opened, pipes_for
 
 Pair = tuple[Outbox, Inbox]
 PATIENCE = 300.0
 
 
 def connected(timeout: float = PATIENCE) -> Pair:
-    reading, writing = pipe()
+    reading, writing = pipes_for([0])[0]
     file = opened(os.getpid(), writing)
     assert file is not None
     os.close(writing)
@@ -107,6 +107,16 @@ def test_a_process_that_does_not_answer_is_named() -> None:
     outbox.close()
     inbox.close()
     assert not pipes._full
+
+
+def test_a_message_of_nothing_is_there(pair: Pair) -> None:
+    outbox, inbox = pair
+    nothing, room = inbox.receive(torch.empty(0)), torch.empty(1)
+    outbox.send(torch.empty(0))
+    outbox.send(torch.ones(1))
+    for work in (nothing, inbox.receive(room)):
+        work.wait()
+    assert room.item() == 1.0
 
 
 def test_what_is_no_pipe_is_not_opened() -> None:

@@ -74,6 +74,7 @@ def test_memory_is_given_back(tmp_path: Path) -> None:
     ("one machine", "SharedMessages"),
     ("another machine", "Messages"),
     ("no memory", "Messages"),
+    ("no pipes", "Messages"),
     ("another file", "Messages"),
     ("files of few bytes", "Messages"),
 ])  # fmt: skip
