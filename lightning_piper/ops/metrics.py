@@ -282,7 +282,6 @@ def bind_merge(instruction: Merge, on: Binding) -> Bound:
     weight, made, factor_of = _weights(instruction, device)
     index, extremes = _folded(instruction, device)
     each_once = index.shape[0] == 1 and index[0].tolist() == list(range(size))  # nothing to add up, and nothing is missing
-    single = max(instruction.widths) == 1
     zero = torch.zeros(1, dtype=torch.float64, device=device)
 
     def merge() -> None:
@@ -291,12 +290,10 @@ def bind_merge(instruction: Merge, on: Binding) -> Bound:
         for read in instruction.reads:
             if read.last:
                 slots[read.slot] = None
-        if not single:
-            flat = torch.cat([*(x.double().flatten() for x in values), zero])
-        elif len({x.dtype for x in values}) == 1:
-            flat = torch.cat([torch.stack(values).double(), zero])
+        if len({(x.dtype, x.shape) for x in values}) == 1:
+            flat = torch.cat([torch.stack(values).double().flatten(), zero])
         else:
-            flat = torch.stack([*(x.double() for x in values), zero[0]])
+            flat = torch.cat([*(x.double().flatten() for x in values), zero])
         if factors:
             by = weight.index_put((made,), torch.stack(factors)[factor_of])
             weighted = torch.where(by == 0, 0.0, flat * by)  # where nothing counts, a ratio is no number

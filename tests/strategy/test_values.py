@@ -131,3 +131,23 @@ def test_a_counter_in_a_tensor_is_logged() -> None:
     fit, _ = trainer(local(ONE, capture="always"), max_steps=-1, max_epochs=1)
     fit.fit(Counting(), Batches(data))
     assert {name: float(x) for name, x in fit.callback_metrics.items()} == {"first": 0, "last": 2}
+
+
+@pytest.mark.filterwarnings("ignore:the loss is no sum of means")
+def test_a_loss_times_its_own_number_is_logged() -> None:
+    """As on one device: of the whole batch, from parts of several shapes."""
+
+    class Squared(Classifier):
+        def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+            logits = self.logits(batch[0])
+            with piper.annotate("PP", 1):
+                loss = F.cross_entropy(logits, batch[1])
+                loss = loss * loss.item()
+                self.log("squared", loss)
+            return loss
+
+    module, batch = Squared(), (torch.randn(6, 4, dtype=torch.float64), torch.randint(3, (6,)))
+    whole = F.cross_entropy(module.logits(batch[0]), batch[1]).item()
+    fit, record = trainer(local([*STAGES, SPLIT]), max_steps=1)
+    fit.fit(module, Batches([batch]))
+    assert float(record.logged[0]["squared"]) == pytest.approx(whole**2, rel=1e-14)
