@@ -12,7 +12,7 @@ from collections.abc import Callable, Mapping
 import torch
 import torch.distributed as dist
 from _launch import is_rank, join, launch
-from _memory import peak_of
+from _memory import of_messages, peak_of
 
 Step = Callable[[int], torch.Tensor | None]  # step number -> loss of this rank's data, where it has it
 Build = Callable[[int, int], Step]  # (rank, number of ranks)
@@ -53,10 +53,10 @@ def compare_time(systems: Systems, steps: int) -> None:
 
 
 def measure_memory(name: str, build: Build, note: str = "") -> None:
-    """Print the largest number of bytes in live tensors of a step."""
+    """Print the largest number of bytes in live tensors of a step, with those of messages."""
     rank, world = join()
     peaks: list[float] = [0.0] * world
-    dist.all_gather_object(peaks, peak_of(lambda: build(rank, world)))
+    dist.all_gather_object(peaks, peak_of(lambda: build(rank, world)) + of_messages())
     if rank == 0:
         print(f"{name:34} peak live tensor MB of a step, by rank: {', '.join(f'{p:.1f}' for p in peaks)}{note}", flush=True)
     dist.barrier()

@@ -1,14 +1,17 @@
-"""The largest number of bytes in live tensors during a step, by torch's profiler."""
+"""The largest number of bytes in live tensors during a step, by torch's profiler, and those that messages take beside them."""
 
 from __future__ import annotations
 
 import json
+import os
 import tempfile
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 from torch.profiler import ProfilerActivity, profile, record_function
+
+from lightning_piper.runtime.shared_blocks import shared_blocks
 
 MB = 2**20
 
@@ -32,6 +35,11 @@ def peak_of(build: Callable[[], Callable[[int], Any]]) -> float:
         if float(event["ts"]) >= begin:
             peak = max(peak, live)
     return peak / MB
+
+
+def of_messages() -> float:
+    """MB that this process has for messages to others of its machine, and keeps from step to step."""
+    return os.fstat(shared_blocks().file).st_blocks * 512 / MB
 
 
 def growth_of(step: Callable[[], Any]) -> int:

@@ -1,7 +1,8 @@
 """What `simulate` says that a step's values need, against what they need: two processes over gloo, one step of a GPT.
 
 Measured is by how many bytes torch's allocator has more than before the step, at most, by torch's profiler: also what kernels take
-for themselves. Parameters and the optimizer are there before. Of the two devices, the one that is further off.
+for themselves. Parameters and the optimizer are there before. Of the two devices, the one that is further off. Messages go through
+gloo alone, for in memory that processes share, gradients would be out of the allocator's sight.
 
 With `Offload`, what waits on the host is no part of either: its room is there since the step before.
 
@@ -14,6 +15,7 @@ import argparse
 import sys
 from collections.abc import Sequence
 from typing import Any
+from unittest import mock
 
 import torch
 import torch.distributed as dist
@@ -23,7 +25,7 @@ from _memory import MB, growth_of
 
 import lightning_piper as piper
 from lightning_piper import Offload, Place, Recompute, Replicate, Shard, Split, schedules
-from lightning_piper.runtime import Executor, ProcessTransport, shards_of
+from lightning_piper.runtime import Executor, ProcessTransport, shards_of, shared_memory
 from lightning_piper.simulate import simulate
 
 CPU = torch.device("cpu")
@@ -64,7 +66,8 @@ def measured(module: Module, program: list[Any], rank: int, sequences: int) -> t
     leaves = batch(CONFIG, 0, sequences)
     compiled = piper.compile(module, leaves, program)
     plan, params = compiled.plans[rank], {name: p.detach() for name, p in module.named_parameters()}
-    transport = ProcessTransport(compiled.plans, ranks=range(2), device=CPU)
+    with mock.patch.object(shared_memory, "READERS", 0):
+        transport = ProcessTransport(compiled.plans, ranks=range(2), device=CPU)
     executor = Executor(plan, compiled.dag.step, params, {}, transport, CPU, shards_of(plan, params, CPU))
     own = slice(plan.replica * plan.local_batch_size, (plan.replica + 1) * plan.local_batch_size)
     mine = [x[own] for x in leaves]
