@@ -16,6 +16,7 @@ import torch
 import torch.distributed as dist
 
 from lightning_piper.errors import PiperError
+from lightning_piper.processes.objects import of_outline, outlined
 from lightning_piper.runtime.groups import local_group
 
 T = TypeVar("T")
@@ -186,12 +187,18 @@ class World:
         """`value` of process `source`, returned on process `target`; None on the others."""
         if source == target:
             return value if self.rank == target else None
-        box = [value]
         if self.rank == source:
-            dist.send_object_list(box, target, group=self.host_group)
+            outline, tensors = outlined(value)
+            dist.send_object_list([outline], target, group=self.host_group)
+            for tensor in tensors:
+                dist.send(_bytes(tensor), target, group=self.host_group)
         elif self.rank == target:
+            box: list[Any] = [None]
             dist.recv_object_list(box, source, group=self.host_group)
-            return box[0]
+            moved, tensors = of_outline(box[0])
+            for tensor in tensors:
+                dist.recv(_bytes(tensor), source, group=self.host_group)
+            return moved
         return None
 
     def sum(self, value: torch.Tensor) -> torch.Tensor:

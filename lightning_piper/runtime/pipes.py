@@ -2,6 +2,9 @@
 
 Who waits is woken by who writes, and no thread stands between them. With a thread in each process that reads a socket, as gloo has
 them, a message of few bytes takes the cores from what the step computes, several times.
+
+What fails here is communication alone, and is told as torch tells it, by a `RuntimeError`: another process failed before
+(`processes.failure`).
 """
 
 from __future__ import annotations
@@ -15,8 +18,6 @@ from collections import deque
 from collections.abc import Iterable
 
 import torch
-
-from lightning_piper.errors import ExecutionError
 
 MOST = select.PIPE_BUF  # bytes of a message: it is written whole or not at all
 
@@ -53,7 +54,7 @@ class _End:
         now = time.monotonic()
         until = now + self._timeout if until is None else until
         if now >= until:
-            raise ExecutionError(f"timed out after {self._timeout:g} s: {self._peer} does not answer")
+            raise RuntimeError(f"timed out after {self._timeout:g} s: {self._peer} does not answer")
         poll = select.poll()
         for outbox in _full:
             poll.register(outbox.file, select.POLLOUT)
@@ -63,8 +64,8 @@ class _End:
             outbox.write()
         return until
 
-    def _gone(self) -> ExecutionError:
-        return ExecutionError(f"connection closed by {self._peer}")
+    def _gone(self) -> RuntimeError:
+        return RuntimeError(f"connection closed by {self._peer}")
 
 
 class Outbox(_End):
@@ -88,7 +89,7 @@ class Outbox(_End):
         """Until all is written.
 
         Raises:
-            ExecutionError: the process is gone, or the time is over.
+            RuntimeError: the process is gone, or the time is over.
         """
         until = None
         while self._unsent:
@@ -110,8 +111,8 @@ class Outbox(_End):
             os.write(self.file, message)
         except BlockingIOError:
             return False
-        except BrokenPipeError as error:
-            raise self._gone() from error
+        except BrokenPipeError:
+            raise self._gone() from None
         return True
 
 
@@ -143,7 +144,7 @@ class Inbox(_End):
         """Until it is there; all that were sent before it are there then, too.
 
         Raises:
-            ExecutionError: the process is gone, or the time is over.
+            RuntimeError: the process is gone, or the time is over.
         """
         until = None
         while expected.room:

@@ -9,7 +9,7 @@ from collections.abc import Iterator
 import pytest
 import torch
 
-from lightning_piper.errors import ExecutionError
+from lightning_piper.processes.failure import waited
 from lightning_piper.runtime import pipes
 from lightning_piper.runtime.pipes import MOST, Inbox, Outbox, opened, pipes_for
 
@@ -87,23 +87,27 @@ def test_a_process_that_is_gone_is_named() -> None:
     room = torch.empty(2)
     inbox.receive(room).wait()  # what it had sent is there
     assert room.tolist() == [1.0, 1.0]
-    with pytest.raises(ExecutionError, match=r"^connection closed by rank 2$"):
+    with pytest.raises(RuntimeError, match=r"^connection closed by rank 2$") as failure:
         inbox.receive(room).wait()
+    assert waited(failure.value)
     inbox.close()
     outbox, inbox = connected()
     inbox.close()
-    with pytest.raises(ExecutionError, match=r"^connection closed by rank 1$"):
+    with pytest.raises(RuntimeError, match=r"^connection closed by rank 1$") as failure:
         outbox.send(room)
+    assert waited(failure.value)
     outbox.close()
 
 
 def test_a_process_that_does_not_answer_is_named() -> None:
     outbox, inbox = connected(timeout=0.05)
-    with pytest.raises(ExecutionError, match=r"^timed out after 0.05 s: rank 2 does not answer$"):
+    with pytest.raises(RuntimeError, match=r"^timed out after 0.05 s: rank 2 does not answer$") as failure:
         inbox.receive(torch.empty(1)).wait()
+    assert waited(failure.value)
     left = [work for _ in range(64) for work in outbox.send(torch.zeros(MOST // 8))]
-    with pytest.raises(ExecutionError, match=r"^timed out after 0.05 s: rank 1 does not answer$"):
+    with pytest.raises(RuntimeError, match=r"^timed out after 0.05 s: rank 1 does not answer$") as failure:
         left[0].wait()
+    assert waited(failure.value)
     outbox.close()
     inbox.close()
     assert not pipes._full
