@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import select
 import threading
 from collections.abc import Iterator
 
@@ -67,15 +68,19 @@ def test_what_is_left_is_written_while_another_message_is_waited_for() -> None:
     for x in sent:
         outbox.send(x)
 
-    def other() -> None:
-        for x in sent:
-            inbox.receive(x.clone()).wait()
-        back.send(torch.ones(1))
+    def other() -> None:  # the other process, where only this one's pipe is full
+        left = len(sent) * MOST
+        while left:
+            select.select([inbox.file], [], [], PATIENCE)
+            left -= len(os.read(inbox.file, left))
+        os.write(back.file, b"read")
 
     reading = threading.Thread(target=other)
     reading.start()
-    answer.receive(torch.empty(1)).wait()
+    room = torch.empty(4, dtype=torch.uint8)
+    answer.receive(room).wait()
     reading.join()
+    assert bytes(room.tolist()) == b"read"
     for end in (outbox, inbox, back, answer):
         end.close()
 
