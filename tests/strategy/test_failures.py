@@ -12,6 +12,7 @@ import pytest
 from lightning_piper.errors import PiperError
 from lightning_piper.processes.failure import SILENT
 from tests.distributed.processes import LIMIT, Ended, run_ranks
+from tests.distributed.shared_memory import POSSIBLE
 from tests.strategy import failing
 from tests.strategy.scenarios import popen
 
@@ -20,12 +21,12 @@ def run(kind: str, folder: Path) -> list[Ended]:
     return run_ranks(2, failing.train, folder, kind, joined=False)
 
 
-def launched(kind: str) -> tuple[int, str]:
+def launched(*kind: str) -> tuple[int, str]:
     """A training that Lightning's launcher starts: (return code, what it said).
 
     None of its processes is left: what they said ends when the last one does.
     """
-    running = popen([sys.executable, failing.__file__, kind])
+    running = popen([sys.executable, failing.__file__, *kind])
     try:
         said, _ = running.communicate(timeout=LIMIT.total_seconds())
     finally:
@@ -59,9 +60,19 @@ def test_a_process_that_dies_ends_the_other(tmp_path):
 
 @pytest.mark.long
 def test_a_failed_process_that_lives_on_does_not_keep_the_other_waiting():
-    code, said = launched("live on 0")
+    """gloo keeps its connections; so the other one does not notice, and is ended."""
+    code, said = launched("live on 0", "over gloo")
     assert code != 0
     assert "rank 1 ends, for it would wait in vain: the first process to fail was rank 0: ValueError" in said
+
+
+@pytest.mark.long
+@pytest.mark.skipif(not POSSIBLE, reason="processes of this machine cannot share memory, and take gloo")
+def test_a_failed_process_that_lives_on_closes_its_pipes():
+    code, said = launched("live on 0")
+    assert code != 0
+    assert "connection closed by rank 0" in said
+    assert "The first process to fail was rank 0: ValueError" in said
 
 
 @pytest.mark.long
