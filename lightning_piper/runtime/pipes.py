@@ -19,9 +19,9 @@ from collections.abc import Iterable
 
 import torch
 
-MOST = select.PIPE_BUF  # bytes of a message: it is written whole or not at all
+MOST = 2**12  # bytes of a message: Linux writes as many whole or not at all
 
-_full: set[Outbox] = set()  # that have messages left to write
+_full = weakref.WeakSet["Outbox"]()  # that have messages left to write; one that nobody uses any more leaves them
 
 
 def _bytes_of(x: torch.Tensor) -> memoryview:
@@ -171,7 +171,7 @@ def pipes_for(peers: Iterable[int]) -> dict[int, tuple[int, int]]:
     return made
 
 
-def opened(process: int, file: int) -> int | None:
+def writing_end(process: int, file: int) -> int | None:
     """The end of another process's pipe to write to, opened here, if that is possible."""
     with contextlib.suppress(OSError):
         path = f"/proc/{process}/fd/{file}"

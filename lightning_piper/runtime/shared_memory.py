@@ -19,7 +19,7 @@ from torch.distributed.constants import default_pg_timeout
 
 from lightning_piper.errors import ExecutionError
 from lightning_piper.runtime.messages import Messages, Work
-from lightning_piper.runtime.pipes import MOST, Inbox, Outbox, opened, pipes_for
+from lightning_piper.runtime.pipes import MOST, Inbox, Outbox, pipes_for, writing_end
 from lightning_piper.runtime.shared_blocks import NAME, NOTE, READERS, shared_blocks
 
 DIRECT = MOST  # bytes of a message that a pipe carries
@@ -120,7 +120,7 @@ def messages_of(group: dist.ProcessGroup, timeout: timedelta | None = None) -> M
     dist.all_gather(found, address, group=group)
     addresses = [each.tolist() for each in found]
     files = [_opened(*each[:4]) for each in addresses]
-    outer = {rank: opened(addresses[rank][1], addresses[rank][4 + own]) for rank in ranks}
+    outer = {rank: writing_end(addresses[rank][1], addresses[rank][4 + own]) for rank in ranks}
     all_open = torch.tensor(int(None not in files and None not in outer.values()))
     dist.all_reduce(all_open, dist.ReduceOp.MIN, group=group)
     for _, writing in pipes.values():

@@ -18,16 +18,21 @@ SEEN = ("values", "losses", "logged", "epochs")
 
 
 @pytest.fixture(scope="module")
-def ranks(tmp_path_factory):
-    folder = tmp_path_factory.mktemp("processes")
+def folders(tmp_path_factory):
+    return {place: tmp_path_factory.mktemp(place) for place in ("processes", "local")}
+
+
+@pytest.fixture(scope="module")
+def ranks(folders):
+    folder = folders["processes"]
     return launch_trainings(2, train, folder / "run", list(SCENARIOS), folder)
 
 
 @pytest.fixture(scope="module")
-def local(tmp_path_factory):
+def local(folders):
     names = [name for name in SCENARIOS if name not in ("refused", "unseeded_shuffle")]
     with torch.random.fork_rng():
-        return sharing_captures(run)(names, tmp_path_factory.mktemp("local"), local=True)
+        return sharing_captures(run)(names, folders["local"], local=True)
 
 
 @pytest.mark.parametrize("name", [*MODELS, "clipped_by_value", "sizes", "stream", "checkpoints", "equipped"])
@@ -125,9 +130,8 @@ def test_checkpoints_of_processes(ranks, local, tmp_path_factory):
 
 
 @pytest.mark.parametrize("file", ["step=5.ckpt", "after.ckpt"])
-def test_checkpoint_files_are_those_of_one_process(file, ranks, local, tmp_path_factory):
-    base = tmp_path_factory.getbasetemp()
-    contents = [torch.load(base / f"{place}0" / "checkpoints" / file, weights_only=True) for place in ("processes", "local")]
+def test_checkpoint_files_are_those_of_one_process(file, ranks, local, folders):
+    contents = [torch.load(folder / "checkpoints" / file, weights_only=True) for folder in folders.values()]
     for key in ("state_dict", "optimizer_states", "lr_schedulers"):
         assert equal(contents[0][key], contents[1][key]), key
     module, _ = make("tied", seed=1)
