@@ -22,6 +22,7 @@ from lightning_piper.accelerators.kinds import check_kind
 from lightning_piper.either_lightning import is_a
 from lightning_piper.errors import PiperError
 from lightning_piper.processes.failure import FailureWatch
+from lightning_piper.processes.heap import give_freed_memory_back, keep_freed_memory
 from lightning_piper.processes.joining import BatchJoin
 from lightning_piper.processes.launching import check_one_process, check_script
 from lightning_piper.processes.world import World, store_of_attempt
@@ -114,6 +115,8 @@ class OverProcesses(_lightning.Strategy):
     def setup_environment(self) -> None:
         super().setup_environment()
         check_kind(self.root_device)
+        if self.root_device.type == "cpu":
+            keep_freed_memory()
         assert self.cluster_environment is not None
         if self._local:
             if (started := self.cluster_environment.world_size()) != 1:
@@ -136,10 +139,12 @@ class OverProcesses(_lightning.Strategy):
         if self._watch is not None:
             self._watch.report(exception)
 
-    def _stop_watch(self) -> None:
+    def _end_run(self) -> None:
         if self._watch is not None:
             self._watch.stop()
             self._watch = None
+        if self.root_device.type == "cpu":
+            give_freed_memory_back()
 
     def process_dataloader(self, dataloader: object) -> object:
         assert self.lightning_module is not None

@@ -274,7 +274,7 @@ class PiperStrategy(EvaluatingStrategy):
         phase, self.phase = self.phase, over(self.phase)
         if not isinstance(phase, Idle | Ended):
             phase.close(self._failed)
-        self._stop_watch()
+        self._end_run()
         self._restored = Restored()
         if self._averages is not None:
             self._averages.release()

@@ -1,0 +1,68 @@
+"""Freed memory that a process keeps for its next step: told by the page faults of steps, each in a process of its own."""
+
+import json
+import os
+import platform
+import subprocess
+import sys
+
+import pytest
+
+STEPS = """
+import json, resource, sys, torch
+from lightning_piper.processes.heap import give_freed_memory_back, keep_freed_memory
+
+def faults_of_a_step():
+    before = resource.getrusage(resource.RUSAGE_SELF).ru_minflt
+    made = [torch.full((2 << 20,), 1.0) for _ in range(16)]
+    assert sum(x[0].item() for x in made) == 16
+    return resource.getrusage(resource.RUSAGE_SELF).ru_minflt - before
+
+def resident():
+    return int(open("/proc/self/statm").read().split()[1]) * resource.getpagesize()
+
+keep, back = (word == "1" for word in sys.argv[1:])
+kept = keep_freed_memory() if keep else False
+found = [faults_of_a_step() for _ in range(4)]
+full = resident()
+if back:
+    give_freed_memory_back()
+print(json.dumps([kept, found, full - resident(), [faults_of_a_step() for _ in range(2)]]))
+"""
+
+pytestmark = pytest.mark.skipif(platform.libc_ver()[0] != "glibc", reason="another library manages memory")
+
+
+def run(keep: bool, back: bool = False, **environment: str) -> list:
+    words = [str(int(word)) for word in (keep, back)]
+    done = subprocess.run(
+        [sys.executable, "-c", STEPS, *words], capture_output=True, text=True, timeout=300, env={**clean(), **environment}
+    )
+    assert done.returncode == 0, done.stderr
+    return json.loads(done.stdout)
+
+
+def clean() -> dict[str, str]:
+    return {name: value for name, value in os.environ.items() if not name.startswith("MALLOC_") and name != "GLIBC_TUNABLES"}
+
+
+def test_a_step_finds_the_memory_of_the_step_before():
+    kept, steps, _, _ = run(keep=True)
+    _, without, _, _ = run(keep=False)
+    assert kept
+    assert steps[0] > 100 * max(steps[2:])  # the first one gets it from the system
+    assert min(without[2:]) > 100 * max(steps[2:])  # as every step does otherwise
+
+
+def test_what_is_free_goes_back_to_the_system_at_the_end():
+    kept, _, given, after = run(keep=True, back=True)
+    assert kept
+    assert given > 64 << 20
+    assert min(after) > 100
+
+
+@pytest.mark.parametrize("name, value", [("MALLOC_ARENA_MAX", "2"), ("GLIBC_TUNABLES", "glibc.malloc.arena_max=2")])
+def test_what_the_user_has_set_stays(name, value):
+    kept, _, given, _ = run(keep=True, back=True, **{name: value})
+    assert not kept
+    assert given < 64 << 20
