@@ -13,7 +13,7 @@ import os
 import platform
 
 TRIM_THRESHOLD, MMAP_THRESHOLD = -1, -3  # names of <malloc.h>
-LARGE = 32 << 20  # bytes: larger tensors are got one by one, so that holes do not add up; the most that the library comes to by itself
+LARGE = 32 << 20  # bytes: what is larger is got one by one, so that holes do not add up; the library itself comes to no more
 FOREVER = -1
 
 
