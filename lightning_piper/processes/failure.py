@@ -43,6 +43,7 @@ from lightning_piper.processes import agreement
 from lightning_piper.processes.behind import AWAITED
 from lightning_piper.processes.progress import Progress, parted
 from lightning_piper.processes.world import RANK_ZERO, World
+from lightning_piper.runtime.forks import in_forks
 
 GRACE = 5.0  # seconds for a process to fail by itself, with a better message
 SETTLE = 2.0  # seconds from the first word of a communication that failed until the verdict
@@ -306,8 +307,8 @@ def _waits(code: CodeType) -> bool:
 
 def _listen() -> socket.socket:
     if socket.has_dualstack_ipv6():
-        return socket.create_server(("", 0), family=socket.AF_INET6, dualstack_ipv6=True)
-    return socket.create_server(("", 0))
+        return in_forks(socket.create_server(("", 0), family=socket.AF_INET6, dualstack_ipv6=True), socket.socket.close)
+    return in_forks(socket.create_server(("", 0)), socket.socket.close)
 
 
 def _connect(host: str, port: int) -> Connection:
@@ -322,7 +323,7 @@ def _connect(host: str, port: int) -> Connection:
 
 def _line(connected: socket.socket) -> Connection:
     connected.settimeout(None)
-    return Connection(connected.detach())
+    return in_forks(Connection(connected.detach()), Connection.close)
 
 
 def _send(line: Connection, message: Message) -> None:

@@ -19,6 +19,8 @@ from collections.abc import Iterable
 
 import torch
 
+from lightning_piper.runtime.forks import in_forks
+
 MOST = 2**12  # bytes of a message: Linux writes as many whole or not at all
 
 _full = weakref.WeakSet["Outbox"]()  # that have messages left to write; one that nobody uses any more leaves them
@@ -41,6 +43,7 @@ class _End:
     def __init__(self, file: int, peer: str, timeout: float) -> None:
         self.file, self._peer, self._timeout = file, peer, timeout
         self._closing = weakref.finalize(self, os.close, file)
+        in_forks(self, _End.close)
 
     def close(self) -> None:
         self._closing()

@@ -18,6 +18,9 @@ from functools import cache
 import torch
 from torch.multiprocessing.reductions import StorageWeakRef
 
+from lightning_piper.runtime.forks import in_forks
+from lightning_piper.runtime.mapped import Mapped
+
 READERS = 8  # processes of a communicator, at most
 HEAD = 64  # bytes of a block before the message: READERS numbers
 NOTE = 3  # numbers of a note: where its block begins, which one it is of those that lay there, and where it begins
@@ -28,9 +31,9 @@ class _Block:
     """Room for one message, or for one tensor, parts of which are messages."""
 
     def __init__(self, file: int, begin: int, size: int) -> None:
-        self._memory = mmap.mmap(file, size, offset=begin)
-        self._bytes = torch.frombuffer(self._memory, dtype=torch.uint8, offset=HEAD)
-        self._read = memoryview(self._memory)[:HEAD].cast("q")
+        self._memory = Mapped(file, begin, size)
+        self._bytes = torch.frombuffer(self._memory.room, dtype=torch.uint8, offset=HEAD)
+        self._read = memoryview(self._memory.room).cast("B")[:HEAD].cast("q")
         self._begin, self._number, self._readers = begin, 0, set[int]()
         self._lent: StorageWeakRef | None = None
 
@@ -40,14 +43,16 @@ class _Block:
         return self._bytes.data_ptr()
 
     @property
+    def lent(self) -> bool:
+        return self._lent is not None and not self._lent.expired()
+
+    @property
     def free(self) -> bool:
-        if self._lent is not None and not self._lent.expired():
-            return False
-        return all(self._read[reader] == self._number for reader in self._readers)
+        return not self.lent and all(self._read[reader] == self._number for reader in self._readers)
 
     def lend(self, numel: int, dtype: torch.dtype) -> torch.Tensor:
         self._next()
-        made = torch.frombuffer(self._memory, dtype=dtype, count=numel, offset=HEAD)
+        made = torch.frombuffer(self._memory.room, dtype=dtype, count=numel, offset=HEAD)
         self._lent = StorageWeakRef(made.untyped_storage())
         return made
 
@@ -67,8 +72,13 @@ class _Block:
     def give_back(self) -> None:
         """Let the system have its pages, if it takes them; they are zeros when they are used again."""
         with contextlib.suppress(OSError):
-            self._memory.madvise(mmap.MADV_REMOVE)
+            self._memory.remove()
             self._number, self._readers = 0, set()
+
+    def part(self) -> None:
+        """In a forked process: what it writes to a tensor that lies here is its own, as it would be in other memory."""
+        if self.lent:
+            self._memory.part()
 
     def _next(self) -> None:
         self._number, self._readers, self._lent = self._number + 1, set(), None
@@ -85,6 +95,7 @@ class SharedBlocks:
         self._end = mmap.PAGESIZE
         self._blocks: dict[int, list[_Block]] = {}  # by size
         self._at: dict[int, _Block] = {}  # by address
+        in_forks(self, SharedBlocks._part)
 
     def empty(self, numel: int, dtype: torch.dtype) -> torch.Tensor:
         """A flat tensor without content.
@@ -116,6 +127,10 @@ class SharedBlocks:
             for block in blocks:
                 if block.free:
                     block.give_back()
+
+    def _part(self) -> None:
+        for block in self._at.values():
+            block.part()
 
     def _free(self, nbytes: int) -> _Block:
         """A block that can be used, of this many bytes or more."""

@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
+import gc
+import mmap
+import os
 from pathlib import Path
 
 import pytest
 import torch
 
+from lightning_piper.runtime.shared_blocks import NAME, SharedBlocks
 from tests.distributed import shared_memory as work
 from tests.distributed.processes import launch
 
@@ -92,3 +96,20 @@ def test_memory_that_is_gone_is_an_error(tmp_path: Path) -> None:
     assert gone == ""
     for said in (first, last):
         assert said == "a message between processes ends before its end: the memory that it lies in was made smaller"
+
+
+def test_memory_that_is_lent_takes_no_descriptors_and_is_mapped_no_longer_than_it_is_used() -> None:
+    def counted() -> tuple[int, int]:
+        ranges = [line.split()[0].split("-") for line in Path("/proc/self/maps").read_text().splitlines() if NAME in line]
+        return len(os.listdir("/proc/self/fd")), sum(int(end, 16) - int(start, 16) for start, end in ranges)
+
+    blocks = SharedBlocks()
+    descriptors, mapped = counted()
+    lent = [blocks.empty(100, torch.float64).fill_(float(i)) for i in range(50)]
+    assert counted() == (descriptors, mapped + 50 * mmap.PAGESIZE)
+    del blocks  # what lies there still is there
+    assert all(x.eq(i).all() for i, x in enumerate(lent))
+    assert counted()[1] == mapped + 50 * mmap.PAGESIZE
+    del lent
+    gc.collect()
+    assert counted()[1] == mapped
