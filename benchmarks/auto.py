@@ -27,6 +27,7 @@ from _models import MODELS, Chain
 from _systems import Batch, Step, data_parallel, ours, pipeline
 
 import lightning_piper as piper
+from lightning_piper.processes.heap import keep_freed_memory
 from lightning_piper.processes.world import World
 from lightning_piper.search import Candidate, Written, best_of
 from lightning_piper.search.blocks import blocks_of
@@ -180,6 +181,7 @@ def main() -> None:
     warnings.filterwarnings("ignore")
     os.environ |= {"NODE_RANK": "0", "LOCAL_RANK": os.environ["RANK"]}
     rank, size = join()
+    keep_freed_memory()  # as PiperStrategy does; for all systems alike
     world = World(rank, size, torch.device("cpu"))
     for name in args.models.split(","):
         compare(name, rank, world, args)

@@ -1,9 +1,9 @@
 """Memory that a step has freed stays with the process, for the next step asks for as much again.
 
-The GNU C library gives the top of its heap back to the system when enough of it is free, and gets tensors that are large from the
-system one by one. So a step may find pages gone that the step before had, and each of them is cleared again when it is touched:
-between none and 20,000 of them in a step of 700 ms, up to 7 % of its time, as the addresses happen to lie. A process that trains
-has use for them until the end. (CUDA's allocator keeps what is freed, too.)
+The GNU C library gives the top of its heap back to the system when enough of it is free, and gets tensors of more than 32 MiB from
+the system one by one. So a step may find pages gone that the step before had, and each of them is cleared again when it is touched:
+between none and 20,000 of them in a step of 700 ms, up to 7 % of its time, as the addresses happen to lie; with a table of 60 MB,
+half of its time. A process that trains has use for them until the end. (CUDA's allocator keeps what is freed, too.)
 """
 
 from __future__ import annotations
@@ -13,7 +13,8 @@ import os
 import platform
 
 TRIM_THRESHOLD, MMAP_THRESHOLD = -1, -3  # names of <malloc.h>
-LARGE = 32 << 20  # bytes: what is larger is got one by one, so that holes do not add up; the library itself comes to no more
+LARGE = 1 << 30  # bytes: what is larger is got from the system one by one, and goes back there
+USUAL = 32 << 20  # the same, as the library sets it by itself in the end
 FOREVER = -1
 
 
@@ -23,18 +24,18 @@ def keep_freed_memory() -> bool:
     Returns:
         Whether it is kept: not where the memory is another library's, or the user has set how it is managed.
     """
-    return _set(FOREVER)
+    return _set(LARGE, FOREVER)
 
 
 def give_freed_memory_back() -> None:
     """To the system: what is free now, and what will be, as it is without `keep_freed_memory`."""
-    if _set(2 * LARGE):
+    if _set(USUAL, 2 * USUAL):
         ctypes.CDLL(None).malloc_trim(0)
 
 
-def _set(most: int) -> bool:
-    """How many bytes may be free at the top of the heap."""
+def _set(large: int, most: int) -> bool:
+    """From how many bytes on memory is got one by one, and how many may be free at the top of the heap."""
     if platform.libc_ver()[0] != "glibc" or any(name.startswith("MALLOC_") or name == "GLIBC_TUNABLES" for name in os.environ):
         return False
     mallopt = ctypes.CDLL(None).mallopt
-    return bool(mallopt(MMAP_THRESHOLD, LARGE) and mallopt(TRIM_THRESHOLD, most))
+    return bool(mallopt(MMAP_THRESHOLD, large) and mallopt(TRIM_THRESHOLD, most))

@@ -162,6 +162,22 @@ def laid(code: Code, home: Home, first: int, own: Sequence[TensorSpec], adds: bo
     return Laid(other, tuple(layouts), tuple(layouts.values()), specs, adds)
 
 
+def written_in_place(code: Code, first: int, own: Sequence[TensorSpec]) -> list[bool]:
+    """Which gradients of a bundle the code can write to where they lie in a bucket, so that packing takes no time.
+
+    Args:
+        first: where the bundle begins among the outputs.
+        own: its specs.
+    """
+    output: Any = code.graph.output_node()
+    results = output.args[0]
+    views = [torch.empty(spec.shape, dtype=spec.dtype, device="meta") for spec in own]
+    return [
+        results.count(result) == 1 and _written_for(result, output, view) is not None
+        for result, view in zip(results[first : first + len(own)], views, strict=True)
+    ]
+
+
 def _wanted(home: Home, own: Sequence[TensorSpec]) -> list[tuple[int, torch.Tensor]]:
     """Which tensors of a bundle are wanted, and as which views, without data."""
     if home.bucket is not None:

@@ -7,7 +7,9 @@ from typing import NamedTuple
 
 from lightning_piper.errors import CaptureError
 from lightning_piper.ir.regions import StepCode
+from lightning_piper.ir.values import Kind
 from lightning_piper.limits import integer, shown
+from lightning_piper.runtime.laid import written_in_place
 from lightning_piper.search.blocks import Cut
 from lightning_piper.search.meeting import meets
 from lightning_piper.search.parameters import OfParam
@@ -45,6 +47,19 @@ def total(found: Iterable[Seconds]) -> Seconds:
     return Seconds(*(sum(column) for column in zip(Seconds(), *found, strict=True)))
 
 
+def written_in_place_of(code: StepCode) -> frozenset[str]:
+    """Parameters whose gradients a backward pass writes to where they lie in their buckets."""
+    found: dict[str, list[bool]] = {}
+    for (region, kind), interface in code.interfaces.items():
+        of_pass, first = code.code[region, kind], 0
+        for output, specs in zip(interface.outputs, of_pass.outputs, strict=True):
+            if output.kind == Kind.GRAD:
+                for name, there in zip(output.names, written_in_place(of_pass, first, specs), strict=True):
+                    found.setdefault(name, []).append(there)
+            first += len(specs)
+    return frozenset(name for name, terms in found.items() if terms == [True])
+
+
 def checked_samples(cut: Cut, samples: Iterable[int]) -> list[int]:
     """The numbers of samples that are asked for, but for those up to the largest one of which the step is another one, or none.
 
@@ -79,13 +94,15 @@ def workload(
     least = 1 if cut.refuses(1) is None else min(samples for samples, _ in works)
     first = {name: i for i, params in reversed([*enumerate(cut.params)]) for name in params}  # a tied one is updated once
     packed = [sum(of_param(name).packed for name in params) for params in cut.params]
+    in_place = cut.all_named(written_in_place_of(cut.step.at(cut.step.size)))
+    alone = [sum(of_param(name).packed for name in params if name not in in_place) for params in cut.params]
     added = [sum(of_param(name).added for name in params) for params in cut.params]
     new = [[of_param(name) for name in params if first[name] == i] for i, params in enumerate(cut.params)]
     updated = [(sum(each.updated for each in found), sum(each.in_parts for each in found)) for found in new]
     blocks = tuple(
         Block(
             name, {key: found[i] for key, found in works.items()}, cut.params[i], divided & cut.params[i].keys(), cut.routed[i],
-            sent[i] / cut.step.size, packed[i], added[i], *updated[i], frozenset(cut.params[i]) - cut.trains,
+            sent[i] / cut.step.size, packed[i], added[i], *updated[i], frozenset(cut.params[i]) - cut.trains, alone[i],
         )
         for i, name in enumerate(cut.names)
     )  # fmt: skip

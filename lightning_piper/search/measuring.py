@@ -8,7 +8,7 @@ kept but what the step itself keeps. Layers that compute the same are one measur
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from statistics import median
 from typing import Any
 
@@ -18,13 +18,13 @@ from torch import nn
 from lightning_piper.accelerators import seeded
 from lightning_piper.capture import flatten
 from lightning_piper.errors import CaptureError
-from lightning_piper.ir.regions import Code, PassKey
-from lightning_piper.ir.values import Slice
+from lightning_piper.ir.regions import Code, Interface, PassKey
+from lightning_piper.ir.values import Kind, Slice
 from lightning_piper.limits import integer, shown
 from lightning_piper.search.block_work import alone, checked_samples, seconds_of, total, workload
 from lightning_piper.search.blocks import Cut, blocks_of, text_of
 from lightning_piper.search.meeting import meets
-from lightning_piper.search.parameters import Optimizer, timed, wait
+from lightning_piper.search.parameters import MOVED, Optimizer, timed, wait
 from lightning_piper.search.walking import walk
 from lightning_piper.search.workload import Work, Workload
 
@@ -58,16 +58,16 @@ def measured(
     for n in checked_samples(cut, samples):
         if n > cut.step.size:
             raise CaptureError(f"measured(samples={shown(samples)}): the batch has {cut.step.size} samples; ask for no more")
-        passes = seconds_of_passes(cut, leaves, n, calls, clock)
+        passes, zeros = seconds_of_passes(cut, leaves, n, calls, clock)
         times = [total(seconds_of(passes.get(region, {})) for region in block) for block in cut.regions]
         works[n, 1] = [Work(*t[:3], *b, apart=t.apart) for t, b in zip(times, cut.bytes(n), strict=True)]
-    return workload(cut, works, states, timed(cut, optimizer, calls, clock), meet=meets(cut, leaves))
+    return workload(cut, works, states, timed(cut, optimizer, zeros, calls, clock), meet=meets(cut, leaves))
 
 
 def seconds_of_passes(
     cut: Cut, leaves: Sequence[torch.Tensor], samples: int, calls: int, clock: Callable[[], float]
-) -> dict[int, dict[str, float]]:
-    """Region -> seconds of each of its passes.
+) -> tuple[dict[int, dict[str, float]], dict[str, float]]:
+    """Region -> seconds of each of its passes; parameter of `cut.step` -> share of its gradient that is zero.
 
     Args:
         leaves: the tensors of the batch.
@@ -79,6 +79,7 @@ def seconds_of_passes(
     tensors = {cut.step.canonical[n]: x.detach() for n, x in [*cut.module.named_parameters(), *cut.module.named_buffers()]}
     texts = {region.index: text_of(code, region.index) for region in code.regions}
     times: dict[tuple[str, str], list[float]] = {}
+    zeros: dict[str, float] = {}
 
     def run(key: PassKey, of_pass: Code, args: list[torch.Tensor]) -> tuple[torch.Tensor, ...]:
         wait(device)
@@ -86,11 +87,17 @@ def seconds_of_passes(
         made = of_pass.run(args)
         wait(device)
         times.setdefault((texts[key[0]], key[1]), []).append(clock() - start)
+        if key[1] == "B" and len(times[texts[key[0]], "B"]) == 1:
+            zeros.update(_zeros(code.interface_of(key), of_pass, made))
         return made
 
+    # The update of the step before has gone over parameters, gradients and states: these are what caches hold when a step begins.
+    size = min(MOVED, 4 * sum(x.nbytes for x in cut.module.parameters()))
+    touched = torch.zeros(size, dtype=torch.uint8, device=device)
     with torch.no_grad(), seeded(0, device):
         for i in range(calls + 1):
             for split in (False, True):
+                touched.add_(1)
                 walk(code, tensors, cut.step.inputs(given), run, split=split)
             if i == 0:  # to warm up
                 times.clear()
@@ -98,4 +105,13 @@ def seconds_of_passes(
     for region, text in texts.items():
         passes = {kind: median(times[text, kind]) for kind in ("F", "B", "BI", "BW") if (text, kind) in times}
         found[region] = passes | alone(code, region, passes)
-    return found
+    return found, zeros
+
+
+def _zeros(interface: Interface, of_pass: Code, made: Sequence[torch.Tensor]) -> Iterator[tuple[str, float]]:
+    """Of gradients that a pass has made: parameter, share that is zero."""
+    values = iter(made)
+    for output, specs in zip(interface.outputs, of_pass.outputs, strict=True):
+        bundle = [next(values) for _ in specs]
+        for name, x in zip(output.names, bundle, strict=True) if output.kind == Kind.GRAD else ():
+            yield name, 1 - int(x.count_nonzero()) / max(1, x.numel())

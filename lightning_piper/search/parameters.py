@@ -6,7 +6,7 @@ from __future__ import annotations
 import functools
 import inspect
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from statistics import median
 from typing import Any, NamedTuple
 
@@ -20,7 +20,7 @@ from lightning_piper.simulate.hardware import Hardware
 MOVED = 1 << 27  # bytes that one measurement touches, if the tensor is smaller: several times what caches hold
 MOST = 32  # tensors of one measurement
 PIECES = 2
-BUCKET, PART = 25 << 20, 1 << 20  # bytes of a bucket, as `Replicate` has them, and of a tensor that is laid into it
+PART = 1 << 20  # bytes of a tensor that is laid into a bucket
 Optimizer = Callable[[list[torch.nn.Parameter]], torch.optim.Optimizer]
 
 
@@ -68,43 +68,52 @@ def calculated(cut: Cut, hardware: Hardware, states: float) -> OfParam:
     return of_param
 
 
-def timed(cut: Cut, optimizer: Optimizer, calls: int = 3, clock: Callable[[], float] = time.perf_counter) -> OfParam:
-    """By tensors of the same size, and a bucket as `Replicate` makes them. With an update, gradients are dropped.
+def timed(
+    cut: Cut, optimizer: Optimizer, zeros: Mapping[str, float], calls: int = 3, clock: Callable[[], float] = time.perf_counter
+) -> OfParam:  # fmt: skip
+    """By tensors of the same size, and one in which all are laid. With an update, gradients are dropped.
     (Tensors of zeros would not do: who touches them first pays for their pages.)
 
     Args:
         optimizer: makes one of parameters.
+        zeros: parameter of `cut.step` -> share of its gradient that is zero, as of rows of a table that a batch does not use. The
+            root of zero, which Adam takes of what it keeps of them, takes some CPUs five times as long as other roots.
         calls: of each measurement, after one that warms up; the median counts.
     """
     device = next(cut.module.parameters()).device
     specs = {name: cut.step.params[own].spec for own, names in cut.renamed.items() for name in names if name in cut.trains}
-    sizes = [spec.nbytes for spec in specs.values()]
-    bucket = max(PART, min(sum(sizes), max(BUCKET, *sizes, 0)))
-    packed = _packed(bucket, device, calls, clock) / bucket
+    shares = {name: round(zeros.get(own, 0.0), 1) for own, names in cut.renamed.items() for name in names}
+    packed = _packed(device, calls, clock)
 
     @functools.cache
-    def of(numel: int, dtype: torch.dtype) -> tuple[float, float]:
-        return _timed(functools.partial(torch.full, (numel,), 1e-3, dtype=dtype, device=device), optimizer, calls, clock)
+    def of(numel: int, dtype: torch.dtype, share: float) -> tuple[float, float]:
+        def like() -> torch.Tensor:
+            made = torch.full((numel,), 1e-3, dtype=dtype, device=device)
+            made[: int(share * numel)] = 0
+            return made
+
+        return _timed(like, optimizer, calls, clock)
 
     def of_param(name: str) -> Changes:
         if name not in specs:
             return Changes(0, 0, 0, 0)
-        spec = specs[name]
+        spec, share = specs[name], shares[name]
         pieces = PIECES if spec.nbytes > PART else 1  # small ones take as long as their number says
-        return Changes(spec.nbytes * packed, *of(spec.numel, spec.dtype), pieces * of(spec.numel // pieces, spec.dtype)[1])
+        in_parts = pieces * of(spec.numel // pieces, spec.dtype, share)[1]
+        return Changes(spec.nbytes * packed, *of(spec.numel, spec.dtype, share), in_parts)
 
     return of_param
 
 
-def _packed(nbytes: int, device: torch.device, calls: int, clock: Callable[[], float]) -> float:
-    """To make a bucket of tensors that are there."""
-    parts = torch.full((nbytes,), 1, dtype=torch.uint8, device=device).split(PART)
+def _packed(device: torch.device, calls: int, clock: Callable[[], float]) -> float:
+    """To lay a byte of tensors that are there into memory that is there, too."""
+    parts, bucket = (torch.full((MOVED // 2,), 1, dtype=torch.uint8, device=device).split(PART) for _ in range(2))
 
     def pack() -> None:
-        for x, y in zip(torch.empty(nbytes, dtype=torch.uint8, device=device).split(PART), parts, strict=True):
+        for x, y in zip(bucket, parts, strict=True):
             x.copy_(y)
 
-    return median([_seconds(pack, device, clock) for _ in range(calls + 1)][1:])
+    return median([_seconds(pack, device, clock) for _ in range(calls + 1)][1:]) / (MOVED // 2)
 
 
 def _timed(like: Callable[[], torch.Tensor], optimizer: Optimizer, calls: int, clock: Callable[[], float]) -> tuple[float, float]:

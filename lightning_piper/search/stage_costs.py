@@ -107,7 +107,8 @@ class Params:
     Attributes:
         tied: those that several blocks use.
         largest, largest_trained: bytes of each block, of all of its parameters and of those that get gradients.
-        packed, added: seconds to lay the gradients of each block into a bucket, and to add them to others.
+        packed, packed_alone, added: seconds to lay the gradients of each block into a bucket (if there is one microbatch, those
+            that are not made there), and to add them to others.
         updated, in_parts: sums over the chain of the seconds of updates, of whole parameters and of routed ones; of parameters as
             they are, and of pieces of them, all together.
     """
@@ -136,6 +137,7 @@ class Params:
         self._alone = [[0, *accumulate(own[k] for own in alone)] for k in range(4)]
         held = [(block, _held(block, tensor, routed)) for block in workload.blocks]
         self.packed = [_part(block.packed, sum(share)) for block, share in held]
+        self.packed_alone = [_part(block.packed_alone, sum(share)) for block, share in held]
         self.added = [_part(block.added, sum(share)) for block, share in held]
         self.updated = [[0, *accumulate(_part(block.updated, share[k]) for block, share in held)] for k in (0, 1)]
         self.in_parts = [[0, *accumulate(_part(block.updated_in_parts, share[k]) for block, share in held)] for k in (0, 1)]
@@ -168,9 +170,10 @@ class Costs:
         workload = space.workload
         self.layout, self.params, self.links = layout, params, links
         self.host, self.states, self.blocks = space.hardware.host, workload.states, len(workload.blocks)
-        self._collectives = space.hardware.collectives
+        self._collectives, self._step = space.hardware.collectives, space.hardware.step
         samples = workload.samples // layout.replicas // layout.microbatches
         sums: list[list[Number]] = [[], [], [], [], [], []]
+        packed = params.packed if layout.microbatches > 1 else params.packed_alone
         self.output: list[Number] = []
         for k, block in enumerate(workload.blocks):
             work = block.at(samples, layout.tensor)
@@ -179,7 +182,7 @@ class Costs:
             moved = 2 * ring(links.tensor, work.exchanged, layout.tensor)
             if layout.routed > 1 and block.routed:  # out and back
                 moved += 2 * message(links.routed, block.routed * samples * (layout.routed - 1), layout.routed)
-            beside = (params.packed[k] if layout.replicas > 1 else 0) + params.added[k] * (layout.microbatches - 1)
+            beside = (packed[k] if layout.replicas > 1 else 0) + params.added[k] * (layout.microbatches - 1)
             weights = work.backward_weights + (beside / layout.microbatches if beside else 0)
             own = (work.forward + moved, work.backward_input + moved, weights, work.saved, work.saved_for_weights, work.apart)
             for column, value in zip(sums, own, strict=True):
@@ -223,9 +226,9 @@ class Costs:
         return found
 
     def update(self, spans: Sequence[Span], zero: int) -> Number:
-        """Seconds that the optimizer takes on a rank with these stages."""
+        """Seconds that the optimizer takes on a rank with these stages, and what a step takes beside all else."""
         n = self.layout.replicas
-        found: Number = 0
+        found: Number = self._step
         columns = self.params.in_parts if zero else self.params.updated
         for sums, members in zip(columns, (n, n // self.layout.routed), strict=True):
             whole = sum((sums[j] - sums[i] for i, j in spans), start=0)

@@ -49,6 +49,7 @@ class Block:
             with the first one.
         updated_in_parts: the same for pieces of them, as replicas have that share states: all pieces together.
         frozen: parameters that get no gradients: there are no sums, and no states, of them.
+        packed_alone: as `packed`, if there is one microbatch: of the gradients that its pass does not write there itself.
     """
 
     name: str
@@ -62,6 +63,7 @@ class Block:
     updated: Number = 0
     updated_in_parts: Number = 0
     frozen: frozenset[str] = frozenset()
+    packed_alone: Number = 0
 
     def at(self, samples: int, tensor: int = 1) -> Work | None:
         """The work on `samples` samples; on a line through the two nearest numbers that are known, in proportion if one is, and no

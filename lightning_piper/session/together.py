@@ -17,13 +17,16 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
+from lightning_piper.compiler import compile
+from lightning_piper.directives import Place, Replicate
 from lightning_piper.processes.world import World, together
+from lightning_piper.runtime import Executor, ProcessTransport
 from lightning_piper.runtime.collectives import Members
 from lightning_piper.runtime.shared_memory import messages_of
 from lightning_piper.search.blocks import Cut
 from lightning_piper.search.measuring import measured
 from lightning_piper.search.optimizers import ADAM
-from lightning_piper.search.parameters import Optimizer
+from lightning_piper.search.parameters import Optimizer, wait
 from lightning_piper.search.proposing import CALLS, sizes_of
 from lightning_piper.search.workload import Workload
 from lightning_piper.simulate import Link
@@ -51,7 +54,7 @@ def measured_together(
     large = min(MOST, max(LARGE, sum(x.nbytes for x in module.parameters()))) // 1024 * 1024
     degrees = [n for n in range(2, world.size + 1) if world.size % n == 0] if world.device.type == "cpu" else []
     collectives = {n: Collectives(*(_link_of(world, n, large, each) for each in (_sums, _scatters, _gathers))) for n in degrees}
-    at_once = _cores(world)
+    at_once, step = _cores(world), _step_of(world)
     workload: Workload | None = None
     failure: Exception | None = None
     for turn in range(0, world.size, at_once):
@@ -71,7 +74,38 @@ def measured_together(
     slowest = max(found, key=lambda each: sum(sum(work[:3]) for block in each.blocks for work in block.work.values()))
     hardware = world.on_rank_zero(Hardware.measure)
     assert hardware is not None
-    return slowest, dataclasses.replace(hardware, links=((world.size, link),), collectives=collectives, at_once=at_once)
+    return slowest, dataclasses.replace(hardware, links=((world.size, link),), collectives=collectives, at_once=at_once,
+                                        step=step)  # fmt: skip
+
+
+class _Least(nn.Module):
+    """A step of next to no work."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.net = nn.Linear(1, 1)
+
+    def training_step(self, batch: torch.Tensor, batch_idx: int) -> torch.Tensor:
+        return self.net(batch).mean()  # type: ignore[no-any-return]
+
+
+def _step_of(world: World) -> float:
+    """Seconds of a step of next to no work, by replicas. Collective."""
+    ranks, batch = list(range(world.size)), torch.ones(world.size, 1)
+    program = [Place(filter={}, devices=ranks), *([Replicate(filter={}, devices=ranks)] if world.size > 1 else [])]
+    compiled = compile(_Least(), batch, program, device=world.device.type)
+    params = {name: p.detach().to(world.device) for name, p in _Least().named_parameters()}
+    transport = ProcessTransport(compiled.plans, ranks=ranks, device=world.device)
+    executor = Executor(compiled.plans[world.rank], compiled.step, params, {}, transport, world.device)
+    leaf, times = batch[:1].to(world.device), list[float]()
+    for _ in range(3 * ROUNDS + 1):
+        world.gather(None)
+        wait(world.device)
+        start = time.perf_counter()
+        executor.step([leaf], seed=0)
+        wait(world.device)
+        times.append(time.perf_counter() - start)
+    return max(world.gather(median(times[1:])))
 
 
 def _cores(world: World) -> int:
@@ -121,9 +155,9 @@ def _sums(members: Members, x: torch.Tensor) -> Callable[[], object]:
 
 def _scatters(members: Members, x: torch.Tensor) -> Callable[[], object]:
     parts = x.chunk(len(members.ranks))
+    rooms = [torch.empty_like(part) for part in parts]
 
     def run() -> None:
-        rooms = [torch.empty_like(part) for part in parts]
         for work in members.exchange(parts, rooms):
             work.wait()
         for i in members.others:
@@ -134,9 +168,9 @@ def _scatters(members: Members, x: torch.Tensor) -> Callable[[], object]:
 
 def _gathers(members: Members, x: torch.Tensor) -> Callable[[], object]:
     part = x.chunk(len(members.ranks))[members.own]
+    rooms = torch.empty_like(x).chunk(len(members.ranks))
 
     def run() -> None:
-        rooms = torch.empty_like(x).chunk(len(members.ranks))
         for work in members.exchange([part] * len(members.ranks), rooms):
             work.wait()
         rooms[members.own].copy_(part)

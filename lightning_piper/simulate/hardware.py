@@ -51,6 +51,7 @@ class Hardware:
         efficiency: share of `flops` and `bandwidth` that real operations reach.
         collectives: of so many members, where they were measured. Others take what rings over `links` do.
         at_once: devices that compute at full speed at the same time, if these are processes that share so many cores; else None.
+        step: seconds that a step takes beside its passes, messages, sums and updates, on each device.
     """
 
     name: str
@@ -63,6 +64,7 @@ class Hardware:
     efficiency: float = 1.0
     collectives: Mapping[int, Collectives] = field(default_factory=dict)
     at_once: int | None = None
+    step: float = 0
 
     @classmethod
     def read(cls, name: str | PathLike[str]) -> Hardware:

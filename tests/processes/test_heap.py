@@ -14,14 +14,14 @@ from lightning_piper.processes.heap import give_freed_memory_back, keep_freed_me
 
 def faults_of_a_step():
     before = resource.getrusage(resource.RUSAGE_SELF).ru_minflt
-    made = [torch.full((2 << 20,), 1.0) for _ in range(16)]
-    assert sum(x[0].item() for x in made) == 16
+    made = [torch.full((size << 18,), 1.0) for _ in range(128 // size)]
+    assert sum(x[0].item() for x in made) == len(made)
     return resource.getrusage(resource.RUSAGE_SELF).ru_minflt - before
 
 def resident():
     return int(open("/proc/self/statm").read().split()[1]) * resource.getpagesize()
 
-keep, back = (word == "1" for word in sys.argv[1:])
+size, keep, back = int(sys.argv[1]), *(word == "1" for word in sys.argv[2:])
 kept = keep_freed_memory() if keep else False
 found = [faults_of_a_step() for _ in range(4)]
 full = resident()
@@ -33,8 +33,9 @@ print(json.dumps([kept, found, full - resident(), [faults_of_a_step() for _ in r
 pytestmark = pytest.mark.skipif(platform.libc_ver()[0] != "glibc", reason="another library manages memory")
 
 
-def run(keep: bool, back: bool = False, **environment: str) -> list:
-    words = [str(int(word)) for word in (keep, back)]
+def run(keep: bool, back: bool = False, size: int = 8, **environment: str) -> list:
+    """`size`: of tensors, in MiB."""
+    words = [str(int(word)) for word in (size, keep, back)]
     done = subprocess.run(
         [sys.executable, "-c", STEPS, *words], capture_output=True, text=True, timeout=300, env={**clean(), **environment}
     )
@@ -46,9 +47,10 @@ def clean() -> dict[str, str]:
     return {name: value for name, value in os.environ.items() if not name.startswith("MALLOC_") and name != "GLIBC_TUNABLES"}
 
 
-def test_a_step_finds_the_memory_of_the_step_before():
-    kept, steps, _, _ = run(keep=True)
-    _, without, _, _ = run(keep=False)
+@pytest.mark.parametrize("size", [8, 64])
+def test_a_step_finds_the_memory_of_the_step_before(size):
+    kept, steps, _, _ = run(keep=True, size=size)
+    _, without, _, _ = run(keep=False, size=size)
     assert kept
     assert steps[0] > 100 * max(steps[2:])  # the first one gets it from the system
     assert min(without[2:]) > 100 * max(steps[2:])  # as every step does otherwise

@@ -44,7 +44,9 @@ def problem(seed: int, blocks: int | None = None, most: int = 8) -> Space:
             params["tied"] = 16
         beside = [fraction(own) if own.random() < 0.5 else 0 for _ in range(4)]
         experts = frozenset({f"r{k}"} if routed else ())
-        chain.append(Block(f"block {k}", work, params, frozenset({f"w{k}"}), experts, 4 * routed, *beside))
+        chain.append(
+            Block(f"block {k}", work, params, frozenset({f"w{k}"}), experts, 4 * routed, *beside, packed_alone=beside[0] / 2)
+        )
     if own.random() < 0.3:  # what several blocks have is frozen in all of them
         frozen = {name for name in ("tied", *(f"{kind}{k}" for kind in "wr" for k in range(n))) if own.random() < 0.5}
         chain = [dataclasses.replace(block, frozen=block.params.keys() & frozen) for block in chain]

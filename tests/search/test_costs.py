@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from fractions import Fraction
 from typing import Any
 
@@ -14,15 +15,16 @@ import lightning_piper as piper
 from lightning_piper.errors import CaptureError, SimulationError
 from lightning_piper.search.accounting import bytes_needed
 from lightning_piper.search.analytic import analytic, costs_of
+from lightning_piper.search.block_work import written_in_place_of
 from lightning_piper.search.blocks import blocks_of
 from lightning_piper.search.counting import Cost, Counting, seconds
-from lightning_piper.search.measuring import measured
+from lightning_piper.search.measuring import measured, seconds_of_passes
 from lightning_piper.search.optimizers import optimizer_of, states_of
 from lightning_piper.search.parameters import like
 from lightning_piper.search.proposing import work_of
 from lightning_piper.search.walking import walk
 from lightning_piper.simulate.hardware import Hardware
-from tests.search.nets import GPT, SEQ, WIDTH, Module, tokens
+from tests.search.nets import GPT, SEQ, VOCAB, WIDTH, Module, tokens
 
 SAMPLES = 4
 CPU = Hardware.read("cpu")
@@ -252,6 +254,28 @@ def test_a_plan_keeps_no_states_of_what_is_frozen() -> None:
     compiled = piper.compile(module, torch.ones(4, 8), program)
     without, states = (bytes_needed(compiled, x) for x in (0, 2))
     assert {device: states[device] - without[device] for device in states} == dict.fromkeys((0, 1), 2 * 2 * 8 * 8 * 4 // 2)
+
+
+@pytest.mark.parametrize("tied", [False, True])
+def test_gradients_that_a_pass_writes_into_their_buckets(tied: bool) -> None:
+    """Products of matrices are; those of tables, norms and of what two blocks use are copied."""
+    cut = blocks_of(Module(GPT(3, tied)), tokens(SAMPLES))
+    written = cut.all_named(written_in_place_of(cut.step.at(SAMPLES)))
+    layers = {f"net.layers.{k}.{name}.weight" for k in range(3) for name in ("qkv", "proj", "up", "down")}
+    assert written == layers | (set() if tied else {"net.head.weight"})
+    blocks = analytic(Module(GPT(3, tied)), tokens(SAMPLES), CPU, samples=(1,), tensor=()).blocks
+    assert blocks[0].packed_alone == blocks[0].packed > 0
+    assert 0 < blocks[1].packed_alone < blocks[1].packed / 4
+
+
+def test_what_is_zero_in_gradients_is_seen() -> None:
+    """Rows of a table that the batch does not use."""
+    cut, batch = blocks_of(Module(GPT(3)), tokens(SAMPLES)), tokens(SAMPLES)
+    _, zeros = seconds_of_passes(cut, batch, SAMPLES, 1, time.perf_counter)
+    used = len(batch[0].unique())
+    assert used < VOCAB
+    assert zeros["net.embed.weight"] == pytest.approx(1 - used / VOCAB)
+    assert max(share for name, share in zeros.items() if name != "net.embed.weight") < 0.01
 
 
 def test_what_is_measured() -> None:

@@ -195,7 +195,8 @@ def test_gradients_are_added_and_parameters_updated() -> None:
     replicas with one microbatch each pack once, and wait for the sum; at level 1 they gather before, and update a half."""
     work = {(1, 1): Work(1, 1, 1, 0, 0, 0)}
     blocks = tuple(
-        Block(f"{k}", work, {f"{k}": 8}, packed=F(k, 5), added=F(k, 10), updated=F(k), updated_in_parts=F(k)) for k in (1, 2)
+        Block(f"{k}", work, {f"{k}": 8}, packed=F(k), added=F(k, 10), updated=F(k), updated_in_parts=F(k), packed_alone=F(k, 5))
+        for k in (1, 2)
     )
     hardware = Hardware("device", 1, {}, 1.0, ((4, Link()),), Link(), 1, collectives={2: Collectives(Link(4), Link(2), Link(1))})
     model = Model(Space(Workload(blocks, 2, 2), hardware, 4, 10**6))
@@ -203,9 +204,17 @@ def test_gradients_are_added_and_parameters_updated() -> None:
     assert time_of(model, alone) == (3 + 2 * F(22, 10) - F(1, 10) * 2) + F(205, 100) + 1
     two = alone._replace(layout=alone.layout._replace(replicas=2, microbatches=1))
     assert time_of(model, two) == 2 + F(24, 10) + F(22, 10) + 4 + 1
+    twice = Model(replace(model.space, workload=replace(model.space.workload, samples=4))).costs(
+        two.layout._replace(microbatches=2)
+    )
+    assert (
+        twice.weights[1] == 1 + (1 + F(1, 10)) / 2
+    )  # gradients of two microbatches are added, and then they are laid into a bucket
     assert time_of(model, two._replace(zero=1)) == 1 + 2 + F(24, 10) + F(22, 10) + 2 + F(1, 2)
     later = replace(model.space.workload, blocks=(blocks[0], replace(blocks[1], updated=F(10))))
     late = Model(replace(model.space, workload=later))
+    more = Model(replace(model.space, hardware=replace(hardware, step=3)))
+    assert time_of(more, alone) == time_of(model, alone) + 3
     assert time_of(late, alone) == 3 + 2 * F(21, 10) + 10
 
 
