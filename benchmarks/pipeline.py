@@ -1,5 +1,6 @@
-"""1F1B on two processes, against torch.distributed.pipelining's Schedule1F1B: same model, cut, microbatches and threads; both also
-compiled (`PiperStrategy(compile=True)` and torch.compile).
+"""Pipelines of two processes, against torch.distributed.pipelining's Schedule1F1B: same model, cut, microbatches and threads. Ours under
+1F1B, too, and under the zero bubble schedule (ZB-H1); all also compiled (`PiperStrategy(compile=True)`
+and torch.compile).
 
 Time: both systems live in the same processes and take turns step by step, so that whatever else the machine does hits both.
 Memory: one pair of processes for each system; live tensor bytes by torch's profiler, from before the model is built.
@@ -25,9 +26,9 @@ from lightning_piper.runtime import Executor, ProcessTransport
 MICROBATCHES, SEQUENCES = 8, 16
 
 
-def ours(c: Config, rank: int, world: int, compiled_code: bool = False) -> Step:
+def ours(c: Config, rank: int, world: int, schedule: str = "one_f_one_b", compiled_code: bool = False) -> Step:
     module = Module(c)
-    program = piper.schedules.one_f_one_b(stages=world, microbatches=MICROBATCHES)
+    program = getattr(piper.schedules, schedule)(stages=world, microbatches=MICROBATCHES)
     compiled = piper.compile(module, batch(c, 0, SEQUENCES), program)
     params = dict(module.named_parameters())
     owned = sorted(compiled.params_on(rank))
@@ -72,10 +73,12 @@ def torch_1f1b(c: Config, rank: int, world: int, compiled_code: bool = False) ->
     return step
 
 
-SYSTEMS = {"lightning_piper": (ours, "torch Schedule1F1B"), "torch Schedule1F1B": (torch_1f1b, "")}
+TORCH = "torch Schedule1F1B"
+OURS = {"lightning_piper": "one_f_one_b", "lightning_piper, zero bubble": "zero_bubble"}
+SYSTEMS = {name: (partial(ours, schedule=schedule), TORCH) for name, schedule in OURS.items()} | {TORCH: (torch_1f1b, "")}
 COMPILED = {
-    "lightning_piper, compiled": (partial(ours, compiled_code=True), "torch Schedule1F1B, compiled"),
-    "torch Schedule1F1B, compiled": (partial(torch_1f1b, compiled_code=True), "torch Schedule1F1B"),
+    f"{name}, compiled": (partial(build, compiled_code=True), f"{peer}, compiled" if peer else TORCH)
+    for name, (build, peer) in SYSTEMS.items()
 }
 
 
