@@ -1,9 +1,10 @@
 """Predicted against measured: the programs that a search finds best, in processes over gloo, beside torch's own ways to train.
 
-For each model the search proposes programs from costs that were measured while all processes were at work. The best ones, DDP,
-FSDP2, Schedule1F1B and DualPipeV (with the cuts that the same costs say are best) live in the same processes and take turns, some
-steps each, so that whatever else the machine does hits all. A step is all that a user waits for: gradients and the optimizer's
-update.
+For each model the search proposes programs from costs that were measured while all processes were at work. Each of the best ones
+runs alone first, as in training: this is compared with what was predicted. Then they, DDP, FSDP2, Schedule1F1B and DualPipeV (with
+the cuts that the same costs say are best) live in the same processes and take turns, some steps each, so that whatever else the
+machine does hits all; all are slower then, for they find caches and memory as others left them. A step is all that a user waits
+for: gradients and the optimizer's update.
 
     python benchmarks/auto.py [--ranks 2] [--steps 8] [--programs 5] [--models gpt,moe]
 """
@@ -47,7 +48,8 @@ class System:
     Attributes:
         predicted: seconds, of ours.
         build: makes the step.
-        seconds: of each step, of the slowest rank.
+        alone: seconds of a step where there is no other system; median.
+        seconds: of each step among all, of the slowest rank.
     """
 
     name: str
@@ -56,6 +58,7 @@ class System:
     candidate: Candidate | None = None
     step: Step | None = None
     executor: Any = None
+    alone: float = 0.0
     seconds: list[float] = dataclasses.field(default_factory=list)
 
     @property
@@ -119,6 +122,10 @@ def compare(name: str, rank: int, world: World, args: argparse.Namespace) -> Non
     systems += [
         System(f"{n}, cut {cuts}", None, partial(pipeline, chain, batch, cuts, mb, rank, world.size)) for n, cuts, mb in pipelines
     ]
+    for system in systems:
+        if system.candidate is not None and built(system, rank):
+            system.alone = statistics.median([timed(system) for _ in range(args.steps + TURN)][TURN:])
+            system.step = system.executor = None
     ready = [system for system in systems if built(system, rank)]
     turns(ready, args.steps)
     if rank == 0:
@@ -142,28 +149,34 @@ def built(system: System, rank: int) -> bool:
     return True
 
 
+def timed(system: System) -> float:
+    """Seconds of a step, of the slowest rank. Collective."""
+    dist.barrier()
+    start = time.perf_counter()
+    assert system.step is not None
+    system.step()
+    took = torch.tensor(time.perf_counter() - start, dtype=torch.float64)
+    dist.all_reduce(took, dist.ReduceOp.MAX)
+    return took.item()
+
+
 def turns(systems: list[System], steps: int) -> None:
     for i in range(steps // (TURN - 1) + 1):
         for system in systems[i % len(systems) :] + systems[: i % len(systems)]:
             for k in range(TURN):
-                dist.barrier()
-                start = time.perf_counter()
-                assert system.step is not None
-                system.step()
-                took = torch.tensor(time.perf_counter() - start, dtype=torch.float64)
-                dist.all_reduce(took, dist.ReduceOp.MAX)
+                took = timed(system)
                 if i and k:
-                    system.seconds.append(took.item())
+                    system.seconds.append(took)
 
 
 def show(systems: list[System]) -> None:
     own = [s for s in systems if s.predicted is not None]
     best, peer = min(own, key=lambda s: s.median), min((s for s in systems if s.predicted is None), key=lambda s: s.median)
-    print("  predicted  measured (ms)  least  ratio")
+    print("  predicted  alone (ms)  ratio  among all  least")
     for s in systems:
         ahead = f"{s.predicted * 1e3:9.2f}" if s.predicted else " " * 9
-        ratio = f"{s.predicted / s.median:6.3f}" if s.predicted else " " * 6
-        print(f"  {ahead} {s.median * 1e3:9.2f} {min(s.seconds) * 1e3:9.2f}  {ratio}  {s.name}")
+        alone = f"{s.alone * 1e3:9.2f}  {s.predicted / s.alone:6.3f}" if s.predicted else " " * 17
+        print(f"  {ahead} {alone} {s.median * 1e3:9.2f} {min(s.seconds) * 1e3:9.2f}  {s.name}")
     print(f"  chosen / best of ours {own[0].median / best.median:.3f}", end="; ")
     print(f"chosen / best of torch's ({peer.name}) {own[0].median / peer.median:.3f}", flush=True)
 

@@ -1,6 +1,5 @@
-"""Pipelines of two processes, against torch.distributed.pipelining's Schedule1F1B: same model, cut, microbatches and threads. Ours under
-1F1B, too, and under the zero bubble schedule (ZB-H1); all also compiled (`PiperStrategy(compile=True)`
-and torch.compile).
+"""Pipelines of two processes, against torch.distributed.pipelining's Schedule1F1B: same model, cut, microbatches and threads. Ours
+under 1F1B, too, and under the zero bubble schedule (ZB-H1); all also compiled (`PiperStrategy(compile=True)` and torch.compile).
 
 Time: both systems live in the same processes and take turns step by step, so that whatever else the machine does hits both.
 Memory: one pair of processes for each system; live tensor bytes by torch's profiler, from before the model is built.
