@@ -225,6 +225,17 @@ class Costs:
                 found += rings * ring(self.links.data, nbytes, members)
         return found
 
+    def slopes(self, kind: str, rings: int) -> tuple[Number, Number]:
+        """Seconds of each byte of a collective, of whole parameters and of routed ones, beside what it takes for any."""
+        n, found = self.layout.replicas, list[Number]()
+        for members in (n, n // self.layout.routed):
+            known = self._collectives.get(members)
+            link, share = (
+                (getattr(known, kind), 1) if known is not None else (self.links.data, Fraction(rings * (members - 1), members))
+            )
+            found.append(share / link.bandwidth if members > 1 and link.bandwidth is not None else 0)
+        return found[0], found[1]
+
     def update(self, spans: Sequence[Span], zero: int) -> Number:
         """Seconds that the optimizer takes on a rank with these stages, and what a step takes beside all else."""
         n = self.layout.replicas

@@ -124,19 +124,21 @@ class Together:
         )
         replicas, routed = costs.layout.replicas, costs.layout.replicas // costs.layout.routed
 
-        def ring(nbytes: Array) -> Array:
-            whole, shared = (_moved(costs.links.data, nbytes[:, k]) for k in (0, 1))
-            return whole * (replicas - 1) / replicas + shared * ((routed - 1) / routed)
+        def collective(nbytes: Array, kind: str, rings: int) -> Array:
+            found: Array = nbytes @ np.array([float(slope) for slope in costs.slopes(kind, rings)])
+            return found
 
         def held(nbytes: Array, shared: bool) -> Array:
             return nbytes[:, 0] / replicas + nbytes[:, 1] / routed if shared else nbytes.sum(axis=1)
 
-        gather = ring(owned) if zero == 3 else np.zeros(n)
+        gather = collective(owned, "gather", 1) if zero == 3 else np.zeros(n)
         away = _moved(costs.host, saved)
         rows = rows_of(costs.layout.schedule, costs.layout.per_rank, costs.layout.ranks, costs.layout.microbatches)
         passes = np.stack([_passes(_pass_kinds(rows), f, bi, bw, way, gather, away) for way in WAYS], axis=1)
         static = held(owned, least == 3) + held(trained, least > 1) + float(costs.states) * held(trained, least > 0)
-        return _Blocks(passes, ring(trained) * (2 if zero == 0 else 1), saved, kept, static)
+        whole, shards = collective(trained, "sum", 2), collective(trained, "scatter", 1)
+        sums = whole if least == 0 else shards if zero else np.minimum(whole, shards)
+        return _Blocks(passes, sums, saved, kept, static)
 
 
 def _sums(costs: Costs) -> tuple[Sequence[float], ...]:

@@ -22,7 +22,8 @@ from lightning_piper.search.rows import SHAPES, rows_of
 from lightning_piper.search.stage_costs import Model
 from lightning_piper.search.together import Together
 from lightning_piper.search.writing import write
-from lightning_piper.simulate import Number
+from lightning_piper.simulate import Link, Number
+from lightning_piper.simulate.hardware import Collectives
 from tests.groups import marked
 from tests.search.problems import best_of_all, fits, found, problem
 
@@ -128,6 +129,17 @@ def test_what_all_ranks_do_together_says_more() -> None:
         memory, _ = memory_of(model, Candidate(layout, 0, 0, 0, cuts))
         scarce = Together(Model(replace(model.space, memory=0.8 * max(memory))))
         assert scarce.time(layout, 0, [[0]] * layout.stages, INFINITE) > 1.02 * least
+
+
+@pytest.mark.parametrize("zero", [0, 1, 3])
+def test_measured_collectives_may_be_faster_than_links_say(zero: int) -> None:
+    """A bound knows of them: sums and gathers over a link of one byte a second would take longer than the whole step."""
+    hardware = replace(problem(0).hardware, links=((8, searching_link(1)),), at_once=None)
+    candidate = Candidate(Layout("one_f_one_b", 1, 2, 2, 1, 1, 4, True), zero, 0, 0, (2,))
+    for collectives, slow in (({2: Collectives(*(Link(),) * 3)}, False), ({}, True)):
+        model = Model(Space(chain(4, params=100), replace(hardware, collectives=collectives), 4, 10**9))
+        least = Together(model).time(candidate.layout, zero, [[0]] * 2, INFINITE)
+        assert least <= time_of(model, candidate) and (least > 100) == slow
 
 
 def test_a_host_without_room_is_a_limit_too() -> None:
@@ -288,8 +300,6 @@ def test_axes_lie_on_the_links_of_their_distance() -> None:
 
 
 def searching_link(bandwidth: int) -> Any:
-    from lightning_piper.simulate import Link
-
     return Link(0, Fraction(bandwidth))
 
 
