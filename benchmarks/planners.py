@@ -130,7 +130,7 @@ def main() -> None:
         stages = len(plan.cuts) + 1
         layout = Layout("one_f_one_b", 1, stages, plan.replicas, plan.tensor, 1, SAMPLES // plan.replicas // plan.samples, True)
         layout = layout if layout in set(found.space.layouts()) else layout._replace(schedule="gpipe")
-        candidate = Candidate(layout, 0, 0, 0, plan.cuts)
+        candidate = Candidate(layout, (0,) * layout.stages, 0, 0, plan.cuts)
         formula = f"{cost(profile, plan):9.1f}" if (plan.tensor, plan.samples) in profile.times else "not profiled"
         time, need = float(time_of(model, candidate)) * 1e3, float(max(memory_of(model, candidate)[0])) / 2**30
         print(f"{what:10} {plan!s:62} published {theirs or 0:9.1f}  its formula {formula:>12}  ours {time:9.1f} ms {need:6.1f} GiB")

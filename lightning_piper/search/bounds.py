@@ -6,8 +6,9 @@ most: from its first pass, or its first backward pass, to its last pass, or its 
 
     time >= head(first) + work of the passes between + tail(last)
 
-    head(F of s)   forward passes and messages of the stages before s; not before the parameters of a stage are gathered
-    head(B of s)   all forward passes, and backward passes and messages of the stages behind s
+    head(F of s)   the gather of the first stage's parameters, forward passes and messages of the stages before s; not before its
+                   own parameters are gathered, if its first pass waits for that
+    head(B of s)   that gather, all forward passes, and backward passes and messages of the stages behind s
     tail(B of s)   backward passes and messages of the stages before s, or the sum of the gradients of s over the replicas
 
 `bound_of` takes them of whole candidates. `Cutting` takes what is known of one stage: where the others are cut does not matter, for
@@ -21,7 +22,7 @@ from __future__ import annotations
 from bisect import bisect_left
 from collections.abc import Callable, Iterator, Sequence
 
-from lightning_piper.search.estimate import AGAIN, AWAY, PLAIN, Way, passes_of, rows_for, saved_bytes
+from lightning_piper.search.estimate import AGAIN, AWAY, Option, Way, gathers_of, passes_of, rows_for, saved_bytes
 from lightning_piper.search.rows import BI, BW, SHAPES, B, F, Kept, rows_of
 from lightning_piper.search.space import Candidate, Layout
 from lightning_piper.search.stage_costs import Costs, Model, Span
@@ -32,13 +33,12 @@ INFINITE = float("inf")
 
 def bound_of(model: Model, candidate: Candidate) -> Number:
     """Seconds that a candidate needs at least; see above. Linear in stages."""
-    rows, costs, zero = rows_for(candidate), model.costs(candidate.layout), candidate.zero
+    rows, costs, levels = rows_for(candidate), model.costs(candidate.layout), candidate.levels
     spans, passes = candidate.spans(costs.blocks), passes_of(costs, candidate)
     back = BI if SHAPES[candidate.layout.schedule].split else B
     hops = [costs.hop(border, block) for border, block in enumerate(candidate.cuts)]
     forward: list[Number] = []
-    for s, span in enumerate(spans):
-        gather = costs.ring(span) if zero in (1, 2) else 0
+    for s, gather in enumerate(gathers_of(model, candidate, rows)):
         forward.append(max(gather, forward[-1] + passes[s - 1][F] + hops[s - 1]) if s else gather)
     backward = [forward[-1] + passes[-1][F]]
     for s in range(rows.stages - 2, -1, -1):
@@ -49,25 +49,25 @@ def bound_of(model: Model, candidate: Candidate) -> Number:
         behind.append(behind[-1] + hops[s - 1] + passes[s - 1][back])
     most: Number = 0
     for local, pairs in zip(rows.local, rows.between, strict=True):
-        update = costs.update([spans[s] for s in local], zero)
+        update = costs.update([spans[s] for s in local], [levels[s] for s in local])
         for (first, kind), (last, ends), count in pairs:
             tail = behind[last] if ends != BW else 0
-            tail = max(tail, update + (costs.reduction(spans[last], zero) if ends != BI else 0))
+            tail = max(tail, update + (costs.reduction(spans[last], levels[last]) if ends != BI else 0))
             work = sum((n * passes[s][k] for s, k, n in count), start=0)
             most = max(most, (forward if kind == F else backward)[first] + work + tail)
     return most
 
 
 class Cutting:
-    """All cuts of the blocks for a layout, a level of ZeRO, and some ways to keep less; a stage for which these differ counts
-    with the best way in which it fits.
+    """All cuts of the blocks for a layout and some levels of ZeRO and ways to keep less; a stage for which these differ counts
+    with the best ones in which it fits.
 
     Attributes:
         costs: of the layout.
     """
 
-    def __init__(self, model: Model, layout: Layout, zero: int, ways: Sequence[Sequence[Way]], by_memory: bool) -> None:
-        self.layout, self.zero, self._ways = layout, zero, ways
+    def __init__(self, model: Model, layout: Layout, options: Sequence[Sequence[Option]], by_memory: bool) -> None:
+        self.layout, self._options = layout, options
         self.costs: Costs = model.costs(layout)
         self._rows = rows_of(layout.schedule, layout.per_rank, layout.ranks, layout.microbatches)
         self._limit, self._margin, self._by_memory = model.space.memory, 1 + model.space.margin, by_memory
@@ -78,6 +78,8 @@ class Cutting:
         for hop in hops:
             self._hops.append(self._hops[-1] + hop)
         self._known: dict[tuple[int, int, int], tuple[Number, bool]] = {}
+        gathered = all(level for level, _ in options[0])
+        self._start = self.costs.ring((0, 1)) if gathered else 0  # the gather of the first stage, wherever it ends
         self._pairs = [self._pairs_of(s) for s in range(layout.stages)]
         self._states = [self._states_of(s) for s in range(layout.stages)]
 
@@ -107,30 +109,29 @@ class Cutting:
     def _stage(self, s: int, i: int, j: int) -> tuple[Number, bool]:
         least: Number = INFINITE
         fitting: Number = INFINITE
-        for way in self._ways[s]:
-            memory, host = self._bytes(s, (i, j), way)
-            value = memory if self._by_memory else self._time(s, i, j, way)
+        for level, way in self._options[s]:
+            memory, host = self._bytes(s, (i, j), level, way)
+            value = memory if self._by_memory else self._time(s, i, j, level, way)
             least = min(least, value)
             if memory <= self._limit and host <= self._host:
                 fitting = min(fitting, value)
-                if way == PLAIN and not self._by_memory:  # no other way takes less time
-                    break
         return (least, False) if fitting == INFINITE else (fitting, True)
 
-    def _time(self, s: int, i: int, j: int, way: Way) -> Number:
+    def _time(self, s: int, i: int, j: int, level: int, way: Way) -> Number:
         """The larger of two bounds, both of which grow with the stage: with heads and tails that know where it lies, and passes as
         long as their work; and with passes as long as they are, wherever it lies."""
         hops = self._hops
         plain = self.costs.passes((i, j), 0, way == AGAIN, False)
-        passes = plain if way != AWAY and self.zero < 3 else self.costs.passes((i, j), self.zero, way == AGAIN, way == AWAY)
-        reduction = self.costs.reduction((i, j), self.zero) if self.layout.replicas > 1 else 0
-        update = self.costs.update(((i, j),), self.zero)
+        passes = plain if way != AWAY and level < 3 else self.costs.passes((i, j), level, way == AGAIN, way == AWAY)
+        reduction = self.costs.reduction((i, j), level) if self.layout.replicas > 1 else 0
+        update = self.costs.update(((i, j),), (level,))
+        start = self._start if s else self.costs.ring((i, j)) if level else 0
         before, behind = self._backward(0, i) + hops[s], self._backward(j, self.costs.blocks)
         most: Number = 0
         for (first, kind), (last, ends), count in self._pairs[s]:
-            head, tail = hops[first], 0 if ends == BW else hops[last]
+            head, tail = start + hops[first], 0 if ends == BW else hops[last]
             if kind != F:
-                head = self.costs.forward[-1] + hops[-1] + hops[-1] - hops[first]
+                head = start + self.costs.forward[-1] + hops[-1] + hops[-1] - hops[first]
             summed = update + (reduction if last == s and ends != BI else 0)
             if passes is not plain:
                 most = max(most, head + sum([n * passes[k] for k, n in count]) + max(tail, summed))
@@ -145,9 +146,9 @@ class Cutting:
         found = self.costs.inputs[j] - self.costs.inputs[i]
         return found if self._back == BI else found + self.costs.weights[j] - self.costs.weights[i]
 
-    def _bytes(self, s: int, span: Span, way: Way) -> tuple[Number, Number]:
+    def _bytes(self, s: int, span: Span, level: int, way: Way) -> tuple[Number, Number]:
         """Of the rank of stage s, and of its host, at least."""
-        static = self.costs.static((span,), self.zero) + (2 * self.costs.least_output if self.layout.ranks > 1 else 0)
+        static = self.costs.static((span,), (level,)) + (2 * self.costs.least_output if self.layout.ranks > 1 else 0)
         saved, host = saved_bytes(self.costs, [(s, span, way)], self._states[s], least=True)
         return (static + saved) * self._margin, host
 
@@ -169,13 +170,13 @@ class Cutting:
         return fits and value < limit
 
     def _average(self) -> Number:
-        """The ranks' mean work bounds the busiest rank's; nothing is said of memory. At level 3 passes of all stages take no less
-        than the gather of all parameters."""
+        """The ranks' mean work bounds the busiest rank's; nothing is said of memory. Where all stages have level 3, passes take
+        no less than the gather of all parameters."""
         if self._by_memory:
             return 0
         f, bi, bw = self.costs.forward[-1], self.costs.inputs[-1], self.costs.weights[-1]
         parts = (f, bi, bw) if self._back == BI and self.layout.schedule != "dualpipev" else (f, bi + bw)
-        gather = self.costs.ring((0, self.costs.blocks)) if self.zero == 3 else 0
+        gather = self.costs.ring((0, self.costs.blocks)) if all(level == 3 for own in self._options for level, _ in own) else 0
         return self.layout.microbatches * sum(max(part, gather) for part in parts) / self.layout.ranks
 
     def least(self, low: Number, high: Number) -> tuple[Number, Number]:
@@ -235,21 +236,24 @@ class Cutting:
         spans = [(edges[t], edges[t + 1]) for t in local]
         saved: Number = 0
         host: Number = 0
-        if all(len(self._ways[t]) == 1 for t in local):
+        options = [self._options[t] for t in local]
+        if all(len({way for _, way in own}) == 1 for own in options):
             places = [self._rows.local[rank].index(t) for t in local]
             states = [(runs if runs in local else -1, tuple(state[p] for p in places)) for runs, state in self._rows.kept[rank]]
-            stages = [(t, span, self._ways[t][0]) for t, span in zip(local, spans, strict=True)]
+            stages = [(t, span, own[0][1]) for t, span, own in zip(local, spans, options, strict=True)]
             saved, host = saved_bytes(self.costs, stages, states, least=True)
-        memory = (self.costs.static(spans, self.zero) + saved + 2 * self.costs.least_output) * self._margin
+        levels = [max(level for level, _ in own) for own in options]
+        alone = any(len({level for level, _ in own}) > 1 for own in options)
+        memory = (self.costs.static(spans, levels, alone) + saved + 2 * self.costs.least_output) * self._margin
         if memory > self._limit or host > self._host:
             return INFINITE
         if self._by_memory:
             return memory
         work: Number = 0
-        for t, span in zip(local, spans, strict=True):
-            work += min(self._work(span, way) for way in self._ways[t])
+        for own, span in zip(options, spans, strict=True):
+            work += min(self._work(span, level, way) for level, way in own)
         return self.costs.forward[spans[0][0]] + self.layout.microbatches * work
 
-    def _work(self, span: Span, way: Way) -> Number:
-        f, b, bi, bw = self.costs.passes(span, self.zero, way == AGAIN, way == AWAY)
+    def _work(self, span: Span, level: int, way: Way) -> Number:
+        f, b, bi, bw = self.costs.passes(span, level, way == AGAIN, way == AWAY)
         return f + (b if self._back == B else min(b, bi + bw))

@@ -1,6 +1,6 @@
 """The best candidate of a space, by branch and bound, the lowest bound first (Land and Doig 1960).
 
-    layout  ->  level of ZeRO  ->  what is recomputed and offloaded  ->  cuts below a limit, which rises
+    layout  ->  levels of ZeRO, what is recomputed and offloaded  ->  cuts below a limit, which rises
 
 A branch is left out when its bound is no better than the best candidate so far, or when no cut of it can fit; see `bounds`. What
 lies under a branch is made when its bound is the lowest one left, so what is left at any time is no better than that bound.
@@ -19,7 +19,7 @@ from itertools import count
 from operator import length_hint
 
 from lightning_piper.search.bounds import INFINITE, Cutting, bound_of
-from lightning_piper.search.choices import Choice, Cuts
+from lightning_piper.search.choices import Choice, Cuts, everything
 from lightning_piper.search.coarse import Coarse
 from lightning_piper.search.estimate import Estimate, estimate, memory_of, time_of
 from lightning_piper.search.report import Found, Row, reason
@@ -126,17 +126,17 @@ class Search:
         for bound, layout in sorted(lowest, key=lambda item: item[1].stages * item[1].microbatches):  # the cheapest first
             if self._is_excluded(self._raised(bound, layout)):
                 continue
-            levels = sorted(self.space.levels_of(layout))
-            for zero in {levels[-1], *levels[:2][-1:]}:  # that shares most, and next to nothing
-                for candidate in self._fitting(self._whole(layout, zero), self._even(layout)):
+            levels = sorted(level for any_of in self.space.levels_of(layout) for level in any_of)
+            for level in {levels[-1], *levels[:2][-1:]}:  # that shares most, and next to nothing
+                for candidate in self._fitting(layout, (level,) * layout.stages, self._even(layout)):
                     self._even_ones.append((self._bound(candidate), candidate))
                     if not self._is_excluded(self._even_ones[-1][0]):
                         self._improve(candidate)
         self._even_ones.sort()
 
     def _refine(self) -> None:
-        """Look for what is better beside the best candidates: a border moved by a block, another level, a stage more or less that
-        recomputes or offloads."""
+        """Look for what is better beside the best candidates: a border moved by a block, another level of all stages or of some, a
+        stage more or less that recomputes or offloads."""
         for _, candidate in heapq.nsmallest(REFINED, self.tried.values()):
             left = NEIGHBOURS
             beside = self._beside(candidate)
@@ -153,8 +153,10 @@ class Search:
         return self.tried[candidate[:4]][0]
 
     def _beside(self, candidate: Candidate) -> Iterator[Candidate]:
-        layout, zero, again, away, cuts = candidate
-        yield from (candidate._replace(zero=other) for other in self.space.levels_of(layout) if other != zero)
+        layout, levels, again, away, cuts = candidate
+        for other in self._other_levels(layout, levels):
+            yield candidate._replace(levels=other)
+            yield from self._fitting(layout, other, cuts)
         for more, further in ((-1, 0), (0, -1), (-1, 1), (1, -1)):
             if again + more >= 0 and away + further >= 0:
                 yield candidate._replace(recomputed=again + more, offloaded=away + further)
@@ -164,8 +166,20 @@ class Search:
                 if edges[s - 1] < block < edges[s + 1]:
                     yield candidate._replace(cuts=(*cuts[: s - 1], block, *cuts[s:]))
 
-    def _whole(self, layout: Layout, zero: int) -> Choice:
-        return Choice(layout, zero, (0, layout.stages), (0, layout.stages))
+    def _other_levels(self, layout: Layout, levels: tuple[int, ...]) -> Iterator[tuple[int, ...]]:
+        """One level of all stages, or another level of one stage, or of one of each rank, where it goes on falling."""
+        every = self.space.levels_of(layout)
+        yield from ((level,) * layout.stages for any_of in every for level in any_of if {level} != set(levels))
+        for n in sorted({1, layout.ranks}):
+            for level in next(any_of for any_of in every if levels[0] in any_of):
+                higher, least = sum(own > level for own in levels), sum(own >= level for own in levels)
+                if higher >= n:
+                    yield (*levels[: higher - n], *(level,) * n, *levels[higher:])
+                if least + n <= layout.stages:
+                    yield (*levels[:least], *(level,) * n, *levels[least + n :])
+
+    def _whole(self, layout: Layout) -> list[Choice]:
+        return [everything(layout, levels) for levels in self.space.levels_of(layout)]
 
     def _even(self, layout: Layout) -> tuple[int, ...]:
         """Stages of equally many blocks."""
@@ -175,8 +189,9 @@ class Search:
         """With what all ranks together have to do and to keep."""
         if self.by_memory:
             return bound
-        layout, zero, ways = (branch, None, None) if isinstance(branch, Layout) else (branch.layout, branch.zero, branch.ways())
-        return max(bound, self.together.time(layout, zero, ways, float(self._limit(None))))
+        if isinstance(branch, Layout):
+            return max(bound, min(self._raised(bound, choice) for choice in self._whole(branch)))
+        return max(bound, self.together.time(branch.layout, branch.options(), float(self._limit(None))))
 
     def _is_excluded(self, bound: Number, branch: _Branch | None = None) -> bool:
         return bound >= self._limit(branch) if self._proved else bound * (1 + self.gap) >= self.value
@@ -210,8 +225,7 @@ class Search:
             self._left -= 1 + (branch.stages * branch.microbatches // ROWS if isinstance(branch, Layout) else 0)
             self._push(self._raised(bound, branch), branch)
         elif isinstance(branch, Layout):
-            for zero in self.space.levels_of(branch):
-                choice = self._whole(branch, zero)
+            for choice in self._whole(branch):
                 self._dive(choice, self._even(branch))
                 self._push(bound, choice)
         else:
@@ -220,7 +234,7 @@ class Search:
     def _choose(self, bound: Number, choice: Choice) -> None:
         """Into the branches, if anything of it can fit and be good enough; with the cuts that its bound is of as a first try."""
         self._left -= 1 + choice.layout.stages * (choice.layout.microbatches + 100) // UNIT
-        cutting = Cutting(self.model, choice.layout, choice.zero, choice.ways(), self.by_memory)
+        cutting = Cutting(self.model, choice.layout, choice.options(), self.by_memory)
         if cutting.reach(INFINITE) is None:
             self._leave("memory", choice)
             self._over(bound, choice)
@@ -236,7 +250,7 @@ class Search:
         if first is not None and isinstance(branch, Cuts):
             with contextlib.suppress(_Exhausted):
                 self._try(branch, first)
-        elif first is not None and choice.again[0] == choice.away[0] == 0:
+        elif first is not None and choice.kept[0][0] == choice.kept[1][0] == 0:
             self._dive(choice, first)
 
     def _first(self, cutting: Cutting, limit: Number) -> tuple[int, ...] | None:
@@ -249,16 +263,17 @@ class Search:
 
     def _dive(self, choice: Choice, cuts: tuple[int, ...]) -> None:
         """A first good candidate with these cuts. Its branch meets it again."""
-        fitting = [(self._bound(candidate), candidate) for candidate in self._fitting(choice, cuts)]
+        levels = {choice.least, choice.most}
+        fitting = [(self._bound(candidate), candidate) for own in levels for candidate in self._fitting(choice.layout, own, cuts)]
         for bound, candidate in sorted(fitting):
             if not self._is_excluded(bound):
                 self._improve(candidate)
 
-    def _fitting(self, choice: Choice, cuts: tuple[int, ...]) -> Iterator[Candidate]:
+    def _fitting(self, layout: Layout, levels: tuple[int, ...], cuts: tuple[int, ...]) -> Iterator[Candidate]:
         """With as many stages recomputed as it takes to fit; and with those that the host has no room for, and as many others
         offloaded as it takes."""
-        stages = choice.layout.stages
-        plain = Candidate(choice.layout, choice.zero, 0, 0, cuts)
+        stages = layout.stages
+        plain = Candidate(layout, levels, 0, 0, cuts)
 
         def first(fits: Callable[[int], bool], most: int) -> int:
             return bisect_left(range(most + 1), True, key=fits)

@@ -74,7 +74,7 @@ class Coarse:
     def memory(self, layout: Layout) -> Number:
         """Bytes of the device that has most, at least: the mean of parameters, gradients and states, at the highest level."""
         params, every = self._model.params(layout.tensor, layout.routed), ((0, len(self._space.workload.blocks)),)
-        n, level, states = layout.replicas, max(self._space.levels_of(layout)), self._space.workload.states
+        n, level, states = layout.replicas, max(self._space.levels_of(layout))[0], self._space.workload.states
 
         def nbytes(shared: bool, trained: bool = True) -> int:
             whole, routed = params.of(every, trained=trained)

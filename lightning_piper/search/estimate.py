@@ -25,6 +25,7 @@ from lightning_piper.simulate.durations import Number
 
 Interval = tuple[Number, Number]  # from when to when
 Way = int
+Option = tuple[int, Way]  # of a stage: its level of ZeRO, and its way
 PLAIN, AGAIN, AWAY = range(3)  # what a stage keeps on the device: what its forward pass saves, its input, or nothing for long
 
 
@@ -88,11 +89,17 @@ def ways_of(candidate: Candidate) -> list[Way]:
     return [AGAIN] * again + [AWAY] * away + [PLAIN] * (candidate.layout.stages - again - away)
 
 
+def options_of(candidate: Candidate) -> list[Option]:
+    """Of each stage."""
+    return list(zip(candidate.levels, ways_of(candidate), strict=True))
+
+
 def passes_of(costs: Costs, candidate: Candidate) -> list[tuple[Number, Number, Number, Number]]:
     """Seconds of F, B, BI and BW of each stage."""
     spans = candidate.spans(costs.blocks)
     return [
-        costs.passes(span, candidate.zero, way == AGAIN, way == AWAY) for span, way in zip(spans, ways_of(candidate), strict=True)
+        costs.passes(span, level, way == AGAIN, way == AWAY)
+        for span, (level, way) in zip(spans, options_of(candidate), strict=True)
     ]
 
 
@@ -102,13 +109,13 @@ def _hops(costs: Costs, candidate: Candidate) -> list[Number]:
 
 def time_of(model: Model, candidate: Candidate) -> Number:
     """Seconds of a step."""
-    rows, costs, zero = rows_for(candidate), model.costs(candidate.layout), candidate.zero
+    rows, costs, levels = rows_for(candidate), model.costs(candidate.layout), candidate.levels
     spans = candidate.spans(costs.blocks)
     hops = _hops(costs, candidate)
-    sums = [costs.reduction(span, zero) for span in spans]
-    first = zero in (1, 2) or (zero == 3 and model.space.hardware.at_once is not None)
-    gathers = [costs.ring(span) if first else 0 for span in spans]
-    ends, done, busy = virtual_time(rows, passes_of(costs, candidate), hops, sums, gathers, zero > 1)
+    sums = [costs.reduction(span, level) for span, level in zip(spans, levels, strict=True)]
+    gathers = gathers_of(model, candidate, rows)
+    each = [level > 1 for level in levels]
+    ends, done, busy = virtual_time(rows, passes_of(costs, candidate), hops, sums, gathers, each)
     for tied in costs.params.tied:
         users = {s for s, (i, j) in enumerate(spans) if any(i <= block < j for block in tied.blocks)}
         ranks = {rows.rank[s] for s in users}
@@ -117,6 +124,17 @@ def time_of(model: Model, candidate: Candidate) -> Number:
             for rank in ranks:
                 ends[rank] = max(ends[rank], met)
     return _updated(model, candidate, ends, busy, _updates(costs, rows, candidate))
+
+
+def gathers_of(model: Model, candidate: Candidate, rows: Rows) -> list[Number]:
+    """Seconds of the gather that the first pass of each stage waits for. At level 3 those of a rank's first stage alone wait: the
+    others' is on its way while the pass before runs."""
+    costs, shared = model.costs(candidate.layout), model.space.hardware.at_once is not None
+    first = {pairs[0].first[0] for pairs in rows.between}
+    return [
+        costs.ring(span) if level in (1, 2) or (level == 3 and (shared or stage in first)) else 0
+        for stage, (span, level) in enumerate(zip(candidate.spans(costs.blocks), candidate.levels, strict=True))
+    ]
 
 
 def _updated(
@@ -146,12 +164,12 @@ def _updated(
 def _updates(costs: Costs, rows: Rows, candidate: Candidate) -> list[Number]:
     """Seconds that the optimizer takes on each rank."""
     spans = candidate.spans(costs.blocks)
-    return [costs.update([spans[s] for s in local], candidate.zero) for local in rows.local]
+    return [costs.update([spans[s] for s in local], [candidate.levels[s] for s in local]) for local in rows.local]
 
 
 def virtual_time(
     rows: Rows, passes: Sequence[Sequence[Number]], hops: Sequence[Number], sums: Sequence[Number] = (),
-    gathers: Sequence[Number] = (), each: bool = False,
+    gathers: Sequence[Number] = (), each: Sequence[bool] = (),
 ) -> tuple[list[Number], list[Number], list[Interval]]:  # fmt: skip
     """When each rank is done, when the gradients of each stage are, and when ranks compute.
 
@@ -161,9 +179,9 @@ def virtual_time(
         hops: seconds of a message over each border between stages.
         sums: seconds of the sum over replicas, of each stage.
         gathers: seconds of the gather before a stage's first pass, of each stage.
-        each: sums follow every run of backward passes of a stage, not only the last one.
+        each: of each stage, whether a sum follows every run of its backward passes, not only the last one.
     """
-    run = _Run(rows, passes, hops, sums or [0] * rows.stages, gathers or [0] * rows.stages, each)
+    run = _Run(rows, passes, hops, sums or [0] * rows.stages, gathers or [0] * rows.stages, each or [False] * rows.stages)
     ready = list(range(rows.ranks))
     while ready:
         run.advance(ready.pop(), ready)
@@ -176,7 +194,7 @@ class _Run:
 
     def __init__(
         self, rows: Rows, passes: Sequence[Sequence[Number]], hops: Sequence[Number], sums: Sequence[Number],
-        gathers: Sequence[Number], each: bool,
+        gathers: Sequence[Number], each: Sequence[bool],
     ) -> None:  # fmt: skip
         self._wires, self._passes, self._hops, self._sums, self._each = rows.wires, passes, hops, sums, each
         n = len(self._wires.messages)
@@ -204,7 +222,7 @@ class _Run:
                     self._left[step.stage] += 1
                 if self._first[step.stage] is None:
                     there = self._first[step.stage] = there + gathers[step.stage]
-        self._summed_often = [each and left > 1 for left in self._left]
+        self._summed_often = [often and left > 1 for often, left in zip(each, self._left, strict=True)]
 
     def advance(self, rank: int, ready: list[int]) -> None:
         """Run a rank until it waits for a message whose sender is not so far; ranks that can go on are made ready."""
@@ -238,7 +256,7 @@ class _Run:
             arriving = 0
             if kind in (B, BW):
                 self._left[stage] -= 1
-                if (complete and self._each) or not self._left[stage]:
+                if (complete and self._each[stage]) or not self._left[stage]:
                     arriving = self._sum(rank, stage, made)
             position += 1
         self.time[rank], self._received[rank], self._position[rank], self._arriving[rank] = time, received, position, arriving
@@ -266,9 +284,9 @@ def memory_of(model: Model, candidate: Candidate) -> tuple[tuple[Number, ...], t
     ways, keep = ways_of(candidate), 1 + model.space.margin
     found = []
     for stages, states in zip(rows.local, rows.kept, strict=True):
-        own = [spans[s] for s in stages]
+        own, levels = [spans[s] for s in stages], [candidate.levels[s] for s in stages]
         saved, host = saved_bytes(costs, [(s, spans[s], ways[s]) for s in stages], states)
-        found.append(((costs.static(own, candidate.zero) + saved + 2 * _border(costs, own)) * keep, host))
+        found.append(((costs.static(own, levels) + saved + 2 * _border(costs, own)) * keep, host))
     return tuple(m for m, _ in found), tuple(h for _, h in found)
 
 

@@ -113,8 +113,8 @@ def search(
     """Find the program of a module's training step that takes least time, of those that fit, and write it.
 
     Stages are cut at any border between blocks, of any lengths; with them are chosen the schedule and its microbatches, replicas
-    and the level of ZeRO, members of a tensor axis, stages that recompute or offload. Candidates are excluded by bounds that are
-    proved (`bounds`), so nothing of the space is better than the result, or by so much as the result says.
+    and the level of ZeRO of each stage, members of a tensor axis, stages that recompute or offload. Bounds exclude candidates, and
+    are proved (`bounds`): so nothing of the space is better than the result, or by so much as the result says.
 
     Args:
         module: a LightningModule, without annotations of its own; where `hardware` is given, its parameters may be on the meta

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
+from itertools import groupby
 
 from lightning_piper.search.estimate import Estimate
 from lightning_piper.search.space import Candidate, Space
@@ -72,7 +73,9 @@ def described(candidate: Candidate, blocks: int | None = None) -> str:
     layout = candidate.layout
     parts = [f"{layout.schedule}, {layout.stages} stages on {layout.ranks} ranks, {layout.microbatches} microbatches"]
     if layout.replicas > 1:
-        parts.append(f"{layout.replicas} replicas at ZeRO {candidate.zero}{', next to each other' if layout.data_inside else ''}")
+        parts.append(
+            f"{layout.replicas} replicas at ZeRO {_levels(candidate)}{', next to each other' if layout.data_inside else ''}"
+        )
     if layout.tensor > 1:
         parts.append(f"{layout.tensor} members of the tensor axis")
     if layout.routed > 1:
@@ -84,6 +87,13 @@ def described(candidate: Candidate, blocks: int | None = None) -> str:
     if blocks is not None:
         parts.append("blocks " + "+".join(str(j - i) for i, j in candidate.spans(blocks)))
     return "; ".join(parts)
+
+
+def _levels(candidate: Candidate) -> str:
+    """`1`, or `3+1 (2+6 stages)`: those of the first stages, and those of the others."""
+    runs = [(level, sum(1 for _ in run)) for level, run in groupby(candidate.levels)]
+    levels, stages = ("+".join(map(str, column)) for column in zip(*runs, strict=True))
+    return levels if len(runs) == 1 else f"{levels} ({stages} stages)"
 
 
 def _needs(estimate: Estimate) -> str:

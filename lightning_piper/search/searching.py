@@ -40,7 +40,7 @@ def best_of(
         devices: how many there are.
         memory: of each device, bytes or text such as "80GiB"; that of the hardware when left out.
         objective: "time", or "memory": the largest of any device.
-        schedules, levels: that are considered: names of builders, levels of ZeRO.
+        schedules, levels: that are considered: names of builders, levels of ZeRO, that stages may have.
         margin: share of the estimated memory to keep free beside it.
         all_devices: consider only programs that use every device.
         gap: how far from the best one what is found may be: 0.01 for one percent.

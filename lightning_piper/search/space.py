@@ -2,17 +2,18 @@
 
 from __future__ import annotations
 
+import functools
 import math
 import re
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from fractions import Fraction
-from itertools import combinations
+from itertools import combinations, combinations_with_replacement
 from typing import NamedTuple
 
 from lightning_piper.errors import SearchError
 from lightning_piper.limits import DEVICES, integer, is_number, shown
-from lightning_piper.search.rows import SHAPES, is_possible
+from lightning_piper.search.rows import SHAPES, is_possible, rank_of
 from lightning_piper.search.workload import Workload
 from lightning_piper.simulate.durations import Number
 from lightning_piper.simulate.hardware import Hardware
@@ -64,14 +65,15 @@ class Candidate(NamedTuple):
 
     Attributes:
         layout: how devices are divided.
-        zero: what replicas share of parameters, gradients and states: ZeRO's level, 0 to 3.
+        levels: what replicas share of parameters, gradients and states: ZeRO's level, 0 to 3, of each stage. It falls along the
+            chain, if at all: the first stages keep most for their backward passes.
         recomputed: that many stages, from the first one on, keep nothing but their input and run their forward pass again.
         offloaded: that many stages after these keep what they save in the host's memory.
         cuts: the first block of each stage but the first.
     """
 
     layout: Layout
-    zero: int
+    levels: tuple[int, ...]
     recomputed: int
     offloaded: int
     cuts: tuple[int, ...]
@@ -153,9 +155,43 @@ class Space:
         known = [{members for _, members in block.work} for block in self.workload.blocks]
         return sorted(t for t in set.intersection(*known) if t <= self.devices)
 
-    def levels_of(self, layout: Layout) -> tuple[int, ...]:
-        """Replicas share something where there are several. One alone has level 0, whatever is allowed."""
-        return self.levels if layout.replicas > 1 else (0,)
+    def levels_of(self, layout: Layout) -> list[tuple[int, ...]]:
+        """Levels that the stages of one candidate may have, the highest first; several lists where not all of them go together.
+        Replicas share something where there are several; one alone has level 0, whatever is allowed.
+
+        A parameter that stages have in common is sharded in all of them or in none, and those on one device all keep it whole
+        between its uses or none does: other programs are refused.
+        """
+        if layout.replicas == 1:
+            return [(0,)]
+        apart, meet = bool(self._tied), self._meet(layout)
+        found: dict[tuple[bool, bool], list[int]] = {}
+        for level in sorted(set(self.levels), reverse=True):
+            found.setdefault((apart and level > 0, meet and level == 3), []).append(level)
+        return [tuple(levels) for levels in found.values()]
+
+    @functools.cached_property
+    def _tied(self) -> list[list[int]]:
+        """The blocks of each parameter that several of them use and train."""
+        users: dict[str, list[int]] = {}
+        for k, block in enumerate(self.workload.blocks):
+            for name in block.params.keys() - block.frozen:
+                users.setdefault(name, []).append(k)
+        return [blocks for blocks in users.values() if len(blocks) > 1]
+
+    def _meet(self, layout: Layout) -> bool:
+        """Can two stages of a device have a parameter in common, wherever the blocks are cut?"""
+        left, folded = len(self.workload.blocks) - layout.stages, SHAPES[layout.schedule].folded
+
+        def places(block: int) -> set[tuple[int, int]]:
+            stages = range(max(0, block - left), min(block, layout.stages - 1) + 1)
+            return {(rank_of(stage, layout.ranks, folded), stage) for stage in stages}
+
+        return layout.per_rank > 1 and any(
+            rank == other and s != t
+            for blocks in self._tied for i, j in combinations(blocks, 2)
+            for rank, s in places(i) for other, t in places(j)
+        )  # fmt: skip
 
     def cuts(self, layout: Layout) -> int:
         """How many ways there are to cut the blocks."""
@@ -163,8 +199,9 @@ class Space:
 
     def candidates(self, layout: Layout) -> int:
         """How many candidates have this layout."""
-        kinds = (layout.stages + 1) * (layout.stages + 2) // 2
-        return len(self.levels_of(layout)) * kinds * self.cuts(layout)
+        kept = math.comb(layout.stages + 2, 2)
+        shared = sum(math.comb(layout.stages + len(levels) - 1, layout.stages) for levels in self.levels_of(layout))
+        return shared * kept * self.cuts(layout)
 
     @property
     def size(self) -> int:
@@ -174,11 +211,13 @@ class Space:
     def __iter__(self) -> Iterator[Candidate]:
         """All candidates: for small spaces."""
         for layout in self.layouts():
-            for zero in self.levels_of(layout):
+            for levels in (
+                own for any_of in self.levels_of(layout) for own in combinations_with_replacement(any_of, layout.stages)
+            ):
                 for recomputed in range(layout.stages + 1):
                     for offloaded in range(layout.stages - recomputed + 1):
                         for cuts in combinations(range(1, len(self.workload.blocks)), layout.stages - 1):
-                            yield Candidate(layout, zero, recomputed, offloaded, cuts)
+                            yield Candidate(layout, levels, recomputed, offloaded, cuts)
 
 
 def check_choices(devices: int, schedules: Sequence[str], levels: Sequence[int], margin: Number) -> None:

@@ -191,7 +191,7 @@ class Costs:
         self.forward, self.inputs, self.weights, self.saved, self.kept, self._apart = ([0, *accumulate(column)] for column in sums)
         self.least_output = min(self.output)
 
-    def passes(self, span: Span, zero: int, recomputed: bool, offloaded: bool) -> tuple[Number, Number, Number, Number]:
+    def passes(self, span: Span, level: int, recomputed: bool, offloaded: bool) -> tuple[Number, Number, Number, Number]:
         """Seconds of F, B, BI and BW, with what overlaps with them: a pass takes as long as the longest of its work, the
         transfer of what it saves to the host or back, and (level 3) the gather of its parameters, block by block."""
         i, j = span
@@ -201,7 +201,7 @@ class Costs:
         if offloaded:
             moved = message(self.host, self.saved[j] - self.saved[i])
             f, b, bi = max(f, moved), max(b, moved), max(bi, moved)
-        if zero == 3:
+        if level == 3:
             gather = self.ring(span)
             f, b, bi, bw = max(f, gather), max(b, gather), max(bi, gather), max(bw, gather)
         return f, b, bi, bw
@@ -210,9 +210,9 @@ class Costs:
         """Seconds of an all-gather of a stage's parameters, over the replicas."""
         return self._collective(span, "gather", 1)
 
-    def reduction(self, span: Span, zero: int) -> Number:
+    def reduction(self, span: Span, level: int) -> Number:
         """Seconds of the sum of a stage's gradients."""
-        return self._collective(span, "scatter", 1) if zero else self._collective(span, "sum", 2)
+        return self._collective(span, "scatter", 1) if level else self._collective(span, "sum", 2)
 
     def _collective(self, span: Span, kind: str, rings: int) -> Number:
         found: Number = 0
@@ -236,14 +236,15 @@ class Costs:
             found.append(share / link.bandwidth if members > 1 and link.bandwidth is not None else 0)
         return found[0], found[1]
 
-    def update(self, spans: Sequence[Span], zero: int) -> Number:
-        """Seconds that the optimizer takes on a rank with these stages, and what a step takes beside all else."""
+    def update(self, spans: Sequence[Span], levels: Sequence[int]) -> Number:
+        """Seconds that the optimizer takes on a rank with these stages, at these levels, and what a step takes beside all else."""
         n = self.layout.replicas
         found: Number = self._step
-        columns = self.params.in_parts if zero else self.params.updated
-        for sums, members in zip(columns, (n, n // self.layout.routed), strict=True):
-            whole = sum((sums[j] - sums[i] for i, j in spans), start=0)
-            found += whole / members if zero and whole else whole
+        for k, members in enumerate((n, n // self.layout.routed)):
+            for (i, j), level in zip(spans, levels, strict=True):
+                sums = (self.params.in_parts if level else self.params.updated)[k]
+                whole = sums[j] - sums[i]
+                found += whole / members if level and whole else whole
         return found
 
     def hop(self, border: int, block: int) -> Number:
@@ -256,21 +257,22 @@ class Costs:
         link = self.links.hops[border]
         return 0 if link is None else message(link, self.least_output)
 
-    def static(self, spans: Sequence[Span], zero: int, tied: bool = True) -> Number:
-        """Bytes of parameters, gradients and states of a rank with these stages. With gradients or parameters shared, two blocks of
-        either are whole at a time."""
-        params, grads = self.params.of(spans, tied), self.params.of(spans, tied, trained=True)
+    def static(self, spans: Sequence[Span], levels: Sequence[int], alone: bool = False) -> Number:
+        """Bytes of parameters, gradients and states of a rank with these stages, at these levels. With gradients or parameters
+        shared, two blocks of either are whole at a time. `alone`: without these, and without what several blocks use; then it is
+        the least for any lower levels, too."""
         n, own = self.layout.replicas, self.layout.replicas // self.layout.routed
 
-        def shard(nbytes: tuple[int, int]) -> int:
-            return -(-nbytes[0] // n) - (-nbytes[1] // own)
+        def held(least: int, trained: bool, largest: Sequence[int] = ()) -> int:
+            """Of what stages at some level, or at a higher one, share."""
+            shared = [span for span, level in zip(spans, levels, strict=True) if level >= least]
+            whole = [span for span, level in zip(spans, levels, strict=True) if level < least]
+            parts = self.params.of(shared, not alone, trained)
+            two = min(sum(parts), 2 * max(max(largest[i:j]) for i, j in shared)) if largest and shared and not alone else 0
+            return sum(self.params.of(whole, not alone, trained)) - (-parts[0] // n) - (-parts[1] // own) + two
 
-        def two(nbytes: tuple[int, int], largest: Sequence[int]) -> int:
-            return min(sum(nbytes), 2 * max(max(largest[i:j]) for i, j in spans)) if tied else 0
-
-        found: Number = self.states * (shard(grads) if zero else sum(grads))
-        found += shard(params) + two(params, self.params.largest) if zero == 3 else sum(params)
-        return found + (shard(grads) + two(grads, self.params.largest_trained) if zero > 1 else sum(grads))
+        states: Number = self.states * held(1, True)
+        return states + held(2, True, self.params.largest_trained) + held(3, False, self.params.largest)
 
 
 class Model:

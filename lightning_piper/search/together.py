@@ -3,9 +3,9 @@
 `bounds` says of each rank: head + work of the passes between + tail <= time. Heads, work and tails are sums over stages of how
 often a pass of the stage counts; so are the bytes that a rank keeps in a state of its schedule. So any weights p >= 0 of the first
 inequalities, 1 together, and q >= 0 of the second ones, in seconds for all of a device's memory, give one more. Wherever a block
-lies, and in whatever way its stage keeps less, it adds no less than where it adds least:
+lies, and in whatever way its stage shares and keeps less, it adds no less than where it adds least:
 
-    time >= sum over blocks of the least over stages and ways of  (p counts passes + q counts bytes / memory)  -  sum of q
+    time >= sum over blocks of the least over stages and their options of  (p counts passes + q counts bytes / memory)  -  sum of q
 
 No stage is empty. So a block can only lie where enough blocks are before it and behind it; and what the first block of a stage adds
 may be less by u >= 0 of this stage, if the sum of u is added.
@@ -24,7 +24,7 @@ from typing import NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from lightning_piper.search.estimate import AGAIN, AWAY, PLAIN, Way
+from lightning_piper.search.estimate import AGAIN, AWAY, PLAIN, Option, Way
 from lightning_piper.search.rows import BI, BW, SHAPES, B, F, Rows, rows_of
 from lightning_piper.search.space import Layout
 from lightning_piper.search.stage_costs import Costs, Model
@@ -61,13 +61,25 @@ class _Table(NamedTuple):
     static: Array
     hosts: int
 
+    def of(self, ways: Sequence[Way]) -> _Table:
+        """With these ways in the places of all."""
+        return self._replace(saved=self.saved[:, :, ways], kept=self.kept[:, :, ways])
+
 
 class _Blocks(NamedTuple):
-    """Of each block, or each kind of them: seconds of F, BI and BW in each way (blocks, 3, 3), of the sum of gradients, and bytes
-    that are saved, kept for BW, and of parameters, gradients and states."""
+    """Of each block, or each kind of them.
+
+    Attributes:
+        passes: seconds of F, BI and BW (blocks, options, 3).
+        sums: seconds of the sum of gradients (blocks, options).
+        start: seconds of the gather that the step begins with, if the block is in the first stage (blocks, options).
+        saved, kept: bytes that forward passes save, and that are kept for BW.
+        static: bytes of parameters, gradients and states (blocks, options).
+    """
 
     passes: Array
     sums: Array
+    start: Array
     saved: Array
     kept: Array
     static: Array
@@ -79,17 +91,18 @@ class Together:
     def __init__(self, model: Model) -> None:
         self._model, self.space = model, model.space
 
-    def time(self, layout: Layout, zero: int | None, ways: Sequence[Sequence[Way]] | None, enough: float) -> float:
+    def time(self, layout: Layout, options: Sequence[Sequence[Option]], enough: float) -> float:
         """Seconds of a step, at least.
 
         Args:
-            zero: level of ZeRO; None for any of the space's.
-            ways: in which each stage may keep less; None for all.
+            layout: of the stages.
+            options: levels and ways that each stage may have.
             enough: seconds, above which it does not matter by how much.
         """
         costs = self._model.costs(layout)
         table = _table((layout.schedule, layout.per_rank, layout.ranks, layout.microbatches))
-        blocks = self._blocks(costs, zero)
+        every, allowed, blocks = self._blocks(costs, options)
+        table = table.of([way for _, way in every])
         constant = 2 * float(costs.least_output) if layout.ranks > 1 else 0.0
         room = float(self.space.memory) / (1 + float(self.space.margin)) - constant
         limits = np.full(len(table.saved), room)
@@ -102,10 +115,9 @@ class Together:
         inverse = np.where(finite, 1 / np.where(finite, limits, 1), 0)
         hops = np.array([float(costs.least_hop(border)) for border in range(layout.stages - 1)])
         before = table.borders @ hops if len(hops) else np.zeros(len(table.passes))
-        allowed = np.ones((layout.stages, 3), dtype=bool) if ways is None else _allowed(ways)
         inside = _inside(len(blocks.sums), layout.stages)
         counts, kinds, members = _alike(blocks)
-        places = (members.T @ inside > 0)[:, :, None] & allowed  # (kinds, stages, ways)
+        places = (members.T @ inside > 0)[:, :, None] & allowed  # (kinds, stages, options)
         p, q, u = _weights(_columns(table, kinds, inverse), counts, places, before, enough)
         if not p.sum() > 0:
             return 0.0
@@ -113,32 +125,60 @@ class Together:
         least = np.where(inside[:, :, None] & allowed, each, np.inf).min(axis=(1, 2)).sum()
         return float((least + u.sum() + p @ before - q[finite].sum()) / p.sum()) * _ROUNDING
 
-    def _blocks(self, costs: Costs, zero: int | None) -> _Blocks:
-        """The passes of a stage take no less than the longest of its work, what it moves to the host, and the gather of its
-        parameters; of a whole model it is decided once which one counts."""
-        n, least = len(self.space.workload.blocks), max(self.space.levels_of(costs.layout)) if zero is None else zero
+    def _blocks(self, costs: Costs, options: Sequence[Sequence[Option]]) -> tuple[list[Option], NDArray[np.bool_], _Blocks]:
+        """Options that matter, which stages have them (stages, options), and the blocks with them. The passes of a stage take no
+        less than the longest of its work, what it moves to the host, and the gather of its parameters; of a whole model it is
+        decided once which one counts.
+
+        Where a lower level takes no less time than a higher one that a stage may have, it does not matter: it needs more memory.
+        """
+        n = len(self.space.workload.blocks)
         f, bi, bw, saved, kept = (np.diff(np.array(column, dtype=np.float64)) for column in _sums(costs))
         owned, trained = (
             np.array([costs.params.of(((k, k + 1),), False, only) for k in range(n)], dtype=np.float64).reshape(n, 2)
             for only in (False, True)
         )
         replicas, routed = costs.layout.replicas, costs.layout.replicas // costs.layout.routed
+        away, none = _moved(costs.host, saved), np.zeros(n)
+        gather = _collective(costs, owned, "gather", 1)
+        start = [none, gather, gather, gather]
+        sums = [_collective(costs, trained, "sum", 2), *[_collective(costs, trained, "scatter", 1)] * 3]
+        rows = rows_of(costs.layout.schedule, costs.layout.per_rank, costs.layout.ranks, costs.layout.microbatches)
+        kinds = _pass_kinds(rows)
 
-        def collective(nbytes: Array, kind: str, rings: int) -> Array:
-            found: Array = nbytes @ np.array([float(slope) for slope in costs.slopes(kind, rings)])
-            return found
+        @functools.cache
+        def passes(level: int, way: Way) -> Array:
+            return _passes(kinds, f, bi, bw, way, gather if level == 3 else none, away)
 
         def held(nbytes: Array, shared: bool) -> Array:
             return nbytes[:, 0] / replicas + nbytes[:, 1] / routed if shared else nbytes.sum(axis=1)
 
-        gather = collective(owned, "gather", 1) if zero == 3 else np.zeros(n)
-        away = _moved(costs.host, saved)
-        rows = rows_of(costs.layout.schedule, costs.layout.per_rank, costs.layout.ranks, costs.layout.microbatches)
-        passes = np.stack([_passes(_pass_kinds(rows), f, bi, bw, way, gather, away) for way in WAYS], axis=1)
-        static = held(owned, least == 3) + held(trained, least > 1) + float(costs.states) * held(trained, least > 0)
-        whole, shards = collective(trained, "sum", 2), collective(trained, "scatter", 1)
-        sums = whole if least == 0 else shards if zero else np.minimum(whole, shards)
-        return _Blocks(passes, sums, saved, kept, static)
+        def static(level: int) -> Array:
+            return held(owned, level == 3) + held(trained, level > 1) + float(costs.states) * held(trained, level > 0)
+
+        @functools.cache
+        def slower(level: int, other: int, way: Way) -> bool:
+            pairs = (passes(level, way), passes(other, way)), (sums[level], sums[other]), (start[level], start[other])
+            return all(bool((mine >= yours).all()) for mine, yours in pairs)
+
+        matter = [
+            {(x, way) for x, way in own if not any(y > x and other == way and slower(x, y, way) for y, other in own)}
+            for own in options
+        ]
+        every = sorted(set().union(*matter))
+        allowed = np.array([[option in own for option in every] for own in matter])
+
+        def each(column: Sequence[Array]) -> Array:
+            return np.stack([column[level] for level, _ in every], axis=1)
+
+        time = np.stack([passes(*option) for option in every], axis=1)
+        return every, allowed, _Blocks(time, each(sums), each(start), saved, kept, each([static(level) for level in range(4)]))
+
+
+def _collective(costs: Costs, nbytes: Array, kind: str, rings: int) -> Array:
+    """Seconds, without what one takes whatever its size."""
+    found: Array = nbytes @ np.array([float(slope) for slope in costs.slopes(kind, rings)])
+    return found
 
 
 def _sums(costs: Costs) -> tuple[Sequence[float], ...]:
@@ -173,10 +213,6 @@ def _longest(*columns: Array) -> Array:
     return max(columns, key=lambda column: float(column.sum()))
 
 
-def _allowed(ways: Sequence[Sequence[Way]]) -> NDArray[np.bool_]:
-    return np.array([[way in own for way in WAYS] for own in ways])
-
-
 def _inside(blocks: int, stages: int) -> NDArray[np.bool_]:
     """Which stages a block can lie in, where none is empty (blocks, stages)."""
     block, stage = np.arange(blocks)[:, None], np.arange(stages)[None]
@@ -187,12 +223,12 @@ def _inside(blocks: int, stages: int) -> NDArray[np.bool_]:
 def _alike(blocks: _Blocks) -> tuple[Array, _Blocks, Array]:
     """How many blocks are of each kind, what these have on average, and which they are (blocks, kinds). Equal ones are of
     one kind, if there are few."""
-    every = np.concatenate([blocks.passes.reshape(len(blocks.sums), -1), *(column[:, None] for column in blocks[1:])], axis=1)
+    every = np.concatenate([column.reshape(len(blocks.sums), -1) for column in blocks], axis=1)
     scale = every.sum(axis=0)
     _, kind = np.unique(np.round(every / np.where(scale > 0, scale, 1), 12), axis=0, return_inverse=True)
     kind = kind.reshape(-1)
     if kind.max() >= KINDS:
-        work = blocks.passes[:, PLAIN].sum(axis=1)
+        work = blocks.passes[:, 0].sum(axis=1)
         kind = np.searchsorted(np.quantile(work, np.arange(1, KINDS) / KINDS), work)
         kind = np.unique(kind, return_inverse=True)[1].reshape(-1)
     members = np.eye(kind.max() + 1)[kind]
@@ -201,28 +237,30 @@ def _alike(blocks: _Blocks) -> tuple[Array, _Blocks, Array]:
 
 
 def _columns(table: _Table, kinds: _Blocks, inverse: Array) -> Array:
-    """What a block of each kind adds to each inequality (inequalities, kinds, stages, ways)."""
+    """What a block of each kind adds to each inequality (inequalities, kinds, stages, options)."""
     time = np.einsum("ics,kwc->iksw", table.passes, kinds.passes)
-    time += np.einsum("is,k->iks", table.sums, kinds.sums)[:, :, :, None]
+    time += np.einsum("is,kw->iksw", table.sums, kinds.sums)
+    time[:, :, 0] += kinds.start
     memory = np.einsum("isw,k->iksw", table.saved, kinds.saved) + np.einsum("isw,k->iksw", table.kept, kinds.kept)
-    memory += np.einsum("is,k->iks", table.static, kinds.static)[:, :, :, None]
+    memory += np.einsum("is,kw->iksw", table.static, kinds.static)
     return np.concatenate([time, memory * inverse[:, None, None, None]])
 
 
 def _each(table: _Table, blocks: _Blocks, p: Array, q: Array) -> Array:
-    """What each block adds to the weighted sum of all inequalities (blocks, stages, ways)."""
+    """What each block adds to the weighted sum of all inequalities (blocks, stages, options)."""
     passes = np.tensordot(p, table.passes, axes=(0, 0))  # (3, stages)
     found: Array = np.einsum("cs,kwc->ksw", passes, blocks.passes)
-    found += (blocks.sums[:, None] * (p @ table.sums))[:, :, None]
+    found += blocks.sums[:, None] * (p @ table.sums)[:, None]
+    found[:, 0] += blocks.start * p.sum()
     found += blocks.saved[:, None, None] * np.tensordot(q, table.saved, axes=(0, 0))
     found += blocks.kept[:, None, None] * np.tensordot(q, table.kept, axes=(0, 0))
-    found += (blocks.static[:, None] * (q @ table.static))[:, :, None]
+    found += blocks.static[:, None] * (q @ table.static)[:, None]
     return found
 
 
 def _weights(columns: Array, counts: Array, places: NDArray[np.bool_], before: Array, enough: float) -> tuple[Array, Array, Array]:
     """Good weights p, q and u: with the largest sum of what kinds v add at least, where v is no more than what a block adds in any
-    stage and way. Time inequalities come first; theirs are 1 together at most."""
+    stage with any option. Time inequalities come first; theirs are 1 together at most."""
     rows, kinds, stages, _ = columns.shape
     times, constraints = len(before), int(places.sum())
     scale = float(columns[:times].mean() * counts.sum()) or 1.0

@@ -85,7 +85,9 @@ def write(
         lines = [group[i : i + layout.tensor] for group in groups for i in range(0, len(group), layout.tensor)]
         more.append(Shard(filter={}, devices=lines, axis=TENSOR, stream=TENSOR, params=params))
     if layout.replicas > 1:
-        more.append(Replicate(filter={}, devices=groups if len(groups) > 1 else groups[0], **LEVELS[candidate.zero]))
+        everywhere = groups if len(groups) > 1 else groups[0]
+        for level in sorted(set(candidate.levels)):
+            more += [Replicate(filter=f, devices=everywhere, **LEVELS[level]) for f in _at(candidate, level, unnamed)]
     again, away = candidate.recomputed, candidate.offloaded
     if again:
         more.append(Recompute(filter=_of_stages(candidate, 0, again)))
@@ -97,6 +99,14 @@ def write(
 
 def _of_stages(candidate: Candidate, start: int, stop: int) -> dict[str, Any]:
     return {} if candidate.layout.stages == 1 else {TAG: list(range(start, stop))}
+
+
+def _at(candidate: Candidate, level: int, unnamed: int | None) -> list[dict[str, Any]]:
+    """Filters of what has a level of ZeRO: everything, or some stages, and work without a tag where it belongs to one of them."""
+    if len(set(candidate.levels)) == 1:
+        return [{}]
+    stages = [stage for stage, own in enumerate(candidate.levels) if own == level]
+    return [{TAG: stages}, *([{TAG: "-"}] if unnamed in stages else [])]
 
 
 def _devices(candidate: Candidate, rank: int) -> list[int]:

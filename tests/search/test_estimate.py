@@ -15,7 +15,7 @@ from lightning_piper import Replicate, schedules
 from lightning_piper.compiler import Compiled, compile_step
 from lightning_piper.ir.nodes import Chunk
 from lightning_piper.search import Block, Candidate, Layout, Space, Work, Workload
-from lightning_piper.search.estimate import estimate, memory_of, rows_for, saved_bytes, time_of
+from lightning_piper.search.estimate import estimate, gathers_of, memory_of, rows_for, saved_bytes, time_of
 from lightning_piper.search.rows import SHAPES, is_possible
 from lightning_piper.search.stage_costs import Model
 from lightning_piper.simulate import Link, Network, Number, Simulation, simulate
@@ -37,23 +37,31 @@ class Case(NamedTuple):
 
 
 @functools.cache
-def program(layout: Layout, zero: int) -> Compiled:
+def program(layout: Layout, levels: tuple[int, ...]) -> Compiled:
     """A chain of one layer a stage, one sample a microbatch and replica."""
     places = [[r * layout.replicas + x for x in range(layout.replicas)] for r in range(layout.ranks)]
     more = {"stages_per_device": layout.per_rank} if layout.schedule == "interleaved_one_f_one_b" else {}
     directives = getattr(schedules, layout.schedule)(layout.stages, layout.microbatches, devices=places, **more)
-    if layout.replicas > 1:
-        shards = {"shard_optimizer": zero > 0, "shard_grads": zero > 1, "shard_params": zero > 2}
-        directives.append(Replicate(filter={}, devices=places, **shards))
+    for stage, level in enumerate(levels if layout.replicas > 1 else ()):
+        shards = {"shard_optimizer": level > 0, "shard_grads": level > 1, "shard_params": level > 2}
+        directives.append(Replicate(filter={"PP": stage}, devices=places, **shards))
     step = chain(layout.stages, layout.replicas * layout.microbatches)
     return compile_step(step, tuple(directives), verify=False)
 
 
-def case(name: str, per_rank: int, ranks: int, microbatches: int, replicas: int, zero: int, seed: int = 0) -> Case:
-    """Works, latencies and bandwidths that nobody chose."""
+def case(
+    name: str, per_rank: int, ranks: int, microbatches: int, replicas: int, zero: int | tuple[int, int], seed: int = 0
+) -> Case:
+    """Works, latencies and bandwidths that nobody chose.
+
+    Args:
+        zero: level of all stages, or of the first half of them and of the others.
+    """
     rng = random.Random(f"{name} {ranks} {microbatches} {replicas} {zero} {seed}")
     layout = Layout(name, per_rank, ranks, replicas, 1, 1, microbatches, True)
-    compiled = program(layout, zero)
+    first, others = zero if isinstance(zero, tuple) else (zero, zero)
+    levels = (first,) * (layout.stages // 2) + (others,) * (layout.stages - layout.stages // 2)
+    compiled = program(layout, levels)
     works = [[fraction(rng), fraction(rng), fraction(rng)] for _ in range(layout.stages)]
     if SHAPES[name].split:
         works[0][1] = Fraction(0)  # nothing is before the first stage: its backward pass makes gradients of weights alone
@@ -72,30 +80,39 @@ def case(name: str, per_rank: int, ranks: int, microbatches: int, replicas: int,
     links = ((replicas, data), (layout.devices, hop)) if replicas > 1 else ((layout.devices, hop),)
     hardware = Hardware("device", 1, {}, 1.0, links, Link(), 1)
     space = Space(Workload(blocks, replicas * microbatches), hardware, layout.devices, 10**9)
-    return Case(space, Candidate(layout, zero, 0, 0, tuple(range(1, layout.stages))), result)
+    return Case(space, Candidate(layout, levels, 0, 0, tuple(range(1, layout.stages))), result)
 
 
 @pytest.mark.parametrize("shaped", SHAPED, ids=str)
-@pytest.mark.parametrize(("replicas", "zero"), [(1, 0), (2, 0), (2, 1), (2, 2)])
-def test_time_is_that_of_the_simulator(shaped: tuple[str, int, int, int], replicas: int, zero: int) -> None:
+@pytest.mark.parametrize(("replicas", "zero"), [(1, 0), (2, 0), (2, 1), (2, 2), (2, (1, 0)), (2, (2, 0)), (2, (2, 1))], ids=str)
+def test_time_is_that_of_the_simulator(shaped: tuple[str, int, int, int], replicas: int, zero: int | tuple[int, int]) -> None:
     """Exactly. With gradients shared and backward passes split, the first stage of a program has no BI, so that more of its sums
-    are joined than the estimate joins: there it may say more, 5.1% at most where it was measured."""
+    are joined than the estimate joins: there it may say more, 11% at most where it was measured."""
     space, candidate, result = case(*shaped, replicas, zero)
     found = time_of(Model(space), candidate)
     assert isinstance(found, int | Fraction)
-    if zero == 2 and SHAPES[shaped[0]].split:
-        assert result.step_time <= found <= result.step_time * Fraction(108, 100)
+    if candidate.levels[0] == 2 and SHAPES[shaped[0]].split:
+        assert result.step_time <= found <= result.step_time * Fraction(112, 100)
     else:
         assert found == result.step_time
 
 
 @pytest.mark.parametrize("shaped", SHAPED, ids=str)
-def test_gathers_for_each_use_are_an_estimate(shaped: tuple[str, int, int, int]) -> None:
+@pytest.mark.parametrize("zero", [3, (3, 0), (3, 1), (3, 2)], ids=str)
+def test_gathers_for_each_use_are_an_estimate(shaped: tuple[str, int, int, int], zero: int | tuple[int, int]) -> None:
     """Level 3: the simulator gathers the parameters of a rank of one region once, and otherwise as early as it likes; the estimate
-    lets each pass take as long as the gather of its parameters."""
-    space, candidate, result = case(*shaped, 2, 3)
+    lets each pass take as long as the gather of its parameters, and the first one of a rank wait for it. Alone it says no less
+    than the simulator; beside other levels 4.4% less at most, where it was measured."""
+    space, candidate, result = case(*shaped, 2, zero)
     found = time_of(Model(space), candidate)
-    assert Fraction(9, 10) * result.step_time <= found <= 3 * result.step_time and found != result.step_time
+    assert Fraction(1 if zero == 3 else 94, 1 if zero == 3 else 100) * result.step_time <= found <= 3 * result.step_time
+
+
+def test_another_level_is_noticed() -> None:
+    """The control: levels in another order take another time than the program."""
+    for zero in ((2, 0), (2, 1)):
+        space, candidate, result = case("interleaved_one_f_one_b", 2, 2, 4, 2, zero)
+        assert time_of(Model(space), candidate._replace(levels=candidate.levels[::-1])) != result.step_time
 
 
 def test_a_slower_link_is_noticed() -> None:
@@ -148,7 +165,7 @@ def test_memory_computed_by_hand() -> None:
     blocks = tuple(Block(f"{k}", {(1, 1): Work(1, 1, 1, 7, 0, 5)}, {f"{k}": n}) for k, n in enumerate((100, 60)))
     hardware = Hardware("device", 1, {}, 1.0, ((4, Link()),), Link(0, 7), 100)
     space = Space(Workload(blocks, 4, 2), hardware, 4, 1000, margin=Fraction(1, 10))
-    candidate = Candidate(Layout("gpipe", 1, 2, 2, 1, 1, 2, True), 1, 0, 0, (1,))
+    candidate = Candidate(Layout("gpipe", 1, 2, 2, 1, 1, 2, True), (1, 1), 0, 0, (1,))
     memory, host = memory_of(Model(space), candidate)
     assert memory == ((100 + 100 + 100 + 14 + 10) * Fraction(11, 10), (60 + 60 + 60 + 14 + 10) * Fraction(11, 10)) and host == (
         0,
@@ -156,7 +173,7 @@ def test_memory_computed_by_hand() -> None:
     )
     recomputed, _ = memory_of(Model(space), candidate._replace(recomputed=2))
     assert recomputed == ((300 + 0 + 7 + 10) * Fraction(11, 10), (180 + 2 * 5 + 7 + 10) * Fraction(11, 10))
-    shared, _ = memory_of(Model(space), candidate._replace(zero=3))
+    shared, _ = memory_of(Model(space), candidate._replace(levels=(3, 3)))
     assert shared == ((50 + 50 + 100 + 200 + 14 + 10) * Fraction(11, 10), (30 + 30 + 60 + 120 + 14 + 10) * Fraction(11, 10))
     offloaded, host = memory_of(Model(space), candidate._replace(offloaded=1))
     assert host == (14, 0) and offloaded == memory
@@ -167,10 +184,10 @@ def test_what_is_frozen_has_no_gradients_and_no_states() -> None:
     block = Block("0", {(1, 1): Work(1, 1, 1, 0, 0, 0)}, {"a": 60, "b": 40}, frozen=frozenset({"b"}))
     hardware = Hardware("device", 1, {}, 1.0, ((4, Link()),), Link(0, 7), 100, collectives={2: Collectives(*(Link(0, 1),) * 3)})
     model = Model(Space(Workload((block,), 4, 2), hardware, 2, 1000))
-    candidate = Candidate(Layout("gpipe", 1, 1, 1, 1, 1, 1, True), 0, 0, 0, ())
+    candidate = Candidate(Layout("gpipe", 1, 1, 1, 1, 1, 1, True), (0,), 0, 0, ())
     assert memory_of(model, candidate)[0] == (100 + 60 + 120,)
     replicas = candidate._replace(layout=candidate.layout._replace(replicas=2))
-    levels = [memory_of(model, replicas._replace(zero=level))[0][0] for level in range(4)]
+    levels = [memory_of(model, replicas._replace(levels=(level,)))[0][0] for level in range(4)]
     assert levels == [280, 100 + 60 + 60, 100 + (30 + 60) + 60, (50 + 100) + (30 + 60) + 60]
     costs = model.costs(replicas.layout)
     assert costs.reduction((0, 1), 0) == 60 and costs.ring((0, 1)) == 100
@@ -182,8 +199,8 @@ def test_a_tied_parameter_counts_once_on_a_rank_and_crosses_between_ranks() -> N
         return Space(Workload(blocks, 2, 0), Hardware("device", 1, {}, 1.0, ((2, Link(0, 16)),), Link(), 1), 2, 10**6)
 
     one, two = (
-        Candidate(Layout("gpipe", 1, 1, 1, 1, 1, 2, True), 0, 0, 0, ()),
-        Candidate(Layout("gpipe", 1, 2, 1, 1, 1, 2, True), 0, 0, 0, (1,)),
+        Candidate(Layout("gpipe", 1, 1, 1, 1, 1, 2, True), (0,), 0, 0, ()),
+        Candidate(Layout("gpipe", 1, 2, 1, 1, 1, 2, True), (0, 0), 0, 0, (1,)),
     )
     alone, tied = Model(space("b")), Model(space("a"))
     assert memory_of(alone, one)[0] == (256,) and memory_of(tied, one)[0] == (128,) == memory_of(tied, two)[0][:1]
@@ -200,7 +217,7 @@ def test_gradients_are_added_and_parameters_updated() -> None:
     )
     hardware = Hardware("device", 1, {}, 1.0, ((4, Link()),), Link(), 1, collectives={2: Collectives(Link(4), Link(2), Link(1))})
     model = Model(Space(Workload(blocks, 2, 2), hardware, 4, 10**6))
-    alone = Candidate(Layout("gpipe", 1, 2, 1, 1, 1, 2, True), 0, 0, 0, (1,))
+    alone = Candidate(Layout("gpipe", 1, 2, 1, 1, 1, 2, True), (0, 0), 0, 0, (1,))
     assert time_of(model, alone) == (3 + 2 * F(22, 10) - F(1, 10) * 2) + F(205, 100) + 1
     two = alone._replace(layout=alone.layout._replace(replicas=2, microbatches=1))
     assert time_of(model, two) == 2 + F(24, 10) + F(22, 10) + 4 + 1
@@ -210,7 +227,7 @@ def test_gradients_are_added_and_parameters_updated() -> None:
     assert (
         twice.weights[1] == 1 + (1 + F(1, 10)) / 2
     )  # gradients of two microbatches are added, and then they are laid into a bucket
-    assert time_of(model, two._replace(zero=1)) == 1 + 2 + F(24, 10) + F(22, 10) + 2 + F(1, 2)
+    assert time_of(model, two._replace(levels=(1, 1))) == 1 + 2 + F(24, 10) + F(22, 10) + 2 + F(1, 2)
     later = replace(model.space.workload, blocks=(blocks[0], replace(blocks[1], updated=F(10))))
     late = Model(replace(model.space, workload=later))
     more = Model(replace(model.space, hardware=replace(hardware, step=3)))
@@ -225,16 +242,22 @@ def test_split_backward_passes_take_what_they_take() -> None:
         blocks = tuple(Block(f"{k}", {(1, 1): Work(1, 1, 1, 0, 0, 0, apart=apart)}, {f"{k}": 8}) for k in (1, 2))
         model = Model(Space(Workload(blocks, 2, 2), Hardware("device", 1, {}, 1.0, ((4, Link()),), Link(), 1), 2, 10**6))
         layouts = [Layout(name, 1, 2, 1, 1, 1, 2, True) for name in ("one_f_one_b", "zero_bubble")]
-        return [time_of(model, Candidate(layout, 0, 0, 0, (1,))) for layout in layouts]
+        return [time_of(model, Candidate(layout, (0, 0), 0, 0, (1,))) for layout in layouts]
 
     assert times(0) == [9, 7] and times(3) == [9, 13]
 
 
 def test_where_cores_are_shared_gathers_are_waited_for() -> None:
-    """With devices of their own, a gather is on its way while something else is computed."""
-    space, candidate, _ = case("gpipe", 1, 2, 2, 2, 3)
+    """With devices of their own, a gather is on its way while something else is computed, but for the first pass of a rank."""
+    space, candidate, _ = case("interleaved_one_f_one_b", 2, 2, 2, 2, 3)
     own, shared = (Model(replace(space, hardware=replace(space.hardware, at_once=cores))) for cores in (None, 4))
-    assert time_of(shared, candidate) == time_of(own, candidate) + own.costs(candidate.layout).ring((0, 1))
+    gathers = [own.costs(candidate.layout).ring(span) for span in candidate.spans(4)]
+    assert gathers_of(shared, candidate, rows_for(candidate)) == gathers
+    assert gathers_of(own, candidate, rows_for(candidate)) == [*gathers[:2], 0, 0]
+    one = case("gpipe", 1, 1, 2, 2, 3)
+    free = replace(one.space.hardware, links=((2, Link()),))
+    times = [time_of(Model(space), one.candidate) for space in (one.space, replace(one.space, hardware=free))]
+    assert times[0] >= times[1] + Model(one.space).costs(one.candidate.layout).ring((0, 1)) > times[1]
 
 
 def test_devices_that_share_a_core_take_turns() -> None:

@@ -16,8 +16,9 @@ from lightning_piper.directives import Place
 from lightning_piper.errors import SearchError
 from lightning_piper.search import Block, Candidate, Layout, Space, Work, Workload, best_of, branching, bytes_of
 from lightning_piper.search.bounds import INFINITE, Cutting, bound_of
+from lightning_piper.search.choices import everything
 from lightning_piper.search.coarse import Coarse
-from lightning_piper.search.estimate import memory_of, time_of, ways_of
+from lightning_piper.search.estimate import PLAIN, Option, memory_of, options_of, time_of
 from lightning_piper.search.rows import SHAPES, rows_of
 from lightning_piper.search.stage_costs import Model
 from lightning_piper.search.together import Together
@@ -81,7 +82,15 @@ def some(seed: int) -> Iterator[tuple[Model, Candidate]]:
             recomputed = rng.randint(0, layout.stages)
             offloaded = rng.randint(0, layout.stages - recomputed)
             cuts = tuple(sorted(rng.sample(range(1, 5), layout.stages - 1)))
-            yield model, Candidate(layout, rng.choice(space.levels_of(layout)), recomputed, offloaded, cuts)
+            some = rng.choice(space.levels_of(layout))
+            levels = tuple(sorted((rng.choice(some) for _ in range(layout.stages)), reverse=True))
+            yield model, Candidate(layout, levels, recomputed, offloaded, cuts)
+
+
+def anything(space: Space, candidate: Candidate) -> list[list[Option]]:
+    """Any level and way for each stage."""
+    levels = next(levels for levels in space.levels_of(candidate.layout) if candidate.levels[0] in levels)
+    return everything(candidate.layout, levels).options()
 
 
 @functools.cache
@@ -96,13 +105,13 @@ def broken() -> tuple[int, int, int]:
                 (coarse.time(candidate.layout), time),
                 (coarse.memory(candidate.layout), memory),
             ]
-            for ways in ([[way] for way in ways_of(candidate)], [[0, 1, 2]] * candidate.layout.stages):
+            for options in ([[option] for option in options_of(candidate)], anything(model.space, candidate)):
                 together = Together(model if fits(model.space, model, candidate) else Model(replace(model.space, memory=INFINITE)))
                 if fits(together.space, model, candidate):
-                    pairs += [(together.time(candidate.layout, zero, ways, time * 2), time) for zero in (None, candidate.zero)]
+                    pairs.append((together.time(candidate.layout, options, time * 2), time))
                 for by_memory, value in ((False, time), (True, memory)):
                     unlimited = Model(replace(model.space, memory=INFINITE))
-                    cutting = Cutting(unlimited, candidate.layout, candidate.zero, ways, by_memory)
+                    cutting = Cutting(unlimited, candidate.layout, options, by_memory)
                     pairs += [(cutting.stage(s, i, j)[0], value) for s, (i, j) in enumerate(candidate.spans(5))]
                     within = [bound for bound, cuts in cutting.cuts(INFINITE, lambda: None) if cuts == candidate.cuts]
                     pairs += [(within[0], value)] if within else []
@@ -124,21 +133,22 @@ def test_what_all_ranks_do_together_says_more() -> None:
     for name in ("zero_bubble", "zb_h2", "zbv", "v_half", "v_min"):
         layout = Layout(name, SHAPES[name].per_rank[0], 4, 1, 1, 1, 4, True)
         cuts = tuple(range(8 // layout.stages, 8, 8 // layout.stages))
-        least, time = Together(model).time(layout, 0, None, INFINITE), time_of(model, Candidate(layout, 0, 0, 0, cuts))
+        candidate = Candidate(layout, (0,) * layout.stages, 0, 0, cuts)
+        least, time = Together(model).time(layout, everything(layout, (0,)).options(), INFINITE), time_of(model, candidate)
         assert Coarse(model).time(layout) * 1.05 < least < time
-        memory, _ = memory_of(model, Candidate(layout, 0, 0, 0, cuts))
+        memory, _ = memory_of(model, candidate)
         scarce = Together(Model(replace(model.space, memory=0.8 * max(memory))))
-        assert scarce.time(layout, 0, [[0]] * layout.stages, INFINITE) > 1.02 * least
+        assert scarce.time(layout, [[(0, PLAIN)]] * layout.stages, INFINITE) > 1.02 * least
 
 
 @pytest.mark.parametrize("zero", [0, 1, 3])
 def test_measured_collectives_may_be_faster_than_links_say(zero: int) -> None:
     """A bound knows of them: sums and gathers over a link of one byte a second would take longer than the whole step."""
     hardware = replace(problem(0).hardware, links=((8, searching_link(1)),), at_once=None)
-    candidate = Candidate(Layout("one_f_one_b", 1, 2, 2, 1, 1, 4, True), zero, 0, 0, (2,))
+    candidate = Candidate(Layout("one_f_one_b", 1, 2, 2, 1, 1, 4, True), (zero, zero), 0, 0, (2,))
     for collectives, slow in (({2: Collectives(*(Link(),) * 3)}, False), ({}, True)):
         model = Model(Space(chain(4, params=100), replace(hardware, collectives=collectives), 4, 10**9))
-        least = Together(model).time(candidate.layout, zero, [[0]] * 2, INFINITE)
+        least = Together(model).time(candidate.layout, [[(zero, PLAIN)]] * 2, INFINITE)
         assert least <= time_of(model, candidate) and (least > 100) == slow
 
 
@@ -149,7 +159,8 @@ def test_a_host_without_room_is_a_limit_too() -> None:
         hardware = replace(problem(0).hardware, host_memory=room)
         model = Model(Space(chain(8), hardware, 4, 100))
         with np.errstate(all="raise"):
-            return Together(model).time(Layout("zero_bubble", 1, 4, 1, 1, 1, 4, True), 0, None, INFINITE)
+            layout = Layout("zero_bubble", 1, 4, 1, 1, 1, 4, True)
+            return Together(model).time(layout, everything(layout, (0,)).options(), INFINITE)
 
     assert INFINITE > least(0) == least(1) > least(10**6) > 0
 
@@ -164,7 +175,7 @@ def test_a_stage_bound_grows_with_the_stage(seed: int) -> None:
     """What the reach of a cut relies on."""
     for model, candidate in some(seed):
         for by_memory in (False, True):
-            cutting = Cutting(model, candidate.layout, candidate.zero, [[way] for way in ways_of(candidate)], by_memory)
+            cutting = Cutting(model, candidate.layout, [[option] for option in options_of(candidate)], by_memory)
             for s in range(candidate.layout.stages):
                 first = range(1) if s == 0 else range(s, 5)
                 for i in first:
@@ -295,7 +306,7 @@ def test_axes_lie_on_the_links_of_their_distance() -> None:
         hardware = replace(problem(0).hardware, links=links, memory=10**9, collectives={}, at_once=None)
         layouts = [Layout("gpipe", 1, 2, 2, 1, 1, 4, order) for order in (True, False)]
         model = Model(Space(chain(params=params), hardware, 4, 10**9))
-        times = {layout.data_inside: time_of(model, Candidate(layout, 0, 0, 0, (3,))) for layout in layouts}
+        times = {layout.data_inside: time_of(model, Candidate(layout, (0, 0), 0, 0, (3,))) for layout in layouts}
         assert times[inside] < times[not inside]
 
 
@@ -347,6 +358,8 @@ def test_everything_that_fits_nowhere_is_told() -> None:
 @pytest.mark.parametrize("per_rank", [2, 3])
 def test_interleaved_stages_are_written_on_their_ranks(per_rank: int) -> None:
     layout = Layout("interleaved_one_f_one_b", per_rank, 2, 1, 1, 1, 2, True)
-    written = write(Candidate(layout, 0, 0, 0, tuple(range(1, 2 * per_rank))), [[f"{s}"] for s in range(2 * per_rank)])
+    written = write(
+        Candidate(layout, (0,) * 2 * per_rank, 0, 0, tuple(range(1, 2 * per_rank))), [[f"{s}"] for s in range(2 * per_rank)]
+    )
     places = [directive.devices for directive in written.directives if isinstance(directive, Place)]
     assert places == [[s % 2] for s in range(2 * per_rank)]
