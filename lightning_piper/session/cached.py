@@ -78,7 +78,8 @@ def read(path: Path) -> Choice | None:
         return None
 
 
-def write(path: Path, choice: Choice) -> None:
-    """As JSON, which `PiperStrategy(directives=...)` reads, too. If it cannot be done, the next fit searches again."""
+def write(path: Path, choice: Choice) -> bool:
+    """As JSON, which `PiperStrategy(directives=...)` reads, too. False if it cannot be done: the next fit searches again."""
     content = choice.written.to_json() | {"about": {"replicas": choice.written.replicas, "lines": list(choice.lines)}}
     cache.write_plain(path, json.dumps(content, indent=1).encode())
+    return path.is_file()

@@ -64,8 +64,8 @@ def choose(
         if found is None:
             say("PiperStrategy: of the programs that a search finds, none passes the checks; so the processes are replicas")
             return None
-        if world.is_rank_zero:
-            write(path, found)
+        if world.is_rank_zero and not write(path, found):
+            found = Choice(found.written, (*found.lines[:-1], f"  it is checked; it could not be kept in {folder()}"))
     say("\n".join(found.lines))
     return found
 

@@ -221,7 +221,7 @@ def test_programs_are_kept_as_graphs_are(tmp_path, monkeypatch):
     monkeypatch.setenv(CACHE, str(tmp_path))
     choice = cached.Choice(Written((), (piper.Place(filter={}, devices=[0]),), 1), ("why",))
     path = cached.folder() / "0.json"
-    cached.write(path, choice)
+    assert cached.write(path, choice)
     assert cached.read(path) == choice and not path.parent.stat().st_mode & 0o077
     assert parse(path) == list(choice.written.directives)
     for where, mode in ((path, 0o620), (path.parent, 0o770)):
@@ -235,7 +235,7 @@ def test_programs_are_kept_as_graphs_are(tmp_path, monkeypatch):
     (path.parent / "2.json").symlink_to(path)
     assert cached.read(path.parent / "2.json") is None and cached.read(path) == choice
     (path.parent / "3.json").mkdir()
-    cached.write(path.parent / "3.json", choice)
+    assert not cached.write(path.parent / "3.json", choice)
     monkeypatch.setattr(cache, "MANY", 3)
     for i in range(4, 9):
         cached.write(path.parent / f"{i}.json", choice)
