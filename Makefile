@@ -9,7 +9,8 @@ GPU_VENV := .venv-gpu
 GPU_INSTALLED := $(GPU_VENV)/.installed
 GPU_INDEX :=
 NVIDIA_SMI := nvidia-smi
-BENCHMARKS := $(sort $(filter-out benchmarks/_%,$(wildcard benchmarks/*.py)))
+# Not that of planners: it needs a copy of their repositories.
+BENCHMARKS := $(sort $(filter-out benchmarks/_% benchmarks/planners.py,$(wildcard benchmarks/*.py)))
 
 # The first of these that runs, is recent enough and can make a virtual environment.
 PYTHON ?= $(firstword $(foreach name,python3.11 python3,$(shell $(name) -c \
