@@ -109,17 +109,17 @@ def _room_at_once(self: HostPool, stored: object, last: bool) -> object:
     return found
 
 
-# name -> (program, over what, the patch)
+# name -> (program in which it does harm, over what, the patch)
 EXECUTORS: dict[str, tuple[str, Over, Callable[[], contextlib.AbstractContextManager[object]]]] = {
     "a step does not wait for the caller": ("1F1B, 2 stages", "one device", patched(
         streams.DeviceStreams, "begin", lambda self: None)),
     "the caller does not wait for a step": ("1F1B, 2 stages", "one device", patched(
         streams.DeviceStreams, "end", lambda self, results: None)),
-    "side streams do not wait for the caller": ("replicas", "devices", patched(
+    "side streams do not wait for the caller": ("ZeRO-1", "devices", patched(
         streams.DeviceStreams, "begin", lambda self: None)),
     "a message is read before it is there": ("1F1B, 2 stages", "one device", patched(
         streams._DeviceArrival, "take", _taken_without("wait_event"))),
-    "a message's memory is not recorded": ("1F1B, 2 stages", "one device", patched(
+    "a message's memory is not recorded": ("replicas", "one device", patched(
         streams._DeviceArrival, "take", _taken_without("record_stream"))),
     "what is sent is not kept": ("1F1B, 2 stages", "devices", patched(process.ProcessEndpoint, "send", _send_without_keeping)),
     "streams of each executor's own": ("accumulated over sizes", "devices", patched(
