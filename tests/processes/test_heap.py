@@ -50,10 +50,14 @@ def clean() -> dict[str, str]:
 @pytest.mark.parametrize("size", [8, 64])
 def test_a_step_finds_the_memory_of_the_step_before(size):
     kept, steps, _, _ = run(keep=True, size=size)
-    _, without, _, _ = run(keep=False, size=size)
     assert kept
     assert steps[0] > 100 * max(steps[5:])  # the first ones get it from the system, until each tensor has a place of its own
-    assert min(without[5:]) > 100 * max(steps[5:])  # as every step does otherwise
+
+
+def test_otherwise_each_step_gets_large_tensors_from_the_system():
+    """And small ones, too, if the addresses lie so."""
+    _, steps, _, _ = run(keep=False, size=64)
+    assert min(steps) > 1000
 
 
 def test_what_is_free_goes_back_to_the_system_at_the_end():
