@@ -11,6 +11,7 @@ from __future__ import annotations
 import ctypes
 import os
 import platform
+import resource
 
 TRIM_THRESHOLD, MMAP_THRESHOLD = -1, -3  # names of <malloc.h>
 LARGE = 1 << 30  # bytes: what is larger is got from the system one by one, and goes back there
@@ -22,15 +23,22 @@ def keep_freed_memory() -> bool:
     """Of this process, from now on.
 
     Returns:
-        Whether it is kept: not where the memory is another library's, or the user has set how it is managed.
+        Whether it is kept: not where the memory is another library's, the user has set how it is managed, or address space is
+        limited, which threads and memory that is shared need, too.
     """
-    return _set(LARGE, FOREVER)
+    return resource.getrlimit(resource.RLIMIT_AS)[0] == resource.RLIM_INFINITY and _set(LARGE, FOREVER)
+
+
+def trim() -> None:
+    """Give back what is free now: steps need less, or in other pieces, than what was before them."""
+    if platform.libc_ver()[0] == "glibc":
+        ctypes.CDLL(None).malloc_trim(0)
 
 
 def give_freed_memory_back() -> None:
     """To the system: what is free now, and what will be, as it is without `keep_freed_memory`."""
     if _set(USUAL, 2 * USUAL):
-        ctypes.CDLL(None).malloc_trim(0)
+        trim()
 
 
 def _set(large: int, most: int) -> bool:

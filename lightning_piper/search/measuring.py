@@ -24,7 +24,7 @@ from lightning_piper.limits import integer, shown
 from lightning_piper.search.block_work import alone, checked_samples, seconds_of, total, workload
 from lightning_piper.search.blocks import Cut, blocks_of, text_of
 from lightning_piper.search.meeting import meets
-from lightning_piper.search.parameters import MOVED, Optimizer, timed, wait
+from lightning_piper.search.parameters import CACHES, Optimizer, timed, wait
 from lightning_piper.search.walking import walk
 from lightning_piper.search.workload import Work, Workload
 
@@ -92,7 +92,7 @@ def seconds_of_passes(
         return made
 
     # The update of the step before has gone over parameters, gradients and states: these are what caches hold when a step begins.
-    size = min(MOVED, 4 * sum(x.nbytes for x in cut.module.parameters()))
+    size = min(CACHES, 4 * sum(x.nbytes for x in cut.module.parameters()))
     touched = torch.zeros(size, dtype=torch.uint8, device=device)
     with torch.no_grad(), seeded(0, device):
         for i in range(calls + 1):

@@ -20,6 +20,7 @@ from lightning_piper.simulate.hardware import Hardware
 MOVED = 1 << 27  # bytes that one measurement touches, if the tensor is smaller: several times what caches hold
 MOST = 32  # tensors of one measurement
 PIECES = 2
+CACHES = 1 << 25  # bytes that push other ones out of most caches; measuring must not take much memory from what is measured
 PART = 1 << 20  # bytes of a tensor that is laid into a bucket
 Optimizer = Callable[[list[torch.nn.Parameter]], torch.optim.Optimizer]
 
@@ -107,13 +108,13 @@ def timed(
 
 def _packed(device: torch.device, calls: int, clock: Callable[[], float]) -> float:
     """To lay a byte of tensors that are there into memory that is there, too."""
-    parts, bucket = (torch.full((MOVED // 2,), 1, dtype=torch.uint8, device=device).split(PART) for _ in range(2))
+    parts, bucket = (torch.full((CACHES,), 1, dtype=torch.uint8, device=device).split(PART) for _ in range(2))
 
     def pack() -> None:
         for x, y in zip(bucket, parts, strict=True):
             x.copy_(y)
 
-    return median([_seconds(pack, device, clock) for _ in range(calls + 1)][1:]) / (MOVED // 2)
+    return median([_seconds(pack, device, clock) for _ in range(calls + 1)][1:]) / (CACHES)
 
 
 def _timed(like: Callable[[], torch.Tensor], optimizer: Optimizer, calls: int, clock: Callable[[], float]) -> tuple[float, float]:

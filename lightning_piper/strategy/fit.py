@@ -22,6 +22,7 @@ from lightning_piper.holdings.identities import Identities
 from lightning_piper.holdings.norms import GlobalNorms
 from lightning_piper.holdings.optimizer import Names, ShardedOptimizer
 from lightning_piper.processes.agreement import Agreed, BatchCheck
+from lightning_piper.processes.heap import trim
 from lightning_piper.processes.settings import Settings, Watched
 from lightning_piper.processes.world import on_host
 from lightning_piper.profile import Recording, Schedule, recording_of
@@ -96,6 +97,8 @@ class Fit:
         self._suspended = suspend(module, world)
         count_replicas(module.trainer, world)
         self.ownership = before.distribute(first)
+        if world.device.type == "cpu":
+            trim()
         self._runtime.bind(first, self.ownership)
         self.programs.prepare(TRAINING, self._batch_spec, first)
         self._identities = Identities(module, self.ownership)

@@ -54,6 +54,7 @@ class OverProcesses(_lightning.Strategy):
         self._failed = False  # the run
         self._join: BatchJoin | None = None  # where each process draws data of its own for a pipeline
         self._watch: FailureWatch | None = None
+        self._keeps_memory = False
 
     def __getstate__(self) -> dict[str, Any]:
         phase = copied(self.phase, 1 if self._local else self.world_size)
@@ -115,8 +116,7 @@ class OverProcesses(_lightning.Strategy):
     def setup_environment(self) -> None:
         super().setup_environment()
         check_kind(self.root_device)
-        if self.root_device.type == "cpu":
-            keep_freed_memory()
+        self._keeps_memory = self.root_device.type == "cpu" and keep_freed_memory()
         assert self.cluster_environment is not None
         if self._local:
             if (started := self.cluster_environment.world_size()) != 1:
@@ -143,8 +143,9 @@ class OverProcesses(_lightning.Strategy):
         if self._watch is not None:
             self._watch.stop()
             self._watch = None
-        if self.root_device.type == "cpu":
+        if self._keeps_memory:
             give_freed_memory_back()
+            self._keeps_memory = False
 
     def process_dataloader(self, dataloader: object) -> object:
         assert self.lightning_module is not None

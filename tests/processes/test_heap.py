@@ -21,11 +21,13 @@ def faults_of_a_step():
 def resident():
     return int(open("/proc/self/statm").read().split()[1]) * resource.getpagesize()
 
-size, keep, back = int(sys.argv[1]), *(word == "1" for word in sys.argv[2:])
+size, limit, keep, back = *map(int, sys.argv[1:3]), *(word == "1" for word in sys.argv[3:])
+if limit:
+    resource.setrlimit(resource.RLIMIT_AS, (limit, limit))
 kept = keep_freed_memory() if keep else False
 found = [faults_of_a_step() for _ in range(10)]
 full = resident()
-if back:
+if back and kept:
     give_freed_memory_back()
 print(json.dumps([kept, found, full - resident(), [faults_of_a_step() for _ in range(2)]]))
 """
@@ -33,9 +35,9 @@ print(json.dumps([kept, found, full - resident(), [faults_of_a_step() for _ in r
 pytestmark = pytest.mark.skipif(platform.libc_ver()[0] != "glibc", reason="another library manages memory")
 
 
-def run(keep: bool, back: bool = False, size: int = 8, **environment: str) -> list:
-    """`size`: of tensors, in MiB."""
-    words = [str(int(word)) for word in (size, keep, back)]
+def run(keep: bool, back: bool = False, size: int = 8, limit: int = 0, **environment: str) -> list:
+    """`size`: of tensors, in MiB; `limit`: bytes of address space, unless it is 0."""
+    words = [str(int(word)) for word in (size, limit, keep, back)]
     done = subprocess.run(
         [sys.executable, "-c", STEPS, *words], capture_output=True, text=True, timeout=300, env={**clean(), **environment}
     )
@@ -65,6 +67,12 @@ def test_what_is_free_goes_back_to_the_system_at_the_end():
     assert kept
     assert given > 64 << 20
     assert min(after) > 100
+
+
+def test_where_address_space_is_limited_memory_goes_back():
+    kept, _, given, _ = run(keep=True, back=True, limit=1 << 40)
+    assert not kept
+    assert given < 64 << 20
 
 
 @pytest.mark.parametrize("name, value", [("MALLOC_ARENA_MAX", "2"), ("GLIBC_TUNABLES", "glibc.malloc.arena_max=2")])
