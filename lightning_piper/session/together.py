@@ -54,7 +54,7 @@ def measured_together(
     large = min(MOST, max(LARGE, sum(x.nbytes for x in module.parameters()))) // 1024 * 1024
     degrees = [n for n in range(2, world.size + 1) if world.size % n == 0] if world.device.type == "cpu" else []
     collectives = {n: Collectives(*(_link_of(world, n, large, each) for each in (_sums, _scatters, _gathers))) for n in degrees}
-    at_once, step = _cores(world), _step_of(world)
+    at_once, step = min(world.gather(_cores(world))), _step_of(world)
     workload: Workload | None = None
     failure: Exception | None = None
     for turn in range(0, world.size, at_once):

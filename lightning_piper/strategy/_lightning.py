@@ -8,6 +8,7 @@
 - `Strategy._reset_optimizers_and_schedulers`: forgets the optimizers of an earlier fit.
 - `Strategy._checkpoint_io`: the plugin, as it was given; `_WrappingCheckpointIO`: one that writes by another one.
 - `_SubprocessScriptLauncher`: starts the script once more for each further device of this machine; `procs` has the processes.
+- `_set_num_threads_if_needed`: gives each process of a machine its part of the cores, unless `OMP_NUM_THREADS` is set.
 - `_init_dist_connection`: makes the default process group of a cluster environment, and ends it with the process.
 - `_optimizers_to_device`: moves optimizers' states as Lightning's own strategies do.
 - `_collect_rng_states`, `_set_rng_states`: the states of the random number generators of torch, numpy and Python.
@@ -34,6 +35,7 @@ import lightning.pytorch as pl
 import torch
 from lightning.fabric.plugins import CheckpointIO, TorchCheckpointIO
 from lightning.fabric.utilities.distributed import _init_dist_connection as connect
+from lightning.fabric.utilities.distributed import _set_num_threads_if_needed as divide_cores
 from lightning.fabric.utilities.optimizer import _optimizers_to_device as move_optimizers
 from lightning.fabric.utilities.seed import _collect_rng_states as collect_rng_states
 from lightning.fabric.utilities.seed import _set_rng_states as set_rng_states
@@ -55,8 +57,8 @@ from lightning_piper.processes.progress import Progress, progress
 from lightning_piper.session.replay import added
 
 __all__ = [
-    "Strategy", "collect_rng_states", "connect", "copy_of", "forget_logs", "handler_of", "log_anew", "log_apart", "move_optimizers",
-    "progress_of", "set_rng_states", "throughputs_of", "update_of",
+    "Strategy", "collect_rng_states", "connect", "copy_of", "divide_cores", "forget_logs", "handler_of", "log_anew", "log_apart",
+    "move_optimizers", "progress_of", "set_rng_states", "throughputs_of", "update_of",
 ]  # fmt: skip
 
 

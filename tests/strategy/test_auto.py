@@ -5,6 +5,8 @@ from __future__ import annotations
 import json
 import os
 import re
+import subprocess
+import sys
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -22,6 +24,7 @@ from lightning_piper import cache
 from lightning_piper.cache import CACHE
 from lightning_piper.directives import parse
 from lightning_piper.errors import NoProgram, PiperError, SearchError
+from lightning_piper.processes.world import World
 from lightning_piper.search import proposing
 from lightning_piper.search.analytic import analytic
 from lightning_piper.search.blocks import blocks_of
@@ -30,11 +33,13 @@ from lightning_piper.search.proposing import search
 from lightning_piper.search.report import size
 from lightning_piper.search.writing import Written
 from lightning_piper.session import cached, choosing
+from lightning_piper.session.together import measured_together
 from lightning_piper.simulate import Link
 from lightning_piper.simulate.hardware import Hardware
 from lightning_piper.strategy import strategy
-from tests.distributed.processes import launch_trainings
+from tests.distributed.processes import PATIENCE, launch, launch_trainings
 from tests.groups import marked
+from tests.strategy import alike
 from tests.strategy.fitting import QUIET
 from tests.tensors import far
 
@@ -184,6 +189,31 @@ def test_a_step_that_cannot_be_captured_trains_in_replicas(tmp_path):
         assert "stages on 2 ranks" in outcome["later"][1] and "gives up the program" in outcome["later"][1]
         for state, _, left in outcome.values():
             assert left == 0 and all(torch.equal(x, wanted[name]) for name, x in state.items())
+
+
+def test_processes_have_as_many_threads_each(tmp_path):
+    """Lightning's launcher divides the cores in the process that starts the others, and not in those. Where they had different
+    numbers, a search waited for what never came."""
+    environment = {k: v for k, v in os.environ.items() if k != "OMP_NUM_THREADS"} | {CACHE: str(tmp_path / "cache")}
+    done = subprocess.run(
+        [sys.executable, "-m", alike.__name__, str(tmp_path)], capture_output=True, text=True, timeout=300, env=environment
+    )
+    assert done.returncode == 0, done.stdout[-3000:] + done.stderr[-3000:]
+    wanted = f"{max(1, len(os.sched_getaffinity(0)) // 2)} 2"
+    assert [Path(tmp_path, f"rank{rank}").read_text() for rank in range(2)] == [wanted, wanted]
+
+
+def measure_with_other_threads(rank: int) -> int | None:
+    torch.set_num_threads(1 + rank)
+    world = World(rank, 2, torch.device("cpu"), timeout=PATIENCE)
+    _, hardware = measured_together(net(), tuple(x[:4] for x in data().tensors), world)
+    torch.set_num_threads(1)
+    return hardware.at_once
+
+
+def test_processes_agree_how_many_of_them_work_at_once(tmp_path):
+    found = launch(2, measure_with_other_threads, tmp_path)
+    assert found == [max(1, min(2, len(os.sched_getaffinity(0)) // 2))] * 2
 
 
 def test_a_step_that_has_changed_is_searched_again():
