@@ -21,6 +21,7 @@ MOVED = 1 << 27  # bytes that one measurement touches, if the tensor is smaller:
 MOST = 32  # tensors of one measurement
 PIECES = 2
 CACHES = 1 << 25  # bytes that push other ones out of most caches; measuring must not take much memory from what is measured
+LARGEST = 1 << 26  # bytes of a tensor that is measured; what is larger takes as much more, and measuring might not have room for it
 PART = 1 << 20  # bytes of a tensor that is laid into a bucket
 Optimizer = Callable[[list[torch.nn.Parameter]], torch.optim.Optimizer]
 
@@ -88,12 +89,16 @@ def timed(
 
     @functools.cache
     def of(numel: int, dtype: torch.dtype, share: float) -> tuple[float, float]:
+        count = min(numel, LARGEST // dtype.itemsize)
+
         def like() -> torch.Tensor:
-            made = torch.full((numel,), 1e-3, dtype=dtype, device=device)
-            made[: int(share * numel)] = 0
+            made = torch.full((count,), 1e-3, dtype=dtype, device=device)
+            made[: int(share * count)] = 0
             return made
 
-        return _timed(like, optimizer, calls, clock)
+        added, updated = _timed(like, optimizer, calls, clock)
+        times = numel / max(1, count)
+        return times * added, times * updated
 
     def of_param(name: str) -> Changes:
         if name not in specs:

@@ -9,6 +9,7 @@ from itertools import accumulate, pairwise
 from typing import NamedTuple
 
 from lightning_piper.errors import SearchError
+from lightning_piper.runtime.process import MOST as LENT
 from lightning_piper.search.rows import SHAPES, rank_of
 from lightning_piper.search.space import Layout, Space
 from lightning_piper.search.workload import Block, Workload
@@ -107,6 +108,7 @@ class Params:
     Attributes:
         tied: those that several blocks use.
         largest, largest_trained: bytes of each block, of all of its parameters and of those that get gradients.
+        largest_update: bytes of the largest parameter of each block that gets a gradient.
         packed, packed_alone, added: seconds to lay the gradients of each block into a bucket (if there is one microbatch, those
             that are not made there), and to add them to others.
         updated, in_parts: sums over the chain of the seconds of updates, of whole parameters and of routed ones; of parameters as
@@ -119,7 +121,7 @@ class Params:
             for name in block.params:
                 users.setdefault(name, []).append(k)
         alone = [[0, 0, 0, 0] for _ in workload.blocks]  # of whole parameters and of routed ones; of those that get gradients
-        self.largest, self.largest_trained = [0] * len(workload.blocks), [0] * len(workload.blocks)
+        self.largest, self.largest_trained, self.largest_update = ([0] * len(workload.blocks) for _ in range(3))
         self.tied: list[Tied] = []
         for name, blocks in users.items():
             block = workload.blocks[blocks[0]]
@@ -129,6 +131,7 @@ class Params:
             for k in blocks:
                 self.largest[k] += nbytes
                 self.largest_trained[k] += nbytes * trains
+                self.largest_update[k] = max(self.largest_update[k], nbytes * trains)
             if len(blocks) > 1:
                 self.tied.append(Tied(nbytes, is_routed, trains, tuple(blocks)))
             else:
@@ -171,6 +174,7 @@ class Costs:
         self.layout, self.params, self.links = layout, params, links
         self.host, self.states, self.blocks = space.hardware.host, workload.states, len(workload.blocks)
         self._collectives, self._step = space.hardware.collectives, space.hardware.step
+        self._processes = space.hardware.at_once is not None
         samples = workload.samples // layout.replicas // layout.microbatches
         sums: list[list[Number]] = [[], [], [], [], [], []]
         packed = params.packed if layout.microbatches > 1 else params.packed_alone
@@ -259,8 +263,8 @@ class Costs:
 
     def static(self, spans: Sequence[Span], levels: Sequence[int], alone: bool = False) -> Number:
         """Bytes of parameters, gradients and states of a rank with these stages, at these levels. With gradients or parameters
-        shared, two blocks of either are whole at a time. `alone`: without these, and without what several blocks use; then it is
-        the least for any lower levels, too."""
+        shared, two blocks of either are whole at a time; and processes of one machine keep room in which they sum gradients.
+        `alone`: without these, and without what several blocks use; then it is the least for any lower levels, too."""
         n, own = self.layout.replicas, self.layout.replicas // self.layout.routed
 
         def held(least: int, trained: bool, largest: Sequence[int] = ()) -> int:
@@ -272,7 +276,20 @@ class Costs:
             return sum(self.params.of(whole, not alone, trained)) - (-parts[0] // n) - (-parts[1] // own) + two
 
         states: Number = self.states * held(1, True)
-        return states + held(2, True, self.params.largest_trained) + held(3, False, self.params.largest)
+        made = states + held(2, True, self.params.largest_trained) + held(3, False, self.params.largest)
+        if alone or n == 1 or not self._processes:
+            return made
+        summed = [span for span, level in zip(spans, levels, strict=True) if level < 2]
+        return made + min(sum(self.params.of(summed, trained=True)), LENT)
+
+    def updating(self, spans: Sequence[Span], levels: Sequence[int]) -> int:
+        """Bytes that processes of a machine take while they update these stages. Adam makes two tensors as large as a parameter, or
+        as the part of it that is here, and takes one parameter after the other. (At this time nothing waits for a backward pass.)"""
+        if not self._processes:
+            return 0
+        parts = self.layout.replicas // self.layout.routed
+        largest = [max(self.params.largest_update[i:j]) // (parts if level else 1) for (i, j), level in zip(spans, levels, strict=True)]
+        return 2 * max(largest)
 
 
 class Model:

@@ -11,6 +11,7 @@ from torch import nn
 
 from lightning_piper.processes.world import World
 
+THREADS = 450 << 20  # bytes of address space that graphs, communicators and their threads will take before the first step
 SPARED = 0.1  # share of it that is left to what a search does not know: the interpreter, kernels, other callbacks
 
 
@@ -28,5 +29,5 @@ def memory_of(module: nn.Module, world: World) -> int:
         # Address space that the interpreter and its libraries have taken already is not for training, but the module's is.
         pages = int(Path("/proc/self/statm").read_text().split()[0]) if Path("/proc/self/statm").is_file() else 0
         own = sum(x.nbytes for x in (*module.parameters(), *module.buffers()) if x.device.type == "cpu")
-        found.append(max(limit - pages * os.sysconf("SC_PAGE_SIZE") + own, 1))
+        found.append(max(limit - pages * os.sysconf("SC_PAGE_SIZE") + own - THREADS, 1))
     return int(min(found) * (1 - SPARED))

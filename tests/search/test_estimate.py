@@ -247,6 +247,21 @@ def test_split_backward_passes_take_what_they_take() -> None:
     assert times(0) == [9, 7] and times(3) == [9, 13]
 
 
+def test_processes_of_a_machine_need_room_for_sums_and_updates() -> None:
+    """For sums as much as they have gradients, up to a limit; not for gradients that are shared (level 2), and not in one replica.
+    For an update twice the parameter, or a rank's part of it, but where the step's saved values take more before."""
+    for replicas, zero, params, saved, more in (
+        (2, 0, 100, 0, 100 + 200), (2, 1, 100, 0, 100 + 100), (2, 1, 2**30, 0, 2**28 + 2**30), (2, 2, 100, 0, 0 + 100),
+        (1, 0, 100, 0, 0 + 200), (1, 0, 100, 75, 200 - 2 * 75), (1, 0, 100, 100, 0),
+    ):  # fmt: skip
+        blocks = (Block("0", {(1, 1): Work(1, 1, 1, saved, saved, 0)}, {"w": params}),)
+        hardware = Hardware("device", 1, {}, 1.0, ((4, Link()),), Link(), 1)
+        space = Space(Workload(blocks, 2, 2), hardware, 2, 2**40)
+        candidate = Candidate(Layout("gpipe", 1, 1, replicas, 1, 1, 1, True), (zero,), 0, 0, ())
+        own, shared = (Model(replace(space, hardware=replace(hardware, at_once=cores))) for cores in (None, 2))
+        assert memory_of(shared, candidate)[0][0] - memory_of(own, candidate)[0][0] == more
+
+
 def test_where_cores_are_shared_gathers_are_waited_for() -> None:
     """With devices of their own, a gather is on its way while something else is computed, but for the first pass of a rank."""
     space, candidate, _ = case("interleaved_one_f_one_b", 2, 2, 2, 2, 3)
