@@ -1,6 +1,6 @@
 """An unmodified Hugging Face GPT-2 that is too large for one device: two devices train it, with the program that a search finds.
 
-    python examples/auto.py              two processes, each with 2 GB of address space for its tensors
+    python examples/auto.py              two processes, each with 2.2 GB of address space beside what it has at its start
     python examples/auto.py --devices 1  one process with as much, where it does not fit
 
 Needs `transformers`. The model is built from its configuration, with random values: nothing is downloaded.
@@ -56,7 +56,7 @@ def limit(megabytes: int) -> None:
 def main() -> None:
     parser = argparse.ArgumentParser()
     parser.add_argument("--devices", type=int, default=2)
-    parser.add_argument("--memory", type=int, default=2000, help="MB for each process")
+    parser.add_argument("--memory", type=int, default=2200, help="MB for each process")
     parser.add_argument("--steps", type=int, default=3)
     given = parser.parse_args()
     torch.manual_seed(0)

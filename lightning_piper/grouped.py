@@ -106,7 +106,8 @@ def _backward(ctx: Any, gradient: torch.Tensor) -> tuple[Any, ...]:
     x, weight, counts = ctx.saved_tensors
     gradient = gradient.contiguous()
     into = _grouped_mm(gradient, weight.transpose(1, 2), counts) if ctx.needs_input_grad[0] else None
-    return into, _grouped_outer(x, gradient, counts) if ctx.needs_input_grad[1] else None, None
+    # `weight` is a parameter, transposed: so is this, and the parameter's gradient lies in memory as the parameter does.
+    return into, _grouped_outer(gradient, x, counts).transpose(1, 2) if ctx.needs_input_grad[1] else None, None
 
 
 _grouped_mm.register_autograd(_backward, setup_context=_remember)

@@ -198,7 +198,7 @@ def _proposed(
                 continue
             if needed <= limit:
                 return Proposal(found, candidate, written, found.space.workload, int(needed), tuple(refused), check, verdict)
-            within = float(within) * float(limit) / needed
+            within = int(within * float(limit) / needed)
             why = f"by its plan it needs {size(needed)} of a device, more than was estimated"
             refused.append((candidate, f"{why}; so estimates may be {size(within)} at most"))
             break
