@@ -7,6 +7,7 @@ kept but what the step itself keeps. Layers that compute the same are one measur
 
 from __future__ import annotations
 
+import itertools
 import time
 from collections.abc import Callable, Iterator, Sequence
 from statistics import median
@@ -28,6 +29,8 @@ from lightning_piper.search.parameters import CACHES, Optimizer, timed, wait
 from lightning_piper.search.walking import walk
 from lightning_piper.search.workload import Work, Workload
 
+MOST, ENOUGH = 20, 0.5  # runs of a short step, and seconds of them: the machine is not always as fast
+
 
 def measured(
     module: nn.Module, batch: Any, samples: Sequence[int] = (1, 2), calls: int = 5, states: float = 2.0, cut: Cut | None = None,
@@ -39,7 +42,7 @@ def measured(
         module: a LightningModule with real parameters, on the device that is to be measured.
         batch: of one step, with data.
         samples: of microbatches that are measured: the first ones of the batch.
-        calls: runs of the step, after one that warms up; the median of each pass counts.
+        calls: runs of the step, at least, after one that warms up; the median of each pass counts.
         states: bytes of the optimizer's state for one of parameters; 2 for Adam.
         cut: of the same module and batch, if there is one.
         optimizer: makes the optimizer of parameters.
@@ -95,12 +98,17 @@ def seconds_of_passes(
     size = min(CACHES, 4 * sum(x.nbytes for x in cut.module.parameters()))
     touched = torch.zeros(size, dtype=torch.uint8, device=device)
     with torch.no_grad(), seeded(0, device):
-        for i in range(calls + 1):
+        for i in itertools.count():
+            start = clock()
             for split in (False, True):
                 touched.add_(1)
                 walk(code, tensors, cut.step.inputs(given), run, split=split)
             if i == 0:  # to warm up
                 times.clear()
+            elif i == 1:
+                calls = max(calls, min(MOST, int(ENOUGH / max(clock() - start, 1e-9))))
+            if i == calls:
+                break
     found: dict[int, dict[str, float]] = {}
     for region, text in texts.items():
         passes = {kind: median(times[text, kind]) for kind in ("F", "B", "BI", "BW") if (text, kind) in times}

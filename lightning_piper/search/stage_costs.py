@@ -284,11 +284,13 @@ class Costs:
 
     def updating(self, spans: Sequence[Span], levels: Sequence[int]) -> int:
         """Bytes that processes of a machine take while they update these stages. Adam makes two tensors as large as a parameter, or
-        as the part of it that is here, and takes one parameter after the other. (At this time nothing waits for a backward pass.)"""
+        as the part of it that is here, and takes one parameter after the other. (Nothing waits for a backward pass then.)"""
         if not self._processes:
             return 0
         parts = self.layout.replicas // self.layout.routed
-        largest = [max(self.params.largest_update[i:j]) // (parts if level else 1) for (i, j), level in zip(spans, levels, strict=True)]
+        largest = [
+            max(self.params.largest_update[i:j]) // (parts if level else 1) for (i, j), level in zip(spans, levels, strict=True)
+        ]
         return 2 * max(largest)
 
 
