@@ -1,10 +1,11 @@
 """Predicted against measured: the programs that a search finds best, in processes over gloo, beside torch's own ways to train.
 
 For each model the search proposes programs from costs that were measured while all processes were at work. Each of the best ones
-runs alone first, as in training: this is compared with what was predicted. Then they, DDP, FSDP2, Schedule1F1B and DualPipeV (with
-the cuts that the same costs say are best) live in the same processes and take turns, some steps each, so that whatever else the
-machine does hits all; all are slower then, for they find caches and memory as others left them. A step is all that a user waits
-for: gradients and the optimizer's update.
+runs alone first, as in training: this is compared with what was predicted, and with what the same costs predict when they are
+measured again behind these runs, for a machine that others use is not as fast all the time. Then they, DDP, FSDP2, Schedule1F1B and
+DualPipeV (with the cuts that the same costs say are best) live in the same processes and take turns, some steps each, so that
+whatever else the machine does hits all; all are slower then, for they find caches and memory as others left them. A step is all
+that a user waits for: gradients and the optimizer's update.
 
     python benchmarks/auto.py [--ranks 2] [--steps 8] [--programs 5] [--models gpt,moe]
 """
@@ -32,7 +33,9 @@ from lightning_piper.processes.heap import keep_freed_memory
 from lightning_piper.processes.world import World
 from lightning_piper.search import Candidate, Written, best_of
 from lightning_piper.search.blocks import blocks_of
+from lightning_piper.search.estimate import time_of
 from lightning_piper.search.report import described
+from lightning_piper.search.stage_costs import Model
 from lightning_piper.search.workload import Workload
 from lightning_piper.search.writing import write
 from lightning_piper.session.together import measured_together
@@ -47,6 +50,7 @@ class System:
 
     Attributes:
         predicted: seconds, of ours.
+        again: the same, from costs that were measured after the runs alone.
         build: makes the step.
         alone: seconds of a step where there is no other system; median.
         seconds: of each step among all, of the slowest rank.
@@ -58,6 +62,7 @@ class System:
     candidate: Candidate | None = None
     step: Step | None = None
     executor: Any = None
+    again: float = 0.0
     alone: float = 0.0
     seconds: list[float] = dataclasses.field(default_factory=list)
 
@@ -126,6 +131,12 @@ def compare(name: str, rank: int, world: World, args: argparse.Namespace) -> Non
         if system.candidate is not None and built(system, rank):
             system.alone = statistics.median([timed(system) for _ in range(args.steps + TURN)][TURN:])
             system.step = system.executor = None
+    model = Model(
+        dataclasses.replace(space, **dict(zip(("workload", "hardware"), measured_together(chain, batch, world), strict=True)))
+    )
+    for system in systems:
+        if system.candidate is not None:
+            system.again = float(time_of(model, system.candidate))
     ready = [system for system in systems if built(system, rank)]
     turns(ready, args.steps)
     if rank == 0:
@@ -172,10 +183,10 @@ def turns(systems: list[System], steps: int) -> None:
 def show(systems: list[System]) -> None:
     own = [s for s in systems if s.predicted is not None]
     best, peer = min(own, key=lambda s: s.median), min((s for s in systems if s.predicted is None), key=lambda s: s.median)
-    print("  predicted  alone (ms)  ratio  among all  least")
+    print("  predicted      again  alone (ms)  ratios          among all  least")
     for s in systems:
-        ahead = f"{s.predicted * 1e3:9.2f}" if s.predicted else " " * 9
-        alone = f"{s.alone * 1e3:9.2f}  {s.predicted / s.alone:6.3f}" if s.predicted else " " * 17
+        ahead = f"{s.predicted * 1e3:9.2f} {s.again * 1e3:9.2f}" if s.predicted else " " * 19
+        alone = f"{s.alone * 1e3:9.2f}  {s.predicted / s.alone:6.3f} {s.again / s.alone:6.3f}" if s.predicted else " " * 24
         print(f"  {ahead} {alone} {s.median * 1e3:9.2f} {min(s.seconds) * 1e3:9.2f}  {s.name}")
     print(f"  chosen / best of ours {own[0].median / best.median:.3f}", end="; ")
     print(f"chosen / best of torch's ({peer.name}) {own[0].median / peer.median:.3f}", flush=True)

@@ -23,7 +23,6 @@ PIECES = 2
 CACHES = 1 << 25  # bytes that push other ones out of most caches; measuring must not take much memory from what is measured
 LARGEST = 1 << 26  # bytes of a tensor that is measured; what is larger takes as much more, and measuring might not have room for it
 PART = 1 << 20  # bytes of a tensor that is laid into a bucket
-SMALL = (1 << 10, 100)  # bytes of one that takes no time but that of the call, and how many there are
 Optimizer = Callable[[list[torch.nn.Parameter]], torch.optim.Optimizer]
 
 
@@ -86,7 +85,7 @@ def timed(
     device = next(cut.module.parameters()).device
     specs = {name: cut.step.params[own].spec for own, names in cut.renamed.items() for name in names if name in cut.trains}
     shares = {name: round(zeros.get(own, 0.0), 1) for own, names in cut.renamed.items() for name in names}
-    each, packed = _packed(device, calls, clock)
+    packed = _packed(device, calls, clock)
 
     @functools.cache
     def of(numel: int, dtype: torch.dtype, share: float) -> tuple[float, float]:
@@ -107,26 +106,21 @@ def timed(
         spec, share = specs[name], shares[name]
         pieces = PIECES if spec.nbytes > PART else 1  # small ones take as long as their number says
         in_parts = pieces * of(spec.numel // pieces, spec.dtype, share)[1]
-        return Changes(each + spec.nbytes * packed, *of(spec.numel, spec.dtype, share), in_parts)
+        return Changes(spec.nbytes * packed, *of(spec.numel, spec.dtype, share), in_parts)
 
     return of_param
 
 
-def _packed(device: torch.device, calls: int, clock: Callable[[], float]) -> tuple[float, float]:
-    """To lay a tensor, and a byte of it, into memory that is there, too."""
-    parts, bucket = (torch.full((CACHES,), 1, dtype=torch.uint8, device=device) for _ in range(2))
+def _packed(device: torch.device, calls: int, clock: Callable[[], float]) -> float:
+    """To lay a byte of tensors that are there into memory that is there, too. (What each of them takes, however small, is in the
+    time of a step without work.)"""
+    parts, bucket = (torch.full((CACHES,), 1, dtype=torch.uint8, device=device).split(PART) for _ in range(2))
 
-    def took(count: int, nbytes: int) -> float:
-        pairs = list(zip(bucket[: count * nbytes].split(nbytes), parts.split(nbytes), strict=False))
+    def pack() -> None:
+        for x, y in zip(bucket, parts, strict=True):
+            x.copy_(y)
 
-        def pack() -> None:
-            for x, y in pairs:
-                x.copy_(y)
-
-        return median([_seconds(pack, device, clock) for _ in range(calls + 1)][1:]) / count
-
-    each = took(SMALL[1], SMALL[0])
-    return each, max(0.0, took(CACHES // PART, PART) - each) / PART
+    return median([_seconds(pack, device, clock) for _ in range(calls + 1)][1:]) / CACHES
 
 
 def _timed(like: Callable[[], torch.Tensor], optimizer: Optimizer, calls: int, clock: Callable[[], float]) -> tuple[float, float]:
@@ -145,12 +139,14 @@ def _timed(like: Callable[[], torch.Tensor], optimizer: Optimizer, calls: int, c
         changes.step()
         changes.zero_grad()
 
-    found = []
+    found, others = [], torch.zeros(CACHES, dtype=torch.uint8, device=first.device)
     for _ in range(calls + 1):
         for x in params:
             x.grad = like()
         with torch.no_grad():
+            others.add_(1)
             added = _seconds(add, first.device, clock)
+            others.add_(1)  # the passes before an update take the caches
         found.append((added / count, _seconds(update, first.device, clock) / count))
     adding, updating = zip(*found[1:], strict=True)
     return median(adding), median(updating)

@@ -34,6 +34,7 @@ from lightning_piper.simulate import Link
 from lightning_piper.simulate.hardware import Collectives, Hardware
 
 SMALL, LARGE, ROUNDS = 1 << 10, 1 << 22, 7  # bytes that are sent to and fro, and how often, to measure a link
+PARAMS = 200  # of a step of next to no work: with more of them, real work takes far longer
 MOST = 1 << 26  # bytes of a collective that is measured; if there are fewer parameters, as many as these
 
 
@@ -55,7 +56,8 @@ def measured_together(
     large = min(MOST, max(LARGE, sum(x.nbytes for x in module.parameters()))) // 1024 * 1024
     degrees = [n for n in range(2, world.size + 1) if world.size % n == 0] if world.device.type == "cpu" else []
     collectives = {n: Collectives(*(_link_of(world, n, large, each) for each in (_sums, _scatters, _gathers))) for n in degrees}
-    at_once, step = min(world.gather(_cores(world))), _step_of(world)
+    at_once = min(world.gather(_cores(world)))
+    step = _step_of(world, min(PARAMS, sum(p.requires_grad for p in module.parameters())))
     workload: Workload | None = None
     failure: Exception | None = None
     for turn in range(0, world.size, at_once):
@@ -80,26 +82,26 @@ def measured_together(
 
 
 class _Least(pl.LightningModule):
-    """A step of next to no work, with what most steps have."""
+    """A step of next to no work, with what most steps have, and with so many parameters."""
 
-    def __init__(self) -> None:
+    def __init__(self, params: int) -> None:
         super().__init__()
-        self.net = nn.Linear(1, 1)
+        self.params = nn.ParameterList(torch.ones(1) for _ in range(params))
 
     def training_step(self, batch: torch.Tensor, batch_idx: int) -> torch.Tensor:
-        loss: torch.Tensor = self.net(batch).mean()
+        loss = (batch * torch.cat(list(self.params))).mean()
         self.log("loss", loss)
         return loss
 
 
-def _step_of(world: World) -> float:
+def _step_of(world: World, params: int) -> float:
     """Seconds of a step of next to no work, by replicas. Collective."""
-    ranks, batch = list(range(world.size)), torch.ones(world.size, 1)
+    ranks, batch, module = list(range(world.size)), torch.ones(world.size, 1), _Least(params)
     program = [Place(filter={}, devices=ranks), *([Replicate(filter={}, devices=ranks)] if world.size > 1 else [])]
-    compiled = compile(_Least(), batch, program, device=world.device.type)
-    params = {name: p.detach().to(world.device) for name, p in _Least().named_parameters()}
+    compiled = compile(module, batch, program, device=world.device.type)
+    tensors = {name: p.detach().to(world.device) for name, p in module.named_parameters()}
     transport = ProcessTransport(compiled.plans, ranks=ranks, device=world.device)
-    executor = Executor(compiled.plans[world.rank], compiled.step, params, {}, transport, world.device)
+    executor = Executor(compiled.plans[world.rank], compiled.step, tensors, {}, transport, world.device)
     leaf, times = batch[:1].to(world.device), list[float]()
     others = torch.zeros(CACHES, dtype=torch.uint8, device=world.device)  # a real step's passes take the caches
     for _ in range(3 * ROUNDS + 1):
