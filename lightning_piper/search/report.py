@@ -11,10 +11,12 @@ from lightning_piper.search.space import Candidate, Space
 from lightning_piper.simulate.durations import Number
 
 _WHY = {
-    "bound": "excluded by the bound of their objective",
+    "bound": "excluded by the bound of the objective",
     "memory": "that cannot fit",
     "left": "not excluded when the budget was spent",
 }
+# Of one stage: what a microbatch's backward pass waits for.
+_TURNS = {"gpipe": "all forward passes first", "one_f_one_b": "one after the other"}
 
 
 @dataclass(frozen=True)
@@ -63,30 +65,47 @@ class Found:
         ]  # fmt: skip
         widths = [max(len(row[k]) for row in rows) for k in range(len(head))]
         lines += ["  ".join(x.ljust(w) for x, w in zip(row, widths, strict=True)).rstrip() for row in rows]
-        counts = [(self.evaluated, "estimated in their turn"), *((n, _WHY[why]) for why, n in sorted(self.cut.items()))]
-        lines += ["", f"{self.size:,} candidate{'s' * (self.size != 1)}:", *(f"  {n:,} {what}" for n, what in counts if n)]
+        counts = [(self.evaluated, "estimated in turn"), *((n, _WHY[why]) for why, n in sorted(self.cut.items()))]
+        lines += ["", f"{counted(self.size, 'candidate')}:", *(f"  {n:,} {what}" for n, what in counts if n)]
         return "\n".join(lines)
 
 
 def described(candidate: Candidate, blocks: int | None = None) -> str:
-    """In words; with the number of blocks, also how many each stage has."""
+    """In words; with the number of blocks, also how many each stage has. One stage has no schedule."""
     layout = candidate.layout
-    parts = [f"{layout.schedule}, {layout.stages} stages on {layout.ranks} ranks, {layout.microbatches} microbatches"]
+    several, m = layout.stages > 1, layout.microbatches
+    microbatches = "1 microbatch" if m == 1 else f"{m} microbatches"
+    parts = [f"{layout.schedule}, {layout.stages} stages on {layout.ranks} ranks, {microbatches}"] if several else []
     if layout.replicas > 1:
-        parts.append(
-            f"{layout.replicas} replicas at ZeRO {_levels(candidate)}{', next to each other' if layout.data_inside else ''}"
-        )
+        apart = ", next to each other" if several and layout.data_inside else ""
+        parts.append(f"{layout.replicas} replicas at ZeRO {_levels(candidate)}{apart}")
     if layout.tensor > 1:
         parts.append(f"{layout.tensor} members of the tensor axis")
     if layout.routed > 1:
         parts.append(f"routed parameters divided by {layout.routed}")
-    if candidate.recomputed:
-        parts.append(f"the first {candidate.recomputed} stages recompute")
-    if candidate.offloaded:
-        parts.append(f"{'the next' if candidate.recomputed else 'the first'} {candidate.offloaded} stages offload")
-    if blocks is not None:
+    if several:
+        parts += _less_kept(candidate)
+    else:
+        parts = parts or ["one device"]
+        parts += [f"{microbatches}, {_TURNS[layout.schedule]}"] if m > 1 else []
+        parts += ["recomputed"] if candidate.recomputed else ["offloaded"] if candidate.offloaded else []
+    if blocks is not None and several:
         parts.append("blocks " + "+".join(str(j - i) for i, j in candidate.spans(blocks)))
     return "; ".join(parts)
+
+
+def _less_kept(candidate: Candidate) -> list[str]:
+    found = []
+    for n, what in ((candidate.recomputed, "recompute"), (candidate.offloaded, "offload")):
+        which = "next" if found else "first"
+        if n:
+            found.append(f"the {which} stage {what}s" if n == 1 else f"the {which} {n} stages {what}")
+    return found
+
+
+def counted(n: int, what: str) -> str:
+    """`1 program`, or `2,612,532 programs`."""
+    return f"{n:,} {what}{'s' * (n != 1)}"
 
 
 def _levels(candidate: Candidate) -> str:

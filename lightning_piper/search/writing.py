@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from torch import nn
@@ -11,7 +11,7 @@ from torch.utils.hooks import RemovableHandle
 
 from lightning_piper import schedules
 from lightning_piper.annotate import annotate_modules
-from lightning_piper.directives import Directive, Offload, Order, Place, Recompute, Replicate, Shard, Split
+from lightning_piper.directives import Directive, Offload, Order, Place, Recompute, Replicate, Shard
 from lightning_piper.directives.program import to_json
 from lightning_piper.search.space import Candidate
 
@@ -67,14 +67,11 @@ def write(
     """
     layout = candidate.layout
     groups = [_devices(candidate, rank) for rank in range(layout.ranks)]
-    if layout.stages > 1:
-        builder = getattr(schedules, layout.schedule)
-        each = {"stages_per_device": layout.per_rank} if layout.schedule == "interleaved_one_f_one_b" else {}
-        built: list[Directive] = builder(layout.stages, layout.microbatches, devices=groups, tag=TAG, dim_name=MICROBATCH, **each)
-    else:
-        built = [Place(filter={}, devices=groups[0])]
-        if layout.microbatches > 1:
-            built.append(Split(filter={}, dim_name=MICROBATCH, num_microbatches=layout.microbatches))
+    builder = getattr(schedules, layout.schedule)
+    each = {"stages_per_device": layout.per_rank} if layout.schedule == "interleaved_one_f_one_b" else {}
+    built: list[Directive] = builder(layout.stages, layout.microbatches, devices=groups, tag=TAG, dim_name=MICROBATCH, **each)
+    if layout.stages == 1:
+        built = _untagged(built) if layout.microbatches > 1 else [Place(filter={}, devices=groups[0])]
     orders = [directive for directive in built if isinstance(directive, Order)]
     placed = [directive for directive in built if not isinstance(directive, Order)]
     if unnamed is not None and layout.stages > 1:
@@ -95,6 +92,19 @@ def write(
         more.append(Offload(filter=_of_stages(candidate, again, again + away)))
     named = tuple(map(tuple, stages)) if layout.stages > 1 else ()
     return Written(named, (*placed, *more, *orders), layout.replicas)
+
+
+def _untagged(built: Sequence[Directive]) -> list[Directive]:
+    """Directives of a schedule of one stage, which needs no tag."""
+    found: list[Directive] = []
+    for directive in built:
+        if isinstance(directive, Place):
+            directive = replace(directive, filter={})
+        elif isinstance(directive, Order):
+            filters = [{name: value for name, value in each.items() if name != TAG} for each in directive.filters]
+            directive = replace(directive, filters=filters)
+        found.append(directive)
+    return found
 
 
 def _of_stages(candidate: Candidate, start: int, stop: int) -> dict[str, Any]:

@@ -18,7 +18,7 @@ from lightning_piper.search.blocks import Cut, blocks_of
 from lightning_piper.search.optimizers import states_of
 from lightning_piper.search.parameters import like
 from lightning_piper.search.proposing import Proposal, search
-from lightning_piper.search.report import described, size
+from lightning_piper.search.report import counted, described, size
 from lightning_piper.search.workload import Workload
 from lightning_piper.session.available import memory_of
 from lightning_piper.session.cached import Choice, file_of, folder, read, write
@@ -119,5 +119,5 @@ def _proved(proposal: Proposal) -> str:
     found, refused = proposal.found, len(proposal.refused)
     but = f", but for {refused} that {'is' if refused == 1 else 'are'} refused" if refused else ""
     if found.gap:
-        return f"the best of {found.size:,} programs may take up to {float(found.gap):.1%} less{but}"
-    return f"of {found.size:,} programs, none is predicted to be better{but}"
+        return f"the best of {counted(found.size, 'program')} may take up to {float(found.gap):.1%} less{but}"
+    return f"of {counted(found.size, 'program')}, none is predicted to be better{but}"

@@ -1,0 +1,59 @@
+"""A candidate as a program, and in words."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+import lightning_piper as piper
+from lightning_piper.search import Candidate, Layout
+from lightning_piper.search.report import counted, described
+from lightning_piper.search.writing import write
+from lightning_piper.simulate import simulate
+from tests.search.nets import GPT, Module, tokens
+
+
+def one_stage(schedule: str, microbatches: int, replicas: int = 1, again: int = 0, away: int = 0) -> Candidate:
+    return Candidate(Layout(schedule, 1, 1, replicas, 1, 1, microbatches, True), (replicas - 1,), again, away, ())
+
+
+@pytest.mark.parametrize("replicas", [1, 2])
+@pytest.mark.parametrize(("schedule", "kept"), [("gpipe", 4), ("one_f_one_b", 1)])
+def test_one_stage_keeps_as_many_microbatches_as_its_schedule(schedule: str, kept: int, replicas: int) -> None:
+    """Though it needs no tag, and nobody waits for it."""
+    torch.manual_seed(0)
+    module, batch = Module(GPT(2, False)).double(), tokens(8)
+    written = write(one_stage(schedule, 4, replicas), [["net"]])
+    assert not written.stages
+    compiled = piper.compile(module, batch, written.directives)
+    devices = simulate(compiled.dag, compiled.plans).devices.values()
+    assert [device.peak_in_flight for device in devices] == [kept] * replicas
+    assert piper.verify(module, batch, written.directives).verdict == "verified"
+
+
+TWO = Layout("zbv", 2, 2, 1, 1, 1, 1, True)
+SAID = {
+    "one device": one_stage("gpipe", 1),
+    "one device; 4 microbatches, all forward passes first": one_stage("gpipe", 4),
+    "2 replicas at ZeRO 1": one_stage("gpipe", 1, 2),
+    "2 replicas at ZeRO 1; 4 microbatches, one after the other; recomputed": one_stage("one_f_one_b", 4, 2, again=1),
+    "one device; offloaded": one_stage("gpipe", 1, away=1),
+    "zbv, 4 stages on 2 ranks, 1 microbatch; the first stage offloads": Candidate(TWO, (0,) * 4, 0, 1, (1, 2, 3)),
+    "zbv, 4 stages on 2 ranks, 1 microbatch; the first stage recomputes; the next stage offloads": Candidate(
+        TWO, (0,) * 4, 1, 1, (1, 2, 3)
+    ),
+    "zbv, 4 stages on 2 ranks, 8 microbatches; the first 2 stages recompute; the next 2 stages offload": Candidate(
+        TWO._replace(microbatches=8), (0,) * 4, 2, 2, (1, 2, 3)
+    ),
+}
+
+
+@pytest.mark.parametrize("said", SAID)
+def test_candidates_are_told(said: str) -> None:
+    assert described(SAID[said]) == said
+
+
+def test_blocks_are_told_where_they_are_divided() -> None:
+    assert described(Candidate(TWO, (0,) * 4, 0, 0, (1, 3, 4)), 9).endswith("; blocks 1+2+1+5")
+    assert "blocks" not in described(one_stage("gpipe", 1), 9)
+    assert (counted(1, "program"), counted(2612532, "program")) == ("1 program", "2,612,532 programs")
