@@ -208,7 +208,7 @@ class ShapeSymbols:
 
 @contextlib.contextmanager
 def quietly() -> Iterator[None]:
-    """Inside, torch does not say what it could not trace: another trace will, or can."""
+    """Inside, torch logs no traceback of an operation that it could not trace: it raises the same error, too."""
     loggers = [logging.getLogger(name) for name in ("torch._subclasses.fake_tensor", "torch.fx.experimental.symbolic_shapes")]
     before = [logger.disabled for logger in loggers]
     try:

@@ -44,7 +44,7 @@ class PartlyCaptured(CapturedStep):
         super().__init__(module, batch_spec, device, context, history, whole_norms)
         reads = Reads(dataclasses.replace(self.reads.history))  # of the whole step; what the rest reads is no concern of a capture
         followed = _FollowedStep(module, batch_spec, context, (), reads, self._blocks, whole_norms)
-        with contextlib.suppress(Exception), _torch.quietly(), without_drawing():
+        with contextlib.suppress(Exception), without_drawing():
             trace(followed, self._specs(self.size), device, {})
         self.calls = tuple(followed.followed.captured)
         if not self.calls:

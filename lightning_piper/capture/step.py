@@ -14,7 +14,6 @@ import torch
 from torch import nn
 
 from lightning_piper.annotate import repeated_blocks
-from lightning_piper.capture import _torch
 from lightning_piper.capture.aliases import refuse_sharing
 from lightning_piper.capture.batch import BatchSpec
 from lightning_piper.capture.chunks import cut
@@ -255,8 +254,7 @@ class CapturedStep:
         step.gradients = torch.no_grad  # what it computes is enough
         forget = self.reads.inputs.remember()
         try:
-            with _torch.quietly():
-                self._graphs[other] = trace(step, batch, self._device, {}).graph, numbers
+            self._graphs[other] = trace(step, batch, self._device, {}).graph, numbers
             return self._graphs[other][0], other
         except Exception:  # the user's code takes no other size
             self._alone = True
@@ -284,8 +282,7 @@ class CapturedStep:
         free, hint = self._symbolic.free(self._specs(size), first._specs(size))
         symbols, forget = Symbols(free), self.reads.inputs.remember()
         try:
-            with _torch.quietly():
-                traced, specs, step = self._trace(hint, {}, (), symbols.fakes)
+            traced, specs, step = self._trace(hint, {}, (), symbols.fakes)
             made = SymbolicStep(traced, symbols, step.rebuild)
             text = made.text(first._specs(samples) + specs[len(self.batch_spec.specs) :])
             if text is None:

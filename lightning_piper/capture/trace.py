@@ -70,6 +70,7 @@ def fakes_of(specs: tuple[TensorSpec, ...], device: torch.device) -> tuple[_torc
         return mode, tuple(torch.empty_strided(s.shape, s.stride, dtype=s.dtype, device=device) for s in specs)
 
 
+@_torch.quietly()
 def trace(
     step: Step, specs: tuple[TensorSpec, ...], device: torch.device, parts: Mapping[str, int], fakes: Fakes = fakes_of
 ) -> Traced:

@@ -95,7 +95,7 @@ def described(candidate: Candidate, blocks: int | None = None) -> str:
 
 
 def _less_kept(candidate: Candidate) -> list[str]:
-    found = []
+    found: list[str] = []
     for n, what in ((candidate.recomputed, "recompute"), (candidate.offloaded, "offload")):
         which = "next" if found else "first"
         if n:

@@ -96,13 +96,16 @@ def write(
 
 def _untagged(built: Sequence[Directive]) -> list[Directive]:
     """Directives of a schedule of one stage, which needs no tag."""
+
+    def plain(condition: Any) -> dict[str, Any]:
+        return {name: value for name, value in condition.items() if name != TAG}
+
     found: list[Directive] = []
     for directive in built:
         if isinstance(directive, Place):
             directive = replace(directive, filter={})
         elif isinstance(directive, Order):
-            filters = [{name: value for name, value in each.items() if name != TAG} for each in directive.filters]
-            directive = replace(directive, filters=filters)
+            directive = replace(directive, filters=[plain(each) for each in directive.filters])
         found.append(directive)
     return found
 

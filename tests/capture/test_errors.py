@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import inspect
+import logging
 import random
 from collections import deque
 from collections.abc import Callable
@@ -16,7 +17,7 @@ import torchmetrics
 from lightning.pytorch.utilities.memory import is_oom_error
 from torch import Tensor, nn
 
-from lightning_piper.capture import capture
+from lightning_piper.capture import _torch, capture
 from lightning_piper.errors import CaptureError
 from lightning_piper.ir.nodes import Chunk
 from lightning_piper.ops.build import build_dag
@@ -378,6 +379,23 @@ def test_regions_that_depend_on_the_batch_size() -> None:
     step.at(4), step.at(3)
     with pytest.raises(CaptureError, match=r"another structure for 2 samples than for 4 .*depends on the batch size"):
         step.at(2)
+
+
+def test_an_operation_that_fails_is_told_once(caplog: pytest.LogCaptureFixture) -> None:
+    """With the user's line. torch would log a traceback of its own beside it, as the control shows."""
+
+    def end(self: Any, x: Tensor, h: Tensor, loss: Tensor, batch_idx: int) -> Tensor:
+        return loss + (x @ x[:3]).sum()  # here
+
+    def logged() -> list[str]:
+        return [record.name for record in caplog.records if record.levelno >= logging.WARNING]
+
+    told = message(end)
+    assert marked(end) in told and "RuntimeError: a and b must have same reduction dim" in told
+    assert not logged()
+    with _torch.FakeTensorMode(), pytest.raises(RuntimeError, match="same reduction dim"):
+        torch.ones(4, 3) @ torch.ones(5, 4)
+    assert logged() == ["torch._subclasses.fake_tensor"]
 
 
 CAUGHT = {
