@@ -29,7 +29,7 @@ def find_params(make: Callable[[], tuple[Graph, Names]], axis: str, degree: int,
     runs: dict[str, int] = {}  # 0: left whole
     while True:
         graph, names = make()
-        weights = {name for x, name in names.params.items() if len(shape_of(x)) == 2}
+        weights = [name for x, name in names.params.items() if len(shape_of(x)) == 2]
         seek = {name: runs.get(name, 1) for name in weights if runs.get(name, 1)}
         placing = Placing(graph, Division(axis, degree, {}, values), names, seek)
         try:

@@ -250,10 +250,10 @@ def _written(candidate: Candidate, cut: Cut) -> Written:
 def _params(cut: Cut, degree: int) -> Params | None:
     if degree == 1:
         return None
-    parts: dict[str, Part] = find_params(cut.step.joint_graph, TENSOR, degree, {})
-    return {
-        name: part.dim if part.blocks == 1 else (part.dim, part.blocks) for n, part in parts.items() for name in cut.all_named([n])
-    }
+    found: dict[str, Part] = find_params(cut.step.joint_graph, TENSOR, degree, {})
+    parts = {name: part for n, part in found.items() for name in cut.all_named([n])}
+    ordered = (name for block in cut.params for name in block if name in parts)  # as in the model
+    return {name: parts[name].dim if parts[name].blocks == 1 else (parts[name].dim, parts[name].blocks) for name in ordered}
 
 
 def _checked(written: Written, module: nn.Module, batch: Any, check: Check, states: float) -> tuple[int, str]:

@@ -7,6 +7,8 @@ import torch
 
 import lightning_piper as piper
 from lightning_piper.search import Candidate, Layout
+from lightning_piper.search.blocks import blocks_of
+from lightning_piper.search.proposing import _params
 from lightning_piper.search.report import counted, described
 from lightning_piper.search.writing import write
 from lightning_piper.simulate import simulate
@@ -29,6 +31,13 @@ def test_one_stage_keeps_as_many_microbatches_as_its_schedule(schedule: str, kep
     devices = simulate(compiled.dag, compiled.plans).devices.values()
     assert [device.peak_in_flight for device in devices] == [kept] * replicas
     assert piper.verify(module, batch, written.directives).verdict == "verified"
+
+
+def test_parameters_are_named_in_the_order_of_the_model() -> None:
+    """Also those of layers for which another one stands."""
+    module = Module(GPT(5))
+    names = list(_params(blocks_of(module, tokens(4)), 2) or {})
+    assert len(names) > 20 and names == [name for name, _ in module.named_parameters() if name in names]
 
 
 TWO = Layout("zbv", 2, 2, 1, 1, 1, 1, True)
