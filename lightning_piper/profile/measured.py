@@ -145,7 +145,6 @@ class Measured:
             last = max(exchange.done.values(), default=0.0)
             for device, instruction, start, _ in exchange.joined:
                 end = max(exchange.done.get(device, last), start)
-                self.trace.exchanges[device, instruction.node] = (start, end)
                 self._span(device, instruction, "recv" if isinstance(instruction, Irecv) else instruction.op, start, end)
 
     def _span(self, device: int, instruction: Instruction, kind: str, start: float, end: float) -> None:

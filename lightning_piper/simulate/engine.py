@@ -85,14 +85,12 @@ class Trace:
     Attributes:
         spans: in order of issue.
         times: device -> start and end of every instruction of its plan.
-        exchanges: (device, node) -> start and end of the communication that the device joined there.
         held: when streams waited, and for what.
         end: when the last stream is done.
     """
 
     spans: list[Span] = field(default_factory=list)
     times: dict[int, list[Interval]] = field(default_factory=dict)
-    exchanges: dict[tuple[int, int], Interval] = field(default_factory=dict)
     held: list[Held] = field(default_factory=list)
     end: Number = 0
 
@@ -222,7 +220,6 @@ class _World:
         start = max(exchange.ready, self._free.get(exchange.lane, 0))
         exchange.end = self._free[exchange.lane] = start + self._duration(exchange)
         for member, joined in exchange.joined:
-            self.trace.exchanges[member, joined.node] = (start, exchange.end)
             self._span(member, joined, "recv" if isinstance(joined, Irecv) else joined.op, start, exchange.end)
         return exchange.waiting
 

@@ -1,9 +1,9 @@
 """What the values of a step need on one device, over virtual time.
 
 Memory is counted by storages: tensors that share one count once, in whatever values they are. A storage is there from the start
-of the instruction that makes it (a received one: of the transfer) to the end of the last that reads a value on it; what was sent,
-until its send is waited for; gradients and buffers that are handed out, to the end of the step. All of it not before the
-pass is done that the plan has before it. What lies on parameters, buffers of the module or the batch needs nothing.
+of the instruction that makes it (a received one: from when its receive is posted) to the end of the last that reads a value on
+it; what was sent, until its send is waited for; gradients and buffers that are handed out, to the end of the step. All of it not
+before the pass is done that the plan has before it. What lies on parameters, buffers of the module or the batch needs nothing.
 
 While a pass runs, the curve is what is there in the moment in which most is (`footprint`): what it lets go of before does not
 count, nor what it makes later; what it makes for itself alone is `workspace`. So it is while two bundles of gradients are added.
@@ -29,7 +29,6 @@ from lightning_piper.plan.instructions import (
     Deliver,
     HostCopy,
     Instruction,
-    Irecv,
     ReduceScatter,
     Run,
     Send,
@@ -79,8 +78,6 @@ def curves(dag: TrainingDAG, plan: Plan, trace: Trace) -> tuple[Curve, dict[str,
         # Other streams may run ahead of what computes; memory is taken, and let go of, in the order of the plan.
         worked = max(worked, end) if isinstance(instruction, Run) else worked
         start, end = (start, end) if isinstance(instruction, Run) else (max(start, worked), max(end, worked))
-        if isinstance(instruction, Irecv):
-            start = trace.exchanges[plan.device, instruction.node][0]
         account.enter(instruction, (start, i, 0), (end, i, 1))
     changes = sorted(account.changes, key=lambda change: change[0])
     by_kind = {kind: _bytes_over_time(change for change in changes if change[2] == kind) for kind in KINDS}

@@ -30,17 +30,17 @@ def test_one_device_computed_by_hand() -> None:
     assert figures.in_flight == ((0, 0), (0, 1), (3, 0)) and figures.peak_in_flight == 1
 
 
-def test_what_is_sent_is_there_until_it_is_retired() -> None:
+def test_messages_need_memory_until_they_are_sent_and_from_when_they_are_waited_for() -> None:
     """The first of two stages, one microbatch: F 0 to 1, its message until 4, F and B of the other stage until 7, its message
     until 10, B until 12."""
     program = pipeline("gpipe", 2, 1)
     figures = simulate(program.dag, program.plans, {"F": 1, "B": 2}, Network(Link(latency=3))).devices[0]
     assert figures.memory == (
         (0, 0),
-        (0, 2 * ROW),  # in F: the sum, and its tanh, which is sent and saved
-        (1, ROW),  # that it is sent, until 4, needs no other memory than that it is saved
-        (1, ROW + METRICS),  # the sum of the metrics is under way
-        (7, 2 * ROW + METRICS),  # its gradient is under way
+        (0, ROW),  # room for its gradient, which is received at 10: its receive is posted first
+        (0, 3 * ROW),  # in F: the sum, and its tanh, which is sent and saved
+        (1, 2 * ROW),  # that it is sent, until 4, needs no other memory than that it is saved
+        (1, 2 * ROW + METRICS),  # the sum of the metrics is under way
         (10, ROW + METRICS + GRADS),  # in B: the gradient of the sum, and those of the layer
         (12, METRICS + GRADS),
         (12, GRADS),
