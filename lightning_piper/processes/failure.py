@@ -49,6 +49,7 @@ GRACE = 5.0  # seconds for a process to fail by itself, with a better message
 SETTLE = 2.0  # seconds from the first word of a communication that failed until the verdict
 PATIENCE = 5.0  # seconds for rank 0 to answer
 EVERY = 5.0  # seconds, after which all are asked where they are
+HERE = "127.0.0.1"  # where no name is known, either
 LONGEST = 2000  # characters of an error that are passed on; a message is then one write, whichever thread sends it
 
 GONE = "it ended without a word (killed, or short of memory), or lost its connection"
@@ -85,7 +86,7 @@ class FailureWatch:
         if server is not None:
             self._judging = threading.Thread(target=_Judge(server, world.size, token).run, name="piper-failure-judge", daemon=True)
             self._judging.start()
-        self._line = _connect("localhost" if world.is_rank_zero else host, port)
+        self._line = _connect(HERE if world.is_rank_zero else host, port)
         _send(self._line, {"token": token, "rank": world.rank})
         self._thread = threading.Thread(target=self._listen, name="piper-failure-watch", daemon=True)
         self._thread.start()
@@ -138,8 +139,7 @@ class FailureWatch:
         leaves = message is not None and message["parted"] and first == self._world.rank
         if not self._over.wait(0.0 if leaves else GRACE):
             said = f"rank {self._world.rank} ends, for it would wait in vain: the first process to fail was rank {first}: {why}"
-            print(f"lightning_piper: {said}", file=sys.stderr, flush=True)
-            os._exit(1)
+            end(f"lightning_piper: {said}")
 
 
 class _Judge:
@@ -274,6 +274,14 @@ class _Judge:
     def _drop(self, line: Connection) -> None:
         del self.lines[line]
         line.close()
+
+
+def end(said: str) -> None:
+    """This process, whatever becomes of what it says: stderr may be closed, or a pipe that nobody reads."""
+    saying = threading.Thread(target=lambda: print(said, file=sys.stderr, flush=True), daemon=True)
+    saying.start()
+    saying.join(GRACE)
+    os._exit(1)
 
 
 # Where a process is

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import socket
+import subprocess
+import sys
 import threading
 from collections.abc import Iterator
 from multiprocessing.connection import Connection
@@ -266,3 +269,46 @@ def test_a_place_is_told():
     told = place_of(threading.get_ident())
     assert told == {"waits": False, "at": told["at"]}
     assert "failure.py" in told["at"] and told["at"].endswith("in place_of")
+
+
+ENDING = """
+import os, sys
+from lightning_piper.processes import failure
+reading, writing = os.pipe()
+if sys.argv[1] == "full":
+    os.set_blocking(writing, False)
+    try:
+        while os.write(writing, bytes(4096)):
+            pass
+    except BlockingIOError:
+        os.set_blocking(writing, True)
+else:
+    os.close(reading)
+sys.stderr = open(writing, "w")
+failure.GRACE = 0.1
+failure.end("the last word")
+"""
+
+
+@pytest.mark.parametrize("pipe", ["full", "closed"])
+def test_a_process_ends_also_where_nobody_reads_what_it_says(pipe):
+    done = subprocess.run([sys.executable, "-c", ENDING, pipe], timeout=PATIENCE, capture_output=True, text=True)
+    assert done.returncode == 1, done.stderr
+
+
+def test_the_lead_needs_no_name_to_reach_itself(monkeypatch):
+    """Not even that of loopback, which comes of a file, as other names do of a network."""
+
+    def unknown(host: str, *args: Any, **options: Any) -> Any:
+        assert host == "127.0.0.1", "no name is known"
+        return known(host, *args, **options)
+
+    known = socket.getaddrinfo
+    monkeypatch.setattr(socket, "getaddrinfo", unknown)
+    world = Lead()
+    watch = FailureWatch(world, "no.such.name", [], lambda: None)  # type: ignore[arg-type]
+    other = _connect("127.0.0.1", world.port)
+    _send(other, {"token": world.token, "rank": 1})
+    _send(other, {"over": True, "progress": None})
+    watch.stop()
+    other.close()
