@@ -130,7 +130,8 @@ def _link_of(world: World, members: int, large: int, exchange: Exchange) -> Link
     first = world.rank - world.rank % members
     group = world.group_of(range(first, first + members))
     own = Members(messages_of(group, world.timeout), list(range(members)), world.rank - first, native=False)
-    runs = [(exchange(own, torch.zeros(nbytes // 4)), list[float]()) for nbytes in (SMALL, large)]
+    # in as many parts of one length as there are members
+    runs = [(exchange(own, torch.zeros(nbytes // 4 // members * members)), list[float]()) for nbytes in (SMALL, large)]
     for _ in range(ROUNDS + 1):
         for run, times in runs:
             dist.barrier(group=group)

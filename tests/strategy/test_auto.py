@@ -216,6 +216,16 @@ def test_processes_agree_how_many_of_them_work_at_once(tmp_path):
     assert found == [max(1, min(2, len(os.sched_getaffinity(0)) // 2))] * 2
 
 
+def measure_three(rank: int) -> list[int]:
+    world = World(rank, 3, torch.device("cpu"), timeout=PATIENCE)
+    _, hardware = measured_together(net(), tuple(x[:6] for x in data().tensors), world)
+    return [*hardware.collectives]
+
+
+def test_processes_are_measured_whose_number_divides_no_power_of_two(tmp_path):
+    assert launch(3, measure_three, tmp_path) == [[3]] * 3
+
+
 def test_a_step_that_has_changed_is_searched_again():
     """A file of chosen programs is named by what the step computes, so that the program of another one is not taken."""
 
