@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import hashlib
+import json
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 from torch import nn
@@ -15,6 +17,7 @@ from lightning_piper.errors import DirectiveError
 AUTO = "auto"  # in the place of directives: a search finds them, at the first batch of a fit
 VARIABLE = "PIPER_DIRECTIVES"
 ATTRIBUTE = "piper_directives"
+SHOWN = 300  # characters of a program in an error
 
 
 def given_or_from_environment(directives: Any | None) -> list[Directive] | None:
@@ -89,6 +92,16 @@ def annotations_for_fit(given: list[Directive] | None, annotations: Annotations,
     """
     found = _own(module) if given is None else None
     return annotations if found is None or (isinstance(found, str) and found == AUTO) else annotations_of(found)
+
+
+def told(program: Sequence[Directive], annotations: Annotations, searched: bool) -> str:
+    """What a process was told to run, to be compared with what others were, and shown."""
+    given = [directive.to_json() for directive in program]
+    text = json.dumps([given, annotations] if annotations else given, skipkeys=True, default=lambda x: type(x).__qualname__)
+    if len(text) > SHOWN:
+        mark = hashlib.blake2b(text.encode(), digest_size=4).hexdigest()
+        text = f"{text[:SHOWN]}... ({len(program)} directives, checksum {mark})"
+    return f"what a search finds, or {text}" if searched else text
 
 
 def _own(module: nn.Module) -> Any:

@@ -20,8 +20,16 @@ from lightning_piper.errors import CaptureError, PiperError
 from lightning_piper.holdings.materialize import is_on_meta, load_state, materialize
 from lightning_piper.holdings.ownership import Ownership
 from lightning_piper.holdings.parts import parts_of, put_together
+from lightning_piper.processes.settings import check_alike
 from lightning_piper.session.process_runtime import Settings
-from lightning_piper.session.program import annotations_for_fit, annotations_given, for_fit, given_or_from_environment, is_searched
+from lightning_piper.session.program import (
+    annotations_for_fit,
+    annotations_given,
+    for_fit,
+    given_or_from_environment,
+    is_searched,
+    told,
+)
 from lightning_piper.session.standalone import Standalone
 from lightning_piper.session.uncaptured import NOT_CAPTURED, check_may_be
 from lightning_piper.session.verification import Verify
@@ -53,6 +61,7 @@ class EvaluatingStrategy(OverProcesses):
         super().__init__(**options)
         self._simulated = simulated
         self._directives, self._verify, self._capture, self._compile = directives, verify, capture, checked_options(compile)
+        self._told = [("verify", verify), ("capture", capture), ("compile", bool(compile))]  # what all processes must have been
         self._program: list[Directive] | None = given_or_from_environment(directives)
         self._annotations = annotations_given(directives)
         self._restored = Restored()
@@ -117,8 +126,12 @@ class EvaluatingStrategy(OverProcesses):
         check_precision(plugin)
         self.model = plugin.convert_module(module)
         processes = 1 if self._local else self.world.size
-        program = for_fit(self._program, module, processes, rank_zero_info, is_searched(self._directives, module))
-        for handle in annotate_as(module, annotations_for_fit(self._program, self._annotations, module)):
+        searched = is_searched(self._directives, module)
+        program = for_fit(self._program, module, processes, rank_zero_info, searched)
+        annotations = annotations_for_fit(self._program, self._annotations, module)
+        arguments = [(f"its argument {name!r}", repr(value)) for name, value in self._told]
+        check_alike(self.world.gather((("the program", told(program, annotations, searched)), *arguments)))
+        for handle in annotate_as(module, annotations):
             self._chosen.callback(handle.remove)
         found = {} if self._local else replicas_of(program)
         world = self._world_of(tuple(found.get(rank, 0) for rank in range(self.world.size)))

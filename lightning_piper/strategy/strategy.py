@@ -110,7 +110,7 @@ class PiperStrategy(EvaluatingStrategy):
             )
         if not isinstance(timeout, timedelta) or timeout <= timedelta(0):
             raise PiperError(f"PiperStrategy(timeout={shown(timeout)}): give a positive datetime.timedelta")
-        schedule_of(profile)
+        recorded = schedule_of(profile)
         super().__init__(
             directives, verify, checked_capture(transport, capture, compile), compile, simulated=transport == "simulated",
             local=transport != "process", timeout=timeout, backend=process_group_backend, accelerator=accelerator,
@@ -118,8 +118,8 @@ class PiperStrategy(EvaluatingStrategy):
             precision_plugin=precision_plugin,
         )  # fmt: skip
         self._profile, self._sharded, self._transport = profile, checkpoint == "sharded", transport
-        self._accumulating, self._accumulate = False, accumulate
-        self._saves, self._requeue = Saves(), Requeue()
+        self._told += [("profile", recorded), ("checkpoint", checkpoint), ("accumulate", accumulate)]
+        self._accumulating, self._accumulate, self._saves, self._requeue = False, accumulate, Saves(), Requeue()
 
     def __repr__(self) -> str:
         given = "no directives of its own" if self._program is None else f"{len(self._program)} directives"

@@ -2,14 +2,23 @@
 
 from __future__ import annotations
 
+import json
+import os
 import sys
 from importlib.machinery import ModuleSpec
 from types import ModuleType
+from typing import Any
 
 import pytest
 
 import lightning_piper as piper
+from lightning_piper.directives import to_json
+from lightning_piper.errors import PiperError
+from lightning_piper.session.program import VARIABLE
+from tests.distributed.processes import PATIENCE, launch_trainings
 from tests.strategy.fitting import PROGRAM, trainer
+from tests.strategy.models import MLP, vectors
+from tests.strategy.replicated import dp2
 
 
 def launched(monkeypatch, argv, name=None, file=None, devices=2):
@@ -50,3 +59,37 @@ def test_scripts_and_modules(argv, main, monkeypatch):
 def test_processes_that_something_else_starts_need_no_script(monkeypatch):
     monkeypatch.setenv("LOCAL_RANK", "0")
     assert launched(monkeypatch, ["-c"]).strategy.launcher is None
+
+
+def told(rank: int, others: list[dict[str, Any]]) -> dict[int, str]:
+    """Fits of which rank 1 is told something else than rank 0 is; what each said."""
+    said = {}
+    for number, other in enumerate(others):
+        options: dict[str, Any] = {"directives": "auto"}
+        if rank == 1:
+            os.environ.update(other.get("environment", {}))
+            options |= {key: value for key, value in other.items() if key != "environment"}
+        fit, _ = trainer(piper.PiperStrategy(**options, timeout=PATIENCE), devices=2)
+        try:
+            fit.fit(MLP(), vectors())
+        except PiperError as error:
+            said[number] = str(error)
+        os.environ.pop(VARIABLE, None)
+    return said
+
+
+def test_all_processes_are_told_the_same(tmp_path):
+    """Where they were not, one searched and the other waited elsewhere, or they ended with an error that named something else."""
+    file = tmp_path / "program.json"
+    file.write_text(json.dumps(to_json(PROGRAM)))
+    others = [
+        {"environment": {VARIABLE: str(file)}}, {"directives": dp2()}, {"verify": "off"}, {"profile": True},
+        {"checkpoint": "sharded"}, {"capture": "never"},
+    ]  # fmt: skip
+    for said in launch_trainings(2, told, tmp_path, others):
+        assert [text.split(" is ")[0] for text in said.values()] == [
+            "PiperStrategy: the program", "PiperStrategy: the program", "PiperStrategy: its argument 'verify'",
+            "PiperStrategy: its argument 'profile'", "PiperStrategy: its argument 'checkpoint'",
+            "PiperStrategy: its argument 'capture'",
+        ]  # fmt: skip
+        assert "what a search finds" in said[0] and "on rank 1, but all processes train one module in one way" in said[0]
