@@ -148,9 +148,9 @@ class Cutting:
 
     def _bytes(self, s: int, span: Span, level: int, way: Way) -> tuple[Number, Number]:
         """Of the rank of stage s, and of its host, at least."""
-        static = self.costs.static((span,), (level,)) + (2 * self.costs.least_output if self.layout.ranks > 1 else 0)
         saved, host = saved_bytes(self.costs, [(s, span, way)], self._states[s], least=True)
-        return (static + saved) * self._margin, host
+        most = max(saved + (2 * self.costs.least_output if self.layout.ranks > 1 else 0), self.costs.updating((span,), (level,)))
+        return (self.costs.static((span,), (level,)) + most) * self._margin, host
 
     def reach(self, limit: Number) -> list[int] | None:
         """The first block from which the stages s, s + 1, ... can cover the rest, with the objective below the limit, for each s;
@@ -244,7 +244,8 @@ class Cutting:
             saved, host = saved_bytes(self.costs, stages, states, least=True)
         levels = [max(level for level, _ in own) for own in options]
         alone = any(len({level for level, _ in own}) > 1 for own in options)
-        memory = (self.costs.static(spans, levels, alone) + saved + 2 * self.costs.least_output) * self._margin
+        most = max(saved + 2 * self.costs.least_output, self.costs.updating(spans, levels))
+        memory = (self.costs.static(spans, levels, alone) + most) * self._margin
         if memory > self._limit or host > self._host:
             return INFINITE
         if self._by_memory:

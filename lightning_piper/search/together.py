@@ -8,7 +8,8 @@ lies, and in whatever way its stage shares and keeps less, it adds no less than 
     time >= sum over blocks of the least over stages and their options of  (p counts passes + q counts bytes / memory)  -  sum of q
 
 No stage is empty. So a block can only lie where enough blocks are before it and behind it; and what the first block of a stage adds
-may be less by u >= 0 of this stage, if the sum of u is added.
+may be less by u >= 0 of this stage, if the sum of u is added. What a rank has once for several blocks (a parameter that they share,
+the largest update) counts with one of them: with one that cannot but lie there, if there is one.
 
 That holds for any weights. The best ones solve a linear program: the dual of blocks that may lie in parts in several stages. A few
 steps of the simplex method come close, and each one is a bound; for them, ranks next to each other have one weight, and blocks that
@@ -25,45 +26,18 @@ import numpy as np
 from numpy.typing import NDArray
 
 from lightning_piper.search.estimate import AGAIN, AWAY, PLAIN, Option, Way
-from lightning_piper.search.rows import BI, BW, SHAPES, B, F, Rows, rows_of
+from lightning_piper.search.inequalities import Array, Table, table_of
+from lightning_piper.search.rows import BI, B, Rows, rows_of
 from lightning_piper.search.space import Layout
 from lightning_piper.search.stage_costs import Costs, Model
 from lightning_piper.simulate.network import Link
 
 WAYS = (PLAIN, AGAIN, AWAY)
-GROUPS = 10  # of ranks that have one weight
-KINDS = 4  # of blocks that count as equal
-STATES = 3  # of each rank that are looked at
+KINDS = 4  # of blocks that count as equal, if there are many stages
+PLACES = 600  # of kinds, stages and options together: so many may always be looked at
 STEPS = 400  # of the simplex method
 DEAR = 20.0  # times the step's time that all of the memory may cost
 _ROUNDING = 1 - 1e-9  # sums of a few thousand doubles are closer than that
-Array = NDArray[np.float64]
-Key = tuple[str, int, int, int]  # schedule, stages on each rank, ranks, microbatches
-
-
-class _Table(NamedTuple):
-    """Inequalities of a schedule. Those of a group of ranks are the mean of theirs.
-
-    Attributes:
-        passes: how often F, BI and BW of each stage count (time inequalities, 3, stages).
-        sums: how often the sum of a stage's gradients does (time inequalities, stages).
-        borders: how often a message over each border does (time inequalities, stages - 1).
-        saved, kept: how many microbatches' bytes count, by stage and way (memory inequalities, stages, 3).
-        static: whether parameters of a stage count (memory inequalities, stages).
-        hosts: how many of those, from the last one back, are of the host.
-    """
-
-    passes: Array
-    sums: Array
-    borders: Array
-    saved: Array
-    kept: Array
-    static: Array
-    hosts: int
-
-    def of(self, ways: Sequence[Way]) -> _Table:
-        """With these ways in the places of all."""
-        return self._replace(saved=self.saved[:, :, ways], kept=self.kept[:, :, ways])
 
 
 class _Blocks(NamedTuple):
@@ -74,7 +48,8 @@ class _Blocks(NamedTuple):
         sums: seconds of the sum of gradients (blocks, options).
         start: seconds of the gather that the step begins with, if the block is in the first stage (blocks, options).
         saved, kept: bytes that forward passes save, and that are kept for BW.
-        static: bytes of parameters, gradients and states (blocks, options).
+        static: bytes of parameters, gradients and states (blocks, stages, options); for one stage, if all are alike.
+        updated: bytes that an update makes (blocks, stages, options); likewise.
     """
 
     passes: Array
@@ -83,6 +58,7 @@ class _Blocks(NamedTuple):
     saved: Array
     kept: Array
     static: Array
+    updated: Array
 
 
 class Together:
@@ -100,15 +76,13 @@ class Together:
             enough: seconds, above which it does not matter by how much.
         """
         costs = self._model.costs(layout)
-        table = _table((layout.schedule, layout.per_rank, layout.ranks, layout.microbatches))
+        table = table_of((layout.schedule, layout.per_rank, layout.ranks, layout.microbatches))
         every, allowed, blocks = self._blocks(costs, options)
-        table = table.of([way for _, way in every])
+        table = table.of([way for _, way in every], bool(blocks.updated.any()))
         constant = 2 * float(costs.least_output) if layout.ranks > 1 else 0.0
         room = float(self.space.memory) / (1 + float(self.space.margin)) - constant
-        limits = np.full(len(table.saved), room)
-        if table.hosts:
-            # Inequalities are divided by their limit; with a byte more, a bound still is one.
-            limits[-table.hosts :] = max(float(self.space.hardware.host_memory), 1.0)
+        # Inequalities are divided by their limit; with a byte more, a bound still is one.
+        limits = np.array([room, max(float(self.space.hardware.host_memory), 1.0), room + constant])[table.of_what]
         if room <= 0:
             return 0.0  # who looks at stages says that nothing fits
         finite = np.isfinite(limits)
@@ -116,7 +90,7 @@ class Together:
         hops = np.array([float(costs.least_hop(border)) for border in range(layout.stages - 1)])
         before = table.borders @ hops if len(hops) else np.zeros(len(table.passes))
         inside = _inside(len(blocks.sums), layout.stages)
-        counts, kinds, members = _alike(blocks)
+        counts, kinds, members = _alike(blocks, max(KINDS, PLACES // allowed.size))
         places = (members.T @ inside > 0)[:, :, None] & allowed  # (kinds, stages, options)
         p, q, u = _weights(_columns(table, kinds, inverse), counts, places, before, enough)
         if not p.sum() > 0:
@@ -150,11 +124,18 @@ class Together:
         def passes(level: int, way: Way) -> Array:
             return _passes(kinds, f, bi, bw, way, gather if level == 3 else none, away)
 
+        whole = _charged(costs, rows, owned, trained)
+
         def held(nbytes: Array, shared: bool) -> Array:
-            return nbytes[:, 0] / replicas + nbytes[:, 1] / routed if shared else nbytes.sum(axis=1)
+            found: Array = nbytes[..., 0] / replicas + nbytes[..., 1] / routed if shared else nbytes.sum(axis=-1)
+            return found
 
         def static(level: int) -> Array:
-            return held(owned, level == 3) + held(trained, level > 1) + float(costs.states) * held(trained, level > 0)
+            return (
+                held(whole.owned, level == 3)
+                + held(whole.trained, level > 1)
+                + float(costs.states) * held(whole.trained, level > 0)
+            )
 
         @functools.cache
         def slower(level: int, other: int, way: Way) -> bool:
@@ -172,7 +153,46 @@ class Together:
             return np.stack([column[level] for level, _ in every], axis=1)
 
         time = np.stack([passes(*option) for option in every], axis=1)
-        return every, allowed, _Blocks(time, each(sums), each(start), saved, kept, each([static(level) for level in range(4)]))
+        here = np.stack([static(level) for level, _ in every], axis=2)
+        updated = np.stack([whole.updated[level] for level, _ in every], axis=2)
+        return every, allowed, _Blocks(time, each(sums), each(start), saved, kept, here, updated)
+
+
+class _Charged(NamedTuple):
+    """Bytes that a block adds to a rank in one of its stages, at least: `owned`, `trained` (blocks, stages, whole and routed), and
+    `updated` (levels, blocks, stages); if all stages are alike, for one. What a rank has once, for several blocks, only one of them
+    adds."""
+
+    owned: Array
+    trained: Array
+    updated: Array
+
+
+def _charged(costs: Costs, rows: Rows, owned: Array, trained: Array) -> _Charged:
+    """Of a parameter that several blocks use, and of the largest update, one block of each rank: one that is there for certain, if
+    there is one.
+
+    Args:
+        owned, trained: bytes of what no other block uses (blocks, whole and routed).
+    """
+    blocks, stages = costs.blocks, rows.stages
+    updates = np.array([[costs.updating(((k, k + 1),), (level,)) for level in range(4)] for k in range(blocks)])
+    if not costs.params.tied and not updates.any():
+        return _Charged(owned[:, None], trained[:, None], np.zeros((4, blocks, 1)))
+    rank = np.array(rows.rank)
+    there = (_inside(blocks, stages) @ np.eye(rows.ranks)[rank] > 0).astype(int)  # (blocks, ranks)
+    certain = there * (there.sum(axis=1) == 1)[:, None]
+    found = [np.repeat(nbytes[:, None], stages, axis=1) for nbytes in (owned, trained)]
+    for tied in costs.params.tied:
+        users = np.array(tied.blocks)
+        user = users[np.argmax(there[users] + certain[users], axis=0)][rank]
+        found[0][user, np.arange(stages), int(tied.is_routed)] += tied.nbytes
+        found[1][user, np.arange(stages), int(tied.is_routed)] += tied.nbytes * tied.trains
+    updated = np.zeros((4, blocks, stages))
+    for r, local in enumerate(rows.local):
+        k = int(np.lexsort((certain[:, r], there[:, r] * updates[:, 0]))[-1])
+        updated[:, k, list(local)] = updates[k, :, None]
+    return _Charged(found[0], found[1], updated)
 
 
 def _collective(costs: Costs, nbytes: Array, kind: str, rings: int) -> Array:
@@ -220,14 +240,14 @@ def _inside(blocks: int, stages: int) -> NDArray[np.bool_]:
     return found
 
 
-def _alike(blocks: _Blocks) -> tuple[Array, _Blocks, Array]:
+def _alike(blocks: _Blocks, most: int) -> tuple[Array, _Blocks, Array]:
     """How many blocks are of each kind, what these have on average, and which they are (blocks, kinds). Equal ones are of
-    one kind, if there are few."""
+    one kind, if there are `most` kinds at most."""
     every = np.concatenate([column.reshape(len(blocks.sums), -1) for column in blocks], axis=1)
     scale = every.sum(axis=0)
     _, kind = np.unique(np.round(every / np.where(scale > 0, scale, 1), 12), axis=0, return_inverse=True)
     kind = kind.reshape(-1)
-    if kind.max() >= KINDS:
+    if kind.max() >= most:
         work = blocks.passes[:, 0].sum(axis=1)
         kind = np.searchsorted(np.quantile(work, np.arange(1, KINDS) / KINDS), work)
         kind = np.unique(kind, return_inverse=True)[1].reshape(-1)
@@ -236,17 +256,17 @@ def _alike(blocks: _Blocks) -> tuple[Array, _Blocks, Array]:
     return counts, _Blocks(*(np.tensordot(members / counts, column, axes=([0], [0])) for column in blocks)), members
 
 
-def _columns(table: _Table, kinds: _Blocks, inverse: Array) -> Array:
+def _columns(table: Table, kinds: _Blocks, inverse: Array) -> Array:
     """What a block of each kind adds to each inequality (inequalities, kinds, stages, options)."""
     time = np.einsum("ics,kwc->iksw", table.passes, kinds.passes)
     time += np.einsum("is,kw->iksw", table.sums, kinds.sums)
     time[:, :, 0] += kinds.start
     memory = np.einsum("isw,k->iksw", table.saved, kinds.saved) + np.einsum("isw,k->iksw", table.kept, kinds.kept)
-    memory += np.einsum("is,kw->iksw", table.static, kinds.static)
+    memory += np.einsum("is,ksw->iksw", table.static, kinds.static) + np.einsum("is,ksw->iksw", table.updates, kinds.updated)
     return np.concatenate([time, memory * inverse[:, None, None, None]])
 
 
-def _each(table: _Table, blocks: _Blocks, p: Array, q: Array) -> Array:
+def _each(table: Table, blocks: _Blocks, p: Array, q: Array) -> Array:
     """What each block adds to the weighted sum of all inequalities (blocks, stages, options)."""
     passes = np.tensordot(p, table.passes, axes=(0, 0))  # (3, stages)
     found: Array = np.einsum("cs,kwc->ksw", passes, blocks.passes)
@@ -254,7 +274,7 @@ def _each(table: _Table, blocks: _Blocks, p: Array, q: Array) -> Array:
     found[:, 0] += blocks.start * p.sum()
     found += blocks.saved[:, None, None] * np.tensordot(q, table.saved, axes=(0, 0))
     found += blocks.kept[:, None, None] * np.tensordot(q, table.kept, axes=(0, 0))
-    found += blocks.static[:, None] * (q @ table.static)[:, None]
+    found += blocks.static * (q @ table.static)[:, None] + blocks.updated * (q @ table.updates)[:, None]
     return found
 
 
@@ -302,74 +322,3 @@ def _maximized(gains: Array, a: Array, limits: Array, enough: float) -> Array:
     found = np.zeros(columns + rows)
     found[inside] = np.maximum(table[:-1, -1], 0)
     return found[:columns]
-
-
-# Inequalities of schedules
-
-
-@functools.lru_cache(maxsize=256)
-def _table(key: Key) -> _Table:
-    rows = rows_of(*key)
-    group = [rank * GROUPS // max(rows.ranks, GROUPS) for rank in range(rows.ranks)]
-    times: dict[tuple[object, ...], list[tuple[Array, Array, Array]]] = {}
-    bytes_: dict[tuple[object, ...], list[tuple[Array, Array, Array]]] = {}
-    back = slice(1, 2) if SHAPES[key[0]].split else slice(1, 3)  # what other stages wait for
-    for rank, pairs in enumerate(rows.between):
-        for place, ((first, kind), (last, ends), passes) in enumerate(pairs):
-            found, sums, borders = np.zeros((3, rows.stages)), np.zeros(rows.stages), np.zeros(max(rows.stages - 1, 0))
-            if kind == F:
-                found[0, :first] += 1
-                borders[:first] += 1
-            else:
-                found[0] += 1
-                found[back, first + 1 :] += 1
-                borders += 1
-                borders[first:] += 1
-            for stage, which, n in passes:
-                found[_PARTS[which], stage] += n
-            if ends != BI and rows.stages:
-                sums[last] += 1
-                times.setdefault((group[rank], place, "sum"), []).append((found.copy(), sums, borders.copy()))
-            if ends != BW:
-                found[back, :last] += 1
-                borders[:last] += 1
-            times.setdefault((group[rank], place, "pass"), []).append((found, np.zeros(rows.stages), borders))
-        for number, (own, state) in enumerate(_largest(rows, rank)):
-            bytes_.setdefault((0, group[rank], number), []).append(_counted(rows, rank, own, state))
-        bytes_.setdefault((1, group[rank]), []).append(_on_host(rows, rank))
-    time, memory = [_mean(times[name]) for name in times], [_mean(bytes_[name]) for name in sorted(bytes_, key=str)]
-    hosts = sum(name[0] == 1 for name in bytes_)
-    passes_, sums_, borders_ = (np.stack(column) for column in zip(*time, strict=True))
-    saved, kept, static = (np.stack(column) for column in zip(*memory, strict=True))
-    return _Table(passes_, sums_, borders_, saved, kept, static, hosts)
-
-
-def _mean(found: Sequence[tuple[Array, Array, Array]]) -> tuple[Array, Array, Array]:
-    first, second, third = (np.mean(np.stack(column), axis=0) for column in zip(*found, strict=True))
-    return first, second, third
-
-
-def _largest(rows: Rows, rank: int) -> list[tuple[int, tuple[tuple[int, int], ...]]]:
-    """States in which a rank keeps most."""
-    return sorted(rows.kept[rank], key=lambda item: -sum(2 * a + w for a, w in item[1]))[:STATES]
-
-
-def _counted(rows: Rows, rank: int, own: int, state: tuple[tuple[int, int], ...]) -> tuple[Array, Array, Array]:
-    """As `saved_bytes`: microbatches whose bytes are on the device."""
-    saved, kept, static = np.zeros((rows.stages, 3)), np.zeros((rows.stages, 3)), np.zeros(rows.stages)
-    for stage, (a, w) in zip(rows.local[rank], state, strict=True):
-        saved[stage, [PLAIN, AGAIN, AWAY]] = a, own == stage, min(a, 2)
-        kept[stage] = w
-        static[stage] = 1
-    return saved, kept, static
-
-
-def _on_host(rows: Rows, rank: int) -> tuple[Array, Array, Array]:
-    saved, none = np.zeros((rows.stages, 3)), np.zeros((rows.stages, 3))
-    _, state = max(rows.kept[rank], key=lambda item: sum(a for a, _ in item[1]))
-    for stage, (a, _) in zip(rows.local[rank], state, strict=True):
-        saved[stage, AWAY] = a
-    return saved, none, np.zeros(rows.stages)
-
-
-_PARTS = {F: slice(0, 1), B: slice(1, 3), BI: slice(1, 2), BW: slice(2, 3)}

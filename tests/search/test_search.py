@@ -107,6 +107,9 @@ def broken() -> tuple[int, int, int]:
             ]
             for options in ([[option] for option in options_of(candidate)], anything(model.space, candidate)):
                 together = Together(model if fits(model.space, model, candidate) else Model(replace(model.space, memory=INFINITE)))
+                tight = Model(replace(model.space, memory=memory))  # as much as it needs
+                if fits(tight.space, model, candidate):
+                    pairs.append((Together(tight).time(candidate.layout, options, time * 2), time))
                 if fits(together.space, model, candidate):
                     pairs.append((together.time(candidate.layout, options, time * 2), time))
                 for by_memory, value in ((False, time), (True, memory)):
@@ -163,6 +166,28 @@ def test_a_host_without_room_is_a_limit_too() -> None:
             return Together(model).time(layout, everything(layout, (0,)).options(), INFINITE)
 
     assert INFINITE > least(0) == least(1) > least(10**6) > 0
+
+
+@pytest.mark.parametrize(("name", "memory", "at_once", "enough"), [
+    ("interleaved_one_f_one_b", 1000, 2, False),
+    ("interleaved_one_f_one_b", 1000, None, True),  # an accelerator needs nothing beside for an update
+    ("interleaved_one_f_one_b", 850, None, False),
+    ("zbv", 850, None, True),
+    ("zbv", 1000, 2, True),
+])  # fmt: skip
+def test_what_both_ends_share_and_its_update_need_memory(name: str, memory: int, at_once: int | None, enough: bool) -> None:
+    """A table of 147 bytes that the first and the last block use is whole on both ranks, unless these are one, and an update takes
+    twice as much: a layout without room for it is excluded as a whole, another one is not."""
+    plain = chain(8).blocks
+    blocks = [replace(block, params={"table": 147} if k in (0, 7) else {f"{k}": 27}) for k, block in enumerate(plain)]
+    hardware = replace(problem(0).hardware, at_once=at_once)
+    model = Model(Space(Workload(tuple(blocks), 2, 2), hardware, 2, memory, (name,), (0,), all_devices=True))
+    layout = next(own for own in model.space.layouts() if own.per_rank == 2 and own.ranks == 2)
+    candidates = [candidate for candidate in model.space if candidate.layout == layout]
+    times = [time_of(model, candidate) for candidate in candidates if fits(model.space, model, candidate)]
+    least = Together(model).time(layout, everything(layout, (0,)).options(), INFINITE)
+    assert bool(times) == enough
+    assert least <= min(times) if enough else least > max(time_of(model, candidate) for candidate in candidates)
 
 
 def test_bounds_are_close() -> None:

@@ -1,0 +1,130 @@
+"""Inequalities that hold of the ranks of a schedule, whatever its stages are: see `together`, which weighs them."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Sequence
+from typing import NamedTuple
+
+import numpy as np
+from numpy.typing import NDArray
+
+from lightning_piper.search.estimate import AGAIN, AWAY, PLAIN, Way
+from lightning_piper.search.rows import BI, BW, SHAPES, B, F, Rows, rows_of
+
+GROUPS = 10  # of ranks that have one weight
+STATES = 3  # of each rank that are looked at
+Array = NDArray[np.float64]
+Key = tuple[str, int, int, int]  # schedule, stages on each rank, ranks, microbatches
+RUNS, HOST, UPDATES = range(3)  # of memory: of a device while passes run, of the host, of a device while it updates
+
+
+class Table(NamedTuple):
+    """Inequalities of a schedule. Those of a group of ranks are the mean of theirs.
+
+    Attributes:
+        passes: how often F, BI and BW of each stage count (time inequalities, 3, stages).
+        sums: how often the sum of a stage's gradients does (time inequalities, stages).
+        borders: how often a message over each border does (time inequalities, stages - 1).
+        saved, kept: how many microbatches' bytes count, by stage and way (memory inequalities, stages, 3).
+        static: whether parameters of a stage count (memory inequalities, stages).
+        of_what: `RUNS`, `HOST` or `UPDATES` (memory inequalities).
+    """
+
+    passes: Array
+    sums: Array
+    borders: Array
+    saved: Array
+    kept: Array
+    static: Array
+    of_what: NDArray[np.int64]
+
+    def of(self, ways: Sequence[Way], updates: bool) -> Table:
+        """With these ways in the places of all, and the inequalities of updates if they need memory."""
+        rows = np.flatnonzero((self.of_what != UPDATES) | updates)
+        return self._replace(
+            saved=self.saved[rows][:, :, ways],
+            kept=self.kept[rows][:, :, ways],
+            static=self.static[rows],
+            of_what=self.of_what[rows],
+        )
+
+    @property
+    def updates(self) -> Array:
+        """Whether updates of parameters of a stage count (memory inequalities, stages)."""
+        found: Array = self.static * (self.of_what == UPDATES)[:, None]
+        return found
+
+
+@functools.lru_cache(maxsize=256)
+def table_of(key: Key) -> Table:
+    rows = rows_of(*key)
+    group = [rank * GROUPS // max(rows.ranks, GROUPS) for rank in range(rows.ranks)]
+    times: dict[tuple[object, ...], list[tuple[Array, Array, Array]]] = {}
+    bytes_: dict[tuple[int, ...], list[tuple[Array, Array, Array]]] = {}
+    back = slice(1, 2) if SHAPES[key[0]].split else slice(1, 3)  # what other stages wait for
+    for rank, pairs in enumerate(rows.between):
+        for place, ((first, kind), (last, ends), passes) in enumerate(pairs):
+            found, sums, borders = np.zeros((3, rows.stages)), np.zeros(rows.stages), np.zeros(max(rows.stages - 1, 0))
+            if kind == F:
+                found[0, :first] += 1
+                borders[:first] += 1
+            else:
+                found[0] += 1
+                found[back, first + 1 :] += 1
+                borders += 1
+                borders[first:] += 1
+            for stage, which, n in passes:
+                found[_PARTS[which], stage] += n
+            if ends != BI and rows.stages:
+                sums[last] += 1
+                times.setdefault((group[rank], place, "sum"), []).append((found.copy(), sums, borders.copy()))
+            if ends != BW:
+                found[back, :last] += 1
+                borders[:last] += 1
+            times.setdefault((group[rank], place, "pass"), []).append((found, np.zeros(rows.stages), borders))
+        for number, (own, state) in enumerate(_largest(rows, rank)):
+            bytes_.setdefault((RUNS, group[rank], number), []).append(_counted(rows, rank, own, state))
+        bytes_.setdefault((HOST, group[rank]), []).append(_on_host(rows, rank))
+        bytes_.setdefault((UPDATES, group[rank]), []).append(_updates(rows, rank))
+    time, memory = [_mean(times[name]) for name in times], [_mean(found) for found in bytes_.values()]
+    passes_, sums_, borders_ = (np.stack(column) for column in zip(*time, strict=True))
+    saved, kept, static = (np.stack(column) for column in zip(*memory, strict=True))
+    return Table(passes_, sums_, borders_, saved, kept, static, np.array([name[0] for name in bytes_]))
+
+
+def _mean(found: Sequence[tuple[Array, Array, Array]]) -> tuple[Array, Array, Array]:
+    first, second, third = (np.mean(np.stack(column), axis=0) for column in zip(*found, strict=True))
+    return first, second, third
+
+
+def _largest(rows: Rows, rank: int) -> list[tuple[int, tuple[tuple[int, int], ...]]]:
+    """States in which a rank keeps most."""
+    return sorted(rows.kept[rank], key=lambda item: -sum(2 * a + w for a, w in item[1]))[:STATES]
+
+
+def _counted(rows: Rows, rank: int, own: int, state: tuple[tuple[int, int], ...]) -> tuple[Array, Array, Array]:
+    """As `saved_bytes`: microbatches whose bytes are on the device."""
+    saved, kept, static = np.zeros((rows.stages, 3)), np.zeros((rows.stages, 3)), np.zeros(rows.stages)
+    for stage, (a, w) in zip(rows.local[rank], state, strict=True):
+        saved[stage, [PLAIN, AGAIN, AWAY]] = a, own == stage, min(a, 2)
+        kept[stage] = w
+        static[stage] = 1
+    return saved, kept, static
+
+
+def _on_host(rows: Rows, rank: int) -> tuple[Array, Array, Array]:
+    saved, none = np.zeros((rows.stages, 3)), np.zeros((rows.stages, 3))
+    _, state = max(rows.kept[rank], key=lambda item: sum(a for a, _ in item[1]))
+    for stage, (a, _) in zip(rows.local[rank], state, strict=True):
+        saved[stage, AWAY] = a
+    return saved, none, np.zeros(rows.stages)
+
+
+def _updates(rows: Rows, rank: int) -> tuple[Array, Array, Array]:
+    none, static = np.zeros((rows.stages, 3)), np.zeros(rows.stages)
+    static[list(rows.local[rank])] = 1
+    return none, none, static
+
+
+_PARTS = {F: slice(0, 1), B: slice(1, 3), BI: slice(1, 2), BW: slice(2, 3)}
