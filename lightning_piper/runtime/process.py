@@ -95,14 +95,14 @@ class ProcessTransport:
         messages = self._channels[channel] = self._new_messages(channel, f"channel {channel[0]}>{channel[1]}")
         sending = self._own == channel[0]
         peer = dist.get_group_rank(messages.group, self._ranks[channel[1 if sending else 0]])
-        first = torch.zeros(1, device=self._device)
+        first = torch.zeros(1, dtype=torch.float32, device=self._device)
         for work in messages.send(first, [peer]) if sending else [messages.receive(first, peer)]:
             work.wait()
 
     def _connect_group(self, key: Group) -> None:
         if key not in self._groups:
             messages = self._groups[key] = self._new_messages(key[0], f"stream {key[1]}")
-            dist.all_reduce(torch.zeros(1, device=self._device), group=messages.group)
+            dist.all_reduce(torch.zeros(1, dtype=torch.float32, device=self._device), group=messages.group)
 
     def _new_messages(self, members: Sequence[int], purpose: str) -> Messages:
         backend = backend_of(self._device)

@@ -35,6 +35,7 @@ from lightning_piper.simulate.hardware import Collectives, Hardware
 
 SMALL, LARGE, ROUNDS = 1 << 10, 1 << 22, 7  # bytes that are sent to and fro, and how often, to measure a link
 PARAMS = 200  # of a step of next to no work: with more of them, real work takes far longer
+FLOAT = torch.float32  # what is sent, whatever the user's default is
 MOST = 1 << 26  # bytes of a collective that is measured; if there are fewer parameters, as many as these
 
 
@@ -86,7 +87,7 @@ class _Least(pl.LightningModule):
 
     def __init__(self, params: int) -> None:
         super().__init__()
-        self.params = nn.ParameterList(torch.ones(1) for _ in range(params))
+        self.params = nn.ParameterList(torch.ones(1, dtype=FLOAT) for _ in range(params))
 
     def training_step(self, batch: torch.Tensor, batch_idx: int) -> torch.Tensor:
         loss = (batch * torch.cat(list(self.params))).mean()
@@ -96,7 +97,7 @@ class _Least(pl.LightningModule):
 
 def _step_of(world: World, params: int) -> float:
     """Seconds of a step of next to no work, by replicas. Collective."""
-    ranks, batch, module = list(range(world.size)), torch.ones(world.size, 1), _Least(params)
+    ranks, batch, module = list(range(world.size)), torch.ones(world.size, 1, dtype=FLOAT), _Least(params)
     program = [Place(filter={}, devices=ranks), *([Replicate(filter={}, devices=ranks)] if world.size > 1 else [])]
     compiled = compile(module, batch, program, device=world.device.type)
     tensors = {name: p.detach().to(world.device) for name, p in module.named_parameters()}
@@ -131,7 +132,8 @@ def _link_of(world: World, members: int, large: int, exchange: Exchange) -> Link
     group = world.group_of(range(first, first + members))
     own = Members(messages_of(group, world.timeout), list(range(members)), world.rank - first, native=False)
     # in as many parts of one length as there are members
-    runs = [(exchange(own, torch.zeros(nbytes // 4 // members * members)), list[float]()) for nbytes in (SMALL, large)]
+    sizes = [nbytes // FLOAT.itemsize // members * members for nbytes in (SMALL, large)]
+    runs = [(exchange(own, torch.zeros(size, dtype=FLOAT)), list[float]()) for size in sizes]
     for _ in range(ROUNDS + 1):
         for run, times in runs:
             dist.barrier(group=group)

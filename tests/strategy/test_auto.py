@@ -217,12 +217,14 @@ def test_processes_agree_how_many_of_them_work_at_once(tmp_path):
 
 
 def measure_three(rank: int) -> list[int]:
+    module, batch = net(), tuple(x[:6] for x in data().tensors)
+    torch.set_default_dtype(torch.float64 if rank == 0 else torch.float32)  # the user's affair, as under DDP
     world = World(rank, 3, torch.device("cpu"), timeout=PATIENCE)
-    _, hardware = measured_together(net(), tuple(x[:6] for x in data().tensors), world)
+    _, hardware = measured_together(module, batch, world)
     return [*hardware.collectives]
 
 
-def test_processes_are_measured_whose_number_divides_no_power_of_two(tmp_path):
+def test_three_processes_are_measured_with_other_defaults(tmp_path):
     assert launch(3, measure_three, tmp_path) == [[3]] * 3
 
 
