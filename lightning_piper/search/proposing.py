@@ -39,6 +39,7 @@ from lightning_piper.simulate.hardware import Hardware
 # 1 MiB up to a multiple of 2 MiB, and cannot join what lies apart.
 FRAGMENTATION = 0.05
 ROUNDS = 5  # searches, each within less memory than the one before, until the plan of what is found fits
+LARGER = 4  # candidates whose plans do not fit, until there is another search
 TRIED = 20  # candidates that are written and checked, at most, until one passes
 CALLS = 3  # steps of each size that are measured
 OPTIONS = ("schedules", "levels", "margin", "gap", "budget")  # of `best_of`
@@ -187,6 +188,9 @@ def _proposed(
                 f"search: nothing fits in {size(limit)}: of {described(candidate)}, the estimate said that it does, and {why}"
             ) from error
         states, keep = found.space.workload.states, 1 + found.space.margin
+        estimated = {row.candidate: max(row.estimate.memory) for row in found.table} | {found.best: max(found.estimate.memory)}
+        most = 0.0  # share of the memory that a plan needs, for which estimates were right of a candidate that does not fit
+        larger = 0
         for candidate in _in_turn(found, refused):
             say(f"checking {described(candidate)}")
             try:
@@ -198,10 +202,11 @@ def _proposed(
                 continue
             if needed <= limit:
                 return Proposal(found, candidate, written, found.space.workload, int(needed), tuple(refused), check, verdict)
-            within = int(within * float(limit) / needed)
-            why = f"by its plan it needs {size(needed)} of a device, more than was estimated"
-            refused.append((candidate, f"{why}; so estimates may be {size(within)} at most"))
-            break
+            refused.append((candidate, f"by its plan it needs {size(needed)} of a device, more than was estimated"))
+            most, larger = max(most, float(estimated[candidate]) / needed), larger + 1
+            if larger == LARGER:
+                break
+        within = int(min(float(limit) * most, float(within) * 0.999))
         if not needed:
             break
     kind = SearchError if needed else NoProgram

@@ -29,7 +29,7 @@ from lightning_piper.search import proposing
 from lightning_piper.search.analytic import analytic
 from lightning_piper.search.blocks import blocks_of
 from lightning_piper.search.optimizers import states_of
-from lightning_piper.search.proposing import search
+from lightning_piper.search.proposing import Proposal, search
 from lightning_piper.search.report import size
 from lightning_piper.search.writing import Written
 from lightning_piper.session import cached, choosing
@@ -312,21 +312,26 @@ def test_what_cannot_be_used_is_told_before_anything_is_traced(given, told, monk
 
 
 def test_a_plan_that_needs_more_than_was_estimated(monkeypatch):
-    """The search goes on within less, and both are told; without it, that nothing is better."""
+    """The next ones are looked at; where the plans of several need more, the search goes on within less. All are told; without
+    any, that nothing is better."""
     batch = list(data()[:8])
     plain = search(net(), batch, 2, hardware="cpu", all_devices=True)
-    keep, factors = 1 + plain.found.space.margin, iter([2.0, 1.0])
-    used = plain.memory / keep
-    monkeypatch.setattr(proposing, "bytes_needed", lambda compiled, states: {0: used * next(factors)})
-    limit = int(plain.memory * 1.5)
-    found = search(net(), batch, 2, limit, hardware="cpu", all_devices=True)
-    ((_, why),) = found.refused
-    told = (
-        f"by its plan it needs {size(2 * plain.memory)} of a device, more than was estimated; "
-        f"so estimates may be {size(found.found.space.memory)} at most"
-    )
-    assert why == told and told in str(found) and told in "\n".join(choosing._told(found).lines)
-    assert float(found.found.space.memory) == pytest.approx(limit * limit / (2 * plain.memory), abs=1)
+    used, limit = plain.memory / (1 + plain.found.space.margin), int(plain.memory * 1.5)
+
+    def with_plans(*factors: float) -> Proposal:
+        needed = iter(factors)
+        monkeypatch.setattr(proposing, "bytes_needed", lambda compiled, states: {0: used * next(needed)})
+        return search(net(), batch, 2, limit, hardware="cpu", all_devices=True)
+
+    told = f"by its plan it needs {size(2 * plain.memory)} of a device, more than was estimated"
+    one = with_plans(2.0, 1.0)
+    assert [why for _, why in one.refused].count(told) == 1 and one.found.space.memory == limit
+    assert told in str(one) and told in "\n".join(choosing._told(one).lines)
+    many = with_plans(*[2.0] * proposing.LARGER, 1.0)
+    large = [candidate for candidate, why in many.refused if why == told]
+    assert len(large) == proposing.LARGER
+    most = max(max(row.estimate.memory) for row in one.found.table if row.candidate in large)
+    assert float(many.found.space.memory) == pytest.approx(limit * float(most) / (2 * plain.memory), abs=1)
     lines = choosing._told(plain).lines
     assert f"  of {plain.found.size:,} programs, none is predicted to be better" in lines and "0 were" not in "".join(lines)
     assert f"{plain.found.size:,} candidates:\n" in str(plain) and "\n  0 " not in str(plain)
