@@ -286,7 +286,7 @@ def memory_of(model: Model, candidate: Candidate) -> tuple[tuple[Number, ...], t
     for stages, states in zip(rows.local, rows.kept, strict=True):
         own, levels = [spans[s] for s in stages], [candidate.levels[s] for s in stages]
         saved, host = saved_bytes(costs, [(s, spans[s], ways[s]) for s in stages], states)
-        most = max(saved + 2 * _border(costs, own), costs.updating(own, levels))
+        most = max(saved + 2 * _border(costs, own), costs.accumulating(own, levels), costs.updating(own, levels))
         found.append(((costs.static(own, levels) + most) * keep, host))
     return tuple(m for m, _ in found), tuple(h for _, h in found)
 

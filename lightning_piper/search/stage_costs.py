@@ -293,6 +293,18 @@ class Costs:
         ]
         return 2 * max(largest)
 
+    def accumulating(self, spans: Sequence[Span], levels: Sequence[int]) -> int:
+        """Bytes of gradients of several microbatches beside their sums, when little else is kept: what a pass has just made. A
+        parameter that several stages of a rank use has a sum in each of them first, and a gradient to be added to it."""
+        whole = [span for span, level in zip(spans, levels, strict=True) if level < 2]
+        if self.layout.microbatches == 1 or not whole:
+            return 0
+        made = [sum(self.params.of((span,), trained=True)) for span in whole]
+        for tied in self.params.tied:
+            users = sum(any(i <= block < j for block in tied.blocks) for i, j in whole)
+            made.append((2 * users - 1) * tied.nbytes if users and tied.trains else 0)
+        return max(made)
+
 
 class Model:
     """A space, and the costs of its layouts and the bytes of its parameters, each made once."""

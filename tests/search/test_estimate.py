@@ -161,18 +161,17 @@ def test_what_is_saved_is_what_the_timeline_says(shaped: tuple[str, int, int, in
 
 
 def test_memory_computed_by_hand() -> None:
-    """Two stages under GPipe, two microbatches, 100 and 60 bytes of parameters, states twice as large, two replicas at level 1."""
+    """Two stages under GPipe, two microbatches, 100 and 60 bytes of parameters, states twice as large, two replicas at level 1; at
+    the end the second microbatch's gradients are added."""
     blocks = tuple(Block(f"{k}", {(1, 1): Work(1, 1, 1, 7, 0, 5)}, {f"{k}": n}) for k, n in enumerate((100, 60)))
     hardware = Hardware("device", 1, {}, 1.0, ((4, Link()),), Link(0, 7), 100)
     space = Space(Workload(blocks, 4, 2), hardware, 4, 1000, margin=Fraction(1, 10))
     candidate = Candidate(Layout("gpipe", 1, 2, 2, 1, 1, 2, True), (1, 1), 0, 0, (1,))
     memory, host = memory_of(Model(space), candidate)
-    assert memory == ((100 + 100 + 100 + 14 + 10) * Fraction(11, 10), (60 + 60 + 60 + 14 + 10) * Fraction(11, 10)) and host == (
-        0,
-        0,
-    )
-    recomputed, _ = memory_of(Model(space), candidate._replace(recomputed=2))
-    assert recomputed == ((300 + 0 + 7 + 10) * Fraction(11, 10), (180 + 2 * 5 + 7 + 10) * Fraction(11, 10))
+    assert memory == ((300 + max(14 + 10, 100)) * Fraction(11, 10), (180 + max(14 + 10, 60)) * Fraction(11, 10))
+    assert host == (0, 0)
+    recomputed, _ = memory_of(Model(space), candidate._replace(recomputed=2, levels=(3, 3)))
+    assert recomputed == ((400 + 0 + 7 + 10) * Fraction(11, 10), (240 + 2 * 5 + 7 + 10) * Fraction(11, 10))
     shared, _ = memory_of(Model(space), candidate._replace(levels=(3, 3)))
     assert shared == ((50 + 50 + 100 + 200 + 14 + 10) * Fraction(11, 10), (30 + 30 + 60 + 120 + 14 + 10) * Fraction(11, 10))
     offloaded, host = memory_of(Model(space), candidate._replace(offloaded=1))
@@ -194,8 +193,8 @@ def test_what_is_frozen_has_no_gradients_and_no_states() -> None:
 
 
 def test_a_tied_parameter_counts_once_on_a_rank_and_crosses_between_ranks() -> None:
-    def space(tied: str) -> Space:
-        blocks = tuple(Block(f"{k}", {(1, 1): Work(1, 1, 1, 0, 0, 0)}, {name: 64}) for k, name in enumerate(("a", tied)))
+    def space(*others: str) -> Space:
+        blocks = tuple(Block(f"{k}", {(1, 1): Work(1, 1, 1, 0, 0, 0)}, {name: 64}) for k, name in enumerate(("a", *others)))
         return Space(Workload(blocks, 2, 0), Hardware("device", 1, {}, 1.0, ((2, Link(0, 16)),), Link(), 1), 2, 10**6)
 
     one, two = (
@@ -203,7 +202,11 @@ def test_a_tied_parameter_counts_once_on_a_rank_and_crosses_between_ranks() -> N
         Candidate(Layout("gpipe", 1, 2, 1, 1, 1, 2, True), (0, 0), 0, 0, (1,)),
     )
     alone, tied = Model(space("b")), Model(space("a"))
-    assert memory_of(alone, one)[0] == (256,) and memory_of(tied, one)[0] == (128,) == memory_of(tied, two)[0][:1]
+    assert memory_of(alone, one)[0] == (256 + 128,)  # with gradients that are added
+    assert memory_of(tied, one)[0] == (128 + 64,) == memory_of(tied, two)[0][:1]
+    folded = Candidate(Layout("zbv", 2, 2, 1, 1, 1, 2, True), (0, 0, 0, 0), 0, 0, (1, 2, 3))
+    # On the first rank two stages have a sum each, and a gradient beside it: one of these four counts as the gradient anyway.
+    assert memory_of(Model(space("b", "c", "a")), folded)[0] == (128 + 3 * 64, 256 + 64)
     assert time_of(tied, one) == time_of(alone, one) and time_of(tied, two) == time_of(alone, two) + 4
 
 
