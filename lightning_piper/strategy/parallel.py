@@ -13,7 +13,7 @@ from typing import Any, TypeVar
 import lightning.pytorch as pl
 import torch
 import torch.distributed as dist
-from lightning.fabric.plugins.environments import LightningEnvironment, SLURMEnvironment
+from lightning.fabric.plugins.environments import SLURMEnvironment
 from lightning.fabric.utilities.rank_zero import rank_zero_only as fabric_rank_zero_only
 from lightning.pytorch.trainer.states import TrainerFn
 from lightning.pytorch.utilities.rank_zero import rank_zero_only
@@ -123,8 +123,7 @@ class OverProcesses(_lightning.Strategy):
                 raise PiperError(f"PiperStrategy(transport='local') runs in one process, but {started} were started")
             return
         self.cluster_environment.validate_settings(num_devices=self.num_processes, num_nodes=self.num_nodes)
-        if is_a(self.cluster_environment, LightningEnvironment):  # its launcher has done so in the process that starts the others
-            _lightning.divide_cores(self.num_processes)
+        _lightning.divide_cores(self.num_processes)  # Lightning's launcher does so too, in the process that starts the others alone
         self.set_world_ranks()
         backend = checked_backend(self._backend, self.root_device, self.world_size)
         environment = self.cluster_environment
