@@ -176,6 +176,7 @@ def _proposed(
         SearchError: by their plans none fits.
     """
     refused: list[tuple[Candidate, str]] = []
+    large: list[tuple[float, str]] = []  # what plans need that do not fit, and of which candidates
     within = limit
     for _ in range(ROUNDS):
         try:
@@ -183,9 +184,10 @@ def _proposed(
         except SearchError as error:
             if within == limit:
                 raise
-            candidate, why = refused[-1]
+            needed, least = min(large)
             raise SearchError(
-                f"search: nothing fits in {size(limit)}: of {described(candidate)}, the estimate said that it does, and {why}"
+                f"search: nothing fits in {size(limit)}, though by estimates something does; give {size(needed)} of each device, "
+                f"which is what the plan of {least} needs"
             ) from error
         states, keep = found.space.workload.states, 1 + found.space.margin
         estimated = {row.candidate: max(row.estimate.memory) for row in found.table} | {found.best: max(found.estimate.memory)}
@@ -203,6 +205,7 @@ def _proposed(
             if needed <= limit:
                 return Proposal(found, candidate, written, found.space.workload, int(needed), tuple(refused), check, verdict)
             refused.append((candidate, f"by its plan it needs {size(needed)} of a device, more than was estimated"))
+            large.append((needed, described(candidate)))
             most, larger = max(most, float(estimated[candidate]) / needed), larger + 1
             if larger == LARGER:
                 break

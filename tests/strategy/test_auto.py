@@ -332,6 +332,8 @@ def test_a_plan_that_needs_more_than_was_estimated(monkeypatch):
     assert len(large) == proposing.LARGER
     most = max(max(row.estimate.memory) for row in one.found.table if row.candidate in large)
     assert float(many.found.space.memory) == pytest.approx(limit * float(most) / (2 * plain.memory), abs=1)
+    with pytest.raises(SearchError, match=f"give {size(2 * plain.memory)} of each device, which is what the plan of"):
+        with_plans(*[2.0] * 1000)
     lines = choosing._told(plain).lines
     assert f"  of {plain.found.size:,} programs, none is predicted to be better" in lines and "0 were" not in "".join(lines)
     assert f"{plain.found.size:,} candidates:\n" in str(plain) and "\n  0 " not in str(plain)
