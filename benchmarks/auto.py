@@ -1,13 +1,13 @@
 """Predicted against measured: the programs that a search finds best, in processes over gloo, beside torch's own ways to train.
 
-For each model the search proposes programs from costs that were measured while all processes were at work. Each of the best ones
-runs alone first, as in training: this is compared with what was predicted, and with what the same costs predict when they are
-measured again behind these runs, for a machine that others use is not as fast all the time. Then they, DDP, FSDP2, Schedule1F1B and
-DualPipeV (with the cuts that the same costs say are best) live in the same processes and take turns, some steps each, so that
-whatever else the machine does hits all; all are slower then, for they find caches and memory as others left them. A step is all
-that a user waits for: gradients and the optimizer's update.
+For each model the search proposes programs from costs that were measured while all processes were at work. A machine that others
+use, too, is not as fast all the time: so costs are measured again and again, in rounds, and in each of them the best programs run
+alone, as in training. What costs predict is compared with these runs, the median over the rounds of either. Then the programs, DDP,
+FSDP2, Schedule1F1B and DualPipeV (with the cuts that the same costs say are best) live in the same processes and take turns, some
+steps each, so that whatever else the machine does hits all; all are slower then, for they find caches and memory as others left
+them. A step is all that a user waits for: gradients and the optimizer's update.
 
-    python benchmarks/auto.py [--ranks 2] [--steps 8] [--programs 5] [--models gpt,moe]
+    python benchmarks/auto.py [--ranks 2] [--steps 16] [--rounds 5] [--programs 5] [--models gpt,moe]
 """
 
 from __future__ import annotations
@@ -49,10 +49,10 @@ class System:
     """What is run.
 
     Attributes:
-        predicted: seconds, of ours.
-        again: the same, from costs that were measured after the runs alone.
+        predicted: seconds, of ours, as the search says.
         build: makes the step.
-        alone: seconds of a step where there is no other system; median.
+        again: the same, from costs that were measured in each round.
+        alone: seconds of a step where there is no other system, of each round.
         seconds: of each step among all, of the slowest rank.
     """
 
@@ -62,8 +62,8 @@ class System:
     candidate: Candidate | None = None
     step: Step | None = None
     executor: Any = None
-    again: float = 0.0
-    alone: float = 0.0
+    again: list[float] = dataclasses.field(default_factory=list)
+    alone: list[float] = dataclasses.field(default_factory=list)
     seconds: list[float] = dataclasses.field(default_factory=list)
 
     @property
@@ -127,16 +127,14 @@ def compare(name: str, rank: int, world: World, args: argparse.Namespace) -> Non
     systems += [
         System(f"{n}, cut {cuts}", None, partial(pipeline, chain, batch, cuts, mb, rank, world.size)) for n, cuts, mb in pipelines
     ]
-    for system in systems:
-        if system.candidate is not None and built(system, rank):
-            system.alone = statistics.median([timed(system) for _ in range(args.steps + TURN)][TURN:])
-            system.step = system.executor = None
-    model = Model(
-        dataclasses.replace(space, **dict(zip(("workload", "hardware"), measured_together(chain, batch, world), strict=True)))
-    )
-    for system in systems:
-        if system.candidate is not None:
-            system.again = float(time_of(model, system.candidate))
+    for _ in range(args.rounds):
+        workload, hardware = measured_together(chain, batch, world)
+        model = Model(dataclasses.replace(space, workload=workload, hardware=hardware))
+        for system in systems:
+            if system.candidate is not None and built(system, rank):
+                system.again.append(float(time_of(model, system.candidate)))
+                system.alone.append(statistics.median([timed(system) for _ in range(args.steps + TURN)][TURN:]))
+                system.step = system.executor = None
     ready = [system for system in systems if built(system, rank)]
     turns(ready, args.steps)
     if rank == 0:
@@ -183,11 +181,15 @@ def turns(systems: list[System], steps: int) -> None:
 def show(systems: list[System]) -> None:
     own = [s for s in systems if s.predicted is not None]
     best, peer = min(own, key=lambda s: s.median), min((s for s in systems if s.predicted is None), key=lambda s: s.median)
-    print("  predicted      again  alone (ms)  ratios          among all  least")
+    print("  predicted, in rounds  alone (ms)   ratio       (of rounds)   among all     least")
     for s in systems:
-        ahead = f"{s.predicted * 1e3:9.2f} {s.again * 1e3:9.2f}" if s.predicted else " " * 19
-        alone = f"{s.alone * 1e3:9.2f}  {s.predicted / s.alone:6.3f} {s.again / s.alone:6.3f}" if s.predicted else " " * 24
-        print(f"  {ahead} {alone} {s.median * 1e3:9.2f} {min(s.seconds) * 1e3:9.2f}  {s.name}")
+        ahead = " " * 58
+        if s.predicted is not None:
+            again, alone = statistics.median(s.again), statistics.median(s.alone)
+            ratios = sorted(x / y for x, y in zip(s.again, s.alone, strict=True))
+            ahead = f"{s.predicted * 1e3:9.2f} {again * 1e3:9.2f}  {alone * 1e3:9.2f}  {again / alone:6.3f}"
+            ahead += f"  ({ratios[0]:.3f} to {ratios[-1]:.3f})"
+        print(f"  {ahead} {s.median * 1e3:9.2f} {min(s.seconds) * 1e3:9.2f}  {s.name}")
     print(f"  chosen / best of ours {own[0].median / best.median:.3f}", end="; ")
     print(f"chosen / best of torch's ({peer.name}) {own[0].median / peer.median:.3f}", flush=True)
 
@@ -195,12 +197,14 @@ def show(systems: list[System]) -> None:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--ranks", type=int, default=2)
-    parser.add_argument("--steps", type=int, default=8)
+    parser.add_argument("--steps", type=int, default=16)
+    parser.add_argument("--rounds", type=int, default=5)
     parser.add_argument("--programs", type=int, default=5)
     parser.add_argument("--models", default=",".join(MODELS))
     args = parser.parse_args()
     if not is_rank():
-        launch(args.ranks, "--steps", str(args.steps), "--programs", str(args.programs), "--models", args.models)
+        options = {"steps": args.steps, "rounds": args.rounds, "programs": args.programs, "models": args.models}
+        launch(args.ranks, *(text for name, value in options.items() for text in (f"--{name}", str(value))))
         return
     warnings.filterwarnings("ignore")
     os.environ |= {"NODE_RANK": "0", "LOCAL_RANK": os.environ["RANK"]}

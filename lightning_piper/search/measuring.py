@@ -29,7 +29,7 @@ from lightning_piper.search.parameters import CACHES, Optimizer, timed, wait
 from lightning_piper.search.walking import walk
 from lightning_piper.search.workload import Work, Workload
 
-MOST, ENOUGH = 20, 0.5  # runs of a short step, and seconds of them: the machine is not always as fast
+MOST, ENOUGH = 20, 0.7  # runs of a short step, and seconds of them: the machine is not always as fast
 
 
 def measured(

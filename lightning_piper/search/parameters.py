@@ -23,6 +23,7 @@ PIECES = 2
 CACHES = 1 << 25  # bytes that push other ones out of most caches; measuring must not take much memory from what is measured
 LARGEST = 1 << 26  # bytes of a tensor that is measured; what is larger takes as much more, and measuring might not have room for it
 PART = 1 << 20  # bytes of a tensor that is laid into a bucket
+RUNS, ENOUGH = 9, 0.4  # of a measurement, and seconds of them: the machine is not always as fast
 Optimizer = Callable[[list[torch.nn.Parameter]], torch.optim.Optimizer]
 
 
@@ -80,12 +81,12 @@ def timed(
         optimizer: makes one of parameters.
         zeros: parameter of `cut.step` -> share of its gradient that is zero, as of rows of a table that a batch does not use. The
             root of zero, which Adam takes of what it keeps of them, takes some CPUs five times as long as other roots.
-        calls: of each measurement, after one that warms up; the median counts.
+        calls: of each measurement, at least, after one that warms up; the median counts.
     """
     device = next(cut.module.parameters()).device
     specs = {name: cut.step.params[own].spec for own, names in cut.renamed.items() for name in names if name in cut.trains}
     shares = {name: round(zeros.get(own, 0.0), 1) for own, names in cut.renamed.items() for name in names}
-    packed = _packed(device, calls, clock)
+    packed = _packed(device, clock)
 
     @functools.cache
     def of(numel: int, dtype: torch.dtype, share: float) -> tuple[float, float]:
@@ -111,7 +112,7 @@ def timed(
     return of_param
 
 
-def _packed(device: torch.device, calls: int, clock: Callable[[], float]) -> float:
+def _packed(device: torch.device, clock: Callable[[], float]) -> float:
     """To lay a byte of tensors that are there into memory that is there, too. (What each of them takes, however small, is in the
     time of a step without work.)"""
     parts, bucket = (torch.full((CACHES,), 1, dtype=torch.uint8, device=device).split(PART) for _ in range(2))
@@ -120,7 +121,7 @@ def _packed(device: torch.device, calls: int, clock: Callable[[], float]) -> flo
         for x, y in zip(bucket, parts, strict=True):
             x.copy_(y)
 
-    return median([_seconds(pack, device, clock) for _ in range(calls + 1)][1:]) / CACHES
+    return median([_seconds(pack, device, clock) for _ in range(RUNS + 1)][1:]) / CACHES
 
 
 def _timed(like: Callable[[], torch.Tensor], optimizer: Optimizer, calls: int, clock: Callable[[], float]) -> tuple[float, float]:
@@ -139,8 +140,10 @@ def _timed(like: Callable[[], torch.Tensor], optimizer: Optimizer, calls: int, c
         changes.step()
         changes.zero_grad()
 
-    found, others = [], torch.zeros(CACHES, dtype=torch.uint8, device=first.device)
-    for _ in range(calls + 1):
+    found: list[tuple[float, float]] = []
+    others = torch.zeros(CACHES, dtype=torch.uint8, device=first.device)
+    start = clock()
+    while len(found) <= calls or (len(found) <= RUNS and clock() - start < ENOUGH):
         for x in params:
             x.grad = like()
         with torch.no_grad():

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import platform
 import resource
 from pathlib import Path
 
@@ -16,18 +17,27 @@ SPARED = 0.1  # share of it that is left to what a search does not know: the int
 
 
 def memory_of(module: nn.Module, world: World) -> int:
-    """Bytes that the search may use of each device: of an accelerator its own, else what this process may use of the host."""
-    if world.device.type != "cpu":
-        return int(torch.accelerator.get_memory_info(world.device)[1] * (1 - SPARED))
-    local = int(os.environ.get("LOCAL_WORLD_SIZE", world.size))
-    found = [os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") // local]
+    """Bytes that the search may use of each device: of the one that has least, for any of them may be the fullest. Collective."""
+    machines = world.gather(platform.node())
+    return min(world.gather(int(_own(module, world.device, machines.count(platform.node())) * (1 - SPARED))))
+
+
+def _own(module: nn.Module, device: torch.device, processes: int) -> int:
+    """Of this process's device: of an accelerator its own, else what this process may use of the host.
+
+    Args:
+        processes: that share the host.
+    """
+    if device.type != "cpu":
+        return torch.accelerator.get_memory_info(device)[1]
+    found = [os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") // processes]
     for name in ("/sys/fs/cgroup/memory.max", "/sys/fs/cgroup/memory/memory.limit_in_bytes"):
         text = Path(name).read_text().strip() if Path(name).is_file() else ""
-        found += [int(text) // local] if text.isdecimal() else []
+        found += [int(text) // processes] if text.isdecimal() else []
     limit, _ = resource.getrlimit(resource.RLIMIT_AS)
     if limit != resource.RLIM_INFINITY:
         # Address space that the interpreter and its libraries have taken already is not for training, but the module's is.
         pages = int(Path("/proc/self/statm").read_text().split()[0]) if Path("/proc/self/statm").is_file() else 0
         own = sum(x.nbytes for x in (*module.parameters(), *module.buffers()) if x.device.type == "cpu")
         found.append(max(limit - pages * os.sysconf("SC_PAGE_SIZE") + own - THREADS, 1))
-    return int(min(found) * (1 - SPARED))
+    return min(found)

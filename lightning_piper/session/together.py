@@ -32,7 +32,7 @@ from lightning_piper.search.workload import Workload
 from lightning_piper.simulate import Link
 from lightning_piper.simulate.hardware import Collectives, Hardware
 
-SMALL, LARGE, ROUNDS = 1 << 10, 1 << 22, 7  # bytes that are sent to and fro, and how often, to measure a link
+SMALL, LARGE, ROUNDS = 1 << 10, 1 << 22, 15  # bytes that are sent to and fro, and how often, to measure a link
 PARAMS = 200  # of a step of next to no work: with more of them, real work takes far longer
 FLOAT = torch.float32  # what is sent, whatever the user's default is
 MOST = 1 << 26  # bytes of a collective that is measured; if there are fewer parameters, as many as these
@@ -102,7 +102,7 @@ def _step_of(world: World, params: int) -> float:
     executor = Executor(compiled.plans[world.rank], compiled.step, tensors, {}, transport, world.device)
     leaf, times = batch[:1].to(world.device), list[float]()
     others = torch.zeros(CACHES, dtype=torch.uint8, device=world.device)  # a real step's passes take the caches
-    for _ in range(3 * ROUNDS + 1):
+    for _ in range(2 * ROUNDS + 1):
         others.add_(1)
         world.gather(None)
         wait(world.device)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import re
+import resource
 import subprocess
 import sys
 from pathlib import Path
@@ -33,6 +34,7 @@ from lightning_piper.search.proposing import Proposal, search
 from lightning_piper.search.report import size
 from lightning_piper.search.writing import Written
 from lightning_piper.session import cached, choosing
+from lightning_piper.session.available import memory_of
 from lightning_piper.session.together import measured_together
 from lightning_piper.simulate import Link
 from lightning_piper.simulate.hardware import Hardware
@@ -226,6 +228,21 @@ def measure_three(rank: int) -> list[int]:
 
 def test_three_processes_are_measured_with_other_defaults(tmp_path):
     assert launch(3, measure_three, tmp_path) == [[3]] * 3
+
+
+def memory_where_one_process_has_less(rank: int) -> tuple[int, int]:
+    world, module = World(rank, 2, torch.device("cpu"), timeout=PATIENCE), net()
+    whole = memory_of(module, world)
+    if rank == 1:
+        taken = int(Path("/proc/self/statm").read_text().split()[0]) * resource.getpagesize()
+        resource.setrlimit(resource.RLIMIT_AS, (taken + (1 << 30), resource.RLIM_INFINITY))
+    return whole, memory_of(module, world)
+
+
+def test_a_search_uses_what_the_process_with_least_memory_has(tmp_path):
+    (whole, least), *others = launch(2, memory_where_one_process_has_less, tmp_path)
+    assert others == [(whole, least)]
+    assert 0 < least < 1 << 30 < whole <= os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") / 2
 
 
 def test_a_step_that_has_changed_is_searched_again():
