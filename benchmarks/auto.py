@@ -208,16 +208,17 @@ def main() -> None:
     parser.add_argument("--models", default=",".join(MODELS))
     args = parser.parse_args()
     if not is_rank():
-        options = {"steps": args.steps, "rounds": args.rounds, "programs": args.programs, "models": args.models}
-        launch(args.ranks, *(text for name, value in options.items() for text in (f"--{name}", str(value))))
+        options = {"steps": args.steps, "rounds": args.rounds, "programs": args.programs}
+        shared = [text for name, value in options.items() for text in (f"--{name}", str(value))]
+        for name in args.models.split(","):  # each in processes of its own, as a training is
+            launch(args.ranks, "--models", name, *shared, timeout=1800)
         return
     warnings.filterwarnings("ignore")
     os.environ |= {"NODE_RANK": "0", "LOCAL_RANK": os.environ["RANK"]}
     rank, size = join()
     keep_freed_memory()  # as PiperStrategy does; for all systems alike
     world = World(rank, size, torch.device("cpu"))
-    for name in args.models.split(","):
-        compare(name, rank, world, args)
+    compare(args.models, rank, world, args)
     dist.barrier()
     dist.destroy_process_group()
 
