@@ -1,0 +1,93 @@
+"""What the blocks of the pages take for granted: modules, a batch, a Trainer that rehearses. test_pages.py runs them."""
+
+from __future__ import annotations
+
+import contextlib
+from typing import Any
+
+import lightning as L
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+import lightning_piper as piper
+
+QUIET = {"enable_progress_bar": False, "enable_model_summary": False, "logger": False}
+
+
+class Pair(L.LightningModule):
+    """Two stages."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.second = nn.Linear(16, 64), nn.Linear(64, 1)
+
+    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+        x, y = batch
+        with piper.annotate("PP", 0):
+            h = F.relu(self.first(x))
+        with piper.annotate("PP", 1):
+            return F.mse_loss(self.second(h), y)
+
+    def configure_optimizers(self) -> Any:
+        return torch.optim.AdamW(self.parameters(), lr=1e-2)
+
+
+class Layer(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.up, self.down = nn.Linear(16, 32), nn.Linear(32, 16)
+
+    def forward(self, x: Tensor) -> Tensor:
+        heads = x.unflatten(1, (1, 4, 4))
+        x = x + F.scaled_dot_product_attention(heads, heads, heads).flatten(1)
+        return x + self.down(F.gelu(self.up(x)))
+
+
+class Layers(L.LightningModule):
+    """As many layers as are asked for, between modules of the names that models have; `tag` annotates each layer."""
+
+    def __init__(self, layers: int, tag: str | None = None) -> None:
+        super().__init__()
+        self.embed, self.norm, self.head = nn.Linear(16, 16), nn.LayerNorm(16), nn.Linear(16, 1)
+        self.layers, self.tag = nn.ModuleList(Layer() for _ in range(layers)), tag
+
+    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+        x, y = batch
+        with self.part(0):
+            x = self.embed(x)
+        for i, layer in enumerate(self.layers):
+            with self.part(i):
+                x = layer(x)
+        with self.part(len(self.layers) - 1):
+            return F.mse_loss(self.head(self.norm(x)), y)
+
+    def part(self, index: int) -> Any:
+        return piper.annotate(self.tag, index) if self.tag else contextlib.nullcontext()
+
+    def configure_optimizers(self) -> Any:
+        return torch.optim.AdamW(self.parameters(), lr=1e-2)
+
+
+def samples(count: int = 32) -> tuple[Tensor, Tensor]:
+    x = torch.randn(count, 16, generator=torch.Generator().manual_seed(1))
+    return x, x.sum(dim=1, keepdim=True)
+
+
+class Rehearsed(piper.PiperStrategy):
+    """All devices of the program in this process."""
+
+    def __init__(self, *given: Any, **options: Any) -> None:
+        super().__init__(*given, **{"transport": "local", **options})
+
+
+def rehearsal(trainer: type[L.Trainer]) -> Any:
+    """In the place of `L.Trainer`: one process, on a CPU, for the steps that a page's test can wait for."""
+
+    def make(*, devices: int = 1, num_nodes: int = 1, strategy: Any = "auto", **options: Any) -> L.Trainer:
+        options = {**QUIET, **options, "accelerator": "cpu"}
+        if "max_steps" not in options:
+            options["max_epochs"] = 1
+        return trainer(devices=1, strategy=strategy, **options)
+
+    return make

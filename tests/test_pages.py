@@ -1,0 +1,197 @@
+"""Every Python block of the pages runs, in the order of its page, and prints what is shown below it.
+
+What a block takes for granted (a module, a batch) stands in `BEFORE`; `AFTER` does with what it made what a reader would. A program
+is compiled. Trainings are rehearsed: all devices in one process. Some pages have tests of their own (`ELSEWHERE`).
+"""
+
+from __future__ import annotations
+
+import contextlib
+import io
+import re
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import lightning as L
+import pytest
+import torch
+
+import lightning_piper as piper
+from lightning_piper.directives import base
+from tests.pages import Pair, Rehearsed, rehearsal, samples
+from tests.tutorial import alike
+
+ROOT = Path(__file__).parents[1]
+ELSEWHERE = {"docs/tutorial.md", "docs/cli.md", "docs/errors.md"}
+LONG = {"docs/search.md"}
+PAGES = sorted(str(path.relative_to(ROOT)) for path in [ROOT / "README.md", *ROOT.glob("docs/**/*.md")])
+BLOCK = re.compile(r"^```python\n(?P<code>.*?)^```\n(?:\n```\n(?P<printed>.*?)^```)?", re.DOTALL | re.MULTILINE)
+ONE_OF = "# one of these lines\n"
+
+COMMON = """
+import dataclasses, json
+from datetime import timedelta
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any, ClassVar
+import lightning as L, torch, torch.nn.functional as F
+from lightning import Trainer
+from lightning.pytorch.callbacks import ModelCheckpoint
+from torch import nn
+from torch.utils.data import DataLoader, TensorDataset
+import lightning_piper as piper
+from lightning_piper import PiperStrategy
+from tests.pages import Layers, Pair, samples
+
+module, batch, program = Pair(), samples(), piper.schedules.one_f_one_b(2, 4)
+strategy = piper.PiperStrategy(directives=program)
+loader = DataLoader(TensorDataset(*batch), batch_size=16)
+"""
+MIXTURE = "from tests.moe import Model as Mixture, batch as tokens; module, batch = Mixture(), tokens(8)"
+LAYERS = "module, program = Layers(6, 'LAYER'), [piper.Split(filter={}, dim_name='MB', num_microbatches=2)]"
+PLACED = "piper.compile(module, batch, [piper.Place(filter={}, devices=[0, 1]), eval(code)])"
+ORDERED = "piper.compile(module, batch, piper.schedules.gpipe(2, 2)[:3] + [eval(code)])"
+SAVED = """
+import shutil
+shutil.rmtree("checkpoints", ignore_errors=True)
+L.Trainer(devices=1, strategy=PiperStrategy(checkpoint="sharded"), callbacks=[ModelCheckpoint("checkpoints", save_last=True)]).fit(
+    module, loader)
+"""
+
+BEFORE = {
+    "README.md 2": "pytest.importorskip('transformers')",
+    "README.md 4": "from tests.tensors import decoder, tensors; module, batch = decoder(), tensors(8)",
+    "docs/checkpoints.md 0": SAVED,
+    "docs/checkpoints.md 1": "import torch.distributed.checkpoint as dcp",
+    "docs/concepts.md 0": "self, x = SimpleNamespace(encoder=nn.Linear(4, 4)), torch.ones(2, 4)",
+    "docs/concepts.md 1": "model = Layers(4)",
+    "docs/directives.md 4": MIXTURE,
+    "docs/directives.md 6": "module, batch = Layers(2), samples()",
+    "docs/directives.md 7": LAYERS,
+    "docs/directives.md 8": LAYERS,
+    "docs/directives.md 9": LAYERS + "; program += [piper.Offload(filter={'LAYER': '*'})]",
+    "docs/directives.md 10": "module = Pair()",
+    "docs/howto/resume.md 2": "strategy = piper.PiperStrategy(directives=program)",
+    "docs/schedules.md 0": "module = Layers(4, 'PP')",
+    "docs/experts.md 0": """
+k, tokens = 2, torch.randn(6, 4)
+self = SimpleNamespace(router=nn.Linear(4, 3), num_experts=3, experts=lambda rows, sizes: rows)
+""",
+    "docs/experts.md 2": """
+pytest.importorskip("transformers")
+from transformers import Qwen3MoeConfig, Qwen3MoeForCausalLM
+config = Qwen3MoeConfig(vocab_size=32, hidden_size=16, num_hidden_layers=4, num_attention_heads=2, num_key_value_heads=1,
+                        moe_intermediate_size=8, intermediate_size=16, num_experts=4, num_experts_per_tok=2, head_dim=8)
+""",
+    "docs/experts.md 3": MIXTURE,
+    "docs/howto/directive.md 1": "from examples.custom_directive import Checkpoint",
+    "docs/howto/machines.md 1": "batch = samples(64)",
+    "docs/howto/operation.md 0": "from lightning_piper.ir import Node; from lightning_piper.ir.nodes import Turn",
+    "docs/howto/operation.md 1": """
+from hypothesis import strategies as st
+from examples.compressed_reduce import Compress
+from lightning_piper.testing import directive_suite
+""",
+    "docs/howto/resume.md 3": SAVED,
+    "docs/howto/schedule.md 0": "module, durations = Layers(4, 'PP'), {'F': 1, 'B': 2, 'BI': 1, 'BW': 1}",
+    "docs/howto/verify.md 0": "Net, batch, program = Pair, samples, lambda: piper.schedules.one_f_one_b(2, 4)",
+    "docs/losses.md 0": "token_losses, mask, count = torch.ones(4, 3), torch.ones(4, 3), torch.tensor(12.0)",
+    "docs/losses.md 1": "directives = program",
+    "docs/schedules.md 1": "module, _ = Pair(), piper.schedules.to_csv(piper.schedules.gpipe(2, 2), 'schedule.csv')",
+    "docs/search.md 0": "module = Layers(4)",
+    "docs/strategy.md 3": """
+config, GPT, build = 4, Layers, None
+""",
+    "docs/uncaptured.md 0": "gan = module",
+    "docs/verification.md 0": """
+torch.manual_seed(1)
+x = torch.randn(32, 16)
+module, batch = Pair(), (x, x.sum(dim=1, keepdim=True))
+""",
+    "docs/verification.md 1": """
+from hypothesis import strategies as st
+from examples.custom_directive import Checkpoint
+""",
+}
+AFTER = {
+    "docs/directives.md 3": PLACED,
+    "docs/directives.md 10": ORDERED,
+    "docs/directives.md 11": ORDERED,
+    "docs/losses.md 2": PLACED,
+    "docs/howto/verify.md 0": "test_the_program_computes_what_one_device_computes()",
+    "docs/howto/profile.md 0": "L.Trainer(devices=2, strategy=strategy).fit(module, loader)",
+    "docs/profile.md 0": "L.Trainer(devices=2, strategy=strategy).fit(module, loader)",
+}
+SMALLER = {
+    "README.md 2": [("use_cache=False", "use_cache=False, n_layer=1, n_embd=8, n_head=2")],
+    "docs/howto/resume.md 0": [("1000", "2")],
+    "docs/howto/resume.md 1": [("1000", "2")],
+}
+
+
+def blocks(page: str) -> list[tuple[str, str, str]]:
+    """Each block's name, code, and what is shown below it."""
+    text = (ROOT / page).read_text(encoding="utf-8")
+    return [(f"{page} {i}", found["code"], found["printed"] or "") for i, found in enumerate(BLOCK.finditer(text))]
+
+
+def follow(page: str, names: dict[str, Any]) -> None:
+    """Run a page's blocks in these names.
+
+    Raises:
+        AssertionError: one prints something else than stands below it.
+    """
+    for name, code, shown in blocks(page):
+        for of_the_page, smaller in SMALLER.get(name, []):
+            code = code.replace(of_the_page, smaller)
+        for part in code.splitlines()[1:] if code.startswith(ONE_OF) else [code]:
+            exec(BEFORE.get(name, ""), names)
+            with contextlib.redirect_stdout(io.StringIO()) as out:
+                exec(compile(part, name, "exec"), names)
+            assert not shown or alike(out.getvalue().strip(), shown.strip()), (name, out.getvalue())
+            if re.search(r"^program\b", part, re.MULTILINE):
+                piper.compile(names["module"], names["batch"], names["program"])
+        exec(AFTER.get(name, ""), {**names, "code": code})
+
+
+@pytest.fixture
+def names(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[dict[str, Any]]:
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(torch.backends.cudnn, "benchmark", False)
+    monkeypatch.setattr(base, "_registry", dict(base._registry))
+    for package in (L, L.pytorch):
+        monkeypatch.setattr(package, "Trainer", rehearsal(L.Trainer))
+    monkeypatch.setattr(piper, "PiperStrategy", Rehearsed)
+    monkeypatch.setitem(sys.modules, "net", SimpleNamespace(Net=Pair, data=samples))
+    made: dict[str, Any] = {"__name__": "tests.pages", "pytest": pytest}
+    exec(COMMON, made)
+    yield made
+    torch.use_deterministic_algorithms(False)
+
+
+def marked(page: str) -> Any:
+    return pytest.param(page, marks=pytest.mark.long) if page in LONG else page
+
+
+@pytest.mark.parametrize("page", [marked(page) for page in PAGES if page not in ELSEWHERE and blocks(page)])
+def test_the_blocks_run(page: str, names: dict[str, Any]) -> None:
+    follow(page, names)
+
+
+def test_what_is_given_is_for_a_block() -> None:
+    there = {name for page in PAGES for name, _, _ in blocks(page)}
+    assert {*BEFORE, *AFTER, *SMALLER} <= there
+
+
+@pytest.mark.parametrize("page, wrong", [("docs/losses.md", "accumulate=tokens"), ("README.md", "equal within bitwise")])
+def test_a_page_that_is_wrong_is_noticed(page: str, wrong: str, names: dict[str, Any], monkeypatch: pytest.MonkeyPatch) -> None:
+    right = blocks(page)[:2]
+    broken = [
+        (name, code.replace('accumulate="tokens"', wrong), shown.replace("bitwise equal", wrong)) for name, code, shown in right
+    ]
+    monkeypatch.setitem(globals(), "blocks", lambda page: broken)
+    with pytest.raises((AssertionError, NameError)):
+        follow(page, names)
