@@ -85,9 +85,7 @@ def rehearsal(trainer: type[L.Trainer]) -> Any:
     """In the place of `L.Trainer`: one process, on a CPU, for the steps that a page's test can wait for."""
 
     def make(*, devices: int = 1, num_nodes: int = 1, strategy: Any = "auto", **options: Any) -> L.Trainer:
-        options = {**QUIET, **options, "accelerator": "cpu"}
-        if "max_steps" not in options:
-            options["max_epochs"] = 1
+        options = {**QUIET, "max_epochs": 1, **options, "accelerator": "cpu"}
         return trainer(devices=1, strategy=strategy, **options)
 
     return make

@@ -74,6 +74,10 @@ BEFORE = {
     "docs/directives.md 8": LAYERS,
     "docs/directives.md 9": LAYERS + "; program += [piper.Offload(filter={'LAYER': '*'})]",
     "docs/directives.md 10": "module = Pair()",
+    "docs/howto/profile.md 1": """
+from lightning.pytorch.loggers import CSVLogger
+L.Trainer(devices=2, strategy=strategy, max_epochs=5, logger=CSVLogger(".", name="lightning_logs")).fit(module, loader)
+""",
     "docs/howto/resume.md 2": "strategy = piper.PiperStrategy(directives=program)",
     "docs/schedules.md 0": "module = Layers(4, 'PP')",
     "docs/experts.md 0": """
@@ -122,7 +126,11 @@ AFTER = {
     "docs/directives.md 11": ORDERED,
     "docs/losses.md 2": PLACED,
     "docs/howto/verify.md 0": "test_the_program_computes_what_one_device_computes()",
-    "docs/howto/profile.md 0": "L.Trainer(devices=2, strategy=strategy).fit(module, loader)",
+    "docs/howto/profile.md 1": """
+from lightning_piper.simulate import simulate
+other = piper.compile(module, batch, piper.schedules.gpipe(2, 4))
+assert simulate(other.dag, other.plans, json.loads(Path("durations.json").read_text())).step_time > 0
+""",
     "docs/profile.md 0": "L.Trainer(devices=2, strategy=strategy).fit(module, loader)",
 }
 SMALLER = {
