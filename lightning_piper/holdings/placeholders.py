@@ -33,6 +33,10 @@ class Placeholder(torch.Tensor):
             found = memo[id(self)] = stand_in(made, _name(self), sharded=False)
         return found
 
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        """Of `torch.save` and pickle, which would write a file without the values, and say nothing."""
+        raise _refusal(self)
+
     @classmethod
     def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         with torch._C.DisableTorchFunctionSubclass():
@@ -42,8 +46,8 @@ class Placeholder(torch.Tensor):
                 _check_written(args)
             try:
                 return _marked(func(*args, **(kwargs or {})), args)
-            except RuntimeError as error:
-                if "meta" not in str(error):
+            except (RuntimeError, TypeError) as error:
+                if "meta" not in str(error).lower():
                     raise
                 if args and _writes(func.__name__) and isinstance(args[0], Placeholder):
                     return args[0].zero_()  # counts as a change of it
@@ -135,7 +139,8 @@ def _name(placeholder: Placeholder | None) -> str:
 def _refusal(placeholder: Placeholder | None) -> PiperError:
     return PiperError(
         f"PiperStrategy: the values of {_name(placeholder)!r} are not whole in this process, for they are another stage's, or in "
-        "pieces, and cannot be read here. For averages use Lightning's EMAWeightAveraging, WeightAveraging or "
-        "StochasticWeightAveraging; for other work trainer.optimizers have the parameters and pieces of this process, and before "
-        f"the first batch (on_fit_start, on_train_start) the module is whole. PiperStrategy(capture='never') {WHOLE}"
+        "pieces, and cannot be read here. To save them use trainer.save_checkpoint or ModelCheckpoint (in on_save_checkpoint, rank 0 "
+        "has all); for averages Lightning's EMAWeightAveraging, WeightAveraging or StochasticWeightAveraging; for other work "
+        "trainer.optimizers have the parameters and pieces of this process, and before the first batch (on_fit_start, "
+        f"on_train_start) the module is whole. PiperStrategy(capture='never') {WHOLE}"
     )

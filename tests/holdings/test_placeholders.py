@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import copy
+import io
+import pickle
 
 import pytest
 import torch
@@ -30,7 +32,12 @@ READS = {
     "at places": lambda x, p: x.__setitem__(slice(1), p.detach()[:1]),
     "together": lambda x, p: torch.cat([x, p]),
     "as a number": lambda x, p: p.detach().norm().item(),
+    "as an array": lambda x, p: p.detach().numpy(),
+    "compared": lambda x, p: torch.equal(p, p),
     "by a copy of it": lambda x, p: x.add_(copy.deepcopy(p)),
+    "in a file": lambda x, p: torch.save({"weight": p.detach()}, io.BytesIO()),
+    "in a file of all": lambda x, p: torch.save(p, io.BytesIO()),
+    "pickled": lambda x, p: pickle.dumps(p.data),
     "in a checkpoint": lambda x, p: check_values({"state": [x, (p.detach(),)]}),
 }
 
