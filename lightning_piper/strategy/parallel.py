@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import signal
-import sys
 from collections.abc import Callable
 from datetime import timedelta
 from functools import partial
@@ -108,8 +107,9 @@ class OverProcesses(_lightning.Strategy):
             check_one_process(self.num_processes, self.num_nodes)
             return
         assert self.cluster_environment is not None
-        if not self.cluster_environment.creates_processes_externally:
-            if self.num_processes > 1 or hasattr(sys, "ps1"):
+        # One process needs no launcher; Lightning's, which starts scripts, is refused in a notebook.
+        if not self.cluster_environment.creates_processes_externally and self.num_processes * self.num_nodes > 1:
+            if self.num_processes > 1:
                 check_script()
             self.launch_script()
 

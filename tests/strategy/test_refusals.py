@@ -75,6 +75,18 @@ def test_interactive_sessions(monkeypatch):
         trainer(piper.PiperStrategy(list(PROGRAM)), devices=2)
 
 
+def test_one_process_of_a_notebook(monkeypatch):
+    monkeypatch.setattr("sys.ps1", ">>> ", raising=False)
+    monkeypatch.setattr("lightning.pytorch.trainer.connectors.accelerator_connector._IS_INTERACTIVE", True)
+    (module, loader), (plain, _), (made, _), (other, _) = make("mlp"), make("mlp"), trainer("piper"), trainer("auto")
+    try:
+        made.fit(module, loader)
+    finally:
+        torch.distributed.destroy_process_group()
+    other.fit(plain, loader)
+    assert all(torch.equal(a, b) for a, b in zip(module.parameters(), plain.parameters(), strict=True))
+
+
 class Manual(MLP):
     def __init__(self):
         super().__init__()
