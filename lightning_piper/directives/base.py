@@ -37,7 +37,7 @@ class Directive:
         """Integers of numpy become Python's: they are written as JSON, and compared with `type`."""
         for field in dataclasses.fields(self):
             value = getattr(self, field.name)
-            if (plain := _with_plain_integers(value)) is not value:
+            if (plain := _with_plain_parts(value)) is not value:
                 object.__setattr__(self, field.name, plain)
 
     @abstractmethod
@@ -165,8 +165,8 @@ def _plain(value: Any) -> Any:
     return value
 
 
-def _with_plain_integers(value: Any, depth: int = 0) -> Any:
-    """The value itself if it has no other integers."""
+def _with_plain_parts(value: Any, depth: int = 0) -> Any:
+    """The value itself if its integers and containers are Python's; those of a configuration (Hydra's) become such."""
     if value is None or isinstance(value, str | bool | float) or type(value) is int:
         return value
     if (number := integer(value)) is not None:
@@ -174,11 +174,13 @@ def _with_plain_integers(value: Any, depth: int = 0) -> Any:
     if depth == 4:  # fields are no deeper
         return value
     if isinstance(value, Mapping):
-        found = {key: _with_plain_integers(item, depth + 1) for key, item in value.items()}
-        return value if all(found[key] is item for key, item in value.items()) else found
+        found = {key: _with_plain_parts(item, depth + 1) for key, item in value.items()}
+        return value if isinstance(value, dict) and all(found[key] is item for key, item in value.items()) else found
     if type(value) in (list, tuple):
-        items = [_with_plain_integers(item, depth + 1) for item in value]
+        items = [_with_plain_parts(item, depth + 1) for item in value]
         return value if all(a is b for a, b in zip(items, value, strict=True)) else type(value)(items)
+    if isinstance(value, Sequence) and not isinstance(value, list | tuple | bytes | bytearray):
+        return [_with_plain_parts(item, depth + 1) for item in value]
     return value
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Iterable, Mapping, Sequence
 from os import PathLike
-from typing import Any
+from typing import Any, TypeGuard
 
 from torch import Tensor, nn
 from torch.utils.hooks import RemovableHandle
@@ -68,9 +68,9 @@ def annotate_as(module: nn.Module, annotations: Annotations) -> list[RemovableHa
 
 
 def _content(source: Any) -> tuple[Any, str]:
-    """What a file holds, or what is given, and how messages name it."""
+    """What a file holds, or what is given, and how messages name it. An object of a configuration (Hydra's) is one of Python's."""
     if not isinstance(source, str | PathLike):
-        return source, "the program"
+        return dict(source) if isinstance(source, Mapping) else source, "the program"
     where = f"directives file {shown(str(source))}"
     return _read(source, where), where
 
@@ -98,7 +98,7 @@ def _directives_of(program: dict[Any, Any], where: str) -> Sequence[Any]:
         if key not in KEYS:
             raise DirectiveError(f"{where}: the key {shown(key)} is unknown; accepted are {', '.join(KEYS)}")
     found = program.get("directives")
-    if not isinstance(found, list | tuple):
+    if not _is_list(found):
         state = shown(found) if "directives" in program else "missing"
         raise DirectiveError(f"{where}: the key 'directives' is {state}; give a list of directives")
     return found
@@ -106,20 +106,22 @@ def _directives_of(program: dict[Any, Any], where: str) -> Sequence[Any]:
 
 def _annotations_of(program: dict[Any, Any], where: str) -> Annotations:
     found = program.get("annotate", {})
-    if not isinstance(found, dict) or not all(is_name(tag) and _are_groups(groups) for tag, groups in found.items()):
+    if not isinstance(found, Mapping) or not all(is_name(tag) and _are_groups(groups) for tag, groups in found.items()):
         wanted = 'an object of lists of lists of names of modules, such as {"PP": [["first"], ["layers.*"]]}'
         raise DirectiveError(f"{where}: the key 'annotate' is {shown(found)}; give {wanted}")
-    return {tag: groups for tag, groups in found.items() if groups}
+    return {tag: [list(group) for group in groups] for tag, groups in found.items() if groups}
 
 
 def _are_groups(groups: Any) -> bool:
-    return isinstance(groups, list) and all(
-        isinstance(group, list) and all(isinstance(name, str) for name in group) for group in groups
-    )
+    return _is_list(groups) and all(_is_list(group) and all(isinstance(name, str) for name in group) for group in groups)
+
+
+def _is_list(value: Any) -> TypeGuard[Sequence[Any]]:
+    return isinstance(value, Sequence) and not isinstance(value, str | bytes)
 
 
 def _from_json(entry: Any) -> Directive:
-    if not isinstance(entry, dict) or "op" not in entry:
+    if not isinstance(entry, Mapping) or "op" not in entry:
         raise DirectiveError(f'is {shown(entry)}; give a directive or an object such as {{"op": "place", ...}}')
     op = entry["op"]
     cls = find(op) if isinstance(op, str) else None

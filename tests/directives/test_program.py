@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import json
+from collections import UserDict, UserList
 from pathlib import Path
 from typing import Any
 
@@ -11,6 +12,7 @@ import numpy
 import pytest
 
 from lightning_piper.directives import Directive, Order, Place, Split, parse, to_json
+from lightning_piper.directives.program import annotations_of
 from lightning_piper.errors import DirectiveError
 from lightning_piper.schedules import gpipe, one_f_one_b
 
@@ -50,6 +52,25 @@ def test_spellings_may_be_mixed_and_tuples_given() -> None:
     assert parse([PROGRAM[0], JSON[1], *PROGRAM[2:]]) == PROGRAM
     assert parse(tuple(JSON)) == parse(entry for entry in JSON) == PROGRAM
     assert to_json([Place(filter={"PP": (0, 1)}, devices=(0,))]) == [{"op": "place", "filter": {"PP": [0, 1]}, "devices": [0]}]
+
+
+def of_a_configuration(value: Any) -> Any:
+    """In containers that are no dicts and lists, as those of Hydra's configurations."""
+    if isinstance(value, dict):
+        return UserDict({key: of_a_configuration(item) for key, item in value.items()})
+    return UserList(map(of_a_configuration, value)) if isinstance(value, list) else value
+
+
+def test_a_program_may_come_from_a_configuration() -> None:
+    whole = of_a_configuration({"version": 1, "annotate": {"PP": [["a"], ["b.*"]]}, "directives": JSON})
+    assert parse(of_a_configuration(JSON)) == parse(whole) == PROGRAM and to_json(whole) == JSON
+    assert json.dumps(annotations_of(whole)) == '{"PP": [["a"], ["b.*"]]}'
+    assert to_json([Place(filter=UserDict({"PP": UserList([0])}), devices=range(2))]) == [
+        {"op": "place", "filter": {"PP": [0]}, "devices": [0, 1]}
+    ]
+    for devices in ("01", b"01", UserList(["0"])):
+        with pytest.raises(DirectiveError, match=r"directive 0 \(place\): field 'devices'"):
+            parse(UserList([{"op": "place", "filter": {}, "devices": devices}]))
 
 
 def test_what_is_malformed_is_not_written() -> None:
