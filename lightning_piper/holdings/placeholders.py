@@ -139,8 +139,8 @@ def _name(placeholder: Placeholder | None) -> str:
 def _refusal(placeholder: Placeholder | None) -> PiperError:
     return PiperError(
         f"PiperStrategy: the values of {_name(placeholder)!r} are not whole in this process, for they are another stage's, or in "
-        "pieces, and cannot be read here. To save them use trainer.save_checkpoint or ModelCheckpoint (in on_save_checkpoint, rank 0 "
-        "has all); for averages Lightning's EMAWeightAveraging, WeightAveraging or StochasticWeightAveraging; for other work "
+        "pieces, and cannot be read here. To save them use trainer.save_checkpoint or ModelCheckpoint (in on_save_checkpoint, rank "
+        "0 has all); for averages Lightning's EMAWeightAveraging, WeightAveraging or StochasticWeightAveraging; for other work "
         "trainer.optimizers have the parameters and pieces of this process, and before the first batch (on_fit_start, "
         f"on_train_start) the module is whole. PiperStrategy(capture='never') {WHOLE}"
     )
