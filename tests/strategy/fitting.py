@@ -150,7 +150,11 @@ def traced_once(work: Callable[..., T]) -> Callable[..., T]:
 
 
 def values(module: torch.nn.Module) -> dict[str, Tensor]:
-    return {name: x.detach().clone() for name, x in module.state_dict().items()}
+    """What other processes have is on the meta device; stand-ins themselves cannot be written into a file."""
+    return {
+        name: torch.empty(x.shape, dtype=x.dtype, device="meta") if x.is_meta else x.detach().clone()
+        for name, x in module.state_dict().items()
+    }
 
 
 def same(a: dict[str, Tensor], b: dict[str, Tensor]) -> bool:
