@@ -167,7 +167,8 @@ class Held(L.Callback):
 
     def on_validation_end(self, trainer: L.Trainer, module: Any) -> None:
         self.names = [name for name, x in module.named_parameters() if not x.is_meta]
-        self.saved = {name: x.clone() for name, x in trainer.strategy.lightning_module_state_dict().items()}
+        found = trainer.strategy.lightning_module_state_dict()
+        self.saved = {name: x.clone() for name, x in found.items() if not x.is_meta}  # a stand-in cannot be written into a file
 
 
 class Runs:
