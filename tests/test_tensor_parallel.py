@@ -173,3 +173,32 @@ def test_a_weight_that_is_needed_whole_itself_is_left(name, left):
         piper.CaptureError, match=rf"svdvals.* cannot work on parts of {name} as .*leave it out of params{follows},"
     ):
         piper.compile(module, batch, named)
+
+
+class Noisy(L.LightningModule):
+    """Work outside of the stages reads the batch, on the way forth in parts, and on the way back once more."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.mean, self.spread = nn.Linear(4, 4), nn.Linear(4, 4), nn.Linear(4, 4)
+        self.up, self.down = nn.Linear(4, 8), nn.Linear(8, 4)
+
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        x, noise = batch
+        with piper.annotate("PP", 0):
+            h = self.first(x).relu()
+            mean, spread = self.mean(h), self.spread(h)
+        drawn = mean + noise * (0.5 * spread).exp()
+        with piper.annotate("PP", 1):
+            return self.down(self.up(drawn).relu()).square().mean()
+
+
+def test_work_outside_of_stages_is_in_one_of_them_on_the_way_back():
+    module, batch = Noisy().double(), tuple(torch.randn(2, 8, 4, dtype=torch.float64))
+    parts = {"mean.weight": 0, "mean.bias": 0, "spread.weight": 0, "spread.bias": 0, "up.weight": 1}
+    groups = [[0, 1], [2, 3]]
+    program = piper.schedules.one_f_one_b(stages=2, microbatches=2, devices=groups)
+    program += [piper.Shard(filter={}, devices=groups, axis="tp", stream="tp", params=parts)]
+    compiled = piper.compile(module, batch, program)
+    assert all(region.tags for region in compiled.step.at(4, (2,)).regions)
+    assert piper.verify(module, batch, program).verdict == "verified"

@@ -89,9 +89,10 @@ def assign(graph: torch.fx.Graph, state: frozenset[Node]) -> Assignment:
 
 
 def settle_glue(graph: torch.fx.Graph) -> None:
-    """Give glue the tags of the region that it belongs to, in place: where members of an axis have parts of what it reads, it may
-    be cut like the rest of that region."""
-    forward = [n for n in graph.nodes if n.op not in ("placeholder", "output") and not _torch.is_backward(n)]
+    """Give glue, and what differentiates it, the tags of the region that it belongs to, in place: where members of an axis have
+    parts of what it reads, it may be cut like the rest of that region."""
+    calls = [n for n in graph.nodes if n.op not in ("placeholder", "output")]
+    forward = [n for n in calls if not _torch.is_backward(n)]
     shared, weights = _shared(forward, frozenset())
     runs: dict[Node, tuple[int, Node]] = {}  # the number of a node's run, and a node that has its tags
     last: tuple[int, Node] | None = None
@@ -103,8 +104,20 @@ def settle_glue(graph: torch.fx.Graph) -> None:
             runs[node] = last
         elif found and node not in shared:
             runs[node] = max(found, key=operator.itemgetter(0))
-            about = runs[node][1].meta.get("custom", {})
-            node.meta["custom"] = node.meta.get("custom", {}) | {k: about[k] for k in (META_KEY, SOURCE_KEY) if k in about}
+            _tag_as(node, runs[node][1])
+    first: dict[Any, Node] = {}
+    for node in sorted(forward, key=shared.__contains__):  # operations without gradient repeat the number before
+        first.setdefault(_torch.sequence_number(node), node)
+    for node in calls:
+        own = first.get(_torch.sequence_number(node))
+        # Additions merge gradients of several places, and belong to none.
+        if _torch.is_backward(node) and own in runs and not tags_of(node) and node.target is not aten.add.Tensor:
+            _tag_as(node, own)
+
+
+def _tag_as(node: Node, other: Node) -> None:
+    about = other.meta.get("custom", {})
+    node.meta["custom"] = node.meta.get("custom", {}) | {k: about[k] for k in (META_KEY, SOURCE_KEY) if k in about}
 
 
 def _shared(forward: list[Node], state: frozenset[Node]) -> tuple[set[Node], set[Node]]:
