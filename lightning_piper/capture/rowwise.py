@@ -61,6 +61,8 @@ def _follows(node: Node, found: set[Node], size: int) -> bool:
     if target in _SHAPED:
         same = math.prod(shape) == math.prod(shape_of(source) or (0,))
         return source in found and same and shape[0] % size == 0 and (shape[0] == size or _flattens(shape_of(source), shape))
+    if target is aten.index.Tensor:  # one row of each sample: x[torch.arange(len(x)), chosen]
+        return source in found and shape[0] == size and _counts(node.args[1][0], size)  # type: ignore[index]
     if target in _ALONG and _along_first(node, len(shape_of(source))):
         return False
     if target in _KEEP:
@@ -75,6 +77,17 @@ def _along_first(node: Node, ndim: int) -> bool:
     given: Any = node.args[1] if len(node.args) > 1 else 0
     dims = given if isinstance(given, tuple | list) else [given]
     return any(dim is None or dim in (0, -ndim, -ndim - 1) for dim in dims) or not dims
+
+
+def _counts(node: Any, size: int) -> bool:
+    """Is it the numbers of all samples, in order?"""
+    if not isinstance(node, Node) or shape_of(node) != (size,):
+        return False
+    if node.target in (aten._to_copy.default, aten.clone.default, aten.detach.default, aten.alias.default):
+        return _counts(node.args[0], size)
+    return node.args == {aten.arange.default: (size,), aten.arange.start: (0, size), aten.arange.start_step: (0, size)}.get(
+        node.target
+    )
 
 
 def _flattens(before: tuple[int, ...], after: tuple[int, ...]) -> bool:

@@ -21,6 +21,10 @@ MEET: dict[str, tuple[Loss, str]] = {
     "softmax": (lambda net, x, y: (net(x).softmax(0) * y).mean(), "softmax"),
     "rolled": (lambda net, x, y: F.mse_loss(net(x).roll(1, 0), y), "roll"),
     "product": (lambda net, x, y: F.cross_entropy(F.normalize(net(x)) @ y.t(), torch.arange(len(x))), "mm"),
+    "chosen rows": (
+        lambda net, x, y: ((net(x)[:, None] * torch.ones(3, 1))[torch.arange(len(x)), y.argmax(1)] @ y.t()).exp().mean(),
+        "mm",
+    ),
     "pairs": (lambda net, x, y: (net(x)[:, None] - net(x)[None]).abs().mean(), "sub"),
     "distances": (lambda net, x, y: torch.cdist(net(x), y).mean(), "cdist"),
     "centred": (lambda net, x, y: (net(x) - net(x).mean(0)).square().mean(), "sub"),
@@ -56,6 +60,13 @@ def test_where_samples_meet(name: str) -> None:
     loss, operation = MEET[name]
     met = capture(Own(loss), regression(6)).at(6).meet
     assert met is not None and operation in met
+
+
+@pytest.mark.parametrize("turned", [Tensor.t, lambda x: x.transpose(0, 1), lambda x: x.permute(-1, 0)])
+def test_as_many_samples_as_features(turned: Callable[[Tensor], Tensor]) -> None:
+    """The shape of what is turned does not say that it was."""
+    met = capture(Own(lambda net, x, y: (net(x) @ turned(net(x))).logsumexp(1).mean()), regression(2)).at(2).meet
+    assert met is not None and "mm" in met
 
 
 @pytest.mark.parametrize("name", APART)
