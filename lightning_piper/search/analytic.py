@@ -17,7 +17,7 @@ from lightning_piper.ir.division import Change, Division
 from lightning_piper.ir.regions import Code, Output, PassKey, StepCode
 from lightning_piper.ir.values import Partial, Replicate, Shard, TensorSpec
 from lightning_piper.search.block_work import alone, checked_samples, seconds_of, total, workload
-from lightning_piper.search.blocks import TAG, Cut, blocks_of, bytes_of
+from lightning_piper.search.blocks import TAG, Cut, blocks_of, bytes_of, refusal
 from lightning_piper.search.counting import Cost, Counting, seconds
 from lightning_piper.search.parameters import calculated
 from lightning_piper.search.walking import walk
@@ -41,7 +41,8 @@ def analytic(
             longer; see `counting`.
         samples: of microbatches for which work is calculated.
         tensor: numbers of members of a tensor axis, which divides what `tensor_parallel` proposes. Work is that of the code of one
-            member. A number by which not all can be divided that the smallest one divides is left out.
+            member. A number by which not all can be divided that the smallest one divides is left out, and so are numbers of
+            samples of which members have no step, or another one.
         states: bytes of the optimizer's state for one of parameters; 2 for Adam.
         cut: of the same module and batch, if there is one.
 
@@ -54,14 +55,19 @@ def analytic(
     works = {(n, 1): _works(cut, cut.step, n, hardware) for n in numbers}
     divided: dict[str, Shard] = {}
     parts: frozenset[str] = frozenset()
+    least: dict[int, int] = {}
     for degree in sorted(tensor):
         params = _proposed(cut, degree)
         divided = divided or params
         if params and params == divided:
             member = cut.step.divided([Division(AXIS, degree, params)]).member
-            works |= {(n, degree): _works(cut, member, n, hardware, degree) for n in numbers}
-            parts = cut.all_named(member.at(numbers[0]).divided)
-    return workload(cut, works, states, calculated(cut, hardware, states), parts)
+            # Of few samples, a change may be at another place: where rows are one, and where a view of them needs none.
+            few = max((n for n in {1, *numbers} if refusal(member, n) is not None), default=0)
+            if kept := [n for n in numbers if n > few]:
+                works |= {(n, degree): _works(cut, member, n, hardware, degree) for n in kept}
+                least |= {degree: kept[0]} if few else {}
+                parts = cut.all_named(member.at(kept[0]).divided)
+    return workload(cut, works, states, calculated(cut, hardware, states), parts, least=least)
 
 
 def _proposed(cut: Cut, degree: int) -> dict[str, Shard]:

@@ -79,7 +79,7 @@ def checked_samples(cut: Cut, samples: Iterable[int]) -> list[int]:
 
 def workload(
     cut: Cut, works: Mapping[tuple[int, int], list[Work]], states: float, of_param: OfParam,
-    divided: frozenset[str] = frozenset(), meet: bool | None = None,
+    divided: frozenset[str] = frozenset(), meet: bool | None = None, least: Mapping[int, int] | None = None,
 ) -> Workload:  # fmt: skip
     """Put blocks together.
 
@@ -89,9 +89,10 @@ def workload(
         of_param: seconds that a parameter takes beside passes.
         divided: parameters of which members of the tensor axis have parts.
         meet: whether samples look at each other; None: as far as operations show it.
+        least: samples of a microbatch, at least, by members of a tensor axis, where these want more than one device does.
     """
     sent = cut.sent(cut.step.size)
-    least = 1 if cut.refuses(1) is None else min(samples for samples, _ in works)
+    fewest = 1 if cut.refuses(1) is None else min(samples for samples, _ in works)
     first = {name: i for i, params in reversed([*enumerate(cut.params)]) for name in params}  # a tied one is updated once
     packed = [sum(of_param(name).packed for name in params) for params in cut.params]
     in_place = cut.all_named(written_in_place_of(cut.step.at(cut.step.size)))
@@ -106,4 +107,5 @@ def workload(
         )
         for i, name in enumerate(cut.names)
     )  # fmt: skip
-    return Workload(blocks, cut.step.size, states, least=least, meets=meets(cut) if meet is None else meet)
+    met = meets(cut) if meet is None else meet
+    return Workload(blocks, cut.step.size, states, least=fewest, least_divided=least or {}, meets=met)

@@ -75,13 +75,8 @@ class Cut:
         return [[name for group in self.groups[a:b] for name in group] for a, b in itertools.pairwise(ends)]
 
     def refuses(self, samples: int) -> Exception | None:
-        """Why there is no step of so many samples; None if there is one. Anything can be why: a batch norm wants two at least."""
-        try:
-            with torch.random.fork_rng(devices=[]):
-                self.step.at(samples)
-        except Exception as error:
-            return error
-        return None
+        """Why there is no step of so many samples; None if there is one."""
+        return refusal(self.step, samples)
 
     def bytes(self, samples: int) -> tuple[Bytes, ...]:
         """What each block keeps and hands on, of so many samples."""
@@ -95,6 +90,16 @@ class Cut:
         """Bytes of the rows that each block dispatches, and combines, in a forward pass."""
         code = self.step.at(samples)
         return tuple(sum(_sent(code, region) for region in regions) for regions in self.regions)
+
+
+def refusal(step: CapturedStep, samples: int) -> Exception | None:
+    """Why a step is not one of so many samples; None if it is. Anything can be why: a batch norm wants two at least."""
+    try:
+        with torch.random.fork_rng(devices=[]):
+            step.at(samples)
+    except Exception as error:
+        return error
+    return None
 
 
 def blocks_of(module: nn.Module, batch: Any, short: bool = True) -> Cut:

@@ -122,10 +122,11 @@ class Space:
     def layouts(self) -> Iterator[Layout]:
         """Each once. Microbatches are whole samples, not too few, and work on them is known; where samples meet, there is one."""
         for tensor in self._degrees():
+            least = max(self.workload.least, self.workload.least_divided.get(tensor, 1))
             for replicas in _divisors(self.workload.samples, self.devices // tensor):
                 for microbatches in _divisors(self.workload.samples // replicas, 1 if self.workload.meets else None):
                     samples = self.workload.samples // replicas // microbatches
-                    if samples >= self.workload.least and all(b.at(samples, tensor) for b in self.workload.blocks):
+                    if samples >= least and all(b.at(samples, tensor) for b in self.workload.blocks):
                         yield from self._layouts(tensor, replicas, microbatches)
 
     def _layouts(self, tensor: int, replicas: int, microbatches: int) -> Iterator[Layout]:

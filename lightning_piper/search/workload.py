@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from fractions import Fraction
 from typing import NamedTuple
 
@@ -89,6 +89,7 @@ class Workload:
         samples: of one step, on all devices.
         states: bytes of the optimizer's state for one byte of parameters that get gradients; 2 for Adam.
         least: samples of a microbatch, at least: of fewer, the step is another one, or none.
+        least_divided: the same by number of members of the tensor axis, where these want more.
         meets: samples look at each other, so microbatches would compute something else; replicas do as data parallelism does.
     """
 
@@ -97,3 +98,4 @@ class Workload:
     states: float = 2.0
     least: int = 1
     meets: bool = False
+    least_divided: Mapping[int, int] = field(default_factory=dict)

@@ -22,9 +22,10 @@ from lightning_piper.search.measuring import measured, seconds_of_passes
 from lightning_piper.search.optimizers import optimizer_of, states_of
 from lightning_piper.search.parameters import like
 from lightning_piper.search.proposing import work_of
+from lightning_piper.search.space import Space
 from lightning_piper.search.walking import walk
 from lightning_piper.simulate.hardware import Hardware
-from tests.search.nets import GPT, SEQ, VOCAB, WIDTH, Module, tokens
+from tests.search.nets import GPT, HEADS, SEQ, VOCAB, WIDTH, Module, tokens
 
 SAMPLES = 4
 CPU = Hardware.read("cpu")
@@ -293,3 +294,43 @@ def test_what_is_measured() -> None:
         measured(module, batch, samples=(5,))
     with pytest.raises(CaptureError, match=r"samples=\(0,\): give numbers of samples >= 1"):
         measured(module, batch, samples=(0,))
+
+
+class Relative(nn.Module):
+    """Attention with a table of positions for each head, as in T5: one for all samples, which all layers read."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.embed, self.table = nn.Embedding(VOCAB, WIDTH), nn.Embedding(SEQ, HEADS)
+        self.layers = nn.ModuleList(RelativeLayer() for _ in range(2))
+        self.head = nn.Linear(WIDTH, VOCAB, bias=False)
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        x, places = self.embed(tokens), torch.arange(SEQ)
+        bias = self.table((places[:, None] - places).abs()).permute(2, 0, 1)[None]
+        for layer in self.layers:
+            x = layer(x, bias)
+        return self.head(x)
+
+
+class RelativeLayer(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.q, self.k, self.v, self.out = (nn.Linear(WIDTH, WIDTH, bias=False) for _ in range(4))
+
+    def forward(self, x: Tensor, bias: Tensor) -> Tensor:
+        q, k, v = (each(x).view(*x.shape[:2], HEADS, -1).transpose(1, 2) for each in (self.q, self.k, self.v))
+        mixed = (q @ k.mT + bias).softmax(-1) @ v
+        return x + self.out(mixed.transpose(1, 2).reshape(x.shape))
+
+
+def test_members_that_want_more_samples() -> None:
+    """A sum over samples is none where there is one, so members would exchange the table's gradient elsewhere."""
+    found = analytic(Module(Relative()), tokens(SAMPLES), CPU, samples=(1, 2, SAMPLES), tensor=(2,))
+    assert found.least == 1 and found.least_divided == {2: 2}
+    assert {key for key in found.blocks[0].work} == {(1, 1), (2, 1), (SAMPLES, 1), (2, 2), (SAMPLES, 2)}
+    least: dict[int, int] = {}
+    for layout in Space(found, CPU, 2, 2**30).layouts():
+        samples = SAMPLES // layout.replicas // layout.microbatches
+        least[layout.tensor] = min(samples, least.get(layout.tensor, SAMPLES))
+    assert least == {1: 1, 2: 2}
