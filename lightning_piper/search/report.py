@@ -35,7 +35,7 @@ class Found:
     Attributes:
         best: the best candidate that was found.
         estimate: what it needs.
-        gap: how much less the best one of the space may need, at most, as a share; 0 if this is the best one.
+        gap: how much more it needs than the best one of the space, at most, as a share of that; 0 if this is the best one.
         table: the best twenty that fit, one of each choice of everything but the cuts, and at most five that would be better and
             do not fit. Of a large space, the best that the budget reached.
         size: candidates of the space.

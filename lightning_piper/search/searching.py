@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 
 from lightning_piper.errors import NoProgram, SearchError
@@ -64,7 +65,8 @@ def best_of(
     if least is None:
         on = f"that uses all {devices} devices" if all_devices else f"on {devices} devices"
         raise NoProgram(f"search: there is no program {on}, or none fits in the {hardware.host_memory} bytes of the host")
-    needed, about = max(least.estimate.memory), "" if least.gap == 0 else f", or {float(least.gap):.1%} less"
+    needed = math.ceil(max(least.estimate.memory))
+    about = "" if least.gap == 0 else f", or up to {float(least.gap / (1 + least.gap)):.1%} less"
     raise SearchError(f"search: nothing fits in {limit} bytes; the least that would do is {needed} bytes of each device{about}")
 
 

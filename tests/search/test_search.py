@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import random
+import re
 from collections.abc import Iterator
 from dataclasses import replace
 from fractions import Fraction
@@ -322,6 +323,18 @@ def test_more_memory_is_asked_for() -> None:
     assert max(best_of(chain(), problem(0).hardware, 2, least, schedules=CHAINS).estimate.memory) == least
     with pytest.raises(SearchError):
         best_of(chain(), problem(0).hardware, 2, least - 1, schedules=CHAINS)
+
+
+def test_more_memory_that_may_be_too_much() -> None:
+    """Where the budget is spent, less of it would do, by a share of what is asked for."""
+    drawn, told = problem(3), []
+    for budget in (1, 10**6):
+        with pytest.raises(SearchError) as raised:
+            best_of(drawn.workload, drawn.hardware, 4, 1, budget=budget)
+        told.append(re.search(r"is (\d+) bytes of each device(?:, or up to (\S+)% less)?$", str(raised.value)))
+    rough, exact = told
+    assert rough is not None and exact is not None and exact[2] is None
+    assert int(rough[1]) * (1 - float(rough[2]) / 100) <= int(exact[1]) <= int(rough[1]) and 0 < float(rough[2]) < 100
 
 
 def test_axes_lie_on_the_links_of_their_distance() -> None:
