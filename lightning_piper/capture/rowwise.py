@@ -34,6 +34,8 @@ _ALONG = {
     aten.select.int, aten.slice.Tensor, aten.index_select.default, aten.argmax.default, aten.amax.default,
     aten.sum.dim_IntList, aten.mean.dim, aten.logsumexp.default,
 }  # fmt: skip
+_ARANGE = {aten.arange.default, aten.arange.start, aten.arange.start_step}
+_TURN = {aten.t.default, aten.transpose.int, aten.permute.default}
 _SHAPED = {aten.view.default, aten.reshape.default, aten._unsafe_view.default}
 
 
@@ -63,6 +65,12 @@ def _follows(node: Node, found: set[Node], size: int) -> bool:
         return source in found and same and shape[0] % size == 0 and (shape[0] == size or _flattens(shape_of(source), shape))
     if target is aten.index.Tensor:  # one row of each sample: x[torch.arange(len(x)), chosen]
         return source in found and shape[0] == size and _counts(node.args[1][0], size)  # type: ignore[index]
+    if target is aten.cat.default:
+        return (node.args[1] if len(node.args) > 1 else 0) not in (0, -len(shape))
+    if target in _TURN:
+        return source in found and _stays_first(node, len(shape))
+    if target is aten.expand.default:
+        return source in found and len(shape_of(source)) == len(shape) and shape_of(source)[0] == shape[0]
     if target in _ALONG and _along_first(node, len(shape_of(source))):
         return False
     if target in _KEEP:
@@ -85,9 +93,15 @@ def _counts(node: Any, size: int) -> bool:
         return False
     if node.target in (aten._to_copy.default, aten.clone.default, aten.detach.default, aten.alias.default):
         return _counts(node.args[0], size)
-    return node.args == {aten.arange.default: (size,), aten.arange.start: (0, size), aten.arange.start_step: (0, size)}.get(
-        node.target
-    )
+    return node.target in _ARANGE and node.args in ((size,), (0, size))
+
+
+def _stays_first(node: Node, ndim: int) -> bool:
+    """Does an operation that turns a value leave its first dimension where it is?"""
+    given: Any = node.args[1:]
+    if node.target is aten.permute.default:
+        return given[0][0] in (0, -ndim)
+    return ndim < 2 if node.target is aten.t.default else not {0, -ndim} & {*given}
 
 
 def _flattens(before: tuple[int, ...], after: tuple[int, ...]) -> bool:

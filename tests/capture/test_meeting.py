@@ -14,6 +14,13 @@ from lightning_piper.capture import capture
 from tests.models import MLP, regression
 
 Loss = Callable[[Callable[[Tensor], Tensor], Tensor, Tensor], Tensor]
+
+
+def _tokens(rows: Tensor) -> Tensor:
+    """Each row behind a token that all samples have, as images have one."""
+    return torch.cat([torch.ones(1, 1, 2).expand(len(rows), -1, -1), rows[:, None]], 1)
+
+
 MEET: dict[str, tuple[Loss, str]] = {
     "half": (lambda net, x, y: F.mse_loss(net(x[: len(x) // 2]), y[len(x) // 2 :]), "slice"),
     "chunk": (lambda net, x, y: F.mse_loss(*net(x).chunk(2)), "split"),
@@ -23,6 +30,10 @@ MEET: dict[str, tuple[Loss, str]] = {
     "product": (lambda net, x, y: F.cross_entropy(F.normalize(net(x)) @ y.t(), torch.arange(len(x))), "mm"),
     "chosen rows": (
         lambda net, x, y: ((net(x)[:, None] * torch.ones(3, 1))[torch.arange(len(x)), y.argmax(1)] @ y.t()).exp().mean(),
+        "mm",
+    ),
+    "tokens": (
+        lambda net, x, y: (_tokens(net(x)).transpose(1, 2).permute(0, 2, 1)[:, 0] @ y.t()).exp().mean(),
         "mm",
     ),
     "pairs": (lambda net, x, y: (net(x)[:, None] - net(x)[None]).abs().mean(), "sub"),
@@ -42,6 +53,7 @@ APART: dict[str, Loss] = {
     "a mean beside each": lambda net, x, y: ((net(x) - y).square() + 0.1 * net(x).abs().mean()).mean(),
     "the largest taken off": lambda net, x, y: (net(x) - net(x).max()).exp().mean(),
     "attention": lambda net, x, y: (h := net(x)[..., None], (h @ h.mT).softmax(-1).square().mean())[1],
+    "own tokens": lambda net, x, y: (_tokens(net(x)).transpose(1, 2).mean(2) * y).exp().mean(),
     "only logged": lambda net, x, y: (net(x).detach().mean(0).std(), F.mse_loss(net(x), y))[1],
 }
 
