@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import dataclasses
 import os
+import platform
 import time
 from collections.abc import Callable
 from statistics import median
@@ -56,13 +57,15 @@ def measured_together(
     large = min(MOST, max(LARGE, sum(x.nbytes for x in module.parameters()))) // 1024 * 1024
     degrees = [n for n in range(2, world.size + 1) if world.size % n == 0] if world.device.type == "cpu" else []
     collectives = {n: Collectives(*(_link_of(world, n, large, each) for each in (_sums, _scatters, _gathers))) for n in degrees}
-    at_once = min(world.gather(_cores(world)))
+    local, neighbours = _place(world)
+    most = max(world.gather(neighbours))
+    at_once = min(world.gather(_cores(world, neighbours)))
     step = _step_of(world, min(PARAMS, sum(p.requires_grad for p in module.parameters())))
     workload: Workload | None = None
     failure: Exception | None = None
-    for turn in range(0, world.size, at_once):
+    for turn in range(0, most, at_once):
         world.gather(None)  # begin together
-        if turn <= world.rank < turn + at_once:
+        if turn <= local < turn + at_once:
             try:
                 workload = measured(module, batch, sizes_of(batch), CALLS, states, cut, optimizer=optimizer)
             except Exception as error:  # told when the others have had their turns
@@ -77,7 +80,8 @@ def measured_together(
     slowest = max(found, key=lambda each: sum(sum(work[:3]) for block in each.blocks for work in block.work.values()))
     hardware = world.on_rank_zero(Hardware.measure)
     assert hardware is not None
-    return slowest, dataclasses.replace(hardware, links=((world.size, link),), collectives=collectives, at_once=at_once,
+    every = at_once * world.size // most  # machines do not wait for each other's cores
+    return slowest, dataclasses.replace(hardware, links=((world.size, link),), collectives=collectives, at_once=every,
                                         step=step)  # fmt: skip
 
 
@@ -113,11 +117,18 @@ def _step_of(world: World, params: int) -> float:
     return max(world.gather(median(times[1:])))
 
 
-def _cores(world: World) -> int:
-    """Processes that can compute at once. On a CPU, those of one machine share its cores."""
+def _place(world: World) -> tuple[int, int]:
+    """Of this process: its number among those of its machine, and how many these are. Collective."""
+    machines = world.gather(platform.node())
+    own = machines[world.rank]
+    return machines[: world.rank].count(own), machines.count(own)
+
+
+def _cores(world: World, neighbours: int) -> int:
+    """Processes of this machine that can compute at once, of those that are there. On a CPU they share its cores."""
     if world.device.type != "cpu":
-        return world.size
-    return max(1, min(world.size, len(os.sched_getaffinity(0)) // torch.get_num_threads()))
+        return neighbours
+    return max(1, min(neighbours, len(os.sched_getaffinity(0)) // torch.get_num_threads()))
 
 
 Exchange = Callable[[Members, torch.Tensor], Callable[[], object]]  # members and bytes -> what they do with them

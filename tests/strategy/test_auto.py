@@ -218,6 +218,21 @@ def test_processes_agree_how_many_of_them_work_at_once(tmp_path):
     assert found == [max(1, min(2, len(os.sched_getaffinity(0)) // 2))] * 2
 
 
+def measure_on_other_machines(rank: int) -> tuple[int | None, ...]:
+    """On one machine, where each takes all cores, and then as if each had a machine of its own."""
+    torch.set_num_threads(len(os.sched_getaffinity(0)))
+    world = World(rank, 2, torch.device("cpu"), timeout=PATIENCE)
+    batch, found = tuple(x[:4] for x in data().tensors), []
+    for machine in ("one", f"of {rank}"):
+        with mock.patch("platform.node", return_value=machine):
+            found.append(measured_together(net(), batch, world)[1].at_once)
+    return tuple(found)
+
+
+def test_machines_do_not_share_their_cores(tmp_path):
+    assert launch(2, measure_on_other_machines, tmp_path) == [(1, 2)] * 2
+
+
 def measure_three(rank: int) -> list[int]:
     module, batch = net(), tuple(x[:6] for x in data().tensors)
     torch.set_default_dtype(torch.float64 if rank == 0 else torch.float32)  # the user's affair, as under DDP
