@@ -11,7 +11,7 @@ failed first:
   it is not waiting for anybody; failing that, who said so first;
 - now and then all are asked where they are: who has left the training loop while others wait for it in a batch (`progress`).
 
-All are told the verdict. It becomes a note on their own errors, and one that has not ended by itself a few seconds later is ended.
+All are told the verdict. It becomes a part of their own errors, and one that has not ended by itself a few seconds later is ended.
 """
 
 from __future__ import annotations
@@ -101,7 +101,8 @@ class FailureWatch:
             self._judging.join(SETTLE)
 
     def report(self, error: BaseException) -> None:
-        """Tell the others that this process has failed; if another one did so before, note on the error who and why."""
+        """Tell the others that this process has failed; if another one did so before, say with the error who and why: of one that
+        only says that the others are gone, before what it says, for not everything that shows an error shows its notes."""
         text = f"{type(error).__name__}: {error}{_line_of(error)}"[:LONGEST]
         rank = getattr(error, "rank", None)
         rank = self._world.rank if rank is None else rank
@@ -110,8 +111,13 @@ class FailureWatch:
             self._first = (RANK_ZERO, SILENT)
         assert self._first is not None
         first, why = self._first
-        if why != text:
-            error.add_note(f"The first process to fail was rank {first}: {why}")
+        if why == text:
+            return
+        told = f"The first process to fail was rank {first}: {why}"
+        if waited(error) and error.args == (str(error),):
+            error.args = (f"{told}\n{error}",)
+        else:
+            error.add_note(told)
 
     def _listen(self) -> None:
         lead_left, lead = False, None

@@ -22,10 +22,15 @@ from tests.strategy.replicated import dp2
 
 
 class Trouble(L.Callback):
-    """What happens in the third batch, and on which rank: "die on 0, hang on 1"; or at its end: "leave on 1"."""
+    """What happens in the third batch, and on which rank: "die on 0, hang on 1"; or at its end: "leave on 1"; or before the first
+    one: "begin on 1"."""
 
     def __init__(self, kind: str) -> None:
         self.kind = kind
+
+    def on_fit_start(self, trainer: L.Trainer, module: Any) -> None:
+        if self.kind == f"begin on {trainer.global_rank}":
+            raise ValueError("something of the user's")
 
     def on_train_batch_start(self, trainer: L.Trainer, module: Any, batch: Any, batch_idx: int) -> None:
         for trouble in self.kind.split(", ") if batch_idx == 2 else []:

@@ -40,22 +40,31 @@ def test_an_error_is_known_to_the_other_process(tmp_path):
     assert "rank 1 says: ValueError: something of the user's" in second.said
     assert "The first process to fail was rank 1: ValueError: something of the user's" in first.said
     assert re.search(r"something of the user's, at \S+failing\.py:\d+ \(raise ValueError", first.said)
-    assert "rank 0 says: ExecutionError: device 0: " in first.said
+    assert "rank 0 says: ExecutionError: The first process to fail was rank 1: ValueError" in first.said
+    assert re.search("^device 0: .+ failed: ", first.said, re.MULTILINE)
+    assert str(first.result).startswith("The first process to fail was rank 1: ValueError: something of the user's, at ")
 
 
 def test_an_error_of_the_lead_is_known_to_the_other_process(tmp_path):
     first, second = run("raise on 0", tmp_path)
     assert isinstance(first.result, ValueError) and isinstance(second.result, PiperError)
     assert "The first process to fail was rank 0: ValueError: something of the user's" in second.said
-    assert "rank 1 says: ExecutionError: device 1: " in second.said
+    assert "rank 1 says: ExecutionError: The first process to fail was rank 0: ValueError" in second.said
+
+
+def test_an_error_before_the_first_batch_is_known_to_the_other_process(tmp_path):
+    """Where no plan waits, but Lightning, or what all agree on: the error is gloo's own, which knows of a connection alone."""
+    first, second = run("begin on 1", tmp_path)
+    assert isinstance(second.result, ValueError)
+    assert type(first.result) is RuntimeError
+    assert str(first.result).startswith("The first process to fail was rank 1: ValueError: something of the user's, at ")
 
 
 def test_a_process_that_dies_ends_the_other(tmp_path):
     survivor, dead = run("die on 1", tmp_path)
     assert dead.exitcode == -signal.SIGKILL
     assert isinstance(survivor.result, PiperError)
-    assert "rank 0 says: ExecutionError: device 0: " in survivor.said
-    assert "The first process to fail was rank 1: it ended without a word" in survivor.said
+    assert "rank 0 says: ExecutionError: The first process to fail was rank 1: it ended without a word" in survivor.said
 
 
 @pytest.mark.long
@@ -79,7 +88,8 @@ def test_a_failed_process_that_lives_on_closes_its_pipes():
 def test_a_process_that_hangs_ends_the_other_at_the_timeout(tmp_path):
     _, other = run("hang on 0", tmp_path)
     assert isinstance(other.result, PiperError)
-    assert "rank 1 says: ExecutionError: device 1: " in other.said
+    assert re.search("^device 1: .+ failed: ", other.said, re.MULTILINE)
+    assert "rank 1 says: ExecutionError: The first process to fail" in other.said
     assert "The first process to fail was rank 0: it hangs, or takes longer than the timeout of communication: " in other.said
     assert re.search(r"failing\.py:\d+, in on_train_batch_start", other.said)
 
@@ -88,8 +98,8 @@ def test_a_process_that_hangs_ends_the_other_at_the_timeout(tmp_path):
 def test_a_stopped_process_is_named_and_ended():
     code, said = launched("stop on 1")
     assert code not in (0, None)
-    assert "rank 0 says: ExecutionError: device 0: " in said
-    assert f"The first process to fail was rank 1: {SILENT}" in said
+    assert re.search("^device 0: .+ failed: ", said, re.MULTILINE)
+    assert f"rank 0 says: ExecutionError: The first process to fail was rank 1: {SILENT}" in said
 
 
 @pytest.mark.long
