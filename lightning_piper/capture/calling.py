@@ -1,10 +1,15 @@
-"""How a step is called while it is captured: its arguments."""
+"""How a step is called while it is captured: its arguments. And what is said where it returns nothing."""
 
 from __future__ import annotations
 
 import inspect
 from collections.abc import Callable
 from typing import Any
+
+SKIPPED = (
+    "training_step returned None, to skip the batch; a captured step has a loss for every batch, and Lightning skips none over "
+    "several processes, as under DDP. Leave such batches out of the data, or multiply their loss by 0"
+)
 
 
 def arguments(step: Callable[..., Any], batch: Any, batch_idx: Any, dataloader_idx: int | None) -> list[Any]:

@@ -18,7 +18,7 @@ from torch import nn
 
 from lightning_piper.capture import _torch
 from lightning_piper.capture.batch import BatchSpec
-from lightning_piper.capture.calling import arguments
+from lightning_piper.capture.calling import SKIPPED, arguments
 from lightning_piper.capture.carried import Carried
 from lightning_piper.capture.listed import Listed
 from lightning_piper.capture.metric_objects import metric_objects
@@ -228,6 +228,8 @@ class Rest:
         loss = made["loss"] if isinstance(made, Mapping) else made
         if isinstance(made, Mapping):
             self.extras.append(({key: _detached(value) for key, value in made.items() if key != "loss"}, samples))
+        if loss is None:
+            raise PiperError(SKIPPED)
         if not isinstance(loss, torch.Tensor) or loss.numel() != 1 or not loss.requires_grad:
             what = f"a tensor of shape {tuple(loss.shape)}" if isinstance(loss, torch.Tensor) else f"a {type(loss).__name__}"
             raise PiperError(

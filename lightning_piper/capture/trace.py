@@ -19,7 +19,7 @@ from lightning_piper.batch_norms import plain_batch_norms, whole_batch_norms
 from lightning_piper.capture import _torch, _torchmetrics
 from lightning_piper.capture.arrays import ArrayStandIn, from_numpy, to_array
 from lightning_piper.capture.batch import BatchSpec
-from lightning_piper.capture.calling import arguments
+from lightning_piper.capture.calling import SKIPPED, arguments
 from lightning_piper.capture.carried import carrying
 from lightning_piper.capture.deferred import holds_deferred, is_deferred, is_misplaced, refusal
 from lightning_piper.capture.kept import Grows
@@ -290,9 +290,10 @@ def _loss_of(result: Any) -> torch.Tensor:
         result = result["loss"]
     if type(result) is Selected:
         result.refuse_to("the loss")
+    if result is None:
+        raise CaptureError(SKIPPED)
     if not isinstance(result, torch.Tensor):
-        raise CaptureError(f"training_step returns {type(result).__name__}; return the loss, a scalar tensor (skipping a step is "
-                           "not possible in a captured step)")  # fmt: skip
+        raise CaptureError(f"training_step returns {type(result).__name__}; return the loss, a scalar tensor")
     if result.numel() != 1:
         raise CaptureError(f"training_step returns a loss of shape {tuple(result.shape)}; return a scalar, such as loss.mean()")
     if torch.is_grad_enabled() and not result.requires_grad:

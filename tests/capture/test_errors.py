@@ -212,7 +212,7 @@ def test_a_tensor_that_is_no_buffer_is_used() -> None:
         (lambda loss, h: loss.detach(), "a loss that depends on no parameter with requires_grad=True"),
         (lambda loss, h: {"loss": loss, "h": h}, r"a dict with keys \['h', 'loss'\]; return the loss alone or under 'loss'"),
         (lambda loss, h: {"value": loss}, r"a dict with keys \['value'\]"),
-        (lambda loss, h: {"loss": None}, "training_step returns NoneType; return the loss, a scalar tensor"),
+        (lambda loss, h: {"loss": None}, "training_step returned None, to skip the batch"),
         (lambda loss, h: 1.5, "training_step returns float; return the loss"),
     ],
 )
@@ -226,7 +226,7 @@ def test_none_is_no_loss() -> None:
         def training_step(self, batch: Any, batch_idx: int) -> Any:
             return None
 
-    with pytest.raises(CaptureError, match=r"returns NoneType; return the loss, a scalar tensor \(skipping a step is not possible"):
+    with pytest.raises(CaptureError, match=r"returned None, to skip the batch; a captured step has a loss for every batch"):
         build_dag(capture(Nothing(), regression(4)))
 
 

@@ -246,7 +246,7 @@ REFUSED = {
     Late: (piper.PiperError, "reads what self.body.first(...) returned, which was handed to another captured call"),
     Penalised: (piper.PiperError, "reads 'body.first.weight', which belongs to a module whose call is captured"),
     Noisy: (piper.CaptureError, "draws random numbers before it calls a module that is captured"),
-    Skipped: (piper.PiperError, "returns a NoneType as its loss"),
+    Skipped: (piper.PiperError, "training_step returned None, to skip the batch"),
     Written: (piper.PiperError, "changes in place what a captured call returned"),
     Normed: (piper.PiperError, "changes norm.num_batches_tracked where it runs as it is"),
     Counting: (piper.PiperError, "changes count where it runs as it is"),
