@@ -84,7 +84,8 @@ def trace(
     """
     (mode, inputs), module = fakes(specs, device), step.module
     reading = step.reads.tracing(module, step.name) if step.reads is not None else contextlib.nullcontext()
-    with step.gradients(), restored(module), reading, _without_data(module, mode, device, parts), as_captured(module, step):
+    plain = torch.autograd.set_detect_anomaly(False)  # it asks of gradients whether they have a NaN, and here they have no values
+    with plain, step.gradients(), restored(module), reading, _without_data(module, mode, device, parts), as_captured(module, step):
         before = attributes(module)
         try:
             make = partial(leaving_tensors, module, partial(_torch.functional_graph, mode, step, inputs))

@@ -13,7 +13,7 @@ from lightning_piper.ir.nodes import Chunk
 from lightning_piper.ir.regions import Code, Step, StepCode
 from lightning_piper.ir.seeds import chunk_seed
 from lightning_piper.ir.terms import Denominator
-from lightning_piper.ir.values import Slice, TensorSpec
+from lightning_piper.ir.values import Kind, Slice, TensorSpec
 from lightning_piper.ops.arguments import Way, shares
 from lightning_piper.plan.instructions import Run
 from lightning_piper.plan.plan import Plan
@@ -23,6 +23,8 @@ from lightning_piper.runtime.transport import Bound, Slots
 Part = tuple[int, int | None]  # (slot, tensor of its bundle, or None for all of them)
 Function = Callable[[list[torch.Tensor]], Sequence[torch.Tensor]]
 Compiler = Callable[[Code], Function]  # gives what runs in the place of `Code.run`
+
+_GRADIENTS = (Kind.GRAD, Kind.COTANGENT)
 
 
 class ChunkBinder:
@@ -69,7 +71,8 @@ class ChunkBinder:
             function = self._compiled(code, run)
         dropped = [read.slot for read in run.reads if read.last]
         call = _bind_code(function, self._slots, parts, dropped, writes)
-        return self._seeded(call, run) if self._whole.interface_of(run.key).random else call
+        call = self._seeded(call, run) if self._whole.interface_of(run.key).random else call
+        return self._asked(call, run) if run.key[1].startswith("B") else call
 
     def _code_of(self, run: Run) -> Code:
         step = self._step.member if run.member else self._step
@@ -173,6 +176,27 @@ class ChunkBinder:
                 call()
 
         return drawing
+
+    def _asked(self, call: Bound, run: Run) -> Bound:
+        """What torch's anomaly mode (`Trainer(detect_anomaly=True)`) asks of a node of autograd, asked of a backward pass: do the
+        gradients that it makes have a NaN?"""
+        slots, source = self._slots, self._whole.regions[run.key[0]].source
+        outputs = self._whole.interface_of(run.key).outputs
+        made = [(out, at) for out, at in zip(outputs, run.writes, strict=True) if at is not None and out.kind in _GRADIENTS]
+
+        def asking() -> None:
+            call()
+            if not (torch.is_anomaly_enabled() and torch.is_anomaly_check_nan_enabled()):
+                return
+            for out, slot in made:
+                found = [i for i, x in enumerate(slots[slot]) if torch.isnan(x).any()]
+                if found:
+                    of = out.names[found[0]] if out.kind == Kind.GRAD else "what an earlier region gives it"
+                    raise ExecutionError(
+                        f"the gradient of {of} has a NaN, which Trainer(detect_anomaly=True) refuses; the region begins at {source}"
+                    )
+
+        return asking
 
     def begin(self, leaves: list[torch.Tensor], seed: int, scale: float) -> None:
         """Bring in what a step depends on."""

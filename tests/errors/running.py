@@ -75,6 +75,8 @@ UNCAPTURED = "tests/strategy/test_uncaptured_sharded.py::test_what_cannot_be_div
 
 CASES: Cases = [
     Case("an operation fails on the values of a batch (here: a token that the embedding does not have)", out_of_range),
+    Case("a NaN in a gradient, under `Trainer(detect_anomaly=True)`",
+         lambda: fit(net("pass", ("torch.tanh(self.first(x))", "torch.sqrt(0 * self.first(x))")), detect_anomaly=True)),
     Case("a hook takes a parameter away (pruning)",
          lambda: switched("torch.nn.utils.prune.l1_unstructured(self.first, 'weight', 0.5) if self.current_epoch else None")),
     Case("a hook gives a parameter the memory of another one",
