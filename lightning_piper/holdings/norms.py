@@ -13,7 +13,7 @@ from torch import Tensor
 from lightning_piper.capture import total_norm_replaced
 from lightning_piper.compiler import Compiled
 from lightning_piper.errors import PiperError
-from lightning_piper.holdings.gradients import Elsewhere
+from lightning_piper.holdings.elsewhere import Elsewhere
 from lightning_piper.holdings.optimizer import ShardedOptimizer
 from lightning_piper.holdings.ownership import Ownership
 from lightning_piper.processes.world import World

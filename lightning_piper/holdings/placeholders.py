@@ -13,6 +13,7 @@ import torch
 from torch import nn
 
 from lightning_piper.errors import PiperError
+from lightning_piper.holdings.elsewhere import Elsewhere
 
 WHOLE = "keeps parameters whole, where the program replicates the whole step: it divides the optimizer's state alone"
 
@@ -60,7 +61,7 @@ class ParameterPlaceholder(Placeholder, nn.Parameter):
 
 class ShardedPlaceholder(ParameterPlaceholder):
     """Stands in the module for a parameter whose values are in local shards. What writes to its `.data`, which has no values,
-    counts as a change of it."""
+    counts as a change of it, and where its gradient is dropped, so is that of the shard."""
 
     @property
     def data(self) -> torch.Tensor:
@@ -69,6 +70,26 @@ class ShardedPlaceholder(ParameterPlaceholder):
     @data.setter
     def data(self, tensor: torch.Tensor) -> None:
         nn.Parameter.data.__set__(self, tensor)  # type: ignore[attr-defined]
+
+    @property
+    def grad(self) -> torch.Tensor | None:
+        return nn.Parameter.grad.__get__(self)  # type: ignore[union-attr, no-any-return]
+
+    @grad.setter
+    def grad(self, tensor: torch.Tensor | None) -> None:
+        before = self.grad
+        if tensor is None and isinstance(before, Elsewhere):
+            before.drop()
+        if tensor is not None and not isinstance(tensor, Elsewhere):
+            raise PiperError(
+                f"PiperStrategy: the gradient of {_name(self)!r} is in pieces in each process, and cannot be replaced by another "
+                "one here. Change the gradients of the pieces, in the groups of trainer.optimizers"
+            )
+        nn.Parameter.grad.__set__(self, tensor)  # type: ignore[union-attr]
+
+    @grad.deleter
+    def grad(self) -> None:
+        self.grad = None
 
 
 _OFTEN = ("data_ptr", "numel", "size", "dim", "detach", "untyped_storage")

@@ -8,7 +8,9 @@ import lightning.pytorch as pl
 import torch
 from lightning.pytorch.callbacks import (
     BackboneFinetuning,
+    BaseFinetuning,
     ModelCheckpoint,
+    ModelPruning,
     OnExceptionCheckpoint,
     StochasticWeightAveraging,
     WeightAveraging,
@@ -116,7 +118,9 @@ def check_evaluation(module: pl.LightningModule, known: Known, local: bool) -> N
         raise PiperError(f"PiperStrategy: {problem}")
 
 
-def uncapturable(module: pl.LightningModule, optimizers: list[torch.optim.Optimizer], processes: int) -> str | None:
+def uncapturable(
+    module: pl.LightningModule, optimizers: list[torch.optim.Optimizer], processes: int, capture: str
+) -> str | None:  # fmt: skip
     """Why the training step of a module cannot be captured, as far as it is known before the first batch; None if it may be."""
     if not module.automatic_optimization:
         return (
@@ -140,7 +144,7 @@ def uncapturable(module: pl.LightningModule, optimizers: list[torch.optim.Optimi
             "LBFGS over several processes, for it takes inner products over all parameters, which are on them; use an optimizer "
             "that treats each parameter on its own (SGD, AdamW, ...)"
         )
-    return next(_uncapturable_callbacks(module.trainer), None)
+    return next(_uncapturable_callbacks(module.trainer), "capture='never'" if capture == "never" else None)
 
 
 def _uncapturable_callbacks(trainer: pl.Trainer) -> Iterator[str]:
@@ -158,6 +162,15 @@ def _uncapturable_callbacks(trainer: pl.Trainer) -> Iterator[str]:
                 "step would not follow; freeze them yourself (requires_grad_(False)), call fit up to that epoch, unfreeze them, "
                 "and call fit again"
             )
+
+
+def changes_parameters(trainer: pl.Trainer) -> str | None:
+    """Which callback may look at all parameters and change them after the first batch, if one does: in replicas alone every process
+    has them whole, so nothing is searched."""
+    found = next((x for x in trainer.callbacks if is_a(x, BaseFinetuning, ModelPruning)), None)  # type: ignore[attr-defined]
+    if found is None:
+        return None
+    return f"the callback {type(found).__name__} may change parameters after the first batch, and needs them whole in each process"
 
 
 def check_runs_once(fresh: bool) -> None:

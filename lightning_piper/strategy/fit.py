@@ -15,6 +15,7 @@ from lightning_piper.capture import PartlyCaptured, flatten
 from lightning_piper.compiler import Compiled
 from lightning_piper.directives.levels import shards_of
 from lightning_piper.errors import PiperError
+from lightning_piper.holdings.added_groups import AddedGroups
 from lightning_piper.holdings.gradient_injection import GradientInjection
 from lightning_piper.holdings.gradients import absent
 from lightning_piper.holdings.host_states import HostStates
@@ -110,7 +111,7 @@ class Fit:
             self._runtime.check_held(program, alone=True)
         self._injection = GradientInjection(self.ownership.owned_params, world.device, absent(self.ownership, first))
         self._factor = self._injection.factor
-        self._epoch = -1
+        self._epoch, self._in_accumulation = -1, False  # of which gradients of earlier batches are there
         self._in_parts = self.world.size > 1 and not self.ownership.tensor_map.is_replicated
         self._drops = drops_gradients(module, optimizer)
         self.optimizer = ShardedOptimizer(optimizer, names, self.ownership, first, world)
@@ -202,6 +203,7 @@ class Fit:
         assert prepared.replay.dtype is not None
         value = result.metrics[0].to(prepared.replay.dtype, copy=True)
         loss = self._injection.loss(value, result.grads, scale, prepared.accumulates and not last, closing)
+        self._in_accumulation = not last
         return {"loss": loss, **self._in_part.extras} if self._in_part.extras else loss
 
     def _drop_gradients(self) -> None:
@@ -253,17 +255,24 @@ class Fit:
         """End the fit before a step that cannot be captured: every process has the whole module. Collective.
 
         Raises:
-            PiperError: gradients of earlier batches wait in plans to be summed, or the module was built on the meta device.
+            PiperError: gradients of earlier batches wait in plans to be summed, or are in parts, or the module was built on the
+                meta device.
         """
-        if self._injection.keeps() or not self.ownership.can_be_whole:
+        in_parts = not self.ownership.tensor_map.is_replicated
+        if self._injection.keeps() or (in_parts and self._in_accumulation) or not self.ownership.can_be_whole:
             raise PiperError(
                 "PiperStrategy: this step cannot be captured, and cannot run as it is either, for gradients of earlier batches of "
-                "an accumulation wait to be summed, or the module was built on the meta device; give capture='never'"
+                "an accumulation wait to be summed or put together, or the module was built on the meta device; give "
+                "capture='never'"
             )
-        state = None if self.ownership.tensor_map.is_replicated else self.world.broadcast(on_host(self.optimizer.full_state()))
+        if not in_parts:
+            self.close(failed=False, compare=False)
+            return
+        added = AddedGroups(self.optimizer, self._module)
+        state = self.world.broadcast(on_host(self.optimizer.full_state()))
         self.close(failed=False, compare=False)
-        if state is not None:
-            self.optimizer.put_back(state)
+        self.optimizer.put_back(state)
+        added.put_back()
 
     def close(self, failed: bool, compare: bool = True) -> None:
         """End the fit; unless it failed, every process that had the whole module has it again. Collective, unless it failed.

@@ -3,6 +3,7 @@
 Idle, Ended --setup--> Evaluating --teardown--> Idle
 Idle, Ended --setup--> Starting --first batch--> Fitting --teardown--> Ended
                        Starting --first batch--> Eager --teardown--> Idle  a training step that runs as it is
+                       Fitting --a later step--> Eager --teardown--> Idle  one that has become such a step
                        Starting --teardown--> Idle                         a fit without a batch
 """
 
@@ -98,6 +99,7 @@ class Starting:
         resumes: the optimizer has its state from a checkpoint.
         later: the state from a checkpoint that it gets when the first batch has come.
         eager: the training step is known to run as it is.
+        searches: the first batch brings a program.
         replicas_alone: had the module before a searched program took over.
     """
 
@@ -106,6 +108,7 @@ class Starting:
     resumes: bool = False
     later: State | None = None
     eager: bool = False
+    searches: bool = False
     replicas_alone: Standalone | None = None
 
     @property
@@ -119,6 +122,11 @@ class Starting:
     @property
     def evaluation(self) -> Evaluation | None:
         return None if self.eager or not self.standalone.settings.evaluates else self.standalone.evaluation
+
+    @property
+    def unsearched(self) -> Standalone:
+        """The module under the program that there is without a search."""
+        return self.replicas_alone or self.standalone
 
     def take_over(
         self, written: Written, world_of: Callable[[tuple[int, ...]], World], tags: contextlib.ExitStack
@@ -183,7 +191,13 @@ class _OfFit:
 
 @dataclass(frozen=True)
 class Fitting(_OfFit):
-    """A fit from its first batch on: the module is distributed."""
+    """A fit from its first batch on: the module is distributed.
+
+    Attributes:
+        start: how it was until then.
+    """
+
+    start: Starting
 
     @property
     def standalone(self) -> Standalone:

@@ -35,7 +35,7 @@ from lightning_piper.session.uncaptured import NOT_CAPTURED, check_may_be
 from lightning_piper.session.verification import ACCEPTED, Verify
 from lightning_piper.strategy import _lightning
 from lightning_piper.strategy.checkpoints import KEY, Restored, Saves, check_target, found_at, is_behind, read_plain, seed_of
-from lightning_piper.strategy.checks import check_fit, checked_capture, one_of, uncapturable
+from lightning_piper.strategy.checks import changes_parameters, check_fit, checked_capture, one_of, uncapturable
 from lightning_piper.strategy.compatibility import averaging
 from lightning_piper.strategy.evaluating import EvaluatingStrategy
 from lightning_piper.strategy.fit import Fit
@@ -142,17 +142,18 @@ class PiperStrategy(EvaluatingStrategy):
             self.model_to_device()
         self.setup_optimizers(trainer)
         self.setup_precision_plugin()
-        problem = uncapturable(module, self.optimizers, self.world.size)
-        if problem is None and self._capture == "never":
-            problem = "capture='never'"
+        problem = uncapturable(module, self.optimizers, self.world.size, self._capture)
         if problem is not None:
             check_may_be(phase.standalone, "training_step", problem, self._capture, self._accumulate)
             phase.eager = True
             self.model_to_device()  # a sanity check runs as it is, too
-            if self.world.size > 1 and is_searched(self._directives, module):
-                rank_zero_info(f"PiperStrategy searches no program, so the processes are replicas: {problem}")
         else:
             phase.names = names_in(self.optimizers[0], module)
+            problem = changes_parameters(trainer)
+        if self.world.size > 1 and is_searched(self._directives, module):
+            phase.searches = problem is None
+            if problem is not None:
+                rank_zero_info(f"PiperStrategy searches no program, so the processes are replicas: {problem}")
 
     def on_train_start(self) -> None:
         assert self.lightning_module is not None
@@ -162,8 +163,7 @@ class PiperStrategy(EvaluatingStrategy):
         """The first batch of a fit brings the shapes: now the step is captured, and the module distributed."""
         if isinstance(self.phase, Fitting):
             self.phase.fit.arrive(self._joined(batch))
-            return
-        if isinstance(self.phase, Starting):
+        elif isinstance(self.phase, Starting):
             self._first_batch(self.phase, batch)
         if isinstance(self.phase, Eager):
             self.phase.arrive()
@@ -188,7 +188,7 @@ class PiperStrategy(EvaluatingStrategy):
     def _choose(self, start: Starting, batch: Any) -> Any:
         """Let a search find the program, if nobody gives one; returns the batch as the program works on it. Collective."""
         assert self.lightning_module is not None
-        if self.world.size > 1 and is_searched(self._directives, self.lightning_module):
+        if start.searches:
             choice = choose(self.lightning_module, batch, self.world, self._world_of(()), rank_zero_info, self.optimizers[0])
             if choice is not None:
                 self._join = start.take_over(choice.written, self._world_of, self._chosen)
@@ -207,7 +207,7 @@ class PiperStrategy(EvaluatingStrategy):
         names = names_in(optimizer, module, start.names)  # hooks may have changed it
         state = start.resumed(optimizer)
         fit = Fit(module, start.standalone, batch, self._verify, optimizer, names, self.precision_plugin, self._accumulate)
-        self.phase = Fitting(fit)
+        self.phase = Fitting(fit, start)
         if state is not None:
             self._load_optimizer(fit, {**state, "param_groups": fit.optimizer.full_groups()})
         _lightning.move_optimizers(self.optimizers, self.root_device)
@@ -224,7 +224,7 @@ class PiperStrategy(EvaluatingStrategy):
     def training_step(self, batch: Any, *args: Any, **kwargs: Any) -> Any:
         assert self.lightning_module is not None
         if isinstance(self.phase, Fitting):
-            return self._run_plan(self.phase.fit, batch, *args, **kwargs)
+            return self._run_plan(self.phase, batch, *args, **kwargs)
         if not isinstance(self.phase, Eager):
             return super().training_step(batch, *args, **kwargs)
         with self.phase.batch_norms():
@@ -236,16 +236,16 @@ class PiperStrategy(EvaluatingStrategy):
             finally:
                 self.phase.stop_averaging()
 
-    def _run_plan(self, fit: Fit, batch: Any, *args: Any, **kwargs: Any) -> Any:
+    def _run_plan(self, phase: Fitting, batch: Any, *args: Any, **kwargs: Any) -> Any:
         assert self.lightning_module is not None
-        trainer = self.lightning_module.trainer
-        loop = trainer.fit_loop.epoch_loop
+        fit, start, loop = phase.fit, phase.start, self.lightning_module.trainer.fit_loop.epoch_loop
         try:
-            return fit.step(loop.total_batch_idx, loop.batch_idx, trainer.current_epoch, last=not self._accumulating)
+            return fit.step(loop.total_batch_idx, loop.batch_idx, self.lightning_module.current_epoch, last=not self._accumulating)
         except NOT_CAPTURED as error:
-            check_may_be(fit.before, "training_step", error, self._capture, self._accumulate)
+            check_may_be(start.unsearched, "training_step", error, self._capture, self._accumulate)
             fit.give_up()
-            self._begin_eager(fit.before, [fit.program])
+            self._join = start.give_back(self._chosen, rank_zero_info)
+            self._begin_eager(start.standalone, [fit.program])
             return self.training_step(batch, *args, **kwargs)
 
     # Around a backward pass, by automatic optimisation or `manual_backward`; what it fails with ends the run.

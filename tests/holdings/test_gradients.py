@@ -7,7 +7,9 @@ import torch
 from torch import nn
 
 import lightning_piper as piper
-from lightning_piper.holdings.gradients import Elsewhere, mark
+from lightning_piper.holdings.elsewhere import Elsewhere
+from lightning_piper.holdings.gradients import mark
+from lightning_piper.holdings.placeholders import stand_in
 
 
 @pytest.fixture
@@ -44,11 +46,20 @@ def test_who_looks_into_it_is_told(look, layer):
 
 
 @pytest.mark.parametrize("set_to_none", [True, False])
-def test_gradients_of_pieces_are_zeroed_with_the_parameter(set_to_none, layer):
-    piece = nn.Parameter(torch.ones(4))
-    for zeroed in (False, True):
-        piece.grad = torch.ones(4)
-        if zeroed:
-            layer.zero_grad(set_to_none)
-        mark({"weight": layer.weight}, {"weight": piece})
-        assert (piece.grad is None) == zeroed and isinstance(layer.weight.grad, Elsewhere)
+def test_gradients_of_pieces_are_zeroed_with_the_parameter(set_to_none):
+    """At once: a hook may do so between the backward pass and the optimizer's step."""
+    layer, piece = nn.Linear(3, 2), nn.Parameter(torch.ones(4))
+    layer.weight = stand_in(nn.Parameter(torch.empty(2, 3, device="meta")), "weight", sharded=True)
+    mark({"weight": layer.weight}, {"weight": piece})
+    piece.grad = torch.ones(4)
+    mark({"weight": layer.weight}, {"weight": piece})
+    assert torch.equal(piece.grad, torch.ones(4))
+    layer.zero_grad(set_to_none)
+    assert piece.grad is None if set_to_none else torch.equal(piece.grad, torch.zeros(4))
+    assert (layer.weight.grad is None) == set_to_none
+
+
+def test_gradients_in_pieces_cannot_be_replaced():
+    weight = stand_in(nn.Parameter(torch.empty(2, 3, device="meta")), "weight", sharded=True)
+    with pytest.raises(piper.PiperError, match="the gradient of 'weight' is in pieces in each process, and cannot be replaced"):
+        weight.grad = torch.zeros_like(weight)

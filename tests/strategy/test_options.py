@@ -129,6 +129,8 @@ def test_collectives_in_hooks(program, ranks):
     ("norm of the module", "the gradient is not whole in this process"),
 ])  # fmt: skip
 def test_refusals(program, what, words, ranks):
+    if (program, what) == ("ZeRO-3", "groups"):
+        words = "nothing"  # in replicas the step runs as it is
     for found in ranks(program):
         assert re.search(words, found["refusals"][what])
 

@@ -23,7 +23,7 @@ def test_what_a_run_leaves():
     assert over(Idle(left)) == Idle(left)
     assert over(Evaluating(standalone(), left)) == Idle(left, (0, 1))
     assert over(Starting(standalone(), later=state)) == Idle(Left(5, state=state), (0, 1))
-    fitting: Any = Fitting(fit)  # type: ignore[arg-type]
+    fitting: Any = Fitting(fit, None)  # type: ignore[arg-type]
     ended = over(fitting)
     assert ended == Ended(fit) and over(ended) is ended  # type: ignore[arg-type]
     assert fitting.left == ended.left == Left(7, ("cut down",))  # type: ignore[arg-type]

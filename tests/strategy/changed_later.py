@@ -1,0 +1,161 @@
+"""Trainings whose hooks drop gradients, or change what is trained after the first batch, in two processes and on one device."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+from typing import Any
+
+import lightning as L
+import torch
+import torch.nn.functional as F
+from lightning.pytorch.callbacks import BaseFinetuning, ModelPruning
+from torch import Tensor, nn
+from torch.utils.data import DataLoader, TensorDataset
+
+import lightning_piper as piper
+from lightning_piper.cache import CACHE
+from lightning_piper.session import choosing
+from tests.strategy.fitting import QUIET
+from tests.strategy.test_auto import looking_at
+
+PLACED = [piper.Place(filter={}, devices=[0, 1])]
+LEVELS: dict[str, dict[str, Any]] = {
+    "zero1": {"shard_optimizer": True}, "zero2": {"shard_grads": True}, "zero3": {"shard_params": True}
+}  # fmt: skip
+
+
+class Net(L.LightningModule):
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.backbone, self.head = nn.Sequential(nn.Linear(6, 8), nn.Tanh(), nn.Linear(8, 8), nn.Tanh()), nn.Linear(8, 2)
+        self.double()
+
+    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+        return F.mse_loss(self.head(self.backbone(batch[0])), batch[1])
+
+    def configure_optimizers(self) -> Any:
+        return torch.optim.Adam(self.parameters(), lr=0.01)
+
+
+class SetsNone(Net):
+    """As where a step is left out for its gradients are not finite."""
+
+    def on_after_backward(self) -> None:
+        if self.global_step == 2:
+            for p in self.parameters():
+                p.grad = None
+
+
+class Zeroes(Net):
+    def on_before_optimizer_step(self, optimizer: Any) -> None:
+        if self.global_step == 2:
+            self.zero_grad(set_to_none=False)
+
+
+class Clears(Net):
+    def configure_gradient_clipping(self, *args: Any, **kwargs: Any) -> None:
+        if self.global_step == 2:
+            self.zero_grad()
+
+
+class Replaces(Net):
+    def on_after_backward(self) -> None:
+        for p in self.parameters():
+            p.grad = torch.ones_like(p)
+
+
+class Unfreezes(Net):
+    def on_fit_start(self) -> None:
+        self.backbone[0].requires_grad_(False)
+
+    def on_train_epoch_start(self) -> None:
+        if self.current_epoch == 1:
+            self.backbone[0].requires_grad_(True)
+
+
+class Adds(Net):
+    """Parameter groups."""
+
+    def configure_optimizers(self) -> Any:
+        return torch.optim.Adam(self.head.parameters(), lr=0.01)
+
+    def on_train_epoch_start(self) -> None:
+        if self.current_epoch == 1:
+            optimizer = self.trainer.optimizers[0]
+            optimizer.add_param_group({"params": list(self.backbone[0].parameters()), "lr": 0.001})
+            optimizer.add_param_group({"params": list(self.backbone[2].parameters()), "lr": 0.02})
+
+
+class FreezesInBetween(Net):
+    """Between two batches of one accumulation."""
+
+    def on_train_batch_start(self, batch: Any, batch_idx: int) -> None:
+        if self.current_epoch == 1 and batch_idx == 1:
+            self.backbone[0].requires_grad_(False)
+
+
+class Finetuning(BaseFinetuning):
+    def freeze_before_training(self, module: Any) -> None:
+        self.freeze(module.backbone[0])
+
+    def finetune_function(self, module: Any, epoch: int, optimizer: Any) -> None:
+        if epoch == 1:
+            self.unfreeze_and_add_param_group(module.backbone[0], optimizer, lr=0.01)
+
+
+class Tuned(Net):
+    def configure_optimizers(self) -> Any:
+        return torch.optim.Adam([p for p in self.parameters() if p.requires_grad], lr=0.01)
+
+    def configure_callbacks(self) -> Any:
+        return [Finetuning()]
+
+
+class Pruned(Net):
+    def configure_callbacks(self) -> Any:
+        return [ModelPruning("l1_unstructured", amount=0.5, use_lottery_ticket_hypothesis=False)]
+
+
+DROPPED, LATER, CALLBACKS = (SetsNone, Zeroes, Clears), (Unfreezes, Adds), (Tuned, Pruned)
+KINDS = {kind.__name__: kind for kind in (*DROPPED, *LATER, *CALLBACKS, Replaces, FreezesInBetween)}
+ROWS = [
+    *((kind.__name__, level) for kind in DROPPED for level in LEVELS),
+    *((kind.__name__, level) for kind in LATER for level in ("zero1", "zero3", "auto")),
+    *((kind.__name__, "auto") for kind in CALLBACKS),
+]
+REFUSED = {
+    ("Replaces", "zero1"): "is in pieces in each process, and cannot be replaced",
+    ("FreezesInBetween", "zero2"): "gradients of earlier batches of an accumulation wait to be summed or put together",
+    ("FreezesInBetween", "auto"): "gradients of earlier batches of an accumulation wait to be summed or put together",
+}
+
+
+def fit(kind: str, strategy: Any, rank: int | None = None, **options: Any) -> dict[str, Tensor]:
+    """`rank`: of two, which draws every other sample."""
+    module, processes = KINDS[kind](), 1 if rank is None else 2
+    draw = torch.Generator().manual_seed(1)
+    x = torch.randn(24, 6, generator=draw, dtype=torch.float64)[rank or 0 :: processes]
+    about: dict[str, Any] = QUIET | {"max_epochs": 3, "use_distributed_sampler": False} | options
+    trainer = L.Trainer(accelerator="cpu", devices=processes, strategy=strategy, **about)
+    trainer.fit(module, DataLoader(TensorDataset(x, x[:, :2] * 2), batch_size=8 // processes))
+    return {name: value.detach().clone() for name, value in module.state_dict().items()}
+
+
+def strategy_of(level: str) -> Any:
+    if level == "auto":
+        return "piper"
+    return piper.PiperStrategy([*PLACED, piper.Replicate(filter={}, devices=[0, 1], **LEVELS[level])])
+
+
+def train(rank: int, folder: Path) -> dict[Any, Any]:
+    os.environ[CACHE] = str(folder)
+    choosing.search = looking_at("pipeline")  # type: ignore[attr-defined]
+    outcome: dict[Any, Any] = {row: fit(row[0], strategy_of(row[1]), rank) for row in ROWS}
+    for kind, level in REFUSED:
+        try:
+            fit(kind, strategy_of(level), rank, accumulate_grad_batches=1 if kind == "Replaces" else 2)
+        except piper.PiperError as error:
+            outcome[kind, level] = str(error)
+    return outcome
