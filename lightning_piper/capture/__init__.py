@@ -1,6 +1,6 @@
 """`training_step` -> joint forward and backward graph -> passes of regions."""
 
-from lightning_piper.capture._torch import dict_version, has_gradient_hooks, storage_id, total_norm_replaced
+from lightning_piper.capture._torch import clipping_replaced, dict_version, has_gradient_hooks, storage_id
 from lightning_piper.capture.batch import BatchSpec, flatten
 from lightning_piper.capture.capturing import capture
 from lightning_piper.capture.reads import History
@@ -10,6 +10,6 @@ from lightning_piper.capture.text import difference
 from lightning_piper.capture.undoing import as_before
 
 __all__ = [
-    "BatchSpec", "CapturedStep", "History", "PartlyCaptured", "as_before", "capture", "dict_version", "difference", "flatten",
-    "has_gradient_hooks", "storage_id", "total_norm_replaced",
+    "BatchSpec", "CapturedStep", "History", "PartlyCaptured", "as_before", "capture", "clipping_replaced", "dict_version",
+    "difference", "flatten", "has_gradient_hooks", "storage_id",
 ]  # fmt: skip

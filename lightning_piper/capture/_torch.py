@@ -91,6 +91,7 @@ __all__ = [
     "ShapeSymbols",
     "TangentAOTInput",
     "TorchDispatchMode",
+    "clipping_replaced",
     "dict_version",
     "evaluator",
     "exporting",
@@ -110,7 +111,6 @@ __all__ = [
     "saved_values",
     "sequence_number",
     "storage_id",
-    "total_norm_replaced",
     "tree_flatten",
     "tree_leaves",
     "tree_map",
@@ -294,14 +294,24 @@ def register_first_post_hook(optimizer: torch.optim.Optimizer, hook: Callable[..
 
 
 @contextlib.contextmanager
-def total_norm_replaced(replacement: Callable[..., torch.Tensor]) -> Iterator[Callable[..., torch.Tensor]]:
-    """Let `torch.nn.utils.clip_grad_norm_` and `torch.nn.utils.get_total_norm` use another norm; gives torch's own."""
-    own = clip_grad._get_total_norm
-    clip_grad._get_total_norm = torch.nn.utils.get_total_norm = replacement
+def clipping_replaced(
+    total_norm: Callable[..., torch.Tensor], held: Callable[[list[torch.Tensor]], list[torch.Tensor]]
+) -> Iterator[Callable[..., torch.Tensor]]:  # fmt: skip
+    """Let `torch.nn.utils.clip_grad_norm_`, `get_total_norm` and `clip_grads_with_norm_` use another norm, and scale the gradients
+    of what `held` gives for the parameters they are given; gives torch's own norm."""
+    norm, scale = clip_grad._get_total_norm, clip_grad._clip_grads_with_norm_
+    scale_public = torch.nn.utils.clip_grads_with_norm_
+
+    def scaled(parameters: Any, *args: Any, **kwargs: Any) -> None:
+        scale_public(held([parameters] if isinstance(parameters, torch.Tensor) else list(parameters)), *args, **kwargs)
+
+    clip_grad._get_total_norm = torch.nn.utils.get_total_norm = total_norm
+    clip_grad._clip_grads_with_norm_ = torch.nn.utils.clip_grads_with_norm_ = scaled
     try:
-        yield own
+        yield norm
     finally:
-        clip_grad._get_total_norm = torch.nn.utils.get_total_norm = own
+        clip_grad._get_total_norm = torch.nn.utils.get_total_norm = norm
+        clip_grad._clip_grads_with_norm_, torch.nn.utils.clip_grads_with_norm_ = scale, scale_public
 
 
 def recomputed(module: nn.Module) -> set[str]:

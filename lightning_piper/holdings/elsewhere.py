@@ -2,7 +2,8 @@
 
 Code in hooks walks over `module.parameters()` and leaves out those whose gradient is None, as if nothing had used them. A parameter
 of another process, or one that is sharded, has a gradient, but not here. So it gets a stand-in, whose error says so when its values
-are read.
+are read. What changes each element on its own (scales, clamps, replaces what is not finite) needs no others: it changes the piece
+that is here, and each process has the same done to its own.
 """
 
 from __future__ import annotations
@@ -13,8 +14,13 @@ import torch
 
 from lightning_piper.errors import PiperError
 
-_VALUES = ("data", "T", "mT", "H", "mH", "real", "imag")  # of a tensor's attributes, those that are tensors
-_ALLOWED = ("size", "dim", "numel", "is_floating_point", "requires_grad_", "detach_", "zero_")
+_VALUES = ("T", "mT", "H", "mH", "real", "imag")  # of a tensor's attributes, those that are tensors
+_ALLOWED = ("size", "dim", "numel", "is_floating_point", "requires_grad_", "detach_")
+_ELEMENTWISE = (
+    "zero_", "neg_", "nan_to_num_", "mul_", "multiply_", "__imul__", "div_", "divide_", "true_divide_", "__itruediv__", "clamp_",
+    "clip_", "clamp_min_", "clamp_max_", "_foreach_zero_", "_foreach_neg_", "_foreach_mul_", "_foreach_div_", "_foreach_clamp_min_",
+    "_foreach_clamp_max_",
+)  # fmt: skip
 
 
 class Elsewhere(torch.Tensor):
@@ -22,7 +28,7 @@ class Elsewhere(torch.Tensor):
 
     Attributes:
         of_parameter: name.
-        shard: of the parameter, if this process has one; `shard.grad` becomes zero with this.
+        shard: of the parameter, if this process has one; `shard.grad` changes with this.
     """
 
     of_parameter: str
@@ -41,20 +47,52 @@ class Elsewhere(torch.Tensor):
 
     @classmethod
     def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
         attribute = getattr(getattr(func, "__self__", None), "__name__", None)
+        if func.__name__ == "detach" or (func.__name__ == "__get__" and attribute == "data"):
+            return args[0]
         if func.__name__ in _ALLOWED or (func.__name__ == "__get__" and attribute not in _VALUES):
-            if func.__name__ == "zero_" and args[0].shard is not None and args[0].shard.grad is not None:
-                args[0].shard.grad.zero_()
             with torch._C.DisableTorchFunctionSubclass():
-                return func(*args, **(kwargs or {}))
+                return func(*args, **kwargs)
+        in_place = func.__name__ + "_" if kwargs.get("out") is args[0] else func.__name__
+        rest = {name: x for name, x in kwargs.items() if name != "out"}
+        if in_place in _ELEMENTWISE and all(_is_number(x) for x in [*args[1:], *rest.values()]):
+            pieces = [x for x in map(_here, args[0] if isinstance(args[0], list | tuple) else [args[0]]) if x is not None]
+            if in_place.startswith("_foreach"):
+                return func(pieces, *args[1:], **rest) if pieces else None
+            for piece in pieces:
+                getattr(piece, in_place)(*args[1:], **rest)
+            return args[0]
         raise PiperError(
-            f"PiperStrategy: {_name(args)}the gradient is not whole in this process, for the parameter is another stage's, or in "
-            "pieces. For norms use lightning_piper.grad_norm(module, norm_type), for clipping Trainer(gradient_clip_val=...); "
-            "trainer.optimizers have the parameters and pieces of this process, with their gradients"
+            f"PiperStrategy: {_name([*args, *kwargs.values()])}the gradient is not whole in this process, for the parameter is "
+            "another stage's, or in pieces. For norms use lightning_piper.grad_norm(module, norm_type), for clipping "
+            "Trainer(gradient_clip_val=...) or torch.nn.utils.clip_grad_norm_; trainer.optimizers have the parameters and pieces "
+            "of this process, with their gradients; PiperStrategy() without directives has gradients whole in each process"
         )
 
     def __repr__(self) -> str:  # type: ignore[override]
         return f"<gradient of {self.of_parameter!r}, not whole in this process>"
+
+
+def _here(grad: torch.Tensor) -> torch.Tensor | None:
+    """What this process has of a gradient.
+
+    Raises:
+        PiperError: it is not there yet.
+    """
+    if not isinstance(grad, Elsewhere):
+        return grad
+    if grad.shard is not None and grad.shard.grad is None:
+        raise PiperError(
+            f"PiperStrategy: the gradient of {grad.of_parameter!r} was to be changed in the middle of a gradient accumulation, but "
+            "is kept back, and summed with those of its last batch; change it in on_before_optimizer_step, or in "
+            "configure_gradient_clipping"
+        )
+    return None if grad.shard is None else grad.shard.grad
+
+
+def _is_number(x: Any) -> bool:
+    return not isinstance(x, list | tuple) and not (isinstance(x, torch.Tensor) and (x.dim() > 0 or x.is_meta))
 
 
 def _name(args: Any) -> str:

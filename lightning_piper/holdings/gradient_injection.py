@@ -35,7 +35,6 @@ class GradientInjection:
     ) -> None:
         self.absent = absent or {}
         self.trained = {name: x for name, x in params.items() if x.requires_grad}
-        self._names, self._params = tuple(self.trained), tuple(self.trained.values())
         # Gives the loss a gradient function also where a process has no parameters at all.
         self._anchor = torch.zeros((), device=device, requires_grad=True)
         self._kept: list[_Waiting] = []  # of the batches whose gradients are kept back
@@ -60,10 +59,12 @@ class GradientInjection:
                 "PiperStrategy: backward did not run on the loss of an earlier batch of this gradient accumulation, but its "
                 "gradients are in the sum already; call backward on every loss that the training step returns"
             )
-        waiting = self._last = _Waiting(value, [grads.get(name) for name in self._names], scale, self, closing)
+        # Of the others, users' hooks would be called with None, which torch never does.
+        found = [(x, grad) for name, x in self.trained.items() if (grad := grads.get(name)) is not None]
+        waiting = self._last = _Waiting(value, [grad for _, grad in found], scale, self, closing)
         if kept:
             self._kept.append(waiting)
-        result: torch.Tensor = _HandOut.apply(waiting, self._anchor, *self._params)  # type: ignore[no-untyped-call]
+        result: torch.Tensor = _HandOut.apply(waiting, self._anchor, *(x for x, _ in found))  # type: ignore[no-untyped-call]
         return result
 
     def keeps(self) -> bool:
@@ -98,14 +99,14 @@ class GradientInjection:
 class _Waiting:
     """The gradients of one step. `factor`: what `backward` brought."""
 
-    def __init__(self, value: torch.Tensor, grads: list[torch.Tensor | None], scale: float, injection: GradientInjection,
+    def __init__(self, value: torch.Tensor, grads: list[torch.Tensor], scale: float, injection: GradientInjection,
                  closing: float | None) -> None:  # fmt: skip
         self.value, self.scale, self._closing = value, scale, closing
         self.factor: torch.Tensor | None = None
-        self._grads: list[torch.Tensor | None] | None = grads
+        self._grads: list[torch.Tensor] | None = grads
         self._injection = injection
 
-    def take(self, factor: torch.Tensor) -> list[torch.Tensor | None]:
+    def take(self, factor: torch.Tensor) -> list[torch.Tensor]:
         if self._grads is None:
             raise ExecutionError(
                 "backward ran twice on the loss of one training step; its gradients are handed out only once: call it once"
@@ -118,13 +119,11 @@ class _Waiting:
         if factor.device.type != "cpu" or factor.item() != self.scale:
             ratio = factor.double() / self.scale
             for grad in grads:
-                if grad is not None:
-                    grad.mul_(ratio.to(grad.dtype))
+                grad.mul_(ratio.to(grad.dtype))
         if self._closing is not None:
-            accumulated = [x.grad for x in self._injection.trained.values()]
+            accumulated = [x.grad for x in self._injection.trained.values() if x.grad is not None]
             for grad in (*grads, *accumulated):
-                if grad is not None:
-                    grad.mul_(self._closing)
+                grad.mul_(self._closing)
         return grads
 
 

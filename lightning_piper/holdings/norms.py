@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from lightning_piper.capture import total_norm_replaced
+from lightning_piper.capture import clipping_replaced
 from lightning_piper.compiler import Compiled
 from lightning_piper.errors import PiperError
 from lightning_piper.holdings.elsewhere import Elsewhere
@@ -20,14 +20,20 @@ from lightning_piper.processes.world import World
 
 _ADVICE = (
     "In configure_gradient_clipping or on_before_optimizer_step, use self.clip_gradients(optimizer, gradient_clip_val=...), or "
-    "give torch.nn.utils.clip_grad_norm_ all parameters of the optimizer, or of some of its groups, at once; "
-    "lightning_piper.grad_norm(module, norm_type) has the norms of single ones"
+    "give torch.nn.utils.clip_grad_norm_ the parameters of the module or of a part of it, the same in every process, or all of the "
+    "optimizer or of some of its groups; lightning_piper.grad_norm(module, norm_type) has the norms of single ones"
 )
+_SOME = (
+    "PiperStrategy: torch was asked for the norm of some of the gradients that this process has, and would not know those of other "
+    "processes"
+)
+_HERE, _ASKED, _ASKED_ELSEWHERE = 1, 2, 3
 
 
 class GlobalNorms:
     """Measures the gradients of all processes, and makes `torch.nn.utils.clip_grad_norm_` and `get_total_norm` measure those of
-    whole groups. Each element counts once: of tied parameters, of replicas, and of shards.
+    the same parameters of the module, or of whole groups of the optimizer, of which each process has others. Each element counts
+    once: of tied parameters, of replicas, and of shards.
 
     Args:
         optimizer: cut down to what this process holds.
@@ -38,18 +44,28 @@ class GlobalNorms:
     def __init__(
         self, optimizer: ShardedOptimizer, ownership: Ownership, compiled: Compiled, world: World, keeps: Callable[[], bool]
     ) -> None:
-        self._optimizer, self._ownership = optimizer.optimizer, ownership
-        self._world, self._keeps = world, keeps
-        self._names = {id(x): name for name, x in ownership.owned_params.items()}
+        self._ownership, self._world, self._keeps = ownership, world, keeps
+        self._held = dict(ownership.owned_params)  # key -> what gets a gradient here
+        self._groups: list[set[str]] = []  # keys
+        for i, (group, names) in enumerate(zip(optimizer.optimizer.param_groups, optimizer.names, strict=True)):
+            own = {id(x) for x in self._held.values()}
+            foreign = {f"{k} of group {i}": x for k, x in enumerate(y for y in group["params"] if id(y) not in own)}
+            self._held |= foreign  # not the module's, and in every process
+            self._groups.append({name for name in names if name is not None} | set(foreign))
+        keys = dict.fromkeys([*ownership.params, *(key for group in self._groups for key in sorted(group))])
+        self._keys = {key: i for i, key in enumerate(keys)}  # in the same order in every process
+        self._named = {id(x): key for key, x in self._held.items()}
         tensor_map, used = ownership.tensor_map, set().union(*(compiled.params_on(device) for device in compiled.plans))
-        trained = [[n for n in names if n in used and ownership.params[n].requires_grad] for names in optimizer.names]
-        # Some process has several of a group's parameters, and would say so if they were given one by one.
-        self._several = [
-            any(sum(tensor_map.held(n, rank) is not None for n in names) > 1 for rank in range(world.size)) for names in trained
-        ]
+        trained = [n for names in optimizer.names for n in names if n in used and ownership.params[n].requires_grad]
+        lists = [[n for n in trained if tensor_map.held(n, rank) is not None] for rank in range(world.size)]
+        # Asked for one by one, some process would have done while another still asks.
+        self._ends_early = any(len(x) < len(y) and x == y[: len(x)] for x in lists for y in lists)
+        self._in_pieces = {
+            n for n in ownership.params if tensor_map.held(n, world.rank) and not tensor_map.holds_whole(n, world.rank)
+        }
         self._whole = all(tensor_map.holds_whole(n, rank) for n in ownership.params for rank in range(world.size))
         self._patches = contextlib.ExitStack()
-        self._torchs = self._patches.enter_context(total_norm_replaced(self._total_norm))
+        self._torchs = self._patches.enter_context(clipping_replaced(self._total_norm, self._held_of))
 
     def remove(self) -> None:
         self._patches.close()
@@ -60,55 +76,81 @@ class GlobalNorms:
         Args:
             params: those of this process that are to be counted, with gradients.
         """
-        own = self._torchs([p.grad for p in params if self._counts(p)]).to(self._world.device, torch.float64)
+        own = self._torchs([p.grad for p in params if self._counts(self._named[id(p)])]).to(self._world.device, torch.float64)
         total = self._world.sum(own.square()).sqrt()
         if params:
             torch.nn.utils.clip_grads_with_norm_(params, clip_val, total.to(params[0].grad.dtype))  # type: ignore[union-attr]
 
-    def _counts(self, param: Any) -> bool:
-        name = self._names.get(id(param))
-        return self._world.is_rank_zero if name is None else self._ownership.is_canonical(name)
+    @staticmethod
+    def _held_of(params: Sequence[Tensor]) -> list[Tensor]:
+        """What this process has of these parameters: themselves, or their shards."""
+        grads = [(x, x.grad) for x in params]
+        return [y for y in (g.shard if isinstance(g, Elsewhere) else x for x, g in grads) if y is not None]
+
+    def _counts(self, key: str) -> bool:
+        return self._ownership.is_canonical(key) if key in self._ownership.params else self._world.is_rank_zero
 
     def _total_norm(
         self, tensors: Any, norm_type: float = 2.0, error_if_nonfinite: bool = False, foreach: bool | None = None
     ) -> Tensor:
         """In the place of torch's. Collective, for gradients that are on several processes."""
         given = [tensors] if isinstance(tensors, Tensor) else list(tensors)
-        plain = any(isinstance(x, Elsewhere) for x in given)  # which says so itself
-        groups = [[p for p in group["params"] if p.grad is not None and p.numel()] for group in self._optimizer.param_groups]
-        places = {} if plain else {p.grad.data_ptr(): (i, p) for i, group in enumerate(groups) for p in group}
-        found = [places[x.data_ptr()] for x in given if x.numel() and x.data_ptr() in places]
-        if (found or not given) and self._keeps():
+        here = {key: p.grad for key, p in self._held.items() if p.grad is not None}
+        elsewhere = {x.of_parameter for x in given if isinstance(x, Elsewhere)}
+        places = {id(x): key for key, x in here.items()} | {x.data_ptr(): key for key, x in here.items() if x.numel()}
+        found = [places.get(id(x), places.get(x.data_ptr())) for x in given if not isinstance(x, Elsewhere)]
+        asked = elsewhere.union(key for key in found if key is not None)
+        if (asked or not given) and self._keeps():
             raise PiperError(
                 "PiperStrategy: the norm of gradients was asked for in the middle of a gradient accumulation, but those of "
                 "replicas are kept back and summed with its last batch; ask in on_before_optimizer_step, or in "
                 "configure_gradient_clipping"
             )
-        if plain or self._whole or (given and not found):
+        if self._whole or (given and not asked):
             return self._torchs(given, norm_type, error_if_nonfinite, foreach)
-        used = {i for i, _ in found}
-        alone = len(found) == 1 and not self._several[found[0][0]]
-        if alone or len(found) < max(sum(x.numel() > 0 for x in given), sum(len(groups[i]) for i in used)):
-            raise PiperError(
-                "PiperStrategy: torch was asked for the norm of some of the gradients that this process has, and would not know "
-                f"those of other processes. {_ADVICE}"
-            )
-        return self._of_groups(groups, used, [p for _, p in found], float(norm_type), error_if_nonfinite)
+        partly = any(not here.keys() & group <= asked for group in self._groups if asked & group)
+        alone = not elsewhere and ((partly and asked & self._in_pieces) or (len(asked) == 1 and self._ends_early))
+        if alone or None in found:
+            raise PiperError(f"{_SOME}. {_ADVICE}")
+        return self._of_all(asked, here, float(norm_type), error_if_nonfinite)
 
-    def _of_groups(
-        self, groups: Sequence[Sequence[Tensor]], used: set[int], params: Sequence[Tensor], p: float, strict: bool
-    ) -> Tensor:
-        """The norm over all processes of the gradients in these groups, of which `params` are here. Collective."""
-        own = self._torchs([x.grad for x in params if self._counts(x)], p).to(self._world.device, torch.float64)
-        asked = [1.0 if i in used else -1.0 if group else 0.0 for i, group in enumerate(groups)]
-        message = torch.cat([own.view(1), torch.tensor(asked, dtype=torch.float64, device=self._world.device)])
-        everyones = [torch.empty_like(message) for _ in range(self._world.size)]
-        dist.all_gather(everyones, message)
-        norms, *by_group = torch.stack(everyones).unbind(1)
-        if any(bool((x > 0).any() & (x < 0).any()) for x in by_group):
-            raise PiperError(f"PiperStrategy: processes asked torch for norms of gradients of different groups. {_ADVICE}")
+    def _of_all(self, asked: Collection[str], here: Mapping[str, Tensor], p: float, strict: bool) -> Tensor:
+        """The norm over all processes of the gradients that were asked for, of which some are here. Collective."""
+        own = self._torchs([here[key] for key in asked if key in here and self._counts(key)], p)
+        said = torch.zeros(1 + len(self._keys), dtype=torch.float64)
+        said[0] = own
+        for key in (*here, *asked):
+            said[1 + self._keys[key]] = _HERE if key not in asked else _ASKED if key in here else _ASKED_ELSEWHERE
+        said = said.to(self._world.device)
+        everyones = [torch.empty_like(said) for _ in range(self._world.size)]
+        dist.all_gather(everyones, said)
+        norms, answers = torch.stack(everyones).cpu().tensor_split([1], dim=1)
+        self._check_asked(answers)
         dtype = next(iter(self._ownership.params.values())).dtype
-        return self._torchs([norms], p, strict).to(dtype)
+        return self._torchs([norms.to(self._world.device)], p, strict).to(dtype)
+
+    def _check_asked(self, answers: Tensor) -> None:
+        """Did the processes ask for the norm of the same gradients, or of all that each has of some of the optimizer's groups?
+
+        Args:
+            answers: [processes, keys], of each process for each key.
+
+        Raises:
+            PiperError: neither, in every process.
+        """
+        asked = answers >= _ASKED
+        if bool((asked == asked[0]).all()):
+            return
+        groups = [[self._keys[key] for key in group] for group in self._groups]
+        used = [group for group in groups if asked[:, group].any()]
+        if any(((answers[:, group] == _HERE).any(1) & asked[:, group].any(1)).any() for group in used):
+            raise PiperError(f"{_SOME}. {_ADVICE}")
+        if any((answers[:, group] == _HERE).any() for group in used):
+            raise PiperError(f"PiperStrategy: processes asked torch for norms of gradients of different groups. {_ADVICE}")
+        grouped = {i for group in used for i in group}
+        outside = any(bool(asked[:, i].any()) for i in range(asked.shape[1]) if i not in grouped)
+        if outside or bool((answers == _ASKED_ELSEWHERE).any()) or int(asked.sum(1).max()) < 2:
+            raise PiperError(f"{_SOME}. {_ADVICE}")
 
 
 def norms_of_each(ownership: Ownership, world: World, p: float) -> dict[str, torch.Tensor]:

@@ -39,6 +39,7 @@ from lightning_piper.session.token_accumulation import TokenAccumulation
 from lightning_piper.session.verification import Verify, verify_by_execution
 from lightning_piper.strategy.checks import check_runs_once
 from lightning_piper.strategy.compatibility import count_replicas, drops_gradients, resume, suspend
+from lightning_piper.strategy.hook_code import changes_gradients_of_each_batch
 from lightning_piper.strategy.precision import Clipping, LossScaling
 
 
@@ -119,6 +120,8 @@ class Fit:
             HostStates(self.optimizer, first.dag.hosted, world.device)
         self._scaling = LossScaling(plugin, optimizer, world)  # all processes skip the same steps
         self._tokens = TokenAccumulation(world, self.ownership, settings.local) if accumulate == "tokens" else None
+        seen = world.decide(changes_gradients_of_each_batch(module), all=False)
+        self._keeps_back = self._tokens is not None or not seen
         self._norms = GlobalNorms(self.optimizer, self.ownership, first, world, self._injection.keeps)
         self._clipping = Clipping(plugin, self._norms, world)
 
@@ -179,7 +182,8 @@ class Fit:
         scale = self._scaling.scale / self._module.trainer.accumulate_grad_batches  # what `backward` will bring
         closing: float | None = None
         first, self._epoch = epoch != self._epoch, epoch
-        riding, result = self._riding(last), None
+        keeps = self._keeps_back and not last
+        riding, result = None if keeps else self._riding(), None
         if riding is not None:
             result = self._run_noted(prepared, riding, state, number, scale, first)
         if result is None:
@@ -195,14 +199,14 @@ class Fit:
                 self.recording.before(prepared)
             self.ownership.refresh()
             factor, closing = self._weight_of_batch(prepared.compiled, last)
-            result = self._run(prepared, number, scale * factor, last)
+            result = self._run(prepared, number, scale * factor, not keeps)
             if self.recording is not None:
                 self.recording.after(prepared, number)
         assert prepared is not None
         prepared.replay(self._module, result, Given(self._batch_spec, self._leaves))
         assert prepared.replay.dtype is not None
         value = result.metrics[0].to(prepared.replay.dtype, copy=True)
-        loss = self._injection.loss(value, result.grads, scale, prepared.accumulates and not last, closing)
+        loss = self._injection.loss(value, result.grads, scale, keeps and prepared.accumulates, closing)
         self._in_accumulation = not last
         return {"loss": loss, **self._in_part.extras} if self._in_part.extras else loss
 
@@ -212,14 +216,14 @@ class Fit:
             for param in group["params"]:
                 param.grad = None
 
-    def _run(self, prepared: Prepared, number: int, scale: float, last: bool = True, note: int = 1) -> StepResult:
+    def _run(self, prepared: Prepared, number: int, scale: float, sums: bool = True, note: int = 1) -> StepResult:
         step = prepared.compiled.step
         with self._in_part.running(step):
-            return self._runtime.run(prepared, step.inputs(self._leaves), self.seed + number, scale, last, note)
+            return self._runtime.run(prepared, step.inputs(self._leaves), self.seed + number, scale, sums, note)
 
-    def _riding(self, last: bool) -> Prepared | None:
+    def _riding(self) -> Prepared | None:
         """What ran last, if notes that ride with its sums do for a comparison of this step; the same in all processes."""
-        if not last or self._compared or self.recording is not None or self._tokens is not None or not self._check.may_note:
+        if self._compared or self.recording is not None or self._tokens is not None or not self._check.may_note:
             return None
         riding = self._runtime.riding
         return None if riding is None or isinstance(riding.compiled.step, PartlyCaptured) else riding

@@ -39,6 +39,7 @@ from lightning_piper.strategy.checks import changes_parameters, check_fit, check
 from lightning_piper.strategy.compatibility import averaging
 from lightning_piper.strategy.evaluating import EvaluatingStrategy
 from lightning_piper.strategy.fit import Fit
+from lightning_piper.strategy.hook_code import reads_whole
 from lightning_piper.strategy.parallel import Requeue
 from lightning_piper.strategy.phases import Eager, Ended, Fitting, Idle, Left, Starting, over
 
@@ -149,8 +150,9 @@ class PiperStrategy(EvaluatingStrategy):
             self.model_to_device()  # a sanity check runs as it is, too
         else:
             phase.names = names_in(self.optimizers[0], module)
-            problem = changes_parameters(trainer)
         if self.world.size > 1 and is_searched(self._directives, module):
+            problems = self.world.gather(problem or changes_parameters(trainer) or reads_whole(module))
+            problem = next((x for x in problems if x is not None), None)  # some processes may have callbacks of their own
             phase.searches = problem is None
             if problem is not None:
                 rank_zero_info(f"PiperStrategy searches no program, so the processes are replicas: {problem}")

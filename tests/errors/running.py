@@ -57,7 +57,7 @@ def forgotten() -> None:
 
 
 def impatient() -> None:
-    line = "def on_after_backward(self):\n        nn.utils.clip_grad_norm_(self.parameters(), 1.0)"
+    line = "def on_after_backward(self):\n        getattr(nn.utils, 'clip_grad_norm_')(self.parameters(), 1.0)"
     module = net("pass", ("def configure_optimizers", f"{line}\n\n    def configure_optimizers"))
     fit(module, directives=[*GROUPS, SPLIT, REPLICATE], accumulate_grad_batches=2)
 

@@ -22,6 +22,13 @@ def layer() -> nn.Linear:
     return layer
 
 
+def in_pieces() -> tuple[nn.Linear, nn.Parameter]:
+    """A layer whose weight is in pieces, and the one that is here."""
+    layer, piece = nn.Linear(3, 2), nn.Parameter(torch.ones(4))
+    layer.weight = stand_in(nn.Parameter(torch.empty(2, 3, device="meta")), "weight", sharded=True)
+    return layer, piece
+
+
 def test_it_looks_like_a_gradient(layer):
     grad = layer.weight.grad
     assert isinstance(grad, Elsewhere) and (grad.shape, grad.dtype) == (layer.weight.shape, torch.float32)
@@ -33,9 +40,11 @@ def test_it_looks_like_a_gradient(layer):
 
 
 @pytest.mark.parametrize("look", [
-    lambda layer: layer.weight.grad.data,
     lambda layer: layer.weight.grad.norm(),
-    lambda layer: layer.weight.grad.clamp_(-1, 1),
+    lambda layer: layer.weight.grad.data.abs(),
+    lambda layer: layer.weight.grad.mul_(torch.ones(3)),
+    lambda layer: layer.weight.grad.add_(1),
+    lambda layer: torch.nan_to_num(layer.weight.grad),
     lambda layer: [p.grad + 1 for p in layer.parameters()],
     lambda layer: torch.nn.utils.clip_grad_norm_(layer.parameters(), 1.0),
     lambda layer: torch.stack([p.grad.sum() for p in layer.parameters()]),
@@ -48,8 +57,7 @@ def test_who_looks_into_it_is_told(look, layer):
 @pytest.mark.parametrize("set_to_none", [True, False])
 def test_gradients_of_pieces_are_zeroed_with_the_parameter(set_to_none):
     """At once: a hook may do so between the backward pass and the optimizer's step."""
-    layer, piece = nn.Linear(3, 2), nn.Parameter(torch.ones(4))
-    layer.weight = stand_in(nn.Parameter(torch.empty(2, 3, device="meta")), "weight", sharded=True)
+    layer, piece = in_pieces()
     mark({"weight": layer.weight}, {"weight": piece})
     piece.grad = torch.ones(4)
     mark({"weight": layer.weight}, {"weight": piece})
@@ -57,6 +65,50 @@ def test_gradients_of_pieces_are_zeroed_with_the_parameter(set_to_none):
     layer.zero_grad(set_to_none)
     assert piece.grad is None if set_to_none else torch.equal(piece.grad, torch.zeros(4))
     assert (layer.weight.grad is None) == set_to_none
+
+
+CHANGES = {
+    "scaled": lambda grad: grad.mul_(0.5),
+    "scaled by a tensor": lambda grad: grad.mul_(torch.tensor(0.5)),
+    "divided": lambda grad: grad.data.div_(3),
+    "clamped": lambda grad: torch.clamp_(grad.detach(), -1.5, max=1.5),
+    "finite": lambda grad: torch.nan_to_num(grad, nan=7.0, out=grad),
+    "many": lambda grad: torch._foreach_mul_([grad], 0.5),
+}
+
+
+@pytest.mark.parametrize("name", CHANGES)
+def test_what_changes_each_element_on_its_own_changes_pieces(name):
+    layer, piece = in_pieces()
+    expected, values = torch.tensor([2.0, -3.0, torch.nan, 0.25]), torch.tensor([2.0, -3.0, torch.nan, 0.25])
+    piece.grad = values
+    mark({"weight": layer.weight}, {"weight": piece})
+    CHANGES[name](layer.weight.grad)
+    CHANGES[name](expected)
+    assert torch.equal(values.nan_to_num(9), expected.nan_to_num(9)) and piece.grad is values
+    assert not torch.equal(values.nan_to_num(9), torch.tensor([2.0, -3.0, 9.0, 0.25]))
+
+
+def test_by_assignment_and_with_torchs_own_clipping():
+    layer, piece = in_pieces()
+    piece.grad = torch.tensor([2.0, -3.0, 4.0, 0.25])
+    layer.bias.grad = torch.full((2,), 8.0)
+    mark({"weight": layer.weight}, {"weight": piece})
+    layer.weight.grad *= 0.5
+    torch.nn.utils.clip_grad_value_(layer.parameters(), 1.25)
+    assert torch.equal(piece.grad, torch.tensor([1.0, -1.25, 1.25, 0.125])) and torch.equal(layer.bias.grad, torch.full((2,), 1.25))
+
+
+def test_nothing_is_changed_of_another_process(layer):
+    torch._foreach_mul_([p.grad for p in layer.parameters()], 0.5)
+    assert torch.equal(layer.bias.grad, torch.full((2,), 0.5)) and isinstance(layer.weight.grad, Elsewhere)
+
+
+def test_gradients_that_are_kept_back_cannot_be_changed():
+    layer, piece = in_pieces()
+    mark({"weight": layer.weight}, {"weight": piece})
+    with pytest.raises(piper.PiperError, match="'weight' was to be changed in the middle of a gradient accumulation"):
+        layer.weight.grad.mul_(2)
 
 
 def test_gradients_in_pieces_cannot_be_replaced():

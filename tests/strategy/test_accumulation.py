@@ -81,17 +81,54 @@ def test_factors_that_cannot_be_told_apart_are_refused(kind, words):
 
 class Impatient(MLP):
     def on_after_backward(self):
-        torch.nn.utils.clip_grad_norm_(self.parameters(), 1.0)
+        torch.nn.utils.clip_grad_norm_(self.parameters(), 0.05)
+
+
+class Clamping(MLP):
+    def on_after_backward(self):
+        for p in self.parameters():
+            if p.grad is not None:
+                p.grad.clamp_(-0.01, 0.01)
+
+
+class Hooked(MLP):
+    def configure_optimizers(self):
+        for p in self.parameters():
+            if p.requires_grad:
+                p.register_hook(lambda grad: grad.clamp(-0.01, 0.01))
+        return super().configure_optimizers()
+
+
+class Indirect(MLP):
+    """In a way that is not found in the code."""
+
+    def on_after_backward(self):
+        getattr(torch.nn.utils, "clip_grad_norm" + "_")(self.parameters(), 0.05)
+
+
+@sharing_captures
+@pytest.mark.parametrize("kind", [Impatient, Clamping, Hooked])
+def test_hooks_that_look_at_the_gradients_of_each_batch(kind):
+    """They are summed over replicas with each batch, then: not with the last one of an accumulation alone."""
+    found = {}
+    for name, strategy, each in [("one", "auto", kind), ("replicas", local(dp2()), kind), ("control", "auto", MLP)]:
+        torch.manual_seed(0)
+        module = each()
+        run, _ = trainer(strategy, accumulate_grad_batches=2, max_steps=-1, max_epochs=2)
+        run.fit(module, vectors())
+        found[name] = {name: x.detach().clone() for name, x in module.state_dict().items()}
+    assert distance(found["one"], found["replicas"]) < ROUNDING
+    assert distance(found["one"], found["control"]) > 1e-3
 
 
 @sharing_captures
 def test_norms_of_gradients_that_are_kept_back():
     run, record = trainer(local(dp2()), accumulate_grad_batches=2)
     with pytest.raises(piper.PiperError, match="in the middle of a gradient accumulation"):
-        run.fit(Impatient(), vectors())
+        run.fit(Indirect(), vectors())
     assert record.losses == []
     run, record = trainer(local(), accumulate_grad_batches=2)  # nothing is kept back without replicas
-    run.fit(Impatient(), vectors())
+    run.fit(Indirect(), vectors())
     assert record.losses
     assert torch.nn.utils.get_total_norm is torch.nn.utils.clip_grad._get_total_norm
 

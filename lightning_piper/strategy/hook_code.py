@@ -1,0 +1,141 @@
+"""What a user's hooks look at, found in their code before they run: in time to choose a program under which it is there."""
+
+from __future__ import annotations
+
+import dis
+import functools
+import inspect
+import sys
+import types
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import lightning.pytorch as pl
+import torch
+
+from lightning_piper.capture import has_gradient_hooks
+
+_CLIPS = {"clip_grad_norm_", "clip_grad_value_", "clip_grads_with_norm_", "get_total_norm", "clip_gradients"}
+_WHOLE = {"grad", "weight", "bias", "parameters", "named_parameters", "state_dict", "save_pretrained"}
+_BEFORE = {  # the first batch, when everything is whole
+    "on_fit_start", "on_train_start", "on_sanity_check_start", "on_sanity_check_end", "on_load_checkpoint", "setup",
+}  # fmt: skip
+_EACH_BATCH = {
+    "on_train_batch_start", "on_train_batch_end", "on_before_backward", "backward", "on_after_backward", "on_before_zero_grad",
+}  # fmt: skip
+_OTHERS = {"backward", "optimizer_step", "optimizer_zero_grad", "configure_gradient_clipping", "lr_scheduler_step"}
+_LIBRARIES = {*sys.stdlib_module_names, "torch", "lightning", "lightning_fabric", "pytorch_lightning", "lightning_piper"}
+_LOOKS = {"lightning.pytorch.utilities.grads", "pytorch_lightning.utilities.grads"}  # of libraries, what reads gradients
+_OF_ATTRIBUTES = {"LOAD_ATTR", "LOAD_METHOD", "STORE_ATTR", "LOAD_SUPER_ATTR"}
+
+
+def reads_whole(module: pl.LightningModule) -> str | None:
+    """Which hook may look at parameters or gradients of the whole module after the first batch, if one does: each process has them
+    in replicas alone, so nothing is searched."""
+    hooked = next((name for name, x in module.named_parameters() if has_gradient_hooks(x)), None)
+    if hooked is not None:
+        return f"a hook on the gradient of {hooked!r} needs it whole in each process"
+    for name, hook in _hooks(module, lambda name: name not in _BEFORE):
+        for code in _codes(hook):
+            found = sorted(_WHOLE & _attributes(code))
+            if _CLIPS & {*_attributes(code), *_globals(code)}:  # of which a program knows
+                found = [x for x in found if x not in ("parameters", "named_parameters", "weight", "bias")]
+            if found:
+                where = "" if code.co_name == name.split(".")[-1] else f", by {code.co_qualname},"
+                return (
+                    f"{name}{where} may look at parameters or gradients of the whole module ({found[0]!r} in its code), which "
+                    "only replicas have in each process"
+                )
+    return None
+
+
+def changes_gradients_of_each_batch(module: pl.LightningModule) -> bool:
+    """May a hook look at the gradients of each batch of an accumulation, as it could on one device?"""
+    if any(map(has_gradient_hooks, module.parameters())):
+        return True
+    hooks = (hook for _, hook in _hooks(module, lambda name: name in _EACH_BATCH))
+    names = (_attributes(code) | _globals(code) for hook in hooks for code in _codes(hook))
+    return any({"grad", *_CLIPS} & found for found in names)
+
+
+def _hooks(module: pl.LightningModule, chosen: Callable[[str], bool]) -> Iterator[tuple[str, Any]]:
+    """The users' own hooks with these names: what each is called, and it."""
+    trainer: Any = module.trainer
+    for owner in (module, *trainer.callbacks):
+        names = {name for name in dir(pl.LightningModule if owner is module else pl.Callback) if name.startswith("on_")}
+        for name in sorted(filter(chosen, names | _OTHERS)):
+            hook = _unwrapped(getattr(owner, name, None))
+            if hook is not None and _package(hook) not in _LIBRARIES:
+                yield f"{type(owner).__name__}.{name}", hook
+
+
+def _unwrapped(function: Any) -> Any:
+    while isinstance(function := inspect.unwrap(function), functools.partial):
+        function = function.func
+    return function
+
+
+def _package(function: Any) -> str:
+    return str(getattr(function, "__module__", None)).split(".")[0]
+
+
+def _globals(code: types.CodeType) -> set[str]:
+    return {x.argval for x in dis.get_instructions(code) if x.opname == "LOAD_GLOBAL"}
+
+
+def _attributes(code: types.CodeType) -> set[str]:
+    return {x.argval for x in dis.get_instructions(code) if x.opname in _OF_ATTRIBUTES}
+
+
+def _codes(hook: Any) -> Iterator[types.CodeType]:
+    """The code of a hook and of what it calls by name, as far as that is the user's: functions of its module and of other modules,
+    methods of what it belongs to and of what that has."""
+    waiting, seen = [hook], set[Any]()
+    while waiting:
+        function = _unwrapped(waiting.pop())
+        owner, function = getattr(function, "__self__", None), getattr(function, "__func__", function)
+        if not isinstance(function, types.FunctionType) or (owner is not None, function) in seen or not _is_users(function, hook):
+            continue
+        seen.add((owner is not None, function))
+        codes = list(_nested(function.__code__))
+        yield from codes
+        names = set().union(*map(_attributes, codes))
+        used = [function.__globals__.get(name) for code in codes for name in _globals(code)]
+        used += [x for x in map(_content, function.__closure__ or ()) if x is not None]
+        if owner is not None:
+            used += [owner, *(_attribute(owner, name) for name in names)]
+        waiting += used
+        for value in used:
+            if value is not None and not isinstance(value, torch.Tensor | types.FunctionType | types.MethodType):
+                waiting += [_attribute(value, name) for name in names]
+
+
+def _is_users(function: types.FunctionType, hook: Any) -> bool:
+    package, file = _package(function), function.__code__.co_filename
+    own = package == _package(hook) or (package not in _LIBRARIES and "site-packages" not in file)
+    return own or function.__module__ in _LOOKS
+
+
+def _nested(code: types.CodeType) -> Iterator[types.CodeType]:
+    yield code
+    for constant in code.co_consts:
+        if isinstance(constant, types.CodeType):
+            yield from _nested(constant)
+
+
+def _content(cell: types.CellType) -> Any:
+    try:
+        return cell.cell_contents
+    except ValueError:  # empty
+        return None
+
+
+def _attribute(owner: Any, name: str) -> Any:
+    """An attribute, unless reading it would run code."""
+    static = inspect.getattr_static(owner, name, None)
+    if isinstance(static, property | functools.cached_property):
+        return None
+    try:
+        return getattr(owner, name, None)
+    except Exception:  # a __getattr__ of the user's
+        return None
