@@ -118,7 +118,24 @@ class Pruned(Net):
         return [ModelPruning("l1_unstructured", amount=0.5, use_lottery_ticket_hypothesis=False)]
 
 
-DROPPED, LATER, CALLBACKS = (SetsNone, Zeroes, Clears), (Unfreezes, Adds), (Tuned, Pruned)
+class Centres(Net):
+    """Gradients, and decays weights by their norms: with what only replicas have, for which a search looks at the code."""
+
+    def on_before_optimizer_step(self, optimizer: Any) -> None:
+        for p in self.parameters():
+            if p.grad.dim() > 1:
+                p.grad.sub_(p.grad.mean(1, keepdim=True))
+
+    @torch.no_grad()
+    def on_train_batch_end(self, *args: Any) -> None:
+        self.decay(self.head)
+
+    @staticmethod
+    def decay(layer: nn.Linear) -> None:
+        layer.weight.mul_(1 - 0.01 * layer.weight.norm())
+
+
+DROPPED, LATER, CALLBACKS = (SetsNone, Zeroes, Clears), (Unfreezes, Adds), (Tuned, Pruned, Centres)
 KINDS = {kind.__name__: kind for kind in (*DROPPED, *LATER, *CALLBACKS, Replaces, FreezesInBetween)}
 ROWS = [
     *((kind.__name__, level) for kind in DROPPED for level in LEVELS),
