@@ -24,6 +24,7 @@ from lightning_piper.either_lightning import is_a
 from lightning_piper.errors import PiperError
 from lightning_piper.holdings.materialize import Known, is_on_meta, without_initial_values
 from lightning_piper.limits import shown
+from lightning_piper.session.hook_code import reads_whole
 from lightning_piper.strategy.checkpoints import is_behind
 
 
@@ -164,12 +165,12 @@ def _uncapturable_callbacks(trainer: pl.Trainer) -> Iterator[str]:
             )
 
 
-def changes_parameters(trainer: pl.Trainer) -> str | None:
-    """Which callback may look at all parameters and change them after the first batch, if one does: in replicas alone every process
-    has them whole, so nothing is searched."""
+def needs_replicas(trainer: pl.Trainer, module: pl.LightningModule) -> str | None:
+    """Which callback or hook may look at all parameters or their gradients after the first batch, or change them, if one does: in
+    replicas alone every process has them whole, so nothing is searched."""
     found = next((x for x in trainer.callbacks if is_a(x, BaseFinetuning, ModelPruning)), None)  # type: ignore[attr-defined]
     if found is None:
-        return None
+        return reads_whole(module)
     return f"the callback {type(found).__name__} may change parameters after the first batch, and needs them whole in each process"
 
 

@@ -30,6 +30,7 @@ from lightning_piper.profile import Recording, Schedule, recording_of
 from lightning_piper.runtime import OtherNotes, StepResult
 from lightning_piper.session.eager_replicas import why_not
 from lightning_piper.session.evaluation import Evaluation
+from lightning_piper.session.hook_code import changes_gradients_of_each_batch
 from lightning_piper.session.in_part import InPart
 from lightning_piper.session.process_runtime import Prepared, ProcessRuntime, check_devices
 from lightning_piper.session.programs import TRAINING, Programs
@@ -39,7 +40,6 @@ from lightning_piper.session.token_accumulation import TokenAccumulation
 from lightning_piper.session.verification import Verify, verify_by_execution
 from lightning_piper.strategy.checks import check_runs_once
 from lightning_piper.strategy.compatibility import count_replicas, drops_gradients, resume, suspend
-from lightning_piper.strategy.hook_code import changes_gradients_of_each_batch
 from lightning_piper.strategy.precision import Clipping, LossScaling
 
 

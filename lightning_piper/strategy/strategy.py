@@ -35,11 +35,10 @@ from lightning_piper.session.uncaptured import NOT_CAPTURED, check_may_be
 from lightning_piper.session.verification import ACCEPTED, Verify
 from lightning_piper.strategy import _lightning
 from lightning_piper.strategy.checkpoints import KEY, Restored, Saves, check_target, found_at, is_behind, read_plain, seed_of
-from lightning_piper.strategy.checks import changes_parameters, check_fit, checked_capture, one_of, uncapturable
+from lightning_piper.strategy.checks import check_fit, checked_capture, needs_replicas, one_of, uncapturable
 from lightning_piper.strategy.compatibility import averaging
 from lightning_piper.strategy.evaluating import EvaluatingStrategy
 from lightning_piper.strategy.fit import Fit
-from lightning_piper.strategy.hook_code import reads_whole
 from lightning_piper.strategy.parallel import Requeue
 from lightning_piper.strategy.phases import Eager, Ended, Fitting, Idle, Left, Starting, over
 
@@ -151,8 +150,7 @@ class PiperStrategy(EvaluatingStrategy):
         else:
             phase.names = names_in(self.optimizers[0], module)
         if self.world.size > 1 and is_searched(self._directives, module):
-            problems = self.world.gather(problem or changes_parameters(trainer) or reads_whole(module))
-            problem = next((x for x in problems if x is not None), None)  # some processes may have callbacks of their own
+            problem = next(filter(None, self.world.gather(problem or needs_replicas(trainer, module))), None)
             phase.searches = problem is None
             if problem is not None:
                 rank_zero_info(f"PiperStrategy searches no program, so the processes are replicas: {problem}")

@@ -99,7 +99,7 @@ def over_processes(callback: Callback) -> None:
 
 def of_all_parameters() -> None:
     module = net()
-    found = uncapturable(module, [LBFGS(module.parameters())], processes=2)
+    found = uncapturable(module, [LBFGS(module.parameters())], processes=2, capture="always")
     assert found is not None
     check_may_be(None, "training_step", found, "always")  # type: ignore[arg-type]
 

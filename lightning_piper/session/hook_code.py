@@ -10,8 +10,8 @@ import types
 from collections.abc import Callable, Iterator
 from typing import Any
 
-import lightning.pytorch as pl
 import torch
+from torch import nn
 
 from lightning_piper.capture import has_gradient_hooks
 
@@ -29,7 +29,7 @@ _LOOKS = {"lightning.pytorch.utilities.grads", "pytorch_lightning.utilities.grad
 _OF_ATTRIBUTES = {"LOAD_ATTR", "LOAD_METHOD", "STORE_ATTR", "LOAD_SUPER_ATTR"}
 
 
-def reads_whole(module: pl.LightningModule) -> str | None:
+def reads_whole(module: nn.Module) -> str | None:
     """Which hook may look at parameters or gradients of the whole module after the first batch, if one does: each process has them
     in replicas alone, so nothing is searched."""
     hooked = next((name for name, x in module.named_parameters() if has_gradient_hooks(x)), None)
@@ -49,7 +49,7 @@ def reads_whole(module: pl.LightningModule) -> str | None:
     return None
 
 
-def changes_gradients_of_each_batch(module: pl.LightningModule) -> bool:
+def changes_gradients_of_each_batch(module: nn.Module) -> bool:
     """May a hook look at the gradients of each batch of an accumulation, as it could on one device?"""
     if any(map(has_gradient_hooks, module.parameters())):
         return True
@@ -58,12 +58,11 @@ def changes_gradients_of_each_batch(module: pl.LightningModule) -> bool:
     return any({"grad", *_CLIPS} & found for found in names)
 
 
-def _hooks(module: pl.LightningModule, chosen: Callable[[str], bool]) -> Iterator[tuple[str, Any]]:
+def _hooks(module: nn.Module, chosen: Callable[[str], bool]) -> Iterator[tuple[str, Any]]:
     """The users' own hooks with these names: what each is called, and it."""
     trainer: Any = module.trainer
     for owner in (module, *trainer.callbacks):
-        names = {name for name in dir(pl.LightningModule if owner is module else pl.Callback) if name.startswith("on_")}
-        for name in sorted(filter(chosen, names | _OTHERS)):
+        for name in sorted(filter(chosen, {name for name in dir(owner) if name.startswith("on_")} | _OTHERS)):
             hook = _unwrapped(getattr(owner, name, None))
             if hook is not None and _package(hook) not in _LIBRARIES:
                 yield f"{type(owner).__name__}.{name}", hook

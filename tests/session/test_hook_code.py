@@ -14,7 +14,7 @@ from lightning.pytorch.utilities import grad_norm
 from torch import nn
 
 import lightning_piper as piper
-from lightning_piper.strategy.hook_code import changes_gradients_of_each_batch, reads_whole
+from lightning_piper.session.hook_code import changes_gradients_of_each_batch, reads_whole
 from tests.strategy.models import MLP
 
 
