@@ -149,8 +149,10 @@ class GlobalNorms:
             raise PiperError(f"PiperStrategy: processes asked torch for norms of gradients of different groups. {_ADVICE}")
         grouped = {i for group in used for i in group}
         outside = any(bool(asked[:, i].any()) for i in range(asked.shape[1]) if i not in grouped)
-        if outside or bool((answers == _ASKED_ELSEWHERE).any()) or int(asked.sum(1).max()) < 2:
+        if outside or bool((answers == _ASKED_ELSEWHERE).any()):
             raise PiperError(f"{_SOME}. {_ADVICE}")
+        if int(asked.sum(1).max()) < 2:
+            raise PiperError(f"{_SOME}; or for that of a group of which each has one, which cannot be told from it. {_ADVICE}")
 
 
 def norms_of_each(ownership: Ownership, world: World, p: float) -> dict[str, torch.Tensor]:

@@ -7,7 +7,7 @@ import functools
 import inspect
 import sys
 import types
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Collection, Iterator
 from typing import Any
 
 import torch
@@ -36,10 +36,11 @@ def reads_whole(module: nn.Module) -> str | None:
     if hooked is not None:
         return f"a hook on the gradient of {hooked!r} needs it whole in each process"
     for name, hook in _hooks(module, lambda name: name not in _BEFORE):
-        for code in _codes(hook):
-            found = sorted(_WHOLE & _attributes(code))
-            if _CLIPS & {*_attributes(code), *_globals(code)}:  # of which a program knows
+        for code, names in _named(hook):
+            found = sorted(_WHOLE & names)
+            if _CLIPS & names:  # of which a program knows, but for groups of one parameter
                 found = [x for x in found if x not in ("parameters", "named_parameters", "weight", "bias")]
+                found += sorted({"param_groups"} & names)
             if found:
                 where = "" if code.co_name == name.split(".")[-1] else f", by {code.co_qualname},"
                 return (
@@ -54,8 +55,7 @@ def changes_gradients_of_each_batch(module: nn.Module) -> bool:
     if any(map(has_gradient_hooks, module.parameters())):
         return True
     hooks = (hook for _, hook in _hooks(module, lambda name: name in _EACH_BATCH))
-    names = (_attributes(code) | _globals(code) for hook in hooks for code in _codes(hook))
-    return any({"grad", *_CLIPS} & found for found in names)
+    return any({"grad", *_CLIPS} & names for hook in hooks for _, names in _named(hook))
 
 
 def _hooks(module: nn.Module, chosen: Callable[[str], bool]) -> Iterator[tuple[str, Any]]:
@@ -63,43 +63,51 @@ def _hooks(module: nn.Module, chosen: Callable[[str], bool]) -> Iterator[tuple[s
     trainer: Any = module.trainer
     for owner in (module, *trainer.callbacks):
         for name in sorted(filter(chosen, {name for name in dir(owner) if name.startswith("on_")} | _OTHERS)):
-            hook = _unwrapped(getattr(owner, name, None))
-            if hook is not None and _package(hook) not in _LIBRARIES:
+            hook = getattr(owner, name, None)
+            found = _function(hook)
+            if found is not None and _package(found[1]) not in _LIBRARIES:
                 yield f"{type(owner).__name__}.{name}", hook
 
 
-def _unwrapped(function: Any) -> Any:
-    while isinstance(function := inspect.unwrap(function), functools.partial):
-        function = function.func
-    return function
+def _function(given: Any) -> tuple[Any, types.FunctionType] | None:
+    """What a method belongs to, or None, and the function as it was written; None if it is not one. Users' objects are not asked:
+    their attributes may be anything."""
+    while isinstance(given, functools.partial):
+        given = given.func
+    owner, given = (given.__self__, given.__func__) if isinstance(given, types.MethodType) else (None, given)
+    given = inspect.unwrap(given) if isinstance(given, types.FunctionType) else given
+    return (owner, given) if isinstance(given, types.FunctionType) else None
 
 
 def _package(function: Any) -> str:
     return str(getattr(function, "__module__", None)).split(".")[0]
 
 
-def _globals(code: types.CodeType) -> set[str]:
-    return {x.argval for x in dis.get_instructions(code) if x.opname == "LOAD_GLOBAL"}
+def _loaded(code: types.CodeType, operations: Collection[str]) -> set[str]:
+    return {x.argval for x in dis.get_instructions(code) if x.opname in operations}
 
 
-def _attributes(code: types.CodeType) -> set[str]:
-    return {x.argval for x in dis.get_instructions(code) if x.opname in _OF_ATTRIBUTES}
-
-
-def _codes(hook: Any) -> Iterator[types.CodeType]:
+def _named(hook: Any) -> Iterator[tuple[types.CodeType, set[str]]]:
     """The code of a hook and of what it calls by name, as far as that is the user's: functions of its module and of other modules,
-    methods of what it belongs to and of what that has."""
-    waiting, seen = [hook], set[Any]()
+    methods of what it belongs to and of what that has. With each, the attributes that it names, and the functions, by their own
+    names."""
+    waiting, seen, home = [hook], set[Any](), None
     while waiting:
-        function = _unwrapped(waiting.pop())
-        owner, function = getattr(function, "__self__", None), getattr(function, "__func__", function)
-        if not isinstance(function, types.FunctionType) or (owner is not None, function) in seen or not _is_users(function, hook):
+        found = _function(waiting.pop())
+        if found is None or (found[0] is not None, found[1]) in seen:
+            continue
+        owner, function = found
+        home = home or _package(function)
+        if not _is_users(function, home):
             continue
         seen.add((owner is not None, function))
-        codes = list(_nested(function.__code__))
-        yield from codes
-        names = set().union(*map(_attributes, codes))
-        used = [function.__globals__.get(name) for code in codes for name in _globals(code)]
+        used, names = [], set[str]()
+        for code in _nested(function.__code__):
+            attributes = _loaded(code, _OF_ATTRIBUTES)
+            values = [function.__globals__.get(name) for name in _loaded(code, ("LOAD_GLOBAL",))]
+            yield code, attributes | {x.__name__ for x in values if isinstance(x, types.FunctionType)}
+            used += values
+            names |= attributes
         used += [x for x in map(_content, function.__closure__ or ()) if x is not None]
         if owner is not None:
             used += [owner, *(_attribute(owner, name) for name in names)]
@@ -109,9 +117,9 @@ def _codes(hook: Any) -> Iterator[types.CodeType]:
                 waiting += [_attribute(value, name) for name in names]
 
 
-def _is_users(function: types.FunctionType, hook: Any) -> bool:
+def _is_users(function: types.FunctionType, home: str) -> bool:
     package, file = _package(function), function.__code__.co_filename
-    own = package == _package(hook) or (package not in _LIBRARIES and "site-packages" not in file)
+    own = package == home or (package not in _LIBRARIES and "site-packages" not in file)
     return own or function.__module__ in _LOOKS
 
 

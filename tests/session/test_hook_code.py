@@ -12,6 +12,7 @@ import torch
 from lightning.pytorch import callbacks as cb
 from lightning.pytorch.utilities import grad_norm
 from torch import nn
+from torch.nn.utils import clip_grad_value_ as clip
 
 import lightning_piper as piper
 from lightning_piper.session.hook_code import changes_gradients_of_each_batch, reads_whole
@@ -56,6 +57,12 @@ class Clips(L.Callback):
         torch.nn.utils.clip_grad_norm_(pl_module.parameters(), 1.0)
 
 
+class ClipsGroups(L.Callback):
+    def on_before_optimizer_step(self, trainer, pl_module, optimizer):
+        for group in optimizer.param_groups:
+            torch.nn.utils.clip_grad_norm_(group["params"], 1.0)
+
+
 class Early(L.Callback):
     def on_train_start(self, trainer, pl_module):
         print(sum(p.numel() for p in pl_module.parameters()))
@@ -83,11 +90,28 @@ class Rates(MLP):
 
 class Impatient(MLP):
     def on_after_backward(self):
-        torch.nn.utils.clip_grad_value_(self.parameters(), 1.0)
+        clip(self.parameters(), 1.0)
 
 
 def show(scale, trainer, pl_module):
     print(scale * total(pl_module))
+
+
+class Options(dict):
+    __getattr__ = dict.__getitem__
+
+
+class Optioned(MLP):
+    """With an object whose attributes are what it likes."""
+
+    def __init__(self):
+        super().__init__()
+        self.options = Options(every=2)
+
+    @torch.no_grad()
+    def on_train_batch_end(self, outputs, batch, batch_idx):
+        if batch_idx % self.options.every == 0:
+            self.second[0].weight.clamp_(-1, 1)
 
 
 def found(module=None, *callbacks):
@@ -100,6 +124,7 @@ def found(module=None, *callbacks):
 @pytest.mark.parametrize("callback, words", [
     (Histograms(), "Histograms.on_train_epoch_end may look at .*'named_parameters' in its code"),
     (Helped(), r"Helped.on_train_batch_end, by total, may look at .*'parameters' in its code"),
+    (ClipsGroups(), "'param_groups' in its code"),
     (Norms(), "Norms.on_before_optimizer_step, by grad_norm, may look"),
     (cb.LambdaCallback(on_train_epoch_end=lambda trainer, module: print(module.second[0].weight)), "'weight' in its code"),
     (cb.LambdaCallback(on_train_epoch_end=functools.partial(show, 2.0)), "LambdaCallback.on_train_epoch_end, by total"),
@@ -122,6 +147,8 @@ def test_modules():
     reads, _ = found(Held())
     assert reads is not None and "Held.on_validation_epoch_end, by Layer.show" in reads
     assert found(Rates()) == (None, False)
+    reads, _ = found(Optioned())
+    assert reads is not None and reads.startswith("Optioned.on_train_batch_end may look")
     assert found(MLP()) == (None, False)
     hooked = MLP()
     hooked.first[0].weight.register_hook(lambda grad: grad.clamp(-1, 1))
