@@ -12,7 +12,7 @@ import torch
 from torch.fx import Node
 
 from lightning_piper.capture import _torch
-from lightning_piper.capture.rowwise import known_rows, shape_of
+from lightning_piper.capture.rowwise import is_first_of, known_rows, shape_of
 from lightning_piper.ir.regions import PassKey, StepCode
 
 aten = torch.ops.aten
@@ -59,7 +59,7 @@ def meetings(graph: torch.fx.Graph, size: int) -> dict[Node, int]:
         if node.op != "call_function" or _torch.is_backward(node):
             continue
         source = node.args[0] if node.args else None
-        turned = node.target in _TURN and _first_of(node, 1)
+        turned = node.target in _TURN and is_first_of(node, 1)
         if source in beside and node.target in _CURVED:
             found[node] = place
             continue
@@ -134,20 +134,6 @@ def _along_first(node: Node) -> bool:
     dims = _argument(node, "dims") if named is None else named
     ndim = len(shape_of(node.args[0]))
     return any(dim in (0, -ndim) for dim in (dims if isinstance(dims, list | tuple) else [dims]))
-
-
-def _first_of(node: Node, place: int) -> bool:
-    """Is the dimension of a turned value in this place the first one of what it is made of? Shapes do not say, if it is square."""
-    ndim = len(shape_of(node))
-    if node.target is aten.unsqueeze.default:
-        return place == 1 and node.args[1] in (0, -ndim)
-    order = list(range(ndim))
-    if node.target is aten.permute.default:
-        order = [int(dim) % ndim for dim in node.args[1]]  # type: ignore[union-attr, arg-type]
-    else:
-        a, b = (0, ndim - 1) if node.target is aten.t.default else (int(dim) % ndim for dim in node.args[1:3])  # type: ignore[arg-type]
-        order[a], order[b] = order[b], order[a]
-    return order[place : place + 1] == [0]
 
 
 def _is_whole(node: Node) -> bool:

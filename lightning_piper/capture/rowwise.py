@@ -68,7 +68,7 @@ def _follows(node: Node, found: set[Node], size: int) -> bool:
     if target is aten.cat.default:
         return (node.args[1] if len(node.args) > 1 else 0) not in (0, -len(shape))
     if target in _TURN:
-        return source in found and _stays_first(node, len(shape))
+        return source in found and is_first_of(node, 0)
     if target is aten.expand.default:
         return source in found and len(shape_of(source)) == len(shape) and shape_of(source)[0] == shape[0]
     if target in _ALONG and _along_first(node, len(shape_of(source))):
@@ -96,12 +96,18 @@ def _counts(node: Any, size: int) -> bool:
     return node.target in _ARANGE and node.args in ((size,), (0, size))
 
 
-def _stays_first(node: Node, ndim: int) -> bool:
-    """Does an operation that turns a value leave its first dimension where it is?"""
-    given: Any = node.args[1:]
+def is_first_of(node: Node, place: int) -> bool:
+    """Is the dimension of a turned value in this place the first one of what it is made of? Shapes do not say, if it is square."""
+    ndim = len(shape_of(node))
+    if node.target is aten.unsqueeze.default:
+        return place == 1 and node.args[1] in (0, -ndim)
+    order = list(range(ndim))
     if node.target is aten.permute.default:
-        return given[0][0] in (0, -ndim)
-    return ndim < 2 if node.target is aten.t.default else not {0, -ndim} & {*given}
+        order = [int(dim) % ndim for dim in node.args[1]]  # type: ignore[union-attr, arg-type]
+    else:
+        a, b = (0, ndim - 1) if node.target is aten.t.default else (int(dim) % ndim for dim in node.args[1:3])  # type: ignore[arg-type]
+        order[a], order[b] = order[b], order[a]
+    return order[place : place + 1] == [0]
 
 
 def _flattens(before: tuple[int, ...], after: tuple[int, ...]) -> bool:

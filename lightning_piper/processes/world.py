@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import copy
 import os
+import platform
 import warnings
 from collections.abc import Callable, Iterable, Sequence
 from datetime import timedelta
@@ -123,6 +124,12 @@ class World:
         values: list[Any] = [None] * len(members)
         dist.all_gather_object(values, value, group=self.host_group if ranks is None else self.group_of(members))
         return values if ranks is None else [values[members.index(rank)] for rank in ranks]
+
+    def on_this_machine(self) -> tuple[int, int]:
+        """Of this process: its number among those of its machine, and how many these are. Collective."""
+        machines = self.gather(platform.node())
+        own = machines[self.rank]
+        return machines[: self.rank].count(own), machines.count(own)
 
     def to_rank_zero(self, value: T) -> list[T] | None:
         """Every process's value, by rank, on rank 0; None on the others."""

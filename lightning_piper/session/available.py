@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import platform
 import resource
 from pathlib import Path
 
@@ -18,8 +17,8 @@ SPARED = 0.1  # share of it that is left to what a search does not know: the int
 
 def memory_of(module: nn.Module, world: World) -> int:
     """Bytes that the search may use of each device: of the one that has least, for any of them may be the fullest. Collective."""
-    machines = world.gather(platform.node())
-    return min(world.gather(int(_own(module, world.device, machines.count(platform.node())) * (1 - SPARED))))
+    _, processes = world.on_this_machine()
+    return min(world.gather(int(_own(module, world.device, processes) * (1 - SPARED))))
 
 
 def _own(module: nn.Module, device: torch.device, processes: int) -> int:

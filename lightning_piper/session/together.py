@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import dataclasses
 import os
-import platform
 import time
 from collections.abc import Callable
 from statistics import median
@@ -57,7 +56,7 @@ def measured_together(
     large = min(MOST, max(LARGE, sum(x.nbytes for x in module.parameters()))) // 1024 * 1024
     degrees = [n for n in range(2, world.size + 1) if world.size % n == 0] if world.device.type == "cpu" else []
     collectives = {n: Collectives(*(_link_of(world, n, large, each) for each in (_sums, _scatters, _gathers))) for n in degrees}
-    local, neighbours = _place(world)
+    local, neighbours = world.on_this_machine()
     most = max(world.gather(neighbours))
     at_once = min(world.gather(_cores(world, neighbours)))
     step = _step_of(world, min(PARAMS, sum(p.requires_grad for p in module.parameters())))
@@ -115,13 +114,6 @@ def _step_of(world: World, params: int) -> float:
         wait(world.device)
         times.append(time.perf_counter() - start)
     return max(world.gather(median(times[1:])))
-
-
-def _place(world: World) -> tuple[int, int]:
-    """Of this process: its number among those of its machine, and how many these are. Collective."""
-    machines = world.gather(platform.node())
-    own = machines[world.rank]
-    return machines[: world.rank].count(own), machines.count(own)
 
 
 def _cores(world: World, neighbours: int) -> int:
