@@ -27,7 +27,8 @@ def test_it_trains_as_with_ddp(kind, level, ranks):
         own, peer = rank[kind, level], rank[kind]
         assert own["states"] == peer["states"]
         if kind != "Later":  # whose first epoch is captured: losses and logs are those of all replicas
-            assert own["seen"] == peer["seen"] and own["losses"] == peer["losses"]
+            equal = (lambda x: pytest.approx(x, rel=1e-12, abs=0)) if kind in ROUNDED else (lambda x: x)
+            assert own["seen"] == equal(peer["seen"]) and own["losses"] == equal(peer["losses"])
         for part in ("values", "saved"):
             assert own[part].keys() == peer[part].keys()
             for name, value in peer[part].items():
