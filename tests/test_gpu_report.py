@@ -63,6 +63,7 @@ def run(code: str, seconds: float = 60, read: bool = False) -> list[tuple[str, s
 def test_a_part_that_fails_or_is_stopped_is_a_row() -> None:
     assert run("pass") == [("part", "passed", "")]
     assert run("raise SystemExit('broken')") == [("part", "failed", "exit status 1: broken")]
+    assert run("import os, sys; sys.exit(os.environ['PYTHONPATH'].split(os.pathsep)[0] != os.getcwd())") == [("part", "passed", "")]
     assert run("pass", read=True) == [("part", "failed", "it printed nothing that can be read")]
     assert run("pass", seconds=0) == [("part", "skipped", "no time was left")]
     printed = f"print({json.dumps(SYSTEMS[0])!r}, flush=True)"

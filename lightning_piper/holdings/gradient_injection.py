@@ -15,6 +15,7 @@ from typing import Any
 import torch
 
 from lightning_piper.errors import ExecutionError, PiperError
+from lightning_piper.holdings._torch_foreach import scale
 from lightning_piper.holdings.gradients import mark
 
 
@@ -117,13 +118,9 @@ class _Waiting:
         mark(self._injection.absent, self._injection.trained)
         # Looking at a value on a GPU would make the host wait for it; multiplying by one does not.
         if factor.device.type != "cpu" or factor.item() != self.scale:
-            ratio = factor.double() / self.scale
-            for grad in grads:
-                grad.mul_(ratio.to(grad.dtype))
+            scale(grads, factor.double() / self.scale)
         if self._closing is not None:
-            accumulated = [x.grad for x in self._injection.trained.values() if x.grad is not None]
-            for grad in (*grads, *accumulated):
-                grad.mul_(self._closing)
+            scale([*grads, *(x.grad for x in self._injection.trained.values() if x.grad is not None)], self._closing)
         return grads
 
 

@@ -10,6 +10,7 @@ from __future__ import annotations
 import argparse
 import dataclasses
 import json
+import os
 import shutil
 import subprocess
 import sys
@@ -112,7 +113,10 @@ class Budget:
             return [Row(part, part, "skipped", said="no time was left")]
         start = self._clock()
         try:
-            done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=limit)
+            # A GPU machine need not have the package installed: it is found here.
+            path = os.pathsep.join([str(ROOT), *filter(None, [os.environ.get("PYTHONPATH")])])
+            done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=limit,
+                                  env={**os.environ, "PYTHONPATH": path})  # fmt: skip
         except subprocess.TimeoutExpired as error:
             printed, said = (error.stdout or b"").decode(), f"stopped after {limit:.0f} s"
         else:
