@@ -17,6 +17,7 @@ All are told the verdict. It becomes a part of their own errors, and one that ha
 from __future__ import annotations
 
 import contextlib
+import ipaddress
 import json
 import os
 import re
@@ -50,6 +51,7 @@ SETTLE = 2.0  # seconds from the first word of a communication that failed until
 PATIENCE = 5.0  # seconds for rank 0 to answer
 EVERY = 5.0  # seconds, after which all are asked where they are
 HERE = "127.0.0.1"  # where no name is known, either
+LENGTH = 4  # bytes in which `Connection.send_bytes` puts the length of a short message before it
 LONGEST = 2000  # characters of an error that are passed on; a message is then one write, whichever thread sends it
 
 GONE = "it ended without a word (killed, or short of memory), or lost its connection"
@@ -64,9 +66,12 @@ class FailureWatch:
 
     Args:
         world: more than one process.
-        host: address of rank 0.
+        host: address of rank 0; `HERE` if all processes are on its machine.
         children: that this process has started and has to end, by rank, from the next one on.
         progress: says how far this process has come; None: it does not train.
+
+    Attributes:
+        signalled: called, in a thread of its own, when another process says that a signal has come to it, with its rank.
 
     Making one is collective.
 
@@ -80,13 +85,14 @@ class FailureWatch:
         self._fitting = threading.get_ident()
         self._over, self._judged = threading.Event(), threading.Event()
         self._first: tuple[int, str] | None = None
-        server = _listen() if world.is_rank_zero else None
+        self.signalled: Callable[[int], object] = lambda rank: None
+        server = _listen(host) if world.is_rank_zero else None
         port, token = world.broadcast(None if server is None else (server.getsockname()[1], secrets.token_hex()))  # type: ignore[misc]
         self._judging: threading.Thread | None = None
         if server is not None:
             self._judging = threading.Thread(target=_Judge(server, world.size, token).run, name="piper-failure-judge", daemon=True)
             self._judging.start()
-        self._line = _connect(HERE if world.is_rank_zero else host, port)
+        self._line = _connect(host if server is None else _own_address(server), port)
         _send(self._line, {"token": token, "rank": world.rank})
         self._thread = threading.Thread(target=self._listen, name="piper-failure-watch", daemon=True)
         self._thread.start()
@@ -99,6 +105,10 @@ class FailureWatch:
             self._thread.join(PATIENCE)
         elif self._judging is not None:  # a rank 0 that is gone before all have heard the verdict looks like the one that failed
             self._judging.join(SETTLE)
+
+    def pass_on(self) -> None:
+        """Tell the others that a signal has come to this process."""
+        _send(self._line, {"signalled": self._world.rank})
 
     def report(self, error: BaseException) -> None:
         """Tell the others that this process has failed; if another one did so before, say with the error who and why: of one that
@@ -127,6 +137,8 @@ class FailureWatch:
                 break
             if "where" in message:
                 _send(self._line, {**place_of(self._fitting), "progress": self._progress()})
+            if "signalled" in message and message["signalled"] != self._world.rank:
+                self.signalled(message["signalled"])
             if "left" in message:
                 lead_left, lead = True, message["left"]
         self._line.close()
@@ -152,7 +164,8 @@ class _Judge:
     """Rank 0's end of all lines, its own included.
 
     Attributes:
-        lines: that are open -> rank; None before it has said who it is.
+        lines: that are open -> rank.
+        strangers: who has connected and has not said who it is -> what has come of it so far.
         awaited: ranks that have not said so yet.
         ended: ranks whose fit is over.
         failed: what ranks said whose communication failed, in the order in which they did.
@@ -163,7 +176,8 @@ class _Judge:
 
     def __init__(self, server: socket.socket, size: int, token: str) -> None:
         self._server, self._size, self._token = server, size, token
-        self.lines: dict[Connection, int | None] = {}
+        self.lines: dict[Connection, int] = {}
+        self.strangers: dict[socket.socket, bytes] = {}
         self.awaited = set(range(size))
         self.ended: set[int] = set()
         self.failed: dict[int, str] = {}
@@ -176,16 +190,18 @@ class _Judge:
 
     def run(self) -> None:
         # To the end of all lines, also after the verdict: a line that breaks would look like the end of rank 0.
-        while self.awaited or any(rank is not None for rank in self.lines.values()):
+        while self.awaited or self.lines:
             asking = self._until is None and self.verdict is None and not self.awaited
             due = self._asks if asking else self._until
             patience = None if due is None else max(0.0, due - time.monotonic())
-            for ready in wait([*self.lines, *([self._server] if self.awaited else [])], patience):
+            for ready in wait([*self.lines, *self.strangers, *([self._server] if self.awaited else [])], patience):
                 if isinstance(ready, Connection):
                     self._heard(ready)
-                else:
+                elif ready is self._server:
                     with contextlib.suppress(OSError):  # whoever it was has gone again
-                        self.lines[_line(self._server.accept()[0])] = None
+                        self.strangers[in_forks(self._server.accept()[0], socket.socket.close)] = b""
+                elif isinstance(ready, socket.socket):
+                    self._greeting(ready)
             if self._until is not None and time.monotonic() >= self._until:
                 if self.verdict is None:
                     self._judge(*self._of_waiting())
@@ -193,25 +209,44 @@ class _Judge:
                     self.awaited, self._until = set(), None
             elif asking and time.monotonic() >= self._asks:
                 self._look()
-        for line in [*self.lines]:
-            self._drop(line)
+        for stranger in self.strangers:
+            stranger.close()
         self._server.close()
+
+    def _greeting(self, stranger: socket.socket) -> None:
+        """Some bytes have come: of a rank, a message that begins with its length; of anybody else, anything. Nobody is waited for:
+        of the rest of a message, what is there is taken, and no byte of the next message."""
+        so_far = self.strangers.pop(stranger)
+        try:
+            found = stranger.recv(_lacking(so_far), socket.MSG_DONTWAIT)
+            so_far += found
+            if found and _lacking(so_far):
+                self.strangers[stranger] = so_far
+                return
+            message = json.loads(so_far[LENGTH:])
+            rank, known = message["rank"], secrets.compare_digest(str(message["token"]).encode(), self._token.encode())
+        except (OSError, ValueError, KeyError, TypeError):
+            known = False
+        if known:
+            self._greeted(_line(stranger), rank)
+        else:
+            stranger.close()  # of nobody in this run
 
     def _heard(self, line: Connection) -> None:
         rank, message = self.lines[line], _receive(line)
-        if rank is not None and message is not None and "progress" in message:
+        if message is not None and "progress" in message:
             self.progress[rank] = message["progress"]
         if message is None:
             self._drop(line)
-            if rank is not None and rank not in self.failed:
+            if rank not in self.failed:
                 self._judge(rank, GONE)
-        elif rank is None:
-            self._greeted(line, message)
         elif "over" in message:
             self.ended.add(rank)
             if rank == RANK_ZERO:
                 self._tell({"left": message["progress"]})
             self._drop(line)
+        elif "signalled" in message:
+            self._tell(message)
         elif "at" in message:
             self.places[rank] = message
         elif not message["waited"]:
@@ -222,12 +257,9 @@ class _Judge:
                 self._until, self.places = time.monotonic() + SETTLE, {}
                 self._tell({"where": True})
 
-    def _greeted(self, line: Connection, message: Message) -> None:
-        if not secrets.compare_digest(str(message.get("token")), self._token):
-            self._drop(line)  # of nobody in this run
-            return
-        self.lines[line] = message["rank"]
-        self.awaited.discard(message["rank"])
+    def _greeted(self, line: Connection, rank: int) -> None:
+        self.lines[line] = rank
+        self.awaited.discard(rank)
         if RANK_ZERO in self.ended:
             _send(line, {"left": self.progress[RANK_ZERO]})
         if self.verdict is not None:
@@ -273,9 +305,8 @@ class _Judge:
 
     def _tell(self, message: Message) -> None:
         """All, and last of all rank 0, which may end when it has heard."""
-        for line, rank in sorted(self.lines.items(), key=lambda each: each[1] == RANK_ZERO):
-            if rank is not None:
-                _send(line, message)
+        for line, _ in sorted(self.lines.items(), key=lambda each: each[1] == RANK_ZERO):
+            _send(line, message)
 
     def _drop(self, line: Connection) -> None:
         del self.lines[line]
@@ -319,10 +350,36 @@ def _waits(code: CodeType) -> bool:
 # Lines
 
 
-def _listen() -> socket.socket:
+def _listen(host: str) -> socket.socket:
+    """On the address by which the others know this machine, alone; on all of them where that is none of its own: what a name or an
+    address stands for may be known to the network only, and a machine may know its own name as that of loopback."""
+    with contextlib.suppress(OSError):
+        for family, *_, address in socket.getaddrinfo(host, 0, type=socket.SOCK_STREAM):
+            if host == HERE or not ipaddress.ip_address(address[0]).is_loopback:
+                return in_forks(socket.create_server(address[:2], family=family), socket.socket.close)
     if socket.has_dualstack_ipv6():
         return in_forks(socket.create_server(("", 0), family=socket.AF_INET6, dualstack_ipv6=True), socket.socket.close)
     return in_forks(socket.create_server(("", 0)), socket.socket.close)
+
+
+def _own_address(server: socket.socket) -> str:
+    """By which this process reaches its own server, without asking for a name."""
+    address: str = server.getsockname()[0]
+    return HERE if address in ("::", "0.0.0.0") else address
+
+
+def _lacking(greeting: bytes) -> int:
+    """How many bytes are to come, of its length or of the rest of it.
+
+    Raises:
+        ValueError: no rank greets at such length.
+    """
+    if len(greeting) < LENGTH:
+        return LENGTH - len(greeting)
+    length = int.from_bytes(greeting[:LENGTH], "big")
+    if not 0 < length <= LONGEST:
+        raise ValueError("not a greeting")
+    return LENGTH + length - len(greeting)
 
 
 def _connect(host: str, port: int) -> Connection:

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import ipaddress
 import os
+import socket
 import sys
 
 from lightning_piper.errors import PiperError
@@ -46,3 +48,48 @@ def check_script() -> None:
         "PiperStrategy(transport='process') runs the script once for each device, and cannot do so with a program that comes from "
         f"{found}; use transport='local' with devices=1 here, or run a script: python train.py, or python -m package.train"
     )
+
+
+def check_address(main: str) -> None:
+    """For a run of several machines: will the others reach this process at the address that gloo tells them?
+
+    gloo (torch 2.13) takes the interface of GLOO_SOCKET_IFNAME; without it the first address of this host's name that is this
+    machine's own; and that of loopback if there is none.
+
+    Args:
+        main: address of rank 0.
+
+    Raises:
+        PiperError: they would look for it on their own machine, until their time is over.
+    """
+    if "GLOO_SOCKET_IFNAME" in os.environ or _is_loopback(main):
+        return
+    name = socket.gethostname()
+    found = next(filter(_is_own, _addresses(name)), None)
+    if found is None or ipaddress.ip_address(found).is_loopback:
+        why = "has no address of this machine" if found is None else f"stands for {found}"
+        raise PiperError(
+            f"PiperStrategy: this machine's name {name!r} {why}, so processes on other machines cannot reach this one. Set "
+            "GLOO_SOCKET_IFNAME to the network interface that the machines have in common (GLOO_SOCKET_IFNAME=eth0), on each of "
+            "them; or let the name stand for the machine's address (/etc/hosts)"
+        )
+
+
+def _addresses(name: str) -> list[str]:
+    try:
+        return [str(address[0]) for *_, address in socket.getaddrinfo(name, None, type=socket.SOCK_STREAM)]
+    except OSError:
+        return []
+
+
+def _is_loopback(name: str) -> bool:
+    return any(ipaddress.ip_address(address).is_loopback for address in _addresses(name))
+
+
+def _is_own(address: str) -> bool:
+    try:
+        with socket.socket(socket.AF_INET6 if ":" in address else socket.AF_INET) as probe:
+            probe.bind((address, 0))
+    except OSError:
+        return False
+    return True

@@ -5,6 +5,7 @@ With one process (`transport="local"`) every operation is the identity, so its c
 
 from __future__ import annotations
 
+import atexit
 import copy
 import os
 import platform
@@ -27,6 +28,15 @@ _SUMS = {"sum": dist.ReduceOp.SUM, "max": dist.ReduceOp.MAX, "min": dist.ReduceO
 
 # Groups for host tensors by their ranks, for as long as the default group lives: fits and strategies of a process share them.
 _host: tuple[dist.ProcessGroup, dict[tuple[str, tuple[int, ...]], dist.ProcessGroup]] | None = None
+
+_refused: BaseException | None = None
+_ends_default = False
+
+
+def refuse_exchanges(error: BaseException | None) -> None:
+    """Let the next exchange in host memory, in whichever thread, raise this instead; None: let them go on."""
+    global _refused
+    _refused = error
 
 
 @torch.no_grad()
@@ -92,6 +102,8 @@ class World:
     def group_of(self, ranks: Iterable[int]) -> dist.ProcessGroup:
         """A group over some processes, this one among them, for tensors in host memory. The first use is collective, over them."""
         global _host
+        if _refused is not None:
+            raise _refused
         default = dist.group.WORLD
         assert default is not None
         if _host is None or _host[0] is not default:
@@ -260,6 +272,33 @@ def together(world: World, doing: str, work: Callable[[], T]) -> list[T]:
             kind, text = failed
             raise of_rank(rank, kind(text)) from cause
     return [value for value, _ in outcomes]
+
+
+def end_groups_at_exit(default: bool) -> None:
+    """Destroy the groups that were made here before this process ends: their threads must not drop tensors while the interpreter is
+    being taken down.
+
+    Args:
+        default: the default group, too, with all groups that there are.
+    """
+    global _ends_default
+    _ends_default |= default
+    leave_groups_at_exit()
+    atexit.register(_end_groups)
+
+
+def leave_groups_at_exit() -> None:
+    """The run has failed: what others no longer send would be waited for."""
+    atexit.unregister(_end_groups)
+
+
+def _end_groups() -> None:
+    made = {} if _host is None or _host[0] is not dist.group.WORLD else _host[1]
+    if dist.is_initialized() and _ends_default:
+        dist.destroy_process_group()
+    else:
+        for group in made.values():
+            dist.destroy_process_group(group)
 
 
 def store_of_attempt(host: str, port: int, timeout: timedelta) -> dist.Store | None:

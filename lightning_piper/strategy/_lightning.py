@@ -9,13 +9,16 @@
 - `Strategy._checkpoint_io`: the plugin, as it was given; `_WrappingCheckpointIO`: one that writes by another one.
 - `_SubprocessScriptLauncher`: starts the script once more for each further device of this machine; `procs` has the processes.
 - `_set_num_threads_if_needed`: gives each process of a machine its part of the cores, unless `OMP_NUM_THREADS` is set.
-- `_init_dist_connection`: makes the default process group of a cluster environment, and ends it with the process.
+- `_init_dist_connection`: makes the default process group of a cluster environment, and ends it with the process if it is of NCCL.
 - `_optimizers_to_device`: moves optimizers' states as Lightning's own strategies do.
 - `_collect_rng_states`, `_set_rng_states`: the states of the random number generators of torch, numpy and Python.
 - `_results` of a loop, and of the Trainer for the one that runs: what was logged, with the arguments of each `self.log` (`meta`).
 - `WeightAveraging._average_model`: its `AveragedModel`, with a copy of the module, from `setup` on;
   `StochasticWeightAveraging._average_model`: the copy itself; `_avg_fn`: how it averages.
-- `_HandlersCompose`: what a Trainer makes the handler of a signal, if there was none.
+- `_HandlersCompose`: what a Trainer makes the handler of a signal, if there was none; that of SIGTERM in any case, of what
+  there was and of `_SignalConnector._sigterm_notifier_fn`, which broadcasts on the default group and sets `received_sigterm`.
+- `_broadcast_sigterm_tensor` of the loop over batches: before each batch, rank 0 tells all whether it has `received_sigterm`; then
+  all raise `SIGTERMException`. After a batch and after an epoch, whoever has received it raises it, alone.
 - `_can_stop_early` of the loop over epochs: it may end where `should_stop` is set; `_num_ready_batches_reached` of the one over
   batches: it has drawn all that its epoch has.
 - `ThroughputMonitor._throughputs`: its measurements by stage, of which each knows how many devices there are.
@@ -47,7 +50,7 @@ from lightning.pytorch.strategies.launchers.subprocess_script import _Subprocess
 from lightning.pytorch.strategies.parallel import ParallelStrategy
 from lightning.pytorch.trainer.connectors.signal_connector import _HandlersCompose
 from lightning.pytorch.trainer.states import TrainerFn
-from lightning.pytorch.utilities.rank_zero import rank_zero_warn
+from lightning.pytorch.utilities.rank_zero import rank_zero_info, rank_zero_warn
 from torch.optim import Optimizer
 from torch.optim.swa_utils import AveragedModel
 
@@ -57,8 +60,21 @@ from lightning_piper.processes.progress import Progress, progress
 from lightning_piper.session.replay import added
 
 __all__ = [
-    "Strategy", "collect_rng_states", "connect", "copy_of", "divide_cores", "forget_logs", "handler_of", "log_anew", "log_apart",
-    "move_optimizers", "progress_of", "set_rng_states", "throughputs_of", "update_of",
+    "Strategy",
+    "collect_rng_states",
+    "connect",
+    "copy_of",
+    "divide_cores",
+    "forget_logs",
+    "handler_of",
+    "log_anew",
+    "log_apart",
+    "move_optimizers",
+    "progress_of",
+    "set_rng_states",
+    "take_sigterm",
+    "throughputs_of",
+    "update_of",
 ]  # fmt: skip
 
 
@@ -184,6 +200,32 @@ def handler_of(number: int) -> Callable[[int, FrameType | None], Any] | None:
     """A Trainer's handler of a signal; None if it has another one."""
     found = signal.getsignal(number)
     return found if is_a(found, _HandlersCompose) else None  # type: ignore[return-value]
+
+
+def take_sigterm(
+    trainer: pl.Trainer, handler: Callable[[int, FrameType | None], object], due: Callable[[], str | None]
+) -> Callable[[], object] | None:
+    """Let this handle SIGTERM instead of the Trainer, beside the handlers that there were before it. Returns what gives it back;
+    None where the Trainer has set no handler that is still its own.
+
+    Args:
+        due: asked before each batch on rank 0, which tells all; what it says ends them.
+    """
+    found, loop = handler_of(signal.SIGTERM), trainer.fit_loop.epoch_loop
+    handlers: list[Any] = [] if found is None else found.signal_handlers  # type: ignore[attr-defined]
+    own = trainer._signal_connector._sigterm_notifier_fn
+    if own not in handlers:
+        return None
+    handlers[handlers.index(own)] = handler
+
+    def tell() -> None:
+        if trainer.is_global_zero and (why := due()) is not None:
+            rank_zero_info(why)
+            trainer._signal_connector.received_sigterm = True
+        type(loop)._broadcast_sigterm_tensor(loop)
+
+    vars(loop)["_broadcast_sigterm_tensor"] = tell
+    return lambda: vars(loop).pop("_broadcast_sigterm_tensor", None)
 
 
 def progress_of(trainer: pl.Trainer) -> Progress | None:

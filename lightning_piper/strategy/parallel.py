@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import signal
 from collections.abc import Callable
 from datetime import timedelta
@@ -15,16 +16,18 @@ import torch.distributed as dist
 from lightning.fabric.plugins.environments import SLURMEnvironment
 from lightning.fabric.utilities.rank_zero import rank_zero_only as fabric_rank_zero_only
 from lightning.pytorch.trainer.states import TrainerFn
+from lightning.pytorch.utilities.exceptions import SIGTERMException
 from lightning.pytorch.utilities.rank_zero import rank_zero_only
 
 from lightning_piper.accelerators.kinds import check_kind
 from lightning_piper.either_lightning import is_a
 from lightning_piper.errors import PiperError
-from lightning_piper.processes.failure import FailureWatch
+from lightning_piper.processes.failure import HERE, FailureWatch
 from lightning_piper.processes.heap import give_freed_memory_back, keep_freed_memory
 from lightning_piper.processes.joining import BatchJoin
-from lightning_piper.processes.launching import check_one_process, check_script
-from lightning_piper.processes.world import World, store_of_attempt
+from lightning_piper.processes.launching import check_address, check_one_process, check_script
+from lightning_piper.processes.termination import Termination
+from lightning_piper.processes.world import World, end_groups_at_exit, leave_groups_at_exit, store_of_attempt
 from lightning_piper.strategy import _lightning
 from lightning_piper.strategy.checks import checked_backend
 from lightning_piper.strategy.data import agree_on_loader
@@ -53,11 +56,20 @@ class OverProcesses(_lightning.Strategy):
         self._failed = False  # the run
         self._join: BatchJoin | None = None  # where each process draws data of its own for a pipeline
         self._watch: FailureWatch | None = None
+        self._termination: Termination | None = None
+        self._sigterm = contextlib.ExitStack()  # gives Lightning's handler back
         self._keeps_memory = False
 
     def __getstate__(self) -> dict[str, Any]:
         phase = copied(self.phase, 1 if self._local else self.world_size)
-        return {**super().__getstate__(), "phase": phase, "_watch": None, "_join": None}
+        return {
+            **super().__getstate__(),
+            "phase": phase,
+            "_watch": None,
+            "_termination": None,
+            "_join": None,
+            "_sigterm": contextlib.ExitStack(),
+        }
 
     @property
     def is_distributed(self) -> bool:
@@ -127,20 +139,38 @@ class OverProcesses(_lightning.Strategy):
         self.set_world_ranks()
         backend = checked_backend(self._backend, self.root_device, self.world_size)
         environment = self.cluster_environment
+        if self.num_nodes > 1:
+            check_address(environment.main_address)
+        end_groups_at_exit(default=not dist.is_initialized())
         store = store_of_attempt(environment.main_address, environment.main_port, self._timeout)
         _lightning.connect(environment, backend, timeout=self._timeout, store=store)
         if self.world_size > 1:
             assert self.lightning_module is not None
             progress = partial(_lightning.progress_of, self.lightning_module.trainer)
-            self._watch = FailureWatch(self.world, environment.main_address, self.started, progress)
+            host = HERE if self.num_nodes == 1 else environment.main_address
+            self._watch = FailureWatch(self.world, host, self.started, progress)
+            self._termination = Termination(self.global_rank, self._watch, SIGTERMException)
 
     def on_exception(self, exception: BaseException) -> None:
         super().on_exception(exception)
         self._failed = True
+        leave_groups_at_exit()
         if self._watch is not None:
             self._watch.report(exception)
 
+    def _take_sigterm(self, trainer: pl.Trainer) -> None:
+        if self._termination is None:
+            return
+        given_back = _lightning.take_sigterm(trainer, self._termination.handle, self._termination.due)
+        if given_back is not None:
+            self._termination.begin()
+            self._sigterm.callback(given_back)
+
     def _end_run(self) -> None:
+        self._sigterm.close()
+        if self._termination is not None:
+            self._termination.end()
+            self._termination = None
         if self._watch is not None:
             self._watch.stop()
             self._watch = None
@@ -151,6 +181,7 @@ class OverProcesses(_lightning.Strategy):
     def process_dataloader(self, dataloader: object) -> object:
         assert self.lightning_module is not None
         trainer, stage = self.lightning_module.trainer, self.lightning_module.trainer.state.stage
+        self._take_sigterm(trainer)  # Lightning asks for loaders as soon as it has set its handlers of signals
         limit = 1.0 if stage is None else getattr(trainer, f"limit_{stage.dataloader_prefix}_batches")
         return agree_on_loader(dataloader, self._drawing, limit, apart=trainer.state.fn == TrainerFn.PREDICTING)
 

@@ -167,6 +167,8 @@ class PiperStrategy(EvaluatingStrategy):
             self._first_batch(self.phase, batch)
         if isinstance(self.phase, Eager):
             self.phase.arrive()
+        if self._termination is not None:
+            self._termination.trains()
 
     def on_validation_start(self) -> None:
         if isinstance(self.phase, Eager):

@@ -16,6 +16,7 @@ from torch.optim import LBFGS
 
 import lightning_piper as piper
 from lightning_piper.holdings.materialize import Known
+from lightning_piper.processes.launching import check_address
 from lightning_piper.profile import Schedule
 from lightning_piper.session.uncaptured import check_may_be
 from lightning_piper.strategy.checks import check_fit, uncapturable
@@ -112,6 +113,16 @@ def interactive() -> None:
         del sys.ps1
 
 
+def of_loopback() -> None:
+    os.environ.pop("GLOO_SOCKET_IFNAME", None)
+    with mock.patch("socket.gethostname", lambda: "localhost"), mock.patch("socket.getaddrinfo", answer):
+        check_address("node-1")
+
+
+def answer(name: str, *args: Any, **options: Any) -> Any:
+    return [(None, None, None, "", ("10.0.0.1" if name == "node-1" else "127.0.0.1", 0))]
+
+
 def without_a_script() -> None:
     with mock.patch.object(sys, "argv", ["-c"]), mock.patch.object(sys.modules["__main__"], "__spec__", None):
         trainer(piper.PiperStrategy(PLACES), devices=2)
@@ -132,6 +143,7 @@ CASES: Cases = [
     strategy("`transport` has a value that it cannot have", transport="pigeon"),
     strategy("`checkpoint` has a value that it cannot have", checkpoint="parted"),
     strategy("a `timeout` in seconds", timeout=30),
+    Case("machines whose own name is that of loopback", of_loopback),
     strategy("a `timeout` of nothing", timeout=timedelta(0)),
     strategy("launching by `spawn` or `fork`", start_method="spawn"),
     strategy("`profile` is a text", profile="yes"),

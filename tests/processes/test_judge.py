@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
+import json
+import os
 import socket
 import subprocess
 import sys
@@ -18,11 +21,13 @@ from lightning_piper.errors import ExecutionError
 from lightning_piper.processes import failure
 from lightning_piper.processes.failure import (
     GONE,
+    HERE,
     SILENT,
     FailureWatch,
     _connect,
     _Judge,
     _listen,
+    _own_address,
     _receive,
     _send,
     place_of,
@@ -40,7 +45,7 @@ class Ranks:
     """Three ranks and their judge."""
 
     def __init__(self) -> None:
-        server = _listen()
+        server = _listen(HERE)
         self.port = server.getsockname()[1]
         self.judge = _Judge(server, 3, TOKEN)
         self.thread = threading.Thread(target=self.judge.run, daemon=True)
@@ -49,7 +54,7 @@ class Ranks:
 
     def connect(self, *ranks: int) -> None:
         for rank in ranks:
-            self.lines[rank] = _connect("localhost", self.port)
+            self.lines[rank] = _connect(HERE, self.port)
             _send(self.lines[rank], {"token": TOKEN, "rank": rank})
 
     def failed(self, rank: int, why: str, waited: bool = True, progress: Progress | None = None) -> None:
@@ -151,14 +156,50 @@ def test_one_who_comes_after_the_verdict_hears_it(ranks):
     assert ranks.verdict(2) == (1, "ValueError: x")
 
 
-def test_strangers_are_not_heard(ranks):
-    stranger = _connect("localhost", ranks.port)
-    _send(stranger, {"token": "", "rank": 0})
-    assert stranger.poll(PATIENCE) and _receive(stranger) is None
-    _connect("localhost", ranks.port).close()
+STRANGE = [
+    json.dumps({"token": "", "rank": 0}).encode(),
+    json.dumps({"token": "Schlüssel", "rank": 0}).encode(),
+    json.dumps({"rank": 0}).encode(),
+    b"[1]",
+    b"7",
+    b"\xff\xfe",
+]
+
+
+@pytest.mark.parametrize("said", [*(len(each).to_bytes(4, "big") + each for each in STRANGE), b"GET / HTTP/1.1\r\n\r\n", bytes(4),
+                                  b"\xff\xff\xff\xff" + bytes(8)])  # fmt: skip
+def test_strangers_are_not_heard(ranks, said):
+    stranger = socket.create_connection((HERE, ranks.port), PATIENCE)
+    stranger.sendall(said)
+    with contextlib.suppress(ConnectionError):  # it was left before all was read
+        assert stranger.recv(1) == b""
+    _connect(HERE, ranks.port).close()
     ranks.connect(0, 1, 2)
     ranks.failed(0, "ValueError: x", waited=False)
     assert ranks.verdict(2) == (0, "ValueError: x")
+
+
+def test_nobody_is_kept_waiting_by_one_who_does_not_finish(ranks):
+    silent, slow = (socket.create_connection((HERE, ranks.port), PATIENCE) for _ in range(2))
+    greeting = json.dumps({"token": TOKEN, "rank": 1}).encode()
+    sent = len(greeting).to_bytes(4, "big") + greeting
+    slow.sendall(sent[:2])
+    ranks.connect(0, 2)
+    ranks.lines[1] = Connection(slow.detach())
+    for i in range(2, len(sent)):
+        os.write(ranks.lines[1].fileno(), sent[i : i + 1])
+    ranks.failed(1, "ValueError: x", waited=False)
+    assert [ranks.verdict(rank) for rank in range(3)] == [(1, "ValueError: x")] * 3
+    silent.close()
+
+
+def test_it_listens_where_it_has_to_alone():
+    with _listen(HERE) as server:
+        assert server.getsockname()[0] == HERE and _own_address(server) == HERE
+    with _listen("name.invalid") as server:  # it may be known elsewhere
+        assert server.getsockname()[0] in ("::", "0.0.0.0") and _own_address(server) == HERE
+    with _listen("localhost") as server:  # as a machine may call itself, to which others come over the network
+        assert server.getsockname()[0] in ("::", "0.0.0.0")
 
 
 def look(judge: _Judge, *progress: Progress | None, waits: bool = True, at: str = "a collective") -> int | None:
@@ -171,7 +212,7 @@ def look(judge: _Judge, *progress: Progress | None, waits: bool = True, at: str 
 
 @pytest.fixture
 def judge() -> Iterator[_Judge]:
-    server = _listen()
+    server = _listen(HERE)
     yield _Judge(server, 2, TOKEN)
     server.close()
 
@@ -232,8 +273,8 @@ class Lead:
 def test_the_lead_stays_until_all_have_heard(monkeypatch):
     monkeypatch.setattr(failure, "SETTLE", PATIENCE)
     world = Lead()
-    watch = FailureWatch(world, "localhost", [], lambda: None)  # type: ignore[arg-type]
-    other = _connect("localhost", world.port)
+    watch = FailureWatch(world, HERE, [], lambda: None)  # type: ignore[arg-type]
+    other = _connect(HERE, world.port)
     _send(other, {"token": world.token, "rank": 1})
     watch.report(ValueError("of its own"))
     leaving = threading.Thread(target=watch.stop)
@@ -300,7 +341,8 @@ def test_the_lead_needs_no_name_to_reach_itself(monkeypatch):
     """Not even that of loopback, which comes of a file, as other names do of a network."""
 
     def unknown(host: str, *args: Any, **options: Any) -> Any:
-        assert host == "127.0.0.1", "no name is known"
+        if host not in ("127.0.0.1", ""):
+            raise socket.gaierror("no name is known")
         return known(host, *args, **options)
 
     known = socket.getaddrinfo

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import signal
 import sys
+import threading
 import time
 from datetime import timedelta
 from typing import Any
@@ -32,6 +33,15 @@ class Trouble(L.Callback):
         if self.kind == f"begin on {trainer.global_rank}":
             raise ValueError("something of the user's")
 
+    def on_train_start(self, trainer: L.Trainer, module: Any) -> None:
+        if self.kind == "term while waiting on 0":
+            if trainer.global_rank == 0:
+                threading.Thread(target=term_when_waiting, args=(threading.get_ident(),), daemon=True).start()
+            else:
+                module.first.register_forward_pre_hook(lambda *args: time.sleep(1000))
+        if self.kind == f"term at first on {trainer.global_rank}":
+            module.first.register_forward_pre_hook(lambda *args: os.kill(os.getpid(), signal.SIGTERM))
+
     def on_train_batch_start(self, trainer: L.Trainer, module: Any, batch: Any, batch_idx: int) -> None:
         for trouble in self.kind.split(", ") if batch_idx == 2 else []:
             if trouble in (f"raise on {trainer.global_rank}", f"live on {trainer.global_rank}"):
@@ -40,11 +50,20 @@ class Trouble(L.Callback):
                 os.kill(os.getpid(), signal.SIGKILL)
             if trouble == f"stop on {trainer.global_rank}":
                 os.kill(os.getpid(), signal.SIGSTOP)
+            if trouble == f"term on {trainer.global_rank}":
+                os.kill(os.getpid(), signal.SIGTERM)
             if trouble == f"hang on {trainer.global_rank}":
                 time.sleep(1000)
 
     def on_train_batch_end(self, trainer: L.Trainer, module: Any, outputs: Any, batch: Any, batch_idx: int) -> None:
+        print(f"rank {trainer.global_rank} trained batch {batch_idx}", flush=True)
         trainer.should_stop |= batch_idx == 2 and self.kind == f"leave on {trainer.global_rank}"
+
+
+def term_when_waiting(thread: int) -> None:
+    while not failure.place_of(thread)["waits"]:
+        pass
+    os.kill(os.getpid(), signal.SIGTERM)
 
 
 def data(kind: str) -> Any:
@@ -56,12 +75,13 @@ def data(kind: str) -> Any:
     return Batches(batches)
 
 
-def train(rank: int, kind: str) -> None:
-    main(kind)
+def train(rank: int, kind: str, devices: int = 2) -> None:
+    main(kind, devices)
 
 
-def main(kind: str) -> None:
-    program = dp2() if kind == "other shapes of replicas" or kind[:-2] in ("end on", "leave on") else list(PROGRAM)
+def main(kind: str, devices: int = 2) -> None:
+    replicas = kind == "other shapes of replicas" or kind[:-2] in ("end on", "leave on")
+    program: Any = [] if devices == 1 else dp2() if replicas else list(PROGRAM)
     # Who is only slow, on a loaded machine, is not to be taken for one who hangs.
     failure.GRACE = failure.SETTLE = 20.0
     failure.PATIENCE = 100.0
@@ -70,7 +90,7 @@ def main(kind: str) -> None:
     seconds = {"hang on 0": 20, "stop on 1": 60}.get(kind, 2 * LIMIT.total_seconds())
     strategy = piper.PiperStrategy(program, timeout=timedelta(seconds=seconds))
     options = {"max_steps": -1, "max_epochs": 1} if kind.startswith("end") else {}
-    fit, _ = trainer(strategy, [Trouble(kind)], devices=2, **options)
+    fit, _ = trainer(strategy, [Trouble(kind)], devices=devices, **options)
     try:
         fit.fit(MLP(), data(kind))
     except Exception as error:

@@ -128,6 +128,51 @@ def test_a_process_that_stops_before_the_others(tmp_path):
     check_left(left, other, 0, 3, "its trainer.should_stop was set")
 
 
+@pytest.mark.parametrize("rank", [0, 1])
+def test_sigterm_ends_all_processes_before_the_same_batch(rank, tmp_path):
+    lead, other = run(f"term on {rank}", tmp_path)
+    for ended in (lead, other):
+        assert ended.exitcode == 0 and "trained batch 2" in ended.said and "trained batch 3" not in ended.said
+    assert f"SIGTERM came to rank {rank}: all processes end before the next batch" in lead.said
+
+
+@pytest.mark.parametrize("rank", [0, 1])
+def test_sigterm_in_the_first_batch_ends_all_processes(rank, tmp_path):
+    for ended in run(f"term at first on {rank}", tmp_path):
+        assert ended.exitcode == 1 and "trained batch" not in ended.said
+        assert f"SIGTERM came to rank {rank} before a batch was trained" in ended.said
+
+
+def test_sigterm_while_the_main_thread_waits_ends_all_processes(tmp_path):
+    """Python's handlers do not run in a wait for others, and the other one is busy."""
+    for ended in run("term while waiting on 0", tmp_path):
+        assert ended.exitcode is not None and "trained batch" not in ended.said
+        assert "SIGTERM came to rank 0 before a batch was trained" in ended.said
+
+
+EXIT = """
+import atexit
+import torch.distributed as dist
+atexit.register(lambda: print("at exit:", dist.is_initialized()))
+import sys
+if sys.argv[1] == "own":
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    atexit.register(lambda: print("mine:", dist.is_initialized()))
+from tests.strategy.failing import train
+train(0, "nothing", devices=1)
+print("in use:", dist.is_initialized())
+"""
+
+
+@pytest.mark.parametrize("made_by, said", [("strategy", ["in use: True", "at exit: False"]),
+                                           pytest.param("own", ["in use: True", "mine: True", "at exit: True"],
+                                                        marks=pytest.mark.long)])  # fmt: skip
+def test_groups_of_the_strategy_end_before_the_interpreter(made_by, said):
+    running = popen([sys.executable, "-c", EXIT, made_by])
+    words, _ = running.communicate(timeout=LIMIT.total_seconds())
+    assert running.returncode == 0 and [line for line in words.splitlines() if re.match("in use|mine|at exit", line)] == said, words
+
+
 def test_batches_of_other_shapes(tmp_path):
     first, second = run("other shapes", tmp_path)
     assert isinstance(first.result, PiperError) and isinstance(second.result, PiperError)
