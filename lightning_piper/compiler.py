@@ -77,15 +77,20 @@ class Compiled:
         """Canonical names of the buffers that a device uses, and so holds."""
         return self._used[1].get(device, frozenset())
 
+    def written_on(self, device: int) -> frozenset[str]:
+        """Canonical names of the buffers that a device changes."""
+        return self._used[2].get(device, frozenset())
+
     @cached_property
-    def _used(self) -> tuple[dict[int, frozenset[str]], dict[int, frozenset[str]]]:
-        """Parameters, and buffers, by device; found once for each group of devices."""
+    def _used(self) -> tuple[dict[int, frozenset[str]], ...]:
+        """Parameters, buffers, and buffers that are changed, by device; found once for each group of devices."""
         dag = self.dag
         passes = {(chunk.devices, chunk.key): dag.interface(chunk) for chunk in dag.of_type(Chunk)}
         params = [(devices, interface.params) for (devices, _), interface in passes.items()]
-        buffers = [(devices, interface.buffers + interface.state) for (devices, _), interface in passes.items()]
-        buffers += [(node.devices, tuple(counted_buffers(dag, node))) for node in dag.of_type(Counts)]
-        return _by_device(params), _by_device(buffers)
+        written = [(devices, interface.state) for (devices, _), interface in passes.items()]
+        written += [(node.devices, tuple(counted_buffers(dag, node))) for node in dag.of_type(Counts)]
+        read = [(devices, interface.buffers) for (devices, _), interface in passes.items()]
+        return _by_device(params), _by_device([*read, *written]), _by_device(written)
 
     def explain(self, node: int) -> str:
         """Why a node is there: its line, the directives behind it, what it waits for and what waits for it.

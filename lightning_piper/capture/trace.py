@@ -164,6 +164,9 @@ class Step(nn.Module):
         results = (_loss_of(self._call(leaves)), *self._logged, *self.metrics.tensors)
         if self.reads is not None and self.keeps:
             self.reads.goes_back(leaves[len(self._batch_spec.specs) :])
+        for buffer in self.module.buffers():
+            if buffer.requires_grad:  # it was given a value without detach(); a step's backward pass begins at the loss alone
+                buffer.detach_()
         return results
 
     def _call(self, leaves: tuple[torch.Tensor, ...], dataloader_idx: int | None = None) -> Any:

@@ -34,12 +34,16 @@ class GradientInjection:
         device: torch.device,
         absent: Mapping[str, torch.nn.Parameter] | None = None,
     ) -> None:
-        self.absent = absent or {}
-        self.trained = {name: x for name, x in params.items() if x.requires_grad}
+        self.hold(params, absent or {})
         # Gives the loss a gradient function also where a process has no parameters at all.
         self._anchor = torch.zeros((), device=device, requires_grad=True)
         self._kept: list[_Waiting] = []  # of the batches whose gradients are kept back
         self._last: _Waiting | None = None
+
+    def hold(self, params: Mapping[str, torch.nn.Parameter], absent: Mapping[str, torch.nn.Parameter]) -> None:
+        """The process holds these parameters from now on, as in the constructor."""
+        self.absent = absent
+        self.trained = {name: x for name, x in params.items() if x.requires_grad}
 
     def loss(self, value: torch.Tensor, grads: Mapping[str, torch.Tensor], scale: float = 1.0, kept: bool = False,
              closing: float | None = None) -> torch.Tensor:  # fmt: skip

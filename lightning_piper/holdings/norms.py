@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Collection, Mapping, Sequence
+import functools
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -76,10 +77,24 @@ class GlobalNorms:
         Args:
             params: those of this process that are to be counted, with gradients.
         """
-        own = self._torchs([p.grad for p in params if self._counts(self._named[id(p)])]).to(self._world.device, torch.float64)
+        widest = self._widest(self._keys)
+        grads = [p.grad for p in params if p.grad is not None and self._counts(self._named[id(p)])]
+        own = self._norm_here(grads, 2.0, widest).to(self._world.device)
         total = self._world.sum(own.square()).sqrt()
         if params:
-            torch.nn.utils.clip_grads_with_norm_(params, clip_val, total.to(params[0].grad.dtype))  # type: ignore[union-attr]
+            torch.nn.utils.clip_grads_with_norm_(params, clip_val, total.to(widest))
+
+    def _widest(self, keys: Iterable[str]) -> torch.dtype:
+        """The dtype that torch gives the norm of the gradients of these parameters, wherever they are."""
+        params = [self._held[key] if key in self._held else self._ownership.params[key] for key in keys]
+        return functools.reduce(torch.promote_types, {x.dtype.to_real() for x in params} or {torch.get_default_dtype()})
+
+    def _norm_here(self, grads: Sequence[Tensor], p: float, widest: torch.dtype) -> Tensor:
+        """Of gradients of this process, in float64. As in torch, that of a narrower one is rounded, and the sum of them is not."""
+        wide = [x for x in grads if x.dtype.to_real() == widest]
+        norms = [self._torchs(wide, p), *(torch.linalg.vector_norm(x, p) for x in grads if x.dtype.to_real() != widest)]
+        total: Tensor = torch.linalg.vector_norm(torch.stack([x.double() for x in norms]), p)
+        return total
 
     @staticmethod
     def _held_of(params: Sequence[Tensor]) -> list[Tensor]:
@@ -116,9 +131,9 @@ class GlobalNorms:
 
     def _of_all(self, asked: Collection[str], here: Mapping[str, Tensor], p: float, strict: bool) -> Tensor:
         """The norm over all processes of the gradients that were asked for, of which some are here. Collective."""
-        own = self._torchs([here[key] for key in asked if key in here and self._counts(key)], p)
+        grads = [here[key] for key in asked if key in here and self._counts(key)]
         said = torch.zeros(1 + len(self._keys), dtype=torch.float64)
-        said[0] = own
+        said[0] = self._norm_here(grads, p, self._widest(self._keys))
         for key in (*here, *asked):
             said[1 + self._keys[key]] = _HERE if key not in asked else _ASKED if key in here else _ASKED_ELSEWHERE
         said = said.to(self._world.device)
@@ -126,8 +141,8 @@ class GlobalNorms:
         dist.all_gather(everyones, said)
         norms, answers = torch.stack(everyones).cpu().tensor_split([1], dim=1)
         self._check_asked(answers)
-        dtype = next(iter(self._ownership.params.values())).dtype
-        return self._torchs([norms.to(self._world.device)], p, strict).to(dtype)
+        keys = [key for key, i in self._keys.items() if bool((answers[:, i] >= _ASKED).any())]
+        return self._torchs([norms.to(self._world.device)], p, strict).to(self._widest(keys))
 
     def _check_asked(self, answers: Tensor) -> None:
         """Did the processes ask for the norm of the same gradients, or of all that each has of some of the optimizer's groups?
@@ -158,10 +173,11 @@ class GlobalNorms:
 def norms_of_each(ownership: Ownership, world: World, p: float) -> dict[str, torch.Tensor]:
     """Name -> norm of the gradient, of the parameters that have one. Collective."""
     grads = {n: x.grad for n, x in ownership.owned_params.items() if x.grad is not None and ownership.is_canonical(n)}
-    own = torch.stack([torch.linalg.vector_norm(g.double(), p) for g in grads.values()]).tolist() if grads else []
+    wide = [g.to(torch.complex128 if g.is_complex() else torch.float64) for g in grads.values()]
+    own = torch.stack([torch.linalg.vector_norm(g, p) for g in wide]).tolist() if grads else []
     parts: dict[str, list[float]] = {}
     for found in world.gather(dict(zip(grads, own, strict=True))):
         for name, norm in found.items():
             parts.setdefault(name, []).append(norm)
     params = ownership.params
-    return {n: torch.linalg.vector_norm(torch.tensor(parts[n], dtype=params[n].dtype), p) for n in params if n in parts}
+    return {n: torch.linalg.vector_norm(torch.tensor(parts[n], dtype=params[n].dtype.to_real()), p) for n in params if n in parts}

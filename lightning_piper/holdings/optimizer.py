@@ -6,6 +6,8 @@ The canonical form of an optimizer's state numbers the parameters through all gr
 
 from __future__ import annotations
 
+import itertools
+import operator
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
@@ -116,6 +118,19 @@ class ShardedOptimizer:
                 group["param_names"][:] = [x for x, keep in zip(group["param_names"], kept, strict=True) if keep]
         if lacking:
             self._make_state(lacking)
+
+    def let_go(self) -> None:
+        """This process has lost some of its parameters to others, before any was updated: so have the groups."""
+        owned = self._ownership.owned_params
+        for group, names, kept in zip(self.optimizer.param_groups, self.names, self._kept, strict=True):
+            stays = [name is None or name in owned for name, keep in zip(names, kept, strict=True) if keep]
+            for p in itertools.compress(group["params"], map(operator.not_, stays)):
+                self.optimizer.state.pop(p, None)
+            for key in ("params", "param_names"):
+                if key in group:
+                    group[key][:] = itertools.compress(group[key], stays)
+            kept[:] = [keep and (name is None or name in owned) for name, keep in zip(names, kept, strict=True)]
+        self._sizes = [sum(kept) for kept in self._kept]
 
     def _check_whole(self) -> None:
         """An optimizer that was in a fit before this one has been cut down already. Collective."""

@@ -12,7 +12,7 @@ lie in the parts of several; they follow it before each step.
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 
 import torch
 from torch import nn
@@ -139,14 +139,38 @@ class Ownership:
             elif whole:
                 tensor.data = tensor.data.to(self._device)
             else:
-                nothing = like(tensor, torch.empty(0, dtype=tensor.dtype, device=self._device))
-                self._pieces[name] = self._local_shards.get(name, nothing)
-                self._set(name, stand_in(empty_like(tensor, "meta"), name, self.tensor_map.is_sharded(name)))
-                if not tensor.is_meta and before is None:
-                    self._before[name] = tensor
-                    tensor.data = tensor.data.new_empty(0)
+                self._let_go(name, comes_back=before is None)
         self._note_versions()
         self._module.__dict__[PARTS] = self
+
+    def _let_go(self, name: str, comes_back: bool = True) -> None:
+        """A tensor that this process does not hold whole is to have no data here."""
+        tensor = self._get(name)
+        nothing = like(tensor, torch.empty(0, dtype=tensor.dtype, device=self._device))
+        self._pieces[name] = self._local_shards.get(name, nothing)
+        self._set(name, stand_in(empty_like(tensor, "meta"), name, self.tensor_map.is_sharded(name)))
+        if not tensor.is_meta and comes_back:
+            self._before[name] = tensor
+            tensor.data = tensor.data.new_empty(0)
+
+    def claim(self, compiled: Compiled) -> bool:
+        """What a training program is the first to change, and on some devices alone, is these devices' from now on: the others
+        have it no longer, and get it back with the rest. All processes do this with the same program. Is there such a thing?"""
+        claimed = self.tensor_map.claim(compiled, self._changes(compiled))
+        for own in (self, *self.copies):
+            own.tensor_map.holder_groups = self.tensor_map.holder_groups
+            for name in claimed:
+                if not own.tensor_map.holds_whole(name, self._world.rank):
+                    own._let_go(name)
+        return bool(claimed)
+
+    def _changes(self, compiled: Compiled) -> Callable[[str, int], bool]:
+        params = self.params
+
+        def changes(name: str, device: int) -> bool:
+            return params[name].requires_grad if name in params else name in compiled.written_on(device)
+
+        return changes
 
     def _absent(self, known: Known) -> tuple[set[str], bool]:
         """The tensors that have no values on rank 0, or none that count; and does rank 0 have any without?"""

@@ -6,7 +6,7 @@ directive shards it. A parameter that stages on different devices share has seve
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -68,6 +68,7 @@ class TensorMap:
 
     Attributes:
         holder_groups: canonical name -> its holder groups. The first one is canonical: its values go into checkpoints and norms.
+        unused: names of what no training program has changed so far. Every process holds it, for hooks or other steps.
         specs: canonical name -> spec of the whole tensor.
     """
 
@@ -78,6 +79,7 @@ class TensorMap:
         self.specs |= compiled.step.buffers
         self._params = compiled.step.params
         self.holder_groups: dict[str, tuple[HolderGroup, ...]] = {}
+        self.unused: set[str] = set()
         if size == 1:
             self.holder_groups = {name: (HolderGroup({RANK_ZERO: (0, spec.numel)}),) for name, spec in self.specs.items()}
             return
@@ -87,13 +89,35 @@ class TensorMap:
             for name in compiled.params_on(device) | compiled.buffers_on(device):
                 if (device, name) not in covered:
                     used.setdefault(name, []).append(device)
-        for name, spec in self.specs.items():
+        for name in self.specs:
             holder_groups = sharded.get(name, [])
             if name not in used and not holder_groups:
-                used[name] = list(range(size))  # for hooks, or other steps
+                used[name] = list(range(size))
+                self.unused.add(name)
             if name in used:
-                holder_groups = [*holder_groups, HolderGroup(dict.fromkeys(used[name], (0, spec.numel)))]
+                holder_groups = [*holder_groups, self._whole_on(used[name], name)]
             self.holder_groups[name] = tuple(sorted(holder_groups, key=lambda group: min(group.ranges, default=size)))
+
+    def claim(self, compiled: Compiled, changes: Callable[[str, int], bool]) -> set[str]:
+        """A training program comes that may be the first to change something. What some processes alone change is theirs from now
+        on. Returns its names.
+
+        Args:
+            changes: does the program change a tensor of this name on a device that uses it?
+        """
+        claimed = set()
+        for name in sorted(self.unused):
+            users = [d for d in sorted(compiled.plans) if name in compiled.params_on(d) | compiled.buffers_on(d)]
+            if not any(changes(name, device) for device in users):
+                continue
+            self.unused.discard(name)
+            if len(users) < self._size:
+                claimed.add(name)
+                self.holder_groups = {**self.holder_groups, name: (self._whole_on(users, name),)}
+        return claimed
+
+    def _whole_on(self, ranks: Sequence[int], name: str) -> HolderGroup:
+        return HolderGroup(dict.fromkeys(ranks, (0, self.specs[name].numel)))
 
     def held(self, name: str, rank: int) -> Range | None:
         """The elements that a process holds; None if it holds none."""

@@ -62,6 +62,10 @@ class Evaluation:
         self._batches: list[list[float]] = []  # of each process, of each of its loaders
         self._seen: Counter[int] = Counter()
 
+    def check_held(self) -> None:
+        """As in `Programs`."""
+        self._programs.check_held()
+
     @property
     def programs(self) -> list[Compiled]:
         """What was compiled, one for each kind of step and batch."""

@@ -130,6 +130,15 @@ class Programs:
         self._prepared[self.variants(step).number, step, batch_spec.key] = prepared
         return prepared
 
+    def check_held(self) -> None:
+        """Every process still holds what its programs work on.
+
+        Raises:
+            PiperError: one does not.
+        """
+        for prepared in self._prepared.values():
+            self._runtime.check_held(prepared.compiled)
+
     def clear(self) -> None:
         """Drop the executors. They hold communicators, whose threads are joined when nothing refers to them any more: that must
         not be left to the garbage collector, which may run in a process that was forked since (a loader's worker), and has not

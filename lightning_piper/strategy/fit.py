@@ -113,7 +113,6 @@ class Fit:
         self._injection = GradientInjection(self.ownership.owned_params, world.device, absent(self.ownership, first))
         self._factor = self._injection.factor
         self._epoch, self._in_accumulation = -1, False  # of which gradients of earlier batches are there
-        self._in_parts = self.world.size > 1 and not self.ownership.tensor_map.is_replicated
         self._drops = drops_gradients(module, optimizer)
         self.optimizer = ShardedOptimizer(optimizer, names, self.ownership, first, world)
         if first.dag.hosted:
@@ -122,8 +121,28 @@ class Fit:
         self._tokens = TokenAccumulation(world, self.ownership, settings.local) if accumulate == "tokens" else None
         seen = world.decide(changes_gradients_of_each_batch(module), all=False)
         self._keeps_back = self._tokens is not None or not seen
-        self._norms = GlobalNorms(self.optimizer, self.ownership, first, world, self._injection.keeps)
-        self._clipping = Clipping(plugin, self._norms, world)
+        self._plugin = plugin
+        self._measure(first)
+
+    def _measure(self, compiled: Compiled) -> None:
+        """Norms of gradients are those over all processes, of what each holds."""
+        self._in_parts = self.world.size > 1 and not self.ownership.tensor_map.is_replicated
+        self._norms = GlobalNorms(self.optimizer, self.ownership, compiled, self.world, self._injection.keeps)
+        self._clipping = Clipping(self._plugin, self._norms, self.world)
+
+    def _claim(self, compiled: Compiled) -> None:
+        """A program for another layout trains what none has trained before: it is those processes' that do."""
+        if self.world.size == 1 or not self.ownership.claim(compiled):
+            return
+        self.optimizer.let_go()
+        self._injection.hold(self.ownership.owned_params, {**self._injection.absent, **absent(self.ownership, compiled)})
+        self._identities = Identities(self._module, self.ownership)
+        if self.evaluation is not None:
+            self.evaluation.follow = self._identities.follow
+            self.evaluation.check_held()
+        self._clipping.remove()
+        self._norms.remove()
+        self._measure(compiled)
 
     def record(self, profile: Schedule | bool | None) -> None:
         """Record the steps that the strategy's argument or the Trainer's profiler asks for. Collective."""
@@ -192,6 +211,7 @@ class Fit:
                 agreed = self._compare(variants.number, state, prepared, noted=riding is not None)
             if prepared is None or agreed.together:
                 compiled = programs.compile(TRAINING, self._batch_spec, captured, agreed.apart, alone=not agreed.together)
+                self._claim(compiled)
                 prepared = programs.prepare(TRAINING, self._batch_spec, compiled)
             if riding is None or prepared.plans != riding.plans:
                 variants.ran(prepared.compiled, first)

@@ -117,6 +117,39 @@ def clipped_by_value(setting: Setting) -> Outcome:
     return five_steps(setting, "mlp", gradient_clip_val=0.01, gradient_clip_algorithm="value")
 
 
+class Wide(L.LightningModule):
+    """Parameters of three dtypes, the narrowest one first; and a hook that measures their gradients."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.scale = torch.nn.Parameter(torch.ones(8, dtype=torch.bfloat16))
+        self.turn = torch.nn.Parameter(torch.ones(8, dtype=torch.complex128) * (1 + 1j))
+        self.first, self.second = (torch.nn.Linear(8, 8, dtype=torch.float64) for _ in range(2))
+        self.norms: list[Tensor] = []
+
+    def training_step(self, batch: Tensor, batch_idx: int) -> Tensor:
+        with piper.annotate("PP", 0):
+            hidden = (torch.tanh(self.first(batch * self.scale)) * self.turn).real
+        with piper.annotate("PP", 1):
+            return self.second(hidden).square().mean()
+
+    def on_before_optimizer_step(self, optimizer: Any) -> None:
+        self.norms.append(torch.nn.utils.get_total_norm([p.grad for p in self.parameters() if p.grad is not None]))
+        self.norms += piper.grad_norm(self, 2.0).values()
+
+    def configure_optimizers(self) -> torch.optim.Optimizer:
+        return torch.optim.SGD(self.parameters(), lr=0.1)
+
+
+@scenario
+def dtypes(setting: Setting, strategy: Any = None) -> Outcome:
+    module, program = Wide(), [piper.Place(filter={"PP": i}, devices=[i]) for i in (0, 1)]
+    fit, record = setting.trainer(program, gradient_clip_val=0.1) if strategy is None else trainer(strategy, gradient_clip_val=0.1)
+    fit.fit(module, Batches(torch.randn(8, 8, generator=torch.Generator().manual_seed(i)).double() for i in range(5)))
+    return outcome(module, record, norms=module.norms)
+
+
 @scenario
 def sizes(setting: Setting) -> Outcome:
     """Other numbers of samples than the first batch has, among them fewer than there are microbatches."""

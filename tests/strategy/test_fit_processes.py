@@ -11,7 +11,7 @@ from tests.distributed.processes import launch_trainings
 from tests.strategy.fitting import by_hand, distance, same, sharing_captures, trainer, values
 from tests.strategy.fitting import local as one_process
 from tests.strategy.models import make, vectors
-from tests.strategy.scenarios import SCENARIOS, equal, launch_script, run, train
+from tests.strategy.scenarios import SCENARIOS, Setting, dtypes, equal, launch_script, run, train
 
 MODELS = ["mlp", "dropout", "tied", "conv"]
 SEEN = ("values", "losses", "logged", "epochs")
@@ -99,6 +99,17 @@ def test_clipping_measures_all_stages(ranks, local):
     fit, _ = trainer(accumulate_grad_batches=2, max_steps=4)
     fit.fit(module, loader)
     assert distance(values(module), ranks[0]["clipped"]["values"]) > 1e-3
+
+
+def test_norms_are_in_the_widest_dtype_on_every_process(ranks, folders):
+    """Gradients of a narrower one are rounded once more than those of others, as torch does it, and the norm is not."""
+    alone = dtypes(Setting(local=True, folder=folders["local"]), "auto")
+    for rank in ranks:
+        found = rank["dtypes"]
+        assert [x.dtype for x in found["norms"]] == [x.dtype for x in alone["norms"]]
+        assert max(float(abs(x - y)) for x, y in zip(found["norms"], alone["norms"], strict=True)) < 1e-12
+        far = {name: float((x - alone["values"][name]).abs().max()) for name, x in found["values"].items()}
+        assert far.pop("scale") < 1e-2 and max(far.values()) < 1e-12, far
 
 
 def test_each_process_holds_its_stage(ranks):
