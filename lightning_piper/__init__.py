@@ -6,6 +6,7 @@ from lightning_piper.averages import mean
 from lightning_piper.compiler import Compiled, compile, verify
 from lightning_piper.directives import Directive, Offload, Order, Place, Recompute, Replicate, Shard, Split, register
 from lightning_piper.errors import CaptureError, DirectiveError, ExecutionError, PiperError, VerificationError
+from lightning_piper.gathered import gather_samples
 from lightning_piper.grouped import grouped_linear
 from lightning_piper.profile import PiperProfiler, Schedule
 from lightning_piper.routing import combine, dispatch
@@ -36,6 +37,7 @@ __all__ = [
     "combine",
     "compile",
     "dispatch",
+    "gather_samples",
     "grad_norm",
     "grouped_linear",
     "mean",

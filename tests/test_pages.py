@@ -103,7 +103,7 @@ from lightning_piper.testing import directive_suite
     "docs/howto/schedule.md 0": "module, durations = Layers(4, 'PP'), {'F': 1, 'B': 2, 'BI': 1, 'BW': 1}",
     "docs/howto/verify.md 0": "Net, batch, program = Pair, samples, lambda: piper.schedules.one_f_one_b(2, 4)",
     "docs/losses.md 0": "token_losses, mask, count = torch.ones(4, 3), torch.ones(4, 3), torch.tensor(12.0)",
-    "docs/losses.md 1": "directives = program",
+    "docs/losses.md 2": "directives = program",
     "docs/schedules.md 1": "module, _ = Pair(), piper.schedules.to_csv(piper.schedules.gpipe(2, 2), 'schedule.csv')",
     "docs/search.md 0": "module = Layers(4)",
     "docs/strategy.md 3": """
@@ -124,7 +124,11 @@ AFTER = {
     "docs/directives.md 3": PLACED,
     "docs/directives.md 10": ORDERED,
     "docs/directives.md 11": ORDERED,
-    "docs/losses.md 2": PLACED,
+    "docs/losses.md 1": """
+Pair.training_step = training_step
+assert str(piper.verify(module, samples(), piper.schedules.one_f_one_b(2, 4))).endswith("verified")
+""",
+    "docs/losses.md 3": PLACED,
     "docs/howto/verify.md 0": "test_the_program_computes_what_one_device_computes()",
     "docs/howto/profile.md 1": """
 from lightning_piper.simulate import simulate
@@ -196,7 +200,7 @@ def test_what_is_given_is_for_a_block() -> None:
 
 @pytest.mark.parametrize("page, wrong", [("docs/losses.md", "accumulate=tokens"), ("README.md", "equal within bitwise")])
 def test_a_page_that_is_wrong_is_noticed(page: str, wrong: str, names: dict[str, Any], monkeypatch: pytest.MonkeyPatch) -> None:
-    right = blocks(page)[:2]
+    right = blocks(page)[:3]
     broken = [
         (name, code.replace('accumulate="tokens"', wrong), shown.replace("bitwise equal", wrong)) for name, code, shown in right
     ]

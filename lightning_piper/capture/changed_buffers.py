@@ -8,6 +8,7 @@ from typing import Any
 from torch.fx import Node
 
 from lightning_piper.capture import _torch
+from lightning_piper.gathered import GATHER
 from lightning_piper.totals import TOTAL
 
 
@@ -37,7 +38,7 @@ def is_local(value: Node, changes: Callable[[Node], bool]) -> bool:
         node = stack.pop()
         if _torch.is_random(node) or isinstance(node.meta.get("desc"), _torch.PlainAOTInput):
             return True
-        new = [x for x in node.all_input_nodes if x not in seen and node.target is not TOTAL]
+        new = [x for x in node.all_input_nodes if x not in seen and node.target not in (TOTAL, GATHER)]
         seen.update(new)
         stack += new
     return changes(value)

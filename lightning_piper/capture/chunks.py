@@ -208,7 +208,7 @@ def _connect(
 ) -> dict[int, dict[str, Pass]]:
     """Find what each pass reads from elsewhere and make the passes that have it hand it out. Returns the parts of the backward
     passes, by region and name."""
-    crossing: dict[tuple[Node, PassKey], list[PassKey]] = {}
+    crossing: dict[tuple[Node, PassKey, str], list[PassKey]] = {}
     # Backward passes take what their own forward made or was given; forward passes take from the forward that made it.
     kept: dict[int, dict[Node, None]] = {}
     shared: dict[int, Collection[Node]] = {}  # what backward passes compute for themselves
@@ -223,15 +223,16 @@ def _connect(
                 kept.setdefault(region, {})[node] = None
             elif node in placed.of:
                 source = (placed.of[node], "B" if _torch.is_backward(node) else "F")
-                crossing.setdefault((node, source), []).append((region, kind))
+                exchange = _exchange(placed.regions[source[0]], placed.regions[region])
+                crossing.setdefault((node, source, exchange), []).append((region, kind))
     order = {node: i for i, node in enumerate(placed.of)}
     taken: dict[PassKey, list[OutputRef]] = {}
-    for node, source in sorted(crossing, key=lambda item: order[item[0]]):
+    for node, source, exchange in sorted(crossing, key=lambda item: (order[item[0]], item[2])):
         kind = Kind.COTANGENT if source[1] == "B" else Kind.ACTIVATION
-        for reader in crossing[node, source]:
+        for reader in crossing[node, source, exchange]:
             taken.setdefault(reader, []).append((*source, len(passes[source].outputs)))
         held = unchanged(node).meta.get(PLACEMENTS, ())
-        out = Output(kind, (node.name,), partial=node.target is TOTAL, held=held, changes=changes_of(node))
+        out = Output(kind, (node.name,), partial=node.target is TOTAL, exchange=exchange, held=held, changes=changes_of(node))
         passes[source].outputs.append((out, [node]))
     backward = {region: p for (region, kind), p in passes.items() if kind == "B" and p.outputs}
     parts: dict[int, dict[str, Pass]] = {}
@@ -244,6 +245,13 @@ def _connect(
         if key[1] == "F":
             p.take(taken.get(key, ()), passes)
     return parts
+
+
+def _exchange(source: Region, reader: Region) -> str:
+    """What is done between two regions, of which one may work on the whole batch: `Output.exchange`."""
+    if source.joined == reader.joined:
+        return ""
+    return "gather" if reader.joined else "scatter"
 
 
 def _saved_by(node: Node, region: int, passes: Mapping[PassKey, Pass], placed: Assignment, state: frozenset[Node]) -> bool:

@@ -49,10 +49,10 @@ def run_eagerly(
         step: names the module and its batch spec; the module itself is not changed.
         tensors: parameters and buffers by canonical name.
         leaves: the batch's tensors.
-        slices: microbatches, in order. Several only if the step is not `mixed`. A step that sums over the whole batch on its way
-            runs on all of them at once.
+        slices: microbatches, in order. Several only if the step is not `mixed`. A step that sums over the whole batch on its way,
+            or gathers its samples, runs on all of them at once.
     """
-    if step.at(step.size).sums_over_batch:
+    if step.at(step.size).sums_over_batch or step.at(step.size).gathers_samples:
         slices = (Slice(slices[0].start, slices[-1].stop),)
     weights, folds = _weights(step, tensors, leaves, slices), _folds(step)
     whole = step.batch_spec.undivided is not None

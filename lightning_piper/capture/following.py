@@ -17,6 +17,7 @@ from lightning_piper.capture import _torch
 from lightning_piper.capture.denominators import ONE, SAMPLES, Expression, Number, Operation, over, times
 from lightning_piper.capture.operations import DIVIDED, MULTIPLIED
 from lightning_piper.capture.rowwise import known_rows
+from lightning_piper.gathered import GATHER
 from lightning_piper.totals import TOTAL
 
 aten = torch.ops.aten
@@ -128,7 +129,7 @@ class Following:
         stack = [node]
         while stack:
             top = stack[-1]
-            inputs = [] if top.target is TOTAL else top.all_input_nodes
+            inputs = [] if top.target in (TOTAL, GATHER) else top.all_input_nodes
             missing = [x for x in inputs if x not in self._changes]
             if not missing:
                 stack.pop()

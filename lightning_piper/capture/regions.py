@@ -2,8 +2,8 @@
 
 Forward nodes come in trace order. A region is a maximal run of nodes with equal tags, so regions depend on each other only
 forwards and their backward passes only in reverse. In such a run, what works on dispatched tokens is a region of its own, and so
-is what needs the first sums over the whole batch (`totals.total`), what needs sums of values that need those, and so on. Three
-kinds of nodes have no place of their own:
+is what needs the first sums over the whole batch (`totals.total`), what needs sums of values that need those, and so on. What is
+computed from gathered samples (`joined.py`) is apart from all else. Three kinds of nodes have no place of their own:
 
 - *views*: cheap views (or casts) of a parameter or buffer. Each user makes its own; sending them would send the weight.
 - *constants*: untagged work on batch leaves and constant buffers alone (masks, positions, slices of the batch). Each
@@ -16,7 +16,7 @@ from __future__ import annotations
 
 import itertools
 import operator
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -26,8 +26,11 @@ from torch.fx import Node
 from lightning_piper.annotate import META_KEY, SOURCE_KEY
 from lightning_piper.capture import _torch
 from lightning_piper.capture.behind import behind_changes
+from lightning_piper.capture.joined import EMPTY, differentiates_joined, joined_nodes, rows_of_samples
+from lightning_piper.capture.rowwise import shape_of
 from lightning_piper.capture.source import LINE_KEY, shown_line
 from lightning_piper.errors import CaptureError
+from lightning_piper.gathered import GATHER
 from lightning_piper.ir.regions import Region
 from lightning_piper.placements.changing import AFTER, CHANGE, FOLLOWS
 from lightning_piper.routing import COMBINE, ROUTE
@@ -35,6 +38,7 @@ from lightning_piper.totals import TOTAL
 
 aten = torch.ops.aten
 BORDERS = (TOTAL, CHANGE)  # what the training DAG does between two passes
+ENDS = (*BORDERS, GATHER)  # a pass ends with them, and what reads them is another one
 VIEWS = {
     aten.t.default, aten.transpose.int, aten.permute.default, aten.view.default, aten._unsafe_view.default, aten.expand.default,
     aten.unsqueeze.default, aten.squeeze.dim, aten.squeeze.dims, aten.squeeze.default, aten.select.int, aten.slice.Tensor,
@@ -80,8 +84,10 @@ def assign(graph: torch.fx.Graph, state: frozenset[Node]) -> Assignment:
     shared, weights = _shared(forward, state)
     of: dict[Node, int] = {}
     backward = [n for n in calls if _torch.is_backward(n)]
-    regions = _segments([n for n in forward if n not in shared], shared, weights, behind_changes(forward, backward, shared), of)
-    _assign_backward(backward, regions, of)
+    joined = joined_nodes(forward, shared)
+    behind = behind_changes(forward, backward, shared)
+    regions = _segments([n for n in forward if n not in shared], joined, shared, weights, behind, of)
+    _assign_backward(backward, regions, of, joined)
     if (more := -min(of.values(), default=0)) > 0:  # changes on the way back, behind the first region
         regions = [*(replace(regions[0], index=i) for i in range(more)), *(replace(r, index=r.index + more) for r in regions)]
         of = {node: i + more for node, i in of.items()}
@@ -131,7 +137,7 @@ def _shared(forward: list[Node], state: frozenset[Node]) -> tuple[set[Node], set
                 weights.add(x)
         if any(x in state or (x.op != "placeholder" and x not in shared) for x in inputs) or _torch.is_random(node):
             continue
-        if node.target in BORDERS:
+        if node.target in ENDS:
             continue
         if inputs and all(x in weights for x in inputs):
             if node.target in VIEWS:
@@ -142,68 +148,78 @@ def _shared(forward: list[Node], state: frozenset[Node]) -> tuple[set[Node], set
     return shared, weights
 
 
+Spot = tuple[int, bool, int]  # a run of nodes with equal tags, whether it is the joined part of it, how many borders come before it
+
+
 def _segments(
     forward: list[Node],
+    joined: Collection[Node],
     shared: set[Node],
     weights: set[Node],
     behind: tuple[Mapping[Node, set[Node]], Mapping[Node, int]],
     of: dict[Node, int],
 ) -> list[Region]:
-    places = _places(forward, weights, *behind)
-    first: dict[tuple[int, int], Node] = {}  # of each region, its first node that has a place of its own
+    places = _places(forward, joined, weights, *behind)
+    first: dict[Spot, Node] = {}  # of each region, its first node that has a place of its own
     for node, (place, own) in places.items():
         if own:
             first.setdefault(place, node)
-    for (run, depth), node in list(first.items()):
+    for (run, whole, depth), node in list(first.items()):
         for before in range(depth):  # also where only the backward pass has something to do
-            first.setdefault((run, before), node)
+            first.setdefault((run, whole, before), node)
+        if whole:
+            first.setdefault((run, False, 0), node)
     number = {place: i for i, place in enumerate(sorted(first))}
-    regions = [Region(i, tags_of(first[place]), source_line(first[place])) for place, i in number.items()]
+    regions = [Region(i, tags_of(first[at]), source_line(first[at]), joined=at[1]) for at, i in number.items()]
     of |= {node: number[place] for node, (place, _) in places.items()}
     if not regions:  # nothing but glue: the whole step is one untagged region
         regions.append(Region(0, {}, source_line(forward[0]) if forward else "training_step"))
     for node in reversed([node for node in forward if node not in of]):  # users first, and they may be pending, too
-        users = [of[u] for u in node.users if u in of]
+        users = [of[u] for u in node.users if u in of and (node in joined or u not in joined)]
+        if node.target is GATHER:  # of a tensor of the batch, where it is read
+            users = [max(r.index for r in regions[: of[u]] if not r.joined) for u in node.users if u in of]
         of[node] = min(users, default=0)
     return regions
 
 
 def _places(
-    forward: list[Node], weights: set[Node], after: Mapping[Node, set[Node]], depths: Mapping[Node, int]
-) -> dict[Node, tuple[tuple[int, int], bool]]:
-    """The place of each node in a run of nodes with equal tags, as (run, how many borders come before it there), and whether it has
-    it by itself. Without untagged work before the first region. `after`: as of `behind.behind_changes`."""
+    forward: list[Node], joined: Collection[Node], weights: set[Node], after: Mapping[Node, set[Node]], depths: Mapping[Node, int]
+) -> dict[Node, tuple[Spot, bool]]:
+    """The place of each node, and whether it has it by itself. Without untagged work before the first region. `after`: as of
+    `behind.behind_changes`."""
     away = _away(forward)
     for node in away:
-        if node.target in BORDERS:
+        if node.target in ENDS or node in joined:
             what = "a sum over the whole batch (the statistics of a synchronised batch norm)"
             what = what if node.target is TOTAL else "a tensor that is divided along an axis"
+            what = "what is computed from gathered samples" if node.target is GATHER or node in joined else what
             raise CaptureError(
                 f"{source_line(node)}: {what} between dispatch and combine, where rows of all devices meet; take a norm over each "
                 "row, or put it outside"
             )
     parts = _parts([n for n in forward if n in away or not _is_glue(n, away, weights)], away)
-    places: dict[Node, tuple[tuple[int, int], bool]] = {}
+    places: dict[Node, tuple[Spot, bool]] = {}
     run, current = -1, None
     for node in forward:
         inputs = [places[x][0] for x in node.all_input_nodes if x in places]
         follows = FOLLOWS in node.meta and not any(x.target in BORDERS for x in node.all_input_nodes)
-        if inputs and (node not in parts or node.target in (operator.getitem, *BORDERS) or follows):
-            places[node] = max(inputs), False  # a term of a sum stays where it is made
+        if inputs and (node not in parts or node.target in (operator.getitem, *ENDS) or follows):
+            latest = max(inputs)  # a term of a sum stays where it is made
+            places[node] = latest if latest[1] == (node in joined) else (latest[0], True, 0), False
         elif node in parts:
             if (tags_of(node), parts[node]) != current:
                 run, current = run + 1, (tags_of(node), parts[node])
-            behind = [
-                places[x][0][1] + (x.target in BORDERS) for x in node.all_input_nodes if x in places and places[x][0][0] == run
-            ]
+            here = (run, node in joined)
+            depth = {x: places[x][0][2] for x in node.all_input_nodes if x in places and places[x][0][:2] == here}
+            behind = [before + (x.target in BORDERS) for x, before in depth.items()]
             for x in after.get(node, ()):
                 if x not in places and tags_of(x) == tags_of(node):
                     behind.append(1)  # a view of a parameter, whose gradient is made where nothing else is
-                elif x in places and places[x][0][0] == run:
-                    behind.append(places[x][0][1] + 1)
+                elif x in places and places[x][0][:2] == here:
+                    behind.append(places[x][0][2] + 1)
             for x, by in node.meta.get(AFTER, {}).items():
-                behind.append(by + (places[x][0][1] if x in places and places[x][0][0] == run else 0))
-            places[node] = (run, depths.get(node, 0) + max(behind, default=0)), True
+                behind.append(by + (places[x][0][2] if x in places and places[x][0][:2] == here else 0))
+            places[node] = (*here, depths.get(node, 0) + max(behind, default=0)), True
     return places
 
 
@@ -242,37 +258,43 @@ def _parts(nodes: list[Node], away: set[Node]) -> dict[Node, int]:
     return parts
 
 
-def _assign_backward(backward: list[Node], regions: list[Region], of: dict[Node, int]) -> None:
+def _assign_backward(backward: list[Node], regions: list[Region], of: dict[Node, int], joined: Collection[Node]) -> None:
     """A backward node belongs to the region of the forward operation it differentiates.
 
     The additions that merge gradients of a value used twice carry no tags; they go where the latest of their inputs is
     made. No node is placed later in the backward order than its inputs allow, so the passes never wait on each other.
     """
     by_sequence: dict[Any, int] = {}
-    for node, forward in of.items():
-        by_sequence.setdefault(_torch.sequence_number(node), forward)  # operations without gradient repeat the number before
-    tags = [dict(r.tags) for r in regions]
-    last = len(regions) - 1
+    for node, forward in of.items():  # operations without gradient repeat the number before
+        by_sequence.setdefault((_torch.sequence_number(node), node in joined), forward)
+    tags = [(dict(r.tags), r.joined) for r in regions]
+    last = {whole: max((r.index for r in regions if r.joined == whole), default=0) for whole in (False, True)}
+    joined = differentiates_joined(backward, joined)
     floating: list[Node] = []
+
+    def before(x: Node, node: Node) -> int:
+        """The last region in which `node` may read a gradient."""
+        if x in joined and node not in joined:  # which goes back to the parts of the batch
+            return max(r.index for r in regions[: of[x]] if not r.joined)
+        return of[x] - (x.target in BORDERS and node.target is not CHANGE)  # before a sum, its terms
+
     for node in backward:
         inputs = [x for x in node.all_input_nodes if x in of and _torch.is_backward(x)]
-        bound = min(
-            (of[x] - (x.target in BORDERS and node.target is not CHANGE) for x in inputs), default=last
-        )  # before a sum, its terms
+        bound = min((before(x, node) for x in inputs), default=last[node in joined])
         region: int | None
         if AFTER in node.meta:
             region = min(bound, *(of[x] - by for x, by in node.meta[AFTER].items()))
         elif node.target in BORDERS:
             region = bound if inputs else None
         elif META_KEY in node.meta.get("custom", {}):
-            own = tags_of(node)
-            region = by_sequence.get(_torch.sequence_number(node))
+            own = tags_of(node), node in joined
+            region = by_sequence.get((_torch.sequence_number(node), node in joined))
             if region is None or tags[region] != own:
                 region = next((r for r in range(bound, -1, -1) if tags[r] == own), bound)
         elif node.target is aten.add.Tensor and inputs:
             region = bound
         else:
-            region = by_sequence.get(_torch.sequence_number(node), bound if inputs else None)
+            region = by_sequence.get((_torch.sequence_number(node), node in joined), bound if inputs else None)
         if region is None:
             floating.append(node)
         elif node.target is operator.getitem:
@@ -280,7 +302,7 @@ def _assign_backward(backward: list[Node], regions: list[Region], of: dict[Node,
         else:
             of[node] = min(region, bound)
     for node in reversed(floating):
-        of[node] = max((of[u] for u in node.users if u in of), default=last)
+        of[node] = max((of[u] for u in node.users if u in of), default=last[False])
 
 
 def gradient_terms(node: Any, of: Mapping[Node, int]) -> list[Node]:
@@ -299,3 +321,32 @@ def gradient_terms(node: Any, of: Mapping[Node, int]) -> list[Node]:
     ):
         return [*gradient_terms(node.args[0], of), *gradient_terms(node.args[1], of)]
     return [node]
+
+
+def refuse_parts(graph: torch.fx.Graph) -> Collection[Node]:
+    """Whatever is computed from gathered samples reads of other nodes what has one row for each sample, or is a parameter's.
+    Returns what is computed from gathered samples.
+
+    Raises:
+        CaptureError: it does not.
+    """
+    forward = [n for n in graph.nodes if n.op == "call_function" and not _torch.is_backward(n)]
+    shared, _ = _shared(forward, frozenset())
+    joined = joined_nodes(forward, shared)
+    rows = rows_of_samples(forward) if joined else EMPTY
+    stack, seen = list(graph.output_node().all_input_nodes), set[Node]()
+    while stack and joined:
+        node = stack.pop()
+        if node in seen:
+            continue
+        seen.add(node)
+        stack += node.all_input_nodes
+        for x in node.all_input_nodes if node in joined or node.target is GATHER else ():
+            if x.op != "call_function" or x in joined or x in shared or x in rows or x.target is GATHER:
+                continue
+            raise CaptureError(
+                f"{own_line(node)}: {node.target} computes with gathered samples and with {x.target} ({own_line(x)}) of shape "
+                f"{list(shape_of(x))}. That value does not have one row for each sample, and a part of the batch reads it, too. "
+                "Compute it once from gathered samples, and once more for the other use."
+            )
+    return joined

@@ -35,7 +35,7 @@ _ALONG = {
     aten.sum.dim_IntList, aten.mean.dim, aten.logsumexp.default,
 }  # fmt: skip
 _ARANGE = {aten.arange.default, aten.arange.start, aten.arange.start_step}
-_TURN = {aten.t.default, aten.transpose.int, aten.permute.default}
+TURN = {aten.t.default, aten.transpose.int, aten.permute.default}
 _SHAPED = {aten.view.default, aten.reshape.default, aten._unsafe_view.default}
 
 
@@ -67,7 +67,7 @@ def _follows(node: Node, found: set[Node], size: int) -> bool:
         return source in found and shape[0] == size and _counts(node.args[1][0], size)  # type: ignore[index]
     if target is aten.cat.default:
         return (node.args[1] if len(node.args) > 1 else 0) not in (0, -len(shape))
-    if target in _TURN:
+    if target in TURN:
         return source in found and is_first_of(node, 0)
     if target is aten.expand.default:
         return source in found and len(shape_of(source)) == len(shape) and shape_of(source)[0] == shape[0]

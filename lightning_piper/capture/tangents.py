@@ -19,7 +19,15 @@ from lightning_piper.capture.terms import MIXED, Terms
 
 aten = torch.ops.aten
 # Their backward passes are no operations.
-_PASSING = {aten.add.Tensor, aten.add.Scalar, aten.view.default, aten.reshape.default, aten.clone.default, aten.alias.default}
+_PASSING = {
+    aten.add.Tensor,
+    aten.add.Scalar,
+    aten.sub.Scalar,
+    aten.view.default,
+    aten.reshape.default,
+    aten.clone.default,
+    aten.alias.default,
+}
 
 
 @dataclass(frozen=True)
@@ -134,6 +142,8 @@ def _way(graph: torch.fx.Graph, loss: Node, sums: Sums, behind: Collection[Node]
             continue
         numbers.add(number)
         read.add(value)
+        if value.target is aten.sub.Tensor:  # the first operand has the gradient itself
+            stack.append((value.args[0], base))
         (source,) = sources
         way.entering.append((source, [node for node in backward if source in node.all_input_nodes], base))
     return way

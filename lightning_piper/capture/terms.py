@@ -31,6 +31,7 @@ from lightning_piper.capture.denominators import (
     times,
 )
 from lightning_piper.capture.following import CONSTANTS, Ask, Following
+from lightning_piper.capture.joined import after_gathers
 from lightning_piper.capture.keys import Keys
 from lightning_piper.capture.operations import (
     ADDED,
@@ -89,6 +90,7 @@ class Terms:
         self._keys = Keys()
         self._from_batch: set[Node] = set()
         self._from_params: set[Node] = set()
+        self.joined = after_gathers(graph, apart=True)  # computed from the whole batch, and so the same on every part
         changed = _changed_buffers(graph)
         for node in graph.nodes:
             self._enter(node, changed)
@@ -106,7 +108,7 @@ class Terms:
         if node.target in CONSTANTS or node.target is TOTAL:  # a sum over the whole batch is the same on every part
             return
         inputs = node.all_input_nodes
-        if any(x in self._from_batch for x in inputs):
+        if any(x in self._from_batch for x in inputs) and node not in self.joined:
             self._from_batch.add(node)
         if any(x in self._from_params for x in inputs) or _torch.is_random(node):
             self._from_params.add(node)
@@ -131,7 +133,11 @@ class Terms:
 
     def _varies(self, value: Any) -> bool:
         """Is it a tensor that is not the same for every part of the batch: of its samples, or of their number?"""
-        return isinstance(value, Node) and (value in self._from_batch or self.following.changes(value))
+        return isinstance(value, Node) and (value in self._from_batch or self.changes(value))
+
+    def changes(self, node: Node) -> bool:
+        """Is it another value for another part of the batch, though it reads no samples of it?"""
+        return node not in self.joined and self.following.changes(node)
 
     def _by_operation(self, node: Node) -> Found:
         target: Any = node.target
@@ -270,14 +276,15 @@ class Terms:
 
     def _together(self, nodes: Iterable[Any]) -> Found:
         """Of a sum of values, some of which may not follow from the batch."""
+        nodes = list(nodes)
         found = [known for x in nodes if self._varies(x) and (known := self.of(x)).what != WHOLE]
         if not found:
             return Found(WHOLE)
-        some_whole = len(found) < len(list(nodes))
+        some_whole = len(found) < len(nodes)
         if any(f.what not in (LINEAR, MIXED) for f in found):
             return Found(OTHER)
         kinds = {f.denominator for f in found}
-        if MIXED in {f.what for f in found} or len(kinds) > 1:
+        if MIXED in {f.what for f in found} or len(kinds) > 1 or any(x in self.joined for x in nodes):
             return Found(MIXED)
         # The weights of a sum do not add up to 1, so what is the same on every part cannot go with it.
         return Found(MIXED) if some_whole and not _adds_up_to_one(found[0].denominator) else found[0]

@@ -22,6 +22,7 @@ from lightning_piper.capture.batch import BatchSpec
 from lightning_piper.capture.calling import SKIPPED, arguments
 from lightning_piper.capture.carried import carrying
 from lightning_piper.capture.deferred import holds_deferred, is_deferred, is_misplaced, refusal
+from lightning_piper.capture.joined import join_batch
 from lightning_piper.capture.kept import Grows
 from lightning_piper.capture.metric_objects import Recording, noting
 from lightning_piper.capture.numbers import Number
@@ -128,6 +129,7 @@ def trace(
                 f"{user_line(error)}: {step.name} cannot be captured as one graph: {type(error).__name__}: {error}"
             ) from error
     settle_dtypes(graph)
+    join_batch(graph)
     return Traced(graph, step.plain, tuple(step.logs), step.metrics.made)
 
 

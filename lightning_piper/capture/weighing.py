@@ -11,7 +11,7 @@ of weight.
 from __future__ import annotations
 
 import operator
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -22,18 +22,21 @@ from lightning_piper.capture import _torch
 from lightning_piper.capture.changed_buffers import changed_buffers, is_local
 from lightning_piper.capture.denominators import ONE, SAMPLES, Expression, denominator_of, described, simplified, stats_of
 from lightning_piper.capture.following import Ask
+from lightning_piper.capture.joined import OF_PARTS
 from lightning_piper.capture.meeting import meetings, met, way_to
 from lightning_piper.capture.passes import Names
-from lightning_piper.capture.regions import source_line
+from lightning_piper.capture.regions import own_line, refuse_parts, source_line
 from lightning_piper.capture.tangents import Sums, divide
 from lightning_piper.capture.terms import LINEAR, MIXED, ROWS, WHOLE, Found, Terms
 from lightning_piper.capture.trace import Traced
 from lightning_piper.capture.whole_values import computation, computed_from
+from lightning_piper.errors import CaptureError
 from lightning_piper.ir.regions import Logged, Output
 from lightning_piper.ir.terms import Term, Weighing
 from lightning_piper.ir.values import Kind
 
 aten = torch.ops.aten
+WHOLE_BATCH = "whole batch"  # the term of what is computed from gathered samples
 MANY = 32  # terms with weights of their own, each of which gets a copy of what adds them up
 
 
@@ -111,9 +114,13 @@ class _Weighing:
                     parts, self.assumed = {self._term(SAMPLES): node}, True
                 tangents = tangents if len(parts) > 1 else {self.names.tangent: next(iter(parts))}
             self._hand_out(place, results, described_as, [(made, parts)])
+        for node, term in tangents.items() if self.found.joined else ():
+            if term != self.kinds.get(WHOLE_BATCH):
+                node.meta[OF_PARTS] = True
         self._guard()
         output.args = (tuple(results),)
         output.meta["desc"] = described_as
+        self._check_joined(refuse_parts(self.graph), results, described_as)
         return Weighed(
             self.graph,
             tuple(self.plain),
@@ -123,8 +130,21 @@ class _Weighing:
             self.assumed,
             tuple(self.unknown),
             None if self._met is None else f"{self._met.target} ({source_line(self._met)})",
-            frozenset(name for name, node in changed.items() if is_local(node, self.found.following.changes)),
+            frozenset(name for name, node in changed.items() if is_local(node, self.found.changes)),
         )
+
+    def _check_joined(self, joined: Collection[Node], results: list[Any], described_as: list[Any]) -> None:
+        """Each replica has all of what is computed from gathered samples: it weighs as the replica's share of them."""
+        for node, desc in zip(results, described_as, strict=True):
+            if node in joined and isinstance(desc, _torch.PlainAOTOutput):
+                made = self.plain[desc.idx]
+                summed = made.term is not None and self.terms[made.term].weighing in (Weighing.SUM, Weighing.RATIO)
+                if summed or made.kind == Kind.ARGUMENT:
+                    found = f"{own_line(node)}: {', '.join(made.names)} ({made.kind}) is computed from gathered samples"
+                    raise CaptureError(
+                        f"{found}, and each replica would count it. Give a metric object the samples as they are, and add terms of "
+                        "samples to terms of the whole batch."
+                    )
 
     def _hand_out(
         self, place: int, results: list[Any], described_as: list[Any], values: list[tuple[Output, Mapping[int, Node]]]
@@ -189,6 +209,8 @@ class _Weighing:
         is_loss = made.kind == Kind.LOSS
         if is_loss and found.what != WHOLE:
             self.assumed = True
+        if is_loss and node in self.found.joined:
+            return {self._term(WHOLE_BATCH): node}
         reduce = "mean" if is_loss or found.what == WHOLE else self.logs[made.names[0]].reduce
         return {self._extreme(reduce) if reduce in ("max", "min") else self._term(SAMPLES if reduce == "mean" else ONE): node}
 
@@ -202,10 +224,12 @@ class _Weighing:
         return self._term(found.denominator if found.what == LINEAR else SAMPLES)
 
     def _term(self, denominator: Any) -> int:
-        denominator = simplified(denominator)
+        denominator = denominator if denominator is WHOLE_BATCH else simplified(denominator)
         if denominator not in self.kinds:
             self.kinds[denominator] = len(self.terms)
-            if denominator == SAMPLES:
+            if denominator is WHOLE_BATCH:  # each replica has all of it, and counts as its share of the samples
+                self.terms.append(Term(Weighing.SAMPLES, "the whole batch"))
+            elif denominator == SAMPLES:
                 self.terms.append(Term(Weighing.SAMPLES, "samples"))
             elif denominator == ONE:
                 self.terms.append(Term(Weighing.SUM, "sum"))
@@ -229,7 +253,7 @@ class _Weighing:
         """The term that a summand belongs to; None if it is itself a sum of several."""
         found = self.found.of(value) if isinstance(value, Node) else Found(WHOLE)
         if found.what == WHOLE:
-            return self._term(SAMPLES)  # the same on every part
+            return self._term(WHOLE_BATCH if value in self.found.joined else SAMPLES)  # the same on every part
         return self._term(found.denominator) if found.what == LINEAR else None
 
     def _summands(self, node: Node) -> list[Any]:
@@ -293,15 +317,23 @@ class _Weighing:
             found = known[id(value)]
             if found is not None or not isinstance(value, Node):
                 return 0 if found is None else found
-            zeros = self._add(aten.zeros_like.default, (value,), node)  # in the region of its reader: the value may be a parameter
-            zeros.meta["val"] = value.meta["val"]
-            return zeros
+            return self._zeros(value, node)
 
         def of_argument(value: Any) -> Any:
             return [other(x) for x in value] if isinstance(value, list | tuple) and node.target in _LISTS else other(value)
 
         with self.graph.inserting_before(node.next):
             return self._add(node.target, tuple(map(of_argument, node.args)), node, node.kwargs)
+
+    def _zeros(self, value: Node, reader: Node) -> Node:
+        """In the place of a value, in the region of its reader: the value may be a parameter."""
+        given = value.meta["val"]
+        if given.ndim or not self.found.joined:
+            zeros = self._add(aten.zeros_like.default, (value,), reader)
+        else:  # nothing of a part of the batch reads what is computed from gathered samples, and that reads nothing but rows
+            zeros = self._add(aten.full.default, ([], 0.0), reader, {"dtype": given.dtype, "device": given.device})
+        zeros.meta["val"] = given
+        return zeros
 
     def _add(self, target: Any, args: tuple[Any, ...], like: Node, kwargs: Mapping[str, Any] | None = None) -> Node:
         made = self.graph.call_function(target, args, dict(kwargs or {}))

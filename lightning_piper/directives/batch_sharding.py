@@ -10,7 +10,9 @@ from lightning_piper.directives.base import Directive
 from lightning_piper.ir.dag import TrainingDAG
 from lightning_piper.ir.mesh import DATA, Mesh
 from lightning_piper.ir.nodes import Chunk, Node
-from lightning_piper.ir.values import Kind, Partial, Replicate, Slice
+from lightning_piper.ir.values import Partial, Slice
+from lightning_piper.ops.chunk import held
+from lightning_piper.ops.gather_samples import GatherSamples, ScatterSamples, exchanged
 from lightning_piper.ops.metrics import Metrics, MetricsSum, metrics_value
 from lightning_piper.ops.samples import Concat, Cut
 from lightning_piper.ops.total import Total
@@ -62,14 +64,15 @@ def _shrink(dag: TrainingDAG, node: Node, replicas: int) -> None:
     if isinstance(node, Chunk):
         dag.change(node, slice=_part(node.slice, replicas))
         outputs = tuple(
-            dataclasses.replace(
-                value, tensors=tensors, placement=Partial() if value.kind == Kind.GRAD or out.partial else Replicate()
-            )
+            dataclasses.replace(value, tensors=tensors, placement=held(dag, out))
             for value, out, tensors in zip(node.outputs, dag.interface(node).outputs, dag.code_of(node).outputs, strict=True)
         )
     elif isinstance(node, Total):
         dag.change(node, mesh=dag.mesh)
         outputs = (dataclasses.replace(node.outputs[0], tensors=dag.value(node.inputs[0]).tensors),)
+    elif isinstance(node, GatherSamples | ScatterSamples):
+        dag.change(node, mesh=dag.mesh)
+        outputs = (exchanged(dag, node),)
     elif isinstance(node, Metrics):
         dag.change(node, slices=tuple(_part(part, replicas) for part in node.slices))
         outputs = (dataclasses.replace(metrics_value(dag), placement=Partial()),)

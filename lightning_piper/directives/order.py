@@ -14,6 +14,7 @@ from lightning_piper.directives.base import Contract, Directive, names_absent, r
 from lightning_piper.ir.dag import TrainingDAG
 from lightning_piper.ir.filters import (
     AGAIN,
+    STORE,
     Filter,
     Index,
     copies,
@@ -28,6 +29,8 @@ from lightning_piper.ir.values import Kind
 from lightning_piper.limits import shown
 from lightning_piper.ops.order import Barrier
 from lightning_piper.ops.total import Total
+
+Lanes = Sequence[Sequence[Node]]  # of a group: what each of its filters selects
 
 
 @register
@@ -50,6 +53,10 @@ class Order(Directive):
 
     A filter whose PASS is `STORE` or `FETCH` selects what an `offload` before this order copies to the host, or brings back for the
     backward passes of what the filter names: a group of its own between groups of chunks.
+
+    Where a step gathers samples (`gather_samples`), no backward pass that waits for all of them can run before the last forward
+    pass that makes them. So the forward passes of the groups come first there, then the part that works on the whole batch, then
+    the backward passes, each in the order given.
 
     Order is kept between chunks of one device. Between devices it may only repeat what the data demands anyway. The bits do
     not change: sums of gradients keep their own order.
@@ -83,25 +90,9 @@ class Order(Directive):
 
     def apply(self, dag: TrainingDAG) -> None:
         self._split_backward(dag)
-        index = Index(dag)
         groups: list[dict[int, Node]] = []
-        seen: dict[int, int] = {}
-        for i, group in enumerate(self.filters):
-            lanes = [self._selected(dag, f"filters[{i}]", condition, index) for condition in _members(group)]
-            for condition, lane in zip(_members(group), lanes, strict=True):
-                for chunk in lane if names_again(condition) else ():
-                    if chunk.tags["PASS"] == AGAIN:
-                        dag.release(chunk)
+        for lanes in _around_joined(dag, self._lanes(dag)):
             chunks = {chunk.id: chunk for lane in lanes for chunk in lane}
-            for chunk in chunks.values():
-                if chunk.id in seen:
-                    self.refuse(
-                        f"filters[{i}]",
-                        f"{chunk.label} is already in group {seen[chunk.id]}",
-                        "name each chunk in one group",
-                    )
-                seen[chunk.id] = i
-                dag.name(chunk, dag.origin)
             if groups and chunks and all(_is_copy(node) for node in (*groups[-1].values(), *chunks.values())):
                 groups[-1] |= chunks  # a smaller batch lacks the chunks between them
             elif chunks:
@@ -111,6 +102,28 @@ class Order(Directive):
         for before, after in itertools.pairwise(groups):
             self._sequence(dag, list(before.values()), list(after.values()))
         self._refuse_cycle(dag)
+
+    def _lanes(self, dag: TrainingDAG) -> list[Lanes]:
+        """For each group, what each of its filters selects."""
+        index, found = Index(dag), list[Lanes]()
+        seen: dict[int, int] = {}
+        for i, group in enumerate(self.filters):
+            lanes = [self._selected(dag, f"filters[{i}]", condition, index) for condition in _members(group)]
+            for condition, lane in zip(_members(group), lanes, strict=True):
+                for chunk in lane if names_again(condition) else ():
+                    if chunk.tags["PASS"] == AGAIN:
+                        dag.release(chunk)
+            for chunk in {chunk.id: chunk for lane in lanes for chunk in lane}.values():
+                if chunk.id in seen:
+                    self.refuse(
+                        f"filters[{i}]",
+                        f"{chunk.label} is already in group {seen[chunk.id]}",
+                        "name each chunk in one group",
+                    )
+                seen[chunk.id] = i
+                dag.name(chunk, dag.origin)
+            found.append(lanes)
+        return found
 
     def _selected(self, dag: TrainingDAG, field: str, condition: Filter, index: Index) -> Sequence[Node]:
         if not names_copies(condition):
@@ -189,6 +202,33 @@ class Order(Directive):
             f"contradicts what must come first: {''.join(steps)}{_name(dag.nodes[cycle[0][0]])}",
             _summed(dag, cycle) or _entered_again(dag) or "remove or turn round one of the orders in this cycle",
         )
+
+
+def _around_joined(dag: TrainingDAG, groups: list[Lanes]) -> list[Lanes]:
+    """The groups in an order that gathered samples allow: first what the joined part of the step waits for, then the joined part,
+    then what waits for it, and within each as they come. So the backward passes of a schedule keep their order among themselves."""
+    joined = [chunk for chunk in dag.of_type(Chunk) if dag.regions[chunk.region].joined]
+    if not joined:
+        return groups
+    first = _ancestors(dag, [chunk.id for chunk in joined if chunk.kind == "F"])
+    turn = {chunk.id: 1 if chunk.kind == "F" else 2 for chunk in joined}
+
+    def turn_of(node: Node) -> int:
+        before = node.id in first or node.tags.get("PASS") in ("F", STORE)
+        return turn.get(node.id, 0 if before else 3)
+
+    parts = [[[node for node in lane if turn_of(node) == k] for lane in lanes] for k in range(4) for lanes in groups]
+    return [lanes for lanes in parts if any(lanes)]
+
+
+def _ancestors(dag: TrainingDAG, nodes: list[int]) -> set[int]:
+    """All that comes before these."""
+    found, stack = set[int](), nodes
+    while stack:
+        new = [i for i in dag.graph.predecessors(stack.pop()) if i not in found]
+        found.update(new)
+        stack += new
+    return found
 
 
 def _summed(dag: TrainingDAG, cycle: Sequence[tuple[int, int]]) -> str:

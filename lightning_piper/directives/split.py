@@ -21,6 +21,7 @@ from lightning_piper.ops.arguments import Arguments
 from lightning_piper.ops.bucket import Pack
 from lightning_piper.ops.build import build_dag, chain_state
 from lightning_piper.ops.chunk import make_chunk
+from lightning_piper.ops.gather_samples import GatherSamples
 from lightning_piper.ops.host import Store
 from lightning_piper.ops.metrics import Metrics
 from lightning_piper.ops.samples import Concat, Cut
@@ -68,7 +69,7 @@ class Split(Directive):
             dag.change(chunk, tags={**chunk.tags, self.dim_name: 0})
 
     def apply(self, dag: TrainingDAG) -> None:
-        chunks = self.select(dag, "filter", self.filter)
+        chunks = self._cuttable(dag, self.select(dag, "filter", self.filter))
         if dag.meshes:
             divided = dag.regions[min(dag.meshes)].label
             self.refuse(
@@ -86,6 +87,21 @@ class Split(Directive):
             found = f"{self.num_microbatches} microbatches of {len(chunks)} passes"
             self.refuse("num_microbatches", found, f"give fewer: a step has at most {PASSES} passes")
         self._repeat(dag, chunks, {part: self._microbatches(dag, part) for part in {chunk.slice for chunk in chunks}})
+
+    def _cuttable(self, dag: TrainingDAG, chunks: list[Chunk]) -> list[Chunk]:
+        """Without those that are computed from gathered samples: they need all of them at once, and run where the first microbatch
+        runs."""
+        found = [chunk for chunk in chunks if not dag.regions[chunk.region].joined]
+        if chunks and not found:
+            self.refuse(
+                "filter",
+                f"selects {chunks[0].label} alone, which is computed from gathered samples",
+                "split what comes before gather_samples",
+            )
+        for chunk in chunks:
+            if dag.regions[chunk.region].joined:
+                dag.change(chunk, tags={**chunk.tags, self.dim_name: 0})
+        return found
 
     def _repeat(self, dag: TrainingDAG, chunks: list[Chunk], microbatches: dict[Slice, list[Slice]]) -> None:
         touched = disconnect(dag, chunks)
@@ -237,7 +253,7 @@ class _Rewrite:
         for place, ref in enumerate(user.inputs):
             if ref[0] not in self.copies:
                 refs = [ref]
-            elif isinstance(user, Accumulate | Metrics | Concat | Arguments | Total):
+            elif isinstance(user, Accumulate | Metrics | Concat | Arguments | Total | GatherSamples):
                 refs = [(copy.id, ref[1]) for copy in self.copies[ref[0]]]
             elif isinstance(user, Chunk | Cut):
                 refs = [self._join(ref, user)]
@@ -304,5 +320,6 @@ def accumulating(step: Step, slices: Sequence[Slice]) -> TrainingDAG:
     dag = build_dag(step)
     whole = Slice(0, dag.size)
     if list(slices) != [whole]:
-        Split(filter={}, dim_name="MB", num_microbatches=len(slices))._repeat(dag, list(dag.of_type(Chunk)), {whole: list(slices)})
+        one = Split(filter={}, dim_name="MB", num_microbatches=len(slices))
+        one._repeat(dag, one._cuttable(dag, list(dag.of_type(Chunk))), {whole: list(slices)})
     return dag

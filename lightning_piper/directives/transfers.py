@@ -12,6 +12,7 @@ from lightning_piper.ir.nodes import Chunk, Node, Ref
 from lightning_piper.ir.values import Partial, Replicate
 from lightning_piper.ops.arguments import Arguments
 from lightning_piper.ops.bucket import Pack
+from lightning_piper.ops.gather_samples import GatherSamples, ScatterSamples
 from lightning_piper.ops.host import Fetch, Store
 from lightning_piper.ops.metrics import Metrics, MetricsSum, Report
 from lightning_piper.ops.p2p import Recv, Send
@@ -21,7 +22,8 @@ from lightning_piper.ops.total import Total
 from lightning_piper.ops.update import Accumulate, Update
 
 SEND_STREAM, RECV_STREAM = "send", "recv"
-FOLLOW = (Accumulate, Metrics, Pack, Update, Result, Arguments, Total, Store, Fetch)  # nodes that lie where what they read is made
+# Nodes that lie where what they read is made.
+FOLLOW = (Accumulate, Metrics, Pack, Update, Result, Arguments, Total, ScatterSamples, Store, Fetch)
 
 
 def place_around(dag: TrainingDAG, chunks: list[Chunk]) -> bool:
@@ -42,8 +44,8 @@ def place_dependents(dag: TrainingDAG, chunks: Iterable[Chunk]) -> list[Node]:
         readers: list[Node] = [chunk]
         while readers:
             for source in [dag.nodes[ref[0]] for ref in readers.pop().inputs]:
-                # What splits put between this chunk and others; several chunks may read it: it goes with the first.
-                if isinstance(source, Cut | Concat | Accumulate) and not source.devices:
+                # What splits put between this chunk and others, and what gathers samples for it; it goes with the first reader.
+                if isinstance(source, Cut | Concat | Accumulate | GatherSamples) and not source.devices:
                     dag.change(source, devices=chunk.devices, placed_by=chunk.placed_by)
                     placed.append(source)
                     readers.append(source)

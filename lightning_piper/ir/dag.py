@@ -132,8 +132,12 @@ class TrainingDAG:
         """For each call of `dispatch`, into how many parts what it leads to is divided; empty for a region that is whole."""
         return self._degrees if region in self.meshes else ()
 
+    def code_for(self, key: PassKey, part: Slice) -> Code:
+        """The code of a pass for a slice of the local batch. What is computed from gathered samples works on all of the batch."""
+        return self.code_at(key, self.size if self.regions[key[0]].joined else len(part))
+
     def code_of(self, chunk: Chunk) -> Code:
-        return self.code_at(chunk.key, len(chunk.slice))
+        return self.code_for(chunk.key, chunk.slice)
 
     def mesh_of(self, name: str) -> Mesh:
         """The mesh of a parameter: its gradients are summed along `DATA`, and it may be divided along the other axes."""

@@ -38,11 +38,13 @@ class Region:
         index: position in trace order.
         tags: the annotations that were open, e.g. `{"PP": 1}`; empty outside of any annotation.
         source: the user's source line at which the region starts, for messages.
+        joined: it is computed from gathered samples, and works on the whole batch, on each replica.
     """
 
     index: int
     tags: Mapping[str, int]
     source: str
+    joined: bool = False
 
     @property
     def label(self) -> str:
@@ -59,6 +61,8 @@ class Output:
             whose content is a private matter of the region, the passes of its backward that read it.
         term: of a loss or a logged value, its place in `StepCode.terms`.
         partial: it is a term of a sum over the whole batch, and whoever reads it gets the sum.
+        exchange: `gather`: its readers work on the whole batch, and get the rows of all parts of it; `scatter`: they work on a
+            part, and get their rows of the gradients that the whole batch gives; or nothing, "".
         held: of a step that is divided along axes (`Step.divisions`), what their members hold of it: by axis, of those along which
             they do not all have it.
         changes: what becomes of that on the way to whoever reads it, one after another.
@@ -68,6 +72,7 @@ class Output:
     names: tuple[str, ...]
     term: int | None = None
     partial: bool = False
+    exchange: str = ""
     held: tuple[tuple[str, Placement], ...] = ()
     changes: tuple[Change, ...] = ()
 
@@ -267,6 +272,11 @@ class StepCode:
     def sums_over_batch(self) -> bool:
         """Is something in it summed over the whole batch, on the way?"""
         return any(output.partial for interface in self.interfaces.values() for output in interface.outputs)
+
+    @cached_property
+    def gathers_samples(self) -> bool:
+        """Is something in it computed from the samples of the whole batch, gathered on the way?"""
+        return any(region.joined for region in self.regions)
 
     @cached_property
     def makes_loss(self) -> bool:

@@ -10,6 +10,7 @@ from lightning_piper.ops.build import build_dag, chain_state
 from lightning_piper.ops.chunk import make_chunk
 from lightning_piper.ops.facts import Facts
 from lightning_piper.ops.gather import AllGather, Parameters
+from lightning_piper.ops.gather_samples import GatherSamples, ScatterSamples
 from lightning_piper.ops.host import Fetch, Store
 from lightning_piper.ops.instruction import Collective, Instruction, Read
 from lightning_piper.ops.metrics import Metrics, MetricsSum, Report
@@ -38,6 +39,7 @@ __all__ = [
     "Exchange",
     "Facts",
     "Fetch",
+    "GatherSamples",
     "Instruction",
     "Metrics",
     "MetricsSum",
@@ -51,6 +53,7 @@ __all__ = [
     "Reference",
     "Report",
     "Result",
+    "ScatterSamples",
     "Send",
     "Store",
     "Total",

@@ -9,6 +9,7 @@ from lightning_piper.ir.regions import PassKey, Step
 from lightning_piper.ir.values import Kind, Slice
 from lightning_piper.ops.arguments import Arguments
 from lightning_piper.ops.chunk import make_chunk
+from lightning_piper.ops.gather_samples import GatherSamples, ScatterSamples
 from lightning_piper.ops.metrics import Metrics, Report, first_log, metrics_value
 from lightning_piper.ops.results import Result
 from lightning_piper.ops.total import Total
@@ -35,7 +36,7 @@ def fill(dag: TrainingDAG) -> None:
     code = dag.code
     whole = Slice(0, dag.size)
     chunks: dict[PassKey, Chunk] = {}
-    totals: dict[tuple[int, str, int], Ref] = {}  # of values that are summed over the whole batch
+    totals: dict[tuple[int, str, int], Ref] = {}  # of values that are summed, or exchanged, over the whole batch
     forward = [(r.index, "F") for r in code.regions if (r.index, "F") in code.interfaces]
     backward = [(r.index, "B") for r in reversed(code.regions) if (r.index, "B") in code.interfaces]
     for key in forward + backward:
@@ -45,6 +46,8 @@ def fill(dag: TrainingDAG) -> None:
         for i, output in enumerate(code.interfaces[key].outputs):
             if output.partial:
                 totals[(*key, i)] = _total(dag, chunk, i)
+            elif output.exchange:
+                totals[(*key, i)] = _exchange(dag, chunk, i, output.exchange)
     _gradients(dag, chunks)
     chain_state(dag)
     _report(dag, chunks)
@@ -54,6 +57,12 @@ def fill(dag: TrainingDAG) -> None:
 def _total(dag: TrainingDAG, chunk: Chunk, i: int) -> Ref:
     total = Total(inputs=((chunk.id, i),), outputs=(chunk.outputs[i],), tags=_own_tags(chunk), stream="total", mesh=Mesh.flat(1))
     return (dag.add(total).id, 0)
+
+
+def _exchange(dag: TrainingDAG, chunk: Chunk, i: int, way: str) -> Ref:
+    kind = GatherSamples if way == "gather" else ScatterSamples
+    made = kind(inputs=((chunk.id, i),), outputs=(chunk.outputs[i],), tags=_own_tags(chunk), stream="samples", mesh=Mesh.flat(1))
+    return (dag.add(made).id, 0)
 
 
 def _gradients(dag: TrainingDAG, chunks: dict[PassKey, Chunk]) -> None:

@@ -20,6 +20,7 @@ from lightning_piper.ir.values import Kind, Partial, Placement, Replicate, Slice
 from lightning_piper.ops import all_to_all
 from lightning_piper.ops.base import Binding, Bound, Operation, Planning, about, register_operation
 from lightning_piper.ops.facts import Facts, Origin, names_of, slices_of, specs_of
+from lightning_piper.ops.gather_samples import read_as_exchanged
 from lightning_piper.ops.instruction import Instruction
 from lightning_piper.ops.redistribute import read_as_wanted
 from lightning_piper.ops.reference import Bundle, Made, Reference
@@ -34,20 +35,21 @@ def make_chunk(
 ) -> Chunk:
     """A chunk for `part` of the batch, with outputs as its code has them at that size."""
     interface = dag.code.interface_of(key)
-    specs = dag.code_at(key, len(part)).outputs
+    specs = dag.code_for(key, part).outputs
     outputs = tuple(
-        Value(out.kind, out.names, tensors, _held(dag, out), others=others_of(dag, key, i))
+        Value(out.kind, out.names, tensors, held(dag, out), others=others_of(dag, key, i))
         for i, (out, tensors) in enumerate(zip(interface.outputs, specs, strict=True))
     )
     state = (None,) * len(interface.state)
     return Chunk(region=key[0], kind=key[1], slice=part, inputs=inputs, outputs=outputs, tags=tags, state=state, **more)  # type: ignore[arg-type]
 
 
-def _held(dag: TrainingDAG, output: Output) -> Placement:
+def held(dag: TrainingDAG, output: Output) -> Placement:
     """Each replica has the gradients of its own samples, and its own terms of what is summed over the batch."""
     if is_summed(dag, output):
         return Partial()
-    return placement_of_terms(dag) if output.kind == Kind.GRAD or output.partial else Replicate()
+    terms = output.kind == Kind.GRAD or output.partial or output.exchange == "scatter"
+    return placement_of_terms(dag) if terms else Replicate()
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -65,6 +67,7 @@ class Run(Instruction):
         seeds: the same for the gradient of each term in `Interface.seeds`; a number is its weight.
         degrees: into how many parts parameters are divided, as in `ir.regions.Step.at`, if this region's are.
         member: its code is that of one member of an axis (`ir.regions.Step.member`).
+        whole: samples of the whole batch, if it works on all of them: it is computed from gathered samples.
     """
 
     op: ClassVar[str] = "run"
@@ -76,6 +79,12 @@ class Run(Instruction):
     seeds: tuple[Place | float, ...] = ()
     degrees: tuple[int, ...] = ()
     member: bool = False
+    whole: int | None = None
+
+    @property
+    def samples(self) -> int:
+        """How many its code is for."""
+        return len(self.slice) if self.whole is None else self.whole
 
     def details(self) -> list[str]:
         return [self.label, str(self.slice), *super().details()]
@@ -102,6 +111,7 @@ def check(facts: Facts, node: Chunk) -> Iterable[str]:
             yield f"{facts.at(node)} reads {facts.named(ref)} where its region reads {facts.pass_of(wanted)}: let it read that"
             continue
         yield from read_as_total(facts, node, ref, wanted)
+        yield from read_as_exchanged(facts, node, ref, wanted)
         yield from read_as_wanted(facts, node, ref, wanted)
         if (
             list(facts.parts[ref]) != [node.slice]
@@ -114,10 +124,18 @@ def check(facts: Facts, node: Chunk) -> Iterable[str]:
         if value.tensors != specs:
             says, makes = specs_of(value.tensors), specs_of(specs)
             yield f"{facts.at(node)} names {value.label} {says}; of {node.slice} its code makes {makes}"
-        held = _held(dag, made)
+        placement = held(dag, made)
         others = others_of(dag, node.key, interface.outputs.index(made))
-        if (value.kind, value.names, value.placement, value.bucket, value.others) != (made.kind, made.names, held, None, others):
-            yield f"{facts.at(node)} names {value.label} {value.placement} what is {made.kind}:{names_of(made.names)} {held}"
+        if (value.kind, value.names, value.placement, value.bucket, value.others) != (
+            made.kind,
+            made.names,
+            placement,
+            None,
+            others,
+        ):
+            yield f"{facts.at(node)} names {value.label} {value.placement} what is {made.kind}:{names_of(made.names)} {placement}"
+    if dag.regions[node.region].joined and node.slice != Slice(0, dag.local_batch_size):
+        yield f"{facts.at(node)} works on samples {node.slice}; what is computed from gathered samples needs all of them at once"
     yield from _state(facts, node)
     yield from _params(facts, node)
     yield from check_reader(facts, node, node.weights, [(term, node.slice) for term in interface.seeds], seed=True)
@@ -195,7 +213,8 @@ def _run(run: Reference, chunk: Chunk, replica: int) -> list[Bundle]:
         args.append(_seed(run, chunk, term, replica).to(device) if ref is None else run.values[ref, replica][0])
     code = dag.code_of(chunk)
     if interface.random:
-        with seeded(chunk_seed(run.seed, chunk, samples.start - chunk.slice.start), device):
+        first = 0 if dag.regions[chunk.region].joined else samples.start - chunk.slice.start
+        with seeded(chunk_seed(run.seed, chunk, first), device):
             flat = iter(code.run(args))
     else:
         flat = iter(code.run(args))
@@ -253,7 +272,8 @@ def lower(plan: Planning, node: Chunk) -> None:
     writes = tuple(plan.new_slot(ref, "chunk", node.stream) if plan.is_read(ref) else None for ref in made)
     plan.emit(Run(**about(node), reads=tuple(reads), writes=writes, key=node.key, slice=node.slice, inputs=len(node.inputs),
                   state=tuple(found[0]), params=tuple(found[1]), seeds=tuple(seeds),
-                  degrees=dag.degrees_of(node.region), member=bool(dag.member_axes)))  # fmt: skip
+                  degrees=dag.degrees_of(node.region), member=bool(dag.member_axes),
+                  whole=dag.size if dag.regions[node.region].joined else None))  # fmt: skip
     plan.chunk_made(made)
 
 

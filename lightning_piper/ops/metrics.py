@@ -189,11 +189,21 @@ def reported(facts: Facts) -> Iterable[str]:
     if any(isinstance(s, MetricsSum) for s in sums):
         refs = tuple(ref for s in sums for ref in s.inputs)
     made = {(m.id, 0) for m in facts.dag.of_type(Metrics)}
-    found = {metric for m in facts.dag.of_type(Metrics) for metric in m.metrics}
+    found = {(metric, term) for m in facts.dag.of_type(Metrics) for metric, term in zip(m.metrics, m.terms, strict=True)}
     if sorted(refs) != sorted(made) or len(refs) != len(set(refs)):
         yield f"{facts.at(reports[0])} does not take every region's metrics exactly once"
-    if made and len(found) != len(next(facts.dag.of_type(Metrics)).outputs[0].names):
+    if made and len(found) != len(_terms_of_metrics(facts.dag)):
         yield f"{facts.at(reports[0])}: some metrics are made by no region"
+
+
+def _terms_of_metrics(dag: TrainingDAG) -> set[tuple[int, int]]:
+    """Each metric with each of the terms that it is a sum of."""
+    names = metric_names(dag.code)
+    outputs = [out for interface in dag.code.interfaces.values() for out in interface.outputs if out.term is not None]
+    found = {(names.index(out.names[0], first_log(dag.code)), out.term) for out in outputs if out.kind == Kind.LOG}
+    return {(metric, term) for metric, term in found if term is not None} | {
+        (0, out.term) for out in outputs if out.kind == Kind.LOSS and out.term is not None
+    }
 
 
 def counts(dag: TrainingDAG, place: int) -> bool:

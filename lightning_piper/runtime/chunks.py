@@ -76,7 +76,7 @@ class ChunkBinder:
 
     def _code_of(self, run: Run) -> Code:
         step = self._step.member if run.member else self._step
-        return step.at(len(run.slice), run.degrees).code_of(run.key)
+        return step.at(run.samples, run.degrees).code_of(run.key)
 
     def _compiled(self, code: Code, run: Run) -> Function:
         # With divided parameters a region takes any number of rows, and compiled code one number.
@@ -167,7 +167,8 @@ class ChunkBinder:
 
     def _seeded(self, call: Bound, run: Run) -> Bound:
         """Under the chunk's own seed; generators are afterwards as if nothing had been drawn."""
-        chunk, first = Chunk(region=run.key[0], kind=run.key[1], slice=run.slice), self._plan.replica * self._plan.local_batch_size
+        chunk = Chunk(region=run.key[0], kind=run.key[1], slice=run.slice)
+        first = self._plan.replica * self._plan.local_batch_size if run.whole is None else 0
         device = self._device
         generators_of(device)  # refuses now what could not be seeded in a step
 

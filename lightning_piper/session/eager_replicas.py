@@ -23,6 +23,7 @@ from lightning_piper.compiler import Compiled
 from lightning_piper.directives import replicas_of
 from lightning_piper.directives.levels import divides_optimizer, shards_of, whole
 from lightning_piper.errors import CaptureError, DirectiveError, ExecutionError
+from lightning_piper.gathered import exchanging_rows
 from lightning_piper.processes.world import RANK_ZERO, fill
 from lightning_piper.profile import Recording
 from lightning_piper.session.eager_optimizer import compiled_eager
@@ -57,6 +58,31 @@ def _sum(x: torch.Tensor) -> torch.Tensor:
     total = x.detach().clone(memory_format=torch.contiguous_format)
     dist.all_reduce(total)
     return total
+
+
+def _gathered(x: torch.Tensor) -> torch.Tensor:
+    """The rows of all processes, of which each is a replica and may have another number of them."""
+    rows = x.detach().contiguous()
+    most = max(counts := _rows(rows))
+    parts = [rows.new_empty(most, *rows.shape[1:]) for _ in counts]
+    padded = torch.cat([rows, rows.new_zeros(most - len(rows), *rows.shape[1:])])
+    dist.all_gather(parts, padded)
+    return torch.cat([part[:count] for part, count in zip(parts, counts, strict=True)])
+
+
+def _scattered(gradient: torch.Tensor, count: int) -> torch.Tensor:
+    """Of the gradients that all processes have made of all rows, the sum for the `count` rows of this one."""
+    counts = _rows(gradient[:count])
+    first = sum(counts[: dist.get_rank()])
+    return _sum(gradient)[first : first + count]
+
+
+def _rows(x: torch.Tensor) -> list[int]:
+    """How many rows each process has."""
+    counts = torch.zeros(dist.get_world_size(), dtype=torch.int64, device=x.device)
+    counts[dist.get_rank()] = len(x)
+    dist.all_reduce(counts)
+    return counts.tolist()
 
 
 def _buffers(module: nn.Module, found: dict[int, torch.Tensor], seen: set[int]) -> dict[int, torch.Tensor]:
@@ -131,7 +157,7 @@ class EagerReplicas:
     @contextlib.contextmanager
     def batch_norms(self) -> Iterator[None]:
         """Around a step: batch norms that are to take the statistics of the whole batch take those of all replicas' samples."""
-        with whole_batch_norms(self._settings.whole_norms), summing(_sum):
+        with whole_batch_norms(self._settings.whole_norms), summing(_sum), exchanging_rows(_gathered, _scattered):
             yield
 
     @property

@@ -196,7 +196,7 @@ class _Work:
     """A pass: its arguments, what it makes, and what is there at once."""
 
     def __init__(self, dag: TrainingDAG, run: Run, held: dict[int, _Held]) -> None:
-        code, interface = dag.code_at(run.key, len(run.slice)), dag.code.interface_of(run.key)
+        code, interface = dag.code_at(run.key, run.samples), dag.code.interface_of(run.key)
         self._found: Footprint = footprint(code)
         read = [held[each.slot].storages for each in run.reads]
         self._arguments: list[_Storage | None] = [storage for storages in read[: run.inputs] for storage in storages]

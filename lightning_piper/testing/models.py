@@ -17,6 +17,7 @@ from torch import Tensor, nn
 from lightning_piper.annotate import annotate
 from lightning_piper.capture import CapturedStep, capture
 from lightning_piper.errors import PiperError
+from lightning_piper.gathered import gather_samples
 from lightning_piper.limits import shown
 from lightning_piper.testing.experts import WIDTH, Routed
 
@@ -39,6 +40,7 @@ BLOCKS = {
     "norm": "layer normalisation",
     "batchnorm": "statistics over the batch, and buffers that the step changes",
     "synced": "statistics over the whole batch, of all its microbatches and replicas",
+    "gathered": "adds a term to the loss that compares all samples of the batch, and logs it",
     "conv": "a convolution over positions",
     "dropout": "random numbers",
     "experts": "a router and four experts, two for each token, which a shard divides",
@@ -124,6 +126,8 @@ class Model(L.LightningModule):
         self.shared = nn.Linear(WIDTH, WIDTH)
         self.blocks = nn.ModuleList([_block(kind, self.shared) for kind in spec.blocks])
         self.scores = nn.ModuleList([_Score() for kind in spec.blocks if kind == "scored"])
+        if "gathered" in spec.blocks:
+            self.sharpness = nn.Parameter(torch.zeros(()))
         self.double()
         generator = torch.Generator().manual_seed(seed)
         for parameter in self.parameters():
@@ -150,6 +154,9 @@ class Model(L.LightningModule):
                 if self.spec.blocks[i] == "auxiliary":
                     terms.append(x.sum((1, 2)).mean())
                     self.log(f"auxiliary_{i}", terms[-1])
+                if self.spec.blocks[i] == "gathered":
+                    terms.append(self._compared(x, batch["y"]))
+                    self.log(f"gathered_{i}", terms[-1])
                 if self.spec.blocks[i] == "scored":
                     score: Any = next(scores)
                     score.update(x, batch["y"], x.sum((1, 2)).mean())
@@ -158,6 +165,13 @@ class Model(L.LightningModule):
                     self.log("loss", loss)
                     self.log("largest", x.detach().max(), reduce_fx="max")
         return loss
+
+    def _compared(self, x: Tensor, y: Tensor) -> Tensor:
+        """Each sample with all others, and those of its kind, by its targets, above the others."""
+        rows = F.normalize(gather_samples(x.flatten(1)))
+        alike = (y[:, 0, 0] > 0) == (y[:, 0, 0] > 0)[:, None]
+        near = 2 * self.sharpness.exp() * rows @ rows.T - 100 * torch.eye(len(rows), dtype=rows.dtype, device=rows.device)
+        return near.logsumexp(1).mean() - (near * alike).sum() / len(y) ** 2
 
     def _loss(self, x: Tensor, y: Tensor) -> Tensor:
         # Linear in the output: no square that would grow beyond exact integers.

@@ -94,7 +94,7 @@ class _Run:
         device = leaves[0].device if leaves else torch.device("cpu")
         for region in self.code.regions:
             key = (region.index, "F")
-            if key not in self.code.interfaces:
+            if key not in self.code.interfaces or region.joined:  # which no program cuts
                 continue
             interface, specs = self.code.interfaces[key], _input_specs(self.code, key)
             inputs = []
@@ -134,11 +134,11 @@ class _Runs:
         self._weights = weights  # with which numbers of the slices may become one
 
     def ends(self) -> Iterator[tuple[int, Node]]:
-        """Losses and logged values that are put together from those of slices by weights."""
+        """Losses and logged values that are put together from those of slices by weights, and rows that are gathered from them."""
         code = self._whole.code
         for region in self._whole.recorders:
             for i, output in enumerate(code.interfaces[region, "F"].outputs):
-                if output.term is not None and code.terms[output.term].folds == "sum":
+                if output.exchange or (output.term is not None and code.terms[output.term].folds == "sum"):
                     yield region, self._whole.results(region)[self._whole.place(region, i)]
 
     def distance(self, region: int, node: Node) -> float:

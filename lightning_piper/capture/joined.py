@@ -1,0 +1,185 @@
+"""What is computed from gathered samples (`gather_samples`): the joined part of a step, which works on the whole batch.
+
+    x -> z -> GATHER -> logits -> loss           parts of the batch: x, z, GATHER        joined: logits, loss
+    y -----------------^                         `join_batch` puts a GATHER here, too
+
+A node is joined if it reads what a GATHER makes, or what is joined. So nothing that works on a part of the batch reads a joined
+value, and no joined node ever works on a part. What the joined part reads of other nodes is gathered, too: rows, one for each
+sample.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection
+from typing import Any
+
+import torch
+from torch.fx import Node
+
+from lightning_piper.annotate import META_KEY
+from lightning_piper.capture import _torch
+from lightning_piper.capture.operations import ADDED, JOINED
+from lightning_piper.capture.rowwise import TURN, known_rows, shape_of
+from lightning_piper.gathered import GATHER
+from lightning_piper.totals import TOTAL
+
+aten = torch.ops.aten
+EMPTY: frozenset[Node] = frozenset()
+OF_PARTS = "piper_of_parts"  # in the metadata of a gradient of the loss: each part of the batch has a term of its own
+
+
+def after_gathers(graph: torch.fx.Graph, apart: bool = False) -> set[Node]:
+    """The forward nodes that read a gathered value, directly or not.
+
+    Args:
+        apart: without sums to which a part of the batch adds numbers of its own, as a loss that has a term for each sample beside
+            one for the whole batch: the terms are weighed by themselves.
+    """
+    forward = [node for node in graph.nodes if node.op == "call_function" and not _torch.is_backward(node)]
+    varies, rows = (sampled(forward), rows_of_samples(forward)) if apart else (EMPTY, EMPTY)
+    found: set[Node] = set()
+    for node in forward:
+        inputs = node.all_input_nodes
+        if any(x in found or x.target is GATHER for x in inputs):
+            numbers = [x for x in inputs if x in varies and x not in found and x not in rows and x.target is not GATHER]
+            if not (numbers and node.target in ADDED.keys() | JOINED):
+                found.add(node)
+    return found
+
+
+def joined_nodes(forward: list[Node], shared: Collection[Node]) -> Collection[Node]:
+    """Of the forward nodes, those of the joined part: what follows from a gathered value, and what it alone reads, back to rows. So
+    a temperature is its own, and a transposed or an averaged value is made of gathered rows."""
+    joined = after_gathers(forward[0].graph) if forward else set()
+    if not joined:
+        return joined
+    stay, varies, live = rows_of_samples(forward).union(shared), sampled(forward), _live(forward[0].graph)
+    kept: set[Node] = set()  # nothing of the forward pass reads them, but for what is handed out
+    for node in reversed(forward):
+        users = [x for x in node.users if x in live and x.op == "call_function"]
+        reading = [x for x in users if not _torch.is_backward(x) and x not in kept]
+        saved = bool(users) and not reading
+        if node not in joined and not reading and (saved or node not in varies):
+            kept.add(node)
+        elif reading and all(x in joined for x in reading) and node not in stay and node.target is not GATHER:
+            joined.add(node)
+    for node in forward:
+        if node in kept and any(x in joined for x in node.all_input_nodes):
+            joined.add(node)
+    return joined
+
+
+def rows_of_samples(forward: list[Node]) -> set[Node]:
+    """What follows from the samples, or is drawn at random, and has one row for each sample."""
+    graph = forward[0].graph
+    size = next((node.meta["val"].shape[0] for node in graph.nodes if _is_sampled(node)), None)
+    if size is None:
+        return set()
+    varies = sampled(forward) | {node for node in forward if _torch.is_random(node)}
+    shaped = {node for node in varies if shape_of(node)[:1] == (size,) and node.target not in TURN}
+    return known_rows(graph, size) | shaped
+
+
+def _live(graph: torch.fx.Graph) -> set[Node]:
+    """What leads to a result of the graph."""
+    live: set[Node] = set()
+    stack = [graph.output_node()]
+    while stack:
+        node = stack.pop()
+        if node not in live:
+            live.add(node)
+            stack += node.all_input_nodes
+    return live
+
+
+def differentiates_joined(backward: list[Node], joined: Collection[Node]) -> Collection[Node]:
+    """The backward nodes of the joined part: those of its operations, and the sums of what these make."""
+    found: set[Node] = set()
+    if not joined:
+        return found
+    first, of_parts = _first_of_number(next(iter(joined)).graph), set[Node]()
+    for node in backward:
+        inputs = [x for x in node.all_input_nodes if _torch.is_backward(x) or OF_PARTS in x.meta]
+        merges = node.target is aten.add.Tensor and META_KEY not in node.meta.get("custom", {})
+        if any(x in of_parts or OF_PARTS in x.meta for x in inputs):
+            of_parts.add(node)
+            continue
+        # Without an operation of its own: sums, and what differentiates an operation that changed memory in place.
+        own = None if merges else first.get(_torch.sequence_number(node))
+        if own in joined or (own is None and inputs and all(x in found for x in inputs)):
+            found.add(node)
+    return found
+
+
+def _first_of_number(graph: torch.fx.Graph) -> dict[Any, Node]:
+    """The forward operations by their sequence numbers. Operations without gradient repeat the number before."""
+    first: dict[Any, Node] = {}
+    for node in graph.nodes:
+        if node.op == "call_function" and not _torch.is_backward(node) and _torch.sequence_number(node) is not None:
+            first.setdefault(_torch.sequence_number(node), node)
+    return first
+
+
+def sampled(forward: list[Node]) -> set[Node]:
+    """What follows from the samples of the batch."""
+    found: set[Node] = set()
+    for node in forward:
+        if any(x in found or _is_sampled(x) for x in node.all_input_nodes):
+            found.add(node)
+    return found
+
+
+def _is_sampled(node: Node) -> bool:
+    return node.op == "placeholder" and isinstance(node.meta.get("desc"), _torch.PlainAOTInput) and bool(shape_of(node))
+
+
+def join_batch(graph: torch.fx.Graph) -> None:
+    """Let the joined part have the batch's tensors gathered, and compute for itself what follows from these or from sizes alone,
+    such as a mask made of labels. Sums over the whole batch are identities there. Changes the graph in place."""
+    joined = after_gathers(graph)
+    if not joined:
+        return
+    backward = [node for node in graph.nodes if node.op == "call_function" and _torch.is_backward(node)]
+    differentiating = differentiates_joined(backward, joined)
+    plain, made = _plain(graph, joined), dict[Node, Node]()
+    *_, last = (node for node in graph.nodes if node in joined)
+    for node in [node for node in graph.nodes if node in joined or node in differentiating]:
+        for x in [x for x in node.all_input_nodes if x in plain]:
+            node.replace_input_with(x, _copied(x, node if node in joined else last, plain, made))
+        if node.target is TOTAL:
+            node.target = aten.clone.default
+
+
+def _plain(graph: torch.fx.Graph, joined: Collection[Node]) -> set[Node]:
+    """What follows from the batch's tensors and from sizes alone: no parameter, no random number, and nothing gathered."""
+    found: set[Node] = set()
+    for node in graph.nodes:
+        if node.op == "placeholder":
+            if _is_sampled(node):
+                found.add(node)
+            continue
+        forward = node.op == "call_function" and not _torch.is_backward(node) and node not in joined
+        alone = node.target not in (GATHER, TOTAL) and not _torch.is_random(node)
+        if forward and alone and all(x in found for x in node.all_input_nodes):
+            found.add(node)
+    return found
+
+
+def _copied(node: Node, reader: Node, plain: Collection[Node], made: dict[Node, Node]) -> Node:
+    """A copy of a plain node for the joined part, where it is first read: of a tensor of the batch, its gathered rows."""
+    graph, stack = node.graph, [node]
+    while stack:
+        top = stack[-1]
+        missing = [x for x in top.all_input_nodes if x in plain and x not in made]
+        if not missing:
+            stack.pop()
+            if top not in made:
+                with graph.inserting_before(reader):
+                    if top.op == "placeholder":
+                        made[top] = graph.call_function(GATHER, (top,))
+                        made[top].meta = {"val": top.meta["val"]}
+                    else:
+                        made[top] = graph.node_copy(top, lambda x: made.get(x, x))
+                made[top].meta["custom"] = dict(reader.meta.get("custom", {}))
+        stack += missing
+    return made[node]

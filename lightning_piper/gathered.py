@@ -1,0 +1,94 @@
+"""Values of the whole batch, joined over the microbatches and replicas that the batch is divided into.
+
+    z = piper.gather_samples(self.encoder(x))        the rows of all samples of the batch, wherever they are
+    loss = contrastive(z)                            runs once on each replica, on the whole batch
+
+On one device that has the whole batch this is the identity. A captured step is cut there: everything that is computed from a
+gathered value is a part of the step of its own, which no program cuts along the batch. Whatever else that part reads is gathered as
+well.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+
+from lightning_piper.errors import CaptureError
+from lightning_piper.limits import shown
+
+Gather = Callable[[torch.Tensor], torch.Tensor]
+Scatter = Callable[[torch.Tensor, int], torch.Tensor]
+
+_exchange: tuple[Gather, Scatter] | None = None  # over the replicas, in a step that runs uncaptured
+
+
+def gather_samples(x: torch.Tensor) -> torch.Tensor:
+    """The rows of `x` of all samples of the batch, in the order in which one device has them.
+
+    Args:
+        x: `[n, ...]`, one row for each sample. Several rows for a sample, such as its views, are `[n, views, ...]`.
+
+    Returns:
+        `[N, ...]` for the N samples of the whole batch: joined over its microbatches and replicas. Gradients reach each row once.
+        On one device, and outside of a training step, `x` itself.
+
+    What follows from the value is computed from the whole batch, exactly as on one device, under every program: see the page on
+    losses. In a step that runs uncaptured, only the given rows are joined, over the processes.
+
+    Raises:
+        CaptureError: `x` is not a tensor with one row for each sample.
+    """
+    if not isinstance(x, torch.Tensor) or not x.ndim:
+        found = f"a tensor of shape {list(x.shape)}" if isinstance(x, torch.Tensor) else shown(x)
+        raise CaptureError(f"gather_samples: x is {found}. Give a tensor with one row for each sample, [n, ...].")
+    made: torch.Tensor = _gather(x) if _exchange is None else _Exchanged.apply(x)  # type: ignore[no-untyped-call]
+    return made
+
+
+@contextmanager
+def exchanging_rows(gather: Gather, scatter: Scatter) -> Iterator[None]:
+    """Inside, `gather_samples` joins rows with `gather` at once. Its backward pass calls `scatter` with the gradients of all rows and
+    the number of its own. No step is captured meanwhile."""
+    global _exchange
+    before, _exchange = _exchange, (gather, scatter)
+    try:
+        yield
+    finally:
+        _exchange = before
+
+
+class _Exchanged(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: torch.Tensor) -> torch.Tensor:
+        assert _exchange is not None
+        gather, ctx.scatter = _exchange  # the backward pass may come after `exchanging_rows`
+        ctx.count = len(x)
+        return gather(x)
+
+    @staticmethod
+    def backward(ctx: Any, gradient: torch.Tensor) -> torch.Tensor:
+        made: torch.Tensor = ctx.scatter(gradient, ctx.count)
+        return made
+
+
+@torch.library.custom_op("lightning_piper::gather_samples", mutates_args=())
+def _gather(x: torch.Tensor) -> torch.Tensor:
+    """Stands in a captured graph before what is computed from the whole batch. Run by itself, an identity."""
+    return x.clone(memory_format=torch.contiguous_format)
+
+
+@_gather.register_fake
+def _(x: torch.Tensor) -> torch.Tensor:
+    return x.new_empty(x.shape)
+
+
+def _backward(ctx: Any, gradient: torch.Tensor) -> torch.Tensor:
+    return gradient.clone()
+
+
+_gather.register_autograd(_backward)
+
+GATHER = torch.ops.lightning_piper.gather_samples.default

@@ -1,0 +1,258 @@
+"""Samples of the whole batch, joined for what is computed from all of them, and the gradients of its rows taken apart again.
+
+    F 0:2, F 2:4 -> gathersamples -> F of the whole batch -> B of the whole batch -> scattersamples -> B 0:2, B 2:4
+
+Under replicas each has the rows of its own samples, and gets the rows of all. The gradients that each replica makes of all rows
+weigh as its share of the batch, and each gets their sum for its own rows.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, replace
+from typing import Any, ClassVar
+
+import torch
+
+from lightning_piper.ir.dag import TrainingDAG
+from lightning_piper.ir.mesh import DATA, Mesh
+from lightning_piper.ir.nodes import Chunk, Node, Ref, Turn
+from lightning_piper.ir.values import Replicate, Slice, TensorSpec, Value
+from lightning_piper.ops.base import Binding, Bound, Bundle, Exchange, Operation, Planning, register_operation, take
+from lightning_piper.ops.facts import Facts, Origin, carries, slices_of
+from lightning_piper.ops.instruction import Collective
+from lightning_piper.ops.reduce import summed
+from lightning_piper.ops.reference import Made, Reference, strided, sum_in_order
+from lightning_piper.ops.samples import Cut, restrided
+from lightning_piper.ops.total import placement_of_terms
+
+
+@dataclass(frozen=True, kw_only=True)
+class _SamplesExchange(Node):
+    """
+    Attributes:
+        mesh, axis: the batch is divided along this axis.
+    """
+
+    turn = Turn.AT_ONCE
+    communicates = True
+
+    mesh: Mesh
+    axis: str = DATA
+
+    def members(self, replica: int) -> tuple[int, ...]:
+        return tuple(self.devices[place] for place in self.mesh.line(self.axis, replica))
+
+
+@dataclass(frozen=True, kw_only=True)
+class GatherSamples(_SamplesExchange):
+    """Joins the rows that chunks make for their samples: inputs are those of slices, in order; the output has the rows of all
+    samples of all replicas."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class ScatterSamples(_SamplesExchange):
+    """Gives each replica the gradients of its own rows: of what replicas make of all rows, the sum."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class GatherSamplesInstruction(Collective):
+    """Join the rows of all members.
+
+    Attributes:
+        tensors: what is made.
+    """
+
+    op: ClassVar[str] = "gather_samples"
+    tensors: tuple[TensorSpec, ...]
+
+    @property
+    def nbytes(self) -> int:
+        return sum(spec.nbytes for spec in self.tensors)
+
+
+@dataclass(frozen=True, kw_only=True)
+class ScatterSamplesInstruction(Collective):
+    """Sum what the members have, and leave each with its own rows.
+
+    Attributes:
+        tensors: what is made.
+    """
+
+    op: ClassVar[str] = "scatter_samples"
+    tensors: tuple[TensorSpec, ...]
+
+    @property
+    def nbytes(self) -> int:
+        return sum(spec.nbytes for spec in self.tensors) * len(self.members)
+
+
+def exchanged(dag: TrainingDAG, node: GatherSamples | ScatterSamples) -> Value:
+    """What a node makes: what the chunk that it reads would make of the whole batch, or of the local one."""
+    samples = dag.size if isinstance(node, GatherSamples) else dag.local_batch_size
+    return replace(dag.value(node.inputs[0]), tensors=dag.specs_of(node.inputs[0], samples), placement=Replicate())
+
+
+# Static rules
+
+
+def _check(facts: Facts, node: GatherSamples | ScatterSamples, way: str) -> Iterable[str]:
+    """What both are: along the axis that divides the batch, of what the step says is exchanged so."""
+    dag, ref = facts.dag, node.inputs[0]
+    facts.forward(node)
+    if (node.mesh, node.axis) != (dag.mesh, DATA):
+        found = f"{facts.named(ref)} along {node.axis} of {node.mesh}"
+        yield f"{facts.at(node)} exchanges {found}; the batch is divided over {dag.replicas} replicas"
+    origin = facts.origins.get(ref)
+    if origin is None or dag.code.interface_of(origin[:2]).outputs[origin[2]].exchange != way:
+        yield f"{facts.at(node)} exchanges {facts.named(ref)}, which nobody reads so"
+    for other in node.inputs:
+        if (devices := dag.nodes[other[0]].devices) and node.devices and devices != node.devices:
+            yield f"{facts.at(node)} reads {facts.named(other)}, which lies on devices {list(devices)}"
+    made = node.outputs[0]
+    if carries(made) != carries(dag.value(ref)) or made != exchanged(dag, node):
+        yield f"{facts.at(node)} names {made.label} {', '.join(map(str, made.tensors))}, and makes something else"
+
+
+def check_gather(facts: Facts, node: GatherSamples) -> Iterable[str]:
+    """It joins the rows of all samples of all replicas, each once, in order."""
+    dag, whole = facts.dag, Slice(0, facts.dag.local_batch_size)
+    yield from _check(facts, node, "gather")
+    edge = 0
+    for ref in node.inputs:
+        if facts.origins.get(ref) != facts.origins.get(node.inputs[0]):
+            yield f"{facts.at(node)} joins {facts.named(ref)} to {facts.named(node.inputs[0])}"
+        for part in sorted(facts.parts.get(ref, {})):
+            if part.start != edge:
+                yield f"{facts.at(node)} joins {facts.named(ref)} of samples {part} after those before {edge}"
+            edge = part.stop
+        if dag.value(ref).placement != Replicate():
+            yield f"{facts.at(node)} joins {facts.named(ref)}, which is {dag.value(ref).placement}"
+    if edge != whole.stop:
+        yield f"{facts.at(node)} joins samples up to {edge} of {whole}"
+    rows = [sum(x.shape[0] for x in xs) for xs in zip(*(dag.value(ref).tensors for ref in node.inputs), strict=False)]
+    if rows != [spec.shape[0] // dag.replicas for spec in node.outputs[0].tensors]:
+        yield f"{facts.at(node)} joins {rows} rows of {facts.named(node.inputs[0])}: give one row for each sample"
+    facts.parts[node.id, 0] = {whole: next(iter(facts.parts.get(node.inputs[0], {whole: facts.share(whole)}).values()))}
+
+
+def check_scatter(facts: Facts, node: ScatterSamples) -> Iterable[str]:
+    """It sums what replicas make of all rows, and hands on the own ones."""
+    yield from _check(facts, node, "scatter")
+    value = facts.dag.value(node.inputs[0])
+    if value.placement != placement_of_terms(facts.dag) or len(node.inputs) != 1:
+        yield f"{facts.at(node)} sums {facts.named(node.inputs[0])}, which is {value.placement}, and not a term of each replica"
+
+
+def read_as_exchanged(facts: Facts, node: Chunk, ref: Ref, wanted: Origin) -> Iterable[str]:
+    """A pass that works on the whole batch reads its rows gathered, and one that works on a part reads its own gradients."""
+    way = facts.dag.code.interface_of(wanted[:2]).outputs[wanted[2]].exchange
+    source = facts.dag.nodes[facts.dag.source(ref)[0]]
+    while isinstance(source, Cut):
+        source = facts.dag.nodes[facts.dag.source(source.inputs[0])[0]]
+    found = "gather" if isinstance(source, GatherSamples) else "scatter" if isinstance(source, ScatterSamples) else ""
+    if found != way:
+        of = f"{facts.named(ref)} of samples {slices_of(facts.parts[ref])}"
+        needs = {"gather": "gather it from the whole batch", "scatter": "scatter it to the parts", "": "read it as it is"}[way]
+        yield f"{facts.at(node)} reads {of}: {needs} first"
+
+
+# Reference semantics
+
+
+def interpret_gather(run: Reference, node: GatherSamples) -> Made:
+    own = [[torch.cat(parts) for parts in zip(*run.inputs(node, place), strict=True)] for place in run.places]
+    specs = node.outputs[0].tensors
+    whole = {}
+    for line in node.mesh.lines(node.axis):
+        for place in line:
+            whole[place] = [torch.cat(parts) for parts in zip(*(own[other] for other in line), strict=True)]
+    return [[[strided(x, spec) for x, spec in zip(whole[place], specs, strict=True)]] for place in run.places]
+
+
+def interpret_scatter(run: Reference, node: ScatterSamples) -> Made:
+    made: dict[int, list[torch.Tensor]] = {}
+    for line in node.mesh.lines(node.axis):
+        total = sum_in_order([run.values[node.inputs[0], place] for place in line])
+        for index, place in enumerate(line):
+            rows = [x.shape[0] // len(line) for x in total]
+            made[place] = [x[index * n : (index + 1) * n] for x, n in zip(total, rows, strict=True)]
+    return [[[strided(x, s) for x, s in zip(made[place], node.outputs[0].tensors, strict=True)]] for place in run.places]
+
+
+# Plans
+
+
+def lower_gather(plan: Planning, node: GatherSamples) -> None:
+    reads = tuple(plan.read(ref, node) for ref in node.inputs)
+    plan.start(node, GatherSamplesInstruction, reads, tensors=node.outputs[0].tensors)
+
+
+def lower_scatter(plan: Planning, node: ScatterSamples) -> None:
+    plan.start(node, ScatterSamplesInstruction, (plan.read(node.inputs[0], node),), tensors=node.outputs[0].tensors)
+
+
+# Runtime
+
+
+class _Gather(Exchange):
+    """The state is the rows of this member, one after another."""
+
+    kind = "all_gather"
+
+    def __init__(self, instruction: GatherSamplesInstruction, on: Binding) -> None:
+        self._reads, self._slots, self._count = instruction.reads, on.slots, len(instruction.members)
+        (self._spec,) = instruction.tensors
+
+    def bring(self) -> torch.Tensor:
+        rows = [self._slots[read.slot][0] for read in self._reads]
+        for read in self._reads:
+            if read.last:
+                self._slots[read.slot] = None
+        return torch.cat(rows).contiguous()
+
+    def parts(self, state: torch.Tensor) -> Sequence[torch.Tensor]:
+        return [state] * self._count
+
+    def room(self, state: torch.Tensor, parts: Sequence[Any]) -> list[torch.Tensor]:
+        return list(state.new_empty(self._count * state.shape[0], *state.shape[1:]).chunk(self._count))
+
+    def join(self, state: torch.Tensor, received: Sequence[torch.Tensor]) -> Bundle:
+        return (restrided(torch.cat(list(received)), self._spec),)
+
+
+class _Scatter(Exchange):
+    """The state is the gradients of all rows."""
+
+    def __init__(self, instruction: ScatterSamplesInstruction, on: Binding) -> None:
+        self._take, self._count = take(instruction, on.slots), len(instruction.members)
+        (self._spec,) = instruction.tensors
+
+    def bring(self) -> torch.Tensor:
+        (x,) = self._take()
+        return x.contiguous()
+
+    def parts(self, state: torch.Tensor) -> Sequence[torch.Tensor]:
+        return state.chunk(self._count)
+
+    def join(self, state: torch.Tensor, received: Sequence[torch.Tensor]) -> Bundle:
+        (total,) = summed([(part,) for part in received])
+        return (restrided(total, self._spec),)
+
+
+def bind_gather(instruction: GatherSamplesInstruction, on: Binding) -> Bound | None:
+    return on.endpoint.collective(instruction, _Gather(instruction, on), on.slots)
+
+
+def bind_scatter(instruction: ScatterSamplesInstruction, on: Binding) -> Bound | None:
+    return on.endpoint.collective(instruction, _Scatter(instruction, on), on.slots)
+
+
+register_operation(
+    Operation(GatherSamples, check_gather, interpret_gather, lower_gather, bind={GatherSamplesInstruction: bind_gather}, alike=True)
+)
+register_operation(
+    Operation(
+        ScatterSamples, check_scatter, interpret_scatter, lower_scatter, bind={ScatterSamplesInstruction: bind_scatter}, alike=True
+    )
+)
