@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from lightning_piper.compiler import Compiled
+from lightning_piper.runtime.process import MOST as LENT
 from lightning_piper.simulate import simulate
 
 
@@ -28,3 +29,20 @@ def bytes_needed(compiled: Compiled, states: float) -> dict[int, int]:
             trained += nbytes if compiled.step.params[name].requires_grad and name not in compiled.dag.hosted else 0
         found[device] = int(params + states * trained) + figures[device].peak_bytes
     return found
+
+
+def needed_by_replicas(compiled: Compiled, states: float, processes: bool) -> int:
+    """Bytes that each of the replicas of a whole step needs: in the step, or in the update after it.
+
+    Args:
+        states: as for `bytes_needed`.
+        processes: on a CPU, which keep room in which they sum gradients, and where an update makes two tensors as large as a
+            parameter.
+    """
+    step = max(bytes_needed(compiled, states).values())
+    if not processes:
+        return step
+    specs = compiled.step.params.values()
+    trained = [x.spec.nbytes for x in specs if x.requires_grad]
+    update = sum(x.spec.nbytes for x in specs) + (1 + states) * sum(trained) + 2 * max(trained, default=0)
+    return max(step, int(update)) + min(sum(trained), LENT)

@@ -1,4 +1,4 @@
-"""Do samples of a step look at each other? Then microbatches would compute something else, whatever they take."""
+"""Does a step compute the same in microbatches? Where it is not plain that it does, a search takes none."""
 
 from __future__ import annotations
 
@@ -7,20 +7,27 @@ from collections.abc import Sequence
 import torch
 
 from lightning_piper.capture.meeting import takes_statistics
-from lightning_piper.ir.values import Slice
+from lightning_piper.ir.regions import Interface
+from lightning_piper.ir.values import Kind, Slice
 from lightning_piper.search.blocks import Cut
 from lightning_piper.verify.cross_sample import find_dependences
 
 
 def meets(cut: Cut, leaves: Sequence[torch.Tensor] = ()) -> bool:
-    """Does an operation on the way to the loss look across the samples of the batch, such as a batch norm, or in-batch negatives?
+    """Do microbatches compute something else? They do if an operation on the way to the loss looks across the samples of the batch,
+    such as a batch norm, or in-batch negatives; if the step changes buffers, which each microbatch would change; and if it is not
+    known how the loss or a logged value follows from those of the microbatches.
 
     Args:
         leaves: the tensors of the batch; with them the step is run in two halves, which shows what its operations do not.
     """
     size = cut.step.size
     code = cut.step.at(size)
-    if code.meet is not None or any(takes_statistics(code, key) for key in code.code) or (code.assumed and not leaves):
+    if code.meet is not None or any(takes_statistics(code, key) for key in code.code):
+        return True
+    if code.assumed or any(log.name in code.unknown for log in code.logs):
+        return True
+    if any(interface.state or _writes(interface) for interface in code.interfaces.values()):
         return True
     half = size // 2
     if (
@@ -35,3 +42,7 @@ def meets(cut: Cut, leaves: Sequence[torch.Tensor] = ()) -> bool:
     tensors = {cut.step.canonical[name]: x.detach() for name, x in names}
     with torch.no_grad(), torch.random.fork_rng(devices=[]):
         return bool(find_dependences(cut.step, tensors, cut.step.inputs(leaves), [Slice(0, half), Slice(half, size)]))
+
+
+def _writes(interface: Interface) -> bool:
+    return any(output.kind == Kind.BUFFER for output in interface.outputs)

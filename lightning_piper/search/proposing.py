@@ -42,7 +42,7 @@ ROUNDS = 5  # searches, each within less memory than the one before, until the p
 LARGER = 4  # candidates whose plans do not fit, until there is another search
 TRIED = 20  # candidates that are written and checked, at most, until one passes
 CALLS = 3  # steps of each size that are measured
-OPTIONS = ("schedules", "levels", "margin", "gap", "budget")  # of `best_of`
+OPTIONS = ("schedules", "levels", "ranks", "margin", "gap", "budget")  # of `best_of`
 Check = Literal["static", "run", "off"]
 
 
@@ -132,7 +132,7 @@ def search(
         all_devices: consider only programs that use every device.
         progress: told what is done.
         cut: of the module and the batch, if there is one.
-        options: `schedules`, `levels`, `margin`, `gap` and `budget` of `best_of`.
+        options: `schedules`, `levels`, `ranks`, `margin`, `gap` and `budget` of `best_of`.
 
     Raises:
         SearchError: an argument cannot be used, or nothing fits: says the least memory that would do.

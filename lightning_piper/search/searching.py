@@ -30,6 +30,7 @@ def best_of(
     levels: tuple[int, ...] = (0, 1, 2, 3),
     margin: Number = 0,
     all_devices: bool = False,
+    ranks: int | None = None,
     gap: Number = 0,
     budget: int = 5000,
     progress: Progress | None = None,
@@ -44,6 +45,7 @@ def best_of(
         schedules, levels: that are considered: names of builders, levels of ZeRO, that stages may have.
         margin: share of the estimated memory to keep free beside it.
         all_devices: consider only programs that use every device.
+        ranks: of one pipeline, at most: with 1, each device has the whole model. None: as many as there are devices.
         gap: how far from the best one what is found may be: 0.01 for one percent.
         budget: how much is looked at, at most: one for each candidate that is estimated, and for each branch one and more, as it
             has more stages and microbatches. What is proved by then is told.
@@ -52,15 +54,15 @@ def best_of(
     Raises:
         SearchError: an argument cannot be used; or nothing fits: says the least memory that would do.
     """
-    check_asked(devices, objective, schedules=schedules, levels=levels, margin=margin, gap=gap, budget=budget)
+    check_asked(devices, objective, schedules=schedules, levels=levels, margin=margin, gap=gap, budget=budget, ranks=ranks)
     limit = bytes_of(hardware.memory if memory is None and isinstance(hardware, Hardware) else memory or 0)
-    space = Space(workload, hardware, devices, limit, tuple(schedules), tuple(levels), margin, all_devices)
+    space = Space(workload, hardware, devices, limit, tuple(schedules), tuple(levels), margin, all_devices, ranks)
     found = Search(space, objective == "memory", gap, budget, progress).run()
     if found is not None:
         return found
     if limit == INFINITE:
         raise NoProgram(f"search: no schedule of {', '.join(schedules)} exists for this workload on {devices} devices")
-    everything = Space(workload, hardware, devices, INFINITE, tuple(schedules), tuple(levels), margin, all_devices)
+    everything = Space(workload, hardware, devices, INFINITE, tuple(schedules), tuple(levels), margin, all_devices, ranks)
     least = Search(everything, True, 0, budget, None).run(table=False)
     if least is None:
         on = f"that uses all {devices} devices" if all_devices else f"on {devices} devices"
@@ -72,7 +74,7 @@ def best_of(
 
 def check_asked(
     devices: int, objective: str = "time", *, schedules: Sequence[str] = tuple(SHAPES), levels: Sequence[int] = (0,),
-    margin: Number = 0, gap: Number = 0, budget: int = 1,
+    margin: Number = 0, gap: Number = 0, budget: int = 1, ranks: int | None = None,
 ) -> None:  # fmt: skip
     """Can these be arguments of `best_of`?
 
@@ -86,3 +88,5 @@ def check_asked(
         raise SearchError(f"search: gap={shown(gap)}; give a share such as 0.01")
     if (integer(budget) or 0) < 1:
         raise SearchError(f"search: budget={shown(budget)}; give an integer >= 1")
+    if ranks is not None and (integer(ranks) or 0) < 1:
+        raise SearchError(f"search: ranks={shown(ranks)}; give an integer >= 1, or None")

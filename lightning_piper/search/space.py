@@ -95,6 +95,7 @@ class Space:
         levels: of ZeRO.
         margin: share of what the estimate says that is kept free beside it.
         all_devices: only candidates that use every device.
+        ranks: of one pipeline, at most; None: as many as there are devices.
 
     Raises:
         SearchError: there is nothing to divide or nothing to divide it among, or a name is not known.
@@ -108,6 +109,7 @@ class Space:
     levels: tuple[int, ...] = (0, 1, 2, 3)
     margin: Number = 0
     all_devices: bool = False
+    ranks: int | None = None
 
     def __post_init__(self) -> None:
         if not isinstance(self.workload, Workload) or not self.workload.blocks:
@@ -132,7 +134,7 @@ class Space:
     def _layouts(self, tensor: int, replicas: int, microbatches: int) -> Iterator[Layout]:
         blocks = len(self.workload.blocks)
         degrees = _divisors(replicas) if any(block.routed for block in self.workload.blocks) else [1]
-        most = min(blocks, self.devices // tensor // replicas)
+        most = min(blocks, self.devices // tensor // replicas, self.ranks or self.devices)
         for ranks in range(1, most + 1):
             if self.all_devices and ranks * tensor * replicas != self.devices:
                 continue

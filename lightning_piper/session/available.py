@@ -1,4 +1,4 @@
-"""Memory that a search may use of each device."""
+"""Memory that a program may use of each device, and whether replicas fit into it."""
 
 from __future__ import annotations
 
@@ -9,10 +9,34 @@ from pathlib import Path
 import torch
 from torch import nn
 
+from lightning_piper.compiler import Compiled
+from lightning_piper.errors import PiperError
 from lightning_piper.processes.world import World
+from lightning_piper.search.accounting import needed_by_replicas
+from lightning_piper.search.proposing import FRAGMENTATION
+from lightning_piper.search.report import size
 
 THREADS = 450 << 20  # bytes of address space that graphs, communicators and their threads will take before the first step
 SPARED = 0.1  # share of it that is left to what a search does not know: the interpreter, kernels, other callbacks
+
+
+class NoRoom(PiperError):
+    """Replicas of the whole module do not fit into memory. The message says what they need."""
+
+
+def check_room(compiled: Compiled, module: nn.Module, world: World, states: float) -> None:
+    """Do replicas of a whole step fit? Collective.
+
+    Args:
+        states: bytes of the optimizer's state for one of parameters that get gradients.
+
+    Raises:
+        NoRoom: in one process they do not.
+    """
+    memory = memory_of(module, world)
+    needed = max(world.gather(int(needed_by_replicas(compiled, states, world.device.type == "cpu") * (1 + FRAGMENTATION))))
+    if needed > memory:
+        raise NoRoom(f"a replica of the whole module needs {size(needed)}, and a process may use {size(memory)}")
 
 
 def memory_of(module: nn.Module, world: World) -> int:

@@ -6,6 +6,7 @@ import hashlib
 import json
 import os
 import platform
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -26,10 +27,15 @@ from lightning_piper.search.writing import TAG, Written
 
 @dataclass(frozen=True)
 class Choice:
-    """What was chosen, and why in some lines."""
+    """What was chosen, and why in some lines.
+
+    Attributes:
+        file: that it is kept in.
+    """
 
     written: Written
     lines: tuple[str, ...]
+    file: Path | None = None
 
 
 def folder() -> Path:
@@ -37,16 +43,18 @@ def folder() -> Path:
 
 
 def file_of(
-    module: nn.Module, batch: Any, cut: Cut, world: World, memory: int, optimizer: torch.optim.Optimizer, states: float
+    module: nn.Module, batch: Any, cut: Cut, world: World, memory: int, optimizer: torch.optim.Optimizer, states: float,
+    parts: Sequence[object],
 ) -> Path:  # fmt: skip
     """Named by all that the choice follows from: modules, their tensors and what the step computes, the batch, the optimizer and
-    what it keeps of the parameters, versions, devices and their memory."""
+    what it keeps of the parameters, what is searched, versions, devices and their memory."""
     spec, code = flatten(batch)[1], cut.step.at(cut.step.size)
     about = [
         repr(cut.groups), *(text_of(code, region.index) for region in code.regions),
         *(f"{name} {type(part).__qualname__}" for name, part in module.named_modules()),
         *(f"{name} {tuple(x.shape)} {x.dtype} {x.requires_grad}" for name, x in module.named_parameters()),
-        *_about(optimizer), repr(states), repr(spec.key), VERSIONS, platform.node(), platform.processor(), str(os.cpu_count()),
+        *_about(optimizer), repr(states), repr(parts), repr(spec.key), VERSIONS,
+        platform.node(), platform.processor(), str(os.cpu_count()),
         name_of(world.device),
         str(world.size), str(torch.get_num_threads()), str(round(memory, -8)),
     ]  # fmt: skip

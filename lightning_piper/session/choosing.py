@@ -1,16 +1,24 @@
-"""What `PiperStrategy("auto")` does at the first batch of a fit: rank 0 searches a program, and all processes take it over."""
+"""What `PiperStrategy("auto")` does at the first batch of a fit where replicas have no room, or need not be kept: rank 0 searches a
+program, and all processes take it over.
+
+Programs under which each process has the whole module come first, because hooks, callbacks and data loaders read it. An optimizer
+is tried before the search, because some can do with neither shards of parameters nor some of the parameters.
+"""
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
 from torch import nn
 
 from lightning_piper.capture import as_before
-from lightning_piper.errors import NoProgram, PiperError
+from lightning_piper.errors import PiperError, SearchError
+from lightning_piper.holdings.elementwise import NotElementwise, Untried, sees_others, state_keys
 from lightning_piper.processes.joining import BatchJoin
 from lightning_piper.processes.world import World
 from lightning_piper.processes.world import described as text_of
@@ -19,6 +27,7 @@ from lightning_piper.search.optimizers import states_of
 from lightning_piper.search.parameters import like
 from lightning_piper.search.proposing import Proposal, search
 from lightning_piper.search.report import counted, described, size
+from lightning_piper.search.space import Candidate
 from lightning_piper.search.workload import Workload
 from lightning_piper.session.available import memory_of
 from lightning_piper.session.cached import Choice, file_of, folder, read, write
@@ -26,11 +35,32 @@ from lightning_piper.session.together import measured_together
 from lightning_piper.simulate.hardware import Hardware
 
 
+@dataclass(frozen=True)
+class Part:
+    """A part of the space of programs, which is searched by itself.
+
+    Attributes:
+        levels: of ZeRO.
+        ranks: of one pipeline, at most.
+    """
+
+    levels: tuple[int, ...] = (0, 1, 2, 3)
+    ranks: int | None = None
+
+
+WHOLE = Part((0,), 1)  # each process has the whole module
+LOST = (
+    "  each process has a part of the module now: hooks and callbacks cannot read, change or run all of it (model.weight, p.grad, "
+    "copy.deepcopy); checkpoints, clipping and averages by Lightning's callbacks can"
+)
+
+
 def choose(
-    module: nn.Module, batch: Any, world: World, alone: World, say: Callable[[str], None], optimizer: torch.optim.Optimizer
+    module: nn.Module, batch: Any, world: World, alone: World, say: Callable[[str], None], optimizer: torch.optim.Optimizer,
+    whole: bool,
 ) -> Choice | None:  # fmt: skip
     """The program for a fit; None where there can be data parallelism alone, and then why: the step cannot be captured or
-    measured, batches of several processes are not one, or no other program passes. Collective.
+    measured, batches of several processes are not one, nothing fits, or no other program passes. Collective.
 
     Args:
         module: whole, in every process.
@@ -39,9 +69,7 @@ def choose(
         alone: the same as one replica.
         say: tells the user what was chosen, or why nothing is.
         optimizer: of the fit.
-
-    Raises:
-        SearchError: nothing fits: says the least memory that would do.
+        whole: take a program that divides the module only where no other one fits.
     """
     try:
         every = BatchJoin(alone).joined(batch)
@@ -52,7 +80,8 @@ def choose(
 
     memory = memory_of(module, world)
     states = states_of(optimizer, module)
-    path = file_of(module, every, cut, world, memory, optimizer, states)
+    parts = world.broadcast(parts_for(optimizer, world.device, whole))
+    path = file_of(module, every, cut, world, memory, optimizer, states, parts)
     found = world.on_rank_zero(lambda: read(path))
     if found is None:
         try:
@@ -60,14 +89,32 @@ def choose(
         except PiperError as error:
             say(f"PiperStrategy cannot measure the step, so the processes are replicas: {error}")
             return None
-        found = world.on_rank_zero(lambda: _searched(module, every, cut, world.size, memory, *costs))
+        searched = world.on_rank_zero(lambda: _searched(module, every, cut, world.size, memory, parts, *costs))
+        assert searched is not None
+        found, problem = searched
         if found is None:
-            say("PiperStrategy: of the programs that a search finds, none passes the checks; so the processes are replicas")
+            say(f"PiperStrategy finds no program, so the processes are replicas: {problem}")
             return None
         if world.is_rank_zero and not write(path, found):
-            found = Choice(found.written, (*found.lines[:-1], f"  it is checked; it could not be kept in {folder()}"))
+            found = replace(found, lines=(*found.lines[:-1], f"  it is checked; it could not be kept in {folder()}"))
     say("\n".join(found.lines))
-    return found
+    return replace(found, file=path)
+
+
+def parts_for(optimizer: torch.optim.Optimizer, device: torch.device, whole: bool) -> list[Part]:
+    """What is searched for an optimizer: one after the other, until something fits. Replicas do for all optimizers.
+
+    Args:
+        whole: as in `choose`.
+    """
+    groups = [list(group["params"]) for group in optimizer.param_groups]
+    levels, ranks = WHOLE.levels, WHOLE.ranks
+    with contextlib.suppress(NotElementwise):
+        state_keys(optimizer, groups, device)
+        levels = Part().levels
+    with contextlib.suppress(Untried):
+        ranks = WHOLE.ranks if sees_others(optimizer, groups, device) else None
+    return list(dict.fromkeys([*([WHOLE] if whole else []), Part(levels, ranks)]))
 
 
 def _cut(module: nn.Module, batch: Any, world: World) -> Cut:
@@ -93,12 +140,21 @@ def _cut(module: nn.Module, batch: Any, world: World) -> Cut:
 
 
 def _searched(
-    module: nn.Module, batch: Any, cut: Cut, devices: int, memory: int, workload: Workload, hardware: Hardware
-) -> Choice | None:  # fmt: skip
-    try:
-        return _told(search(module, batch, devices, memory, hardware=hardware, workload=workload, all_devices=True, cut=cut))
-    except NoProgram:
-        return None
+    module: nn.Module, batch: Any, cut: Cut, devices: int, memory: int, parts: Sequence[Part], workload: Workload,
+    hardware: Hardware,
+) -> tuple[Choice | None, str]:  # fmt: skip
+    """The choice of the first part in which a program fits; else why there is none."""
+    problem = ""
+    for part in parts:
+        try:
+            found = search(
+                module, batch, devices, memory, hardware=hardware, workload=workload, all_devices=True, cut=cut,
+                levels=part.levels, ranks=part.ranks,
+            )  # fmt: skip
+            return _told(found), ""
+        except SearchError as error:
+            problem = str(error)
+    return None, problem
 
 
 def _told(proposal: Proposal) -> Choice:
@@ -110,9 +166,16 @@ def _told(proposal: Proposal) -> Choice:
         *(f"  and not {described(row.candidate)}: {row.estimate.time * 1e3:.4g} ms, {row.reason}" for row in others[:1]),
         *(f"  and not {described(candidate)}: {why}" for candidate, why in proposal.refused[:1]),
         f"  {_proved(proposal)}",
+        *([] if _is_whole(chosen) else [LOST]),
         f"  it is checked, and kept in {folder()}: PiperStrategy(directives=...) takes it from there",
     ]
     return Choice(proposal.written, tuple(lines))
+
+
+def _is_whole(chosen: Candidate) -> bool:
+    """Does each process have the whole module?"""
+    layout = chosen.layout
+    return layout.ranks == layout.tensor == layout.routed == 1 and not any(chosen.levels)
 
 
 def _proved(proposal: Proposal) -> str:

@@ -1,4 +1,4 @@
-"""What a user's hooks look at, found in their code before they run: in time to choose a program under which it is there."""
+"""Whether a user's hooks look at gradients, found in their code before they run."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ import functools
 import inspect
 import sys
 import types
-from collections.abc import Callable, Collection, Iterator
+from collections.abc import Collection, Iterator
 from typing import Any
 
 import torch
@@ -16,57 +16,30 @@ from torch import nn
 from lightning_piper.capture import has_gradient_hooks
 
 _CLIPS = {"clip_grad_norm_", "clip_grad_value_", "clip_grads_with_norm_", "get_total_norm", "clip_gradients"}
-_WHOLE = {"grad", "weight", "bias", "parameters", "named_parameters", "state_dict", "save_pretrained"}
-_BEFORE = {  # the first batch, when everything is whole
-    "on_fit_start", "on_train_start", "on_sanity_check_start", "on_sanity_check_end", "on_load_checkpoint", "setup",
-}  # fmt: skip
 _EACH_BATCH = {
     "on_train_batch_start", "on_train_batch_end", "on_before_backward", "backward", "on_after_backward", "on_before_zero_grad",
 }  # fmt: skip
-_OTHERS = {"backward", "optimizer_step", "optimizer_zero_grad", "configure_gradient_clipping", "lr_scheduler_step"}
 _LIBRARIES = {*sys.stdlib_module_names, "torch", "lightning", "lightning_fabric", "pytorch_lightning", "lightning_piper"}
 _LOOKS = {"lightning.pytorch.utilities.grads", "pytorch_lightning.utilities.grads"}  # of libraries, what reads gradients
 _OF_ATTRIBUTES = {"LOAD_ATTR", "LOAD_METHOD", "STORE_ATTR", "LOAD_SUPER_ATTR"}
-
-
-def reads_whole(module: nn.Module) -> str | None:
-    """Which hook may look at parameters or gradients of the whole module after the first batch, if one does: each process has them
-    in replicas alone, so nothing is searched."""
-    hooked = next((name for name, x in module.named_parameters() if has_gradient_hooks(x)), None)
-    if hooked is not None:
-        return f"a hook on the gradient of {hooked!r} needs it whole in each process"
-    for name, hook in _hooks(module, lambda name: name not in _BEFORE):
-        for code, names in _named(hook):
-            found = sorted(_WHOLE & names)
-            if _CLIPS & names:  # of which a program knows, but for groups of one parameter
-                found = [x for x in found if x not in ("parameters", "named_parameters", "weight", "bias")]
-                found += sorted({"param_groups"} & names)
-            if found:
-                where = "" if code.co_name == name.split(".")[-1] else f", by {code.co_qualname},"
-                return (
-                    f"{name}{where} may look at parameters or gradients of the whole module ({found[0]!r} in its code), which "
-                    "only replicas have in each process"
-                )
-    return None
 
 
 def changes_gradients_of_each_batch(module: nn.Module) -> bool:
     """May a hook look at the gradients of each batch of an accumulation, as it could on one device?"""
     if any(map(has_gradient_hooks, module.parameters())):
         return True
-    hooks = (hook for _, hook in _hooks(module, lambda name: name in _EACH_BATCH))
-    return any({"grad", *_CLIPS} & names for hook in hooks for _, names in _named(hook))
+    return any({"grad", *_CLIPS} & names for hook in _hooks(module) for names in _named(hook))
 
 
-def _hooks(module: nn.Module, chosen: Callable[[str], bool]) -> Iterator[tuple[str, Any]]:
-    """The users' own hooks with these names: what each is called, and it."""
+def _hooks(module: nn.Module) -> Iterator[Any]:
+    """The users' own hooks that run with each batch."""
     trainer: Any = module.trainer
     for owner in (module, *trainer.callbacks):
-        for name in sorted(filter(chosen, {name for name in dir(owner) if name.startswith("on_")} | _OTHERS)):
+        for name in sorted(_EACH_BATCH):
             hook = getattr(owner, name, None)
             found = _function(hook)
             if found is not None and _package(found[1]) not in _LIBRARIES:
-                yield f"{type(owner).__name__}.{name}", hook
+                yield hook
 
 
 def _function(given: Any) -> tuple[Any, types.FunctionType] | None:
@@ -87,9 +60,9 @@ def _loaded(code: types.CodeType, operations: Collection[str]) -> set[str]:
     return {x.argval for x in dis.get_instructions(code) if x.opname in operations}
 
 
-def _named(hook: Any) -> Iterator[tuple[types.CodeType, set[str]]]:
+def _named(hook: Any) -> Iterator[set[str]]:
     """The code of a hook and of what it calls by name, as far as that is the user's: functions of its module and of other modules,
-    methods of what it belongs to and of what that has. With each, the attributes that it names, and the functions, by their own
+    methods of what it belongs to and of what that has: of each, the attributes that it names, and the functions, by their own
     names."""
     waiting, seen, home = [hook], set[Any](), None
     while waiting:
@@ -105,7 +78,7 @@ def _named(hook: Any) -> Iterator[tuple[types.CodeType, set[str]]]:
         for code in _nested(function.__code__):
             attributes = _loaded(code, _OF_ATTRIBUTES)
             values = [function.__globals__.get(name) for name in _loaded(code, ("LOAD_GLOBAL",))]
-            yield code, attributes | {x.__name__ for x in values if isinstance(x, types.FunctionType)}
+            yield attributes | {x.__name__ for x in values if isinstance(x, types.FunctionType)}
             used += values
             names |= attributes
         used += [x for x in map(_content, function.__closure__ or ()) if x is not None]

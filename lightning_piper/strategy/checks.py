@@ -20,11 +20,11 @@ from lightning.pytorch.plugins.layer_sync import LayerSync, TorchSyncBatchNorm
 from lightning.pytorch.utilities.signature_utils import is_param_in_hook_signature
 
 from lightning_piper.accelerators.kinds import HOST, backend_of
+from lightning_piper.capture import has_gradient_hooks
 from lightning_piper.either_lightning import is_a
 from lightning_piper.errors import PiperError
 from lightning_piper.holdings.materialize import Known, is_on_meta, without_initial_values
 from lightning_piper.limits import shown
-from lightning_piper.session.hook_code import reads_whole
 from lightning_piper.strategy.checkpoints import is_behind
 
 
@@ -166,11 +166,12 @@ def _uncapturable_callbacks(trainer: pl.Trainer) -> Iterator[str]:
 
 
 def needs_replicas(trainer: pl.Trainer, module: pl.LightningModule) -> str | None:
-    """Which callback or hook may look at all parameters or their gradients after the first batch, or change them, if one does: in
-    replicas alone every process has them whole, so nothing is searched."""
+    """Which callback or hook on a gradient can do with replicas alone, in which every process has all parameters, if one does: then
+    nothing is searched."""
     found = next((x for x in trainer.callbacks if is_a(x, BaseFinetuning, ModelPruning)), None)  # type: ignore[attr-defined]
     if found is None:
-        return reads_whole(module)
+        hooked = next((name for name, x in module.named_parameters() if has_gradient_hooks(x)), None)
+        return None if hooked is None else f"a hook on the gradient of {hooked!r} needs it whole in each process"
     return f"the callback {type(found).__name__} may change parameters after the first batch, and needs them whole in each process"
 
 

@@ -56,6 +56,7 @@ class Fit:
         names: of these.
         plugin: of the Trainer.
         accumulate: what several batches are put together as.
+        check: raises an error if the program is not to be run, before the module is distributed.
 
     Attributes:
         before: had the module before this.
@@ -75,7 +76,7 @@ class Fit:
 
     def __init__(
         self, module: pl.LightningModule, before: Standalone, batch: Any, verify: Verify, optimizer: Optimizer, names: Names,
-        plugin: Precision, accumulate: str = "batches",
+        plugin: Precision, accumulate: str = "batches", check: Callable[[Compiled], None] = lambda compiled: None,
     ) -> None:  # fmt: skip
         self._module, self.before, self.world, self.seed = module, before, before.world, before.seed
         settings, world = before.settings, before.world
@@ -92,6 +93,7 @@ class Fit:
         self._in_part = InPart(module, settings, world, self._runtime.metric_objects)
         self.programs = Programs(module, self._runtime, settings, world, instead=self._in_part.compiled)
         self.program = first = self.programs.compile(TRAINING, self._batch_spec, None, agreed.apart)
+        check(first)
         if not settings.local:
             check_devices(first, world)
         self.report = verify_by_execution(verify, first, module, self._leaves, world, rank_zero_info)

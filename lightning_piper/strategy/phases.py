@@ -13,6 +13,7 @@ import contextlib
 import dataclasses
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
+from pathlib import Path
 
 import lightning.pytorch as pl
 from torch import nn
@@ -27,7 +28,7 @@ from lightning_piper.holdings.optimizer import Names, ShardedOptimizer, State, c
 from lightning_piper.processes.joining import BatchJoin
 from lightning_piper.processes.world import World
 from lightning_piper.profile import Schedule, recording_of
-from lightning_piper.search import Written
+from lightning_piper.session.cached import Choice
 from lightning_piper.session.eager_optimizer import EagerOptimizer, divided
 from lightning_piper.session.eager_replicas import EagerReplicas
 from lightning_piper.session.evaluation import Evaluation
@@ -101,6 +102,7 @@ class Starting:
         eager: the training step is known to run as it is.
         searches: the first batch brings a program.
         replicas_alone: had the module before a searched program took over.
+        kept: the file that this program is kept in.
     """
 
     standalone: Standalone
@@ -110,6 +112,7 @@ class Starting:
     eager: bool = False
     searches: bool = False
     replicas_alone: Standalone | None = None
+    kept: Path | None = None
 
     @property
     def left(self) -> Left:
@@ -129,7 +132,7 @@ class Starting:
         return self.replicas_alone or self.standalone
 
     def take_over(
-        self, written: Written, world_of: Callable[[tuple[int, ...]], World], tags: contextlib.ExitStack
+        self, choice: Choice, world_of: Callable[[tuple[int, ...]], World], tags: contextlib.ExitStack
     ) -> BatchJoin | None:  # fmt: skip
         """Go on under a program that was searched. Returns what joins the batches of processes that work on one. Collective.
 
@@ -137,7 +140,8 @@ class Starting:
             world_of: the processes, by the replicas that they are parts of.
             tags: gets what takes the stages' tags away again.
         """
-        before, found = self.standalone, replicas_of(written.directives)
+        before, written = self.standalone, choice.written
+        found, self.kept = replicas_of(written.directives), choice.file
         for handle in written.annotate(before.module):
             tags.callback(handle.remove)
         world = world_of(tuple(found.get(rank, 0) for rank in range(before.world.size)))
@@ -150,9 +154,15 @@ class Starting:
         before, self.replicas_alone = self.replicas_alone, None
         if before is not None:
             say("PiperStrategy gives up the program that it chose, so the processes are replicas")
+            self.forget()
             tags.close()
             self.standalone = self.standalone.under(before.settings, before.world)
         return None
+
+    def forget(self) -> None:
+        """A searched program cannot run, so the next fit does not choose it again."""
+        if self.kept is not None and self.standalone.world.is_rank_zero:
+            self.kept.unlink(missing_ok=True)
 
     def load(self, state: State, optimizer: Optimizer, module: nn.Module) -> None:
         """Take over an optimizer's state from a checkpoint: at once if that can be, for hooks may look at it and change it.

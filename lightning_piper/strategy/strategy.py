@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from datetime import timedelta
 from functools import partial
 from pathlib import Path
@@ -28,6 +28,8 @@ from lightning_piper.holdings.materialize import is_on_meta
 from lightning_piper.holdings.optimizer import State, check_groups, names_in
 from lightning_piper.limits import shown
 from lightning_piper.profile import Schedule, schedule_of
+from lightning_piper.search.optimizers import states_of
+from lightning_piper.session.available import NoRoom, check_room
 from lightning_piper.session.choosing import choose
 from lightning_piper.session.program import is_searched
 from lightning_piper.session.standalone import Standalone
@@ -69,6 +71,8 @@ class PiperStrategy(EvaluatingStrategy):
         capture: what becomes of a step that cannot be captured. `auto`: it runs as it is, with a warning, where the program
             replicates all of it, or there is one device; else it is refused. `always`: it is refused. `never`: all run as they are.
         compile: True, or options of Inductor: it compiles each pass at the first batch. Results are equal within rounding.
+        whole: with "auto": while replicas fit into memory, each process keeps the whole module, which hooks and callbacks can read,
+            change and run as under DDP. False: a search may take any program, which may be faster.
         accelerator, parallel_devices, cluster_environment, checkpoint_io, precision_plugin: as for Lightning's own strategies.
 
     Raises:
@@ -92,6 +96,7 @@ class PiperStrategy(EvaluatingStrategy):
         accumulate: Literal["batches", "tokens"] = "batches",
         capture: Literal["auto", "always", "never"] = "auto",
         compile: bool | dict[str, Any] = False,
+        whole: bool = True,
         accelerator: Accelerator | None = None,
         parallel_devices: list[torch.device] | None = None,
         cluster_environment: ClusterEnvironment | None = None,
@@ -118,7 +123,8 @@ class PiperStrategy(EvaluatingStrategy):
             precision_plugin=precision_plugin,
         )  # fmt: skip
         self._profile, self._sharded, self._transport = profile, checkpoint == "sharded", transport
-        self._told += [("profile", recorded), ("checkpoint", checkpoint), ("accumulate", accumulate)]
+        self._told += [("profile", recorded), ("checkpoint", checkpoint), ("accumulate", accumulate), ("whole", whole)]
+        self._keeps_whole = whole
         self._accumulating, self._accumulate, self._saves, self._requeue = False, accumulate, Saves(), Requeue()
 
     def __repr__(self) -> str:
@@ -177,7 +183,7 @@ class PiperStrategy(EvaluatingStrategy):
     def _first_batch(self, start: Starting, batch: Any) -> None:
         if not start.eager:
             try:
-                self._begin_fit(start, self._choose(start, batch))
+                self._begin_captured(start, batch)
                 return
             except NOT_CAPTURED as error:
                 self._join = start.give_back(self._chosen, rank_zero_info)
@@ -187,14 +193,39 @@ class PiperStrategy(EvaluatingStrategy):
             self.load_optimizer_state_dict({"optimizer_states": [start.later]})
         _lightning.move_optimizers(self.optimizers, self.root_device)
 
-    def _choose(self, start: Starting, batch: Any) -> Any:
-        """Let a search find the program, if nobody gives one; returns the batch as the program works on it. Collective."""
-        assert self.lightning_module is not None
+    def _begin_captured(self, start: Starting, batch: Any) -> None:
+        """Begin a fit under the program that is given. If nobody gives one: under replicas, while they fit, or else under a program
+        that a search finds. Collective."""
+        if start.searches and self._keeps_whole:
+            try:
+                self._begin_fit(start, batch, partial(self._check_room, start))
+                return
+            except NoRoom as error:
+                rank_zero_info(f"PiperStrategy searches a program, because {error}")
         if start.searches:
-            choice = choose(self.lightning_module, batch, self.world, self._world_of(()), rank_zero_info, self.optimizers[0])
-            if choice is not None:
-                self._join = start.take_over(choice.written, self._world_of, self._chosen)
-        return self._joined(batch)
+            self._choose(start, batch)
+        try:
+            self._begin_fit(start, self._joined(batch))
+        except PiperError:
+            start.forget()
+            raise
+
+    def _check_room(self, start: Starting, compiled: Compiled) -> None:
+        module = start.standalone.module
+        check_room(compiled, module, self.world, states_of(self.optimizers[0], module))
+        rank_zero_info(
+            "PiperStrategy: replicas fit into memory, so each process keeps the whole module, as under DDP. "
+            "PiperStrategy('auto', whole=False) searches among all programs"
+        )
+
+    def _choose(self, start: Starting, batch: Any) -> None:
+        """Let a search find the program. Collective."""
+        assert self.lightning_module is not None
+        choice = choose(
+            self.lightning_module, batch, self.world, self._world_of(()), rank_zero_info, self.optimizers[0], self._keeps_whole
+        )
+        if choice is not None:
+            self._join = start.take_over(choice, self._world_of, self._chosen)
 
     def _begin_eager(self, before: Standalone, captures: Sequence[Compiled]) -> None:
         """From now on the training step runs as it is; `captures` of it ran before."""
@@ -203,12 +234,14 @@ class PiperStrategy(EvaluatingStrategy):
         self.phase.record(self._profile, self.lightning_module.trainer)
         _lightning.log_apart(self.lightning_module.trainer, "training_step", captures, self.world.size)
 
-    def _begin_fit(self, start: Starting, batch: Any) -> None:
+    def _begin_fit(self, start: Starting, batch: Any, check: Callable[[Compiled], None] = lambda compiled: None) -> None:
         module, optimizer = self.lightning_module, self.optimizers[0]
         assert module is not None
         names = names_in(optimizer, module, start.names)  # hooks may have changed it
         state = start.resumed(optimizer)
-        fit = Fit(module, start.standalone, batch, self._verify, optimizer, names, self.precision_plugin, self._accumulate)
+        fit = Fit(
+            module, start.standalone, batch, self._verify, optimizer, names, self.precision_plugin, self._accumulate, check
+        )  # fmt: skip
         self.phase = Fitting(fit, start)
         if state is not None:
             self._load_optimizer(fit, {**state, "param_groups": fit.optimizer.full_groups()})

@@ -17,7 +17,7 @@ from tests.strategy.models import make
 if __name__ == "__main__":
     torch.manual_seed(0)
     module, loader = make("mlp", samples=16, batch_size=4)
-    strategy = piper.PiperStrategy("auto")
+    strategy = piper.PiperStrategy("auto", whole=False)
     trainer = L.Trainer(accelerator="cpu", devices=2, strategy=strategy, max_steps=2, **QUIET)
     trainer.fit(module, loader)
     Path(sys.argv[1], f"rank{trainer.global_rank}").write_text(f"{torch.get_num_threads()} {trainer.global_step}")

@@ -119,7 +119,7 @@ class Pruned(Net):
 
 
 class Centres(Net):
-    """Gradients, and decays weights by their norms: with what only replicas have, for which a search looks at the code."""
+    """Gradients, and decays weights by their norms: with what only replicas have."""
 
     def on_before_optimizer_step(self, optimizer: Any) -> None:
         for p in self.parameters():
@@ -140,7 +140,8 @@ KINDS = {kind.__name__: kind for kind in (*DROPPED, *LATER, *CALLBACKS, Replaces
 ROWS = [
     *((kind.__name__, level) for kind in DROPPED for level in LEVELS),
     *((kind.__name__, level) for kind in LATER for level in ("zero1", "zero3", "auto")),
-    *((kind.__name__, "auto") for kind in CALLBACKS),
+    *((kind.__name__, "whole") for kind in CALLBACKS),
+    *((kind.__name__, "auto") for kind in CALLBACKS[:2]),
 ]
 REFUSED = {
     ("Replaces", "zero1"): "is in pieces in each process, and cannot be replaced",
@@ -161,8 +162,10 @@ def fit(kind: str, strategy: Any, rank: int | None = None, **options: Any) -> di
 
 
 def strategy_of(level: str) -> Any:
-    if level == "auto":
+    if level == "whole":
         return "piper"
+    if level == "auto":
+        return piper.PiperStrategy("auto", whole=False)
     return piper.PiperStrategy([*PLACED, piper.Replicate(filter={}, devices=[0, 1], **LEVELS[level])])
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import json
 import os
 import re
@@ -29,11 +30,12 @@ from lightning_piper.processes.world import World
 from lightning_piper.search import proposing
 from lightning_piper.search.analytic import analytic
 from lightning_piper.search.blocks import blocks_of
+from lightning_piper.search.meeting import meets
 from lightning_piper.search.optimizers import states_of
 from lightning_piper.search.proposing import Proposal, search
 from lightning_piper.search.report import size
 from lightning_piper.search.writing import Written
-from lightning_piper.session import cached, choosing
+from lightning_piper.session import available, cached, choosing
 from lightning_piper.session.available import memory_of
 from lightning_piper.session.together import measured_together
 from lightning_piper.simulate import Link
@@ -116,11 +118,11 @@ def looking_at(kind: str) -> Any:
     return found
 
 
-def train(rank: int, kind: str, folder: str, name: str = "auto") -> dict[str, Any]:
+def train(rank: int, kind: str, folder: str) -> dict[str, Any]:
     os.environ[CACHE] = folder
     choosing.search = looking_at(kind)  # type: ignore[attr-defined]
     module = net()
-    trainer = fit(module, piper.PiperStrategy("auto") if name == "auto" else name, rank)
+    trainer = fit(module, piper.PiperStrategy("auto", whole=False), rank)
     values = {name: float(x) for name, x in trainer.callback_metrics.items()}
     (path,) = Path(folder).rglob("*.json")
     return {"state": module.state_dict(), "values": values, "chosen": json.loads(path.read_text()), "hooks": hooks(module)}
@@ -133,7 +135,7 @@ def hooks(module: nn.Module) -> int:
 @pytest.mark.parametrize("kind", marked(LINKS, ["pipeline"]))
 def test_what_is_chosen_trains_as_one_device(kind, tmp_path):
     """On the batches of both processes as one."""
-    outcomes = launch_trainings(2, train, tmp_path, kind, str(tmp_path), "piper" if kind == "replicas" else "auto")
+    outcomes = launch_trainings(2, train, tmp_path, kind, str(tmp_path))
     one, fewer = net(), net()
     values = {name: float(x) for name, x in fit(one, "auto").callback_metrics.items()}
     fit(fewer, "auto", max_epochs=1)
@@ -145,6 +147,113 @@ def test_what_is_chosen_trains_as_one_device(kind, tmp_path):
         assert outcome["hooks"] == 0 and [name for name, there in made.items() if there] == [kind]
         assert far(trained, one) < ROUNDING < 1e-3 < far(trained, fewer)
         assert outcome["values"]["score"] == pytest.approx(values["score"], rel=1e-12)
+
+
+class Alive(Net):
+    """Hooks read, change, copy and run all of the module."""
+
+    def on_fit_start(self) -> None:
+        self.average = [*copy.deepcopy(self.layers).parameters()]  # a list, which is no part of the module
+
+    def on_after_backward(self) -> None:
+        self.log("norm", torch.stack([p.grad.norm() for p in self.layers.parameters() if p.grad is not None]).norm())
+
+    @torch.no_grad()
+    def on_before_zero_grad(self, optimizer: Any) -> None:
+        for average, p in zip(self.average, self.layers.parameters(), strict=True):
+            average.lerp_(p, 0.1)
+
+    @torch.no_grad()
+    def on_train_batch_end(self, *args: Any) -> None:
+        self.last.weight.clamp_(-0.2, 0.2)
+        self.first.bias.add_(0.1 * self(torch.ones(1, 6, dtype=torch.float64)).mean())
+
+
+class Whole(torch.optim.SGD):
+    """Updates a parameter by its norm, and all of them together: neither a shard nor a stage will do."""
+
+    def step(self, closure: Any = None) -> Any:
+        with torch.enable_grad():
+            loss = None if closure is None else closure()
+        grads = [p.grad for group in self.param_groups for p in group["params"] if p.grad is not None]
+        torch._foreach_div_(grads, 1 + torch.stack([x.norm() for x in grads]).norm())
+        super().step()
+        return loss
+
+
+class Together(Net):
+    def configure_optimizers(self) -> Any:
+        return Whole(self.parameters(), lr=0.1)
+
+
+CHOICES: dict[str, tuple[type[Net], str, bool]] = {  # what is said, and is the whole module kept?
+    "replicas": (Alive, "replicas fit into memory", True),
+    "no room": (Net, "stages on 2 ranks", True),
+    "an optimizer": (Together, "chose 2 replicas at ZeRO 0", False),
+}
+
+
+def train_choices(rank: int, folder: str) -> dict[str, Any]:
+    os.environ[CACHE] = folder
+    choosing.search = looking_at("pipeline")  # type: ignore[attr-defined]
+    outcome = {}
+    for kind, (cls, _, whole) in CHOICES.items():
+        torch.manual_seed(0)
+        module, told = cls().double(), list[str]()
+        room = 33_000 if kind == "no room" else 2**30  # bytes; a replica needs 65 KB, half of the module 24 KB
+        with (
+            mock.patch.object(strategy, "rank_zero_info", told.append),
+            mock.patch.object(available, "_own", return_value=room),
+        ):
+            fit(module, piper.PiperStrategy("auto", whole=whole), rank)
+        averages = module.average if isinstance(module, Alive) else []
+        outcome[kind] = module.state_dict(), "\n".join(told), averages
+    return outcome
+
+
+def test_what_nobody_asked_for_keeps_the_module_whole(tmp_path):
+    """Where links favour a pipeline. Without room for replicas there is one; for an optimizer that needs whole gradients there are
+    replicas, also where any program is allowed."""
+    for outcome in launch_trainings(2, train_choices, tmp_path, str(tmp_path)):
+        for kind, (cls, said, _) in CHOICES.items():
+            state, told, averages = outcome[kind]
+            torch.manual_seed(0)
+            one, trained = cls().double(), cls().double()
+            fit(one, "auto")
+            trained.load_state_dict(state)
+            assert far(trained, one) < ROUNDING
+            assert told == "" or said in told, told
+            assert (choosing.LOST in told) == (kind == "no room" and told != "")
+            wanted = one.average if isinstance(one, Alive) else []
+            assert all(torch.allclose(x, y, rtol=0, atol=ROUNDING) for x, y in zip(averages, wanted, strict=True))
+
+
+@pytest.mark.parametrize(("optimizer", "levels", "ranks"), [
+    (lambda params: torch.optim.AdamW(params), (0, 1, 2, 3), None),
+    (lambda params: torch.optim.Adafactor(params), (0,), None),
+    (lambda params: Whole(params, lr=0.1), (0,), 1),
+    (lambda params: torch.optim.SparseAdam(list(params)), (0,), 1),  # which cannot be tried
+])  # fmt: skip
+def test_an_optimizer_is_known_before_the_choice(optimizer, levels, ranks):
+    found = [choosing.parts_for(optimizer(net().parameters()), torch.device("cpu"), whole) for whole in (False, True)]
+    wanted = choosing.Part(levels, ranks)
+    assert found == [[wanted], list(dict.fromkeys([choosing.WHOLE, wanted]))]
+
+
+class Counts(Net):
+    def __init__(self) -> None:
+        super().__init__()
+        self.register_buffer("steps", torch.zeros(()))
+
+    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+        self.steps += 1
+        return super().training_step(batch, batch_idx)
+
+
+def test_a_step_that_changes_buffers_has_no_microbatches():
+    batch = list(data()[:4])
+    assert not meets(blocks_of(net(), batch), batch)
+    assert meets(blocks_of(Counts().double(), batch), batch)
 
 
 class Asks(nn.Linear):
@@ -178,8 +287,8 @@ def train_asking(rank: int, folder: str) -> dict[str, Any]:
             mock.patch.object(strategy, "rank_zero_info", told.append),
             mock.patch.object(strategy, "choose", choose_before_it_asks if kind == "later" else choosing.choose),
         ):
-            fit(module, piper.PiperStrategy(given), rank, max_epochs=1)
-        outcome[kind] = module.state_dict(), "\n".join(told), hooks(module)
+            fit(module, piper.PiperStrategy(given, whole=False), rank, max_epochs=1)
+        outcome[kind] = module.state_dict(), "\n".join(told), hooks(module), len(list(Path(folder).rglob("*.json")))
     return outcome
 
 
@@ -189,8 +298,8 @@ def test_a_step_that_cannot_be_captured_trains_in_replicas(tmp_path):
         wanted = outcome["replicas"][0]
         assert "searches no program, so the processes are replicas: rank 1: " in outcome["one"][1]
         assert "stages on 2 ranks" in outcome["later"][1] and "gives up the program" in outcome["later"][1]
-        for state, _, left in outcome.values():
-            assert left == 0 and all(torch.equal(x, wanted[name]) for name, x in state.items())
+        for state, _, left, kept in outcome.values():
+            assert left == kept == 0 and all(torch.equal(x, wanted[name]) for name, x in state.items())
 
 
 def test_processes_have_as_many_threads_each(tmp_path):
@@ -274,6 +383,7 @@ def test_a_step_that_has_changed_is_searched_again():
             2**30,
             made := optimizer(module.parameters(), **options),
             states_of(made, module),
+            [choosing.WHOLE],
         )  # type: ignore[arg-type]
 
     class Changed(Net):
