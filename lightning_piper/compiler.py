@@ -13,7 +13,7 @@ import torch
 from torch import nn
 
 from lightning_piper.capture import BatchSpec, CapturedStep, History, PartlyCaptured, as_before, capture, flatten
-from lightning_piper.directives import Directive, Place, Replicate, parse
+from lightning_piper.directives import Directive, Place, Replicate, parse, refuse_nonlinear
 from lightning_piper.directives.levels import shards_of
 from lightning_piper.errors import CaptureError, NodeNotFoundError, PiperError
 from lightning_piper.garbage import uncollected
@@ -251,6 +251,7 @@ def compile_step(
     with uncollected():
         step = prepared(step, program)
         dag = run_pipeline(step, program, size, training, StaticCheck() if verify else None)
+        refuse_nonlinear(program, dag)
         plans = compile_plans(dag, device)
         if verify:
             check_plans(plans.representatives, plans.image)

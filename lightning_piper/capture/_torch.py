@@ -32,6 +32,8 @@
 - `torch._functorch.partitioners`: `classify_nodes` and `choose_saved_values_set`, which read `node.dist_from_bw`: what of a forward
   pass to keep for the backward pass.
 - `Optimizer._optimizer_step_post_hooks`: in the order of calls.
+- `_engine_run_backward`: the name of the function in which torch runs each backward pass.
+- `TracerBase.create_node`: through it, a trace makes each node.
 - `node.meta["partitioner_tag"]`: `is_backward` on nodes traced by autograd; `node.meta["seq_nr"]`: the same number on a
   forward operation and on the nodes of its backward.
 """
@@ -69,6 +71,7 @@ from torch._subclasses.fake_tensor import (
 )
 from torch._subclasses.functional_tensor import FunctionalTensor
 from torch.fx.experimental.symbolic_shapes import SYMPY_INTERP, DimDynamic, ShapeEnv, StatelessSymbolicContext
+from torch.fx.proxy import TracerBase
 from torch.nn.utils.prune import BasePruningMethod
 from torch.nn.utils.spectral_norm import SpectralNorm
 from torch.nn.utils.weight_norm import WeightNorm
@@ -78,6 +81,7 @@ from torch.utils._sympy.printers import PythonPrinter
 
 __all__ = [
     "NEWEST_TRIED",
+    "RUNS_BACKWARD",
     "WITHOUT_VALUES",
     "BufferAOTInput",
     "DataDependentOutputException",
@@ -120,6 +124,7 @@ __all__ = [
 ]
 
 NEWEST_TRIED = (2, 13)
+RUNS_BACKWARD = "_engine_run_backward"
 LARGEST, NO_BOUND = 2**30, 2**62  # of two sizes, the product is still a size
 WITHOUT_VALUES = (DataDependentOutputException, DynamicOutputShapeException)
 
@@ -146,11 +151,14 @@ def with_data() -> contextlib.AbstractContextManager[Any]:
     return _disable_current_modes()
 
 
-def functional_graph(mode: FakeTensorMode, module: nn.Module, args: tuple[torch.Tensor, ...]) -> torch.fx.Graph:
+def functional_graph(
+    mode: FakeTensorMode, module: nn.Module, args: tuple[torch.Tensor, ...], mark: Callable[[torch.fx.Node], None]
+) -> torch.fx.Graph:
     """The functional graph of `module(*args)`, with fake tensors of `mode` throughout; and of its backward, unless gradients are
-    off (`torch.no_grad`)."""
+    off (`torch.no_grad`). `mark`: is called with each node while what makes it is on the stack."""
     with contextlib.ExitStack() as stack:
         stack.enter_context(exporting())
+        stack.enter_context(_marking(mark))
         stack.enter_context(fx_traceback.preserve_node_meta())
         stack.enter_context(mode)
         graph = aot_export_joint_with_descriptors(stack, module, args).graph_module.graph
@@ -162,6 +170,22 @@ def functional_graph(mode: FakeTensorMode, module: nn.Module, args: tuple[torch.
             # like the operation before, the last one of the backward pass.
             node.meta.pop("custom", None)
     return graph
+
+
+@contextlib.contextmanager
+def _marking(mark: Callable[[torch.fx.Node], None]) -> Iterator[None]:
+    create = TracerBase.create_node
+
+    def creating(*args: Any, **kwargs: Any) -> torch.fx.Node:
+        node = create(*args, **kwargs)
+        mark(node)
+        return node
+
+    TracerBase.create_node = creating  # type: ignore[method-assign]
+    try:
+        yield
+    finally:
+        TracerBase.create_node = create  # type: ignore[method-assign]
 
 
 class ShapeSymbols:

@@ -19,6 +19,7 @@ from torch import nn
 from torch.fx import Graph, GraphModule, Node
 
 from lightning_piper.capture import _torch, _torch_calls
+from lightning_piper.capture.source import mark_called
 from lightning_piper.capture.written import is_constant
 
 FORWARD, BACKWARD = "is_forward", "is_backward"
@@ -159,6 +160,7 @@ class Calls:
             node.meta["custom"] = dict(custom)
         if self._phase == BACKWARD and _torch_calls.merges_gradients():
             node.meta["merges"] = True
+        mark_called(node)
 
     def _made(self, node: Node, x: torch.Tensor) -> None:
         self._nodes[id(x)] = node

@@ -59,6 +59,8 @@ def cut(
     if routed is None:
         routed = routed_of(passes, names.params, placed.shared)
     _results(described, names, changed, placed, passes, plain, routed)
+    if weighed.weight is not None:
+        _weigh_gradients(weighed.weight, names, passes, placed)
     forward = {key for key, p in passes.items() if key[1] == "F" and p.nodes}
     _drop_unused(passes)
     _refuse_read_terms(placed)
@@ -187,6 +189,23 @@ def _sum(terms: list[Node], into: Pass, placed: Assignment) -> Node:
         into.nodes.append(added)
         total = added
     return total
+
+
+def _weigh_gradients(weight: Node, names: Names, passes: Mapping[PassKey, Pass], placed: Assignment) -> None:
+    """Weigh what backward passes make of a gradient of the loss that is the same for all parts of the batch."""
+    loss, graph = next(x for x in names.tangents if x is not weight), weight.graph
+    for p in passes.values():
+        for _, _, nodes in p.bundles(Kind.GRAD):
+            with graph.inserting_before(graph.output_node()):
+                share = graph.call_function(aten.div.Tensor, (weight, loss))
+                made = [graph.call_function(aten.mul.Tensor, (node, share)) for node in nodes]
+            share.meta = {"val": loss.meta["val"], "partitioner_tag": "is_backward"}
+            for node, new in zip(nodes, made, strict=True):
+                new.meta = {"val": node.meta["val"], "partitioner_tag": "is_backward", PLACEMENTS: node.meta.get(PLACEMENTS, ())}
+            for new in (share, *made):
+                placed.of[new] = p.key[0]  # type: ignore[index]
+                p.nodes.append(new)
+            nodes[:] = made
 
 
 def _drop_unused(passes: Mapping[PassKey, Pass]) -> None:

@@ -70,7 +70,9 @@ def run_eagerly(
             # Clones, for the step may change its batch.
             cut = [(x if whole or not x.ndim else x[part.start : part.stop]).clone() for x in leaves]
             loss, *logged = wrapper(*cut)
-            if weight != 0:  # where nothing counts, the loss is no number, and neither is 0 times its gradient
+            if step.at(step.size).weighs_gradients:
+                _add_weighed(loss, params, len(part) / sum(map(len, slices)))
+            elif weight != 0:  # where nothing counts, the loss is no number, and neither is 0 times its gradient
                 (loss * weight.to(loss.dtype)).backward()
             for name, value in [(LOSS, loss), *_logged(wrapper.logs, logged, in_tensors)]:
                 values.setdefault(name, []).append(value.detach().double())
@@ -81,6 +83,17 @@ def run_eagerly(
     grads = {name: x.grad for name, x in params.items() if x.grad is not None}
     changed = {n: x for n, x in buffers.items() if n in _changed_names(step)}
     return Outcome(metrics, grads, changed)
+
+
+def _add_weighed(loss: torch.Tensor, params: Mapping[str, torch.Tensor], weight: float) -> None:
+    """Add the gradients of a loss to what is there, each multiplied by a weight."""
+    before = {name: x.grad for name, x in params.items()}
+    for x in params.values():
+        x.grad = None
+    loss.backward()
+    for name, x in params.items():
+        made, old = None if x.grad is None else x.grad * weight, before[name]
+        x.grad = old if made is None else made if old is None else old + made
 
 
 def mixed(step: CapturedStep) -> bool:

@@ -20,6 +20,7 @@ from torch.fx import Graph
 
 from lightning_piper.capture import _torch, _torch_calls
 from lightning_piper.capture.calls import Calls, NotPlain
+from lightning_piper.capture.source import line_in_backward
 from lightning_piper.capture.written import bytes_of, is_constant, name_of
 
 _PLAIN = (type(None), bool, int, float, complex, str, torch.dtype, torch.layout, torch.memory_format)
@@ -70,7 +71,7 @@ class _Notes(_torch.TorchDispatchMode):
         self._calls: Calls | None = None
         with contextlib.suppress(NotPlain):
             self._calls = Calls(step, inputs, joint)
-        self._own = own
+        self._own, self._goes_back = own, False
         self._hash = hashlib.sha256()
         self._numbers: dict[int, int] = {}  # of tensors, by identity
         self._storages: dict[int, int] = {}
@@ -91,7 +92,7 @@ class _Notes(_torch.TorchDispatchMode):
 
     def goes_back(self, results: Sequence[torch.Tensor]) -> torch.Tensor:
         """The backward pass begins. The gradient of the loss, which stands before the step."""
-        loss = results[0]
+        loss, self._goes_back = results[0], True
         with _torch.with_data(), loss.fake_mode:  # type: ignore[attr-defined]
             tangent = torch.empty_strided(loss.shape, loss.stride(), dtype=loss.dtype, device=loss.device)
         self.enter("tangent", tangent)
@@ -119,7 +120,8 @@ class _Notes(_torch.TorchDispatchMode):
         kwargs = kwargs or {}
         if _torch_calls.only_asks(function):  # about a tensor of which all is noted
             return function(*args, **kwargs)
-        self.say(f"{function} {torch.is_grad_enabled()} {fx_traceback.current_meta.get('custom')}", (args, kwargs))
+        called = line_in_backward() if self._goes_back else ""
+        self.say(f"{function} {torch.is_grad_enabled()} {fx_traceback.current_meta.get('custom')} {called}", (args, kwargs))
         made = function(*args, **kwargs)
         for x in _torch.tree_leaves(made):
             if isinstance(x, torch.Tensor) and id(x) not in self._numbers:

@@ -11,7 +11,10 @@ from pathlib import Path
 import torch
 import torch.fx.traceback as fx_traceback
 
+from lightning_piper.capture import _torch
+
 LINE_KEY = "piper_line"  # in the metadata of an operation: the user's line
+CALLED_KEY = "piper_called"  # of one of a backward pass: the line of the function that called it; see `line_in_backward`
 LIBRARIES = tuple(str(Path(m.__file__).parent) + "/" for m in (torch, contextlib) if m.__file__) + (
     str(Path(__file__).parent.parent) + "/",
 )
@@ -40,6 +43,26 @@ def user_frame() -> str:
             return f"{name}:{frame.f_lineno}"
         frame = frame.f_back  # type: ignore[assignment]
     return ""
+
+
+def line_in_backward() -> str:
+    """`file:line` of the function that a backward pass runs just now: a hook, or the `backward` of an autograd function. The user's
+    own line, or a library's where there is none. Nothing where torch runs its own formula, or the package its own function."""
+    frame, found = sys._getframe(1), ""
+    while frame is not None and frame.f_code.co_name != _torch.RUNS_BACKWARD:
+        name = frame.f_code.co_filename
+        if not name.startswith(LIBRARIES) and name[0] != "<":
+            found = found or f"{name}:{frame.f_lineno}"
+            if "/site-packages/" not in name:
+                return f"{name}:{frame.f_lineno}"
+        frame = frame.f_back  # type: ignore[assignment]
+    return found
+
+
+def mark_called(node: torch.fx.Node) -> None:
+    """Write the line of the function that a backward pass runs just now on an operation of that pass."""
+    if _torch.is_backward(node) and (line := line_in_backward()):
+        node.meta[CALLED_KEY] = line
 
 
 def on_line(line: str) -> contextlib.AbstractContextManager[None]:

@@ -328,7 +328,7 @@ class CapturedStep:
         return StepCode(
             size, regions, interfaces, code, weighed.logs, specs, split_passes, routed, step.rebuild, weighed.terms,
             dataclasses.replace(traced.metrics, terms=terms, whole=counted), self.batch_spec.undivided, weighed.assumed,
-            weighed.unknown, weighed.meet, weighed.local, divided,
+            weighed.unknown, weighed.meet, weighed.nonlinear, weighed.weight is not None, weighed.local, divided,
         )  # fmt: skip
 
     def joint_graph(self) -> tuple[torch.fx.Graph, Names]:

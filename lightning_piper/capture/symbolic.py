@@ -158,6 +158,7 @@ class SymbolicStep:
             raise NotSymbolic("logged values are calculated with sizes")
         self._computed = {log.name: log.computed for log in weighed.logs}
         self._assumed, self._unknown, self._meet, self._local = weighed.assumed, weighed.unknown, weighed.meet, weighed.local
+        self._nonlinear, self._weighs_gradients = weighed.nonlinear, weighed.weight is not None
         self._regions, passes, split, _ = cut(weighed, canonical, recomputed=recomputed)
         self._passes = {key: (*found, self._specs(found[1])) for key, found in passes.items()}
         self._split = {key: (*found, self._specs(found[1])) for key, found in split.items()}
@@ -180,7 +181,8 @@ class SymbolicStep:
         interfaces = {key: interface for key, (interface, _, _) in self._passes.items()}
         return StepCode(size, self._regions, interfaces, passes, self._logs_at(known), specs, split, rebuild=self._rebuild,
                         terms=tuple(_numbered_term(term, numbers) for term in self.terms), metrics=self._metrics,
-                        assumed=self._assumed, unknown=self._unknown, meet=self._meet, local=self._local)  # fmt: skip
+                        assumed=self._assumed, unknown=self._unknown, meet=self._meet, local=self._local,
+                        nonlinear=self._nonlinear, weighs_gradients=self._weighs_gradients)  # fmt: skip
 
     def _logs_at(self, known: Sequence[Any]) -> tuple[Logged, ...]:
         return tuple(

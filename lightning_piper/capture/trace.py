@@ -31,7 +31,7 @@ from lightning_piper.capture.promotions import settle_dtypes
 from lightning_piper.capture.raised import is_own, where_kept
 from lightning_piper.capture.reads import Drawn, Reads
 from lightning_piper.capture.selected import Selected
-from lightning_piper.capture.source import user_line
+from lightning_piper.capture.source import mark_called, user_line
 from lightning_piper.capture.swallowed import refusals
 from lightning_piper.capture.unchanged import Attribute, attributes, changes, check_unchanged, leaving_tensors, restored
 from lightning_piper.capture.watch import Watch
@@ -89,7 +89,7 @@ def trace(
     with plain, step.gradients(), restored(module), reading, _without_data(module, mode, device, parts), as_captured(module, step):
         before = attributes(module)
         try:
-            make = partial(leaving_tensors, module, partial(_torch.functional_graph, mode, step, inputs))
+            make = partial(leaving_tensors, module, partial(_torch.functional_graph, mode, step, inputs, mark_called))
             other = partial(_without_data, module, device=device, parts={})  # of those that stand there, which are parts
             graph = traced_once(module, step, inputs, device, other, make) if step.rehearsed and fakes is fakes_of else make()
             tag_layers(graph)

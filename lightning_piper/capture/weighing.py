@@ -23,6 +23,7 @@ from lightning_piper.capture.changed_buffers import changed_buffers, is_local
 from lightning_piper.capture.denominators import ONE, SAMPLES, Expression, denominator_of, described, simplified, stats_of
 from lightning_piper.capture.following import Ask
 from lightning_piper.capture.joined import OF_PARTS
+from lightning_piper.capture.linearity import linearity
 from lightning_piper.capture.meeting import meetings, met, way_to
 from lightning_piper.capture.passes import Names
 from lightning_piper.capture.regions import own_line, refuse_parts, source_line
@@ -49,7 +50,9 @@ class Weighed:
         terms: how they are weighed; `Output.term` is a place here.
         tangents: placeholders of the loss's gradients -> the terms that they belong to.
         logs: those of the trace; some are computed from several outputs.
-        assumed, unknown, meet, local: as of `StepCode`.
+        weight: where gradients are weighed in the place of the loss (`StepCode.weighs_gradients`), the placeholder of their weight,
+            times the gradient of the loss; it is among `tangents`, too.
+        assumed, unknown, meet, nonlinear, local: as of `StepCode`.
     """
 
     graph: torch.fx.Graph
@@ -60,6 +63,8 @@ class Weighed:
     assumed: bool = False
     unknown: tuple[str, ...] = ()
     meet: str | None = None
+    weight: Node | None = None
+    nonlinear: str | None = None
     local: frozenset[str] = frozenset()
 
 
@@ -96,6 +101,14 @@ class _Weighing:
         tangents = {} if self.names.tangent is None else {self.names.tangent: 0}
         changed = changed_buffers(zip(results, described_as, strict=True), self.canonical)
         losses = [x for x, desc in zip(results, described_as, strict=True) if self._is_loss(desc)]
+        way, weight = linearity(self.graph, self.names.tangent), None
+        if way.broken is not None and self.found.joined:
+            raise CaptureError(
+                f"{way.broken.line}: {way.broken.operation} is not linear in the gradient of the loss, and that of gathered samples "
+                "(gather_samples) would be another one in each program. Make the backward pass linear, or do not gather samples"
+            )
+        if way.broken is not None or (way.opaque and not self.found.joined):
+            tangents, weight = self._enter_with_one()
         self._meetings = {} if self._alike else meetings(self.graph, self.size)
         self._met = met(losses[0], self._meetings) if losses else None
         for place, (node, desc) in enumerate(zip(list(results), list(described_as), strict=True)):
@@ -109,7 +122,7 @@ class _Weighing:
                 self._hand_out(place, results, described_as, self._log(node, made, losses))
                 continue
             parts = self._parts(node, made)
-            if made.kind == Kind.LOSS and self.names.tangent is not None:
+            if made.kind == Kind.LOSS and self.names.tangent is not None and weight is None:
                 if len(parts) > 1 and not (tangents := self._divide(node, parts, results)):
                     parts, self.assumed = {self._term(SAMPLES): node}, True
                 tangents = tangents if len(parts) > 1 else {self.names.tangent: next(iter(parts))}
@@ -130,6 +143,8 @@ class _Weighing:
             self.assumed,
             tuple(self.unknown),
             None if self._met is None else f"{self._met.target} ({source_line(self._met)})",
+            weight,
+            None if way.broken is None else str(way.broken),
             frozenset(name for name, node in changed.items() if is_local(node, self.found.changes)),
         )
 
@@ -145,6 +160,16 @@ class _Weighing:
                         f"{found}, and each replica would count it. Give a metric object the samples as they are, and add terms of "
                         "samples to terms of the whole batch."
                     )
+
+    def _enter_with_one(self) -> tuple[dict[Node, int], Node]:
+        """Let the loss of each part of the batch have the same gradient, and give the graph the weight of its gradients."""
+        tangent = self.names.tangent
+        assert tangent is not None
+        with self.graph.inserting_after(tangent):
+            weight = self.graph.placeholder("gradient_weight")
+        weight.meta = dict(tangent.meta)
+        self.terms.append(Term(Weighing.EACH, "each part"))
+        return {tangent: 0, weight: self._term(SAMPLES)}, weight
 
     def _hand_out(
         self, place: int, results: list[Any], described_as: list[Any], values: list[tuple[Output, Mapping[int, Node]]]

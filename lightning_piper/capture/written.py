@@ -17,6 +17,7 @@ from torch import nn
 from torch.fx import Graph, GraphModule, Node
 
 from lightning_piper.capture import _torch
+from lightning_piper.capture.source import CALLED_KEY
 
 _LIBRARIES = ("aten", "prims", "lightning_piper")
 # They run the user's code, and read files.
@@ -30,7 +31,7 @@ _DESCRIPTORS = {
     )
 }  # fmt: skip
 _OWN = "own"
-_MARKS = ("partitioner_tag", "seq_nr", "custom")
+_MARKS = ("partitioner_tag", "seq_nr", "custom", CALLED_KEY)
 MANY = 1 << 20  # bytes of a constant
 
 

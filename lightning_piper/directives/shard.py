@@ -219,7 +219,7 @@ class Shard(Directive):
                 continue
             if interface.random:
                 self.refuse("filter", f"{label} draws random numbers, and other tokens would get them", "move dropout out of it")
-            if interface.batch or interface.seeds_gradient:
+            if interface.batch or (interface.seeds_gradient and not dag.code.weighs_gradients):
                 self.refuse("filter", f"{label} reads the batch, or makes the loss", "give it what it needs through piper.dispatch")
             entering = zip(interface.inputs, interface.arrives, strict=True)
             direct = [

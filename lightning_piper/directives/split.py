@@ -11,6 +11,7 @@ import networkx as nx
 
 from lightning_piper.directives.base import Contract, Directive, register
 from lightning_piper.directives.transfers import connect, disconnect
+from lightning_piper.errors import DirectiveError
 from lightning_piper.ir.dag import TrainingDAG
 from lightning_piper.ir.filters import AGAIN, Filter
 from lightning_piper.ir.nodes import Chunk, Node, Ref
@@ -42,6 +43,9 @@ class Split(Directive):
             it are cut along the batch, values that leave it are joined.
         dim_name: the new tag; microbatch i carries `dim_name=i`.
         num_microbatches: number of microbatches. Their sizes n_i differ by one sample at most, and the larger ones come first.
+        accept_nonlinear: split also a backward pass that is not linear in the gradient of the loss (a hook clamps gradients, an
+            autograd function adds a gradient of its own), which is refused otherwise. The loss of each microbatch then has a
+            gradient of 1, and each microbatch's gradients are weighed by its share of the samples.
 
     Gradients become sums over the microbatches, each weighed as the loss says: equal up to re-association,
     where no sample's loss depends on the others.
@@ -53,6 +57,7 @@ class Split(Directive):
     filter: Filter
     dim_name: str
     num_microbatches: int
+    accept_nonlinear: bool = False
 
     def check_fields(self) -> None:
         self.check_filter("filter", self.filter)
@@ -62,6 +67,8 @@ class Split(Directive):
             self.refuse("num_microbatches", shown(self.num_microbatches), "give an integer >= 1")
         if self.num_microbatches > PASSES // 2:
             self.refuse("num_microbatches", shown(self.num_microbatches), f"give at most {PASSES // 2}")
+        if not isinstance(self.accept_nonlinear, bool):
+            self.refuse("accept_nonlinear", shown(self.accept_nonlinear), "give true or false")
 
     def apply_forward(self, dag: TrainingDAG, training: TrainingDAG | None) -> None:
         """The batch stays whole, and counts as the first microbatch: it runs where that runs."""
@@ -151,6 +158,25 @@ class Split(Directive):
                     f"{chunk.label} is already ordered by directive {by}",
                     "split before the order that names it",
                 )
+
+
+def refuse_nonlinear(program: Sequence[Directive], dag: TrainingDAG) -> None:
+    """Refuse a finished program that splits a backward pass that is not linear in the gradient of the loss, without saying that it
+    accepts that.
+
+    Raises:
+        DirectiveError: names the split.
+    """
+    parts = {(chunk.key, chunk.slice) for chunk in dag.of_type(Chunk)}
+    if dag.code.nonlinear is None or len(parts) == len({key for key, _ in parts}):
+        return
+    for index, directive in enumerate(program):
+        if isinstance(directive, Split) and directive.num_microbatches > 1 and not directive.accept_nonlinear:
+            raise DirectiveError(
+                f"directive {index} ({directive.op}): field 'num_microbatches': {directive.num_microbatches}, and the backward "
+                f"pass is not linear in the gradient of the loss: {dag.code.nonlinear}. Gradients of microbatches may add up to "
+                "other gradients than those of the whole batch; give 1, or accept it (accept_nonlinear=True)"
+            )
 
 
 def _buffer_readers(dag: TrainingDAG) -> list[Node]:

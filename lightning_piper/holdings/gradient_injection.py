@@ -46,7 +46,7 @@ class GradientInjection:
         self.trained = {name: x for name, x in params.items() if x.requires_grad}
 
     def loss(self, value: torch.Tensor, grads: Mapping[str, torch.Tensor], scale: float = 1.0, kept: bool = False,
-             closing: float | None = None) -> torch.Tensor:  # fmt: skip
+             closing: float | None = None, nonlinear: str | None = None) -> torch.Tensor:  # fmt: skip
         """A loss of this value whose derivatives are `grads`, which belong to it from now on.
 
         Args:
@@ -55,6 +55,7 @@ class GradientInjection:
             scale: the factor that `backward` is expected to bring; `grads` are multiplied with what it brings, over `scale`.
             kept: the plan has kept gradients of this batch back, and hands them out with those of a later one.
             closing: factor on the gradients accumulated so far and on these.
+            nonlinear: what makes gradients that are not multiples of the factor, if anything does: `backward` must bring `scale`.
 
         Raises:
             PiperError: `backward` did not run on the loss of a batch whose gradients are kept back.
@@ -66,7 +67,7 @@ class GradientInjection:
             )
         # Of the others, users' hooks would be called with None, which torch never does.
         found = [(x, grad) for name, x in self.trained.items() if (grad := grads.get(name)) is not None]
-        waiting = self._last = _Waiting(value, [grad for _, grad in found], scale, self, closing)
+        waiting = self._last = _Waiting(value, [grad for _, grad in found], scale, self, closing, nonlinear)
         if kept:
             self._kept.append(waiting)
         result: torch.Tensor = _HandOut.apply(waiting, self._anchor, *(x for x, _ in found))  # type: ignore[no-untyped-call]
@@ -105,8 +106,8 @@ class _Waiting:
     """The gradients of one step. `factor`: what `backward` brought."""
 
     def __init__(self, value: torch.Tensor, grads: list[torch.Tensor], scale: float, injection: GradientInjection,
-                 closing: float | None) -> None:  # fmt: skip
-        self.value, self.scale, self._closing = value, scale, closing
+                 closing: float | None, nonlinear: str | None) -> None:  # fmt: skip
+        self.value, self.scale, self._closing, self._nonlinear = value, scale, closing, nonlinear
         self.factor: torch.Tensor | None = None
         self._grads: list[torch.Tensor] | None = grads
         self._injection = injection
@@ -119,6 +120,8 @@ class _Waiting:
         grads, self._grads = self._grads, None
         self.factor = factor
         self._injection.check(self)
+        if self._nonlinear is not None:
+            self._check_factor(factor, self._nonlinear)
         mark(self._injection.absent, self._injection.trained)
         # Looking at a value on a GPU would make the host wait for it; multiplying by one does not.
         if factor.device.type != "cpu" or factor.item() != self.scale:
@@ -126,6 +129,16 @@ class _Waiting:
         if self._closing is not None:
             scale([*grads, *(x.grad for x in self._injection.trained.values() if x.grad is not None)], self._closing)
         return grads
+
+    def _check_factor(self, factor: torch.Tensor, nonlinear: str) -> None:
+        """Gradients were made with the factor that `backward` was expected to bring, and another one would have made others."""
+        ratio = float(factor) / self.scale
+        if abs(ratio - 1) > 4 * torch.finfo(factor.dtype).eps:
+            raise PiperError(
+                f"PiperStrategy: backward multiplied the loss of training_step by {ratio:g}. Its gradients are made already, and "
+                f"do not follow that factor, because this is not linear: {nonlinear}. Multiply the loss in training_step, or give "
+                "PiperStrategy(capture='never')"
+            )
 
 
 class _HandOut(torch.autograd.Function):

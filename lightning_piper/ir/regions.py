@@ -237,6 +237,9 @@ class StepCode:
         assumed: the loss is weighed as a mean for want of another way: it is no sum of means, sums and ratios.
         unknown: names of logged values other than the loss that are weighed so.
         meet: the operation, on the way to the loss, in which samples are taken by their place or compared; None if none is known.
+        nonlinear: what in the backward pass is not linear in the gradient of the loss, with the user's line; None if it is linear.
+        weighs_gradients: the loss of each part of the batch has a gradient of 1, and the gradients that are made of it are weighed.
+            Otherwise the loss's gradient is weighed, which is the same where the backward pass is linear.
         local: the buffers to which the step gives values that follow from the samples it gets, from their number, or from random
             numbers; all others that it changes have the same values whatever part of the batch it gets.
         divided: parameters of which members of an axis have parts -> the axis, and which ones.
@@ -257,6 +260,8 @@ class StepCode:
     assumed: bool = False
     unknown: tuple[str, ...] = ()
     meet: str | None = None
+    nonlinear: str | None = None
+    weighs_gradients: bool = False
     local: frozenset[str] = frozenset()
     divided: Mapping[str, tuple[str, Shard]] = field(default_factory=dict)
 

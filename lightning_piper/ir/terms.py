@@ -7,6 +7,8 @@ On the whole batch a term is T, on part i of it T_i, and T is the sum of w_i T_i
     ratio      d(s_i) / d(sum of s)    a ratio whose denominator d is a function of sums s over the batch alone, such as a number
                                        of tokens that are not ignored
     max, min   none                    the largest, or smallest, value of the batch
+    each       1                       no value, but the gradient with which the loss of each part enters a backward pass that is
+                                       not linear in it; there, gradients are weighed in the place of the loss
 
 so that whoever knows the sums s of the whole batch can give every backward pass its weight before it runs.
 """
@@ -30,6 +32,7 @@ class Weighing(StrEnum):
     RATIO = "ratio"
     MAX = "max"
     MIN = "min"
+    EACH = "each"
 
 
 @dataclass(frozen=True)

@@ -133,6 +133,8 @@ def share_of(dag: TrainingDAG, term: int, part: Slice) -> float | None:
     known = dag.code.terms[term]
     if known.weighing == Weighing.SAMPLES:
         return len(part) / dag.size
+    if known.weighing == Weighing.EACH:
+        return 1.0
     if known.denominator is not None:
         divided = len(part) * dag.replicas < dag.size or replicas < dag.replicas
         return None if divided or known.denominator.guarded else 1 / replicas

@@ -15,15 +15,16 @@ from lightning_piper.verify.cross_sample import find_dependences
 
 def meets(cut: Cut, leaves: Sequence[torch.Tensor] = ()) -> bool:
     """Do microbatches compute something else? They do if an operation on the way to the loss looks across the samples of the batch,
-    such as a batch norm, or in-batch negatives; if the step changes buffers, which each microbatch would change; and if it is not
-    known how the loss or a logged value follows from those of the microbatches.
+    such as a batch norm, or in-batch negatives; if the step changes buffers, which each microbatch would change; if the backward
+    pass is not linear in the gradient of the loss; and if it is not known how the loss or a logged value follows from those of the
+    microbatches.
 
     Args:
         leaves: the tensors of the batch; with them the step is run in two halves, which shows what its operations do not.
     """
     size = cut.step.size
     code = cut.step.at(size)
-    if code.meet is not None or any(takes_statistics(code, key) for key in code.code):
+    if code.meet is not None or code.nonlinear is not None or any(takes_statistics(code, key) for key in code.code):
         return True
     if code.assumed or any(log.name in code.unknown for log in code.logs):
         return True

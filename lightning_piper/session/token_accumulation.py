@@ -87,6 +87,11 @@ def _place(compiled: Compiled) -> int:
 def _only_term(compiled: Compiled) -> Term:
     outputs = [out for interface in compiled.dag.code.interfaces.values() for out in interface.outputs if out.kind == Kind.LOSS]
     terms = [compiled.dag.code.terms[out.term or 0] for out in outputs]
+    if compiled.dag.code.nonlinear is not None:
+        raise PiperError(
+            'PiperStrategy(accumulate="tokens") weighs batches by the gradients of their losses, and the backward pass of this '
+            f'step is not linear in that: {compiled.dag.code.nonlinear}. Leave accumulate="batches"'
+        )
     if len(terms) > 1:
         shown = ", ".join(term.label for term in terms)
         raise PiperError(

@@ -98,6 +98,12 @@ def _plain_to_see(compiled: Compiled) -> Iterator[str]:
             f"samples meet on the way to the loss, or are taken by their place, in {code.meet}: microbatches and replicas have "
             f"their own alone, and give another loss than all {dag.size} samples"
         )
+    if cut and code.nonlinear is not None:
+        yield (
+            f"the backward pass is not linear in the gradient of the loss: {code.nonlinear}. Each replica's loss, and that of each "
+            "microbatch, has a gradient of 1, and the gradients that are made of it are averaged, as with DistributedDataParallel: "
+            f"they may be others than those of all {dag.size} samples on one device"
+        )
     yield from unlike_one_device(compiled)
 
 

@@ -228,7 +228,8 @@ class Fit:
         prepared.replay(self._module, result, Given(self._batch_spec, self._leaves))
         assert prepared.replay.dtype is not None
         value = result.metrics[0].to(prepared.replay.dtype, copy=True)
-        loss = self._injection.loss(value, result.grads, scale, keeps and prepared.accumulates, closing)
+        nonlinear = prepared.compiled.dag.code.nonlinear
+        loss = self._injection.loss(value, result.grads, scale, keeps and prepared.accumulates, closing, nonlinear)
         self._in_accumulation = not last
         return {"loss": loss, **self._in_part.extras} if self._in_part.extras else loss
 

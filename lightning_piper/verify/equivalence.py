@@ -89,13 +89,15 @@ class _Runner:
         outcome, moved = self._last
         alone, moved = self.single(self._whole), _larger(self.rounding(self._whole), moved)
         found, code = compare(alone, outcome, moved), self.step.at(self.step.size)
+        cut = any(len(parts) > 1 for parts in dag.slices().values())
+        nonlinear = [f"{code.nonlinear}, which is not linear in the gradient of the loss"] if cut and code.nonlinear else []
         if found.verdict == "equal within the bound":
-            return found, tuple(outcome.approximate), ()
+            return found, (*nonlinear, *outcome.approximate), ()
         if found.verdict != "differs":
-            return found, (), ()
+            return found, tuple(nonlinear), ()
         couplings = self.couplings(dag)
         causes = [f"{c.operation} in region {c.region}" for c in couplings] + _by_microbatch(code, "random")
-        causes = causes or _by_microbatch(code, "state")
+        causes = nonlinear + (causes or _by_microbatch(code, "state"))
         if not causes:
             found = self._compared(alone, outcome, moved)
         return found, tuple(dict.fromkeys(causes)), couplings

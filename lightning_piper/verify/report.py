@@ -71,6 +71,7 @@ class Report:
             finished graph, which is then the one that runs.
         whole: the last row's result compared with one device on the whole batch at once.
         causes: where that differs, why: what in the step looks across the samples of a batch, or draws or counts by microbatches.
+            Also where it does not differ on this batch, what is not linear in the gradient of the loss, and may differ on others.
         couplings: the operations among them.
         executed: of a step that is not captured, or in part, which and why: of that, its border alone was checked, and what it
             computes was run.
@@ -85,14 +86,14 @@ class Report:
     @property
     def verdict(self) -> Verdict:
         """`verified`: the program computes what one device computes on the whole batch. `verified except`: what one device computes
-        on the same microbatches, which the step itself makes another result. `executed`: the step, or the rest of
+        on the same microbatches, which the step itself makes another result, or may. `executed`: the step, or the rest of
         it, runs as it is, and computes the mean of what one device computes of each part of the batch. `NOT EQUIVALENT`: neither,
         or a directive broke its contract."""
         if not all(row.ok for row in self.rows):
             return "NOT EQUIVALENT"
         if self.executed:
             return "executed"
-        return "verified except" if self.whole.verdict in ("equal within the bound", "differs") else "verified"
+        return "verified except" if self.causes or self.whole.verdict in ("equal within the bound", "differs") else "verified"
 
     @property
     def ok(self) -> bool:

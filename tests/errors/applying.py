@@ -56,6 +56,8 @@ CASES: Cases = [
     Case("an order where the step comes back to a stage that it has left", entered_again),
     program("devices with a gap", PLACES[0], {"op": "place", "filter": {"PP": 1}, "devices": [2]}),
     program("more microbatches than samples", *PLACES, {**SPLIT, "num_microbatches": 16}),
+    on("microbatches of a backward pass that is not linear in the gradient of the loss",
+       [("return loss", "loss.register_hook(lambda grad: grad.clamp(max=0.3)); return loss")], *PLACES, SPLIT),
     program("one batch split twice by one tag", *PLACES, SPLIT, SPLIT),
     program("one pass of a stage is split alone", *PLACES, {**SPLIT, "filter": F0}),
     program("split after the order", *PLACES, ordered(F0, B0), SPLIT),

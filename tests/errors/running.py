@@ -50,6 +50,12 @@ def factors() -> None:
     fit(module, directives=[*GROUPS, SPLIT, REPLICATE], accumulate_grad_batches=2)
 
 
+def nonlinear() -> None:
+    line = "def backward(self, loss):\n        (loss * 0.5).backward()"
+    changes = ("def configure_optimizers", f"{line}\n\n    def configure_optimizers")
+    fit(net("loss.register_hook(lambda grad: grad.clamp(max=0.3))", changes), directives=PLACES)
+
+
 def forgotten() -> None:
     line = "def backward(self, loss):\n        loss.backward() if self.trainer.fit_loop.epoch_loop.batch_idx else None"
     module = net("pass", ("def configure_optimizers", f"{line}\n\n    def configure_optimizers"))
@@ -93,6 +99,7 @@ CASES: Cases = [
     Case("a later batch has a layout in which stages use other parameters, which are sharded", other_shards),
     Case("`backward` runs twice on one loss", twice),
     Case("different factors on the losses of one gradient accumulation", factors),
+    Case("a factor in `backward`, where the backward pass is not linear in the gradient of the loss", nonlinear),
     Case("`backward` is left out for a batch of a gradient accumulation", forgotten),
     Case("a later batch is too small for the replicas",
          lambda: fit(data=Batches([batch(8), batch(3)]), directives=[*GROUPS, REPLICATE])),
