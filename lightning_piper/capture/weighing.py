@@ -104,8 +104,8 @@ class _Weighing:
         way, weight = linearity(self.graph, self.names.tangent), None
         if way.broken is not None and self.found.joined:
             raise CaptureError(
-                f"{way.broken.line}: {way.broken.operation} is not linear in the gradient of the loss, and that of gathered samples "
-                "(gather_samples) would be another one in each program. Make the backward pass linear, or do not gather samples"
+                f"{way.broken.line}: {way.broken.operation} is not linear in the gradient of the loss, and gradients of gathered "
+                "samples (gather_samples) would differ from program to program. Make the backward pass linear, or do not gather"
             )
         if way.broken is not None or (way.opaque and not self.found.joined):
             tangents, weight = self._enter_with_one()
