@@ -20,10 +20,11 @@ class CaptureError(PiperError):
 
     Attributes:
         late: steps may have run already as something else than the user's code, or other processes may go on.
+        communicates: with other processes, which would not answer one that runs a part of the step.
         raised: what the step's own code has raised, if that is why.
     """
 
-    late = False
+    late = communicates = False
     raised: Exception | None = None
 
 

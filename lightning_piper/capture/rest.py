@@ -17,6 +17,7 @@ import torch
 from torch import nn
 
 from lightning_piper.capture import _torch
+from lightning_piper.capture._torch_communication import without_communication
 from lightning_piper.capture.batch import BatchSpec
 from lightning_piper.capture.calling import SKIPPED, arguments
 from lightning_piper.capture.carried import Carried
@@ -24,6 +25,7 @@ from lightning_piper.capture.listed import Listed
 from lightning_piper.capture.metric_objects import metric_objects
 from lightning_piper.capture.outer_calls import Key, outermost
 from lightning_piper.capture.reads import History
+from lightning_piper.capture.source import user_line
 from lightning_piper.errors import PiperError
 
 Tensors = list[torch.Tensor]
@@ -173,7 +175,7 @@ class Rest:
     def _run(self, given: Mapping[Key, Any], own: Mapping[str, torch.Tensor], leaves: Tensors) -> torch.Tensor:
         """The user's code."""
         samples = next((x.shape[0] for x in leaves if x.ndim), 1)
-        with torch.enable_grad(), self._parameters(own), self._logging(samples), self._context(), self._calls(given):
+        with torch.enable_grad(), self._parameters(own), self._logging(samples), self._context(), self._calls(given), self._alone():
             step: Any = self._module.training_step
             batch = self._batch_spec.rebuild(leaves, partial(self._carried, leaves, samples))
             return self._loss(step(*arguments(step, batch, self._history.batch_idx, None)), samples)
@@ -202,7 +204,8 @@ class Rest:
         """In the place of `REST_BACKWARD`."""
         loss, inputs = kept.autograd  # type: ignore[attr-defined]
         del kept.autograd  # type: ignore[attr-defined]
-        made = torch.autograd.grad(loss, inputs, gradient.to(loss.dtype), allow_unused=True)
+        with self._alone():
+            made = torch.autograd.grad(loss, inputs, gradient.to(loss.dtype), allow_unused=True)
         found = zip(self.trained, made[len(inputs) - len(self.trained) :], strict=True)
         self.used |= {name for name, grad in found if grad is not None}
         return [torch.zeros_like(x) if grad is None else grad.contiguous() for x, grad in zip(inputs, made, strict=True)]
@@ -319,10 +322,7 @@ class Rest:
                 log(name, value, *args, **kwargs)
 
         def refuse(*args: Any, **kwargs: Any) -> None:
-            raise PiperError(
-                "training_step communicates (all_gather, barrier, broadcast, reduce) where only calls of modules are captured: the "
-                "rest of it runs in the processes of one stage, and the others would not answer; do it in a hook"
-            )
+            raise _communicates()
 
         strategy = getattr(getattr(self._module, "_trainer", None), "strategy", None)
         together = dict.fromkeys(("all_gather", "barrier", "broadcast", "reduce"), refuse)
@@ -337,6 +337,17 @@ class Rest:
             for owner, members in stand_ins:
                 for name in members:
                     del vars(owner)[name]
+
+    def _alone(self) -> contextlib.AbstractContextManager[None]:
+        """Inside, the user's code cannot wait for processes that do not run it."""
+        return contextlib.nullcontext() if self.everywhere else without_communication(_communicates)
+
+
+def _communicates() -> PiperError:
+    return PiperError(
+        f"{user_line()}: training_step communicates with other processes, and only calls of modules are captured. The rest of "
+        "it runs in the processes of one stage, and the others would not answer. Communicate in a hook, such as on_train_batch_end"
+    )
 
 
 class _Same(torch.autograd.Function):

@@ -17,6 +17,7 @@ from torch import nn
 from lightning_piper.annotate import marking, numbering, tag_layers
 from lightning_piper.batch_norms import plain_batch_norms, whole_batch_norms
 from lightning_piper.capture import _torch, _torchmetrics
+from lightning_piper.capture._torch_communication import without_communication
 from lightning_piper.capture.arrays import ArrayStandIn, from_numpy, to_array
 from lightning_piper.capture.batch import BatchSpec
 from lightning_piper.capture.calling import SKIPPED, arguments
@@ -86,7 +87,8 @@ def trace(
     (mode, inputs), module = fakes(specs, device), step.module
     reading = step.reads.tracing(module, step.name) if step.reads is not None else contextlib.nullcontext()
     plain = torch.autograd.set_detect_anomaly(False)  # it asks of gradients whether they have a NaN, and here they have no values
-    with plain, step.gradients(), restored(module), reading, _without_data(module, mode, device, parts), as_captured(module, step):
+    data, alone = _without_data(module, mode, device, parts), without_communication(partial(_communicates, step.name))
+    with plain, step.gradients(), restored(module), reading, data, as_captured(module, step), alone:
         before = attributes(module)
         try:
             make = partial(leaving_tensors, module, partial(_torch.functional_graph, mode, step, inputs, mark_called))
@@ -390,6 +392,16 @@ def swapped(module: nn.Module, other: Callable[[torch.Tensor], torch.Tensor]) ->
     finally:
         for store, name, tensor in kept:
             store[name] = tensor  # type: ignore[assignment]
+
+
+def _communicates(step: str) -> CaptureError:
+    error = CaptureError(
+        f"{user_line()}: {step} communicates with other processes (torch.distributed), which a captured step cannot. Leave the call "
+        "out if it joins the samples of all processes, because a captured step computes from the whole batch; or communicate in a "
+        "hook, such as on_train_batch_end"
+    )
+    error.communicates = True
+    return error
 
 
 def _refuse_metric(step: Step, error: BaseException) -> None:

@@ -52,6 +52,8 @@ class InPart:
         if not settings.in_part or error.late or error.raised is not None:
             raise error
         cuts = why_not(self._module, settings, world.device) is not None
+        if cuts and error.communicates:
+            raise error
         # As it is, the whole step would have whole parameters and gradients.
         gathers = any(field != "shard_optimizer" for each in settings.program for field in shards_of(each))
         if not cuts and not gathers:

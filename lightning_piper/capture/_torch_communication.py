@@ -1,0 +1,60 @@
+"""torch's names for communication between processes. Tried on torch 2.13; each entry says what is relied on.
+
+- methods of `torch.distributed.ProcessGroup`: all functions of `torch.distributed` and of `torch.distributed.nn` end in one of them,
+  by whatever name a module has imported the function.
+- `_functional_collectives._resolve_group`: the functional collectives look their group up with it.
+- `torch.distributed.nn.functional._not_supported_under_compile`: raises for all of its functions while a step is traced.
+- `distributed_c10d._new_group_with_tag`: makes every group, and waits for the processes in it.
+- `distributed_c10d._object_to_tensor`: makes what is sent of a Python object. That fails on tensors without data.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import sys
+import threading
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import torch.distributed as dist
+
+_METHODS = (
+    "all_gather_single", "all_gather_single_coalesced", "all_to_all_single", "allgather", "allgather_coalesced",
+    "allgather_into_tensor_coalesced", "_allgather_base", "allreduce", "allreduce_coalesced", "alltoall", "alltoall_base", "barrier",
+    "broadcast", "gather", "monitored_barrier", "recv", "recv_anysource", "reduce", "reduce_scatter", "reduce_scatter_single",
+    "reduce_scatter_single_coalesced", "reduce_scatter_tensor_coalesced", "_reduce_scatter_base", "scatter", "send",
+)  # fmt: skip
+_FUNCTIONS = (
+    ("torch.distributed._functional_collectives", "_resolve_group"),
+    ("torch.distributed.nn.functional", "_not_supported_under_compile"),
+    ("torch.distributed.distributed_c10d", "_new_group_with_tag"),
+    ("torch.distributed.distributed_c10d", "_object_to_tensor"),
+)
+
+
+@contextlib.contextmanager
+def without_communication(refuse: Callable[[], Exception]) -> Iterator[None]:
+    """Inside, this thread raises what `refuse` gives where it communicates. Other threads go on."""
+    if not dist.is_available():
+        yield
+        return
+    thread = threading.get_ident()
+
+    def guarded(original: Any) -> Callable[..., Any]:
+        def call(*args: Any, **kwargs: Any) -> Any:
+            if threading.get_ident() == thread:
+                raise refuse()
+            return original(*args, **kwargs)
+
+        return call
+
+    places: list[tuple[Any, str]] = [(dist.ProcessGroup, name) for name in _METHODS]
+    places += [(sys.modules[module], name) for module, name in _FUNCTIONS if module in sys.modules]
+    found = [(owner, name, vars(owner)[name], getattr(owner, name)) for owner, name in places if name in vars(owner)]
+    try:
+        for owner, name, _, called in found:
+            setattr(owner, name, guarded(called))
+        yield
+    finally:
+        for owner, name, stored, _ in found:  # of a class, what is stored becomes a method when it is asked for
+            setattr(owner, name, stored)
