@@ -50,8 +50,8 @@ def gather_samples(x: torch.Tensor) -> torch.Tensor:
 
 @contextmanager
 def exchanging_rows(gather: Gather, scatter: Scatter) -> Iterator[None]:
-    """Inside, `gather_samples` joins rows with `gather` at once. Its backward pass calls `scatter` with the gradients of all rows and
-    the number of its own. No step is captured meanwhile."""
+    """Inside, `gather_samples` joins rows with `gather` at once. Its backward pass calls `scatter` with the gradients of all rows
+    and the number of its own. No step is captured meanwhile."""
     global _exchange
     before, _exchange = _exchange, (gather, scatter)
     try:
