@@ -86,7 +86,7 @@ def _(x: torch.Tensor) -> torch.Tensor:
 
 
 def _backward(ctx: Any, gradient: torch.Tensor) -> torch.Tensor:
-    return gradient.clone()
+    return gradient
 
 
 _gather.register_autograd(_backward)

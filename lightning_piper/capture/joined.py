@@ -47,13 +47,19 @@ def after_gathers(graph: torch.fx.Graph, apart: bool = False) -> set[Node]:
     return found
 
 
-def joined_nodes(forward: list[Node], shared: Collection[Node]) -> Collection[Node]:
-    """Of the forward nodes, those of the joined part: what follows from a gathered value, and what it alone reads, back to rows. So
-    a temperature is its own, and a transposed or an averaged value is made of gathered rows."""
-    joined = after_gathers(forward[0].graph) if forward else set()
+def joined_nodes(forward: list[Node], shared: Collection[Node], apart: bool = False) -> set[Node]:
+    """Of the forward nodes, those of the joined part: what follows from a gathered value, and what it alone reads, back to rows of
+    samples. So a temperature is its own, and a transposed or an averaged value is made of gathered rows.
+
+    Args:
+        shared: forward nodes that have no place of their own, such as views of parameters.
+        apart: as of `after_gathers`.
+    """
+    joined = after_gathers(forward[0].graph, apart) if forward else set()
     if not joined:
         return joined
-    stay, varies, live = rows_of_samples(forward).union(shared), sampled(forward), _live(forward[0].graph)
+    varies, live = sampled(forward), _live(forward[0].graph)
+    stay = (rows_of_samples(forward) & varies).union(shared)
     kept: set[Node] = set()  # nothing of the forward pass reads them, but for what is handed out
     for node in reversed(forward):
         users = [x for x in node.users if x in live and x.op == "call_function"]
@@ -72,7 +78,7 @@ def joined_nodes(forward: list[Node], shared: Collection[Node]) -> Collection[No
 def rows_of_samples(forward: list[Node]) -> set[Node]:
     """What follows from the samples, or is drawn at random, and has one row for each sample."""
     graph = forward[0].graph
-    size = next((node.meta["val"].shape[0] for node in graph.nodes if _is_sampled(node)), None)
+    size = next((node.meta["val"].shape[0] for node in graph.nodes if is_sampled(node)), None)
     if size is None:
         return set()
     varies = sampled(forward) | {node for node in forward if _torch.is_random(node)}
@@ -92,8 +98,12 @@ def _live(graph: torch.fx.Graph) -> set[Node]:
     return live
 
 
-def differentiates_joined(backward: list[Node], joined: Collection[Node]) -> Collection[Node]:
-    """The backward nodes of the joined part: those of its operations, and the sums of what these make."""
+def differentiates_joined(backward: list[Node], joined: Collection[Node], shared: Collection[Node]) -> Collection[Node]:
+    """The backward nodes of the joined part: those of its operations, and the sums of what these make.
+
+    Args:
+        shared: forward nodes that have no place of their own, such as views of parameters.
+    """
     found: set[Node] = set()
     if not joined:
         return found
@@ -106,7 +116,8 @@ def differentiates_joined(backward: list[Node], joined: Collection[Node]) -> Col
             continue
         # Without an operation of its own: sums, and what differentiates an operation that changed memory in place.
         own = None if merges else first.get(_torch.sequence_number(node))
-        if own in joined or (own is None and inputs and all(x in found for x in inputs)):
+        alone = own is None or own in shared
+        if own in joined or (alone and inputs and all(x in found for x in inputs)):
             found.add(node)
     return found
 
@@ -124,24 +135,26 @@ def sampled(forward: list[Node]) -> set[Node]:
     """What follows from the samples of the batch."""
     found: set[Node] = set()
     for node in forward:
-        if any(x in found or _is_sampled(x) for x in node.all_input_nodes):
+        if any(x in found or is_sampled(x) for x in node.all_input_nodes):
             found.add(node)
     return found
 
 
-def _is_sampled(node: Node) -> bool:
+def is_sampled(node: Node) -> bool:
     return node.op == "placeholder" and isinstance(node.meta.get("desc"), _torch.PlainAOTInput) and bool(shape_of(node))
 
 
 def join_batch(graph: torch.fx.Graph) -> None:
     """Let the joined part have the batch's tensors gathered, and compute for itself what follows from these or from sizes alone,
     such as a mask made of labels. Sums over the whole batch are identities there. Changes the graph in place."""
-    joined = after_gathers(graph)
+    plain = _plain(graph, after_gathers(graph))
+    forward = [node for node in graph.nodes if node.op == "call_function" and not _torch.is_backward(node)]
+    joined = joined_nodes(forward, plain, apart=True)
     if not joined:
         return
     backward = [node for node in graph.nodes if node.op == "call_function" and _torch.is_backward(node)]
-    differentiating = differentiates_joined(backward, joined)
-    plain, made = _plain(graph, joined), dict[Node, Node]()
+    differentiating = differentiates_joined(backward, joined, EMPTY)
+    made: dict[Node, Node] = {}
     *_, last = (node for node in graph.nodes if node in joined)
     for node in [node for node in graph.nodes if node in joined or node in differentiating]:
         for x in [x for x in node.all_input_nodes if x in plain]:
@@ -155,7 +168,7 @@ def _plain(graph: torch.fx.Graph, joined: Collection[Node]) -> set[Node]:
     found: set[Node] = set()
     for node in graph.nodes:
         if node.op == "placeholder":
-            if _is_sampled(node):
+            if is_sampled(node):
                 found.add(node)
             continue
         forward = node.op == "call_function" and not _torch.is_backward(node) and node not in joined

@@ -26,7 +26,7 @@ from torch.fx import Node
 from lightning_piper.annotate import META_KEY, SOURCE_KEY
 from lightning_piper.capture import _torch
 from lightning_piper.capture.behind import behind_changes
-from lightning_piper.capture.joined import EMPTY, differentiates_joined, joined_nodes, rows_of_samples
+from lightning_piper.capture.joined import EMPTY, differentiates_joined, is_sampled, joined_nodes, rows_of_samples, sampled
 from lightning_piper.capture.rowwise import shape_of
 from lightning_piper.capture.source import LINE_KEY, shown_line
 from lightning_piper.errors import CaptureError
@@ -87,7 +87,7 @@ def assign(graph: torch.fx.Graph, state: frozenset[Node]) -> Assignment:
     joined = joined_nodes(forward, shared)
     behind = behind_changes(forward, backward, shared)
     regions = _segments([n for n in forward if n not in shared], joined, shared, weights, behind, of)
-    _assign_backward(backward, regions, of, joined)
+    _assign_backward(backward, regions, of, joined, shared)
     if (more := -min(of.values(), default=0)) > 0:  # changes on the way back, behind the first region
         regions = [*(replace(regions[0], index=i) for i in range(more)), *(replace(r, index=r.index + more) for r in regions)]
         of = {node: i + more for node, i in of.items()}
@@ -205,7 +205,8 @@ def _places(
         follows = FOLLOWS in node.meta and not any(x.target in BORDERS for x in node.all_input_nodes)
         if inputs and (node not in parts or node.target in (operator.getitem, *ENDS) or follows):
             latest = max(inputs)  # a term of a sum stays where it is made
-            places[node] = latest if latest[1] == (node in joined) else (latest[0], True, 0), False
+            begins = latest[1] != (node in joined)
+            places[node] = (latest[0], True, 0) if begins else latest, begins
         elif node in parts:
             if (tags_of(node), parts[node]) != current:
                 run, current = run + 1, (tags_of(node), parts[node])
@@ -258,7 +259,9 @@ def _parts(nodes: list[Node], away: set[Node]) -> dict[Node, int]:
     return parts
 
 
-def _assign_backward(backward: list[Node], regions: list[Region], of: dict[Node, int], joined: Collection[Node]) -> None:
+def _assign_backward(
+    backward: list[Node], regions: list[Region], of: dict[Node, int], joined: Collection[Node], shared: Collection[Node]
+) -> None:
     """A backward node belongs to the region of the forward operation it differentiates.
 
     The additions that merge gradients of a value used twice carry no tags; they go where the latest of their inputs is
@@ -269,7 +272,7 @@ def _assign_backward(backward: list[Node], regions: list[Region], of: dict[Node,
         by_sequence.setdefault((_torch.sequence_number(node), node in joined), forward)
     tags = [(dict(r.tags), r.joined) for r in regions]
     last = {whole: max((r.index for r in regions if r.joined == whole), default=0) for whole in (False, True)}
-    joined = differentiates_joined(backward, joined)
+    joined = differentiates_joined(backward, joined, shared)
     floating: list[Node] = []
 
     def before(x: Node, node: Node) -> int:
@@ -333,7 +336,7 @@ def refuse_parts(graph: torch.fx.Graph) -> Collection[Node]:
     forward = [n for n in graph.nodes if n.op == "call_function" and not _torch.is_backward(n)]
     shared, _ = _shared(forward, frozenset())
     joined = joined_nodes(forward, shared)
-    rows = rows_of_samples(forward) if joined else EMPTY
+    rows, varies = (rows_of_samples(forward), sampled(forward)) if joined else (EMPTY, EMPTY)
     stack, seen = list(graph.output_node().all_input_nodes), set[Node]()
     while stack and joined:
         node = stack.pop()
@@ -342,7 +345,13 @@ def refuse_parts(graph: torch.fx.Graph) -> Collection[Node]:
         seen.add(node)
         stack += node.all_input_nodes
         for x in node.all_input_nodes if node in joined or node.target is GATHER else ():
-            if x.op != "call_function" or x in joined or x in shared or x in rows or x.target is GATHER:
+            if node.target is GATHER and node not in joined:
+                fits = x in rows or is_sampled(x)
+            elif x in shared or x.op != "call_function":
+                fits = x not in varies and not is_sampled(x)  # computed there, from what is the same for each part of the batch
+            else:
+                fits = x in rows or x in joined or x.target is GATHER
+            if fits:
                 continue
             raise CaptureError(
                 f"{own_line(node)}: {node.target} computes with gathered samples and with {x.target} ({own_line(x)}) of shape "

@@ -35,6 +35,7 @@ POOL = (
     Spec(("auxiliary", "tied", "skip", "tied"), (0, 1, 1, 2), loss="terms"),
     Spec(("linear", "experts", "places"), (0, 0, 1), exact=True),
     Spec(("experts", "crowded", "tied"), (0, 1, 1)),
+    Spec(("gathered", "skip", "gathered", "linear"), (0, 1, 1, 2), loss="tokens"),
 )
 
 
@@ -53,8 +54,9 @@ def check_program(case: Case, program: Sequence[Directive]) -> TrainingDAG:
         assert_same(whole, held.last, mode_of(case, bitwise=False), _terms(dag))
     if parts is not None:
         # Sums are taken region by region, and replica by replica. Batch norm of a transposed float64 input gives other strides than
-        # torch's shape rules say, and with them the captured step chooses other kernels than the eager one.
-        exempt = {"tied", "batchnorm", "synced"} & set(case.spec.blocks)
+        # torch's shape rules say, and with them the captured step chooses other kernels than the eager one. Terms of the whole
+        # batch are added to the loss last.
+        exempt = {"tied", "batchnorm", "synced", "gathered"} & set(case.spec.blocks)
         mode = mode_of(case, bitwise=not exempt and dag.replicas == 1 and not held.regrouped)
         assert_same(single_device(case.spec, case.size, parts), held.last, mode, _terms(dag))
     return dag

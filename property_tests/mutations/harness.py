@@ -13,6 +13,7 @@ from property_tests.mutations import (
     buckets,
     drivers,
     executors,
+    gathered,
     layers,
     losses,
     offloaded,
@@ -30,7 +31,7 @@ from property_tests.mutations.scenarios import SCENARIOS, Scenario
 from property_tests.mutations.table import TABLE, Mutation
 
 # What fills the table.
-FILES = (rewrites, borders, arguments, backward, places, zero, plans, executors, shards, routed, drivers, losses, totals,
+FILES = (rewrites, borders, arguments, backward, places, zero, plans, executors, shards, routed, drivers, losses, totals, gathered,
          recomputed, offloaded, buckets)  # fmt: skip
 LAYERS = ("static", "interpreter", "plans", "property", "distributed")
 

@@ -132,6 +132,8 @@ _ALL = (
              Shard(filter={"EP": "*"}, devices=[0, 1])]),
     Scenario("whole batch", Spec(("synced", "linear", "synced"), (0, 1, 1)), 8,
              [_split(2), *_groups([0, 2], [1, 3]), _replicate([0, 2], [1, 3])]),
+    Scenario("gathered samples", Spec(("linear", "gathered", "residual"), (0, 1, 1)), 8,
+             [_split(2), *_groups([0, 2], [1, 3]), _replicate([0, 2], [1, 3])]),
     # Forward passes that run again, and backward passes that compute a part of them.
     Scenario("second passes", Spec(("residual", "norm"), (0, 1)), 5, [*one_f_one_b(2, 3), Recompute(filter={})]),
     Scenario("second passes with dropout", Spec(("dropout", "dropout"), (0, 1)), 5, [*one_f_one_b(2, 3), Recompute(filter={})]),
