@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from torch.utils.data import DataLoader
 
 import lightning_piper as piper
-from lightning_piper.capture import PartlyCaptured
+from lightning_piper.capture import PartlyCaptured, chunks
 from lightning_piper.capture.rest import Rest
 from tests.distributed.processes import launch_trainings
 from tests.groups import marked
@@ -276,15 +276,18 @@ def test_a_program_may_refuse_it():
         fit(made("Branch"), local(program("Branch"), capture="always"))
 
 
-SEEDED = {
-    "the gradient without the weight of its part": lambda self, gradient, kept, trained: [
-        x / gradient for x in _backward(self, gradient, kept, trained)
-    ],
-    "the gradients of what calls returned alone": lambda self, gradient, kept, trained: [
-        x * (i < len(trained) - len(self.trained)) for i, x in enumerate(_backward(self, gradient, kept, trained))
-    ],
-}
 _backward = Rest.backward
+
+
+def of_calls(self, gradient, kept, trained):
+    made = _backward(self, gradient, kept, trained)
+    return [x * (i < len(trained) - len(self.trained)) for i, x in enumerate(made)]
+
+
+SEEDED = {
+    "the gradients without the weight of their part": (chunks, "_weigh_gradients", lambda *given: None),
+    "the gradients of what calls returned alone": (Rest, "backward", of_calls),
+}
 
 
 @pytest.mark.filterwarnings("ignore:training_step is captured in part")
@@ -292,7 +295,7 @@ _backward = Rest.backward
 def test_seeded_bugs_show(what, monkeypatch):
     alone = made("Branch", parts=4)
     fit(alone, "auto")
-    monkeypatch.setattr(Rest, "backward", SEEDED[what])
+    monkeypatch.setattr(*SEEDED[what])
     module = made("Branch")
     fit(module, local(program("Branch")))
     assert far(module, alone) > 1e-4
