@@ -1,7 +1,7 @@
 """torch's names for communication between processes. Tried on torch 2.13; each entry says what is relied on.
 
-- methods of `torch.distributed.ProcessGroup`: all functions of `torch.distributed` and of `torch.distributed.nn` end in one of them,
-  by whatever name a module has imported the function.
+- methods of `torch.distributed.ProcessGroup`: all functions of `torch.distributed` and of `torch.distributed.nn` end in one of
+  them, by whatever name a module has imported the function.
 - `_functional_collectives._resolve_group`: the functional collectives look their group up with it.
 - `torch.distributed.nn.functional._not_supported_under_compile`: raises for all of its functions while a step is traced.
 - `distributed_c10d._new_group_with_tag`: makes every group, and waits for the processes in it.
@@ -20,9 +20,10 @@ import torch.distributed as dist
 
 _METHODS = (
     "all_gather_single", "all_gather_single_coalesced", "all_to_all_single", "allgather", "allgather_coalesced",
-    "allgather_into_tensor_coalesced", "_allgather_base", "allreduce", "allreduce_coalesced", "alltoall", "alltoall_base", "barrier",
-    "broadcast", "gather", "monitored_barrier", "recv", "recv_anysource", "reduce", "reduce_scatter", "reduce_scatter_single",
-    "reduce_scatter_single_coalesced", "reduce_scatter_tensor_coalesced", "_reduce_scatter_base", "scatter", "send",
+    "allgather_into_tensor_coalesced", "_allgather_base", "allreduce", "allreduce_coalesced", "alltoall", "alltoall_base",
+    "barrier", "broadcast", "gather", "monitored_barrier", "recv", "recv_anysource", "reduce", "reduce_scatter",
+    "reduce_scatter_single", "reduce_scatter_single_coalesced", "reduce_scatter_tensor_coalesced", "_reduce_scatter_base",
+    "scatter", "send",
 )  # fmt: skip
 _FUNCTIONS = (
     ("torch.distributed._functional_collectives", "_resolve_group"),

@@ -8,12 +8,17 @@ import torch
 from torch import nn
 
 from lightning_piper.capture.aliases import Pair, sharing_memory
+from lightning_piper.errors import PiperError
 from lightning_piper.ir.regions import ParamInfo
 from lightning_piper.ir.values import Shard, TensorSpec
 
 
 def named_tensors(module: nn.Module) -> tuple[dict[str, ParamInfo], dict[str, TensorSpec], dict[str, str], list[Pair]]:
-    """Parameters and buffers by canonical name, every name -> canonical name, and those that share memory."""
+    """Parameters and buffers by canonical name, every name -> canonical name, and those that share memory.
+
+    Raises:
+        PiperError: one is not a dense tensor, as messages, shards and checkpoints of parts are.
+    """
     first: dict[int, str] = {}
     canonical: dict[str, str] = {}
     tensors: dict[str, torch.Tensor] = {}
@@ -21,6 +26,7 @@ def named_tensors(module: nn.Module) -> tuple[dict[str, ParamInfo], dict[str, Te
         *module.named_parameters(remove_duplicate=False),
         *module.named_buffers(remove_duplicate=False),
     ]:
+        _check_dense(name, tensor)
         canonical[name] = first.setdefault(id(tensor), name)
         tensors.setdefault(canonical[name], tensor)
     aliases: dict[str, list[str]] = {}
@@ -33,6 +39,28 @@ def named_tensors(module: nn.Module) -> tuple[dict[str, ParamInfo], dict[str, Te
     }  # fmt: skip
     buffers = {name: TensorSpec.of(x) for name, x in tensors.items() if not isinstance(x, nn.Parameter)}
     return params, buffers, canonical, sharing_memory(tensors)
+
+
+def _check_dense(name: str, tensor: torch.Tensor) -> None:
+    if tensor.layout is torch.strided and not tensor.is_quantized and not tensor.is_nested:
+        return
+    kind = "quantized" if tensor.is_quantized else "nested" if tensor.is_nested else str(tensor.layout)
+    what = "parameter" if isinstance(tensor, nn.Parameter) else "buffer"
+    raise PiperError(
+        f"{what} {name!r} is not a dense tensor ({kind}), and processes exchange dense ones, as with DistributedDataParallel. "
+        f"{_INSTEAD.get(kind, _SPARSE)}"
+    )
+
+
+_SPARSE = (
+    "Register the dense tensors that it is made of, such as its indices and values, and make it of them in the step: "
+    "torch.sparse_coo_tensor(self.indices, self.values, size)"
+)
+_INSTEAD = {
+    "nested": "Register a padded tensor and its lengths",
+    "quantized": "Register its integers (x.int_repr()), and scale them in the step",
+    "torch._mkldnn": "Register x.to_dense()",
+}
 
 
 def laid_out(info: ParamInfo, placement: Shard, degree: int) -> ParamInfo:

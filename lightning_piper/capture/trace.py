@@ -396,9 +396,9 @@ def swapped(module: nn.Module, other: Callable[[torch.Tensor], torch.Tensor]) ->
 
 def _communicates(step: str) -> CaptureError:
     error = CaptureError(
-        f"{user_line()}: {step} communicates with other processes (torch.distributed), which a captured step cannot. Leave the call "
-        "out if it joins the samples of all processes, because a captured step computes from the whole batch; or communicate in a "
-        "hook, such as on_train_batch_end"
+        f"{user_line()}: {step} communicates with other processes (torch.distributed), which a captured step cannot. Leave the "
+        "call out if it joins the samples of all processes, because a captured step computes from the whole batch; or communicate "
+        "in a hook, such as on_train_batch_end"
     )
     error.communicates = True
     return error

@@ -96,6 +96,8 @@ CASES: Cases = [
          ("self.seen, ", "self.config, self.seen, "), ("= [], torch.ones(())", "= type('Config', (), {})(), [], torch.ones(())")),
     step("a sparse gradient", "loss = loss + self.embed(torch.zeros(len(x), dtype=torch.long)).mean()",
          ("self.seen, ", "self.embed = nn.Embedding(5, 4, sparse=True)\n        self.seen, ")),
+    step("a sparse buffer", "pass",
+         ("self.seen, ", 'self.register_buffer("graph", torch.eye(4).to_sparse())\n        self.seen, ')),
     step("`annotate` with a tag that is reserved", "pass", ('annotate("PP", 0)', 'annotate("PASS", 0)')),
     step("`annotate` with an index that is none", "pass", ('annotate("PP", 0)', 'annotate("PP", -1)')),
     Case("`annotate_modules` with a pattern that matches nothing", lambda: piper.annotate_modules(net(), "PP", [["layers.*"]])),
