@@ -78,7 +78,7 @@ class Agreed(NamedTuple):
 
     Attributes:
         together: some have no program for their batch, and all compile.
-        apart: the replicas' batches have different shapes.
+        apart: the replicas' batches have different shapes, or had in a step before, so that replicas have captures of their own.
     """
 
     together: bool
@@ -100,7 +100,8 @@ class BatchCheck:
         self._steps = 0
         self._batch_spec: BatchSpec | None = None
         self._sums = (0, 0, 0)  # of the spec's shapes, of what all replicas have alike of them, and of the rest of it
-        self._apart = False  # were replicas' shapes different in some step?
+        self._apart = False  # were replicas' shapes different in some step, or are batches not cut by samples?
+        self._shapes = False  # were replicas' shapes different in some step?
         self._others: BatchSpec | None = None  # the spec of the others, if theirs is not new
         self._changed = False
         self._captured = 0
@@ -191,6 +192,7 @@ class BatchCheck:
         self._check_batches(form or bool(whole), rest or bool(whole), data, shapes, bool(going_on))
         of_replicas = found[8::2]
         apart = len(set(of_replicas[1::3])) > 1
+        self._shapes |= apart
         self._apart |= apart or bool(whole)
         # With other shapes, code may have read other state.
         if not all(states) or (len(set(of_replicas[2::3])) > 1 and not self._apart):
@@ -206,7 +208,7 @@ class BatchCheck:
         if not plans and (found[0], found[1]) != (NOTHING, NOTHING):
             raise other_plans(f"in training batch {self._steps - 1} of this fit")
         self._warn_of_same(of_replicas[::3])
-        return Agreed(bool(lacking) and not going_on, apart)
+        return Agreed(bool(lacking) and not going_on, self._shapes)
 
     def _check_batches(self, form: bool, rest: bool, data: Sequence[bool], shapes: Sequence[bool], going_on: bool) -> None:
         """Refuse batches of other shapes, or with other constants.

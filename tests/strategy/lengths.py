@@ -22,8 +22,10 @@ LENGTHS = {
     "alike at first": [(6, 6), (6, 9), (7, 9), (9, 6), (6, 6), (8, 8), (30, 7), (7, 30)],
     "never alike": [(5, 8), (5, 9), (8, 5), (11, 12)],
     # From the fourth step on a note rides with the gradients: both have a new length in it, and later only one has.
+    "alike later": [(6, 9), (9, 6), (5, 8), (7, 7), (9, 9), (9, 9)],
     "alike for long": [(6, 6), (6, 6), (6, 6), (9, 9), (6, 6), (6, 6), (9, 7), (8, 6), (6, 6)],
 }
+ACCUMULATED = {"alike later": 2}  # batches; lengths are first equal in the second one of an accumulation
 
 
 def net(make: type[Causal] = Causal) -> Causal:
@@ -50,13 +52,16 @@ def by_hand(name: str, replicas: Sequence[int] = (0, 1), even: bool = False) -> 
     module, losses = net(), []
     module.log = lambda *args, **kwargs: None  # type: ignore[method-assign]
     optimizer = module.configure_optimizers()
-    for parts in zip(*(local_batches(name, replica) for replica in replicas), strict=True):
+    batches = ACCUMULATED.get(name, 1)
+    for number, parts in enumerate(zip(*(local_batches(name, replica) for replica in replicas), strict=True)):
         weights = [1 if even else part[1].numel() for part in parts]
         loss = sum(module.training_step(part, 0) * n for part, n in zip(parts, weights, strict=True)) / sum(weights)
-        optimizer.zero_grad()
-        loss.backward()
-        optimizer.step()
-        losses.append(loss.detach())
+        if number % batches == 0:
+            optimizer.zero_grad()
+        (loss / batches).backward()
+        if number % batches == batches - 1:
+            optimizer.step()
+        losses.append(loss.detach() / batches)
     return values(copy.deepcopy(module)), losses
 
 
@@ -80,7 +85,8 @@ def train(rank: int, processes: int) -> dict[str, Any]:
     found: dict[str, Any] = {"refused": refused(processes, rank * 2 // processes)}
     for name in LENGTHS:
         module, replica = net(), rank * 2 // processes
-        fit, record = trainer(strategy(processes, verify="first_batch"), devices=processes, max_steps=-1, max_epochs=1)
+        options: dict[str, Any] = {"max_steps": -1, "max_epochs": 1, "accumulate_grad_batches": ACCUMULATED.get(name, 1)}
+        fit, record = trainer(strategy(processes, verify="first_batch"), devices=processes, **options)
         fit.fit(module, Batches(local_batches(name, replica)))
         found[name] = {"values": values(module), "losses": record.losses}
     return found
