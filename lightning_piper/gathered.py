@@ -23,6 +23,7 @@ Gather = Callable[[torch.Tensor], torch.Tensor]
 Scatter = Callable[[torch.Tensor, int], torch.Tensor]
 
 _exchange: tuple[Gather, Scatter] | None = None  # over the replicas, in a step that runs uncaptured
+_captured = False  # a graph is made of what runs
 
 
 def gather_samples(x: torch.Tensor) -> torch.Tensor:
@@ -44,8 +45,21 @@ def gather_samples(x: torch.Tensor) -> torch.Tensor:
     if not isinstance(x, torch.Tensor) or not x.ndim:
         found = f"a tensor of shape {list(x.shape)}" if isinstance(x, torch.Tensor) else shown(x)
         raise CaptureError(f"gather_samples: x is {found}. Give a tensor with one row for each sample, [n, ...].")
-    made: torch.Tensor = _gather(x) if _exchange is None else _Exchanged.apply(x)  # type: ignore[no-untyped-call]
-    return made
+    if _exchange is not None:
+        made: torch.Tensor = _Exchanged.apply(x)  # type: ignore[no-untyped-call]
+        return made
+    return _gather(x) if _captured else x
+
+
+@contextmanager
+def gathering() -> Iterator[None]:
+    """Make `gather_samples` visible to the capture that runs; entered for each traced run of a step."""
+    global _captured
+    before, _captured = _captured, True
+    try:
+        yield
+    finally:
+        _captured = before
 
 
 @contextmanager

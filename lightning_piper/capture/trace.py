@@ -37,6 +37,7 @@ from lightning_piper.capture.swallowed import refusals
 from lightning_piper.capture.unchanged import Attribute, attributes, changes, check_unchanged, leaving_tensors, restored
 from lightning_piper.capture.watch import Watch
 from lightning_piper.errors import CaptureError
+from lightning_piper.gathered import gathering
 from lightning_piper.ir.metric_calls import MetricCalls
 from lightning_piper.ir.regions import LOSS, Logged, Output, Rebuild
 from lightning_piper.ir.values import Kind, TensorSpec
@@ -192,6 +193,7 @@ class Step(nn.Module):
         with (
             numbering(),
             exchanging(self._degrees),
+            gathering(),
             self._context(),
             carrying(self.name, samples, user_line, reads) as carried,
             from_numpy(),

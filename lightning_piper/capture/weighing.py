@@ -22,7 +22,7 @@ from lightning_piper.capture import _torch
 from lightning_piper.capture.changed_buffers import changed_buffers, is_local
 from lightning_piper.capture.denominators import ONE, SAMPLES, Expression, denominator_of, described, simplified, stats_of
 from lightning_piper.capture.following import Ask
-from lightning_piper.capture.joined import OF_PARTS
+from lightning_piper.capture.joined import OF_PARTS, after_gathers
 from lightning_piper.capture.linearity import linearity
 from lightning_piper.capture.meeting import meetings, met, way_to
 from lightning_piper.capture.passes import Names
@@ -89,6 +89,7 @@ class _Weighing:
         self.unknown: list[str] = []
         self.found, self._alike = Terms(traced.graph, size, beside or (lambda known: None)), beside is None
         self.names, self.canonical = Names.of(traced.graph, canonical), canonical
+        self._after_gathers = after_gathers(traced.graph)
         self.kinds: dict[Any, int] = {}
         self.assumed, self.size = False, size
         self.terms: list[Term] = []
@@ -124,7 +125,8 @@ class _Weighing:
             parts = self._parts(node, made)
             if made.kind == Kind.LOSS and self.names.tangent is not None and weight is None:
                 if len(parts) > 1 and not (tangents := self._divide(node, parts, results)):
-                    parts, self.assumed = {self._term(SAMPLES): node}, True
+                    whole = node in self._after_gathers
+                    parts, self.assumed = {self._term(WHOLE_BATCH if whole else SAMPLES): node}, not whole
                 tangents = tangents if len(parts) > 1 else {self.names.tangent: next(iter(parts))}
             self._hand_out(place, results, described_as, [(made, parts)])
         for node, term in tangents.items() if self.found.joined else ():
@@ -232,10 +234,10 @@ class _Weighing:
         if found.what == MIXED and (kinds := self._kinds_in(node)) is not None:
             return {term: self._part(node, term) for term in kinds}
         is_loss = made.kind == Kind.LOSS
+        if is_loss and node in self._after_gathers:
+            return {self._term(WHOLE_BATCH): node}  # what it takes of samples is computed from gathered ones
         if is_loss and found.what != WHOLE:
             self.assumed = True
-        if is_loss and node in self.found.joined:
-            return {self._term(WHOLE_BATCH): node}
         reduce = "mean" if is_loss or found.what == WHOLE else self.logs[made.names[0]].reduce
         return {self._extreme(reduce) if reduce in ("max", "min") else self._term(SAMPLES if reduce == "mean" else ONE): node}
 

@@ -299,8 +299,14 @@ class StepCode:
 
     def goes_on(self, buffer: str) -> bool:
         """Of a buffer that the step changes: does each microbatch begin with what the one before left? Not where statistics are
-        those of the whole batch: each microbatch then makes the same value of the one before the step."""
-        return buffer in self.local or not self.sums_over_batch
+        those of the whole batch: each microbatch then makes the same value of the one before the step. Nor if the value is made of
+        gathered samples, once, when all microbatches have read the one before the step."""
+        return buffer not in self._joined_buffers and (buffer in self.local or not self.sums_over_batch)
+
+    @cached_property
+    def _joined_buffers(self) -> frozenset[str]:
+        made = [(self.regions[region], out) for (region, _), each in self.interfaces.items() for out in each.outputs]
+        return frozenset(name for region, out in made if region.joined and out.kind == Kind.BUFFER for name in out.names)
 
     def backward_passes_of(self, region: int) -> tuple[str, ...]:
         """What the backward pass of a region consists of: `BI`, `BW` or both; nothing where it has none."""

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import functools
+import warnings
+from pathlib import Path
 from typing import Any
 
 import lightning as L
@@ -13,6 +15,7 @@ from torch import Tensor, nn
 
 import lightning_piper as piper
 from lightning_piper import schedules
+from tests.distributed.processes import launch_trainings
 from tests.strategy.fitting import Batches, local, trainer
 
 SAMPLES, WIDTH = 8, 6
@@ -62,7 +65,7 @@ class CLIP(Compared):
         near = self.scale.exp() * F.normalize(self.gather(one), dim=-1) @ F.normalize(self.gather(other), dim=-1).T
         self.log("scale", self.scale.exp())
         self.log("hits", (near.argmax(1) == torch.arange(len(near))).double().mean())
-        own = torch.arange(len(one))
+        own = torch.arange(len(near))
         return (F.cross_entropy(near, own) + F.cross_entropy(near.T, own)) / 2
 
 
@@ -87,6 +90,14 @@ class DRO(Compared):
         groups = torch.stack([(each * (y == k)).sum() / (y == k).sum().clamp(min=1) for k in range(2)])
         weights = torch.softmax(each.detach(), 0)
         return groups.max() + (weights * each).sum() + each.topk(2).values.mean()
+
+
+class Uncaptured(CLIP):
+    """It branches on a value, so it has no graph."""
+
+    def loss(self, one: Tensor, other: Tensor, y: Tensor) -> Tensor:
+        loss = super().loss(one, other, y)
+        return loss if loss.item() < 1e9 else 2 * loss
 
 
 LOSSES = [SimCLR, CLIP, VICReg, DRO]
@@ -156,3 +167,25 @@ def test_batches_accumulate_each_by_itself(module: type[Compared]) -> None:
 def test_without_it_another_model_is_trained(module: type[Compared]) -> None:
     found = fit(module(gathers=False), local(PROGRAMS["replicas"]))
     assert distance(fit(module(gathers=False)), found) > 1e-4
+
+
+def in_processes(rank: int) -> dict[str, dict[str, Tensor]]:
+    """Two replicas, each of which loads its half of each batch, with a graph and without, and two stages."""
+    own = slice(rank * SAMPLES // 2, (rank + 1) * SAMPLES // 2)
+    found = {}
+    for name, module, program in (("graph", CLIP, "replicas"), ("none", Uncaptured, "replicas"), ("stages", SimCLR, "1F1B")):
+        data = [tuple(x[own] for x in batch) for batch in batches(6)] if program == "replicas" else batches(6)
+        run, _ = trainer(piper.PiperStrategy(PROGRAMS[program]), max_steps=3, devices=2)
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            run.fit(model := module(), Batches(data))
+        found[name] = {n: x.detach().clone() for n, x in model.state_dict().items()}
+    return found
+
+
+@pytest.mark.long
+def test_in_processes(tmp_path: Path) -> None:
+    for found in launch_trainings(2, in_processes, tmp_path):
+        for name, module in (("graph", CLIP), ("none", CLIP), ("stages", SimCLR)):
+            weights = {n: plain(module)[n] for n in found[name]}
+            assert distance(weights, found[name]) < 1e-12, name
