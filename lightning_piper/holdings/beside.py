@@ -65,7 +65,8 @@ class Beside(Ownership):
         """Give each local shard its part of the whole parameter's gradient."""
         for name, shard in self._local_shards.items():
             grad, (start, stop) = self._get(name).grad, self._range(name)
-            shard.grad = None if grad is None else flattened(grad, self.tensor_map.specs[name])[start:stop]
+            dense = grad.to_dense() if grad is not None and grad.is_sparse else grad
+            shard.grad = None if dense is None else flattened(dense, self.tensor_map.specs[name])[start:stop]
 
     @torch.no_grad()
     def updated(self) -> None:

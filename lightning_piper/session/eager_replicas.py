@@ -28,6 +28,7 @@ from lightning_piper.processes.world import RANK_ZERO, fill
 from lightning_piper.profile import Recording
 from lightning_piper.session.eager_optimizer import compiled_eager
 from lightning_piper.session.process_runtime import Prepared, ProcessRuntime, Settings, check_devices
+from lightning_piper.session.sparse_gradients import added, mean_over_replicas, sparse_weights
 from lightning_piper.session.standalone import Standalone
 from lightning_piper.totals import summing
 
@@ -131,6 +132,7 @@ class EagerReplicas:
         self._runtime.bind(first, self.ownership)
         self._params = self.ownership.params
         self._prepared[_trained(module)] = self._runtime.prepare(first)
+        self._sparse = sparse_weights(module)
         self._kept = False  # gradients of this process alone are in the parameters: of batches that are accumulated
         self._inside = False
         self._passes = 0  # that were averaged
@@ -184,17 +186,37 @@ class EagerReplicas:
             self._kept |= not self._inside
             local(*args, **kwargs)
             return
-        trained = tuple(name for name, x in self._params.items() if x.requires_grad)
-        if not trained:
+        sparse = [x for x in self._sparse if x.requires_grad]
+        beside = {id(x) for x in sparse}
+        trained = tuple(name for name, x in self._params.items() if x.requires_grad and id(x) not in beside)
+        if not trained and not sparse:
             local(*args, **kwargs)
             return
+        old = [None if self._kept else x.grad for x in sparse]
+        if not self._kept:
+            for x in sparse:
+                x.grad = None
+        if trained:
+            self._run(trained, partial(local, *args, **kwargs))
+        else:
+            self._inside = True
+            try:
+                local(*args, **kwargs)
+            finally:
+                self._inside = False
+        for x, before in zip(sparse, old, strict=True):
+            x.grad = added(before, mean_over_replicas(x, self._world))
+        self._kept = False
+
+    def _run(self, trained: tuple[str, ...], local: Callable[[], None]) -> None:
+        """Run a backward pass, whose gradients of these parameters a plan sums."""
         if trained not in self._prepared:
             self._prepared[trained] = self._runtime.prepare(self._compile(trained))
         prepared = self._prepared[trained]
         step: Any = prepared.compiled.step
         params = [self._params[name] for name in trained]
         before = [None if self._kept else x.grad for x in params]
-        step.backward = partial(self._local_gradients, params, partial(local, *args, **kwargs))
+        step.backward = partial(self._local_gradients, params, local)
         if self.recording is not None:
             self.recording.before(prepared)
         self._inside = True
@@ -211,9 +233,7 @@ class EagerReplicas:
         self._passes += 1
         unused = _unused([(name, result.grads[name]) for name, found in zip(trained, step.found, strict=True) if not found])
         for name, param, old in zip(trained, params, before, strict=True):
-            grad = None if name in unused else result.grads[name]
-            param.grad = old if grad is None else grad if old is None else old.add_(grad)
-        self._kept = False
+            param.grad = added(old, None if name in unused else result.grads[name])
 
     def _local_gradients(self, params: Sequence[nn.Parameter], local: Callable[[], None]) -> list[torch.Tensor | None]:
         if not self._kept:

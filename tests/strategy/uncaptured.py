@@ -148,6 +148,27 @@ class Attack(Net):
         return F.mse_loss(self.net((x + 0.1 * x.grad.sign()).detach()), y)
 
 
+class Sparse(Gan):
+    """An optimizer that takes sparse gradients only, of rows that each replica has others of."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.table = nn.Embedding(10, 4, sparse=True)
+
+    def training_step(self, batch: Any, batch_idx: int) -> None:
+        x, y = batch
+        loss = F.mse_loss(self.net(x + self.table((3 * x[:, 0].abs()).long().clamp(max=9))), y)
+        for optimizer in self.optimizers():
+            optimizer.zero_grad()
+        self.manual_backward(loss)
+        assert self.table.weight.grad.is_sparse
+        for optimizer in self.optimizers():
+            optimizer.step()
+
+    def configure_optimizers(self) -> Any:
+        return torch.optim.SparseAdam(self.table.parameters(), 0.01), torch.optim.Adam(self.net.parameters(), 0.01)
+
+
 class Lbfgs(Net):
     def training_step(self, batch: Any, batch_idx: int) -> Tensor:
         return F.mse_loss(self.net(batch[0]), batch[1])
@@ -214,7 +235,7 @@ class Later(Net):
 
 
 KINDS: dict[str, type[Net]] = {
-    kind.__name__: kind for kind in (Net, Gan, Raw, Afterwards, BatchNorm, Sometimes, Attack, Lbfgs, Player, Ranked, Later)
+    kind.__name__: kind for kind in (Net, Gan, Raw, Afterwards, BatchNorm, Sometimes, Attack, Sparse, Lbfgs, Player, Ranked, Later)
 }
 
 
