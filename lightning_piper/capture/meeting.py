@@ -145,6 +145,11 @@ def _is_pointwise(node: Node) -> bool:
     return isinstance(node.target, torch._ops.OpOverload) and torch.Tag.pointwise in node.target.tags
 
 
+def is_by_frequency(node: Node) -> bool:
+    """Is it the gradient of an embedding that is divided by how often each index occurs?"""
+    return isinstance(node.target, torch._ops.OpOverload) and bool(_argument(node, "scale_grad_by_freq"))
+
+
 def takes_statistics(code: StepCode, key: PassKey) -> bool:
     """Is it a forward pass with a batch norm that takes its statistics from the samples that it gets?"""
     names = [str(node.target) for node in code.code[key].graph.nodes] if key[1] == "F" else []

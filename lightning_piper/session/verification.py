@@ -12,12 +12,14 @@ from lightning.pytorch.utilities.seed import isolate_rng
 from torch import nn
 
 from lightning_piper.capture import as_before
-from lightning_piper.capture.meeting import takes_statistics
+from lightning_piper.capture.meeting import is_by_frequency, takes_statistics
 from lightning_piper.compiler import Compiled
 from lightning_piper.errors import PiperError, VerificationError
 from lightning_piper.holdings.materialize import is_on_meta
+from lightning_piper.ir.regions import StepCode
 from lightning_piper.processes.world import World
 from lightning_piper.verify import verify_step
+from lightning_piper.verify.trial import Difference, tried
 
 Verify = Literal["static", "first_batch", "each", "off"]
 ACCEPTED = get_args(Verify)
@@ -37,8 +39,15 @@ def verify_by_execution(
     Raises:
         VerificationError: the finished program (`first_batch`) or a directive (`each`) does not compute what one device does.
     """
-    for text in _plain_to_see(compiled) if how == "static" else ():
-        world.warn(f"{text}. PiperStrategy(verify='first_batch') says how far the result is from one device's")
+    if how == "static":
+        for text in _plain_to_see(compiled):
+            world.warn(f"{text}. PiperStrategy(verify='first_batch') says how far the result is from one device's")
+        if (found := _tried(compiled, module, leaves, world)) is not None:
+            world.warn(
+                f"microbatches give another result than one device with the whole batch: of the first samples, {found}. Samples "
+                "look at each other, or a buffer, a gradient or Python code follows their number. Let the program cut no batch "
+                "(num_microbatches=1) where that matters; PiperStrategy(verify='first_batch') measures it for the whole batch"
+            )
     if how not in ("first_batch", "each"):
         return None
 
@@ -78,6 +87,25 @@ def verify_by_execution(
     return world.on_rank_zero(run, share=False)
 
 
+def _tried(compiled: Compiled, module: nn.Module, leaves: Sequence[torch.Tensor], world: World) -> Difference | None:
+    """Rank 0 tries the step on a few samples, if the program has microbatches and nothing is known to differ. Collective."""
+    step, dag = compiled.step, compiled.dag
+    own = dag.size // world.count
+    size = min((len(part) for parts in dag.slices().values() for part in parts), default=own)
+    if step.executed or dag.code.undivided is not None or not size < own or next(_plain_to_see(compiled), None) is not None:
+        return None
+
+    def run() -> Difference | None:
+        if is_on_meta(module):
+            return None
+        module.to(world.device)
+        tensors = {step.canonical[n]: x.detach() for n, x in [*module.named_parameters(), *module.named_buffers()]}
+        with isolate_rng():
+            return tried(step, tensors, [x.to(world.device) for x in leaves], size)
+
+    return world.on_rank_zero(run, share=False)
+
+
 def _plain_to_see(compiled: Compiled) -> Iterator[str]:
     """What makes another result than one device's, as can be seen without running anything."""
     dag, code = compiled.dag, compiled.dag.code
@@ -93,6 +121,11 @@ def _plain_to_see(compiled: Compiled) -> Iterator[str]:
             "the loss is no sum of means, of sums, and of ratios whose denominators follow from the batch: its values on "
             f"microbatches and replicas count as means over samples, and give another one than all {dag.size} samples"
         )
+    if cut and (line := _by_frequency(code)) is not None:
+        yield (
+            f"an embedding divides its gradients by how often each index occurs (scale_grad_by_freq=True, {line}): microbatches "
+            f"and replicas count their own indices, not those of all {dag.size} samples"
+        )
     if cut and code.meet is not None:
         yield (
             f"samples meet on the way to the loss, or are taken by their place, in {code.meet}: microbatches and replicas have "
@@ -105,6 +138,14 @@ def _plain_to_see(compiled: Compiled) -> Iterator[str]:
             f"they may be others than those of all {dag.size} samples on one device"
         )
     yield from unlike_one_device(compiled)
+
+
+def _by_frequency(code: StepCode) -> str | None:
+    """The line of an embedding whose gradient follows from what else is in the batch."""
+    for key, passed in code.code.items():
+        if any(is_by_frequency(node) for node in passed.graph.nodes):
+            return str(code.regions[key[0]].source)
+    return None
 
 
 def unlike_one_device(compiled: Compiled) -> Iterator[str]:

@@ -1,0 +1,197 @@
+"""Does a step compute of a few samples what it computes of parts of them? What a program takes for granted is tried so, once.
+
+A batch may be cut into microbatches if samples do not look at each other, the backward pass is linear in the loss's gradient,
+buffers move by sums and means over samples, and Python code does not depend on their number. The user's code runs as it is,
+forwards and backwards, on some samples at once and on parts of them, which are put together with the weights of the program.
+Where the results differ, the first operation is found whose results do.
+"""
+
+from __future__ import annotations
+
+import traceback
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch.overrides import TorchFunctionMode
+
+from lightning_piper.capture import CapturedStep
+from lightning_piper.capture.eager import Outcome, mixed, run_eagerly
+from lightning_piper.capture.source import user_line
+from lightning_piper.capture.trace import Step
+from lightning_piper.directives import accumulating
+from lightning_piper.ir.values import Slice
+from lightning_piper.ops.build import build_dag
+from lightning_piper.verify.cross_sample import find_dependences
+from lightning_piper.verify.interpreter import interpret
+
+FEW = 4  # samples in a part, at most, and half of those that are tried, at least, where the batch has as many
+FAR = 2.0**13  # in eps of the dtype: results that differ by more were not computed in another order alone
+_DROPS = {F.dropout, F.dropout1d, F.dropout2d, F.dropout3d, F.alpha_dropout, F.feature_alpha_dropout}
+
+
+@dataclass(frozen=True)
+class Difference:
+    """What a step computes otherwise of all samples than of their parts.
+
+    Attributes:
+        result: the loss, a logged value, a buffer or a parameter's gradient.
+        distance: how far the results are apart, relative to the largest value.
+        where: the first operation whose results differ, and the user's line; empty if that is in the backward pass.
+    """
+
+    result: str
+    distance: float
+    where: str
+
+    def __str__(self) -> str:
+        where = f", from {self.where} on" if self.where else ", in the backward pass"
+        return f"{self.result} differs by {self.distance:.1e}{where}"
+
+
+def tried(step: CapturedStep, tensors: Mapping[str, torch.Tensor], leaves: Sequence[torch.Tensor], size: int) -> Difference | None:
+    """Try a step; the result that differs most. None also where it cannot be tried: it draws random numbers that are no dropout,
+    or its code takes no other number of samples than it gets.
+
+    Args:
+        tensors: parameters and buffers by canonical name; not changed.
+        leaves: of a batch.
+        size: of a microbatch.
+    """
+    together = mixed(step)  # no weight of a part is right for all terms of its loss
+    counted = any(term.denominator is not None for term in step.at(step.size).terms)
+    part = size if counted or together else min(size, FEW)
+    there = min((len(x) for x in leaves if x.ndim), default=0) // part
+    count = min(max(2, -(-2 * FEW // part)), there)
+    if count < 2:
+        return None
+    some = [x[: count * part] if x.ndim else x for x in leaves]
+    parts = [Slice(i * part, (i + 1) * part) for i in range(count)]
+    with _NoDropout(), torch.random.fork_rng(devices=[]):
+        before = torch.get_rng_state()
+        try:
+            found = (_by_graph if together else _by_code)(step.resized(count * part), tensors, some, parts)
+        except Exception:  # what is wrong with the step itself is said where it runs
+            return None
+        return found if torch.equal(torch.get_rng_state(), before) else None
+
+
+def _by_code(
+    step: CapturedStep, tensors: Mapping[str, torch.Tensor], leaves: Sequence[torch.Tensor], parts: Sequence[Slice]
+) -> Difference | None:
+    """The user's code."""
+    whole = [Slice(0, step.size)]
+
+    def run(slices: Sequence[Slice]) -> Outcome:
+        return run_eagerly(step, tensors, leaves, slices)
+
+    found = _furthest(run(whole), run(parts))
+    return None if found is None else Difference(*found, _first_difference(run, whole, parts))
+
+
+def _by_graph(
+    step: CapturedStep, tensors: Mapping[str, torch.Tensor], leaves: Sequence[torch.Tensor], parts: Sequence[Slice]
+) -> Difference | None:
+    """What was captured of it, of which each term of the loss can be weighed."""
+    inputs = step.inputs(leaves)
+    if met := find_dependences(step, tensors, inputs, parts):
+        return Difference("a result", met[0].distance, f"{met[0].operation} in region {met[0].region} ({met[0].source})")
+    if step.draws:
+        return None
+    one, two = (interpret(dag, tensors, inputs) for dag in (build_dag(step), accumulating(step, tuple(parts))))
+    found = _furthest(one, two)
+    return None if found is None else Difference(*found, "")
+
+
+def _furthest(one: Outcome, two: Outcome) -> tuple[str, float] | None:
+    """Of results that are further apart than rounding explains, the one that is furthest: its name, and by how much."""
+    kinds = (("", one.metrics, two.metrics), ("the gradient of ", one.grads, two.grads), ("buffer ", one.buffers, two.buffers))
+    dtypes = {x.dtype for x in (*one.grads.values(), *one.buffers.values()) if x.is_floating_point() or x.is_complex()}
+    allowed = FAR * max((torch.finfo(dtype).eps for dtype in dtypes), default=torch.finfo(torch.float32).eps)
+    far: dict[str, float] = {}
+    for kind, a, b in kinds:
+        largest = max((_size(x) for x in a.values()), default=0.0)
+        for name in sorted(a.keys() & b.keys()):
+            x, y = a[name].double(), b[name].double()
+            # A gradient that is zero but for rounding moves by its own size.
+            scale = max(_size(x), 1e-3 * largest if a is one.grads else 0.0) or 1.0
+            far[f"{kind}{name!r}" if kind else name] = _size(torch.where(x == y, 0.0, x - y)) / scale
+    return max(((name, x) for name, x in far.items() if not x <= allowed), key=lambda each: each[1], default=None)
+
+
+def _size(x: torch.Tensor) -> float:
+    return float(x.abs().max()) if x.numel() else 0.0
+
+
+# Where results begin to differ
+
+
+@dataclass(frozen=True)
+class _Call:
+    name: str
+    where: str
+    results: tuple[torch.Tensor, ...]
+
+
+class _Calls(TorchFunctionMode):
+    """Notes what functions of torch give to the user's method."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.made: list[_Call] = []
+
+    def __torch_function__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        result = function(*args, **(kwargs or {}))
+        found = result if isinstance(result, tuple | list) else (result,)
+        kept = tuple(x.detach().clone() for x in found if isinstance(x, torch.Tensor))
+        if kept and any(frame.f_code is Step._run.__code__ for frame, _ in traceback.walk_stack(None)):
+            self.made.append(_Call(getattr(function, "__name__", str(function)), user_line(), kept))
+        return result
+
+
+def _first_difference(run: Callable[[Sequence[Slice]], object], whole: Sequence[Slice], parts: Sequence[Slice]) -> str:
+    """Run once more, and compare call by call."""
+    noted = []
+    for slices in (whole, parts):
+        with _Calls() as calls:
+            run(slices)
+        noted.append(calls.made)
+    full, others = noted
+    each = len(others) // len(parts)
+    for i, one in enumerate(full[:each]):
+        alike = others[i::each][: len(parts)]
+        if any(other.name != one.name for other in alike):
+            return f"{one.where} (other code runs for other numbers of samples)"
+        if any(not _is_joined(x, list(found)) for x, *found in zip(one.results, *(other.results for other in alike), strict=False)):
+            return f"{one.name} at {one.where}"
+    return ""
+
+
+def _is_joined(whole: torch.Tensor, parts: list[torch.Tensor]) -> bool:
+    """Is it what the parts give, row by row, or their sum or mean, or what all have?"""
+    if not whole.is_floating_point():
+        return True
+    if all(part.shape == whole.shape for part in parts):
+        options = [torch.stack(parts).sum(0), torch.stack(parts).mean(0)]
+    else:
+        dims = [d for d, (a, b) in enumerate(zip(whole.shape, parts[0].shape, strict=False)) if a != b]
+        if len(dims) != 1 or {part.ndim for part in parts} != {whole.ndim}:
+            return False
+        options = [torch.cat(parts, dims[0])]
+    scale, eps = max(_size(whole.double()), 1e-30), FAR * torch.finfo(whole.dtype).eps
+    return any(x.shape == whole.shape and _size(torch.where(whole == x, 0.0, whole - x).double()) <= eps * scale for x in options)
+
+
+class _NoDropout(TorchFunctionMode):
+    """Parts draw other numbers than the whole."""
+
+    def __torch_function__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        if function in _DROPS:
+            return args[0] if args else kwargs["input"]
+        if function is F.scaled_dot_product_attention:
+            args, kwargs = (*args[:4], 0.0, *args[5:]) if len(args) > 4 else args, {**kwargs, "dropout_p": 0.0}
+            kwargs = {k: v for k, v in kwargs.items() if k != "dropout_p" or len(args) <= 4}
+        return function(*args, **kwargs)
