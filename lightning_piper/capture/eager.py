@@ -65,8 +65,13 @@ def run_eagerly(
     # The wrapper becomes the module's parent only for this call, so its training mode stays as the user set it.
     state = {**params, **buffers}
     mine = {id(x): state[step.canonical[n]] for n, x in [*step.module.named_parameters(), *step.module.named_buffers()]}
+    # What is the same whatever part of the batch it is made of moves once; see `StepCode.goes_on`.
+    once = {n: x.clone() for n, x in buffers.items() if not step.at(step.size).goes_on(n)}
     with torch.enable_grad(), swapped(step.module, lambda x: mine[id(x)]), as_captured(step.module, wrapper):
         for part, weight in zip(slices, weights[LOSS], strict=True):
+            for name, x in [*step.module.named_buffers()] if part is not slices[0] else []:
+                if step.canonical[name] in once:
+                    x.detach_().copy_(once[step.canonical[name]])
             # Clones, for the step may change its batch.
             cut = [(x if whole or not x.ndim else x[part.start : part.stop]).clone() for x in leaves]
             loss, *logged = wrapper(*cut)

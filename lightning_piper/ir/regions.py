@@ -298,10 +298,11 @@ class StepCode:
         return torch.float64
 
     def goes_on(self, buffer: str) -> bool:
-        """Of a buffer that the step changes: does each microbatch begin with what the one before left? Not where statistics are
-        those of the whole batch: each microbatch then makes the same value of the one before the step. Nor if the value is made of
-        gathered samples, once, when all microbatches have read the one before the step."""
-        return buffer not in self._joined_buffers and (buffer in self.local or not self.sums_over_batch)
+        """Of a buffer that the step changes: does each microbatch begin with what the one before left? Not if its new value is the
+        same whatever part of the batch it is made of (a counter, a spectral norm, statistics of the whole batch): it moves once a
+        step, as on one device. Nor if the value is made of gathered samples, once, when all microbatches have read the one before
+        the step."""
+        return buffer in self.local and buffer not in self._joined_buffers
 
     @cached_property
     def _joined_buffers(self) -> frozenset[str]:

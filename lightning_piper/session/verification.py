@@ -40,14 +40,7 @@ def verify_by_execution(
         VerificationError: the finished program (`first_batch`) or a directive (`each`) does not compute what one device does.
     """
     if how == "static":
-        for text in _plain_to_see(compiled):
-            world.warn(f"{text}. PiperStrategy(verify='first_batch') says how far the result is from one device's")
-        if (found := _tried(compiled, module, leaves, world)) is not None:
-            world.warn(
-                f"microbatches give another result than one device with the whole batch: of the first samples, {found}. Samples "
-                "look at each other, or a buffer, a gradient or Python code follows their number. Let the program cut no batch "
-                "(num_microbatches=1) where that matters; PiperStrategy(verify='first_batch') measures it for the whole batch"
-            )
+        _warn(list(_plain_to_see(compiled)), _tried(compiled, module, leaves, world), world)
     if how not in ("first_batch", "each"):
         return None
 
@@ -87,12 +80,25 @@ def verify_by_execution(
     return world.on_rank_zero(run, share=False)
 
 
+def _warn(texts: Sequence[str], found: Difference | None, world: World) -> None:
+    """Of what makes another result than one device's: as it is plain to see, and as a trial has found."""
+    for text in texts:
+        seen = f". Of the first samples, {found}" if text is texts[0] and found is not None else ""
+        world.warn(f"{text}{seen}. PiperStrategy(verify='first_batch') says how far the result is from one device's")
+    if found is not None and not texts:
+        world.warn(
+            f"microbatches give another result than one device with the whole batch: of the first samples, {found}. Samples "
+            "look at each other, or a buffer, a gradient or Python code follows their number. Let the program cut no batch "
+            "(num_microbatches=1) where that matters; PiperStrategy(verify='first_batch') measures it for the whole batch"
+        )
+
+
 def _tried(compiled: Compiled, module: nn.Module, leaves: Sequence[torch.Tensor], world: World) -> Difference | None:
-    """Rank 0 tries the step on a few samples, if the program has microbatches and nothing is known to differ. Collective."""
+    """Rank 0 tries the step on a few samples, if the program has microbatches. Collective."""
     step, dag = compiled.step, compiled.dag
     own = dag.size // world.count
     size = min((len(part) for parts in dag.slices().values() for part in parts), default=own)
-    if step.executed or dag.code.undivided is not None or not size < own or next(_plain_to_see(compiled), None) is not None:
+    if step.executed or dag.code.undivided is not None or not size < own:
         return None
 
     def run() -> Difference | None:

@@ -95,14 +95,15 @@ def _by_graph(
     step: CapturedStep, tensors: Mapping[str, torch.Tensor], leaves: Sequence[torch.Tensor], parts: Sequence[Slice]
 ) -> Difference | None:
     """What was captured of it, of which each term of the loss can be weighed."""
-    inputs = step.inputs(leaves)
-    if met := find_dependences(step, tensors, inputs, parts):
-        return Difference("a result", met[0].distance, f"{met[0].operation} in region {met[0].region} ({met[0].source})")
     if step.draws:
         return None
+    inputs = step.inputs(leaves)
     one, two = (interpret(dag, tensors, inputs) for dag in (build_dag(step), accumulating(step, tuple(parts))))
     found = _furthest(one, two)
-    return None if found is None else Difference(*found, "")
+    if found is None:
+        return None
+    met = next(iter(find_dependences(step, tensors, inputs, parts)), None)
+    return Difference(*found, "" if met is None else f"{met.operation} in region {met.region} ({met.source})")
 
 
 def _furthest(one: Outcome, two: Outcome) -> tuple[str, float] | None:
