@@ -16,6 +16,7 @@ import torch
 
 from lightning_piper.errors import ExecutionError, PiperError
 from lightning_piper.holdings._torch_foreach import scale
+from lightning_piper.holdings.elsewhere import Elsewhere
 from lightning_piper.holdings.gradients import mark
 
 
@@ -39,11 +40,24 @@ class GradientInjection:
         self._anchor = torch.zeros((), device=device, requires_grad=True)
         self._kept: list[_Waiting] = []  # of the batches whose gradients are kept back
         self._last: _Waiting | None = None
+        self._marked: dict[str, torch.nn.Parameter] = {}  # whose gradients were said to be on other processes
 
     def hold(self, params: Mapping[str, torch.nn.Parameter], absent: Mapping[str, torch.nn.Parameter]) -> None:
         """The process holds these parameters from now on, as in the constructor."""
         self.absent = absent
         self.trained = {name: x for name, x in params.items() if x.requires_grad}
+
+    def begin(self) -> None:
+        """An accumulation begins: where a parameter has had a gradient on other processes and gets none now, it has none here."""
+        for name in self._marked.keys() - self.absent.keys():
+            param = self._marked.pop(name)
+            if isinstance(param.grad, Elsewhere):
+                param.grad = None
+
+    def mark(self) -> None:
+        """What this step gives gradients to on other processes, has them there."""
+        mark(self.absent, self.trained)
+        self._marked.update(self.absent)
 
     def loss(self, value: torch.Tensor, grads: Mapping[str, torch.Tensor], scale: float = 1.0, kept: bool = False,
              closing: float | None = None, nonlinear: str | None = None) -> torch.Tensor:  # fmt: skip
@@ -122,7 +136,7 @@ class _Waiting:
         self._injection.check(self)
         if self._nonlinear is not None:
             self._check_factor(factor, self._nonlinear)
-        mark(self._injection.absent, self._injection.trained)
+        self._injection.mark()
         # Looking at a value on a GPU would make the host wait for it; multiplying by one does not.
         if factor.device.type != "cpu" or factor.item() != self.scale:
             scale(grads, factor.double() / self.scale)

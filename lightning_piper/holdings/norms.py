@@ -12,7 +12,6 @@ import torch.distributed as dist
 from torch import Tensor
 
 from lightning_piper.capture import clipping_replaced
-from lightning_piper.compiler import Compiled
 from lightning_piper.errors import PiperError
 from lightning_piper.holdings.elsewhere import Elsewhere
 from lightning_piper.holdings.optimizer import ShardedOptimizer
@@ -38,14 +37,22 @@ class GlobalNorms:
 
     Args:
         optimizer: cut down to what this process holds.
-        ownership, compiled, world: of the module.
+        ownership, world: of the module.
+        trained: names of the parameters that get gradients, on any process.
         keeps: are gradients of an accumulation kept back?
     """
 
     def __init__(
-        self, optimizer: ShardedOptimizer, ownership: Ownership, compiled: Compiled, world: World, keeps: Callable[[], bool]
+        self, optimizer: ShardedOptimizer, ownership: Ownership, trained: Collection[str], world: World, keeps: Callable[[], bool]
     ) -> None:
-        self._ownership, self._world, self._keeps = ownership, world, keeps
+        self._optimizer, self._ownership, self._world, self._keeps = optimizer, ownership, world, keeps
+        self._patches = contextlib.ExitStack()
+        self._torchs = self._patches.enter_context(clipping_replaced(self._total_norm, self._held_of))
+        self.of(trained)
+
+    def of(self, trained: Collection[str]) -> None:
+        """From now on these parameters get gradients."""
+        optimizer, ownership, world = self._optimizer, self._ownership, self._world
         self._held = dict(ownership.owned_params)  # key -> what gets a gradient here
         self._groups: list[set[str]] = []  # keys
         for i, (group, names) in enumerate(zip(optimizer.optimizer.param_groups, optimizer.names, strict=True)):
@@ -56,17 +63,15 @@ class GlobalNorms:
         keys = dict.fromkeys([*ownership.params, *(key for group in self._groups for key in sorted(group))])
         self._keys = {key: i for i, key in enumerate(keys)}  # in the same order in every process
         self._named = {id(x): key for key, x in self._held.items()}
-        tensor_map, used = ownership.tensor_map, set().union(*(compiled.params_on(device) for device in compiled.plans))
-        trained = [n for names in optimizer.names for n in names if n in used and ownership.params[n].requires_grad]
-        lists = [[n for n in trained if tensor_map.held(n, rank) is not None] for rank in range(world.size)]
+        tensor_map = ownership.tensor_map
+        order = [n for names in optimizer.names for n in names if n is not None and n in trained]
+        lists = [[n for n in order if tensor_map.held(n, rank) is not None] for rank in range(world.size)]
         # Asked for one by one, some process would have done while another still asks.
         self._ends_early = any(len(x) < len(y) and x == y[: len(x)] for x in lists for y in lists)
         self._in_pieces = {
             n for n in ownership.params if tensor_map.held(n, world.rank) and not tensor_map.holds_whole(n, world.rank)
         }
         self._whole = all(tensor_map.holds_whole(n, rank) for n in ownership.params for rank in range(world.size))
-        self._patches = contextlib.ExitStack()
-        self._torchs = self._patches.enter_context(clipping_replaced(self._total_norm, self._held_of))
 
     def remove(self) -> None:
         self._patches.close()

@@ -19,6 +19,7 @@ from lightning_piper.capture.compiled import ChunkCompiler
 from lightning_piper.compiler import Compiled
 from lightning_piper.directives import Directive, replicas_of
 from lightning_piper.errors import CaptureError, DirectiveError, PiperError
+from lightning_piper.holdings.gradients import changed_by
 from lightning_piper.holdings.ownership import Ownership
 from lightning_piper.holdings.tensor_map import TensorMap
 from lightning_piper.ir.buckets import Bucket
@@ -87,6 +88,11 @@ class Prepared:
     def plans(self) -> int:
         """A checksum of all plans: what runs, in which order, and where, whatever the shapes are."""
         return _sum_of_plans(self.compiled)
+
+    @cached_property
+    def trained(self) -> frozenset[str]:
+        """The parameters that it gives gradients to, on any device."""
+        return frozenset(changed_by(self.compiled.dag, Kind.GRAD))
 
     @property
     def accumulates(self) -> bool:

@@ -17,7 +17,7 @@ from lightning_piper.directives.levels import shards_of
 from lightning_piper.errors import PiperError
 from lightning_piper.holdings.added_groups import AddedGroups
 from lightning_piper.holdings.gradient_injection import GradientInjection
-from lightning_piper.holdings.gradients import absent
+from lightning_piper.holdings.gradients import Handing, absent
 from lightning_piper.holdings.host_states import HostStates
 from lightning_piper.holdings.identities import Identities
 from lightning_piper.holdings.norms import GlobalNorms
@@ -104,7 +104,7 @@ class Fit:
         if world.device.type == "cpu":
             trim()
         self._runtime.bind(first, self.ownership)
-        self.programs.prepare(TRAINING, self._batch_spec, first)
+        self._layout = self.programs.prepare(TRAINING, self._batch_spec, first)  # that the last step ran in
         self._identities = Identities(module, self.ownership)
         self.evaluation: Evaluation | None = None
         if settings.evaluates:
@@ -112,7 +112,7 @@ class Fit:
             self.evaluation.follow = self._identities.follow
         for program in [*before.programs, *before.evaluation.programs]:
             self._runtime.check_held(program, alone=True)
-        self._injection = GradientInjection(self.ownership.owned_params, world.device, absent(self.ownership, first))
+        self._injection = GradientInjection(self.ownership.owned_params, world.device, absent(self.ownership, self._layout.trained))
         self._factor = self._injection.factor
         self._epoch, self._in_accumulation = -1, False  # of which gradients of earlier batches are there
         self._drops = drops_gradients(module, optimizer)
@@ -123,28 +123,27 @@ class Fit:
         self._tokens = TokenAccumulation(world, self.ownership, settings.local) if accumulate == "tokens" else None
         seen = world.decide(changes_gradients_of_each_batch(module), all=False)
         self._keeps_back = self._tokens is not None or not seen
-        self._plugin = plugin
-        self._measure(first)
-
-    def _measure(self, compiled: Compiled) -> None:
-        """Norms of gradients are those over all processes, of what each holds."""
-        self._in_parts = self.world.size > 1 and not self.ownership.tensor_map.is_replicated
-        self._norms = GlobalNorms(self.optimizer, self.ownership, compiled, self.world, self._injection.keeps)
-        self._clipping = Clipping(self._plugin, self._norms, self.world)
+        self._norms = GlobalNorms(self.optimizer, self.ownership, self._layout.trained, self.world, self._injection.keeps)
+        self._clipping = Clipping(plugin, self._norms, self.world)
+        self._take_up(self._layout)
 
     def _claim(self, compiled: Compiled) -> None:
         """A program for another layout trains what none has trained before: it is those processes' that do."""
         if self.world.size == 1 or not self.ownership.claim(compiled):
             return
         self.optimizer.let_go()
-        self._injection.hold(self.ownership.owned_params, {**self._injection.absent, **absent(self.ownership, compiled)})
         self._identities = Identities(self._module, self.ownership)
         if self.evaluation is not None:
             self.evaluation.follow = self._identities.follow
             self.evaluation.check_held()
-        self._clipping.remove()
-        self._norms.remove()
-        self._measure(compiled)
+
+    def _take_up(self, layout: Prepared) -> None:
+        """This program runs, and another one did before: the gradients are of its parameters. All processes do this together."""
+        self._layout = layout
+        self._in_parts = self.world.size > 1 and not self.ownership.tensor_map.is_replicated
+        self._handing = Handing(layout.compiled.dag, self.ownership, self.world)
+        self._injection.hold(self.ownership.owned_params, absent(self.ownership, layout.trained))
+        self._norms.of(layout.trained)
 
     def record(self, profile: Schedule | bool | None) -> None:
         """Record the steps that the strategy's argument or the Trainer's profiler asks for. Collective."""
@@ -225,6 +224,11 @@ class Fit:
             if self.recording is not None:
                 self.recording.after(prepared, number)
         assert prepared is not None
+        if prepared.trained != self._layout.trained or prepared.plans != self._layout.plans:
+            self._take_up(prepared)
+        self._handing.hand_on(result.grads)
+        if not self._in_accumulation:
+            self._injection.begin()
         prepared.replay(self._module, result, Given(self._batch_spec, self._leaves))
         assert prepared.replay.dtype is not None
         value = result.metrics[0].to(prepared.replay.dtype, copy=True)

@@ -1,0 +1,167 @@
+"""Trainings whose step takes another layout after the first batch, in two stages on two processes and on one device: layers that
+join, take turns, or are shared in some layouts alone, and buffers that only some layouts write."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from functools import partial
+from pathlib import Path
+from typing import Any
+from unittest import mock
+
+import lightning as L
+import torch
+import torch.nn.functional as F
+from lightning.pytorch.callbacks import ModelCheckpoint
+from torch import Tensor, nn
+from torch.utils.data import DataLoader, TensorDataset
+
+import lightning_piper as piper
+from lightning_piper.holdings.gradients import Handing
+from tests.strategy.fitting import QUIET
+
+BATCHES = 4  # in an epoch
+
+
+class Net(L.LightningModule):
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.first, self.second = nn.Linear(6, 8), nn.Linear(8, 2)
+        self.extra, self.spare = nn.Linear(8, 8), nn.Linear(8, 8)
+        self.register_buffer("seen", torch.zeros(8))
+        self.double()
+
+    @property
+    def later(self) -> bool:
+        return self.current_epoch >= 1
+
+    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+        with piper.annotate("PP", 0):
+            h = torch.tanh(self.begin(batch[0]))
+        with piper.annotate("PP", 1):
+            return F.mse_loss(self.end(h), batch[1])
+
+    def begin(self, x: Tensor) -> Tensor:
+        return self.first(x)
+
+    def end(self, h: Tensor) -> Tensor:
+        return self.second(h)
+
+    def configure_optimizers(self) -> Any:
+        return torch.optim.AdamW(self.parameters(), lr=0.05, weight_decay=0.1)
+
+
+class Joins(Net):
+    """A layer, in the second epoch."""
+
+    def end(self, h: Tensor) -> Tensor:
+        return self.second(torch.tanh(self.extra(h)) if self.later else h)
+
+
+class Clips(Net):
+    """With torch's own function, which is given what the module has."""
+
+    def configure_gradient_clipping(self, *args: Any, **kwargs: Any) -> None:
+        torch.nn.utils.clip_grad_norm_(self.parameters(), 0.05)
+
+
+class TakesTurns(Clips):
+    """Two layers do, from batch to batch."""
+
+    def end(self, h: Tensor) -> Tensor:
+        layer = self.extra if self.trainer.fit_loop.epoch_loop.batch_idx % 2 else self.spare
+        return self.second(torch.tanh(layer(h)))
+
+
+class JoinsBoth(Net):
+    """Stages, a layer each, of which one leaves again."""
+
+    def begin(self, x: Tensor) -> Tensor:
+        h = self.first(x)
+        return h + self.spare(h) if self.current_epoch == 1 else h
+
+    def end(self, h: Tensor) -> Tensor:
+        return self.second(torch.tanh(self.extra(h)) if self.later else h)
+
+
+class Counts(Net):
+    """In a buffer that no forward pass reads, in the second epoch, on the stage that rank 0 is not."""
+
+    def end(self, h: Tensor) -> Tensor:
+        if self.later:
+            self.seen.copy_(h.detach().abs().sum(0))
+        return self.second(h)
+
+
+class Freezes(Net):
+    """A layer, by an attribute."""
+
+    def begin(self, x: Tensor) -> Tensor:
+        if self.later:
+            with torch.no_grad():
+                return self.first(x)
+        return self.first(x)
+
+
+class Unties(Net):
+    """A layer that both stages share, for an epoch in which the first one alone uses it."""
+
+    def begin(self, x: Tensor) -> Tensor:
+        return self.extra(self.first(x))
+
+    def end(self, h: Tensor) -> Tensor:
+        return self.second(self.spare(h) if self.current_epoch == 1 else self.extra(h))
+
+
+KINDS = {kind.__name__: kind for kind in (Joins, TakesTurns, JoinsBoth, Counts, Freezes, Unties)}
+WAYS: dict[str, dict[str, Any]] = {"clipped": {"gradient_clip_val": 0.05}, "accumulated": {"accumulate_grad_batches": 3}}
+QUICK = [("Unties", "clipped"), ("TakesTurns", "accumulated")]
+ROWS = [(kind, way) for kind in KINDS for way in WAYS if (kind, way) not in QUICK]
+RESUMED = [(checkpoint, step) for checkpoint in ("consolidated", "sharded") for step in (3, 6)]  # before the layers join, and after
+STALE = ("Unties", "nothing handed on")
+
+
+def stages(kind: str, **options: Any) -> piper.PiperStrategy:
+    microbatches = 1 if kind == "Counts" else 2  # of the last of which it keeps something
+    return piper.PiperStrategy(piper.schedules.one_f_one_b(stages=2, microbatches=microbatches), **options)
+
+
+def fit(kind: str, strategy: Any, folder: Path, devices: int = 1, resume: Path | None = None, **options: Any) -> dict[str, Tensor]:
+    """The module after three epochs, in the second of which layers join.
+
+    Args:
+        folder: gets a checkpoint after each step.
+        resume: the checkpoint to begin with.
+    """
+    module = KINDS[kind]()
+    x = torch.randn(8 * BATCHES, 6, generator=torch.Generator().manual_seed(1), dtype=torch.float64)
+    save = ModelCheckpoint(folder, "{step}", every_n_train_steps=1, save_top_k=-1)
+    about: dict[str, Any] = QUIET | {"max_epochs": 3, "enable_checkpointing": True, "callbacks": [save]} | options
+    trainer = L.Trainer(accelerator="cpu", devices=devices, strategy=strategy, **about)
+    trainer.fit(module, DataLoader(TensorDataset(x, x[:, :2] * 2), batch_size=8), ckpt_path=resume)
+    return {name: value.detach().clone() for name, value in module.state_dict().items()}
+
+
+def train(rank: int, folder: Path) -> dict[Any, dict[str, Tensor]]:
+    found = trained(QUICK, folder)
+    with mock.patch.object(Handing, "hand_on", lambda self, grads: None):
+        found[STALE] = fit("Unties", stages("Unties"), folder / "stale", 2)
+    return found
+
+
+def train_more(rank: int, folder: Path) -> dict[Any, dict[str, Tensor]]:
+    found = trained(ROWS, folder)
+    for checkpoint, step in RESUMED:
+        strategy, saved = partial(stages, "JoinsBoth", checkpoint=checkpoint), folder / checkpoint
+        if step == RESUMED[0][1]:
+            fit("JoinsBoth", strategy(), saved, 2)
+        found[checkpoint, step] = fit("JoinsBoth", strategy(), folder / f"{checkpoint} {step}", 2, saved / f"step={step}.ckpt")
+    return found
+
+
+def trained(rows: Iterable[tuple[str, str]], folder: Path) -> dict[Any, dict[str, Tensor]]:
+    found: dict[Any, dict[str, Tensor]] = {}
+    for kind, way in rows:
+        found[kind, way] = fit(kind, stages(kind), folder / kind / way, 2, **WAYS[way])
+    return found

@@ -1,0 +1,70 @@
+"""A step that takes another layout after the first batch, in stages: modules, norms of gradients, optimizer and checkpoints are
+those of one device."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from tests.distributed.processes import launch_trainings
+from tests.strategy.later_layouts import QUICK, RESUMED, ROWS, STALE, WAYS, fit, train, train_more
+
+ROUNDING = 1e-12  # 2e-15 measured
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory):
+    return tmp_path_factory.mktemp("later_layouts")
+
+
+@pytest.fixture(scope="module")
+def ranks(folder):
+    return launch_trainings(2, train, folder / "run", folder / "two")
+
+
+@pytest.fixture(scope="module")
+def more_ranks(folder):
+    return launch_trainings(2, train_more, folder / "run_more", folder / "two")
+
+
+def far(a, b):
+    assert a.keys() == b.keys()
+    return max((float((a[key].double() - b[key].double()).abs().max()) for key in a), default=0.0)
+
+
+def assert_checkpoints_are_alike(one, two):
+    names = sorted(path.name for path in one.iterdir())
+    assert names and names == sorted(path.name for path in two.iterdir())
+    for name in names:
+        a, b = (torch.load(path / name, weights_only=False) for path in (one, two))
+        assert far(a["state_dict"], b["state_dict"]) < ROUNDING, name
+        states, others = (found["optimizer_states"][0]["state"] for found in (a, b))
+        assert states.keys() == others.keys() and all(far(states[i], others[i]) < ROUNDING for i in states), name
+
+
+@pytest.mark.parametrize(("kind", "way"), QUICK)
+def test_it_trains_as_on_one_device(kind, way, ranks, folder):
+    one = fit(kind, "auto", folder / "one" / kind / way, **WAYS[way])
+    assert all(far(rank[kind, way], one) < ROUNDING for rank in ranks)
+    assert_checkpoints_are_alike(folder / "one" / kind / way, folder / "two" / kind / way)
+
+
+@pytest.mark.long
+@pytest.mark.parametrize(("kind", "way"), ROWS)
+def test_other_kinds_train_as_on_one_device(kind, way, more_ranks, folder):
+    test_it_trains_as_on_one_device(kind, way, more_ranks, folder)
+
+
+@pytest.mark.long
+@pytest.mark.parametrize(("checkpoint", "step"), RESUMED)
+def test_it_resumes_on_either_side_of_the_change(checkpoint, step, more_ranks, folder):
+    saved, ended = folder / "one" / "saved", folder / "one" / f"{checkpoint} {step}"
+    if not saved.exists():
+        fit("JoinsBoth", "auto", saved)
+    one = fit("JoinsBoth", "auto", ended, resume=saved / f"step={step}.ckpt")
+    assert all(far(rank[checkpoint, step], one) < ROUNDING for rank in more_ranks)
+
+
+def test_a_stage_that_gets_no_gradients_has_other_values(ranks, folder):
+    one = fit("Unties", "auto", folder / "one" / "stale")
+    assert all(far(rank[STALE], one) > 1e-3 for rank in ranks)
