@@ -3,8 +3,11 @@
 from __future__ import annotations
 
 from lightning_piper.compiler import Compiled
+from lightning_piper.ir.nodes import Chunk
 from lightning_piper.runtime.process import MOST as LENT
 from lightning_piper.simulate import simulate
+
+ROUGHLY = 8  # times what passes hand out (activations that they save, gradients), which passes on their way hardly make
 
 
 def bytes_needed(compiled: Compiled, states: float) -> dict[int, int]:
@@ -31,18 +34,24 @@ def bytes_needed(compiled: Compiled, states: float) -> dict[int, int]:
     return found
 
 
-def needed_by_replicas(compiled: Compiled, states: float, processes: bool) -> int:
-    """Bytes that each of the replicas of a whole step needs: in the step, or in the update after it.
+def needed_by_replicas(compiled: Compiled, states: float, processes: bool, room: int) -> int:
+    """Bytes that each of the replicas of a whole step needs: in the step, or in the update after it. If far less than the room is
+    needed, the plan is not followed, because that takes as long as to run the step once without data: then it is a rough number.
 
     Args:
         states: as for `bytes_needed`.
         processes: on a CPU, which keep room in which they sum gradients, and where an update makes two tensors as large as a
             parameter.
+        room: bytes that there are.
     """
-    step = max(bytes_needed(compiled, states).values())
-    if not processes:
-        return step
     specs = compiled.step.params.values()
     trained = [x.spec.nbytes for x in specs if x.requires_grad]
-    update = sum(x.spec.nbytes for x in specs) + (1 + states) * sum(trained) + 2 * max(trained, default=0)
-    return max(step, int(update)) + min(sum(trained), LENT)
+    held = sum(x.spec.nbytes for x in specs) + (1 + states) * sum(trained)
+    update = int(held) + (2 * max(trained, default=0) if processes else 0)
+    lent = min(sum(trained), LENT) if processes else 0
+    dag = compiled.dag
+    handed_out = sum(x.nbytes for chunk in dag.of_type(Chunk) for tensors in dag.code_of(chunk).outputs for x in tensors)
+    rough = update + lent + ROUGHLY * handed_out
+    if rough <= room:
+        return rough
+    return max(max(bytes_needed(compiled, states).values()), update) + lent

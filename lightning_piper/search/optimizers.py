@@ -8,6 +8,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 import torch
+from lightning.pytorch.utilities.seed import isolate_rng
 from torch import nn
 from torch.optim import Optimizer
 
@@ -72,7 +73,8 @@ def _kept(optimizer: Optimizer, group: Mapping[str, Any]) -> float:
     tried = type(optimizer)([{"params": params, **options}], **options_of(optimizer))
     for p in params:
         p.grad = torch.ones_like(p)
-    tried.step()
+    with isolate_rng():  # an optimizer may draw random numbers
+        tried.step()
     return math.fsum(
         nbytes * sum(x.nbytes for x in tried.state[p].values() if isinstance(x, torch.Tensor) and x.ndim) / p.nbytes
         for p, nbytes in zip(params, kinds.values(), strict=True)

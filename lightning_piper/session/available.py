@@ -34,7 +34,9 @@ def check_room(compiled: Compiled, module: nn.Module, world: World, states: floa
         NoRoom: in one process they do not.
     """
     memory = memory_of(module, world)
-    needed = max(world.gather(int(needed_by_replicas(compiled, states, world.device.type == "cpu") * (1 + FRAGMENTATION))))
+    room = int(memory / (1 + FRAGMENTATION))
+    own = needed_by_replicas(compiled, states, world.device.type == "cpu", room)
+    needed = max(world.gather(int(own * (1 + FRAGMENTATION))))
     if needed > memory:
         raise NoRoom(f"a replica of the whole module needs {size(needed)}, and a process may use {size(memory)}")
 
