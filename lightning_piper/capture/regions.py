@@ -353,9 +353,14 @@ def refuse_parts(graph: torch.fx.Graph) -> Collection[Node]:
                 fits = x in rows or x in joined or x.target is GATHER
             if fits:
                 continue
+            if node.target is GATHER:
+                raise CaptureError(
+                    f"{own_line(node)}: gather_samples takes a value of shape {list(shape_of(x))} ({own_line(x)}), which does not "
+                    "have one row for each sample, in their order. Gather each view of the samples by itself, or give [n, views, ...]."
+                )
             raise CaptureError(
                 f"{own_line(node)}: {node.target} computes with gathered samples and with {x.target} ({own_line(x)}) of shape "
-                f"{list(shape_of(x))}. That value does not have one row for each sample, and a part of the batch reads it, too. "
-                "Compute it once from gathered samples, and once more for the other use."
+                f"{list(shape_of(x))}. A part of the batch reads that value, too, and it does not have one row for each sample. "
+                "Compute it separately for each of the two uses."
             )
     return joined

@@ -105,9 +105,12 @@ class Split(Directive):
                 f"selects {chunks[0].label} alone, which is computed from gathered samples",
                 "split what comes before gather_samples",
             )
+        cut = {dag.regions[chunk.region].label for chunk in found}
         for chunk in chunks:
             if dag.regions[chunk.region].joined:
                 dag.change(chunk, tags={**chunk.tags, self.dim_name: 0})
+                if dag.regions[chunk.region].label not in cut:  # a stage without microbatches, of which an order may name all
+                    dag.program.absent.setdefault(self.dim_name, set()).update(range(1, self.num_microbatches))
         return found
 
     def _repeat(self, dag: TrainingDAG, chunks: list[Chunk], microbatches: dict[Slice, list[Slice]]) -> None:
