@@ -35,9 +35,11 @@ def after_gathers(graph: torch.fx.Graph, apart: bool = False) -> set[Node]:
         apart: without sums to which a part of the batch adds numbers of its own, as a loss that has a term for each sample beside
             one for the whole batch: the terms are weighed by themselves.
     """
+    found: set[Node] = set()
+    if not any(node.target is GATHER for node in graph.nodes):
+        return found
     forward = [node for node in graph.nodes if node.op == "call_function" and not _torch.is_backward(node)]
     varies, rows = (sampled(forward), rows_of_samples(forward)) if apart else (EMPTY, EMPTY)
-    found: set[Node] = set()
     for node in forward:
         inputs = node.all_input_nodes
         if any(x in found or x.target is GATHER for x in inputs):
@@ -147,7 +149,9 @@ def is_sampled(node: Node) -> bool:
 def join_batch(graph: torch.fx.Graph) -> None:
     """Let the joined part have the batch's tensors gathered, and compute for itself what follows from these or from sizes alone,
     such as a mask made of labels. Sums over the whole batch are identities there. Changes the graph in place."""
-    plain = _plain(graph, after_gathers(graph))
+    if not (after := after_gathers(graph)):
+        return
+    plain = _plain(graph, after)
     forward = [node for node in graph.nodes if node.op == "call_function" and not _torch.is_backward(node)]
     joined = joined_nodes(forward, plain, apart=True)
     if not joined:
