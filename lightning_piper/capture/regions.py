@@ -356,7 +356,7 @@ def refuse_parts(graph: torch.fx.Graph) -> Collection[Node]:
             if node.target is GATHER:
                 raise CaptureError(
                     f"{own_line(node)}: gather_samples takes a value of shape {list(shape_of(x))} ({own_line(x)}), which does not "
-                    "have one row for each sample, in their order. Gather each view of the samples by itself, or give [n, views, ...]."
+                    "have one row for each sample, in order. Gather each view of the samples by itself, or give [n, views, ...]."
                 )
             raise CaptureError(
                 f"{own_line(node)}: {node.target} computes with gathered samples and with {x.target} ({own_line(x)}) of shape "
