@@ -41,6 +41,7 @@ FRAGMENTATION = 0.05
 ROUNDS = 5  # searches, each within less memory than the one before, until the plan of what is found fits
 LARGER = 4  # candidates whose plans do not fit, until there is another search
 TRIED = 20  # candidates that are written and checked, at most, until one passes
+TOO_LARGE = "by its plan it needs"  # why a candidate is refused that passes the checks
 CALLS = 3  # steps of each size that are measured
 OPTIONS = ("schedules", "levels", "ranks", "margin", "gap", "budget")  # of `best_of`
 Check = Literal["static", "run", "off"]
@@ -204,7 +205,7 @@ def _proposed(
                 continue
             if needed <= limit:
                 return Proposal(found, candidate, written, found.space.workload, int(needed), tuple(refused), check, verdict)
-            refused.append((candidate, f"by its plan it needs {size(needed)} of a device, more than was estimated"))
+            refused.append((candidate, f"{TOO_LARGE} {size(needed)} of a device, more than was estimated"))
             large.append((needed, described(candidate)))
             most, larger = max(most, float(estimated[candidate]) / needed), larger + 1
             if larger == LARGER:

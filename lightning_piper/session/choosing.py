@@ -25,7 +25,7 @@ from lightning_piper.processes.world import described as text_of
 from lightning_piper.search.blocks import Cut, blocks_of
 from lightning_piper.search.optimizers import states_of
 from lightning_piper.search.parameters import like
-from lightning_piper.search.proposing import Proposal, search
+from lightning_piper.search.proposing import TOO_LARGE, Proposal, search
 from lightning_piper.search.report import counted, described, size
 from lightning_piper.search.space import Candidate
 from lightning_piper.search.workload import Workload
@@ -93,7 +93,7 @@ def choose(
         assert searched is not None
         found, problem = searched
         if found is None:
-            say(f"PiperStrategy finds no program, so the processes are replicas: {problem}")
+            say(f"PiperStrategy takes no program of a search, so the processes are replicas: {problem}")
             return None
         if world.is_rank_zero and not write(path, found):
             found = replace(found, lines=(*found.lines[:-1], f"  it is checked; it could not be kept in {folder()}"))
@@ -143,7 +143,7 @@ def _searched(
     module: nn.Module, batch: Any, cut: Cut, devices: int, memory: int, parts: Sequence[Part], workload: Workload,
     hardware: Hardware,
 ) -> tuple[Choice | None, str]:  # fmt: skip
-    """The choice of the first part in which a program fits; else why there is none."""
+    """The choice of the first part in which a program fits; else why the processes are replicas, as under DDP."""
     problem = ""
     for part in parts:
         try:
@@ -151,7 +151,10 @@ def _searched(
                 module, batch, devices, memory, hardware=hardware, workload=workload, all_devices=True, cut=cut,
                 levels=part.levels, ranks=part.ranks,
             )  # fmt: skip
-            return _told(found), ""
+            better = next((why for candidate, why in found.refused if _is_ddps(candidate) and not why.startswith(TOO_LARGE)), None)
+            if better is None:
+                return _told(found), ""
+            return None, f"uncaptured, as under DDP, they are faster than {described(found.chosen)}: {better}"
         except SearchError as error:
             problem = str(error)
     return None, problem
@@ -176,6 +179,11 @@ def _is_whole(chosen: Candidate) -> bool:
     """Does each process have the whole module?"""
     layout = chosen.layout
     return layout.ranks == layout.tensor == layout.routed == 1 and not any(chosen.levels)
+
+
+def _is_ddps(candidate: Candidate) -> bool:
+    """Does it do what DDP does?"""
+    return _is_whole(candidate) and candidate.layout.microbatches == 1 and not candidate.recomputed + candidate.offloaded
 
 
 def _proved(proposal: Proposal) -> str:

@@ -28,6 +28,7 @@ from lightning_piper.directives import parse
 from lightning_piper.errors import NoProgram, PiperError, SearchError
 from lightning_piper.processes.world import World
 from lightning_piper.search import proposing
+from lightning_piper.search.accounting import needed_by_replicas
 from lightning_piper.search.analytic import analytic
 from lightning_piper.search.blocks import blocks_of
 from lightning_piper.search.meeting import meets
@@ -107,8 +108,12 @@ def fit(module: L.LightningModule, strategy: Any, rank: int | None = None, **opt
 LINKS = {"pipeline": Link(1e-7, 1e6), "replicas": Link(0, 1e15), "tensors": Link(0, 1e15)}
 
 
+def hardware_of(kind: str) -> Hardware:
+    return Hardware("some", 2**30, {"float64": 1e9}, 1e10, ((64, LINKS[kind]),), Link(), 2**30)
+
+
 def looking_at(kind: str) -> Any:
-    hardware = Hardware("some", 2**30, {"float64": 1e9}, 1e10, ((64, LINKS[kind]),), Link(), 2**30)
+    hardware = hardware_of(kind)
 
     def found(module: Any, batch: Any, *args: Any, **options: Any) -> Any:
         degrees = (2,) if kind == "tensors" else ()
@@ -254,6 +259,32 @@ def test_a_step_that_changes_buffers_has_no_microbatches():
     batch = list(data()[:4])
     assert not meets(blocks_of(net(), batch), batch)
     assert meets(blocks_of(Counts().double(), batch), batch)
+
+
+class Normed(Net):
+    def __init__(self) -> None:
+        super().__init__()
+        self.first = nn.Sequential(self.first, nn.BatchNorm1d(WIDTH))  # type: ignore[assignment]
+
+
+@pytest.mark.parametrize("links", ["replicas", "pipeline"])
+def test_replicas_as_under_ddp_are_a_candidate(links):
+    """Also where no captured step can be replicated, if they are faster."""
+    module, batch = Normed().double(), list(data()[:8])
+    cut, hardware = blocks_of(module, batch), hardware_of(links)
+    workload = analytic(module, batch, hardware, (1, 2, 4, 8), tensor=(), cut=cut)
+    choice, why = choosing._searched(module, batch, cut, 2, 2**30, [choosing.Part()], workload, hardware)
+    if links == "pipeline":
+        assert choice is not None and "stages on 2 ranks" in choice.lines[0]
+    else:
+        assert choice is None and "uncaptured, as under DDP" in why and "sync_batchnorm=True" in why
+
+
+def test_a_replica_that_needs_far_less_is_not_looked_at_closely():
+    program = [piper.Place(filter={}, devices=[0, 1]), piper.Replicate(filter={}, devices=[0, 1])]
+    compiled = piper.compile(net(), list(data()[:8]), program)
+    closely, roughly = (needed_by_replicas(compiled, 2.0, True, room) for room in (0, 2**30))
+    assert 2 * sum(p.nbytes for p in net().parameters()) < closely < roughly < 2**20
 
 
 class Asks(nn.Linear):
