@@ -148,7 +148,7 @@ class Ownership:
         tensor = self._get(name)
         nothing = like(tensor, torch.empty(0, dtype=tensor.dtype, device=self._device))
         self._pieces[name] = self._local_shards.get(name, nothing)
-        self._set(name, stand_in(empty_like(tensor, "meta"), name, self.tensor_map.is_sharded(name)))
+        self._set(name, stand_in(empty_like(tensor, "meta"), name, self.tensor_map.is_sharded(name), self._device))
         if not tensor.is_meta and comes_back:
             self._before[name] = tensor
             tensor.data = tensor.data.new_empty(0)

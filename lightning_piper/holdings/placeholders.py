@@ -22,17 +22,24 @@ class Placeholder(torch.Tensor):
     """Stands for values that are not whole in this process.
 
     Attributes:
-        stands_for: name of the parameter or buffer, in a tuple, for an attribute that is plain counts as a mark by the user.
+        stands_for: name of the parameter or buffer, and the device of this process, in a tuple, for an attribute that is plain
+            counts as a mark by the user.
     """
 
-    stands_for: tuple[str]
+    stands_for: tuple[str, torch.device]
+
+    @property
+    def data(self) -> torch.Tensor:
+        return torch.Tensor.data.__get__(self)  # type: ignore[attr-defined, no-any-return]
+
+    @data.setter
+    def data(self, tensor: torch.Tensor) -> None:
+        """Like other writes, it is left out: the process that has the values makes it, too."""
+        if isinstance(tensor, Placeholder):
+            torch.Tensor.data.__set__(self, tensor)  # type: ignore[attr-defined]
 
     def __deepcopy__(self, memo: dict[int, Any]) -> torch.Tensor:
-        with torch._C.DisableTorchFunctionSubclass():
-            data = torch.empty_like(self, requires_grad=False)
-            made = nn.Parameter(data, self.requires_grad) if isinstance(self, nn.Parameter) else data
-            found = memo[id(self)] = stand_in(made, _name(self), sharded=False)
-        return found
+        raise _refusal(self)
 
     def __reduce_ex__(self, protocol: Any) -> Any:
         """Of `torch.save` and pickle, which would write a file without the values, and say nothing."""
@@ -40,11 +47,15 @@ class Placeholder(torch.Tensor):
 
     @classmethod
     def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func == _DEVICE:  # what a user makes or moves beside it is of this process, and not without values
+            return _NOTHING[1] if (of := _first(args)) is None else of.stands_for[1]
         with torch._C.DisableTorchFunctionSubclass():
             if func.__name__ == "__get__" or func.__name__ in _OFTEN:
                 return _marked(func(*args, **(kwargs or {})), args)
             if args and _writes(func.__name__):
                 _check_written(args)
+            if func.__name__ in _COPIES or (func.__name__ in _MOVES and not isinstance(args[0], Placeholder)):
+                raise _refusal(_first(args))
             try:
                 return _marked(func(*args, **(kwargs or {})), args)
             except (RuntimeError, TypeError) as error:
@@ -69,6 +80,11 @@ class ShardedPlaceholder(ParameterPlaceholder):
 
     @data.setter
     def data(self, tensor: torch.Tensor) -> None:
+        if not isinstance(tensor, Placeholder):
+            raise PiperError(
+                f"PiperStrategy: the values of parameter {_name(self)!r} are in pieces in each process, and cannot be replaced by "
+                "others here (.data = ...). Change the pieces, in the groups of trainer.optimizers"
+            )
         nn.Parameter.data.__set__(self, tensor)  # type: ignore[attr-defined]
 
     @property
@@ -92,16 +108,19 @@ class ShardedPlaceholder(ParameterPlaceholder):
         self.grad = None
 
 
+_DEVICE = torch.Tensor.device.__get__  # type: ignore[attr-defined]
 _OFTEN = ("data_ptr", "numel", "size", "dim", "detach", "untyped_storage")
+_COPIES = ("clone", "__copy__")  # would be kept, and read when the run is over and nothing can be done
+_MOVES = ("to", "type_as")  # give a tensor of this process to where there are no values
 
 
-def stand_in(tensor: torch.Tensor, name: str, sharded: bool) -> torch.Tensor:
-    """Let a tensor on the meta device stand for a parameter or buffer."""
+def stand_in(tensor: torch.Tensor, name: str, sharded: bool, device: torch.device) -> torch.Tensor:
+    """Let a tensor on the meta device stand for a parameter or buffer, in a process that works on `device`."""
     if isinstance(tensor, nn.Parameter):
         tensor.__class__ = ShardedPlaceholder if sharded else ParameterPlaceholder
     else:
         tensor.__class__ = Placeholder
-    tensor.stands_for = (name,)  # type: ignore[attr-defined]
+    tensor.stands_for = (name, device)  # type: ignore[attr-defined]
     return tensor
 
 
@@ -146,22 +165,27 @@ def _marked(found: Any, args: Any) -> Any:
     """What was made of a stand-in is one as well."""
     if type(found) is torch.Tensor and found.is_meta:
         made = found.as_subclass(Placeholder)
-        made.stands_for = (_name(_first(args)),)
+        of = _first(args)
+        made.stands_for = _NOTHING if of is None else of.stands_for
         return made
     if type(found) in (list, tuple) and any(isinstance(x, torch.Tensor) for x in found):
         return type(found)(_marked(x, args) for x in found)
     return found
 
 
+_NOTHING = ("", torch.device("cpu"))
+
+
 def _name(placeholder: Placeholder | None) -> str:
-    return getattr(placeholder, "stands_for", ("",))[0]
+    return getattr(placeholder, "stands_for", _NOTHING)[0]
 
 
 def _refusal(placeholder: Placeholder | None) -> PiperError:
     return PiperError(
         f"PiperStrategy: the values of {_name(placeholder)!r} are not whole in this process, for they are another stage's, or in "
-        "pieces, and cannot be read here. To save them use trainer.save_checkpoint or ModelCheckpoint (in on_save_checkpoint, rank "
-        "0 has all); for averages Lightning's EMAWeightAveraging, WeightAveraging or StochasticWeightAveraging; for other work "
+        "pieces, and cannot be read or copied here. To save or keep them use trainer.save_checkpoint or ModelCheckpoint (in "
+        "on_save_checkpoint, rank 0 has all); for averages Lightning's EMAWeightAveraging, WeightAveraging or "
+        "StochasticWeightAveraging; for other work "
         "trainer.optimizers have the parameters and pieces of this process, and before the first batch (on_fit_start, "
         f"on_train_start) the module is whole. PiperStrategy(capture='never') {WHOLE}"
     )

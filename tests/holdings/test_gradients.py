@@ -25,7 +25,7 @@ def layer() -> nn.Linear:
 def in_pieces() -> tuple[nn.Linear, nn.Parameter]:
     """A layer whose weight is in pieces, and the one that is here."""
     layer, piece = nn.Linear(3, 2), nn.Parameter(torch.ones(4))
-    layer.weight = stand_in(nn.Parameter(torch.empty(2, 3, device="meta")), "weight", sharded=True)
+    layer.weight = stand_in(nn.Parameter(torch.empty(2, 3, device="meta")), "weight", sharded=True, device=torch.device("cpu"))
     return layer, piece
 
 
@@ -112,6 +112,6 @@ def test_gradients_that_are_kept_back_cannot_be_changed():
 
 
 def test_gradients_in_pieces_cannot_be_replaced():
-    weight = stand_in(nn.Parameter(torch.empty(2, 3, device="meta")), "weight", sharded=True)
+    weight = stand_in(nn.Parameter(torch.empty(2, 3, device="meta")), "weight", sharded=True, device=torch.device("cpu"))
     with pytest.raises(piper.PiperError, match="the gradient of 'weight' is in pieces in each process, and cannot be replaced"):
         weight.grad = torch.zeros_like(weight)

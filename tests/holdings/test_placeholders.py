@@ -17,7 +17,7 @@ from lightning_piper.holdings.placeholders import Placeholder, check_values, sta
 
 
 def elsewhere(sharded: bool = False) -> torch.Tensor:
-    return stand_in(nn.Parameter(torch.ones(3, device="meta")), "weight", sharded)
+    return stand_in(nn.Parameter(torch.ones(3, device="meta")), "weight", sharded, torch.device("cpu"))
 
 
 READS = {
@@ -34,7 +34,11 @@ READS = {
     "as a number": lambda x, p: p.detach().norm().item(),
     "as an array": lambda x, p: p.detach().numpy(),
     "compared": lambda x, p: torch.equal(p, p),
-    "by a copy of it": lambda x, p: x.add_(copy.deepcopy(p)),
+    "copied with what has it": lambda x, p: copy.deepcopy([p]),
+    "copied by itself": lambda x, p: copy.copy(p),
+    "kept": lambda x, p: {"weight": p.data.clone()},
+    "as a type": lambda x, p: x.type_as(p),
+    "as a place": lambda x, p: x.to(p.detach()),
     "in a file": lambda x, p: torch.save({"weight": p.detach()}, io.BytesIO()),
     "in a file of all": lambda x, p: torch.save(p, io.BytesIO()),
     "pickled": lambda x, p: pickle.dumps(p.data),
@@ -59,8 +63,26 @@ def test_writing_and_looking_at_its_shape_are_not():
     for _ in (p.copy_(x), p.mul_(x), p.lerp_(x, 0.1), p.data.add_(x)):
         assert isinstance(_, Placeholder) and p.is_meta
     assert p.shape == x.shape and torch.equal(x.view_as(p), x) and isinstance(p, nn.Parameter)
-    buffer = stand_in(torch.ones(2, device="meta"), "buffer", False)
-    assert type(copy.deepcopy(buffer)) is Placeholder and not isinstance(buffer, nn.Parameter)
+    buffer = stand_in(torch.ones(2, device="meta"), "buffer", False, torch.device("cpu"))
+    assert type(buffer) is Placeholder and not isinstance(buffer, nn.Parameter)
+
+
+@torch.no_grad()
+def test_replacing_its_values_is_left_to_the_process_that_has_them():
+    p, shard = elsewhere(), elsewhere(sharded=True)
+    p.data = torch.ones(3)
+    p.data = p.data * 2
+    assert p.is_meta
+    with pytest.raises(PiperError, match="'weight' are in pieces in each process, and cannot be replaced"):
+        shard.data = torch.ones(3)
+
+
+def test_what_is_made_beside_it_is_of_this_process():
+    p = elsewhere()
+    for device in (p.device, p.data.device, (p.detach() * 2).device):
+        average = torch.ones(3).to(device) + torch.zeros(p.shape, device=device)
+        assert type(average) is torch.Tensor and torch.equal(average, torch.ones(3))
+    assert torch.ones(3).to(torch.zeros_like(torch.ones(3, device="meta")).device).is_meta, "as torch would do it"
 
 
 @torch.no_grad()
