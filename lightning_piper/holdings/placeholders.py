@@ -108,7 +108,7 @@ class ShardedPlaceholder(ParameterPlaceholder):
         self.grad = None
 
 
-_DEVICE = torch.Tensor.device.__get__  # type: ignore[attr-defined]
+_DEVICE = torch.Tensor.device.__get__
 _OFTEN = ("data_ptr", "numel", "size", "dim", "detach", "untyped_storage")
 _COPIES = ("clone", "__copy__")  # would be kept, and read when the run is over and nothing can be done
 _MOVES = ("to", "type_as")  # give a tensor of this process to where there are no values
