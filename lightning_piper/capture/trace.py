@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import inspect
 import numbers
+import re
 import traceback
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -234,6 +235,22 @@ class Step(nn.Module):
     def _plain_logs(self) -> Iterator[Output]:
         return (Output(Kind.LOG, (log.name,)) for log in self.logs if log.constant is None)
 
+    def check_read(self, what: str) -> None:
+        """What is logged gets to the Trainer when the step has run; before, it has what the step before has logged.
+
+        Raises:
+            CaptureError: this step has logged what it reads there.
+        """
+        found = re.fullmatch(r"self\.trainer\.(?:callback|logged|progress_bar)_metrics(.*)", what)
+        keys = "" if found is None else found[1]
+        logged = [log.name for log in self.logs]
+        read = logged if keys.endswith("()") else [n for n in logged if re.search(rf"'{re.escape(n)}(_step|_epoch)?'", keys)]
+        if read:
+            raise CaptureError(
+                f"{user_line()}: {self.name} reads {what} after self.log({read[0]!r}); a captured step's values are logged when it "
+                "has run. Use the value that is logged, in a variable"
+            )
+
     def log(self, name: str, value: Any, call: Mapping[str, Any]) -> None:
         if not self._runs:
             raise CaptureError(
@@ -341,7 +358,8 @@ def as_captured(module: nn.Module, step: Step) -> Iterator[None]:
     attached, reads = getattr(cls, "trainer", None), step.reads
     if reads is not None and isinstance(attached, property) and attached.fget is not None:
         get = attached.fget
-        members["trainer"] = property(lambda self: Watch(reads.inputs, lambda: get(self), "self.trainer", step.name), attached.fset)
+        watched = partial(Watch, reads.inputs, where="self.trainer", step=step.name, check=step.check_read)
+        members["trainer"] = property(lambda self: watched(get=lambda: get(self)), attached.fset)
     stand_in = type(cls.__name__, (cls,), members | {"__module__": cls.__module__})
     before = set(vars(stand_in))
     module.__class__ = stand_in

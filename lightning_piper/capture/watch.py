@@ -27,17 +27,23 @@ class Watch:
     Attributes:
         get: the object, as it is now.
         where: how a user would write it.
+
+    Args:
+        check: is told what is read, and may refuse it.
     """
 
-    def __init__(self, inputs: Inputs, get: Callable[[], Any], where: str, step: str) -> None:
+    def __init__(
+        self, inputs: Inputs, get: Callable[[], Any], where: str, step: str, check: Callable[[str], None] = lambda what: None
+    ) -> None:
         def now() -> Any:
             with _torch.with_data():  # the Trainer computes metrics when it is asked for them
                 return get()
 
-        vars(self).update(_inputs=inputs, _get=now, _where=where, _step=step)
+        vars(self).update(_inputs=inputs, _get=now, _where=where, _step=step, _check=check)
 
     def _take(self, get: Callable[[], Any], where: str) -> Any:
         """What a step gets that reads this."""
+        self._check(where)
         with _torch.with_data():
             value = get()
         if isinstance(value, _PLAIN):
@@ -54,7 +60,7 @@ class Watch:
                                "of it in a buffer (register_buffer), written in a hook")  # fmt: skip
         if inspect.isroutine(value):
             return self._calling(value, get, where)
-        return Watch(self._inputs, get, where, self._step)
+        return Watch(self._inputs, get, where, self._step, self._check)
 
     def _calling(self, value: Callable[..., Any], get: Callable[[], Any], where: str) -> Callable[..., Any]:
         def call(*args: Any, **kwargs: Any) -> Any:
@@ -99,9 +105,11 @@ class Watch:
         return bool(self._get())
 
     def __contains__(self, key: Any) -> bool:
+        self._check(f"{self._where}[{key!r}]")
         return bool(self._ask(f"{key!r} in", lambda value: key in value))
 
     def __iter__(self) -> Iterator[Any]:
+        self._check(f"{self._where}.keys()")
         value = self._get()
         if isinstance(value, Mapping):
             self._ask("keys of", lambda value: form_of(tuple(value)))

@@ -1,0 +1,63 @@
+"""What a step logs and reads from the Trainer at once is this step's value, or the step is not captured."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import lightning as L
+import pytest
+import torch
+from torch import Tensor, nn
+
+import lightning_piper as piper
+from lightning_piper.errors import CaptureError
+from tests.strategy.fitting import Batches, local, trainer
+
+READS = {
+    "get": lambda t: float(t.callback_metrics.get("loss", 0.0)),
+    "item": lambda t: t.logged_metrics["loss"].detach(),
+    "all": lambda t: float(dict(t.progress_bar_metrics)["loss"]),
+    "in": lambda t: 2.0 if "loss" in t.callback_metrics else 1.0,
+}
+OTHER = {"another": lambda t: float(t.callback_metrics.get("other", 0.5))}
+
+
+class Reading(L.LightningModule):
+    def __init__(self, read: Any) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.read, self.first, self.last = read, *(nn.Linear(4, 4, dtype=torch.float64) for _ in range(2))
+
+    def training_step(self, batch: Tensor, batch_idx: int) -> Tensor:
+        with piper.annotate("PP", 0):
+            hidden = torch.tanh(self.first(batch))
+        with piper.annotate("PP", 1):
+            loss = self.last(hidden).square().mean()
+            self.log("loss", loss, prog_bar=True)
+            return loss * (1 + self.read(self.trainer))
+
+    def configure_optimizers(self) -> torch.optim.Optimizer:
+        return torch.optim.SGD(self.parameters(), lr=0.1)
+
+
+def trained(read: Any, strategy: Any) -> dict[str, Tensor]:
+    module = Reading(read)
+    fit, _ = trainer(strategy, max_steps=4)
+    fit.fit(module, Batches(torch.randn(8, 4, generator=torch.Generator().manual_seed(i)).double() for i in range(4)))
+    return dict(module.state_dict())
+
+
+@pytest.mark.parametrize("name", READS)
+def test_a_value_of_this_step(name: str) -> None:
+    alone = trained(READS[name], "auto")
+    with pytest.warns(UserWarning, match=r"runs as it is on this device: .*after self.log\('loss'\)"):
+        found = trained(READS[name], local([piper.Place(filter={}, devices=[0])]))
+    assert all(torch.equal(x, found[n]) for n, x in alone.items())
+    with pytest.raises(CaptureError, match=r"test_logged_now.py:\d+ .*after self.log\('loss'\)"):
+        trained(READS[name], local())
+
+
+def test_another_value_is_read() -> None:
+    read = OTHER["another"]
+    assert all(torch.allclose(x, y, rtol=0, atol=1e-12) for x, y in zip(
+        trained(read, "auto").values(), trained(read, local()).values(), strict=True))  # fmt: skip
