@@ -110,7 +110,9 @@ class Recording:
 
     def log(self, name: str | None, value: str | Later, kwargs: Mapping[str, Any], after: int) -> None:
         """A `self.log` of what is `known`, or a `self.log_dict` if it has no name."""
-        kept = {key: x for key, x in kwargs.items() if key not in NOT_REPEATED}
+        # Lightning does not look at it for an object; and that of the whole batch is what is repeated without it.
+        needless = isinstance(value, str) or kwargs.get("batch_size") == self._samples
+        kept = {k: x for k, x in kwargs.items() if k not in NOT_REPEATED and not (k == "batch_size" and needless)}
         self._events.append(MetricLog(name, value, kept, after))
         self.use([value] if isinstance(value, Later) else [])
 

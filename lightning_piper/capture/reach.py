@@ -21,6 +21,7 @@ from torch import nn
 from lightning_piper.capture.deferred import Namespace
 from lightning_piper.capture.places import Place
 from lightning_piper.capture.recorder import Recorder, is_library
+from lightning_piper.capture.source import is_installed
 
 _ATTRIBUTES = ("LOAD_ATTR", "LOAD_METHOD", "STORE_ATTR", "IMPORT_FROM")
 _IMPORT, _TEXT = "IMPORT_NAME", "LOAD_CONST"
@@ -31,7 +32,7 @@ MEMOISED = type(functools.cache(len))  # functions that keep what they have retu
 def is_users(code: types.CodeType) -> bool:
     """Is it code of the user's, and not of an installed package?"""
     file = code.co_filename
-    return not file.startswith(_OWN) and "/site-packages/" not in file and "/lib/python3" not in file
+    return not file.startswith(_OWN) and not is_installed(file) and "/lib/python3" not in file
 
 
 _OWN = (str(Path(__file__).parent.parent) + "/", "<frozen")
@@ -132,7 +133,7 @@ class _Reach:
             return
         if isinstance(value, types.ModuleType):
             file = getattr(value, "__file__", None) or "/site-packages/"
-            if id(value) not in self._seen and not is_library(value.__name__) and "/site-packages/" not in file:
+            if id(value) not in self._seen and not is_library(value.__name__) and not is_installed(file):
                 self._seen.add(id(value))
                 self._holders.append((value.__name__, value))
             return

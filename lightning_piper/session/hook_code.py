@@ -14,6 +14,7 @@ import torch
 from torch import nn
 
 from lightning_piper.capture import has_gradient_hooks
+from lightning_piper.capture.source import is_installed
 
 _CLIPS = {"clip_grad_norm_", "clip_grad_value_", "clip_grads_with_norm_", "get_total_norm", "clip_gradients"}
 _EACH_BATCH = {
@@ -92,7 +93,7 @@ def _named(hook: Any) -> Iterator[set[str]]:
 
 def _is_users(function: types.FunctionType, home: str) -> bool:
     package, file = _package(function), function.__code__.co_filename
-    own = package == home or (package not in _LIBRARIES and "site-packages" not in file)
+    own = package == home or (package not in _LIBRARIES and not is_installed(file))
     return own or function.__module__ in _LOOKS
 
 

@@ -156,9 +156,9 @@ class Net(L.LightningModule):
         with piper.annotate("PP", 1):
             loss = F.cross_entropy(out, y)
         acc = m.acc(out, y)
-        self.log("acc", acc, prog_bar=True, on_step=True, on_epoch=True)
+        self.log("acc", acc, prog_bar=True, on_step=True, on_epoch=True, batch_size=len(y))
         m.f1.update(out, y)
-        self.log("f1", m.f1, on_epoch=True)
+        self.log("f1", m.f1, on_epoch=True, batch_size=len(y))
         m.auroc(out.softmax(-1), y)
         self.log("auroc", m.auroc, on_step=True, on_epoch=True)
         m.binned(out.softmax(-1), y)

@@ -1,0 +1,23 @@
+"""Whose code it is: a library's, wherever it is installed, or the user's."""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+from types import ModuleType
+
+import pytest
+
+from lightning_piper.capture import source
+
+
+@pytest.mark.parametrize("package, installed", [("torchmetrics", True), ("my_models", False)])
+def test_where_a_package_lies_does_not_say_whose_it_is(package, installed, tmp_path, monkeypatch):
+    module = ModuleType(package)
+    module.__file__ = str(tmp_path / package / "__init__.py")
+    monkeypatch.setitem(sys.modules, package, module)
+    source.is_installed.cache_clear()
+    assert source.is_installed(str(tmp_path / package / "deep" / "file.py")) == installed
+    assert not source.is_installed(str(tmp_path / "train.py")) and not source.is_installed("/elsewhere/torchmetrics/file.py")
+    assert source.is_installed(str(Path(pytest.__file__)))
+    source.is_installed.cache_clear()
