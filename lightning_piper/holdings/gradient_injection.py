@@ -91,6 +91,21 @@ class GradientInjection:
         """Are gradients of the batches so far kept back?"""
         return bool(self._kept)
 
+    def settle(self) -> float | torch.Tensor:
+        """The gradients that are kept back are handed out otherwise. Returns the factor that `backward` brought for them.
+
+        Raises:
+            PiperError: `backward` did not run on one of the losses, or brought different factors.
+        """
+        kept, self._kept = self._kept, []
+        factors = [w.factor / w.scale for w in kept if w.factor is not None]
+        if len(factors) < len(kept) or any(factor != factors[0] for factor in factors):
+            raise PiperError(
+                "PiperStrategy: backward did not run on all losses of this gradient accumulation with one factor, but the "
+                "gradients of its batches are in one sum. Call backward on every loss that the training step returns"
+            )
+        return factors[0] if factors else 1.0
+
     def factor(self, read: bool) -> float | None:
         """What `backward` brought to the last loss, over what it was expected to bring; None if it did not run.
 

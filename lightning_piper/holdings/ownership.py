@@ -26,7 +26,7 @@ from lightning_piper.holdings.placeholders import stand_in
 from lightning_piper.holdings.tensor_map import LocalShard, TensorMap, buckets_of_parameters
 from lightning_piper.ir.buckets import Bucket, packed
 from lightning_piper.ir.values import flattened, view_as
-from lightning_piper.processes.world import RANK_ZERO, World, fill
+from lightning_piper.processes.world import RANK_ZERO, World, fill, on_host
 from lightning_piper.runtime import local_shards_of
 
 
@@ -309,6 +309,25 @@ class Ownership:
                 for name in bucket.names:
                     tensor = self._get(name)
                     tensor.data = tensor.data.clone()  # no longer a part of a larger one
+
+    def held_of(self, name: str, whole: torch.Tensor) -> torch.Tensor:
+        """Of a tensor like a parameter, what this process holds of the parameter: all of it, or the elements of its shard."""
+        held = self.tensor_map.held(name, self._world.rank)
+        if held is None or self.tensor_map.holds_whole(name, self._world.rank):
+            return whole
+        return flattened(whole, self.tensor_map.specs[name])[slice(*held)].clone()
+
+    def whole_gradients(self) -> dict[str, torch.Tensor]:
+        """Of all parameters that have one, on every process, in host memory. Collective."""
+        own = {n: x.grad for n, x in self.owned_params.items() if x.grad is not None and self.is_canonical(n)}
+        specs, shards = self.tensor_map.specs, self._local_shards
+        parts = self._world.gather({n: on_host(x if n in shards else flattened(x, specs[n])) for n, x in own.items()})
+        found: dict[str, torch.Tensor] = {}
+        for name in {name: None for names in parts for name in names}:
+            holders = self.tensor_map.canonical_holders(name)
+            flat = torch.cat([parts[rank][name] for rank, _ in sorted(holders.items(), key=lambda each: each[1])])
+            found[name] = self.tensor_map.whole(name, flat)
+        return found
 
     @contextlib.contextmanager
     def whole_on_rank_zero(self) -> Iterator[None]:

@@ -214,6 +214,34 @@ class ProcessRuntime:
             warnings.warn(report, stacklevel=2)
         return Prepared(compiled, executors, Replay(compiled, self.metric_objects))
 
+    def sum_kept(self) -> dict[str, torch.Tensor]:
+        """Sum over the replicas what a plan has kept back in an accumulation, because another plan goes on. Collective.
+
+        Returns:
+            Gradients, on every process.
+
+        Raises:
+            PiperError: they are of parameters that are divided along an axis.
+        """
+        kept: dict[tuple[Any, ...], tuple[Bucket, torch.Tensor]] = {}
+        for buffer in self._gradient_buffers.values():
+            for (bucket, *_), flat in buffer.items():
+                key = bucket.names, bucket.numel, bucket.dtype
+                kept[key] = (bucket, flat) if key not in kept else (bucket, kept[key][1].add_(flat))
+            buffer.clear()
+        grads: dict[str, torch.Tensor] = {}
+        everyones = self._world.gather({key: bucket for key, (bucket, _) in kept.items()})
+        for key, bucket in {key: bucket for found in everyones for key, bucket in found.items()}.items():
+            if bucket.degree > 1:
+                raise PiperError(
+                    f"PiperStrategy: the layout of the step changed in the middle of a gradient accumulation, and "
+                    f"{bucket.names[0]!r} is divided over processes. Let the layout change between accumulations"
+                )
+            flat = self._world.sum(kept[key][1] if key in kept else bucket.empty(self._world.device).zero_())
+            for name, view, spec in zip(bucket.names, bucket.views(flat), bucket.tensors, strict=True):
+                grads[name] = view.to(spec.dtype, copy=True)
+        return grads
+
     @property
     def riding(self) -> Prepared | None:
         """What ran last, if a note of each process rides with its sums; the same in all processes."""

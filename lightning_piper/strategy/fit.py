@@ -218,17 +218,15 @@ class Fit:
                 variants.ran(prepared.compiled, first)
             if self.recording is not None:
                 self.recording.before(prepared)
+            if self._injection.keeps() and prepared.plans != self._layout.plans:
+                self._sum_kept()
             self.ownership.refresh()
             factor, closing = self._weight_of_batch(prepared.compiled, last)
             result = self._run(prepared, number, scale * factor, not keeps)
             if self.recording is not None:
                 self.recording.after(prepared, number)
         assert prepared is not None
-        if prepared.trained != self._layout.trained or prepared.plans != self._layout.plans:
-            self._take_up(prepared)
-        self._handing.hand_on(result.grads)
-        if not self._in_accumulation:
-            self._injection.begin()
+        self._follow(prepared, result)
         prepared.replay(self._module, result, Given(self._batch_spec, self._leaves))
         assert prepared.replay.dtype is not None
         value = result.metrics[0].to(prepared.replay.dtype, copy=True)
@@ -236,6 +234,14 @@ class Fit:
         loss = self._injection.loss(value, result.grads, scale, keeps and prepared.accumulates, closing, nonlinear)
         self._in_accumulation = not last
         return {"loss": loss, **self._in_part.extras} if self._in_part.extras else loss
+
+    def _follow(self, prepared: Prepared, result: StepResult) -> None:
+        """Let gradients come to all that hold their parameters. Collective."""
+        if prepared.trained != self._layout.trained or prepared.plans != self._layout.plans:
+            self._take_up(prepared)
+        self._handing.hand_on(result.grads)
+        if not self._in_accumulation:
+            self._injection.begin()
 
     def _drop_gradients(self) -> None:
         """Lightning will, when the plan has made others: so both would be there."""
@@ -282,20 +288,30 @@ class Fit:
         factor, closing = self._tokens.weigh(compiled, compiled.step.inputs(self._leaves), last)
         return factor * self._module.trainer.accumulate_grad_batches, closing  # Lightning divides the loss by their number
 
+    def _sum_kept(self) -> None:
+        """Gradients of earlier batches of an accumulation wait to be summed with those of its last one, which others make: sum them
+        now. Collective."""
+        factor, owned = self._injection.settle(), self.ownership.owned_params
+        for name, grad in self._runtime.sum_kept().items():
+            if name in owned:
+                param, own = owned[name], self.ownership.held_of(name, grad.mul_(factor))
+                param.grad = own if param.grad is None else param.grad.add_(own)
+
     def give_up(self) -> None:
         """End the fit before a step that cannot be captured: every process has the whole module. Collective.
 
         Raises:
-            PiperError: gradients of earlier batches wait in plans to be summed, or are in parts, or the module was built on the
-                meta device.
+            PiperError: the module was built on the meta device.
         """
-        in_parts = not self.ownership.tensor_map.is_replicated
-        if self._injection.keeps() or (in_parts and self._in_accumulation) or not self.ownership.can_be_whole:
+        if not self.ownership.can_be_whole:
             raise PiperError(
-                "PiperStrategy: this step cannot be captured, and cannot run as it is either, for gradients of earlier batches of "
-                "an accumulation wait to be summed or put together, or the module was built on the meta device; give "
-                "capture='never'"
+                "PiperStrategy: this step cannot be captured, and cannot run uncaptured either, because the module was built on "
+                "the meta device. Build it with values in every process, and give capture='never'"
             )
+        in_parts = not self.ownership.tensor_map.is_replicated
+        if self._injection.keeps():
+            self._sum_kept()
+        grads = self.ownership.whole_gradients() if in_parts and self._in_accumulation else {}
         if not in_parts:
             self.close(failed=False, compare=False)
             return
@@ -304,6 +320,9 @@ class Fit:
         self.close(failed=False, compare=False)
         self.optimizer.put_back(state)
         added.put_back()
+        params = self.ownership.params
+        for name, grad in grads.items():
+            params[name].grad = grad.to(params[name].device)
 
     def close(self, failed: bool, compare: bool = True) -> None:
         """End the fit; unless it failed, every process that had the whole module has it again. Collective, unless it failed.
