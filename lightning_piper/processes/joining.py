@@ -11,7 +11,7 @@ import torch.distributed as dist
 
 from lightning_piper.capture import flatten
 from lightning_piper.capture.batch import BatchSpec
-from lightning_piper.errors import PiperError
+from lightning_piper.errors import BatchError
 from lightning_piper.processes.world import World
 
 
@@ -31,7 +31,7 @@ class BatchJoin:
         """The batch of all of them.
 
         Raises:
-            PiperError: they differ in more than their number, or nothing says where their samples are.
+            BatchError: they differ in more than their number, or nothing says where their samples are.
         """
         leaves, spec = flatten(batch)
         self._check(spec)
@@ -58,13 +58,13 @@ class BatchJoin:
         found = [torch.empty_like(own) for _ in range(self._world.size)]
         dist.all_gather(found, own, group=self._world.host_group)
         if any(bool(each[1]) for each in found):
-            raise PiperError(
+            raise BatchError(
                 f"{_CHOSEN}, but the tensors of a batch share no first dimension along which they could be put together; {_ADVICE}"
             )
         if any(each[0] != found[0][0] for each in found):
             shapes = self._world.gather(_shapes(spec))
             first = next(rank for rank, each in enumerate(found) if each[0] != found[0][0])
-            raise PiperError(
+            raise BatchError(
                 f"{_CHOSEN}, but rank 0 has drawn a batch of {shapes[0]} and rank {first} one of {shapes[first]}; pad them to one "
                 f"shape, or {_ADVICE}"
             )

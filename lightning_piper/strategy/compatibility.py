@@ -40,20 +40,20 @@ def suspend(module: pl.LightningModule, world: World) -> Suspended:
         return []
     found: Suspended = [(module, "example_input_array", module.example_input_array), (Metric, "sync", Metric.sync)]
     module.example_input_array = None
-    Metric.sync = _over_replicas(Metric.sync, world)  # type: ignore[method-assign]
+    Metric.sync = _over_replicas(Metric.sync, module.trainer.strategy)  # type: ignore[method-assign]
     return found
 
 
-def _over_replicas(own: Callable[..., None], world: World) -> Callable[..., None]:
+def _over_replicas(own: Callable[..., None], strategy: Any) -> Callable[..., None]:
     """`Metric.sync`, for which each replica counts once."""
-    gather = Gather(world)
 
     @functools.wraps(own)
     def sync(
         self: Metric, dist_sync_fn: Callable[..., Any] | None = None, process_group: Any | None = None, should_sync: bool = True,
         distributed_available: Callable[..., Any] | None = None,
     ) -> None:  # fmt: skip
-        gathers = dist_sync_fn or gather
+        world = strategy.counted
+        gathers = dist_sync_fn or Gather(world)
         with whole_lists(self, gathers) if isinstance(gathers, Gather) else contextlib.nullcontext():
             own(self, gathers, process_group, should_sync and world.count > 1, distributed_available)
 

@@ -92,6 +92,7 @@ class EvaluatingStrategy(OverProcesses):
         """Whatever was before: the module is whole, or its values are known. Collective."""
         assert self.lightning_module is not None
         self._failed, self.phase, self._eager_steps, self._join = False, Idle(self.phase.left), set(), None
+        self._alone = False
         put_together(self.lightning_module, self._restored.known)
 
     def _setup_evaluation(self, trainer: pl.Trainer) -> None:
@@ -211,6 +212,7 @@ class EvaluatingStrategy(OverProcesses):
                 else:
                     _lightning.log_apart(trainer, name, self.phase.evaluation.captures(name), self.world.size)
         self._bring_together()
+        self._alone = True
         arguments = [batch, batch_idx] if dataloader_idx is None else [batch, batch_idx, dataloader_idx]
         run: Callable[..., Any] = getattr(super(), name)
         return run(*arguments)
@@ -225,15 +227,19 @@ class EvaluatingStrategy(OverProcesses):
             with torch.inference_mode(False):
                 self._whole.enter_context(parts.whole_everywhere())
 
-    def on_test_end(self) -> None:
+    def _end_evaluation(self) -> None:
+        self._alone = False
         self._whole.close()
 
+    def on_test_end(self) -> None:
+        self._end_evaluation()
+
     def on_predict_end(self) -> None:
-        self._whole.close()
+        self._end_evaluation()
 
     def on_validation_end(self) -> None:
         """What follows in a fit, up to the first batch, sees the module as it was before a sanity check."""
-        self._whole.close()
+        self._end_evaluation()
         if isinstance(self.phase, Starting) and self.phase.evaluation is not None:
             self.phase.standalone.give_back()
 

@@ -55,6 +55,7 @@ class OverProcesses(_lightning.Strategy):
         self.phase: Phase = Idle()
         self._failed = False  # the run
         self._join: BatchJoin | None = None  # where each process draws data of its own for a pipeline
+        self._alone = False  # does each process evaluate its own samples?
         self._watch: FailureWatch | None = None
         self._termination: Termination | None = None
         self._sigterm = contextlib.ExitStack()  # gives Lightning's handler back
@@ -96,6 +97,12 @@ class OverProcesses(_lightning.Strategy):
     def _drawing(self) -> World:
         """The processes, with what each draws data for."""
         return self.world if self._join is None else self._world_of(tuple(range(self.world_size)))
+
+    @property
+    def counted(self) -> World:
+        """The processes, with the replica whose samples the values of each are of: those that a process draws, while it evaluates
+        them alone."""
+        return self._drawing if self._alone else self.world
 
     def _joined(self, batch: Any) -> Any:
         """The batch of all processes that work on one. Collective."""
@@ -188,7 +195,7 @@ class OverProcesses(_lightning.Strategy):
     # Collectives. What is reduced is reduced over replicas: the processes of one have the same.
 
     def reduce(self, tensor: torch.Tensor | Any, group: Any | None = None, reduce_op: Any = "mean") -> torch.Tensor | Any:
-        return self.world.over_replicas(tensor, reduce_op) if isinstance(tensor, torch.Tensor) else tensor
+        return self.counted.over_replicas(tensor, reduce_op) if isinstance(tensor, torch.Tensor) else tensor
 
     def reduce_boolean_decision(self, decision: bool, all: bool = True) -> bool:
         return self.world.decide(decision, all)

@@ -23,7 +23,7 @@ from torch.optim import Optimizer
 from lightning_piper.checkpoint.state import Loading, module_state, optimizer_state, referenced, tensor_ranges_of
 from lightning_piper.compiler import Compiled
 from lightning_piper.either_lightning import is_a
-from lightning_piper.errors import PiperError
+from lightning_piper.errors import BatchError, PiperError
 from lightning_piper.holdings.materialize import is_on_meta
 from lightning_piper.holdings.optimizer import State, check_groups, names_in
 from lightning_piper.limits import shown
@@ -168,13 +168,19 @@ class PiperStrategy(EvaluatingStrategy):
     def on_train_batch_start(self, batch: Any, batch_idx: int) -> None:
         """The first batch of a fit brings the shapes: now the step is captured, and the module distributed."""
         if isinstance(self.phase, Fitting):
-            self.phase.fit.arrive(self._joined(batch))
+            self._arrive(self.phase, batch)
         elif isinstance(self.phase, Starting):
             self._first_batch(self.phase, batch)
         if isinstance(self.phase, Eager):
             self.phase.arrive()
         if self._termination is not None:
             self._termination.trains()
+
+    def _arrive(self, phase: Fitting, batch: Any) -> None:
+        try:
+            phase.fit.arrive(self._joined(batch))
+        except BatchError as error:  # the processes' batches are no longer one
+            self._give_up(phase, error)
 
     def on_validation_start(self) -> None:
         if isinstance(self.phase, Eager):
@@ -273,15 +279,20 @@ class PiperStrategy(EvaluatingStrategy):
 
     def _run_plan(self, phase: Fitting, batch: Any, *args: Any, **kwargs: Any) -> Any:
         assert self.lightning_module is not None
-        fit, start, loop = phase.fit, phase.start, self.lightning_module.trainer.fit_loop.epoch_loop
+        fit, loop = phase.fit, self.lightning_module.trainer.fit_loop.epoch_loop
         try:
             return fit.step(loop.total_batch_idx, loop.batch_idx, self.lightning_module.current_epoch, last=not self._accumulating)
         except NOT_CAPTURED as error:
-            check_may_be(start.unsearched, "training_step", error, self._capture, self._accumulate)
-            fit.give_up()
-            self._join = start.give_back(self._chosen, rank_zero_info)
-            self._begin_eager(start.standalone, [fit.program])
+            self._give_up(phase, error)
             return self.training_step(batch, *args, **kwargs)
+
+    def _give_up(self, phase: Fitting, error: Exception) -> None:
+        """The captured step cannot go on: all processes run it as it is, on batches of their own, from now on. Collective."""
+        fit, start = phase.fit, phase.start
+        check_may_be(start.unsearched, "training_step", error, self._capture, self._accumulate)
+        fit.give_up()
+        self._join = start.give_back(self._chosen, rank_zero_info)
+        self._begin_eager(start.standalone, [fit.program])
 
     # Around a backward pass, by automatic optimisation or `manual_backward`; what it fails with ends the run.
 

@@ -20,6 +20,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.utils.data import DataLoader, TensorDataset
+from torchmetrics import MeanMetric
 
 import lightning_piper as piper
 from lightning_piper import cache
@@ -331,6 +332,53 @@ def test_a_step_that_cannot_be_captured_trains_in_replicas(tmp_path):
         assert "stages on 2 ranks" in outcome["later"][1] and "gives up the program" in outcome["later"][1]
         for state, _, left, kept in outcome.values():
             assert left == kept == 0 and all(torch.equal(x, wanted[name]) for name, x in state.items())
+
+
+class Apart(Net):
+    """Its loss counts each sample alike, and its validation step cannot be captured."""
+
+    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+        return F.cross_entropy(self(batch[0]), batch[1].clamp(min=0))
+
+    def validation_step(self, batch: Any, batch_idx: int) -> None:
+        score = self(batch[0]).square()
+        score.numpy()
+        self.mean(score)
+        self.log("mean", self.mean)
+        super().validation_step(batch, batch_idx)
+
+
+def train_apart(rank: int, folder: str) -> dict[str, Any]:
+    os.environ[CACHE] = folder
+    choosing.search = looking_at("pipeline")  # type: ignore[attr-defined]
+    outcome: dict[str, Any] = {}
+    for fewer in (0, 1):
+        for given, capture in (("auto", "auto"), (None, "never")):
+            torch.manual_seed(0)
+            module, told = Apart(), list[str]()
+            module.mean = MeanMetric()
+            own = TensorDataset(*(x[rank::2][: SAMPLES // 2 - fewer * rank] for x in data().tensors))
+            with mock.patch.object(strategy, "rank_zero_info", told.append):
+                about: dict[str, Any] = QUIET | {"max_epochs": 2, "use_distributed_sampler": False, "precision": "64-true"}
+                plans = piper.PiperStrategy(given, whole=False, capture=capture)
+                trainer = L.Trainer(accelerator="cpu", devices=2, strategy=plans, **about)
+                trainer.fit(module, *(DataLoader(own, batch_size=4) for _ in range(2)))
+            values = {name: float(x) for name, x in trainer.callback_metrics.items()}
+            outcome[f"{fewer} {given}"] = module.state_dict(), values, "\n".join(told)
+    return outcome
+
+
+def test_a_pipeline_that_nobody_asked_for_follows_what_processes_draw(tmp_path):
+    """A later batch of other sizes in each process, and a validation of the samples of each: as replicas that are not captured."""
+    outcomes = launch_trainings(2, train_apart, tmp_path, str(tmp_path))
+    for outcome in outcomes:
+        for fewer in (0, 1):
+            (state, values, told), (wanted, same, _) = outcome[f"{fewer} auto"], outcome[f"{fewer} None"]
+            assert told == "" or ("stages on 2 ranks" in told and ("gives up the program" in told) == bool(fewer))
+            assert all(torch.allclose(x, wanted[name], rtol=0, atol=ROUNDING) for name, x in state.items())
+            assert values == pytest.approx(same, rel=1e-12) and values["mean"] != 0
+    (_, one, _), (_, other, _) = (outcome["0 auto"] for outcome in outcomes)
+    assert one == other
 
 
 def test_processes_have_as_many_threads_each(tmp_path):
