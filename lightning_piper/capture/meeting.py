@@ -1,111 +1,205 @@
-"""Where the samples of a batch certainly meet on their way to the loss: one is taken by its place, or all are compared with all.
+"""Where the samples of a batch meet on their way to the loss or to a gradient: a row that is made of several samples, or of one
+that is taken by its place.
 
-The loss of a part of the batch is then made of other samples than that of the whole. Only what is certain by the operation is
-found, so that nothing is said of a step that does not do it; what all operations do is seen by running them (`piper.verify`).
+The loss of a part of the batch is then made of other samples than that of the whole. The sample dimension is followed through
+every operation, forward and backward, as parts of tensors are that members of an axis have: a sample is a member. The rules of
+`placements` say what keeps samples apart; an operation without a rule is tried (`trying.py`). Numbers of the whole batch (a sum
+over samples) are a matter of `terms.py`, until they enter the rows of samples otherwise than linearly.
 """
 
 from __future__ import annotations
 
+import operator
+from collections.abc import Sequence
 from typing import Any
 
 import torch
 from torch.fx import Node
 
 from lightning_piper.capture import _torch
-from lightning_piper.capture.rowwise import is_first_of, known_rows, shape_of
+from lightning_piper.capture.following import CONSTANTS
+from lightning_piper.capture.operations import JOINED, NLL, SAME
+from lightning_piper.capture.rowwise import is_kept, known_rows, shape_of
+from lightning_piper.capture.trying import Constants, constant, is_pointwise, is_random, is_uniform, tried
+from lightning_piper.gathered import GATHER
 from lightning_piper.ir.regions import PassKey, StepCode
+from lightning_piper.ir.values import Placement, Shard
+from lightning_piper.placements.rule import P, R, made_by, tensors_of
+from lightning_piper.placements.rules import rules_for
+from lightning_piper.totals import TOTAL
 
 aten = torch.ops.aten
-# They take rows by their place, put them elsewhere, or look across them, if they work along the first dimension.
-_ALONG = {
-    aten.slice.Tensor, aten.select.int, aten.split.Tensor, aten.split_with_sizes.default, aten.unbind.int, aten.flip.default,
-    aten.index_select.default, aten.roll.default, aten.sort.default, aten.sort.stable, aten.topk.default, aten.cumsum.default,
-    aten._softmax.default, aten._log_softmax.default,
-}  # fmt: skip
-_POOL = {aten.mean.dim, aten.sum.dim_IntList, aten.amax.default, aten.amin.default, aten.var.correction, aten.std.correction}
-_POOL_ALL = {
-    aten.mean.default, aten.sum.default, aten.std.correction, aten.var.correction, aten.mean.dim, aten.sum.dim_IntList,
-}  # fmt: skip
+Held = tuple[
+    Placement | None, ...
+]  # of each result: rows of samples (`S`), a number of the whole batch (`P`), neither (`R`), not known
 _SUMS = {
     aten.add.Tensor, aten.add.Scalar, aten.sub.Tensor, aten.sub.Scalar, aten.rsub.Scalar, aten.rsub.Tensor, aten.neg.default,
     aten._to_copy.default, aten.clone.default, aten.detach.default, aten.where.self, aten.masked_fill.Scalar,
 }  # fmt: skip
 _PRODUCTS, _QUOTIENTS = {aten.mul.Tensor, aten.mul.Scalar}, {aten.div.Tensor, aten.div.Scalar}
-# On numbers of each sample: what is linear in them, and what is not, as they are with a number of the whole batch beside them.
-_LINEAR_IN_EACH = {
-    aten.sum.dim_IntList, aten.mean.dim, aten.cumsum.default, aten.select.int, aten.slice.Tensor, aten.view.default,
-    aten.reshape.default, aten.unsqueeze.default, aten.squeeze.dim, aten.expand.default, aten.cat.default,
+# On numbers of each sample: what is linear in them.
+_LINEAR = SAME | {aten.sum.default, aten.mean.default, aten.sum.dim_IntList, aten.mean.dim, aten.cumsum.default, *JOINED}
+# They make one value of many, and no sum: whether weights put it together is for `terms.py` to say.
+_REDUCTIONS = {
+    "max", "min", "amax", "amin", "aminmax", "argmax", "argmin", "var", "std", "var_mean", "std_mean", "logsumexp", "norm", "prod",
+    "linalg_vector_norm", "any", "all", "median", "nanmedian", "bincount", "histc", "kthvalue", "mode",
 }  # fmt: skip
-_CURVED = {
-    aten.amax.default, aten.amin.default, aten.max.default, aten.min.default, aten.max.dim, aten.min.dim, aten.prod.dim_int,
-    aten.logsumexp.default, aten.linalg_vector_norm.default, aten.var.correction, aten.std.correction, aten.mse_loss.default,
-    aten.smooth_l1_loss.default, aten.huber_loss.default,
-}  # fmt: skip
-_TURN = {aten.t.default, aten.transpose.int, aten.permute.default, aten.unsqueeze.default}
-_PRODUCTS_OF_MATRICES = {aten.mm.default, aten.addmm.default}
-_PAIRS = {*_PRODUCTS_OF_MATRICES, aten._cdist_forward.default, aten._euclidean_dist.default}
 
 
-def meetings(graph: torch.fx.Graph, size: int) -> dict[Node, int]:
-    """The operations of a graph of `size` samples in which they certainly meet, with their places."""
+Places = dict[Node, int]  # operations -> where they stand in a graph
+
+
+def meetings(graph: torch.fx.Graph, size: int) -> tuple[Places, Places]:
+    """The operations of a graph of `size` samples in which they meet; and those that make a number of the whole batch which is no
+    sum over samples, or calculate with one otherwise than linearly: so samples meet, unless weights are known for it."""
     if size == 1:
-        return {}
-    rows = {node for node in known_rows(graph, size) if shape_of(node)[:1] == (size,)}
-    across: set[Node] = set()  # made of rows: their samples are in the second dimension now, or gone in sums
-    numbers: set[Node] = set()  # sums and means of all rows
-    beside: set[Node] = set()  # rows with such a number in each: what is not linear in it lets samples meet
-    found: dict[Node, int] = {}
+        return {}, {}
+    followed = _Followed(graph, size)
     for place, node in enumerate(graph.nodes):
-        if node.op != "call_function" or _torch.is_backward(node):
-            continue
-        source = node.args[0] if node.args else None
-        turned = node.target in _TURN and is_first_of(node, 1)
-        if source in beside and node.target in _CURVED:
-            found[node] = place
-            continue
-        if source in beside and node.target in _LINEAR_IN_EACH and shape_of(node)[:1] == (size,) and not _along_first(node):
-            beside.add(node)
-            continue
-        pooled = node.target in _POOL and _along_first(node) and shape_of(node) != ()
-        if source in rows and (turned or pooled):
-            across.add(node)
-        elif source in rows and shape_of(node) == () and node.target in _POOL_ALL:
-            numbers.add(node)
-        elif node.target in _ALONG and source in rows and _along_first(node) and not _is_whole(node):
-            found[node] = place
-        elif node.target in _PAIRS or _is_pointwise(node):
-            own = any(x in rows and len(shape_of(x)) == len(shape_of(node)) for x in node.all_input_nodes)
-            others = any(x in across for x in node.all_input_nodes)
-            if own and (others or "dist" in str(node.target)) and not _is_contracted(node, across):
-                found[node] = place
-            elif others and _is_pointwise(node):
-                across.add(node)
-            elif any(x in beside for x in node.all_input_nodes) and not _is_linear(node, beside):
-                found[node] = place
-            elif any(x in numbers or x in beside for x in node.all_input_nodes):
-                (beside if own else numbers).add(node)
-    return found
+        if node.op != "output":
+            followed.enter(place, node)
+    return followed.found, followed.curved
 
 
-def met(result: Any, found: dict[Node, int]) -> Node | None:
-    """The first operation on the way to a result in which samples meet; None if there is none."""
-    needed = way_to(result) if found else set()
+class _Followed:
+    """What each value of a graph has of the samples.
+
+    Attributes:
+        held: of each result of each node.
+        beside: rows with a number of the whole batch in each: what is not linear in it lets samples meet.
+        found, curved: as of `meetings`.
+    """
+
+    def __init__(self, graph: torch.fx.Graph, size: int) -> None:
+        self._size, self._shown = size, known_rows(graph, size)
+        self.held: dict[Node, Held] = {}
+        self.beside: set[Node] = set()
+        self.found: Places = {}
+        self.curved: Places = {}
+        self._constants: Constants = {}
+
+    def enter(self, place: int, node: Node) -> None:
+        if node.op == "placeholder":
+            self.held[node] = (Shard(0) if node in self._shown else R,)
+        elif node.op == "get_attr" or node.target in (TOTAL, GATHER) or node.target in CONSTANTS:
+            self.held[node] = (R,)
+        elif node.target is operator.getitem:
+            source, index = node.args
+            results = self.held[source]  # type: ignore[index]
+            self.held[node] = (results[index] if index < len(results) else None,)  # type: ignore[operator, index]
+            if source in self.beside:
+                self.beside.add(node)
+        else:
+            self.held[node] = self._made(place, node)
+
+    def _made(self, place: int, node: Node) -> Held:
+        inputs, backward = tensors_of(node), _torch.is_backward(node)
+        given = [self.held[x][0] for x in inputs]
+        if backward:  # what a number of the whole batch does to the loss was seen in the forward pass
+            given = [R if p == P else p for p in given]
+        results = len(made_by(node))
+        if not any(isinstance(p, Shard) for p in given):
+            known = R if all(p == R for p in given) else None if None in given else P
+            if known == P and not self._is_linear(node, inputs):
+                self.curved[node] = place
+            return (known,) * results
+        if not backward and (P in given or any(x in self.beside for x in inputs)):
+            if not self._is_linear(node, inputs):
+                self.found[node] = place
+                return (None,) * results
+            self.beside.add(node)
+            given = [R if p == P else p for p in given]
+        if None in given:
+            return self._seen(node) if not backward else (None,) * results
+        held = self._kept(node, inputs, given, backward)  # type: ignore[arg-type]
+        if held is None and (_name(node) in _REDUCTIONS or all(not x.ndim for x in made_by(node) if x is not None)):
+            (self.found if backward else self.curved)[node] = place
+            return (P,) * results
+        if held is None:
+            self.found[node] = place
+            return (None,) * results
+        if node.target in NLL:  # how many labels count is a matter of `terms.py`
+            return (held[0], R)
+        return held
+
+    def _kept(self, node: Node, inputs: Sequence[Node], given: Sequence[Placement], backward: bool) -> Held | None:
+        """What an operation leaves of samples; None if they meet in it."""
+        if "batch_norm" in str(node.target):  # which is said of itself, see `takes_statistics`
+            return (Shard(0), *(P for _ in made_by(node)[1:]))
+        runs = {p.blocks for p in given if isinstance(p, Shard)}
+        for rule in rules_for(node, self._size, runs):
+            pairs = list(zip(inputs, given, rule.inputs, strict=True))
+            if all(have == wanted or (have == R and isinstance(wanted, Shard)) for _, have, wanted in pairs):
+                by_place = [
+                    x
+                    for x, have, wanted in pairs
+                    if have != wanted and not backward and _differs_by_place(x, wanted, self._constants)
+                ]
+                return None if by_place else tuple(p or R for p in rule.outputs)
+        if is_kept(node, self._shown) and all(p in (R, Shard(0)) for p in given):
+            return self._seen(node)
+        made = tried(node, given, self._size, self._constants)
+        if made is None:
+            return self._seen(node)
+        # What was drawn may show less than there is: the largest of all was that of a third sample.
+        reduced = _name(node) in _REDUCTIONS and not all(isinstance(p, Shard) for p in made)
+        return None if None in made or reduced else made
+
+    def _seen(self, node: Node) -> Held:
+        """As far as the operation is known to keep its first dimension."""
+        known = node in self._shown
+        return tuple(
+            (Shard(0) if known and x.ndim and x.shape[0] % self._size == 0 else P if known and not x.ndim else None)
+            if isinstance(x, torch.Tensor)
+            else R
+            for x in made_by(node)
+        )
+
+    def _is_linear(self, node: Node, inputs: Sequence[Node]) -> bool:
+        """Is it, in the numbers of the whole batch that are in its inputs?"""
+        numbers = {x for x in inputs if x in self.beside or self.held[x][0] == P}
+        first, second = (*node.args, None, None)[:2]
+        if node.target in _SUMS:
+            return True
+        if node.target in _PRODUCTS:
+            return not (first in numbers and second in numbers)
+        if node.target in _QUOTIENTS:
+            return second not in self.beside
+        return node.target in _LINEAR
+
+
+def _name(node: Node) -> str:
+    return str(node.target).split(".")[1] if isinstance(node.target, torch._ops.OpOverload) else ""
+
+
+def _differs_by_place(node: Node, wanted: Placement, constants: Constants) -> bool:
+    """Does what is no sample's certainly say something else for each sample, as `torch.arange(n)` and a parameter do?"""
+    assert isinstance(wanted, Shard)
+    dim = wanted.dim
+    while not is_uniform(node):
+        if node.op == "placeholder":
+            return True
+        if (known := constant(node, constants)) is not None:
+            rows = known.movedim(dim, 0) if known.ndim > dim else known[None]
+            return not bool((rows == rows[:1]).all())
+        if not (is_pointwise(node) or node.target in (aten._to_copy.default, aten.clone.default, aten.detach.default)):
+            return False
+        sources = [x for x in node.all_input_nodes if shape_of(x) == shape_of(node)]
+        if len(sources) != 1 or is_random(node):
+            return False
+        node = sources[0]
+    return False
+
+
+def met(results: Sequence[Any], found: Places) -> Node | None:
+    """The first operation on the way to these results in which samples meet; None if there is none."""
+    needed = set().union(*map(way_to, results)) if found else set()
     return min((node for node in found if node in needed), key=found.__getitem__, default=None)
 
 
-def _is_contracted(node: Node, across: set[Node]) -> bool:
-    """Does a product of matrices sum over samples, as `x.T @ x`, and not compare them, as `x @ x.T`?"""
-    return node.target in _PRODUCTS_OF_MATRICES and node.all_input_nodes[-2] in across
-
-
-def _is_linear(node: Node, beside: set[Node]) -> bool:
-    """Is it, in what is beside each sample?"""
-    first, second = (*node.args, None, None)[:2]
-    if node.target in _SUMS:
-        return True
-    if node.target in _PRODUCTS:
-        return not (first in beside and second in beside)
-    return node.target in _QUOTIENTS and second not in beside
+def met_backward(found: Places) -> Node | None:
+    """The first operation of a backward pass in which samples meet; None if there is none."""
+    return min(filter(_torch.is_backward, found), key=found.__getitem__, default=None)
 
 
 def way_to(result: Any) -> set[Node]:
@@ -120,34 +214,12 @@ def way_to(result: Any) -> set[Node]:
     return found
 
 
-def _argument(node: Node, name: str) -> Any:
-    """An argument of an operation of torch, or its default."""
-    target: Any = node.target
-    for place, argument in enumerate(target._schema.arguments):
-        if argument.name == name:
-            return node.args[place] if place < len(node.args) else node.kwargs.get(name, argument.default_value)
-    return None
-
-
-def _along_first(node: Node) -> bool:
-    named = _argument(node, "dim")
-    dims = _argument(node, "dims") if named is None else named
-    ndim = len(shape_of(node.args[0]))
-    return any(dim in (0, -ndim) for dim in (dims if isinstance(dims, list | tuple) else [dims]))
-
-
-def _is_whole(node: Node) -> bool:
-    """A slice that leaves nothing out."""
-    return node.target is aten.slice.Tensor and shape_of(node) == shape_of(node.args[0])
-
-
-def _is_pointwise(node: Node) -> bool:
-    return isinstance(node.target, torch._ops.OpOverload) and torch.Tag.pointwise in node.target.tags
-
-
 def is_by_frequency(node: Node) -> bool:
     """Is it the gradient of an embedding that is divided by how often each index occurs?"""
-    return isinstance(node.target, torch._ops.OpOverload) and bool(_argument(node, "scale_grad_by_freq"))
+    if not isinstance(node.target, torch._ops.OpOverload):
+        return False
+    places = [i for i, argument in enumerate(node.target._schema.arguments) if argument.name == "scale_grad_by_freq"]
+    return any(len(node.args) > i and bool(node.args[i]) for i in places)
 
 
 def takes_statistics(code: StepCode, key: PassKey) -> bool:

@@ -53,6 +53,11 @@ def known_rows(graph: torch.fx.Graph, size: int) -> set[Node]:
     return found
 
 
+def is_kept(node: Node, rows: set[Node]) -> bool:
+    """Is it among `rows` for an operation that keeps the first dimension of one operand?"""
+    return node.target in _KEEP and node in rows
+
+
 def _follows(node: Node, found: set[Node], size: int) -> bool:
     target: Any = node.target
     shape = shape_of(node)

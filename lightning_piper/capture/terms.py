@@ -127,6 +127,10 @@ class Terms:
             stack += missing
         return self._found[node]
 
+    def is_trained(self, node: Node) -> bool:
+        """Does it read parameters, buffers that change, or random numbers?"""
+        return node in self._from_params
+
     def is_whole(self, value: Any) -> bool:
         """Does it read no samples?"""
         return not isinstance(value, Node) or value not in self._from_batch

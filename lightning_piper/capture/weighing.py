@@ -24,9 +24,9 @@ from lightning_piper.capture.denominators import ONE, SAMPLES, Expression, denom
 from lightning_piper.capture.following import Ask
 from lightning_piper.capture.joined import OF_PARTS, after_gathers
 from lightning_piper.capture.linearity import linearity
-from lightning_piper.capture.meeting import meetings, met, way_to
+from lightning_piper.capture.meeting import meetings, met, met_backward, way_to
 from lightning_piper.capture.passes import Names
-from lightning_piper.capture.regions import own_line, refuse_parts, source_line
+from lightning_piper.capture.regions import own_line, refuse_parts
 from lightning_piper.capture.tangents import Sums, divide
 from lightning_piper.capture.terms import LINEAR, MIXED, ROWS, WHOLE, Found, Terms
 from lightning_piper.capture.trace import Traced
@@ -92,6 +92,7 @@ class _Weighing:
         self._after_gathers = after_gathers(traced.graph)
         self.kinds: dict[Any, int] = {}
         self.assumed, self.size = False, size
+        self._extremes = False  # is the loss the largest of some, or the smallest?
         self.terms: list[Term] = []
         self._denominators: dict[Term, Expression] = {}
 
@@ -110,8 +111,8 @@ class _Weighing:
             )
         if way.broken is not None or (way.opaque and not self.found.joined):
             tangents, weight = self._enter_with_one()
-        self._meetings = {} if self._alike else meetings(self.graph, self.size)
-        self._met = met(losses[0], self._meetings) if losses else None
+        self._meetings, curved = ({}, {}) if self._alike else meetings(self.graph, self.size)
+        self._met = (met(losses, self._meetings) or met_backward(self._meetings)) if losses else None
         for place, (node, desc) in enumerate(zip(list(results), list(described_as), strict=True)):
             if not isinstance(desc, _torch.PlainAOTOutput) or self.plain[desc.idx].kind not in (Kind.LOSS, Kind.LOG, Kind.ARGUMENT):
                 continue
@@ -132,6 +133,9 @@ class _Weighing:
         for node, term in tangents.items() if self.found.joined else ():
             if term != self.kinds.get(WHOLE_BATCH):
                 node.meta[OF_PARTS] = True
+        if self._met is None:  # of what follows from the batch alone, weights may be known
+            surely = {node: at for node, at in curved.items() if self.assumed or self._extremes or self.found.is_trained(node)}
+            self._met = met(losses, surely)
         self._guard()
         output.args = (tuple(results),)
         output.meta["desc"] = described_as
@@ -144,7 +148,7 @@ class _Weighing:
             tuple(self.logs.values()),
             self.assumed,
             tuple(self.unknown),
-            None if self._met is None else f"{self._met.target} ({source_line(self._met)})",
+            None if self._met is None else f"{self._met.target} ({own_line(self._met)})",
             weight,
             None if way.broken is None else str(way.broken),
             frozenset(name for name, node in changed.items() if is_local(node, self.found.changes)),
@@ -188,7 +192,7 @@ class _Weighing:
         """A logged value in its parts by term; or those values that it is computed from."""
         (name,), known = made.names, not isinstance(node, Node) or self._alike or self._is_known(node)
         sources = None if known else computed_from(node, self.found, self._is_known)
-        meeting = met(node, self._meetings)
+        meeting = met([node], self._meetings)
         if not known and sources is None:
             of_loss = self.assumed and losses[0] in way_to(node)  # which is said of the loss
             if self.logs[name].reduce == "mean" and not of_loss:
@@ -230,6 +234,7 @@ class _Weighing:
         if found.what == LINEAR:
             return {self._term(found.denominator): node}
         if found.what in ("max", "min"):
+            self._extremes |= made.kind == Kind.LOSS
             return {self._extreme(found.what): node}
         if found.what == MIXED and (kinds := self._kinds_in(node)) is not None:
             return {term: self._part(node, term) for term in kinds}

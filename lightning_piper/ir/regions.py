@@ -236,7 +236,8 @@ class StepCode:
         undivided: set where nothing may cut the batch.
         assumed: the loss is weighed as a mean for want of another way: it is no sum of means, sums and ratios.
         unknown: names of logged values other than the loss that are weighed so.
-        meet: the operation, on the way to the loss, in which samples are taken by their place or compared; None if none is known.
+        meet: the operation, on the way to the loss or to a gradient, in which samples are taken by their place, or a row is made of
+            several; None if none is known.
         nonlinear: what in the backward pass is not linear in the gradient of the loss, with the user's line; None if it is linear.
         weighs_gradients: the loss of each part of the batch has a gradient of 1, and the gradients that are made of it are weighed.
             Otherwise the loss's gradient is weighed, which is the same where the backward pass is linear.

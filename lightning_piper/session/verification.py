@@ -114,36 +114,46 @@ def _tried(compiled: Compiled, module: nn.Module, leaves: Sequence[torch.Tensor]
 
 def _plain_to_see(compiled: Compiled) -> Iterator[str]:
     """What makes another result than one device's, as can be seen without running anything."""
-    dag, code = compiled.dag, compiled.dag.code
+    dag = compiled.dag
     if found := list(_statistics(compiled)):
         more = f" (and {len(found) - 1} more)" if len(found) > 1 else ""
         yield (
             f"the batch norm of region {found[0]}{more} takes its statistics from microbatches, not from the whole batch of "
             f"{dag.size} samples"
         )
-    cut = any(len(parts) > 1 for parts in dag.slices().values())
-    if cut and code.assumed and not compiled.step.executed:
+    if any(len(parts) > 1 for parts in dag.slices().values()):
+        yield from _dependent_samples(compiled)
+    yield from unlike_one_device(compiled)
+
+
+def _dependent_samples(compiled: Compiled) -> Iterator[str]:
+    """The first operation in which the samples meet that the program takes apart, or that no weights put the loss together."""
+    dag, code = compiled.dag, compiled.dag.code
+    if code.assumed and not compiled.step.executed:
+        where = "" if code.meet is None else f" (samples meet in {code.meet})"
         yield (
-            "the loss is no sum of means, of sums, and of ratios whose denominators follow from the batch: its values on "
+            f"the loss is no sum of means, of sums, and of ratios whose denominators follow from the batch{where}: its values on "
             f"microbatches and replicas count as means over samples, and give another one than all {dag.size} samples"
         )
-    if cut and (line := _by_frequency(code)) is not None:
+    elif (line := _by_frequency(code)) is not None:
         yield (
             f"an embedding divides its gradients by how often each index occurs (scale_grad_by_freq=True, {line}): microbatches "
             f"and replicas count their own indices, not those of all {dag.size} samples"
         )
-    if cut and code.meet is not None:
+    elif code.meet is not None:
+        apart = "microbatches and replicas have their own alone, and give"
+        if len(dag.microbatches() or ()) == dag.replicas:
+            apart = "as under DDP, each replica computes this over its own samples, which gives"
         yield (
-            f"samples meet on the way to the loss, or are taken by their place, in {code.meet}: microbatches and replicas have "
-            f"their own alone, and give another loss than all {dag.size} samples"
+            f"samples meet on the way to the loss or to a gradient, or are taken by their place, in {code.meet}: {apart} another "
+            f"result than all {dag.size} samples on one device"
         )
-    if cut and code.nonlinear is not None:
+    if code.nonlinear is not None:
         yield (
             f"the backward pass is not linear in the gradient of the loss: {code.nonlinear}. Each replica's loss, and that of each "
             "microbatch, has a gradient of 1, and the gradients that are made of it are averaged, as with DistributedDataParallel: "
             f"they may be others than those of all {dag.size} samples on one device"
         )
-    yield from unlike_one_device(compiled)
 
 
 def _by_frequency(code: StepCode) -> str | None:

@@ -98,6 +98,8 @@ class _Runner:
         couplings = self.couplings(dag)
         causes = [f"{c.operation} in region {c.region}" for c in couplings] + _by_microbatch(code, "random")
         causes = nonlinear + (causes or _by_microbatch(code, "state"))
+        if not causes and code.meet is not None:  # in the backward pass, say
+            causes = [code.meet]
         if not causes:
             found = self._compared(alone, outcome, moved)
         return found, tuple(dict.fromkeys(causes)), couplings

@@ -215,7 +215,7 @@ class Beside(Tokens):
     "module, words, warned",
     [
         (Rooted, "the loss is no sum of means", True), (Tokens, "the loss is no sum of means", False),
-        (Beside, "samples meet on the way to the loss, or are taken by their place, in aten.roll", True),
+        (Beside, "samples meet on the way to the loss or to a gradient, or are taken by their place, in aten.roll", True),
         (Tokens, "samples meet", False),
     ],
 )  # fmt: skip
