@@ -72,7 +72,8 @@ class Variants:
                 f"{self._step} was captured {MANY} times for one kind of batch, for what it reads in Python changed: "
                 f"{self._causes()}. Each capture takes as long as the first step. Where a number meets a tensor "
                 "(loss * self.weight) it needs none; "
-                "int(), float(), an index or an `if` on it asks for a value"
+                "int(), float(), an index or an `if` on it asks for a value. Keep an array or a growing list in "
+                "a buffer (register_buffer), and let the hook write into it: a buffer's values need no capture"
             )
         return compiled
 
