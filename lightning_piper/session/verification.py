@@ -93,6 +93,13 @@ def _warn(texts: Sequence[str], found: Difference | None, world: World) -> None:
         )
 
 
+def warn_of_later(compiled: Compiled, first: Compiled, world: World) -> None:
+    """Warn of what a later capture of the step does, and the first one does not: another result than one device's, as is plain to
+    see."""
+    known = set(_plain_to_see(first))
+    _warn([text for text in _plain_to_see(compiled) if text not in known], None, world)
+
+
 def _tried(compiled: Compiled, module: nn.Module, leaves: Sequence[torch.Tensor], world: World) -> Difference | None:
     """Rank 0 tries the step on a few samples, if the program has microbatches. Collective."""
     step, dag = compiled.step, compiled.dag

@@ -37,7 +37,7 @@ from lightning_piper.session.programs import TRAINING, Programs
 from lightning_piper.session.replay import Given
 from lightning_piper.session.standalone import Standalone
 from lightning_piper.session.token_accumulation import TokenAccumulation
-from lightning_piper.session.verification import Verify, verify_by_execution
+from lightning_piper.session.verification import Verify, verify_by_execution, warn_of_later
 from lightning_piper.strategy.checks import check_runs_once
 from lightning_piper.strategy.compatibility import count_replicas, drops_gradients, resume, suspend
 from lightning_piper.strategy.precision import Clipping, LossScaling
@@ -97,6 +97,7 @@ class Fit:
         if not settings.local:
             check_devices(first, world)
         self.report = verify_by_execution(verify, first, module, self._leaves, world, rank_zero_info)
+        self._warns = verify == "static"
         self.recording: Recording | None = None
         self._suspended = suspend(module, world)
         count_replicas(module.trainer, world)
@@ -127,8 +128,11 @@ class Fit:
         self._clipping = Clipping(plugin, self._norms, self.world)
         self._take_up(self._layout)
 
-    def _claim(self, compiled: Compiled) -> None:
-        """A program for another layout trains what none has trained before: it is those processes' that do."""
+    def _claim(self, compiled: Compiled, captured_now: bool) -> None:
+        """A program for another layout trains what none has trained before: it is those processes' that do. A step that was
+        captured for it may do something otherwise than one device, which is named."""
+        if captured_now and self._warns:
+            warn_of_later(compiled, self.program, self.world)
         if self.world.size == 1 or not self.ownership.claim(compiled):
             return
         self.optimizer.let_go()
@@ -212,7 +216,7 @@ class Fit:
                 agreed = self._compare(variants.number, state, prepared, noted=riding is not None)
             if prepared is None or agreed.together:
                 compiled = programs.compile(TRAINING, self._batch_spec, captured, agreed.apart, alone=not agreed.together)
-                self._claim(compiled)
+                self._claim(compiled, captured is None)
                 prepared = programs.prepare(TRAINING, self._batch_spec, compiled)
             if riding is None or prepared.plans != riding.plans:
                 variants.ran(prepared.compiled, first)

@@ -171,6 +171,16 @@ def test_a_search_splits_no_such_step() -> None:
         assert meets(cut) == (kind == "clamped")
 
 
+def test_a_hook_that_comes_later_is_named_when_it_comes(recwarn: pytest.WarningsRecorder) -> None:
+    class Later(Net):
+        def on_train_batch_start(self, batch: Any, batch_idx: int) -> None:
+            assert not [x for x in recwarn if "not linear" in str(x.message)] or batch_idx > 2
+            self.kind = "clamped" if batch_idx >= 2 else "plain"
+
+    fit(Later("plain"), local(replicas()))
+    assert len([x for x in recwarn if "not linear" in str(x.message)]) == 1
+
+
 def test_another_factor_in_backward_is_refused() -> None:
     assert distance(fit(Net("plain", 0.5), local(STAGES)), by_hand("plain", 1)) > 1e-3
     with pytest.raises(PiperError, match=r"backward multiplied the loss of training_step by 0\.5.*clamp.*capture='never'"):
