@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 import contextlib
-import functools
-from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -62,6 +61,8 @@ class GlobalNorms:
             self._groups.append({name for name in names if name is not None} | set(foreign))
         keys = dict.fromkeys([*ownership.params, *(key for group in self._groups for key in sorted(group))])
         self._keys = {key: i for i, key in enumerate(keys)}  # in the same order in every process
+        kinds = {key: x.dtype.to_real() for key, x in (*self._held.items(), *ownership.params.items())}
+        self._dtypes = [kinds[key] for key in self._keys]
         self._named = {id(x): key for key, x in self._held.items()}
         tensor_map = ownership.tensor_map
         order = [n for names in optimizer.names for n in names if n is not None and n in trained]
@@ -82,24 +83,37 @@ class GlobalNorms:
         Args:
             params: those of this process that are to be counted, with gradients.
         """
-        widest = self._widest(self._keys)
-        grads = [p.grad for p in params if p.grad is not None and self._counts(self._named[id(p)])]
-        own = self._norm_here(grads, 2.0, widest).to(self._world.device)
-        total = self._world.sum(own.square()).sqrt()
+        grads = {self._named[id(p)]: p.grad for p in params if p.grad is not None}
+        own, here = self._own_norms(grads, 2.0), torch.zeros(len(self._keys), dtype=torch.float64)
+        here[[self._keys[key] for key in grads]] = 1
+        squares, counts = self._world.sum(torch.stack([own.square(), here.to(own.device)]))
+        total = self._total(squares.sqrt(), counts, 2.0)
         if params:
-            torch.nn.utils.clip_grads_with_norm_(params, clip_val, total.to(widest))
+            torch.nn.utils.clip_grads_with_norm_(params, clip_val, total)
 
-    def _widest(self, keys: Iterable[str]) -> torch.dtype:
-        """The dtype that torch gives the norm of the gradients of these parameters, wherever they are."""
-        params = [self._held[key] if key in self._held else self._ownership.params[key] for key in keys]
-        return functools.reduce(torch.promote_types, {x.dtype.to_real() for x in params} or {torch.get_default_dtype()})
+    def _own_norms(self, grads: Mapping[str, Tensor], p: float) -> Tensor:
+        """[keys], of what counts here of each of these gradients; in float64, so that shards of a gradient of few digits add up."""
+        counted = {key: grad for key, grad in grads.items() if self._counts(key)}
+        own = torch.zeros(len(self._keys), dtype=torch.float64, device=self._world.device)
+        if counted:
+            places = torch.tensor([self._keys[key] for key in counted], device=own.device)
+            own[places] = torch.stack([x.to(own) for x in _norms(counted, p)])
+        return own
 
-    def _norm_here(self, grads: Sequence[Tensor], p: float, widest: torch.dtype) -> Tensor:
-        """Of gradients of this process, in float64. As in torch, that of a narrower one is rounded, and the sum of them is not."""
-        wide = [x for x in grads if x.dtype.to_real() == widest]
-        norms = [self._torchs(wide, p), *(torch.linalg.vector_norm(x, p) for x in grads if x.dtype.to_real() != widest)]
-        total: Tensor = torch.linalg.vector_norm(torch.stack([x.double() for x in norms]), p)
-        return total
+    def _total(self, norms: Tensor, counts: Tensor, p: float, strict: bool = False) -> Tensor:
+        """The norm of gradients whose own norms are known, as torch makes it on one device: each norm is rounded to the dtype of
+        its gradient, and the total has the widest of these dtypes. So it is the same in every process.
+
+        Args:
+            norms: [keys], 0 where there is no gradient.
+            counts: [keys], how many processes have the gradient.
+            strict: raise torch's error if the total is not finite.
+        """
+        if len(set(self._dtypes)) == 1:
+            return self._torchs([norms.to(self._dtypes[0])], p, strict)
+        chosen = (counts > 0).tolist()
+        found = [norm.to(dtype) for norm, dtype, here in zip(norms.cpu(), self._dtypes, chosen, strict=True) if here]
+        return self._torchs(found, p, strict).to(norms.device)
 
     @staticmethod
     def _held_of(params: Sequence[Tensor]) -> list[Tensor]:
@@ -136,18 +150,17 @@ class GlobalNorms:
 
     def _of_all(self, asked: Collection[str], here: Mapping[str, Tensor], p: float, strict: bool) -> Tensor:
         """The norm over all processes of the gradients that were asked for, of which some are here. Collective."""
-        grads = [here[key] for key in asked if key in here and self._counts(key)]
-        said = torch.zeros(1 + len(self._keys), dtype=torch.float64)
-        said[0] = self._norm_here(grads, p, self._widest(self._keys))
+        own = self._own_norms({key: here[key] for key in asked if key in here}, p)
+        said = torch.zeros(len(self._keys), dtype=torch.float64)
         for key in (*here, *asked):
-            said[1 + self._keys[key]] = _HERE if key not in asked else _ASKED if key in here else _ASKED_ELSEWHERE
-        said = said.to(self._world.device)
-        everyones = [torch.empty_like(said) for _ in range(self._world.size)]
-        dist.all_gather(everyones, said)
-        norms, answers = torch.stack(everyones).cpu().tensor_split([1], dim=1)
+            said[self._keys[key]] = _HERE if key not in asked else _ASKED if key in here else _ASKED_ELSEWHERE
+        both = torch.stack([own, said.to(own.device)])
+        everyones = [torch.empty_like(both) for _ in range(self._world.size)]
+        dist.all_gather(everyones, both)
+        norms, answers = torch.stack(everyones).cpu().unbind(1)
         self._check_asked(answers)
-        keys = [key for key, i in self._keys.items() if bool((answers[:, i] >= _ASKED).any())]
-        return self._torchs([norms.to(self._world.device)], p, strict).to(self._widest(keys))
+        total = self._total(torch.linalg.vector_norm(norms, p, dim=0), (answers == _ASKED).sum(0), p, strict)
+        return total.to(self._world.device)
 
     def _check_asked(self, answers: Tensor) -> None:
         """Did the processes ask for the norm of the same gradients, or of all that each has of some of the optimizer's groups?
@@ -178,11 +191,25 @@ class GlobalNorms:
 def norms_of_each(ownership: Ownership, world: World, p: float) -> dict[str, torch.Tensor]:
     """Name -> norm of the gradient, of the parameters that have one. Collective."""
     grads = {n: x.grad for n, x in ownership.owned_params.items() if x.grad is not None and ownership.is_canonical(n)}
-    wide = [g.to(torch.complex128 if g.is_complex() else torch.float64) for g in grads.values()]
-    own = torch.stack([torch.linalg.vector_norm(g, p) for g in wide]).tolist() if grads else []
+    own = [float(x) for x in _norms(grads, p)]
     parts: dict[str, list[float]] = {}
-    for found in world.gather(dict(zip(grads, own, strict=True))):
-        for name, norm in found.items():
+    for norms in world.gather(dict(zip(grads, own, strict=True))):
+        for name, norm in norms.items():
             parts.setdefault(name, []).append(norm)
     params = ownership.params
     return {n: torch.linalg.vector_norm(torch.tensor(parts[n], dtype=params[n].dtype.to_real()), p) for n in params if n in parts}
+
+
+def _norms(grads: Mapping[str, Tensor], p: float) -> list[Tensor]:
+    """The norm of each, with at least the digits of float32.
+
+    Raises:
+        PiperError: one is sparse.
+    """
+    sparse = next((key for key, x in grads.items() if x.layout is not torch.strided), None)
+    if sparse is not None:
+        raise PiperError(
+            f"parameter {sparse!r}: its gradient is sparse, and torch has no norm of such a gradient, on one device either. Make "
+            "its embedding with sparse=False, or do not clip by the norm"
+        )
+    return [torch.linalg.vector_norm(x, p, dtype=torch.promote_types(x.dtype, torch.float32)) for x in grads.values()]
