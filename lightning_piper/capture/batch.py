@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import copy
 import dataclasses
 import weakref
-from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Hashable, Iterator, Mapping, MutableMapping, Sequence
 from dataclasses import dataclass
 from enum import Enum
 from functools import cached_property
@@ -202,6 +203,9 @@ class _Flattening:
         if isinstance(item, torch.Tensor):
             if item.layout is not torch.strided or item.is_nested:
                 raise _Unknown("nested tensor" if item.is_nested else f"{str(item.layout).removeprefix('torch.')} tensor", path)
+            if self._given and type(item).__module__.partition(".")[0] not in ("torch", "lightning_piper"):
+                # What it knows beside its numbers would be lost, and `isinstance` in the step would say so.
+                raise _Unknown(f"{type(item).__name__}, which is more than a torch.Tensor,", path)
             return self._leaf(item.contiguous(), path)
         if is_deferred(item):
             return self._leaf(item.tensor, path, "number")
@@ -245,7 +249,11 @@ class _Flattening:
             if not self._given:
                 raise _Unknown(type(item).__name__, path)
             return self._carry(Opaque, path, item)
-        return _with(item, [self.skeleton(value, path + end) for end, value in entries(item)])
+        values = [self.skeleton(value, path + end) for end, value in entries(item)]
+        try:
+            return _with(item, values)
+        except _NoSuch as error:
+            raise _Unknown(f"{error}, which cannot be copied with other contents,", path) from error
 
     def _open(self, item: Any, path: str) -> Opened | Again:
         if id(item) in self._opened:
@@ -357,39 +365,43 @@ def _short(item: Any, specs: Sequence[TensorSpec]) -> str:
 
 
 def _with(like: Any, values: Sequence[Any]) -> Any:
-    """A container like this one that holds `values`."""
-    if isinstance(like, Mapping):
-        # Mappings that are not made of their attributes are given to the step as plain dicts unless they are dicts themselves.
-        return _of_type(like, dict(zip(like, values, strict=True)))
-    if isinstance(like, tuple) and hasattr(like, "_fields"):
-        return type(like)(*values)
-    if isinstance(like, list | tuple):
-        return _sequence(like, values)
-    return _replace(like, dict(zip((f.name for f in dataclasses.fields(like)), values, strict=True)))
+    """A container like this one that holds `values`.
 
-
-def _sequence(like: list[Any] | tuple[Any, ...], values: Iterable[Any]) -> Any:
-    """As the same kind of list where that kind is made from its entries, else as a plain list or tuple."""
-    plain = list if isinstance(like, list) else tuple
+    Raises:
+        _NoSuch: a container of its class cannot hold other things than it does.
+    """
+    if type(like) in (dict, list, tuple):
+        return dict(zip(like, values, strict=True)) if isinstance(like, dict) else type(like)(values)
+    if _is_dataclass(like) and not isinstance(like, Mapping):
+        return _replace(like, dict(zip((f.name for f in dataclasses.fields(like)), values, strict=True)))
     try:
-        return type(like)(values)
-    except TypeError:
-        return plain(values)
+        return _like(like, values)
+    except Exception as error:  # of the user's class
+        raise _NoSuch(type(like).__name__) from error
 
 
-def _of_type(like: Mapping[Any, Any], entries: dict[Any, Any]) -> dict[Any, Any]:
-    """`entries` as the same kind of dict where that kind is made from a dict (OrderedDict), else as a plain dict."""
-    if type(like) is dict or not isinstance(like, dict):
-        return entries
-    try:
-        return type(like)(entries)
-    except TypeError:
-        return entries
+def _like(like: Any, values: Sequence[Any]) -> Any:
+    """Of a class of the user's or of a library: with the attributes that `like` has, for the step may ask for them."""
+    if isinstance(like, tuple):
+        found = type(like)(*values) if hasattr(like, "_fields") else type(like)(values)
+        if hasattr(like, "__dict__"):
+            vars(found).update(vars(like))
+        return found
+    if isinstance(like, Mapping) and not isinstance(like, MutableMapping):
+        return type(like)(dict(zip(like, values, strict=True)))  # type: ignore[call-arg]
+    made: Any = copy.copy(like)
+    for key, value in zip(like if isinstance(like, Mapping) else range(len(like)), values, strict=True):
+        made[key] = value
+    return made
+
+
+class _NoSuch(Exception):
+    """Of a class of containers."""
 
 
 def _replace(item: Any, fields: dict[str, Any]) -> Any:
     # Not `dataclasses.replace`: it would run the user's __init__ and __post_init__ on placeholders.
-    copy = object.__new__(type(item))
+    made = object.__new__(type(item))
     for name, value in fields.items():
-        object.__setattr__(copy, name, value)
-    return copy
+        object.__setattr__(made, name, value)
+    return made

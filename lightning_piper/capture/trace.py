@@ -243,7 +243,7 @@ class Step(nn.Module):
         """
         found = re.fullmatch(r"self\.trainer\.(?:callback|logged|progress_bar)_metrics(.*)", what)
         keys = "" if found is None else found[1]
-        logged = [log.name for log in self.logs]
+        logged = [log.name for log in self.logs if _is_of_step(log.kwargs.get("on_step"), self.name)]
         read = logged if keys.endswith("()") else [n for n in logged if re.search(rf"'{re.escape(n)}(_step|_epoch)?'", keys)]
         if read:
             raise CaptureError(
@@ -305,6 +305,11 @@ class Step(nn.Module):
     def _check_name(self, name: str) -> None:
         if any(entry.name == name for entry in self.logs) or self.metrics.logged(name):
             raise CaptureError(f"{user_line()}: self.log({name!r}) is called twice in one step; give each call its own name")
+
+
+def _is_of_step(on_step: object, name: str) -> bool:
+    """Does the Trainer get a logged value at once, and not at the end of an epoch alone? `on_step`: as given to `self.log`."""
+    return name == Step.name if on_step is None else bool(on_step)
 
 
 def _loss_of(result: Any) -> torch.Tensor:

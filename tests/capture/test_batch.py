@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections import OrderedDict, defaultdict
+from collections import OrderedDict, UserDict, defaultdict
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from enum import Enum
 from pathlib import Path
@@ -13,6 +14,7 @@ from typing import Any, NamedTuple
 import numpy as np
 import pytest
 import torch
+from torch import Tensor
 
 import lightning_piper as piper
 from lightning_piper.capture import capture, flatten
@@ -60,9 +62,40 @@ def test_a_batch_is_put_together_as_it_was(batch: Any, paths: tuple[str, ...]) -
     assert all(torch.equal(a, 2 * b) for a, b in zip(flatten(doubled)[0], leaves, strict=True))
 
 
-def test_other_mappings_become_plain_dicts() -> None:
-    assert type(flatten(MappingProxyType({"x": A}))[1].rebuild([A])) is dict
-    assert type(flatten(defaultdict(list, x=A))[1].rebuild([A])) is dict
+class Tagged(dict[str, Any]):
+    tag = "none"
+
+
+class Numbered(list[Any]):
+    number = 0
+
+    def __init__(self, number: int) -> None:
+        super().__init__()
+        self.number = number
+
+
+class Fixed(dict[str, Any]):
+    def __setitem__(self, key: str, value: Any) -> None:
+        if not isinstance(value, Tensor):
+            raise TypeError("only tensors")
+        super().__setitem__(key, value)
+
+
+class Marked(Tensor):
+    """A tensor that knows more than its numbers."""
+
+
+def test_classes_and_attributes_of_containers_stay() -> None:
+    tagged, numbered, encoded = Tagged(x=A), Numbered(3), UserDict(x=A)
+    tagged.tag, encoded.encodings = "it", "them"  # type: ignore[attr-defined]
+    numbered.append(A)
+    for batch in (tagged, numbered, encoded, MappingProxyType({"x": A}), defaultdict(list, x=A), OrderedDict(x=A)):
+        found = flatten(batch)[1].rebuild([2 * A])
+        assert type(found) is type(batch) and getattr(found, "__dict__", {}).keys() == getattr(batch, "__dict__", {}).keys()
+        (value,) = found.values() if isinstance(found, Mapping) else found
+        (before,) = batch.values() if isinstance(batch, Mapping) else batch
+        assert torch.equal(value, 2 * A) and before is A  # type: ignore[arg-type]
+    assert flatten(tagged)[1].rebuild([A]).tag == "it" and flatten(numbered)[1].rebuild([A]).number == 3
 
 
 def test_specs_are_equal_where_one_graph_serves_both() -> None:
@@ -236,6 +269,8 @@ def test_a_tensor_without_dimensions_is_passed_whole() -> None:
     [
         ((A[:0], B[:0]), "the batch is empty: its tensors have 0 samples"),
         ({"x": A, "more": A.to_sparse()}, r"holds a sparse_coo tensor at batch\['more'\]"),
+        ({"x": A, "more": A.as_subclass(Marked)}, r"holds a Marked, which is more than a torch.Tensor, at batch\['more'\]"),
+        ({"x": A, "more": Fixed(x=A)}, r"holds a Fixed, which cannot be copied with other contents, at batch\['more'\]"),
         ({"x": A, "more": {object(): 1}}, r"holds a key of type object at batch\['more'\]"),
     ],
 )

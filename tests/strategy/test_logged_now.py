@@ -19,7 +19,10 @@ READS = {
     "all": lambda t: float(dict(t.progress_bar_metrics)["loss"]),
     "in": lambda t: 2.0 if "loss" in t.callback_metrics else 1.0,
 }
-OTHER = {"another": lambda t: float(t.callback_metrics.get("other", 0.5))}
+OTHER = {
+    "another": lambda t: float(t.callback_metrics.get("other", 0.5)),
+    "at the end of an epoch": lambda t: float(t.callback_metrics.get("epoch", 0.5)),
+}
 
 
 class Reading(L.LightningModule):
@@ -34,6 +37,7 @@ class Reading(L.LightningModule):
         with piper.annotate("PP", 1):
             loss = self.last(hidden).square().mean()
             self.log("loss", loss, prog_bar=True)
+            self.log("epoch", loss, on_step=False, on_epoch=True)
             return loss * (1 + self.read(self.trainer))
 
     def configure_optimizers(self) -> torch.optim.Optimizer:
@@ -57,7 +61,8 @@ def test_a_value_of_this_step(name: str) -> None:
         trained(READS[name], local())
 
 
-def test_another_value_is_read() -> None:
-    read = OTHER["another"]
+@pytest.mark.parametrize("name", OTHER)
+def test_another_value_is_read(name: str) -> None:
+    read = OTHER[name]
     assert all(torch.allclose(x, y, rtol=0, atol=1e-12) for x, y in zip(
         trained(read, "auto").values(), trained(read, local()).values(), strict=True))  # fmt: skip
