@@ -13,8 +13,9 @@ import torch
 from torch import nn
 
 from lightning_piper.capture import BatchSpec, CapturedStep, History, PartlyCaptured, as_before, capture, flatten
-from lightning_piper.directives import Directive, Place, Replicate, parse, refuse_nonlinear
+from lightning_piper.directives import Directive, Place, Replicate, parse
 from lightning_piper.directives.levels import shards_of
+from lightning_piper.directives.split import refuse_nonlinear
 from lightning_piper.errors import CaptureError, NodeNotFoundError, PiperError
 from lightning_piper.garbage import uncollected
 from lightning_piper.ir.dag import TrainingDAG

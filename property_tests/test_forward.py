@@ -25,7 +25,11 @@ def forward_of(spec: Spec) -> CapturedStep:
     return capture(one.module, one.batch, name="validation_step")
 
 
-@given(data=st.data(), case=cases(pool=POOL), fit=st.booleans())
+# What a step returns is not weighed, so a sum of a joined term and of one of samples is refused there.
+RETURNED = tuple(spec for spec in POOL if "gathered" not in spec.blocks)
+
+
+@given(data=st.data(), case=cases(pool=RETURNED), fit=st.booleans())
 def test_forward_only_steps_are_equivalent(tally: Counter[str], data: Any, case: Case, fit: bool) -> None:
     """Static check and plans, and the interpreter: alone, and on the shards of a training step."""
     program = data.draw(programs(case))

@@ -50,7 +50,11 @@ def plain(captured: Captured, sizes: list[int], weights: list[float] | None = No
 
     module.log, module.log_dict = log, log_dict  # type: ignore[assignment]
     before = {name: x.clone() for name, x in module.named_buffers()}
+    code = captured.step.at(captured.step.size)
     for size, weight in zip(sizes, weights, strict=True):
+        for name, x in module.named_buffers():
+            if not code.goes_on(captured.step.canonical[name]):
+                x.copy_(before[name])  # it moves once a step
         with captured.case.context():
             args = [cut(captured.batch, start, start + size), 0]
             result = module.training_step(*args[: module.training_step.__code__.co_argcount - 1])

@@ -8,7 +8,7 @@ from lightning_piper.directives.program import Program, parse, replicas_of, to_j
 from lightning_piper.directives.recompute import Recompute
 from lightning_piper.directives.replicate import Replicate
 from lightning_piper.directives.shard import Shard
-from lightning_piper.directives.split import Split, accumulating, refuse_nonlinear
+from lightning_piper.directives.split import Split, accumulating
 
 __all__ = [
     "Directive",
@@ -23,7 +23,6 @@ __all__ = [
     "accumulating",
     "known",
     "parse",
-    "refuse_nonlinear",
     "register",
     "replicas_of",
     "to_json",

@@ -13,8 +13,11 @@ from torch import Tensor, nn
 import lightning_piper as piper
 from lightning_piper.batch_norms import plain_batch_norms, whole_batch_norms
 from lightning_piper.capture import capture
+from lightning_piper.directives import accumulating
 from lightning_piper.errors import CaptureError
+from lightning_piper.ir.values import Slice
 from lightning_piper.totals import summing, total
+from lightning_piper.verify import interpret
 
 
 def norms(dims: int, **options: Any) -> list[nn.Module]:
@@ -133,8 +136,14 @@ def test_buffers_that_follow_from_a_part_of_the_batch(line, local):
     assert capture(Net(f"h = self.one(x)\n{line}{LOSS}"), BATCH).at(8).local == local
 
 
+def test_a_buffer_may_keep_a_sum_of_what_is_trained():
+    step = capture(Net("h = self.one(x)\nself.seen.copy_(total(h.sum()))" + LOSS), BATCH)
+    tensors = {step.canonical[n]: x.detach() for n, x in [*step.module.named_parameters(), *step.module.named_buffers()]}
+    (seen,) = interpret(accumulating(step, (Slice(0, 4), Slice(4, 8))), tensors, list(BATCH)).buffers.values()
+    assert torch.allclose(seen, step.module.one(BATCH[0]).sum()) and "seen" not in step.at(8).local
+
+
 @pytest.mark.parametrize("lines, words", [
-    ("h = self.one(x)\nself.seen.copy_(total(h.sum()))", "is handed out"),
     ("with piper.annotate('EP'): h = piper.combine(self.norm(piper.dispatch(self.one(x), torch.tensor([4, 4]))[0]))",
      "between dispatch and combine"),
 ])  # fmt: skip

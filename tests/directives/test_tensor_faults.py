@@ -45,7 +45,11 @@ def nothing_is_proved(monkeypatch: pytest.MonkeyPatch) -> None:
 def bias_on_every_member(monkeypatch: pytest.MonkeyPatch) -> None:
     """A bias behind a product of rows is added by each member, and so as often as there are members."""
     original = rules._pointwise
-    monkeypatch.setattr(rules, "_pointwise", lambda node: [*original(node), Rule((P, R), (P,))])
+
+    def wrong(node: Any) -> Any:
+        return [*original(node), *([Rule((P, R), (P,))] if len(node.all_input_nodes) == 2 else [])]
+
+    monkeypatch.setattr(rules, "_pointwise", wrong)
 
 
 def norms_not_summed(monkeypatch: pytest.MonkeyPatch) -> None:
