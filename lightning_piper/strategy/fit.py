@@ -222,7 +222,7 @@ class Fit:
                 variants.ran(prepared.compiled, first)
             if self.recording is not None:
                 self.recording.before(prepared)
-            if self._injection.keeps() and prepared.plans != self._layout.plans:
+            if self._may_keep and prepared.plans != self._layout.plans:
                 self._sum_kept()
             self.ownership.refresh()
             factor, closing = self._weight_of_batch(prepared.compiled, last)
@@ -292,6 +292,11 @@ class Fit:
         factor, closing = self._tokens.weigh(compiled, compiled.step.inputs(self._leaves), last)
         return factor * self._module.trainer.accumulate_grad_batches, closing  # Lightning divides the loss by their number
 
+    @property
+    def _may_keep(self) -> bool:
+        """May some process have kept gradients of earlier batches of an accumulation? The same in all of them."""
+        return self._in_accumulation and self._keeps_back
+
     def _sum_kept(self) -> None:
         """Gradients of earlier batches of an accumulation wait to be summed with those of its last one, which others make: sum them
         now. Collective."""
@@ -313,7 +318,7 @@ class Fit:
                 "the meta device. Build it with values in every process, and give capture='never'"
             )
         in_parts = not self.ownership.tensor_map.is_replicated
-        if self._injection.keeps():
+        if self._may_keep:
             self._sum_kept()
         grads = self.ownership.whole_gradients() if in_parts and self._in_accumulation else {}
         if not in_parts:
