@@ -26,12 +26,12 @@ from lightning_piper.ir.regions import PassKey, StepCode
 from lightning_piper.ir.values import Placement, Shard
 from lightning_piper.placements.rule import P, R, made_by, tensors_of
 from lightning_piper.placements.rules import rules_for
+from lightning_piper.routing import ROUTE
 from lightning_piper.totals import TOTAL
 
 aten = torch.ops.aten
-Held = tuple[
-    Placement | None, ...
-]  # of each result: rows of samples (`S`), a number of the whole batch (`P`), neither (`R`), not known
+# Of each result: rows of samples (`S`), a number of the whole batch (`P`), neither (`R`), not known (None).
+Held = tuple[Placement | None, ...]
 _SUMS = {
     aten.add.Tensor, aten.add.Scalar, aten.sub.Tensor, aten.sub.Scalar, aten.rsub.Scalar, aten.rsub.Tensor, aten.neg.default,
     aten._to_copy.default, aten.clone.default, aten.detach.default, aten.where.self, aten.masked_fill.Scalar,
@@ -58,7 +58,21 @@ def meetings(graph: torch.fx.Graph, size: int) -> tuple[Places, Places]:
     for place, node in enumerate(graph.nodes):
         if node.op != "output":
             followed.enter(place, node)
-    return followed.found, followed.curved
+    # Rows that are sorted by expert are put back in order after the experts, which nothing here follows.
+    return {node: at for node, at in followed.found.items() if not _sorts_for_experts(node)}, followed.curved
+
+
+def _sorts_for_experts(node: Node) -> bool:
+    """Does it bring rows into an order in which they are dispatched?"""
+    waiting, seen = [node] if _name(node) in ("sort", "argsort") else [], set[Node]()
+    while waiting:
+        for user in waiting.pop().users:
+            if user.target is ROUTE:
+                return True
+            if user not in seen:
+                seen.add(user)
+                waiting.append(user)
+    return False
 
 
 class _Followed:
@@ -83,6 +97,8 @@ class _Followed:
             self.held[node] = (Shard(0) if node in self._shown else R,)
         elif node.op == "get_attr" or node.target in (TOTAL, GATHER) or node.target in CONSTANTS:
             self.held[node] = (R,)
+        elif node.target is ROUTE:  # that rows stay apart among experts is tried elsewhere, see `row_independence.py`
+            self.held[node] = (None,) * len(made_by(node))
         elif node.target is operator.getitem:
             source, index = node.args
             results = self.held[source]  # type: ignore[index]
