@@ -381,7 +381,7 @@ def _with(like: Any, values: Sequence[Any]) -> Any:
 
 
 def _like(like: Any, values: Sequence[Any]) -> Any:
-    """Of a class of the user's or of a library: with the attributes that `like` has, for the step may ask for them."""
+    """Of a class of the user's or of a library: with the attributes that `like` has, because the step may ask for them."""
     if isinstance(like, tuple):
         found = type(like)(*values) if hasattr(like, "_fields") else type(like)(values)
         if hasattr(like, "__dict__"):

@@ -209,7 +209,7 @@ def _differs_by_place(node: Node, wanted: Placement, constants: Constants) -> bo
 
 def met(results: Sequence[Any], found: Places) -> Node | None:
     """The first operation on the way to these results in which samples meet; None if there is none."""
-    needed = set().union(*map(way_to, results)) if found else set()
+    needed = set().union(*(way_to(result, summed=False) for result in results)) if found else set()
     return min((node for node in found if node in needed), key=found.__getitem__, default=None)
 
 
@@ -218,24 +218,16 @@ def met_backward(found: Places) -> Node | None:
     return min(filter(_torch.is_backward, found), key=found.__getitem__, default=None)
 
 
-def way_to(result: Any) -> set[Node]:
-    """What a result is made of, and it."""
+def way_to(result: Any, summed: bool = True) -> set[Node]:
+    """What a result is made of, and it. `summed`: also what goes into sums over the whole batch, where each part has its terms."""
     found: set[Node] = set()
     waiting = [result] if isinstance(result, Node) else []
     while waiting:
         node = waiting.pop()
         if node not in found:
             found.add(node)
-            waiting += node.all_input_nodes
+            waiting += node.all_input_nodes if summed or node.target is not TOTAL else []
     return found
-
-
-def is_by_frequency(node: Node) -> bool:
-    """Is it the gradient of an embedding that is divided by how often each index occurs?"""
-    if not isinstance(node.target, torch._ops.OpOverload):
-        return False
-    places = [i for i, argument in enumerate(node.target._schema.arguments) if argument.name == "scale_grad_by_freq"]
-    return any(len(node.args) > i and bool(node.args[i]) for i in places)
 
 
 def takes_statistics(code: StepCode, key: PassKey) -> bool:

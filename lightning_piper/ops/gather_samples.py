@@ -15,8 +15,8 @@ from typing import Any, ClassVar
 import torch
 
 from lightning_piper.ir.dag import TrainingDAG
-from lightning_piper.ir.mesh import DATA, Mesh
-from lightning_piper.ir.nodes import Chunk, Node, Ref, Turn
+from lightning_piper.ir.mesh import DATA
+from lightning_piper.ir.nodes import Chunk, Ref
 from lightning_piper.ir.values import Replicate, Slice, TensorSpec, Value
 from lightning_piper.ops.base import Binding, Bound, Bundle, Exchange, Operation, Planning, register_operation, take
 from lightning_piper.ops.facts import Facts, Origin, carries, slices_of
@@ -24,34 +24,17 @@ from lightning_piper.ops.instruction import Collective
 from lightning_piper.ops.reduce import summed
 from lightning_piper.ops.reference import Made, Reference, strided, sum_in_order
 from lightning_piper.ops.samples import Cut, restrided
-from lightning_piper.ops.total import placement_of_terms
+from lightning_piper.ops.total import OverBatch, placement_of_terms
 
 
 @dataclass(frozen=True, kw_only=True)
-class _SamplesExchange(Node):
-    """
-    Attributes:
-        mesh, axis: the batch is divided along this axis.
-    """
-
-    turn = Turn.AT_ONCE
-    communicates = True
-
-    mesh: Mesh
-    axis: str = DATA
-
-    def members(self, replica: int) -> tuple[int, ...]:
-        return tuple(self.devices[place] for place in self.mesh.line(self.axis, replica))
-
-
-@dataclass(frozen=True, kw_only=True)
-class GatherSamples(_SamplesExchange):
+class GatherSamples(OverBatch):
     """Joins the rows that chunks make for their samples: inputs are those of slices, in order; the output has the rows of all
     samples of all replicas."""
 
 
 @dataclass(frozen=True, kw_only=True)
-class ScatterSamples(_SamplesExchange):
+class ScatterSamples(OverBatch):
     """Gives each replica the gradients of its own rows: of what replicas make of all rows, the sum."""
 
 

@@ -17,12 +17,11 @@ from lightning_piper.ops.reference import Made, Reference, sum_in_order
 
 
 @dataclass(frozen=True, kw_only=True)
-class Total(Node):
-    """Sums what chunks make for their samples, over the samples of the whole batch: inputs are the terms of slices, `Partial` where
-    there are replicas; the output is `Replicate`.
+class OverBatch(Node):
+    """Exchanges what chunks make for their samples, between the replicas of the whole batch.
 
     Attributes:
-        mesh, axis: it sums along this axis.
+        mesh, axis: the batch is divided along this axis.
     """
 
     turn = Turn.AT_ONCE
@@ -33,6 +32,12 @@ class Total(Node):
 
     def members(self, replica: int) -> tuple[int, ...]:
         return tuple(self.devices[place] for place in self.mesh.line(self.axis, replica))
+
+
+@dataclass(frozen=True, kw_only=True)
+class Total(OverBatch):
+    """Sums over the samples of the whole batch: inputs are the terms of slices, `Partial` where there are replicas; the output is
+    `Replicate`."""
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -5,7 +5,8 @@ here the signal is only noted, also by a process that waits, and the others are 
 depends on how far the run is:
 
 - No batch has been trained: nothing would be lost. Each process ends at its next exchange with others, or `SOON`.
-- Later: Lightning begins each training batch with a word of rank 0 to all, which says it. All end before the same batch.
+- Later: Lightning begins each training batch with a word of rank 0 to all, which says it. All end before the same batch. A second
+  signal to one process ends it at once, wherever it waits, and the watch ends the others.
 """
 
 from __future__ import annotations
@@ -76,10 +77,14 @@ class Termination:
         world.refuse_exchanges(None)
 
     def _listen(self, arrives: socket.socket) -> None:
+        count = 0
         with arrives:
             while came := arrives.recv(1):
                 if came[0] == signal.SIGTERM:
                     self._note(self._rank)
+                    count += 1
+                    if count > 1:
+                        end(f"lightning_piper: rank {self._rank} ends, because SIGTERM came twice")
 
     def _note(self, rank: int) -> None:
         """The signal has come to this process, or another one says so; in any thread."""

@@ -279,7 +279,7 @@ def end_groups_at_exit(default: bool) -> None:
     being taken down.
 
     Args:
-        default: the default group, too, with all groups that there are.
+        default: also the default group, and with it all groups that there are.
     """
     global _ends_default
     _ends_default |= default

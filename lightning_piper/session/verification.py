@@ -12,11 +12,10 @@ from lightning.pytorch.utilities.seed import isolate_rng
 from torch import nn
 
 from lightning_piper.capture import as_before
-from lightning_piper.capture.meeting import is_by_frequency, takes_statistics
+from lightning_piper.capture.meeting import takes_statistics
 from lightning_piper.compiler import Compiled
 from lightning_piper.errors import PiperError, VerificationError
 from lightning_piper.holdings.materialize import is_on_meta
-from lightning_piper.ir.regions import StepCode
 from lightning_piper.processes.world import World
 from lightning_piper.verify import verify_step
 from lightning_piper.verify.trial import Difference, tried
@@ -81,7 +80,7 @@ def verify_by_execution(
 
 
 def _warn(texts: Sequence[str], found: Difference | None, world: World) -> None:
-    """Of what makes another result than one device's: as it is plain to see, and as a trial has found."""
+    """Of what makes another result than one device's: what can be seen without running anything, and what a trial has found."""
     for text in texts:
         seen = f". Of the first samples, {found}" if text is texts[0] and found is not None else ""
         world.warn(f"{text}{seen}. PiperStrategy(verify='first_batch') says how far the result is from one device's")
@@ -142,11 +141,6 @@ def _dependent_samples(compiled: Compiled) -> Iterator[str]:
             f"the loss is no sum of means, of sums, and of ratios whose denominators follow from the batch{where}: its values on "
             f"microbatches and replicas count as means over samples, and give another one than all {dag.size} samples"
         )
-    elif (line := _by_frequency(code)) is not None:
-        yield (
-            f"an embedding divides its gradients by how often each index occurs (scale_grad_by_freq=True, {line}): microbatches "
-            f"and replicas count their own indices, not those of all {dag.size} samples"
-        )
     elif code.meet is not None:
         apart = "microbatches and replicas have their own alone, and give"
         if len(dag.microbatches() or ()) == dag.replicas:
@@ -161,14 +155,6 @@ def _dependent_samples(compiled: Compiled) -> Iterator[str]:
             "microbatch, has a gradient of 1, and the gradients that are made of it are averaged, as with DistributedDataParallel: "
             f"they may be others than those of all {dag.size} samples on one device"
         )
-
-
-def _by_frequency(code: StepCode) -> str | None:
-    """The line of an embedding whose gradient follows from what else is in the batch."""
-    for key, passed in code.code.items():
-        if any(is_by_frequency(node) for node in passed.graph.nodes):
-            return str(code.regions[key[0]].source)
-    return None
 
 
 def unlike_one_device(compiled: Compiled) -> Iterator[str]:

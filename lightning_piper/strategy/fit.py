@@ -354,7 +354,7 @@ class Fit:
                 rank_zero_info(told)
             self.ownership.end()
         self.programs.clear()
-        vars(self).pop("_layout", None)  # it holds executors, too
+        vars(self).pop("_layout", None)  # it also holds executors
         if self.evaluation is not None:
             self.evaluation.close(failed)
         self._runtime.close(failed)

@@ -22,6 +22,7 @@ from lightning_piper.verify.cross_sample import CrossSampleDependence, find_depe
 from lightning_piper.verify.hook import StaticCheck
 from lightning_piper.verify.interpreter import interpret
 from lightning_piper.verify.report import Agreement, Comparison, Report, Row
+from lightning_piper.verify.trial import coarsest
 
 PERTURBATIONS = 3  # of every parameter by one ulp, to measure what rounding does to a result
 ALLOWANCE = 8  # a result may be off by this many times its largest movement
@@ -115,10 +116,7 @@ class _Runner:
     @cached_property
     def _coarsest(self) -> float:
         """The rounding unit of the least precise values that the step computes."""
-        code = self.step.at(self.step.size)
-        values = [node.meta.get("val") for passed in code.code.values() for node in passed.graph.nodes]
-        dtypes = {x.dtype for x in values if isinstance(x, torch.Tensor) and x.is_floating_point()}
-        return max((torch.finfo(dtype).eps for dtype in dtypes), default=0.0)
+        return coarsest(self.step)
 
     def couplings(self, dag: TrainingDAG) -> tuple[CrossSampleDependence, ...]:
         """The operations that look across samples which the DAG takes apart."""

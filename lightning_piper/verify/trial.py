@@ -1,13 +1,15 @@
 """Does a step compute of a few samples what it computes of parts of them? What a program takes for granted is tried so, once.
 
 A batch may be cut into microbatches if samples do not look at each other, the backward pass is linear in the loss's gradient,
-buffers move by sums and means over samples, and Python code does not depend on their number. The user's code runs as it is,
+buffers move by sums and means over samples, and Python code does not depend on their number. The user's code runs uncaptured,
 forwards and backwards, on some samples at once and on parts of them, which are put together with the weights of the program.
 Where the results differ, the first operation is found whose results do.
 """
 
 from __future__ import annotations
 
+import contextlib
+import io
 import traceback
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
@@ -69,10 +71,11 @@ def tried(step: CapturedStep, tensors: Mapping[str, torch.Tensor], leaves: Seque
         return None
     some = [x[: count * part] if x.ndim else x for x in leaves]
     parts = [Slice(i * part, (i + 1) * part) for i in range(count)]
-    with _NoDropout(), torch.random.fork_rng(devices=[]):
+    # What the step prints is of these samples alone.
+    with _NoDropout(), torch.random.fork_rng(devices=[]), contextlib.redirect_stdout(io.StringIO()):
         before = torch.get_rng_state()
         try:
-            found = (_by_graph if together else _by_code)(step.resized(count * part), tensors, some, parts)
+            found = _by_graph(step, tensors, some, parts) if together else _by_code(step, tensors, some, parts)
         except Exception:  # what is wrong with the step itself is said where it runs
             return None
         return found if torch.equal(torch.get_rng_state(), before) else None
@@ -81,13 +84,13 @@ def tried(step: CapturedStep, tensors: Mapping[str, torch.Tensor], leaves: Seque
 def _by_code(
     step: CapturedStep, tensors: Mapping[str, torch.Tensor], leaves: Sequence[torch.Tensor], parts: Sequence[Slice]
 ) -> Difference | None:
-    """The user's code."""
-    whole = [Slice(0, step.size)]
+    """The user's code. What was captured of it says what the results are, at whatever size: it needs no other trace."""
+    whole = [Slice(0, parts[-1].stop)]
 
     def run(slices: Sequence[Slice]) -> Outcome:
         return run_eagerly(step, tensors, leaves, slices)
 
-    found = _furthest(run(whole), run(parts))
+    found = _furthest(run(whole), run(parts), coarsest(step))
     return None if found is None else Difference(*found, _first_difference(run, whole, parts))
 
 
@@ -97,20 +100,26 @@ def _by_graph(
     """What was captured of it, of which each term of the loss can be weighed."""
     if step.draws:
         return None
+    step = step.resized(parts[-1].stop)
     inputs = step.inputs(leaves)
     one, two = (interpret(dag, tensors, inputs) for dag in (build_dag(step), accumulating(step, tuple(parts))))
-    found = _furthest(one, two)
+    found = _furthest(one, two, coarsest(step))
     if found is None:
         return None
     met = next(iter(find_dependences(step, tensors, inputs, parts)), None)
     return Difference(*found, "" if met is None else f"{met.operation} in region {met.region} ({met.source})")
 
 
-def _furthest(one: Outcome, two: Outcome) -> tuple[str, float] | None:
+def coarsest(step: CapturedStep) -> float:
+    """The rounding unit of the least precise values that a step computes."""
+    values = [node.meta.get("val") for passed in step.at(step.size).code.values() for node in passed.graph.nodes]
+    dtypes = {x.dtype for x in values if isinstance(x, torch.Tensor) and x.is_floating_point()}
+    return max((torch.finfo(dtype).eps for dtype in dtypes), default=0.0)
+
+
+def _furthest(one: Outcome, two: Outcome, eps: float) -> tuple[str, float] | None:
     """Of results that are further apart than rounding explains, the one that is furthest: its name, and by how much."""
     kinds = (("", one.metrics, two.metrics), ("the gradient of ", one.grads, two.grads), ("buffer ", one.buffers, two.buffers))
-    dtypes = {x.dtype for x in (*one.grads.values(), *one.buffers.values()) if x.is_floating_point() or x.is_complex()}
-    allowed = FAR * max((torch.finfo(dtype).eps for dtype in dtypes), default=torch.finfo(torch.float32).eps)
     far: dict[str, float] = {}
     for kind, a, b in kinds:
         largest = max((_size(x) for x in a.values()), default=0.0)
@@ -119,7 +128,7 @@ def _furthest(one: Outcome, two: Outcome) -> tuple[str, float] | None:
             # A gradient that is zero but for rounding moves by its own size.
             scale = max(_size(x), 1e-3 * largest if a is one.grads else 0.0) or 1.0
             far[f"{kind}{name!r}" if kind else name] = _size(torch.where(x == y, 0.0, x - y)) / scale
-    return max(((name, x) for name, x in far.items() if not x <= allowed), key=lambda each: each[1], default=None)
+    return max(((name, x) for name, x in far.items() if not x <= FAR * eps), key=lambda each: each[1], default=None)
 
 
 def _size(x: torch.Tensor) -> float:
@@ -162,10 +171,10 @@ def _first_difference(run: Callable[[Sequence[Slice]], object], whole: Sequence[
     full, others = noted
     each = len(others) // len(parts)
     for i, one in enumerate(full[:each]):
-        alike = others[i::each][: len(parts)]
-        if any(other.name != one.name for other in alike):
+        calls = others[i::each][: len(parts)]  # the same one, in each part
+        if any(call.name != one.name for call in calls):
             return f"{one.where} (other code runs for other numbers of samples)"
-        if any(not _is_joined(x, list(found)) for x, *found in zip(one.results, *(other.results for other in alike), strict=False)):
+        if any(not _is_joined(x, list(found)) for x, *found in zip(one.results, *(call.results for call in calls), strict=False)):
             return f"{one.name} at {one.where}"
     return ""
 

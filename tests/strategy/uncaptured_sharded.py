@@ -97,7 +97,7 @@ class Whole(Net):
 
 MORE: dict[str, type[Net]] = {kind.__name__: kind for kind in (Clamped, Wide, Frozen, Grown, Whole)}
 ROWS = [
-    *((kind, "zero1") for kind in [*KINDS, *MORE] if kind not in ("Lbfgs", "Whole")),
+    *((kind, "zero1") for kind in [*KINDS, *MORE] if kind not in ("Lbfgs", "Whole", "Sparse")),
     ("Gan", "zero2"), ("Net", "zero3"), ("Clamped", "parameter"), ("Whole", "parameter"), ("Later", "zero3"),
 ]  # fmt: skip
 
