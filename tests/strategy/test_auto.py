@@ -256,10 +256,18 @@ class Counts(Net):
         return super().training_step(batch, batch_idx)
 
 
-def test_a_step_that_changes_buffers_has_no_microbatches():
+class Averages(Counts):
+    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+        self.steps += batch[0].mean()
+        return Net.training_step(self, batch, batch_idx)
+
+
+def test_a_step_whose_buffers_follow_from_samples_has_no_microbatches():
+    """A counter of steps moves once a step, whatever the number of microbatches."""
     batch = list(data()[:4])
     assert not meets(blocks_of(net(), batch), batch)
-    assert meets(blocks_of(Counts().double(), batch), batch)
+    assert not meets(blocks_of(Counts().double(), batch), batch)
+    assert meets(blocks_of(Averages().double(), batch), batch)
 
 
 class Normed(Net):
