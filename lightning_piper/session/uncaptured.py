@@ -44,6 +44,12 @@ def check_may_be(before: Standalone, step: str, problem: str | Exception, captur
         before.world.warn(_said(step, before.world.size, problem, shards))
 
 
+def is_whole(before: Standalone) -> bool:
+    """Has every process the whole module between steps, whether they are captured or not?"""
+    shards = {field for each in before.settings.program for field in shards_of(each)}
+    return "shard_parameters" not in shards and why_not(before.module, before.settings, before.world.device) is None
+
+
 def _said(step: str, processes: int, problem: str | Exception, shards: Sequence[str]) -> str:
     """What the user is told where a step runs as it is."""
     where = "on this device" if processes == 1 else "in every process"

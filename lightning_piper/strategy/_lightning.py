@@ -13,6 +13,7 @@
 - `_optimizers_to_device`: moves optimizers' states as Lightning's own strategies do.
 - `_collect_rng_states`, `_set_rng_states`: the states of the random number generators of torch, numpy and Python.
 - `_results` of a loop, and of the Trainer for the one that runs: what was logged, with the arguments of each `self.log` (`meta`).
+- `_evaluation_loop`: the one that runs, also in a fit; its `_combined_loader` has the data loaders that `max_batches` counts.
 - `WeightAveraging._average_model`: its `AveragedModel`, with a copy of the module, from `setup` on;
   `StochasticWeightAveraging._average_model`: the copy itself; `_avg_fn`: how it averages.
 - `_HandlersCompose`: what a Trainer makes the handler of a signal, if there was none; that of SIGTERM in any case, of what
@@ -37,6 +38,7 @@ from typing import Any
 import lightning.pytorch as pl
 import torch
 from lightning.fabric.plugins import CheckpointIO, TorchCheckpointIO
+from lightning.fabric.utilities.data import sized_len
 from lightning.fabric.utilities.distributed import _init_dist_connection as connect
 from lightning.fabric.utilities.distributed import _set_num_threads_if_needed as divide_cores
 from lightning.fabric.utilities.optimizer import _optimizers_to_device as move_optimizers
@@ -160,6 +162,14 @@ def forget_logs(trainer: pl.Trainer) -> None:
     loops = (trainer.fit_loop.epoch_loop, trainer.fit_loop.epoch_loop.val_loop, trainer.validate_loop, trainer.test_loop)
     for loop in loops:
         loop._results.clear()
+
+
+def evaluation_lengths(trainer: pl.Trainer) -> tuple[int | None, ...]:
+    """How many batches each data loader of the evaluation that begins has in this process; None if only its end tells."""
+    loop = trainer._evaluation_loop
+    assert loop._combined_loader is not None
+    loaders = zip(loop._combined_loader.flattened, loop.max_batches, strict=True)
+    return tuple(None if sized_len(loader) is None else int(count) for loader, count in loaders)
 
 
 def log_anew(trainer: pl.Trainer) -> None:

@@ -31,7 +31,7 @@ from lightning_piper.session.program import (
     told,
 )
 from lightning_piper.session.standalone import Standalone
-from lightning_piper.session.uncaptured import NOT_CAPTURED, check_may_be
+from lightning_piper.session.uncaptured import NOT_CAPTURED, check_may_be, is_whole
 from lightning_piper.session.verification import Verify
 from lightning_piper.strategy import _lightning
 from lightning_piper.strategy.checkpoints import Restored, of_files
@@ -66,7 +66,8 @@ class EvaluatingStrategy(OverProcesses):
         self._annotations = annotations_given(directives)
         self._restored = Restored()
         self._eager_steps: set[str] = set()  # that run as they are
-        self._whole = contextlib.ExitStack()  # entered while they do
+        self._uneven = False  # may processes have other numbers of batches than others, in the evaluation that runs?
+        self._whole = contextlib.ExitStack()  # entered while steps run as they are
         self._chosen = contextlib.ExitStack()  # closed, it takes the tags away that a program has brought
         self._averages: Averages | None = None
 
@@ -197,7 +198,7 @@ class EvaluatingStrategy(OverProcesses):
     def _evaluate(self, name: str, batch: Any, batch_idx: int = 0, dataloader_idx: int | None = None) -> Any:
         """Run a step as a plan; where it cannot be captured, as it is, if every process can have the whole module meanwhile."""
         assert isinstance(self.phase, Evaluating | Starting | Fitting) and self.phase.evaluation is not None
-        if name not in self._eager_steps:
+        if name not in self._eager_steps and not self._uneven:
             try:
                 if self._capture == "never":
                     raise CaptureError("capture='never'")
@@ -226,6 +227,30 @@ class EvaluatingStrategy(OverProcesses):
         elif not parts.whole:
             with torch.inference_mode(False):
                 self._whole.enter_context(parts.whole_everywhere())
+
+    def on_validation_start(self) -> None:
+        self._begin_evaluation("validation_step")
+
+    def on_test_start(self) -> None:
+        self._begin_evaluation("test_step")
+
+    def _begin_evaluation(self, name: str) -> None:
+        """A captured step runs in all processes at once: one that has fewer batches than others would not come to the last ones.
+        Collective."""
+        evaluation, module = self.phase.evaluation, self.lightning_module
+        if evaluation is None or self.world.count == 1:
+            return
+        assert module is not None and isinstance(self.phase, Evaluating | Starting | Fitting)
+        if name not in self._eager_steps:
+            before, lengths = self.phase.standalone, self.world.gather(_lightning.evaluation_lengths(module.trainer))
+            unknown = any(None in each for each in lengths)
+            if len(set(lengths)) == 1 and not (unknown and self._capture != "always" and is_whole(before)):
+                return
+            check_may_be(before, name, "numbers of batches that may differ between processes", self._capture)
+            self._eager_steps.add(name)
+            _lightning.log_anew(module.trainer)
+        self._bring_together()  # here, for one may have no batch
+        self._alone = True
 
     def _end_evaluation(self) -> None:
         self._alone = False

@@ -15,7 +15,7 @@ import torch
 import torch.distributed as dist
 from lightning.fabric.plugins.environments import SLURMEnvironment
 from lightning.fabric.utilities.rank_zero import rank_zero_only as fabric_rank_zero_only
-from lightning.pytorch.trainer.states import TrainerFn
+from lightning.pytorch.trainer.states import RunningStage
 from lightning.pytorch.utilities.exceptions import SIGTERMException
 from lightning.pytorch.utilities.rank_zero import rank_zero_only
 
@@ -190,7 +190,7 @@ class OverProcesses(_lightning.Strategy):
         trainer, stage = self.lightning_module.trainer, self.lightning_module.trainer.state.stage
         self._take_sigterm(trainer)  # Lightning asks for loaders as soon as it has set its handlers of signals
         limit = 1.0 if stage is None else getattr(trainer, f"limit_{stage.dataloader_prefix}_batches")
-        return agree_on_loader(dataloader, self._drawing, limit, apart=trainer.state.fn == TrainerFn.PREDICTING)
+        return agree_on_loader(dataloader, self._drawing, limit, apart=stage != RunningStage.TRAINING)
 
     # Collectives. What is reduced is reduced over replicas: the processes of one have the same.
 

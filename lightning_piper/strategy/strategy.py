@@ -183,6 +183,7 @@ class PiperStrategy(EvaluatingStrategy):
             self._give_up(phase, error)
 
     def on_validation_start(self) -> None:
+        super().on_validation_start()
         if isinstance(self.phase, Eager):
             self.phase.share_buffers()
 

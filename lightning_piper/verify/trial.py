@@ -30,7 +30,9 @@ from lightning_piper.verify.cross_sample import find_dependences
 from lightning_piper.verify.interpreter import interpret
 
 FEW = 4  # samples in a part, at most, and half of those that are tried, at least, where the batch has as many
-FAR = 2.0**13  # in eps of the dtype: results that differ by more were not computed in another order alone
+# In eps of the dtype: results that differ by more were not computed in another order alone. The largest rounding that was measured
+# (BERT, GPT-2, Llama, T5, ViT) was of 12.
+FAR = 2.0**10
 _DROPS = {F.dropout, F.dropout1d, F.dropout2d, F.dropout3d, F.alpha_dropout, F.feature_alpha_dropout}
 
 

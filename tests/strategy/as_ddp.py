@@ -12,7 +12,7 @@ import torch.nn.functional as F
 from lightning.pytorch.callbacks import ModelPruning
 from lightning.pytorch.strategies import DDPStrategy
 from torch import Tensor, nn
-from torch.utils.data import DataLoader, TensorDataset
+from torch.utils.data import DataLoader, IterableDataset, TensorDataset
 
 import lightning_piper as piper
 from tests.strategy.fitting import QUIET
@@ -53,6 +53,7 @@ def replicas(**options: Any) -> list[Any]:
 
 
 WHOLE, ZERO3 = replicas(), replicas(shard_optimizer=True, shard_grads=True, shard_params=True)
+ZERO1 = replicas(shard_optimizer=True)
 BY_PARAMETER = replicas(shard_optimizer=True, shard_by="parameter")
 # module, precision, arguments of strategies
 KINDS: dict[str, tuple[Any, Any, list[dict[str, Any]]]] = {
@@ -81,6 +82,56 @@ def fit(module: L.LightningModule, strategy: Any, precision: Any) -> tuple[dict[
         trainer.fit(module, DataLoader(data, batch_size=4))
     said = [str(each.message) for each in caught if "DistributedDataParallel" in str(each.message)]
     return {name: x.detach().clone() for name, x in module.named_parameters()}, said
+
+
+class Validated(Net):
+    def validation_step(self, batch: Any, batch_idx: int) -> None:
+        self.log("val_loss", F.mse_loss(self.net(batch[0]), batch[1]), sync_dist=True)
+
+    test_step = validation_step
+
+    def on_validation_epoch_end(self) -> None:
+        self.trainer.seen.append(float(self.trainer.callback_metrics["val_loss"]))  # type: ignore[attr-defined]
+
+    on_test_epoch_end = on_validation_epoch_end
+
+
+class Stream(IterableDataset[Any]):
+    """Its end alone tells how many samples it has: of the second rank, fewer."""
+
+    def __init__(self, samples: list[Any]) -> None:
+        self.samples = samples
+
+    def __iter__(self) -> Any:
+        return iter(self.samples)
+
+
+def evaluate_unevenly(rank: int, streamed: bool, strategy: Any) -> tuple[list[float], list[str]]:
+    """The values of two validations and a test of which the ranks have 6 and 5 batches, and the warnings."""
+    torch.manual_seed(0)
+    module, samples = Validated(), [(torch.randn(4), torch.randn(4)) for _ in range(24)][: 24 - 4 * rank]
+    trainer = L.Trainer(
+        accelerator="cpu", devices=2, strategy=strategy, max_epochs=2, **{**QUIET, "use_distributed_sampler": False}
+    )
+    loader = DataLoader[Any](Stream(samples) if streamed else samples, batch_size=4)  # type: ignore[arg-type]
+    trainer.seen = seen = []  # type: ignore[attr-defined]
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        trainer.fit(module, DataLoader(TensorDataset(torch.randn(16, 4), torch.randn(16, 4)), batch_size=4), loader)
+        trainer.test(module, loader, verbose=False)
+    return seen, [str(each.message) for each in caught if "numbers of batches that may differ" in str(each.message)]
+
+
+def evaluate(rank: int, folder: Path) -> dict[str, Any]:
+    found: dict[str, Any] = {}
+    for kind, streamed in (("streamed", True), ("sized", False)):
+        strategies = (DDPStrategy(), piper.PiperStrategy(WHOLE), piper.PiperStrategy(ZERO1))
+        found[kind] = [evaluate_unevenly(rank, streamed, each) for each in strategies]
+    try:
+        evaluate_unevenly(rank, False, piper.PiperStrategy(WHOLE, capture="always"))
+    except piper.PiperError as error:
+        found["refused"] = str(error)
+    return found
 
 
 def train(rank: int, folder: Path) -> dict[str, Any]:

@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from tests.distributed.processes import launch_trainings
-from tests.strategy.as_ddp import KINDS, train
+from tests.strategy.as_ddp import KINDS, evaluate, train
 
 
 @pytest.fixture(scope="module")
@@ -30,3 +30,14 @@ def test_copies_that_drift_apart_are_told_of(ranks):
         assert drifts != all(torch.equal(first[name], other[name]) for name in first)
         assert len(said) == drifts and all("0.1 on rank 0, and 0.2 on rank 1. So each replica updates" in text for text in said)
         assert not silent
+
+
+def test_processes_may_have_different_numbers_of_batches_in_evaluations(tmp_path):
+    for rank, found in enumerate(launch_trainings(2, evaluate, tmp_path / "run", tmp_path)):
+        for kind in ("streamed", "sized"):
+            (wanted, _), *others = found[kind]
+            assert len(wanted) == 4 and all(values == wanted and len(said) == 2 * (rank == 0) for values, said in others), (
+                kind,
+                found[kind],
+            )
+        assert "numbers of batches that may differ" in found["refused"]
