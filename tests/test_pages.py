@@ -177,6 +177,7 @@ def names(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[dict[str,
     for package in (L, L.pytorch):
         monkeypatch.setattr(package, "Trainer", rehearsal(L.Trainer))
     monkeypatch.setattr(piper, "PiperStrategy", Rehearsed)
+    monkeypatch.setattr(Pair, "training_step", Pair.training_step)  # docs/losses.md gives it another one
     monkeypatch.setitem(sys.modules, "net", SimpleNamespace(Net=Pair, data=samples))
     made: dict[str, Any] = {"__name__": "tests.pages", "pytest": pytest}
     exec(COMMON, made)
