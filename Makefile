@@ -19,12 +19,13 @@ PYTHON ?= $(firstword $(foreach name,python3.11 python3,$(shell $(name) -c \
 # One thread for each process: the processes are the parallelism, and figures do not depend on the number of cores.
 export OMP_NUM_THREADS := 1
 
-.PHONY: help demo test test-processes test-programs test-others test-long coverage property-tests docs lint bench gpu clean
+.PHONY: help demo test test-processes test-programs test-others test-long durations coverage property-tests docs lint bench gpu clean
 
 help:
 	@echo "make demo    train a small GPT on two processes and compare it with one device"
 	@echo "make test    lint, and some tests of every kind"
 	@echo "make test-long   all other tests"
+	@echo "make durations   all tests, and how long each takes, which decides what is long"
 	@echo "make coverage    as make test, and which part of the code it runs; fails below the floor in pyproject.toml"
 	@echo "make property-tests   thousands of random programs"
 	@echo "make docs    run the tutorial's commands and the notebook, build the documentation into build/site"
@@ -61,6 +62,9 @@ test-others:
 
 test-long: $(INSTALLED)
 	@$(MAKE) -j3 $(SYNCED) --no-print-directory test-processes test-programs test-others MARKED=long
+
+durations: $(INSTALLED)
+	@PIPER_RECORD_DURATIONS=1 $(MAKE) -j3 $(SYNCED) --no-print-directory test-processes test-programs test-others MARKED="long or not long"
 
 coverage:
 	@$(MAKE) --no-print-directory test COVERAGE=1

@@ -10,11 +10,12 @@ import pytest
 import torch
 
 from lightning_piper.cache import CACHE
-from tests import profiles
+from tests import durations, profiles
 
 profiles.load()
 torch.set_num_threads(1)
 
+pytest_configure = durations.register
 counts: Counter[str] = Counter()
 
 

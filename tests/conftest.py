@@ -13,12 +13,14 @@ import pytest
 import torch
 
 from lightning_piper.cache import CACHE
-from tests import profiles
+from tests import durations, profiles
 
 profiles.load()
 os.environ[CACHE] = tempfile.mkdtemp()  # what tests keep is not the user's
 atexit.register(shutil.rmtree, os.environ[CACHE], ignore_errors=True)
 torch.set_num_threads(1)  # as in all processes that tests start: another number adds up in another order
+
+pytest_configure = durations.register
 
 
 def pytest_collection_finish() -> None:

@@ -1,0 +1,86 @@
+"""How long each test takes, as it was recorded, and which tests are `long` because of that: `make test` is to end within minutes.
+
+`make durations` records all tests into durations.json: the seconds of a test, and of a fixture that several tests share. They are
+seconds of processors, of this process and those that it has started, because other work on the machine changes all others.
+"""
+
+from __future__ import annotations
+
+import fcntl
+import json
+import os
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+FILE = Path(__file__).with_name("durations.json")
+LIMIT = 4.0  # a test that takes longer is long, or one with a shared fixture that does
+KEPT = 1.0  # what takes less is not written
+RECORD = "PIPER_RECORD_DURATIONS"
+
+_found: dict[str, float] = {}
+elsewhere = 0.0  # seconds of processes that a server has started
+
+
+def register(config: pytest.Config) -> None:
+    """Once, by each conftest."""
+    if not config.pluginmanager.is_registered(sys.modules[__name__]):
+        config.pluginmanager.register(sys.modules[__name__])
+
+
+@pytest.hookimpl(tryfirst=True)
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    recorded: dict[str, float] = json.loads(FILE.read_text())
+    for item in items:
+        names = [item.nodeid, *(_shared(item, name) for name in getattr(item, "fixturenames", ()))]
+        if max(recorded.get(name, 0.0) for name in names) > LIMIT:
+            item.add_marker("long")
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_fixture_setup(fixturedef: Any, request: Any) -> Iterator[None]:
+    began = seconds()
+    try:
+        return (yield)
+    finally:
+        if fixturedef.scope != "function":
+            _add(_shared(request._pyfuncitem, fixturedef.argname), began)
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_runtest_call(item: pytest.Item) -> Iterator[None]:
+    began = seconds()
+    try:
+        return (yield)
+    finally:
+        _add(item.nodeid, began)
+
+
+def pytest_sessionfinish() -> None:
+    """Several sessions run at once, and write one after another."""
+    if RECORD not in os.environ:
+        return
+    with FILE.open("r+") as file:
+        fcntl.flock(file, fcntl.LOCK_EX)
+        recorded = {name: seconds for name, seconds in json.load(file).items() if name not in _found}
+        recorded |= {name: round(seconds, 1) for name, seconds in _found.items() if seconds >= KEPT}
+        file.seek(0)
+        file.truncate()
+        json.dump(dict(sorted(recorded.items())), file, indent=0)
+        file.write("\n")
+
+
+def _add(name: str, began: float) -> None:
+    _found[name] = _found.get(name, 0.0) + seconds() - began
+
+
+def seconds() -> float:
+    times = os.times()
+    return elsewhere + times.user + times.system + times.children_user + times.children_system
+
+
+def _shared(item: pytest.Item, fixture: str) -> str:
+    return f"{item.nodeid.partition('::')[0]}::fixture {fixture}"
