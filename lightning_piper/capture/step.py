@@ -25,7 +25,7 @@ from lightning_piper.capture.passes import Names
 from lightning_piper.capture.placed import place_values
 from lightning_piper.capture.reads import Drawn, History, Reads, refuse_drawing, without_drawing
 from lightning_piper.capture.sizes import Specs, Symbols
-from lightning_piper.capture.structure import public, same_structure
+from lightning_piper.capture.structure import Calls, calls_of, choices, public, same_calls, same_structure
 from lightning_piper.capture.symbolic import SymbolicStep, SymbolicTraces
 from lightning_piper.capture.text import Text, difference, text_of
 from lightning_piper.capture.trace import Fakes, Step, Traced, fakes_of, trace
@@ -76,6 +76,7 @@ class CapturedStep:
         self.module, self.context, self._device = module, context, device
         self.params, self.buffers, self.canonical, self._sharing = named_tensors(module)
         self._codes: dict[tuple[int, tuple[int, ...]], StepCode] = {}
+        self._calls: dict[int, Calls] = {}  # by size
         self._graphs: dict[int, tuple[torch.fx.Graph, Specs]] = {}  # by size: what was traced, and with which numbers as inputs
         # It cannot be traced at another size: a list with one entry a sample is there for this one alone.
         self._alone = _is_alone(batch_spec)
@@ -101,7 +102,8 @@ class CapturedStep:
             if len(self._shaped) == MANY_SHAPES:
                 del self._shaped[next(iter(self._shaped))]
             other = self._shaped[sample] = copy.copy(self)
-            other.batch_spec, other._codes, other._graphs, other._alone = batch_spec, {}, {}, _is_alone(batch_spec)
+            other.batch_spec, other._alone = batch_spec, _is_alone(batch_spec)
+            other._codes, other._calls, other._graphs = {}, {}, {}
             vars(other).pop("member", None)  # which is of the shapes of this one
         return self._shaped[sample]
 
@@ -237,14 +239,25 @@ class CapturedStep:
             self._codes[size, degrees] = found
         return self._codes[size, degrees]
 
-    def _beside(self, size: int, known: bool = False) -> tuple[torch.fx.Graph, int] | None:
-        """The step traced at another size than this one; None if it cannot be, then for no size. `known`: one that is there."""
+    def depends_on_size(self, size: int) -> bool:
+        """Does the step's Python code do for `size` samples something else than for the whole batch: `if len(x) > 100`, or
+        `h * math.log(len(x))`?"""
+        self.at(self.size), self.at(size)
+        calls = {each: found for each in (size, self.size) if (found := self._calls.get(each)) is not None}
+        # A third number of samples tells what follows: 1.0 and 2.0 may be a half and the whole of them, or a choice.
+        if len(calls) == 2 and choices(calls) and (beside := self._beside(self.size, but=size)):
+            calls[beside[1]] = calls_of(beside[0])
+        return len(calls) > 1 and not same_calls(calls)
+
+    def _beside(self, size: int, known: bool = False, but: int = 0) -> tuple[torch.fx.Graph, int] | None:
+        """The step traced at another size than this one; None if it cannot be, then for no size. `known`: one that is there. `but`:
+        a size that it must not be."""
         if self._alone:
             return None
         numbers = self.reads.inputs.specs()
         self._graphs = {other: found for other, found in self._graphs.items() if found[1] == numbers}
         for other, (graph, _) in self._graphs.items():
-            if other != size:
+            if other not in (size, but):
                 return graph, other
         if known:
             return None
@@ -312,6 +325,7 @@ class CapturedStep:
                 "from the tensors given there (sizes.shape[0]); elsewhere not from a parameter, which is a part here"
             ) from error
         self._symbolic.others += 1
+        self._calls[size] = calls_of(traced.graph)
         if not self._first:
             self._first.append((self, size, text_of(traced)))
         counted = unsampled(traced)  # before the graph is changed

@@ -2,12 +2,72 @@
 
 from __future__ import annotations
 
+import math
+from collections.abc import Mapping
 from itertools import zip_longest
-from typing import Any
+from typing import Any, NamedTuple
 
+import torch
+
+from lightning_piper.capture import _torch
 from lightning_piper.errors import CaptureError
 from lightning_piper.ir.regions import Interface, Output, PassKey, StepCode
 from lightning_piper.ir.values import Kind, Shard
+
+
+class Call(NamedTuple):
+    """A call of an operation in a graph.
+
+    Attributes:
+        name: of the operation.
+        numbers: among its arguments.
+        sizes: numbers in lists among its arguments.
+    """
+
+    name: str
+    numbers: tuple[float, ...]
+    sizes: tuple[float, ...]
+
+
+Calls = list[Call]
+
+
+def calls_of(graph: torch.fx.Graph) -> Calls:
+    """The calls of a graph, in their order."""
+
+    def call(node: torch.fx.Node) -> Call:
+        arguments = (*node.args, *node.kwargs.values())
+        numbers = tuple(x for x in arguments if isinstance(x, int | float))
+        lists = [x for x in arguments if isinstance(x, list | tuple)]
+        return Call(str(node.target), numbers, tuple(x for x in _torch.tree_leaves(lists) if isinstance(x, int | float)))
+
+    return [call(node) for node in graph.nodes if node.op == "call_function"]
+
+
+def choices(calls: Mapping[int, Calls]) -> bool:
+    """Are there numbers outside of lists, such as shapes are, that are others for one number of samples than for another?"""
+    one, other = ([call.numbers for call in found] for found in calls.values())
+    return one != other
+
+
+def same_calls(calls: Mapping[int, Calls]) -> bool:
+    """Are they the same operations, with numbers that are equal, or multiples or fractions of the number of samples?
+
+    Args:
+        calls: of one step by number of samples. Of further ones than the first two, the operations up to the last one are compared.
+    """
+    (one, other), sizes = [*calls.values()][:2], [*calls]
+    if len(one) != len(other):
+        return False
+    for found in zip(*calls.values(), strict=False):
+        if len({(call.name, len(call.numbers), len(call.sizes)) for call in found}) > 1:
+            return False
+        for numbers in zip(*((*call.numbers, *call.sizes) for call in found), strict=True):
+            multiples = [x / size for x, size in zip(numbers, sizes, strict=True)]
+            fractions = [x * size for x, size in zip(numbers, sizes, strict=True)]
+            if not any(all(math.isclose(x, xs[0]) for x in xs) for xs in (numbers, multiples, fractions)):
+                return False
+    return True
 
 
 def same_structure(a: StepCode, b: StepCode) -> None:

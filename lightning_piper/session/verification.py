@@ -86,7 +86,7 @@ def _warn(texts: Sequence[str], found: Difference | None, world: World) -> None:
         world.warn(f"{text}{seen}. PiperStrategy(verify='first_batch') says how far the result is from one device's")
     if found is not None and not texts:
         world.warn(
-            f"microbatches give another result than one device with the whole batch: of the first samples, {found}. Samples "
+            f"parts of the batch give another result than the whole batch on one device: of the first samples, {found}. Samples "
             "look at each other, or a buffer, a gradient or Python code follows their number. Let the program cut no batch "
             "(num_microbatches=1) where that matters; PiperStrategy(verify='first_batch') measures it for the whole batch"
         )
@@ -100,12 +100,18 @@ def warn_of_later(compiled: Compiled, first: Compiled, world: World) -> None:
 
 
 def _tried(compiled: Compiled, module: nn.Module, leaves: Sequence[torch.Tensor], world: World) -> Difference | None:
-    """Rank 0 tries the step on a few samples, if the program has microbatches. Collective."""
+    """Rank 0 tries the step, if the program has microbatches, on a few samples. If the step's Python code depends on the number of
+    samples, it tries as many as there are, with those of other replicas replaced by its own. Collective."""
     step, dag = compiled.step, compiled.dag
     own = dag.size // world.count
     size = min((len(part) for parts in dag.slices().values() for part in parts), default=own)
-    if step.executed or dag.code.undivided is not None or not size < own:
+    if step.executed or dag.code.undivided is not None:
         return None
+    depends = size < dag.size and step.depends_on_size(size)
+    if not (size < own or depends):
+        return None
+    copies = world.count if depends else 1
+    leaves = [torch.cat([x] * copies) if x.ndim else x for x in leaves]
 
     def run() -> Difference | None:
         if is_on_meta(module):
@@ -113,7 +119,7 @@ def _tried(compiled: Compiled, module: nn.Module, leaves: Sequence[torch.Tensor]
         module.to(world.device)
         tensors = {step.canonical[n]: x.detach() for n, x in [*module.named_parameters(), *module.named_buffers()]}
         with isolate_rng():
-            return tried(step, tensors, [x.to(world.device) for x in leaves], size)
+            return tried(step, tensors, [x.to(world.device) for x in leaves], size, whole=depends)
 
     return world.on_rank_zero(run, share=False)
 

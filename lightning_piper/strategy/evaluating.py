@@ -66,7 +66,6 @@ class EvaluatingStrategy(OverProcesses):
         self._annotations = annotations_given(directives)
         self._restored = Restored()
         self._eager_steps: set[str] = set()  # that run as they are
-        self._uneven = False  # may processes have other numbers of batches than others, in the evaluation that runs?
         self._whole = contextlib.ExitStack()  # entered while steps run as they are
         self._chosen = contextlib.ExitStack()  # closed, it takes the tags away that a program has brought
         self._averages: Averages | None = None
@@ -198,7 +197,7 @@ class EvaluatingStrategy(OverProcesses):
     def _evaluate(self, name: str, batch: Any, batch_idx: int = 0, dataloader_idx: int | None = None) -> Any:
         """Run a step as a plan; where it cannot be captured, as it is, if every process can have the whole module meanwhile."""
         assert isinstance(self.phase, Evaluating | Starting | Fitting) and self.phase.evaluation is not None
-        if name not in self._eager_steps and not self._uneven:
+        if name not in self._eager_steps:
             try:
                 if self._capture == "never":
                     raise CaptureError("capture='never'")

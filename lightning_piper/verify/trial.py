@@ -55,7 +55,9 @@ class Difference:
         return f"{self.result} differs by {self.distance:.1e}{where}"
 
 
-def tried(step: CapturedStep, tensors: Mapping[str, torch.Tensor], leaves: Sequence[torch.Tensor], size: int) -> Difference | None:
+def tried(
+    step: CapturedStep, tensors: Mapping[str, torch.Tensor], leaves: Sequence[torch.Tensor], size: int, whole: bool = False
+) -> Difference | None:
     """Try a step; the result that differs most. None also where it cannot be tried: it draws random numbers that are no dropout,
     or its code takes no other number of samples than it gets.
 
@@ -63,12 +65,13 @@ def tried(step: CapturedStep, tensors: Mapping[str, torch.Tensor], leaves: Seque
         tensors: parameters and buffers by canonical name; not changed.
         leaves: of a batch.
         size: of a microbatch.
+        whole: try the whole batch, and not a few samples.
     """
     together = mixed(step)  # no weight of a part is right for all terms of its loss
     counted = any(term.denominator is not None for term in step.at(step.size).terms)
-    part = size if counted or together else min(size, FEW)
+    part = size if counted or together or whole else min(size, FEW)
     there = min((len(x) for x in leaves if x.ndim), default=0) // part
-    count = min(max(2, -(-2 * FEW // part)), there)
+    count = there if whole else min(max(2, -(-2 * FEW // part)), there)
     if count < 2:
         return None
     some = [x[: count * part] if x.ndim else x for x in leaves]
@@ -178,7 +181,7 @@ def _first_difference(run: Callable[[Sequence[Slice]], object], whole: Sequence[
             return f"{one.where} (other code runs for other numbers of samples)"
         if any(not _is_joined(x, list(found)) for x, *found in zip(one.results, *(call.results for call in calls), strict=False)):
             return f"{one.name} at {one.where}"
-    return ""
+    return f"{full[each].where} (other code runs for other numbers of samples)" if len(full) > each else ""
 
 
 def _is_joined(whole: torch.Tensor, parts: list[torch.Tensor]) -> bool:
