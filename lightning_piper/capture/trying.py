@@ -83,16 +83,22 @@ def _known(node: Node, constants: Constants) -> torch.Tensor | None:
 
 def is_uniform(node: Any) -> bool:
     """Are all its elements certainly the same?"""
-    if not isinstance(node, Node):
-        return True
-    value, target = node.meta.get("val"), node.target
-    if isinstance(value, torch.Tensor) and value.numel() == 1:
-        return True
-    if target in CONSTANTS or target in (aten.full.default, aten.ones.default, aten.zeros.default):
-        return True
-    if target is aten.expand.default or target in SAME - {operator.getitem} or is_pointwise(node):
-        return bool(node.all_input_nodes) and all(map(is_uniform, node.all_input_nodes))
-    return False
+    waiting, seen = [node], set()
+    while waiting:
+        node = waiting.pop()
+        if not isinstance(node, Node) or node in seen:
+            continue
+        seen.add(node)
+        value, target = node.meta.get("val"), node.target
+        if isinstance(value, torch.Tensor) and value.numel() == 1:
+            continue
+        if target in CONSTANTS or target in (aten.full.default, aten.ones.default, aten.zeros.default):
+            continue
+        follows = target is aten.expand.default or target in SAME - {operator.getitem} or is_pointwise(node)
+        if not (follows and node.all_input_nodes):
+            return False
+        waiting += node.all_input_nodes
+    return True
 
 
 def is_pointwise(node: Node) -> bool:
