@@ -24,7 +24,7 @@ from lightning_piper.capture.trying import Constants, constant, is_pointwise, is
 from lightning_piper.gathered import GATHER
 from lightning_piper.ir.regions import PassKey, StepCode
 from lightning_piper.ir.values import Placement, Shard
-from lightning_piper.placements.rule import P, R, made_by, tensors_of
+from lightning_piper.placements.rule import P, R, Rule, made_by, tensors_of
 from lightning_piper.placements.rules import rules_for
 from lightning_piper.routing import ROUTE
 from lightning_piper.totals import TOTAL
@@ -91,6 +91,7 @@ class _Followed:
         self.found: Places = {}
         self.curved: Places = {}
         self._constants: Constants = {}
+        self._rules: dict[object, list[Rule]] = {}  # layers are alike, and so are their operations
 
     def enter(self, place: int, node: Node) -> None:
         if node.op == "placeholder":
@@ -143,7 +144,7 @@ class _Followed:
         if "batch_norm" in str(node.target):  # which is said of itself, see `takes_statistics`
             return (Shard(0), *(P for _ in made_by(node)[1:]))
         runs = {p.blocks for p in given if isinstance(p, Shard)}
-        for rule in rules_for(node, self._size, runs):
+        for rule in self._rules_for(node, inputs, frozenset(runs)):
             pairs = list(zip(inputs, given, rule.inputs, strict=True))
             if all(have == wanted or (have == R and isinstance(wanted, Shard)) for _, have, wanted in pairs):
                 by_place = [
@@ -160,6 +161,15 @@ class _Followed:
         # What was drawn may show less than there is: the largest of all was that of a third sample.
         reduced = _name(node) in _REDUCTIONS and not all(isinstance(p, Shard) for p in made)
         return None if None in made or reduced else made
+
+    def _rules_for(self, node: Node, inputs: Sequence[Node], runs: frozenset[int]) -> list[Rule]:
+        places = {x: i for i, x in reversed([*enumerate(inputs)])}
+        arguments = torch.fx.node.map_arg((node.args, node.kwargs), lambda x: f"%{places.get(x)}")
+        specs = tuple(None if x is None else (x.shape, x.dtype) for x in (*(x.meta["val"] for x in inputs), *made_by(node)))
+        form = node.target, repr(arguments), specs, runs
+        if form not in self._rules:
+            self._rules[form] = rules_for(node, self._size, runs)
+        return self._rules[form]
 
     def _seen(self, node: Node) -> Held:
         """As far as the operation is known to keep its first dimension."""
