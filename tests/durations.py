@@ -16,13 +16,14 @@ from typing import Any
 
 import pytest
 
+from tests.seconds import seconds
+
 FILE = Path(__file__).with_name("durations.json")
 LIMIT = 4.0  # a test that takes longer is long, or one with a shared fixture that does
 KEPT = 1.0  # what takes less is not written
 RECORD = "PIPER_RECORD_DURATIONS"
 
 _found: dict[str, float] = {}
-elsewhere = 0.0  # seconds of processes that a server has started
 
 
 def register(config: pytest.Config) -> None:
@@ -75,11 +76,6 @@ def pytest_sessionfinish() -> None:
 
 def _add(name: str, began: float) -> None:
     _found[name] = _found.get(name, 0.0) + seconds() - began
-
-
-def seconds() -> float:
-    times = os.times()
-    return elsewhere + times.user + times.system + times.children_user + times.children_system
 
 
 def _shared(item: pytest.Item, fixture: str) -> str:

@@ -1,12 +1,13 @@
 """What `capture._torch` is for the rest of torch, for groups of processes. Tried on torch 2.13; relied on is:
 
 - `_new_process_group_helper`: what `new_group` does for the members of a group, under a name that is given to it.
-- `_world.pg_map` and `_world.pg_group_ranks`: where it finds the store of the default group, and keeps the ranks of members.
+- `_world.pg_map` and `_world.pg_group_ranks`: all groups, with the store of the default group, and the ranks of members.
 - `_get_default_timeout`: of a backend.
 """
 
 from __future__ import annotations
 
+import ctypes
 from datetime import timedelta
 from typing import Any
 
@@ -39,3 +40,10 @@ def new_group_of_members(ranks: list[int], name: str, backend: str, timeout: tim
         default.bound_device_id = bound
     c10d._world.pg_group_ranks[group] = {member: i for i, member in enumerate(ranks)}
     return group
+
+
+def keep_all_groups() -> None:
+    """Let every group of this process outlive the interpreter. Gloo's destructor waits for messages, and a process that has failed
+    while others live on would not end before the timeout."""
+    for group in c10d._world.pg_map:
+        ctypes.pythonapi.Py_IncRef(ctypes.py_object(group))

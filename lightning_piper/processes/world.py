@@ -17,6 +17,7 @@ from typing import Any, TypeVar
 import torch
 import torch.distributed as dist
 
+from lightning_piper.accelerators._torch_groups import keep_all_groups
 from lightning_piper.errors import PiperError
 from lightning_piper.processes.objects import of_outline, outlined
 from lightning_piper.runtime.groups import local_group
@@ -283,13 +284,14 @@ def end_groups_at_exit(default: bool) -> None:
     """
     global _ends_default
     _ends_default |= default
-    leave_groups_at_exit()
+    atexit.unregister(_end_groups)
     atexit.register(_end_groups)
 
 
 def leave_groups_at_exit() -> None:
-    """The run has failed: what others no longer send would be waited for."""
+    """The run has failed: what others no longer send would be waited for, here and where the interpreter drops the groups."""
     atexit.unregister(_end_groups)
+    keep_all_groups()
 
 
 def _end_groups() -> None:

@@ -28,7 +28,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from tests import durations
+from tests import seconds
 
 LIMIT = timedelta(seconds=400)  # nothing here takes that long, also on a slow machine; a test that hangs ends
 PATIENCE = timedelta(seconds=300)  # of communication: what waits in vain says so before the limit is over
@@ -106,8 +106,8 @@ def run_ranks(
     parent.kill()
     parent.join()
     assert parent.exitcode == 0, f"{prepare} {_words(parent.exitcode)}; it said:\n{_read(folder / 'parent.txt')}"
-    ends, seconds = pickle.loads((folder / "ends").read_bytes())
-    durations.elsewhere += seconds
+    ends, taken = pickle.loads((folder / "ends").read_bytes())
+    seconds.elsewhere += taken
     return [Ended(*end, _result(folder / f"{rank}.pt"), _read(folder / f"{rank}.txt")) for rank, end in enumerate(ends)]
 
 
@@ -144,7 +144,7 @@ def _fork(
     for rank in ranks:
         rank.join()
     ends = [(rank.exitcode, ended[rank]) if rank in ended else (None, time.monotonic()) for rank in ranks]
-    Path(folder, "ends").write_bytes(pickle.dumps((ends, durations.seconds())))
+    Path(folder, "ends").write_bytes(pickle.dumps((ends, seconds.seconds())))
 
 
 def _is_stopped(process: Any) -> bool:
