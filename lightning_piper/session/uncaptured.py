@@ -46,6 +46,8 @@ def check_may_be(before: Standalone, step: str, problem: str | Exception, captur
 
 def is_whole(before: Standalone) -> bool:
     """Has every process the whole module between steps, whether they are captured or not?"""
+    if is_on_meta(before.module):
+        return False
     shards = {field for each in before.settings.program for field in shards_of(each)}
     return "shard_parameters" not in shards and why_not(before.module, before.settings, before.world.device) is None
 

@@ -35,6 +35,13 @@ class Batches:
         return iter(self.items)
 
 
+class Counted(Batches):
+    """Batches whose number is known before."""
+
+    def __len__(self) -> int:
+        return len(self.items)
+
+
 class Record(L.Callback):
     """Loss and logged values of every step, and of every epoch."""
 

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor, nn
 
 import lightning_piper as piper
-from tests.strategy.fitting import Batches, trainer, values
+from tests.strategy.fitting import Batches, Counted, trainer, values
 
 Outcome = dict[str, Any]
 
@@ -103,7 +103,7 @@ REPLICAS = [piper.Place(filter={}, devices=[0, 1]), piper.Replicate(filter={}, d
 def train(rank: int) -> Outcome:
     module = make()
     fit, record = trainer(piper.PiperStrategy(REPLICAS), devices=2, max_steps=4, num_sanity_val_steps=0)
-    fit.fit(module, Batches(map(named, SEEDS[rank])), Batches(map(named, SEEDS[rank][:2])))
+    fit.fit(module, Batches(map(named, SEEDS[rank])), Counted(map(named, SEEDS[rank][:2])))
     found = {"values": values(module), "losses": record.losses, "val": fit.callback_metrics["val"]}
     predicted: Any = fit.predict(module, Batches(map(named, SEEDS[rank][:2])))
     return found | {"names": [x["name"].name for x in predicted], "predicted": [x["loss"] for x in predicted]}
