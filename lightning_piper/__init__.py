@@ -4,6 +4,7 @@ from lightning_piper import schedules
 from lightning_piper.annotate import annotate, annotate_modules
 from lightning_piper.averages import mean
 from lightning_piper.compiler import Compiled, compile, verify
+from lightning_piper.degrees import parallel
 from lightning_piper.directives import Directive, Offload, Order, Place, Recompute, Replicate, Shard, Split, register
 from lightning_piper.errors import CaptureError, DirectiveError, ExecutionError, PiperError, VerificationError
 from lightning_piper.gathered import gather_samples
@@ -41,6 +42,7 @@ __all__ = [
     "grad_norm",
     "grouped_linear",
     "mean",
+    "parallel",
     "register",
     "schedules",
     "search",

@@ -21,7 +21,8 @@ ROOMS = [
     "ir", "placements", "annotate", "capture", "huggingface", "ops",
     "directives", "schedules", "plan", "passes", "verify",
     "runtime", "simulate", "viz", "compiler", "tensor_parallel",
-    "profile", "search", "processes", "holdings", "checkpoint", "session", "strategy", "targets", "cli_search", "cli", "testing",
+    "profile", "search", "degrees",
+    "processes", "holdings", "checkpoint", "session", "strategy", "targets", "cli_search", "cli", "testing",
     "lightning_piper",
 ]  # fmt: skip
 

@@ -64,6 +64,10 @@ class Directive:
     def check_fields(self) -> None:
         """Refuse values that no DAG could accept."""
 
+    def completed(self, program: Sequence[Directive]) -> Directive:
+        """This directive with the fields that were left out and follow from the other directives of its program."""
+        return self
+
     def replica_groups(self) -> Sequence[Sequence[int]]:
         """Groups of devices that this directive lets share a batch, if it does; the position in a group is the replica's index.
 
@@ -80,7 +84,7 @@ class Directive:
         raise DirectiveError(f"({self.op}): field {field!r}: {found}; {accepted}")
 
     def to_json(self) -> dict[str, Any]:
-        """The JSON spelling; fields that have their default are left out."""
+        """The JSON spelling; fields that have their default are left out. What a factory makes is written."""
         out: dict[str, Any] = {"op": self.op}
         for field in dataclasses.fields(self):
             value = getattr(self, field.name)

@@ -45,7 +45,7 @@ class Offload(Directive):
     op: ClassVar[str] = "offload"
     contract: ClassVar[Contract] = "bitwise"
 
-    filter: Filter
+    filter: Filter = dataclasses.field(default_factory=dict)
     ahead: int | Filter = 1
     saved: bool = True
     states: bool = False

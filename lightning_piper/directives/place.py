@@ -16,14 +16,14 @@ from lightning_piper.limits import is_name, shown
 
 
 @register
-@dataclasses.dataclass(frozen=True, kw_only=True)
+@dataclasses.dataclass(frozen=True)
 class Place(Directive):
     """Run the chunks that `filter` selects on `devices`; where data crosses devices, insert a send and a receive.
 
         F[PP=0] @?  ->  F[PP=1] @1      --place {PP: 0} on [0]-->      F[PP=0] @0 -> send @0 -> recv @1 -> F[PP=1] @1
 
     Attributes:
-        filter: selects chunks by tags.
+        filter: selects chunks by tags (default: everything).
         devices: one logical device, or a group of them over which a `replicate` divides the work; or a group as a mesh, a nested
             list such as `[[0, 1], [2, 3]]`.
         axes: of a mesh, the names of its dimensions, such as `["dp", "ep"]`, from the outermost list on. A `shard` may name one.
@@ -40,8 +40,9 @@ class Place(Directive):
     op: ClassVar[str] = "place"
     contract: ClassVar[Contract] = "bitwise"
 
-    filter: Filter
+    filter: Filter = dataclasses.field(default_factory=dict, kw_only=True)
     devices: Sequence[Any]
+    _: dataclasses.KW_ONLY
     axes: Sequence[str] = ()
     stream: str = "compute"
 
@@ -116,6 +117,12 @@ class Place(Directive):
                     f"{mine.label} would be on device {_shown(group)}, {other.label} is on {_shown(other.devices)}",
                     "the backward pass reads what the forward pass saved: give all passes of a microbatch the same",
                 )
+
+
+def groups_of(program: Sequence[Directive]) -> list[Any]:
+    """Where a program places chunks: one group, or a list of several groups, each once."""
+    groups = list(dict.fromkeys(directive.group for directive in program if isinstance(directive, Place)))
+    return list(groups[0]) if len(groups) == 1 else [list(group) for group in groups]
 
 
 def _shape(devices: Any) -> tuple[int, ...]:

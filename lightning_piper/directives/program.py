@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import inspect
 from collections.abc import Iterable, Mapping, Sequence
 from os import PathLike
 from typing import Any, TypeGuard
@@ -46,7 +47,18 @@ def parse(source: Any) -> list[Directive]:
         except DirectiveError as error:
             raise DirectiveError(f"directive {index} {error}") from None
         program.append(directive)
-    return program
+    return [_completed(index, directive, program) for index, directive in enumerate(program)]
+
+
+def _completed(index: int, directive: Directive, program: Program) -> Directive:
+    """With what follows from the rest of the program."""
+    found = directive.completed(program)
+    if found is not directive:
+        try:
+            found.check_fields()
+        except DirectiveError as error:
+            raise DirectiveError(f"directive {index} {error}") from None
+    return found
 
 
 def annotations_of(source: Any) -> Annotations:
@@ -130,8 +142,9 @@ def _from_json(entry: Any) -> Directive:
     fields = {field.name: field for field in dataclasses.fields(cls)}
     given = {k: v for k, v in entry.items() if k != "op"}
     for name in given:
-        if name not in fields:
-            raise DirectiveError(f"({op}): field {shown(name)}: unknown; accepted are {', '.join(fields)}")
+        if name not in fields and name not in (arguments := inspect.signature(cls).parameters):
+            accepted = dict.fromkeys([*fields, *arguments])
+            raise DirectiveError(f"({op}): field {shown(name)}: unknown; accepted are {', '.join(accepted)}")
     for name, field in fields.items():
         if name not in given and field.default is dataclasses.MISSING and field.default_factory is dataclasses.MISSING:
             raise DirectiveError(f"({op}): field {name!r}: missing; {op} needs {', '.join(fields)}")

@@ -26,7 +26,7 @@ class Recompute(Directive):
         F -> saved -> B      --recompute-->      F     F' -> saved -> B        (F' waits for the gradient that B waits for)
 
     Attributes:
-        filter: selects chunks; the backward passes of their regions and slices are served.
+        filter: selects chunks (default: everything); the backward passes of their regions and slices are served.
         keep: None: nothing but what the region reads. A second forward pass makes the rest, a chunk of its own with the tag PASS=R:
             it reads the same inputs, buffers and random numbers, gathers sharded parameters for itself, and runs when the
             gradient is there that the backward pass waits for; or where an `order` names it.
@@ -42,7 +42,7 @@ class Recompute(Directive):
     op: ClassVar[str] = "recompute"
     contract: ClassVar[Contract] = "bitwise"
 
-    filter: Filter
+    filter: Filter = dataclasses.field(default_factory=dict)
     keep: Sequence[str] | float | None = None
 
     def check_fields(self) -> None:

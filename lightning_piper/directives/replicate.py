@@ -11,6 +11,7 @@ import torch
 from lightning_piper.directives.base import Contract, Directive, register
 from lightning_piper.directives.batch_sharding import shard_batch
 from lightning_piper.directives.divided import hold_parts
+from lightning_piper.directives.place import groups_of
 from lightning_piper.directives.sharding import Conflict, gather_as_in_training, gather_parameters, reduce_gradients
 from lightning_piper.directives.transfers import connect
 from lightning_piper.ir.dag import TrainingDAG
@@ -18,24 +19,26 @@ from lightning_piper.ir.filters import Filter
 from lightning_piper.ir.mesh import Mesh
 from lightning_piper.ir.nodes import Chunk
 from lightning_piper.ir.policies import ShardingPolicy
-from lightning_piper.limits import is_number, shown
+from lightning_piper.limits import integer, is_number, shown
 
 MEBI = 2**20
 SHARDS = ("elements", "parameter")
+LEVELS = ("shard_optimizer", "shard_grads", "shard_params")  # of ZeRO, from 1 on
 AVERAGES = ("batch", "replicas")
 REDUCE_DTYPES = ("float16", "bfloat16", "float32", "float64")
 
 
 @register
-@dataclasses.dataclass(frozen=True, kw_only=True)
+@dataclasses.dataclass(frozen=True)
 class Replicate(Directive):
     """Run the chunks that `filter` selects on a group of devices, each with its local batch, an equal part of the batch.
 
         B 0:8 @0,1 -> accumulate -> update    --replicate {} over [0, 1]-->    B 0:4 @0,1 -> accumulate -> all-reduce -> update
 
     Attributes:
-        filter: selects chunks; they are placed on the groups already.
-        devices: one group, `[0, 1]`, or a list of groups, `[[0, 2], [1, 3]]`, as the stages are placed on them. The position
+        filter: selects chunks (default: everything); they are placed on the groups already.
+        devices: one group, `[0, 1]`, or a list of groups, `[[0, 2], [1, 3]]`, as the stages are placed on them (default: the
+            groups on which the program places chunks). The position
             in its group is the index of a device's replica: replica r of R has the r-th of R equal parts of the batch.
         reduce_stream: logical stream of the sums of gradients.
         gather_stream: logical stream of the gathers of sharded parameters.
@@ -52,6 +55,9 @@ class Replicate(Directive):
         reduce_dtype: dtype in which gradients are summed over microbatches and replicas, such as "float32" for gradients in
             bfloat16; left out, their own.
 
+    ZeRO's level may be given as `zero`, from 0 to 3, and is kept as one of the three fields: `Replicate(zero=3)` is
+    `Replicate(shard_params=True)`.
+
     Of parameters that a `shard` divides, each part is summed, and sharded, over the replicas that have it.
 
     The local batches are the same for all regions of a step, replicated by one directive or by several; what is sharded may differ.
@@ -62,8 +68,9 @@ class Replicate(Directive):
     op: ClassVar[str] = "replicate"
     contract: ClassVar[Contract] = "reassociated"
 
-    filter: Filter
-    devices: Sequence[int] | Sequence[Sequence[int]]
+    filter: Filter = dataclasses.field(default_factory=dict, kw_only=True)
+    devices: Sequence[int] | Sequence[Sequence[int]] | None = None
+    _: dataclasses.KW_ONLY
     reduce_stream: str = "reduce"
     gather_stream: str = "gather"
     bucket_size: float = 25.0
@@ -73,9 +80,32 @@ class Replicate(Directive):
     shard_by: str = "elements"
     average: str = "batch"
     reduce_dtype: str | None = None
+    zero: dataclasses.InitVar[int | None] = None
+
+    def __post_init__(self, zero: int | None) -> None:
+        super().__post_init__()
+        if zero is None:
+            return
+        level = integer(zero)
+        if level is None or not 0 <= level <= 3:
+            self.refuse("zero", shown(zero), "give a level of ZeRO from 0 to 3")
+        own = max((i for i, field in enumerate(LEVELS, 1) if getattr(self, field) is True), default=0)
+        if own not in (0, level):
+            self.refuse("zero", f"{level}, and {LEVELS[own - 1]} is set, which is level {own}", "give one of the two")
+        if level:
+            object.__setattr__(self, LEVELS[level - 1], True)
+
+    def completed(self, program: Sequence[Directive]) -> Replicate:
+        groups = groups_of(program)
+        return dataclasses.replace(self, devices=groups) if self.devices is None and groups else self
 
     def check_fields(self) -> None:
         self.check_filter("filter", self.filter)
+        if self.devices is not None:
+            self._check_devices()
+        self._check_options()
+
+    def _check_devices(self) -> None:
         self.check_groups("devices", self.devices)
         sizes = {len(group) for group in self.replica_groups()}
         if len(sizes) > 1 or min(sizes) < 2:
@@ -87,11 +117,13 @@ class Replicate(Directive):
                     self.refuse(
                         "devices", f"device {device} is replica {replica[device]} and {index}", "give it one position in all groups"
                     )
+
+    def _check_options(self) -> None:
         for field in ("reduce_stream", "gather_stream"):
             self.check_stream(field, "reduce")
         if not isinstance(self.bucket_size, int | float) or not is_number(self.bucket_size, positive=True):
             self.refuse("bucket_size", shown(self.bucket_size), "give a number of MB above 0")
-        for field in ("shard_optimizer", "shard_grads", "shard_params"):
+        for field in LEVELS:
             if not isinstance(getattr(self, field), bool):
                 self.refuse(field, shown(getattr(self, field)), "give true or false")
         if self.shard_by not in SHARDS:
@@ -131,6 +163,8 @@ class Replicate(Directive):
         """Give every replica its local batch. Returns the selected regions."""
         chunks = self.select(dag, "filter", self.filter)
         groups = self.replica_groups()
+        if not groups:
+            self.refuse("devices", "left out, and no directive places anything", "put a place before it, or give devices")
         for chunk in chunks:
             if chunk.devices not in groups:
                 where = f"on {list(chunk.devices)}" if chunk.devices else "on no device yet"
@@ -156,6 +190,8 @@ class Replicate(Directive):
         return regions
 
     def replica_groups(self) -> list[tuple[int, ...]]:
+        if self.devices is None:
+            return []
         groups: Any = self.devices if isinstance(self.devices[0], list | tuple) else [self.devices]
         return [tuple(group) for group in groups]
 

@@ -12,6 +12,7 @@ from lightning_piper.directives.base import Contract, Directive, register
 from lightning_piper.directives.batch_sharding import shard_batch
 from lightning_piper.directives.divided import hold_parts
 from lightning_piper.directives.member_tensors import blocks_of, check_tensors, divided_step, take_parts
+from lightning_piper.directives.place import Place, groups_of
 from lightning_piper.directives.sharding import Conflict, gather_as_in_training, readers_of
 from lightning_piper.directives.transfers import connect
 from lightning_piper.ir import values
@@ -39,8 +40,8 @@ class Shard(Directive):
         filter: selects chunks; they are placed on the groups already, and split. Of what it selects, regions between
             `piper.dispatch` and `piper.combine` are divided; what stands around them in the same annotation is not.
         devices: one group, `[0, 1]`, or a list of groups, `[[0, 1], [2, 3]]`, each of which has all experts: device i of n the
-            i-th of n equal parts. A stage on `[0, 1, 2, 3]` may have its experts twice, on `[0, 1]` and on `[2, 3]`. Left out, the
-            groups are the lines along `axis` of the mesh on which the chunks were placed.
+            i-th of n equal parts. A stage on `[0, 1, 2, 3]` may have its experts twice, on `[0, 1]` and on `[2, 3]`. Left out:
+            the lines along `axis` of the mesh on which chunks are placed; without a mesh, the groups on which the program places chunks.
         axis: name of the axis along which they are divided.
         stream: logical stream of the exchanges.
         params: of tensors: names of parameters, or patterns, with the dimension along which each is divided; or with (dimension,
@@ -69,7 +70,7 @@ class Shard(Directive):
     op: ClassVar[str] = "shard"
     contract: ClassVar[Contract] = "reassociated"
 
-    filter: Filter
+    filter: Filter = dataclasses.field(default_factory=dict)
     devices: Sequence[int] | Sequence[Sequence[int]] | None = None
     axis: str = "ep"
     stream: str = "alltoall"
@@ -111,6 +112,12 @@ class Shard(Directive):
 
     def prepare(self, step: Step, program: Sequence[Directive]) -> Step:
         return divided_step(self, step, program) if self.divides_tensors else step
+
+    def completed(self, program: Sequence[Directive]) -> Shard:
+        if self.devices is not None or any(isinstance(place, Place) and place.axes for place in program):
+            return self
+        groups = groups_of(program)
+        return dataclasses.replace(self, devices=groups) if groups else self
 
     def member_lines(self, program: Sequence[Directive]) -> Sequence[Sequence[int]]:
         return blocks_of(self, program) if self.divides_tensors else ()

@@ -31,7 +31,7 @@ from lightning_piper.ops.update import Accumulate, Update
 
 
 @register
-@dataclasses.dataclass(frozen=True, kw_only=True)
+@dataclasses.dataclass(frozen=True)
 class Split(Directive):
     """Repeat the chunks that `filter` selects for `num_microbatches` pieces of the batch.
 
@@ -39,9 +39,9 @@ class Split(Directive):
                                                                           F[MB=1] 2:4 -> B[MB=1] 2:4 ---^
 
     Attributes:
-        filter: selects chunks; always with both passes of a region. A part of the model may be split alone: values that enter
-            it are cut along the batch, values that leave it are joined.
-        dim_name: the new tag; microbatch i carries `dim_name=i`.
+        filter: selects chunks (default: everything); always with both passes of a region. A part of the model may be split alone:
+            values that enter it are cut along the batch, values that leave it are joined.
+        dim_name: the new tag (default: "MB"); microbatch i carries `dim_name=i`.
         num_microbatches: number of microbatches. Their sizes n_i differ by one sample at most, and the larger ones come first.
         accept_nonlinear: split also a backward pass that is not linear in the gradient of the loss (a hook clamps gradients, an
             autograd function adds a gradient of its own), which is refused otherwise. The loss of each microbatch then has a
@@ -54,9 +54,10 @@ class Split(Directive):
     op: ClassVar[str] = "split"
     contract: ClassVar[Contract] = "reassociated"
 
-    filter: Filter
-    dim_name: str
+    filter: Filter = dataclasses.field(default_factory=dict, kw_only=True)
+    dim_name: str = dataclasses.field(default_factory=lambda: "MB", kw_only=True)
     num_microbatches: int
+    _: dataclasses.KW_ONLY
     accept_nonlinear: bool = False
 
     def check_fields(self) -> None:

@@ -245,7 +245,12 @@ def _in_turn(found: Found, refused: Sequence[tuple[Candidate, str]]) -> list[Can
 
 
 def _written(candidate: Candidate, cut: Cut) -> Written:
-    """
+    return write_stages(candidate, cut, _params(cut, candidate.layout.tensor))
+
+
+def write_stages(candidate: Candidate, cut: Cut, params: Params | None) -> Written:
+    """The program of a candidate whose stages are blocks of `cut`. `params`: what members of the tensor axis have parts of.
+
     Raises:
         SearchError: work outside of all modules would be in several stages.
     """
@@ -253,7 +258,7 @@ def _written(candidate: Candidate, cut: Cut) -> Written:
     unnamed = {stage for stage, (a, b) in enumerate(candidate.spans(len(cut.names))) for block in cut.untagged if a <= block < b}
     if len(unnamed) > 1:
         raise SearchError(f"stages {sorted(unnamed)} have work with parameters outside of all submodules, which no tag can divide")
-    return write(candidate, stages, _params(cut, candidate.layout.tensor), next(iter(unnamed), None))
+    return write(candidate, stages, params, next(iter(unnamed), None))
 
 
 def _params(cut: Cut, degree: int) -> Params | None:

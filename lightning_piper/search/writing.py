@@ -78,7 +78,7 @@ def write(
         where = next(p for p in placed if isinstance(p, Place) and p.filter == {TAG: unnamed})
         placed.insert(0, Place(filter={TAG: "-"}, devices=where.devices))
     more: list[Directive] = []
-    if layout.tensor > 1 and params:
+    if layout.tensor > 1 and params is not None:
         lines = [group[i : i + layout.tensor] for group in groups for i in range(0, len(group), layout.tensor)]
         more.append(Shard(filter={}, devices=lines, axis=TENSOR, stream=TENSOR, params=params))
     if layout.replicas > 1:

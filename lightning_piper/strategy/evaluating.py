@@ -14,6 +14,7 @@ import torch
 from lightning.pytorch.utilities.rank_zero import rank_zero_info
 
 from lightning_piper.capture.compiled import checked_options
+from lightning_piper.degrees import Degrees
 from lightning_piper.directives import Directive, replicas_of
 from lightning_piper.directives.program import annotate_as
 from lightning_piper.errors import CaptureError, PiperError
@@ -50,6 +51,7 @@ class EvaluatingStrategy(OverProcesses):
 
     Args:
         directives: as given to `PiperStrategy`.
+        degrees: the same; instead of directives.
         verify: how what is compiled is verified.
         capture: what becomes of a step that cannot be captured, as in `PiperStrategy`.
         compile: whether Inductor compiles the code of passes, or its options.
@@ -57,13 +59,17 @@ class EvaluatingStrategy(OverProcesses):
         options: of `OverProcesses`.
     """
 
-    def __init__(self, directives: Any | None, verify: Verify, capture: str, compile: Any, simulated: bool, **options: Any) -> None:
+    def __init__(
+        self, directives: Any | None, degrees: Degrees | None, verify: Verify, capture: str, compile: Any, simulated: bool,
+        **options: Any,
+    ) -> None:  # fmt: skip
         super().__init__(**options)
         self._simulated = simulated
         self._directives, self._verify, self._capture, self._compile = directives, verify, capture, checked_options(compile)
         self._told = [("verify", verify), ("capture", capture), ("compile", bool(compile))]  # what all processes must have been
-        self._program: list[Directive] | None = given_or_from_environment(directives)
-        self._annotations = annotations_given(directives)
+        self._degrees = degrees
+        self._program: list[Directive] | None = None if degrees else given_or_from_environment(directives)
+        self._annotations = {} if degrees else annotations_given(directives)
         self._restored = Restored()
         self._eager_steps: set[str] = set()  # that run as they are
         self._whole = contextlib.ExitStack()  # entered while steps run as they are
@@ -111,7 +117,7 @@ class EvaluatingStrategy(OverProcesses):
         """Does Lightning run steps without a backward pass, on the whole module?"""
         if not self._simulated:
             return self._local
-        program = for_fit(self._program, module, 1, lambda text: None, is_searched(self._directives, module))
+        program = for_fit(self._given(), module, 1, lambda text: None, self._is_searched(module))
         return any(replicas_of(program).values())
 
     def _set_up(self, trainer: pl.Trainer, seed: int | None = None) -> Standalone:
@@ -127,9 +133,9 @@ class EvaluatingStrategy(OverProcesses):
         check_precision(plugin)
         self.model = plugin.convert_module(module)
         processes = 1 if self._local else self.world.size
-        searched = is_searched(self._directives, module)
-        program = for_fit(self._program, module, processes, rank_zero_info, searched)
-        annotations = annotations_for_fit(self._program, self._annotations, module)
+        searched = self._is_searched(module)
+        program = for_fit(self._given(), module, processes, rank_zero_info, searched)
+        annotations = annotations_for_fit(self._given(), self._annotations, module)
         arguments = [(f"its argument {name!r}", repr(value)) for name, value in self._told]
         check_alike(self.world.gather((("the program", told(program, annotations, searched)), *arguments)))
         for handle in annotate_as(module, annotations):
@@ -165,6 +171,21 @@ class EvaluatingStrategy(OverProcesses):
             averages.distribute(own)
 
         return Standalone(module, settings, restored.known, seed, drawn, world, distributed, partial(resume, suspended))
+
+    @property
+    def _degrees_here(self) -> Degrees | None:
+        """The degrees that were given, with the number of replicas for the devices of this run."""
+        if self._degrees is None or self._local:
+            return self._degrees
+        return self._degrees.on(self.world.size)
+
+    def _given(self) -> list[Directive] | None:
+        """The directives that were given. Those of degrees may lack what the module decides."""
+        degrees = self._degrees_here
+        return self._program if degrees is None else list(degrees.directives().directives)
+
+    def _is_searched(self, module: pl.LightningModule) -> bool:
+        return self._degrees is None and is_searched(self._directives, module)
 
     def _in_ranges(self) -> bool:
         """Do checkpoints have references to tensors that are saved in ranges?"""

@@ -28,6 +28,7 @@ from lightning_piper.holdings.optimizer import Names, ShardedOptimizer, State, c
 from lightning_piper.processes.joining import BatchJoin
 from lightning_piper.processes.world import World
 from lightning_piper.profile import Schedule, recording_of
+from lightning_piper.search.writing import Written
 from lightning_piper.session.cached import Choice
 from lightning_piper.session.eager_optimizer import EagerOptimizer, divided
 from lightning_piper.session.eager_replicas import EagerReplicas
@@ -148,6 +149,20 @@ class Starting:
         settings = dataclasses.replace(before.settings, program=written.directives, replicas=world.count)
         self.standalone, self.replicas_alone = before.under(settings, world), before
         return BatchJoin(world) if world.count < world.size else None
+
+    def write(self, written: Callable[[], Written], tags: contextlib.ExitStack) -> None:
+        """Go on under the directives of the degrees that were given, now that the module and a batch are known. Collective.
+
+        Args:
+            written: makes them.
+            tags: gets what takes the stages' tags away again.
+        """
+        found = self.standalone.world.on_rank_zero(written)
+        assert found is not None
+        for handle in found.annotate(self.standalone.module):
+            tags.callback(handle.remove)
+        settings = dataclasses.replace(self.standalone.settings, program=found.directives)
+        self.standalone = self.standalone.under(settings, self.standalone.world)
 
     def give_back(self, tags: contextlib.ExitStack, say: Callable[[str], None]) -> BatchJoin | None:
         """If a searched program has taken over, go on without it, for it cannot run. Then nothing joins batches."""

@@ -22,6 +22,7 @@ from torch.optim import Optimizer
 
 from lightning_piper.checkpoint.state import Loading, module_state, optimizer_state, referenced, tensor_ranges_of
 from lightning_piper.compiler import Compiled
+from lightning_piper.degrees import given as degrees_given
 from lightning_piper.either_lightning import is_a
 from lightning_piper.errors import BatchError, PiperError
 from lightning_piper.holdings.materialize import is_on_meta
@@ -31,7 +32,6 @@ from lightning_piper.profile import Schedule, schedule_of
 from lightning_piper.search.optimizers import states_of
 from lightning_piper.session.available import NoRoom, check_room
 from lightning_piper.session.choosing import choose
-from lightning_piper.session.program import is_searched
 from lightning_piper.session.standalone import Standalone
 from lightning_piper.session.uncaptured import NOT_CAPTURED, check_may_be
 from lightning_piper.session.verification import ACCEPTED, Verify
@@ -56,6 +56,10 @@ class PiperStrategy(EvaluatingStrategy):
         directives: a list of directives or JSON objects, the path of a JSON file, or what a schedule builder returns. Left out:
             the file that the environment variable PIPER_DIRECTIVES names, else the module's `piper_directives`, else data
             parallelism over all processes. "auto": the same, but what a search finds at the first batch, on data drawn as under it.
+            "ddp", "zero1", "zero2", "zero3": replicas on all processes, with this level of ZeRO.
+        pp, dp, tp, cp, ep, zero, schedule, microbatches, recompute: the program in degrees, instead of `directives`, as in
+            `lightning_piper.parallel`. `dp` left out follows from the number of processes. Piper writes the directives at the
+            first batch, when it knows the module.
         verify: `static` checks every rewrite and plan without running it; `first_batch` also runs the finished program on one
             batch and compares with one device; `each` does so after every directive and prints the report; `off` checks nothing.
         transport: `process` has a process for each logical device; `local` runs all of them in this one, with `devices=1`.
@@ -86,6 +90,8 @@ class PiperStrategy(EvaluatingStrategy):
         self,
         directives: Any | None = None,
         *,
+        pp: int | None = None, dp: int | None = None, tp: int | None = None, cp: int | None = None, ep: int | None = None,
+        zero: int | None = None, schedule: str | None = None, microbatches: int | None = None, recompute: bool | None = None,
         verify: Verify = "static",
         transport: Literal["process", "local", "simulated"] = "process",
         profile: Schedule | bool | None = None,
@@ -102,7 +108,7 @@ class PiperStrategy(EvaluatingStrategy):
         cluster_environment: ClusterEnvironment | None = None,
         checkpoint_io: CheckpointIO | None = None,
         precision_plugin: Precision | None = None,
-    ) -> None:
+    ) -> None:  # fmt: skip
         one_of("verify", verify, ACCEPTED)
         one_of("transport", transport, ("process", "local", "simulated"))
         one_of("checkpoint", checkpoint, ("consolidated", "sharded"))
@@ -116,8 +122,13 @@ class PiperStrategy(EvaluatingStrategy):
         if not isinstance(timeout, timedelta) or timeout <= timedelta(0):
             raise PiperError(f"PiperStrategy(timeout={shown(timeout)}): give a positive datetime.timedelta")
         recorded = schedule_of(profile)
+        degrees = degrees_given(
+            directives, pp=pp, dp=dp, tp=tp, cp=cp, ep=ep, zero=zero, schedule=schedule, microbatches=microbatches,
+            recompute=recompute,
+        )  # fmt: skip
         super().__init__(
-            directives, verify, checked_capture(transport, capture, compile), compile, simulated=transport == "simulated",
+            None if degrees else directives, degrees, verify, checked_capture(transport, capture, compile), compile,
+            simulated=transport == "simulated",
             local=transport != "process", timeout=timeout, backend=process_group_backend, accelerator=accelerator,
             parallel_devices=parallel_devices, cluster_environment=cluster_environment, checkpoint_io=checkpoint_io,
             precision_plugin=precision_plugin,
@@ -129,6 +140,7 @@ class PiperStrategy(EvaluatingStrategy):
 
     def __repr__(self) -> str:
         given = "no directives of its own" if self._program is None else f"{len(self._program)} directives"
+        given = given if self._degrees is None else repr(self._degrees)
         return f"<PiperStrategy: {given}, transport={self._transport!r}>"
 
     # Fit
@@ -155,7 +167,7 @@ class PiperStrategy(EvaluatingStrategy):
             self.model_to_device()  # a sanity check runs as it is, too
         else:
             phase.names = names_in(self.optimizers[0], module)
-        if self.world.size > 1 and is_searched(self._directives, module):
+        if self.world.size > 1 and self._is_searched(module):
             problem = next(filter(None, self.world.gather(problem or needs_replicas(trainer, module))), None)
             phase.searches = problem is None
             if problem is not None:
@@ -211,6 +223,9 @@ class PiperStrategy(EvaluatingStrategy):
                 rank_zero_info(f"PiperStrategy searches a program, because {error}")
         if start.searches:
             self._choose(start, batch)
+        degrees = self._degrees_here
+        if degrees is not None and degrees.needs_module:
+            start.write(partial(degrees.directives, start.standalone.module, batch), self._chosen)
         try:
             self._begin_fit(start, self._joined(batch))
         except PiperError:

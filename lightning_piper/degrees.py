@@ -1,0 +1,248 @@
+"""Degrees (`pp=2, dp=2, zero=3`) -> the directives that they stand for.
+
+Device numbers count the mesh (pp, dp, tp) in row-major order: tp changes first, then dp, then pp. So the devices of one
+tensor-parallel group follow each other, and so do the replicas of one stage.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Sequence
+from typing import Any
+
+from torch import nn
+
+from lightning_piper.capture import capture
+from lightning_piper.directives import Directive, Place, Shard, Split
+from lightning_piper.errors import DirectiveError, PiperError
+from lightning_piper.limits import DEVICES, integer, shown
+from lightning_piper.search.analytic import analytic
+from lightning_piper.search.blocks import Cut, blocks_of
+from lightning_piper.search.proposing import sizes_of, write_stages
+from lightning_piper.search.rows import SHAPES
+from lightning_piper.search.space import Candidate, Layout
+from lightning_piper.search.workload import Work
+from lightning_piper.search.writing import TAG, Params, Written, write
+from lightning_piper.simulate.hardware import Hardware
+from lightning_piper.tensor_parallel import tensor_parallel
+
+SHORT = {"1f1b": "one_f_one_b", "interleaved": "interleaved_one_f_one_b"}
+NAMES = {"ddp": 0, "zero1": 1, "zero2": 2, "zero3": 3}  # of data parallelism over all processes, with ZeRO's level
+ACCELERATOR, CPU = "h100-sxm", "cpu"  # whose figures say what a block costs; stages need only the ratios between blocks
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Degrees:
+    """How devices are divided. `parallel` has the meaning of each field.
+
+    Raises:
+        DirectiveError: a field cannot have its value, or two fields do not fit together.
+    """
+
+    pp: int = 1
+    dp: int | None = None
+    tp: int = 1
+    cp: int = 1
+    ep: int = 1
+    zero: int = 0
+    schedule: str = "1f1b"
+    microbatches: int | None = None
+    recompute: bool = False
+
+    def __post_init__(self) -> None:
+        for name in ("pp", "dp", "tp", "cp", "ep", "microbatches"):
+            value = getattr(self, name)
+            if value is None and name in ("dp", "microbatches"):
+                continue
+            if name == "dp" and isinstance(value, Sequence) and not isinstance(value, str):
+                _refuse(name, value, "give one number: replicas in two groups, sharded in one of them (HSDP), do not exist yet")
+            number = integer(value)
+            if number is None or not 1 <= number <= DEVICES:
+                _refuse(name, value, "give an integer >= 1")
+            object.__setattr__(self, name, number)
+        if (level := integer(self.zero)) is None or not 0 <= level <= 3:
+            _refuse("zero", self.zero, "give a level of ZeRO from 0 to 3")
+        object.__setattr__(self, "zero", level)
+        if not isinstance(self.schedule, str) or SHORT.get(self.schedule, self.schedule) not in SHAPES:
+            _refuse("schedule", self.schedule, f"give one of {', '.join([*SHORT, *SHAPES])}")
+        if not isinstance(self.recompute, bool):
+            _refuse("recompute", self.recompute, "give True or False")
+        if sum(degree > 1 for degree in (self.tp, self.cp, self.ep)) > 1:
+            found = ", ".join(f"{name}={getattr(self, name)}" for name in ("tp", "cp", "ep") if getattr(self, name) > 1)
+            raise DirectiveError(
+                f"degrees {found}: give one of them; for several axes write place(axes=...) and one shard for each"
+            )
+
+    @property
+    def builder(self) -> str:
+        """Name of the schedule builder. One rank has nothing to take turns with."""
+        return SHORT.get(self.schedule, self.schedule) if self.pp > 1 else "one_f_one_b"
+
+    @property
+    def needs_module(self) -> bool:
+        """Do directives depend on the module: on its weights, or on where its stages are?"""
+        return self.pp > 1 or self.tp > 1
+
+    def on(self, devices: int) -> Degrees:
+        """The same with as many replicas as there are devices for.
+
+        Raises:
+            DirectiveError: the product of the degrees is not the number of devices.
+        """
+        others = self.pp * self.tp * self.cp
+        dp = max(1, devices // others) if self.dp is None else self.dp
+        if others * dp != devices:
+            named = [name for name in ("pp", "dp", "tp", "cp") if (getattr(self, name) or 1) > 1] or ["dp"]
+            product = " x ".join(f"{name}={getattr(self, name)}" for name in named)
+            must = "give degrees whose product is the number of devices" if self.dp else "their product must divide the devices"
+            raise DirectiveError(f"degrees {product} on {devices} devices: {must}")
+        return dataclasses.replace(self, dp=dp)
+
+    def directives(self, module: nn.Module | None = None, batch: Any = None) -> Written:
+        """The program. Without a module its stages must be annotated, and tensor parallelism divides no weight yet.
+
+        Raises:
+            CaptureError: the step cannot be captured.
+            PiperError: the module cannot be divided so.
+        """
+        cut: Cut | None = None
+        params: Params | None = {} if self.tp > 1 else None
+        if module is not None and self.pp > 1 and not _annotated(module, batch):
+            cut = blocks_of(module, batch)
+        if module is not None and self.tp > 1:
+            params = tensor_parallel(module, batch, self.tp)[1].params  # type: ignore[attr-defined]
+        if cut is None:
+            written = write(self._candidate(()), (), params, None if module is not None else 0)
+        else:
+            written = write_stages(self._candidate(self._cuts(cut, module, batch)), cut, params)
+        return dataclasses.replace(written, directives=self._with_lines(written.directives))
+
+    def _candidate(self, cuts: tuple[int, ...]) -> Candidate:
+        per_rank = SHAPES[self.builder].per_rank[0]
+        stages = self.pp * per_rank
+        microbatches = self.microbatches or (2 * self.pp if self.pp > 1 else 1)
+        layout = Layout(self.builder, per_rank, self.pp, self.dp or 1, self.tp * self.cp, 1, microbatches, True)
+        return Candidate(layout, (self.zero,), stages if self.recompute else 0, 0, cuts)
+
+    def _with_lines(self, directives: Sequence[Directive]) -> tuple[Directive, ...]:
+        """With the directive that divides sequences (cp) or experts (ep), before all that comes after `place` and `split`."""
+        size = self.cp if self.cp > 1 else self.ep
+        if size == 1:
+            return tuple(directives)
+        if (self.dp or 1) % self.ep:
+            raise DirectiveError(f"degrees dp={self.dp or 1}, ep={self.ep}: give replicas that are a multiple of ep")
+        devices = range(self.pp * (self.dp or 1) * self.cp)
+        lines: Any = [list(devices[i : i + size]) for i in range(0, len(devices), size)]
+        lines = lines[0] if len(lines) == 1 else lines
+        if self.cp > 1:
+            shard = Shard(devices=lines, axis="cp", stream="cp", values={"*": 1})
+        else:
+            shard = Shard(devices=lines)
+        at = max(i for i, directive in enumerate(directives) if isinstance(directive, Place | Split)) + 1
+        return (*directives[:at], shard, *directives[at:])
+
+    def _cuts(self, cut: Cut, module: nn.Module | None, batch: Any) -> tuple[int, ...]:
+        """The first block of each stage but the first, so that the longest stage is as short as can be."""
+        assert module is not None
+        stages = self._candidate(()).layout.stages
+        if len(cut.names) < stages:
+            raise PiperError(
+                f"degrees: {stages} stages, and {type(module).__name__} has {len(cut.names)} blocks that can be stages; give fewer "
+                f"stages, or mark them with piper.annotate({TAG!r}, i)"
+            )
+        hardware = Hardware.read(CPU if _device_of(module) == "cpu" else ACCELERATOR)
+        work = analytic(module, batch, hardware, sizes_of(batch)[-1:], (), cut=cut)
+        return even_cuts([_seconds(next(iter(block.work.values()))) for block in work.blocks], stages)
+
+
+def given(directives: Any, **fields: Any) -> Degrees | None:
+    """The degrees that a strategy is given: fields, or one of the names in the place of directives. None if there are neither.
+
+    Raises:
+        DirectiveError: fields and directives are given, or a field cannot have its value.
+    """
+    named = {name: value for name, value in fields.items() if value is not None}
+    if isinstance(directives, str) and directives in NAMES:
+        directives, named = None, {"zero": NAMES[directives], **named}
+    if named and directives is not None:
+        raise DirectiveError(f"PiperStrategy: directives and {', '.join(named)} are given; give one of the two")
+    return Degrees(**named) if named else None
+
+
+def parallel(
+    *, pp: int = 1, dp: int = 1, tp: int = 1, cp: int = 1, ep: int = 1, zero: int = 0, schedule: str = "1f1b",
+    microbatches: int | None = None, recompute: bool = False, module: nn.Module | None = None, batch: Any = None,
+) -> list[Directive]:  # fmt: skip
+    """The directives of a program in degrees, to print and to change.
+
+        parallel(pp=2, dp=2, zero=3)  ->  one_f_one_b(2, 4, devices=[[0, 1], [2, 3]]) with Replicate(zero=3) before the orders
+
+    Devices count the mesh (pp, dp, tp) in row-major order.
+
+    Args:
+        pp: devices of one pipeline. Without `module`, the model has its stages under `piper.annotate("PP", i)`.
+        dp: replicas, each with an equal part of the batch.
+        tp: devices that divide the weights, as `tensor_parallel` proposes. Needs `module` and `batch`.
+        cp: devices that divide dimension 1 of what regions hand to each other (sequences).
+        ep: of the replicas, how many divide the experts between `dispatch` and `combine`; divides `dp`.
+        zero: level of ZeRO, 0 to 3. One replica has nothing to shard.
+        schedule: "1f1b", "interleaved", or the name of a builder of `lightning_piper.schedules`.
+        microbatches: of each replica (default: twice `pp`, and 1 without a pipeline).
+        recompute: keep only the inputs of each stage, and run its forward pass again.
+        module: a LightningModule. If its step has no annotation PP, Piper cuts it into stages of even calculated cost, and
+            annotates the modules of this object.
+        batch: of one step.
+
+    Raises:
+        DirectiveError: a degree cannot have its value.
+        CaptureError: the step of `module` cannot be captured.
+        PiperError: `module` cannot be divided so.
+    """
+    degrees = Degrees(
+        pp=pp, dp=dp, tp=tp, cp=cp, ep=ep, zero=zero, schedule=schedule, microbatches=microbatches, recompute=recompute
+    )  # fmt: skip
+    if tp > 1 and module is None:
+        raise DirectiveError(f"parallel(tp={tp}): give module and batch, because the weights to divide are those of the module")
+    if module is None:
+        return [each for each in degrees.directives().directives if not _is_untagged(each)]
+    written = degrees.directives(module, batch)
+    written.annotate(module)
+    return list(written.directives)
+
+
+def even_cuts(costs: Sequence[float], stages: int) -> tuple[int, ...]:
+    """Where to cut a chain so that its most expensive part costs least."""
+    # best[k]: of the first k blocks in so many stages, the cost of the most expensive stage, and the cuts
+    total = [0.0]
+    for cost in costs:
+        total.append(total[-1] + cost)
+    best: dict[int, tuple[float, tuple[int, ...]]] = {k: (total[k], ()) for k in range(1, len(total))}
+    for stage in range(1, stages):
+        best = {
+            k: min((max(best[j][0], total[k] - total[j]), (*best[j][1], j)) for j in range(stage, k))
+            for k in range(stage + 1, len(total))
+        }
+    return best[len(costs)][1]
+
+
+def _seconds(work: Work) -> float:
+    return float(work.forward + work.backward_input + work.backward_weights)
+
+
+def _annotated(module: nn.Module, batch: Any) -> bool:
+    """Does the module mark stages itself?"""
+    step = capture(module, batch, _device_of(module))
+    return any(TAG in region.tags for region in step.at(step.size).regions)
+
+
+def _device_of(module: nn.Module) -> str:
+    device = next((p.device.type for p in module.parameters()), "cpu")
+    return device if device != "meta" else "cpu"
+
+
+def _is_untagged(directive: Directive) -> bool:
+    return isinstance(directive, Place) and directive.filter == {TAG: "-"}
+
+
+def _refuse(name: str, value: Any, accepted: str) -> None:
+    raise DirectiveError(f"degrees: {name}={shown(value)}; {accepted}")

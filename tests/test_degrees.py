@@ -1,0 +1,187 @@
+"""Degrees are the directives that one would write by hand."""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import Any
+
+import lightning.pytorch as L
+import pytest
+import torch
+from torch import nn
+from torch.utils.data import DataLoader
+
+import lightning_piper as piper
+from lightning_piper import schedules
+from lightning_piper.degrees import even_cuts, given
+from lightning_piper.directives import to_json
+
+
+class Net(L.LightningModule):
+    def __init__(self, marked: bool = True) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.marked = marked
+        self.blocks = nn.ModuleList(nn.Sequential(nn.Linear(8, 16), nn.ReLU(), nn.Linear(16, 8)) for _ in range(4))
+        self.double()
+
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        x, y = batch
+        for i, block in enumerate(self.blocks):
+            if self.marked:
+                with piper.annotate("PP", i // 2):
+                    x = block(x)
+            else:
+                x = block(x)
+        return nn.functional.mse_loss(x, y)
+
+    def configure_optimizers(self) -> Any:
+        return torch.optim.SGD(self.parameters(), lr=0.1)
+
+
+def batch(samples: int = 16) -> list[torch.Tensor]:
+    made = torch.Generator().manual_seed(1)
+    return [torch.randn(samples, 8, generator=made, dtype=torch.float64) for _ in range(2)]
+
+
+GROUPS = [[0, 1], [2, 3]]
+EVERYWHERE = [0, 1, 2, 3]
+
+
+def before_orders(program: list[Any], *more: Any) -> list[Any]:
+    at = next(i for i, each in enumerate(program) if isinstance(each, piper.Order))
+    return [*program[:at], *more, *program[at:]]
+
+
+HAND_WRITTEN = {
+    "zero3": ({"dp": 4, "zero": 3}, [piper.Place(EVERYWHERE), piper.Replicate(EVERYWHERE, shard_params=True)]),
+    "ddp": ({"dp": 4}, [piper.Place(EVERYWHERE), piper.Replicate(EVERYWHERE)]),
+    "pp2": ({"pp": 2}, schedules.one_f_one_b(2, 4)),
+    "gpipe": ({"pp": 2, "schedule": "gpipe", "microbatches": 8}, schedules.gpipe(2, 8)),
+    "pp2 dp2": (
+        {"pp": 2, "dp": 2, "zero": 1},
+        before_orders(schedules.one_f_one_b(2, 4, devices=GROUPS), piper.Replicate(GROUPS, shard_optimizer=True)),
+    ),
+    "ep2": (
+        {"dp": 4, "ep": 2},
+        [piper.Place(EVERYWHERE), piper.Shard(devices=[[0, 1], [2, 3]]), piper.Replicate(EVERYWHERE)],
+    ),
+    "cp2": (
+        {"cp": 2, "dp": 2},
+        [
+            piper.Place(EVERYWHERE),
+            piper.Shard(devices=[[0, 1], [2, 3]], axis="cp", stream="cp", values={"*": 1}),
+            piper.Replicate(EVERYWHERE),
+        ],
+    ),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", HAND_WRITTEN)
+def test_degrees_are_the_program_written_by_hand(name: str) -> None:
+    degrees, program = HAND_WRITTEN[name]
+    assert to_json(piper.parallel(**degrees)) == to_json(program)
+
+
+def test_other_degrees_are_another_program() -> None:
+    """The negative control."""
+    programs = [str(to_json(piper.parallel(**degrees))) for degrees, _ in HAND_WRITTEN.values()]
+    assert len(set(programs)) == len(programs)
+
+
+@pytest.mark.parametrize(
+    "degrees",
+    [{"dp": 2, "zero": 3}, {"pp": 2, "dp": 2}, pytest.param({"pp": 2, "dp": 2, "tp": 2}, marks=pytest.mark.long)],
+)
+def test_degrees_compute_what_one_device_computes(degrees: dict[str, int]) -> None:
+    module, whole = Net(), batch()
+    told = {"module": module, "batch": whole} if "tp" in degrees else {}
+    piper.verify(module, whole, piper.parallel(**degrees, **told)).require()
+
+
+def test_tensor_parallel_stages_are_those_of_the_directives() -> None:
+    module, whole = Net(), batch()
+    groups, lines = [[0, 1, 2, 3], [4, 5, 6, 7]], [[0, 1], [2, 3], [4, 5], [6, 7]]
+    (_, shard) = piper.tensor_parallel(module, whole, 2)
+    assert isinstance(shard, piper.Shard)
+    shard = dataclasses.replace(shard, devices=lines)
+    program = before_orders(schedules.one_f_one_b(2, 4, devices=groups), shard, piper.Replicate(groups))
+    assert to_json(piper.parallel(pp=2, dp=2, tp=2, module=module, batch=whole)) == to_json(program)
+
+
+def test_a_module_without_stages_is_cut() -> None:
+    module, whole = Net(marked=False), batch()
+    with pytest.raises(piper.DirectiveError, match="matches nothing"):  # the negative control
+        piper.verify(module, whole, piper.parallel(pp=2))
+    program = piper.parallel(pp=2, module=module, batch=whole)
+    piper.verify(module, whole, program).require()
+
+
+def test_cuts_are_even() -> None:
+    assert even_cuts([1, 1, 1, 1], 2) == (2,)
+    assert even_cuts([4, 1, 1, 1, 1], 2) == (1,)
+    assert even_cuts([1, 1, 4], 3) == (1, 2)
+    assert even_cuts([1.0], 1) == ()
+
+
+@pytest.mark.parametrize(
+    "degrees, message",
+    [
+        ({"pp": 0}, "pp=0"),
+        ({"dp": (4, 2)}, "HSDP"),
+        ({"zero": 4}, "level of ZeRO"),
+        ({"schedule": "other"}, "1f1b, interleaved"),
+        ({"tp": 2}, "give module and batch"),
+        ({"tp": 2, "cp": 2}, "give one of them"),
+        ({"dp": 3, "ep": 2}, "multiple of ep"),
+        ({"recompute": 1}, "True or False"),
+    ],
+)
+def test_wrong_degrees_are_refused(degrees: dict[str, Any], message: str) -> None:
+    with pytest.raises(piper.DirectiveError, match=message):
+        piper.parallel(**degrees)
+
+
+def test_the_product_is_the_number_of_devices() -> None:
+    found = given(None, pp=2, tp=2)
+    assert found is not None and found.on(8).dp == 2
+    with pytest.raises(piper.DirectiveError, match="pp=2 x tp=2 on 6 devices"):
+        found.on(6)
+    with pytest.raises(piper.DirectiveError, match="pp=2 x dp=2 on 8"):
+        piper.PiperStrategy(pp=2, dp=2)._degrees.on(8)  # type: ignore[union-attr]
+
+
+def test_names_are_degrees() -> None:
+    for level, name in enumerate(("ddp", "zero1", "zero2", "zero3")):
+        found = given(name)
+        assert found is not None and found.on(4).directives().directives == tuple(piper.parallel(dp=4, zero=level))
+    assert given("auto") is None and given(None) is None
+    with pytest.raises(piper.DirectiveError, match="directives and pp"):
+        piper.PiperStrategy([piper.Place([0])], pp=2)
+
+
+def fitted(marked: bool = True, **arguments: Any) -> dict[str, torch.Tensor]:
+    module = Net(marked)
+    trainer = L.Trainer(
+        accelerator="cpu", devices=1, max_steps=2, logger=False, enable_checkpointing=False, enable_progress_bar=False,
+        enable_model_summary=False, strategy=piper.PiperStrategy(transport="local", **arguments),
+    )  # fmt: skip
+    x, y = batch(32)
+    trainer.fit(module, DataLoader(list(zip(x, y, strict=True)), batch_size=16))  # type: ignore[arg-type]
+    return {name: param.detach().clone() for name, param in module.named_parameters()}
+
+
+@pytest.mark.long
+@pytest.mark.parametrize(
+    "marked, degrees",
+    [(True, {"pp": 2, "dp": 2, "zero": 2}), (False, {"pp": 2}), (True, {"tp": 2, "dp": 2}), (True, {"pp": 2, "dp": 2, "tp": 2})],
+)
+def test_the_strategy_takes_degrees(marked: bool, degrees: dict[str, Any]) -> None:
+    expected = fitted(directives=[piper.Place([0])])
+    for name, param in fitted(marked, **degrees).items():
+        torch.testing.assert_close(param, expected[name], rtol=1e-12, atol=1e-14)
+
+
+def test_the_strategy_refuses_wrong_degrees_at_once() -> None:
+    with pytest.raises(piper.DirectiveError, match="pp=0"):
+        piper.PiperStrategy(pp=0)
