@@ -41,7 +41,8 @@ class Shard(Directive):
             `piper.dispatch` and `piper.combine` are divided; what stands around them in the same annotation is not.
         devices: one group, `[0, 1]`, or a list of groups, `[[0, 1], [2, 3]]`, each of which has all experts: device i of n the
             i-th of n equal parts. A stage on `[0, 1, 2, 3]` may have its experts twice, on `[0, 1]` and on `[2, 3]`. Left out:
-            the lines along `axis` of the mesh on which chunks are placed; without a mesh, the groups on which the program places chunks.
+            the lines along `axis` of the mesh on which chunks are placed; without a mesh, the groups on which the program places
+            chunks.
         axis: name of the axis along which they are divided.
         stream: logical stream of the exchanges.
         params: of tensors: names of parameters, or patterns, with the dimension along which each is divided; or with (dimension,

@@ -138,7 +138,6 @@ def test_each_region_has_its_own_mesh() -> None:
 @pytest.mark.parametrize(
     "devices, axes, axis, says",
     [
-        (ALL, [], "ep", r"field 'axis': .* on \[0, 1, 2, 3\], no mesh; place it on a mesh that has two devices or more along 'ep'"),
         (TWICE, ["dp", "tp"], "ep", r"a mesh dp=2 x tp=2; place it on a mesh that has two devices or more along 'ep'"),
         ([[0], [1], [2], [3]], ["dp", "ep"], "ep", r"a mesh dp=4 x ep=1; place it"),
         (TWICE, ["dp", "ep"], "data", r"field 'axis': 'data'; give the name of an axis, such as 'ep'"),
