@@ -53,7 +53,7 @@ CASES: Cases = [
     Case("a dimension is no number", lambda: compiled(PLACE, shard(params={"up.weight": "rows"}))),
     Case("an operation needs a parameter whole", lambda: compiled(PLACE, shard(params={"norm.weight": 0}))),
     Case("a sequence cannot be divided", lambda: compiled(PLACE, shard(values={"*": 1}))),
-    Case("the axis is not there", lambda: compiled(PLACE, shard(devices=None))),
+    Case("the axis is not there", lambda: compiled({**PLACE, "axes": ["dp"]}, shard(devices=None))),
     Case("some regions are elsewhere", lambda: compiled({**PLACE, "filter": {"PP": 0}}, shard())),
     Case("a replicate comes first", lambda: compiled(PLACE, REPLICATE, shard())),
     Case("there are two", lambda: compiled(PLACE, shard(), shard())),
