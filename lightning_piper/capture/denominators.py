@@ -11,10 +11,13 @@ from typing import Any
 import torch
 from torch.fx import Node
 
+from lightning_piper.capture.operations import CONSTANTS
+from lightning_piper.capture.sizes import NotSymbolic
 from lightning_piper.ir.boxed import compile_boxed
 from lightning_piper.ir.terms import Denominator
 
 aten = torch.ops.aten
+_VALUES: dict[Any, float | None] = dict(CONSTANTS)
 _DOUBLE: dict[str, Any] = {"dtype": torch.float64}  # sums are exact for numbers of things, and as exact as can be for weights
 
 
@@ -173,6 +176,11 @@ def _evaluate(expression: Expression, columns: Mapping[int, int], values: Sequen
     raise AssertionError(expression)
 
 
+def _reads_shape(node: Node) -> bool:
+    """Does it read nothing of its input but the shape?"""
+    return node.target in _VALUES and not (_VALUES[node.target] is None and isinstance(node.args[-1], Node))
+
+
 class _Emit:
     """Copies what sums over the batch are made of into a graph of their own."""
 
@@ -194,7 +202,7 @@ class _Emit:
         stack = [node]
         while stack:
             top = stack[-1]
-            missing = [x for x in top.all_input_nodes if x not in self.env]
+            missing = [] if _reads_shape(top) else [x for x in top.all_input_nodes if x not in self.env]
             if not missing and top not in self.env:
                 self.env[top] = self._one(top)
             if not missing:
@@ -208,10 +216,19 @@ class _Emit:
             return self.graph.placeholder(node.name)
         if node.target is aten.detach.default:
             return self.env[node.all_input_nodes[0]]
+        if _reads_shape(node):
+            return self._full(node)
         copied = self.graph.node_copy(node, self.env.__getitem__)
         if node.target is aten.view.default:
             copied.target = aten.reshape.default
         return copied
+
+    def _full(self, node: Node) -> Node:
+        made, value = node.meta["val"], _VALUES[node.target]
+        if not all(type(size) is int for size in made.shape):
+            raise NotSymbolic("a denominator counts in the shape of another value")
+        arguments = (list(made.shape), node.args[-1] if value is None else value)
+        return self.graph.call_function(aten.full.default, arguments, {"dtype": made.dtype, "device": made.device})
 
     def _labels(self, loss: Node) -> Node:
         """The labels of a negative log likelihood that are not ignored, each with its class's weight."""

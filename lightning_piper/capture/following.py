@@ -15,7 +15,7 @@ from torch.fx import Node
 
 from lightning_piper.capture import _torch
 from lightning_piper.capture.denominators import ONE, SAMPLES, Expression, Number, Operation, over, times
-from lightning_piper.capture.operations import DIVIDED, MULTIPLIED
+from lightning_piper.capture.operations import CONSTANTS, DIVIDED, MULTIPLIED
 from lightning_piper.capture.rowwise import known_rows
 from lightning_piper.gathered import GATHER
 from lightning_piper.totals import TOTAL
@@ -23,8 +23,6 @@ from lightning_piper.totals import TOTAL
 aten = torch.ops.aten
 Ask = Callable[[bool], tuple[torch.fx.Graph, int] | None]
 # Of another tensor they take what it is made of, and no value.
-CONSTANTS = {aten.new_zeros.default: 0.0, aten.new_ones.default: 1.0, aten.zeros_like.default: 0.0, aten.ones_like.default: 1.0,
-             aten.new_full.default: None, aten.full_like.default: None}  # fmt: skip
 _HANDED_ON = {aten.view.default, aten.reshape.default, aten.clone.default, aten._to_copy.default, aten.detach.default,
               aten.alias.default, aten.squeeze.default, aten.lift_fresh_copy.default}  # fmt: skip
 

@@ -17,8 +17,7 @@ import torch
 from torch.fx import Node
 
 from lightning_piper.capture import _torch
-from lightning_piper.capture.following import CONSTANTS
-from lightning_piper.capture.operations import JOINED, NLL, SAME
+from lightning_piper.capture.operations import CONSTANTS, JOINED, NLL, SAME
 from lightning_piper.capture.rowwise import is_kept, known_rows, shape_of
 from lightning_piper.capture.trying import Constants, constant, is_pointwise, is_random, is_uniform, tried
 from lightning_piper.gathered import GATHER

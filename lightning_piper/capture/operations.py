@@ -73,3 +73,8 @@ def extreme_of(node: Node) -> tuple[str, Node] | None:
     made: Any = node.args[0] if node.target is operator.getitem and node.args[1] == 0 else node
     which = _EXTREMES.get(made.target) if made is node else _FIRST_EXTREMES.get(made.target)
     return None if which is None else (which, made.args[0])
+
+
+# What reads nothing but the shape of its input -> the value of all elements; None if it is the last argument.
+CONSTANTS = {aten.new_zeros.default: 0.0, aten.new_ones.default: 1.0, aten.zeros_like.default: 0.0, aten.ones_like.default: 1.0,
+             aten.new_full.default: None, aten.full_like.default: None}  # fmt: skip

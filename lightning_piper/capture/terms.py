@@ -30,7 +30,7 @@ from lightning_piper.capture.denominators import (
     stats_of,
     times,
 )
-from lightning_piper.capture.following import CONSTANTS, Ask, Following
+from lightning_piper.capture.following import Ask, Following
 from lightning_piper.capture.joined import after_gathers
 from lightning_piper.capture.keys import Keys
 from lightning_piper.capture.operations import (
@@ -38,6 +38,7 @@ from lightning_piper.capture.operations import (
     ANY,
     CHAINED,
     CHOSEN,
+    CONSTANTS,
     CONTRACTED,
     DIVIDED,
     JOINED,

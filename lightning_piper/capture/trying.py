@@ -14,8 +14,7 @@ import torch
 from torch.fx import Node
 from torch.fx.node import map_aggregate, map_arg
 
-from lightning_piper.capture.following import CONSTANTS
-from lightning_piper.capture.operations import SAME
+from lightning_piper.capture.operations import CONSTANTS, SAME
 from lightning_piper.ir.values import Placement, Shard
 from lightning_piper.placements.rule import P, R, made_by, tensors_of
 

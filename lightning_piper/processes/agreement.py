@@ -1,6 +1,7 @@
 """Checks that all stages of a pipeline train on the same batch.
 
-With replicas, each has a pipeline of its own, and batches of its own, of as many samples.
+With replicas, each has a pipeline of its own, and batches of its own. All have as many samples, unless each process is a replica of
+the whole module.
 
 Every process draws its own batches. What cannot be made equal (a dataset that reads a clock, a shuffle that depends on the rank)
 is noticed: a checksum of each batch goes round, in the background, while the step runs. Nobody waits for it, except where a batch
@@ -99,7 +100,8 @@ class BatchCheck:
         self._drift = False  # replicas update their parameters in different ways
         self._steps = 0
         self._batch_spec: BatchSpec | None = None
-        self._sums = (0, 0, 0)  # of the spec's shapes, of what all replicas have alike of them, and of the rest of it
+        # Of the spec's shapes, of what all replicas have alike of them, of the rest of it; and how many samples there are.
+        self._sums = (0, 0, 0, 0)
         self._apart = False  # were replicas' shapes different in some step, or are batches not cut by samples?
         self._shapes = False  # were replicas' shapes different in some step?
         self._others: BatchSpec | None = None  # the spec of the others, if theirs is not new
@@ -107,7 +109,7 @@ class BatchCheck:
         self._captured = 0
         self._noted: tuple[BatchSpec | None, Settings, int] = (None, (), 0)
         self._running: tuple[dist.Work, torch.Tensor, Settings] | None = None
-        self._warned = False
+        self._warned, self._uneven = False, False
 
     @property
     def reads(self) -> bool:
@@ -152,9 +154,10 @@ class BatchCheck:
         if self._changed:
             self._others, self._batch_spec = self._batch_spec, batch_spec
             rest, shapes = batch_spec.key
-            form = [(shape[:1], len(shape), dtype) for shape, dtype in shapes]
+            form = [(() if self._whole() else shape[:1], len(shape), dtype) for shape, dtype in shapes]
             whole = batch_spec.undivided is not None
-            self._sums = _sum((shapes, rest) if whole else shapes), _sum(form), _sum(rest)
+            count = next((shape[0] for shape, _ in shapes if shape), 1)
+            self._sums = _sum((shapes, rest) if whole else shapes), _sum(form), _sum(rest), count
         # In the second step the factors of `backward` are known.
         at_once = (
             noted or self._changed or self._steps == 1 or captured < 0 or captured != self._captured or plans is None or self._apart
@@ -185,12 +188,12 @@ class BatchCheck:
         (work, message, settings), self._running = self._running, None
         work.wait()
         going_on, lacking, whole, *found = message.tolist()
-        plans, alike, form, rest, *sums = (high == -low for high, low in zip(found[::2], found[1::2], strict=True))
+        plans, alike, form, rest, even, *sums = (high == -low for high, low in zip(found[::2], found[1::2], strict=True))
         if not alike:  # all processes see it
             self._warn_of_drift(check_alike(self._world.gather(settings), self._world.count == self._world.size and self._whole()))
         data, shapes, states = sums[::3], sums[1::3], sums[2::3]
         self._check_batches(form or bool(whole), rest or bool(whole), data, shapes, bool(going_on))
-        of_replicas = found[8::2]
+        of_replicas = found[10::2]
         apart = len(set(of_replicas[1::3])) > 1
         self._shapes |= apart
         self._apart |= apart or bool(whole)
@@ -208,6 +211,8 @@ class BatchCheck:
         if not plans and (found[0], found[1]) != (NOTHING, NOTHING):
             raise other_plans(f"in training batch {self._steps - 1} of this fit")
         self._warn_of_same(of_replicas[::3])
+        if not (even or whole):
+            self._warn_of_uneven(-found[9], found[8])
         return Agreed(bool(lacking) and not going_on, self._shapes)
 
     def _check_batches(self, form: bool, rest: bool, data: Sequence[bool], shapes: Sequence[bool], going_on: bool) -> None:
@@ -276,6 +281,15 @@ class BatchCheck:
             "DistributedDataParallel; rank 0's are saved. Where this is not meant, let it depend neither on the rank nor on random "
             "numbers that were not seeded"
         )
+
+    def _warn_of_uneven(self, least: int, most: int) -> None:
+        if not self._uneven:
+            self._uneven = True
+            self._world.warn(
+                f"the replicas drew {least} to {most} samples in training batch {self._steps - 1} of this fit. If the loss is a "
+                "mean over samples, each replica counts as much as the others, as with DistributedDataParallel. If the step "
+                "divides the loss by a count (of tokens, say), each of these counts as much as the others, as on one device"
+            )
 
     def _warn_of_same(self, data: Sequence[int]) -> None:
         if len(data) > 1 and len(set(data)) == 1 and data[0] and not self._warned:

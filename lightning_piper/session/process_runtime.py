@@ -28,6 +28,7 @@ from lightning_piper.ir.mesh import DATA
 from lightning_piper.ir.nodes import Chunk
 from lightning_piper.ir.values import Kind, Slice
 from lightning_piper.ops.arguments import Arguments, join, shares, ways_of
+from lightning_piper.ops.total import OverBatch
 from lightning_piper.processes.agreement import other_plans
 from lightning_piper.processes.world import World, described, of_rank
 from lightning_piper.runtime import Executor, GradientBuffer, LocalTransport, ProcessTransport, StepResult, joined, run_local
@@ -337,8 +338,8 @@ def arguments_of(
 
 
 def _sum_of_plans(compiled: Compiled) -> int:
-    """Of what plans are made of: what runs, in which order, and where, whatever the shapes are. The number of samples is not a part
-    of it for a batch that nothing can cut."""
+    """Of what plans are made of: what runs, in which order, and where, whatever the shapes are. The number of samples is a part of
+    it if replicas exchange what they make for their samples."""
     dag, texts = compiled.dag, dict[int, str]()
     inner = (Kind.ACTIVATION, Kind.COTANGENT)  # their names are those of the trace, others for other shapes
 
@@ -348,7 +349,8 @@ def _sum_of_plans(compiled: Compiled) -> int:
             texts[id(part)] = str(list(parts))
         return texts[id(part)]
 
-    return _sum(str(dag.size if dag.code.undivided is None else 0), *(
+    joined = any(dag.of_type(OverBatch)) and dag.code.undivided is None
+    return _sum(str(dag.size if joined else 0), *(
         f"{node.id} {type(node).__name__} {node.key if isinstance(node, Chunk) else ''} {text(node.devices, node.devices)} "
         f"{node.stream} {node.reads} "
         f"{text(node.outputs, ((v.kind, len(v.names) if v.kind in inner else v.names) for v in node.outputs))}"

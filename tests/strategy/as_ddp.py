@@ -122,6 +122,57 @@ def evaluate_unevenly(rank: int, streamed: bool, strategy: Any) -> tuple[list[fl
     return seen, [str(each.message) for each in caught if "numbers of batches that may differ" in str(each.message)]
 
 
+SIZES = [[4, 4, 4, 4, 4, 1], [4, 3, 4, 4, 2, 4]]  # of the batches of each rank
+
+
+class Unevenly(Net):
+    """`over`: the loss is divided by the number of outputs that count, here all."""
+
+    def __init__(self, over: bool = False) -> None:
+        super().__init__()
+        self.over = over
+        self.double()
+
+    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+        error = (self.net(batch[0]) - batch[1]).square()
+        counts = torch.ones_like(error) * (batch[1] < 1e6)
+        self.log("error", error.mean())
+        return (error * counts).sum() / counts.sum() if self.over else error.mean()
+
+
+def uneven_batches(rank: int) -> list[list[Tensor]]:
+    draw = torch.Generator().manual_seed(rank)
+    return [[torch.randn(size, 4, generator=draw, dtype=torch.float64) for _ in range(2)] for size in SIZES[rank]]
+
+
+def train_unevenly(rank: int, folder: Path) -> dict[str, Any]:
+    """Under each strategy, and with each number of accumulated batches, the values afterwards and the warnings of sizes."""
+    found: dict[str, Any] = {}
+    made = {"ddp": DDPStrategy, "replicas": lambda: piper.PiperStrategy(WHOLE), "over": lambda: piper.PiperStrategy(WHOLE)}
+    for accumulated in (1, 2):
+        for kind, strategy in made.items():
+            torch.manual_seed(0)
+            module = Unevenly(kind == "over")
+            options = {**QUIET, "accumulate_grad_batches": accumulated, "use_distributed_sampler": False}
+            trainer = L.Trainer(accelerator="cpu", devices=2, strategy=strategy(), max_epochs=2, **options)
+            with warnings.catch_warnings(record=True) as caught:
+                warnings.simplefilter("always")
+                trainer.fit(module, DataLoader(uneven_batches(rank), batch_size=None))  # type: ignore[arg-type]
+            said = [str(each.message) for each in caught if "the replicas drew" in str(each.message)]
+            found[f"{kind} {accumulated}"] = {name: x.detach().clone() for name, x in module.named_parameters()}, said
+    return found
+
+
+def one_device(accumulated: int) -> dict[str, Tensor]:
+    """What one device makes of the batches of all ranks, joined."""
+    torch.manual_seed(0)
+    joined = [[torch.cat(xs) for xs in zip(*each, strict=True)] for each in zip(*map(uneven_batches, range(2)), strict=True)]
+    options = {**QUIET, "accumulate_grad_batches": accumulated}
+    trainer = L.Trainer(accelerator="cpu", devices=1, max_epochs=2, **options)
+    trainer.fit(module := Unevenly(), DataLoader(joined, batch_size=None))  # type: ignore[arg-type]
+    return {name: x.detach().clone() for name, x in module.named_parameters()}
+
+
 def evaluate(rank: int, folder: Path) -> dict[str, Any]:
     found: dict[str, Any] = {}
     for kind, streamed in (("streamed", True), ("sized", False)):

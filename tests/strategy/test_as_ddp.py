@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from tests.distributed.processes import launch_trainings
-from tests.strategy.as_ddp import KINDS, evaluate, train
+from tests.strategy.as_ddp import KINDS, evaluate, one_device, train, train_unevenly
 
 
 @pytest.fixture(scope="module")
@@ -41,3 +41,23 @@ def test_processes_may_have_different_numbers_of_batches_in_evaluations(tmp_path
                 found[kind],
             )
         assert "numbers of batches that may differ" in found["refused"]
+
+
+@pytest.mark.parametrize("accumulated", [1, 2])
+def test_replicas_may_have_different_numbers_of_samples(accumulated, uneven):
+    """A mean counts each replica alike, as under DDP; what is divided by a count is one device's."""
+
+    def far(one, other):
+        return max(float((one[name] - x).abs().max()) for name, x in other.items())
+
+    alone = one_device(accumulated)
+    for rank, found in enumerate(uneven):
+        (ddp, _), (ours, said), (over, _) = (found[f"{kind} {accumulated}"] for kind in ("ddp", "replicas", "over"))
+        assert far(ours, ddp) < 1e-14 and far(over, alone) < 1e-14 and far(ddp, alone) > 1e-4
+        assert len(said) == (rank == 0) and all("3 to 4 samples in training batch 1" in text for text in said)
+
+
+@pytest.fixture(scope="module")
+def uneven(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("uneven")
+    return launch_trainings(2, train_unevenly, folder / "run", folder)
