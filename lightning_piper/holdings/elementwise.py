@@ -131,8 +131,8 @@ def _compare(what: str, whole: Any, shards: Sequence[Any]) -> None:
     raise NotElementwise(f"{what} between the whole and its pieces")
 
 
-def sees_others(optimizer: Optimizer, chosen: Sequence[Sequence[Tensor]], device: torch.device) -> bool:
-    """Does it update a parameter otherwise when there are others? False also for an optimizer that draws random numbers.
+def sees_others(optimizer: Optimizer, chosen: Sequence[Sequence[Tensor]], device: torch.device) -> str:
+    """Why an optimizer must have all parameters at once; empty if it need not.
 
     Args:
         optimizer, device: as for `state_keys`.
@@ -150,21 +150,21 @@ def sees_others(optimizer: Optimizer, chosen: Sequence[Sequence[Tensor]], device
     raise Untried(f"{type(failure).__name__}: {failure}") from failure
 
 
-def _sees_others(optimizer: Optimizer, kinds: Sequence[Kind], device: torch.device, dtype: torch.dtype) -> bool:
+def _sees_others(optimizer: Optimizer, kinds: Sequence[Kind], device: torch.device, dtype: torch.dtype) -> str:
     for course in COURSES:
         together = run(optimizer, kinds, course, device, dtype=dtype)
         if course is COURSES[0]:
             again = run(optimizer, kinds, course, device, together.before, together.grads, seed=1)
             if any(not torch.equal(x, again.params[i]) for i, x in together.params.items()):
-                return False  # of random numbers
+                return "draws random numbers, and those for a parameter depend on how many it drew for others before"
         for part in (range(len(kinds) // 2), range(len(kinds) // 2, len(kinds))):
             grads = [{i: step[i] for i in part} for step in together.grads]
             apart = run(optimizer, kinds, course, device, {i: together.before[i] for i in part}, grads)
             rtol, atol = (RTOL, ATOL) if dtype == torch.float64 else (SINGLE, SINGLE)
             close = (torch.allclose(x, together.params[i], rtol, atol, equal_nan=True) for i, x in apart.params.items())
             if not all(close):
-                return True
-    return False
+                return "updates a parameter otherwise when there are others"
+    return ""
 
 
 def goes_in_parts(optimizer: Optimizer, chosen: Sequence[Sequence[Tensor]], device: torch.device) -> bool:

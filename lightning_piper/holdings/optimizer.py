@@ -152,17 +152,17 @@ class ShardedOptimizer:
         """The processes have different parameters. All processes find the same."""
         name = type(self.optimizer).__name__
         try:
-            together = sees_others(self.optimizer, self.of_groups(), self._world.device)
+            why = sees_others(self.optimizer, self.of_groups(), self._world.device)
         except Untried as error:
             raise PiperError(
                 f"PiperStrategy: {name} must treat each parameter on its own, for each process has those of its stage, but this "
                 f"cannot be tried: a copy of it fails with {error}. Let it be made of its defaults, and let its step need no more "
                 "than gradients; or use another one (SGD, AdamW, Muon, ...)"
             ) from error.__cause__
-        if together:
+        if why:
             raise PiperError(
-                f"PiperStrategy: {name} updates a parameter otherwise when there are others, so it must see all of them, but each "
-                "process has those of its stage. Use an optimizer that treats each parameter on its own (SGD, AdamW, Muon, ...); "
+                f"PiperStrategy: {name} {why}, so it must have all of them, but each process has those of its stage. Use replicas "
+                "without sharding, or an optimizer that treats each parameter on its own (SGD, AdamW, Muon, ...); "
                 "gradients are clipped with Trainer(gradient_clip_val=...)"
             )
 
