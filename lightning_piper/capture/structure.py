@@ -15,7 +15,7 @@ from lightning_piper.ir.regions import Interface, Output, PassKey, StepCode
 from lightning_piper.ir.values import Kind, Shard
 
 
-class Call(NamedTuple):
+class AtenCall(NamedTuple):
     """A call of an operation in a graph.
 
     Attributes:
@@ -29,17 +29,17 @@ class Call(NamedTuple):
     sizes: tuple[float, ...]
 
 
-Calls = list[Call]
+Calls = list[AtenCall]
 
 
 def calls_of(graph: torch.fx.Graph) -> Calls:
     """The calls of a graph, in their order."""
 
-    def call(node: torch.fx.Node) -> Call:
+    def call(node: torch.fx.Node) -> AtenCall:
         arguments = (*node.args, *node.kwargs.values())
         numbers = tuple(x for x in arguments if isinstance(x, int | float))
         lists = [x for x in arguments if isinstance(x, list | tuple)]
-        return Call(str(node.target), numbers, tuple(x for x in _torch.tree_leaves(lists) if isinstance(x, int | float)))
+        return AtenCall(str(node.target), numbers, tuple(x for x in _torch.tree_leaves(lists) if isinstance(x, int | float)))
 
     return [call(node) for node in graph.nodes if node.op == "call_function"]
 
