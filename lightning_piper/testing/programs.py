@@ -264,7 +264,7 @@ def _break(fault: str, program: list[JSON], case: Case, draw: Draw) -> Any:
         case "unknown field":
             victim[draw(st.sampled_from(["filters_", "Devices", "num", "PP", ""]))] = 1
         case "missing field":
-            del victim[draw(st.sampled_from([k for k in victim if k != "op"]))]
+            del victim[draw(st.sampled_from([k for k in victim if k not in ("op", "filter", "dim_name")]))]
         case "no match":
             victim["filter"] = draw(st.sampled_from([{"PP": 17}, {"TP": 0}, {"PP": "-"}, {"MB": 99}]))
         case "bad filter":

@@ -99,7 +99,7 @@ def test_members_have_parts_of_parameters_gradients_and_states():
         ([TWO, divided([0, 1], params={"*.q.weight": "0"})], DirectiveError, "give names, or patterns, with dimensions"),
         ([FOUR, divided([0, 1, 2, 3], params={"position": 0})], DirectiveError, "position has shape"),
         ([TWO, divided([0, 1], params={"norm.weight": 0})], CaptureError, "native_layer_norm.*cannot work on parts of norm.weight"),
-        ([TWO, divided(None)], DirectiveError, "no place of the program has an axis 'tp'"),
+        ([Place([0, 1], axes=["cp"]), divided(None)], DirectiveError, "no place of the program has an axis 'tp'"),
         ([TWO, Replicate(filter={}, devices=[0, 1]), divided([0, 1])], DirectiveError, "put the shard before every replicate"),
         ([TWO, divided([0, 1]), divided([0, 1])], DirectiveError, "say all in one directive"),
         ([TWO, divided([0, 1]), Split(filter={}, dim_name="MB", num_microbatches=2)], DirectiveError, "split before"),
