@@ -19,7 +19,7 @@ import pytest
 from tests.seconds import seconds
 
 FILE = Path(__file__).with_name("durations.json")
-LIMIT = 2.5  # a test that takes longer is long, or one with a shared fixture that does
+LIMIT = 1.5  # a test that takes longer is long, or one with a shared fixture that does
 KEPT = 1.0  # what takes less is not written
 RECORD = "PIPER_RECORD_DURATIONS"
 
