@@ -284,6 +284,7 @@ def end_groups_at_exit(default: bool) -> None:
     """
     global _ends_default
     _ends_default |= default
+    atexit.unregister(keep_all_groups)
     atexit.unregister(_end_groups)
     atexit.register(_end_groups)
 
@@ -291,7 +292,7 @@ def end_groups_at_exit(default: bool) -> None:
 def leave_groups_at_exit() -> None:
     """The run has failed: what others no longer send would be waited for, here and where the interpreter drops the groups."""
     atexit.unregister(_end_groups)
-    keep_all_groups()
+    atexit.register(keep_all_groups)
 
 
 def _end_groups() -> None:
