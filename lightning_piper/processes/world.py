@@ -290,7 +290,8 @@ def end_groups_at_exit(default: bool) -> None:
 
 
 def leave_groups_at_exit() -> None:
-    """The run has failed: what others no longer send would be waited for, here and where the interpreter drops the groups."""
+    """After a run that failed. To destroy a group, or to let the interpreter drop it, would wait for messages that no process sends
+    any more; so at exit neither happens."""
     atexit.unregister(_end_groups)
     atexit.register(keep_all_groups)
 
