@@ -1,4 +1,4 @@
-"""Programs that nobody wrote: the fastest one that fits, of all that a module and a machine allow."""
+"""The search for a program: the fastest one that fits, of all that a module and a machine allow."""
 
 from lightning_piper.search.proposing import Proposal, search
 from lightning_piper.search.report import Found

@@ -1,4 +1,4 @@
-"""What each device of a compiled program needs, from its plan: not an estimate of stages, but what stands in the graph."""
+"""Memory of each device of a compiled program, computed from its plan instead of estimated."""
 
 from __future__ import annotations
 
@@ -7,15 +7,16 @@ from lightning_piper.ir.nodes import Chunk
 from lightning_piper.runtime.process import MOST as LENT
 from lightning_piper.simulate import simulate
 
-ROUGHLY = 8  # times what passes hand out (activations that they save, gradients), which passes on their way hardly make
+# Rough peak of a step, as a multiple of the bytes of the outputs of all passes (saved activations,
+# gradients). It leaves enough for temporaries.
+ROUGHLY = 8
 
 
 def bytes_needed(compiled: Compiled, states: float) -> dict[int, int]:
-    """Bytes of each device: its parameters, or its shards of them, the optimizer's states, and the peak of the step's values, their
-    gradients included.
+    """Bytes of each device: parameters or shards, optimizer states, and the step's peak including gradients.
 
     Args:
-        states: bytes of the optimizer's state for one of parameters that get gradients.
+        states: Bytes of optimizer state for each byte of trained parameters.
     """
     figures = simulate(compiled.dag, compiled.plans).devices
     found = {}
@@ -35,14 +36,16 @@ def bytes_needed(compiled: Compiled, states: float) -> dict[int, int]:
 
 
 def needed_by_replicas(compiled: Compiled, states: float, processes: bool, room: int) -> int:
-    """Bytes that each of the replicas of a whole step needs: in the step, or in the update after it. If far less than the room is
-    needed, the plan is not followed, because that takes as long as to run the step once without data: then it is a rough number.
+    """Bytes that each replica of an unpipelined step needs: in the step, or in the update after it.
+
+    Returns a rough upper number if it fits. The exact number costs as much time as one step without data,
+    because `bytes_needed` simulates the plan.
 
     Args:
-        states: as for `bytes_needed`.
-        processes: on a CPU, which keep room in which they sum gradients, and where an update makes two tensors as large as a
-            parameter.
-        room: bytes that there are.
+        states: As for `bytes_needed`.
+        processes: Whether replicas are processes on a CPU. These keep a buffer in which they sum gradients,
+            and their updates make two tensors as large as a parameter.
+        `room`: Bytes that are available.
     """
     specs = compiled.step.params.values()
     trained = [x.spec.nbytes for x in specs if x.requires_grad]

@@ -1,8 +1,9 @@
-"""Which modules of a model stand one after another: the parts that borders between stages may lie between.
+"""The modules of a model that run one after another, between which a pipeline may be cut.
 
-A model is taken apart as far as it is a chain: lists of modules, what holds such lists, and what holds most of the parameters. Its
-links are what is left: a layer, an embedding, a norm, a head. Where layers of one kind repeat, a shorter model with a few of each
-kind costs less to trace, and says the same of all.
+A model is opened as far as it is a chain: lists of modules, modules that contain such lists, and modules that
+contain most of the parameters. The remaining modules are the links of the chain: a layer, an embedding, a
+norm, a head. If layers of one kind repeat, a shortened model with a few of each kind is cheaper to trace, and
+describes all layers.
 """
 
 from __future__ import annotations
@@ -18,7 +19,7 @@ from lightning_piper.annotate import repeated_blocks
 from lightning_piper.errors import CaptureError
 from lightning_piper.ir.values import TensorSpec
 
-OF_EACH_KIND = 3  # links that a shortened model keeps: the first may do more than others; two more must be alike
+OF_EACH_KIND = 3  # links that a shortened model keeps: the first may do more than later ones; two more must be equal
 
 _PLAIN = (int, float, str, bool, tuple, type(None))
 _LISTS = (nn.ModuleList, nn.ModuleDict, nn.Sequential)
@@ -26,11 +27,11 @@ _LISTS = (nn.ModuleList, nn.ModuleDict, nn.Sequential)
 
 @dataclass(frozen=True)
 class LeftOut:
-    """Where a layer stood, by names in the copy.
+    """A layer that the copy lacks. Names are names in the copy.
 
     Attributes:
-        after: the last one before it that is still there.
-        like: two layers of its kind, which must be alike.
+        after: The last layer before it that the copy still has.
+        like: Two layers of its kind, which must compute the same.
     """
 
     after: str
@@ -39,12 +40,12 @@ class LeftOut:
 
 @dataclass(frozen=True)
 class Shortened:
-    """A copy of a module, whose tensors are the module's own, with fewer layers.
+    """A copy of a module with fewer layers. It shares its tensors with the module.
 
     Attributes:
-        module: the copy.
-        names: name of a layer in the copy -> its name in the module, where they differ.
-        left_out: the layers that the copy lacks, by name, in the order of their lists.
+        module: The copy.
+        names: Name of a layer in the copy -> its name in the module, if they differ.
+        left_out: The layers that the copy lacks, by name, in the order of their lists.
     """
 
     module: nn.Module
@@ -60,13 +61,16 @@ class Shortened:
 
 
 def links(module: nn.Module) -> list[str]:
-    """Names of the modules with parameters that a model is a chain of, none within another, in the order of the module's lists."""
+    """Names of the modules that form the chain of a model, in the order of the module's lists.
+
+    Only modules with parameters count. No link is inside of another link.
+    """
     repeated = {id(block) for block in repeated_blocks(module).values()}
     inside = {id(x) for name, block in repeated_blocks(module).items() for x in block.modules()}
     total = sum(p.numel() for p in module.parameters())
 
     def opens(part: nn.Module) -> bool:
-        """Is it taken apart?"""
+        """Whether the links are inside of this module, rather than the module itself."""
         children = [child for child in part.children() if _has_parameters(child)]
         if id(part) in repeated or not children:
             return False
@@ -93,10 +97,10 @@ def _has_parameters(module: nn.Module) -> bool:
 
 
 def copy_of(module: nn.Module) -> nn.Module:
-    """A copy whose parameters and buffers are the module's own.
+    """A copy that shares its parameters and buffers with the module.
 
     Raises:
-        CaptureError: it cannot be copied.
+        CaptureError: The module cannot be copied.
     """
     kept: list[Any] = [*module.parameters(), *module.buffers()]
     kept += [vars(module)[name] for name in ("_trainer", "_fabric") if vars(module).get(name) is not None]
@@ -108,7 +112,7 @@ def copy_of(module: nn.Module) -> nn.Module:
 
 
 def shortened(module: nn.Module) -> Shortened:
-    """The module with `OF_EACH_KIND` layers of each kind, of the lists of repeated blocks."""
+    """The module with at most `OF_EACH_KIND` layers of each kind in each list of repeated blocks."""
     made = copy_of(module)
     names: dict[str, str] = {}
     left_out: dict[str, LeftOut] = {}
@@ -134,7 +138,9 @@ def shortened(module: nn.Module) -> Shortened:
 
 
 def _kind(module: nn.Module, counts: Collection[tuple[str, str]]) -> str:
-    """What layers have in common that do the same: classes, tensors and attributes, but for those that count layers."""
+    """A key that is equal for layers that compute the same: classes, tensors and attributes, except layer
+    numbers.
+    """
     return "\n".join(
         f"{name} {type(part).__qualname__} {part.training} {part.extra_repr()} {_tensors(part)} "
         f"{sorted((attr, repr(v)) for attr, v in _plain(part).items() if (name, attr) not in counts)}"
@@ -143,7 +149,9 @@ def _kind(module: nn.Module, counts: Collection[tuple[str, str]]) -> str:
 
 
 def _counts(layers: Mapping[str, nn.Module]) -> set[tuple[str, str]]:
-    """Attributes, by name of the part of a layer, that are its place in the list in every layer."""
+    """Attributes, as (name of the part of a layer, attribute), that equal the layer's index in every
+    layer.
+    """
     found = [
         {(name, attr) for name, part in layer.named_modules() for attr, v in _plain(part).items() if repr(v) == key}
         for key, layer in layers.items()
@@ -152,7 +160,7 @@ def _counts(layers: Mapping[str, nn.Module]) -> set[tuple[str, str]]:
 
 
 def _plain(part: nn.Module) -> dict[str, Any]:
-    """Attributes that are Python's own values."""
+    """Attributes with plain Python values."""
     return {attr: v for attr, v in vars(part).items() if attr != "training" and type(v) in _PLAIN}
 
 

@@ -1,4 +1,4 @@
-"""Bounds of whole layouts, however blocks are cut: from sums over the model."""
+"""Cheap bounds of whole layouts, whatever the cut of the blocks: from sums over the model."""
 
 from __future__ import annotations
 
@@ -13,12 +13,13 @@ from lightning_piper.simulate.durations import Number
 
 
 class _Sums(NamedTuple):
-    """Of all blocks, on one microbatch.
+    """Seconds of all blocks together on one microbatch.
 
     Attributes:
-        work: seconds of all passes.
-        path: seconds of the forward passes, and of backward passes as far as the stages before wait for them.
-        longest: seconds of the longest such backward pass of one block.
+        work: Seconds of all passes.
+        path: Seconds of the forward passes, and of the part of the backward passes that earlier stages wait
+            for.
+        longest: Seconds of the longest such backward pass of one block.
     """
 
     work: Number
@@ -27,7 +28,7 @@ class _Sums(NamedTuple):
 
 
 class Coarse:
-    """Bounds of the layouts of a model's space."""
+    """Lower bounds of time and memory for the layouts of a model's space."""
 
     def __init__(self, model: Model) -> None:
         self._model, self._space = model, model.space
@@ -41,25 +42,32 @@ class Coarse:
         return _Sums(sum(forward) + sum(inputs) + sum(weights), sum(forward) + sum(backward), max(backward))
 
     def _works_of(self, samples: int, tensor: int) -> list[tuple[Number, Number, Number]]:
-        """Seconds of F, BI and BW of each block on one microbatch, at least."""
+        """Lower bounds of the seconds of F, BI and BW of each block on one microbatch."""
         works = [work for block in self._space.workload.blocks if (work := block.at(samples, tensor)) is not None]
         links = [link for _, link in self._space.hardware.links]
         moved = [2 * min(ring(link, work.exchanged, tensor) for link in links) for work in works]
         return [(x.forward + m, x.backward_input + m, x.backward_weights) for x, m in zip(works, moved, strict=True)]
 
     def _busiest_of(self, samples: int, tensor: int, ranks: int) -> Number:
-        """Seconds of the rank with most work on one microbatch, at least, for blocks are whole: of the k n + 1 longest ones, some
-        rank of n has k + 1."""
+        """A lower bound of the seconds of the busiest rank on one microbatch.
+
+        Blocks are whole, so some rank of n has k + 1 of the k n + 1 longest blocks.
+        """
         works = sorted((sum(work) for work in self._works(samples, tensor)), reverse=True)
         return max(sum(works[n - 1 - (n - 1) // ranks : n]) for n in range(1, len(works) + 1, ranks))
 
     def time(self, layout: Layout) -> Number:
-        """Seconds of a step, at least: the work of the rank that has most; one microbatch's way, with all others on the rank of the
-        block that works longest; and, in a chain whose backward passes are whole, what follows from
+        """A lower bound of the seconds of a step: the largest of several.
 
-            time >= w(0) + ... + w(r - 1) + m w(r)     for every rank r of n, with work w on each of m microbatches.
+        They are: the work of the busiest rank; and the path of one microbatch, plus the backward passes of
+        all other microbatches through the longest block. In a chain with whole backward passes and one stage
+        on each rank there is another bound, from
 
-        So W(r) = w(0) + ... + w(r) is at most (1 - 1/m) W(r - 1) + time/m, and the whole work at most (1 - (1 - 1/m)^n) time.
+            time >= w(0) + ... + w(r - 1) + m w(r)     for every rank r of n, with work w on each of m
+            microbatches.
+
+        So W(r) = w(0) + ... + w(r) is at most (1 - 1/m) W(r - 1) + time/m, and the total work is at most (1 -
+        (1 - 1/m)^n) time.
         """
         shape, m = SHAPES[layout.schedule], layout.microbatches
         samples = self._space.workload.samples // layout.replicas // m
@@ -72,7 +80,9 @@ class Coarse:
         return found
 
     def memory(self, layout: Layout) -> Number:
-        """Bytes of the device that has most, at least: the mean of parameters, gradients and states, at the highest level."""
+        """A lower bound of the bytes of the fullest device: the mean over ranks, at the highest ZeRO
+        stage.
+        """
         params, every = self._model.params(layout.tensor, layout.routed), ((0, len(self._space.workload.blocks)),)
         n, level, states = layout.replicas, max(self._space.levels_of(layout))[0], self._space.workload.states
 

@@ -1,6 +1,7 @@
-"""Schedules by name, as what a search asks of them: who runs what after what, what is kept meanwhile, and who sends to whom.
+"""Schedules by name, as data for the search: each rank's passes in order, the values it keeps, and the
+messages.
 
-All of it follows from the order of the passes alone, not from how long they take.
+All of it follows from the order of the passes alone, not from their durations.
 """
 
 from __future__ import annotations
@@ -25,8 +26,13 @@ F, B, BI, BW = range(4)
 
 
 class Shape(NamedTuple):
-    """Of a schedule: stages on each rank (the numbers that are tried), whether they lie along a V, whether it splits backward
-    passes."""
+    """The form of a schedule.
+
+    Attributes:
+        per_rank: Numbers of stages on each rank that a search tries.
+        folded: Whether the stages lie along a V: down the ranks and up again.
+        split: Whether backward passes are split into BI and BW.
+    """
 
     per_rank: tuple[int, ...]
     folded: bool
@@ -45,7 +51,7 @@ SHAPES = {
     "dualpipev": Shape((2,), True, True),
 }
 
-_BUILDERS: dict[str, Callable[[int, int, int], list[Row]]] = {  # of stages on each rank, ranks, and microbatches
+_BUILDERS: dict[str, Callable[[int, int, int], list[Row]]] = {  # by stages on each rank, ranks, and microbatches
     "gpipe": lambda _, ranks, m: gpipe_rows(ranks, m),
     "one_f_one_b": lambda _, ranks, m: one_f_one_b_rows(ranks, m),
     "zero_bubble": lambda _, ranks, m: zero_bubble_rows(ranks, m),
@@ -59,12 +65,14 @@ _BUILDERS: dict[str, Callable[[int, int, int], list[Row]]] = {  # of stages on e
 
 
 def rank_of(stage: int, ranks: int, folded: bool) -> int:
-    """Round the ranks again and again, or down and up again."""
+    """The rank of a stage: round-robin over the ranks, or, if folded, down the ranks and up again."""
     return min(stage, 2 * ranks - 1 - stage) if folded else stage % ranks
 
 
 def is_possible(name: str, per_rank: int, ranks: int, microbatches: int) -> bool:
-    """Does the schedule exist for these numbers? One rank alone is served by `gpipe` and `one_f_one_b`."""
+    """Whether the schedule exists for these numbers. For one rank there are only `gpipe` and
+    `one_f_one_b`.
+    """
     if 2 * ranks * per_rank * microbatches > PASSES:
         return False
     if name == "interleaved_one_f_one_b":
@@ -78,11 +86,11 @@ class Step(NamedTuple):
     """One pass of a rank.
 
     Attributes:
-        stage, kind: which pass; `kind` is an index of `KINDS`.
-        needs: the message that it waits for, or -1.
-        posts: messages for which the rank is ready from here on, once `needs` has come.
-        sends: the message that its result is, or -1.
-        complete: it is the last of several passes in a row that make gradients of the same stage.
+        stage, kind: The pass; `kind` is an index into `KINDS`.
+        needs: The message that the pass waits for, or -1.
+        posts: Messages whose receive the rank starts at this step, once `needs` has arrived.
+        sends: The message that carries the result, or -1.
+        complete: Whether this is the last of consecutive passes that make weight gradients of one stage.
     """
 
     stage: int
@@ -94,14 +102,19 @@ class Step(NamedTuple):
 
 
 class Between(NamedTuple):
-    """What a rank does from one pass to another, both included: (stage, kind) of either, and (stage, kind, how often) of all."""
+    """The work of a rank from one pass to another, both included.
+
+    Attributes:
+        first, last: (stage, kind) of the two passes.
+        passes: (stage, kind, how often) of all passes from `first` to `last`.
+    """
 
     first: tuple[int, int]
     last: tuple[int, int]
     passes: tuple[tuple[int, int, int], ...]
 
 
-Kept = tuple[tuple[int, int], ...]  # of each stage of a rank: microbatches that wait for B or BI, and those that wait for BW
+Kept = tuple[tuple[int, int], ...]  # for each stage of a rank: microbatches that wait for B or BI, and for BW
 _Action = tuple[int, int, int]  # stage, kind, microbatch
 
 
@@ -110,10 +123,11 @@ class Wires:
     """The passes of a schedule, and the messages between them.
 
     Attributes:
-        steps: of each rank, one after the other.
-        at_once: of each rank, the messages for which it is ready before its first pass.
-        messages: of each message: channel (an index), border (of stages b and b + 1), receiver, and its step there.
-        channels: how many there are.
+        steps: The passes of each rank, in order.
+        at_once: The messages of each rank whose receive it starts before its first pass.
+        messages: Channel (an index), boundary (b for stages b and b + 1), receiver, and the receiver's step,
+            of each message.
+        channels: Number of channels.
     """
 
     steps: tuple[tuple[Step, ...], ...]
@@ -124,14 +138,15 @@ class Wires:
 
 @dataclass(frozen=True)
 class Rows:
-    """A schedule of `stages` stages on `ranks` ranks: what bounds and bytes need to know of it.
+    """A schedule of `stages` stages on `ranks` ranks, as bounds and memory estimates need it.
 
     Attributes:
-        key: its name, stages on each rank, ranks, and microbatches.
-        rank: of each stage.
-        local: stages of each rank.
-        between: of each rank; see `Between`.
-        kept: of each rank, the largest states of what is kept: (stage whose backward pass runs, or -1; what is kept).
+        key: Name, stages on each rank, ranks, and microbatches.
+        rank: The rank of each stage.
+        local: The stages of each rank.
+        between: Spans of work of each rank; see `Between`.
+        kept: The largest states of each rank: the stage whose backward pass runs (or -1), and the `Kept` of
+            the rank.
     """
 
     key: tuple[str, int, int, int]
@@ -144,16 +159,18 @@ class Rows:
 
     @property
     def wires(self) -> Wires:
-        """Made when it is asked for: it is much larger than the rest, and few candidates come so far."""
+        """The passes and messages. Made on demand: they are much larger than these fields, and few candidates
+        need them.
+        """
         return wires_of(*self.key)
 
 
 @functools.lru_cache(maxsize=2048)
 def rows_of(name: str, per_rank: int, ranks: int, microbatches: int) -> Rows:
-    """The rows of a schedule. Linear in its passes.
+    """The rows of a schedule, in time linear in its passes.
 
     Raises:
-        DirectiveError: the schedule does not exist for these numbers.
+        DirectiveError: The schedule does not exist for these numbers.
     """
     actions = _actions(name, per_rank, ranks, microbatches)
     rank = {stage: r for r, row in enumerate(actions) for stage, _, _ in row}
@@ -165,15 +182,15 @@ def rows_of(name: str, per_rank: int, ranks: int, microbatches: int) -> Rows:
 
 @functools.lru_cache(maxsize=16)
 def wires_of(name: str, per_rank: int, ranks: int, microbatches: int) -> Wires:
-    """The passes of a schedule, and the messages between them. Linear in its passes."""
+    """The passes of a schedule and the messages between them, in time linear in its passes."""
     return _wires(_actions(name, per_rank, ranks, microbatches), ranks * per_rank)
 
 
 def _actions(name: str, per_rank: int, ranks: int, microbatches: int) -> list[list[_Action]]:
-    """What each rank runs. Passes that may overlap stand one after the other.
+    """The passes of each rank in order. Passes that may overlap come one after the other.
 
     Raises:
-        DirectiveError: the schedule does not exist for these numbers.
+        DirectiveError: The schedule does not exist for these numbers.
     """
     if name not in SHAPES:
         raise DirectiveError(f"schedule {name!r} is not known; give one of {', '.join(SHAPES)}")
@@ -185,9 +202,10 @@ def _actions(name: str, per_rank: int, ranks: int, microbatches: int) -> list[li
 
 def _wires(actions: Sequence[Sequence[_Action]], stages: int) -> Wires:
     rank = {stage: r for r, row in enumerate(actions) for stage, _, _ in row}
-    made: dict[tuple[int, int, int], tuple[int, int]] = {}  # forward (0) or not (1), stage, microbatch -> message, border
-    queues: dict[tuple[int, int], list[int]] = {}  # channel -> its messages, as they are sent
-    messages: list[tuple[int, int, int]] = []  # channel, border, receiver
+    # forward (0) or backward (1), stage, microbatch -> message, boundary
+    made: dict[tuple[int, int, int], tuple[int, int]] = {}
+    queues: dict[tuple[int, int], list[int]] = {}  # channel -> its messages, in the order of their sends
+    messages: list[tuple[int, int, int]] = []  # channel, boundary, receiver
     for r, row in enumerate(actions):
         for stage, kind, mb in row:
             to = stage + 1 if kind == F else stage - 1
@@ -227,8 +245,11 @@ def _step(
 def _posts(
     at: Sequence[int], queues: dict[tuple[int, int], list[int]], messages: Sequence[tuple[int, int, int]]
 ) -> dict[int, tuple[dict[int, tuple[int, ...]], tuple[int, ...]]]:
-    """Where a rank gets ready for messages: before the pass that precedes their reader, and in the order in which they are sent;
-    see `plan.irecv`. By rank: step -> messages, and those before anything else."""
+    """Where each rank starts its receives, by rank: step -> messages, and the messages before the first step.
+
+    A receive starts one pass before the pass that reads the message, or earlier, so that the receives of a
+    channel start in the order of its sends; see `plan.irecv`.
+    """
     found: dict[int, tuple[dict[int, tuple[int, ...]], tuple[int, ...]]] = {}
     for queue in queues.values():
         limit = len(at) + 1
@@ -245,7 +266,11 @@ def _posts(
 
 
 def _between(row: Sequence[_Action]) -> tuple[Between, ...]:
-    """From the first pass, or the first backward pass, to the last pass, or the last one that makes gradients of inputs."""
+    """The spans of a rank from which bounds are made.
+
+    They run from the first pass, or the first backward pass, to the last pass, or the last pass that makes
+    gradients of inputs.
+    """
     backward = [p for p, (_, kind, _) in enumerate(row) if kind in (B, BI)]
     found = []
     for first in dict.fromkeys((0, backward[0])):
@@ -259,8 +284,10 @@ def _between(row: Sequence[_Action]) -> tuple[Between, ...]:
 
 
 def _kept(row: Sequence[_Action], local: Sequence[int]) -> tuple[tuple[int, Kept], ...]:
-    """States of what a rank keeps while its passes run, without those that another one exceeds everywhere: so before a forward
-    pass there is none, for after it there is more."""
+    """The states of the memory of a rank while its passes run, without states that a larger state dominates.
+
+    States before a forward pass are skipped: after it, the rank keeps more.
+    """
     place = {stage: k for k, stage in enumerate(local)}
     now = [0] * (2 * len(local))
     states: dict[tuple[int, tuple[int, ...]], None] = {}

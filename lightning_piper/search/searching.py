@@ -1,4 +1,4 @@
-"""`best_of`: the best candidate of a space, and what is proved of it."""
+"""`best_of`: the best candidate of a space, with a proof of how good it is."""
 
 from __future__ import annotations
 
@@ -35,24 +35,30 @@ def best_of(
     budget: int = 5000,
     progress: Progress | None = None,
 ) -> Found:
-    """The program of least time for a step, or of least memory, that fits.
+    """Find the program that fits and takes the least time for a step, or the least memory.
 
     Args:
-        workload, hardware: what is divided, and among what.
-        devices: how many there are.
-        memory: of each device, bytes or text such as "80GiB"; that of the hardware when left out.
-        objective: "time", or "memory": the largest of any device.
-        schedules, levels: that are considered: names of builders, levels of ZeRO, that stages may have.
-        margin: share of the estimated memory to keep free beside it.
-        all_devices: consider only programs that use every device.
-        ranks: of one pipeline, at most: with 1, each device has the whole model. None: as many as there are devices.
-        gap: how far from the best one what is found may be: 0.01 for one percent.
-        budget: how much is looked at, at most: one for each candidate that is estimated, and for each branch one and more, as it
-            has more stages and microbatches. What is proved by then is told.
-        progress: called with the number of candidates estimated, the lowest bound of what is left, and the best so far.
+        workload, hardware: The training step, and the machine that runs it.
+        devices: Number of devices.
+        memory: Memory of each device, in bytes or as text such as "80GiB" (default: the hardware's).
+        objective: "time", or "memory" for the memory of the fullest device.
+        schedules: Names of the builders to consider.
+        levels: ZeRO stages to consider.
+        margin: Memory to keep free, as a share of the estimated memory.
+        all_devices: Consider only programs that use every device.
+        ranks: Largest number of ranks of one pipeline; with 1, each device has the whole model. None: as many
+            as there are devices.
+        gap: How much worse than the best program the result may be: 0.01 for one percent.
+        budget: Largest amount of work. Each estimated candidate costs one. Each branch costs one or more,
+            growing with its stages and microbatches. When the budget is spent, the result says what is proved
+            by then.
+        progress: Called with the number of candidates estimated, the lowest bound of the open branches, and
+            the best value so far.
 
     Raises:
-        SearchError: an argument cannot be used; or nothing fits: says the least memory that would do.
+        SearchError: An argument is not valid, or nothing fits. In the second case the error names the least
+            memory that would do.
+        NoProgram: No schedule exists for this workload on these devices, or no program fits in host memory.
     """
     check_asked(devices, objective, schedules=schedules, levels=levels, margin=margin, gap=gap, budget=budget, ranks=ranks)
     limit = bytes_of(hardware.memory if memory is None and isinstance(hardware, Hardware) else memory or 0)
@@ -76,10 +82,10 @@ def check_asked(
     devices: int, objective: str = "time", *, schedules: Sequence[str] = tuple(SHAPES), levels: Sequence[int] = (0,),
     margin: Number = 0, gap: Number = 0, budget: int = 1, ranks: int | None = None,
 ) -> None:  # fmt: skip
-    """Can these be arguments of `best_of`?
+    """Check that these can be arguments of `best_of`.
 
     Raises:
-        SearchError: one of them cannot.
+        SearchError: One of them is not valid.
     """
     check_choices(devices, schedules, levels, margin)
     if not isinstance(objective, str) or objective not in OBJECTIVES:

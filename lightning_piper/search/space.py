@@ -1,4 +1,4 @@
-"""What a search chooses among."""
+"""The candidates among which a search chooses."""
 
 from __future__ import annotations
 
@@ -23,23 +23,26 @@ _UNITS = {
     "B": 1,
     **{f"{letter}{i}B": (1024 if i else 1000) ** (n + 1) for n, letter in enumerate("KMGT") for i in ("", "i")},
 }
-_ALIKE = {"one_f_one_b": "gpipe", "zb_h2": "zero_bubble"}  # the same passes in the same order, if there is one microbatch
+# the same passes in the same order if there is one microbatch
+_ALIKE = {"one_f_one_b": "gpipe", "zb_h2": "zero_bubble"}
 _SIZE = re.compile(r"\s*(\d+(?:\.\d+)?)\s*([A-Za-z]*)\s*")
 
 
 class Layout(NamedTuple):
-    """How devices are divided. Device numbers count the tensor axis first. Then come the replicas and then the ranks
-    (`data_inside`), or the ranks first: so it is the replicas or the pipeline that have the better links.
+    """A division of the devices among stages, replicas and the tensor axis.
+
+    Device numbers count the tensor axis first. With `data_inside` the replicas come next and then the ranks,
+    otherwise the ranks come next. The inner of the two gets the faster links.
 
     Attributes:
-        schedule: name of a builder in `lightning_piper.schedules`.
-        per_rank: stages on each rank.
-        ranks: of one pipeline.
-        replicas: pipelines, each with an equal part of the samples.
-        tensor: members of the tensor axis.
-        routed: replicas among which blocks that route samples divide the parameters that samples are routed to.
-        microbatches: of each replica.
-        data_inside: replicas are numbered before ranks.
+        schedule: Name of a builder in `lightning_piper.schedules`.
+        per_rank: Stages on each rank.
+        ranks: Ranks of one pipeline.
+        replicas: Number of pipelines. Each trains on an equal part of the samples.
+        tensor: Devices along the tensor axis.
+        routed: Number of replicas that divide the experts' parameters among them.
+        microbatches: Microbatches of each replica.
+        data_inside: Whether replicas are numbered before ranks.
     """
 
     schedule: str
@@ -64,12 +67,14 @@ class Candidate(NamedTuple):
     """A program that a search can choose.
 
     Attributes:
-        layout: how devices are divided.
-        levels: what replicas share of parameters, gradients and states: ZeRO's level, 0 to 3, of each stage. It falls along the
-            chain, if at all: the first stages keep most for their backward passes.
-        recomputed: that many stages, from the first one on, keep nothing but their input and run their forward pass again.
-        offloaded: that many stages after these keep what they save in the host's memory.
-        cuts: the first block of each stage but the first.
+        layout: How the devices are divided.
+        levels: ZeRO stage, 0 to 3, of each pipeline stage: how much of parameters, gradients and optimizer
+            states the replicas shard. It never rises along the chain, because the first stages keep most
+            activations for their backward passes.
+        recomputed: Number of stages, counted from the first, that save only their input and run their forward
+            pass again.
+        offloaded: Number of stages after these that keep their saved activations in host memory.
+        cuts: The first block of each stage but the first.
     """
 
     layout: Layout
@@ -79,26 +84,26 @@ class Candidate(NamedTuple):
     cuts: tuple[int, ...]
 
     def spans(self, blocks: int) -> list[tuple[int, int]]:
-        """First and last block (not included) of each stage."""
+        """First and last block (exclusive) of each stage."""
         return list(zip((0, *self.cuts), (*self.cuts, blocks), strict=True))
 
 
 @dataclass(frozen=True)
 class Space:
-    """All candidates for a workload on some devices. Not every device need be used, unless `all_devices` says so.
+    """All candidates for a workload on some devices. They may leave devices idle unless `all_devices` is set.
 
     Attributes:
-        workload, hardware: what is divided, and among what.
-        devices: how many there are.
-        memory: bytes that a candidate may use of each.
-        schedules: names of schedules.
-        levels: of ZeRO.
-        margin: share of what the estimate says that is kept free beside it.
-        all_devices: only candidates that use every device.
-        ranks: of one pipeline, at most; None: as many as there are devices.
+        workload, hardware: The training step, and the machine that runs it.
+        devices: Number of devices.
+        memory: Bytes of each device that a candidate may use.
+        schedules: Names of the schedules to consider.
+        levels: ZeRO stages to consider.
+        margin: Memory to keep free, as a share of the estimated memory.
+        all_devices: Only candidates that use every device.
+        ranks: Largest number of ranks of one pipeline. None: as many as there are devices.
 
     Raises:
-        SearchError: there is nothing to divide or nothing to divide it among, or a name is not known.
+        SearchError: The workload has no blocks, the hardware has no links, or a number or name is not valid.
     """
 
     workload: Workload
@@ -122,7 +127,11 @@ class Space:
             raise SearchError(f"search: memory={shown(self.memory)}; give bytes above 0, or text such as '80GiB'")
 
     def layouts(self) -> Iterator[Layout]:
-        """Each once. Microbatches are whole samples, not too few, and work on them is known; where samples meet, there is one."""
+        """Yield each layout once.
+
+        A microbatch has a whole number of samples, at least the workload's least, for which the work of every
+        block is known. If the loss mixes samples, there is one microbatch.
+        """
         for tensor in self._degrees():
             least = max(self.workload.least, self.workload.least_divided.get(tensor, 1))
             for replicas in _divisors(self.workload.samples, self.devices // tensor):
@@ -138,7 +147,7 @@ class Space:
         for ranks in range(1, most + 1):
             if self.all_devices and ranks * tensor * replicas != self.devices:
                 continue
-            # Where all devices are equally far apart, their numbers do not matter.
+            # If all devices are equally far apart, the numbering of the devices does not matter.
             last = ranks * replicas * tensor - 1
             far = ranks > 1 and replicas > 1 and self.hardware.link(0, last) != self.hardware.link(0, 1)
             inside = (True, False) if far else (True,)
@@ -150,7 +159,9 @@ class Space:
                                 yield Layout(name, per_rank, ranks, replicas, tensor, routed, microbatches, data_inside)
 
     def _different(self, microbatches: int) -> list[str]:
-        """Schedules that are programs of their own: with one microbatch, some are others under a second name."""
+        """The schedules that are distinct programs: with one microbatch, some equal another schedule of the
+        space.
+        """
         same = _ALIKE if microbatches == 1 else {}
         return [name for name in self.schedules if same.get(name) not in self.schedules]
 
@@ -159,11 +170,11 @@ class Space:
         return sorted(t for t in set.intersection(*known) if t <= self.devices)
 
     def levels_of(self, layout: Layout) -> list[tuple[int, ...]]:
-        """Levels that the stages of one candidate may have, the highest first; several lists where not all of them go together.
-        Replicas share something where there are several; one alone has level 0, whatever is allowed.
+        """Sets of ZeRO stages that the pipeline stages of one candidate may mix, the highest first in each.
 
-        A parameter that stages have in common is sharded in all of them or in none, and those on one device all keep it whole
-        between its uses or none does: other programs are refused.
+        One replica alone has level 0, whatever `levels` allows. There are several sets if stages share
+        parameters, because other mixtures are not valid programs: a shared parameter is sharded in all of its
+        stages or in none. All stages on one device keep it whole between its uses (level < 3), or none does.
         """
         if layout.replicas == 1:
             return [(0,)]
@@ -175,7 +186,7 @@ class Space:
 
     @functools.cached_property
     def _tied(self) -> list[list[int]]:
-        """The blocks of each parameter that several of them use and train."""
+        """The blocks of each parameter that several blocks use and train."""
         users: dict[str, list[int]] = {}
         for k, block in enumerate(self.workload.blocks):
             for name in block.params.keys() - block.frozen:
@@ -183,7 +194,7 @@ class Space:
         return [blocks for blocks in users.values() if len(blocks) > 1]
 
     def _meet(self, layout: Layout) -> bool:
-        """Can two stages of a device have a parameter in common, wherever the blocks are cut?"""
+        """Whether two stages of a device can have a parameter in common, however the blocks are cut."""
         left, folded = len(self.workload.blocks) - layout.stages, SHAPES[layout.schedule].folded
 
         def places(block: int) -> set[tuple[int, int]]:
@@ -197,22 +208,22 @@ class Space:
         )  # fmt: skip
 
     def cuts(self, layout: Layout) -> int:
-        """How many ways there are to cut the blocks."""
+        """Number of ways to cut the blocks."""
         return math.comb(len(self.workload.blocks) - 1, layout.stages - 1)
 
     def candidates(self, layout: Layout) -> int:
-        """How many candidates have this layout."""
+        """Number of candidates with this layout."""
         kept = math.comb(layout.stages + 2, 2)
         shared = sum(math.comb(layout.stages + len(levels) - 1, layout.stages) for levels in self.levels_of(layout))
         return shared * kept * self.cuts(layout)
 
     @property
     def size(self) -> int:
-        """How many candidates there are."""
+        """Number of candidates."""
         return sum(map(self.candidates, self.layouts()))
 
     def __iter__(self) -> Iterator[Candidate]:
-        """All candidates: for small spaces."""
+        """Yield all candidates. Only for small spaces."""
         for layout in self.layouts():
             for levels in (
                 own for any_of in self.levels_of(layout) for own in combinations_with_replacement(any_of, layout.stages)
@@ -224,10 +235,10 @@ class Space:
 
 
 def check_choices(devices: int, schedules: Sequence[str], levels: Sequence[int], margin: Number) -> None:
-    """What a space is made of, beside a workload and its hardware.
+    """Check the arguments of a space other than workload, hardware and memory.
 
     Raises:
-        SearchError: one of them cannot be used.
+        SearchError: One of them is not valid.
     """
     _check_number("devices", devices, DEVICES)
     if not is_number(margin):
@@ -245,10 +256,10 @@ def _check_number(what: str, value: object, most: int | None = None) -> None:
 
 
 def bytes_of(size: str | Number) -> Number:
-    """A number of bytes: of "24GiB", "80GB", "512 MiB", or the number itself.
+    """The number of bytes that "24GiB", "80GB" or "512 MiB" means; a number is returned unchanged.
 
     Raises:
-        SearchError: it is something else.
+        SearchError: `size` is neither such a text nor a positive number.
     """
     match = _SIZE.fullmatch(size) if isinstance(size, str) else None
     if match and match[2] in _UNITS:

@@ -1,4 +1,4 @@
-"""What a search divides: a chain of blocks, and what each one costs."""
+"""The input of a search: a chain of blocks, and the cost of each."""
 
 from __future__ import annotations
 
@@ -14,12 +14,13 @@ class Work(NamedTuple):
     """One block's work on one microbatch, on one device.
 
     Attributes:
-        forward, backward_input, backward_weights: seconds of the passes F, BI and BW; B takes the sum of the last two.
-        saved: bytes that F keeps, until BI (or B) is done.
-        saved_for_weights: bytes that are kept until BW is done: of `saved`, and of what BI makes.
-        output: bytes handed on to the next block; the gradient that comes back has as many.
-        exchanged: bytes of the sums along the tensor axis within a forward pass; a backward pass has as many.
-        apart: seconds more that BW takes where it is a pass of its own: work that B does once for both of its parts.
+        forward, backward_input, backward_weights: Seconds of the passes F, BI and BW. B takes the sum of the
+            last two.
+        saved: Bytes that F saves until BI (or B) is done.
+        saved_for_weights: Bytes that are kept until BW is done: parts of `saved`, and values that BI makes.
+        output: Bytes of the activations passed to the next block. Their gradient has as many.
+        exchanged: Bytes of the sums along the tensor axis within a forward pass. A backward pass has as many.
+        apart: Additional seconds of BW as a pass of its own: work that B shares between its two parts.
     """
 
     forward: Number
@@ -34,22 +35,25 @@ class Work(NamedTuple):
 
 @dataclass(frozen=True)
 class Block:
-    """A part of the model that no border between stages cuts.
+    """A part of the model that lies in one stage as a whole.
 
     Attributes:
-        name: of its module.
-        work: what it costs, by samples of the microbatch and number of members of the tensor axis.
-        params: bytes of each parameter, by name; a name that two blocks have is one parameter, tied.
-        divided: parameters of which members of the tensor axis have parts.
-        experts: parameters of which members of an expert axis have parts.
-        routed: bytes that one sample sends to experts, and gets back from them, within a forward pass.
-        packed: seconds to lay gradients of all parameters into buckets, for sums over replicas.
-        added: seconds to add gradients of all parameters to those of the microbatches before, on one device.
-        updated: seconds that the optimizer takes for all parameters on one device. A parameter that several blocks use counts
-            with the first one.
-        updated_in_parts: the same for pieces of them, as replicas have that share states: all pieces together.
-        frozen: parameters that get no gradients: there are no sums, and no states, of them.
-        packed_alone: as `packed`, if there is one microbatch: of the gradients that its pass does not write there itself.
+        name: Name of its module.
+        work: The block's work, by (samples of the microbatch, devices along the tensor axis).
+        params: Bytes of each parameter, by name. A name that two blocks have is one parameter, tied.
+        divided: Parameters that are sharded along the tensor axis.
+        experts: Parameters that are sharded along an expert axis.
+        routed: Bytes that one sample sends to experts, and gets back from them, within a forward pass.
+        packed: Seconds to copy the gradients of all parameters into buckets, to sum them over replicas.
+        added: Seconds to add the gradients of all parameters to those from earlier microbatches, on one
+            device.
+        updated: Seconds of the optimizer for all parameters on one device. A parameter that several blocks
+            use counts with the first block.
+        updated_in_parts: Like `updated`, if replicas shard the optimizer's state: the seconds of all shards
+            together.
+        frozen: Parameters that get no gradients, and so need neither sums nor optimizer states.
+        packed_alone: Like `packed`, with one microbatch: only gradients that the pass does not write into the
+            bucket directly.
     """
 
     name: str
@@ -66,8 +70,13 @@ class Block:
     packed_alone: Number = 0
 
     def at(self, samples: int, tensor: int = 1) -> Work | None:
-        """The work on `samples` samples; on a line through the two nearest numbers that are known, in proportion if one is, and no
-        less than in proportion below both: few samples are not faster than many. None if nothing is known of so many members."""
+        """The work on `samples` samples, or None if no work is known for so many devices along the tensor
+        axis.
+
+        Unknown numbers of samples lie on a line through the two nearest known ones. If only one is known,
+        work is proportional to the samples. Below both, work is at least proportional to the samples, because
+        small microbatches are not faster per sample than large ones.
+        """
         if (samples, tensor) in self.work:
             return self.work[samples, tensor]
         known = sorted((n for n, members in self.work if members == tensor), key=lambda n: (abs(n - samples), n))[:2]
@@ -82,15 +91,17 @@ class Block:
 
 @dataclass(frozen=True)
 class Workload:
-    """A training step that is to be divided.
+    """The training step that a search divides.
 
     Attributes:
-        blocks: in the order in which the forward pass runs them.
-        samples: of one step, on all devices.
-        states: bytes of the optimizer's state for one byte of parameters that get gradients; 2 for Adam.
-        least: samples of a microbatch, at least: of fewer, the step is another one, or none.
-        least_divided: the same by number of members of the tensor axis, where these want more.
-        meets: samples look at each other, so microbatches would compute something else; replicas do as data parallelism does.
+        blocks: The blocks in the order in which the forward pass runs them.
+        samples: Samples of one step, on all devices.
+        states: Bytes of optimizer state for each byte of trained parameters; 2 for Adam.
+        least: Smallest number of samples of a microbatch. With fewer samples the step cannot be traced, or
+            computes something else.
+        least_divided: Larger values of `least`, by number of devices along the tensor axis.
+        meets: Whether the step mixes samples, so that microbatches would change its result. Replicas behave
+            as in DDP.
     """
 
     blocks: tuple[Block, ...]
